@@ -1,0 +1,318 @@
+// The Python module `fakequant._native`: convert arguments, release the GIL, call the core.
+//
+// Memory is passed as anything with the buffer protocol (NumPy arrays, whatever their element type)
+// or as a plain address, so that one interface serves NumPy and torch without copies. Callers are
+// this package's own front ends; they check shapes and types, and buffers are checked for size here.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+#include <limits>
+#include <optional>
+
+#include "core.h"
+#include "parallel.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+// A view of a Python object's memory for the duration of one call.
+class Memory {
+ public:
+  Memory() = default;
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  ~Memory() {
+    if (view_.obj) PyBuffer_Release(&view_);
+  }
+
+  bool from_object(PyObject* object, bool writable) {
+    if (object == Py_None) return true;
+    if (PyLong_Check(object)) {
+      data_ = PyLong_AsVoidPtr(object);
+      bytes_ = std::numeric_limits<int64_t>::max();
+      if (PyErr_Occurred()) PyErr_Clear();
+      return data_ != nullptr;
+    }
+    // Plain bytes, no format: element types that only NumPy knows (bfloat16) pass as well.
+    if (PyObject_GetBuffer(object, &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) {
+      PyErr_Clear();
+      view_.obj = nullptr;
+      return false;
+    }
+    data_ = view_.buf;
+    bytes_ = view_.len;
+    return true;
+  }
+
+  template <class T> T* get(int64_t count) const {
+    if (data_ == nullptr) return nullptr;
+    if (bytes_ < count * int64_t(sizeof(T))) throw std::length_error("fakequant._native: a buffer is too small");
+    return static_cast<T*>(data_);
+  }
+  void* bytes(int64_t count) const { return get<char>(count); }
+
+ private:
+  void* data_ = nullptr;
+  int64_t bytes_ = 0;
+  Py_buffer view_{};
+};
+
+struct In : Memory {};
+struct Out : Memory {};
+
+}  // namespace
+
+namespace nanobind::detail {
+template <class T, bool Writable> struct memory_caster {
+  static constexpr auto Name = const_name("object");
+  template <class T_> using Cast = movable_cast_t<T_>;
+  template <class T_> static constexpr bool can_cast() { return true; }
+  bool from_python(handle src, uint8_t, cleanup_list*) noexcept { return value.from_object(src.ptr(), Writable); }
+  explicit operator T&() { return value; }
+  explicit operator T*() { return &value; }
+  T value;
+};
+template <> struct type_caster<In> : memory_caster<In, false> {
+  template <class T_> using Cast = In&;
+};
+template <> struct type_caster<Out> : memory_caster<Out, true> {
+  template <class T_> using Cast = Out&;
+};
+}  // namespace nanobind::detail
+
+namespace {
+
+using namespace fakequant;
+
+// Waiting for the GIL again can take longer than a small array's whole computation.
+constexpr int64_t kReleaseGilFrom = 4096;
+
+template <class F> auto without_gil(int64_t size, F&& f) {
+  if (size < kReleaseGilFrom) return f();
+  nb::gil_scoped_release release;
+  return f();
+}
+
+using ShapeTuple = std::tuple<int64_t, int64_t, int64_t, int64_t>;
+
+Shape to_shape(const ShapeTuple& t) { return {std::get<0>(t), std::get<1>(t), std::get<2>(t), std::get<3>(t)}; }
+
+int64_t bytes_of(DType d) { return d == DType::f64 ? 8 : d == DType::f32 ? 4 : 2; }
+
+int64_t code_bytes(CodeType c, int64_t n) {
+  switch (c) {
+    case CodeType::i8: case CodeType::u8: return n;
+    case CodeType::i16: case CodeType::u16: return 2 * n;
+    case CodeType::i32: case CodeType::u32: return 4 * n;
+    case CodeType::i4x2: case CodeType::u4x2: return (n + 1) / 2;
+    default: return (n + 3) / 4;
+  }
+}
+
+int64_t mask_bytes(MaskKind kind, int64_t n) {
+  return kind == MaskKind::none ? 0 : kind == MaskKind::packed ? (n + 7) / 8 : n;
+}
+
+enum class ZeroKind : int { none, i32, i64, f32 };
+
+Grid to_grid(int numerics, In& scale, bool scale_is_f64, In& zero, int zero_kind, int64_t qmin, int64_t qmax,
+             bool nan_is_code_zero, int64_t parameters) {
+  Grid g;
+  g.numerics = Numerics(numerics);
+  g.qmin = qmin;
+  g.qmax = qmax;
+  g.nan_is_code_zero = nan_is_code_zero;
+  if (scale_is_f64) g.scale_f64 = scale.get<const double>(parameters);
+  else g.scale_f32 = scale.get<const float>(parameters);
+  switch (ZeroKind(zero_kind)) {
+    case ZeroKind::none: break;
+    case ZeroKind::i32: g.zero_i32 = zero.get<const int32_t>(parameters); break;
+    case ZeroKind::i64: g.zero_i64 = zero.get<const int64_t>(parameters); break;
+    case ZeroKind::f32: g.zero_f32 = zero.get<const float>(parameters); break;
+  }
+  return g;
+}
+
+void py_fake_quantize(In& x, Out& y, Out& mask, int mask_kind, int dtype, const ShapeTuple& shape, int numerics,
+                      In& scale, bool scale_is_f64, In& zero, int zero_kind, int64_t qmin, int64_t qmax,
+                      bool nan_is_code_zero) {
+  const Shape s = to_shape(shape);
+  const auto d = DType(dtype);
+  const auto kind = MaskKind(mask_kind);
+  const int64_t n = s.size();
+  const FakeQuantizeArgs a{d, s,
+                           to_grid(numerics, scale, scale_is_f64, zero, zero_kind, qmin, qmax, nan_is_code_zero, s.parameters()),
+                           x.bytes(n * bytes_of(d)), y.bytes(n * bytes_of(d)), kind,
+                           mask.get<uint8_t>(mask_bytes(kind, n))};
+  without_gil(n, [&] { fake_quantize(a); });
+}
+
+// One scale for the whole array, given as numbers: nothing to allocate for a small call.
+void py_fake_quantize_scalar(In& x, Out& y, Out& mask, int mask_kind, int dtype, int64_t size, int numerics,
+                             double scale, int64_t zero, int64_t qmin, int64_t qmax, bool nan_is_code_zero) {
+  const auto d = DType(dtype);
+  const auto kind = MaskKind(mask_kind);
+  const float scale_f32 = float(scale);
+  const int32_t zero_i32 = int32_t(zero);
+  Grid g;
+  g.numerics = Numerics(numerics);
+  g.qmin = qmin;
+  g.qmax = qmax;
+  g.nan_is_code_zero = nan_is_code_zero;
+  // torch's rules know float32 scales only; ours compute float64 arrays in float64.
+  if (d == DType::f64 && g.numerics >= Numerics::onnx) g.scale_f64 = &scale;
+  else g.scale_f32 = &scale_f32;
+  if (zero_i32 == zero) g.zero_i32 = &zero_i32;
+  else g.zero_i64 = &zero;
+  const FakeQuantizeArgs a{d, Shape{1, 1, 1, size}, g, x.bytes(size * bytes_of(d)), y.bytes(size * bytes_of(d)), kind,
+                           mask.get<uint8_t>(mask_bytes(kind, size))};
+  without_gil(size, [&] { fake_quantize(a); });
+}
+
+void py_mask_backward(In& dy, In& mask, int mask_kind, Out& dx, int dtype, int64_t size, bool multiply) {
+  const auto d = DType(dtype);
+  const auto kind = MaskKind(mask_kind);
+  const MaskBackwardArgs a{d, size, kind, multiply, dy.bytes(size * bytes_of(d)),
+                           mask.get<const uint8_t>(mask_bytes(kind, size)), dx.bytes(size * bytes_of(d))};
+  without_gil(size, [&] { mask_backward(a); });
+}
+
+void py_learned_backward(In& dy, In& x, Out& dx, int dtype, int dx_dtype, const ShapeTuple& shape, int numerics,
+                         In& scale, bool scale_is_f64, In& zero, int zero_kind, int64_t qmin, int64_t qmax,
+                         double grad_factor, Out& dscale, Out& dzero) {
+  const Shape s = to_shape(shape);
+  const auto d = DType(dtype), dd = DType(dx_dtype);
+  const int64_t n = s.size(), p = s.parameters();
+  const LearnedBackwardArgs a{d, dd, s,
+                              to_grid(numerics, scale, scale_is_f64, zero, zero_kind, qmin, qmax, false, p),
+                              grad_factor, dy.bytes(n * bytes_of(d)), x.bytes(n * bytes_of(d)),
+                              dx.bytes(n * bytes_of(dd)), dscale.get<double>(p), dzero.get<double>(p)};
+  without_gil(n, [&] { learned_backward(a); });
+}
+
+void py_quantize(In& x, Out& q, int dtype, int code, const ShapeTuple& shape, int numerics, In& scale,
+                 bool scale_is_f64, In& zero, int zero_kind, int64_t qmin, int64_t qmax) {
+  const Shape s = to_shape(shape);
+  const auto d = DType(dtype);
+  const auto c = CodeType(code);
+  const int64_t n = s.size();
+  const QuantizeArgs a{d, c, s, to_grid(numerics, scale, scale_is_f64, zero, zero_kind, qmin, qmax, false, s.parameters()),
+                       x.bytes(n * bytes_of(d)), q.bytes(code_bytes(c, n))};
+  without_gil(n, [&] { quantize(a); });
+}
+
+void py_dequantize(In& q, Out& y, int dtype, int code, const ShapeTuple& shape, In& scale, bool scale_is_f64,
+                   In& zero, int zero_kind, int64_t qmin, int64_t qmax) {
+  const Shape s = to_shape(shape);
+  const auto d = DType(dtype);
+  const auto c = CodeType(code);
+  const int64_t n = s.size();
+  const DequantizeArgs a{d, c, s,
+                         to_grid(int(Numerics::onnx), scale, scale_is_f64, zero, zero_kind, qmin, qmax, false, s.parameters()),
+                         q.bytes(code_bytes(c, n)), y.bytes(n * bytes_of(d))};
+  without_gil(n, [&] { dequantize(a); });
+}
+
+void py_min_max(In& x, int dtype, const ShapeTuple& shape, Out& lo, Out& hi, Out& counts) {
+  const Shape s = to_shape(shape);
+  const auto d = DType(dtype);
+  const int64_t p = s.parameters();
+  int64_t* c = counts.get<int64_t>(3 * p);
+  const MinMaxArgs a{d, s, x.bytes(s.size() * bytes_of(d)), lo.get<double>(p), hi.get<double>(p), c, c + p, c + 2 * p};
+  without_gil(s.size(), [&] { min_max(a); });
+}
+
+std::tuple<int64_t, int64_t, int64_t, int64_t> py_observe_fake_quantize(
+    In& x, Out& y, Out& mask, int mask_kind, int dtype, const ShapeTuple& shape, int numerics, int64_t qmin,
+    int64_t qmax, int rule, bool observe, bool quantize, bool symmetric, double averaging_constant, double eps,
+    Out& running_min, Out& running_max, Out& scale, Out& zero_point) {
+  const Shape s = to_shape(shape);
+  const auto d = DType(dtype);
+  const auto kind = MaskKind(mask_kind);
+  const int64_t n = s.size(), p = s.parameters();
+  Grid g;
+  g.numerics = Numerics(numerics);
+  g.qmin = qmin;
+  g.qmax = qmax;
+  const FakeQuantizeArgs a{d, s, g, x.bytes(n * bytes_of(d)), y.bytes(n * bytes_of(d)), kind,
+                           mask.get<uint8_t>(mask_bytes(kind, n))};
+  const ObserveArgs o{RangeRule(rule), observe, quantize, symmetric, float(averaging_constant), float(eps),
+                      running_min.get<float>(p), running_max.get<float>(p), scale.get<float>(p),
+                      zero_point.get<int32_t>(p)};
+  const auto r = without_gil(n, [&] { return observe_fake_quantize(o, a); });
+  return {r.nan_count, r.posinf_count, r.neginf_count, r.unseen};
+}
+
+void py_choose_qparams(In& lo, In& hi, int64_t n, int64_t qmin, int64_t qmax, bool symmetric, double eps, Out& scale,
+                       Out& zero_point) {
+  const float* l = lo.get<const float>(n);
+  const float* h = hi.get<const float>(n);
+  float* s = scale.get<float>(n);
+  int32_t* z = zero_point.get<int32_t>(n);
+  for (int64_t i = 0; i < n; ++i) {
+    const QParam p = choose_qparams(l[i], h[i], qmin, qmax, symmetric, float(eps));
+    s[i] = p.scale;
+    z[i] = p.zero_point;
+  }
+}
+
+// Index of the first scale that is not finite and positive, or -1.
+int64_t py_first_invalid_scale(In& scale, bool is_f64, int64_t n) {
+  const auto find = [n](const auto* s) {
+    for (int64_t i = 0; i < n; ++i) {
+      if (!(s[i] > 0) || std::isinf(s[i])) return i;
+    }
+    return int64_t(-1);
+  };
+  return is_f64 ? find(scale.get<const double>(n)) : find(scale.get<const float>(n));
+}
+
+// Index of the first zero point outside [qmin, qmax], or -1.
+int64_t py_first_zero_point_outside(In& zero, int64_t n, int64_t qmin, int64_t qmax) {
+  const int32_t* z = zero.get<const int32_t>(n);
+  for (int64_t i = 0; i < n; ++i) {
+    if (z[i] < qmin || z[i] > qmax) return i;
+  }
+  return -1;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "The compiled kernels. Private: use the functions of `fakequant`.";
+
+  m.def("fake_quantize", &py_fake_quantize, "x"_a, "y"_a, "mask"_a.none(), "mask_kind"_a, "dtype"_a, "shape"_a,
+        "numerics"_a, "scale"_a, "scale_is_f64"_a, "zero_point"_a.none(), "zero_kind"_a, "qmin"_a, "qmax"_a,
+        "nan_is_code_zero"_a);
+  m.def("fake_quantize_scalar", &py_fake_quantize_scalar, "x"_a, "y"_a, "mask"_a.none(), "mask_kind"_a, "dtype"_a,
+        "size"_a, "numerics"_a, "scale"_a, "zero_point"_a, "qmin"_a, "qmax"_a, "nan_is_code_zero"_a);
+  m.def("mask_backward", &py_mask_backward, "dy"_a, "mask"_a, "mask_kind"_a, "dx"_a, "dtype"_a, "size"_a,
+        "multiply"_a);
+  m.def("learned_backward", &py_learned_backward, "dy"_a, "x"_a, "dx"_a, "dtype"_a, "dx_dtype"_a, "shape"_a,
+        "numerics"_a, "scale"_a, "scale_is_f64"_a, "zero_point"_a.none(), "zero_kind"_a, "qmin"_a, "qmax"_a,
+        "grad_factor"_a, "dscale"_a, "dzero_point"_a);
+  m.def("quantize", &py_quantize, "x"_a, "q"_a, "dtype"_a, "code"_a, "shape"_a, "numerics"_a, "scale"_a,
+        "scale_is_f64"_a, "zero_point"_a.none(), "zero_kind"_a, "qmin"_a, "qmax"_a);
+  m.def("dequantize", &py_dequantize, "q"_a, "y"_a, "dtype"_a, "code"_a, "shape"_a, "scale"_a, "scale_is_f64"_a,
+        "zero_point"_a.none(), "zero_kind"_a, "qmin"_a, "qmax"_a);
+  m.def("min_max", &py_min_max, "x"_a, "dtype"_a, "shape"_a, "lo"_a, "hi"_a, "counts"_a);
+  m.def("observe_fake_quantize", &py_observe_fake_quantize, "x"_a, "y"_a, "mask"_a.none(), "mask_kind"_a, "dtype"_a,
+        "shape"_a, "numerics"_a, "qmin"_a, "qmax"_a, "rule"_a, "observe"_a, "quantize"_a, "symmetric"_a,
+        "averaging_constant"_a, "eps"_a, "running_min"_a, "running_max"_a, "scale"_a, "zero_point"_a);
+  m.def("choose_qparams", &py_choose_qparams, "lo"_a, "hi"_a, "n"_a, "qmin"_a, "qmax"_a, "symmetric"_a, "eps"_a,
+        "scale"_a, "zero_point"_a);
+  m.def("first_invalid_scale", &py_first_invalid_scale, "scale"_a, "is_f64"_a, "n"_a);
+  m.def("first_zero_point_outside", &py_first_zero_point_outside, "zero_point"_a, "n"_a, "qmin"_a, "qmax"_a);
+
+  m.def("get_num_threads", &get_num_threads);
+  m.def("set_num_threads", &set_num_threads, "n"_a);
+  m.def("target", [] { return std::string(kernels().name); });
+  m.def("compiled_targets", &compiled_targets);
+  m.def("supported_targets", &supported_targets);
+  m.def("select_target", &select_target, "name"_a);
+}

@@ -1,0 +1,62 @@
+// Integer codes in memory: one element per int8..int32, or two or four per byte.
+//
+// Packed codes follow the order of the elements, the first in the lowest bits, as ONNX stores int4.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace fakequant::FQ_TARGET {
+
+// Q is the integer type of a code in a register, Bits its size in memory.
+template <class Q, int Bits>
+struct CodeTag {
+  using type = Q;
+  static constexpr int bits = Bits;
+  static constexpr int per_byte = Bits < 8 ? 8 / Bits : 1;
+  static constexpr bool packed = Bits < 8;
+};
+
+template <class F> FQ_INLINE void with_code(CodeType code, F&& f) {
+  switch (code) {
+    case CodeType::i8: return f(CodeTag<int8_t, 8>{});
+    case CodeType::u8: return f(CodeTag<uint8_t, 8>{});
+    case CodeType::i16: return f(CodeTag<int16_t, 16>{});
+    case CodeType::u16: return f(CodeTag<uint16_t, 16>{});
+    case CodeType::i32: return f(CodeTag<int32_t, 32>{});
+    case CodeType::u32: return f(CodeTag<uint32_t, 32>{});
+    case CodeType::i4x2: return f(CodeTag<int8_t, 4>{});
+    case CodeType::u4x2: return f(CodeTag<uint8_t, 4>{});
+    case CodeType::i2x4: return f(CodeTag<int8_t, 2>{});
+    case CodeType::u2x4: return f(CodeTag<uint8_t, 2>{});
+  }
+}
+
+template <int Bits> FQ_INLINE void pack_codes(const uint8_t* codes, int64_t n, uint8_t* out) {
+  constexpr int kPerByte = 8 / Bits;
+  constexpr uint8_t kMask = (1 << Bits) - 1;
+  int64_t i = 0;
+  for (; i + kPerByte <= n; i += kPerByte) {
+    uint8_t byte = 0;
+    for (int k = 0; k < kPerByte; ++k) byte |= uint8_t((codes[i + k] & kMask) << (k * Bits));
+    *out++ = byte;
+  }
+  if (i < n) {
+    uint8_t byte = 0;
+    for (int k = 0; i + k < n; ++k) byte |= uint8_t((codes[i + k] & kMask) << (k * Bits));
+    *out = byte;
+  }
+}
+
+// n codes from element `start` on. A signed code is moved to the top of the byte and back, which
+// copies its sign bit.
+template <class Q, int Bits> FQ_INLINE void unpack_codes(const uint8_t* packed, int64_t start, int64_t n, Q* codes) {
+  constexpr int kPerByte = 8 / Bits;
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t e = start + i;
+    const uint8_t top = uint8_t(packed[e / kPerByte] << (8 - Bits - int(e % kPerByte) * Bits));
+    codes[i] = Q(Q(top) >> (8 - Bits));
+  }
+}
+
+}  // namespace fakequant::FQ_TARGET

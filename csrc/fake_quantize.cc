@@ -1,0 +1,201 @@
+// Fake quantization, forward, and the gradient through its mask.
+//
+//   forward    q = clamp(code(x), qmin, qmax);  y = (q - z) * s;  mask = (q == code(x))
+//   backward   dx = dy * mask   (torch)    or    mask ? dy : 0    (ours)
+//
+// One pass: every element is read once, its value and its mask bit are written once. At eight lanes
+// the forward is about fourteen instructions per vector and limited by memory, not arithmetic.
+#include "numerics-inl.h"
+#include "runs-inl.h"
+#include "targets.h"
+
+namespace fakequant::FQ_TARGET {
+namespace {
+
+// Where mask bits go. `put` takes the next n bits, n <= 32.
+struct NoMask {
+  explicit NoMask(uint8_t*, int64_t) {}
+  FQ_INLINE void put(uint32_t, int) {}
+  FQ_INLINE void finish() {}
+};
+
+// Collects 64 bits before each store, so that runs of any length may follow each other.
+struct PackedMask {
+  uint8_t* out;
+  uint64_t pending = 0;
+  int filled = 0;
+  PackedMask(uint8_t* mask, int64_t begin) : out(mask + begin / 8) {}
+  FQ_INLINE void put(uint32_t bits, int n) {
+    pending |= uint64_t(bits) << filled;
+    filled += n;
+    if (filled >= 64) {
+      __builtin_memcpy(out, &pending, 8);
+      out += 8;
+      filled -= 64;
+      pending = filled ? uint64_t(bits) >> (n - filled) : 0;
+    }
+  }
+  FQ_INLINE void finish() {
+    for (; filled > 0; filled -= 8, pending >>= 8) *out++ = uint8_t(pending);
+  }
+};
+
+// Eight mask bits as eight bytes of 0 or 1.
+FQ_INLINE uint64_t bits_to_bytes(uint32_t bits) {
+  const uint64_t one_bit_each = (bits & 0xFF) * 0x0101010101010101u & 0x8040201008040201u;
+  return (one_bit_each + 0x7F7F7F7F7F7F7F7Fu) >> 7 & 0x0101010101010101u;
+}
+
+struct ByteMask {
+  uint8_t* out;
+  ByteMask(uint8_t* mask, int64_t begin) : out(mask + begin) {}
+  FQ_INLINE void put(uint32_t bits, int n) {
+    for (; n >= 8; n -= 8, bits >>= 8, out += 8) {
+      const uint64_t bytes = bits_to_bytes(bits);
+      __builtin_memcpy(out, &bytes, 8);
+    }
+    for (; n > 0; --n, bits >>= 1) *out++ = bits & 1;
+  }
+  FQ_INLINE void finish() {}
+};
+
+// The formula for N elements; returns their mask bits.
+template <class Rule, int N, class T, class V>
+FQ_INLINE uint32_t step(const T* x, T* y, const Params<V>& p, const Range<V>& r) {
+  const V v = load<N>(x);
+  const V code = Rule::code(v, p);
+  const V q = Rule::clamp(code, r);
+  store<T, N>(y, Rule::value(q, v, p, r));
+  return equal_bits(q, code);
+}
+
+template <class Rule, class T, class Mask>
+FQ_INLINE void run_with_one_scale(const T* x, T* y, int64_t n, const Grid& g, int64_t parameter, Mask& out) {
+  Mask mask = out;  // a local copy: stores to y might alias the members of `out`
+  using C = Compute<T>;
+  constexpr int N = kLanesOf<C>;
+  using V = Vec<C, N>;
+  using V1 = Vec<C, 1>;
+  const auto p = one_param<Rule, V>(g, parameter);
+  const auto r = make_range<V>(g);
+  int64_t i = 0;
+  for (; i + 32 <= n; i += 32) {
+    uint32_t bits = 0;
+#pragma GCC unroll 8
+    for (int k = 0; k < 32; k += N) bits |= step<Rule, N>(x + i + k, y + i + k, p, r) << k;
+    mask.put(bits, 32);
+  }
+  for (; i + N <= n; i += N) mask.put(step<Rule, N>(x + i, y + i, p, r), N);
+  const Params<V1> p1{V1{p.scale[0]}, V1{p.inverse[0]}, V1{p.zero[0]}};
+  const auto r1 = make_range<V1>(g);
+  for (; i < n; ++i) mask.put(step<Rule, 1>(x + i, y + i, p1, r1), 1);
+  out = mask;
+}
+
+template <class Rule, class T, class Mask>
+FQ_INLINE void run_with_scale_per_element(const T* x, T* y, int64_t n, const Grid& g, int64_t parameter, Mask& out) {
+  Mask mask = out;
+  using C = Compute<T>;
+  constexpr int N = kLanesOf<C>;
+  using V = Vec<C, N>;
+  using V1 = Vec<C, 1>;
+  const auto r = make_range<V>(g);
+  int64_t i = 0;
+  for (; i + N <= n; i += N) mask.put(step<Rule, N>(x + i, y + i, params_per_element<Rule, V>(g, parameter + i), r), N);
+  const auto r1 = make_range<V1>(g);
+  for (; i < n; ++i) mask.put(step<Rule, 1>(x + i, y + i, one_param<Rule, V1>(g, parameter + i), r1), 1);
+  out = mask;
+}
+
+template <class Rule, class T, class Mask>
+void forward(const FakeQuantizeArgs& a, int64_t begin, int64_t end) {
+  const T* x = static_cast<const T*>(a.x);
+  T* y = static_cast<T*>(a.y);
+  Mask mask(a.mask, begin);
+  for_each_run(a.shape, begin, end, [&](const Run& run) {
+    if (run.per_element) {
+      run_with_scale_per_element<Rule>(x + run.start, y + run.start, run.length, a.grid, run.parameter, mask);
+    } else {
+      run_with_one_scale<Rule>(x + run.start, y + run.start, run.length, a.grid, run.parameter, mask);
+    }
+  });
+  mask.finish();
+}
+
+// --- backward ------------------------------------------------------------------------------------
+
+// All-ones in lane i where bit i is set.
+template <class C, int N> FQ_INLINE auto lanes_of_bits(uint32_t bits) {
+  using U = Bits<Vec<C, N>>;
+  U select{};
+  for (int i = 0; i < N; ++i) select[i] = Elem<U>(1) << i;
+  const U spread = (U{} + Elem<U>(bits)) & select;
+  return spread == select;
+}
+
+template <bool Multiply, int N, class T>
+FQ_INLINE void backward_step(const T* dy, uint32_t bits, T* dx) {
+  using C = Compute<T>;
+  using V = Vec<C, N>;
+  const auto keep = lanes_of_bits<C, N>(bits);
+  const V v = load<N>(dy);
+  if constexpr (Multiply) {
+    store<T, N>(dx, v * (keep ? splat<V>(C(1)) : V{}));
+  } else {
+    store<T, N>(dx, bit_cast<V>(bit_cast<Bits<V>>(v) & bit_cast<Bits<V>>(keep)));
+  }
+}
+
+// Eight bytes of 0 or 1 as eight bits.
+FQ_INLINE uint32_t bytes_to_bits(const uint8_t* bytes) {
+  uint64_t b;
+  __builtin_memcpy(&b, bytes, 8);
+  return uint32_t((b & 0x0101010101010101u) * 0x0102040810204080u >> 56);
+}
+
+template <bool Multiply, bool Packed, class T>
+void backward(const MaskBackwardArgs& a, int64_t begin, int64_t end) {
+  constexpr int N = kLanesOf<Compute<T>>;
+  const T* dy = static_cast<const T*>(a.dy);
+  T* dx = static_cast<T*>(a.dx);
+  // Sixteen elements at a time, whatever the width: two bytes of a packed mask.
+  int64_t i = begin;
+  for (; i + 16 <= end; i += 16) {
+    uint32_t bits;
+    if constexpr (Packed) bits = a.mask[i / 8] | uint32_t(a.mask[i / 8 + 1]) << 8;
+    else bits = bytes_to_bits(a.mask + i) | bytes_to_bits(a.mask + i + 8) << 8;
+#pragma GCC unroll 8
+    for (int k = 0; k < 16; k += N) backward_step<Multiply, N>(dy + i + k, bits >> k & ((1u << N) - 1), dx + i + k);
+  }
+  for (; i < end; ++i) {
+    const uint32_t bit = Packed ? a.mask[i / 8] >> (i % 8) & 1 : a.mask[i] & 1;
+    backward_step<Multiply, 1>(dy + i, bit, dx + i);
+  }
+}
+
+}  // namespace
+
+void fake_quantize(const FakeQuantizeArgs& a, int64_t begin, int64_t end) {
+  with_dtype(a.dtype, [&](auto t) {
+    using T = typename decltype(t)::type;
+    with_rule(a.grid.numerics, [&](auto rule) {
+      using Rule = decltype(rule);
+      switch (a.mask_kind) {
+        case MaskKind::none: return forward<Rule, T, NoMask>(a, begin, end);
+        case MaskKind::packed: return forward<Rule, T, PackedMask>(a, begin, end);
+        case MaskKind::bytes: return forward<Rule, T, ByteMask>(a, begin, end);
+      }
+    });
+  });
+}
+
+void mask_backward(const MaskBackwardArgs& a, int64_t begin, int64_t end) {
+  with_dtype(a.dtype, [&](auto t) {
+    using T = typename decltype(t)::type;
+    const bool packed = a.mask_kind == MaskKind::packed;
+    if (a.multiply) packed ? backward<true, true, T>(a, begin, end) : backward<true, false, T>(a, begin, end);
+    else packed ? backward<false, true, T>(a, begin, end) : backward<false, false, T>(a, begin, end);
+  });
+}
+
+}  // namespace fakequant::FQ_TARGET

@@ -1,0 +1,178 @@
+// Gradients of fake quantization with a learned scale and zero point, in one pass.
+//
+//   inside the range    dx = dy   ds += dy * ((q - z) - x / s)         dz += 0
+//   outside             dx = 0    ds += dy * (qmin - z or qmax - z)    dz += -dy * s
+//
+// each ds and dz times grad_factor. The terms are computed in the element's compute type and added
+// up in double. Element j of a run goes to lane j % 8 of the accumulator on every target, and the
+// lanes are combined in one fixed order, so the vector width does not show in the sums.
+#include <utility>
+
+#include "numerics-inl.h"
+#include "targets.h"
+
+namespace fakequant::FQ_TARGET {
+namespace {
+
+constexpr int kSumLanes = 8;
+
+template <class V>
+struct Terms { V dx, ds, dz; };
+
+// torch's own backward rounds after adding the zero point, with fused multiply-adds, and gates dx by
+// a multiplication.
+struct TorchLearned {
+  using ParamRule = TorchTensor;
+  template <class V> static FQ_INLINE Terms<V> terms(V dy, V x, const Params<V>& p, const Range<V>& r, V factor) {
+    const V code = as_int64(rint(fma(x, p.inverse, p.zero)));
+    const V q = clamp_nan_to_low(code, r);
+    const auto inside = q == code;
+    const V level = q - p.zero;
+    const V ds_inside = ((dy * fma(level, p.scale, -x)) * p.inverse) * factor;
+    const V ds_outside = (dy * level) * factor;
+    const V dz_outside = (-dy * p.scale) * factor;
+    return {dy * (inside ? splat<V>(1) : V{}), inside ? ds_inside : ds_outside, inside ? V{} : dz_outside};
+  }
+};
+
+template <class Rule>
+struct OwnLearned {
+  using ParamRule = Rule;
+  template <class V> static FQ_INLINE Terms<V> terms(V dy, V x, const Params<V>& p, const Range<V>& r, V factor) {
+    const V code = Rule::code(x, p);
+    const V q = clamp_nan_to_low(code, r);
+    const auto inside = q == code;
+    const auto finite = magnitude(x) < splat<V>(Elem<V>(__builtin_inf()));
+    const V level = q - p.zero;
+    const V ds = (dy * (inside ? level - x / p.scale : level)) * factor;
+    const V dz = (-dy * p.scale) * factor;
+    // An element that is not finite teaches nothing: selected away, so that not even inf * 0 remains.
+    return {inside & finite ? dy : V{}, finite ? ds : V{}, inside | ~finite ? V{} : dz};
+  }
+};
+
+// Eight sums, held in as many registers as the target needs for eight doubles.
+class LaneSums {
+ public:
+  template <class V> FQ_INLINE void add(V terms) {
+    add_parts(terms, std::make_integer_sequence<int, kParts>{});
+  }
+  FQ_INLINE void add_lane(int lane, double term) { sum_[lane / kPart][lane % kPart] += term; }
+  FQ_INLINE double total() const {
+    double v[kSumLanes];
+    __builtin_memcpy(v, sum_, sizeof(v));
+    return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+  }
+
+ private:
+  static constexpr int kPart = kLanesOf<double>;
+  static constexpr int kParts = kSumLanes / kPart;
+  template <class V, int... I> FQ_INLINE void add_parts(V terms, std::integer_sequence<int, I...>) {
+    ((sum_[I] += convert<Vec<double, kPart>>(part<kPart, I>(terms))), ...);
+  }
+  Vec<double, kPart> sum_[kParts]{};
+};
+
+template <class Rule, class T, class DX>
+FQ_INLINE void run_with_one_scale(const T* dy, const T* x, DX* dx, int64_t n, const Grid& g, int64_t parameter,
+                                  double factor, double& ds, double& dz) {
+  using C = Compute<T>;
+  using V = Vec<C, kSumLanes>;
+  using V1 = Vec<C, 1>;
+  const auto p = one_param<typename Rule::ParamRule, V>(g, parameter);
+  const auto r = make_range<V>(g);
+  const V f = splat<V>(C(factor));
+  LaneSums ds_sums, dz_sums;
+  int64_t i = 0;
+  for (; i + kSumLanes <= n; i += kSumLanes) {
+    const auto t = Rule::terms(load<kSumLanes>(dy + i), load<kSumLanes>(x + i), p, r, f);
+    store<DX, kSumLanes>(dx + i, t.dx);
+    ds_sums.add(t.ds);
+    dz_sums.add(t.dz);
+  }
+  const Params<V1> p1{V1{p.scale[0]}, V1{p.inverse[0]}, V1{p.zero[0]}};
+  const auto r1 = make_range<V1>(g);
+  for (; i < n; ++i) {
+    const auto t = Rule::terms(load<1>(dy + i), load<1>(x + i), p1, r1, V1{C(factor)});
+    store<DX, 1>(dx + i, t.dx);
+    ds_sums.add_lane(int(i % kSumLanes), double(t.ds[0]));
+    dz_sums.add_lane(int(i % kSumLanes), double(t.dz[0]));
+  }
+  ds += ds_sums.total();
+  dz += dz_sums.total();
+}
+
+// One scale per element of a row: the sums of the row's elements stand side by side.
+template <class Rule, class T, class DX>
+FQ_INLINE void row_with_scale_per_element(const T* dy, const T* x, DX* dx, int64_t n, const Grid& g,
+                                          int64_t parameter, double factor, double* ds, double* dz) {
+  using C = Compute<T>;
+  using V = Vec<C, kSumLanes>;
+  using V1 = Vec<C, 1>;
+  using D = Vec<double, kSumLanes>;
+  const auto r = make_range<V>(g);
+  const V f = splat<V>(C(factor));
+  int64_t i = 0;
+  for (; i + kSumLanes <= n; i += kSumLanes) {
+    const auto p = params_per_element<typename Rule::ParamRule, V>(g, parameter + i);
+    const auto t = Rule::terms(load<kSumLanes>(dy + i), load<kSumLanes>(x + i), p, r, f);
+    store<DX, kSumLanes>(dx + i, t.dx);
+    store_raw(ds + i, load_raw<D>(ds + i) + convert<D>(t.ds));
+    store_raw(dz + i, load_raw<D>(dz + i) + convert<D>(t.dz));
+  }
+  const auto r1 = make_range<V1>(g);
+  for (; i < n; ++i) {
+    const auto p = one_param<typename Rule::ParamRule, V1>(g, parameter + i);
+    const auto t = Rule::terms(load<1>(dy + i), load<1>(x + i), p, r1, V1{C(factor)});
+    store<DX, 1>(dx + i, t.dx);
+    ds[i] += double(t.ds[0]);
+    dz[i] += double(t.dz[0]);
+  }
+}
+
+template <class Rule, class T, class DX>
+void backward(const LearnedBackwardArgs& a, const Tile& t, const LearnedTile& out) {
+  const T* dy = static_cast<const T*>(a.dy);
+  const T* x = static_cast<const T*>(a.x);
+  DX* dx = static_cast<DX*>(a.dx);
+  const Shape& s = a.shape;
+  for (int64_t k = 0; k < t.k1 - t.k0; ++k) out.dscale[k] = out.dzero[k] = 0;
+  for (int64_t o = t.o0; o < t.o1; ++o) {
+    const int64_t row = (t.batch * s.outer + o) * s.blocks;
+    const int64_t parameter = t.batch * s.blocks;
+    if (s.inner == 1) {
+      const int64_t i = row + t.k0;
+      row_with_scale_per_element<Rule>(dy + i, x + i, dx + i, t.k1 - t.k0, a.grid, parameter + t.k0, a.grad_factor,
+                                       out.dscale, out.dzero);
+      continue;
+    }
+    for (int64_t k = t.k0; k < t.k1; ++k) {
+      const int64_t i = (row + k) * s.inner + t.j0;
+      run_with_one_scale<Rule>(dy + i, x + i, dx + i, t.j1 - t.j0, a.grid, parameter + k, a.grad_factor,
+                               out.dscale[k - t.k0], out.dzero[k - t.k0]);
+    }
+  }
+}
+
+template <class Rule>
+void backward_in_dtype(const LearnedBackwardArgs& a, const Tile& t, const LearnedTile& out) {
+  with_dtype(a.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if constexpr (sizeof(T) == 2) {
+      if (a.dx_dtype == DType::f32) return backward<Rule, T, float>(a, t, out);
+    }
+    backward<Rule, T, T>(a, t, out);
+  });
+}
+
+}  // namespace
+
+void learned_backward(const LearnedBackwardArgs& a, const Tile& t, const LearnedTile& out) {
+  switch (a.grid.numerics) {
+    case Numerics::onnx: return backward_in_dtype<OwnLearned<Onnx>>(a, t, out);
+    case Numerics::half_away: return backward_in_dtype<OwnLearned<HalfAway>>(a, t, out);
+    default: return backward_in_dtype<TorchLearned>(a, t, out);
+  }
+}
+
+}  // namespace fakequant::FQ_TARGET

@@ -1,0 +1,158 @@
+#include "parallel.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <deque>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
+#if !defined(_WIN32)
+#include <pthread.h>
+#endif
+
+namespace fakequant {
+namespace {
+
+constexpr int kMaxThreads = 64;
+
+// One call of run_tasks. It lives on the caller's stack; a worker touches it only between being
+// counted in `workers` and being counted out, both under the pool's mutex.
+struct Job {
+  void (*body)(void*, int64_t);
+  void* context;
+  int64_t tasks;
+  int shares;           // the tasks are cut into this many contiguous shares
+  int next_share = 1;   // share 0 is the caller's
+  int workers = 0;
+  std::condition_variable done{};
+
+  struct alignas(64) Cursor { std::atomic<int64_t> next{0}; };  // own cache line each
+  Cursor cursor[kMaxThreads]{};
+
+  int64_t share_begin(int s) const { return tasks * s / shares; }
+
+  // Works through its own share first, so that neighbouring tasks touch neighbouring memory, then
+  // helps with the others.
+  void work(int own) {
+    for (int i = 0; i < shares; ++i) {
+      const int s = (own + i) % shares;
+      const int64_t begin = share_begin(s), end = share_begin(s + 1);
+      for (;;) {
+        const int64_t task = begin + cursor[s].next.fetch_add(1, std::memory_order_relaxed);
+        if (task >= end) break;
+        body(context, task);
+      }
+    }
+  }
+};
+
+struct Pool {
+  std::mutex mutex;
+  std::condition_variable wake;
+  std::deque<Job*> jobs;  // with shares still to hand out
+  int threads = 0;
+
+  void ensure_threads(int n) {
+    for (; threads < n; ++threads) {
+      try {
+        std::thread([this] { worker(); }).detach();
+      } catch (const std::system_error&) {
+        return;  // no more threads to be had: the caller works alone, which is slower but right
+      }
+    }
+  }
+
+  void worker() {
+    std::unique_lock lock(mutex);
+    for (;;) {
+      wake.wait(lock, [&] { return !jobs.empty(); });
+      Job* job = jobs.front();
+      const int share = job->next_share++;
+      if (job->next_share >= job->shares) jobs.pop_front();
+      ++job->workers;
+      lock.unlock();
+      job->work(share);
+      lock.lock();
+      if (--job->workers == 0) job->done.notify_one();
+    }
+  }
+
+  void run(Job& job) {
+    {
+      std::lock_guard lock(mutex);
+      ensure_threads(job.shares - 1);
+      jobs.push_back(&job);
+    }
+    if (job.shares == 2) wake.notify_one();
+    else wake.notify_all();
+    job.work(0);
+    std::unique_lock lock(mutex);
+    jobs.erase(std::remove(jobs.begin(), jobs.end(), &job), jobs.end());
+    job.done.wait(lock, [&] { return job.workers == 0; });
+  }
+};
+
+// Never destroyed: its threads may be waiting on it while the process exits.
+Pool* g_pool = nullptr;
+std::once_flag g_pool_once;
+
+#if !defined(_WIN32)
+// The child of a fork has none of the parent's threads, and its copy of the mutex may be locked by
+// one of them. A fresh pool replaces it; the old one is left alone.
+void forget_pool_in_child() { g_pool = new Pool; }
+#endif
+
+Pool& pool() {
+  std::call_once(g_pool_once, [] {
+    g_pool = new Pool;
+#if !defined(_WIN32)
+    pthread_atfork(nullptr, nullptr, forget_pool_in_child);
+#endif
+  });
+  return *g_pool;
+}
+
+int default_threads() {
+  if (const char* text = std::getenv("FAKEQUANT_NUM_THREADS")) {
+    const int n = std::atoi(text);
+    if (n >= 1) return std::min(n, kMaxThreads);
+  }
+#if defined(__linux__)
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) return std::clamp(CPU_COUNT(&set), 1, kMaxThreads);
+#endif
+  return std::clamp(int(std::thread::hardware_concurrency()), 1, kMaxThreads);
+}
+
+std::atomic<int> g_num_threads{0};
+
+}  // namespace
+
+int get_num_threads() {
+  int n = g_num_threads.load(std::memory_order_relaxed);
+  if (n == 0) {
+    n = default_threads();
+    g_num_threads.store(n, std::memory_order_relaxed);
+  }
+  return n;
+}
+
+void set_num_threads(int n) { g_num_threads.store(std::clamp(n, 1, kMaxThreads), std::memory_order_relaxed); }
+
+void run_tasks(int64_t tasks, int max_threads, void (*body)(void*, int64_t), void* context) {
+  const int shares = int(std::min<int64_t>({tasks, max_threads, get_num_threads()}));
+  if (shares <= 1) {
+    for (int64_t task = 0; task < tasks; ++task) body(context, task);
+    return;
+  }
+  Job job{.body = body, .context = context, .tasks = tasks, .shares = shares};
+  pool().run(job);
+}
+
+}  // namespace fakequant

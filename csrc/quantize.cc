@@ -1,0 +1,155 @@
+// Float to integer codes and back.
+//
+//   quantize     q = clamp(code(x), qmin, qmax)       (NaN has no code: qmin, or 0 in half_away)
+//   dequantize   y = (q - z) * s
+#include "codes-inl.h"
+#include "numerics-inl.h"
+#include "runs-inl.h"
+#include "targets.h"
+
+namespace fakequant::FQ_TARGET {
+namespace {
+
+constexpr int64_t kBuffer = 256;  // codes at a time between float and memory; a multiple of 64
+
+// Codes are computed as int32 into a small buffer and moved to memory 256 at a time. This keeps the
+// rule (float to code) and the storage (code to bytes) apart: r + s pieces instead of r * s.
+struct CodeBuffer {
+  using Flush = void (*)(const int32_t* codes, int64_t n, uint8_t* out);
+  Flush flush;
+  int bits;
+  uint8_t* out;
+  int64_t filled = 0;
+  int32_t codes[kBuffer + kLanes];
+  CodeBuffer(Flush flush, int bits, void* q, int64_t begin)
+      : flush(flush), bits(bits), out(static_cast<uint8_t*>(q) + begin * bits / 8) {}
+  template <class V> FQ_INLINE void put(V clamped) {
+    constexpr int N = kWidth<V>;
+    store_raw(codes + filled, convert<Vec<int32_t, N>>(clamped));
+    filled += N;
+    if (filled >= kBuffer) {
+      flush(codes, kBuffer, out);
+      out += kBuffer * bits / 8;
+      filled -= kBuffer;
+      __builtin_memcpy(codes, codes + kBuffer, kLanes * sizeof(int32_t));
+    }
+  }
+  void finish() { flush(codes, filled, out); }
+};
+
+template <class Code> void flush_codes(const int32_t* codes, int64_t n, uint8_t* out) {
+  using Q = typename Code::type;
+  if constexpr (Code::packed) {
+    uint8_t bytes[kBuffer];
+    for (int64_t i = 0; i < n; ++i) bytes[i] = uint8_t(codes[i]);
+    pack_codes<Code::bits>(bytes, n, out);
+  } else {
+    Q* q = reinterpret_cast<Q*>(out);
+    for (int64_t i = 0; i < n; ++i) q[i] = Q(codes[i]);
+  }
+}
+
+template <class Rule, class T>
+void to_codes(const QuantizeArgs& a, int64_t begin, int64_t end, CodeBuffer sink) {
+  using C = Compute<T>;
+  constexpr int N = kLanesOf<C>;
+  using V = Vec<C, N>;
+  using V1 = Vec<C, 1>;
+  const T* base = static_cast<const T*>(a.x);
+  const auto r = make_range<V>(a.grid);
+  const auto r1 = make_range<V1>(a.grid);
+  for_each_run(a.shape, begin, end, [&](const Run& run) {
+    const T* x = base + run.start;
+    const int64_t n = run.length;
+    int64_t i = 0;
+    if (run.per_element) {
+      for (; i + N <= n; i += N) {
+        sink.put(Rule::clamp_to_code(Rule::code(load<N>(x + i), params_per_element<Rule, V>(a.grid, run.parameter + i)), r));
+      }
+      for (; i < n; ++i) {
+        sink.put(Rule::clamp_to_code(Rule::code(load<1>(x + i), one_param<Rule, V1>(a.grid, run.parameter + i)), r1));
+      }
+    } else {
+      const auto p = one_param<Rule, V>(a.grid, run.parameter);
+      for (; i + N <= n; i += N) sink.put(Rule::clamp_to_code(Rule::code(load<N>(x + i), p), r));
+      const Params<V1> p1{V1{p.scale[0]}, V1{p.inverse[0]}, V1{p.zero[0]}};
+      for (; i < n; ++i) sink.put(Rule::clamp_to_code(Rule::code(load<1>(x + i), p1), r1));
+    }
+  });
+  sink.finish();
+}
+
+// (q - z) exactly, then one rounding to the compute type. Codes of up to 16 bits are exact in float.
+template <class V, class Q> FQ_INLINE V level(const Q* q, V zero) {
+  constexpr int N = kWidth<V>;
+  if constexpr (sizeof(Q) == 4) {
+    using D = Vec<double, N>;
+    return convert<V>(load_as<D>(q) - convert<D>(zero));
+  } else {
+    return convert<V>(convert<Vec<int32_t, N>>(load_raw<Vec<Q, N>>(q))) - zero;
+  }
+}
+
+template <class Q, class T>
+FQ_INLINE void run_from_codes(const Q* q, T* y, int64_t n, const Grid& g, int64_t parameter, bool per_element) {
+  using C = Compute<T>;
+  constexpr int N = kLanesOf<C>;
+  using V = Vec<C, N>;
+  using V1 = Vec<C, 1>;
+  int64_t i = 0;
+  if (per_element) {
+    for (; i + N <= n; i += N) {
+      const auto p = params_per_element<TorchTensor, V>(g, parameter + i);
+      store<T, N>(y + i, level(q + i, p.zero) * p.scale);
+    }
+    for (; i < n; ++i) {
+      const auto p = one_param<TorchTensor, V1>(g, parameter + i);
+      store<T, 1>(y + i, level(q + i, p.zero) * p.scale);
+    }
+  } else {
+    const auto p = one_param<TorchTensor, V>(g, parameter);
+    for (; i + N <= n; i += N) store<T, N>(y + i, level(q + i, p.zero) * p.scale);
+    const Params<V1> p1{V1{p.scale[0]}, V1{p.inverse[0]}, V1{p.zero[0]}};
+    for (; i < n; ++i) store<T, 1>(y + i, level(q + i, p1.zero) * p1.scale);
+  }
+}
+
+template <class Code, class T>
+void from_codes(const DequantizeArgs& a, int64_t begin, int64_t end) {
+  using Q = typename Code::type;
+  T* y = static_cast<T*>(a.y);
+  for_each_run(a.shape, begin, end, [&](const Run& run) {
+    if constexpr (Code::packed) {
+      Q codes[kBuffer];
+      for (int64_t i = 0; i < run.length; i += kBuffer) {
+        const int64_t n = run.length - i < kBuffer ? run.length - i : kBuffer;
+        unpack_codes<Q, Code::bits>(static_cast<const uint8_t*>(a.q), run.start + i, n, codes);
+        run_from_codes(codes, y + run.start + i, n, a.grid, run.parameter + (run.per_element ? i : 0), run.per_element);
+      }
+    } else {
+      run_from_codes(static_cast<const Q*>(a.q) + run.start, y + run.start, run.length, a.grid, run.parameter,
+                     run.per_element);
+    }
+  });
+}
+
+}  // namespace
+
+void quantize(const QuantizeArgs& a, int64_t begin, int64_t end) {
+  with_code(a.code, [&](auto code) {
+    using Code = decltype(code);
+    const CodeBuffer sink(flush_codes<Code>, Code::bits, a.q, begin);
+    with_dtype(a.dtype, [&](auto t) {
+      with_rule(a.grid.numerics, [&](auto rule) { to_codes<decltype(rule), typename decltype(t)::type>(a, begin, end, sink); });
+    });
+  });
+}
+
+void dequantize(const DequantizeArgs& a, int64_t begin, int64_t end) {
+  with_dtype(a.dtype, [&](auto t) {
+    using T = typename decltype(t)::type;
+    with_code(a.code, [&](auto code) { from_codes<decltype(code), T>(a, begin, end); });
+  });
+}
+
+}  // namespace fakequant::FQ_TARGET

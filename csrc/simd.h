@@ -1,0 +1,430 @@
+// The vector pieces that every kernel is made of, written once for any width.
+//
+// Vectors are the compiler's own (GCC/Clang vector extensions): arithmetic, comparison and
+// `mask ? a : b` need no intrinsics and are the same source on every target. Only what the
+// extensions cannot say (rounding, fused multiply-add, one bit per lane, half precision) is written
+// per instruction set below, and each piece falls back to a portable form with the same bits.
+//
+// Everything lives in a namespace named after the target (FQ_TARGET), because this header is
+// compiled several times with different -m flags into one library: two inline functions of the same
+// name would be merged by the linker, and a baseline machine could end up running AVX code. For the
+// same reason the kernels use no inline function of the standard library.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__) || defined(_M_X64)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#ifndef FQ_TARGET
+#error "FQ_TARGET must name the namespace of this instruction set, e.g. -DFQ_TARGET=avx2"
+#endif
+
+#define FQ_INLINE inline __attribute__((always_inline))
+
+namespace fakequant::FQ_TARGET {
+
+// Storage types of the 16-bit floats. They only carry bits; all arithmetic is in float32.
+struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
+
+template <class T, int N>
+struct VecOf { typedef T type __attribute__((vector_size(N * sizeof(T)))); };
+template <class T, int N>
+using Vec = typename VecOf<T, N>::type;
+
+template <class T> struct Remove { using type = T; };
+template <class T> struct Remove<T&> { using type = T; };
+template <class T> struct Remove<const T> { using type = T; };
+template <class T> struct Remove<const T&> { using type = T; };
+
+// Element type and width of a vector type, e.g. Elem<Vec<float, 8>> is float, kWidth is 8.
+template <class V> using Elem = typename Remove<decltype(V{}[0])>::type;
+template <class V> inline constexpr int kWidth = int(sizeof(V) / sizeof(Elem<V>));
+
+template <class A, class B> inline constexpr bool kSame = false;
+template <class A> inline constexpr bool kSame<A, A> = true;
+
+// Float lanes of the widest register. Doubles get half of it.
+#if defined(__AVX512F__)
+inline constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+inline constexpr int kLanes = 8;
+#else
+inline constexpr int kLanes = 4;
+#endif
+
+// The type that arithmetic is done in: float64 for float64, float32 for everything else.
+template <class T> struct ComputeOf { using type = float; };
+template <> struct ComputeOf<double> { using type = double; };
+template <class T> using Compute = typename ComputeOf<T>::type;
+template <class C> inline constexpr int kLanesOf = kLanes * int(sizeof(float)) / int(sizeof(C));
+
+template <class To, class From>
+FQ_INLINE To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  __builtin_memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+template <class V> FQ_INLINE V splat(Elem<V> value) { return value - V{}; }
+
+template <class V> FQ_INLINE V load_raw(const void* p) {
+  V v;
+  __builtin_memcpy(&v, p, sizeof(V));
+  return v;
+}
+template <class V> FQ_INLINE void store_raw(void* p, V v) { __builtin_memcpy(p, &v, sizeof(V)); }
+
+template <class V> using Half = Vec<Elem<V>, kWidth<V> / 2>;
+template <class V> FQ_INLINE Half<V> low_half(V v) {
+  Half<V> h;
+  __builtin_memcpy(&h, &v, sizeof(h));
+  return h;
+}
+template <class V> FQ_INLINE Half<V> high_half(V v) {
+  Half<V> h;
+  __builtin_memcpy(&h, reinterpret_cast<const char*>(&v) + sizeof(h), sizeof(h));
+  return h;
+}
+template <class V> FQ_INLINE V join(Half<V> low, Half<V> high) {
+  V v;
+  __builtin_memcpy(&v, &low, sizeof(low));
+  __builtin_memcpy(reinterpret_cast<char*>(&v) + sizeof(low), &high, sizeof(high));
+  return v;
+}
+
+// Lanes [I * N, (I + 1) * N) of v.
+template <int N, int I, class V> FQ_INLINE Vec<Elem<V>, N> part(V v) {
+  Vec<Elem<V>, N> p;
+  __builtin_memcpy(&p, reinterpret_cast<const char*>(&v) + I * sizeof(p), sizeof(p));
+  return p;
+}
+
+inline constexpr int kRegisterBytes = kLanes * int(sizeof(float));
+
+// Lane by lane, as a C++ conversion would. Vectors wider than a register are converted by halves,
+// and the widenings that GCC 12 splits needlessly are spelled out.
+template <class To, class From> FQ_INLINE To convert(From v) {
+  if constexpr (kSame<To, From>) return v;
+  else if constexpr (kWidth<To> > 1 && (int(sizeof(To)) > kRegisterBytes || int(sizeof(From)) > kRegisterBytes)) {
+    return join<To>(convert<Half<To>>(low_half(v)), convert<Half<To>>(high_half(v)));
+  }
+#if defined(__AVX2__)
+  else if constexpr (kSame<To, Vec<double, 4>> && kSame<From, Vec<float, 4>>) return bit_cast<To>(_mm256_cvtps_pd(bit_cast<__m128>(v)));
+  else if constexpr (kWidth<To> == 8 && sizeof(To) == 32 && !kSame<Elem<To>, float>) {
+    if constexpr (kSame<Elem<From>, uint16_t>) return bit_cast<To>(_mm256_cvtepu16_epi32(bit_cast<__m128i>(v)));
+    else if constexpr (kSame<Elem<From>, int16_t>) return bit_cast<To>(_mm256_cvtepi16_epi32(bit_cast<__m128i>(v)));
+    else if constexpr (kSame<Elem<From>, uint8_t>) return bit_cast<To>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(bit_cast<int64_t>(v))));
+    else if constexpr (kSame<Elem<From>, int8_t>) return bit_cast<To>(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(bit_cast<int64_t>(v))));
+    else return __builtin_convertvector(v, To);
+  }
+#endif
+  else return __builtin_convertvector(v, To);
+}
+
+// --- sign and magnitude --------------------------------------------------------------------------
+
+template <int Bytes> struct UInt;
+template <> struct UInt<2> { using type = uint16_t; };
+template <> struct UInt<4> { using type = uint32_t; };
+template <> struct UInt<8> { using type = uint64_t; };
+// The unsigned-integer vector with the same lanes as V.
+template <class V> using Bits = Vec<typename UInt<int(sizeof(Elem<V>))>::type, kWidth<V>>;
+
+template <class V> inline constexpr auto kSignBit =
+    typename UInt<int(sizeof(Elem<V>))>::type(1) << (8 * sizeof(Elem<V>) - 1);
+
+template <class V> FQ_INLINE V magnitude(V v) { return bit_cast<V>(bit_cast<Bits<V>>(v) & ~kSignBit<V>); }
+template <class V> FQ_INLINE V with_sign_of(V v, V sign) {
+  return bit_cast<V>((bit_cast<Bits<V>>(v) & ~kSignBit<V>) | (bit_cast<Bits<V>>(sign) & kSignBit<V>));
+}
+
+// --- minimum and maximum -------------------------------------------------------------------------
+// The second operand wins when either is NaN: this is what x86 minps/maxps do, and the order of the
+// operands is how a kernel says whether NaN is clamped or kept.
+
+template <class V> FQ_INLINE V max_or_second(V a, V b) {
+#if defined(__AVX512F__)
+  if constexpr (kSame<V, Vec<float, 16>>) return bit_cast<V>(_mm512_max_ps(bit_cast<__m512>(a), bit_cast<__m512>(b)));
+  else if constexpr (kSame<V, Vec<double, 8>>) return bit_cast<V>(_mm512_max_pd(bit_cast<__m512d>(a), bit_cast<__m512d>(b)));
+  else
+#endif
+#if defined(__AVX__)
+  if constexpr (kSame<V, Vec<float, 8>>) return bit_cast<V>(_mm256_max_ps(bit_cast<__m256>(a), bit_cast<__m256>(b)));
+  else if constexpr (kSame<V, Vec<double, 4>>) return bit_cast<V>(_mm256_max_pd(bit_cast<__m256d>(a), bit_cast<__m256d>(b)));
+  else
+#endif
+#if defined(__SSE2__)
+  if constexpr (kSame<V, Vec<float, 4>>) return bit_cast<V>(_mm_max_ps(bit_cast<__m128>(a), bit_cast<__m128>(b)));
+  else if constexpr (kSame<V, Vec<double, 2>>) return bit_cast<V>(_mm_max_pd(bit_cast<__m128d>(a), bit_cast<__m128d>(b)));
+  else
+#endif
+  return a > b ? a : b;
+}
+
+template <class V> FQ_INLINE V min_or_second(V a, V b) {
+#if defined(__AVX512F__)
+  if constexpr (kSame<V, Vec<float, 16>>) return bit_cast<V>(_mm512_min_ps(bit_cast<__m512>(a), bit_cast<__m512>(b)));
+  else if constexpr (kSame<V, Vec<double, 8>>) return bit_cast<V>(_mm512_min_pd(bit_cast<__m512d>(a), bit_cast<__m512d>(b)));
+  else
+#endif
+#if defined(__AVX__)
+  if constexpr (kSame<V, Vec<float, 8>>) return bit_cast<V>(_mm256_min_ps(bit_cast<__m256>(a), bit_cast<__m256>(b)));
+  else if constexpr (kSame<V, Vec<double, 4>>) return bit_cast<V>(_mm256_min_pd(bit_cast<__m256d>(a), bit_cast<__m256d>(b)));
+  else
+#endif
+#if defined(__SSE2__)
+  if constexpr (kSame<V, Vec<float, 4>>) return bit_cast<V>(_mm_min_ps(bit_cast<__m128>(a), bit_cast<__m128>(b)));
+  else if constexpr (kSame<V, Vec<double, 2>>) return bit_cast<V>(_mm_min_pd(bit_cast<__m128d>(a), bit_cast<__m128d>(b)));
+  else
+#endif
+  return a < b ? a : b;
+}
+
+// --- rounding ------------------------------------------------------------------------------------
+
+// Round half to even without an instruction for it: adding 2^(p-1) pushes the fraction out of the
+// significand, and the addition itself rounds it. The sign is put back so that -0.3 gives -0.0.
+template <class V> FQ_INLINE V rint_portable(V v) {
+  const V big = splat<V>(sizeof(Elem<V>) == 4 ? Elem<V>(8388608.0) : Elem<V>(4503599627370496.0));
+  const V a = magnitude(v);
+  const V rounded = (a + big) - big;
+  return with_sign_of(a < big ? rounded : a, v);
+}
+
+// Round half to even, whatever rounding mode the thread is in where the target can say so.
+template <class V> FQ_INLINE V rint(V v) {
+#if defined(__AVX512F__)
+  if constexpr (kSame<V, Vec<float, 16>>) return bit_cast<V>(_mm512_roundscale_ps(bit_cast<__m512>(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  else if constexpr (kSame<V, Vec<double, 8>>) return bit_cast<V>(_mm512_roundscale_pd(bit_cast<__m512d>(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  else
+#endif
+#if defined(__AVX__)
+  if constexpr (kSame<V, Vec<float, 8>>) return bit_cast<V>(_mm256_round_ps(bit_cast<__m256>(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  else if constexpr (kSame<V, Vec<double, 4>>) return bit_cast<V>(_mm256_round_pd(bit_cast<__m256d>(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  else
+#endif
+#if defined(__SSE4_1__)
+  if constexpr (kSame<V, Vec<float, 4>>) return bit_cast<V>(_mm_round_ps(bit_cast<__m128>(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  else if constexpr (kSame<V, Vec<double, 2>>) return bit_cast<V>(_mm_round_pd(bit_cast<__m128d>(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  else if constexpr (kSame<V, Vec<float, 1>>) {
+    const __m128 s = _mm_set_ss(v[0]);
+    return V{_mm_cvtss_f32(_mm_round_ss(s, s, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))};
+  } else if constexpr (kSame<V, Vec<double, 1>>) {
+    const __m128d s = _mm_set_sd(v[0]);
+    return V{_mm_cvtsd_f64(_mm_round_sd(s, s, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))};
+  } else
+#endif
+#if defined(__aarch64__)
+  if constexpr (kSame<V, Vec<float, 4>>) return bit_cast<V>(vrndnq_f32(bit_cast<float32x4_t>(v)));
+  else if constexpr (kSame<V, Vec<double, 2>>) return bit_cast<V>(vrndnq_f64(bit_cast<float64x2_t>(v)));
+  else
+#endif
+  if constexpr (sizeof(V) > 16 && kWidth<V> > 1) return join<V>(rint(low_half(v)), rint(high_half(v)));
+  else return rint_portable(v);
+}
+
+// Round half away from zero. `v + 0.5` would round 0.49999997 up, so the fraction is compared
+// instead; `v - trunc` is exact.
+template <class V> FQ_INLINE V round_half_away(V v) {
+  const V a = magnitude(v);
+  const V nearest = rint(a);
+  // A tie that went down to an even number is the only case where half-to-even is too small.
+  const V rounded = (a - nearest) == splat<V>(Elem<V>(0.5)) ? nearest + Elem<V>(1) : nearest;
+  return with_sign_of(rounded, v);
+}
+
+// --- fused multiply-add: one rounding, on every target -------------------------------------------
+
+template <class V> FQ_INLINE V fma(V a, V b, V c) {
+#if defined(__AVX512F__)
+  if constexpr (kSame<V, Vec<float, 16>>) return bit_cast<V>(_mm512_fmadd_ps(bit_cast<__m512>(a), bit_cast<__m512>(b), bit_cast<__m512>(c)));
+  else if constexpr (kSame<V, Vec<double, 8>>) return bit_cast<V>(_mm512_fmadd_pd(bit_cast<__m512d>(a), bit_cast<__m512d>(b), bit_cast<__m512d>(c)));
+  else
+#endif
+#if defined(__FMA__)
+  if constexpr (kSame<V, Vec<float, 8>>) return bit_cast<V>(_mm256_fmadd_ps(bit_cast<__m256>(a), bit_cast<__m256>(b), bit_cast<__m256>(c)));
+  else if constexpr (kSame<V, Vec<double, 4>>) return bit_cast<V>(_mm256_fmadd_pd(bit_cast<__m256d>(a), bit_cast<__m256d>(b), bit_cast<__m256d>(c)));
+  else if constexpr (kSame<V, Vec<float, 4>>) return bit_cast<V>(_mm_fmadd_ps(bit_cast<__m128>(a), bit_cast<__m128>(b), bit_cast<__m128>(c)));
+  else if constexpr (kSame<V, Vec<double, 2>>) return bit_cast<V>(_mm_fmadd_pd(bit_cast<__m128d>(a), bit_cast<__m128d>(b), bit_cast<__m128d>(c)));
+  else
+#endif
+#if defined(__aarch64__)
+  if constexpr (kSame<V, Vec<float, 4>>) return bit_cast<V>(vfmaq_f32(bit_cast<float32x4_t>(c), bit_cast<float32x4_t>(a), bit_cast<float32x4_t>(b)));
+  else if constexpr (kSame<V, Vec<double, 2>>) return bit_cast<V>(vfmaq_f64(bit_cast<float64x2_t>(c), bit_cast<float64x2_t>(a), bit_cast<float64x2_t>(b)));
+  else
+#endif
+  if constexpr (sizeof(V) > 16 && kWidth<V> > 1) {
+    return join<V>(fma(low_half(a), low_half(b), low_half(c)), fma(high_half(a), high_half(b), high_half(c)));
+  } else {
+    // The C library's fma is correctly rounded also where the CPU has no such instruction.
+    V r{};
+    for (int i = 0; i < kWidth<V>; ++i) {
+      if constexpr (sizeof(Elem<V>) == 4) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
+      else r[i] = __builtin_fma(a[i], b[i], c[i]);
+    }
+    return r;
+  }
+}
+
+// --- one bit per lane ----------------------------------------------------------------------------
+
+// Bit i of the result is lane i of a comparison's result (lanes are all-ones or all-zeros).
+template <class M> FQ_INLINE uint32_t lane_bits(M m) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(M) == 64 && sizeof(Elem<M>) == 4) return uint32_t(_mm512_movepi32_mask(bit_cast<__m512i>(m)));
+  else if constexpr (sizeof(M) == 64) return uint32_t(_mm512_movepi64_mask(bit_cast<__m512i>(m)));
+  else
+#endif
+#if defined(__AVX__)
+  if constexpr (sizeof(M) == 32 && sizeof(Elem<M>) == 4) return uint32_t(_mm256_movemask_ps(bit_cast<__m256>(m)));
+  else if constexpr (sizeof(M) == 32) return uint32_t(_mm256_movemask_pd(bit_cast<__m256d>(m)));
+  else
+#endif
+#if defined(__SSE2__)
+  if constexpr (sizeof(M) == 16 && sizeof(Elem<M>) == 4) return uint32_t(_mm_movemask_ps(bit_cast<__m128>(m)));
+  else if constexpr (sizeof(M) == 16) return uint32_t(_mm_movemask_pd(bit_cast<__m128d>(m)));
+  else
+#endif
+#if defined(__aarch64__)
+  if constexpr (sizeof(M) == 16 && sizeof(Elem<M>) == 4) {
+    const uint32x4_t weight = {1, 2, 4, 8};
+    return vaddvq_u32(vandq_u32(bit_cast<uint32x4_t>(m), weight));
+  } else
+#endif
+  if constexpr (sizeof(M) > 16 && kWidth<M> > 1) {
+    return lane_bits(low_half(m)) | lane_bits(high_half(m)) << (kWidth<M> / 2);
+  } else {
+    uint32_t bits = 0;
+    for (int i = 0; i < kWidth<M>; ++i) bits |= uint32_t(m[i] != 0) << i;
+    return bits;
+  }
+}
+
+template <class V> FQ_INLINE uint32_t equal_bits(V a, V b) {
+#if defined(__AVX512F__)
+  // Straight into a mask register; going through a vector of lanes would cost two instructions more.
+  if constexpr (kSame<V, Vec<float, 16>>) return _mm512_cmp_ps_mask(bit_cast<__m512>(a), bit_cast<__m512>(b), _CMP_EQ_OQ);
+  else if constexpr (kSame<V, Vec<double, 8>>) return _mm512_cmp_pd_mask(bit_cast<__m512d>(a), bit_cast<__m512d>(b), _CMP_EQ_OQ);
+  else
+#endif
+  return lane_bits(a == b);
+}
+
+template <class M> FQ_INLINE bool any_lane(M m) { return lane_bits(m) != 0; }
+
+// --- 16-bit floats -------------------------------------------------------------------------------
+
+template <int N> FQ_INLINE Vec<float, N> widen_bf16(Vec<uint16_t, N> h) {
+  return bit_cast<Vec<float, N>>(convert<Vec<uint32_t, N>>(h) << 16);
+}
+
+// Round to nearest even by adding just under half a unit of the kept part, plus its last bit. A NaN
+// survives that unless its significand is nearly all ones, when the carry would run into the sign.
+// None of ours is: results are quiet NaNs made by the CPU, NaNs that came from a bfloat16 (low half
+// zero), or NaN scales, which `quiet` has made canonical.
+template <int N> FQ_INLINE Vec<uint16_t, N> narrow_bf16(Vec<float, N> v) {
+  using U = Vec<uint32_t, N>;
+  const U u = bit_cast<U>(v);
+  const U rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
+#if defined(__AVX2__)
+  if constexpr (N == 8) {
+    const __m256i r = bit_cast<__m256i>(rounded);
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(r, r), 0x08);
+    return bit_cast<Vec<uint16_t, N>>(_mm256_castsi256_si128(packed));
+  } else
+#endif
+  return convert<Vec<uint16_t, N>>(rounded);
+}
+
+// Any NaN as the canonical quiet NaN; everything else unchanged.
+template <class V> FQ_INLINE V quiet(V v) { return v == v ? v : splat<V>(Elem<V>(__builtin_nan(""))); }
+
+template <int N> FQ_INLINE Vec<float, N> widen_f16_portable(Vec<uint16_t, N> h16) {
+  using U = Vec<uint32_t, N>;
+  using F = Vec<float, N>;
+  const U h = convert<U>(h16);
+  const U magnitude_bits = (h & 0x7FFFu) << 13;
+  // Moving the exponent by 112 as a multiplication also normalises the subnormals.
+  const F scaled = bit_cast<F>(magnitude_bits) * 0x1p112f;
+  const U special = bit_cast<U>((h & 0x7C00u) == 0x7C00u);
+  const U bits = (bit_cast<U>(scaled) & ~special) | ((magnitude_bits | 0x7F800000u) & special);
+  return bit_cast<F>(bits | (h & 0x8000u) << 16);
+}
+
+template <int N> FQ_INLINE Vec<uint16_t, N> narrow_f16_portable(Vec<float, N> v) {
+  using U = Vec<uint32_t, N>;
+  using F = Vec<float, N>;
+  const U u = bit_cast<U>(v);
+  const U a = u & 0x7FFFFFFFu;
+  // Normal range: rebias the exponent and round to even at bit 13.
+  const U normal = (a + (uint32_t(15 - 127) << 23) + 0xFFFu + ((a >> 13) & 1u)) >> 13;
+  // Below 2^-14: adding 0.5 aligns the subnormal's last bit with the float's last bit.
+  const U subnormal = bit_cast<U>(bit_cast<F>(a) + 0.5f) - 0x3F000000u;
+  const U is_small = bit_cast<U>(a < 0x38800000u);
+  const U is_large = bit_cast<U>(a >= 0x47800000u);
+  const U is_nan = bit_cast<U>(a > 0x7F800000u);
+  U h = (normal & ~is_small) | (subnormal & is_small);
+  h = (h & ~is_large) | (is_large & 0x7C00u) | (is_nan & 0x0200u);
+  return convert<Vec<uint16_t, N>>(h | (u >> 16 & 0x8000u));
+}
+
+template <int N> FQ_INLINE Vec<float, N> widen_f16(Vec<uint16_t, N> h) {
+#if defined(__AVX512F__)
+  if constexpr (N == 16) return bit_cast<Vec<float, N>>(_mm512_cvtph_ps(bit_cast<__m256i>(h)));
+  else
+#endif
+#if defined(__F16C__)
+  if constexpr (N == 8) return bit_cast<Vec<float, N>>(_mm256_cvtph_ps(bit_cast<__m128i>(h)));
+  else
+#endif
+#if defined(__aarch64__)
+  if constexpr (N == 4) return bit_cast<Vec<float, N>>(vcvt_f32_f16(bit_cast<float16x4_t>(h)));
+  else
+#endif
+  return widen_f16_portable<N>(h);
+}
+
+template <int N> FQ_INLINE Vec<uint16_t, N> narrow_f16(Vec<float, N> v) {
+#if defined(__AVX512F__)
+  if constexpr (N == 16) return bit_cast<Vec<uint16_t, N>>(_mm512_cvtps_ph(bit_cast<__m512>(v), _MM_FROUND_TO_NEAREST_INT));
+  else
+#endif
+#if defined(__F16C__)
+  if constexpr (N == 8) return bit_cast<Vec<uint16_t, N>>(_mm256_cvtps_ph(bit_cast<__m256>(v), _MM_FROUND_TO_NEAREST_INT));
+  else
+#endif
+#if defined(__aarch64__)
+  if constexpr (N == 4) return bit_cast<Vec<uint16_t, N>>(vcvt_f16_f32(bit_cast<float32x4_t>(v)));
+  else
+#endif
+  return narrow_f16_portable<N>(v);
+}
+
+// --- loads and stores that change type -----------------------------------------------------------
+
+// N elements of memory type T as a vector of the type that T is computed in.
+template <int N, class T> FQ_INLINE Vec<Compute<T>, N> load(const T* p) {
+  if constexpr (kSame<T, bf16>) return widen_bf16<N>(load_raw<Vec<uint16_t, N>>(p));
+  else if constexpr (kSame<T, f16>) return widen_f16<N>(load_raw<Vec<uint16_t, N>>(p));
+  else return load_raw<Vec<T, N>>(p);
+}
+
+template <class T, int N> FQ_INLINE void store(T* p, Vec<Compute<T>, N> v) {
+  if constexpr (kSame<T, bf16>) store_raw(p, narrow_bf16<N>(v));
+  else if constexpr (kSame<T, f16>) store_raw(p, narrow_f16<N>(v));
+  else store_raw(p, v);
+}
+
+// kWidth<V> values of plain type U, converted to V's element type.
+template <class V, class U> FQ_INLINE V load_as(const U* p) {
+  return convert<V>(load_raw<Vec<U, kWidth<V>>>(p));
+}
+
+}  // namespace fakequant::FQ_TARGET

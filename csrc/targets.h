@@ -1,0 +1,27 @@
+// Which instruction sets are compiled in. Each names a namespace that holds one copy of every
+// kernel; `dispatch.cc` chooses among them once, at load.
+#pragma once
+
+#include "kernels.h"
+
+#define FQ_DECLARE_KERNELS(target)                                                     \
+  namespace target {                                                                   \
+  void fake_quantize(const FakeQuantizeArgs&, int64_t begin, int64_t end);             \
+  void mask_backward(const MaskBackwardArgs&, int64_t begin, int64_t end);             \
+  void quantize(const QuantizeArgs&, int64_t begin, int64_t end);                      \
+  void dequantize(const DequantizeArgs&, int64_t begin, int64_t end);                  \
+  void learned_backward(const LearnedBackwardArgs&, const Tile&, const LearnedTile&);  \
+  void min_max(const MinMaxArgs&, const Tile&, const MinMaxTile&);                     \
+  }
+
+namespace fakequant {
+#if defined(__aarch64__)
+FQ_DECLARE_KERNELS(neon)
+#elif defined(__x86_64__) || defined(_M_X64)
+FQ_DECLARE_KERNELS(baseline)
+FQ_DECLARE_KERNELS(avx2)
+FQ_DECLARE_KERNELS(avx512)
+#else
+FQ_DECLARE_KERNELS(baseline)
+#endif
+}  // namespace fakequant

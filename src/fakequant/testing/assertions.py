@@ -1,0 +1,45 @@
+"""Comparisons without a tolerance."""
+
+import numpy as np
+
+
+def bits(a) -> np.ndarray:
+    """The array as unsigned integers, with every NaN replaced by one and the same NaN.
+
+    >>> bits(np.float32([1, -0.0])).tolist() == [0x3F800000, 0x80000000]
+    True
+    """
+    a = np.asarray(a)
+    if a.dtype.kind in "iub":
+        return a.astype(np.uint8) if a.dtype == bool else a.view(f"u{a.itemsize}")
+    # ml_dtypes types have kind "V" but know isnan.
+    one_nan = np.full((), np.nan, a.dtype)
+    return np.where(np.isnan(a), one_nan, a).view(f"u{a.itemsize}")
+
+
+def assert_same_bits(expected, actual, *names) -> None:
+    """Raise AssertionError unless both arrays have the same dtype, shape and bits.
+
+    -0.0 differs from +0.0; NaN equals NaN whatever its payload. `names` say in
+    the message what was compared.
+
+    >>> assert_same_bits(np.float16([0.0]), np.float16([-0.0]), "y")
+    Traceback (most recent call last):
+    AssertionError: y: 1 of 1 differ, first at (0,): expected 0.0 (0x0000), got -0.0 (0x8000)
+    """
+    what = ", ".join(map(str, names)) or "arrays"
+    expected, actual = np.asarray(expected), np.asarray(actual)
+    if expected.dtype != actual.dtype:
+        raise AssertionError(f"{what}: expected dtype {expected.dtype}, got {actual.dtype}")
+    if expected.shape != actual.shape:
+        raise AssertionError(f"{what}: expected shape {expected.shape}, got {actual.shape}")
+    left, right = bits(expected), bits(actual)
+    differ = left != right
+    if differ.any():
+        at = tuple(int(i[0]) for i in differ.nonzero())
+        width = 2 + 2 * left.itemsize
+        raise AssertionError(
+            f"{what}: {int(differ.sum())} of {differ.size} differ, first at {at}: "
+            f"expected {expected[at]} ({int(left[at]):#0{width}x}), "
+            f"got {actual[at]} ({int(right[at]):#0{width}x})"
+        )
