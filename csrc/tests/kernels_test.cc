@@ -1,0 +1,276 @@
+// Every op x every dtype x every numerics x awkward shapes, on every instruction set this CPU has.
+//
+// All targets must give the same bytes, for any number of threads. With --digest, one line per case
+// is printed; the output of two machines (or of a CPU emulator) can then be compared with diff.
+// Equality with the reference and with torch is tested from Python.
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "core.h"
+#include "parallel.h"
+
+using namespace fakequant;
+
+namespace {
+
+struct Random {
+  uint64_t state = 0x9E3779B97F4A7C15u;
+  uint64_t next() {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    return state;
+  }
+  double uniform() { return double(next() >> 11) * 0x1p-53; }
+};
+
+size_t bytes_of(DType d) { return d == DType::f64 ? 8 : d == DType::f32 ? 4 : 2; }
+
+// Ties at awkward scales, their neighbours, special values, and ordinary ones.
+float hostile(Random& rng) {
+  static const float kSpecial[] = {0.0f, -0.0f, 1e-45f, -1e-40f, 3.4e38f, -3.4e38f, 9.3e18f, -9.3e18f,
+                                   std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(),
+                                   std::numeric_limits<float>::quiet_NaN()};
+  const uint64_t kind = rng.next() % 8;
+  if (kind == 0) return kSpecial[rng.next() % 11];
+  const float tie = (float(int(rng.next() % 600) - 300) + 0.5f) * 0.1f;
+  if (kind <= 3) {
+    uint32_t bits;
+    std::memcpy(&bits, &tie, 4);
+    bits += uint32_t(rng.next() % 5) - 2;
+    float near;
+    std::memcpy(&near, &bits, 4);
+    return near;
+  }
+  return float(rng.uniform() * 60 - 30);
+}
+
+uint16_t to_bf16(float v) {
+  uint32_t u;
+  std::memcpy(&u, &v, 4);
+  return uint16_t(v != v ? 0x7FC0 : u >> 16);
+}
+
+// A hostile float cut down to half precision; enough to reach subnormals, infinities and NaN.
+uint16_t to_f16(float v, Random& rng) {
+  if (v != v) return 0x7E00;
+  return rng.next() % 4 ? uint16_t(rng.next() % 0x7C01) | uint16_t(v < 0) << 15 : uint16_t(v < 0) << 15;
+}
+
+std::vector<uint8_t> hostile_array(DType d, int64_t n, Random& rng) {
+  std::vector<uint8_t> data(size_t(n) * bytes_of(d));
+  for (int64_t i = 0; i < n; ++i) {
+    const float v = hostile(rng);
+    uint8_t* p = data.data() + size_t(i) * bytes_of(d);
+    if (d == DType::f32) std::memcpy(p, &v, 4);
+    if (d == DType::f64) {
+      const double w = double(v) * (1 + double(rng.next() % 3) * 0x1p-52);
+      std::memcpy(p, &w, 8);
+    }
+    if (d == DType::bf16) { const uint16_t h = to_bf16(v); std::memcpy(p, &h, 2); }
+    if (d == DType::f16) { const uint16_t h = to_f16(v, rng); std::memcpy(p, &h, 2); }
+  }
+  return data;
+}
+
+// FNV-1a. NaN payloads and signs differ between CPUs and are not part of the contract.
+struct Digest {
+  uint64_t hash = 1469598103934665603u;
+  void add(const void* data, size_t bytes) {
+    for (size_t i = 0; i < bytes; ++i) hash = (hash ^ static_cast<const uint8_t*>(data)[i]) * 1099511628211u;
+  }
+  void add_floats(DType d, const void* data, int64_t n) {
+    const uint8_t* p = static_cast<const uint8_t*>(data);
+    for (int64_t i = 0; i < n; ++i, p += bytes_of(d)) {
+      bool nan = false;
+      if (d == DType::f64) { double v; std::memcpy(&v, p, 8); nan = v != v; }
+      if (d == DType::f32) { float v; std::memcpy(&v, p, 4); nan = v != v; }
+      if (bytes_of(d) == 2) {
+        uint16_t h;
+        std::memcpy(&h, p, 2);
+        nan = (h & 0x7FFF) > (d == DType::bf16 ? 0x7F80 : 0x7C00);
+      }
+      if (nan) add("NaN", 3);
+      else add(p, bytes_of(d));
+    }
+  }
+};
+
+struct Case {
+  DType dtype;
+  Numerics numerics;
+  Shape shape;
+  int64_t qmin, qmax;
+};
+
+const char* kDTypes[] = {"f32", "f64", "bf16", "f16"};
+const char* kNumerics[] = {"torch_tensor", "torch_channel", "torch_channel_float", "torch_channel_half", "onnx", "half_away"};
+
+struct Inputs {
+  std::vector<uint8_t> x, dy;
+  std::vector<float> scale, zero_float;
+  std::vector<int32_t> zero;
+};
+
+Inputs make_inputs(const Case& c) {
+  Random rng;
+  rng.state += uint64_t(c.shape.size()) * 31 + uint64_t(c.numerics) * 7 + uint64_t(c.dtype);
+  Inputs in;
+  in.x = hostile_array(c.dtype, c.shape.size(), rng);
+  in.dy = hostile_array(c.dtype, c.shape.size(), rng);
+  static const float kScales[] = {0.1f, 0.05f, 1.0f, 0.3f, 1e-3f, 1e-42f, 1e38f, 7.0f};
+  for (int64_t i = 0; i < c.shape.parameters(); ++i) {
+    in.scale.push_back(kScales[rng.next() % 8]);
+    in.zero.push_back(int32_t(c.qmin + int64_t(rng.next() % uint64_t(c.qmax - c.qmin + 1))));
+    in.zero_float.push_back(float(in.zero.back()) + float(rng.next() % 3) * 0.25f);
+  }
+  return in;
+}
+
+Grid make_grid(const Case& c, const Inputs& in, bool integer_zero) {
+  Grid g;
+  g.numerics = c.numerics;
+  g.qmin = c.qmin;
+  g.qmax = c.qmax;
+  g.scale_f32 = in.scale.data();
+  const bool is_float = c.numerics == Numerics::torch_channel_float || c.numerics == Numerics::torch_channel_half;
+  if (is_float && !integer_zero) g.zero_f32 = in.zero_float.data();
+  else g.zero_i32 = in.zero.data();
+  return g;
+}
+
+struct Named { std::string op; uint64_t hash; };
+
+std::vector<Named> run_case(const Case& c) {
+  const Inputs in = make_inputs(c);
+  const int64_t n = c.shape.size(), parameters = c.shape.parameters();
+  std::vector<Named> results;
+  std::vector<uint8_t> y(size_t(n) * bytes_of(c.dtype)), bits(size_t(n + 7) / 8), bytes(static_cast<size_t>(n));
+  const Grid g = make_grid(c, in, false);
+  {
+    Digest d;
+    fake_quantize({c.dtype, c.shape, g, in.x.data(), y.data(), MaskKind::packed, bits.data()});
+    d.add_floats(c.dtype, y.data(), n);
+    d.add(bits.data(), bits.size());
+    fake_quantize({c.dtype, c.shape, g, in.x.data(), y.data(), MaskKind::bytes, bytes.data()});
+    d.add_floats(c.dtype, y.data(), n);
+    for (int64_t i = 0; i < n; ++i) {
+      if (bytes[size_t(i)] != (bits[size_t(i / 8)] >> (i % 8) & 1)) d.add("masks differ", 12);
+    }
+    results.push_back({"fake_quantize", d.hash});
+  }
+  {
+    Digest d;
+    for (bool multiply : {false, true}) {
+      mask_backward({c.dtype, n, MaskKind::packed, multiply, in.dy.data(), bits.data(), y.data()});
+      d.add_floats(c.dtype, y.data(), n);
+      mask_backward({c.dtype, n, MaskKind::bytes, multiply, in.dy.data(), bytes.data(), y.data()});
+      d.add_floats(c.dtype, y.data(), n);
+    }
+    results.push_back({"mask_backward", d.hash});
+  }
+  {
+    Digest d;
+    std::vector<double> ds(static_cast<size_t>(parameters)), dz(static_cast<size_t>(parameters));
+    learned_backward({c.dtype, c.dtype, c.shape, make_grid(c, in, true), 0.5, in.dy.data(), in.x.data(), y.data(),
+                      ds.data(), dz.data()});
+    d.add_floats(c.dtype, y.data(), n);
+    d.add_floats(DType::f64, ds.data(), parameters);
+    d.add_floats(DType::f64, dz.data(), parameters);
+    results.push_back({"learned_backward", d.hash});
+  }
+  {
+    Digest d;
+    const bool is_signed = c.qmin < 0;
+    std::vector<CodeType> codes{is_signed ? CodeType::i32 : CodeType::u32};
+    if (c.qmax <= 127) codes.push_back(is_signed ? CodeType::i8 : CodeType::u8);
+    if (c.qmax <= 7 && c.qmin >= -8) codes.push_back(is_signed ? CodeType::i4x2 : CodeType::u4x2);
+    std::vector<uint8_t> q(size_t(n) * 4);
+    for (CodeType code : codes) {
+      std::fill(q.begin(), q.end(), 0);
+      quantize({c.dtype, code, c.shape, make_grid(c, in, false), in.x.data(), q.data()});
+      d.add(q.data(), q.size());
+      dequantize({c.dtype, code, c.shape, make_grid(c, in, true), q.data(), y.data()});
+      d.add_floats(c.dtype, y.data(), n);
+    }
+    results.push_back({"quantize", d.hash});
+  }
+  {
+    Digest d;
+    std::vector<double> range(size_t(2 * parameters));
+    std::vector<int64_t> count(size_t(3 * parameters));
+    min_max({c.dtype, c.shape, in.x.data(), range.data(), range.data() + parameters, count.data(),
+             count.data() + parameters, count.data() + 2 * parameters});
+    d.add(range.data(), range.size() * 8);
+    d.add(count.data(), count.size() * 8);
+    results.push_back({"min_max", d.hash});
+  }
+  return results;
+}
+
+std::vector<Case> all_cases() {
+  std::vector<Shape> shapes;
+  for (int64_t n : {1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 257, 5000}) shapes.push_back({1, 1, 1, n});
+  shapes.insert(shapes.end(), {{1, 1, 5, 9}, {1, 3, 4, 17}, {1, 7, 33, 1}, {1, 40, 13, 1}, {3, 4, 5, 1},
+                               {1, 1, 64, 32}, {1, 9, 3, 100}, {1, 2, 70000, 1}, {1, 1, 1, 140000}, {1, 300, 2, 150}});
+  std::vector<Case> cases;
+  for (int dtype = 0; dtype < 4; ++dtype) {
+    for (int numerics = 0; numerics < 6; ++numerics) {
+      for (const Shape& shape : shapes) cases.push_back({DType(dtype), Numerics(numerics), shape, -128, 127});
+      for (auto [lo, hi] : {std::pair<int64_t, int64_t>{-8, 7}, {0, 15}, {0, 65535}, {-2147483648LL, 2147483647LL}}) {
+        cases.push_back({DType(dtype), Numerics(numerics), {1, 3, 4, 67}, lo, hi});
+      }
+    }
+  }
+  return cases;
+}
+
+std::string name_of(const Case& c, const std::string& op) {
+  char text[200];
+  std::snprintf(text, sizeof text, "%s %s %s (%lld, %lld, %lld, %lld) [%lld, %lld]", op.c_str(), kDTypes[int(c.dtype)],
+                kNumerics[int(c.numerics)], (long long)c.shape.batch, (long long)c.shape.outer,
+                (long long)c.shape.blocks, (long long)c.shape.inner, (long long)c.qmin, (long long)c.qmax);
+  return text;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const bool print_digest = argc > 1 && std::string(argv[1]) == "--digest";
+  const auto targets = supported_targets();
+  int passed = 0, failed = 0;
+  for (const Case& c : all_cases()) {
+    std::vector<Named> expected;
+    for (const auto& target : targets) {
+      select_target(target);
+      for (int threads : {1, 3}) {
+        set_num_threads(threads);
+        const auto actual = run_case(c);
+        if (expected.empty()) {
+          expected = actual;
+          continue;
+        }
+        for (size_t i = 0; i < actual.size(); ++i) {
+          const bool same = actual[i].hash == expected[i].hash;
+          (same ? passed : failed)++;
+          if (!same) {
+            std::fprintf(stderr, "%s on %d threads differs from %s: %s\n", target.c_str(), threads, targets[0].c_str(),
+                         name_of(c, actual[i].op).c_str());
+          }
+        }
+      }
+    }
+    if (print_digest) {
+      for (const auto& r : expected) std::printf("%016llx %s\n", (unsigned long long)r.hash, name_of(c, r.op).c_str());
+    }
+  }
+  if (!print_digest) {
+    std::printf("targets:");
+    for (const auto& target : targets) std::printf(" %s", target.c_str());
+    std::printf("\n%d passed, %d failed\n", passed, failed);
+  }
+  return failed ? 1 : 0;
+}

@@ -1,0 +1,156 @@
+"""Argument checks in torch's order, with torch's exception types and texts.
+
+People match on these texts, so they are part of what "the same as torch" means. An array counts as
+a `Tensor` in them.
+"""
+
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import NoReturn
+
+import numpy as np
+
+from fakequant.arrays import BFLOAT16, KERNEL_DTYPES
+
+RANGE = "`quant_min` should be less than or equal to `quant_max`."
+# torch's per-tensor text has a line continuation inside a string literal.
+RANGE_PER_TENSOR = "`quant_min` should be less than or         equal to `quant_max`."
+ZERO_POINT = "`zero_point` must be between `quant_min` and `quant_max`."
+
+_TYPE_NAMES = {
+    np.dtype(np.float32): "Float",
+    np.dtype(np.float64): "Double",
+    np.dtype(np.float16): "Half",
+    BFLOAT16: "BFloat16",
+    np.dtype(np.int8): "Char",
+    np.dtype(np.uint8): "Byte",
+    np.dtype(np.int16): "Short",
+    np.dtype(np.int32): "Int",
+    np.dtype(np.int64): "Long",
+    np.dtype(np.uint16): "UInt16",
+    np.dtype(np.uint32): "UInt32",
+    np.dtype(np.uint64): "UInt64",
+    np.dtype(np.bool_): "Bool",
+    np.dtype(np.complex64): "ComplexFloat",
+    np.dtype(np.complex128): "ComplexDouble",
+}
+
+
+def type_name(dtype: np.dtype) -> str:
+    """torch's name for a dtype: `float32` is `Float`, `int64` is `Long`.
+
+    >>> type_name(np.dtype(np.int64))
+    'Long'
+    """
+    return _TYPE_NAMES.get(dtype, str(dtype))
+
+
+def kernel_dtype(x: np.ndarray, kernel: str) -> int:
+    """The kernels' number for x's dtype, or the error of torch's dispatch macro."""
+    dtype = KERNEL_DTYPES.get(x.dtype)
+    if dtype is None:
+        raise NotImplementedError(f"\"{kernel}\" not implemented for '{type_name(x.dtype)}'")
+    return dtype
+
+
+def check(condition: bool, message: str) -> None:
+    if not condition:
+        raise RuntimeError(message)
+
+
+def item(x: np.ndarray) -> np.generic:
+    """The only element of an array."""
+    check(x.size == 1, f"a Tensor with {x.size} elements cannot be converted to Scalar")
+    return x.reshape(-1)[0]
+
+
+def item_as_int(x: np.ndarray) -> int:
+    """The only element as a C int: fractions are cut off, what does not fit is refused."""
+    value = item(x)
+    if value.dtype.kind == "c":
+        value = value.real if value.imag == 0 else np.float64("nan")
+    exact = float(value) if value.dtype.kind not in "iub" else int(value)
+    if exact != exact or not -(2**31) <= exact <= 2**31 - 1:
+        raise RuntimeError("value cannot be converted to type int without overflow")
+    return int(exact)
+
+
+def item_as_float(x: np.ndarray) -> float:
+    """The only element as a float32 value: infinities pass, finite values beyond its range are refused."""
+    value = item(x)
+    if value.dtype.kind == "c":
+        if value.imag != 0:
+            raise RuntimeError("value cannot be converted to type float without overflow")
+        value = value.real
+    wide = float(value)
+    limit = float(np.finfo(np.float32).max)
+    if np.isfinite(wide) and abs(wide) > limit:
+        raise RuntimeError("value cannot be converted to type float without overflow")
+    return float(np.float32(wide))
+
+
+# --- argument types -------------------------------------------------------------------------------
+
+
+def as_tensor(value: object) -> object:
+    """NumPy's scalars of a data argument as 0-d arrays; everything else as it is."""
+    return np.asarray(value) if isinstance(value, np.generic) else value
+
+
+def _matches(kind: str, value: object) -> bool:
+    if kind == "Tensor":
+        return isinstance(value, np.ndarray)
+    if kind == "float":
+        return isinstance(value, Real) or (isinstance(value, np.ndarray) and value.ndim == 0)
+    if kind == "bool":
+        return isinstance(value, (bool, np.bool_))
+    return (isinstance(value, Integral) and not isinstance(value, (bool, np.bool_))) or (
+        isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind in "iu"
+    )
+
+
+def _received(value: object) -> str:
+    return "Tensor" if isinstance(value, np.ndarray) else type(value).__name__
+
+
+Signature = Sequence[tuple[str, str]]
+
+
+def choose_signature(function: str, values: Sequence[object], signatures: Sequence[Signature]) -> int:
+    """The index of the first signature that fits `values`; torch's TypeError if none does."""
+    for index, signature in enumerate(signatures):
+        if all(_matches(kind, value) for (kind, _), value in zip(signature, values, strict=True)):
+            return index
+    if len(signatures) == 1:
+        _one_signature_error(function, values, signatures[0])
+    lines = []
+    for signature in signatures:
+        lines.append(f" * ({', '.join(f'{kind} {name}' for kind, name in signature)})\n")
+        marked = (
+            _received(v) if _matches(kind, v) else f"!{_received(v)}!"
+            for (kind, _), v in zip(signature, values, strict=True)
+        )
+        lines.append(
+            f"      didn't match because some of the arguments have invalid types: ({', '.join(marked)})\n"
+        )
+    raise TypeError(
+        f"{function}() received an invalid combination of arguments - got "
+        f"({', '.join(map(_received, values))}), but expected one of:\n{''.join(lines)}"
+    )
+
+
+def _one_signature_error(function: str, values: Sequence[object], signature: Signature) -> NoReturn:
+    for position, ((kind, name), value) in enumerate(zip(signature, values, strict=True), start=1):
+        if not _matches(kind, value):
+            raise TypeError(
+                f"{function}(): argument '{name}' (position {position}) must be {kind}, not {_received(value)}"
+            )
+    raise AssertionError("the arguments fit the signature")
+
+
+def as_int64(value: object) -> int:
+    """A Python or NumPy integer that fits int64."""
+    value = int(value)  # type: ignore[call-overload]
+    if not -(2**63) <= value < 2**63:
+        raise ValueError("Overflow when unpacking long long")
+    return value

@@ -1,0 +1,98 @@
+"""Per-channel fake quantization with torch's names.
+
+    int zero point      code = int64(zero_point + rint(x * inv))
+    float zero point    code = int64(rint(fma(x, inv, zero_point)))       (float16: without the fma)
+    y    = (clamp(code, quant_min, quant_max) - zero_point) * scale       (in float64, then rounded)
+    mask = quant_min <= code <= quant_max
+
+The conversion to int64 comes before the clamp: NaN, infinities and codes that do not fit become the
+smallest int64, so all of them, +inf included, end at quant_min.
+"""
+
+import numpy as np
+
+from fakequant.aten import checks, forward
+from fakequant.aten.forward import OutputAndMask
+from fakequant.aten.per_tensor import masked_backward
+from fakequant.arrays import BFLOAT16
+
+_KERNEL = "fake_quantize_channel_cachemask_cpu_type_handling"
+_SIGNATURE = (
+    ("Tensor", "input"),
+    ("Tensor", "scale"),
+    ("Tensor", "zero_point"),
+    ("int", "axis"),
+    ("int", "quant_min"),
+    ("int", "quant_max"),
+)
+
+
+def _check(x, scale, zero_point, axis, quant_min, quant_max) -> None:
+    checks.check(
+        scale.dtype in (np.float32, BFLOAT16),
+        f"Scale must be Float or BFloat16, found {checks.type_name(scale.dtype)}",
+    )
+    checks.check(
+        zero_point.dtype in (np.int32, np.float32, np.float16),
+        f"Zero-point must be Int32, Float or Half, found {checks.type_name(zero_point.dtype)}",
+    )
+    checks.check(scale.ndim == 1, "scale should be a 1-D tensor")
+    checks.check(zero_point.ndim == 1, "zero point should be a 1-D tensor")
+    checks.check(scale.size == zero_point.size, "scale and zero-point need to have the same dimensions")
+    if not -x.ndim <= axis < x.ndim:
+        low, high = min(-x.ndim, -1), max(x.ndim - 1, 0)
+        if x.ndim or axis not in (-1, 0):
+            raise IndexError(f"Dimension out of range (expected to be in range of [{low}, {high}], but got {axis})")
+        raise IndexError("Dimension specified as 0 but tensor has no dimensions")
+    checks.check(
+        scale.size == x.shape[axis], "dimensions of scale and zero-point are not consistent with input tensor"
+    )
+    checks.check(quant_min <= quant_max, checks.RANGE)
+    if zero_point.dtype == np.int32:
+        checks.check(
+            zero_point.size > 0,
+            "min(): Expected reduction dim to be specified for input.numel() == 0. "
+            "Specify the reduction dim with the 'dim' argument.",
+        )
+        checks.check(quant_min <= zero_point.min() and zero_point.max() <= quant_max, checks.ZERO_POINT)
+    checks.check(0 <= axis <= x.ndim, "`axis` must be between 0 and number of dimensions of input")
+
+
+def fake_quantize_per_channel_affine(
+    input: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, axis: int, quant_min: int, quant_max: int
+) -> np.ndarray:
+    """Fake-quantizes with one scale and zero point per index on `axis`.
+
+    >>> x = np.float32([[0.26, 9.0], [0.26, 9.0]])
+    >>> fake_quantize_per_channel_affine(x, np.float32([0.1, 1.0]), np.int32([0, 0]), 0, -8, 7)
+    array([[0.3       , 0.70000005],
+           [0.        , 7.        ]], dtype=float32)
+    """
+    return fake_quantize_per_channel_affine_cachemask(input, scale, zero_point, axis, quant_min, quant_max).output
+
+
+def fake_quantize_per_channel_affine_cachemask(
+    input: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, axis: int, quant_min: int, quant_max: int
+) -> OutputAndMask:
+    """`fake_quantize_per_channel_affine` together with its mask.
+
+    >>> x, z = np.float32([[0.26, 9.0]]), np.int32([0])
+    >>> fake_quantize_per_channel_affine_cachemask(x, np.float32([0.1]), z, 0, -8, 7).mask
+    array([[ True, False]])
+    """
+    x = checks.as_tensor(input)
+    values = (x, scale, zero_point, axis, quant_min, quant_max)
+    checks.choose_signature("fake_quantize_per_channel_affine", values, (_SIGNATURE,))
+    axis, quant_min, quant_max = map(checks.as_int64, (axis, quant_min, quant_max))
+    _check(x, scale, zero_point, axis, quant_min, quant_max)
+    dtype = checks.kernel_dtype(x, _KERNEL)
+    return forward.per_channel(x, dtype, scale, zero_point, axis, quant_min, quant_max)
+
+
+def fake_quantize_per_channel_affine_cachemask_backward(grad: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """The gradient of `fake_quantize_per_channel_affine`: `grad * mask`.
+
+    >>> fake_quantize_per_channel_affine_cachemask_backward(np.float32([2, 3]), np.array([True, False]))
+    array([2., 0.], dtype=float32)
+    """
+    return masked_backward(grad, mask)

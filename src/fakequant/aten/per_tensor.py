@@ -1,0 +1,127 @@
+"""Per-tensor fake quantization with torch's names.
+
+    inv  = 1 / float32(scale)
+    code = zero_point + rint(x * inv)
+    q    = clamp(code, quant_min, quant_max)          (NaN becomes quant_min)
+    y    = (q - zero_point) * scale                   (float32, also for float64 input)
+    mask = quant_min <= code <= quant_max
+"""
+
+import numpy as np
+
+from fakequant.aten import checks, forward
+from fakequant.aten.forward import OutputAndMask
+
+_KERNEL = "fake_quantize_tensor_cachemask_kernel_type_handling"
+_TENSORS = (
+    ("Tensor", "input"),
+    ("Tensor", "scale"),
+    ("Tensor", "zero_point"),
+    ("int", "quant_min"),
+    ("int", "quant_max"),
+)
+_NUMBERS = (("Tensor", "input"), ("float", "scale"), ("int", "zero_point"), ("int", "quant_min"), ("int", "quant_max"))
+
+
+def _checked_numbers(scale, zero_point, quant_min, quant_max):
+    quant_min, quant_max, zero_point = map(checks.as_int64, (quant_min, quant_max, zero_point))
+    checks.check(quant_min <= quant_max, checks.RANGE_PER_TENSOR)
+    checks.check(quant_min <= zero_point <= quant_max, checks.ZERO_POINT)
+    return float(scale), zero_point, quant_min, quant_max
+
+
+def _checked_tensors(scale, zero_point, quant_min, quant_max):
+    quant_min, quant_max = checks.as_int64(quant_min), checks.as_int64(quant_max)
+    checks.check(quant_min <= quant_max, checks.RANGE_PER_TENSOR)
+    return checks.item_as_float(scale), checks.item_as_int(zero_point), quant_min, quant_max
+
+
+def fake_quantize_per_tensor_affine(
+    input: np.ndarray, scale: object, zero_point: object, quant_min: int, quant_max: int
+) -> np.ndarray:
+    """Fake-quantizes with one scale and zero point, given as numbers or as one-element arrays.
+
+        y = (clamp(zero_point + rint(x * (1 / scale)), quant_min, quant_max) - zero_point) * scale
+
+    >>> fake_quantize_per_tensor_affine(np.float32([-0.3, 0.05, 0.15, 9.0]), 0.1, 0, -8, 7)
+    array([-0.3       ,  0.        ,  0.2       ,  0.70000005], dtype=float32)
+    """
+    x = checks.as_tensor(input)
+    values = (x, scale, zero_point, quant_min, quant_max)
+    tensors = checks.choose_signature("fake_quantize_per_tensor_affine", values, (_TENSORS, _NUMBERS)) == 0
+    numbers = (_checked_tensors if tensors else _checked_numbers)(scale, zero_point, quant_min, quant_max)
+    return forward.per_tensor_value(x, checks.kernel_dtype(x, _KERNEL), *numbers)
+
+
+def fake_quantize_per_tensor_affine_cachemask(
+    input: np.ndarray, scale: float, zero_point: int, quant_min: int, quant_max: int
+) -> OutputAndMask:
+    """`fake_quantize_per_tensor_affine` together with its mask.
+
+    >>> y, mask = fake_quantize_per_tensor_affine_cachemask(np.float32([0.15, 9.0]), 0.1, 0, -8, 7)
+    >>> mask
+    array([ True, False])
+    """
+    x = checks.as_tensor(input)
+    values = (x, scale, zero_point, quant_min, quant_max)
+    checks.choose_signature("fake_quantize_per_tensor_affine_cachemask", values, (_NUMBERS,))
+    numbers = _checked_numbers(scale, zero_point, quant_min, quant_max)
+    return forward.per_tensor(x, checks.kernel_dtype(x, _KERNEL), *numbers)
+
+
+def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
+    input: np.ndarray,
+    scale: np.ndarray,
+    zero_point: np.ndarray,
+    fake_quant_enabled: np.ndarray,
+    quant_min: int,
+    quant_max: int,
+) -> OutputAndMask:
+    """The same with one-element arrays; `fake_quant_enabled` 0 returns a copy and a mask of ones.
+
+    The zero point may lie outside the range here.
+
+    >>> one = np.ones(1, np.int64)
+    >>> x, s, z = np.float32([0.26]), np.float32([0.1]), np.int32([0])
+    >>> fake_quantize_per_tensor_affine_cachemask_tensor_qparams(x, s, z, one * 0, -8, 7).output
+    array([0.26], dtype=float32)
+    """
+    x = checks.as_tensor(input)
+    values = (x, scale, zero_point, fake_quant_enabled, quant_min, quant_max)
+    signature = (*_TENSORS[:3], ("Tensor", "fake_quant_enabled"), *_TENSORS[3:])
+    checks.choose_signature("fake_quantize_per_tensor_affine_cachemask_tensor_qparams", values, (signature,))
+    scale, zero_point, quant_min, quant_max = _checked_tensors(scale, zero_point, quant_min, quant_max)
+    enabled = checks.item_as_int(fake_quant_enabled)
+    dtype = checks.kernel_dtype(x, _KERNEL)
+    if not enabled:
+        return forward.unchanged(x)
+    return forward.per_tensor(x, dtype, scale, zero_point, quant_min, quant_max)
+
+
+def fake_quantize_per_tensor_affine_cachemask_backward(grad: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """The gradient of `fake_quantize_per_tensor_affine`.
+
+        dx = grad * mask      (a product: inf and NaN do not become 0, and 0 keeps the sign of grad)
+
+    >>> fake_quantize_per_tensor_affine_cachemask_backward(np.float32([2, -2]), np.array([True, False]))
+    array([ 2., -0.], dtype=float32)
+    """
+    return masked_backward(grad, mask)
+
+
+def masked_backward(grad: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    grad, mask = checks.as_tensor(grad), checks.as_tensor(mask)
+    checks.check(
+        mask.dtype == np.bool_,
+        "Expected mask.scalar_type() == ScalarType::Bool to be true, but got false.  "
+        "(Could this error message be improved?  If so, please report an enhancement request to PyTorch.)",
+    )
+    checks.check(
+        mask.size == grad.size,
+        f"`mask` and `dY` are not the same size: `mask` is size {mask.size} and `dY` is size {grad.size}",
+    )
+    if grad.size == 0:
+        return grad
+    if mask.shape != grad.shape:
+        grad, mask = np.broadcast_arrays(grad, mask)
+    return forward.masked_gradient(grad, mask, checks.kernel_dtype(grad, "mul_cpu"))

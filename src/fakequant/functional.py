@@ -1,0 +1,339 @@
+"""The library's own functions on NumPy arrays: everything about the grid is in a `QuantSpec`.
+
+They follow one special-value rule for every granularity and dtype (docs/numerics.md): NaN stays
+NaN, infinities saturate, and both have gradient 0.
+"""
+
+from math import prod
+from typing import Literal, NamedTuple, overload
+
+import numpy as np
+
+from fakequant import native
+from fakequant.arrays import KERNEL_DTYPES, as_float_array
+from fakequant.grid import kernel_numerics, resolve, scale_dtype
+from fakequant.layout import blocks_of
+from fakequant.native import _native
+from fakequant.spec import QuantSpec
+
+MaskForm = Literal["packed", "bool"]
+
+
+class LearnedGradients(NamedTuple):
+    """Gradients of fake quantization with a learned scale and zero point."""
+
+    dx: np.ndarray
+    dscale: np.ndarray
+    dzero_point: np.ndarray
+
+
+def _empty_mask(form: MaskForm | None, shape: tuple[int, ...]) -> tuple[np.ndarray | None, int]:
+    if form is None:
+        return None, native.MASK_NONE
+    if form == "packed":
+        return np.empty((prod(shape) + 7) // 8, np.uint8), native.MASK_PACKED
+    if form == "bool":
+        return np.empty(shape, np.bool_), native.MASK_BYTES
+    raise ValueError(f'`mask` must be None, "packed" or "bool", got {form!r}.')
+
+
+@overload
+def fake_quantize(
+    x: np.ndarray, scale: object, zero_point: object, spec: QuantSpec, *, mask: None = None
+) -> np.ndarray: ...
+@overload
+def fake_quantize(
+    x: np.ndarray, scale: object, zero_point: object, spec: QuantSpec, *, mask: MaskForm
+) -> tuple[np.ndarray, np.ndarray]: ...
+def fake_quantize(x, scale, zero_point, spec, *, mask=None):
+    """Rounds `x` to the grid of `spec` and returns it as floats.
+
+        q = clamp(rint(x / scale) + zero_point, qmin, qmax)        (numerics "onnx")
+        y = (q - zero_point) * scale
+
+    With `mask`, also returns which elements were inside the range before clamping: "packed" is one
+    bit per element (element 8*i + j in bit j of byte i, as `np.packbits(bitorder="little")`),
+    "bool" an array like `x`. Either can be given to `fake_quantize_backward`.
+
+    `scale` and `zero_point` have one entry per block of the spec: a number per tensor, shape
+    `(channels,)` per channel, the shape of `x` with the axis divided by the group size per group.
+
+    >>> spec = QuantSpec(bits=4)
+    >>> x = np.float32([-0.3, 0.05, 0.15, 9.0])
+    >>> y, inside = fake_quantize(x, 0.1, 0, spec, mask="bool")
+    >>> y
+    array([-0.3,  0. ,  0.2,  0.7], dtype=float32)
+    >>> inside
+    array([ True,  True,  True, False])
+    """
+    x, dtype = as_float_array(x)
+    grid = resolve(x.shape, dtype, scale, zero_point, spec)
+    bits, kind = _empty_mask(mask, x.shape)
+    x = np.asarray(x, order="C")
+    y = np.empty(x.shape, x.dtype)
+    _native.fake_quantize(
+        x, y, bits, kind, dtype, grid.shape, grid.numerics, grid.scale, grid.scale_is_f64,
+        grid.zero_point, grid.zero_kind, grid.qmin, grid.qmax, False,
+    )  # fmt: skip
+    return y if mask is None else (y, bits)
+
+
+def fake_quantize_backward(dy: np.ndarray, mask: np.ndarray, spec: QuantSpec) -> np.ndarray:
+    """The straight-through gradient: `dy` where the element was inside the range, else 0.
+
+        dx = mask ? dy : 0          (numerics "torch": dy * mask)
+
+    >>> y, mask = fake_quantize(np.float32([0.2, 9.0]), 0.1, 0, QuantSpec(bits=4), mask="packed")
+    >>> fake_quantize_backward(np.float32([1.5, np.inf]), mask, QuantSpec(bits=4))
+    array([1.5, 0. ], dtype=float32)
+    """
+    dy, dtype = as_float_array(dy, "dy")
+    kind = _mask_kind(mask, dy.shape)
+    dy = np.asarray(dy, order="C")
+    dx = np.empty(dy.shape, dy.dtype)
+    mask = np.asarray(mask, order="C")
+    _native.mask_backward(dy, mask, kind, dx, dtype, dy.size, spec.numerics == "torch")
+    return dx
+
+
+def _mask_kind(mask: object, shape: tuple[int, ...]) -> int:
+    if isinstance(mask, np.ndarray):
+        if mask.dtype == np.bool_ and mask.shape == shape:
+            return native.MASK_BYTES
+        if mask.dtype == np.uint8 and mask.shape == ((prod(shape) + 7) // 8,):
+            return native.MASK_PACKED
+        received = f"{mask.dtype} of shape {mask.shape}"
+    else:
+        received = type(mask).__name__
+    raise ValueError(
+        f"`mask` must be the one `fake_quantize` returned for an array of shape {shape}: bool of that shape, "
+        f"or packed uint8 of shape {((prod(shape) + 7) // 8,)}; got {received}."
+    )
+
+
+def round_zero_point(zero_point: object, spec: QuantSpec) -> np.ndarray:
+    """A learned (float) zero point as the integer that forward and backward use.
+
+        z = clamp(rint(zero_point), qmin, qmax)
+
+    >>> round_zero_point(np.float32([2.5, 300.0]), QuantSpec(signed=False, symmetric=False))
+    array([  2, 255], dtype=int32)
+    """
+    z = np.asarray(zero_point)
+    if np.isnan(z).any():
+        raise ValueError("`zero_point` must not be NaN.")
+    dtype = np.int32 if spec.qmax <= np.iinfo(np.int32).max else np.int64
+    return np.clip(np.rint(z.astype(np.float64)), spec.qmin, spec.qmax).astype(dtype)
+
+
+def fake_quantize_learned_backward(
+    dy: np.ndarray, x: np.ndarray, scale: object, zero_point: object, spec: QuantSpec, *, grad_factor: float = 1.0
+) -> LearnedGradients:
+    """Gradients of `fake_quantize` with respect to `x`, `scale` and `zero_point`, in one pass.
+
+        z = round_zero_point(zero_point);   inside = qmin <= rint(x / scale) + z <= qmax
+        inside     dx = dy   dscale += dy * ((q - z) - x / scale)       dzero_point += 0
+        outside    dx = 0    dscale += dy * (qmin - z or qmax - z)      dzero_point += -dy * scale
+
+    `dscale` and `dzero_point` are multiplied by `grad_factor` (LSQ: `1 / sqrt(numel * qmax)`),
+    summed in float64 in an order that depends only on the shape, and rounded once. Elements that
+    are not finite contribute nothing.
+
+    >>> x, dy = np.float32([0.26, 9.0]), np.float32([1.0, 1.0])
+    >>> dx, dscale, _ = fake_quantize_learned_backward(dy, x, 0.1, 0, QuantSpec(bits=4))
+    >>> dx, round(float(dscale), 4)  # inside: 3 - 2.6; above: 7
+    (array([1., 0.], dtype=float32), 7.4)
+    """
+    x, dtype = as_float_array(x)
+    dy, dy_dtype = as_float_array(dy, "dy")
+    if dy.shape != x.shape or dy_dtype != dtype:
+        raise ValueError(
+            f"`dy` must have the shape and dtype of `x`, {x.shape} {x.dtype}, got {dy.shape} {dy.dtype}."
+        )
+    rounded = 0 if spec.symmetric else _learned_zero_point(zero_point, spec)
+    grid = resolve(x.shape, dtype, scale, rounded, spec)
+    x, dy = np.asarray(x, order="C"), np.asarray(dy, order="C")
+    dx = np.empty(x.shape, x.dtype)
+    sums = np.empty((2, prod(grid.parameters)), np.float64)
+    _native.learned_backward(
+        dy, x, dx, dtype, dtype, grid.shape, grid.numerics, grid.scale, grid.scale_is_f64, grid.zero_point,
+        grid.zero_kind, grid.qmin, grid.qmax, float(grad_factor), sums[0], sums[1],
+    )  # fmt: skip
+    dscale, dzero_point = sums.reshape((2, *grid.parameters)).astype(scale_dtype(dtype, spec))
+    return LearnedGradients(dx, np.asarray(dscale), np.asarray(dzero_point))
+
+
+def _learned_zero_point(zero_point: object, spec: QuantSpec) -> np.ndarray:
+    if spec.numerics == "torch" and spec.axis is None:
+        # torch's per-tensor backward rounds by trunc(z + 0.5), its forward half to even.
+        z = np.asarray(zero_point, np.float32) + np.float32(0.5)
+        return np.trunc(np.clip(z, np.float32(spec.qmin), np.float32(spec.qmax))).astype(np.int64)
+    return round_zero_point(zero_point, spec)
+
+
+_CODE_TYPES = {
+    "int8": native.I8,
+    "uint8": native.U8,
+    "int16": native.I16,
+    "uint16": native.U16,
+    "int32": native.I32,
+    "uint32": native.U32,
+}
+_PACKED_CODE_TYPES = {
+    (4, True): native.I4X2,
+    (4, False): native.U4X2,
+    (2, True): native.I2X4,
+    (2, False): native.U2X4,
+}
+
+
+def _packed_code_type(spec: QuantSpec) -> int:
+    code = _PACKED_CODE_TYPES.get((spec.bits, spec.signed))
+    if code is None:
+        raise ValueError(f"Only 4-bit and 2-bit codes can be packed, got a spec of {spec.bits} bits.")
+    return code
+
+
+def quantize(
+    x: np.ndarray, scale: object, zero_point: object, spec: QuantSpec, *, packed: bool = False
+) -> np.ndarray:
+    """The integer codes of `x`.
+
+        q = clamp(rint(x / scale) + zero_point, qmin, qmax)        (numerics "onnx")
+
+    NaN has no code: it becomes `qmin` (code 0 in "half_away"). The result has the dtype
+    `spec.storage` and the shape of `x`; with `packed`, 4-bit and 2-bit codes are put two or four to
+    a byte in C order, the first in the lowest bits, as ONNX stores them.
+
+    >>> spec = QuantSpec(bits=4)
+    >>> quantize(np.float32([-0.3, 0.05, 0.15, 9.0]), 0.1, 0, spec)
+    array([-3,  0,  2,  7], dtype=int8)
+    >>> quantize(np.float32([-0.3, 0.05, 0.15, 9.0]), 0.1, 0, spec, packed=True)
+    array([ 13, 114], dtype=uint8)
+    """
+    x, dtype = as_float_array(x)
+    grid = resolve(x.shape, dtype, scale, zero_point, spec)
+    if packed:
+        code = _packed_code_type(spec)
+        q = np.empty((x.size * spec.bits + 7) // 8, np.uint8)
+    else:
+        code = _CODE_TYPES[spec.storage]
+        q = np.empty(x.shape, spec.storage)
+    _native.quantize(
+        np.asarray(x, order="C"), q, dtype, code, grid.shape, grid.numerics, grid.scale, grid.scale_is_f64,
+        grid.zero_point, grid.zero_kind, grid.qmin, grid.qmax,
+    )  # fmt: skip
+    return q
+
+
+def dequantize(
+    q: np.ndarray,
+    scale: object,
+    zero_point: object,
+    spec: QuantSpec,
+    *,
+    shape: tuple[int, ...] | None = None,
+    dtype: object = np.float32,
+) -> np.ndarray:
+    """The values that the codes `q` stand for.
+
+        y = (q - zero_point) * scale
+
+    Packed codes need the `shape` of the array they were made from.
+
+    >>> dequantize(np.int8([-3, 0, 2, 7]), 0.1, 0, QuantSpec(bits=4))
+    array([-0.3,  0. ,  0.2,  0.7], dtype=float32)
+    >>> dequantize(np.uint8([13, 114]), 0.1, 0, QuantSpec(bits=4), shape=(4,))
+    array([-0.3,  0. ,  0.2,  0.7], dtype=float32)
+    """
+    kernel_dtype = KERNEL_DTYPES.get(np.dtype(dtype))
+    if kernel_dtype is None:
+        raise TypeError(f"`dtype` must be float32, float64, bfloat16 or float16, got {np.dtype(dtype)}.")
+    q = np.asarray(q)
+    if shape is None:
+        if q.dtype != np.dtype(spec.storage):
+            raise TypeError(
+                f"`q` must hold {spec.storage} codes for this spec, got {q.dtype}.\n"
+                "Packed codes need `shape`, the shape of the array they were made from."
+            )
+        shape, code = q.shape, _CODE_TYPES[spec.storage]
+    else:
+        shape, code = tuple(shape), _packed_code_type(spec)
+        wanted = ((prod(shape) * spec.bits + 7) // 8,)
+        if q.dtype != np.uint8 or q.shape != wanted:
+            raise ValueError(
+                f"Packed {spec.bits}-bit codes of an array of shape {shape} are uint8 of shape {wanted}, "
+                f"got {q.dtype} of shape {q.shape}."
+            )
+    grid = resolve(shape, kernel_dtype, scale, zero_point, spec)
+    y = np.empty(shape, dtype)
+    _native.dequantize(
+        np.asarray(q, order="C"), y, kernel_dtype, code, grid.shape, grid.scale, grid.scale_is_f64,
+        grid.zero_point, grid.zero_kind, grid.qmin, grid.qmax,
+    )  # fmt: skip
+    return y
+
+
+class ObservedFakeQuantize(NamedTuple):
+    """What `observe_fake_quantize` returns."""
+
+    y: np.ndarray
+    mask: np.ndarray | None
+    scale: np.ndarray
+    zero_point: np.ndarray
+    # How many elements of x were not finite.
+    nonfinite: int
+
+
+def observe_fake_quantize(
+    x: np.ndarray,
+    spec: QuantSpec,
+    running_min: np.ndarray,
+    running_max: np.ndarray,
+    *,
+    averaging_constant: float = 0.01,
+    eps: float = float(np.finfo(np.float32).eps),
+    mask: MaskForm | None = None,
+) -> ObservedFakeQuantize:
+    """Updates a running range with `x`, chooses scale and zero point from it, and fake-quantizes.
+
+        running += averaging_constant * (observed - running)        (infinite: takes the first value)
+
+    `running_min` and `running_max` are float32 arrays of the shape of the scales (`(1,)` or `()` per
+    tensor) and are updated in place; start them at +inf and -inf. Values that are not finite are
+    left out of the range and counted.
+
+    >>> lo, hi = np.full(1, np.inf, np.float32), np.full(1, -np.inf, np.float32)
+    >>> spec = QuantSpec(signed=False, symmetric=False)
+    >>> result = observe_fake_quantize(np.float32([-1.0, 0.5, np.nan, 1.55]), spec, lo, hi)
+    >>> lo, hi, result.nonfinite
+    (array([-1.], dtype=float32), array([1.55], dtype=float32), 1)
+    >>> result.y
+    array([-1.  ,  0.5 ,   nan,  1.55], dtype=float32)
+    """
+    x, dtype = as_float_array(x)
+    blocks = blocks_of(x.shape, spec)
+    count = prod(blocks.parameters)
+    for name, running in (("running_min", running_min), ("running_max", running_max)):
+        if not isinstance(running, np.ndarray) or running.dtype != np.float32 or running.size != count:
+            raise ValueError(
+                f"`{name}` must be a float32 array with one entry per block, shape {blocks.parameters or (1,)}, got "
+                + (f"{running.dtype} of shape {running.shape}." if isinstance(running, np.ndarray) else f"{running!r}.")
+            )
+        if not running.flags.c_contiguous or not running.flags.writeable:
+            raise ValueError(f"`{name}` is updated in place and must be contiguous and writeable.")
+    bits, kind = _empty_mask(mask, x.shape)
+    x = np.asarray(x, order="C")
+    y = np.empty(x.shape, x.dtype)
+    scale = np.empty(blocks.parameters, np.float32)
+    zero_point = np.empty(blocks.parameters, np.int32)
+    nan, posinf, neginf, unseen = _native.observe_fake_quantize(
+        x, y, bits, kind, dtype, blocks.kernel, kernel_numerics(spec), spec.qmin, spec.qmax, native.RANGE_OWN,
+        True, True, spec.symmetric, float(averaging_constant), float(eps), running_min, running_max, scale, zero_point,
+    )  # fmt: skip
+    if unseen:
+        raise ValueError(
+            f"{unseen} of {count} blocks have not seen a finite value, so there is no range to choose a scale from.\n"
+            "Observe data before quantizing."
+        )
+    return ObservedFakeQuantize(y, bits, scale, zero_point, nan + posinf + neginf)

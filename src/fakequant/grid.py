@@ -1,0 +1,126 @@
+"""Scale, zero point and spec, checked and in the form the kernels take."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fakequant import native
+from fakequant.arrays import parameter_dtype
+from fakequant.layout import Blocks, KernelShape, blocks_of
+from fakequant.native import _native
+from fakequant.spec import QuantSpec
+
+_INT32 = np.iinfo(np.int32)
+
+
+class Grid(NamedTuple):
+    """One scale and zero point per block."""
+
+    shape: KernelShape
+    parameters: tuple[int, ...]
+    numerics: int
+    scale: np.ndarray
+    scale_is_f64: bool
+    zero_point: np.ndarray | None
+    zero_kind: int
+    qmin: int
+    qmax: int
+
+
+def kernel_numerics(spec: QuantSpec) -> int:
+    """The kernels' number for the spec's numerics. torch has two rules, by granularity."""
+    if spec.numerics == "onnx":
+        return native.ONNX
+    if spec.numerics == "half_away":
+        return native.HALF_AWAY
+    return native.TORCH_TENSOR if spec.axis is None else native.TORCH_CHANNEL
+
+
+def scale_dtype(dtype: int, spec: QuantSpec) -> np.dtype:
+    """float64 for float64 data, else float32; torch's rules know float32 scales only."""
+    return np.dtype(np.float32) if spec.numerics == "torch" else parameter_dtype(dtype)
+
+
+def resolve(shape: tuple[int, ...], dtype: int, scale: object, zero_point: object, spec: QuantSpec) -> Grid:
+    """Checks `scale` and `zero_point` against an array of `shape` and `spec`."""
+    blocks = blocks_of(shape, spec)
+    scales = _as_parameters("scale", scale, blocks, shape, spec, scale_dtype(dtype, spec))
+    check_scale(scales, spec)
+    zeros, kind = _as_zero_points(zero_point, blocks, shape, spec)
+    return Grid(
+        blocks.kernel,
+        blocks.parameters,
+        kernel_numerics(spec),
+        scales,
+        scales.dtype == np.float64,
+        zeros,
+        kind,
+        spec.qmin,
+        spec.qmax,
+    )
+
+
+def check_scale(scales: np.ndarray, spec: QuantSpec) -> None:
+    bad = _native.first_invalid_scale(scales, scales.dtype == np.float64, scales.size)
+    if bad >= 0:
+        where = "" if scales.size == 1 else f" at index {np.unravel_index(bad, scales.shape or (1,))}"
+        raise ValueError(
+            f"`scale` must be finite and greater than 0 in {scales.dtype}, got {scales.reshape(-1)[bad]}{where}.\n"
+            "Observe finite data first: `choose_qparams` never returns such a scale."
+        )
+
+
+def _as_parameters(
+    name: str, value: object, blocks: Blocks, shape: tuple[int, ...], spec: QuantSpec, dtype: np.dtype
+) -> np.ndarray:
+    array = np.asarray(value)
+    wanted = blocks.parameters
+    if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
+        raise TypeError(f"`{name}` must be a real number or an array of them, got {array.dtype}.")
+    if not _shape_fits(array.shape, wanted, spec):
+        raise ValueError(
+            f"`{name}` must have shape {wanted} for an array of shape {shape} quantized per {spec.granularity}"
+            f"{f' on axis {spec.axis}' if spec.axis is not None else ''}, got shape {array.shape}."
+        )
+    return np.asarray(array, dtype=dtype, order="C")
+
+
+def _shape_fits(shape: tuple[int, ...], wanted: tuple[int, ...], spec: QuantSpec) -> bool:
+    if spec.axis is None:
+        return shape in ((), (1,))
+    if spec.granularity == "token":
+        axis = spec.axis % len(wanted)
+        return shape in (wanted, wanted[:axis] + wanted[axis + 1 :])
+    return shape == wanted
+
+
+def _as_zero_points(
+    value: object, blocks: Blocks, shape: tuple[int, ...], spec: QuantSpec
+) -> tuple[np.ndarray | None, int]:
+    array = np.asarray(0 if value is None else value)
+    if array.dtype.kind not in "iu":
+        raise TypeError(
+            f"`zero_point` must hold integers, got {array.dtype}.\n"
+            "Round a learned zero point first: `round_zero_point(zero_point, spec)`."
+        )
+    if array.ndim == 0 and array == 0 and spec.qmin <= 0:
+        return None, native.ZERO_NONE
+    if array.ndim == 0:
+        array = np.full(blocks.parameters, array)
+    if not _shape_fits(array.shape, blocks.parameters, spec):
+        raise ValueError(
+            f"`zero_point` must be an int or have shape {blocks.parameters} for an array of shape {shape} "
+            f"quantized per {spec.granularity}, got shape {array.shape}."
+        )
+    low, high = (0, 0) if spec.symmetric else (spec.qmin, spec.qmax)
+    outside = (array < low) | (array > high)
+    if outside.any():
+        bad = int(array[outside].flat[0])
+        raise ValueError(
+            f"`zero_point` must be 0 for a symmetric spec, got {bad}.\nUse QuantSpec(symmetric=False) for other values."
+            if spec.symmetric
+            else f"`zero_point` must be between {low} and {high} (the spec's range), got {bad}."
+        )
+    if spec.qmax > _INT32.max:
+        return np.asarray(array, dtype=np.int64, order="C"), native.ZERO_I64
+    return np.asarray(array, dtype=np.int32, order="C"), native.ZERO_I32

@@ -1,0 +1,113 @@
+"""Which elements of an array share parameters, in the terms the kernels understand.
+
+The kernels see `batch * outer * blocks * inner` elements in C order with one scale per
+(batch, block); see csrc/kernels.h. Everything about axes, groups and strides ends here.
+"""
+
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from fakequant.spec import WHOLE_AXIS, QuantSpec
+
+KernelShape = tuple[int, int, int, int]
+
+
+class Blocks(NamedTuple):
+    """How an array is cut into blocks of one scale each."""
+
+    kernel: KernelShape
+    # The shape of the array of scales.
+    parameters: tuple[int, ...]
+
+
+def normalize_axis(axis: int, ndim: int) -> int:
+    """`axis` counted from the front.
+
+    >>> normalize_axis(-1, 3)
+    2
+    """
+    if not -ndim <= axis < ndim:
+        raise IndexError(
+            f"`axis` {axis} is out of range for an array with {ndim} dimension{'s' if ndim != 1 else ''}: "
+            + (f"expected {-ndim} to {ndim - 1}." if ndim else "a 0-d array has no axes; use axis=None.")
+        )
+    return axis % ndim
+
+
+def channel_shape(shape: tuple[int, ...], axis: int) -> KernelShape:
+    """One block per index on `axis`.
+
+    >>> channel_shape((8, 3, 5, 5), 1)
+    (1, 8, 3, 25)
+    """
+    return 1, prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])
+
+
+def blocks_of(shape: tuple[int, ...], spec: QuantSpec) -> Blocks:
+    """The blocks of an array of `shape` under `spec`.
+
+    >>> blocks_of((8, 64), QuantSpec(axis=-1, group_size=32))
+    Blocks(kernel=(1, 1, 16, 32), parameters=(8, 2))
+    >>> blocks_of((2, 6, 5), QuantSpec(axis=1, group_size=3))
+    Blocks(kernel=(4, 3, 5, 1), parameters=(2, 2, 5))
+    """
+    if spec.axis is None:
+        return Blocks((1, 1, 1, prod(shape)), ())
+    axis = normalize_axis(spec.axis, len(shape))
+    if spec.group_size is None:
+        return Blocks(channel_shape(shape, axis), (shape[axis],))
+    length = shape[axis]
+    size = length if spec.group_size == WHOLE_AXIS else spec.group_size
+    if size and length % size:
+        raise ValueError(
+            f"`group_size` {size} does not divide axis {spec.axis} of length {length} (array of shape {shape}).\n"
+            f"Choose a divisor of {length}, or pad the axis to {-(-length // size) * size}."
+        )
+    groups = length // size if size else 1
+    before, after = prod(shape[:axis]), prod(shape[axis + 1 :])
+    parameters = (*shape[:axis], groups, *shape[axis + 1 :])
+    if after == 1:
+        return Blocks((1, 1, before * groups, size), parameters)
+    return Blocks((before * groups, size, after, 1), parameters)
+
+
+def memory_order(x: np.ndarray) -> tuple[int, ...]:
+    """The axes of `x` from the outermost in memory to the innermost.
+
+    >>> memory_order(np.zeros((2, 3, 4)).transpose(1, 2, 0))
+    (2, 0, 1)
+    """
+    return tuple(sorted(range(x.ndim), key=lambda axis: -abs(x.strides[axis])))
+
+
+class Dense(NamedTuple):
+    """An array's elements as a C-contiguous array, with its axes in the order they have in memory."""
+
+    elements: np.ndarray
+    order: tuple[int, ...] | None  # None: C order already
+
+    def restore(self, result: np.ndarray) -> np.ndarray:
+        """`result`, computed in memory order, with its axes where the caller expects them."""
+        return result if self.order is None else result.transpose(np.argsort(self.order))
+
+    def axis(self, axis: int) -> int:
+        """Where `axis` of the original is in `elements`."""
+        return axis if self.order is None else self.order.index(axis)
+
+
+def dense(x: np.ndarray) -> Dense:
+    """`x` in memory order; copied only if it has gaps, overlaps or negative strides.
+
+    >>> channels_last = np.zeros((2, 5, 5, 3)).transpose(0, 3, 1, 2)
+    >>> dense(channels_last).elements.shape
+    (2, 5, 5, 3)
+    """
+    if x.flags.c_contiguous:
+        return Dense(x, None)
+    order = memory_order(x)
+    elements = x.transpose(order)
+    if not elements.flags.c_contiguous:
+        elements = np.ascontiguousarray(elements)
+    return Dense(elements, order)

@@ -1,0 +1,83 @@
+"""From data to a range, and from a range to scale and zero point."""
+
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from fakequant.arrays import as_float_array, parameter_dtype
+from fakequant.layout import blocks_of
+from fakequant.native import _native
+from fakequant.spec import QuantSpec
+
+EPS = float(np.finfo(np.float32).eps)
+
+
+class QParams(NamedTuple):
+    """Scale (float32) and zero point (int32) of every block."""
+
+    scale: np.ndarray
+    zero_point: np.ndarray
+
+
+class Range(NamedTuple):
+    """The smallest and largest finite value of every block, and how many values were not finite."""
+
+    min: np.ndarray
+    max: np.ndarray
+    nan: np.ndarray
+    posinf: np.ndarray
+    neginf: np.ndarray
+
+    @property
+    def absmax(self) -> np.ndarray:
+        """The largest magnitude of every block."""
+        return np.maximum(-self.min, self.max)
+
+
+def min_max(x: np.ndarray, spec: QuantSpec | None = None) -> Range:
+    """The range of `x`, per block of `spec`. Values that are not finite are left out and counted.
+
+    A block without a finite value has min = +inf and max = -inf.
+
+    >>> r = min_max(np.float32([[3, -1, np.nan], [2, np.inf, 5]]), QuantSpec(axis=0))
+    >>> r.min, r.max, r.nan, r.posinf
+    (array([-1.,  2.], dtype=float32), array([3., 5.], dtype=float32), array([1, 0]), array([0, 1]))
+    """
+    x, dtype = as_float_array(x)
+    blocks = blocks_of(x.shape, spec or QuantSpec())
+    count = prod(blocks.parameters)
+    limits = np.empty((2, count), np.float64)
+    counts = np.empty((3, count), np.int64)
+    _native.min_max(np.asarray(x, order="C"), dtype, blocks.kernel, limits[0], limits[1], counts)
+    lo, hi = limits.astype(parameter_dtype(dtype)).reshape((2, *blocks.parameters))
+    return Range(lo, hi, *(c.reshape(blocks.parameters) for c in counts))
+
+
+def choose_qparams(lo: object, hi: object, spec: QuantSpec, *, eps: float = EPS) -> QParams:
+    """Scale and zero point for values between `lo` and `hi`, one pair per entry.
+
+        symmetric   s = max(absmax / ((qmax - qmin) / 2), eps)      z = 0
+        affine      s = max((hi - lo) / (qmax - qmin), eps)         z = clamp(qmin - rint(lo / s), qmin, qmax)
+                    after extending the range to hold 0
+
+    All in float32, as torch's observers compute it.
+
+    >>> choose_qparams(-1.0, 3.0, QuantSpec(signed=False, symmetric=False))
+    QParams(scale=array(0.01568628, dtype=float32), zero_point=array(64, dtype=int32))
+    """
+    shape = np.broadcast_shapes(np.shape(lo), np.shape(hi))
+    lo, hi = (np.array(np.broadcast_to(v, shape), np.float32, order="C") for v in (lo, hi))
+    ordered = (lo <= hi) & np.isfinite(lo) & np.isfinite(hi)
+    if not ordered.all():
+        bad = int(np.argmin(ordered))
+        raise ValueError(
+            f"`lo` and `hi` must be finite with lo <= hi, got lo={lo.flat[bad]}, hi={hi.flat[bad]}"
+            f"{f' at index {bad}' if lo.size > 1 else ''}.\n"
+            "An observer that has seen nothing finite has no range: observe data first."
+        )
+    if not eps > 0:
+        raise ValueError(f"`eps` must be greater than 0, got {eps}.")
+    scale, zero_point = np.empty(shape, np.float32), np.empty(shape, np.int32)
+    _native.choose_qparams(lo, hi, lo.size, spec.qmin, spec.qmax, spec.symmetric, float(eps), scale, zero_point)
+    return QParams(scale, zero_point)

@@ -1,0 +1,121 @@
+"""`QuantSpec`: the integer grid of one tensor, and which of its elements share a scale."""
+
+import dataclasses
+from typing import Literal
+
+Numerics = Literal["torch", "onnx", "half_away"]
+Granularity = Literal["tensor", "channel", "group", "token"]
+
+NUMERICS: tuple[Numerics, ...] = ("torch", "onnx", "half_away")
+WHOLE_AXIS = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class QuantSpec:
+    """How one tensor is quantized: the grid, and which elements share a scale.
+
+        granularity   axis   group_size   one scale per
+        tensor        None   None         tensor
+        channel       a      None         index on axis a
+        group         a      g            g neighbours along axis a
+        token         a      -1           the whole of axis a, e.g. the features of each token
+
+    The range follows from `bits`, `signed` and `narrow`:
+
+    >>> spec = QuantSpec(bits=4, narrow=True, axis=0)
+    >>> spec.qmin, spec.qmax, spec.granularity
+    (-7, 7, 'channel')
+    >>> QuantSpec(signed=False, symmetric=False).qmax
+    255
+    """
+
+    # 2 to 32, or 1 for an unsigned grid.
+    bits: int = 8
+    # Codes from -2^(bits-1); else from 0.
+    signed: bool = True
+    # The zero point is always 0. Needs a signed grid.
+    symmetric: bool = True
+    # Leaves out the lowest code of a signed grid, so that the range is its own mirror image.
+    narrow: bool = False
+    # The axis along which scales differ; None: one scale for the tensor. May be negative.
+    axis: int | None = None
+    # Elements along `axis` that share a scale; None: one index each, -1: all of them.
+    group_size: int | None = None
+    # How an element becomes a code; see docs/numerics.md.
+    numerics: Numerics = "onnx"
+
+    def __post_init__(self) -> None:
+        for name in ("signed", "symmetric", "narrow"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"`{name}` must be True or False, got {getattr(self, name)!r}.")
+        _require_int("bits", self.bits)
+        lowest = 2 if self.signed else 1
+        if not lowest <= self.bits <= 32:
+            kind = "a signed" if self.signed else "an unsigned"
+            raise ValueError(f"`bits` must be between {lowest} and 32 for {kind} grid, got {self.bits}.")
+        if self.symmetric and not self.signed:
+            raise ValueError(
+                "`symmetric=True` needs a signed grid: an unsigned one has no negative half.\n"
+                "Use QuantSpec(signed=False, symmetric=False) for values that are never negative."
+            )
+        if self.narrow and not self.signed:
+            raise ValueError(
+                "`narrow=True` leaves out the lowest code of a signed grid; an unsigned grid starts at 0.\n"
+                "Use QuantSpec(signed=False, symmetric=False, narrow=False)."
+            )
+        if self.axis is not None:
+            _require_int("axis", self.axis)
+        if self.group_size is not None:
+            _require_int("group_size", self.group_size)
+            if self.axis is None:
+                raise ValueError(
+                    f"`group_size={self.group_size}` needs the axis that is cut into groups.\n"
+                    f"Use QuantSpec(axis=-1, group_size={self.group_size}) for groups along the last axis."
+                )
+            if self.group_size < 1 and self.group_size != WHOLE_AXIS:
+                raise ValueError(f"`group_size` must be at least 1, or -1 for the whole axis, got {self.group_size}.")
+        if self.numerics not in NUMERICS:
+            raise ValueError(f"`numerics` must be one of {', '.join(NUMERICS)}, got {self.numerics!r}.")
+
+    @property
+    def qmin(self) -> int:
+        """The lowest code."""
+        return -(1 << (self.bits - 1)) + self.narrow if self.signed else 0
+
+    @property
+    def qmax(self) -> int:
+        """The highest code."""
+        return (1 << (self.bits - self.signed)) - 1
+
+    @property
+    def levels(self) -> int:
+        """How many codes there are.
+
+        >>> QuantSpec(bits=4, narrow=True).levels
+        15
+        """
+        return self.qmax - self.qmin + 1
+
+    @property
+    def granularity(self) -> Granularity:
+        """Which elements share a scale: "tensor", "channel", "group" or "token"."""
+        if self.axis is None:
+            return "tensor"
+        if self.group_size is None:
+            return "channel"
+        return "token" if self.group_size == WHOLE_AXIS else "group"
+
+    @property
+    def storage(self) -> str:
+        """The name of the smallest integer dtype that holds a code.
+
+        >>> QuantSpec(bits=4).storage, QuantSpec(bits=16, signed=False, symmetric=False).storage
+        ('int8', 'uint16')
+        """
+        width = 8 if self.bits <= 8 else 16 if self.bits <= 16 else 32
+        return f"{'int' if self.signed else 'uint'}{width}"
+
+
+def _require_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"`{name}` must be an int, got {value!r}.")
