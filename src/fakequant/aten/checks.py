@@ -12,9 +12,8 @@ import numpy as np
 
 from fakequant.arrays import BFLOAT16, KERNEL_DTYPES
 
-RANGE = "`quant_min` should be less than or equal to `quant_max`."
-# torch's per-tensor text has a line continuation inside a string literal.
-RANGE_PER_TENSOR = "`quant_min` should be less than or         equal to `quant_max`."
+# The spaces are torch's: a line continuation inside a string literal.
+RANGE = "`quant_min` should be less than or         equal to `quant_max`."
 ZERO_POINT = "`zero_point` must be between `quant_min` and `quant_max`."
 
 _TYPE_NAMES = {

@@ -39,11 +39,7 @@ def _check(x, scale, zero_point, axis, quant_min, quant_max) -> None:
     checks.check(scale.ndim == 1, "scale should be a 1-D tensor")
     checks.check(zero_point.ndim == 1, "zero point should be a 1-D tensor")
     checks.check(scale.size == zero_point.size, "scale and zero-point need to have the same dimensions")
-    if not -x.ndim <= axis < x.ndim:
-        low, high = min(-x.ndim, -1), max(x.ndim - 1, 0)
-        if x.ndim or axis not in (-1, 0):
-            raise IndexError(f"Dimension out of range (expected to be in range of [{low}, {high}], but got {axis})")
-        raise IndexError("Dimension specified as 0 but tensor has no dimensions")
+    check_axis(x, axis)
     checks.check(
         scale.size == x.shape[axis], "dimensions of scale and zero-point are not consistent with input tensor"
     )
@@ -58,6 +54,15 @@ def _check(x, scale, zero_point, axis, quant_min, quant_max) -> None:
     checks.check(0 <= axis <= x.ndim, "`axis` must be between 0 and number of dimensions of input")
 
 
+def check_axis(x: np.ndarray, axis: int) -> None:
+    """torch's error for an axis that `x` does not have. Negative axes pass here and are refused later."""
+    if x.ndim == 0 and axis in (-1, 0):
+        raise IndexError(f"Dimension specified as {axis} but tensor has no dimensions")
+    if not -x.ndim <= axis < x.ndim:
+        low, high = min(-x.ndim, -1), max(x.ndim - 1, 0)
+        raise IndexError(f"Dimension out of range (expected to be in range of [{low}, {high}], but got {axis})")
+
+
 def fake_quantize_per_channel_affine(
     input: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, axis: int, quant_min: int, quant_max: int
 ) -> np.ndarray:
@@ -65,8 +70,8 @@ def fake_quantize_per_channel_affine(
 
     >>> x = np.float32([[0.26, 9.0], [0.26, 9.0]])
     >>> fake_quantize_per_channel_affine(x, np.float32([0.1, 1.0]), np.int32([0, 0]), 0, -8, 7)
-    array([[0.3       , 0.70000005],
-           [0.        , 7.        ]], dtype=float32)
+    array([[0.3, 0.7],
+           [0. , 7. ]], dtype=float32)
     """
     return fake_quantize_per_channel_affine_cachemask(input, scale, zero_point, axis, quant_min, quant_max).output
 

@@ -25,14 +25,14 @@ _NUMBERS = (("Tensor", "input"), ("float", "scale"), ("int", "zero_point"), ("in
 
 def _checked_numbers(scale, zero_point, quant_min, quant_max):
     quant_min, quant_max, zero_point = map(checks.as_int64, (quant_min, quant_max, zero_point))
-    checks.check(quant_min <= quant_max, checks.RANGE_PER_TENSOR)
+    checks.check(quant_min <= quant_max, checks.RANGE)
     checks.check(quant_min <= zero_point <= quant_max, checks.ZERO_POINT)
     return float(scale), zero_point, quant_min, quant_max
 
 
 def _checked_tensors(scale, zero_point, quant_min, quant_max):
     quant_min, quant_max = checks.as_int64(quant_min), checks.as_int64(quant_max)
-    checks.check(quant_min <= quant_max, checks.RANGE_PER_TENSOR)
+    checks.check(quant_min <= quant_max, checks.RANGE)
     return checks.item_as_float(scale), checks.item_as_int(zero_point), quant_min, quant_max
 
 
@@ -44,7 +44,7 @@ def fake_quantize_per_tensor_affine(
         y = (clamp(zero_point + rint(x * (1 / scale)), quant_min, quant_max) - zero_point) * scale
 
     >>> fake_quantize_per_tensor_affine(np.float32([-0.3, 0.05, 0.15, 9.0]), 0.1, 0, -8, 7)
-    array([-0.3       ,  0.        ,  0.2       ,  0.70000005], dtype=float32)
+    array([-0.3,  0. ,  0.2,  0.7], dtype=float32)
     """
     x = checks.as_tensor(input)
     values = (x, scale, zero_point, quant_min, quant_max)

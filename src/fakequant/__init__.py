@@ -1,0 +1,46 @@
+"""Fake quantization: bit-exact, at memory speed, from NumPy."""
+
+from importlib.metadata import version as _version
+
+from fakequant.aten.fused import (
+    fused_moving_avg_obs_fake_quant as fused_moving_avg_obs_fake_quant,
+    fused_moving_avg_obs_fq_helper as fused_moving_avg_obs_fq_helper,
+)
+from fakequant.aten.learnable import (
+    fake_quantize_learnable_per_channel_affine as fake_quantize_learnable_per_channel_affine,
+    fake_quantize_learnable_per_channel_affine_backward as fake_quantize_learnable_per_channel_affine_backward,
+    fake_quantize_learnable_per_tensor_affine as fake_quantize_learnable_per_tensor_affine,
+    fake_quantize_learnable_per_tensor_affine_backward as fake_quantize_learnable_per_tensor_affine_backward,
+)
+from fakequant.aten.per_channel import (
+    fake_quantize_per_channel_affine as fake_quantize_per_channel_affine,
+    fake_quantize_per_channel_affine_cachemask as fake_quantize_per_channel_affine_cachemask,
+    fake_quantize_per_channel_affine_cachemask_backward as fake_quantize_per_channel_affine_cachemask_backward,
+)
+from fakequant.aten.per_tensor import (
+    fake_quantize_per_tensor_affine as fake_quantize_per_tensor_affine,
+    fake_quantize_per_tensor_affine_cachemask as fake_quantize_per_tensor_affine_cachemask,
+    fake_quantize_per_tensor_affine_cachemask_backward as fake_quantize_per_tensor_affine_cachemask_backward,
+    fake_quantize_per_tensor_affine_cachemask_tensor_qparams as fake_quantize_per_tensor_affine_cachemask_tensor_qparams,
+)
+from fakequant.functional import (
+    dequantize as dequantize,
+    fake_quantize as fake_quantize,
+    fake_quantize_backward as fake_quantize_backward,
+    fake_quantize_learned_backward as fake_quantize_learned_backward,
+    observe_fake_quantize as observe_fake_quantize,
+    quantize as quantize,
+    round_zero_point as round_zero_point,
+)
+from fakequant.information import Info as Info, info as info
+from fakequant.native import get_num_threads as get_num_threads, set_num_threads as set_num_threads
+from fakequant.qparams import (
+    QParams as QParams,
+    Range as Range,
+    choose_qparams as choose_qparams,
+    min_max as min_max,
+)
+from fakequant.quantizer import FakeQuantConfig as FakeQuantConfig, FakeQuantizer as FakeQuantizer
+from fakequant.spec import QuantSpec as QuantSpec
+
+__version__ = _version("fakequant")

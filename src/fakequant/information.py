@@ -1,0 +1,62 @@
+"""What is installed and what runs: the first thing to ask for in a bug report."""
+
+import dataclasses
+import platform
+from importlib.metadata import version
+
+import ml_dtypes
+import numpy as np
+
+from fakequant.native import _native
+
+
+@dataclasses.dataclass(frozen=True)
+class Info:
+    """The state of this installation, as `info()` found it."""
+
+    version: str
+    # The instruction set in use, those this CPU can run, and those compiled in.
+    target: str
+    supported_targets: tuple[str, ...]
+    compiled_targets: tuple[str, ...]
+    num_threads: int
+    python: str
+    numpy: str
+    ml_dtypes: str
+    machine: str
+
+    def __str__(self) -> str:
+        others = [
+            t if t in self.supported_targets else f"{t} (not on this CPU)"
+            for t in self.compiled_targets
+            if t != self.target
+        ]
+        rows = {
+            "fakequant": self.version,
+            "target": self.target + (f"   also compiled in: {', '.join(others)}" if others else ""),
+            "threads": str(self.num_threads),
+            "python": f"{self.python} on {self.machine}",
+            "numpy": self.numpy,
+            "ml_dtypes": self.ml_dtypes,
+        }
+        return "\n".join(f"{name:<10} {value}" for name, value in rows.items())
+
+
+def info() -> Info:
+    """Versions, the instruction set in use, and the number of threads.
+
+    >>> import fakequant
+    >>> fakequant.info().target in fakequant.info().supported_targets
+    True
+    """
+    return Info(
+        version=version("fakequant"),
+        target=_native.target(),
+        supported_targets=tuple(_native.supported_targets()),
+        compiled_targets=tuple(_native.compiled_targets()),
+        num_threads=_native.get_num_threads(),
+        python=platform.python_version(),
+        numpy=np.__version__,
+        ml_dtypes=ml_dtypes.__version__,
+        machine=f"{platform.system()} {platform.machine()}",
+    )
