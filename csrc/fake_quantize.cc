@@ -12,19 +12,28 @@
 namespace fakequant::FQ_TARGET {
 namespace {
 
-// Where mask bits go. `put` takes the next n bits, n <= 32.
+// Where mask bits go: the next 64, or the next n <= 32.
 struct NoMask {
+  static constexpr bool kWanted = false;
   explicit NoMask(uint8_t*, int64_t) {}
+  FQ_INLINE void put_64(uint64_t) {}
   FQ_INLINE void put(uint32_t, int) {}
   FQ_INLINE void finish() {}
 };
 
 // Collects 64 bits before each store, so that runs of any length may follow each other.
 struct PackedMask {
+  static constexpr bool kWanted = true;
   uint8_t* out;
   uint64_t pending = 0;
   int filled = 0;
   PackedMask(uint8_t* mask, int64_t begin) : out(mask + begin / 8) {}
+  FQ_INLINE void put_64(uint64_t bits) {
+    const uint64_t word = pending | bits << filled;
+    __builtin_memcpy(out, &word, 8);
+    out += 8;
+    pending = bits >> 1 >> (63 - filled);  // two shifts: one by 64 would be undefined
+  }
   FQ_INLINE void put(uint32_t bits, int n) {
     pending |= uint64_t(bits) << filled;
     filled += n;
@@ -47,8 +56,15 @@ FQ_INLINE uint64_t bits_to_bytes(uint32_t bits) {
 }
 
 struct ByteMask {
+  static constexpr bool kWanted = true;
   uint8_t* out;
   ByteMask(uint8_t* mask, int64_t begin) : out(mask + begin) {}
+  FQ_INLINE void put_64(uint64_t bits) {
+    for (int i = 0; i < 8; ++i, bits >>= 8, out += 8) {
+      const uint64_t bytes = bits_to_bytes(uint32_t(bits));
+      __builtin_memcpy(out, &bytes, 8);
+    }
+  }
   FQ_INLINE void put(uint32_t bits, int n) {
     for (; n >= 8; n -= 8, bits >>= 8, out += 8) {
       const uint64_t bytes = bits_to_bytes(bits);
@@ -59,51 +75,53 @@ struct ByteMask {
   FQ_INLINE void finish() {}
 };
 
-// The formula for N elements; returns their mask bits.
+// The formula for N elements; returns which of them were inside the range.
 template <class Rule, int N, class T, class V>
-FQ_INLINE uint32_t step(const T* x, T* y, const Params<V>& p, const Range<V>& r) {
-  const V v = load<N>(x);
-  const V code = Rule::code(v, p);
-  const V q = Rule::clamp(code, r);
-  store<T, N>(y, Rule::value(q, v, p, r));
-  return equal_bits(q, code);
+FQ_INLINE auto step(const T* x, T* y, const Params<V>& p, bool nan_is_code_zero) {
+  const V rounded = Rule::round(load<N>(x), p);
+  const V clamped = Rule::clamp(rounded, p, nan_is_code_zero);
+  store<T, N>(y, Rule::value(clamped, p));
+  return inside_lanes<Rule>(clamped, rounded);
 }
 
 template <class Rule, class T, class Mask>
 FQ_INLINE void run_with_one_scale(const T* x, T* y, int64_t n, const Grid& g, int64_t parameter, Mask& out) {
-  Mask mask = out;  // a local copy: stores to y might alias the members of `out`
   using C = Compute<T>;
   constexpr int N = kLanesOf<C>;
   using V = Vec<C, N>;
-  using V1 = Vec<C, 1>;
+  Mask mask = out;  // a local copy: stores to y might alias the members of `out`
   const auto p = one_param<Rule, V>(g, parameter);
-  const auto r = make_range<V>(g);
+  const auto step_32 = [&](int64_t i) FQ_INLINE_LAMBDA {
+    decltype(inside_lanes<Rule>(p.lo, p.hi)) inside[32 / N];
+#pragma GCC unroll 16
+    for (int k = 0; k < 32 / N; ++k) inside[k] = step<Rule, N>(x + i + k * N, y + i + k * N, p, g.nan_is_code_zero);
+    return Mask::kWanted ? lane_bits_of_32<N>(inside) : 0u;
+  };
   int64_t i = 0;
-  for (; i + 32 <= n; i += 32) {
-    uint32_t bits = 0;
-#pragma GCC unroll 8
-    for (int k = 0; k < 32; k += N) bits |= step<Rule, N>(x + i + k, y + i + k, p, r) << k;
-    mask.put(bits, 32);
+  for (; i + 64 <= n; i += 64) {
+    const uint64_t low = step_32(i), high = step_32(i + 32);
+    mask.put_64(low | high << 32);
   }
-  for (; i + N <= n; i += N) mask.put(step<Rule, N>(x + i, y + i, p, r), N);
-  const Params<V1> p1{V1{p.scale[0]}, V1{p.inverse[0]}, V1{p.zero[0]}};
-  const auto r1 = make_range<V1>(g);
-  for (; i < n; ++i) mask.put(step<Rule, 1>(x + i, y + i, p1, r1), 1);
+  for (; i + N <= n; i += N) mask.put(lane_bits(step<Rule, N>(x + i, y + i, p, g.nan_is_code_zero)), N);
+  const auto p1 = first_lane<Vec<C, 1>>(p);
+  for (; i < n; ++i) mask.put(lane_bits(step<Rule, 1>(x + i, y + i, p1, g.nan_is_code_zero)), 1);
   out = mask;
 }
 
 template <class Rule, class T, class Mask>
 FQ_INLINE void run_with_scale_per_element(const T* x, T* y, int64_t n, const Grid& g, int64_t parameter, Mask& out) {
-  Mask mask = out;
   using C = Compute<T>;
   constexpr int N = kLanesOf<C>;
-  using V = Vec<C, N>;
-  using V1 = Vec<C, 1>;
-  const auto r = make_range<V>(g);
+  Mask mask = out;
   int64_t i = 0;
-  for (; i + N <= n; i += N) mask.put(step<Rule, N>(x + i, y + i, params_per_element<Rule, V>(g, parameter + i), r), N);
-  const auto r1 = make_range<V1>(g);
-  for (; i < n; ++i) mask.put(step<Rule, 1>(x + i, y + i, one_param<Rule, V1>(g, parameter + i), r1), 1);
+  for (; i + N <= n; i += N) {
+    const auto p = params_per_element<Rule, Vec<C, N>>(g, parameter + i);
+    mask.put(lane_bits(step<Rule, N>(x + i, y + i, p, g.nan_is_code_zero)), N);
+  }
+  for (; i < n; ++i) {
+    const auto p = one_param<Rule, Vec<C, 1>>(g, parameter + i);
+    mask.put(lane_bits(step<Rule, 1>(x + i, y + i, p, g.nan_is_code_zero)), 1);
+  }
   out = mask;
 }
 

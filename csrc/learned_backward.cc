@@ -22,10 +22,11 @@ struct Terms { V dx, ds, dz; };
 // torch's own backward rounds after adding the zero point, with fused multiply-adds, and gates dx by
 // a multiplication.
 struct TorchLearned {
-  using ParamRule = TorchTensor;
-  template <class V> static FQ_INLINE Terms<V> terms(V dy, V x, const Params<V>& p, const Range<V>& r, V factor) {
+  static constexpr bool kOnLevels = false;
+  static constexpr bool kKeepsNan = false;
+  template <class V> static FQ_INLINE Terms<V> terms(V dy, V x, const Params<V>& p, V factor) {
     const V code = as_int64(rint(fma(x, p.inverse, p.zero)));
-    const V q = clamp_nan_to_low(code, r);
+    const V q = clamp_nan_to_low(code, p);
     const auto inside = q == code;
     const V level = q - p.zero;
     const V ds_inside = ((dy * fma(level, p.scale, -x)) * p.inverse) * factor;
@@ -36,14 +37,13 @@ struct TorchLearned {
 };
 
 template <class Rule>
-struct OwnLearned {
-  using ParamRule = Rule;
-  template <class V> static FQ_INLINE Terms<V> terms(V dy, V x, const Params<V>& p, const Range<V>& r, V factor) {
-    const V code = Rule::code(x, p);
-    const V q = clamp_nan_to_low(code, r);
-    const auto inside = q == code;
+struct OwnLearned : Rule {
+  template <class V> static FQ_INLINE Terms<V> terms(V dy, V x, const Params<V>& p, V factor) {
+    const V rounded = Rule::round(x, p);
+    const V clamped = clamp_nan_to_low(rounded, p);
+    const auto inside = clamped == rounded;
     const auto finite = magnitude(x) < splat<V>(Elem<V>(__builtin_inf()));
-    const V level = q - p.zero;
+    const V level = Rule::kOnLevels ? clamped : clamped - p.zero;
     const V ds = (dy * (inside ? level - x / p.scale : level)) * factor;
     const V dz = (-dy * p.scale) * factor;
     // An element that is not finite teaches nothing: selected away, so that not even inf * 0 remains.
@@ -79,21 +79,19 @@ FQ_INLINE void run_with_one_scale(const T* dy, const T* x, DX* dx, int64_t n, co
   using C = Compute<T>;
   using V = Vec<C, kSumLanes>;
   using V1 = Vec<C, 1>;
-  const auto p = one_param<typename Rule::ParamRule, V>(g, parameter);
-  const auto r = make_range<V>(g);
+  const auto p = one_param<Rule, V>(g, parameter);
   const V f = splat<V>(C(factor));
   LaneSums ds_sums, dz_sums;
   int64_t i = 0;
   for (; i + kSumLanes <= n; i += kSumLanes) {
-    const auto t = Rule::terms(load<kSumLanes>(dy + i), load<kSumLanes>(x + i), p, r, f);
+    const auto t = Rule::terms(load<kSumLanes>(dy + i), load<kSumLanes>(x + i), p, f);
     store<DX, kSumLanes>(dx + i, t.dx);
     ds_sums.add(t.ds);
     dz_sums.add(t.dz);
   }
-  const Params<V1> p1{V1{p.scale[0]}, V1{p.inverse[0]}, V1{p.zero[0]}};
-  const auto r1 = make_range<V1>(g);
+  const auto p1 = first_lane<V1>(p);
   for (; i < n; ++i) {
-    const auto t = Rule::terms(load<1>(dy + i), load<1>(x + i), p1, r1, V1{C(factor)});
+    const auto t = Rule::terms(load<1>(dy + i), load<1>(x + i), p1, V1{C(factor)});
     store<DX, 1>(dx + i, t.dx);
     ds_sums.add_lane(int(i % kSumLanes), double(t.ds[0]));
     dz_sums.add_lane(int(i % kSumLanes), double(t.dz[0]));
@@ -110,20 +108,18 @@ FQ_INLINE void row_with_scale_per_element(const T* dy, const T* x, DX* dx, int64
   using V = Vec<C, kSumLanes>;
   using V1 = Vec<C, 1>;
   using D = Vec<double, kSumLanes>;
-  const auto r = make_range<V>(g);
   const V f = splat<V>(C(factor));
   int64_t i = 0;
   for (; i + kSumLanes <= n; i += kSumLanes) {
-    const auto p = params_per_element<typename Rule::ParamRule, V>(g, parameter + i);
-    const auto t = Rule::terms(load<kSumLanes>(dy + i), load<kSumLanes>(x + i), p, r, f);
+    const auto p = params_per_element<Rule, V>(g, parameter + i);
+    const auto t = Rule::terms(load<kSumLanes>(dy + i), load<kSumLanes>(x + i), p, f);
     store<DX, kSumLanes>(dx + i, t.dx);
     store_raw(ds + i, load_raw<D>(ds + i) + convert<D>(t.ds));
     store_raw(dz + i, load_raw<D>(dz + i) + convert<D>(t.dz));
   }
-  const auto r1 = make_range<V1>(g);
   for (; i < n; ++i) {
-    const auto p = one_param<typename Rule::ParamRule, V1>(g, parameter + i);
-    const auto t = Rule::terms(load<1>(dy + i), load<1>(x + i), p, r1, V1{C(factor)});
+    const auto p = one_param<Rule, V1>(g, parameter + i);
+    const auto t = Rule::terms(load<1>(dy + i), load<1>(x + i), p, V1{C(factor)});
     store<DX, 1>(dx + i, t.dx);
     ds[i] += double(t.ds[0]);
     dz[i] += double(t.dz[0]);

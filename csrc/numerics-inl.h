@@ -1,11 +1,16 @@
 // The rules by which an element becomes a code, one struct per numerics.
 //
-//   code    what the rule computes, before clamping; an integer held in a float
+// Most rules never form the code itself but its *level*, code - zero: levels are what is multiplied
+// by the scale, and clamping the level to [qmin - zero, qmax - zero] is the same as clamping the code
+// to [qmin, qmax]. That saves an addition and a subtraction per element. Float zero points and
+// half_away round after adding the zero point; they work on codes.
+//
+//   round   the level or code before clamping: an integer in a float, never -0.0
 //   clamp   into [lo, hi]; the order of operands decides what happens to NaN
-//   value   (code - zero) * scale, in the precision the rule prescribes
+//   value   what it stands for, in the precision the rule prescribes
 //
 // All of them work on vectors of any width V of float or double. They are exact while the range and
-// the zero points are exactly representable in V's element; `wide.cc` computes the rest.
+// the zero points are at most 2^23 in magnitude; `wide.cc` computes the rest.
 #pragma once
 
 #include "kernels.h"
@@ -16,114 +21,134 @@ namespace fakequant::FQ_TARGET {
 template <class V>
 struct Params {
   V scale, inverse, zero;  // `inverse` is the float32 reciprocal of the float32 scale
+  V lo, hi;                // bounds of the level, or of the code where the rule works on codes
 };
 
-template <class V>
-struct Range {
-  V lo, hi;
-  bool nan_is_code_zero;
-};
+// -0.0 + 0.0 is +0.0: integers have no negative zero, and neither have codes and levels.
+template <class V> FQ_INLINE V without_negative_zero(V v) { return v + V{}; }
 
-// Codes at or above 2^63 do not fit int64, and x86 turns them, infinities and NaN into INT64_MIN.
-// -inf stands for that: it clamps to lo and is out of every range. Very negative codes clamp to lo
-// by themselves. `code < limit` is false for NaN.
-template <class V> FQ_INLINE V as_int64(V code) {
-  return code < splat<V>(Elem<V>(9223372036854775808.0)) ? code : splat<V>(-Elem<V>(__builtin_inf()));
+template <class V> FQ_INLINE V clamp_nan_to_low(V v, const Params<V>& p) {
+  return min_or_second(max_or_second(v, p.lo), p.hi);
+}
+template <class V> FQ_INLINE V clamp_keep_nan(V v, const Params<V>& p) {
+  return min_or_second(p.hi, max_or_second(p.lo, v));
 }
 
-template <class V> FQ_INLINE V clamp_nan_to_low(V code, const Range<V>& r) {
-  return min_or_second(max_or_second(code, r.lo), r.hi);
-}
-template <class V> FQ_INLINE V clamp_keep_nan(V code, const Range<V>& r) {
-  return min_or_second(r.hi, max_or_second(r.lo, code));
-}
-
-// The product in float64, then rounded: where torch computes in double.
-template <class V> FQ_INLINE V scaled_in_double(V code, V zero, V scale) {
-  using D = Vec<double, kWidth<V>>;
-  return convert<V>((convert<D>(code) - convert<D>(zero)) * convert<D>(scale));
+// What is at or above 2^63 does not fit int64, and x86 turns it, infinities and NaN into INT64_MIN.
+// -inf stands for that: it clamps to lo and is outside every range. Very negative values clamp to lo
+// by themselves, and so does a NaN with its sign bit set. As integers, the bits of the others
+// compare greater than those of the largest float below 2^63.
+template <class V> FQ_INLINE V as_int64(V v) {
+  using I = Vec<typename Int<int(sizeof(Elem<V>))>::type, kWidth<V>>;
+  constexpr Elem<I> kLargest = sizeof(Elem<V>) == 4 ? Elem<I>(0x5EFFFFFF) : Elem<I>(0x43DFFFFFFFFFFFFF);
+  return bit_cast<I>(v) > splat<I>(kLargest) ? splat<V>(-Elem<V>(__builtin_inf())) : v;
 }
 
 struct TorchTensor {
-  template <class V> static FQ_INLINE V code(V x, const Params<V>& p) { return p.zero + rint(x * p.inverse); }
-  template <class V> static FQ_INLINE V clamp(V code, const Range<V>& r) { return clamp_nan_to_low(code, r); }
-  template <class V> static FQ_INLINE V clamp_to_code(V code, const Range<V>& r) { return clamp_nan_to_low(code, r); }
-  template <class V> static FQ_INLINE V value(V q, V, const Params<V>& p, const Range<V>&) {
+  static constexpr bool kOnLevels = true;
+  static constexpr bool kKeepsNan = false;
+  template <class V> static FQ_INLINE V round(V x, const Params<V>& p) { return without_negative_zero(rint(x * p.inverse)); }
+  template <class V> static FQ_INLINE V clamp(V level, const Params<V>& p, bool) { return clamp_nan_to_low(level, p); }
+  template <class V> static FQ_INLINE V value(V level, const Params<V>& p) {
     if constexpr (sizeof(Elem<V>) == 8) {
       // Per tensor, torch multiplies in float32 even for float64 input.
       using F = Vec<float, kWidth<V>>;
-      return convert<V>(convert<F>(q - p.zero) * convert<F>(p.scale));
+      return convert<V>(convert<F>(level) * convert<F>(p.scale));
     } else {
-      return (q - p.zero) * p.scale;
+      return level * p.scale;
     }
   }
 };
 
 struct TorchChannel : TorchTensor {
-  template <class V> static FQ_INLINE V code(V x, const Params<V>& p) { return as_int64(p.zero + rint(x * p.inverse)); }
-  template <class V> static FQ_INLINE V value(V q, V, const Params<V>& p, const Range<V>&) { return (q - p.zero) * p.scale; }
+  template <class V> static FQ_INLINE V round(V x, const Params<V>& p) {
+    const V level = TorchTensor::round(x, p);
+    // Near 2^63 a float32 cannot tell level from code; a float64 can.
+    if constexpr (sizeof(Elem<V>) == 8) return p.zero + level < splat<V>(0x1p63) ? level : splat<V>(-__builtin_inf());
+    else return as_int64(level);
+  }
+  template <class V> static FQ_INLINE V value(V level, const Params<V>& p) { return level * p.scale; }
 };
 
 // A float zero point is added before rounding. The sum is rounded to float32 also for float64 input.
 template <bool Fused>
-struct TorchChannelFloatZero : TorchTensor {
-  template <class V> static FQ_INLINE V code(V x, const Params<V>& p) {
+struct TorchChannelFloatZero {
+  static constexpr bool kOnLevels = false;
+  static constexpr bool kKeepsNan = false;
+  template <class V> static FQ_INLINE V round(V x, const Params<V>& p) {
     V sum;
     if constexpr (Fused) sum = fma(x, p.inverse, p.zero);
     else sum = p.zero + x * p.inverse;
-    using F = Vec<float, kWidth<V>>;
-    return convert<V>(as_int64(rint(convert<F>(sum))));
+    return convert<V>(as_int64(without_negative_zero(rint(convert<Vec<float, kWidth<V>>>(sum)))));
   }
-  template <class V> static FQ_INLINE V value(V q, V, const Params<V>& p, const Range<V>&) {
-    return scaled_in_double(q, p.zero, p.scale);
+  template <class V> static FQ_INLINE V clamp(V code, const Params<V>& p, bool) { return clamp_nan_to_low(code, p); }
+  template <class V> static FQ_INLINE V value(V code, const Params<V>& p) {
+    using D = Vec<double, kWidth<V>>;
+    return convert<V>((convert<D>(code) - convert<D>(p.zero)) * convert<D>(p.scale));
   }
 };
 using TorchChannelFloat = TorchChannelFloatZero<true>;
 using TorchChannelHalf = TorchChannelFloatZero<false>;
 
 struct Onnx {
+  static constexpr bool kOnLevels = true;
+  static constexpr bool kKeepsNan = true;
+  static constexpr bool kCorrectsReciprocal = true;
   // rint(x / s), without the division wherever the product with the reciprocal must round to the
   // same integer. With p = fl(x * fl(1/s)) and Q = fl(x / s), |p - Q| < 1.5 * 2^-23 |p|; so if p is
-  // further than 2^-21 |p| from the nearest half-integer, both lie on the same side of it. The test
-  // is false for NaN and infinities too, which then take the division. A reciprocal that is
-  // subnormal or infinite has lost that accuracy; `inverse` is NaN then (see `make_params`).
-  template <class V> static FQ_INLINE V quotient_code(V x, const Params<V>& p) {
+  // further than 2^-21 |p| from the nearest half-integer, both lie on the same side of it. Both
+  // sides of the comparison are positive, so their bits compare as integers, and NaN compares as too
+  // large. A reciprocal that is subnormal or infinite has lost that accuracy; `inverse` is NaN then.
+  template <class V> static FQ_INLINE V round(V x, const Params<V>& p) {
     if constexpr (sizeof(Elem<V>) == 8) {
-      return rint(x / p.scale);
+      return without_negative_zero(rint(x / p.scale));
     } else {
       const V product = x * p.inverse;
       const V nearest = rint(product);
-      const auto safe = magnitude(product - nearest) + magnitude(product) * 0x1p-21f < splat<V>(0.5f);
-      if (__builtin_expect(!any_lane(~safe), 1)) return nearest;
-      return rint(x / p.scale);
+      const V distance = magnitude(product - nearest) + magnitude(product) * 0x1p-21f;
+      const auto unsafe = bit_cast<Vec<int32_t, kWidth<V>>>(distance) >= splat<Vec<int32_t, kWidth<V>>>(0x3F000000);
+      if (__builtin_expect(any_lane(unsafe), 0)) return without_negative_zero(rint(x / p.scale));
+      return without_negative_zero(nearest);
     }
   }
-  template <class V> static FQ_INLINE V code(V x, const Params<V>& p) { return quotient_code(x, p) + p.zero; }
-  template <class V> static FQ_INLINE V clamp(V code, const Range<V>& r) { return clamp_keep_nan(code, r); }
-  template <class V> static FQ_INLINE V clamp_to_code(V code, const Range<V>& r) { return clamp_nan_to_low(code, r); }
-  template <class V> static FQ_INLINE V value(V q, V, const Params<V>& p, const Range<V>&) { return (q - p.zero) * p.scale; }
+  template <class V> static FQ_INLINE V clamp(V level, const Params<V>& p, bool) { return clamp_keep_nan(level, p); }
+  template <class V> static FQ_INLINE V value(V level, const Params<V>& p) { return level * p.scale; }
 };
 
 struct HalfAway {
-  template <class V> static FQ_INLINE V code(V x, const Params<V>& p) { return round_half_away(x / p.scale + p.zero); }
-  template <class V> static FQ_INLINE V clamp(V code, const Range<V>& r) {
-    const V q = clamp_keep_nan(code, r);
-    return r.nan_is_code_zero ? zero_where_nan(q) : q;
+  static constexpr bool kOnLevels = false;
+  static constexpr bool kKeepsNan = true;
+  template <class V> static FQ_INLINE V round(V x, const Params<V>& p) {
+    return without_negative_zero(round_half_away(x / p.scale + p.zero));
   }
-  template <class V> static FQ_INLINE V clamp_to_code(V code, const Range<V>& r) { return zero_where_nan(clamp_keep_nan(code, r)); }
-  template <class V> static FQ_INLINE V value(V q, V, const Params<V>& p, const Range<V>&) { return (q - p.zero) * p.scale; }
-
- private:
-  template <class V> static FQ_INLINE V zero_where_nan(V q) { return q == q ? q : V{}; }
+  template <class V> static FQ_INLINE V clamp(V code, const Params<V>& p, bool nan_is_code_zero) {
+    const V q = clamp_keep_nan(code, p);
+    return nan_is_code_zero ? (q == q ? q : V{}) : q;
+  }
+  template <class V> static FQ_INLINE V value(V code, const Params<V>& p) { return (code - p.zero) * p.scale; }
 };
+
+// Lanes that were inside the range: clamping did not change them. Where clamping removes NaN, equal
+// values have equal bits, and an integer comparison leaves the busier floating-point units alone.
+template <class Rule, class V> FQ_INLINE auto inside_lanes(V clamped, V rounded) {
+  if constexpr (Rule::kKeepsNan) return equal_lanes(clamped, rounded);
+  else return equal_bit_lanes(clamped, rounded);
+}
+
+// The clamped level or code as an integer code; NaN has none and gets qmin, in half_away 0.
+template <class Rule, class V> FQ_INLINE V to_code(V rounded, const Params<V>& p) {
+  if constexpr (kSame<Rule, HalfAway>) return HalfAway::clamp(rounded, p, true);
+  else if constexpr (Rule::kOnLevels) return clamp_nan_to_low(rounded, p) + p.zero;
+  else return clamp_nan_to_low(rounded, p);
+}
 
 // --- parameters ----------------------------------------------------------------------------------
 
 template <class Rule, class V> FQ_INLINE V inverse_of(V scale) {
   using F = Vec<float, kWidth<V>>;
   const F inverse = 1.0f / convert<F>(scale);
-  if constexpr (kSame<Rule, Onnx> && sizeof(Elem<V>) == 4) {
-    // NaN sends every element to the exact division, see Onnx::quotient_code.
+  if constexpr (requires { Rule::kCorrectsReciprocal; } && sizeof(Elem<V>) == 4) {
+    // NaN sends every element to the exact division, see Onnx::round.
     const F a = magnitude(inverse);
     const auto usable = (a >= splat<F>(0x1p-126f)) & (a < splat<F>(__builtin_inff()));
     return usable ? inverse : splat<F>(__builtin_nanf(""));
@@ -132,21 +157,30 @@ template <class Rule, class V> FQ_INLINE V inverse_of(V scale) {
   }
 }
 
+template <class Rule, class V> FQ_INLINE Params<V> make_params(const Grid& g, V scale, V zero) {
+  const V shift = Rule::kOnLevels ? zero : V{};
+  scale = quiet(scale);
+  return {scale, inverse_of<Rule>(scale), zero, splat<V>(Elem<V>(g.qmin)) - shift, splat<V>(Elem<V>(g.qmax)) - shift};
+}
+
+// The parameters of block i in every lane.
 template <class Rule, class V> FQ_INLINE Params<V> one_param(const Grid& g, int64_t i) {
   using C = Elem<V>;
-  const V scale = quiet(splat<V>(g.scale_f64 ? C(g.scale_f64[i]) : C(g.scale_f32[i])));
-  const V zero = splat<V>(g.zero_i32 ? C(g.zero_i32[i]) : g.zero_f32 ? C(g.zero_f32[i]) : C(0));
-  return {scale, inverse_of<Rule>(scale), zero};
+  const C scale = g.scale_f64 ? C(g.scale_f64[i]) : C(g.scale_f32[i]);
+  const C zero = g.zero_i32 ? C(g.zero_i32[i]) : g.zero_f32 ? C(g.zero_f32[i]) : C(0);
+  return make_params<Rule>(g, splat<V>(scale), splat<V>(zero));
 }
 
+// The parameters of blocks i, i + 1, ... side by side.
 template <class Rule, class V> FQ_INLINE Params<V> params_per_element(const Grid& g, int64_t i) {
-  const V scale = quiet(g.scale_f64 ? load_as<V>(g.scale_f64 + i) : load_as<V>(g.scale_f32 + i));
+  const V scale = g.scale_f64 ? load_as<V>(g.scale_f64 + i) : load_as<V>(g.scale_f32 + i);
   const V zero = g.zero_i32 ? load_as<V>(g.zero_i32 + i) : g.zero_f32 ? load_as<V>(g.zero_f32 + i) : V{};
-  return {scale, inverse_of<Rule>(scale), zero};
+  return make_params<Rule>(g, scale, zero);
 }
 
-template <class V> FQ_INLINE Range<V> make_range(const Grid& g) {
-  return {splat<V>(Elem<V>(g.qmin)), splat<V>(Elem<V>(g.qmax)), g.nan_is_code_zero};
+// The same parameters for another width.
+template <class W, class V> FQ_INLINE Params<W> first_lane(const Params<V>& p) {
+  return {splat<W>(p.scale[0]), splat<W>(p.inverse[0]), splat<W>(p.zero[0]), splat<W>(p.lo[0]), splat<W>(p.hi[0])};
 }
 
 // Calls f with the rule as a type: one indirect decision per array, none per element.

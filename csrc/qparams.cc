@@ -16,9 +16,9 @@ QParam choose_qparams(float lo, float hi, int64_t qmin, int64_t qmax, bool symme
   const float levels = float(double(qmax - qmin) / (symmetric ? 2 : 1));
   if (symmetric) return {std::max(std::max(-lo, hi) / levels, eps), 0};
   const float scale = std::max((hi - lo) / levels, eps);
-  // Held as float up to the clamp: a huge quotient must not overflow an integer.
-  const float zero = float(qmin) - std::nearbyint(lo / scale);
-  return {scale, int32_t(std::clamp(double(zero), double(qmin), double(qmax)))};
+  // |lo / scale| is at most about qmax - qmin: it fits.
+  const int64_t zero = qmin - int64_t(std::nearbyint(lo / scale));
+  return {scale, int32_t(std::clamp(zero, qmin, qmax))};
 }
 
 // Differs from the above on purpose, as torch's fused operator does: float64 arithmetic, a floor for

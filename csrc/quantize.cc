@@ -55,25 +55,19 @@ void to_codes(const QuantizeArgs& a, int64_t begin, int64_t end, CodeBuffer sink
   constexpr int N = kLanesOf<C>;
   using V = Vec<C, N>;
   using V1 = Vec<C, 1>;
-  const T* base = static_cast<const T*>(a.x);
-  const auto r = make_range<V>(a.grid);
-  const auto r1 = make_range<V1>(a.grid);
+  const auto put = [&](const auto& x, const auto& p) { sink.put(to_code<Rule>(Rule::round(x, p), p)); };
   for_each_run(a.shape, begin, end, [&](const Run& run) {
-    const T* x = base + run.start;
+    const T* x = static_cast<const T*>(a.x) + run.start;
     const int64_t n = run.length;
     int64_t i = 0;
     if (run.per_element) {
-      for (; i + N <= n; i += N) {
-        sink.put(Rule::clamp_to_code(Rule::code(load<N>(x + i), params_per_element<Rule, V>(a.grid, run.parameter + i)), r));
-      }
-      for (; i < n; ++i) {
-        sink.put(Rule::clamp_to_code(Rule::code(load<1>(x + i), one_param<Rule, V1>(a.grid, run.parameter + i)), r1));
-      }
+      for (; i + N <= n; i += N) put(load<N>(x + i), params_per_element<Rule, V>(a.grid, run.parameter + i));
+      for (; i < n; ++i) put(load<1>(x + i), one_param<Rule, V1>(a.grid, run.parameter + i));
     } else {
       const auto p = one_param<Rule, V>(a.grid, run.parameter);
-      for (; i + N <= n; i += N) sink.put(Rule::clamp_to_code(Rule::code(load<N>(x + i), p), r));
-      const Params<V1> p1{V1{p.scale[0]}, V1{p.inverse[0]}, V1{p.zero[0]}};
-      for (; i < n; ++i) sink.put(Rule::clamp_to_code(Rule::code(load<1>(x + i), p1), r1));
+      for (; i + N <= n; i += N) put(load<N>(x + i), p);
+      const auto p1 = first_lane<V1>(p);
+      for (; i < n; ++i) put(load<1>(x + i), p1);
     }
   });
   sink.finish();
@@ -109,7 +103,7 @@ FQ_INLINE void run_from_codes(const Q* q, T* y, int64_t n, const Grid& g, int64_
   } else {
     const auto p = one_param<TorchTensor, V>(g, parameter);
     for (; i + N <= n; i += N) store<T, N>(y + i, level(q + i, p.zero) * p.scale);
-    const Params<V1> p1{V1{p.scale[0]}, V1{p.inverse[0]}, V1{p.zero[0]}};
+    const auto p1 = first_lane<V1>(p);
     for (; i < n; ++i) store<T, 1>(y + i, level(q + i, p1.zero) * p1.scale);
   }
 }

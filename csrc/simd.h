@@ -25,6 +25,7 @@
 #endif
 
 #define FQ_INLINE inline __attribute__((always_inline))
+#define FQ_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace fakequant::FQ_TARGET {
 
@@ -134,6 +135,9 @@ template <int Bytes> struct UInt;
 template <> struct UInt<2> { using type = uint16_t; };
 template <> struct UInt<4> { using type = uint32_t; };
 template <> struct UInt<8> { using type = uint64_t; };
+template <int Bytes> struct Int;
+template <> struct Int<4> { using type = int32_t; };
+template <> struct Int<8> { using type = int64_t; };
 // The unsigned-integer vector with the same lanes as V.
 template <class V> using Bits = Vec<typename UInt<int(sizeof(Elem<V>))>::type, kWidth<V>>;
 
@@ -307,14 +311,42 @@ template <class M> FQ_INLINE uint32_t lane_bits(M m) {
   }
 }
 
-template <class V> FQ_INLINE uint32_t equal_bits(V a, V b) {
+// Lanes where a == b: a mask register on AVX-512, a vector of all-ones or all-zeros lanes elsewhere.
+template <class V> FQ_INLINE auto equal_lanes(V a, V b) {
 #if defined(__AVX512F__)
-  // Straight into a mask register; going through a vector of lanes would cost two instructions more.
-  if constexpr (kSame<V, Vec<float, 16>>) return _mm512_cmp_ps_mask(bit_cast<__m512>(a), bit_cast<__m512>(b), _CMP_EQ_OQ);
-  else if constexpr (kSame<V, Vec<double, 8>>) return _mm512_cmp_pd_mask(bit_cast<__m512d>(a), bit_cast<__m512d>(b), _CMP_EQ_OQ);
+  if constexpr (kSame<V, Vec<float, 16>>) return uint32_t(_mm512_cmp_ps_mask(bit_cast<__m512>(a), bit_cast<__m512>(b), _CMP_EQ_OQ));
+  else if constexpr (kSame<V, Vec<double, 8>>) return uint32_t(_mm512_cmp_pd_mask(bit_cast<__m512d>(a), bit_cast<__m512d>(b), _CMP_EQ_OQ));
   else
 #endif
-  return lane_bits(a == b);
+  return a == b;
+}
+// Lanes with the same bits. For floats that are not NaN and not -0.0, the same as equal lanes.
+template <class V> FQ_INLINE auto equal_bit_lanes(V a, V b) {
+#if defined(__AVX512F__)
+  if constexpr (kSame<V, Vec<float, 16>>) return uint32_t(_mm512_cmpeq_epi32_mask(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
+  else if constexpr (kSame<V, Vec<double, 8>>) return uint32_t(_mm512_cmpeq_epi64_mask(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
+  else
+#endif
+  return bit_cast<Bits<V>>(a) == bit_cast<Bits<V>>(b);
+}
+FQ_INLINE uint32_t lane_bits(uint32_t mask_register) { return mask_register; }
+
+// The lanes of several comparisons, one after the other, as 32 bits.
+template <int N, class M> FQ_INLINE uint32_t lane_bits_of_32(const M (&m)[32 / N]) {
+#if defined(__AVX2__)
+  if constexpr (N == 8 && sizeof(M) == 32) {
+    // Narrowing all four to bytes first takes one movemask instead of four. The packs work within
+    // 128-bit halves; the permutation puts the bytes back in order.
+    const __m256i low = _mm256_packs_epi32(bit_cast<__m256i>(m[0]), bit_cast<__m256i>(m[1]));
+    const __m256i high = _mm256_packs_epi32(bit_cast<__m256i>(m[2]), bit_cast<__m256i>(m[3]));
+    const __m256i bytes = _mm256_packs_epi16(low, high);
+    const __m256i ordered = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    return uint32_t(_mm256_movemask_epi8(ordered));
+  }
+#endif
+  uint32_t bits = 0;
+  for (int i = 0; i < 32 / N; ++i) bits |= lane_bits(m[i]) << (i * N);
+  return bits;
 }
 
 template <class M> FQ_INLINE bool any_lane(M m) { return lane_bits(m) != 0; }

@@ -11,7 +11,7 @@ import numpy as np
 
 from fakequant import native
 from fakequant.arrays import KERNEL_DTYPES, as_float_array
-from fakequant.grid import kernel_numerics, resolve, scale_dtype
+from fakequant.grid import check_scalars, kernel_numerics, resolve, scale_dtype
 from fakequant.layout import blocks_of
 from fakequant.native import _native
 from fakequant.spec import QuantSpec
@@ -67,14 +67,22 @@ def fake_quantize(x, scale, zero_point, spec, *, mask=None):
     array([ True,  True,  True, False])
     """
     x, dtype = as_float_array(x)
-    grid = resolve(x.shape, dtype, scale, zero_point, spec)
     bits, kind = _empty_mask(mask, x.shape)
     x = np.asarray(x, order="C")
-    y = np.empty(x.shape, x.dtype)
-    _native.fake_quantize(
-        x, y, bits, kind, dtype, grid.shape, grid.numerics, grid.scale, grid.scale_is_f64,
-        grid.zero_point, grid.zero_kind, grid.qmin, grid.qmax, False,
-    )  # fmt: skip
+    if spec.axis is None and isinstance(scale, float) and type(zero_point) is int:
+        # Two numbers need no arrays: this is most of the cost of a call on a few elements.
+        check_scalars(scale, zero_point, dtype, spec)
+        y = np.empty(x.shape, x.dtype)
+        _native.fake_quantize_scalar(
+            x, y, bits, kind, dtype, x.size, kernel_numerics(spec), scale, zero_point, spec.qmin, spec.qmax, False
+        )
+    else:
+        grid = resolve(x.shape, dtype, scale, zero_point, spec)
+        y = np.empty(x.shape, x.dtype)
+        _native.fake_quantize(
+            x, y, bits, kind, dtype, grid.shape, grid.numerics, grid.scale, grid.scale_is_f64,
+            grid.zero_point, grid.zero_kind, grid.qmin, grid.qmax, False,
+        )  # fmt: skip
     return y if mask is None else (y, bits)
 
 
@@ -122,8 +130,7 @@ def round_zero_point(zero_point: object, spec: QuantSpec) -> np.ndarray:
     z = np.asarray(zero_point)
     if np.isnan(z).any():
         raise ValueError("`zero_point` must not be NaN.")
-    dtype = np.int32 if spec.qmax <= np.iinfo(np.int32).max else np.int64
-    return np.clip(np.rint(z.astype(np.float64)), spec.qmin, spec.qmax).astype(dtype)
+    return np.clip(np.rint(z.astype(np.float64)), spec.qmin, spec.qmax).astype(np.int32)
 
 
 def fake_quantize_learned_backward(

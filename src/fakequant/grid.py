@@ -1,6 +1,6 @@
 """Scale, zero point and spec, checked and in the form the kernels take."""
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -9,8 +9,6 @@ from fakequant.arrays import parameter_dtype
 from fakequant.layout import Blocks, KernelShape, blocks_of
 from fakequant.native import _native
 from fakequant.spec import QuantSpec
-
-_INT32 = np.iinfo(np.int32)
 
 
 class Grid(NamedTuple):
@@ -44,8 +42,14 @@ def scale_dtype(dtype: int, spec: QuantSpec) -> np.dtype:
 def resolve(shape: tuple[int, ...], dtype: int, scale: object, zero_point: object, spec: QuantSpec) -> Grid:
     """Checks `scale` and `zero_point` against an array of `shape` and `spec`."""
     blocks = blocks_of(shape, spec)
+    if spec.axis is None and isinstance(scale, float) and type(zero_point) is int:
+        check_scalars(scale, zero_point, dtype, spec)
+        scales = np.array(scale, scale_dtype(dtype, spec))
+        zeros = np.array(zero_point, np.int32)
+        return Grid(blocks.kernel, (), kernel_numerics(spec), scales, scales.dtype.itemsize == 8, zeros,
+                    native.ZERO_I32, spec.qmin, spec.qmax)  # fmt: skip
     scales = _as_parameters("scale", scale, blocks, shape, spec, scale_dtype(dtype, spec))
-    check_scale(scales, spec)
+    check_scale(scales)
     zeros, kind = _as_zero_points(zero_point, blocks, shape, spec)
     return Grid(
         blocks.kernel,
@@ -60,7 +64,23 @@ def resolve(shape: tuple[int, ...], dtype: int, scale: object, zero_point: objec
     )
 
 
-def check_scale(scales: np.ndarray, spec: QuantSpec) -> None:
+# What rounds to 0 or to infinity in float32 (ties go to the even neighbour).
+_ZERO_IN_F32 = 2.0**-150
+_INF_IN_F32 = 2.0**128 - 2.0**103
+
+
+def check_scalars(scale: float, zero_point: int, dtype: int, spec: QuantSpec) -> None:
+    """The checks of `resolve` for one scale and zero point given as numbers."""
+    in_f64 = scale_dtype(dtype, spec) == np.float64
+    low, high = (0.0, np.inf) if in_f64 else (_ZERO_IN_F32, _INF_IN_F32)
+    if not low < scale < high:
+        check_scale(np.asarray(scale, scale_dtype(dtype, spec)))
+    if zero_point != 0 and (spec.symmetric or not spec.qmin <= zero_point <= spec.qmax):
+        _zero_point_error(zero_point, spec)
+
+
+def check_scale(scales: np.ndarray) -> None:
+    """Every scale must be finite and positive."""
     bad = _native.first_invalid_scale(scales, scales.dtype == np.float64, scales.size)
     if bad >= 0:
         where = "" if scales.size == 1 else f" at index {np.unravel_index(bad, scales.shape or (1,))}"
@@ -115,12 +135,13 @@ def _as_zero_points(
     low, high = (0, 0) if spec.symmetric else (spec.qmin, spec.qmax)
     outside = (array < low) | (array > high)
     if outside.any():
-        bad = int(array[outside].flat[0])
-        raise ValueError(
-            f"`zero_point` must be 0 for a symmetric spec, got {bad}.\nUse QuantSpec(symmetric=False) for other values."
-            if spec.symmetric
-            else f"`zero_point` must be between {low} and {high} (the spec's range), got {bad}."
-        )
-    if spec.qmax > _INT32.max:
-        return np.asarray(array, dtype=np.int64, order="C"), native.ZERO_I64
+        _zero_point_error(int(array[outside].flat[0]), spec)
     return np.asarray(array, dtype=np.int32, order="C"), native.ZERO_I32
+
+
+def _zero_point_error(bad: int, spec: QuantSpec) -> NoReturn:
+    raise ValueError(
+        f"`zero_point` must be 0 for a symmetric spec, got {bad}.\nUse QuantSpec(symmetric=False) for other values."
+        if spec.symmetric
+        else f"`zero_point` must be between {spec.qmin} and {spec.qmax} (the spec's range), got {bad}."
+    )

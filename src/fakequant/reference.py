@@ -372,9 +372,8 @@ def choose_qparams(lo, hi, qmin, qmax, *, symmetric, eps=FLOAT32_EPS):
         middle = 0 if qmin < 0 else (qmin + qmax + 1) // 2
         return scale, np.full(scale.shape, middle, np.int32)
     scale = np.maximum((hi - lo) / np.float32(qmax - qmin), eps)
-    steps = _cast_integer(np.rint(lo / scale), np.int32)
-    zero_point = np.clip(np.int32(qmin) - steps, np.int32(qmin), np.int32(qmax))
-    return scale, zero_point.astype(np.int32)
+    steps = _cast_integer(np.rint(lo / scale), np.int64)
+    return scale, np.clip(qmin - steps, qmin, qmax).astype(np.int32)
 
 
 @_quiet

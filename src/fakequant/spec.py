@@ -29,7 +29,7 @@ class QuantSpec:
     255
     """
 
-    # 2 to 32, or 1 for an unsigned grid.
+    # 2 to 32 for a signed grid, 1 to 31 for an unsigned one: every code fits int32.
     bits: int = 8
     # Codes from -2^(bits-1); else from 0.
     signed: bool = True
@@ -49,10 +49,9 @@ class QuantSpec:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"`{name}` must be True or False, got {getattr(self, name)!r}.")
         _require_int("bits", self.bits)
-        lowest = 2 if self.signed else 1
-        if not lowest <= self.bits <= 32:
-            kind = "a signed" if self.signed else "an unsigned"
-            raise ValueError(f"`bits` must be between {lowest} and 32 for {kind} grid, got {self.bits}.")
+        low, high, kind = (2, 32, "a signed") if self.signed else (1, 31, "an unsigned")
+        if not low <= self.bits <= high:
+            raise ValueError(f"`bits` must be between {low} and {high} for {kind} grid, got {self.bits}.")
         if self.symmetric and not self.signed:
             raise ValueError(
                 "`symmetric=True` needs a signed grid: an unsigned one has no negative half.\n"

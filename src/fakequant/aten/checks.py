@@ -57,6 +57,29 @@ def check(condition: bool, message: str) -> None:
         raise RuntimeError(message)
 
 
+def expect(condition: bool, text: str) -> None:
+    """torch's text for a check that has none of its own."""
+    check(
+        condition,
+        f"Expected {text} to be true, but got false.  "
+        "(Could this error message be improved?  If so, please report an enhancement request to PyTorch.)",
+    )
+
+
+def broadcast(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Both arrays in their common shape."""
+    if a.shape == b.shape:
+        return a, b
+    for back, (m, n) in enumerate(zip(reversed(a.shape), reversed(b.shape), strict=False), start=1):
+        axis = max(a.ndim, b.ndim) - back
+        check(
+            m == n or 1 in (m, n),
+            f"The size of tensor a ({m}) must match the size of tensor b ({n}) at non-singleton dimension {axis}",
+        )
+    a, b = np.broadcast_arrays(a, b)
+    return a, b
+
+
 def item(x: np.ndarray) -> np.generic:
     """The only element of an array."""
     check(x.size == 1, f"a Tensor with {x.size} elements cannot be converted to Scalar")
@@ -77,15 +100,23 @@ def item_as_int(x: np.ndarray) -> int:
 def item_as_float(x: np.ndarray) -> float:
     """The only element as a float32 value: infinities pass, finite values beyond its range are refused."""
     value = item(x)
-    if value.dtype.kind == "c":
-        if value.imag != 0:
-            raise RuntimeError("value cannot be converted to type float without overflow")
-        value = value.real
-    wide = float(value)
-    limit = float(np.finfo(np.float32).max)
-    if np.isfinite(wide) and abs(wide) > limit:
+    wide = _real(value, "float")
+    if np.isfinite(wide) and abs(wide) > float(np.finfo(np.float32).max):
         raise RuntimeError("value cannot be converted to type float without overflow")
     return float(np.float32(wide))
+
+
+def as_float(value: object) -> float:
+    """A Python or NumPy number, or an array without dimensions, as a float."""
+    return _real(value[()], "double") if isinstance(value, np.ndarray) else float(value)  # type: ignore[arg-type]
+
+
+def _real(value: np.generic, kind: str) -> float:
+    if value.dtype.kind != "c":
+        return float(value)
+    if value.imag != 0:
+        raise RuntimeError(f"value cannot be converted to type {kind} without overflow")
+    return float(value.real)
 
 
 # --- argument types -------------------------------------------------------------------------------
@@ -102,14 +133,17 @@ def _matches(kind: str, value: object) -> bool:
     if kind == "float":
         return isinstance(value, Real) or (isinstance(value, np.ndarray) and value.ndim == 0)
     if kind == "bool":
-        return isinstance(value, (bool, np.bool_))
+        return isinstance(value, bool)
     return (isinstance(value, Integral) and not isinstance(value, (bool, np.bool_))) or (
         isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind in "iu"
     )
 
 
 def _received(value: object) -> str:
-    return "Tensor" if isinstance(value, np.ndarray) else type(value).__name__
+    if isinstance(value, np.ndarray):
+        return "Tensor"
+    name = type(value).__name__
+    return f"numpy.{name}" if isinstance(value, np.generic) else name
 
 
 Signature = Sequence[tuple[str, str]]
@@ -138,6 +172,11 @@ def choose_signature(function: str, values: Sequence[object], signatures: Sequen
     )
 
 
+def check_types(function: str, values: Sequence[object], signature: Signature) -> None:
+    """torch's TypeError if `values` do not fit the only signature of `function`."""
+    choose_signature(function, values, (signature,))
+
+
 def _one_signature_error(function: str, values: Sequence[object], signature: Signature) -> NoReturn:
     for position, ((kind, name), value) in enumerate(zip(signature, values, strict=True), start=1):
         if not _matches(kind, value):
@@ -145,6 +184,26 @@ def _one_signature_error(function: str, values: Sequence[object], signature: Sig
                 f"{function}(): argument '{name}' (position {position}) must be {kind}, not {_received(value)}"
             )
     raise AssertionError("the arguments fit the signature")
+
+
+def axis_length(x: np.ndarray, axis: int) -> int:
+    """`x.shape[axis]`, or torch's error if `x` has no such axis. Negative axes count from the end."""
+    if x.ndim == 0:
+        raise IndexError(f"Dimension specified as {axis} but tensor has no dimensions")
+    if not -x.ndim <= axis < x.ndim:
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{-x.ndim}, {x.ndim - 1}], but got {axis})"
+        )
+    return x.shape[axis]
+
+
+def select(x: np.ndarray, index: int) -> np.ndarray:
+    """`x[index]` as an array."""
+    if x.ndim == 0:
+        raise IndexError("select() cannot be applied to a 0-dim tensor.")
+    if index >= x.shape[0]:
+        raise IndexError(f"select(): index {index} out of range for tensor of size {list(x.shape)} at dimension 0")
+    return np.asarray(x[index])
 
 
 def as_int64(value: object) -> int:

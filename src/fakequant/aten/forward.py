@@ -1,11 +1,12 @@
-"""The shared part of all forward functions: layout in, kernel, layout out."""
+"""The shared part of all functions with torch's names: layout in, kernel, layout out."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from fakequant import native
-from fakequant.layout import channel_shape, dense
+from fakequant.layout import channel_shape, memory_order
 from fakequant.native import _native
 
 
@@ -16,31 +17,132 @@ class OutputAndMask(NamedTuple):
     mask: np.ndarray
 
 
+# --- layout ---------------------------------------------------------------------------------------
+
+
+class Placed(NamedTuple):
+    """An array's elements in C order, with the axes in the order they have in the memory of the result."""
+
+    elements: np.ndarray
+    order: tuple[int, ...] | None = None  # None: C order
+    # The strides of the result in elements; only needed if there are axes of length 1, whose
+    # strides mean nothing but are copied.
+    steps: tuple[int, ...] | None = None
+
+    def restore(self, result: np.ndarray) -> np.ndarray:
+        """`result`, computed in memory order, with its axes where the caller expects them."""
+        if self.order is not None:
+            result = result.transpose(np.argsort(self.order))
+        if self.steps is not None:
+            strides = tuple(step * result.itemsize for step in self.steps)
+            if strides != result.strides:
+                result = np.lib.stride_tricks.as_strided(result, strides=strides)
+        return result
+
+    def axis(self, axis: int) -> int:
+        """Where `axis` of the original is in `elements`."""
+        return axis if self.order is None else self.order.index(axis)
+
+
+def placed(x: np.ndarray) -> Placed:
+    """`x` with the layout of results: its own strides if it is dense, else none but its order of axes.
+
+    >>> placed(np.zeros((2, 4, 3)).transpose(0, 2, 1)[:, :, ::2]).order
+    (0, 2, 1)
+    """
+    steps = tuple(s // x.itemsize for s in x.strides) if 1 in x.shape else None
+    if x.flags.c_contiguous:
+        return Placed(x, None, steps)
+    order = memory_order(x)
+    elements = x.transpose(order)
+    if elements.flags.c_contiguous:
+        return Placed(elements, order, steps)
+    return _in_order(x, order_of_result(x))
+
+
+def placed_pair(a: np.ndarray, b: np.ndarray) -> tuple[Placed, np.ndarray]:
+    """Two arrays of one shape with the layout of their product: what they agree on, else `a` first."""
+    if a.flags.c_contiguous and b.flags.c_contiguous:
+        return Placed(a), b
+    channels_last = (0, 2, 3, 1)
+    if a.ndim == 4 and all(x.transpose(channels_last).flags.c_contiguous for x in (a, b)):
+        return _in_order(a, channels_last), b.transpose(channels_last)
+    place = placed(a)
+    same_steps = all(s * b.itemsize == t * a.itemsize for s, t in zip(a.strides, b.strides, strict=True))
+    if not (same_steps and np.may_share_memory(place.elements, a)):
+        place = _in_order(a, order_of_result(a, b))
+    return place, np.ascontiguousarray(b.transpose(place.order or range(b.ndim)))
+
+
+def _in_order(x: np.ndarray, order: tuple[int, ...]) -> Placed:
+    # asarray: unlike ascontiguousarray it leaves an array without dimensions as it is.
+    return Placed(np.asarray(x.transpose(order), order="C"), order)
+
+
+def order_of_result(*inputs: np.ndarray) -> tuple[int, ...]:
+    """The axes of a new array computed from `inputs`, from the outermost in memory to the innermost.
+
+    An insertion sort from the last axis to the first: the first input whose strides of two axes are
+    both not 0 decides, among equal strides the shorter axis goes inside. A stride of 0 decides
+    nothing, so this is not a sort by any key.
+
+    >>> order_of_result(np.broadcast_to(np.zeros((3, 1, 2)), (3, 4, 2)))
+    (0, 1, 2)
+    """
+    shape = inputs[0].shape
+    inside_first = list(reversed(range(len(shape))))
+    for i in range(1, len(shape)):
+        here = i
+        for other in range(i - 1, -1, -1):
+            comparison = _compare(inside_first[other], inside_first[here], shape, inputs)
+            if comparison > 0:
+                inside_first[other], inside_first[here] = inside_first[here], inside_first[other]
+                here = other
+            elif comparison < 0:
+                break
+    return tuple(reversed(inside_first))
+
+
+def _compare(a: int, b: int, shape: tuple[int, ...], inputs: Iterable[np.ndarray]) -> int:
+    for x in inputs:
+        stride_a, stride_b = abs(x.strides[a]), abs(x.strides[b])
+        if stride_a == 0 or stride_b == 0:
+            continue
+        if stride_a != stride_b:
+            return 1 if stride_a > stride_b else -1
+        if shape[a] > shape[b]:
+            return 1
+    return 0
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
 def per_tensor(x: np.ndarray, dtype: int, scale: float, zero_point: int, qmin: int, qmax: int) -> OutputAndMask:
-    d = dense(x)
-    y = np.empty(d.elements.shape, x.dtype)
-    mask = np.empty(d.elements.shape, np.bool_)
+    p = placed(x)
+    y = np.empty(p.elements.shape, x.dtype)
+    mask = np.empty(p.elements.shape, np.bool_)
     _native.fake_quantize_scalar(
-        d.elements, y, mask, native.MASK_BYTES, dtype, x.size, native.TORCH_TENSOR, scale, zero_point, qmin, qmax, False
+        p.elements, y, mask, native.MASK_BYTES, dtype, x.size, native.TORCH_TENSOR, scale, zero_point, qmin, qmax, False
     )
-    return OutputAndMask(d.restore(y), d.restore(mask))
+    return OutputAndMask(p.restore(y), p.restore(mask))
 
 
 def per_tensor_value(x: np.ndarray, dtype: int, scale: float, zero_point: int, qmin: int, qmax: int) -> np.ndarray:
-    d = dense(x)
-    y = np.empty(d.elements.shape, x.dtype)
+    p = placed(x)
+    y = np.empty(p.elements.shape, x.dtype)
     _native.fake_quantize_scalar(
-        d.elements, y, None, native.MASK_NONE, dtype, x.size, native.TORCH_TENSOR, scale, zero_point, qmin, qmax, False
+        p.elements, y, None, native.MASK_NONE, dtype, x.size, native.TORCH_TENSOR, scale, zero_point, qmin, qmax, False
     )
-    return d.restore(y)
+    return p.restore(y)
 
 
 def per_channel(
     x: np.ndarray, dtype: int, scale: np.ndarray, zero_point: np.ndarray, axis: int, qmin: int, qmax: int
 ) -> OutputAndMask:
-    d = dense(x)
-    y = np.empty(d.elements.shape, x.dtype)
-    mask = np.empty(d.elements.shape, np.bool_)
+    p = placed(x)
+    y = np.empty(p.elements.shape, x.dtype)
+    mask = np.empty(p.elements.shape, np.bool_)
     if zero_point.dtype == np.int32:
         numerics, kind = native.TORCH_CHANNEL, native.ZERO_I32
     else:
@@ -48,23 +150,23 @@ def per_channel(
         numerics, kind = (native.TORCH_CHANNEL_HALF if half else native.TORCH_CHANNEL_FLOAT), native.ZERO_F32
         zero_point = zero_point.astype(np.float32)
     _native.fake_quantize(
-        d.elements, y, mask, native.MASK_BYTES, dtype, channel_shape(d.elements.shape, d.axis(axis)), numerics,
+        p.elements, y, mask, native.MASK_BYTES, dtype, channel_shape(p.elements.shape, p.axis(axis)), numerics,
         np.asarray(scale, np.float32, order="C"), False, np.asarray(zero_point, order="C"), kind, qmin, qmax, False,
     )  # fmt: skip
-    return OutputAndMask(d.restore(y), d.restore(mask))
+    return OutputAndMask(p.restore(y), p.restore(mask))
 
 
 def unchanged(x: np.ndarray) -> OutputAndMask:
     """A copy and a mask of ones: what a switched-off fake-quantize returns."""
-    d = dense(x)
-    return OutputAndMask(d.restore(d.elements.copy()), d.restore(np.ones(d.elements.shape, np.bool_)))
+    p = placed(x)
+    return OutputAndMask(p.restore(p.elements.copy()), p.restore(np.ones(p.elements.shape, np.bool_)))
 
 
-def masked_gradient(grad: np.ndarray, mask: np.ndarray, dtype: int) -> np.ndarray:
-    """`grad * mask`, with the strides of `grad`."""
-    d = dense(grad)
-    order = d.order if d.order is not None else range(grad.ndim)
-    mask = np.asarray(mask.transpose(tuple(order)), order="C")
-    dx = np.empty(d.elements.shape, grad.dtype)
-    _native.mask_backward(d.elements, mask, native.MASK_BYTES, dx, dtype, grad.size, True)
-    return d.restore(dx)
+def masked_gradient(grad: np.ndarray, mask: np.ndarray, dtype: int | None) -> np.ndarray:
+    """`grad * mask`. Dtypes that have no kernel (`None`) are left to NumPy."""
+    p, mask = placed_pair(grad, mask)
+    if dtype is None:
+        return p.restore(np.asarray(p.elements * mask))
+    dx = np.empty(p.elements.shape, grad.dtype)
+    _native.mask_backward(p.elements, mask, native.MASK_BYTES, dx, dtype, grad.size, True)
+    return p.restore(dx)

@@ -6,14 +6,35 @@ The parameters come from another rule than torch's observers use, see
 `fakequant.reference.choose_qparams_fused`. NaN and infinities enter the running range and stay.
 """
 
-
 import numpy as np
 
 from fakequant import native
+from fakequant.arrays import KERNEL_DTYPES
 from fakequant.aten import checks
-from fakequant.aten.forward import OutputAndMask, unchanged
-from fakequant.layout import channel_shape, dense
+from fakequant.aten.forward import OutputAndMask, placed, unchanged
+from fakequant.aten.per_channel import KERNEL as CHANNEL_KERNEL
+from fakequant.aten.per_channel import check_parameters, check_zero_points, checked_forward
+from fakequant.aten.per_tensor import KERNEL, fake_quantize_per_tensor_affine_cachemask_tensor_qparams
+from fakequant.layout import channel_shape
 from fakequant.native import _native
+
+_SIGNATURE = (
+    ("Tensor", "input"),
+    ("Tensor", "observer_on"),
+    ("Tensor", "fake_quant_on"),
+    ("Tensor", "running_min"),
+    ("Tensor", "running_max"),
+    ("Tensor", "scale"),
+    ("Tensor", "zero_point"),
+    ("float", "averaging_const"),
+    ("int", "quant_min"),
+    ("int", "quant_max"),
+    ("int", "ch_axis"),
+    ("bool", "per_row_fake_quant"),
+    ("bool", "symmetric_quant"),
+)
+_AXIS_0 = "Per-channel FakeQuant in fused_moving_avg_obs_fake_quant is only supported on axis == 0"
+_STATE_DTYPES = tuple(map(np.dtype, (np.float32, np.float32, np.float32, np.int32)))
 
 
 def fused_moving_avg_obs_fake_quant(
@@ -34,7 +55,7 @@ def fused_moving_avg_obs_fake_quant(
     """Updates `running_min`, `running_max`, `scale` and `zero_point` in place and fake-quantizes.
 
     `observer_on` 0 leaves the running range as it is; `fake_quant_on` 0 returns a copy of the input
-    and leaves scale and zero point as they are.
+    and leaves scale and zero point as they are. An empty input changes nothing.
 
     >>> on, lo, hi = np.int64([1]), np.float32([np.inf]), np.float32([-np.inf])
     >>> s, z = np.float32([1]), np.int32([0])
@@ -43,10 +64,13 @@ def fused_moving_avg_obs_fake_quant(
     >>> s, z
     (array([0.01], dtype=float32), array([100], dtype=int32))
     """
-    return fused_moving_avg_obs_fq_helper(
-        input, observer_on, fake_quant_on, running_min, running_max, scale, zero_point, averaging_const,
+    x = checks.as_tensor(input)
+    values = (
+        x, observer_on, fake_quant_on, running_min, running_max, scale, zero_point, averaging_const,
         quant_min, quant_max, ch_axis, per_row_fake_quant, symmetric_quant,
-    ).output  # fmt: skip
+    )  # fmt: skip
+    checks.check_types("fused_moving_avg_obs_fake_quant", values, _SIGNATURE)
+    return unchanged(x).output if x.size == 0 else _fused(*values).output
 
 
 def fused_moving_avg_obs_fq_helper(
@@ -71,46 +95,114 @@ def fused_moving_avg_obs_fq_helper(
     >>> fused_moving_avg_obs_fq_helper(np.float32([1.0]), on, on, lo, hi, s, z, 0.01, 0, 255, -1).mask
     array([ True])
     """
-    x = np.asarray(input)
-    quant_min, quant_max, ch_axis = map(checks.as_int64, (quant_min, quant_max, ch_axis))
-    if x.size == 0:
-        return unchanged(x)
-    checks.check(
-        ch_axis < x.ndim, "Error in fused_moving_avg_obs_fake_quant_cpu: ch_axis must be < self.dim()"
-    )
-    observe = checks.item_as_int(observer_on) != 0
-    if per_row_fake_quant:
-        checks.check(
-            ch_axis == 0,
-            "Per-channel FakeQuant in fused_moving_avg_obs_fake_quant is only supported on axis == 0",
-        )
-        if running_min.size == 0:
-            _start_per_row(x.shape[0], running_min, running_max, scale, zero_point)
-    quantize = checks.item_as_int(fake_quant_on) != 0
-    if quantize:
-        checks.check(quant_min <= quant_max, checks.RANGE)
-    if observe and x.dtype != np.float32:
-        raise RuntimeError(f"expected scalar type Float but found {checks.type_name(x.dtype)}")
-    dtype = checks.kernel_dtype(x, "fake_quantize_tensor_cachemask_kernel_type_handling")
-
-    rows = x.shape[0] if per_row_fake_quant else 1
-    if per_row_fake_quant:
-        checks.check(
-            running_min.size == rows, "dimensions of scale and zero-point are not consistent with input tensor"
-        )
-    d = dense(x)
-    shape = channel_shape(d.elements.shape, d.axis(0)) if per_row_fake_quant else (1, 1, 1, x.size)
-    y, mask = np.empty(d.elements.shape, x.dtype), np.empty(d.elements.shape, np.bool_)
-    state = [_Writable(a, t) for a, t in zip((running_min, running_max, scale, zero_point), "fffi", strict=True)]
-    _native.observe_fake_quantize(
-        d.elements, y, mask, native.MASK_BYTES, dtype, shape,
-        native.TORCH_CHANNEL if per_row_fake_quant else native.TORCH_TENSOR, quant_min, quant_max,
-        native.RANGE_TORCH_FUSED, observe, quantize, bool(symmetric_quant), float(averaging_const), 0.0,
-        *(s.array for s in state),
+    x = checks.as_tensor(input)
+    values = (
+        x, observer_on, fake_quant_on, running_min, running_max, scale, zero_point, averaging_const,
+        quant_min, quant_max, ch_axis, per_row_fake_quant, symmetric_quant,
     )  # fmt: skip
-    for s in state:
-        s.write_back()
-    return OutputAndMask(d.restore(y), d.restore(mask))
+    checks.check_types("fused_moving_avg_obs_fq_helper", values, _SIGNATURE)
+    return _fused(*values)
+
+
+def _fused(
+    x, observer_on, fake_quant_on, running_min, running_max, scale, zero_point, averaging_const,
+    quant_min, quant_max, ch_axis, per_row, symmetric,
+) -> OutputAndMask:  # fmt: skip
+    averaging_const = checks.as_float(averaging_const)
+    quant_min, quant_max, ch_axis = map(checks.as_int64, (quant_min, quant_max, ch_axis))
+    checks.check(ch_axis < x.ndim, "Error in fused_moving_avg_obs_fake_quant_cpu: ch_axis must be < self.dim()")
+    observe = checks.item_as_int(observer_on) != 0
+    if per_row:
+        checks.axis_length(x, 1)
+        # Only the observer looks at the axis. A negative one makes torch write beyond its arrays.
+        checks.check(ch_axis == 0 or (ch_axis > 0 and not observe), _AXIS_0)
+    if observe:
+        _check_observable(x, running_min, running_max, per_row)
+    quantize = checks.item_as_int(fake_quant_on) != 0
+    quant_min, quant_max = _as_int32(quant_min), _as_int32(quant_max)
+    if per_row and running_min.size == 0:
+        _start_per_row(x.shape[ch_axis], running_min, running_max, scale, zero_point)
+    if quantize:
+        _check_quantizable(x, running_min, running_max, scale, zero_point, quant_min, quant_max, ch_axis, per_row)
+    parameters = x.shape[ch_axis] if per_row else 1
+    if observe or quantize:
+        checks.check(
+            min(running_min.size, running_max.size) >= parameters,
+            "dimensions of scale and zero-point are not consistent with input tensor",
+        )
+    else:
+        return unchanged(x)
+
+    originals = (running_min, running_max, scale, zero_point) if quantize else (running_min, running_max)
+    state = [np.asarray(a, dtype, order="C") for a, dtype in zip(originals, _STATE_DTYPES, strict=False)]
+    unseen = [np.isinf(running) for running in state[:2]] if observe else ()
+    unused = () if quantize else (np.empty(parameters, np.float32), np.empty(parameters, np.int32))
+    p = placed(x)
+    y, mask = np.empty(p.elements.shape, x.dtype), np.empty(p.elements.shape, np.bool_)
+    _native.observe_fake_quantize(
+        p.elements, y, mask, native.MASK_BYTES, KERNEL_DTYPES[x.dtype],
+        channel_shape(p.elements.shape, p.axis(ch_axis)) if per_row else (1, 1, 1, x.size),
+        native.TORCH_CHANNEL if per_row else native.TORCH_TENSOR, quant_min, quant_max,
+        native.RANGE_TORCH_FUSED, observe, quantize, symmetric, averaging_const, 0.0, *state, *unused,
+    )  # fmt: skip
+    for running, new in zip(state, unseen, strict=False):
+        _sign_zeros(running, new, x, per_row)
+    for original, array in zip(originals, state, strict=True):
+        if array is not original:
+            original[...] = array.reshape(original.shape)
+    if not quantize:
+        return OutputAndMask(p.restore(y), p.restore(mask))
+    if any(a.dtype != dtype for a, dtype in zip(originals[2:], _STATE_DTYPES[2:], strict=True)):
+        # Scale or zero point were rounded to another dtype, and count as they are now.
+        if per_row:
+            return checked_forward(x, scale, zero_point, ch_axis, quant_min, quant_max)
+        on = np.ones(1, np.int64)
+        return fake_quantize_per_tensor_affine_cachemask_tensor_qparams(x, scale, zero_point, on, quant_min, quant_max)
+    if per_row:
+        # NaN has become a zero point far below every range.
+        check_zero_points(zero_point, quant_min, quant_max)
+    return OutputAndMask(p.restore(y), p.restore(mask))
+
+
+def _check_observable(x, running_min, running_max, per_row) -> None:
+    if per_row and x.shape[0] > 0 and x.size == 0:
+        raise IndexError("aminmax: Expected reduction dim 1 to have non-zero size.")
+    checks.check(
+        per_row or x.size > 0,
+        "aminmax(): cannot compute aminmax over an empty dimension as the operation has no identity.",
+    )
+    if x.dtype.kind == "c" or x.dtype in (np.uint16, np.uint32, np.uint64):
+        raise NotImplementedError(f"\"aminmax_cpu\" not implemented for '{checks.type_name(x.dtype)}'")
+    _check_float32(x, running_min, running_max)
+
+
+def _check_float32(*arrays: np.ndarray) -> None:
+    for array in arrays:
+        checks.check(
+            array.dtype == np.float32, f"expected scalar type Float but found {checks.type_name(array.dtype)}"
+        )
+
+
+def _check_quantizable(x, running_min, running_max, scale, zero_point, quant_min, quant_max, ch_axis, per_row) -> None:
+    if per_row:
+        _check_float32(running_min, running_max)
+        if running_min.size:
+            # One parameter after the other is written; the first that is missing is the one reported.
+            last = min(running_min.size - 1, *(len(np.atleast_1d(a)) for a in (scale, zero_point)))
+            checks.select(scale, last), checks.select(zero_point, last)
+        check_parameters(x, scale, zero_point, ch_axis, quant_min, quant_max)
+        checks.kernel_dtype(x, CHANNEL_KERNEL)
+        return
+    checks.item(running_min), checks.item(running_max)
+    checks.select(scale, 0), checks.select(zero_point, 0)
+    checks.check(quant_min <= quant_max, checks.RANGE)
+    checks.item(zero_point), checks.item(scale)
+    checks.kernel_dtype(x, KERNEL)
+
+
+def _as_int32(value: int) -> int:
+    """The low 32 bits: torch hands the range on as a C int."""
+    return (value + 2**31) % 2**32 - 2**31
 
 
 def _start_per_row(rows: int, running_min, running_max, scale, zero_point) -> None:
@@ -121,13 +213,26 @@ def _start_per_row(rows: int, running_min, running_max, scale, zero_point) -> No
     running_max.fill(-np.inf)
 
 
-class _Writable:
-    """A state array in the kernels' dtype, written back if that took a copy."""
+# An eight-lane minimum takes the later of two zeros, in each lane and then between lanes that are
+# 4, 2 and 1 apart. So the lane that is largest with its bits reversed wins.
+_LANE_RANK = np.array([0, 4, 2, 6, 1, 5, 3, 7])
 
-    def __init__(self, original: np.ndarray, kind: str) -> None:
-        self.original = original
-        self.array = np.asarray(original, np.float32 if kind == "f" else np.int32, order="C")
 
-    def write_back(self) -> None:
-        if self.array is not self.original:
-            self.original[...] = self.array
+def _sign_zeros(running: np.ndarray, unseen: np.ndarray, x: np.ndarray, per_row: bool) -> None:
+    """Where the first value seen is a zero, gives it the sign it has in torch.
+
+    With both signs in the data either is right; torch's own choice for more than 32768 elements
+    depends on its number of threads, and this is the one of a single thread. Later steps of the
+    moving average lose the sign.
+    """
+    running = running.reshape(-1)
+    for i in np.flatnonzero(unseen.reshape(-1) & (running == 0)):
+        values = (x[i] if per_row else x).reshape(-1)
+        zeros = np.flatnonzero(values == 0)
+        if per_row:
+            decides = zeros[0]
+        elif values.size < 8:
+            decides = zeros[-1]
+        else:
+            decides = zeros[np.argmax(_LANE_RANK[zeros % 8] * values.size + zeros)]
+        running[i] = values[decides]

@@ -17,15 +17,22 @@ from typing import NamedTuple
 import numpy as np
 
 from fakequant import native
+from fakequant.arrays import BFLOAT16, KERNEL_DTYPES
 from fakequant.aten import checks, forward
-from fakequant.aten.per_channel import check_axis, fake_quantize_per_channel_affine
-from fakequant.aten.per_tensor import fake_quantize_per_tensor_affine
-from fakequant.layout import channel_shape, dense
+from fakequant.aten.forward import placed
+from fakequant.aten.per_channel import AXIS, check_lengths, check_zero_points, checked_forward
+from fakequant.aten.per_tensor import KERNEL, checked_numbers
+from fakequant.layout import channel_shape
 from fakequant.native import _native
 
 _RANGE_WITH_ZERO = (
     "`quant_min` should be less than or         equal to `quant_max`, and the quantization range should include 0."
 )
+_TENSORS = (("Tensor", "input"), ("Tensor", "scale"), ("Tensor", "zero_point"))
+_NUMBERS = (("int", "quant_min"), ("int", "quant_max"), ("float", "grad_factor"))
+_PER_TENSOR = (*_TENSORS, *_NUMBERS)
+_PER_CHANNEL = (*_TENSORS, ("int", "axis"), *_NUMBERS)
+_GRAD = ("Tensor", "grad")
 
 
 class LearnableGradients(NamedTuple):
@@ -36,20 +43,13 @@ class LearnableGradients(NamedTuple):
     dzero_point: np.ndarray
 
 
-def _first(x: np.ndarray) -> float:
-    """`x[0]` as a float32 value."""
-    if x.ndim == 0:
-        raise IndexError("select() cannot be applied to a 0-dim tensor.")
-    if x.shape[0] == 0:
-        raise IndexError(f"select(): index 0 out of range for tensor of size {list(x.shape)} at dimension 0")
-    return checks.item_as_float(x[0:1] if x.ndim == 1 else x[0])
-
-
 def _clamped_zero_point(z: np.float32, quant_min: int, quant_max: int) -> int:
-    """float32 clamp, then the conversion to int64; NaN stays out of every range."""
-    if np.isnan(z):
-        return -(2**63)
-    return int(min(max(z, np.float32(quant_min)), np.float32(quant_max)))
+    """Clamped in float32, then as x86 converts to int64: what does not fit becomes the smallest int64."""
+    # Not np.clip, which rounds the bounds to double first. NaN passes both comparisons.
+    low, high = np.int64([quant_min, quant_max]).astype(np.float32)
+    z = low if z < low else z
+    z = high if high < z else z
+    return int(z) if -(2.0**63) <= z < 2.0**63 else -(2**63)
 
 
 def fake_quantize_learnable_per_tensor_affine(
@@ -68,10 +68,14 @@ def fake_quantize_learnable_per_tensor_affine(
     >>> fake_quantize_learnable_per_tensor_affine(x, s, z, -8, 7)
     array([0.3, 0.7], dtype=float32)
     """
+    x = checks.as_tensor(input)
+    values = (x, scale, zero_point, quant_min, quant_max, grad_factor)
+    checks.check_types("fake_quantize_learnable_per_tensor_affine", values, _PER_TENSOR)
     quant_min, quant_max = checks.as_int64(quant_min), checks.as_int64(quant_max)
-    scale_value = _first(np.asarray(scale))
-    z = _clamped_zero_point(np.rint(np.float32(_first(np.asarray(zero_point)))), quant_min, quant_max)
-    return fake_quantize_per_tensor_affine(input, scale_value, z, quant_min, quant_max)
+    scale_value = checks.item_as_float(checks.select(scale, 0))
+    z = np.rint(np.float32(checks.item_as_float(checks.select(zero_point, 0))))
+    numbers = checked_numbers(scale_value, _clamped_zero_point(z, quant_min, quant_max), quant_min, quant_max)
+    return forward.per_tensor_value(x, checks.kernel_dtype(x, KERNEL), *numbers)
 
 
 def fake_quantize_learnable_per_tensor_affine_backward(
@@ -91,20 +95,26 @@ def fake_quantize_learnable_per_tensor_affine_backward(
     >>> fake_quantize_learnable_per_tensor_affine_backward(np.float32([2.0]), x, s, z, -8, 7).dscale
     array([14.], dtype=float32)
     """
+    x, dy = checks.as_tensor(input), checks.as_tensor(grad)
+    values = (dy, x, scale, zero_point, quant_min, quant_max, grad_factor)
+    checks.check_types("fake_quantize_learnable_per_tensor_affine_backward", values, (_GRAD, *_PER_TENSOR))
     quant_min, quant_max = checks.as_int64(quant_min), checks.as_int64(quant_max)
-    x, dy = np.asarray(input), np.asarray(grad)
-    scale_value = _first(np.asarray(scale))
-    z = np.float32(_first(np.asarray(zero_point))) + np.float32(0.5)
+    scale_value = checks.item_as_float(checks.select(scale, 0))
+    z = np.float32(checks.item_as_float(checks.select(zero_point, 0))) + np.float32(0.5)
     z = _clamped_zero_point(z, quant_min, quant_max)
+    _check_floats(dy, x, scale, zero_point)
     checks.check(x.size == dy.size, "`X` and `dY` are not the same size")
     checks.check(quant_min <= 0 <= quant_max, _RANGE_WITH_ZERO)
     checks.check(quant_min <= z <= quant_max, checks.ZERO_POINT)
     if x.size == 0:
         return LearnableGradients(x, np.zeros(1, np.float32), np.zeros(1, np.float32))
-    x, dy = _broadcast(x, dy)
-    scales, zeros = np.float32([scale_value]), np.array([z], np.int64)
-    dx, dscale, dzero_point = _backward(dy, x, None, scales, zeros, quant_min, quant_max, grad_factor)
-    return LearnableGradients(dx, dscale.reshape(1), dzero_point.reshape(1))
+    shape = x.shape
+    x, dy = checks.broadcast(x, dy)
+    checks.check(
+        x.shape == shape, f"output with shape {list(shape)} doesn't match the broadcast shape {list(x.shape)}"
+    )
+    scales, zeros = np.float32([scale_value]), np.int64([z])
+    return LearnableGradients(*_backward(dy, x, None, scales, zeros, quant_min, quant_max, grad_factor))
 
 
 def fake_quantize_learnable_per_channel_affine(
@@ -123,11 +133,12 @@ def fake_quantize_learnable_per_channel_affine(
     array([[0.3],
            [0. ]], dtype=float32)
     """
-    quant_min, quant_max = checks.as_int64(quant_min), checks.as_int64(quant_max)
-    zeros = _rounded_per_channel(np.asarray(zero_point), quant_min, quant_max)
-    return fake_quantize_per_channel_affine(
-        input, np.asarray(scale), _to_int32(zeros), axis, quant_min, quant_max
-    )
+    x = checks.as_tensor(input)
+    values = (x, scale, zero_point, axis, quant_min, quant_max, grad_factor)
+    checks.check_types("fake_quantize_learnable_per_channel_affine", values, _PER_CHANNEL)
+    axis, quant_min, quant_max = map(checks.as_int64, (axis, quant_min, quant_max))
+    zeros = _to_int32(_rounded_per_channel(zero_point, quant_min, quant_max))
+    return checked_forward(x, scale, zeros, axis, quant_min, quant_max).output
 
 
 def fake_quantize_learnable_per_channel_affine_backward(
@@ -149,79 +160,73 @@ def fake_quantize_learnable_per_channel_affine_backward(
     array([[0.],
            [1.]], dtype=float32)
     """
+    x, dy = checks.as_tensor(input), checks.as_tensor(grad)
+    values = (dy, x, scale, zero_point, axis, quant_min, quant_max, grad_factor)
+    checks.check_types("fake_quantize_learnable_per_channel_affine_backward", values, (_GRAD, *_PER_CHANNEL))
     axis, quant_min, quant_max = map(checks.as_int64, (axis, quant_min, quant_max))
-    x, dy = np.asarray(input), np.asarray(grad)
-    scale, zero_point = np.asarray(scale), np.asarray(zero_point)
+    wide = zero_point.astype(np.float32) if x.dtype == BFLOAT16 else zero_point
+    zeros = _rounded_per_channel(wide, quant_min, quant_max)
+    _check_floats(dy, x, scale, zero_point)
     checks.check(x.shape == dy.shape, "`X` and `dY` are not the same size")
     checks.check(quant_min <= 0 <= quant_max, "Expecting `quant_min` <= 0 and `quant_max` >= 0")
-    checks.check(scale.ndim == 1, "scale should be a 1-D tensor")
-    checks.check(zero_point.ndim == 1, "zero point should be a 1-D tensor")
-    checks.check(scale.size == zero_point.size, "scale and zero-point need to have the same dimensions")
-    check_axis(x, axis)
-    checks.check(
-        scale.size == x.shape[axis], "dimensions of scale and zero-point are not consistent with input tensor"
-    )
-    rounded = _rounded_per_channel(zero_point.astype(np.float32), quant_min, quant_max)
-    if np.isnan(rounded).any():
+    check_lengths(x, scale, zero_point, axis)
+    if np.isnan(zeros).any() or (np.abs(zeros) >= 2.0**63).any():
         raise RuntimeError("value cannot be converted to type int64_t without overflow")
-    checks.check(0 <= axis <= x.ndim, "`axis` must be between 0 and number of dimensions of input")
+    check_zero_points(zeros.astype(np.int64), quant_min, quant_max)
+    checks.check(axis >= 0, AXIS)
     if x.size == 0:
         return LearnableGradients(x, np.zeros(scale.shape, np.float32), np.zeros(scale.shape, np.float32))
-    dx, dscale, dzero_point = _backward(
-        dy, x, axis, scale.astype(np.float32), rounded.astype(np.int64), quant_min, quant_max, grad_factor
-    )
-    return LearnableGradients(dx, dscale, dzero_point)
+    zeros = zeros.astype(np.float32)
+    gradients = _backward(dy, x, axis, scale.astype(np.float32), zeros, quant_min, quant_max, grad_factor)
+    return LearnableGradients(*gradients)
+
+
+def _check_floats(dy: np.ndarray, x: np.ndarray, scale: np.ndarray, zero_point: np.ndarray) -> None:
+    """torch takes float32, and bfloat16 data; there is no reason to refuse other floats, so this does not."""
+    for name, array in (("dY", dy), ("X", x), ("scale", scale), ("zero_point", zero_point)):
+        checks.expect(array.dtype in KERNEL_DTYPES, f"{name}_.scalar_type() == ScalarType::Float")
 
 
 def _rounded_per_channel(zero_point: np.ndarray, quant_min: int, quant_max: int) -> np.ndarray:
-    """`zero_point.round().clamp(quant_min, quant_max)`, in the zero point's own dtype."""
-    if zero_point.dtype.kind in "iub":
-        return np.clip(zero_point, quant_min, quant_max)
-    wide = np.rint(zero_point.astype(np.float32) if zero_point.dtype.itemsize < 8 else zero_point)
-    return np.clip(wide, wide.dtype.type(quant_min), wide.dtype.type(quant_max))
+    """`zero_point.round().clamp(quant_min, quant_max)`, in float32, float64 or int64."""
+    dtype = zero_point.dtype
+    if dtype.kind in "bc":
+        raise NotImplementedError(f"\"round_vml_cpu\" not implemented for '{checks.type_name(dtype)}'")
+    if dtype.kind in "iu":
+        return np.clip(zero_point.astype(np.int64), quant_min, quant_max)
+    wide = np.float64 if dtype == np.float64 else np.float32
+    return np.clip(np.rint(zero_point.astype(wide)), *np.int64([quant_min, quant_max]).astype(wide))
 
 
 def _to_int32(z: np.ndarray) -> np.ndarray:
     """As x86 converts: what does not fit, NaN included, becomes the smallest int32."""
-    if z.dtype.kind in "iub":
+    if z.dtype.kind == "i":
         return z.astype(np.int32)
     fits = (z >= -(2.0**31)) & (z < 2.0**31)
     return np.where(fits, z, -(2.0**31)).astype(np.int32)
 
 
-def _broadcast(x: np.ndarray, dy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    if x.shape == dy.shape:
-        return x, dy
-    for back, (a, b) in enumerate(zip(reversed(x.shape), reversed(dy.shape), strict=False), start=1):
-        if a != b and 1 not in (a, b):
-            axis = max(x.ndim, dy.ndim) - back
-            raise RuntimeError(
-                f"The size of tensor a ({a}) must match the size of tensor b ({b}) at non-singleton dimension {axis}"
-            )
-    x, dy = np.broadcast_arrays(x, dy)
-    return x, dy
-
-
 def _backward(dy, x, axis, scales, zeros, quant_min, quant_max, grad_factor):
-    dtype = checks.kernel_dtype(x, "fake_quantize_learnable_backward")
+    dtype = KERNEL_DTYPES[x.dtype]
     dx_dtype = native.F64 if dtype == native.F64 else native.F32
+    wide = np.float64 if dtype == native.F64 else np.float32
     if dy.dtype != x.dtype:
         # Nothing is lost by computing in float32 what arrives in 16 bits.
-        wide = np.float64 if dtype == native.F64 else np.float32
         x, dy, dtype = x.astype(wide), dy.astype(wide), dx_dtype
-    d = dense(x)
-    order = d.order if d.order is not None else range(x.ndim)
-    dy = np.asarray(dy.transpose(tuple(order)), order="C")
-    shape = (1, 1, 1, x.size) if axis is None else channel_shape(d.elements.shape, d.axis(axis))
-    dx = np.empty(d.elements.shape, np.float64 if dx_dtype == native.F64 else np.float32)
+    p = placed(x)
+    dy = np.asarray(dy.transpose(p.order or range(x.ndim)), order="C")
+    shape = (1, 1, 1, x.size) if axis is None else channel_shape(p.elements.shape, p.axis(axis))
+    dx = np.empty(p.elements.shape, wide)
     sums = np.empty((2, scales.size), np.float64)
-    fits = bool((np.abs(zeros) < 2**31).all())
+    kind = native.ZERO_F32 if zeros.dtype == np.float32 else native.ZERO_I64
+    if kind == native.ZERO_I64 and (np.abs(zeros) < 2**31).all():
+        zeros, kind = zeros.astype(np.int32), native.ZERO_I32
     _native.learned_backward(
-        dy, d.elements, dx, dtype, dx_dtype, shape,
-        native.TORCH_TENSOR, scales, False, zeros.astype(np.int32) if fits else zeros,
-        native.ZERO_I32 if fits else native.ZERO_I64, quant_min, quant_max, float(grad_factor), sums[0], sums[1],
+        dy, p.elements, dx, dtype, dx_dtype, shape, native.TORCH_TENSOR, scales, False, zeros, kind,
+        quant_min, quant_max, checks.as_float(grad_factor), sums[0], sums[1],
     )  # fmt: skip
     if axis is not None and x.ndim == 1:
         sums = sums.sum(axis=1)
-    dscale, dzero_point = sums.astype(np.float32)
-    return d.restore(dx), np.asarray(dscale), np.asarray(dzero_point)
+    with np.errstate(over="ignore"):
+        dscale, dzero_point = sums.astype(np.float32)
+    return p.restore(dx), np.asarray(dscale), np.asarray(dzero_point)

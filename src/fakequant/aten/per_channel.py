@@ -11,12 +11,13 @@ smallest int64, so all of them, +inf included, end at quant_min.
 
 import numpy as np
 
+from fakequant.arrays import BFLOAT16
 from fakequant.aten import checks, forward
 from fakequant.aten.forward import OutputAndMask
 from fakequant.aten.per_tensor import masked_backward
-from fakequant.arrays import BFLOAT16
 
-_KERNEL = "fake_quantize_channel_cachemask_cpu_type_handling"
+AXIS = "`axis` must be between 0 and number of dimensions of input"
+KERNEL = "fake_quantize_channel_cachemask_cpu_type_handling"
 _SIGNATURE = (
     ("Tensor", "input"),
     ("Tensor", "scale"),
@@ -27,7 +28,8 @@ _SIGNATURE = (
 )
 
 
-def _check(x, scale, zero_point, axis, quant_min, quant_max) -> None:
+def check_parameters(x, scale, zero_point, axis, quant_min, quant_max) -> None:
+    """Everything but the values of the zero points."""
     checks.check(
         scale.dtype in (np.float32, BFLOAT16),
         f"Scale must be Float or BFloat16, found {checks.type_name(scale.dtype)}",
@@ -36,31 +38,28 @@ def _check(x, scale, zero_point, axis, quant_min, quant_max) -> None:
         zero_point.dtype in (np.int32, np.float32, np.float16),
         f"Zero-point must be Int32, Float or Half, found {checks.type_name(zero_point.dtype)}",
     )
+    check_lengths(x, scale, zero_point, axis)
+    checks.check(quant_min <= quant_max, checks.RANGE)
+
+
+def check_lengths(x, scale, zero_point, axis) -> None:
     checks.check(scale.ndim == 1, "scale should be a 1-D tensor")
     checks.check(zero_point.ndim == 1, "zero point should be a 1-D tensor")
     checks.check(scale.size == zero_point.size, "scale and zero-point need to have the same dimensions")
-    check_axis(x, axis)
     checks.check(
-        scale.size == x.shape[axis], "dimensions of scale and zero-point are not consistent with input tensor"
+        scale.size == checks.axis_length(x, axis),
+        "dimensions of scale and zero-point are not consistent with input tensor",
     )
-    checks.check(quant_min <= quant_max, checks.RANGE)
-    if zero_point.dtype == np.int32:
-        checks.check(
-            zero_point.size > 0,
-            "min(): Expected reduction dim to be specified for input.numel() == 0. "
-            "Specify the reduction dim with the 'dim' argument.",
-        )
-        checks.check(quant_min <= zero_point.min() and zero_point.max() <= quant_max, checks.ZERO_POINT)
-    checks.check(0 <= axis <= x.ndim, "`axis` must be between 0 and number of dimensions of input")
 
 
-def check_axis(x: np.ndarray, axis: int) -> None:
-    """torch's error for an axis that `x` does not have. Negative axes pass here and are refused later."""
-    if x.ndim == 0 and axis in (-1, 0):
-        raise IndexError(f"Dimension specified as {axis} but tensor has no dimensions")
-    if not -x.ndim <= axis < x.ndim:
-        low, high = min(-x.ndim, -1), max(x.ndim - 1, 0)
-        raise IndexError(f"Dimension out of range (expected to be in range of [{low}, {high}], but got {axis})")
+def check_zero_points(zero_point, quant_min, quant_max) -> None:
+    """Only integers have to be inside the range."""
+    checks.check(
+        zero_point.size > 0,
+        "min(): Expected reduction dim to be specified for input.numel() == 0. "
+        "Specify the reduction dim with the 'dim' argument.",
+    )
+    checks.check(quant_min <= zero_point.min() and zero_point.max() <= quant_max, checks.ZERO_POINT)
 
 
 def fake_quantize_per_channel_affine(
@@ -87,10 +86,17 @@ def fake_quantize_per_channel_affine_cachemask(
     """
     x = checks.as_tensor(input)
     values = (x, scale, zero_point, axis, quant_min, quant_max)
-    checks.choose_signature("fake_quantize_per_channel_affine", values, (_SIGNATURE,))
+    checks.check_types("fake_quantize_per_channel_affine", values, _SIGNATURE)
     axis, quant_min, quant_max = map(checks.as_int64, (axis, quant_min, quant_max))
-    _check(x, scale, zero_point, axis, quant_min, quant_max)
-    dtype = checks.kernel_dtype(x, _KERNEL)
+    return checked_forward(x, scale, zero_point, axis, quant_min, quant_max)
+
+
+def checked_forward(x, scale, zero_point, axis, quant_min, quant_max) -> OutputAndMask:
+    check_parameters(x, scale, zero_point, axis, quant_min, quant_max)
+    if zero_point.dtype == np.int32:
+        check_zero_points(zero_point, quant_min, quant_max)
+    checks.check(axis >= 0, AXIS)
+    dtype = checks.kernel_dtype(x, KERNEL)
     return forward.per_channel(x, dtype, scale, zero_point, axis, quant_min, quant_max)
 
 
@@ -100,4 +106,4 @@ def fake_quantize_per_channel_affine_cachemask_backward(grad: np.ndarray, mask: 
     >>> fake_quantize_per_channel_affine_cachemask_backward(np.float32([2, 3]), np.array([True, False]))
     array([2., 0.], dtype=float32)
     """
-    return masked_backward(grad, mask)
+    return masked_backward("fake_quantize_per_channel_affine_cachemask_backward", grad, mask)

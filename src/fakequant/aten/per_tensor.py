@@ -9,10 +9,11 @@
 
 import numpy as np
 
+from fakequant.arrays import KERNEL_DTYPES
 from fakequant.aten import checks, forward
 from fakequant.aten.forward import OutputAndMask
 
-_KERNEL = "fake_quantize_tensor_cachemask_kernel_type_handling"
+KERNEL = "fake_quantize_tensor_cachemask_kernel_type_handling"
 _TENSORS = (
     ("Tensor", "input"),
     ("Tensor", "scale"),
@@ -23,17 +24,18 @@ _TENSORS = (
 _NUMBERS = (("Tensor", "input"), ("float", "scale"), ("int", "zero_point"), ("int", "quant_min"), ("int", "quant_max"))
 
 
-def _checked_numbers(scale, zero_point, quant_min, quant_max):
+def checked_numbers(scale, zero_point, quant_min, quant_max):
     quant_min, quant_max, zero_point = map(checks.as_int64, (quant_min, quant_max, zero_point))
     checks.check(quant_min <= quant_max, checks.RANGE)
     checks.check(quant_min <= zero_point <= quant_max, checks.ZERO_POINT)
-    return float(scale), zero_point, quant_min, quant_max
+    return checks.as_float(scale), zero_point, quant_min, quant_max
 
 
 def _checked_tensors(scale, zero_point, quant_min, quant_max):
     quant_min, quant_max = checks.as_int64(quant_min), checks.as_int64(quant_max)
     checks.check(quant_min <= quant_max, checks.RANGE)
-    return checks.item_as_float(scale), checks.item_as_int(zero_point), quant_min, quant_max
+    zero_point = checks.item_as_int(zero_point)
+    return checks.item_as_float(scale), zero_point, quant_min, quant_max
 
 
 def fake_quantize_per_tensor_affine(
@@ -49,8 +51,8 @@ def fake_quantize_per_tensor_affine(
     x = checks.as_tensor(input)
     values = (x, scale, zero_point, quant_min, quant_max)
     tensors = checks.choose_signature("fake_quantize_per_tensor_affine", values, (_TENSORS, _NUMBERS)) == 0
-    numbers = (_checked_tensors if tensors else _checked_numbers)(scale, zero_point, quant_min, quant_max)
-    return forward.per_tensor_value(x, checks.kernel_dtype(x, _KERNEL), *numbers)
+    numbers = (_checked_tensors if tensors else checked_numbers)(scale, zero_point, quant_min, quant_max)
+    return forward.per_tensor_value(x, checks.kernel_dtype(x, KERNEL), *numbers)
 
 
 def fake_quantize_per_tensor_affine_cachemask(
@@ -64,9 +66,9 @@ def fake_quantize_per_tensor_affine_cachemask(
     """
     x = checks.as_tensor(input)
     values = (x, scale, zero_point, quant_min, quant_max)
-    checks.choose_signature("fake_quantize_per_tensor_affine_cachemask", values, (_NUMBERS,))
-    numbers = _checked_numbers(scale, zero_point, quant_min, quant_max)
-    return forward.per_tensor(x, checks.kernel_dtype(x, _KERNEL), *numbers)
+    checks.check_types("fake_quantize_per_tensor_affine_cachemask", values, _NUMBERS)
+    numbers = checked_numbers(scale, zero_point, quant_min, quant_max)
+    return forward.per_tensor(x, checks.kernel_dtype(x, KERNEL), *numbers)
 
 
 def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
@@ -89,10 +91,10 @@ def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
     x = checks.as_tensor(input)
     values = (x, scale, zero_point, fake_quant_enabled, quant_min, quant_max)
     signature = (*_TENSORS[:3], ("Tensor", "fake_quant_enabled"), *_TENSORS[3:])
-    checks.choose_signature("fake_quantize_per_tensor_affine_cachemask_tensor_qparams", values, (signature,))
+    checks.check_types("fake_quantize_per_tensor_affine_cachemask_tensor_qparams", values, signature)
     scale, zero_point, quant_min, quant_max = _checked_tensors(scale, zero_point, quant_min, quant_max)
     enabled = checks.item_as_int(fake_quant_enabled)
-    dtype = checks.kernel_dtype(x, _KERNEL)
+    dtype = checks.kernel_dtype(x, KERNEL)
     if not enabled:
         return forward.unchanged(x)
     return forward.per_tensor(x, dtype, scale, zero_point, quant_min, quant_max)
@@ -106,22 +108,19 @@ def fake_quantize_per_tensor_affine_cachemask_backward(grad: np.ndarray, mask: n
     >>> fake_quantize_per_tensor_affine_cachemask_backward(np.float32([2, -2]), np.array([True, False]))
     array([ 2., -0.], dtype=float32)
     """
-    return masked_backward(grad, mask)
+    return masked_backward("fake_quantize_per_tensor_affine_cachemask_backward", grad, mask)
 
 
-def masked_backward(grad: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def masked_backward(function: str, grad: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """`grad * mask` after torch's checks, which compare the sizes, not the shapes."""
     grad, mask = checks.as_tensor(grad), checks.as_tensor(mask)
-    checks.check(
-        mask.dtype == np.bool_,
-        "Expected mask.scalar_type() == ScalarType::Bool to be true, but got false.  "
-        "(Could this error message be improved?  If so, please report an enhancement request to PyTorch.)",
-    )
+    checks.check_types(function, (grad, mask), (("Tensor", "grad"), ("Tensor", "mask")))
+    checks.expect(mask.dtype == np.bool_, "mask.scalar_type() == ScalarType::Bool")
     checks.check(
         mask.size == grad.size,
         f"`mask` and `dY` are not the same size: `mask` is size {mask.size} and `dY` is size {grad.size}",
     )
     if grad.size == 0:
         return grad
-    if mask.shape != grad.shape:
-        grad, mask = np.broadcast_arrays(grad, mask)
-    return forward.masked_gradient(grad, mask, checks.kernel_dtype(grad, "mul_cpu"))
+    grad, mask = checks.broadcast(grad, mask)
+    return forward.masked_gradient(grad, mask, KERNEL_DTYPES.get(grad.dtype))

@@ -1,0 +1,317 @@
+"""Every function with a torch name returns torch's bits: values, masks, gradients and state.
+
+Each test runs on every instruction set of this machine, with one and with two threads. Torch's
+answers do not depend on that, so they are computed once.
+"""
+
+import functools
+import warnings
+
+import numpy as np
+import pytest
+
+import fakequant
+from fakequant import _native, reference
+from fakequant.testing import cases
+from fakequant.testing.assertions import assert_same_bits
+
+torch = pytest.importorskip("torch")
+if not torch.__version__.startswith("2.13."):
+    pytest.skip("the contract is torch 2.13's", allow_module_level=True)
+
+aten = torch.ops.aten
+F32, F64, BF16, F16 = cases.DTYPES.values()
+each_dtype = pytest.mark.parametrize("dtype", cases.DTYPES.values(), ids=cases.DTYPES)
+INT32 = (-(2**31), 2**31 - 1)
+ALL_SCALES = cases.SCALES + cases.EXTREME_SCALES + cases.BROKEN_SCALES
+# Around the vector widths and their tails, the blocks of work, and the size from which on threads are used.
+LENGTHS = [*range(71), *(n + d for n in (4096, 32768, 65536) for d in (-1, 0, 1, 63))]
+
+
+@pytest.fixture(
+    autouse=True,
+    params=[(target, n) for target in _native.supported_targets() for n in (1, 2)],
+    ids=lambda p: f"{p[0]}-{p[1]}",
+)
+def machine(request):
+    target, threads = _native.target(), fakequant.get_num_threads()
+    assert _native.select_target(request.param[0])
+    fakequant.set_num_threads(request.param[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # numpy's: overflow and NaN are results here
+        yield
+    fakequant.set_num_threads(threads)
+    assert _native.select_target(target)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def torch_with_one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def to_torch(a):
+    a = np.array(a, order="C")
+    return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16) if a.dtype == BF16 else torch.from_numpy(a)
+
+
+def to_numpy(t):
+    return t.view(torch.int16).numpy().view(BF16) if t.dtype == torch.bfloat16 else t.numpy()
+
+
+def assert_same(expected, actual, *what):
+    """`expected` are torch's tensors, `actual` our arrays; single ones or tuples of them."""
+    if isinstance(actual, np.ndarray):
+        expected, actual = (expected,), (actual,)
+    for i, (e, a) in enumerate(zip(expected, actual, strict=True)):
+        assert_same_bits(to_numpy(e), a, f"result {i}", *what)
+
+
+def one(value, dtype=np.float32):
+    with np.errstate(all="ignore"):
+        return np.array([value]).astype(dtype)
+
+
+def zero_points(qmin, qmax):
+    """Both ends, the middle, and the values next to zero that fit."""
+    return sorted({qmin, qmax, (qmin + qmax) // 2, *(min(max(z, qmin), qmax) for z in (0, 3))})
+
+
+def grids():
+    """Every scale on a few ranges, a few scales on every range."""
+    for qmin, qmax in (cases.INT8, cases.UINT8, (5, 5), INT32):
+        for scale in ALL_SCALES:
+            yield from ((scale, z, qmin, qmax) for z in zero_points(qmin, qmax))
+    for i, (qmin, qmax) in enumerate([*cases.ranges(), *cases.INT64_RANGES]):
+        for scale in (0.1, cases.SCALES[i % len(cases.SCALES)]):
+            yield from ((scale, z, qmin, qmax) for z in zero_points(qmin, qmax))
+
+
+GRIDS = list(grids())
+
+
+def mixed(size, dtype, seed=0):
+    """`size` adversarial values for the scales 0.1 and 1/3 and the range int8."""
+    pool = np.concatenate([cases.values(s, z, *cases.INT8, dtype) for s in (0.1, 1 / 3) for z in (0, 3)])
+    return np.random.default_rng(seed).choice(pool, size)
+
+
+# --- forward and mask -------------------------------------------------------------------
+
+
+@functools.cache
+def torch_per_tensor(dtype):
+    def run(grid):
+        x = cases.values(*grid, dtype)
+        scale, *integers = grid
+        return grid, x, aten.fake_quantize_per_tensor_affine_cachemask(to_torch(x), float(scale), *integers)
+
+    return [run(grid) for grid in GRIDS]
+
+
+@each_dtype
+def test_per_tensor_equals_torch_on_every_scale_and_range(dtype):
+    for grid, x, expected in torch_per_tensor(dtype):
+        assert_same(expected, fakequant.fake_quantize_per_tensor_affine_cachemask(x, *grid), grid)
+        assert_same(expected[0], fakequant.fake_quantize_per_tensor_affine(x, *grid), grid)
+
+
+@each_dtype
+def test_array_parameters_allow_any_zero_point(dtype):
+    op = torch._fake_quantize_per_tensor_affine_cachemask_tensor_qparams
+    for z in (-(2**31), -500, -1, 300, 2**24 + 1, 2**31 - 1):
+        for scale in (0.1, -0.1, 0.0, np.inf, np.nan, 1e-45):
+            for qmin, qmax in (cases.INT8, cases.UINT8, (5, 5)):
+                x = cases.values(scale, 0, qmin, qmax, dtype)
+                arrays = x, one(scale), one(z, np.int64), one((z + qmin) % 2, np.int64)
+                actual = fakequant.fake_quantize_per_tensor_affine_cachemask_tensor_qparams(*arrays, qmin, qmax)
+                assert_same(op(*map(to_torch, arrays), qmin, qmax), actual, scale, z, qmin, qmax)
+
+
+@pytest.mark.parametrize("kind", ["float64", "float16", "int32", "uint8", "bool", "bfloat16"])
+def test_array_parameters_may_have_any_dtype_and_shape(kind):
+    x = mixed(300, F32)
+    kind = cases.DTYPES.get(kind, np.dtype(kind))
+    for s, z in ((1, 0), (1, 1), (0.7, 1.9)):
+        scale, zero_point = one(s, kind), one(z, kind).reshape(1, 1)
+        expected = torch.fake_quantize_per_tensor_affine(to_torch(x), to_torch(scale), to_torch(zero_point), -8, 7)
+        assert_same(expected, fakequant.fake_quantize_per_tensor_affine(x, scale, zero_point, -8, 7), s, z)
+        # One number and one 0-d array: whichever of the two signatures fits.
+        expected = torch.fake_quantize_per_tensor_affine(to_torch(x), to_torch(scale[0]), 1, -8, 7)
+        assert_same(expected, fakequant.fake_quantize_per_tensor_affine(x, scale[0:1].reshape(()), 1, -8, 7), s)
+
+
+@functools.cache
+def torch_per_channel(dtype, zero_dtype):
+    def run(i, grid):
+        scale, z, qmin, qmax = grid
+        x = cases.values(*grid, dtype)[None]
+        fraction = 0 if zero_dtype == np.int32 else (0, 0.25, 0.5, -0.3)[i % 4]
+        arguments = x, one(scale), one(z + fraction, zero_dtype)
+        return arguments, (0, qmin, qmax), aten.fake_quantize_per_channel_affine_cachemask(
+            *map(to_torch, arguments), 0, qmin, qmax
+        )
+
+    fits = [g for g in GRIDS if zero_dtype != np.int32 or INT32[0] <= g[1] <= INT32[1]]
+    return [run(i, grid) for i, grid in enumerate(fits)]
+
+
+@pytest.mark.parametrize("zero_dtype", [np.int32, np.float32, np.float16])
+@each_dtype
+def test_per_channel_equals_torch_on_every_scale_and_range(dtype, zero_dtype):
+    for arrays, integers, expected in torch_per_channel(dtype, zero_dtype):
+        actual = fakequant.fake_quantize_per_channel_affine_cachemask(*arrays, *integers)
+        assert_same(expected, actual, *arrays[1:], *integers)
+
+
+@each_dtype
+def test_per_channel_equals_torch_with_special_float_zero_points(dtype):
+    z = np.float32([np.nan, np.inf, -np.inf, 1e30, -1e30, 1e-45, -0.0, 0.49999997, 2**31])
+    for scale in (0.1, np.nan, np.inf, 0.0, -1e-45):
+        x = np.stack([cases.values(scale, 0, -8, 7, dtype)] * len(z))
+        for zero_dtype in (np.float32, np.float16):
+            arrays = x, np.full(len(z), scale, np.float32), z.astype(zero_dtype)
+            expected = aten.fake_quantize_per_channel_affine_cachemask(*map(to_torch, arrays), 0, -8, 7)
+            assert_same(expected, fakequant.fake_quantize_per_channel_affine_cachemask(*arrays, 0, -8, 7))
+
+
+@pytest.mark.parametrize("zero_dtype", [np.int32, np.float32, np.float16])
+@each_dtype
+def test_per_channel_equals_torch_on_every_axis_and_block_size(dtype, zero_dtype):
+    rng = np.random.default_rng(1)
+    shapes = [(6, 5, 12), (3, 70, 1), (40, 1, 3), (7, 33), (1, 1), (2, 3, 2, 5, 2), (0, 3), (64,), (5, 4099)]
+    for shape in shapes:
+        x = mixed(shape, dtype)
+        for axis, count in enumerate(shape):
+            z = rng.integers(-8, 8, count).astype(zero_dtype)
+            if zero_dtype != np.int32:
+                z += rng.choice([0, 0.5, 0.3], count).astype(zero_dtype)
+            elif count == 0:
+                continue
+            arrays = x, rng.choice(np.float32([0.1, 1 / 3, 0.02, -0.5, 7.0, 0, np.nan]), count), z
+            expected = aten.fake_quantize_per_channel_affine_cachemask(*map(to_torch, arrays), axis, -8, 7)
+            actual = fakequant.fake_quantize_per_channel_affine_cachemask(*arrays, axis, -8, 7)
+            assert_same(expected, actual, shape, axis)
+            assert_same(expected[0], fakequant.fake_quantize_per_channel_affine(*arrays, axis, -8, 7))
+
+
+@each_dtype
+def test_all_lengths_equal_torch(dtype):
+    everything = mixed(max(LENGTHS), dtype)
+    gradients = cases.gradients(max(LENGTHS), dtype)
+    for n in LENGTHS:
+        x, dy = everything[:n], gradients[:n]
+        y, mask = expected = aten.fake_quantize_per_tensor_affine_cachemask(to_torch(x), 0.1, 3, *cases.INT8)
+        assert_same(expected, fakequant.fake_quantize_per_tensor_affine_cachemask(x, 0.1, 3, *cases.INT8), n)
+        assert_same(y, fakequant.fake_quantize_per_tensor_affine(x, 0.1, 3, *cases.INT8), n)
+        expected = aten.fake_quantize_per_tensor_affine_cachemask_backward(to_torch(dy), mask)
+        assert_same(expected, fakequant.fake_quantize_per_tensor_affine_cachemask_backward(dy, mask.numpy()), n)
+        arrays = x[None], one(1 / 3), one(0, np.int32)
+        expected = aten.fake_quantize_per_channel_affine_cachemask(*map(to_torch, arrays), 0, *cases.INT8)
+        actual = fakequant.fake_quantize_per_channel_affine_cachemask(*arrays, 0, *cases.INT8)
+        assert_same(expected, actual, n)
+        assert_same(
+            aten.fake_quantize_per_channel_affine_cachemask_backward(to_torch(dy[None]), expected[1]),
+            fakequant.fake_quantize_per_channel_affine_cachemask_backward(dy[None], actual.mask),
+        )
+
+
+@each_dtype
+def test_an_array_without_dimensions_equals_torch(dtype):
+    for x in mixed(200, dtype):
+        x = np.array(x)
+        expected = aten.fake_quantize_per_tensor_affine_cachemask(to_torch(x), 0.1, 3, *cases.INT8)
+        assert_same(expected, fakequant.fake_quantize_per_tensor_affine_cachemask(x, 0.1, 3, *cases.INT8), x)
+        expected = aten.fake_quantize_per_tensor_affine_cachemask_backward(to_torch(x), expected[1])
+        assert_same(expected, fakequant.fake_quantize_per_tensor_affine_cachemask_backward(x, np.array(False) | True))
+
+
+# --- learned parameters -----------------------------------------------------------------
+
+
+def learned_zero_points(qmin, qmax):
+    """Zero points that stay in the range when torch clamps them in float32."""
+    candidates = [float(qmin), (qmin + qmax) / 2, 0.0, 0.5, 1.5, -2.5, -0.7, -57.0, 3.3, float(qmax), 1e9, -1e9]
+    ends = np.float32(qmin), np.float32(qmax)
+    return [z for z in candidates if qmin <= int(np.clip(np.float32(z), *ends)) <= qmax]
+
+
+LEARNED_RANGES = [*(r for r in cases.ranges() if r[0] <= 0 <= r[1]), (-(2**53) - 1, 2**53 + 1)]
+LEARNED = [
+    (scale, z, qmin, qmax)
+    for i, (qmin, qmax) in enumerate(LEARNED_RANGES)
+    for scale in (0.1, 1 / 3, (-0.5, 0.0, np.nan, np.inf, 1e-45, 1e30, 0.02)[i % 7])
+    for z in learned_zero_points(qmin, qmax)
+]
+
+
+@functools.cache
+def torch_learned_forward(dtype):
+    def run(scale, z, qmin, qmax):
+        x = cases.values(scale, max(qmin, -3), qmin, qmax, dtype)[None]
+        arrays = tensors = x, one(scale), one(z)
+        tensors = [to_torch(a) for a in arrays]
+        per_tensor = torch._fake_quantize_learnable_per_tensor_affine(*tensors, qmin, qmax)
+        per_channel = None
+        if max(-qmin, qmax) < 2**31 and qmin <= np.clip(np.float32(z), np.float32(qmin), np.float32(qmax)) <= qmax:
+            per_channel = torch._fake_quantize_learnable_per_channel_affine(*tensors, 0, qmin, qmax)
+        return arrays, (qmin, qmax), per_tensor, per_channel
+
+    return [run(*grid) for grid in LEARNED]
+
+
+@each_dtype
+def test_learned_forward_equals_torch(dtype):
+    for arrays, bounds, per_tensor, per_channel in torch_learned_forward(dtype):
+        actual = fakequant.fake_quantize_learnable_per_tensor_affine(*arrays, *bounds)
+        assert_same(per_tensor, actual, "tensor", *arrays[1:], *bounds)
+        if per_channel is not None:
+            actual = fakequant.fake_quantize_learnable_per_channel_affine(*arrays, 0, *bounds)
+            assert_same(per_channel, actual, "channel", *arrays[1:], *bounds)
+
+
+@functools.cache
+def torch_learned_backward(dtype):
+    def run(i, scale, z, qmin, qmax):
+        x = cases.values(scale, max(qmin, -3), qmin, qmax, dtype)[i % 3 :: 3, None]
+        arrays = cases.gradients(x.size, dtype, i).reshape(x.shape), x
+        tensors = [to_torch(a) for a in arrays]
+        integers = qmin, qmax, (1.0, 0.037, 1e-40, -3.0)[i % 4]
+        parameters = one(scale), one(z)
+        per_tensor = aten._fake_quantize_learnable_per_tensor_affine_backward(
+            *tensors, *map(to_torch, parameters), *integers
+        )
+        # As many channels as elements: the sums are the terms themselves.
+        each = np.full(x.size, scale, np.float32), np.full(x.size, z, np.float32)
+        per_channel = aten._fake_quantize_learnable_per_channel_affine_backward(
+            *tensors, *map(to_torch, each), 0, *integers
+        )
+        return arrays, parameters, each, integers, per_tensor, per_channel
+
+    return [run(i, *grid) for i, grid in enumerate(LEARNED)]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_learned_gradients_of_single_elements_equal_torch(dtype):
+    for arrays, parameters, each, integers, per_tensor, per_channel in torch_learned_backward(dtype):
+        actual = fakequant.fake_quantize_learnable_per_tensor_affine_backward(*arrays, *parameters, *integers)
+        assert_same(per_tensor[0], actual.dx, *parameters, *integers)
+        actual = fakequant.fake_quantize_learnable_per_channel_affine_backward(*arrays, *each, 0, *integers)
+        assert_same(per_channel, actual, *parameters, *integers)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_learned_gradients_of_one_element_arrays_equal_torch(dtype):
+    dys, xs = cases.gradients(60, dtype, 3), mixed(60, dtype)
+    for dy, x in zip(dys, xs, strict=True):
+        for z in (-3.0, 0.4):
+            arrays = dy.reshape(1), x.reshape(1), one(0.1), one(z)
+            tensors = [to_torch(a) for a in arrays]
+            expected = aten._fake_quantize_learnable_per_tensor_affine_backward(*tensors, -8, 7, 0.3)
+            actual = fakequant.fake_quantize_learnable_per_tensor_affine_backward(*arrays, -8, 7, 0.3)
+            assert_same(expected, actual, dy, x, z)
+            expected = aten._fake_quantize_learnable_per_channel_affine_backward(*tensors, 0, -8, 7, 0.3)
+            actual = fakequant.fake_quantize_learnable_per_channel_affine_backward(*arrays, 0, -8, 7, 0.3)
+            assert_same(expected, actual, dy, x, z)
