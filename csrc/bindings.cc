@@ -10,7 +10,11 @@
 
 #include <cmath>
 #include <limits>
-#include <optional>
+
+#if !defined(_WIN32)
+#include <cxxabi.h>
+#include <unistd.h>
+#endif
 
 #include "core.h"
 #include "parallel.h"
@@ -89,13 +93,34 @@ namespace {
 
 using namespace fakequant;
 
+// Takes the GIL back. If the interpreter has begun to shut down meanwhile, Python before 3.14 ends the
+// thread here by unwinding its stack, which must not reach the destructors above us; so the thread
+// waits in place for the process to end, as Python 3.14 does.
+void take_gil(PyThreadState* state) {
+#if defined(__GLIBCXX__) && !defined(_WIN32)
+  try {
+    PyEval_RestoreThread(state);
+  } catch (abi::__forced_unwind&) {
+    for (;;) pause();
+  }
+#else
+  PyEval_RestoreThread(state);
+#endif
+}
+
 // Waiting for the GIL again can take longer than a small array's whole computation.
 constexpr int64_t kReleaseGilFrom = 4096;
 
-template <class F> auto without_gil(int64_t size, F&& f) {
+template <class F> void without_gil(int64_t size, F&& f) {
   if (size < kReleaseGilFrom) return f();
-  nb::gil_scoped_release release;
-  return f();
+  PyThreadState* state = PyEval_SaveThread();
+  try {
+    f();
+  } catch (...) {
+    take_gil(state);
+    throw;
+  }
+  take_gil(state);
 }
 
 using ShapeTuple = std::tuple<int64_t, int64_t, int64_t, int64_t>;
@@ -244,7 +269,8 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> py_observe_fake_quantize(
   const ObserveArgs o{RangeRule(rule), observe, quantize, symmetric, float(averaging_constant), float(eps),
                       running_min.get<float>(p), running_max.get<float>(p), scale.get<float>(p),
                       zero_point.get<int32_t>(p)};
-  const auto r = without_gil(n, [&] { return observe_fake_quantize(o, a); });
+  ObserveResult r;
+  without_gil(n, [&] { r = observe_fake_quantize(o, a); });
   return {r.nan_count, r.posinf_count, r.neginf_count, r.unseen};
 }
 
@@ -270,15 +296,6 @@ int64_t py_first_invalid_scale(In& scale, bool is_f64, int64_t n) {
     return int64_t(-1);
   };
   return is_f64 ? find(scale.get<const double>(n)) : find(scale.get<const float>(n));
-}
-
-// Index of the first zero point outside [qmin, qmax], or -1.
-int64_t py_first_zero_point_outside(In& zero, int64_t n, int64_t qmin, int64_t qmax) {
-  const int32_t* z = zero.get<const int32_t>(n);
-  for (int64_t i = 0; i < n; ++i) {
-    if (z[i] < qmin || z[i] > qmax) return i;
-  }
-  return -1;
 }
 
 }  // namespace
@@ -307,7 +324,6 @@ NB_MODULE(_native, m) {
   m.def("choose_qparams", &py_choose_qparams, "lo"_a, "hi"_a, "n"_a, "qmin"_a, "qmax"_a, "symmetric"_a, "eps"_a,
         "scale"_a, "zero_point"_a);
   m.def("first_invalid_scale", &py_first_invalid_scale, "scale"_a, "is_f64"_a, "n"_a);
-  m.def("first_zero_point_outside", &py_first_zero_point_outside, "zero_point"_a, "n"_a, "qmin"_a, "qmax"_a);
 
   m.def("get_num_threads", &get_num_threads);
   m.def("set_num_threads", &set_num_threads, "n"_a);

@@ -48,14 +48,26 @@ template <int Bits> FQ_INLINE void pack_codes(const uint8_t* codes, int64_t n, u
   }
 }
 
-// n codes from element `start` on. A signed code is moved to the top of the byte and back, which
-// copies its sign bit.
+// Code k of a byte. A signed code is moved to the top of the byte and back, which copies its sign bit.
+template <class Q, int Bits> FQ_INLINE Q code_in_byte(uint8_t byte, int k) {
+  return Q(Q(uint8_t(byte << (8 - Bits - k * Bits))) >> (8 - Bits));
+}
+
+// n codes from element `start` on.
 template <class Q, int Bits> FQ_INLINE void unpack_codes(const uint8_t* packed, int64_t start, int64_t n, Q* codes) {
   constexpr int kPerByte = 8 / Bits;
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t e = start + i;
-    const uint8_t top = uint8_t(packed[e / kPerByte] << (8 - Bits - int(e % kPerByte) * Bits));
-    codes[i] = Q(Q(top) >> (8 - Bits));
+  int64_t i = 0;
+  for (; i < n && (start + i) % kPerByte; ++i) {
+    codes[i] = code_in_byte<Q, Bits>(packed[(start + i) / kPerByte], int((start + i) % kPerByte));
+  }
+  const uint8_t* bytes = packed + (start + i) / kPerByte;
+  const int64_t whole = (n - i) / kPerByte;
+  Q* out = codes + i;
+  for (int64_t b = 0; b < whole; ++b) {
+    for (int k = 0; k < kPerByte; ++k) out[b * kPerByte + k] = code_in_byte<Q, Bits>(bytes[b], k);
+  }
+  for (i += whole * kPerByte; i < n; ++i) {
+    codes[i] = code_in_byte<Q, Bits>(bytes[whole], int((start + i) % kPerByte));
   }
 }
 

@@ -29,10 +29,10 @@ struct TorchLearned {
     const V q = clamp_nan_to_low(code, p);
     const auto inside = q == code;
     const V level = q - p.zero;
-    const V ds_inside = ((dy * fma(level, p.scale, -x)) * p.inverse) * factor;
-    const V ds_outside = (dy * level) * factor;
-    const V dz_outside = (-dy * p.scale) * factor;
-    return {dy * (inside ? splat<V>(1) : V{}), inside ? ds_inside : ds_outside, inside ? V{} : dz_outside};
+    // Outside, the product with the reciprocal is a product with 1, which changes no bit.
+    const V ds = ((dy * (inside ? fma(level, p.scale, -x) : level)) * (inside ? p.inverse : splat<V>(1))) * factor;
+    const V dz = (-dy * p.scale) * factor;
+    return {dy * zero_unless(inside, splat<V>(1)), ds, zero_unless(~inside, dz)};
   }
 };
 
@@ -47,7 +47,7 @@ struct OwnLearned : Rule {
     const V ds = (dy * (inside ? level - x / p.scale : level)) * factor;
     const V dz = (-dy * p.scale) * factor;
     // An element that is not finite teaches nothing: selected away, so that not even inf * 0 remains.
-    return {inside & finite ? dy : V{}, finite ? ds : V{}, inside | ~finite ? V{} : dz};
+    return {zero_unless(inside & finite, dy), zero_unless(finite, ds), zero_unless(~inside & finite, dz)};
   }
 };
 
@@ -65,12 +65,13 @@ class LaneSums {
   }
 
  private:
+  using Part = Vec<double, kLanesOf<double>>;
   static constexpr int kPart = kLanesOf<double>;
   static constexpr int kParts = kSumLanes / kPart;
   template <class V, int... I> FQ_INLINE void add_parts(V terms, std::integer_sequence<int, I...>) {
-    ((sum_[I] += convert<Vec<double, kPart>>(part<kPart, I>(terms))), ...);
+    ((sum_[I] += convert<Part>(part<kPart, I>(terms))), ...);
   }
-  Vec<double, kPart> sum_[kParts]{};
+  Part sum_[kParts]{};
 };
 
 template <class Rule, class T, class DX>

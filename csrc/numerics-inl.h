@@ -34,14 +34,14 @@ template <class V> FQ_INLINE V clamp_keep_nan(V v, const Params<V>& p) {
   return min_or_second(p.hi, max_or_second(p.lo, v));
 }
 
-// What is at or above 2^63 does not fit int64, and x86 turns it, infinities and NaN into INT64_MIN.
-// -inf stands for that: it clamps to lo and is outside every range. Very negative values clamp to lo
-// by themselves, and so does a NaN with its sign bit set. As integers, the bits of the others
-// compare greater than those of the largest float below 2^63.
+// What is at or above 2^63 does not fit int64, and x86 turns it, infinities and NaN into INT64_MIN,
+// which is below every range. NaN stands for that here: it clamps to lo and equals nothing. Very
+// negative values clamp to lo by themselves. As integers, the bits of what does not fit compare
+// greater than those of the largest float below 2^63; all-ones is a NaN.
 template <class V> FQ_INLINE V as_int64(V v) {
   using I = Vec<typename Int<int(sizeof(Elem<V>))>::type, kWidth<V>>;
   constexpr Elem<I> kLargest = sizeof(Elem<V>) == 4 ? Elem<I>(0x5EFFFFFF) : Elem<I>(0x43DFFFFFFFFFFFFF);
-  return bit_cast<I>(v) > splat<I>(kLargest) ? splat<V>(-Elem<V>(__builtin_inf())) : v;
+  return bit_cast<V>(bit_cast<I>(v) | (bit_cast<I>(v) > splat<I>(kLargest)));
 }
 
 struct TorchTensor {
@@ -64,7 +64,7 @@ struct TorchChannel : TorchTensor {
   template <class V> static FQ_INLINE V round(V x, const Params<V>& p) {
     const V level = TorchTensor::round(x, p);
     // Near 2^63 a float32 cannot tell level from code; a float64 can.
-    if constexpr (sizeof(Elem<V>) == 8) return p.zero + level < splat<V>(0x1p63) ? level : splat<V>(-__builtin_inf());
+    if constexpr (sizeof(Elem<V>) == 8) return p.zero + level < splat<V>(0x1p63) ? level : splat<V>(__builtin_nan(""));
     else return as_int64(level);
   }
   template <class V> static FQ_INLINE V value(V level, const Params<V>& p) { return level * p.scale; }

@@ -1,6 +1,7 @@
 // From an observed range to a scale and a zero point.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 
 #include "core.h"
 
@@ -21,14 +22,19 @@ QParam choose_qparams(float lo, float hi, int64_t qmin, int64_t qmax, bool symme
   return {scale, int32_t(std::clamp(zero, qmin, qmax))};
 }
 
-// Differs from the above on purpose, as torch's fused operator does: float64 arithmetic, a floor for
-// the scale below which the range is stretched, the zero point taken from the end of the range that
-// rounds better, and a symmetric range only if the data has both signs.
+// Two's complement: what does not fit an int32 wraps, as it does in torch, instead of being undefined.
+static int32_t wrapped(int64_t value) { return int32_t(uint32_t(value)); }
+
+// Differs from the above on purpose, as torch's fused operator does: the quotient is taken in float64
+// and rounded, there is a floor for the scale below which the range is stretched, the zero point is
+// taken from the end of the range that rounds better, and a range is symmetric only if the data has
+// both signs.
 QParam choose_qparams_fused(float lo, float hi, int32_t qmin, int32_t qmax, bool symmetric) {
   constexpr float kSmallScale = 6.1e-5f;
+  const int32_t levels = wrapped(int64_t(qmax) - qmin);
   if (lo < 0 && hi > 0 && symmetric) {
-    const int symmetric_qmin = -((qmax - qmin) / 2 + 1);
-    const int symmetric_qmax = (qmax - qmin) / 2;
+    const int32_t symmetric_qmin = -(levels / 2 + 1);
+    const int32_t symmetric_qmax = levels / 2;
     const double max_scale = std::max(std::fabs(lo / symmetric_qmin), std::fabs(hi / symmetric_qmax));
     lo = float(max_scale * symmetric_qmin);
     hi = float(max_scale * symmetric_qmax);
@@ -36,27 +42,28 @@ QParam choose_qparams_fused(float lo, float hi, int32_t qmin, int32_t qmax, bool
   lo = std::min(lo, 0.0f);
   hi = std::max(hi, 0.0f);
 
-  double scale = (double(hi) - lo) / (qmax - qmin);
-  if (float(scale) == 0.0f || std::isinf(1.0f / float(scale))) scale = 0.1;
+  float scale = float((double(hi) - lo) / levels);
+  if (scale == 0.0f || std::isinf(1.0f / scale)) scale = 0.1f;
   if (scale < kSmallScale) {
-    const float original = float(scale);
-    scale = kSmallScale;
-    if (lo == 0.0f) hi = kSmallScale * float(qmax - qmin);
-    else if (hi == 0.0f) lo = -kSmallScale * float(qmax - qmin);
-    else {
-      const float amplifier = kSmallScale / original;
+    if (lo == 0.0f) {
+      hi = kSmallScale * float(levels);
+    } else if (hi == 0.0f) {
+      lo = -kSmallScale * float(levels);
+    } else {
+      const float amplifier = kSmallScale / scale;
       lo *= amplifier;
       hi *= amplifier;
     }
+    scale = kSmallScale;
   }
 
-  const double from_lo = qmin - lo / scale, from_hi = qmax - hi / scale;
-  const double lo_error = std::fabs(double(qmin)) + std::fabs(lo / scale);
-  const double hi_error = std::fabs(double(qmax)) + std::fabs(hi / scale);
-  double zero = lo_error < hi_error ? from_lo : from_hi;
-  if (lo < 0 && hi > 0 && symmetric) zero = double(qmin + qmax) / 2;
+  const double lo_steps = lo / double(scale), hi_steps = hi / double(scale);
+  const double lo_error = wrapped(std::abs(int64_t(qmin))) + std::fabs(lo_steps);
+  const double hi_error = wrapped(std::abs(int64_t(qmax))) + std::fabs(hi_steps);
+  double zero = lo_error < hi_error ? qmin - lo_steps : qmax - hi_steps;
+  if (lo < 0 && hi > 0 && symmetric) zero = double(wrapped(int64_t(qmin) + qmax)) / 2;
 
-  QParam result{float(scale), 0};
+  QParam result{scale, 0};
   if (zero < qmin) result.zero_point = qmin;
   else if (zero > qmax) result.zero_point = qmax;
   else if (zero != zero) result.zero_point = INT32_MIN;  // what x86 makes of NaN as an integer

@@ -149,6 +149,11 @@ template <class V> FQ_INLINE V with_sign_of(V v, V sign) {
   return bit_cast<V>((bit_cast<Bits<V>>(v) & ~kSignBit<V>) | (bit_cast<Bits<V>>(sign) & kSignBit<V>));
 }
 
+// v in the lanes of a comparison that are true, +0.0 in the others.
+template <class M, class V> FQ_INLINE V zero_unless(M lanes, V v) {
+  return bit_cast<V>(bit_cast<Bits<V>>(v) & bit_cast<Bits<V>>(lanes));
+}
+
 // --- minimum and maximum -------------------------------------------------------------------------
 // The second operand wins when either is NaN: this is what x86 minps/maxps do, and the order of the
 // operands is how a kernel says whether NaN is clamped or kept.

@@ -74,7 +74,8 @@ def check_scalars(scale: float, zero_point: int, dtype: int, spec: QuantSpec) ->
     in_f64 = scale_dtype(dtype, spec) == np.float64
     low, high = (0.0, np.inf) if in_f64 else (_ZERO_IN_F32, _INF_IN_F32)
     if not low < scale < high:
-        check_scale(np.asarray(scale, scale_dtype(dtype, spec)))
+        with np.errstate(over="ignore"):
+            check_scale(np.asarray(scale, scale_dtype(dtype, spec)))
     if zero_point != 0 and (spec.symmetric or not spec.qmin <= zero_point <= spec.qmax):
         _zero_point_error(zero_point, spec)
 
@@ -102,7 +103,8 @@ def _as_parameters(
             f"`{name}` must have shape {wanted} for an array of shape {shape} quantized per {spec.granularity}"
             f"{f' on axis {spec.axis}' if spec.axis is not None else ''}, got shape {array.shape}."
         )
-    return np.asarray(array, dtype=dtype, order="C")
+    with np.errstate(over="ignore"):  # a scale that overflows is refused by `check_scale`
+        return np.asarray(array, dtype=dtype, order="C")
 
 
 def _shape_fits(shape: tuple[int, ...], wanted: tuple[int, ...], spec: QuantSpec) -> bool:

@@ -146,6 +146,11 @@ def _received(value: object) -> str:
     return f"numpy.{name}" if isinstance(value, np.generic) else name
 
 
+def _marked(kind: str, received: str) -> str:
+    """Marks by the name of the type alone, so also what would have been accepted, as torch does."""
+    return received if received == kind or (kind, received) == ("float", "int") else f"!{received}!"
+
+
 Signature = Sequence[tuple[str, str]]
 
 
@@ -159,10 +164,7 @@ def choose_signature(function: str, values: Sequence[object], signatures: Sequen
     lines = []
     for signature in signatures:
         lines.append(f" * ({', '.join(f'{kind} {name}' for kind, name in signature)})\n")
-        marked = (
-            _received(v) if _matches(kind, v) else f"!{_received(v)}!"
-            for (kind, _), v in zip(signature, values, strict=True)
-        )
+        marked = (_marked(kind, _received(v)) for (kind, _), v in zip(signature, values, strict=True))
         lines.append(
             f"      didn't match because some of the arguments have invalid types: ({', '.join(marked)})\n"
         )

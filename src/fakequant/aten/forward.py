@@ -61,7 +61,12 @@ def placed(x: np.ndarray) -> Placed:
 
 
 def placed_pair(a: np.ndarray, b: np.ndarray) -> tuple[Placed, np.ndarray]:
-    """Two arrays of one shape with the layout of their product: what they agree on, else `a` first."""
+    """Two arrays of one shape with the layout of their product: what they agree on, else `a` first.
+
+    `b` counts with the layout it has after a conversion to the dtype of `a`.
+    """
+    converted = placed(b)
+    b = converted.restore(converted.elements)
     if a.flags.c_contiguous and b.flags.c_contiguous:
         return Placed(a), b
     channels_last = (0, 2, 3, 1)

@@ -72,6 +72,7 @@ def fake_quantize_learnable_per_tensor_affine(
     values = (x, scale, zero_point, quant_min, quant_max, grad_factor)
     checks.check_types("fake_quantize_learnable_per_tensor_affine", values, _PER_TENSOR)
     quant_min, quant_max = checks.as_int64(quant_min), checks.as_int64(quant_max)
+    checks.as_float(grad_factor)
     scale_value = checks.item_as_float(checks.select(scale, 0))
     z = np.rint(np.float32(checks.item_as_float(checks.select(zero_point, 0))))
     numbers = checked_numbers(scale_value, _clamped_zero_point(z, quant_min, quant_max), quant_min, quant_max)
@@ -108,11 +109,7 @@ def fake_quantize_learnable_per_tensor_affine_backward(
     checks.check(quant_min <= z <= quant_max, checks.ZERO_POINT)
     if x.size == 0:
         return LearnableGradients(x, np.zeros(1, np.float32), np.zeros(1, np.float32))
-    shape = x.shape
     x, dy = checks.broadcast(x, dy)
-    checks.check(
-        x.shape == shape, f"output with shape {list(shape)} doesn't match the broadcast shape {list(x.shape)}"
-    )
     scales, zeros = np.float32([scale_value]), np.int64([z])
     return LearnableGradients(*_backward(dy, x, None, scales, zeros, quant_min, quant_max, grad_factor))
 
@@ -137,7 +134,8 @@ def fake_quantize_learnable_per_channel_affine(
     values = (x, scale, zero_point, axis, quant_min, quant_max, grad_factor)
     checks.check_types("fake_quantize_learnable_per_channel_affine", values, _PER_CHANNEL)
     axis, quant_min, quant_max = map(checks.as_int64, (axis, quant_min, quant_max))
-    zeros = _to_int32(_rounded_per_channel(zero_point, quant_min, quant_max))
+    checks.as_float(grad_factor)
+    zeros = _to_int(_rounded_per_channel(zero_point, quant_min, quant_max), np.int32)
     return checked_forward(x, scale, zeros, axis, quant_min, quant_max).output
 
 
@@ -170,9 +168,9 @@ def fake_quantize_learnable_per_channel_affine_backward(
     checks.check(x.shape == dy.shape, "`X` and `dY` are not the same size")
     checks.check(quant_min <= 0 <= quant_max, "Expecting `quant_min` <= 0 and `quant_max` >= 0")
     check_lengths(x, scale, zero_point, axis)
-    if np.isnan(zeros).any() or (np.abs(zeros) >= 2.0**63).any():
+    if np.isnan(zeros).any():
         raise RuntimeError("value cannot be converted to type int64_t without overflow")
-    check_zero_points(zeros.astype(np.int64), quant_min, quant_max)
+    check_zero_points(_to_int(zeros, np.int64), quant_min, quant_max)
     checks.check(axis >= 0, AXIS)
     if x.size == 0:
         return LearnableGradients(x, np.zeros(scale.shape, np.float32), np.zeros(scale.shape, np.float32))
@@ -198,12 +196,12 @@ def _rounded_per_channel(zero_point: np.ndarray, quant_min: int, quant_max: int)
     return np.clip(np.rint(zero_point.astype(wide)), *np.int64([quant_min, quant_max]).astype(wide))
 
 
-def _to_int32(z: np.ndarray) -> np.ndarray:
-    """As x86 converts: what does not fit, NaN included, becomes the smallest int32."""
+def _to_int(z: np.ndarray, dtype: type) -> np.ndarray:
+    """As x86 converts: what does not fit, NaN included, becomes the smallest integer."""
     if z.dtype.kind == "i":
-        return z.astype(np.int32)
-    fits = (z >= -(2.0**31)) & (z < 2.0**31)
-    return np.where(fits, z, -(2.0**31)).astype(np.int32)
+        return z.astype(dtype)
+    smallest = float(np.iinfo(dtype).min)
+    return np.where(np.abs(z) < -smallest, z, smallest).astype(dtype)
 
 
 def _backward(dy, x, axis, scales, zeros, quant_min, quant_max, grad_factor):

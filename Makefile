@@ -1,0 +1,61 @@
+# Every target sets up what it needs: its own virtual environment with pinned versions.
+VENV   ?= .venv
+PYTHON ?= python3
+PY     := $(VENV)/bin/python
+
+SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cc' -o -name '*.h') \
+           $(shell find src -name '*.py')
+
+.PHONY: test demo bench build lint stub test-kernels test-neon clean
+
+# The README's two commands.
+test: build lint test-kernels
+	$(PY) -m pytest -n 2
+
+demo: build
+	$(PY) examples/rounding.py
+
+bench: build
+	mkdir -p benchmarks/results
+	$(PY) benchmarks/bench_kernels.py --json benchmarks/results/latest.json
+
+build: $(VENV)/.built
+
+# torch first and by its exact version: a CPU build of it must not be replaced by what another
+# package's range would resolve to.
+$(VENV)/.installed: requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q torch==2.13.0
+	$(PY) -m pip install -q -r requirements-dev.txt
+	touch $@
+
+$(VENV)/.built: $(VENV)/.installed $(SOURCES)
+	$(PY) -m pip install -q --no-build-isolation --no-deps -e . -C cmake.define.FAKEQUANT_BUILD_TESTS=ON
+	touch $@
+
+lint: build
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+
+# The committed stub is generated; the tests fail if it no longer matches the module.
+stub: build
+	$(PY) -m nanobind.stubgen -q -m fakequant._native -o src/fakequant/_native.pyi
+
+# Every kernel on every instruction set of this machine, from C++.
+test-kernels: build
+	build/*/kernels_test
+
+# The same on 64-bit ARM, in an emulator, compared with this machine's results line by line.
+# Needs Debian's g++-aarch64-linux-gnu and qemu-user.
+test-neon: build
+	cmake -S . -B build/neon -G Ninja -DCMAKE_TOOLCHAIN_FILE=tools/aarch64.cmake \
+	  -DFAKEQUANT_BUILD_TESTS=ON -DFAKEQUANT_BUILD_PYTHON=OFF -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja
+	cmake --build build/neon
+	build/*/kernels_test --digest | sort > build/neon/here.txt
+	qemu-aarch64 build/neon/kernels_test --digest | sort > build/neon/there.txt
+	diff build/neon/here.txt build/neon/there.txt
+	@echo "$$(wc -l < build/neon/here.txt) passed, 0 failed"
+
+clean:
+	rm -rf build dist $(VENV)

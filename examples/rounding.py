@@ -1,0 +1,42 @@
+"""Where rounding decides: one tensor through three numerics, three granularities and back."""
+
+import numpy as np
+
+import fakequant as fq
+
+
+def main() -> None:
+    """Prints what a 4-bit grid makes of the same numbers."""
+    print(fq.info(), end="\n\n")
+
+    x = np.float32([-0.9, -0.25, 0.05, 0.15, 0.25, 0.35, 0.72, np.inf])
+    print(f"{'x':<11}", *(f"{v:>6}" for v in x))
+    for numerics in ("torch", "onnx", "half_away"):
+        spec = fq.QuantSpec(bits=4, numerics=numerics)
+        print(f"{numerics:<11}", *(f"{q:>6}" for q in fq.quantize(x, 0.1, 0, spec)))
+
+    weights = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
+    weights[::8] *= 10  # some channels are larger
+    print("\n4-bit weights of shape (64, 256), signal to quantization noise:")
+    for name, where in {
+        "per tensor": {},
+        "per channel": {"axis": 0},
+        "per group of 32": {"axis": 1, "group_size": 32},
+    }.items():
+        spec = fq.QuantSpec(bits=4, **where)
+        seen = fq.min_max(weights, spec)
+        scale, zero_point = fq.choose_qparams(seen.min, seen.max, spec)
+        y = fq.fake_quantize(weights, scale, zero_point, spec)
+        noise = np.mean((y - weights) ** 2)
+        packed = fq.quantize(weights, scale, zero_point, spec, packed=True)
+        print(f"  {name:<16} {10 * np.log10(np.mean(weights**2) / noise):5.1f} dB   "
+              f"{packed.nbytes + scale.nbytes:>6} bytes instead of {weights.nbytes}")  # fmt: skip
+
+    y, mask = fq.fake_quantize(weights, 0.2, 0, fq.QuantSpec(bits=4), mask="packed")
+    dx = fq.fake_quantize_backward(np.ones_like(weights), mask, fq.QuantSpec(bits=4))
+    print(f"\nstraight-through gradient: {int(dx.sum())} of {dx.size} elements pass, "
+          f"{mask.nbytes} bytes saved for it instead of {weights.nbytes}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,353 @@
+"""What torch refuses is refused with torch's exception, text and order of checks.
+
+Arrays are called `Tensor` in the texts, as in torch. Three things differ on purpose:
+
+* functions that torch only has under `torch.ops.aten` report a wrong type of argument as TypeError, as
+  its other functions do, not as the dispatcher's RuntimeError with the schema in it;
+* a wrong number of arguments is reported by Python;
+* a call to the fused observer that is refused because of its arguments leaves the state alone.
+
+Where torch fails an internal assertion, refuses a float dtype it could compute, or writes outside its
+arrays, the last tests of this file say what happens instead.
+"""
+
+import numpy as np
+import pytest
+
+import fakequant
+from fakequant.testing import cases
+
+torch = pytest.importorskip("torch")
+if not torch.__version__.startswith("2.13."):
+    pytest.skip("the contract is torch 2.13's", allow_module_level=True)
+
+aten = torch.ops.aten
+BF16 = cases.DTYPES["bfloat16"]
+x = np.linspace(-1, 1, 6).reshape(2, 3).astype(np.float32)
+mask = np.ones((2, 3), bool)
+
+
+def f32(*values):
+    return np.array(values, np.float32)
+
+
+def i32(*values):
+    return np.array(values, np.int32)
+
+
+def i64(*values):
+    return np.array(values, np.int64)
+
+
+def ones(*shape, dtype="float32"):
+    return np.ones(shape, dtype)
+
+
+PER_TENSOR = {"input": x, "scale": 0.1, "zero_point": 0, "quant_min": -8, "quant_max": 7}
+QPARAMS = {"input": x, "scale": f32(0.1), "zero_point": i32(0), "fake_quant_enabled": i64(1), "quant_min": -8, "quant_max": 7}
+PER_CHANNEL = {"input": x, "scale": f32(0.1, 0.2), "zero_point": i32(0, 1), "axis": 0, "quant_min": -8, "quant_max": 7}
+BACKWARD = {"grad": x, "mask": mask}
+LEARNABLE = {"input": x, "scale": f32(0.1), "zero_point": f32(0), "quant_min": -8, "quant_max": 7, "grad_factor": 1.0}
+LEARNABLE_CHANNEL = {**PER_CHANNEL, "zero_point": f32(0, 1.2), "grad_factor": 1.0}
+FUSED = {
+    "input": x, "observer_on": i64(1), "fake_quant_on": i64(1), "running_min": f32(np.inf), "running_max": f32(-np.inf),
+    "scale": f32(1), "zero_point": i32(0), "averaging_const": 0.01, "quant_min": 0, "quant_max": 255, "ch_axis": -1,
+    "per_row_fake_quant": False, "symmetric_quant": False,
+}  # fmt: skip
+FUSED_ROWS = FUSED | {
+    "running_min": f32(np.inf, np.inf), "running_max": f32(-np.inf, -np.inf), "scale": f32(1, 1),
+    "zero_point": i32(0, 0), "ch_axis": 0, "per_row_fake_quant": True,
+}  # fmt: skip
+
+FUNCTIONS = {
+    "fake_quantize_per_tensor_affine": PER_TENSOR,
+    "fake_quantize_per_tensor_affine_cachemask": PER_TENSOR,
+    "fake_quantize_per_tensor_affine_cachemask_tensor_qparams": QPARAMS,
+    "fake_quantize_per_tensor_affine_cachemask_backward": BACKWARD,
+    "fake_quantize_per_channel_affine": PER_CHANNEL,
+    "fake_quantize_per_channel_affine_cachemask": PER_CHANNEL,
+    "fake_quantize_per_channel_affine_cachemask_backward": BACKWARD,
+    "fake_quantize_learnable_per_tensor_affine": LEARNABLE,
+    "fake_quantize_learnable_per_tensor_affine_backward": {"grad": x, **LEARNABLE},
+    "fake_quantize_learnable_per_channel_affine": LEARNABLE_CHANNEL,
+    "fake_quantize_learnable_per_channel_affine_backward": {"grad": x, **LEARNABLE_CHANNEL},
+    "fused_moving_avg_obs_fake_quant": FUSED,
+    "fused_moving_avg_obs_fq_helper": FUSED,
+}
+
+
+def torch_function(name):
+    for place in (torch, aten):
+        for spelling in (name, f"_{name}"):
+            if hasattr(place, spelling):
+                return getattr(place, spelling)
+    raise AttributeError(name)
+
+
+def to_torch(a):
+    if not isinstance(a, np.ndarray):
+        return a
+    a = np.array(a)
+    return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16) if a.dtype == BF16 else torch.from_numpy(a)
+
+
+def outcome(function, arguments):
+    """`(exception type, text)`, or None if the call succeeds."""
+    try:
+        function(*arguments)
+    except Exception as error:  # noqa: BLE001  (any exception is what is compared)
+        return type(error).__name__, str(error).strip().removeprefix("_")
+    return None
+
+
+def assert_same_outcome(name, changed, base=None):
+    arguments = (FUNCTIONS[name] if base is None else base) | changed
+    if set(arguments) != set(FUNCTIONS[name]):
+        raise KeyError(f"{set(arguments) ^ set(FUNCTIONS[name])}: not an argument of {name}")
+    expected = outcome(torch_function(name), [to_torch(a) for a in arguments.values()])
+    actual = outcome(
+        getattr(fakequant, name), [a.copy() if isinstance(a, np.ndarray) else a for a in arguments.values()]
+    )
+    if expected is not None and "Declaration: aten::" in expected[1]:
+        assert actual is not None and actual[0] in ("TypeError", "ValueError"), (changed, expected, actual)
+        return
+    if expected is not None and "list of [" in expected[1]:
+        # torch lists the types of a list's elements.
+        assert actual is not None
+        expected, actual = ((kind, text.splitlines()[0]) for kind, text in (expected, actual))
+    assert actual == expected, changed
+
+
+# --- wrong types ------------------------------------------------------------------------
+
+NOT_TENSORS = ("a", 1, 1.5, True, [1.0], 1j)
+NOT_FLOATS = (None, "a", 1j, [1.0], f32(0.1, 0.2), np.array([1]), np.array(1 + 1j), 2**2000)
+NOT_INTS = (None, "a", 1.5, True, [3], np.float32(3), np.bool_(1), np.array([3]), np.array(3.0), np.array(True))
+NOT_INTS += (2**63, -(2**63) - 1, 2**70)
+NOT_BOOLS = (None, "a", 1, 0, 1.0, np.bool_(1), np.array(True), np.array(1))
+# Not wrong, though one might think so.
+NUMBERS = (np.int32(3), np.int64(3), np.uint8(3), np.array(3))
+
+
+def wrong_types(good):
+    if isinstance(good, np.ndarray):
+        return NOT_TENSORS
+    if isinstance(good, bool):
+        return NOT_BOOLS
+    return NOT_FLOATS if isinstance(good, float) else NOT_INTS + NUMBERS
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"), [(name, argument) for name, base in FUNCTIONS.items() for argument in base]
+)
+def test_wrong_types_are_refused_as_by_torch(name, argument):
+    only_aten = not (hasattr(torch, name) or hasattr(torch, f"_{name}"))
+    for value in wrong_types(FUNCTIONS[name][argument]):
+        if only_aten and (isinstance(value, (np.ndarray, np.generic, bool)) or value == 2**2000):
+            continue  # the dispatcher converts these, the Python functions do not
+        assert_same_outcome(name, {argument: value})
+
+
+@pytest.mark.parametrize("name", [name for name, base in FUNCTIONS.items() if "input" in base])
+def test_unsupported_dtypes_of_the_input_are_refused_as_by_torch(name):
+    for kind in ("int8", "uint8", "int16", "int32", "int64", "bool", "complex64", "complex128", "uint16"):
+        assert_same_outcome(name, {"input": x.astype(kind)})
+        if "per_channel" not in name:
+            assert_same_outcome(name, {"input": np.zeros(0, kind)})
+
+
+def test_mixed_numbers_and_arrays_as_in_torch():
+    arrays = (f32(0.1), f32(0.1)[0:1].reshape(()), i32(0), i32(0).reshape(()), np.array(1 + 0j), f32(1, 2))
+    for scale in (0.1, 1, True, None, "a", np.float32(0.1), *arrays):
+        for zero_point in (0, 1.5, True, None, 2**63, np.int64(3), *arrays):
+            for quant_max in (7, 7.5):
+                changed = {"scale": scale, "zero_point": zero_point, "quant_max": quant_max}
+                assert_same_outcome("fake_quantize_per_tensor_affine", changed)
+
+
+# --- wrong values -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fake_quantize_per_tensor_affine", "fake_quantize_per_tensor_affine_cachemask"])
+def test_wrong_numbers_per_tensor(name):
+    for data in (x, x.astype("int32"), np.zeros(0, "float32")):
+        for zero_point in (0, -9, 9, 2**31):
+            for bounds in ((-8, 7), (8, 7), (0, 0), (-(2**63), 2**63 - 1)):
+                changed = dict(zip(("quant_min", "quant_max"), bounds, strict=True))
+                assert_same_outcome(name, {"input": data, "zero_point": zero_point, **changed})
+
+
+SCALES = [f32(), f32(1, 2), ones(1, 1), ones(1, 2), ones(), *(np.array([v]) for v in (1e39, -1e39, np.inf, np.nan, 1 + 1j))]
+SCALES += [np.array([2**62]), np.array([True]), ones(1, dtype="float16")]
+ZEROS = [f32(), i32(1, 2), *(np.array([v]) for v in (1e39, np.nan, np.inf, 2147483648.0, 2147483647.5, -2147483648.5))]
+ZEROS += [np.array([v]) for v in (-2147483649.0, 2**31, -(2**31) - 1, 1 + 1j, 1 + 0j, True, -0.5)] + [np.uint64([2**63])]
+
+
+def test_wrong_arrays_per_tensor():
+    name = "fake_quantize_per_tensor_affine_cachemask_tensor_qparams"
+    for data, quant_max in ((x, 7), (x, -9), (x.astype("int32"), 7)):
+        base = QPARAMS | {"input": data, "quant_max": quant_max}
+        for scale in SCALES:
+            assert_same_outcome(name, {"scale": scale}, base)
+            public = {k: v for k, v in base.items() if k != "fake_quant_enabled"}
+            assert_same_outcome("fake_quantize_per_tensor_affine", {"scale": scale}, public)
+        for zero_point in ZEROS:
+            assert_same_outcome(name, {"zero_point": zero_point}, base)
+            # The zero point is looked at before the scale.
+            assert_same_outcome(name, {"zero_point": zero_point, "scale": np.array([1e39])}, base)
+            assert_same_outcome(name, {"fake_quant_enabled": zero_point, "scale": np.array([1e39])}, base)
+
+
+@pytest.mark.parametrize("per", ["tensor", "channel"])
+def test_wrong_masks(per):
+    name = f"fake_quantize_per_{per}_affine_cachemask_backward"
+    shapes = [(2, 3), (3, 2), (6,), (1, 6), (6, 1), (2, 3, 1), (1, 2, 3), (0,), (0, 3), (2, 2), (4, 1), (1, 4), ()]
+    for grad_shape in shapes:
+        for mask_shape in shapes:
+            for kind in ("bool", "uint8", "float32"):
+                changed = {"grad": ones(*grad_shape), "mask": ones(*mask_shape, dtype=kind)}
+                assert_same_outcome(name, changed)
+    for kind in ("int32", "bool", "complex64", "float64"):
+        assert_same_outcome(name, {"grad": x.astype(kind)})
+
+
+CHANNEL_ARRAYS = [ones(2, dtype=k) for k in ("int8", "uint8", "int16", "int32", "int64", "bool", "float16", "float64")]
+CHANNEL_ARRAYS += [f32(1), f32(), ones(3), ones(2, 1), ones(), i32(9, 0), i32(0, -9), f32(9, np.nan), i32()]
+
+
+@pytest.mark.parametrize("name", ["fake_quantize_per_channel_affine", "fake_quantize_per_channel_affine_cachemask"])
+def test_wrong_channels(name):
+    for axis in (-3, -2, -1, 0, 1, 2, 2**63 - 1):
+        for bounds in ((-8, 7), (8, 7)):
+            base = PER_CHANNEL | {"axis": axis, "quant_min": bounds[0], "quant_max": bounds[1]}
+            for array in CHANNEL_ARRAYS:
+                assert_same_outcome(name, {"scale": array}, base)
+                assert_same_outcome(name, {"zero_point": array}, base)
+                assert_same_outcome(name, {"scale": array, "zero_point": array}, base)
+    for shape in ((), (0, 2), (2, 0), (0,), (2,)):
+        for axis in (-1, 0, 1):
+            for n in (0, 1, 2):
+                for zero_dtype in ("int32", "float32"):
+                    parameters = {"scale": ones(n), "zero_point": ones(n, dtype=zero_dtype), "axis": axis}
+                    assert_same_outcome(name, {"input": ones(*shape), **parameters})
+
+
+def test_wrong_learned_parameters_per_tensor():
+    name = "fake_quantize_learnable_per_tensor_affine"
+    arrays = [f32(), f32(1, 2), ones(1, 1), ones(1, 2), ones(), ones(1, 0), ones(0, 2), *(f32(v) for v in (9, -9, 1e10, np.nan))]
+    arrays += [f32(-np.inf), f32(2**31), np.array([1e39]), np.array([1 + 1j])]
+    for bounds in ((-8, 7), (8, 7), (5, 7), (-8, -1), (-(2**31), 2**31 - 1), (-(2**63), 2**63 - 1)):
+        base = LEARNABLE | dict(zip(("quant_min", "quant_max"), bounds, strict=True))
+        for array in arrays:
+            for changed in ({"scale": array}, {"zero_point": array}, {"scale": array, "zero_point": array}):
+                assert_same_outcome(name, changed, base)
+                if all(a.dtype == np.float32 for a in changed.values()):
+                    assert_same_outcome(f"{name}_backward", changed, {"grad": x, **base})
+    for shape in ((6,), (3, 2), (5,), (1, 6), (2, 3, 1), (1, 2, 3), (6, 1)):
+        assert_same_outcome(f"{name}_backward", {"grad": ones(*shape)})
+        assert_same_outcome(f"{name}_backward", {"grad": ones(*shape), "quant_min": 1})
+    for argument in ("grad", "input", "scale", "zero_point"):
+        for kind in ("int32", "int64", "bool", "complex64"):
+            assert_same_outcome(f"{name}_backward", {argument: FUNCTIONS[f"{name}_backward"][argument].astype(kind)})
+
+
+def test_wrong_learned_parameters_per_channel():
+    name = "fake_quantize_learnable_per_channel_affine"
+    arrays = [f32(1), f32(), ones(3), ones(2, 1), ones(), f32(9, 9), f32(-9, np.nan), f32(np.inf, 0), f32(2**31, 0), f32(2.0**63, 0)]
+    for bounds in ((-8, 7), (8, 7), (5, 7), (-8, -1), (-(2**31), 2**31 - 1), (-(2**63), 2**63 - 1)):
+        for axis in (0, 1, 2, -2, -1):
+            base = LEARNABLE_CHANNEL | {"quant_min": bounds[0], "quant_max": bounds[1], "axis": axis}
+            for array in arrays:
+                for changed in ({"scale": array}, {"zero_point": array}, {"scale": array, "zero_point": array}):
+                    assert_same_outcome(name, changed, base)
+                    assert_same_outcome(f"{name}_backward", changed, {"grad": x, **base})
+    for shape in ((6,), (3, 2), (1, 2, 3)):
+        assert_same_outcome(f"{name}_backward", {"grad": ones(*shape), "quant_min": 1})
+    for argument in ("grad", "input", "scale", "zero_point"):
+        for kind in ("int32", "bool", "complex64"):
+            changed = {argument: FUNCTIONS[f"{name}_backward"][argument].astype(kind)}
+            assert_same_outcome(f"{name}_backward", changed)
+            if argument != "grad":
+                assert_same_outcome(name, changed)
+
+
+@pytest.mark.parametrize("base", [FUSED, FUSED_ROWS], ids=["per_tensor", "per_row"])
+@pytest.mark.parametrize("switches", [(1, 1), (1, 0), (0, 1), (0, 0)], ids=str)
+@pytest.mark.parametrize("name", ["fused_moving_avg_obs_fake_quant", "fused_moving_avg_obs_fq_helper"])
+def test_wrong_state_of_the_fused_observer(name, switches, base):
+    observe, quantize = switches
+    base = base | {"observer_on": i64(observe), "fake_quant_on": i64(quantize)}
+    states = [f32(1, 2), f32(1, 2, 3), ones(), ones(1, 1), ones(2, 1)]
+    states += [ones(n, dtype=k) for n in (1, 2) for k in ("float64", "float16", "int32", "int64", "bool")]
+    rows = base["per_row_fake_quant"]
+    for argument in ("running_min", "running_max", "scale", "zero_point"):
+        for array in states:
+            # Torch would write beyond the end of a running range that is too short.
+            if not (rows and "running" in argument and array.size < 2):
+                assert_same_outcome(name, {argument: array}, base)
+    for array in (f32(np.nan), f32(0.5), i64(1, 1), i64(), i64(2**40), np.array([1e30]), np.array(1), np.array([True])):
+        assert_same_outcome(name, {"observer_on": array}, base)
+        assert_same_outcome(name, {"fake_quant_on": array}, base)
+    for shape in ((), (0,), (2,), (2, 0), (0, 2), (3, 2), (2, 2, 2)):
+        if not (rows and observe and shape and shape[0] > 2):
+            assert_same_outcome(name, {"input": ones(*shape)}, base)
+    for kind in ("float64", "float16", BF16, "int32", "complex64", "uint16"):
+        assert_same_outcome(name, {"input": x.astype(kind)}, base)
+    for axis in (0, 1, 2, 5, *(() if rows else (-1, -2, -5))):
+        assert_same_outcome(name, {"ch_axis": axis}, base)
+    assert_same_outcome(name, {"quant_min": 9, "quant_max": 7}, base)
+    assert_same_outcome(name, {"input": np.where(x > 0.5, np.float32(np.nan), x)}, base)
+
+
+# --- where torch is not the model -------------------------------------------------------
+
+
+def test_a_bfloat16_scale_works_per_channel():
+    scale = np.array([0.1, 0.2]).astype(BF16)
+    y = fakequant.fake_quantize_per_channel_affine(x, scale, i32(0, 1), 0, -8, 7)
+    same = fakequant.fake_quantize_per_channel_affine(x, scale.astype(np.float32), i32(0, 1), 0, -8, 7)
+    assert np.array_equal(y, same)
+
+
+@pytest.mark.parametrize("kind", ["float16", "float64", BF16])
+@pytest.mark.parametrize("argument", ["grad", "input", "scale", "zero_point"])
+@pytest.mark.parametrize("per", ["tensor", "channel"])
+def test_learned_gradients_take_every_float_dtype(per, argument, kind):
+    name = f"fake_quantize_learnable_per_{per}_affine_backward"
+    arguments = FUNCTIONS[name] | {argument: FUNCTIONS[name][argument].astype(kind)}
+    dx, dscale, dzero_point = getattr(fakequant, name)(*arguments.values())
+    assert dx.dtype == (np.float64 if argument == "input" and kind == "float64" else np.float32)
+    assert dscale.dtype == dzero_point.dtype == np.float32
+
+
+@pytest.mark.parametrize("per", ["tensor", "channel"])
+def test_learned_gradients_of_nothing_are_zero(per):
+    name = f"fake_quantize_learnable_per_{per}_affine_backward"
+    arguments = FUNCTIONS[name] | {"input": ones(2, 0), "grad": ones(2, 0)}
+    dx, dscale, dzero_point = getattr(fakequant, name)(*arguments.values())
+    assert dx.shape == (2, 0)
+    assert not dscale.any() and not dzero_point.any()
+    assert dscale.shape == arguments["scale"].shape
+
+
+def test_numpy_scalars_are_data():
+    y = fakequant.fake_quantize_per_tensor_affine(np.float32(0.26), 0.1, 0, -8, 7)
+    assert isinstance(y, np.ndarray) and y.shape == ()
+
+
+def test_the_fused_observer_refuses_a_running_range_that_is_too_short():
+    for state in (f32(), f32(np.inf)):
+        arguments = FUSED_ROWS | {"running_max": state}
+        with pytest.raises(RuntimeError, match="dimensions of scale and zero-point are not consistent"):
+            fakequant.fused_moving_avg_obs_fake_quant(*arguments.values())
+    with pytest.raises(RuntimeError, match="only supported on axis == 0"):
+        fakequant.fused_moving_avg_obs_fake_quant(*(FUSED_ROWS | {"ch_axis": -1}).values())
+
+
+def test_a_refused_call_leaves_the_state_of_the_fused_observer_alone():
+    state = {k: v.copy() for k, v in FUSED.items() if isinstance(v, np.ndarray)}
+    arguments = FUSED | state | {"quant_min": 9, "quant_max": 7}
+    with pytest.raises(RuntimeError):
+        fakequant.fused_moving_avg_obs_fake_quant(*arguments.values())
+    for name, array in state.items():
+        assert np.array_equal(array, FUSED[name])

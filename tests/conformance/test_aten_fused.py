@@ -1,0 +1,197 @@
+"""The fused observer leaves torch's bits in its state and returns torch's bits, step by step."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import fakequant
+from fakequant import _native
+from fakequant.testing import cases
+from fakequant.testing.assertions import assert_same_bits
+
+torch = pytest.importorskip("torch")
+if not torch.__version__.startswith("2.13."):
+    pytest.skip("the contract is torch 2.13's", allow_module_level=True)
+
+RANGES = [r for r in cases.ranges(31) if r[0] < r[1]] + [(5, 300), (-300, -5), (3, 3), (-(2**31), -1)]
+
+
+@pytest.fixture(
+    autouse=True,
+    params=[(target, n) for target in _native.supported_targets() for n in (1, 2)],
+    ids=lambda p: f"{p[0]}-{p[1]}",
+)
+def machine(request):
+    target, threads = _native.target(), fakequant.get_num_threads()
+    assert _native.select_target(request.param[0])
+    fakequant.set_num_threads(request.param[1])
+    yield
+    fakequant.set_num_threads(threads)
+    assert _native.select_target(target)
+
+
+def outcome(function, arguments):
+    """The results of a call as arrays, or the text of its exception."""
+    try:
+        results = function(*arguments)
+    except RuntimeError as error:
+        return str(error)
+    return [np.asarray(r) for r in (results if isinstance(results, tuple) else (results,))]
+
+
+def to_torch(arguments):
+    return [torch.from_numpy(a.copy()) if isinstance(a, np.ndarray) else a for a in arguments]
+
+
+def assert_same(expected, actual, *what):
+    if isinstance(expected, str) or isinstance(actual, str):
+        assert actual == expected, what
+        return
+    for i, (e, a) in enumerate(zip(expected, actual, strict=True)):
+        try:
+            assert_same_bits(e, a, f"result {i}")
+        except AssertionError as error:
+            raise AssertionError(f"{error} for {what}") from None
+
+
+def fresh_state(n):
+    infinite = np.full(n, np.inf, np.float32)
+    return [infinite, -infinite, np.ones(n, np.float32), np.zeros(n, np.int32)]
+
+
+def awkward_rows(rng, rows, levels):
+    """Rows whose ends are ordinary, one-sided, zero, wild, or make a scale around the smallest, 6.1e-5."""
+    with np.errstate(all="ignore"):
+        wild = (np.exp(rng.uniform(-103, 88, (rows, 2))) * rng.choice([-1, 1], (rows, 2))).astype(np.float32)
+        ordinary = (rng.standard_normal((rows, 2)) * 10.0 ** rng.integers(-8, 4, (rows, 1))).astype(np.float32)
+        landmarks = rng.choice(np.float32([0.0, -0.0, 1e-45, -1e-45, 3.4e38, 1, np.inf, -np.inf]), (rows, 2))
+        factor = rng.choice([1, 0.5, 2, 0.999, 1.001, 1e-3, 1e-30], rows)
+        width = (6.1e-5 * max(levels, 1) * factor).astype(np.float32)
+        part = rng.choice(np.float32([0, 1, 0.5, 0.25, 1 / 3]), rows)
+        tiny = np.stack([-width * part, cases.neighbours(width * (1 - part), rng.integers(-3, 4))], axis=1)
+        tiny[~np.isfinite(tiny)] = 0
+    x = np.choose(rng.choice(4, (rows, 1), p=[0.2, 0.4, 0.2, 0.2]), [wild, ordinary, landmarks, tiny])
+    one_sided = rng.random(rows) < 0.2
+    x[one_sided] = np.abs(x[one_sided])
+    return np.where(rng.random((rows, 1)) < 0.2, -x, x).astype(np.float32)
+
+
+@functools.cache
+def torch_steps(bounds, symmetric, per_row):
+    """Steps of (x, options, torch's outcome, the state after it): the observer, the quantizer or both are on."""
+    rng = np.random.default_rng(abs(bounds[0]) % 1000 + symmetric)
+    n = 24 if per_row else 1
+    state, steps = to_torch(fresh_state(n)), []
+    for step in range(8):
+        x = awkward_rows(rng, n, bounds[1] - bounds[0])
+        if step == 7:
+            x[rng.integers(n), 0] = np.nan  # at the end, because it stays
+        x = np.concatenate([x, x * np.float32(0.3)], axis=1)
+        switches = [np.int64([on]) for on in ((1, 0) if step == 5 else (0, 1) if step == 6 else (1, 1))]
+        constant = (0.01, 0.1, 1 / 3, 1.0, 0.5)[step % 5]
+        options = constant, *bounds, 0 if per_row else -1, per_row, symmetric
+        expected = outcome(torch._fused_moving_avg_obs_fq_helper, [*to_torch([x, *switches]), *state, *options])
+        steps.append(((x, *switches), options, expected, [s.numpy().copy() for s in state]))
+    return steps
+
+
+@pytest.mark.parametrize("per_row", [False, True], ids=["per_tensor", "per_row"])
+@pytest.mark.parametrize("symmetric", [False, True], ids=["affine", "symmetric"])
+def test_steps_and_state_equal_torch(symmetric, per_row):
+    refused = 0
+    for bounds in RANGES:
+        state = fresh_state(24 if per_row else 1)
+        for arrays, options, expected, expected_state in torch_steps(bounds, symmetric, per_row):
+            actual = outcome(fakequant.fused_moving_avg_obs_fq_helper, [*arrays, *state, *options])
+            assert_same(expected, actual, bounds, arrays[0])
+            assert_same(expected_state, state, bounds, arrays[0])
+            refused += isinstance(expected, str)
+    # A row with NaN gets a zero point that is refused, after the state was written.
+    assert (refused > 0) == per_row
+
+
+@pytest.mark.parametrize("per_row", [False, True], ids=["per_tensor", "per_row"])
+def test_large_inputs_equal_torch(per_row):
+    rng = np.random.default_rng(4)
+    for shape in ((3, 4096), (70, 1000), (2, 40_000), (40_000, 2)):
+        x = (rng.standard_normal(shape) * 3).astype(np.float32)
+        n, on = len(x) if per_row else 1, np.int64([1])
+        state = fresh_state(n)
+        expected_state = to_torch(state)
+        for step in range(2):
+            options = 0.1, -128, 127, 0, per_row, True
+            flags = [on, on * step]  # the first step only observes
+            expected = outcome(torch._fused_moving_avg_obs_fq_helper, [*to_torch([x, *flags]), *expected_state, *options])
+            assert_same(expected, outcome(fakequant.fused_moving_avg_obs_fq_helper, [x, *flags, *state, *options]))
+            assert_same([s.numpy() for s in expected_state], state, shape)
+            x = x * np.float32(1.7)
+
+
+@pytest.mark.parametrize("per_row", [False, True], ids=["per_tensor", "per_row"])
+def test_the_first_zero_seen_has_the_sign_it_has_in_torch(per_row):
+    """Not compared: beyond 32768 elements, where torch's choice among zeros of both signs depends on its threads."""
+    rng = np.random.default_rng(9)
+    flags = np.int64([1]), np.int64([0])
+    options = 0.01, 0, 255, 0 if per_row else -1, per_row, False
+    for n in [*range(1, 70), 255, 256, 1000, 32767, 32768]:
+        for share in (0.03, 0.9):
+            x = rng.uniform(1, 2, (2, n)).astype(np.float32) * rng.choice(np.float32([1, -1]))
+            x[:, rng.integers(n)] = -0.0
+            zeros = rng.random((2, n)) < share
+            x[zeros] = rng.choice(np.float32([0.0, -0.0]), zeros.sum())
+            x = x if per_row else x[0]
+            for a in (x, np.asfortranarray(x)):  # what counts is the order of the axes, not of the memory
+                state = fresh_state(len(a) if per_row else 1)
+                expected = to_torch(state)
+                torch._fused_moving_avg_obs_fq_helper(*to_torch([a, *flags]), *expected, *options)
+                fakequant.fused_moving_avg_obs_fq_helper(a, *flags, *state, *options)
+                assert_same([s.numpy() for s in expected], state, n, share)
+
+
+def test_ranges_beyond_int32_wrap_as_in_torch():
+    x, on = np.float32([-1.5, 0.25, 3.0]), np.int64([1])
+    for bounds in ((-(2**31), 2**31 - 1), (0, 2**32 - 1), (-(2**40), 2**40 + 5), (-5, 2**31 - 1), (-(2**31), 5)):
+        for symmetric in (False, True):
+            state = fresh_state(1)
+            expected_state = to_torch(state)
+            options = 0.01, *bounds, -1, False, symmetric
+            expected = outcome(torch.fused_moving_avg_obs_fake_quant, [*to_torch([x, on, on]), *expected_state, *options])
+            actual = outcome(fakequant.fused_moving_avg_obs_fake_quant, [x, on, on, *state, *options])
+            assert_same(expected, actual, bounds)
+            if not isinstance(expected, str):
+                assert_same([s.numpy() for s in expected_state], state, bounds)
+
+
+@pytest.mark.parametrize("kinds", [("float32", "int64"), ("float64", "float32"), ("float16", "uint8")], ids=str)
+def test_scale_and_zero_point_of_other_dtypes_count_as_rounded(kinds):
+    x, on = (np.random.default_rng(2).standard_normal(50) * 3).astype(np.float32), np.int64([1])
+    state = [a.astype(kind) for a, kind in zip(fresh_state(1), ("float32", "float32", *kinds), strict=True)]
+    expected_state = to_torch(state)
+    options = 0.01, 0, 255, -1, False, False
+    expected = outcome(torch._fused_moving_avg_obs_fq_helper, [*to_torch([x, on, on]), *expected_state, *options])
+    assert_same(expected, outcome(fakequant.fused_moving_avg_obs_fq_helper, [x, on, on, *state, *options]))
+    assert_same([s.numpy() for s in expected_state], state)
+    # Per row a float zero point also rounds differently.
+    for zero_dtype in ("float32", "float16"):
+        state = [*fresh_state(5)[:3], np.zeros(5, zero_dtype)]
+        expected_state = to_torch(state)
+        arrays, options = [x.reshape(5, 10), on, on], (0.01, 0, 255, 0, True, False)
+        expected = outcome(torch._fused_moving_avg_obs_fq_helper, [*to_torch(arrays), *expected_state, *options])
+        assert_same(expected, outcome(fakequant.fused_moving_avg_obs_fq_helper, [*arrays, *state, *options]))
+        assert_same([s.numpy() for s in expected_state], state)
+
+
+@pytest.mark.parametrize("kind", ["float64", "float16"])
+def test_without_the_observer_every_float_dtype_and_axis_works(kind):
+    x = (np.random.default_rng(2).standard_normal((3, 4, 5)) * 3).astype(kind)
+    flags = np.int64([0]), np.int64([1])
+    for axis, per_row in ((-1, False), (0, True), (1, True), (2, True)):
+        n = x.shape[axis] if per_row else 1
+        state = [np.linspace(-1, -3, n), np.linspace(1, 5, n), np.ones(n), np.zeros(n)]
+        state = [a.astype(k) for a, k in zip(state, ("float32",) * 3 + ("int32",), strict=True)]
+        expected_state = to_torch(state)
+        options = 0.01, -8, 7, axis, per_row, False
+        expected = outcome(torch._fused_moving_avg_obs_fq_helper, [*to_torch([x, *flags]), *expected_state, *options])
+        assert_same(expected, outcome(fakequant.fused_moving_avg_obs_fq_helper, [x, *flags, *state, *options]), axis)
+        assert_same([s.numpy() for s in expected_state], state, axis)

@@ -1,0 +1,81 @@
+"""Importing: the instruction set, missing kernels, and what is not imported."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import fakequant
+from fakequant import _native
+
+
+def run(code, **environment):
+    environment = {**os.environ, **environment}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+
+
+@pytest.mark.parametrize("target", _native.supported_targets())
+def test_a_target_can_be_forced(target):
+    result = run("import fakequant; print(fakequant.info().target)", FAKEQUANT_TARGET=target)
+    assert result.stdout.strip() == target
+
+
+def test_an_unknown_target_is_an_import_error_that_lists_the_targets():
+    result = run("import fakequant", FAKEQUANT_TARGET="sse9")
+    assert "ImportError: FAKEQUANT_TARGET='sse9': there is no such target in this build." in result.stderr
+    assert f"Accepted here: {', '.join(_native.supported_targets())}." in result.stderr
+
+
+@pytest.mark.parametrize("target", sorted(set(_native.compiled_targets()) - set(_native.supported_targets())))
+def test_a_target_this_cpu_lacks_is_refused(target):
+    result = run("import fakequant", FAKEQUANT_TARGET=target)
+    assert f"FAKEQUANT_TARGET='{target}': this CPU cannot run it." in result.stderr
+
+
+def test_kernels_that_cannot_be_loaded_are_an_import_error_with_the_fix():
+    result = run(
+        "import sys; sys.modules['fakequant._native'] = None\n"
+        "try: import fakequant\n"
+        "except ImportError as e: print(e)\n"
+    )
+    assert "fakequant's compiled kernels could not be loaded" in result.stdout
+    assert "pip install --force-reinstall --no-cache-dir fakequant" in result.stdout
+
+
+def test_torch_is_not_imported():
+    result = run("import sys, fakequant, fakequant.reference, fakequant.testing.cases; print('torch' in sys.modules)")
+    assert result.stdout == "False\n"
+
+
+def test_the_reference_needs_numpy_only():
+    result = run(
+        "import sys, importlib.util\n"
+        "import fakequant.reference as r\n"
+        "spec = importlib.util.spec_from_file_location('alone', r.__file__)\n"
+        "source = open(r.__file__).read()\n"
+        "print('import fakequant' in source or 'from fakequant' in source)\n"
+    )
+    assert result.stdout == "False\n"
+
+
+def test_info_says_what_runs():
+    info = fakequant.info()
+    assert info.target == _native.target()
+    assert info.target in info.supported_targets
+    assert set(info.supported_targets) <= set(info.compiled_targets)
+    assert info.num_threads == fakequant.get_num_threads()
+    assert info.numpy == np.__version__
+
+
+def test_info_on_the_command_line():
+    text = subprocess.run([sys.executable, "-m", "fakequant", "info"], capture_output=True, text=True, check=True)
+    assert fakequant.__version__ in text.stdout
+    machine = subprocess.run(
+        [sys.executable, "-m", "fakequant", "info", "--json"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(machine.stdout)["target"] == fakequant.info().target
+    nothing = subprocess.run([sys.executable, "-m", "fakequant"], capture_output=True, text=True, check=False)
+    assert nothing.returncode == 2

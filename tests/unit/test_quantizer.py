@@ -1,0 +1,144 @@
+"""`FakeQuantizer` against its formulas, worked out in float32 by NumPy."""
+
+import numpy as np
+import pytest
+
+from fakequant import FakeQuantConfig, FakeQuantizer, reference
+from fakequant.testing import cases
+from fakequant.testing.assertions import assert_same_bits
+
+CONFIGS = {
+    "q4 symmetric": FakeQuantConfig.q4_symmetric(),
+    "q8 symmetric": FakeQuantConfig.q8_symmetric(),
+    "q4 asymmetric": FakeQuantConfig.q4_asymmetric(),
+    "q8 asymmetric": FakeQuantConfig.q8_asymmetric(),
+    "custom": FakeQuantConfig(bits=8, symmetric=False, qmin=-128, qmax=127),
+}
+by_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+def round_half_away_scalar(v):
+    return np.float32(np.trunc(v) + (np.sign(v) if abs(v - np.trunc(v)) >= 0.5 else 0)) if np.isfinite(v) else v
+
+
+def as_i32(v):
+    """A float to int conversion that saturates and turns NaN into 0."""
+    return 0 if np.isnan(v) else int(np.clip(float(v), -(2**31), 2**31 - 1))
+
+
+def expected_value(x, fq):
+    """One element, in the order of operations of the formulas."""
+    c, scale = fq.config, fq.scale
+    with np.errstate(all="ignore"):
+        t = x / scale if c.symmetric else x / scale + np.float32(fq.zero_point)
+        rounded = round_half_away_scalar(t)
+        q = as_i32(rounded if np.isnan(rounded) else min(max(rounded, np.float32(c.qmin)), np.float32(c.qmax)))
+        return np.float32(q if c.symmetric else q - fq.zero_point) * scale
+
+
+@by_config
+def test_forward_returns_what_the_formulas_return(config):
+    fq = FakeQuantizer(config)
+    for low, high in ((-1.0, 1.0), (-0.3, 2.7), (0.1, 0.9), (-5.0, -1.0), (0.0, 1e-20)):
+        fq.calibrate(np.float32([low, high]))
+        x = cases.values(float(fq.scale), fq.zero_point, config.qmin, config.qmax, np.float32)
+        expected = np.array([expected_value(v, fq) for v in x], np.float32)
+        assert_same_bits(expected, fq.forward(x), low, high)
+
+
+@by_config
+def test_calibration(config):
+    fq = FakeQuantizer(config)
+    assert not fq.is_initialized
+    assert (fq.scale, fq.zero_point) == (1, 0)
+
+    fq.calibrate(np.float32([]))
+    assert not fq.is_initialized
+
+    data = np.float32([0.7, -1.3, 2.9])
+    fq.calibrate(data)
+    assert fq.is_initialized
+    if config.symmetric:
+        assert fq.scale == np.float32(2.9) / np.float32(config.qmax)
+        assert fq.zero_point == 0
+    else:
+        scale = (np.float32(2.9) - np.float32(-1.3)) / np.float32(config.qmax - config.qmin)
+        assert fq.scale == scale
+        assert fq.zero_point == round_half_away_scalar(np.float32(config.qmin) - np.float32(-1.3) / scale)
+    assert fq.num_levels == config.qmax - config.qmin + 1
+
+
+def test_the_scale_has_a_floor():
+    for config in CONFIGS.values():
+        fq = FakeQuantizer(config)
+        fq.calibrate(np.zeros(4, np.float32))
+        assert fq.scale == np.float32(1e-10)
+
+
+def test_constant_data_saturates_the_zero_point():
+    fq = FakeQuantizer(FakeQuantConfig.q8_asymmetric())
+    fq.calibrate(np.float32([2.0, 2.0]))
+    assert (fq.scale, fq.zero_point) == (np.float32(1e-10), 0)
+    fq.calibrate(np.float32([-2.0, -2.0]))
+    assert (fq.scale, fq.zero_point) == (np.float32(1e-10), 255)
+
+
+def test_nan_is_left_out_of_calibration_and_becomes_code_zero():
+    fq = FakeQuantizer(FakeQuantConfig.q8_asymmetric())
+    fq.calibrate(np.float32([np.nan, -1.0, 1.55]))
+    assert (fq.scale, fq.zero_point) == (np.float32(2.55) / np.float32(255), 100)
+    assert_same_bits(np.float32([0 - 100]) * fq.scale, fq.forward(np.float32([np.nan])))
+
+
+def test_forward_with_calibration_calibrates_once():
+    fq = FakeQuantizer.q8()
+    fq.forward_with_calibration(np.float32([12.7]))
+    assert fq.scale == np.float32(12.7) / np.float32(127)
+    fq.forward_with_calibration(np.float32([1270.0]))
+    assert fq.scale == np.float32(12.7) / np.float32(127)
+
+
+def test_backward_passes_a_copy_through():
+    dy = np.float32([1, np.nan, -3])
+    dx = FakeQuantizer.q4().backward(dy)
+    assert_same_bits(dy, dx)
+    assert not np.shares_memory(dy, dx)
+
+
+def test_clamped_backward_of_a_symmetric_range():
+    fq = FakeQuantizer.q4()
+    fq.calibrate(np.float32([-7, 7]))
+    x = np.float32([-7.5, -7, 0, 7, 7.0000005, np.nan])
+    assert fq.backward_clamped(np.ones_like(x), x).tolist() == [0, 1, 1, 1, 0, 1]
+
+
+def test_clamped_backward_knows_the_zero_point():
+    fq = FakeQuantizer(FakeQuantConfig.q8_asymmetric())
+    fq.calibrate(np.float32([-128, 127]))
+    assert fq.zero_point == 128
+    x = np.float32([-128.5, -128, -1, 0, 127, 127.5])
+    assert fq.backward_clamped(np.ones_like(x), x).tolist() == [0, 1, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("numerics", ["torch", "onnx"])
+def test_other_numerics(numerics):
+    fq = FakeQuantizer(FakeQuantConfig.q8_asymmetric(), numerics=numerics)
+    fq.calibrate(np.float32([-1.0, 1.55]))
+    x = cases.values(float(fq.scale), fq.zero_point, 0, 255, np.float32)
+    expected, _ = reference.fake_quantize(x, fq.scale, fq.zero_point, 0, 255, numerics)
+    assert_same_bits(expected, fq.forward(x))
+
+
+def test_configs_that_make_no_sense():
+    for bad, words in (
+        (dict(bits=1, symmetric=True, qmin=-1, qmax=1), "between 2 and 24"),
+        (dict(bits=8, symmetric=True, qmin=5, qmax=5), "`qmin` must be less than `qmax`"),
+        (dict(bits=8, symmetric=True, qmin=-8, qmax=0), "needs `qmax` > 0"),
+        (dict(bits=8, symmetric=False, qmin=0, qmax=2**25), "within 2^24"),
+    ):
+        with pytest.raises(ValueError, match=words.replace("^", r"\^")):
+            FakeQuantConfig(**bad)
+    with pytest.raises(ValueError, match="one of torch, onnx, half_away"):
+        FakeQuantizer(numerics="up")
+    with pytest.raises(ValueError, match="between 2 and 24"):
+        FakeQuantConfig.of(bits=0, symmetric=True)

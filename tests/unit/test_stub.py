@@ -1,0 +1,18 @@
+"""The committed stub of the native module is what the module says of itself."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from nanobind.stubgen import StubGen
+
+import fakequant
+from fakequant import _native
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="annotations differ in spelling between Python versions")
+def test_the_stub_has_not_drifted():
+    generator = StubGen(_native)
+    generator.put(_native)
+    committed = Path(fakequant.__file__).with_name("_native.pyi").read_text()
+    assert committed == generator.get(), "run `make stub`"
