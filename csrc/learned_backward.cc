@@ -31,8 +31,8 @@ struct TorchLearned {
     const V level = q - p.zero;
     // Outside, the product with the reciprocal is a product with 1, which changes no bit.
     const V ds = ((dy * (inside ? fma(level, p.scale, -x) : level)) * (inside ? p.inverse : splat<V>(1))) * factor;
-    const V dz = (-dy * p.scale) * factor;
-    return {dy * zero_unless(inside, splat<V>(1)), ds, zero_unless(~inside, dz)};
+    const V dz = (dy * -p.scale) * factor;
+    return {dy * zero_unless(inside, splat<V>(1)), ds, zero_where(inside, dz)};
   }
 };
 
@@ -45,9 +45,9 @@ struct OwnLearned : Rule {
     const auto finite = magnitude(x) < splat<V>(Elem<V>(__builtin_inf()));
     const V level = Rule::kOnLevels ? clamped : clamped - p.zero;
     const V ds = (dy * (inside ? level - x / p.scale : level)) * factor;
-    const V dz = (-dy * p.scale) * factor;
+    const V dz = (dy * -p.scale) * factor;
     // An element that is not finite teaches nothing: selected away, so that not even inf * 0 remains.
-    return {zero_unless(inside & finite, dy), zero_unless(finite, ds), zero_unless(~inside & finite, dz)};
+    return {zero_unless(inside & finite, dy), zero_unless(finite, ds), zero_where(inside, zero_unless(finite, dz))};
   }
 };
 

@@ -153,6 +153,9 @@ template <class V> FQ_INLINE V with_sign_of(V v, V sign) {
 template <class M, class V> FQ_INLINE V zero_unless(M lanes, V v) {
   return bit_cast<V>(bit_cast<Bits<V>>(v) & bit_cast<Bits<V>>(lanes));
 }
+template <class M, class V> FQ_INLINE V zero_where(M lanes, V v) {
+  return bit_cast<V>(bit_cast<Bits<V>>(v) & ~bit_cast<Bits<V>>(lanes));
+}
 
 // --- minimum and maximum -------------------------------------------------------------------------
 // The second operand wins when either is NaN: this is what x86 minps/maxps do, and the order of the

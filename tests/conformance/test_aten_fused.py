@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 if not torch.__version__.startswith("2.13."):
     pytest.skip("the contract is torch 2.13's", allow_module_level=True)
 
+TORCH, OURS = torch._fused_moving_avg_obs_fq_helper, fakequant.fused_moving_avg_obs_fq_helper
 RANGES = [r for r in cases.ranges(31) if r[0] < r[1]] + [(5, 300), (-300, -5), (3, 3), (-(2**31), -1)]
 
 
@@ -23,10 +24,12 @@ RANGES = [r for r in cases.ranges(31) if r[0] < r[1]] + [(5, 300), (-300, -5), (
     ids=lambda p: f"{p[0]}-{p[1]}",
 )
 def machine(request):
-    target, threads = _native.target(), fakequant.get_num_threads()
+    target, threads, torch_threads = _native.target(), fakequant.get_num_threads(), torch.get_num_threads()
+    torch.set_num_threads(1)
     assert _native.select_target(request.param[0])
     fakequant.set_num_threads(request.param[1])
     yield
+    torch.set_num_threads(torch_threads)
     fakequant.set_num_threads(threads)
     assert _native.select_target(target)
 
@@ -91,7 +94,7 @@ def torch_steps(bounds, symmetric, per_row):
         switches = [np.int64([on]) for on in ((1, 0) if step == 5 else (0, 1) if step == 6 else (1, 1))]
         constant = (0.01, 0.1, 1 / 3, 1.0, 0.5)[step % 5]
         options = constant, *bounds, 0 if per_row else -1, per_row, symmetric
-        expected = outcome(torch._fused_moving_avg_obs_fq_helper, [*to_torch([x, *switches]), *state, *options])
+        expected = outcome(TORCH, [*to_torch([x, *switches]), *state, *options])
         steps.append(((x, *switches), options, expected, [s.numpy().copy() for s in state]))
     return steps
 
@@ -103,7 +106,7 @@ def test_steps_and_state_equal_torch(symmetric, per_row):
     for bounds in RANGES:
         state = fresh_state(24 if per_row else 1)
         for arrays, options, expected, expected_state in torch_steps(bounds, symmetric, per_row):
-            actual = outcome(fakequant.fused_moving_avg_obs_fq_helper, [*arrays, *state, *options])
+            actual = outcome(OURS, [*arrays, *state, *options])
             assert_same(expected, actual, bounds, arrays[0])
             assert_same(expected_state, state, bounds, arrays[0])
             refused += isinstance(expected, str)
@@ -122,8 +125,8 @@ def test_large_inputs_equal_torch(per_row):
         for step in range(2):
             options = 0.1, -128, 127, 0, per_row, True
             flags = [on, on * step]  # the first step only observes
-            expected = outcome(torch._fused_moving_avg_obs_fq_helper, [*to_torch([x, *flags]), *expected_state, *options])
-            assert_same(expected, outcome(fakequant.fused_moving_avg_obs_fq_helper, [x, *flags, *state, *options]))
+            expected = outcome(TORCH, [*to_torch([x, *flags]), *expected_state, *options])
+            assert_same(expected, outcome(OURS, [x, *flags, *state, *options]))
             assert_same([s.numpy() for s in expected_state], state, shape)
             x = x * np.float32(1.7)
 
@@ -144,8 +147,8 @@ def test_the_first_zero_seen_has_the_sign_it_has_in_torch(per_row):
             for a in (x, np.asfortranarray(x)):  # what counts is the order of the axes, not of the memory
                 state = fresh_state(len(a) if per_row else 1)
                 expected = to_torch(state)
-                torch._fused_moving_avg_obs_fq_helper(*to_torch([a, *flags]), *expected, *options)
-                fakequant.fused_moving_avg_obs_fq_helper(a, *flags, *state, *options)
+                TORCH(*to_torch([a, *flags]), *expected, *options)
+                OURS(a, *flags, *state, *options)
                 assert_same([s.numpy() for s in expected], state, n, share)
 
 
@@ -156,8 +159,8 @@ def test_ranges_beyond_int32_wrap_as_in_torch():
             state = fresh_state(1)
             expected_state = to_torch(state)
             options = 0.01, *bounds, -1, False, symmetric
-            expected = outcome(torch.fused_moving_avg_obs_fake_quant, [*to_torch([x, on, on]), *expected_state, *options])
-            actual = outcome(fakequant.fused_moving_avg_obs_fake_quant, [x, on, on, *state, *options])
+            expected = outcome(TORCH, [*to_torch([x, on, on]), *expected_state, *options])
+            actual = outcome(OURS, [x, on, on, *state, *options])
             assert_same(expected, actual, bounds)
             if not isinstance(expected, str):
                 assert_same([s.numpy() for s in expected_state], state, bounds)
@@ -169,16 +172,16 @@ def test_scale_and_zero_point_of_other_dtypes_count_as_rounded(kinds):
     state = [a.astype(kind) for a, kind in zip(fresh_state(1), ("float32", "float32", *kinds), strict=True)]
     expected_state = to_torch(state)
     options = 0.01, 0, 255, -1, False, False
-    expected = outcome(torch._fused_moving_avg_obs_fq_helper, [*to_torch([x, on, on]), *expected_state, *options])
-    assert_same(expected, outcome(fakequant.fused_moving_avg_obs_fq_helper, [x, on, on, *state, *options]))
+    expected = outcome(TORCH, [*to_torch([x, on, on]), *expected_state, *options])
+    assert_same(expected, outcome(OURS, [x, on, on, *state, *options]))
     assert_same([s.numpy() for s in expected_state], state)
     # Per row a float zero point also rounds differently.
     for zero_dtype in ("float32", "float16"):
         state = [*fresh_state(5)[:3], np.zeros(5, zero_dtype)]
         expected_state = to_torch(state)
         arrays, options = [x.reshape(5, 10), on, on], (0.01, 0, 255, 0, True, False)
-        expected = outcome(torch._fused_moving_avg_obs_fq_helper, [*to_torch(arrays), *expected_state, *options])
-        assert_same(expected, outcome(fakequant.fused_moving_avg_obs_fq_helper, [*arrays, *state, *options]))
+        expected = outcome(TORCH, [*to_torch(arrays), *expected_state, *options])
+        assert_same(expected, outcome(OURS, [*arrays, *state, *options]))
         assert_same([s.numpy() for s in expected_state], state)
 
 
@@ -192,6 +195,6 @@ def test_without_the_observer_every_float_dtype_and_axis_works(kind):
         state = [a.astype(k) for a, k in zip(state, ("float32",) * 3 + ("int32",), strict=True)]
         expected_state = to_torch(state)
         options = 0.01, -8, 7, axis, per_row, False
-        expected = outcome(torch._fused_moving_avg_obs_fq_helper, [*to_torch([x, *flags]), *expected_state, *options])
-        assert_same(expected, outcome(fakequant.fused_moving_avg_obs_fq_helper, [x, *flags, *state, *options]), axis)
+        expected = outcome(TORCH, [*to_torch([x, *flags]), *expected_state, *options])
+        assert_same(expected, outcome(OURS, [x, *flags, *state, *options]), axis)
         assert_same([s.numpy() for s in expected_state], state, axis)

@@ -6,7 +6,7 @@ a `Tensor` in them.
 
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -52,12 +52,13 @@ def kernel_dtype(x: np.ndarray, kernel: str) -> int:
     return dtype
 
 
-def check(condition: bool, message: str) -> None:
+def check(condition: bool | np.bool_, message: str) -> None:
+    """RuntimeError with `message` unless `condition`."""
     if not condition:
         raise RuntimeError(message)
 
 
-def expect(condition: bool, text: str) -> None:
+def expect(condition: bool | np.bool_, text: str) -> None:
     """torch's text for a check that has none of its own."""
     check(
         condition,
@@ -106,9 +107,9 @@ def item_as_float(x: np.ndarray) -> float:
     return float(np.float32(wide))
 
 
-def as_float(value: object) -> float:
+def as_float(value: Any) -> float:
     """A Python or NumPy number, or an array without dimensions, as a float."""
-    return _real(value[()], "double") if isinstance(value, np.ndarray) else float(value)  # type: ignore[arg-type]
+    return _real(value.reshape(-1)[0], "double") if isinstance(value, np.ndarray) else float(value)
 
 
 def _real(value: np.generic, kind: str) -> float:
@@ -122,7 +123,7 @@ def _real(value: np.generic, kind: str) -> float:
 # --- argument types -------------------------------------------------------------------------------
 
 
-def as_tensor(value: object) -> object:
+def as_tensor(value: object) -> Any:
     """NumPy's scalars of a data argument as 0-d arrays; everything else as it is."""
     return np.asarray(value) if isinstance(value, np.generic) else value
 
@@ -165,9 +166,7 @@ def choose_signature(function: str, values: Sequence[object], signatures: Sequen
     for signature in signatures:
         lines.append(f" * ({', '.join(f'{kind} {name}' for kind, name in signature)})\n")
         marked = (_marked(kind, _received(v)) for (kind, _), v in zip(signature, values, strict=True))
-        lines.append(
-            f"      didn't match because some of the arguments have invalid types: ({', '.join(marked)})\n"
-        )
+        lines.append(f"      didn't match because some of the arguments have invalid types: ({', '.join(marked)})\n")
     raise TypeError(
         f"{function}() received an invalid combination of arguments - got "
         f"({', '.join(map(_received, values))}), but expected one of:\n{''.join(lines)}"
@@ -208,9 +207,9 @@ def select(x: np.ndarray, index: int) -> np.ndarray:
     return np.asarray(x[index])
 
 
-def as_int64(value: object) -> int:
+def as_int64(value: Any) -> int:
     """A Python or NumPy integer that fits int64."""
-    value = int(value)  # type: ignore[call-overload]
-    if not -(2**63) <= value < 2**63:
+    integer = int(value)
+    if not -(2**63) <= integer < 2**63:
         raise ValueError("Overflow when unpacking long long")
-    return value
+    return integer

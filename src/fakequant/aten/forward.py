@@ -124,6 +124,7 @@ def _compare(a: int, b: int, shape: tuple[int, ...], inputs: Iterable[np.ndarray
 
 
 def per_tensor(x: np.ndarray, dtype: int, scale: float, zero_point: int, qmin: int, qmax: int) -> OutputAndMask:
+    """The formula of `per_tensor.py` on checked arguments."""
     p = placed(x)
     y = np.empty(p.elements.shape, x.dtype)
     mask = np.empty(p.elements.shape, np.bool_)
@@ -134,6 +135,7 @@ def per_tensor(x: np.ndarray, dtype: int, scale: float, zero_point: int, qmin: i
 
 
 def per_tensor_value(x: np.ndarray, dtype: int, scale: float, zero_point: int, qmin: int, qmax: int) -> np.ndarray:
+    """The same without a mask."""
     p = placed(x)
     y = np.empty(p.elements.shape, x.dtype)
     _native.fake_quantize_scalar(
@@ -145,6 +147,7 @@ def per_tensor_value(x: np.ndarray, dtype: int, scale: float, zero_point: int, q
 def per_channel(
     x: np.ndarray, dtype: int, scale: np.ndarray, zero_point: np.ndarray, axis: int, qmin: int, qmax: int
 ) -> OutputAndMask:
+    """The formula of `per_channel.py` on checked arguments."""
     p = placed(x)
     y = np.empty(p.elements.shape, x.dtype)
     mask = np.empty(p.elements.shape, np.bool_)

@@ -12,8 +12,7 @@ from fakequant import native
 from fakequant.arrays import KERNEL_DTYPES
 from fakequant.aten import checks
 from fakequant.aten.forward import OutputAndMask, placed, unchanged
-from fakequant.aten.per_channel import KERNEL as CHANNEL_KERNEL
-from fakequant.aten.per_channel import check_parameters, check_zero_points, checked_forward
+from fakequant.aten.per_channel import KERNEL as CHANNEL_KERNEL, check_parameters, check_zero_points, checked_forward
 from fakequant.aten.per_tensor import KERNEL, fake_quantize_per_tensor_affine_cachemask_tensor_qparams
 from fakequant.layout import channel_shape
 from fakequant.native import _native
@@ -124,14 +123,13 @@ def _fused(
         _start_per_row(x.shape[ch_axis], running_min, running_max, scale, zero_point)
     if quantize:
         _check_quantizable(x, running_min, running_max, scale, zero_point, quant_min, quant_max, ch_axis, per_row)
-    parameters = x.shape[ch_axis] if per_row else 1
-    if observe or quantize:
-        checks.check(
-            min(running_min.size, running_max.size) >= parameters,
-            "dimensions of scale and zero-point are not consistent with input tensor",
-        )
-    else:
+    if not (observe or quantize):
         return unchanged(x)
+    parameters = x.shape[ch_axis] if per_row else 1
+    checks.check(
+        min(running_min.size, running_max.size) >= parameters,
+        "dimensions of scale and zero-point are not consistent with input tensor",
+    )
 
     originals = (running_min, running_max, scale, zero_point) if quantize else (running_min, running_max)
     state = [np.asarray(a, dtype, order="C") for a, dtype in zip(originals, _STATE_DTYPES, strict=False)]
@@ -178,9 +176,7 @@ def _check_observable(x, running_min, running_max, per_row) -> None:
 
 def _check_float32(*arrays: np.ndarray) -> None:
     for array in arrays:
-        checks.check(
-            array.dtype == np.float32, f"expected scalar type Float but found {checks.type_name(array.dtype)}"
-        )
+        checks.check(array.dtype == np.float32, f"expected scalar type Float but found {checks.type_name(array.dtype)}")
 
 
 def _check_quantizable(x, running_min, running_max, scale, zero_point, quant_min, quant_max, ch_axis, per_row) -> None:

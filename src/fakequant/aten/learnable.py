@@ -46,7 +46,7 @@ class LearnableGradients(NamedTuple):
 def _clamped_zero_point(z: np.float32, quant_min: int, quant_max: int) -> int:
     """Clamped in float32, then as x86 converts to int64: what does not fit becomes the smallest int64."""
     # Not np.clip, which rounds the bounds to double first. NaN passes both comparisons.
-    low, high = np.int64([quant_min, quant_max]).astype(np.float32)
+    low, high = np.array([quant_min, quant_max], np.int64).astype(np.float32)
     z = low if z < low else z
     z = high if high < z else z
     return int(z) if -(2.0**63) <= z < 2.0**63 else -(2**63)
@@ -101,8 +101,8 @@ def fake_quantize_learnable_per_tensor_affine_backward(
     checks.check_types("fake_quantize_learnable_per_tensor_affine_backward", values, (_GRAD, *_PER_TENSOR))
     quant_min, quant_max = checks.as_int64(quant_min), checks.as_int64(quant_max)
     scale_value = checks.item_as_float(checks.select(scale, 0))
-    z = np.float32(checks.item_as_float(checks.select(zero_point, 0))) + np.float32(0.5)
-    z = _clamped_zero_point(z, quant_min, quant_max)
+    shifted = np.float32(checks.item_as_float(checks.select(zero_point, 0))) + np.float32(0.5)
+    z = _clamped_zero_point(shifted, quant_min, quant_max)
     _check_floats(dy, x, scale, zero_point)
     checks.check(x.size == dy.size, "`X` and `dY` are not the same size")
     checks.check(quant_min <= 0 <= quant_max, _RANGE_WITH_ZERO)
@@ -110,7 +110,7 @@ def fake_quantize_learnable_per_tensor_affine_backward(
     if x.size == 0:
         return LearnableGradients(x, np.zeros(1, np.float32), np.zeros(1, np.float32))
     x, dy = checks.broadcast(x, dy)
-    scales, zeros = np.float32([scale_value]), np.int64([z])
+    scales, zeros = np.array([scale_value], np.float32), np.array([z], np.int64)
     return LearnableGradients(*_backward(dy, x, None, scales, zeros, quant_min, quant_max, grad_factor))
 
 
@@ -193,7 +193,7 @@ def _rounded_per_channel(zero_point: np.ndarray, quant_min: int, quant_max: int)
     if dtype.kind in "iu":
         return np.clip(zero_point.astype(np.int64), quant_min, quant_max)
     wide = np.float64 if dtype == np.float64 else np.float32
-    return np.clip(np.rint(zero_point.astype(wide)), *np.int64([quant_min, quant_max]).astype(wide))
+    return np.clip(np.rint(zero_point.astype(wide)), *np.array([quant_min, quant_max], np.int64).astype(wide))
 
 
 def _to_int(z: np.ndarray, dtype: type) -> np.ndarray:

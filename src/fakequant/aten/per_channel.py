@@ -43,6 +43,7 @@ def check_parameters(x, scale, zero_point, axis, quant_min, quant_max) -> None:
 
 
 def check_lengths(x, scale, zero_point, axis) -> None:
+    """One scale and one zero point per index on `axis`."""
     checks.check(scale.ndim == 1, "scale should be a 1-D tensor")
     checks.check(zero_point.ndim == 1, "zero point should be a 1-D tensor")
     checks.check(scale.size == zero_point.size, "scale and zero-point need to have the same dimensions")
@@ -92,6 +93,7 @@ def fake_quantize_per_channel_affine_cachemask(
 
 
 def checked_forward(x, scale, zero_point, axis, quant_min, quant_max) -> OutputAndMask:
+    """All checks but those of argument types, then the forward."""
     check_parameters(x, scale, zero_point, axis, quant_min, quant_max)
     if zero_point.dtype == np.int32:
         check_zero_points(zero_point, quant_min, quant_max)

@@ -5,6 +5,8 @@
     q    = clamp(code, quant_min, quant_max)          (NaN becomes quant_min)
     y    = (q - zero_point) * scale                   (float32, also for float64 input)
     mask = quant_min <= code <= quant_max
+
+The code is computed in float64 for float64 input, else in float32.
 """
 
 import numpy as np
@@ -25,6 +27,7 @@ _NUMBERS = (("Tensor", "input"), ("float", "scale"), ("int", "zero_point"), ("in
 
 
 def checked_numbers(scale, zero_point, quant_min, quant_max):
+    """The four numbers of the forward, refused if the range is empty or the zero point outside."""
     quant_min, quant_max, zero_point = map(checks.as_int64, (quant_min, quant_max, zero_point))
     checks.check(quant_min <= quant_max, checks.RANGE)
     checks.check(quant_min <= zero_point <= quant_max, checks.ZERO_POINT)
@@ -92,12 +95,12 @@ def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
     values = (x, scale, zero_point, fake_quant_enabled, quant_min, quant_max)
     signature = (*_TENSORS[:3], ("Tensor", "fake_quant_enabled"), *_TENSORS[3:])
     checks.check_types("fake_quantize_per_tensor_affine_cachemask_tensor_qparams", values, signature)
-    scale, zero_point, quant_min, quant_max = _checked_tensors(scale, zero_point, quant_min, quant_max)
+    numbers = _checked_tensors(scale, zero_point, quant_min, quant_max)
     enabled = checks.item_as_int(fake_quant_enabled)
     dtype = checks.kernel_dtype(x, KERNEL)
     if not enabled:
         return forward.unchanged(x)
-    return forward.per_tensor(x, dtype, scale, zero_point, quant_min, quant_max)
+    return forward.per_tensor(x, dtype, *numbers)
 
 
 def fake_quantize_per_tensor_affine_cachemask_backward(grad: np.ndarray, mask: np.ndarray) -> np.ndarray:
