@@ -109,13 +109,13 @@ template <class C> LearnedTerm<C> learned_term(C dy, C x, const Param<C>& p, con
     const C ds = (dy * (e.inside ? level - x / p.scale : level)) * factor;
     return {e.inside ? dy : 0, ds, e.inside ? 0 : (-dy * p.scale) * factor};
   }
-  const int64_t code = to_int64(double(rint1(fma1(x, C(p.inverse), C(p.zero)))));
-  const bool inside = g.qmin <= code && code <= g.qmax;
-  if (!inside) {
-    const C level = C(minus(code < g.qmin ? g.qmin : g.qmax, p.zero));
-    return {dy * 0, (dy * level) * factor, (-dy * p.scale) * factor};
-  }
-  return {dy * 1, ((dy * fma1(C(minus(code, p.zero)), p.scale, -x)) * C(p.inverse)) * factor, 0};
+  const C zero = g.zero_f32 ? C(p.zero_float) : C(p.zero);
+  const int64_t code = to_int64(double(rint1(fma1(x, C(p.inverse), zero))));
+  const int64_t q = code < g.qmin ? g.qmin : code > g.qmax ? g.qmax : code;
+  // Per channel, torch's zero point is a float, and the difference is rounded where the code is.
+  const C level = g.zero_f32 ? C(q) - zero : C(minus(q, p.zero));
+  if (q != code) return {dy * 0, (dy * level) * factor, (-dy * p.scale) * factor};
+  return {dy * 1, ((dy * fma1(level, p.scale, -x)) * C(p.inverse)) * factor, 0};
 }
 
 template <class T, class DX> void learned(const LearnedBackwardArgs& a, const Tile& t, const LearnedTile& out) {
