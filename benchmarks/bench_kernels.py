@@ -17,10 +17,10 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 import torch
-from timing import best_times
 
 import fakequant as fq
 from fakequant.testing.assertions import assert_same_bits
+from timing import best_times
 
 SCALE, ZERO, QMIN, QMAX = 0.05, 3, -128, 127
 SPEC = fq.QuantSpec(symmetric=False)
@@ -155,7 +155,9 @@ def per_channel_cases(size: int, dtype: str) -> list[Case]:
         def same(ours=ours, torchs=torchs, x=x):
             (y, mask), (ty, tm) = ours(), torchs()
             assert_same_bits(to_numpy(ty), y)
-            assert_same_bits(tm.numpy(), np.unpackbits(mask, count=x.size, bitorder="little").astype(bool).reshape(x.shape))
+            assert_same_bits(
+                tm.numpy(), np.unpackbits(mask, count=x.size, bitorder="little").astype(bool).reshape(x.shape)
+            )
 
         moved = 2 * size * x.dtype.itemsize + size // 8
         cases.append(Case(f"per channel, {where}", dtype, size, moved, ours, torchs, x.copy, same))
@@ -222,7 +224,9 @@ def observing_cases(size: int, dtype: str) -> list[Case]:
         assert_same_bits(to_numpy(thi), np.asarray(seen.max).astype(x.dtype))
 
     unsigned = fq.QuantSpec(signed=False, symmetric=False)
-    cases = [Case("min/max", dtype, size, size * width, lambda: fq.min_max(x), lambda: torch.aminmax(t), x.copy, same_range)]
+    cases = [
+        Case("min/max", dtype, size, size * width, lambda: fq.min_max(x), lambda: torch.aminmax(t), x.copy, same_range)
+    ]
     if dtype == "float32":
         cases.append(Case("observe + qparams + forward", dtype, size, 3 * size * width,
                           lambda: fq.observe_fake_quantize(x, unsigned, lo, hi, mask="packed"), torch_fused, x.copy,
@@ -299,14 +303,32 @@ def bars(rows: list[Row], small: dict[str, float]) -> list[Bar]:
     bar("onnx forward, 2^20: times torch", row("forward + packed mask, onnx"), "faster_than_torch", 18, True)
     bar("forward + packed mask, 2^20: times torch", row("forward + packed mask"), "faster_than_torch", 25, True)
     bar("forward + packed mask, 2^20: copies", row("forward + packed mask"), "times_copy", 1.5, False)
-    bar("forward + packed mask, 2^24 fresh: times torch", row("forward + packed mask", size=1 << 24), "faster_than_torch", 10, True)
+    bar(
+        "forward + packed mask, 2^24 fresh: times torch",
+        row("forward + packed mask", size=1 << 24),
+        "faster_than_torch",
+        10,
+        True,
+    )
     bar("per channel, first axis, 2^20: times torch", row("per channel, first axis"), "faster_than_torch", 25, True)
     bar("per channel, middle axis, 2^20: times torch", row("per channel, middle axis"), "faster_than_torch", 25, True)
     bar("bfloat16 forward, 2^20: times torch", row("forward + packed mask", "bfloat16"), "faster_than_torch", 15, True)
     bar("float16 forward, 2^20: times torch", row("forward + packed mask", "float16"), "faster_than_torch", 15, True)
     bar("backward from packed mask, 2^20: copies", row("backward from packed mask"), "times_copy", 1.5, False)
-    bar("learned backward per tensor, 2^20: times torch", row("learned backward, per tensor"), "faster_than_torch", 8, True)
-    bar("learned backward per channel, 2^20: times torch", row("learned backward, per channel"), "faster_than_torch", 5, True)
+    bar(
+        "learned backward per tensor, 2^20: times torch",
+        row("learned backward, per tensor"),
+        "faster_than_torch",
+        8,
+        True,
+    )
+    bar(
+        "learned backward per channel, 2^20: times torch",
+        row("learned backward, per channel"),
+        "faster_than_torch",
+        5,
+        True,
+    )
     one, two = (row("forward + packed mask", size=1 << 22, threads=n) for n in (1, 2))
     if one and two:
         result.append(Bar("forward, 2^22: two threads over one", one.microseconds / two.microseconds, 1.7, True))
@@ -354,7 +376,9 @@ def main() -> int:
     checked = bars(rows, small)
     print(f"\n{'bar':<52} measured     bar")
     for b in checked:
-        print(f"{b.what:<52} {b.measured:8.2f} {'>=' if b.at_least else '<='} {b.limit:<5g} {'' if b.met else '  MISSED'}")
+        print(
+            f"{b.what:<52} {b.measured:8.2f} {'>=' if b.at_least else '<='} {b.limit:<5g} {'' if b.met else '  MISSED'}"
+        )
     if options.json:
         with open(options.json, "w") as file:
             json.dump(

@@ -1,5 +1,7 @@
 """Fixtures that run a test on every instruction set of this machine."""
 
+import warnings
+
 import pytest
 
 import fakequant
@@ -21,3 +23,28 @@ def threads_as_before():
     before = fakequant.get_num_threads()
     yield
     fakequant.set_num_threads(before)
+
+
+@pytest.fixture
+def torch_on_one_thread():
+    """torch's sums depend on its number of threads; with one they are reproducible."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NumPy's: overflow and NaN are results here
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(
+    params=[(target, n) for target in _native.supported_targets() for n in (1, 2)], ids=lambda p: f"{p[0]}-{p[1]}"
+)
+def machine(request, torch_on_one_thread):
+    """Every instruction set of this machine, with one and with two threads."""
+    before = _native.target()
+    assert _native.select_target(request.param[0])
+    fakequant.set_num_threads(request.param[1])
+    yield
+    assert _native.select_target(before)

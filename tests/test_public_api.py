@@ -5,19 +5,39 @@ import types
 
 import fakequant
 
-PUBLIC = """
-FakeQuantConfig FakeQuantizer Info QParams QuantSpec Range
-choose_qparams dequantize fake_quantize fake_quantize_backward
-fake_quantize_learnable_per_channel_affine fake_quantize_learnable_per_channel_affine_backward
-fake_quantize_learnable_per_tensor_affine fake_quantize_learnable_per_tensor_affine_backward
-fake_quantize_learned_backward
-fake_quantize_per_channel_affine fake_quantize_per_channel_affine_cachemask
-fake_quantize_per_channel_affine_cachemask_backward
-fake_quantize_per_tensor_affine fake_quantize_per_tensor_affine_cachemask
-fake_quantize_per_tensor_affine_cachemask_backward fake_quantize_per_tensor_affine_cachemask_tensor_qparams
-fused_moving_avg_obs_fake_quant fused_moving_avg_obs_fq_helper
-get_num_threads info min_max observe_fake_quantize quantize round_zero_point set_num_threads
-""".split()
+PUBLIC = [
+    "FakeQuantConfig",
+    "FakeQuantizer",
+    "Info",
+    "QParams",
+    "QuantSpec",
+    "Range",
+    "choose_qparams",
+    "dequantize",
+    "fake_quantize",
+    "fake_quantize_backward",
+    "fake_quantize_learnable_per_channel_affine",
+    "fake_quantize_learnable_per_channel_affine_backward",
+    "fake_quantize_learnable_per_tensor_affine",
+    "fake_quantize_learnable_per_tensor_affine_backward",
+    "fake_quantize_learned_backward",
+    "fake_quantize_per_channel_affine",
+    "fake_quantize_per_channel_affine_cachemask",
+    "fake_quantize_per_channel_affine_cachemask_backward",
+    "fake_quantize_per_tensor_affine",
+    "fake_quantize_per_tensor_affine_cachemask",
+    "fake_quantize_per_tensor_affine_cachemask_backward",
+    "fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
+    "fused_moving_avg_obs_fake_quant",
+    "fused_moving_avg_obs_fq_helper",
+    "get_num_threads",
+    "info",
+    "min_max",
+    "observe_fake_quantize",
+    "quantize",
+    "round_zero_point",
+    "set_num_threads",
+]
 
 
 def test_exported_names():

@@ -8,6 +8,7 @@ from fakequant.information import info
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line and returns its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m fakequant",
         description="Fake quantization for quantization-aware training.",

@@ -8,6 +8,7 @@ from math import prod
 from typing import Literal, NamedTuple, overload
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from fakequant import native
 from fakequant.arrays import KERNEL_DTYPES, as_float_array
@@ -39,11 +40,11 @@ def _empty_mask(form: MaskForm | None, shape: tuple[int, ...]) -> tuple[np.ndarr
 
 @overload
 def fake_quantize(
-    x: np.ndarray, scale: object, zero_point: object, spec: QuantSpec, *, mask: None = None
+    x: np.ndarray, scale: ArrayLike, zero_point: ArrayLike, spec: QuantSpec, *, mask: None = None
 ) -> np.ndarray: ...
 @overload
 def fake_quantize(
-    x: np.ndarray, scale: object, zero_point: object, spec: QuantSpec, *, mask: MaskForm
+    x: np.ndarray, scale: ArrayLike, zero_point: ArrayLike, spec: QuantSpec, *, mask: MaskForm
 ) -> tuple[np.ndarray, np.ndarray]: ...
 def fake_quantize(x, scale, zero_point, spec, *, mask=None):
     """Rounds `x` to the grid of `spec` and returns it as floats.
@@ -119,7 +120,7 @@ def _mask_kind(mask: object, shape: tuple[int, ...]) -> int:
     )
 
 
-def round_zero_point(zero_point: object, spec: QuantSpec) -> np.ndarray:
+def round_zero_point(zero_point: ArrayLike, spec: QuantSpec) -> np.ndarray:
     """A learned (float) zero point as the integer that forward and backward use.
 
         z = clamp(rint(zero_point), qmin, qmax)
@@ -134,7 +135,7 @@ def round_zero_point(zero_point: object, spec: QuantSpec) -> np.ndarray:
 
 
 def fake_quantize_learned_backward(
-    dy: np.ndarray, x: np.ndarray, scale: object, zero_point: object, spec: QuantSpec, *, grad_factor: float = 1.0
+    dy: np.ndarray, x: np.ndarray, scale: ArrayLike, zero_point: ArrayLike, spec: QuantSpec, *, grad_factor: float = 1.0
 ) -> LearnedGradients:
     """Gradients of `fake_quantize` with respect to `x`, `scale` and `zero_point`, in one pass.
 
@@ -154,9 +155,7 @@ def fake_quantize_learned_backward(
     x, dtype = as_float_array(x)
     dy, dy_dtype = as_float_array(dy, "dy")
     if dy.shape != x.shape or dy_dtype != dtype:
-        raise ValueError(
-            f"`dy` must have the shape and dtype of `x`, {x.shape} {x.dtype}, got {dy.shape} {dy.dtype}."
-        )
+        raise ValueError(f"`dy` must have the shape and dtype of `x`, {x.shape} {x.dtype}, got {dy.shape} {dy.dtype}.")
     rounded = 0 if spec.symmetric else _learned_zero_point(zero_point, spec)
     grid = resolve(x.shape, dtype, scale, rounded, spec)
     x, dy = np.asarray(x, order="C"), np.asarray(dy, order="C")
@@ -170,7 +169,7 @@ def fake_quantize_learned_backward(
     return LearnedGradients(dx, np.asarray(dscale), np.asarray(dzero_point))
 
 
-def _learned_zero_point(zero_point: object, spec: QuantSpec) -> np.ndarray:
+def _learned_zero_point(zero_point: ArrayLike, spec: QuantSpec) -> np.ndarray:
     if spec.numerics == "torch" and spec.axis is None:
         # torch's per-tensor backward rounds by trunc(z + 0.5), its forward half to even.
         z = np.asarray(zero_point, np.float32) + np.float32(0.5)
@@ -202,7 +201,7 @@ def _packed_code_type(spec: QuantSpec) -> int:
 
 
 def quantize(
-    x: np.ndarray, scale: object, zero_point: object, spec: QuantSpec, *, packed: bool = False
+    x: np.ndarray, scale: ArrayLike, zero_point: ArrayLike, spec: QuantSpec, *, packed: bool = False
 ) -> np.ndarray:
     """The integer codes of `x`.
 
@@ -235,12 +234,12 @@ def quantize(
 
 def dequantize(
     q: np.ndarray,
-    scale: object,
-    zero_point: object,
+    scale: ArrayLike,
+    zero_point: ArrayLike,
     spec: QuantSpec,
     *,
     shape: tuple[int, ...] | None = None,
-    dtype: object = np.float32,
+    dtype: DTypeLike = np.float32,
 ) -> np.ndarray:
     """The values that the codes `q` stand for.
 

@@ -3,6 +3,7 @@
 from typing import NamedTuple, NoReturn
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from fakequant import native
 from fakequant.arrays import parameter_dtype
@@ -39,15 +40,14 @@ def scale_dtype(dtype: int, spec: QuantSpec) -> np.dtype:
     return np.dtype(np.float32) if spec.numerics == "torch" else parameter_dtype(dtype)
 
 
-def resolve(shape: tuple[int, ...], dtype: int, scale: object, zero_point: object, spec: QuantSpec) -> Grid:
+def resolve(shape: tuple[int, ...], dtype: int, scale: ArrayLike, zero_point: ArrayLike, spec: QuantSpec) -> Grid:
     """Checks `scale` and `zero_point` against an array of `shape` and `spec`."""
     blocks = blocks_of(shape, spec)
     if spec.axis is None and isinstance(scale, float) and type(zero_point) is int:
         check_scalars(scale, zero_point, dtype, spec)
         scales = np.array(scale, scale_dtype(dtype, spec))
-        zeros = np.array(zero_point, np.int32)
-        return Grid(blocks.kernel, (), kernel_numerics(spec), scales, scales.dtype.itemsize == 8, zeros,
-                    native.ZERO_I32, spec.qmin, spec.qmax)  # fmt: skip
+        return Grid(blocks.kernel, (), kernel_numerics(spec), scales, scales.dtype.itemsize == 8,
+                    np.array(zero_point, np.int32), native.ZERO_I32, spec.qmin, spec.qmax)  # fmt: skip
     scales = _as_parameters("scale", scale, blocks, shape, spec, scale_dtype(dtype, spec))
     check_scale(scales)
     zeros, kind = _as_zero_points(zero_point, blocks, shape, spec)
@@ -92,7 +92,7 @@ def check_scale(scales: np.ndarray) -> None:
 
 
 def _as_parameters(
-    name: str, value: object, blocks: Blocks, shape: tuple[int, ...], spec: QuantSpec, dtype: np.dtype
+    name: str, value: ArrayLike, blocks: Blocks, shape: tuple[int, ...], spec: QuantSpec, dtype: np.dtype
 ) -> np.ndarray:
     array = np.asarray(value)
     wanted = blocks.parameters
@@ -117,7 +117,7 @@ def _shape_fits(shape: tuple[int, ...], wanted: tuple[int, ...], spec: QuantSpec
 
 
 def _as_zero_points(
-    value: object, blocks: Blocks, shape: tuple[int, ...], spec: QuantSpec
+    value: ArrayLike, blocks: Blocks, shape: tuple[int, ...], spec: QuantSpec
 ) -> tuple[np.ndarray | None, int]:
     array = np.asarray(0 if value is None else value)
     if array.dtype.kind not in "iu":

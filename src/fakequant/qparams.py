@@ -4,6 +4,7 @@ from math import prod
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from fakequant.arrays import as_float_array, parameter_dtype
 from fakequant.layout import blocks_of
@@ -54,7 +55,7 @@ def min_max(x: np.ndarray, spec: QuantSpec | None = None) -> Range:
     return Range(lo, hi, *(c.reshape(blocks.parameters) for c in counts))
 
 
-def choose_qparams(lo: object, hi: object, spec: QuantSpec, *, eps: float = EPS) -> QParams:
+def choose_qparams(lo: ArrayLike, hi: ArrayLike, spec: QuantSpec, *, eps: float = EPS) -> QParams:
     """Scale and zero point for values between `lo` and `hi`, one pair per entry.
 
         symmetric   s = max(absmax / ((qmax - qmin) / 2), eps)      z = 0
@@ -67,17 +68,17 @@ def choose_qparams(lo: object, hi: object, spec: QuantSpec, *, eps: float = EPS)
     QParams(scale=array(0.01568628, dtype=float32), zero_point=array(64, dtype=int32))
     """
     shape = np.broadcast_shapes(np.shape(lo), np.shape(hi))
-    lo, hi = (np.array(np.broadcast_to(v, shape), np.float32, order="C") for v in (lo, hi))
-    ordered = (lo <= hi) & np.isfinite(lo) & np.isfinite(hi)
+    low, high = (np.array(np.broadcast_to(v, shape), np.float32, order="C") for v in (lo, hi))
+    ordered = (low <= high) & np.isfinite(low) & np.isfinite(high)
     if not ordered.all():
         bad = int(np.argmin(ordered))
         raise ValueError(
-            f"`lo` and `hi` must be finite with lo <= hi, got lo={lo.flat[bad]}, hi={hi.flat[bad]}"
-            f"{f' at index {bad}' if lo.size > 1 else ''}.\n"
+            f"`lo` and `hi` must be finite with lo <= hi, got lo={low.flat[bad]}, hi={high.flat[bad]}"
+            f"{f' at index {bad}' if low.size > 1 else ''}.\n"
             "An observer that has seen nothing finite has no range: observe data first."
         )
     if not eps > 0:
         raise ValueError(f"`eps` must be greater than 0, got {eps}.")
     scale, zero_point = np.empty(shape, np.float32), np.empty(shape, np.int32)
-    _native.choose_qparams(lo, hi, lo.size, spec.qmin, spec.qmax, spec.symmetric, float(eps), scale, zero_point)
+    _native.choose_qparams(low, high, low.size, spec.qmin, spec.qmax, spec.symmetric, float(eps), scale, zero_point)
     return QParams(scale, zero_point)

@@ -228,9 +228,7 @@ def fake_quantize_backward(dy, mask, numerics) -> np.ndarray:
 
 
 @_quiet
-def learned_backward(
-    dy, x, scale, zero_point, qmin, qmax, numerics, *, grad_factor=1.0, granularity="tensor"
-):
+def learned_backward(dy, x, scale, zero_point, qmin, qmax, numerics, *, grad_factor=1.0, granularity="tensor"):
     """Gradients of fake quantization with learned scale and zero point, per element.
 
     Returns `(dx, ds, dz)` in the compute dtype, before any summation. `zero_point`
@@ -420,7 +418,9 @@ def choose_qparams_fused(lo, hi, qmin, qmax, symmetric):
     lo, hi = np.where(small, new_lo, lo), np.where(small, new_hi, hi)
     scale = np.where(small, SMALL_SCALE, scale)
     lo_steps, hi_steps = lo / scale.astype(np.float64), hi / scale.astype(np.float64)
-    from_lo = abs(qmin) + np.abs(lo_steps) < abs(qmax) + np.abs(hi_steps)
+    # The magnitude is taken in 32 bits, where -2**31 has none.
+    low_end = qmin if qmin == -(2**31) else abs(qmin)
+    from_lo = low_end + np.abs(lo_steps) < abs(qmax) + np.abs(hi_steps)
     zero_point = np.where(from_lo, qmin - lo_steps, qmax - hi_steps)
     if symmetric:
         zero_point = np.where((lo < 0) & (hi > 0), (qmin + qmax) / 2, zero_point)

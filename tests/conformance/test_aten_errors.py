@@ -15,14 +15,8 @@ import numpy as np
 import pytest
 
 import fakequant
-from fakequant.testing import cases
+from torch_bridge import BF16, aten, torch
 
-torch = pytest.importorskip("torch")
-if not torch.__version__.startswith("2.13."):
-    pytest.skip("the contract is torch 2.13's", allow_module_level=True)
-
-aten = torch.ops.aten
-BF16 = cases.DTYPES["bfloat16"]
 x = np.linspace(-1, 1, 6).reshape(2, 3).astype(np.float32)
 mask = np.ones((2, 3), bool)
 

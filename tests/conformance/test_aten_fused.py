@@ -6,32 +6,13 @@ import numpy as np
 import pytest
 
 import fakequant
-from fakequant import _native
 from fakequant.testing import cases
 from fakequant.testing.assertions import assert_same_bits
+from torch_bridge import torch
 
-torch = pytest.importorskip("torch")
-if not torch.__version__.startswith("2.13."):
-    pytest.skip("the contract is torch 2.13's", allow_module_level=True)
-
+pytestmark = pytest.mark.usefixtures("machine")
 TORCH, OURS = torch._fused_moving_avg_obs_fq_helper, fakequant.fused_moving_avg_obs_fq_helper
 RANGES = [r for r in cases.ranges(31) if r[0] < r[1]] + [(5, 300), (-300, -5), (3, 3), (-(2**31), -1)]
-
-
-@pytest.fixture(
-    autouse=True,
-    params=[(target, n) for target in _native.supported_targets() for n in (1, 2)],
-    ids=lambda p: f"{p[0]}-{p[1]}",
-)
-def machine(request):
-    target, threads, torch_threads = _native.target(), fakequant.get_num_threads(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    assert _native.select_target(request.param[0])
-    fakequant.set_num_threads(request.param[1])
-    yield
-    torch.set_num_threads(torch_threads)
-    fakequant.set_num_threads(threads)
-    assert _native.select_target(target)
 
 
 def outcome(function, arguments):

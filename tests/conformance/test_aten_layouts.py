@@ -11,42 +11,11 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 
 import fakequant
-from fakequant import _native
 from fakequant.testing import cases
 from fakequant.testing.assertions import assert_same_bits
+from torch_bridge import BF16, aten, each_dtype, same_memory, to_numpy, torch
 
-torch = pytest.importorskip("torch")
-if not torch.__version__.startswith("2.13."):
-    pytest.skip("the contract is torch 2.13's", allow_module_level=True)
-
-aten = torch.ops.aten
-BF16 = cases.DTYPES["bfloat16"]
-each_dtype = pytest.mark.parametrize("dtype", cases.DTYPES.values(), ids=cases.DTYPES)
-
-
-@pytest.fixture(
-    autouse=True,
-    params=[(target, n) for target in _native.supported_targets() for n in (1, 2)],
-    ids=lambda p: f"{p[0]}-{p[1]}",
-)
-def machine(request):
-    target, threads, torch_threads = _native.target(), fakequant.get_num_threads(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    assert _native.select_target(request.param[0])
-    fakequant.set_num_threads(request.param[1])
-    yield
-    torch.set_num_threads(torch_threads)
-    fakequant.set_num_threads(threads)
-    assert _native.select_target(target)
-
-
-def to_torch(a):
-    """The same memory as a tensor: strides are kept."""
-    return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16) if a.dtype == BF16 else torch.from_numpy(a)
-
-
-def to_numpy(t):
-    return t.view(torch.int16).numpy().view(BF16) if t.dtype == torch.bfloat16 else t.numpy()
+pytestmark = pytest.mark.usefixtures("machine")
 
 
 def assert_same(expected, actual, x):
@@ -117,13 +86,13 @@ def all_layouts(dtype):
 def test_per_tensor_keeps_the_layout(dtype):
     on, off = np.int64([1]), np.int64([0])
     for x in all_layouts(dtype):
-        expected = aten.fake_quantize_per_tensor_affine_cachemask(to_torch(x), 0.1, 3, *cases.INT8)
+        expected = aten.fake_quantize_per_tensor_affine_cachemask(same_memory(x), 0.1, 3, *cases.INT8)
         assert_same(expected, fakequant.fake_quantize_per_tensor_affine_cachemask(x, 0.1, 3, *cases.INT8), x)
         assert_same(expected[0], fakequant.fake_quantize_per_tensor_affine(x, 0.1, 3, *cases.INT8), x)
         for switch in (on, off):
             arrays = x, np.float32([0.1]), np.int32([3]), switch
             expected = torch._fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
-                *map(to_torch, arrays), *cases.INT8
+                *map(same_memory, arrays), *cases.INT8
             )
             actual = fakequant.fake_quantize_per_tensor_affine_cachemask_tensor_qparams(*arrays, *cases.INT8)
             assert_same(expected, actual, x)
@@ -137,7 +106,7 @@ def test_per_channel_keeps_the_layout_on_every_axis(dtype):
             z = rng.integers(-8, 8, 2 * count)
             # Scales and zero points may have gaps as well.
             arrays = x, rng.uniform(0.01, 1, 2 * count).astype(np.float32)[::2], z.astype(np.int32)[::2]
-            expected = aten.fake_quantize_per_channel_affine_cachemask(*map(to_torch, arrays), axis, -8, 7)
+            expected = aten.fake_quantize_per_channel_affine_cachemask(*map(same_memory, arrays), axis, -8, 7)
             actual = fakequant.fake_quantize_per_channel_affine_cachemask(*arrays, axis, -8, 7)
             assert_same(expected, actual, x)
 
@@ -152,7 +121,7 @@ def test_backward_has_the_layout_of_a_product(dtype):
         if mask.ndim == 4:
             masks.append(np.ascontiguousarray(mask.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2))
         for mask in masks:
-            expected = aten.fake_quantize_per_tensor_affine_cachemask_backward(to_torch(dy), to_torch(mask))
+            expected = aten.fake_quantize_per_tensor_affine_cachemask_backward(same_memory(dy), same_memory(mask))
             assert_same(expected, fakequant.fake_quantize_per_tensor_affine_cachemask_backward(dy, mask), dy)
 
 
@@ -162,17 +131,17 @@ def test_learned_functions_keep_the_layout(dtype):
     for x in all_layouts(dtype):
         dy = np.asfortranarray(rng.standard_normal(x.shape).astype(dtype))
         one = np.float32([0.1]), np.float32([2.3])
-        expected = torch._fake_quantize_learnable_per_tensor_affine(*map(to_torch, (x, *one)), -8, 7)
+        expected = torch._fake_quantize_learnable_per_tensor_affine(*map(same_memory, (x, *one)), -8, 7)
         assert_same(expected, fakequant.fake_quantize_learnable_per_tensor_affine(x, *one, -8, 7), x)
-        expected = aten._fake_quantize_learnable_per_tensor_affine_backward(*map(to_torch, (dy, x, *one)), -8, 7)
+        expected = aten._fake_quantize_learnable_per_tensor_affine_backward(*map(same_memory, (dy, x, *one)), -8, 7)
         actual = fakequant.fake_quantize_learnable_per_tensor_affine_backward(dy, x, *one, -8, 7)
         assert_same(expected[0], actual.dx, x)
         for axis, count in enumerate(x.shape):
             each = rng.uniform(0.01, 1, 2 * count).astype(np.float32)[::2], rng.uniform(-9, 9, count).astype(np.float32)
-            expected = torch._fake_quantize_learnable_per_channel_affine(*map(to_torch, (x, *each)), axis, -8, 7)
+            expected = torch._fake_quantize_learnable_per_channel_affine(*map(same_memory, (x, *each)), axis, -8, 7)
             assert_same(expected, fakequant.fake_quantize_learnable_per_channel_affine(x, *each, axis, -8, 7), x)
             expected = aten._fake_quantize_learnable_per_channel_affine_backward(
-                *map(to_torch, (dy, x, *each)), axis, -8, 7
+                *map(same_memory, (dy, x, *each)), axis, -8, 7
             )
             actual = fakequant.fake_quantize_learnable_per_channel_affine_backward(dy, x, *each, axis, -8, 7)
             assert_same(expected[0], actual.dx, x)
@@ -189,7 +158,9 @@ def test_the_fused_observer_keeps_the_layout(switches):
             state = [np.full(n, value, np.float32) for value in (-2, 3, 1)] + [np.zeros(n, np.int32)]
             tensors = [torch.from_numpy(a.copy()) for a in state]
             options = 0.01, 0, 255, 0 if per_row else -1, per_row, False
-            expected = torch._fused_moving_avg_obs_fq_helper(to_torch(x), *map(to_torch, flags), *tensors, *options)
+            expected = torch._fused_moving_avg_obs_fq_helper(
+                same_memory(x), *map(same_memory, flags), *tensors, *options
+            )
             assert_same(expected, fakequant.fused_moving_avg_obs_fq_helper(x, *flags, *state, *options), x)
             for e, a in zip(tensors, state, strict=True):
                 assert_same_bits(e.numpy(), a)
@@ -205,13 +176,13 @@ def test_unaligned_and_reversed_arrays_give_the_values_of_their_copies(dtype):
     parameters = np.linspace(0.1, 0.7, 6).astype(np.float32), np.arange(6, dtype=np.int32)
     for view in (unaligned, unaligned[:, ::2], x[::-1], x[:, ::-1, ::-2], unaligned.T[::-1]):
         copy = np.ascontiguousarray(view)
-        expected = aten.fake_quantize_per_tensor_affine_cachemask(to_torch(copy), 0.1, 3, *cases.INT8)
+        expected = aten.fake_quantize_per_tensor_affine_cachemask(same_memory(copy), 0.1, 3, *cases.INT8)
         y, mask = fakequant.fake_quantize_per_tensor_affine_cachemask(view, 0.1, 3, *cases.INT8)
         assert_same_bits(to_numpy(expected[0]), y)
         assert_same_bits(to_numpy(expected[1]), mask)
-        expected = aten.fake_quantize_per_tensor_affine_cachemask_backward(to_torch(copy), expected[1])
+        expected = aten.fake_quantize_per_tensor_affine_cachemask_backward(same_memory(copy), expected[1])
         assert_same_bits(to_numpy(expected), fakequant.fake_quantize_per_tensor_affine_cachemask_backward(view, mask))
         scale, zero_point = (p[: view.shape[1]] for p in parameters)
-        expected = torch.fake_quantize_per_channel_affine(*map(to_torch, (copy, scale, zero_point)), 1, -8, 7)
+        expected = torch.fake_quantize_per_channel_affine(*map(same_memory, (copy, scale, zero_point)), 1, -8, 7)
         actual = fakequant.fake_quantize_per_channel_affine(view, scale, zero_point, 1, -8, 7)
         assert_same_bits(to_numpy(expected), actual)

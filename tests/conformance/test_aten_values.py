@@ -5,54 +5,22 @@ answers do not depend on that, so they are computed once.
 """
 
 import functools
-import warnings
 
 import numpy as np
 import pytest
 
 import fakequant
-from fakequant import _native, reference
+from fakequant import reference
 from fakequant.testing import cases
 from fakequant.testing.assertions import assert_same_bits
+from torch_bridge import aten, each_dtype, to_numpy, to_torch, torch
 
-torch = pytest.importorskip("torch")
-if not torch.__version__.startswith("2.13."):
-    pytest.skip("the contract is torch 2.13's", allow_module_level=True)
-
-aten = torch.ops.aten
+pytestmark = pytest.mark.usefixtures("machine")
 F32, F64, BF16, F16 = cases.DTYPES.values()
-each_dtype = pytest.mark.parametrize("dtype", cases.DTYPES.values(), ids=cases.DTYPES)
 INT32 = (-(2**31), 2**31 - 1)
 ALL_SCALES = cases.SCALES + cases.EXTREME_SCALES + cases.BROKEN_SCALES
 # Around the vector widths and their tails, the blocks of work, and the size from which on threads are used.
 LENGTHS = [*range(71), *(n + d for n in (4096, 32768, 65536) for d in (-1, 0, 1, 63))]
-
-
-@pytest.fixture(
-    autouse=True,
-    params=[(target, n) for target in _native.supported_targets() for n in (1, 2)],
-    ids=lambda p: f"{p[0]}-{p[1]}",
-)
-def machine(request):
-    target, threads, torch_threads = _native.target(), fakequant.get_num_threads(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    assert _native.select_target(request.param[0])
-    fakequant.set_num_threads(request.param[1])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # numpy's: overflow and NaN are results here
-        yield
-    torch.set_num_threads(torch_threads)
-    fakequant.set_num_threads(threads)
-    assert _native.select_target(target)
-
-
-def to_torch(a):
-    a = np.array(a, order="C")
-    return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16) if a.dtype == BF16 else torch.from_numpy(a)
-
-
-def to_numpy(t):
-    return t.view(torch.int16).numpy().view(BF16) if t.dtype == torch.bfloat16 else t.numpy()
 
 
 def assert_same(expected, actual, *what):

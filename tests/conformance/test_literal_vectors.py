@@ -22,7 +22,6 @@ VECTORS = {
     "half_away of negative ties": ("half_away", 1.0, 0, 8, True, [-0.5, -1.5, 0.49999997], [-1, -2, 0]),
     # 0.05 / 0.1 and 0.15 / 0.1 in float32 are exactly 0.5 and 1.5 after rounding of the quotient.
     "division at an awkward scale": ("onnx", 0.1, 0, 4, True, [0.05, 0.15, 0.25, 0.35], [0, 2, 2, 4]),
-    # fl(1 / 0.02) is just above 50 - 2^-18: products with it fall short of ties that quotients hit.
     "both clip ends": ("onnx", 0.5, 0, 4, True, [-4.25, -4.0, 3.5, 3.75, 100.0], [-8, -8, 7, 7, 7]),
     "unsigned with a zero point": ("onnx", 0.5, 3, 4, False, [-2.0, -1.5, 0.0, 6.0, 6.5], [0, 0, 3, 15, 15]),
     "infinities saturate with their sign": ("onnx", 1.0, 0, 8, True, [INF, -INF], [127, -128]),
@@ -33,7 +32,8 @@ VECTORS = {
     "beyond int64": ("onnx", 1.0, 0, 8, True, [1e30, -1e30, 9.3e18], [127, -128, 127]),
     "two bits": ("onnx", 1.0, 0, 2, True, [-3.0, -2.0, -1.0, 0.4, 0.6, 3.0], [-2, -2, -1, 0, 1, 1]),
     "one bit": ("onnx", 1.0, 0, 1, False, [-1.0, 0.4, 0.6, 9.0], [0, 0, 1, 1]),
-    "32 bits clamp exactly": ("onnx", 1.0, 0, 32, True, [2147483648.0, -2147483648.0, 2147483520.0], [2**31 - 1, -(2**31), 2147483520]),
+    "32 bits clamp exactly": ("onnx", 1.0, 0, 32, True, [2.0**31, -(2.0**31), 2147483520.0],
+                              [2**31 - 1, -(2**31), 2147483520]),
 }  # fmt: skip
 
 

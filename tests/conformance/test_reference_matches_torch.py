@@ -2,51 +2,21 @@
 
 import ctypes
 import ctypes.util
-import warnings
 from fractions import Fraction
 
 import numpy as np
 import pytest
+from torch.ao.quantization import observer as torch_observer
+from torch.ao.quantization.fx import _decomposed  # noqa: F401  (registers its ops)
 
 from fakequant import reference
 from fakequant.testing import cases
 from fakequant.testing.assertions import assert_same_bits
+from torch_bridge import BF16, aten, each_dtype, to_numpy, to_torch, torch
 
-torch = pytest.importorskip("torch")
-if not torch.__version__.startswith("2.13."):
-    pytest.skip("the contract is torch 2.13's", allow_module_level=True)
-
-from torch.ao.quantization import observer as torch_observer  # noqa: E402
-from torch.ao.quantization.fx import _decomposed  # noqa: E402, F401  (registers its ops)
-
-aten = torch.ops.aten
+pytestmark = pytest.mark.usefixtures("torch_on_one_thread")
 FLOAT32 = cases.DTYPES["float32"]
-BFLOAT16 = cases.DTYPES["bfloat16"]
 ALL_SCALES = cases.SCALES + cases.EXTREME_SCALES + cases.BROKEN_SCALES
-each_dtype = pytest.mark.parametrize("dtype", cases.DTYPES.values(), ids=cases.DTYPES)
-
-
-@pytest.fixture(autouse=True)
-def one_thread_and_no_warnings():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-    torch.set_num_threads(threads)
-
-
-def to_torch(a):
-    a = np.array(a, order="C")
-    if a.dtype == BFLOAT16:
-        return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(a)
-
-
-def to_numpy(t):
-    if t.dtype == torch.bfloat16:
-        return t.view(torch.int16).numpy().view(BFLOAT16)
-    return t.numpy()
 
 
 def zero_points(qmin, qmax):
@@ -74,9 +44,7 @@ GRIDS = list(grids())
 def test_per_tensor(dtype):
     for scale, z, qmin, qmax in GRIDS:
         x = cases.values(scale, z, qmin, qmax, dtype)
-        y, mask = aten.fake_quantize_per_tensor_affine_cachemask(
-            to_torch(x), float(scale), z, qmin, qmax
-        )
+        y, mask = aten.fake_quantize_per_tensor_affine_cachemask(to_torch(x), float(scale), z, qmin, qmax)
         ref_y, ref_mask = reference.fake_quantize(x, scale, z, qmin, qmax, "torch")
 
         assert_same_bits(to_numpy(y), ref_y, "y", scale, z, qmin, qmax)
@@ -91,9 +59,7 @@ def test_per_tensor_with_tensor_parameters_allows_any_zero_point(dtype):
         for scale in (0.1, -0.1, 0.0, np.inf, np.nan, 1e-45):
             for qmin, qmax in (cases.INT8, cases.UINT8, (5, 5)):
                 x = cases.values(scale, 0, qmin, qmax, dtype)
-                y, mask = op(
-                    to_torch(x), torch.tensor([scale]), torch.tensor([z]), enabled, qmin, qmax
-                )
+                y, mask = op(to_torch(x), torch.tensor([scale]), torch.tensor([z]), enabled, qmin, qmax)
                 ref_y, ref_mask = reference.fake_quantize(x, scale, z, qmin, qmax, "torch")
 
                 assert_same_bits(to_numpy(y), ref_y, "y", scale, z, qmin, qmax)
@@ -174,7 +140,9 @@ def test_unclamped_codes_beyond_int64(dtype):
     scale = np.float32(1e-15)
     code = reference.unclamped_code(x, scale, 0, "torch")
     assert np.isnan(code[0])
-    assert code[1] == np.inf and code[2] == -np.inf and code[3] > 2**63
+    assert code[1] == np.inf
+    assert code[2] == -np.inf
+    assert code[3] > 2**63
 
     code = reference.unclamped_code(x, scale, 0, "torch", granularity="channel")
     assert (code[:4] == -np.inf).all()
@@ -209,9 +177,7 @@ def test_onnx_numerics_equal_torch_where_the_reciprocal_is_exact(dtype):
         for z in zero_points(*cases.INT8):
             x = cases.values(scale, z, *cases.INT8, dtype)
             x = x[~np.isnan(x)]
-            y, mask = aten.fake_quantize_per_tensor_affine_cachemask(
-                to_torch(x), scale, z, *cases.INT8
-            )
+            y, mask = aten.fake_quantize_per_tensor_affine_cachemask(to_torch(x), scale, z, *cases.INT8)
             ref_y, ref_mask = reference.fake_quantize(x, scale, z, *cases.INT8, "onnx")
 
             assert_same_bits(to_numpy(y), ref_y, "y", scale, z)
@@ -258,9 +224,7 @@ def test_own_numerics_equal_unbounded_integers(dtype, numerics):
             x, dy = x[np.isfinite(x)], dtype(-1.5)
             y, mask = reference.fake_quantize(x, scale, z, qmin, qmax, numerics)
             raw = dtype(z) if int(dtype(z)) == z else z  # not every 32-bit z is a float32
-            dx, ds, dz = reference.learned_backward(
-                dy, x, scale, raw, qmin, qmax, numerics, grad_factor=3
-            )
+            dx, ds, dz = reference.learned_backward(dy, x, scale, raw, qmin, qmax, numerics, grad_factor=3)
             expected = [integer_model(v, scale, z, qmin, qmax, numerics) for v in x]
             codes = [code for code, _ in expected]
 
@@ -320,9 +284,7 @@ def test_learnable_forward(dtype):
         x = cases.values(float(scale[0]), max(qmin, -3), qmin, qmax, dtype)
         for z in np.float32(learned_zero_points(qmin, qmax)).reshape(-1, 1):
             parameters = to_torch(scale), to_torch(z)
-            y = torch._fake_quantize_learnable_per_tensor_affine(
-                to_torch(x), *parameters, qmin, qmax
-            )
+            y = torch._fake_quantize_learnable_per_tensor_affine(to_torch(x), *parameters, qmin, qmax)
             used = reference.forward_zero_point(z, qmin, qmax)
             ref, _ = reference.fake_quantize(x, scale, used, qmin, qmax, "torch")
             assert_same_bits(to_numpy(y), ref, "tensor", scale, z, qmin, qmax)
@@ -330,9 +292,7 @@ def test_learnable_forward(dtype):
             used = reference.forward_zero_point(z, qmin, qmax, granularity="channel")
             if not qmin <= used[0] <= qmax:
                 continue  # torch's own cast to int32 left the range, and it raises
-            y = torch._fake_quantize_learnable_per_channel_affine(
-                to_torch(x[None]), *parameters, 0, qmin, qmax
-            )
+            y = torch._fake_quantize_learnable_per_channel_affine(to_torch(x[None]), *parameters, 0, qmin, qmax)
             ref, _ = reference.fake_quantize(
                 x[None], scale[:, None], used[:, None], qmin, qmax, "torch", granularity="channel"
             )
@@ -363,7 +323,7 @@ def assert_same_terms(expected, terms, *names):
         assert_same_bits(to_numpy(want), got, name, *names)
 
 
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [FLOAT32, BF16], ids=["float32", "bfloat16"])
 def test_learnable_backward_per_channel(dtype):
     op = aten._fake_quantize_learnable_per_channel_affine_backward
     for scale, z, qmin, qmax, factor in learned_cases():
@@ -380,7 +340,7 @@ def test_learnable_backward_per_channel(dtype):
         assert_same_terms(out, (dx, ds[:, 0], dz[:, 0]), scale, z, qmin, qmax, factor)
 
 
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [FLOAT32, BF16], ids=["float32", "bfloat16"])
 def test_learnable_backward_per_tensor(dtype):
     op = aten._fake_quantize_learnable_per_tensor_affine_backward
     for scale, z, qmin, qmax, factor in learned_cases():
@@ -391,9 +351,7 @@ def test_learnable_backward_per_tensor(dtype):
             op(*pair, *parameters, qmin, qmax, factor)
             for pair in zip(to_torch(dy).split(1), to_torch(x).split(1), strict=True)
         ]
-        terms = reference.learned_backward(
-            dy, x, scale32, z32, qmin, qmax, "torch", grad_factor=factor
-        )
+        terms = reference.learned_backward(dy, x, scale32, z32, qmin, qmax, "torch", grad_factor=factor)
 
         out = [torch.cat(column) for column in zip(*out, strict=True)]
         assert_same_terms(out, terms, scale, z, qmin, qmax, factor)
@@ -406,9 +364,7 @@ def test_exact_sums_agree_with_torch_up_to_its_rounding():
     _, ds, _ = aten._fake_quantize_learnable_per_channel_affine_backward(
         *map(to_torch, (dy, x, scale, z)), 0, -8, 7, 1.0
     )
-    terms = reference.learned_backward(
-        dy, x, scale[:, None], z[:, None], -8, 7, "torch", granularity="channel"
-    )[1]
+    terms = reference.learned_backward(dy, x, scale[:, None], z[:, None], -8, 7, "torch", granularity="channel")[1]
 
     exact = reference.exact_sum(terms, axis=1)
     assert np.all(np.abs(ds.numpy() - exact) < 1e-5 * np.abs(terms).sum(axis=1))
@@ -474,9 +430,7 @@ def test_observer_parameters(dtype, bounds, options, symmetric):
     full = options or bounds in (cases.INT4, (-1, 1))
     limits = {"quant_min": qmin, "quant_max": qmax} if full else {}
     scheme = torch.per_channel_symmetric if symmetric else torch.per_channel_affine
-    channels = torch_observer.PerChannelMinMaxObserver(
-        dtype=dtype, qscheme=scheme, **limits, **options
-    )
+    channels = torch_observer.PerChannelMinMaxObserver(dtype=dtype, qscheme=scheme, **limits, **options)
     channels.min_val, channels.max_val = to_torch(lo), to_torch(hi)
     scale, z = channels.calculate_qparams()
     ref_scale, ref_z = reference.choose_qparams(lo, hi, qmin, qmax, symmetric=symmetric, **options)
@@ -507,10 +461,7 @@ def test_moving_average_observers(constant):
         channels(to_torch(x)), whole(to_torch(x[0]))
         seen = (x.min(axis=1), x.max(axis=1))
         rows = [reference.moving_average(r, s, constant) for r, s in zip(rows, seen, strict=True)]
-        whole_range = [
-            reference.moving_average(r, s[0], constant)
-            for r, s in zip(whole_range, seen, strict=True)
-        ]
+        whole_range = [reference.moving_average(r, s[0], constant) for r, s in zip(whole_range, seen, strict=True)]
 
         assert_same_bits(to_numpy(channels.min_val), rows[0], "rows min")
         assert_same_bits(to_numpy(channels.max_val), rows[1], "rows max")
@@ -550,9 +501,7 @@ def test_fused_state_per_row(symmetric):
             x = fused_rows(rng, n, qmax - qmin)
             # Written before the zero point INT32_MIN of a NaN row is refused.
             with pytest.raises(RuntimeError, match="zero_point"):
-                torch.fused_moving_avg_obs_fake_quant(
-                    to_torch(x), on, on, *state, 0.01, qmin, qmax, 0, True, symmetric
-                )
+                torch.fused_moving_avg_obs_fake_quant(to_torch(x), on, on, *state, 0.01, qmin, qmax, 0, True, symmetric)
             lo = reference.moving_average(lo, x.min(axis=1), 0.01)
             hi = reference.moving_average(hi, x.max(axis=1), 0.01)
             scale, z = reference.choose_qparams_fused(lo, hi, qmin, qmax, symmetric)
@@ -602,14 +551,9 @@ def test_fma_equals_the_c_library(dtype, name):
     rng, size = np.random.default_rng(9), 20000
     integer = np.dtype(f"u{np.dtype(dtype).itemsize}")
     info = np.finfo(dtype)
-    specials = np.array(
-        [0.0, -0.0, np.inf, -np.inf, np.nan, info.max, info.tiny, info.smallest_subnormal], dtype
-    )
+    specials = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, info.max, info.tiny, info.smallest_subnormal], dtype)
     # All bit patterns, then near cancellation, ties from short integers, specials.
-    a, b, c = (
-        rng.integers(0, 2 ** (8 * integer.itemsize), size, dtype=integer).view(dtype)
-        for _ in range(3)
-    )
+    a, b, c = (rng.integers(0, 2 ** (8 * integer.itemsize), size, dtype=integer).view(dtype) for _ in range(3))
     with np.errstate(all="ignore"):
         near = -(a * b) * (1 + rng.integers(-3, 4, size).astype(dtype) * info.eps)
     c = np.where(rng.random(size) < 0.5, near, c).astype(dtype)

@@ -35,7 +35,7 @@ def quantized(draw):
 
 @given(quantized())
 def test_the_result_lies_on_the_grid(args):
-    x, scale, zero_point, spec = args
+    _, scale, zero_point, spec = args
     y, q = fq.fake_quantize(*args), fq.quantize(*args)
     assert q.min() >= spec.qmin
     assert q.max() <= spec.qmax
@@ -75,7 +75,7 @@ def test_zero_maps_to_zero(args):
 @given(quantized())
 def test_the_mask_marks_what_clamping_left_alone(args):
     x, scale, zero_point, spec = args
-    y, mask = fq.fake_quantize(*args, mask="bool")
+    _, mask = fq.fake_quantize(*args, mask="bool")
     wide = fq.QuantSpec(bits=32, symmetric=False, numerics=spec.numerics)
     unclamped = fq.quantize(x, scale, zero_point, wide).astype(np.int64)
     assert ((spec.qmin <= unclamped) & (unclamped <= spec.qmax)).tolist() == mask.tolist()

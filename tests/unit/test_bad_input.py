@@ -135,7 +135,13 @@ def test_running_ranges_that_cannot_be_updated():
     good = np.full(2, np.inf, np.float32)
     frozen = good.copy()
     frozen.flags.writeable = False
-    for bad in (np.zeros(3, np.float32), good.astype(np.float64), [1.0, 2.0], np.zeros((2, 2), np.float32)[:, 0], frozen):
+    for bad in (
+        np.zeros(3, np.float32),
+        good.astype(np.float64),
+        [1.0, 2.0],
+        np.zeros((2, 2), np.float32)[:, 0],
+        frozen,
+    ):
         before = good.copy()
         with pytest.raises(ValueError, match="`running_max`"):
             fq.observe_fake_quantize(X, PER_CHANNEL, good, bad)

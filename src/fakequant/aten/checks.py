@@ -128,13 +128,18 @@ def as_tensor(value: object) -> Any:
     return np.asarray(value) if isinstance(value, np.generic) else value
 
 
+_USUAL = {"float": (float, int), "int": (int,), "bool": (bool,), "Tensor": (np.ndarray,)}
+
+
 def _matches(kind: str, value: object) -> bool:
+    if type(value) in _USUAL[kind]:
+        return True  # the abstract number types below are slow to ask
     if kind == "Tensor":
         return isinstance(value, np.ndarray)
     if kind == "float":
         return isinstance(value, Real) or (isinstance(value, np.ndarray) and value.ndim == 0)
     if kind == "bool":
-        return isinstance(value, bool)
+        return False
     return (isinstance(value, Integral) and not isinstance(value, (bool, np.bool_))) or (
         isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind in "iu"
     )

@@ -27,19 +27,22 @@ def assert_same_bits(expected, actual, *names) -> None:
     Traceback (most recent call last):
     AssertionError: y: 1 of 1 differ, first at (0,): expected 0.0 (0x0000), got -0.0 (0x8000)
     """
-    what = ", ".join(map(str, names)) or "arrays"
     expected, actual = np.asarray(expected), np.asarray(actual)
     if expected.dtype != actual.dtype:
-        raise AssertionError(f"{what}: expected dtype {expected.dtype}, got {actual.dtype}")
+        raise AssertionError(f"{_join(names)}: expected dtype {expected.dtype}, got {actual.dtype}")
     if expected.shape != actual.shape:
-        raise AssertionError(f"{what}: expected shape {expected.shape}, got {actual.shape}")
+        raise AssertionError(f"{_join(names)}: expected shape {expected.shape}, got {actual.shape}")
     left, right = bits(expected), bits(actual)
     differ = left != right
     if differ.any():
-        at = tuple(int(i[0]) for i in differ.nonzero())
+        at = tuple(int(i) for i in np.argwhere(differ)[0])
         width = 2 + 2 * left.itemsize
         raise AssertionError(
-            f"{what}: {int(differ.sum())} of {differ.size} differ, first at {at}: "
+            f"{_join(names)}: {int(differ.sum())} of {differ.size} differ, first at {at}: "
             f"expected {expected[at]} ({int(left[at]):#0{width}x}), "
             f"got {actual[at]} ({int(right[at]):#0{width}x})"
         )
+
+
+def _join(names) -> str:
+    return ", ".join(map(str, names)) or "arrays"

@@ -1,0 +1,28 @@
+"""The same numbers as NumPy arrays and as torch tensors. Tests that import this need torch 2.13."""
+
+import numpy as np
+import pytest
+
+from fakequant.testing import cases
+
+torch = pytest.importorskip("torch")
+if not torch.__version__.startswith("2.13."):
+    pytest.skip("the contract is torch 2.13's", allow_module_level=True)
+
+aten = torch.ops.aten
+BF16 = cases.DTYPES["bfloat16"]
+each_dtype = pytest.mark.parametrize("dtype", cases.DTYPES.values(), ids=cases.DTYPES)
+
+
+def same_memory(a):
+    """The array as a tensor that shares its memory and has its strides."""
+    return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16) if a.dtype == BF16 else torch.from_numpy(a)
+
+
+def to_torch(a):
+    """A copy of the array as a contiguous tensor."""
+    return same_memory(np.array(a, order="C"))
+
+
+def to_numpy(t):
+    return t.view(torch.int16).numpy().view(BF16) if t.dtype == torch.bfloat16 else t.numpy()
