@@ -16,6 +16,14 @@ namespace {
 
 constexpr int kSumLanes = 8;
 
+// The first half of the work on a vector: where its elements lie on the grid.
+template <class V>
+struct Placed {
+  V level;  // clamped code minus zero point
+  decltype(V{} == V{}) inside;
+};
+
+// The second half: what they contribute.
 template <class V>
 struct Terms { V dx, ds, dz; };
 
@@ -24,30 +32,34 @@ struct Terms { V dx, ds, dz; };
 struct TorchLearned {
   static constexpr bool kOnLevels = false;
   static constexpr bool kKeepsNan = false;
-  template <class V> static FQ_INLINE Terms<V> terms(V dy, V x, const Params<V>& p, V factor) {
+  template <class V> static FQ_INLINE Placed<V> place(V x, const Params<V>& p) {
     const V code = as_int64(rint(fma(x, p.inverse, p.zero)));
     const V q = clamp_nan_to_low(code, p);
-    const auto inside = q == code;
-    const V level = q - p.zero;
+    return {q - p.zero, q == code};
+  }
+  template <class V> static FQ_INLINE Terms<V> terms(V dy, V x, const Placed<V>& at, const Params<V>& p, V factor) {
+    const V distance = at.inside ? fma(at.level, p.scale, -x) : at.level;
     // Outside, the product with the reciprocal is a product with 1, which changes no bit.
-    const V ds = ((dy * (inside ? fma(level, p.scale, -x) : level)) * (inside ? p.inverse : splat<V>(1))) * factor;
+    const V ds = ((dy * distance) * (at.inside ? p.inverse : splat<V>(1))) * factor;
     const V dz = (dy * -p.scale) * factor;
-    return {dy * zero_unless(inside, splat<V>(1)), ds, zero_where(inside, dz)};
+    return {dy * zero_unless(at.inside, splat<V>(1)), ds, zero_where(at.inside, dz)};
   }
 };
 
 template <class Rule>
 struct OwnLearned : Rule {
-  template <class V> static FQ_INLINE Terms<V> terms(V dy, V x, const Params<V>& p, V factor) {
+  template <class V> static FQ_INLINE Placed<V> place(V x, const Params<V>& p) {
     const V rounded = Rule::round(x, p);
     const V clamped = clamp_nan_to_low(rounded, p);
-    const auto inside = clamped == rounded;
+    return {Rule::kOnLevels ? clamped : clamped - p.zero, clamped == rounded};
+  }
+  template <class V> static FQ_INLINE Terms<V> terms(V dy, V x, const Placed<V>& at, const Params<V>& p, V factor) {
     const auto finite = magnitude(x) < splat<V>(Elem<V>(__builtin_inf()));
-    const V level = Rule::kOnLevels ? clamped : clamped - p.zero;
-    const V ds = (dy * (inside ? level - x / p.scale : level)) * factor;
+    const V ds = (dy * (at.inside ? at.level - x / p.scale : at.level)) * factor;
     const V dz = (dy * -p.scale) * factor;
     // An element that is not finite teaches nothing: selected away, so that not even inf * 0 remains.
-    return {zero_unless(inside & finite, dy), zero_unless(finite, ds), zero_where(inside, zero_unless(finite, dz))};
+    return {zero_unless(at.inside & finite, dy), zero_unless(finite, ds),
+            zero_where(at.inside, zero_unless(finite, dz))};
   }
 };
 
@@ -83,16 +95,29 @@ FQ_INLINE void run_with_one_scale(const T* dy, const T* x, DX* dx, int64_t n, co
   const auto p = one_param<Rule, V>(g, parameter);
   const V f = splat<V>(C(factor));
   LaneSums ds_sums, dz_sums;
-  int64_t i = 0;
-  for (; i + kSumLanes <= n; i += kSumLanes) {
-    const auto t = Rule::terms(load<kSumLanes>(dy + i), load<kSumLanes>(x + i), p, f);
+  const auto finish = [&](int64_t i, V x, const Placed<V>& at) FQ_INLINE_LAMBDA {
+    const auto t = Rule::terms(load<kSumLanes>(dy + i), x, at, p, f);
     store<DX, kSumLanes>(dx + i, t.dx);
     ds_sums.add(t.ds);
     dz_sums.add(t.dz);
+  };
+  int64_t i = 0;
+  // In two loops over a few vectors at a time. In one, each vector is a chain of some 45 cycles, and
+  // the CPU's schedulers hold only two of them; the halves overlap better.
+  constexpr int kVectors = 8;
+  for (; i + kVectors * kSumLanes <= n; i += kVectors * kSumLanes) {
+    Placed<V> at[kVectors];
+    for (int k = 0; k < kVectors; ++k) at[k] = Rule::place(load<kSumLanes>(x + i + k * kSumLanes), p);
+    for (int k = 0; k < kVectors; ++k) finish(i + k * kSumLanes, load<kSumLanes>(x + i + k * kSumLanes), at[k]);
+  }
+  for (; i + kSumLanes <= n; i += kSumLanes) {
+    const V v = load<kSumLanes>(x + i);
+    finish(i, v, Rule::place(v, p));
   }
   const auto p1 = first_lane<V1>(p);
   for (; i < n; ++i) {
-    const auto t = Rule::terms(load<1>(dy + i), load<1>(x + i), p1, V1{C(factor)});
+    const V1 v = load<1>(x + i);
+    const auto t = Rule::terms(load<1>(dy + i), v, Rule::place(v, p1), p1, V1{C(factor)});
     store<DX, 1>(dx + i, t.dx);
     ds_sums.add_lane(int(i % kSumLanes), double(t.ds[0]));
     dz_sums.add_lane(int(i % kSumLanes), double(t.dz[0]));
@@ -113,14 +138,16 @@ FQ_INLINE void row_with_scale_per_element(const T* dy, const T* x, DX* dx, int64
   int64_t i = 0;
   for (; i + kSumLanes <= n; i += kSumLanes) {
     const auto p = params_per_element<Rule, V>(g, parameter + i);
-    const auto t = Rule::terms(load<kSumLanes>(dy + i), load<kSumLanes>(x + i), p, f);
+    const V v = load<kSumLanes>(x + i);
+    const auto t = Rule::terms(load<kSumLanes>(dy + i), v, Rule::place(v, p), p, f);
     store<DX, kSumLanes>(dx + i, t.dx);
     store_raw(ds + i, load_raw<D>(ds + i) + convert<D>(t.ds));
     store_raw(dz + i, load_raw<D>(dz + i) + convert<D>(t.dz));
   }
   for (; i < n; ++i) {
     const auto p = one_param<Rule, V1>(g, parameter + i);
-    const auto t = Rule::terms(load<1>(dy + i), load<1>(x + i), p, V1{C(factor)});
+    const V1 v = load<1>(x + i);
+    const auto t = Rule::terms(load<1>(dy + i), v, Rule::place(v, p), p, V1{C(factor)});
     store<DX, 1>(dx + i, t.dx);
     ds[i] += double(t.ds[0]);
     dz[i] += double(t.dz[0]);
