@@ -13,7 +13,7 @@ from collections.abc import Callable
 Contender = Callable[[], object]
 
 
-def best_times(contenders: dict[str, Contender], *, seconds: float = 0.6, min_rounds: int = 7) -> dict[str, float]:
+def best_times(contenders: dict[str, Contender], *, seconds: float = 0.6, min_rounds: int = 5) -> dict[str, float]:
     """The shortest time of each contender, in seconds per call."""
     calls = {name: _calls_per_sample(run) for name, run in contenders.items()}
     best = dict.fromkeys(contenders, float("inf"))
@@ -24,19 +24,29 @@ def best_times(contenders: dict[str, Contender], *, seconds: float = 0.6, min_ro
         end = time.perf_counter() + seconds
         rounds = 0
         while rounds < min_rounds or time.perf_counter() < end:
-            # Who runs after whom changes from round to round: a contender may leave the caches and the
-            # memory allocator in a state that favours or harms the next one.
+            # Who comes after whom changes from round to round: a contender may leave the caches and
+            # the memory allocator in a state that favours or harms the next one.
             random.shuffle(order)
             for name in order:
-                run, n = contenders[name], calls[name]
-                start = time.perf_counter()
-                for _ in range(n):
-                    run()
-                best[name] = min(best[name], (time.perf_counter() - start) / n)
+                best[name] = min(best[name], _turn(contenders[name], calls[name]))
             rounds += 1
     finally:
         gc.enable()
     return best
+
+
+def _turn(run: Contender, calls: int, duration: float = 5e-3) -> float:
+    """The best of the samples that fit into a turn. Turns take the same time for slow and fast contenders."""
+    best = float("inf")
+    end = time.perf_counter() + duration
+    while True:
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        now = time.perf_counter()
+        best = min(best, (now - start) / calls)
+        if now >= end:
+            return best
 
 
 def _calls_per_sample(run: Contender, shortest: float = 20e-6) -> int:

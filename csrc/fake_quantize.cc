@@ -91,16 +91,31 @@ FQ_INLINE void run_with_one_scale(const T* x, T* y, int64_t n, const Grid& g, in
   using V = Vec<C, N>;
   Mask mask = out;  // a local copy: stores to y might alias the members of `out`
   const auto p = one_param<Rule, V>(g, parameter);
+  // `step` for 32 elements, part by part: the vectors do not depend on each other, and side by side
+  // their instructions wait less than one vector's would on its own.
   const auto step_32 = [&](int64_t i) FQ_INLINE_LAMBDA {
-    decltype(inside_lanes<Rule>(p.lo, p.hi)) inside[32 / N];
+    constexpr int K = 32 / N;
+    V rounded[K], clamped[K];
+    decltype(inside_lanes<Rule>(p.lo, p.hi)) inside[K];
 #pragma GCC unroll 16
-    for (int k = 0; k < 32 / N; ++k) inside[k] = step<Rule, N>(x + i + k * N, y + i + k * N, p, g.nan_is_code_zero);
+    for (int k = 0; k < K; ++k) rounded[k] = Rule::round(load<N>(x + i + k * N), p);
+#pragma GCC unroll 16
+    for (int k = 0; k < K; ++k) clamped[k] = Rule::clamp(rounded[k], p, g.nan_is_code_zero);
+#pragma GCC unroll 16
+    for (int k = 0; k < K; ++k) {
+      store<T, N>(y + i + k * N, Rule::value(clamped[k], p));
+      inside[k] = inside_lanes<Rule>(clamped[k], rounded[k]);
+    }
     return Mask::kWanted ? lane_bits_of_32<N>(inside) : 0u;
   };
   int64_t i = 0;
   for (; i + 64 <= n; i += 64) {
     const uint64_t low = step_32(i), high = step_32(i + 32);
     mask.put_64(low | high << 32);
+  }
+  if (i + 32 <= n) {
+    mask.put(step_32(i), 32);
+    i += 32;
   }
   for (; i + N <= n; i += N) mask.put(lane_bits(step<Rule, N>(x + i, y + i, p, g.nan_is_code_zero)), N);
   const auto p1 = first_lane<Vec<C, 1>>(p);

@@ -27,6 +27,11 @@ struct Placed {
 template <class V>
 struct Terms { V dx, ds, dz; };
 
+// grad_factor. A factor of 1 changes nothing and is left out.
+template <class V> FQ_INLINE V times(V v, double factor) { return v * splat<V>(Elem<V>(factor)); }
+struct One {};
+template <class V> FQ_INLINE V times(V v, One) { return v; }
+
 // torch's own backward rounds after adding the zero point, with fused multiply-adds, and gates dx by
 // a multiplication.
 struct TorchLearned {
@@ -37,11 +42,12 @@ struct TorchLearned {
     const V q = clamp_nan_to_low(code, p);
     return {q - p.zero, q == code};
   }
-  template <class V> static FQ_INLINE Terms<V> terms(V dy, V x, const Placed<V>& at, const Params<V>& p, V factor) {
+  template <class V, class Factor>
+  static FQ_INLINE Terms<V> terms(V dy, V x, const Placed<V>& at, const Params<V>& p, Factor factor) {
     const V distance = at.inside ? fma(at.level, p.scale, -x) : at.level;
     // Outside, the product with the reciprocal is a product with 1, which changes no bit.
-    const V ds = ((dy * distance) * (at.inside ? p.inverse : splat<V>(1))) * factor;
-    const V dz = (dy * -p.scale) * factor;
+    const V ds = times((dy * distance) * (at.inside ? p.inverse : splat<V>(1)), factor);
+    const V dz = times(dy * -p.scale, factor);
     return {dy * zero_unless(at.inside, splat<V>(1)), ds, zero_where(at.inside, dz)};
   }
 };
@@ -53,10 +59,11 @@ struct OwnLearned : Rule {
     const V clamped = clamp_nan_to_low(rounded, p);
     return {Rule::kOnLevels ? clamped : clamped - p.zero, clamped == rounded};
   }
-  template <class V> static FQ_INLINE Terms<V> terms(V dy, V x, const Placed<V>& at, const Params<V>& p, V factor) {
+  template <class V, class Factor>
+  static FQ_INLINE Terms<V> terms(V dy, V x, const Placed<V>& at, const Params<V>& p, Factor factor) {
     const auto finite = magnitude(x) < splat<V>(Elem<V>(__builtin_inf()));
-    const V ds = (dy * (at.inside ? at.level - x / p.scale : at.level)) * factor;
-    const V dz = (dy * -p.scale) * factor;
+    const V ds = times(dy * (at.inside ? at.level - x / p.scale : at.level), factor);
+    const V dz = times(dy * -p.scale, factor);
     // An element that is not finite teaches nothing: selected away, so that not even inf * 0 remains.
     return {zero_unless(at.inside & finite, dy), zero_unless(finite, ds),
             zero_where(at.inside, zero_unless(finite, dz))};
@@ -86,17 +93,16 @@ class LaneSums {
   Part sum_[kParts]{};
 };
 
-template <class Rule, class T, class DX>
+template <class Rule, class T, class DX, class Factor>
 FQ_INLINE void run_with_one_scale(const T* dy, const T* x, DX* dx, int64_t n, const Grid& g, int64_t parameter,
-                                  double factor, double& ds, double& dz) {
+                                  Factor factor, double& ds, double& dz) {
   using C = Compute<T>;
   using V = Vec<C, kSumLanes>;
   using V1 = Vec<C, 1>;
   const auto p = one_param<Rule, V>(g, parameter);
-  const V f = splat<V>(C(factor));
   LaneSums ds_sums, dz_sums;
   const auto finish = [&](int64_t i, V x, const Placed<V>& at) FQ_INLINE_LAMBDA {
-    const auto t = Rule::terms(load<kSumLanes>(dy + i), x, at, p, f);
+    const auto t = Rule::terms(load<kSumLanes>(dy + i), x, at, p, factor);
     store<DX, kSumLanes>(dx + i, t.dx);
     ds_sums.add(t.ds);
     dz_sums.add(t.dz);
@@ -117,7 +123,7 @@ FQ_INLINE void run_with_one_scale(const T* dy, const T* x, DX* dx, int64_t n, co
   const auto p1 = first_lane<V1>(p);
   for (; i < n; ++i) {
     const V1 v = load<1>(x + i);
-    const auto t = Rule::terms(load<1>(dy + i), v, Rule::place(v, p1), p1, V1{C(factor)});
+    const auto t = Rule::terms(load<1>(dy + i), v, Rule::place(v, p1), p1, factor);
     store<DX, 1>(dx + i, t.dx);
     ds_sums.add_lane(int(i % kSumLanes), double(t.ds[0]));
     dz_sums.add_lane(int(i % kSumLanes), double(t.dz[0]));
@@ -127,19 +133,18 @@ FQ_INLINE void run_with_one_scale(const T* dy, const T* x, DX* dx, int64_t n, co
 }
 
 // One scale per element of a row: the sums of the row's elements stand side by side.
-template <class Rule, class T, class DX>
+template <class Rule, class T, class DX, class Factor>
 FQ_INLINE void row_with_scale_per_element(const T* dy, const T* x, DX* dx, int64_t n, const Grid& g,
-                                          int64_t parameter, double factor, double* ds, double* dz) {
+                                          int64_t parameter, Factor factor, double* ds, double* dz) {
   using C = Compute<T>;
   using V = Vec<C, kSumLanes>;
   using V1 = Vec<C, 1>;
   using D = Vec<double, kSumLanes>;
-  const V f = splat<V>(C(factor));
   int64_t i = 0;
   for (; i + kSumLanes <= n; i += kSumLanes) {
     const auto p = params_per_element<Rule, V>(g, parameter + i);
     const V v = load<kSumLanes>(x + i);
-    const auto t = Rule::terms(load<kSumLanes>(dy + i), v, Rule::place(v, p), p, f);
+    const auto t = Rule::terms(load<kSumLanes>(dy + i), v, Rule::place(v, p), p, factor);
     store<DX, kSumLanes>(dx + i, t.dx);
     store_raw(ds + i, load_raw<D>(ds + i) + convert<D>(t.ds));
     store_raw(dz + i, load_raw<D>(dz + i) + convert<D>(t.dz));
@@ -147,15 +152,15 @@ FQ_INLINE void row_with_scale_per_element(const T* dy, const T* x, DX* dx, int64
   for (; i < n; ++i) {
     const auto p = one_param<Rule, V1>(g, parameter + i);
     const V1 v = load<1>(x + i);
-    const auto t = Rule::terms(load<1>(dy + i), v, Rule::place(v, p), p, V1{C(factor)});
+    const auto t = Rule::terms(load<1>(dy + i), v, Rule::place(v, p), p, factor);
     store<DX, 1>(dx + i, t.dx);
     ds[i] += double(t.ds[0]);
     dz[i] += double(t.dz[0]);
   }
 }
 
-template <class Rule, class T, class DX>
-void backward(const LearnedBackwardArgs& a, const Tile& t, const LearnedTile& out) {
+template <class Rule, class T, class DX, class Factor>
+void backward(const LearnedBackwardArgs& a, Factor factor, const Tile& t, const LearnedTile& out) {
   const T* dy = static_cast<const T*>(a.dy);
   const T* x = static_cast<const T*>(a.x);
   DX* dx = static_cast<DX*>(a.dx);
@@ -166,16 +171,22 @@ void backward(const LearnedBackwardArgs& a, const Tile& t, const LearnedTile& ou
     const int64_t parameter = t.batch * s.blocks;
     if (s.inner == 1) {
       const int64_t i = row + t.k0;
-      row_with_scale_per_element<Rule>(dy + i, x + i, dx + i, t.k1 - t.k0, a.grid, parameter + t.k0, a.grad_factor,
+      row_with_scale_per_element<Rule>(dy + i, x + i, dx + i, t.k1 - t.k0, a.grid, parameter + t.k0, factor,
                                        out.dscale, out.dzero);
       continue;
     }
     for (int64_t k = t.k0; k < t.k1; ++k) {
       const int64_t i = (row + k) * s.inner + t.j0;
-      run_with_one_scale<Rule>(dy + i, x + i, dx + i, t.j1 - t.j0, a.grid, parameter + k, a.grad_factor,
+      run_with_one_scale<Rule>(dy + i, x + i, dx + i, t.j1 - t.j0, a.grid, parameter + k, factor,
                                out.dscale[k - t.k0], out.dzero[k - t.k0]);
     }
   }
+}
+
+template <class Rule, class T, class DX>
+void backward_with_factor(const LearnedBackwardArgs& a, const Tile& t, const LearnedTile& out) {
+  if (a.grad_factor == 1) backward<Rule, T, DX>(a, One{}, t, out);
+  else backward<Rule, T, DX>(a, a.grad_factor, t, out);
 }
 
 template <class Rule>
@@ -183,9 +194,9 @@ void backward_in_dtype(const LearnedBackwardArgs& a, const Tile& t, const Learne
   with_dtype(a.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if constexpr (sizeof(T) == 2) {
-      if (a.dx_dtype == DType::f32) return backward<Rule, T, float>(a, t, out);
+      if (a.dx_dtype == DType::f32) return backward_with_factor<Rule, T, float>(a, t, out);
     }
-    backward<Rule, T, T>(a, t, out);
+    backward_with_factor<Rule, T, T>(a, t, out);
   });
 }
 

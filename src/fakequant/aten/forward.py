@@ -50,6 +50,8 @@ def placed(x: np.ndarray) -> Placed:
     >>> placed(np.zeros((2, 4, 3)).transpose(0, 2, 1)[:, :, ::2]).order
     (0, 2, 1)
     """
+    if x.ndim <= 1 and x.strides in ((), (x.itemsize,)):
+        return Placed(x)  # nothing to work out for the most common small case
     steps = tuple(s // x.itemsize for s in x.strides) if 1 in x.shape else None
     if x.flags.c_contiguous:
         return Placed(x, None, steps)

@@ -41,6 +41,11 @@ def _checked_tensors(scale, zero_point, quant_min, quant_max):
     return checks.item_as_float(scale), zero_point, quant_min, quant_max
 
 
+# The usual types of arguments, recognised at once: working out a signature takes longer than the
+# rest of a small call.
+_PLAIN = (np.ndarray, float, int, int, int)
+
+
 def fake_quantize_per_tensor_affine(
     input: np.ndarray, scale: object, zero_point: object, quant_min: int, quant_max: int
 ) -> np.ndarray:
@@ -53,7 +58,9 @@ def fake_quantize_per_tensor_affine(
     """
     x = checks.as_tensor(input)
     values = (x, scale, zero_point, quant_min, quant_max)
-    tensors = checks.choose_signature("fake_quantize_per_tensor_affine", values, (_TENSORS, _NUMBERS)) == 0
+    tensors = tuple(map(type, values)) != _PLAIN and (
+        checks.choose_signature("fake_quantize_per_tensor_affine", values, (_TENSORS, _NUMBERS)) == 0
+    )
     numbers = (_checked_tensors if tensors else checked_numbers)(scale, zero_point, quant_min, quant_max)
     return forward.per_tensor_value(x, checks.kernel_dtype(x, KERNEL), *numbers)
 
