@@ -1,6 +1,10 @@
 // Chooses the instruction set, once, at load: the best one this CPU has, or FAKEQUANT_TARGET.
 #include <atomic>
 
+#if defined(__x86_64__) || defined(_M_X64)
+#include <cpuid.h>
+#endif
+
 #include "core.h"
 #include "targets.h"
 
@@ -24,12 +28,18 @@ const KernelTable kTables[] = {
 #endif
 };
 
+#if defined(__x86_64__) || defined(_M_X64)
+// Clang's __builtin_cpu_supports does not know this one.
+bool cpu_has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 bool cpu_can_run(const std::string& name) {
 #if defined(__x86_64__) || defined(_M_X64)
   __builtin_cpu_init();
-  if (name == "avx2") {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  }
+  if (name == "avx2") return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && cpu_has_f16c();
   if (name == "avx512") {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && cpu_can_run("avx2");

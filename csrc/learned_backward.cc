@@ -36,7 +36,6 @@ template <class V> FQ_INLINE V times(V v, One) { return v; }
 // a multiplication.
 struct TorchLearned {
   static constexpr bool kOnLevels = false;
-  static constexpr bool kKeepsNan = false;
   template <class V> static FQ_INLINE Placed<V> place(V x, const Params<V>& p) {
     const V code = as_int64(rint(fma(x, p.inverse, p.zero)));
     const V q = clamp_nan_to_low(code, p);

@@ -40,6 +40,7 @@ using Vec = typename VecOf<T, N>::type;
 
 template <class T> struct Remove { using type = T; };
 template <class T> struct Remove<T&> { using type = T; };
+template <class T> struct Remove<T&&> { using type = T; };
 template <class T> struct Remove<const T> { using type = T; };
 template <class T> struct Remove<const T&> { using type = T; };
 
