@@ -10,6 +10,8 @@
 
 #include <cmath>
 #include <limits>
+#include <stdexcept>
+#include <string>
 
 #if !defined(_WIN32)
 #include <cxxabi.h>
@@ -36,7 +38,7 @@ class Memory {
 
   bool from_object(PyObject* object, bool writable) {
     if (object == Py_None) return true;
-    if (PyLong_Check(object)) {
+    if (PyLong_CheckExact(object)) {
       data_ = PyLong_AsVoidPtr(object);
       bytes_ = std::numeric_limits<int64_t>::max();
       if (PyErr_Occurred()) PyErr_Clear();
@@ -55,7 +57,10 @@ class Memory {
 
   template <class T> T* get(int64_t count) const {
     if (data_ == nullptr) return nullptr;
-    if (bytes_ < count * int64_t(sizeof(T))) throw std::length_error("fakequant._native: a buffer is too small");
+    if (bytes_ / int64_t(sizeof(T)) < count) {
+      throw std::length_error("fakequant._native: a buffer of " + std::to_string(bytes_) + " bytes is too small for " +
+                              std::to_string(count) + " elements of " + std::to_string(sizeof(T)));
+    }
     return static_cast<T*>(data_);
   }
   void* bytes(int64_t count) const { return get<char>(count); }
@@ -127,17 +132,7 @@ using ShapeTuple = std::tuple<int64_t, int64_t, int64_t, int64_t>;
 
 Shape to_shape(const ShapeTuple& t) { return {std::get<0>(t), std::get<1>(t), std::get<2>(t), std::get<3>(t)}; }
 
-int64_t bytes_of(DType d) { return d == DType::f64 ? 8 : d == DType::f32 ? 4 : 2; }
-
-int64_t code_bytes(CodeType c, int64_t n) {
-  switch (c) {
-    case CodeType::i8: case CodeType::u8: return n;
-    case CodeType::i16: case CodeType::u16: return 2 * n;
-    case CodeType::i32: case CodeType::u32: return 4 * n;
-    case CodeType::i4x2: case CodeType::u4x2: return (n + 1) / 2;
-    default: return (n + 3) / 4;
-  }
-}
+int64_t code_bytes(CodeType c, int64_t n) { return (n * bits_of(c) + 7) / 8; }
 
 int64_t mask_bytes(MaskKind kind, int64_t n) {
   return kind == MaskKind::none ? 0 : kind == MaskKind::packed ? (n + 7) / 8 : n;

@@ -13,7 +13,6 @@ template <class Q, int Bits>
 struct CodeTag {
   using type = Q;
   static constexpr int bits = Bits;
-  static constexpr int per_byte = Bits < 8 ? 8 / Bits : 1;
   static constexpr bool packed = Bits < 8;
 };
 

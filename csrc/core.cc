@@ -11,24 +11,6 @@
 namespace fakequant {
 namespace {
 
-size_t bytes_of(DType dtype) {
-  switch (dtype) {
-    case DType::f32: return 4;
-    case DType::f64: return 8;
-    default: return 2;
-  }
-}
-
-int bits_of(CodeType code) {
-  switch (code) {
-    case CodeType::i8: case CodeType::u8: return 8;
-    case CodeType::i16: case CodeType::u16: return 16;
-    case CodeType::i32: case CodeType::u32: return 32;
-    case CodeType::i4x2: case CodeType::u4x2: return 4;
-    default: return 2;
-  }
-}
-
 bool needs_wide(const Grid& g, int64_t parameters) {
   const auto beyond = [](int64_t v) { return v < -kNarrowLimit || v > kNarrowLimit; };
   if (beyond(g.qmin) || beyond(g.qmax) || g.zero_i64) return true;
@@ -54,7 +36,7 @@ template <class F> void over_elements(int64_t size, F&& body) {
   const int64_t share = size / (2 * get_num_threads()) + 1;
   const int64_t per_task = (std::min(kElementsPerTask, share) + kRangeAlignment - 1) / kRangeAlignment * kRangeAlignment;
   const int64_t tasks = (size + per_task - 1) / per_task;
-  run_tasks(tasks, get_num_threads(), [&](int64_t t) { body(t * per_task, std::min(size, (t + 1) * per_task)); });
+  run_tasks(tasks, [&](int64_t t) { body(t * per_task, std::min(size, (t + 1) * per_task)); });
 }
 
 // --- reductions: tiles ---------------------------------------------------------------------------
@@ -106,7 +88,7 @@ struct Tiling {
 };
 
 template <class F> void over_tiles(const Tiling& tiling, F&& body) {
-  run_tasks(tiling.tiles(), get_num_threads(), [&](int64_t t) { body(tiling.tile(t)); });
+  run_tasks(tiling.tiles(), [&](int64_t t) { body(tiling.tile(t)); });
 }
 
 // One block: rows and positions are one long row.
@@ -125,14 +107,14 @@ template <class T> std::unique_ptr<T[]> scratch(int64_t n) { return std::make_un
 void fake_quantize(const FakeQuantizeArgs& a) {
   const int64_t size = a.shape.size();
   if (size == 0) return;
-  prepare_output(a.y, size_t(size) * bytes_of(a.dtype));
+  prepare_output(a.y, size_t(size * bytes_of(a.dtype)));
   if (a.mask_kind == MaskKind::bytes) prepare_output(a.mask, size_t(size));
   const auto kernel = needs_wide(a.grid, a.shape.parameters()) ? wide::fake_quantize : kernels().fake_quantize;
   over_elements(size, [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
 }
 
 void mask_backward(const MaskBackwardArgs& a) {
-  prepare_output(a.dx, size_t(a.size) * bytes_of(a.dtype));
+  prepare_output(a.dx, size_t(a.size * bytes_of(a.dtype)));
   const auto kernel = kernels().mask_backward;
   over_elements(a.size, [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
 }
@@ -140,7 +122,7 @@ void mask_backward(const MaskBackwardArgs& a) {
 void quantize(const QuantizeArgs& a) {
   const int64_t size = a.shape.size();
   if (size == 0) return;
-  prepare_output(a.q, size_t(size) * size_t(bits_of(a.code)) / 8);
+  prepare_output(a.q, size_t(size * bits_of(a.code) / 8));
   const auto kernel = needs_wide(a.grid, a.shape.parameters()) ? wide::quantize : kernels().quantize;
   over_elements(size, [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
 }
@@ -148,7 +130,7 @@ void quantize(const QuantizeArgs& a) {
 void dequantize(const DequantizeArgs& a) {
   const int64_t size = a.shape.size();
   if (size == 0) return;
-  prepare_output(a.y, size_t(size) * bytes_of(a.dtype));
+  prepare_output(a.y, size_t(size * bytes_of(a.dtype)));
   const auto kernel = needs_wide(a.grid, a.shape.parameters()) ? wide::dequantize : kernels().dequantize;
   over_elements(size, [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
 }
@@ -160,7 +142,7 @@ void learned_backward(const LearnedBackwardArgs& args) {
   std::fill_n(a.dscale, parameters, 0.0);
   std::fill_n(a.dzero, parameters, 0.0);
   if (a.shape.size() == 0) return;
-  prepare_output(a.dx, size_t(a.shape.size()) * bytes_of(a.dx_dtype));
+  prepare_output(a.dx, size_t(a.shape.size() * bytes_of(a.dx_dtype)));
   const auto kernel = needs_wide(a.grid, parameters) ? wide::learned_backward : kernels().learned_backward;
   const Tiling tiling(a.shape);
   auto ds = scratch<double>(tiling.partials()), dz = scratch<double>(tiling.partials());

@@ -37,6 +37,18 @@ enum class MaskKind : int {
 
 enum class CodeType : int { i8, u8, i16, u16, i32, u32, i4x2, u4x2, i2x4, u2x4 };
 
+inline int64_t bytes_of(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
+
+inline int bits_of(CodeType code) {
+  switch (code) {
+    case CodeType::i8: case CodeType::u8: return 8;
+    case CodeType::i16: case CodeType::u16: return 16;
+    case CodeType::i32: case CodeType::u32: return 32;
+    case CodeType::i4x2: case CodeType::u4x2: return 4;
+    default: return 2;
+  }
+}
+
 struct Shape {
   int64_t batch = 1, outer = 1, blocks = 1, inner = 0;
   int64_t size() const { return batch * outer * blocks * inner; }

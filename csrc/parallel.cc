@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
-#include <cstdlib>
 #include <deque>
 #include <mutex>
 #include <system_error>
@@ -119,10 +118,6 @@ Pool& pool() {
 }
 
 int default_threads() {
-  if (const char* text = std::getenv("FAKEQUANT_NUM_THREADS")) {
-    const int n = std::atoi(text);
-    if (n >= 1) return std::min(n, kMaxThreads);
-  }
 #if defined(__linux__)
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof(set), &set) == 0) return std::clamp(CPU_COUNT(&set), 1, kMaxThreads);
@@ -145,8 +140,8 @@ int get_num_threads() {
 
 void set_num_threads(int n) { g_num_threads.store(std::clamp(n, 1, kMaxThreads), std::memory_order_relaxed); }
 
-void run_tasks(int64_t tasks, int max_threads, void (*body)(void*, int64_t), void* context) {
-  const int shares = int(std::min<int64_t>({tasks, max_threads, get_num_threads()}));
+void run_tasks(int64_t tasks, void (*body)(void*, int64_t), void* context) {
+  const int shares = int(std::min<int64_t>(tasks, get_num_threads()));
   if (shares <= 1) {
     for (int64_t task = 0; task < tasks; ++task) body(context, task);
     return;

@@ -9,17 +9,17 @@
 
 namespace fakequant {
 
-// Threads used by one call, the caller included. The default is the number of CPUs this process may
-// run on, or FAKEQUANT_NUM_THREADS.
+// Threads used by one call, the caller included; 64 at most. The default is the number of CPUs this
+// process may run on.
 int get_num_threads();
 void set_num_threads(int n);
 
-// Calls body(task) for every task in [0, tasks), on up to `max_threads` threads, and returns when
-// all are done. Tasks must not depend on each other.
-void run_tasks(int64_t tasks, int max_threads, void (*body)(void* context, int64_t task), void* context);
+// Calls body(task) for every task in [0, tasks) and returns when all are done. Tasks must not depend
+// on each other.
+void run_tasks(int64_t tasks, void (*body)(void* context, int64_t task), void* context);
 
-template <class F> void run_tasks(int64_t tasks, int max_threads, F&& body) {
-  run_tasks(tasks, max_threads, [](void* context, int64_t task) { (*static_cast<F*>(context))(task); }, &body);
+template <class F> void run_tasks(int64_t tasks, F&& body) {
+  run_tasks(tasks, [](void* context, int64_t task) { (*static_cast<F*>(context))(task); }, &body);
 }
 
 }  // namespace fakequant

@@ -16,7 +16,9 @@ QParam choose_qparams(float lo, float hi, int64_t qmin, int64_t qmax, bool symme
   hi = std::max(hi, 0.0f);
   const float levels = float(double(qmax - qmin) / (symmetric ? 2 : 1));
   if (symmetric) return {std::max(std::max(-lo, hi) / levels, eps), 0};
-  const float scale = std::max((hi - lo) / levels, eps);
+  // The width of a range may be beyond float32 where its scale is not.
+  const float width = hi - lo;
+  const float scale = std::max(std::isinf(width) ? float((double(hi) - lo) / levels) : width / levels, eps);
   // |lo / scale| is at most about qmax - qmin: it fits.
   const int64_t zero = qmin - int64_t(std::nearbyint(lo / scale));
   return {scale, int32_t(std::clamp(zero, qmin, qmax))};

@@ -27,8 +27,6 @@ struct Random {
   double uniform() { return double(next() >> 11) * 0x1p-53; }
 };
 
-size_t bytes_of(DType d) { return d == DType::f64 ? 8 : d == DType::f32 ? 4 : 2; }
-
 // Ties at awkward scales, their neighbours, special values, and ordinary ones.
 float hostile(Random& rng) {
   static const float kSpecial[] = {0.0f, -0.0f, 1e-45f, -1e-40f, 3.4e38f, -3.4e38f, 9.3e18f, -9.3e18f,
@@ -61,10 +59,10 @@ uint16_t to_f16(float v, Random& rng) {
 }
 
 std::vector<uint8_t> hostile_array(DType d, int64_t n, Random& rng) {
-  std::vector<uint8_t> data(size_t(n) * bytes_of(d));
+  std::vector<uint8_t> data(size_t(n * bytes_of(d)));
   for (int64_t i = 0; i < n; ++i) {
     const float v = hostile(rng);
-    uint8_t* p = data.data() + size_t(i) * bytes_of(d);
+    uint8_t* p = data.data() + i * bytes_of(d);
     if (d == DType::f32) std::memcpy(p, &v, 4);
     if (d == DType::f64) {
       const double w = double(v) * (1 + double(rng.next() % 3) * 0x1p-52);
@@ -94,7 +92,7 @@ struct Digest {
         nan = (h & 0x7FFF) > (d == DType::bf16 ? 0x7F80 : 0x7C00);
       }
       if (nan) add("NaN", 3);
-      else add(p, bytes_of(d));
+      else add(p, size_t(bytes_of(d)));
     }
   }
 };
@@ -148,7 +146,7 @@ std::vector<Named> run_case(const Case& c) {
   const Inputs in = make_inputs(c);
   const int64_t n = c.shape.size(), parameters = c.shape.parameters();
   std::vector<Named> results;
-  std::vector<uint8_t> y(size_t(n) * bytes_of(c.dtype)), bits(size_t(n + 7) / 8), bytes(static_cast<size_t>(n));
+  std::vector<uint8_t> y(size_t(n * bytes_of(c.dtype))), bits(size_t(n + 7) / 8), bytes(static_cast<size_t>(n));
   const Grid g = make_grid(c, in, false);
   {
     Digest d;

@@ -1,7 +1,8 @@
 """The library's own functions on NumPy arrays: everything about the grid is in a `QuantSpec`.
 
-They follow one special-value rule for every granularity and dtype (docs/numerics.md): NaN stays
-NaN, infinities saturate, and both have gradient 0.
+In the numerics "onnx" and "half_away" one rule holds for special values in every granularity and
+dtype (docs/numerics.md): NaN stays NaN, infinities saturate, and both have gradient 0. In "torch"
+they are what torch makes of them. Results are in C order, whatever the order of the input.
 """
 
 from math import prod
@@ -12,9 +13,10 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from fakequant import native
 from fakequant.arrays import KERNEL_DTYPES, as_float_array
-from fakequant.grid import check_scalars, kernel_numerics, resolve, scale_dtype
+from fakequant.grid import check_scalars, check_spec, kernel_numerics, resolve, scale_dtype
 from fakequant.layout import blocks_of
 from fakequant.native import _native
+from fakequant.qparams import EPS, check_eps
 from fakequant.spec import QuantSpec
 
 MaskForm = Literal["packed", "bool"]
@@ -68,6 +70,7 @@ def fake_quantize(x, scale, zero_point, spec, *, mask=None):
     array([ True,  True,  True, False])
     """
     x, dtype = as_float_array(x)
+    check_spec(spec)
     bits, kind = _empty_mask(mask, x.shape)
     x = np.asarray(x, order="C")
     if spec.axis is None and isinstance(scale, float) and type(zero_point) is int:
@@ -97,6 +100,7 @@ def fake_quantize_backward(dy: np.ndarray, mask: np.ndarray, spec: QuantSpec) ->
     array([1.5, 0. ], dtype=float32)
     """
     dy, dtype = as_float_array(dy, "dy")
+    check_spec(spec)
     kind = _mask_kind(mask, dy.shape)
     dy = np.asarray(dy, order="C")
     dx = np.empty(dy.shape, dy.dtype)
@@ -156,8 +160,7 @@ def fake_quantize_learned_backward(
     dy, dy_dtype = as_float_array(dy, "dy")
     if dy.shape != x.shape or dy_dtype != dtype:
         raise ValueError(f"`dy` must have the shape and dtype of `x`, {x.shape} {x.dtype}, got {dy.shape} {dy.dtype}.")
-    rounded = 0 if spec.symmetric else _learned_zero_point(zero_point, spec)
-    grid = resolve(x.shape, dtype, scale, rounded, spec)
+    grid = resolve(x.shape, dtype, scale, _learned_zero_point(zero_point, spec), spec)
     x, dy = np.asarray(x, order="C"), np.asarray(dy, order="C")
     dx = np.empty(x.shape, x.dtype)
     sums = np.empty((2, prod(grid.parameters)), np.float64)
@@ -165,16 +168,18 @@ def fake_quantize_learned_backward(
         dy, x, dx, dtype, dtype, grid.shape, grid.numerics, grid.scale, grid.scale_is_f64, grid.zero_point,
         grid.zero_kind, grid.qmin, grid.qmax, float(grad_factor), sums[0], sums[1],
     )  # fmt: skip
-    dscale, dzero_point = sums.reshape((2, *grid.parameters)).astype(scale_dtype(dtype, spec))
+    with np.errstate(over="ignore"):  # a sum beyond float32 is infinite
+        dscale, dzero_point = sums.reshape((2, *grid.parameters)).astype(scale_dtype(dtype, spec))
     return LearnedGradients(dx, np.asarray(dscale), np.asarray(dzero_point))
 
 
 def _learned_zero_point(zero_point: ArrayLike, spec: QuantSpec) -> np.ndarray:
-    if spec.numerics == "torch" and spec.axis is None:
+    rounded = round_zero_point(zero_point, spec)
+    if spec.numerics == "torch" and spec.axis is None and not spec.symmetric:
         # torch's per-tensor backward rounds by trunc(z + 0.5), its forward half to even.
-        z = np.asarray(zero_point, np.float32) + np.float32(0.5)
-        return np.trunc(np.clip(z, np.float32(spec.qmin), np.float32(spec.qmax))).astype(np.int64)
-    return round_zero_point(zero_point, spec)
+        z = (np.asarray(zero_point, np.float32) + np.float32(0.5)).astype(np.float64)
+        return np.trunc(np.clip(z, spec.qmin, spec.qmax)).astype(np.int32)
+    return rounded
 
 
 _CODE_TYPES = {
@@ -256,6 +261,7 @@ def dequantize(
     if kernel_dtype is None:
         raise TypeError(f"`dtype` must be float32, float64, bfloat16 or float16, got {np.dtype(dtype)}.")
     q = np.asarray(q)
+    packed_shape = shape
     if shape is None:
         if q.dtype != np.dtype(spec.storage):
             raise TypeError(
@@ -272,6 +278,9 @@ def dequantize(
                 f"got {q.dtype} of shape {q.shape}."
             )
     grid = resolve(shape, kernel_dtype, scale, zero_point, spec)
+    if spec.numerics == "torch" and spec.axis is None and kernel_dtype == native.F64:
+        # Per tensor, torch multiplies in float32 even for float64.
+        return dequantize(q, scale, zero_point, spec, shape=packed_shape).astype(dtype)
     y = np.empty(shape, dtype)
     _native.dequantize(
         np.asarray(q, order="C"), y, kernel_dtype, code, grid.shape, grid.scale, grid.scale_is_f64,
@@ -298,7 +307,7 @@ def observe_fake_quantize(
     running_max: np.ndarray,
     *,
     averaging_constant: float = 0.01,
-    eps: float = float(np.finfo(np.float32).eps),
+    eps: float = EPS,
     mask: MaskForm | None = None,
 ) -> ObservedFakeQuantize:
     """Updates a running range with `x`, chooses scale and zero point from it, and fake-quantizes.
@@ -318,6 +327,10 @@ def observe_fake_quantize(
     array([-1.  ,  0.5 ,   nan,  1.55], dtype=float32)
     """
     x, dtype = as_float_array(x)
+    check_spec(spec)
+    check_eps(eps)
+    if not 0 <= averaging_constant <= 1:
+        raise ValueError(f"`averaging_constant` must be between 0 and 1, got {averaging_constant}.")
     blocks = blocks_of(x.shape, spec)
     count = prod(blocks.parameters)
     for name, running in (("running_min", running_min), ("running_max", running_max)):

@@ -42,6 +42,7 @@ def scale_dtype(dtype: int, spec: QuantSpec) -> np.dtype:
 
 def resolve(shape: tuple[int, ...], dtype: int, scale: ArrayLike, zero_point: ArrayLike, spec: QuantSpec) -> Grid:
     """Checks `scale` and `zero_point` against an array of `shape` and `spec`."""
+    check_spec(spec)
     blocks = blocks_of(shape, spec)
     if spec.axis is None and isinstance(scale, float) and type(zero_point) is int:
         check_scalars(scale, zero_point, dtype, spec)
@@ -62,6 +63,15 @@ def resolve(shape: tuple[int, ...], dtype: int, scale: ArrayLike, zero_point: Ar
         spec.qmin,
         spec.qmax,
     )
+
+
+def check_spec(spec: object) -> None:
+    """Arguments in the wrong order show here."""
+    if not isinstance(spec, QuantSpec):
+        raise TypeError(
+            f"`spec` must be a QuantSpec, got {spec!r}.\n"
+            "The order of arguments is the array, then scale, zero_point, spec."
+        )
 
 
 # What rounds to 0 or to infinity in float32 (ties go to the even neighbour).
@@ -119,7 +129,7 @@ def _shape_fits(shape: tuple[int, ...], wanted: tuple[int, ...], spec: QuantSpec
 def _as_zero_points(
     value: ArrayLike, blocks: Blocks, shape: tuple[int, ...], spec: QuantSpec
 ) -> tuple[np.ndarray | None, int]:
-    array = np.asarray(0 if value is None else value)
+    array = np.asarray(value)
     if array.dtype.kind not in "iu":
         raise TypeError(
             f"`zero_point` must hold integers, got {array.dtype}.\n"

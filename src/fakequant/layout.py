@@ -80,34 +80,3 @@ def memory_order(x: np.ndarray) -> tuple[int, ...]:
     (2, 0, 1)
     """
     return tuple(sorted(range(x.ndim), key=lambda axis: -abs(x.strides[axis])))
-
-
-class Dense(NamedTuple):
-    """An array's elements as a C-contiguous array, with its axes in the order they have in memory."""
-
-    elements: np.ndarray
-    order: tuple[int, ...] | None  # None: C order already
-
-    def restore(self, result: np.ndarray) -> np.ndarray:
-        """`result`, computed in memory order, with its axes where the caller expects them."""
-        return result if self.order is None else result.transpose(np.argsort(self.order))
-
-    def axis(self, axis: int) -> int:
-        """Where `axis` of the original is in `elements`."""
-        return axis if self.order is None else self.order.index(axis)
-
-
-def dense(x: np.ndarray) -> Dense:
-    """`x` in memory order; copied only if it has gaps, overlaps or negative strides.
-
-    >>> channels_last = np.zeros((2, 5, 5, 3)).transpose(0, 3, 1, 2)
-    >>> dense(channels_last).elements.shape
-    (2, 5, 5, 3)
-    """
-    if x.flags.c_contiguous:
-        return Dense(x, None)
-    order = memory_order(x)
-    elements = x.transpose(order)
-    if not elements.flags.c_contiguous:
-        elements = np.ascontiguousarray(elements)
-    return Dense(elements, order)

@@ -5,6 +5,7 @@ There is no slower Python path behind this: kernels that cannot be loaded are an
 """
 
 import os
+from numbers import Integral
 
 try:
     from fakequant import _native
@@ -18,6 +19,10 @@ except ImportError as error:
     ) from error
 
 
+# As many as one call ever uses; more would only wait for memory.
+MAX_THREADS = 64
+
+
 def _select_target(name: str) -> None:
     if _native.select_target(name):
         return
@@ -29,15 +34,16 @@ def _select_target(name: str) -> None:
     )
 
 
-def _check_num_threads(text: str) -> None:
+def _set_num_threads(text: str) -> None:
     if not text.isdecimal() or int(text) < 1:
         raise ImportError(f"FAKEQUANT_NUM_THREADS={text!r}: expected a whole number of at least 1.")
+    _native.set_num_threads(min(int(text), MAX_THREADS))
 
 
 if target := os.environ.get("FAKEQUANT_TARGET"):
     _select_target(target)
 if threads := os.environ.get("FAKEQUANT_NUM_THREADS"):
-    _check_num_threads(threads)
+    _set_num_threads(threads)
 
 # The enumerations of csrc/kernels.h, in its order.
 F32, F64, BF16, F16 = range(4)
@@ -58,7 +64,9 @@ def get_num_threads() -> int:
 
 
 def set_num_threads(n: int) -> None:
-    """Sets how many threads one call may use, for the whole process. Results do not depend on it.
+    """Sets how many threads one call may use, for the whole process; more than 64 count as 64.
+
+    Results do not depend on it.
 
     >>> before = get_num_threads()
     >>> set_num_threads(1)
@@ -66,6 +74,6 @@ def set_num_threads(n: int) -> None:
     1
     >>> set_num_threads(before)
     """
-    if not isinstance(n, int) or n < 1:
+    if isinstance(n, bool) or not isinstance(n, Integral) or n < 1:
         raise ValueError(f"`n` must be a whole number of at least 1, got {n!r}.")
-    _native.set_num_threads(n)
+    _native.set_num_threads(min(int(n), MAX_THREADS))

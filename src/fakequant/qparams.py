@@ -55,6 +55,13 @@ def min_max(x: np.ndarray, spec: QuantSpec | None = None) -> Range:
     return Range(lo, hi, *(c.reshape(blocks.parameters) for c in counts))
 
 
+def check_eps(eps: float) -> None:
+    """The smallest scale has to be one: finite and positive, in float32."""
+    with np.errstate(over="ignore"):
+        if not 0 < np.float32(eps) < np.inf:
+            raise ValueError(f"`eps` must be finite and greater than 0 in float32, got {eps}.")
+
+
 def choose_qparams(lo: ArrayLike, hi: ArrayLike, spec: QuantSpec, *, eps: float = EPS) -> QParams:
     """Scale and zero point for values between `lo` and `hi`, one pair per entry.
 
@@ -68,6 +75,8 @@ def choose_qparams(lo: ArrayLike, hi: ArrayLike, spec: QuantSpec, *, eps: float 
     QParams(scale=array(0.01568628, dtype=float32), zero_point=array(64, dtype=int32))
     """
     shape = np.broadcast_shapes(np.shape(lo), np.shape(hi))
+    if np.iscomplexobj(lo) or np.iscomplexobj(hi):
+        raise TypeError("`lo` and `hi` must be real numbers, got complex ones.")
     low, high = (np.array(np.broadcast_to(v, shape), np.float32, order="C") for v in (lo, hi))
     ordered = (low <= high) & np.isfinite(low) & np.isfinite(high)
     if not ordered.all():
@@ -77,8 +86,7 @@ def choose_qparams(lo: ArrayLike, hi: ArrayLike, spec: QuantSpec, *, eps: float 
             f"{f' at index {bad}' if low.size > 1 else ''}.\n"
             "An observer that has seen nothing finite has no range: observe data first."
         )
-    if not eps > 0:
-        raise ValueError(f"`eps` must be greater than 0, got {eps}.")
+    check_eps(eps)
     scale, zero_point = np.empty(shape, np.float32), np.empty(shape, np.int32)
     _native.choose_qparams(low, high, low.size, spec.qmin, spec.qmax, spec.symmetric, float(eps), scale, zero_point)
     return QParams(scale, zero_point)

@@ -33,6 +33,10 @@ class FakeQuantConfig:
     qmax: int
 
     def __post_init__(self) -> None:
+        for name in ("bits", "qmin", "qmax"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"`{name}` must be an int, got {value!r}.")
         if not 2 <= self.bits <= 24:
             raise ValueError(f"`bits` must be between 2 and 24 (codes are exact in float32), got {self.bits}.")
         if not self.qmin < self.qmax:
@@ -93,6 +97,8 @@ class FakeQuantizer:
     def __init__(self, config: FakeQuantConfig | None = None, *, numerics: Numerics = "half_away") -> None:
         if numerics not in NUMERICS:
             raise ValueError(f"`numerics` must be one of {', '.join(NUMERICS)}, got {numerics!r}.")
+        if not (config is None or isinstance(config, FakeQuantConfig)):
+            raise TypeError(f"`config` must be a FakeQuantConfig, got {config!r}.")
         self.config = FakeQuantConfig.q8_symmetric() if config is None else config
         self.numerics: Numerics = numerics
         self._scale = np.float32(1)
@@ -136,12 +142,14 @@ class FakeQuantizer:
             asymmetric   scale = (max - min) / (qmax - qmin)
                          zero_point = clamp(round_half_away(qmin - min / scale), qmin, qmax)
 
-        The scale is at least 1e-10. NaN is left out; empty data changes nothing.
+        The scale is at least 1e-10. NaN is left out; if nothing is left, nothing changes.
         """
-        data = np.asarray(data, np.float32)
-        if data.size == 0:
-            return
+        data, _ = as_float_array(data, "data")
+        with np.errstate(over="ignore"):
+            data = data.astype(np.float32)
         seen = min_max(data)
+        if seen.nan == data.size:
+            return
         lo = np.float32(-np.inf) if seen.neginf else np.float32(seen.min)
         hi = np.float32(np.inf) if seen.posinf else np.float32(seen.max)
         qmin, qmax = self.config.qmin, self.config.qmax
@@ -175,7 +183,7 @@ class FakeQuantizer:
 
     def backward(self, dy: np.ndarray) -> np.ndarray:
         """The straight-through gradient: `dy` unchanged, as a copy."""
-        return np.array(dy)
+        return np.array(as_float_array(dy, "dy")[0])
 
     def backward_clamped(self, dy: np.ndarray, x: np.ndarray) -> np.ndarray:
         """`dy` where `x` is representable, else 0.
@@ -187,7 +195,9 @@ class FakeQuantizer:
         >>> fq.backward_clamped(np.float32([1, 1, 1]), np.float32([-1.0, 0.5, 2.0]))
         array([1., 1., 0.], dtype=float32)
         """
-        dy, x = np.asarray(dy), np.asarray(x)
+        dy, x = as_float_array(dy, "dy")[0], as_float_array(x)[0]
+        if dy.shape != x.shape:
+            raise ValueError(f"`dy` must have the shape of `x`, {x.shape}, got {dy.shape}.")
         lo, hi = (np.float32(q - self._zero_point) * self._scale for q in (self.config.qmin, self.config.qmax))
         return np.where((x < lo) | (x > hi), np.zeros((), dy.dtype), dy)
 

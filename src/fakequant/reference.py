@@ -369,7 +369,11 @@ def choose_qparams(lo, hi, qmin, qmax, *, symmetric, eps=FLOAT32_EPS):
         scale = np.maximum(np.maximum(-lo, hi) / np.float32((qmax - qmin) / 2), eps)
         middle = 0 if qmin < 0 else (qmin + qmax + 1) // 2
         return scale, np.full(scale.shape, middle, np.int32)
-    scale = np.maximum((hi - lo) / np.float32(qmax - qmin), eps)
+    levels = np.float32(qmax - qmin)
+    width = hi - lo
+    # The width of a range may be beyond float32 where its scale is not.
+    wide = ((hi.astype(np.float64) - lo) / levels).astype(np.float32)
+    scale = np.maximum(np.where(np.isinf(width) & np.isfinite(lo) & np.isfinite(hi), wide, width / levels), eps)
     steps = _cast_integer(np.rint(lo / scale), np.int64)
     return scale, np.clip(qmin - steps, qmin, qmax).astype(np.int32)
 

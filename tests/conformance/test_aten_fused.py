@@ -179,3 +179,48 @@ def test_without_the_observer_every_float_dtype_and_axis_works(kind):
         expected = outcome(TORCH, [*to_torch([x, *flags]), *expected_state, *options])
         assert_same(expected, outcome(OURS, [x, *flags, *state, *options]), axis)
         assert_same([s.numpy() for s in expected_state], state, axis)
+
+
+def empty_state():
+    return [np.empty(0, t) for t in (np.float32, np.float32, np.float32, np.int32)]
+
+
+@pytest.mark.parametrize("switches", [(1, 1), (1, 0), (0, 0)])
+def test_per_row_state_may_start_empty(switches):
+    x = np.linspace(-1, 2, 12, dtype=np.float32).reshape(3, 4)
+    on = [np.array([s]) for s in switches]
+    ours, theirs = empty_state(), [torch.from_numpy(a.copy()) for a in empty_state()]
+    expected = TORCH(torch.from_numpy(x), *map(torch.from_numpy, on), *theirs, 0.01, -128, 127, 0, True, True)
+
+    actual = OURS(x, *on, *ours, 0.01, -128, 127, 0, True, True)
+
+    for e, a in zip(expected, actual, strict=True):
+        assert_same_bits(e.numpy(), a)
+    written = 4 if switches[1] else 2  # torch leaves the rest as it came from the allocator
+    for e, a in zip(theirs[:written], ours[:written], strict=True):
+        assert_same_bits(e.numpy(), a)
+
+
+def test_a_refused_call_leaves_the_state_alone():
+    x, on = np.ones((3, 4), np.float32), np.array([1])
+    state = empty_state()
+    with pytest.raises(RuntimeError, match="quant_min"):
+        OURS(x, on, on, *state, 0.01, 127, -128, 0, True, False)
+    assert [a.size for a in state] == [0] * 4
+
+    # There may be views of arrays that are not empty.
+    state[2] = np.ones(1, np.float32)
+    with pytest.raises(RuntimeError, match=r"`scale` has shape \(1,\) and cannot be"):
+        OURS(x, on, on, *state, 0.01, -128, 127, 0, True, False)
+    assert [a.size for a in state] == [0, 0, 1, 0]
+
+    frozen = [
+        np.full(1, np.inf, np.float32),
+        np.full(1, -np.inf, np.float32),
+        np.ones(1, np.float32),
+        np.zeros(1, np.int32),
+    ]
+    frozen[2].flags.writeable = False
+    with pytest.raises(RuntimeError, match="`scale` is updated in place and must be writeable"):
+        OURS(x, on, on, *frozen, 0.01, -128, 127, -1, False, False)
+    assert np.isinf(frozen[0]).all()

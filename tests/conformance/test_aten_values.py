@@ -338,3 +338,14 @@ def test_learned_gradients_exist_where_torch_refuses_the_dtype(dtype):
     for expected, sums in ((ds, actual.dscale), (dz, actual.dzero_point)):
         with np.errstate(over="ignore"):
             assert_same_bits((expected[:, 0] + expected.dtype.type(0)).astype(np.float32), sums)
+
+
+def test_learned_zero_points_far_below_int32():
+    x, dy = np.float32([3.0]), np.float32([1.0])
+    scale, zero_point = np.float32([0.5]), np.float32([-1e30])
+    limits = (-(2**63), 2**62)
+    expected = aten._fake_quantize_learnable_per_tensor_affine_backward(
+        *map(to_torch, (dy, x, scale, zero_point)), *limits, 1.0
+    )
+    actual = fakequant.fake_quantize_learnable_per_tensor_affine_backward(dy, x, scale, zero_point, *limits)
+    assert_same(expected, tuple(actual))

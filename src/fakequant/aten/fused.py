@@ -119,10 +119,16 @@ def _fused(
         _check_observable(x, running_min, running_max, per_row)
     quantize = checks.item_as_int(fake_quant_on) != 0
     quant_min, quant_max = _as_int32(quant_min), _as_int32(quant_max)
-    if per_row and running_min.size == 0:
-        _start_per_row(x.shape[ch_axis], running_min, running_max, scale, zero_point)
+    given = (running_min, running_max, scale, zero_point)
+    _check_writeable(*given)
+    starting = per_row and running_min.size == 0
+    if starting:
+        _check_empty(*given)
+        running_min, running_max, scale, zero_point = (np.ones(x.shape[ch_axis], a.dtype) for a in given)
     if quantize:
         _check_quantizable(x, running_min, running_max, scale, zero_point, quant_min, quant_max, ch_axis, per_row)
+    if starting:
+        running_min, running_max, scale, zero_point = _start_per_row(x.shape[ch_axis], *given)
     if not (observe or quantize):
         return unchanged(x)
     parameters = x.shape[ch_axis] if per_row else 1
@@ -201,12 +207,31 @@ def _as_int32(value: int) -> int:
     return (value + 2**31) % 2**32 - 2**31
 
 
-def _start_per_row(rows: int, running_min, running_max, scale, zero_point) -> None:
-    """torch lets per-row state start empty and resizes it at the first call."""
-    for array in (running_min, running_max, scale, zero_point):
+_STATE_NAMES = ("running_min", "running_max", "scale", "zero_point")
+
+
+def _check_writeable(*state: np.ndarray) -> None:
+    for name, array in zip(_STATE_NAMES, state, strict=True):
+        checks.check(array.flags.writeable, f"`{name}` is updated in place and must be writeable")
+
+
+def _check_empty(*state: np.ndarray) -> None:
+    """torch resizes per-row state that starts empty. Of an array with elements there may be views, which
+    would be left without memory; so here all of the state has to be empty, or none of it."""
+    for name, array in zip(_STATE_NAMES, state, strict=True):
+        checks.check(
+            array.size == 0 and array.flags.owndata,
+            f"`running_min` is empty, so the state is to be resized to one entry per row, but `{name}` has shape "
+            f"{array.shape} and cannot be. Start with empty arrays, or with one entry per row",
+        )
+
+
+def _start_per_row(rows: int, *state: np.ndarray) -> tuple[np.ndarray, ...]:
+    for array in state:
         array.resize(rows, refcheck=False)
-    running_min.fill(np.inf)
-    running_max.fill(-np.inf)
+    state[0].fill(np.inf)
+    state[1].fill(-np.inf)
+    return state
 
 
 # An eight-lane minimum takes the later of two zeros, in each lane and then between lanes that are

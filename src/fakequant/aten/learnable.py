@@ -217,7 +217,7 @@ def _backward(dy, x, axis, scales, zeros, quant_min, quant_max, grad_factor):
     dx = np.empty(p.elements.shape, wide)
     sums = np.empty((2, scales.size), np.float64)
     kind = native.ZERO_F32 if zeros.dtype == np.float32 else native.ZERO_I64
-    if kind == native.ZERO_I64 and (np.abs(zeros) < 2**31).all():
+    if kind == native.ZERO_I64 and ((zeros >= -(2**31)) & (zeros < 2**31)).all():
         zeros, kind = zeros.astype(np.int32), native.ZERO_I32
     _native.learned_backward(
         dy, p.elements, dx, dtype, dx_dtype, shape, native.TORCH_TENSOR, scales, False, zeros, kind,
