@@ -2,6 +2,7 @@
 VENV   ?= .venv
 PYTHON ?= python3
 PY     := $(VENV)/bin/python
+BUILD  := build/dev
 
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cc' -o -name '*.h') \
            $(shell find src -name '*.py')
@@ -30,7 +31,8 @@ $(VENV)/.installed: requirements-dev.txt
 	touch $@
 
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)
-	$(PY) -m pip install -q --no-build-isolation --no-deps -e . -C cmake.define.FAKEQUANT_BUILD_TESTS=ON
+	$(PY) -m pip install -q --no-build-isolation --no-deps -e . -C build-dir=$(BUILD) \
+	  -C cmake.define.FAKEQUANT_BUILD_TESTS=ON
 	touch $@
 
 lint: build
@@ -44,15 +46,15 @@ stub: build
 
 # Every kernel on every instruction set of this machine, from C++.
 test-kernels: build
-	build/*/kernels_test
+	$(BUILD)/kernels_test
 
 # The same on 64-bit ARM, in an emulator, compared with this machine's results line by line.
 # Needs Debian's g++-aarch64-linux-gnu and qemu-user.
 test-neon: build
-	cmake -S . -B build/neon -G Ninja -DCMAKE_TOOLCHAIN_FILE=tools/aarch64.cmake \
+	$(VENV)/bin/cmake -S . -B build/neon -G Ninja -DCMAKE_TOOLCHAIN_FILE=tools/aarch64.cmake \
 	  -DFAKEQUANT_BUILD_TESTS=ON -DFAKEQUANT_BUILD_PYTHON=OFF -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja
-	cmake --build build/neon
-	build/*/kernels_test --digest | sort > build/neon/here.txt
+	$(VENV)/bin/cmake --build build/neon
+	$(BUILD)/kernels_test --digest | sort > build/neon/here.txt
 	qemu-aarch64 build/neon/kernels_test --digest | sort > build/neon/there.txt
 	diff build/neon/here.txt build/neon/there.txt
 	@echo "$$(wc -l < build/neon/here.txt) passed, 0 failed"

@@ -112,6 +112,10 @@ def per_tensor_cases(size: int, dtype: str) -> list[Case]:
     def same_backward():
         assert_same_bits(to_numpy(torch_backward()), fq.fake_quantize_backward(x, mask, torch_spec))
 
+    def same_value():
+        expected = torch.fake_quantize_per_tensor_affine(t, *args)
+        assert_same_bits(to_numpy(expected), fq.fake_quantize_per_tensor_affine(x, *args))
+
     forward_bytes = 2 * size * width + size // 8
     cases = [
         Case("forward + packed mask", dtype, size, forward_bytes, packed(torch_spec), torch_forward, x.copy, same_packed),
@@ -119,8 +123,8 @@ def per_tensor_cases(size: int, dtype: str) -> list[Case]:
         Case("forward + bool mask", dtype, size, 2 * size * width + size,
              lambda: fq.fake_quantize_per_tensor_affine_cachemask(x, *args), torch_forward, x.copy, same_named),
         Case("forward only", dtype, size, 2 * size * width, lambda: fq.fake_quantize_per_tensor_affine(x, *args),
-             lambda: torch.fake_quantize_per_tensor_affine(t, *args), x.copy, nothing_to_compare),
-        Case("backward from packed mask", dtype, size, forward_bytes, lambda: fq.fake_quantize_backward(x, mask, SPEC),
+             lambda: torch.fake_quantize_per_tensor_affine(t, *args), x.copy, same_value),
+        Case("backward from packed mask", dtype, size, forward_bytes, lambda: fq.fake_quantize_backward(x, mask, torch_spec),
              torch_backward, x.copy, same_backward),
     ]  # fmt: skip
     if dtype == "float32":

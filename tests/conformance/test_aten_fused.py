@@ -189,7 +189,7 @@ def empty_state():
 def test_per_row_state_may_start_empty(switches):
     x = np.linspace(-1, 2, 12, dtype=np.float32).reshape(3, 4)
     on = [np.array([s]) for s in switches]
-    ours, theirs = empty_state(), [torch.from_numpy(a.copy()) for a in empty_state()]
+    ours, theirs = empty_state(), [torch.from_numpy(a).clone() for a in empty_state()]
     expected = TORCH(torch.from_numpy(x), *map(torch.from_numpy, on), *theirs, 0.01, -128, 127, 0, True, True)
 
     actual = OURS(x, *on, *ours, 0.01, -128, 127, 0, True, True)

@@ -29,7 +29,7 @@ def test_dequantize_checks_its_grid_too():
 
 def test_arguments_in_the_wrong_order():
     for call in (fq.fake_quantize, fq.quantize):
-        with pytest.raises(TypeError, match="`spec` must be a QuantSpec, got 0.*\n.*scale, zero_point, spec"):
+        with pytest.raises(TypeError, match=r"`spec` must be a QuantSpec, got 0\.\n.*scale, zero_point, spec"):
             call(X, SPEC, 0.1, 0)
     with pytest.raises(TypeError, match="`spec` must be a QuantSpec"):
         fq.fake_quantize_backward(X, np.ones(X.shape, bool), "int8")

@@ -107,7 +107,7 @@ def test_bad_input():
         fq.backward_clamped(np.zeros(3, np.float32), np.zeros(2, np.float32))
     with pytest.raises(TypeError, match="`config` must be a FakeQuantConfig, got 'q8'"):
         FakeQuantizer("q8")
-    with pytest.raises(TypeError, match="`bits` must be an int, got 4.5"):
+    with pytest.raises(TypeError, match=r"`bits` must be an int, got 4\.5"):
         FakeQuantConfig(bits=4.5, symmetric=True, qmin=-7, qmax=7)
 
 
