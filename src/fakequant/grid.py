@@ -145,9 +145,8 @@ def _as_zero_points(
             f"quantized per {spec.granularity}, got shape {array.shape}."
         )
     low, high = (0, 0) if spec.symmetric else (spec.qmin, spec.qmax)
-    outside = (array < low) | (array > high)
-    if outside.any():
-        _zero_point_error(int(array[outside].flat[0]), spec)
+    if array.size and (array.min() < low or array.max() > high):
+        _zero_point_error(int(array[(array < low) | (array > high)].flat[0]), spec)
     return np.asarray(array, dtype=np.int32, order="C"), native.ZERO_I32
 
 

@@ -41,7 +41,8 @@ def type_name(dtype: np.dtype) -> str:
     >>> type_name(np.dtype(np.int64))
     'Long'
     """
-    return _TYPE_NAMES.get(dtype, str(dtype))
+    # Not .get(dtype, str(dtype)): the names are put into messages that are seldom shown, and str is slow.
+    return _TYPE_NAMES[dtype] if dtype in _TYPE_NAMES else str(dtype)
 
 
 def kernel_dtype(x: np.ndarray, kernel: str) -> int:

@@ -76,7 +76,8 @@ def fake_quantize_per_tensor_affine_cachemask(
     """
     x = checks.as_tensor(input)
     values = (x, scale, zero_point, quant_min, quant_max)
-    checks.check_types("fake_quantize_per_tensor_affine_cachemask", values, _NUMBERS)
+    if tuple(map(type, values)) != _PLAIN:
+        checks.check_types("fake_quantize_per_tensor_affine_cachemask", values, _NUMBERS)
     numbers = checked_numbers(scale, zero_point, quant_min, quant_max)
     return forward.per_tensor(x, checks.kernel_dtype(x, KERNEL), *numbers)
 
