@@ -6,14 +6,16 @@ import fakequant as fq
 
 
 def main() -> None:
-    """Prints what a 4-bit grid makes of the same numbers."""
+    """Prints what the same numbers become."""
     print(fq.info(), end="\n\n")
 
-    x = np.float32([-0.9, -0.25, 0.05, 0.15, 0.25, 0.35, 0.72, np.inf])
-    print(f"{'x':<11}", *(f"{v:>6}" for v in x))
+    # Half-way between two codes, where the rule decides, and from 79.5 on also how 1 / scale was rounded.
+    scale = np.float32(0.02)
+    x = np.float32([-1.5, 0.5, 2.5, 79.5, 85.5, 105.5, 300]) * scale
+    print(f"{'x':<11}", *(f"{v:>6.2f}" for v in x))
     for numerics in ("torch", "onnx", "half_away"):
-        spec = fq.QuantSpec(bits=4, numerics=numerics)
-        print(f"{numerics:<11}", *(f"{q:>6}" for q in fq.quantize(x, 0.1, 0, spec)))
+        spec = fq.QuantSpec(numerics=numerics)
+        print(f"{numerics:<11}", *(f"{q:>6}" for q in fq.quantize(x, float(scale), 0, spec)))
 
     weights = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
     weights[::8] *= 10  # some channels are larger
