@@ -94,7 +94,8 @@ def check_scale(scales: np.ndarray) -> None:
     """Every scale must be finite and positive."""
     bad = _native.first_invalid_scale(scales, scales.dtype == np.float64, scales.size)
     if bad >= 0:
-        where = "" if scales.size == 1 else f" at index {np.unravel_index(bad, scales.shape or (1,))}"
+        index = tuple(int(i) for i in np.unravel_index(bad, scales.shape or (1,)))
+        where = "" if scales.size == 1 else f" at index {index}"
         raise ValueError(
             f"`scale` must be finite and greater than 0 in {scales.dtype}, got {scales.reshape(-1)[bad]}{where}.\n"
             "Observe finite data first: `choose_qparams` never returns such a scale."

@@ -57,7 +57,7 @@ def test_scales_that_are_no_scales(call, scale):
 
 @by_function
 def test_the_position_of_a_bad_scale_is_named(call):
-    with pytest.raises(ValueError, match=r"got 0.0 at index \(np.int64\(1\),\)|got 0.0 at index \(1,\)"):
+    with pytest.raises(ValueError, match=r"got 0\.0 at index \(1,\)"):
         call(X, np.float32([1, 0]), 0, PER_CHANNEL)
 
 
