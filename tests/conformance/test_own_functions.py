@@ -105,6 +105,8 @@ BLOCKED = {
     "channel, middle axis": ((3, 4, 17), dict(axis=1)),
     "channel, last axis": ((7, 37), dict(axis=-1)),
     "channel, one long": ((1, 133), dict(axis=0)),
+    # Runs of 64 and more that do not start at a multiple of 64.
+    "channel, several long": ((3, 133), dict(axis=0)),
     "group, last axis": ((3, 60), dict(axis=-1, group_size=15)),
     "group, first axis": ((6, 11), dict(axis=0, group_size=2)),
     "group, middle axis": ((2, 6, 5), dict(axis=1, group_size=3)),
