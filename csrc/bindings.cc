@@ -293,6 +293,23 @@ int64_t py_first_invalid_scale(In& scale, bool is_f64, int64_t n) {
   return is_f64 ? find(scale.get<const double>(n)) : find(scale.get<const float>(n));
 }
 
+// Index of the first zero point that is not within [low, high], or -1.
+int64_t py_first_outside(In& zero, int zero_kind, int64_t n, int64_t low, int64_t high) {
+  const auto find = [=](const auto* z) {
+    for (int64_t i = 0; i < n; ++i) {
+      if (!(z[i] >= low && z[i] <= high)) return i;
+    }
+    return int64_t(-1);
+  };
+  switch (ZeroKind(zero_kind)) {
+    case ZeroKind::none: break;
+    case ZeroKind::i32: return find(zero.get<const int32_t>(n));
+    case ZeroKind::i64: return find(zero.get<const int64_t>(n));
+    case ZeroKind::f32: return find(zero.get<const float>(n));
+  }
+  return -1;
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -319,9 +336,17 @@ NB_MODULE(_native, m) {
   m.def("choose_qparams", &py_choose_qparams, "lo"_a, "hi"_a, "n"_a, "qmin"_a, "qmax"_a, "symmetric"_a, "eps"_a,
         "scale"_a, "zero_point"_a);
   m.def("first_invalid_scale", &py_first_invalid_scale, "scale"_a, "is_f64"_a, "n"_a);
+  m.def("first_outside", &py_first_outside, "zero_point"_a.none(), "zero_kind"_a, "n"_a, "low"_a, "high"_a);
 
   m.def("get_num_threads", &get_num_threads);
   m.def("set_num_threads", &set_num_threads, "n"_a);
+  m.def(
+      "borrow_threads",
+      [](size_t parallel_for, size_t num_threads) {
+        borrow_threads({reinterpret_cast<decltype(Borrowed::parallel_for)>(parallel_for),
+                        reinterpret_cast<decltype(Borrowed::num_threads)>(num_threads)});
+      },
+      "parallel_for"_a, "num_threads"_a, "Addresses of torch's torch_parallel_for and torch_get_num_threads.");
   m.def("target", [] { return std::string(kernels().name); });
   m.def("compiled_targets", &compiled_targets);
   m.def("supported_targets", &supported_targets);

@@ -97,21 +97,27 @@ struct Pool {
   }
 };
 
+std::atomic<const Borrowed*> g_borrowed{nullptr};
+
 // Never destroyed: its threads may be waiting on it while the process exits.
 Pool* g_pool = nullptr;
 std::once_flag g_pool_once;
 
 #if !defined(_WIN32)
 // The child of a fork has none of the parent's threads, and its copy of the mutex may be locked by
-// one of them. A fresh pool replaces it; the old one is left alone.
-void forget_pool_in_child() { g_pool = new Pool; }
+// one of them. A fresh pool replaces it; the old one is left alone. Borrowed threads are gone too, and
+// OpenMP would wait for them for ever.
+void forget_threads_in_child() {
+  g_pool = new Pool;
+  g_borrowed.store(nullptr, std::memory_order_relaxed);
+}
 #endif
 
 Pool& pool() {
   std::call_once(g_pool_once, [] {
     g_pool = new Pool;
 #if !defined(_WIN32)
-    pthread_atfork(nullptr, nullptr, forget_pool_in_child);
+    pthread_atfork(nullptr, nullptr, forget_threads_in_child);
 #endif
   });
   return *g_pool;
@@ -140,13 +146,28 @@ int get_num_threads() {
 
 void set_num_threads(int n) { g_num_threads.store(std::clamp(n, 1, kMaxThreads), std::memory_order_relaxed); }
 
+void borrow_threads(const Borrowed& from) {
+  pool();  // registers what happens at a fork
+  g_borrowed.store(new Borrowed(from), std::memory_order_release);  // calls may be under way with the last one
+}
+
 void run_tasks(int64_t tasks, void (*body)(void*, int64_t), void* context) {
-  const int shares = int(std::min<int64_t>(tasks, get_num_threads()));
+  const Borrowed* borrowed = tasks > 1 ? g_borrowed.load(std::memory_order_acquire) : nullptr;
+  int threads = get_num_threads();
+  if (uint32_t n; borrowed && borrowed->num_threads(&n) == 0) threads = std::min(threads, int(n));
+  const int shares = int(std::min<int64_t>(tasks, threads));
   if (shares <= 1) {
     for (int64_t task = 0; task < tasks; ++task) body(context, task);
     return;
   }
   Job job{.body = body, .context = context, .tasks = tasks, .shares = shares};
+  if (borrowed) {
+    const auto work = [](int64_t begin, int64_t end, void* job) {
+      for (int64_t share = begin; share < end; ++share) static_cast<Job*>(job)->work(int(share));
+    };
+    if (borrowed->parallel_for(0, shares, 1, work, &job) == 0) return;
+    // It could not: whatever is left is done below, as the cursors say.
+  }
   pool().run(job);
 }
 

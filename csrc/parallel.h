@@ -2,7 +2,8 @@
 //
 // A small pool instead of OpenMP, because OpenMP's threads spin after each region and its runtime
 // may hang in a forked child. Ours sleep when idle, take work from several callers at once, and are
-// started anew after a fork.
+// started anew after a fork. Beside torch the kernels run on torch's threads instead, because those
+// spin between regions and two pools would take the CPUs from each other.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +14,17 @@ namespace fakequant {
 // process may run on.
 int get_num_threads();
 void set_num_threads(int n);
+
+// A parallel loop of another library: calls f(begin, end, context) for parts of [begin, end) on its
+// own threads. Both return 0 on success. These are the C signatures of torch's stable interface.
+struct Borrowed {
+  int32_t (*parallel_for)(int64_t begin, int64_t end, int64_t grain, void (*f)(int64_t, int64_t, void*), void* context);
+  int32_t (*num_threads)(uint32_t* n);
+};
+
+// From now on calls run on the other library's threads: as many as it uses, but no more than
+// get_num_threads(). A forked child goes back to the own pool.
+void borrow_threads(const Borrowed& from);
 
 // Calls body(task) for every task in [0, tasks) and returns when all are done. Tasks must not depend
 // on each other.

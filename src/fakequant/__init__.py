@@ -27,6 +27,7 @@ from fakequant.functional import (
     dequantize as dequantize,
     fake_quantize as fake_quantize,
     fake_quantize_backward as fake_quantize_backward,
+    fake_quantize_learned as fake_quantize_learned,
     fake_quantize_learned_backward as fake_quantize_learned_backward,
     observe_fake_quantize as observe_fake_quantize,
     quantize as quantize,

@@ -18,8 +18,11 @@ from fakequant.layout import blocks_of
 from fakequant.native import _native
 from fakequant.qparams import EPS, check_eps
 from fakequant.spec import QuantSpec
+from fakequant.tensors import is_tensor, own_on_tensors
 
 MaskForm = Literal["packed", "bool"]
+# What autograd makes of a tensor: 0 outside the range, or everything passed through.
+Gradient = Literal["clipped", "pass"]
 
 
 class LearnedGradients(NamedTuple):
@@ -48,7 +51,7 @@ def fake_quantize(
 def fake_quantize(
     x: np.ndarray, scale: ArrayLike, zero_point: ArrayLike, spec: QuantSpec, *, mask: MaskForm
 ) -> tuple[np.ndarray, np.ndarray]: ...
-def fake_quantize(x, scale, zero_point, spec, *, mask=None):
+def fake_quantize(x, scale, zero_point, spec, *, mask=None, gradient="clipped"):
     """Rounds `x` to the grid of `spec` and returns it as floats.
 
         q = clamp(rint(x / scale) + zero_point, qmin, qmax)        (numerics "onnx")
@@ -69,6 +72,8 @@ def fake_quantize(x, scale, zero_point, spec, *, mask=None):
     >>> inside
     array([ True,  True,  True, False])
     """
+    if is_tensor(x):
+        return own_on_tensors().fake_quantize(x, scale, zero_point, spec, mask=mask, gradient=gradient)
     x, dtype = as_float_array(x)
     check_spec(spec)
     bits, kind = _empty_mask(mask, x.shape)
@@ -99,6 +104,8 @@ def fake_quantize_backward(dy: np.ndarray, mask: np.ndarray, spec: QuantSpec) ->
     >>> fake_quantize_backward(np.float32([1.5, np.inf]), mask, QuantSpec(bits=4))
     array([1.5, 0. ], dtype=float32)
     """
+    if is_tensor(dy):
+        return own_on_tensors().fake_quantize_backward(dy, mask, spec)
     dy, dtype = as_float_array(dy, "dy")
     check_spec(spec)
     kind = _mask_kind(mask, dy.shape)
@@ -132,10 +139,32 @@ def round_zero_point(zero_point: ArrayLike, spec: QuantSpec) -> np.ndarray:
     >>> round_zero_point(np.float32([2.5, 300.0]), QuantSpec(signed=False, symmetric=False))
     array([  2, 255], dtype=int32)
     """
+    if is_tensor(zero_point):
+        return own_on_tensors().round_zero_point(zero_point, spec)
     z = np.asarray(zero_point)
     if np.isnan(z).any():
         raise ValueError("`zero_point` must not be NaN.")
     return np.clip(np.rint(z.astype(np.float64)), spec.qmin, spec.qmax).astype(np.int32)
+
+
+def fake_quantize_learned(
+    x: np.ndarray, scale: ArrayLike, zero_point: ArrayLike, spec: QuantSpec, *, grad_factor: float = 1.0
+) -> np.ndarray:
+    """`fake_quantize` with a scale and a zero point that are learned; the zero point may have a fraction.
+
+        y = fake_quantize(x, scale, round_zero_point(zero_point))
+
+    On tensors the result can be differentiated in `x`, `scale` and `zero_point`, with the gradients of
+    `fake_quantize_learned_backward`. `grad_factor` is for those only.
+
+    >>> spec = QuantSpec(bits=4, symmetric=False)
+    >>> fake_quantize_learned(np.float32([0.26, 9.0]), 0.1, np.float32(1.4), spec)
+    array([0.3, 0.6], dtype=float32)
+    """
+    if is_tensor(x):
+        return own_on_tensors().fake_quantize_learned(x, scale, zero_point, spec, grad_factor=grad_factor)
+    float(grad_factor)
+    return fake_quantize(x, scale, round_zero_point(zero_point, spec), spec)
 
 
 def fake_quantize_learned_backward(
@@ -156,6 +185,8 @@ def fake_quantize_learned_backward(
     >>> dx, round(float(dscale), 4)  # inside: 3 - 2.6; above: 7
     (array([1., 0.], dtype=float32), 7.4)
     """
+    if is_tensor(x):
+        return own_on_tensors().fake_quantize_learned_backward(dy, x, scale, zero_point, spec, grad_factor=grad_factor)
     x, dtype = as_float_array(x)
     dy, dy_dtype = as_float_array(dy, "dy")
     if dy.shape != x.shape or dy_dtype != dtype:
@@ -222,6 +253,8 @@ def quantize(
     >>> quantize(np.float32([-0.3, 0.05, 0.15, 9.0]), 0.1, 0, spec, packed=True)
     array([ 13, 114], dtype=uint8)
     """
+    if is_tensor(x):
+        return own_on_tensors().quantize(x, scale, zero_point, spec, packed=packed)
     x, dtype = as_float_array(x)
     grid = resolve(x.shape, dtype, scale, zero_point, spec)
     if packed:
@@ -244,22 +277,25 @@ def dequantize(
     spec: QuantSpec,
     *,
     shape: tuple[int, ...] | None = None,
-    dtype: DTypeLike = np.float32,
+    dtype: DTypeLike | None = None,
 ) -> np.ndarray:
     """The values that the codes `q` stand for.
 
         y = (q - zero_point) * scale
 
-    Packed codes need the `shape` of the array they were made from.
+    Packed codes need the `shape` of the array they were made from. The result is float32, or `dtype`.
 
     >>> dequantize(np.int8([-3, 0, 2, 7]), 0.1, 0, QuantSpec(bits=4))
     array([-0.3,  0. ,  0.2,  0.7], dtype=float32)
     >>> dequantize(np.uint8([13, 114]), 0.1, 0, QuantSpec(bits=4), shape=(4,))
     array([-0.3,  0. ,  0.2,  0.7], dtype=float32)
     """
-    kernel_dtype = KERNEL_DTYPES.get(np.dtype(dtype))
+    if is_tensor(q):
+        return own_on_tensors().dequantize(q, scale, zero_point, spec, shape=shape, dtype=dtype)
+    dtype = np.dtype(np.float32 if dtype is None else dtype)
+    kernel_dtype = KERNEL_DTYPES.get(dtype)
     if kernel_dtype is None:
-        raise TypeError(f"`dtype` must be float32, float64, bfloat16 or float16, got {np.dtype(dtype)}.")
+        raise TypeError(f"`dtype` must be float32, float64, bfloat16 or float16, got {dtype}.")
     q = np.asarray(q)
     packed_shape = shape
     if shape is None:
@@ -309,6 +345,7 @@ def observe_fake_quantize(
     averaging_constant: float = 0.01,
     eps: float = EPS,
     mask: MaskForm | None = None,
+    gradient: Gradient = "clipped",
 ) -> ObservedFakeQuantize:
     """Updates a running range with `x`, chooses scale and zero point from it, and fake-quantizes.
 
@@ -326,6 +363,17 @@ def observe_fake_quantize(
     >>> result.y
     array([-1.  ,  0.5 ,   nan,  1.55], dtype=float32)
     """
+    if is_tensor(x):
+        return own_on_tensors().observe_fake_quantize(
+            x,
+            spec,
+            running_min,
+            running_max,
+            averaging_constant=averaging_constant,
+            eps=eps,
+            mask=mask,
+            gradient=gradient,
+        )
     x, dtype = as_float_array(x)
     check_spec(spec)
     check_eps(eps)

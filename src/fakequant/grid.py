@@ -87,7 +87,7 @@ def check_scalars(scale: float, zero_point: int, dtype: int, spec: QuantSpec) ->
         with np.errstate(over="ignore"):
             check_scale(np.asarray(scale, scale_dtype(dtype, spec)))
     if zero_point != 0 and (spec.symmetric or not spec.qmin <= zero_point <= spec.qmax):
-        _zero_point_error(zero_point, spec)
+        refuse_zero_point(zero_point, spec)
 
 
 def check_scale(scales: np.ndarray) -> None:
@@ -147,11 +147,12 @@ def _as_zero_points(
         )
     low, high = (0, 0) if spec.symmetric else (spec.qmin, spec.qmax)
     if array.size and (array.min() < low or array.max() > high):
-        _zero_point_error(int(array[(array < low) | (array > high)].flat[0]), spec)
+        refuse_zero_point(int(array[(array < low) | (array > high)].flat[0]), spec)
     return np.asarray(array, dtype=np.int32, order="C"), native.ZERO_I32
 
 
-def _zero_point_error(bad: int, spec: QuantSpec) -> NoReturn:
+def refuse_zero_point(bad: int, spec: QuantSpec) -> NoReturn:
+    """The error for a zero point that the spec does not allow."""
     raise ValueError(
         f"`zero_point` must be 0 for a symmetric spec, got {bad}.\nUse QuantSpec(symmetric=False) for other values."
         if spec.symmetric

@@ -80,3 +80,38 @@ def memory_order(x: np.ndarray) -> tuple[int, ...]:
     (2, 0, 1)
     """
     return tuple(sorted(range(x.ndim), key=lambda axis: -abs(x.strides[axis])))
+
+
+def order_of_result(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes of a new array computed from others of one shape, from the outermost in memory to the innermost.
+
+    An insertion sort from the last axis to the first: the first input whose strides of two axes are
+    both not 0 decides, among equal strides the shorter axis goes inside. A stride of 0 decides
+    nothing, so this is not a sort by any key.
+
+    >>> order_of_result((3, 4, 2), (16, 0, 8))
+    (0, 1, 2)
+    """
+    inside_first = list(reversed(range(len(shape))))
+    for i in range(1, len(shape)):
+        here = i
+        for other in range(i - 1, -1, -1):
+            comparison = _compare(inside_first[other], inside_first[here], shape, strides)
+            if comparison > 0:
+                inside_first[other], inside_first[here] = inside_first[here], inside_first[other]
+                here = other
+            elif comparison < 0:
+                break
+    return tuple(reversed(inside_first))
+
+
+def _compare(a: int, b: int, shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> int:
+    for steps in strides:
+        stride_a, stride_b = abs(steps[a]), abs(steps[b])
+        if stride_a == 0 or stride_b == 0:
+            continue
+        if stride_a != stride_b:
+            return 1 if stride_a > stride_b else -1
+        if shape[a] > shape[b]:
+            return 1
+    return 0

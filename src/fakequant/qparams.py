@@ -10,6 +10,7 @@ from fakequant.arrays import as_float_array, parameter_dtype
 from fakequant.layout import blocks_of
 from fakequant.native import _native
 from fakequant.spec import QuantSpec
+from fakequant.tensors import is_tensor, own_on_tensors
 
 EPS = float(np.finfo(np.float32).eps)
 
@@ -45,6 +46,8 @@ def min_max(x: np.ndarray, spec: QuantSpec | None = None) -> Range:
     >>> r.min, r.max, r.nan, r.posinf
     (array([-1.,  2.], dtype=float32), array([3., 5.], dtype=float32), array([1, 0]), array([0, 1]))
     """
+    if is_tensor(x):
+        return own_on_tensors().min_max(x, spec)
     x, dtype = as_float_array(x)
     blocks = blocks_of(x.shape, spec or QuantSpec())
     count = prod(blocks.parameters)
@@ -74,6 +77,8 @@ def choose_qparams(lo: ArrayLike, hi: ArrayLike, spec: QuantSpec, *, eps: float 
     >>> choose_qparams(-1.0, 3.0, QuantSpec(signed=False, symmetric=False))
     QParams(scale=array(0.01568628, dtype=float32), zero_point=array(64, dtype=int32))
     """
+    if is_tensor(lo) or is_tensor(hi):
+        return own_on_tensors().choose_qparams(lo, hi, spec, eps=eps)
     shape = np.broadcast_shapes(np.shape(lo), np.shape(hi))
     if np.iscomplexobj(lo) or np.iscomplexobj(hi):
         raise TypeError("`lo` and `hi` must be real numbers, got complex ones.")

@@ -1,12 +1,11 @@
 """The shared part of all functions with torch's names: layout in, kernel, layout out."""
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from fakequant import native
-from fakequant.layout import channel_shape, memory_order
+from fakequant.layout import channel_shape, memory_order, order_of_result
 from fakequant.native import _native
 
 
@@ -59,7 +58,7 @@ def placed(x: np.ndarray) -> Placed:
     elements = x.transpose(order)
     if elements.flags.c_contiguous:
         return Placed(elements, order, steps)
-    return _in_order(x, order_of_result(x))
+    return _in_order(x, order_of_result(x.shape, x.strides))
 
 
 def placed_pair(a: np.ndarray, b: np.ndarray) -> tuple[Placed, np.ndarray]:
@@ -77,49 +76,13 @@ def placed_pair(a: np.ndarray, b: np.ndarray) -> tuple[Placed, np.ndarray]:
     place = placed(a)
     same_steps = all(s * b.itemsize == t * a.itemsize for s, t in zip(a.strides, b.strides, strict=True))
     if not (same_steps and np.may_share_memory(place.elements, a)):
-        place = _in_order(a, order_of_result(a, b))
+        place = _in_order(a, order_of_result(a.shape, a.strides, b.strides))
     return place, np.ascontiguousarray(b.transpose(place.order or range(b.ndim)))
 
 
 def _in_order(x: np.ndarray, order: tuple[int, ...]) -> Placed:
     # asarray: unlike ascontiguousarray it leaves an array without dimensions as it is.
     return Placed(np.asarray(x.transpose(order), order="C"), order)
-
-
-def order_of_result(*inputs: np.ndarray) -> tuple[int, ...]:
-    """The axes of a new array computed from `inputs`, from the outermost in memory to the innermost.
-
-    An insertion sort from the last axis to the first: the first input whose strides of two axes are
-    both not 0 decides, among equal strides the shorter axis goes inside. A stride of 0 decides
-    nothing, so this is not a sort by any key.
-
-    >>> order_of_result(np.broadcast_to(np.zeros((3, 1, 2)), (3, 4, 2)))
-    (0, 1, 2)
-    """
-    shape = inputs[0].shape
-    inside_first = list(reversed(range(len(shape))))
-    for i in range(1, len(shape)):
-        here = i
-        for other in range(i - 1, -1, -1):
-            comparison = _compare(inside_first[other], inside_first[here], shape, inputs)
-            if comparison > 0:
-                inside_first[other], inside_first[here] = inside_first[here], inside_first[other]
-                here = other
-            elif comparison < 0:
-                break
-    return tuple(reversed(inside_first))
-
-
-def _compare(a: int, b: int, shape: tuple[int, ...], inputs: Iterable[np.ndarray]) -> int:
-    for x in inputs:
-        stride_a, stride_b = abs(x.strides[a]), abs(x.strides[b])
-        if stride_a == 0 or stride_b == 0:
-            continue
-        if stride_a != stride_b:
-            return 1 if stride_a > stride_b else -1
-        if shape[a] > shape[b]:
-            return 1
-    return 0
 
 
 # --- kernels --------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from fakequant.aten.per_channel import KERNEL as CHANNEL_KERNEL, check_parameter
 from fakequant.aten.per_tensor import KERNEL, fake_quantize_per_tensor_affine_cachemask_tensor_qparams
 from fakequant.layout import channel_shape
 from fakequant.native import _native
+from fakequant.tensors import aten_on_tensors, is_tensor
 
 _SIGNATURE = (
     ("Tensor", "input"),
@@ -63,6 +64,22 @@ def fused_moving_avg_obs_fake_quant(
     >>> s, z
     (array([0.01], dtype=float32), array([100], dtype=int32))
     """
+    if is_tensor(input):
+        return aten_on_tensors().fused_moving_avg_obs_fake_quant(
+            input,
+            observer_on,
+            fake_quant_on,
+            running_min,
+            running_max,
+            scale,
+            zero_point,
+            averaging_const,
+            quant_min,
+            quant_max,
+            ch_axis,
+            per_row_fake_quant,
+            symmetric_quant,
+        )
     x = checks.as_tensor(input)
     values = (
         x, observer_on, fake_quant_on, running_min, running_max, scale, zero_point, averaging_const,
@@ -94,6 +111,22 @@ def fused_moving_avg_obs_fq_helper(
     >>> fused_moving_avg_obs_fq_helper(np.float32([1.0]), on, on, lo, hi, s, z, 0.01, 0, 255, -1).mask
     array([ True])
     """
+    if is_tensor(input):
+        return aten_on_tensors().fused_moving_avg_obs_fq_helper(
+            input,
+            observer_on,
+            fake_quant_on,
+            running_min,
+            running_max,
+            scale,
+            zero_point,
+            averaging_const,
+            quant_min,
+            quant_max,
+            ch_axis,
+            per_row_fake_quant,
+            symmetric_quant,
+        )
     x = checks.as_tensor(input)
     values = (
         x, observer_on, fake_quant_on, running_min, running_max, scale, zero_point, averaging_const,
@@ -150,7 +183,7 @@ def _fused(
         native.RANGE_TORCH_FUSED, observe, quantize, symmetric, averaging_const, 0.0, *state, *unused,
     )  # fmt: skip
     for running, new in zip(state, unseen, strict=False):
-        _sign_zeros(running, new, x, per_row)
+        sign_zeros(running, new, x, per_row)
     for original, array in zip(originals, state, strict=True):
         if array is not original:
             original[...] = array.reshape(original.shape)
@@ -239,7 +272,7 @@ def _start_per_row(rows: int, *state: np.ndarray) -> tuple[np.ndarray, ...]:
 _LANE_RANK = np.array([0, 4, 2, 6, 1, 5, 3, 7])
 
 
-def _sign_zeros(running: np.ndarray, unseen: np.ndarray, x: np.ndarray, per_row: bool) -> None:
+def sign_zeros(running: np.ndarray, unseen: np.ndarray, x: np.ndarray, per_row: bool) -> None:
     """Where the first value seen is a zero, gives it the sign it has in torch.
 
     With both signs in the data either is right; torch's own choice for more than 32768 elements

@@ -24,6 +24,7 @@ from fakequant.aten.per_channel import AXIS, check_lengths, check_zero_points, c
 from fakequant.aten.per_tensor import KERNEL, checked_numbers
 from fakequant.layout import channel_shape
 from fakequant.native import _native
+from fakequant.tensors import aten_on_tensors, is_tensor
 
 _RANGE_WITH_ZERO = (
     "`quant_min` should be less than or         equal to `quant_max`, and the quantization range should include 0."
@@ -68,6 +69,10 @@ def fake_quantize_learnable_per_tensor_affine(
     >>> fake_quantize_learnable_per_tensor_affine(x, s, z, -8, 7)
     array([0.3, 0.7], dtype=float32)
     """
+    if is_tensor(input):
+        return aten_on_tensors().fake_quantize_learnable_per_tensor_affine(
+            input, scale, zero_point, quant_min, quant_max, grad_factor
+        )
     x = checks.as_tensor(input)
     values = (x, scale, zero_point, quant_min, quant_max, grad_factor)
     checks.check_types("fake_quantize_learnable_per_tensor_affine", values, _PER_TENSOR)
@@ -96,6 +101,10 @@ def fake_quantize_learnable_per_tensor_affine_backward(
     >>> fake_quantize_learnable_per_tensor_affine_backward(np.float32([2.0]), x, s, z, -8, 7).dscale
     array([14.], dtype=float32)
     """
+    if is_tensor(input):
+        return aten_on_tensors().fake_quantize_learnable_per_tensor_affine_backward(
+            grad, input, scale, zero_point, quant_min, quant_max, grad_factor
+        )
     x, dy = checks.as_tensor(input), checks.as_tensor(grad)
     values = (dy, x, scale, zero_point, quant_min, quant_max, grad_factor)
     checks.check_types("fake_quantize_learnable_per_tensor_affine_backward", values, (_GRAD, *_PER_TENSOR))
@@ -130,6 +139,10 @@ def fake_quantize_learnable_per_channel_affine(
     array([[0.3],
            [0. ]], dtype=float32)
     """
+    if is_tensor(input):
+        return aten_on_tensors().fake_quantize_learnable_per_channel_affine(
+            input, scale, zero_point, axis, quant_min, quant_max, grad_factor
+        )
     x = checks.as_tensor(input)
     values = (x, scale, zero_point, axis, quant_min, quant_max, grad_factor)
     checks.check_types("fake_quantize_learnable_per_channel_affine", values, _PER_CHANNEL)
@@ -158,6 +171,10 @@ def fake_quantize_learnable_per_channel_affine_backward(
     array([[0.],
            [1.]], dtype=float32)
     """
+    if is_tensor(input):
+        return aten_on_tensors().fake_quantize_learnable_per_channel_affine_backward(
+            grad, input, scale, zero_point, axis, quant_min, quant_max, grad_factor
+        )
     x, dy = checks.as_tensor(input), checks.as_tensor(grad)
     values = (dy, x, scale, zero_point, axis, quant_min, quant_max, grad_factor)
     checks.check_types("fake_quantize_learnable_per_channel_affine_backward", values, (_GRAD, *_PER_CHANNEL))

@@ -15,6 +15,7 @@ from fakequant.arrays import BFLOAT16
 from fakequant.aten import checks, forward
 from fakequant.aten.forward import OutputAndMask
 from fakequant.aten.per_tensor import masked_backward
+from fakequant.tensors import aten_on_tensors, is_tensor
 
 AXIS = "`axis` must be between 0 and number of dimensions of input"
 KERNEL = "fake_quantize_channel_cachemask_cpu_type_handling"
@@ -73,6 +74,8 @@ def fake_quantize_per_channel_affine(
     array([[0.3, 0.7],
            [0. , 7. ]], dtype=float32)
     """
+    if is_tensor(input):
+        return aten_on_tensors().fake_quantize_per_channel_affine(input, scale, zero_point, axis, quant_min, quant_max)
     return fake_quantize_per_channel_affine_cachemask(input, scale, zero_point, axis, quant_min, quant_max).output
 
 
@@ -85,6 +88,10 @@ def fake_quantize_per_channel_affine_cachemask(
     >>> fake_quantize_per_channel_affine_cachemask(x, np.float32([0.1]), z, 0, -8, 7).mask
     array([[ True, False]])
     """
+    if is_tensor(input):
+        return aten_on_tensors().fake_quantize_per_channel_affine_cachemask(
+            input, scale, zero_point, axis, quant_min, quant_max
+        )
     x = checks.as_tensor(input)
     values = (x, scale, zero_point, axis, quant_min, quant_max)
     checks.check_types("fake_quantize_per_channel_affine", values, _SIGNATURE)
@@ -108,4 +115,6 @@ def fake_quantize_per_channel_affine_cachemask_backward(grad: np.ndarray, mask: 
     >>> fake_quantize_per_channel_affine_cachemask_backward(np.float32([2, 3]), np.array([True, False]))
     array([2., 0.], dtype=float32)
     """
+    if is_tensor(grad):
+        return aten_on_tensors().fake_quantize_per_channel_affine_cachemask_backward(grad, mask)
     return masked_backward("fake_quantize_per_channel_affine_cachemask_backward", grad, mask)

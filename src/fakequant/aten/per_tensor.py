@@ -14,6 +14,7 @@ import numpy as np
 from fakequant.arrays import KERNEL_DTYPES
 from fakequant.aten import checks, forward
 from fakequant.aten.forward import OutputAndMask
+from fakequant.tensors import aten_on_tensors, is_tensor
 
 KERNEL = "fake_quantize_tensor_cachemask_kernel_type_handling"
 _TENSORS = (
@@ -56,6 +57,8 @@ def fake_quantize_per_tensor_affine(
     >>> fake_quantize_per_tensor_affine(np.float32([-0.3, 0.05, 0.15, 9.0]), 0.1, 0, -8, 7)
     array([-0.3,  0. ,  0.2,  0.7], dtype=float32)
     """
+    if is_tensor(input):
+        return aten_on_tensors().fake_quantize_per_tensor_affine(input, scale, zero_point, quant_min, quant_max)
     x = checks.as_tensor(input)
     values = (x, scale, zero_point, quant_min, quant_max)
     tensors = tuple(map(type, values)) != _PLAIN and (
@@ -74,6 +77,10 @@ def fake_quantize_per_tensor_affine_cachemask(
     >>> mask
     array([ True, False])
     """
+    if is_tensor(input):
+        return aten_on_tensors().fake_quantize_per_tensor_affine_cachemask(
+            input, scale, zero_point, quant_min, quant_max
+        )
     x = checks.as_tensor(input)
     values = (x, scale, zero_point, quant_min, quant_max)
     if tuple(map(type, values)) != _PLAIN:
@@ -99,6 +106,10 @@ def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
     >>> fake_quantize_per_tensor_affine_cachemask_tensor_qparams(x, s, z, one * 0, -8, 7).output
     array([0.26], dtype=float32)
     """
+    if is_tensor(input):
+        return aten_on_tensors().fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
+            input, scale, zero_point, fake_quant_enabled, quant_min, quant_max
+        )
     x = checks.as_tensor(input)
     values = (x, scale, zero_point, fake_quant_enabled, quant_min, quant_max)
     signature = (*_TENSORS[:3], ("Tensor", "fake_quant_enabled"), *_TENSORS[3:])
@@ -119,6 +130,8 @@ def fake_quantize_per_tensor_affine_cachemask_backward(grad: np.ndarray, mask: n
     >>> fake_quantize_per_tensor_affine_cachemask_backward(np.float32([2, -2]), np.array([True, False]))
     array([ 2., -0.], dtype=float32)
     """
+    if is_tensor(grad):
+        return aten_on_tensors().fake_quantize_per_tensor_affine_cachemask_backward(grad, mask)
     return masked_backward("fake_quantize_per_tensor_affine_cachemask_backward", grad, mask)
 
 

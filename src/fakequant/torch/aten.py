@@ -1,0 +1,288 @@
+"""Functions with torch's names on tensors: torch's bits and errors, our kernels, one bit saved per element.
+
+On the CPU a call that torch would accept runs on the kernels. Everything else is handed to torch's own
+operator: another device, because that is where its kernels are, and arguments that it refuses,
+because then the error is torch's.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fakequant import native
+from fakequant.torch import aten_kernels, gradients, kernels
+from fakequant.torch.dispatched import ops
+from fakequant.torch.kernels import KERNEL_DTYPES, Grid
+from fakequant.torch.plain import is_eager
+
+_aten = torch.ops.aten
+
+
+def _is_direct(x: object) -> bool:
+    return not torch.compiler.is_compiling() and isinstance(x, Tensor) and x.dtype in KERNEL_DTYPES and is_eager(x)
+
+
+def _is_here(x: object) -> bool:
+    """A CPU or meta tensor that a compiler or a transform looks at: our operators, as torch's have no rules for it."""
+    return isinstance(x, Tensor) and x.dtype in KERNEL_DTYPES and x.device.type in ("cpu", "meta")
+
+
+def _learns(*parameters: object) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(p, Tensor) and p.requires_grad for p in parameters)
+
+
+def _clipped(x: Tensor, grid: Grid) -> Tensor:
+    if gradients.is_differentiating(x):
+        return gradients.Clipped.apply(x, grid, kernels)
+    return kernels.fake_quantize(x, grid, native.MASK_NONE)[0]
+
+
+def _with_bytes(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    if gradients.is_differentiating(x):
+        return gradients.ClippedAndMask.apply(x, grid, native.MASK_BYTES, kernels)
+    y, mask = kernels.fake_quantize(x, grid, native.MASK_BYTES)
+    assert mask is not None
+    return y, mask
+
+
+# --- per tensor -----------------------------------------------------------------------------------
+
+
+def fake_quantize_per_tensor_affine(input: Any, scale: Any, zero_point: Any, quant_min: Any, quant_max: Any) -> Tensor:
+    """See `fakequant.fake_quantize_per_tensor_affine`."""
+    numbers = (scale, zero_point, quant_min, quant_max)
+    if _is_direct(input):
+        grid = aten_kernels.number_grid(*numbers)
+        if grid is None and not _learns(scale, zero_point):
+            grid = aten_kernels.one_element_grid(*numbers)
+        if grid is not None:
+            return _clipped(input, grid)
+    elif _is_here(input) and (grid := _tensor_grid(input, *numbers)) is not None:
+        return ops.fake_quantize(input, *grid, True)
+    return torch.fake_quantize_per_tensor_affine(input, scale, zero_point, quant_min, quant_max)
+
+
+def _tensor_grid(x: Tensor, scale: Any, zero_point: Any, qmin: Any, qmax: Any) -> Grid | None:
+    """The grid with tensors in place of numbers: what an operator takes."""
+    if isinstance(scale, Tensor) and isinstance(zero_point, Tensor):
+        if scale.numel() != 1 or zero_point.numel() != 1 or _learns(scale, zero_point):
+            return None
+        return Grid(scale.float(), zero_point.to(torch.int32), qmin, qmax, "torch_tensor")
+    if isinstance(scale, Tensor) or isinstance(zero_point, Tensor) or not qmin <= zero_point <= qmax:
+        return None
+    scale = torch.full((), scale, dtype=torch.float32, device=x.device)
+    zero_point = torch.full((), zero_point, dtype=torch.int64, device=x.device)
+    return Grid(scale, zero_point, qmin, qmax, "torch_tensor")
+
+
+def fake_quantize_per_tensor_affine_cachemask(
+    input: Any, scale: Any, zero_point: Any, quant_min: Any, quant_max: Any
+) -> tuple[Tensor, Tensor]:
+    """See `fakequant.fake_quantize_per_tensor_affine_cachemask`."""
+    grid = aten_kernels.number_grid(scale, zero_point, quant_min, quant_max)
+    if grid is not None and _is_direct(input):
+        return _with_bytes(input, grid)
+    if _is_here(input) and (grid := _tensor_grid(input, scale, zero_point, quant_min, quant_max)) is not None:
+        return ops.fake_quantize_masked(input, *grid, False)
+    return _aten.fake_quantize_per_tensor_affine_cachemask(input, scale, zero_point, quant_min, quant_max)
+
+
+def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
+    input: Any, scale: Any, zero_point: Any, fake_quant_enabled: Any, quant_min: Any, quant_max: Any
+) -> tuple[Tensor, Tensor]:
+    """See `fakequant.fake_quantize_per_tensor_affine_cachemask_tensor_qparams`."""
+    if _is_direct(input) and not _learns(scale, zero_point) and isinstance(fake_quant_enabled, Tensor):
+        grid = aten_kernels.one_element_grid(scale, zero_point, quant_min, quant_max)
+        if grid is not None and fake_quant_enabled.numel() == 1 and fake_quant_enabled.item() == 1:
+            return _with_bytes(input, grid)
+    return _aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
+        input, scale, zero_point, fake_quant_enabled, quant_min, quant_max
+    )
+
+
+def fake_quantize_per_tensor_affine_cachemask_backward(grad: Any, mask: Any) -> Tensor:
+    """See `fakequant.fake_quantize_per_tensor_affine_cachemask_backward`."""
+    if _is_maskable(grad, mask):
+        return gradients.masked(grad, mask, None, True)
+    return _aten.fake_quantize_per_tensor_affine_cachemask_backward(grad, mask)
+
+
+def _is_maskable(grad: Any, mask: Any) -> bool:
+    if not (_is_direct(grad) and isinstance(mask, Tensor)) or grad.numel() == 0:
+        return False
+    return mask.dtype == torch.bool and mask.shape == grad.shape and mask.device == grad.device
+
+
+# --- per channel ----------------------------------------------------------------------------------
+
+
+def _channel_grid(x: Any, scale: Any, zero_point: Any, axis: Any, qmin: Any, qmax: Any) -> Grid | None:
+    if not (isinstance(scale, Tensor) and isinstance(zero_point, Tensor)) or _learns(scale, zero_point):
+        return None
+    if torch.compiler.is_compiling() or not is_eager(x):
+        if not 0 <= axis < x.dim() or not scale.shape == zero_point.shape == x.shape[axis : axis + 1]:
+            return None
+        return Grid(_along(scale, x, axis), _along(zero_point, x, axis), qmin, qmax, "torch_channel")
+    return aten_kernels.channel_grid(x, scale, zero_point, axis, qmin, qmax)
+
+
+def fake_quantize_per_channel_affine(
+    input: Any, scale: Any, zero_point: Any, axis: Any, quant_min: Any, quant_max: Any
+) -> Tensor:
+    """See `fakequant.fake_quantize_per_channel_affine`."""
+    if _is_here(input):
+        grid = _channel_grid(input, scale, zero_point, axis, quant_min, quant_max)
+        if grid is not None:
+            return _clipped(input, grid) if _is_direct(input) else ops.fake_quantize(input, *grid, True)
+    return torch.fake_quantize_per_channel_affine(input, scale, zero_point, axis, quant_min, quant_max)
+
+
+def fake_quantize_per_channel_affine_cachemask(
+    input: Any, scale: Any, zero_point: Any, axis: Any, quant_min: Any, quant_max: Any
+) -> tuple[Tensor, Tensor]:
+    """See `fakequant.fake_quantize_per_channel_affine_cachemask`."""
+    if _is_here(input):
+        grid = _channel_grid(input, scale, zero_point, axis, quant_min, quant_max)
+        if grid is not None:
+            return _with_bytes(input, grid) if _is_direct(input) else ops.fake_quantize_masked(input, *grid, False)
+    return _aten.fake_quantize_per_channel_affine_cachemask(input, scale, zero_point, axis, quant_min, quant_max)
+
+
+def fake_quantize_per_channel_affine_cachemask_backward(grad: Any, mask: Any) -> Tensor:
+    """See `fakequant.fake_quantize_per_channel_affine_cachemask_backward`."""
+    if _is_maskable(grad, mask):
+        return gradients.masked(grad, mask, None, True)
+    return _aten.fake_quantize_per_channel_affine_cachemask_backward(grad, mask)
+
+
+# --- learnable ------------------------------------------------------------------------------------
+
+
+def fake_quantize_learnable_per_tensor_affine(
+    input: Any, scale: Any, zero_point: Any, quant_min: Any, quant_max: Any, grad_factor: Any = 1.0
+) -> Tensor:
+    """See `fakequant.fake_quantize_learnable_per_tensor_affine`."""
+    arguments = (input, scale, zero_point, quant_min, quant_max)
+    if _is_learnable(*arguments, grad_factor) and scale.shape == zero_point.shape == (1,):
+        return _learnable(*arguments, "torch_tensor", float(grad_factor))
+    return torch._fake_quantize_learnable_per_tensor_affine(*arguments, grad_factor)
+
+
+def fake_quantize_learnable_per_channel_affine(
+    input: Any, scale: Any, zero_point: Any, axis: Any, quant_min: Any, quant_max: Any, grad_factor: Any = 1.0
+) -> Tensor:
+    """See `fakequant.fake_quantize_learnable_per_channel_affine`."""
+    if _is_learnable(input, scale, zero_point, quant_min, quant_max, grad_factor) and _fits(
+        scale, zero_point, input, axis
+    ):
+        parameters = _along(scale, input, axis), _along(zero_point, input, axis)
+        return _learnable(input, *parameters, quant_min, quant_max, "torch_channel", float(grad_factor))
+    return torch._fake_quantize_learnable_per_channel_affine(
+        input, scale, zero_point, axis, quant_min, quant_max, grad_factor
+    )
+
+
+def _fits(scale: Tensor, zero_point: Tensor, x: Tensor, axis: Any) -> bool:
+    """For one axis torch adds up the gradients of all channels."""
+    return type(axis) is int and 1 < x.dim() > axis >= 0 and scale.shape == zero_point.shape == (x.shape[axis],)
+
+
+def _along(values: Tensor, x: Tensor, axis: int) -> Tensor:
+    """One value per index on `axis`, as blocks of `x`."""
+    return values.view([-1 if a == axis else 1 for a in range(x.dim())])
+
+
+def _is_learnable(x: Any, scale: Any, zero_point: Any, qmin: Any, qmax: Any, grad_factor: Any) -> bool:
+    """Whether the kernels can do it. Beyond 2^24 a zero point is rounded on its way through float32."""
+    return (
+        _is_here(x)
+        and x.numel() > 0
+        and isinstance(scale, Tensor)
+        and isinstance(zero_point, Tensor)
+        and scale.dtype == zero_point.dtype == torch.float32
+        and scale.device == zero_point.device == x.device
+        and type(qmin) is type(qmax) is int
+        and isinstance(grad_factor, (int, float))
+        and -(2**24) <= qmin <= 0 <= qmax <= 2**24
+        and (not _is_direct(x) or bool(zero_point.isfinite().all()))
+    )
+
+
+def _learnable(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tensor:
+    if not _is_direct(x):
+        return ops.fake_quantize_learned(x, scale, zero_point, *rest)
+    if gradients.is_differentiating(x, scale, zero_point):
+        return gradients.Learned.apply(x, scale, zero_point, *rest, kernels)
+    return kernels.fake_quantize(x, gradients.forward_grid(scale, zero_point, *rest[:-1]), native.MASK_NONE)[0]
+
+
+def fake_quantize_learnable_per_tensor_affine_backward(
+    grad: Any, input: Any, scale: Any, zero_point: Any, quant_min: Any, quant_max: Any, grad_factor: Any = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `fakequant.fake_quantize_learnable_per_tensor_affine_backward`."""
+    arguments = (grad, input, scale, zero_point, quant_min, quant_max, grad_factor)
+    if _is_direct(input) and _are_tensors(*arguments[:4]):
+        result = aten_kernels.learnable_backward(*arguments)
+        if result is not None:
+            return result
+    return _aten._fake_quantize_learnable_per_tensor_affine_backward(*arguments)
+
+
+def fake_quantize_learnable_per_channel_affine_backward(
+    grad: Any,
+    input: Any,
+    scale: Any,
+    zero_point: Any,
+    axis: Any,
+    quant_min: Any,
+    quant_max: Any,
+    grad_factor: Any = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `fakequant.fake_quantize_learnable_per_channel_affine_backward`."""
+    arguments = (grad, input, scale, zero_point, axis, quant_min, quant_max, grad_factor)
+    if _is_direct(input) and _are_tensors(*arguments[:4]):
+        result = aten_kernels.learnable_channel_backward(*arguments)
+        if result is not None:
+            return result
+    return _aten._fake_quantize_learnable_per_channel_affine_backward(*arguments)
+
+
+def _are_tensors(*values: Any) -> bool:
+    return all(isinstance(v, Tensor) for v in values)
+
+
+# --- fused ----------------------------------------------------------------------------------------
+
+
+def fused_moving_avg_obs_fake_quant(input: Any, *arguments: Any) -> Tensor:
+    """See `fakequant.fused_moving_avg_obs_fake_quant`."""
+    call = _fused_call(input, arguments)
+    if call is None:
+        return torch.fused_moving_avg_obs_fake_quant(input, *arguments)
+    if gradients.is_differentiating(input):
+        return gradients.Fused.apply(input, call, native.MASK_PACKED)[0]
+    return call.run(native.MASK_NONE)[0]
+
+
+def fused_moving_avg_obs_fq_helper(input: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """See `fakequant.fused_moving_avg_obs_fq_helper`."""
+    call = _fused_call(input, arguments)
+    if call is None:
+        return _aten._fused_moving_avg_obs_fq_helper(input, *arguments)
+    if gradients.is_differentiating(input):
+        return gradients.Fused.apply(input, call, native.MASK_BYTES)
+    y, mask = call.run(native.MASK_BYTES)
+    assert mask is not None
+    return y, mask
+
+
+def _fused_call(x: Any, arguments: tuple) -> aten_kernels.Fused | None:
+    if not _is_direct(x) or not _are_tensors(*arguments[:6]) or _learns(*arguments[2:6]):
+        return None
+    if not all(type(a) is int for a in arguments[7:10]) or type(arguments[6]) is not float:
+        return None
+    call = aten_kernels.fused_call(x, *arguments)
+    if call is not None:
+        torch.autograd.graph.increment_version(call.state[: 4 if call.quantize else 2])
+    return call

@@ -1,0 +1,257 @@
+"""torch's fake-quantize operators on our kernels: torch's arguments, results and bits.
+
+Each function returns None for arguments that are not its business: those torch refuses, those it
+converts first, and the few layouts of state that only its own code can change. The caller then runs
+torch's operator, which does the right thing by definition.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fakequant import native
+from fakequant.aten import checks
+from fakequant.aten.fused import sign_zeros
+from fakequant.native import _native
+from fakequant.torch import kernels
+from fakequant.torch.blocks import place
+from fakequant.torch.kernels import KERNEL_DTYPES, Grid, dense
+from fakequant.torch.plain import is_memory
+
+_INT32 = range(-(2**31), 2**31)
+_ZERO_DTYPES = (torch.int32, torch.float32, torch.float16)
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def is_ours(x: Tensor) -> bool:
+    """A CPU tensor of a dtype the kernels know."""
+    return x.dtype in KERNEL_DTYPES and is_memory(x)
+
+
+def number_grid(scale: object, zero_point: object, qmin: object, qmax: object) -> Grid | None:
+    """The grid of four numbers that torch accepts."""
+    if type(scale) not in (float, int) or not type(zero_point) is type(qmin) is type(qmax) is int:
+        return None
+    if not -(2**63) <= qmin <= zero_point <= qmax < 2**63:
+        return None
+    return Grid(float(scale), zero_point, qmin, qmax, "torch_tensor")
+
+
+def one_element_grid(scale: object, zero_point: object, qmin: object, qmax: object) -> Grid | None:
+    """The grid of two tensors with one element each, which torch reads; the zero point may be anywhere."""
+    if not (isinstance(scale, Tensor) and isinstance(zero_point, Tensor) and type(qmin) is type(qmax) is int):
+        return None
+    if scale.numel() != 1 or zero_point.numel() != 1 or not (scale.is_floating_point() and is_memory(scale)):
+        return None
+    if zero_point.dtype not in (torch.int32, torch.int64) or not is_memory(zero_point):
+        return None
+    s, z = scale.item(), zero_point.item()
+    if z not in _INT32 or (abs(s) > _FLOAT32_MAX and not np.isinf(s)) or not -(2**63) <= qmin <= qmax < 2**63:
+        return None
+    return Grid(s, z, qmin, qmax, "torch_tensor")
+
+
+def channel_grid(x: Tensor, scale: object, zero_point: object, axis: object, qmin: object, qmax: object) -> Grid | None:
+    """The grid of one scale and zero point per index on `axis`."""
+    if not (isinstance(scale, Tensor) and isinstance(zero_point, Tensor)):
+        return None
+    if not type(axis) is type(qmin) is type(qmax) is int or not -(2**63) <= qmin <= qmax < 2**63:
+        return None
+    if not 0 <= axis < x.dim() or scale.dtype != torch.float32 or zero_point.dtype not in _ZERO_DTYPES:
+        return None
+    channels = (x.shape[axis],)
+    if scale.shape != channels or zero_point.shape != channels or not (is_memory(scale) and is_memory(zero_point)):
+        return None
+    if zero_point.dtype == torch.int32:
+        zero_point = zero_point.contiguous()
+        if (
+            channels == (0,)
+            or _native.first_outside(zero_point.data_ptr(), native.ZERO_I32, *channels, qmin, qmax) >= 0
+        ):
+            return None
+    shape = [1] * x.dim()
+    shape[axis] = -1
+    return Grid(scale.detach().view(shape), zero_point.detach().view(shape), qmin, qmax, "torch_channel")
+
+
+def cachemask(x: Tensor, scale: float, zero_point: int, qmin: int, qmax: int) -> tuple[Tensor, Tensor] | None:
+    """`aten::fake_quantize_per_tensor_affine_cachemask`."""
+    grid = number_grid(scale, zero_point, qmin, qmax)
+    return None if grid is None or not is_ours(x) else _with_bytes(x, grid)
+
+
+def cachemask_tensor_qparams(
+    x: Tensor, scale: Tensor, zero_point: Tensor, enabled: Tensor, qmin: int, qmax: int
+) -> tuple[Tensor, Tensor] | None:
+    """`aten::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams`."""
+    grid = one_element_grid(scale, zero_point, qmin, qmax)
+    if grid is None or not is_ours(x) or not _is_flag(enabled) or enabled.item() == 0:
+        return None
+    return _with_bytes(x, grid)
+
+
+def channel_cachemask(
+    x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, qmin: int, qmax: int
+) -> tuple[Tensor, Tensor] | None:
+    """`aten::fake_quantize_per_channel_affine_cachemask`."""
+    grid = channel_grid(x, scale, zero_point, axis, qmin, qmax) if is_ours(x) else None
+    return None if grid is None else _with_bytes(x, grid)
+
+
+def _with_bytes(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    y, mask = kernels.fake_quantize(x, grid, native.MASK_BYTES)
+    assert mask is not None
+    return y, mask
+
+
+def cachemask_backward(grad: Tensor, mask: Tensor) -> Tensor | None:
+    """`aten::fake_quantize_per_tensor_affine_cachemask_backward` and the one per channel."""
+    if not is_ours(grad) or mask.dtype != torch.bool or mask.shape != grad.shape or not is_memory(mask):
+        return None
+    if grad.numel() == 0:
+        return None  # torch returns grad itself
+    return kernels.mask_backward(grad, mask, None, True)
+
+
+# --- learnable ------------------------------------------------------------------------------------
+
+
+def learnable_backward(
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, grad_factor: float
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """`aten::_fake_quantize_learnable_per_tensor_affine_backward`, in every float dtype."""
+    if not _are_learnable(grad, x, scale, zero_point, qmin, qmax) or scale.shape != (1,) or zero_point.shape != (1,):
+        return None
+    shifted = np.float32(zero_point.item()) + np.float32(0.5)
+    if not np.isfinite(shifted):
+        return None
+    z = torch.tensor([min(max(int(np.trunc(np.clip(shifted, qmin, qmax))), qmin), qmax)], dtype=torch.int32)
+    return _learnable(grad, x, Grid(scale.float(), z, qmin, qmax, "torch_tensor"), grad_factor)
+
+
+def learnable_channel_backward(
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, qmin: int, qmax: int, grad_factor: float
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """`aten::_fake_quantize_learnable_per_channel_affine_backward`, in every float dtype."""
+    if not _are_learnable(grad, x, scale, zero_point, qmin, qmax) or not 0 <= axis < x.dim():
+        return None
+    channels = (x.shape[axis],)
+    if scale.shape != channels or zero_point.shape != channels or not zero_point.isfinite().all():
+        return None
+    shape = [1] * x.dim()
+    shape[axis] = -1
+    z = zero_point.float().round().clamp(qmin, qmax).to(torch.int32).view(shape)
+    dx, *sums = _learnable(grad, x, Grid(scale.float().view(shape), z, qmin, qmax, "torch_channel"), grad_factor)
+    # For one axis torch adds up all channels.
+    dscale, dzero_point = (s.double().sum().float() if x.dim() == 1 else s.flatten() for s in sums)
+    return dx, dscale, dzero_point
+
+
+def _are_learnable(grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> bool:
+    tensors = (grad, x, scale, zero_point)
+    # Beyond 2^24 a zero point is rounded on its way through float32.
+    return (
+        all(is_ours(t) for t in tensors)
+        and grad.shape == x.shape
+        and x.numel() > 0
+        and -(2**24) <= qmin <= 0 <= qmax <= 2**24
+    )
+
+
+def _learnable(grad: Tensor, x: Tensor, grid: Grid, grad_factor: float) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    # Nothing is lost by computing in float32 what arrives in 16 bits; torch returns float32.
+    return kernels.learned_backward(grad.to(wide), x.to(wide), grid, grad_factor)
+
+
+# --- fused ----------------------------------------------------------------------------------------
+
+
+def _is_flag(t: object) -> bool:
+    return isinstance(t, Tensor) and t.numel() == 1 and t.dtype in (torch.int64, torch.int32, torch.uint8, torch.bool)
+
+
+class Fused(NamedTuple):
+    """A call of the fused operator that the kernels can do."""
+
+    x: Tensor
+    state: tuple[Tensor, Tensor, Tensor, Tensor]  # running_min, running_max, scale, zero_point
+    averaging_const: float
+    qmin: int
+    qmax: int
+    observe: bool
+    quantize: bool
+    per_row: bool
+    symmetric: bool
+
+    def run(self, mask_kind: int) -> tuple[Tensor, Tensor | None]:
+        """Updates the state in place; y and its mask."""
+        x = self.x
+        y = torch.empty_like(x)
+        mask, mask_address = kernels.empty_mask(y, mask_kind)
+        placed = x if x.is_contiguous() else dense(x, y)
+        rows = self.state[0].numel()
+        # One axis always fits, so scales need not be expanded.
+        shape = place(tuple(x.shape), placed.stride(), (rows, *[1] * (x.dim() - 1)) if self.per_row else ()).shape
+        unseen = [running.isinf() for running in self.state[:2]] if self.observe else ()
+        # Without quantizing torch leaves scale and zero point alone.
+        unused = () if self.quantize else tuple(torch.empty_like(t) for t in self.state[2:])
+        _native.observe_fake_quantize(
+            placed.data_ptr(), y.data_ptr(), mask_address, mask_kind, KERNEL_DTYPES[x.dtype], shape,
+            native.TORCH_CHANNEL if self.per_row else native.TORCH_TENSOR, self.qmin, self.qmax,
+            native.RANGE_TORCH_FUSED, self.observe, self.quantize, self.symmetric, self.averaging_const, 0.0,
+            *(t.data_ptr() for t in (*self.state[: 4 - len(unused)], *unused)),
+        )  # fmt: skip
+        for running, new in zip(self.state, unseen, strict=False):
+            if (new & (running == 0)).any():
+                sign_zeros(running.numpy(), new.numpy(), x.detach().numpy(), self.per_row)
+        if self.quantize and self.per_row:
+            # NaN has become a zero point far below every range.
+            zeros = self.state[3].data_ptr()
+            outside = _native.first_outside(zeros, native.ZERO_I32, rows, self.qmin, self.qmax)
+            checks.check(outside < 0, checks.ZERO_POINT)
+        return y, mask
+
+
+_STATE_DTYPES = (torch.float32, torch.float32, torch.float32, torch.int32)
+
+
+def fused_call(
+    x: Tensor,
+    observer_on: Tensor,
+    fake_quant_on: Tensor,
+    running_min: Tensor,
+    running_max: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    averaging_const: float,
+    qmin: int,
+    qmax: int,
+    ch_axis: int,
+    per_row: bool = False,
+    symmetric: bool = False,
+) -> Fused | None:
+    """A call of the fused operator, if the kernels can do it."""
+    state = (running_min, running_max, scale, zero_point)
+    if not is_ours(x) or x.numel() == 0 or not (_is_flag(observer_on) and _is_flag(fake_quant_on)):
+        return None
+    if qmin not in _INT32 or qmax not in _INT32 or qmin > qmax or ch_axis >= x.dim():
+        return None
+    if per_row and (ch_axis != 0 or x.dim() < 2):
+        return None
+    count = (x.shape[0] if per_row else 1,)
+    for t, dtype in zip(state, _STATE_DTYPES, strict=True):
+        if t.dtype != dtype or t.shape != count or not t.is_contiguous() or not is_memory(t):
+            return None
+    observe, quantize = bool(observer_on.item()), bool(fake_quant_on.item())
+    if not (observe or quantize) or (observe and x.dtype != torch.float32):
+        return None
+    return Fused(x, state, averaging_const, qmin, qmax, observe, quantize, per_row, symmetric)
+
+
+def fused(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor] | None:
+    """`aten::_fused_moving_avg_obs_fq_helper`."""
+    call = fused_call(x, *arguments)
+    return None if call is None else call.run(native.MASK_BYTES)  # type: ignore[return-value]

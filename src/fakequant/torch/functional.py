@@ -1,0 +1,341 @@
+"""The library's own functions on tensors. `fakequant.functional` and `fakequant.qparams` come here.
+
+A tensor that is ordinary CPU memory goes straight to the kernels. Everything else (another device, a
+fake tensor, a transform, a compiler) goes through `torch.ops.fakequant`, with the same results.
+"""
+
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fakequant import native
+from fakequant.grid import check_scalars, check_spec
+from fakequant.layout import blocks_of
+from fakequant.qparams import check_eps
+from fakequant.spec import QuantSpec
+from fakequant.torch import gradients, kernels
+from fakequant.torch.dispatched import ops
+from fakequant.torch.kernels import KERNEL_DTYPES, Grid, code_dtype
+from fakequant.torch.plain import is_eager
+from fakequant.torch.tensors import block_shape, check_data, check_device, kernel_numerics, make_grid
+
+Gradient = Literal["clipped", "pass"]
+MaskForm = Literal["packed", "bool"]
+_MASK_KINDS = {"packed": native.MASK_PACKED, "bool": native.MASK_BYTES}
+
+
+def _is_direct(x: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and is_eager(x)
+
+
+def _check_gradient(gradient: object) -> bool:
+    """Whether the gradient is clipped."""
+    if gradient not in ("clipped", "pass"):
+        raise ValueError(f'`gradient` must be "clipped" or "pass", got {gradient!r}.')
+    return gradient == "clipped"
+
+
+def _refuse_gradient(value: Any, name: str, function: str) -> None:
+    if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"`{name}` requires a gradient, but `{function}` does not differentiate it.\n"
+            f"Use `fake_quantize_learned`, or pass `{name}.detach()`."
+        )
+
+
+def fake_quantize(
+    x: Tensor,
+    scale: Any,
+    zero_point: Any,
+    spec: QuantSpec,
+    *,
+    mask: MaskForm | None = None,
+    gradient: Gradient = "clipped",
+) -> Any:
+    """See `fakequant.fake_quantize`."""
+    check_data(x)
+    check_spec(spec)
+    clipped = _check_gradient(gradient)
+    for name, value in (("scale", scale), ("zero_point", zero_point)):
+        _refuse_gradient(value, name, "fake_quantize")
+    direct = _is_direct(x)
+    if direct and spec.axis is None and type(scale) is float and type(zero_point) is int:
+        check_scalars(scale, zero_point, KERNEL_DTYPES[x.dtype], spec)
+        grid = Grid(scale, zero_point, spec.qmin, spec.qmax, kernel_numerics(spec))
+    else:
+        grid = make_grid(x, scale, zero_point, spec)
+    if mask is not None:
+        return _with_mask(x, grid, mask, clipped, direct)
+    if not direct:
+        return ops.fake_quantize(x, *grid, clipped)
+    if gradients.is_differentiating(x):
+        return (gradients.Clipped if clipped else gradients.PassThrough).apply(x, grid, kernels)
+    return kernels.fake_quantize(x, grid, native.MASK_NONE)[0]
+
+
+def _with_mask(x: Tensor, grid: Grid, mask: str, clipped: bool, direct: bool) -> tuple[Tensor, Tensor]:
+    kind = _MASK_KINDS.get(mask)
+    if kind is None:
+        raise ValueError(f'`mask` must be None, "packed" or "bool", got {mask!r}.')
+    if not clipped:
+        raise ValueError('`mask` says which gradients are clipped, so it needs gradient="clipped".')
+    if not direct:
+        return ops.fake_quantize_masked(x, *grid, kind == native.MASK_PACKED)
+    if gradients.is_differentiating(x):
+        return gradients.ClippedAndMask.apply(x, grid, kind, kernels)
+    y, bits = kernels.fake_quantize(x, grid, kind)
+    assert bits is not None
+    return y, bits
+
+
+def fake_quantize_backward(dy: Tensor, mask: Tensor, spec: QuantSpec) -> Tensor:
+    """See `fakequant.fake_quantize_backward`. The bits of a packed mask are in the order of dy's memory."""
+    check_data(dy, "dy")
+    check_spec(spec)
+    _check_mask(mask, dy)
+    order = kernels.order_of(dy) if mask.dtype == torch.uint8 else None
+    multiply = spec.numerics == "torch"
+    if _is_direct(dy):
+        return gradients.masked(dy, mask, order, multiply)
+    return ops.mask_backward(dy, mask, order, multiply)
+
+
+def _check_mask(mask: Any, dy: Tensor) -> None:
+    packed = ((dy.numel() + 7) // 8,)
+    if isinstance(mask, Tensor):
+        check_device(dy, "mask", mask)
+        if mask.dtype == torch.bool and mask.shape == dy.shape:
+            return
+        if mask.dtype == torch.uint8 and tuple(mask.shape) == packed and mask.is_contiguous():
+            return
+        received = f"{str(mask.dtype)[6:]} of shape {tuple(mask.shape)}"
+    else:
+        received = type(mask).__name__
+    raise RuntimeError(
+        f"`mask` must be the one `fake_quantize` returned for a tensor of shape {tuple(dy.shape)}: bool of that shape, "
+        f"or packed uint8 of shape {packed}; got {received}."
+    )
+
+
+def fake_quantize_learned(
+    x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float = 1.0
+) -> Tensor:
+    """See `fakequant.fake_quantize_learned`."""
+    check_data(x)
+    check_spec(spec)
+    grid = make_grid(x, scale, zero_point, spec, learned=True)
+    assert isinstance(grid.scale, Tensor)
+    arguments = (x, *grid, float(grad_factor))
+    if not _is_direct(x):
+        return ops.fake_quantize_learned(*arguments)
+    if gradients.is_differentiating(x, grid.scale, grid.zero_point):
+        return gradients.Learned.apply(*arguments, kernels)
+    return kernels.fake_quantize(x, gradients.forward_grid(*grid), native.MASK_NONE)[0]
+
+
+class LearnedGradients(NamedTuple):
+    """Gradients of fake quantization with a learned scale and zero point."""
+
+    dx: Tensor
+    dscale: Tensor
+    dzero_point: Tensor
+
+
+def fake_quantize_learned_backward(
+    dy: Tensor, x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float = 1.0
+) -> LearnedGradients:
+    """See `fakequant.fake_quantize_learned_backward`."""
+    check_data(x)
+    check_data(dy, "dy")
+    check_device(x, "dy", dy)
+    if dy.shape != x.shape or dy.dtype != x.dtype:
+        raise RuntimeError(
+            f"`dy` must have the shape and dtype of `x`, {tuple(x.shape)} {str(x.dtype)[6:]}, "
+            f"got {tuple(dy.shape)} {str(dy.dtype)[6:]}."
+        )
+    grid = make_grid(x, scale, zero_point, spec, learned=True)
+    arguments = (dy, x, *grid, float(grad_factor))
+    run = gradients.learned_gradients if _is_direct(x) else ops.learned_backward
+    dx, dscale, dzero_point = run(*arguments)
+    shape = blocks_of(tuple(x.shape), spec).parameters
+    return LearnedGradients(dx, dscale.reshape(shape), dzero_point.reshape(shape))
+
+
+def round_zero_point(zero_point: Tensor, spec: QuantSpec) -> Tensor:
+    """See `fakequant.round_zero_point`."""
+    if not torch.compiler.is_compiling() and zero_point.device.type == "cpu" and zero_point.isnan().any():
+        raise ValueError("`zero_point` must not be NaN.")
+    return zero_point.detach().round().clamp(spec.qmin, spec.qmax).to(torch.int32)
+
+
+def quantize(x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, packed: bool = False) -> Tensor:
+    """See `fakequant.quantize`."""
+    check_data(x)
+    check_spec(spec)
+    for name, value in (("scale", scale), ("zero_point", zero_point)):
+        _refuse_gradient(value, name, "quantize")
+    grid = make_grid(x, scale, zero_point, spec)
+    if packed:
+        _check_packable(spec)
+        return (
+            kernels.quantize_packed(x, grid, spec.bits) if _is_direct(x) else ops.quantize_packed(x, *grid, spec.bits)
+        )
+    dtype = code_dtype(spec.bits, spec.signed)
+    return kernels.quantize(x, grid, dtype) if _is_direct(x) else ops.quantize(x, *grid, dtype)
+
+
+def _check_packable(spec: QuantSpec) -> None:
+    if spec.bits not in (2, 4):
+        raise ValueError(f"Only 4-bit and 2-bit codes can be packed, got a spec of {spec.bits} bits.")
+
+
+def dequantize(
+    q: Tensor,
+    scale: Any,
+    zero_point: Any,
+    spec: QuantSpec,
+    *,
+    shape: tuple[int, ...] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """See `fakequant.dequantize`."""
+    check_spec(spec)
+    for name, value in (("scale", scale), ("zero_point", zero_point)):
+        _refuse_gradient(value, name, "dequantize")
+    dtype = torch.float32 if dtype is None else dtype
+    if dtype not in KERNEL_DTYPES:
+        raise TypeError(f"`dtype` must be float32, float64, bfloat16 or float16, got {dtype}.")
+    if spec.numerics == "torch" and spec.axis is None and dtype == torch.float64:
+        # Per tensor, torch multiplies in float32 even for float64.
+        return dequantize(q, scale, zero_point, spec, shape=shape).to(dtype)
+    wanted = torch.uint8 if shape is not None else code_dtype(spec.bits, spec.signed)
+    if q.dtype != wanted:
+        raise TypeError(
+            f"`q` must hold {str(wanted)[6:]} codes for this spec, got {str(q.dtype)[6:]}.\n"
+            "Packed codes need `shape`, the shape of the tensor they were made from."
+        )
+    if shape is None:
+        grid = make_grid(torch.empty_like(q, dtype=dtype), scale, zero_point, spec)
+        return kernels.dequantize(q, grid, dtype) if _is_direct(q) else ops.dequantize(q, *grid, dtype)
+    _check_packable(spec)
+    shape = tuple(shape)
+    if tuple(q.shape) != ((prod(shape) * spec.bits + 7) // 8,):
+        raise ValueError(
+            f"Packed {spec.bits}-bit codes of a tensor of shape {shape} are uint8 of shape "
+            f"{((prod(shape) * spec.bits + 7) // 8,)}, got shape {tuple(q.shape)}."
+        )
+    grid = make_grid(q.new_empty(shape, dtype=dtype), scale, zero_point, spec)
+    if _is_direct(q):
+        return kernels.dequantize_packed(q, grid, shape, spec.bits, dtype)
+    return ops.dequantize_packed(q, *grid, shape, spec.bits, dtype)
+
+
+class Range(NamedTuple):
+    """The smallest and largest finite value of every block, and how many values were not finite."""
+
+    min: Tensor
+    max: Tensor
+    nan: Tensor
+    posinf: Tensor
+    neginf: Tensor
+
+    @property
+    def absmax(self) -> Tensor:
+        """The largest magnitude of every block."""
+        return torch.maximum(-self.min, self.max)
+
+
+def min_max(x: Tensor, spec: QuantSpec | None = None) -> Range:
+    """See `fakequant.min_max`."""
+    check_data(x)
+    spec = spec or QuantSpec()
+    x = x.detach()
+    blocks = block_shape(tuple(x.shape), spec)
+    lo, hi, counts = kernels.min_max(x, blocks) if _is_direct(x) else ops.min_max(x, blocks)
+    shape = blocks_of(tuple(x.shape), spec).parameters
+    return Range(*(v.reshape(shape) for v in (lo, hi, *counts)))
+
+
+class QParams(NamedTuple):
+    """Scale (float32) and zero point (int32) of every block."""
+
+    scale: Tensor
+    zero_point: Tensor
+
+
+def choose_qparams(lo: Any, hi: Any, spec: QuantSpec, *, eps: float) -> QParams:
+    """See `fakequant.choose_qparams`."""
+    tensor = lo if isinstance(lo, Tensor) else hi
+    low, high = (torch.as_tensor(v, dtype=torch.float32, device=tensor.device).detach() for v in (lo, hi))
+    low, high = torch.broadcast_tensors(low, high)
+    check_eps(eps)
+    if not _is_direct(tensor):
+        return QParams(*ops.choose_qparams(low, high, spec.qmin, spec.qmax, spec.symmetric, eps))
+    ordered = (low <= high) & low.isfinite() & high.isfinite()
+    if not ordered.all():
+        bad = int(ordered.flatten().int().argmin())
+        raise ValueError(
+            f"`lo` and `hi` must be finite with lo <= hi, got lo={low.flatten()[bad]}, hi={high.flatten()[bad]}"
+            f"{f' at index {bad}' if low.numel() > 1 else ''}.\n"
+            "An observer that has seen nothing finite has no range: observe data first."
+        )
+    return QParams(*kernels.choose_qparams(low, high, spec.qmin, spec.qmax, spec.symmetric, eps))
+
+
+class ObservedFakeQuantize(NamedTuple):
+    """What `observe_fake_quantize` returns."""
+
+    y: Tensor
+    mask: Tensor | None
+    scale: Tensor
+    zero_point: Tensor
+    # How many elements of x were not finite.
+    nonfinite: Tensor
+
+
+def observe_fake_quantize(
+    x: Tensor,
+    spec: QuantSpec,
+    running_min: Tensor,
+    running_max: Tensor,
+    *,
+    averaging_constant: float,
+    eps: float,
+    mask: MaskForm | None = None,
+    gradient: Gradient = "clipped",
+) -> ObservedFakeQuantize:
+    """See `fakequant.observe_fake_quantize`."""
+    check_data(x)
+    check_spec(spec)
+    check_eps(eps)
+    clipped = _check_gradient(gradient)
+    if not 0 <= averaging_constant <= 1:
+        raise ValueError(f"`averaging_constant` must be between 0 and 1, got {averaging_constant}.")
+    if mask not in (None, "packed"):
+        raise ValueError(f'`mask` must be None or "packed" for a tensor, got {mask!r}.')
+    shape = tuple(x.shape)
+    parameters = blocks_of(shape, spec).parameters
+    running = []
+    for name, value in (("running_min", running_min), ("running_max", running_max)):
+        if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.numel() != prod(parameters):
+            received = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(
+                f"`{name}` must be a float32 tensor with one entry per block, shape {parameters or (1,)}, "
+                f"got {received}."
+            )
+        check_device(x, name, value)
+        running.append(value.view(block_shape(shape, spec)) if prod(parameters) > 1 else value)
+    options = (
+        spec.qmin, spec.qmax, kernel_numerics(spec), spec.symmetric, float(averaging_constant), float(eps),
+        clipped and (mask is not None or gradients.is_differentiating(x)),
+    )  # fmt: skip
+    if _is_direct(x):
+        result = gradients.observe(x, *running, options)
+    else:
+        result = ops.observe_fake_quantize(x, *running, *options)
+    y, bits, scale, zero_point, nonfinite = result
+    return ObservedFakeQuantize(
+        y, bits if mask is not None else None, scale.reshape(parameters), zero_point.reshape(parameters), nonfinite
+    )

@@ -1,0 +1,326 @@
+"""The derivatives: straight-through, clipped or not, and with learned scale and zero point.
+
+    clipped        dx = dy inside the range, else 0       saves 1 bit per element
+    pass-through   dx = dy                                saves nothing
+    learned        dx, dscale, dzero_point                saves x, scale, zero_point
+
+Each also has a forward-mode derivative and can be differentiated again. Second derivatives take
+rounding as straight-through once more, so the rounding error `(q - z) - x / scale` is a constant.
+"""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fakequant import native
+from fakequant.torch import dispatched, formula, kernels
+from fakequant.torch.kernels import Grid, Observation, Observed, Order, order_of
+from fakequant.torch.plain import is_eager
+
+
+class _Function(torch.autograd.Function):
+    """Without the layer that handles `torch.func`: transforms get the operators of `library` instead."""
+
+    @classmethod
+    def apply(cls, *args):
+        return super(torch.autograd.Function, cls).apply(*args)
+
+
+def multiplies(numerics: str) -> bool:
+    """Whether the gradient is `dy * mask` as in torch, not a choice between `dy` and 0."""
+    return numerics not in ("onnx", "half_away")
+
+
+def is_differentiating(*tensors: Tensor | None) -> bool:
+    """Whether a derivative of a function of these tensors may be asked for."""
+    if forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _keep(ctx: Any, *tensors: Tensor | None) -> None:
+    ctx.save_for_backward(*tensors)
+    if forward_ad._current_level >= 0:
+        ctx.save_for_forward(*tensors)
+
+
+class Clipped(_Function):
+    """y and, kept for later, one bit per element."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grid: Grid, run: ModuleType) -> Tensor:
+        """`run` is `kernels` or `dispatched`."""
+        y, mask = run.fake_quantize(x, grid, native.MASK_PACKED)
+        _keep(ctx, mask)
+        ctx.order = order_of(x)
+        ctx.multiply = multiplies(grid.numerics)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        """dx = dy inside, 0 outside."""
+        (mask,) = ctx.saved_tensors
+        return masked(dy, mask, ctx.order, ctx.multiply), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x_t: Tensor, *_: None) -> Tensor:
+        """The tangent goes the way of the gradient."""
+        (mask,) = ctx.saved_tensors
+        return masked(x_t, mask, ctx.order, ctx.multiply)
+
+
+class ClippedAndMask(Clipped):
+    """The same with the mask as a second result: packed, or bytes like y."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grid: Grid, mask_kind: int, run: ModuleType):  # type: ignore[override]
+        """`run` is `kernels` or `dispatched`."""
+        y, mask = run.fake_quantize(x, grid, mask_kind)
+        _keep(ctx, mask)
+        ctx.order = order_of(x)
+        ctx.multiply = multiplies(grid.numerics)
+        ctx.mark_non_differentiable(mask)
+        return y, mask
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, _: Tensor):  # type: ignore[override]
+        """dx = dy inside, 0 outside."""
+        (mask,) = ctx.saved_tensors
+        return masked(dy, mask, ctx.order, ctx.multiply), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x_t: Tensor, *_: None):  # type: ignore[override]
+        """The tangent goes the way of the gradient; the mask has none."""
+        return Clipped.jvp(ctx, x_t), None
+
+
+class ObservedAndQuantized(_Function):
+    """The observing operator: its results, of which only y is differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple, run: ModuleType):
+        """`rest` is everything after the running range in the operator's schema."""
+        result = run.observe_fake_quantize(x, running_min, running_max, rest)
+        *_, numerics, _, _, _, ctx.clipped = rest
+        if ctx.clipped:
+            _keep(ctx, result.mask)
+            ctx.order = order_of(x)
+            ctx.multiply = multiplies(numerics)
+        ctx.mark_non_differentiable(*result[1:])
+        return tuple(result)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, *_: Tensor):
+        """Clipped or passed through; the range is a constant."""
+        if ctx.clipped:
+            (mask,) = ctx.saved_tensors
+            dy = masked(dy, mask, ctx.order, ctx.multiply)
+        return dy, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x_t: Tensor, *_: None):
+        """The tangent goes the way of the gradient."""
+        if ctx.clipped:
+            (mask,) = ctx.saved_tensors
+            return masked(x_t, mask, ctx.order, ctx.multiply), None, None, None, None
+        return x_t.clone(), None, None, None, None
+
+
+class Fused(Clipped):
+    """torch's fused observer and fake-quantize: y and its mask."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Any, mask_kind: int):  # type: ignore[override]
+        """`call` is an `aten_kernels.Fused`."""
+        y, mask = call.run(mask_kind)
+        _keep(ctx, mask)
+        ctx.order = order_of(x)
+        ctx.multiply = True
+        ctx.mark_non_differentiable(mask)
+        return y, mask
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, _: Tensor):  # type: ignore[override]
+        """dx = dy inside, 0 outside."""
+        return Clipped.backward(ctx, dy)
+
+    @staticmethod
+    def jvp(ctx: Any, x_t: Tensor, *_: None):  # type: ignore[override]
+        """The tangent goes the way of the gradient; the mask has none."""
+        return Clipped.jvp(ctx, x_t), None
+
+
+def observe(x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple) -> tuple:
+    """The observing operator on ordinary memory."""
+    if is_differentiating(x):
+        return ObservedAndQuantized.apply(x, running_min, running_max, rest, _Direct)
+    return _Direct.observe_fake_quantize(x, running_min, running_max, rest)
+
+
+class _Direct:
+    """The operator's signature over the kernel's."""
+
+    @staticmethod
+    def observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple) -> Observed:
+        qmin, qmax, numerics, symmetric, averaging_constant, eps, clipped = rest
+        grid = Grid(running_min, None, qmin, qmax, numerics)
+        kind = native.MASK_PACKED if clipped else native.MASK_NONE
+        how = Observation(averaging_constant, eps, symmetric)
+        torch.autograd.graph.increment_version([running_min, running_max])
+        return kernels.observe_fake_quantize(x, running_min, running_max, how, grid, kind)
+
+
+class PassThrough(_Function):
+    """y; nothing is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grid: Grid, run: ModuleType) -> Tensor:
+        """`run` is `kernels` or `dispatched`."""
+        return run.fake_quantize(x, grid, native.MASK_NONE)[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        """dx = dy."""
+        return dy, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x_t: Tensor, *_: None) -> Tensor:
+        """The tangent, unchanged."""
+        return x_t.clone()
+
+
+def masked(dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> Tensor:
+    """`dy` where the mask is set, differentiably."""
+    if not is_eager(dy):
+        return dispatched.ops.mask_backward(dy, mask, order, multiply)
+    if is_differentiating(dy):
+        return Masked.apply(dy, mask, order, multiply, kernels)
+    return kernels.mask_backward(dy, mask, order, multiply)
+
+
+class Masked(_Function):
+    """The gradient of `Clipped` is linear in dy, and so its own derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, dy: Tensor, mask: Tensor, order: Order, multiply: bool, run: ModuleType) -> Tensor:
+        """`run` is `kernels` or `dispatched`."""
+        _keep(ctx, mask)
+        ctx.order, ctx.multiply = order, multiply
+        return run.mask_backward(dy, mask, order, multiply)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """The same mask again."""
+        (mask,) = ctx.saved_tensors
+        return masked(g, mask, ctx.order, ctx.multiply), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, dy_t: Tensor, *_: None) -> Tensor:
+        """The same mask again."""
+        (mask,) = ctx.saved_tensors
+        return masked(dy_t, mask, ctx.order, ctx.multiply)
+
+
+# --- learned --------------------------------------------------------------------------------------
+
+
+class Learned(_Function):
+    """y, differentiable in x, scale and zero point."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any) -> Tensor:
+        """`rest`: qmin, qmax, numerics, grad_factor, and `kernels` or `dispatched`."""
+        qmin, qmax, numerics, _, run = rest
+        _keep(ctx, x, scale, zero_point)
+        ctx.rest = rest[:-1]
+        return run.fake_quantize(x, forward_grid(scale, zero_point, qmin, qmax, numerics), native.MASK_NONE)[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """dx, dscale, dzero_point."""
+        x, scale, zero_point = ctx.saved_tensors
+        dx, dscale, dzero_point = learned_gradients(dy, x, scale, zero_point, *ctx.rest)
+        return dx, dscale, dzero_point if zero_point is not None else None, *[None] * 5
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        """x' inside + scale' dy/dscale + zero_point' dy/dzero_point; grad_factor is for gradients only."""
+        x, scale, zero_point = ctx.saved_tensors
+        qmin, qmax, numerics, _ = ctx.rest
+        terms = formula.learned_terms(x, backward_grid(scale, zero_point, qmin, qmax, numerics))
+        return _combine(tangents[:3], terms, x).to(x.dtype)
+
+
+def forward_grid(scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, numerics: str) -> Grid:
+    """The grid with the zero point rounded half to even."""
+    if zero_point is not None and zero_point.is_floating_point():
+        zero_point = zero_point.round().clamp(qmin, qmax).to(torch.int32)
+    return Grid(scale, zero_point, qmin, qmax, numerics)
+
+
+def backward_grid(scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, numerics: str) -> Grid:
+    """The same grid, but in torch's rule for one scale: its backward rounds by cutting off z + 0.5."""
+    if numerics == "torch_tensor" and zero_point is not None and zero_point.is_floating_point():
+        zero_point = (zero_point.float() + 0.5).clamp(qmin, qmax).trunc().to(torch.int32)
+    return forward_grid(scale, zero_point, qmin, qmax, numerics)
+
+
+def _combine(values: tuple[Tensor | None, ...], terms: tuple[Tensor, ...], x: Tensor) -> Tensor:
+    """`v0 * terms[0] + spread(v1) * terms[1] + spread(v2) * terms[2]`, leaving out what is None."""
+    total = torch.zeros(x.shape, dtype=terms[1].dtype, device=x.device)
+    for i, (value, term) in enumerate(zip(values, terms, strict=True)):
+        if value is not None:
+            spread = value if i == 0 else formula.spread(value, x)
+            total = total + torch.where(term != 0, spread * term, 0)
+    return total
+
+
+def learned_gradients(dy: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any):
+    """dx, dscale and dzero_point, differentiably. `rest`: qmin, qmax, numerics, grad_factor."""
+    if not is_eager(dy) or not is_eager(x):
+        return dispatched.ops.learned_backward(dy, x, scale, zero_point, *rest)
+    if is_differentiating(dy, x, scale, zero_point):
+        return LearnedGradient.apply(dy, x, scale, zero_point, *rest, kernels)
+    *grid, grad_factor = rest
+    return kernels.learned_backward(dy, x, backward_grid(scale, zero_point, *grid), grad_factor)
+
+
+class LearnedGradient(_Function):
+    """The gradients of `Learned`, which can be differentiated in dy, scale and zero point."""
+
+    @staticmethod
+    def forward(ctx: Any, dy: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any):
+        """`rest` as in `Learned`."""
+        qmin, qmax, numerics, grad_factor, run = rest
+        _keep(ctx, dy, x, scale, zero_point)
+        ctx.rest = rest[:-1]
+        grid = backward_grid(scale, zero_point, qmin, qmax, numerics)
+        return run.learned_backward(dy, x, grid, grad_factor)
+
+    @staticmethod
+    def backward(ctx: Any, g_dx: Tensor, g_dscale: Tensor, g_dzero: Tensor) -> tuple[Tensor | None, ...]:
+        """dscale and dzero_point meet outside the range: dscale = dy * (bound - z), dzero_point = -dy * scale."""
+        dy, x, scale, zero_point = ctx.saved_tensors
+        qmin, qmax, numerics, factor = ctx.rest
+        terms = formula.learned_terms(x, backward_grid(scale, zero_point, qmin, qmax, numerics))
+        g_dy = _combine((g_dx, g_dscale * factor, g_dzero * factor), terms, x).to(dy.dtype)
+        outside = torch.where(terms[2] != 0, -dy.to(terms[2].dtype) * factor, 0)
+        g_scale = formula.block_sums(outside * formula.spread(g_dzero, x), scale)
+        g_zero = None
+        if zero_point is not None and zero_point.is_floating_point():
+            g_zero = formula.block_sums(outside * formula.spread(g_dscale, x), scale).to(zero_point.dtype)
+        return g_dy, None, g_scale, g_zero, *[None] * 5
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None):
+        """Only the tangent of dy is followed; the others are second derivatives in forward mode."""
+        _, x, scale, zero_point = ctx.saved_tensors
+        if any(t is not None for t in tangents[1:4]):
+            raise NotImplementedError(
+                "Forward-mode derivatives of the gradients of a learned fake-quantize are implemented in dy only.\n"
+                "Use reverse mode over reverse mode: torch.autograd.grad(..., create_graph=True)."
+            )
+        return learned_gradients(tangents[0], x, scale, zero_point, *ctx.rest)
