@@ -1,7 +1,8 @@
-"""Fake quantization: bit-exact, at memory speed, from NumPy."""
+"""Fake quantization: bit-exact, at memory speed, on NumPy arrays and torch tensors."""
 
 from importlib.metadata import version as _version
 
+from fakequant.acceleration import accelerate as accelerate, decelerate as decelerate
 from fakequant.aten.fused import (
     fused_moving_avg_obs_fake_quant as fused_moving_avg_obs_fake_quant,
     fused_moving_avg_obs_fq_helper as fused_moving_avg_obs_fq_helper,

@@ -75,14 +75,14 @@ def check_spec(spec: object) -> None:
 
 
 # What rounds to 0 or to infinity in float32 (ties go to the even neighbour).
-_ZERO_IN_F32 = 2.0**-150
-_INF_IN_F32 = 2.0**128 - 2.0**103
+ZERO_IN_F32 = 2.0**-150
+INF_IN_F32 = 2.0**128 - 2.0**103
 
 
 def check_scalars(scale: float, zero_point: int, dtype: int, spec: QuantSpec) -> None:
     """The checks of `resolve` for one scale and zero point given as numbers."""
     in_f64 = scale_dtype(dtype, spec) == np.float64
-    low, high = (0.0, np.inf) if in_f64 else (_ZERO_IN_F32, _INF_IN_F32)
+    low, high = (0.0, np.inf) if in_f64 else (ZERO_IN_F32, INF_IN_F32)
     if not low < scale < high:
         with np.errstate(over="ignore"):
             check_scale(np.asarray(scale, scale_dtype(dtype, spec)))

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fakequant.arrays import as_float_array, parameter_dtype
+from fakequant.grid import INF_IN_F32, ZERO_IN_F32
 from fakequant.layout import blocks_of
 from fakequant.native import _native
 from fakequant.spec import QuantSpec
@@ -60,9 +61,8 @@ def min_max(x: np.ndarray, spec: QuantSpec | None = None) -> Range:
 
 def check_eps(eps: float) -> None:
     """The smallest scale has to be one: finite and positive, in float32."""
-    with np.errstate(over="ignore"):
-        if not 0 < np.float32(eps) < np.inf:
-            raise ValueError(f"`eps` must be finite and greater than 0 in float32, got {eps}.")
+    if not ZERO_IN_F32 < eps < INF_IN_F32:
+        raise ValueError(f"`eps` must be finite and greater than 0 in float32, got {eps}.")
 
 
 def choose_qparams(lo: ArrayLike, hi: ArrayLike, spec: QuantSpec, *, eps: float = EPS) -> QParams:

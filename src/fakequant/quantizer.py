@@ -1,6 +1,7 @@
 """`FakeQuantizer`: scale and zero point in an object, calibrated from data, with explicit gradients."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from fakequant.native import _native
 from fakequant.qparams import min_max
 from fakequant.reference import round_half_away
 from fakequant.spec import NUMERICS, Numerics
+from fakequant.tensors import is_tensor
 
 # A smaller scale would make 1 / scale overflow soon; constant data would give 0.
 SMALLEST_SCALE = np.float32(1e-10)
@@ -144,6 +146,8 @@ class FakeQuantizer:
 
         The scale is at least 1e-10. NaN is left out; if nothing is left, nothing changes.
         """
+        if is_tensor(data):
+            data = _as_array(data)
         data, _ = as_float_array(data, "data")
         with np.errstate(over="ignore"):
             data = data.astype(np.float32)
@@ -164,8 +168,10 @@ class FakeQuantizer:
         self._zero_point = zero_point
         self._initialized = True
 
-    def forward(self, x: np.ndarray) -> np.ndarray:
-        """`x` rounded to the grid."""
+    def forward(self, x: Any) -> Any:
+        """`x` rounded to the grid. On a tensor, autograd passes the gradient through."""
+        if is_tensor(x):
+            return self._forward_tensor(x)
         x, dtype = as_float_array(x)
         x = np.asarray(x, order="C")
         y = np.empty(x.shape, x.dtype)
@@ -175,17 +181,25 @@ class FakeQuantizer:
         )  # fmt: skip
         return y
 
+    def _forward_tensor(self, x: Any) -> Any:
+        from fakequant.torch import quantizer
+        from fakequant.torch.kernels import Grid
+
+        numerics = "torch_tensor" if self.numerics == "torch" else self.numerics
+        grid = Grid(float(self._scale), self._zero_point, self.config.qmin, self.config.qmax, numerics)
+        return quantizer.forward(x, grid, self.numerics == "half_away")
+
     def forward_with_calibration(self, x: np.ndarray) -> np.ndarray:
         """`forward`, after calibrating on `x` if nothing was calibrated before."""
         if not self._initialized:
             self.calibrate(x)
         return self.forward(x)
 
-    def backward(self, dy: np.ndarray) -> np.ndarray:
+    def backward(self, dy: Any) -> Any:
         """The straight-through gradient: `dy` unchanged, as a copy."""
-        return np.array(as_float_array(dy, "dy")[0])
+        return dy.clone() if is_tensor(dy) else np.array(as_float_array(dy, "dy")[0])
 
-    def backward_clamped(self, dy: np.ndarray, x: np.ndarray) -> np.ndarray:
+    def backward_clamped(self, dy: Any, x: Any) -> Any:
         """`dy` where `x` is representable, else 0.
 
             (qmin - zero_point) * scale <= x <= (qmax - zero_point) * scale
@@ -195,15 +209,24 @@ class FakeQuantizer:
         >>> fq.backward_clamped(np.float32([1, 1, 1]), np.float32([-1.0, 0.5, 2.0]))
         array([1., 1., 0.], dtype=float32)
         """
+        lo, hi = (np.float32(q - self._zero_point) * self._scale for q in (self.config.qmin, self.config.qmax))
+        if is_tensor(dy):
+            from fakequant.torch import quantizer
+
+            return quantizer.backward_clamped(dy, x, float(lo), float(hi))
         dy, x = as_float_array(dy, "dy")[0], as_float_array(x)[0]
         if dy.shape != x.shape:
             raise ValueError(f"`dy` must have the shape of `x`, {x.shape}, got {dy.shape}.")
-        lo, hi = (np.float32(q - self._zero_point) * self._scale for q in (self.config.qmin, self.config.qmax))
         return np.where((x < lo) | (x > hi), np.zeros((), dy.dtype), dy)
 
     def __repr__(self) -> str:
         state = f"scale={self.scale}, zero_point={self.zero_point}" if self._initialized else "not calibrated"
         return f"FakeQuantizer({self.config}, numerics={self.numerics!r}, {state})"
+
+
+def _as_array(data: Any) -> np.ndarray:
+    """A tensor's values as float32; the range is float32 in any case."""
+    return data.detach().float().cpu().numpy()
 
 
 def _saturate(value: np.ndarray, qmin: int, qmax: int) -> int:

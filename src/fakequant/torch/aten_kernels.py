@@ -30,7 +30,7 @@ def is_ours(x: Tensor) -> bool:
     return x.dtype in KERNEL_DTYPES and is_memory(x)
 
 
-def number_grid(scale: object, zero_point: object, qmin: object, qmax: object) -> Grid | None:
+def number_grid(scale: Any, zero_point: Any, qmin: Any, qmax: Any) -> Grid | None:
     """The grid of four numbers that torch accepts."""
     if type(scale) not in (float, int) or not type(zero_point) is type(qmin) is type(qmax) is int:
         return None
@@ -39,7 +39,7 @@ def number_grid(scale: object, zero_point: object, qmin: object, qmax: object) -
     return Grid(float(scale), zero_point, qmin, qmax, "torch_tensor")
 
 
-def one_element_grid(scale: object, zero_point: object, qmin: object, qmax: object) -> Grid | None:
+def one_element_grid(scale: Any, zero_point: Any, qmin: Any, qmax: Any) -> Grid | None:
     """The grid of two tensors with one element each, which torch reads; the zero point may be anywhere."""
     if not (isinstance(scale, Tensor) and isinstance(zero_point, Tensor) and type(qmin) is type(qmax) is int):
         return None
@@ -47,13 +47,13 @@ def one_element_grid(scale: object, zero_point: object, qmin: object, qmax: obje
         return None
     if zero_point.dtype not in (torch.int32, torch.int64) or not is_memory(zero_point):
         return None
-    s, z = scale.item(), zero_point.item()
+    s, z = scale.item(), int(zero_point.item())
     if z not in _INT32 or (abs(s) > _FLOAT32_MAX and not np.isinf(s)) or not -(2**63) <= qmin <= qmax < 2**63:
         return None
     return Grid(s, z, qmin, qmax, "torch_tensor")
 
 
-def channel_grid(x: Tensor, scale: object, zero_point: object, axis: object, qmin: object, qmax: object) -> Grid | None:
+def channel_grid(x: Tensor, scale: Any, zero_point: Any, axis: Any, qmin: Any, qmax: Any) -> Grid | None:
     """The grid of one scale and zero point per index on `axis`."""
     if not (isinstance(scale, Tensor) and isinstance(zero_point, Tensor)):
         return None
@@ -68,7 +68,7 @@ def channel_grid(x: Tensor, scale: object, zero_point: object, axis: object, qmi
         zero_point = zero_point.contiguous()
         if (
             channels == (0,)
-            or _native.first_outside(zero_point.data_ptr(), native.ZERO_I32, *channels, qmin, qmax) >= 0
+            or _native.first_outside(zero_point.data_ptr(), native.ZERO_I32, channels[0], qmin, qmax) >= 0
         ):
             return None
     shape = [1] * x.dim()

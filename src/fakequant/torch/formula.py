@@ -46,7 +46,7 @@ class _Split:
         return x if self.one else x.reshape(self.shape)
 
     def block_sums(self, x: Tensor, like: Tensor) -> Tensor:
-        wide = x.to(_wide(x))
+        wide = self.data(x).to(_wide(x))
         return (wide.sum() if self.one else wide.sum(list(range(1, len(self.pairs), 2)))).reshape(like.shape)
 
 

@@ -156,7 +156,7 @@ def fake_quantize_learned_backward(
             f"got {tuple(dy.shape)} {str(dy.dtype)[6:]}."
         )
     grid = make_grid(x, scale, zero_point, spec, learned=True)
-    arguments = (dy, x, *grid, float(grad_factor))
+    arguments: tuple[Any, ...] = (dy, x, *grid, float(grad_factor))
     run = gradients.learned_gradients if _is_direct(x) else ops.learned_backward
     dx, dscale, dzero_point = run(*arguments)
     shape = blocks_of(tuple(x.shape), spec).parameters
@@ -332,7 +332,7 @@ def observe_fake_quantize(
         clipped and (mask is not None or gradients.is_differentiating(x)),
     )  # fmt: skip
     if _is_direct(x):
-        result = gradients.observe(x, *running, options)
+        result = gradients.observe(x, running[0], running[1], options)
     else:
         result = ops.observe_fake_quantize(x, *running, *options)
     y, bits, scale, zero_point, nonfinite = result

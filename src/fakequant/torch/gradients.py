@@ -26,7 +26,7 @@ class _Function(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args):
-        return super(torch.autograd.Function, cls).apply(*args)
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 
 def multiplies(numerics: str) -> bool:
@@ -34,7 +34,7 @@ def multiplies(numerics: str) -> bool:
     return numerics not in ("onnx", "half_away")
 
 
-def is_differentiating(*tensors: Tensor | None) -> bool:
+def is_differentiating(*tensors: Any) -> bool:
     """Whether a derivative of a function of these tensors may be asked for."""
     if forward_ad._current_level >= 0:
         return True
@@ -92,7 +92,7 @@ class ClippedAndMask(Clipped):
         return masked(dy, mask, ctx.order, ctx.multiply), None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, x_t: Tensor, *_: None):  # type: ignore[override]
+    def jvp(ctx: Any, x_t: Tensor, *_: None):
         """The tangent goes the way of the gradient; the mask has none."""
         return Clipped.jvp(ctx, x_t), None
 
@@ -148,7 +148,7 @@ class Fused(Clipped):
         return Clipped.backward(ctx, dy)
 
     @staticmethod
-    def jvp(ctx: Any, x_t: Tensor, *_: None):  # type: ignore[override]
+    def jvp(ctx: Any, x_t: Tensor, *_: None):
         """The tangent goes the way of the gradient; the mask has none."""
         return Clipped.jvp(ctx, x_t), None
 
@@ -254,14 +254,14 @@ class Learned(_Function):
         return _combine(tangents[:3], terms, x).to(x.dtype)
 
 
-def forward_grid(scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, numerics: str) -> Grid:
+def forward_grid(scale: Any, zero_point: Any, qmin: int, qmax: int, numerics: str) -> Grid:
     """The grid with the zero point rounded half to even."""
     if zero_point is not None and zero_point.is_floating_point():
         zero_point = zero_point.round().clamp(qmin, qmax).to(torch.int32)
     return Grid(scale, zero_point, qmin, qmax, numerics)
 
 
-def backward_grid(scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, numerics: str) -> Grid:
+def backward_grid(scale: Any, zero_point: Any, qmin: int, qmax: int, numerics: str) -> Grid:
     """The same grid, but in torch's rule for one scale: its backward rounds by cutting off z + 0.5."""
     if numerics == "torch_tensor" and zero_point is not None and zero_point.is_floating_point():
         zero_point = (zero_point.float() + 0.5).clamp(qmin, qmax).trunc().to(torch.int32)
@@ -278,7 +278,7 @@ def _combine(values: tuple[Tensor | None, ...], terms: tuple[Tensor, ...], x: Te
     return total
 
 
-def learned_gradients(dy: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any):
+def learned_gradients(dy: Tensor, x: Tensor, scale: Any, zero_point: Any, *rest: Any):
     """dx, dscale and dzero_point, differentiably. `rest`: qmin, qmax, numerics, grad_factor."""
     if not is_eager(dy) or not is_eager(x):
         return dispatched.ops.learned_backward(dy, x, scale, zero_point, *rest)
@@ -323,4 +323,5 @@ class LearnedGradient(_Function):
                 "Forward-mode derivatives of the gradients of a learned fake-quantize are implemented in dy only.\n"
                 "Use reverse mode over reverse mode: torch.autograd.grad(..., create_graph=True)."
             )
+        assert tangents[0] is not None
         return learned_gradients(tangents[0], x, scale, zero_point, *ctx.rest)

@@ -152,6 +152,7 @@ def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor
         x = dense(x, y)
     dtype = KERNEL_DTYPES[x.dtype]
     if isinstance(grid.scale, float):
+        assert isinstance(grid.zero_point, int)
         _native.fake_quantize_scalar(
             x.data_ptr(), y.data_ptr(), mask_address, mask_kind, dtype, size, NUMERICS[grid.numerics],
             grid.scale, grid.zero_point, grid.qmin, grid.qmax, False,
@@ -340,7 +341,8 @@ def min_max(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]
     _native.min_max(
         x.data_ptr(), KERNEL_DTYPES[x.dtype], shape, limits[0].data_ptr(), limits[1].data_ptr(), counts.data_ptr()
     )
-    lo, hi = (_from_order(v, blocks, order) for v in limits.to(dtype))
+    # Copies: results of an operator must not share memory.
+    lo, hi = (_from_order(v.to(dtype, copy=True), blocks, order) for v in limits)
     return lo, hi, torch.stack([_from_order(c, blocks, order) for c in counts])
 
 

@@ -7,9 +7,11 @@ dtype: the kernels compute in float32 whatever the dtype of the data, and a scal
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 
 from fakequant import native
 from fakequant.torch import batching, dispatched, formula, gradients, kernels
@@ -170,11 +172,17 @@ def _refuse_gradient(**parameters: Tensor | None) -> None:
             )
 
 
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Here a transform of `torch.func` has already been taken apart: one level of derivatives is left."""
+    with enable_single_level_autograd_function():
+        return function.apply(*args)
+
+
 def _autograd_fake_quantize(x, scale, zero_point, qmin, qmax, numerics, clipped):
     grid = Grid(scale, zero_point, qmin, qmax, numerics)
     if gradients.is_differentiating(x, scale, zero_point):
         _refuse_gradient(scale=scale, zero_point=zero_point)
-        return (gradients.Clipped if clipped else gradients.PassThrough).apply(x, grid, dispatched)
+        return _apply(gradients.Clipped if clipped else gradients.PassThrough, x, grid, dispatched)
     return dispatched.fake_quantize(x, grid, native.MASK_NONE)[0]
 
 
@@ -183,33 +191,33 @@ def _autograd_fake_quantize_masked(x, scale, zero_point, qmin, qmax, numerics, p
     grid = Grid(scale, zero_point, qmin, qmax, numerics)
     if gradients.is_differentiating(x, scale, zero_point):
         _refuse_gradient(scale=scale, zero_point=zero_point)
-        return gradients.ClippedAndMask.apply(x, grid, kind, dispatched)
+        return _apply(gradients.ClippedAndMask, x, grid, kind, dispatched)
     return dispatched.fake_quantize(x, grid, kind)
 
 
 def _autograd_mask_backward(dy, mask, order, multiply):
     if gradients.is_differentiating(dy):
-        return gradients.Masked.apply(dy, mask, order, multiply, dispatched)
+        return _apply(gradients.Masked, dy, mask, order, multiply, dispatched)
     return dispatched.mask_backward(dy, mask, order, multiply)
 
 
 def _autograd_learned(*args):
     if gradients.is_differentiating(*args[:3]):
-        return gradients.Learned.apply(*args, dispatched)
+        return _apply(gradients.Learned, *args, dispatched)
     with torch._C._AutoDispatchBelowAutograd():
         return ops.fake_quantize_learned(*args)
 
 
 def _autograd_learned_backward(*args):
     if gradients.is_differentiating(*args[:4]):
-        return gradients.LearnedGradient.apply(*args, dispatched)
+        return _apply(gradients.LearnedGradient, *args, dispatched)
     with torch._C._AutoDispatchBelowAutograd():
         return ops.learned_backward(*args)
 
 
 def _autograd_observe(x, running_min, running_max, *rest):
     if gradients.is_differentiating(x):
-        return gradients.ObservedAndQuantized.apply(x, running_min, running_max, rest, dispatched)
+        return _apply(gradients.ObservedAndQuantized, x, running_min, running_max, rest, dispatched)
     return dispatched.observe_fake_quantize(x, running_min, running_max, rest)
 
 
