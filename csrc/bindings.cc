@@ -19,6 +19,7 @@
 #endif
 
 #include "core.h"
+#include "kernel_api.h"
 #include "parallel.h"
 
 namespace nb = nanobind;
@@ -338,6 +339,13 @@ NB_MODULE(_native, m) {
   m.def("first_invalid_scale", &py_first_invalid_scale, "scale"_a, "is_f64"_a, "n"_a);
   m.def("first_outside", &py_first_outside, "zero_point"_a.none(), "zero_kind"_a, "n"_a, "low"_a, "high"_a);
 
+  m.def(
+      "kernel_api",
+      [] {
+        static const KernelApi api{&fake_quantize, &mask_backward, &learned_backward};
+        return reinterpret_cast<size_t>(&api);
+      },
+      "The address of the kernels, for this package's other modules.");
   m.def("get_num_threads", &get_num_threads);
   m.def("set_num_threads", &set_num_threads, "n"_a);
   m.def(

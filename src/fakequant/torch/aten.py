@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fakequant import native
-from fakequant.torch import aten_kernels, gradients, kernels
+from fakequant.torch import aten_kernels, gradients, nodes
 from fakequant.torch.dispatched import ops
 from fakequant.torch.kernels import KERNEL_DTYPES, Grid
 from fakequant.torch.plain import is_eager
@@ -32,32 +32,21 @@ def _learns(*parameters: object) -> bool:
     return torch.is_grad_enabled() and any(isinstance(p, Tensor) and p.requires_grad for p in parameters)
 
 
-def _clipped(x: Tensor, grid: Grid) -> Tensor:
-    if gradients.is_differentiating(x):
-        return gradients.Clipped.apply(x, grid, kernels)
-    return kernels.fake_quantize(x, grid, native.MASK_NONE)[0]
-
-
-def _with_bytes(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    if gradients.is_differentiating(x):
-        return gradients.ClippedAndMask.apply(x, grid, native.MASK_BYTES, kernels)
-    y, mask = kernels.fake_quantize(x, grid, native.MASK_BYTES)
-    assert mask is not None
-    return y, mask
-
-
 # --- per tensor -----------------------------------------------------------------------------------
 
 
 def fake_quantize_per_tensor_affine(input: Any, scale: Any, zero_point: Any, quant_min: Any, quant_max: Any) -> Tensor:
     """See `fakequant.fake_quantize_per_tensor_affine`."""
     numbers = (scale, zero_point, quant_min, quant_max)
+    y = nodes.fake_quantize(input, *numbers, native.TORCH_TENSOR, None, numbers[2:], True)
+    if y is not None:
+        return y
     if _is_direct(input):
         grid = aten_kernels.number_grid(*numbers)
         if grid is None and not _learns(scale, zero_point):
             grid = aten_kernels.one_element_grid(*numbers)
         if grid is not None:
-            return _clipped(input, grid)
+            return gradients.clipped(input, grid)
     elif _is_here(input) and (grid := _tensor_grid(input, *numbers)) is not None:
         return ops.fake_quantize(input, *grid, True)
     return torch.fake_quantize_per_tensor_affine(input, scale, zero_point, quant_min, quant_max)
@@ -82,7 +71,7 @@ def fake_quantize_per_tensor_affine_cachemask(
     """See `fakequant.fake_quantize_per_tensor_affine_cachemask`."""
     grid = aten_kernels.number_grid(scale, zero_point, quant_min, quant_max)
     if grid is not None and _is_direct(input):
-        return _with_bytes(input, grid)
+        return gradients.clipped_and_mask(input, grid, native.MASK_BYTES)
     if _is_here(input) and (grid := _tensor_grid(input, scale, zero_point, quant_min, quant_max)) is not None:
         return ops.fake_quantize_masked(input, *grid, False)
     return _aten.fake_quantize_per_tensor_affine_cachemask(input, scale, zero_point, quant_min, quant_max)
@@ -95,7 +84,7 @@ def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
     if _is_direct(input) and not _learns(scale, zero_point) and isinstance(fake_quant_enabled, Tensor):
         grid = aten_kernels.one_element_grid(scale, zero_point, quant_min, quant_max)
         if grid is not None and fake_quant_enabled.numel() == 1 and fake_quant_enabled.item() == 1:
-            return _with_bytes(input, grid)
+            return gradients.clipped_and_mask(input, grid, native.MASK_BYTES)
     return _aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
         input, scale, zero_point, fake_quant_enabled, quant_min, quant_max
     )
@@ -131,10 +120,14 @@ def fake_quantize_per_channel_affine(
     input: Any, scale: Any, zero_point: Any, axis: Any, quant_min: Any, quant_max: Any
 ) -> Tensor:
     """See `fakequant.fake_quantize_per_channel_affine`."""
+    ends = (quant_min, quant_max)
+    y = nodes.fake_quantize(input, scale, zero_point, *ends, native.TORCH_CHANNEL, axis, ends, True)
+    if y is not None:
+        return y
     if _is_here(input):
         grid = _channel_grid(input, scale, zero_point, axis, quant_min, quant_max)
         if grid is not None:
-            return _clipped(input, grid) if _is_direct(input) else ops.fake_quantize(input, *grid, True)
+            return gradients.clipped(input, grid) if _is_direct(input) else ops.fake_quantize(input, *grid, True)
     return torch.fake_quantize_per_channel_affine(input, scale, zero_point, axis, quant_min, quant_max)
 
 
@@ -145,7 +138,11 @@ def fake_quantize_per_channel_affine_cachemask(
     if _is_here(input):
         grid = _channel_grid(input, scale, zero_point, axis, quant_min, quant_max)
         if grid is not None:
-            return _with_bytes(input, grid) if _is_direct(input) else ops.fake_quantize_masked(input, *grid, False)
+            return (
+                gradients.clipped_and_mask(input, grid, native.MASK_BYTES)
+                if _is_direct(input)
+                else ops.fake_quantize_masked(input, *grid, False)
+            )
     return _aten.fake_quantize_per_channel_affine_cachemask(input, scale, zero_point, axis, quant_min, quant_max)
 
 
@@ -164,8 +161,12 @@ def fake_quantize_learnable_per_tensor_affine(
 ) -> Tensor:
     """See `fakequant.fake_quantize_learnable_per_tensor_affine`."""
     arguments = (input, scale, zero_point, quant_min, quant_max)
-    if _is_learnable(*arguments, grad_factor) and scale.shape == zero_point.shape == (1,):
-        return _learnable(*arguments, "torch_tensor", float(grad_factor))
+    if _is_range_with_zero(quant_min, quant_max):
+        y = nodes.fake_quantize_learned(*arguments, "torch_tensor", None, grad_factor)
+        if y is not None:
+            return y
+        if _is_learnable(*arguments[:3], grad_factor) and scale.shape == zero_point.shape == (1,):
+            return _learnable(*arguments, "torch_tensor", float(grad_factor))
     return torch._fake_quantize_learnable_per_tensor_affine(*arguments, grad_factor)
 
 
@@ -173,11 +174,14 @@ def fake_quantize_learnable_per_channel_affine(
     input: Any, scale: Any, zero_point: Any, axis: Any, quant_min: Any, quant_max: Any, grad_factor: Any = 1.0
 ) -> Tensor:
     """See `fakequant.fake_quantize_learnable_per_channel_affine`."""
-    if _is_learnable(input, scale, zero_point, quant_min, quant_max, grad_factor) and _fits(
-        scale, zero_point, input, axis
-    ):
-        parameters = _along(scale, input, axis), _along(zero_point, input, axis)
-        return _learnable(input, *parameters, quant_min, quant_max, "torch_channel", float(grad_factor))
+    if _is_range_with_zero(quant_min, quant_max):
+        ends = (quant_min, quant_max)
+        y = nodes.fake_quantize_learned(input, scale, zero_point, *ends, "torch_channel", axis, grad_factor)
+        if y is not None:
+            return y
+        if _is_learnable(input, scale, zero_point, grad_factor) and _fits(scale, zero_point, input, axis):
+            parameters = _along(scale, input, axis), _along(zero_point, input, axis)
+            return _learnable(input, *parameters, *ends, "torch_channel", float(grad_factor))
     return torch._fake_quantize_learnable_per_channel_affine(
         input, scale, zero_point, axis, quant_min, quant_max, grad_factor
     )
@@ -193,8 +197,13 @@ def _along(values: Tensor, x: Tensor, axis: int) -> Tensor:
     return values.view([-1 if a == axis else 1 for a in range(x.dim())])
 
 
-def _is_learnable(x: Any, scale: Any, zero_point: Any, qmin: Any, qmax: Any, grad_factor: Any) -> bool:
-    """Whether the kernels can do it. Beyond 2^24 a zero point is rounded on its way through float32."""
+def _is_range_with_zero(qmin: Any, qmax: Any) -> bool:
+    """What torch's backward asks for. Beyond 2^24 a zero point is rounded on its way through float32."""
+    return type(qmin) is type(qmax) is int and -(2**24) <= qmin <= 0 <= qmax <= 2**24
+
+
+def _is_learnable(x: Any, scale: Any, zero_point: Any, grad_factor: Any) -> bool:
+    """Whether the kernels can do it."""
     return (
         _is_here(x)
         and x.numel() > 0
@@ -202,19 +211,14 @@ def _is_learnable(x: Any, scale: Any, zero_point: Any, qmin: Any, qmax: Any, gra
         and isinstance(zero_point, Tensor)
         and scale.dtype == zero_point.dtype == torch.float32
         and scale.device == zero_point.device == x.device
-        and type(qmin) is type(qmax) is int
         and isinstance(grad_factor, (int, float))
-        and -(2**24) <= qmin <= 0 <= qmax <= 2**24
         and (not _is_direct(x) or bool(zero_point.isfinite().all()))
     )
 
 
 def _learnable(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tensor:
-    if not _is_direct(x):
-        return ops.fake_quantize_learned(x, scale, zero_point, *rest)
-    if gradients.is_differentiating(x, scale, zero_point):
-        return gradients.Learned.apply(x, scale, zero_point, *rest, kernels)
-    return kernels.fake_quantize(x, gradients.forward_grid(scale, zero_point, *rest[:-1]), native.MASK_NONE)[0]
+    run = gradients.learned if _is_direct(x) else ops.fake_quantize_learned
+    return run(x, scale, zero_point, *rest)
 
 
 def fake_quantize_learnable_per_tensor_affine_backward(
@@ -261,7 +265,7 @@ def fused_moving_avg_obs_fake_quant(input: Any, *arguments: Any) -> Tensor:
     if call is None:
         return torch.fused_moving_avg_obs_fake_quant(input, *arguments)
     if gradients.is_differentiating(input):
-        return gradients.Fused.apply(input, call, native.MASK_PACKED)[0]
+        return gradients.fused(input, call, native.MASK_PACKED)[0]
     return call.run(native.MASK_NONE)[0]
 
 
@@ -270,11 +274,7 @@ def fused_moving_avg_obs_fq_helper(input: Any, *arguments: Any) -> tuple[Tensor,
     call = _fused_call(input, arguments)
     if call is None:
         return _aten._fused_moving_avg_obs_fq_helper(input, *arguments)
-    if gradients.is_differentiating(input):
-        return gradients.Fused.apply(input, call, native.MASK_BYTES)
-    y, mask = call.run(native.MASK_BYTES)
-    assert mask is not None
-    return y, mask
+    return gradients.fused(input, call, native.MASK_BYTES)
 
 
 def _fused_call(x: Any, arguments: tuple) -> aten_kernels.Fused | None:

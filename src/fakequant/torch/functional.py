@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from fakequant import native
-from fakequant.grid import check_scalars, check_spec
+from fakequant.grid import check_scalars, check_spec, kernel_numerics as kernel_number
 from fakequant.layout import blocks_of
 from fakequant.qparams import check_eps
 from fakequant.spec import QuantSpec
-from fakequant.torch import gradients, kernels
+from fakequant.torch import gradients, kernels, nodes
 from fakequant.torch.dispatched import ops
 from fakequant.torch.kernels import KERNEL_DTYPES, Grid, code_dtype
 from fakequant.torch.plain import is_eager
@@ -55,9 +55,16 @@ def fake_quantize(
     gradient: Gradient = "clipped",
 ) -> Any:
     """See `fakequant.fake_quantize`."""
-    check_data(x)
     check_spec(spec)
     clipped = _check_gradient(gradient)
+    if mask is None and spec.group_size is None:
+        low, high = spec.qmin, spec.qmax
+        zeros = (0, 0) if spec.symmetric else (low, high)
+        axis = None if spec.axis is None else spec.axis % (x.dim() or 1)
+        y = nodes.fake_quantize(x, scale, zero_point, low, high, kernel_number(spec), axis, zeros, clipped)
+        if y is not None:
+            return y
+    check_data(x)
     for name, value in (("scale", scale), ("zero_point", zero_point)):
         _refuse_gradient(value, name, "fake_quantize")
     direct = _is_direct(x)
@@ -70,9 +77,7 @@ def fake_quantize(
         return _with_mask(x, grid, mask, clipped, direct)
     if not direct:
         return ops.fake_quantize(x, *grid, clipped)
-    if gradients.is_differentiating(x):
-        return (gradients.Clipped if clipped else gradients.PassThrough).apply(x, grid, kernels)
-    return kernels.fake_quantize(x, grid, native.MASK_NONE)[0]
+    return gradients.clipped(x, grid) if clipped else gradients.pass_through(x, grid)
 
 
 def _with_mask(x: Tensor, grid: Grid, mask: str, clipped: bool, direct: bool) -> tuple[Tensor, Tensor]:
@@ -83,11 +88,7 @@ def _with_mask(x: Tensor, grid: Grid, mask: str, clipped: bool, direct: bool) ->
         raise ValueError('`mask` says which gradients are clipped, so it needs gradient="clipped".')
     if not direct:
         return ops.fake_quantize_masked(x, *grid, kind == native.MASK_PACKED)
-    if gradients.is_differentiating(x):
-        return gradients.ClippedAndMask.apply(x, grid, kind, kernels)
-    y, bits = kernels.fake_quantize(x, grid, kind)
-    assert bits is not None
-    return y, bits
+    return gradients.clipped_and_mask(x, grid, kind)
 
 
 def fake_quantize_backward(dy: Tensor, mask: Tensor, spec: QuantSpec) -> Tensor:
@@ -123,16 +124,19 @@ def fake_quantize_learned(
     x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float = 1.0
 ) -> Tensor:
     """See `fakequant.fake_quantize_learned`."""
-    check_data(x)
     check_spec(spec)
+    if spec.group_size is None:
+        z = None if type(zero_point) is int and zero_point == 0 and spec.qmin <= 0 else zero_point
+        axis = None if spec.axis is None else spec.axis % (x.dim() or 1)
+        if z is None or not spec.symmetric:
+            numerics = kernel_numerics(spec)
+            y = nodes.fake_quantize_learned(x, scale, z, spec.qmin, spec.qmax, numerics, axis, grad_factor)
+            if y is not None:
+                return y
+    check_data(x)
     grid = make_grid(x, scale, zero_point, spec, learned=True)
-    assert isinstance(grid.scale, Tensor)
-    arguments = (x, *grid, float(grad_factor))
-    if not _is_direct(x):
-        return ops.fake_quantize_learned(*arguments)
-    if gradients.is_differentiating(x, grid.scale, grid.zero_point):
-        return gradients.Learned.apply(*arguments, kernels)
-    return kernels.fake_quantize(x, gradients.forward_grid(*grid), native.MASK_NONE)[0]
+    run = gradients.learned if _is_direct(x) else ops.fake_quantize_learned
+    return run(x, *grid, float(grad_factor))
 
 
 class LearnedGradients(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fakequant import native
-from fakequant.torch import dispatched, formula, kernels
+from fakequant.torch import dispatched, formula, kernels, nodes
 from fakequant.torch.kernels import Grid, Observation, Observed, Order, order_of
 from fakequant.torch.plain import is_eager
 
@@ -45,6 +45,95 @@ def _keep(ctx: Any, *tensors: Tensor | None) -> None:
     ctx.save_for_backward(*tensors)
     if forward_ad._current_level >= 0:
         ctx.save_for_forward(*tensors)
+
+
+# --- on ordinary memory ---------------------------------------------------------------------------
+#
+# These are called where `is_eager(x)`. With compiled nodes the forward runs first and its result is
+# then declared to depend on x; without, or for a forward-mode derivative, the classes below do it.
+
+
+def _has_nodes() -> bool:
+    return nodes.compiled is not None and forward_ad._current_level < 0
+
+
+def clipped(x: Tensor, grid: Grid) -> Tensor:
+    """y, with a clipped gradient if one may be asked for."""
+    if not is_differentiating(x):
+        return kernels.fake_quantize(x, grid, native.MASK_NONE)[0]
+    if not _has_nodes():
+        return Clipped.apply(x, grid, kernels)
+    y, mask = kernels.fake_quantize(x.detach(), grid, native.MASK_PACKED)
+    nodes.compiled.clipped(x, y, mask, order_of(x), multiplies(grid.numerics))
+    return y
+
+
+def clipped_and_mask(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor]:
+    """The same, and the mask: packed, or bytes like y."""
+    if is_differentiating(x) and not _has_nodes():
+        return ClippedAndMask.apply(x, grid, mask_kind, kernels)
+    y, mask = kernels.fake_quantize(x.detach(), grid, mask_kind)
+    assert mask is not None
+    if is_differentiating(x):
+        nodes.compiled.clipped(x, y, mask, order_of(x), multiplies(grid.numerics))
+    return y, mask
+
+
+def pass_through(x: Tensor, grid: Grid) -> Tensor:
+    """y, with the gradient passed through."""
+    if is_differentiating(x) and not _has_nodes():
+        return PassThrough.apply(x, grid, kernels)
+    y, _ = kernels.fake_quantize(x.detach(), grid, native.MASK_NONE)
+    if is_differentiating(x):
+        nodes.compiled.pass_through(x, y)
+    return y
+
+
+def learned(x: Tensor, scale: Any, zero_point: Any, *rest: Any) -> Tensor:
+    """y, differentiable in x, scale and zero point. `rest`: qmin, qmax, numerics, grad_factor."""
+    if is_differentiating(x, scale, zero_point):
+        return Learned.apply(x, scale, zero_point, *rest, kernels)
+    return kernels.fake_quantize(x, forward_grid(scale, zero_point, *rest[:-1]), native.MASK_NONE)[0]
+
+
+def observe(x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple) -> Observed:
+    """The observing operator. `rest` is everything after the running range in its schema."""
+    if is_differentiating(x) and not _has_nodes():
+        return Observed(*ObservedAndQuantized.apply(x, running_min, running_max, rest, _Direct))
+    result = _Direct.observe_fake_quantize(x.detach(), running_min, running_max, rest)
+    if is_differentiating(x):
+        if result.mask is None:
+            nodes.compiled.pass_through(x, result.y)
+        else:
+            nodes.compiled.clipped(x, result.y, result.mask, order_of(x), multiplies(rest[2]))
+    return result
+
+
+def fused(x: Tensor, call: Any, mask_kind: int) -> tuple[Tensor, Tensor]:
+    """torch's fused observer and fake-quantize; `call` is an `aten_kernels.Fused`."""
+    if is_differentiating(x) and not _has_nodes():
+        return Fused.apply(x, call, mask_kind)
+    with torch.no_grad():
+        y, mask = call.run(mask_kind)
+    if is_differentiating(x):
+        nodes.compiled.clipped(x, y, mask, order_of(x), True)
+    return y, mask
+
+
+class _Direct:
+    """The operator's signature over the kernel's."""
+
+    @staticmethod
+    def observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple) -> Observed:
+        qmin, qmax, numerics, symmetric, averaging_constant, eps, clipped = rest
+        grid = Grid(running_min, None, qmin, qmax, numerics)
+        kind = native.MASK_PACKED if clipped else native.MASK_NONE
+        how = Observation(averaging_constant, eps, symmetric)
+        torch.autograd.graph.increment_version([running_min, running_max])
+        return kernels.observe_fake_quantize(x, running_min, running_max, how, grid, kind)
+
+
+# --- nodes in Python ------------------------------------------------------------------------------
 
 
 class Clipped(_Function):
@@ -151,26 +240,6 @@ class Fused(Clipped):
     def jvp(ctx: Any, x_t: Tensor, *_: None):
         """The tangent goes the way of the gradient; the mask has none."""
         return Clipped.jvp(ctx, x_t), None
-
-
-def observe(x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple) -> tuple:
-    """The observing operator on ordinary memory."""
-    if is_differentiating(x):
-        return ObservedAndQuantized.apply(x, running_min, running_max, rest, _Direct)
-    return _Direct.observe_fake_quantize(x, running_min, running_max, rest)
-
-
-class _Direct:
-    """The operator's signature over the kernel's."""
-
-    @staticmethod
-    def observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple) -> Observed:
-        qmin, qmax, numerics, symmetric, averaging_constant, eps, clipped = rest
-        grid = Grid(running_min, None, qmin, qmax, numerics)
-        kind = native.MASK_PACKED if clipped else native.MASK_NONE
-        how = Observation(averaging_constant, eps, symmetric)
-        torch.autograd.graph.increment_version([running_min, running_max])
-        return kernels.observe_fake_quantize(x, running_min, running_max, how, grid, kind)
 
 
 class PassThrough(_Function):

@@ -1,0 +1,15 @@
+// The kernels as a table of functions, for other modules in the process: one copy of the kernels, one
+// set of threads, one chosen instruction set.
+#pragma once
+
+#include "kernels.h"
+
+namespace fakequant {
+
+struct KernelApi {
+  void (*fake_quantize)(const FakeQuantizeArgs&);
+  void (*mask_backward)(const MaskBackwardArgs&);
+  void (*learned_backward)(const LearnedBackwardArgs&);
+};
+
+}  // namespace fakequant

@@ -1,0 +1,58 @@
+"""What is compiled for this release of torch, if anything is (csrc/torch/autograd.cc)."""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fakequant.native import _native
+from fakequant.torch.kernels import NUMERICS
+
+
+def _load() -> Any:
+    version = torch.__version__.split("+")[0].replace(".", "_")
+    try:
+        module = importlib.import_module(f"fakequant._autograd_{version}")
+    except ModuleNotFoundError:
+        return None
+    module.use_kernels(_native.kernel_api())
+    return module
+
+
+# None: the functions and nodes written in Python are used, which give the same results and take longer to call.
+compiled: Any = _load()
+
+
+def fake_quantize(
+    x: Any,
+    scale: Any,
+    zero_point: Any,
+    qmin: Any,
+    qmax: Any,
+    numerics: int,
+    axis: int | None,
+    zeros: tuple,
+    clipped: bool,
+) -> Tensor | None:
+    """The short way for ordinary arguments, with zero points within `zeros`; None: take the long one."""
+    if compiled is None or torch.compiler.is_compiling():
+        return None
+    try:
+        return compiled.fake_quantize(x, scale, zero_point, qmin, qmax, numerics, axis, *zeros, clipped)
+    except TypeError:  # not the types it knows; the long way says what is wrong, if anything is
+        return None
+
+
+def fake_quantize_learned(
+    x: Any, scale: Any, zero_point: Any, qmin: Any, qmax: Any, numerics: str, axis: int | None, grad_factor: Any
+) -> Tensor | None:
+    """The same with learned scale and zero point."""
+    if compiled is None or torch.compiler.is_compiling():
+        return None
+    try:
+        return compiled.fake_quantize_learned(
+            x, scale, zero_point, qmin, qmax, numerics, NUMERICS[numerics], axis, grad_factor
+        )
+    except TypeError:
+        return None
