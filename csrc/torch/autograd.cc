@@ -394,6 +394,8 @@ nb::object fake_quantize(nb::handle x_object, nb::handle scale, nb::handle zero_
                          int numerics, std::optional<int64_t> axis, int64_t lowest_zero, int64_t highest_zero,
                          bool clipped) {
   if (!is_tensor(x_object) || qmin > qmax) return nb::none();
+  // torch's functions take two numbers or two tensors.
+  if (!is_own(Numerics(numerics)) && is_tensor(scale) != is_tensor(zero_point)) return nb::none();
   const Tensor& x = tensor(x_object);
   if (!is_simple_data(x)) return nb::none();
   const auto shape = shape_of(x, axis);

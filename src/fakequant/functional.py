@@ -1,4 +1,6 @@
-"""The library's own functions on NumPy arrays: everything about the grid is in a `QuantSpec`.
+"""The library's own functions: everything about the grid is in a `QuantSpec`.
+
+They take NumPy arrays or torch tensors and answer in kind; on tensors the results are differentiable.
 
 In the numerics "onnx" and "half_away" one rule holds for special values in every granularity and
 dtype (docs/numerics.md): NaN stays NaN, infinities saturate, and both have gradient 0. In "torch"
@@ -6,10 +8,10 @@ they are what torch makes of them. Results are in C order, whatever the order of
 """
 
 from math import prod
-from typing import Literal, NamedTuple, overload
+from typing import Any, Generic, Literal, NamedTuple, overload
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
+from numpy.typing import ArrayLike
 
 from fakequant import native
 from fakequant.arrays import KERNEL_DTYPES, as_float_array
@@ -18,19 +20,19 @@ from fakequant.layout import blocks_of
 from fakequant.native import _native
 from fakequant.qparams import EPS, check_eps
 from fakequant.spec import QuantSpec
-from fakequant.tensors import is_tensor, own_on_tensors
+from fakequant.tensors import Array, is_tensor, own_on_tensors
 
 MaskForm = Literal["packed", "bool"]
 # What autograd makes of a tensor: 0 outside the range, or everything passed through.
 Gradient = Literal["clipped", "pass"]
 
 
-class LearnedGradients(NamedTuple):
+class LearnedGradients(NamedTuple, Generic[Array]):
     """Gradients of fake quantization with a learned scale and zero point."""
 
-    dx: np.ndarray
-    dscale: np.ndarray
-    dzero_point: np.ndarray
+    dx: Array
+    dscale: Array
+    dzero_point: Array
 
 
 def _empty_mask(form: MaskForm | None, shape: tuple[int, ...]) -> tuple[np.ndarray | None, int]:
@@ -45,12 +47,12 @@ def _empty_mask(form: MaskForm | None, shape: tuple[int, ...]) -> tuple[np.ndarr
 
 @overload
 def fake_quantize(
-    x: np.ndarray, scale: ArrayLike, zero_point: ArrayLike, spec: QuantSpec, *, mask: None = None
-) -> np.ndarray: ...
+    x: Array, scale: Any, zero_point: Any, spec: QuantSpec, *, mask: None = None, gradient: Gradient = "clipped"
+) -> Array: ...
 @overload
 def fake_quantize(
-    x: np.ndarray, scale: ArrayLike, zero_point: ArrayLike, spec: QuantSpec, *, mask: MaskForm
-) -> tuple[np.ndarray, np.ndarray]: ...
+    x: Array, scale: Any, zero_point: Any, spec: QuantSpec, *, mask: MaskForm, gradient: Gradient = "clipped"
+) -> tuple[Array, Array]: ...
 def fake_quantize(x, scale, zero_point, spec, *, mask=None, gradient="clipped"):
     """Rounds `x` to the grid of `spec` and returns it as floats.
 
@@ -95,7 +97,7 @@ def fake_quantize(x, scale, zero_point, spec, *, mask=None, gradient="clipped"):
     return y if mask is None else (y, bits)
 
 
-def fake_quantize_backward(dy: np.ndarray, mask: np.ndarray, spec: QuantSpec) -> np.ndarray:
+def fake_quantize_backward(dy: Array, mask: Array, spec: QuantSpec) -> Array:
     """The straight-through gradient: `dy` where the element was inside the range, else 0.
 
         dx = mask ? dy : 0          (numerics "torch": dy * mask)
@@ -131,7 +133,7 @@ def _mask_kind(mask: object, shape: tuple[int, ...]) -> int:
     )
 
 
-def round_zero_point(zero_point: ArrayLike, spec: QuantSpec) -> np.ndarray:
+def round_zero_point(zero_point: Any, spec: QuantSpec) -> Any:
     """A learned (float) zero point as the integer that forward and backward use.
 
         z = clamp(rint(zero_point), qmin, qmax)
@@ -147,9 +149,7 @@ def round_zero_point(zero_point: ArrayLike, spec: QuantSpec) -> np.ndarray:
     return np.clip(np.rint(z.astype(np.float64)), spec.qmin, spec.qmax).astype(np.int32)
 
 
-def fake_quantize_learned(
-    x: np.ndarray, scale: ArrayLike, zero_point: ArrayLike, spec: QuantSpec, *, grad_factor: float = 1.0
-) -> np.ndarray:
+def fake_quantize_learned(x: Array, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float = 1.0) -> Array:
     """`fake_quantize` with a scale and a zero point that are learned; the zero point may have a fraction.
 
         y = fake_quantize(x, scale, round_zero_point(zero_point))
@@ -168,8 +168,8 @@ def fake_quantize_learned(
 
 
 def fake_quantize_learned_backward(
-    dy: np.ndarray, x: np.ndarray, scale: ArrayLike, zero_point: ArrayLike, spec: QuantSpec, *, grad_factor: float = 1.0
-) -> LearnedGradients:
+    dy: Array, x: Array, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float = 1.0
+) -> LearnedGradients[Array]:
     """Gradients of `fake_quantize` with respect to `x`, `scale` and `zero_point`, in one pass.
 
         z = round_zero_point(zero_point);   inside = qmin <= rint(x / scale) + z <= qmax
@@ -200,7 +200,7 @@ def fake_quantize_learned_backward(
         grid.zero_kind, grid.qmin, grid.qmax, float(grad_factor), sums[0], sums[1],
     )  # fmt: skip
     with np.errstate(over="ignore"):  # a sum beyond float32 is infinite
-        dscale, dzero_point = sums.reshape((2, *grid.parameters)).astype(scale_dtype(dtype, spec))
+        dscale, dzero_point = sums.reshape(2, *grid.parameters).astype(scale_dtype(dtype, spec))
     return LearnedGradients(dx, np.asarray(dscale), np.asarray(dzero_point))
 
 
@@ -236,9 +236,7 @@ def _packed_code_type(spec: QuantSpec) -> int:
     return code
 
 
-def quantize(
-    x: np.ndarray, scale: ArrayLike, zero_point: ArrayLike, spec: QuantSpec, *, packed: bool = False
-) -> np.ndarray:
+def quantize(x: Array, scale: Any, zero_point: Any, spec: QuantSpec, *, packed: bool = False) -> Array:
     """The integer codes of `x`.
 
         q = clamp(rint(x / scale) + zero_point, qmin, qmax)        (numerics "onnx")
@@ -271,14 +269,14 @@ def quantize(
 
 
 def dequantize(
-    q: np.ndarray,
-    scale: ArrayLike,
-    zero_point: ArrayLike,
+    q: Array,
+    scale: Any,
+    zero_point: Any,
     spec: QuantSpec,
     *,
     shape: tuple[int, ...] | None = None,
-    dtype: DTypeLike | None = None,
-) -> np.ndarray:
+    dtype: Any = None,
+) -> Array:
     """The values that the codes `q` stand for.
 
         y = (q - zero_point) * scale
@@ -325,28 +323,28 @@ def dequantize(
     return y
 
 
-class ObservedFakeQuantize(NamedTuple):
+class ObservedFakeQuantize(NamedTuple, Generic[Array]):
     """What `observe_fake_quantize` returns."""
 
-    y: np.ndarray
-    mask: np.ndarray | None
-    scale: np.ndarray
-    zero_point: np.ndarray
-    # How many elements of x were not finite.
-    nonfinite: int
+    y: Array
+    mask: Array | None
+    scale: Array
+    zero_point: Array
+    # How many elements of x were not finite: a number, for tensors as a tensor.
+    nonfinite: Any
 
 
 def observe_fake_quantize(
-    x: np.ndarray,
+    x: Array,
     spec: QuantSpec,
-    running_min: np.ndarray,
-    running_max: np.ndarray,
+    running_min: Array,
+    running_max: Array,
     *,
     averaging_constant: float = 0.01,
     eps: float = EPS,
     mask: MaskForm | None = None,
     gradient: Gradient = "clipped",
-) -> ObservedFakeQuantize:
+) -> ObservedFakeQuantize[Array]:
     """Updates a running range with `x`, chooses scale and zero point from it, and fake-quantizes.
 
         running += averaging_constant * (observed - running)        (infinite: takes the first value)

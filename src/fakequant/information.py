@@ -2,7 +2,9 @@
 
 import dataclasses
 import platform
+import sys
 from importlib.metadata import version
+from importlib.util import find_spec
 
 import ml_dtypes
 import numpy as np
@@ -24,6 +26,8 @@ class Info:
     numpy: str
     ml_dtypes: str
     machine: str
+    # None: not imported in this process.
+    torch: str | None
 
     def __str__(self) -> str:
         others = [
@@ -38,6 +42,7 @@ class Info:
             "python": f"{self.python} on {self.machine}",
             "numpy": self.numpy,
             "ml_dtypes": self.ml_dtypes,
+            "torch": self.torch or "not imported",
         }
         return "\n".join(f"{name:<10} {value}" for name, value in rows.items())
 
@@ -59,4 +64,14 @@ def info() -> Info:
         numpy=np.__version__,
         ml_dtypes=ml_dtypes.__version__,
         machine=f"{platform.system()} {platform.machine()}",
+        torch=_torch(),
     )
+
+
+def _torch() -> str | None:
+    """torch's version and what we have for it; asking must not import it."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    name = f"fakequant._autograd_{torch.__version__.split('+')[0].replace('.', '_')}"
+    return f"{torch.__version__}, autograd nodes {'compiled' if find_spec(name) else 'in Python'}"

@@ -1,44 +1,43 @@
 """From data to a range, and from a range to scale and zero point."""
 
 from math import prod
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from fakequant.arrays import as_float_array, parameter_dtype
 from fakequant.grid import INF_IN_F32, ZERO_IN_F32
 from fakequant.layout import blocks_of
 from fakequant.native import _native
 from fakequant.spec import QuantSpec
-from fakequant.tensors import is_tensor, own_on_tensors
+from fakequant.tensors import Array, is_tensor, own_on_tensors
 
 EPS = float(np.finfo(np.float32).eps)
 
 
-class QParams(NamedTuple):
+class QParams(NamedTuple, Generic[Array]):
     """Scale (float32) and zero point (int32) of every block."""
 
-    scale: np.ndarray
-    zero_point: np.ndarray
+    scale: Array
+    zero_point: Array
 
 
-class Range(NamedTuple):
+class Range(NamedTuple, Generic[Array]):
     """The smallest and largest finite value of every block, and how many values were not finite."""
 
-    min: np.ndarray
-    max: np.ndarray
-    nan: np.ndarray
-    posinf: np.ndarray
-    neginf: np.ndarray
+    min: Array
+    max: Array
+    nan: Array
+    posinf: Array
+    neginf: Array
 
     @property
-    def absmax(self) -> np.ndarray:
+    def absmax(self) -> Array:
         """The largest magnitude of every block."""
-        return np.maximum(-self.min, self.max)
+        return self.max.clip(-self.min)
 
 
-def min_max(x: np.ndarray, spec: QuantSpec | None = None) -> Range:
+def min_max(x: Array, spec: QuantSpec | None = None) -> Range[Array]:
     """The range of `x`, per block of `spec`. Values that are not finite are left out and counted.
 
     A block without a finite value has min = +inf and max = -inf.
@@ -55,7 +54,7 @@ def min_max(x: np.ndarray, spec: QuantSpec | None = None) -> Range:
     limits = np.empty((2, count), np.float64)
     counts = np.empty((3, count), np.int64)
     _native.min_max(np.asarray(x, order="C"), dtype, blocks.kernel, limits[0], limits[1], counts)
-    lo, hi = limits.astype(parameter_dtype(dtype)).reshape((2, *blocks.parameters))
+    lo, hi = limits.astype(parameter_dtype(dtype)).reshape(2, *blocks.parameters)
     return Range(lo, hi, *(c.reshape(blocks.parameters) for c in counts))
 
 
@@ -65,7 +64,7 @@ def check_eps(eps: float) -> None:
         raise ValueError(f"`eps` must be finite and greater than 0 in float32, got {eps}.")
 
 
-def choose_qparams(lo: ArrayLike, hi: ArrayLike, spec: QuantSpec, *, eps: float = EPS) -> QParams:
+def choose_qparams(lo: Any, hi: Any, spec: QuantSpec, *, eps: float = EPS) -> QParams:
     """Scale and zero point for values between `lo` and `hi`, one pair per entry.
 
         symmetric   s = max(absmax / ((qmax - qmin) / 2), eps)      z = 0

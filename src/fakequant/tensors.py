@@ -1,11 +1,18 @@
 """How the functions tell a torch tensor from an array; torch is imported when one arrives."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from torch import Tensor
+    from typing_extensions import TypeIs
 
-def is_tensor(x: object) -> bool:
+# What goes in comes out: arrays for arrays, tensors for tensors.
+Array = TypeVar("Array", np.ndarray, "Tensor")
+
+
+def is_tensor(x: object) -> "TypeIs[Tensor]":
     """Whether `x` is a torch tensor, or a subclass or stand-in of one.
 
     >>> is_tensor(np.zeros(2)), is_tensor(1.0)

@@ -1,19 +1,20 @@
 """The shared part of all functions with torch's names: layout in, kernel, layout out."""
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import numpy as np
 
 from fakequant import native
 from fakequant.layout import channel_shape, memory_order, order_of_result
 from fakequant.native import _native
+from fakequant.tensors import Array
 
 
-class OutputAndMask(NamedTuple):
+class OutputAndMask(NamedTuple, Generic[Array]):
     """The fake-quantized values, and which elements were inside the range."""
 
-    output: np.ndarray
-    mask: np.ndarray
+    output: Array
+    mask: Array
 
 
 # --- layout ---------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from fakequant.aten.per_channel import KERNEL as CHANNEL_KERNEL, check_parameter
 from fakequant.aten.per_tensor import KERNEL, fake_quantize_per_tensor_affine_cachemask_tensor_qparams
 from fakequant.layout import channel_shape
 from fakequant.native import _native
-from fakequant.tensors import aten_on_tensors, is_tensor
+from fakequant.tensors import Array, aten_on_tensors, is_tensor
 
 _SIGNATURE = (
     ("Tensor", "input"),
@@ -38,20 +38,20 @@ _STATE_DTYPES = tuple(map(np.dtype, (np.float32, np.float32, np.float32, np.int3
 
 
 def fused_moving_avg_obs_fake_quant(
-    input: np.ndarray,
-    observer_on: np.ndarray,
-    fake_quant_on: np.ndarray,
-    running_min: np.ndarray,
-    running_max: np.ndarray,
-    scale: np.ndarray,
-    zero_point: np.ndarray,
+    input: Array,
+    observer_on: Array,
+    fake_quant_on: Array,
+    running_min: Array,
+    running_max: Array,
+    scale: Array,
+    zero_point: Array,
     averaging_const: float,
     quant_min: int,
     quant_max: int,
     ch_axis: int,
     per_row_fake_quant: bool = False,
     symmetric_quant: bool = False,
-) -> np.ndarray:
+) -> Array:
     """Updates `running_min`, `running_max`, `scale` and `zero_point` in place and fake-quantizes.
 
     `observer_on` 0 leaves the running range as it is; `fake_quant_on` 0 returns a copy of the input
@@ -90,20 +90,20 @@ def fused_moving_avg_obs_fake_quant(
 
 
 def fused_moving_avg_obs_fq_helper(
-    input: np.ndarray,
-    observer_on: np.ndarray,
-    fake_quant_on: np.ndarray,
-    running_min: np.ndarray,
-    running_max: np.ndarray,
-    scale: np.ndarray,
-    zero_point: np.ndarray,
+    input: Array,
+    observer_on: Array,
+    fake_quant_on: Array,
+    running_min: Array,
+    running_max: Array,
+    scale: Array,
+    zero_point: Array,
     averaging_const: float,
     quant_min: int,
     quant_max: int,
     ch_axis: int,
     per_row_fake_quant: bool = False,
     symmetric_quant: bool = False,
-) -> OutputAndMask:
+) -> OutputAndMask[Array]:
     """`fused_moving_avg_obs_fake_quant` together with its mask.
 
     >>> on, lo, hi = np.int64([1]), np.float32([np.inf]), np.float32([-np.inf])

@@ -12,7 +12,7 @@ The terms have torch's bits. Their sums are taken in float64, in an order that d
 shape, and rounded once; torch's depend on its number of threads.
 """
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from fakequant.aten.per_channel import AXIS, check_lengths, check_zero_points, c
 from fakequant.aten.per_tensor import KERNEL, checked_numbers
 from fakequant.layout import channel_shape
 from fakequant.native import _native
-from fakequant.tensors import aten_on_tensors, is_tensor
+from fakequant.tensors import Array, aten_on_tensors, is_tensor
 
 _RANGE_WITH_ZERO = (
     "`quant_min` should be less than or         equal to `quant_max`, and the quantization range should include 0."
@@ -36,12 +36,12 @@ _PER_CHANNEL = (*_TENSORS, ("int", "axis"), *_NUMBERS)
 _GRAD = ("Tensor", "grad")
 
 
-class LearnableGradients(NamedTuple):
+class LearnableGradients(NamedTuple, Generic[Array]):
     """Gradients with respect to the input, the scale and the zero point."""
 
-    dx: np.ndarray
-    dscale: np.ndarray
-    dzero_point: np.ndarray
+    dx: Array
+    dscale: Array
+    dzero_point: Array
 
 
 def _clamped_zero_point(z: np.float32, quant_min: int, quant_max: int) -> int:
@@ -54,13 +54,13 @@ def _clamped_zero_point(z: np.float32, quant_min: int, quant_max: int) -> int:
 
 
 def fake_quantize_learnable_per_tensor_affine(
-    input: np.ndarray,
-    scale: np.ndarray,
-    zero_point: np.ndarray,
+    input: Array,
+    scale: Array,
+    zero_point: Array,
     quant_min: int,
     quant_max: int,
     grad_factor: float = 1.0,
-) -> np.ndarray:
+) -> Array:
     """Forward with `scale[0]` and `clamp(rint(zero_point[0]), quant_min, quant_max)`.
 
     `grad_factor` only matters to the backward.
@@ -85,14 +85,14 @@ def fake_quantize_learnable_per_tensor_affine(
 
 
 def fake_quantize_learnable_per_tensor_affine_backward(
-    grad: np.ndarray,
-    input: np.ndarray,
-    scale: np.ndarray,
-    zero_point: np.ndarray,
+    grad: Array,
+    input: Array,
+    scale: Array,
+    zero_point: Array,
     quant_min: int,
     quant_max: int,
     grad_factor: float = 1.0,
-) -> LearnableGradients:
+) -> LearnableGradients[Array]:
     """Gradients of `fake_quantize_learnable_per_tensor_affine`; dscale and dzero_point have shape (1,).
 
     16-bit input is computed in float32 and dx is float32, as torch returns it for bfloat16.
@@ -124,14 +124,14 @@ def fake_quantize_learnable_per_tensor_affine_backward(
 
 
 def fake_quantize_learnable_per_channel_affine(
-    input: np.ndarray,
-    scale: np.ndarray,
-    zero_point: np.ndarray,
+    input: Array,
+    scale: Array,
+    zero_point: Array,
     axis: int,
     quant_min: int,
     quant_max: int,
     grad_factor: float = 1.0,
-) -> np.ndarray:
+) -> Array:
     """Forward with one scale and one rounded, clamped zero point per index on `axis`.
 
     >>> x, s, z = np.float32([[0.26], [0.26]]), np.float32([0.1, 1.0]), np.float32([0.0, 0.0])
@@ -153,15 +153,15 @@ def fake_quantize_learnable_per_channel_affine(
 
 
 def fake_quantize_learnable_per_channel_affine_backward(
-    grad: np.ndarray,
-    input: np.ndarray,
-    scale: np.ndarray,
-    zero_point: np.ndarray,
+    grad: Array,
+    input: Array,
+    scale: Array,
+    zero_point: Array,
     axis: int,
     quant_min: int,
     quant_max: int,
     grad_factor: float = 1.0,
-) -> LearnableGradients:
+) -> LearnableGradients[Array]:
     """Gradients of `fake_quantize_learnable_per_channel_affine`; dscale and dzero_point per channel.
 
     For a 1-D input torch adds up all channels and returns 0-d gradients, and so does this.

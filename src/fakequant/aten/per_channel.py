@@ -15,7 +15,7 @@ from fakequant.arrays import BFLOAT16
 from fakequant.aten import checks, forward
 from fakequant.aten.forward import OutputAndMask
 from fakequant.aten.per_tensor import masked_backward
-from fakequant.tensors import aten_on_tensors, is_tensor
+from fakequant.tensors import Array, aten_on_tensors, is_tensor
 
 AXIS = "`axis` must be between 0 and number of dimensions of input"
 KERNEL = "fake_quantize_channel_cachemask_cpu_type_handling"
@@ -65,8 +65,8 @@ def check_zero_points(zero_point, quant_min, quant_max) -> None:
 
 
 def fake_quantize_per_channel_affine(
-    input: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, axis: int, quant_min: int, quant_max: int
-) -> np.ndarray:
+    input: Array, scale: Array, zero_point: Array, axis: int, quant_min: int, quant_max: int
+) -> Array:
     """Fake-quantizes with one scale and zero point per index on `axis`.
 
     >>> x = np.float32([[0.26, 9.0], [0.26, 9.0]])
@@ -80,8 +80,8 @@ def fake_quantize_per_channel_affine(
 
 
 def fake_quantize_per_channel_affine_cachemask(
-    input: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, axis: int, quant_min: int, quant_max: int
-) -> OutputAndMask:
+    input: Array, scale: Array, zero_point: Array, axis: int, quant_min: int, quant_max: int
+) -> OutputAndMask[Array]:
     """`fake_quantize_per_channel_affine` together with its mask.
 
     >>> x, z = np.float32([[0.26, 9.0]]), np.int32([0])
@@ -109,7 +109,7 @@ def checked_forward(x, scale, zero_point, axis, quant_min, quant_max) -> OutputA
     return forward.per_channel(x, dtype, scale, zero_point, axis, quant_min, quant_max)
 
 
-def fake_quantize_per_channel_affine_cachemask_backward(grad: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def fake_quantize_per_channel_affine_cachemask_backward(grad: Array, mask: Array) -> Array:
     """The gradient of `fake_quantize_per_channel_affine`: `grad * mask`.
 
     >>> fake_quantize_per_channel_affine_cachemask_backward(np.float32([2, 3]), np.array([True, False]))

@@ -14,7 +14,7 @@ import numpy as np
 from fakequant.arrays import KERNEL_DTYPES
 from fakequant.aten import checks, forward
 from fakequant.aten.forward import OutputAndMask
-from fakequant.tensors import aten_on_tensors, is_tensor
+from fakequant.tensors import Array, aten_on_tensors, is_tensor
 
 KERNEL = "fake_quantize_tensor_cachemask_kernel_type_handling"
 _TENSORS = (
@@ -48,8 +48,8 @@ _PLAIN = (np.ndarray, float, int, int, int)
 
 
 def fake_quantize_per_tensor_affine(
-    input: np.ndarray, scale: object, zero_point: object, quant_min: int, quant_max: int
-) -> np.ndarray:
+    input: Array, scale: object, zero_point: object, quant_min: int, quant_max: int
+) -> Array:
     """Fake-quantizes with one scale and zero point, given as numbers or as one-element arrays.
 
         y = (clamp(zero_point + rint(x * (1 / scale)), quant_min, quant_max) - zero_point) * scale
@@ -69,8 +69,8 @@ def fake_quantize_per_tensor_affine(
 
 
 def fake_quantize_per_tensor_affine_cachemask(
-    input: np.ndarray, scale: float, zero_point: int, quant_min: int, quant_max: int
-) -> OutputAndMask:
+    input: Array, scale: float, zero_point: int, quant_min: int, quant_max: int
+) -> OutputAndMask[Array]:
     """`fake_quantize_per_tensor_affine` together with its mask.
 
     >>> y, mask = fake_quantize_per_tensor_affine_cachemask(np.float32([0.15, 9.0]), 0.1, 0, -8, 7)
@@ -90,13 +90,13 @@ def fake_quantize_per_tensor_affine_cachemask(
 
 
 def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
-    input: np.ndarray,
-    scale: np.ndarray,
-    zero_point: np.ndarray,
-    fake_quant_enabled: np.ndarray,
+    input: Array,
+    scale: Array,
+    zero_point: Array,
+    fake_quant_enabled: Array,
     quant_min: int,
     quant_max: int,
-) -> OutputAndMask:
+) -> OutputAndMask[Array]:
     """The same with one-element arrays; `fake_quant_enabled` 0 returns a copy and a mask of ones.
 
     The zero point may lie outside the range here.
@@ -122,7 +122,7 @@ def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
     return forward.per_tensor(x, dtype, *numbers)
 
 
-def fake_quantize_per_tensor_affine_cachemask_backward(grad: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def fake_quantize_per_tensor_affine_cachemask_backward(grad: Array, mask: Array) -> Array:
     """The gradient of `fake_quantize_per_tensor_affine`.
 
         dx = grad * mask      (a product: inf and NaN do not become 0, and 0 keeps the sign of grad)

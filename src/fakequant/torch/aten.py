@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from fakequant import native
+from fakequant.aten.forward import OutputAndMask
+from fakequant.aten.learnable import LearnableGradients
 from fakequant.torch import aten_kernels, gradients, nodes
 from fakequant.torch.dispatched import ops
 from fakequant.torch.kernels import KERNEL_DTYPES, Grid
@@ -67,26 +69,30 @@ def _tensor_grid(x: Tensor, scale: Any, zero_point: Any, qmin: Any, qmax: Any) -
 
 def fake_quantize_per_tensor_affine_cachemask(
     input: Any, scale: Any, zero_point: Any, quant_min: Any, quant_max: Any
-) -> tuple[Tensor, Tensor]:
+) -> OutputAndMask[Tensor]:
     """See `fakequant.fake_quantize_per_tensor_affine_cachemask`."""
     grid = aten_kernels.number_grid(scale, zero_point, quant_min, quant_max)
     if grid is not None and _is_direct(input):
-        return gradients.clipped_and_mask(input, grid, native.MASK_BYTES)
+        return OutputAndMask(*gradients.clipped_and_mask(input, grid, native.MASK_BYTES))
     if _is_here(input) and (grid := _tensor_grid(input, scale, zero_point, quant_min, quant_max)) is not None:
-        return ops.fake_quantize_masked(input, *grid, False)
-    return _aten.fake_quantize_per_tensor_affine_cachemask(input, scale, zero_point, quant_min, quant_max)
+        return OutputAndMask(*ops.fake_quantize_masked(input, *grid, False))
+    return OutputAndMask(
+        *_aten.fake_quantize_per_tensor_affine_cachemask(input, scale, zero_point, quant_min, quant_max)
+    )
 
 
 def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
     input: Any, scale: Any, zero_point: Any, fake_quant_enabled: Any, quant_min: Any, quant_max: Any
-) -> tuple[Tensor, Tensor]:
+) -> OutputAndMask[Tensor]:
     """See `fakequant.fake_quantize_per_tensor_affine_cachemask_tensor_qparams`."""
     if _is_direct(input) and not _learns(scale, zero_point) and isinstance(fake_quant_enabled, Tensor):
         grid = aten_kernels.one_element_grid(scale, zero_point, quant_min, quant_max)
         if grid is not None and fake_quant_enabled.numel() == 1 and fake_quant_enabled.item() == 1:
-            return gradients.clipped_and_mask(input, grid, native.MASK_BYTES)
-    return _aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
-        input, scale, zero_point, fake_quant_enabled, quant_min, quant_max
+            return OutputAndMask(*gradients.clipped_and_mask(input, grid, native.MASK_BYTES))
+    return OutputAndMask(
+        *_aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
+            input, scale, zero_point, fake_quant_enabled, quant_min, quant_max
+        )
     )
 
 
@@ -133,17 +139,15 @@ def fake_quantize_per_channel_affine(
 
 def fake_quantize_per_channel_affine_cachemask(
     input: Any, scale: Any, zero_point: Any, axis: Any, quant_min: Any, quant_max: Any
-) -> tuple[Tensor, Tensor]:
+) -> OutputAndMask[Tensor]:
     """See `fakequant.fake_quantize_per_channel_affine_cachemask`."""
-    if _is_here(input):
-        grid = _channel_grid(input, scale, zero_point, axis, quant_min, quant_max)
-        if grid is not None:
-            return (
-                gradients.clipped_and_mask(input, grid, native.MASK_BYTES)
-                if _is_direct(input)
-                else ops.fake_quantize_masked(input, *grid, False)
-            )
-    return _aten.fake_quantize_per_channel_affine_cachemask(input, scale, zero_point, axis, quant_min, quant_max)
+    arguments = (scale, zero_point, axis, quant_min, quant_max)
+    grid = _channel_grid(input, *arguments) if _is_here(input) else None
+    if grid is None:
+        return OutputAndMask(*_aten.fake_quantize_per_channel_affine_cachemask(input, *arguments))
+    if _is_direct(input):
+        return OutputAndMask(*gradients.clipped_and_mask(input, grid, native.MASK_BYTES))
+    return OutputAndMask(*ops.fake_quantize_masked(input, *grid, False))
 
 
 def fake_quantize_per_channel_affine_cachemask_backward(grad: Any, mask: Any) -> Tensor:
@@ -223,14 +227,14 @@ def _learnable(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tens
 
 def fake_quantize_learnable_per_tensor_affine_backward(
     grad: Any, input: Any, scale: Any, zero_point: Any, quant_min: Any, quant_max: Any, grad_factor: Any = 1.0
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> LearnableGradients[Tensor]:
     """See `fakequant.fake_quantize_learnable_per_tensor_affine_backward`."""
     arguments = (grad, input, scale, zero_point, quant_min, quant_max, grad_factor)
     if _is_direct(input) and _are_tensors(*arguments[:4]):
         result = aten_kernels.learnable_backward(*arguments)
         if result is not None:
-            return result
-    return _aten._fake_quantize_learnable_per_tensor_affine_backward(*arguments)
+            return LearnableGradients(*result)
+    return LearnableGradients(*_aten._fake_quantize_learnable_per_tensor_affine_backward(*arguments))
 
 
 def fake_quantize_learnable_per_channel_affine_backward(
@@ -242,14 +246,14 @@ def fake_quantize_learnable_per_channel_affine_backward(
     quant_min: Any,
     quant_max: Any,
     grad_factor: Any = 1.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> LearnableGradients[Tensor]:
     """See `fakequant.fake_quantize_learnable_per_channel_affine_backward`."""
     arguments = (grad, input, scale, zero_point, axis, quant_min, quant_max, grad_factor)
     if _is_direct(input) and _are_tensors(*arguments[:4]):
         result = aten_kernels.learnable_channel_backward(*arguments)
         if result is not None:
-            return result
-    return _aten._fake_quantize_learnable_per_channel_affine_backward(*arguments)
+            return LearnableGradients(*result)
+    return LearnableGradients(*_aten._fake_quantize_learnable_per_channel_affine_backward(*arguments))
 
 
 def _are_tensors(*values: Any) -> bool:
@@ -269,12 +273,12 @@ def fused_moving_avg_obs_fake_quant(input: Any, *arguments: Any) -> Tensor:
     return call.run(native.MASK_NONE)[0]
 
 
-def fused_moving_avg_obs_fq_helper(input: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+def fused_moving_avg_obs_fq_helper(input: Any, *arguments: Any) -> OutputAndMask[Tensor]:
     """See `fakequant.fused_moving_avg_obs_fq_helper`."""
     call = _fused_call(input, arguments)
     if call is None:
-        return _aten._fused_moving_avg_obs_fq_helper(input, *arguments)
-    return gradients.fused(input, call, native.MASK_BYTES)
+        return OutputAndMask(*_aten._fused_moving_avg_obs_fq_helper(input, *arguments))
+    return OutputAndMask(*gradients.fused(input, call, native.MASK_BYTES))
 
 
 def _fused_call(x: Any, arguments: tuple) -> aten_kernels.Fused | None:

@@ -5,15 +5,16 @@ fake tensor, a transform, a compiler) goes through `torch.ops.fakequant`, with t
 """
 
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fakequant import native
+from fakequant.functional import Gradient, LearnedGradients, MaskForm, ObservedFakeQuantize
 from fakequant.grid import check_scalars, check_spec, kernel_numerics as kernel_number
 from fakequant.layout import blocks_of
-from fakequant.qparams import check_eps
+from fakequant.qparams import QParams, Range, check_eps
 from fakequant.spec import QuantSpec
 from fakequant.torch import gradients, kernels, nodes
 from fakequant.torch.dispatched import ops
@@ -21,8 +22,6 @@ from fakequant.torch.kernels import KERNEL_DTYPES, Grid, code_dtype
 from fakequant.torch.plain import is_eager
 from fakequant.torch.tensors import block_shape, check_data, check_device, kernel_numerics, make_grid
 
-Gradient = Literal["clipped", "pass"]
-MaskForm = Literal["packed", "bool"]
 _MASK_KINDS = {"packed": native.MASK_PACKED, "bool": native.MASK_BYTES}
 
 
@@ -45,6 +44,11 @@ def _refuse_gradient(value: Any, name: str, function: str) -> None:
         )
 
 
+def _from_front(axis: int | None, x: Tensor) -> int | None:
+    """An axis that is not there stays one that is not there."""
+    return axis + x.dim() if axis is not None and axis < 0 else axis
+
+
 def fake_quantize(
     x: Tensor,
     scale: Any,
@@ -60,7 +64,7 @@ def fake_quantize(
     if mask is None and spec.group_size is None:
         low, high = spec.qmin, spec.qmax
         zeros = (0, 0) if spec.symmetric else (low, high)
-        axis = None if spec.axis is None else spec.axis % (x.dim() or 1)
+        axis = _from_front(spec.axis, x)
         y = nodes.fake_quantize(x, scale, zero_point, low, high, kernel_number(spec), axis, zeros, clipped)
         if y is not None:
             return y
@@ -127,7 +131,7 @@ def fake_quantize_learned(
     check_spec(spec)
     if spec.group_size is None:
         z = None if type(zero_point) is int and zero_point == 0 and spec.qmin <= 0 else zero_point
-        axis = None if spec.axis is None else spec.axis % (x.dim() or 1)
+        axis = _from_front(spec.axis, x)
         if z is None or not spec.symmetric:
             numerics = kernel_numerics(spec)
             y = nodes.fake_quantize_learned(x, scale, z, spec.qmin, spec.qmax, numerics, axis, grad_factor)
@@ -137,14 +141,6 @@ def fake_quantize_learned(
     grid = make_grid(x, scale, zero_point, spec, learned=True)
     run = gradients.learned if _is_direct(x) else ops.fake_quantize_learned
     return run(x, *grid, float(grad_factor))
-
-
-class LearnedGradients(NamedTuple):
-    """Gradients of fake quantization with a learned scale and zero point."""
-
-    dx: Tensor
-    dscale: Tensor
-    dzero_point: Tensor
 
 
 def fake_quantize_learned_backward(
@@ -236,21 +232,6 @@ def dequantize(
     return ops.dequantize_packed(q, *grid, shape, spec.bits, dtype)
 
 
-class Range(NamedTuple):
-    """The smallest and largest finite value of every block, and how many values were not finite."""
-
-    min: Tensor
-    max: Tensor
-    nan: Tensor
-    posinf: Tensor
-    neginf: Tensor
-
-    @property
-    def absmax(self) -> Tensor:
-        """The largest magnitude of every block."""
-        return torch.maximum(-self.min, self.max)
-
-
 def min_max(x: Tensor, spec: QuantSpec | None = None) -> Range:
     """See `fakequant.min_max`."""
     check_data(x)
@@ -260,13 +241,6 @@ def min_max(x: Tensor, spec: QuantSpec | None = None) -> Range:
     lo, hi, counts = kernels.min_max(x, blocks) if _is_direct(x) else ops.min_max(x, blocks)
     shape = blocks_of(tuple(x.shape), spec).parameters
     return Range(*(v.reshape(shape) for v in (lo, hi, *counts)))
-
-
-class QParams(NamedTuple):
-    """Scale (float32) and zero point (int32) of every block."""
-
-    scale: Tensor
-    zero_point: Tensor
 
 
 def choose_qparams(lo: Any, hi: Any, spec: QuantSpec, *, eps: float) -> QParams:
@@ -286,17 +260,6 @@ def choose_qparams(lo: Any, hi: Any, spec: QuantSpec, *, eps: float) -> QParams:
             "An observer that has seen nothing finite has no range: observe data first."
         )
     return QParams(*kernels.choose_qparams(low, high, spec.qmin, spec.qmax, spec.symmetric, eps))
-
-
-class ObservedFakeQuantize(NamedTuple):
-    """What `observe_fake_quantize` returns."""
-
-    y: Tensor
-    mask: Tensor | None
-    scale: Tensor
-    zero_point: Tensor
-    # How many elements of x were not finite.
-    nonfinite: Tensor
 
 
 def observe_fake_quantize(
