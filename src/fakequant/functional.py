@@ -35,6 +35,15 @@ class LearnedGradients(NamedTuple, Generic[Array]):
     dzero_point: Array
 
 
+def check_gradient(gradient: object) -> bool:
+    """Whether the gradient is clipped."""
+    if gradient == "clipped":
+        return True
+    if gradient != "pass":
+        raise ValueError(f'`gradient` must be "clipped" or "pass", got {gradient!r}.')
+    return False
+
+
 def _empty_mask(form: MaskForm | None, shape: tuple[int, ...]) -> tuple[np.ndarray | None, int]:
     if form is None:
         return None, native.MASK_NONE
@@ -66,6 +75,10 @@ def fake_quantize(x, scale, zero_point, spec, *, mask=None, gradient="clipped"):
     `scale` and `zero_point` have one entry per block of the spec: a number per tensor, shape
     `(channels,)` per channel, the shape of `x` with the axis divided by the group size per group.
 
+    On a tensor, autograd sets the gradient of clipped elements to 0 and keeps one bit per element for
+    it; with `gradient="pass"` all gradients pass and nothing is kept. Scale and zero point are
+    constants: `fake_quantize_learned` has gradients for them.
+
     >>> spec = QuantSpec(bits=4)
     >>> x = np.float32([-0.3, 0.05, 0.15, 9.0])
     >>> y, inside = fake_quantize(x, 0.1, 0, spec, mask="bool")
@@ -78,6 +91,7 @@ def fake_quantize(x, scale, zero_point, spec, *, mask=None, gradient="clipped"):
         return own_on_tensors().fake_quantize(x, scale, zero_point, spec, mask=mask, gradient=gradient)
     x, dtype = as_float_array(x)
     check_spec(spec)
+    check_gradient(gradient)
     bits, kind = _empty_mask(mask, x.shape)
     x = np.asarray(x, order="C")
     if spec.axis is None and isinstance(scale, float) and type(zero_point) is int:
@@ -375,6 +389,7 @@ def observe_fake_quantize(
     x, dtype = as_float_array(x)
     check_spec(spec)
     check_eps(eps)
+    check_gradient(gradient)
     if not 0 <= averaging_constant <= 1:
         raise ValueError(f"`averaging_constant` must be between 0 and 1, got {averaging_constant}.")
     blocks = blocks_of(x.shape, spec)

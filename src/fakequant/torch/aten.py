@@ -210,7 +210,6 @@ def _is_learnable(x: Any, scale: Any, zero_point: Any, grad_factor: Any) -> bool
     """Whether the kernels can do it."""
     return (
         _is_here(x)
-        and x.numel() > 0
         and isinstance(scale, Tensor)
         and isinstance(zero_point, Tensor)
         and scale.dtype == zero_point.dtype == torch.float32
@@ -231,6 +230,8 @@ def fake_quantize_learnable_per_tensor_affine_backward(
     """See `fakequant.fake_quantize_learnable_per_tensor_affine_backward`."""
     arguments = (grad, input, scale, zero_point, quant_min, quant_max, grad_factor)
     if _is_direct(input) and _are_tensors(*arguments[:4]):
+        if input.numel() == 0 and grad.shape == input.shape:
+            return _no_gradients(input, scale)
         result = aten_kernels.learnable_backward(*arguments)
         if result is not None:
             return LearnableGradients(*result)
@@ -250,10 +251,18 @@ def fake_quantize_learnable_per_channel_affine_backward(
     """See `fakequant.fake_quantize_learnable_per_channel_affine_backward`."""
     arguments = (grad, input, scale, zero_point, axis, quant_min, quant_max, grad_factor)
     if _is_direct(input) and _are_tensors(*arguments[:4]):
+        if input.numel() == 0 and grad.shape == input.shape:
+            return _no_gradients(input, scale)
         result = aten_kernels.learnable_channel_backward(*arguments)
         if result is not None:
             return LearnableGradients(*result)
     return LearnableGradients(*_aten._fake_quantize_learnable_per_channel_affine_backward(*arguments))
+
+
+def _no_gradients(x: Tensor, scale: Tensor) -> LearnableGradients[Tensor]:
+    """Of an empty input. torch returns the scale itself as its gradient."""
+    zeros = torch.zeros_like(scale, dtype=torch.float32, requires_grad=False)
+    return LearnableGradients(x, zeros, zeros.clone())
 
 
 def _are_tensors(*values: Any) -> bool:

@@ -21,6 +21,8 @@ from fakequant.torch.kernels import KERNEL_DTYPES, Grid, dense
 from fakequant.torch.plain import is_memory
 
 _INT32 = range(-(2**31), 2**31)
+# torch lets bfloat16 scales in and then fails an assertion; here they work.
+_SCALE_DTYPES = (torch.float32, torch.bfloat16)
 _ZERO_DTYPES = (torch.int32, torch.float32, torch.float16)
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -59,7 +61,7 @@ def channel_grid(x: Tensor, scale: Any, zero_point: Any, axis: Any, qmin: Any, q
         return None
     if not type(axis) is type(qmin) is type(qmax) is int or not -(2**63) <= qmin <= qmax < 2**63:
         return None
-    if not 0 <= axis < x.dim() or scale.dtype != torch.float32 or zero_point.dtype not in _ZERO_DTYPES:
+    if not 0 <= axis < x.dim() or scale.dtype not in _SCALE_DTYPES or zero_point.dtype not in _ZERO_DTYPES:
         return None
     channels = (x.shape[axis],)
     if scale.shape != channels or zero_point.shape != channels or not (is_memory(scale) and is_memory(zero_point)):

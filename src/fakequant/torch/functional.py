@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fakequant import native
-from fakequant.functional import Gradient, LearnedGradients, MaskForm, ObservedFakeQuantize
+from fakequant.functional import Gradient, LearnedGradients, MaskForm, ObservedFakeQuantize, check_gradient
 from fakequant.grid import check_scalars, check_spec, kernel_numerics as kernel_number
 from fakequant.layout import blocks_of
 from fakequant.qparams import QParams, Range, check_eps
@@ -27,13 +27,6 @@ _MASK_KINDS = {"packed": native.MASK_PACKED, "bool": native.MASK_BYTES}
 
 def _is_direct(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and is_eager(x)
-
-
-def _check_gradient(gradient: object) -> bool:
-    """Whether the gradient is clipped."""
-    if gradient not in ("clipped", "pass"):
-        raise ValueError(f'`gradient` must be "clipped" or "pass", got {gradient!r}.')
-    return gradient == "clipped"
 
 
 def _refuse_gradient(value: Any, name: str, function: str) -> None:
@@ -60,7 +53,7 @@ def fake_quantize(
 ) -> Any:
     """See `fakequant.fake_quantize`."""
     check_spec(spec)
-    clipped = _check_gradient(gradient)
+    clipped = check_gradient(gradient)
     if mask is None and spec.group_size is None:
         low, high = spec.qmin, spec.qmax
         zeros = (0, 0) if spec.symmetric else (low, high)
@@ -277,7 +270,7 @@ def observe_fake_quantize(
     check_data(x)
     check_spec(spec)
     check_eps(eps)
-    clipped = _check_gradient(gradient)
+    clipped = check_gradient(gradient)
     if not 0 <= averaging_constant <= 1:
         raise ValueError(f"`averaging_constant` must be between 0 and 1, got {averaging_constant}.")
     if mask not in (None, "packed"):

@@ -1,6 +1,7 @@
 """What is compiled for this release of torch, if anything is (csrc/torch/autograd.cc)."""
 
 import importlib
+import os
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from fakequant.torch.kernels import NUMERICS
 
 
 def _load() -> Any:
+    if os.environ.get("FAKEQUANT_PYTHON_NODES") == "1":  # to test what there is without them
+        return None
     version = torch.__version__.split("+")[0].replace(".", "_")
     try:
         module = importlib.import_module(f"fakequant._autograd_{version}")
