@@ -281,6 +281,7 @@ bool fits(const Tensor& parameter, int64_t n) {
 // Scale and zero point of a call, and the memory they are in if they were numbers.
 struct Parameters {
   Grid grid;
+  bool check_scale = true;  // torch's functions take any
   float scale_f32 = 0;
   double scale_f64 = 0;
   int64_t zero_i64 = 0;
@@ -300,7 +301,7 @@ struct Parameters {
       if (t.scalar_type() == (wide ? at::kDouble : at::kFloat)) {
         if (wide) grid.scale_f64 = t.const_data_ptr<double>();
         else grid.scale_f32 = t.const_data_ptr<float>();
-        return !is_own(grid.numerics) || (wide ? valid(grid.scale_f64, n) : valid(grid.scale_f32, n));
+        return !check_scale || (wide ? valid(grid.scale_f64, n) : valid(grid.scale_f32, n));
       }
       if (n != 1 || learnable || t.scalar_type() != at::kFloat) return false;
       scale_f64 = t.const_data_ptr<float>()[0];
@@ -310,7 +311,7 @@ struct Parameters {
     scale_f32 = float(scale_f64);
     if (wide) grid.scale_f64 = &scale_f64;
     else grid.scale_f32 = &scale_f32;
-    return !is_own(grid.numerics) || (wide ? valid(&scale_f64, 1) : valid(&scale_f32, 1));
+    return !check_scale || (wide ? valid(&scale_f64, 1) : valid(&scale_f32, 1));
   }
 
   // An integer zero point within [low, high].
@@ -392,10 +393,10 @@ nb::object wrap(Tensor&& t) { return nb::steal(THPVariable_Wrap(std::move(t))); 
 // y, with a clipped or passed-through gradient; None if it takes more than this.
 nb::object fake_quantize(nb::handle x_object, nb::handle scale, nb::handle zero_point, int64_t qmin, int64_t qmax,
                          int numerics, std::optional<int64_t> axis, int64_t lowest_zero, int64_t highest_zero,
-                         bool clipped) {
+                         bool has_torchs_name, bool clipped) {
   if (!is_tensor(x_object) || qmin > qmax) return nb::none();
   // torch's functions take two numbers or two tensors.
-  if (!is_own(Numerics(numerics)) && is_tensor(scale) != is_tensor(zero_point)) return nb::none();
+  if (has_torchs_name && is_tensor(scale) != is_tensor(zero_point)) return nb::none();
   const Tensor& x = tensor(x_object);
   if (!is_simple_data(x)) return nb::none();
   const auto shape = shape_of(x, axis);
@@ -406,6 +407,7 @@ nb::object fake_quantize(nb::handle x_object, nb::handle scale, nb::handle zero_
   p.grid.numerics = Numerics(numerics);
   p.grid.qmin = qmin;
   p.grid.qmax = qmax;
+  p.check_scale = !has_torchs_name;
   if (!p.set_scale(scale, n, dtype == DType::f64 && is_own(p.grid.numerics), false)) return nb::none();
   if (!p.set_zero(zero_point, n, lowest_zero, highest_zero)) return nb::none();
   const bool records = at::GradMode::is_enabled() && x.requires_grad();
@@ -433,12 +435,12 @@ nb::object fake_quantize(nb::handle x_object, nb::handle scale, nb::handle zero_
 // y, differentiable in x, scale and zero point; None if it takes more than this.
 nb::object fake_quantize_learned(nb::handle x_object, nb::handle scale_object, nb::handle zero_object, int64_t qmin,
                                  int64_t qmax, std::string numerics_name, int numerics, std::optional<int64_t> axis,
-                                 double grad_factor) {
+                                 bool has_torchs_name, double grad_factor) {
   if (!is_tensor(x_object) || !is_tensor(scale_object)) return nb::none();
   const Tensor &x = tensor(x_object), &scale = tensor(scale_object);
   if (!is_simple_data(x) || scale._fw_grad(0).defined()) return nb::none();
   // torch's functions take scales of one axis only, and per channel only data of more.
-  if (!is_own(Numerics(numerics)) && (scale.dim() != 1 || (axis && x.dim() == 1))) return nb::none();
+  if (has_torchs_name && (scale.dim() != 1 || (axis && x.dim() == 1))) return nb::none();
   const auto shape = shape_of(x, axis);
   if (!shape || x.numel() == 0) return nb::none();
   const int64_t n = axis ? x.size(*axis) : 1;
@@ -447,6 +449,7 @@ nb::object fake_quantize_learned(nb::handle x_object, nb::handle scale_object, n
   p.grid.numerics = Numerics(numerics);
   p.grid.qmin = qmin;
   p.grid.qmax = qmax;
+  p.check_scale = !has_torchs_name;
   if (!p.set_scale(scale_object, n, dtype == DType::f64 && is_own(p.grid.numerics), true)) return nb::none();
   if (!p.set_learned_zero(zero_object, n)) return nb::none();
   const Tensor zero = zero_object.is_none() ? Tensor() : tensor(zero_object);
@@ -505,9 +508,9 @@ NB_MODULE(FAKEQUANT_AUTOGRAD_MODULE, m) {
   m.doc() = "Short ways to the kernels and back through autograd. Private: use the functions of `fakequant`.";
   m.def("use_kernels", &use_kernels, "address"_a, "The address `_native.kernel_api()` returns.");
   m.def("fake_quantize", &fake_quantize, "x"_a, "scale"_a, "zero_point"_a, "qmin"_a, "qmax"_a, "numerics"_a,
-        "axis"_a.none(), "lowest_zero"_a, "highest_zero"_a, "clipped"_a);
+        "axis"_a.none(), "lowest_zero"_a, "highest_zero"_a, "has_torchs_name"_a, "clipped"_a);
   m.def("fake_quantize_learned", &fake_quantize_learned, "x"_a, "scale"_a, "zero_point"_a.none(), "qmin"_a, "qmax"_a,
-        "numerics_name"_a, "numerics"_a, "axis"_a.none(), "grad_factor"_a);
+        "numerics_name"_a, "numerics"_a, "axis"_a.none(), "has_torchs_name"_a, "grad_factor"_a);
   m.def("clipped", &clipped, "x"_a, "y"_a, "mask"_a, "order"_a.none(), "multiply"_a,
         "Gives y, computed from x without autograd, a clipped gradient.");
   m.def("pass_through", &pass_through, "x"_a, "y"_a, "The same with the gradient passed through.");

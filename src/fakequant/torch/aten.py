@@ -40,7 +40,7 @@ def _learns(*parameters: object) -> bool:
 def fake_quantize_per_tensor_affine(input: Any, scale: Any, zero_point: Any, quant_min: Any, quant_max: Any) -> Tensor:
     """See `fakequant.fake_quantize_per_tensor_affine`."""
     numbers = (scale, zero_point, quant_min, quant_max)
-    y = nodes.fake_quantize(input, *numbers, native.TORCH_TENSOR, None, numbers[2:], True)
+    y = nodes.fake_quantize(input, *numbers, native.TORCH_TENSOR, None, zeros=numbers[2:], has_torchs_name=True)
     if y is not None:
         return y
     if _is_direct(input):
@@ -127,7 +127,9 @@ def fake_quantize_per_channel_affine(
 ) -> Tensor:
     """See `fakequant.fake_quantize_per_channel_affine`."""
     ends = (quant_min, quant_max)
-    y = nodes.fake_quantize(input, scale, zero_point, *ends, native.TORCH_CHANNEL, axis, ends, True)
+    y = nodes.fake_quantize(
+        input, scale, zero_point, *ends, native.TORCH_CHANNEL, axis, zeros=ends, has_torchs_name=True
+    )
     if y is not None:
         return y
     if _is_here(input):
@@ -166,7 +168,7 @@ def fake_quantize_learnable_per_tensor_affine(
     """See `fakequant.fake_quantize_learnable_per_tensor_affine`."""
     arguments = (input, scale, zero_point, quant_min, quant_max)
     if _is_range_with_zero(quant_min, quant_max):
-        y = nodes.fake_quantize_learned(*arguments, "torch_tensor", None, grad_factor)
+        y = nodes.fake_quantize_learned(*arguments, "torch_tensor", None, grad_factor=grad_factor, has_torchs_name=True)
         if y is not None:
             return y
         if _is_learnable(*arguments[:3], grad_factor) and scale.shape == zero_point.shape == (1,):
@@ -180,7 +182,9 @@ def fake_quantize_learnable_per_channel_affine(
     """See `fakequant.fake_quantize_learnable_per_channel_affine`."""
     if _is_range_with_zero(quant_min, quant_max):
         ends = (quant_min, quant_max)
-        y = nodes.fake_quantize_learned(input, scale, zero_point, *ends, "torch_channel", axis, grad_factor)
+        y = nodes.fake_quantize_learned(
+            input, scale, zero_point, *ends, "torch_channel", axis, grad_factor=grad_factor, has_torchs_name=True
+        )
         if y is not None:
             return y
         if _is_learnable(input, scale, zero_point, grad_factor) and _fits(scale, zero_point, input, axis):

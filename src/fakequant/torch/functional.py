@@ -58,7 +58,9 @@ def fake_quantize(
         low, high = spec.qmin, spec.qmax
         zeros = (0, 0) if spec.symmetric else (low, high)
         axis = _from_front(spec.axis, x)
-        y = nodes.fake_quantize(x, scale, zero_point, low, high, kernel_number(spec), axis, zeros, clipped)
+        y = nodes.fake_quantize(
+            x, scale, zero_point, low, high, kernel_number(spec), axis, zeros=zeros, clipped=clipped
+        )
         if y is not None:
             return y
     check_data(x)
@@ -127,7 +129,7 @@ def fake_quantize_learned(
         axis = _from_front(spec.axis, x)
         if z is None or not spec.symmetric:
             numerics = kernel_numerics(spec)
-            y = nodes.fake_quantize_learned(x, scale, z, spec.qmin, spec.qmax, numerics, axis, grad_factor)
+            y = nodes.fake_quantize_learned(x, scale, z, spec.qmin, spec.qmax, numerics, axis, grad_factor=grad_factor)
             if y is not None:
                 return y
     check_data(x)

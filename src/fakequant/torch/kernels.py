@@ -110,10 +110,18 @@ def _in_order(values: Tensor, dtype: torch.dtype, order: Order, expand: tuple[in
     return values.contiguous()
 
 
+def check_values(x: Tensor, grid: Grid) -> None:
+    """Scales that are finite and positive, zero points within the range."""
+    _check_values(_parameters(x, grid), grid)
+
+
+def _check_own_values(p: _Parameters, grid: Grid) -> None:
+    """In torch's rules the operators take any scale, as torch's do."""
+    if grid.numerics in ("onnx", "half_away"):
+        _check_values(p, grid)
+
+
 def _check_values(p: _Parameters, grid: Grid) -> None:
-    """torch's rules take any scale; ours do not."""
-    if grid.numerics not in ("onnx", "half_away"):
-        return
     bad = _native.first_invalid_scale(p.scale.data_ptr(), p.scale_is_f64, p.scale.numel())
     if bad >= 0:
         raise ValueError(
@@ -159,7 +167,7 @@ def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor
         )  # fmt: skip
         return y, mask
     p = _parameters(x, grid)
-    _check_values(p, grid)
+    _check_own_values(p, grid)
     _native.fake_quantize(
         x.data_ptr(), y.data_ptr(), mask_address, mask_kind, dtype, p.shape, p.numerics, p.scale.data_ptr(),
         p.scale_is_f64, p.zero_address, p.zero_kind, grid.qmin, grid.qmax, False,
@@ -226,7 +234,7 @@ def learned_backward(dy: Tensor, x: Tensor, grid: Grid, grad_factor: float) -> t
         return dx, torch.zeros_like(grid.scale), torch.zeros_like(grid.scale)
     x, dy = dense(x, dx), dense(dy, dx)
     p = _parameters(x, grid)
-    _check_values(p, grid)
+    _check_own_values(p, grid)
     sums = torch.empty((2, p.scale.numel()), dtype=torch.float64)
     dtype = KERNEL_DTYPES[x.dtype]
     _native.learned_backward(
@@ -282,7 +290,7 @@ def _packed_type(bits: int, qmin: int) -> int:
 
 def _quantize_into(q: Tensor, x: Tensor, grid: Grid, code: int) -> Tensor:
     p = _parameters(x, grid)
-    _check_values(p, grid)
+    _check_own_values(p, grid)
     _native.quantize(
         x.data_ptr(), q.data_ptr(), KERNEL_DTYPES[x.dtype], code, p.shape, p.numerics, p.scale.data_ptr(),
         p.scale_is_f64, p.zero_address, p.zero_kind, grid.qmin, grid.qmax,
@@ -308,7 +316,7 @@ def dequantize_packed(q: Tensor, grid: Grid, shape: tuple[int, ...], bits: int, 
 
 def _dequantize_into(y: Tensor, q: Tensor, grid: Grid, code: int) -> None:
     p = _parameters(y, grid)
-    _check_values(p, grid)
+    _check_own_values(p, grid)
     _native.dequantize(
         q.data_ptr(), y.data_ptr(), KERNEL_DTYPES[y.dtype], code, p.shape, p.scale.data_ptr(), p.scale_is_f64,
         p.zero_address, p.zero_kind, grid.qmin, grid.qmax,

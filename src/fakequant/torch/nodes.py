@@ -35,27 +35,40 @@ def fake_quantize(
     qmax: Any,
     numerics: int,
     axis: int | None,
-    zeros: tuple,
-    clipped: bool,
+    *,
+    zeros: tuple[Any, Any],
+    has_torchs_name: bool = False,
+    clipped: bool = True,
 ) -> Tensor | None:
     """The short way for ordinary arguments, with zero points within `zeros`; None: take the long one."""
     if compiled is None or torch.compiler.is_compiling():
         return None
     try:
-        return compiled.fake_quantize(x, scale, zero_point, qmin, qmax, numerics, axis, *zeros, clipped)
+        return compiled.fake_quantize(
+            x, scale, zero_point, qmin, qmax, numerics, axis, *zeros, has_torchs_name, clipped
+        )
     except TypeError:  # not the types it knows; the long way says what is wrong, if anything is
         return None
 
 
 def fake_quantize_learned(
-    x: Any, scale: Any, zero_point: Any, qmin: Any, qmax: Any, numerics: str, axis: int | None, grad_factor: Any
+    x: Any,
+    scale: Any,
+    zero_point: Any,
+    qmin: Any,
+    qmax: Any,
+    numerics: str,
+    axis: int | None,
+    *,
+    grad_factor: Any,
+    has_torchs_name: bool = False,
 ) -> Tensor | None:
     """The same with learned scale and zero point."""
     if compiled is None or torch.compiler.is_compiling():
         return None
     try:
         return compiled.fake_quantize_learned(
-            x, scale, zero_point, qmin, qmax, numerics, NUMERICS[numerics], axis, grad_factor
+            x, scale, zero_point, qmin, qmax, numerics, NUMERICS[numerics], axis, has_torchs_name, grad_factor
         )
     except TypeError:
         return None

@@ -12,8 +12,8 @@ from fakequant.grid import refuse_zero_point
 from fakequant.layout import blocks_of
 from fakequant.native import _native
 from fakequant.spec import QuantSpec
-from fakequant.torch.kernels import KERNEL_DTYPES, Grid, scale_dtype
-from fakequant.torch.plain import is_memory
+from fakequant.torch.kernels import KERNEL_DTYPES, Grid, check_values, scale_dtype
+from fakequant.torch.plain import is_eager, is_memory
 
 
 def check_data(x: Any, name: str = "x") -> None:
@@ -64,7 +64,15 @@ def make_grid(x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, learne
     numerics = kernel_numerics(spec)
     shape = tuple(x.shape)
     scales = _parameter("scale", scale, x, shape, spec, scale_dtype(x.dtype, numerics))
-    return Grid(scales, _zero_points(zero_point, scales, x, shape, spec, learned), spec.qmin, spec.qmax, numerics)
+    grid = Grid(scales, _zero_points(zero_point, scales, x, shape, spec, learned), spec.qmin, spec.qmax, numerics)
+    if spec.numerics == "torch" and x.numel() and not torch.compiler.is_compiling() and is_eager(x):
+        check_values(torch.empty_like(x, device="meta"), grid._replace(zero_point=_integers(grid.zero_point)))
+    return grid
+
+
+def _integers(zero_point: Any) -> Any:
+    """A learned zero point is rounded and clamped wherever it is used."""
+    return None if zero_point is not None and zero_point.is_floating_point() else zero_point
 
 
 def _parameter(name: str, value: Any, x: Tensor, shape: tuple[int, ...], spec: QuantSpec, dtype: torch.dtype) -> Tensor:
