@@ -41,6 +41,7 @@ class Memory {
     if (object == Py_None) return true;
     if (PyLong_CheckExact(object)) {
       data_ = PyLong_AsVoidPtr(object);
+      is_address_ = true;
       bytes_ = std::numeric_limits<int64_t>::max();
       if (PyErr_Occurred()) PyErr_Clear();
       return data_ != nullptr;
@@ -65,10 +66,13 @@ class Memory {
     return static_cast<T*>(data_);
   }
   void* bytes(int64_t count) const { return get<char>(count); }
+  // Addresses are how torch's memory arrives.
+  bool is_torchs() const { return is_address_; }
 
  private:
   void* data_ = nullptr;
   int64_t bytes_ = 0;
+  bool is_address_ = false;
   Py_buffer view_{};
 };
 
@@ -117,7 +121,8 @@ void take_gil(PyThreadState* state) {
 // Waiting for the GIL again can take longer than a small array's whole computation.
 constexpr int64_t kReleaseGilFrom = 4096;
 
-template <class F> void without_gil(int64_t size, F&& f) {
+template <class F> void without_gil(const Memory& data, int64_t size, F&& f) {
+  const BorrowThreads on_its_threads(data.is_torchs());
   if (size < kReleaseGilFrom) return f();
   PyThreadState* state = PyEval_SaveThread();
   try {
@@ -170,7 +175,7 @@ void py_fake_quantize(In& x, Out& y, Out& mask, int mask_kind, int dtype, const 
                            to_grid(numerics, scale, scale_is_f64, zero, zero_kind, qmin, qmax, nan_is_code_zero, s.parameters()),
                            x.bytes(n * bytes_of(d)), y.bytes(n * bytes_of(d)), kind,
                            mask.get<uint8_t>(mask_bytes(kind, n))};
-  without_gil(n, [&] { fake_quantize(a); });
+  without_gil(x, n, [&] { fake_quantize(a); });
 }
 
 // One scale for the whole array, given as numbers: nothing to allocate for a small call.
@@ -192,7 +197,7 @@ void py_fake_quantize_scalar(In& x, Out& y, Out& mask, int mask_kind, int dtype,
   else g.zero_i64 = &zero;
   const FakeQuantizeArgs a{d, Shape{1, 1, 1, size}, g, x.bytes(size * bytes_of(d)), y.bytes(size * bytes_of(d)), kind,
                            mask.get<uint8_t>(mask_bytes(kind, size))};
-  without_gil(size, [&] { fake_quantize(a); });
+  without_gil(x, size, [&] { fake_quantize(a); });
 }
 
 void py_mask_backward(In& dy, In& mask, int mask_kind, Out& dx, int dtype, int64_t size, bool multiply) {
@@ -200,7 +205,7 @@ void py_mask_backward(In& dy, In& mask, int mask_kind, Out& dx, int dtype, int64
   const auto kind = MaskKind(mask_kind);
   const MaskBackwardArgs a{d, size, kind, multiply, dy.bytes(size * bytes_of(d)),
                            mask.get<const uint8_t>(mask_bytes(kind, size)), dx.bytes(size * bytes_of(d))};
-  without_gil(size, [&] { mask_backward(a); });
+  without_gil(dy, size, [&] { mask_backward(a); });
 }
 
 void py_learned_backward(In& dy, In& x, Out& dx, int dtype, int dx_dtype, const ShapeTuple& shape, int numerics,
@@ -213,7 +218,7 @@ void py_learned_backward(In& dy, In& x, Out& dx, int dtype, int dx_dtype, const 
                               to_grid(numerics, scale, scale_is_f64, zero, zero_kind, qmin, qmax, false, p),
                               grad_factor, dy.bytes(n * bytes_of(d)), x.bytes(n * bytes_of(d)),
                               dx.bytes(n * bytes_of(dd)), dscale.get<double>(p), dzero.get<double>(p)};
-  without_gil(n, [&] { learned_backward(a); });
+  without_gil(dy, n, [&] { learned_backward(a); });
 }
 
 void py_quantize(In& x, Out& q, int dtype, int code, const ShapeTuple& shape, int numerics, In& scale,
@@ -224,7 +229,7 @@ void py_quantize(In& x, Out& q, int dtype, int code, const ShapeTuple& shape, in
   const int64_t n = s.size();
   const QuantizeArgs a{d, c, s, to_grid(numerics, scale, scale_is_f64, zero, zero_kind, qmin, qmax, false, s.parameters()),
                        x.bytes(n * bytes_of(d)), q.bytes(code_bytes(c, n))};
-  without_gil(n, [&] { quantize(a); });
+  without_gil(x, n, [&] { quantize(a); });
 }
 
 void py_dequantize(In& q, Out& y, int dtype, int code, const ShapeTuple& shape, In& scale, bool scale_is_f64,
@@ -236,7 +241,7 @@ void py_dequantize(In& q, Out& y, int dtype, int code, const ShapeTuple& shape, 
   const DequantizeArgs a{d, c, s,
                          to_grid(int(Numerics::onnx), scale, scale_is_f64, zero, zero_kind, qmin, qmax, false, s.parameters()),
                          q.bytes(code_bytes(c, n)), y.bytes(n * bytes_of(d))};
-  without_gil(n, [&] { dequantize(a); });
+  without_gil(q, n, [&] { dequantize(a); });
 }
 
 void py_min_max(In& x, int dtype, const ShapeTuple& shape, Out& lo, Out& hi, Out& counts) {
@@ -245,7 +250,7 @@ void py_min_max(In& x, int dtype, const ShapeTuple& shape, Out& lo, Out& hi, Out
   const int64_t p = s.parameters();
   int64_t* c = counts.get<int64_t>(3 * p);
   const MinMaxArgs a{d, s, x.bytes(s.size() * bytes_of(d)), lo.get<double>(p), hi.get<double>(p), c, c + p, c + 2 * p};
-  without_gil(s.size(), [&] { min_max(a); });
+  without_gil(x, s.size(), [&] { min_max(a); });
 }
 
 std::tuple<int64_t, int64_t, int64_t, int64_t> py_observe_fake_quantize(
@@ -266,7 +271,7 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> py_observe_fake_quantize(
                       running_min.get<float>(p), running_max.get<float>(p), scale.get<float>(p),
                       zero_point.get<int32_t>(p)};
   ObserveResult r;
-  without_gil(n, [&] { r = observe_fake_quantize(o, a); });
+  without_gil(x, n, [&] { r = observe_fake_quantize(o, a); });
   return {r.nan_count, r.posinf_count, r.neginf_count, r.unseen};
 }
 
@@ -293,6 +298,14 @@ int64_t py_first_invalid_scale(In& scale, bool is_f64, int64_t n) {
   };
   return is_f64 ? find(scale.get<const double>(n)) : find(scale.get<const float>(n));
 }
+
+template <auto kernel> struct OnTorchsThreads;
+template <class Args, void (*kernel)(const Args&)> struct OnTorchsThreads<kernel> {
+  static void run(const Args& args) {
+    const BorrowThreads on_its_threads(true);
+    kernel(args);
+  }
+};
 
 // Index of the first zero point that is not within [low, high], or -1.
 int64_t py_first_outside(In& zero, int zero_kind, int64_t n, int64_t low, int64_t high) {
@@ -342,16 +355,17 @@ NB_MODULE(_native, m) {
   m.def(
       "kernel_api",
       [] {
-        static const KernelApi api{&fake_quantize, &mask_backward, &learned_backward};
+        static const KernelApi api{&OnTorchsThreads<fake_quantize>::run, &OnTorchsThreads<mask_backward>::run,
+                                   &OnTorchsThreads<learned_backward>::run};
         return reinterpret_cast<size_t>(&api);
       },
       "The address of the kernels, for this package's other modules.");
   m.def("get_num_threads", &get_num_threads);
   m.def("set_num_threads", &set_num_threads, "n"_a);
   m.def(
-      "borrow_threads",
+      "lend_threads",
       [](size_t parallel_for, size_t num_threads) {
-        borrow_threads({reinterpret_cast<decltype(Borrowed::parallel_for)>(parallel_for),
+        lend_threads({reinterpret_cast<decltype(Borrowed::parallel_for)>(parallel_for),
                         reinterpret_cast<decltype(Borrowed::num_threads)>(num_threads)});
       },
       "parallel_for"_a, "num_threads"_a, "Addresses of torch's torch_parallel_for and torch_get_num_threads.");

@@ -1,5 +1,5 @@
 // The kernels as a table of functions, for other modules in the process: one copy of the kernels, one
-// set of threads, one chosen instruction set.
+// chosen instruction set. They run on torch's threads.
 #pragma once
 
 #include "kernels.h"

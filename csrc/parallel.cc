@@ -97,7 +97,8 @@ struct Pool {
   }
 };
 
-std::atomic<const Borrowed*> g_borrowed{nullptr};
+std::atomic<const Borrowed*> g_lent{nullptr};
+thread_local bool t_borrows = false;
 
 // Never destroyed: its threads may be waiting on it while the process exits.
 Pool* g_pool = nullptr;
@@ -105,11 +106,11 @@ std::once_flag g_pool_once;
 
 #if !defined(_WIN32)
 // The child of a fork has none of the parent's threads, and its copy of the mutex may be locked by
-// one of them. A fresh pool replaces it; the old one is left alone. Borrowed threads are gone too, and
+// one of them. A fresh pool replaces it; the old one is left alone. Lent threads are gone too, and
 // OpenMP would wait for them for ever.
 void forget_threads_in_child() {
   g_pool = new Pool;
-  g_borrowed.store(nullptr, std::memory_order_relaxed);
+  g_lent.store(nullptr, std::memory_order_relaxed);
 }
 #endif
 
@@ -146,13 +147,16 @@ int get_num_threads() {
 
 void set_num_threads(int n) { g_num_threads.store(std::clamp(n, 1, kMaxThreads), std::memory_order_relaxed); }
 
-void borrow_threads(const Borrowed& from) {
+void lend_threads(const Borrowed& from) {
   pool();  // registers what happens at a fork
-  g_borrowed.store(new Borrowed(from), std::memory_order_release);  // calls may be under way with the last one
+  g_lent.store(new Borrowed(from), std::memory_order_release);  // calls may be under way with the last one
 }
 
+BorrowThreads::BorrowThreads(bool yes) : before_(t_borrows) { t_borrows = yes; }
+BorrowThreads::~BorrowThreads() { t_borrows = before_; }
+
 void run_tasks(int64_t tasks, void (*body)(void*, int64_t), void* context) {
-  const Borrowed* borrowed = tasks > 1 ? g_borrowed.load(std::memory_order_acquire) : nullptr;
+  const Borrowed* borrowed = t_borrows && tasks > 1 ? g_lent.load(std::memory_order_acquire) : nullptr;
   int threads = get_num_threads();
   if (uint32_t n; borrowed && borrowed->num_threads(&n) == 0) threads = std::min(threads, int(n));
   const int shares = int(std::min<int64_t>(tasks, threads));

@@ -2,8 +2,8 @@
 //
 // A small pool instead of OpenMP, because OpenMP's threads spin after each region and its runtime
 // may hang in a forked child. Ours sleep when idle, take work from several callers at once, and are
-// started anew after a fork. Beside torch the kernels run on torch's threads instead, because those
-// spin between regions and two pools would take the CPUs from each other.
+// started anew after a fork. On the data of torch the kernels run on torch's threads instead, because
+// those spin between regions and two pools would take the CPUs from each other.
 #pragma once
 
 #include <cstdint>
@@ -22,9 +22,20 @@ struct Borrowed {
   int32_t (*num_threads)(uint32_t* n);
 };
 
-// From now on calls run on the other library's threads: as many as it uses, but no more than
-// get_num_threads(). A forked child goes back to the own pool.
-void borrow_threads(const Borrowed& from);
+void lend_threads(const Borrowed& from);
+
+// While it exists and `yes`, this thread's calls run on the lent threads, if there are any: as many as
+// their owner uses, but no more than get_num_threads(). A forked child goes back to the own pool.
+class BorrowThreads {
+ public:
+  explicit BorrowThreads(bool yes);
+  ~BorrowThreads();
+  BorrowThreads(const BorrowThreads&) = delete;
+  BorrowThreads& operator=(const BorrowThreads&) = delete;
+
+ private:
+  bool before_;
+};
 
 // Calls body(task) for every task in [0, tasks) and returns when all are done. Tasks must not depend
 // on each other.

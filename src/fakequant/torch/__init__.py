@@ -5,6 +5,6 @@ it to have the operators `torch.ops.fakequant` before the first call.
 """
 
 from fakequant.torch import library as library
-from fakequant.torch.threads import borrow_torchs_threads
+from fakequant.torch.threads import lend_torchs_threads
 
-borrow_torchs_threads()
+lend_torchs_threads()

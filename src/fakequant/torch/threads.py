@@ -1,4 +1,4 @@
-"""Runs the kernels on torch's threads, so that the two do not compete for the CPUs."""
+"""Runs the kernels on torch's threads where the data is torch's: two pools would compete for the CPUs."""
 
 import ctypes
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from fakequant.native import _native
 
 
-def borrow_torchs_threads() -> bool:
+def lend_torchs_threads() -> bool:
     """Whether torch's stable C interface was found; without it the kernels keep their own threads."""
     library = next(Path(torch.__file__).parent.glob("lib/*torch_cpu.*"), None)
     try:
@@ -20,5 +20,5 @@ def borrow_torchs_threads() -> bool:
         ]
     except (OSError, AttributeError):
         return False
-    _native.borrow_threads(*addresses)
+    _native.lend_threads(*addresses)
     return True
