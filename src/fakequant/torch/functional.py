@@ -16,7 +16,7 @@ from fakequant.grid import check_scalars, check_spec, kernel_numerics as kernel_
 from fakequant.layout import blocks_of
 from fakequant.qparams import QParams, Range, check_eps
 from fakequant.spec import QuantSpec
-from fakequant.torch import gradients, kernels, nodes
+from fakequant.torch import formula, gradients, kernels, nodes
 from fakequant.torch.dispatched import ops
 from fakequant.torch.kernels import KERNEL_DTYPES, Grid, code_dtype
 from fakequant.torch.plain import is_eager
@@ -85,21 +85,30 @@ def _with_mask(x: Tensor, grid: Grid, mask: str, clipped: bool, direct: bool) ->
         raise ValueError(f'`mask` must be None, "packed" or "bool", got {mask!r}.')
     if not clipped:
         raise ValueError('`mask` says which gradients are clipped, so it needs gradient="clipped".')
-    if not direct:
-        return ops.fake_quantize_masked(x, *grid, kind == native.MASK_PACKED)
-    return gradients.clipped_and_mask(x, grid, kind)
+    if direct:
+        y, bits = gradients.clipped_and_mask(x, grid, kind)
+    else:
+        y, bits = ops.fake_quantize_masked(x, *grid, kind == native.MASK_PACKED)
+    return y, _in_c_order(bits, x)
+
+
+def _in_c_order(mask: Tensor, x: Tensor) -> Tensor:
+    """A packed mask of `x`, whose bits are in the order of its memory, with the order of its indices."""
+    order = kernels.order_of(x)
+    if mask.dtype == torch.bool or order is None:
+        return mask
+    return formula.pack_bits(formula.unpack_bits(mask, x.shape, order), None)
 
 
 def fake_quantize_backward(dy: Tensor, mask: Tensor, spec: QuantSpec) -> Tensor:
-    """See `fakequant.fake_quantize_backward`. The bits of a packed mask are in the order of dy's memory."""
+    """See `fakequant.fake_quantize_backward`."""
     check_data(dy, "dy")
     check_spec(spec)
     _check_mask(mask, dy)
-    order = kernels.order_of(dy) if mask.dtype == torch.uint8 else None
     multiply = spec.numerics == "torch"
     if _is_direct(dy):
-        return gradients.masked(dy, mask, order, multiply)
-    return ops.mask_backward(dy, mask, order, multiply)
+        return gradients.masked(dy, mask, None, multiply)
+    return ops.mask_backward(dy, mask, None, multiply)
 
 
 def _check_mask(mask: Any, dy: Tensor) -> None:
@@ -299,5 +308,9 @@ def observe_fake_quantize(
         result = ops.observe_fake_quantize(x, *running, *options)
     y, bits, scale, zero_point, nonfinite = result
     return ObservedFakeQuantize(
-        y, bits if mask is not None else None, scale.reshape(parameters), zero_point.reshape(parameters), nonfinite
+        y,
+        None if mask is None else _in_c_order(bits, x),
+        scale.reshape(parameters),
+        zero_point.reshape(parameters),
+        nonfinite,
     )
