@@ -285,6 +285,7 @@ struct Parameters {
   float scale_f32 = 0;
   double scale_f64 = 0;
   int64_t zero_i64 = 0;
+  int32_t zero_i32 = 0;
   std::vector<int32_t> zeros;
 
   Parameters() = default;
@@ -321,7 +322,10 @@ struct Parameters {
       zero_i64 = PyLong_AsLongLongAndOverflow(object.ptr(), &overflow);
       if (overflow || zero_i64 < low || zero_i64 > high) return false;
       if (zero_i64 == 0) return true;
-      grid.zero_i64 = &zero_i64;
+      // What fits 32 bits is much faster: beyond, the kernels compute one element at a time.
+      zero_i32 = int32_t(zero_i64);
+      if (zero_i32 == zero_i64) grid.zero_i32 = &zero_i32;
+      else grid.zero_i64 = &zero_i64;
       return n == 1;
     }
     if (!is_tensor(object)) return false;
@@ -329,7 +333,13 @@ struct Parameters {
     if (!fits(t, n) || is_learned(t) || n == 0) return false;
     const auto within = [&](const auto* z) { return std::all_of(z, z + n, [&](auto v) { return v >= low && v <= high; }); };
     if (t.scalar_type() == at::kInt) return within(grid.zero_i32 = t.const_data_ptr<int32_t>());
-    if (t.scalar_type() == at::kLong && n == 1) return within(grid.zero_i64 = t.const_data_ptr<int64_t>());
+    if (t.scalar_type() == at::kLong && n == 1) {
+      zero_i64 = t.const_data_ptr<int64_t>()[0];
+      zero_i32 = int32_t(zero_i64);
+      if (zero_i32 != zero_i64) return false;
+      grid.zero_i32 = &zero_i32;
+      return within(&zero_i64);
+    }
     if (t.scalar_type() == at::kFloat && grid.numerics == Numerics::torch_channel) {
       grid.numerics = Numerics::torch_channel_float;
       grid.zero_f32 = t.const_data_ptr<float>();

@@ -24,6 +24,7 @@ _INT32 = range(-(2**31), 2**31)
 # torch lets bfloat16 scales in and then fails an assertion; here they work.
 _SCALE_DTYPES = (torch.float32, torch.bfloat16)
 _ZERO_DTYPES = (torch.int32, torch.float32, torch.float16)
+_LARGE = (-(2**62), 2**62)
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -197,7 +198,11 @@ class Fused(NamedTuple):
         rows = self.state[0].numel()
         # One axis always fits, so scales need not be expanded.
         shape = place(tuple(x.shape), placed.stride(), (rows, *[1] * (x.dim() - 1)) if self.per_row else ()).shape
-        unseen = [running.isinf() for running in self.state[:2]] if self.observe else ()
+        # Only the first range is infinite, and only then the sign of a zero is to be looked at.
+        first = self.observe and any(
+            _native.first_outside(t.data_ptr(), native.ZERO_F32, rows, *_LARGE) >= 0 for t in self.state[:2]
+        )
+        unseen = [running.isinf() for running in self.state[:2]] if first else ()
         # Without quantizing torch leaves scale and zero point alone.
         unused = () if self.quantize else tuple(torch.empty_like(t) for t in self.state[2:])
         _native.observe_fake_quantize(
@@ -243,10 +248,12 @@ def fused_call(
         return None
     if per_row and (ch_axis != 0 or x.dim() < 2):
         return None
-    count = (x.shape[0] if per_row else 1,)
+    count = x.shape[0] if per_row else 1
     for t, dtype in zip(state, _STATE_DTYPES, strict=True):
-        if t.dtype != dtype or t.shape != count or not t.is_contiguous() or not is_memory(t):
+        if t.dtype != dtype or t.numel() != count or t.dim() > 1 or not t.is_contiguous() or not is_memory(t):
             return None
+    if per_row and any(t.dim() == 0 for t in state):
+        return None
     observe, quantize = bool(observer_on.item()), bool(fake_quant_on.item())
     if not (observe or quantize) or (observe and x.dtype != torch.float32):
         return None

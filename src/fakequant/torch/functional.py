@@ -309,7 +309,7 @@ def observe_fake_quantize(
     y, bits, scale, zero_point, nonfinite = result
     return ObservedFakeQuantize(
         y,
-        None if mask is None else _in_c_order(bits, x),
+        None if mask is None or bits is None else _in_c_order(bits, x),
         scale.reshape(parameters),
         zero_point.reshape(parameters),
         nonfinite,
