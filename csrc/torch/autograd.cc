@@ -50,12 +50,14 @@ const KernelApi* g_kernels = nullptr;
 
 // --- which tensors are ours ----------------------------------------------------------------------
 
-c10::DispatchKeySet g_plain, g_inference;  // of ordinary CPU tensors
+// Of ordinary CPU tensors; the second is that of inference mode. See fakequant/torch/plain.py.
+constexpr c10::DispatchKeySet kInference({c10::DispatchKey::CPU, c10::DispatchKey::AutocastCPU});
+constexpr c10::DispatchKeySet kPlain =
+    kInference | c10::DispatchKeySet({c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU});
 
-// See fakequant/torch/plain.py.
 bool is_eager(const Tensor& t) {
   const auto keys = t.key_set();
-  if (keys != g_plain && keys != g_inference) return false;
+  if (keys != kPlain && keys != kInference) return false;
   return (c10::impl::tls_local_dispatch_key_set().included_ - c10::default_included_set).empty();
 }
 
@@ -505,9 +507,6 @@ void pass_through(nb::handle x, nb::handle y) {
 
 void use_kernels(size_t address) {
   g_kernels = reinterpret_cast<const KernelApi*>(address);
-  g_plain = at::empty({0}).key_set();
-  const c10::InferenceMode inference;
-  g_inference = at::empty({0}).key_set();
 }
 
 }  // namespace

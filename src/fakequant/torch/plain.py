@@ -13,13 +13,18 @@ def _modes() -> int:
     return _C._dispatch_tls_local_include_set().raw_repr()
 
 
+def _set_of(*names: str) -> int:
+    keys = _C.DispatchKeySet(getattr(_C.DispatchKey, names[0]))
+    for name in names[1:]:
+        keys = keys.add(getattr(_C.DispatchKey, name))
+    return keys.raw_repr()
+
+
 # What says so is the set of dispatch keys: a subclass, a fake or batched tensor, another device or
-# layout, a lazily negated view, a mode or a transform all add to it.
-with torch.inference_mode():
-    _INFERENCE = _keys(torch.empty(0))
-with torch.inference_mode(False):
-    _PLAIN = (_keys(torch.empty(0)), _INFERENCE)
-_NO_MODES = _modes()
+# layout, a lazily negated view, a mode or a transform all add to it. Not asked of a new tensor here,
+# because this may be imported inside a mode. The second of each is that of `torch.inference_mode`.
+_PLAIN = (_set_of("CPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU"), _set_of("CPU", "AutocastCPU"))
+_NO_MODES = (_set_of("BackendSelect", "ADInplaceOrView"), _set_of("BackendSelect"))
 
 
 def is_memory(x: torch.Tensor) -> bool:
@@ -37,4 +42,4 @@ def is_eager(x: torch.Tensor) -> bool:
     >>> is_eager(torch.zeros(2)), torch.func.vmap(lambda x: x * is_eager(x))(torch.ones(2))
     (True, tensor([0., 0.]))
     """
-    return _keys(x) in _PLAIN and _modes() == _NO_MODES and _C._get_tracing_state() is None
+    return _keys(x) in _PLAIN and _modes() in _NO_MODES and _C._get_tracing_state() is None
