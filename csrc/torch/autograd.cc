@@ -112,7 +112,8 @@ struct FakeQuantizeBackward : Node {
       at::IValue order = order_ ? at::IValue(*order_) : at::IValue();
       return {call("fakequant::mask_backward", dy, mask, std::move(order), multiply_)[0].toTensor()};
     }
-    Tensor dx = at::empty_like(dy);
+    // The strides of dy * mask, also of axes of length 1, where they mean nothing.
+    Tensor dx = dy.is_contiguous() ? at::empty_like(dy, at::MemoryFormat::Contiguous) : at::empty_like(dy);
     if (dy.numel() > 0) {
       g_kernels->mask_backward({*kernel_dtype(dy), dy.numel(), packed ? MaskKind::packed : MaskKind::bytes, multiply_,
                                 dy.const_data_ptr(), static_cast<const uint8_t*>(mask.const_data_ptr()),

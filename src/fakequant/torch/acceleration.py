@@ -8,10 +8,12 @@ import threading
 import warnings
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import torch
 
 from fakequant.torch import aten_kernels
+from fakequant.torch.gradients import is_differentiating
 from fakequant.torch.verification import disagreements
 
 REPLACED: dict[str, Callable] = {
@@ -27,20 +29,27 @@ REPLACED: dict[str, Callable] = {
 
 
 class _Switch:
-    """On while it has been switched on for good, or somebody is inside a context."""
+    """On while it has been switched on for good, or somebody is inside a context.
+
+    torch's dispatcher may not lose a kernel that another thread is about to call. So while there are
+    other threads, replaced kernels that are switched off stay where they are and call torch's.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.library: torch.library.Library | None = None
+        self.on = False
         self.verified = False
         self.for_good = False
+        self.calls = 0  # of accelerate()
         self.contexts = 0
 
-    def update(self) -> None:
-        wanted = self.for_good or self.contexts > 0
+    def set(self, *, for_good: bool, contexts: int) -> None:
+        wanted = for_good or contexts > 0
         if wanted and self.library is None:
             self.library = _replace_kernels()
-        elif not wanted and self.library is not None:
+        self.for_good, self.contexts, self.on = for_good, contexts, wanted
+        if not wanted and self.library is not None and threading.active_count() == 1:
             self.library._destroy()
             self.library = None
 
@@ -51,8 +60,9 @@ _switch = _Switch()
 class Acceleration:
     """What `accelerate` returns: what was replaced, a way back, and a context manager."""
 
-    def __init__(self, switched_on: bool) -> None:
-        self._switched_on = switched_on
+    def __init__(self, call: int | None) -> None:
+        # The call of accelerate() that switched it on; None: it was on before.
+        self._call = call
 
     @property
     def replaced(self) -> tuple[str, ...]:
@@ -60,24 +70,21 @@ class Acceleration:
         return tuple(f"aten::{name}" for name in REPLACED) if is_accelerated() else ()
 
     def undo(self) -> None:
-        """Gives torch its own kernels back."""
+        """Gives torch its own kernels back, as `decelerate` does."""
         decelerate()
 
     def __enter__(self) -> "Acceleration":
         with _switch.lock:
-            _switch.contexts += 1
-            if self._switched_on:
-                # Only for as long as the context lasts, then.
-                _switch.for_good = self._switched_on = False
-            _switch.update()
+            # What this very call switched on lasts as long as the context, unless it was asked for again.
+            mine = self._call == _switch.calls
+            _switch.set(for_good=_switch.for_good and not mine, contexts=_switch.contexts + 1)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with _switch.lock:
-            _switch.contexts -= 1
-            _switch.update()
+            _switch.set(for_good=_switch.for_good, contexts=_switch.contexts - 1)
 
     def __repr__(self) -> str:
         return f"Acceleration(replaced={list(self.replaced)})"
@@ -89,22 +96,21 @@ def accelerate() -> Acceleration:
         if not _switch.verified:
             _verify()
             _switch.verified = True
-        switched_on = not _switch.for_good
-        _switch.for_good = True
-        _switch.update()
-    return Acceleration(switched_on)
+        was_on = _switch.for_good
+        _switch.set(for_good=True, contexts=_switch.contexts)
+        _switch.calls += 1
+        return Acceleration(None if was_on else _switch.calls)
 
 
 def decelerate() -> None:
     """See `fakequant.decelerate`."""
     with _switch.lock:
-        _switch.for_good = False
-        _switch.update()
+        _switch.set(for_good=False, contexts=_switch.contexts)
 
 
 def is_accelerated() -> bool:
     """Whether torch's operators run on our kernels at the moment."""
-    return _switch.library is not None
+    return _switch.on
 
 
 def _verify() -> None:
@@ -125,18 +131,33 @@ def _replace_kernels() -> torch.library.Library:
             warnings.filterwarnings("ignore", category=UserWarning, message="(?s).*[Oo]verrid")
             for name, function in REPLACED.items():
                 original = torch.library.get_kernel(f"aten::{name}", "CPU")
-                library.impl(name, _or_original(function, original), "CPU", with_keyset=True, allow_override=True)
+                kernel = _or_original(function, original)
+                library.impl(name, kernel, "CPU", with_keyset=True, allow_override=True)
+                if name.endswith("cachemask_backward"):
+                    # In torch this is a formula, differentiated as such. A kernel alone would have no derivative.
+                    kernel = _unless_differentiating(kernel, original)
+                    library.impl(name, kernel, "AutogradCPU", with_keyset=True, allow_override=True)
     except BaseException:
         library._destroy()
         raise
     return library
 
 
-def _or_original(function: Callable, original) -> Callable:
+def _or_original(function: Callable, original: Any) -> Callable:
     """Ours where it applies, torch's where it does not."""
 
-    def kernel(keys, *args):
-        result = function(*args)
+    def kernel(keys: Any, *args: Any) -> Any:
+        result = function(*args) if _switch.on else None
         return original.call_boxed(keys, *args) if result is None else result
 
     return kernel
+
+
+def _unless_differentiating(kernel: Callable, original: Any) -> Callable:
+    def differentiable(keys: Any, grad: Any, *rest: Any) -> Any:
+        if is_differentiating(grad):
+            return original.call_boxed(keys, grad, *rest)
+        with torch._C._AutoDispatchBelowAutograd():
+            return kernel(keys, grad, *rest)
+
+    return differentiable

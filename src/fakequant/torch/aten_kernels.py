@@ -28,9 +28,9 @@ _LARGE = (-(2**62), 2**62)
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
-def is_ours(x: Tensor) -> bool:
+def is_ours(x: Any) -> bool:
     """A CPU tensor of a dtype the kernels know."""
-    return x.dtype in KERNEL_DTYPES and is_memory(x)
+    return isinstance(x, Tensor) and x.dtype in KERNEL_DTYPES and is_memory(x)
 
 
 def number_grid(scale: Any, zero_point: Any, qmin: Any, qmax: Any) -> Grid | None:
@@ -111,7 +111,9 @@ def _with_bytes(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
 
 def cachemask_backward(grad: Tensor, mask: Tensor) -> Tensor | None:
     """`aten::fake_quantize_per_tensor_affine_cachemask_backward` and the one per channel."""
-    if not is_ours(grad) or mask.dtype != torch.bool or mask.shape != grad.shape or not is_memory(mask):
+    if not is_ours(grad) or not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        return None
+    if mask.shape != grad.shape or not is_memory(mask):
         return None
     if grad.numel() == 0:
         return None  # torch returns grad itself
@@ -122,7 +124,7 @@ def cachemask_backward(grad: Tensor, mask: Tensor) -> Tensor | None:
 
 
 def learnable_backward(
-    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, grad_factor: float
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, grad_factor: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """`aten::_fake_quantize_learnable_per_tensor_affine_backward`, in every float dtype."""
     if not _are_learnable(grad, x, scale, zero_point, qmin, qmax) or scale.shape != (1,) or zero_point.shape != (1,):
@@ -135,7 +137,14 @@ def learnable_backward(
 
 
 def learnable_channel_backward(
-    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, qmin: int, qmax: int, grad_factor: float
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    axis: int,
+    qmin: int,
+    qmax: int,
+    grad_factor: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """`aten::_fake_quantize_learnable_per_channel_affine_backward`, in every float dtype."""
     if not _are_learnable(grad, x, scale, zero_point, qmin, qmax) or not 0 <= axis < x.dim():
@@ -252,7 +261,10 @@ def fused_call(
     for t, dtype in zip(state, _STATE_DTYPES, strict=True):
         if t.dtype != dtype or t.numel() != count or t.dim() > 1 or not t.is_contiguous() or not is_memory(t):
             return None
-    if per_row and any(t.dim() == 0 for t in state):
+    # torch looks for the first element of scale and zero point, so they have an axis.
+    if scale.dim() == 0 or zero_point.dim() == 0 or (per_row and running_min.dim() == running_max.dim() == 0):
+        return None
+    if running_min.data_ptr() == running_max.data_ptr():
         return None
     observe, quantize = bool(observer_on.item()), bool(fake_quant_on.item())
     if not (observe or quantize) or (observe and x.dtype != torch.float32):

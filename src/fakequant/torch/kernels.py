@@ -209,12 +209,14 @@ def _in_bit_order(dx: Tensor, order: Order) -> Tensor:
 
 def empty_gradient(dy: Tensor, mask: Tensor, order: Order) -> Tensor:
     """Memory for a gradient, with the strides of `dy * mask`: those of dy, or the mask's where dy has none."""
-    if mask.dtype == torch.bool:
-        return torch.empty_like(dy) if mask.stride() == dy.stride() else _like_product(dy, mask.stride())
-    if order is None and dy.is_contiguous():
+    if mask.dtype != torch.bool:
+        mask = empty_in_order(dy.to("meta"), order)
+    for layout in (torch.contiguous_format, torch.channels_last)[: 2 if dy.dim() == 4 else 1]:
+        if dy.is_contiguous(memory_format=layout) and mask.is_contiguous(memory_format=layout):
+            return torch.empty_like(dy, memory_format=layout)
+    if dy.stride() == mask.stride() and dy.stride() == torch.empty_like(dy, device="meta").stride():
         return torch.empty_like(dy)
-    bits = empty_in_order(dy.to("meta"), order).stride()
-    return torch.empty_like(dy) if dy.stride() == bits else _like_product(dy, bits)
+    return _like_product(dy, mask.stride())
 
 
 def _like_product(dy: Tensor, other: tuple[int, ...]) -> Tensor:

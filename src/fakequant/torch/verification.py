@@ -21,15 +21,16 @@ def disagreements() -> list[str]:
     >>> disagreements()
     []
     """
-    return sorted({name for name, ours, theirs in _comparisons() if not _same(ours, theirs)})
+    # Whatever the caller has set as defaults.
+    with torch.device("cpu"), torch.no_grad():
+        return sorted({name for name, ours, theirs in _comparisons() if not _same(ours, theirs)})
 
 
 def _same(ours: Callable, theirs: Callable) -> bool:
     try:
-        a, b = ours(), theirs()
+        a, b = ((r,) if isinstance(r, Tensor) else tuple(r) for r in (ours(), theirs()))
     except Exception:  # whatever it was, it was not agreement
         return False
-    a, b = ((r,) if isinstance(r, Tensor) else tuple(r) for r in (a, b))
     return all(_same_bits(p, q) for p, q in zip(a, b, strict=True))
 
 
@@ -42,6 +43,10 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     # NaN is NaN, whatever is in its lower bits.
     a, b = (torch.where(t.isnan(), torch.full_like(t, torch.nan), t).contiguous().view(bits) for t in (a, b))
     return torch.equal(a, b)
+
+
+def _floats(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
 
 
 def _values(dtype: torch.dtype) -> Tensor:
@@ -57,7 +62,7 @@ def _comparisons() -> Iterator[tuple[str, Callable, Callable]]:
     one = torch.ones(1, dtype=torch.int64)
     for dtype in KERNEL_DTYPES:
         x = _values(dtype)
-        scale, zero_point = torch.tensor([0.1]), torch.tensor([1], dtype=torch.int32)
+        scale, zero_point = _floats(0.1), torch.tensor([1], dtype=torch.int32)
         numbers = (x, 0.1, 1, -8, 7)
         yield (
             "fake_quantize_per_tensor_affine_cachemask",
@@ -70,8 +75,8 @@ def _comparisons() -> Iterator[tuple[str, Callable, Callable]]:
             lambda a=tensors: aten_kernels.cachemask_tensor_qparams(*a),
             lambda a=tensors: _aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams(*a),
         )
-        for zeros in (torch.tensor([1, 0, -8, 7], dtype=torch.int32), torch.tensor([0.5, 0, -0.25, 3.0])):
-            channel = (x, torch.tensor([0.1, 0.3, 1e-3, 2.0]), zeros, 1, -8, 7)
+        for zeros in (torch.tensor([1, 0, -8, 7], dtype=torch.int32), _floats(0.5, 0, -0.25, 3.0)):
+            channel = (x, _floats(0.1, 0.3, 1e-3, 2.0), zeros, 1, -8, 7)
             yield (
                 "fake_quantize_per_channel_affine_cachemask",
                 lambda a=channel: aten_kernels.channel_cachemask(*a),
@@ -91,8 +96,8 @@ def _comparisons() -> Iterator[tuple[str, Callable, Callable]]:
 def _learnable() -> Iterator[tuple[str, Callable, Callable]]:
     """One element at a time: the terms have torch's bits, long sums may differ in the last place."""
     for value in _values(torch.float32).flatten().tolist():
-        x, dy = torch.tensor([[value]]), torch.tensor([[0.7]])
-        tensors = (dy, x, torch.tensor([0.1]), torch.tensor([-1.5]))
+        x, dy = _floats(value)[:, None], _floats(0.7)[:, None]
+        tensors = (dy, x, _floats(0.1), _floats(-1.5))
         numbers = (-8, 7, 0.3)
         yield (
             "_fake_quantize_learnable_per_tensor_affine_backward",
@@ -115,9 +120,9 @@ def _fused() -> Iterator[tuple[str, Callable, Callable]]:
                 rows = 4 if per_row else 1
                 on = torch.ones(1, dtype=torch.int64)
                 state = (
-                    torch.full((rows,), torch.inf),
-                    torch.full((rows,), -torch.inf),
-                    torch.ones(rows),
+                    _floats(torch.inf).repeat(rows),
+                    _floats(-torch.inf).repeat(rows),
+                    _floats(1.0).repeat(rows),
                     torch.zeros(rows, dtype=torch.int32),
                 )
                 results = []

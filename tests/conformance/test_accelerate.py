@@ -1,0 +1,280 @@
+"""`accelerate` replaces the kernels of torch's operators, compares them first, and can be taken back.
+
+That no bit changes is tested in `test_accelerate_operators.py` and `test_accelerate_models.py`.
+"""
+
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+
+import fakequant
+from accelerated import (  # noqa: F401
+    FUSED_ROWS,
+    OPERATORS,
+    ORDINARY,
+    assert_same_tensors,
+    by_operator,
+    copies,
+    counted_kernels,
+    decelerated,
+)
+from fakequant.torch import acceleration, aten_kernels
+from torch_bridge import aten, torch
+
+
+def registered():
+    """What torch's dispatcher has for the operators."""
+    return {name: torch._C._dispatch_dump(f"aten::{name}") for name in OPERATORS}
+
+
+TORCHS_OWN = registered()
+
+
+@pytest.fixture
+def unverified(monkeypatch):
+    """As before the first `accelerate` of a process."""
+    monkeypatch.setattr(acceleration._switch, "verified", False)
+
+
+ORDINARY_CALLS = [*ORDINARY.items(), ("_fused_moving_avg_obs_fq_helper", FUSED_ROWS)]
+
+
+@pytest.mark.parametrize(("operator", "arguments"), ORDINARY_CALLS, ids=[name for name, _ in ORDINARY_CALLS])
+def test_ordinary_arguments_run_on_our_kernels_and_only_while_it_is_on(operator, arguments):
+    function = getattr(aten, operator)
+    with counted_kernels() as calls:
+        function(*copies(arguments))
+        assert calls == []
+        with fakequant.accelerate():
+            function(*copies(arguments))
+        assert calls == [(operator, True)]
+        function(*copies(arguments))
+        assert len(calls) == 1
+
+
+def test_the_kernels_are_native(monkeypatch):
+    class NoKernels:
+        def __getattr__(self, name):
+            raise AssertionError(f"native {name}")
+
+    with fakequant.accelerate():
+        monkeypatch.setattr("fakequant.torch.kernels._native", NoKernels())
+        monkeypatch.setattr("fakequant.torch.aten_kernels._native", NoKernels())
+        for operator, arguments in ORDINARY.items():
+            with pytest.raises(AssertionError, match="native"):
+                getattr(aten, operator)(*copies(arguments))
+
+
+def test_replaced_names_the_operators_while_it_is_on():
+    handle = fakequant.accelerate()
+    assert handle.replaced == tuple(f"aten::{name}" for name in ORDINARY)
+    assert "fake_quantize_per_tensor_affine_cachemask" in repr(handle)
+    handle.undo()
+    assert handle.replaced == ()
+    assert registered() == TORCHS_OWN
+
+
+def test_twice_is_once():
+    first = fakequant.accelerate()
+    once = registered()
+    assert all(once[name] != TORCHS_OWN[name] for name in OPERATORS)
+    second = fakequant.accelerate()
+    assert registered() == once
+    second.undo()
+    assert first.replaced == second.replaced == ()
+    assert registered() == TORCHS_OWN
+    second.undo()
+    assert registered() == TORCHS_OWN
+
+
+def test_decelerate_without_accelerate_does_nothing():
+    fakequant.decelerate()
+    fakequant.decelerate()
+    assert registered() == TORCHS_OWN
+
+
+def test_nested_contexts_end_with_the_outermost():
+    with fakequant.accelerate() as outer:
+        with fakequant.accelerate() as inner:
+            assert inner.replaced
+        assert outer.replaced
+        with outer:
+            assert outer.replaced
+        assert outer.replaced
+    assert registered() == TORCHS_OWN
+
+
+def test_a_context_leaves_on_what_was_on():
+    handle = fakequant.accelerate()
+    with fakequant.accelerate():
+        pass
+    assert handle.replaced
+    handle.undo()
+    with fakequant.accelerate():
+        handle = fakequant.accelerate()
+    assert handle.replaced
+
+
+def test_a_handle_serves_as_context_later_and_again():
+    handle = fakequant.accelerate()
+    for _ in range(2):
+        with handle:
+            assert handle.replaced
+        assert registered() == TORCHS_OWN
+
+
+def test_a_context_on_an_old_handle_leaves_on_what_was_switched_on_since():
+    old = fakequant.accelerate()
+    fakequant.accelerate()
+    with old:
+        pass
+    assert old.replaced
+
+
+def test_an_exception_in_a_context_passes_and_ends_it():
+    with pytest.raises(KeyError, match="mine"), fakequant.accelerate():
+        raise KeyError("mine")
+    assert registered() == TORCHS_OWN
+
+
+def test_nothing_is_written_or_warned(unverified, capfd, recwarn):
+    filters = warnings.filters.copy()
+    with fakequant.accelerate():
+        pass
+    fakequant.accelerate().undo()
+    assert capfd.readouterr() == ("", "")
+    assert not recwarn.list
+    assert warnings.filters == filters
+
+
+def with_another_bit(function):
+    def wrong(*arguments):
+        result = function(*arguments)
+        first = result if isinstance(result, torch.Tensor) else result[0]
+        bits = first.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[first.element_size()])
+        bits[(0,) * bits.dim()] ^= 1
+        return result
+
+    return wrong
+
+
+@by_operator
+def test_one_other_bit_is_refused_and_nothing_replaced(operator, monkeypatch, unverified):
+    name = acceleration.REPLACED[operator].__name__
+    with monkeypatch.context() as patch:
+        patch.setattr(aten_kernels, name, with_another_bit(getattr(aten_kernels, name)))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=rf"differ in .*\b{operator}\b.*; nothing was replaced"):
+                fakequant.accelerate()
+            assert registered() == TORCHS_OWN
+    with fakequant.accelerate() as handle:
+        assert handle.replaced
+
+
+@pytest.mark.parametrize("default", ["dtype", "device"])
+def test_it_can_be_switched_on_under_other_defaults(default, unverified):
+    before = torch.get_default_dtype()
+    try:
+        if default == "dtype":
+            torch.set_default_dtype(torch.float64)
+            fakequant.accelerate()
+        else:
+            with torch.device("meta"):
+                fakequant.accelerate()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_a_failed_replacement_leaves_nothing_behind(monkeypatch):
+    impl = torch.library.Library.impl
+
+    def failing(self, name, *arguments, **options):
+        if name == OPERATORS[-1]:
+            raise OSError("no more operators")
+        return impl(self, name, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.library.Library, "impl", failing)
+        with pytest.raises(OSError, match="no more"):
+            fakequant.accelerate()
+    assert registered() == TORCHS_OWN
+    with fakequant.accelerate():
+        pass
+    assert registered() == TORCHS_OWN
+
+
+# --- threads ------------------------------------------------------------------------------
+
+
+def run_threads(*functions):
+    errors = []
+
+    def guarded(function):
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_contexts_of_several_threads():
+    data = torch.linspace(-1, 1, 1000)
+    expected = torch.fake_quantize_per_tensor_affine(data, 0.1, 0, -8, 7)
+
+    def computes():
+        assert_same_tensors([expected], [torch.fake_quantize_per_tensor_affine(data, 0.1, 0, -8, 7)])
+
+    def enters_and_leaves():
+        for _ in range(200):
+            with fakequant.accelerate() as handle:
+                assert handle.replaced
+                computes()
+
+    def only_computes():
+        for _ in range(200):
+            computes()
+
+    run_threads(*[enters_and_leaves] * 4)
+    # The kernels are only taken out when no other thread can be about to call them.
+    fakequant.decelerate()
+    assert registered() == TORCHS_OWN
+    with fakequant.accelerate():
+        run_threads(*[enters_and_leaves, only_computes] * 2)
+    assert registered() == TORCHS_OWN
+
+
+SWITCHING_WHILE_OTHERS_COMPUTE = """
+import sys, threading, time, torch, fakequant
+sys.setswitchinterval(1e-5)
+x = torch.linspace(-1, 1, 64)
+def quantize():
+    return torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -8, 7)
+expected, wrong, end = quantize(), [], time.time() + 4
+def compute():
+    while time.time() < end:
+        try:
+            if not torch.equal(quantize(), expected):
+                wrong.append("other bits")
+        except Exception as error:
+            wrong.append(error)
+threads = [threading.Thread(target=compute) for _ in range(4)]
+for thread in threads: thread.start()
+while time.time() < end:
+    with fakequant.accelerate(): pass
+for thread in threads: thread.join()
+sys.exit(str(wrong[0]) if wrong else 0)
+"""
+
+
+def test_switching_while_other_threads_compute():
+    done = subprocess.run([sys.executable, "-c", SWITCHING_WHILE_OTHERS_COMPUTE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-500:]
