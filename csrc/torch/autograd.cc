@@ -208,11 +208,11 @@ struct LearnedFakeQuantizeBackward : Node {
     if (!zero.defined()) return out;
     out.reserve(size_t(n));
     const float* z = zero.const_data_ptr<float>();
-    const float low = float(qmin_), high = float(qmax_);
+    // Clamped in double: in float32 the end of a wide range may be rounded to a number outside it.
     for (int64_t i = 0; i < n; ++i) {
-      const float value = numerics_ == Numerics::torch_tensor ? std::trunc(std::clamp(z[i] + 0.5f, low, high))
-                                                              : std::clamp(std::nearbyint(z[i]), low, high);
-      out.push_back(int32_t(value));
+      const bool cut_off = numerics_ == Numerics::torch_tensor;
+      const double value = std::clamp(cut_off ? double(z[i] + 0.5f) : std::nearbyint(double(z[i])), double(qmin_), double(qmax_));
+      out.push_back(int32_t(value));  // which cuts off
     }
     return out;
   }
@@ -277,14 +277,17 @@ std::optional<Shape> shape_of(const Tensor& x, std::optional<int64_t> axis) {
   return Shape{1, n / (blocks * inner), blocks, inner};
 }
 
-bool fits(const Tensor& parameter, int64_t n) {
-  return parameter.numel() == n && parameter.dim() <= 1 && parameter.is_contiguous() && is_eager(parameter);
+// One value per channel has an axis; the only one of a tensor may have none.
+bool fits(const Tensor& parameter, int64_t n, bool per_channel) {
+  return parameter.numel() == n && (parameter.dim() == 1 || (parameter.dim() == 0 && !per_channel)) &&
+         parameter.is_contiguous() && is_eager(parameter);
 }
 
 // Scale and zero point of a call, and the memory they are in if they were numbers.
 struct Parameters {
   Grid grid;
-  bool check_scale = true;  // torch's functions take any
+  bool has_torchs_name = false;  // torch's functions take any scale, and zero points with a fraction per channel
+  bool per_channel = false;
   float scale_f32 = 0;
   double scale_f64 = 0;
   int64_t zero_i64 = 0;
@@ -297,15 +300,15 @@ struct Parameters {
 
   // False: not a scale we know, or one that needs an error.
   bool set_scale(nb::handle object, int64_t n, bool wide, bool learnable) {
-    if (PyFloat_CheckExact(object.ptr()) && n == 1) {
+    if (PyFloat_CheckExact(object.ptr()) && !per_channel) {
       scale_f64 = PyFloat_AS_DOUBLE(object.ptr());
     } else if (is_tensor(object)) {
       const Tensor& t = tensor(object);
-      if (!fits(t, n) || (is_learned(t) && !learnable)) return false;
+      if (!fits(t, n, per_channel) || (is_learned(t) && !learnable)) return false;
       if (t.scalar_type() == (wide ? at::kDouble : at::kFloat)) {
         if (wide) grid.scale_f64 = t.const_data_ptr<double>();
         else grid.scale_f32 = t.const_data_ptr<float>();
-        return !check_scale || (wide ? valid(grid.scale_f64, n) : valid(grid.scale_f32, n));
+        return has_torchs_name || (wide ? valid(grid.scale_f64, n) : valid(grid.scale_f32, n));
       }
       if (n != 1 || learnable || t.scalar_type() != at::kFloat) return false;
       scale_f64 = t.const_data_ptr<float>()[0];
@@ -315,7 +318,7 @@ struct Parameters {
     scale_f32 = float(scale_f64);
     if (wide) grid.scale_f64 = &scale_f64;
     else grid.scale_f32 = &scale_f32;
-    return !check_scale || (wide ? valid(&scale_f64, 1) : valid(&scale_f32, 1));
+    return has_torchs_name || (wide ? valid(&scale_f64, 1) : valid(&scale_f32, 1));
   }
 
   // An integer zero point within [low, high].
@@ -333,17 +336,17 @@ struct Parameters {
     }
     if (!is_tensor(object)) return false;
     const Tensor& t = tensor(object);
-    if (!fits(t, n) || is_learned(t) || n == 0) return false;
+    if (!fits(t, n, per_channel) || is_learned(t) || n == 0) return false;
     const auto within = [&](const auto* z) { return std::all_of(z, z + n, [&](auto v) { return v >= low && v <= high; }); };
     if (t.scalar_type() == at::kInt) return within(grid.zero_i32 = t.const_data_ptr<int32_t>());
-    if (t.scalar_type() == at::kLong && n == 1) {
+    if (t.scalar_type() == at::kLong && !per_channel) {
       zero_i64 = t.const_data_ptr<int64_t>()[0];
       zero_i32 = int32_t(zero_i64);
       if (zero_i32 != zero_i64) return false;
       grid.zero_i32 = &zero_i32;
       return within(&zero_i64);
     }
-    if (t.scalar_type() == at::kFloat && grid.numerics == Numerics::torch_channel) {
+    if (t.scalar_type() == at::kFloat && grid.numerics == Numerics::torch_channel && has_torchs_name) {
       grid.numerics = Numerics::torch_channel_float;
       grid.zero_f32 = t.const_data_ptr<float>();
       return true;
@@ -356,12 +359,12 @@ struct Parameters {
     if (object.is_none()) return true;
     if (!is_tensor(object)) return false;
     const Tensor& t = tensor(object);
-    if (!fits(t, n) || t.scalar_type() != at::kFloat) return false;
+    if (!fits(t, n, per_channel) || t.scalar_type() != at::kFloat) return false;
     const float* z = t.const_data_ptr<float>();
     zeros.reserve(size_t(n));
     for (int64_t i = 0; i < n; ++i) {
       if (!std::isfinite(z[i])) return false;
-      zeros.push_back(int32_t(std::clamp(std::nearbyint(z[i]), float(grid.qmin), float(grid.qmax))));
+      zeros.push_back(int32_t(std::clamp(std::nearbyint(double(z[i])), double(grid.qmin), double(grid.qmax))));
     }
     grid.zero_i32 = zeros.data();
     return true;
@@ -420,7 +423,8 @@ nb::object fake_quantize(nb::handle x_object, nb::handle scale, nb::handle zero_
   p.grid.numerics = Numerics(numerics);
   p.grid.qmin = qmin;
   p.grid.qmax = qmax;
-  p.check_scale = !has_torchs_name;
+  p.has_torchs_name = has_torchs_name;
+  p.per_channel = axis.has_value();
   if (!p.set_scale(scale, n, dtype == DType::f64 && is_own(p.grid.numerics), false)) return nb::none();
   if (!p.set_zero(zero_point, n, lowest_zero, highest_zero)) return nb::none();
   const bool records = at::GradMode::is_enabled() && x.requires_grad();
@@ -462,11 +466,12 @@ nb::object fake_quantize_learned(nb::handle x_object, nb::handle scale_object, n
   p.grid.numerics = Numerics(numerics);
   p.grid.qmin = qmin;
   p.grid.qmax = qmax;
-  p.check_scale = !has_torchs_name;
+  p.has_torchs_name = has_torchs_name;
+  p.per_channel = axis.has_value();
   if (!p.set_scale(scale_object, n, dtype == DType::f64 && is_own(p.grid.numerics), true)) return nb::none();
   if (!p.set_learned_zero(zero_object, n)) return nb::none();
   const Tensor zero = zero_object.is_none() ? Tensor() : tensor(zero_object);
-  if (zero.defined() && zero._fw_grad(0).defined()) return nb::none();
+  if (zero.defined() && (zero._fw_grad(0).defined() || (has_torchs_name && zero.dim() != 1))) return nb::none();
   Tensor y;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;

@@ -183,11 +183,11 @@ class FakeQuantizer:
 
     def _forward_tensor(self, x: Any) -> Any:
         from fakequant.torch import quantizer
-        from fakequant.torch.kernels import Grid
+        from fakequant.torch.kernels import NAN_IS_CODE_ZERO, Grid
 
-        numerics = "torch_tensor" if self.numerics == "torch" else self.numerics
+        numerics = {"torch": "torch_tensor", "half_away": NAN_IS_CODE_ZERO}.get(self.numerics, self.numerics)
         grid = Grid(float(self._scale), self._zero_point, self.config.qmin, self.config.qmax, numerics)
-        return quantizer.forward(x, grid, self.numerics == "half_away")
+        return quantizer.forward(x, grid)
 
     def forward_with_calibration(self, x: np.ndarray) -> np.ndarray:
         """`forward`, after calibrating on `x` if nothing was calibrated before."""
@@ -226,7 +226,7 @@ class FakeQuantizer:
 
 def _as_array(data: Any) -> np.ndarray:
     """A tensor's values as float32; the range is float32 in any case."""
-    return data.detach().float().cpu().numpy()
+    return data.detach().resolve_neg().float().cpu().numpy()
 
 
 def _saturate(value: np.ndarray, qmin: int, qmax: int) -> int:

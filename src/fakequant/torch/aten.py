@@ -30,6 +30,11 @@ def _is_here(x: object) -> bool:
     return isinstance(x, Tensor) and x.dtype in KERNEL_DTYPES and x.device.type in ("cpu", "meta")
 
 
+def _are_ints(*values: object) -> bool:
+    """Not bools, which torch refuses."""
+    return all(type(v) is int for v in values)
+
+
 def _learns(*parameters: object) -> bool:
     return torch.is_grad_enabled() and any(isinstance(p, Tensor) and p.requires_grad for p in parameters)
 
@@ -40,9 +45,10 @@ def _learns(*parameters: object) -> bool:
 def fake_quantize_per_tensor_affine(input: Any, scale: Any, zero_point: Any, quant_min: Any, quant_max: Any) -> Tensor:
     """See `fakequant.fake_quantize_per_tensor_affine`."""
     numbers = (scale, zero_point, quant_min, quant_max)
-    y = nodes.fake_quantize(input, *numbers, native.TORCH_TENSOR, None, zeros=numbers[2:], has_torchs_name=True)
-    if y is not None:
-        return y
+    if _are_ints(quant_min, quant_max):
+        y = nodes.fake_quantize(input, *numbers, native.TORCH_TENSOR, None, zeros=numbers[2:], has_torchs_name=True)
+        if y is not None:
+            return y
     if _is_direct(input):
         grid = aten_kernels.number_grid(*numbers)
         if grid is None and not _learns(scale, zero_point):
@@ -126,12 +132,13 @@ def fake_quantize_per_channel_affine(
     input: Any, scale: Any, zero_point: Any, axis: Any, quant_min: Any, quant_max: Any
 ) -> Tensor:
     """See `fakequant.fake_quantize_per_channel_affine`."""
-    ends = (quant_min, quant_max)
-    y = nodes.fake_quantize(
-        input, scale, zero_point, *ends, native.TORCH_CHANNEL, axis, zeros=ends, has_torchs_name=True
-    )
-    if y is not None:
-        return y
+    if _are_ints(axis, quant_min, quant_max):
+        ends = (quant_min, quant_max)
+        y = nodes.fake_quantize(
+            input, scale, zero_point, *ends, native.TORCH_CHANNEL, axis, zeros=ends, has_torchs_name=True
+        )
+        if y is not None:
+            return y
     if _is_here(input):
         grid = _channel_grid(input, scale, zero_point, axis, quant_min, quant_max)
         if grid is not None:
@@ -167,11 +174,11 @@ def fake_quantize_learnable_per_tensor_affine(
 ) -> Tensor:
     """See `fakequant.fake_quantize_learnable_per_tensor_affine`."""
     arguments = (input, scale, zero_point, quant_min, quant_max)
-    if _is_range_with_zero(quant_min, quant_max):
+    if _is_range_with_zero(quant_min, quant_max) and isinstance(grad_factor, (int, float)):
         y = nodes.fake_quantize_learned(*arguments, "torch_tensor", None, grad_factor=grad_factor, has_torchs_name=True)
         if y is not None:
             return y
-        if _is_learnable(*arguments[:3], grad_factor) and scale.shape == zero_point.shape == (1,):
+        if _is_learnable(*arguments[:3]) and scale.shape == zero_point.shape == (1,):
             return _learnable(*arguments, "torch_tensor", float(grad_factor))
     return torch._fake_quantize_learnable_per_tensor_affine(*arguments, grad_factor)
 
@@ -180,14 +187,14 @@ def fake_quantize_learnable_per_channel_affine(
     input: Any, scale: Any, zero_point: Any, axis: Any, quant_min: Any, quant_max: Any, grad_factor: Any = 1.0
 ) -> Tensor:
     """See `fakequant.fake_quantize_learnable_per_channel_affine`."""
-    if _is_range_with_zero(quant_min, quant_max):
+    if _is_range_with_zero(quant_min, quant_max) and _are_ints(axis) and isinstance(grad_factor, (int, float)):
         ends = (quant_min, quant_max)
         y = nodes.fake_quantize_learned(
             input, scale, zero_point, *ends, "torch_channel", axis, grad_factor=grad_factor, has_torchs_name=True
         )
         if y is not None:
             return y
-        if _is_learnable(input, scale, zero_point, grad_factor) and _fits(scale, zero_point, input, axis):
+        if _is_learnable(input, scale, zero_point) and _fits(scale, zero_point, input, axis):
             parameters = _along(scale, input, axis), _along(zero_point, input, axis)
             return _learnable(input, *parameters, *ends, "torch_channel", float(grad_factor))
     return torch._fake_quantize_learnable_per_channel_affine(
@@ -197,7 +204,7 @@ def fake_quantize_learnable_per_channel_affine(
 
 def _fits(scale: Tensor, zero_point: Tensor, x: Tensor, axis: Any) -> bool:
     """For one axis torch adds up the gradients of all channels."""
-    return type(axis) is int and 1 < x.dim() > axis >= 0 and scale.shape == zero_point.shape == (x.shape[axis],)
+    return 1 < x.dim() > axis >= 0 and scale.shape == zero_point.shape == (x.shape[axis],)
 
 
 def _along(values: Tensor, x: Tensor, axis: int) -> Tensor:
@@ -207,10 +214,10 @@ def _along(values: Tensor, x: Tensor, axis: int) -> Tensor:
 
 def _is_range_with_zero(qmin: Any, qmax: Any) -> bool:
     """What torch's backward asks for. Beyond 2^24 a zero point is rounded on its way through float32."""
-    return type(qmin) is type(qmax) is int and -(2**24) <= qmin <= 0 <= qmax <= 2**24
+    return _are_ints(qmin, qmax) and -(2**24) <= qmin <= 0 <= qmax <= 2**24
 
 
-def _is_learnable(x: Any, scale: Any, zero_point: Any, grad_factor: Any) -> bool:
+def _is_learnable(x: Any, scale: Any, zero_point: Any) -> bool:
     """Whether the kernels can do it."""
     return (
         _is_here(x)
@@ -218,7 +225,6 @@ def _is_learnable(x: Any, scale: Any, zero_point: Any, grad_factor: Any) -> bool
         and isinstance(zero_point, Tensor)
         and scale.dtype == zero_point.dtype == torch.float32
         and scale.device == zero_point.device == x.device
-        and isinstance(grad_factor, (int, float))
         and (not _is_direct(x) or bool(zero_point.isfinite().all()))
     )
 

@@ -72,8 +72,8 @@ def _mask_backward(info, in_dims, dy, mask, order, multiply):
     if shape.numel() % 8 == 0:
         order = None if order is None else (0, *(axis + 1 for axis in order))
         return ops.mask_backward(dy, _front(mask, in_dims[1], size).reshape(-1), order, multiply), 0
-    bits = formula.unpack_bits(mask, shape, order)  # only an unbatched mask has a length that is not a multiple of 8
-    return ops.mask_backward(dy, bits.expand(size, *shape), None, multiply), 0
+    mask = formula.unpack_bits(mask if in_dims[1] is None else mask.movedim(in_dims[1], 0), shape, order)
+    return ops.mask_backward(dy, mask.expand(size, *shape), None, multiply), 0
 
 
 def _learned_backward(info, in_dims, dy, x, scale, zero_point, *rest):

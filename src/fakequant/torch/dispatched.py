@@ -1,7 +1,12 @@
 """The functions of `kernels`, through torch's dispatcher: for tensors that are fake, batched, traced or elsewhere."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fakequant import native
 from fakequant.torch.kernels import Grid, Observed, Order
@@ -9,9 +14,22 @@ from fakequant.torch.kernels import Grid, Observed, Order
 ops = torch.ops.fakequant
 
 
+def below_autograd(operator: Any, *args: Any) -> Any:
+    """The operator without its derivative."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*args)
+
+
+@contextmanager
+def _one_level_down() -> Iterator[None]:
+    """Inside an autograd function derivatives are off. Under nested transforms the outer ones still need them."""
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
+        yield
+
+
 def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor | None]:
     """The forward, with a mask if one is asked for."""
-    with torch._C._AutoDispatchBelowAutograd():
+    with _one_level_down():
         if mask_kind == native.MASK_NONE:
             return ops.fake_quantize(x, *grid, False), None
         return ops.fake_quantize_masked(x, *grid, mask_kind == native.MASK_PACKED)
@@ -19,17 +37,23 @@ def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor
 
 def mask_backward(dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> Tensor:
     """`dy` where the mask is set."""
-    with torch._C._AutoDispatchBelowAutograd():
+    with _one_level_down():
         return ops.mask_backward(dy, mask, order, multiply)
 
 
-def learned_backward(dy: Tensor, x: Tensor, grid: Grid, grad_factor: float) -> tuple[Tensor, Tensor, Tensor]:
+def fake_quantize_learned(x: Tensor, *grid_and_factor: Any) -> Tensor:
+    """The forward with learned scale and zero point."""
+    with _one_level_down():
+        return ops.fake_quantize_learned(x, *grid_and_factor)
+
+
+def learned_backward(dy: Tensor, x: Tensor, *grid_and_factor: Any) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dscale and dzero_point."""
-    with torch._C._AutoDispatchBelowAutograd():
-        return ops.learned_backward(dy, x, *grid, grad_factor)
+    with _one_level_down():
+        return ops.learned_backward(dy, x, *grid_and_factor)
 
 
 def observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple) -> Observed:
     """`rest` is everything after the running range in the operator's schema."""
-    with torch._C._AutoDispatchBelowAutograd():
+    with _one_level_down():
         return Observed(*ops.observe_fake_quantize(x, running_min, running_max, *rest))

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from fakequant import native
 from fakequant.torch.kernels import (
+    NAN_IS_CODE_ZERO,
     Grid,
     Observation,
     Observed,
     Order,
-    empty_in_order,
+    empty_gradient,
+    is_own,
     order_of,
     scale_dtype,
     updated_range,
@@ -46,11 +48,11 @@ class _Split:
         return x if self.one else x.reshape(self.shape)
 
     def block_sums(self, x: Tensor, like: Tensor) -> Tensor:
-        wide = self.data(x).to(_wide(x))
+        wide = self.data(x).to(wide_dtype(x))
         return (wide.sum() if self.one else wide.sum(list(range(1, len(self.pairs), 2)))).reshape(like.shape)
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def wide_dtype(x: Tensor) -> torch.dtype:
     """float64 where the device has it."""
     return torch.float32 if x.device.type == "mps" else torch.float64
 
@@ -69,11 +71,11 @@ def _scale_and_zero(x: Tensor, grid: Grid, split: _Split) -> tuple[Tensor, Tenso
 def _code(x: Tensor, scale: Tensor, z: Tensor | int, grid: Grid) -> Tensor:
     """The code before clamping, in a float dtype that holds it; NaN if it has none."""
     compute = _compute_dtype(x)
-    wide = compute if max(-grid.qmin, grid.qmax) <= _EXACT_IN_F32 else _wide(x)
+    wide = compute if max(-grid.qmin, grid.qmax) <= _EXACT_IN_F32 else wide_dtype(x)
     x = x.to(compute)
     if grid.numerics == "onnx":
         return torch.round(x / scale).to(wide) + z
-    if grid.numerics == "half_away":
+    if is_own(grid.numerics):
         v = x / scale + (z.to(compute) if isinstance(z, Tensor) else z)
         whole = torch.trunc(v)
         away = (v - whole).abs() >= 0.5
@@ -94,7 +96,7 @@ def _code(x: Tensor, scale: Tensor, z: Tensor | int, grid: Grid) -> Tensor:
 
 def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """`a * b + c` of float32 values through float64, where the product is exact."""
-    wide = _wide(a)
+    wide = wide_dtype(a)
     return (a.to(wide) * b.to(wide) + c.to(wide)).to(a.dtype)
 
 
@@ -104,8 +106,10 @@ def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor
     split = _Split(x, grid.scale)
     scale, z = _scale_and_zero(x, grid, split)
     code = _code(split.data(x), scale, z, grid)
-    if grid.numerics in ("onnx", "half_away"):
+    if is_own(grid.numerics):
         compute = _compute_dtype(x)
+        if grid.numerics == NAN_IS_CODE_ZERO:
+            code = torch.where(code.isnan(), 0, code)
         steps = code.clamp(grid.qmin, grid.qmax) - z + 0.0  # + 0.0: no negative zero
         y = steps.to(compute) * scale
     else:
@@ -113,7 +117,7 @@ def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor
         if grid.numerics == "torch_tensor":
             y = (bounded.to(torch.int64) - z).float() * scale
         else:
-            wide = _wide(x)
+            wide = wide_dtype(x)
             y = ((bounded.to(wide) - z) * scale.to(wide)).to(_compute_dtype(x))
     y = _like(split.join(y.to(x.dtype)), x)
     if mask_kind == native.MASK_NONE:
@@ -142,24 +146,26 @@ def pack_bits(mask: Tensor, order: Order) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, shape: torch.Size, order: Order) -> Tensor:
-    """The bool mask of `shape` whose bits are in the given order of axes.
+    """The bool mask of `shape` whose bits are in the given order of axes; of several masks, one per row.
 
     >>> unpack_bits(torch.tensor([13, 1], dtype=torch.uint8), torch.Size([9]), None).int().tolist()
     [1, 0, 1, 1, 0, 0, 0, 0, 1]
     """
-    bits = (packed[:, None] >> torch.arange(8, device=packed.device, dtype=torch.uint8)) & 1
+    bits = (packed[..., None] >> torch.arange(8, device=packed.device, dtype=torch.uint8)) & 1
+    rows = packed.shape[:-1]
     order = order or tuple(range(len(shape)))
-    mask = bits.reshape(-1)[: prod(shape)].reshape([shape[a] for a in order]).bool()
-    return mask.permute([order.index(a) for a in range(len(order))])
+    mask = bits.flatten(-2)[..., : prod(shape)].reshape(*rows, *(shape[a] for a in order)).bool()
+    front = range(len(rows))
+    return mask.permute(*front, *(len(rows) + order.index(a) for a in range(len(order))))
 
 
 def mask_backward(dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> Tensor:
     """`dy` where the mask is set."""
-    like = dy
+    dx = empty_gradient(dy, mask, order)
     if mask.dtype == torch.uint8:
         mask = unpack_bits(mask, dy.shape, order)
-        like = empty_in_order(dy, order)
-    return _like(dy * mask if multiply else torch.where(mask, dy, 0), like)
+    result = dy * mask if multiply else torch.where(mask, dy, 0)
+    return result if result.stride() == dx.stride() else dx.copy_(result)
 
 
 def learned_terms(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,7 +179,7 @@ def learned_terms(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
     scale, z = _scale_and_zero(x, grid, split)
     compute = _compute_dtype(x)
     wide_x = split.data(x).to(compute)
-    if grid.numerics in ("onnx", "half_away"):
+    if is_own(grid.numerics):
         code = _code(wide_x, scale, z, grid)
         finite = wide_x.isfinite()
         below, above = finite & (code < grid.qmin), finite & (code > grid.qmax)
@@ -209,7 +215,7 @@ def learned_backward(dy: Tensor, x: Tensor, grid: Grid, grad_factor: float) -> t
     """dx, dscale and dzero_point."""
     assert isinstance(grid.scale, Tensor)
     inside, ds, dz = learned_terms(x, grid)
-    multiply = grid.numerics not in ("onnx", "half_away")
+    multiply = not is_own(grid.numerics)
     wide = dy.to(ds.dtype)
     dx = _like(dy * inside if multiply else torch.where(inside, dy, 0), x)
     keep = ds != 0  # an infinite dy at an element that counts for nothing must not make a NaN
@@ -223,8 +229,10 @@ def _codes(x: Tensor, grid: Grid) -> Tensor:
     split = _Split(x, grid.scale)
     scale, z = _scale_and_zero(x, grid, split)
     code = _code(split.data(x), scale, z, grid)
-    nan_code = grid.qmin if grid.numerics != "half_away" else min(max(0, grid.qmin), grid.qmax)
-    return split.join(torch.where(code.isnan(), nan_code, code.clamp(grid.qmin, grid.qmax)))
+    nan_code = grid.qmin if not grid.numerics.startswith("half_away") else min(max(0, grid.qmin), grid.qmax)
+    # Wide, because the end of a wide range may be rounded in float32 to a number outside it.
+    bounded = code.to(wide_dtype(x)).clamp(grid.qmin, grid.qmax)
+    return split.join(torch.where(code.isnan(), nan_code, bounded))
 
 
 def quantize(x: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
@@ -272,8 +280,9 @@ def min_max(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]
     data = split.data(x).to(compute)
     within = tuple(range(data.dim())) if split.one else tuple(range(1, len(split.pairs), 2))
     finite = data.isfinite()
-    lo = torch.where(finite, data, torch.inf).amin(within).reshape(blocks)
-    hi = torch.where(finite, data, -torch.inf).amax(within).reshape(blocks)
+    # + 0.0: the zeros of a range are positive.
+    lo = torch.where(finite, data, torch.inf).amin(within).reshape(blocks) + 0.0
+    hi = torch.where(finite, data, -torch.inf).amax(within).reshape(blocks) + 0.0
     counts = [found.sum(within).reshape(blocks) for found in (data.isnan(), data == torch.inf, data == -torch.inf)]
     return lo, hi, torch.stack(counts)
 
@@ -286,7 +295,7 @@ def choose_qparams(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool
         scale = (torch.maximum(-lo, hi) / levels).clamp(min=eps)
         return scale, torch.zeros_like(scale, dtype=torch.int32)
     width = hi - lo
-    wide = _wide(lo)
+    wide = wide_dtype(lo)
     # The width of a range may be beyond float32 where its scale is not.
     beyond = ((hi.to(wide) - lo.to(wide)) / float(torch.tensor(levels, dtype=torch.float32))).float()
     scale = torch.where(width.isinf(), beyond, width / levels).clamp(min=eps)

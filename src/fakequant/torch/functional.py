@@ -30,7 +30,7 @@ def _is_direct(x: Tensor) -> bool:
 
 
 def _refuse_gradient(value: Any, name: str, function: str) -> None:
-    if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+    if gradients.has_derivative(value):
         raise RuntimeError(
             f"`{name}` requires a gradient, but `{function}` does not differentiate it.\n"
             f"Use `fake_quantize_learned`, or pass `{name}.detach()`."
@@ -151,6 +151,7 @@ def fake_quantize_learned_backward(
     dy: Tensor, x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float = 1.0
 ) -> LearnedGradients:
     """See `fakequant.fake_quantize_learned_backward`."""
+    check_spec(spec)
     check_data(x)
     check_data(dy, "dy")
     check_device(x, "dy", dy)
@@ -171,7 +172,9 @@ def round_zero_point(zero_point: Tensor, spec: QuantSpec) -> Tensor:
     """See `fakequant.round_zero_point`."""
     if not torch.compiler.is_compiling() and zero_point.device.type == "cpu" and zero_point.isnan().any():
         raise ValueError("`zero_point` must not be NaN.")
-    return zero_point.detach().round().clamp(spec.qmin, spec.qmax).to(torch.int32)
+    # Not in float32, where the end of a wide range may be rounded to a number outside it.
+    wide = zero_point.detach().to(formula.wide_dtype(zero_point))
+    return wide.round().clamp(spec.qmin, spec.qmax).to(torch.int32)
 
 
 def quantize(x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, packed: bool = False) -> Tensor:
@@ -242,6 +245,8 @@ def min_max(x: Tensor, spec: QuantSpec | None = None) -> Range:
     spec = spec or QuantSpec()
     x = x.detach()
     blocks = block_shape(tuple(x.shape), spec)
+    if torch.jit.is_tracing():
+        blocks = tuple(int(n) for n in blocks)  # sizes are tensors there
     lo, hi, counts = kernels.min_max(x, blocks) if _is_direct(x) else ops.min_max(x, blocks)
     shape = blocks_of(tuple(x.shape), spec).parameters
     return Range(*(v.reshape(shape) for v in (lo, hi, *counts)))
@@ -253,17 +258,8 @@ def choose_qparams(lo: Any, hi: Any, spec: QuantSpec, *, eps: float) -> QParams:
     low, high = (torch.as_tensor(v, dtype=torch.float32, device=tensor.device).detach() for v in (lo, hi))
     low, high = torch.broadcast_tensors(low, high)
     check_eps(eps)
-    if not _is_direct(tensor):
-        return QParams(*ops.choose_qparams(low, high, spec.qmin, spec.qmax, spec.symmetric, eps))
-    ordered = (low <= high) & low.isfinite() & high.isfinite()
-    if not ordered.all():
-        bad = int(ordered.flatten().int().argmin())
-        raise ValueError(
-            f"`lo` and `hi` must be finite with lo <= hi, got lo={low.flatten()[bad]}, hi={high.flatten()[bad]}"
-            f"{f' at index {bad}' if low.numel() > 1 else ''}.\n"
-            "An observer that has seen nothing finite has no range: observe data first."
-        )
-    return QParams(*kernels.choose_qparams(low, high, spec.qmin, spec.qmax, spec.symmetric, eps))
+    run = kernels.choose_qparams if _is_direct(tensor) else ops.choose_qparams
+    return QParams(*run(low, high, spec.qmin, spec.qmax, spec.symmetric, eps))
 
 
 def observe_fake_quantize(
@@ -297,7 +293,9 @@ def observe_fake_quantize(
                 f"got {received}."
             )
         check_device(x, name, value)
-        running.append(value.view(block_shape(shape, spec)) if prod(parameters) > 1 else value)
+        if any(step == 0 and n > 1 for step, n in zip(value.stride(), value.shape, strict=True)):
+            raise ValueError(f"`{name}` is updated in place, but its elements share memory: pass `{name}.clone()`.")
+        running.append(value if prod(parameters) == 1 else value.view(block_shape(shape, spec)))
     options = (
         spec.qmin, spec.qmax, kernel_numerics(spec), spec.symmetric, float(averaging_constant), float(eps),
         clipped and (mask is not None or gradients.is_differentiating(x)),

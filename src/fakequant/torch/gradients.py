@@ -8,17 +8,17 @@ Each also has a forward-mode derivative and can be differentiated again. Second 
 rounding as straight-through once more, so the rounding error `(q - z) - x / scale` is a constant.
 """
 
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
 from fakequant import native
 from fakequant.torch import dispatched, formula, kernels, nodes
 from fakequant.torch.kernels import Grid, Observation, Observed, Order, order_of
-from fakequant.torch.plain import is_eager
+from fakequant.torch.plain import is_eager, is_memory
 
 
 class _Function(torch.autograd.Function):
@@ -31,7 +31,7 @@ class _Function(torch.autograd.Function):
 
 def multiplies(numerics: str) -> bool:
     """Whether the gradient is `dy * mask` as in torch, not a choice between `dy` and 0."""
-    return numerics not in ("onnx", "half_away")
+    return not kernels.is_own(numerics)
 
 
 def is_differentiating(*tensors: Any) -> bool:
@@ -41,10 +41,24 @@ def is_differentiating(*tensors: Any) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+def has_derivative(parameter: Any) -> bool:
+    """Whether a derivative with respect to a scale or zero point may be asked for."""
+    if not isinstance(parameter, Tensor):
+        return False
+    if torch.is_grad_enabled() and parameter.requires_grad:
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(parameter).tangent is not None
+
+
 def _keep(ctx: Any, *tensors: Tensor | None) -> None:
     ctx.save_for_backward(*tensors)
     if forward_ad._current_level >= 0:
         ctx.save_for_forward(*tensors)
+
+
+def _kept(ctx: Any) -> tuple[Tensor, ...]:
+    """What `_keep` kept, out of the wrappers of a transform that has ended meanwhile (`torch.func.vjp`)."""
+    return unwrap_dead_wrappers(ctx.saved_tensors)
 
 
 # --- on ordinary memory ---------------------------------------------------------------------------
@@ -62,7 +76,7 @@ def clipped(x: Tensor, grid: Grid) -> Tensor:
     if not is_differentiating(x):
         return kernels.fake_quantize(x, grid, native.MASK_NONE)[0]
     if not _has_nodes():
-        return Clipped.apply(x, grid, kernels)
+        return Clipped.apply(x, grid, direct)
     y, mask = kernels.fake_quantize(x.detach(), grid, native.MASK_PACKED)
     nodes.compiled.clipped(x, y, mask, order_of(x), multiplies(grid.numerics))
     return y
@@ -71,7 +85,7 @@ def clipped(x: Tensor, grid: Grid) -> Tensor:
 def clipped_and_mask(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor]:
     """The same, and the mask: packed, or bytes like y."""
     if is_differentiating(x) and not _has_nodes():
-        return ClippedAndMask.apply(x, grid, mask_kind, kernels)
+        return ClippedAndMask.apply(x, grid, mask_kind, direct)
     y, mask = kernels.fake_quantize(x.detach(), grid, mask_kind)
     assert mask is not None
     if is_differentiating(x):
@@ -82,7 +96,7 @@ def clipped_and_mask(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Ten
 def pass_through(x: Tensor, grid: Grid) -> Tensor:
     """y, with the gradient passed through."""
     if is_differentiating(x) and not _has_nodes():
-        return PassThrough.apply(x, grid, kernels)
+        return PassThrough.apply(x, grid, direct)
     y, _ = kernels.fake_quantize(x.detach(), grid, native.MASK_NONE)
     if is_differentiating(x):
         nodes.compiled.pass_through(x, y)
@@ -92,15 +106,15 @@ def pass_through(x: Tensor, grid: Grid) -> Tensor:
 def learned(x: Tensor, scale: Any, zero_point: Any, *rest: Any) -> Tensor:
     """y, differentiable in x, scale and zero point. `rest`: qmin, qmax, numerics, grad_factor."""
     if is_differentiating(x, scale, zero_point):
-        return Learned.apply(x, scale, zero_point, *rest, kernels)
-    return kernels.fake_quantize(x, forward_grid(scale, zero_point, *rest[:-1]), native.MASK_NONE)[0]
+        return Learned.apply(x, scale, zero_point, *rest, direct)
+    return direct.fake_quantize_learned(x, scale, zero_point, *rest)
 
 
 def observe(x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple) -> Observed:
     """The observing operator. `rest` is everything after the running range in its schema."""
     if is_differentiating(x) and not _has_nodes():
-        return Observed(*ObservedAndQuantized.apply(x, running_min, running_max, rest, _Direct))
-    result = _Direct.observe_fake_quantize(x.detach(), running_min, running_max, rest)
+        return Observed(*ObservedAndQuantized.apply(x, running_min, running_max, rest, direct))
+    result = direct.observe_fake_quantize(x.detach(), running_min, running_max, rest)
     if is_differentiating(x):
         if result.mask is None:
             nodes.compiled.pass_through(x, result.y)
@@ -120,17 +134,37 @@ def fused(x: Tensor, call: Any, mask_kind: int) -> tuple[Tensor, Tensor]:
     return y, mask
 
 
-class _Direct:
-    """The operator's signature over the kernel's."""
+class direct:
+    """The functions of `dispatched` on ordinary memory."""
+
+    fake_quantize = staticmethod(kernels.fake_quantize)
+    mask_backward = staticmethod(kernels.mask_backward)
+
+    @staticmethod
+    def fake_quantize_learned(x: Tensor, *grid_and_factor: Any) -> Tensor:
+        """The forward with learned scale and zero point."""
+        return kernels.fake_quantize(x, forward_grid(*grid_and_factor[:-1]), native.MASK_NONE)[0]
+
+    @staticmethod
+    def learned_backward(dy: Tensor, x: Tensor, *grid_and_factor: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """dx, dscale and dzero_point."""
+        *grid, grad_factor = grid_and_factor
+        return kernels.learned_backward(dy, x, backward_grid(*grid), grad_factor)
 
     @staticmethod
     def observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple) -> Observed:
+        """`rest` is everything after the running range in the operator's schema."""
         qmin, qmax, numerics, symmetric, averaging_constant, eps, clipped = rest
         grid = Grid(running_min, None, qmin, qmax, numerics)
         kind = native.MASK_PACKED if clipped else native.MASK_NONE
         how = Observation(averaging_constant, eps, symmetric)
-        torch.autograd.graph.increment_version([running_min, running_max])
+        count_changes(running_min, running_max)
         return kernels.observe_fake_quantize(x, running_min, running_max, how, grid, kind)
+
+
+def count_changes(*tensors: Tensor) -> None:
+    """What was saved of a tensor that changes must not be used any more. Inference tensors are not counted."""
+    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
 # --- nodes in Python ------------------------------------------------------------------------------
@@ -140,8 +174,8 @@ class Clipped(_Function):
     """y and, kept for later, one bit per element."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: Grid, run: ModuleType) -> Tensor:
-        """`run` is `kernels` or `dispatched`."""
+    def forward(ctx: Any, x: Tensor, grid: Grid, run: Any) -> Tensor:
+        """`run` is `direct` or `dispatched`."""
         y, mask = run.fake_quantize(x, grid, native.MASK_PACKED)
         _keep(ctx, mask)
         ctx.order = order_of(x)
@@ -151,13 +185,13 @@ class Clipped(_Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         """dx = dy inside, 0 outside."""
-        (mask,) = ctx.saved_tensors
+        (mask,) = _kept(ctx)
         return masked(dy, mask, ctx.order, ctx.multiply), None, None
 
     @staticmethod
     def jvp(ctx: Any, x_t: Tensor, *_: None) -> Tensor:
         """The tangent goes the way of the gradient."""
-        (mask,) = ctx.saved_tensors
+        (mask,) = _kept(ctx)
         return masked(x_t, mask, ctx.order, ctx.multiply)
 
 
@@ -165,8 +199,8 @@ class ClippedAndMask(Clipped):
     """The same with the mask as a second result: packed, or bytes like y."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: Grid, mask_kind: int, run: ModuleType):  # type: ignore[override]
-        """`run` is `kernels` or `dispatched`."""
+    def forward(ctx: Any, x: Tensor, grid: Grid, mask_kind: int, run: Any):  # type: ignore[override]
+        """`run` is `direct` or `dispatched`."""
         y, mask = run.fake_quantize(x, grid, mask_kind)
         _keep(ctx, mask)
         ctx.order = order_of(x)
@@ -177,7 +211,7 @@ class ClippedAndMask(Clipped):
     @staticmethod
     def backward(ctx: Any, dy: Tensor, _: Tensor):  # type: ignore[override]
         """dx = dy inside, 0 outside."""
-        (mask,) = ctx.saved_tensors
+        (mask,) = _kept(ctx)
         return masked(dy, mask, ctx.order, ctx.multiply), None, None, None
 
     @staticmethod
@@ -190,7 +224,7 @@ class ObservedAndQuantized(_Function):
     """The observing operator: its results, of which only y is differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple, run: ModuleType):
+    def forward(ctx: Any, x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple, run: Any):
         """`rest` is everything after the running range in the operator's schema."""
         result = run.observe_fake_quantize(x, running_min, running_max, rest)
         *_, numerics, _, _, _, ctx.clipped = rest
@@ -198,14 +232,14 @@ class ObservedAndQuantized(_Function):
             _keep(ctx, result.mask)
             ctx.order = order_of(x)
             ctx.multiply = multiplies(numerics)
-        ctx.mark_non_differentiable(*result[1:])
+        ctx.mark_non_differentiable(*(t for t in result[1:] if t is not None))
         return tuple(result)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *_: Tensor):
         """Clipped or passed through; the range is a constant."""
         if ctx.clipped:
-            (mask,) = ctx.saved_tensors
+            (mask,) = _kept(ctx)
             dy = masked(dy, mask, ctx.order, ctx.multiply)
         return dy, None, None, None, None
 
@@ -213,7 +247,7 @@ class ObservedAndQuantized(_Function):
     def jvp(ctx: Any, x_t: Tensor, *_: None):
         """The tangent goes the way of the gradient."""
         if ctx.clipped:
-            (mask,) = ctx.saved_tensors
+            (mask,) = _kept(ctx)
             return masked(x_t, mask, ctx.order, ctx.multiply), None, None, None, None
         return x_t.clone(), None, None, None, None
 
@@ -222,7 +256,7 @@ class Fused(Clipped):
     """torch's fused observer and fake-quantize: y and its mask."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Any, mask_kind: int):  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, call: Any, mask_kind: int):
         """`call` is an `aten_kernels.Fused`."""
         y, mask = call.run(mask_kind)
         _keep(ctx, mask)
@@ -246,8 +280,8 @@ class PassThrough(_Function):
     """y; nothing is kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: Grid, run: ModuleType) -> Tensor:
-        """`run` is `kernels` or `dispatched`."""
+    def forward(ctx: Any, x: Tensor, grid: Grid, run: Any) -> Tensor:
+        """`run` is `direct` or `dispatched`."""
         return run.fake_quantize(x, grid, native.MASK_NONE)[0]
 
     @staticmethod
@@ -266,7 +300,7 @@ def masked(dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> Tensor:
     if not is_eager(dy):
         return dispatched.ops.mask_backward(dy, mask, order, multiply)
     if is_differentiating(dy):
-        return Masked.apply(dy, mask, order, multiply, kernels)
+        return Masked.apply(dy, mask, order, multiply, direct)
     return kernels.mask_backward(dy, mask, order, multiply)
 
 
@@ -274,8 +308,8 @@ class Masked(_Function):
     """The gradient of `Clipped` is linear in dy, and so its own derivative."""
 
     @staticmethod
-    def forward(ctx: Any, dy: Tensor, mask: Tensor, order: Order, multiply: bool, run: ModuleType) -> Tensor:
-        """`run` is `kernels` or `dispatched`."""
+    def forward(ctx: Any, dy: Tensor, mask: Tensor, order: Order, multiply: bool, run: Any) -> Tensor:
+        """`run` is `direct` or `dispatched`."""
         _keep(ctx, mask)
         ctx.order, ctx.multiply = order, multiply
         return run.mask_backward(dy, mask, order, multiply)
@@ -283,13 +317,13 @@ class Masked(_Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """The same mask again."""
-        (mask,) = ctx.saved_tensors
+        (mask,) = _kept(ctx)
         return masked(g, mask, ctx.order, ctx.multiply), None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, dy_t: Tensor, *_: None) -> Tensor:
         """The same mask again."""
-        (mask,) = ctx.saved_tensors
+        (mask,) = _kept(ctx)
         return masked(dy_t, mask, ctx.order, ctx.multiply)
 
 
@@ -301,23 +335,22 @@ class Learned(_Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any) -> Tensor:
-        """`rest`: qmin, qmax, numerics, grad_factor, and `kernels` or `dispatched`."""
-        qmin, qmax, numerics, _, run = rest
+        """`rest`: qmin, qmax, numerics, grad_factor, and `direct` or `dispatched`."""
         _keep(ctx, x, scale, zero_point)
-        ctx.rest = rest[:-1]
-        return run.fake_quantize(x, forward_grid(scale, zero_point, qmin, qmax, numerics), native.MASK_NONE)[0]
+        *ctx.rest, run = rest
+        return run.fake_quantize_learned(x, scale, zero_point, *ctx.rest)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """dx, dscale, dzero_point."""
-        x, scale, zero_point = ctx.saved_tensors
+        x, scale, zero_point = _kept(ctx)
         dx, dscale, dzero_point = learned_gradients(dy, x, scale, zero_point, *ctx.rest)
-        return dx, dscale, dzero_point if zero_point is not None else None, *[None] * 5
+        return dx, dscale, None if zero_point is None else dzero_point.reshape(zero_point.shape), *[None] * 5
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
         """x' inside + scale' dy/dscale + zero_point' dy/dzero_point; grad_factor is for gradients only."""
-        x, scale, zero_point = ctx.saved_tensors
+        x, scale, zero_point = _kept(ctx)
         qmin, qmax, numerics, _ = ctx.rest
         terms = formula.learned_terms(x, backward_grid(scale, zero_point, qmin, qmax, numerics))
         return _combine(tangents[:3], terms, x).to(x.dtype)
@@ -326,15 +359,22 @@ class Learned(_Function):
 def forward_grid(scale: Any, zero_point: Any, qmin: int, qmax: int, numerics: str) -> Grid:
     """The grid with the zero point rounded half to even."""
     if zero_point is not None and zero_point.is_floating_point():
-        zero_point = zero_point.round().clamp(qmin, qmax).to(torch.int32)
+        zero_point = _to_integer(zero_point.round(), qmin, qmax)
     return Grid(scale, zero_point, qmin, qmax, numerics)
 
 
 def backward_grid(scale: Any, zero_point: Any, qmin: int, qmax: int, numerics: str) -> Grid:
     """The same grid, but in torch's rule for one scale: its backward rounds by cutting off z + 0.5."""
     if numerics == "torch_tensor" and zero_point is not None and zero_point.is_floating_point():
-        zero_point = (zero_point.float() + 0.5).clamp(qmin, qmax).trunc().to(torch.int32)
+        zero_point = _to_integer((zero_point.float() + 0.5).clamp(qmin, qmax).trunc(), qmin, qmax)
     return forward_grid(scale, zero_point, qmin, qmax, numerics)
+
+
+def _to_integer(rounded: Tensor, qmin: int, qmax: int) -> Tensor:
+    if is_memory(rounded) and rounded.isnan().any():
+        raise ValueError("`zero_point` must not be NaN.")
+    # Not in float32, where the end of a wide range may be rounded to a number outside it.
+    return rounded.to(formula.wide_dtype(rounded)).clamp(qmin, qmax).to(torch.int32)
 
 
 def _combine(values: tuple[Tensor | None, ...], terms: tuple[Tensor, ...], x: Tensor) -> Tensor:
@@ -352,9 +392,8 @@ def learned_gradients(dy: Tensor, x: Tensor, scale: Any, zero_point: Any, *rest:
     if not is_eager(dy) or not is_eager(x):
         return dispatched.ops.learned_backward(dy, x, scale, zero_point, *rest)
     if is_differentiating(dy, x, scale, zero_point):
-        return LearnedGradient.apply(dy, x, scale, zero_point, *rest, kernels)
-    *grid, grad_factor = rest
-    return kernels.learned_backward(dy, x, backward_grid(scale, zero_point, *grid), grad_factor)
+        return LearnedGradient.apply(dy, x, scale, zero_point, *rest, direct)
+    return direct.learned_backward(dy, x, scale, zero_point, *rest)
 
 
 class LearnedGradient(_Function):
@@ -363,16 +402,14 @@ class LearnedGradient(_Function):
     @staticmethod
     def forward(ctx: Any, dy: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any):
         """`rest` as in `Learned`."""
-        qmin, qmax, numerics, grad_factor, run = rest
         _keep(ctx, dy, x, scale, zero_point)
-        ctx.rest = rest[:-1]
-        grid = backward_grid(scale, zero_point, qmin, qmax, numerics)
-        return run.learned_backward(dy, x, grid, grad_factor)
+        *ctx.rest, run = rest
+        return run.learned_backward(dy, x, scale, zero_point, *ctx.rest)
 
     @staticmethod
     def backward(ctx: Any, g_dx: Tensor, g_dscale: Tensor, g_dzero: Tensor) -> tuple[Tensor | None, ...]:
         """dscale and dzero_point meet outside the range: dscale = dy * (bound - z), dzero_point = -dy * scale."""
-        dy, x, scale, zero_point = ctx.saved_tensors
+        dy, x, scale, zero_point = _kept(ctx)
         qmin, qmax, numerics, factor = ctx.rest
         terms = formula.learned_terms(x, backward_grid(scale, zero_point, qmin, qmax, numerics))
         g_dy = _combine((g_dx, g_dscale * factor, g_dzero * factor), terms, x).to(dy.dtype)
@@ -386,7 +423,7 @@ class LearnedGradient(_Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None):
         """Only the tangent of dy is followed; the others are second derivatives in forward mode."""
-        _, x, scale, zero_point = ctx.saved_tensors
+        _, x, scale, zero_point = _kept(ctx)
         if any(t is not None for t in tangents[1:4]):
             raise NotImplementedError(
                 "Forward-mode derivatives of the gradients of a learned fake-quantize are implemented in dy only.\n"

@@ -21,11 +21,14 @@ KERNEL_DTYPES = {
     torch.bfloat16: native.BF16,
     torch.float16: native.F16,
 }
+# "half_away" as `FakeQuantizer` has it.
+NAN_IS_CODE_ZERO = "half_away, NaN is code 0"
 NUMERICS = {
     "torch_tensor": native.TORCH_TENSOR,
     "torch_channel": native.TORCH_CHANNEL,
     "onnx": native.ONNX,
     "half_away": native.HALF_AWAY,
+    NAN_IS_CODE_ZERO: native.HALF_AWAY,
 }
 _ZERO_KINDS = {torch.int32: native.ZERO_I32, torch.int64: native.ZERO_I64, torch.float32: native.ZERO_F32}
 _CODE_TYPES = {
@@ -47,6 +50,11 @@ class Grid(NamedTuple):
     qmin: int
     qmax: int
     numerics: str
+
+
+def is_own(numerics: str) -> bool:
+    """Whether the rules are ours: one for all special values, scales in the compute dtype."""
+    return not numerics.startswith("torch")
 
 
 def dense(x: Tensor, like: Tensor) -> Tensor:
@@ -73,7 +81,7 @@ class _Parameters(NamedTuple):
 
 def scale_dtype(dtype: torch.dtype, numerics: str) -> torch.dtype:
     """float64 for float64 data, else float32; torch's rules know float32 scales only."""
-    return torch.float64 if dtype == torch.float64 and numerics in ("onnx", "half_away") else torch.float32
+    return torch.float64 if dtype == torch.float64 and is_own(numerics) else torch.float32
 
 
 def _parameters(x: Tensor, grid: Grid) -> _Parameters:
@@ -97,7 +105,7 @@ def _parameters(x: Tensor, grid: Grid) -> _Parameters:
         zero_point = _in_order(zero_point, zero_point.dtype, order, expand)
     elif zero_point:
         zero_kind = native.ZERO_I64
-        zero_point = torch.full((scale.numel(),), zero_point, dtype=torch.int64)
+        zero_point = torch.full((scale.numel(),), zero_point, dtype=torch.int64, device="cpu")
     else:
         zero_point = None
     return _Parameters(shape, numerics, scale, scale.dtype == torch.float64, zero_point, zero_kind)
@@ -120,7 +128,7 @@ def check_values(x: Tensor, grid: Grid) -> None:
 
 def _check_own_values(p: _Parameters, grid: Grid) -> None:
     """In torch's rules the operators take any scale, as torch's do."""
-    if grid.numerics in ("onnx", "half_away"):
+    if is_own(grid.numerics):
         _check_values(p, grid)
 
 
@@ -146,7 +154,7 @@ def empty_mask(y: Tensor, kind: int) -> tuple[Tensor | None, int | None]:
     if kind == native.MASK_NONE:
         return None, None
     if kind == native.MASK_PACKED:
-        mask = torch.empty((y.numel() + 7) // 8, dtype=torch.uint8)
+        mask = torch.empty((y.numel() + 7) // 8, dtype=torch.uint8, device="cpu")
     else:
         mask = torch.empty_like(y, dtype=torch.bool)
     return mask, mask.data_ptr()
@@ -166,14 +174,14 @@ def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor
         assert isinstance(grid.zero_point, int)
         _native.fake_quantize_scalar(
             x.data_ptr(), y.data_ptr(), mask_address, mask_kind, dtype, size, NUMERICS[grid.numerics],
-            grid.scale, grid.zero_point, grid.qmin, grid.qmax, False,
+            grid.scale, grid.zero_point, grid.qmin, grid.qmax, grid.numerics == NAN_IS_CODE_ZERO,
         )  # fmt: skip
         return y, mask
     p = _parameters(x, grid)
     _check_own_values(p, grid)
     _native.fake_quantize(
         x.data_ptr(), y.data_ptr(), mask_address, mask_kind, dtype, p.shape, p.numerics, p.scale.data_ptr(),
-        p.scale_is_f64, p.zero_address, p.zero_kind, grid.qmin, grid.qmax, False,
+        p.scale_is_f64, p.zero_address, p.zero_kind, grid.qmin, grid.qmax, grid.numerics == NAN_IS_CODE_ZERO,
     )  # fmt: skip
     return y, mask
 
@@ -240,14 +248,14 @@ def learned_backward(dy: Tensor, x: Tensor, grid: Grid, grad_factor: float) -> t
     x, dy = dense(x, dx), dense(dy, dx)
     p = _parameters(x, grid)
     _check_own_values(p, grid)
-    sums = torch.empty((2, p.scale.numel()), dtype=torch.float64)
+    sums = torch.empty((2, p.scale.numel()), dtype=torch.float64, device="cpu")
     dtype = KERNEL_DTYPES[x.dtype]
     _native.learned_backward(
         dy.data_ptr(), x.data_ptr(), dx.data_ptr(), dtype, dtype, p.shape, p.numerics, p.scale.data_ptr(),
         p.scale_is_f64, p.zero_address, p.zero_kind, grid.qmin, grid.qmax, grad_factor,
         sums[0].data_ptr(), sums[1].data_ptr(),
     )  # fmt: skip
-    dscale, dzero_point = (_by_block(s, x, grid.scale).to(grid.scale.dtype) for s in sums)
+    dscale, dzero_point = (_by_block(s, x, grid.scale).to(grid.scale.dtype, copy=True) for s in sums)
     return dx, dscale, dzero_point
 
 
@@ -262,7 +270,7 @@ def _by_block(values: Tensor, x: Tensor, like: Tensor) -> Tensor:
     if expand is not None:
         pairs = [n for blocks, total in zip(like.shape, shape, strict=True) for n in (blocks, total // blocks)]
         values = values.reshape(pairs).sum(list(range(1, len(pairs), 2)))
-    return values.reshape(like.shape)
+    return values.reshape(like.shape).contiguous()
 
 
 def code_dtype(bits: int, signed: bool) -> torch.dtype:
@@ -282,7 +290,7 @@ def quantize(x: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
 
 def quantize_packed(x: Tensor, grid: Grid, bits: int) -> Tensor:
     """The codes of `x` in C order, two or four to a byte."""
-    q = torch.empty((x.numel() * bits + 7) // 8, dtype=torch.uint8)
+    q = torch.empty((x.numel() * bits + 7) // 8, dtype=torch.uint8, device="cpu")
     if x.numel() == 0:
         return q
     return _quantize_into(q, x.contiguous(), grid, _packed_type(bits, grid.qmin))
@@ -313,7 +321,7 @@ def dequantize(q: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
 
 def dequantize_packed(q: Tensor, grid: Grid, shape: tuple[int, ...], bits: int, dtype: torch.dtype) -> Tensor:
     """The same for packed codes of a tensor of `shape`."""
-    y = torch.empty(shape, dtype=dtype)
+    y = torch.empty(shape, dtype=dtype, device="cpu")
     if prod(shape):
         _dequantize_into(y, q.contiguous(), grid, _packed_type(bits, grid.qmin))
     return y
@@ -345,12 +353,12 @@ def min_max(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]
     """Lowest and highest finite value of every block, and how many were NaN, +inf and -inf."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     if x.numel() == 0:
-        lo = torch.full(blocks, torch.inf, dtype=dtype)
-        return lo, -lo, torch.zeros((3, *blocks), dtype=torch.int64)
+        lo = torch.full(blocks, torch.inf, dtype=dtype, device="cpu")
+        return lo, -lo, torch.zeros((3, *blocks), dtype=torch.int64, device="cpu")
     x, shape, order = _observable(x, blocks)
     count = prod(blocks)
-    limits = torch.empty((2, count), dtype=torch.float64)
-    counts = torch.empty((3, count), dtype=torch.int64)
+    limits = torch.empty((2, count), dtype=torch.float64, device="cpu")
+    counts = torch.empty((3, count), dtype=torch.int64, device="cpu")
     _native.min_max(
         x.data_ptr(), KERNEL_DTYPES[x.dtype], shape, limits[0].data_ptr(), limits[1].data_ptr(), counts.data_ptr()
     )
@@ -369,8 +377,16 @@ def _from_order(values: Tensor, blocks: tuple[int, ...], order: Order) -> Tensor
 def choose_qparams(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool, eps: float) -> tuple[Tensor, Tensor]:
     """Scale and zero point for every range."""
     lo, hi = (v.to(torch.float32).contiguous() for v in (lo, hi))
-    scale = torch.empty(lo.shape, dtype=torch.float32)
-    zero_point = torch.empty(lo.shape, dtype=torch.int32)
+    ordered = (lo <= hi) & lo.isfinite() & hi.isfinite()
+    if not ordered.all():
+        bad = int(ordered.flatten().int().argmin())
+        raise ValueError(
+            f"`lo` and `hi` must be finite with lo <= hi, got lo={lo.flatten()[bad]}, hi={hi.flatten()[bad]}"
+            f"{f' at index {bad}' if lo.numel() > 1 else ''}.\n"
+            "An observer that has seen nothing finite has no range: observe data first."
+        )
+    scale = torch.empty(lo.shape, dtype=torch.float32, device="cpu")
+    zero_point = torch.empty(lo.shape, dtype=torch.int32, device="cpu")
     if lo.numel():
         _native.choose_qparams(
             lo.data_ptr(),
@@ -416,8 +432,8 @@ def observe_fake_quantize(
     y = torch.empty_like(x)
     mask, mask_address = empty_mask(y, mask_kind)
     state = [_in_order(v, torch.float32, order, None) for v in (running_min, running_max)]
-    scale = torch.empty(running_min.numel(), dtype=torch.float32)
-    zero_point = torch.empty(running_min.numel(), dtype=torch.int32)
+    scale = torch.empty(running_min.numel(), dtype=torch.float32, device="cpu")
+    zero_point = torch.empty(running_min.numel(), dtype=torch.int32, device="cpu")
     *nonfinite, unseen = _native.observe_fake_quantize(
         placed.data_ptr(), y.data_ptr(), mask_address, mask_kind, KERNEL_DTYPES[x.dtype], shape,
         NUMERICS[grid.numerics], grid.qmin, grid.qmax, native.RANGE_OWN, True, True, how.symmetric,
@@ -430,7 +446,7 @@ def observe_fake_quantize(
         if updated.data_ptr() != running.data_ptr():
             running.copy_(_from_order(updated, blocks, order))
     scale, zero_point = _from_order(scale, blocks, order), _from_order(zero_point, blocks, order)
-    return Observed(y, mask, scale, zero_point, torch.tensor(sum(nonfinite)))
+    return Observed(y, mask, scale, zero_point, torch.tensor(sum(nonfinite), device="cpu"))
 
 
 def _refuse_unseen(unseen: int, count: int) -> None:

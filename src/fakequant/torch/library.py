@@ -123,7 +123,7 @@ def _fake_mask_backward(dy, mask, order, multiply):
 
 
 def _fake_learned_backward(dy, x, scale, zero_point, qmin, qmax, numerics, grad_factor):
-    return torch.empty_like(x), torch.empty_like(scale), torch.empty_like(scale)
+    return torch.empty_like(x), scale.new_empty(scale.shape), scale.new_empty(scale.shape)
 
 
 def _fake_min_max(x, blocks):
@@ -165,7 +165,7 @@ for _name, _function in _FAKE.items():
 
 def _refuse_gradient(**parameters: Tensor | None) -> None:
     for name, value in parameters.items():
-        if value is not None and value.requires_grad:
+        if gradients.has_derivative(value):
             raise RuntimeError(
                 f"`{name}` requires a gradient, but this operator has none for it.\n"
                 f"Use `fake_quantize_learned`, or pass `{name}.detach()`."
@@ -183,7 +183,7 @@ def _autograd_fake_quantize(x, scale, zero_point, qmin, qmax, numerics, clipped)
     if gradients.is_differentiating(x, scale, zero_point):
         _refuse_gradient(scale=scale, zero_point=zero_point)
         return _apply(gradients.Clipped if clipped else gradients.PassThrough, x, grid, dispatched)
-    return dispatched.fake_quantize(x, grid, native.MASK_NONE)[0]
+    return dispatched.below_autograd(ops.fake_quantize, x, *grid, clipped)
 
 
 def _autograd_fake_quantize_masked(x, scale, zero_point, qmin, qmax, numerics, packed):
@@ -192,33 +192,31 @@ def _autograd_fake_quantize_masked(x, scale, zero_point, qmin, qmax, numerics, p
     if gradients.is_differentiating(x, scale, zero_point):
         _refuse_gradient(scale=scale, zero_point=zero_point)
         return _apply(gradients.ClippedAndMask, x, grid, kind, dispatched)
-    return dispatched.fake_quantize(x, grid, kind)
+    return dispatched.below_autograd(ops.fake_quantize_masked, x, *grid, packed)
 
 
 def _autograd_mask_backward(dy, mask, order, multiply):
     if gradients.is_differentiating(dy):
         return _apply(gradients.Masked, dy, mask, order, multiply, dispatched)
-    return dispatched.mask_backward(dy, mask, order, multiply)
+    return dispatched.below_autograd(ops.mask_backward, dy, mask, order, multiply)
 
 
 def _autograd_learned(*args):
     if gradients.is_differentiating(*args[:3]):
         return _apply(gradients.Learned, *args, dispatched)
-    with torch._C._AutoDispatchBelowAutograd():
-        return ops.fake_quantize_learned(*args)
+    return dispatched.below_autograd(ops.fake_quantize_learned, *args)
 
 
 def _autograd_learned_backward(*args):
     if gradients.is_differentiating(*args[:4]):
         return _apply(gradients.LearnedGradient, *args, dispatched)
-    with torch._C._AutoDispatchBelowAutograd():
-        return ops.learned_backward(*args)
+    return dispatched.below_autograd(ops.learned_backward, *args)
 
 
 def _autograd_observe(x, running_min, running_max, *rest):
     if gradients.is_differentiating(x):
         return _apply(gradients.ObservedAndQuantized, x, running_min, running_max, rest, dispatched)
-    return dispatched.observe_fake_quantize(x, running_min, running_max, rest)
+    return dispatched.below_autograd(ops.observe_fake_quantize, x, running_min, running_max, *rest)
 
 
 def _constant(name: str, has_grid: bool) -> Callable:
@@ -226,10 +224,9 @@ def _constant(name: str, has_grid: bool) -> Callable:
     operator = getattr(ops, name).default
 
     def run(*args):
-        if has_grid and torch.is_grad_enabled():
+        if has_grid:
             _refuse_gradient(scale=args[1], zero_point=args[2])
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator(*args)
+        return dispatched.below_autograd(operator, *args)
 
     return run
 
@@ -251,6 +248,14 @@ _AUTOGRAD: dict[str, Callable] = {
 for _name, _function in _AUTOGRAD.items():
     _LIBRARY.impl(_name, _function, "Autograd")
 
+
+def _count_changes(x, running_min, running_max, *rest):
+    gradients.count_changes(running_min, running_max)
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return ops.observe_fake_quantize(x, running_min, running_max, *rest)
+
+
+_LIBRARY.impl("observe_fake_quantize", _count_changes, "ADInplaceOrView")
 
 for _name, _function in batching.RULES.items():
     torch.library.register_vmap(f"fakequant::{_name}", _function, lib=_LIBRARY)

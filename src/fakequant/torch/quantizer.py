@@ -1,44 +1,26 @@
 """`FakeQuantizer` on tensors: its forward, with the gradient passed through."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from fakequant import native
-from fakequant.torch import dispatched, kernels
-from fakequant.torch.kernels import Grid
+from fakequant.torch import gradients
+from fakequant.torch.dispatched import ops
+from fakequant.torch.kernels import Grid, scale_dtype
 from fakequant.torch.plain import is_eager
 from fakequant.torch.tensors import check_data
 
 
-class _PassThrough(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: Grid, nan_is_code_zero: bool) -> Tensor:
-        scale, zero_point, qmin, qmax, _ = grid
-        assert isinstance(scale, float)
-        assert isinstance(zero_point, int)
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        if is_eager(x):
-            y, _ = kernels.fake_quantize(x, grid, native.MASK_NONE)
-        else:
-            scales = torch.tensor(scale, dtype=wide, device=x.device)
-            zeros = torch.tensor(zero_point, dtype=torch.int32, device=x.device)
-            y, _ = dispatched.fake_quantize(x, grid._replace(scale=scales, zero_point=zeros), native.MASK_NONE)
-        if nan_is_code_zero:
-            zero = (min(max(0, qmin), qmax) - zero_point) * scale
-            y = torch.where(x.isnan(), torch.tensor(zero, dtype=wide, device=x.device).to(x.dtype), y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor):
-        return dy, None, None
-
-
-def forward(x: Tensor, grid: Grid, nan_is_code_zero: bool) -> Tensor:
-    """`FakeQuantizer.forward` on a tensor."""
+def forward(x: Tensor, grid: Grid) -> Tensor:
+    """`FakeQuantizer.forward` on a tensor; `grid` holds numbers."""
     check_data(x)
-    return _PassThrough.apply(x, grid, nan_is_code_zero)
+    if not torch.compiler.is_compiling() and is_eager(x):
+        return gradients.pass_through(x, grid)
+    scale, zero_point, *rest = grid
+    assert isinstance(scale, float)
+    assert isinstance(zero_point, int)
+    scales = torch.full((), scale, dtype=scale_dtype(x.dtype, grid.numerics), device=x.device)
+    zeros = torch.full((), zero_point, dtype=torch.int32, device=x.device)
+    return ops.fake_quantize(x, scales, zeros, *rest, False)
 
 
 def backward_clamped(dy: Tensor, x: Tensor, lo: float, hi: float) -> Tensor:
@@ -47,4 +29,5 @@ def backward_clamped(dy: Tensor, x: Tensor, lo: float, hi: float) -> Tensor:
     check_data(x)
     if dy.shape != x.shape:
         raise ValueError(f"`dy` must have the shape of `x`, {tuple(x.shape)}, got {tuple(dy.shape)}.")
+    x = x.to(torch.promote_types(x.dtype, torch.float32))  # or the bounds would be rounded to 16 bits
     return torch.where((x < lo) | (x > hi), 0, dy)

@@ -96,11 +96,11 @@ def _in_block_shape(name: str, tensor: Tensor, shape: tuple[int, ...], spec: Qua
         wanted: tuple[int, ...] = ()
     else:
         wanted = blocks_of(shape, spec).parameters
-        accepted = [wanted]
+        fits = given == wanted  # not `in`, which a compiler does not see through for sizes
         if spec.granularity == "token":
             axis = spec.axis % len(wanted)
-            accepted.append(wanted[:axis] + wanted[axis + 1 :])
-        if given in accepted:
+            fits = fits or given == wanted[:axis] + wanted[axis + 1 :]
+        if fits:
             return tensor.reshape(block_shape(shape, spec))
     raise ValueError(
         f"`{name}` must have shape {wanted} for a tensor of shape {shape} quantized per {spec.granularity}"

@@ -1,0 +1,217 @@
+"""Ranges, parameters, observing and `FakeQuantizer` on tensors have the bits they have on NumPy arrays."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import fakequant as fq
+from fakequant import reference
+from fakequant.layout import blocks_of
+from fakequant.qparams import EPS
+from fakequant.testing import cases
+from fakequant.testing.assertions import assert_same_bits
+from tensor_data import (
+    BLOCKS,
+    DENSE,
+    LAYOUTS,
+    SHAPE,
+    array,
+    assert_like,
+    data,
+    elements,
+    few_rules,
+    gradient,
+    rules,
+    unchanged as unchanged,
+)
+from torch_bridge import to_numpy, to_torch, torch
+
+pytestmark = pytest.mark.usefixtures("torch_on_one_thread")
+by_layout = pytest.mark.parametrize("layout", LAYOUTS)
+by_blocks = pytest.mark.parametrize("where", BLOCKS.values(), ids=BLOCKS)
+KINDS = {
+    "int8": dict(bits=8),
+    "int4": dict(bits=4),
+    "uint2": dict(bits=2, signed=False),
+    "uint16": dict(bits=16, signed=False),
+    "int24": dict(bits=24),
+}
+
+
+def packbits(inside):
+    return np.packbits(inside, bitorder="little")
+
+
+@by_blocks
+@by_layout
+def test_ranges(layout, where, unchanged):
+    for dtype in cases.DTYPES.values():
+        spec = fq.QuantSpec(**where)
+        (x,) = unchanged(data(layout, dtype))
+        expected, actual = fq.min_max(array(x), spec), fq.min_max(x, spec)
+        for name in (*expected._fields, "absmax"):
+            assert_same_bits(getattr(expected, name), array(getattr(actual, name)), name, dtype)
+            assert not getattr(actual, name).requires_grad
+        zeros = LAYOUTS[layout](torch.full(SHAPE, -0.0 if layout != "lazily negated" else 0.0, dtype=x.dtype))
+        assert not np.signbit(array(fq.min_max(zeros, spec).min)).any()
+
+
+@pytest.mark.parametrize("kind", [{}, dict(narrow=True), *({"symmetric": False, **k} for k in KINDS.values())], ids=str)
+def test_parameters_from_a_range(kind):
+    spec = fq.QuantSpec(**kind)
+    pool = np.concatenate([np.float32([0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38]), elements((300,), np.float32).numpy()])
+    ends = np.random.default_rng(6).choice(pool[np.isfinite(pool)], (2, 40, 10))
+    lo, hi = ends.min(0), ends.max(0)
+    for low, high in (
+        (lo, hi),
+        (lo.T, hi.T),
+        (lo[0], hi.max(0)),
+        (lo[:1], np.maximum(hi, lo[:1])),
+        (lo[0, 0], hi[0, 0]),
+    ):
+        for eps in (EPS, 1e-30, 0.5):
+            expected = fq.choose_qparams(low, high, spec, eps=eps)
+            tensors = [torch.from_numpy(np.asarray(v)) for v in (low, high)]
+            for form in (tensors, (tensors[0].double(), high), (low, tensors[1].clone().requires_grad_())):
+                for e, a in zip(expected, fq.choose_qparams(*form, spec, eps=eps), strict=True):
+                    assert_same_bits(e, array(a))
+                    assert not a.requires_grad
+
+
+def steps(layout, dtype):
+    """Finite values first: then every block has a range. Later ones hold NaN, infinities and huge values."""
+    for seed in range(4):
+        x = elements(SHAPE, dtype, seed)
+        if seed < 2:
+            x = torch.where(x.abs() < 1e4, x, torch.tensor(seed + 0.3, dtype=x.dtype))
+        yield LAYOUTS[layout](x)
+
+
+@by_blocks
+@by_layout
+def test_observing_step_by_step(layout, where, unchanged):
+    for spec, dtype in itertools.chain(rules(where), few_rules(where, symmetric=True, bits=4)):
+        for i, x in enumerate(steps(layout, dtype)):
+            unchanged(x)
+            if i == 0:
+                parameters = blocks_of(tuple(x.shape), spec).parameters or (1,)
+                state = [np.full(parameters, v, np.float32) for v in (np.inf, -np.inf)]
+                tensors = [to_torch(v) for v in state]
+                addresses = [t.data_ptr() for t in tensors]
+            form = None if i == 2 else "packed"
+            expected = fq.observe_fake_quantize(array(x), spec, *state, averaging_constant=0.3, mask="bool")
+
+            actual = fq.observe_fake_quantize(x, spec, *tensors, averaging_constant=0.3, mask=form)
+
+            assert_like(expected.y, actual.y, x, "y", i, spec, dtype)
+            assert (actual.mask is None) == (form is None)
+            if form is not None:
+                assert_same_bits(packbits(expected.mask), to_numpy(actual.mask), "mask", i, spec, dtype)
+            assert_same_bits(expected.scale, array(actual.scale), "scale", i, spec, dtype)
+            assert_same_bits(expected.zero_point, array(actual.zero_point), "zero point", i, spec, dtype)
+            assert actual.nonfinite == expected.nonfinite
+            for e, a in zip(state, tensors, strict=True):
+                assert_same_bits(e, to_numpy(a), "running range", i, spec, dtype)
+        assert addresses == [t.data_ptr() for t in tensors]
+
+
+def test_a_running_range_may_be_a_view():
+    spec = fq.QuantSpec(axis=1, symmetric=False)
+    x = next(steps("channels last", np.float32))
+    plain = torch.full((6,), np.inf), torch.full((6,), -np.inf)
+    table = torch.stack(plain, dim=1)
+    fq.observe_fake_quantize(x, spec, *plain)
+    fq.observe_fake_quantize(x, spec, table[:, 0], table[:, 1])
+    assert table.tolist() == torch.stack(plain, dim=1).tolist()
+
+
+@pytest.mark.parametrize("layout", [*DENSE, pytest.param("lazily negated")])
+def test_autograd_knows_that_a_running_range_has_changed(layout):
+    state = torch.full((1,), np.inf), torch.full((1,), -np.inf)
+    for x in steps(layout, np.float32):
+        before = [t._version for t in state]
+        fq.observe_fake_quantize(x, fq.QuantSpec(), *state)
+        assert all(t._version > b for t, b in zip(state, before, strict=True))
+
+
+CONFIGS = [fq.FakeQuantConfig.of(bits=b, symmetric=s) for b, s in ((4, True), (8, False), (24, False))]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@by_layout
+def test_the_quantizer_object(layout, config, unchanged):
+    for numerics, dtype in itertools.product(reference.NUMERICS, cases.DTYPES.values()):
+        (x,) = unchanged(data(layout, dtype))
+        on_arrays, on_tensors = (fq.FakeQuantizer(config, numerics=numerics) for _ in range(2))
+        for quantizer, values in ((on_arrays, array(x)), (on_tensors, x.resolve_neg())):
+            quantizer.calibrate(values[(values > -30) & (values < 20)])
+        assert repr(on_tensors) == repr(on_arrays)
+        expected, y = on_arrays.forward(array(x)), on_tensors.forward(x)
+        assert_like(expected, y, x, "y", numerics, dtype)
+        assert_like(expected, on_tensors.forward_with_calibration(x), x, "y", numerics, dtype)
+        assert_same_bits(array(x), array(on_tensors.backward(x)), "dy")
+        if x.requires_grad:
+            dy = gradient(x, "channels last", dtype)
+            (dx,) = torch.autograd.grad(y, x, dy)
+            assert_same_bits(array(dy), array(dx), "dx")
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        np.dtype(np.float32),
+        np.dtype(np.float64),
+        *(pytest.param(cases.DTYPES[d]) for d in ("bfloat16", "float16")),
+    ],
+    ids=str,
+)
+def test_the_clamped_gradient_of_the_quantizer_object(dtype):
+    for config, layout in itertools.product(CONFIGS, LAYOUTS):
+        quantizer = fq.FakeQuantizer(config)
+        quantizer.calibrate(np.float32([-7.3, 12.7]))
+        bounds = [np.float32(q - quantizer.zero_point) * quantizer.scale for q in (config.qmin, config.qmax)]
+        ends = np.array([*bounds, 0, 1, np.nan, np.inf, -np.inf]).astype(dtype)
+        pool = np.concatenate([ends, cases.neighbours(ends, 1), cases.neighbours(ends, -1)])
+        x = LAYOUTS[layout](to_torch(np.resize(pool, SHAPE)))
+        dy = gradient(x, "sliced", dtype)
+        assert_same_bits(quantizer.backward_clamped(array(dy), array(x)), array(quantizer.backward_clamped(dy, x)))
+
+
+@pytest.mark.parametrize("x", [0.4, pytest.param(np.nan)])
+def test_a_range_of_the_quantizer_object_without_zero(x):
+    quantizer = fq.FakeQuantizer(fq.FakeQuantConfig(4, False, 3, 9))
+    quantizer.calibrate(np.float32([-7.3, 12.7]))
+    assert_same_bits(quantizer.forward(np.float32([x])), array(quantizer.forward(torch.tensor([x]))))
+
+
+def test_calibrating_on_a_lazily_negated_tensor():
+    on_arrays, on_tensors = fq.FakeQuantizer.q8(), fq.FakeQuantizer.q8()
+    x = torch._neg_view(torch.tensor([1.0, -5.0]))
+    on_arrays.calibrate(array(x))
+    on_tensors.calibrate(x)
+    assert repr(on_tensors) == repr(on_arrays)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_zero_points_are_rounded_alike(kind):
+    spec = fq.QuantSpec(symmetric=False, **kind)
+    values = np.float32([-0.5, 0.5, 1.5, 2.5, 1e9, -1e9, np.inf, -np.inf, spec.qmax + 0.5, spec.qmin - 0.5, 3])
+    expected = fq.round_zero_point(values, spec)
+    assert_same_bits(expected, to_numpy(fq.round_zero_point(torch.tensor(values, requires_grad=True), spec)))
+    assert_same_bits(expected[-1], to_numpy(fq.round_zero_point(torch.tensor(3), spec)))
+
+
+@pytest.mark.parametrize(("bits", "dtype"), [(32, "float32"), (16, "float16"), (12, "bfloat16")])
+def test_zero_points_beyond_the_precision_of_their_dtype(bits, dtype):
+    spec = fq.QuantSpec(bits=bits, symmetric=False)
+    values = np.array([6e4, -6e4] if dtype == "float16" else [3e9, -3e9]).astype(cases.DTYPES[dtype])
+    assert_same_bits(fq.round_zero_point(values, spec), to_numpy(fq.round_zero_point(to_torch(values), spec)))
+
+
+def test_observing_no_channels_at_all():
+    empty = np.empty(0, np.float32)
+    expected = fq.observe_fake_quantize(np.empty((0, 3), np.float32), fq.QuantSpec(axis=0), empty, empty)
+    running = torch.empty(0), torch.empty(0)
+    x = torch.empty(0, 3)
+    assert_like(expected.y, fq.observe_fake_quantize(x, fq.QuantSpec(axis=0), *running).y, x)

@@ -1,0 +1,187 @@
+"""`torch.library.opcheck` for every operator of `torch.ops.fakequant`.
+
+It compares schema, fake tensors (shapes, strides, dtypes), autograd and ahead-of-time compilation with
+dynamic shapes against what the operator does on real tensors.
+"""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+library = pytest.importorskip("fakequant.torch.library")
+
+ops = torch.ops.fakequant
+INT4 = (-8, 7)
+ONNX = (*INT4, "onnx")
+TENSOR = (*INT4, "torch_tensor")
+CHANNEL = (*INT4, "torch_channel")
+NAMES = {schema.split("(")[0] for schema in library.SCHEMAS}
+
+
+def floats(*shape, dtype=torch.float32, grad=True):
+    # A tensor's values depend on its shape only.
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+    return values.to(dtype).requires_grad_(grad)
+
+
+def scales(*shape, grad=False, dtype=torch.float32):
+    return (torch.arange(1, 1 + torch.Size(shape).numel()).reshape(shape) * 0.03).to(dtype).requires_grad_(grad)
+
+
+def zeros(*shape, dtype=torch.int32, grad=False):
+    return (torch.arange(torch.Size(shape).numel()).reshape(shape) % 5 - 2).to(dtype).requires_grad_(grad)
+
+
+def channels_last(*shape, **options):
+    return floats(*shape, **options).detach().to(memory_format=torch.channels_last).requires_grad_()
+
+
+def leaf(view):
+    """The view as a leaf of the graph, with its strides."""
+    return view.detach().requires_grad_()
+
+
+def permuted():
+    return leaf(floats(8, 4, 6).permute(1, 2, 0))
+
+
+def with_gaps():
+    return leaf(floats(8, 6, 16)[::2, :, ::2])
+
+
+def expanded():
+    return leaf(floats(1, 6, 8).expand(4, 6, 8))
+
+
+def packed_mask(x):
+    return ops.fake_quantize_masked(x.detach(), scales(), None, *ONNX, True)[1]
+
+
+def bool_mask(x):
+    return ops.fake_quantize_masked(x.detach(), scales(), None, *ONNX, False)[1]
+
+
+def codes(*shape, dtype=torch.int8):
+    return (torch.arange(torch.Size(shape).numel()).reshape(shape) % 16 - 8).to(dtype)
+
+
+def running(*shape):
+    return torch.full(shape, torch.inf), torch.full(shape, -torch.inf)
+
+
+X = floats(3, 5, 7)
+CASES = {
+    "fake_quantize": {
+        "tensor": (X, scales(), None, *ONNX, True),
+        "pass": (X, scales(1), zeros(1), *ONNX, False),
+        "channel": (X, scales(1, 5, 1), zeros(1, 5, 1), *ONNX, True),
+        "group": (floats(4, 6, 8), scales(4, 6, 2), zeros(4, 6, 2, dtype=torch.int64), *ONNX, True),
+        "inference": (X.detach(), scales(1, 5, 1), None, *ONNX, True),
+        "bfloat16": (floats(3, 5, dtype=torch.bfloat16), scales(1, 5), None, -8, 7, "half_away", True),
+        "float16": (floats(3, 5, dtype=torch.float16), scales(), zeros(dtype=torch.int64), *TENSOR, True),
+        "float64": (floats(3, 5, dtype=torch.float64), scales(3, 1, dtype=torch.float64), zeros(3, 1), *ONNX, True),
+        "float zero point": (X, scales(1, 5, 1), zeros(1, 5, 1, dtype=torch.float32), *CHANNEL, True),
+        "float16 zero point": (X, scales(1, 5, 1), zeros(1, 5, 1, dtype=torch.float16), *CHANNEL, True),
+        "channels last": (channels_last(2, 3, 4, 5), scales(1, 3, 1, 1), zeros(1, 3, 1, 1), *ONNX, True),
+        "permuted groups": (permuted(), scales(4, 6, 2), None, *ONNX, True),
+        "gaps": (with_gaps(), scales(1, 6, 1), None, *ONNX, True),
+        "expanded": (expanded(), scales(4, 1, 1), None, *ONNX, True),
+        "empty": (floats(0, 5), scales(1, 5), None, *ONNX, True),
+    },
+    "fake_quantize_masked": {
+        "packed": (X, scales(1, 5, 1), zeros(1, 5, 1), *CHANNEL, True),
+        "bool": (X, scales(1, 5, 1), zeros(1, 5, 1), *CHANNEL, False),
+        "inference": (X.detach(), scales(), None, *ONNX, True),
+        "bfloat16 groups": (floats(4, 8, dtype=torch.bfloat16), scales(4, 2), None, *ONNX, True),
+        "channels last packed": (channels_last(2, 3, 4, 5), scales(1, 3, 1, 1), None, *ONNX, True),
+        "channels last bool": (channels_last(2, 3, 4, 5), scales(1, 3, 1, 1), None, *ONNX, False),
+        "gaps": (with_gaps(), scales(), None, *ONNX, True),
+    },
+    "mask_backward": {
+        "packed": (X, packed_mask(X), None, False),
+        "bool": (X, bool_mask(X), None, True),
+        "bfloat16": (X.detach().bfloat16().requires_grad_(), packed_mask(X), None, True),
+        "order": (channels_last(2, 3, 4, 5), packed_mask(channels_last(2, 3, 4, 5)), (0, 2, 3, 1), False),
+        "order, other dy": (floats(2, 3, 4, 5), packed_mask(channels_last(2, 3, 4, 5)), (0, 2, 3, 1), True),
+        "order, expanded dy": (leaf(torch.ones(()).expand(3, 5, 7)), packed_mask(X), (1, 0, 2), True),
+        "other bool": (floats(2, 3, 4, 5), bool_mask(channels_last(2, 3, 4, 5)), None, False),
+    },
+    "fake_quantize_learned": {
+        "tensor": (X, scales(1, grad=True), zeros(1, dtype=torch.float32, grad=True), *TENSOR, 0.5),
+        "channel": (X, scales(1, 5, 1, grad=True), None, *ONNX, 0.5),
+        "group": (floats(4, 8), scales(4, 2, grad=True), zeros(4, 2, dtype=torch.float32, grad=True), *ONNX, 1.0),
+        "scale only": (X.detach(), scales(1, 5, 1, grad=True), zeros(1, 5, 1), *ONNX, 1.0),
+        "channels last": (channels_last(2, 3, 4, 5), scales(1, 3, 1, 1, grad=True), None, *ONNX, 1.0),
+    },
+    "learned_backward": {
+        "tensor": (X, floats(3, 5, 7), scales(1, grad=True), zeros(1, dtype=torch.float32, grad=True), *TENSOR, 0.5),
+        "channel": (X, floats(3, 5, 7), scales(1, 5, 1, grad=True), None, *ONNX, 0.5),
+        "float64": (
+            floats(4, 8, dtype=torch.float64),
+            floats(4, 8, dtype=torch.float64),
+            scales(4, 2, dtype=torch.float64, grad=True),
+            zeros(4, 2, dtype=torch.float32, grad=True),
+            *ONNX,
+            1.0,
+        ),
+        "channels last": (
+            floats(2, 3, 4, 5),
+            channels_last(2, 3, 4, 5),
+            scales(1, 3, 1, 1, grad=True),
+            None,
+            *ONNX,
+            1.0,
+        ),
+        "permuted groups": (floats(4, 6, 8), permuted(), scales(4, 6, 2, grad=True), None, *ONNX, 1.0),
+        "permuted scales": (floats(4, 6), floats(4, 6), leaf(scales(3, 4).t()), None, *ONNX, 1.0),
+    },
+    "quantize": {
+        "tensor": (X, scales(), None, *ONNX, torch.int8),
+        "uint16": (X, scales(1, 5, 1), None, 0, 65535, "half_away", torch.uint16),
+        "channels last": (channels_last(2, 3, 4, 5), scales(1, 3, 1, 1), None, *ONNX, torch.int8),
+    },
+    "quantize_packed": {
+        "4 bits": (X, scales(1, 5, 1), zeros(1, 5, 1), *ONNX, 4),
+        "2 bits": (with_gaps(), scales(), None, 0, 3, "onnx", 2),
+    },
+    "dequantize": {
+        "channel": (codes(3, 5, 7), scales(1, 5, 1), zeros(1, 5, 1), *ONNX, torch.float32),
+        "bfloat16": (codes(4, 8), scales(4, 2), None, *ONNX, torch.bfloat16),
+        "permuted": (codes(8, 4).t(), scales(4, 2), None, *ONNX, torch.float64),
+    },
+    "dequantize_packed": {
+        "4 bits": (codes(53, dtype=torch.uint8), scales(1, 5, 1), None, *ONNX, (3, 5, 7), 4, torch.float32),
+        "2 bits": (codes(27, dtype=torch.uint8), scales(), None, 0, 3, "onnx", (3, 5, 7), 2, torch.float16),
+    },
+    "min_max": {
+        "tensor": (X, ()),
+        "channel": (channels_last(2, 3, 4, 5), (1, 3, 1, 1)),
+        "group": (permuted(), (4, 6, 2)),
+        "float64": (floats(3, 5, dtype=torch.float64), (3, 1)),
+        "empty": (floats(0, 5), (1, 5)),
+    },
+    "choose_qparams": {
+        "one": (torch.tensor(-0.1), torch.tensor(0.4), 0, 255, False, 1e-7),
+        "symmetric": (-scales(4, 3), scales(3, 4).t(), *INT4, True, 1e-7),
+    },
+    "observe_fake_quantize": {
+        "clipped": (X, *running(1), *ONNX, True, 0.01, 1e-7, True),
+        "pass": (X, *running(1), *TENSOR, False, 0.01, 1e-7, False),
+        "channel": (channels_last(2, 3, 4, 5), *running(1, 3, 1, 1), *CHANNEL, True, 0.01, 1e-7, True),
+        "group": (permuted(), *running(4, 6, 2), *ONNX, True, 0.01, 1e-7, True),
+        "inference": (X.detach(), *running(1, 5, 1), *ONNX, True, 0.01, 1e-7, False),
+    },
+}
+
+
+def test_every_operator_has_a_case():
+    assert CASES.keys() == NAMES
+    registered = torch._C._dispatch_get_all_op_names()
+    assert {name.split("::")[1] for name in registered if name.startswith("fakequant::")} == NAMES
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [pytest.param(name, case, id=f"{name}: {case}") for name, cases in CASES.items() for case in cases],
+)
+def test_opcheck(name, case):
+    torch.library.opcheck(getattr(ops, name).default, CASES[name][case])

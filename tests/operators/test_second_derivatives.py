@@ -1,0 +1,65 @@
+"""Derivatives of derivatives: rounding counts as straight-through once more."""
+
+from functools import partial
+
+import pytest
+from straight_through import AFFINE, Case, each_spec, inside, make, straight_through, torch
+
+import fakequant as fq
+
+grad, jacfwd, jacrev = torch.func.grad, torch.func.jacfwd, torch.func.jacrev
+# torch's own forward mode is not without torch.jit yet.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+
+@pytest.mark.parametrize("gradient", ["clipped", "pass"])
+@each_spec
+def test_double_backward(spec, gradient):
+    case, c = make(spec), torch.randn(5, 6)
+    x = case.x.clone().requires_grad_()
+    y = fq.fake_quantize(x, *case[1:], spec, gradient=gradient)
+    keep = inside(case, spec) if gradient == "clipped" else torch.ones(5, 6)
+    (first,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+    torch.testing.assert_close(first, 3 * y**2 * keep)
+    torch.testing.assert_close(torch.autograd.grad(first, x, c)[0], 6 * y * c * keep)
+
+
+@each_spec
+def test_learned_double_backward(spec):
+    case = make(spec, dtype=torch.float64, fraction=True)
+    weights = Case(*(torch.randn_like(v) for v in case))
+
+    def twice(function):
+        leaves = [v.clone().requires_grad_() for v in case]
+        first = torch.autograd.grad(function(*leaves, spec).pow(3).sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum((g * w).sum() for g, w in zip(first, weights)), leaves)
+        return first + second
+
+    for actual, wanted in zip(twice(fq.fake_quantize_learned), twice(straight_through), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+
+
+HESSIANS = {
+    "reverse over reverse": lambda f: jacrev(jacrev(f)),
+    "forward over reverse": torch.func.hessian,
+    "reverse over forward": lambda f: jacrev(jacfwd(f)),
+    "forward over forward": lambda f: jacfwd(jacfwd(f)),
+    "backward over grad": lambda f: partial(torch.autograd.functional.jacobian, grad(f)),
+}
+
+
+@pytest.mark.parametrize("hessian", HESSIANS.values(), ids=HESSIANS)
+def test_nested_transforms(hessian):
+    case, spec = make(AFFINE()), AFFINE()
+    result = hessian(lambda x: fq.fake_quantize(x, *case[1:], spec).square().sum())(case.x)
+    assert torch.equal(result.reshape(30, 30), 2 * torch.diag(inside(case, spec).flatten().float()))
+
+
+def test_nested_learned():
+    case, spec = make(AFFINE(), dtype=torch.float64, fraction=True), AFFINE()
+
+    def hessian(function):
+        loss = lambda *a: function(*a, spec).pow(3).sum()  # noqa: E731
+        return jacrev(jacrev(loss, argnums=(0, 1, 2)), argnums=(0, 1, 2))(*case)
+
+    torch.testing.assert_close(hessian(fq.fake_quantize_learned), hessian(straight_through), rtol=1e-5, atol=1e-5)
