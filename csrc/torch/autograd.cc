@@ -257,7 +257,9 @@ const Tensor& tensor(nb::handle object) {
 
 bool is_tensor(nb::handle object) { return THPVariable_Check(object.ptr()); }
 
-bool is_learned(const Tensor& parameter) { return at::GradMode::is_enabled() && parameter.requires_grad(); }
+bool is_learned(const Tensor& parameter) {
+  return (at::GradMode::is_enabled() && parameter.requires_grad()) || parameter._fw_grad(0).defined();
+}
 
 bool is_own(Numerics n) { return n >= Numerics::onnx; }
 

@@ -204,6 +204,7 @@ def test_parameters_from_a_range(bounds, symmetric):
     pool = elements((4000,), np.float32)
     pool = torch.cat([pool[pool.isfinite()], torch.tensor([0.0, -0.0, 3.4e38, -3.4e38, 1e-45])])
     ends = pool[torch.randint(len(pool), (2, 50, 40), generator=torch.Generator().manual_seed(0))]
+    ends[:, 0, 0] = torch.tensor([-3e38, 3e38])  # wider than float32
     for eps in (1.1920929e-07, 1e-30, 0.5):
         arguments = ends.amin(0), ends.amax(0), *bounds, symmetric, eps
         assert_same(*(m.choose_qparams(*arguments) for m in (kernels, formula)), eps)

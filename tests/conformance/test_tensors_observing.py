@@ -62,6 +62,7 @@ def test_parameters_from_a_range(kind):
     spec = fq.QuantSpec(**kind)
     pool = np.concatenate([np.float32([0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38]), elements((300,), np.float32).numpy()])
     ends = np.random.default_rng(6).choice(pool[np.isfinite(pool)], (2, 40, 10))
+    ends[:, 0, 0] = -3e38, 3e38  # wider than float32
     lo, hi = ends.min(0), ends.max(0)
     for low, high in (
         (lo, hi),

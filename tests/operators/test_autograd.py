@@ -3,9 +3,9 @@
 from functools import partial
 
 import pytest
-from straight_through import AFFINE, each_spec, make, torch
 
 import fakequant as fq
+from straight_through import AFFINE, each_spec, make, torch
 
 SPEC = AFFINE(axis=0)
 FUNCTIONS = {

@@ -3,9 +3,9 @@
 import shutil
 
 import pytest
-from straight_through import AFFINE, torch
 
 import fakequant as fq
+from straight_through import AFFINE, torch
 
 checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 CompileCounter = pytest.importorskip("torch._dynamo.testing").CompileCounterWithBackend

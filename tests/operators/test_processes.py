@@ -8,9 +8,9 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from straight_through import AFFINE, make, torch
 
 import fakequant as fq
+from straight_through import AFFINE, make, torch
 
 SPEC = AFFINE(axis=0)
 

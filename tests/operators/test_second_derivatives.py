@@ -3,9 +3,9 @@
 from functools import partial
 
 import pytest
-from straight_through import AFFINE, Case, each_spec, inside, make, straight_through, torch
 
 import fakequant as fq
+from straight_through import AFFINE, Case, each_spec, inside, make, straight_through, torch
 
 grad, jacfwd, jacrev = torch.func.grad, torch.func.jacfwd, torch.func.jacrev
 # torch's own forward mode is not without torch.jit yet.

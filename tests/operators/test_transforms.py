@@ -3,9 +3,9 @@
 from functools import partial
 
 import pytest
-from straight_through import AFFINE, Case, each_shape, each_spec, inside, make, straight_through, torch
 
 import fakequant as fq
+from straight_through import AFFINE, Case, each_shape, each_spec, inside, make, straight_through, torch
 
 kernels = pytest.importorskip("fakequant.torch.kernels")
 forward_ad = pytest.importorskip("torch.autograd.forward_ad")
@@ -142,6 +142,13 @@ def test_vmap_over_stacked_packed_masks(elements):
     assert torch.equal(vmap(backward)(dy, torch.stack(masks)), torch.stack(expected))
 
 
+@pytest.mark.parametrize("elements", [64, 60])
+def test_packed_masks_of_every_example(elements):
+    x, spec = torch.randn(7, elements), AFFINE()
+    pack = lambda v: fq.fake_quantize(v, 0.2, 0, spec, mask="packed")[1]  # noqa: E731
+    assert torch.equal(vmap(pack)(x), torch.stack([pack(v) for v in x]))
+
+
 def test_what_has_no_batched_form_says_so():
     x, spec = torch.randn(2, 5), fq.QuantSpec(bits=4)
     with pytest.raises(NotImplementedError, match="share one running range"):
@@ -246,6 +253,11 @@ def test_one_scale_in_either_shape(scale, zero_point):
 def test_no_derivative_in_a_fixed_scale(mode):
     with pytest.raises(RuntimeError, match="Use `fake_quantize_learned`"):
         mode(lambda s: fq.fake_quantize(torch.ones(3), s, 0, AFFINE()).sum())(torch.tensor(0.1))
+
+
+def test_no_tangent_of_a_fixed_scale():
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="Use `fake_quantize_learned`"):
+        fq.fake_quantize(torch.ones(3), forward_ad.make_dual(torch.tensor(0.1), torch.tensor(1.0)), 0, AFFINE())
 
 
 def test_functional_call():

@@ -89,6 +89,8 @@ def _with_mask(x: Tensor, grid: Grid, mask: str, clipped: bool, direct: bool) ->
         y, bits = gradients.clipped_and_mask(x, grid, kind)
     else:
         y, bits = ops.fake_quantize_masked(x, *grid, kind == native.MASK_PACKED)
+        if kind == native.MASK_PACKED and bits.dtype == torch.bool:
+            return y, formula.pack_bits(bits, None)  # under vmap, where examples do not end at whole bytes
     return y, _in_c_order(bits, x)
 
 
