@@ -3,12 +3,14 @@
 Own functions run our operators there, functions with a torch name torch's own.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 
 import fakequant as fq
 from fakequant.testing import cases
-from tensor_data import LAYOUTS, assert_same, data, torchs
+from tensor_data import DY_LAYOUTS, LAYOUTS, assert_same, data, gradient, torchs
 from torch_bridge import torch
 
 aten = pytest.importorskip("fakequant.torch.aten")
@@ -80,6 +82,22 @@ def test_on_meta_tensors(where, layout):
                     assert a.device.type == "meta"
                     assert (a.shape, a.dtype) == (e.shape, e.dtype), (function, options)
                     assert a.stride() == e.stride() or e.shape != x.shape, (function, options)
+
+
+def on_meta(t):
+    """The same strides, whatever they are; `.to` would make a dense copy."""
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+
+@pytest.mark.parametrize("layout", [n for n in LAYOUTS if n != "lazily negated"])
+def test_strides_of_a_gradient_on_meta_tensors(layout):
+    mask = LAYOUTS[layout](torch.ones(4, 6, 2, 8) > 0)
+    packed = torch.zeros((mask.numel() + 7) // 8, dtype=torch.uint8)
+    for dy_layout, form in itertools.product(DY_LAYOUTS, (mask, packed)):
+        dy = gradient(mask, dy_layout, np.dtype(np.float32)).resolve_neg()
+        expected = fq.fake_quantize_backward(dy, form, fq.QuantSpec())
+        actual = fq.fake_quantize_backward(on_meta(dy), on_meta(form), fq.QuantSpec())
+        assert (actual.shape, actual.dtype, actual.stride()) == (expected.shape, expected.dtype, expected.stride())
 
 
 ONE = torch.tensor([0.1]), torch.tensor([3], dtype=torch.int32)

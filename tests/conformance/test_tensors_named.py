@@ -212,3 +212,18 @@ def test_the_fused_observer_step_by_step(layout, per_row):
             assert_same(expected, actual, step)
             for e, a in zip(*states, strict=True):
                 assert_same_bits(array(e), array(a), "state", step)
+
+
+@by_layout
+def test_the_first_zero_seen_has_the_sign_it_has_in_torch(layout):
+    for seed, per_row in itertools.product(range(4), (False, True)):
+        rng = np.random.default_rng(seed)
+        x = LAYOUTS[layout](torch.from_numpy(rng.choice(np.float32([0.0, -0.0]), (4, 6, 2, 8))))
+        results = []
+        for function in (torch.fused_moving_avg_obs_fake_quant, fq.fused_moving_avg_obs_fake_quant):
+            infinite = torch.full((len(x) if per_row else 1,), np.inf)
+            state = infinite, -infinite, torch.ones_like(infinite), torch.zeros_like(infinite, dtype=torch.int32)
+            options = 0.3, *cases.UINT8, 0 if per_row else -1, per_row, False
+            function(x, torch.tensor([1]), torch.tensor([1]), *state, *options)
+            results.append(state)
+        assert_same(*results, seed, per_row)

@@ -99,7 +99,7 @@ def _parameters(x: Tensor, grid: Grid) -> _Parameters:
             numerics = native.TORCH_CHANNEL_HALF if half else native.TORCH_CHANNEL_FLOAT
             zero_point = zero_point.float()
         elif zero_point.dtype == torch.int64 and -(2**31) <= grid.qmin <= grid.qmax < 2**31:
-            # Beyond 32 bits the kernels compute one element at a time.
+            # Beyond 32 bits the kernels compute one element at a time. What does not fit is no code either.
             zero_point = zero_point.clamp(-(2**31), 2**31 - 1).to(torch.int32)
         zero_kind = _ZERO_KINDS[zero_point.dtype]
         zero_point = _in_order(zero_point, zero_point.dtype, order, expand)
