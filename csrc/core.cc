@@ -88,9 +88,10 @@ struct Tiling {
 };
 
 template <class F> void over_tiles(const Tiling& tiling, F&& body) {
-  const auto task = [&](int64_t t) { body(tiling.tile(t)); };
-  if (tiling.shape.size() > kSerialElements) return run_tasks(tiling.tiles(), task);
-  for (int64_t t = 0; t < tiling.tiles(); ++t) task(t);
+  if (tiling.shape.size() > kSerialElements) {
+    return run_tasks(tiling.tiles(), [&](int64_t t) { body(tiling.tile(t)); });
+  }
+  for (int64_t t = 0; t < tiling.tiles(); ++t) body(tiling.tile(t));
 }
 
 // One block: rows and positions are one long row.
