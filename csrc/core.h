@@ -38,7 +38,7 @@ struct ObserveArgs {
 
 struct ObserveResult {
   int64_t nan_count = 0, posinf_count = 0, neginf_count = 0;
-  // Parameters that have no range yet. If there is any (own rule only), nothing was written.
+  // Parameters that have no range yet. If there is any (own rule only), the running range is as it was.
   int64_t unseen = 0;
 };
 

@@ -3,9 +3,12 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <vector>
 
 #include "core.h"
+#include "memory.h"
+#include "parallel.h"
 
 namespace fakequant {
 namespace {
@@ -59,9 +62,7 @@ RunningRange observed(const ObserveArgs& o, const FakeQuantizeArgs& a, ObserveRe
   return r;
 }
 
-}  // namespace
-
-ObserveResult observe_fake_quantize(const ObserveArgs& o, FakeQuantizeArgs a) {
+ObserveResult observe_at_once(const ObserveArgs& o, FakeQuantizeArgs a) {
   ObserveResult result;
   const size_t n = size_t(a.shape.parameters());
   const RunningRange running = observed(o, a, result);
@@ -90,6 +91,60 @@ ObserveResult observe_fake_quantize(const ObserveArgs& o, FakeQuantizeArgs a) {
   a.grid.zero_i32 = o.zero_point;
   fake_quantize(a);
   return result;
+}
+
+// Few enough elements to be quantized while they are still in the cache from being observed.
+constexpr int64_t kChunkElements = 1 << 14;
+
+// Whole rows that together are about a chunk, ending where a byte of a packed mask ends; 0: there are none.
+int64_t rows_per_chunk(const FakeQuantizeArgs& a) {
+  const Shape& s = a.shape;
+  if (s.batch != 1 || s.outer != 1 || s.inner == 0 || s.inner > kChunkElements || s.size() <= 2 * kChunkElements) return 0;
+  const int64_t step = a.mask_kind == MaskKind::packed ? kRangeAlignment / std::gcd(s.inner, kRangeAlignment) : 1;
+  const int64_t rows = kChunkElements / s.inner / step * step;
+  return rows < s.blocks ? rows : 0;
+}
+
+// A row has its own range, so some rows can be observed and quantized before the others are looked at.
+ObserveResult observe_by_rows(const ObserveArgs& o, const FakeQuantizeArgs& a, int64_t rows) {
+  const Shape& s = a.shape;
+  const int64_t chunks = (s.blocks + rows - 1) / rows;
+  std::vector<float> lo(o.running_min, o.running_min + s.blocks), hi(o.running_max, o.running_max + s.blocks);
+  std::vector<ObserveResult> results(static_cast<size_t>(chunks));
+  prepare_output(a.y, size_t(s.size() * bytes_of(a.dtype)));
+  run_tasks(chunks, [&](int64_t c) {
+    const int64_t row = c * rows, element = row * s.inner;
+    ObserveArgs part = o;
+    part.running_min = lo.data() + row;
+    part.running_max = hi.data() + row;
+    part.scale += row;
+    part.zero_point += row;
+    FakeQuantizeArgs piece = a;
+    piece.shape.blocks = std::min(rows, s.blocks - row);
+    piece.x = static_cast<const char*>(a.x) + element * bytes_of(a.dtype);
+    piece.y = static_cast<char*>(a.y) + element * bytes_of(a.dtype);
+    if (a.mask_kind != MaskKind::none) piece.mask += a.mask_kind == MaskKind::packed ? element / 8 : element;
+    results[size_t(c)] = observe_at_once(part, piece);
+  });
+  ObserveResult total;
+  for (const ObserveResult& r : results) {
+    total.nan_count += r.nan_count;
+    total.posinf_count += r.posinf_count;
+    total.neginf_count += r.neginf_count;
+    total.unseen += r.unseen;
+  }
+  if (total.unseen == 0) {
+    std::copy(lo.begin(), lo.end(), o.running_min);
+    std::copy(hi.begin(), hi.end(), o.running_max);
+  }
+  return total;
+}
+
+}  // namespace
+
+ObserveResult observe_fake_quantize(const ObserveArgs& o, FakeQuantizeArgs a) {
+  const int64_t rows = o.observe && o.quantize ? rows_per_chunk(a) : 0;
+  return rows > 0 ? observe_by_rows(o, a, rows) : observe_at_once(o, a);
 }
 
 }  // namespace fakequant
