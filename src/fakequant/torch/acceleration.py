@@ -155,9 +155,6 @@ def _or_original(function: Callable, original: Any) -> Callable:
 
 def _unless_differentiating(kernel: Callable, original: Any) -> Callable:
     def differentiable(keys: Any, grad: Any, *rest: Any) -> Any:
-        if is_differentiating(grad):
-            return original.call_boxed(keys, grad, *rest)
-        with torch._C._AutoDispatchBelowAutograd():
-            return kernel(keys, grad, *rest)
+        return (original.call_boxed if is_differentiating(grad) else kernel)(keys, grad, *rest)
 
     return differentiable

@@ -115,9 +115,16 @@ def cachemask_backward(grad: Tensor, mask: Tensor) -> Tensor | None:
         return None
     if mask.shape != grad.shape or not is_memory(mask):
         return None
-    if grad.numel() == 0:
+    size = grad.numel()
+    if size == 0:
         return None  # torch returns grad itself
-    return kernels.mask_backward(grad, mask, None, True)
+    if not (grad.is_contiguous() and mask.is_contiguous()):
+        return kernels.mask_backward(grad, mask, None, True)
+    # The usual case, without the questions that other layouts raise.
+    dx = torch.empty_like(grad, memory_format=torch.contiguous_format)
+    dtype = KERNEL_DTYPES[grad.dtype]
+    _native.mask_backward(grad.data_ptr(), mask.data_ptr(), native.MASK_BYTES, dx.data_ptr(), dtype, size, True)
+    return dx
 
 
 # --- learnable ------------------------------------------------------------------------------------
