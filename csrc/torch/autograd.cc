@@ -288,15 +288,20 @@ bool fits(const Tensor& parameter, int64_t n, bool per_channel) {
 // Scale and zero point of a call, and the memory they are in if they were numbers.
 struct Parameters {
   Grid grid;
-  bool has_torchs_name = false;  // torch's functions take any scale, and zero points with a fraction per channel
-  bool per_channel = false;
+  const bool has_torchs_name;  // torch's functions take any scale, and zero points with a fraction per channel
+  const bool per_channel;
   float scale_f32 = 0;
   double scale_f64 = 0;
   int64_t zero_i64 = 0;
   int32_t zero_i32 = 0;
   std::vector<int32_t> zeros;
 
-  Parameters() = default;
+  Parameters(int numerics, int64_t qmin, int64_t qmax, bool has_torchs_name, bool per_channel)
+      : has_torchs_name(has_torchs_name), per_channel(per_channel) {
+    grid.numerics = Numerics(numerics);
+    grid.qmin = qmin;
+    grid.qmax = qmax;
+  }
   Parameters(const Parameters&) = delete;
   Parameters& operator=(const Parameters&) = delete;
 
@@ -421,12 +426,7 @@ nb::object fake_quantize(nb::handle x_object, nb::handle scale, nb::handle zero_
   if (!shape) return nb::none();
   const int64_t n = axis ? x.size(*axis) : 1;
   const DType dtype = *kernel_dtype(x);
-  Parameters p;
-  p.grid.numerics = Numerics(numerics);
-  p.grid.qmin = qmin;
-  p.grid.qmax = qmax;
-  p.has_torchs_name = has_torchs_name;
-  p.per_channel = axis.has_value();
+  Parameters p(numerics, qmin, qmax, has_torchs_name, axis.has_value());
   if (!p.set_scale(scale, n, dtype == DType::f64 && is_own(p.grid.numerics), false)) return nb::none();
   if (!p.set_zero(zero_point, n, lowest_zero, highest_zero)) return nb::none();
   const bool records = at::GradMode::is_enabled() && x.requires_grad();
@@ -464,12 +464,7 @@ nb::object fake_quantize_learned(nb::handle x_object, nb::handle scale_object, n
   if (!shape || x.numel() == 0) return nb::none();
   const int64_t n = axis ? x.size(*axis) : 1;
   const DType dtype = *kernel_dtype(x);
-  Parameters p;
-  p.grid.numerics = Numerics(numerics);
-  p.grid.qmin = qmin;
-  p.grid.qmax = qmax;
-  p.has_torchs_name = has_torchs_name;
-  p.per_channel = axis.has_value();
+  Parameters p(numerics, qmin, qmax, has_torchs_name, axis.has_value());
   if (!p.set_scale(scale_object, n, dtype == DType::f64 && is_own(p.grid.numerics), true)) return nb::none();
   if (!p.set_learned_zero(zero_object, n)) return nb::none();
   const Tensor zero = zero_object.is_none() ? Tensor() : tensor(zero_object);

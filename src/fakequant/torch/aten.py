@@ -14,6 +14,7 @@ from fakequant import native
 from fakequant.aten.forward import OutputAndMask
 from fakequant.aten.learnable import LearnableGradients
 from fakequant.torch import aten_kernels, gradients, nodes
+from fakequant.torch.blocks import along
 from fakequant.torch.dispatched import ops
 from fakequant.torch.kernels import KERNEL_DTYPES, Grid
 from fakequant.torch.plain import is_eager
@@ -124,7 +125,7 @@ def _channel_grid(x: Any, scale: Any, zero_point: Any, axis: Any, qmin: Any, qma
     if torch.compiler.is_compiling() or not is_eager(x):
         if not 0 <= axis < x.dim() or not scale.shape == zero_point.shape == x.shape[axis : axis + 1]:
             return None
-        return Grid(_along(scale, x, axis), _along(zero_point, x, axis), qmin, qmax, "torch_channel")
+        return Grid(along(scale, x, axis), along(zero_point, x, axis), qmin, qmax, "torch_channel")
     return aten_kernels.channel_grid(x, scale, zero_point, axis, qmin, qmax)
 
 
@@ -195,7 +196,7 @@ def fake_quantize_learnable_per_channel_affine(
         if y is not None:
             return y
         if _is_learnable(input, scale, zero_point) and _fits(scale, zero_point, input, axis):
-            parameters = _along(scale, input, axis), _along(zero_point, input, axis)
+            parameters = along(scale, input, axis), along(zero_point, input, axis)
             return _learnable(input, *parameters, *ends, "torch_channel", float(grad_factor))
     return torch._fake_quantize_learnable_per_channel_affine(
         input, scale, zero_point, axis, quant_min, quant_max, grad_factor
@@ -205,11 +206,6 @@ def fake_quantize_learnable_per_channel_affine(
 def _fits(scale: Tensor, zero_point: Tensor, x: Tensor, axis: Any) -> bool:
     """For one axis torch adds up the gradients of all channels."""
     return 1 < x.dim() > axis >= 0 and scale.shape == zero_point.shape == (x.shape[axis],)
-
-
-def _along(values: Tensor, x: Tensor, axis: int) -> Tensor:
-    """One value per index on `axis`, as blocks of `x`."""
-    return values.view([-1 if a == axis else 1 for a in range(x.dim())])
 
 
 def _is_range_with_zero(qmin: Any, qmax: Any) -> bool:

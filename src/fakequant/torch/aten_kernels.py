@@ -16,7 +16,7 @@ from fakequant.aten import checks
 from fakequant.aten.fused import sign_zeros
 from fakequant.native import _native
 from fakequant.torch import kernels
-from fakequant.torch.blocks import place
+from fakequant.torch.blocks import along, place
 from fakequant.torch.kernels import KERNEL_DTYPES, Grid, dense
 from fakequant.torch.plain import is_memory
 
@@ -74,9 +74,8 @@ def channel_grid(x: Tensor, scale: Any, zero_point: Any, axis: Any, qmin: Any, q
             or _native.first_outside(zero_point.data_ptr(), native.ZERO_I32, channels[0], qmin, qmax) >= 0
         ):
             return None
-    shape = [1] * x.dim()
-    shape[axis] = -1
-    return Grid(scale.detach().view(shape), zero_point.detach().view(shape), qmin, qmax, "torch_channel")
+    scale, zero_point = (along(t.detach(), x, axis) for t in (scale, zero_point))
+    return Grid(scale, zero_point, qmin, qmax, "torch_channel")
 
 
 def cachemask(x: Tensor, scale: float, zero_point: int, qmin: int, qmax: int) -> tuple[Tensor, Tensor] | None:
@@ -159,10 +158,9 @@ def learnable_channel_backward(
     channels = (x.shape[axis],)
     if scale.shape != channels or zero_point.shape != channels or not zero_point.isfinite().all():
         return None
-    shape = [1] * x.dim()
-    shape[axis] = -1
-    z = zero_point.float().round().clamp(qmin, qmax).to(torch.int32).view(shape)
-    dx, *sums = _learnable(grad, x, Grid(scale.float().view(shape), z, qmin, qmax, "torch_channel"), grad_factor)
+    z = along(zero_point.float().round().clamp(qmin, qmax).to(torch.int32), x, axis)
+    grid = Grid(along(scale.float(), x, axis), z, qmin, qmax, "torch_channel")
+    dx, *sums = _learnable(grad, x, grid, grad_factor)
     # For one axis torch adds up all channels.
     dscale, dzero_point = (s.double().sum().float() if x.dim() == 1 else s.flatten() for s in sums)
     return dx, dscale, dzero_point

@@ -12,6 +12,8 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+from torch import Tensor
+
 from fakequant.layout import KernelShape
 
 
@@ -60,6 +62,11 @@ def place(shape: tuple[int, ...], strides: tuple[int, ...], blocks: tuple[int, .
         # The outermost shared axis does not fit: its elements get scales of their own.
         expanded = (*expanded[:axis], shape[axis], *expanded[axis + 1 :])
     return Placement((1, 1, prod(shape), 1), order, shape)
+
+
+def along(values: Tensor, x: Tensor, axis: int) -> Tensor:
+    """One value per index on `axis` of `x`, as blocks of it."""
+    return values.view([-1 if a == axis else 1 for a in range(x.dim())])
 
 
 def _collapse(factors: list[tuple[int, int]]) -> KernelShape | None:

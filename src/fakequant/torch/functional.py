@@ -18,7 +18,7 @@ from fakequant.qparams import QParams, Range, check_eps
 from fakequant.spec import QuantSpec
 from fakequant.torch import formula, gradients, kernels, nodes
 from fakequant.torch.dispatched import ops
-from fakequant.torch.kernels import KERNEL_DTYPES, Grid, code_dtype
+from fakequant.torch.kernels import KERNEL_DTYPES, Grid
 from fakequant.torch.plain import is_eager
 from fakequant.torch.tensors import block_shape, check_data, check_device, kernel_numerics, make_grid
 
@@ -191,7 +191,7 @@ def quantize(x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, packed:
         return (
             kernels.quantize_packed(x, grid, spec.bits) if _is_direct(x) else ops.quantize_packed(x, *grid, spec.bits)
         )
-    dtype = code_dtype(spec.bits, spec.signed)
+    dtype = getattr(torch, spec.storage)
     return kernels.quantize(x, grid, dtype) if _is_direct(x) else ops.quantize(x, *grid, dtype)
 
 
@@ -219,7 +219,7 @@ def dequantize(
     if spec.numerics == "torch" and spec.axis is None and dtype == torch.float64:
         # Per tensor, torch multiplies in float32 even for float64.
         return dequantize(q, scale, zero_point, spec, shape=shape).to(dtype)
-    wanted = torch.uint8 if shape is not None else code_dtype(spec.bits, spec.signed)
+    wanted = torch.uint8 if shape is not None else getattr(torch, spec.storage)
     if q.dtype != wanted:
         raise TypeError(
             f"`q` must hold {str(wanted)[6:]} codes for this spec, got {str(q.dtype)[6:]}.\n"

@@ -265,18 +265,11 @@ def _by_block(values: Tensor, x: Tensor, like: Tensor) -> Tensor:
         return values.reshape(like.shape)
     _, order, expand = place(tuple(x.shape), x.stride(), tuple(like.shape))
     shape = expand or tuple(like.shape)
-    if order is not None:
-        values = values.reshape([shape[a] for a in order]).permute([order.index(a) for a in range(len(order))])
+    values = _from_order(values, shape, order)
     if expand is not None:
         pairs = [n for blocks, total in zip(like.shape, shape, strict=True) for n in (blocks, total // blocks)]
         values = values.reshape(pairs).sum(list(range(1, len(pairs), 2)))
-    return values.reshape(like.shape).contiguous()
-
-
-def code_dtype(bits: int, signed: bool) -> torch.dtype:
-    """The smallest integer dtype that holds a code."""
-    width = 8 if bits <= 8 else 16 if bits <= 16 else 32
-    return getattr(torch, f"{'int' if signed else 'uint'}{width}")
+    return values.reshape(like.shape)
 
 
 def quantize(x: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
