@@ -255,7 +255,7 @@ void py_min_max(In& x, int dtype, const ShapeTuple& shape, Out& lo, Out& hi, Out
 
 std::tuple<int64_t, int64_t, int64_t, int64_t> py_observe_fake_quantize(
     In& x, Out& y, Out& mask, int mask_kind, int dtype, const ShapeTuple& shape, int numerics, int64_t qmin,
-    int64_t qmax, int rule, bool observe, bool quantize, bool symmetric, double averaging_constant, double eps,
+    int64_t qmax, int rule, int update, bool observe, bool quantize, bool symmetric, double averaging_constant, double eps,
     Out& running_min, Out& running_max, Out& scale, Out& zero_point) {
   const Shape s = to_shape(shape);
   const auto d = DType(dtype);
@@ -267,8 +267,8 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> py_observe_fake_quantize(
   g.qmax = qmax;
   const FakeQuantizeArgs a{d, s, g, x.bytes(n * bytes_of(d)), y.bytes(n * bytes_of(d)), kind,
                            mask.get<uint8_t>(mask_bytes(kind, n))};
-  const ObserveArgs o{RangeRule(rule), observe, quantize, symmetric, float(averaging_constant), float(eps),
-                      running_min.get<float>(p), running_max.get<float>(p), scale.get<float>(p),
+  const ObserveArgs o{RangeRule(rule), RangeUpdate(update), observe, quantize, symmetric, float(averaging_constant),
+                      float(eps), running_min.get<float>(p), running_max.get<float>(p), scale.get<float>(p),
                       zero_point.get<int32_t>(p)};
   ObserveResult r;
   without_gil(x, n, [&] { r = observe_fake_quantize(o, a); });
@@ -345,7 +345,7 @@ NB_MODULE(_native, m) {
         "zero_point"_a.none(), "zero_kind"_a, "qmin"_a, "qmax"_a);
   m.def("min_max", &py_min_max, "x"_a, "dtype"_a, "shape"_a, "lo"_a, "hi"_a, "counts"_a);
   m.def("observe_fake_quantize", &py_observe_fake_quantize, "x"_a, "y"_a, "mask"_a.none(), "mask_kind"_a, "dtype"_a,
-        "shape"_a, "numerics"_a, "qmin"_a, "qmax"_a, "rule"_a, "observe"_a, "quantize"_a, "symmetric"_a,
+        "shape"_a, "numerics"_a, "qmin"_a, "qmax"_a, "rule"_a, "update"_a, "observe"_a, "quantize"_a, "symmetric"_a,
         "averaging_constant"_a, "eps"_a, "running_min"_a, "running_max"_a, "scale"_a, "zero_point"_a);
   m.def("choose_qparams", &py_choose_qparams, "lo"_a, "hi"_a, "n"_a, "qmin"_a, "qmax"_a, "symmetric"_a, "eps"_a,
         "scale"_a, "zero_point"_a);

@@ -23,8 +23,16 @@ enum class RangeRule : int {
   torch_fused,  // NaN and infinities enter the statistics; parameters by choose_qparams_fused
 };
 
+// How the range of x changes the running one.
+enum class RangeUpdate : int {
+  average,  // moves towards it by the averaging constant
+  widest,   // holds it and everything before
+  latest,   // is replaced by it; a block of x without a finite value has the range 0 to 0
+};
+
 struct ObserveArgs {
   RangeRule rule;
+  RangeUpdate update;
   bool observe;   // update the running range from x
   bool quantize;  // choose parameters from the running range and fake-quantize; else y = x
   bool symmetric;

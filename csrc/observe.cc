@@ -32,6 +32,23 @@ struct RunningRange {
   std::vector<float> lo, hi;
 };
 
+void update_range(const ObserveArgs& o, float lo, float hi, float& running_min, float& running_max) {
+  switch (o.update) {
+    case RangeUpdate::average:
+      running_min = moving_average(running_min, lo, o.averaging_constant);
+      running_max = moving_average(running_max, hi, o.averaging_constant);
+      return;
+    case RangeUpdate::widest:
+      running_min = std::min(running_min, lo);
+      running_max = std::max(running_max, hi);
+      return;
+    case RangeUpdate::latest:
+      running_min = lo;
+      running_max = hi;
+      return;
+  }
+}
+
 RunningRange observed(const ObserveArgs& o, const FakeQuantizeArgs& a, ObserveResult& result) {
   const int64_t n = a.shape.parameters();
   RunningRange r{{o.running_min, o.running_min + n}, {o.running_max, o.running_max + n}};
@@ -51,13 +68,15 @@ RunningRange observed(const ObserveArgs& o, const FakeQuantizeArgs& a, ObserveRe
       if (m.neginf_count[i]) lo = -kInf;
       if (m.nan_count[i]) lo = hi = std::numeric_limits<float>::quiet_NaN();
     } else {
-      if (m.lo[i] > m.hi[i]) continue;  // nothing finite in this block: nothing to learn
+      if (m.lo[i] > m.hi[i]) {  // nothing finite in this block: nothing to learn
+        if (o.update == RangeUpdate::latest) r.lo[size_t(i)] = r.hi[size_t(i)] = 0;
+        continue;
+      }
       // A float64 may lie beyond float32, in which ranges are kept.
       lo = std::clamp(lo, -kMax, kMax);
       hi = std::clamp(hi, -kMax, kMax);
     }
-    r.lo[size_t(i)] = moving_average(r.lo[size_t(i)], lo, o.averaging_constant);
-    r.hi[size_t(i)] = moving_average(r.hi[size_t(i)], hi, o.averaging_constant);
+    update_range(o, lo, hi, r.lo[size_t(i)], r.hi[size_t(i)]);
   }
   return r;
 }

@@ -25,6 +25,13 @@ from fakequant.tensors import Array, is_tensor, own_on_tensors
 MaskForm = Literal["packed", "bool"]
 # What autograd makes of a tensor: 0 outside the range, or everything passed through.
 Gradient = Literal["clipped", "pass"]
+# How a range that is seen changes the running one.
+Update = Literal["average", "widest", "latest"]
+UPDATES: dict[str, int] = {
+    "average": native.RANGE_AVERAGE,
+    "widest": native.RANGE_WIDEST,
+    "latest": native.RANGE_LATEST,
+}
 
 
 class LearnedGradients(NamedTuple, Generic[Array]):
@@ -42,6 +49,14 @@ def check_gradient(gradient: object) -> bool:
     if gradient != "pass":
         raise ValueError(f'`gradient` must be "clipped" or "pass", got {gradient!r}.')
     return False
+
+
+def check_update(update: object, averaging_constant: float) -> None:
+    """One of the three ways, and a constant between standing still and jumping."""
+    if update not in UPDATES:
+        raise ValueError(f"`update` must be one of {', '.join(UPDATES)}, got {update!r}.")
+    if not 0 <= averaging_constant <= 1:
+        raise ValueError(f"`averaging_constant` must be between 0 and 1, got {averaging_constant}.")
 
 
 def _empty_mask(form: MaskForm | None, shape: tuple[int, ...]) -> tuple[np.ndarray | None, int]:
@@ -354,6 +369,7 @@ def observe_fake_quantize(
     running_min: Array,
     running_max: Array,
     *,
+    update: Update = "average",
     averaging_constant: float = 0.01,
     eps: float = EPS,
     mask: MaskForm | None = None,
@@ -361,7 +377,9 @@ def observe_fake_quantize(
 ) -> ObservedFakeQuantize[Array]:
     """Updates a running range with `x`, chooses scale and zero point from it, and fake-quantizes.
 
-        running += averaging_constant * (observed - running)        (infinite: takes the first value)
+        "average"   running += averaging_constant * (observed - running)        (infinite: takes the first value)
+        "widest"    running = the extremes of running and observed
+        "latest"    running = observed                                          (nothing finite: 0 to 0)
 
     `running_min` and `running_max` are float32 arrays of the shape of the scales (`(1,)` or `()` per
     tensor) and are updated in place; start them at +inf and -inf. Values that are not finite are
@@ -381,6 +399,7 @@ def observe_fake_quantize(
             spec,
             running_min,
             running_max,
+            update=update,
             averaging_constant=averaging_constant,
             eps=eps,
             mask=mask,
@@ -390,8 +409,7 @@ def observe_fake_quantize(
     check_spec(spec)
     check_eps(eps)
     check_gradient(gradient)
-    if not 0 <= averaging_constant <= 1:
-        raise ValueError(f"`averaging_constant` must be between 0 and 1, got {averaging_constant}.")
+    check_update(update, averaging_constant)
     blocks = blocks_of(x.shape, spec)
     count = prod(blocks.parameters)
     for name, running in (("running_min", running_min), ("running_max", running_max)):
@@ -409,7 +427,8 @@ def observe_fake_quantize(
     zero_point = np.empty(blocks.parameters, np.int32)
     nan, posinf, neginf, unseen = _native.observe_fake_quantize(
         x, y, bits, kind, dtype, blocks.kernel, kernel_numerics(spec), spec.qmin, spec.qmax, native.RANGE_OWN,
-        True, True, spec.symmetric, float(averaging_constant), float(eps), running_min, running_max, scale, zero_point,
+        UPDATES[update], True, True, spec.symmetric, float(averaging_constant), float(eps), running_min, running_max,
+        scale, zero_point,
     )  # fmt: skip
     if unseen:
         raise ValueError(

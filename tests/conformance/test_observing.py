@@ -115,7 +115,8 @@ def test_parameters_equal_the_reference(spec):
 @by_dtype
 @by_layout
 @pytest.mark.parametrize("spec", SPECS[:5], ids=str)
-def test_observing_fused_equals_its_three_steps(shape, where, spec, dtype):
+@pytest.mark.parametrize("update", ["average", "widest", "latest"])
+def test_observing_fused_equals_its_three_steps(update, shape, where, spec, dtype):
     spec = fq.QuantSpec(bits=spec.bits, signed=spec.signed, symmetric=spec.symmetric, narrow=spec.narrow, **where)
     parameters = blocks_of(shape, spec).parameters
     running_min, running_max = np.full(parameters, np.inf, np.float32), np.full(parameters, -np.inf, np.float32)
@@ -125,12 +126,19 @@ def test_observing_fused_equals_its_three_steps(shape, where, spec, dtype):
         x = (rng.standard_normal(shape) * (step + 1)).astype(dtype)
         x.reshape(-1)[step::97] = [np.nan, np.inf, -np.inf][step]
         seen = fq.min_max(x, spec)
-        lo = reference.moving_average(lo, seen.min, 0.1).reshape(parameters)
-        hi = reference.moving_average(hi, seen.max, 0.1).reshape(parameters)
+        if update == "average":
+            lo = reference.moving_average(lo, seen.min, 0.1).reshape(parameters)
+            hi = reference.moving_average(hi, seen.max, 0.1).reshape(parameters)
+        else:
+            old = (lo, hi) if update == "widest" else (np.inf, -np.inf)
+            lo = np.minimum(old[0], seen.min.astype(np.float32))
+            hi = np.maximum(old[1], seen.max.astype(np.float32))
         scale, zero_point = fq.choose_qparams(lo, hi, spec)
         y, mask = fq.fake_quantize(x, scale, zero_point, spec, mask="packed")
 
-        result = fq.observe_fake_quantize(x, spec, running_min, running_max, averaging_constant=0.1, mask="packed")
+        result = fq.observe_fake_quantize(
+            x, spec, running_min, running_max, update=update, averaging_constant=0.1, mask="packed"
+        )
 
         assert_same_bits(lo, running_min, "running_min", step)
         assert_same_bits(hi, running_max, "running_max", step)
@@ -149,6 +157,17 @@ def test_a_block_without_finite_values_keeps_its_range():
 
     assert lo.tolist() == [-1, -3]
     assert hi.tolist() == [1, 3]
+
+
+def test_the_latest_range_of_nothing_finite_is_zero_and_of_something_forgets_what_was_before():
+    spec = fq.QuantSpec(axis=0)
+    lo, hi = np.float32([-1, 1e8]), np.float32([1, 3e8])
+
+    result = fq.observe_fake_quantize(np.float32([[np.nan, np.inf], [-0.1, 0.1]]), spec, lo, hi, update="latest")
+
+    assert_same_bits(lo, np.float32([0, -0.1]))
+    assert_same_bits(hi, np.float32([0, 0.1]))
+    assert result.nonfinite == 2
 
 
 @pytest.mark.parametrize("x", [np.float32([-3e38, 3e38]), np.float64([-1e300, 1e300])], ids=["float32", "float64"])

@@ -212,7 +212,8 @@ def test_parameters_from_a_range(bounds, symmetric):
 
 @by_place
 @by_numerics
-def test_observing_step_by_step(numerics, cut):
+@pytest.mark.parametrize("update", ["average", "widest", "latest"])
+def test_observing_step_by_step(update, numerics, cut):
     for layout, dtype in itertools.product(("contiguous", "channels last", "sliced"), cases.DTYPES.values()):
         states = []
         for step in range(3):
@@ -221,7 +222,7 @@ def test_observing_step_by_step(numerics, cut):
                 x = torch.where(x.abs() < 1e4, x, torch.tensor(0.3, dtype=x.dtype))
                 inf = torch.full(blocks(x.shape, cut), np.inf)
                 states = [(inf.clone(), -inf) for _ in range(2)]
-            how = kernels.Observation(0.3, 1e-7, numerics == "onnx")
+            how = kernels.Observation(update, 0.3, 1e-7, numerics == "onnx")
             grid = kernels.Grid(states[0][0], None, *cases.INT8, numerics)
             expected, actual = (
                 m.observe_fake_quantize(x, *state, how, grid, native.MASK_PACKED)

@@ -91,7 +91,8 @@ def steps(layout, dtype):
 
 @by_blocks
 @by_layout
-def test_observing_step_by_step(layout, where, unchanged):
+@pytest.mark.parametrize("update", ["average", "widest", "latest"])
+def test_observing_step_by_step(update, layout, where, unchanged):
     for spec, dtype in itertools.chain(rules(where), few_rules(where, symmetric=True, bits=4)):
         for i, x in enumerate(steps(layout, dtype)):
             unchanged(x)
@@ -101,9 +102,9 @@ def test_observing_step_by_step(layout, where, unchanged):
                 tensors = [to_torch(v) for v in state]
                 addresses = [t.data_ptr() for t in tensors]
             form = None if i == 2 else "packed"
-            expected = fq.observe_fake_quantize(array(x), spec, *state, averaging_constant=0.3, mask="bool")
+            expected = fq.observe_fake_quantize(array(x), spec, *state, update=update, averaging_constant=0.3, mask="bool")
 
-            actual = fq.observe_fake_quantize(x, spec, *tensors, averaging_constant=0.3, mask=form)
+            actual = fq.observe_fake_quantize(x, spec, *tensors, update=update, averaging_constant=0.3, mask=form)
 
             assert_like(expected.y, actual.y, x, "y", i, spec, dtype)
             assert (actual.mask is None) == (form is None)

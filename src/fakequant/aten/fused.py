@@ -180,7 +180,8 @@ def _fused(
         p.elements, y, mask, native.MASK_BYTES, KERNEL_DTYPES[x.dtype],
         channel_shape(p.elements.shape, p.axis(ch_axis)) if per_row else (1, 1, 1, x.size),
         native.TORCH_CHANNEL if per_row else native.TORCH_TENSOR, quant_min, quant_max,
-        native.RANGE_TORCH_FUSED, observe, quantize, symmetric, averaging_const, 0.0, *state, *unused,
+        native.RANGE_TORCH_FUSED, native.RANGE_AVERAGE, observe, quantize, symmetric, averaging_const, 0.0,
+        *state, *unused,
     )  # fmt: skip
     for running, new in zip(state, unseen, strict=False):
         sign_zeros(running, new, x, per_row)

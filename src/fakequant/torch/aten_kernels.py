@@ -222,7 +222,8 @@ class Fused(NamedTuple):
         _native.observe_fake_quantize(
             placed.data_ptr(), y.data_ptr(), mask_address, mask_kind, KERNEL_DTYPES[x.dtype], shape,
             native.TORCH_CHANNEL if self.per_row else native.TORCH_TENSOR, self.qmin, self.qmax,
-            native.RANGE_TORCH_FUSED, self.observe, self.quantize, self.symmetric, self.averaging_const, 0.0,
+            native.RANGE_TORCH_FUSED, native.RANGE_AVERAGE, self.observe, self.quantize, self.symmetric,
+            self.averaging_const, 0.0,
             *(t.data_ptr() for t in (*self.state[: 4 - len(unused)], *unused)),
         )  # fmt: skip
         for running, new in zip(self.state, unseen, strict=False):

@@ -310,7 +310,7 @@ def observe_fake_quantize(
     lo, hi, counts = min_max(x, tuple(running_min.shape))
     for running, new in zip(
         (running_min, running_max),
-        updated_range(running_min, running_max, lo, hi, how.averaging_constant),
+        updated_range(running_min, running_max, lo, hi, how),
         strict=True,
     ):
         running.copy_(new)

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from fakequant import native
-from fakequant.functional import Gradient, LearnedGradients, MaskForm, ObservedFakeQuantize, check_gradient
+from fakequant.functional import (
+    Gradient,
+    LearnedGradients,
+    MaskForm,
+    ObservedFakeQuantize,
+    Update,
+    check_gradient,
+    check_update,
+)
 from fakequant.grid import check_scalars, check_spec, kernel_numerics as kernel_number
 from fakequant.layout import blocks_of
 from fakequant.qparams import QParams, Range, check_eps
@@ -270,6 +278,7 @@ def observe_fake_quantize(
     running_min: Tensor,
     running_max: Tensor,
     *,
+    update: Update,
     averaging_constant: float,
     eps: float,
     mask: MaskForm | None = None,
@@ -280,8 +289,7 @@ def observe_fake_quantize(
     check_spec(spec)
     check_eps(eps)
     clipped = check_gradient(gradient)
-    if not 0 <= averaging_constant <= 1:
-        raise ValueError(f"`averaging_constant` must be between 0 and 1, got {averaging_constant}.")
+    check_update(update, averaging_constant)
     if mask not in (None, "packed"):
         raise ValueError(f'`mask` must be None or "packed" for a tensor, got {mask!r}.')
     shape = tuple(x.shape)
@@ -299,7 +307,7 @@ def observe_fake_quantize(
             raise ValueError(f"`{name}` is updated in place, but its elements share memory: pass `{name}.clone()`.")
         running.append(value if prod(parameters) == 1 else value.view(block_shape(shape, spec)))
     options = (
-        spec.qmin, spec.qmax, kernel_numerics(spec), spec.symmetric, float(averaging_constant), float(eps),
+        spec.qmin, spec.qmax, kernel_numerics(spec), spec.symmetric, update, float(averaging_constant), float(eps),
         clipped and (mask is not None or gradients.is_differentiating(x)),
     )  # fmt: skip
     if _is_direct(x):

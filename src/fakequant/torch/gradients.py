@@ -154,10 +154,10 @@ class direct:
     @staticmethod
     def observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple) -> Observed:
         """`rest` is everything after the running range in the operator's schema."""
-        qmin, qmax, numerics, symmetric, averaging_constant, eps, clipped = rest
+        qmin, qmax, numerics, symmetric, update, averaging_constant, eps, clipped = rest
         grid = Grid(running_min, None, qmin, qmax, numerics)
         kind = native.MASK_PACKED if clipped else native.MASK_NONE
-        how = Observation(averaging_constant, eps, symmetric)
+        how = Observation(update, averaging_constant, eps, symmetric)
         count_changes(running_min, running_max)
         return kernels.observe_fake_quantize(x, running_min, running_max, how, grid, kind)
 
@@ -227,7 +227,7 @@ class ObservedAndQuantized(_Function):
     def forward(ctx: Any, x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple, run: Any):
         """`rest` is everything after the running range in the operator's schema."""
         result = run.observe_fake_quantize(x, running_min, running_max, rest)
-        *_, numerics, _, _, _, ctx.clipped = rest
+        _, _, numerics, *_, ctx.clipped = rest
         if ctx.clipped:
             _keep(ctx, result.mask)
             ctx.order = order_of(x)

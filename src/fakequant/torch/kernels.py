@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fakequant import native
+from fakequant.functional import UPDATES
 from fakequant.layout import order_of_result
 from fakequant.native import _native
 from fakequant.torch.blocks import memory_order, place
@@ -398,6 +399,7 @@ def choose_qparams(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool
 class Observation(NamedTuple):
     """How a range is followed and turned into a scale."""
 
+    update: str  # "average", "widest" or "latest"
     averaging_constant: float
     eps: float
     symmetric: bool
@@ -429,8 +431,8 @@ def observe_fake_quantize(
     zero_point = torch.empty(running_min.numel(), dtype=torch.int32, device="cpu")
     *nonfinite, unseen = _native.observe_fake_quantize(
         placed.data_ptr(), y.data_ptr(), mask_address, mask_kind, KERNEL_DTYPES[x.dtype], shape,
-        NUMERICS[grid.numerics], grid.qmin, grid.qmax, native.RANGE_OWN, True, True, how.symmetric,
-        how.averaging_constant, how.eps, state[0].data_ptr(), state[1].data_ptr(), scale.data_ptr(),
+        NUMERICS[grid.numerics], grid.qmin, grid.qmax, native.RANGE_OWN, UPDATES[how.update], True, True,
+        how.symmetric, how.averaging_constant, how.eps, state[0].data_ptr(), state[1].data_ptr(), scale.data_ptr(),
         zero_point.data_ptr(),
     )  # fmt: skip
     if unseen:
@@ -454,7 +456,7 @@ def observe_in_steps(
 ) -> Observed:
     """The same one step after the other, for layouts in which a block does not lie in one piece."""
     lo, hi, counts = min_max(x, tuple(running_min.shape))
-    new_min, new_max = updated_range(running_min, running_max, lo, hi, how.averaging_constant)
+    new_min, new_max = updated_range(running_min, running_max, lo, hi, how)
     unseen = int((~(new_min <= new_max)).sum())
     if unseen:
         _refuse_unseen(unseen, running_min.numel())
@@ -466,16 +468,22 @@ def observe_in_steps(
 
 
 def updated_range(
-    running_min: Tensor, running_max: Tensor, lo: Tensor, hi: Tensor, averaging_constant: float
+    running_min: Tensor, running_max: Tensor, lo: Tensor, hi: Tensor, how: Observation
 ) -> tuple[Tensor, Tensor]:
-    """`running += c * (seen - running)`; a first value is taken as it is, no value changes nothing."""
+    """The running range after a range was seen; no value changes nothing, but the latest range is then 0 to 0."""
     limit = torch.finfo(torch.float32).max
     nothing = lo > hi
+    # A float64 may lie beyond float32, in which ranges are kept.
+    lo, hi = (seen.clamp(-limit, limit).float() for seen in (lo, hi))
+    if how.update == "latest":
+        return lo.masked_fill(nothing, 0), hi.masked_fill(nothing, 0)
+    if how.update == "widest":
+        return running_min.minimum(lo.masked_fill(nothing, torch.inf)), running_max.maximum(
+            hi.masked_fill(nothing, -torch.inf)
+        )
 
     def average(running: Tensor, seen: Tensor) -> Tensor:
-        # A float64 may lie beyond float32, in which ranges are kept.
-        seen = seen.clamp(-limit, limit).float()
-        moved = torch.where(running.isinf(), seen, running + averaging_constant * (seen - running))
+        moved = torch.where(running.isinf(), seen, running + how.averaging_constant * (seen - running))
         return torch.where(nothing, running, moved)
 
     return average(running_min, lo), average(running_max, hi)

@@ -34,7 +34,7 @@ SCHEMAS = (
     "choose_qparams(Tensor lo, Tensor hi, int qmin, int qmax, bool symmetric, float eps)"
     " -> (Tensor scale, Tensor zero_point)",
     "observe_fake_quantize(Tensor x, Tensor(a!) running_min, Tensor(b!) running_max, int qmin, int qmax, str numerics,"
-    " bool symmetric, float averaging_constant, float eps, bool clipped)"
+    " bool symmetric, str update, float averaging_constant, float eps, bool clipped)"
     " -> (Tensor y, Tensor mask, Tensor scale, Tensor zero_point, Tensor nonfinite)",
 )
 
@@ -89,8 +89,8 @@ def _implementations(run) -> dict[str, Callable]:
     def choose_qparams(lo, hi, qmin, qmax, symmetric, eps):
         return run.choose_qparams(lo, hi, qmin, qmax, symmetric, eps)
 
-    def observe_fake_quantize(x, running_min, running_max, qmin, qmax, numerics, symmetric, constant, eps, clipped):
-        how = Observation(constant, eps, symmetric)
+    def observe_fake_quantize(x, running_min, running_max, qmin, qmax, numerics, symmetric, update, constant, eps, clipped):
+        how = Observation(update, constant, eps, symmetric)
         grid = Grid(running_min, None, qmin, qmax, numerics)
         kind = native.MASK_PACKED if clipped else native.MASK_NONE
         y, mask, *others = run.observe_fake_quantize(x, running_min, running_max, how, grid, kind)
@@ -132,7 +132,7 @@ def _fake_min_max(x, blocks):
     return x.new_empty(blocks, dtype=dtype), x.new_empty(blocks, dtype=dtype), counts
 
 
-def _fake_observe(x, running_min, running_max, qmin, qmax, numerics, symmetric, constant, eps, clipped):
+def _fake_observe(x, running_min, running_max, qmin, qmax, numerics, symmetric, update, constant, eps, clipped):
     mask = _bytes_for(x, 1) if clipped else x.new_empty(0, dtype=torch.uint8)
     scale = x.new_empty(running_min.shape, dtype=torch.float32)
     zero_point = x.new_empty(running_min.shape, dtype=torch.int32)
