@@ -8,6 +8,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <stdexcept>
@@ -307,6 +308,26 @@ template <class Args, void (*kernel)(const Args&)> struct OnTorchsThreads<kernel
   }
 };
 
+ObserveResult observe_on_torchs_threads(const ObserveArgs& o, FakeQuantizeArgs a) {
+  const BorrowThreads on_its_threads(true);
+  return observe_fake_quantize(o, a);
+}
+
+// Keeps learned values within [low, high]: what is not finite becomes what it was `before`, and `before`
+// is what all of them are now. Whether all are finite.
+bool py_keep_within(Out& values, Out& before, int64_t n, double low, double high) {
+  float* v = values.get<float>(n);
+  float* b = before.get<float>(n);
+  bool all = true;
+  for (int64_t i = 0; i < n; ++i) {
+    const float kept = std::isfinite(v[i]) ? std::clamp(v[i], float(low), float(high)) : b[i];
+    if (kept != v[i]) v[i] = kept;  // a page that is only read is not copied
+    b[i] = kept;
+    all &= std::isfinite(kept);
+  }
+  return all;
+}
+
 // Index of the first zero point that is not within [low, high], or -1.
 int64_t py_first_outside(In& zero, int zero_kind, int64_t n, int64_t low, int64_t high) {
   const auto find = [=](const auto* z) {
@@ -352,11 +373,12 @@ NB_MODULE(_native, m) {
   m.def("first_invalid_scale", &py_first_invalid_scale, "scale"_a, "is_f64"_a, "n"_a);
   m.def("first_outside", &py_first_outside, "zero_point"_a.none(), "zero_kind"_a, "n"_a, "low"_a, "high"_a);
 
+  m.def("keep_within", &py_keep_within, "values"_a, "before"_a, "n"_a, "low"_a, "high"_a);
   m.def(
       "kernel_api",
       [] {
         static const KernelApi api{&OnTorchsThreads<fake_quantize>::run, &OnTorchsThreads<mask_backward>::run,
-                                   &OnTorchsThreads<learned_backward>::run};
+                                   &OnTorchsThreads<learned_backward>::run, &observe_on_torchs_threads};
         return reinterpret_cast<size_t>(&api);
       },
       "The address of the kernels, for this package's other modules.");

@@ -10,6 +10,7 @@ struct KernelApi {
   void (*fake_quantize)(const FakeQuantizeArgs&);
   void (*mask_backward)(const MaskBackwardArgs&);
   void (*learned_backward)(const LearnedBackwardArgs&);
+  ObserveResult (*observe_fake_quantize)(const ObserveArgs&, FakeQuantizeArgs);
 };
 
 }  // namespace fakequant

@@ -167,4 +167,38 @@ struct KernelTable {
 
 inline constexpr int64_t kRangeAlignment = 64;
 
+// --- observing ------------------------------------------------------------------------------------
+
+enum class RangeRule : int {
+  own,          // finite values only; parameters by choose_qparams
+  torch_fused,  // NaN and infinities enter the statistics; parameters by choose_qparams_fused
+};
+
+// How the range of x changes the running one.
+enum class RangeUpdate : int {
+  average,  // moves towards it by the averaging constant
+  widest,   // holds it and everything before
+  latest,   // is replaced by it; a block of x without a finite value has the range 0 to 0
+};
+
+struct ObserveArgs {
+  RangeRule rule;
+  RangeUpdate update;
+  bool observe;   // update the running range from x
+  bool quantize;  // choose parameters from the running range and fake-quantize; else y = x
+  bool symmetric;
+  float averaging_constant;
+  float eps;
+  float* running_min;  // one per parameter; +inf / -inf: nothing seen yet
+  float* running_max;
+  float* scale;  // written if `quantize`
+  int32_t* zero_point;
+};
+
+struct ObserveResult {
+  int64_t nan_count = 0, posinf_count = 0, neginf_count = 0;
+  // Parameters that have no range yet. If there is any (own rule only), the running range is as it was.
+  int64_t unseen = 0;
+};
+
 }  // namespace fakequant

@@ -413,6 +413,37 @@ Order memory_order(const Tensor& x) {
 
 nb::object wrap(Tensor&& t) { return nb::steal(THPVariable_Wrap(std::move(t))); }
 
+// y and what its gradient needs: a mask, or nothing.
+struct Result {
+  const bool records;
+  Tensor y, mask;
+
+  Result(const Tensor& x, bool clipped) : records(at::GradMode::is_enabled() && x.requires_grad()) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    y = at::empty_like(x);
+    if (records && clipped) mask = at::empty({(x.numel() + 7) / 8}, at::TensorOptions(at::kByte));
+  }
+
+  FakeQuantizeArgs args(const Tensor& x, const Shape& shape, const Grid& grid) const {
+    return {*kernel_dtype(x), shape, grid, x.const_data_ptr(), y.mutable_data_ptr(),
+            mask.defined() ? MaskKind::packed : MaskKind::none,
+            mask.defined() ? static_cast<uint8_t*>(mask.mutable_data_ptr()) : nullptr};
+  }
+
+  nb::object finish(const Tensor& x, Numerics numerics) {
+    if (mask.defined()) {
+      auto node = c10::make_intrusive<FakeQuantizeBackward>();
+      node->mask_ = SavedVariable(mask, /*is_output=*/false);
+      node->order_ = memory_order(x);
+      node->multiply_ = !is_own(numerics);
+      set_result(y, node, x);
+    } else if (records) {
+      set_result(y, c10::make_intrusive<PassThroughBackward>(), x);
+    }
+    return wrap(std::move(y));
+  }
+};
+
 // y, with a clipped or passed-through gradient; None if it takes more than this.
 nb::object fake_quantize(nb::handle x_object, nb::handle scale, nb::handle zero_point, int64_t qmin, int64_t qmax,
                          int numerics, std::optional<int64_t> axis, int64_t lowest_zero, int64_t highest_zero,
@@ -425,30 +456,63 @@ nb::object fake_quantize(nb::handle x_object, nb::handle scale, nb::handle zero_
   const auto shape = shape_of(x, axis);
   if (!shape) return nb::none();
   const int64_t n = axis ? x.size(*axis) : 1;
-  const DType dtype = *kernel_dtype(x);
   Parameters p(numerics, qmin, qmax, has_torchs_name, axis.has_value());
-  if (!p.set_scale(scale, n, dtype == DType::f64 && is_own(p.grid.numerics), false)) return nb::none();
+  if (!p.set_scale(scale, n, x.scalar_type() == at::kDouble && is_own(p.grid.numerics), false)) return nb::none();
   if (!p.set_zero(zero_point, n, lowest_zero, highest_zero)) return nb::none();
-  const bool records = at::GradMode::is_enabled() && x.requires_grad();
-  Tensor y, mask;
-  {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    y = at::empty_like(x);
-    if (records && clipped) mask = at::empty({(x.numel() + 7) / 8}, at::TensorOptions(at::kByte));
+  Result result(x, clipped);
+  run(result.args(x, *shape, p.grid));
+  return result.finish(x, Numerics(numerics));
+}
+
+// The memory of a buffer of a quantizer with n scales; null if it is not what it should be.
+template <class T> T* buffer(nb::handle object, int64_t n, at::ScalarType dtype) {
+  if (!is_tensor(object)) return nullptr;
+  const Tensor& t = tensor(object);
+  if (t.scalar_type() != dtype || t.numel() != n || !t.is_contiguous() || !is_eager(t)) return nullptr;
+  return t.mutable_data_ptr<T>();
+}
+
+// Updates a running range with x, chooses scales, quantizes: y, and how many values were not finite.
+// None if it takes more than this, or if some block has no range; then nothing is changed.
+nb::object observe(nb::handle x_object, nb::handle running_min, nb::handle running_max, nb::handle scale,
+                   nb::handle zero_point, int64_t qmin, int64_t qmax, int numerics, bool symmetric, int update,
+                   double averaging_constant, double eps, std::optional<int64_t> axis, std::optional<int64_t> group,
+                   bool clipped) {
+  if (!is_tensor(x_object)) return nb::none();
+  const Tensor& x = tensor(x_object);
+  if (!is_simple_data(x) || x.numel() == 0) return nb::none();
+  std::optional<Shape> shape;
+  int64_t n = 1;
+  if (!group) {
+    shape = shape_of(x, axis);
+    if (axis && shape) n = x.size(*axis);
+  } else if (axis == x.dim() - 1 && x.is_contiguous() && *group > 0 && x.size(-1) % *group == 0) {
+    n = x.numel() / *group;
+    shape = Shape{1, 1, n, *group};
   }
-  run({dtype, *shape, p.grid, x.const_data_ptr(), y.mutable_data_ptr(),
-       mask.defined() ? MaskKind::packed : MaskKind::none,
-       mask.defined() ? static_cast<uint8_t*>(mask.mutable_data_ptr()) : nullptr});
-  if (mask.defined()) {
-    auto node = c10::make_intrusive<FakeQuantizeBackward>();
-    node->mask_ = SavedVariable(mask, /*is_output=*/false);
-    node->order_ = memory_order(x);
-    node->multiply_ = !is_own(Numerics(numerics));
-    set_result(y, node, x);
-  } else if (records) {
-    set_result(y, c10::make_intrusive<PassThroughBackward>(), x);
+  if (!shape) return nb::none();
+  const ObserveArgs o{RangeRule::own, RangeUpdate(update), true, true, symmetric, float(averaging_constant), float(eps),
+                      buffer<float>(running_min, n, at::kFloat), buffer<float>(running_max, n, at::kFloat),
+                      buffer<float>(scale, n, at::kFloat), buffer<int32_t>(zero_point, n, at::kInt)};
+  if (!o.running_min || !o.running_max || !o.scale || !o.zero_point) return nb::none();
+  Grid grid;
+  grid.numerics = Numerics(numerics);
+  grid.qmin = qmin;
+  grid.qmax = qmax;
+  Result result(x, clipped);
+  ObserveResult seen;
+  if (x.numel() < kReleaseGilFrom) {
+    seen = g_kernels->observe_fake_quantize(o, result.args(x, *shape, grid));
+  } else {
+    const nb::gil_scoped_release without_gil;
+    seen = g_kernels->observe_fake_quantize(o, result.args(x, *shape, grid));
   }
-  return wrap(std::move(y));
+  if (seen.unseen) return nb::none();
+  // What was saved of a buffer that changes must not be used any more.
+  for (nb::handle changed : {running_min, running_max, scale, zero_point}) {
+    if (!tensor(changed).is_inference()) tensor(changed).unsafeGetTensorImpl()->bump_version();
+  }
+  return nb::make_tuple(result.finish(x, Numerics(numerics)), seen.nan_count + seen.posinf_count + seen.neginf_count);
 }
 
 // y, differentiable in x, scale and zero point; None if it takes more than this.
@@ -521,6 +585,9 @@ NB_MODULE(FAKEQUANT_AUTOGRAD_MODULE, m) {
   m.def("use_kernels", &use_kernels, "address"_a, "The address `_native.kernel_api()` returns.");
   m.def("fake_quantize", &fake_quantize, "x"_a, "scale"_a, "zero_point"_a, "qmin"_a, "qmax"_a, "numerics"_a,
         "axis"_a.none(), "lowest_zero"_a, "highest_zero"_a, "has_torchs_name"_a, "clipped"_a);
+  m.def("observe", &observe, "x"_a, "running_min"_a, "running_max"_a, "scale"_a, "zero_point"_a, "qmin"_a, "qmax"_a,
+        "numerics"_a, "symmetric"_a, "update"_a, "averaging_constant"_a, "eps"_a, "axis"_a.none(), "group"_a.none(),
+        "clipped"_a);
   m.def("fake_quantize_learned", &fake_quantize_learned, "x"_a, "scale"_a, "zero_point"_a.none(), "qmin"_a, "qmax"_a,
         "numerics_name"_a, "numerics"_a, "axis"_a.none(), "has_torchs_name"_a, "grad_factor"_a);
   m.def("clipped", &clipped, "x"_a, "y"_a, "mask"_a, "order"_a.none(), "multiply"_a,

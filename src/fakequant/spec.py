@@ -1,7 +1,10 @@
 """`QuantSpec`: the integer grid of one tensor, and which of its elements share a scale."""
 
 import dataclasses
-from typing import Literal
+import json
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any, Literal
 
 Numerics = Literal["torch", "onnx", "half_away"]
 Granularity = Literal["tensor", "channel", "group", "token"]
@@ -113,6 +116,63 @@ class QuantSpec:
         """
         width = 8 if self.bits <= 8 else 16 if self.bits <= 16 else 32
         return f"{'int' if self.signed else 'uint'}{width}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field by its name: numbers, strings and None only.
+
+        >>> QuantSpec(bits=4, axis=0).to_dict()["bits"]
+        4
+        """
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "QuantSpec":
+        """The spec with these fields; those that are absent have their defaults.
+
+        >>> QuantSpec.from_dict({"bits": 4, "axis": 0}) == QuantSpec(bits=4, axis=0)
+        True
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in names:
+                near = get_close_matches(str(name), names, n=1)
+                raise ValueError(
+                    f"A QuantSpec has no field {name!r}{f', did you mean {near[0]!r}?' if near else '.'}\n"
+                    f"The fields are {', '.join(names)}."
+                )
+        return cls(**fields)
+
+    def to_json(self) -> str:
+        """The same as JSON.
+
+        >>> QuantSpec.from_json(QuantSpec(bits=4).to_json()) == QuantSpec(bits=4)
+        True
+        """
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> "QuantSpec":
+        """The spec that `to_json` wrote."""
+        fields = json.loads(text)
+        if not isinstance(fields, dict):
+            raise TypeError(f"A QuantSpec in JSON is an object with its fields, got {type(fields).__name__}.")
+        return cls.from_dict(fields)
+
+    def __str__(self) -> str:
+        """What a table has room for.
+
+        >>> print(QuantSpec(bits=4, narrow=True, axis=-1, group_size=32))
+        int4 narrow, per group of 32 on axis -1
+        """
+        kind = f"{'int' if self.signed else 'uint'}{self.bits}"
+        kind += " narrow" * self.narrow + " affine" * (self.signed and not self.symmetric)
+        where = {
+            "tensor": "per tensor",
+            "channel": f"per channel on axis {self.axis}",
+            "group": f"per group of {self.group_size} on axis {self.axis}",
+            "token": f"per token over axis {self.axis}",
+        }[self.granularity]
+        return f"{kind}, {where}" + (f", {self.numerics} numerics" if self.numerics != "onnx" else "")
 
 
 def _require_int(name: str, value: object) -> None:

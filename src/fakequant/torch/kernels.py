@@ -351,13 +351,13 @@ def min_max(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]
         return lo, -lo, torch.zeros((3, *blocks), dtype=torch.int64, device="cpu")
     x, shape, order = _observable(x, blocks)
     count = prod(blocks)
-    limits = torch.empty((2, count), dtype=torch.float64, device="cpu")
+    lo = torch.empty(count, dtype=torch.float64, device="cpu")
+    hi = torch.empty(count, dtype=torch.float64, device="cpu")
     counts = torch.empty((3, count), dtype=torch.int64, device="cpu")
-    _native.min_max(
-        x.data_ptr(), KERNEL_DTYPES[x.dtype], shape, limits[0].data_ptr(), limits[1].data_ptr(), counts.data_ptr()
-    )
-    # Copies: results of an operator must not share memory.
-    lo, hi = (_from_order(v.to(dtype, copy=True), blocks, order) for v in limits)
+    _native.min_max(x.data_ptr(), KERNEL_DTYPES[x.dtype], shape, lo.data_ptr(), hi.data_ptr(), counts.data_ptr())
+    lo, hi = (_from_order(v.to(dtype), blocks, order) for v in (lo, hi))
+    if order is None:
+        return lo, hi, counts.view(3, *blocks)
     return lo, hi, torch.stack([_from_order(c, blocks, order) for c in counts])
 
 

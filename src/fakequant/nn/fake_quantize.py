@@ -1,0 +1,336 @@
+"""`FakeQuantize`: a quantizer whose scale follows what an observer sees."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fakequant.functional import UPDATES, Gradient, check_gradient
+from fakequant.layout import blocks_of
+from fakequant.nn.quantizer import Quantizer, parameter_shape
+from fakequant.observers.base import Observer, State
+from fakequant.observers.memoryless import Memoryless
+from fakequant.observers.moving_average import MovingAverage
+from fakequant.qparams import EPS, QParams, check_eps
+from fakequant.spec import QuantSpec
+from fakequant.torch import functional, gradients, nodes
+from fakequant.torch.dispatched import ops
+from fakequant.torch.kernels import NUMERICS
+from fakequant.torch.plain import is_eager
+from fakequant.torch.ranks import ALONE, Ranks, ranks_of
+from fakequant.torch.tensors import block_shape, check_data, check_device, kernel_numerics
+
+
+class FakeQuantize(Quantizer):
+    """Observes a tensor, chooses scale and zero point, and fake-quantizes with them.
+
+        lo, hi             = observer.range of what was seen
+        scale, zero_point  = choose_qparams(lo, hi, spec)
+        y                  = fake_quantize(x, scale, zero_point, spec)
+
+    In training mode all three happen at every call, with `MinMax`, `MovingAverage` and `Memoryless` in
+    one pass. In evaluation mode only the last does, unless the observer is dynamic (`Memoryless`).
+    Before anything was observed there is no scale, and quantizing is an error.
+
+    `shape` is needed if there is a scale per channel or group: that of the tensors to come, with None
+    for lengths that vary. `gradient` is "clipped" (0 where the value was clipped; 1 bit per element is
+    kept) or "pass" (nothing is kept). With torch.distributed initialized, ranges are those of the
+    batches of all ranks of `process_group` together, in the same step, unless `sync` is False.
+
+    Data may be float32, float64, bfloat16 or float16; scales are float32 whatever the model is.
+
+    >>> from fakequant import presets
+    >>> fq = FakeQuantize(presets.uint8())
+    >>> fq(torch.tensor([-1.0, 0.3, 4.1]))
+    tensor([-1.0000,  0.3000,  4.1000])
+    >>> fq.eval()(torch.tensor([-9.0, 0.301, 9.0]))
+    tensor([-1.0000,  0.3000,  4.1000])
+    >>> fq
+    FakeQuantize(uint8, per tensor; observing, quantizing; MovingAverage(constant=0.01))
+    """
+
+    scale: Tensor
+    zero_point: Tensor
+
+    def __init__(
+        self,
+        spec: QuantSpec,
+        observer: Observer | None = None,
+        *,
+        shape: tuple[int | None, ...] | None = None,
+        gradient: Gradient = "clipped",
+        eps: float = EPS,
+        sync: bool = True,
+        process_group: Any = None,
+        path: str | None = None,
+        device: Any = None,
+    ) -> None:
+        super().__init__(spec, observing=True, path=path, device=device)
+        if observer is None:
+            observer = Memoryless() if spec.granularity == "token" else MovingAverage()
+        if not isinstance(observer, Observer):
+            raise TypeError(f"`observer` must be an Observer, such as MovingAverage(), got {observer!r}.")
+        if spec.granularity == "token" and not isinstance(observer, Memoryless):
+            raise ValueError(
+                f"Ranges per token belong to the tensor at hand; {observer} would have to remember them.\n"
+                "Use observer=Memoryless()."
+            )
+        check_gradient(gradient)
+        check_eps(eps)
+        self.observer = observer
+        self.gradient = gradient
+        self.eps = float(eps)
+        self.sync = sync
+        self.process_group = process_group
+        blocks = parameter_shape(spec, shape)
+        self._blocks = blocks
+        self._names: tuple[str, ...] = ()
+        self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)
+        self._told = False  # that there were values that are not finite
+        self._stale = False  # something was observed that scale and zero point do not show yet
+        if blocks is None:
+            self.register_buffer("scale", None)
+            self.register_buffer("zero_point", None)
+        else:
+            state = observer.init(blocks, device)
+            self._names = tuple(state)
+            for name, value in state.items():
+                self.register_buffer(name, value)
+            # Not a number until there is a range: what is computed with it shows.
+            self.register_buffer("scale", torch.full(blocks, torch.nan, dtype=torch.float32, device=device))
+            self.register_buffer("zero_point", torch.zeros(blocks, dtype=torch.int32, device=device))
+            if not observer.needs_data:
+                self.refresh()
+        constant = getattr(observer, "constant", 1.0)
+        self._options = (
+            spec.qmin, spec.qmax, kernel_numerics(spec), spec.symmetric, observer.follows, constant, self.eps,
+        )  # fmt: skip
+        if observer.follows is not None:
+            self._kernel_options = (
+                spec.qmin, spec.qmax, NUMERICS[kernel_numerics(spec)], spec.symmetric, UPDATES[observer.follows],
+                constant, self.eps,
+            )  # fmt: skip
+
+    def reset_parameters(self) -> None:
+        """Forgets everything that was observed."""
+        if self._blocks is not None:
+            with torch.no_grad():
+                for name, value in self.observer.init(self._blocks, self.scale.device).items():
+                    getattr(self, name).copy_(value)
+                self.scale.fill_(torch.nan)
+                self.zero_point.zero_()
+                if not self.observer.needs_data:
+                    self.refresh()
+        self._nonfinite.zero_()
+        self._told = self._stale = False
+
+    # --- forward ----------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` quantized and observed, as the switches say."""
+        looks = self._observing and not self._frozen and (self.training or self.observer.dynamic)
+        if self._blocks is None:
+            looks = True  # there is no other way
+        if not looks or not self.observer.needs_data:
+            return self._quantize(x) if self._quantizing else x
+        check_data(x)
+        if x.numel() == 0:
+            return x
+        if not self._quantizing:
+            self._observe(x)
+            return x
+        if self._blocks is None:
+            return self._quantize_by_token(x)
+        ranks = ranks_of(self.process_group) if self.sync else ALONE
+        if ranks.several or self.observer.follows is None:
+            self._observe(x, ranks)
+            return self._quantize(x)
+        return self._observe_and_quantize(x)
+
+    def _quantize(self, x: Tensor) -> Tensor:
+        """With scale and zero point as they are."""
+        if self._stale:
+            self.refresh()
+        zero_point: Any = 0 if self.spec.symmetric else self.zero_point
+        if torch.compiler.is_compiling():
+            return functional.fake_quantize(x, self.scale, zero_point, self.spec, gradient=self.gradient)
+        if self.spec.numerics == "torch":  # which computes with any scale
+            self._require_range()
+        try:
+            return functional.fake_quantize(x, self.scale, zero_point, self.spec, gradient=self.gradient)
+        except (ValueError, TypeError, RuntimeError) as error:
+            self._require_range()
+            self._refuse(error)
+
+    def _observe_and_quantize(self, x: Tensor) -> Tensor:
+        """In one pass, where the kernel can follow the range."""
+        if nodes.compiled is not None and not torch.compiler.is_compiling():
+            axis = self.spec.axis
+            found = nodes.compiled.observe(
+                x, self.running_min, self.running_max, self.scale, self.zero_point, *self._kernel_options,
+                axis + x.dim() if axis is not None and axis < 0 else axis, self.spec.group_size,
+                self.gradient == "clipped",
+            )  # fmt: skip
+            if found is not None:
+                self._stale = False
+                if found[1]:
+                    self._count(torch.tensor(found[1]))
+                return found[0]
+        running = self._as_blocks(x, self.running_min), self._as_blocks(x, self.running_max)
+        result = self._fused(x, *running)
+        if self._blocks:
+            self.scale.copy_(result.scale.reshape(self._blocks))
+            if not self.spec.symmetric:
+                self.zero_point.copy_(result.zero_point.reshape(self._blocks))
+        else:
+            self.scale.copy_(result.scale)
+            if not self.spec.symmetric:
+                self.zero_point.copy_(result.zero_point)
+        self._stale = False
+        return result.y
+
+    def _quantize_by_token(self, x: Tensor) -> Tensor:
+        """With scales of this tensor's own."""
+        nothing = x.new_full(block_shape(tuple(x.shape), self.spec), torch.inf, dtype=torch.float32)
+        return self._fused(x, nothing, -nothing).y
+
+    def _fused(self, x: Tensor, running_min: Tensor, running_max: Tensor) -> Any:
+        clipped = self.gradient == "clipped" and gradients.is_differentiating(x)
+        if torch.compiler.is_compiling() or not is_eager(x):
+            result = gradients.Observed(*ops.observe_fake_quantize(x, running_min, running_max, *self._options, clipped))
+        else:
+            check_device(x, "running_min", running_min)
+            try:
+                result = gradients.observe(x, running_min, running_max, (*self._options, clipped))
+            except ValueError as error:
+                self._refuse(error)
+        self._count(result.nonfinite)
+        return result
+
+    def _as_blocks(self, x: Tensor, value: Tensor) -> Tensor:
+        """Values per block in a shape that broadcasts by blocks of `x`."""
+        if not self._blocks:
+            return value
+        shape = tuple(x.shape)
+        blocks = blocks_of(shape, self.spec).parameters
+        if blocks != self._blocks:
+            raise ValueError(
+                f"{self.where} has scales of shape {self._blocks} ({self.spec}), but a tensor of shape {shape} "
+                f"needs scales of shape {blocks}."
+            )
+        return value.view(block_shape(shape, self.spec))
+
+    # --- observing --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _observe(self, x: Tensor, ranks: Ranks | None = None) -> None:
+        """Only that; scale and zero point follow at once, or when needed if they have to be searched for."""
+        if self._blocks is None:
+            return
+        if ranks is None:
+            ranks = ranks_of(self.process_group) if self.sync else ALONE
+        if self._blocks:
+            self._as_blocks(x, self.scale)
+        self._count(self.observer.update(self._state(), x.detach(), self.spec, ranks))
+        if self.observer.searches:
+            self._stale = True
+        else:
+            self.refresh()
+
+    def _state(self) -> State:
+        return {name: getattr(self, name) for name in self._names}
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Scale and zero point from what was observed so far; where that is nothing the scale is NaN."""
+        if self._blocks is None:
+            return
+        lo, hi = self.observer.range(self._state(), self.spec)
+        seen = lo <= hi
+        scale, zero_point = functional.choose_qparams(
+            torch.where(seen, lo, 0), torch.where(seen, hi, 0), self.spec, eps=self.eps
+        )
+        self.scale.copy_(torch.where(seen, scale, torch.nan))
+        self.zero_point.copy_(zero_point)
+        self._stale = False
+
+    def qparams(self) -> QParams:
+        """Scale (float32) and zero point (int32) for what was observed so far.
+
+        >>> from fakequant import presets
+        >>> fq = FakeQuantize(presets.uint8())
+        >>> y = fq(torch.tensor([0.0, 2.55]))
+        >>> fq.qparams()
+        QParams(scale=tensor(0.0100), zero_point=tensor(0, dtype=torch.int32))
+        """
+        if self._blocks is None:
+            raise RuntimeError(f"{self.where} finds scales for every tensor anew: it has none of its own.")
+        if self._stale:
+            self.refresh()
+        self._require_range()
+        return QParams(self.scale.clone(), self.zero_point.clone())
+
+    def _require_range(self) -> None:
+        if self._blocks is None or self.scale.is_meta:
+            return
+        unseen = int(self.scale.isnan().sum())
+        if unseen:
+            raise RuntimeError(
+                f"{self.where} has not observed a finite value"
+                f"{f' in {unseen} of {self.scale.numel()} blocks' if self._blocks else ''}, so it has no scale.\n"
+                "Run some data through the model in training mode or calibrate it first, or load a state."
+            )
+
+    # --- what was not finite ----------------------------------------------------------------------
+
+    @property
+    def nonfinite(self) -> int:
+        """How many values were observed that were NaN or infinite, and left out of the range."""
+        return int(self._nonfinite)
+
+    def _count(self, found: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            self._nonfinite.add_(found)
+            return
+        if found.device.type == "cpu" and not found:
+            return
+        if self._nonfinite.device != found.device:
+            self._nonfinite = self._nonfinite.to(found.device)
+        self._nonfinite.add_(found)
+        if found.device.type == "cpu":
+            self._tell()
+
+    def _tell(self) -> None:
+        if not self._told and not self._nonfinite.is_meta and self.nonfinite:
+            self._told = True
+            warnings.warn(
+                f"{self.where} has observed {self.nonfinite} values that are NaN or infinite and left them out of the "
+                "range. This is said once; `nonfinite` goes on counting.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Finds the scale if a search is due, and tells of values that were not finite."""
+        if self._stale:
+            self.refresh()
+        self._tell()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "FakeQuantize":
+        super()._apply(fn, recurse)
+        self._nonfinite = fn(self._nonfinite)
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._stale = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "process_group": None}  # which cannot leave its process
+
+    def extra_repr(self) -> str:
+        """The spec, what is switched on, and the observer."""
+        return f"{super().extra_repr()}; {self.observer}"

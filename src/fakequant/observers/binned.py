@@ -1,0 +1,107 @@
+"""A histogram that can be merged exactly, and what the observers built on it share.
+
+A bin is 2^exponent wide and the bins are counted outwards from zero:
+
+    bin of x  =  floor(|x| / 2^exponent), on the side of its sign
+
+When a value does not fit, the exponent grows and neighbours are added up. Since bins of one width
+nest in those of the next, the counts depend on the values only: not on their order, on the batches
+they came in, or on the ranks that saw them.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fakequant.observers.base import Observer, State, no_range
+from fakequant.qparams import min_max
+from fakequant.spec import QuantSpec
+from fakequant.torch import formula
+from fakequant.torch.kernels import Observation, updated_range
+from fakequant.torch.ranks import ALONE, Ranks
+from fakequant.torch.tensors import block_shape
+
+_WIDEST = Observation("widest", 1.0, 0.0, False)
+# The narrowest bin: 1 / width is a float32, and anything smaller is as good as zero.
+_SMALLEST_EXPONENT = -126
+
+
+class Bins(NamedTuple):
+    """How often values were seen, from the lowest bin to the highest, in the last axis."""
+
+    counts: Tensor
+    # The middle of every bin, in float32.
+    centers: Tensor
+    # The left edge of every bin and, one more, the right edge of the last.
+    edges: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class _Binned(Observer):
+    # How many bins there are, half of them for each sign: a power of two.
+    bins: int = dataclasses.field(default=4096, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bins, bool) or not isinstance(self.bins, int) or self.bins < 4 or self.bins & (self.bins - 1):
+            raise ValueError(f"`bins` must be a power of two and at least 4, got {self.bins!r}.")
+
+    def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
+        """No counts, and the narrowest bins."""
+        return {
+            **no_range(blocks, device),
+            "exponent": torch.full(blocks, _SMALLEST_EXPONENT, dtype=torch.int32, device=device),
+            "counts": torch.zeros((*blocks, self.bins), dtype=torch.int64, device=device),
+        }
+
+    def update(self, state: State, x: Tensor, spec: QuantSpec, ranks: Ranks = ALONE) -> Tensor:
+        """Counts the values, in bins wide enough for all of them."""
+        x = x.detach()
+        seen = min_max(x, spec)
+        lo, hi = ranks.range(seen.min, seen.max)
+        lo, hi = updated_range(state["running_min"], state["running_max"], lo, hi, _WIDEST)
+        exponent = torch.maximum(state["exponent"], self._exponent_for(torch.maximum(-lo, hi)))
+        merged = self._merged(state["counts"], exponent - state["exponent"])
+        merged += ranks.total(self._counts(x, exponent, spec))
+        for name, value in (("running_min", lo), ("running_max", hi), ("exponent", exponent), ("counts", merged)):
+            state[name].copy_(value)
+        return (seen.nan + seen.posinf + seen.neginf).sum()
+
+    def binned(self, state: State) -> Bins:
+        """The counts with their places on the number line."""
+        half = self.bins // 2
+        width = torch.ldexp(torch.ones_like(state["running_min"], dtype=torch.float64), state["exponent"])[..., None]
+        edges = torch.arange(-half, half + 1, device=width.device) * width
+        centers = (edges[..., 1:] - width / 2).to(torch.float32)
+        return Bins(state["counts"], centers, edges.to(torch.float32))
+
+    def _exponent_for(self, absmax: Tensor) -> Tensor:
+        """The smallest with absmax < bins / 2 * 2^exponent."""
+        _, exponent = torch.frexp(absmax.clamp(min=0))  # -inf: nothing seen
+        log_half = (self.bins // 2).bit_length() - 1
+        return torch.where(absmax > 0, exponent - log_half, _SMALLEST_EXPONENT).clamp(_SMALLEST_EXPONENT).int()
+
+    def _merged(self, counts: Tensor, shift: Tensor) -> Tensor:
+        """The counts in bins 2^shift times as wide."""
+        half = self.bins // 2
+        places = torch.arange(-half, half, device=counts.device)
+        distance = torch.where(places < 0, -1 - places, places)  # from zero, on either side
+        distance = distance >> shift.clamp(max=62)[..., None]
+        target = torch.where(places < 0, half - 1 - distance, half + distance)
+        return torch.zeros_like(counts).scatter_add_(-1, target, counts)
+
+    def _counts(self, x: Tensor, exponent: Tensor, spec: QuantSpec) -> Tensor:
+        """How many finite values of `x` are in every bin."""
+        half, blocks = self.bins // 2, exponent.shape
+        shape = block_shape(tuple(x.shape), spec)
+        inverse = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), -exponent)
+        first = torch.arange(exponent.numel(), device=x.device).reshape(shape) * self.bins
+        limit = torch.finfo(torch.float32).max
+        finite = x.isfinite()
+        # A float64 may lie beyond float32, in which ranges are kept.
+        magnitude = x.abs().clamp(max=limit).to(torch.float32) * formula.spread(inverse.reshape(shape), x)
+        distance = torch.where(finite, magnitude, 0).to(torch.int64)
+        place = torch.where(x < 0, half - 1 - distance, half + distance) + formula.spread(first, x)
+        counts = torch.zeros(exponent.numel() * self.bins, dtype=torch.int64, device=x.device)
+        return counts.index_add_(0, place.flatten(), finite.flatten().to(torch.int64)).reshape(*blocks, self.bins)

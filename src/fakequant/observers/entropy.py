@@ -1,0 +1,110 @@
+"""The range that keeps the most information, found on a histogram of everything seen."""
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fakequant.observers.base import State
+from fakequant.observers.binned import _Binned
+from fakequant.observers.search import search
+from fakequant.qparams import choose_qparams
+from fakequant.spec import WHOLE_AXIS, QuantSpec
+from fakequant.torch.functional import quantize
+
+# A bin that the quantized histogram leaves empty; it must cost something finite.
+_EMPTY = 1e-12
+
+
+@dataclasses.dataclass(frozen=True)
+class Entropy(_Binned):
+    """The range whose codes tell the most about the values: the least Kullback-Leibler divergence.
+
+        minimize  sum of p * log(p / q)
+        p         the histogram with everything outside the range moved to its outermost bins
+        q         the histogram inside the range, spread evenly over the bins in use of every code
+
+    over ranges cut on both sides at `steps` thresholds. For activations with long tails. A range with
+    fewer bins than the grid has levels says nothing about the grid and is not considered: with more
+    levels than bins the range is that of the data.
+
+    An empty tensor changes nothing. NaN and infinities are left out. Zeros give the range 0 to 0, a
+    constant c a range that ends at c, one-sided data a range on that side. Over several ranks: the
+    histograms are summed, which is exact.
+
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> x = torch.cat([torch.randn(10000, generator=generator), torch.tensor([30.0])])
+    >>> observer, spec = Entropy(), QuantSpec(bits=4)
+    >>> state = observer.init(())
+    >>> nonfinite = observer.update(state, x, spec)
+    >>> observer.range(state, spec)[1] < 6
+    tensor(True)
+    """
+
+    steps: int = 128
+
+    searches: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps < 1:
+            raise ValueError(f"`steps` must be at least 1, got {self.steps}.")
+
+    def range(self, state: State, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+        """A search over the bins."""
+        counts, centers, _ = self.binned(state)
+        grid = spec.to_json()
+        return search(
+            lambda lo, hi: divergence_on_bins(counts, centers, lo, hi, grid),
+            state["running_min"], state["running_max"], self.steps, each_end=False,
+        )  # fmt: skip
+
+
+# One operator, so that a compiler does not see the loop.
+@torch.library.custom_op("fakequant::divergence_on_bins", mutates_args=())
+def divergence_on_bins(counts: Tensor, centers: Tensor, lo: Tensor, hi: Tensor, spec: str) -> Tensor:
+    """The divergence of the quantized histogram for every candidate range; `spec` as JSON."""
+    grid = QuantSpec.from_json(spec)
+    errors = torch.empty(lo.shape, dtype=torch.float64, device=lo.device)
+    for number, (low, high) in enumerate(zip(lo, hi, strict=True)):
+        errors[number] = _divergence(counts, centers, low, high, grid)
+        if number > 0:  # the first candidate is the range of the data
+            width = centers[..., 1] - centers[..., 0]
+            errors[number].masked_fill_((high - low) < grid.levels * width, torch.inf)
+    return errors
+
+
+def _divergence(counts: Tensor, centers: Tensor, lo: Tensor, hi: Tensor, spec: QuantSpec) -> Tensor:
+    scale, zero_point = choose_qparams(lo, hi, spec)
+    rows = dataclasses.replace(spec, axis=-1, group_size=WHOLE_AXIS)
+    q = quantize(centers, scale[..., None], zero_point[..., None], rows).to(torch.int64) - spec.qmin
+    inside = (centers >= lo[..., None]) & (centers <= hi[..., None])
+    kept = torch.where(inside, counts, 0)
+    first, last = _outermost(inside)
+    p = kept.double()
+    p.scatter_add_(-1, first, torch.where(centers < lo[..., None], counts, 0).sum(-1, keepdim=True).double())
+    p.scatter_add_(-1, last, torch.where(centers > hi[..., None], counts, 0).sum(-1, keepdim=True).double())
+    # More levels than bins: every bin is a code of its own.
+    codes = min(spec.levels, counts.shape[-1])
+    if spec.levels > codes:
+        q = torch.arange(codes, device=q.device).expand_as(q)
+    per_code = torch.zeros((*q.shape[:-1], codes), dtype=torch.float64, device=q.device)
+    mass = per_code.scatter_add(-1, q, kept.double())
+    used = per_code.scatter_add(-1, q, (kept > 0).double())
+    spread = torch.where(kept > 0, mass.gather(-1, q) / used.gather(-1, q).clamp(min=1), 0)
+    p = p / p.sum(-1, keepdim=True).clamp(min=1)
+    spread = (spread / spread.sum(-1, keepdim=True).clamp(min=1)).clamp(min=_EMPTY)
+    return torch.where(p > 0, p * torch.log(p / spread), 0).sum(-1)
+
+
+def _outermost(inside: Tensor) -> tuple[Tensor, Tensor]:
+    """The places of the first and last bin inside."""
+    places = torch.arange(inside.shape[-1], device=inside.device)
+    first = torch.where(inside, places, inside.shape[-1] - 1).amin(-1, keepdim=True)
+    return first, torch.where(inside, places, 0).amax(-1, keepdim=True)
+
+
+@divergence_on_bins.register_fake
+def _(counts, centers, lo, hi, spec):
+    return lo.new_empty(lo.shape, dtype=torch.float64)

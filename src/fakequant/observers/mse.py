@@ -1,0 +1,87 @@
+"""The range with the least squared error, found on the tensor itself."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fakequant.observers.base import Observer, State, no_range
+from fakequant.observers.search import search
+from fakequant.qparams import choose_qparams, min_max
+from fakequant.spec import QuantSpec
+from fakequant.torch import formula
+from fakequant.torch.functional import fake_quantize
+from fakequant.torch.ranks import ALONE, Ranks
+from fakequant.torch.tensors import block_shape
+
+
+@dataclasses.dataclass(frozen=True)
+class MSE(Observer):
+    """The range of the latest tensor whose grid has the least squared error on it.
+
+        minimize  sum of (fake_quantize(x) - x)^2
+
+    over ranges cut at `steps` thresholds, and for an affine grid each end then by itself: `steps` or
+    three times `steps` passes over the tensor. For weights, once before training; to search over many
+    tensors use `Histogram`.
+
+    An empty tensor changes nothing. NaN and infinities are left out; a tensor with nothing else changes
+    nothing. Zeros give the range 0 to 0, a constant c the range c to c, one-sided data a range on that
+    side. Over several ranks: the errors are summed in float64; every rank takes the same candidate.
+
+    >>> x = torch.cat([torch.linspace(-1, 1, 1001), torch.tensor([5.0])])
+    >>> observer, spec = MSE(), QuantSpec(bits=4)
+    >>> state = observer.init(())
+    >>> nonfinite = observer.update(state, x, spec)
+    >>> observer.range(state, spec)
+    (tensor(-1.), tensor(2.2500))
+    """
+
+    steps: int = 100
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"`steps` must be at least 1, got {self.steps}.")
+
+    def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
+        """+inf and -inf."""
+        return no_range(blocks, device)
+
+    def update(self, state: State, x: Tensor, spec: QuantSpec, ranks: Ranks = ALONE) -> Tensor:
+        """The best range for `x`."""
+        x = x.detach()
+        seen = min_max(x, spec)
+        limit = torch.finfo(torch.float32).max
+        lo, hi = ranks.range(*(end.float() for end in (seen.min, seen.max)))
+        grid = spec.to_json()
+        found = search(
+            lambda low, high: ranks.total(errors_on_data(x, low, high, grid)),
+            lo.clamp(min=-limit), hi.clamp(max=limit), self.steps, each_end=not spec.symmetric,
+        )  # fmt: skip
+        for name, value in zip(("running_min", "running_max"), found, strict=True):
+            state[name].copy_(torch.where(lo <= hi, value, state[name]))
+        return (seen.nan + seen.posinf + seen.neginf).sum()
+
+    def range(self, state: State, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+        """What the search found."""
+        return state["running_min"], state["running_max"]
+
+
+# One operator, so that a compiler does not see the loop.
+@torch.library.custom_op("fakequant::errors_on_data", mutates_args=())
+def errors_on_data(x: Tensor, lo: Tensor, hi: Tensor, spec: str) -> Tensor:
+    """The squared error of quantizing `x` within every candidate range, per block; `spec` as JSON."""
+    grid = QuantSpec.from_json(spec)
+    x = x.masked_fill(~x.isfinite(), 0)  # which has no error
+    shape = block_shape(tuple(x.shape), grid)
+    errors = torch.empty(lo.shape, dtype=torch.float64, device=lo.device)
+    for error, low, high in zip(errors, lo, hi, strict=True):
+        distance = fake_quantize(x, *choose_qparams(low, high, grid), grid).sub_(x).double()
+        error.copy_(formula.block_sums(distance.square_(), error.reshape(shape)).reshape(error.shape))
+    return errors
+
+
+@errors_on_data.register_fake
+def _(x, lo, hi, spec):
+    return lo.new_empty(lo.shape, dtype=torch.float64)
