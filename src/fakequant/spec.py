@@ -11,6 +11,7 @@ Granularity = Literal["tensor", "channel", "group", "token"]
 
 NUMERICS: tuple[Numerics, ...] = ("torch", "onnx", "half_away")
 WHOLE_AXIS = -1
+_ABSENT = -(2**31)  # for None where there are only integers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +158,30 @@ class QuantSpec:
         if not isinstance(fields, dict):
             raise TypeError(f"A QuantSpec in JSON is an object with its fields, got {type(fields).__name__}.")
         return cls.from_dict(fields)
+
+    def to_numbers(self) -> list[int]:
+        """The same as integers, for places that hold nothing else: buffers, operators.
+
+        >>> QuantSpec.from_numbers(QuantSpec(bits=4, axis=0).to_numbers()) == QuantSpec(bits=4, axis=0)
+        True
+        """
+        flags = (self.signed, self.symmetric, self.narrow)
+        where = (_ABSENT if v is None else v for v in (self.axis, self.group_size))
+        return [self.bits, *map(int, flags), *where, NUMERICS.index(self.numerics)]
+
+    @classmethod
+    def from_numbers(cls, numbers: list[int]) -> "QuantSpec":
+        """The spec that `to_numbers` wrote."""
+        bits, signed, symmetric, narrow, axis, group_size, numerics = numbers
+        return cls(
+            bits=bits,
+            signed=bool(signed),
+            symmetric=bool(symmetric),
+            narrow=bool(narrow),
+            axis=None if axis == _ABSENT else axis,
+            group_size=None if group_size == _ABSENT else group_size,
+            numerics=NUMERICS[numerics],
+        )
 
     def __str__(self) -> str:
         """What a table has room for.

@@ -102,7 +102,9 @@ def test_observing_step_by_step(update, layout, where, unchanged):
                 tensors = [to_torch(v) for v in state]
                 addresses = [t.data_ptr() for t in tensors]
             form = None if i == 2 else "packed"
-            expected = fq.observe_fake_quantize(array(x), spec, *state, update=update, averaging_constant=0.3, mask="bool")
+            expected = fq.observe_fake_quantize(
+                array(x), spec, *state, update=update, averaging_constant=0.3, mask="bool"
+            )
 
             actual = fq.observe_fake_quantize(x, spec, *tensors, update=update, averaging_constant=0.3, mask=form)
 

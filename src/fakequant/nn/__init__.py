@@ -1,9 +1,13 @@
 """Modules that quantize a tensor in the forward pass, and learn or observe how."""
 
 from fakequant.nn.fake_quantize import FakeQuantize as FakeQuantize
+from fakequant.nn.learned import LearnedFakeQuantize as LearnedFakeQuantize
+from fakequant.nn.pact import PACT as PACT
+from fakequant.nn.param_groups import param_groups as param_groups
 from fakequant.nn.quantizer import (
     Quantizer as Quantizer,
     name_quantizers as name_quantizers,
     quantizers as quantizers,
     set_state as set_state,
 )
+from fakequant.nn.torch_ao import FusedFakeQuantize as FusedFakeQuantize, from_torch_ao as from_torch_ao

@@ -1,6 +1,5 @@
 """`FakeQuantize`: a quantizer whose scale follows what an observer sees."""
 
-import warnings
 from typing import Any
 
 import torch
@@ -16,9 +15,9 @@ from fakequant.qparams import EPS, QParams, check_eps
 from fakequant.spec import QuantSpec
 from fakequant.torch import functional, gradients, nodes
 from fakequant.torch.dispatched import ops
-from fakequant.torch.kernels import NUMERICS
+from fakequant.torch.kernels import NUMERICS, Observed
 from fakequant.torch.plain import is_eager
-from fakequant.torch.ranks import ALONE, Ranks, ranks_of
+from fakequant.torch.ranks import Ranks
 from fakequant.torch.tensors import block_shape, check_data, check_device, kernel_numerics
 
 
@@ -52,6 +51,8 @@ class FakeQuantize(Quantizer):
 
     scale: Tensor
     zero_point: Tensor
+    running_min: Tensor
+    running_max: Tensor
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class FakeQuantize(Quantizer):
         path: str | None = None,
         device: Any = None,
     ) -> None:
-        super().__init__(spec, observing=True, path=path, device=device)
+        super().__init__(spec, observing=True, sync=sync, process_group=process_group, path=path, device=device)
         if observer is None:
             observer = Memoryless() if spec.granularity == "token" else MovingAverage()
         if not isinstance(observer, Observer):
@@ -81,13 +82,9 @@ class FakeQuantize(Quantizer):
         self.observer = observer
         self.gradient = gradient
         self.eps = float(eps)
-        self.sync = sync
-        self.process_group = process_group
         blocks = parameter_shape(spec, shape)
         self._blocks = blocks
         self._names: tuple[str, ...] = ()
-        self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)
-        self._told = False  # that there were values that are not finite
         self._stale = False  # something was observed that scale and zero point do not show yet
         if blocks is None:
             self.register_buffer("scale", None)
@@ -122,8 +119,8 @@ class FakeQuantize(Quantizer):
                 self.zero_point.zero_()
                 if not self.observer.needs_data:
                     self.refresh()
-        self._nonfinite.zero_()
-        self._told = self._stale = False
+        self._stale = False
+        self._forget_nonfinite()
 
     # --- forward ----------------------------------------------------------------------------------
 
@@ -142,7 +139,7 @@ class FakeQuantize(Quantizer):
             return x
         if self._blocks is None:
             return self._quantize_by_token(x)
-        ranks = ranks_of(self.process_group) if self.sync else ALONE
+        ranks = self.ranks()
         if ranks.several or self.observer.follows is None:
             self._observe(x, ranks)
             return self._quantize(x)
@@ -198,7 +195,7 @@ class FakeQuantize(Quantizer):
     def _fused(self, x: Tensor, running_min: Tensor, running_max: Tensor) -> Any:
         clipped = self.gradient == "clipped" and gradients.is_differentiating(x)
         if torch.compiler.is_compiling() or not is_eager(x):
-            result = gradients.Observed(*ops.observe_fake_quantize(x, running_min, running_max, *self._options, clipped))
+            result = Observed(*ops.observe_fake_quantize(x, running_min, running_max, *self._options, clipped))
         else:
             check_device(x, "running_min", running_min)
             try:
@@ -228,11 +225,9 @@ class FakeQuantize(Quantizer):
         """Only that; scale and zero point follow at once, or when needed if they have to be searched for."""
         if self._blocks is None:
             return
-        if ranks is None:
-            ranks = ranks_of(self.process_group) if self.sync else ALONE
         if self._blocks:
             self._as_blocks(x, self.scale)
-        self._count(self.observer.update(self._state(), x.detach(), self.spec, ranks))
+        self._count(self.observer.update(self._state(), x.detach(), self.spec, ranks or self.ranks()))
         if self.observer.searches:
             self._stale = True
         else:
@@ -282,54 +277,38 @@ class FakeQuantize(Quantizer):
                 "Run some data through the model in training mode or calibrate it first, or load a state."
             )
 
-    # --- what was not finite ----------------------------------------------------------------------
-
-    @property
-    def nonfinite(self) -> int:
-        """How many values were observed that were NaN or infinite, and left out of the range."""
-        return int(self._nonfinite)
-
-    def _count(self, found: Tensor) -> None:
-        if torch.compiler.is_compiling():
-            self._nonfinite.add_(found)
-            return
-        if found.device.type == "cpu" and not found:
-            return
-        if self._nonfinite.device != found.device:
-            self._nonfinite = self._nonfinite.to(found.device)
-        self._nonfinite.add_(found)
-        if found.device.type == "cpu":
-            self._tell()
-
-    def _tell(self) -> None:
-        if not self._told and not self._nonfinite.is_meta and self.nonfinite:
-            self._told = True
-            warnings.warn(
-                f"{self.where} has observed {self.nonfinite} values that are NaN or infinite and left them out of the "
-                "range. This is said once; `nonfinite` goes on counting.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
     # --- state ------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Finds the scale if a search is due, and tells of values that were not finite."""
         if self._stale:
             self.refresh()
-        self._tell()
+        super().settle()
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "FakeQuantize":
-        super()._apply(fn, recurse)
-        self._nonfinite = fn(self._nonfinite)
-        return self
+    def _from_torch_ao(self, old: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self._blocks is None or set(self._names) != {"running_min", "running_max"}:
+            raise ValueError(
+                f"the state is of torch.ao, which cannot be continued by {self.observer}.\n"
+                "Use MovingAverage or MinMax, or calibrate anew."
+            )
+        lo, hi = (old[f"activation_post_process.{end}_val"] for end in ("min", "max"))
+        scale, zero_point = old["scale"], old["zero_point"]
+        if lo.numel() == 0 or bool((lo > hi).any()):  # it has seen nothing, and its scale of 1 means nothing
+            empty = self.observer.init(self._blocks, self.scale.device)
+            lo, hi = empty["running_min"], empty["running_max"]
+            scale, zero_point = torch.full_like(self.scale, torch.nan), torch.zeros_like(self.zero_point)
+        self._refuse_zero_point(zero_point)
+        switches = [bool(old["observer_enabled"]), bool(old["fake_quant_enabled"]), False]
+        values = {"running_min": lo, "running_max": hi, "scale": scale, "zero_point": zero_point.to(torch.int32)}
+        return {
+            **{name: v.reshape(self._blocks) if v.numel() == 1 else v for name, v in values.items()},
+            "grid": self.grid,
+            "switches": torch.tensor(switches, dtype=torch.uint8),
+        }
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
         self._stale = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "process_group": None}  # which cannot leave its process
 
     def extra_repr(self) -> str:
         """The spec, what is switched on, and the observer."""

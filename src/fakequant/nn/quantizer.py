@@ -1,16 +1,17 @@
 """What every quantizer module has: a spec, three switches, a path, and a state that loads or says why not."""
 
+import warnings
 from collections.abc import Iterator
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from fakequant.layout import blocks_of
-from fakequant.spec import NUMERICS, QuantSpec
+from fakequant.spec import QuantSpec
+from fakequant.torch.ranks import ALONE, Ranks, ranks_of
 
 _SWITCHES = ("observing", "quantizing", "frozen")
-_ABSENT = -(2**31)
 _FORMAT = 1  # of the buffer `grid`
 
 
@@ -28,11 +29,12 @@ class Quantizer(nn.Module):
     spec: QuantSpec
     # Where the module is in its model, for messages; `name_quantizers(model)` sets it.
     path: str | None
-    # The keys of a state_dict that are of this class's making, besides parameters and buffers of children.
     grid: Tensor
     switches: Tensor
 
-    def __init__(self, spec: QuantSpec, *, observing: bool, path: str | None, device: Any) -> None:
+    def __init__(
+        self, spec: QuantSpec, *, observing: bool, sync: bool, process_group: Any, path: str | None, device: Any
+    ) -> None:
         super().__init__()
         if not isinstance(spec, QuantSpec):
             raise TypeError(
@@ -40,8 +42,13 @@ class Quantizer(nn.Module):
             )
         self.spec = spec
         self.path = path
+        self.sync = sync
+        self.process_group = process_group
+        # Not a buffer: every rank counts what it has seen itself.
+        self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)
+        self._told = False  # that there were values that are not finite
         self._observing, self._quantizing, self._frozen = observing, True, False
-        self.register_buffer("grid", torch.tensor(_encode(spec), dtype=torch.int32, device=device))
+        self.register_buffer("grid", torch.tensor([_FORMAT, *spec.to_numbers()], dtype=torch.int32, device=device))
         self.register_buffer("switches", torch.tensor([observing, True, False], dtype=torch.uint8, device=device))
 
     # --- switches ---------------------------------------------------------------------------------
@@ -87,7 +94,12 @@ class Quantizer(nn.Module):
             self._observing, self._quantizing, self._frozen = map(bool, self.switches.tolist())
 
     def settle(self) -> None:
-        """Does what can wait until nobody is in a hurry: what is said once, and searches."""
+        """Does what can wait until nobody is in a hurry: searches, and what is said once."""
+        self._tell()
+
+    def ranks(self) -> Ranks:
+        """The processes whose batches count as one."""
+        return ranks_of(self.process_group) if self.sync else ALONE
 
     def train(self, mode: bool = True) -> "Quantizer":
         """Training mode, or evaluation mode, in which nothing is observed."""
@@ -113,11 +125,49 @@ class Quantizer(nn.Module):
         """The same error with the path of the module."""
         raise type(error)(f"{self.where}: {error}") from error
 
+    # --- what was not finite ----------------------------------------------------------------------
+
+    @property
+    def nonfinite(self) -> int:
+        """How many values were observed that were NaN or infinite, and left out of the range."""
+        return int(self._nonfinite)
+
+    def _count(self, found: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            self._nonfinite.add_(found)
+            return
+        if found.device.type == "cpu" and not found:
+            return
+        if self._nonfinite.device != found.device:
+            self._nonfinite = self._nonfinite.to(found.device)
+        self._nonfinite.add_(found)
+        if found.device.type == "cpu":
+            self._tell()
+
+    def _forget_nonfinite(self) -> None:
+        self._nonfinite.zero_()
+        self._told = False
+
+    def _tell(self) -> None:
+        if not self._told and not self._nonfinite.is_meta and self.nonfinite:
+            self._told = True
+            warnings.warn(
+                f"{self.where} has observed {self.nonfinite} values that are NaN or infinite and left them out of the "
+                "range. This is said once; `nonfinite` goes on counting.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
     # --- state ------------------------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Quantizer":
         # `model.half()` is about the data: scales stay float32.
-        return super()._apply(lambda t: _keep_dtype(fn, t), recurse)
+        super()._apply(lambda t: _keep_dtype(fn, t), recurse)
+        self._nonfinite = fn(self._nonfinite)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "process_group": None}  # which cannot leave its process
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self.settle()
@@ -128,12 +178,31 @@ class Quantizer(nn.Module):
     ) -> None:
         if not any(key.startswith(prefix) for key in state_dict):
             return  # the state of a model without quantizers: they stay as they are
-        problem = self._misfit(state_dict, prefix)
+        problem = None
+        if prefix + "fake_quant_enabled" in state_dict:  # the state of a module of torch.ao
+            old = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+            try:
+                state_dict = {prefix + key: value for key, value in self._from_torch_ao(old).items()}
+            except ValueError as error:
+                problem = str(error)
+        problem = problem or self._misfit(state_dict, prefix)
         if problem is not None:
             errors.append(f"{prefix[:-1] or self.where}: {problem}")
             return
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
         self._read_switches()
+
+    def _from_torch_ao(self, old: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The state of a module of torch.ao in the names and shapes of this one."""
+        raise ValueError(f"the state is of torch.ao, which has nothing like {type(self).__name__}.")
+
+    def _refuse_zero_point(self, zero_point: Tensor) -> None:
+        if self.spec.symmetric and bool(zero_point.any()):
+            raise ValueError(
+                f"the zero point is not 0 everywhere, but the spec is symmetric ({self.spec}).\n"
+                "torch's fused operator chooses such zero points for data of one sign: use "
+                "fakequant.nn.FusedFakeQuantize, or QuantSpec(symmetric=False)."
+            )
 
     def _misfit(self, state_dict: Any, prefix: str) -> str | None:
         """Why a state cannot be loaded, if it cannot."""
@@ -142,7 +211,7 @@ class Quantizer(nn.Module):
             numbers = saved.tolist()
             if numbers[0] != _FORMAT:
                 return f"the state is of format {numbers[0]}, this version reads format {_FORMAT}."
-            spec = _decode(numbers)
+            spec = QuantSpec.from_numbers(numbers[1:])
             if spec != self.spec:
                 return (
                     f"the state is of a quantizer with the spec ({spec}), this one has the spec ({self.spec}).\n"
@@ -162,25 +231,6 @@ class Quantizer(nn.Module):
 def _keep_dtype(fn: Any, tensor: Tensor) -> Tensor:
     moved = fn(tensor)
     return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
-
-
-def _encode(spec: QuantSpec) -> list[int]:
-    axis, group = (_ABSENT if v is None else v for v in (spec.axis, spec.group_size))
-    flags = (spec.signed, spec.symmetric, spec.narrow)
-    return [_FORMAT, spec.bits, *map(int, flags), axis, group, NUMERICS.index(spec.numerics)]
-
-
-def _decode(numbers: list[int]) -> QuantSpec:
-    _, bits, signed, symmetric, narrow, axis, group, numerics = numbers
-    return QuantSpec(
-        bits=bits,
-        signed=bool(signed),
-        symmetric=bool(symmetric),
-        narrow=bool(narrow),
-        axis=None if axis == _ABSENT else axis,
-        group_size=None if group == _ABSENT else group,
-        numerics=NUMERICS[numerics],
-    )
 
 
 def parameter_shape(spec: QuantSpec, shape: tuple[int | None, ...] | None) -> tuple[int, ...] | None:
@@ -255,6 +305,3 @@ def set_state(
         for name, on in zip(_SWITCHES, (observing, quantizing, frozen), strict=True):
             if on is not None:
                 setattr(module, name, on)
-
-
-GradientRule = Literal["clipped", "pass"]

@@ -1,13 +1,13 @@
 """Observers: what range do the values of a tensor have?
 
-    MinMax          everything ever seen
-    MovingAverage   an average over the recent tensors; activations in training
-    Memoryless      the tensor at hand; weights, and activations quantized dynamically
-    Percentile      without the outermost values
-    Histogram       with the least error over everything seen; activations in calibration
-    MSE             with the least error on the latest tensor; weights, once
-    Entropy         with the least loss of information over everything seen
-    Fixed           known beforehand
+MinMax          everything ever seen
+MovingAverage   an average over the recent tensors; activations in training
+Memoryless      the tensor at hand; weights, and activations quantized dynamically
+Percentile      without the outermost values
+Histogram       with the least error over everything seen; activations in calibration
+MSE             with the least error on the latest tensor; weights, once
+Entropy         with the least loss of information over everything seen
+Fixed           known beforehand
 """
 
 from fakequant.observers.base import Observer as Observer, State as State, from_dict as from_dict

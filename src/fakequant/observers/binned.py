@@ -44,7 +44,12 @@ class _Binned(Observer):
     bins: int = dataclasses.field(default=4096, kw_only=True)
 
     def __post_init__(self) -> None:
-        if isinstance(self.bins, bool) or not isinstance(self.bins, int) or self.bins < 4 or self.bins & (self.bins - 1):
+        if (
+            isinstance(self.bins, bool)
+            or not isinstance(self.bins, int)
+            or self.bins < 4
+            or self.bins & (self.bins - 1)
+        ):
             raise ValueError(f"`bins` must be a power of two and at least 4, got {self.bins!r}.")
 
     def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
@@ -100,7 +105,7 @@ class _Binned(Observer):
         limit = torch.finfo(torch.float32).max
         finite = x.isfinite()
         # A float64 may lie beyond float32, in which ranges are kept.
-        magnitude = x.abs().clamp(max=limit).to(torch.float32) * formula.spread(inverse.reshape(shape), x)
+        magnitude = x.abs().to(torch.float32).clamp(max=limit) * formula.spread(inverse.reshape(shape), x)
         distance = torch.where(finite, magnitude, 0).to(torch.int64)
         place = torch.where(x < 0, half - 1 - distance, half + distance) + formula.spread(first, x)
         counts = torch.zeros(exponent.numel() * self.bins, dtype=torch.int64, device=x.device)

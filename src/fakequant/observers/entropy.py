@@ -54,7 +54,7 @@ class Entropy(_Binned):
     def range(self, state: State, spec: QuantSpec) -> tuple[Tensor, Tensor]:
         """A search over the bins."""
         counts, centers, _ = self.binned(state)
-        grid = spec.to_json()
+        grid = spec.to_numbers()
         return search(
             lambda lo, hi: divergence_on_bins(counts, centers, lo, hi, grid),
             state["running_min"], state["running_max"], self.steps, each_end=False,
@@ -63,9 +63,9 @@ class Entropy(_Binned):
 
 # One operator, so that a compiler does not see the loop.
 @torch.library.custom_op("fakequant::divergence_on_bins", mutates_args=())
-def divergence_on_bins(counts: Tensor, centers: Tensor, lo: Tensor, hi: Tensor, spec: str) -> Tensor:
-    """The divergence of the quantized histogram for every candidate range; `spec` as JSON."""
-    grid = QuantSpec.from_json(spec)
+def divergence_on_bins(counts: Tensor, centers: Tensor, lo: Tensor, hi: Tensor, spec: list[int]) -> Tensor:
+    """The divergence of the quantized histogram for every candidate range; `spec` as numbers."""
+    grid = QuantSpec.from_numbers(spec)
     errors = torch.empty(lo.shape, dtype=torch.float64, device=lo.device)
     for number, (low, high) in enumerate(zip(lo, hi, strict=True)):
         errors[number] = _divergence(counts, centers, low, high, grid)

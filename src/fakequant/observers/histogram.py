@@ -50,7 +50,7 @@ class Histogram(_Binned):
     def range(self, state: State, spec: QuantSpec) -> tuple[Tensor, Tensor]:
         """A search over the bins."""
         counts, centers, _ = self.binned(state)
-        grid = spec.to_json()
+        grid = spec.to_numbers()
         return search(
             lambda lo, hi: errors_on_bins(counts, centers, lo, hi, grid, self.norm),
             state["running_min"], state["running_max"], self.steps, each_end=not spec.symmetric,
@@ -59,9 +59,9 @@ class Histogram(_Binned):
 
 # One operator, so that a compiler does not see the loop.
 @torch.library.custom_op("fakequant::errors_on_bins", mutates_args=())
-def errors_on_bins(counts: Tensor, centers: Tensor, lo: Tensor, hi: Tensor, spec: str, norm: float) -> Tensor:
-    """The error of quantizing the bins' centers within every candidate range; `spec` as JSON."""
-    grid = QuantSpec.from_json(spec)
+def errors_on_bins(counts: Tensor, centers: Tensor, lo: Tensor, hi: Tensor, spec: list[int], norm: float) -> Tensor:
+    """The error of quantizing the bins' centers within every candidate range; `spec` as numbers."""
+    grid = QuantSpec.from_numbers(spec)
     rows = dataclasses.replace(grid, axis=-1, group_size=WHOLE_AXIS)
     errors = torch.empty(lo.shape, dtype=torch.float64, device=lo.device)
     for error, low, high in zip(errors, lo, hi, strict=True):

@@ -54,7 +54,7 @@ class MSE(Observer):
         seen = min_max(x, spec)
         limit = torch.finfo(torch.float32).max
         lo, hi = ranks.range(*(end.float() for end in (seen.min, seen.max)))
-        grid = spec.to_json()
+        grid = spec.to_numbers()
         found = search(
             lambda low, high: ranks.total(errors_on_data(x, low, high, grid)),
             lo.clamp(min=-limit), hi.clamp(max=limit), self.steps, each_end=not spec.symmetric,
@@ -70,9 +70,9 @@ class MSE(Observer):
 
 # One operator, so that a compiler does not see the loop.
 @torch.library.custom_op("fakequant::errors_on_data", mutates_args=())
-def errors_on_data(x: Tensor, lo: Tensor, hi: Tensor, spec: str) -> Tensor:
-    """The squared error of quantizing `x` within every candidate range, per block; `spec` as JSON."""
-    grid = QuantSpec.from_json(spec)
+def errors_on_data(x: Tensor, lo: Tensor, hi: Tensor, spec: list[int]) -> Tensor:
+    """The squared error of quantizing `x` within every candidate range, per block; `spec` as numbers."""
+    grid = QuantSpec.from_numbers(spec)
     x = x.masked_fill(~x.isfinite(), 0)  # which has no error
     shape = block_shape(tuple(x.shape), grid)
     errors = torch.empty(lo.shape, dtype=torch.float64, device=lo.device)

@@ -89,7 +89,8 @@ def _implementations(run) -> dict[str, Callable]:
     def choose_qparams(lo, hi, qmin, qmax, symmetric, eps):
         return run.choose_qparams(lo, hi, qmin, qmax, symmetric, eps)
 
-    def observe_fake_quantize(x, running_min, running_max, qmin, qmax, numerics, symmetric, update, constant, eps, clipped):
+    def observe_fake_quantize(x, running_min, running_max, qmin, qmax, numerics, symmetric, *update_and_rest):
+        update, constant, eps, clipped = update_and_rest
         how = Observation(update, constant, eps, symmetric)
         grid = Grid(running_min, None, qmin, qmax, numerics)
         kind = native.MASK_PACKED if clipped else native.MASK_NONE

@@ -1,0 +1,71 @@
+"""Learned numbers that stay where they make sense, whatever an optimizer does to them."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fakequant.native import _native
+from fakequant.torch.plain import is_eager
+
+
+def within(value: Tensor, before: Tensor, low: float, high: float) -> Tensor:
+    """`value` clamped to [low, high]; what is not finite is what it was `before`.
+
+    >>> within(torch.tensor([-3.0, 0.5, torch.nan]), torch.tensor([1.0, 1.0, 0.25]), 0.125, 8.0)
+    tensor([0.1250, 0.5000, 0.2500])
+    """
+    return torch.where(value.isfinite(), value.clamp(low, high), before)
+
+
+class _Within(torch.autograd.Function):
+    """The same with the gradient passed through: a value that was sent too far can come back."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, before: Tensor, low: float, high: float) -> Tensor:
+        """`within`."""
+        return within(value, before, low, high)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient, unchanged."""
+        return gradient, None, None, None
+
+
+def keep_within(value: Tensor, before: Tensor, low: float, high: float) -> Tensor:
+    """A learned `value` as it may be used, differentiable; `before` becomes that.
+
+    In ordinary memory the value itself is corrected. This is no change that autograd counts: a value
+    needs correcting only after an optimizer has changed it, when nothing saved of it is used any more.
+    """
+    if not torch.compiler.is_compiling() and is_eager(value) and value.is_contiguous():
+        _native.keep_within(value.data_ptr(), before.data_ptr(), value.numel(), low, high)
+        return value
+    kept = _Within.apply(value, before, low, high)
+    before.copy_(kept.detach())
+    return kept
+
+
+class _Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        """`x`."""
+        ctx.save_for_backward(*parameters)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+        """Zeros for the parameters."""
+        return dy, *map(torch.zeros_like, ctx.saved_tensors)
+
+
+def keep_in_graph(x: Tensor, *parameters: Tensor | None) -> Tensor:
+    """`x`, as if it depended on parameters that are not in use at the moment.
+
+    DistributedDataParallel waits for a gradient of every parameter; these get zeros.
+    """
+    waiting = [p for p in parameters if p is not None and p.requires_grad]
+    if waiting and torch.is_grad_enabled() and dist.is_available() and dist.is_initialized():
+        return _Kept.apply(x, *waiting)
+    return x

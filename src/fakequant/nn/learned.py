@@ -1,0 +1,315 @@
+"""`LearnedFakeQuantize`: a quantizer whose scale, and zero point, are parameters of the model."""
+
+from math import sqrt
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.nn.bounded import keep_in_graph, keep_within, within
+from fakequant.nn.quantizer import Quantizer, parameter_shape
+from fakequant.observers.base import Observer, State
+from fakequant.observers.min_max import MinMax
+from fakequant.qparams import EPS, QParams, check_eps
+from fakequant.spec import QuantSpec
+from fakequant.torch import formula, functional
+from fakequant.torch.ranks import Ranks
+from fakequant.torch.tensors import block_shape, check_data
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+class LearnedFakeQuantize(Quantizer):
+    """Fake quantization with a learned step size (LSQ), and with a learned zero point (LSQ+).
+
+        y = fake_quantize(x, scale, zero_point, spec)
+
+        inside     dx = dy    dscale = dy * ((q - zero_point) - x / scale)    dzero_point = 0
+        outside    dx = 0     dscale = dy * (bound - zero_point)              dzero_point = -dy * scale
+
+    the last two summed over what shares a scale and multiplied by `grad_factor`, which is
+    `1 / sqrt(x.numel() * qmax)` unless given.
+
+    The optimizer moves `step_size` and `offset`; `scale` and `zero_point` are what they stand for: a
+    scale that is never smaller than `eps`, never infinite or NaN, and an integer zero point within the
+    range. A step size that an optimizer made useless is corrected; one that it made NaN is what it was
+    before. A symmetric grid has no offset; `learn_zero_point=False` keeps that of an affine one fixed.
+
+    There is no scale until `initialize(x)` was called, or data was passed through while `observing`;
+    then it is by LSQ's rule `2 * mean(|x|) / sqrt(qmax)`, or from the range of an observer (`init`).
+    Quantizing before is an error. Initialize before the optimizer is built, so that it finds the
+    parameters as they will be; `param_groups(model)` gives them a group of their own.
+
+    >>> from fakequant import QuantSpec
+    >>> fq = LearnedFakeQuantize(QuantSpec(bits=4)).initialize(torch.tensor([-1.0, 0.5, 3.0]))
+    >>> fq.scale
+    tensor(1.1339)
+    >>> fq(torch.tensor([0.5, 9.0])).sum().backward()
+    >>> fq.step_size.grad
+    tensor([1.7530])
+    """
+
+    step_size: nn.Parameter
+    # A parameter if it is learned, a buffer if it is fixed; None: the zero point is 0.
+    offset: Tensor | None
+    last_scale: Tensor
+    last_offset: Tensor
+    seen_total: Tensor
+    seen_number: Tensor
+
+    def __init__(
+        self,
+        spec: QuantSpec,
+        *,
+        shape: tuple[int | None, ...] | None = None,
+        init: Literal["lsq"] | Observer | None = None,
+        learn_zero_point: bool | None = None,
+        grad_factor: float | None = None,
+        eps: float = EPS,
+        sync: bool = True,
+        process_group: Any = None,
+        path: str | None = None,
+        device: Any = None,
+    ) -> None:
+        super().__init__(spec, observing=False, sync=sync, process_group=process_group, path=path, device=device)
+        if learn_zero_point is None:
+            learn_zero_point = not spec.symmetric
+        if learn_zero_point and spec.symmetric:
+            raise ValueError(
+                "A symmetric grid has its zero point at 0: there is none to learn.\n"
+                "Use QuantSpec(symmetric=False) to learn one."
+            )
+        if init is None:
+            init = MinMax() if learn_zero_point else "lsq"
+        if init != "lsq" and not isinstance(init, Observer):
+            raise ValueError(f'`init` must be "lsq" or an observer, such as MinMax(), got {init!r}.')
+        check_eps(eps)
+        blocks = parameter_shape(spec, shape)
+        if blocks is None:
+            raise ValueError(
+                "Scales per token are found for every tensor anew; they cannot be learned.\nUse FakeQuantize."
+            )
+        self.init = init
+        self.learn_zero_point = learn_zero_point
+        self.grad_factor = grad_factor
+        self.eps = float(eps)
+        self._blocks = blocks
+        self._stale = False  # data was observed by an observer that has not been asked yet
+        # One axis at least: what shards parameters over devices does not take scalars.
+        self._shape = blocks or (1,)
+        unknown = torch.full(self._shape, torch.nan, dtype=torch.float32, device=device)
+        self.step_size = nn.Parameter(unknown)
+        self.register_buffer("last_scale", unknown.clone(), persistent=False)
+        if spec.symmetric:
+            self.register_buffer("offset", None)
+        else:
+            zero = torch.zeros_like(unknown)
+            if learn_zero_point:
+                self.offset = nn.Parameter(zero)
+            else:
+                self.register_buffer("offset", zero)
+            self.register_buffer("last_offset", zero.clone(), persistent=False)
+        self._names: tuple[str, ...] = ()
+        for name, value in self._new_statistics(device).items():
+            self._names = (*self._names, name)
+            self.register_buffer(f"seen_{name}", value, persistent=False)
+
+    # --- scale and zero point ---------------------------------------------------------------------
+
+    @property
+    def scale(self) -> Tensor:
+        """The scale in use: float32, positive and finite; NaN before it is initialized."""
+        if self._frozen:
+            return self.last_scale.reshape(self._blocks).clone()
+        value = _whole(self.step_size.detach())
+        return within(value, self.last_scale, self.eps, self._largest).reshape(self._blocks)
+
+    @property
+    def zero_point(self) -> Tensor:
+        """The zero point in use: int32, within the range of codes."""
+        if self.offset is None:
+            return torch.zeros(self._blocks, dtype=torch.int32, device=self.last_scale.device)
+        value = self.last_offset if self._frozen else _whole(self.offset.detach())
+        value = within(value, self.last_offset, *self._offsets)
+        return functional.round_zero_point(value, self.spec).reshape(self._blocks)
+
+    def qparams(self) -> QParams:
+        """Scale (float32) and zero point (int32).
+
+        >>> fq = LearnedFakeQuantize(QuantSpec(bits=2)).initialize(torch.tensor([-1.0, 3.0]))
+        >>> fq.qparams()
+        QParams(scale=tensor(4.), zero_point=tensor(0, dtype=torch.int32))
+        """
+        self.settle()
+        self._require_scale()
+        return QParams(self.scale, self.zero_point)
+
+    @property
+    def _offsets(self) -> tuple[float, float]:
+        """Where an offset may be. torch lets its own wander, and clamps where it is used."""
+        return (-_LARGEST, _LARGEST) if self.spec.numerics == "torch" else (self.spec.qmin, self.spec.qmax)
+
+    @property
+    def _largest(self) -> float:
+        return _LARGEST / self.spec.levels  # so that a value on the grid is finite
+
+    def _require_scale(self) -> None:
+        if not self.last_scale.is_meta and bool(self.scale.isnan().any()):
+            raise RuntimeError(
+                f"{self.where} has no scale yet.\n"
+                "Call `initialize(x)`, or pass data while `observing` is True, before the optimizer is built."
+            )
+
+    # --- forward ----------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` quantized; while observing, `x` as it is."""
+        if self._observing and not self._frozen:
+            self._observe(x)
+            return keep_in_graph(x, self.step_size, self.offset)
+        if not self._quantizing:
+            return keep_in_graph(x, self.step_size, self.offset)
+        if self._stale:
+            self.refresh()
+        if torch.compiler.is_compiling():
+            return self._quantize(x)
+        try:
+            return self._quantize(x)
+        except (ValueError, TypeError, RuntimeError) as error:
+            self._require_scale()
+            self._refuse(error)
+
+    def _quantize(self, x: Tensor) -> Tensor:
+        if self._frozen:
+            x = keep_in_graph(x, self.step_size, self.offset)
+            return functional.fake_quantize(x, self.scale, self.zero_point, self.spec)
+        scale = keep_within(self.step_size, self.last_scale, self.eps, self._largest)
+        zero_point: Any = 0
+        if self.offset is not None:
+            zero_point = keep_within(self.offset, self.last_offset, *self._offsets)
+        return functional.fake_quantize_learned(x, scale, zero_point, self.spec, grad_factor=self._grad_factor(x))
+
+    def _grad_factor(self, x: Tensor) -> float:
+        if self.grad_factor is not None:
+            return self.grad_factor
+        return 1 / sqrt(max(x.numel(), 1) * self.spec.qmax)
+
+    # --- initialization ---------------------------------------------------------------------------
+
+    def initialize(self, x: Tensor) -> "LearnedFakeQuantize":
+        """Sets scale and zero point from `x` alone.
+
+        >>> LearnedFakeQuantize(QuantSpec(bits=2)).initialize(torch.tensor([-1.0, 3.0])).scale
+        tensor(4.)
+        """
+        for name, value in self._new_statistics(self.last_scale.device).items():
+            getattr(self, f"seen_{name}").copy_(value)
+        self._observe(x)
+        self.settle()
+        self._require_scale()
+        return self
+
+    def _new_statistics(self, device: Any) -> State:
+        if isinstance(self.init, Observer):
+            return self.init.init(self._blocks, device)
+        return {
+            "total": torch.zeros(self._blocks, dtype=torch.float64, device=device),
+            "number": torch.zeros(self._blocks, dtype=torch.int64, device=device),
+        }
+
+    def _statistics(self) -> State:
+        return {name: getattr(self, f"seen_{name}") for name in self._names}
+
+    @torch.no_grad()
+    def _observe(self, x: Tensor) -> None:
+        check_data(x)
+        if x.numel() == 0:
+            return
+        x = x.detach()
+        if isinstance(self.init, Observer):
+            self._count(self.init.update(self._statistics(), x, self.spec, self.ranks()))
+        else:
+            self._count(self._add_magnitudes(x, self.ranks()))
+        self._stale = True
+
+    def _add_magnitudes(self, x: Tensor, ranks: Ranks) -> Tensor:
+        """The sum of the magnitudes of the finite values per block, and their number."""
+        finite = x.isfinite()
+        like = self.seen_total.reshape(block_shape(tuple(x.shape), self.spec))
+        magnitudes = torch.where(finite, x, 0).abs().double()
+        self.seen_total += ranks.total(formula.block_sums(magnitudes, like).reshape(self._blocks))
+        number = formula.block_sums(finite.double(), like).reshape(self._blocks)
+        self.seen_number += ranks.total(number.long())
+        return (~finite).sum()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Scale and zero point from what was observed."""
+        seen = self._statistics()
+        if isinstance(self.init, Observer):
+            lo, hi = self.init.range(seen, self.spec)
+            known = lo <= hi
+            scale, zero_point = functional.choose_qparams(
+                torch.where(known, lo, 0), torch.where(known, hi, 0), self.spec, eps=self.eps
+            )
+        else:
+            known = seen["number"] > 0
+            mean = seen["total"] / seen["number"].clamp(min=1)
+            scale = (2 * mean / sqrt(self.spec.qmax)).clamp(self.eps, self._largest).float()
+            zero_point = torch.zeros_like(scale).clamp(self.spec.qmin, self.spec.qmax)
+        self._set(self.step_size, torch.where(known, scale, torch.nan))
+        self.last_scale.copy_(self.step_size)
+        if self.offset is not None:
+            self._set(self.offset, zero_point.float())
+            self.last_offset.copy_(self.offset)
+        self._stale = False
+
+    def _set(self, parameter: Tensor, value: Tensor) -> None:
+        parameter.copy_(value.reshape(self._shape))
+
+    # --- state ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Initializes if data was observed, and undoes what an optimizer did to a frozen scale."""
+        if self._stale:
+            self.refresh()
+        if self._frozen:
+            self.step_size.copy_(self.last_scale)
+            if self.offset is not None:
+                self.offset.copy_(self.last_offset)
+        else:
+            self._remember()
+        super().settle()
+
+    def _remember(self) -> None:
+        self.last_scale.copy_(self.scale.reshape(self._shape))
+        if self.offset is not None:
+            kept = within(_whole(self.offset.detach()), self.last_offset, *self._offsets)
+            self.last_offset.copy_(kept)
+
+    def _from_torch_ao(self, old: dict[str, Tensor]) -> dict[str, Tensor]:
+        if "learning_enabled" not in old:
+            raise ValueError("the state is of a torch.ao module that does not learn its scale.\nUse FakeQuantize.")
+        self._refuse_zero_point(old["zero_point"])
+        switches = [False, bool(old["fake_quant_enabled"]), not bool(old["learning_enabled"])]
+        new = {"grid": self.grid, "switches": torch.tensor(switches, dtype=torch.uint8), "step_size": old["scale"]}
+        return new if self.offset is None else {**new, "offset": old["zero_point"].to(torch.float32)}
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._stale = False
+        with torch.no_grad():
+            self.last_scale.copy_(_whole(self.step_size.detach()))
+            if self.offset is not None:
+                self.last_offset.copy_(_whole(self.offset.detach()))
+
+    def extra_repr(self) -> str:
+        """The spec, what is switched on, and what is learned."""
+        learned = "scale and zero point" if self.learn_zero_point else "scale"
+        return f"{super().extra_repr()}; learns {learned}"
+
+
+def _whole(value: Tensor) -> Tensor:
+    """A parameter, also one of which this process holds a part."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value

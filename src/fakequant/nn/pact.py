@@ -1,0 +1,94 @@
+"""`PACT`: activations clipped at a learned value."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.nn.bounded import keep_in_graph, keep_within, within
+from fakequant.nn.quantizer import Quantizer
+from fakequant.qparams import EPS, QParams
+from fakequant.spec import QuantSpec
+from fakequant.torch import functional
+from fakequant.torch.tensors import check_data
+
+
+class PACT(Quantizer):
+    """Activations clipped at a learned `alpha` and quantized to the codes 0 to 2^bits - 1, in place of a ReLU.
+
+        y = fake_quantize(clamp(x, 0, alpha), scale = alpha / qmax, zero_point = 0)
+
+        dx = dy where 0 <= x <= alpha, else 0        dalpha = sum of dy where x > alpha
+
+    `alpha` starts at a value and needs no data. It stays at least `eps`, and finite, whatever the
+    learning rate. It is meant to be decayed like a weight: `param_groups` leaves it among them.
+
+    >>> fq = PACT(2, alpha=3.0)
+    >>> fq(torch.tensor([-1.0, 1.2, 9.0]))
+    tensor([0., 1., 3.], grad_fn=<FakeQuantizePassThroughBackward>)
+    """
+
+    alpha: nn.Parameter
+    last_alpha: Tensor
+
+    def __init__(
+        self, bits: int = 8, alpha: float = 10.0, *, eps: float = EPS, path: str | None = None, device: Any = None
+    ) -> None:
+        spec = QuantSpec(bits=bits, signed=False, symmetric=False)
+        super().__init__(spec, observing=False, sync=False, process_group=None, path=path, device=device)
+        self.eps = float(eps)
+        self._largest = torch.finfo(torch.float32).max / 2
+        if not self.eps <= alpha <= self._largest:
+            raise ValueError(f"`alpha` must be finite and at least `eps`, {eps}, got {alpha}.")
+        self.alpha = nn.Parameter(torch.full((1,), float(alpha), dtype=torch.float32, device=device))
+        self.register_buffer("last_alpha", self.alpha.detach().clone(), persistent=False)
+
+    @property
+    def scale(self) -> Tensor:
+        """alpha / qmax."""
+        return (self._current() / self.spec.qmax).reshape(())
+
+    @property
+    def zero_point(self) -> Tensor:
+        """0."""
+        return torch.zeros((), dtype=torch.int32, device=self.last_alpha.device)
+
+    def qparams(self) -> QParams:
+        """Scale (float32) and zero point (int32).
+
+        >>> PACT(8, alpha=2.55).qparams()
+        QParams(scale=tensor(0.0100), zero_point=tensor(0, dtype=torch.int32))
+        """
+        return QParams(self.scale, self.zero_point)
+
+    def _current(self) -> Tensor:
+        if self._frozen:
+            return self.last_alpha
+        return within(self.alpha.detach(), self.last_alpha, self.eps, self._largest)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` clipped and quantized; not quantizing, only what a ReLU does."""
+        check_data(x)
+        if not self._quantizing:
+            return keep_in_graph(x.clamp(min=0), self.alpha)
+        if self._frozen:
+            x, alpha = keep_in_graph(x, self.alpha), self.last_alpha
+        else:
+            alpha = keep_within(self.alpha, self.last_alpha, self.eps, self._largest)
+        clipped = torch.clamp(x, torch.zeros((), dtype=x.dtype, device=x.device), alpha.to(x.dtype))
+        scale = alpha.detach() / self.spec.qmax
+        return functional.fake_quantize(clipped, scale, 0, self.spec, gradient="pass")
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Undoes what an optimizer did to a frozen alpha."""
+        if self._frozen:
+            self.alpha.copy_(self.last_alpha)
+        else:
+            self.last_alpha.copy_(self._current())
+        super().settle()
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        with torch.no_grad():
+            self.last_alpha.copy_(self.alpha)
