@@ -1,9 +1,10 @@
 """The exported names, and that each is documented with an example that runs."""
 
+import importlib
 import inspect
 import types
 
-import fakequant
+import pytest
 
 PUBLIC = [
     "FakeQuantConfig",
@@ -41,18 +42,60 @@ PUBLIC = [
     "round_zero_point",
     "set_num_threads",
 ]
+NN = [
+    "FakeQuantize",
+    "FusedFakeQuantize",
+    "LearnedFakeQuantize",
+    "PACT",
+    "Quantizer",
+    "from_torch_ao",
+    "name_quantizers",
+    "param_groups",
+    "quantizers",
+    "set_state",
+]
+OBSERVERS = [
+    "Entropy",
+    "Fixed",
+    "Histogram",
+    "MSE",
+    "Memoryless",
+    "MinMax",
+    "MovingAverage",
+    "Observer",
+    "Percentile",
+    "State",
+    "from_dict",
+]
+PRESETS = ["int16", "int2", "int4", "int8", "int8_per_token", "uint4", "uint8"]
 
 
-def test_exported_names():
-    exported = {
-        name
-        for name, value in vars(fakequant).items()
+PLACES = {"fakequant": PUBLIC, "fakequant.nn": NN, "fakequant.observers": OBSERVERS, "fakequant.presets": PRESETS}
+# What functions return, bases to derive from, and a name for a type; their examples are elsewhere.
+WITHOUT_EXAMPLE = {"Info", "QParams", "Range", "Quantizer", "Observer", "State"}
+by_place = pytest.mark.parametrize("place", PLACES)
+
+
+def names(place):
+    module = importlib.import_module(place)
+    return {
+        name: value
+        for name, value in vars(module).items()
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     }
-    assert exported == set(PUBLIC)
 
 
-def test_every_public_function_has_a_docstring_with_an_example():
-    records = {"Info", "QParams", "Range"}  # what functions return; their examples are there
-    lacking = [n for n in PUBLIC if n not in records and ">>>" not in (inspect.getdoc(getattr(fakequant, n)) or "")]
+@by_place
+def test_exported_names(place):
+    imported = {"QuantSpec", "WHOLE_AXIS"} if place == "fakequant.presets" else set()
+    assert names(place).keys() - imported == set(PLACES[place])
+
+
+@by_place
+def test_everything_public_has_a_docstring_with_an_example(place):
+    lacking = [
+        name
+        for name, value in names(place).items()
+        if name in PLACES[place] and name not in WITHOUT_EXAMPLE and ">>>" not in (inspect.getdoc(value) or "")
+    ]
     assert lacking == []

@@ -1,7 +1,10 @@
 """Fake quantization: bit-exact, at memory speed, on NumPy arrays and torch tensors."""
 
+from importlib import import_module as _import_module
 from importlib.metadata import version as _version
+from typing import Any as _Any
 
+from fakequant import presets as presets
 from fakequant.acceleration import accelerate as accelerate, decelerate as decelerate
 from fakequant.aten.fused import (
     fused_moving_avg_obs_fake_quant as fused_moving_avg_obs_fake_quant,
@@ -46,3 +49,10 @@ from fakequant.quantizer import FakeQuantConfig as FakeQuantConfig, FakeQuantize
 from fakequant.spec import QuantSpec as QuantSpec
 
 __version__ = _version("fakequant")
+
+
+def __getattr__(name: str) -> _Any:
+    # These need torch, which is imported when they are first used.
+    if name in ("nn", "observers"):
+        return _import_module(f"fakequant.{name}")
+    raise AttributeError(f"module 'fakequant' has no attribute {name!r}")

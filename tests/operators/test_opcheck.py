@@ -6,15 +6,22 @@ dynamic shapes against what the operator does on real tensors.
 
 import pytest
 
+from fakequant import QuantSpec
+
 torch = pytest.importorskip("torch")
 library = pytest.importorskip("fakequant.torch.library")
+observers = pytest.importorskip("fakequant.observers")
 
 ops = torch.ops.fakequant
 INT4 = (-8, 7)
 ONNX = (*INT4, "onnx")
 TENSOR = (*INT4, "torch_tensor")
 CHANNEL = (*INT4, "torch_channel")
-NAMES = {schema.split("(")[0] for schema in library.SCHEMAS}
+# The searches of observers, which are operators so that compilers need not look into them.
+SEARCHES = {"errors_on_bins", "errors_on_data", "divergence_on_bins"}
+NAMES = {schema.split("(")[0] for schema in library.SCHEMAS} | SEARCHES
+GRID = QuantSpec(bits=4, symmetric=False).to_numbers()
+ROWS = QuantSpec(bits=4, axis=0).to_numbers()
 
 
 def floats(*shape, dtype=torch.float32, grad=True):
@@ -50,6 +57,18 @@ def with_gaps():
 
 def expanded():
     return leaf(floats(1, 6, 8).expand(4, 6, 8))
+
+
+def candidates(*blocks):
+    """Three ranges per block."""
+    hi = scales(3, *blocks)
+    return -hi, hi
+
+
+def bins(*blocks):
+    """Counts, and the middles of the bins."""
+    counts = torch.arange(torch.Size(blocks).numel() * 8).reshape(*blocks, 8)
+    return counts, (torch.arange(8) - 3.5).expand(*blocks, 8).contiguous()
 
 
 def packed_mask(x):
@@ -162,6 +181,18 @@ CASES = {
     "choose_qparams": {
         "one": (torch.tensor(-0.1), torch.tensor(0.4), 0, 255, False, 1e-7),
         "symmetric": (-scales(4, 3), scales(3, 4).t(), *INT4, True, 1e-7),
+    },
+    "errors_on_bins": {
+        "one": (*bins(), *candidates(), GRID, 2.0),
+        "rows": (*bins(5), *candidates(5), ROWS, 1.5),
+    },
+    "divergence_on_bins": {
+        "one": (*bins(), *candidates(), GRID),
+        "rows": (*bins(5), *candidates(5), ROWS),
+    },
+    "errors_on_data": {
+        "one": (floats(4, 6, grad=False), *candidates(), GRID),
+        "rows": (floats(5, 6, grad=False, dtype=torch.bfloat16), *candidates(5), ROWS),
     },
     "observe_fake_quantize": {
         "clipped": (X, *running(1), *ONNX, True, "average", 0.01, 1e-7, True),

@@ -12,12 +12,12 @@ from fakequant.observers.base import Observer, State
 from fakequant.observers.memoryless import Memoryless
 from fakequant.observers.moving_average import MovingAverage
 from fakequant.qparams import EPS, QParams, check_eps
-from fakequant.spec import QuantSpec
+from fakequant.spec import WHOLE_AXIS, QuantSpec
 from fakequant.torch import functional, gradients, nodes
 from fakequant.torch.dispatched import ops
 from fakequant.torch.kernels import NUMERICS, Observed
 from fakequant.torch.plain import is_eager
-from fakequant.torch.ranks import Ranks
+from fakequant.torch.ranks import ALONE, Ranks
 from fakequant.torch.tensors import block_shape, check_data, check_device, kernel_numerics
 
 
@@ -126,24 +126,30 @@ class FakeQuantize(Quantizer):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` quantized and observed, as the switches say."""
-        looks = self._observing and not self._frozen and (self.training or self.observer.dynamic)
-        if self._blocks is None:
-            looks = True  # there is no other way
-        if not looks or not self.observer.needs_data:
+        if not self._looks():
             return self._quantize(x) if self._quantizing else x
         check_data(x)
-        if x.numel() == 0:
+        # In evaluation a rank may be alone: nobody would answer it.
+        ranks = self.ranks() if self.training else ALONE
+        if x.numel() == 0 and not ranks.several:
             return x
         if not self._quantizing:
-            self._observe(x)
+            self._observe(x, ranks)
             return x
-        if self._blocks is None:
-            return self._quantize_by_token(x)
-        ranks = self.ranks()
+        if self._blocks is None or not self.training:
+            return self._quantize_alone(x)
         if ranks.several or self.observer.follows is None:
             self._observe(x, ranks)
             return self._quantize(x)
         return self._observe_and_quantize(x)
+
+    def _looks(self) -> bool:
+        """Whether the tensor at hand counts for its scale."""
+        if self._blocks is None:
+            return True  # there is no other way
+        if not self._observing or self._frozen or not self.observer.needs_data:
+            return False
+        return self.training or self.observer.dynamic
 
     def _quantize(self, x: Tensor) -> Tensor:
         """With scale and zero point as they are."""
@@ -162,56 +168,59 @@ class FakeQuantize(Quantizer):
 
     def _observe_and_quantize(self, x: Tensor) -> Tensor:
         """In one pass, where the kernel can follow the range."""
+        self._stale = False
+        return self._fused(x, self.running_min, self.running_max, self.scale, self.zero_point)
+
+    def _quantize_alone(self, x: Tensor) -> Tensor:
+        """With a range of this tensor's own, in memory of its own: several threads may evaluate one model."""
+        blocks = blocks_of(tuple(x.shape), self.spec).parameters
+        lo = torch.full(blocks, torch.inf, dtype=torch.float32, device=x.device)
+        scale, zero_point = torch.empty_like(lo), torch.empty_like(lo, dtype=torch.int32)
+        hi = -lo
+        y = self._fused(x, lo, hi, scale, zero_point)
+        if self._blocks is not None:
+            buffers = (self.running_min, self.running_max, self.scale, self.zero_point)
+            for buffer, value in zip(buffers, (lo, hi, scale, zero_point), strict=True):
+                buffer.copy_(value)
+        return y
+
+    def _fused(self, x: Tensor, running_min: Tensor, running_max: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+        """Changes the four by what is in `x`, and quantizes it."""
         if nodes.compiled is not None and not torch.compiler.is_compiling():
-            axis = self.spec.axis
+            axis, group = self.spec.axis, self.spec.group_size
             found = nodes.compiled.observe(
-                x, self.running_min, self.running_max, self.scale, self.zero_point, *self._kernel_options,
-                axis + x.dim() if axis is not None and axis < 0 else axis, self.spec.group_size,
+                x, running_min, running_max, scale, zero_point, *self._kernel_options,
+                axis + x.dim() if axis is not None and axis < 0 else axis,
+                x.shape[axis] if group == WHOLE_AXIS and axis is not None else group,
                 self.gradient == "clipped",
             )  # fmt: skip
             if found is not None:
-                self._stale = False
                 if found[1]:
                     self._count(torch.tensor(found[1]))
                 return found[0]
-        running = self._as_blocks(x, self.running_min), self._as_blocks(x, self.running_max)
-        result = self._fused(x, *running)
-        if self._blocks:
-            self.scale.copy_(result.scale.reshape(self._blocks))
-            if not self.spec.symmetric:
-                self.zero_point.copy_(result.zero_point.reshape(self._blocks))
-        else:
-            self.scale.copy_(result.scale)
-            if not self.spec.symmetric:
-                self.zero_point.copy_(result.zero_point)
-        self._stale = False
+        result = self._observe_operator(x, self._as_blocks(x, running_min), self._as_blocks(x, running_max))
+        self._count(result.nonfinite)
+        scale.copy_(result.scale.reshape(scale.shape))
+        zero_point.copy_(result.zero_point.reshape(zero_point.shape))
         return result.y
 
-    def _quantize_by_token(self, x: Tensor) -> Tensor:
-        """With scales of this tensor's own."""
-        nothing = x.new_full(block_shape(tuple(x.shape), self.spec), torch.inf, dtype=torch.float32)
-        return self._fused(x, nothing, -nothing).y
-
-    def _fused(self, x: Tensor, running_min: Tensor, running_max: Tensor) -> Any:
+    def _observe_operator(self, x: Tensor, running_min: Tensor, running_max: Tensor) -> Observed:
         clipped = self.gradient == "clipped" and gradients.is_differentiating(x)
         if torch.compiler.is_compiling() or not is_eager(x):
-            result = Observed(*ops.observe_fake_quantize(x, running_min, running_max, *self._options, clipped))
-        else:
-            check_device(x, "running_min", running_min)
-            try:
-                result = gradients.observe(x, running_min, running_max, (*self._options, clipped))
-            except ValueError as error:
-                self._refuse(error)
-        self._count(result.nonfinite)
-        return result
+            return Observed(*ops.observe_fake_quantize(x, running_min, running_max, *self._options, clipped))
+        check_device(x, "running_min", running_min)
+        try:
+            return gradients.observe(x, running_min, running_max, (*self._options, clipped))
+        except ValueError as error:
+            self._refuse(error)
 
     def _as_blocks(self, x: Tensor, value: Tensor) -> Tensor:
         """Values per block in a shape that broadcasts by blocks of `x`."""
-        if not self._blocks:
+        if self._blocks == ():
             return value
         shape = tuple(x.shape)
         blocks = blocks_of(shape, self.spec).parameters
-        if blocks != self._blocks:
+        if self._blocks is not None and blocks != self._blocks:
             raise ValueError(
                 f"{self.where} has scales of shape {self._blocks} ({self.spec}), but a tensor of shape {shape} "
                 f"needs scales of shape {blocks}."
@@ -221,13 +230,12 @@ class FakeQuantize(Quantizer):
     # --- observing --------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _observe(self, x: Tensor, ranks: Ranks | None = None) -> None:
+    def _observe(self, x: Tensor, ranks: Ranks) -> None:
         """Only that; scale and zero point follow at once, or when needed if they have to be searched for."""
         if self._blocks is None:
             return
-        if self._blocks:
-            self._as_blocks(x, self.scale)
-        self._count(self.observer.update(self._state(), x.detach(), self.spec, ranks or self.ranks()))
+        self._as_blocks(x, self.scale)  # or says what is wrong with its shape
+        self._count(self.observer.update(self._state(), x.detach(), self.spec, ranks))
         if self.observer.searches:
             self._stale = True
         else:

@@ -103,9 +103,8 @@ class Quantizer(nn.Module):
 
     def train(self, mode: bool = True) -> "Quantizer":
         """Training mode, or evaluation mode, in which nothing is observed."""
-        if mode != self.training:
-            self._read_switches()
-            self.settle()
+        self._read_switches()
+        self.settle()
         super().train(mode)
         return self
 

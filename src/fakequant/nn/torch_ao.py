@@ -21,6 +21,7 @@ from fakequant.observers.min_max import MinMax
 from fakequant.observers.moving_average import MovingAverage
 from fakequant.spec import QuantSpec
 from fakequant.torch import aten
+from fakequant.torch.ranks import Ranks
 
 
 class FusedFakeQuantize(FakeQuantize):
@@ -54,8 +55,7 @@ class FusedFakeQuantize(FakeQuantize):
     def _observe_and_quantize(self, x: Tensor) -> Tensor:
         return self._run(x, observe=True)
 
-    def _observe(self, x: Tensor, ranks: Any = None) -> None:
-        ranks = ranks or self.ranks()
+    def _observe(self, x: Tensor, ranks: Ranks) -> None:
         if ranks.several:
             super()._observe(x, ranks)
         else:
@@ -88,6 +88,16 @@ def from_torch_ao(module: Any) -> Quantizer:
 
     Takes `FakeQuantize` with a min-max or moving-average observer, `FusedMovingAvgObsFakeQuantize` and
     `_LearnableFakeQuantize`. One difference is meant: in evaluation mode ours does not observe.
+
+    >>> import warnings
+    >>> warnings.simplefilter("ignore")  # torch.ao says that it is deprecated
+    >>> from torch.ao import quantization as ao
+    >>> theirs = ao.FakeQuantize(ao.MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
+    >>> x = torch.randn(100)
+    >>> y = theirs(x)
+    >>> ours = from_torch_ao(theirs)
+    >>> torch.equal(ours(x), theirs(x)), ours
+    (True, FakeQuantize(uint8, per tensor, torch numerics; observing, quantizing; MovingAverage(constant=0.01)))
     """
     observer = getattr(module, "activation_post_process", None)
     if observer is None or not hasattr(module, "fake_quant_enabled"):
