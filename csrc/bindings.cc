@@ -254,6 +254,13 @@ void py_min_max(In& x, int dtype, const ShapeTuple& shape, Out& lo, Out& hi, Out
   without_gil(x, s.size(), [&] { min_max(a); });
 }
 
+void py_histogram(In& x, const ShapeTuple& shape, In& inverse_width, int64_t half, Out& counts) {
+  const Shape s = to_shape(shape);
+  const HistogramArgs a{s, half, x.get<const float>(s.size()), inverse_width.get<const float>(s.parameters()),
+                        counts.get<int64_t>(s.parameters() * 2 * half)};
+  without_gil(x, s.size(), [&] { histogram(a); });
+}
+
 std::tuple<int64_t, int64_t, int64_t, int64_t> py_observe_fake_quantize(
     In& x, Out& y, Out& mask, int mask_kind, int dtype, const ShapeTuple& shape, int numerics, int64_t qmin,
     int64_t qmax, int rule, int update, bool observe, bool quantize, bool symmetric, double averaging_constant, double eps,
@@ -365,6 +372,7 @@ NB_MODULE(_native, m) {
   m.def("dequantize", &py_dequantize, "q"_a, "y"_a, "dtype"_a, "code"_a, "shape"_a, "scale"_a, "scale_is_f64"_a,
         "zero_point"_a.none(), "zero_kind"_a, "qmin"_a, "qmax"_a);
   m.def("min_max", &py_min_max, "x"_a, "dtype"_a, "shape"_a, "lo"_a, "hi"_a, "counts"_a);
+  m.def("histogram", &py_histogram, "x"_a, "shape"_a, "inverse_width"_a, "half"_a, "counts"_a);
   m.def("observe_fake_quantize", &py_observe_fake_quantize, "x"_a, "y"_a, "mask"_a.none(), "mask_kind"_a, "dtype"_a,
         "shape"_a, "numerics"_a, "qmin"_a, "qmax"_a, "rule"_a, "update"_a, "observe"_a, "quantize"_a, "symmetric"_a,
         "averaging_constant"_a, "eps"_a, "running_min"_a, "running_max"_a, "scale"_a, "zero_point"_a);

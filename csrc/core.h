@@ -21,6 +21,18 @@ void min_max(const MinMaxArgs&);
 // The grid's scale and zero point are taken from ObserveArgs.
 ObserveResult observe_fake_quantize(const ObserveArgs&, FakeQuantizeArgs);
 
+// --- histograms (histogram.cc) -------------------------------------------------------------------
+
+struct HistogramArgs {
+  Shape shape;
+  int64_t half;  // bins for each sign
+  const float* x;
+  const float* inverse_width;  // one per parameter
+  int64_t* counts;             // 2 * half per parameter, from the lowest bin to the highest; added to
+};
+
+void histogram(const HistogramArgs&);
+
 // --- instruction sets (dispatch.cc) --------------------------------------------------------------
 
 const KernelTable& kernels();

@@ -185,13 +185,13 @@ struct ObserveArgs {
   RangeRule rule;
   RangeUpdate update;
   bool observe;   // update the running range from x
-  bool quantize;  // choose parameters from the running range and fake-quantize; else y = x
+  bool quantize;  // choose parameters from the running range and fake-quantize; else y = x, if there is a y
   bool symmetric;
   float averaging_constant;
   float eps;
   float* running_min;  // one per parameter; +inf / -inf: nothing seen yet
   float* running_max;
-  float* scale;  // written if `quantize`
+  float* scale;  // written if `quantize`, or if there is no y: then NaN where there is no range
   int32_t* zero_point;
 };
 

@@ -32,11 +32,17 @@ struct RunningRange {
   std::vector<float> lo, hi;
 };
 
+// The same number wherever it is finite. The way from one end of float32 to the other is not.
+float finite_average(float running, float value, float c) {
+  const float moved = moving_average(running, value, c);
+  return std::isfinite(moved) ? moved : float(double(running) + double(c) * (double(value) - double(running)));
+}
+
 void update_range(const ObserveArgs& o, float lo, float hi, float& running_min, float& running_max) {
   switch (o.update) {
     case RangeUpdate::average:
-      running_min = moving_average(running_min, lo, o.averaging_constant);
-      running_max = moving_average(running_max, hi, o.averaging_constant);
+      running_min = finite_average(running_min, lo, o.averaging_constant);
+      running_max = finite_average(running_max, hi, o.averaging_constant);
       return;
     case RangeUpdate::widest:
       running_min = std::min(running_min, lo);
@@ -94,18 +100,24 @@ ObserveResult observe_at_once(const ObserveArgs& o, FakeQuantizeArgs a) {
   }
   std::copy_n(running.lo.data(), n, o.running_min);
   std::copy_n(running.hi.data(), n, o.running_max);
-  if (!o.quantize) {
+  if (!o.quantize && a.y != nullptr) {
     pass_through(a);
     return result;
   }
   for (size_t i = 0; i < n; ++i) {
     const float lo = running.lo[i], hi = running.hi[i];
+    if (!o.quantize && !(lo <= hi)) {
+      o.scale[i] = std::numeric_limits<float>::quiet_NaN();
+      o.zero_point[i] = 0;
+      continue;
+    }
     const QParam p = o.rule == RangeRule::torch_fused
                          ? choose_qparams_fused(lo, hi, int32_t(a.grid.qmin), int32_t(a.grid.qmax), o.symmetric)
                          : choose_qparams(lo, hi, a.grid.qmin, a.grid.qmax, o.symmetric, o.eps);
     o.scale[i] = p.scale;
     o.zero_point[i] = p.zero_point;
   }
+  if (!o.quantize) return result;
   a.grid.scale_f32 = o.scale;
   a.grid.zero_i32 = o.zero_point;
   fake_quantize(a);

@@ -472,12 +472,13 @@ template <class T> T* buffer(nb::handle object, int64_t n, at::ScalarType dtype)
   return t.mutable_data_ptr<T>();
 }
 
-// Updates a running range with x, chooses scales, quantizes: y, and how many values were not finite.
-// None if it takes more than this, or if some block has no range; then nothing is changed.
+// Updates a running range with x, chooses scales and, if asked to, quantizes: y or None, and how many
+// values were not finite. None if it takes more than this, or if there is no range to quantize a block
+// with; then nothing is changed.
 nb::object observe(nb::handle x_object, nb::handle running_min, nb::handle running_max, nb::handle scale,
                    nb::handle zero_point, int64_t qmin, int64_t qmax, int numerics, bool symmetric, int update,
                    double averaging_constant, double eps, std::optional<int64_t> axis, std::optional<int64_t> group,
-                   bool clipped) {
+                   bool quantize, bool clipped) {
   if (!is_tensor(x_object)) return nb::none();
   const Tensor& x = tensor(x_object);
   if (!is_simple_data(x) || x.numel() == 0) return nb::none();
@@ -491,7 +492,7 @@ nb::object observe(nb::handle x_object, nb::handle running_min, nb::handle runni
     shape = Shape{1, 1, n, *group};
   }
   if (!shape) return nb::none();
-  const ObserveArgs o{RangeRule::own, RangeUpdate(update), true, true, symmetric, float(averaging_constant), float(eps),
+  const ObserveArgs o{RangeRule::own, RangeUpdate(update), true, quantize, symmetric, float(averaging_constant), float(eps),
                       buffer<float>(running_min, n, at::kFloat), buffer<float>(running_max, n, at::kFloat),
                       buffer<float>(scale, n, at::kFloat), buffer<int32_t>(zero_point, n, at::kInt)};
   if (!o.running_min || !o.running_max || !o.scale || !o.zero_point) return nb::none();
@@ -499,20 +500,25 @@ nb::object observe(nb::handle x_object, nb::handle running_min, nb::handle runni
   grid.numerics = Numerics(numerics);
   grid.qmin = qmin;
   grid.qmax = qmax;
-  Result result(x, clipped);
+  std::optional<Result> result;
+  if (quantize) result.emplace(x, clipped);
+  const FakeQuantizeArgs args =
+      result ? result->args(x, *shape, grid)
+             : FakeQuantizeArgs{*kernel_dtype(x), *shape, grid, x.const_data_ptr(), nullptr, MaskKind::none, nullptr};
   ObserveResult seen;
   if (x.numel() < kReleaseGilFrom) {
-    seen = g_kernels->observe_fake_quantize(o, result.args(x, *shape, grid));
+    seen = g_kernels->observe_fake_quantize(o, args);
   } else {
     const nb::gil_scoped_release without_gil;
-    seen = g_kernels->observe_fake_quantize(o, result.args(x, *shape, grid));
+    seen = g_kernels->observe_fake_quantize(o, args);
   }
   if (seen.unseen) return nb::none();
   // What was saved of a buffer that changes must not be used any more.
   for (nb::handle changed : {running_min, running_max, scale, zero_point}) {
     if (!tensor(changed).is_inference()) tensor(changed).unsafeGetTensorImpl()->bump_version();
   }
-  return nb::make_tuple(result.finish(x, Numerics(numerics)), seen.nan_count + seen.posinf_count + seen.neginf_count);
+  const int64_t nonfinite = seen.nan_count + seen.posinf_count + seen.neginf_count;
+  return nb::make_tuple(result ? result->finish(x, Numerics(numerics)) : nb::none(), nonfinite);
 }
 
 // y, differentiable in x, scale and zero point; None if it takes more than this.
@@ -587,7 +593,7 @@ NB_MODULE(FAKEQUANT_AUTOGRAD_MODULE, m) {
         "axis"_a.none(), "lowest_zero"_a, "highest_zero"_a, "has_torchs_name"_a, "clipped"_a);
   m.def("observe", &observe, "x"_a, "running_min"_a, "running_max"_a, "scale"_a, "zero_point"_a, "qmin"_a, "qmax"_a,
         "numerics"_a, "symmetric"_a, "update"_a, "averaging_constant"_a, "eps"_a, "axis"_a.none(), "group"_a.none(),
-        "clipped"_a);
+        "quantize"_a, "clipped"_a);
   m.def("fake_quantize_learned", &fake_quantize_learned, "x"_a, "scale"_a, "zero_point"_a.none(), "qmin"_a, "qmax"_a,
         "numerics_name"_a, "numerics"_a, "axis"_a.none(), "has_torchs_name"_a, "grad_factor"_a);
   m.def("clipped", &clipped, "x"_a, "y"_a, "mask"_a, "order"_a.none(), "multiply"_a,

@@ -178,13 +178,16 @@ def round_zero_point(zero_point: Any, spec: QuantSpec) -> Any:
     return np.clip(np.rint(z.astype(np.float64)), spec.qmin, spec.qmax).astype(np.int32)
 
 
-def fake_quantize_learned(x: Array, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float = 1.0) -> Array:
+def fake_quantize_learned(
+    x: Array, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float | None = 1.0
+) -> Array:
     """`fake_quantize` with a scale and a zero point that are learned; the zero point may have a fraction.
 
         y = fake_quantize(x, scale, round_zero_point(zero_point))
 
     On tensors the result can be differentiated in `x`, `scale` and `zero_point`, with the gradients of
-    `fake_quantize_learned_backward`. `grad_factor` is for those only.
+    `fake_quantize_learned_backward`. `grad_factor` is for those only; None
+    stands for LSQ's `1 / sqrt(x.numel() * qmax)`.
 
     >>> spec = QuantSpec(bits=4, symmetric=False)
     >>> fake_quantize_learned(np.float32([0.26, 9.0]), 0.1, np.float32(1.4), spec)
@@ -192,7 +195,8 @@ def fake_quantize_learned(x: Array, scale: Any, zero_point: Any, spec: QuantSpec
     """
     if is_tensor(x):
         return own_on_tensors().fake_quantize_learned(x, scale, zero_point, spec, grad_factor=grad_factor)
-    float(grad_factor)
+    if grad_factor is not None:
+        float(grad_factor)
     return fake_quantize(x, scale, round_zero_point(zero_point, spec), spec)
 
 

@@ -23,9 +23,13 @@ class _Within(torch.autograd.Function):
     """The same with the gradient passed through: a value that was sent too far can come back."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, before: Tensor, low: float, high: float) -> Tensor:
+    def forward(value: Tensor, before: Tensor, low: float, high: float) -> Tensor:
         """`within`."""
         return within(value, before, low, high)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Nothing is kept."""
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -39,20 +43,41 @@ def keep_within(value: Tensor, before: Tensor, low: float, high: float) -> Tenso
     In ordinary memory the value itself is corrected. This is no change that autograd counts: a value
     needs correcting only after an optimizer has changed it, when nothing saved of it is used any more.
     """
-    if not torch.compiler.is_compiling() and is_eager(value) and value.is_contiguous():
+    if not torch.compiler.is_compiling() and _is_memory(value) and _is_memory(before):
         _native.keep_within(value.data_ptr(), before.data_ptr(), value.numel(), low, high)
         return value
     kept = _Within.apply(value, before, low, high)
-    before.copy_(kept.detach())
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+        before.copy_(kept.detach())  # which a transform of torch.func does not allow
     return kept
+
+
+def _is_memory(value: Tensor) -> bool:
+    return is_eager(value) and value.dtype == torch.float32 and value.is_contiguous()
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """The values of a parameter, also of one that is spread over several devices."""
+    value = parameter.detach()
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def settle(parameter: Tensor, value: Tensor) -> None:
+    """Makes a parameter what it stands for, unless it is that already."""
+    if not hasattr(parameter, "full_tensor") and not torch.equal(parameter, value):
+        parameter.copy_(value)
 
 
 class _Kept(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(x: Tensor, *parameters: Tensor) -> Tensor:
         """`x`."""
-        ctx.save_for_backward(*parameters)
         return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """The parameters, of which only the shapes matter."""
+        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:

@@ -18,7 +18,7 @@ from fakequant.torch.dispatched import ops
 from fakequant.torch.kernels import NUMERICS, Observed
 from fakequant.torch.plain import is_eager
 from fakequant.torch.ranks import ALONE, Ranks
-from fakequant.torch.tensors import block_shape, check_data, check_device, kernel_numerics
+from fakequant.torch.tensors import block_shape, check_device, kernel_numerics
 
 
 class FakeQuantize(Quantizer):
@@ -85,7 +85,6 @@ class FakeQuantize(Quantizer):
         blocks = parameter_shape(spec, shape)
         self._blocks = blocks
         self._names: tuple[str, ...] = ()
-        self._stale = False  # something was observed that scale and zero point do not show yet
         if blocks is None:
             self.register_buffer("scale", None)
             self.register_buffer("zero_point", None)
@@ -109,29 +108,26 @@ class FakeQuantize(Quantizer):
                 constant, self.eps,
             )  # fmt: skip
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Forgets everything that was observed."""
+        super().reset_parameters()
         if self._blocks is not None:
-            with torch.no_grad():
-                for name, value in self.observer.init(self._blocks, self.scale.device).items():
-                    getattr(self, name).copy_(value)
-                self.scale.fill_(torch.nan)
-                self.zero_point.zero_()
-                if not self.observer.needs_data:
-                    self.refresh()
-        self._stale = False
-        self._forget_nonfinite()
+            for name, value in self.observer.init(self._blocks, self.scale.device).items():
+                getattr(self, name).copy_(value)
+            self.scale.fill_(torch.nan)
+            self.zero_point.zero_()
+            if not self.observer.needs_data:
+                self.refresh()
 
     # --- forward ----------------------------------------------------------------------------------
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` quantized and observed, as the switches say."""
+    def _run(self, x: Tensor) -> Tensor:
         if not self._looks():
             return self._quantize(x) if self._quantizing else x
-        check_data(x)
         # In evaluation a rank may be alone: nobody would answer it.
         ranks = self.ranks() if self.training else ALONE
-        if x.numel() == 0 and not ranks.several:
+        if x.numel() == 0 and not ranks.several and not self.observer.dynamic:
             return x
         if not self._quantizing:
             self._observe(x, ranks)
@@ -162,17 +158,17 @@ class FakeQuantize(Quantizer):
             self._require_range()
         try:
             return functional.fake_quantize(x, self.scale, zero_point, self.spec, gradient=self.gradient)
-        except (ValueError, TypeError, RuntimeError) as error:
+        except ValueError:
             self._require_range()
-            self._refuse(error)
+            raise
 
     def _observe_and_quantize(self, x: Tensor) -> Tensor:
         """In one pass, where the kernel can follow the range."""
-        self._stale = False
         return self._fused(x, self.running_min, self.running_max, self.scale, self.zero_point)
 
     def _quantize_alone(self, x: Tensor) -> Tensor:
         """With a range of this tensor's own, in memory of its own: several threads may evaluate one model."""
+        self._check_blocks(x)
         blocks = blocks_of(tuple(x.shape), self.spec).parameters
         lo = torch.full(blocks, torch.inf, dtype=torch.float32, device=x.device)
         scale, zero_point = torch.empty_like(lo), torch.empty_like(lo, dtype=torch.int32)
@@ -186,46 +182,43 @@ class FakeQuantize(Quantizer):
 
     def _fused(self, x: Tensor, running_min: Tensor, running_max: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
         """Changes the four by what is in `x`, and quantizes it."""
-        if nodes.compiled is not None and not torch.compiler.is_compiling():
-            axis, group = self.spec.axis, self.spec.group_size
-            found = nodes.compiled.observe(
-                x, running_min, running_max, scale, zero_point, *self._kernel_options,
-                axis + x.dim() if axis is not None and axis < 0 else axis,
-                x.shape[axis] if group == WHOLE_AXIS and axis is not None else group,
-                self.gradient == "clipped",
-            )  # fmt: skip
-            if found is not None:
-                if found[1]:
-                    self._count(torch.tensor(found[1]))
-                return found[0]
+        if self.spec.group_size is not None:
+            self._check_blocks(x)
+        found = self._observe_shortly(x, running_min, running_max, scale, zero_point, quantize=True)
+        if found is not None:
+            return found[0]
         result = self._observe_operator(x, self._as_blocks(x, running_min), self._as_blocks(x, running_max))
         self._count(result.nonfinite)
         scale.copy_(result.scale.reshape(scale.shape))
         zero_point.copy_(result.zero_point.reshape(zero_point.shape))
         return result.y
 
+    def _observe_shortly(self, x: Tensor, *state: Tensor, quantize: bool) -> tuple[Any, int] | None:
+        """The same for ordinary memory, with or without quantizing; None: it takes more than that."""
+        if nodes.compiled is None or torch.compiler.is_compiling():
+            return None
+        axis, group = self.spec.axis, self.spec.group_size
+        found = nodes.compiled.observe(
+            x, *state, *self._kernel_options, axis + x.dim() if axis is not None and axis < 0 else axis,
+            x.shape[axis] if group == WHOLE_AXIS and axis is not None else group, quantize, self.gradient == "clipped",
+        )  # fmt: skip
+        if found is not None and found[1]:
+            self._count(torch.tensor(found[1]))
+        return found
+
     def _observe_operator(self, x: Tensor, running_min: Tensor, running_max: Tensor) -> Observed:
         clipped = self.gradient == "clipped" and gradients.is_differentiating(x)
+        check_device(x, "running_min", running_min)
         if torch.compiler.is_compiling() or not is_eager(x):
             return Observed(*ops.observe_fake_quantize(x, running_min, running_max, *self._options, clipped))
-        check_device(x, "running_min", running_min)
-        try:
-            return gradients.observe(x, running_min, running_max, (*self._options, clipped))
-        except ValueError as error:
-            self._refuse(error)
+        return gradients.observe(x, running_min, running_max, (*self._options, clipped))
 
     def _as_blocks(self, x: Tensor, value: Tensor) -> Tensor:
         """Values per block in a shape that broadcasts by blocks of `x`."""
         if self._blocks == ():
             return value
-        shape = tuple(x.shape)
-        blocks = blocks_of(shape, self.spec).parameters
-        if self._blocks is not None and blocks != self._blocks:
-            raise ValueError(
-                f"{self.where} has scales of shape {self._blocks} ({self.spec}), but a tensor of shape {shape} "
-                f"needs scales of shape {blocks}."
-            )
-        return value.view(block_shape(shape, self.spec))
+        self._check_blocks(x)
+        return value.view(block_shape(tuple(x.shape), self.spec))
 
     # --- observing --------------------------------------------------------------------------------
 
@@ -234,10 +227,15 @@ class FakeQuantize(Quantizer):
         """Only that; scale and zero point follow at once, or when needed if they have to be searched for."""
         if self._blocks is None:
             return
-        self._as_blocks(x, self.scale)  # or says what is wrong with its shape
+        self._check_blocks(x)
+        check_device(x, "scale", self.scale)
+        if self.observer.follows is not None and not ranks.several:
+            state = (self.running_min, self.running_max, self.scale, self.zero_point)
+            if self._observe_shortly(x, *state, quantize=False) is not None:
+                return
         self._count(self.observer.update(self._state(), x.detach(), self.spec, ranks))
         if self.observer.searches:
-            self._stale = True
+            self._set_stale(True)
         else:
             self.refresh()
 
@@ -256,7 +254,8 @@ class FakeQuantize(Quantizer):
         )
         self.scale.copy_(torch.where(seen, scale, torch.nan))
         self.zero_point.copy_(zero_point)
-        self._stale = False
+        if self.observer.searches:
+            self._set_stale(False)
 
     def qparams(self) -> QParams:
         """Scale (float32) and zero point (int32) for what was observed so far.
@@ -299,24 +298,42 @@ class FakeQuantize(Quantizer):
                 f"the state is of torch.ao, which cannot be continued by {self.observer}.\n"
                 "Use MovingAverage or MinMax, or calibrate anew."
             )
+        if "learning_enabled" in old or "activation_post_process.min_val" not in old:
+            raise ValueError(
+                "the state is of a torch.ao module that does not follow a range.\n"
+                "Use LearnedFakeQuantize for a learned scale, FakeQuantize(spec, Fixed(lo, hi)) for a fixed one."
+            )
         lo, hi = (old[f"activation_post_process.{end}_val"] for end in ("min", "max"))
         scale, zero_point = old["scale"], old["zero_point"]
-        if lo.numel() == 0 or bool((lo > hi).any()):  # it has seen nothing, and its scale of 1 means nothing
+        if zero_point.is_floating_point():
+            raise ValueError("the zero point of the state is not an integer, which no grid of ours has.")
+        known = (lo <= hi) & lo.isfinite() & hi.isfinite()
+        if lo.numel() == 0 or not bool(known.all()):  # it has seen nothing, and its scale of 1 means nothing
             empty = self.observer.init(self._blocks, self.scale.device)
             lo, hi = empty["running_min"], empty["running_max"]
             scale, zero_point = torch.full_like(self.scale, torch.nan), torch.zeros_like(self.zero_point)
-        self._refuse_zero_point(zero_point)
-        switches = [bool(old["observer_enabled"]), bool(old["fake_quant_enabled"]), False]
+        if self.spec.symmetric and bool(zero_point.any()):
+            raise ValueError(
+                f"the zero point is not 0 everywhere, but the spec is symmetric ({self.spec}).\n"
+                "torch's fused operator chooses such zero points for data of one sign: use "
+                "fakequant.nn.FusedFakeQuantize, or QuantSpec(symmetric=False)."
+            )
+        switches = [bool(old["observer_enabled"]), bool(old["fake_quant_enabled"]), False, False]
         values = {"running_min": lo, "running_max": hi, "scale": scale, "zero_point": zero_point.to(torch.int32)}
+        one = self.scale.numel() == 1
         return {
-            **{name: v.reshape(self._blocks) if v.numel() == 1 else v for name, v in values.items()},
+            **{name: v.reshape(self._blocks) if one and v.numel() == 1 else v for name, v in values.items()},
             "grid": self.grid,
             "switches": torch.tensor(switches, dtype=torch.uint8),
         }
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        self._stale = False
+    def _misfit(self, state_dict: Any, prefix: str) -> str | None:
+        if not self.observer.needs_data and not self.scale.is_meta:
+            for name in self._names:
+                saved = state_dict.get(prefix + name)
+                if saved is not None and not torch.equal(saved.cpu(), getattr(self, name).cpu()):
+                    return f"`{name}` is {saved.tolist()} in the state, but the range is fixed here: {self.observer}."
+        return super()._misfit(state_dict, prefix)
 
     def extra_repr(self) -> str:
         """The spec, what is switched on, and the observer."""

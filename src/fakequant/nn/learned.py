@@ -1,20 +1,21 @@
 """`LearnedFakeQuantize`: a quantizer whose scale, and zero point, are parameters of the model."""
 
-from math import sqrt
+from math import isfinite, sqrt
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fakequant.nn.bounded import keep_in_graph, keep_within, within
+from fakequant.nn.bounded import keep_in_graph, keep_within, settle, whole, within
 from fakequant.nn.quantizer import Quantizer, parameter_shape
 from fakequant.observers.base import Observer, State
-from fakequant.observers.min_max import MinMax
+from fakequant.observers.histogram import Histogram
+from fakequant.observers.mse import MSE
 from fakequant.qparams import EPS, QParams, check_eps
 from fakequant.spec import QuantSpec
 from fakequant.torch import formula, functional
 from fakequant.torch.ranks import Ranks
-from fakequant.torch.tensors import block_shape, check_data
+from fakequant.torch.tensors import block_shape, check_data, check_device
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -36,7 +37,9 @@ class LearnedFakeQuantize(Quantizer):
     before. A symmetric grid has no offset; `learn_zero_point=False` keeps that of an affine one fixed.
 
     There is no scale until `initialize(x)` was called, or data was passed through while `observing`;
-    then it is by LSQ's rule `2 * mean(|x|) / sqrt(qmax)`, or from the range of an observer (`init`).
+    then it is by LSQ's rule `2 * mean(|x|) / sqrt(qmax)`, or from the range of an observer (`init`). Where
+    the zero point is learned too, the default is the least squared error (`Histogram`; `MSE` if there
+    are many scales).
     Quantizing before is an error. Initialize before the optimizer is built, so that it finds the
     parameters as they will be; `param_groups(model)` gives them a group of their own.
 
@@ -53,6 +56,7 @@ class LearnedFakeQuantize(Quantizer):
     # A parameter if it is learned, a buffer if it is fixed; None: the zero point is 0.
     offset: Tensor | None
     last_scale: Tensor
+    _blocks: tuple[int, ...]
     last_offset: Tensor
     seen_total: Tensor
     seen_number: Tensor
@@ -80,10 +84,12 @@ class LearnedFakeQuantize(Quantizer):
                 "Use QuantSpec(symmetric=False) to learn one."
             )
         if init is None:
-            init = MinMax() if learn_zero_point else "lsq"
+            init = "lsq" if not learn_zero_point else Histogram() if spec.axis is None else MSE()
         if init != "lsq" and not isinstance(init, Observer):
             raise ValueError(f'`init` must be "lsq" or an observer, such as MinMax(), got {init!r}.')
         check_eps(eps)
+        if grad_factor is not None and not (isinstance(grad_factor, (int, float)) and isfinite(grad_factor)):
+            raise ValueError(f"`grad_factor` must be a finite number, or None for LSQ's, got {grad_factor!r}.")
         blocks = parameter_shape(spec, shape)
         if blocks is None:
             raise ValueError(
@@ -94,7 +100,6 @@ class LearnedFakeQuantize(Quantizer):
         self.grad_factor = grad_factor
         self.eps = float(eps)
         self._blocks = blocks
-        self._stale = False  # data was observed by an observer that has not been asked yet
         # One axis at least: what shards parameters over devices does not take scalars.
         self._shape = blocks or (1,)
         unknown = torch.full(self._shape, torch.nan, dtype=torch.float32, device=device)
@@ -121,7 +126,7 @@ class LearnedFakeQuantize(Quantizer):
         """The scale in use: float32, positive and finite; NaN before it is initialized."""
         if self._frozen:
             return self.last_scale.reshape(self._blocks).clone()
-        value = _whole(self.step_size.detach())
+        value = whole(self.step_size)
         return within(value, self.last_scale, self.eps, self._largest).reshape(self._blocks)
 
     @property
@@ -129,7 +134,7 @@ class LearnedFakeQuantize(Quantizer):
         """The zero point in use: int32, within the range of codes."""
         if self.offset is None:
             return torch.zeros(self._blocks, dtype=torch.int32, device=self.last_scale.device)
-        value = self.last_offset if self._frozen else _whole(self.offset.detach())
+        value = self.last_offset if self._frozen else whole(self.offset)
         value = within(value, self.last_offset, *self._offsets)
         return functional.round_zero_point(value, self.spec).reshape(self._blocks)
 
@@ -162,9 +167,8 @@ class LearnedFakeQuantize(Quantizer):
 
     # --- forward ----------------------------------------------------------------------------------
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` quantized; while observing, `x` as it is."""
-        if self._observing and not self._frozen:
+    def _run(self, x: Tensor) -> Tensor:
+        if self._observing and self.training and not self._frozen:
             self._observe(x)
             return keep_in_graph(x, self.step_size, self.offset)
         if not self._quantizing:
@@ -175,38 +179,50 @@ class LearnedFakeQuantize(Quantizer):
             return self._quantize(x)
         try:
             return self._quantize(x)
-        except (ValueError, TypeError, RuntimeError) as error:
+        except ValueError:
             self._require_scale()
-            self._refuse(error)
+            raise
 
     def _quantize(self, x: Tensor) -> Tensor:
         if self._frozen:
             x = keep_in_graph(x, self.step_size, self.offset)
+            if self.spec.numerics == "torch":  # whose gradient of x is another one where the scale is learned
+                offset: Any = 0 if self.offset is None else self.last_offset
+                return functional.fake_quantize_learned(x, self.last_scale, offset, self.spec)
             return functional.fake_quantize(x, self.scale, self.zero_point, self.spec)
         scale = keep_within(self.step_size, self.last_scale, self.eps, self._largest)
         zero_point: Any = 0
         if self.offset is not None:
             zero_point = keep_within(self.offset, self.last_offset, *self._offsets)
-        return functional.fake_quantize_learned(x, scale, zero_point, self.spec, grad_factor=self._grad_factor(x))
-
-    def _grad_factor(self, x: Tensor) -> float:
-        if self.grad_factor is not None:
-            return self.grad_factor
-        return 1 / sqrt(max(x.numel(), 1) * self.spec.qmax)
+        return functional.fake_quantize_learned(x, scale, zero_point, self.spec, grad_factor=self.grad_factor)
 
     # --- initialization ---------------------------------------------------------------------------
 
     def initialize(self, x: Tensor) -> "LearnedFakeQuantize":
-        """Sets scale and zero point from `x` alone.
+        """Sets scale and zero point from `x` alone, in every rank's `x` if there are several.
 
         >>> LearnedFakeQuantize(QuantSpec(bits=2)).initialize(torch.tensor([-1.0, 3.0])).scale
         tensor(4.)
         """
+        if self._frozen:
+            raise RuntimeError(f"{self.where} is frozen: set `frozen` to False before it is initialized anew.")
+        try:
+            check_data(x)
+            return self._initialize(x)
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:
+            self._refuse(error)
+
+    def _initialize(self, x: Tensor) -> "LearnedFakeQuantize":
+        before = [value.clone() for value in (self.last_scale, *self._statistics().values())]
         for name, value in self._new_statistics(self.last_scale.device).items():
             getattr(self, f"seen_{name}").copy_(value)
         self._observe(x)
+        if bool(self._found().scale.isnan().any()):
+            for value, old in zip((self.last_scale, *self._statistics().values()), before, strict=True):
+                value.copy_(old)
+            self._set_stale(False)
+            raise RuntimeError("`x` has blocks without a finite value: there is nothing to initialize a scale from.")
         self.settle()
-        self._require_scale()
         return self
 
     def _new_statistics(self, device: Any) -> State:
@@ -222,15 +238,17 @@ class LearnedFakeQuantize(Quantizer):
 
     @torch.no_grad()
     def _observe(self, x: Tensor) -> None:
-        check_data(x)
-        if x.numel() == 0:
+        self._check_blocks(x)
+        check_device(x, "scale", self.last_scale)
+        ranks = self.ranks()
+        if x.numel() == 0 and not ranks.several:
             return
         x = x.detach()
         if isinstance(self.init, Observer):
-            self._count(self.init.update(self._statistics(), x, self.spec, self.ranks()))
+            self._count(self.init.update(self._statistics(), x, self.spec, ranks))
         else:
-            self._count(self._add_magnitudes(x, self.ranks()))
-        self._stale = True
+            self._count(self._add_magnitudes(x, ranks))
+        self._set_stale(True)
 
     def _add_magnitudes(self, x: Tensor, ranks: Ranks) -> Tensor:
         """The sum of the magnitudes of the finite values per block, and their number."""
@@ -245,6 +263,16 @@ class LearnedFakeQuantize(Quantizer):
     @torch.no_grad()
     def refresh(self) -> None:
         """Scale and zero point from what was observed."""
+        scale, zero_point = self._found()
+        for value, found in ((self.step_size, scale), (self.last_scale, scale)):
+            value.copy_(found.reshape(self._shape))
+        if self.offset is not None:
+            for value in (self.offset, self.last_offset):
+                value.copy_(zero_point.reshape(self._shape))
+        self._set_stale(False)
+
+    def _found(self) -> QParams:
+        """By the rule; NaN where nothing was seen."""
         seen = self._statistics()
         if isinstance(self.init, Observer):
             lo, hi = self.init.range(seen, self.spec)
@@ -257,59 +285,58 @@ class LearnedFakeQuantize(Quantizer):
             mean = seen["total"] / seen["number"].clamp(min=1)
             scale = (2 * mean / sqrt(self.spec.qmax)).clamp(self.eps, self._largest).float()
             zero_point = torch.zeros_like(scale).clamp(self.spec.qmin, self.spec.qmax)
-        self._set(self.step_size, torch.where(known, scale, torch.nan))
-        self.last_scale.copy_(self.step_size)
-        if self.offset is not None:
-            self._set(self.offset, zero_point.float())
-            self.last_offset.copy_(self.offset)
-        self._stale = False
-
-    def _set(self, parameter: Tensor, value: Tensor) -> None:
-        parameter.copy_(value.reshape(self._shape))
+        return QParams(torch.where(known, scale, torch.nan), zero_point)
 
     # --- state ------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Initializes if data was observed, and undoes what an optimizer did to a frozen scale."""
+        """Initializes if data was observed, and undoes what an optimizer did to a frozen or a broken scale."""
         if self._stale:
             self.refresh()
-        if self._frozen:
-            self.step_size.copy_(self.last_scale)
-            if self.offset is not None:
-                self.offset.copy_(self.last_offset)
-        else:
+        if not self._frozen:
             self._remember()
+        settle(self.step_size, self.last_scale)
+        if self.offset is not None:
+            settle(self.offset, self.last_offset)
         super().settle()
 
     def _remember(self) -> None:
-        self.last_scale.copy_(self.scale.reshape(self._shape))
+        self.last_scale.copy_(within(whole(self.step_size), self.last_scale, self.eps, self._largest))
         if self.offset is not None:
-            kept = within(_whole(self.offset.detach()), self.last_offset, *self._offsets)
-            self.last_offset.copy_(kept)
+            self.last_offset.copy_(within(whole(self.offset), self.last_offset, *self._offsets))
+
+    @torch.no_grad()
+    def _loaded(self) -> None:
+        self.last_scale.fill_(torch.nan)
+        self._remember()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Forgets scale and zero point: they have to be initialized again."""
+        super().reset_parameters()
+        for name, value in self._new_statistics(self.last_scale.device).items():
+            getattr(self, f"seen_{name}").copy_(value)
+        self.step_size.fill_(torch.nan)
+        self.last_scale.fill_(torch.nan)
+        if self.offset is not None:
+            self.offset.zero_()
+            self.last_offset.zero_()
 
     def _from_torch_ao(self, old: dict[str, Tensor]) -> dict[str, Tensor]:
         if "learning_enabled" not in old:
             raise ValueError("the state is of a torch.ao module that does not learn its scale.\nUse FakeQuantize.")
-        self._refuse_zero_point(old["zero_point"])
-        switches = [False, bool(old["fake_quant_enabled"]), not bool(old["learning_enabled"])]
+        if bool(old["static_enabled"]):
+            raise ValueError(
+                "the state is of a torch.ao module that still takes its scale from an observer.\n"
+                "Call its enable_param_learning() before it is saved."
+            )
+        switches = [False, bool(old["fake_quant_enabled"]), not bool(old["learning_enabled"]), False]
         new = {"grid": self.grid, "switches": torch.tensor(switches, dtype=torch.uint8), "step_size": old["scale"]}
+        # Of a symmetric grid torch resets it before it is used.
         return new if self.offset is None else {**new, "offset": old["zero_point"].to(torch.float32)}
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        self._stale = False
-        with torch.no_grad():
-            self.last_scale.copy_(_whole(self.step_size.detach()))
-            if self.offset is not None:
-                self.last_offset.copy_(_whole(self.offset.detach()))
 
     def extra_repr(self) -> str:
         """The spec, what is switched on, and what is learned."""
         learned = "scale and zero point" if self.learn_zero_point else "scale"
         return f"{super().extra_repr()}; learns {learned}"
-
-
-def _whole(value: Tensor) -> Tensor:
-    """A parameter, also one of which this process holds a part."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value

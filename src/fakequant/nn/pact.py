@@ -5,12 +5,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.nn.bounded import keep_in_graph, keep_within, within
+from fakequant.nn.bounded import keep_in_graph, keep_within, settle, whole, within
 from fakequant.nn.quantizer import Quantizer
-from fakequant.qparams import EPS, QParams
+from fakequant.qparams import EPS, QParams, check_eps
 from fakequant.spec import QuantSpec
 from fakequant.torch import functional
-from fakequant.torch.tensors import check_data
+
+
+class _Clip(torch.autograd.Function):
+    """clamp(x, 0, alpha), with the gradient of alpha summed in more than the data's precision."""
+
+    @staticmethod
+    def forward(x: Tensor, alpha: Tensor) -> Tensor:
+        """The clamp."""
+        return torch.minimum(x.clamp(min=0), alpha.to(x.dtype))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Both are kept."""
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """Inside to x, above to alpha."""
+        x, alpha = ctx.saved_tensors
+        above = x > alpha.to(x.dtype)
+        dx = torch.where((x >= 0) & ~above, dy, 0)
+        return dx, torch.where(above, dy, 0).sum(dtype=torch.float64).to(alpha.dtype).reshape(alpha.shape)
 
 
 class PACT(Quantizer):
@@ -36,10 +57,13 @@ class PACT(Quantizer):
     ) -> None:
         spec = QuantSpec(bits=bits, signed=False, symmetric=False)
         super().__init__(spec, observing=False, sync=False, process_group=None, path=path, device=device)
+        check_eps(eps)
         self.eps = float(eps)
+        self._blocks = ()
         self._largest = torch.finfo(torch.float32).max / 2
         if not self.eps <= alpha <= self._largest:
             raise ValueError(f"`alpha` must be finite and at least `eps`, {eps}, got {alpha}.")
+        self._start = float(alpha)
         self.alpha = nn.Parameter(torch.full((1,), float(alpha), dtype=torch.float32, device=device))
         self.register_buffer("last_alpha", self.alpha.detach().clone(), persistent=False)
 
@@ -64,31 +88,33 @@ class PACT(Quantizer):
     def _current(self) -> Tensor:
         if self._frozen:
             return self.last_alpha
-        return within(self.alpha.detach(), self.last_alpha, self.eps, self._largest)
+        return within(whole(self.alpha), self.last_alpha, self.eps, self._largest)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`x` clipped and quantized; not quantizing, only what a ReLU does."""
-        check_data(x)
+    def _run(self, x: Tensor) -> Tensor:
         if not self._quantizing:
             return keep_in_graph(x.clamp(min=0), self.alpha)
         if self._frozen:
             x, alpha = keep_in_graph(x, self.alpha), self.last_alpha
         else:
             alpha = keep_within(self.alpha, self.last_alpha, self.eps, self._largest)
-        clipped = torch.clamp(x, torch.zeros((), dtype=x.dtype, device=x.device), alpha.to(x.dtype))
+        clipped = _Clip.apply(x, alpha)
         scale = alpha.detach() / self.spec.qmax
         return functional.fake_quantize(clipped, scale, 0, self.spec, gradient="pass")
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Undoes what an optimizer did to a frozen alpha."""
-        if self._frozen:
-            self.alpha.copy_(self.last_alpha)
-        else:
-            self.last_alpha.copy_(self._current())
+        """Undoes what an optimizer did to a frozen or a broken alpha."""
+        self.last_alpha.copy_(self._current())
+        settle(self.alpha, self.last_alpha)
         super().settle()
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        with torch.no_grad():
-            self.last_alpha.copy_(self.alpha)
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Starts again with the first alpha."""
+        super().reset_parameters()
+        self.alpha.fill_(self._start)
+        self.last_alpha.fill_(self._start)
+
+    @torch.no_grad()
+    def _loaded(self) -> None:
+        self.last_alpha.copy_(within(whole(self.alpha), self.last_alpha, self.eps, self._largest))

@@ -1,17 +1,22 @@
 """What every quantizer module has: a spec, three switches, a path, and a state that loads or says why not."""
 
+import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._guards import active_fake_mode
 
 from fakequant.layout import blocks_of
 from fakequant.spec import QuantSpec
+from fakequant.torch.plain import is_memory
 from fakequant.torch.ranks import ALONE, Ranks, ranks_of
+from fakequant.torch.tensors import check_data
 
 _SWITCHES = ("observing", "quantizing", "frozen")
+_ERRORS = (ValueError, TypeError, IndexError, RuntimeError, NotImplementedError)
 _FORMAT = 1  # of the buffer `grid`
 
 
@@ -31,6 +36,8 @@ class Quantizer(nn.Module):
     path: str | None
     grid: Tensor
     switches: Tensor
+    # The shape of the scales; None: another for every tensor.
+    _blocks: tuple[int, ...] | None
 
     def __init__(
         self, spec: QuantSpec, *, observing: bool, sync: bool, process_group: Any, path: str | None, device: Any
@@ -48,8 +55,13 @@ class Quantizer(nn.Module):
         self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)
         self._told = False  # that there were values that are not finite
         self._observing, self._quantizing, self._frozen = observing, True, False
+        # Something was observed that the scale does not show yet.
+        self._stale = False
         self.register_buffer("grid", torch.tensor([_FORMAT, *spec.to_numbers()], dtype=torch.int32, device=device))
-        self.register_buffer("switches", torch.tensor([observing, True, False], dtype=torch.uint8, device=device))
+        # The three switches, and whether the scale is stale: copies of the buffers are copies of all there is to know.
+        self.register_buffer(
+            "switches", torch.tensor([observing, True, False, False], dtype=torch.uint8, device=device)
+        )
 
     # --- switches ---------------------------------------------------------------------------------
 
@@ -88,10 +100,15 @@ class Quantizer(nn.Module):
         with torch.no_grad():
             self.switches[_SWITCHES.index(name)] = on
 
+    def _set_stale(self, stale: bool) -> None:
+        self._stale = stale
+        self.switches[len(_SWITCHES)] = stale
+
     def _read_switches(self) -> None:
         """The switches as the buffer has them, after it was loaded or copied from another model."""
-        if not self.switches.is_meta:
-            self._observing, self._quantizing, self._frozen = map(bool, self.switches.tolist())
+        if not self.switches.is_meta and active_fake_mode() is None:
+            flags = map(bool, self.switches.tolist())
+            self._observing, self._quantizing, self._frozen, self._stale = flags
 
     def settle(self) -> None:
         """Does what can wait until nobody is in a hurry: searches, and what is said once."""
@@ -113,6 +130,22 @@ class Quantizer(nn.Module):
         state = [name for name in _SWITCHES if getattr(self, name)] or ["off"]
         return f"{self.spec}; {', '.join(state)}"
 
+    # --- forward ----------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x`, observed and quantized as the switches say."""
+        if torch.compiler.is_compiling():
+            return self._run(x)
+        try:
+            check_data(x)
+            return self._run(x)
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:
+            self._refuse(error)
+
+    def _run(self, x: Tensor) -> Tensor:
+        """The forward pass; messages need not name the module."""
+        raise NotImplementedError
+
     # --- messages ---------------------------------------------------------------------------------
 
     @property
@@ -120,8 +153,20 @@ class Quantizer(nn.Module):
         """The module in a message."""
         return f"{type(self).__name__} at {self.path}" if self.path else type(self).__name__
 
+    def _check_blocks(self, x: Tensor) -> None:
+        """That `x` has the blocks there are scales for."""
+        shape = tuple(x.shape)
+        blocks = blocks_of(shape, self.spec).parameters
+        if self._blocks is not None and blocks != self._blocks:
+            raise ValueError(
+                f"scales have the shape {self._blocks} here ({self.spec}), but a tensor of shape {shape} needs them in "
+                f"the shape {blocks}."
+            )
+
     def _refuse(self, error: Exception) -> NoReturn:
         """The same error with the path of the module."""
+        if type(error) not in _ERRORS or str(error).startswith(self.where):
+            raise error
         raise type(error)(f"{self.where}: {error}") from error
 
     # --- what was not finite ----------------------------------------------------------------------
@@ -132,20 +177,11 @@ class Quantizer(nn.Module):
         return int(self._nonfinite)
 
     def _count(self, found: Tensor) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not is_memory(found):
             self._nonfinite.add_(found)
-            return
-        if found.device.type == "cpu" and not found:
-            return
-        if self._nonfinite.device != found.device:
-            self._nonfinite = self._nonfinite.to(found.device)
-        self._nonfinite.add_(found)
-        if found.device.type == "cpu":
+        elif found:
+            self._nonfinite.add_(found)
             self._tell()
-
-    def _forget_nonfinite(self) -> None:
-        self._nonfinite.zero_()
-        self._told = False
 
     def _tell(self) -> None:
         if not self._told and not self._nonfinite.is_meta and self.nonfinite:
@@ -162,11 +198,34 @@ class Quantizer(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> "Quantizer":
         # `model.half()` is about the data: scales stay float32.
         super()._apply(lambda t: _keep_dtype(fn, t), recurse)
-        self._nonfinite = fn(self._nonfinite)
+        self._nonfinite = _keep_dtype(fn, self._nonfinite)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "process_group": None}  # which cannot leave its process
+
+    def __copy__(self) -> "Quantizer":
+        return self._copied(self.__dict__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Quantizer":
+        new = self._copied({})
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__getstate__(), memo), process_group=self.process_group)
+        return new
+
+    def _copied(self, state: dict[str, Any]) -> "Quantizer":
+        new = type(self).__new__(type(self))
+        new.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in state.items()})
+        return new
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Forgets everything that was observed or learned; afterwards no buffer is as `to_empty` left it."""
+        self.grid.copy_(torch.tensor([_FORMAT, *self.spec.to_numbers()], dtype=torch.int32))
+        self._stale = False
+        self.switches.copy_(torch.tensor([self._observing, self._quantizing, self._frozen, False]))
+        self._nonfinite.zero_()
+        self._told = False
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self.settle()
@@ -189,28 +248,43 @@ class Quantizer(nn.Module):
             errors.append(f"{prefix[:-1] or self.where}: {problem}")
             return
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        self._restore_dtypes_and_places()
         self._read_switches()
+        self._loaded()
+
+    def _loaded(self) -> None:
+        """Called when a state was loaded: parameters and buffers are new."""
+
+    def _restore_dtypes_and_places(self) -> None:
+        """After `assign=True` tensors have the state's dtype, and what is not in a state is where it was."""
+        device = self.grid.device
+        own: tuple[dict[str, Any], ...] = (self._parameters, self._buffers)
+        for tensors in own:
+            for name, value in tensors.items():
+                if value is None:
+                    continue
+                if value.is_floating_point() and value.dtype in (torch.float16, torch.bfloat16):
+                    value.data = value.data.float()
+                if value.is_meta and device.type != "meta":
+                    tensors[name] = torch.zeros_like(value, device=device)
+        if self._nonfinite.is_meta:
+            self._nonfinite = torch.zeros_like(self._nonfinite, device=device)
 
     def _from_torch_ao(self, old: dict[str, Tensor]) -> dict[str, Tensor]:
         """The state of a module of torch.ao in the names and shapes of this one."""
         raise ValueError(f"the state is of torch.ao, which has nothing like {type(self).__name__}.")
 
-    def _refuse_zero_point(self, zero_point: Tensor) -> None:
-        if self.spec.symmetric and bool(zero_point.any()):
-            raise ValueError(
-                f"the zero point is not 0 everywhere, but the spec is symmetric ({self.spec}).\n"
-                "torch's fused operator chooses such zero points for data of one sign: use "
-                "fakequant.nn.FusedFakeQuantize, or QuantSpec(symmetric=False)."
-            )
-
     def _misfit(self, state_dict: Any, prefix: str) -> str | None:
         """Why a state cannot be loaded, if it cannot."""
         saved = state_dict.get(prefix + "grid")
         if saved is not None:
-            numbers = saved.tolist()
-            if numbers[0] != _FORMAT:
-                return f"the state is of format {numbers[0]}, this version reads format {_FORMAT}."
-            spec = QuantSpec.from_numbers(numbers[1:])
+            try:
+                version, *numbers = saved.tolist()
+                if version != _FORMAT:
+                    return f"the state is of format {version}, this version reads format {_FORMAT}."
+                spec = QuantSpec.from_numbers(numbers)
+            except (ValueError, TypeError, IndexError):
+                return f"`grid` is no spec in numbers: {saved}."
             if spec != self.spec:
                 return (
                     f"the state is of a quantizer with the spec ({spec}), this one has the spec ({self.spec}).\n"

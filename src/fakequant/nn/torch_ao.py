@@ -53,27 +53,28 @@ class FusedFakeQuantize(FakeQuantize):
         self.symmetric = symmetric
 
     def _observe_and_quantize(self, x: Tensor) -> Tensor:
-        return self._run(x, observe=True)
+        return self._operate(x, observe=True)
 
     def _observe(self, x: Tensor, ranks: Ranks) -> None:
         if ranks.several:
             super()._observe(x, ranks)
         else:
             with torch.no_grad():
-                self._run(x, observe=True)
+                self._operate(x, observe=True)
 
     def refresh(self) -> None:
         """Scale and zero point from the running range, by torch's rule."""
         with torch.no_grad():
-            shape = [1] if self.spec.axis is None else [1] * max(self.spec.axis + 1, 1)
-            if self.spec.axis is not None:
-                shape[self.spec.axis] = self.scale.numel()
-            self._run(torch.zeros(shape, device=self.scale.device), observe=False)
+            self._operate(torch.zeros(self.scale.numel(), 1, device=self.scale.device), observe=False)
             unseen = self.running_min > self.running_max
             self.scale.copy_(torch.where(unseen, torch.nan, self.scale))
-        self._stale = False
+            self.zero_point.copy_(torch.where(unseen, 0, self.zero_point))
 
-    def _run(self, x: Tensor, *, observe: bool) -> Tensor:
+    def _loaded(self) -> None:
+        # torch computes both from the running range whenever it quantizes; saved ones may be older.
+        self.refresh()
+
+    def _operate(self, x: Tensor, *, observe: bool) -> Tensor:
         on = torch.ones(1, dtype=torch.int64, device=x.device)
         per_row = self.spec.axis is not None
         state = (self.running_min, self.running_max, self.scale, self.zero_point)
@@ -103,20 +104,26 @@ def from_torch_ao(module: Any) -> Quantizer:
     if observer is None or not hasattr(module, "fake_quant_enabled"):
         raise TypeError(f"`module` must be a fake-quantize module of torch.ao, got {type(module).__name__}.")
     scheme = str(observer.qscheme)
+    if "float_qparams" in scheme:
+        raise ValueError("Zero points with a fraction (float_qparams) are on no grid of ours.")
     symmetric = "symmetric" in scheme
     axis = observer.ch_axis if "per_channel" in scheme else None
     channels = (None,) * (axis or 0) + (_channels(module, observer),) if axis is not None else None
-    options: dict[str, Any] = {"shape": channels, "eps": float(observer.eps), "device": module.scale.device}
+    learned = hasattr(module, "learning_enabled")
+    if not learned:
+        follows = _observer(observer)
+    eps = float(module.eps if learned else observer.eps)
+    options: dict[str, Any] = {"shape": channels, "eps": eps, "device": module.scale.device}
     bounds = (int(module.quant_min), int(module.quant_max))
     ours: Quantizer
-    if hasattr(module, "learning_enabled"):
+    if learned:
         options["grad_factor"] = None if module.use_grad_scaling else 1.0
         ours = LearnedFakeQuantize(_spec(*bounds, symmetric, axis), **options)
     elif hasattr(module, "is_symmetric_quant"):
         options["symmetric"] = symmetric
-        ours = FusedFakeQuantize(_spec(*bounds, False, axis), MovingAverage(observer.averaging_constant), **options)
+        ours = FusedFakeQuantize(_spec(*bounds, False, axis), follows, **options)  # type: ignore[arg-type]
     else:
-        ours = FakeQuantize(_spec(*bounds, symmetric, axis), _observer(observer), **options)
+        ours = FakeQuantize(_spec(*bounds, symmetric, axis), follows, **options)
     ours.load_state_dict(module.state_dict())
     return ours.train(module.training)
 

@@ -39,8 +39,12 @@ class Observer(abc.ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if not cls.__name__.startswith("_"):
-            _KINDS[cls.__name__] = cls
+        if cls.__name__.startswith("_"):
+            return
+        known = _KINDS.get(cls.__name__)
+        if known is not None and known.__module__.startswith("fakequant.") and known.__module__ != cls.__module__:
+            raise TypeError(f"There is an observer called {cls.__name__} in {known.__module__}; choose another name.")
+        _KINDS[cls.__name__] = cls
 
     @abc.abstractmethod
     def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
@@ -73,7 +77,7 @@ def from_dict(fields: Mapping[str, Any]) -> Observer:
     """
     settings = dict(fields)
     kind = settings.pop("kind", None)
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"`kind` must be one of {', '.join(sorted(_KINDS))}, got {kind!r}.")
     names = [field.name for field in dataclasses.fields(_KINDS[kind])]
     for name in settings:
@@ -104,7 +108,9 @@ class _Running(Observer):
     def update(self, state: State, x: Tensor, spec: QuantSpec, ranks: Ranks = ALONE) -> Tensor:
         """The ends move by those of `x`."""
         seen = min_max(x, spec)
-        lo, hi = ranks.range(seen.min, seen.max)
+        lo, hi = seen.min, seen.max
+        if spec.granularity != "token":  # tokens are the rank's own
+            lo, hi = ranks.range(lo, hi)
         new = updated_range(state["running_min"], state["running_max"], lo, hi, self.how)
         for name, value in zip(("running_min", "running_max"), new, strict=True):
             state[name].copy_(value)

@@ -18,8 +18,9 @@ from torch import Tensor
 from fakequant.observers.base import Observer, State, no_range
 from fakequant.qparams import min_max
 from fakequant.spec import QuantSpec
-from fakequant.torch import formula
+from fakequant.torch import formula, kernels
 from fakequant.torch.kernels import Observation, updated_range
+from fakequant.torch.plain import is_eager
 from fakequant.torch.ranks import ALONE, Ranks
 from fakequant.torch.tensors import block_shape
 
@@ -98,15 +99,21 @@ class _Binned(Observer):
 
     def _counts(self, x: Tensor, exponent: Tensor, spec: QuantSpec) -> Tensor:
         """How many finite values of `x` are in every bin."""
-        half, blocks = self.bins // 2, exponent.shape
+        limit = torch.finfo(torch.float32).max
         shape = block_shape(tuple(x.shape), spec)
         inverse = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), -exponent)
-        first = torch.arange(exponent.numel(), device=x.device).reshape(shape) * self.bins
-        limit = torch.finfo(torch.float32).max
+        if x.dtype == torch.float64:  # which may lie beyond float32, in which ranges are kept
+            x = torch.where(x.isinf(), x, x.clamp(-limit, limit))
+        x = x.to(torch.float32)
+        if torch.compiler.is_compiling() or not is_eager(x):
+            return self._counts_by_formula(x, inverse.reshape(shape)).reshape(*exponent.shape, self.bins)
+        return kernels.histogram(x, inverse.reshape(shape), self.bins).reshape(*exponent.shape, self.bins)
+
+    def _counts_by_formula(self, x: Tensor, inverse: Tensor) -> Tensor:
+        half = self.bins // 2
+        first = torch.arange(inverse.numel(), device=x.device).reshape(inverse.shape) * self.bins
         finite = x.isfinite()
-        # A float64 may lie beyond float32, in which ranges are kept.
-        magnitude = x.abs().to(torch.float32).clamp(max=limit) * formula.spread(inverse.reshape(shape), x)
-        distance = torch.where(finite, magnitude, 0).to(torch.int64)
+        distance = torch.where(finite, x.abs() * formula.spread(inverse, x), 0).to(torch.int64)
         place = torch.where(x < 0, half - 1 - distance, half + distance) + formula.spread(first, x)
-        counts = torch.zeros(exponent.numel() * self.bins, dtype=torch.int64, device=x.device)
-        return counts.index_add_(0, place.flatten(), finite.flatten().to(torch.int64)).reshape(*blocks, self.bins)
+        counts = torch.zeros(inverse.numel() * self.bins, dtype=torch.int64, device=x.device)
+        return counts.index_add_(0, place.flatten(), finite.flatten().to(torch.int64))

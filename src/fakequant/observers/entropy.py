@@ -8,9 +8,10 @@ from torch import Tensor
 
 from fakequant.observers.base import State
 from fakequant.observers.binned import _Binned
-from fakequant.observers.search import search
+from fakequant.observers.search import candidates_at_once, check_steps, search
 from fakequant.qparams import choose_qparams
 from fakequant.spec import WHOLE_AXIS, QuantSpec
+from fakequant.torch import library
 from fakequant.torch.functional import quantize
 
 # A bin that the quantized histogram leaves empty; it must cost something finite.
@@ -30,7 +31,7 @@ class Entropy(_Binned):
     levels than bins the range is that of the data.
 
     An empty tensor changes nothing. NaN and infinities are left out. Zeros give the range 0 to 0, a
-    constant c a range that ends at c, one-sided data a range on that side. Over several ranks: the
+    constant c a range between 0 and c, one-sided data a range from 0 on that side. Over several ranks: the
     histograms are summed, which is exact.
 
     >>> generator = torch.Generator().manual_seed(0)
@@ -48,8 +49,7 @@ class Entropy(_Binned):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.steps < 1:
-            raise ValueError(f"`steps` must be at least 1, got {self.steps}.")
+        check_steps(self.steps)
 
     def range(self, state: State, spec: QuantSpec) -> tuple[Tensor, Tensor]:
         """A search over the bins."""
@@ -62,16 +62,21 @@ class Entropy(_Binned):
 
 
 # One operator, so that a compiler does not see the loop.
-@torch.library.custom_op("fakequant::divergence_on_bins", mutates_args=())
+@library.add(
+    "divergence_on_bins(Tensor counts, Tensor centers, Tensor lo, Tensor hi, int[] spec) -> Tensor",
+    lambda counts, centers, lo, *_: lo.new_empty(lo.shape, dtype=torch.float64),
+)
 def divergence_on_bins(counts: Tensor, centers: Tensor, lo: Tensor, hi: Tensor, spec: list[int]) -> Tensor:
     """The divergence of the quantized histogram for every candidate range; `spec` as numbers."""
     grid = QuantSpec.from_numbers(spec)
     errors = torch.empty(lo.shape, dtype=torch.float64, device=lo.device)
-    for number, (low, high) in enumerate(zip(lo, hi, strict=True)):
-        errors[number] = _divergence(counts, centers, low, high, grid)
-        if number > 0:  # the first candidate is the range of the data
-            width = centers[..., 1] - centers[..., 0]
-            errors[number].masked_fill_((high - low) < grid.levels * width, torch.inf)
+    for part in candidates_at_once(len(lo), counts):
+        low, high = lo[part], hi[part]
+        shape = (len(low), *counts.shape)
+        errors[part] = _divergence(counts.expand(shape), centers.expand(shape), low, high, grid)
+    # The first candidate is the range of the data, which is considered in any case.
+    width = centers[..., 1] - centers[..., 0]
+    errors[1:].masked_fill_((hi - lo)[1:] < grid.levels * width, torch.inf)
     return errors
 
 
@@ -103,8 +108,3 @@ def _outermost(inside: Tensor) -> tuple[Tensor, Tensor]:
     places = torch.arange(inside.shape[-1], device=inside.device)
     first = torch.where(inside, places, inside.shape[-1] - 1).amin(-1, keepdim=True)
     return first, torch.where(inside, places, 0).amax(-1, keepdim=True)
-
-
-@divergence_on_bins.register_fake
-def _(counts, centers, lo, hi, spec):
-    return lo.new_empty(lo.shape, dtype=torch.float64)

@@ -1,7 +1,6 @@
 """A range that is known beforehand."""
 
 import dataclasses
-from math import inf
 from typing import Any, ClassVar
 
 import torch
@@ -31,8 +30,9 @@ class Fixed(Observer):
     needs_data: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not -inf < self.lo <= self.hi < inf:
-            raise ValueError(f"`lo` and `hi` must be finite with lo <= hi, got lo={self.lo}, hi={self.hi}.")
+        limit = torch.finfo(torch.float32).max
+        if not -limit <= self.lo <= self.hi <= limit:
+            raise ValueError(f"`lo` and `hi` must be finite in float32 with lo <= hi, got lo={self.lo}, hi={self.hi}.")
 
     def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
         """The range itself, once per block."""

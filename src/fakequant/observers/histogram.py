@@ -1,6 +1,7 @@
 """The range with the least error, found on a histogram of everything seen."""
 
 import dataclasses
+from math import inf
 from typing import ClassVar
 
 import torch
@@ -8,9 +9,10 @@ from torch import Tensor
 
 from fakequant.observers.base import State
 from fakequant.observers.binned import _Binned
-from fakequant.observers.search import search
+from fakequant.observers.search import candidates_at_once, check_steps, search
 from fakequant.qparams import choose_qparams
 from fakequant.spec import WHOLE_AXIS, QuantSpec
+from fakequant.torch import library
 from fakequant.torch.functional import fake_quantize
 
 
@@ -24,7 +26,7 @@ class Histogram(_Binned):
     that of the spec's own grid at the middle of the bins. For activations in calibration.
 
     An empty tensor changes nothing. NaN and infinities are left out. Zeros give the range 0 to 0, a
-    constant c a range that ends at c, one-sided data a range on that side. Over several ranks: the
+    constant c a range between 0 and c, one-sided data a range from 0 on that side. Over several ranks: the
     histograms are summed, which is exact.
 
     >>> x = torch.cat([torch.linspace(-1, 1, 1001), torch.tensor([20.0])])
@@ -42,10 +44,9 @@ class Histogram(_Binned):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.norm > 0:
-            raise ValueError(f"`norm` must be greater than 0, got {self.norm}.")
-        if self.steps < 1:
-            raise ValueError(f"`steps` must be at least 1, got {self.steps}.")
+        if not 0 < self.norm < inf:
+            raise ValueError(f"`norm` must be finite and greater than 0, got {self.norm}.")
+        check_steps(self.steps)
 
     def range(self, state: State, spec: QuantSpec) -> tuple[Tensor, Tensor]:
         """A search over the bins."""
@@ -58,20 +59,20 @@ class Histogram(_Binned):
 
 
 # One operator, so that a compiler does not see the loop.
-@torch.library.custom_op("fakequant::errors_on_bins", mutates_args=())
+@library.add(
+    "errors_on_bins(Tensor counts, Tensor centers, Tensor lo, Tensor hi, int[] spec, float norm) -> Tensor",
+    lambda counts, centers, lo, *_: lo.new_empty(lo.shape, dtype=torch.float64),
+)
 def errors_on_bins(counts: Tensor, centers: Tensor, lo: Tensor, hi: Tensor, spec: list[int], norm: float) -> Tensor:
     """The error of quantizing the bins' centers within every candidate range; `spec` as numbers."""
     grid = QuantSpec.from_numbers(spec)
     rows = dataclasses.replace(grid, axis=-1, group_size=WHOLE_AXIS)
     errors = torch.empty(lo.shape, dtype=torch.float64, device=lo.device)
-    for error, low, high in zip(errors, lo, hi, strict=True):
-        scale, zero_point = choose_qparams(low, high, grid)
-        y = fake_quantize(centers, scale[..., None], zero_point[..., None], rows)
-        distance = (y - centers).abs().double()
-        error.copy_((counts * (distance.square() if norm == 2 else distance**norm)).sum(-1))
+    for part in candidates_at_once(len(lo), counts):
+        scale, zero_point = choose_qparams(lo[part], hi[part], grid)
+        y = fake_quantize(centers.expand(len(scale), *centers.shape), scale[..., None], zero_point[..., None], rows)
+        # In bins, so that no power of it is too large; their width is a power of two.
+        distance = (y - centers).abs().double() / (centers[..., 1:2] - centers[..., :1])
+        power = distance.square() if norm == 2 else distance**norm
+        errors[part] = torch.where(counts > 0, counts * power, 0).sum(-1)
     return errors
-
-
-@errors_on_bins.register_fake
-def _(counts, centers, lo, hi, spec, norm):
-    return lo.new_empty(lo.shape, dtype=torch.float64)

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import numpy as np
+
 from fakequant.functional import Update
 from fakequant.observers.base import _Running
 
@@ -34,7 +36,7 @@ class MovingAverage(_Running):
     constant: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 0 < self.constant <= 1:
+        if isinstance(self.constant, bool) or not 0 < np.float32(self.constant) <= 1:
             raise ValueError(
                 f"`constant` must be greater than 0 and at most 1, got {self.constant}.\n"
                 "It is the weight of the latest tensor; use Memoryless() for a range of that tensor alone."

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from fakequant.observers.base import Observer, State, no_range
-from fakequant.observers.search import search
+from fakequant.observers.search import check_steps, search
 from fakequant.qparams import choose_qparams, min_max
 from fakequant.spec import QuantSpec
-from fakequant.torch import formula
+from fakequant.torch import formula, library
 from fakequant.torch.functional import fake_quantize
 from fakequant.torch.ranks import ALONE, Ranks
 from fakequant.torch.tensors import block_shape
@@ -27,8 +27,8 @@ class MSE(Observer):
     tensors use `Histogram`.
 
     An empty tensor changes nothing. NaN and infinities are left out; a tensor with nothing else changes
-    nothing. Zeros give the range 0 to 0, a constant c the range c to c, one-sided data a range on that
-    side. Over several ranks: the errors are summed in float64; every rank takes the same candidate.
+    nothing. Zeros give the range 0 to 0, a constant c a range between 0 and c, one-sided data a range from
+    0 on that side. Over several ranks: the errors are summed in float64; every rank takes the same one.
 
     >>> x = torch.cat([torch.linspace(-1, 1, 1001), torch.tensor([5.0])])
     >>> observer, spec = MSE(), QuantSpec(bits=4)
@@ -41,8 +41,7 @@ class MSE(Observer):
     steps: int = 100
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"`steps` must be at least 1, got {self.steps}.")
+        check_steps(self.steps)
 
     def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
         """+inf and -inf."""
@@ -53,11 +52,13 @@ class MSE(Observer):
         x = x.detach()
         seen = min_max(x, spec)
         limit = torch.finfo(torch.float32).max
-        lo, hi = ranks.range(*(end.float() for end in (seen.min, seen.max)))
+        lo, hi = ranks.range(seen.min, seen.max)
+        # A float64 may lie beyond float32, in which ranges are kept.
+        lo, hi = (torch.where(lo <= hi, end.clamp(-limit, limit), end).float() for end in (lo, hi))
         grid = spec.to_numbers()
         found = search(
             lambda low, high: ranks.total(errors_on_data(x, low, high, grid)),
-            lo.clamp(min=-limit), hi.clamp(max=limit), self.steps, each_end=not spec.symmetric,
+            lo, hi, self.steps, each_end=not spec.symmetric,
         )  # fmt: skip
         for name, value in zip(("running_min", "running_max"), found, strict=True):
             state[name].copy_(torch.where(lo <= hi, value, state[name]))
@@ -69,7 +70,10 @@ class MSE(Observer):
 
 
 # One operator, so that a compiler does not see the loop.
-@torch.library.custom_op("fakequant::errors_on_data", mutates_args=())
+@library.add(
+    "errors_on_data(Tensor x, Tensor lo, Tensor hi, int[] spec) -> Tensor",
+    lambda x, lo, *_: lo.new_empty(lo.shape, dtype=torch.float64),
+)
 def errors_on_data(x: Tensor, lo: Tensor, hi: Tensor, spec: list[int]) -> Tensor:
     """The squared error of quantizing `x` within every candidate range, per block; `spec` as numbers."""
     grid = QuantSpec.from_numbers(spec)
@@ -80,8 +84,3 @@ def errors_on_data(x: Tensor, lo: Tensor, hi: Tensor, spec: list[int]) -> Tensor
         distance = fake_quantize(x, *choose_qparams(low, high, grid), grid).sub_(x).double()
         error.copy_(formula.block_sums(distance.square_(), error.reshape(shape)).reshape(error.shape))
     return errors
-
-
-@errors_on_data.register_fake
-def _(x, lo, hi, spec):
-    return lo.new_empty(lo.shape, dtype=torch.float64)

@@ -45,7 +45,8 @@ class Percentile(_Binned):
         counts, _, edges = self.binned(state)
         below = counts.cumsum(-1)
         total = below[..., -1:]
-        tail = total.double() * ((100 - self.percent) / 100)
+        # A little more: a whole number of values must not be missed by a rounded product.
+        tail = total.double() * (100 - self.percent) / 100 * (1 + 1e-12)
         first = (below <= tail).sum(-1, keepdim=True)
         last = self.bins - (total - below + counts <= tail).sum(-1, keepdim=True)
         lo = edges.gather(-1, first.clamp(max=self.bins))[..., 0]

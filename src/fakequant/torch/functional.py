@@ -139,7 +139,7 @@ def _check_mask(mask: Any, dy: Tensor) -> None:
 
 
 def fake_quantize_learned(
-    x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float = 1.0
+    x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float | None = 1.0
 ) -> Tensor:
     """See `fakequant.fake_quantize_learned`."""
     check_spec(spec)
@@ -147,14 +147,16 @@ def fake_quantize_learned(
         z = None if type(zero_point) is int and zero_point == 0 and spec.qmin <= 0 else zero_point
         axis = _from_front(spec.axis, x)
         if z is None or not spec.symmetric:
-            numerics = kernel_numerics(spec)
-            y = nodes.fake_quantize_learned(x, scale, z, spec.qmin, spec.qmax, numerics, axis, grad_factor=grad_factor)
+            numerics, factor = kernel_numerics(spec), grad_factor
+            if factor is None and isinstance(x, Tensor) and not torch.compiler.is_compiling():
+                factor = gradients.resolve_factor(None, x, spec.qmax)
+            y = nodes.fake_quantize_learned(x, scale, z, spec.qmin, spec.qmax, numerics, axis, grad_factor=factor)
             if y is not None:
                 return y
     check_data(x)
     grid = make_grid(x, scale, zero_point, spec, learned=True)
     run = gradients.learned if _is_direct(x) else ops.fake_quantize_learned
-    return run(x, *grid, float(grad_factor))
+    return run(x, *grid, None if grad_factor is None else float(grad_factor))
 
 
 def fake_quantize_learned_backward(

@@ -8,6 +8,7 @@ Each also has a forward-mode derivative and can be differentiated again. Second 
 rounding as straight-through once more, so the rounding error `(q - z) - x / scale` is a constant.
 """
 
+from math import sqrt
 from typing import Any
 
 import torch
@@ -149,7 +150,7 @@ class direct:
     def learned_backward(dy: Tensor, x: Tensor, *grid_and_factor: Any) -> tuple[Tensor, Tensor, Tensor]:
         """dx, dscale and dzero_point."""
         *grid, grad_factor = grid_and_factor
-        return kernels.learned_backward(dy, x, backward_grid(*grid), grad_factor)
+        return kernels.learned_backward(dy, x, backward_grid(*grid), resolve_factor(grad_factor, x, grid[3]))
 
     @staticmethod
     def observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple) -> Observed:
@@ -356,6 +357,11 @@ class Learned(_Function):
         return _combine(tangents[:3], terms, x).to(x.dtype)
 
 
+def resolve_factor(grad_factor: float | None, x: Tensor, qmax: int) -> float:
+    """What gradients of scale and zero point are multiplied by; None: by LSQ's rule."""
+    return 1 / sqrt(max(x.numel(), 1) * qmax) if grad_factor is None else grad_factor
+
+
 def forward_grid(scale: Any, zero_point: Any, qmin: int, qmax: int, numerics: str) -> Grid:
     """The grid with the zero point rounded half to even."""
     if zero_point is not None and zero_point.is_floating_point():
@@ -410,7 +416,8 @@ class LearnedGradient(_Function):
     def backward(ctx: Any, g_dx: Tensor, g_dscale: Tensor, g_dzero: Tensor) -> tuple[Tensor | None, ...]:
         """dscale and dzero_point meet outside the range: dscale = dy * (bound - z), dzero_point = -dy * scale."""
         dy, x, scale, zero_point = _kept(ctx)
-        qmin, qmax, numerics, factor = ctx.rest
+        qmin, qmax, numerics, grad_factor = ctx.rest
+        factor = resolve_factor(grad_factor, x, qmax)
         terms = formula.learned_terms(x, backward_grid(scale, zero_point, qmin, qmax, numerics))
         g_dy = _combine((g_dx, g_dscale * factor, g_dzero * factor), terms, x).to(dy.dtype)
         outside = torch.where(terms[2] != 0, -dy.to(terms[2].dtype) * factor, 0)

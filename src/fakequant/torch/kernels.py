@@ -7,6 +7,7 @@ its memory; else on a dense copy. Results have the strides `torch.empty_like` gi
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -361,6 +362,19 @@ def min_max(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]
     return lo, hi, torch.stack([_from_order(c, blocks, order) for c in counts])
 
 
+def histogram(x: Tensor, inverse_width: Tensor, bins: int) -> Tensor:
+    """How many finite float32 of every block are in each of its bins; see csrc/histogram.cc."""
+    x, shape, order = _observable(x, tuple(inverse_width.shape))
+    counts = torch.zeros((inverse_width.numel(), bins), dtype=torch.int64, device="cpu")
+    inverse = _in_order(inverse_width, torch.float32, order, None)
+    if x.numel():
+        _native.histogram(x.data_ptr(), shape, inverse.data_ptr(), bins // 2, counts.data_ptr())
+    if order is None or inverse_width.numel() == 1:
+        return counts
+    places = _from_order(torch.arange(len(counts), device="cpu"), tuple(inverse_width.shape), order)
+    return counts[places.flatten()]
+
+
 def _from_order(values: Tensor, blocks: tuple[int, ...], order: Order) -> Tensor:
     if order is None or values.numel() == 1:
         return values.reshape(blocks)
@@ -467,6 +481,11 @@ def observe_in_steps(
     return Observed(y, mask, scale, zero_point, counts.sum())
 
 
+def _f32(value: float) -> float:
+    """The float32 next to `value`, which is what a kernel computes with."""
+    return float(np.float32(value))
+
+
 def updated_range(
     running_min: Tensor, running_max: Tensor, lo: Tensor, hi: Tensor, how: Observation
 ) -> tuple[Tensor, Tensor]:
@@ -483,7 +502,10 @@ def updated_range(
         )
 
     def average(running: Tensor, seen: Tensor) -> Tensor:
-        moved = torch.where(running.isinf(), seen, running + how.averaging_constant * (seen - running))
-        return torch.where(nothing, running, moved)
+        moved = running + how.averaging_constant * (seen - running)
+        # The way from one end of float32 to the other is not finite, but a part of it is.
+        wide = (running.double() + _f32(how.averaging_constant) * (seen.double() - running.double())).float()
+        moved = torch.where(moved.isfinite(), moved, wide)
+        return torch.where(nothing, running, torch.where(running.isinf(), seen, moved))
 
     return average(running_min, lo), average(running_max, hi)

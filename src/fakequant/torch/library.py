@@ -23,8 +23,8 @@ SCHEMAS = (
     f"fake_quantize(Tensor x, {_GRID}, bool clipped) -> Tensor",
     f"fake_quantize_masked(Tensor x, {_GRID}, bool packed) -> (Tensor y, Tensor mask)",
     "mask_backward(Tensor dy, Tensor mask, int[]? order, bool multiply) -> Tensor",
-    f"fake_quantize_learned(Tensor x, {_GRID}, float grad_factor) -> Tensor",
-    f"learned_backward(Tensor dy, Tensor x, {_GRID}, float grad_factor)"
+    f"fake_quantize_learned(Tensor x, {_GRID}, float? grad_factor) -> Tensor",
+    f"learned_backward(Tensor dy, Tensor x, {_GRID}, float? grad_factor)"
     " -> (Tensor dx, Tensor dscale, Tensor dzero_point)",
     f"quantize(Tensor x, {_GRID}, ScalarType dtype) -> Tensor",
     f"quantize_packed(Tensor x, {_GRID}, int bits) -> Tensor",
@@ -65,7 +65,8 @@ def _implementations(run) -> dict[str, Callable]:
 
     def learned_backward(dy, x, *grid_and_factor):
         *grid, grad_factor = grid_and_factor
-        return run.learned_backward(dy, x, gradients.backward_grid(*grid), grad_factor)
+        factor = gradients.resolve_factor(grad_factor, x, grid[3])
+        return run.learned_backward(dy, x, gradients.backward_grid(*grid), factor)
 
     def quantize(x, *grid_and_dtype):
         *grid, dtype = grid_and_dtype
@@ -257,6 +258,20 @@ def _count_changes(x, running_min, running_max, *rest):
 
 
 _LIBRARY.impl("observe_fake_quantize", _count_changes, "ADInplaceOrView")
+
+
+def add(schema: str, fake: Callable) -> Callable:
+    """Defines one more operator, in torch's operations only and without a derivative."""
+    name = schema.split("(")[0]
+
+    def decorate(function: Callable) -> Callable:
+        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fakequant::{name}", fake, lib=_LIBRARY)
+        return getattr(ops, name).default
+
+    return decorate
+
 
 for _name, _function in batching.RULES.items():
     torch.library.register_vmap(f"fakequant::{_name}", _function, lib=_LIBRARY)

@@ -1,0 +1,32 @@
+// How many values of every block fall into each of its bins.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "core.h"
+
+namespace fakequant {
+
+// Bins are counted outwards from zero, `half` of them on either side: floor(|x| / width) on the side of
+// the sign of x. One thread: the counts of a block are one table, and counting is rarely waited for.
+void histogram(const HistogramArgs& a) {
+  const Shape& s = a.shape;
+  const float* x = a.x;
+  for (int64_t batch = 0; batch < s.batch; ++batch) {
+    for (int64_t outer = 0; outer < s.outer; ++outer) {
+      for (int64_t block = 0; block < s.blocks; ++block, x += s.inner) {
+        const int64_t p = batch * s.blocks + block;
+        const float inverse = a.inverse_width[p];
+        int64_t* middle = a.counts + p * 2 * a.half + a.half;
+        for (int64_t i = 0; i < s.inner; ++i) {
+          const float magnitude = std::fabs(x[i]);
+          if (!(magnitude <= std::numeric_limits<float>::max())) continue;  // not finite
+          const int64_t bin = std::min(int64_t(magnitude * inverse), a.half - 1);
+          ++middle[x[i] < 0 ? -1 - bin : bin];
+        }
+      }
+    }
+  }
+}
+
+}  // namespace fakequant

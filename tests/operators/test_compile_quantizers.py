@@ -1,0 +1,302 @@
+"""Compiled quantizers: one graph in every state, with eager's bits in results, gradients and buffers."""
+
+import copy
+import itertools
+import shutil
+import warnings
+
+import pytest
+
+import fakequant as fq
+from fakequant import presets
+from straight_through import torch
+
+fqnn = pytest.importorskip("fakequant.nn")
+observers = pytest.importorskip("fakequant.observers")
+CompileCounter = pytest.importorskip("torch._dynamo.testing").CompileCounterWithBackend
+
+pytestmark = [
+    # Said by dynamo of every autograd function, and by inductor.
+    pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning"),
+]
+torch.manual_seed(0)
+X = torch.randn(4, 8)
+AFFINE = presets.uint4()
+LAST = fq.QuantSpec(bits=4, symmetric=False, axis=-1)
+OBSERVED = {
+    "MovingAverage": lambda: fqnn.FakeQuantize(AFFINE, observers.MovingAverage(0.3)),
+    "MinMax channel": lambda: fqnn.FakeQuantize(LAST, observers.MinMax(), shape=(None, 8)),
+    "Memoryless group": lambda: fqnn.FakeQuantize(presets.int4(group=4), observers.Memoryless(), shape=(4, 8)),
+    "token": lambda: fqnn.FakeQuantize(presets.int8_per_token()),
+    "Percentile": lambda: fqnn.FakeQuantize(AFFINE, observers.Percentile(90.0, bins=64), gradient="pass"),
+    "Histogram": lambda: fqnn.FakeQuantize(LAST, observers.Histogram(bins=64, steps=8), shape=(None, 8)),
+    "MSE": lambda: fqnn.FakeQuantize(AFFINE, observers.MSE(steps=8)),
+    "Entropy": lambda: fqnn.FakeQuantize(AFFINE, observers.Entropy(bins=64, steps=8)),
+    "Fixed": lambda: fqnn.FakeQuantize(AFFINE, observers.Fixed(-0.5, 1.0)),
+}
+LEARNED = {
+    "LSQ group": lambda: fqnn.LearnedFakeQuantize(presets.int4(group=4), shape=(4, 8)),
+    "LSQ+ channel": lambda: fqnn.LearnedFakeQuantize(LAST, shape=(None, 8)),
+    "fixed offset": lambda: fqnn.LearnedFakeQuantize(AFFINE, learn_zero_point=False, grad_factor=0.3),
+    "PACT": lambda: fqnn.PACT(4, 0.7),
+}
+# training, observing, quantizing, frozen: everything that differs. Learned quantizers do not quantize while observing.
+STATES = [
+    (True, True, True, False),
+    (True, True, False, False),
+    (True, False, True, False),
+    (True, False, True, True),
+    (False, True, True, False),
+    (False, False, False, False),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    torch._dynamo.reset()
+
+
+def compiled(module, backend="aot_eager", **options):
+    return torch.compile(module, fullgraph=True, backend=backend, **options)
+
+
+def ready(make):
+    module = make()
+    if isinstance(module, fqnn.LearnedFakeQuantize):
+        module.initialize(X)
+    module(X)
+    return module
+
+
+def bits(t):
+    return torch.where(t.isnan(), torch.nan, t).detach().contiguous().flatten().view(torch.uint8)
+
+
+def assert_same(expected, actual, name):
+    assert (expected is None) == (actual is None), name
+    if expected is not None:
+        assert (expected.dtype, expected.shape) == (actual.dtype, actual.shape), name
+        assert torch.equal(bits(expected), bits(actual)), name
+
+
+def assert_same_module(expected, actual):
+    """Every buffer, also those that are not saved, and every parameter with its gradient."""
+    for kind in ("named_buffers", "named_parameters"):
+        for (name, e), (_, a) in zip(getattr(expected, kind)(), getattr(actual, kind)(), strict=True):
+            assert_same(e, a, name)
+            assert_same(e.grad, a.grad, f"gradient of {name}")
+    assert expected.nonfinite == actual.nonfinite
+
+
+def assert_same_step(module, run, x):
+    """`run` is `module` compiled; a copy of it is run as it is. What the two do must be the same."""
+    eager = copy.deepcopy(module)
+    expected, actual = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, z = eager(expected), run(actual)
+    assert_same(y, z, "y")
+    assert y.requires_grad == z.requires_grad
+    dy = torch.linspace(-1, 1, x.numel()).view(x.shape)
+    y.backward(dy)
+    z.backward(dy)
+    assert_same(expected.grad, actual.grad, "dx")
+    assert_same_module(eager, module)
+    module.zero_grad()
+
+
+def batches(shape=(4, 8)):
+    """Each wider than the last: beyond the range, and another one."""
+    for width in itertools.count(1):
+        yield torch.randn(shape) * width
+
+
+def switch(module, training, observing, quantizing, frozen):
+    module.train(training)
+    fqnn.set_state(module, observing=observing, quantizing=quantizing, frozen=frozen)
+
+
+ALL = OBSERVED | LEARNED
+
+
+@pytest.mark.parametrize("make", ALL.values(), ids=ALL)
+def test_every_state_has_the_bits_of_eager_and_is_compiled_once(make):
+    module = ready(make)
+    counter, data, counts = CompileCounter("aot_eager"), batches(), []
+    run = compiled(module, counter)
+    for _ in range(2):  # there and back again
+        for state in STATES:
+            switch(module, *state)
+            assert_same_step(module, run, next(data))
+        counts.append(counter.frame_count)
+    assert 1 < counts[0] <= len(STATES)
+    assert counts[1] == counts[0]
+
+
+DYNAMIC = {
+    name: ALL[name]
+    for name in (
+        "MovingAverage",
+        "MinMax channel",
+        "token",
+        "Histogram",
+        "LSQ+ channel",
+        "PACT",
+    )
+}
+
+
+@pytest.mark.parametrize("make", DYNAMIC.values(), ids=DYNAMIC)
+def test_other_batches_are_not_compiled_again(make):
+    module = ready(make)
+    counter, counts = CompileCounter("aot_eager"), []
+    run = compiled(module, counter, dynamic=True)
+    for batch in (2, 3, 17, 64):
+        assert_same_step(module, run, torch.randn(batch, 8) * batch)
+        counts.append(counter.frame_count)
+    assert counts == counts[:1] * 4
+
+
+# --- values that are not finite -------------------------------------------------------------------
+
+COUNTING = {name: OBSERVED[name] for name in ("MovingAverage", "Memoryless group", "token", "Percentile")}
+
+
+@pytest.mark.parametrize("make", COUNTING.values(), ids=COUNTING)
+def test_values_that_are_not_finite_are_counted_and_told_of_once(make):
+    module, eager = ready(make), ready(make)
+    module.path = "blocks.0"
+    run = compiled(module)
+    for _ in range(2):
+        x = torch.randn(4, 8)
+        x[0, 0], x[1, 3], x[2, 5] = torch.nan, torch.inf, -torch.inf
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            y = eager(x)
+        assert_same(y, run(x), "y")
+    assert module.nonfinite == eager.nonfinite == 6
+    with pytest.warns(RuntimeWarning, match=r"FakeQuantize at blocks\.0 has observed 6 values that are NaN or inf"):
+        module.eval()
+    module.train()
+    eager.train()
+    assert_same_module(eager, module)
+
+
+@pytest.mark.parametrize("numerics", ["onnx", "torch", "half_away"])
+def test_a_scale_that_is_not_there_is_an_error_or_shows(numerics):
+    module = fqnn.FakeQuantize(fq.QuantSpec(numerics=numerics)).eval()
+    try:
+        y = compiled(module)(X)
+    except (ValueError, RuntimeError) as error:
+        assert "finite" in str(error)  # noqa: PT017
+    else:
+        assert y.isnan().all()
+
+
+@pytest.mark.parametrize("make", [OBSERVED["MovingAverage"], OBSERVED["MinMax channel"]], ids=["tensor", "channel"])
+def test_a_first_batch_of_nothing_is_an_error_and_changes_nothing(make):
+    module, new = make(), make()
+    with pytest.raises(ValueError, match="have not seen a finite value"):
+        compiled(module)(torch.full((4, 8), torch.nan))
+    assert_same_module(new, module)
+
+
+# --- learned scales that an optimizer sent too far ------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["LSQ+ channel", "PACT"])
+def test_useless_parameters_are_corrected_as_in_eager(name):
+    module = ready(LEARNED[name])
+    eager, run = copy.deepcopy(module), compiled(module)
+    assert_same(eager(X), run(X), "before")
+    for bad in (-1.0, 1e38, torch.inf, torch.nan, 0.0):
+        for m in (eager, module):
+            m.zero_grad()
+            with torch.no_grad():
+                next(m.parameters()).flatten()[0].fill_(bad)
+        x = torch.randn(4, 8)
+        expected, actual = eager(x), run(x)
+        assert_same(expected, actual, f"y, {bad}")
+        assert actual.isfinite().all()
+        for m, y in ((eager, expected), (module, actual)):
+            y.sum().backward()
+            assert (m.qparams().scale > 0).all()
+        assert_same(eager.qparams().scale, module.qparams().scale, f"scale, {bad}")
+        for e, a in zip(eager.parameters(), module.parameters(), strict=True):
+            assert_same(e.grad, a.grad, f"gradient, {bad}")
+        other = LEARNED[name]()
+        other.load_state_dict(module.state_dict())
+        assert_same(eager.qparams().scale, other.qparams().scale, f"scale of a saved state, {bad}")
+
+
+# --- in a model -----------------------------------------------------------------------------------
+
+
+class Layer(torch.nn.Linear):
+    def __init__(self, learned):
+        super().__init__(8, 6)
+        spec = presets.int4(group=None)
+        self.input = fqnn.FakeQuantize(presets.uint8(), observers.MovingAverage(0.3))
+        if learned:
+            self.weights = fqnn.LearnedFakeQuantize(spec, shape=(6, 8)).initialize(self.weight)
+        else:
+            self.weights = fqnn.FakeQuantize(spec, observers.Memoryless(), shape=(6, 8))
+
+    def forward(self, x):
+        return torch.nn.functional.linear(self.input(x), self.weights(self.weight), self.bias)
+
+
+def train(layer, run):
+    optimizer = torch.optim.SGD(fqnn.param_groups(layer), lr=0.05)
+    for x in torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(2)):
+        optimizer.zero_grad()
+        run(x).square().sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("learned", [True, False], ids=["learned", "observed"])
+def test_training(learned):
+    torch.manual_seed(3)
+    layer = Layer(learned)
+    eager = copy.deepcopy(layer)
+    train(eager, eager)
+    train(layer, compiled(layer))
+    for (name, e), (_, a) in zip(eager.state_dict().items(), layer.state_dict().items(), strict=True):
+        assert_same(e, a, name)
+    x = torch.randn(3, 8) * 5
+    assert_same(eager.eval()(x), compiled(layer.eval())(x), "y")
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("name", ["MinMax channel", "token", "LSQ+ channel"])
+def test_inductor(name):
+    module = ready(ALL[name])
+    run = compiled(module, "inductor")
+    for x in (X, X * 3):
+        assert_same_step(module, run, x)
+
+
+OTHER_DTYPES = {
+    "observed": (OBSERVED["MovingAverage"], torch.bfloat16),
+    "token": (OBSERVED["token"], torch.double),
+    "LSQ+": (LEARNED["LSQ+ channel"], torch.half),
+}
+
+
+@pytest.mark.parametrize(("make", "dtype"), OTHER_DTYPES.values(), ids=OTHER_DTYPES)
+def test_other_dtypes(make, dtype):
+    module = ready(make).to(dtype)
+    run = compiled(module)
+    for training in (True, False):
+        module.train(training)
+        assert_same_step(module, run, (X * 3).to(dtype))
+
+
+def test_a_loaded_state_is_used_by_what_was_compiled_before():
+    module, other = ready(OBSERVED["MovingAverage"]), ready(OBSERVED["MovingAverage"])
+    other(X * 50)
+    counter = CompileCounter("aot_eager")
+    run = compiled(module.eval(), counter)
+    run(X)
+    module.load_state_dict(other.state_dict())
+    assert_same(other.eval()(X * 9), run(X * 9), "y")
+    assert counter.frame_count == 1

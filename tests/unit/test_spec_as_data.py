@@ -1,0 +1,287 @@
+"""A `QuantSpec` as dict, JSON, numbers and text, and the presets field by field."""
+
+import copy
+import dataclasses
+import inspect
+import itertools
+import json
+import pickle
+
+import numpy as np
+import pytest
+
+from fakequant import QuantSpec, presets
+from fakequant.spec import NUMERICS
+
+DEFAULTS = dict(bits=8, signed=True, symmetric=True, narrow=False, axis=None, group_size=None, numerics="onnx")
+
+
+def every_kind():
+    """All combinations of the fields that are allowed, with the ends of `bits`."""
+    kinds = [dict(signed=True, symmetric=s, narrow=n) for s in (True, False) for n in (True, False)]
+    kinds.append(dict(signed=False, symmetric=False))
+    places = [{}, dict(axis=0), dict(axis=-1), dict(axis=1, group_size=1), dict(axis=-2, group_size=32)]
+    places.append(dict(axis=-1, group_size=-1))
+    for kind, place, numerics in itertools.product(kinds, places, NUMERICS):
+        for bits in (2, 4, 8, 31, 32) if kind["signed"] else (1, 4, 8, 31):
+            yield QuantSpec(bits=bits, numerics=numerics, **kind, **place)
+
+
+SPECS = list(every_kind())
+
+
+def test_a_dict_has_every_field_by_its_name():
+    assert QuantSpec().to_dict() == DEFAULTS
+    assert list(QuantSpec().to_dict()) == list(DEFAULTS)
+    assert QuantSpec(bits=3, axis=-1, group_size=16, narrow=True, numerics="torch").to_dict() == dict(
+        bits=3, signed=True, symmetric=True, narrow=True, axis=-1, group_size=16, numerics="torch"
+    )
+
+
+def test_a_dict_is_a_copy():
+    spec = QuantSpec()
+    spec.to_dict()["bits"] = 4
+    assert spec.bits == 8
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        lambda s: QuantSpec.from_dict(s.to_dict()),
+        lambda s: QuantSpec.from_dict(json.loads(json.dumps(s.to_dict()))),
+        lambda s: QuantSpec.from_json(s.to_json()),
+        lambda s: QuantSpec.from_numbers(s.to_numbers()),
+        lambda s: QuantSpec.from_numbers(np.array(s.to_numbers(), np.int64).tolist()),
+        lambda s: QuantSpec.from_numbers(np.array(s.to_numbers(), np.int32).tolist()),
+        lambda s: pickle.loads(pickle.dumps(s)),
+        copy.copy,
+        copy.deepcopy,
+        dataclasses.replace,
+        lambda s: eval(repr(s)),
+    ],
+    ids=["dict", "JSON-of-dict", "JSON", "numbers", "int64", "int32", "pickle", "copy", "deepcopy", "replace", "repr"],
+)
+def test_every_spec_comes_back_the_same(back):
+    for spec in SPECS:
+        found = back(spec)
+        assert type(found) is QuantSpec
+        assert found == spec
+        assert hash(found) == hash(spec)
+        for name, value in spec.to_dict().items():  # True == 1, so == is not enough
+            assert type(getattr(found, name)) is type(value)
+
+
+def test_specs_that_differ_differ_in_every_form():
+    for form in (hash, str, repr, QuantSpec.to_json, lambda s: tuple(s.to_numbers())):
+        assert len({form(spec) for spec in SPECS}) == len(SPECS)
+    assert len(set(SPECS)) == len(SPECS)
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_one_other_field_makes_another_spec(name):
+    other = dict(bits=7, signed=False, symmetric=False, narrow=True, axis=1, group_size=4, numerics="torch")[name]
+    base = QuantSpec(symmetric=False, axis=0)
+    if name == "symmetric":
+        base, other = QuantSpec(axis=0), False
+    changed = dataclasses.replace(base, **{name: other})
+    assert changed != base
+    assert changed.to_numbers() != base.to_numbers()
+    assert base == dataclasses.replace(base)
+
+
+@pytest.mark.parametrize("other", [None, 8, "int8, per tensor", DEFAULTS, tuple(DEFAULTS.values())], ids=repr)
+def test_a_spec_equals_nothing_but_a_spec(other):
+    assert QuantSpec() != other
+
+
+def test_a_spec_cannot_be_changed_or_extended():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        QuantSpec().axis = 0
+    with pytest.raises((AttributeError, TypeError)):
+        object.__setattr__(QuantSpec(), "axes", 0)
+    with pytest.raises(ValueError, match="must be between 2 and 32"):
+        dataclasses.replace(QuantSpec(), bits=33)
+
+
+def test_absent_fields_have_their_defaults():
+    assert QuantSpec.from_dict({}) == QuantSpec.from_json("{}") == QuantSpec()
+    assert QuantSpec.from_json('{"signed": false, "symmetric": false, "axis": null}') == presets.uint8()
+
+
+def test_the_json_is_plain_and_literal():
+    assert json.loads(QuantSpec(bits=4, axis=0).to_json()) == {**DEFAULTS, "bits": 4, "axis": 0}
+
+
+def test_the_numbers_are_literal():
+    absent = -(2**31)
+    assert QuantSpec().to_numbers() == [8, 1, 1, 0, absent, absent, 1]
+    token = QuantSpec(bits=4, symmetric=False, narrow=True, axis=-1, group_size=-1, numerics="half_away")
+    assert token.to_numbers() == [4, 1, 0, 1, -1, -1, 2]
+    assert all(type(n) is int for spec in SPECS for n in spec.to_numbers())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "int8, per tensor"),
+        (dict(bits=4, narrow=True), "int4 narrow, per tensor"),
+        (dict(symmetric=False), "int8 affine, per tensor"),
+        (dict(symmetric=False, narrow=True), "int8 narrow affine, per tensor"),
+        (dict(bits=1, signed=False, symmetric=False), "uint1, per tensor"),
+        (dict(axis=0), "int8, per channel on axis 0"),
+        (dict(axis=-1, group_size=32), "int8, per group of 32 on axis -1"),
+        (dict(axis=-1, group_size=-1), "int8, per token over axis -1"),
+        (dict(axis=1, numerics="torch"), "int8, per channel on axis 1, torch numerics"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_text_that_fits_a_table(options, text):
+    assert str(QuantSpec(**options)) == text
+    assert f"{QuantSpec(**options)}" == text
+
+
+@pytest.mark.parametrize(
+    ("bits", "signed", "storage"),
+    [
+        (2, True, "int8"), (8, True, "int8"), (9, True, "int16"), (16, True, "int16"), (17, True, "int32"),
+        (32, True, "int32"), (1, False, "uint8"), (8, False, "uint8"), (9, False, "uint16"), (31, False, "uint32"),
+    ],
+)  # fmt: skip
+def test_the_storage_holds_both_ends(bits, signed, storage):
+    spec = QuantSpec(bits=bits, signed=signed, symmetric=False)
+    assert spec.storage == storage
+    limits = np.iinfo(storage)
+    assert limits.min <= spec.qmin <= spec.qmax <= limits.max
+
+
+# --- presets ------------------------------------------------------------------------------
+
+PRESETS = {
+    "int8": (presets.int8(), dict(narrow=True, axis=0), (-127, 127)),
+    "int8, group": (presets.int8(group=64), dict(narrow=True, axis=-1, group_size=64), (-127, 127)),
+    "int8, axis": (presets.int8(axis=1), dict(narrow=True, axis=1), (-127, 127)),
+    "int8, group and axis": (presets.int8(group=4, axis=0), dict(narrow=True, axis=0, group_size=4), (-127, 127)),
+    "int4": (presets.int4(), dict(bits=4, axis=-1, group_size=32), (-8, 7)),
+    "int4, group": (presets.int4(group=128), dict(bits=4, axis=-1, group_size=128), (-8, 7)),
+    "int4, channel": (presets.int4(group=None), dict(bits=4, axis=0), (-8, 7)),
+    "int4, channel and axis": (presets.int4(group=None, axis=1), dict(bits=4, axis=1), (-8, 7)),
+    "int4, axis": (presets.int4(axis=1), dict(bits=4, axis=1, group_size=32), (-8, 7)),
+    "int2": (presets.int2(), dict(bits=2, axis=-1, group_size=32), (-2, 1)),
+    "int2, channel": (presets.int2(group=None), dict(bits=2, axis=0), (-2, 1)),
+    "uint8": (presets.uint8(), dict(signed=False, symmetric=False), (0, 255)),
+    "uint4": (presets.uint4(), dict(bits=4, signed=False, symmetric=False), (0, 15)),
+    "int16": (presets.int16(), dict(bits=16), (-32768, 32767)),
+    "int8_per_token": (presets.int8_per_token(), dict(axis=-1, group_size=-1), (-128, 127)),
+}
+
+
+@pytest.mark.parametrize(("spec", "fields", "ends"), PRESETS.values(), ids=PRESETS)
+def test_a_preset_field_by_field(spec, fields, ends):
+    assert spec.to_dict() == {**DEFAULTS, **fields}
+    assert (spec.qmin, spec.qmax) == ends
+
+
+def test_every_preset_is_in_the_table_above():
+    public = {n for n, f in inspect.getmembers(presets, inspect.isfunction) if not n.startswith("_")}
+    assert public == {name.split(",")[0] for name in PRESETS}
+
+
+@pytest.mark.parametrize("make", [presets.int8, presets.int4, presets.int2])
+@pytest.mark.parametrize("group", [0, -2])
+def test_a_preset_refuses_a_group_that_is_none(make, group):
+    with pytest.raises(ValueError, match="`group_size` must be at least 1"):
+        make(group=group)
+
+
+def test_a_preset_takes_no_positions():
+    with pytest.raises(TypeError, match="positional"):
+        presets.int4(32)
+
+
+# --- bad input ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [-8, 0, 1, 33, 2**40])
+def test_bits_out_of_range_of_a_signed_grid(bits):
+    with pytest.raises(ValueError, match=f"`bits` must be between 2 and 32 for a signed grid, got {bits}"):
+        QuantSpec.from_dict({"bits": bits})
+
+
+@pytest.mark.parametrize("bits", [-1, 0, 32, 64])
+def test_bits_out_of_range_of_an_unsigned_grid(bits):
+    with pytest.raises(ValueError, match=f"`bits` must be between 1 and 31 for an unsigned grid, got {bits}"):
+        QuantSpec(bits=bits, signed=False, symmetric=False)
+
+
+def test_symmetric_and_unsigned_is_refused_with_the_way_out():
+    with pytest.raises(ValueError, match="needs a signed grid") as caught:
+        QuantSpec.from_json('{"signed": false}')
+    assert "QuantSpec(signed=False, symmetric=False)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("bit", "bits"), ("Bits", "bits"), ("symetric", "symmetric"), ("groupsize", "group_size"), ("axes", "axis"),
+     ("numeric", "numerics"), ("sign", "signed")],
+)  # fmt: skip
+def test_an_unknown_field_with_a_near_name_is_refused_with_it(name, near):
+    with pytest.raises(ValueError, match=f"no field '{name}', did you mean '{near}'?") as caught:
+        QuantSpec.from_dict({"bits": 4, name: 1})
+    assert "The fields are bits, signed, symmetric, narrow, axis, group_size, numerics." in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", "zzz", 3, None])
+def test_an_unknown_field_with_no_near_name_is_refused(name):
+    with pytest.raises(ValueError, match=r"has no field .*\.\nThe fields are bits"):
+        QuantSpec.from_dict({name: 1})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("bits", v) for v in (8.0, "8", None, True, np.int64(8), [8])),
+        *((name, v) for name in ("signed", "symmetric", "narrow") for v in (0, 1, None, "True", np.True_)),
+        *(("axis", v) for v in (0.0, "0", False, np.int64(0), (0,))),
+        *(("group_size", v) for v in (32.0, "32", True, np.int32(32))),
+    ],
+    ids=repr,
+)
+def test_a_wrong_type_names_the_field_and_the_value(field, value):
+    with pytest.raises(TypeError) as caught:
+        QuantSpec.from_dict({"axis": 0, field: value})
+    assert f"`{field}` must be" in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+@pytest.mark.parametrize("numerics", ["ONNX", "", None, 1, ["onnx"]], ids=repr)
+def test_unknown_numerics(numerics):
+    with pytest.raises(ValueError, match="`numerics` must be one of torch, onnx, half_away"):
+        QuantSpec(numerics=numerics)
+
+
+@pytest.mark.parametrize("text", ["[]", "8", "null", '"int8"', "true"])
+def test_json_that_is_no_object(text):
+    with pytest.raises(TypeError, match="A QuantSpec in JSON is an object with its fields"):
+        QuantSpec.from_json(text)
+
+
+@pytest.mark.parametrize("text", ["", "{", "{bits: 8}", "{'bits': 8}"])
+def test_text_that_is_no_json(text):
+    with pytest.raises(ValueError, match="Expecting"):
+        QuantSpec.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [8, 1, 1, 0, 0, 0],
+        [8, 1, 1, 0, 0, 1, 1, 1],
+        [33, 1, 1, 0, 0, 1, 1],
+        [8, 0, 1, 0, 0, 1, 1],
+        [8, 1, 1, 0, 0, 0, 1],
+    ],
+    ids=["too few", "too many", "bits", "symmetric and unsigned", "group"],
+)
+def test_numbers_that_are_no_spec(numbers):
+    with pytest.raises(ValueError, match=r"."):
+        QuantSpec.from_numbers(numbers)
