@@ -8,11 +8,11 @@ number of steps with the same optimizer, with every weight and the input of ever
 
     min-max          weights per channel: range of the tensor at hand; inputs: moving average of the range
     LSQ              weights per channel and inputs: learned scales, zero point 0
-    LSQ+             the same, and learned zero points of the inputs, which start from their range
-    LSQ+ searched    the same, which start from the range with the least squared error
+    LSQ+             the same, and learned zero points of the inputs; both start from the least squared error
+    LSQ+ min-max     the same, but both start from the range of the data
 
 The accuracy is that of the last step, on the test images, in percent: mean ± standard deviation over the
-seeds. No setting was tuned. With one thread the figures are the same on every run.
+seeds. The learning rates were not tuned. With one thread the figures are the same on every run.
 
 After a ReLU nothing is negative, and zero points have little to learn: LSQ and the two LSQ+ differ in where
 the scales of the inputs start. Few steps with LSQ's small gradients do not take them far from there.
@@ -89,7 +89,7 @@ METHODS: dict[str, Callable[[int, torch.Size], tuple[Quantizer, Quantizer]]] = {
     "min-max": min_max,
     "LSQ": partial(learned, learn_zero_point=False),
     "LSQ+": learned,
-    "LSQ+ searched": partial(learned, init=observers.Histogram()),
+    "LSQ+ min-max": partial(learned, init=observers.MinMax()),
 }
 
 

@@ -39,10 +39,11 @@ float finite_average(float running, float value, float c) {
 }
 
 void update_range(const ObserveArgs& o, float lo, float hi, float& running_min, float& running_max) {
+  const auto average = o.rule == RangeRule::own ? finite_average : moving_average;
   switch (o.update) {
     case RangeUpdate::average:
-      running_min = finite_average(running_min, lo, o.averaging_constant);
-      running_max = finite_average(running_max, hi, o.averaging_constant);
+      running_min = average(running_min, lo, o.averaging_constant);
+      running_max = average(running_max, hi, o.averaging_constant);
       return;
     case RangeUpdate::widest:
       running_min = std::min(running_min, lo);

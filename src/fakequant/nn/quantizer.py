@@ -106,7 +106,7 @@ class Quantizer(nn.Module):
 
     def _read_switches(self) -> None:
         """The switches as the buffer has them, after it was loaded or copied from another model."""
-        if not self.switches.is_meta and active_fake_mode() is None:
+        if _is_readable(self.switches):
             flags = map(bool, self.switches.tolist())
             self._observing, self._quantizing, self._frozen, self._stale = flags
 
@@ -184,7 +184,7 @@ class Quantizer(nn.Module):
             self._tell()
 
     def _tell(self) -> None:
-        if not self._told and not self._nonfinite.is_meta and self.nonfinite:
+        if not self._told and _is_readable(self._nonfinite) and self.nonfinite:
             self._told = True
             warnings.warn(
                 f"{self.where} has observed {self.nonfinite} values that are NaN or infinite and left them out of the "
@@ -299,6 +299,11 @@ class Quantizer(nn.Module):
                     "The state is of another granularity, or of a tensor of another size."
                 )
         return None
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether its values are there to be looked at."""
+    return not tensor.is_meta and active_fake_mode() is None
 
 
 def _keep_dtype(fn: Any, tensor: Tensor) -> Tensor:
