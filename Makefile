@@ -14,7 +14,8 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cc' -o -name
 test: export OMP_WAIT_POLICY = PASSIVE
 test: build lint test-kernels
 	$(PY) -m pytest -n 2
-	FAKEQUANT_PYTHON_NODES=1 $(PY) -m pytest -n 2 -q tests/operators
+	FAKEQUANT_PYTHON_NODES=1 $(PY) -m pytest -n 2 -q tests/operators \
+	  --ignore tests/operators/test_ranks.py --ignore tests/operators/test_compile_quantizers.py
 
 demo: build
 	$(PY) examples/rounding.py
