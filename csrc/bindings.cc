@@ -321,18 +321,15 @@ ObserveResult observe_on_torchs_threads(const ObserveArgs& o, FakeQuantizeArgs a
 }
 
 // Keeps learned values within [low, high]: what is not finite becomes what it was `before`, and `before`
-// is what all of them are now. Whether all are finite.
-bool py_keep_within(Out& values, Out& before, int64_t n, double low, double high) {
+// is what all of them are now.
+void py_keep_within(Out& values, Out& before, int64_t n, double low, double high) {
   float* v = values.get<float>(n);
   float* b = before.get<float>(n);
-  bool all = true;
   for (int64_t i = 0; i < n; ++i) {
     const float kept = std::isfinite(v[i]) ? std::clamp(v[i], float(low), float(high)) : b[i];
     if (kept != v[i]) v[i] = kept;  // a page that is only read is not copied
     b[i] = kept;
-    all &= std::isfinite(kept);
   }
-  return all;
 }
 
 // Index of the first zero point that is not within [low, high], or -1.

@@ -70,7 +70,9 @@ PLAIN = {
         TENSOR, UINT8, AFFINE, UNSIGNED, dict(observer=MovingAverage(1.0)), averaging_constant=1, is_dynamic=True
     ),
     "quick": plain(TENSOR, UINT8, AFFINE, UNSIGNED, dict(observer=MovingAverage(0.3)), averaging_constant=0.3),
-    "channel symmetric": plain(CHANNEL, INT8, CHANNEL_SYMMETRIC, dict(axis=0), ch_axis=0),
+    "channel symmetric": plain(
+        CHANNEL, INT8, CHANNEL_SYMMETRIC, dict(axis=0), dict(observer=MovingAverage()), ch_axis=0
+    ),
     "channel affine": plain(CHANNEL, UINT8, CHANNEL_AFFINE, {**UNSIGNED, "axis": 1}, ch_axis=1),
     "channel -127 to 127": plain(
         tq.PerChannelMinMaxObserver, NARROW_8, CHANNEL_SYMMETRIC, dict(narrow=True, axis=0),
@@ -647,3 +649,24 @@ def test_states_that_do_not_fit_are_refused_by_name_and_change_nothing(make, bui
         ours.load_state_dict(theirs.state_dict())
     for k, v in ours.state_dict().items():
         assert_same_bits(before[k].numpy(), v.numpy(), k)
+
+
+def test_a_scale_of_another_grid_is_refused():
+    theirs = tq.FakeQuantize(TENSOR, quant_min=-8, quant_max=7, dtype=torch.qint8, qscheme=AFFINE)
+    theirs(torch.linspace(-1, 1, 9))
+    ours = FakeQuantize(QuantSpec(symmetric=False, numerics="torch"))
+    with pytest.raises(RuntimeError, match="another range of codes"):
+        ours.load_state_dict(theirs.state_dict())
+    assert ours.scale.isnan()
+    FakeQuantize(QuantSpec(bits=4, symmetric=False, numerics="torch")).load_state_dict(theirs.state_dict())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(gradient="pass"), dict(eps=1e-3), dict(observer=MinMax()), dict(shape=(None, 3), axis=1)],
+    ids=str,
+)
+def test_the_fused_operator_is_not_asked_for_what_it_cannot_do(options):
+    spec = QuantSpec(symmetric=False, numerics="torch", axis=options.pop("axis", None))
+    with pytest.raises(ValueError, match="The fused operator"):
+        FusedFakeQuantize(spec, **options)

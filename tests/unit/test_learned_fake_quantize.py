@@ -673,13 +673,16 @@ def test_freezing_keeps_the_scale_of_the_moment_not_that_of_the_last_forward_pas
     assert quantizer.scale == 0.75
 
 
-def test_a_frozen_quantizer_observes_nothing():
+def test_a_scale_is_not_overwritten_by_observing():
     quantizer = initialized()
-    quantizer.observing = quantizer.frozen = True
-    scale = bits(quantizer.scale)
-    quantizer(X * 1000)
-    quantizer.frozen = quantizer.observing = False
-    assert_same_bits(scale, bits(quantizer.scale))
+    quantizer.path = "layers.0"
+    with pytest.raises(RuntimeError, match=r"layers\.0 has a scale, which observing would overwrite"):
+        quantizer.observing = True
+    fq.nn.set_state(quantizer, observing=True)  # of a whole model: not for this one
+    assert not quantizer.observing
+    quantizer.reset_parameters()
+    fq.nn.set_state(quantizer, observing=True)
+    assert quantizer.observing
 
 
 @pytest.mark.parametrize("moved", [77.0, math.nan], ids=str)
@@ -729,19 +732,20 @@ def test_observing_then_quantizing_by_a_switch_of_the_whole_model():
 
 
 def test_in_evaluation_nothing_is_observed():
-    quantizer = initialized()
-    scale, y = bits(quantizer.scale), bits(quantizer(X * 9))
+    quantizer = LearnedFakeQuantize(INT4)
     quantizer.observing = True
-    quantizer.eval()
-    assert_same_bits(y, bits(quantizer(X * 9)), "quantized, not only passed")
-    quantizer.train()
+    quantizer(X)
+    scale = bits(quantizer.scale)
+    y = bits(quantizer.eval()(X * 9))
     quantizer.observing = False
+    assert_same_bits(y, bits(quantizer(X * 9)), "quantized, not only passed")
     assert_same_bits(scale, bits(quantizer.scale))
 
 
 @pytest.mark.parametrize("switch", ["observing", "quantizing", "frozen"])
 def test_switches_are_saved(switch):
-    quantizer, loaded = initialized(), LearnedFakeQuantize(INT4)
+    quantizer = LearnedFakeQuantize(INT4) if switch == "observing" else initialized()
+    loaded = LearnedFakeQuantize(INT4)
     setattr(quantizer, switch, not getattr(quantizer, switch))
     loaded.load_state_dict(quantizer.state_dict())
     assert getattr(loaded, switch) == getattr(quantizer, switch)

@@ -1144,3 +1144,22 @@ def test_a_refined_observer_inherits_what_it_does_not_change():
     assert_same_range((-2, 6), range_of(Doubled(), [-1.0, 3.0]))
     assert from_dict(Doubled().to_dict()) == Doubled()
     assert Doubled() != MinMax()
+
+
+def test_histograms_for_too_many_scales_are_refused():
+    with pytest.raises(ValueError, match=r"Use MSE\(\) or MinMax\(\) for that many"):
+        observers.Histogram().init((512, 512))
+    observers.Histogram(bins=16).init((512, 512))
+
+
+def test_settings_are_numbers():
+    assert observers.Fixed(np.float32(0), 1).to_dict() == {"kind": "Fixed", "lo": 0.0, "hi": 1.0}
+    for make in (
+        lambda: observers.MovingAverage("0.5"),
+        lambda: observers.Fixed("0", 1),
+        lambda: observers.Percentile("99"),
+    ):
+        with pytest.raises(TypeError, match="must be a number"):
+            make()
+    with pytest.raises(ValueError, match="Fixed needs the setting 'lo'"):
+        observers.from_dict({"kind": "Fixed"})

@@ -127,6 +127,8 @@ def test_a_state_holds_tensors_only_in_shapes_that_never_change(make):
 def test_switches_are_part_of_the_state(make, on):
     module, other = trained(make), trained(make)
     fqnn.set_state(module, **dict(zip(SWITCHES, on, strict=True)))
+    if module.is_initialized:  # a learned scale, which is not observed again
+        on = (False, *on[1:])
     other.load_state_dict(through_a_file(module.state_dict()))
     assert (other.observing, other.quantizing, other.frozen) == on
     assert all(type(getattr(other, name)) is bool for name in SWITCHES)
@@ -513,3 +515,35 @@ def test_set_state_sets_what_is_given_and_leaves_the_rest():
             assert module.switches.tolist() == [*expected, False]
     with pytest.raises(TypeError, match="`frozen` is a switch: True or False, got 1"):
         fqnn.set_state(model, frozen=1)
+
+
+def test_an_averaged_model_has_the_zero_point_of_its_averaged_range():
+    model = torch.nn.Sequential(fqnn.FakeQuantize(presets.uint8(), observers.MovingAverage(0.5)))
+    average = swa.AveragedModel(model, use_buffers=True, multi_avg_fn=swa.get_ema_multi_avg_fn(0.9))
+    for step in range(60):
+        model(torch.linspace(-2.0, 1.0, 9) + step / 20)
+        average.update_parameters(model)
+    quantizer = average.module[0]
+    average.eval()
+    expected = fq.choose_qparams(quantizer.running_min, quantizer.running_max, quantizer.spec)
+    assert_same_bits(expected.scale.numpy(), quantizer.scale.numpy())
+    assert_same_bits(expected.zero_point.numpy(), quantizer.zero_point.numpy())
+
+
+def test_what_is_old_is_not_a_scale():
+    quantizer = fqnn.FakeQuantize(presets.uint8(), observers.Histogram())
+    quantizer.quantizing = False
+    quantizer(torch.linspace(-1, 1, 9))
+    first = quantizer.qparams().scale
+    quantizer(torch.linspace(-50, 50, 9))
+    assert quantizer.scale.isnan()
+    assert quantizer.qparams().scale > 10 * first
+    assert quantizer.scale == quantizer.qparams().scale
+
+
+def test_the_default_observer_of_weights_has_no_memory():
+    assert fqnn.FakeQuantize(presets.int8(), shape=(4, 2)).observer == observers.Memoryless()
+    assert fqnn.FakeQuantize(presets.int4(group=2), shape=(4, 2)).observer == observers.Memoryless()
+    assert fqnn.FakeQuantize(presets.int8_per_token()).observer == observers.Memoryless()
+    assert fqnn.FakeQuantize(presets.uint8()).observer == observers.MovingAverage()
+    assert fqnn.FakeQuantize(fq.QuantSpec()).observer == observers.MovingAverage()

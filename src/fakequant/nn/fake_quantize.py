@@ -30,7 +30,8 @@ class FakeQuantize(Quantizer):
 
     In training mode all three happen at every call, with `MinMax`, `MovingAverage` and `Memoryless` in
     one pass. In evaluation mode only the last does, unless the observer is dynamic (`Memoryless`).
-    Before anything was observed there is no scale, and quantizing is an error.
+    Before anything was observed there is no scale, and quantizing is an error. Without an `observer`, a
+    symmetric spec with an axis, the grid of weights, has `Memoryless`, every other `MovingAverage`.
 
     `shape` is needed if there is a scale per channel or group: that of the tensors to come, with None
     for lengths that vary. `gradient` is "clipped" (0 where the value was clipped; 1 bit per element is
@@ -69,7 +70,8 @@ class FakeQuantize(Quantizer):
     ) -> None:
         super().__init__(spec, observing=True, sync=sync, process_group=process_group, path=path, device=device)
         if observer is None:
-            observer = Memoryless() if spec.granularity == "token" else MovingAverage()
+            is_activation = spec.granularity == "tensor" or not (spec.symmetric or spec.granularity == "token")
+            observer = MovingAverage() if is_activation else Memoryless()
         if not isinstance(observer, Observer):
             raise TypeError(f"`observer` must be an Observer, such as MovingAverage(), got {observer!r}.")
         if spec.granularity == "token" and not isinstance(observer, Memoryless):
@@ -236,6 +238,7 @@ class FakeQuantize(Quantizer):
         self._count(self.observer.update(self._state(), x.detach(), self.spec, ranks))
         if self.observer.searches:
             self._set_stale(True)
+            self.scale.fill_(torch.nan)  # rather than one that is old
         else:
             self.refresh()
 
@@ -287,10 +290,15 @@ class FakeQuantize(Quantizer):
     # --- state ------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Finds the scale if a search is due, and tells of values that were not finite."""
-        if self._stale:
+        """Finds the scale if that is due, and tells of values that were not finite."""
+        # Also where nothing is: in an averaged model ranges are averages, but zero points are not.
+        if self._stale or not (self._frozen or self.observer.searches or not self._may_write()):
             self.refresh()
         super().settle()
+
+    def _may_write(self) -> bool:
+        """Whether buffers can be changed here: not those of inference mode outside it."""
+        return self.scale is None or torch.is_inference_mode_enabled() or not self.scale.is_inference()
 
     def _from_torch_ao(self, old: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._blocks is None or set(self._names) != {"running_min", "running_max"}:
@@ -318,6 +326,7 @@ class FakeQuantize(Quantizer):
                 "torch's fused operator chooses such zero points for data of one sign: use "
                 "fakequant.nn.FusedFakeQuantize, or QuantSpec(symmetric=False)."
             )
+        self._check_scale(lo, hi, scale, zero_point)
         switches = [bool(old["observer_enabled"]), bool(old["fake_quant_enabled"]), False, False]
         values = {"running_min": lo, "running_max": hi, "scale": scale, "zero_point": zero_point.to(torch.int32)}
         one = self.scale.numel() == 1
@@ -326,6 +335,19 @@ class FakeQuantize(Quantizer):
             "grid": self.grid,
             "switches": torch.tensor(switches, dtype=torch.uint8),
         }
+
+    def _check_scale(self, lo: Tensor, hi: Tensor, scale: Tensor, zero_point: Tensor) -> None:
+        """That a scale of torch.ao is the one this grid has for the range."""
+        if scale.numel() != self.scale.numel() or bool(scale.isnan().any()):
+            return
+        found = functional.choose_qparams(lo, hi, self.spec, eps=self.eps)
+        same = torch.equal(found.scale.reshape(-1), scale.reshape(-1))
+        if not same or not torch.equal(found.zero_point.reshape(-1), zero_point.reshape(-1).int()):
+            raise ValueError(
+                f"the scale of the state is {scale.reshape(-1)[0]:g}, but for its range this grid has "
+                f"{found.scale.reshape(-1)[0]:g} ({self.spec}, eps={self.eps:g}).\n"
+                "It has another range of codes (bits, narrow), another eps, or was fused (FusedFakeQuantize)."
+            )
 
     def _misfit(self, state_dict: Any, prefix: str) -> str | None:
         if not self.observer.needs_data and not self.scale.is_meta:

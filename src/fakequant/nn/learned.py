@@ -1,6 +1,6 @@
 """`LearnedFakeQuantize`: a quantizer whose scale, and zero point, are parameters of the model."""
 
-from math import isfinite, sqrt
+from math import inf, sqrt
 from typing import Any, Literal
 
 import torch
@@ -33,15 +33,17 @@ class LearnedFakeQuantize(Quantizer):
 
     The optimizer moves `step_size` and `offset`; `scale` and `zero_point` are what they stand for: a
     scale that is never smaller than `eps`, never infinite or NaN, and an integer zero point within the
-    range. A step size that an optimizer made useless is corrected; one that it made NaN is what it was
-    before. A symmetric grid has no offset; `learn_zero_point=False` keeps that of an affine one fixed.
+    range. A step size that an optimizer made useless is corrected, one that it made NaN is what it was
+    before: in ordinary memory at the next forward pass, in compiled code and on other devices when the
+    mode is changed or the state is saved, and until then a valid one is used in its place. A symmetric
+    grid has no offset; `learn_zero_point=False` keeps that of an affine one fixed.
 
-    There is no scale until `initialize(x)` was called, or data was passed through while `observing`;
-    then it is by LSQ's rule `2 * mean(|x|) / sqrt(qmax)`, or from the range of an observer (`init`). Where
-    the zero point is learned too, the default is the least squared error (`Histogram`; `MSE` if there
-    are many scales).
-    Quantizing before is an error. Initialize before the optimizer is built, so that it finds the
-    parameters as they will be; `param_groups(model)` gives them a group of their own.
+    There is no scale until `initialize(x)` was called, or data was passed through while `observing` (it
+    passes as it is meanwhile). Then it is by LSQ's rule `2 * mean(|x|) / sqrt(qmax)`, or from the range of
+    an observer (`init`). Where the zero point is learned too, the default is the least squared error
+    (`Histogram`; `MSE` if there are many scales). Quantizing before is an error. Initialize before the
+    optimizer is built, so that it finds the parameters as they will be; `param_groups(model)` gives them
+    a group of their own.
 
     >>> from fakequant import QuantSpec
     >>> fq = LearnedFakeQuantize(QuantSpec(bits=4)).initialize(torch.tensor([-1.0, 0.5, 3.0]))
@@ -88,8 +90,8 @@ class LearnedFakeQuantize(Quantizer):
         if init != "lsq" and not isinstance(init, Observer):
             raise ValueError(f'`init` must be "lsq" or an observer, such as MinMax(), got {init!r}.')
         check_eps(eps)
-        if grad_factor is not None and not (isinstance(grad_factor, (int, float)) and isfinite(grad_factor)):
-            raise ValueError(f"`grad_factor` must be a finite number, or None for LSQ's, got {grad_factor!r}.")
+        if grad_factor is not None and not (isinstance(grad_factor, (int, float)) and 0 <= grad_factor < inf):
+            raise ValueError(f"`grad_factor` must be a finite number >= 0, or None for LSQ's, got {grad_factor!r}.")
         blocks = parameter_shape(spec, shape)
         if blocks is None:
             raise ValueError(
@@ -119,11 +121,26 @@ class LearnedFakeQuantize(Quantizer):
             self._names = (*self._names, name)
             self.register_buffer(f"seen_{name}", value, persistent=False)
 
+    def _switch(self, name: str, on: bool) -> None:
+        if name == "observing" and on is True and self.is_initialized:
+            raise RuntimeError(
+                f"{self.where} has a scale, which observing would overwrite.\n"
+                "Call `reset_parameters()` first, or `initialize(x)`."
+            )
+        super()._switch(name, on)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there is a scale."""
+        return not bool(self.scale.isnan().any())
+
     # --- scale and zero point ---------------------------------------------------------------------
 
     @property
     def scale(self) -> Tensor:
         """The scale in use: float32, positive and finite; NaN before it is initialized."""
+        if self._stale:
+            self.refresh()
         if self._frozen:
             return self.last_scale.reshape(self._blocks).clone()
         value = whole(self.step_size)
@@ -159,7 +176,7 @@ class LearnedFakeQuantize(Quantizer):
         return _LARGEST / self.spec.levels  # so that a value on the grid is finite
 
     def _require_scale(self) -> None:
-        if not self.last_scale.is_meta and bool(self.scale.isnan().any()):
+        if not self.last_scale.is_meta and not self.is_initialized:
             raise RuntimeError(
                 f"{self.where} has no scale yet.\n"
                 "Call `initialize(x)`, or pass data while `observing` is True, before the optimizer is built."

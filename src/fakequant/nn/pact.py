@@ -61,8 +61,8 @@ class PACT(Quantizer):
         self.eps = float(eps)
         self._blocks = ()
         self._largest = torch.finfo(torch.float32).max / 2
-        if not self.eps <= alpha <= self._largest:
-            raise ValueError(f"`alpha` must be finite and at least `eps`, {eps}, got {alpha}.")
+        if not isinstance(alpha, (int, float)) or not self.eps <= alpha <= self._largest:
+            raise ValueError(f"`alpha` must be a finite number of at least `eps`, {eps}, got {alpha!r}.")
         self._start = float(alpha)
         self.alpha = nn.Parameter(torch.full((1,), float(alpha), dtype=torch.float32, device=device))
         self.register_buffer("last_alpha", self.alpha.detach().clone(), persistent=False)
@@ -114,6 +114,12 @@ class PACT(Quantizer):
         super().reset_parameters()
         self.alpha.fill_(self._start)
         self.last_alpha.fill_(self._start)
+
+    def _misfit(self, state_dict: Any, prefix: str) -> str | None:
+        alpha = state_dict.get(prefix + "alpha")
+        if alpha is not None and not bool(alpha.isfinite().all()):
+            return f"`alpha` is {alpha.tolist()} in the state."
+        return super()._misfit(state_dict, prefix)
 
     @torch.no_grad()
     def _loaded(self) -> None:

@@ -27,6 +27,8 @@ class Quantizer(nn.Module):
         quantizing    it quantizes them; else they pass as they are
         frozen        scale and zero point stay as they are, whatever the others say
 
+    Scales per token are those of the tensor at hand in any case.
+
     All three can be read and set, are saved with the state, and are Python bools: a compiled model is
     compiled once for each combination that occurs.
     """
@@ -149,6 +151,11 @@ class Quantizer(nn.Module):
     # --- messages ---------------------------------------------------------------------------------
 
     @property
+    def is_initialized(self) -> bool:
+        """Whether there is a learned scale, which must not be observed again."""
+        return False
+
+    @property
     def where(self) -> str:
         """The module in a message."""
         return f"{type(self).__name__} at {self.path}" if self.path else type(self).__name__
@@ -263,7 +270,7 @@ class Quantizer(nn.Module):
             for name, value in tensors.items():
                 if value is None:
                     continue
-                if value.is_floating_point() and value.dtype in (torch.float16, torch.bfloat16):
+                if value.is_floating_point() and name not in self._non_persistent_buffers_set:
                     value.data = value.data.float()
                 if value.is_meta and device.type != "meta":
                     tensors[name] = torch.zeros_like(value, device=device)
@@ -373,6 +380,8 @@ def set_state(
 ) -> None:
     """Sets the switches of every quantizer of a model; None leaves one as it is.
 
+    Learned scales that are initialized have nothing to observe: `observing=True` is not for them.
+
     >>> from fakequant import nn as fqnn, presets
     >>> model = nn.Sequential(nn.Linear(4, 4), fqnn.FakeQuantize(presets.uint8()))
     >>> set_state(model, frozen=True)
@@ -381,5 +390,6 @@ def set_state(
     """
     for _, module in quantizers(model):
         for name, on in zip(_SWITCHES, (observing, quantizing, frozen), strict=True):
-            if on is not None:
-                setattr(module, name, on)
+            if on is None or (name == "observing" and on and module.is_initialized):
+                continue
+            setattr(module, name, on)

@@ -49,8 +49,24 @@ class FusedFakeQuantize(FakeQuantize):
                 'The fused operator needs QuantSpec(symmetric=False, numerics="torch") without groups: its zero point '
                 f"may be anywhere also for `symmetric=True`, got {spec!r}."
             )
+        if spec.axis not in (None, 0) or not isinstance(observer, MovingAverage):
+            raise ValueError(
+                "The fused operator has a scale per tensor or per channel of axis 0, and a moving average; "
+                f"got {spec!r} and {observer}."
+            )
+        if {"gradient", "eps"} & options.keys():
+            raise ValueError(
+                "The fused operator clips gradients and has no eps: it takes neither `gradient` nor `eps`."
+            )
         super().__init__(spec, observer, **options)
         self.symmetric = symmetric
+
+    def _check_scale(self, *_: Tensor) -> None:
+        """The scale is computed anew when a state was loaded."""
+
+    def extra_repr(self) -> str:
+        """The same, and whether it is symmetric where the data has both signs."""
+        return f"{super().extra_repr()}; fused{', symmetric' if self.symmetric else ''}"
 
     def _observe_and_quantize(self, x: Tensor) -> Tensor:
         return self._operate(x, observe=True)
@@ -121,6 +137,7 @@ def from_torch_ao(module: Any) -> Quantizer:
         ours = LearnedFakeQuantize(_spec(*bounds, symmetric, axis), **options)
     elif hasattr(module, "is_symmetric_quant"):
         options["symmetric"] = symmetric
+        del options["eps"]
         ours = FusedFakeQuantize(_spec(*bounds, False, axis), follows, **options)  # type: ignore[arg-type]
     else:
         ours = FakeQuantize(_spec(*bounds, symmetric, axis), follows, **options)

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -68,6 +69,17 @@ class Observer(abc.ABC):
         return {"kind": type(self).__name__, **dataclasses.asdict(self)}
 
 
+def number(name: str, value: object) -> float:
+    """A setting that is a number, as a float.
+
+    >>> number("constant", 1)
+    1.0
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"`{name}` must be a number, got {value!r}.")
+    return float(value)
+
+
 def from_dict(fields: Mapping[str, Any]) -> Observer:
     """The observer that `to_dict` described.
 
@@ -83,6 +95,13 @@ def from_dict(fields: Mapping[str, Any]) -> Observer:
     for name in settings:
         if name not in names:
             raise ValueError(f"{kind} has no setting {name!r}; it has {', '.join(names) or 'none'}.")
+    missing = [
+        field.name
+        for field in dataclasses.fields(_KINDS[kind])
+        if field.default is dataclasses.MISSING and field.name not in settings
+    ]
+    if missing:
+        raise ValueError(f"{kind} needs the setting {missing[0]!r}.")
     return _KINDS[kind](**settings)
 
 

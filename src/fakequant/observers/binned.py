@@ -10,6 +10,7 @@ they came in, or on the ranks that saw them.
 """
 
 import dataclasses
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from fakequant.torch.tensors import block_shape
 _WIDEST = Observation("widest", 1.0, 0.0, False)
 # The narrowest bin: 1 / width is a float32, and anything smaller is as good as zero.
 _SMALLEST_EXPONENT = -126
+_MOST_COUNTS = 1 << 25  # 256 MB
 
 
 class Bins(NamedTuple):
@@ -55,6 +57,12 @@ class _Binned(Observer):
 
     def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
         """No counts, and the narrowest bins."""
+        number = prod(blocks) * self.bins
+        if number > _MOST_COUNTS:
+            raise ValueError(
+                f"{type(self).__name__} keeps {self.bins} counts per scale: {number * 8 >> 20} MB for {prod(blocks)} "
+                "scales.\nUse MSE() or MinMax() for that many, or fewer bins."
+            )
         return {
             **no_range(blocks, device),
             "exponent": torch.full(blocks, _SMALLEST_EXPONENT, dtype=torch.int32, device=device),

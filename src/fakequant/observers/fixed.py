@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fakequant.observers.base import Observer, State
+from fakequant.observers.base import Observer, State, number
 from fakequant.spec import QuantSpec
 from fakequant.torch.ranks import ALONE, Ranks
 
@@ -30,6 +30,8 @@ class Fixed(Observer):
     needs_data: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        for name in ("lo", "hi"):
+            object.__setattr__(self, name, number(name, getattr(self, name)))
         limit = torch.finfo(torch.float32).max
         if not -limit <= self.lo <= self.hi <= limit:
             raise ValueError(f"`lo` and `hi` must be finite in float32 with lo <= hi, got lo={self.lo}, hi={self.hi}.")

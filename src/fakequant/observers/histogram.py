@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fakequant.observers.base import State
+from fakequant.observers.base import State, number
 from fakequant.observers.binned import _Binned
 from fakequant.observers.search import candidates_at_once, check_steps, search
 from fakequant.qparams import choose_qparams
@@ -44,6 +44,7 @@ class Histogram(_Binned):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "norm", number("norm", self.norm))
         if not 0 < self.norm < inf:
             raise ValueError(f"`norm` must be finite and greater than 0, got {self.norm}.")
         check_steps(self.steps)

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from fakequant.functional import Update
-from fakequant.observers.base import _Running
+from fakequant.observers.base import _Running, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,8 @@ class MovingAverage(_Running):
     constant: float = 0.01
 
     def __post_init__(self) -> None:
-        if isinstance(self.constant, bool) or not 0 < np.float32(self.constant) <= 1:
+        object.__setattr__(self, "constant", number("constant", self.constant))
+        if not 0 < np.float32(self.constant) <= 1:
             raise ValueError(
                 f"`constant` must be greater than 0 and at most 1, got {self.constant}.\n"
                 "It is the weight of the latest tensor; use Memoryless() for a range of that tensor alone."

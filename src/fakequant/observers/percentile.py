@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from fakequant.observers.base import State
+from fakequant.observers.base import State, number
 from fakequant.observers.binned import _Binned
 from fakequant.spec import QuantSpec
 
@@ -37,6 +37,7 @@ class Percentile(_Binned):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        object.__setattr__(self, "percent", number("percent", self.percent))
         if not 50 < self.percent <= 100:
             raise ValueError(f"`percent` must be greater than 50 and at most 100, got {self.percent}.")
 

@@ -10,8 +10,8 @@ from torch import Tensor
 class Ranks:
     """Reductions over a process group; alone, everything stays as it is.
 
-    Every reduction here is exact in any order (minimum, maximum, sum of integers or of float64 that
-    are integers), so that every rank ends with the same bits, whatever the ranks' number and order.
+    Every rank ends with the same bits. Minimum, maximum and sums of integers are also those of one
+    process with all the data; a sum of float64 is that up to the order of its terms.
 
     >>> low, high = Ranks(None).range(torch.tensor(-1.0), torch.tensor(2.0))
     >>> low, high
@@ -29,13 +29,6 @@ class Ranks:
         ends = torch.stack([-lo, hi])
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.group)
         return -ends[0] + 0.0, ends[1]  # + 0.0: the zeros of a range are positive
-
-    def highest(self, value: Tensor) -> Tensor:
-        """The highest over all ranks."""
-        if self.several:
-            value = value.clone()
-            dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group)
-        return value
 
     def total(self, value: Tensor) -> Tensor:
         """The sum over all ranks."""
