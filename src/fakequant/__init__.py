@@ -50,9 +50,22 @@ from fakequant.spec import QuantSpec as QuantSpec
 
 __version__ = _version("fakequant")
 
+# Where the names are that are about whole models.
+_WHOLE_MODELS = {
+    "LayerConfig": "config",
+    "QuantConfig": "config",
+    "Rule": "config",
+    "Schedule": "workflow.schedule",
+    "calibrate": "workflow.calibrate",
+    "prepare": "workflow.prepare",
+    "unprepare": "workflow.prepare",
+}
+
 
 def __getattr__(name: str) -> _Any:
     # These need torch, which is imported when they are first used.
-    if name in ("nn", "observers"):
+    if name in ("nn", "observers", "recipes"):
         return _import_module(f"fakequant.{name}")
+    if name in _WHOLE_MODELS:
+        return getattr(_import_module(f"fakequant.{_WHOLE_MODELS[name]}"), name)
     raise AttributeError(f"module 'fakequant' has no attribute {name!r}")

@@ -1,5 +1,7 @@
 """Modules that quantize a tensor in the forward pass, and learn or observe how."""
 
+# Each says which layers of torch it is for.
+from fakequant.nn import attention as attention, conv as conv, embedding as embedding, linear as linear
 from fakequant.nn.fake_quantize import FakeQuantize as FakeQuantize
 from fakequant.nn.learned import LearnedFakeQuantize as LearnedFakeQuantize
 from fakequant.nn.pact import PACT as PACT

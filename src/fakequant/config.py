@@ -1,0 +1,156 @@
+"""`QuantConfig`: which layers of a model are quantized, and how."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from fakequant import observers, targets
+from fakequant.observers import Memoryless, MovingAverage, Observer
+from fakequant.spec import QuantSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """How the tensors of one layer are quantized; a tensor without a spec stays in float.
+
+    >>> from fakequant import presets
+    >>> LayerConfig(weight=presets.int4()).input is None
+    True
+    """
+
+    # Axis 0 of a weight's spec stands for its output channels, wherever the layer keeps them.
+    weight: QuantSpec | None = None
+    input: QuantSpec | None = None
+    output: QuantSpec | None = None
+    # Scales are parameters of the model (LSQ); else they follow an observer.
+    learned: bool = False
+    weight_observer: Observer = dataclasses.field(default_factory=Memoryless)
+    activation_observer: Observer = dataclasses.field(default_factory=MovingAverage)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field by its name: dicts, numbers, strings and None only."""
+        return {
+            field.name: value.to_dict() if hasattr(value, "to_dict") else value
+            for field in dataclasses.fields(self)
+            for value in (getattr(self, field.name),)
+        }
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "LayerConfig":
+        """The config with these fields; those that are absent have their defaults."""
+        _check_names(cls, fields)
+        read = dict(fields)
+        for name in ("weight", "input", "output"):
+            if read.get(name) is not None:
+                read[name] = QuantSpec.from_dict(read[name])
+        for name in ("weight_observer", "activation_observer"):
+            if name in read:
+                read[name] = observers.from_dict(read[name])
+        return cls(**read)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What to do with the modules whose path and type match.
+
+    >>> rule = Rule(path="encoder.*", type="Linear")
+    >>> rule.matches("encoder.0.fc", nn.Linear(2, 2)), rule.matches("head", nn.Linear(2, 2))
+    (True, False)
+    """
+
+    # A path in the model, with * and ? as in file names; * also stands for dots.
+    path: str = "*"
+    # The name of the module's class or of one it is derived from; None: any.
+    type: str | None = None
+    # None: leave it in float.
+    use: LayerConfig | None = None
+
+    def matches(self, path: str, module: nn.Module) -> bool:
+        """Whether the rule is about the module at `path`."""
+        if not fnmatchcase(path, self.path):
+            return False
+        return self.type is None or any(cls.__name__ == self.type for cls in type(module).__mro__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantConfig:
+    """Which layers of a model are quantized, and how: the first rule that matches, else the default.
+
+    >>> from fakequant import recipes
+    >>> config = recipes.int8().skip("head").rule("stem.*", weight=QuantSpec(bits=8, axis=0))
+    >>> QuantConfig.from_json(config.to_json()) == config
+    True
+    """
+
+    # For layers that no rule matches; None: they stay in float.
+    default: LayerConfig | None = None
+    rules: tuple[Rule, ...] = ()
+    # For results of layers that reach an addition, a concatenation or a product in the model's own code,
+    # where an integer runtime needs codes too; None: they stay in float.
+    between: QuantSpec | None = None
+    # What the model will run on, by name; see `fakequant.targets`.
+    target: str = "generic"
+
+    def __post_init__(self) -> None:
+        targets.find(self.target)
+
+    def rule(self, path: str = "*", *, type: str | None = None, **layer: Any) -> "QuantConfig":
+        """The same with one more rule, before the others. The fields are those of `LayerConfig`."""
+        use = dataclasses.replace(self.default or LayerConfig(), **layer)
+        return dataclasses.replace(self, rules=(Rule(path=path, type=type, use=use), *self.rules))
+
+    def skip(self, path: str = "*", *, type: str | None = None) -> "QuantConfig":
+        """The same, with what matches left in float."""
+        return dataclasses.replace(self, rules=(Rule(path=path, type=type), *self.rules))
+
+    def find(self, path: str, module: nn.Module) -> tuple[LayerConfig | None, int | None]:
+        """What to do with a module, and the number of the rule that said so; None: the default."""
+        for number, rule in enumerate(self.rules):
+            if rule.matches(path, module):
+                return rule.use, number
+        return self.default, None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field by its name: dicts, lists, numbers, strings and None only."""
+        return {
+            "default": self.default and self.default.to_dict(),
+            "rules": [{"path": r.path, "type": r.type, "use": r.use and r.use.to_dict()} for r in self.rules],
+            "between": self.between and self.between.to_dict(),
+            "target": self.target,
+        }
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "QuantConfig":
+        """The config with these fields; those that are absent have their defaults."""
+        _check_names(cls, fields)
+        read = dict(fields)
+        if read.get("default") is not None:
+            read["default"] = LayerConfig.from_dict(read["default"])
+        if read.get("between") is not None:
+            read["between"] = QuantSpec.from_dict(read["between"])
+        rules = []
+        for rule in read.get("rules", ()):
+            _check_names(Rule, rule)
+            use = rule.get("use")
+            rules.append(Rule(**{**rule, "use": None if use is None else LayerConfig.from_dict(use)}))
+        return cls(**{**read, "rules": tuple(rules)})
+
+    def to_json(self, indent: int | None = None) -> str:
+        """The same as JSON."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> "QuantConfig":
+        """The config that `to_json` wrote."""
+        return cls.from_dict(json.loads(text))
+
+
+def _check_names(cls: type, fields: Mapping[str, Any]) -> None:
+    names = [field.name for field in dataclasses.fields(cls)]
+    unknown = [name for name in fields if name not in names]
+    if unknown:
+        raise ValueError(f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(names)}.")

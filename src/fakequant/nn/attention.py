@@ -1,0 +1,137 @@
+"""Quantized attention, and the encoder layer around it without its shortcut past our forward pass."""
+
+from math import sqrt
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fakequant.nn.layer import QuantizedLayer, quantizes
+from fakequant.nn.quantizer import Quantizer
+
+
+@quantizes(nn.MultiheadAttention)
+class MultiheadAttention(QuantizedLayer):
+    """Multi-head attention with quantized inputs, projections and weights.
+
+    The projection of the results is the layer `out_proj`, quantized like any other. What the products of
+    queries, keys and values are computed from goes through `projection_quantizer`.
+    """
+
+    weight_name: ClassVar[str] = "in_proj_weight"
+    projection_quantizer: Quantizer | None
+
+    @classmethod
+    def why_not(cls, module: Any) -> str | None:
+        """Only what nearly everybody uses."""
+        if not module._qkv_same_embed_dim:
+            return "keys or values have a size of their own (kdim, vdim)"
+        if module.bias_k is not None or module.add_zero_attn:
+            return "add_bias_kv and add_zero_attn are not supported"
+        return None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As in `nn.MultiheadAttention`."""
+        layer: Any = self
+        if is_causal and attn_mask is None:
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+        batched = query.dim() == 3
+        q, k, v = self._project(query, key, value)
+        if not batched:
+            q, k, v = (t.unsqueeze(0) for t in (q, k, v))
+        elif not layer.batch_first:
+            q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+        q, k, v = (t.unflatten(-1, (layer.num_heads, layer.head_dim)).transpose(1, 2) for t in (q, k, v))
+        mask = _joined_mask(attn_mask, key_padding_mask, q)
+        dropout = layer.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            scores = q * sqrt(1.0 / layer.head_dim) @ k.transpose(-2, -1)
+            weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
+            y = F.dropout(weights, dropout) @ v if dropout > 0 else weights @ v
+            weights = weights.mean(dim=1) if average_attn_weights else weights
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        y = y.transpose(1, 2).flatten(-2)
+        if not batched:
+            y, weights = y.squeeze(0), None if weights is None else weights.squeeze(0)
+        elif not layer.batch_first:
+            y = y.transpose(0, 1)
+        return self.quantize_output(layer.out_proj(y)), weights
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        layer: Any = self
+        weight, bias = self.quantize_weight(), layer.in_proj_bias
+        x = self.quantize_input(query)
+        if key is query and value is query:
+            projected = self._between(F.linear(x, weight, bias))
+            return list(projected.chunk(3, dim=-1))
+        inputs = [x, x if key is query else self.quantize_input(key)]
+        inputs.append(inputs[1] if value is key else self.quantize_input(value))
+        biases = [None] * 3 if bias is None else bias.chunk(3)
+        return [self._between(F.linear(x, w, b)) for x, w, b in zip(inputs, weight.chunk(3), biases, strict=True)]
+
+    def _between(self, x: Tensor) -> Tensor:
+        return x if self.projection_quantizer is None else self.projection_quantizer(x)
+
+
+def _joined_mask(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
+    """Both masks as one that is added to the scores, of (batch, head, query, key)."""
+    batch, heads = q.shape[:2]
+    masks = []
+    if attn_mask is not None:
+        mask = _added(attn_mask, q)
+        masks.append(mask.reshape(batch, heads, *mask.shape[1:]) if mask.dim() == 3 else mask)
+    if padding is not None:
+        masks.append(_added(padding, q).reshape(batch, 1, 1, padding.shape[-1]))
+    return None if not masks else masks[0] if len(masks) == 1 else masks[0] + masks[1]
+
+
+def _added(mask: Tensor, q: Tensor) -> Tensor:
+    """A mask of what is left out, as -inf to be added."""
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, -torch.inf)
+    return mask.to(q.dtype)
+
+
+@quantizes(nn.TransformerEncoderLayer)
+class TransformerEncoderLayer(QuantizedLayer):
+    """An encoder layer that always runs its parts; torch's shortcut in evaluation runs none of them."""
+
+    has_input: ClassVar[bool] = False
+    weight_name: ClassVar[str] = ""
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """As in `nn.TransformerEncoderLayer`."""
+        layer: Any = self
+        padding = F._canonical_mask(
+            mask=src_key_padding_mask, mask_name="src_key_padding_mask", other_type=F._none_or_dtype(src_mask),
+            other_name="src_mask", target_type=src.dtype,
+        )  # fmt: skip
+        mask = F._canonical_mask(
+            mask=src_mask, mask_name="src_mask", other_type=None, other_name="", target_type=src.dtype,
+            check_other=False,
+        )  # fmt: skip
+        x = src
+        if layer.norm_first:
+            x = x + layer._sa_block(layer.norm1(x), mask, padding, is_causal=is_causal)
+            return x + layer._ff_block(layer.norm2(x))
+        x = layer.norm1(x + layer._sa_block(x, mask, padding, is_causal=is_causal))
+        return layer.norm2(x + layer._ff_block(x))

@@ -1,0 +1,65 @@
+"""Quantized convolutions."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fakequant.nn.layer import QuantizedLayer, quantizes
+
+
+@quantizes(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+class Conv(QuantizedLayer):
+    """A convolution of x with w, both quantized."""
+
+    bias: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As in `nn.Conv2d`."""
+        x, weight = self.quantize_input(input), self.quantize_weight()
+        return self.quantize_output(self._conv_forward(x, weight, self.bias))  # type: ignore[operator]
+
+
+class _Transposed(QuantizedLayer):
+    channel_axis: ClassVar[int] = 1
+    function: ClassVar[Callable[..., Tensor]]
+    dimensions: ClassVar[int]
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """As in `nn.ConvTranspose2d`."""
+        layer: Any = self
+        if layer.padding_mode != "zeros":
+            raise ValueError(f"Only padding_mode='zeros' is supported, got {layer.padding_mode!r}.")
+        x, weight = self.quantize_input(input), self.quantize_weight()
+        output_padding = layer._output_padding(
+            input, output_size, layer.stride, layer.padding, layer.kernel_size, self.dimensions, layer.dilation
+        )
+        y = type(self).function(
+            x, weight, layer.bias, layer.stride, layer.padding, output_padding, layer.groups, layer.dilation
+        )
+        return self.quantize_output(y)
+
+
+@quantizes(nn.ConvTranspose1d)
+class ConvTranspose1d(_Transposed):
+    """A transposed convolution along one axis."""
+
+    function = staticmethod(F.conv_transpose1d)
+    dimensions = 1
+
+
+@quantizes(nn.ConvTranspose2d)
+class ConvTranspose2d(_Transposed):
+    """A transposed convolution along two axes."""
+
+    function = staticmethod(F.conv_transpose2d)
+    dimensions = 2
+
+
+@quantizes(nn.ConvTranspose3d)
+class ConvTranspose3d(_Transposed):
+    """A transposed convolution along three axes."""
+
+    function = staticmethod(F.conv_transpose3d)
+    dimensions = 3

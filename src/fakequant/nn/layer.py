@@ -1,0 +1,100 @@
+"""Layers that quantize their tensors: the class of a layer with a forward pass of ours mixed in.
+
+A prepared `nn.Linear` is of a class derived from `nn.Linear`, made when it is first needed. Its
+parameters, buffers, hooks and name are what they were; quantizers are children of it. Making it a
+float layer again is giving it back its class.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor, nn
+
+from fakequant.nn.quantizer import Quantizer
+
+QUANTIZERS = ("weight_quantizer", "input_quantizer", "output_quantizer")
+_FORWARD: "dict[type[nn.Module], type[QuantizedLayer]]" = {}
+_QUANTIZED: "dict[type[nn.Module], type[QuantizedLayer]]" = {}
+_Layer = TypeVar("_Layer", bound="type[QuantizedLayer]")
+
+
+class QuantizedLayer(nn.Module):
+    """What is mixed into the class of a layer. A quantizer that is None leaves its tensor in float."""
+
+    # The class of the layer in float.
+    float_class: ClassVar[type[nn.Module]]
+    # Where the weight has its output channels.
+    channel_axis: ClassVar[int] = 0
+    # The inputs are numbers to quantize, not indices.
+    has_input: ClassVar[bool] = True
+    # The name of the weight.
+    weight_name: ClassVar[str] = "weight"
+
+    weight_quantizer: Quantizer | None
+    input_quantizer: Quantizer | None
+    output_quantizer: Quantizer | None
+
+    @classmethod
+    def why_not(cls, module: nn.Module) -> str | None:
+        """Why a layer of this kind cannot be quantized, if it cannot."""
+        return None
+
+    def quantize_input(self, x: Tensor) -> Tensor:
+        """What the layer computes with."""
+        return x if self.input_quantizer is None else self.input_quantizer(x)
+
+    def quantize_weight(self) -> Tensor:
+        """The weight the layer computes with."""
+        weight = getattr(self, self.weight_name)
+        return weight if self.weight_quantizer is None else self.weight_quantizer(weight)
+
+    def quantize_output(self, y: Tensor) -> Tensor:
+        """What others see of the result."""
+        return y if self.output_quantizer is None else self.output_quantizer(y)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # The class has no name to be found by.
+        return _rebuild, (self.float_class,), self.__getstate__()
+
+
+def quantizes(*kinds: type[nn.Module]) -> Callable[[_Layer], _Layer]:
+    """Says that a class is to be mixed into layers of these kinds."""
+
+    def register(forward: _Layer) -> _Layer:
+        for kind in kinds:
+            _FORWARD[kind] = forward
+        return forward
+
+    return register
+
+
+def find_forward(cls: type[nn.Module]) -> "type[QuantizedLayer] | None":
+    """What is to be mixed into `cls`; None: nothing fits."""
+    for base in cls.__mro__:
+        if base in _FORWARD:
+            return _FORWARD[base] if cls.forward is base.forward else None
+    return None
+
+
+def is_known(cls: type[nn.Module]) -> bool:
+    """Whether `cls` is, or is derived from, a layer that can be quantized."""
+    return any(base in _FORWARD for base in cls.__mro__)
+
+
+def quantized_class(cls: type[nn.Module]) -> type[QuantizedLayer]:
+    """The class of a quantized layer for the class of a float one.
+
+    >>> issubclass(quantized_class(nn.Linear), nn.Linear)
+    True
+    """
+    if cls not in _QUANTIZED:
+        forward = find_forward(cls)
+        assert forward is not None
+        fields = {"float_class": cls, "__module__": __name__}
+        _QUANTIZED[cls] = type(f"Quantized{cls.__name__}", (forward, cls), fields)
+    return _QUANTIZED[cls]
+
+
+def _rebuild(cls: type[nn.Module]) -> nn.Module:
+    quantized = quantized_class(cls)
+    return quantized.__new__(quantized)

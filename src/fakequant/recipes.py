@@ -1,0 +1,65 @@
+"""Ready configs for whole models.
+
+int8               weights per channel, activations per tensor: what integer runtimes run fastest
+int8_dynamic       the same weights, activations per token with ranges found at run time
+int4_weight_only   weights in groups, activations in float
+w4a8               4-bit weights per channel, 8-bit activations
+lsq                weights and activations at few bits, with learned scales
+"""
+
+from fakequant import presets
+from fakequant.config import LayerConfig, QuantConfig
+from fakequant.observers import Memoryless
+from fakequant.spec import QuantSpec
+
+
+def int8(*, target: str = "generic") -> QuantConfig:
+    """8-bit weights per channel and 8-bit activations per tensor.
+
+    >>> int8().default.weight.qmin, int8().default.input.qmax
+    (-127, 255)
+    """
+    layer = LayerConfig(weight=presets.int8(), input=presets.uint8())
+    return QuantConfig(default=layer, between=presets.uint8(), target=target)
+
+
+def int8_dynamic(*, target: str = "generic") -> QuantConfig:
+    """8-bit weights per channel; 8-bit activations with ranges found at run time, per token or, before
+    convolutions, per tensor.
+
+    >>> int8_dynamic().default.input.granularity
+    'token'
+    """
+    layer = LayerConfig(weight=presets.int8(), input=presets.int8_per_token(), activation_observer=Memoryless())
+    return QuantConfig(default=layer, target=target).rule(type="_ConvNd", input=presets.uint8())
+
+
+def int4_weight_only(group: int | None = 32, *, target: str = "generic") -> QuantConfig:
+    """4-bit weights in groups along the last axis; activations in float. Convolutions have a scale per channel.
+
+    >>> int4_weight_only(64).default.weight.group_size
+    64
+    """
+    config = QuantConfig(default=LayerConfig(weight=presets.int4(group=group)), target=target)
+    return config.rule(type="_ConvNd", weight=presets.int4(group=None))
+
+
+def w4a8(*, target: str = "generic") -> QuantConfig:
+    """4-bit weights per channel and 8-bit activations per tensor.
+
+    >>> w4a8().default.weight.bits, w4a8().default.input.bits
+    (4, 8)
+    """
+    layer = LayerConfig(weight=presets.int4(group=None), input=presets.uint8())
+    return QuantConfig(default=layer, between=presets.uint8(), target=target)
+
+
+def lsq(bits: int, *, activation_bits: int | None = None, target: str = "generic") -> QuantConfig:
+    """Weights per channel and activations per tensor at few bits, with learned scales (LSQ) and zero points (LSQ+).
+
+    >>> lsq(2).default.learned, lsq(2).default.weight.bits
+    (True, 2)
+    """
+    activations = QuantSpec(bits=activation_bits or bits, signed=False, symmetric=False)
+    layer = LayerConfig(weight=QuantSpec(bits=bits, axis=0), input=activations, learned=True)
+    return QuantConfig(default=layer, between=activations, target=target)

@@ -1,0 +1,1 @@
+"""Whole models: prepare, calibrate, train."""

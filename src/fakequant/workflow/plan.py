@@ -1,0 +1,155 @@
+"""What `prepare` will do to a model, before anything is done."""
+
+import dataclasses
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+
+from fakequant import targets
+from fakequant.config import LayerConfig, QuantConfig
+from fakequant.nn.attention import MultiheadAttention, TransformerEncoderLayer
+from fakequant.nn.fake_quantize import FakeQuantize
+from fakequant.nn.layer import QuantizedLayer, find_forward, is_known
+from fakequant.nn.learned import LearnedFakeQuantize
+from fakequant.nn.quantizer import Quantizer
+from fakequant.spec import QuantSpec
+
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+
+
+@dataclasses.dataclass
+class Layer:
+    """One layer to quantize, and the quantizers it gets by name."""
+
+    path: str
+    module: nn.Module
+    quantizers: dict[str, Quantizer | None]
+
+
+@dataclasses.dataclass
+class Plan:
+    """Everything that `prepare` will do, and what it will not do."""
+
+    layers: list[Layer]
+    # Paths of modules that stay in float, and why.
+    floats: dict[str, str]
+    # Rules that matched nothing, and paths that are like theirs.
+    unmatched: list[tuple[str, list[str]]]
+
+
+def make_plan(model: nn.Module, config: QuantConfig) -> Plan:
+    """Which layers get which quantizers."""
+    plan = Plan([], {}, [])
+    used: set[int] = set()
+    paths = []
+    inside: dict[nn.Module, str] = {}  # parts of attention, which are quantized with it
+    for path, module in model.named_modules():
+        paths.append(path)
+        config_of_layer, number = config.find(path, module)
+        if number is not None:
+            used.add(number)
+        if isinstance(module, nn.MultiheadAttention):
+            inside[module.out_proj] = path
+        reason = _why_not(module, config_of_layer, inside)
+        if reason is None:
+            assert config_of_layer is not None
+            try:
+                plan.layers.append(_layer(path, module, config_of_layer, config))
+            except (ValueError, IndexError) as error:
+                reason = str(error).split("\n")[0]
+        if reason is not None and _owns_parameters(module):
+            plan.floats[path] = reason
+    for number, rule in enumerate(config.rules):
+        if number not in used:
+            words = f"Rule(path={rule.path!r}, type={rule.type!r})"
+            plan.unmatched.append((words, get_close_matches(rule.path, paths, n=3, cutoff=0.3)))
+    return plan
+
+
+def _owns_parameters(module: nn.Module) -> bool:
+    return any(p is not None for p in module._parameters.values()) or isinstance(module, _RECURRENT)
+
+
+def _why_not(module: nn.Module, config: LayerConfig | None, inside: dict[nn.Module, str]) -> str | None:
+    """Why a module is not quantized, if it is not."""
+    if config is None:
+        return "the config says so"
+    if isinstance(module, _NORMS):
+        return "normalization; a batch normalization folds into the weights at export"
+    if isinstance(module, _RECURRENT):
+        return "recurrent layers compute in one operator that takes no quantized weights"
+    forward = find_forward(type(module))
+    if forward is None:
+        if is_known(type(module)):
+            return f"{type(module).__name__} has a forward pass of its own"
+        return f"{type(module).__name__} is no layer that can be quantized"
+    if any(nn.parameter.is_lazy(p) for p in module._parameters.values() if p is not None):
+        return "its parameters have no shape yet; run the model once first"
+    return forward.why_not(module)
+
+
+def _layer(path: str, module: Any, layer: LayerConfig, config: QuantConfig) -> Layer:
+    forward = find_forward(type(module))
+    assert forward is not None
+    if forward is TransformerEncoderLayer:
+        return Layer(path, module, dict.fromkeys(("weight_quantizer", "input_quantizer", "output_quantizer")))
+    make = _Maker(path, layer, module)
+    quantizers: dict[str, Quantizer | None] = {
+        "weight_quantizer": make.weight(forward, targets.find(config.target)),
+        "input_quantizer": make.activation("input", layer.input if forward.has_input else None),
+        "output_quantizer": make.activation("output", layer.output),
+    }
+    if forward is MultiheadAttention:
+        quantizers["projection_quantizer"] = make.activation("projection", config.between)
+    if not any(quantizers.values()):
+        raise ValueError("the config has no spec for any of its tensors")
+    return Layer(path, module, quantizers)
+
+
+@dataclasses.dataclass
+class _Maker:
+    """Makes the quantizers of one layer."""
+
+    path: str
+    config: LayerConfig
+    module: nn.Module
+
+    def weight(self, forward: type[QuantizedLayer], target: targets.Target) -> Quantizer | None:
+        spec = self.config.weight
+        if spec is None:
+            return None
+        weight: torch.Tensor = getattr(self.module, forward.weight_name)
+        if spec.granularity == "channel" and spec.axis == 0:
+            spec = dataclasses.replace(spec, axis=forward.channel_axis)
+        spec = target.fit_weight(spec)
+        where = self._where("weight")
+        options: dict[str, Any] = {"shape": tuple(weight.shape), "path": where, "device": weight.device, "sync": False}
+        if self.config.learned:
+            return LearnedFakeQuantize(spec, **options).initialize(weight)
+        # The range of the tensor at hand holds all of it: nothing is clipped, and no mask is needed.
+        gradient = "pass" if self.config.weight_observer.dynamic else "clipped"
+        return FakeQuantize(spec, self.config.weight_observer, gradient=gradient, **options)  # type: ignore[arg-type]
+
+    def activation(self, name: str, spec: QuantSpec | None) -> Quantizer | None:
+        if spec is None:
+            return None
+        device = next((p.device for p in self.module.parameters()), None)
+        return make_activation_quantizer(self.config, spec, self._where(name), device)
+
+    def _where(self, name: str) -> str:
+        return f"{self.path}.{name}" if self.path else name
+
+
+def make_activation_quantizer(config: LayerConfig, spec: QuantSpec, path: str, device: Any) -> Quantizer:
+    """A quantizer for an activation, learned or observed."""
+    if config.learned and spec.granularity != "token":
+        return LearnedFakeQuantize(spec, path=path, device=device)
+    observer = None if spec.granularity == "token" else config.activation_observer
+    return FakeQuantize(spec, observer, path=path, device=device)
+
+
+Report = Callable[[str], None]

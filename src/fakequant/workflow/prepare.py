@@ -1,0 +1,165 @@
+"""`prepare`: quantizers into a model, in place and without tracing it; `unprepare`: out again."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.config import LayerConfig, QuantConfig
+from fakequant.nn.layer import QUANTIZERS, QuantizedLayer, quantized_class
+from fakequant.nn.quantizer import name_quantizers
+from fakequant.workflow.analysis import find_operands
+from fakequant.workflow.plan import Plan, make_activation_quantizer, make_plan
+
+_ALL_QUANTIZERS = (*QUANTIZERS, "projection_quantizer")
+_HOOK = "_fakequant_output_hook"
+
+
+@dataclasses.dataclass
+class Preparation:
+    """What was done to a model, kept with it."""
+
+    config: QuantConfig
+    floats: dict[str, str]
+    unmatched: list[tuple[str, list[str]]]
+    # Modules that are not layers of ours but whose results are quantized.
+    outputs: list[str]
+    # What the analysis of the model's own code could not do.
+    notes: list[str]
+
+
+def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
+    """Gives every layer that `config` speaks of its quantizers, in place, and returns the model.
+
+    Layers stay what they are: of a class derived from theirs, with the same parameters under the same
+    names, the same hooks, tied weights still tied. A state of the float model loads strictly. Where a
+    result reaches an addition, a concatenation or a product in the model's own code, the module it
+    comes from quantizes it too (`config.between`); torch.fx finds these, and what it cannot trace is in
+    the summary.
+
+    Scales of weights are known at once; activations need data, from `calibrate` or from training.
+
+    >>> from fakequant import recipes
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> model = prepare(model, recipes.int8())
+    >>> isinstance(model[0], nn.Linear), model[0].weight_quantizer.spec.bits
+    (True, 8)
+    """
+    _check(model, config)
+    plan = make_plan(model, config)
+    if not plan.layers:
+        raise ValueError(_nothing(plan))
+    outputs, notes = _plan_outputs(model, config, plan)
+    for layer in plan.layers:
+        for name, quantizer in layer.quantizers.items():
+            layer.module.register_module(name, quantizer)
+        layer.module.__class__ = quantized_class(type(layer.module))
+    hooked = []
+    for path, quantizer in outputs.items():
+        module = model.get_submodule(path)
+        if isinstance(module, QuantizedLayer):
+            module.output_quantizer = module.output_quantizer or quantizer
+        else:
+            module.register_module("output_quantizer", quantizer)
+            handle = module.register_forward_hook(_quantize_output)
+            module.__dict__[_HOOK] = handle.id
+            hooked.append(path)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.__dict__["_fakequant_nested"] = module.use_nested_tensor
+            module.use_nested_tensor = False  # whose shortcut knows no quantizers
+    name_quantizers(model)
+    model.__dict__["_fakequant_preparation"] = Preparation(config, plan.floats, plan.unmatched, hooked, notes)
+    return model
+
+
+def unprepare(model: nn.Module) -> nn.Module:
+    """Takes everything out of a model that `prepare` put in, in place, and returns the float model.
+
+    >>> from fakequant import recipes
+    >>> model = nn.Sequential(nn.Linear(4, 8))
+    >>> keys = list(model.state_dict())
+    >>> model = unprepare(prepare(model, recipes.int8()))
+    >>> type(model[0]).__name__, list(model.state_dict()) == keys
+    ('Linear', True)
+    """
+    preparation(model)
+    for module in list(model.modules()):
+        if isinstance(module, QuantizedLayer):
+            module.__class__ = module.float_class  # type: ignore[assignment]
+            for name in _ALL_QUANTIZERS:
+                module._modules.pop(name, None)
+        if _HOOK in module.__dict__:
+            module._forward_hooks.pop(module.__dict__.pop(_HOOK))
+            module._modules.pop("output_quantizer", None)
+        if "_fakequant_nested" in module.__dict__:
+            module.use_nested_tensor = module.__dict__.pop("_fakequant_nested")
+    del model.__dict__["_fakequant_preparation"]
+    return model
+
+
+def preparation(model: nn.Module) -> Preparation:
+    """What was done to a prepared model."""
+    found = model.__dict__.get("_fakequant_preparation")
+    if found is None:
+        raise ValueError(
+            "The model is not prepared, or it is a part or a wrapper of one that is.\n"
+            "Pass the module that was given to fakequant.prepare."
+        )
+    return found
+
+
+def _quantize_output(module: Any, args: Any, output: Any) -> Any:
+    return module.output_quantizer(output) if isinstance(output, Tensor) else output
+
+
+def _check(model: nn.Module, config: QuantConfig) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
+    if not isinstance(config, QuantConfig):
+        raise TypeError(
+            f"`config` must be a QuantConfig, got {type(config).__name__}.\nUse e.g. fakequant.recipes.int8()."
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedLayer):
+            raise ValueError(  # noqa: TRY004
+                f"The model is prepared already: {path or 'it'} has quantizers.\nUse unprepare(model) first."
+            )
+    for path, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"{path} is on the meta device: it has no values to quantize.\n"
+                'Move the model first, `model.to_empty(device="cpu")`, and load its state.'
+            )
+
+
+def _nothing(plan: Plan) -> str:
+    reasons = "".join(f"\n  {path or 'the model'}: {reason}" for path, reason in list(plan.floats.items())[:10])
+    rules = "".join(
+        f"\n  {rule} matches nothing; near: {', '.join(near) or 'nothing'}" for rule, near in plan.unmatched
+    )
+    return f"Nothing in the model would be quantized.{reasons}{rules}"
+
+
+def _plan_outputs(model: nn.Module, config: QuantConfig, plan: Plan) -> tuple[dict[str, Any], list[str]]:
+    """Quantizers for results that reach functions, by path, and what could not be found out."""
+    if config.between is None:
+        return {}, []
+    found = find_operands(model)
+    if found.problem is not None:
+        return {}, [f"the model's own code could not be traced ({found.problem}): results have no quantizers"]
+    notes = [f"{name} is the result of a function: no module holds a quantizer for it" for name in found.without_module]
+    quantized = {layer.path: layer for layer in plan.layers}
+    outputs = {}
+    for path in found.producers:
+        module = model.get_submodule(path)
+        if isinstance(module, (nn.Embedding, nn.Identity, nn.MultiheadAttention)) and path not in quantized:
+            continue
+        use, _ = config.find(path, module)
+        if use is None:
+            continue
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        learned = dataclasses.replace(use, learned=use.learned) if use else LayerConfig()
+        outputs[path] = make_activation_quantizer(learned, config.between, f"{path}.output", device)
+    return outputs, notes
