@@ -57,7 +57,9 @@ _WHOLE_MODELS = {
     "Rule": "config",
     "Schedule": "workflow.schedule",
     "calibrate": "workflow.calibrate",
+    "health": "workflow.health",
     "prepare": "workflow.prepare",
+    "summary": "workflow.summary",
     "unprepare": "workflow.prepare",
 }
 

@@ -92,6 +92,8 @@ class QuantConfig:
     # For results of layers that reach an addition, a concatenation or a product in the model's own code,
     # where an integer runtime needs codes too; None: they stay in float.
     between: QuantSpec | None = None
+    # Quantized layers keep codes for the backward pass instead of floats: the same gradients in less memory.
+    save_codes: bool = True
     # What the model will run on, by name; see `fakequant.targets`.
     target: str = "generic"
 
@@ -120,6 +122,7 @@ class QuantConfig:
             "default": self.default and self.default.to_dict(),
             "rules": [{"path": r.path, "type": r.type, "use": r.use and r.use.to_dict()} for r in self.rules],
             "between": self.between and self.between.to_dict(),
+            "save_codes": self.save_codes,
             "target": self.target,
         }
 

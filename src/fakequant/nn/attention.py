@@ -72,11 +72,11 @@ class MultiheadAttention(QuantizedLayer):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         layer: Any = self
-        weight, bias = self.quantize_weight(), layer.in_proj_bias
-        x = self.quantize_input(query)
+        bias = layer.in_proj_bias
         if key is query and value is query:
-            projected = self._between(F.linear(x, weight, bias))
-            return list(projected.chunk(3, dim=-1))
+            projected = self.compute(lambda x, weight: F.linear(x, weight, bias), query)
+            return list(self._between(projected).chunk(3, dim=-1))
+        weight, x = self.quantize_weight(), self.quantize_input(query)
         inputs = [x, x if key is query else self.quantize_input(key)]
         inputs.append(inputs[1] if value is key else self.quantize_input(value))
         biases = [None] * 3 if bias is None else bias.chunk(3)

@@ -17,8 +17,8 @@ class Conv(QuantizedLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         """As in `nn.Conv2d`."""
-        x, weight = self.quantize_input(input), self.quantize_weight()
-        return self.quantize_output(self._conv_forward(x, weight, self.bias))  # type: ignore[operator]
+        layer: Any = self
+        return self.quantize_output(self.compute(lambda x, weight: layer._conv_forward(x, weight, layer.bias), input))
 
 
 class _Transposed(QuantizedLayer):
@@ -31,14 +31,11 @@ class _Transposed(QuantizedLayer):
         layer: Any = self
         if layer.padding_mode != "zeros":
             raise ValueError(f"Only padding_mode='zeros' is supported, got {layer.padding_mode!r}.")
-        x, weight = self.quantize_input(input), self.quantize_weight()
         output_padding = layer._output_padding(
             input, output_size, layer.stride, layer.padding, layer.kernel_size, self.dimensions, layer.dilation
         )
-        y = type(self).function(
-            x, weight, layer.bias, layer.stride, layer.padding, output_padding, layer.groups, layer.dilation
-        )
-        return self.quantize_output(y)
+        rest = (layer.bias, layer.stride, layer.padding, output_padding, layer.groups, layer.dilation)
+        return self.quantize_output(self.compute(lambda x, weight: type(self).function(x, weight, *rest), input))
 
 
 @quantizes(nn.ConvTranspose1d)

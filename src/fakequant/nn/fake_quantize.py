@@ -153,6 +153,7 @@ class FakeQuantize(Quantizer):
         """With scale and zero point as they are."""
         if self._stale:
             self.refresh()
+        self.saw_only_finite = False
         zero_point: Any = 0 if self.spec.symmetric else self.zero_point
         if torch.compiler.is_compiling():
             return functional.fake_quantize(x, self.scale, zero_point, self.spec, gradient=self.gradient)
@@ -204,8 +205,10 @@ class FakeQuantize(Quantizer):
             x, *state, *self._kernel_options, axis + x.dim() if axis is not None and axis < 0 else axis,
             x.shape[axis] if group == WHOLE_AXIS and axis is not None else group, quantize, self.gradient == "clipped",
         )  # fmt: skip
-        if found is not None and found[1]:
-            self._count(torch.tensor(found[1]))
+        if found is not None:
+            self.saw_only_finite = not found[1]
+            if found[1]:
+                self._count(torch.tensor(found[1]))
         return found
 
     def _observe_operator(self, x: Tensor, running_min: Tensor, running_max: Tensor) -> Observed:

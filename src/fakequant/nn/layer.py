@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 from torch import Tensor, nn
 
 from fakequant.nn.quantizer import Quantizer
+from fakequant.nn.saved_codes import is_useful, saved_as_codes
 
 QUANTIZERS = ("weight_quantizer", "input_quantizer", "output_quantizer")
 _FORWARD: "dict[type[nn.Module], type[QuantizedLayer]]" = {}
@@ -30,6 +31,9 @@ class QuantizedLayer(nn.Module):
     # The name of the weight.
     weight_name: ClassVar[str] = "weight"
 
+    # Keep codes for the backward pass instead of floats.
+    save_codes: bool = True
+
     weight_quantizer: Quantizer | None
     input_quantizer: Quantizer | None
     output_quantizer: Quantizer | None
@@ -47,6 +51,15 @@ class QuantizedLayer(nn.Module):
         """The weight the layer computes with."""
         weight = getattr(self, self.weight_name)
         return weight if self.weight_quantizer is None else self.weight_quantizer(weight)
+
+    def compute(self, operator: Callable[[Tensor, Tensor], Tensor], input: Tensor) -> Tensor:
+        """`operator` of the quantized input and weight, which keeps codes for the backward pass."""
+        x, weight = self.quantize_input(input), self.quantize_weight()
+        quantized = (x, self.input_quantizer, weight, self.weight_quantizer)
+        if not self.save_codes or not is_useful(*quantized):
+            return operator(x, weight)
+        with saved_as_codes(*quantized, getattr(self, self.weight_name)):
+            return operator(x, weight)
 
     def quantize_output(self, y: Tensor) -> Tensor:
         """What others see of the result."""

@@ -57,6 +57,8 @@ class Quantizer(nn.Module):
         self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)
         self._told = False  # that there were values that are not finite
         self._observing, self._quantizing, self._frozen = observing, True, False
+        # Whether the last tensor was looked at and had no NaN and no infinity in it.
+        self.saw_only_finite = False
         # Something was observed that the scale does not show yet.
         self._stale = False
         self.register_buffer("grid", torch.tensor([_FORMAT, *spec.to_numbers()], dtype=torch.int32, device=device))

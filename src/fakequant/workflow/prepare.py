@@ -55,6 +55,8 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
         for name, quantizer in layer.quantizers.items():
             layer.module.register_module(name, quantizer)
         layer.module.__class__ = quantized_class(type(layer.module))
+        if not config.save_codes:
+            layer.module.__dict__["save_codes"] = False
     hooked = []
     for path, quantizer in outputs.items():
         module = model.get_submodule(path)
@@ -90,6 +92,7 @@ def unprepare(model: nn.Module) -> nn.Module:
             module.__class__ = module.float_class  # type: ignore[assignment]
             for name in _ALL_QUANTIZERS:
                 module._modules.pop(name, None)
+            module.__dict__.pop("save_codes", None)
         if _HOOK in module.__dict__:
             module._forward_hooks.pop(module.__dict__.pop(_HOOK))
             module._modules.pop("output_quantizer", None)

@@ -1,0 +1,192 @@
+"""`health`: how well the grids of a model fit what they quantize."""
+
+import dataclasses
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.nn.layer import QuantizedLayer
+from fakequant.nn.quantizer import Quantizer, quantizers
+from fakequant.torch import functional
+from fakequant.workflow.calibrate import Data, run_batch
+from fakequant.workflow.table import table
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizerHealth:
+    """One quantizer. None: not known, because nothing was shown to it or there is nothing to compare with."""
+
+    path: str
+    # Share of values outside the range.
+    clipped: float | None
+    # Share of codes that occur.
+    levels_used: float | None
+    # The largest change of a scale since the last call, relative to what it was.
+    scale_drift: float | None
+    # Share of weights whose code changed, and changed back, over the last two calls.
+    oscillating: float | None
+    # Values that were NaN or infinite since the quantizer was made.
+    nonfinite: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Health:
+    """What `health` found; prints as a table."""
+
+    quantizers: list[QuantizerHealth]
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """By path."""
+        return {q.path: dataclasses.asdict(q) for q in self.quantizers}
+
+    def log(self, writer: Any, step: int) -> None:
+        """Into anything with `add_scalar(name, value, step)`, such as TensorBoard's SummaryWriter."""
+        for quantizer in self.quantizers:
+            for name, value in dataclasses.asdict(quantizer).items():
+                if name != "path" and value is not None:
+                    writer.add_scalar(f"{quantizer.path}/{name}", value, step)
+
+    def __str__(self) -> str:
+        header = ["quantizer", "clipped", "levels used", "scale drift", "oscillating", "not finite"]
+        rows = [
+            [q.path, *map(_percent, (q.clipped, q.levels_used, q.scale_drift, q.oscillating)), q.nonfinite]
+            for q in self.quantizers
+        ]
+        return table(header, rows)
+
+
+class _Memory:
+    """What is kept of a quantizer between calls."""
+
+    def __init__(self) -> None:
+        self.scale: Tensor | None = None
+        self.codes: list[Tensor] = []  # of the last two calls
+
+
+_MEMORY: "WeakKeyDictionary[Quantizer, _Memory]" = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def health(model: nn.Module, data: Data | None = None, steps: int | None = None) -> Health:
+    """Clip rates, codes in use, drift of scales and oscillating weights of a prepared model.
+
+    Weights are looked at as they are. Activations are looked at while `data` is passed through the model
+    in evaluation mode; without it only their scales are. Nothing is counted between calls, and training
+    costs nothing more.
+
+    >>> import fakequant as fq
+    >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8())
+    >>> model = fq.calibrate(model, [torch.ones(3, 4)], progress=False)
+    >>> found = health(model, [torch.full((3, 4), 2.0)])
+    >>> found.to_dict()["0.input_quantizer"]["clipped"]
+    1.0
+    """
+    weights = {
+        module.weight_quantizer: getattr(module, module.weight_name)
+        for module in model.modules()
+        if isinstance(module, QuantizedLayer) and module.weight_quantizer is not None
+    }
+    counts: dict[Quantizer, _Counts] = {q: _Counts(q) for _, q in quantizers(model)}
+    for quantizer, weight in weights.items():
+        counts[quantizer].add(weight)
+    if data is not None:
+        _watch(model, data, steps, {q: c for q, c in counts.items() if q not in weights})
+    return Health([_health_of(path, q, counts[q], weights.get(q)) for path, q in quantizers(model)])
+
+
+def _watch(model: nn.Module, data: Any, steps: int | None, counts: "dict[Quantizer, _Counts]") -> None:
+    """Counts what passes the quantizers of activations while the model runs."""
+    modes = {module: module.training for module in model.modules()}
+    handles = [
+        quantizer.register_forward_pre_hook(lambda module, args: counts[module].add(args[0])) for quantizer in counts
+    ]
+    model.eval()
+    try:
+        if callable(data) and not hasattr(data, "__iter__"):
+            data(model)
+            return
+        for number, batch in enumerate(data):
+            if steps is not None and number >= steps:
+                break
+            run_batch(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, training in modes.items():
+            module.training = training
+
+
+class _Counts:
+    """What was counted of one quantizer's tensors."""
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        self.quantizer = quantizer
+        self.total = self.clipped = 0
+        self.used: Tensor | None = None
+        self.codes: Tensor | None = None
+
+    def add(self, x: Tensor) -> None:
+        spec = self.quantizer.spec
+        found = _qparams_for(self.quantizer, x)
+        if found is None:
+            return
+        x = x.detach()
+        _, inside = functional.fake_quantize(x, *found, spec, mask="bool")
+        self.codes = functional.quantize(x, *found, spec)
+        self.total += x.numel()
+        self.clipped += int((~inside).sum())
+        if spec.bits <= 16:
+            used = torch.bincount(self.codes.flatten().long() - spec.qmin, minlength=spec.levels) > 0
+            self.used = used if self.used is None else self.used | used
+
+
+def _qparams_for(quantizer: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The scale and zero point with which `x` would be quantized; None: there are none yet."""
+    if _is_dynamic(quantizer):
+        seen = functional.min_max(x, quantizer.spec)
+        empty = seen.min > seen.max
+        lo, hi = seen.min.masked_fill(empty, 0), seen.max.masked_fill(empty, 0)
+        return functional.choose_qparams(lo, hi, quantizer.spec, eps=quantizer.eps)
+    try:
+        return quantizer.qparams()
+    except RuntimeError:
+        return None
+
+
+def _is_dynamic(quantizer: Any) -> bool:
+    """Whether the scale is that of the tensor at hand."""
+    observer = getattr(quantizer, "observer", None)
+    return observer is not None and observer.dynamic and (not quantizer.frozen or quantizer._blocks is None)
+
+
+def _health_of(path: str, quantizer: Quantizer, counts: _Counts, weight: Tensor | None) -> QuantizerHealth:
+    memory = _MEMORY.setdefault(quantizer, _Memory())
+    drift = oscillating = None
+    found = None
+    if weight is not None:
+        found = _qparams_for(quantizer, weight)
+    elif not _is_dynamic(quantizer):
+        found = _qparams_for(quantizer, torch.zeros(0))
+    scale = None if found is None else found[0]
+    if scale is not None and memory.scale is not None and memory.scale.shape == scale.shape:
+        drift = float((scale / memory.scale - 1).abs().max())
+    memory.scale = scale
+    if weight is not None and counts.codes is not None:
+        if len(memory.codes) == 2 and memory.codes[0].shape == counts.codes.shape:
+            before, last = memory.codes
+            oscillating = float(((counts.codes == before) & (counts.codes != last)).float().mean())
+        memory.codes = [*memory.codes[-1:], counts.codes]
+    return QuantizerHealth(
+        path,
+        counts.clipped / counts.total if counts.total else None,
+        None if counts.used is None else float(counts.used.float().mean()),
+        drift,
+        oscillating,
+        quantizer.nonfinite,
+    )
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2%}"

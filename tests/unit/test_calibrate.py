@@ -1,0 +1,450 @@
+"""`calibrate` shows a model data and leaves everything else as it was; `Schedule` switches step by step."""
+
+import copy
+
+import pytest
+
+import fakequant as fq
+from fakequant.testing.assertions import assert_same_bits
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+fqnn = pytest.importorskip("fakequant.nn")
+recipes = pytest.importorskip("fakequant.recipes")
+data_utils = pytest.importorskip("torch.utils.data")
+
+torch.manual_seed(0)
+BATCHES = [torch.randn(6, 4) * scale for scale in (1.0, 3.0, 0.5)]
+LABELS = torch.zeros(6, dtype=torch.long)
+
+
+def same(expected, actual, *names):
+    assert_same_bits(expected.detach().numpy(), actual.detach().numpy(), *names)
+
+
+def same_state(expected, actual):
+    assert list(expected) == list(actual)
+    for name, value in expected.items():
+        same(value, actual[name], name)
+
+
+def state(model):
+    return copy.deepcopy(model.state_dict())
+
+
+def make(config=None, seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
+    return fq.prepare(model, config or recipes.int8())
+
+
+def calibrate(model, data, *args, **options):
+    return fq.calibrate(model, data, *args, progress=False, **options)
+
+
+def calibrated(config=None):
+    return calibrate(make(config), BATCHES)
+
+
+def modes(model):
+    return {name: module.training for name, module in model.named_modules()}
+
+
+def switches(model):
+    return {path: (q.observing, q.quantizing, q.frozen, q.switches.tolist()) for path, q in fqnn.quantizers(model)}
+
+
+class Keywords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x, *, scale=1.0):
+        return self.fc(x * scale)
+
+
+# --- the data -----------------------------------------------------------------------------------------
+
+
+class Stream(data_utils.IterableDataset):
+    def __iter__(self):
+        return (row for batch in BATCHES for row in batch)
+
+
+def run_all(model):
+    for batch in BATCHES:
+        model(batch)
+
+
+DATA = {
+    "tuple of tensors": lambda: tuple(BATCHES),
+    "tuples with labels": lambda: [(x, LABELS) for x in BATCHES],
+    "lists with labels": lambda: [[x, LABELS, None] for x in BATCHES],
+    "tuples of one": lambda: [(x,) for x in BATCHES],
+    "dicts": lambda: [{"input": x} for x in BATCHES],
+    "generator": lambda: (x for x in BATCHES),
+    "iterator": lambda: iter(BATCHES),
+    "function": lambda: run_all,
+    "DataLoader": lambda: data_utils.DataLoader(torch.cat(BATCHES), batch_size=6),
+    "DataLoader with labels": lambda: data_utils.DataLoader(
+        data_utils.TensorDataset(torch.cat(BATCHES), LABELS.repeat(3)), batch_size=6
+    ),
+    "DataLoader of a stream": lambda: data_utils.DataLoader(Stream(), batch_size=6),
+}
+
+
+@pytest.mark.parametrize("data", DATA.values(), ids=DATA)
+@pytest.mark.parametrize("config", [recipes.int8(), recipes.lsq(4)], ids=["observed", "learned"])
+def test_every_form_of_the_same_data_gives_the_same_state(data, config):
+    same_state(calibrated(config).state_dict(), calibrate(make(config), data()).state_dict())
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_the_model_itself_is_returned_with_or_without_a_progress_bar(progress, capsys):
+    model = make()
+    assert fq.calibrate(model, BATCHES, progress=progress) is model
+    assert bool(capsys.readouterr().err) is progress
+
+
+def test_a_dict_passes_keyword_arguments():
+    model = calibrate(fq.prepare(Keywords(), recipes.int8()), [{"x": BATCHES[0], "scale": 4.0}])
+    other = calibrate(fq.prepare(Keywords(), recipes.int8()), [BATCHES[0] * 4.0])
+    same_state(other.state_dict(), model.state_dict())
+
+
+def test_ranges_are_those_of_the_float_model():
+    model = make()
+    with torch.no_grad():
+        floats = copy.deepcopy(model).eval()
+        fq.unprepare(floats)
+        before_last = floats[:-1](BATCHES[0])
+    calibrate(model, BATCHES[:1])
+    same(BATCHES[0].amin(), model[0].input_quantizer.running_min)
+    same(BATCHES[0].amax(), model[0].input_quantizer.running_max)
+    same(before_last.amin(), model[4].input_quantizer.running_min)
+    same(before_last.amax(), model[4].input_quantizer.running_max)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_at_most_as_many_steps_are_run_as_asked_for(steps):
+    same_state(calibrate(make(), BATCHES[:steps]).state_dict(), calibrate(make(), BATCHES, steps).state_dict())
+
+
+def test_no_more_is_taken_from_an_iterator_than_is_used():
+    data = iter(BATCHES)
+    calibrate(make(), data, 2)
+    assert len(list(data)) == 1
+
+
+def test_calibrating_twice_goes_on_where_it_was():
+    model = calibrate(make(), BATCHES[:1])
+    same_state(calibrated().state_dict(), calibrate(model, BATCHES[1:]).state_dict())
+
+
+# --- nothing to do ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("data", "steps"), [([], None), (iter(()), None), (BATCHES, 0)], ids=["[]", "iterator", "0"])
+def test_no_data_is_an_error_and_changes_nothing(data, steps):
+    model = make()
+    before = state(model), modes(model), switches(model)
+    with pytest.raises(ValueError, match="nothing to calibrate with"):
+        calibrate(model, data, steps)
+    same_state(before[0], model.state_dict())
+    assert (modes(model), switches(model)) == before[1:]
+
+
+def test_a_float_model_is_an_error_that_says_what_to_do():
+    with pytest.raises(ValueError, match=r"fakequant\.prepare"):
+        calibrate(nn.Linear(4, 2), BATCHES)
+
+
+@pytest.mark.parametrize("batch", ["text", 3, None, {1, 2}], ids=repr)
+def test_a_batch_of_another_type_is_a_type_error(batch):
+    model = make()
+    before = modes(model), switches(model)
+    with pytest.raises(TypeError, match="A batch must be"):
+        calibrate(model, [batch])
+    assert (modes(model), switches(model)) == before
+
+
+def test_frozen_quantizers_stay_as_they_are():
+    model = calibrated()
+    fqnn.set_state(model, frozen=True)
+    model[4].input_quantizer.frozen = False
+    before = state(model)
+    calibrate(model, [100 * x for x in BATCHES])
+    for name, value in model.state_dict().items():
+        if name.startswith("4.input_quantizer.") and name.endswith(("running_max", "scale")):
+            assert not torch.equal(before[name], value), name
+        elif not name.startswith("4.input_quantizer."):
+            same(before[name], value, name)
+
+
+# --- everything else is as before ---------------------------------------------------------------------
+
+
+def odd_modes(model):
+    model.train()
+    model[1].eval()
+    model[4].eval()
+    model[0].input_quantizer.eval()
+
+
+def odd_switches(model):
+    model[0].input_quantizer.observing = False
+    model[4].input_quantizer.quantizing = False
+    model[4].weight_quantizer.quantizing = False
+
+
+@pytest.mark.parametrize("prepare_modes", [nn.Module.train, nn.Module.eval, odd_modes], ids=["train", "eval", "mixed"])
+@pytest.mark.parametrize("config", [recipes.int8(), recipes.lsq(4)], ids=["observed", "learned"])
+def test_modes_and_switches_come_back(prepare_modes, config):
+    model = make(config)
+    prepare_modes(model)
+    if config.default.learned:
+        model[4].input_quantizer.quantizing = False
+    else:
+        odd_switches(model)
+    before = modes(model), switches(model)
+    calibrate(model, BATCHES)
+    assert (modes(model), switches(model)) == before
+
+
+class Boom(Exception):
+    pass
+
+
+def breaks():
+    yield BATCHES[0]
+    raise Boom
+
+
+HALFWAY = {
+    "wrong shape": (lambda: [BATCHES[0], torch.randn(3, 7)], RuntimeError),
+    "generator raises": (breaks, Boom),
+    "interrupted": (lambda: [BATCHES[0], (KeyboardInterrupt,)], TypeError),
+}
+
+
+@pytest.mark.parametrize(("data", "error"), HALFWAY.values(), ids=HALFWAY)
+@pytest.mark.parametrize("config", [recipes.int8(), recipes.lsq(4)], ids=["observed", "learned"])
+def test_an_exception_half_way_leaves_modes_and_switches_as_before(data, error, config):
+    model = make(config)
+    odd_modes(model)
+    before = modes(model), switches(model)
+    with pytest.raises(error):
+        calibrate(model, data())
+    assert modes(model) == before[0]
+    assert {path: s[:3] for path, s in switches(model).items()} == {path: s[:3] for path, s in before[1].items()}
+
+
+@pytest.mark.parametrize("config", [recipes.int8(), recipes.lsq(4)], ids=["observed", "learned"])
+@pytest.mark.parametrize("already", [False, True], ids=["fresh", "calibrated"])
+def test_an_exception_half_way_leaves_the_ranges_as_before(config, already):
+    model = calibrated(config) if already else make(config)
+    before = state(model)
+    with pytest.raises(RuntimeError):
+        calibrate(model, [9 * BATCHES[0], torch.randn(3, 7)])
+    same_state(before, model.state_dict())
+    if not already:  # and what it has seen before it failed is not remembered elsewhere
+        same_state(calibrated(config).state_dict(), calibrate(model, BATCHES).state_dict())
+
+
+@pytest.mark.parametrize("config", [recipes.int8(), recipes.lsq(4)], ids=["observed", "learned"])
+def test_parameters_and_statistics_of_the_model_are_untouched(config):
+    model = make(config)
+    before = state(model)
+    calibrate(model, BATCHES)
+    for name, value in model.state_dict().items():
+        if "quantizer" not in name:
+            same(before[name], value, name)
+    assert all(p.grad is None for p in model.parameters())
+    assert model(BATCHES[0]).requires_grad
+
+
+def test_dropout_is_off_and_no_random_number_is_drawn():
+    rng = torch.get_rng_state()
+    calibrated_state = state(calibrated())
+    after_make = make() and torch.get_rng_state()
+    calibrate(make(), BATCHES)
+    same(after_make, torch.get_rng_state(), "rng")
+    torch.set_rng_state(rng)
+    same_state(calibrated_state, calibrated().state_dict())
+
+
+def test_evaluation_after_calibration_does_not_move_ranges():
+    model = make().eval()
+    calibrate(model, BATCHES)
+    before = state(model)
+    model(100 * BATCHES[0])
+    same_state(before, model.state_dict())
+
+
+def test_a_model_that_was_in_evaluation_when_it_was_prepared_stays_there():
+    model = fq.prepare(nn.Sequential(nn.Linear(4, 4)).eval(), recipes.int8())
+    assert not any(module.training for module in model.modules())
+    calibrate(model, BATCHES)
+    before = state(model)
+    model(100 * BATCHES[0])
+    same_state(before, model.state_dict())
+
+
+# --- learned ------------------------------------------------------------------------------------------
+
+
+def test_learned_activations_are_initialized_and_weights_keep_their_scales():
+    model = make(recipes.lsq(4))
+    weights = {path: q.step_size.clone() for path, q in fqnn.quantizers(model) if path.endswith("weight_quantizer")}
+    identities = [id(p) for p in model.parameters()]
+    assert not model[0].input_quantizer.is_initialized
+    calibrate(model, BATCHES)
+    for path, quantizer in fqnn.quantizers(model):
+        assert quantizer.is_initialized, path
+        assert not quantizer.observing, path
+        if path in weights:
+            same(weights[path], quantizer.step_size, path)
+    assert [id(p) for p in model.parameters()] == identities
+    model.train()
+    model(BATCHES[0]).sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_learned_scales_are_not_learned_anew_by_a_second_calibration():
+    model = calibrated(recipes.lsq(4))
+    before = state(model)
+    calibrate(model, [50 * x for x in BATCHES])
+    same_state(before, model.state_dict())
+
+
+# --- schedule -----------------------------------------------------------------------------------------
+
+
+def seen(model):
+    found = {(q.quantizing, q.frozen) for _, q in fqnn.quantizers(model)}
+    assert len(found) == 1
+    return *found.pop(), model[1].training
+
+
+def run(model, schedule, steps):
+    states = []
+    for _ in range(steps):
+        states.append(seen(model))
+        schedule.step()
+    return states
+
+
+PLANS = {
+    "all": (dict(quantize_from=1, freeze_ranges_at=2, freeze_norms_at=3), "f-t q-t qft qfe qfe"),
+    "together": (dict(quantize_from=2, freeze_ranges_at=2, freeze_norms_at=2), "f-t f-t qfe qfe qfe"),
+    "at once": (dict(quantize_from=0, freeze_ranges_at=0, freeze_norms_at=0), "qfe qfe qfe qfe qfe"),
+    "nothing": (dict(), "q-t q-t q-t q-t q-t"),
+    "quantize": (dict(quantize_from=3), "f-t f-t f-t q-t q-t"),
+    "ranges": (dict(freeze_ranges_at=1), "q-t qft qft qft qft"),
+    "norms": (dict(freeze_norms_at=1), "q-t q-e q-e q-e q-e"),
+    "frozen in float": (dict(quantize_from=4, freeze_ranges_at=1), "f-t fft fft fft qft"),
+}
+
+
+def decode(states):
+    return [(s[0] == "q", s[1] == "f", s[2] == "t") for s in states.split()]
+
+
+@pytest.mark.parametrize(("plan", "states"), PLANS.values(), ids=PLANS)
+def test_states_step_by_step(plan, states):
+    model = calibrated().train()
+    assert run(model, fq.Schedule(model, **plan), 5) == decode(states)
+
+
+@pytest.mark.parametrize(("plan", "states"), PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("at", [0, 1, 2, 4])
+@pytest.mark.parametrize("model_first", [True, False], ids=["model first", "schedule first"])
+def test_a_schedule_saved_and_loaded_in_the_middle_goes_on(plan, states, at, model_first):
+    model = calibrated().train()
+    schedule = fq.Schedule(model, **plan)
+    run(model, schedule, at)
+    saved = copy.deepcopy((model.state_dict(), schedule.state_dict()))
+    model = make().train()
+    schedule = fq.Schedule(model, **plan)
+    if model_first:
+        model.load_state_dict(saved[0], strict=True)
+        schedule.load_state_dict(saved[1])
+    else:
+        schedule.load_state_dict(saved[1])
+        model.load_state_dict(saved[0], strict=True)
+    assert run(model, schedule, 5 - at) == decode(states)[at:]
+    assert schedule.state_dict() == {"steps": 5}
+
+
+def test_before_it_quantizes_the_model_computes_in_float_and_observes():
+    model = make().train()
+    fq.Schedule(model, quantize_from=1)
+    floats = fq.unprepare(copy.deepcopy(model))
+    torch.manual_seed(1)
+    y = model(BATCHES[0])
+    torch.manual_seed(1)
+    same(floats(BATCHES[0]), y)
+    same(BATCHES[0].amax(), model[0].input_quantizer.running_max)
+
+
+@pytest.mark.parametrize("config", [recipes.int8(), recipes.lsq(4)], ids=["observed", "learned"])
+def test_frozen_ranges_stay_through_training_and_model_train(config):
+    model = calibrated(config)
+    schedule = fq.Schedule(model, freeze_ranges_at=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scales = None
+    for step in range(4):
+        model.train()
+        optimizer.zero_grad()
+        model((step + 1) * 5 * BATCHES[0]).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+        now = [q.qparams() for _, q in fqnn.quantizers(model)]
+        for before, after in zip(scales or now, now, strict=True):
+            same(before.scale, after.scale)
+            same(before.zero_point, after.zero_point)
+        scales = now
+
+
+def norm_statistics(model):
+    return [model[1].running_mean.clone(), model[1].running_var.clone(), model[1].num_batches_tracked.clone()]
+
+
+def test_frozen_norms_keep_their_statistics():
+    model = calibrated().train()
+    schedule = fq.Schedule(model, freeze_norms_at=1)
+    model(BATCHES[0])
+    schedule.step()
+    before = norm_statistics(model)
+    model(BATCHES[1])
+    for expected, actual in zip(before, norm_statistics(model), strict=True):
+        same(expected, actual)
+
+
+def test_frozen_norms_keep_their_statistics_in_the_pass_after_model_train():
+    model = calibrated().train()
+    schedule = fq.Schedule(model, freeze_norms_at=1)
+    schedule.step()
+    before = norm_statistics(model)
+    for _ in range(2):  # epochs
+        model.eval()
+        model.train()
+        model(BATCHES[1])
+        schedule.step()
+    for expected, actual in zip(before, norm_statistics(model), strict=True):
+        same(expected, actual)
+
+
+def test_frozen_norms_still_learn_their_factors():
+    model = calibrated().train()
+    fq.Schedule(model, freeze_norms_at=0)
+    model(BATCHES[0]).square().mean().backward()
+    assert torch.isfinite(model[1].weight.grad).all()
+
+
+@pytest.mark.parametrize("name", ["quantize_from", "freeze_ranges_at", "freeze_norms_at"])
+@pytest.mark.parametrize("value", [2.5, "3", -1], ids=repr)
+def test_a_step_that_never_comes_is_an_error(name, value):
+    with pytest.raises((TypeError, ValueError), match=name):
+        fq.Schedule(make(), **{name: value})

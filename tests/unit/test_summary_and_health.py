@@ -1,0 +1,108 @@
+"""`summary` and `health`: what they say of a prepared model."""
+
+import pytest
+
+import fakequant as fq
+from fakequant import recipes
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.norm = nn.BatchNorm2d(3)
+        self.relu = nn.ReLU()
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x):
+        x = self.relu(x + self.norm(self.conv(x)))
+        return self.head(x.mean((2, 3)))
+
+
+def test_a_summary_names_what_is_quantized_and_what_is_not():
+    model = fq.prepare(Residual(), recipes.int8().skip("head").rule("heads.*", weight=fq.presets.int4()))
+    found = fq.summary(model)
+    assert [(layer.path, layer.kind) for layer in found.layers] == [("conv", "Conv2d"), ("norm", "BatchNorm2d")]
+    assert found.layers[1].output == "uint8, per tensor"
+    assert found.floats["head"] == "the config says so"
+    assert [near for _, near in found.unmatched] == [["head"]]
+    assert "head" in str(found)
+    assert found.to_dict()["parameters"] == sum(p.numel() for p in Residual().parameters())
+
+
+def test_bytes_are_those_of_codes_and_scales():
+    model = fq.prepare(nn.Sequential(nn.Linear(64, 10, bias=False)), recipes.int4_weight_only(32))
+    found = fq.summary(model)
+    assert found.bytes_before == 4 * 640
+    assert found.bytes_after == 640 // 2 + 4 * 20
+
+
+def test_learned_scales_are_no_parameters_of_the_float_model():
+    model = fq.prepare(nn.Sequential(nn.Linear(4, 4)), recipes.lsq(4))
+    found = fq.summary(model)
+    assert found.parameters == 20
+    assert "learned" in found.layers[0].weight
+
+
+def test_a_model_that_is_not_prepared_has_no_summary():
+    with pytest.raises(ValueError, match="not prepared"):
+        fq.summary(nn.Linear(2, 2))
+
+
+def calibrated(config=None):
+    torch.manual_seed(0)
+    model = fq.prepare(nn.Sequential(nn.Linear(4, 8)), config or recipes.int8())
+    return fq.calibrate(model, [torch.linspace(0, 1, 12).reshape(3, 4)], progress=False)
+
+
+def test_clip_rates_and_codes_in_use_are_counted_exactly():
+    model = calibrated()
+    x = torch.tensor([[0.0, 0.5, 1.0, 3.0]])
+    found = fq.health(model, [x, -x]).to_dict()["0.input_quantizer"]
+    assert found["clipped"] == 4 / 8  # 3, -0.5, -1, -3
+    assert found["levels_used"] == 3 / 256
+    assert fq.health(model).to_dict()["0.input_quantizer"]["clipped"] is None
+
+
+def test_drift_is_since_the_last_call():
+    model = calibrated()
+    assert fq.health(model).to_dict()["0.weight_quantizer"]["scale_drift"] is None
+    with torch.no_grad():
+        model[0].weight[2] *= 1.5
+    assert fq.health(model).to_dict()["0.weight_quantizer"]["scale_drift"] == pytest.approx(0.5)
+    assert fq.health(model).to_dict()["0.weight_quantizer"]["scale_drift"] == 0
+
+
+def test_weights_that_go_back_and_forth_oscillate():
+    model = calibrated()
+    fq.nn.set_state(model, frozen=True)
+    scale = model[0].weight_quantizer.scale
+    shares = []
+    for sign in (1, -1, 1, 0):
+        shares.append(fq.health(model).to_dict()["0.weight_quantizer"]["oscillating"])
+        with torch.no_grad():
+            model[0].weight[0, 0] += sign * 3 * scale[0]
+    assert shares == [None, None, 1 / 32, 1 / 32]
+
+
+def test_looking_changes_nothing():
+    model = calibrated().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fq.health(model, [torch.randn(5, 4) * 100])
+    assert model.training
+    assert all(m.training for m in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_it_goes_to_a_writer():
+    class Writer(list):
+        def add_scalar(self, name, value, step):
+            self.append((name, value, step))
+
+    writer = Writer()
+    fq.health(calibrated(), [torch.ones(2, 4)]).log(writer, 7)
+    assert ("0.input_quantizer/clipped", 0.0, 7) in writer
+    assert "0.input_quantizer" in str(fq.health(calibrated()))
