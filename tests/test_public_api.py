@@ -6,6 +6,8 @@ import types
 
 import pytest
 
+import fakequant
+
 PUBLIC = [
     "FakeQuantConfig",
     "FakeQuantizer",
@@ -70,7 +72,26 @@ OBSERVERS = [
 PRESETS = ["int16", "int2", "int4", "int8", "int8_per_token", "uint4", "uint8"]
 
 
-PLACES = {"fakequant": PUBLIC, "fakequant.nn": NN, "fakequant.observers": OBSERVERS, "fakequant.presets": PRESETS}
+RECIPES = ["int4_weight_only", "int8", "int8_dynamic", "lsq", "w4a8"]
+# Imported when they are first used, because they need torch.
+WHOLE_MODELS = [
+    "LayerConfig",
+    "QuantConfig",
+    "Rule",
+    "Schedule",
+    "calibrate",
+    "health",
+    "prepare",
+    "summary",
+    "unprepare",
+]
+PLACES = {
+    "fakequant": PUBLIC,
+    "fakequant.nn": NN,
+    "fakequant.observers": OBSERVERS,
+    "fakequant.presets": PRESETS,
+    "fakequant.recipes": RECIPES,
+}
 # What functions return, bases to derive from, and a name for a type; their examples are elsewhere.
 WITHOUT_EXAMPLE = {"Info", "QParams", "Range", "Quantizer", "Observer", "State"}
 by_place = pytest.mark.parametrize("place", PLACES)
@@ -87,7 +108,10 @@ def names(place):
 
 @by_place
 def test_exported_names(place):
-    imported = {"QuantSpec", "WHOLE_AXIS"} if place == "fakequant.presets" else set()
+    imported = {
+        "fakequant.presets": {"QuantSpec", "WHOLE_AXIS"},
+        "fakequant.recipes": {"LayerConfig", "Memoryless", "QuantConfig", "QuantSpec"},
+    }.get(place, set())
     assert names(place).keys() - imported == set(PLACES[place])
 
 
@@ -99,3 +123,11 @@ def test_everything_public_has_a_docstring_with_an_example(place):
         if name in PLACES[place] and name not in WITHOUT_EXAMPLE and ">>>" not in (inspect.getdoc(value) or "")
     ]
     assert lacking == []
+
+
+def test_what_is_imported_later_is_there_and_has_an_example():
+    assert sorted(fakequant._WHOLE_MODELS) == WHOLE_MODELS
+    for name in WHOLE_MODELS:
+        assert ">>>" in inspect.getdoc(getattr(fakequant, name)), name
+    with pytest.raises(AttributeError, match="no attribute 'prepar'"):
+        fakequant.prepar  # noqa: B018

@@ -31,6 +31,19 @@ class LayerConfig:
     weight_observer: Observer = dataclasses.field(default_factory=Memoryless)
     activation_observer: Observer = dataclasses.field(default_factory=MovingAverage)
 
+    def __post_init__(self) -> None:
+        for name in ("weight", "input", "output"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, QuantSpec):
+                raise TypeError(
+                    f"`{name}` must be a QuantSpec or None, got {value!r}.\nUse e.g. fakequant.presets.int8()."
+                )
+        for name in ("weight_observer", "activation_observer"):
+            if not isinstance(getattr(self, name), Observer):
+                raise TypeError(f"`{name}` must be an observer, such as MinMax(), got {getattr(self, name)!r}.")
+        if not isinstance(self.learned, bool):
+            raise TypeError(f"`learned` must be True or False, got {self.learned!r}.")
+
     def to_dict(self) -> dict[str, Any]:
         """Every field by its name: dicts, numbers, strings and None only."""
         return {
@@ -69,6 +82,14 @@ class Rule:
     # None: leave it in float.
     use: LayerConfig | None = None
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str):
+            raise TypeError(f"`path` must be a path with * and ?, got {self.path!r}.")
+        if self.type is not None and not isinstance(self.type, str):
+            raise TypeError(f"`type` must be the name of a class, such as 'Linear', got {self.type!r}.")
+        if self.use is not None and not isinstance(self.use, LayerConfig):
+            raise TypeError(f"`use` must be a LayerConfig, or None to leave a module in float, got {self.use!r}.")
+
     def matches(self, path: str, module: nn.Module) -> bool:
         """Whether the rule is about the module at `path`."""
         if not fnmatchcase(path, self.path):
@@ -99,6 +120,16 @@ class QuantConfig:
 
     def __post_init__(self) -> None:
         targets.find(self.target)
+        object.__setattr__(self, "rules", tuple(self.rules))
+        for rule in self.rules:
+            if not isinstance(rule, Rule):
+                raise TypeError(f"`rules` must be Rules, got {rule!r}.")
+        if self.default is not None and not isinstance(self.default, LayerConfig):
+            raise TypeError(f"`default` must be a LayerConfig or None, got {self.default!r}.")
+        if self.between is not None and not isinstance(self.between, QuantSpec):
+            raise TypeError(f"`between` must be a QuantSpec or None, got {self.between!r}.")
+        if not isinstance(self.save_codes, bool):
+            raise TypeError(f"`save_codes` must be True or False, got {self.save_codes!r}.")
 
     def rule(self, path: str = "*", *, type: str | None = None, **layer: Any) -> "QuantConfig":
         """The same with one more rule, before the others. The fields are those of `LayerConfig`."""
@@ -153,6 +184,8 @@ class QuantConfig:
 
 
 def _check_names(cls: type, fields: Mapping[str, Any]) -> None:
+    if not isinstance(fields, Mapping):
+        raise TypeError(f"A {cls.__name__} is read from a dict with its fields, got {type(fields).__name__}.")
     names = [field.name for field in dataclasses.fields(cls)]
     unknown = [name for name in fields if name not in names]
     if unknown:

@@ -224,7 +224,7 @@ def breaks():
 HALFWAY = {
     "wrong shape": (lambda: [BATCHES[0], torch.randn(3, 7)], RuntimeError),
     "generator raises": (breaks, Boom),
-    "interrupted": (lambda: [BATCHES[0], (KeyboardInterrupt,)], TypeError),
+    "no tensor": (lambda: [BATCHES[0], ("text",)], TypeError),
 }
 
 
@@ -444,7 +444,7 @@ def test_frozen_norms_still_learn_their_factors():
 
 
 @pytest.mark.parametrize("name", ["quantize_from", "freeze_ranges_at", "freeze_norms_at"])
-@pytest.mark.parametrize("value", [2.5, "3", -1], ids=repr)
-def test_a_step_that_never_comes_is_an_error(name, value):
+@pytest.mark.parametrize("value", [2.5, "3"], ids=repr)
+def test_a_step_that_is_no_integer_is_an_error(name, value):
     with pytest.raises((TypeError, ValueError), match=name):
         fq.Schedule(make(), **{name: value})

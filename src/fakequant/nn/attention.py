@@ -1,4 +1,4 @@
-"""Quantized attention, and the encoder layer around it without its shortcut past our forward pass."""
+"""Quantized attention."""
 
 from math import sqrt
 from typing import Any, ClassVar
@@ -53,13 +53,14 @@ class MultiheadAttention(QuantizedLayer):
         elif not layer.batch_first:
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))
         q, k, v = (t.unflatten(-1, (layer.num_heads, layer.head_dim)).transpose(1, 2) for t in (q, k, v))
-        mask = _joined_mask(attn_mask, key_padding_mask, q)
+        mask = _joined_mask(attn_mask, key_padding_mask, q, k)
         dropout = layer.dropout if self.training else 0.0
         weights = None
         if need_weights:
             scores = q * sqrt(1.0 / layer.head_dim) @ k.transpose(-2, -1)
             weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
-            y = F.dropout(weights, dropout) @ v if dropout > 0 else weights @ v
+            weights = F.dropout(weights, dropout)
+            y = weights @ v
             weights = weights.mean(dim=1) if average_attn_weights else weights
         else:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
@@ -86,52 +87,27 @@ class MultiheadAttention(QuantizedLayer):
         return x if self.projection_quantizer is None else self.projection_quantizer(x)
 
 
-def _joined_mask(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
+def _joined_mask(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """Both masks as one that is added to the scores, of (batch, head, query, key)."""
-    batch, heads = q.shape[:2]
+    (batch, heads, queries), keys = q.shape[:3], k.shape[2]
     masks = []
+    allowed: tuple[tuple[int, ...], ...]
     if attn_mask is not None:
-        mask = _added(attn_mask, q)
-        masks.append(mask.reshape(batch, heads, *mask.shape[1:]) if mask.dim() == 3 else mask)
+        allowed = ((queries, keys), (batch * heads, queries, keys))
+        mask = _added("attn_mask", attn_mask, allowed, q)
+        masks.append(mask.reshape(batch, heads, queries, keys) if mask.dim() == 3 else mask)
     if padding is not None:
-        masks.append(_added(padding, q).reshape(batch, 1, 1, padding.shape[-1]))
+        allowed = ((batch, keys), (keys,)) if batch == 1 else ((batch, keys),)
+        masks.append(_added("key_padding_mask", padding, allowed, q).reshape(batch, 1, 1, keys))
     return None if not masks else masks[0] if len(masks) == 1 else masks[0] + masks[1]
 
 
-def _added(mask: Tensor, q: Tensor) -> Tensor:
-    """A mask of what is left out, as -inf to be added."""
+def _added(name: str, mask: Tensor, allowed: tuple[tuple[int, ...], ...], q: Tensor) -> Tensor:
+    """A mask of what is left out, as numbers to be added."""
+    if tuple(mask.shape) not in allowed:
+        raise RuntimeError(f"`{name}` must have shape {' or '.join(map(str, allowed))}, got {tuple(mask.shape)}.")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise RuntimeError(f"`{name}` must be bool or floating point, got {str(mask.dtype)[6:]}.")
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, -torch.inf)
     return mask.to(q.dtype)
-
-
-@quantizes(nn.TransformerEncoderLayer)
-class TransformerEncoderLayer(QuantizedLayer):
-    """An encoder layer that always runs its parts; torch's shortcut in evaluation runs none of them."""
-
-    has_input: ClassVar[bool] = False
-    weight_name: ClassVar[str] = ""
-
-    def forward(
-        self,
-        src: Tensor,
-        src_mask: Tensor | None = None,
-        src_key_padding_mask: Tensor | None = None,
-        is_causal: bool = False,
-    ) -> Tensor:
-        """As in `nn.TransformerEncoderLayer`."""
-        layer: Any = self
-        padding = F._canonical_mask(
-            mask=src_key_padding_mask, mask_name="src_key_padding_mask", other_type=F._none_or_dtype(src_mask),
-            other_name="src_mask", target_type=src.dtype,
-        )  # fmt: skip
-        mask = F._canonical_mask(
-            mask=src_mask, mask_name="src_mask", other_type=None, other_name="", target_type=src.dtype,
-            check_other=False,
-        )  # fmt: skip
-        x = src
-        if layer.norm_first:
-            x = x + layer._sa_block(layer.norm1(x), mask, padding, is_causal=is_causal)
-            return x + layer._ff_block(layer.norm2(x))
-        x = layer.norm1(x + layer._sa_block(x, mask, padding, is_causal=is_causal))
-        return layer.norm2(x + layer._ff_block(x))

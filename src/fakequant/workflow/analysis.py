@@ -3,12 +3,15 @@
 torch.fx is used to look at the model, never to replace it. What it cannot trace is left alone.
 """
 
+import copy
 import operator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+
+from fakequant.nn.layer import find_forward
 
 _FUNCTIONS = {
     operator.add, operator.iadd, operator.mul, operator.imul, operator.matmul, operator.sub, operator.isub,
@@ -31,9 +34,9 @@ class Found(NamedTuple):
 
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return m.__module__.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(
-            m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-        )
+        if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+            return False
+        return m.__module__.startswith(("torch.nn", "torch.ao.nn")) or find_forward(type(m)) is not None
 
 
 def find_operands(model: nn.Module) -> Found:
@@ -49,7 +52,10 @@ def find_operands(model: nn.Module) -> Found:
     ['fc']
     """
     try:
-        graph = _Tracer().trace(model)
+        # A copy, because a forward pass may leave something behind; with the same parameters, which it does not change.
+        shared: dict[int, Any] = {id(p): p for p in model.parameters()}
+        with torch.random.fork_rng(devices=[]):
+            graph = _Tracer().trace(copy.deepcopy(model, shared))
     except Exception as error:  # whatever a model's own code raises when it is traced
         first = str(error).strip().split("\n")[0]
         return Found([], [], f"{type(error).__name__}: {first}")

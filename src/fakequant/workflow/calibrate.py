@@ -2,13 +2,14 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-from fakequant.nn.quantizer import quantizers
+from fakequant.nn.quantizer import Quantizer, quantizers
 
 Data = Iterable[Any] | Callable[[nn.Module], Any]
 
@@ -34,6 +35,7 @@ def calibrate(model: nn.Module, data: Data, steps: int | None = None, *, progres
         raise ValueError("The model has no quantizers to calibrate.\nUse fakequant.prepare(model, config) first.")
     modes = {module: module.training for module in model.modules()}
     switches = [(q.observing, q.quantizing) for q in found]
+    before = [_snapshot(quantizer) for quantizer in found]
     model.eval()
     try:
         for quantizer in found:
@@ -43,6 +45,11 @@ def calibrate(model: nn.Module, data: Data, steps: int | None = None, *, progres
             quantizer.quantizing = False
         with torch.no_grad():
             batches = _run(model, data, steps, progress)
+        _require(batches)
+    except BaseException:
+        for quantizer, state in zip(found, before, strict=True):
+            _restore(quantizer, state)
+        raise
     finally:
         for quantizer, (observing, quantizing) in zip(found, switches, strict=True):
             if quantizer.observing != observing:
@@ -50,9 +57,33 @@ def calibrate(model: nn.Module, data: Data, steps: int | None = None, *, progres
             quantizer.quantizing = quantizing
         for module, training in modes.items():
             module.training = training
+    return model
+
+
+def _require(batches: int) -> None:
     if batches == 0:
         raise ValueError("`data` has no batches: there was nothing to calibrate with.")
-    return model
+
+
+_ATTRIBUTES = ("_stale", "_told", "saw_only_finite")
+
+
+def _snapshot(quantizer: Quantizer) -> tuple[list[Tensor], list[Any]]:
+    """What calibrating may change."""
+    tensors = [t.detach().clone() for t in _tensors(quantizer)]
+    return tensors, [getattr(quantizer, name) for name in _ATTRIBUTES]
+
+
+def _tensors(quantizer: Quantizer) -> list[Tensor]:
+    return [*quantizer.parameters(), *quantizer.buffers(), quantizer._nonfinite]
+
+
+@torch.no_grad()
+def _restore(quantizer: Quantizer, state: tuple[list[Tensor], list[Any]]) -> None:
+    for tensor, old in zip(_tensors(quantizer), state[0], strict=True):
+        tensor.copy_(old)
+    for name, value in zip(_ATTRIBUTES, state[1], strict=True):
+        setattr(quantizer, name, value)
 
 
 def _run(model: nn.Module, data: Data, steps: int | None, progress: bool) -> int:
@@ -60,13 +91,14 @@ def _run(model: nn.Module, data: Data, steps: int | None, progress: bool) -> int
         data(model)
         return 1
     number = 0
-    total = len(data) if hasattr(data, "__len__") else None  # type: ignore[arg-type]
+    try:
+        total: int | None = len(data)  # type: ignore[arg-type]
+    except TypeError:  # nobody knows
+        total = None
     if steps is not None:
         total = steps if total is None else min(steps, total)
-    bar = tqdm(data, total=total, desc="calibrate", disable=not progress, leave=False)
+    bar = tqdm(islice(data, steps), total=total, desc="calibrate", disable=not progress, leave=False)
     for batch in bar:
-        if steps is not None and number >= steps:
-            break
         run_batch(model, batch)
         number += 1
     return number

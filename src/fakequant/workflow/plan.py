@@ -1,7 +1,7 @@
 """What `prepare` will do to a model, before anything is done."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from fakequant import targets
 from fakequant.config import LayerConfig, QuantConfig
-from fakequant.nn.attention import MultiheadAttention, TransformerEncoderLayer
+from fakequant.nn.attention import MultiheadAttention
 from fakequant.nn.fake_quantize import FakeQuantize
 from fakequant.nn.layer import QuantizedLayer, find_forward, is_known
 from fakequant.nn.learned import LearnedFakeQuantize
@@ -46,15 +46,17 @@ def make_plan(model: nn.Module, config: QuantConfig) -> Plan:
     plan = Plan([], {}, [])
     used: set[int] = set()
     paths = []
-    inside: dict[nn.Module, str] = {}  # parts of attention, which are quantized with it
+    attentions: dict[nn.Module, nn.Module] = {}  # by the layer in it that projects the result
     for path, module in model.named_modules():
         paths.append(path)
         config_of_layer, number = config.find(path, module)
         if number is not None:
             used.add(number)
         if isinstance(module, nn.MultiheadAttention):
-            inside[module.out_proj] = path
-        reason = _why_not(module, config_of_layer, inside)
+            attentions[module.out_proj] = module
+        reason = _why_not(module, config_of_layer)
+        if module in attentions and all(layer.module is not attentions[module] for layer in plan.layers):
+            reason = reason or "the attention it belongs to stays in float"
         if reason is None:
             assert config_of_layer is not None
             try:
@@ -74,7 +76,7 @@ def _owns_parameters(module: nn.Module) -> bool:
     return any(p is not None for p in module._parameters.values()) or isinstance(module, _RECURRENT)
 
 
-def _why_not(module: nn.Module, config: LayerConfig | None, inside: dict[nn.Module, str]) -> str | None:
+def _why_not(module: nn.Module, config: LayerConfig | None) -> str | None:
     """Why a module is not quantized, if it is not."""
     if config is None:
         return "the config says so"
@@ -95,8 +97,6 @@ def _why_not(module: nn.Module, config: LayerConfig | None, inside: dict[nn.Modu
 def _layer(path: str, module: Any, layer: LayerConfig, config: QuantConfig) -> Layer:
     forward = find_forward(type(module))
     assert forward is not None
-    if forward is TransformerEncoderLayer:
-        return Layer(path, module, dict.fromkeys(("weight_quantizer", "input_quantizer", "output_quantizer")))
     make = _Maker(path, layer, module)
     quantizers: dict[str, Quantizer | None] = {
         "weight_quantizer": make.weight(forward, targets.find(config.target)),
@@ -107,7 +107,18 @@ def _layer(path: str, module: Any, layer: LayerConfig, config: QuantConfig) -> L
         quantizers["projection_quantizer"] = make.activation("projection", config.between)
     if not any(quantizers.values()):
         raise ValueError("the config has no spec for any of its tensors")
+    check_free(module, quantizers)
+    for quantizer in quantizers.values():
+        if quantizer is not None:
+            quantizer.train(module.training)
     return Layer(path, module, quantizers)
+
+
+def check_free(module: nn.Module, names: Iterable[str]) -> None:
+    """That a module has no attributes of its own where quantizers are to be."""
+    for name in names:
+        if hasattr(module, name):
+            raise ValueError(f"it has an attribute `{name}` of its own")
 
 
 @dataclasses.dataclass
@@ -122,7 +133,7 @@ class _Maker:
         spec = self.config.weight
         if spec is None:
             return None
-        weight: torch.Tensor = getattr(self.module, forward.weight_name)
+        weight = _read(self.module, forward.weight_name)
         if spec.granularity == "channel" and spec.axis == 0:
             spec = dataclasses.replace(spec, axis=forward.channel_axis)
         spec = target.fit_weight(spec)
@@ -152,4 +163,14 @@ def make_activation_quantizer(config: LayerConfig, spec: QuantSpec, path: str, d
     return FakeQuantize(spec, observer, path=path, device=device)
 
 
-Report = Callable[[str], None]
+def _read(module: Any, name: str) -> torch.Tensor:
+    """A weight, also one that is computed when it is read, without changing what it is computed from."""
+    parts = list(module.parametrizations.modules()) if hasattr(module, "parametrizations") else []
+    modes = [part.training for part in parts]
+    for part in parts:
+        part.training = False
+    try:
+        return getattr(module, name)
+    finally:
+        for part, training in zip(parts, modes, strict=True):
+            part.training = training

@@ -10,10 +10,11 @@ from fakequant.config import LayerConfig, QuantConfig
 from fakequant.nn.layer import QUANTIZERS, QuantizedLayer, quantized_class
 from fakequant.nn.quantizer import name_quantizers
 from fakequant.workflow.analysis import find_operands
-from fakequant.workflow.plan import Plan, make_activation_quantizer, make_plan
+from fakequant.workflow.plan import Plan, check_free, make_activation_quantizer, make_plan
 
 _ALL_QUANTIZERS = (*QUANTIZERS, "projection_quantizer")
 _HOOK = "_fakequant_output_hook"
+_SHORTCUT = "_fakequant_shortcut_hook"
 
 
 @dataclasses.dataclass
@@ -63,14 +64,11 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
         if isinstance(module, QuantizedLayer):
             module.output_quantizer = module.output_quantizer or quantizer
         else:
-            module.register_module("output_quantizer", quantizer)
-            handle = module.register_forward_hook(_quantize_output)
-            module.__dict__[_HOOK] = handle.id
+            module.register_module("output_quantizer", quantizer.train(module.training))
+            module.__dict__[_HOOK] = module.register_forward_hook(_quantize_output)
             hooked.append(path)
     for module in model.modules():
-        if isinstance(module, nn.TransformerEncoder):
-            module.__dict__["_fakequant_nested"] = module.use_nested_tensor
-            module.use_nested_tensor = False  # whose shortcut knows no quantizers
+        _close_shortcuts(module)
     name_quantizers(model)
     model.__dict__["_fakequant_preparation"] = Preparation(config, plan.floats, plan.unmatched, hooked, notes)
     return model
@@ -94,8 +92,10 @@ def unprepare(model: nn.Module) -> nn.Module:
                 module._modules.pop(name, None)
             module.__dict__.pop("save_codes", None)
         if _HOOK in module.__dict__:
-            module._forward_hooks.pop(module.__dict__.pop(_HOOK))
+            module.__dict__.pop(_HOOK).remove()
             module._modules.pop("output_quantizer", None)
+        if _SHORTCUT in module.__dict__:
+            module.__dict__.pop(_SHORTCUT).remove()
         if "_fakequant_nested" in module.__dict__:
             module.use_nested_tensor = module.__dict__.pop("_fakequant_nested")
     del model.__dict__["_fakequant_preparation"]
@@ -114,7 +114,21 @@ def preparation(model: nn.Module) -> Preparation:
 
 
 def _quantize_output(module: Any, args: Any, output: Any) -> Any:
-    return module.output_quantizer(output) if isinstance(output, Tensor) else output
+    is_number = isinstance(output, Tensor) and output.is_floating_point()
+    return module.output_quantizer(output) if is_number else output
+
+
+def _close_shortcuts(module: Any) -> None:
+    """torch's encoder computes a layer in one operator in evaluation, past our layers, unless it has a hook."""
+    if isinstance(module, nn.TransformerEncoder):
+        module.__dict__["_fakequant_nested"] = module.use_nested_tensor
+        module.use_nested_tensor = False
+    if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, QuantizedLayer) for m in module.modules()):
+        module.__dict__[_SHORTCUT] = module.register_forward_pre_hook(_no_shortcut)
+
+
+def _no_shortcut(module: Any, args: Any) -> None:
+    """That it is there is all it does."""
 
 
 def _check(model: nn.Module, config: QuantConfig) -> None:
@@ -162,6 +176,12 @@ def _plan_outputs(model: nn.Module, config: QuantConfig, plan: Plan) -> tuple[di
         use, _ = config.find(path, module)
         if use is None:
             continue
+        if path not in quantized:
+            try:
+                check_free(module, ["output_quantizer"])
+            except ValueError as error:
+                notes.append(f"{path} cannot quantize its result: {error}")
+                continue
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         learned = dataclasses.replace(use, learned=use.learned) if use else LayerConfig()
         outputs[path] = make_activation_quantizer(learned, config.between, f"{path}.output", device)

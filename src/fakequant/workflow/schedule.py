@@ -7,6 +7,10 @@ from torch import nn
 from fakequant.nn.quantizer import set_state
 
 
+def _stay_in_evaluation(module: Any, args: Any) -> None:
+    module.eval()
+
+
 class Schedule:
     """Switches the quantizers of a model as training goes on; call `step()` after every optimizer step.
 
@@ -35,7 +39,15 @@ class Schedule:
         freeze_ranges_at: int | None = None,
         freeze_norms_at: int | None = None,
     ) -> None:
+        for name, value in (
+            ("quantize_from", quantize_from),
+            ("freeze_ranges_at", freeze_ranges_at),
+            ("freeze_norms_at", freeze_norms_at),
+        ):
+            if value is not None and (type(value) is not int or value < 0):
+                raise ValueError(f"`{name}` must be a number of steps or None, got {value!r}.")
         self.model = model
+        self._hooks: list[Any] = []
         self.quantize_from = quantize_from
         self.freeze_ranges_at = freeze_ranges_at
         self.freeze_norms_at = freeze_norms_at
@@ -52,11 +64,20 @@ class Schedule:
             set_state(self.model, quantizing=self.steps >= self.quantize_from)
         if self.freeze_ranges_at is not None and self.steps in (0, self.freeze_ranges_at):
             set_state(self.model, frozen=self.steps >= self.freeze_ranges_at)
-        if self.freeze_norms_at is not None and self.steps >= self.freeze_norms_at:
-            # Again and again: `model.train()` would wake them up.
-            for module in self.model.modules():
-                if isinstance(module, nn.modules.batchnorm._NormBase):
-                    module.eval()
+        if self.freeze_norms_at is not None:
+            self._freeze_norms(self.steps >= self.freeze_norms_at)
+
+    def _freeze_norms(self, on: bool) -> None:
+        if on and not self._hooks:
+            norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
+            # A hook, because `model.train()` would wake them up.
+            self._hooks = [norm.register_forward_pre_hook(_stay_in_evaluation) for norm in norms]
+            for norm in norms:
+                norm.eval()
+        elif not on:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = []
 
     def state_dict(self) -> dict[str, Any]:
         """The number of steps."""
