@@ -1,6 +1,7 @@
 """`calibrate` shows a model data and leaves everything else as it was; `Schedule` switches step by step."""
 
 import copy
+import threading
 
 import pytest
 
@@ -448,3 +449,9 @@ def test_frozen_norms_still_learn_their_factors():
 def test_a_step_that_is_no_integer_is_an_error(name, value):
     with pytest.raises((TypeError, ValueError), match=name):
         fq.Schedule(make(), **{name: value})
+
+
+def test_the_progress_bar_leaves_no_thread_behind():
+    before = set(threading.enumerate())
+    fq.calibrate(fq.prepare(nn.Sequential(nn.Linear(4, 2)), recipes.int8()), [torch.ones(3, 4)], progress=True)
+    assert set(threading.enumerate()) == before

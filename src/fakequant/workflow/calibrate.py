@@ -14,6 +14,12 @@ from fakequant.nn.quantizer import Quantizer, quantizers
 Data = Iterable[Any] | Callable[[nn.Module], Any]
 
 
+class _Bar(tqdm):
+    """Without the thread that watches over slow bars, which would live as long as the process."""
+
+    monitor_interval = 0
+
+
 def calibrate(model: nn.Module, data: Data, steps: int | None = None, *, progress: bool = True) -> nn.Module:
     """Runs `data` through the model, in float, and lets its quantizers observe; returns the model.
 
@@ -97,7 +103,7 @@ def _run(model: nn.Module, data: Data, steps: int | None, progress: bool) -> int
         total = None
     if steps is not None:
         total = steps if total is None else min(steps, total)
-    bar = tqdm(islice(data, steps), total=total, desc="calibrate", disable=not progress, leave=False)
+    bar = _Bar(islice(data, steps), total=total, desc="calibrate", disable=not progress, leave=False)
     for batch in bar:
         run_batch(model, batch)
         number += 1
