@@ -1,11 +1,19 @@
 """Fixtures that run a test on every instruction set of this machine."""
 
+import contextlib
 import warnings
 
 import pytest
 
 import fakequant
 from fakequant import _native
+
+# torch's compiler shows progress with tqdm, which starts a thread to watch it; decelerate() takes kernels out
+# only where there is no other thread.
+with contextlib.suppress(ModuleNotFoundError):
+    import tqdm
+
+    tqdm.tqdm.monitor_interval = 0
 
 
 @pytest.fixture(params=_native.supported_targets())
