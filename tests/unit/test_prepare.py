@@ -956,3 +956,19 @@ def test_preparing_does_not_change_what_a_parametrization_remembers(norm, config
     same_state(before, {n: v for n, v in model.state_dict().items() if "quantizer" not in n})
     fq.unprepare(model)
     same_state(before, model.state_dict())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_quantizers_are_in_the_mode_of_the_model(training):
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return self.fc(x) + self.norm(x)
+
+    model = fq.prepare(Sum().train(training), recipes.int8())
+    modes = {path: quantizer.training for path, quantizer in fqnn.quantizers(model)}
+    assert {"fc.output_quantizer", "norm.output_quantizer"} <= modes.keys()
+    assert set(modes.values()) == {training}

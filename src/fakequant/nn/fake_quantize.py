@@ -295,7 +295,7 @@ class FakeQuantize(Quantizer):
     def settle(self) -> None:
         """Finds the scale if that is due, and tells of values that were not finite."""
         # Also where nothing is: in an averaged model ranges are averages, but zero points are not.
-        if self._stale or not (self._frozen or self.observer.searches or not self._may_write()):
+        if self._stale or (self._may_write() and not self._frozen and not self.observer.searches):
             self.refresh()
         super().settle()
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 from torch import Tensor, nn
 
 from fakequant.nn.quantizer import Quantizer
-from fakequant.nn.saved_codes import is_useful, saved_as_codes
+from fakequant.nn.saved_codes import saving_codes
 
 QUANTIZERS = ("weight_quantizer", "input_quantizer", "output_quantizer")
 _FORWARD: "dict[type[nn.Module], type[QuantizedLayer]]" = {}
@@ -55,10 +55,10 @@ class QuantizedLayer(nn.Module):
     def compute(self, operator: Callable[[Tensor, Tensor], Tensor], input: Tensor) -> Tensor:
         """`operator` of the quantized input and weight, which keeps codes for the backward pass."""
         x, weight = self.quantize_input(input), self.quantize_weight()
-        quantized = (x, self.input_quantizer, weight, self.weight_quantizer)
-        if not self.save_codes or not is_useful(*quantized):
+        if not self.save_codes:
             return operator(x, weight)
-        with saved_as_codes(*quantized, getattr(self, self.weight_name)):
+        source = getattr(self, self.weight_name)
+        with saving_codes(x, self.input_quantizer, weight, self.weight_quantizer, source):
             return operator(x, weight)
 
     def quantize_output(self, y: Tensor) -> Tensor:

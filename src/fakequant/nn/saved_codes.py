@@ -6,6 +6,7 @@ The weight is there anyway, in the model: it is quantized again. What has a NaN 
 stands for, is saved as it is.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -61,20 +62,12 @@ class _Again(NamedTuple):
 
 
 class saved_as_codes(torch.autograd.graph.saved_tensors_hooks):
-    """While it is active, an operator saves the codes of `x`, and of `weight` how to compute it again.
+    """While it is active, an operator saves of some tensors not their memory but what stands for it.
 
-    Both are results of quantizers, given with them; a quantizer that is None was not there.
+    `known` has, by the address of their memory, the tensors and what makes something to save of a view.
     """
 
-    def __init__(
-        self, x: Tensor, x_quantizer: Quantizer | None, weight: Tensor, quantizer: Quantizer | None, source: Tensor
-    ) -> None:
-        known: dict[int, Any] = {}
-        if _fits(x, x_quantizer):
-            known[x.untyped_storage().data_ptr()] = (x, lambda view: _encode(x, x_quantizer, view))
-        if _fits(weight, quantizer):
-            known[weight.untyped_storage().data_ptr()] = (weight, lambda view: _again(source, quantizer, view))
-
+    def __init__(self, known: dict[int, Any]) -> None:
         def pack(saved: Tensor) -> Any:
             tensor, save = known.get(saved.untyped_storage().data_ptr(), (None, None))
             if save is None or saved.numel() != tensor.numel() or saved.dtype != tensor.dtype:
@@ -93,13 +86,24 @@ def _unpack(saved: Any) -> Tensor:
     return saved.restore() if isinstance(saved, (_Codes, _Again)) else saved
 
 
-def is_useful(x: Tensor, x_quantizer: Quantizer | None, weight: Tensor, quantizer: Quantizer | None) -> bool:
-    """Whether there is something not to save, and nobody else decides what is saved."""
+def saving_codes(
+    x: Tensor, x_quantizer: Quantizer | None, weight: Tensor, quantizer: Quantizer | None, source: Tensor
+) -> AbstractContextManager[Any]:
+    """The context in which an operator saves the codes of `x`, and of `weight` how to compute it from `source`.
+
+    Both are results of quantizers, given with them; a quantizer that is None was not there. Where there is
+    nothing to gain, or somebody else decides what is saved, it does nothing.
+    """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return False
-    if not _fits(x, x_quantizer) and not _fits(weight, quantizer):
-        return False
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        return nullcontext()
+    known: dict[int, Any] = {}
+    if _fits(x, x_quantizer):
+        known[x.untyped_storage().data_ptr()] = (x, lambda view: _encode(x, x_quantizer, view))
+    if _fits(weight, quantizer):
+        known[weight.untyped_storage().data_ptr()] = (weight, lambda view: _again(source, quantizer, view))
+    if not known or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return nullcontext()
+    return saved_as_codes(known)
 
 
 def _fits(x: Tensor, quantizer: Quantizer | None) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.config import LayerConfig, QuantConfig
+from fakequant.config import QuantConfig
 from fakequant.nn.layer import QUANTIZERS, QuantizedLayer, quantized_class
 from fakequant.nn.quantizer import name_quantizers
 from fakequant.workflow.analysis import find_operands
@@ -64,7 +64,7 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
         if isinstance(module, QuantizedLayer):
             module.output_quantizer = module.output_quantizer or quantizer
         else:
-            module.register_module("output_quantizer", quantizer.train(module.training))
+            module.register_module("output_quantizer", quantizer)
             module.__dict__[_HOOK] = module.register_forward_hook(_quantize_output)
             hooked.append(path)
     for module in model.modules():
@@ -183,6 +183,6 @@ def _plan_outputs(model: nn.Module, config: QuantConfig, plan: Plan) -> tuple[di
                 notes.append(f"{path} cannot quantize its result: {error}")
                 continue
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        learned = dataclasses.replace(use, learned=use.learned) if use else LayerConfig()
-        outputs[path] = make_activation_quantizer(learned, config.between, f"{path}.output", device)
+        quantizer = make_activation_quantizer(use, config.between, f"{path}.output", device)
+        outputs[path] = quantizer.train(module.training)
     return outputs, notes
