@@ -152,3 +152,13 @@ def test_copies_of_a_model_keep_the_setting():
     model = fq.prepare(nn.Sequential(nn.Linear(4, 4)), dataclasses.replace(recipes.int8(), save_codes=False))
     assert not copy.deepcopy(model)[0].save_codes
     assert fq.unprepare(model)[0].__dict__.get("save_codes") is None
+
+
+def test_a_weight_that_is_computed_when_it_is_read_is_read_once():
+    x, results = torch.randn(8, 64), []
+    for on in (True, False):
+        model = prepared(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(64, 4)), CONFIGS["int8"], x, on)
+        model.train()
+        results.append([*step(model, x), *model.buffers()])
+    for with_codes, without in zip(*results, strict=True):
+        assert torch.equal(with_codes, without)

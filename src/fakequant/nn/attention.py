@@ -77,7 +77,7 @@ class MultiheadAttention(QuantizedLayer):
         if key is query and value is query:
             projected = self.compute(lambda x, weight: F.linear(x, weight, bias), query)
             return list(self._between(projected).chunk(3, dim=-1))
-        weight, x = self.quantize_weight(), self.quantize_input(query)
+        weight, x = self.quantize_weight(layer.in_proj_weight), self.quantize_input(query)
         inputs = [x, x if key is query else self.quantize_input(key)]
         inputs.append(inputs[1] if value is key else self.quantize_input(value))
         biases = [None] * 3 if bias is None else bias.chunk(3)

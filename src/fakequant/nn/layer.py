@@ -47,17 +47,16 @@ class QuantizedLayer(nn.Module):
         """What the layer computes with."""
         return x if self.input_quantizer is None else self.input_quantizer(x)
 
-    def quantize_weight(self) -> Tensor:
+    def quantize_weight(self, weight: Tensor) -> Tensor:
         """The weight the layer computes with."""
-        weight = getattr(self, self.weight_name)
         return weight if self.weight_quantizer is None else self.weight_quantizer(weight)
 
     def compute(self, operator: Callable[[Tensor, Tensor], Tensor], input: Tensor) -> Tensor:
         """`operator` of the quantized input and weight, which keeps codes for the backward pass."""
-        x, weight = self.quantize_input(input), self.quantize_weight()
+        source = getattr(self, self.weight_name)  # once: reading a parametrized weight computes it
+        x, weight = self.quantize_input(input), self.quantize_weight(source)
         if not self.save_codes:
             return operator(x, weight)
-        source = getattr(self, self.weight_name)
         with saving_codes(x, self.input_quantizer, weight, self.weight_quantizer, source):
             return operator(x, weight)
 
