@@ -76,16 +76,21 @@ def test_drift_is_since_the_last_call():
     assert fq.health(model).to_dict()["0.weight_quantizer"]["scale_drift"] == 0
 
 
-def test_weights_that_go_back_and_forth_oscillate():
+@pytest.mark.parametrize(
+    ("moves", "share"), [((1, -1, 1, 0), 1 / 32), ((1, 1, 1, 0), 0), ((0, 0, 0, 0), 0)], ids=["back", "on", "still"]
+)
+def test_weights_that_go_back_and_forth_oscillate(moves, share):
     model = calibrated()
     fq.nn.set_state(model, frozen=True)
     scale = model[0].weight_quantizer.scale
+    with torch.no_grad():
+        model[0].weight[0, 0] = 0.0
     shares = []
-    for sign in (1, -1, 1, 0):
+    for sign in moves:
         shares.append(fq.health(model).to_dict()["0.weight_quantizer"]["oscillating"])
         with torch.no_grad():
             model[0].weight[0, 0] += sign * 3 * scale[0]
-    assert shares == [None, None, 1 / 32, 1 / 32]
+    assert shares == [None, None, share, share]
 
 
 def test_looking_changes_nothing():
