@@ -19,6 +19,7 @@
 #include <unistd.h>
 #endif
 
+#include "bounded.h"
 #include "core.h"
 #include "kernel_api.h"
 #include "parallel.h"
@@ -320,16 +321,8 @@ ObserveResult observe_on_torchs_threads(const ObserveArgs& o, FakeQuantizeArgs a
   return observe_fake_quantize(o, a);
 }
 
-// Keeps learned values within [low, high]: what is not finite becomes what it was `before`, and `before`
-// is what all of them are now.
 void py_keep_within(Out& values, Out& before, int64_t n, double low, double high) {
-  float* v = values.get<float>(n);
-  float* b = before.get<float>(n);
-  for (int64_t i = 0; i < n; ++i) {
-    const float kept = std::isfinite(v[i]) ? std::clamp(v[i], float(low), float(high)) : b[i];
-    if (kept != v[i]) v[i] = kept;  // a page that is only read is not copied
-    b[i] = kept;
-  }
+  keep_within(values.get<float>(n), before.get<float>(n), n, float(low), float(high));
 }
 
 // Index of the first zero point that is not within [low, high], or -1.

@@ -143,20 +143,21 @@ void learned_backward(const LearnedBackwardArgs& args) {
   a.shape = merged(a.shape);
   const int64_t parameters = a.shape.parameters();
   std::fill_n(a.dscale, parameters, 0.0);
-  std::fill_n(a.dzero, parameters, 0.0);
+  if (a.dzero) std::fill_n(a.dzero, parameters, 0.0);
   if (a.shape.size() == 0) return;
   prepare_output(a.dx, size_t(a.shape.size() * bytes_of(a.dx_dtype)));
   const auto kernel = needs_wide(a.grid, parameters) ? wide::learned_backward : kernels().learned_backward;
   const Tiling tiling(a.shape);
-  auto ds = scratch<double>(tiling.partials()), dz = scratch<double>(tiling.partials());
+  auto ds = scratch<double>(tiling.partials());
+  auto dz = a.dzero ? scratch<double>(tiling.partials()) : nullptr;
   over_tiles(tiling, [&](const Tile& t) {
     const int64_t i = tiling.partial_index(t);
-    kernel(a, t, {ds.get() + i, dz.get() + i});
+    kernel(a, t, {ds.get() + i, dz ? dz.get() + i : nullptr});
   });
   for (int64_t c = 0; c < tiling.chunks(); ++c) {
     for (int64_t p = 0; p < parameters; ++p) {
       a.dscale[p] += ds[c * parameters + p];
-      a.dzero[p] += dz[c * parameters + p];
+      if (dz) a.dzero[p] += dz[c * parameters + p];
     }
   }
 }

@@ -99,7 +99,7 @@ struct LearnedBackwardArgs {
   const void* x;
   void* dx;
   double* dscale;  // shape.parameters() sums each
-  double* dzero;
+  double* dzero;   // null: nobody wants them
 };
 
 struct QuantizeArgs {

@@ -92,9 +92,9 @@ class LaneSums {
   Part sum_[kParts]{};
 };
 
-template <class Rule, class T, class DX, class Factor>
+template <bool HasZero, class Rule, class T, class DX, class Factor>
 FQ_INLINE void run_with_one_scale(const T* dy, const T* x, DX* dx, int64_t n, const Grid& g, int64_t parameter,
-                                  Factor factor, double& ds, double& dz) {
+                                  Factor factor, double& ds, double* dz) {
   using C = Compute<T>;
   using V = Vec<C, kSumLanes>;
   using V1 = Vec<C, 1>;
@@ -104,7 +104,7 @@ FQ_INLINE void run_with_one_scale(const T* dy, const T* x, DX* dx, int64_t n, co
     const auto t = Rule::terms(load<kSumLanes>(dy + i), x, at, p, factor);
     store<DX, kSumLanes>(dx + i, t.dx);
     ds_sums.add(t.ds);
-    dz_sums.add(t.dz);
+    if constexpr (HasZero) dz_sums.add(t.dz);
   };
   int64_t i = 0;
   // In two loops over a few vectors at a time. In one, each vector is a chain of some 45 cycles, and
@@ -125,14 +125,14 @@ FQ_INLINE void run_with_one_scale(const T* dy, const T* x, DX* dx, int64_t n, co
     const auto t = Rule::terms(load<1>(dy + i), v, Rule::place(v, p1), p1, factor);
     store<DX, 1>(dx + i, t.dx);
     ds_sums.add_lane(int(i % kSumLanes), double(t.ds[0]));
-    dz_sums.add_lane(int(i % kSumLanes), double(t.dz[0]));
+    if constexpr (HasZero) dz_sums.add_lane(int(i % kSumLanes), double(t.dz[0]));
   }
   ds += ds_sums.total();
-  dz += dz_sums.total();
+  if constexpr (HasZero) *dz += dz_sums.total();
 }
 
 // One scale per element of a row: the sums of the row's elements stand side by side.
-template <class Rule, class T, class DX, class Factor>
+template <bool HasZero, class Rule, class T, class DX, class Factor>
 FQ_INLINE void row_with_scale_per_element(const T* dy, const T* x, DX* dx, int64_t n, const Grid& g,
                                           int64_t parameter, Factor factor, double* ds, double* dz) {
   using C = Compute<T>;
@@ -146,7 +146,7 @@ FQ_INLINE void row_with_scale_per_element(const T* dy, const T* x, DX* dx, int64
     const auto t = Rule::terms(load<kSumLanes>(dy + i), v, Rule::place(v, p), p, factor);
     store<DX, kSumLanes>(dx + i, t.dx);
     store_raw(ds + i, load_raw<D>(ds + i) + convert<D>(t.ds));
-    store_raw(dz + i, load_raw<D>(dz + i) + convert<D>(t.dz));
+    if constexpr (HasZero) store_raw(dz + i, load_raw<D>(dz + i) + convert<D>(t.dz));
   }
   for (; i < n; ++i) {
     const auto p = one_param<Rule, V1>(g, parameter + i);
@@ -154,38 +154,47 @@ FQ_INLINE void row_with_scale_per_element(const T* dy, const T* x, DX* dx, int64
     const auto t = Rule::terms(load<1>(dy + i), v, Rule::place(v, p), p, factor);
     store<DX, 1>(dx + i, t.dx);
     ds[i] += double(t.ds[0]);
-    dz[i] += double(t.dz[0]);
+    if constexpr (HasZero) dz[i] += double(t.dz[0]);
   }
 }
 
-template <class Rule, class T, class DX, class Factor>
+template <bool HasZero, class Rule, class T, class DX, class Factor>
 void backward(const LearnedBackwardArgs& a, Factor factor, const Tile& t, const LearnedTile& out) {
   const T* dy = static_cast<const T*>(a.dy);
   const T* x = static_cast<const T*>(a.x);
   DX* dx = static_cast<DX*>(a.dx);
   const Shape& s = a.shape;
-  for (int64_t k = 0; k < t.k1 - t.k0; ++k) out.dscale[k] = out.dzero[k] = 0;
+  for (int64_t k = 0; k < t.k1 - t.k0; ++k) out.dscale[k] = 0;
+  if constexpr (HasZero) {
+    for (int64_t k = 0; k < t.k1 - t.k0; ++k) out.dzero[k] = 0;
+  }
   for (int64_t o = t.o0; o < t.o1; ++o) {
     const int64_t row = (t.batch * s.outer + o) * s.blocks;
     const int64_t parameter = t.batch * s.blocks;
     if (s.inner == 1) {
       const int64_t i = row + t.k0;
-      row_with_scale_per_element<Rule>(dy + i, x + i, dx + i, t.k1 - t.k0, a.grid, parameter + t.k0, factor,
+      row_with_scale_per_element<HasZero, Rule>(dy + i, x + i, dx + i, t.k1 - t.k0, a.grid, parameter + t.k0, factor,
                                        out.dscale, out.dzero);
       continue;
     }
     for (int64_t k = t.k0; k < t.k1; ++k) {
       const int64_t i = (row + k) * s.inner + t.j0;
-      run_with_one_scale<Rule>(dy + i, x + i, dx + i, t.j1 - t.j0, a.grid, parameter + k, factor,
-                               out.dscale[k - t.k0], out.dzero[k - t.k0]);
+      run_with_one_scale<HasZero, Rule>(dy + i, x + i, dx + i, t.j1 - t.j0, a.grid, parameter + k, factor,
+                               out.dscale[k - t.k0], HasZero ? out.dzero + (k - t.k0) : nullptr);
     }
   }
 }
 
-template <class Rule, class T, class DX>
+template <bool HasZero, class Rule, class T, class DX>
 void backward_with_factor(const LearnedBackwardArgs& a, const Tile& t, const LearnedTile& out) {
-  if (a.grad_factor == 1) backward<Rule, T, DX>(a, One{}, t, out);
-  else backward<Rule, T, DX>(a, a.grad_factor, t, out);
+  if (a.grad_factor == 1) backward<HasZero, Rule, T, DX>(a, One{}, t, out);
+  else backward<HasZero, Rule, T, DX>(a, a.grad_factor, t, out);
+}
+
+template <class Rule, class T, class DX>
+void backward_of_parameters(const LearnedBackwardArgs& a, const Tile& t, const LearnedTile& out) {
+  if (out.dzero) backward_with_factor<true, Rule, T, DX>(a, t, out);
+  else backward_with_factor<false, Rule, T, DX>(a, t, out);
 }
 
 template <class Rule>
@@ -193,9 +202,9 @@ void backward_in_dtype(const LearnedBackwardArgs& a, const Tile& t, const Learne
   with_dtype(a.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if constexpr (sizeof(T) == 2) {
-      if (a.dx_dtype == DType::f32) return backward_with_factor<Rule, T, float>(a, t, out);
+      if (a.dx_dtype == DType::f32) return backward_of_parameters<Rule, T, float>(a, t, out);
     }
-    backward_with_factor<Rule, T, T>(a, t, out);
+    backward_of_parameters<Rule, T, T>(a, t, out);
   });
 }
 

@@ -135,7 +135,7 @@ template <class T, class DX> void learned(const LearnedBackwardArgs& a, const Ti
       }
     }
     out.dscale[k - t.k0] = ds;
-    out.dzero[k - t.k0] = dz;
+    if (out.dzero) out.dzero[k - t.k0] = dz;
   }
 }
 

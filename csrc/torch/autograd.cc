@@ -18,7 +18,9 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/linear.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -32,6 +34,7 @@
 #include <string>
 #include <vector>
 
+#include "bounded.h"
 #include "kernel_api.h"
 
 namespace nb = nanobind;
@@ -179,7 +182,7 @@ struct LearnedFakeQuantizeBackward : Node {
     Tensor dx = at::empty_like(x);
     if (dy.strides() != x.strides() && !(dy.is_contiguous() && x.is_contiguous())) dy = at::empty_like(x).copy_(dy);
     const int64_t n = shape_.parameters();
-    std::vector<double> sums(size_t(2 * n));
+    std::vector<double> sums(size_t(has_zero_point_ ? 2 * n : n));
     std::vector<int32_t> zeros = rounded(zero, n);
     Grid grid;
     grid.numerics = numerics_;
@@ -190,7 +193,7 @@ struct LearnedFakeQuantizeBackward : Node {
     if (!zeros.empty()) grid.zero_i32 = zeros.data();
     const DType dtype = *kernel_dtype(x);
     g_kernels->learned_backward({dtype, dtype, shape_, grid, grad_factor_, dy.const_data_ptr(), x.const_data_ptr(),
-                                 dx.mutable_data_ptr(), sums.data(), sums.data() + n});
+                                 dx.mutable_data_ptr(), sums.data(), has_zero_point_ ? sums.data() + n : nullptr});
     return {dx, like(scale, sums.data()), has_zero_point_ ? like(zero, sums.data() + n) : Tensor()};
   }
 
@@ -244,6 +247,45 @@ struct LearnedFakeQuantizeBackward : Node {
     saved.after(x_);
     saved.after(scale_);
     if (has_zero_point_) saved.after(zero_point_);
+    return result;
+  }
+};
+
+// --- linear --------------------------------------------------------------------------------------
+
+// y = x w^T + b, with the products of torch's own backward pass. Torch's needs x and w at the same time;
+// where hooks compute them anew from something smaller, this has only one of them in memory.
+struct LinearBackward : Node {
+  SavedVariable x_, weight_;
+  std::vector<int64_t> sizes_;  // of x
+
+  std::string name() const override { return "LinearBackward"; }
+  void release_variables() override {
+    x_.reset_data();
+    weight_.reset_data();
+  }
+
+  variable_list apply(variable_list&& gradients) override {
+    if (!gradients[0].defined()) return {Tensor(), Tensor(), Tensor()};
+    const Tensor dy = gradients[0].reshape({-1, gradients[0].size(-1)});
+    gradients.clear();
+    Tensor dx, dweight;
+    if (task_should_compute_output(1)) dweight = dy.t().mm(x_.unpack().reshape({-1, sizes_.back()}));
+    if (task_should_compute_output(0)) dx = dy.mm(weight_.unpack()).reshape(sizes_);
+    return {dx, dweight, task_should_compute_output(2) ? dy : Tensor()};  // the engine sums dy to the shape of b
+  }
+
+  void compiled_args(CompiledNodeArgs& args) const override {
+    args.collect(x_, false);
+    args.collect(weight_, false);
+    args.collect(sizes_);
+  }
+  variable_list apply_with_saved(const variable_list& inputs, SwapSavedVariables& saved) override {
+    saved.before(x_);
+    saved.before(weight_);
+    variable_list result = apply(variable_list(inputs));
+    saved.after(x_);
+    saved.after(weight_);
     return result;
   }
 };
@@ -564,6 +606,37 @@ nb::object fake_quantize_learned(nb::handle x_object, nb::handle scale_object, n
   return wrap(std::move(y));
 }
 
+// Whether both are ordinary memory; then `value` is kept within [low, high], see bounded.h.
+bool keep_within(nb::handle value, nb::handle before, double low, double high) {
+  const int64_t n = is_tensor(value) ? tensor(value).numel() : 0;
+  float* v = buffer<float>(value, n, at::kFloat);
+  float* b = buffer<float>(before, n, at::kFloat);
+  if (!v || !b) return false;
+  fakequant::keep_within(v, b, n, float(low), float(high));
+  return true;
+}
+
+// x w^T + b; None if it takes more than this.
+nb::object linear(nb::handle x_object, nb::handle weight_object, nb::handle bias_object) {
+  const Tensor &x = tensor(x_object), &weight = tensor(weight_object);
+  const Tensor bias = bias_object.is_none() ? Tensor() : tensor(bias_object);
+  if (!at::GradMode::is_enabled() || x.dim() < 2 || weight.dim() != 2 || x.numel() == 0) return nb::none();
+  for (const Tensor& t : {x, weight, bias}) {
+    if (t.defined() && (!is_simple_data(t) || !t.is_contiguous() || t.scalar_type() != x.scalar_type())) return nb::none();
+  }
+  Tensor y;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    y = at::linear(x, weight, bias.defined() ? std::optional<Tensor>(bias) : std::nullopt);
+  }
+  auto node = c10::make_intrusive<LinearBackward>();
+  node->x_ = SavedVariable(x, false);
+  node->weight_ = SavedVariable(weight, false);
+  node->sizes_ = x.sizes().vec();
+  set_result(y, node, x, weight, bias);
+  return wrap(std::move(y));
+}
+
 // --- results computed elsewhere ------------------------------------------------------------------
 
 void clipped(nb::handle x, nb::handle y, nb::handle mask, nb::handle order, bool multiply) {
@@ -588,6 +661,14 @@ void use_kernels(size_t address) {
 NB_MODULE(FAKEQUANT_AUTOGRAD_MODULE, m) {
   using namespace fakequant;
   m.doc() = "Short ways to the kernels and back through autograd. Private: use the functions of `fakequant`.";
+  // What a hook of saved tensors raised, such as the one that ends a recomputation of a checkpoint.
+  nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+    try {
+      std::rethrow_exception(thrown);
+    } catch (python_error& error) {
+      error.restore();
+    }
+  });
   m.def("use_kernels", &use_kernels, "address"_a, "The address `_native.kernel_api()` returns.");
   m.def("fake_quantize", &fake_quantize, "x"_a, "scale"_a, "zero_point"_a, "qmin"_a, "qmax"_a, "numerics"_a,
         "axis"_a.none(), "lowest_zero"_a, "highest_zero"_a, "has_torchs_name"_a, "clipped"_a);
@@ -596,6 +677,9 @@ NB_MODULE(FAKEQUANT_AUTOGRAD_MODULE, m) {
         "quantize"_a, "clipped"_a);
   m.def("fake_quantize_learned", &fake_quantize_learned, "x"_a, "scale"_a, "zero_point"_a.none(), "qmin"_a, "qmax"_a,
         "numerics_name"_a, "numerics"_a, "axis"_a.none(), "has_torchs_name"_a, "grad_factor"_a);
+  m.def("keep_within", nb::overload_cast<nb::handle, nb::handle, double, double>(&keep_within), "value"_a, "before"_a,
+        "low"_a, "high"_a);
+  m.def("linear", &linear, "x"_a, "weight"_a, "bias"_a.none(), "None if torch's own is to be used.");
   m.def("clipped", &clipped, "x"_a, "y"_a, "mask"_a, "order"_a.none(), "multiply"_a,
         "Gives y, computed from x without autograd, a clipped gradient.");
   m.def("pass_through", &pass_through, "x"_a, "y"_a, "The same with the gradient passed through.");

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fakequant import observers, targets
-from fakequant.observers import Memoryless, MovingAverage, Observer
+from fakequant.observers import Observer
 from fakequant.spec import QuantSpec
 
 
@@ -28,8 +28,10 @@ class LayerConfig:
     output: QuantSpec | None = None
     # Scales are parameters of the model (LSQ); else they follow an observer.
     learned: bool = False
-    weight_observer: Observer = dataclasses.field(default_factory=Memoryless)
-    activation_observer: Observer = dataclasses.field(default_factory=MovingAverage)
+    # Where ranges come from, or where learned scales start. None: weights have the range of the tensor at hand
+    # (Memoryless), activations a moving average; learned scales start by LSQ's rule.
+    weight_observer: Observer | None = None
+    activation_observer: Observer | None = None
 
     def __post_init__(self) -> None:
         for name in ("weight", "input", "output"):
@@ -39,8 +41,9 @@ class LayerConfig:
                     f"`{name}` must be a QuantSpec or None, got {value!r}.\nUse e.g. fakequant.presets.int8()."
                 )
         for name in ("weight_observer", "activation_observer"):
-            if not isinstance(getattr(self, name), Observer):
-                raise TypeError(f"`{name}` must be an observer, such as MinMax(), got {getattr(self, name)!r}.")
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Observer):
+                raise TypeError(f"`{name}` must be an observer, such as MinMax(), or None, got {value!r}.")
         if not isinstance(self.learned, bool):
             raise TypeError(f"`learned` must be True or False, got {self.learned!r}.")
 
@@ -61,7 +64,7 @@ class LayerConfig:
             if read.get(name) is not None:
                 read[name] = QuantSpec.from_dict(read[name])
         for name in ("weight_observer", "activation_observer"):
-            if name in read:
+            if read.get(name) is not None:
                 read[name] = observers.from_dict(read[name])
         return cls(**read)
 
@@ -167,7 +170,10 @@ class QuantConfig:
         if read.get("between") is not None:
             read["between"] = QuantSpec.from_dict(read["between"])
         rules = []
-        for rule in read.get("rules", ()):
+        given = read.get("rules", ())
+        if not isinstance(given, (list, tuple)):
+            raise TypeError(f"`rules` must be a list of rules, got {given!r}.")
+        for rule in given:
             _check_names(Rule, rule)
             use = rule.get("use")
             rules.append(Rule(**{**rule, "use": None if use is None else LayerConfig.from_dict(use)}))

@@ -133,6 +133,8 @@ class QuantSpec:
         >>> QuantSpec.from_dict({"bits": 4, "axis": 0}) == QuantSpec(bits=4, axis=0)
         True
         """
+        if not isinstance(fields, Mapping):
+            raise TypeError(f"A QuantSpec is read from a dict with its fields, got {fields!r}.")
         names = [field.name for field in dataclasses.fields(cls)]
         for name in fields:
             if name not in names:

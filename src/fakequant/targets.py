@@ -46,6 +46,6 @@ def find(name: str) -> Target:
     >>> find("generic")
     Target(name='generic', weight_bits=8)
     """
-    if name not in TARGETS:
+    if not isinstance(name, str) or name not in TARGETS:
         raise ValueError(f"`target` must be one of {', '.join(TARGETS)}, got {name!r}.")
     return TARGETS[name]

@@ -1,16 +1,8 @@
-"""Quantizers of processes that train together hold the same ranges: those of one process with all the batches.
-
-Both processes start once and run every function in CHECKS. After one that hangs or fails they begin anew with
-another process group, so that it leaves the others alone. The same functions run here, in one process, on the
-joined batches.
-"""
+"""Quantizers of processes that train together hold the same ranges: those of one process with all the batches."""
 
 import copy
 import io
-import os
 import pickle
-import time
-import traceback
 import warnings
 from datetime import timedelta
 from functools import partial
@@ -20,29 +12,22 @@ import pytest
 from fakequant import QuantSpec, observers, presets
 from fakequant.testing.assertions import assert_same_bits
 from straight_through import torch
-
-dist = pytest.importorskip("torch.distributed")
-if not dist.is_available() or not dist.is_gloo_available():
-    pytest.skip("needs gloo", allow_module_level=True)
+from two_ranks import (
+    PATIENCE,
+    RANKS,
+    Checks,
+    Seat,
+    array,
+    assert_same_tensors,
+    dist,
+    outcomes_of,
+    results_of,
+)
 
 fqnn = pytest.importorskip("fakequant.nn")
-FileLock = pytest.importorskip("filelock").FileLock
-nn, mp = torch.nn, pytest.importorskip("torch.multiprocessing")
+nn = torch.nn
 
-RANKS = 2
-PATIENCE = 15.0  # seconds that one rank waits for the other in a check: a hang is an error after them
-ALL_PATIENCE = 240.0  # seconds after which the processes are ended
 NAN, INF = float("nan"), float("inf")
-
-
-class Seat:
-    """Which rows of a batch are here: those of one rank, or without a rank all of them."""
-
-    def __init__(self, rank=None):
-        self.rank = rank
-
-    def part(self, x):
-        return x if self.rank is None else x.chunk(RANKS)[self.rank]
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -88,15 +73,7 @@ SHAPE = (None, 6)
 
 # --- what is run on both ranks, and in one process ------------------------------------------------
 
-CHECKS = {}
-
-
-def check(*names, **options):
-    def register(function):
-        CHECKS[" ".join((function.__name__, *names))] = partial(function, **options)
-        return function
-
-    return register
+CHECKS = check = Checks()
 
 
 def state_of(quantizer):
@@ -517,86 +494,18 @@ for _name, _switches in LEARNED_STATES.items():
 # --- running them ---------------------------------------------------------------------------------
 
 
-def work(rank, folder, barrier, failed):
-    """A process: the outcome of every check goes into a file. A warning is an error here too."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("error")
-    # Of torch's own, when it compiles a function with a derivative of its own.
-    warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
-    seat, outcomes = Seat(rank), {}
-    for number, (name, function) in enumerate(CHECKS.items()):
-        if not dist.is_initialized():
-            where, patience = f"file://{folder}/store{number}", timedelta(seconds=PATIENCE)
-            dist.init_process_group("gloo", where, timeout=patience, rank=rank, world_size=RANKS)
-        try:
-            outcomes[name] = {"result": function(seat)}
-        except Exception:
-            outcomes[name] = {"error": traceback.format_exc()}
-            failed.value = number
-        barrier.wait(ALL_PATIENCE)
-        if failed.value == number:
-            dist.destroy_process_group()
-    torch.save(outcomes, f"{folder}/rank{rank}")
-
-
-def start(folder):
-    """Both processes, which end by themselves or are ended."""
-    added = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    before = {name: os.environ.get(name) for name in added}
-    os.environ.update(added)
-    context = mp.get_context("spawn")
-    shared = str(folder), context.Barrier(RANKS), context.Value("i", -1)
-    try:
-        processes = mp.start_processes(work, shared, RANKS, join=False, daemon=True, start_method="spawn")
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-    end = time.monotonic() + ALL_PATIENCE
-    try:
-        while not processes.join(timeout=1.0):
-            assert time.monotonic() < end, "the ranks did not end"
-    finally:
-        for process in processes.processes:
-            if process.is_alive():
-                process.kill()
-
-
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """Of both ranks. Test processes that run side by side share them."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    folder = folder / "ranks"
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            folder.mkdir()
-            start(folder)
-    return [torch.load(folder / f"rank{rank}") for rank in range(RANKS)]
+    return outcomes_of(__name__, tmp_path_factory)
 
 
 @pytest.fixture
 def ranks(outcomes):
-    def results(name):
-        for rank, outcome in enumerate(outcomes):
-            assert "error" not in outcome[name], f"rank {rank}: {outcome[name]['error']}"
-        return [outcome[name]["result"] for outcome in outcomes]
-
-    return results
+    return partial(results_of, outcomes)
 
 
 def alone(name):
     return CHECKS[name](Seat())
-
-
-def names(function):
-    prefix = function.__name__
-    return pytest.mark.parametrize("name", [n for n in CHECKS if n == prefix or n.startswith(prefix + " ")])
-
-
-def array(tensor):
-    tensor = tensor.detach().contiguous()
-    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 OF_THE_BATCH = ("x", "y", "dx")  # the rows of a rank; everything else is the same on all
@@ -621,7 +530,7 @@ def assert_all_joined(whole, parts):
 # --- tests ----------------------------------------------------------------------------------------
 
 
-@names(follow)
+@CHECKS.names(follow)
 def test_ranges_and_results_are_those_of_one_process_in_every_step(ranks, name):
     """For MSE too: here the least error is far enough from the next for the rounding of sums."""
     assert_all_joined(alone(name), ranks(name))
@@ -650,12 +559,6 @@ def test_groups_of_a_weight_that_is_the_same_on_all_ranks(ranks):
             assert_same_tensors(expected, found)
 
 
-def assert_same_tensors(expected, found):
-    assert expected.keys() == found.keys()
-    for name, value in expected.items():
-        assert_same_bits(array(value), array(found[name]), name)
-
-
 def test_without_sync_every_rank_has_the_range_of_its_own_batch(ranks):
     parts = ranks("without_sync")
     for rank, part in enumerate(parts):
@@ -680,7 +583,7 @@ def test_a_rank_that_saves_alone_waits_for_nobody(ranks):
     assert saved["scale"].isfinite().all()
 
 
-@names(poor)
+@CHECKS.names(poor)
 @pytest.mark.filterwarnings("ignore:.*NaN or infinite:RuntimeWarning")
 def test_a_rank_with_nothing_finite_changes_nothing(ranks, name):
     whole, parts = alone(name), ranks(name)
@@ -688,7 +591,7 @@ def test_a_rank_with_nothing_finite_changes_nothing(ranks, name):
     assert sum(part["nonfinite"] for part in parts) == whole["nonfinite"]
 
 
-@names(poor)
+@CHECKS.names(poor)
 def test_values_that_are_not_finite_are_counted_by_the_rank_that_has_them(ranks, name):
     rows, poor_rank = [4, 3], CHECKS[name].keywords["here"]
     expected = [rows[rank] * 6 * (3 if rank == poor_rank else 1) for rank in range(RANKS)]
@@ -697,7 +600,7 @@ def test_values_that_are_not_finite_are_counted_by_the_rank_that_has_them(ranks,
     assert [part["nonfinite"] for part in ranks(name)] == expected
 
 
-@names(empty)
+@CHECKS.names(empty)
 def test_a_rank_without_rows_takes_part(ranks, name):
     assert_all_joined(alone(name), ranks(name))
 
@@ -724,7 +627,7 @@ def test_a_group_of_one_rank_and_a_rank_outside_it_are_alone(ranks):
             assert_same_tensors(one, other)
 
 
-@names(duplicated)
+@CHECKS.names(duplicated)
 def test_a_module_with_a_group_can_be_copied_and_goes_on(ranks, name):
     whole, parts = alone(name), ranks(name)
     assert_all_joined(whole, parts)
@@ -746,7 +649,7 @@ def test_a_copy_stays_in_its_group(ranks):
 ONE_ULP = 2.0**-23
 
 
-@names(initialize)
+@CHECKS.names(initialize)
 def test_learned_scales_start_from_the_data_of_all_ranks(ranks, name):
     whole, (first, second) = alone(name), ranks(name)
     assert_same_tensors(first, second)
@@ -778,7 +681,7 @@ def replay(quantizer, seen):
     return made
 
 
-@names(ddp)
+@CHECKS.names(ddp)
 def test_in_parallel_training_ranges_are_those_of_the_joined_batch(ranks, name):
     parts = ranks(name)
     model = parallel_model(CHECKS[name].keywords["observer"])
@@ -796,7 +699,7 @@ def test_in_parallel_training_ranges_are_those_of_the_joined_batch(ranks, name):
             assert_all_joined(expected, found)
 
 
-@names(ddp)
+@CHECKS.names(ddp)
 def test_parallel_training_keeps_the_parameters_of_all_ranks_the_same(ranks, name):
     first, second = (part["parameters"] for part in ranks(name))
     start = list(parallel_model(observers.MinMax()).parameters())
@@ -832,7 +735,7 @@ def test_learned_scales_that_are_not_in_use_have_gradients_of_zero(ranks, phase)
 # --- compiled -------------------------------------------------------------------------------------
 
 
-@names(compile_observing)
+@CHECKS.names(compile_observing)
 def test_compiled_quantizers_have_the_ranges_of_one_process(ranks, name):
     options = CHECKS[name].keywords
     quantizer = fqnn.FakeQuantize(SPECS["channel"], options["observer"], shape=SHAPE)

@@ -138,9 +138,24 @@ def test_no_more_is_taken_from_an_iterator_than_is_used():
     assert len(list(data)) == 1
 
 
-def test_calibrating_twice_goes_on_where_it_was():
-    model = calibrate(make(), BATCHES[:1])
-    same_state(calibrated().state_dict(), calibrate(model, BATCHES[1:]).state_dict())
+def test_the_range_of_a_moving_average_is_the_mean_over_the_batches():
+    model = calibrate(make(), [torch.full((3, 4), value) for value in (1.0, 2.0, 6.0)])
+    quantizer = model[0].input_quantizer
+    assert quantizer.running_max.item() == 3.0
+    assert quantizer.observer == fq.observers.MovingAverage(0.01)
+    quantizer.train()(torch.full((3, 4), 103.0))  # and in training it moves slowly again
+    assert quantizer.running_max.item() == 4.0
+
+
+def test_calibrating_again_begins_with_the_new_data():
+    model = calibrate(make(), [100 * x for x in BATCHES])
+    same_state(calibrated().state_dict(), calibrate(model, BATCHES).state_dict())
+
+
+def test_other_observers_go_on_where_they_were():
+    config = recipes.int8().rule(activation_observer=fq.observers.MinMax())
+    model = calibrate(make(config), BATCHES[:1])
+    same_state(calibrated(config).state_dict(), calibrate(model, BATCHES[1:]).state_dict())
 
 
 # --- nothing to do ------------------------------------------------------------------------------------
@@ -246,7 +261,7 @@ def test_an_exception_half_way_leaves_modes_and_switches_as_before(data, error, 
 def test_an_exception_half_way_leaves_the_ranges_as_before(config, already):
     model = calibrated(config) if already else make(config)
     before = state(model)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError if already and config.default.learned else RuntimeError):
         calibrate(model, [9 * BATCHES[0], torch.randn(3, 7)])
     same_state(before, model.state_dict())
     if not already:  # and what it has seen before it failed is not remembered elsewhere
@@ -315,7 +330,8 @@ def test_learned_activations_are_initialized_and_weights_keep_their_scales():
 def test_learned_scales_are_not_learned_anew_by_a_second_calibration():
     model = calibrated(recipes.lsq(4))
     before = state(model)
-    calibrate(model, [50 * x for x in BATCHES])
+    with pytest.raises(ValueError, match=r"have a learned scale(.|\n)*reset_parameters"):
+        calibrate(model, [50 * x for x in BATCHES])
     same_state(before, model.state_dict())
 
 

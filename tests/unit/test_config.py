@@ -245,8 +245,7 @@ def layer(weight, input=None, learned=False, activation_observer=None):
         weight=weight,
         input=input,
         learned=learned,
-        weight_observer=observers.Memoryless(),
-        activation_observer=activation_observer or observers.MovingAverage(0.01),
+        activation_observer=activation_observer,
     )
 
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fakequant.nn.layer import QuantizedLayer, quantizes
+from fakequant.nn.linear import linear
 from fakequant.nn.quantizer import Quantizer
 
 
@@ -75,7 +76,7 @@ class MultiheadAttention(QuantizedLayer):
         layer: Any = self
         bias = layer.in_proj_bias
         if key is query and value is query:
-            projected = self.compute(lambda x, weight: F.linear(x, weight, bias), query)
+            projected = self.compute(lambda x, weight: linear(x, weight, bias), query)
             return list(self._between(projected).chunk(3, dim=-1))
         weight, x = self.quantize_weight(layer.in_proj_weight), self.quantize_input(query)
         inputs = [x, x if key is query else self.quantize_input(key)]

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fakequant.native import _native
+from fakequant.torch import nodes
 from fakequant.torch.plain import is_eager
 
 
@@ -43,13 +44,21 @@ def keep_within(value: Tensor, before: Tensor, low: float, high: float) -> Tenso
     In ordinary memory the value itself is corrected. This is no change that autograd counts: a value
     needs correcting only after an optimizer has changed it, when nothing saved of it is used any more.
     """
-    if not torch.compiler.is_compiling() and _is_memory(value) and _is_memory(before):
-        _native.keep_within(value.data_ptr(), before.data_ptr(), value.numel(), low, high)
+    if not torch.compiler.is_compiling() and _kept_in_memory(value, before, low, high):
         return value
     kept = _Within.apply(value, before, low, high)
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
         before.copy_(kept.detach())  # which a transform of torch.func does not allow
     return kept
+
+
+def _kept_in_memory(value: Tensor, before: Tensor, low: float, high: float) -> bool:
+    if nodes.compiled is not None:
+        return nodes.compiled.keep_within(value, before, low, high)
+    if not (_is_memory(value) and _is_memory(before)):
+        return False
+    _native.keep_within(value.data_ptr(), before.data_ptr(), value.numel(), low, high)
+    return True
 
 
 def _is_memory(value: Tensor) -> bool:
@@ -62,17 +71,28 @@ def whole(parameter: Tensor) -> Tensor:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
+def put(parameter: Tensor, value: Tensor) -> None:
+    """Copies values into a parameter, also into one that is spread over several devices."""
+    if hasattr(parameter, "full_tensor"):
+        from torch.distributed.tensor import distribute_tensor
+
+        spread: Any = parameter
+        # Every rank has the values: nothing has to be sent.
+        value = distribute_tensor(value, spread.device_mesh, spread.placements, src_data_rank=None)
+    parameter.copy_(value)
+
+
 def settle(parameter: Tensor, value: Tensor) -> None:
     """Makes a parameter what it stands for, unless it is that already."""
-    if not hasattr(parameter, "full_tensor") and not torch.equal(parameter, value):
-        parameter.copy_(value)
+    if not torch.equal(whole(parameter), value):
+        put(parameter, value)
 
 
 class _Kept(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, *parameters: Tensor) -> Tensor:
-        """`x`."""
-        return x.view_as(x)
+        """`x`, which may be changed in place."""
+        return x.detach()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,6 +1,8 @@
 """`FakeQuantize`: a quantizer whose scale follows what an observer sees."""
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,8 +37,10 @@ class FakeQuantize(Quantizer):
 
     `shape` is needed if there is a scale per channel or group: that of the tensors to come, with None
     for lengths that vary. `gradient` is "clipped" (0 where the value was clipped; 1 bit per element is
-    kept) or "pass" (nothing is kept). With torch.distributed initialized, ranges are those of the
-    batches of all ranks of `process_group` together, in the same step, unless `sync` is False.
+    kept), "pass" (nothing is kept) or "fitted": "pass" while the range is that of the tensor at hand
+    (`Memoryless`), which leaves nothing far outside, else "clipped". With torch.distributed
+    initialized, ranges are those of the batches of all ranks of `process_group` together, in the same
+    step, unless `sync` is False.
 
     Data may be float32, float64, bfloat16 or float16; scales are float32 whatever the model is.
 
@@ -54,6 +58,8 @@ class FakeQuantize(Quantizer):
     zero_point: Tensor
     running_min: Tensor
     running_max: Tensor
+    # While a mean is computed: how many tensors were seen.
+    _tensors: int | None = None
 
     def __init__(
         self,
@@ -61,7 +67,7 @@ class FakeQuantize(Quantizer):
         observer: Observer | None = None,
         *,
         shape: tuple[int | None, ...] | None = None,
-        gradient: Gradient = "clipped",
+        gradient: Gradient | Literal["fitted"] = "clipped",
         eps: float = EPS,
         sync: bool = True,
         process_group: Any = None,
@@ -79,11 +85,15 @@ class FakeQuantize(Quantizer):
                 f"Ranges per token belong to the tensor at hand; {observer} would have to remember them.\n"
                 "Use observer=Memoryless()."
             )
-        check_gradient(gradient)
+        if gradient != "fitted":
+            check_gradient(gradient)
         check_eps(eps)
-        self.observer = observer
         self.gradient = gradient
+        # The gradient while the range follows the tensor, and while it does not.
+        self._following: Gradient = gradient if gradient != "fitted" else "pass" if observer.dynamic else "clipped"
+        self._fixed: Gradient = "clipped" if gradient == "fitted" else gradient
         self.eps = float(eps)
+        self._set_observer(observer)
         blocks = parameter_shape(spec, shape)
         self._blocks = blocks
         self._names: tuple[str, ...] = ()
@@ -100,7 +110,11 @@ class FakeQuantize(Quantizer):
             self.register_buffer("zero_point", torch.zeros(blocks, dtype=torch.int32, device=device))
             if not observer.needs_data:
                 self.refresh()
-        constant = getattr(observer, "constant", 1.0)
+
+    def _set_observer(self, observer: Observer) -> None:
+        """An observer that continues with the same state."""
+        self.observer = observer
+        spec, constant = self.spec, getattr(observer, "constant", 1.0)
         self._options = (
             spec.qmin, spec.qmax, kernel_numerics(spec), spec.symmetric, observer.follows, constant, self.eps,
         )  # fmt: skip
@@ -110,23 +124,40 @@ class FakeQuantize(Quantizer):
                 constant, self.eps,
             )  # fmt: skip
 
+    @contextmanager
+    def averaging_evenly(self) -> Iterator[None]:
+        """While it lasts, a moving average is the mean over the tensors seen since, whatever its constant."""
+        if not isinstance(self.observer, MovingAverage):
+            yield
+            return
+        before, self._tensors = self.observer, 0
+        try:
+            yield
+        finally:
+            self._tensors = None
+            self._set_observer(before)
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Forgets everything that was observed."""
         super().reset_parameters()
         if self._blocks is not None:
-            for name, value in self.observer.init(self._blocks, self.scale.device).items():
-                getattr(self, name).copy_(value)
+            self._forget()
             self.scale.fill_(torch.nan)
             self.zero_point.zero_()
             if not self.observer.needs_data:
                 self.refresh()
 
+    def _forget(self) -> None:
+        assert self._blocks is not None
+        for name, value in self.observer.init(self._blocks, self.scale.device).items():
+            getattr(self, name).copy_(value)
+
     # --- forward ----------------------------------------------------------------------------------
 
     def _run(self, x: Tensor) -> Tensor:
         if not self._looks():
-            return self._quantize(x) if self._quantizing else x
+            return self._quantize(x, self._fixed) if self._quantizing else x
         # In evaluation a rank may be alone: nobody would answer it.
         ranks = self.ranks() if self.training else ALONE
         if x.numel() == 0 and not ranks.several and not self.observer.dynamic:
@@ -138,7 +169,7 @@ class FakeQuantize(Quantizer):
             return self._quantize_alone(x)
         if ranks.several or self.observer.follows is None:
             self._observe(x, ranks)
-            return self._quantize(x)
+            return self._quantize(x, self._following)
         return self._observe_and_quantize(x)
 
     def _looks(self) -> bool:
@@ -149,18 +180,18 @@ class FakeQuantize(Quantizer):
             return False
         return self.training or self.observer.dynamic
 
-    def _quantize(self, x: Tensor) -> Tensor:
+    def _quantize(self, x: Tensor, gradient: Gradient) -> Tensor:
         """With scale and zero point as they are."""
         if self._stale:
             self.refresh()
         self.saw_only_finite = False
         zero_point: Any = 0 if self.spec.symmetric else self.zero_point
         if torch.compiler.is_compiling():
-            return functional.fake_quantize(x, self.scale, zero_point, self.spec, gradient=self.gradient)
+            return functional.fake_quantize(x, self.scale, zero_point, self.spec, gradient=gradient)
         if self.spec.numerics == "torch":  # which computes with any scale
             self._require_range()
         try:
-            return functional.fake_quantize(x, self.scale, zero_point, self.spec, gradient=self.gradient)
+            return functional.fake_quantize(x, self.scale, zero_point, self.spec, gradient=gradient)
         except ValueError:
             self._require_range()
             raise
@@ -201,9 +232,10 @@ class FakeQuantize(Quantizer):
         if nodes.compiled is None or torch.compiler.is_compiling():
             return None
         axis, group = self.spec.axis, self.spec.group_size
+        clipped = self._following == "clipped"
         found = nodes.compiled.observe(
             x, *state, *self._kernel_options, axis + x.dim() if axis is not None and axis < 0 else axis,
-            x.shape[axis] if group == WHOLE_AXIS and axis is not None else group, quantize, self.gradient == "clipped",
+            x.shape[axis] if group == WHOLE_AXIS and axis is not None else group, quantize, clipped,
         )  # fmt: skip
         if found is not None:
             self.saw_only_finite = not found[1]
@@ -212,7 +244,7 @@ class FakeQuantize(Quantizer):
         return found
 
     def _observe_operator(self, x: Tensor, running_min: Tensor, running_max: Tensor) -> Observed:
-        clipped = self.gradient == "clipped" and gradients.is_differentiating(x)
+        clipped = self._following == "clipped" and gradients.is_differentiating(x)
         check_device(x, "running_min", running_min)
         if torch.compiler.is_compiling() or not is_eager(x):
             return Observed(*ops.observe_fake_quantize(x, running_min, running_max, *self._options, clipped))
@@ -234,6 +266,11 @@ class FakeQuantize(Quantizer):
             return
         self._check_blocks(x)
         check_device(x, "scale", self.scale)
+        if self._tensors is not None:
+            if self._tensors == 0:
+                self._forget()
+            self._tensors += 1
+            self._set_observer(MovingAverage(1 / self._tensors))
         if self.observer.follows is not None and not ranks.several:
             state = (self.running_min, self.running_max, self.scale, self.zero_point)
             if self._observe_shortly(x, *state, quantize=False) is not None:

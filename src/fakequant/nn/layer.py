@@ -33,6 +33,8 @@ class QuantizedLayer(nn.Module):
 
     # Keep codes for the backward pass instead of floats.
     save_codes: bool = True
+    # The quantizer of the module that the input comes from, if the layer needs none of its own.
+    input_grid: Quantizer | None = None
 
     weight_quantizer: Quantizer | None
     input_quantizer: Quantizer | None
@@ -57,7 +59,7 @@ class QuantizedLayer(nn.Module):
         x, weight = self.quantize_input(input), self.quantize_weight(source)
         if not self.save_codes:
             return operator(x, weight)
-        with saving_codes(x, self.input_quantizer, weight, self.weight_quantizer, source):
+        with saving_codes(x, self.input_quantizer or self.input_grid, weight, self.weight_quantizer, source):
             return operator(x, weight)
 
     def quantize_output(self, y: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fakequant.nn.bounded import keep_in_graph, keep_within, settle, whole, within
+from fakequant.nn.bounded import keep_in_graph, keep_within, put, settle, whole, within
 from fakequant.nn.quantizer import Quantizer, parameter_shape
 from fakequant.observers.base import Observer, State
 from fakequant.observers.histogram import Histogram
@@ -281,11 +281,11 @@ class LearnedFakeQuantize(Quantizer):
     def refresh(self) -> None:
         """Scale and zero point from what was observed."""
         scale, zero_point = self._found()
-        for value, found in ((self.step_size, scale), (self.last_scale, scale)):
-            value.copy_(found.reshape(self._shape))
+        for value in (self.step_size, self.last_scale):
+            put(value, scale.reshape(self._shape))
         if self.offset is not None:
             for value in (self.offset, self.last_offset):
-                value.copy_(zero_point.reshape(self._shape))
+                put(value, zero_point.reshape(self._shape).float())
         self._set_stale(False)
 
     def _found(self) -> QParams:

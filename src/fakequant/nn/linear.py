@@ -1,9 +1,25 @@
 """Quantized `nn.Linear`."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fakequant.nn.layer import QuantizedLayer, quantizes
+from fakequant.nn.saved_codes import is_saving
+from fakequant.torch import nodes
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear`; where it saves codes, its backward pass restores the input and the weight one after the other.
+
+    >>> linear(torch.ones(1, 2), torch.ones(3, 2), None)
+    tensor([[2., 2., 2.]])
+    """
+    if not torch.compiler.is_compiling() and nodes.compiled is not None and is_saving():
+        y = nodes.compiled.linear(x, weight, bias)
+        if y is not None:
+            return y
+    return F.linear(x, weight, bias)
 
 
 @quantizes(nn.Linear)
@@ -14,4 +30,4 @@ class Linear(QuantizedLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         """As in `nn.Linear`."""
-        return self.quantize_output(self.compute(lambda x, weight: F.linear(x, weight, self.bias), input))
+        return self.quantize_output(self.compute(lambda x, weight: linear(x, weight, self.bias), input))

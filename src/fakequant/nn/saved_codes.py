@@ -17,7 +17,7 @@ from fakequant.spec import QuantSpec
 from fakequant.torch import functional
 from fakequant.torch.plain import is_eager
 
-# Fewer elements are not worth another pass: 1 MB.
+# Fewer elements are not worth another pass: 1 MB. Of a weight whose input is smaller, 4 MB.
 _SMALLEST = 1 << 18
 _View = tuple[tuple[int, ...], tuple[int, ...], int]
 
@@ -97,19 +97,26 @@ def saving_codes(
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return nullcontext()
     known: dict[int, Any] = {}
-    if _fits(x, x_quantizer):
+    large = x.numel() >= _SMALLEST
+    if large and _fits(x, x_quantizer):
         known[x.untyped_storage().data_ptr()] = (x, lambda view: _encode(x, x_quantizer, view))
-    if _fits(weight, quantizer):
+    if weight.numel() >= (_SMALLEST if large else 4 * _SMALLEST) and _fits(weight, quantizer):
         known[weight.untyped_storage().data_ptr()] = (weight, lambda view: _again(source, quantizer, view))
     if not known or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return nullcontext()
     return saved_as_codes(known)
 
 
+def is_saving() -> bool:
+    """Whether an operator called now would save codes."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[1] is _unpack
+
+
 def _fits(x: Tensor, quantizer: Quantizer | None) -> bool:
     if quantizer is None or not quantizer.quantizing or quantizer.spec.bits > 8 or quantizer._blocks is None:
         return False
-    return x.numel() >= _SMALLEST and x.dtype != torch.float64 and x.is_contiguous() and is_eager(x)
+    return x.dtype != torch.float64 and x.is_contiguous() and is_eager(x)
 
 
 def _parameters(quantizer: Any) -> tuple[Tensor, Any]:

@@ -87,6 +87,8 @@ def from_dict(fields: Mapping[str, Any]) -> Observer:
     >>> from_dict({"kind": "MovingAverage", "constant": 0.1}) == MovingAverage(0.1)
     True
     """
+    if not isinstance(fields, Mapping):
+        raise TypeError(f"An observer is read from a dict with its `kind` and settings, got {fields!r}.")
     settings = dict(fields)
     kind = settings.pop("kind", None)
     if not isinstance(kind, str) or kind not in _KINDS:

@@ -1,10 +1,11 @@
-"""Which modules' results reach an addition, a concatenation or a product in the model's own code.
+"""Which modules' results reach an addition, a concatenation or a product in the model's own code, or a layer.
 
 torch.fx is used to look at the model, never to replace it. What it cannot trace is left alone.
 """
 
 import copy
 import operator
+from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,8 @@ class Found(NamedTuple):
     producers: list[str]
     # Operands that are results of functions, where no module is to hold a quantizer.
     without_module: list[str]
+    # Modules whose only input is the result of another, by path: whenever they are called, as it was computed.
+    sources: dict[str, str]
     # Why there is no more, if the model could not be traced.
     problem: str | None
 
@@ -55,13 +58,14 @@ def find_operands(model: nn.Module) -> Found:
         # A copy, because a forward pass may leave something behind; with the same parameters, which it does not change.
         shared: dict[int, Any] = {id(p): p for p in model.parameters()}
         with torch.random.fork_rng(devices=[]):
-            graph = _Tracer().trace(copy.deepcopy(model, shared))
+            traced = copy.deepcopy(model, shared)
+            graphs = [_Tracer().trace(traced.train(mode)) for mode in (not model.training, model.training)]
     except Exception as error:  # whatever a model's own code raises when it is traced
         first = str(error).strip().split("\n")[0]
-        return Found([], [], f"{type(error).__name__}: {first}")
+        return Found([], [], {}, f"{type(error).__name__}: {first}")
     producers: dict[str, None] = {}
     without: dict[str, None] = {}
-    for node in graph.nodes:
+    for node in (node for graph in graphs for node in graph.nodes):
         if not _is_operation(node):
             continue
         for operand in node.all_input_nodes:
@@ -69,7 +73,28 @@ def find_operands(model: nn.Module) -> Found:
                 producers[str(operand.target)] = None
             elif operand.op in ("call_function", "call_method") and not _is_operation(operand):
                 without[f"{operand.name} into {node.name}"] = None
-    return Found(list(producers), list(without), None)
+    sources = [_sources(traced, graph) for graph in graphs]
+    return Found(list(producers), list(without), dict(sources[0].items() & sources[1].items()), None)
+
+
+def _sources(model: nn.Module, graph: fx.Graph) -> dict[str, str]:
+    calls = [node for node in graph.nodes if node.op == "call_module"]
+    number = Counter(node.target for node in calls)
+    found: dict[str, set[str | None]] = {}
+    for node in calls:
+        inputs = node.all_input_nodes
+        usable = len(inputs) == 1 and inputs[0].op == "call_module" and number[inputs[0].target] == 1
+        usable = usable and not any(_changes_its_input(model, user) for user in inputs[0].users)
+        found.setdefault(str(node.target), set()).add(str(inputs[0].target) if usable else None)
+    return {target: str(*paths) for target, paths in found.items() if len(paths) == 1 and None not in paths}
+
+
+def _changes_its_input(model: nn.Module, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return bool(getattr(model.get_submodule(str(node.target)), "inplace", False))
+    name = node.target if isinstance(node.target, str) else node.target.__name__
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in ("iadd", "imul", "isub", "setitem") or bool(node.kwargs.get("inplace"))
 
 
 def _is_operation(node: Any) -> bool:

@@ -7,10 +7,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from fakequant.nn.bounded import whole
 from fakequant.nn.layer import QuantizedLayer
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.torch import functional
-from fakequant.workflow.calibrate import Data, run_batch
+from fakequant.workflow.running import Data, check_module, evaluating, run
 from fakequant.workflow.table import table
 
 
@@ -83,8 +84,11 @@ def health(model: nn.Module, data: Data | None = None, steps: int | None = None)
     >>> found.to_dict()["0.input_quantizer"]["clipped"]
     1.0
     """
+    check_module(model)
+    if next(quantizers(model), None) is None:
+        raise ValueError("The model has no quantizers to look at.\nUse fakequant.prepare(model, config) first.")
     weights = {
-        module.weight_quantizer: getattr(module, module.weight_name)
+        module.weight_quantizer: whole(getattr(module, module.weight_name))
         for module in model.modules()
         if isinstance(module, QuantizedLayer) and module.weight_quantizer is not None
     }
@@ -98,24 +102,19 @@ def health(model: nn.Module, data: Data | None = None, steps: int | None = None)
 
 def _watch(model: nn.Module, data: Any, steps: int | None, counts: "dict[Quantizer, _Counts]") -> None:
     """Counts what passes the quantizers of activations while the model runs."""
-    modes = {module: module.training for module in model.modules()}
     handles = [
         quantizer.register_forward_pre_hook(lambda module, args: counts[module].add(args[0])) for quantizer in counts
     ]
-    model.eval()
+    # A quantizer with a range of the tensor at hand keeps the last one.
+    before = [(buffer, buffer.clone()) for quantizer in counts for buffer in quantizer.buffers()]
     try:
-        if callable(data) and not hasattr(data, "__iter__"):
-            data(model)
-            return
-        for number, batch in enumerate(data):
-            if steps is not None and number >= steps:
-                break
-            run_batch(model, batch)
+        with evaluating(model):
+            run(model, data, steps)
     finally:
         for handle in handles:
             handle.remove()
-        for module, training in modes.items():
-            module.training = training
+        for buffer, old in before:
+            buffer.copy_(old)
 
 
 class _Counts:

@@ -12,9 +12,10 @@ from fakequant import targets
 from fakequant.config import LayerConfig, QuantConfig
 from fakequant.nn.attention import MultiheadAttention
 from fakequant.nn.fake_quantize import FakeQuantize
-from fakequant.nn.layer import QuantizedLayer, find_forward, is_known
+from fakequant.nn.layer import QuantizedLayer, find_forward, is_known, quantized_class
 from fakequant.nn.learned import LearnedFakeQuantize
 from fakequant.nn.quantizer import Quantizer
+from fakequant.observers import Memoryless, MovingAverage
 from fakequant.spec import QuantSpec
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -58,12 +59,15 @@ def make_plan(model: nn.Module, config: QuantConfig) -> Plan:
         if module in attentions and all(layer.module is not attentions[module] for layer in plan.layers):
             reason = reason or "the attention it belongs to stays in float"
         if reason is None:
+            reason = _why_not_derived(type(module))
+        if reason is None:
             assert config_of_layer is not None
             try:
                 plan.layers.append(_layer(path, module, config_of_layer, config))
             except (ValueError, IndexError) as error:
                 reason = str(error).split("\n")[0]
-        if reason is not None and _owns_parameters(module):
+        meant = number is not None and config_of_layer is not None
+        if reason is not None and (_owns_parameters(module) or meant):
             plan.floats[path] = reason
     for number, rule in enumerate(config.rules):
         if number not in used:
@@ -92,6 +96,14 @@ def _why_not(module: nn.Module, config: LayerConfig | None) -> str | None:
     if any(nn.parameter.is_lazy(p) for p in module._parameters.values() if p is not None):
         return "its parameters have no shape yet; run the model once first"
     return forward.why_not(module)
+
+
+def _why_not_derived(cls: type[nn.Module]) -> str | None:
+    try:
+        quantized_class(cls)
+    except Exception as error:  # whatever a class does that is derived from
+        return f"no class can be derived from {cls.__name__}: {error}".split("\n")[0]
+    return None
 
 
 def _layer(path: str, module: Any, layer: LayerConfig, config: QuantConfig) -> Layer:
@@ -140,10 +152,8 @@ class _Maker:
         where = self._where("weight")
         options: dict[str, Any] = {"shape": tuple(weight.shape), "path": where, "device": weight.device, "sync": False}
         if self.config.learned:
-            return LearnedFakeQuantize(spec, **options).initialize(weight)
-        # The range of the tensor at hand holds all of it: nothing is clipped, and no mask is needed.
-        gradient = "pass" if self.config.weight_observer.dynamic else "clipped"
-        return FakeQuantize(spec, self.config.weight_observer, gradient=gradient, **options)  # type: ignore[arg-type]
+            return LearnedFakeQuantize(spec, init=self.config.weight_observer, **options).initialize(weight)
+        return FakeQuantize(spec, self.config.weight_observer or Memoryless(), gradient="fitted", **options)
 
     def activation(self, name: str, spec: QuantSpec | None) -> Quantizer | None:
         if spec is None:
@@ -158,8 +168,8 @@ class _Maker:
 def make_activation_quantizer(config: LayerConfig, spec: QuantSpec, path: str, device: Any) -> Quantizer:
     """A quantizer for an activation, learned or observed."""
     if config.learned and spec.granularity != "token":
-        return LearnedFakeQuantize(spec, path=path, device=device)
-    observer = None if spec.granularity == "token" else config.activation_observer
+        return LearnedFakeQuantize(spec, init=config.activation_observer, path=path, device=device)
+    observer = Memoryless() if spec.granularity == "token" else config.activation_observer or MovingAverage()
     return FakeQuantize(spec, observer, path=path, device=device)
 
 

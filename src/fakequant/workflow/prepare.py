@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from fakequant.config import QuantConfig
 from fakequant.nn.layer import QUANTIZERS, QuantizedLayer, quantized_class
 from fakequant.nn.quantizer import name_quantizers
-from fakequant.workflow.analysis import find_operands
+from fakequant.workflow.analysis import Found, find_operands
 from fakequant.workflow.plan import Plan, check_free, make_activation_quantizer, make_plan
+from fakequant.workflow.running import check_module
+from fakequant.workflow.schedule import release_norms
 
 _ALL_QUANTIZERS = (*QUANTIZERS, "projection_quantizer")
 _HOOK = "_fakequant_output_hook"
@@ -51,7 +53,9 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
     plan = make_plan(model, config)
     if not plan.layers:
         raise ValueError(_nothing(plan))
-    outputs, notes = _plan_outputs(model, config, plan)
+    found = Found([], [], {}, None) if config.between is None else find_operands(model)
+    outputs, notes = _plan_outputs(model, config, plan, found)
+    on_a_grid = _without_repetition(plan, outputs, found)
     for layer in plan.layers:
         for name, quantizer in layer.quantizers.items():
             layer.module.register_module(name, quantizer)
@@ -67,6 +71,9 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
             module.register_module("output_quantizer", quantizer)
             module.__dict__[_HOOK] = module.register_forward_hook(_quantize_output)
             hooked.append(path)
+    for path, source in on_a_grid.items():
+        # Not as a child: it is one of the source.
+        model.get_submodule(path).__dict__["input_grid"] = model.get_submodule(source).output_quantizer
     for module in model.modules():
         _close_shortcuts(module)
     name_quantizers(model)
@@ -85,12 +92,14 @@ def unprepare(model: nn.Module) -> nn.Module:
     ('Linear', True)
     """
     preparation(model)
+    release_norms(model)
     for module in list(model.modules()):
         if isinstance(module, QuantizedLayer):
             module.__class__ = module.float_class  # type: ignore[assignment]
             for name in _ALL_QUANTIZERS:
                 module._modules.pop(name, None)
             module.__dict__.pop("save_codes", None)
+            module.__dict__.pop("input_grid", None)
         if _HOOK in module.__dict__:
             module.__dict__.pop(_HOOK).remove()
             module._modules.pop("output_quantizer", None)
@@ -104,6 +113,7 @@ def unprepare(model: nn.Module) -> nn.Module:
 
 def preparation(model: nn.Module) -> Preparation:
     """What was done to a prepared model."""
+    check_module(model)
     found = model.__dict__.get("_fakequant_preparation")
     if found is None:
         raise ValueError(
@@ -132,23 +142,35 @@ def _no_shortcut(module: Any, args: Any) -> None:
 
 
 def _check(model: nn.Module, config: QuantConfig) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
+    check_module(model)
     if not isinstance(config, QuantConfig):
         raise TypeError(
             f"`config` must be a QuantConfig, got {type(config).__name__}.\nUse e.g. fakequant.recipes.int8()."
         )
     for path, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel) or _is_sharded(module):
+            raise ValueError(
+                f"{path or 'The model'} is distributed already, by {_wrapper(module)}; the quantizers would not be.\n"
+                "Use prepare(model, config) first, then distribute it, then make the optimizer."
+            )
         if isinstance(module, QuantizedLayer):
             raise ValueError(  # noqa: TRY004
                 f"The model is prepared already: {path or 'it'} has quantizers.\nUse unprepare(model) first."
             )
-    for path, parameter in model.named_parameters():
-        if parameter.is_meta:
+    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
             raise ValueError(
                 f"{path} is on the meta device: it has no values to quantize.\n"
                 'Move the model first, `model.to_empty(device="cpu")`, and load its state.'
             )
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(hasattr(p, "full_tensor") for p in module.parameters(recurse=False))
+
+
+def _wrapper(module: nn.Module) -> str:
+    return "fully_shard" if _is_sharded(module) else type(module).__name__
 
 
 def _nothing(plan: Plan) -> str:
@@ -159,11 +181,24 @@ def _nothing(plan: Plan) -> str:
     return f"Nothing in the model would be quantized.{reasons}{rules}"
 
 
-def _plan_outputs(model: nn.Module, config: QuantConfig, plan: Plan) -> tuple[dict[str, Any], list[str]]:
+def _without_repetition(plan: Plan, outputs: dict[str, Any], found: Found) -> dict[str, str]:
+    """Takes away quantizers of inputs that come from a module which quantizes them alike: whose, by path."""
+    layers = {layer.path: layer for layer in plan.layers}
+    whose = {}
+    for path, source in found.sources.items():
+        there = layers[source].quantizers["output_quantizer"] if source in layers else None
+        there = there or outputs.get(source)
+        mine = layers[path].quantizers["input_quantizer"] if path in layers else None
+        if there is not None and mine is not None and repr(there) == repr(mine):
+            layers[path].quantizers["input_quantizer"] = None
+            whose[path] = source
+    return whose
+
+
+def _plan_outputs(model: nn.Module, config: QuantConfig, plan: Plan, found: Found) -> tuple[dict[str, Any], list[str]]:
     """Quantizers for results that reach functions, by path, and what could not be found out."""
     if config.between is None:
         return {}, []
-    found = find_operands(model)
     if found.problem is not None:
         return {}, [f"the model's own code could not be traced ({found.problem}): results have no quantizers"]
     notes = [f"{name} is the result of a function: no module holds a quantizer for it" for name in found.without_module]

@@ -1,14 +1,34 @@
 """`Schedule`: when quantizers begin, and when they stop to move."""
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from fakequant.nn.quantizer import set_state
+from fakequant.nn.quantizer import quantizers, set_state
+from fakequant.workflow.running import check_module
 
 
-def _stay_in_evaluation(module: Any, args: Any) -> None:
-    module.eval()
+def _stay_frozen(module: nn.Module, mode: bool = True) -> nn.Module:
+    """`train` of a normalization that keeps its statistics; its children, such as a quantizer of its result, follow."""
+    module.training = False
+    for child in module.children():
+        child.train(mode)
+    return module
+
+
+def release_norms(model: nn.Module) -> None:
+    """Lets normalizations that a `Schedule` froze follow their batches again."""
+    for module in model.modules():
+        if _is_frozen(module):
+            del module.__dict__["train"]
+            module.training = model.training
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    train = module.__dict__.get("train")
+    return isinstance(train, partial) and train.func is _stay_frozen
 
 
 class Schedule:
@@ -18,7 +38,8 @@ class Schedule:
         from freeze_ranges_at on     scales and zero points stay as they are
         from freeze_norms_at on      batch normalizations use their running statistics, and keep them
 
-    None leaves something out. The steps are saved with `state_dict()`.
+    None leaves something out. The steps are saved with `state_dict()`. A new schedule of the same model
+    begins a new training: normalizations that another one froze are released, as they are by `unprepare`.
 
     >>> import fakequant as fq
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8())
@@ -46,12 +67,18 @@ class Schedule:
         ):
             if value is not None and (type(value) is not int or value < 0):
                 raise ValueError(f"`{name}` must be a number of steps or None, got {value!r}.")
+        check_module(model)
+        if (quantize_from, freeze_ranges_at) != (None, None) and next(quantizers(model), None) is None:
+            raise ValueError(
+                "The model has no quantizers to switch.\n"
+                "Use fakequant.prepare(model, config) before the schedule is made."
+            )
         self.model = model
-        self._hooks: list[Any] = []
         self.quantize_from = quantize_from
         self.freeze_ranges_at = freeze_ranges_at
         self.freeze_norms_at = freeze_norms_at
         self.steps = 0
+        release_norms(model)
         self._apply()
 
     def step(self) -> None:
@@ -64,20 +91,15 @@ class Schedule:
             set_state(self.model, quantizing=self.steps >= self.quantize_from)
         if self.freeze_ranges_at is not None and self.steps in (0, self.freeze_ranges_at):
             set_state(self.model, frozen=self.steps >= self.freeze_ranges_at)
-        if self.freeze_norms_at is not None:
-            self._freeze_norms(self.steps >= self.freeze_norms_at)
+        if self.freeze_norms_at is not None and self.steps == self.freeze_norms_at:
+            self._freeze_norms()
 
-    def _freeze_norms(self, on: bool) -> None:
-        if on and not self._hooks:
-            norms = [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-            # A hook, because `model.train()` would wake them up.
-            self._hooks = [norm.register_forward_pre_hook(_stay_in_evaluation) for norm in norms]
-            for norm in norms:
-                norm.eval()
-        elif not on:
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = []
+    def _freeze_norms(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase) and not _is_frozen(module):
+                # `model.train()` would wake it up. Not a hook: compiled code ignores those that come later.
+                module.__dict__["train"] = partial(_stay_frozen, module)
+                module.training = False
 
     def state_dict(self) -> dict[str, Any]:
         """The number of steps."""
@@ -85,9 +107,15 @@ class Schedule:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state_dict` was taken; the switches are as they were then."""
-        self.steps = int(state["steps"])
+        steps = state.get("steps") if isinstance(state, Mapping) else None
+        if type(steps) is not int or steps < 0:
+            raise ValueError(f"The state of a schedule is {{'steps': a number of steps}}, got {state!r}.")
+        self.steps = steps
         if self.quantize_from is not None:
             set_state(self.model, quantizing=self.steps >= self.quantize_from)
         if self.freeze_ranges_at is not None:
             set_state(self.model, frozen=self.steps >= self.freeze_ranges_at)
-        self._apply()
+        if self.freeze_norms_at is not None:
+            release_norms(self.model)
+            if self.steps >= self.freeze_norms_at:
+                self._freeze_norms()

@@ -81,8 +81,10 @@ def summary(model: nn.Module) -> Summary:
             kind = type(module).__name__
         else:
             continue
-        words = (_words(getattr(module, f"{name}_quantizer", None)) for name in ("weight", "input", "output"))
-        layers.append(LayerSummary(path, kind, *words))
+        weight, input, output = (getattr(module, f"{name}_quantizer", None) for name in ("weight", "input", "output"))
+        grid = None if isinstance(input, Quantizer) else getattr(module, "input_grid", None)
+        from_elsewhere = None if grid is None else f"that of {grid.path}"
+        layers.append(LayerSummary(path, kind, _words(weight), from_elsewhere or _words(input), _words(output)))
     before, after = _bytes(model)
     return Summary(
         layers, made.floats, made.unmatched, made.notes, sum(p.numel() for p in _float_parameters(model)), before, after
@@ -98,7 +100,7 @@ def _words(quantizer: Quantizer | None) -> str:
 
 def _float_parameters(model: nn.Module) -> list[nn.Parameter]:
     own = {id(p) for _, quantizer in quantizers(model) for p in quantizer.parameters()}
-    return [p for p in model.parameters() if id(p) not in own]
+    return [p for p in model.parameters() if id(p) not in own and not nn.parameter.is_lazy(p)]
 
 
 def _bytes(model: nn.Module) -> tuple[int, int]:

@@ -1,0 +1,88 @@
+"""Running data through a model, and leaving the model as it was."""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+Data = Iterable[Any] | Callable[[nn.Module], Any]
+
+
+class _Bar(tqdm):
+    """Without the thread that watches over slow bars, which would live as long as the process."""
+
+    monitor_interval = 0
+
+
+def check_module(model: Any) -> None:
+    """That it is a module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """While it lasts, the model is in evaluation mode and not compiled; then every module is in the mode it was in."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with _not_compiled():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _not_compiled() -> AbstractContextManager[Any]:
+    """Compiled code does not run hooks that were added later, and has nothing to wait for data with."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes long
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
+def run(model: nn.Module, data: Data, steps: int | None, progress: str | None = None) -> None:
+    """Passes batches, at most `steps`, through the model; `progress` is what a bar is called."""
+    if steps is not None and (type(steps) is not int or steps < 0):
+        raise ValueError(f"`steps` must be a number of batches or None, got {steps!r}.")
+    if isinstance(data, Tensor) or not (callable(data) or isinstance(data, Iterable)):
+        raise TypeError(
+            "`data` must be batches, such as a DataLoader or a list, or a function that runs the model, got "
+            f"{type(data).__name__}.\nUse [x] for one batch x."
+        )
+    if not isinstance(data, Iterable):
+        data(model)
+        return
+    try:
+        total: int | None = len(data)  # type: ignore[arg-type]
+    except TypeError:  # nobody knows
+        total = None
+    if steps is not None:
+        total = steps if total is None else min(steps, total)
+    for batch in _Bar(islice(data, steps), total=total, desc=progress, disable=progress is None, leave=False):
+        _run_batch(model, batch)
+
+
+def _run_batch(model: nn.Module, batch: Any) -> None:
+    """Calls the model with a batch: a tensor, a dict, or a tuple that may hold labels too."""
+    if isinstance(batch, Tensor):
+        model(batch)
+    elif isinstance(batch, Mapping):
+        model(**batch)
+    elif isinstance(batch, (tuple, list)):
+        model(*batch[: _needed(model, len(batch))])
+    else:
+        raise TypeError(f"A batch must be a tensor, a dict, a tuple or a list, got {type(batch).__name__}.")
+
+
+def _needed(model: nn.Module, available: int) -> int:
+    """How many positional arguments `forward` needs."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(model.forward).parameters.values()
+    needed = [p for p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty]
+    return min(max(len(needed), 1), available)

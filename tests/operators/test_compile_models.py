@@ -1,0 +1,309 @@
+"""Compiled models: one graph wherever the float model is one, with eager's bits, compiled once for each state."""
+
+import copy
+import dataclasses
+import importlib.util
+import shutil
+from pathlib import Path
+
+import pytest
+
+import fakequant as fq
+from fakequant.testing.assertions import assert_same_bits
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+fqnn = pytest.importorskip("fakequant.nn")
+recipes = pytest.importorskip("fakequant.recipes")
+saved_codes = pytest.importorskip("fakequant.nn.saved_codes")
+CompileCounter = pytest.importorskip("torch._dynamo.testing").CompileCounterWithBackend
+
+
+def load_zoo():
+    """The models of the zoo, which live with its other tests."""
+    path = Path(__file__).parents[1] / "unit" / "test_zoo.py"
+    spec = importlib.util.spec_from_file_location("zoo", path)
+    zoo = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(zoo)
+    return zoo
+
+
+zoo = load_zoo()
+ZOO, RECIPES = zoo.ZOO, zoo.RECIPES
+# Dynamo does not compile these in float: a branch on data, and a recurrent layer.
+UNCOMPILED = ("branches", "LSTM")
+
+pytestmark = [
+    # Said by dynamo of every autograd function, and by inductor.
+    pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before(torch_on_one_thread):
+    torch._dynamo.reset()
+
+
+def compiled(model, backend="aot_eager"):
+    return torch.compile(model, fullgraph=True, backend=backend)
+
+
+def ready(name, recipe="int8", save_codes=True):
+    make, x = ZOO[name]
+    config = dataclasses.replace(RECIPES[recipe], save_codes=save_codes)
+    return fq.calibrate(fq.prepare(zoo.build(make, x), config), [x], progress=False).train(), x
+
+
+def other_batch(x, number):
+    """Of the same shape, beyond the range of those before."""
+    return x * (1 + number) if x.is_floating_point() else x.roll(number, 0)
+
+
+def assert_same(expected, actual, *names):
+    assert (expected is None) == (actual is None), names
+    if expected is not None:
+        assert_same_bits(expected.detach().numpy(), actual.detach().numpy(), *names)
+
+
+def assert_same_model(expected, actual, *names):
+    """Every buffer, also those that are not saved, every parameter with its gradient, every switch."""
+    for kind in ("named_buffers", "named_parameters"):
+        for (name, e), (_, a) in zip(getattr(expected, kind)(), getattr(actual, kind)(), strict=True):
+            assert_same(e, a, *names, name)
+            assert_same(e.grad, a.grad, *names, f"gradient of {name}")
+    for (path, e), (_, a) in zip(fqnn.quantizers(expected), fqnn.quantizers(actual), strict=True):
+        assert (e.observing, e.quantizing, e.frozen, e.nonfinite) == (
+            a.observing,
+            a.quantizing,
+            a.frozen,
+            a.nonfinite,
+        ), path
+
+
+def run_seeded(run, x):
+    torch.manual_seed(5)  # dropout
+    return run(x)
+
+
+def assert_same_step(eager, model, run, x, *names):
+    """`run` is `model` compiled, and `eager` a copy of it."""
+    expected, actual = run_seeded(eager, x), run_seeded(run, x)
+    assert_same(expected, actual, *names, "y")
+    for y in (expected, actual):
+        y.square().mean().backward()
+    assert_same_model(eager, model, *names)
+    for m in (eager, model):
+        m.zero_grad()
+
+
+# --- the bits of eager --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", UNCOMPILED)
+def test_what_is_not_compiled_in_float_is_all_that_is_left_out(name):
+    make, x = ZOO[name]
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled(zoo.build(make, x), "eager")(x)
+
+
+# Every model and every recipe, in pairs: compiling takes long.
+PAIRS = [
+    ("residual", "w4a8"),
+    ("depthwise-separable", "int8_dynamic"),
+    ("U-Net", "lsq"),
+    ("TransformerEncoder", "int8"),
+    ("GPT", "int4_weight_only"),
+    ("a module used twice", "lsq"),
+    ("lists and dicts", "int8_dynamic"),
+    ("parametrized", "int8"),
+    ("weight-normed", "w4a8"),
+]
+
+
+def test_every_model_that_compiles_and_every_recipe_is_here():
+    assert {name for name, _ in PAIRS} == ZOO.keys() - set(UNCOMPILED)
+    assert {recipe for _, recipe in PAIRS} == RECIPES.keys()
+
+
+@pytest.mark.parametrize(("name", "recipe"), PAIRS, ids=map(", ".join, PAIRS))
+def test_a_compiled_model_is_the_eager_one_to_the_bit(name, recipe):
+    model, x = ready(name, recipe)
+    eager, run = copy.deepcopy(model), compiled(model)
+    for training in (True, False):
+        for m in (eager, model):
+            m.train(training)
+        for number in range(2):
+            batch = other_batch(x, number)
+            assert_same_step(eager, model, run, batch, "train" if training else "eval", number)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "save_codes"), [("int8", True), ("int8", False), ("lsq", True)], ids=["codes", "floats", "learned codes"]
+)
+def test_codes_kept_in_eager_and_compiled_code_give_the_same_gradients(recipe, save_codes, monkeypatch):
+    monkeypatch.setattr(saved_codes, "_SMALLEST", 1)
+    model, x = ready("weight-normed", recipe, save_codes)
+    eager, run = copy.deepcopy(model), compiled(model)
+    for number in range(2):
+        assert_same_step(eager, model, run, other_batch(x, number), number)
+
+
+@pytest.mark.parametrize("recipe", ["int8", "lsq"])
+def test_training_gives_the_same_model(recipe):
+    model, x = ready("a module used twice", recipe)
+    eager, run = copy.deepcopy(model), compiled(model)
+    for m, forward in ((eager, eager), (model, run)):
+        optimizer = torch.optim.SGD(fqnn.param_groups(m), lr=0.05, momentum=0.9)
+        for number in range(4):
+            m.train()  # when compiled code corrects learned numbers that left their range; eager does it in every pass
+            optimizer.zero_grad()
+            forward(other_batch(x, number)).square().mean().backward()
+            optimizer.step()
+    assert_same_model(eager, model)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize(("name", "recipe"), [("parametrized", "int8"), ("a module used twice", "lsq")])
+def test_inductor_finds_the_same_scales(name, recipe):
+    model, x = ready(name, recipe)
+    eager, run = copy.deepcopy(model), compiled(model, "inductor")
+    expected, actual = eager(x), run(x)
+    layers = [module for module in eager.modules() if isinstance(module, nn.Linear)]
+    # Inductor sums in another order, after which a value may be rounded to the code next to eager's.
+    code = layers[-1].input_quantizer.scale.detach() * layers[-1].weight.detach().abs().sum(1).max()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=float(code))
+    for (path, e), (_, a) in zip(fqnn.quantizers(eager), fqnn.quantizers(model), strict=True):
+        if e is layers[0].input_quantizer or path.endswith("weight_quantizer"):  # of what is no sum
+            for (field, value), (_, found) in zip(e.named_buffers(), a.named_buffers(), strict=True):
+                assert_same(value, found, path, field)
+
+
+# --- compiled once for each state ---------------------------------------------------------------------
+
+PLAN = dict(quantize_from=1, freeze_ranges_at=2, freeze_norms_at=3)
+STATES = ["observe", "quantize", "frozen ranges", "frozen norms"]
+
+
+class Training:
+    """A loop as anybody would write it, and the number of compilations so far."""
+
+    def __init__(self, name, recipe, **plan):
+        self.model, self.x = ready(name, recipe)
+        self.counter = CompileCounter("eager")  # what dynamo does is counted; the backend does not matter
+        self.run = compiled(self.model, self.counter)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.schedule = fq.Schedule(self.model, **plan)
+        self.number = 0
+
+    @property
+    def compilations(self):
+        return self.counter.frame_count
+
+    def train(self):
+        self.model.train()
+        for _ in range(2):
+            self.number += 1
+            self.optimizer.zero_grad()
+            self.run(other_batch(self.x, self.number % 3)).square().mean().backward()
+            self.optimizer.step()
+
+    def evaluate(self):
+        self.model.eval()
+        with torch.no_grad():
+            self.run(self.x)
+
+
+@pytest.mark.parametrize(("name", "recipe"), [("residual", "int8"), ("a module used twice", "lsq")])
+def test_each_state_is_compiled_once_in_training_and_once_in_evaluation(name, recipe):
+    training, counts = Training(name, recipe, **PLAN), []
+    for there_and_back in range(2):
+        training.schedule.load_state_dict({"steps": 0})
+        for number, state in enumerate(STATES):
+            training.train()
+            training.evaluate()
+            counts.append(training.compilations)
+            if not there_and_back:
+                assert training.compilations <= 2 * (number + 1), state
+            for _ in range(2):
+                training.train()
+                training.evaluate()
+            assert training.compilations == counts[-1], f"{state}: compiled again for what was compiled before"
+            training.schedule.step()
+    # Other switches are another program: had nothing been compiled, the switches would have been ignored.
+    assert len(set(counts[:3])) == 3
+    assert counts[len(STATES) :] == counts[len(STATES) - 1 : len(STATES)] * len(STATES)
+
+
+def test_a_whole_schedule_stays_below_dynamos_limit_of_compilations():
+    """Above it a model that is compiled with fullgraph=True fails."""
+    assert 2 * len(STATES) <= torch._dynamo.config.recompile_limit
+
+
+@pytest.mark.parametrize("recipe", ["int8", "lsq"])
+def test_looking_at_a_model_compiles_nothing_afterwards(recipe):
+    training = Training("a module used twice", recipe)
+    training.train()
+    training.evaluate()
+    before = training.compilations
+    for look in (
+        lambda: fq.health(training.model),
+        lambda: fq.health(training.model, [training.x]),
+        lambda: fq.summary(training.model),
+        lambda: copy.deepcopy(training.model.state_dict()),
+        lambda: training.model.load_state_dict(training.model.state_dict()),
+        # Learned scales are not calibrated again.
+        lambda: recipe == "lsq" or fq.calibrate(training.model, [training.x], progress=False),
+    ):
+        look()
+        training.train()
+        training.evaluate()
+        assert training.compilations == before
+
+
+# --- the schedule in compiled code --------------------------------------------------------------------
+
+
+def test_a_schedule_switches_compiled_code_as_it_switches_eager():
+    """Ranges and statistics of norms stay where the schedule says so, also after `model.train()`."""
+    model, x = ready("residual")
+    eager, run = copy.deepcopy(model), compiled(model, "eager")
+    schedules = [fq.Schedule(m, **PLAN) for m in (eager, model)]
+    for number, state in enumerate((*STATES, "later")):
+        for m in (eager, model):
+            m.train()
+        assert_same_step(eager, model, run, other_batch(x, number), state)
+        for schedule in schedules:
+            schedule.step()
+
+
+def test_norms_that_were_compiled_before_they_were_frozen_keep_their_statistics():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    fq.prepare(model, recipes.int8())
+    schedule, run = fq.Schedule(model, freeze_norms_at=1), compiled(model, "eager")
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    run(x)
+    schedule.step()
+    before = model[1].running_mean.clone()
+    model.train()  # the next epoch
+    run(x)
+    assert_same(before, model[1].running_mean, "running_mean")
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["model.compile()", "torch.compile(model)"])
+@pytest.mark.parametrize("ran_before", [True, False], ids=["compiled before", "not yet compiled"])
+def test_health_of_a_compiled_model_is_that_of_the_model(in_place, ran_before):
+    model, x = ready("a module used twice")
+    expected = fq.health(copy.deepcopy(model), [x]).to_dict()
+    if in_place:
+        model.compile(fullgraph=True, backend="eager")
+        run = model
+    else:
+        run = compiled(model, "eager")
+    if ran_before:
+        run.eval()
+        with torch.no_grad():
+            run(x)
+    found = fq.health(run, [x]).to_dict()
+    assert [q["clipped"] for q in found.values()] == [q["clipped"] for q in expected.values()]

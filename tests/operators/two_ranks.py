@@ -1,0 +1,136 @@
+"""Two processes on this machine that train together, and what they found.
+
+A test module has a `CHECKS = Checks()` with functions that take a `Seat`. Both processes start once and run
+every one of them. After one that hangs or fails they begin anew with another process group, so that it leaves
+the others alone. The same functions run in the test process, on the joined batches, where they take `Seat()`.
+"""
+
+import importlib
+import os
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from functools import partial
+
+import pytest
+
+from fakequant.testing.assertions import assert_same_bits
+from straight_through import torch
+
+dist = pytest.importorskip("torch.distributed")
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("needs gloo", allow_module_level=True)
+
+FileLock = pytest.importorskip("filelock").FileLock
+mp = pytest.importorskip("torch.multiprocessing")
+
+RANKS = 2
+PATIENCE = 15.0  # seconds that one rank waits for the other in a check: a hang is an error after them
+ALL_PATIENCE = 240.0  # seconds after which the processes are ended
+
+
+class Seat:
+    """Which rows of a batch are here: those of one rank, or without a rank all of them."""
+
+    def __init__(self, rank=None):
+        self.rank = rank
+
+    def part(self, x):
+        return x if self.rank is None else x.chunk(RANKS)[self.rank]
+
+
+class Checks(dict):
+    """Functions to run on both ranks, by name: that of the function and what tells it from others."""
+
+    def __call__(self, *names, **options):
+        def register(function):
+            self[" ".join((function.__name__, *names))] = partial(function, **options)
+            return function
+
+        return register
+
+    def names(self, function):
+        """Parametrizes a test by the checks that run `function`."""
+        return pytest.mark.parametrize("name", [name for name, check in self.items() if check.func is function])
+
+
+# --- running them ---------------------------------------------------------------------------------
+
+
+def work(rank, module, folder, barrier, failed):
+    """A process: the outcome of every check goes into a file. A warning is an error here too."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    # Of torch's own, when it compiles a function with a derivative of its own.
+    warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
+    seat, outcomes = Seat(rank), {}
+    for number, (name, function) in enumerate(importlib.import_module(module).CHECKS.items()):
+        if not dist.is_initialized():
+            where, patience = f"file://{folder}/store{number}", timedelta(seconds=PATIENCE)
+            dist.init_process_group("gloo", where, timeout=patience, rank=rank, world_size=RANKS)
+        try:
+            outcomes[name] = {"result": function(seat)}
+        except Exception:
+            outcomes[name] = {"error": traceback.format_exc()}
+            failed.value = number
+        barrier.wait(ALL_PATIENCE)
+        if failed.value == number:
+            dist.destroy_process_group()
+    torch.save(outcomes, f"{folder}/rank{rank}")
+
+
+def start(module, folder):
+    """Both processes, which end by themselves or are ended."""
+    added = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    before = {name: os.environ.get(name) for name in added}
+    os.environ.update(added)
+    context = mp.get_context("spawn")
+    shared = module, str(folder), context.Barrier(RANKS), context.Value("i", -1)
+    try:
+        processes = mp.start_processes(work, shared, RANKS, join=False, daemon=True, start_method="spawn")
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    end = time.monotonic() + ALL_PATIENCE
+    try:
+        while not processes.join(timeout=1.0):
+            assert time.monotonic() < end, "the ranks did not end"
+    finally:
+        for process in processes.processes:
+            if process.is_alive():
+                process.kill()
+
+
+def outcomes_of(module, tmp_path_factory):
+    """What both ranks found in the checks of a module. Test processes that run side by side share it."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    folder = folder / module
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            folder.mkdir()
+            start(module, folder)
+    return [torch.load(folder / f"rank{rank}") for rank in range(RANKS)]
+
+
+def results_of(outcomes, name):
+    """Of one check, by rank."""
+    for rank, outcome in enumerate(outcomes):
+        assert "error" not in outcome[name], f"rank {rank}: {outcome[name]['error']}"
+    return [outcome[name]["result"] for outcome in outcomes]
+
+
+# --- comparing ------------------------------------------------------------------------------------
+
+
+def array(tensor):
+    tensor = tensor.detach().contiguous()
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def assert_same_tensors(expected, found):
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert_same_bits(array(value), array(found[name]), name)

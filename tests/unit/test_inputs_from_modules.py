@@ -1,0 +1,104 @@
+"""A layer does not quantize its input if the module it comes from did, on the same grid."""
+
+import copy
+
+import pytest
+
+import fakequant as fq
+from fakequant import QuantSpec, presets
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+recipes = pytest.importorskip("fakequant.recipes")
+
+
+class TwoUses(nn.Module):
+    """What `act` computes is an operand of an addition and the input of a layer."""
+
+    def __init__(self, inplace=False):
+        super().__init__()
+        self.stem, self.act = nn.Linear(8, 8), nn.ReLU()
+        self.fc, self.other = nn.Linear(8, 8), nn.ReLU(inplace=inplace)
+
+    def forward(self, x):
+        x = self.act(self.stem(x))
+        return x + self.other(self.fc(x))
+
+
+def test_a_layer_does_not_quantize_again_what_comes_quantized():
+    model = fq.prepare(TwoUses(), recipes.int8())
+    assert model.fc.input_quantizer is None
+    assert model.stem.input_quantizer is not None
+    assert model.fc.input_grid is model.act.output_quantizer
+    assert "that of act.output_quantizer" in str(fq.summary(model))
+    assert "input_grid" not in fq.unprepare(model).fc.__dict__
+
+
+def test_a_copy_knows_its_own_grid():
+    model = copy.deepcopy(fq.prepare(TwoUses(), recipes.int8()))
+    assert model.fc.input_grid is model.act.output_quantizer
+
+
+def test_what_was_quantized_elsewhere_is_on_its_grid():
+    model = fq.prepare(TwoUses(), recipes.int8())
+    seen = []
+    model.fc.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    model(torch.randn(64, 8))
+    scale, zero_point = model.act.output_quantizer.qparams()
+    again = fq.fake_quantize(seen[0], scale, zero_point, presets.uint8())
+    assert torch.equal(again.view(torch.int32), seen[0].view(torch.int32))
+
+
+class ChangedBetween(TwoUses):
+    def forward(self, x):
+        x = self.act(self.stem(x))
+        y = x + 1
+        x.mul_(3)
+        return y + self.fc(x)
+
+
+class CalledTwice(TwoUses):
+    def forward(self, x):
+        a, b = self.act(self.stem(x)), self.act(self.stem(2 * x))
+        return a + b + self.fc(a)
+
+
+class OnlyInEvaluation(TwoUses):
+    def forward(self, x):
+        x = self.act(self.stem(x))
+        return x + self.fc(x * 2 if self.training else x)
+
+
+class InTheInput(TwoUses):
+    """The first layer changes what the second is given."""
+
+    def forward(self, x):
+        x = self.act(self.stem(x))
+        y = x + 1
+        return self.other(x) + y + self.fc(x)
+
+
+DIFFERENT = {
+    "changed in place": ChangedBetween,
+    "changed by a module": lambda: InTheInput(inplace=True),
+    "called twice": CalledTwice,
+    "only in evaluation": OnlyInEvaluation,
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("make", DIFFERENT.values(), ids=DIFFERENT)
+def test_a_layer_quantizes_what_may_not_be_as_it_was_computed(make, training):
+    model = fq.prepare(make().train(training), recipes.int8())
+    assert model.act.output_quantizer is not None
+    assert model.fc.input_quantizer is not None
+
+
+def test_a_layer_with_another_spec_quantizes_its_input():
+    config = recipes.int8().rule("fc", input=QuantSpec(bits=4, signed=False, symmetric=False))
+    assert fq.prepare(TwoUses(), config).fc.input_quantizer.spec.bits == 4
+
+
+def test_a_layer_with_another_observer_quantizes_its_input():
+    config = recipes.int8().rule("fc", activation_observer=fq.observers.MinMax())
+    assert fq.prepare(TwoUses(), config).fc.input_quantizer is not None
