@@ -26,7 +26,9 @@ bench: build
 	$(PY) benchmarks/bench_kernels.py --json benchmarks/results/latest.json
 	$(PY) benchmarks/bench_torch.py --json benchmarks/results/latest-torch.json
 	$(PY) benchmarks/bench_quantizers.py --json benchmarks/results/latest-quantizers.json
+	$(PY) benchmarks/bench_train_step.py --json benchmarks/results/latest-train-step.json
 	$(PY) benchmarks/digits.py --json benchmarks/results/latest-digits.json
+	$(PY) benchmarks/digits_cnn.py --json benchmarks/results/latest-digits-cnn.json
 
 build: $(VENV)/.built
 
