@@ -57,8 +57,11 @@ _WHOLE_MODELS = {
     "Rule": "config",
     "Schedule": "workflow.schedule",
     "calibrate": "workflow.calibrate",
+    "convert": "workflow.convert",
     "health": "workflow.health",
+    "load_converted": "workflow.files",
     "prepare": "workflow.prepare",
+    "save_converted": "workflow.files",
     "summary": "workflow.summary",
     "unprepare": "workflow.prepare",
 }

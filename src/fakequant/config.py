@@ -113,7 +113,7 @@ class QuantConfig:
     # For layers that no rule matches; None: they stay in float.
     default: LayerConfig | None = None
     rules: tuple[Rule, ...] = ()
-    # For results of layers that reach an addition, a concatenation or a product in the model's own code,
+    # For results of layers that reach an addition, a concatenation, a product or a mean,
     # where an integer runtime needs codes too; None: they stay in float.
     between: QuantSpec | None = None
     # Quantized layers keep codes for the backward pass instead of floats: the same gradients in less memory.

@@ -20,6 +20,8 @@ class Target:
     name: str
     # The most bits of a weight whose products with 8-bit activations are summed exactly.
     weight_bits: int = 8
+    # How it goes from sums of products to codes, see fakequant/integer/arithmetic.py.
+    arithmetic: str = "reference"
 
     def fit_weight(self, spec: QuantSpec) -> QuantSpec:
         """The spec of weights for this target: as given, or with fewer bits.
@@ -34,8 +36,8 @@ TARGETS = {
     target.name: target
     for target in (
         Target(name="generic"),
-        Target(name="onnxruntime-vnni"),
-        Target(name="onnxruntime-x86", weight_bits=7),
+        Target(name="onnxruntime-vnni", arithmetic="onnxruntime"),
+        Target(name="onnxruntime-x86", weight_bits=7, arithmetic="onnxruntime"),
     )
 }
 
@@ -44,7 +46,7 @@ def find(name: str) -> Target:
     """The target of that name.
 
     >>> find("generic")
-    Target(name='generic', weight_bits=8)
+    Target(name='generic', weight_bits=8, arithmetic='reference')
     """
     if not isinstance(name, str) or name not in TARGETS:
         raise ValueError(f"`target` must be one of {', '.join(TARGETS)}, got {name!r}.")

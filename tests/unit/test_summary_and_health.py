@@ -25,7 +25,11 @@ class Residual(nn.Module):
 def test_a_summary_names_what_is_quantized_and_what_is_not():
     model = fq.prepare(Residual(), recipes.int8().skip("head").rule("heads.*", weight=fq.presets.int4()))
     found = fq.summary(model)
-    assert [(layer.path, layer.kind) for layer in found.layers] == [("conv", "Conv2d"), ("norm", "BatchNorm2d")]
+    assert [(layer.path, layer.kind) for layer in found.layers] == [
+        ("conv", "Conv2d"),
+        ("norm", "BatchNorm2d"),
+        ("relu", "ReLU"),
+    ]
     assert found.layers[1].output == "uint8, per tensor"
     assert found.floats["head"] == "the config says so"
     assert [near for _, near in found.unmatched] == [["head"]]

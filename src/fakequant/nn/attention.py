@@ -21,6 +21,7 @@ class MultiheadAttention(QuantizedLayer):
     """
 
     weight_name: ClassVar[str] = "in_proj_weight"
+    bias_name: ClassVar[str] = "in_proj_bias"
     projection_quantizer: Quantizer | None
 
     @classmethod
@@ -74,11 +75,10 @@ class MultiheadAttention(QuantizedLayer):
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         layer: Any = self
-        bias = layer.in_proj_bias
         if key is query and value is query:
-            projected = self.compute(lambda x, weight: linear(x, weight, bias), query)
-            return list(self._between(projected).chunk(3, dim=-1))
-        weight, x = self.quantize_weight(layer.in_proj_weight), self.quantize_input(query)
+            return list(self._between(self.compute(linear, query)).chunk(3, dim=-1))
+        bias = layer.in_proj_bias
+        weight, x = self.quantized_weight(), self.quantize_input(query)
         inputs = [x, x if key is query else self.quantize_input(key)]
         inputs.append(inputs[1] if value is key else self.quantize_input(value))
         biases = [None] * 3 if bias is None else bias.chunk(3)

@@ -13,12 +13,10 @@ from fakequant.nn.layer import QuantizedLayer, quantizes
 class Conv(QuantizedLayer):
     """A convolution of x with w, both quantized."""
 
-    bias: Tensor | None
-
     def forward(self, input: Tensor) -> Tensor:
         """As in `nn.Conv2d`."""
         layer: Any = self
-        return self.quantize_output(self.compute(lambda x, weight: layer._conv_forward(x, weight, layer.bias), input))
+        return self.quantize_output(self.compute(layer._conv_forward, input))
 
 
 class _Transposed(QuantizedLayer):
@@ -34,8 +32,10 @@ class _Transposed(QuantizedLayer):
         output_padding = layer._output_padding(
             input, output_size, layer.stride, layer.padding, layer.kernel_size, self.dimensions, layer.dilation
         )
-        rest = (layer.bias, layer.stride, layer.padding, output_padding, layer.groups, layer.dilation)
-        return self.quantize_output(self.compute(lambda x, weight: type(self).function(x, weight, *rest), input))
+        rest = (layer.stride, layer.padding, output_padding, layer.groups, layer.dilation)
+        return self.quantize_output(
+            self.compute(lambda x, weight, bias: type(self).function(x, weight, bias, *rest), input)
+        )
 
 
 @quantizes(nn.ConvTranspose1d)

@@ -28,7 +28,7 @@ class Embedding(_Table):
         layer: Any = self
         y = F.embedding(
             input,
-            self.quantize_weight(layer.weight),
+            self.quantized_weight(),
             layer.padding_idx,
             None,
             layer.norm_type,
@@ -46,7 +46,7 @@ class EmbeddingBag(_Table):
         """As in `nn.EmbeddingBag`."""
         layer: Any = self
         y = F.embedding_bag(
-            input, self.quantize_weight(layer.weight), offsets, None, layer.norm_type, layer.scale_grad_by_freq,
+            input, self.quantized_weight(), offsets, None, layer.norm_type, layer.scale_grad_by_freq,
             layer.mode, False, per_sample_weights, layer.include_last_offset, layer.padding_idx,
         )  # fmt: skip
         return self.quantize_output(y)

@@ -28,8 +28,9 @@ class QuantizedLayer(nn.Module):
     channel_axis: ClassVar[int] = 0
     # The inputs are numbers to quantize, not indices.
     has_input: ClassVar[bool] = True
-    # The name of the weight.
+    # The names of the weight and the bias.
     weight_name: ClassVar[str] = "weight"
+    bias_name: ClassVar[str] = "bias"
 
     # Keep codes for the backward pass instead of floats.
     save_codes: bool = True
@@ -49,18 +50,22 @@ class QuantizedLayer(nn.Module):
         """What the layer computes with."""
         return x if self.input_quantizer is None else self.input_quantizer(x)
 
-    def quantize_weight(self, weight: Tensor) -> Tensor:
+    def quantized_weight(self) -> Tensor:
         """The weight the layer computes with."""
+        return self._quantize_weight(getattr(self, self.weight_name))
+
+    def _quantize_weight(self, weight: Tensor) -> Tensor:
         return weight if self.weight_quantizer is None else self.weight_quantizer(weight)
 
-    def compute(self, operator: Callable[[Tensor, Tensor], Tensor], input: Tensor) -> Tensor:
-        """`operator` of the quantized input and weight, which keeps codes for the backward pass."""
+    def compute(self, operator: Callable[[Tensor, Tensor, Tensor | None], Tensor], input: Tensor) -> Tensor:
+        """`operator` of the quantized input and weight and the bias, which keeps codes for the backward pass."""
         source = getattr(self, self.weight_name)  # once: reading a parametrized weight computes it
-        x, weight = self.quantize_input(input), self.quantize_weight(source)
+        x, weight = self.quantize_input(input), self._quantize_weight(source)
+        bias = getattr(self, self.bias_name)
         if not self.save_codes:
-            return operator(x, weight)
+            return operator(x, weight, bias)
         with saving_codes(x, self.input_quantizer or self.input_grid, weight, self.weight_quantizer, source):
-            return operator(x, weight)
+            return operator(x, weight, bias)
 
     def quantize_output(self, y: Tensor) -> Tensor:
         """What others see of the result."""

@@ -26,8 +26,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class Linear(QuantizedLayer):
     """y = x w^T + b, with x and w quantized."""
 
-    bias: Tensor | None
-
     def forward(self, input: Tensor) -> Tensor:
         """As in `nn.Linear`."""
-        return self.quantize_output(self.compute(lambda x, weight: linear(x, weight, self.bias), input))
+        return self.quantize_output(self.compute(linear, input))

@@ -1,4 +1,4 @@
-"""Which modules' results reach an addition, a concatenation or a product in the model's own code, or a layer.
+"""Which modules' results reach an addition, a concatenation, a product or a mean, or a layer.
 
 torch.fx is used to look at the model, never to replace it. What it cannot trace is left alone.
 """
@@ -17,9 +17,13 @@ from fakequant.nn.layer import find_forward
 _FUNCTIONS = {
     operator.add, operator.iadd, operator.mul, operator.imul, operator.matmul, operator.sub, operator.isub,
     torch.add, torch.mul, torch.sub, torch.cat, torch.concat, torch.stack, torch.matmul, torch.bmm, torch.einsum,
-    F.scaled_dot_product_attention,
+    F.scaled_dot_product_attention, torch.mean, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d,
+    F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
 }  # fmt: skip
-_METHODS = {"add", "add_", "mul", "mul_", "sub", "sub_", "matmul", "bmm", "__add__", "__mul__", "__matmul__"}
+_METHODS = {"add", "add_", "mul", "mul_", "sub", "sub_", "matmul", "bmm", "__add__", "__mul__", "__matmul__", "mean"}
+_POOLS = (
+    nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
+)  # fmt: skip
 
 
 class Found(NamedTuple):
@@ -66,12 +70,12 @@ def find_operands(model: nn.Module) -> Found:
     producers: dict[str, None] = {}
     without: dict[str, None] = {}
     for node in (node for graph in graphs for node in graph.nodes):
-        if not _is_operation(node):
+        if not _is_operation(model, node):
             continue
         for operand in node.all_input_nodes:
             if operand.op == "call_module":
                 producers[str(operand.target)] = None
-            elif operand.op in ("call_function", "call_method") and not _is_operation(operand):
+            elif operand.op in ("call_function", "call_method") and not _is_operation(model, operand):
                 without[f"{operand.name} into {node.name}"] = None
     sources = [_sources(traced, graph) for graph in graphs]
     return Found(list(producers), list(without), dict(sources[0].items() & sources[1].items()), None)
@@ -97,7 +101,9 @@ def _changes_its_input(model: nn.Module, node: fx.Node) -> bool:
     return in_place or name in ("iadd", "imul", "isub", "setitem") or bool(node.kwargs.get("inplace"))
 
 
-def _is_operation(node: Any) -> bool:
+def _is_operation(model: nn.Module, node: Any) -> bool:
+    if node.op == "call_module":
+        return isinstance(model.get_submodule(str(node.target)), _POOLS)
     if node.op == "call_function":
         return node.target in _FUNCTIONS
     return node.op == "call_method" and node.target in _METHODS

@@ -37,7 +37,7 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
 
     Layers stay what they are: of a class derived from theirs, with the same parameters under the same
     names, the same hooks, tied weights still tied. A state of the float model loads strictly. Where a
-    result reaches an addition, a concatenation or a product in the model's own code, the module it
+    result reaches an addition, a concatenation, a product or a mean, the module it
     comes from quantizes it too (`config.between`); torch.fx finds these, and what it cannot trace is in
     the summary.
 
@@ -69,13 +69,13 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
             module.output_quantizer = module.output_quantizer or quantizer
         else:
             module.register_module("output_quantizer", quantizer)
-            module.__dict__[_HOOK] = module.register_forward_hook(_quantize_output)
+            module.__dict__[_HOOK] = module.register_forward_hook(quantize_output)
             hooked.append(path)
     for path, source in on_a_grid.items():
         # Not as a child: it is one of the source.
         model.get_submodule(path).__dict__["input_grid"] = model.get_submodule(source).output_quantizer
     for module in model.modules():
-        _close_shortcuts(module)
+        close_shortcuts(module)
     name_quantizers(model)
     model.__dict__["_fakequant_preparation"] = Preparation(config, plan.floats, plan.unmatched, hooked, notes)
     return model
@@ -123,12 +123,13 @@ def preparation(model: nn.Module) -> Preparation:
     return found
 
 
-def _quantize_output(module: Any, args: Any, output: Any) -> Any:
+def quantize_output(module: Any, args: Any, output: Any) -> Any:
+    """A hook: the result of a module as its quantizer leaves it."""
     is_number = isinstance(output, Tensor) and output.is_floating_point()
     return module.output_quantizer(output) if is_number else output
 
 
-def _close_shortcuts(module: Any) -> None:
+def close_shortcuts(module: Any) -> None:
     """torch's encoder computes a layer in one operator in evaluation, past our layers, unless it has a hook."""
     if isinstance(module, nn.TransformerEncoder):
         module.__dict__["_fakequant_nested"] = module.use_nested_tensor

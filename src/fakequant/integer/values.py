@@ -1,0 +1,255 @@
+"""Floats in a converted model that remember the integers they stand for.
+
+Between two layers a converted model passes floats, so that the model's own code runs as it is. A runtime
+passes integers, and where a quantizer follows a layer it never computes the float at all: it goes from the
+sum of products straight to the next code. A `Known` tensor is such a float together with what the runtime
+has in its place, its origin. A quantizer asks the origin for codes; other code sees an ordinary tensor.
+
+    OnGrid         (q - zero_point) * scale    what a quantizer returned
+    Accumulated    sum * scale                 what a layer returned: a sum of products of codes
+    Added          a + b                       both on grids
+    Averaged       mean of a over some axes    a on a grid
+
+Operations that only move or select elements keep the origin, and so does a ReLU: it is the same on codes.
+Everything else gives a tensor without one.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fakequant.spec import QuantSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class GridOf:
+    """Scale (float32) and zero point (int32) of a tensor that has one of each."""
+
+    scale: Tensor
+    zero_point: Tensor
+    spec: QuantSpec
+
+
+class Arithmetic(Protocol):
+    """How a runtime comes to codes on a grid. Codes are integers in float32."""
+
+    def from_sums(self, sums: Tensor, scale: Tensor, grid: GridOf) -> Tensor:
+        """Of `sums * scale`."""
+
+    def from_addition(self, a: Tensor, a_grid: GridOf, b: Tensor, b_grid: GridOf, grid: GridOf) -> Tensor:
+        """Of `a + b`, which are on grids."""
+
+    def from_average(self, x: Tensor, x_grid: GridOf, axes: tuple[int, ...], grid: GridOf) -> Tensor:
+        """Of the mean of `x`, which is on a grid, with its axes kept."""
+
+
+class Origin(Protocol):
+    """Where a value comes from."""
+
+    def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
+        """The codes of the value on a grid, as integers in float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OnGrid:
+    """The value is on a grid."""
+
+    value: Tensor
+    grid: GridOf
+
+    def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
+        """By the rule of ONNX."""
+        return quantized(self.value, grid)
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulated:
+    """Exact sums, in floats that are wide enough, and their scale; the two broadcast."""
+
+    sums: Tensor
+    scale: Tensor
+
+    def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
+        """In one step."""
+        return arithmetic.from_sums(self.sums, self.scale, grid)
+
+
+@dataclasses.dataclass(frozen=True)
+class Added:
+    """The sum of two tensors on grids."""
+
+    a: OnGrid
+    b: OnGrid
+
+    def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
+        """In one step."""
+        return arithmetic.from_addition(self.a.value, self.a.grid, self.b.value, self.b.grid, grid)
+
+
+@dataclasses.dataclass(frozen=True)
+class Averaged:
+    """The mean over some axes of a tensor on a grid."""
+
+    x: OnGrid
+    axes: tuple[int, ...]
+    keepdim: bool
+
+    def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
+        """In one step."""
+        q = arithmetic.from_average(self.x.value, self.x.grid, self.axes, grid)
+        return q if self.keepdim else q.squeeze(self.axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """Elements of something else: in other places, or the largest of some."""
+
+    of: Origin
+    move: Callable[[Tensor], Tensor]
+
+    def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
+        """Those of it, moved."""
+        return self.move(self.of.codes(arithmetic, grid))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rectified:
+    """A ReLU of something else: the code of 0 is the zero point."""
+
+    of: Origin
+
+    def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
+        """Those of it, not below the zero point."""
+        return torch.maximum(self.of.codes(arithmetic, grid), grid.zero_point)
+
+
+def quantized(x: Tensor, grid: GridOf) -> Tensor:
+    """clamp(rint(x / scale) + zero_point), in float32; NaN has the lowest code, as in `quantize`."""
+    q = torch.round(x.float() / grid.scale) + grid.zero_point
+    return q.clamp(grid.spec.qmin, grid.spec.qmax).nan_to_num(grid.spec.qmin)
+
+
+def codes_of(x: Tensor, grid: GridOf) -> Tensor:
+    """The codes of what is on the grid."""
+    return torch.round(x / grid.scale) + grid.zero_point
+
+
+class Known(torch.Tensor):
+    """A float tensor with an origin."""
+
+    origin: Origin
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        plain_args = _without(args)
+        result = func(*plain_args, **_without(kwargs))
+        rule = _RULES.get(func)
+        if rule is None or not isinstance(result, Tensor):
+            return result
+        origin = rule(func, args, plain_args, kwargs, result)
+        return result if origin is None else known(result, origin)
+
+
+def known(value: Tensor, origin: Origin) -> Known:
+    """`value` with an origin."""
+    made = value.as_subclass(Known)
+    made.origin = origin
+    return made
+
+
+def on_grid(value: Tensor, grid: GridOf) -> Known:
+    """`value`, which is on a grid."""
+    return known(value, OnGrid(value, grid))
+
+
+def origin_of(value: Any) -> Origin | None:
+    """The origin of a tensor, if it has one."""
+    return value.origin if isinstance(value, Known) else None
+
+
+def plain(value: Tensor) -> Tensor:
+    """The tensor without its origin."""
+    return value.as_subclass(Tensor) if isinstance(value, Known) else value
+
+
+def _without(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return plain(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_without(v) for v in value)
+    if isinstance(value, dict):
+        return {k: _without(v) for k, v in value.items()}
+    return value
+
+
+# --- what an operation makes of an origin; None: nothing is known any more ---------------------------
+
+
+def _moved(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
+    origin = origin_of(args[0])
+    if isinstance(origin, OnGrid):
+        return OnGrid(result, origin.grid)
+    return None if origin is None else Moved(origin, lambda codes: func(codes, *plain_args[1:], **kwargs))
+
+
+def _rectified(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
+    origin = origin_of(args[0])
+    if isinstance(origin, OnGrid):
+        return OnGrid(result, origin.grid)
+    return None if origin is None else Rectified(origin)
+
+
+def _same(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
+    return origin_of(args[0])
+
+
+def _dropped(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
+    training = kwargs.get("training", args[2] if len(args) > 2 else True)
+    return None if training else origin_of(args[0])
+
+
+def _added(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
+    origins = [origin_of(x) for x in args]
+    if len(origins) != 2 or kwargs.get("alpha", 1) != 1:
+        return None
+    a, b = origins
+    if not (isinstance(a, OnGrid) and isinstance(b, OnGrid)) or a.value.shape != b.value.shape:
+        return None
+    return Added(a, b)
+
+
+def _averaged(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
+    origin, x = origin_of(args[0]), plain_args[0]
+    if not isinstance(origin, OnGrid):
+        return None
+    if func is F.adaptive_avg_pool2d:
+        size = args[1] if len(args) > 1 else kwargs["output_size"]
+        return Averaged(origin, (x.dim() - 2, x.dim() - 1), True) if size in (1, (1, 1), [1, 1]) else None
+    axes = args[1] if len(args) > 1 else kwargs.get("dim")
+    if axes is None or kwargs.get("dtype") is not None:
+        return None
+    axes = (axes,) if isinstance(axes, int) else tuple(axes)
+    keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
+    return Averaged(origin, tuple(sorted(axis % x.dim() for axis in axes)), keepdim)
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(
+        (
+            torch.reshape, Tensor.reshape, Tensor.view, torch.flatten, Tensor.flatten, Tensor.unflatten, torch.permute,
+            Tensor.permute, torch.transpose, Tensor.transpose, torch.squeeze, Tensor.squeeze, torch.unsqueeze,
+            Tensor.unsqueeze, Tensor.__getitem__, F.max_pool1d, F.max_pool2d, F.max_pool3d,
+        ),
+        _moved,
+    ),
+    **dict.fromkeys((F.relu, torch.relu, Tensor.relu), _rectified),
+    **dict.fromkeys((Tensor.contiguous, Tensor.clone, Tensor.detach), _same),
+    F.dropout: _dropped,
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _added),
+    **dict.fromkeys((torch.mean, Tensor.mean, F.adaptive_avg_pool2d), _averaged),
+}  # fmt: skip

@@ -1,0 +1,190 @@
+"""`convert`: a prepared model as integers."""
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from fakequant import targets
+from fakequant.integer.grid import Grid
+from fakequant.integer.layer import integer_class
+from fakequant.nn.layer import QuantizedLayer
+from fakequant.nn.quantizer import Quantizer, quantizers
+from fakequant.workflow.fold import Folded, find_pairs, fold, why_not
+from fakequant.workflow.prepare import preparation, quantize_output
+
+_PLACES = ("input_quantizer", "output_quantizer", "projection_quantizer")
+
+
+@dataclasses.dataclass
+class Conversion:
+    """What was done to a model, kept with it."""
+
+    target: str
+    # Normalizations that are part of a layer now.
+    folded: list[str]
+    notes: list[str]
+
+
+def convert(model: nn.Module, *, target: str | None = None) -> nn.Module:
+    """A copy of a prepared model that holds integer codes and computes with them: the golden model.
+
+    Weights are codes and scales, biases are integers at the scale of the sums they are added to, batch
+    normalizations are part of the layers before them, and scales stay as they are. Products of codes are
+    summed without rounding and brought to the next grid as the kernels of the target do it, so that codes
+    can be compared with those of the runtime one by one. `target` is that of the config, unless given.
+
+    >>> import fakequant as fq
+    >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8())
+    >>> model = fq.calibrate(model, [torch.ones(3, 4)], progress=False)
+    >>> convert(model)[0].weight_codes.dtype
+    torch.int8
+    """
+    made = preparation(model)
+    goal = targets.find(made.config.target if target is None else target)
+    _require_scales(model)
+    copied = copy.deepcopy(model).eval().requires_grad_(False)
+    pairs, problem = find_pairs(copied)
+    notes = [] if problem is None else [f"the model's own code could not be traced ({problem}): see what was folded"]
+    grids = _make_grids(copied, goal)
+    kept = _replace(copied, grids, {pair.layer: copied.get_submodule(pair.norm) for pair in pairs})
+    folded = [pair.norm for pair in pairs if pair.layer not in kept]
+    for path in folded:
+        take_out(copied, path)
+    notes += [f"{pair.norm} stays a normalization: {kept[pair.layer]}" for pair in pairs if pair.layer in kept]
+    del copied.__dict__["_fakequant_preparation"]
+    copied.__dict__["_fakequant_conversion"] = Conversion(goal.name, folded, notes)
+    return copied
+
+
+def conversion(model: nn.Module) -> Conversion:
+    """What was done to a converted model."""
+    found = model.__dict__.get("_fakequant_conversion")
+    if found is None:
+        raise ValueError("The model is not converted.\nUse fakequant.convert(model).")
+    return found
+
+
+def _require_scales(model: nn.Module) -> None:
+    missing = []
+    weights = {module.weight_quantizer for module in model.modules() if isinstance(module, QuantizedLayer)}
+    for path, quantizer in quantizers(model):
+        if quantizer not in weights and not _is_dynamic(quantizer):
+            try:
+                quantizer.qparams()  # type: ignore[operator]
+            except RuntimeError:
+                missing.append(path)
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise RuntimeError(
+            f"The model is not calibrated: {', '.join(missing[:3])}{more} have no scale.\n"
+            "Use fakequant.calibrate(model, data), or train it, before it is converted."
+        )
+
+
+def _is_dynamic(quantizer: Any) -> bool:
+    observer = getattr(quantizer, "observer", None)
+    return observer is not None and observer.dynamic and (not quantizer.frozen or quantizer._blocks is None)
+
+
+def _make_grids(model: nn.Module, target: targets.Target) -> dict[Quantizer, Grid]:
+    weights = {module.weight_quantizer for module in model.modules() if isinstance(module, QuantizedLayer)}
+    made = {}
+    for path, quantizer in quantizers(model):
+        if quantizer in weights:
+            continue
+        options: dict[str, Any] = {"arithmetic": target.arithmetic, "path": path}
+        if _is_dynamic(quantizer):
+            grid = Grid(quantizer.spec, None, None, eps=quantizer.eps, **options)  # type: ignore[arg-type]
+        else:
+            grid = Grid(quantizer.spec, *quantizer.qparams(), **options)  # type: ignore[operator]
+        made[quantizer] = grid
+    return made
+
+
+def _replace(model: nn.Module, grids: dict[Quantizer, Grid], norms: dict[str, nn.Module]) -> dict[str, str]:
+    """Makes every quantized layer an integer layer, and every other quantizer a grid.
+
+    Returns the layers whose normalization could not be made a part of them, and why.
+    """
+    kept = {}
+    for path, module in list(model.named_modules()):
+        for name in _PLACES:
+            quantizer = module._modules.get(name)
+            if isinstance(quantizer, Quantizer):
+                module._modules[name] = grids[quantizer]
+        if isinstance(module, QuantizedLayer):
+            grid = module.__dict__.get("input_grid")
+            if grid is not None:
+                module.__dict__["input_grid"] = grids[grid]
+            reason = _make_integer(module, norms.get(path))
+            if reason is not None:
+                kept[path] = reason
+    return kept
+
+
+@torch.no_grad()
+def _make_integer(layer: Any, norm: nn.Module | None) -> str | None:
+    quantizer = layer.weight_quantizer
+    weight = getattr(layer, layer.weight_name).detach()
+    bias = getattr(layer, layer.bias_name, None)
+    layer._modules.pop("weight_quantizer", None)
+    layer.__dict__.pop("save_codes", None)
+    kind = layer.float_class
+    if parametrize.is_parametrized(layer):
+        kind = kind.__bases__[0]
+        del layer._modules["parametrizations"]
+    layer.__class__ = integer_class(kind)
+    layer.weight_spec = None
+    layer.bias_codes = None
+    if quantizer is None:
+        return None
+    quantizer.eval()(weight)  # of one that finds its range at run time: now
+    scale, zero_point = quantizer.qparams()
+    spec = quantizer.spec
+    layer._parameters.pop(layer.weight_name, None)
+    layer.weight_shape = tuple(weight.shape)
+    layer.weight_spec = spec
+    layer.register_buffer("weight_scale", scale)
+    layer.register_buffer("weight_zero_point", None if spec.symmetric else zero_point)
+    layer.register_buffer("weight_codes", None)
+    layer.set_weight(weight)
+    reason = None if norm is None else why_not(layer, norm)
+    if norm is not None and reason is None:
+        bias = fold(layer, bias, norm)
+    _set_bias(layer, bias)
+    return reason
+
+
+def _set_bias(layer: Any, bias: Tensor | None) -> None:
+    """As integers, if the scale of the sums is known; else as a float."""
+    if layer.bias_name in layer._parameters:
+        layer._parameters[layer.bias_name] = None
+    del layer.bias_codes
+    layer.register_buffer("bias_codes", None)
+    if bias is None:
+        return
+    grid = layer.input_quantizer or layer.input_grid
+    if isinstance(grid, Grid) and grid.has_one_scale and layer._sums_have_one_scale():
+        scale = layer._along_bias(layer._sum_scale(grid.scale))
+        codes = (bias.detach().double() / scale.double()).round()
+        largest = 2**31 - 1
+        layer.bias_codes = codes.clamp(-largest, largest).to(torch.int32)
+    else:
+        layer._parameters[layer.bias_name] = nn.Parameter(bias.detach().float(), requires_grad=False)
+
+
+def quantize_output_with(module: nn.Module, grid: nn.Module) -> None:
+    """Puts the results of a module that is no layer of ours on a grid."""
+    module.register_module("output_quantizer", grid)
+    module.register_forward_hook(quantize_output)
+
+
+def take_out(model: nn.Module, path: str) -> None:
+    """Puts something in the place of a normalization that does nothing."""
+    parent, _, name = path.rpartition(".")
+    norm = model.get_submodule(path)
+    setattr(model.get_submodule(parent), name, Folded(norm._modules.get("output_quantizer")))

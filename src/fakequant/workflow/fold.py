@@ -1,0 +1,135 @@
+"""Batch normalization as part of the layer before it: another scale per channel and another bias.
+
+    y = (x w + b - mean) * factor + beta        factor = gamma / sqrt(variance + eps)
+
+    weight_scale' = weight_scale * |factor|     codes' = -codes where factor < 0
+    b'            = (b - mean) * factor + beta
+
+Codes of a symmetric, narrow grid can change their sign, so nothing is rounded anew.
+"""
+
+import dataclasses
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from fakequant.integer.layer import IntegerLayer
+from fakequant.nn.layer import QuantizedLayer
+from fakequant.nn.quantizer import Quantizer
+
+
+class Pair(NamedTuple):
+    """A layer, and the normalization that takes its result and nobody else does."""
+
+    layer: str
+    norm: str
+
+
+class Folded(nn.Module):
+    """Where a normalization was; its result may be quantized."""
+
+    output_quantizer: Any
+
+    def __init__(self, output_quantizer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.register_module("output_quantizer", output_quantizer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x`."""
+        return x if self.output_quantizer is None else self.output_quantizer(x)
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if isinstance(m, (QuantizedLayer, Quantizer)):
+            return True
+        if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+            return False
+        return m.__module__.startswith(("torch.nn", "torch.ao.nn"))
+
+
+def find_pairs(model: nn.Module) -> tuple[list[Pair], str | None]:
+    """Layers whose results go to a batch normalization and nowhere else, and why not all could be found."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            graph = _Tracer().trace(model)
+    except Exception as error:  # whatever a model's own code raises when it is traced
+        first = str(error).strip().split("\n")[0]
+        return _in_sequences(model), f"{type(error).__name__}: {first}"
+    calls: dict[str, int] = {}
+    for node in graph.nodes:
+        if node.op == "call_module":
+            calls[str(node.target)] = calls.get(str(node.target), 0) + 1
+    found = []
+    for node in graph.nodes:
+        if node.op != "call_module" or not _is_norm(model.get_submodule(str(node.target))):
+            continue
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or source.op != "call_module" or len(source.users) != 1:
+            continue
+        pair = Pair(str(source.target), str(node.target))
+        if calls[pair.layer] == calls[pair.norm] == 1 and _fits(model, pair):
+            found.append(pair)
+    return found, None
+
+
+def _in_sequences(model: nn.Module) -> list[Pair]:
+    """Neighbours in an `nn.Sequential`, which pass their results on."""
+    found = []
+    for path, module in model.named_modules():
+        if type(module).forward is nn.Sequential.forward:
+            names = [f"{path}.{name}" if path else name for name in module._modules]
+            pairs = [Pair(a, b) for a, b in pairwise(names)]
+            found += [pair for pair in pairs if _is_norm(model.get_submodule(pair.norm)) and _fits(model, pair)]
+    return found
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
+
+
+def _fits(model: nn.Module, pair: Pair) -> bool:
+    layer: Any = model.get_submodule(pair.layer)
+    if not isinstance(layer, QuantizedLayer) or layer.output_quantizer is not None or layer.weight_quantizer is None:
+        return False
+    return layer.weight_quantizer.spec.symmetric and (getattr(layer, "groups", 1) == 1 or layer.channel_axis == 0)
+
+
+def _factor(norm: Any) -> Tensor:
+    deviation = (norm.running_var.double() + norm.eps).sqrt()
+    return (1.0 if norm.weight is None else norm.weight.detach().double()) / deviation
+
+
+def why_not(layer: IntegerLayer, norm: Any) -> str | None:
+    """Why a normalization cannot be a part of the layer, if it cannot."""
+    spec = layer.weight_spec
+    assert spec is not None
+    if spec.qmin == -spec.qmax:
+        return None
+    axis = layer.channel_axis
+    negative = _factor(norm) < 0
+    lowest = (layer.weight_levels() == spec.qmin).movedim(axis, 0).flatten(1).any(1)
+    if bool((negative & lowest).any()):
+        return f"a channel with a negative factor has the code {spec.qmin}, which has no opposite; use narrow=True"
+    return None
+
+
+def fold(layer: IntegerLayer, bias: Tensor | None, norm: Any) -> Tensor:
+    """Changes codes and scale of the layer; returns its bias, in float64."""
+    factor = _factor(norm)
+    beta = torch.zeros_like(factor) if norm.bias is None else norm.bias.detach().double()
+    assert layer.weight_spec is not None
+    axis, dims = layer.channel_axis, len(layer.weight_shape)
+    channels = layer.weight_shape[axis]
+    if layer.weight_spec.axis is None:
+        layer.weight_spec = dataclasses.replace(layer.weight_spec, axis=axis)
+        layer.weight_scale = layer.weight_scale.expand(channels).clone()
+    per_scale = factor.abs().reshape(-1, *[1] * (layer.weight_scale.dim() - 1))
+    smallest = torch.finfo(torch.float32).tiny
+    layer.weight_scale = (layer.weight_scale.double() * per_scale).clamp(min=smallest).float()
+    sign = factor.sign().reshape([-1 if a == axis else 1 for a in range(dims)])
+    layer.set_levels(layer.weight_levels() * sign.float())
+    before = torch.zeros_like(factor) if bias is None else bias.detach().double()
+    return (before - norm.running_mean.double()) * factor + beta
