@@ -58,6 +58,7 @@ _WHOLE_MODELS = {
     "Schedule": "workflow.schedule",
     "calibrate": "workflow.calibrate",
     "convert": "workflow.convert",
+    "export_onnx": "workflow.export_onnx",
     "health": "workflow.health",
     "load_converted": "workflow.files",
     "prepare": "workflow.prepare",

@@ -1,27 +1,35 @@
 """What a network will run on, as data: what a grid must be like to run there as it was trained.
 
-    generic             any grid
-    onnxruntime-vnni    x86 with VNNI: 8-bit weights in full
-    onnxruntime-x86     any x86: weights of at most 7 bits beside 8-bit activations
+    generic             any grid; computed as the graph says
+    onnxruntime-vnni    ONNX Runtime on x86 with VNNI: 8-bit weights in full
+    onnxruntime-x86     ONNX Runtime on any x86: weights of at most 7 bits beside 8-bit activations
+    tensorrt            8 bits, symmetric, for weights and activations
 
 Without VNNI an x86 adds pairs of products of 8-bit numbers in 16 bits and saturates: 255 * w + 255 * w
 fits as long as |w| is at most 64. With more the sums are wrong, silently.
 """
 
 import dataclasses
+from typing import Any
 
 from fakequant.spec import QuantSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """What a runtime can compute exactly."""
+    """What a runtime can compute exactly, and how it does it."""
 
     name: str
     # The most bits of a weight whose products with 8-bit activations are summed exactly.
     weight_bits: int = 8
+    # Activations have zero point 0.
+    symmetric_activations: bool = False
     # How it goes from sums of products to codes, see fakequant/integer/arithmetic.py.
     arithmetic: str = "reference"
+    # Codes of activations are stored as unsigned numbers, which its kernels take.
+    unsigned_activations: bool = False
+    # Its integer kernels take weights of 8 bits only: codes of fewer bits are stored in bytes.
+    integer_weights_in_bytes: bool = False
 
     def fit_weight(self, spec: QuantSpec) -> QuantSpec:
         """The spec of weights for this target: as given, or with fewer bits.
@@ -31,13 +39,46 @@ class Target:
         """
         return dataclasses.replace(spec, bits=self.weight_bits) if self.weight_bits < spec.bits <= 8 else spec
 
+    def fit_activation(self, spec: QuantSpec) -> QuantSpec:
+        """The spec of activations for this target.
+
+        >>> print(TARGETS["tensorrt"].fit_activation(QuantSpec(signed=False, symmetric=False)))
+        int8, per tensor
+        """
+        if not self.symmetric_activations or spec.symmetric:
+            return spec
+        return dataclasses.replace(spec, signed=True, symmetric=True)
+
+    def why_not_weight(self, spec: QuantSpec, levels: Any) -> str | None:
+        """What is wrong with weights beside 8-bit activations, if anything is; `levels` are codes minus zero point."""
+        largest = int(levels.abs().max()) if levels.numel() else 0
+        limit = 2 ** (self.weight_bits - 1)
+        if self.weight_bits < 8 and largest > limit:
+            return f"has weights up to {largest}, and {self.name} sums them exactly only up to {limit}"
+        return None
+
+    def why_not_activation(self, spec: QuantSpec) -> str | None:
+        """What is wrong with the spec of an activation, if anything is."""
+        if self.symmetric_activations and not spec.symmetric:
+            return f"is affine ({spec}), and {self.name} has symmetric activations only"
+        return None
+
 
 TARGETS = {
     target.name: target
     for target in (
         Target(name="generic"),
-        Target(name="onnxruntime-vnni", arithmetic="onnxruntime"),
-        Target(name="onnxruntime-x86", weight_bits=7, arithmetic="onnxruntime"),
+        Target(
+            name="onnxruntime-vnni", arithmetic="onnxruntime", unsigned_activations=True, integer_weights_in_bytes=True
+        ),
+        Target(
+            name="onnxruntime-x86",
+            weight_bits=7,
+            arithmetic="onnxruntime",
+            unsigned_activations=True,
+            integer_weights_in_bytes=True,
+        ),
+        Target(name="tensorrt", symmetric_activations=True),
     )
 }
 
@@ -45,8 +86,8 @@ TARGETS = {
 def find(name: str) -> Target:
     """The target of that name.
 
-    >>> find("generic")
-    Target(name='generic', weight_bits=8, arithmetic='reference')
+    >>> find("onnxruntime-x86").weight_bits
+    7
     """
     if not isinstance(name, str) or name not in TARGETS:
         raise ValueError(f"`target` must be one of {', '.join(TARGETS)}, got {name!r}.")

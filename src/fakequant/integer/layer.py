@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fakequant.export import operators
 from fakequant.integer.grid import Grid
 from fakequant.integer.values import Accumulated, OnGrid, known, origin_of, plain
 from fakequant.nn.attention import MultiheadAttention
@@ -18,6 +19,7 @@ from fakequant.nn.layer import QuantizedLayer, find_forward
 from fakequant.nn.linear import linear
 from fakequant.spec import QuantSpec
 from fakequant.torch import functional
+from fakequant.torch.tensors import block_shape
 
 # Integers up to here are float32, and so are all sums of them that stay below it.
 _EXACT_IN_FLOAT32 = 2**24
@@ -42,6 +44,13 @@ class IntegerLayer(QuantizedLayer):
     weight_shape: tuple[int, ...]
     # At the scale of the sums; None: there is no bias, or it is a float.
     bias_codes: Tensor | None
+    # In the model, for names.
+    path: str
+    exported_bits: int
+    exported_codes: Tensor
+    exported_scale: Tensor
+    exported_zero_point: Tensor | None
+    exported_bias_scale: Tensor
 
     def weight_levels(self) -> Tensor:
         """Codes minus zero point, in float32, in the shape of the weight."""
@@ -82,8 +91,40 @@ class IntegerLayer(QuantizedLayer):
         assert scale is not None
         return self.bias_codes.float() * scale
 
+    def start_export(self, bytes_for_kernels: bool) -> None:
+        """Makes the tensors that are to be in the file; nothing is computed while the model is traced.
+
+        `bytes_for_kernels`: codes of a layer that computes with integers have 8 bits each, because the kernels
+        take nothing else.
+        """
+        if self.weight_spec is None:
+            return
+        self.exported_bits = 8 if bytes_for_kernels and self.is_integer else self.weight_spec.bits
+        spec, shape = self.weight_spec, self.weight_shape
+        zero_point: Any = 0 if self.weight_zero_point is None else self.weight_zero_point
+        self.exported_codes = functional.quantize(self.float_weight(), self.weight_scale, zero_point, spec)
+        blocks = block_shape(shape, spec) if spec.axis is not None else ()
+        self.exported_scale = self.weight_scale.reshape(blocks)
+        self.exported_zero_point = None if self.weight_zero_point is None else self.weight_zero_point.reshape(blocks)
+        if self.bias_codes is not None:
+            self.exported_bias_scale = self._along_bias(self._sum_scale(self._input_scale()))
+
+    def _exported(self, operator: Any, input: Tensor, rows: slice) -> Tensor:
+        x = self.quantize_input(input)
+        weight, bias = self.quantized_weight(), getattr(self, self.bias_name, None)
+        if self.bias_codes is not None:
+            bias = operators.stored(self.bias_codes, self.exported_bias_scale, None, 32, f"{self.path}.bias")
+        weight, bias = weight[rows] if rows != slice(None) else weight, _part(bias, rows)
+        if operator is linear and x.dim() > 2:  # a product of two matrices, with its bias, is one kernel
+            return operator(x.flatten(0, -2), weight, bias).unflatten(0, (-1, *x.shape[1:-1]))
+        return operator(x, weight, bias)
+
     def quantized_weight(self) -> Tensor:
         """What the codes stand for."""
+        if operators.is_exporting() and self.weight_spec is not None:
+            zero_point = self.exported_zero_point
+            bits, name = self.exported_bits, f"{self.path}.weight"
+            return operators.stored(self.exported_codes, self.exported_scale, zero_point, bits, name)
         return getattr(self, self.weight_name) if self.weight_spec is None else self.float_weight()
 
     @torch.no_grad()
@@ -94,6 +135,8 @@ class IntegerLayer(QuantizedLayer):
         rows: slice = slice(None),
     ) -> Tensor:
         """`operator` of codes, if it can be, else of floats; with some rows of the weight and the bias."""
+        if operators.is_exporting():
+            return self._exported(operator, input, rows)
         x = self.quantize_input(input)
         origin = origin_of(x)
         if self.weight_spec is None or not isinstance(origin, OnGrid) or not self._sums_have_one_scale():
@@ -111,6 +154,13 @@ class IntegerLayer(QuantizedLayer):
         if floating is not None:
             return value + self._along_channels(floating[rows], sums)
         return known(value, Accumulated(sums, scale))
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether it computes with integers: input and weight have scales that do not vary within a sum."""
+        grid = self.input_quantizer or self.input_grid
+        known = isinstance(grid, Grid) and grid.has_one_scale
+        return known and self.weight_spec is not None and self._sums_have_one_scale()
 
     def _input_scale(self) -> Tensor:
         grid = self.input_quantizer or self.input_grid

@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize
 
 from fakequant import targets
 from fakequant.integer.grid import Grid
-from fakequant.integer.layer import integer_class
+from fakequant.integer.layer import IntegerLayer, integer_class
 from fakequant.nn.layer import QuantizedLayer
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.workflow.fold import Folded, find_pairs, fold, why_not
@@ -54,6 +54,7 @@ def convert(model: nn.Module, *, target: str | None = None) -> nn.Module:
     folded = [pair.norm for pair in pairs if pair.layer not in kept]
     for path in folded:
         take_out(copied, path)
+    _require_target(copied, goal)
     notes += [f"{pair.norm} stays a normalization: {kept[pair.layer]}" for pair in pairs if pair.layer in kept]
     del copied.__dict__["_fakequant_preparation"]
     copied.__dict__["_fakequant_conversion"] = Conversion(goal.name, folded, notes)
@@ -82,6 +83,27 @@ def _require_scales(model: nn.Module) -> None:
         raise RuntimeError(
             f"The model is not calibrated: {', '.join(missing[:3])}{more} have no scale.\n"
             "Use fakequant.calibrate(model, data), or train it, before it is converted."
+        )
+
+
+def _require_target(model: nn.Module, target: targets.Target) -> None:
+    """That the target can compute what was trained."""
+    wrong = []
+    for path, module in model.named_modules():
+        if isinstance(module, Grid):
+            reason = target.why_not_activation(module.spec)
+        elif isinstance(module, IntegerLayer) and module.is_integer:
+            assert module.weight_spec is not None
+            reason = target.why_not_weight(module.weight_spec, module.weight_levels())
+        else:
+            reason = None
+        if reason is not None:
+            wrong.append(f"\n  {path} {reason}")
+    if wrong:
+        more = f"\n  and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise ValueError(
+            f"The model was not trained for the target {target.name!r}:{''.join(wrong[:5])}{more}\n"
+            f"Use prepare with a config that has target={target.name!r}, and train or calibrate it again."
         )
 
 
@@ -121,6 +143,7 @@ def _replace(model: nn.Module, grids: dict[Quantizer, Grid], norms: dict[str, nn
             if grid is not None:
                 module.__dict__["input_grid"] = grids[grid]
             reason = _make_integer(module, norms.get(path))
+            module.path = path
             if reason is not None:
                 kept[path] = reason
     return kept

@@ -105,6 +105,7 @@ def _apply(model: nn.Module, described: dict[str, Any], tensors: dict[str, Tenso
         take_out(model, path)
     for path, layer in described["layers"].items():
         _make_layer(modules[path], layer["weight"])
+        modules[path].path = path
     grids = {path: _make_grid(path, grid, tensors) for path, grid in described["grids"].items()}
     for path, grid in grids.items():
         parent, _, name = path.rpartition(".")

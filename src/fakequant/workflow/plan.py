@@ -109,9 +109,10 @@ def _why_not_derived(cls: type[nn.Module]) -> str | None:
 def _layer(path: str, module: Any, layer: LayerConfig, config: QuantConfig) -> Layer:
     forward = find_forward(type(module))
     assert forward is not None
-    make = _Maker(path, layer, module)
+    target = targets.find(config.target)
+    make = _Maker(path, layer, module, target)
     quantizers: dict[str, Quantizer | None] = {
-        "weight_quantizer": make.weight(forward, targets.find(config.target)),
+        "weight_quantizer": make.weight(forward),
         "input_quantizer": make.activation("input", layer.input if forward.has_input else None),
         "output_quantizer": make.activation("output", layer.output),
     }
@@ -140,15 +141,16 @@ class _Maker:
     path: str
     config: LayerConfig
     module: nn.Module
+    target: targets.Target
 
-    def weight(self, forward: type[QuantizedLayer], target: targets.Target) -> Quantizer | None:
+    def weight(self, forward: type[QuantizedLayer]) -> Quantizer | None:
         spec = self.config.weight
         if spec is None:
             return None
         weight = _read(self.module, forward.weight_name)
         if spec.granularity == "channel" and spec.axis == 0:
             spec = dataclasses.replace(spec, axis=forward.channel_axis)
-        spec = target.fit_weight(spec)
+        spec = self.target.fit_weight(spec)
         where = self._where("weight")
         options: dict[str, Any] = {"shape": tuple(weight.shape), "path": where, "device": weight.device, "sync": False}
         if self.config.learned:
@@ -159,7 +161,7 @@ class _Maker:
         if spec is None:
             return None
         device = next((p.device for p in self.module.parameters()), None)
-        return make_activation_quantizer(self.config, spec, self._where(name), device)
+        return make_activation_quantizer(self.config, self.target.fit_activation(spec), self._where(name), device)
 
     def _where(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name

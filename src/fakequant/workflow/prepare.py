@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fakequant import targets
 from fakequant.config import QuantConfig
 from fakequant.nn.layer import QUANTIZERS, QuantizedLayer, quantized_class
 from fakequant.nn.quantizer import name_quantizers
@@ -219,6 +220,7 @@ def _plan_outputs(model: nn.Module, config: QuantConfig, plan: Plan, found: Foun
                 notes.append(f"{path} cannot quantize its result: {error}")
                 continue
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        quantizer = make_activation_quantizer(use, config.between, f"{path}.output", device)
+        spec = targets.find(config.target).fit_activation(config.between)
+        quantizer = make_activation_quantizer(use, spec, f"{path}.output", device)
         outputs[path] = quantizer.train(module.training)
     return outputs, notes

@@ -1,0 +1,63 @@
+"""The two operators of a model that is being exported: a grid, and stored codes.
+
+torch's exporter carries them through as single nodes, which nothing folds or rewrites; `lowering.py` then writes
+QuantizeLinear and DequantizeLinear in their place. Scales have one entry per block and broadcast by
+blocks: () or (1, C, 1, 1) or (rows, groups).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("fakequant_export", "DEF")
+_LIBRARY.define("grid(Tensor x, Tensor scale, Tensor zero_point, int qmin, int qmax, str name) -> Tensor")
+_LIBRARY.define("stored(Tensor codes, Tensor scale, Tensor? zero_point, int bits, str name) -> Tensor")
+
+
+def _spread(value: Tensor, shape: torch.Size) -> Tensor:
+    """Values per block as values per element, or in a shape that broadcasts."""
+    for axis, n in enumerate(value.shape):
+        if n not in (1, shape[axis]):
+            value = value.repeat_interleave(shape[axis] // n, axis)
+    return value
+
+
+def _grid(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, name: str) -> Tensor:
+    s, z = _spread(scale, x.shape), _spread(zero_point, x.shape)
+    return (torch.clamp(torch.round(x / s) + z, qmin, qmax) - z) * s
+
+
+def _stored(codes: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int, name: str) -> Tensor:
+    levels = codes.float() if zero_point is None else codes.float() - _spread(zero_point, codes.shape)
+    return levels * _spread(scale, codes.shape)
+
+
+_LIBRARY.impl("grid", _grid, "CompositeExplicitAutograd")
+_LIBRARY.impl("stored", _stored, "CompositeExplicitAutograd")
+torch.library.register_fake("fakequant_export::grid", lambda x, *rest: torch.empty_like(x), lib=_LIBRARY)
+torch.library.register_fake(
+    "fakequant_export::stored", lambda codes, *rest: torch.empty_like(codes, dtype=torch.float32), lib=_LIBRARY
+)
+
+grid = torch.ops.fakequant_export.grid.default
+stored = torch.ops.fakequant_export.stored.default
+
+_active = False
+
+
+@contextmanager
+def exporting() -> Iterator[None]:
+    """While it lasts, converted models run through these operators."""
+    global _active
+    _active = True
+    try:
+        yield
+    finally:
+        _active = False
+
+
+def is_exporting() -> bool:
+    """Whether a model is being exported."""
+    return _active

@@ -1,0 +1,147 @@
+"""`export_onnx`: a model as an ONNX file with integer weights and quantizers that runtimes know."""
+
+import copy
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant import targets
+from fakequant.export import operators
+from fakequant.integer.layer import IntegerLayer
+from fakequant.workflow.convert import conversion, convert
+from fakequant.workflow.optional import require, writing
+from fakequant.workflow.running import check_module
+
+# The lowest opset with scales per channel, and the highest that this was tested with.
+LOWEST, HIGHEST = 13, 25
+# The lowest that torch's exporter writes.
+_TORCHS_LOWEST = 18
+
+
+def export_onnx(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    example_inputs: Any,
+    *,
+    target: str | None = None,
+    opset: int = 21,
+    dynamic_batch: bool = True,
+) -> None:
+    """Writes a prepared or converted model as ONNX; the model stays as it is, and trainable.
+
+    Weights are integer initializers with DequantizeLinear, biases int32, activations QuantizeLinear and
+    DequantizeLinear with a Clip where the range is not all of the type's. 4-bit codes and scales per group need
+    opset 21, 2-bit codes have a type of their own from 25. Batch normalizations are part of the layers
+    before them. Tensors have the paths of their modules. `example_inputs` is a tensor, a tuple of them, or a dict of
+    keyword arguments; their first axis is the batch and may have any length later, unless `dynamic_batch`
+    is False.
+
+    The file is checked, and there only if it is complete. Needs `pip install "fakequant[export]"`.
+
+    >>> import tempfile, fakequant as fq
+    >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8())
+    >>> model = fq.calibrate(model, [torch.ones(3, 4)], progress=False)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     export_onnx(model, f"{folder}/model.onnx", torch.ones(1, 4))
+    """
+    check_module(model)
+    if type(opset) is not int or not LOWEST <= opset <= HIGHEST:
+        raise ValueError(f"`opset` must be a number from {LOWEST} to {HIGHEST}, got {opset!r}.")
+    onnx = require("onnx", "onnx")
+    ir = require("onnx_ir", "onnxscript")
+    require("onnxscript", "onnxscript")
+    golden = _converted(model, target)
+    goal = targets.find(conversion(golden).target)
+    args, kwargs = _inputs(example_inputs)
+    with writing(path) as unfinished:
+        program = _export(golden, args, kwargs, max(opset, _TORCHS_LOWEST), dynamic_batch, goal)
+        _finish(program, opset, goal)
+        program.ir_version = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
+        program.metadata_props["fakequant.target"] = goal.name
+        ir.save(program, unfinished)
+        onnx.checker.check_model(str(unfinished), full_check=True)
+
+
+def _converted(model: nn.Module, target: str | None) -> nn.Module:
+    if "_fakequant_conversion" not in model.__dict__:
+        golden = convert(model, target=target)
+    elif target is None or target == conversion(model).target:
+        golden = copy.deepcopy(model)
+    else:
+        raise ValueError(
+            f"The model was converted for the target {conversion(model).target!r}, not for {target!r}.\n"
+            f"Use fakequant.convert(model, target={target!r}) of the prepared model."
+        )
+    return golden
+
+
+def _inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, Tensor):
+        return (example,), {}
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, (tuple, list)):
+        return tuple(example), {}
+    raise TypeError(f"`example_inputs` must be a tensor, a tuple or a dict of them, got {type(example).__name__}.")
+
+
+def _export(model: nn.Module, args: Any, kwargs: Any, opset: int, dynamic_batch: bool, target: targets.Target) -> Any:
+    from fakequant.export.lowering import TRANSLATIONS
+
+    for module in model.modules():
+        if isinstance(module, IntegerLayer):
+            module.start_export(target.integer_weights_in_bytes)
+    shapes = None
+    if dynamic_batch:
+        shapes = tuple(_batch_of(x) for x in args) if args else {name: _batch_of(x) for name, x in kwargs.items()}
+    with operators.exporting(), _quiet(), torch.no_grad():
+        program = torch.onnx.export(
+            model.eval(),
+            args,
+            kwargs=kwargs or None,
+            dynamo=True,
+            opset_version=opset,
+            dynamic_shapes=shapes,
+            custom_translation_table=TRANSLATIONS,  # type: ignore[arg-type]
+            verbose=False,
+        )
+    assert program is not None
+    return program.model
+
+
+def _batch_of(x: Any) -> Any:
+    return {0: "batch"} if isinstance(x, Tensor) and x.dim() > 0 else None
+
+
+def _finish(program: Any, opset: int, target: targets.Target) -> None:
+    from fakequant.export import forms, lowering, opsets
+
+    forms.rewrite(program)
+    # What may be written depends on the opset of the file, not on that of torch's exporter.
+    exported = program.opset_imports[""]
+    program.opset_imports[""] = opset
+    lowering.Lowering(program, unsigned=target.unsigned_activations).run()
+    program.opset_imports[""] = exported
+    if opset < exported:
+        opsets.downgrade(program, opset)
+    lowering.strip(program)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without messages that nobody can act on: torchvision is absent, torch calls what torch deprecates."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`", category=FutureWarning)
+            yield
+    finally:
+        logger.setLevel(level)
