@@ -65,6 +65,7 @@ _WHOLE_MODELS = {
     "save_converted": "workflow.files",
     "summary": "workflow.summary",
     "unprepare": "workflow.prepare",
+    "verify": "workflow.verify",
 }
 
 

@@ -153,7 +153,7 @@ class IntegerLayer(QuantizedLayer):
         floating = None if self.bias_codes is not None else getattr(self, self.bias_name, None)
         if floating is not None:
             return value + self._along_channels(floating[rows], sums)
-        return known(value, Accumulated(sums, scale))
+        return known(value, Accumulated(sums, scale, self, levels + grid.zero_point, grid.zero_point))
 
     @property
     def is_integer(self) -> bool:

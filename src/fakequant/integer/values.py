@@ -68,10 +68,16 @@ class OnGrid:
 
 @dataclasses.dataclass(frozen=True)
 class Accumulated:
-    """Exact sums, in floats that are wide enough, and their scale; the two broadcast."""
+    """Exact sums, in floats that are wide enough, and their scale; the two broadcast.
+
+    `layer` computed them from `codes` of its input, with a zero point, for those who want to know more.
+    """
 
     sums: Tensor
     scale: Tensor
+    layer: Any = None
+    codes_in: Tensor | None = None
+    zero_point_in: Tensor | None = None
 
     def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
         """In one step."""

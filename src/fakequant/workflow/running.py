@@ -46,8 +46,14 @@ def _not_compiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager")
 
 
-def run(model: nn.Module, data: Data, steps: int | None, progress: str | None = None) -> None:
-    """Passes batches, at most `steps`, through the model; `progress` is what a bar is called."""
+def run(
+    model: nn.Module,
+    data: Data,
+    steps: int | None,
+    progress: str | None = None,
+    call: Callable[..., Any] | None = None,
+) -> None:
+    """Passes batches, at most `steps`, through the model, or to `call`; `progress` is what a bar is called."""
     if steps is not None and (type(steps) is not int or steps < 0):
         raise ValueError(f"`steps` must be a number of batches or None, got {steps!r}.")
     if isinstance(data, Tensor) or not (callable(data) or isinstance(data, Iterable)):
@@ -65,19 +71,19 @@ def run(model: nn.Module, data: Data, steps: int | None, progress: str | None = 
     if steps is not None:
         total = steps if total is None else min(steps, total)
     for batch in _Bar(islice(data, steps), total=total, desc=progress, disable=progress is None, leave=False):
-        _run_batch(model, batch)
+        args, kwargs = _arguments(model, batch)
+        (call or model)(*args, **kwargs)
 
 
-def _run_batch(model: nn.Module, batch: Any) -> None:
-    """Calls the model with a batch: a tensor, a dict, or a tuple that may hold labels too."""
+def _arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What to call the model with for a batch: a tensor, a dict, or a tuple that may hold labels too."""
     if isinstance(batch, Tensor):
-        model(batch)
-    elif isinstance(batch, Mapping):
-        model(**batch)
-    elif isinstance(batch, (tuple, list)):
-        model(*batch[: _needed(model, len(batch))])
-    else:
-        raise TypeError(f"A batch must be a tensor, a dict, a tuple or a list, got {type(batch).__name__}.")
+        return (batch,), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch[: _needed(model, len(batch))]), {}
+    raise TypeError(f"A batch must be a tensor, a dict, a tuple or a list, got {type(batch).__name__}.")
 
 
 def _needed(model: nn.Module, available: int) -> int:

@@ -1,0 +1,409 @@
+"""Is what was trained what runs? Codes of the prepared model, the golden model and ONNX Runtime, on handwritten digits.
+
+    python benchmarks/bench_deploy.py [--json FILE] [--seeds N] [--epochs N] [--no-latency]
+
+A perceptron, the CNN of `digits_cnn.py` (batch normalization, a residual addition) and a transformer encoder (the
+rows of an image as 8 tokens) are trained in float, then with the recipe `int8(target="onnxruntime-x86")`, and exported.
+The 900 test images then go through the prepared model, the golden model (`convert`) and ONNX Runtime with all
+optimisations. For every quantizer outside of the weights, codes that differ are counted:
+
+    runtime     golden model and ONNX Runtime, from the images to the end
+    prepared    prepared and golden model, every layer in isolation: once compared, the codes of the golden model are
+                replaced by the others, so that the next layer starts from equal ones
+    from a tie  of the codes that differ in isolation, how far the farthest is from the middle between two codes, in
+                steps, before it is rounded: a difference that is no tie is a mistake
+
+The codes of ONNX Runtime are further outputs of a copy of the file; the kernels and the results must be those of the
+file itself. Then: the same with the full range of 8-bit weights, which is wrong on a CPU without VNNI; sizes of files;
+and latency in ONNX Runtime, the best of many calls, int8 and float in turns.
+"""
+
+import argparse
+import copy
+import itertools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from torch import Tensor, nn
+
+import fakequant as fq
+from digits import BATCH, FLOAT_RATE, QUANTIZED_RATE, Split, accuracy, perceptron, split
+from digits_cnn import FROZEN, network, train
+from fakequant.integer.grid import Grid
+from fakequant.integer.layer import IntegerLayer
+from fakequant.integer.values import on_grid
+from timing import best_times
+
+SAFE, FULL_RANGE = "onnxruntime-x86", "onnxruntime-vnni"
+KERNELS = ("QGemm", "QLinearConv", "QLinearMatMul")
+WIDE = (1024, 1024, 512, 10)  # a perceptron that is nearly all weights
+Codes = dict[str, list[Tensor]]  # of a quantizer, by its path: one tensor for every call
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    """The rows of an image as tokens."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.rows = nn.Unflatten(1, (8, 8))
+        self.embed = nn.Linear(8, width)
+        self.position = nn.Parameter(torch.randn(8, width) * 0.1)
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(self.rows(x)) + self.position).mean(1))
+
+
+def wide_perceptron() -> nn.Sequential:
+    layers = [layer for pair in itertools.pairwise(WIDE) for layer in (nn.Linear(*pair), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+MODELS = {"MLP": perceptron, "CNN": network, "encoder": Encoder}
+
+
+def trained(name: str, data: Split, epochs: int, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = MODELS[name]()
+    train(model, data, epochs, FLOAT_RATE, seed)
+    return model.eval()
+
+
+def quantized(model: nn.Module, data: Split, epochs: int, seed: int, target: str) -> nn.Module:
+    made = fq.prepare(copy.deepcopy(model), fq.recipes.int8(target=target))
+    fq.calibrate(made, data[0].split(BATCH), progress=False)
+    train(made, data, epochs, QUANTIZED_RATE, seed, FROZEN)
+    return made.eval()
+
+
+# --- codes ----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def run(model: nn.Module, images: Tensor, grids: dict[str, Grid], force: Codes | None = None) -> tuple[Any, ...]:
+    """Result, codes, and codes before they were rounded, of a prepared or golden model.
+
+    `force`: codes that take the place of the model's own, once those are known.
+    """
+    codes: Codes = {}
+    levels: Codes = {}
+
+    def look(path: str, grid: Grid, x: Tensor, y: Tensor) -> Any:
+        scale, zero = grid.scale, grid.zero_point
+        assert scale is not None
+        assert zero is not None
+        x, y = x.as_subclass(Tensor), y.as_subclass(Tensor)
+        codes.setdefault(path, []).append(torch.round(y / scale) + zero)
+        levels.setdefault(path, []).append(x.double() / scale.double() + zero)
+        if force is None or path not in force:
+            return None
+        other = force[path][len(codes[path]) - 1]
+        return on_grid((other - zero) * scale, grid.grid_for(x))
+
+    hooks = [
+        model.get_submodule(path).register_forward_hook(lambda _, args, y, p=path, g=grid: look(p, g, args[0], y))
+        for path, grid in grids.items()
+    ]
+    try:
+        return model(images).as_subclass(Tensor), codes, levels
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def session(path: Path, threads: int = 1, optimized: Path | None = None) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # else sessions get into each other's way
+    if optimized is not None:
+        options.optimized_model_filepath = str(optimized)
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def call(of: onnxruntime.InferenceSession, images: Tensor) -> list[np.ndarray]:
+    return of.run(None, {of.get_inputs()[0].name: images.numpy()})
+
+
+def nodes(path: Path) -> list[Any]:
+    """Of the graph that ONNX Runtime makes of a file."""
+    optimized = path.with_suffix(".optimized.onnx")
+    session(path, optimized=optimized)
+    return list(onnx.load(optimized).graph.node)
+
+
+def runtime_codes(path: Path, images: Tensor) -> tuple[Tensor, Codes]:
+    """Result and codes of ONNX Runtime; the codes are outputs of a copy of the file."""
+    model = onnx.load(path)
+    found = []
+    for node in model.graph.node:
+        props = {prop.key: prop.value for prop in node.metadata_props}
+        if "fakequant.quantizer" in props:
+            found.append((props["fakequant.quantizer"], int(props["fakequant.offset"])))
+            model.graph.output.append(onnx.ValueInfoProto(name=node.output[0]))
+    probed = path.with_suffix(".probed.onnx")
+    onnx.save(model, probed)
+    assert kinds(nodes(probed)) == kinds(nodes(path)), "the kernels of the copy are others"
+    results = call(session(probed), images)
+    assert np.array_equal(results[0], call(session(path), images)[0]), "the results of the copy are others"
+    codes: Codes = {}
+    for (name, offset), value in zip(found, results[1:], strict=True):
+        codes.setdefault(name, []).append(torch.from_numpy(value.astype(np.float32)) - offset)
+    return torch.from_numpy(results[0]), codes
+
+
+def kinds(of: list[Any]) -> Counter[str]:
+    return Counter(node.op_type for node in of if node.op_type in KERNELS or node.op_type.startswith("QLinear"))
+
+
+def layer_kernels(golden: nn.Module, path: Path) -> dict[str, str]:
+    """What ONNX Runtime computes every quantized layer with."""
+    reads = {name: node.op_type for node in nodes(path) for name in node.input}
+    layers = [name for name, m in golden.named_modules() if isinstance(m, IntegerLayer) and m.is_integer]
+    return {name: reads.get(f"{name}.weight_codes", "?") for name in layers}
+
+
+class Row(NamedTuple):
+    """What was counted for one quantizer; -1: ONNX Runtime has no such tensor."""
+
+    path: str
+    codes: int
+    runtime: int
+    runtime_alone: int  # in isolation
+    prepared: int  # in isolation
+    prepared_to_end: int
+    steps: int  # of the two in isolation
+    from_tie: float
+
+
+def differing(a: list[Tensor], b: list[Tensor]) -> int:
+    return sum(int((x != y).sum()) for x, y in zip(a, b, strict=True))
+
+
+def farthest(a: list[Tensor], b: list[Tensor], levels: list[Tensor]) -> tuple[int, float]:
+    """Of the codes that differ: the most steps, and the most that one is from a tie."""
+    steps, tie = 0, 0.0
+    for x, y, level in zip(a, b, levels, strict=True):
+        differs = x != y
+        if differs.any():
+            steps = max(steps, int((x - y).abs().max()))
+            tie = max(tie, float((level - level.floor() - 0.5).abs()[differs].max()))
+    return steps, tie
+
+
+def compare(prepared: nn.Module, path: Path, images: Tensor, target: str) -> dict[str, Any]:
+    """Exports a model, runs it in all three ways, and counts."""
+    fq.export_onnx(prepared, path, images[:2])
+    golden = fq.convert(prepared, target=target)
+    grids = {name: module for name, module in golden.named_modules() if isinstance(module, Grid)}
+    trained_result, trained_codes, _ = run(prepared, images, grids)
+    result, codes, _ = run(golden, images, grids)
+    runtime_result, at_runtime = runtime_codes(path, images)
+    _, alone, levels = run(golden, images, grids, force=trained_codes)
+    _, alone_at_runtime, runtime_levels = run(golden, images, grids, force=at_runtime)
+    rows = []
+    for name, own in codes.items():
+        there = at_runtime.get(name)
+        other = trained_codes[name]
+        far = [farthest(alone[name], other, levels[name])]
+        if there is not None:
+            far.append(farthest(alone_at_runtime[name], there, runtime_levels[name]))
+        rows.append(
+            Row(
+                name,
+                sum(t.numel() for t in own),
+                -1 if there is None else differing(own, there),
+                -1 if there is None else differing(alone_at_runtime[name], there),
+                differing(alone[name], other),
+                differing(own, other),
+                max(steps for steps, _ in far),
+                max(tie for _, tie in far),
+            )
+        )
+    labels = {"prepared": trained_result, "golden": result, "runtime": runtime_result}
+    return {
+        "rows": rows,
+        "kernels": layer_kernels(golden, path),
+        "integer nodes": dict(kinds(nodes(path))),
+        "results": labels,
+        "largest difference of results": float((result - runtime_result).abs().max()),
+    }
+
+
+# --- sizes and latency ----------------------------------------------------------------------------
+
+
+def export_float(model: nn.Module, path: Path, example: Tensor) -> None:
+    torch.onnx.export(
+        model.eval(),
+        (example,),
+        path,
+        dynamo=True,
+        external_data=False,
+        dynamic_shapes=({0: "batch"},),
+        verbose=False,
+    )
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Of files of the wide perceptron, in bytes."""
+    torch.manual_seed(0)
+    model, images = wide_perceptron(), torch.rand(64, WIDE[0])
+    export_float(copy.deepcopy(model), folder / "wide float.onnx", images)
+    for name, config in {
+        "int8": fq.recipes.int8(target=SAFE),
+        "int4 group 32": fq.recipes.int4_weight_only(32),
+    }.items():
+        made = fq.calibrate(fq.prepare(copy.deepcopy(model), config), [images], progress=False)
+        fq.export_onnx(made, folder / f"wide {name}.onnx", images)
+    return {name: (folder / f"wide {name}.onnx").stat().st_size for name in ("float", "int8", "int4 group 32")}
+
+
+def latencies(folder: Path, seconds: float) -> list[dict[str, Any]]:
+    found = []
+    shapes = {"MLP": (64,), "CNN": (64,), "wide": (WIDE[0],)}
+    for (name, shape), threads, batch in itertools.product(shapes.items(), (1, 2), (1, 32, 512)):
+        images = torch.rand(batch, *shape)
+        sessions = {kind: session(folder / f"{name} {kind}.onnx", threads) for kind in ("float", "int8")}
+        times = best_times({kind: lambda s=s, x=images: call(s, x) for kind, s in sessions.items()}, seconds=seconds)
+        found.append({"model": name, "threads": threads, "batch": batch} | times)
+    return found
+
+
+# --- output ---------------------------------------------------------------------------------------
+
+
+class Bar(NamedTuple):
+    """What is asked, and what was measured."""
+
+    what: str
+    measured: float
+    at_most: float
+
+    @property
+    def met(self) -> bool:
+        return self.measured <= self.at_most
+
+
+def bars(compared: list[dict[str, Any]], size: dict[str, int]) -> list[Bar]:
+    found = []
+    for one in (c for c in compared if c["target"] == SAFE):
+        rows, name = one["rows"], f"{one['model']}, seed {one['seed']}"
+        if one["model"] != "encoder":
+            found.append(Bar(f"{name}: codes, golden - runtime", sum(r.runtime for r in rows if r.runtime > 0), 0))
+            floats = [k for k in one["kernels"].values() if k not in KERNELS]
+            found.append(Bar(f"{name}: layers without integer kernel", len(floats), 0))
+        share = sum(r.prepared for r in rows) / sum(r.codes for r in rows)
+        found.append(Bar(f"{name}: share of codes, prepared - golden", share, 1e-4))
+        found.append(Bar(f"{name}: most steps", max(r.steps for r in rows), 1))
+    found += [Bar(f"size, {k}", size[k] / size["float"], bar) for k, bar in (("int8", 0.27), ("int4 group 32", 0.16))]
+    return found
+
+
+def print_compared(one: dict[str, Any]) -> None:
+    print(f"\n{one['model']}, seed {one['seed']}, {one['target']}")
+    header = ("runtime", "alone", "prepared", "to the end", "steps", "from a tie")
+    print(f"{'quantizer':<54}| {'codes':>8} | " + " | ".join(f"{h:>10}" for h in header))
+    for row in one["rows"]:
+        counts = ["merged" if n < 0 else n for n in row[2:7]]
+        tie = f"{row.from_tie:.1e}" if row.steps else ""
+        print(f"{row.path:<54}| {row.codes:>8} | " + " | ".join(f"{n!s:>10}" for n in (*counts, tie)))
+    print(f"kernels of {len(one['kernels'])} layers: {dict(Counter(one['kernels'].values()))}; {one['integer nodes']}")
+    print("accuracy: " + ", ".join(f"{k} {v:.2f} %" for k, v in one["accuracy"].items()))
+    print(f"largest difference of results, golden - runtime: {one['largest difference of results']:.2g}")
+    if "verify" in one:
+        print(f"verify: {one['verify']}")
+
+
+def print_latency(found: list[dict[str, Any]]) -> None:
+    print(f"\n{'latency in us':<14}| threads | batch |    float |     int8 | float / int8")
+    for row in found:
+        times = f"{row['float'] * 1e6:8.1f} | {row['int8'] * 1e6:8.1f} | {row['float'] / row['int8']:.2f}"
+        print(f"{row['model']:<14}| {row['threads']:>7} | {row['batch']:>5} | {times}")
+
+
+def run_seed(seed: int, epochs: int, folder: Path) -> list[dict[str, Any]]:
+    data = split(seed)
+    images, labels = data[2:]
+    found = []
+    for name in MODELS:
+        model = trained(name, data, epochs, seed)
+        export_float(copy.deepcopy(model), folder / f"{name} float.onnx", images[:2])
+        for target in (SAFE,) if name == "encoder" else (SAFE, FULL_RANGE):
+            prepared = quantized(model, data, epochs, seed, target)
+            path = folder / f"{name} {'int8' if target == SAFE else 'full range'}.onnx"
+            one = {"model": name, "seed": seed, "target": target} | compare(prepared, path, images, target)
+            results = one.pop("results")
+            one["accuracy"] = {"float": accuracy(model, data)} | {
+                k: (y.argmax(1) == labels).double().mean().item() * 100 for k, y in results.items()
+            }
+            if hasattr(fq, "verify"):
+                said = fq.verify(prepared, path, [images])
+                counted = {r.path: r.runtime for r in one["rows"] if r.runtime >= 0}
+                agrees = all(counted[t.path] == t.runtime_differ for t in said.tensors if t.path in counted)
+                one["verify"] = {"ok": said.ok, "saturates": said.saturates, "counts as here": agrees}
+            found.append(one)
+            print_compared(one)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--json", help="also write all figures to this file")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--epochs", type=int, default=12, help="of training in float, and again with quantizers")
+    parser.add_argument("--no-latency", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+
+    start = time.perf_counter()
+    flags = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
+    print(f"VNNI: {'yes' if 'vnni' in flags else 'no'}; ONNX Runtime {onnxruntime.__version__}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        compared = [one for seed in range(options.seeds) for one in run_seed(seed, options.epochs, folder)]
+        size = sizes(folder)
+        print(f"\n{'file':<14}|     bytes | of float")
+        for kind, n in size.items():
+            print(f"{kind:<14}| {n:>9} | {n / size['float']:.4f}")
+        latency = [] if options.no_latency else latencies(folder, seconds=0.6)
+    print_latency(latency)
+    checked = bars(compared, size)
+    print(f"\n{'bar':<48}| measured | at most")
+    for bar in checked:
+        print(f"{bar.what:<48}| {bar.measured:8.2g} | {bar.at_most:7.2g} | {'met' if bar.met else 'NOT met'}")
+    print(f"{time.perf_counter() - start:.0f} s", file=sys.stderr)
+    if options.json:
+        packages = ("fakequant", "torch", "onnx", "onnxruntime", "scikit-learn")
+        written = {
+            "versions": {name: version(name) for name in packages},
+            "epochs": options.epochs,
+            "vnni": "vnni" in flags,
+            "compared": [one | {"rows": [row._asdict() for row in one["rows"]]} for one in compared],
+            "bytes": size,
+            "latency_seconds": latency,
+            "bars": [bar._asdict() | {"met": bar.met} for bar in checked],
+        }
+        Path(options.json).write_text(json.dumps(written, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

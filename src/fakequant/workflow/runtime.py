@@ -1,0 +1,99 @@
+"""An exported model in ONNX Runtime: its codes, and the kernels that compute them."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fakequant.workflow.optional import require
+
+# What ONNX Runtime makes of layers; everything else computes in float.
+INTEGER_KERNELS = ("QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloat", "MatMulInteger", "ConvInteger")
+
+
+class Runtime:
+    """A session with all optimizations, that also returns the codes of every quantizer."""
+
+    def __init__(self, path: str | os.PathLike[str], threads: int = 1) -> None:
+        onnx, ort = require("onnx", "onnx"), require("onnxruntime", "onnxruntime")
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"There is no file {str(path)!r}.")
+        try:
+            self.model = onnx.load(path)
+        except Exception as error:
+            raise ValueError(f"{path} is not an ONNX model: {error}") from error
+        # Values that hold codes, the quantizers they are of, and what was added to them.
+        self.codes: dict[str, tuple[str, int]] = {}
+        for node in self.model.graph.node:
+            notes = {p.key: p.value for p in node.metadata_props}
+            if "fakequant.quantizer" in notes:
+                self.codes[node.output[0]] = (notes["fakequant.quantizer"], int(notes["fakequant.offset"]))
+        self.kernels = _kernels(self.model, ort, threads)
+        watched = onnx.ModelProto()
+        watched.CopyFrom(self.model)
+        there = {output.name for output in watched.graph.output}
+        for name in self.codes:
+            if name not in there:
+                watched.graph.output.append(onnx.helper.make_empty_tensor_value_info(name))
+        self.session = ort.InferenceSession(watched.SerializeToString(), _options(ort, threads), providers=_PROVIDERS)
+        self.inputs = [value.name for value in self.session.get_inputs()]
+        self.outputs = [value.name for value in self.model.graph.output]
+
+    def initializer(self, name: str) -> Any:
+        """The values of a tensor in the file; None: there is no such tensor."""
+        onnx = require("onnx", "onnx")
+        found = next((t for t in self.model.graph.initializer if t.name == name), None)
+        return None if found is None else onnx.numpy_helper.to_array(found)
+
+    @property
+    def target(self) -> str | None:
+        """What the file was exported for."""
+        return next((p.value for p in self.model.metadata_props if p.key == "fakequant.target"), None)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, list[Any]]]:
+        """The results, and the codes by quantizer, once for every time that it was called."""
+        values = [*args, *kwargs.values()]
+        if len(values) != len(self.inputs):
+            raise ValueError(f"The file has {len(self.inputs)} inputs ({', '.join(self.inputs)}), got {len(values)}.")
+        feed = {name: np.asarray(value) for name, value in zip(self.inputs, values, strict=True)}
+        names = list(self.codes)
+        found = self.session.run([*self.outputs, *names], feed)
+        codes: dict[str, list[Any]] = {}
+        for name, value in zip(names, found[len(self.outputs) :], strict=True):
+            quantizer, offset = self.codes[name]
+            codes.setdefault(quantizer, []).append(value.astype(np.int32) - offset)
+        return found[: len(self.outputs)], codes
+
+
+_PROVIDERS = ["CPUExecutionProvider"]
+
+
+def _options(ort: Any, threads: int) -> Any:
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3  # no warnings
+    return options
+
+
+def _kernels(model: Any, ort: Any, threads: int) -> dict[str, str]:
+    """The operator that computes each layer after all optimizations, by the path of the layer."""
+    onnx = require("onnx", "onnx")
+    with tempfile.TemporaryDirectory() as folder:
+        options = _options(ort, threads)
+        options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
+        ort.InferenceSession(model.SerializeToString(), options, providers=_PROVIDERS)
+        graph = onnx.load(options.optimized_model_filepath).graph
+    ends = ".weight_codes"
+    layers = [t.name[: -len(ends)] for t in model.graph.initializer if t.name.endswith(ends)]
+    readers = {name: node for node in graph.node for name in node.input}
+    found = {}
+    for layer in layers:
+        # Its codes may have been packed under another name; its scale keeps its own.
+        node = readers.get(f"{layer}.weight_codes") or readers.get(f"{layer}.weight_scale")
+        while node is not None and node.op_type in ("DequantizeLinear", "Transpose", "Reshape", "Slice", "Cast"):
+            node = readers.get(node.output[0])
+        found[layer] = "?" if node is None else node.op_type
+    return found
