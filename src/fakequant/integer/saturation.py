@@ -29,7 +29,7 @@ def can_saturate(levels: Tensor, largest_code: int = 255) -> bool:
 
 def saturated_sums(layer: Any, codes: Tensor, zero_point: int, levels: Tensor, bias: Tensor | None) -> Tensor | None:
     """The sums of a layer for unsigned codes of its input, in float64; None: a layer that this does not know."""
-    if isinstance(layer, nn.Linear):
+    if levels.dim() == 2:
         sums = _pairs(codes.flatten(0, -2), levels.double()).unflatten(0, codes.shape[:-1])
         sums = sums - zero_point * levels.double().sum(1)
         return sums if bias is None else sums + bias

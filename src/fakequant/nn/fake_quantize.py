@@ -172,6 +172,11 @@ class FakeQuantize(Quantizer):
             return self._quantize(x, self._following)
         return self._observe_and_quantize(x)
 
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the scale is that of the tensor at hand, also in evaluation."""
+        return self.observer.dynamic and (not self._frozen or self._blocks is None)
+
     def _looks(self) -> bool:
         """Whether the tensor at hand counts for its scale."""
         if self._blocks is None:

@@ -8,8 +8,10 @@ float layer again is giving it back its class.
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor, nn
 
+from fakequant.nn.folding import rounded_bias
 from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.saved_codes import saving_codes
 
@@ -36,6 +38,8 @@ class QuantizedLayer(nn.Module):
     save_codes: bool = True
     # The quantizer of the module that the input comes from, if the layer needs none of its own.
     input_grid: Quantizer | None = None
+    # The batch normalization that will be part of the layer when it is converted.
+    norm: nn.Module | None = None
 
     weight_quantizer: Quantizer | None
     input_quantizer: Quantizer | None
@@ -62,10 +66,46 @@ class QuantizedLayer(nn.Module):
         source = getattr(self, self.weight_name)  # once: reading a parametrized weight computes it
         x, weight = self.quantize_input(input), self._quantize_weight(source)
         bias = getattr(self, self.bias_name)
+        if not self.training:
+            bias = self.deployed_bias(bias)
         if not self.save_codes:
             return operator(x, weight, bias)
         with saving_codes(x, self.input_quantizer or self.input_grid, weight, self.weight_quantizer, source):
             return operator(x, weight, bias)
+
+    def deployed_bias(self, bias: Tensor | None) -> Tensor | None:
+        """The bias as it will be in integers, so that evaluation shows what will run; in training it is a float.
+
+        An integer runtime adds it to sums of products, as an integer at their scale. A normalization that will be
+        part of the layer brings the most of it: what its rounding changes is added here, before it.
+        """
+        if bias is None and self.norm is None:
+            return None
+        scales = self._scales_of_sums()
+        if scales is None:
+            return bias
+        rounded = rounded_bias(bias, *scales, self.norm)
+        return rounded if bias is None else rounded + (bias - bias.detach())  # whose gradient passes
+
+    @torch.no_grad()
+    def _scales_of_sums(self) -> tuple[Tensor, Tensor] | None:
+        """Of input and weight, per output channel, if they are the same for all terms of a sum; else None."""
+        x: Any = self.input_quantizer or self.input_grid
+        weight: Any = self.weight_quantizer
+        for quantizer in (x, weight):
+            if quantizer is None or not quantizer.quantizing or quantizer._blocks is None:
+                return None
+        spec = weight.spec
+        if x.spec.axis is not None or spec.group_size is not None or x.is_dynamic:
+            return None
+        if spec.axis is not None and spec.axis % self._weight_dims() != self.channel_axis:
+            return None
+        scale = weight.scale
+        groups = getattr(self, "groups", 1) if self.channel_axis == 1 else 1
+        return x.scale, scale.repeat(groups) if groups > 1 and scale.dim() == 1 else scale
+
+    def _weight_dims(self) -> int:
+        return getattr(self, self.weight_name).dim()
 
     def quantize_output(self, y: Tensor) -> Tensor:
         """What others see of the result."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._guards import active_fake_mode
 
 from fakequant.layout import blocks_of
+from fakequant.qparams import QParams
 from fakequant.spec import QuantSpec
 from fakequant.torch.plain import is_memory
 from fakequant.torch.ranks import ALONE, Ranks, ranks_of
@@ -156,6 +157,15 @@ class Quantizer(nn.Module):
     def is_initialized(self) -> bool:
         """Whether there is a learned scale, which must not be observed again."""
         return False
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the scale is that of the tensor at hand, also in evaluation."""
+        return False
+
+    def qparams(self) -> QParams:
+        """Scale (float32) and zero point (int32)."""
+        raise NotImplementedError
 
     @property
     def where(self) -> str:

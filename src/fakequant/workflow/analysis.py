@@ -59,10 +59,8 @@ def find_operands(model: nn.Module) -> Found:
     ['fc']
     """
     try:
-        # A copy, because a forward pass may leave something behind; with the same parameters, which it does not change.
-        shared: dict[int, Any] = {id(p): p for p in model.parameters()}
         with torch.random.fork_rng(devices=[]):
-            traced = copy.deepcopy(model, shared)
+            traced = copy_for_tracing(model)
             graphs = [_Tracer().trace(traced.train(mode)) for mode in (not model.training, model.training)]
     except Exception as error:  # whatever a model's own code raises when it is traced
         first = str(error).strip().split("\n")[0]
@@ -79,6 +77,12 @@ def find_operands(model: nn.Module) -> Found:
                 without[f"{operand.name} into {node.name}"] = None
     sources = [_sources(traced, graph) for graph in graphs]
     return Found(list(producers), list(without), dict(sources[0].items() & sources[1].items()), None)
+
+
+def copy_for_tracing(model: nn.Module) -> nn.Module:
+    """A forward pass may leave something behind, but does not change parameters: these are the same."""
+    shared: dict[int, Any] = {id(p): p for p in model.parameters()}
+    return copy.deepcopy(model, shared)
 
 
 def _sources(model: nn.Module, graph: fx.Graph) -> dict[str, str]:

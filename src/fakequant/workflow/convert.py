@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 from fakequant import targets
 from fakequant.integer.grid import Grid
 from fakequant.integer.layer import IntegerLayer, integer_class
+from fakequant.nn.folding import bias_codes
 from fakequant.nn.layer import QuantizedLayer
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.workflow.fold import Folded, find_pairs, fold, why_not
@@ -73,9 +74,9 @@ def _require_scales(model: nn.Module) -> None:
     missing = []
     weights = {module.weight_quantizer for module in model.modules() if isinstance(module, QuantizedLayer)}
     for path, quantizer in quantizers(model):
-        if quantizer not in weights and not _is_dynamic(quantizer):
+        if quantizer not in weights and not quantizer.is_dynamic:
             try:
-                quantizer.qparams()  # type: ignore[operator]
+                quantizer.qparams()
             except RuntimeError:
                 missing.append(path)
     if missing:
@@ -107,11 +108,6 @@ def _require_target(model: nn.Module, target: targets.Target) -> None:
         )
 
 
-def _is_dynamic(quantizer: Any) -> bool:
-    observer = getattr(quantizer, "observer", None)
-    return observer is not None and observer.dynamic and (not quantizer.frozen or quantizer._blocks is None)
-
-
 def _make_grids(model: nn.Module, target: targets.Target) -> dict[Quantizer, Grid]:
     weights = {module.weight_quantizer for module in model.modules() if isinstance(module, QuantizedLayer)}
     made = {}
@@ -119,10 +115,10 @@ def _make_grids(model: nn.Module, target: targets.Target) -> dict[Quantizer, Gri
         if quantizer in weights:
             continue
         options: dict[str, Any] = {"arithmetic": target.arithmetic, "path": path}
-        if _is_dynamic(quantizer):
+        if quantizer.is_dynamic:
             grid = Grid(quantizer.spec, None, None, eps=quantizer.eps, **options)  # type: ignore[arg-type]
         else:
-            grid = Grid(quantizer.spec, *quantizer.qparams(), **options)  # type: ignore[operator]
+            grid = Grid(quantizer.spec, *quantizer.qparams(), **options)
         made[quantizer] = grid
     return made
 
@@ -156,6 +152,7 @@ def _make_integer(layer: Any, norm: nn.Module | None) -> str | None:
     bias = getattr(layer, layer.bias_name, None)
     layer._modules.pop("weight_quantizer", None)
     layer.__dict__.pop("save_codes", None)
+    layer.__dict__.pop("norm", None)
     kind = layer.float_class
     if parametrize.is_parametrized(layer):
         kind = kind.__bases__[0]
@@ -193,9 +190,7 @@ def _set_bias(layer: Any, bias: Tensor | None) -> None:
     grid = layer.input_quantizer or layer.input_grid
     if isinstance(grid, Grid) and grid.has_one_scale and layer._sums_have_one_scale():
         scale = layer._along_bias(layer._sum_scale(grid.scale))
-        codes = (bias.detach().double() / scale.double()).round()
-        largest = 2**31 - 1
-        layer.bias_codes = codes.clamp(-largest, largest).to(torch.int32)
+        layer.bias_codes = bias_codes(bias.detach(), scale).to(torch.int32)
     else:
         layer._parameters[layer.bias_name] = nn.Parameter(bias.detach().float(), requires_grad=False)
 

@@ -21,8 +21,13 @@ UNKNOWN = "not explained"
 _HAIR = 1e-2
 
 
-def why_runtime(origin: Origin | None, x: Tensor, grid: GridOf, golden: Tensor, runtime: Tensor) -> str:
-    """Why the runtime has other codes for what the golden model was given too."""
+def why_runtime(
+    origin: Origin | None, x: Tensor, grid: GridOf, before: list[Accumulated], golden: Tensor, runtime: Tensor
+) -> str:
+    """Why the runtime has other codes for what the golden model was given too.
+
+    `before` are the sums of the layers that ran since the last quantizer.
+    """
     differ = golden != runtime
     source = origin
     while isinstance(source, (Moved, Rectified)):
@@ -35,7 +40,7 @@ def why_runtime(origin: Origin | None, x: Tensor, grid: GridOf, golden: Tensor, 
                 again = torch.maximum(again, grid.zero_point)
             if torch.equal(again[differ], runtime[differ]):
                 return SATURATION
-    if isinstance(source, Accumulated) and _may_saturate(source) and not isinstance(origin, (Accumulated, Rectified)):
+    if any(_did_saturate(sums) for sums in before):
         return SATURATION
     for name, reason in (("reference", NOT_FUSED), ("onnxruntime", FUSED)):
         if origin is not None and torch.equal(origin.codes(ARITHMETICS[name], grid)[differ], runtime[differ]):
@@ -47,7 +52,9 @@ def why_runtime(origin: Origin | None, x: Tensor, grid: GridOf, golden: Tensor, 
     return TIE if _is_near_tie(x, grid, differ) else UNKNOWN
 
 
-def why_prepared(origin: Origin | None, x: Tensor, grid: GridOf, golden: Tensor, prepared: Tensor) -> str:
+def why_prepared(
+    origin: Origin | None, x: Tensor, grid: GridOf, before: list[Accumulated], golden: Tensor, prepared: Tensor
+) -> str:
     """Why the prepared model has other codes for what the golden model was given too."""
     differ = golden != prepared
     if _is_near_tie(x, grid, differ):
@@ -70,6 +77,11 @@ def _is_near_tie(x: Tensor, grid: GridOf, differ: Tensor, hair: float = _HAIR) -
 
 def _may_saturate(sums: Accumulated) -> bool:
     return sums.layer is not None and can_saturate(sums.layer.weight_levels())
+
+
+def _did_saturate(sums: Accumulated) -> bool:
+    saturated = _saturated(sums)
+    return saturated is not None and not torch.equal(saturated, sums.sums.double())
 
 
 def _saturated(sums: Accumulated) -> Tensor | None:

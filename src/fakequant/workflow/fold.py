@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from fakequant.integer.layer import IntegerLayer
+from fakequant.nn.folding import factor_of, folded_bias, folded_scale
 from fakequant.nn.layer import QuantizedLayer
 from fakequant.nn.quantizer import Quantizer
+from fakequant.workflow.analysis import copy_for_tracing
 
 
 class Pair(NamedTuple):
@@ -54,7 +56,7 @@ def find_pairs(model: nn.Module) -> tuple[list[Pair], str | None]:
     """Layers whose results go to a batch normalization and nowhere else, and why not all could be found."""
     try:
         with torch.random.fork_rng(devices=[]):
-            graph = _Tracer().trace(model)
+            graph = _Tracer().trace(copy_for_tracing(model))
     except Exception as error:  # whatever a model's own code raises when it is traced
         first = str(error).strip().split("\n")[0]
         return _in_sequences(model), f"{type(error).__name__}: {first}"
@@ -97,11 +99,6 @@ def _fits(model: nn.Module, pair: Pair) -> bool:
     return layer.weight_quantizer.spec.symmetric and (getattr(layer, "groups", 1) == 1 or layer.channel_axis == 0)
 
 
-def _factor(norm: Any) -> Tensor:
-    deviation = (norm.running_var.double() + norm.eps).sqrt()
-    return (1.0 if norm.weight is None else norm.weight.detach().double()) / deviation
-
-
 def why_not(layer: IntegerLayer, norm: Any) -> str | None:
     """Why a normalization cannot be a part of the layer, if it cannot."""
     spec = layer.weight_spec
@@ -109,7 +106,7 @@ def why_not(layer: IntegerLayer, norm: Any) -> str | None:
     if spec.qmin == -spec.qmax:
         return None
     axis = layer.channel_axis
-    negative = _factor(norm) < 0
+    negative = factor_of(norm) < 0
     lowest = (layer.weight_levels() == spec.qmin).movedim(axis, 0).flatten(1).any(1)
     if bool((negative & lowest).any()):
         return f"a channel with a negative factor has the code {spec.qmin}, which has no opposite; use narrow=True"
@@ -118,18 +115,15 @@ def why_not(layer: IntegerLayer, norm: Any) -> str | None:
 
 def fold(layer: IntegerLayer, bias: Tensor | None, norm: Any) -> Tensor:
     """Changes codes and scale of the layer; returns its bias, in float64."""
-    factor = _factor(norm)
-    beta = torch.zeros_like(factor) if norm.bias is None else norm.bias.detach().double()
+    factor = factor_of(norm)
     assert layer.weight_spec is not None
     axis, dims = layer.channel_axis, len(layer.weight_shape)
     channels = layer.weight_shape[axis]
     if layer.weight_spec.axis is None:
         layer.weight_spec = dataclasses.replace(layer.weight_spec, axis=axis)
         layer.weight_scale = layer.weight_scale.expand(channels).clone()
-    per_scale = factor.abs().reshape(-1, *[1] * (layer.weight_scale.dim() - 1))
-    smallest = torch.finfo(torch.float32).tiny
-    layer.weight_scale = (layer.weight_scale.double() * per_scale).clamp(min=smallest).float()
+    per_scale = factor.reshape(-1, *[1] * (layer.weight_scale.dim() - 1))
+    layer.weight_scale = folded_scale(layer.weight_scale, per_scale)
     sign = factor.sign().reshape([-1 if a == axis else 1 for a in range(dims)])
     layer.set_levels(layer.weight_levels() * sign.float())
-    before = torch.zeros_like(factor) if bias is None else bias.detach().double()
-    return (before - norm.running_mean.double()) * factor + beta
+    return folded_bias(bias, norm)

@@ -143,7 +143,7 @@ class _Counts:
 
 def _qparams_for(quantizer: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
     """The scale and zero point with which `x` would be quantized; None: there are none yet."""
-    if _is_dynamic(quantizer):
+    if quantizer.is_dynamic:
         seen = functional.min_max(x, quantizer.spec)
         empty = seen.min > seen.max
         lo, hi = seen.min.masked_fill(empty, 0), seen.max.masked_fill(empty, 0)
@@ -154,19 +154,13 @@ def _qparams_for(quantizer: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
         return None
 
 
-def _is_dynamic(quantizer: Any) -> bool:
-    """Whether the scale is that of the tensor at hand."""
-    observer = getattr(quantizer, "observer", None)
-    return observer is not None and observer.dynamic and (not quantizer.frozen or quantizer._blocks is None)
-
-
 def _health_of(path: str, quantizer: Quantizer, counts: _Counts, weight: Tensor | None) -> QuantizerHealth:
     memory = _MEMORY.setdefault(quantizer, _Memory())
     drift = oscillating = None
     found = None
     if weight is not None:
         found = _qparams_for(quantizer, weight)
-    elif not _is_dynamic(quantizer):
+    elif not quantizer.is_dynamic:
         found = _qparams_for(quantizer, torch.zeros(0))
     scale = None if found is None else found[0]
     if scale is not None and memory.scale is not None and memory.scale.shape == scale.shape:

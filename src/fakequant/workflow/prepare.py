@@ -11,6 +11,7 @@ from fakequant.config import QuantConfig
 from fakequant.nn.layer import QUANTIZERS, QuantizedLayer, quantized_class
 from fakequant.nn.quantizer import name_quantizers
 from fakequant.workflow.analysis import Found, find_operands
+from fakequant.workflow.fold import find_pairs
 from fakequant.workflow.plan import Plan, check_free, make_activation_quantizer, make_plan
 from fakequant.workflow.running import check_module
 from fakequant.workflow.schedule import release_norms
@@ -75,6 +76,10 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
     for path, source in on_a_grid.items():
         # Not as a child: it is one of the source.
         model.get_submodule(path).__dict__["input_grid"] = model.get_submodule(source).output_quantizer
+    for pair in find_pairs(model)[0]:
+        folded: Any = model.get_submodule(pair.layer)
+        if folded.weight_quantizer.spec.qmin == -folded.weight_quantizer.spec.qmax:
+            folded.__dict__["norm"] = model.get_submodule(pair.norm)
     for module in model.modules():
         close_shortcuts(module)
     name_quantizers(model)
@@ -101,6 +106,7 @@ def unprepare(model: nn.Module) -> nn.Module:
                 module._modules.pop(name, None)
             module.__dict__.pop("save_codes", None)
             module.__dict__.pop("input_grid", None)
+            module.__dict__.pop("norm", None)
         if _HOOK in module.__dict__:
             module.__dict__.pop(_HOOK).remove()
             module._modules.pop("output_quantizer", None)

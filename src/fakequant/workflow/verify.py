@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fakequant.integer.grid import Grid
 from fakequant.integer.layer import IntegerLayer
-from fakequant.integer.values import GridOf, codes_of, on_grid, origin_of, plain
+from fakequant.integer.values import Accumulated, GridOf, codes_of, on_grid, origin_of, plain
 from fakequant.nn.quantizer import Quantizer
 from fakequant.workflow.convert import convert
 from fakequant.workflow.explain import SATURATION, why_prepared, why_runtime
@@ -73,8 +73,8 @@ class Verification:
     @property
     def ok(self) -> bool:
         """Whether golden model and runtime have the same codes everywhere, and the prepared model nearly so."""
-        return all(
-            t.runtime_differ == 0 and t.prepared_steps <= 1 and t.prepared_differ <= _TOLERATED * t.codes
+        return bool(self.tensors) and all(
+            t.runtime_differ == 0 and t.prepared_steps <= 1 and t.prepared_differ <= max(1, _TOLERATED * t.codes)
             for t in self.tensors
         )
 
@@ -122,7 +122,9 @@ class Verification:
         ]
         if out.rows:
             lines.append(f"classes: {out.agreeing} of {out.rows} agree between prepared model and runtime")
-        if self.ok:
+        if not self.tensors:
+            lines.append("There is no quantizer with a scale of its own: nothing could be compared code by code.")
+        elif self.ok:
             lines.append("The runtime computes what was trained.")
         elif self.first_difference is not None:
             lines.append(f"The runtime computes something else, first at {self.first_difference}.")
@@ -174,7 +176,8 @@ def _require_same(golden: nn.Module, runtime: Runtime, path: Any) -> None:
     for name, module in golden.named_modules():
         pairs: list[tuple[str, Tensor]] = []
         if isinstance(module, IntegerLayer) and module.weight_spec is not None:
-            pairs = [(f"{name}.weight_scale", module.weight_scale)]
+            module.start_export(bytes_for_kernels=False)
+            pairs = [(f"{name}.weight_scale", module.weight_scale), (f"{name}.weight_codes", module.exported_codes)]
         elif isinstance(module, Grid) and module.scale is not None:
             pairs = [(f"{name}_scale", module.scale)]
         for tensor, value in pairs:
@@ -247,12 +250,20 @@ class _Comparison:
                 grid = module.grid_for(inputs[0])
                 mine = codes_of(plain(y), grid)
                 x = inputs[0]
-                self._count(path, whose, mine, theirs[number], partial(why, origin_of(x), plain(x), grid))
+                ran, sums[:] = list(sums), []
+                self._count(path, whose, mine, theirs[number], partial(why, origin_of(x), plain(x), grid, ran))
                 return on_grid((theirs[number] - grid.zero_point) * grid.scale, grid)
 
             return hook
 
+        sums: list[Accumulated] = []
+
+        def remember(module: Any, inputs: Any, y: Any) -> None:
+            if isinstance(y, Tensor) and isinstance(origin_of(y), Accumulated):
+                sums.append(origin_of(y))  # type: ignore[arg-type]
+
         handles = [m.register_forward_hook(look(p)) for p, m in self.golden.named_modules() if isinstance(m, Grid)]
+        handles += [m.register_forward_hook(remember) for m in self.golden.modules() if isinstance(m, IntegerLayer)]
         try:
             self.golden(*args, **kwargs)
         finally:

@@ -1,0 +1,229 @@
+"""`verify`: equal codes, and the reasons where they are not."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import fakequant as fq
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxscript")
+pytest.importorskip("onnxruntime")
+recipes = pytest.importorskip("fakequant.recipes")
+explain = pytest.importorskip("fakequant.workflow.explain")
+saturation = pytest.importorskip("fakequant.integer.saturation")
+
+
+def has_vnni():
+    with open("/proc/cpuinfo") as file:  # these kernels are of x86 on Linux
+        return "vnni" in file.read()
+
+
+class Net(nn.Module):
+    """A convolution with normalization, a residual addition, pooling, a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+        self.conv, self.norm, self.act = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()
+        self.pool, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(16, 10)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(self.pool(self.act(x + self.norm(self.conv(x)))).flatten(1))
+
+
+DATA = [torch.randn(32, 3, 10, 10, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+
+
+def make(target):
+    torch.manual_seed(0)
+    net = Net()
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.weight)
+            nn.init.normal_(module.bias)
+            module.running_var.uniform_(0.5, 2.0)
+    return fq.calibrate(fq.prepare(net, recipes.int8(target=target)), DATA, progress=False)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    path = tmp_path_factory.mktemp("good") / "model.onnx"
+    model = make("onnxruntime-x86")
+    fq.export_onnx(model, path, DATA[0][:1])
+    return model, path
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    path = tmp_path_factory.mktemp("wide") / "model.onnx"
+    model = make("onnxruntime-vnni")
+    fq.export_onnx(model, path, DATA[0][:1])
+    return model, path
+
+
+def test_the_runtime_has_the_codes_of_the_golden_model(good):
+    found = fq.verify(*good, DATA)
+    assert found.ok
+    assert found.first_difference is None
+    assert [t.runtime_differ for t in found.tensors] == [0] * len(found.tensors)
+    assert {t.path for t in found.tensors} == {
+        "stem.0.input_quantizer", "stem.2.output_quantizer", "norm.output_quantizer", "act.output_quantizer",
+        "head.input_quantizer",
+    }  # fmt: skip
+    assert found.tensors[0].codes == 2 * 32 * 3 * 10 * 10
+    assert found.outputs.runtime_difference == 0
+    assert found.outputs.rows == 64
+
+
+def test_all_layers_are_integer_kernels(good):
+    found = fq.verify(*good, DATA[:1])
+    assert found.kernels == {"stem.0": "QLinearConv", "conv": "QLinearConv", "head": "QGemm"}
+    assert found.floats == []
+
+
+@pytest.mark.skipif(has_vnni(), reason="this CPU does not saturate")
+def test_full_range_weights_without_vnni_are_found_and_named(wide):
+    found = fq.verify(*wide, DATA)
+    assert not found.ok
+    assert found.saturates
+    assert found.first_difference == "stem.2.output_quantizer"
+    assert "saturation" in str(found)
+    assert {t.why_runtime for t in found.tensors if t.runtime_differ} == {explain.SATURATION}
+
+
+def test_a_changed_scale_in_the_file_is_not_of_the_model(good, tmp_path):
+    model, path = good
+    changed = onnx.load(path)
+    scale = next(t for t in changed.graph.initializer if t.name == "act.output_quantizer_scale")
+    array = onnx.numpy_helper.to_array(scale) * 2
+    scale.CopyFrom(onnx.numpy_helper.from_array(array, scale.name))
+    onnx.save(changed, tmp_path / "changed.onnx")
+    with pytest.raises(ValueError, match=r"act\.output_quantizer_scale is another"):
+        fq.verify(model, tmp_path / "changed.onnx", DATA)
+
+
+def test_changed_codes_in_the_file_are_found(good, tmp_path):
+    model, path = good
+    changed = onnx.load(path)
+    codes = next(t for t in changed.graph.initializer if t.name == "conv.weight_codes")
+    array = onnx.numpy_helper.to_array(codes).copy()
+    array[3] = -array[3]
+    codes.CopyFrom(onnx.numpy_helper.from_array(array, codes.name))
+    onnx.save(changed, tmp_path / "changed.onnx")
+    with pytest.raises(ValueError, match=r"conv\.weight_codes is another"):
+        fq.verify(model, tmp_path / "changed.onnx", DATA)
+
+
+def test_a_model_that_was_trained_on_does_not_match_its_file(good):
+    model, path = make("onnxruntime-x86"), good[1]
+    with torch.no_grad():
+        model.head.weight.mul_(1.5)
+    with pytest.raises(ValueError, match=r"head\.weight_scale(.|\n)*export_onnx"):
+        fq.verify(model, path, DATA)
+
+
+def test_a_changed_bias_is_a_difference_that_nothing_explains(good, tmp_path):
+    model, path = good
+    changed = onnx.load(path)
+    bias = next(t for t in changed.graph.initializer if t.name == "conv.bias_codes")
+    array = onnx.numpy_helper.to_array(bias) + 40000
+    bias.CopyFrom(onnx.numpy_helper.from_array(array, bias.name))
+    onnx.save(changed, tmp_path / "changed.onnx")
+    found = fq.verify(model, tmp_path / "changed.onnx", DATA[:1])
+    assert not found.ok
+    assert found.first_difference == "norm.output_quantizer"
+    differ = {t.path: t.runtime_differ for t in found.tensors}
+    assert differ["norm.output_quantizer"] > 0
+    assert differ["act.output_quantizer"] == 0  # by itself, from equal codes
+
+
+def test_the_model_is_as_it_was(good):
+    model, path = good
+    model.train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fq.verify(model, path, DATA[:1])
+    assert all(module.training for module in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks for _, module in fq.nn.quantizers(model))
+
+
+def test_tuples_with_labels_are_data_too(good):
+    data = torch.utils.data.TensorDataset(DATA[0], torch.zeros(32))
+    found = fq.verify(*good, torch.utils.data.DataLoader(data, batch_size=8), steps=2)
+    assert found.tensors[0].codes == 16 * 300
+
+
+ERRORS = {
+    "no data": (lambda model, path: fq.verify(model, path, []), ValueError, "no batches"),
+    "a function": (lambda model, path: fq.verify(model, path, lambda m: m), TypeError, "batches"),
+    "no file": (lambda model, path: fq.verify(model, path.with_name("none.onnx"), DATA), FileNotFoundError, "none"),
+    "no ONNX": (lambda model, path: fq.verify(model, __file__, DATA), ValueError, "not an ONNX model"),
+    "float model": (lambda model, path: fq.verify(nn.Linear(2, 2), path, DATA), ValueError, "not prepared"),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "message"), ERRORS.values(), ids=ERRORS)
+def test_what_cannot_be_verified_is_said(good, call, error, message):
+    with pytest.raises(error, match=message):
+        call(*good)
+
+
+def test_a_report_goes_to_json(good):
+    found = fq.verify(*good, DATA[:1])
+    assert json.loads(json.dumps(found.to_dict()))["ok"] is True
+    assert "The runtime computes what was trained." in str(found)
+
+
+# --- saturating sums ------------------------------------------------------------------------------------
+
+
+def test_pairs_of_products_are_clipped():
+    layer, codes = nn.Linear(4, 1), torch.tensor([[255.0, 255.0, 255.0, 0.0]])
+    levels = torch.tensor([[127.0, 127.0, 127.0, -5.0]])
+    sums = saturation.saturated_sums(layer, codes, 3, levels, torch.tensor([10.0]))
+    assert sums.tolist() == [[32767 + 255 * 127 - 3 * 376 + 10]]
+
+
+def test_a_convolution_pairs_channels_first():
+    layer = nn.Conv2d(2, 1, (1, 2))
+    levels = torch.tensor([[[[127.0, 1.0]], [[127.0, -1.0]]]])  # channel, then place
+    codes = torch.full((1, 2, 1, 2), 255.0)
+    sums = saturation.saturated_sums(layer, codes, 0, levels, None)
+    assert sums.flatten().tolist() == [32767 + 255 - 255]
+
+
+# --- command line ---------------------------------------------------------------------------------------
+
+SCRIPT = """
+import torch, fakequant as fq
+from torch import nn
+torch.manual_seed(0)
+data = [torch.randn(8, 6)]
+def make():
+    model = fq.prepare(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)), fq.recipes.int8(target=TARGET))
+    return fq.calibrate(model, data, progress=False)
+model = make()
+if __name__ == "__main__":
+    fq.export_onnx(model, "model.onnx", data[0])
+"""
+
+
+def run(folder, *arguments):
+    return subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_line_says_it_with_its_exit_code(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT.replace("TARGET", "'onnxruntime-x86'"))
+    assert run(tmp_path, "script.py").returncode == 0
+    good = run(tmp_path, "-m", "fakequant", "verify", "script.py:model", "model.onnx", "script.py:data")
+    assert (good.returncode, good.stderr) == (0, "")
+    assert "The runtime computes what was trained." in good.stdout
+    bad = run(tmp_path, "-m", "fakequant", "verify", "script.py:model", "other.onnx", "script.py:data")
+    assert bad.returncode == 2
+    assert "other.onnx" in bad.stderr
