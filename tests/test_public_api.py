@@ -80,10 +80,15 @@ WHOLE_MODELS = [
     "Rule",
     "Schedule",
     "calibrate",
+    "convert",
+    "export_onnx",
     "health",
+    "load_converted",
     "prepare",
+    "save_converted",
     "summary",
     "unprepare",
+    "verify",
 ]
 PLACES = {
     "fakequant": PUBLIC,

@@ -47,7 +47,15 @@ def save_converted(model: nn.Module, path: str | os.PathLike[str]) -> None:
 def load_converted(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """Makes a float model of the same architecture, in place, the converted one that was saved; returns it.
 
-    What the float model's parameters were does not matter. See `save_converted` for an example.
+    What the float model's parameters were does not matter.
+
+    >>> import tempfile, fakequant as fq
+    >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int4_weight_only(4))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_converted(fq.convert(model), f"{folder}/model.safetensors")
+    ...     loaded = load_converted(nn.Sequential(nn.Linear(4, 2)), f"{folder}/model.safetensors")
+    >>> loaded[0].weight_codes.shape  # two in a byte
+    torch.Size([4])
     """
     check_module(model)
     safetensors = require("safetensors", "safetensors")
