@@ -29,6 +29,7 @@ bench: build
 	$(PY) benchmarks/bench_train_step.py --json benchmarks/results/latest-train-step.json
 	$(PY) benchmarks/digits.py --json benchmarks/results/latest-digits.json
 	$(PY) benchmarks/digits_cnn.py --json benchmarks/results/latest-digits-cnn.json
+	$(PY) benchmarks/bench_deploy.py --json benchmarks/results/latest-deploy.json
 
 build: $(VENV)/.built
 

@@ -7,25 +7,29 @@ rows of an image as 8 tokens) are trained in float, then with the recipe `int8(t
 The 900 test images then go through the prepared model, the golden model (`convert`) and ONNX Runtime with all
 optimisations. For every quantizer outside of the weights, codes that differ are counted:
 
-    runtime     golden model and ONNX Runtime, from the images to the end
-    prepared    prepared and golden model, every layer in isolation: once compared, the codes of the golden model are
-                replaced by the others, so that the next layer starts from equal ones
-    from a tie  of the codes that differ in isolation, how far the farthest is from the middle between two codes, in
-                steps, before it is rounded: a difference that is no tie is a mistake
+    runtime     golden model and ONNX Runtime
+    prepared    prepared and golden model
+    to the end  each model by itself, from the images to the end
+    alone       every layer in isolation: once compared, the codes of the golden model are replaced by the others, so
+                that the next layer starts from equal ones
+    steps, tie  alone: the most that two codes differ by; and how far at most a number whose codes differ is from the
+                middle between two codes, in steps, before it is rounded
 
-The codes of ONNX Runtime are further outputs of a copy of the file; the kernels and the results must be those of the
-file itself. Then: the same with the full range of 8-bit weights, which is wrong on a CPU without VNNI; sizes of files;
-and latency in ONNX Runtime, the best of many calls, int8 and float in turns.
+The codes of ONNX Runtime are further outputs of a copy of the file; kernels and results must be those of the file
+itself. Everything alone must be what `verify` counts. Then: the same with the full range of 8-bit weights, which is
+wrong on a CPU without VNNI; sizes of files; and latency in ONNX Runtime, the best of many calls, int8 and float in turns.
 """
 
 import argparse
 import copy
+import dataclasses
 import itertools
 import json
-import os
+import logging
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
@@ -38,10 +42,9 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from digits import BATCH, FLOAT_RATE, QUANTIZED_RATE, Split, accuracy, perceptron, split
+from digits import BATCH, FLOAT_RATE, QUANTIZED_RATE, Split, perceptron, split
 from digits_cnn import FROZEN, network, train
 from fakequant.integer.grid import Grid
-from fakequant.integer.layer import IntegerLayer
 from fakequant.integer.values import on_grid
 from timing import best_times
 
@@ -105,9 +108,7 @@ def run(model: nn.Module, images: Tensor, grids: dict[str, Grid], force: Codes |
     levels: Codes = {}
 
     def look(path: str, grid: Grid, x: Tensor, y: Tensor) -> Any:
-        scale, zero = grid.scale, grid.zero_point
-        assert scale is not None
-        assert zero is not None
+        scale, zero = grid.grid_for(x).scale, grid.grid_for(x).zero_point
         x, y = x.as_subclass(Tensor), y.as_subclass(Tensor)
         codes.setdefault(path, []).append(torch.round(y / scale) + zero)
         levels.setdefault(path, []).append(x.double() / scale.double() + zero)
@@ -172,77 +173,68 @@ def kinds(of: list[Any]) -> Counter[str]:
     return Counter(node.op_type for node in of if node.op_type in KERNELS or node.op_type.startswith("QLinear"))
 
 
-def layer_kernels(golden: nn.Module, path: Path) -> dict[str, str]:
-    """What ONNX Runtime computes every quantized layer with."""
-    reads = {name: node.op_type for node in nodes(path) for name in node.input}
-    layers = [name for name, m in golden.named_modules() if isinstance(m, IntegerLayer) and m.is_integer]
-    return {name: reads.get(f"{name}.weight_codes", "?") for name in layers}
+@dataclasses.dataclass
+class Count:
+    """Codes of the golden model that are others elsewhere."""
+
+    to_end: int
+    alone: int
+    steps: int
+    tie: float
 
 
-class Row(NamedTuple):
-    """What was counted for one quantizer; -1: ONNX Runtime has no such tensor."""
+@dataclasses.dataclass
+class Row:
+    """One quantizer."""
 
     path: str
     codes: int
-    runtime: int
-    runtime_alone: int  # in isolation
-    prepared: int  # in isolation
-    prepared_to_end: int
-    steps: int  # of the two in isolation
-    from_tie: float
+    runtime: Count | None  # the file has no such tensor: it is that of another quantizer
+    prepared: Count
 
 
 def differing(a: list[Tensor], b: list[Tensor]) -> int:
     return sum(int((x != y).sum()) for x, y in zip(a, b, strict=True))
 
 
-def farthest(a: list[Tensor], b: list[Tensor], levels: list[Tensor]) -> tuple[int, float]:
-    """Of the codes that differ: the most steps, and the most that one is from a tie."""
+def count(own: list[Tensor], alone: list[Tensor], levels: list[Tensor], other: list[Tensor]) -> Count:
     steps, tie = 0, 0.0
-    for x, y, level in zip(a, b, levels, strict=True):
-        differs = x != y
-        if differs.any():
+    for x, y, level in zip(alone, other, levels, strict=True):
+        if (x != y).any():
             steps = max(steps, int((x - y).abs().max()))
-            tie = max(tie, float((level - level.floor() - 0.5).abs()[differs].max()))
-    return steps, tie
+            tie = max(tie, float((level - level.floor() - 0.5).abs()[x != y].max()))
+    return Count(differing(own, other), differing(alone, other), steps, tie)
 
 
-def compare(prepared: nn.Module, path: Path, images: Tensor, target: str) -> dict[str, Any]:
+def compare(prepared: nn.Module, path: Path, images: Tensor) -> dict[str, Any]:
     """Exports a model, runs it in all three ways, and counts."""
     fq.export_onnx(prepared, path, images[:2])
-    golden = fq.convert(prepared, target=target)
+    golden = fq.convert(prepared)
     grids = {name: module for name, module in golden.named_modules() if isinstance(module, Grid)}
-    trained_result, trained_codes, _ = run(prepared, images, grids)
-    result, codes, _ = run(golden, images, grids)
-    runtime_result, at_runtime = runtime_codes(path, images)
-    _, alone, levels = run(golden, images, grids, force=trained_codes)
-    _, alone_at_runtime, runtime_levels = run(golden, images, grids, force=at_runtime)
-    rows = []
-    for name, own in codes.items():
-        there = at_runtime.get(name)
-        other = trained_codes[name]
-        far = [farthest(alone[name], other, levels[name])]
-        if there is not None:
-            far.append(farthest(alone_at_runtime[name], there, runtime_levels[name]))
-        rows.append(
-            Row(
-                name,
-                sum(t.numel() for t in own),
-                -1 if there is None else differing(own, there),
-                -1 if there is None else differing(alone_at_runtime[name], there),
-                differing(alone[name], other),
-                differing(own, other),
-                max(steps for steps, _ in far),
-                max(tie for _, tie in far),
-            )
-        )
-    labels = {"prepared": trained_result, "golden": result, "runtime": runtime_result}
+    results, codes = {}, {}
+    results["prepared"], codes["prepared"], _ = run(prepared, images, grids)
+    results["golden"], own, _ = run(golden, images, grids)
+    results["runtime"], codes["runtime"] = runtime_codes(path, images)
+    counts: dict[str, dict[str, Count]] = {}
+    for which, others in codes.items():
+        _, alone, levels = run(golden, images, grids, force=others)
+        counts[which] = {
+            name: count(own[name], alone[name], levels[name], other) for name, other in others.items() if name in own
+        }
+    rows = [
+        Row(name, sum(map(torch.numel, of)), counts["runtime"].get(name), counts["prepared"][name])
+        for name, of in own.items()
+    ]
+    said = fq.verify(prepared, path, [images])
+    there = {t.path: (t.prepared_differ, t.runtime_differ) for t in said.tensors}
+    counted = {row.path: (row.prepared.alone, row.runtime.alone if row.runtime else 0) for row in rows}
     return {
         "rows": rows,
-        "kernels": layer_kernels(golden, path),
+        "kernels": said.kernels,
         "integer nodes": dict(kinds(nodes(path))),
-        "results": labels,
-        "largest difference of results": float((result - runtime_result).abs().max()),
+        "results": results,
+        "verify": {"ok": said.ok, "saturates": said.saturates, "counts as here": there == counted},
+        "why": {t.path: t.why for t in said.tensors},
     }
 
 
@@ -250,15 +242,8 @@ def compare(prepared: nn.Module, path: Path, images: Tensor, target: str) -> dic
 
 
 def export_float(model: nn.Module, path: Path, example: Tensor) -> None:
-    torch.onnx.export(
-        model.eval(),
-        (example,),
-        path,
-        dynamo=True,
-        external_data=False,
-        dynamic_shapes=({0: "batch"},),
-        verbose=False,
-    )
+    options = {"external_data": False, "dynamic_shapes": ({0: "batch"},), "verbose": False}
+    torch.onnx.export(model.eval(), (example,), path, dynamo=True, **options)
 
 
 def sizes(folder: Path) -> dict[str, int]:
@@ -266,16 +251,15 @@ def sizes(folder: Path) -> dict[str, int]:
     torch.manual_seed(0)
     model, images = wide_perceptron(), torch.rand(64, WIDE[0])
     export_float(copy.deepcopy(model), folder / "wide float.onnx", images)
-    for name, config in {
-        "int8": fq.recipes.int8(target=SAFE),
-        "int4 group 32": fq.recipes.int4_weight_only(32),
-    }.items():
+    configs = {"int8": fq.recipes.int8(target=SAFE), "int4 group 32": fq.recipes.int4_weight_only(32)}
+    for name, config in configs.items():
         made = fq.calibrate(fq.prepare(copy.deepcopy(model), config), [images], progress=False)
         fq.export_onnx(made, folder / f"wide {name}.onnx", images)
-    return {name: (folder / f"wide {name}.onnx").stat().st_size for name in ("float", "int8", "int4 group 32")}
+    return {name: (folder / f"wide {name}.onnx").stat().st_size for name in ("float", *configs)}
 
 
 def latencies(folder: Path, seconds: float) -> list[dict[str, Any]]:
+    print(f"\n{'latency in us':<14}| threads | batch |    float |     int8 | float / int8")
     found = []
     shapes = {"MLP": (64,), "CNN": (64,), "wide": (WIDE[0],)}
     for (name, shape), threads, batch in itertools.product(shapes.items(), (1, 2), (1, 32, 512)):
@@ -283,6 +267,8 @@ def latencies(folder: Path, seconds: float) -> list[dict[str, Any]]:
         sessions = {kind: session(folder / f"{name} {kind}.onnx", threads) for kind in ("float", "int8")}
         times = best_times({kind: lambda s=s, x=images: call(s, x) for kind, s in sessions.items()}, seconds=seconds)
         found.append({"model": name, "threads": threads, "batch": batch} | times)
+        shown = f"{times['float'] * 1e6:8.1f} | {times['int8'] * 1e6:8.1f} | {times['float'] / times['int8']:.2f}"
+        print(f"{name:<14}| {threads:>7} | {batch:>5} | {shown}")
     return found
 
 
@@ -301,41 +287,45 @@ class Bar(NamedTuple):
         return self.measured <= self.at_most
 
 
-def bars(compared: list[dict[str, Any]], size: dict[str, int]) -> list[Bar]:
+def bars(compared: list[dict[str, Any]], size: dict[str, int], vnni: bool) -> list[Bar]:
+    """The worst of the seeds."""
     found = []
-    for one in (c for c in compared if c["target"] == SAFE):
-        rows, name = one["rows"], f"{one['model']}, seed {one['seed']}"
-        if one["model"] != "encoder":
-            found.append(Bar(f"{name}: codes, golden - runtime", sum(r.runtime for r in rows if r.runtime > 0), 0))
-            floats = [k for k in one["kernels"].values() if k not in KERNELS]
-            found.append(Bar(f"{name}: layers without integer kernel", len(floats), 0))
-        share = sum(r.prepared for r in rows) / sum(r.codes for r in rows)
-        found.append(Bar(f"{name}: share of codes, prepared - golden", share, 1e-4))
-        found.append(Bar(f"{name}: most steps", max(r.steps for r in rows), 1))
-    found += [Bar(f"size, {k}", size[k] / size["float"], bar) for k, bar in (("int8", 0.27), ("int4 group 32", 0.16))]
-    return found
+    for name in MODELS:
+        safe = [one for one in compared if one["model"] == name and one["target"] == SAFE]
+        full = [one for one in compared if one["model"] == name and one["target"] == FULL_RANGE]
+        if name != "encoder":
+            codes = max(sum(row.runtime.to_end for row in one["rows"] if row.runtime) for one in safe)
+            floats = max(sum(k not in KERNELS for k in one["kernels"].values()) for one in safe)
+            found += [Bar(f"{name}: codes, runtime", codes, 0), Bar(f"{name}: layers in float", floats, 0)]
+        share = max(sum(r.prepared.alone for r in one["rows"]) / sum(r.codes for r in one["rows"]) for one in safe)
+        steps = max(row.prepared.steps for one in safe for row in one["rows"])
+        found += [Bar(f"{name}: share of codes, prepared", share, 1e-4), Bar(f"{name}: steps, prepared", steps, 1)]
+        others = sum(not one["verify"]["counts as here"] for one in safe + full)
+        found.append(Bar(f"{name}: times that verify counts otherwise", others, 0))
+        if full and not vnni:
+            missed = sum(not one["verify"]["saturates"] for one in full)
+            found.append(Bar(f"{name}: times that saturation is not found", missed, 0))
+    return found + [Bar(f"size, {k}", size[k] / size["float"], n) for k, n in (("int8", 0.27), ("int4 group 32", 0.16))]
 
 
 def print_compared(one: dict[str, Any]) -> None:
     print(f"\n{one['model']}, seed {one['seed']}, {one['target']}")
-    header = ("runtime", "alone", "prepared", "to the end", "steps", "from a tie")
-    print(f"{'quantizer':<54}| {'codes':>8} | " + " | ".join(f"{h:>10}" for h in header))
+    titles = f"{'to the end':>10} | {'alone':>6} | {'steps':>5} | {'tie':>7}"
+    print(f"{'':<52}| {'':>7} | {'runtime':<37} | prepared")
+    print(f"{'quantizer':<52}| {'codes':>7} | {titles} | {titles}")
     for row in one["rows"]:
-        counts = ["merged" if n < 0 else n for n in row[2:7]]
-        tie = f"{row.from_tie:.1e}" if row.steps else ""
-        print(f"{row.path:<54}| {row.codes:>8} | " + " | ".join(f"{n!s:>10}" for n in (*counts, tie)))
+        print(f"{row.path:<52}| {row.codes:>7} | {formatted(row.runtime)} | {formatted(row.prepared)}")
+    print("".join(f"why: {why}\n" for why in dict.fromkeys(one["why"].values()) if why), end="")
     print(f"kernels of {len(one['kernels'])} layers: {dict(Counter(one['kernels'].values()))}; {one['integer nodes']}")
     print("accuracy: " + ", ".join(f"{k} {v:.2f} %" for k, v in one["accuracy"].items()))
-    print(f"largest difference of results, golden - runtime: {one['largest difference of results']:.2g}")
-    if "verify" in one:
-        print(f"verify: {one['verify']}")
+    print(f"largest difference of results, golden and runtime: {one['largest difference of results']:.2g}")
+    print(f"verify: {one['verify']}")
 
 
-def print_latency(found: list[dict[str, Any]]) -> None:
-    print(f"\n{'latency in us':<14}| threads | batch |    float |     int8 | float / int8")
-    for row in found:
-        times = f"{row['float'] * 1e6:8.1f} | {row['int8'] * 1e6:8.1f} | {row['float'] / row['int8']:.2f}"
-        print(f"{row['model']:<14}| {row['threads']:>7} | {row['batch']:>5} | {times}")
+def formatted(c: Count | None) -> str:
+    if c is None:
+        return f"{'another has the same':<37}"
+    return f"{c.to_end:>10} | {c.alone:>6} | {c.steps or '':>5} | {f'{c.tie:.0e}' if c.alone else '':>7}"
 
 
 def run_seed(seed: int, epochs: int, folder: Path) -> list[dict[str, Any]]:
@@ -348,16 +338,10 @@ def run_seed(seed: int, epochs: int, folder: Path) -> list[dict[str, Any]]:
         for target in (SAFE,) if name == "encoder" else (SAFE, FULL_RANGE):
             prepared = quantized(model, data, epochs, seed, target)
             path = folder / f"{name} {'int8' if target == SAFE else 'full range'}.onnx"
-            one = {"model": name, "seed": seed, "target": target} | compare(prepared, path, images, target)
-            results = one.pop("results")
-            one["accuracy"] = {"float": accuracy(model, data)} | {
-                k: (y.argmax(1) == labels).double().mean().item() * 100 for k, y in results.items()
-            }
-            if hasattr(fq, "verify"):
-                said = fq.verify(prepared, path, [images])
-                counted = {r.path: r.runtime for r in one["rows"] if r.runtime >= 0}
-                agrees = all(counted[t.path] == t.runtime_differ for t in said.tensors if t.path in counted)
-                one["verify"] = {"ok": said.ok, "saturates": said.saturates, "counts as here": agrees}
+            one = {"model": name, "seed": seed, "target": target} | compare(prepared, path, images)
+            results = {"float": model(images).detach()} | one.pop("results")
+            one["accuracy"] = {k: (y.argmax(1) == labels).double().mean().item() * 100 for k, y in results.items()}
+            one["largest difference of results"] = float((results["golden"] - results["runtime"]).abs().max())
             found.append(one)
             print_compared(one)
     return found
@@ -372,20 +356,21 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore", FutureWarning)  # of torch's exporter, about itself
 
     start = time.perf_counter()
-    flags = Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
-    print(f"VNNI: {'yes' if 'vnni' in flags else 'no'}; ONNX Runtime {onnxruntime.__version__}")
+    cpu = Path("/proc/cpuinfo")
+    vnni = cpu.exists() and "vnni" in cpu.read_text()
+    print(f"VNNI: {'yes' if vnni else 'no'}; ONNX Runtime {onnxruntime.__version__}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         compared = [one for seed in range(options.seeds) for one in run_seed(seed, options.epochs, folder)]
         size = sizes(folder)
         print(f"\n{'file':<14}|     bytes | of float")
-        for kind, n in size.items():
-            print(f"{kind:<14}| {n:>9} | {n / size['float']:.4f}")
+        print("\n".join(f"{kind:<14}| {n:>9} | {n / size['float']:.4f}" for kind, n in size.items()))
         latency = [] if options.no_latency else latencies(folder, seconds=0.6)
-    print_latency(latency)
-    checked = bars(compared, size)
+    checked = bars(compared, size, vnni)
     print(f"\n{'bar':<48}| measured | at most")
     for bar in checked:
         print(f"{bar.what:<48}| {bar.measured:8.2g} | {bar.at_most:7.2g} | {'met' if bar.met else 'NOT met'}")
@@ -395,8 +380,8 @@ def main() -> int:
         written = {
             "versions": {name: version(name) for name in packages},
             "epochs": options.epochs,
-            "vnni": "vnni" in flags,
-            "compared": [one | {"rows": [row._asdict() for row in one["rows"]]} for one in compared],
+            "vnni": vnni,
+            "compared": [one | {"rows": [dataclasses.asdict(row) for row in one["rows"]]} for one in compared],
             "bytes": size,
             "latency_seconds": latency,
             "bars": [bar._asdict() | {"met": bar.met} for bar in checked],

@@ -21,12 +21,10 @@ def rewrite(model: ir.Model) -> None:
         if node.op_type == "ReduceMean" and not node.domain:
             _pool(node)
     _merge(model)
-    for node in list(model.graph):
-        if node.domain == DOMAIN and node.op_type == "Grid":
-            _repeat_before_moves(model, node)
-    for node in list(model.graph):
-        if node.domain == DOMAIN and node.op_type == "Grid":
-            _take_in_relu(node)
+    for change in (_take_in_relu, _repeat_before_moves, _take_in_relu):
+        for node in list(model.graph):
+            if node.domain == DOMAIN and node.op_type == "Grid":
+                change(node)
 
 
 def _pool(node: Any) -> None:
@@ -81,7 +79,7 @@ def _is_per_tensor(node: Any) -> bool:
     return scale is not None and scale.const_value is not None and scale.const_value.numpy().size == 1
 
 
-def _repeat_before_moves(model: ir.Model, node: Any) -> None:
+def _repeat_before_moves(node: Any) -> None:
     at = node
     while _is_per_tensor(node):
         value = at.inputs[0]
@@ -98,7 +96,7 @@ def _repeat_before_moves(model: ir.Model, node: Any) -> None:
         out = ir.Value(name=f"{source.name}_moved", shape=source.shape, type=ir.TensorType(ir.DataType.FLOAT))
         made = ir.convenience.convert_attributes(attributes)
         copy = ir.Node(DOMAIN, "Grid", [source, *node.inputs[1:]], made, outputs=[out])
-        model.graph.insert_before(producer, copy)
+        producer.graph.insert_before(producer, copy)
         producer.replace_input_with(0, out)
         at = copy
 
@@ -109,7 +107,8 @@ def _take_in_relu(node: Any) -> None:
     if value is None or producer is None or producer.op_type != "Relu" or producer.domain or not _is_per_tensor(node):
         return
     zero_point = int(node.inputs[2].const_value.numpy().reshape(()))
-    if zero_point == node.attributes["qmin"].as_int():
+    source = producer.inputs[0].producer()
+    if zero_point == node.attributes["qmin"].as_int() and (source is None or source.op_type not in _MOVES):
         return  # which runtimes know
     node.replace_input_with(0, producer.inputs[0])
     node.attributes["qmin"] = ir.AttrInt64("qmin", zero_point)

@@ -17,8 +17,8 @@ TIE = "rounding tie: a float sum in another order fell on the other side"
 BIAS = "bias: it is an integer at the scale of the sums, and was a float"
 UNKNOWN = "not explained"
 
-# A float32 sum of some thousand terms is off by less than this, in steps of the grid.
-_HAIR = 1e-2
+# Float32 sums of some thousand terms in two orders differ by less than this, in steps of a grid of 8 bits.
+_HAIR = 2e-4
 
 
 def why_runtime(

@@ -56,10 +56,12 @@ def run(
     """Passes batches, at most `steps`, through the model, or to `call`; `progress` is what a bar is called."""
     if steps is not None and (type(steps) is not int or steps < 0):
         raise ValueError(f"`steps` must be a number of batches or None, got {steps!r}.")
+    if isinstance(data, Tensor) and data.dim() > 0:
+        data = [data]
     if isinstance(data, Tensor) or not (callable(data) or isinstance(data, Iterable)):
         raise TypeError(
             "`data` must be batches, such as a DataLoader or a list, or a function that runs the model, got "
-            f"{type(data).__name__}.\nUse [x] for one batch x."
+            f"{type(data).__name__}."
         )
     if not isinstance(data, Iterable):
         data(model)
