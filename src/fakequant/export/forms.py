@@ -20,11 +20,14 @@ def rewrite(model: ir.Model) -> None:
     for node in list(model.graph):
         if node.op_type == "ReduceMean" and not node.domain:
             _pool(node)
-    _merge(model)
-    for change in (_take_in_relu, _repeat_before_moves, _take_in_relu):
-        for node in list(model.graph):
-            if node.domain == DOMAIN and node.op_type == "Grid":
-                change(node)
+    before = -1
+    while before != len(list(model.graph)):  # one makes room for another
+        before = len(list(model.graph))
+        _merge(model)
+        for change in (_take_in_relu, _repeat_before_moves):
+            for node in list(model.graph):
+                if node.domain == DOMAIN and node.op_type == "Grid":
+                    change(node)
 
 
 def _pool(node: Any) -> None:
@@ -64,6 +67,9 @@ def _merge(model: ir.Model) -> None:
             *(node.attributes[k].as_int() for k in ("qmin", "qmax")),
         )
         if key in seen:
+            also = seen[key].attributes.get("also")
+            paths = (also.as_string() if also is not None else "") + "\n" + node.attributes["name"].as_string()
+            seen[key].attributes["also"] = ir.AttrString("also", paths)
             ir.convenience.replace_all_uses_with(node.outputs[0], seen[key].outputs[0], replace_graph_outputs=True)
             model.graph.remove(node, safe=True)
         else:
@@ -71,7 +77,10 @@ def _merge(model: ir.Model) -> None:
 
 
 def _bytes(value: Any) -> Any:
-    return None if value is None else value.const_value.numpy().tobytes()
+    if value is None:
+        return None
+    array = value.const_value.numpy()
+    return array.shape, array.tobytes()
 
 
 def _is_per_tensor(node: Any) -> bool:
@@ -92,6 +101,7 @@ def _repeat_before_moves(node: Any) -> None:
         if source is None or (source.producer() is not None and source.producer().domain == DOMAIN):
             return  # it is on a grid already
         attributes = {key: attribute.value for key, attribute in node.attributes.items()}
+        attributes.pop("also", None)
         attributes["name"] = f"{attributes['name']}.before_{producer.op_type.lower()}"
         out = ir.Value(name=f"{source.name}_moved", shape=source.shape, type=ir.TensorType(ir.DataType.FLOAT))
         made = ir.convenience.convert_attributes(attributes)

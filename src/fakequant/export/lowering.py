@@ -44,12 +44,13 @@ def _op(name: str, first: str, constraints: list[Any], numbers: list[str]) -> Op
     return Op(_OPSET, name, made)
 
 
-_GRID = _op("Grid", "F", [("Z", _INTEGERS, "")], ["qmin", "qmax"])
+# `lowest` and `highest` are the range of the quantizer, by which codes are stored; they are clipped to qmin and qmax.
+_GRID = _op("Grid", "F", [("Z", _INTEGERS, "")], ["qmin", "qmax", "lowest", "highest"])
 _STORED = _op("Stored", "Q", [("Z", _INTEGERS, ""), ("Q", _INTEGERS, "")], ["bits"])
 
 TRANSLATIONS = {
     operators.grid: lambda x, scale, zero_point, qmin, qmax, name: _GRID(
-        x, scale, zero_point, qmin=qmin, qmax=qmax, name=name
+        x, scale, zero_point, qmin=qmin, qmax=qmax, lowest=qmin, highest=qmax, name=name
     ),
     operators.stored: lambda codes, scale, zero_point, bits, name: _STORED(
         codes, scale, zero_point, bits=bits, name=name
@@ -61,7 +62,7 @@ TRANSLATIONS = {
 _INT8, _UINT8, _INT16, _UINT16 = ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16, ir.DataType.UINT16
 _OWN_RANGES = {_UINT8: (0, 255), _INT8: (-128, 127), _UINT16: (0, 65535), _INT16: (-32768, 32767)}
 _SINCE = {_INT16: 21, _UINT16: 21}
-# Where the metadata of a node says which quantizer its codes are of, and what was added to them.
+# Where the metadata of a node says which quantizers its codes are of, a line each, and what was added to them.
 QUANTIZER, OFFSET = "fakequant.quantizer", "fakequant.offset"
 
 
@@ -92,9 +93,9 @@ class Lowering:
     def _grid(self, node: Any) -> None:
         path = node.attributes["name"].as_string()
         name = self._unique(path)
-        lo, hi = node.attributes["qmin"].as_int(), node.attributes["qmax"].as_int()
-        dtype, offset = self._storage(path, lo, hi)
-        lo, hi = lo + offset, hi + offset
+        lowest, highest = (node.attributes[end].as_int() for end in ("lowest", "highest"))
+        dtype, offset = self._storage(path, lowest, highest)
+        lo, hi = (node.attributes[end].as_int() + offset for end in ("qmin", "qmax"))
         scale, zero_point, attributes = self._parameters(node, path, dtype, offset)
         x, is_full = node.inputs[0], (lo, hi) == _OWN_RANGES[dtype]
         if not is_full and dtype in (_INT16, _UINT16):
@@ -109,11 +110,12 @@ class Lowering:
             attributes,
         )
         if not is_full:
-            low, high = (self._constant(f"{path}_{end}", np.array(v), dtype) for end, v in (("min", lo), ("max", hi)))
+            low, high = (self._constant(f"{name}_{end}", np.array(v), dtype) for end, v in (("min", lo), ("max", hi)))
             codes = self._emit(node, "Clip", [codes, low, high], quantized, dtype, {})
         producer = codes.producer()
         assert producer is not None
-        producer.metadata_props.update({QUANTIZER: path, OFFSET: str(offset)})
+        also = node.attributes["also"].as_string() if "also" in node.attributes else ""
+        producer.metadata_props.update({QUANTIZER: f"{path}{also}", OFFSET: str(offset)})
         y = self._emit(
             node, "DequantizeLinear", [codes, scale, zero_point], f"{name}_dequantized", ir.DataType.FLOAT, attributes
         )
@@ -124,14 +126,17 @@ class Lowering:
         dtype = next((t for t, (low, high) in _OWN_RANGES.items() if low <= lo and hi <= high), None)
         if dtype is None:
             raise ValueError(f"{path}: no type of ONNX has the range {lo} to {hi}; at most 16 bits can be exported.")
+        self._require(path, dtype)
+        if self.unsigned and dtype == _INT8:
+            return _UINT8, 128 if lo == -128 else -lo
+        return dtype, 0
+
+    def _require(self, path: str, dtype: ir.DataType) -> None:
         if _SINCE.get(dtype, 0) > self.opset:
             raise UnsupportedOpset(
                 f"{path}: {dtype.name.lower()} needs opset {_SINCE[dtype]}, but this is opset {self.opset}.\n"
                 f"Use opset={_SINCE[dtype]}, or at most 8 bits."
             )
-        if self.unsigned and dtype == _INT8:
-            return _UINT8, 128 if lo == -128 else -lo
-        return dtype, 0
 
     def _clipped(
         self, node: Any, path: str, name: str, x: Any, scale: Any, zero_point: Any, lo: int, hi: int, attributes: Any
@@ -141,7 +146,7 @@ class Lowering:
             raise ValueError(f"{path}: the range {lo} to {hi} per channel or group cannot be exported in 16 bits.")
         s, z = scale.const_value.numpy(), zero_point.const_value.numpy().astype(np.float32)
         low, high = (
-            self._constant(f"{path}_{end}", (np.float32(v) - z) * s, ir.DataType.FLOAT)
+            self._constant(f"{name}_{end}", (np.float32(v) - z) * s, ir.DataType.FLOAT)
             for end, v in (("low", lo), ("high", hi))
         )
         return self._emit(node, "Clip", [x, low, high], f"{name}_clipped", ir.DataType.FLOAT, {})
@@ -149,6 +154,7 @@ class Lowering:
     def _stored(self, node: Any) -> None:
         path = node.attributes["name"].as_string()
         dtype, bits = node.inputs[0].dtype, node.attributes["bits"].as_int()
+        self._require(path, dtype)
         for width, since in ((2, 25), (4, 21)):
             if bits <= width and self.opset >= since:
                 dtype = getattr(ir.DataType, f"{'UINT' if dtype == _UINT8 else 'INT'}{width}")
@@ -175,7 +181,7 @@ class Lowering:
         has_zero = len(node.inputs) > 2 and node.inputs[2] is not None
         points = _value(node.inputs[2]) if has_zero else np.zeros_like(scale, dtype=np.int32)
         long = [axis for axis, n in enumerate(scale.shape) if n > 1]
-        grouped = [axis for axis in long if scale.shape[axis] != shape[axis]]
+        grouped = [axis for axis in long if scale.shape[axis] != shape[axis]] or (long[1:] and long[-1:])  # groups of 1
         attributes: dict[str, Any] = {}
         if grouped:
             if self.opset < 21:
@@ -232,9 +238,8 @@ def _value(value: Any) -> Any:
 
 def remove_unused(graph: ir.Graph) -> None:
     """Initializers that nobody reads."""
-    used = {value for node in graph for value in node.inputs if value is not None}
     for name, value in list(graph.initializers.items()):
-        if value not in used and not value.is_graph_output():
+        if not value.uses() and not value.is_graph_output():
             del graph.initializers[name]
 
 

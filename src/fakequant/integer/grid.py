@@ -56,11 +56,14 @@ class Grid(nn.Module):
         """Whether a code stands for the same number everywhere in a tensor, whatever tensor it is."""
         return self.scale is not None and self.scale.dim() == 0
 
-    @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         """`x` on the grid."""
         if operators.is_exporting():
             return self._exported(x)
+        with torch.no_grad():
+            return self._quantized(x)
+
+    def _quantized(self, x: Tensor) -> Tensor:
         if self.scale is not None and self.spec.axis is not None:
             zero_point: Any = 0 if self.spec.symmetric else self.zero_point
             return functional.fake_quantize(plain(x), self.scale, zero_point, self.spec)

@@ -99,7 +99,10 @@ class IntegerLayer(QuantizedLayer):
         """
         if self.weight_spec is None:
             return
-        self.exported_bits = 8 if bytes_for_kernels and self.is_integer else self.weight_spec.bits
+        bits = self.weight_spec.bits
+        if self.is_integer:  # ONNX Runtime refuses 2 bits beside a quantized input
+            bits = 8 if bytes_for_kernels else max(bits, 4)
+        self.exported_bits = bits
         spec, shape = self.weight_spec, self.weight_shape
         zero_point: Any = 0 if self.weight_zero_point is None else self.weight_zero_point
         self.exported_codes = functional.quantize(self.float_weight(), self.weight_scale, zero_point, spec)
@@ -109,11 +112,14 @@ class IntegerLayer(QuantizedLayer):
         if self.bias_codes is not None:
             self.exported_bias_scale = self._along_bias(self._sum_scale(self._input_scale()))
 
+    def _name(self, tensor: str) -> str:
+        return f"{self.path}.{tensor}" if self.path else tensor
+
     def _exported(self, operator: Any, input: Tensor, rows: slice) -> Tensor:
         x = self.quantize_input(input)
         weight, bias = self.quantized_weight(), getattr(self, self.bias_name, None)
         if self.bias_codes is not None:
-            bias = operators.stored(self.bias_codes, self.exported_bias_scale, None, 32, f"{self.path}.bias")
+            bias = operators.stored(self.bias_codes, self.exported_bias_scale, None, 32, self._name("bias"))
         weight, bias = weight[rows] if rows != slice(None) else weight, _part(bias, rows)
         if operator is linear and x.dim() > 2:  # a product of two matrices, with its bias, is one kernel
             return operator(x.flatten(0, -2), weight, bias).unflatten(0, (-1, *x.shape[1:-1]))
@@ -123,11 +129,10 @@ class IntegerLayer(QuantizedLayer):
         """What the codes stand for."""
         if operators.is_exporting() and self.weight_spec is not None:
             zero_point = self.exported_zero_point
-            bits, name = self.exported_bits, f"{self.path}.weight"
+            bits, name = self.exported_bits, self._name("weight")
             return operators.stored(self.exported_codes, self.exported_scale, zero_point, bits, name)
         return getattr(self, self.weight_name) if self.weight_spec is None else self.float_weight()
 
-    @torch.no_grad()
     def compute(
         self,
         operator: Callable[[Tensor, Tensor, Tensor | None], Tensor],
@@ -137,6 +142,10 @@ class IntegerLayer(QuantizedLayer):
         """`operator` of codes, if it can be, else of floats; with some rows of the weight and the bias."""
         if operators.is_exporting():
             return self._exported(operator, input, rows)
+        with torch.no_grad():
+            return self._compute(operator, input, rows)
+
+    def _compute(self, operator: Any, input: Tensor, rows: slice) -> Tensor:
         x = self.quantize_input(input)
         origin = origin_of(x)
         if self.weight_spec is None or not isinstance(origin, OnGrid) or not self._sums_have_one_scale():

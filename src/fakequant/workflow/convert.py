@@ -17,8 +17,6 @@ from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.workflow.fold import Folded, find_pairs, fold, why_not
 from fakequant.workflow.prepare import preparation, quantize_output
 
-_PLACES = ("input_quantizer", "output_quantizer", "projection_quantizer")
-
 
 @dataclasses.dataclass
 class Conversion:
@@ -93,6 +91,8 @@ def _require_target(model: nn.Module, target: targets.Target) -> None:
     for path, module in model.named_modules():
         if isinstance(module, Grid):
             reason = target.why_not_activation(module.spec)
+            if module.spec.numerics != "onnx":
+                reason = f"has the numerics {module.spec.numerics!r}, and runtimes compute 'onnx'"
         elif isinstance(module, IntegerLayer) and module.is_integer:
             assert module.weight_spec is not None
             reason = target.why_not_weight(module.weight_spec, module.weight_levels())
@@ -130,9 +130,8 @@ def _replace(model: nn.Module, grids: dict[Quantizer, Grid], norms: dict[str, nn
     """
     kept = {}
     for path, module in list(model.named_modules()):
-        for name in _PLACES:
-            quantizer = module._modules.get(name)
-            if isinstance(quantizer, Quantizer):
+        for name, quantizer in list(module._modules.items()):
+            if isinstance(quantizer, Quantizer) and quantizer in grids:
                 module._modules[name] = grids[quantizer]
         if isinstance(module, QuantizedLayer):
             grid = module.__dict__.get("input_grid")

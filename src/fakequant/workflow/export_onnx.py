@@ -59,6 +59,7 @@ def export_onnx(
     golden = _converted(model, target)
     goal = targets.find(conversion(golden).target)
     args, kwargs = _inputs(example_inputs)
+    _require_float32(golden, args, kwargs)
     with writing(path) as unfinished:
         program = _export(golden, args, kwargs, max(opset, _TORCHS_LOWEST), dynamic_batch, goal)
         _finish(program, opset, goal)
@@ -79,6 +80,16 @@ def _converted(model: nn.Module, target: str | None) -> nn.Module:
             f"Use fakequant.convert(model, target={target!r}) of the prepared model."
         )
     return golden
+
+
+def _require_float32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    inputs = {**{f"example input {number}": x for number, x in enumerate(args)}, **kwargs}
+    for name, value in (*model.named_parameters(), *model.named_buffers(), *inputs.items()):
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float32:
+            raise ValueError(
+                f"{name} is {str(value.dtype)[6:]}; only float32 models are exported.\n"
+                "Use model.float(), and such inputs."
+            )
 
 
 def _inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -142,6 +153,7 @@ def _quiet() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`", category=FutureWarning)
+            warnings.filterwarnings("ignore", message=r"# The axis name: batch will not be used", category=UserWarning)
             yield
     finally:
         logger.setLevel(level)

@@ -25,11 +25,11 @@ class Runtime:
         except Exception as error:
             raise ValueError(f"{path} is not an ONNX model: {error}") from error
         # Values that hold codes, the quantizers they are of, and what was added to them.
-        self.codes: dict[str, tuple[str, int]] = {}
+        self.codes: dict[str, tuple[list[str], int]] = {}
         for node in self.model.graph.node:
             notes = {p.key: p.value for p in node.metadata_props}
             if "fakequant.quantizer" in notes:
-                self.codes[node.output[0]] = (notes["fakequant.quantizer"], int(notes["fakequant.offset"]))
+                self.codes[node.output[0]] = (notes["fakequant.quantizer"].split("\n"), int(notes["fakequant.offset"]))
         self.kernels = _kernels(self.model, ort, threads)
         watched = onnx.ModelProto()
         watched.CopyFrom(self.model)
@@ -62,8 +62,9 @@ class Runtime:
         found = self.session.run([*self.outputs, *names], feed)
         codes: dict[str, list[Any]] = {}
         for name, value in zip(names, found[len(self.outputs) :], strict=True):
-            quantizer, offset = self.codes[name]
-            codes.setdefault(quantizer, []).append(value.astype(np.int32) - offset)
+            paths, offset = self.codes[name]
+            for path in paths:
+                codes.setdefault(path, []).append(value.astype(np.int32) - offset)
         return found[: len(self.outputs)], codes
 
 
@@ -86,14 +87,14 @@ def _kernels(model: Any, ort: Any, threads: int) -> dict[str, str]:
         options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
         ort.InferenceSession(model.SerializeToString(), options, providers=_PROVIDERS)
         graph = onnx.load(options.optimized_model_filepath).graph
-    ends = ".weight_codes"
+    ends = "weight_codes"
     layers = [t.name[: -len(ends)] for t in model.graph.initializer if t.name.endswith(ends)]
     readers = {name: node for node in graph.node for name in node.input}
     found = {}
     for layer in layers:
         # Its codes may have been packed under another name; its scale keeps its own.
-        node = readers.get(f"{layer}.weight_codes") or readers.get(f"{layer}.weight_scale")
+        node = readers.get(f"{layer}weight_codes") or readers.get(f"{layer}weight_scale")
         while node is not None and node.op_type in ("DequantizeLinear", "Transpose", "Reshape", "Slice", "Cast"):
             node = readers.get(node.output[0])
-        found[layer] = "?" if node is None else node.op_type
+        found[layer.rstrip(".")] = "?" if node is None else node.op_type
     return found

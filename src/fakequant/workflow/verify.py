@@ -187,7 +187,8 @@ def _require_same(golden: nn.Module, runtime: Runtime, path: Any) -> None:
         pairs: list[tuple[str, Tensor]] = []
         if isinstance(module, IntegerLayer) and module.weight_spec is not None:
             module.start_export(bytes_for_kernels=False)
-            pairs = [(f"{name}.weight_scale", module.weight_scale), (f"{name}.weight_codes", module.exported_codes)]
+            start = f"{name}." if name else ""
+            pairs = [(f"{start}weight_scale", module.weight_scale), (f"{start}weight_codes", module.exported_codes)]
         elif isinstance(module, Grid) and module.scale is not None:
             pairs = [(f"{name}_scale", module.scale)]
         for tensor, value in pairs:
