@@ -102,3 +102,45 @@ def test_a_layer_with_another_spec_quantizes_its_input():
 def test_a_layer_with_another_observer_quantizes_its_input():
     config = recipes.int8().rule("fc", activation_observer=fq.observers.MinMax())
     assert fq.prepare(TwoUses(), config).fc.input_quantizer is not None
+
+
+class MovedBetween(TwoUses):
+    """The elements come in other places, or only some of them."""
+
+    def __init__(self, move):
+        super().__init__()
+        self.move = move
+
+    def forward(self, x):
+        x = self.act(self.stem(x))
+        return (x + 1).sum() + self.fc(self.move(x)).sum()
+
+
+class MovedByFunctions(TwoUses):
+    def forward(self, x):
+        x = self.act(self.stem(x))
+        return (x + 1).sum() + self.fc(torch.flatten(x.reshape(4, 2, 8), 0, 1)).sum()
+
+
+MOVES = {
+    "Flatten": lambda: MovedBetween(nn.Flatten()),
+    "Identity": lambda: MovedBetween(nn.Identity()),
+    "MaxPool": lambda: MovedBetween(nn.Sequential(nn.Unflatten(1, (1, 8)), nn.MaxPool1d(3, 1, 1), nn.Flatten())),
+    "functions": MovedByFunctions,
+}
+
+
+@pytest.mark.parametrize("make", MOVES.values(), ids=MOVES)
+def test_elements_in_other_places_are_on_the_grid_still(make):
+    model = fq.prepare(make(), recipes.int8())
+    assert model.fc.input_quantizer is None
+    seen = []
+    model.fc.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    model(torch.randn(8, 8))
+    again = fq.fake_quantize(seen[0], *model.act.output_quantizer.qparams(), presets.uint8())
+    assert torch.equal(again.view(torch.int32), seen[0].view(torch.int32))
+
+
+@pytest.mark.parametrize("move", [nn.Dropout(0.5), nn.ReLU6(), nn.AvgPool1d(1)], ids=["Dropout", "ReLU6", "AvgPool"])
+def test_what_changes_elements_needs_a_quantizer_after_it(move):
+    assert fq.prepare(MovedBetween(move), recipes.int8()).fc.input_quantizer is not None

@@ -25,6 +25,14 @@ _POOLS = (
     nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
 )  # fmt: skip
 
+# What only moves or selects elements: what was on a grid is on it still.
+_MOVING_MODULES = (nn.Flatten, nn.Unflatten, nn.Identity, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+_MOVING_FUNCTIONS = {
+    torch.flatten, torch.reshape, torch.permute, torch.transpose, torch.squeeze, torch.unsqueeze, F.max_pool1d,
+    F.max_pool2d, F.max_pool3d,
+}  # fmt: skip
+_MOVING_METHODS = {"flatten", "reshape", "view", "permute", "transpose", "squeeze", "unsqueeze", "contiguous"}
+
 
 class Found(NamedTuple):
     """What the analysis found."""
@@ -33,7 +41,8 @@ class Found(NamedTuple):
     producers: list[str]
     # Operands that are results of functions, where no module is to hold a quantizer.
     without_module: list[str]
-    # Modules whose only input is the result of another, by path: whenever they are called, as it was computed.
+    # Modules whose only input is the result of another, by path: whenever they are called, as it was computed or with
+    # its elements in other places.
     sources: dict[str, str]
     # Why there is no more, if the model could not be traced.
     problem: str | None
@@ -91,10 +100,28 @@ def _sources(model: nn.Module, graph: fx.Graph) -> dict[str, str]:
     found: dict[str, set[str | None]] = {}
     for node in calls:
         inputs = node.all_input_nodes
-        usable = len(inputs) == 1 and inputs[0].op == "call_module" and number[inputs[0].target] == 1
-        usable = usable and not any(_changes_its_input(model, user) for user in inputs[0].users)
-        found.setdefault(str(node.target), set()).add(str(inputs[0].target) if usable else None)
+        source = _moved_from(model, inputs[0]) if len(inputs) == 1 else None
+        if source is not None and source.op == "call_module" and number[source.target] == 1:
+            found.setdefault(str(node.target), set()).add(str(source.target))
+        else:
+            found.setdefault(str(node.target), set()).add(None)
     return {target: str(*paths) for target, paths in found.items() if len(paths) == 1 and None not in paths}
+
+
+def _moved_from(model: nn.Module, node: fx.Node) -> fx.Node | None:
+    """Whose elements these are, in other places or the largest of some; None: somebody changes them on the way."""
+    while True:
+        if any(_changes_its_input(model, user) for user in node.users):
+            return None
+        if node.op == "call_module":
+            moves = isinstance(model.get_submodule(str(node.target)), _MOVING_MODULES)
+        else:
+            moves = (node.op == "call_function" and node.target in _MOVING_FUNCTIONS) or (
+                node.op == "call_method" and node.target in _MOVING_METHODS
+            )
+        if not moves or not node.args or not isinstance(node.args[0], fx.Node):
+            return node
+        node = node.args[0]
 
 
 def _changes_its_input(model: nn.Module, node: fx.Node) -> bool:
