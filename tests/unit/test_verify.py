@@ -180,6 +180,30 @@ def test_a_report_goes_to_json(good):
     assert "The runtime computes what was trained." in str(found)
 
 
+def test_quantizers_that_follow_each_other_are_not_merged(tmp_path):
+    """ONNX Runtime makes one of two, with another scale, unless something stands between them."""
+    torch.manual_seed(0)
+    config = recipes.int8(target="onnxruntime-x86").rule("1", activation_observer=fq.observers.Fixed(-0.5, 1.0))
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8))
+    x = torch.randn(64, 16)
+    model = fq.prepare(model, config.rule("0", output=fq.presets.uint8()))
+    model = fq.calibrate(model, x, progress=False)
+    fq.export_onnx(model, tmp_path / "m.onnx", x)
+    found = fq.verify(model, tmp_path / "m.onnx", x)
+    assert found.ok
+    assert found.outputs.runtime_difference == 0
+    merged = onnx.load(tmp_path / "m.onnx")
+    clip = next(node for node in merged.graph.node if node.op_type == "Clip")
+    reader = next(node for node in merged.graph.node if clip.output[0] in node.input)
+    reader.input[0] = clip.input[0]
+    merged.graph.node.remove(clip)
+    onnx.save(merged, tmp_path / "merged.onnx")
+    found = fq.verify(model, tmp_path / "merged.onnx", x)
+    assert not found.ok
+    assert found.outputs.disturbance > 0
+    assert "follow each other" in str(found)
+
+
 # --- saturating sums ------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,8 @@
 
 A mean over all places is a GlobalAveragePool. A quantizer after something that only moves or selects elements is
 repeated before it, so that the layer before ends in codes. A ReLU before a quantizer whose zero point is not
-its lowest code is a clip of the codes: the code of 0 is the zero point.
+its lowest code is a clip of the codes: the code of 0 is the zero point. Between two quantizers with different grids
+stands a Clip that clips nothing: ONNX Runtime would make one quantizer of them, with a scale of its own.
 """
 
 from typing import Any
@@ -28,6 +29,9 @@ def rewrite(model: ir.Model) -> None:
             for node in list(model.graph):
                 if node.domain == DOMAIN and node.op_type == "Grid":
                     change(node)
+    for node in list(model.graph):
+        if node.domain == DOMAIN and node.op_type == "Grid":
+            _keep_apart(node)
 
 
 def _pool(node: Any) -> None:
@@ -53,6 +57,29 @@ def _pool(node: Any) -> None:
         graph.insert_before(node, ir.Node("", "Reshape", [pooled, to], outputs=[result], name=f"{node.name}_flat"))
     ir.convenience.replace_all_uses_with(out, result, replace_graph_outputs=True)
     graph.remove(node, safe=True)
+
+
+def _keep_apart(node: Any) -> None:
+    source = node.inputs[0].producer()
+    while source is not None and not source.domain and source.op_type in _MOVES:
+        source = source.inputs[0].producer()
+    if source is None or source.domain != DOMAIN or source.op_type != "Grid" or _grid_of(source) == _grid_of(node):
+        return
+    graph, name = node.graph, node.attributes["name"].as_string()
+    bounds = []
+    for end, value in (("lowest", np.finfo(np.float32).min), ("highest", np.finfo(np.float32).max)):
+        bound = ir.Value(name=f"{name}_{end}", shape=ir.Shape([]), type=ir.TensorType(ir.DataType.FLOAT))
+        bound.const_value = ir.tensor(np.array(value, dtype=np.float32), name=bound.name)
+        graph.register_initializer(bound)
+        bounds.append(bound)
+    x = node.inputs[0]
+    out = ir.Value(name=f"{name}_apart", shape=x.shape, type=ir.TensorType(ir.DataType.FLOAT))
+    graph.insert_before(node, ir.Node("", "Clip", [x, *bounds], outputs=[out], name=f"{name}_apart/Clip"))
+    node.replace_input_with(0, out)
+
+
+def _grid_of(node: Any) -> tuple[Any, ...]:
+    return tuple(_bytes(value) for value in node.inputs[1:])
 
 
 def _merge(model: ir.Model) -> None:
