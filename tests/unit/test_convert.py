@@ -260,6 +260,44 @@ def test_what_moves_elements_moves_the_sums(move):
     assert torch.equal(moved.origin.codes(rule, out), values.quantized(values.plain(moved), out))
 
 
+def add_in_place(x, y):
+    x += y
+    return x
+
+
+IN_PLACE = {
+    "+=": (add_in_place, torch.add),
+    "add_": (lambda x, y: x.add_(y), torch.add),
+    "add_, its result unused": (lambda x, y: (x.add_(y), x)[1], torch.add),
+    "relu_": (lambda x, y: torch.relu_(x), lambda x, y: torch.relu(x)),
+    "nn.ReLU(inplace=True), its result unused": (lambda x, y: (nn.ReLU(inplace=True)(x), x)[1], lambda x, y: x.relu()),
+    "mul_": (lambda x, y: (x.mul_(2), x)[1], lambda x, y: x * 2),
+    "setitem": (lambda x, y: (x.__setitem__(0, 5.0), x)[1], None),
+}
+
+
+@pytest.mark.parametrize(("change", "plain"), IN_PLACE.values(), ids=IN_PLACE)
+def test_a_value_that_is_changed_in_place_does_not_remember_what_it_was(change, plain):
+    out = grid(0.37, 100)
+    x, y = torch.randn(4, 6), torch.randn(4, 6)
+    changed = change(on_grid(x), on_grid(y))
+    if plain is not None:
+        expected = plain(values.plain(on_grid(x)), values.plain(on_grid(y)))
+        assert torch.equal(values.plain(changed), expected)
+    origin = values.origin_of(changed)
+    codes = values.quantized(values.plain(changed), out)
+    if origin is not None:
+        assert torch.equal(origin.codes(arithmetic.ARITHMETICS["reference"], out), codes)
+
+
+def test_sums_that_a_relu_changes_in_place_are_rectified():
+    sums = torch.randint(-100, 100, (4, 6)).float()
+    x = values.known(sums * 0.5, values.Accumulated(sums, torch.tensor(0.5)))
+    nn.ReLU(inplace=True)(x)
+    out = grid(0.7, 100)
+    assert torch.equal(x.origin.codes(arithmetic.ARITHMETICS["reference"], out), values.quantized(values.plain(x), out))
+
+
 FORGETS = {
     "product": lambda x: x * 2,
     "sigmoid": torch.sigmoid,

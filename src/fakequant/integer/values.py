@@ -145,20 +145,35 @@ def codes_of(x: Tensor, grid: GridOf) -> Tensor:
 
 
 class Known(torch.Tensor):
-    """A float tensor with an origin."""
+    """A float tensor with an origin; None if it was changed in a way that is not known."""
 
-    origin: Origin
+    origin: Origin | None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        changed = args[0] if args and isinstance(args[0], Known) and _is_in_place(func, kwargs) else None
+        if changed is not None and isinstance(changed.origin, OnGrid):
+            # What it was is an operand of what it becomes.
+            changed.origin = OnGrid(changed.origin.value.clone(), changed.origin.grid)
         plain_args = _without(args)
         result = func(*plain_args, **_without(kwargs))
         rule = _RULES.get(func)
-        if rule is None or not isinstance(result, Tensor):
-            return result
-        origin = rule(func, args, plain_args, kwargs, result)
+        origin = (
+            rule(func, args, plain_args, kwargs, result) if rule is not None and isinstance(result, Tensor) else None
+        )
+        if changed is not None:
+            changed.origin = origin
         return result if origin is None else known(result, origin)
+
+
+def _is_in_place(func: Any, kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in _IN_PLACE or bool(kwargs.get("inplace")) or kwargs.get("out") is not None
+
+
+_IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__"}
 
 
 def known(value: Tensor, origin: Origin) -> Known:
@@ -229,6 +244,10 @@ def _added(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -
     return Added(a, b)
 
 
+def _added_from_the_right(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
+    return _added(func, args[::-1], plain_args[::-1], kwargs, result)
+
+
 def _averaged(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
     origin, x = origin_of(args[0]), plain_args[0]
     if not isinstance(origin, OnGrid):
@@ -253,9 +272,10 @@ _RULES: dict[Any, Callable[..., Any]] = {
         ),
         _moved,
     ),
-    **dict.fromkeys((F.relu, torch.relu, Tensor.relu), _rectified),
+    **dict.fromkeys((F.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_), _rectified),
     **dict.fromkeys((Tensor.contiguous, Tensor.clone, Tensor.detach), _same),
     F.dropout: _dropped,
-    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__), _added),
+    **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__iadd__, Tensor.add_), _added),
+    Tensor.__radd__: _added_from_the_right,
     **dict.fromkeys((torch.mean, Tensor.mean, F.adaptive_avg_pool2d), _averaged),
 }  # fmt: skip
