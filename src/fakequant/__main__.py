@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import json
@@ -55,14 +56,27 @@ def _verify(options: argparse.Namespace) -> int:
         model = _find(options.model)
         model = model() if not isinstance(model, torch.nn.Module) else model
         if options.state:
-            model.load_state_dict(torch.load(options.state, weights_only=True))
+            model.load_state_dict(torch.load(options.state, weights_only=True, map_location="cpu"))
         data = _find(options.data)
         found = verify(model, options.onnx, data() if callable(data) else data, steps=options.steps)
-    except Exception as error:  # whatever it is, the exit code must not be that of a difference
+    except (Exception, SystemExit) as error:  # whatever it is, the exit code must not be that of a difference
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
     print(json.dumps(found.to_dict(), indent=2) if options.json else found)
-    return 0 if found.ok else 1
+    return 0 if found.ok else 1 if found.tensors else 2
+
+
+@functools.cache
+def _run(path: Path) -> Any:
+    """A file as a module, once; its neighbours can be imported, as if it were run by itself."""
+    sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(f"_fakequant_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def _find(where: str) -> Any:
@@ -74,12 +88,7 @@ def _find(where: str) -> Any:
         path = Path(place).resolve()
         if not path.is_file():
             raise FileNotFoundError(f"There is no file {place!r}.")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
-        spec.loader.exec_module(module)
+        module = _run(path)
     else:
         module = importlib.import_module(place)
     if not hasattr(module, name):

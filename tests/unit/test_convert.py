@@ -290,6 +290,20 @@ def test_a_value_that_is_changed_in_place_does_not_remember_what_it_was(change, 
         assert torch.equal(origin.codes(arithmetic.ARITHMETICS["reference"], out), codes)
 
 
+def test_a_value_that_is_changed_through_a_view_does_not_remember_what_it_was():
+    x = on_grid(torch.randn(4, 6))
+    values.plain(x).view(-1).mul_(0.5)
+    assert values.origin_of(x) is None
+    a, b, c = (on_grid(torch.randn(2, 2)) for _ in range(3))
+    torch.add(a, b, out=c)
+    assert values.origin_of(c) is None
+    assert isinstance(values.origin_of(a), values.OnGrid)
+
+
+def test_arguments_may_have_names():
+    assert isinstance(values.origin_of(torch.flatten(input=on_grid(torch.randn(2, 3, 4)), start_dim=1)), values.OnGrid)
+
+
 def test_sums_that_a_relu_changes_in_place_are_rectified():
     sums = torch.randint(-100, 100, (4, 6)).float()
     x = values.known(sums * 0.5, values.Accumulated(sums, torch.tensor(0.5)))

@@ -96,3 +96,93 @@ def test_copies_and_unprepared_models_have_their_own():
     copied = copy.deepcopy(model)
     assert copied[0].norm is copied[1]
     assert "norm" not in fq.unprepare(model)[0].__dict__
+
+
+# --- what must not be lost ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1e-9, 1e-6, -1e-9])
+def test_the_shift_of_a_normalization_survives_a_small_factor(gamma):
+    torch.manual_seed(0)
+    conv, norm = nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3)
+    with torch.no_grad():
+        norm.weight.fill_(gamma)
+        norm.bias.fill_(1.0)
+    x = torch.randn(4, 2, 5, 5)
+    model = prepared(nn.Sequential(conv, norm), x).eval()
+    expected = torch.ones(4, 3, 5, 5)
+    assert (model(x) - expected).abs().max() < 1e-3
+    assert (fq.convert(model)(x) - expected).abs().max() < 1e-3
+
+
+def test_a_bias_beside_tiny_weights_survives():
+    made = nn.Linear(4, 2)
+    with torch.no_grad():
+        made.weight.fill_(1e-7)
+        made.bias.fill_(50.0)
+    x = torch.randn(8, 4)
+    model = prepared(nn.Sequential(made), x).eval()
+    assert (model(x) - 50).abs().max() < 1e-4
+    assert (fq.convert(model)(x) - 50).abs().max() < 1e-4
+
+
+def test_a_normalization_of_tokens_stays_one():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+    with torch.no_grad():
+        model[1].running_mean.normal_()
+        model[1].weight.normal_()
+    float_model, x = copy.deepcopy(model).eval(), torch.randn(4, 16, 8)
+    model = prepared(model, x).eval()
+    golden = fq.convert(model)
+    assert isinstance(golden[1], nn.BatchNorm1d)
+    assert (golden(x) - float_model(x)).abs().max() < 0.1
+    assert (model(x) - float_model(x)).abs().max() < 0.1
+
+
+def test_a_normalization_of_another_length_is_left_alone():
+    x = torch.randn(4, 5, 8)
+    model = prepared(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(5)), x).eval()
+    assert model(x).shape == fq.convert(model)(x).shape == (4, 5, 16)
+
+
+def test_weights_with_scales_along_their_input_keep_their_normalization():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    with torch.no_grad():
+        model[1].weight.normal_()
+    float_model, x = copy.deepcopy(model).eval(), torch.randn(16, 8)
+    config = recipes.int8().rule(weight=fq.QuantSpec(bits=8, narrow=True, axis=1))
+    golden = fq.convert(prepared(model, x, config))
+    assert isinstance(golden[1], nn.BatchNorm1d)
+    assert (golden(x) - float_model(x)).abs().max() < 0.1
+
+
+class Untraceable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        conv = nn.Conv2d(2, 2, 1)
+        self.body = nn.Sequential(conv, nn.BatchNorm2d(2), conv, nn.BatchNorm2d(2))
+
+    def forward(self, x):
+        return self.body(x) if x.sum() < 1e9 else x
+
+
+def test_a_layer_that_is_there_twice_keeps_both_normalizations():
+    torch.manual_seed(0)
+    model = Untraceable()
+    with torch.no_grad():
+        for norm in (model.body[1], model.body[3]):
+            norm.running_mean.normal_()
+            norm.weight.normal_()
+    x = torch.randn(4, 2, 3, 3)
+    model = prepared(model, x).eval()
+    assert (fq.convert(model)(x) - model(x)).abs().max() < 0.02
+
+
+def test_layers_in_another_float_type_are_evaluated():
+    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3))
+    x = torch.randn(4, 2, 5, 5)
+    model = prepared(model, x).eval()
+    model[0].bfloat16()
+    assert model[0](x.bfloat16()).dtype == torch.bfloat16

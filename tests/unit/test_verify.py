@@ -180,6 +180,28 @@ def test_a_report_goes_to_json(good):
     assert "The runtime computes what was trained." in str(found)
 
 
+@pytest.mark.skipif(has_vnni(), reason="this CPU does not saturate")
+def test_a_last_layer_that_saturates_is_found(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 4))
+    with torch.no_grad():
+        model[0].weight.uniform_(0.9, 1.0)
+    x = torch.rand(16, 64)
+    model = fq.calibrate(fq.prepare(model, recipes.int8(target="onnxruntime-vnni")), x, progress=False)
+    fq.export_onnx(model, tmp_path / "m.onnx", x)
+    found = fq.verify(model, tmp_path / "m.onnx", x)
+    assert not found.ok
+    assert found.saturates
+    assert "after the last quantizer" in str(found)
+
+
+def test_a_nan_is_no_difference_if_both_have_it_and_one_if_not():
+    largest = pytest.importorskip("fakequant.workflow.verify")._largest
+    nan, one = torch.tensor([float("nan"), 1.0]), torch.tensor([1.0, 1.0])
+    assert largest(nan, nan) == 0
+    assert largest(nan, one) == largest(one, nan) == float("inf")
+
+
 def test_quantizers_that_follow_each_other_are_not_merged(tmp_path):
     """ONNX Runtime makes one of two, with another scale, unless something stands between them."""
     torch.manual_seed(0)

@@ -38,7 +38,7 @@ def _pool(node: Any) -> None:
     """A mean over all axes but the first two."""
     x = node.inputs[0]
     axes = node.inputs[1].const_value if len(node.inputs) > 1 and node.inputs[1] is not None else None
-    if axes is None or x is None or x.shape is None or len(x.shape) < 3:
+    if axes is None or x is None or x.shape is None or len(x.shape) != 4:
         return
     rank, graph, out = len(x.shape), node.graph, node.outputs[0]
     if sorted(int(axis) % rank for axis in axes.numpy()) != list(range(2, rank)):
@@ -79,7 +79,7 @@ def _keep_apart(node: Any) -> None:
 
 
 def _grid_of(node: Any) -> tuple[Any, ...]:
-    return tuple(_bytes(value) for value in node.inputs[1:])
+    return (*(_bytes(value) for value in node.inputs[1:]), *(node.attributes[end].as_int() for end in ("qmin", "qmax")))
 
 
 def _merge(model: ir.Model) -> None:

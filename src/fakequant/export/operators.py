@@ -5,6 +5,7 @@ QuantizeLinear and DequantizeLinear in their place. Scales have one entry per bl
 blocks: () or (1, C, 1, 1) or (rows, groups).
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -44,20 +45,19 @@ torch.library.register_fake(
 grid = torch.ops.fakequant_export.grid.default
 stored = torch.ops.fakequant_export.stored.default
 
-_active = False
+_state = threading.local()
 
 
 @contextmanager
 def exporting() -> Iterator[None]:
-    """While it lasts, converted models run through these operators."""
-    global _active
-    _active = True
+    """While it lasts, converted models run through these operators, in this thread."""
+    _state.active = True
     try:
         yield
     finally:
-        _active = False
+        _state.active = False
 
 
 def is_exporting() -> bool:
     """Whether a model is being exported."""
-    return _active
+    return getattr(_state, "active", False)

@@ -148,29 +148,38 @@ class Known(torch.Tensor):
     """A float tensor with an origin; None if it was changed in a way that is not known."""
 
     origin: Origin | None
+    version: int
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        if not args and "input" in kwargs:
+            args = (kwargs.pop("input"),)
+        if kwargs.get("out") is not None:
+            return func(*_without(args), **_without(kwargs))  # what it was is seen by its version
         changed = args[0] if args and isinstance(args[0], Known) and _is_in_place(func, kwargs) else None
+        if changed is not None:
+            changed.origin = origin_of(changed)
         if changed is not None and isinstance(changed.origin, OnGrid):
             # What it was is an operand of what it becomes.
             changed.origin = OnGrid(changed.origin.value.clone(), changed.origin.grid)
         plain_args = _without(args)
         result = func(*plain_args, **_without(kwargs))
+        if changed is not None:
+            changed.version = _version(changed)  # its origin is asked for once more
         rule = _RULES.get(func)
         origin = (
             rule(func, args, plain_args, kwargs, result) if rule is not None and isinstance(result, Tensor) else None
         )
         if changed is not None:
-            changed.origin = origin
+            changed.origin, changed.version = origin, _version(changed)
         return result if origin is None else known(result, origin)
 
 
 def _is_in_place(func: Any, kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in _IN_PLACE or bool(kwargs.get("inplace")) or kwargs.get("out") is not None
+    return in_place or name in _IN_PLACE or bool(kwargs.get("inplace"))
 
 
 _IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__"}
@@ -179,8 +188,13 @@ _IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__"}
 def known(value: Tensor, origin: Origin) -> Known:
     """`value` with an origin."""
     made = value.as_subclass(Known)
-    made.origin = origin
+    made.origin, made.version = origin, _version(value)
     return made
+
+
+def _version(value: Tensor) -> int:
+    """How often the memory of a tensor was changed; also through other names for it."""
+    return 0 if value.is_inference() else value._version
 
 
 def on_grid(value: Tensor, grid: GridOf) -> Known:
@@ -189,8 +203,8 @@ def on_grid(value: Tensor, grid: GridOf) -> Known:
 
 
 def origin_of(value: Any) -> Origin | None:
-    """The origin of a tensor, if it has one."""
-    return value.origin if isinstance(value, Known) else None
+    """The origin of a tensor, if it has one and is what it was."""
+    return value.origin if isinstance(value, Known) and value.version == _version(value) else None
 
 
 def plain(value: Tensor) -> Tensor:
@@ -202,7 +216,8 @@ def _without(value: Any) -> Any:
     if isinstance(value, Tensor):
         return plain(value)
     if isinstance(value, (tuple, list)):
-        return type(value)(_without(v) for v in value)
+        parts = [_without(v) for v in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, dict):
         return {k: _without(v) for k, v in value.items()}
     return value
@@ -214,7 +229,7 @@ def _without(value: Any) -> Any:
 def _moved(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
     origin = origin_of(args[0])
     if isinstance(origin, OnGrid):
-        return OnGrid(result, origin.grid)
+        return OnGrid(result, origin.grid) if origin.grid.scale.dim() == 0 else None  # tokens have scales of their own
     return None if origin is None else Moved(origin, lambda codes: func(codes, *plain_args[1:], **kwargs))
 
 
@@ -250,7 +265,7 @@ def _added_from_the_right(func: Any, args: Any, plain_args: Any, kwargs: Any, re
 
 def _averaged(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
     origin, x = origin_of(args[0]), plain_args[0]
-    if not isinstance(origin, OnGrid):
+    if not isinstance(origin, OnGrid) or origin.grid.scale.dim() > 0:
         return None
     if func is F.adaptive_avg_pool2d:
         size = args[1] if len(args) > 1 else kwargs["output_size"]
@@ -259,6 +274,8 @@ def _averaged(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor
     if axes is None or kwargs.get("dtype") is not None:
         return None
     axes = (axes,) if isinstance(axes, int) else tuple(axes)
+    if not axes:
+        return None
     keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
     return Averaged(origin, tuple(sorted(axis % x.dim() for axis in axes)), keepdim)
 

@@ -77,7 +77,9 @@ class MultiheadAttention(QuantizedLayer):
         layer: Any = self
         if key is query and value is query:
             return list(self._between(self.compute(linear, query)).chunk(3, dim=-1))
-        bias = layer.in_proj_bias if self.training else self.deployed_bias(layer.in_proj_bias)
+        bias = layer.in_proj_bias
+        if not self.training:
+            bias = self.deployed_bias(bias, query, layer.in_proj_weight.dtype)
         weight, x = self.quantized_weight(), self.quantize_input(query)
         inputs = [x, x if key is query else self.quantize_input(key)]
         inputs.append(inputs[1] if value is key else self.quantize_input(value))

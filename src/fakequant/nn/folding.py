@@ -10,20 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LARGEST = 2**31 - 1
+from fakequant.nn.bounded import whole
+
+# The most that a bias may be at the scale of the sums: with the sums themselves it fits 32 bits.
+_LARGEST = 2**30
 
 
 def factor_of(norm: Any) -> Tensor:
     """gamma / sqrt(variance + eps), in float64."""
     deviation = (norm.running_var.double() + norm.eps).sqrt()
-    return (1.0 if norm.weight is None else norm.weight.detach().double()) / deviation
+    return (1.0 if norm.weight is None else whole(norm.weight).double()) / deviation
 
 
 def folded_bias(bias: Tensor | None, norm: Any) -> Tensor:
     """The bias of layer and normalization together, in float64."""
     factor = factor_of(norm)
-    before = torch.zeros_like(factor) if bias is None else bias.detach().double()
-    beta = torch.zeros_like(factor) if norm.bias is None else norm.bias.detach().double()
+    before = torch.zeros_like(factor) if bias is None else whole(bias).double()
+    beta = torch.zeros_like(factor) if norm.bias is None else whole(norm.bias).double()
     return (before - norm.running_mean.double()) * factor + beta
 
 
@@ -34,18 +37,31 @@ def folded_scale(scale: Tensor, factor: Tensor) -> Tensor:
 
 def bias_codes(bias: Tensor, scale: Tensor) -> Tensor:
     """The bias as integers at the scale of the sums, in float64."""
-    return (bias.double() / scale.double()).round().clamp(-LARGEST, LARGEST)
+    return (bias.double() / scale.double()).round()
+
+
+def widened_scale(weight_scale: Tensor, x_scale: Tensor, bias: Tensor) -> Tensor:
+    """Scales of a weight that are large enough for the bias to be an integer beside the sums.
+
+    Only weights that are nothing beside their bias have smaller ones: behind a normalization with a factor of 0, say.
+    """
+    return torch.maximum(weight_scale.double(), bias.double().abs() / (x_scale.double() * _LARGEST)).float()
 
 
 @torch.no_grad()
 def rounded_bias(bias: Tensor | None, x_scale: Tensor, weight_scale: Tensor, norm: Any) -> Tensor:
-    """What the layer has to add, before a normalization if there is one, so that the sum is that of integers."""
+    """What the layer has to add, before a normalization if there is one, so that the sum is that of integers.
+
+    In float64. A bias that is too large for its scale stays as it is: the scale will be another, see `widened_scale`.
+    """
     if norm is None:
         assert bias is not None
-        step = x_scale * weight_scale
-        return (bias_codes(bias, step) * step.double()).to(bias.dtype)
+        exact, step = bias.double(), (x_scale * weight_scale).double()
+        codes = bias_codes(exact, step)
+        return torch.where(codes.abs() > _LARGEST, exact, codes * step)
     factor = factor_of(norm)
     exact = folded_bias(bias, norm)
     step = (x_scale * folded_scale(weight_scale, factor)).double()
-    change = torch.where(factor == 0, 0, (bias_codes(exact, step) * step - exact) / factor)
-    return (change if bias is None else bias.double() + change).to(norm.running_mean.dtype)
+    codes = bias_codes(exact, step)
+    change = torch.where((factor == 0) | (codes.abs() > _LARGEST), 0, (codes * step - exact) / factor)
+    return change if bias is None else bias.double() + change

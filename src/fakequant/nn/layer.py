@@ -38,8 +38,9 @@ class QuantizedLayer(nn.Module):
     save_codes: bool = True
     # The quantizer of the module that the input comes from, if the layer needs none of its own.
     input_grid: Quantizer | None = None
-    # The batch normalization that will be part of the layer when it is converted.
+    # The batch normalization that will be part of the layer when it is converted, and the axes of the last input.
     norm: nn.Module | None = None
+    input_dims: int | None = None
 
     weight_quantizer: Quantizer | None
     input_quantizer: Quantizer | None
@@ -63,29 +64,38 @@ class QuantizedLayer(nn.Module):
 
     def compute(self, operator: Callable[[Tensor, Tensor, Tensor | None], Tensor], input: Tensor) -> Tensor:
         """`operator` of the quantized input and weight and the bias, which keeps codes for the backward pass."""
+        if self.norm is not None and not torch.compiler.is_compiling():
+            self.__dict__["input_dims"] = input.dim()
         source = getattr(self, self.weight_name)  # once: reading a parametrized weight computes it
         x, weight = self.quantize_input(input), self._quantize_weight(source)
         bias = getattr(self, self.bias_name)
         if not self.training:
-            bias = self.deployed_bias(bias)
+            bias = self.deployed_bias(bias, input, weight.dtype)
         if not self.save_codes:
             return operator(x, weight, bias)
         with saving_codes(x, self.input_quantizer or self.input_grid, weight, self.weight_quantizer, source):
             return operator(x, weight, bias)
 
-    def deployed_bias(self, bias: Tensor | None) -> Tensor | None:
+    def deployed_bias(self, bias: Tensor | None, x: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The bias as it will be in integers, so that evaluation shows what will run; in training it is a float.
 
         An integer runtime adds it to sums of products, as an integer at their scale. A normalization that will be
         part of the layer brings the most of it: what its rounding changes is added here, before it.
         """
-        if bias is None and self.norm is None:
+        norm = self.norm if self._will_hold(self.norm, x) else None
+        if bias is None and norm is None:
             return None
         scales = self._scales_of_sums()
         if scales is None:
             return bias
-        rounded = rounded_bias(bias, *scales, self.norm)
+        rounded = rounded_bias(bias, *scales, norm).to(dtype)
         return rounded if bias is None else rounded + (bias - bias.detach())  # whose gradient passes
+
+    def _will_hold(self, norm: Any, x: Tensor) -> bool:
+        """Whether a normalization will be part of the layer: it is about its channels, and where the layer is."""
+        if norm is None or norm.training or norm.running_mean.device != x.device:
+            return False
+        return self._weight_dims() > 2 or x.dim() == 2  # of tokens it normalizes another axis
 
     @torch.no_grad()
     def _scales_of_sums(self) -> tuple[Tensor, Tensor] | None:

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 from fakequant import targets
 from fakequant.integer.grid import Grid
 from fakequant.integer.layer import IntegerLayer, integer_class
-from fakequant.nn.folding import bias_codes
+from fakequant.nn.folding import bias_codes, widened_scale
 from fakequant.nn.layer import QuantizedLayer
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.workflow.fold import Folded, find_pairs, fold, why_not
@@ -137,8 +137,9 @@ def _replace(model: nn.Module, grids: dict[Quantizer, Grid], norms: dict[str, nn
             grid = module.__dict__.get("input_grid")
             if grid is not None:
                 module.__dict__["input_grid"] = grids[grid]
-            reason = _make_integer(module, norms.get(path))
-            module.path = path
+            layer: Any = module
+            layer.path = path
+            reason = _make_integer(layer, norms.get(path))
             if reason is not None:
                 kept[path] = reason
     return kept
@@ -152,6 +153,7 @@ def _make_integer(layer: Any, norm: nn.Module | None) -> str | None:
     layer._modules.pop("weight_quantizer", None)
     layer.__dict__.pop("save_codes", None)
     layer.__dict__.pop("norm", None)
+    dims = layer.__dict__.pop("input_dims", None)
     kind = layer.float_class
     if parametrize.is_parametrized(layer):
         kind = kind.__bases__[0]
@@ -171,7 +173,7 @@ def _make_integer(layer: Any, norm: nn.Module | None) -> str | None:
     layer.register_buffer("weight_zero_point", None if spec.symmetric else zero_point)
     layer.register_buffer("weight_codes", None)
     layer.set_weight(weight)
-    reason = None if norm is None else why_not(layer, norm)
+    reason = None if norm is None else why_not(layer, norm, dims)
     if norm is not None and reason is None:
         bias = fold(layer, bias, norm)
     _set_bias(layer, bias)
@@ -188,10 +190,28 @@ def _set_bias(layer: Any, bias: Tensor | None) -> None:
         return
     grid = layer.input_quantizer or layer.input_grid
     if isinstance(grid, Grid) and grid.has_one_scale and layer._sums_have_one_scale():
+        assert grid.scale is not None
+        _widen(layer, grid.scale, bias.detach())
         scale = layer._along_bias(layer._sum_scale(grid.scale))
         layer.bias_codes = bias_codes(bias.detach(), scale).to(torch.int32)
     else:
         layer._parameters[layer.bias_name] = nn.Parameter(bias.detach().float(), requires_grad=False)
+
+
+def _widen(layer: Any, x_scale: Tensor, bias: Tensor) -> None:
+    """Gives channels whose bias would not fit 32 bits a larger scale; their weights are nothing beside it."""
+    if layer.channel_axis != 0:
+        return
+    needed = widened_scale(layer.weight_scale, x_scale, bias)
+    if not bool((needed > layer.weight_scale).any()):
+        return
+    if layer.weight_zero_point is not None:
+        raise ValueError(f"The bias of {layer.path} does not fit 32 bits beside its weights.\nUse symmetric weights.")
+    before = layer.weight_scale.expand_as(needed)
+    levels = layer.weight_levels() * (before / needed).reshape(-1, *[1] * (len(layer.weight_shape) - 1))
+    layer.weight_spec = dataclasses.replace(layer.weight_spec, axis=0)
+    layer.weight_scale = needed
+    layer.set_levels(levels.round())
 
 
 def quantize_output_with(module: nn.Module, grid: nn.Module) -> None:

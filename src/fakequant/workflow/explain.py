@@ -40,7 +40,7 @@ def why_runtime(
                 again = torch.maximum(again, grid.zero_point)
             if torch.equal(again[differ], runtime[differ]):
                 return SATURATION
-    if any(_did_saturate(sums) for sums in before):
+    if any(did_saturate(sums) for sums in before):
         return SATURATION
     for name, reason in (("reference", NOT_FUSED), ("onnxruntime", FUSED)):
         if origin is not None and torch.equal(origin.codes(ARITHMETICS[name], grid)[differ], runtime[differ]):
@@ -79,15 +79,18 @@ def _may_saturate(sums: Accumulated) -> bool:
     return sums.layer is not None and can_saturate(sums.layer.weight_levels())
 
 
-def _did_saturate(sums: Accumulated) -> bool:
+def did_saturate(sums: Accumulated) -> bool:
+    """Whether the kernels of an x86 without VNNI would have saturated on these sums."""
     saturated = _saturated(sums)
     return saturated is not None and not torch.equal(saturated, sums.sums.double())
 
 
 def _saturated(sums: Accumulated) -> Tensor | None:
+    layer: Any = sums.layer
     if not _may_saturate(sums) or sums.codes_in is None or sums.zero_point_in is None:
         return None
-    layer: Any = sums.layer
+    if sums.zero_point_in.numel() != 1 or (layer.input_quantizer or layer.input_grid) is None:
+        return None
     bias = None if layer.bias_codes is None else layer.bias_codes.double()
     # Stored as unsigned numbers: a signed code is larger by 2^(bits - 1).
     grid = (layer.input_quantizer or layer.input_grid).spec

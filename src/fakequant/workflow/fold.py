@@ -9,6 +9,7 @@ Codes of a symmetric, narrow grid can change their sign, so nothing is rounded a
 """
 
 import dataclasses
+from collections import Counter
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -56,7 +57,7 @@ def find_pairs(model: nn.Module) -> tuple[list[Pair], str | None]:
     """Layers whose results go to a batch normalization and nowhere else, and why not all could be found."""
     try:
         with torch.random.fork_rng(devices=[]):
-            graph = _Tracer().trace(copy_for_tracing(model))
+            graph = _Tracer().trace(copy_for_tracing(model).eval())
     except Exception as error:  # whatever a model's own code raises when it is traced
         first = str(error).strip().split("\n")[0]
         return _in_sequences(model), f"{type(error).__name__}: {first}"
@@ -78,31 +79,48 @@ def find_pairs(model: nn.Module) -> tuple[list[Pair], str | None]:
 
 
 def _in_sequences(model: nn.Module) -> list[Pair]:
-    """Neighbours in an `nn.Sequential`, which pass their results on."""
+    """Neighbours in an `nn.Sequential`, which pass their results on, and are nowhere else."""
     found = []
+    places = Counter(child for module in model.modules() for child in module._modules.values())
     for path, module in model.named_modules():
         if type(module).forward is nn.Sequential.forward:
             names = [f"{path}.{name}" if path else name for name in module._modules]
             pairs = [Pair(a, b) for a, b in pairwise(names)]
-            found += [pair for pair in pairs if _is_norm(model.get_submodule(pair.norm)) and _fits(model, pair)]
+            for pair in pairs:
+                both = [model.get_submodule(path) for path in pair]
+                if all(places[module] == 1 for module in both) and _is_norm(both[1]) and _fits(model, pair):
+                    found.append(pair)
     return found
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None
+    if not isinstance(module, nn.modules.batchnorm._BatchNorm) or module.running_mean is None:
+        return False
+    return type(module).forward in (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 def _fits(model: nn.Module, pair: Pair) -> bool:
     layer: Any = model.get_submodule(pair.layer)
+    norm: Any = model.get_submodule(pair.norm)
     if not isinstance(layer, QuantizedLayer) or layer.output_quantizer is not None or layer.weight_quantizer is None:
         return False
-    return layer.weight_quantizer.spec.symmetric and (getattr(layer, "groups", 1) == 1 or layer.channel_axis == 0)
+    spec, weight = layer.weight_quantizer.spec, getattr(layer, layer.weight_name)
+    is_grouped = getattr(layer, "groups", 1) != 1 and layer.channel_axis != 0
+    if not spec.symmetric or is_grouped or norm.num_features != weight.shape[layer.channel_axis]:
+        return False
+    if spec.group_size is not None:
+        return layer.channel_axis == 0 and spec.axis % weight.dim() != 0
+    return spec.axis is None or spec.axis % weight.dim() == layer.channel_axis
 
 
-def why_not(layer: IntegerLayer, norm: Any) -> str | None:
-    """Why a normalization cannot be a part of the layer, if it cannot."""
+def why_not(layer: IntegerLayer, norm: Any, input_dims: int | None) -> str | None:
+    """Why a normalization cannot be a part of the layer, if it cannot; `input_dims` are the axes its input has."""
     spec = layer.weight_spec
     assert spec is not None
+    if len(layer.weight_shape) == 2 and input_dims is None:
+        return "whether the layer is given vectors or tokens is not known; run the model once before"
+    if len(layer.weight_shape) == 2 and input_dims != 2:
+        return "of tokens it normalizes another axis than that of the layer's channels"
     if spec.qmin == -spec.qmax:
         return None
     axis = layer.channel_axis

@@ -59,16 +59,18 @@ class Runtime:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, list[Any]]]:
         """The results, and the codes by quantizer, once for every time that it was called."""
-        values = [*args, *kwargs.values()]
-        if len(values) != len(self.inputs):
-            raise ValueError(f"The file has {len(self.inputs)} inputs ({', '.join(self.inputs)}), got {len(values)}.")
-        feed = {name: np.asarray(value) for name, value in zip(self.inputs, values, strict=True)}
+        feed = {name: np.asarray(kwargs[name]) for name in self.inputs if name in kwargs}
+        others = [name for name in self.inputs if name not in kwargs]
+        if len(others) != len(args) or len(feed) != len(kwargs):
+            got = ", ".join([f"{len(args)} by position", *kwargs])
+            raise ValueError(f"The file has the inputs {', '.join(self.inputs)}; the batch has {got}.")
+        feed |= {name: np.asarray(value) for name, value in zip(others, args, strict=True)}
         names = list(self.codes)
         found = self.session.run([*self.outputs, *names], feed)
         results = self.unwatched.run(self.outputs, feed)
         for watched, result in zip(found, results, strict=False):
-            if result.size and result.dtype.kind == "f":
-                self.disturbance = max(self.disturbance, float(np.abs(watched - result).max()))
+            if result.dtype.kind == "f" and not np.array_equal(watched, result, equal_nan=True):
+                self.disturbance = max(self.disturbance, float(np.nanmax(np.abs(watched - result))))
         codes: dict[str, list[Any]] = {}
         for name, value in zip(names, found[len(self.outputs) :], strict=True):
             paths, offset = self.codes[name]

@@ -15,11 +15,13 @@ from fakequant.integer.layer import IntegerLayer
 from fakequant.integer.values import Accumulated, GridOf, codes_of, on_grid, origin_of, plain
 from fakequant.nn.quantizer import Quantizer
 from fakequant.workflow.convert import convert
-from fakequant.workflow.explain import SATURATION, TIE, why_prepared, why_runtime
+from fakequant.workflow.explain import SATURATION, TIE, UNKNOWN, did_saturate, why_prepared, why_runtime
 from fakequant.workflow.running import Data, check_module, evaluating, run
 from fakequant.workflow.runtime import INTEGER_KERNELS, Runtime
 from fakequant.workflow.table import table
 
+# Of the largest result: what float32 operations after the last quantizer may differ by, in another order.
+_ROUNDING = 1e-5
 # Of the codes of one tensor, each layer by itself: what float sums in training may differ from exact ones.
 _TOLERATED = 1e-4
 
@@ -62,6 +64,8 @@ class OutputReport:
     runtime_difference: float = 0.0
     # Of the runtime, if its codes are looked at and if not: optimizations may differ.
     disturbance: float = 0.0
+    # Why results of the runtime are not those of the golden model that starts from its last codes; empty: they are.
+    why: str = ""
     # Rows whose largest number is in the same place, of prepared model and runtime; None: no classes.
     rows: int = 0
     agreeing: int = 0
@@ -82,8 +86,8 @@ class Verification:
     @property
     def ok(self) -> bool:
         """Whether all three have the same codes, but for a few that float sums put on the other side of a tie."""
-        undisturbed = self.outputs.disturbance == 0
-        return undisturbed and bool(self.tensors) and all(t.is_equal_but_for_ties for t in self.tensors)
+        results = self.outputs.disturbance == 0 and not self.outputs.why
+        return results and bool(self.tensors) and all(t.is_equal_but_for_ties for t in self.tensors)
 
     @property
     def is_exact(self) -> bool:
@@ -93,7 +97,7 @@ class Verification:
     @property
     def saturates(self) -> bool:
         """Whether the kernels of this CPU saturated."""
-        return any(t.why_runtime == SATURATION for t in self.tensors)
+        return any(SATURATION in t.why_runtime for t in self.tensors) or self.outputs.why == SATURATION
 
     @property
     def first_difference(self) -> str | None:
@@ -144,6 +148,8 @@ class Verification:
                 f"The runtime's results change by {self.outputs.disturbance:.3g} when its codes are looked at: it "
                 "merges quantizers that follow each other.\nGive them the same spec and observer."
             )
+        elif self.first_difference is None and self.outputs.why:
+            lines.append(f"The runtime has other results after the last quantizer: {self.outputs.why}.")
         elif self.first_difference is not None:
             lines.append(f"The runtime computes something else, first at {self.first_difference}.")
         else:
@@ -231,7 +237,8 @@ class _Comparison:
         results, codes = self.runtime.run(args, kwargs)
         free = self.golden(*args, **kwargs)
         self._force(expected, "prepared", why_prepared, args, kwargs)
-        self._force(_as_tensors(codes), "runtime", why_runtime, args, kwargs)
+        forced, ran = self._force(_as_tensors(codes), "runtime", why_runtime, args, kwargs)
+        self._judge_results(forced, results, ran)
         self._compare_outputs(prepared, free, results)
 
     def _run_prepared(self, args: Any, kwargs: Any) -> tuple[Any, dict[str, list[Tensor]]]:
@@ -251,8 +258,21 @@ class _Comparison:
             for handle in handles:
                 handle.remove()
 
-    def _force(self, codes: dict[str, list[Tensor]], whose: str, why: Any, args: Any, kwargs: Any) -> None:
-        """Runs the golden model, compares at every grid, and goes on with the codes of the other."""
+    def _judge_results(self, forced: Any, runtime: list[Any], ran: list[Accumulated]) -> None:
+        """Whether results are right where no quantizer follows: from the same codes, up to float rounding."""
+        for a, b in zip(_tensors(forced), runtime, strict=False):
+            theirs = torch.from_numpy(np.asarray(b))
+            limit = _ROUNDING * float(a.double().abs().nan_to_num().max()) if a.numel() else 0.0
+            if _largest(a, theirs) > limit:
+                self.outputs.why = SATURATION if any(did_saturate(sums) for sums in ran) else UNKNOWN
+
+    def _force(
+        self, codes: dict[str, list[Tensor]], whose: str, why: Any, args: Any, kwargs: Any
+    ) -> tuple[Any, list[Accumulated]]:
+        """Runs the golden model, compares at every grid, and goes on with the codes of the other.
+
+        Returns its result, and the sums of layers after the last quantizer.
+        """
         calls: dict[str, int] = {}
 
         def look(path: str) -> Callable[..., Any]:
@@ -284,7 +304,7 @@ class _Comparison:
         handles = [m.register_forward_hook(look(p)) for p, m in self.golden.named_modules() if isinstance(m, Grid)]
         handles += [m.register_forward_hook(remember) for m in self.golden.modules() if isinstance(m, IntegerLayer)]
         try:
-            self.golden(*args, **kwargs)
+            return self.golden(*args, **kwargs), sums
         finally:
             for handle in handles:
                 handle.remove()
@@ -325,7 +345,12 @@ def _as_tensors(codes: dict[str, list[Any]]) -> dict[str, list[Tensor]]:
 
 
 def _largest(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
+    """The largest difference; what is NaN on one side only is infinitely far."""
+    if not a.numel():
+        return 0.0
+    a, b = a.double(), b.double()
+    far = torch.where(a.isnan() != b.isnan(), torch.inf, (a - b).abs().nan_to_num(0, torch.inf))
+    return float(torch.where(a == b, 0, far).max())
 
 
 def _tensors(result: Any) -> list[Tensor]:
