@@ -300,7 +300,7 @@ def test_a_recipe_knows_its_target(make):
 
 
 def test_the_targets_are_these():
-    assert list(targets.TARGETS) == ["generic", "onnxruntime-vnni", "onnxruntime-x86"]
+    assert list(targets.TARGETS) == ["generic", "onnxruntime-vnni", "onnxruntime-x86", "tensorrt"]
     for name, target in targets.TARGETS.items():
         assert targets.find(name) is target
         assert target.name == name

@@ -7,6 +7,7 @@ float layer again is giving it back its class.
 
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from fakequant.nn.saved_codes import saving_codes
 QUANTIZERS = ("weight_quantizer", "input_quantizer", "output_quantizer")
 _FORWARD: "dict[type[nn.Module], type[QuantizedLayer]]" = {}
 _QUANTIZED: "dict[type[nn.Module], type[QuantizedLayer]]" = {}
+# How many axes the last input of a layer with a normalization had. Not in the layer: running it changes nothing there.
+_INPUT_DIMS: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
 _Layer = TypeVar("_Layer", bound="type[QuantizedLayer]")
 
 
@@ -38,9 +41,8 @@ class QuantizedLayer(nn.Module):
     save_codes: bool = True
     # The quantizer of the module that the input comes from, if the layer needs none of its own.
     input_grid: Quantizer | None = None
-    # The batch normalization that will be part of the layer when it is converted, and the axes of the last input.
+    # The batch normalization that will be part of the layer when it is converted.
     norm: nn.Module | None = None
-    input_dims: int | None = None
 
     weight_quantizer: Quantizer | None
     input_quantizer: Quantizer | None
@@ -64,8 +66,8 @@ class QuantizedLayer(nn.Module):
 
     def compute(self, operator: Callable[[Tensor, Tensor, Tensor | None], Tensor], input: Tensor) -> Tensor:
         """`operator` of the quantized input and weight and the bias, which keeps codes for the backward pass."""
-        if self.norm is not None and not torch.compiler.is_compiling():
-            self.__dict__["input_dims"] = input.dim()
+        if self.norm is not None and not torch.compiler.is_compiling() and isinstance(input, Tensor):
+            _INPUT_DIMS[self] = input.dim()
         source = getattr(self, self.weight_name)  # once: reading a parametrized weight computes it
         x, weight = self.quantize_input(input), self._quantize_weight(source)
         bias = getattr(self, self.bias_name)
@@ -124,6 +126,11 @@ class QuantizedLayer(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The class has no name to be found by.
         return _rebuild, (self.float_class,), self.__getstate__()
+
+
+def input_dims(layer: nn.Module) -> int | None:
+    """How many axes the last input of a layer with a normalization had; None: it was not run."""
+    return _INPUT_DIMS.get(layer)
 
 
 def quantizes(*kinds: type[nn.Module]) -> Callable[[_Layer], _Layer]:

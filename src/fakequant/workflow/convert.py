@@ -12,7 +12,7 @@ from fakequant import targets
 from fakequant.integer.grid import Grid
 from fakequant.integer.layer import IntegerLayer, integer_class
 from fakequant.nn.folding import bias_codes, widened_scale
-from fakequant.nn.layer import QuantizedLayer
+from fakequant.nn.layer import QuantizedLayer, input_dims
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.workflow.fold import Folded, find_pairs, fold, why_not
 from fakequant.workflow.prepare import preparation, quantize_output
@@ -49,7 +49,8 @@ def convert(model: nn.Module, *, target: str | None = None) -> nn.Module:
     pairs, problem = find_pairs(copied)
     notes = [] if problem is None else [f"the model's own code could not be traced ({problem}): see what was folded"]
     grids = _make_grids(copied, goal)
-    kept = _replace(copied, grids, {pair.layer: copied.get_submodule(pair.norm) for pair in pairs})
+    norms = {p.layer: (copied.get_submodule(p.norm), input_dims(model.get_submodule(p.layer))) for p in pairs}
+    kept = _replace(copied, grids, norms)
     folded = [pair.norm for pair in pairs if pair.layer not in kept]
     for path in folded:
         take_out(copied, path)
@@ -123,7 +124,7 @@ def _make_grids(model: nn.Module, target: targets.Target) -> dict[Quantizer, Gri
     return made
 
 
-def _replace(model: nn.Module, grids: dict[Quantizer, Grid], norms: dict[str, nn.Module]) -> dict[str, str]:
+def _replace(model: nn.Module, grids: dict[Quantizer, Grid], norms: dict[str, Any]) -> dict[str, str]:
     """Makes every quantized layer an integer layer, and every other quantizer a grid.
 
     Returns the layers whose normalization could not be made a part of them, and why.
@@ -139,21 +140,20 @@ def _replace(model: nn.Module, grids: dict[Quantizer, Grid], norms: dict[str, nn
                 module.__dict__["input_grid"] = grids[grid]
             layer: Any = module
             layer.path = path
-            reason = _make_integer(layer, norms.get(path))
+            reason = _make_integer(layer, *norms.get(path, (None, None)))
             if reason is not None:
                 kept[path] = reason
     return kept
 
 
 @torch.no_grad()
-def _make_integer(layer: Any, norm: nn.Module | None) -> str | None:
+def _make_integer(layer: Any, norm: nn.Module | None, dims: int | None) -> str | None:
     quantizer = layer.weight_quantizer
     weight = getattr(layer, layer.weight_name).detach()
     bias = getattr(layer, layer.bias_name, None)
     layer._modules.pop("weight_quantizer", None)
     layer.__dict__.pop("save_codes", None)
     layer.__dict__.pop("norm", None)
-    dims = layer.__dict__.pop("input_dims", None)
     kind = layer.float_class
     if parametrize.is_parametrized(layer):
         kind = kind.__bases__[0]

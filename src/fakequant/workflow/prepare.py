@@ -107,7 +107,6 @@ def unprepare(model: nn.Module) -> nn.Module:
             module.__dict__.pop("save_codes", None)
             module.__dict__.pop("input_grid", None)
             module.__dict__.pop("norm", None)
-            module.__dict__.pop("input_dims", None)
         if _HOOK in module.__dict__:
             module.__dict__.pop(_HOOK).remove()
             module._modules.pop("output_quantizer", None)
