@@ -172,11 +172,18 @@ def print_table(figures: dict[str, list[float]]) -> None:
     print(f"{'float':<6}| {formatted(figures['float'])}")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+def measure(
+    description: str,
+    epochs: int,
+    run: Callable[[int, int], dict[str, float]],
+    show: Callable[[dict[str, list[float]]], object],
+    more: Callable[[dict[str, list[float]]], dict[str, object]] = lambda figures: {},
+) -> int:
+    """The command line: runs every seed, shows the accuracies, and writes them, with more, as JSON."""
+    parser = argparse.ArgumentParser(description=description.split("\n")[0])
     parser.add_argument("--json", help="also write all figures to this file")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=30, help="of training in float, and again with quantizers")
+    parser.add_argument("--epochs", type=int, default=epochs, help="of training in float, and again with quantizers")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -184,16 +191,17 @@ def main() -> int:
     start = time.perf_counter()
     figures: dict[str, list[float]] = {}
     for seed in range(options.seeds):
-        for name, value in run_seed(seed, options.epochs).items():
+        for name, value in run(seed, options.epochs).items():
             figures.setdefault(name, []).append(value)
         print(f"seed {seed}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    print_table(figures)
+    show(figures)
     if options.json:
         versions = {name: version(name) for name in ("fakequant", "torch", "scikit-learn")}
+        written = {"versions": versions, "epochs": options.epochs, "accuracy_percent": figures, **more(figures)}
         with open(options.json, "w") as file:
-            json.dump({"versions": versions, "epochs": options.epochs, "accuracy_percent": figures}, file, indent=1)
+            json.dump(written, file, indent=1)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure(__doc__, 30, run_seed, print_table))

@@ -29,21 +29,17 @@ Few steps with LSQ's small gradients change its scales by some percent at most: 
 the scales start. At 2 bits that is worth some points; at 3 bits the difference is within the spread of the seeds.
 """
 
-import argparse
 import copy
 import dataclasses
-import json
 import statistics
 import sys
-import time
-from importlib.metadata import version
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from digits import BATCH, FLOAT_RATE, QUANTIZED_RATE, Split, accuracy, formatted, split
+from digits import BATCH, FLOAT_RATE, QUANTIZED_RATE, Split, accuracy, formatted, measure, split
 
 SCALE_RATE = QUANTIZED_RATE
 FROZEN = 0.25  # the last part of the second training, in which ranges and statistics stay as they are
@@ -188,34 +184,9 @@ def print_table(figures: dict[str, list[float]]) -> None:
         print(f"{bar.what:<29}| {bar.measured:+8.2f} | > {bar.more_than:+.1f} | {'met' if bar.met else 'NOT met'}")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", help="also write all figures to this file")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=12, help="of training in float, and again with quantizers")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-
-    start = time.perf_counter()
-    figures: dict[str, list[float]] = {}
-    for seed in range(options.seeds):
-        for name, value in run_seed(seed, options.epochs).items():
-            figures.setdefault(name, []).append(value)
-        print(f"seed {seed}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    print_table(figures)
-    if options.json:
-        versions = {name: version(name) for name in ("fakequant", "torch", "scikit-learn")}
-        written = {
-            "versions": versions,
-            "epochs": options.epochs,
-            "accuracy_percent": figures,
-            "bars": [bar._asdict() | {"met": bar.met} for bar in bars(figures)],
-        }
-        with open(options.json, "w") as file:
-            json.dump(written, file, indent=1)
-    return 0
+def bars_as_data(figures: dict[str, list[float]]) -> dict[str, object]:
+    return {"bars": [bar._asdict() | {"met": bar.met} for bar in bars(figures)]}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure(__doc__, 12, run_seed, print_table, bars_as_data))

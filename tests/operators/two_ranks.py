@@ -71,7 +71,7 @@ def work(rank, module, folder, barrier, failed):
             dist.init_process_group("gloo", where, timeout=patience, rank=rank, world_size=RANKS)
         try:
             outcomes[name] = {"result": function(seat)}
-        except Exception:
+        except Exception:  # of any check: the others are run too
             outcomes[name] = {"error": traceback.format_exc()}
             failed.value = number
         barrier.wait(ALL_PATIENCE)

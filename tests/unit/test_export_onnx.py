@@ -568,6 +568,7 @@ def test_every_opset_computes_the_same(opset, two_inputs, tmp_path):
         computed.append(evaluate(proto, x, shift))
     for y in computed:
         (found,) = y.values()
+        # Float sums in another order may put a code on the other side of a tie: one step of the last grid.
         np.testing.assert_allclose(found, expected, atol=0.01)
         assert np.median(np.abs(found - expected)) < 1e-5
 
@@ -626,6 +627,7 @@ def test_a_layer_after_a_relu_and_after_none_has_both_ranges(spec, target, tmp_p
     for optimized in (True, False):
         found = run(proto, x, optimized=optimized)
         for expected, y in zip(fq.convert(model)(x), found.values(), strict=True):
+            # Layers that compute in float, in another order.
             np.testing.assert_allclose(y, values.plain(expected).numpy(), atol=1e-5)
 
 
@@ -642,6 +644,7 @@ def test_groups_of_one_are_scales_per_element(tmp_path):
     model = calibrated(nn.Sequential(nn.Linear(8, 4)), recipes.int4_weight_only(1), randn(4, 8))
     proto = exported(model, tmp_path, randn(1, 8))
     x = randn(3, 8, seed=1)
+    # Eight floats are summed in another order.
     np.testing.assert_allclose(next(iter(run(proto, x).values())), fq.convert(model)(x).numpy(), atol=1e-6)
 
 
@@ -689,6 +692,7 @@ def test_other_layers_are_near_the_golden_model(tmp_path):
     expected = golden(**inputs)
     for found in (run(proto, ids, other), run(proto, ids, other, optimized=False)):
         for known, y in zip(expected, found.values(), strict=True):
+            # Attention and unfolded layers compute in float, in another order.
             np.testing.assert_allclose(y, values.plain(known).numpy(), atol=2e-5)
 
 
@@ -709,6 +713,7 @@ def test_bags_of_rows_are_near_the_golden_model(tmp_path):
     proto = exported(model, tmp_path, ids)
     for optimized in (True, False):
         (y,) = run(proto, ids, optimized=optimized).values()
+        # Rows are summed in another order.
         np.testing.assert_allclose(y, values.plain(fq.convert(model)(ids)).numpy(), atol=1e-5)
 
 
@@ -720,6 +725,7 @@ def test_ranges_that_are_found_at_run_time_are_near_the_golden_model(tmp_path):
     model = calibrated(model, recipes.int8_dynamic(), x)
     proto = exported(model, tmp_path, x[:1])
     (y,) = run(proto, x).values()
+    # Ranges are found in float at run time, and sums computed from them.
     np.testing.assert_allclose(y, values.plain(fq.convert(model)(x)).numpy(), atol=1e-4)
 
 
@@ -905,4 +911,5 @@ def test_a_quantizer_of_the_users_own_is_part_of_the_file(tmp_path):
     assert "1" in code_tensors(proto)
     x = randn(16, 8, seed=1)
     (y,) = run(proto, x).values()
+    # A sigmoid in float stands between.
     np.testing.assert_allclose(y, values.plain(fq.convert(model)(x)).numpy(), atol=1e-5)

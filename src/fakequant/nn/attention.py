@@ -79,7 +79,7 @@ class MultiheadAttention(QuantizedLayer):
             return list(self._between(self.compute(linear, query)).chunk(3, dim=-1))
         bias = layer.in_proj_bias
         if not self.training:
-            bias = self.deployed_bias(bias, query, layer.in_proj_weight.dtype)
+            bias = self.deployed_bias(bias, query, layer.in_proj_weight)
         weight, x = self.quantized_weight(), self.quantize_input(query)
         inputs = [x, x if key is query else self.quantize_input(key)]
         inputs.append(inputs[1] if value is key else self.quantize_input(value))

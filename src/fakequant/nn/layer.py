@@ -19,7 +19,8 @@ from fakequant.nn.saved_codes import saving_codes
 QUANTIZERS = ("weight_quantizer", "input_quantizer", "output_quantizer")
 _FORWARD: "dict[type[nn.Module], type[QuantizedLayer]]" = {}
 _QUANTIZED: "dict[type[nn.Module], type[QuantizedLayer]]" = {}
-# How many axes the last input of a layer with a normalization had. Not in the layer: running it changes nothing there.
+# How many axes the last input of a linear layer with a normalization had. Not in the layer: running it must change
+# nothing there.
 _INPUT_DIMS: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
 _Layer = TypeVar("_Layer", bound="type[QuantizedLayer]")
 
@@ -66,41 +67,35 @@ class QuantizedLayer(nn.Module):
 
     def compute(self, operator: Callable[[Tensor, Tensor, Tensor | None], Tensor], input: Tensor) -> Tensor:
         """`operator` of the quantized input and weight and the bias, which keeps codes for the backward pass."""
-        if self.norm is not None and not torch.compiler.is_compiling() and isinstance(input, Tensor):
-            _INPUT_DIMS[self] = input.dim()
         source = getattr(self, self.weight_name)  # once: reading a parametrized weight computes it
         x, weight = self.quantize_input(input), self._quantize_weight(source)
+        if self.norm is not None and weight.dim() == 2 and not torch.compiler.is_compiling():
+            _INPUT_DIMS[self] = x.dim()
         bias = getattr(self, self.bias_name)
         if not self.training:
-            bias = self.deployed_bias(bias, input, weight.dtype)
+            bias = self.deployed_bias(bias, x, weight)
         if not self.save_codes:
             return operator(x, weight, bias)
         with saving_codes(x, self.input_quantizer or self.input_grid, weight, self.weight_quantizer, source):
             return operator(x, weight, bias)
 
-    def deployed_bias(self, bias: Tensor | None, x: Tensor, dtype: torch.dtype) -> Tensor | None:
+    def deployed_bias(self, bias: Tensor | None, x: Tensor, weight: Tensor) -> Tensor | None:
         """The bias as it will be in integers, so that evaluation shows what will run; in training it is a float.
 
         An integer runtime adds it to sums of products, as an integer at their scale. A normalization that will be
         part of the layer brings the most of it: what its rounding changes is added here, before it.
         """
-        norm = self.norm if self._will_hold(self.norm, x) else None
+        norm = self.norm if _will_hold(self.norm, x, weight) else None
         if bias is None and norm is None:
             return None
-        scales = self._scales_of_sums()
+        scales = self._scales_of_sums(weight.dim())
         if scales is None:
             return bias
-        rounded = rounded_bias(bias, *scales, norm).to(dtype)
+        rounded = rounded_bias(bias, *scales, norm).to(weight.dtype)
         return rounded if bias is None else rounded + (bias - bias.detach())  # whose gradient passes
 
-    def _will_hold(self, norm: Any, x: Tensor) -> bool:
-        """Whether a normalization will be part of the layer: it is about its channels, and where the layer is."""
-        if norm is None or norm.training or norm.running_mean.device != x.device:
-            return False
-        return self._weight_dims() > 2 or x.dim() == 2  # of tokens it normalizes another axis
-
     @torch.no_grad()
-    def _scales_of_sums(self) -> tuple[Tensor, Tensor] | None:
+    def _scales_of_sums(self, weight_dims: int) -> tuple[Tensor, Tensor] | None:
         """Of input and weight, per output channel, if they are the same for all terms of a sum; else None."""
         x: Any = self.input_quantizer or self.input_grid
         weight: Any = self.weight_quantizer
@@ -110,14 +105,11 @@ class QuantizedLayer(nn.Module):
         spec = weight.spec
         if x.spec.axis is not None or spec.group_size is not None or x.is_dynamic:
             return None
-        if spec.axis is not None and spec.axis % self._weight_dims() != self.channel_axis:
+        if spec.axis is not None and spec.axis % weight_dims != self.channel_axis:
             return None
         scale = weight.scale
         groups = getattr(self, "groups", 1) if self.channel_axis == 1 else 1
         return x.scale, scale.repeat(groups) if groups > 1 and scale.dim() == 1 else scale
-
-    def _weight_dims(self) -> int:
-        return getattr(self, self.weight_name).dim()
 
     def quantize_output(self, y: Tensor) -> Tensor:
         """What others see of the result."""
@@ -126,6 +118,13 @@ class QuantizedLayer(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The class has no name to be found by.
         return _rebuild, (self.float_class,), self.__getstate__()
+
+
+def _will_hold(norm: Any, x: Tensor, weight: Tensor) -> bool:
+    """Whether a normalization will be part of the layer before it: it is about its channels, and on its device."""
+    if norm is None or norm.training or norm.running_mean.device != x.device:
+        return False
+    return weight.dim() > 2 or x.dim() == 2  # of tokens it normalizes another axis
 
 
 def input_dims(layer: nn.Module) -> int | None:
