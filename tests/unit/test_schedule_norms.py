@@ -1,0 +1,99 @@
+"""What a schedule freezes, and what goes on beside it."""
+
+import copy
+
+import pytest
+
+import fakequant as fq
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+recipes = pytest.importorskip("fakequant.recipes")
+fqnn = pytest.importorskip("fakequant.nn")
+QuantizedLayer = pytest.importorskip("fakequant.nn.layer").QuantizedLayer
+
+
+class Residual(nn.Module):
+    """The result of the normalization is added: it has a quantizer for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)
+
+    def forward(self, x):
+        return x + self.norm(self.conv(x))
+
+
+X = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0))
+
+
+def prepared():
+    torch.manual_seed(0)
+    return fq.calibrate(fq.prepare(Residual(), recipes.int8()), [X], progress=False).train()
+
+
+def follows(norm):
+    before = norm.running_mean.clone()
+    norm(X + 5)
+    return not torch.equal(before, norm.running_mean)
+
+
+def test_a_frozen_normalization_does_not_freeze_the_quantizer_of_its_result():
+    model = prepared()
+    fq.Schedule(model, freeze_norms_at=0)
+    model.train()
+    before = model.norm.output_quantizer.running_max.clone()
+    model(100 * X)
+    assert not model.norm.training
+    assert model.norm.output_quantizer.training
+    assert model.norm.output_quantizer.running_max > before
+
+
+def test_a_new_schedule_releases_what_another_froze():
+    model = prepared()
+    fq.Schedule(model, freeze_norms_at=0)
+    assert not follows(model.train().norm)
+    fq.Schedule(model, freeze_norms_at=100)
+    assert follows(model.norm)
+
+
+def test_a_copy_of_a_frozen_model_is_frozen_and_released_by_itself():
+    model = prepared()
+    fq.Schedule(model, freeze_norms_at=0)
+    copied = copy.deepcopy(model)
+    fq.Schedule(copied)
+    assert follows(copied.train().norm)
+    assert not follows(model.train().norm)
+
+
+def test_an_unprepared_model_has_no_frozen_normalizations():
+    model = prepared()
+    fq.Schedule(model, freeze_norms_at=0)
+    assert follows(fq.unprepare(model).train().norm)
+
+
+def test_weights_outside_a_frozen_range_have_no_gradient():
+    """While the range is that of the tensor at hand nothing is outside, and all gradients pass."""
+    model = fq.prepare(nn.Sequential(nn.Linear(2, 2, bias=False)), recipes.int8())
+    x = torch.ones(1, 2)
+    model(x).sum().backward()
+    assert (model[0].weight.grad != 0).all()
+    fqnn.set_state(model, frozen=True)
+    with torch.no_grad():
+        model[0].weight.mul_(3)
+    model[0].weight.grad = None
+    model(x).sum().backward()
+    largest = model[0].weight.abs().amax(1, keepdim=True)
+    assert (model[0].weight.grad[model[0].weight.abs() == largest] == 0).all()
+
+
+def test_a_normalization_of_tokens_does_not_change_the_bias_before_it():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16))
+    x = torch.randn(4, 16, 8)
+    model = fq.calibrate(fq.prepare(model, recipes.int8()), [x], progress=False)
+    assert isinstance(model[0], QuantizedLayer)
+    fqnn.set_state(model, frozen=True)
+    with torch.no_grad():
+        model[1].running_mean.normal_()
+    assert torch.equal(model[0].train()(x), model.eval()[0](x))
