@@ -484,3 +484,23 @@ def test_the_file_says_what_every_tensor_is(tmp_path):
     assert QuantSpec.from_dict(described["layers"]["conv"]["weight"]["spec"]).bits == 4
     assert QuantSpec.from_dict(described["grids"]["head.input_quantizer"]["spec"]) == presets.uint8()
     assert described["inputs_from"] == {"conv": "stem.2.output_quantizer"}
+
+
+def test_sums_are_wide_where_convolutions_may_round(monkeypatch):
+    from fakequant.integer import layer
+
+    model = nn.Sequential(nn.Conv2d(1, 1, 3), nn.Flatten(), nn.Linear(1, 1))
+    golden = fq.convert(fq.calibrate(fq.prepare(model, recipes.int8()), [torch.ones(1, 1, 3, 3)], progress=False))
+
+    def types():
+        seen = []
+        original = layer.IntegerLayer._wide_enough
+        monkeypatch.setattr(layer.IntegerLayer, "_wide_enough", lambda *a: seen.append(original(*a)) or seen[-1])
+        golden(torch.ones(1, 1, 3, 3))
+        monkeypatch.setattr(layer.IntegerLayer, "_wide_enough", original)
+        return seen
+
+    monkeypatch.setattr(layer, "_DIRECT_CONVOLUTIONS", True)
+    assert types() == [torch.float32, torch.float32]
+    monkeypatch.setattr(layer, "_DIRECT_CONVOLUTIONS", False)
+    assert types() == [torch.float64, torch.float32]

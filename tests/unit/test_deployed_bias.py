@@ -186,3 +186,33 @@ def test_layers_in_another_float_type_are_evaluated():
     model = prepared(model, x).eval()
     model[0].bfloat16()
     assert model[0](x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_a_normalization_put_in_the_place_of_another_is_found():
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 5, 5)
+    model = prepared(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), x)
+    model[1] = nn.BatchNorm2d(4)
+    nn.init.normal_(model[1].bias)
+    assert fq.calibrate(model, [x], progress=False)[0].norm is model[1]
+    golden = fq.convert(model)
+    same = model.eval()(x) - golden(x)
+    assert same.abs().max() < 1e-5  # float sums against integer ones; half a step of a bias is 1e-4 and more
+
+
+class WithoutDoubles(torch.Tensor):
+    """A tensor that says it is on a device without float64."""
+
+    device = torch.device("mps")
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+
+def test_devices_without_float64_get_the_bias_from_another():
+    from fakequant.nn.folding import rounded_bias
+
+    bias = torch.tensor([0.4, 0.6]).as_subclass(WithoutDoubles)
+    scale = torch.tensor(1.0)
+    assert type(rounded_bias(bias, scale, scale, None)) is torch.Tensor
+    assert rounded_bias(bias, scale, scale, None).tolist() == [0.0, 1.0]

@@ -144,3 +144,11 @@ def test_elements_in_other_places_are_on_the_grid_still(make):
 @pytest.mark.parametrize("move", [nn.Dropout(0.5), nn.ReLU6(), nn.AvgPool1d(1)], ids=["Dropout", "ReLU6", "AvgPool"])
 def test_what_changes_elements_needs_a_quantizer_after_it(move):
     assert fq.prepare(MovedBetween(move), recipes.int8()).fc.input_quantizer is not None
+
+
+def test_ranges_found_for_every_tensor_are_found_where_they_are_used():
+    config = recipes.int8_dynamic()
+    config = fq.QuantConfig(default=config.default, between=config.default.input)
+    config = config.rule(output=config.default.input)
+    model = fq.prepare(TwoUses(), config)
+    assert model.fc.input_quantizer is not None

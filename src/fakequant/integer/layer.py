@@ -5,6 +5,7 @@ that of the quantized layer, with another way to compute.
 """
 
 import dataclasses
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,8 @@ from fakequant.torch import functional
 from fakequant.torch.tensors import block_shape
 
 # Integers up to here are float32, and so are all sums of them that stay below it.
+# Whether the CPU's convolutions sum products as they are: on ARM some are transformed first, which rounds.
+_DIRECT_CONVOLUTIONS = platform.machine().lower() in ("x86_64", "amd64")
 _EXACT_IN_FLOAT32 = 2**24
 
 _INTEGER: "dict[type[nn.Module], type[IntegerLayer]]" = {}
@@ -110,7 +113,7 @@ class IntegerLayer(QuantizedLayer):
         self.exported_scale = self.weight_scale.reshape(blocks)
         self.exported_zero_point = None if self.weight_zero_point is None else self.weight_zero_point.reshape(blocks)
         if self.bias_codes is not None:
-            self.exported_bias_scale = self._along_bias(self._sum_scale(self._input_scale()))
+            self.exported_bias_scale = self.along_outputs(self._sum_scale(self._input_scale()))
 
     def _name(self, tensor: str) -> str:
         return f"{self.path}.{tensor}" if self.path else tensor
@@ -149,7 +152,7 @@ class IntegerLayer(QuantizedLayer):
         x = self.quantize_input(input)
         origin = origin_of(x)
         if self.weight_spec is None or not isinstance(origin, OnGrid) or not self._sums_have_one_scale():
-            bias_scale = None if self.bias_codes is None else self._along_bias(self._sum_scale(self._input_scale()))
+            bias_scale = None if self.bias_codes is None else self.along_outputs(self._sum_scale(self._input_scale()))
             return operator(plain(x), self.quantized_weight()[rows], _part(self.float_bias(bias_scale), rows))
         grid = origin.grid
         levels = torch.round(plain(x) / grid.scale)
@@ -157,11 +160,11 @@ class IntegerLayer(QuantizedLayer):
         dtype = self._wide_enough(grid, weight)
         bias = None if self.bias_codes is None else self.bias_codes.to(dtype)
         sums = operator(levels.to(dtype), weight[rows].to(dtype), _part(bias, rows))
-        scale = self._along_channels(_part(self._sum_scale(grid.scale), rows), sums)
+        scale = self._along_channels(_part(self.along_outputs(self._sum_scale(grid.scale)), rows))
         value = sums.float() * scale
         floating = None if self.bias_codes is not None else getattr(self, self.bias_name, None)
         if floating is not None:
-            return value + self._along_channels(floating[rows], sums)
+            return value + self._along_channels(floating[rows])
         return known(value, Accumulated(sums, scale, self, levels + grid.zero_point, grid.zero_point))
 
     @property
@@ -180,27 +183,16 @@ class IntegerLayer(QuantizedLayer):
     def _sums_have_one_scale(self) -> bool:
         """Whether the scale of the weight is the same for all terms of a sum."""
         assert self.weight_spec is not None
-        spec, dims = self.weight_spec, len(self.weight_shape)
-        return spec.group_size is None and (spec.axis is None or spec.axis % dims == self.channel_axis)
+        return self.has_one_scale_per_sum(self.weight_spec, len(self.weight_shape))
 
     def _sum_scale(self, x_scale: Tensor) -> Tensor:
         """In float32, as runtimes multiply them."""
         return x_scale * self.weight_scale
 
-    def _along_bias(self, scale: Tensor) -> Tensor:
-        """One value for every element of the bias."""
-        groups = getattr(self, "groups", 1) if self.channel_axis == 1 else 1
-        return scale.repeat(groups) if groups > 1 and scale.dim() == 1 else scale
-
-    def _along_channels(self, value: Tensor, sums: Tensor) -> Tensor:
+    def _along_channels(self, value: Tensor) -> Tensor:
         """Values per output channel in a shape that broadcasts with the sums."""
         spatial = len(self.weight_shape) - 2
-        if value.dim() == 0 or spatial == 0:
-            return value
-        groups = getattr(self, "groups", 1) if self.channel_axis == 1 else 1
-        if groups > 1 and value.shape[-1] * groups == sums.shape[-1 - spatial]:
-            value = value.repeat(groups)  # of a transposed convolution: its groups share scales
-        return value.reshape(-1, *[1] * spatial)
+        return value if value.dim() == 0 or spatial == 0 else value.reshape(-1, *[1] * spatial)
 
     def _wide_enough(self, grid: Any, weight: Tensor) -> torch.dtype:
         """A float type in which no partial sum is rounded."""
@@ -211,7 +203,10 @@ class IntegerLayer(QuantizedLayer):
         bound = largest * float(weight.abs().double().sum(axes).max())
         if self.bias_codes is not None:
             bound += float(self.bias_codes.abs().max())
-        narrow = bound < _EXACT_IN_FLOAT32 and torch.get_float32_matmul_precision() == "highest"
+        # On other devices products of float32 may be of fewer bits.
+        plainly = weight.is_cpu and (weight.dim() == 2 or _DIRECT_CONVOLUTIONS)
+        plainly = plainly and torch.get_float32_matmul_precision() == "highest"
+        narrow = bound < _EXACT_IN_FLOAT32 and plainly
         return torch.float32 if narrow else torch.float64
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

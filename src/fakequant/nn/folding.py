@@ -18,16 +18,22 @@ _LARGEST = 2**30
 
 def factor_of(norm: Any) -> Tensor:
     """gamma / sqrt(variance + eps), in float64."""
-    deviation = (norm.running_var.double() + norm.eps).sqrt()
-    return (1.0 if norm.weight is None else whole(norm.weight).double()) / deviation
+    deviation = (_exact(norm.running_var) + norm.eps).sqrt()
+    return (1.0 if norm.weight is None else _exact(norm.weight)) / deviation
+
+
+def _exact(value: Tensor) -> Tensor:
+    """All values of a tensor in float64, which Apple's GPUs do not have."""
+    value = whole(value)
+    return (value.cpu() if value.device.type == "mps" else value).double()
 
 
 def folded_bias(bias: Tensor | None, norm: Any) -> Tensor:
     """The bias of layer and normalization together, in float64."""
     factor = factor_of(norm)
-    before = torch.zeros_like(factor) if bias is None else whole(bias).double()
-    beta = torch.zeros_like(factor) if norm.bias is None else whole(norm.bias).double()
-    return (before - norm.running_mean.double()) * factor + beta
+    before = torch.zeros_like(factor) if bias is None else _exact(bias)
+    beta = torch.zeros_like(factor) if norm.bias is None else _exact(norm.bias)
+    return (before - _exact(norm.running_mean)) * factor + beta
 
 
 def folded_scale(scale: Tensor, factor: Tensor) -> Tensor:
@@ -52,16 +58,17 @@ def widened_scale(weight_scale: Tensor, x_scale: Tensor, bias: Tensor) -> Tensor
 def rounded_bias(bias: Tensor | None, x_scale: Tensor, weight_scale: Tensor, norm: Any) -> Tensor:
     """What the layer has to add, before a normalization if there is one, so that the sum is that of integers.
 
-    In float64. A bias that is too large for its scale stays as it is: the scale will be another, see `widened_scale`.
+    In float64, on a device that has it. A bias that is too large for its scale stays as it is: the scale will be
+    another, see `widened_scale`.
     """
     if norm is None:
         assert bias is not None
-        exact, step = bias.double(), (x_scale * weight_scale).double()
+        exact, step = _exact(bias), _exact(x_scale * weight_scale)
         codes = bias_codes(exact, step)
         return torch.where(codes.abs() > _LARGEST, exact, codes * step)
     factor = factor_of(norm)
     exact = folded_bias(bias, norm)
-    step = (x_scale * folded_scale(weight_scale, factor)).double()
+    step = (x_scale.to(factor.device) * folded_scale(weight_scale.to(factor.device), factor)).double()
     codes = bias_codes(exact, step)
     change = torch.where((factor == 0) | (codes.abs() > _LARGEST), 0, (codes * step - exact) / factor)
-    return change if bias is None else bias.double() + change
+    return change if bias is None else _exact(bias) + change

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fakequant.nn.folding import rounded_bias
 from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.saved_codes import saving_codes
+from fakequant.spec import QuantSpec
 
 QUANTIZERS = ("weight_quantizer", "input_quantizer", "output_quantizer")
 _FORWARD: "dict[type[nn.Module], type[QuantizedLayer]]" = {}
@@ -91,7 +92,7 @@ class QuantizedLayer(nn.Module):
         scales = self._scales_of_sums(weight.dim())
         if scales is None:
             return bias
-        rounded = rounded_bias(bias, *scales, norm).to(weight.dtype)
+        rounded = rounded_bias(bias, *scales, norm).to(weight.device, weight.dtype)
         return rounded if bias is None else rounded + (bias - bias.detach())  # whose gradient passes
 
     @torch.no_grad()
@@ -102,14 +103,18 @@ class QuantizedLayer(nn.Module):
         for quantizer in (x, weight):
             if quantizer is None or not quantizer.quantizing or quantizer._blocks is None:
                 return None
-        spec = weight.spec
-        if x.spec.axis is not None or spec.group_size is not None or x.is_dynamic:
+        if x.spec.axis is not None or x.is_dynamic or not self.has_one_scale_per_sum(weight.spec, weight_dims):
             return None
-        if spec.axis is not None and spec.axis % weight_dims != self.channel_axis:
-            return None
-        scale = weight.scale
+        return x.scale, self.along_outputs(weight.scale)
+
+    def has_one_scale_per_sum(self, spec: QuantSpec, weight_dims: int) -> bool:
+        """Whether all the weights in a sum have the same scale."""
+        return spec.group_size is None and (spec.axis is None or spec.axis % weight_dims == self.channel_axis)
+
+    def along_outputs(self, scale: Tensor) -> Tensor:
+        """Scales of a weight for all channels of the result: groups of a transposed convolution share theirs."""
         groups = getattr(self, "groups", 1) if self.channel_axis == 1 else 1
-        return x.scale, scale.repeat(groups) if groups > 1 and scale.dim() == 1 else scale
+        return scale.repeat(groups) if groups > 1 and scale.dim() == 1 else scale
 
     def quantize_output(self, y: Tensor) -> Tensor:
         """What others see of the result."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from fakequant.nn.fake_quantize import FakeQuantize
 from fakequant.nn.layer import QuantizedLayer
 from fakequant.nn.quantizer import Quantizer, quantizers
+from fakequant.workflow.prepare import link_norms
 from fakequant.workflow.running import Data, check_module, evaluating, run
 
 
@@ -35,6 +36,7 @@ def calibrate(model: nn.Module, data: Data, steps: int | None = None, *, progres
     found = [module for _, module in quantizers(model) if not module.frozen]
     if all(module.is_initialized for module in found):
         raise ValueError(_nothing_to_do(model))
+    link_norms(model)
     before = _Snapshot(model, found)
     with evaluating(model), ExitStack() as undo:
         undo.callback(before.restore_switches)

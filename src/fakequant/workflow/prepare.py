@@ -32,6 +32,8 @@ class Preparation:
     outputs: list[str]
     # What the analysis of the model's own code could not do.
     notes: list[str]
+    # Normalizations that will be part of layers, by the paths of those.
+    norms: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
@@ -76,14 +78,16 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
     for path, source in on_a_grid.items():
         # Not as a child: it is one of the source.
         model.get_submodule(path).__dict__["input_grid"] = model.get_submodule(source).output_quantizer
+    norms = {}
     for pair in find_pairs(model)[0]:
         folded: Any = model.get_submodule(pair.layer)
         if folded.weight_quantizer.spec.qmin == -folded.weight_quantizer.spec.qmax:
-            folded.__dict__["norm"] = model.get_submodule(pair.norm)
+            norms[pair.layer] = pair.norm
     for module in model.modules():
         close_shortcuts(module)
     name_quantizers(model)
-    model.__dict__["_fakequant_preparation"] = Preparation(config, plan.floats, plan.unmatched, hooked, notes)
+    model.__dict__["_fakequant_preparation"] = Preparation(config, plan.floats, plan.unmatched, hooked, notes, norms)
+    link_norms(model)
     return model
 
 
@@ -128,6 +132,13 @@ def preparation(model: nn.Module) -> Preparation:
             "Pass the module that was given to fakequant.prepare."
         )
     return found
+
+
+def link_norms(model: nn.Module) -> None:
+    """Shows layers the normalizations that will be part of them: again, if others are in their places by now."""
+    made = model.__dict__.get("_fakequant_preparation")
+    for path, norm in () if made is None else made.norms.items():
+        model.get_submodule(path).__dict__["norm"] = model.get_submodule(norm)
 
 
 def quantize_output(module: Any, args: Any, output: Any) -> Any:
@@ -197,7 +208,8 @@ def _without_repetition(plan: Plan, outputs: dict[str, Any], found: Found) -> di
         there = layers[source].quantizers["output_quantizer"] if source in layers else None
         there = there or outputs.get(source)
         mine = layers[path].quantizers["input_quantizer"] if path in layers else None
-        if there is not None and mine is not None and repr(there) == repr(mine):
+        # A grid found anew for every tensor may be another one behind a transposition, say.
+        if there is not None and mine is not None and repr(there) == repr(mine) and not mine.is_dynamic:
             layers[path].quantizers["input_quantizer"] = None
             whose[path] = source
     return whose

@@ -16,6 +16,7 @@ from fakequant.integer.values import Accumulated, GridOf, codes_of, on_grid, ori
 from fakequant.nn.quantizer import Quantizer
 from fakequant.workflow.convert import convert
 from fakequant.workflow.explain import SATURATION, TIE, UNKNOWN, did_saturate, why_prepared, why_runtime
+from fakequant.workflow.prepare import link_norms
 from fakequant.workflow.running import Data, check_module, evaluating, run
 from fakequant.workflow.runtime import INTEGER_KERNELS, Runtime
 from fakequant.workflow.table import table
@@ -182,6 +183,7 @@ def verify(
     (True, {'0': 'QGemm'})
     """
     check_module(model)
+    link_norms(model)
     runtime = Runtime(onnx_path)
     golden = convert(model, target=runtime.target)
     _require_same(golden, runtime, onnx_path)
