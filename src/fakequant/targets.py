@@ -3,7 +3,7 @@
     generic             any grid; computed as the graph says
     onnxruntime-vnni    ONNX Runtime on x86 with VNNI: 8-bit weights in full
     onnxruntime-x86     ONNX Runtime on any x86: weights of at most 7 bits beside 8-bit activations
-    tensorrt            8 bits, symmetric, for weights and activations
+    tensorrt            8 bits, symmetric, for weights and activations; weights may have fewer, in bytes
 
 Without VNNI an x86 adds pairs of products of 8-bit numbers in 16 bits and saturates: 255 * w + 255 * w
 fits as long as |w| is at most 64. With more the sums are wrong, silently.
@@ -22,8 +22,8 @@ class Target:
     name: str
     # The most bits of a weight whose products with 8-bit activations are summed exactly.
     weight_bits: int = 8
-    # Activations have zero point 0.
-    symmetric_activations: bool = False
+    # Grids have zero point 0: weights of at most 8 bits, activations of 8 bits in full.
+    symmetric_int8: bool = False
     # How it goes from sums of products to codes, see fakequant/integer/arithmetic.py.
     arithmetic: str = "reference"
     # Codes of activations are stored as unsigned numbers, which its kernels take.
@@ -32,11 +32,13 @@ class Target:
     integer_weights_in_bytes: bool = False
 
     def fit_weight(self, spec: QuantSpec) -> QuantSpec:
-        """The spec of weights for this target: as given, or with fewer bits.
+        """The spec of weights for this target: as given, or with fewer bits, or symmetric.
 
         >>> TARGETS["onnxruntime-x86"].fit_weight(QuantSpec(narrow=True)).qmax
         63
         """
+        if self.symmetric_int8:
+            return dataclasses.replace(spec, bits=min(spec.bits, 8), signed=True, symmetric=True)
         return dataclasses.replace(spec, bits=self.weight_bits) if self.weight_bits < spec.bits <= 8 else spec
 
     def fit_activation(self, spec: QuantSpec) -> QuantSpec:
@@ -45,12 +47,14 @@ class Target:
         >>> print(TARGETS["tensorrt"].fit_activation(QuantSpec(signed=False, symmetric=False)))
         int8, per tensor
         """
-        if not self.symmetric_activations or spec.symmetric:
+        if not self.symmetric_int8:
             return spec
-        return dataclasses.replace(spec, signed=True, symmetric=True)
+        return dataclasses.replace(spec, bits=8, signed=True, symmetric=True, narrow=False)
 
     def why_not_weight(self, spec: QuantSpec, levels: Any) -> str | None:
         """What is wrong with weights beside 8-bit activations, if anything is; `levels` are codes minus zero point."""
+        if self.symmetric_int8 and (spec.bits > 8 or not spec.symmetric):
+            return f"has weights in {spec}, and {self.name} has symmetric ones of at most 8 bits"
         largest = int(levels.abs().max()) if levels.numel() else 0
         limit = 2 ** (self.weight_bits - 1)
         if self.weight_bits < 8 and largest > limit:
@@ -59,8 +63,10 @@ class Target:
 
     def why_not_activation(self, spec: QuantSpec) -> str | None:
         """What is wrong with the spec of an activation, if anything is."""
-        if self.symmetric_activations and not spec.symmetric:
+        if self.symmetric_int8 and not spec.symmetric:
             return f"is affine ({spec}), and {self.name} has symmetric activations only"
+        if self.symmetric_int8 and (spec.bits != 8 or spec.narrow):
+            return f"is {spec}, and {self.name} has activations of 8 bits in full only"
         return None
 
 
@@ -78,7 +84,7 @@ TARGETS = {
             unsigned_activations=True,
             integer_weights_in_bytes=True,
         ),
-        Target(name="tensorrt", symmetric_activations=True),
+        Target(name="tensorrt", symmetric_int8=True, integer_weights_in_bytes=True),
     )
 }
 

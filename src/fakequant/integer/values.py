@@ -10,10 +10,12 @@ has in its place, its origin. A quantizer asks the origin for codes; other code 
     Added          a + b                       both on grids
     Averaged       mean of a over some axes    a on a grid
 
-Operations that only move or select elements keep the origin, and so does a ReLU: it is the same on codes.
+Operations that only move or select elements keep a grid, and so does a ReLU: it is the same on codes. Of sums, only
+moves that the exporter passes a quantizer through keep the origin: behind others a runtime has floats.
 Everything else gives a tensor without one.
 """
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -21,6 +23,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree
 
 from fakequant.spec import QuantSpec
 
@@ -60,6 +63,11 @@ class OnGrid:
 
     value: Tensor
     grid: GridOf
+    # Of the value's memory: who computes with it later must know whether it was changed.
+    version: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "version", _version(self.value))
 
     def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
         """By the rule of ONNX."""
@@ -167,13 +175,13 @@ class Known(torch.Tensor):
         result = func(*plain_args, **_without(kwargs))
         if changed is not None:
             changed.version = _version(changed)  # its origin is asked for once more
-        rule = _RULES.get(func)
-        origin = (
-            rule(func, args, plain_args, kwargs, result) if rule is not None and isinstance(result, Tensor) else None
-        )
+        rule = _RULES.get(func, _forgotten)
+        if changed is None and type(result) in (tuple, list):  # pieces, or the largest and where they were
+            return type(result)(_followed(rule, func, args, plain_args, kwargs, part) for part in result)
+        result = _followed(rule, func, args, plain_args, kwargs, result)
         if changed is not None:
-            changed.origin, changed.version = origin, _version(changed)
-        return result if origin is None else known(result, origin)
+            changed.origin, changed.version = origin_of(result), _version(changed)
+        return result
 
 
 def _is_in_place(func: Any, kwargs: dict[str, Any]) -> bool:
@@ -203,8 +211,24 @@ def on_grid(value: Tensor, grid: GridOf) -> Known:
 
 
 def origin_of(value: Any) -> Origin | None:
-    """The origin of a tensor, if it has one and is what it was."""
-    return value.origin if isinstance(value, Known) and value.version == _version(value) else None
+    """The origin of a tensor, if it has one and both are what they were."""
+    if not isinstance(value, Known) or value.version != _version(value):
+        return None
+    return value.origin if value.origin is not None and _holds(value.origin) else None
+
+
+def _holds(origin: Any) -> bool:
+    """Whether the tensors that a value was computed from are what they were."""
+    match origin:
+        case OnGrid():
+            return origin.version == _version(origin.value)
+        case Added():
+            return _holds(origin.a) and _holds(origin.b)
+        case Averaged():
+            return _holds(origin.x)
+        case Moved() | Rectified():
+            return _holds(origin.of)
+    return True  # sums are nobody else's
 
 
 def plain(value: Tensor) -> Tensor:
@@ -226,11 +250,37 @@ def _without(value: Any) -> Any:
 # --- what an operation makes of an origin; None: nothing is known any more ---------------------------
 
 
-def _moved(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
+def _followed(rule: Callable[..., Any], func: Any, args: Any, plain_args: Any, kwargs: Any, result: Any) -> Any:
+    """A result with the origin it has by a rule, if it has one."""
+    if not isinstance(result, Tensor) or not result.is_floating_point():
+        return result
+    origin = rule(func, args, plain_args, kwargs, result)
+    return result if origin is None else known(result, origin)
+
+
+def _forgotten(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
+    return None
+
+
+def _selected(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
+    """Elements of what is on a grid. Codes of sums are not known: a runtime has made floats of them by then."""
     origin = origin_of(args[0])
-    if isinstance(origin, OnGrid):
-        return OnGrid(result, origin.grid) if origin.grid.scale.dim() == 0 else None  # tokens have scales of their own
-    return None if origin is None else Moved(origin, lambda codes: func(codes, *plain_args[1:], **kwargs))
+    if not isinstance(origin, OnGrid) or origin.grid.scale.dim() > 0:  # tokens have scales of their own
+        return None
+    return OnGrid(result, origin.grid)
+
+
+def _moved(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
+    """The same where the exporter repeats a quantizer before the move: sums become codes first, and then move."""
+    origin = origin_of(args[0])
+    if origin is None or isinstance(origin, OnGrid):
+        return _selected(func, args, plain_args, kwargs, result)
+    return Moved(origin, lambda codes: _first(func(codes, *plain_args[1:], **kwargs)))
+
+
+def _first(result: Any) -> Tensor:
+    """Without the places that the largest elements were in."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _rectified(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
@@ -241,12 +291,18 @@ def _rectified(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tenso
 
 
 def _same(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
-    return origin_of(args[0])
+    origin = origin_of(args[0])
+    return OnGrid(result, origin.grid) if isinstance(origin, OnGrid) else origin
+
+
+# In torch's signatures; all others are in training unless told.
+_NOT_IN_TRAINING = {F.alpha_dropout, F.feature_alpha_dropout}
 
 
 def _dropped(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
-    training = kwargs.get("training", args[2] if len(args) > 2 else True)
-    return None if training else origin_of(args[0])
+    given = args[2] if len(args) > 2 else func not in _NOT_IN_TRAINING
+    training = kwargs.get("training", kwargs.get("train", given))
+    return None if training else _same(func, args, plain_args, kwargs, result)
 
 
 def _added(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
@@ -280,19 +336,73 @@ def _averaged(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor
     return Averaged(origin, tuple(sorted(axis % x.dim() for axis in axes)), keepdim)
 
 
+def _named(*names: str) -> list[Any]:
+    """What these names stand for in torch, for tensors and among torch's functions, wherever there is such a thing."""
+    return [getattr(place, name) for place in (torch, Tensor, F) for name in names if hasattr(place, name)]
+
+
 _RULES: dict[Any, Callable[..., Any]] = {
+    # Pieces of it, and copies in other places.
+    **dict.fromkeys(
+        _named(
+            "chunk", "split", "split_with_sizes", "tensor_split", "hsplit", "vsplit", "dsplit", "unbind",
+            "unsafe_chunk", "unsafe_split", "select", "index_select", "gather", "take_along_dim", "take",
+            "masked_select", "rot90", "roll", "repeat", "repeat_interleave", "tile", "expand", "expand_as",
+            "broadcast_to", "pixel_shuffle",
+        ),
+        _selected,
+    ),
+    # What is MaxPool, Reshape, Flatten, Transpose, Squeeze or Unsqueeze in a file, see export/forms.py; and Slice,
+    # which ONNX Runtime itself passes a quantizer through.
     **dict.fromkeys(
         (
-            torch.reshape, Tensor.reshape, Tensor.view, torch.flatten, Tensor.flatten, Tensor.unflatten, torch.permute,
-            Tensor.permute, torch.transpose, Tensor.transpose, torch.squeeze, Tensor.squeeze, torch.unsqueeze,
-            Tensor.unsqueeze, Tensor.__getitem__, F.max_pool1d, F.max_pool2d, F.max_pool3d,
+            *_named(
+                "reshape", "reshape_as", "view_as", "flatten", "ravel", "unflatten", "permute", "transpose", "t",
+                "movedim", "moveaxis", "swapaxes", "swapdims", "squeeze", "unsqueeze", "narrow", "flip", "fliplr",
+                "flipud", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle", "max_pool1d", "max_pool2d",
+                "max_pool3d", "max_pool1d_with_indices", "max_pool2d_with_indices", "max_pool3d_with_indices",
+                "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
+                "adaptive_max_pool1d_with_indices", "adaptive_max_pool2d_with_indices",
+                "adaptive_max_pool3d_with_indices",
+            ),
+            Tensor.view, Tensor.__getitem__, Tensor.T.__get__, Tensor.mT.__get__,  # type: ignore[attr-defined]
         ),
         _moved,
     ),
     **dict.fromkeys((F.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_), _rectified),
-    **dict.fromkeys((Tensor.contiguous, Tensor.clone, Tensor.detach), _same),
-    F.dropout: _dropped,
+    **dict.fromkeys(_named("contiguous", "clone", "detach"), _same),
+    **dict.fromkeys(
+        _named(
+            "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
+            "feature_alpha_dropout",
+        ),
+        _dropped,
+    ),
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__iadd__, Tensor.add_), _added),
     Tensor.__radd__: _added_from_the_right,
     **dict.fromkeys((torch.mean, Tensor.mean, F.adaptive_avg_pool2d), _averaged),
 }  # fmt: skip
+
+
+def stripped(result: Any) -> Any:
+    """What a model returns, with ordinary tensors in it: nobody outside keeps the sums alive."""
+    return _pytree.tree_map(_stripped_leaf, result)
+
+
+def _stripped_leaf(value: Any) -> Any:
+    """Also of classes that torch does not look into: records, and kinds of lists and dicts of the model's own."""
+    if isinstance(value, Tensor):
+        return plain(value)
+    is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    if not is_record and not isinstance(value, (dict, list)):
+        return value
+    made = copy.copy(value)
+    if isinstance(value, dict):
+        for key, part in value.items():
+            made[key] = stripped(part)
+    elif isinstance(value, list):
+        made[:] = [stripped(part) for part in value]
+    if is_record:
+        for name in (field.name for field in dataclasses.fields(value) if hasattr(value, field.name)):
+            object.__setattr__(made, name, stripped(getattr(value, name)))  # it may be frozen
+    return made

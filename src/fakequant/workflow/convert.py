@@ -11,9 +11,13 @@ from torch.nn.utils import parametrize
 from fakequant import targets
 from fakequant.integer.grid import Grid
 from fakequant.integer.layer import IntegerLayer, integer_class
+from fakequant.integer.values import stripped
 from fakequant.nn.folding import bias_codes, widened_scale
 from fakequant.nn.layer import QuantizedLayer, input_dims
 from fakequant.nn.quantizer import Quantizer, quantizers
+from fakequant.spec import QuantSpec
+from fakequant.torch import functional
+from fakequant.torch.tensors import block_shape
 from fakequant.workflow.fold import Folded, find_pairs, fold, why_not
 from fakequant.workflow.prepare import preparation, quantize_output
 
@@ -58,6 +62,7 @@ def convert(model: nn.Module, *, target: str | None = None) -> nn.Module:
     notes += [f"{pair.norm} stays a normalization: {kept[pair.layer]}" for pair in pairs if pair.layer in kept]
     del copied.__dict__["_fakequant_preparation"]
     copied.__dict__["_fakequant_conversion"] = Conversion(goal.name, folded, notes)
+    return_tensors(copied)
     return copied
 
 
@@ -163,9 +168,7 @@ def _make_integer(layer: Any, norm: nn.Module | None, dims: int | None) -> str |
     layer.bias_codes = None
     if quantizer is None:
         return None
-    quantizer.eval()(weight)  # of one that finds its range at run time: now
-    scale, zero_point = quantizer.qparams()
-    spec = quantizer.spec
+    spec, scale, zero_point = _scales_of(quantizer.eval(), weight)
     layer._parameters.pop(layer.weight_name, None)
     layer.weight_shape = tuple(weight.shape)
     layer.weight_spec = spec
@@ -180,6 +183,24 @@ def _make_integer(layer: Any, norm: nn.Module | None, dims: int | None) -> str |
     return reason
 
 
+def _scales_of(quantizer: Any, weight: Tensor) -> tuple[QuantSpec, Tensor, Tensor]:
+    """The grid of a weight; of a quantizer that finds its range at run time: now."""
+    spec, shape = quantizer.spec, tuple(weight.shape)
+    if spec.granularity != "token":
+        quantizer(weight)
+        return spec, *quantizer.qparams()
+    # One scale for a whole axis: per channel, if there is one other axis, else in groups as long as the axis.
+    seen = functional.min_max(weight, spec)
+    scale, zero_point = functional.choose_qparams(seen.min, seen.max, spec, eps=quantizer.eps)
+    axis = spec.axis % len(shape)
+    others = sorted((a for a in range(len(shape)) if a != axis), key=lambda a: shape[a] == 1)
+    if all(shape[a] == 1 for a in others[1:]):
+        return dataclasses.replace(spec, axis=others[0], group_size=None), scale.reshape(-1), zero_point.reshape(-1)
+    spec = dataclasses.replace(spec, group_size=shape[axis])
+    blocks = block_shape(shape, spec)
+    return spec, scale.reshape(blocks), zero_point.reshape(blocks)
+
+
 def _set_bias(layer: Any, bias: Tensor | None) -> None:
     """As integers, if the scale of the sums is known; else as a float."""
     if layer.bias_name in layer._parameters:
@@ -192,7 +213,7 @@ def _set_bias(layer: Any, bias: Tensor | None) -> None:
     if isinstance(grid, Grid) and grid.has_one_scale and layer._sums_have_one_scale():
         assert grid.scale is not None
         _widen(layer, grid.scale, bias.detach())
-        scale = layer._along_bias(layer._sum_scale(grid.scale))
+        scale = layer.along_outputs(layer._sum_scale(grid.scale))
         layer.bias_codes = bias_codes(bias.detach(), scale).to(torch.int32)
     else:
         layer._parameters[layer.bias_name] = nn.Parameter(bias.detach().float(), requires_grad=False)
@@ -225,3 +246,21 @@ def take_out(model: nn.Module, path: str) -> None:
     parent, _, name = path.rpartition(".")
     norm = model.get_submodule(path)
     setattr(model.get_submodule(parent), name, Folded(norm._modules.get("output_quantizer")))
+
+
+def return_tensors(model: nn.Module) -> None:
+    """Makes a converted model return ordinary tensors; between its layers they remember where they come from."""
+    model.register_forward_pre_hook(_strip_last)
+    model.register_forward_hook(_strip)
+
+
+def _strip(module: nn.Module, args: Any, result: Any) -> Any:
+    return stripped(result)
+
+
+def _strip_last(module: nn.Module, args: Any) -> None:
+    """Hooks that were added later see what the model's own code returned: `verify` looks at a model of one layer."""
+    for number, hook in module._forward_hooks.items():
+        if hook is _strip:
+            module._forward_hooks.move_to_end(number)  # type: ignore[attr-defined]
+            return

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from fakequant import targets
 from fakequant.export import operators
@@ -42,7 +43,7 @@ def export_onnx(
     keyword arguments; their first axis is the batch and may have any length later, unless `dynamic_batch`
     is False.
 
-    The file is checked, and there only if it is complete. Needs `pip install "fakequant[export]"`.
+    The file is checked, and there only if it is complete. Needs `pip install "fakequant[onnx]"`.
 
     >>> import tempfile, fakequant as fq
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8())
@@ -56,11 +57,11 @@ def export_onnx(
     onnx = require("onnx", "onnx")
     ir = require("onnx_ir", "onnxscript")
     require("onnxscript", "onnxscript")
-    golden = _converted(model, target)
-    goal = targets.find(conversion(golden).target)
     args, kwargs = _inputs(example_inputs)
-    _require_float32(golden, args, kwargs)
     with writing(path) as unfinished:
+        golden = _converted(model, target)
+        goal = targets.find(conversion(golden).target)
+        _require_float32(golden, args, kwargs)
         program = _export(golden, args, kwargs, max(opset, _TORCHS_LOWEST), dynamic_batch, goal)
         _finish(program, opset, goal)
         program.ir_version = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
@@ -112,18 +113,58 @@ def _export(model: nn.Module, args: Any, kwargs: Any, opset: int, dynamic_batch:
     if dynamic_batch:
         shapes = tuple(_batch_of(x) for x in args) if args else {name: _batch_of(x) for name, x in kwargs.items()}
     with operators.exporting(), _quiet(), torch.no_grad():
-        program = torch.onnx.export(
-            model.eval(),
-            args,
-            kwargs=kwargs or None,
-            dynamo=True,
-            opset_version=opset,
-            dynamic_shapes=shapes,
-            custom_translation_table=TRANSLATIONS,  # type: ignore[arg-type]
-            verbose=False,
-        )
+        try:
+            program = torch.onnx.export(
+                model.eval(),
+                _fresh(args),
+                kwargs=_fresh(kwargs) or None,
+                dynamo=True,
+                opset_version=opset,
+                dynamic_shapes=shapes,
+                custom_translation_table=TRANSLATIONS,  # type: ignore[arg-type]
+                verbose=False,
+            )
+        except Exception as error:
+            if dynamic_batch and _exports_as_it_is(model, args, kwargs):
+                raise ValueError(_FIXED.format(_reason(error), *_lengths(args, kwargs))) from error
+            raise
     assert program is not None
     return program.model
+
+
+_FIXED = (
+    "The model cannot be exported for batches of any length: {}\n"
+    "Use export_onnx(..., dynamic_batch=False) for batches of the example's length only, which is {}, or take the "
+    "length from the input in the model's code."
+)
+
+
+def _exports_as_it_is(model: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether it was the length of the batch that torch could not leave open."""
+    try:
+        torch.export.export(model, _fresh(args), _fresh(kwargs), strict=False)
+    except Exception:  # whatever a model's own code raises when it is traced
+        return False
+    return True
+
+
+def _fresh(inputs: Any) -> Any:
+    """The same inputs as other tensors: torch marks those it is given, for good, as having a batch of any length."""
+    made: dict[int, Tensor] = {}  # what is given twice is one tensor still
+    return _pytree.tree_map_only(Tensor, lambda x: made.setdefault(id(x), x.detach()), inputs)
+
+
+def _reason(error: BaseException) -> str:
+    """What torch found first, without what it says to everybody."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) if lines else type(error).__name__
+
+
+def _lengths(args: Any, kwargs: Any) -> list[str]:
+    found = {str(len(x)) for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > 0}
+    return [" and ".join(sorted(found)) or "none"]
 
 
 def _batch_of(x: Any) -> Any:
