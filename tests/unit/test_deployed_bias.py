@@ -71,7 +71,10 @@ def result_at(model, path, x):
     return seen[0].detach().as_subclass(torch.Tensor)
 
 
-def test_codes_of_prepared_and_converted_models_are_equal_but_for_ties():
+@pytest.mark.parametrize("signs", ["mixed", "positive"])
+@pytest.mark.parametrize("config", [recipes.int8(), recipes.w4a8(), recipes.lsq(2)], ids=["int8", "w4a8", "lsq2"])
+def test_codes_of_prepared_and_converted_models_are_equal_but_for_ties(config, signs):
+    """Not narrow, w4a8 and lsq(2) have a code without an opposite: it may keep a normalization out of its layer."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(),
@@ -79,10 +82,15 @@ def test_codes_of_prepared_and_converted_models_are_equal_but_for_ties():
     )  # fmt: skip
     with torch.no_grad():
         model[1].weight.normal_()
+        if signs == "positive":
+            model[1].weight.abs_()
+        model[1].bias.normal_()
         model[1].running_var.uniform_(0.5, 2.0)
     x = torch.randn(64, 3, 8, 8)
-    model = prepared(model, x).eval()
+    model = prepared(model, x, config).eval()
     golden = fq.convert(model)
+    is_kept = isinstance(golden[1], nn.BatchNorm2d)
+    assert is_kept == (signs == "mixed" and config == recipes.w4a8())
     differ = total = 0
     for path in ("3.input_quantizer", "6.input_quantizer"):
         seen = [result_at(m, path, x) for m in (model, golden)]

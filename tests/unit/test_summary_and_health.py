@@ -115,3 +115,12 @@ def test_it_goes_to_a_writer():
     fq.health(calibrated(), [torch.ones(2, 4)]).log(writer, 7)
     assert ("0.input_quantizer/clipped", 0.0, 7) in writer
     assert "0.input_quantizer" in str(fq.health(calibrated()))
+
+
+def test_looking_changes_no_quantizer_of_weights():
+    model = fq.calibrate(fq.prepare(nn.Sequential(nn.Linear(4, 2)), recipes.int8()), [torch.ones(3, 4)], progress=False)
+    with torch.no_grad():
+        model[0].weight.mul_(2)  # as an optimizer does; the scale is that of the last forward pass
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    fq.health(model, [torch.ones(3, 4)])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

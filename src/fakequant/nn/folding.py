@@ -28,6 +28,11 @@ def _exact(value: Tensor) -> Tensor:
     return (value.cpu() if value.device.type == "mps" else value).double()
 
 
+def lacks_opposite(lowest: Tensor, qmin: int, factor: Tensor) -> Tensor:
+    """Whether a code would have to change its sign that has no opposite; `lowest` are the lowest levels of channels."""
+    return ((factor < 0) & (lowest == qmin)).any()
+
+
 def folded_bias(bias: Tensor | None, norm: Any) -> Tensor:
     """The bias of layer and normalization together, in float64."""
     factor = factor_of(norm)

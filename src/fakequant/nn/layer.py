@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from fakequant.nn.folding import rounded_bias
+from fakequant.nn.folding import factor_of, lacks_opposite, rounded_bias
 from fakequant.nn.quantizer import Quantizer
 from fakequant.nn.saved_codes import saving_codes
 from fakequant.spec import QuantSpec
@@ -92,8 +92,26 @@ class QuantizedLayer(nn.Module):
         scales = self._scales_of_sums(weight.dim())
         if scales is None:
             return bias
-        rounded = rounded_bias(bias, *scales, norm).to(weight.device, weight.dtype)
+        rounded = rounded_bias(bias, *scales, norm)
+        if norm is not None and not self._is_narrow():
+            # A normalization that cannot be part of the layer stays behind it, and the bias is its own.
+            own = torch.zeros_like(rounded) if bias is None else rounded_bias(bias, *scales, None)
+            rounded = torch.where(self._stays_behind(norm, weight, scales[1]), own, rounded)
+        rounded = rounded.to(weight.device, weight.dtype)
         return rounded if bias is None else rounded + (bias - bias.detach())  # whose gradient passes
+
+    def _is_narrow(self) -> bool:
+        assert self.weight_quantizer is not None
+        spec = self.weight_quantizer.spec
+        return spec.qmin == -spec.qmax
+
+    @torch.no_grad()
+    def _stays_behind(self, norm: Any, weight: Tensor, scale: Tensor) -> Tensor:
+        """As it is found out when the layer is converted."""
+        assert self.weight_quantizer is not None
+        lowest = torch.round(weight.movedim(self.channel_axis, 0).flatten(1).amin(1) / scale)
+        factor = factor_of(norm)
+        return lacks_opposite(lowest.to(factor.device), self.weight_quantizer.spec.qmin, factor)
 
     @torch.no_grad()
     def _scales_of_sums(self, weight_dims: int) -> tuple[Tensor, Tensor] | None:

@@ -4,13 +4,14 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fakequant.nn.fake_quantize import FakeQuantize
 from fakequant.nn.layer import QuantizedLayer
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.workflow.prepare import link_norms
 from fakequant.workflow.running import Data, check_module, evaluating, run
+from fakequant.workflow.snapshot import Snapshot
 
 
 @torch.no_grad()
@@ -37,9 +38,10 @@ def calibrate(model: nn.Module, data: Data, steps: int | None = None, *, progres
     if all(module.is_initialized for module in found):
         raise ValueError(_nothing_to_do(model))
     link_norms(model)
-    before = _Snapshot(model, found)
+    before = Snapshot(model)
+    switches = [(q, q.observing, q.quantizing) for q in found]
     with evaluating(model), ExitStack() as undo:
-        undo.callback(before.restore_switches)
+        undo.callback(_restore, switches)
         shown = _watch(found, undo)
         for quantizer in found:
             quantizer.train()
@@ -52,9 +54,16 @@ def calibrate(model: nn.Module, data: Data, steps: int | None = None, *, progres
             run(model, data, steps, "calibrate" if progress else None)
             _require_any(model, shown)
         except BaseException:
-            before.restore_tensors()
+            before.restore()
             raise
     return model
+
+
+def _restore(switches: list[tuple[Quantizer, bool, bool]]) -> None:
+    for quantizer, observing, quantizing in switches:
+        if quantizer.observing != observing:
+            quantizer.observing = observing
+        quantizer.quantizing = quantizing
 
 
 def _nothing_to_do(model: nn.Module) -> str:
@@ -87,28 +96,3 @@ def _require_any(model: nn.Module, shown: dict[Quantizer, bool]) -> None:
     activations = [q for q in shown if q not in of_weights]
     if not any(shown[q] for q in activations or shown):
         raise ValueError("`data` has no batches with values in them: there was nothing to calibrate with.")
-
-
-_ATTRIBUTES = ("_stale", "_told", "saw_only_finite")
-
-
-class _Snapshot:
-    """What calibrating may change: the quantizers, and buffers of the model that its forward pass changes."""
-
-    def __init__(self, model: nn.Module, found: list[Quantizer]) -> None:
-        self._switches = [(q, q.observing, q.quantizing) for q in found]
-        self._attributes = [(q, name, getattr(q, name)) for q in found for name in _ATTRIBUTES]
-        tensors = [*model.buffers(), *(t for q in found for t in (*q.parameters(), q._nonfinite))]
-        self._tensors: list[tuple[Tensor, Tensor]] = [(t, t.detach().clone()) for t in tensors]
-
-    def restore_switches(self) -> None:
-        for quantizer, observing, quantizing in self._switches:
-            if quantizer.observing != observing:
-                quantizer.observing = observing
-            quantizer.quantizing = quantizing
-
-    def restore_tensors(self) -> None:
-        for tensor, old in self._tensors:
-            tensor.copy_(old)
-        for quantizer, name, value in self._attributes:
-            setattr(quantizer, name, value)

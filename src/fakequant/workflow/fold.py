@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fakequant.integer.layer import IntegerLayer
-from fakequant.nn.folding import factor_of, folded_bias, folded_scale
+from fakequant.nn.folding import factor_of, folded_bias, folded_scale, lacks_opposite
 from fakequant.nn.layer import QuantizedLayer
 from fakequant.nn.quantizer import Quantizer
 from fakequant.workflow.analysis import copy_for_tracing
@@ -124,9 +124,8 @@ def why_not(layer: IntegerLayer, norm: Any, input_dims: int | None) -> str | Non
     if spec.qmin == -spec.qmax:
         return None
     axis = layer.channel_axis
-    negative = factor_of(norm) < 0
-    lowest = (layer.weight_levels() == spec.qmin).movedim(axis, 0).flatten(1).any(1)
-    if bool((negative & lowest).any()):
+    lowest = layer.weight_levels().movedim(axis, 0).flatten(1).amin(1)
+    if bool(lacks_opposite(lowest, spec.qmin, factor_of(norm))):
         return f"a channel with a negative factor has the code {spec.qmin}, which has no opposite; use narrow=True"
     return None
 

@@ -12,6 +12,7 @@ from fakequant.nn.layer import QuantizedLayer
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.torch import functional
 from fakequant.workflow.running import Data, check_module, evaluating, run
+from fakequant.workflow.snapshot import unchanged
 from fakequant.workflow.table import table
 
 
@@ -105,16 +106,12 @@ def _watch(model: nn.Module, data: Any, steps: int | None, counts: "dict[Quantiz
     handles = [
         quantizer.register_forward_pre_hook(lambda module, args: counts[module].add(args[0])) for quantizer in counts
     ]
-    # A quantizer with a range of the tensor at hand keeps the last one.
-    before = [(buffer, buffer.clone()) for quantizer in counts for buffer in quantizer.buffers()]
     try:
-        with evaluating(model):
+        with evaluating(model), unchanged(model):  # a quantizer with the range of the tensor at hand keeps the last one
             run(model, data, steps)
     finally:
         for handle in handles:
             handle.remove()
-        for buffer, old in before:
-            buffer.copy_(old)
 
 
 class _Counts:

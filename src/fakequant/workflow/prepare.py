@@ -78,11 +78,7 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
     for path, source in on_a_grid.items():
         # Not as a child: it is one of the source.
         model.get_submodule(path).__dict__["input_grid"] = model.get_submodule(source).output_quantizer
-    norms = {}
-    for pair in find_pairs(model)[0]:
-        folded: Any = model.get_submodule(pair.layer)
-        if folded.weight_quantizer.spec.qmin == -folded.weight_quantizer.spec.qmax:
-            norms[pair.layer] = pair.norm
+    norms = {pair.layer: pair.norm for pair in find_pairs(model)[0]}
     for module in model.modules():
         close_shortcuts(module)
     name_quantizers(model)

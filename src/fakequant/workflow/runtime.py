@@ -23,14 +23,21 @@ class Runtime:
         try:
             self.model = onnx.load(path)
         except Exception as error:
-            raise ValueError(f"{path} is not an ONNX model: {error}") from error
+            raise ValueError(
+                f"{path} is not an ONNX model: {error}\nUse a file that fakequant.export_onnx wrote."
+            ) from error
         # Values that hold codes, the quantizers they are of, and what was added to them.
         self.codes: dict[str, tuple[list[str], int]] = {}
         for node in self.model.graph.node:
             notes = {p.key: p.value for p in node.metadata_props}
             if "fakequant.quantizer" in notes:
                 self.codes[node.output[0]] = (notes["fakequant.quantizer"].split("\n"), int(notes["fakequant.offset"]))
-        self.kernels = _kernels(self.model, ort, threads)
+        try:
+            self.kernels = _kernels(self.model, ort, threads)
+        except Exception as error:  # of classes without a common base
+            raise ValueError(
+                f"ONNX Runtime cannot load {path}: {error}\nUse a file that fakequant.export_onnx wrote."
+            ) from error
         watched = onnx.ModelProto()
         watched.CopyFrom(self.model)
         there = {output.name for output in watched.graph.output}

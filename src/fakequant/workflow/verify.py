@@ -171,7 +171,7 @@ def verify(
     Each quantizer is looked at by itself: the golden model is given the codes of the prepared model, and in a
     second pass those of the runtime, before every layer, so that a difference is counted where it arises and
     not in everything after it. The reasons are found by computing what would be if: with saturating sums, with
-    operations one by one, with a reciprocal, at ties. Needs `pip install "fakequant[export]"`.
+    operations one by one, with a reciprocal, at ties. Needs `pip install "fakequant[onnx]"`.
 
     >>> import tempfile, fakequant as fq
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8(target="onnxruntime-x86"))
