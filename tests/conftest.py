@@ -1,6 +1,9 @@
-"""Fixtures that run a test on every instruction set of this machine."""
+"""Fixtures that run a test on every instruction set of this machine, and that save time."""
 
 import contextlib
+import copy
+import functools
+import sys
 import warnings
 
 import pytest
@@ -23,6 +26,20 @@ def target(request):
     assert _native.select_target(request.param)
     yield request.param
     _native.select_target(before)
+
+
+@pytest.fixture
+def each_target():
+    """Goes through all instruction sets within a test: for one whose expected results take long to compute."""
+    before = _native.target()
+
+    def each():
+        for name in _native.supported_targets():
+            assert _native.select_target(name)
+            yield name
+
+    yield each
+    assert _native.select_target(before)
 
 
 @pytest.fixture(autouse=True)
@@ -56,3 +73,23 @@ def machine(request, torch_on_one_thread):
     fakequant.set_num_threads(request.param[1])
     yield
     assert _native.select_target(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def exporter_reads_its_operators_once():
+    """torch's exporter translates the source of all its operators anew in every export, which is most of its time."""
+    if "onnxscript" not in sys.modules:  # imported by the modules with tests that export
+        yield
+        return
+    registration = pytest.importorskip("torch.onnx._internal.exporter._registration")
+    read = functools.cache(registration.ONNXRegistry.from_torchlib)
+
+    def from_torchlib(*args, **options):
+        registry = copy.copy(read(*args, **options))
+        # An export adds operators of its own.
+        registry.functions = {target: list(found) for target, found in registry.functions.items()}
+        return registry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registration.ONNXRegistry, "from_torchlib", staticmethod(from_torchlib))
+        yield

@@ -1,6 +1,7 @@
 """`fake_quantize` and its relatives against the reference, bit for bit, on every instruction set."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from fakequant.layout import blocks_of
 from fakequant.testing import cases
 from fakequant.testing.assertions import assert_same_bits
 
-pytestmark = pytest.mark.usefixtures("target")
+on_each_target = pytest.mark.usefixtures("target")
 
 INT8 = fq.QuantSpec()
 NARROW = fq.QuantSpec(narrow=True)
@@ -61,42 +62,40 @@ def per_tensor_inputs(spec, dtype):
 @by_dtype
 @by_numerics
 @by_spec
-def test_forward_and_both_masks_per_tensor(spec, numerics, dtype):
+def test_forward_and_both_masks_per_tensor(spec, numerics, dtype, each_target):
     spec = dataclasses.replace(spec, numerics=numerics)
     for scale, zero_point, x in per_tensor_inputs(spec, dtype):
         expected, inside = reference.fake_quantize(x, scale, zero_point, spec.qmin, spec.qmax, numerics)
+        bits = np.packbits(inside, bitorder="little")
+        for target in each_target():
+            y, packed = fq.fake_quantize(x, scale, zero_point, spec, mask="packed")
+            y_too, mask = fq.fake_quantize(x, scale, zero_point, spec, mask="bool")
 
-        y, packed = fq.fake_quantize(x, scale, zero_point, spec, mask="packed")
-        y_too, mask = fq.fake_quantize(x, scale, zero_point, spec, mask="bool")
-
-        assert_same_bits(expected, y, "y", scale, zero_point)
-        assert_same_bits(expected, y_too, "y with a bool mask", scale, zero_point)
-        assert_same_bits(expected, fq.fake_quantize(x, scale, zero_point, spec), "y without a mask")
-        assert_same_bits(inside, mask, "mask", scale, zero_point)
-        assert_same_bits(np.packbits(inside, bitorder="little"), packed, "packed mask", scale, zero_point)
+            case = (target, scale, zero_point)
+            assert_same_bits(expected, y, "y", *case)
+            assert_same_bits(expected, y_too, "y with a bool mask", *case)
+            assert_same_bits(expected, fq.fake_quantize(x, scale, zero_point, spec), "y without a mask", *case)
+            assert_same_bits(inside, mask, "mask", *case)
+            assert_same_bits(bits, packed, "packed mask", *case)
 
 
 @by_dtype
 @by_numerics
 @by_spec
-def test_codes_and_their_values_per_tensor(spec, numerics, dtype):
+def test_codes_and_their_values_per_tensor(spec, numerics, dtype, each_target):
     spec = dataclasses.replace(spec, numerics=numerics)
     for scale, zero_point, x in per_tensor_inputs(spec, dtype):
         expected = reference.quantize(x, scale, zero_point, spec.qmin, spec.qmax, numerics)
-
-        q = fq.quantize(x, scale, zero_point, spec)
-
-        assert q.dtype == spec.storage
-        assert_same_bits(expected, q.astype(np.int64), "codes", scale, zero_point)
         # torch multiplies in float32, also for float64.
         value_dtype = np.float32 if numerics == "torch" and dtype == np.float64 else dtype
-        assert_same_bits(
-            reference.dequantize(expected, scale, zero_point, value_dtype).astype(dtype),
-            fq.dequantize(q, scale, zero_point, spec, dtype=dtype),
-            "values",
-            scale,
-            zero_point,
-        )
+        values = reference.dequantize(expected, scale, zero_point, value_dtype).astype(dtype)
+        for target in each_target():
+            q = fq.quantize(x, scale, zero_point, spec)
+
+            case = (target, scale, zero_point)
+            assert q.dtype == spec.storage
+            assert_same_bits(expected, q.astype(np.int64), "codes", *case)
+            assert_same_bits(values, fq.dequantize(q, scale, zero_point, spec, dtype=dtype), "values", *case)
 
 
 # Shapes whose blocks start at every position of a byte and of a vector.
@@ -124,7 +123,13 @@ def expand(parameters, shape, spec):
     return np.repeat(parameters, shape[spec.axis] // parameters.shape[spec.axis], axis=spec.axis)
 
 
-def blocked_inputs(shape, spec, dtype, seed=0):
+def blocked_inputs(shape, spec, dtype):
+    """The same for all numerics."""
+    return _blocked_inputs(shape, dataclasses.replace(spec, numerics=INT8.numerics), dtype)
+
+
+@functools.cache
+def _blocked_inputs(shape, spec, dtype, seed=0):
     rng = np.random.default_rng(seed)
     parameters = blocks_of(shape, spec).parameters
     scale = rng.choice(np.float32(SCALES), parameters)
@@ -132,34 +137,38 @@ def blocked_inputs(shape, spec, dtype, seed=0):
     if spec.symmetric:
         zero_point[...] = 0
     x = np.empty(shape, dtype)
+    scales, zeros = (np.broadcast_to(expand(a, shape, spec), shape) for a in (scale, zero_point))
     for index in np.ndindex(shape):
-        s, z = (expand(a, shape, spec) for a in (scale, zero_point))
-        s, z = (np.broadcast_to(a, shape)[index] for a in (s, z))
+        s, z = scales[index], zeros[index]
         x[index] = rng.choice(cases.values(float(s), int(z), spec.qmin, spec.qmax, dtype, seed=1))
+    for array in (x, scale, zero_point):
+        array.flags.writeable = False  # other tests use them too
     return x, scale, zero_point
 
 
 @by_dtype
 @by_numerics
 @by_blocks
-def test_every_granularity(shape, where, numerics, dtype):
+def test_every_granularity(shape, where, numerics, dtype, each_target):
     spec = fq.QuantSpec(symmetric=False, numerics=numerics, **where)
     x, scale, zero_point = blocked_inputs(shape, spec, dtype)
     s, z = expand(scale, shape, spec), expand(zero_point, shape, spec)
     expected, inside = reference.fake_quantize(x, s, z, spec.qmin, spec.qmax, numerics, granularity="channel")
     codes = reference.quantize(x, s, z, spec.qmin, spec.qmax, numerics, granularity="channel")
+    values = reference.dequantize(codes, s, z, dtype)
+    for target in each_target():
+        y, packed = fq.fake_quantize(x, scale, zero_point, spec, mask="packed")
+        _, mask = fq.fake_quantize(x, scale, zero_point, spec, mask="bool")
+        q = fq.quantize(x, scale, zero_point, spec)
 
-    y, packed = fq.fake_quantize(x, scale, zero_point, spec, mask="packed")
-    _, mask = fq.fake_quantize(x, scale, zero_point, spec, mask="bool")
-    q = fq.quantize(x, scale, zero_point, spec)
-
-    assert_same_bits(expected, y, "y")
-    assert_same_bits(inside, mask, "mask")
-    assert_same_bits(np.packbits(inside, bitorder="little"), packed, "packed mask")
-    assert_same_bits(codes, q.astype(np.int64), "codes")
-    assert_same_bits(reference.dequantize(codes, s, z, dtype), fq.dequantize(q, scale, zero_point, spec, dtype=dtype))
+        assert_same_bits(expected, y, "y", target)
+        assert_same_bits(inside, mask, "mask", target)
+        assert_same_bits(np.packbits(inside, bitorder="little"), packed, "packed mask", target)
+        assert_same_bits(codes, q.astype(np.int64), "codes", target)
+        assert_same_bits(values, fq.dequantize(q, scale, zero_point, spec, dtype=dtype), "values", target)
 
 
+@on_each_target
 @pytest.mark.parametrize("length", [*range(70), 97, 127, 128, 129, 1000, 4095, 4097, 32769, 65600])
 def test_lengths_around_vector_widths_and_thread_chunks(length):
     x = np.resize(cases.values(0.1, 3, -128, 127, np.float32), length)
@@ -173,6 +182,7 @@ def test_lengths_around_vector_widths_and_thread_chunks(length):
         assert_same_bits(np.packbits(inside, bitorder="little"), packed)
 
 
+@on_each_target
 @by_dtype
 @by_numerics
 def test_backward_from_either_mask(numerics, dtype):
@@ -192,7 +202,7 @@ def test_backward_from_either_mask(numerics, dtype):
 @pytest.mark.parametrize(
     ("shape", "where"), [*BLOCKED.values(), ((731,), {}), ((), {})], ids=[*BLOCKED, "tensor", "0-d"]
 )
-def test_learned_gradients(shape, where, numerics, dtype):
+def test_learned_gradients(shape, where, numerics, dtype, each_target):
     spec = fq.QuantSpec(symmetric=False, numerics=numerics, **where)
     granularity = "channel" if where else "tensor"
     if where:
@@ -209,31 +219,37 @@ def test_learned_gradients(shape, where, numerics, dtype):
         finite, x, s, z, spec.qmin, spec.qmax, numerics, grad_factor=0.25, granularity=granularity
     )
 
-    for threads in (1, 3):
-        fq.set_num_threads(threads)
-        result = fq.fake_quantize_learned_backward(finite, x, scale, raw, spec, grad_factor=0.25)
+    results = {}
+    for target in each_target():
+        for threads in (1, 3):
+            fq.set_num_threads(threads)
+            result = fq.fake_quantize_learned_backward(finite, x, scale, raw, spec, grad_factor=0.25)
 
-        assert_same_bits(dx.astype(dtype), result.dx, "dx")
-        for terms, actual in ((ds_terms, result.dscale), (dz_terms, result.dzero_point)):
-            assert_close_to_exact_sum(terms, actual, blocks_of(shape, spec).parameters)
+            assert_same_bits(dx.astype(dtype), result.dx, "dx", target, threads)
+            results[target, threads] = result
+    parameters = blocks_of(shape, spec).parameters
+    assert_close_to_exact_sums(ds_terms, {case: result.dscale for case, result in results.items()}, parameters)
+    assert_close_to_exact_sums(dz_terms, {case: result.dzero_point for case, result in results.items()}, parameters)
 
 
-def assert_close_to_exact_sum(terms, actual, parameters):
-    """The float64 sum of the terms, rounded once.
+def assert_close_to_exact_sums(terms, results, parameters):
+    """Each is the float64 sum of the terms, rounded once.
 
     Adding n float64 numbers in any order is off by at most n * 2^-53 of the sum of magnitudes.
     """
-    assert actual.shape == parameters
+    dtype = next(iter(results.values())).dtype
+    for case, actual in results.items():
+        assert (actual.shape, actual.dtype) == (parameters, dtype), case
     for index in np.ndindex(parameters):
         block = terms.reshape(-1) if parameters == () else block_of(terms, parameters, index)
         exact, magnitude = reference.exact_sum(block), np.abs(block.astype(np.float64)).sum()
         if not np.isfinite(magnitude):
             continue
-        rounded = np.float64(actual[index])
         slack = block.size * 2.0**-53 * magnitude
         with np.errstate(over="ignore"):
-            low, high = (np.float64(np.asarray(v).astype(actual.dtype)) for v in (exact - slack, exact + slack))
-        assert low <= rounded <= high, (index, exact, rounded)
+            low, high = (np.float64(np.asarray(v).astype(dtype)) for v in (exact - slack, exact + slack))
+        for case, actual in results.items():
+            assert low <= np.float64(actual[index]) <= high, (case, index, exact, actual[index])
 
 
 def block_of(terms, parameters, index):
@@ -246,6 +262,7 @@ def block_of(terms, parameters, index):
     return terms[slices].reshape(-1)
 
 
+@on_each_target
 def test_learned_sums_have_the_same_bits_for_any_number_of_threads():
     rng = np.random.default_rng(0)
     for shape, where in [
@@ -266,6 +283,7 @@ def test_learned_sums_have_the_same_bits_for_any_number_of_threads():
                 assert_same_bits(a, b, name, threads)
 
 
+@on_each_target
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 4, 5, 63, 64, 65, 255, 256, 257, 511, 1000, 70001])
@@ -282,6 +300,7 @@ def test_packed_codes_are_in_onnx_order(bits, signed, length):
     assert_same_bits(fq.dequantize(q, 1.0, 0, spec), fq.dequantize(packed, 1.0, 0, spec, shape=(length,)))
 
 
+@on_each_target
 def test_packed_codes_of_blocks_that_start_inside_a_byte():
     spec = fq.QuantSpec(bits=4, axis=0)
     x = np.random.default_rng(0).uniform(-9, 9, (5, 7)).astype(np.float32)
@@ -295,6 +314,7 @@ def test_packed_codes_of_blocks_that_start_inside_a_byte():
     assert_same_bits(fq.dequantize(q, scale, 0, spec), fq.dequantize(packed, scale, 0, spec, shape=x.shape))
 
 
+@on_each_target
 @pytest.mark.parametrize(
     "layout",
     [

@@ -67,8 +67,8 @@ class UNet(nn.Module):
         return self.out(torch.cat([first, self.up(second, output_size=first.shape[-2:])], 1))
 
 
-def transformer_encoder():
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2)
+def transformer_encoder(layers=2):
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), layers)
 
 
 class GPT(nn.Module):
@@ -270,31 +270,3 @@ def test_tied_weights_are_trained_by_both_their_layers():
     assert model.head.weight is model.tokens.weight
     unseen = [i for i in range(50) if i not in ZOO["GPT"][1]]
     assert not torch.equal(before[unseen], model.head.weight[unseen])  # by the head alone
-
-
-# --- compiled -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("name", "config"), [("residual", recipes.int8()), ("GPT", recipes.lsq(4))], ids=["residual, int8", "GPT, lsq"]
-)
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_a_compiled_model_is_the_eager_one(name, config, training):
-    make, x = ZOO[name]
-    model = fq.calibrate(fq.prepare(build(make, x), config), [x], progress=False).train(training)
-    other = copy.deepcopy(model)
-    torch._dynamo.reset()
-    compiled = torch.compile(other, fullgraph=True, backend="aot_eager")
-    for step in range(2):
-        expected, actual = model(x), compiled(x)
-        same(expected, actual, step, "y")
-        for y in (expected, actual):
-            y.square().mean().backward()
-        for path, p in model.named_parameters():
-            if p.grad is None:
-                assert other.get_parameter(path).grad is None, path
-            else:
-                same(p.grad, other.get_parameter(path).grad, step, path)
-    same_state(model.state_dict(), other.state_dict())
