@@ -75,17 +75,21 @@ PRESETS = ["int16", "int2", "int4", "int8", "int8_per_token", "uint4", "uint8"]
 RECIPES = ["int4_weight_only", "int8", "int8_dynamic", "lsq", "w4a8"]
 # Imported when they are first used, because they need torch.
 WHOLE_MODELS = [
+    "History",
     "LayerConfig",
     "QuantConfig",
     "Rule",
     "Schedule",
     "calibrate",
+    "compare",
     "convert",
     "export_onnx",
     "health",
     "load_converted",
     "prepare",
+    "report",
     "save_converted",
+    "sensitivity",
     "summary",
     "unprepare",
     "verify",

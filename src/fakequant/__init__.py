@@ -1,7 +1,6 @@
 """Fake quantization: bit-exact, at memory speed, on NumPy arrays and torch tensors."""
 
 from importlib import import_module as _import_module
-from importlib.metadata import version as _version
 from typing import Any as _Any
 
 from fakequant import presets as presets
@@ -48,21 +47,23 @@ from fakequant.qparams import (
 from fakequant.quantizer import FakeQuantConfig as FakeQuantConfig, FakeQuantizer as FakeQuantizer
 from fakequant.spec import QuantSpec as QuantSpec
 
-__version__ = _version("fakequant")
-
 # Where the names are that are about whole models.
 _WHOLE_MODELS = {
+    "History": "diagnosis.history",
     "LayerConfig": "config",
     "QuantConfig": "config",
     "Rule": "config",
     "Schedule": "workflow.schedule",
     "calibrate": "workflow.calibrate",
+    "compare": "diagnosis.compare",
     "convert": "workflow.convert",
     "export_onnx": "workflow.export_onnx",
     "health": "workflow.health",
     "load_converted": "workflow.files",
     "prepare": "workflow.prepare",
+    "report": "diagnosis.report.writing",
     "save_converted": "workflow.files",
+    "sensitivity": "diagnosis.sensitivity",
     "summary": "workflow.summary",
     "unprepare": "workflow.prepare",
     "verify": "workflow.verify",
@@ -70,9 +71,21 @@ _WHOLE_MODELS = {
 
 
 def __getattr__(name: str) -> _Any:
+    if name == "__version__":  # asking for it takes longer than all our own imports
+        return _import_module("importlib.metadata").version("fakequant")
     # These need torch, which is imported when they are first used.
     if name in ("nn", "observers", "recipes"):
-        return _import_module(f"fakequant.{name}")
-    if name in _WHOLE_MODELS:
-        return getattr(_import_module(f"fakequant.{_WHOLE_MODELS[name]}"), name)
-    raise AttributeError(f"module 'fakequant' has no attribute {name!r}")
+        module = name
+    elif name in _WHOLE_MODELS:
+        module = _WHOLE_MODELS[name]
+    else:
+        raise AttributeError(f"module 'fakequant' has no attribute {name!r}")
+    try:
+        found = _import_module(f"fakequant.{module}")
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "tqdm"):
+            raise
+        raise ImportError(
+            f'`fakequant.{name}` needs {error.name}, which is not installed.\nUse: pip install "fakequant[torch]"'
+        ) from error
+    return found if module == name else getattr(found, name)

@@ -1,0 +1,75 @@
+"""What layers are given: which arguments are quantized, and on what grid."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.integer.grid import Grid
+from fakequant.nn.layer import QuantizedLayer
+from fakequant.nn.quantizer import Quantizer
+from fakequant.torch import functional
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def changed_inputs(layer: nn.Module, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> Arguments:
+    """The arguments with every tensor changed that the layer would quantize; one that is given twice stays one.
+
+    >>> changed_inputs(nn.Linear(2, 2), (torch.ones(2),), {}, torch.neg)
+    ((tensor([-1., -1.]),), {})
+    """
+    names = ("query", "key", "value") if isinstance(layer, nn.MultiheadAttention) else ("input",)
+    done: dict[int, Tensor] = {}
+
+    def once(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        if id(x) not in done:
+            done[id(x)] = change(x)
+        return done[id(x)]
+
+    positional = (*map(once, args[: len(names)]), *args[len(names) :])
+    return positional, {name: once(x) if name in names else x for name, x in kwargs.items()}
+
+
+def inputs_of(layer: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that the layer would quantize, each once."""
+    found: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    changed_inputs(layer, args, kwargs, keep)
+    return found
+
+
+def input_grid_of(layer: nn.Module) -> Quantizer | Grid | None:
+    """What puts the input of a layer on a grid: its own quantizer, or that of the module it comes from."""
+    return (layer.input_quantizer or layer.input_grid) if isinstance(layer, QuantizedLayer) else None
+
+
+def is_on(quantizer: Quantizer | Grid) -> bool:
+    """Whether it quantizes what passes."""
+    return isinstance(quantizer, Grid) or quantizer.quantizing
+
+
+def qparams_for(quantizer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale and zero point with which `x` is quantized."""
+    if isinstance(quantizer, Grid) and quantizer.scale is not None and quantizer.zero_point is not None:
+        return quantizer.scale, quantizer.zero_point
+    if isinstance(quantizer, Quantizer) and not quantizer.is_dynamic:
+        return quantizer.qparams()
+    seen = functional.min_max(x, quantizer.spec)
+    empty = seen.min > seen.max
+    lo, hi = seen.min.masked_fill(empty, 0), seen.max.masked_fill(empty, 0)
+    return functional.choose_qparams(lo, hi, quantizer.spec, eps=quantizer.eps)
+
+
+def step_of(quantizer: Any, scale: Tensor, x: Tensor) -> Tensor:
+    """The scale of every element of `x`: what the code 1 stands for."""
+    spec = quantizer.spec
+    ones = torch.ones(x.shape, dtype=getattr(torch, spec.storage), device=x.device)
+    return functional.dequantize(ones, scale, 0, spec)

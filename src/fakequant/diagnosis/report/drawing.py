@@ -1,0 +1,130 @@
+"""From a Matplotlib figure to an SVG that follows the colours of its page, and to a PNG."""
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import matplotlib.style
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+# In PNGs and on light pages. Every colour is another: in an SVG it becomes a variable of the page with this name.
+INK, MUTED, GRID, BAND = "#1f2933", "#5b6672", "#dce1e7", "#e8f0f8"
+ACCENT, WARN, THIRD, PAPER = "#2a6cb2", "#c0430d", "#7b4fc4", "#fefefe"
+_VARIABLES = {
+    INK: "--ink",
+    MUTED: "--muted",
+    GRID: "--grid",
+    BAND: "--band",
+    ACCENT: "--accent",
+    WARN: "--warn",
+    THIRD: "--third",
+    PAPER: "--paper",
+}
+_STYLE: dict[str, Any] = {
+    "font.size": 9.0,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": 8.5,
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "axes.axisbelow": True,
+    "text.color": INK,
+    "text.parse_math": False,  # a path is no formula
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelsize": 8.0,
+    "ytick.labelsize": 8.0,
+    "xtick.major.width": 0.7,
+    "ytick.major.width": 0.7,
+    "xtick.major.size": 3.0,
+    "ytick.major.size": 3.0,
+    "ytick.minor.size": 0.0,
+    "legend.frameon": False,
+    "legend.fontsize": 8.0,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": "none",
+    "savefig.facecolor": "auto",
+    "svg.fonttype": "none",
+    "svg.hashsalt": "fakequant",
+    "path.simplify": False,
+}
+# Inches: what is readable at the width of a telephone, and two beside each other on a screen.
+WIDTH = 4.7
+
+
+@contextmanager
+def own_style() -> Iterator[None]:
+    """While it lasts, figures look the same whatever the user has set."""
+    with matplotlib.style.context(["default", _STYLE]):
+        yield
+
+
+def new_figure(height: float, left: float = 0.62, bottom: float = 0.5, top: float = 0.12) -> tuple[Figure, Axes]:
+    """A figure with one plot; margins in inches."""
+    figure = Figure(figsize=(WIDTH, height))
+    axes = figure.add_axes((left / WIDTH, bottom / height, 1 - (left + 0.12) / WIDTH, 1 - (bottom + top) / height))
+    axes.grid(axis="y", color=GRID, linewidth=0.7)
+    return figure, axes
+
+
+def to_svg(figure: Figure, prefix: str, label: str) -> str:
+    """Markup for a page: colours are its variables, ids begin with `prefix`, `label` is read aloud.
+
+    The text stays text, in the font of the page. There is no date and no address in it.
+    """
+    file = io.StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.patch.set_visible(False)
+    FigureCanvasSVG(figure).print_svg(file, metadata=nothing)
+    figure.patch.set_visible(True)
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
+    text = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
+    text = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{prefix}-", text)
+    for color, name in _VARIABLES.items():
+        text = text.replace(color, f"var({name})")
+    # Size and weight of the text as drawn, the family is that of the page.
+    text = re.sub(r"font: ([^;\"]*?)([\d.]+px)[^;\"]*", r"font-size: \2", text)
+    viewbox = re.search(r'viewBox="[^"]*"', text)
+    assert viewbox is not None
+    start = f'<svg {viewbox[0]} role="img" aria-label="{_escaped(label)}">'
+    return re.sub(r"<svg[^>]*>", lambda _: start, text, count=1).strip()
+
+
+def to_png(figure: Figure, title: str) -> bytes:
+    """The same with a title, for places where there is no page around it."""
+    figure.set_size_inches(figure.get_figwidth(), figure.get_figheight() + 0.3)
+    high = figure.get_figheight()
+    for axes in figure.axes:
+        box = axes.get_position()
+        axes.set_position((box.x0, box.y0 * (high - 0.3) / high, box.width, box.height * (high - 0.3) / high))
+    figure.text(
+        0.12 / WIDTH, 1 - 0.1 / high, shortened(title, 56), va="top", ha="left", size=9.5, weight="bold", color=INK
+    )
+    file = io.BytesIO()
+    canvas = FigureCanvasAgg(figure)
+    figure.set_dpi(160)
+    canvas.print_png(file, metadata={"Software": None})
+    return file.getvalue()
+
+
+def shortened(path: str, length: int = 30) -> str:
+    """A path that fits beside a bar: its end tells more than its beginning.
+
+    >>> shortened("encoder.layers.11.attention.out_proj", 20)
+    '…1.attention.out_proj'
+    """
+    return path if len(path) <= length else "…" + path[-length:]
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,0 +1,42 @@
+"""A folder that gets its files when all of them are complete."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def filling(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """Where to write files that are to be in `folder`: they get there when it ends well, or not at all.
+
+    That they can be written is found out first, by making a folder on the same file system.
+    """
+    goal = Path(folder)
+    for path in (goal, goal / "figures"):
+        if path.exists() and not path.is_dir():
+            raise NotADirectoryError(f"{str(path)!r} is a file, where a folder is needed.\nUse another folder.")
+    there = goal
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise NotADirectoryError(f"{str(there)!r} is a file, where a folder is needed.\nUse another folder.")
+    unfinished = there / f".{goal.name}.{os.getpid()}.unfinished"
+    try:
+        unfinished.mkdir()
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{str(goal)!r} cannot be written: {error.strerror}.\nUse a folder that you may write to",
+        ) from error
+    try:
+        yield unfinished
+        # Files of deeper folders first: whoever sees the page finds its figures.
+        files = sorted((f for f in unfinished.rglob("*") if f.is_file()), key=lambda f: (-len(f.parts), f))
+        for file in files:
+            place = goal / file.relative_to(unfinished)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            file.replace(place)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)

@@ -1,0 +1,93 @@
+"""`History`: health over training, as it was added."""
+
+import json
+
+import pytest
+
+import fakequant as fq
+
+torch = pytest.importorskip("torch")
+
+from fakequant.diagnosis.history import History  # noqa: E402
+from fakequant.workflow.health import Health, QuantizerHealth  # noqa: E402
+
+
+def health(**values):
+    fields = dict(clipped=None, levels_used=None, scale_drift=None, oscillating=None, nonfinite=0)
+    return Health([QuantizerHealth(path, **{**fields, **some}) for path, some in values.items()])
+
+
+def test_series_have_the_steps_at_which_something_is_known():
+    history = History()
+    history.add(0, health(a={"clipped": 0.5}))
+    history.add(10, health(a={"clipped": 0.25, "scale_drift": 0.125}, b={"clipped": 0.0}))
+    history.add(15, health(a={}, b={"clipped": 1.0}))
+    assert history.paths == ["a", "b"]
+    assert history.series("a", "clipped") == ([0, 10], [0.5, 0.25])
+    assert history.series("a", "scale_drift") == ([10], [0.125])
+    assert history.series("b", "clipped") == ([10, 15], [0.0, 1.0])
+    assert history.series("b", "oscillating") == ([], [])
+
+
+def test_it_is_made_of_plain_things():
+    history = History()
+    history.add(3, health(a={"clipped": 0.5, "nonfinite": 2}))
+    found = json.loads(json.dumps(history.to_dict()))
+    assert found["a"]["clipped"] == {"steps": [3], "values": [0.5]}
+    assert found["a"]["nonfinite"] == {"steps": [3], "values": [2]}
+    assert found["a"]["oscillating"] == {"steps": [], "values": []}
+
+
+def test_it_prints_where_things_began_and_where_they_are():
+    history = History()
+    history.add(0, health(a={"clipped": 0.5}))
+    history.add(1, health(a={"clipped": 0.25}))
+    assert "50.00% to 25.00%" in str(history)
+
+
+def test_steps_grow():
+    history = History()
+    history.add(5, health(a={}))
+    for step in (5, 4):
+        with pytest.raises(ValueError, match=f"larger than the last one, 5, got {step}"):
+            history.add(step, health(a={}))
+    assert history.steps == [5]
+
+
+@pytest.mark.parametrize(
+    ("step", "value", "message"),
+    [
+        (0.5, health(), "`step` must be a number of steps, got 0.5"),
+        (True, health(), "`step` must be a number of steps, got True"),
+        (0, {}, r"what fakequant.health\(model\) returns, got dict"),
+    ],
+)
+def test_what_is_added_is_checked(step, value, message):
+    history = History()
+    with pytest.raises(TypeError, match=message):
+        history.add(step, value)
+    assert history.paths == []
+
+
+def test_names_and_paths_are_checked():
+    history = History()
+    history.add(0, health(a={}))
+    with pytest.raises(ValueError, match="one of clipped, levels_used"):
+        history.series("a", "clip")
+    with pytest.raises(KeyError, match="no quantizer 'b' in this history, which has a"):
+        history.series("b", "clipped")
+
+
+def test_it_follows_a_training():
+    torch.manual_seed(0)
+    model = fq.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4)), fq.recipes.lsq(2))
+    model = fq.calibrate(model, [torch.randn(16, 4)], progress=False).train()
+    optimizer, history = torch.optim.SGD(model.parameters(), 0.1), History()
+    for step in range(4):
+        history.add(step, fq.health(model, [torch.randn(8, 4)]))
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().sum().backward()
+        optimizer.step()
+    assert history.series("0.weight_quantizer", "scale_drift")[0] == [1, 2, 3]
+    assert history.series("0.weight_quantizer", "oscillating")[0] == [2, 3]
+    assert history.series("0.input_quantizer", "clipped")[0] == [0, 1, 2, 3]
