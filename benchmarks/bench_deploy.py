@@ -46,7 +46,7 @@ from digits import BATCH, FLOAT_RATE, QUANTIZED_RATE, Split, perceptron, split
 from digits_cnn import FROZEN, network, train
 from fakequant.integer.grid import Grid
 from fakequant.integer.values import on_grid
-from timing import best_times
+from fakequant.testing.timing import best_times
 
 SAFE, FULL_RANGE = "onnxruntime-x86", "onnxruntime-vnni"
 KERNELS = ("QGemm", "QLinearConv", "QLinearMatMul")

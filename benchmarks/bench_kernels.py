@@ -20,7 +20,7 @@ import torch
 
 import fakequant as fq
 from fakequant.testing.assertions import assert_same_bits
-from timing import best_times
+from fakequant.testing.timing import best_times
 
 SCALE, ZERO, QMIN, QMAX = 0.05, 3, -128, 127
 SPEC = fq.QuantSpec(symmetric=False)

@@ -31,7 +31,7 @@ from bench_torch import THREADS, Case, Row, forward_backward, gradient_for, leaf
 from fakequant import observers, presets
 from fakequant.nn import FakeQuantize, LearnedFakeQuantize
 from fakequant.testing.assertions import assert_same_bits
-from timing import Contender
+from fakequant.testing.timing import Contender
 
 FLAT, WEIGHT, SMALL = (1 << 20,), (1024, 1024), (256,)
 SIZES = {FLAT: "2^20", WEIGHT: "1024x1024", SMALL: "256"}

@@ -34,7 +34,7 @@ from torch.ao.quantization.quantize_fx import prepare_qat_fx
 import fakequant as fq
 from bench_kernels import QMAX, QMIN, SCALE, ZERO, data, to_numpy, to_torch
 from fakequant.testing.assertions import assert_same_bits
-from timing import Contender, best_times
+from fakequant.testing.timing import Contender, best_times
 
 THREADS = (1, 2)
 OWN = fq.QuantSpec(symmetric=False)  # onnx numerics

@@ -55,7 +55,7 @@ from bench_kernels import nothing_to_compare
 from bench_torch import THREADS, Case, Row, machine, measure, without_ao_warnings
 from fakequant import recipes
 from fakequant.nn import saved_codes
-from timing import Contender
+from fakequant.testing.timing import Contender
 
 FLOAT, INT8, FLOATS, LSQ = "float", "int8", "int8, floats", "lsq(8)"
 FX, TORCHAO, BREVITAS = "torch.ao FX", "torchao", "brevitas"

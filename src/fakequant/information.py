@@ -3,7 +3,6 @@
 import dataclasses
 import platform
 import sys
-from importlib.metadata import version
 from importlib.util import find_spec
 
 import ml_dtypes
@@ -54,6 +53,8 @@ def info() -> Info:
     >>> fakequant.info().target in fakequant.info().supported_targets
     True
     """
+    from importlib.metadata import version  # takes longer to import than all the rest
+
     return Info(
         version=version("fakequant"),
         target=_native.target(),
@@ -73,5 +74,10 @@ def _torch() -> str | None:
     torch = sys.modules.get("torch")
     if torch is None:
         return None
-    name = f"fakequant._autograd_{torch.__version__.split('+')[0].replace('.', '_')}"
-    return f"{torch.__version__}, autograd nodes {'compiled' if find_spec(name) else 'in Python'}"
+    nodes = sys.modules.get("fakequant.torch.nodes")
+    if nodes is not None:
+        compiled = nodes.compiled is not None
+    else:  # not used yet: what is there for it
+        name = f"fakequant._autograd_{torch.__version__.split('+')[0].replace('.', '_')}"
+        compiled = find_spec(name) is not None
+    return f"{torch.__version__}, autograd nodes {'compiled' if compiled else 'in Python'}"

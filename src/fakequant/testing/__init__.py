@@ -1,1 +1,1 @@
-"""Adversarial data and bit-exact assertions, for our tests and for yours. NumPy only."""
+"""Adversarial data, bit-exact assertions and timing, for our tests and for yours. NumPy only."""

@@ -14,7 +14,12 @@ Contender = Callable[[], object]
 
 
 def best_times(contenders: dict[str, Contender], *, seconds: float = 0.6, min_rounds: int = 5) -> dict[str, float]:
-    """The shortest time of each contender, in seconds per call."""
+    """The shortest time of each contender, in seconds per call.
+
+    >>> best = best_times({"list": lambda: [0] * 100, "set": lambda: set(range(100))}, seconds=0.01, min_rounds=1)
+    >>> best["list"] < best["set"] < 1
+    True
+    """
     calls = {name: _calls_per_sample(run) for name, run in contenders.items()}
     best = dict.fromkeys(contenders, float("inf"))
     order = list(contenders)

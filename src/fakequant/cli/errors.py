@@ -1,0 +1,94 @@
+"""Errors in one line: what is wrong; what to do."""
+
+import re
+from pathlib import Path
+
+import fakequant
+
+# Of a message; the rest is for --debug.
+LONGEST = 600
+PACKAGE = str(Path(fakequant.__file__).parent)
+# Extras that bring packages, by the names under which these are imported.
+EXTRAS = {
+    "torch": "torch",
+    "tqdm": "torch",
+    "onnx": "onnx",
+    "onnxruntime": "onnx",
+    "onnxscript": "onnx",
+    "safetensors": "onnx",
+    "matplotlib": "report",
+    "jinja2": "report",
+    "sklearn": "demo",
+}
+
+
+class Problem(Exception):
+    """What a command cannot go on with, in words that need no traceback."""
+
+
+def one_line(error: BaseException, needed: str = "torch") -> str:
+    """The message of an error; `needed` is the extra of the command that failed.
+
+    >>> one_line(Problem("There is no file 'a.py'.\\nUse another path."))
+    "There is no file 'a.py'; use another path"
+    >>> one_line(ZeroDivisionError("division by zero"))
+    'ZeroDivisionError: division by zero; --debug shows where'
+    """
+    extra = missing_extra(error)
+    if extra is not None:
+        name = getattr(error, "name", "")
+        # All others bring torch too; that of the demo brings everything.
+        extra = needed if extra == "torch" or needed == "demo" else extra
+        return f'This needs {name}, which is not installed; use: pip install "fakequant[{extra}]"'
+    if isinstance(error, SystemExit):
+        return f"The code that was run called {called_exit(error)}; --debug shows where"
+    if isinstance(error, OSError) and error.strerror:
+        message = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+        return join(message)
+    message = join(str(error))
+    if isinstance(error, Problem) or _is_ours(error):
+        return message or type(error).__name__
+    return f"{type(error).__name__}{message and f': {message}'}; --debug shows where"
+
+
+def missing_extra(error: BaseException) -> str | None:
+    """The extra that brings the package whose absence is the error."""
+    is_absence = isinstance(error, ModuleNotFoundError) and error.name is not None
+    return EXTRAS.get(error.name) if is_absence else None  # type: ignore[attr-defined]
+
+
+def called_exit(error: SystemExit) -> str:
+    """As in the code.
+
+    >>> called_exit(SystemExit(3))
+    'sys.exit(3)'
+    """
+    return f"sys.exit({'' if error.code is None else repr(error.code)})"
+
+
+def join(message: str, longest: int = LONGEST) -> str:
+    """Lines of a message as parts of one sentence.
+
+    >>> join("Two scales were given:\\n  a\\n  b\\nUse one.")
+    'Two scales were given: a; b; use one'
+    """
+    joined = ""
+    for line in filter(None, (" ".join(line.split()) for line in message.splitlines())):
+        if not joined:
+            joined = line
+        elif joined.endswith((":", ",", ";")):
+            joined += f" {line}"
+        else:
+            # Words that begin a sentence no longer do; names stay what they are.
+            lower = re.sub(r"^(Use|Pass|Export|Give|Make|Move|Install)\b", lambda word: word[0].lower(), line)
+            joined = f"{joined.rstrip('.')}; {lower}"
+    joined = joined if joined.endswith("...") else joined.rstrip(".")
+    return joined if len(joined) <= longest else f"{joined[:longest]} ... (--debug shows all)"
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether this library raised it, with a message that is meant for its users."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is not None and place.tb_frame.f_code.co_filename.startswith(PACKAGE)

@@ -1,0 +1,126 @@
+"""bench and demo."""
+
+import dataclasses
+import importlib
+import inspect
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+
+import fakequant
+from fakequant.cli import bench, contenders, main
+
+OPERATIONS = [case.operation for case in contenders.make_cases(1 << 10, None)]
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(bench, "ELEMENTS", 1 << 12)
+
+    def best_times(runs, seconds):
+        for run in runs.values():
+            run()
+        return {"ours": 2e-6, "copy": 1e-6, "torch": 8e-6}
+
+    monkeypatch.setattr(bench, "best_times", best_times)
+
+
+def test_bench(quick, capsys):
+    fakequant.set_num_threads(2)
+    torchs = torch.get_num_threads()
+    assert main(["bench", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(row["operation"], row["threads"]) for row in found["rows"]] == [(o, n) for n in (1, 2) for o in OPERATIONS]
+    assert all(row["same_bits"] for row in found["rows"])
+    figures = [(row["microseconds"], row["over_copy"], row["torch_over_ours"]) for row in found["rows"]]
+    assert figures == [(2.0, 2.0, 4.0)] * len(figures)
+    assert found["torch"] == torch.__version__
+    assert (fakequant.get_num_threads(), torch.get_num_threads()) == (2, torchs)
+
+
+def test_bench_uses_the_threads_it_says(quick, monkeypatch, capsys):
+    seen = []
+
+    def watch(case):
+        seen.append((fakequant.get_num_threads(), torch.get_num_threads()))
+        return True
+
+    monkeypatch.setattr(contenders.Case, "has_torchs_bits", watch)
+    before = torch.get_num_threads()
+    assert main(["bench", "--threads", "3"]) == 0
+    assert torch.get_num_threads() == before
+    assert seen == [(1, 1)] * len(OPERATIONS) + [(3, 3)] * len(OPERATIONS)
+    text = capsys.readouterr().out
+    assert "forward + packed mask, per channel | 3       |" in text
+
+
+def test_bench_without_torch(quick, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    fakequant.set_num_threads(1)
+    assert main(["bench"]) == 0
+    text = capsys.readouterr().out
+    assert "torch not installed" in text
+    assert len([line for line in text.splitlines() if line.endswith("| -                 | -")]) == len(OPERATIONS)
+
+
+def test_other_bits_than_torchs_are_a_no(quick, monkeypatch, capsys):
+    def with_a_negative_zero(elements, torch):
+        cases = contenders_of(elements, torch)
+        wrong = lambda: np.negative(np.zeros(2, np.float32))  # noqa: E731
+        return [dataclasses.replace(cases[0], ours=wrong, torch=lambda: torch.zeros(2)), *cases[1:]]
+
+    contenders_of = contenders.make_cases
+    monkeypatch.setattr(bench, "make_cases", with_a_negative_zero)
+    assert main(["bench", "--threads", "1", "--json"]) == 1
+    assert [row["same_bits"] for row in json.loads(capsys.readouterr().out)["rows"]] == [False] + [True] * 4
+
+
+# --- demo -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def demo(monkeypatch):
+    """Stands for fakequant.demo.run."""
+    calls = []
+
+    class Result:
+        def __str__(self):
+            return "a table"
+
+        def to_dict(self):
+            return {"rows": []}
+
+    signature = inspect.signature(importlib.import_module("fakequant.demo.run").run)
+
+    def run(*args, **named):
+        signature.bind(*args, **named)
+        calls.append((str(args[0]), named["seed"]))
+        print("a line of its own")
+        return Result()
+
+    module = types.ModuleType("fakequant.demo.run")
+    module.run = run
+    monkeypatch.setitem(sys.modules, "fakequant.demo", types.ModuleType("fakequant.demo"))
+    monkeypatch.setitem(sys.modules, "fakequant.demo.run", module)
+    return calls
+
+
+def test_demo(demo, tmp_path, capsys):
+    assert main(["demo"]) == 0
+    assert capsys.readouterr() == ("a table\n", "a line of its own\n")
+    assert main(["demo", "--out", str(tmp_path), "--seed", "7", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"rows": []}
+    assert demo == [("fakequant-demo", 0), (str(tmp_path), 7)]
+
+
+def test_demo_into_a_folder_that_cannot_be_written(demo, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["demo", "--out", str(tmp_path / "file")]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "cannot be written" in err
+    assert demo == []

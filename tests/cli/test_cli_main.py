@@ -1,0 +1,274 @@
+"""What all commands have in common: help, wrong use, errors, pipes."""
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import fakequant
+from fakequant.cli import errors, main
+from fakequant.cli.command import Answer
+
+COMMANDS = ["info", "demo", "bench", "summary", "verify", "report"]
+info_command = importlib.import_module("fakequant.cli.info")
+
+
+def start(*arguments, **kwargs):
+    return subprocess.Popen(
+        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs
+    )
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """`fakequant info` with another body."""
+    return lambda body: monkeypatch.setattr(info_command, "run", body)
+
+
+def raising(error):
+    def body(options):
+        raise error
+
+    return body
+
+
+# --- help and wrong use ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_an_example_and_the_exit_codes(command, capsys):
+    assert main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert f"\n  fakequant {command}" in text.split("example")[1]
+    assert "exit codes:\n  0 " in text
+    assert "--json" in text
+    assert "--debug" in text
+
+
+def test_the_help_names_all_commands(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert [line.split()[0] for line in text.splitlines() if line.startswith("    ") and line[4] != " "] == COMMANDS
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"fakequant {fakequant.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "fakequant: the following arguments are required: COMMAND; see fakequant --help"),
+        (["inof"], "'inof'"),
+        (["info", "--jso"], "unrecognized arguments: --jso"),
+        (["verify", "a.py:m"], "fakequant verify: the following arguments are required: ONNX, DATA; see fakequant ver"),
+        (["bench", "--threads", "0"], "expected a whole number of at least 1, got '0'"),
+        (["demo", "--seed", "-1"], "--seed"),
+        (["summary", "a.py:m", "--recipe", "int9"], "expected int8, int8_dynamic"),
+        (["report", "a.py:m", "--out", "x"], "--data"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_code_2(arguments, message, capsys):
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+# --- info -----------------------------------------------------------------------------------------------
+
+
+def test_info_says_what_is_installed(capsys):
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert fakequant.__version__ in text
+    assert "installed " in text
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["target"] == fakequant.info().target
+    assert found["installed"]["torch"].startswith("2.")
+
+
+def test_a_package_that_is_not_installed_is_none(capsys, monkeypatch):
+    monkeypatch.setattr(info_command, "PACKAGES", ("numpy", "no-such-package"))
+    assert main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["installed"]["no-such-package"] is None
+
+
+# --- errors ---------------------------------------------------------------------------------------------
+
+
+def test_an_error_is_one_line_and_with_debug_a_traceback(failing, capsys):
+    failing(raising(KeyError("x")))
+    assert main(["info"]) == 2
+    assert capsys.readouterr() == ("", "fakequant info: KeyError: 'x'; --debug shows where\n")
+    for arguments in (["info", "--debug"], ["--debug", "info"]):
+        assert main(arguments) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("Traceback")
+        assert "KeyError: 'x'" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            ModuleNotFoundError("no", name="onnx"),
+            'This needs onnx, which is not installed; use: pip install "fakequant[',
+        ),
+        (ModuleNotFoundError("No module named 'x'", name="x"), "ModuleNotFoundError: No module named 'x'"),
+        (PermissionError(13, "Permission denied", "a/b"), "a/b: Permission denied"),
+        (OSError(13, "'a' cannot be written.\nUse another path"), "'a' cannot be written; use another path"),
+        (SystemExit(0), "The code that was run called sys.exit(0)"),
+        (RuntimeError(), "RuntimeError; --debug"),
+        (ValueError("Two lines.\n\n   Keep  them:\none"), "ValueError: Two lines; Keep them: one; --debug"),
+    ],
+)
+def test_messages(error, message, failing, capsys):
+    failing(raising(error))
+    assert main(["info"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"fakequant info: {message}")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("package", "command", "extra"),
+    [
+        ("torch", "torch", "torch"),
+        ("tqdm", "onnx", "onnx"),
+        ("torch", "report", "report"),
+        ("sklearn", "onnx", "demo"),
+        ("onnx", "demo", "demo"),
+    ],
+)
+def test_one_extra_brings_all_that_a_command_needs(package, command, extra):
+    assert errors.one_line(ModuleNotFoundError(name=package), command).endswith(f'"fakequant[{extra}]"')
+
+
+def test_messages_of_the_library_need_no_type(failing, capsys):
+    failing(lambda options: fakequant.set_num_threads(0))
+    assert main(["info"]) == 2
+    assert capsys.readouterr().err == "fakequant info: `n` must be a whole number of at least 1, got 0\n"
+
+
+def test_long_messages_are_cut(failing, capsys):
+    failing(raising(errors.Problem("x" * 5000)))
+    assert main(["info"]) == 2
+    assert len(capsys.readouterr().err) < 700
+
+
+def test_extras_are_those_that_bring_the_packages():
+    file = Path(__file__).parents[2] / "pyproject.toml"
+    extras = tomllib.loads(file.read_text())["project"]["optional-dependencies"]
+    for module, extra in errors.EXTRAS.items():
+        package = {"sklearn": "scikit-learn"}.get(module, module)
+        assert any(re.match(rf"{package}\b", requirement) for requirement in extras[extra]), module
+
+
+def test_an_interruption_is_130_and_no_traceback(failing, capsys):
+    failing(raising(KeyboardInterrupt()))
+    assert main(["info"]) == 130
+    assert capsys.readouterr() == ("", "fakequant info: interrupted\n")
+
+
+# --- stdout ---------------------------------------------------------------------------------------------
+
+
+def test_what_others_print_goes_to_stderr(failing, capsys):
+    def body(options):
+        print("loading")
+        return Answer("text", {"largest": float("inf"), "rows": [float("nan"), 1.5]})
+
+    failing(body)
+    assert main(["info", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"largest": None, "rows": [None, 1.5]}
+    assert err == "loading\n"
+
+
+def test_what_c_code_prints_goes_to_stderr_too(failing, capfd):
+    def body(options):
+        os.write(1, b"from C\n")
+        return Answer("text", {})
+
+    failing(body)
+    with open(1, "w", closefd=False) as stdout, contextlib.redirect_stdout(stdout):
+        assert main(["info"]) == 0
+    assert capfd.readouterr() == ("text\n", "from C\n")
+
+
+def test_a_closed_pipe_is_no_error():
+    for arguments in (["info"], ["--help"]):
+        process = start("-m", "fakequant", *arguments)
+        process.stdout.close()
+        err = process.stderr.read()
+        assert (process.wait(30), err) == (0, "")
+        process.stderr.close()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_an_error():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "fakequant", "info"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=30
+        )
+    assert done.returncode == 2
+    assert done.stderr == "fakequant info: No space left on device\n"
+
+
+def test_text_that_stdout_cannot_encode_is_escaped(failing):
+    failing(lambda options: Answer("a ≤ b", {}))
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with contextlib.redirect_stdout(stdout):
+        assert main(["info"]) == 0
+    assert stdout.buffer.getvalue() == b"a \\u2264 b\n"
+
+
+# --- as programs ----------------------------------------------------------------------------------------
+
+
+def test_starting_imports_nothing_heavy():
+    code = (
+        "import sys, fakequant.cli; fakequant.cli.main(['info']); "
+        "print([m for m in ('torch', 'onnx', 'onnxruntime', 'matplotlib', 'sklearn', 'tqdm') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_both_ways_to_start_are_equal():
+    from fakequant import __main__
+
+    assert __main__.main is main
+    code = "import sys; from fakequant.__main__ import main; sys.exit(main())"
+    as_script = start("-c", code, "verify", "x")
+    as_module = start("-m", "fakequant", "verify", "x")
+    results = [(*process.communicate(timeout=60), process.returncode) for process in (as_script, as_module)]
+    assert results[0] == results[1]
+    assert results[0][2] == 2
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
+def test_ctrl_c(tmp_path):
+    (tmp_path / "slow.py").write_text("import pathlib, time\npathlib.Path('here').touch()\ntime.sleep(60)\nmodel = 1\n")
+    process = start("-m", "fakequant", "summary", "slow.py:model", cwd=tmp_path)
+    end = time.monotonic() + 60
+    while not (tmp_path / "here").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "fakequant summary: interrupted\n")

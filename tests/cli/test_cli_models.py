@@ -1,0 +1,344 @@
+"""summary, verify and report: on models and data of users, good and bad."""
+
+import inspect
+import json
+import sys
+
+import pytest
+import torch
+
+import fakequant as fq
+from fakequant.cli import main
+from fakequant.workflow.verify import Verification
+
+GOOD = """
+import torch, fakequant as fq
+from torch import nn
+from neighbour import WIDTH
+print("noise on stdout")
+torch.manual_seed(0)
+data = [torch.randn(8, WIDTH)]
+empty = []
+def batches():
+    yield from data
+def no_batches():
+    return iter(())
+def float_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 3))
+def make():
+    model = fq.prepare(float_model(), fq.recipes.int8(target="onnxruntime-x86"))
+    return fq.calibrate(model, data, progress=False)
+model = make()
+config = fq.recipes.w4a8()
+def needs(argument): ...
+def divides():
+    return 1 / 0
+def leaves():
+    raise SystemExit(4)
+"""
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A folder with good.py, its exported model and its state."""
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "good.py").write_text(GOOD)
+    (folder / "neighbour.py").write_text("WIDTH = 6\n")
+    torch.manual_seed(0)
+    data = torch.randn(8, 6)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    model = fq.prepare(model, fq.recipes.int8(target="onnxruntime-x86"))
+    model = fq.calibrate(model, [data], progress=False)
+    fq.export_onnx(model, folder / "model.onnx", data)
+    torch.save(model.state_dict(), folder / "state.pt")
+    return folder
+
+
+@pytest.fixture
+def here(exported, monkeypatch):
+    """In that folder."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(exported)
+    return exported
+
+
+def fails(arguments, capsys, *parts):
+    """Exit code 2, nothing on stdout, and one last line on stderr with all parts, which is returned."""
+    code = main(list(map(str, arguments)))
+    out, err = capsys.readouterr()
+    lines = [line for line in err.splitlines() if line != "noise on stdout"]
+    assert (code, out, len(lines)) == (2, "", 1), err
+    assert lines[0].startswith(f"fakequant {arguments[0]}: ")
+    for part in parts:
+        assert part in lines[0]
+    return lines[0]
+
+
+# --- verify ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["good.py:model", "good.py:make", "good:make"])
+@pytest.mark.parametrize("data", ["good.py:data", "good.py:batches"])
+def test_verify(model, data, here, capsys):
+    assert main(["verify", model, "model.onnx", data, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is True
+    assert found["tensors"][0]["codes"] == 48
+    assert main(["verify", model, "model.onnx", data, "--state", "state.pt", "--steps", "1"]) == 0
+    assert "The runtime computes what was trained." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("has_tensors", "code"), [(True, 1), (False, 2)])
+def test_differing_codes_are_1_and_nothing_to_compare_is_2(has_tensors, code, here, capsys, monkeypatch):
+    monkeypatch.setattr(Verification, "ok", False)
+    original = fq.verify
+
+    def verify(*args, **kwargs):
+        found = original(*args, **kwargs)
+        found.tensors = found.tensors if has_tensors else []
+        return found
+
+    monkeypatch.setattr("fakequant.workflow.verify.verify", verify)
+    assert main(["verify", "good.py:model", "model.onnx", "good.py:data", "--json"]) == code
+    assert json.loads(capsys.readouterr().out)["ok"] is False
+
+
+@pytest.mark.parametrize("content", [b"", b"not a model" * 50, b"\x08\x07"])
+def test_a_corrupt_onnx_file(content, here, tmp_path, capsys):
+    (tmp_path / "bad.onnx").write_bytes(content)
+    line = fails(["verify", "good.py:model", tmp_path / "bad.onnx", "good.py:data"], capsys, "bad.onnx", "; use a file")
+    assert "fakequant.export_onnx" in line
+
+
+def test_a_cut_onnx_file(here, tmp_path, capsys):
+    whole = (here / "model.onnx").read_bytes()
+    (tmp_path / "cut.onnx").write_bytes(whole[: len(whole) // 2])
+    fails(["verify", "good.py:model", tmp_path / "cut.onnx", "good.py:data"], capsys, "cut.onnx", "; use a file")
+
+
+def test_a_foreign_onnx_file(here, tmp_path, capsys):
+    onnx = pytest.importorskip("onnx")
+    value = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None, 6]) for name in "xy"]
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "g", value[:1], value[1:])
+    opset = [onnx.helper.make_opsetid("", 17)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), tmp_path / "foreign.onnx")
+    arguments = ["verify", "good.py:model", tmp_path / "foreign.onnx", "good.py:data"]
+    fails(arguments, capsys, "foreign.onnx does not belong to the model", "; export the model again")
+
+
+def test_a_missing_onnx_file_and_a_folder(here, capsys):
+    fails(["verify", "good.py:model", "none.onnx", "good.py:data"], capsys, "There is no file 'none.onnx'")
+    fails(["verify", "good.py:model", ".", "good.py:data"], capsys, "There is no file '.'")
+
+
+@pytest.mark.parametrize("data", ["good.py:empty", "good.py:no_batches"])
+def test_an_empty_dataset(data, here, capsys):
+    fails(["verify", "good.py:model", "model.onnx", data], capsys, "no batches")
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxruntime"])
+def test_a_missing_package_names_the_install_command(package, here, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    arguments = ["verify", "good.py:model", "model.onnx", "good.py:data"]
+    fails(arguments, capsys, f"{package}, which is not installed", 'pip install "fakequant[')
+
+
+def test_missing_torch_names_the_install_command(here, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    fails(["summary", "good.py:model"], capsys, 'torch, which is not installed; use: pip install "fakequant[torch]"')
+    arguments = ["verify", "good.py:model", "model.onnx", "good.py:data"]
+    fails(arguments, capsys, 'torch, which is not installed; use: pip install "fakequant[onnx]"')
+
+
+# --- FILE.py:NAME ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "parts"),
+    [
+        ("none.py:model", ["There is no file 'none.py'", "FILE.py:NAME"]),
+        ("no_such_module:model", ["There is no module 'no_such_module'"]),
+        ("good.none:model", ["There is no module 'good.none'"]),
+        ("../good:model", ["'../good' is neither"]),
+        ("good.py", ["'good.py' does not say what to load"]),
+        ("good.py:modle", ["good.py has no 'modle'; near: model"]),
+        ("good.py:data", ["good.py:data is of type list; name a torch.nn.Module"]),
+        ("good.py:batches", ["good.py:batches() returned generator"]),
+        ("good.py:needs", ["good.py:needs raised TypeError: ", "'argument'"]),
+        ("good.py:divides", ["good.py:divides raised ZeroDivisionError in line 23: division by zero; --debug"]),
+        ("good.py:leaves", ["good.py:leaves called sys.exit(4)"]),
+    ],
+)
+def test_names_that_are_no_models(model, parts, here, capsys):
+    fails(["summary", model], capsys, *parts)
+    fails(["verify", model, "model.onnx", "good.py:data"], capsys, *parts)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import sys\nsys.exit(3)\n", "bad.py called sys.exit(3)"),
+        ("x = 1\nraise ValueError('two\\nlines')\n", "bad.py raised ValueError in line 2: two; lines; --debug shows"),
+        ("def broken(:\n", "bad.py raised SyntaxError"),
+        ("import no_such_module\n", "bad.py raised ModuleNotFoundError in line 1: No module named 'no_such_module'"),
+        ("import argparse\nargparse.ArgumentParser().parse_args()\n", "bad.py has no 'model'"),
+    ],
+)
+def test_files_that_fail(code, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["fakequant", "summary", "bad.py:model"])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.py").write_text(code)
+    fails(["summary", "bad.py:model"], capsys, message)
+    assert sys.argv == ["fakequant", "summary", "bad.py:model"]
+    if "has no" not in message:
+        assert "_fakequant_bad" not in sys.modules
+
+
+def test_debug_shows_where_a_file_failed(here, capsys):
+    assert main(["summary", "good.py:divides", "--debug"]) == 2
+    err = capsys.readouterr().err
+    assert "return 1 / 0" in err
+    assert "ZeroDivisionError" in err
+
+
+def test_data_that_is_none(here, capsys):
+    fails(["verify", "good.py:model", "model.onnx", "good.py:config"], capsys, "good.py:config is of type QuantConfig")
+
+
+# --- --state --------------------------------------------------------------------------------------------
+
+
+def test_states_that_cannot_be_loaded(here, tmp_path, capsys):
+    def fails_with(path, *parts):
+        fails(["verify", "good.py:make", "model.onnx", "good.py:data", "--state", path], capsys, *parts)
+
+    path = tmp_path / "other.pt"
+    fails_with(path, "There is no file", "other.pt")
+    path.write_bytes(b"nothing of torch's")
+    fails_with(path, "cannot be read as a checkpoint", "torch.save(model.state_dict(), FILE)")
+    torch.save(torch.nn.Linear(2, 2), path)  # needs code to be loaded
+    fails_with(path, "cannot be read as a checkpoint")
+    torch.save([1], path)
+    fails_with(path, "other.pt holds list")
+    torch.save({"epoch": 3, "0.weight": torch.zeros(8, 6)}, path)
+    fails_with(path, "does not fit the model: it lacks 0.bias, ", " more, and the model has no epoch; load a state of")
+    state = torch.load(here / "state.pt")
+    torch.save({**state, "0.bias": torch.zeros(5)}, path)
+    fails_with(path, "does not fit the model: ", "0.bias", "; load a state of")
+
+
+# --- summary --------------------------------------------------------------------------------------------
+
+
+def test_summary(here, capsys):
+    assert main(["summary", "good.py:model"]) == 0
+    assert capsys.readouterr().out == f"{fq.summary(sys.modules['_fakequant_good'].model)}\n"
+    assert main(["summary", "good.py:model", "--json"]) == 0
+    assert [layer["path"] for layer in json.loads(capsys.readouterr().out)["layers"]] == ["0", "2"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "weight"),
+    [
+        ("int8", "int8 narrow, per channel on axis 0"),
+        ("int8_dynamic", "int8 narrow, per channel on axis 0"),
+        ("w4a8", "int4, per channel on axis 0"),
+        ("lsq2", "int2, per channel on axis 0, learned"),
+        ("good.py:config", "int4, per channel on axis 0"),
+    ],
+)
+def test_summary_of_what_a_recipe_would_quantize(recipe, weight, here, capsys):
+    assert main(["summary", "good.py:float_model", "--recipe", recipe, "--json"]) == 0
+    layers = json.loads(capsys.readouterr().out)["layers"]
+    assert layers[0]["weight"].startswith(weight)
+
+
+def test_a_recipe_leaves_the_model_as_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "plain.py").write_text("from torch import nn\nmodel = nn.Sequential(nn.Linear(4, 4))\n")
+    assert main(["summary", f"{tmp_path}/plain.py:model", "--recipe", "int8"]) == 0
+    capsys.readouterr()
+    assert type(sys.modules["_fakequant_plain"].model[0]) is torch.nn.Linear
+
+
+def test_a_recipe_that_quantizes_nothing_is_an_error_with_reasons(here, capsys):
+    arguments = ["summary", "good.py:float_model", "--recipe", "int4_weight_only"]
+    fails(arguments, capsys, "Nothing in the model would be quantized; 0: `group_size` 32 does not divide")
+
+
+def test_summary_needs_a_recipe_or_a_prepared_model(here, capsys):
+    fails(["summary", "good.py:float_model"], capsys, "good.py:float_model is not prepared; ", "--recipe int8")
+    fails(["summary", "good.py:model", "--recipe", "int8"], capsys, "is prepared already; leave out --recipe")
+    fails(
+        ["summary", "good.py:float_model", "--recipe", "good.py:data"], capsys, "good.py:data is of type list; name a"
+    )
+
+
+# --- report ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reported(monkeypatch):
+    """What fakequant.report is called with."""
+    calls = []
+    signature = inspect.signature(fq.report)
+
+    def report(*args, **named):
+        signature.bind(*args, **named)
+        model, folder, data = args
+        calls.append((model, folder, data, named))
+        (folder / "figures").mkdir(parents=True)
+        (folder / "figures" / "a.png").touch()
+        return folder / "report.html"
+
+    monkeypatch.setitem(vars(fq), "report", report)
+    return calls
+
+
+def test_report(here, tmp_path, reported, capsys):
+    out = tmp_path / "new" / "report"
+    arguments = ["report", "good.py:model", "--data", "good.py:data", "--float", "good.py:float_model"]
+    arguments += ["--state", "state.pt", "--out", str(out), "--title", "T", "--steps", "2", "--json"]
+    assert main(arguments) == 0
+    expected = {"report": str(out / "report.html"), "figures": [str(out / "figures" / "a.png")]}
+    assert json.loads(capsys.readouterr().out) == expected
+    [(model, folder, data, named)] = reported
+    good = sys.modules["_fakequant_good"]
+    assert (model, folder, data) == (good.model, out, good.data)
+    assert type(named.pop("float_model")) is torch.nn.Sequential
+    assert named == {"title": "T", "steps": 2, "progress": False}
+
+
+def test_a_state_is_loaded_into_the_model(here, tmp_path, reported, capsys):
+    state = torch.load(here / "state.pt")
+    torch.save({**state, "0.bias": torch.full((8,), 7.0)}, tmp_path / "sevens.pt")
+    arguments = ["good.py:make", "--data", "good.py:data", "--state", str(tmp_path / "sevens.pt")]
+    assert main(["report", *arguments, "--out", str(tmp_path / "r")]) == 0
+    assert reported[0][0][0].bias.tolist() == [7.0] * 8
+
+
+def test_report_prints_where_it_is(here, tmp_path, reported, capsys):
+    assert main(["report", "good.py:model", "--data", "good.py:data", "--out", str(tmp_path / "r")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'r' / 'report.html'}\n"
+    assert reported[0][3] == {"float_model": None, "title": None, "steps": None, "progress": False}
+
+
+@pytest.mark.parametrize("data", ["good.py:empty", "good.py:model"])
+def test_report_needs_data(data, here, tmp_path, reported, capsys):
+    fails(["report", "good.py:model", "--data", data, "--out", tmp_path], capsys, data)
+    assert reported == []
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_anything_is_loaded(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "below" / "it"):
+        arguments = ["report", "none.py:model", "--data", "none.py:data", "--out", out]
+        fails(arguments, capsys, f"{str(out)!r} cannot be written: ", "file' is a file; use another folder")
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    fails(
+        ["report", "none.py:model", "--data", "none.py:data", "--out", tmp_path / "new"], capsys, "no permission; use"
+    )
+    assert not (tmp_path / "new").exists()
