@@ -1,0 +1,127 @@
+"""Every block of code in the README and the documentation is one that is run: Python by doctest, commands here."""
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from fakequant.cli import main
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCED = re.compile(r"^```(?P<language>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+# Commands that are run elsewhere: by whoever reads, by CI, or because they take minutes or several machines.
+NOT_RUN_HERE = ("pip install ", "make ", "torchrun ", "git clone ", "cd ", "fakequant demo", "fakequant bench")
+
+
+class Block(NamedTuple):
+    page: str
+    language: str
+    text: str
+
+
+def blocks(page):
+    return [Block(str(page.relative_to(ROOT)), *match.groups()) for match in FENCED.finditer(page.read_text())]
+
+
+def commands(text):
+    """Lines as a shell joins them, without comments."""
+    lines = (shlex.join(shlex.split(line, comments=True)) for line in text.replace("\\\n", " ").splitlines())
+    return [line for line in lines if line]
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+COMMANDS = sorted({line for block in BLOCKS if block.language == "sh" for line in commands(block.text)})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_blocks_are_python_with_prompts_or_commands_or_text(page):
+    found = blocks(page)
+    assert page.read_text().count("\n```") == 2 * len(found), "a fence is not closed, or not at the start of its line"
+    assert [b for b in found if b.language not in ("python", "sh", "text")] == []
+    assert [b for b in found if b.language == "python" and not b.text.startswith(">>> ")] == []
+    # Without an empty line doctest takes the fence for a part of the result.
+    assert [b for b in found if b.language == "python" and not b.text.endswith("\n\n")] == []
+
+
+def test_doctest_collects_the_pages():
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert "--doctest-glob=*.md" in options["addopts"]
+    assert {"docs", "README.md", "src"} <= set(options["testpaths"])
+
+
+TRAIN = """
+import torch
+import fakequant as fq
+
+def make_model():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    return fq.prepare(model, fq.recipes.int8(target="onnxruntime-x86"))
+
+def test_data():
+    torch.manual_seed(1)
+    return [torch.randn(16, 8)]
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What commands speak of: train.py, model.pt, model.onnx and the examples."""
+    import torch
+
+    import fakequant as fq
+
+    folder = tmp_path_factory.mktemp("commands")
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "examples").symlink_to(ROOT / "examples")
+    names: dict = {}
+    exec(TRAIN, names)
+    model = fq.calibrate(names["make_model"](), names["test_data"](), progress=False)
+    torch.save(model.state_dict(), folder / "model.pt")
+    fq.export_onnx(model, folder / "model.onnx", names["test_data"]()[0])
+    return folder
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith(NOT_RUN_HERE) or c.endswith("--help")])
+def test_commands_run(command, folder, monkeypatch, capsys):
+    words = shlex.split(command)
+    monkeypatch.chdir(folder)
+    if words[:3] == ["python", "-m", "fakequant"]:
+        words = words[2:]
+    if words[0] == "fakequant":
+        code, output = main(words[1:]), capsys.readouterr().out
+    else:
+        assert words[0] == "python", f"{command!r} is neither run here nor said to be run elsewhere"
+        ran = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, timeout=300)
+        code, output = ran.returncode, ran.stdout
+    assert code == 0
+    assert output
+
+
+def test_extras_that_are_to_be_installed_exist():
+    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    named = {extra for page in PAGES for extra in re.findall(r"(?:fakequant|\.)\[([\w,]+)\]", page.read_text())}
+    assert {extra for several in named for extra in several.split(",")} <= extras
+
+
+def test_files_that_are_spoken_of_exist():
+    pattern = re.compile(r"\b(?:examples|benchmarks|tests|tools|src)/[\w/]+\.(?:py|md)\b")
+    named = {name for page in PAGES for name in pattern.findall(page.read_text())}
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "csrc/README.md"]
+)
+def test_links_lead_somewhere(page):
+    """Those between pages of the documentation are checked when it is built."""
+    text = re.sub(FENCED, "", (ROOT / page).read_text())
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    files = [(ROOT / page).parent / link.split("#")[0] for link in links if not link.startswith("#")]
+    assert [str(file) for file in files if not file.exists()] == []

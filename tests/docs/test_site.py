@@ -1,0 +1,83 @@
+"""The built documentation: no warning, and nothing that is loaded from elsewhere."""
+
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+pytest.importorskip("mkdocs", reason="the documentation needs pip install -r requirements-docs.txt")
+pytest.importorskip("mkdocstrings", reason="the documentation needs pip install -r requirements-docs.txt")
+ROOT = Path(__file__).parents[2]
+# Tags that load what an attribute names. Links are for the reader to follow, or not.
+LOADING = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "audio": "src"}
+LOADED_LINKS = {"stylesheet", "icon", "preload", "modulepreload", "prefetch", "preconnect", "dns-prefetch", "manifest"}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
+    return folder, subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def pages(folder):
+    return sorted(folder.rglob("*.html"))
+
+
+class Resources(HTMLParser):
+    """What a page loads."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.found = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        named = dict(attrs)
+        if tag in LOADING and named.get(LOADING[tag]):
+            self.found.append(named[LOADING[tag]])
+        if tag == "link" and LOADED_LINKS & set((named.get("rel") or "").split()):
+            self.found.append(named["href"])
+
+
+def test_builds_without_a_warning(built):
+    _, ran = built
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == ""
+    lines = ran.stderr.splitlines()
+    assert [line for line in lines if not line.startswith("INFO ")] == []
+
+
+def test_loads_nothing_from_elsewhere(built):
+    folder, _ = built
+    assert len(pages(folder)) > 20
+    for page in pages(folder):
+        for resource in Resources(page.read_text()).found:
+            parts = urlsplit(resource)
+            assert (parts.scheme, parts.netloc) in (("", ""), ("data", "")), f"{page}: {resource}"
+            if parts.scheme == "" and page.name != "404.html":  # which is served from any place
+                assert (page.parent / unquote(parts.path)).is_file(), f"{page}: {resource}"
+    for sheet in folder.rglob("*.css"):
+        assert re.findall(r"(?:@import|url\()\s*[\"']?(?:https?:)?//[^)]*", sheet.read_text()) == [], sheet
+
+
+def test_examples_are_code_not_quotations(built):
+    folder, _ = built
+    for page in (folder / "reference").glob("*.html"):
+        text = page.read_text()
+        assert "<blockquote>" not in text, page
+        if page.name != "cli.html":
+            assert '<span class="gp">&gt;&gt;&gt; </span>' in text, page
+
+
+@pytest.mark.parametrize("command", ["", " info", " demo", " bench", " summary", " verify", " report"])
+def test_command_line_page_has_the_help(built, command):
+    folder, _ = built
+    text = re.sub(r"<[^>]*>", "", (folder / "reference" / "cli.html").read_text())
+    assert f"usage: fakequant{command} [-h]" in text
