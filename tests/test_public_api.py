@@ -49,14 +49,17 @@ NN = [
     "FusedFakeQuantize",
     "LearnedFakeQuantize",
     "PACT",
+    "QuantizedLayer",
     "Quantizer",
     "from_torch_ao",
     "name_quantizers",
     "param_groups",
     "quantizers",
+    "quantizes",
     "set_state",
 ]
 OBSERVERS = [
+    "ALONE",
     "Entropy",
     "Fixed",
     "Histogram",
@@ -66,6 +69,7 @@ OBSERVERS = [
     "MovingAverage",
     "Observer",
     "Percentile",
+    "Ranks",
     "State",
     "from_dict",
 ]
@@ -102,7 +106,7 @@ PLACES = {
     "fakequant.recipes": RECIPES,
 }
 # What functions return, bases to derive from, and a name for a type; their examples are elsewhere.
-WITHOUT_EXAMPLE = {"Info", "QParams", "Range", "Quantizer", "Observer", "State"}
+WITHOUT_EXAMPLE = {"Info", "QParams", "Range", "Quantizer", "QuantizedLayer", "Observer", "State", "ALONE"}
 by_place = pytest.mark.parametrize("place", PLACES)
 
 

@@ -156,7 +156,19 @@ def input_dims(layer: nn.Module) -> int | None:
 
 
 def quantizes(*kinds: type[nn.Module]) -> Callable[[_Layer], _Layer]:
-    """Says that a class is to be mixed into layers of these kinds."""
+    """Says that a class is to be mixed into layers of these kinds: how they compute with quantized tensors.
+
+    >>> class Scaled(nn.Linear):
+    ...     def forward(self, x):
+    ...         return 2 * torch.nn.functional.linear(x, self.weight, self.bias)
+    >>> @quantizes(Scaled)
+    ... class QuantizedScaled(QuantizedLayer):
+    ...     def forward(self, x):
+    ...         return self.quantize_output(2 * self.compute(torch.nn.functional.linear, x))
+    >>> import fakequant as fq
+    >>> fq.prepare(nn.Sequential(Scaled(4, 2)), fq.recipes.int8())[0].weight_quantizer.spec.bits
+    8
+    """
 
     def register(forward: _Layer) -> _Layer:
         for kind in kinds:

@@ -19,3 +19,4 @@ from fakequant.observers.min_max import MinMax as MinMax
 from fakequant.observers.moving_average import MovingAverage as MovingAverage
 from fakequant.observers.mse import MSE as MSE
 from fakequant.observers.percentile import Percentile as Percentile
+from fakequant.torch.ranks import ALONE as ALONE, Ranks as Ranks

@@ -38,6 +38,7 @@ class Ranks:
         return value
 
 
+# One process by itself.
 ALONE = Ranks(None)
 
 
