@@ -1,0 +1,84 @@
+"""Why codes differ: each reason by itself, from numbers that have it."""
+
+import pytest
+
+import fakequant as fq
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+recipes = pytest.importorskip("fakequant.recipes")
+explain = pytest.importorskip("fakequant.workflow.explain")
+values = pytest.importorskip("fakequant.integer.values")
+arithmetic = pytest.importorskip("fakequant.integer.arithmetic")
+
+UINT8 = fq.QuantSpec(bits=8, signed=False, symmetric=False)
+
+
+def grid(scale, zero_point=0):
+    return values.GridOf(torch.tensor(scale), torch.tensor(zero_point, dtype=torch.int32), UINT8)
+
+
+def saturating():
+    """Sums of a layer of two inputs with the largest codes, and what an x86 without VNNI makes of them."""
+    layer = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        layer.weight.fill_(127.0)
+    config = recipes.int8().rule(activation_observer=fq.observers.Fixed(0.0, 255.0))
+    golden = fq.convert(fq.prepare(nn.Sequential(layer), config))
+    codes = torch.full((1, 2), 255.0)
+    return values.Accumulated(
+        torch.tensor([[2 * 255 * 127.0]]), torch.tensor(1.0), golden[0], codes, torch.tensor(0, dtype=torch.int32)
+    )
+
+
+def why(origin, x, to, before, golden, runtime):
+    return explain.why_runtime(origin, x, to, before, torch.tensor(golden), torch.tensor(runtime))
+
+
+def test_saturated_sums_have_the_codes_of_saturated_sums():
+    sums, to = saturating(), grid(512.0)
+    # 64770 / 512 and 32767 / 512
+    assert why(sums, sums.sums, to, [], [[127.0]], [[64.0]]) == explain.SATURATION
+    assert why(values.Rectified(sums), sums.sums, to, [], [[127.0]], [[64.0]]) == explain.SATURATION
+    assert why(sums, sums.sums, to, [], [[127.0]], [[65.0]]) == explain.UNKNOWN
+
+
+def test_sums_that_saturated_before_a_float_operation():
+    x = torch.tensor([[1.0]])
+    assert why(None, x, grid(0.1), [saturating()], [[10.0]], [[3.0]]) == explain.SATURATION
+    assert why(None, x, grid(0.1), [], [[10.0]], [[3.0]]) == explain.UNKNOWN
+
+
+def test_operations_one_by_one_or_in_one_kernel():
+    generator = torch.Generator().manual_seed(0)
+    scale, to = torch.tensor(0.1), grid(0.2)
+    sums = values.Accumulated(torch.randint(0, 500, (4096,), generator=generator).double(), scale)
+    fused, single = (a.from_sums(sums.sums, scale, to) for a in (arithmetic.OnnxRuntime(), arithmetic.Reference()))
+    assert not torch.equal(fused, single)
+    x = sums.sums.float() * scale
+    assert explain.why_runtime(sums, x, to, [], fused, single) == explain.NOT_FUSED
+    assert explain.why_runtime(sums, x, to, [], single, fused) == explain.FUSED
+
+
+def test_multiplying_by_the_reciprocal():
+    to = grid(0.7)
+    x = (torch.arange(255) + 0.5) * to.scale  # at ties, where a quotient and a product part
+    divided = values.quantized(x, to)
+    multiplied = torch.round(x * (1 / to.scale)).clamp(0, 255)
+    assert not torch.equal(divided, multiplied)
+    assert explain.why_runtime(None, x, to, [], divided, multiplied) == explain.RECIPROCAL
+
+
+def test_a_tie():
+    x = torch.tensor([0.25 + 1e-6])
+    assert why(None, x, grid(0.5), [], [1.0], [0.0]) == explain.TIE
+    assert why(None, torch.tensor([0.3]), grid(0.5), [], [1.0], [0.0]) == explain.UNKNOWN
+
+
+def test_a_bias_of_the_prepared_model():
+    sums = values.Accumulated(torch.tensor([7.0]), torch.tensor(0.1))
+    x, codes = torch.tensor([0.73]), (torch.tensor([1.0]), torch.tensor([0.0]))
+    # 0.03 from the middle between two codes of scale 1.4, and half a step of the sums is 0.05
+    assert explain.why_prepared(sums, x, grid(1.4), [], *codes) == explain.BIAS
+    assert explain.why_prepared(None, x, grid(1.4), [], *codes) == explain.UNKNOWN
+    assert explain.why_prepared(sums, torch.tensor([0.7]), grid(1.4), [], *codes) == explain.TIE
