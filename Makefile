@@ -7,19 +7,32 @@ BUILD  := build/dev
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cc' -o -name '*.h') \
            $(shell find src -name '*.py')
 
-.PHONY: test demo bench build lint stub test-kernels test-neon clean
+.PHONY: test demo docs bench build wheel-test lint stub test-kernels test-neon clean
 
 # The README's two commands. The second run is of what users of another torch release have. Two test
 # processes share the CPUs: torch's threads must not spin while they wait.
 test: export OMP_WAIT_POLICY = PASSIVE
-test: build lint test-kernels
-	$(PY) -m pytest -n 2
-	FAKEQUANT_PYTHON_NODES=1 $(PY) -m pytest -n 2 -q tests/operators \
+test: build lint test-kernels $(VENV)/.docs
+	$(PY) -m pytest -n 2 --dist worksteal
+	FAKEQUANT_PYTHON_NODES=1 $(PY) -m pytest -n 2 --dist worksteal -q tests/operators \
 	  --ignore tests/operators/test_ranks.py --ignore tests/operators/test_ranks_models.py \
 	  --ignore tests/operators/test_compile_models.py --ignore tests/operators/test_compile_quantizers.py
 
 demo: build
-	$(PY) examples/rounding.py
+	$(VENV)/bin/fakequant demo
+
+# The pages in build/site; a warning is an error.
+docs: build $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+
+$(VENV)/.docs: requirements-docs.txt $(VENV)/.installed
+	$(PY) -m pip install -q -r requirements-docs.txt
+	touch $@
+
+# The wheel and the sdist, in environments where the sources are out of reach. Takes what is compiled already;
+# without --build-dir the wheel is built from the sdist, as on a user's machine.
+wheel-test: build
+	$(PY) tools/wheel_test.py --build-dir $(BUILD)
 
 bench: build
 	mkdir -p benchmarks/results

@@ -1,9 +1,7 @@
 // Chooses the instruction set, once, at load: the best one this CPU has, or FAKEQUANT_TARGET.
 #include <atomic>
-
-#if defined(__x86_64__) || defined(_M_X64)
-#include <cpuid.h>
-#endif
+#include <cstdint>
+#include <initializer_list>
 
 #include "core.h"
 #include "targets.h"
@@ -29,25 +27,47 @@ const KernelTable kTables[] = {
 };
 
 #if defined(__x86_64__) || defined(_M_X64)
-// Clang's __builtin_cpu_supports does not know this one.
-bool cpu_has_f16c() {
-  unsigned a, b, c, d;
-  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+// Asked of the CPU itself: __builtin_cpu_supports does not know F16C in every Clang, and on Windows it needs a
+// library that nobody links.
+struct Leaf { uint32_t a, b, c, d; };
+Leaf cpuid(uint32_t leaf) {
+  Leaf r;
+  asm volatile("cpuid" : "=a"(r.a), "=b"(r.b), "=c"(r.c), "=d"(r.d) : "a"(leaf), "c"(0));
+  return r;
 }
-#endif
+
+// The registers that the operating system keeps when it changes threads.
+uint32_t saved_registers() {
+  uint32_t low, high;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return low;
+}
+
+constexpr uint32_t bits(std::initializer_list<int> at) {
+  uint32_t all = 0;
+  for (int i : at) all |= uint32_t(1) << i;
+  return all;
+}
+
+bool has(uint32_t found, uint32_t wanted) { return (found & wanted) == wanted; }
 
 bool cpu_can_run(const std::string& name) {
-#if defined(__x86_64__) || defined(_M_X64)
-  __builtin_cpu_init();
-  if (name == "avx2") return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && cpu_has_f16c();
-  if (name == "avx512") {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && cpu_can_run("avx2");
-  }
+  if (name == "baseline") return true;
+  const uint32_t first = cpuid(1).c;
+  if (cpuid(0).a < 7 || !has(first, bits({12, 27, 28, 29}))) return false;  // FMA, XGETBV, AVX, F16C
+  const uint32_t features = cpuid(7).b, saved = saved_registers();
+  const bool avx2 = has(saved, bits({1, 2})) && has(features, bits({5}));  // XMM and YMM registers; AVX2
+  if (name == "avx2") return avx2;
+#if defined(__APPLE__)
+  const bool keeps = true;  // macOS says so only once a thread uses them
+#else
+  const bool keeps = has(saved, bits({5, 6, 7}));  // masks, and the two parts of the ZMM registers
 #endif
-  (void)name;
-  return true;
+  return avx2 && keeps && has(features, bits({16, 17, 30, 31}));  // AVX-512 F, DQ, BW, VL
 }
+#else
+bool cpu_can_run(const std::string&) { return true; }
+#endif
 
 const KernelTable* best_table() {
   const KernelTable* best = nullptr;

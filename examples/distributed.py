@@ -37,13 +37,8 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: fq.Sc
     return {"model": of_model, "optimizer": of_optimizer, "schedule": schedule.state_dict()}
 
 
-def main() -> None:
+def train(args: argparse.Namespace, device: torch.device) -> None:
     """Prepare, calibrate, wrap, then the optimizer, then training as always."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--shard", action="store_true", help="fully_shard instead of DistributedDataParallel")
-    parser.add_argument("--checkpoint", type=Path, help="saves here, and goes on from here")
-    args = parser.parse_args()
-    device = start()
     torch.manual_seed(0)  # the same weights, and so the same scales of weights, on every rank
     points = torch.randn(512, 2)
     data = TensorDataset(points.to(device), (points > 0).long().matmul(torch.tensor([1, 2])).to(device))
@@ -82,6 +77,17 @@ def main() -> None:
     if dist.get_rank() == 0:
         same = "the same" if all(other == scales for other in everywhere) else "not the same"
         print(f"{len(scales)} scales, {same} on {len(everywhere)} ranks")
+
+
+def main() -> None:
+    """Reads the options, and joins the other processes for as long as the training takes."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shard", action="store_true", help="fully_shard instead of DistributedDataParallel")
+    parser.add_argument("--checkpoint", type=Path, help="saves here, and goes on from here")
+    args = parser.parse_args()
+    train(args, start())
+    # The wrapped model is gone by now. If it were the last to know the group, Python could wait for ever at the end:
+    # the group's threads would be joined while they wait for the interpreter.
     dist.destroy_process_group()
 
 

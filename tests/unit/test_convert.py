@@ -505,3 +505,10 @@ def test_sums_are_wide_where_convolutions_may_round(monkeypatch):
     assert types() == [torch.float32, torch.float32]
     monkeypatch.setattr(layer, "_DIRECT_CONVOLUTIONS", False)
     assert types() == [torch.float64, torch.float32]
+
+
+def test_a_large_bias_widens_the_sums():
+    for bias, dtype in ((1.0, torch.float32), (2.0**24, torch.float64)):
+        golden = fq.convert(linear_with([[127.0]], [bias], 1.0, 0))
+        layer = golden[0]
+        assert layer._wide_enough(layer.input_quantizer, layer.weight_levels()) == dtype

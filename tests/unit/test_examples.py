@@ -1,16 +1,80 @@
-"""The scripts in examples/ run and end."""
+"""The scripts in examples/ run, quickly where they can be told to, and say what they are there to say."""
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+PERCENT = r"(\d+\.\d) %"
+QUICK = {
+    "custom_observer.py": ["--images", "200"],
+    "digits_mlp.py": ["--epochs", "1"],
+    "distributed.py": [],
+    "residual_cnn_lsq.py": ["--epochs", "1"],
+    "rounding.py": [],
+    "transformer_weight_only_int4.py": ["--epochs", "1"],
+}
 
 
-@pytest.mark.parametrize("script", EXAMPLES, ids=lambda p: p.name)
-def test_example_runs(script):
-    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=300)
+def run(name, *start):
+    command = [sys.executable, "-W", "error", *start, EXAMPLES / name, *QUICK[name]]
+    # Other tests run beside this: threads that wait for each other would take longer than one alone.
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=one_thread)
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout
+    return result.stdout
+
+
+def number(pattern, text):
+    found = re.search(pattern, text)
+    assert found, text
+    return float(found[1])
+
+
+def test_every_example_is_tested():
+    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == sorted(QUICK)
+
+
+def test_digits_mlp():
+    printed = run("digits_mlp.py")
+    assert number(rf"int8 +calibrated +{PERCENT}", printed) == pytest.approx(
+        number(rf"float +{PERCENT}", printed), abs=2
+    )
+    assert number(rf"2 bits +trained +{PERCENT}", printed) > number(rf"2 bits +calibrated +{PERCENT}", printed)
+
+
+def test_residual_cnn_lsq():
+    printed = run("residual_cnn_lsq.py")
+    assert number(rf"2 bits, trained +{PERCENT}", printed) > number(rf"2 bits, calibrated +{PERCENT}", printed)
+    assert number(r"scales moved by up to (\d+\.\d) %", printed) > 0
+
+
+def test_transformer_weight_only_int4():
+    printed = run("transformer_weight_only_int4.py")
+    assert number(rf"4-bit weights, trained +{PERCENT}", printed) > 25
+    # 4 bits and a 32nd of a scale for each weight, of 32; the embedding, norms and biases are in float.
+    assert number(r"with quantized weights \((\d+)%\)", printed) < 20
+
+
+def test_custom_observer():
+    printed = run("custom_observer.py")
+    assert number(r"Deviations.* (\d+\.\d) dB", printed) > number(r"MinMax.* (\d+\.\d) dB", printed) + 6
+
+
+def test_distributed_by_torchrun():
+    assert re.search(r"\d+ scales, the same on 2 ranks", run("distributed.py", *TORCHRUN))
+
+
+def test_rounding_without_torch():
+    printed = run(
+        "rounding.py",
+        "-c",
+        "import sys, runpy; sys.modules['torch'] = None; runpy.run_path(sys.argv[1], run_name='__main__')",
+    )
+    assert re.search(r"half_away +-2 +1 +3 ", printed)
+    assert number(r"per group of 32 +(\d+\.\d) dB", printed) > number(r"per tensor +(\d+\.\d) dB", printed)

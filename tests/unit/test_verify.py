@@ -246,6 +246,20 @@ def test_a_convolution_pairs_channels_first():
     assert sums.flatten().tolist() == [32767 + 255 - 255]
 
 
+def test_padding_of_a_convolution_is_the_zero_point():
+    layer = nn.Conv2d(1, 1, (1, 2), padding=(0, 1))
+    levels = torch.tensor([[[[127.0, 127.0]]]])
+    sums = saturation.saturated_sums(layer, torch.full((1, 1, 1, 1), 255.0), 200, levels, None)
+    # 127 * (200 + 255) does not fit 16 bits, on either side
+    assert sums.flatten().tolist() == [32767 - 200 * 254] * 2
+
+
+def test_groups_and_other_kinds_are_not_known():
+    codes = torch.full((1, 2, 3, 3), 255.0)
+    assert saturation.saturated_sums(nn.Conv2d(2, 2, 1, groups=2), codes, 0, torch.ones(2, 1, 1, 1), None) is None
+    assert saturation.saturated_sums(nn.ConvTranspose2d(2, 2, 1), codes, 0, torch.ones(2, 2, 1, 1), None) is None
+
+
 # --- command line ---------------------------------------------------------------------------------------
 
 SCRIPT = """

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import warnings
 from typing import Any
 
 import torch
@@ -18,6 +19,14 @@ def _load() -> Any:
     try:
         module = importlib.import_module(f"fakequant._autograd_{version}")
     except ModuleNotFoundError:
+        return None
+    except ImportError as error:  # compiled for another build of the same release
+        warnings.warn(
+            f"The autograd nodes compiled for torch {torch.__version__} cannot be loaded; those in Python are used, "
+            f"which give the same results and take longer to call. {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return None
     module.use_kernels(_native.kernel_api())
     return module

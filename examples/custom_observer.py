@@ -1,0 +1,86 @@
+"""An observer of one's own: the range is what lies within some standard deviations of the mean.
+
+    python examples/custom_observer.py [--images N]
+
+An observer answers one question about the tensors it is shown: what range? It is a dataclass, so it prints, compares
+and goes into a config's JSON like those that come with fakequant. What it has seen is in a state, a dict of tensors,
+which is saved with the model.
+"""
+
+import argparse
+import copy
+import dataclasses
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+import fakequant as fq
+
+
+@dataclasses.dataclass(frozen=True)
+class Deviations(fq.observers.Observer):
+    """mean ± width · standard deviation of all finite values seen, and never more than their range.
+
+    One range for the whole tensor.
+    """
+
+    width: float = 4.0
+
+    def init(self, blocks: tuple[int, ...], device: torch.device | None = None) -> fq.observers.State:
+        """How many values, their sum, the sum of their squares; lowest and highest."""
+        if blocks != ():
+            raise ValueError("Deviations has one range per tensor. Use a spec without `axis`.")
+        sums = torch.zeros(3, dtype=torch.float64, device=device)
+        return {"sums": sums, "ends": torch.tensor([torch.inf, -torch.inf], device=device)}
+
+    def update(self, state: fq.observers.State, x: Tensor, spec: fq.QuantSpec, ranks: object = None) -> Tensor:
+        """Adds what is in `x`; several ranks would have to add up their sums, too."""
+        finite = x[x.isfinite()].detach()
+        if finite.numel():
+            wide = finite.double()
+            state["sums"] += torch.stack([wide.new_tensor(wide.numel()), wide.sum(), wide.square().sum()])
+            low, high = state["ends"]
+            state["ends"].copy_(torch.stack([torch.minimum(low, finite.min()), torch.maximum(high, finite.max())]))
+        return torch.tensor(x.numel() - finite.numel())
+
+    def range(self, state: fq.observers.State, spec: fq.QuantSpec) -> tuple[Tensor, Tensor]:
+        """What a quantizer asks for."""
+        count, total, squares = state["sums"]
+        mean = total / count
+        reach = self.width * (squares / count - mean.square()).clamp(min=0).sqrt()
+        low, high = state["ends"]
+        return torch.maximum(low, (mean - reach).float()), torch.minimum(high, (mean + reach).float())
+
+
+def noise(model: nn.Module, exact: nn.Module, x: Tensor) -> float:
+    """Signal to noise of the model's result in decibels."""
+    with torch.no_grad():
+        y, expected = model.eval()(x), exact.eval()(x)
+    return float(10 * torch.log10(expected.square().mean() / (y - expected).square().mean()))
+
+
+def main() -> None:
+    """Compares it with the range of everything, on 4-bit activations in which one value in a thousand is large."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=1000, help="to calibrate with and to measure on")
+    count = parser.parse_args().images
+    torch.manual_seed(0)
+    x = torch.tensor(load_digits().data[:count], dtype=torch.float32) / 16
+    x = torch.where(torch.rand_like(x) < 0.001, 20.0, x)
+    exact = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+    activations = fq.QuantSpec(bits=4, signed=False, symmetric=False)
+    for observer in (fq.observers.MinMax(), Deviations(width=4.0)):
+        layer = fq.LayerConfig(input=activations, activation_observer=observer)
+        config = fq.QuantConfig(default=layer)
+        assert fq.QuantConfig.from_json(config.to_json()) == config  # found by its name
+        model = fq.prepare(copy.deepcopy(exact), config)
+        fq.calibrate(model, x.split(100), progress=False)
+        [(_, first), *_] = fq.nn.quantizers(model)
+        clean = x[(x <= 1).all(1)]  # images without a large value
+        print(f"{observer!s:<24} step {float(first.scale):.3f}   {noise(model, exact, clean):.1f} dB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What pyproject.toml promises fits what the code asks for, what is pinned, and what is compiled in."""
+
+import re
+import tomllib
+from importlib.metadata import distribution
+from pathlib import Path
+
+import nanobind
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+
+
+def pins(file):
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    return {canonical(r.name): next(iter(r.specifier)).version for r in found}
+
+
+def canonical(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def requirements(extra):
+    """All of an extra, those of the extras it is made of included."""
+    found = set()
+    for line in EXTRAS[extra]:
+        requirement = Requirement(line)
+        if requirement.name == "fakequant":
+            found = found.union(*(requirements(other) for other in requirement.extras))
+        else:
+            found.add(requirement)
+    return found
+
+
+def test_numpy_is_all_that_is_needed():
+    assert {Requirement(line).name for line in PROJECT["project"]["dependencies"]} == {"numpy", "ml_dtypes"}
+
+
+def test_extras():
+    names = {extra: {r.name for r in requirements(extra)} for extra in EXTRAS}
+    torch, onnx = {"torch", "tqdm"}, {"safetensors", "onnx", "onnxscript", "onnxruntime"}
+    assert names["torch"] == torch
+    assert names["onnx"] == torch | onnx
+    assert names["report"] == torch | {"matplotlib", "jinja2"}
+    assert names["demo"] == names["onnx"] | names["report"] | {"scikit-learn"}
+    assert names["all"] == set().union(*names.values())
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_what_is_tested_is_within_the_ranges(extra):
+    pinned = {**pins("requirements-dev.txt"), **pins("requirements-build.txt")}
+    for requirement in requirements(extra):
+        assert requirement.specifier.contains(pinned[canonical(requirement.name)]), requirement
+
+
+def test_extras_that_are_named_exist():
+    files = [
+        p for place in ("src", "docs", "examples") for p in (ROOT / place).rglob("*") if p.suffix in {".py", ".md"}
+    ]
+    named = {
+        extra.strip()
+        for path in [*files, ROOT / "README.md"]
+        for extras in re.findall(r"fakequant\[([a-z, ]+)\]", path.read_text(encoding="utf-8"))
+        for extra in extras.split(",")
+    }
+    defaults = re.findall(r'extra: str = "(\w+)"', (ROOT / "src/fakequant/workflow/optional.py").read_text())
+    assert {"torch", "onnx"} <= named
+    assert named | set(defaults) <= EXTRAS.keys()
+
+
+def test_builds_use_the_tested_versions():
+    dev, build = pins("requirements-dev.txt"), pins("requirements-build.txt")
+    torch = build.pop("torch")
+    assert build.items() <= dev.items()
+    assert f"torch=={torch}\n" in (ROOT / "Makefile").read_text()
+    assert f"pip install torch=={torch} tqdm" in PROJECT["tool"]["cibuildwheel"]["linux"]["test-command"]
+
+
+def test_licences_of_what_is_compiled_in():
+    [ours] = [f for f in distribution("nanobind").files or () if f.name == "LICENSE"]
+    assert (ROOT / "licenses/nanobind.txt").read_text() == ours.read_text()
+    header = Path(nanobind.__file__).parent / "ext/robin_map/include/tsl/robin_map.h"
+    comment = re.sub(r"^ \* ?", "", header.read_text().split("*/")[0], flags=re.MULTILINE)
+    assert (ROOT / "licenses/robin_map.txt").read_text().strip() in comment
+
+
+def test_workflows_can_be_read():
+    for path in sorted((ROOT / ".github/workflows").glob("*.yml")):
+        workflow = yaml.safe_load(path.read_text())
+        assert workflow["name"] == path.stem
+        for job in workflow["jobs"].values():
+            assert job["runs-on"]
+            assert all(("uses" in step) != ("run" in step) for step in job["steps"])
