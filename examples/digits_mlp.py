@@ -2,7 +2,7 @@
 
     python examples/digits_mlp.py [--epochs N]
 
-Quantizing after training needs one call and some data; at 8 bits that is enough. At 2 bits it is not: training goes on
+Quantizing after training needs two calls and some data; at 8 bits that is enough. At 2 bits it is not: training goes on
 for as long again with the quantizers in the model, in the same loop.
 """
 

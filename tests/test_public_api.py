@@ -144,3 +144,7 @@ def test_what_is_imported_later_is_there_and_has_an_example():
         assert ">>>" in inspect.getdoc(getattr(fakequant, name)), name
     with pytest.raises(AttributeError, match="no attribute 'prepar'"):
         fakequant.prepar  # noqa: B018
+
+
+def test_what_is_imported_later_can_be_completed():
+    assert {*WHOLE_MODELS, *PUBLIC, "nn", "observers", "recipes", "__version__"} <= set(dir(fakequant))

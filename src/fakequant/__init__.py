@@ -70,6 +70,10 @@ _WHOLE_MODELS = {
 }
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHOLE_MODELS, "__version__", "nn", "observers", "recipes"})
+
+
 def __getattr__(name: str) -> _Any:
     if name == "__version__":  # asking for it takes longer than all our own imports
         return _import_module("importlib.metadata").version("fakequant")

@@ -136,6 +136,9 @@ class QuantConfig:
 
     def rule(self, path: str = "*", *, type: str | None = None, **layer: Any) -> "QuantConfig":
         """The same with one more rule, before the others. The fields are those of `LayerConfig`."""
+        problem = _unknown(LayerConfig, layer)
+        if problem is not None:
+            raise TypeError(problem)
         use = dataclasses.replace(self.default or LayerConfig(), **layer)
         return dataclasses.replace(self, rules=(Rule(path=path, type=type, use=use), *self.rules))
 
@@ -192,7 +195,12 @@ class QuantConfig:
 def _check_names(cls: type, fields: Mapping[str, Any]) -> None:
     if not isinstance(fields, Mapping):
         raise TypeError(f"A {cls.__name__} is read from a dict with its fields, got {type(fields).__name__}.")
+    problem = _unknown(cls, fields)
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def _unknown(cls: type, fields: Mapping[str, Any]) -> str | None:
     names = [field.name for field in dataclasses.fields(cls)]
     unknown = [name for name in fields if name not in names]
-    if unknown:
-        raise ValueError(f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(names)}.")
+    return f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(names)}." if unknown else None

@@ -131,7 +131,7 @@ def test_adding_a_rule_leaves_the_config_as_it_was():
 
 
 def test_a_rule_with_an_unknown_field_is_an_error():
-    with pytest.raises(TypeError, match="wieght"):
+    with pytest.raises(TypeError, match="has no field 'wieght'; it has weight, input"):
         recipes.int8().rule("a", wieght=presets.int8())
 
 

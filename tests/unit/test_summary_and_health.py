@@ -124,3 +124,8 @@ def test_looking_changes_no_quantizer_of_weights():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     fq.health(model, [torch.ones(3, 4)])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_rules_of_recipes_need_not_match():
+    model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), recipes.int8_dynamic())
+    assert fq.summary(model).unmatched == []

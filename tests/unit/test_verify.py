@@ -228,6 +228,25 @@ def test_quantizers_that_follow_each_other_are_not_merged(tmp_path):
     assert "follow each other" in str(found)
 
 
+@pytest.mark.parametrize("config", [recipes.int4_weight_only(4), recipes.int8_dynamic()], ids=["weights", "dynamic"])
+def test_without_codes_of_activations_the_results_decide(config, tmp_path):
+    torch.manual_seed(0)
+    model, x = fq.prepare(nn.Sequential(nn.Linear(8, 4)), config), torch.randn(16, 8)
+    path = tmp_path / "model.onnx"
+    fq.export_onnx(model, path, x)
+    found = fq.verify(model, path, [x])
+    assert found.ok
+    assert not found.tensors
+    assert "the results agree up to rounding" in str(found)
+    file = onnx.load(path)
+    bias = next(i for i in file.graph.initializer if i.name == "0.bias")  # its path in the model
+    bias.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(bias) + 0.1, bias.name))
+    onnx.save(file, path)
+    found = fq.verify(model, path, [x])
+    assert not found.ok
+    assert "the results do not agree" in str(found)
+
+
 # --- saturating sums ------------------------------------------------------------------------------------
 
 

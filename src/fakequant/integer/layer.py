@@ -226,7 +226,9 @@ class IntegerAttention(IntegerLayer):
 
 
 def _part(value: Any, rows: slice) -> Any:
-    return value if value is None or value.dim() == 0 else value[..., rows]
+    if value is None or value.dim() == 0 or rows == slice(None):  # all of it: a slice would hide its name in a file
+        return value
+    return value[..., rows]
 
 
 def integer_class(cls: type[nn.Module]) -> type[IntegerLayer]:

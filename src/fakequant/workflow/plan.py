@@ -20,6 +20,8 @@ from fakequant.spec import QuantSpec
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+# Recipes say what convolutions get, whether a model has any or not.
+_OF_RECIPES = ("*", "_ConvNd")
 
 
 @dataclasses.dataclass
@@ -70,7 +72,7 @@ def make_plan(model: nn.Module, config: QuantConfig) -> Plan:
         if reason is not None and (_owns_parameters(module) or meant):
             plan.floats[path] = reason
     for number, rule in enumerate(config.rules):
-        if number not in used:
+        if number not in used and (rule.path, rule.type) != _OF_RECIPES:
             words = f"Rule(path={rule.path!r}, type={rule.type!r})"
             plan.unmatched.append((words, get_close_matches(rule.path, paths, n=3, cutoff=0.3)))
     return plan
