@@ -311,6 +311,20 @@ def test_a_state_is_loaded_into_the_model(here, tmp_path, reported, capsys):
     assert reported[0][0][0].bias.tolist() == [7.0] * 8
 
 
+def test_the_float_model_has_a_state_of_its_own(here, tmp_path, reported, capsys):
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    torch.save(model.state_dict(), tmp_path / "float.pt")
+    arguments = ["report", "good.py:make", "--data", "good.py:data", "--out", str(tmp_path / "r")]
+    state = ["--float-state", str(tmp_path / "float.pt")]
+    assert main([*arguments, "--float", "good.py:float_model", *state]) == 0
+    assert torch.equal(reported[0][3]["float_model"][0].weight, model[0].weight)
+    capsys.readouterr()
+    fails([*arguments, *state], capsys, "use --float MODEL too")
+    arguments += ["--float", "good.py:float_model", "--float-state"]
+    fails([*arguments, "none.pt"], capsys, "--float-state needs")
+    fails([*arguments, "state.pt"], capsys, "saved before fakequant.prepare")
+
+
 def test_report_prints_where_it_is(here, tmp_path, reported, capsys):
     assert main(["report", "good.py:model", "--data", "good.py:data", "--out", str(tmp_path / "r")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'r' / 'report.html'}\n"

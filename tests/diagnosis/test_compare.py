@@ -475,8 +475,12 @@ def test_errors_say_what_is_wrong():
         fq.compare(model, prepared, data, steps=0, progress=False)
     with pytest.raises(TypeError, match="not a function"):
         fq.compare(model, prepared, lambda model: model(data[0]))
-    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+    with pytest.raises(TypeError, match=r"`quantized_model` must be a torch\.nn\.Module"):
         fq.compare(model, "prepared", data)
+    with pytest.raises(TypeError, match=r"`float_model` must be a torch\.nn\.Module"):
+        fq.compare("model", prepared, data)
+    with pytest.raises(ValueError, match=r"not empty"):
+        fq.compare(model, prepared, [torch.ones(0, 4)], progress=False)
 
 
 def test_layers_that_no_data_reaches_are_no_comparison():
@@ -489,10 +493,90 @@ def test_layers_that_no_data_reaches_are_no_comparison():
             return x
 
     model = Idle()
-    with pytest.raises(ValueError, match="No quantized layer was called"):
+    with pytest.raises(ValueError, match="No quantized layer was given values"):
         fq.compare(*pair(model), [torch.ones(1, 2)], progress=False)
 
 
 def test_a_model_that_is_not_calibrated_says_which_scale_is_missing():
     with pytest.raises(RuntimeError, match=r"0\.input_quantizer"):
         fq.compare(*pair(nn.Sequential(nn.Linear(2, 2))), [torch.ones(1, 2)], progress=False)
+
+
+@pytest.mark.parametrize("config", [recipes.int8(), recipes.lsq(4)], ids=["int8", "lsq"])
+def test_a_backward_pass_may_come_after_looking(config):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model, prepared = pair(model, config, data=[torch.randn(8, 4)])
+    loss = prepared.train()(torch.randn(8, 4)).sum()
+    fq.compare(model, prepared, [torch.randn(5, 4)], progress=False)
+    fq.health(prepared, [torch.randn(5, 4)])
+    loss.backward()  # needs running means and learned scales that nobody wrote to
+    assert prepared[0].weight.grad is not None
+
+
+def test_buffers_that_are_replaced_come_back():
+    class Replacing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 2)
+            self.register_buffer("calls", torch.zeros(()))
+            self.register_buffer("last", None)
+
+        def forward(self, x):
+            self.calls, self.last = self.calls + 1, x
+            return self.fc(x)
+
+    prepared = fq.prepare(Replacing(), recipes.int8())
+    with pytest.raises(TypeError, match="A batch must be"):
+        fq.calibrate(prepared, [torch.ones(1, 4), "no batch"], progress=False)
+    assert (prepared.calls, prepared.last) == (0, None)
+    model, prepared = pair(Replacing(), data=[torch.ones(1, 4)])
+    calls = prepared.calls
+    fq.compare(model, prepared, [torch.ones(1, 4)], progress=False)
+    fq.health(prepared, [torch.ones(1, 4)])
+    assert prepared.calls is calls
+    assert (calls, model.calls, model.last) == (1, 0, None)
+
+
+def test_models_that_change_their_own_input_in_place():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.fc(x.sub_(5).div_(3))
+
+    torch.manual_seed(0)
+    x = torch.randn(8, 4) * 3 + 5
+    model, prepared = pair(Model(), data=[x.clone()])
+    found = compared(model, prepared, data=[x.clone()])["fc"]
+    assert found.isolated == found.accumulated
+
+
+@torch.no_grad()
+def test_a_module_that_only_quantizes_its_result_is_not_blamed_for_the_layers_in_it():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+            self.head = nn.Linear(8, 2)
+
+        def forward(self, x):
+            return self.head(self.encoder(x).mean(1))
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, 8)
+    model, prepared = pair(Model().eval(), recipes.lsq(4), data=[x])
+    found = compared(model, prepared, data=[x])["encoder"]
+    y = model.encoder(x)
+    assert found.isolated.sqnr == pytest.approx(sqnr(y, prepared.encoder.output_quantizer.eval()(y)))
+    assert found.accumulated.sqnr < found.isolated.sqnr
+
+
+@pytest.mark.parametrize("nan_at", [0, 1])
+def test_steps_that_are_no_number_are_not_lost(nan_at):
+    data = [torch.ones(1, 4), torch.ones(1, 4)]
+    model, prepared = pair(nn.Sequential(nn.Linear(4, 2)), data=data)
+    data[nan_at] = torch.full((1, 4), math.nan)
+    assert math.isnan(compared(model, prepared, data=data)["0"].isolated.max_steps)

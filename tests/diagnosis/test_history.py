@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 import fakequant as fq
@@ -57,8 +58,8 @@ def test_steps_grow():
 @pytest.mark.parametrize(
     ("step", "value", "message"),
     [
-        (0.5, health(), "`step` must be a number of steps, got 0.5"),
-        (True, health(), "`step` must be a number of steps, got True"),
+        (0.5, health(), "`step` must be a whole number of steps, got 0.5"),
+        (True, health(), "`step` must be a whole number of steps, got True"),
         (0, {}, r"what fakequant.health\(model\) returns, got dict"),
     ],
 )
@@ -91,3 +92,9 @@ def test_it_follows_a_training():
     assert history.series("0.weight_quantizer", "scale_drift")[0] == [1, 2, 3]
     assert history.series("0.weight_quantizer", "oscillating")[0] == [2, 3]
     assert history.series("0.input_quantizer", "clipped")[0] == [0, 1, 2, 3]
+
+
+def test_steps_may_be_numpys():
+    history = History()
+    history.add(np.int64(3), health(a={"clipped": 0.5}))
+    assert json.dumps(history.series("a", "clipped")) == "[[3], [0.5]]"

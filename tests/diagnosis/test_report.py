@@ -238,6 +238,36 @@ def test_the_same_model_gives_the_same_bytes(tmp_path):
     assert first.read_bytes() != second.read_bytes()
 
 
+def test_a_quantizer_that_is_switched_off_is_a_finding(tmp_path):
+    model = small()
+    assert "switched off" not in write(model, tmp_path, batches(), max_tensors=0).read_text(encoding="utf-8")
+    model[0].input_quantizer.quantizing = False
+    text = write(model, tmp_path, batches(), max_tensors=0).read_text(encoding="utf-8")
+    assert "It is switched off" in text
+
+
+@pytest.mark.parametrize("data", [batches(), iter(batches())], ids=["list", "iterator"])
+def test_steps_are_checked(tmp_path, data):
+    with pytest.raises(ValueError, match="`steps` must be a number of batches"):
+        write(small(), tmp_path / "r", data, steps=-1)
+
+
+def test_a_model_of_one_layer_has_a_name(tmp_path):
+    model = nn.Linear(8, 4)
+    prepared = fq.calibrate(fq.prepare(copy.deepcopy(model), recipes.int8()), batches(), progress=False)
+    text = write(prepared, tmp_path, batches(), float_model=model, max_tensors=0).read_text(encoding="utf-8")
+    assert "at the model" in text
+
+
+def test_figures_of_an_earlier_report_go(tmp_path):
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "mine.png").touch()
+    write(small(), tmp_path, batches())
+    assert (tmp_path / "figures" / "mine.png").exists()  # there was no report
+    write(small(), tmp_path, max_tensors=1)
+    assert len(list((tmp_path / "figures").iterdir())) == 2
+
+
 def test_a_title_and_paths_are_text(tmp_path):
     model = nn.Sequential()
     model.add_module("<b>$x$", nn.Linear(4, 2))

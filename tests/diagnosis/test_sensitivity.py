@@ -407,3 +407,22 @@ def test_paths_are_no_patterns():
     rows = [LayerSensitivity(path, "Linear", 4, 4, 0.1, 0.1) for path in ("a*", "[c]", "ab")]
     prepared = fq.prepare(model, Sensitivity(rows, 0.9, 0.1, INT4).suggest(keep=2))
     assert [layer.path for layer in fq.summary(prepared).layers] == ["ab"]
+
+
+def test_numbers_may_be_numpys(found):
+    assert found.suggest(keep=np.int64(1)) == found.suggest(keep=1)
+    assert found.suggest(bits=np.int64(10**6)) == found.suggest(bits=10**6)
+
+
+def test_every_evaluation_starts_from_the_same_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
+    x, states = torch.randn(8, 4), []
+
+    def evaluate(model):
+        states.append({n: v.clone() for n, v in model.state_dict().items() if "switches" not in n})
+        return model.train()(10 * x).sum()  # moves ranges, and statistics of the normalization
+
+    fq.sensitivity(model, recipes.int8(), evaluate, data=[x], progress=False)
+    assert len(states) == 6
+    assert all(torch.equal(state[name], value) for state in states for name, value in states[0].items())

@@ -871,7 +871,7 @@ def test_a_model_that_was_converted_for_another_target_is_refused(small, tmp_pat
 @pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnx_ir"])
 def test_a_missing_package_is_named_with_the_command_that_installs_it(package, small, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    message = rf'{package.replace("onnx_ir", "onnxscript")}, which(.|\n)*pip install "fakequant\[export\]"'
+    message = rf'{package.replace("onnx_ir", "onnxscript")}, which(.|\n)*pip install "fakequant\[onnx\]"'
     refused(ImportError, message, small, tmp_path / "m.onnx", randn(1, 4))
 
 
@@ -881,7 +881,7 @@ def test_missing_safetensors_is_named_with_the_command_that_installs_it(small, t
     fq.save_converted(golden, tmp_path / "m.safetensors")
     monkeypatch.setitem(sys.modules, "safetensors", None)
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    message = r'safetensors, which(.|\n)*pip install "fakequant\[export\]"'
+    message = r'safetensors, which(.|\n)*pip install "fakequant\[onnx\]"'
     with pytest.raises(ImportError, match=message):
         fq.save_converted(golden, tmp_path / "other.safetensors")
     with pytest.raises(ImportError, match=message):

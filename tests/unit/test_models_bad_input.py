@@ -311,7 +311,7 @@ def test_data_that_is_no_data_is_refused(data):
 
 def test_a_single_batch_that_is_a_dict_is_refused():
     model = prepared()
-    assert_refused(model, lambda: calibrate(model, {"input": X}), TypeError, "A batch must be", "str")
+    assert_refused(model, lambda: calibrate(model, {"input": X}), TypeError, "got one dict", "[batch]")
 
 
 HALF_WAY = {

@@ -307,3 +307,25 @@ def test_the_command_line_says_it_with_its_exit_code(tmp_path, monkeypatch, caps
     capsys.readouterr()
     assert main(["verify", "script.py:model", "other.onnx", "script.py:data"]) == 2
     assert "other.onnx" in capsys.readouterr().err
+
+
+class InPlace(nn.Module):
+    """Changes what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.fc(x.sub_(1))
+
+
+def test_every_model_is_given_the_same_input(tmp_path):
+    torch.manual_seed(0)
+    data = [torch.randn(8, 6) for _ in range(2)]
+    before = [x.clone() for x in data]
+    model = fq.prepare(InPlace(), recipes.int8(target="onnxruntime-x86"))
+    model = fq.calibrate(model, [x.clone() for x in data], progress=False)
+    fq.export_onnx(model, tmp_path / "m.onnx", data[0].clone())
+    assert fq.verify(model, tmp_path / "m.onnx", data).ok
+    assert all(torch.equal(x, y) for x, y in zip(data, before, strict=True))

@@ -132,6 +132,13 @@ def add_state(parser: Parser) -> None:
     )
 
 
+def add_float_state(parser: Parser) -> None:
+    """--float-state."""
+    parser.add_argument(
+        "--float-state", metavar="FILE", help="the same for the float model: --state is not loaded into that"
+    )
+
+
 def add_steps(parser: Parser) -> None:
     """--steps."""
     parser.add_argument("--steps", metavar="N", type=whole_number(1), help="use at most so many batches")

@@ -79,12 +79,13 @@ def load_config(where: str) -> Any:
     return found
 
 
-def load_state(model: Any, path: str) -> None:
+def load_state(model: Any, path: str, prepared: bool = True) -> None:
     """Loads a file of `torch.save(model.state_dict(), path)` into the model."""
     import torch
 
     if not Path(path).is_file():
-        raise Problem(f"There is no file {path!r}; --state needs one of torch.save(model.state_dict(), FILE)")
+        option = "--state" if prepared else "--float-state"
+        raise Problem(f"There is no file {path!r}; {option} needs one of torch.save(model.state_dict(), FILE)")
     try:
         state = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:
@@ -96,9 +97,10 @@ def load_state(model: Any, path: str) -> None:
     try:
         model.load_state_dict(state)
     except Exception as error:
+        when = "after" if prepared else "before"
         raise Problem(
             f"{path} does not fit the model: {_misfit(model, state, error)}; load a state of this model that was saved "
-            "after fakequant.prepare"
+            f"{when} fakequant.prepare"
         ) from error
 
 

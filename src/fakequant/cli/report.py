@@ -3,7 +3,8 @@
 import argparse
 import sys
 
-from fakequant.cli.command import Answer, Commands, add_model, add_state, add_steps
+from fakequant.cli.command import Answer, Commands, add_float_state, add_model, add_state, add_steps
+from fakequant.cli.errors import Problem
 from fakequant.cli.loading import folder_to_write, load_data, load_model, load_state
 
 
@@ -22,6 +23,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--data", metavar="DATA", required=True, help=data)
     parser.add_argument("--float", metavar="MODEL", help="the float model, to compare layers with")
     add_state(parser)
+    add_float_state(parser)
     parser.add_argument("--out", metavar="FOLDER", required=True, help="where to write report.html and figures")
     parser.add_argument("--title", help="of the page")
     add_steps(parser)
@@ -30,10 +32,14 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> Answer:
     """The path of the page."""
     folder = folder_to_write(options.out)
+    if options.float_state and not options.float:
+        raise Problem("--float-state is for the float model, and there is none; use --float MODEL too")
     model = load_model(options.model)
     if options.state:
         load_state(model, options.state)
     float_model = load_model(options.float) if options.float else None
+    if options.float_state:
+        load_state(float_model, options.float_state, prepared=False)
     data = load_data(options.data)
     import fakequant
 

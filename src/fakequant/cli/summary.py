@@ -33,17 +33,16 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace) -> Answer:
     """The tables of fakequant.summary."""
     model = load_model(options.model)
-    from fakequant.workflow.prepare import prepare
+    from fakequant.workflow.prepare import is_prepared, prepare
     from fakequant.workflow.summary import summary
 
-    is_prepared = "_fakequant_preparation" in model.__dict__
-    if options.recipe is None and not is_prepared:
+    if options.recipe is None and not is_prepared(model):
         raise Problem(
             f"{options.model} is not prepared; name the module that was given to fakequant.prepare, or use "
             "--recipe int8 to see what would be quantized"
         )
     if options.recipe is not None:
-        if is_prepared:
+        if is_prepared(model):
             raise Problem(f"{options.model} is prepared already; leave out --recipe")
         model = prepare(copy.deepcopy(model), _config(options.recipe))
     found = summary(model)

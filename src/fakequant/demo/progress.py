@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fakequant.workflow.running import _Bar as Bar
+from fakequant.workflow.running import Bar
 
 
 class Stage:

@@ -17,7 +17,7 @@ from fakequant.nn.folding import factor_of
 from fakequant.nn.layer import QuantizedLayer
 from fakequant.workflow.fold import Folded
 from fakequant.workflow.prepare import link_norms
-from fakequant.workflow.running import Data, check_module, evaluating, run
+from fakequant.workflow.running import Data, check_module, copied, evaluating, run
 from fakequant.workflow.snapshot import unchanged
 from fakequant.workflow.table import table
 
@@ -97,9 +97,9 @@ def compare(
 
     Where a batch normalization takes a layer's result and will be part of it, results are those after it and
     weights have its factors: it makes small channels as large as the others, and their errors with them. An
-    attention's results include its `out_proj`, which has a row too. A module that quantizes only its result has
-    the steps and the clipped share of that. An input that another module puts on a grid is put on that grid; in
-    the model nothing of it is left to clip.
+    attention's results include its `out_proj`, which has a row too. A module that quantizes only its result has the
+    steps and the clipped share of that; by itself it quantizes the float model's result, whatever is in it. An input
+    that another module puts on a grid is put on that grid; in the model nothing of it is left to clip.
 
     Both models run in evaluation mode, and nothing in them is changed.
 
@@ -111,8 +111,8 @@ def compare(
     >>> found.worst, found.layers[0].isolated.clipped
     ('0', 1.0)
     """
-    check_module(float_model)
-    check_module(quantized_model)
+    check_module(float_model, "float_model")
+    check_module(quantized_model, "quantized_model")
     pairs = find_pairs(float_model, quantized_model)
     if callable(data) and not isinstance(data, Iterable):
         raise TypeError("`data` must be batches here, which both models are run on, not a function.")
@@ -139,8 +139,9 @@ class _Comparison:
     def add(self, *args: Any, **kwargs: Any) -> None:
         """One batch."""
         self.batches += 1
+        given = copied(args, kwargs)  # a model may change its input in place, and each one gets the same
         if self.folded:
-            self._find_norms(args, kwargs)
+            self._find_norms(*copied(*given))
         calls = self._run_float(args, kwargs)
         with ExitStack() as undo:
             for pair in self.pairs.values():
@@ -149,7 +150,7 @@ class _Comparison:
             for pair in self.pairs.values():
                 for number in range(len(calls.get(pair.path, ()))):
                     self._add_isolated(pair, reference(pair, calls, number))
-            self._run_quantized(args, kwargs, calls)
+            self._run_quantized(*given, calls)
 
     def _keep_given(self, quantizer: nn.Module, args: Any) -> None:
         self._given[quantizer] = args[0]
@@ -179,6 +180,9 @@ class _Comparison:
         return calls
 
     def _add_isolated(self, pair: Pair, call: Call) -> None:
+        if pair.output_grid is not None:  # layers in the module have rows of their own
+            result = None if call.result is None else pair.output_grid(call.result)
+            return self._add(pair, pair.isolated, call, call.args, call.kwargs, result)
         args, kwargs = call.args, call.kwargs
         if pair.input_grid is not None and getattr(pair.module, "input_quantizer", None) is None:
             args, kwargs = changed_inputs(pair.module, args, kwargs, pair.input_grid)
@@ -216,7 +220,8 @@ class _Comparison:
         """What was summed up."""
         if all(pair.isolated.errors().sqnr is None for pair in self.pairs.values()):
             raise ValueError(
-                "No quantized layer was called while `data` was run through `float_model`: there is nothing to compare."
+                "No quantized layer was given values while `data` was run through `float_model`: there is nothing to "
+                "compare.\nPass batches that are not empty and that reach the layers."
             )
         return Comparison(
             [

@@ -1,6 +1,7 @@
 """`History`: the health of a model over its training."""
 
 import dataclasses
+from numbers import Integral
 from typing import Any
 
 from fakequant.workflow.health import Health, QuantizerHealth
@@ -29,8 +30,9 @@ class History:
 
     def add(self, step: int, health: Health) -> None:
         """What `health` found at `step`; steps grow."""
-        if isinstance(step, bool) or not isinstance(step, int):
-            raise TypeError(f"`step` must be a number of steps, got {step!r}.")
+        if isinstance(step, bool) or not isinstance(step, Integral):
+            raise TypeError(f"`step` must be a whole number of steps, got {step!r}.")
+        step = int(step)  # NumPy's are no JSON
         if not isinstance(health, Health):
             raise TypeError(
                 f"`health` must be what fakequant.health(model) returns, got {type(health).__name__}.\n"

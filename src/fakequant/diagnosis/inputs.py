@@ -10,6 +10,7 @@ from fakequant.integer.grid import Grid
 from fakequant.nn.layer import QuantizedLayer
 from fakequant.nn.quantizer import Quantizer
 from fakequant.torch import functional
+from fakequant.workflow.health import qparams_at_hand
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -62,10 +63,7 @@ def qparams_for(quantizer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         return quantizer.scale, quantizer.zero_point
     if isinstance(quantizer, Quantizer) and not quantizer.is_dynamic:
         return quantizer.qparams()
-    seen = functional.min_max(x, quantizer.spec)
-    empty = seen.min > seen.max
-    lo, hi = seen.min.masked_fill(empty, 0), seen.max.masked_fill(empty, 0)
-    return functional.choose_qparams(lo, hi, quantizer.spec, eps=quantizer.eps)
+    return qparams_at_hand(quantizer, x)
 
 
 def step_of(quantizer: Any, scale: Tensor, x: Tensor) -> Tensor:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from fakequant.config import LayerConfig, QuantConfig
 from fakequant.diagnosis.suggestion import suggested
 from fakequant.diagnosis.units import Switches, Unit, find_units
-from fakequant.nn.quantizer import quantizers
-from fakequant.workflow.calibrate import calibrate
+from fakequant.workflow.calibrate import calibrate, without_scale
 from fakequant.workflow.prepare import prepare
-from fakequant.workflow.running import Data, _Bar, check_module
+from fakequant.workflow.running import Bar, Data, check_module
+from fakequant.workflow.snapshot import unchanged
 from fakequant.workflow.table import table
 
 
@@ -123,13 +123,14 @@ def sensitivity(
         raise TypeError(
             f"`evaluate` must be a function of a model that returns a number, got {type(evaluate).__name__}."
         )
+    model = getattr(model, "_orig_mod", model)  # of a compiled one: its layers have the paths that rules speak of
     prepared = prepare(copy.deepcopy(model), config).eval()
     if data is not None:
         calibrate(prepared, data, progress=progress)
     _require_scales(prepared)
     units = find_units(prepared)
     switches = Switches(units)
-    with _Bar(total=2 + 2 * len(units), desc="sensitivity", disable=not progress, leave=False) as bar, switches:
+    with Bar(total=2 + 2 * len(units), desc="sensitivity", disable=not progress, leave=False) as bar, switches:
         score = _Scorer(prepared, evaluate, units, switches, bar)
         in_float = score.with_only([], "nothing")
         quantized = score.with_only(units, "everything")
@@ -148,17 +149,10 @@ def _row(unit: Unit, cost: float, gain: float) -> LayerSensitivity:
 
 
 def _require_scales(model: nn.Module) -> None:
-    missing = []
-    for path, quantizer in quantizers(model):
-        if not quantizer.is_dynamic:
-            try:
-                quantizer.qparams()
-            except RuntimeError:
-                missing.append(path)
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    missing = without_scale(model)
+    if missing is not None:
         raise ValueError(
-            f"{', '.join(missing[:3])}{more} have no scale: ranges of these have to be seen first.\n"
+            f"{missing} have no scale: ranges of these have to be seen first.\n"
             "Pass `data`, some batches that run through every layer, as to fakequant.calibrate."
         )
 
@@ -178,7 +172,8 @@ class _Scorer:
             if not self.was_run:
                 for unit in self.units:
                     undo.callback(unit.module.register_forward_pre_hook(self._note).remove)
-            with torch.no_grad():
+            # Who runs it in training mode moves ranges and statistics: not for the next one.
+            with torch.no_grad(), unchanged(self.model):
                 score = _number(self.evaluate(self.model), words)
         if not self.was_run:
             raise ValueError(

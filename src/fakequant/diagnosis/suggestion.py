@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 from fakequant import targets
@@ -54,8 +55,8 @@ def total_bits(layers: Sequence[Any], number: int, higher_bits: int | None, in_f
 
 
 def _within(layers: Sequence[Any], higher_bits: int | None, in_float: bool, budget: Any) -> int:
-    if isinstance(budget, bool) or not isinstance(budget, int) or budget < 0:
-        raise ValueError(f"`bits` must be a number of bits for all weights together, at least 0, got {budget!r}.")
+    if not _is_whole(budget) or budget < 0:
+        raise ValueError(f"`bits` must be a whole number of bits for all weights together, at least 0, got {budget!r}.")
     totals = [total_bits(layers, number, higher_bits, in_float) for number in range(len(layers) + 1)]
     if totals[0] > budget:
         raise ValueError(
@@ -66,9 +67,14 @@ def _within(layers: Sequence[Any], higher_bits: int | None, in_float: bool, budg
 
 
 def _checked(keep: Any, layers: int) -> int:
-    if isinstance(keep, bool) or not isinstance(keep, int) or not 0 <= keep <= layers:
-        raise ValueError(f"`keep` must be a number of layers, 0 to {layers}, got {keep!r}.")
-    return keep
+    if not _is_whole(keep) or not 0 <= keep <= layers:
+        raise ValueError(f"`keep` must be a whole number of layers, 0 to {layers}, got {keep!r}.")
+    return int(keep)
+
+
+def _is_whole(value: Any) -> bool:
+    """Also NumPy's."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _literal(path: str) -> str:

@@ -52,7 +52,8 @@ class Sums:
         self.clipped += int((~inside).sum())
         difference = (exact(quantizer(x)) - exact(expected)).abs()
         steps = float((difference / exact(step_of(quantizer, scale, numbers))).max())
-        self.steps = steps if self.steps is None else max(self.steps, steps)
+        if self.steps is None or steps > self.steps or math.isnan(steps):  # nothing is larger than a NaN
+            self.steps = steps
 
     def errors(self) -> Errors:
         """What the sums come to."""

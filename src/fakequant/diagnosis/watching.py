@@ -6,9 +6,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 from fakequant.nn.layer import QUANTIZERS, QuantizedLayer, find_forward, quantized_class
+from fakequant.workflow.running import copied
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,20 +27,6 @@ def first_tensor(result: Any) -> Tensor | None:
     return next((v for v in values if isinstance(v, Tensor) and v.is_floating_point()), None)
 
 
-def _copied(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Copies of what a module is given; what is one tensor stays one."""
-    copies: dict[int, Tensor] = {}
-
-    def copied(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        if id(x) not in copies:
-            copies[id(x)] = x.detach().clone()
-        return copies[id(x)]
-
-    return _pytree.tree_map(copied, args), _pytree.tree_map(copied, kwargs)
-
-
 @contextmanager
 def recording(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[Call]]]:
     """While it lasts, all calls of the modules are kept."""
@@ -48,7 +34,7 @@ def recording(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[Call]]]:
     given: dict[nn.Module, tuple[Any, Any]] = {}
 
     def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
-        given[module] = _copied(args, kwargs)  # now: the module may change it in place
+        given[module] = copied(args, kwargs)  # now: the module may change it in place
 
     def look(path: str, args: Any, kwargs: Any, result: Any) -> None:
         y = first_tensor(result)

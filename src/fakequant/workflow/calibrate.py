@@ -59,6 +59,20 @@ def calibrate(model: nn.Module, data: Data, steps: int | None = None, *, progres
     return model
 
 
+def without_scale(model: nn.Module, *, weights: bool = True) -> str | None:
+    """Which quantizers, also those of weights, still have to see their ranges, in words; None: all have them."""
+    of_weights = {module.weight_quantizer for module in model.modules() if isinstance(module, QuantizedLayer)}
+    missing = []
+    for path, quantizer in quantizers(model):
+        if (weights or quantizer not in of_weights) and not quantizer.is_dynamic:
+            try:
+                quantizer.qparams()
+            except RuntimeError:
+                missing.append(path)
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    return f"{', '.join(missing[:3])}{more}" if missing else None
+
+
 def _restore(switches: list[tuple[Quantizer, bool, bool]]) -> None:
     for quantizer, observing, quantizing in switches:
         if quantizer.observing != observing:

@@ -18,6 +18,7 @@ from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.spec import QuantSpec
 from fakequant.torch import functional
 from fakequant.torch.tensors import block_shape
+from fakequant.workflow.calibrate import without_scale
 from fakequant.workflow.fold import Folded, find_pairs, fold, why_not
 from fakequant.workflow.prepare import preparation, quantize_output
 
@@ -75,18 +76,10 @@ def conversion(model: nn.Module) -> Conversion:
 
 
 def _require_scales(model: nn.Module) -> None:
-    missing = []
-    weights = {module.weight_quantizer for module in model.modules() if isinstance(module, QuantizedLayer)}
-    for path, quantizer in quantizers(model):
-        if quantizer not in weights and not quantizer.is_dynamic:
-            try:
-                quantizer.qparams()
-            except RuntimeError:
-                missing.append(path)
-    if missing:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    missing = without_scale(model, weights=False)
+    if missing is not None:
         raise RuntimeError(
-            f"The model is not calibrated: {', '.join(missing[:3])}{more} have no scale.\n"
+            f"The model is not calibrated: {missing} have no scale.\n"
             "Use fakequant.calibrate(model, data), or train it, before it is converted."
         )
 

@@ -1,6 +1,8 @@
 """`health`: how well the grids of a model fit what they quantize."""
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +23,7 @@ class QuantizerHealth:
     """One quantizer. None: not known, because nothing was shown to it or there is nothing to compare with."""
 
     path: str
-    # Share of values outside the range.
+    # Share of values outside the range; by less than a step, too: a symmetric grid ends half a step early.
     clipped: float | None
     # Share of codes that occur.
     levels_used: float | None
@@ -68,6 +70,23 @@ class _Memory:
 
 
 _MEMORY: "WeakKeyDictionary[Quantizer, _Memory]" = WeakKeyDictionary()
+
+
+@contextmanager
+def memory_as_before(model: nn.Module) -> Iterator[None]:
+    """Afterwards `health` remembers what it did: drift is since a call that the user made."""
+    before = {}
+    for _, quantizer in quantizers(model):
+        memory = _MEMORY.get(quantizer)
+        before[quantizer] = None if memory is None else (memory.scale, memory.codes)
+    try:
+        yield
+    finally:
+        for quantizer, kept in before.items():
+            _MEMORY.pop(quantizer, None)
+            if kept is not None:
+                memory = _MEMORY.setdefault(quantizer, _Memory())
+                memory.scale, memory.codes = kept
 
 
 @torch.no_grad()
@@ -125,7 +144,7 @@ class _Counts:
 
     def add(self, x: Tensor) -> None:
         spec = self.quantizer.spec
-        found = _qparams_for(self.quantizer, x)
+        found = qparams_for(self.quantizer, x)
         if found is None:
             return
         x = x.detach()
@@ -138,13 +157,18 @@ class _Counts:
             self.used = used if self.used is None else self.used | used
 
 
-def _qparams_for(quantizer: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
+def qparams_at_hand(quantizer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale and zero point for the range of `x` itself."""
+    seen = functional.min_max(x, quantizer.spec)
+    empty = seen.min > seen.max
+    lo, hi = seen.min.masked_fill(empty, 0), seen.max.masked_fill(empty, 0)
+    return functional.choose_qparams(lo, hi, quantizer.spec, eps=quantizer.eps)
+
+
+def qparams_for(quantizer: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
     """The scale and zero point with which `x` would be quantized; None: there are none yet."""
     if quantizer.is_dynamic:
-        seen = functional.min_max(x, quantizer.spec)
-        empty = seen.min > seen.max
-        lo, hi = seen.min.masked_fill(empty, 0), seen.max.masked_fill(empty, 0)
-        return functional.choose_qparams(lo, hi, quantizer.spec, eps=quantizer.eps)
+        return qparams_at_hand(quantizer, x)
     try:
         return quantizer.qparams()
     except RuntimeError:
@@ -156,9 +180,9 @@ def _health_of(path: str, quantizer: Quantizer, counts: _Counts, weight: Tensor 
     drift = oscillating = None
     found = None
     if weight is not None:
-        found = _qparams_for(quantizer, weight)
+        found = qparams_for(quantizer, weight)
     elif not quantizer.is_dynamic:
-        found = _qparams_for(quantizer, torch.zeros(0))
+        found = qparams_for(quantizer, torch.zeros(0))
     scale = None if found is None else found[0]
     if scale is not None and memory.scale is not None and memory.scale.shape == scale.shape:
         drift = float((scale / memory.scale - 1).abs().max())

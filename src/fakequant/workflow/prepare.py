@@ -118,6 +118,11 @@ def unprepare(model: nn.Module) -> nn.Module:
     return model
 
 
+def is_prepared(model: nn.Module) -> bool:
+    """Whether it is what `prepare` returned."""
+    return "_fakequant_preparation" in model.__dict__
+
+
 def preparation(model: nn.Module) -> Preparation:
     """What was done to a prepared model."""
     check_module(model)

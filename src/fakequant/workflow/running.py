@@ -9,21 +9,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 Data = Iterable[Any] | Callable[[nn.Module], Any]
 
 
-class _Bar(tqdm):
+class Bar(tqdm):
     """Without the thread that watches over slow bars, which would live as long as the process."""
 
     monitor_interval = 0
 
 
-def check_module(model: Any) -> None:
+def check_module(model: Any, name: str = "model") -> None:
     """That it is a module."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
+        raise TypeError(f"`{name}` must be a torch.nn.Module, got {type(model).__name__}.")
+
+
+def check_steps(steps: Any) -> None:
+    """That it is a number of batches, or None for all of them."""
+    if steps is not None and (type(steps) is not int or steps < 0):
+        raise ValueError(f"`steps` must be a number of batches or None, got {steps!r}.")
 
 
 @contextmanager
@@ -54,10 +61,11 @@ def run(
     call: Callable[..., Any] | None = None,
 ) -> None:
     """Passes batches, at most `steps`, through the model, or to `call`; `progress` is what a bar is called."""
-    if steps is not None and (type(steps) is not int or steps < 0):
-        raise ValueError(f"`steps` must be a number of batches or None, got {steps!r}.")
+    check_steps(steps)
     if isinstance(data, Tensor) and data.dim() > 0:
         data = [data]
+    if isinstance(data, Mapping):
+        raise TypeError("`data` must be batches, got one dict.\nUse [batch] if it is one.")
     if isinstance(data, Tensor) or not (callable(data) or isinstance(data, Iterable)):
         raise TypeError(
             "`data` must be batches, such as a DataLoader or a list, or a function that runs the model, got "
@@ -72,7 +80,7 @@ def run(
         total = None
     if steps is not None:
         total = steps if total is None else min(steps, total)
-    for batch in _Bar(islice(data, steps), total=total, desc=progress, disable=progress is None, leave=False):
+    for batch in Bar(islice(data, steps), total=total, desc=progress, disable=progress is None, leave=False):
         args, kwargs = _arguments(model, batch)
         (call or model)(*args, **kwargs)
 
@@ -94,3 +102,17 @@ def _needed(model: nn.Module, available: int) -> int:
     parameters = inspect.signature(model.forward).parameters.values()
     needed = [p for p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty]
     return min(max(len(needed), 1), available)
+
+
+def copied(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Copies of what a model is given, which it may change in place; what is one tensor stays one."""
+    copies: dict[int, Tensor] = {}
+
+    def copy(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) not in copies:
+            copies[id(x)] = x.detach().clone()
+        return copies[id(x)]
+
+    return _pytree.tree_map(copy, args), _pytree.tree_map(copy, kwargs)

@@ -17,7 +17,7 @@ from fakequant.nn.quantizer import Quantizer
 from fakequant.workflow.convert import convert
 from fakequant.workflow.explain import SATURATION, TIE, UNKNOWN, did_saturate, why_prepared, why_runtime
 from fakequant.workflow.prepare import link_norms
-from fakequant.workflow.running import Data, check_module, evaluating, run
+from fakequant.workflow.running import Data, check_module, copied, evaluating, run
 from fakequant.workflow.runtime import INTEGER_KERNELS, Runtime
 from fakequant.workflow.table import table
 
@@ -136,10 +136,11 @@ class Verification:
         parts = [table(["quantizer", "codes", "prepared / golden", "golden / runtime", "why"], rows)]
         parts.append(table(["layer", "kernel"], [[path, kernel] for path, kernel in self.kernels.items()]))
         parts += [f"{path} is not compared: {reason}" for path, reason in self.skipped.items()]
-        parts.append(self._verdict())
+        parts.append(self.verdict())
         return "\n\n".join(parts)
 
-    def _verdict(self) -> str:
+    def verdict(self) -> str:
+        """In words: whether all codes are equal, and how far results are apart."""
         out = self.outputs
         lines = [
             f"results: prepared / golden differ by {out.prepared_difference:.3g} at most, golden / runtime by "
@@ -244,11 +245,12 @@ class _Comparison:
     def compare(self, *args: Any, **kwargs: Any) -> None:
         """One batch."""
         self.batches += 1
-        prepared, expected = self._run_prepared(args, kwargs)
+        prepared, expected = self._run_prepared(*copied(args, kwargs))
         results, codes = self.runtime.run(args, kwargs)
-        free = self.golden(*args, **kwargs)
-        self._force(expected, "prepared", why_prepared, args, kwargs)
-        forced, ran = self._force(_as_tensors(codes), "runtime", why_runtime, args, kwargs)
+        own, given = copied(args, kwargs)
+        free = self.golden(*own, **given)
+        self._force(expected, "prepared", why_prepared, *copied(args, kwargs))
+        forced, ran = self._force(_as_tensors(codes), "runtime", why_runtime, *copied(args, kwargs))
         self._judge_results(forced, results, ran)
         self._compare_outputs(prepared, free, results)
 

@@ -44,9 +44,10 @@ class Judged:
         return -len(self.findings), float("inf") if sqnr is None else sqnr
 
 
-def judge(health: QuantizerHealth, counts: TensorCounts, has_scale: bool) -> Judged:
+def judge(health: QuantizerHealth, counts: TensorCounts, has_scale: bool, is_on: bool = True) -> Judged:
     """What is wrong with one quantizer."""
     found = [] if has_scale else [_NO_SCALE]
+    found += [] if is_on else [_OFF]
     found += [f for f in (_nonfinite(health), _clipped(health, counts), _unused(counts)) if f]
     found += [f for f in (_drift(health), _oscillating(health, counts)) if f]
     return Judged(health, counts, found)
@@ -56,6 +57,13 @@ _NO_SCALE = Finding(
     "no scale",
     "It has no scale yet: nothing was observed.",
     "Run fakequant.calibrate(model, data), or a few training steps, with data that reach this layer.",
+)
+
+
+_OFF = Finding(
+    "off",
+    "It is switched off: the model computes in float here, and so do the figures of the whole model.",
+    "Use fakequant.nn.set_state(model, quantizing=True), or look again when the schedule has switched it on.",
 )
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 def filling(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """Where to write files that are to be in `folder`: they get there when it ends well, or not at all.
 
-    That they can be written is found out first, by making a folder on the same file system.
+    That they can be written is found out first, by making a folder on the same file system. Figures of an earlier
+    report there go: they may be of another model.
     """
     goal = Path(folder)
     for path in (goal, goal / "figures"):
@@ -22,6 +23,7 @@ def filling(folder: str | os.PathLike[str]) -> Iterator[Path]:
         there = there.parent
     if not there.is_dir():
         raise NotADirectoryError(f"{str(there)!r} is a file, where a folder is needed.\nUse another folder.")
+    had_report = (goal / "report.html").is_file()
     unfinished = there / f".{goal.name}.{os.getpid()}.unfinished"
     try:
         unfinished.mkdir()
@@ -38,5 +40,10 @@ def filling(folder: str | os.PathLike[str]) -> Iterator[Path]:
             place = goal / file.relative_to(unfinished)
             place.parent.mkdir(parents=True, exist_ok=True)
             file.replace(place)
+        if had_report:
+            new = {file.name for file in files}
+            for old in goal.glob("figures/*.png"):
+                if old.name not in new:
+                    old.unlink()
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -202,7 +202,7 @@ def verification_entry(found: Any) -> dict[str, Any]:
     return {
         "ok": found.ok,
         "target": found.target,
-        "verdict": [f"{line[:1].upper()}{line[1:].rstrip('.')}." for line in found._verdict().splitlines()],
+        "verdict": [f"{line[:1].upper()}{line[1:].rstrip('.')}." for line in found.verdict().splitlines()],
         "rows": rows,
         "kernels": list(found.kernels.items()),
         "skipped": list(found.skipped.items()),
@@ -234,7 +234,8 @@ def overview(summary: Any, judged: Sequence[Judged], comparison: Any, sensitivit
     ]
     if comparison is not None:
         worst = next(layer for layer in comparison.layers if layer.path == comparison.worst)
-        tiles.append(("Lowest SQNR of a layer", decibel(worst.isolated.sqnr).text, f"at {worst.path}", False))
+        where = f"at {worst.path or 'the model'}"
+        tiles.append(("Lowest SQNR of a layer", decibel(worst.isolated.sqnr).text, where, False))
     if sensitivity is not None:
         words = f"from {sensitivity.float_score:.4g} in float"
         tiles.append(("Score quantized", f"{sensitivity.quantized_score:.4g}", words, False))

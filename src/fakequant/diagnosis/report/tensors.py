@@ -13,7 +13,7 @@ from fakequant.nn.layer import QuantizedLayer
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.spec import QuantSpec
 from fakequant.torch import functional
-from fakequant.workflow.health import _qparams_for
+from fakequant.workflow.health import qparams_for
 
 # Bins of the histogram inside the range, at least; as many again are on either side of it.
 BINS = 96
@@ -148,7 +148,7 @@ def counting(model: nn.Module) -> Iterator[list[TensorCounts]]:
 
     @torch.no_grad()
     def count(quantizer: Quantizer, x: Tensor) -> None:
-        grid = _qparams_for(quantizer, x)
+        grid = qparams_for(quantizer, x)
         if grid is not None and x.numel():
             found[quantizer].add(x, *grid)
 

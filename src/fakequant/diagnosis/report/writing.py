@@ -3,7 +3,6 @@
 import dataclasses
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
@@ -18,9 +17,9 @@ from fakequant.diagnosis.report.folder import filling
 from fakequant.diagnosis.report.tensors import counting
 from fakequant.information import info
 from fakequant.nn.quantizer import quantizers
-from fakequant.workflow.health import _MEMORY, QuantizerHealth, _Memory, _qparams_for, health
+from fakequant.workflow.health import QuantizerHealth, health, memory_as_before, qparams_for
 from fakequant.workflow.optional import require
-from fakequant.workflow.running import Data, _Bar
+from fakequant.workflow.running import Bar, Data, check_steps
 from fakequant.workflow.snapshot import unchanged
 from fakequant.workflow.summary import summary
 
@@ -66,6 +65,7 @@ def report(
     require("jinja2", "Jinja2", "report")
     _check(data, float_model, sensitivity, history, verification, title, max_tensors)
     made = summary(model)
+    check_steps(steps)
     if isinstance(data, Iterator):  # it is needed more than once
         data = list(islice(data, steps))
     with filling(folder) as unfinished:
@@ -114,34 +114,18 @@ def _look(model: nn.Module, data: Data | None, steps: int | None, history: Histo
     calls: list[None] = []
     handle = model.register_forward_pre_hook(lambda *_: calls.append(None))
     try:
-        with unchanged(model), _memory_as_before(model), counting(model) as counts:
+        with unchanged(model), memory_as_before(model), counting(model) as counts:
             found = health(model, data, steps)
     finally:
         handle.remove()
     if data is not None and not calls:
         raise ValueError("`data` has no batches: there was nothing to look at.\nPass at least one batch, or data=None.")
-    has_scale = {path: q.is_dynamic or _qparams_for(q, torch.zeros(0)) is not None for path, q in quantizers(model)}
+    is_on = {path: q.quantizing for path, q in quantizers(model)}
+    has_scale = {path: q.is_dynamic or qparams_for(q, torch.zeros(0)) is not None for path, q in quantizers(model)}
     return [
-        judge(_completed(q, history), c, c.total > 0 or has_scale[q.path])
+        judge(_completed(q, history), c, c.total > 0 or has_scale[q.path], is_on[q.path])
         for q, c in zip(found.quantizers, counts, strict=True)
     ]
-
-
-@contextmanager
-def _memory_as_before(model: nn.Module) -> Iterator[None]:
-    """What `health` remembers of its last call is the user's: drift is since a call that they made."""
-    before = {}
-    for _, quantizer in quantizers(model):
-        memory = _MEMORY.get(quantizer)
-        before[quantizer] = None if memory is None else (memory.scale, memory.codes)
-    try:
-        yield
-    finally:
-        for quantizer, kept in before.items():
-            _MEMORY.pop(quantizer, None)
-            if kept is not None:
-                memory = _MEMORY.setdefault(quantizer, _Memory())
-                memory.scale, memory.codes = kept
 
 
 def _completed(found: QuantizerHealth, history: History | None) -> QuantizerHealth:
@@ -173,7 +157,7 @@ def _page(
     seen = [j for j in judged if j.counts.total]
     drawn = sorted(seen, key=lambda j: j.order)[:max_tensors]
     total = 2 * len(drawn) + (comparison is not None) + (sensitivity is not None) + 4 * (history is not None)
-    with _Bar(total=total, desc="figures", disable=not progress, leave=False) as bar:
+    with Bar(total=total, desc="figures", disable=not progress, leave=False) as bar:
         figures = pieces.Figures(bar.update)
         context = {
             "title": title or "Quantization report",

@@ -1,0 +1,24 @@
+"""Names with an underscore stay in the package that has them."""
+
+import ast
+from pathlib import Path
+
+import fakequant
+
+ROOT = Path(fakequant.__file__).parent
+
+
+def borrowed(file):
+    """Private names that a file imports from another package of this library; the compiled module is for all."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fakequant."):
+            place = ROOT.joinpath(*node.module.split(".")[1:])
+            if place.parent != file.parent:
+                yield from (
+                    f"{node.module}.{x.name}" for x in node.names if x.name.startswith("_") and x.name != "_native"
+                )
+
+
+def test_no_package_uses_private_names_of_another():
+    found = {str(file.relative_to(ROOT)): list(borrowed(file)) for file in ROOT.rglob("*.py")}
+    assert {file: names for file, names in found.items() if names} == {}
