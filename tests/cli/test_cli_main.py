@@ -1,6 +1,7 @@
 """What all commands have in common: help, wrong use, errors, pipes."""
 
 import contextlib
+import functools
 import importlib
 import io
 import json
@@ -265,7 +266,9 @@ def test_both_ways_to_start_are_equal():
 @pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
 def test_ctrl_c(tmp_path):
     (tmp_path / "slow.py").write_text("import pathlib, time\npathlib.Path('here').touch()\ntime.sleep(60)\nmodel = 1\n")
-    process = start("-m", "fakequant", "summary", "slow.py:model", cwd=tmp_path)
+    # Where the tests themselves run in the background, the signal is ignored, and children would ignore it too.
+    listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = start("-m", "fakequant", "summary", "slow.py:model", cwd=tmp_path, preexec_fn=listen)
     end = time.monotonic() + 60
     while not (tmp_path / "here").exists() and time.monotonic() < end:
         time.sleep(0.05)
