@@ -125,7 +125,8 @@ def _write_tails(axes: Axes, counts: TensorCounts) -> None:
     ):
         if not share:
             continue
-        text = f"{_percent(share / counts.total)} clipped {word}"
+        part = share / counts.total
+        text = f"{_percent(part) if part >= 1e-4 else 'under 0.01%'} clipped {word}"
         if further:
             text += f"\n{_percent(further / counts.total)} further out"
         axes.text(at, 0.985, text, **_at_top(axes, side, WARN))
