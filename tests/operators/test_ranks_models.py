@@ -815,7 +815,7 @@ def test_the_example_runs_with_torchrun(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     command = [*torchrun, EXAMPLE, "--shard", "--checkpoint", tmp_path]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1] == "71 scales, the same on 2 ranks"
     assert sorted(folder.name for folder in tmp_path.iterdir()) == [f"epoch{n}" for n in range(4)]
