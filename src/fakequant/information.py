@@ -25,7 +25,7 @@ class Info:
     numpy: str
     ml_dtypes: str
     machine: str
-    # None: not imported in this process.
+    # None: not installed.
     torch: str | None
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class Info:
             "python": f"{self.python} on {self.machine}",
             "numpy": self.numpy,
             "ml_dtypes": self.ml_dtypes,
-            "torch": self.torch or "not imported",
+            "torch": self.torch or "not installed",
         }
         return "\n".join(f"{name:<10} {value}" for name, value in rows.items())
 
@@ -71,13 +71,20 @@ def info() -> Info:
 
 def _torch() -> str | None:
     """torch's version and what we have for it; asking must not import it."""
+    from importlib.metadata import PackageNotFoundError, version
+
     torch = sys.modules.get("torch")
     if torch is None:
-        return None
+        try:
+            number = version("torch")
+        except PackageNotFoundError:
+            return None
+    else:
+        number = torch.__version__
     nodes = sys.modules.get("fakequant.torch.nodes")
     if nodes is not None:
         compiled = nodes.compiled is not None
     else:  # not used yet: what is there for it
-        name = f"fakequant._autograd_{torch.__version__.split('+')[0].replace('.', '_')}"
+        name = f"fakequant._autograd_{number.split('+')[0].replace('.', '_')}"
         compiled = find_spec(name) is not None
-    return f"{torch.__version__}, autograd nodes {'compiled' if compiled else 'in Python'}"
+    return f"{number}, autograd nodes {'compiled' if compiled else 'in Python'}"

@@ -8,7 +8,7 @@ from fakequant.cli.command import Answer, Commands
 from fakequant.information import info
 
 # Packages that some parts need. Their versions are read, nothing is imported.
-PACKAGES = ("torch", "onnx", "onnxruntime", "onnxscript", "safetensors", "matplotlib", "scikit-learn")
+PACKAGES = ("onnx", "onnxruntime", "onnxscript", "safetensors", "matplotlib", "scikit-learn")
 
 
 def add(commands: Commands) -> None:
