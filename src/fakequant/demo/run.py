@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import os
+import time
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
@@ -18,11 +19,11 @@ from fakequant.demo.environment import reproducible, writable_folder
 from fakequant.demo.network import DigitsNet
 from fakequant.demo.progress import Progress
 from fakequant.demo.result import Result, Row
-from fakequant.demo.timing import Step, best_times
 from fakequant.demo.training import FLOAT_RATE, QUANTIZED_RATE, accuracy, steps_of, train, training_step
 from fakequant.demo.variants import Variant, variants
 from fakequant.demo.watch import Watch
 from fakequant.diagnosis.history import History
+from fakequant.testing.timing import Contender, best_times
 from fakequant.workflow.calibrate import calibrate
 from fakequant.workflow.optional import require
 from fakequant.workflow.prepare import prepare
@@ -31,8 +32,8 @@ from fakequant.workflow.prepare import prepare
 _REPORTED = "QAT int4"
 # Images of a batch in which codes are compared.
 _COMPARED = 100
-# What an export counts in a bar, beside steps of training; rounds of the step times.
-_EXPORT_STEPS, _ROUNDS = 40, 100
+# What an export counts in a bar, beside steps of training; about so many rounds of step times fit in.
+_EXPORT_STEPS, _ROUNDS = 40, 150
 _PACKAGES = {
     "sklearn": "scikit-learn",
     "onnx": "onnx",
@@ -191,11 +192,11 @@ class _Run:
         trained = [variant for variant in variants() if variant.trained]
         with self.progress.stage("step times", _ROUNDS) as stage:
             stage.doing("measure")
-            steps: dict[str, Step] = {"float": training_step(copy.deepcopy(model), self.digits)}
+            steps: dict[str, Contender] = {"float": training_step(copy.deepcopy(model), self.digits)}
             for variant in trained:
                 made = self._prepared(model, variant, self.digits.batches())
                 steps[variant.name] = training_step(made, self.digits)
-            best = best_times(steps, stage.each(range(_ROUNDS)), self.timing)
+            best = best_times(steps, seconds=self.timing, clock=time.process_time, after_round=stage.step)
             times = {name: seconds / best["float"] for name, seconds in best.items()}
             stage.result = f"of training: {best['float'] * 1e3:.2f} ms in float, one thread, 64 images"
         return times
