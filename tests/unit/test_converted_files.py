@@ -264,3 +264,26 @@ def test_a_folder_in_which_nobody_can_write_is_refused_before_the_work(monkeypat
 def test_a_device_is_not_replaced_by_a_file():
     with pytest.raises(OSError, match="neither a file"), optional.writing("/dev/null"):
         pass
+
+
+class InPlace(nn.Module):
+    """Keeps its extra state in one list."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = [1, 2]
+
+    def get_extra_state(self):
+        return self.seen
+
+    def set_extra_state(self, state):
+        self.seen[:] = state
+
+
+def test_extra_state_that_is_changed_in_place_is_put_back():
+    files = pytest.importorskip("fakequant.workflow.files")
+    model = InPlace()
+    with pytest.raises(RuntimeError, match="half way"), files._unchanged_on_failure(model, {}):
+        model.set_extra_state([9])
+        raise RuntimeError("half way")
+    assert model.seen == [1, 2]

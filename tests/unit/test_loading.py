@@ -79,3 +79,8 @@ def test_info_on_the_command_line():
     assert json.loads(machine.stdout)["target"] == fakequant.info().target
     nothing = subprocess.run([sys.executable, "-m", "fakequant"], capture_output=True, text=True, check=False)
     assert nothing.returncode == 2
+
+
+def test_info_names_the_torch_that_is_imported():
+    torch = pytest.importorskip("torch")
+    assert fakequant.info().torch.startswith(f"{torch.__version__}, autograd nodes ")

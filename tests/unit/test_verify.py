@@ -329,3 +329,10 @@ def test_every_model_is_given_the_same_input(tmp_path):
     fq.export_onnx(model, tmp_path / "m.onnx", data[0].clone())
     assert fq.verify(model, tmp_path / "m.onnx", data).ok
     assert all(torch.equal(x, y) for x, y in zip(data, before, strict=True))
+
+
+def test_without_codes_the_prepared_model_counts_too():
+    verify = pytest.importorskip("fakequant.workflow.verify")
+    for difference, ok in ((9e-6, True), (2e-5, False)):
+        out = verify.OutputReport(prepared_difference=difference, largest=1.0)
+        assert verify.Verification("generic", [], {}, out, {}).ok == ok
