@@ -283,7 +283,12 @@ class InPlace(nn.Module):
 def test_extra_state_that_is_changed_in_place_is_put_back():
     files = pytest.importorskip("fakequant.workflow.files")
     model = InPlace()
-    with pytest.raises(RuntimeError, match="half way"), files._unchanged_on_failure(model, {}):
-        model.set_extra_state([9])
-        raise RuntimeError("half way")
+
+    def fail():
+        with files._unchanged_on_failure(model, {}):
+            model.set_extra_state([9])
+            raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError, match="half way"):
+        fail()
     assert model.seen == [1, 2]
