@@ -47,13 +47,18 @@ PUBLIC = [
 NN = [
     "FakeQuantize",
     "FusedFakeQuantize",
+    "LayerKind",
     "LearnedFakeQuantize",
     "PACT",
     "QuantizedLayer",
     "Quantizer",
+    "compute",
     "from_torch_ao",
     "name_quantizers",
     "param_groups",
+    "quantize_input",
+    "quantize_output",
+    "quantized_weight",
     "quantizers",
     "quantizes",
     "set_state",
@@ -106,7 +111,10 @@ PLACES = {
     "fakequant.recipes": RECIPES,
 }
 # What functions return, bases to derive from, and a name for a type; their examples are elsewhere.
-WITHOUT_EXAMPLE = {"Info", "QParams", "Range", "Quantizer", "QuantizedLayer", "Observer", "State", "ALONE"}
+WITHOUT_EXAMPLE = {
+    *("Info", "QParams", "Range", "Quantizer", "QuantizedLayer", "LayerKind", "Observer", "State", "ALONE"),
+    *("compute", "quantize_input", "quantize_output", "quantized_weight"),
+}
 by_place = pytest.mark.parametrize("place", PLACES)
 
 

@@ -14,6 +14,9 @@ from typing import Any
 
 from fakequant.spec import QuantSpec
 
+# Weights up to here, times two 8-bit activations, are summed exactly in 16 bits.
+_EXACT_WITHOUT_VNNI = 64
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
@@ -50,6 +53,34 @@ class Target:
         if not self.symmetric_int8:
             return spec
         return dataclasses.replace(spec, bits=8, signed=True, symmetric=True, narrow=False)
+
+    def storage_bits(self, spec: QuantSpec) -> int:
+        """The width of the type that holds codes of a weight beside a quantized input.
+
+        >>> TARGETS["onnxruntime-x86"].storage_bits(QuantSpec(bits=2)), TARGETS["generic"].storage_bits(QuantSpec(bits=2))
+        (8, 4)
+        """
+        if spec.bits > 8:
+            return 16
+        # ONNX Runtime refuses 2 bits beside a quantized input.
+        return 8 if self.integer_weights_in_bytes or spec.bits > 4 else 4
+
+    def weight_shift(self, spec: QuantSpec) -> int:
+        """The largest k for which codes of a weight times 2^k fit their type and are summed exactly on every CPU.
+
+        Codes are stored times 2^k at a scale that is 2^k smaller: the same weights, and a bias, which has the scale of
+        the products, that is rounded 2^k times finer.
+
+        >>> TARGETS["onnxruntime-x86"].weight_shift(QuantSpec(bits=2))  # -2 * 32 = -64
+        5
+        """
+        if not (spec.symmetric and spec.signed) or spec.group_size is not None or spec.bits > 8:
+            return 0
+        largest = min(2 ** (self.storage_bits(spec) - 1), _EXACT_WITHOUT_VNNI)
+        shift = 0
+        while spec.qmin * 2 ** (shift + 1) >= -largest and spec.qmax * 2 ** (shift + 1) < largest:
+            shift += 1
+        return shift
 
     def why_not_weight(self, spec: QuantSpec, levels: Any) -> str | None:
         """What is wrong with weights beside 8-bit activations, if anything is; `levels` are codes minus zero point."""

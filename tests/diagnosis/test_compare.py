@@ -10,6 +10,7 @@ from fakequant import recipes
 from fakequant.diagnosis.compare import Errors
 
 torch = pytest.importorskip("torch")
+integer = pytest.importorskip("fakequant.integer.layer")
 nn = torch.nn
 
 # Scale 1: codes are the numbers.
@@ -355,7 +356,7 @@ def test_a_converted_model_with_its_normalizations_folded(residual):
     assert found["relu"].isolated == trained["relu"].isolated
     # Before and after `convert` the weights have the factors of the normalization in them.
     factor = (model.norm.weight / (model.norm.running_var + model.norm.eps).sqrt()).reshape(-1, 1, 1, 1)
-    expected = sqnr(model.conv.weight * factor, golden.conv.float_weight())
+    expected = sqnr(model.conv.weight * factor, integer.float_weight(golden.conv))
     assert found["conv"].weight_sqnr == pytest.approx(expected, abs=1e-3)
     assert trained["conv"].weight_sqnr == pytest.approx(expected, abs=1e-3)
 
@@ -379,7 +380,7 @@ def test_errors_of_channels_that_a_normalization_makes_large_again_count():
         model[1].running_var[0] = 1e-6
     _, prepared = pair(model, one_scale)
     found = compared(model, prepared, data=tokens)["0"]
-    weight = prepared[0].quantized_weight().detach()
+    weight = fq.nn.quantized_weight(prepared[0]).detach()
     assert found.weight_sqnr == pytest.approx(sqnr(model[0].weight.detach(), weight))
     with torch.no_grad():
         assert found.isolated.sqnr == pytest.approx(sqnr(model(tokens[0]), prepared(tokens[0])))

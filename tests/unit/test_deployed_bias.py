@@ -102,7 +102,7 @@ def test_codes_of_prepared_and_converted_models_are_equal_but_for_ties(config, s
 def test_copies_and_unprepared_models_have_their_own():
     model = prepared(nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1)), torch.randn(2, 1, 3, 3))
     copied = copy.deepcopy(model)
-    assert copied[0].norm is copied[1]
+    assert copied[0]._fakequant.norm is copied[1]
     assert "norm" not in fq.unprepare(model)[0].__dict__
 
 
@@ -202,7 +202,7 @@ def test_a_normalization_put_in_the_place_of_another_is_found():
     model = prepared(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), x)
     model[1] = nn.BatchNorm2d(4)
     nn.init.normal_(model[1].bias)
-    assert fq.calibrate(model, [x], progress=False)[0].norm is model[1]
+    assert fq.calibrate(model, [x], progress=False)[0]._fakequant.norm is model[1]
     golden = fq.convert(model)
     same = model.eval()(x) - golden(x)
     assert same.abs().max() < 1e-5  # float sums against integer ones; half a step of a bias is 1e-4 and more

@@ -23,7 +23,8 @@ reference = pytest.importorskip("onnx.reference")
 recipes = pytest.importorskip("fakequant.recipes")
 values = pytest.importorskip("fakequant.integer.values")
 operators = pytest.importorskip("fakequant.export.operators")
-IntegerLayer = pytest.importorskip("fakequant.integer.layer").IntegerLayer
+integer = pytest.importorskip("fakequant.integer.layer")
+IntegerLayer = integer.IntegerLayer
 nn = torch.nn
 F = torch.nn.functional
 Fixed, LayerConfig, QuantConfig = fq.observers.Fixed, fq.LayerConfig, fq.QuantConfig
@@ -233,16 +234,17 @@ def check_ranges(model, specs, proto, execute, largest=np.inf):
         check_weight(golden.layers[name], spec, f"layers.{name}", proto, stored)
     found = execute(exposed(proto, ".weight_dequantized"), torch.from_numpy(x))
     for name in specs:
-        same(golden.layers[name].float_weight(), found[f"layers.{name}.weight_dequantized"], name)
+        same(integer.float_weight(golden.layers[name]), found[f"layers.{name}.weight_dequantized"], name)
 
 
 def check_weight(layer, spec, path, proto, stored):
     """Codes, scales and the place they are for."""
     zero = 0 if layer.weight_zero_point is None else layer.weight_zero_point
-    codes = fq.quantize(layer.float_weight(), layer.weight_scale, zero, spec).numpy()
+    times = 2**layer._fakequant.weight_shift
+    codes = fq.quantize(integer.float_weight(layer), layer.weight_scale * times, zero, spec).numpy()
     found = stored[f"{path}.weight_codes"]
-    np.testing.assert_array_equal(found.astype(np.int64), codes.astype(np.int64), err_msg=path)
-    assert found.astype(np.int64).min() >= spec.qmin
+    np.testing.assert_array_equal(found.astype(np.int64), codes.astype(np.int64) * times, err_msg=path)
+    assert found.astype(np.int64).min() >= spec.qmin * times
     assert_same_bits(layer.weight_scale.numpy().ravel(), stored[f"{path}.weight_scale"].ravel(), path)
     node = next(n for n in proto.graph.node if f"{path}.weight_codes" in n.input)
     assert node.op_type == "DequantizeLinear"
@@ -256,7 +258,7 @@ def check_weight(layer, spec, path, proto, stored):
         assert kind == (kinds.INT4 if spec.signed else kinds.UINT4)
     if spec.bits == 2 and opset >= 25 and code_tensors_are_plain(proto):
         # ONNX Runtime takes no 2 bits where it computes with integers.
-        signed, unsigned = (kinds.INT4, kinds.UINT4) if layer.is_integer else (kinds.INT2, kinds.UINT2)
+        signed, unsigned = (kinds.INT4, kinds.UINT4) if integer.is_integer(layer) else (kinds.INT2, kinds.UINT2)
         assert kind == (signed if spec.signed else unsigned)
 
 
@@ -424,11 +426,13 @@ def test_the_file_of_a_cnn_has_integers_for_weights_and_no_normalization(cnn):
     layers = {path: m for path, m in golden.named_modules() if isinstance(m, IntegerLayer)}
     assert len(layers) == 9
     for path, layer in layers.items():
-        np.testing.assert_array_equal(stored[f"{path}.weight_codes"], layer.weight_levels().numpy(), err_msg=path)
+        np.testing.assert_array_equal(
+            stored[f"{path}.weight_codes"], integer.weight_levels(layer).numpy(), err_msg=path
+        )
         assert stored[f"{path}.weight_codes"].dtype == np.int8
         assert np.abs(stored[f"{path}.weight_codes"].astype(int)).max() <= 64
         same(layer.weight_scale, stored[f"{path}.weight_scale"], path)
-        grid = layer.input_quantizer or layer.input_grid
+        grid = layer.input_quantizer or layer._fakequant.input_grid
         assert stored[f"{path}.bias_codes"].dtype == np.int32
         np.testing.assert_array_equal(stored[f"{path}.bias_codes"], layer.bias_codes.numpy(), err_msg=path)
         expected = np.float32(grid.scale.numpy()) * layer.weight_scale.numpy()

@@ -29,14 +29,14 @@ def test_a_layer_does_not_quantize_again_what_comes_quantized():
     model = fq.prepare(TwoUses(), recipes.int8())
     assert model.fc.input_quantizer is None
     assert model.stem.input_quantizer is not None
-    assert model.fc.input_grid is model.act.output_quantizer
+    assert model.fc._fakequant.input_grid is model.act.output_quantizer
     assert "that of act.output_quantizer" in str(fq.summary(model))
-    assert "input_grid" not in fq.unprepare(model).fc.__dict__
+    assert "_fakequant" not in fq.unprepare(model).fc.__dict__
 
 
 def test_a_copy_knows_its_own_grid():
     model = copy.deepcopy(fq.prepare(TwoUses(), recipes.int8()))
-    assert model.fc.input_grid is model.act.output_quantizer
+    assert model.fc._fakequant.input_grid is model.act.output_quantizer
 
 
 def test_what_was_quantized_elsewhere_is_on_its_grid():

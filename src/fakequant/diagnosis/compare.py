@@ -14,7 +14,7 @@ from fakequant.diagnosis.pairs import Pair, find_pairs, has_quantized_weight, re
 from fakequant.diagnosis.sums import Errors, Sums, exact
 from fakequant.diagnosis.watching import Call, first_tensor, in_single_steps, recording, watching
 from fakequant.nn.folding import factor_of
-from fakequant.nn.layer import QuantizedLayer
+from fakequant.nn.layer import QuantizedLayer, quantized_weight
 from fakequant.workflow.fold import Folded
 from fakequant.workflow.prepare import link_norms
 from fakequant.workflow.running import Data, check_module, copied, evaluating, run
@@ -234,12 +234,13 @@ class _Comparison:
         layer: Any = pair.module
         if not has_quantized_weight(layer):
             return None
-        weight, quantized = exact(getattr(pair.before, layer.weight_name)), exact(layer.quantized_weight())
+        kind = layer._fakequant.kind
+        weight, quantized = exact(getattr(pair.before, kind.weight_name)), exact(quantized_weight(layer))
         of_channels = pair.norm_to_come is None or weight.dim() > 2 or pair.input_dims == 2  # not of tokens
         if pair.norm is not None and of_channels:
-            weight = _scaled(weight, self.float_model.get_submodule(pair.norm), layer.channel_axis)
+            weight = _scaled(weight, self.float_model.get_submodule(pair.norm), kind.channel_axis)
         if pair.norm_to_come is not None and of_channels:
-            quantized = _scaled(quantized, pair.norm_to_come, layer.channel_axis)
+            quantized = _scaled(quantized, pair.norm_to_come, kind.channel_axis)
         sums = Sums()
         sums.add_result(weight, quantized)
         return sums.errors().sqnr

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.integer.grid import Grid
-from fakequant.nn.layer import QuantizedLayer
+from fakequant.nn.layer import QuantizedLayer, input_grid_of as grid_of_layer
 from fakequant.nn.quantizer import Quantizer
 from fakequant.torch import functional
 from fakequant.workflow.health import qparams_at_hand
@@ -49,7 +49,7 @@ def inputs_of(layer: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
 
 def input_grid_of(layer: nn.Module) -> Quantizer | Grid | None:
     """What puts the input of a layer on a grid: its own quantizer, or that of the module it comes from."""
-    return (layer.input_quantizer or layer.input_grid) if isinstance(layer, QuantizedLayer) else None
+    return grid_of_layer(layer) if isinstance(layer, QuantizedLayer) else None
 
 
 def is_on(quantizer: Quantizer | Grid) -> bool:

@@ -75,8 +75,9 @@ def _check_shapes(pair: Pair) -> None:
     if not has_quantized_weight(pair.module):
         return
     layer: Any = pair.module
-    there = getattr(pair.before, layer.weight_name, None)
-    shape = layer.weight_shape if isinstance(layer, IntegerLayer) else tuple(getattr(layer, layer.weight_name).shape)
+    record, name = layer._fakequant, layer._fakequant.kind.weight_name
+    there = getattr(pair.before, name, None)
+    shape = record.weight_shape if isinstance(layer, IntegerLayer) else tuple(getattr(layer, name).shape)
     if there is None or tuple(there.shape) != shape:
         has = "no weight" if there is None else f"a weight of shape {tuple(there.shape)}"
         raise ValueError(
@@ -88,7 +89,7 @@ def _check_shapes(pair: Pair) -> None:
 def has_quantized_weight(module: Any) -> bool:
     """Whether a layer computes with codes of its weight, or with what they stand for."""
     if isinstance(module, IntegerLayer):
-        return module.weight_spec is not None
+        return module._fakequant.weight_spec is not None
     return isinstance(module, QuantizedLayer) and module.weight_quantizer is not None
 
 

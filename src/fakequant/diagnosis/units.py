@@ -45,10 +45,10 @@ def _unit(path: str, module: Any, part_of: str | None) -> Unit:
         quantizer = module.output_quantizer
         return Unit(path, type(module).__name__, module, [quantizer], 0, quantizer.spec.bits, 0, part_of)
     own = [child for child in module._modules.values() if isinstance(child, Quantizer)]
-    weight = getattr(module, module.weight_name)
+    weight = getattr(module, module._fakequant.kind.weight_name)
     float_bits = 8 * weight.element_size()
     bits = float_bits if module.weight_quantizer is None else module.weight_quantizer.spec.bits
-    return Unit(path, module.float_class.__name__, module, own, weight.numel(), bits, float_bits, part_of)
+    return Unit(path, module._fakequant.float_class.__name__, module, own, weight.numel(), bits, float_bits, part_of)
 
 
 class Switches:
@@ -74,7 +74,7 @@ class Switches:
 
     def __enter__(self) -> "Switches":
         for unit in self._units:
-            if getattr(unit.module, "input_grid", None) is not None:
+            if isinstance(unit.module, QuantizedLayer) and unit.module._fakequant.input_grid is not None:
                 before = unit.module.register_forward_pre_hook(self._borrow, with_kwargs=True)
                 after = unit.module.register_forward_hook(self._give_back, always_call=True)
                 self._undo.callback(before.remove)
@@ -85,7 +85,7 @@ class Switches:
         self._undo.close()
 
     def _borrow(self, layer: Any, args: Any, kwargs: Any) -> Any:
-        grid = layer.input_grid
+        grid = layer._fakequant.input_grid
         if layer not in self._on or grid.quantizing:
             return None
         grid.quantizing = True

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fakequant.nn.layer import QUANTIZERS, QuantizedLayer, find_forward, quantized_class
+from fakequant.nn.kinds import find_kind
+from fakequant.nn.layer import QUANTIZERS, Quantization, QuantizedLayer, attach
 from fakequant.workflow.running import copied
 
 
@@ -77,13 +78,14 @@ def in_single_steps(model: nn.Module, like: dict[str, nn.Module]) -> Iterator[No
 
 
 def _open(attention: nn.MultiheadAttention, undo: ExitStack) -> None:
-    """Makes an attention one of ours, without quantizers."""
-    forward = find_forward(type(attention))
-    if forward is None or forward.why_not(attention) is not None:
+    """Makes an attention a prepared layer without quantizers."""
+    cls = type(attention)
+    kind = find_kind(cls)
+    if kind is None or kind.why_not(attention) is not None:
         return
     names = (*QUANTIZERS, "projection_quantizer")
     attention.__dict__.update(dict.fromkeys(names))
-    for name in names:
+    attach(attention, Quantization(kind, cls))
+    for name in (*names, "_fakequant"):
         undo.callback(attention.__dict__.pop, name)
-    undo.callback(setattr, attention, "__class__", type(attention))
-    attention.__class__ = quantized_class(type(attention))  # type: ignore[assignment]
+    undo.callback(setattr, attention, "__class__", cls)

@@ -3,7 +3,14 @@
 # Each says which layers of torch it is for.
 from fakequant.nn import attention as attention, conv as conv, embedding as embedding, linear as linear
 from fakequant.nn.fake_quantize import FakeQuantize as FakeQuantize
-from fakequant.nn.layer import QuantizedLayer as QuantizedLayer, quantizes as quantizes
+from fakequant.nn.kinds import LayerKind as LayerKind, quantizes as quantizes
+from fakequant.nn.layer import (
+    QuantizedLayer as QuantizedLayer,
+    compute as compute,
+    quantize_input as quantize_input,
+    quantize_output as quantize_output,
+    quantized_weight as quantized_weight,
+)
 from fakequant.nn.learned import LearnedFakeQuantize as LearnedFakeQuantize
 from fakequant.nn.pact import PACT as PACT
 from fakequant.nn.param_groups import param_groups as param_groups

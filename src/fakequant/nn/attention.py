@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fakequant.nn.layer import QuantizedLayer, quantizes
+from fakequant.nn.kinds import LayerKind, quantizes
+from fakequant.nn.layer import compute, compute_rows, quantize_output
 from fakequant.nn.linear import linear
-from fakequant.nn.quantizer import Quantizer
 
 
 @quantizes(nn.MultiheadAttention)
-class MultiheadAttention(QuantizedLayer):
+class MultiheadAttention(LayerKind):
     """Multi-head attention with quantized inputs, projections and weights.
 
     The projection of the results is the layer `out_proj`, quantized like any other. What the products of
@@ -22,7 +22,6 @@ class MultiheadAttention(QuantizedLayer):
 
     weight_name: ClassVar[str] = "in_proj_weight"
     bias_name: ClassVar[str] = "in_proj_bias"
-    projection_quantizer: Quantizer | None
 
     @classmethod
     def why_not(cls, module: Any) -> str | None:
@@ -33,8 +32,9 @@ class MultiheadAttention(QuantizedLayer):
             return "add_bias_kv and add_zero_attn are not supported"
         return None
 
+    @staticmethod
     def forward(
-        self,
+        layer: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -45,18 +45,17 @@ class MultiheadAttention(QuantizedLayer):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As in `nn.MultiheadAttention`."""
-        layer: Any = self
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
         batched = query.dim() == 3
-        q, k, v = self._project(query, key, value)
+        q, k, v = _project(layer, query, key, value)
         if not batched:
             q, k, v = (t.unsqueeze(0) for t in (q, k, v))
         elif not layer.batch_first:
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))
         q, k, v = (t.unflatten(-1, (layer.num_heads, layer.head_dim)).transpose(1, 2) for t in (q, k, v))
         mask = _joined_mask(attn_mask, key_padding_mask, q, k)
-        dropout = layer.dropout if self.training else 0.0
+        dropout = layer.dropout if layer.training else 0.0
         weights = None
         if need_weights:
             scores = q * sqrt(1.0 / layer.head_dim) @ k.transpose(-2, -1)
@@ -71,23 +70,18 @@ class MultiheadAttention(QuantizedLayer):
             y, weights = y.squeeze(0), None if weights is None else weights.squeeze(0)
         elif not layer.batch_first:
             y = y.transpose(0, 1)
-        return self.quantize_output(layer.out_proj(y)), weights
+        return quantize_output(layer, layer.out_proj(y)), weights
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        layer: Any = self
-        if key is query and value is query:
-            return list(self._between(self.compute(linear, query)).chunk(3, dim=-1))
-        bias = layer.in_proj_bias
-        if not self.training:
-            bias = self.deployed_bias(bias, query, layer.in_proj_weight)
-        weight, x = self.quantized_weight(), self.quantize_input(query)
-        inputs = [x, x if key is query else self.quantize_input(key)]
-        inputs.append(inputs[1] if value is key else self.quantize_input(value))
-        biases = [None] * 3 if bias is None else bias.chunk(3)
-        return [self._between(F.linear(x, w, b)) for x, w, b in zip(inputs, weight.chunk(3), biases, strict=True)]
 
-    def _between(self, x: Tensor) -> Tensor:
-        return x if self.projection_quantizer is None else self.projection_quantizer(x)
+def _project(layer: Any, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """Queries, keys and values, on the grid of `projection_quantizer`."""
+    if key is query and value is query:
+        return list(_between(layer, compute(layer, linear, query)).chunk(3, dim=-1))
+    return [_between(layer, y) for y in compute_rows(layer, F.linear, [query, key, value])]
+
+
+def _between(layer: Any, x: Tensor) -> Tensor:
+    return x if layer.projection_quantizer is None else layer.projection_quantizer(x)
 
 
 def _joined_mask(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:

@@ -6,35 +6,37 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fakequant.nn.layer import QuantizedLayer, quantizes
+from fakequant.nn.kinds import LayerKind, quantizes
+from fakequant.nn.layer import compute, quantize_output
 
 
 @quantizes(nn.Conv1d, nn.Conv2d, nn.Conv3d)
-class Conv(QuantizedLayer):
+class Conv(LayerKind):
     """A convolution of x with w, both quantized."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    @staticmethod
+    def forward(layer: Any, input: Tensor) -> Tensor:
         """As in `nn.Conv2d`."""
-        layer: Any = self
-        return self.quantize_output(self.compute(layer._conv_forward, input))
+        return quantize_output(layer, compute(layer, layer._conv_forward, input))
 
 
-class _Transposed(QuantizedLayer):
+class _Transposed(LayerKind):
     channel_axis: ClassVar[int] = 1
     function: ClassVar[Callable[..., Tensor]]
     dimensions: ClassVar[int]
 
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+    @staticmethod
+    def forward(layer: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """As in `nn.ConvTranspose2d`."""
-        layer: Any = self
         if layer.padding_mode != "zeros":
             raise ValueError(f"Only padding_mode='zeros' is supported, got {layer.padding_mode!r}.")
+        kind = layer._fakequant.kind
         output_padding = layer._output_padding(
-            input, output_size, layer.stride, layer.padding, layer.kernel_size, self.dimensions, layer.dilation
+            input, output_size, layer.stride, layer.padding, layer.kernel_size, kind.dimensions, layer.dilation
         )
         rest = (layer.stride, layer.padding, output_padding, layer.groups, layer.dilation)
-        return self.quantize_output(
-            self.compute(lambda x, weight, bias: type(self).function(x, weight, bias, *rest), input)
+        return quantize_output(
+            layer, compute(layer, lambda x, weight, bias: kind.function(x, weight, bias, *rest), input)
         )
 
 

@@ -5,10 +5,11 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fakequant.nn.layer import QuantizedLayer, quantizes
+from fakequant.nn.kinds import LayerKind, quantizes
+from fakequant.nn.layer import quantize_output, quantized_weight
 
 
-class _Table(QuantizedLayer):
+class _Table(LayerKind):
     has_input: ClassVar[bool] = False
 
     @classmethod
@@ -23,30 +24,32 @@ class _Table(QuantizedLayer):
 class Embedding(_Table):
     """Rows of a quantized table."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    @staticmethod
+    def forward(layer: Any, input: Tensor) -> Tensor:
         """As in `nn.Embedding`."""
-        layer: Any = self
         y = F.embedding(
             input,
-            self.quantized_weight(),
+            quantized_weight(layer),
             layer.padding_idx,
             None,
             layer.norm_type,
             layer.scale_grad_by_freq,
             False,
         )
-        return self.quantize_output(y)
+        return quantize_output(layer, y)
 
 
 @quantizes(nn.EmbeddingBag)
 class EmbeddingBag(_Table):
     """Sums or means of rows of a quantized table."""
 
-    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+    @staticmethod
+    def forward(
+        layer: Any, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
         """As in `nn.EmbeddingBag`."""
-        layer: Any = self
         y = F.embedding_bag(
-            input, self.quantized_weight(), offsets, None, layer.norm_type, layer.scale_grad_by_freq,
+            input, quantized_weight(layer), offsets, None, layer.norm_type, layer.scale_grad_by_freq,
             layer.mode, False, per_sample_weights, layer.include_last_offset, layer.padding_idx,
         )  # fmt: skip
-        return self.quantize_output(y)
+        return quantize_output(layer, y)

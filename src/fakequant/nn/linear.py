@@ -1,10 +1,13 @@
 """Quantized `nn.Linear`."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fakequant.nn.layer import QuantizedLayer, quantizes
+from fakequant.nn.kinds import LayerKind, quantizes
+from fakequant.nn.layer import compute, quantize_output
 from fakequant.nn.saved_codes import is_saving
 from fakequant.torch import nodes
 
@@ -23,9 +26,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @quantizes(nn.Linear)
-class Linear(QuantizedLayer):
+class Linear(LayerKind):
     """y = x w^T + b, with x and w quantized."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    @staticmethod
+    def forward(layer: Any, input: Tensor) -> Tensor:
         """As in `nn.Linear`."""
-        return self.quantize_output(self.compute(linear, input))
+        return quantize_output(layer, compute(layer, linear, input))

@@ -6,13 +6,14 @@ torch.fx is used to look at the model, never to replace it. What it cannot trace
 import copy
 import operator
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from fakequant.nn.layer import find_forward
+from fakequant.nn.kinds import find_kind
 
 _FUNCTIONS = {
     operator.add, operator.iadd, operator.mul, operator.imul, operator.matmul, operator.sub, operator.isub,
@@ -41,9 +42,9 @@ class Found(NamedTuple):
     producers: list[str]
     # Operands that are results of functions, where no module is to hold a quantizer.
     without_module: list[str]
-    # Modules whose only input is the result of another, by path: whenever they are called, as it was computed or with
-    # its elements in other places.
-    sources: dict[str, str]
+    # Modules whose only input comes from other modules, by path: those that it passes through, the last one first.
+    # They only move elements, but for the one at the end, which computes them.
+    sources: dict[str, tuple[str, ...]]
     # Why there is no more, if the model could not be traced.
     problem: str | None
 
@@ -52,7 +53,7 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
             return False
-        return m.__module__.startswith(("torch.nn", "torch.ao.nn")) or find_forward(type(m)) is not None
+        return m.__module__.startswith(("torch.nn", "torch.ao.nn")) or find_kind(type(m)) is not None
 
 
 def find_operands(model: nn.Module) -> Found:
@@ -94,33 +95,36 @@ def copy_for_tracing(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, shared)
 
 
-def _sources(model: nn.Module, graph: fx.Graph) -> dict[str, str]:
+def _sources(model: nn.Module, graph: fx.Graph) -> dict[str, tuple[str, ...]]:
     calls = [node for node in graph.nodes if node.op == "call_module"]
-    number = Counter(node.target for node in calls)
-    found: dict[str, set[str | None]] = {}
+    number = Counter(str(node.target) for node in calls)
+    found: dict[str, set[tuple[str, ...]]] = {}
     for node in calls:
         inputs = node.all_input_nodes
-        source = _moved_from(model, inputs[0]) if len(inputs) == 1 else None
-        if source is not None and source.op == "call_module" and number[source.target] == 1:
-            found.setdefault(str(node.target), set()).add(str(source.target))
-        else:
-            found.setdefault(str(node.target), set()).add(None)
-    return {target: str(*paths) for target, paths in found.items() if len(paths) == 1 and None not in paths}
+        sources: tuple[str, ...] = ()
+        for path in _moved_from(model, inputs[0]) if len(inputs) == 1 else ():
+            if number[path] > 1:  # which of its results this is would have to be known
+                break
+            sources = (*sources, path)
+        found.setdefault(str(node.target), set()).add(sources)
+    return {target: next(iter(ways)) for target, ways in found.items() if len(ways) == 1 and () not in ways}
 
 
-def _moved_from(model: nn.Module, node: fx.Node) -> fx.Node | None:
-    """Whose elements these are, in other places or the largest of some; None: somebody changes them on the way."""
-    while True:
-        if any(_changes_its_input(model, user) for user in node.users):
-            return None
+def _moved_from(model: nn.Module, node: fx.Node) -> Iterator[str]:
+    """The modules that a value passes through, back to the one that computes its elements.
+
+    It ends early where the value is changed on the way.
+    """
+    while not any(_changes_its_input(model, user) for user in node.users):
         if node.op == "call_module":
+            yield str(node.target)
             moves = isinstance(model.get_submodule(str(node.target)), _MOVING_MODULES)
         else:
             moves = (node.op == "call_function" and node.target in _MOVING_FUNCTIONS) or (
                 node.op == "call_method" and node.target in _MOVING_METHODS
             )
         if not moves or not node.args or not isinstance(node.args[0], fx.Node):
-            return node
+            return
         node = node.args[0]
 
 

@@ -10,15 +10,24 @@ from torch.nn.utils import parametrize
 
 from fakequant import targets
 from fakequant.integer.grid import Grid
-from fakequant.integer.layer import IntegerLayer, integer_class
+from fakequant.integer.layer import (
+    IntegerLayer,
+    Integers,
+    bias_scale,
+    integer_class,
+    is_integer,
+    set_levels,
+    set_weight,
+    weight_levels,
+)
 from fakequant.integer.values import stripped
 from fakequant.nn.folding import bias_codes, widened_scale
-from fakequant.nn.layer import QuantizedLayer, input_dims
+from fakequant.nn.layer import Quantization, QuantizedLayer, input_grid_of
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.spec import QuantSpec
 from fakequant.torch import functional
 from fakequant.torch.tensors import block_shape
-from fakequant.workflow.calibrate import without_scale
+from fakequant.workflow.exempt import leave_in_float
 from fakequant.workflow.fold import Folded, find_pairs, fold, why_not
 from fakequant.workflow.prepare import preparation, quantize_output
 
@@ -49,13 +58,14 @@ def convert(model: nn.Module, *, target: str | None = None) -> nn.Module:
     """
     made = preparation(model)
     goal = targets.find(made.config.target if target is None else target)
-    _require_scales(model)
     copied = copy.deepcopy(model).eval().requires_grad_(False)
+    notes = leave_in_float(copied)
     pairs, problem = find_pairs(copied)
-    notes = [] if problem is None else [f"the model's own code could not be traced ({problem}): see what was folded"]
+    if problem is not None:
+        notes.append(f"the model's own code could not be traced ({problem}): see what was folded")
     grids = _make_grids(copied, goal)
-    norms = {p.layer: (copied.get_submodule(p.norm), input_dims(model.get_submodule(p.layer))) for p in pairs}
-    kept = _replace(copied, grids, norms)
+    norms = {pair.layer: copied.get_submodule(pair.norm) for pair in pairs}
+    kept = _replace(copied, grids, norms, goal)
     folded = [pair.norm for pair in pairs if pair.layer not in kept]
     for path in folded:
         take_out(copied, path)
@@ -75,15 +85,6 @@ def conversion(model: nn.Module) -> Conversion:
     return found
 
 
-def _require_scales(model: nn.Module) -> None:
-    missing = without_scale(model, weights=False)
-    if missing is not None:
-        raise RuntimeError(
-            f"The model is not calibrated: {missing} have no scale.\n"
-            "Use fakequant.calibrate(model, data), or train it, before it is converted."
-        )
-
-
 def _require_target(model: nn.Module, target: targets.Target) -> None:
     """That the target can compute what was trained."""
     wrong = []
@@ -92,9 +93,8 @@ def _require_target(model: nn.Module, target: targets.Target) -> None:
             reason = target.why_not_activation(module.spec)
             if module.spec.numerics != "onnx":
                 reason = f"has the numerics {module.spec.numerics!r}, and runtimes compute 'onnx'"
-        elif isinstance(module, IntegerLayer) and module.is_integer:
-            assert module.weight_spec is not None
-            reason = target.why_not_weight(module.weight_spec, module.weight_levels())
+        elif isinstance(module, IntegerLayer) and is_integer(module):
+            reason = target.why_not_weight(module._fakequant.weight_spec, weight_levels(module))
         else:
             reason = None
         if reason is not None:
@@ -122,10 +122,12 @@ def _make_grids(model: nn.Module, target: targets.Target) -> dict[Quantizer, Gri
     return made
 
 
-def _replace(model: nn.Module, grids: dict[Quantizer, Grid], norms: dict[str, Any]) -> dict[str, str]:
+def _replace(
+    model: nn.Module, grids: dict[Quantizer, Grid], norms: dict[str, nn.Module], target: targets.Target
+) -> dict[str, str]:
     """Makes every quantized layer an integer layer, and every other quantizer a grid.
 
-    Returns the layers whose normalization could not be made a part of them, and why.
+    Returns the layers whose normalization could not be folded, and why.
     """
     kept = {}
     for path, module in list(model.named_modules()):
@@ -133,43 +135,43 @@ def _replace(model: nn.Module, grids: dict[Quantizer, Grid], norms: dict[str, An
             if isinstance(quantizer, Quantizer) and quantizer in grids:
                 module._modules[name] = grids[quantizer]
         if isinstance(module, QuantizedLayer):
-            grid = module.__dict__.get("input_grid")
-            if grid is not None:
-                module.__dict__["input_grid"] = grids[grid]
-            layer: Any = module
-            layer.path = path
-            reason = _make_integer(layer, *norms.get(path, (None, None)))
+            source = module._fakequant.input_grid
+            module._fakequant.input_grid = None if source is None else grids[source]
+            reason = _make_integer(module, path, norms.get(path), target)
             if reason is not None:
                 kept[path] = reason
     return kept
 
 
 @torch.no_grad()
-def _make_integer(layer: Any, norm: nn.Module | None, dims: int | None) -> str | None:
-    quantizer = layer.weight_quantizer
-    weight = getattr(layer, layer.weight_name).detach()
-    bias = getattr(layer, layer.bias_name, None)
+def _make_integer(layer: Any, path: str, norm: nn.Module | None, target: targets.Target) -> str | None:
+    """Makes a quantized layer an integer layer, with its normalization if that can be folded; returns why not."""
+    before: Quantization = layer._fakequant
+    kind, quantizer = before.kind, layer.weight_quantizer
+    weight = getattr(layer, kind.weight_name).detach()
+    bias = getattr(layer, kind.bias_name, None)
     layer._modules.pop("weight_quantizer", None)
-    layer.__dict__.pop("save_codes", None)
-    layer.__dict__.pop("norm", None)
-    kind = layer.float_class
+    cls = before.float_class
     if parametrize.is_parametrized(layer):
-        kind = kind.__bases__[0]
+        cls = cls.__bases__[0]
         del layer._modules["parametrizations"]
-    layer.__class__ = integer_class(kind)
-    layer.weight_spec = None
-    layer.bias_codes = None
+        layer._parameters[kind.weight_name] = nn.Parameter(weight, requires_grad=False)
+    record = Integers(kind, cls, path, input_grid=before.input_grid)
+    layer.__dict__["_fakequant"] = record
+    layer.__class__ = integer_class(cls)
+    layer.register_buffer("bias_codes", None)
     if quantizer is None:
         return None
     spec, scale, zero_point = _scales_of(quantizer.eval(), weight)
-    layer._parameters.pop(layer.weight_name, None)
-    layer.weight_shape = tuple(weight.shape)
-    layer.weight_spec = spec
-    layer.register_buffer("weight_scale", scale)
+    layer._parameters.pop(kind.weight_name, None)
+    record.weight_shape, record.weight_spec = tuple(weight.shape), spec
+    if is_integer(layer):
+        record.weight_shift = min(before.weight_shift, target.weight_shift(spec))
+    layer.register_buffer("weight_scale", scale * 2.0**-record.weight_shift)
     layer.register_buffer("weight_zero_point", None if spec.symmetric else zero_point)
     layer.register_buffer("weight_codes", None)
-    layer.set_weight(weight)
-    reason = None if norm is None else why_not(layer, norm, dims)
+    set_weight(layer, weight)
+    reason = None if norm is None else why_not(layer, norm)
     if norm is not None and reason is None:
         bias = fold(layer, bias, norm)
     _set_bias(layer, bias)
@@ -196,40 +198,37 @@ def _scales_of(quantizer: Any, weight: Tensor) -> tuple[QuantSpec, Tensor, Tenso
 
 def _set_bias(layer: Any, bias: Tensor | None) -> None:
     """As integers, if the scale of the sums is known; else as a float."""
-    if layer.bias_name in layer._parameters:
-        layer._parameters[layer.bias_name] = None
-    del layer.bias_codes
-    layer.register_buffer("bias_codes", None)
+    name = layer._fakequant.kind.bias_name
+    if name in layer._parameters:
+        layer._parameters[name] = None
     if bias is None:
         return
-    grid = layer.input_quantizer or layer.input_grid
-    if isinstance(grid, Grid) and grid.has_one_scale and layer._sums_have_one_scale():
-        assert grid.scale is not None
-        _widen(layer, grid.scale, bias.detach())
-        scale = layer.along_outputs(layer._sum_scale(grid.scale))
-        layer.bias_codes = bias_codes(bias.detach(), scale).to(torch.int32)
+    if is_integer(layer):
+        _widen(layer, input_grid_of(layer).scale, bias.detach())
+        layer.bias_codes = bias_codes(bias.detach(), bias_scale(layer)).to(torch.int32)
     else:
-        layer._parameters[layer.bias_name] = nn.Parameter(bias.detach().float(), requires_grad=False)
+        layer._parameters[name] = nn.Parameter(bias.detach().float(), requires_grad=False)
 
 
 def _widen(layer: Any, x_scale: Tensor, bias: Tensor) -> None:
     """Gives channels whose bias would not fit 32 bits a larger scale; their weights are nothing beside it."""
-    if layer.channel_axis != 0:
+    record = layer._fakequant
+    if record.kind.channel_axis != 0:
         return
     needed = widened_scale(layer.weight_scale, x_scale, bias)
     if not bool((needed > layer.weight_scale).any()):
         return
     if layer.weight_zero_point is not None:
-        raise ValueError(f"The bias of {layer.path} does not fit 32 bits beside its weights.\nUse symmetric weights.")
+        raise ValueError(f"The bias of {record.path} does not fit 32 bits beside its weights.\nUse symmetric weights.")
     before = layer.weight_scale.expand_as(needed)
-    levels = layer.weight_levels() * (before / needed).reshape(-1, *[1] * (len(layer.weight_shape) - 1))
-    layer.weight_spec = dataclasses.replace(layer.weight_spec, axis=0)
+    levels = weight_levels(layer) * (before / needed).reshape(-1, *[1] * (len(record.weight_shape) - 1))
+    record.weight_spec = dataclasses.replace(record.weight_spec, axis=0)
     layer.weight_scale = needed
-    layer.set_levels(levels.round())
+    set_levels(layer, levels.round())
 
 
 def quantize_output_with(module: nn.Module, grid: nn.Module) -> None:
-    """Puts the results of a module that is no layer of ours on a grid."""
+    """Puts the results of a module that is not a quantized layer on a grid."""
     module.register_module("output_quantizer", grid)
     module.register_forward_hook(quantize_output)
 

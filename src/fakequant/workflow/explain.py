@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from fakequant.integer.arithmetic import ARITHMETICS
+from fakequant.integer.layer import weight_levels
 from fakequant.integer.saturation import can_saturate, saturated_sums
 from fakequant.integer.values import Accumulated, GridOf, Moved, Origin, Rectified
+from fakequant.nn.layer import input_grid_of
 
 SATURATION = "saturation: the kernels of this CPU add pairs of products in 16 bits; use 7-bit weights (onnxruntime-x86)"
 NOT_FUSED = "fusion: the runtime computed the operations one by one, in float32"
@@ -76,7 +78,7 @@ def _is_near_tie(x: Tensor, grid: GridOf, differ: Tensor, hair: float = _HAIR) -
 
 
 def _may_saturate(sums: Accumulated) -> bool:
-    return sums.layer is not None and can_saturate(sums.layer.weight_levels())
+    return sums.layer is not None and can_saturate(weight_levels(sums.layer))
 
 
 def did_saturate(sums: Accumulated) -> bool:
@@ -89,11 +91,11 @@ def _saturated(sums: Accumulated) -> Tensor | None:
     layer: Any = sums.layer
     if not _may_saturate(sums) or sums.codes_in is None or sums.zero_point_in is None:
         return None
-    if sums.zero_point_in.numel() != 1 or (layer.input_quantizer or layer.input_grid) is None:
+    if sums.zero_point_in.numel() != 1 or input_grid_of(layer) is None:
         return None
     bias = None if layer.bias_codes is None else layer.bias_codes.double()
     # Stored as unsigned numbers: a signed code is larger by 2^(bits - 1).
-    grid = (layer.input_quantizer or layer.input_grid).spec
+    grid = input_grid_of(layer).spec
     offset = -grid.qmin if grid.qmin < 0 else 0
     codes = sums.codes_in.double() + offset
-    return saturated_sums(layer, codes, int(sums.zero_point_in) + offset, layer.weight_levels(), bias)
+    return saturated_sums(layer, codes, int(sums.zero_point_in) + offset, weight_levels(layer), bias)

@@ -14,7 +14,7 @@ from torch.utils import _pytree
 
 from fakequant import targets
 from fakequant.export import operators
-from fakequant.integer.layer import IntegerLayer
+from fakequant.integer.layer import IntegerLayer, is_integer, start_export
 from fakequant.workflow.convert import conversion, convert
 from fakequant.workflow.optional import require, writing
 from fakequant.workflow.running import check_module
@@ -107,8 +107,9 @@ def _export(model: nn.Module, args: Any, kwargs: Any, opset: int, dynamic_batch:
     from fakequant.export.lowering import TRANSLATIONS
 
     for module in model.modules():
-        if isinstance(module, IntegerLayer):
-            module.start_export(target.integer_weights_in_bytes)
+        if isinstance(module, IntegerLayer) and module._fakequant.weight_spec is not None:
+            spec = module._fakequant.weight_spec
+            start_export(module, target.storage_bits(spec) if is_integer(module) else spec.bits)
     shapes = None
     if dynamic_batch:
         shapes = tuple(_batch_of(x) for x in args) if args else {name: _batch_of(x) for name, x in kwargs.items()}

@@ -17,9 +17,9 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as _EXTRA_STATE
 from fakequant import targets
 from fakequant.integer.arithmetic import ARITHMETICS
 from fakequant.integer.grid import Grid
-from fakequant.integer.layer import IntegerLayer, integer_class
+from fakequant.integer.layer import IntegerLayer, Integers, integer_class
 from fakequant.layout import blocks_of
-from fakequant.nn.layer import find_forward
+from fakequant.nn.kinds import find_kind
 from fakequant.spec import QuantSpec
 from fakequant.workflow.convert import Conversion, conversion, quantize_output_with, return_tensors, take_out
 from fakequant.workflow.fold import Folded
@@ -168,13 +168,12 @@ def _describe(model: nn.Module) -> dict[str, Any]:
     layers, sources = {}, {}
     for path, module in model.named_modules():
         if isinstance(module, IntegerLayer):
-            spec = module.weight_spec
-            layers[path] = {
-                "kind": module.float_class.__name__,
-                "weight": None if spec is None else {"spec": spec.to_dict(), "shape": list(module.weight_shape)},
-            }
-            if module.input_grid is not None:
-                sources[path] = grids[module.input_grid]  # type: ignore[index]
+            record = module._fakequant
+            layers[path] = {"kind": record.float_class.__name__, "weight": _describe_weight(record)}
+            if record.takes_vectors:
+                layers[path]["takes_vectors"] = True
+            if record.input_grid is not None:
+                sources[path] = grids[record.input_grid]
     return {
         "format": _FORMAT,
         **dataclasses.asdict(conversion(model)),
@@ -185,6 +184,16 @@ def _describe(model: nn.Module) -> dict[str, Any]:
         },
         "inputs_from": sources,
         "extra_states": _extra_states(model),
+    }
+
+
+def _describe_weight(record: Integers) -> dict[str, Any] | None:
+    if record.weight_spec is None:
+        return None
+    return {
+        "spec": record.weight_spec.to_dict(),
+        "shape": list(record.weight_shape),
+        "shift": record.weight_shift,
     }
 
 
@@ -211,8 +220,7 @@ def _apply(model: nn.Module, described: dict[str, Any], state: dict[str, Any], f
     for path in described["folded"]:
         take_out(model, path)
     for path, layer in described["layers"].items():
-        _make_layer(modules[path], layer["weight"])
-        modules[path].path = path
+        _make_layer(modules[path], path, layer)
     grids = {path: _make_grid(path, grid, state) for path, grid in described["grids"].items()}
     for path, grid in grids.items():
         parent, _, name = path.rpartition(".")
@@ -222,7 +230,7 @@ def _apply(model: nn.Module, described: dict[str, Any], state: dict[str, Any], f
         else:
             quantize_output_with(module, grid)
     for path, grid_path in described["inputs_from"].items():
-        model.get_submodule(path).__dict__["input_grid"] = grids[grid_path]
+        model.get_submodule(path)._fakequant.input_grid = grids[grid_path]  # type: ignore[union-attr]
     for module in model.modules():
         close_shortcuts(module)
     _fill(model, state, file)
@@ -239,8 +247,8 @@ def _require_same_model(model: nn.Module, described: dict[str, Any], file: Any) 
     for path, layer in described["layers"].items():
         here, there = _kind(modules.get(path)), layer["kind"]
         if here == there and layer["weight"] is not None:
-            forward = find_forward(type(modules[path]))
-            weight = getattr(modules[path], forward.weight_name) if forward is not None else None
+            kind = find_kind(type(modules[path]))
+            weight = getattr(modules[path], kind.weight_name) if kind is not None else None
             here = f"{here} of shape {None if weight is None else tuple(weight.shape)}"
             there = f"{there} of shape {tuple(layer['weight']['shape'])}"
         if here != there:
@@ -262,21 +270,26 @@ def _refuse(file: Any, path: str, there: str, here: str) -> NoReturn:
     )
 
 
-def _make_layer(layer: Any, weight: dict[str, Any] | None) -> None:
-    layer.__class__ = integer_class(type(layer))
+def _make_layer(layer: Any, path: str, described: dict[str, Any]) -> None:
+    cls, weight = type(layer), described["weight"]
+    kind = find_kind(cls)
+    if kind is None:
+        raise TypeError(f"{cls.__name__} is not a layer that can be quantized")
+    record = Integers(kind, cls, path, takes_vectors=bool(described.get("takes_vectors", False)))
+    layer.__dict__["_fakequant"] = record
+    layer.__class__ = integer_class(cls)
     for name in ("input_quantizer", "output_quantizer", "projection_quantizer"):
         layer.register_module(name, None)
     layer.register_buffer("bias_codes", None)
-    layer.weight_spec = None
     if weight is None:
         return
-    layer._parameters.pop(layer.weight_name, None)
-    layer.weight_spec = QuantSpec.from_dict(weight["spec"])
-    layer.weight_shape = tuple(weight["shape"])
+    layer._parameters.pop(kind.weight_name, None)
+    record.weight_spec = QuantSpec.from_dict(weight["spec"])
+    record.weight_shape, record.weight_shift = tuple(weight["shape"]), int(weight.get("shift", 0))
     for name in ("weight_codes", "weight_scale", "weight_zero_point"):
         layer.register_buffer(name, None)
-    if layer.bias_name in layer._parameters:
-        layer._parameters[layer.bias_name] = None
+    if kind.bias_name in layer._parameters:
+        layer._parameters[kind.bias_name] = None
 
 
 def _make_grid(path: str, grid: dict[str, Any], state: dict[str, Any]) -> Grid:
@@ -327,13 +340,14 @@ def _fill_layer(layer: Any, start: str, state: dict[str, Any], file: Any) -> Non
 
 def _shapes(layer: Any) -> dict[str, list[Any]]:
     """The shapes that tensors of an integer layer may have, by name."""
-    if layer.weight_spec is None:
+    record, kind = layer._fakequant, layer._fakequant.kind
+    if record.weight_spec is None:
         return {}
-    spec, shape = layer.weight_spec, layer.weight_shape
+    spec, shape = record.weight_spec, record.weight_shape
     scales = blocks_of(shape, spec).parameters
     codes: list[Any] = [shape]
     if spec.bits in (2, 4):
         codes = [(-(-prod(shape) * spec.bits // 8),)]
-    outputs = (shape[layer.channel_axis] * (getattr(layer, "groups", 1) if layer.channel_axis == 1 else 1),)
-    names = {"weight_codes": codes, "bias_codes": [outputs], layer.bias_name: [outputs]}
+    outputs = (shape[kind.channel_axis] * (getattr(layer, "groups", 1) if kind.channel_axis == 1 else 1),)
+    names = {"weight_codes": codes, "bias_codes": [outputs], kind.bias_name: [outputs]}
     return {**names, "weight_scale": [scales], "weight_zero_point": [scales]}

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from fakequant.integer.layer import IntegerLayer
+from fakequant.integer.layer import set_levels, weight_levels
 from fakequant.nn.folding import factor_of, folded_bias, folded_scale, lacks_opposite
 from fakequant.nn.layer import QuantizedLayer
 from fakequant.nn.quantizer import Quantizer
@@ -104,43 +104,40 @@ def _fits(model: nn.Module, pair: Pair) -> bool:
     norm: Any = model.get_submodule(pair.norm)
     if not isinstance(layer, QuantizedLayer) or layer.output_quantizer is not None or layer.weight_quantizer is None:
         return False
-    spec, weight = layer.weight_quantizer.spec, getattr(layer, layer.weight_name)
-    is_grouped = getattr(layer, "groups", 1) != 1 and layer.channel_axis != 0
-    if not spec.symmetric or is_grouped or norm.num_features != weight.shape[layer.channel_axis]:
+    kind = layer._fakequant.kind
+    spec, weight, axis = layer.weight_quantizer.spec, getattr(layer, kind.weight_name), kind.channel_axis
+    is_grouped = getattr(layer, "groups", 1) != 1 and axis != 0
+    if not spec.symmetric or is_grouped or norm.num_features != weight.shape[axis]:
         return False
     if spec.group_size is not None:
-        return layer.channel_axis == 0 and spec.axis % weight.dim() != 0
-    return spec.axis is None or spec.axis % weight.dim() == layer.channel_axis
+        return axis == 0 and spec.axis % weight.dim() != 0
+    return spec.axis is None or spec.axis % weight.dim() == axis
 
 
-def why_not(layer: IntegerLayer, norm: Any, input_dims: int | None) -> str | None:
-    """Why a normalization cannot be a part of the layer, if it cannot; `input_dims` are the axes its input has."""
-    spec = layer.weight_spec
-    assert spec is not None
-    if len(layer.weight_shape) == 2 and input_dims is None:
-        return "whether the layer is given vectors or tokens is not known; run the model once before"
-    if len(layer.weight_shape) == 2 and input_dims != 2:
-        return "of tokens it normalizes another axis than that of the layer's channels"
+def why_not(layer: Any, norm: Any) -> str | None:
+    """Why a normalization cannot be folded into an integer layer; None if it can."""
+    record = layer._fakequant
+    spec = record.weight_spec
     if spec.qmin == -spec.qmax:
         return None
-    axis = layer.channel_axis
-    lowest = layer.weight_levels().movedim(axis, 0).flatten(1).amin(1)
+    lowest = weight_levels(layer).movedim(record.kind.channel_axis, 0).flatten(1).amin(1) / 2**record.weight_shift
     if bool(lacks_opposite(lowest, spec.qmin, factor_of(norm))):
         return f"a channel with a negative factor has the code {spec.qmin}, which has no opposite; use narrow=True"
     return None
 
 
-def fold(layer: IntegerLayer, bias: Tensor | None, norm: Any) -> Tensor:
-    """Changes codes and scale of the layer; returns its bias, in float64."""
-    factor = factor_of(norm)
-    assert layer.weight_spec is not None
-    axis, dims = layer.channel_axis, len(layer.weight_shape)
-    channels = layer.weight_shape[axis]
-    if layer.weight_spec.axis is None:
-        layer.weight_spec = dataclasses.replace(layer.weight_spec, axis=axis)
+def fold(layer: Any, bias: Tensor | None, norm: Any) -> Tensor:
+    """Changes codes and scale of an integer layer; returns its bias, in float64."""
+    factor, record = factor_of(norm), layer._fakequant
+    axis, dims = record.kind.channel_axis, len(record.weight_shape)
+    channels = record.weight_shape[axis]
+    if record.weight_spec.axis is None:
+        record.weight_spec = dataclasses.replace(record.weight_spec, axis=axis)
         layer.weight_scale = layer.weight_scale.expand(channels).clone()
     per_scale = factor.reshape(-1, *[1] * (layer.weight_scale.dim() - 1))
     layer.weight_scale = folded_scale(layer.weight_scale, per_scale)
     sign = factor.sign().reshape([-1 if a == axis else 1 for a in range(dims)])
-    layer.set_levels(layer.weight_levels() * sign.float())
+    set_levels(layer, weight_levels(layer) * sign.float())
+    # Behind a linear layer, a batch normalization has the channels of vectors on axis 1, and of tokens the tokens.
+    record.takes_vectors = dims == 2
     return folded_bias(bias, norm)

@@ -108,7 +108,7 @@ def health(model: nn.Module, data: Data | None = None, steps: int | None = None)
     if next(quantizers(model), None) is None:
         raise ValueError("The model has no quantizers to look at.\nUse fakequant.prepare(model, config) first.")
     weights = {
-        module.weight_quantizer: whole(getattr(module, module.weight_name))
+        module.weight_quantizer: whole(getattr(module, module._fakequant.kind.weight_name))
         for module in model.modules()
         if isinstance(module, QuantizedLayer) and module.weight_quantizer is not None
     }

@@ -12,7 +12,8 @@ from fakequant import targets
 from fakequant.config import LayerConfig, QuantConfig
 from fakequant.nn.attention import MultiheadAttention
 from fakequant.nn.fake_quantize import FakeQuantize
-from fakequant.nn.layer import QuantizedLayer, find_forward, is_known, quantized_class
+from fakequant.nn.kinds import LayerKind, find_kind, is_known
+from fakequant.nn.layer import RESERVED, quantized_class
 from fakequant.nn.learned import LearnedFakeQuantize
 from fakequant.nn.quantizer import Quantizer
 from fakequant.observers import Memoryless, MovingAverage
@@ -90,14 +91,14 @@ def _why_not(module: nn.Module, config: LayerConfig | None) -> str | None:
         return "normalization; a batch normalization folds into the weights at export"
     if isinstance(module, _RECURRENT):
         return "recurrent layers compute in one operator that takes no quantized weights"
-    forward = find_forward(type(module))
-    if forward is None:
+    kind = find_kind(type(module))
+    if kind is None:
         if is_known(type(module)):
             return f"{type(module).__name__} has a forward pass of its own"
         return f"{type(module).__name__} is no layer that can be quantized"
     if any(nn.parameter.is_lazy(p) for p in module._parameters.values() if p is not None):
         return "its parameters have no shape yet; run the model once first"
-    return forward.why_not(module)
+    return kind.why_not(module)
 
 
 def _why_not_derived(cls: type[nn.Module]) -> str | None:
@@ -109,20 +110,20 @@ def _why_not_derived(cls: type[nn.Module]) -> str | None:
 
 
 def _layer(path: str, module: Any, layer: LayerConfig, config: QuantConfig) -> Layer:
-    forward = find_forward(type(module))
-    assert forward is not None
+    kind = find_kind(type(module))
+    assert kind is not None
     target = targets.find(config.target)
     make = _Maker(path, layer, module, target)
     quantizers: dict[str, Quantizer | None] = {
-        "weight_quantizer": make.weight(forward),
-        "input_quantizer": make.activation("input", layer.input if forward.has_input else None),
+        "weight_quantizer": make.weight(kind),
+        "input_quantizer": make.activation("input", layer.input if kind.has_input else None),
         "output_quantizer": make.activation("output", layer.output),
     }
-    if forward is MultiheadAttention:
+    if kind is MultiheadAttention:
         quantizers["projection_quantizer"] = make.activation("projection", config.between)
     if not any(quantizers.values()):
         raise ValueError("the config has no spec for any of its tensors")
-    check_free(module, quantizers)
+    check_free(module, (*quantizers, *RESERVED))
     for quantizer in quantizers.values():
         if quantizer is not None:
             quantizer.train(module.training)
@@ -145,13 +146,13 @@ class _Maker:
     module: nn.Module
     target: targets.Target
 
-    def weight(self, forward: type[QuantizedLayer]) -> Quantizer | None:
+    def weight(self, kind: type[LayerKind]) -> Quantizer | None:
         spec = self.config.weight
         if spec is None:
             return None
-        weight = _read(self.module, forward.weight_name)
+        weight = _read(self.module, kind.weight_name)
         if spec.granularity == "channel" and spec.axis == 0:
-            spec = dataclasses.replace(spec, axis=forward.channel_axis)
+            spec = dataclasses.replace(spec, axis=kind.channel_axis)
         spec = self.target.fit_weight(spec)
         where = self._where("weight")
         options: dict[str, Any] = {"shape": tuple(weight.shape), "path": where, "device": weight.device, "sync": False}

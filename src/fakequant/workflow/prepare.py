@@ -8,15 +8,15 @@ from torch import Tensor, nn
 
 from fakequant import targets
 from fakequant.config import QuantConfig
-from fakequant.nn.layer import QUANTIZERS, QuantizedLayer, quantized_class
+from fakequant.nn.kinds import find_kind
+from fakequant.nn.layer import Quantization, QuantizedLayer, attach, detach
 from fakequant.nn.quantizer import name_quantizers
 from fakequant.workflow.analysis import Found, find_operands
 from fakequant.workflow.fold import find_pairs
-from fakequant.workflow.plan import Plan, check_free, make_activation_quantizer, make_plan
+from fakequant.workflow.plan import Layer, Plan, check_free, make_activation_quantizer, make_plan
 from fakequant.workflow.running import check_module
 from fakequant.workflow.schedule import release_norms
 
-_ALL_QUANTIZERS = (*QUANTIZERS, "projection_quantizer")
 _HOOK = "_fakequant_output_hook"
 _SHORTCUT = "_fakequant_shortcut_hook"
 
@@ -63,9 +63,7 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
     for layer in plan.layers:
         for name, quantizer in layer.quantizers.items():
             layer.module.register_module(name, quantizer)
-        layer.module.__class__ = quantized_class(type(layer.module))
-        if not config.save_codes:
-            layer.module.__dict__["save_codes"] = False
+        attach(layer.module, _record(layer, config))
     hooked = []
     for path, quantizer in outputs.items():
         module = model.get_submodule(path)
@@ -77,7 +75,8 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
             hooked.append(path)
     for path, source in on_a_grid.items():
         # Not as a child: it is one of the source.
-        model.get_submodule(path).__dict__["input_grid"] = model.get_submodule(source).output_quantizer
+        layer: Any = model.get_submodule(path)
+        layer._fakequant.input_grid = model.get_submodule(source).output_quantizer
     norms = {pair.layer: pair.norm for pair in find_pairs(model)[0]}
     for module in model.modules():
         close_shortcuts(module)
@@ -85,6 +84,14 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
     model.__dict__["_fakequant_preparation"] = Preparation(config, plan.floats, plan.unmatched, hooked, notes, norms)
     link_norms(model)
     return model
+
+
+def _record(layer: Layer, config: QuantConfig) -> Quantization:
+    cls, quantizer = type(layer.module), layer.quantizers["weight_quantizer"]
+    kind = find_kind(cls)
+    assert kind is not None
+    shift = 0 if quantizer is None else targets.find(config.target).weight_shift(quantizer.spec)
+    return Quantization(kind, cls, save_codes=config.save_codes, weight_shift=shift)
 
 
 def unprepare(model: nn.Module) -> nn.Module:
@@ -101,12 +108,7 @@ def unprepare(model: nn.Module) -> nn.Module:
     release_norms(model)
     for module in list(model.modules()):
         if isinstance(module, QuantizedLayer):
-            module.__class__ = module.float_class  # type: ignore[assignment]
-            for name in _ALL_QUANTIZERS:
-                module._modules.pop(name, None)
-            module.__dict__.pop("save_codes", None)
-            module.__dict__.pop("input_grid", None)
-            module.__dict__.pop("norm", None)
+            detach(module)
         if _HOOK in module.__dict__:
             module.__dict__.pop(_HOOK).remove()
             module._modules.pop("output_quantizer", None)
@@ -139,13 +141,14 @@ def link_norms(model: nn.Module) -> None:
     """Shows layers the normalizations that will be part of them: again, if others are in their places by now."""
     made = model.__dict__.get("_fakequant_preparation")
     for path, norm in () if made is None else made.norms.items():
-        model.get_submodule(path).__dict__["norm"] = model.get_submodule(norm)
+        layer: Any = model.get_submodule(path)
+        layer._fakequant.norm = model.get_submodule(norm)
 
 
 def quantize_output(module: Any, args: Any, output: Any) -> Any:
     """A hook: the result of a module as its quantizer leaves it."""
     is_number = isinstance(output, Tensor) and output.is_floating_point()
-    return module.output_quantizer(output) if is_number else output
+    return module.output_quantizer(output) if is_number and module.output_quantizer is not None else output
 
 
 def close_shortcuts(module: Any) -> None:
@@ -172,6 +175,11 @@ def _check(model: nn.Module, config: QuantConfig) -> None:
             raise ValueError(
                 f"{path or 'The model'} is distributed already, by {_wrapper(module)}; the quantizers would not be.\n"
                 "Use prepare(model, config) first, then distribute it, then make the optimizer."
+            )
+        if type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod"):
+            raise ValueError(
+                f"{path or 'The model'} is compiled already.\n"
+                "Use prepare(model, config) first, then torch.compile the prepared model."
             )
         if isinstance(module, QuantizedLayer):
             raise ValueError(  # noqa: TRY004
@@ -202,17 +210,24 @@ def _nothing(plan: Plan) -> str:
 
 
 def _without_repetition(plan: Plan, outputs: dict[str, Any], found: Found) -> dict[str, str]:
-    """Takes away quantizers of inputs that come from a module which quantizes them alike: whose, by path."""
+    """Takes away quantizers of inputs that come from a module which quantizes them alike: whose, by path.
+
+    The module that counts is the last one on the way to the layer that quantizes its result.
+    """
     layers = {layer.path: layer for layer in plan.layers}
     whose = {}
-    for path, source in found.sources.items():
-        there = layers[source].quantizers["output_quantizer"] if source in layers else None
-        there = there or outputs.get(source)
+    for path, sources in found.sources.items():
         mine = layers[path].quantizers["input_quantizer"] if path in layers else None
-        # A grid found anew for every tensor may be another one behind a transposition, say.
-        if there is not None and mine is not None and repr(there) == repr(mine) and not mine.is_dynamic:
-            layers[path].quantizers["input_quantizer"] = None
-            whose[path] = source
+        for source in sources:
+            there = layers[source].quantizers["output_quantizer"] if source in layers else None
+            there = there or outputs.get(source)
+            if there is None:
+                continue
+            # A grid found anew for every tensor may be another one behind a transposition, say.
+            if mine is not None and repr(there) == repr(mine) and not mine.is_dynamic:
+                layers[path].quantizers["input_quantizer"] = None
+                whose[path] = source
+            break
     return whose
 
 

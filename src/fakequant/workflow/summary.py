@@ -76,13 +76,14 @@ def summary(model: nn.Module) -> Summary:
     layers = []
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLayer):
-            kind = module.float_class.__name__
+            kind = module._fakequant.float_class.__name__
         elif path in made.outputs:
             kind = type(module).__name__
         else:
             continue
         weight, input, output = (getattr(module, f"{name}_quantizer", None) for name in ("weight", "input", "output"))
-        grid = None if isinstance(input, Quantizer) else getattr(module, "input_grid", None)
+        has_source = isinstance(module, QuantizedLayer) and not isinstance(input, Quantizer)
+        grid = module._fakequant.input_grid if has_source else None
         from_elsewhere = None if grid is None else f"that of {grid.path}"
         layers.append(LayerSummary(path, kind, _words(weight), from_elsewhere or _words(input), _words(output)))
     before, after = _bytes(model)
@@ -110,7 +111,7 @@ def _bytes(model: nn.Module) -> tuple[int, int]:
     for module in model.modules():
         quantizer = getattr(module, "weight_quantizer", None)
         if isinstance(module, QuantizedLayer) and isinstance(quantizer, Quantizer):
-            weight = getattr(module, module.weight_name)
+            weight = getattr(module, module._fakequant.kind.weight_name)
             scales = quantizer._blocks or ()
             number = 1
             for n in scales:

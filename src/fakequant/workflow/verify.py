@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.integer.grid import Grid
-from fakequant.integer.layer import IntegerLayer
+from fakequant.integer.layer import IntegerLayer, start_export
 from fakequant.integer.values import Accumulated, GridOf, codes_of, on_grid, origin_of, plain
 from fakequant.nn.quantizer import Quantizer
 from fakequant.workflow.convert import convert
@@ -211,10 +211,10 @@ def _require_same(golden: nn.Module, runtime: Runtime, path: Any) -> None:
     """That the file is of this model: the same codes and the same bits of every scale."""
     for name, module in golden.named_modules():
         pairs: list[tuple[str, Tensor]] = []
-        if isinstance(module, IntegerLayer) and module.weight_spec is not None:
-            module.start_export(bytes_for_kernels=False)
-            start = f"{name}." if name else ""
-            pairs = [(f"{start}weight_scale", module.weight_scale), (f"{start}weight_codes", module.exported_codes)]
+        if isinstance(module, IntegerLayer) and module._fakequant.weight_spec is not None:
+            start_export(module, 8)
+            start, exported = f"{name}." if name else "", module._fakequant.exported
+            pairs = [(f"{start}weight_scale", module.weight_scale), (f"{start}weight_codes", exported.codes)]
         elif isinstance(module, Grid) and module.scale is not None:
             pairs = [(f"{name}_scale", module.scale)]
         for tensor, value in pairs:

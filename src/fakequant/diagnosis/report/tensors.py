@@ -138,7 +138,7 @@ def counting(model: nn.Module) -> Iterator[list[TensorCounts]]:
     passed through, the total is 0.
     """
     weights = {
-        module.weight_quantizer: whole(getattr(module, module.weight_name))
+        module.weight_quantizer: whole(getattr(module, module._fakequant.kind.weight_name))
         for module in model.modules()
         if isinstance(module, QuantizedLayer) and module.weight_quantizer is not None
     }
