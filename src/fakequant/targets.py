@@ -57,8 +57,8 @@ class Target:
     def storage_bits(self, spec: QuantSpec) -> int:
         """The width of the type that holds codes of a weight beside a quantized input.
 
-        >>> TARGETS["onnxruntime-x86"].storage_bits(QuantSpec(bits=2)), TARGETS["generic"].storage_bits(QuantSpec(bits=2))
-        (8, 4)
+        >>> [TARGETS[name].storage_bits(QuantSpec(bits=2)) for name in ("onnxruntime-x86", "generic")]
+        [8, 4]
         """
         if spec.bits > 8:
             return 16

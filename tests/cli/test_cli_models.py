@@ -9,7 +9,7 @@ import torch
 
 import fakequant as fq
 from fakequant.cli import main
-from fakequant.workflow.verify import Verification
+from fakequant.workflow.verification import Verification
 
 GOOD = """
 import torch, fakequant as fq

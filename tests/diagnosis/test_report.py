@@ -205,7 +205,7 @@ def test_what_is_not_given_is_not_on_the_page(tmp_path):
 
 
 def test_a_verification_is_shown(tmp_path):
-    verify = pytest.importorskip("fakequant.workflow.verify")
+    verify = pytest.importorskip("fakequant.workflow.verification")
     tensors = [verify.TensorReport("0.input_quantizer", 1000, runtime_differ=7, runtime_steps=2, why_runtime="odd")]
     found = verify.Verification("generic", tensors, {"0": "QGemm"}, verify.OutputReport(), {"2.input": "no scale"})
     text = write(small(), tmp_path, verification=found, max_tensors=0).read_text(encoding="utf-8")

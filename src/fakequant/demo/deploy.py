@@ -11,7 +11,8 @@ from fakequant.demo.data import Digits
 from fakequant.workflow.convert import convert
 from fakequant.workflow.export_onnx import export_onnx
 from fakequant.workflow.runtime import Runtime
-from fakequant.workflow.verify import Verification, verify
+from fakequant.workflow.verification import Verification
+from fakequant.workflow.verify import verify
 
 
 @dataclasses.dataclass(frozen=True)

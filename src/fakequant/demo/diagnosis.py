@@ -10,7 +10,7 @@ from fakequant.demo.variants import int4
 from fakequant.diagnosis.history import History
 from fakequant.diagnosis.report.writing import report
 from fakequant.diagnosis.sensitivity import sensitivity
-from fakequant.workflow.verify import Verification
+from fakequant.workflow.verification import Verification
 
 # Batches that pass through the models for the report.
 _LOOKED_AT = 4

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from onnxscript.values import Op, Opset
 
 from fakequant.export import operators
+from fakequant.export.notes import OFFSET, QUANTIZER
 
 DOMAIN = "fakequant.export"
 
@@ -62,8 +63,6 @@ TRANSLATIONS = {
 _INT8, _UINT8, _INT16, _UINT16 = ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16, ir.DataType.UINT16
 _OWN_RANGES = {_UINT8: (0, 255), _INT8: (-128, 127), _UINT16: (0, 65535), _INT16: (-32768, 32767)}
 _SINCE = {_INT16: 21, _UINT16: 21}
-# Where the metadata of a node says which quantizers its codes are of, a line each, and what was added to them.
-QUANTIZER, OFFSET = "fakequant.quantizer", "fakequant.offset"
 
 
 class UnsupportedOpset(ValueError):

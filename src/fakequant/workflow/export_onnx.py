@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from fakequant import targets
-from fakequant.export import operators
+from fakequant.export import notes, operators
+from fakequant.export.digest import digest_of_graph, digest_of_parameters
 from fakequant.integer.layer import IntegerLayer, is_integer, start_export
 from fakequant.workflow.convert import conversion, convert
 from fakequant.workflow.optional import require, writing
@@ -65,8 +66,11 @@ def export_onnx(
         program = _export(golden, args, kwargs, max(opset, _TORCHS_LOWEST), dynamic_batch, goal)
         _finish(program, opset, goal)
         program.ir_version = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
-        program.metadata_props["fakequant.target"] = goal.name
-        ir.save(program, unfinished)
+        program.metadata_props[notes.TARGET] = goal.name
+        program.metadata_props[notes.PARAMETERS] = digest_of_parameters(golden)
+        written = ir.serde.serialize_model(program)
+        onnx.helper.set_model_props(written, {**program.metadata_props, notes.GRAPH: digest_of_graph(written)})
+        onnx.save(written, unfinished)
         onnx.checker.check_model(str(unfinished), full_check=True)
 
 

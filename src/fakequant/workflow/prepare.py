@@ -75,8 +75,8 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
             hooked.append(path)
     for path, source in on_a_grid.items():
         # Not as a child: it is one of the source.
-        layer: Any = model.get_submodule(path)
-        layer._fakequant.input_grid = model.get_submodule(source).output_quantizer
+        reader: Any = model.get_submodule(path)
+        reader._fakequant.input_grid = model.get_submodule(source).output_quantizer
     norms = {pair.layer: pair.norm for pair in find_pairs(model)[0]}
     for module in model.modules():
         close_shortcuts(module)

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from fakequant.export.digest import digest_of_graph
+from fakequant.export.notes import GRAPH, OFFSET, PARAMETERS, QUANTIZER, TARGET
 from fakequant.workflow.optional import require
 
 # What ONNX Runtime makes of layers; everything else computes in float.
@@ -30,8 +32,8 @@ class Runtime:
         self.codes: dict[str, tuple[list[str], int]] = {}
         for node in self.model.graph.node:
             notes = {p.key: p.value for p in node.metadata_props}
-            if "fakequant.quantizer" in notes:
-                self.codes[node.output[0]] = (notes["fakequant.quantizer"].split("\n"), int(notes["fakequant.offset"]))
+            if QUANTIZER in notes:
+                self.codes[node.output[0]] = (notes[QUANTIZER].split("\n"), _offset(notes, path))
         try:
             self.kernels = _kernels(self.model, ort, threads)
         except Exception as error:  # of classes without a common base
@@ -48,8 +50,6 @@ class Runtime:
         self.unwatched = ort.InferenceSession(
             self.model.SerializeToString(), _options(ort, threads), providers=_PROVIDERS
         )
-        # How far results are off because codes are looked at, which keeps some optimizations from happening.
-        self.disturbance = 0.0
         self.inputs = [value.name for value in self.session.get_inputs()]
         self.outputs = [value.name for value in self.model.graph.output]
 
@@ -62,10 +62,27 @@ class Runtime:
     @property
     def target(self) -> str | None:
         """What the file was exported for."""
-        return next((p.value for p in self.model.metadata_props if p.key == "fakequant.target"), None)
+        return self._noted(TARGET)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, list[Any]]]:
-        """The results, and the codes by quantizer, once for every time that it was called."""
+    @property
+    def parameters(self) -> str | None:
+        """The hash of the parameters that the file was made of; None in files of older versions."""
+        return self._noted(PARAMETERS)
+
+    @property
+    def is_as_written(self) -> bool:
+        """Whether the file is as `export_onnx` wrote it. Files of older versions do not say."""
+        return self._noted(GRAPH) == digest_of_graph(self.model)
+
+    def _noted(self, key: str) -> str | None:
+        return next((p.value for p in self.model.metadata_props if p.key == key), None)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[Any], dict[str, list[Any]]]:
+        """The results with codes watched, the results without, and the codes.
+
+        Codes are by quantizer, once for every time that it was called. Watching them keeps the runtime from some
+        optimizations, so both results are returned.
+        """
         feed = {name: np.asarray(kwargs[name]) for name in self.inputs if name in kwargs}
         others = [name for name in self.inputs if name not in kwargs]
         if len(others) != len(args) or len(feed) != len(kwargs):
@@ -73,17 +90,36 @@ class Runtime:
             raise ValueError(f"The file has the inputs {', '.join(self.inputs)}; the batch has {got}.")
         feed |= {name: np.asarray(value) for name, value in zip(others, args, strict=True)}
         names = list(self.codes)
-        found = self.session.run([*self.outputs, *names], feed)
-        results = self.unwatched.run(self.outputs, feed)
-        for watched, result in zip(found, results, strict=False):
-            if result.dtype.kind == "f" and not np.array_equal(watched, result, equal_nan=True):
-                self.disturbance = max(self.disturbance, float(np.nanmax(np.abs(watched - result))))
+        try:
+            found = self.session.run([*self.outputs, *names], feed)
+            results = self.unwatched.run(self.outputs, feed)
+        except Exception as error:  # of classes without a common base
+            raise ValueError(self._cannot_run(feed, error)) from error
         codes: dict[str, list[Any]] = {}
         for name, value in zip(names, found[len(self.outputs) :], strict=True):
             paths, offset = self.codes[name]
             for path in paths:
                 codes.setdefault(path, []).append(value.astype(np.int32) - offset)
-        return results, codes
+        return found[: len(self.outputs)], results, codes
+
+    def _cannot_run(self, feed: dict[str, Any], error: Exception) -> str:
+        takes = ", ".join(f"{value.name} of shape {value.shape}" for value in self.session.get_inputs())
+        got = ", ".join(f"{name} of shape {list(value.shape)}" for name, value in feed.items())
+        reason = str(error).strip().split("\n")[0]
+        return (
+            f"ONNX Runtime cannot run the file on this batch: {reason}\nThe file takes {takes}; the batch has {got}.\n"
+            "Use batches with the shapes of the example that was exported; only the length of the batch may differ."
+        )
+
+
+def _offset(notes: dict[str, str], path: Any) -> int:
+    try:
+        return int(notes[OFFSET])
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"{path} is damaged: the notes of a quantizer have no {OFFSET!r}.\n"
+            "Use a file that fakequant.export_onnx wrote."
+        ) from error
 
 
 _PROVIDERS = ["CPUExecutionProvider"]

@@ -1,187 +1,58 @@
-"""`verify`: whether what was trained, what was converted and what runs have the same codes."""
+"""`verify`: whether what was trained, what was converted and what runs have the same codes and results."""
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fakequant.integer.grid import Grid
-from fakequant.integer.layer import IntegerLayer, start_export
-from fakequant.integer.values import Accumulated, GridOf, codes_of, on_grid, origin_of, plain
+from fakequant.integer.layer import IntegerLayer
+from fakequant.integer.values import Accumulated, GridOf, Origin, codes_of, on_grid, origin_of, plain
 from fakequant.nn.quantizer import Quantizer
-from fakequant.workflow.convert import convert
-from fakequant.workflow.explain import SATURATION, TIE, UNKNOWN, did_saturate, why_prepared, why_runtime
-from fakequant.workflow.prepare import link_norms
+from fakequant.workflow import leaves
+from fakequant.workflow.belongs import require_same_parameters
+from fakequant.workflow.convert import conversion, convert
+from fakequant.workflow.derivation import require_converted
+from fakequant.workflow.explain import NAN, TIE, UNKNOWN, ties, why_prepared, why_runtime, why_sums
+from fakequant.workflow.prepare import link_norms, preparation
+from fakequant.workflow.rounding import Rounding
 from fakequant.workflow.running import Data, check_module, copied, evaluating, run
-from fakequant.workflow.runtime import INTEGER_KERNELS, Runtime
-from fakequant.workflow.table import table
+from fakequant.workflow.runtime import Runtime
+from fakequant.workflow.verification import OutputReport, TensorReport, Verification
 
-# Of the largest result: what float32 operations after the last quantizer may differ by, in another order.
-_ROUNDING = 1e-5
-# Of the codes of one tensor, each layer by itself: what float sums in training may differ from exact ones.
-_TOLERATED = 1e-4
-
-
-@dataclasses.dataclass
-class TensorReport:
-    """The codes of one quantizer, its layer by itself: the one before it started from equal codes."""
-
-    path: str
-    codes: int = 0
-    # Prepared model and golden model: how many differ, and by how many steps at most.
-    prepared_differ: int = 0
-    prepared_steps: int = 0
-    # Golden model and runtime.
-    runtime_differ: int = 0
-    runtime_steps: int = 0
-    # Why, where they differ.
-    why_prepared: str = ""
-    why_runtime: str = ""
-
-    @property
-    def why(self) -> str:
-        """Why there are differences, those of the runtime first."""
-        return "; ".join(dict.fromkeys(reason for reason in (self.why_runtime, self.why_prepared) if reason))
-
-    @property
-    def is_equal_but_for_ties(self) -> bool:
-        """Whether nothing differs, or little, by one step, and where floats are summed in another order."""
-        few = max(1, _TOLERATED * self.codes)
-        runtime = self.runtime_differ == 0 or (self.why_runtime == TIE and self.runtime_differ <= few)
-        return runtime and self.prepared_differ <= few and max(self.prepared_steps, self.runtime_steps) <= 1
-
-
-@dataclasses.dataclass
-class OutputReport:
-    """The results of the model."""
-
-    # The largest differences, each model by itself on the data.
-    prepared_difference: float = 0.0
-    runtime_difference: float = 0.0
-    # The largest result of the golden model.
-    largest: float = 0.0
-    # Of the runtime, if its codes are looked at and if not: optimizations may differ.
-    disturbance: float = 0.0
-    # Why results of the runtime are not those of the golden model that starts from its last codes; empty: they are.
-    why: str = ""
-    # Rows whose largest number is in the same place, of prepared model and runtime; None: no classes.
-    rows: int = 0
-    agreeing: int = 0
-
-
-@dataclasses.dataclass
-class Verification:
-    """What `verify` found; prints as tables."""
-
-    target: str
-    tensors: list[TensorReport]
-    # The kernel of every layer in the runtime.
-    kernels: dict[str, str]
-    outputs: OutputReport
-    # Quantizers that are not compared, and why.
-    skipped: dict[str, str]
-
-    @property
-    def ok(self) -> bool:
-        """Whether all three have the same codes, but for a few that float sums put on the other side of a tie.
-
-        The codes of weights are equal, or the file would not belong to the model. If no others can be compared, the
-        results decide.
-        """
-        out = self.outputs
-        if not self.tensors and out.prepared_difference > _ROUNDING * out.largest:
-            return False
-        return out.disturbance == 0 and not out.why and all(t.is_equal_but_for_ties for t in self.tensors)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether golden model and runtime have the same codes everywhere."""
-        return bool(self.tensors) and self.first_difference is None
-
-    @property
-    def saturates(self) -> bool:
-        """Whether the kernels of this CPU saturated."""
-        return any(SATURATION in t.why_runtime for t in self.tensors) or self.outputs.why == SATURATION
-
-    @property
-    def first_difference(self) -> str | None:
-        """The first quantizer, in the order of the model, where runtime and golden model differ."""
-        return next((t.path for t in self.tensors if t.runtime_differ), None)
-
-    @property
-    def floats(self) -> list[str]:
-        """Layers that the runtime computes in float."""
-        return [path for path, kernel in self.kernels.items() if kernel not in INTEGER_KERNELS]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same as dicts, lists, numbers and strings."""
-        return {**dataclasses.asdict(self), "ok": self.ok, "first_difference": self.first_difference}
-
-    def __str__(self) -> str:
-        rows = [
-            [
-                t.path,
-                t.codes,
-                _count(t.prepared_differ, t.prepared_steps),
-                _count(t.runtime_differ, t.runtime_steps),
-                t.why,
-            ]
-            for t in self.tensors
-        ]
-        parts = [table(["quantizer", "codes", "prepared / golden", "golden / runtime", "why"], rows)]
-        parts.append(table(["layer", "kernel"], [[path, kernel] for path, kernel in self.kernels.items()]))
-        parts += [f"{path} is not compared: {reason}" for path, reason in self.skipped.items()]
-        parts.append(self.verdict())
-        return "\n\n".join(parts)
-
-    def verdict(self) -> str:
-        """In words: whether all codes are equal, and how far results are apart."""
-        out = self.outputs
-        lines = [
-            f"results: prepared / golden differ by {out.prepared_difference:.3g} at most, golden / runtime by "
-            f"{out.runtime_difference:.3g}"
-        ]
-        if out.rows:
-            lines.append(f"classes: {out.agreeing} of {out.rows} agree between prepared model and runtime")
-        if not self.tensors:
-            equal = "agree up to rounding" if self.ok else "do not agree"
-            lines.append(f"No activation has a fixed scale: the weights have the same codes, and the results {equal}.")
-        elif self.ok:
-            ties = sum(t.runtime_differ for t in self.tensors)
-            lines.append("The runtime computes what was trained" + (f", but for {ties} ties." if ties else "."))
-        elif self.outputs.disturbance:
-            lines.append(
-                f"The runtime's results change by {self.outputs.disturbance:.3g} when its codes are looked at: it "
-                "merges quantizers that follow each other.\nGive them the same spec and observer."
-            )
-        elif self.first_difference is None and self.outputs.why:
-            lines.append(f"The runtime has other results after the last quantizer: {self.outputs.why}.")
-        elif self.first_difference is not None:
-            lines.append(f"The runtime computes something else, first at {self.first_difference}.")
-        else:
-            lines.append("The golden model differs from the prepared one by more than rounding.")
-        return "\n".join(lines)
-
-
-def _count(number: int, steps: int) -> str:
-    return "equal" if number == 0 else f"{number} differ, by {steps}"
+# Codes by the paths of quantizers, once for every time that one was called.
+Codes = dict[str, list[Tensor]]
+_Whose = Literal["prepared", "runtime"]
 
 
 @torch.no_grad()
 def verify(
     model: nn.Module, onnx_path: str | os.PathLike[str], data: Data, *, steps: int | None = None
 ) -> Verification:
-    """Runs a prepared model, its golden model and an exported file on data, and compares every code.
+    """Runs a prepared model, its golden model and an exported file on data, and compares every code and result.
 
     Each quantizer is looked at by itself: the golden model is given the codes of the prepared model, and in a
     second pass those of the runtime, before every layer, so that a difference is counted where it arises and
-    not in everything after it. The reasons are found by computing what would be if: with saturating sums, with
-    operations one by one, with a reciprocal, at ties. Needs `pip install "fakequant[onnx]"`.
+    not in everything after it. Results after the last quantizers are compared in the same way. Codes may differ at
+    ties, and results by rounding; how far that can go is found out for every element by repeating the computation
+    with rounding errors. Other differences have a reason, which is found by computing what would be if: with sums
+    that overflow or saturate, with operations one by one, with a reciprocal.
+
+    Args:
+        model: A prepared model, with its scales.
+        onnx_path: A file that `export_onnx` wrote of this model.
+        data: Batches, such as a DataLoader or a list. A batch is a tensor, a dict of keyword arguments, or a tuple.
+        steps: The number of batches to use; None for all.
+
+    Returns:
+        A `Verification`, whose `ok` says whether the file computes what was trained.
+
+    Needs `pip install "fakequant[onnx]"`.
 
     >>> import tempfile, fakequant as fq
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8(target="onnxruntime-x86"))
@@ -196,7 +67,11 @@ def verify(
     link_norms(model)
     runtime = Runtime(onnx_path)
     golden = convert(model, target=runtime.target)
-    _require_same(golden, runtime, onnx_path)
+    folded = set(conversion(golden).folded)
+    norms = {layer: norm for layer, norm in preparation(model).norms.items() if norm in folded}
+    with evaluating(model):
+        require_converted(model, golden, norms)
+    require_same_parameters(golden, runtime, onnx_path)
     comparison = _Comparison(model, golden, runtime)
     if callable(data) and not isinstance(data, Iterable):
         raise TypeError("`data` must be batches here, which all three models are run on, not a function.")
@@ -204,32 +79,37 @@ def verify(
         run(model, data, steps, call=comparison.compare)
     if not comparison.batches:
         raise ValueError("`data` has no batches: there was nothing to compare.")
-    return comparison.result()
+    found = comparison.result()
+    if not found.outputs.numbers and not any(t.codes for t in found.tensors):
+        raise ValueError("The batches of `data` are empty: there was nothing to compare.")
+    return found
 
 
-def _require_same(golden: nn.Module, runtime: Runtime, path: Any) -> None:
-    """That the file is of this model: the same codes and the same bits of every scale."""
-    for name, module in golden.named_modules():
-        pairs: list[tuple[str, Tensor]] = []
-        if isinstance(module, IntegerLayer) and module._fakequant.weight_spec is not None:
-            start_export(module, 8)
-            start, exported = f"{name}." if name else "", module._fakequant.exported
-            pairs = [(f"{start}weight_scale", module.weight_scale), (f"{start}weight_codes", exported.codes)]
-        elif isinstance(module, Grid) and module.scale is not None:
-            pairs = [(f"{name}_scale", module.scale)]
-        for tensor, value in pairs:
-            there = runtime.initializer(tensor)
-            if there is None and isinstance(module, Grid):
-                continue  # one of two that are equal
-            if there is None or there.size != value.numel() or not np.array_equal(there.ravel(), value.numpy().ravel()):
-                raise ValueError(
-                    f"{path} does not belong to the model: {tensor} is {_how(there)} there.\n"
-                    "Export the model again with fakequant.export_onnx, or pass the model that was exported."
-                )
+@dataclasses.dataclass
+class _Difference:
+    """Codes of the golden model and of another one that differ at one call of a grid."""
+
+    path: str
+    call: int
+    grid: GridOf
+    # What the grid was given, where it comes from, and the sums of layers that ran since the last grid.
+    x: Tensor
+    origin: Origin | None
+    before: list[Accumulated]
+    mine: Tensor
+    theirs: Tensor
 
 
-def _how(tensor: Any) -> str:
-    return "absent" if tensor is None else "another"
+@dataclasses.dataclass
+class _Pass:
+    """What the golden model computed from the codes of another one."""
+
+    results: list[Tensor]
+    # How many codes were compared, by path.
+    compared: dict[str, int]
+    differences: list[_Difference]
+    # Sums of layers after the last grid.
+    sums: list[Accumulated]
 
 
 class _Comparison:
@@ -237,7 +117,10 @@ class _Comparison:
 
     def __init__(self, model: nn.Module, golden: nn.Module, runtime: Runtime) -> None:
         self.model, self.golden, self.runtime = model, golden, runtime
+        self.grids = {path: module for path, module in golden.named_modules() if isinstance(module, Grid)}
         self.reports: dict[str, TensorReport] = {}
+        # Why codes differ, in the order found, by quantizer and by whose codes they are.
+        self.reasons: dict[tuple[str, _Whose], dict[str, None]] = {}
         self.skipped: dict[str, str] = {}
         self.outputs = OutputReport()
         self.batches = 0
@@ -245,120 +128,233 @@ class _Comparison:
     def compare(self, *args: Any, **kwargs: Any) -> None:
         """One batch."""
         self.batches += 1
-        prepared, expected = self._run_prepared(*copied(args, kwargs))
-        results, codes = self.runtime.run(args, kwargs)
-        own, given = copied(args, kwargs)
+        inputs = args, kwargs
+        prepared, prepared_codes = self._run_prepared(*copied(*inputs))
+        watched, results, codes = self.runtime.run(args, kwargs)
+        runtime_codes = {path: [torch.from_numpy(c).float() for c in arrays] for path, arrays in codes.items()}
+        own, given = copied(*inputs)
         free = self.golden(*own, **given)
-        self._force(expected, "prepared", why_prepared, *copied(args, kwargs))
-        forced, ran = self._force(_as_tensors(codes), "runtime", why_runtime, *copied(args, kwargs))
-        self._judge_results(forced, results, ran)
-        self._compare_outputs(prepared, free, results)
+        if leaves.constants(prepared) != leaves.constants(free):
+            raise ValueError("The prepared and the golden model return different constants: they cannot be compared.")
+        ran = [torch.from_numpy(np.array(value)) for value in results]
+        _require_as_many(leaves.tensors(free), ran)
+        self._judge("prepared", prepared_codes, leaves.tensors(prepared), None, inputs)
+        seen = [torch.from_numpy(np.array(value)) for value in watched]
+        self._judge("runtime", runtime_codes, ran, seen, inputs)
+        self._note_outputs(leaves.tensors(prepared), leaves.tensors(free), ran)
 
-    def _run_prepared(self, args: Any, kwargs: Any) -> tuple[Any, dict[str, list[Tensor]]]:
-        grids = {path: module for path, module in self.golden.named_modules() if isinstance(module, Grid)}
-        codes: dict[str, list[Tensor]] = {}
+    def _run_prepared(self, args: Any, kwargs: Any) -> tuple[Any, Codes]:
+        codes: Codes = {}
 
         def keep(path: str, grid: GridOf) -> Callable[..., None]:
-            return lambda module, inputs, y: codes.setdefault(path, []).append(codes_of(y.detach(), grid))
+            return lambda module, inputs, y: codes.setdefault(path, []).append(codes_of(y.detach().float(), grid))
 
         handles = []
         for path, module in self.model.named_modules():
-            if isinstance(module, Quantizer) and path in grids and grids[path].has_one_scale:
-                handles.append(module.register_forward_hook(keep(path, grids[path].grid_for(torch.zeros(1)))))
+            if isinstance(module, Quantizer) and path in self.grids and self.grids[path].has_one_scale:
+                grid = self.grids[path].grid_for(torch.zeros(1))
+                handles.append(module.register_forward_hook(keep(path, grid)))
         try:
             return self.model(*args, **kwargs), codes
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _judge_results(self, forced: Any, runtime: list[Any], ran: list[Accumulated]) -> None:
-        """Whether results are right where no quantizer follows: from the same codes, up to float rounding."""
-        for a, b in zip(_tensors(forced), runtime, strict=False):
-            theirs = torch.from_numpy(np.asarray(b))
-            if _largest(a, theirs) > _ROUNDING * _magnitude(a):
-                self.outputs.why = SATURATION if any(did_saturate(sums) for sums in ran) else UNKNOWN
+    # --- the golden model with the codes of another one --------------------------------------------
 
-    def _force(
-        self, codes: dict[str, list[Tensor]], whose: str, why: Any, args: Any, kwargs: Any
-    ) -> tuple[Any, list[Accumulated]]:
-        """Runs the golden model, compares at every grid, and goes on with the codes of the other.
+    def _forced(self, codes: Codes, inputs: Any, whose: _Whose) -> _Pass:
+        """Runs the golden model, compares at every grid, and goes on with the codes of the other model."""
+        found = _Pass([], {}, [], [])
 
-        Returns its result, and the sums of layers after the last quantizer.
-        """
+        def look(path: str, call: int, grid: GridOf, x: Tensor, y: Tensor, theirs: Tensor) -> None:
+            mine = codes_of(plain(y), grid)
+            theirs = theirs.reshape(mine.shape)
+            found.compared[path] = found.compared.get(path, 0) + mine.numel()
+            before, found.sums = found.sums, []
+            if not bool(((mine == theirs) | (mine.isnan() & theirs.isnan())).all()):
+                found.differences.append(
+                    _Difference(path, call, grid, plain(x), origin_of(x), before, mine, theirs)
+                )
+
+        def remember(module: Any, args: Any, y: Any) -> None:
+            if isinstance(y, Tensor) and isinstance(origin_of(y), Accumulated):
+                found.sums.append(origin_of(y))  # type: ignore[arg-type]
+
+        with self._taking_codes(codes, look, whose):
+            handles = [m.register_forward_hook(remember) for m in self.golden.modules() if isinstance(m, IntegerLayer)]
+            try:
+                args, kwargs = copied(*inputs)
+                found.results = leaves.tensors(self.golden(*args, **kwargs))
+            finally:
+                for handle in handles:
+                    handle.remove()
+        return found
+
+    @contextmanager
+    def _taking_codes(self, codes: Codes, look: Callable[..., None] | None, whose: _Whose) -> Iterator[None]:
+        """While it lasts, every grid of the golden model returns what the codes of another model stand for."""
         calls: dict[str, int] = {}
 
-        def look(path: str) -> Callable[..., Any]:
-            def hook(module: Any, inputs: Any, y: Tensor) -> Any:
-                number = calls[path] = calls.get(path, -1) + 1
+        def hook(path: str) -> Callable[..., Any]:
+            def take(module: Any, args: Any, y: Tensor) -> Any:
+                call = calls[path] = calls.get(path, -1) + 1
                 theirs = codes.get(path)
                 if not module.has_one_scale:
                     self.skipped[path] = "its scale is found at run time, or there are several"
                     return None
-                if theirs is None or number >= len(theirs):
+                if theirs is None or call >= len(theirs):
                     if whose == "runtime":
                         self.skipped[path] = "the file has no codes of its own for it: another quantizer has the same"
                     return None
-                grid = module.grid_for(inputs[0])
-                mine = codes_of(plain(y), grid)
-                x = inputs[0]
-                ran, sums[:] = list(sums), []
-                self._count(path, whose, mine, theirs[number], partial(why, origin_of(x), plain(x), grid, ran))
-                return on_grid((theirs[number] - grid.zero_point) * grid.scale, grid)
+                grid = module.grid_for(args[0])
+                if look is not None:
+                    look(path, call, grid, args[0], y, theirs[call])
+                return on_grid((theirs[call].reshape(y.shape) - grid.zero_point) * grid.scale, grid)
 
-            return hook
+            return take
 
-        sums: list[Accumulated] = []
-
-        def remember(module: Any, inputs: Any, y: Any) -> None:
-            if isinstance(y, Tensor) and isinstance(origin_of(y), Accumulated):
-                sums.append(origin_of(y))  # type: ignore[arg-type]
-
-        handles = [m.register_forward_hook(look(p)) for p, m in self.golden.named_modules() if isinstance(m, Grid)]
-        handles += [m.register_forward_hook(remember) for m in self.golden.modules() if isinstance(m, IntegerLayer)]
+        handles = [grid.register_forward_hook(hook(path)) for path, grid in self.grids.items()]
         try:
-            return self.golden(*args, **kwargs), sums
+            yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _count(self, path: str, whose: str, mine: Tensor, theirs: Tensor, why: Callable[[Tensor, Tensor], str]) -> None:
-        report = self.reports.setdefault(path, TensorReport(path))
-        if whose == "prepared":
-            report.codes += mine.numel()
-        theirs = theirs.reshape(mine.shape)
-        steps = (mine - theirs).abs().nan_to_num(0)
-        number = int((steps > 0).sum())
-        if number:
-            setattr(report, f"{whose}_differ", getattr(report, f"{whose}_differ") + number)
-            setattr(report, f"{whose}_steps", max(getattr(report, f"{whose}_steps"), int(steps.max())))
-            reason, before = why(mine, theirs), getattr(report, f"why_{whose}")
-            if reason not in before:
-                setattr(report, f"why_{whose}", f"{before}; {reason}" if before else reason)
+    # --- judging ------------------------------------------------------------------------------------
 
-    def _compare_outputs(self, prepared: Any, golden: Any, runtime: list[Any]) -> None:
-        theirs = [torch.from_numpy(np.asarray(value)) for value in runtime]
-        for a, b, c in zip(_tensors(prepared), _tensors(golden), theirs, strict=False):
-            out = self.outputs
+    def _judge(
+        self, whose: _Whose, codes: Codes, results: list[Tensor], watched: list[Tensor] | None, inputs: Any
+    ) -> None:
+        """Counts the differences between the golden model and another one, from the codes of that one.
+
+        `watched` are the runtime's results when its codes are looked at.
+        """
+        found = self._forced(codes, inputs, whose)
+        for path, number in found.compared.items():
+            report = self.reports.setdefault(path, TensorReport(path))
+            report.codes += number if whose == "prepared" else 0
+        same = all(map(_is_same, found.results, results))
+        is_steady = watched is None or all(map(_is_same, watched, results))
+        if whose == "runtime":
+            self.outputs.runtime_is_equal &= same
+        if same and is_steady and not found.differences:
+            return
+        rounding = self._rounding(codes, inputs, found.differences)
+        for number, difference in enumerate(found.differences):
+            self._count(whose, difference, rounding.tolerance(number))
+        first = len(found.differences)
+        self._count_results(whose, found, results, rounding, first)
+        for number, (a, b) in enumerate(zip(watched or [], results, strict=False)):
+            beyond = _beyond(a, b, 2 * rounding.tolerance(first + number), rounding.unsteady[first + number])
+            if bool(beyond.any()):
+                self.outputs.disturbance = max(self.outputs.disturbance, _largest(a, b))
+
+    def _rounding(self, codes: Codes, inputs: Any, differences: list[_Difference]) -> Rounding:
+        """What rounding can change in the inputs of grids that differ, and in the results."""
+        wanted = {(d.path, d.call): number for number, d in enumerate(differences)}
+
+        def compute() -> list[Tensor]:
+            kept: dict[int, Tensor] = {}
+
+            def look(path: str, call: int, grid: GridOf, x: Tensor, y: Tensor, theirs: Tensor) -> None:
+                if (path, call) in wanted:
+                    kept[wanted[path, call]] = plain(x)
+
+            with self._taking_codes(codes, look, "prepared"):
+                args, kwargs = copied(*inputs)
+                results = leaves.tensors(self.golden(*args, **kwargs))
+            return [*(kept[number] for number in range(len(differences))), *results]
+
+        return Rounding(compute)
+
+    def _count(self, whose: _Whose, found: _Difference, tolerance: Tensor) -> None:
+        report = self.reports[found.path]
+        mine, theirs = found.mine, found.theirs
+        differ = (mine != theirs) & ~(mine.isnan() & theirs.isnan())
+        at_tie = differ & ties(found.x, found.grid, tolerance, mine, theirs)
+        steps = (mine - theirs).abs()[differ].nan_to_num(0)
+        _add(report, f"{whose}_differ", int(differ.sum()))
+        _add(report, f"{whose}_ties", int(at_tie.sum()))
+        most = max(getattr(report, f"{whose}_steps"), int(steps.max()))
+        setattr(report, f"{whose}_steps", most)
+        rest, reason = differ & ~at_tie, TIE
+        if bool(rest.any()):
+            why = why_runtime if whose == "runtime" else why_prepared
+            reason = why(found.origin, found.x, found.grid, found.before, mine, theirs, rest)
+        reasons = self.reasons.setdefault((found.path, whose), {})
+        reasons[reason] = None
+        # Ties are worth a word only where there is nothing else.
+        setattr(report, f"why_{whose}", "; ".join([one for one in reasons if one != TIE] or [TIE]))
+
+    def _count_results(
+        self, whose: _Whose, found: _Pass, results: list[Tensor], rounding: Rounding, first: int
+    ) -> None:
+        for number, (a, b) in enumerate(zip(found.results, results, strict=True)):
+            beyond = _beyond(a, b, rounding.tolerance(first + number), rounding.unsteady[first + number])
+            if not bool(beyond.any()):
+                continue
+            _add(self.outputs, f"{whose}_unexplained", int(beyond.sum()))
+            has_nan = a.is_floating_point() and bool((a.isnan() != b.isnan())[beyond].any())
+            reason = NAN if has_nan else (whose == "runtime" and why_sums(found.sums)) or UNKNOWN
+            name = "why" if whose == "runtime" else "why_prepared"
+            setattr(self.outputs, name, getattr(self.outputs, name) or reason)
+
+    def _note_outputs(self, prepared: list[Tensor], golden: list[Tensor], runtime: list[Tensor]) -> None:
+        out = self.outputs
+        for a, b, c in zip(prepared, golden, runtime, strict=True):
+            out.numbers += b.numel()
             out.prepared_difference = max(out.prepared_difference, _largest(a, b))
             out.runtime_difference = max(out.runtime_difference, _largest(b, c))
-            out.largest = max(out.largest, _magnitude(b))
+            if not b.is_floating_point() or not b.numel():
+                continue
+            out.largest = max(out.largest, float(b.double().abs().nan_to_num(0, 0, 0).max()))
             if a.dim() == 2 and a.shape[1] > 1:
                 out.rows += len(a)
                 out.agreeing += int((a.argmax(1) == c.argmax(1)).sum())
 
     def result(self) -> Verification:
         """Everything that was counted, in the order of the model."""
-        self.outputs.disturbance = self.runtime.disturbance
         target, tensors = self.runtime.target or "generic", list(self.reports.values())
-        return Verification(target, tensors, self.runtime.kernels, self.outputs, self.skipped)
+        changed = not self.runtime.is_as_written
+        return Verification(target, tensors, self.runtime.kernels, self.outputs, self.skipped, changed)
 
 
-def _as_tensors(codes: dict[str, list[Any]]) -> dict[str, list[Tensor]]:
-    return {path: [torch.from_numpy(c).float() for c in arrays] for path, arrays in codes.items()}
+def _require_as_many(golden: list[Tensor], runtime: list[Tensor]) -> None:
+    if len(golden) != len(runtime):
+        raise ValueError(
+            f"The model returns {len(golden)} tensors and the file {len(runtime)}: they cannot be compared.\n"
+            "Export the model again with fakequant.export_onnx."
+        )
+    for number, (a, b) in enumerate(zip(golden, runtime, strict=True)):
+        if a.shape != b.shape or a.is_floating_point() != b.is_floating_point():
+            raise ValueError(
+                f"Result {number} is {_kind(a)} in the model and {_kind(b)} in the file: they cannot be compared.\n"
+                "Export the model again with fakequant.export_onnx."
+            )
 
 
-def _magnitude(value: Tensor) -> float:
-    return float(value.double().abs().nan_to_num().max()) if value.numel() else 0.0
+def _kind(x: Tensor) -> str:
+    return f"{str(x.dtype)[6:]} of shape {tuple(x.shape)}"
+
+
+def _add(report: Any, name: str, number: int) -> None:
+    setattr(report, name, getattr(report, name) + number)
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    """Whether all numbers are equal; a NaN is equal to a NaN."""
+    if a.is_floating_point():
+        return bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return torch.equal(a.to(b.dtype), b)
+
+
+def _beyond(a: Tensor, b: Tensor, tolerance: Tensor, unsteady: Tensor) -> Tensor:
+    """Which elements differ by more than the tolerance; integers that rounding changes may differ."""
+    if not a.is_floating_point():
+        return (a != b) & ~unsteady
+    differ = (a != b) & ~(a.isnan() & b.isnan())
+    far = (a.double() - b.double()).abs()
+    return differ & ~(far <= tolerance)  # what is not finite on one side only is no number
 
 
 def _largest(a: Tensor, b: Tensor) -> float:
@@ -368,10 +364,3 @@ def _largest(a: Tensor, b: Tensor) -> float:
     a, b = a.double(), b.double()
     far = torch.where(a.isnan() != b.isnan(), torch.inf, (a - b).abs().nan_to_num(0, torch.inf))
     return float(torch.where(a == b, 0, far).max())
-
-
-def _tensors(result: Any) -> list[Tensor]:
-    if isinstance(result, Tensor):
-        return [plain(result)]
-    values = result.values() if isinstance(result, dict) else result if isinstance(result, (tuple, list)) else []
-    return [tensor for value in values for tensor in _tensors(value)]

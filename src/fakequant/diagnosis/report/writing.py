@@ -26,7 +26,7 @@ from fakequant.workflow.summary import summary
 if TYPE_CHECKING:
     from fakequant.diagnosis.compare import Comparison
     from fakequant.diagnosis.sensitivity import Sensitivity
-    from fakequant.workflow.verify import Verification
+    from fakequant.workflow.verification import Verification
 
 
 def report(
