@@ -63,7 +63,7 @@ def _keep_apart(node: Any) -> None:
     source = node.inputs[0].producer()
     while source is not None and not source.domain and source.op_type in _MOVES:
         source = source.inputs[0].producer()
-    if source is None or source.domain != DOMAIN or source.op_type != "Grid" or _grid_of(source) == _grid_of(node):
+    if source is None or source.domain != DOMAIN or source.op_type != "Grid" or _holds(node, source):
         return
     graph, name = node.graph, node.attributes["name"].as_string()
     bounds = []
@@ -78,8 +78,14 @@ def _keep_apart(node: Any) -> None:
     node.replace_input_with(0, out)
 
 
-def _grid_of(node: Any) -> tuple[Any, ...]:
-    return (*(_bytes(value) for value in node.inputs[1:]), *(node.attributes[end].as_int() for end in ("qmin", "qmax")))
+def _holds(node: Any, source: Any) -> bool:
+    """Whether a grid leaves everything as it is that is on the grid before it: it has all the codes of that one."""
+    if [_bytes(value) for value in node.inputs[1:]] != [_bytes(value) for value in source.inputs[1:]]:
+        return False
+    (low, high), (first, last) = (
+        [one.attributes[end].as_int() for end in ("qmin", "qmax")] for one in (node, source)
+    )
+    return low <= first and last <= high
 
 
 def _merge(model: ir.Model) -> None:

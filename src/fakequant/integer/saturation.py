@@ -33,22 +33,31 @@ def saturated_sums(layer: Any, codes: Tensor, zero_point: int, levels: Tensor, b
         sums = _pairs(codes.flatten(0, -2), levels.double()).unflatten(0, codes.shape[:-1])
         sums = sums - zero_point * levels.double().sum(1)
         return sums if bias is None else sums + bias
-    if not isinstance(layer, nn.Conv2d) or layer.groups != 1 or layer.padding_mode != "zeros":
+    if not isinstance(layer, (nn.Conv1d, nn.Conv2d)) or layer.groups != 1 or layer.padding_mode != "zeros":
         return None
-    if codes.dim() != 4 or isinstance(layer.padding, str):
+    if codes.dim() != levels.dim() or isinstance(layer.padding, str):
         return None
-    vertical, horizontal = layer.padding
+    flat = isinstance(layer, nn.Conv1d)  # computed as an image of one row
+    if flat:
+        codes = codes.unsqueeze(2)
+    kernel, stride, dilation = (_of_image(x, 1) for x in (layer.kernel_size, layer.stride, layer.dilation))
+    vertical, horizontal = _of_image(layer.padding, 0)
     padded = F.pad(codes, (horizontal, horizontal, vertical, vertical), value=float(zero_point))
-    columns = F.unfold(padded, layer.kernel_size, layer.dilation, 0, layer.stride)  # channel, then place
-    places = layer.kernel_size[0] * layer.kernel_size[1]
+    columns = F.unfold(padded, kernel, dilation, 0, stride)  # channel, then place
     number, _, length = columns.shape
-    columns = columns.reshape(number, -1, places, length).permute(0, 3, 2, 1).reshape(number * length, -1)
+    columns = columns.reshape(number, -1, kernel[0] * kernel[1], length).permute(0, 3, 2, 1).reshape(number * length, -1)
     rows = levels.double().flatten(2).permute(0, 2, 1).flatten(1)
     sums = _pairs(columns, rows) - zero_point * rows.sum(1)
     if bias is not None:
         sums = sums + bias
-    height = (padded.shape[2] - layer.dilation[0] * (layer.kernel_size[0] - 1) - 1) // layer.stride[0] + 1
-    return sums.reshape(number, length, -1).permute(0, 2, 1).reshape(number, -1, height, length // height)
+    height = (padded.shape[2] - dilation[0] * (kernel[0] - 1) - 1) // stride[0] + 1
+    sums = sums.reshape(number, length, -1).permute(0, 2, 1).reshape(number, -1, height, length // height)
+    return sums.squeeze(2) if flat else sums
+
+
+def _of_image(value: tuple[int, ...], missing: int) -> tuple[int, int]:
+    """What a convolution has for height and width; one along a line has nothing for the height."""
+    return (missing, value[0]) if len(value) == 1 else (value[0], value[1])
 
 
 def _pairs(x: Tensor, weight: Tensor) -> Tensor:

@@ -275,7 +275,8 @@ def _moved(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -
     origin = origin_of(args[0])
     if origin is None or isinstance(origin, OnGrid):
         return _selected(func, args, plain_args, kwargs, result)
-    return Moved(origin, lambda codes: _first(func(codes, *plain_args[1:], **kwargs)))
+    # In memory of its own: a view of codes may be asked for where the model made the value contiguous first.
+    return Moved(origin, lambda codes: _first(func(codes.contiguous(), *plain_args[1:], **kwargs)))
 
 
 def _first(result: Any) -> Tensor:

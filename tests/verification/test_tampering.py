@@ -1,0 +1,259 @@
+"""`verify` on files in which one thing was changed: it must not say ok unless every code and result is bit-equal."""
+
+import pytest
+
+import fakequant as fq
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+np = pytest.importorskip("numpy")
+onnx = pytest.importorskip("onnx")
+ort = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+recipes = pytest.importorskip("fakequant.recipes")
+digest = pytest.importorskip("fakequant.export.digest")
+notes = pytest.importorskip("fakequant.export.notes")
+verify_module = pytest.importorskip("fakequant.workflow.verify")
+tampers = pytest.importorskip("tampers")
+
+
+class ResidualCNN(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        self.conv, self.norm, self.act = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()
+        self.pool, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(8, 10)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(self.pool(self.act(x + self.norm(self.conv(x)))).flatten(1))
+
+
+class Encoder(nn.Module):
+    """Attention, layer norms and a GELU, in code that torch.fx can trace."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.up, self.down, self.act = nn.Linear(16, 32), nn.Linear(32, 16), nn.GELU()
+        self.first, self.second = nn.LayerNorm(16), nn.LayerNorm(16)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        x = self.first(x + self.out(torch.softmax(q @ k.transpose(1, 2) / 4, -1) @ v))
+        return self.second(x + self.down(self.act(self.up(x))))
+
+
+class MaskedLogits(nn.Module):
+    """The largest numbers of the output say nothing about the others."""
+
+    def __init__(self, fill):
+        super().__init__()
+        self.fc, self.head, self.fill = nn.Linear(12, 16), nn.Linear(16, 6), fill
+        self.register_buffer("mask", torch.tensor([False, True, False, False, True, False]))
+
+    def forward(self, x):
+        return self.head(torch.relu(self.fc(x))).masked_fill(self.mask, self.fill)
+
+
+class SeveralOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(12, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        y = torch.relu(self.a(x))
+        z = self.b(y)
+        return {"logits": z, "parts": (y, torch.tanh(z)), "class": z.argmax(1), "sure": z > 0}
+
+
+def image(n):
+    return torch.randn(n, 3, 8, 8, generator=torch.Generator().manual_seed(n))
+
+
+def rows(n, *shape):
+    return torch.randn(n, *shape, generator=torch.Generator().manual_seed(n))
+
+
+X86 = "onnxruntime-x86"
+MODELS = {
+    "MLP": (lambda: nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 5)), rows(16, 12), recipes.int8),
+    "MLP, 4 bits": (lambda: nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 5)), rows(16, 12), recipes.w4a8),
+    "CNN": (ResidualCNN, image(8), recipes.int8),
+    "encoder": (Encoder, rows(8, 5, 16), recipes.int8),
+    "-inf": (lambda: MaskedLogits(float("-inf")), rows(16, 12), recipes.int8),
+    "-1e9": (lambda: MaskedLogits(-1e9), rows(16, 12), recipes.int8),
+    "several": (SeveralOutputs, rows(16, 12), recipes.int8),
+}
+
+
+def make(name):
+    build, x, recipe = MODELS[name]
+    torch.manual_seed(0)
+    model = build()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.weight)
+            nn.init.normal_(module.bias)
+            module.running_var.uniform_(0.5, 2.0)
+    return fq.calibrate(fq.prepare(model, recipe(target=X86)), [x], progress=False), x
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Each model with its file, exported once."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            model, x = make(name)
+            path = tmp_path_factory.mktemp("exported") / "model.onnx"
+            fq.export_onnx(model, path, x[:2])
+            assert fq.verify(model, path, [x]).ok, name
+            made[name] = model, onnx.load(path), x
+        return made[name]
+
+    return get
+
+
+def run(file, x):
+    """All results and codes of a file as bytes; None if ONNX Runtime refuses it."""
+    watched = onnx.ModelProto()
+    watched.CopyFrom(file)
+    known = {output.name for output in watched.graph.output}
+    for node in file.graph.node:
+        if any(p.key == notes.QUANTIZER for p in node.metadata_props) and node.output[0] not in known:
+            watched.graph.output.append(onnx.helper.make_empty_tensor_value_info(node.output[0]))
+    options = ort.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 4, 1
+    try:
+        session = ort.InferenceSession(watched.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        values = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    except Exception:  # of classes without a common base
+        return None
+    return [(value.shape, value.tobytes()) for value in values]
+
+
+def says_ok(model, file, x, path):
+    onnx.save(file, path)
+    try:
+        return fq.verify(model, path, [x]).ok
+    except (ValueError, RuntimeError):
+        return False
+
+
+def refreshed(file):
+    """The file as if it had been exported like this: with a fingerprint that fits."""
+    for note in file.metadata_props:
+        if note.key == notes.GRAPH:
+            note.value = digest.digest_of_graph(file)
+    return file
+
+
+def misses(model, file, x, path, changed_files):
+    """How many changed files there were, and which of them `verify` took although they compute something else."""
+    expected = run(file, x)
+    number, missed, accepted = 0, [], 0
+    for what, changed in changed_files:
+        found = run(changed, x)
+        if found is None:
+            continue  # the runtime refuses it
+        number += 1
+        if says_ok(model, changed, x, path):
+            accepted += 1
+            if found != expected:
+                missed.append(what)
+    return number, missed, accepted
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_changed_tensors(name, exported, tmp_path, record_property):
+    model, file, x = exported(name)
+    rng = np.random.default_rng(0)
+    changed = [(what, made) for what, made, _, _ in tampers.of_tensors(file, rng)]
+    number, missed, accepted = misses(model, file, x, tmp_path / "m.onnx", changed)
+    record_property("tampers", number)
+    assert missed == []
+    assert number > 50
+    assert accepted < number / 4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_changed_tensors_with_a_fingerprint_that_fits(name, exported, tmp_path, record_property):
+    """As if the exporter had written them: the tensors themselves are compared."""
+    model, file, x = exported(name)
+    rng = np.random.default_rng(1)
+    owned = ("_scale", "_codes", "_zero_point", ".weight", ".bias")
+    changed = [
+        (what, refreshed(made)) for what, made, tensor, _ in tampers.of_tensors(file, rng, 1) if tensor.endswith(owned)
+    ]
+    number, missed, _ = misses(model, file, x, tmp_path / "m.onnx", changed)
+    record_property("tampers", number)
+    assert missed == []
+    assert number > 20
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_changed_operations(name, exported, tmp_path, record_property):
+    model, file, x = exported(name)
+    number, missed, _ = misses(model, file, x, tmp_path / "m.onnx", tampers.of_nodes(file))
+    record_property("tampers", number)
+    assert missed == []
+    assert number > 3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_changed_operations_with_a_fingerprint_that_fits(name, exported, tmp_path, record_property):
+    """As if the exporter had written them. What one ulp of a factor changes cannot be told from rounding."""
+    model, file, x = exported(name)
+    changed = [(what, refreshed(made)) for what, made in tampers.of_nodes(file) if "a little more" not in what]
+    number, missed, _ = misses(model, file, x, tmp_path / "m.onnx", changed)
+    record_property("tampers", number)
+    assert missed == []
+
+
+def of_golden(golden):
+    """Changes of one tensor of a golden model by the smallest step: its path, the module, the name, and the tensor."""
+    for path, module in golden.named_modules():
+        for name, buffer in list(module._buffers.items()):
+            if buffer is None or name not in ("weight_scale", "bias_codes", "weight_codes", "scale", "zero_point"):
+                continue
+            for place in {0, buffer.numel() // 2, buffer.numel() - 1}:
+                changed = buffer.clone()
+                flat = changed.view(-1)
+                flat[place] = (
+                    torch.nextafter(flat[place], torch.tensor(torch.inf)) if flat.is_floating_point() else flat[place] + 1
+                )
+                yield f"{path}.{name}[{place}]", module, name, changed
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_changed_golden_model(name, exported, tmp_path, monkeypatch, record_property):
+    """Whether or not the file was made of it: with a file that has the same change, and with one that has not."""
+    model, file, x = exported(name)
+    original, number, missed = verify_module.convert, 0, []
+    for what, _, _, _ in list(of_golden(original(model, target=X86))):
+
+        def converted(*args, wanted=what, **options):
+            golden = original(*args, **options)
+            _, module, tensor, changed = next(one for one in of_golden(golden) if one[0] == wanted)
+            module._buffers[tensor] = changed
+            return golden
+
+        monkeypatch.setattr(verify_module, "convert", converted)
+        without_parameters = onnx.ModelProto()
+        without_parameters.CopyFrom(file)
+        kept = [p for p in file.metadata_props if p.key != notes.PARAMETERS]
+        del without_parameters.metadata_props[:]
+        without_parameters.metadata_props.extend(kept)
+        monkeypatch.setattr(verify_module, "require_same_parameters", lambda *args: None)
+        missed += [what] if says_ok(model, without_parameters, x, tmp_path / "m.onnx") else []
+        monkeypatch.undo()
+        monkeypatch.setattr(verify_module, "convert", converted)
+        monkeypatch.setattr(verify_module, "require_converted", lambda *args: None)
+        missed += [what] if says_ok(model, file, x, tmp_path / "m.onnx") else []
+        monkeypatch.undo()
+        number += 2
+    record_property("tampers", number)
+    assert missed == []
+    assert number > 10
