@@ -31,8 +31,6 @@ class Target:
     arithmetic: str = "reference"
     # Codes of activations are stored as unsigned numbers, which its kernels take.
     unsigned_activations: bool = False
-    # Its integer kernels take weights of 8 bits only: codes of fewer bits are stored in bytes.
-    integer_weights_in_bytes: bool = False
 
     def fit_weight(self, spec: QuantSpec) -> QuantSpec:
         """The spec of weights for this target: as given, or with fewer bits, or symmetric.
@@ -54,30 +52,19 @@ class Target:
             return spec
         return dataclasses.replace(spec, bits=8, signed=True, symmetric=True, narrow=False)
 
-    def storage_bits(self, spec: QuantSpec) -> int:
-        """The width of the type that holds codes of a weight beside a quantized input.
-
-        >>> [TARGETS[name].storage_bits(QuantSpec(bits=2)) for name in ("onnxruntime-x86", "generic")]
-        [8, 4]
-        """
-        if spec.bits > 8:
-            return 16
-        # ONNX Runtime refuses 2 bits beside a quantized input.
-        return 8 if self.integer_weights_in_bytes or spec.bits > 4 else 4
-
     def weight_shift(self, spec: QuantSpec) -> int:
-        """The largest k for which codes of a weight times 2^k fit their type and are summed exactly on every CPU.
+        """The largest k for which codes of a weight times 2^k are summed exactly on every CPU.
 
-        Codes are stored times 2^k at a scale that is 2^k smaller: the same weights, and a bias, which has the scale of
-        the products, that is rounded 2^k times finer.
+        A weight beside a quantized input is stored in a byte, also if it has fewer bits. Its codes are stored times
+        2^k at a scale that is 2^k smaller. The weights are the same. The bias, which has the scale of the products,
+        is rounded 2^k times finer.
 
         >>> TARGETS["onnxruntime-x86"].weight_shift(QuantSpec(bits=2))  # -2 * 32 = -64
         5
         """
         if not (spec.symmetric and spec.signed) or spec.group_size is not None or spec.bits > 8:
             return 0
-        largest = min(2 ** (self.storage_bits(spec) - 1), _EXACT_WITHOUT_VNNI)
-        shift = 0
+        shift, largest = 0, _EXACT_WITHOUT_VNNI
         while spec.qmin * 2 ** (shift + 1) >= -largest and spec.qmax * 2 ** (shift + 1) < largest:
             shift += 1
         return shift
@@ -105,17 +92,14 @@ TARGETS = {
     target.name: target
     for target in (
         Target(name="generic"),
-        Target(
-            name="onnxruntime-vnni", arithmetic="onnxruntime", unsigned_activations=True, integer_weights_in_bytes=True
-        ),
+        Target(name="onnxruntime-vnni", arithmetic="onnxruntime", unsigned_activations=True),
         Target(
             name="onnxruntime-x86",
             weight_bits=7,
             arithmetic="onnxruntime",
             unsigned_activations=True,
-            integer_weights_in_bytes=True,
         ),
-        Target(name="tensorrt", symmetric_int8=True, integer_weights_in_bytes=True),
+        Target(name="tensorrt", symmetric_int8=True),
     )
 }
 

@@ -254,17 +254,12 @@ def check_weight(layer, spec, path, proto, stored):
     kinds = onnx.TensorProto
     kind = next(i.data_type for i in proto.graph.initializer if i.name == f"{path}.weight_codes")
     opset = opset_of(proto)[""]
-    if spec.bits == 4 and opset >= 21 and code_tensors_are_plain(proto):
+    if integer.is_integer(layer) and spec.bits <= 8:  # kernels take bytes
+        assert kind == (kinds.INT8 if spec.signed else kinds.UINT8)
+    elif spec.bits == 4 and opset >= 21:
         assert kind == (kinds.INT4 if spec.signed else kinds.UINT4)
-    if spec.bits == 2 and opset >= 25 and code_tensors_are_plain(proto):
-        # ONNX Runtime takes no 2 bits where it computes with integers.
-        signed, unsigned = (kinds.INT4, kinds.UINT4) if integer.is_integer(layer) else (kinds.INT2, kinds.UINT2)
-        assert kind == (signed if spec.signed else unsigned)
-
-
-def code_tensors_are_plain(proto):
-    """Codes of fewer than 8 bits are packed: the target has no kernels that want bytes."""
-    return {p.key: p.value for p in proto.metadata_props}["fakequant.target"] == "generic"
+    elif spec.bits == 2 and opset >= 25:
+        assert kind == (kinds.INT2 if spec.signed else kinds.UINT2)
 
 
 def test_every_range_has_equal_codes_in_onnxruntime(folder):

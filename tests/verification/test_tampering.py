@@ -16,6 +16,9 @@ notes = pytest.importorskip("fakequant.export.notes")
 verify_module = pytest.importorskip("fakequant.workflow.verify")
 tampers = pytest.importorskip("tampers")
 
+# Small models, run a thousand times.
+pytestmark = pytest.mark.usefixtures("torch_on_one_thread")
+
 
 class ResidualCNN(nn.Module):
     def __init__(self):
@@ -174,18 +177,18 @@ def test_changed_tensors(name, exported, tmp_path, record_property):
     number, missed, accepted = misses(model, file, x, tmp_path / "m.onnx", changed)
     record_property("tampers", number)
     assert missed == []
-    assert number > 50
+    assert number > 30
     assert accepted < number / 4
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["MLP, 4 bits", "CNN", "encoder"])
 def test_changed_tensors_with_a_fingerprint_that_fits(name, exported, tmp_path, record_property):
     """As if the exporter had written them: the tensors themselves are compared."""
     model, file, x = exported(name)
     rng = np.random.default_rng(1)
     owned = ("_scale", "_codes", "_zero_point", ".weight", ".bias")
     changed = [
-        (what, refreshed(made)) for what, made, tensor, _ in tampers.of_tensors(file, rng, 1) if tensor.endswith(owned)
+        (what, refreshed(made)) for what, made, tensor, _ in tampers.of_tensors(file, rng) if tensor.endswith(owned)
     ]
     number, missed, _ = misses(model, file, x, tmp_path / "m.onnx", changed)
     record_property("tampers", number)
@@ -218,13 +221,11 @@ def of_golden(golden):
         for name, buffer in list(module._buffers.items()):
             if buffer is None or name not in ("weight_scale", "bias_codes", "weight_codes", "scale", "zero_point"):
                 continue
-            for place in {0, buffer.numel() // 2, buffer.numel() - 1}:
-                changed = buffer.clone()
-                flat = changed.view(-1)
-                flat[place] = (
-                    torch.nextafter(flat[place], torch.tensor(torch.inf)) if flat.is_floating_point() else flat[place] + 1
-                )
-                yield f"{path}.{name}[{place}]", module, name, changed
+            changed = buffer.clone()
+            flat, place = changed.view(-1), buffer.numel() // 2
+            up = torch.nextafter(flat[place], torch.tensor(torch.inf)) if flat.is_floating_point() else flat[place] + 1
+            flat[place] = up
+            yield f"{path}.{name}[{place}]", module, name, changed
 
 
 @pytest.mark.parametrize("name", MODELS)

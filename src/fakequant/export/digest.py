@@ -23,7 +23,9 @@ def digest_of_graph(model: Any) -> str:
             _add(seen, kind, value.name, value.type.SerializeToString(deterministic=True))
     for tensor in sorted(graph.initializer, key=lambda t: t.name):
         array = onnx.numpy_helper.to_array(tensor)
-        _add(seen, "tensor", tensor.name, str(tensor.data_type), str(array.shape), np.ascontiguousarray(array).tobytes())
+        _add(
+            seen, "tensor", tensor.name, str(tensor.data_type), str(array.shape), np.ascontiguousarray(array).tobytes()
+        )
     for node in graph.node:
         _add(seen, "node", node.domain, node.op_type, *node.input, "to", *node.output)
         for attribute in sorted(node.attribute, key=lambda a: a.name):

@@ -82,9 +82,7 @@ def _holds(node: Any, source: Any) -> bool:
     """Whether a grid leaves everything as it is that is on the grid before it: it has all the codes of that one."""
     if [_bytes(value) for value in node.inputs[1:]] != [_bytes(value) for value in source.inputs[1:]]:
         return False
-    (low, high), (first, last) = (
-        [one.attributes[end].as_int() for end in ("qmin", "qmax")] for one in (node, source)
-    )
+    (low, high), (first, last) = ([one.attributes[end].as_int() for end in ("qmin", "qmax")] for one in (node, source))
     return low <= first and last <= high
 
 

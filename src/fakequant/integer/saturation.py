@@ -45,7 +45,9 @@ def saturated_sums(layer: Any, codes: Tensor, zero_point: int, levels: Tensor, b
     padded = F.pad(codes, (horizontal, horizontal, vertical, vertical), value=float(zero_point))
     columns = F.unfold(padded, kernel, dilation, 0, stride)  # channel, then place
     number, _, length = columns.shape
-    columns = columns.reshape(number, -1, kernel[0] * kernel[1], length).permute(0, 3, 2, 1).reshape(number * length, -1)
+    columns = (
+        columns.reshape(number, -1, kernel[0] * kernel[1], length).permute(0, 3, 2, 1).reshape(number * length, -1)
+    )
     rows = levels.double().flatten(2).permute(0, 2, 1).flatten(1)
     sums = _pairs(columns, rows) - zero_point * rows.sum(1)
     if bias is not None:

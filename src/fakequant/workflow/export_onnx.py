@@ -113,7 +113,8 @@ def _export(model: nn.Module, args: Any, kwargs: Any, opset: int, dynamic_batch:
     for module in model.modules():
         if isinstance(module, IntegerLayer) and module._fakequant.weight_spec is not None:
             spec = module._fakequant.weight_spec
-            start_export(module, target.storage_bits(spec) if is_integer(module) else spec.bits)
+            # Integer kernels take bytes, also of weights with fewer bits.
+            start_export(module, max(spec.bits, 8) if is_integer(module) else spec.bits)
     shapes = None
     if dynamic_batch:
         shapes = tuple(_batch_of(x) for x in args) if args else {name: _batch_of(x) for name, x in kwargs.items()}

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from fakequant.nn.layer import Quantization, QuantizedLayer
 from fakequant.nn.quantizer import quantizers, set_state
 from fakequant.workflow.running import check_module
 
@@ -19,11 +20,19 @@ def _stay_frozen(module: nn.Module, mode: bool = True) -> nn.Module:
 
 
 def release_norms(model: nn.Module) -> None:
-    """Lets normalizations that a `Schedule` froze follow their batches again."""
+    """Lets normalizations that a `Schedule` froze follow their batches again, and biases be floats in training."""
+    deploy_biases(model, on=False)
     for module in model.modules():
         if _is_frozen(module):
             del module.__dict__["train"]
             module.training = model.training
+
+
+def deploy_biases(model: nn.Module, *, on: bool) -> None:
+    """Makes layers add, in training too, the biases that will run; or those they have."""
+    for module in model.modules():
+        if isinstance(module, QuantizedLayer) and isinstance(module._fakequant, Quantization):
+            module._fakequant.deploys_bias = on
 
 
 def _is_frozen(module: nn.Module) -> bool:
@@ -37,6 +46,9 @@ class Schedule:
         before quantize_from         observe only: activations are in float
         from freeze_ranges_at on     scales and zero points stay as they are
         from freeze_norms_at on      batch normalizations use their running statistics, and keep them
+
+    Once normalizations are frozen, or ranges if normalizations are not to be, training adds the biases that will run,
+    rounded to the scale of the sums, as evaluation always does. The gradient passes.
 
     None leaves something out. The steps are saved with `state_dict()`. A new schedule of the same model
     begins a new training: normalizations that another one froze are released, as they are by `unprepare`.
@@ -93,6 +105,12 @@ class Schedule:
             set_state(self.model, frozen=self.steps >= self.freeze_ranges_at)
         if self.freeze_norms_at is not None and self.steps == self.freeze_norms_at:
             self._freeze_norms()
+        if self.steps == self._deploys_biases_at:
+            deploy_biases(self.model, on=True)
+
+    @property
+    def _deploys_biases_at(self) -> int | None:
+        return self.freeze_ranges_at if self.freeze_norms_at is None else self.freeze_norms_at
 
     def _freeze_norms(self) -> None:
         for module in self.model.modules():
@@ -119,3 +137,5 @@ class Schedule:
             release_norms(self.model)
             if self.steps >= self.freeze_norms_at:
                 self._freeze_norms()
+        if self._deploys_biases_at is not None:
+            deploy_biases(self.model, on=self.steps >= self._deploys_biases_at)

@@ -172,9 +172,7 @@ class _Comparison:
             found.compared[path] = found.compared.get(path, 0) + mine.numel()
             before, found.sums = found.sums, []
             if not bool(((mine == theirs) | (mine.isnan() & theirs.isnan())).all()):
-                found.differences.append(
-                    _Difference(path, call, grid, plain(x), origin_of(x), before, mine, theirs)
-                )
+                found.differences.append(_Difference(path, call, grid, plain(x), origin_of(x), before, mine, theirs))
 
         def remember(module: Any, args: Any, y: Any) -> None:
             if isinstance(y, Tensor) and isinstance(origin_of(y), Accumulated):

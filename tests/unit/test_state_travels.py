@@ -1,0 +1,96 @@
+"""What `convert`, `export_onnx` and `verify` do follows from modules, parameters and buffers alone.
+
+A model, its deepcopy, its pickle and a freshly prepared model with its state are the same to them, whether or not this
+object has run before.
+"""
+
+import copy
+import io
+import pickle
+
+import pytest
+from test_zoo import RECIPES, ZOO, build, train
+
+import fakequant as fq
+from fakequant.testing.assertions import assert_same_bits
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+recipes = pytest.importorskip("fakequant.recipes")
+conversion = pytest.importorskip("fakequant.workflow.convert").conversion
+
+pytestmark = pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
+
+
+def linear_and_norm():
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+class Tokens(nn.Module):
+    """A batch normalization whose axis is that of the tokens, of which there are as many as channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.norm, self.head = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.head(self.norm(self.fc(x)))
+
+
+MODELS = {
+    **ZOO,
+    "linear and norm": (linear_and_norm, torch.randn(16, 4, generator=torch.Generator().manual_seed(1))),
+    "norm of tokens": (Tokens, torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(1))),
+}
+
+
+def twins(model, make, x, config):
+    """Other objects that are the same model, none of which has run."""
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    fresh = fq.prepare(build(make, x), config)
+    fresh.load_state_dict(torch.load(file, weights_only=True), strict=True)
+    found = {"deepcopy": copy.deepcopy(model), "reloaded": fresh}
+    if not any(
+        nn.utils.parametrize.is_parametrized(module) for module in model.modules()
+    ):  # torch refuses to pickle it
+        found["pickle"] = pickle.loads(pickle.dumps(model))
+    return found
+
+
+@pytest.mark.parametrize("config", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize(("make", "x"), MODELS.values(), ids=MODELS)
+def test_twins_convert_to_the_same_codes_scales_and_biases(make, x, config):
+    model = fq.calibrate(fq.prepare(build(make, x), config), [x], progress=False)
+    train(model, x)
+    model.eval()
+    copies = twins(model, make, x, config)  # before the model runs again
+    golden = fq.convert(model)
+    for name, twin in copies.items():
+        other = fq.convert(twin)
+        assert conversion(other) == conversion(golden), name
+        assert list(other.state_dict()) == list(golden.state_dict()), name
+        for key, value in golden.state_dict().items():
+            assert_same_bits(value.numpy(), other.state_dict()[key].numpy(), name, key)
+        assert [type(m).__name__ for m in other.modules()] == [type(m).__name__ for m in golden.modules()], name
+
+
+def test_a_reloaded_twin_exports_the_same_file_and_verifies(tmp_path):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    config = recipes.int8(target="onnxruntime-x86")
+    make, x = MODELS["linear and norm"]
+    model = build(make, x)
+    for _ in range(5):
+        model(x)
+    model = fq.calibrate(fq.prepare(model, config), [x], progress=False).eval()
+    fq.export_onnx(model, tmp_path / "model.onnx", x)
+    expected = (tmp_path / "model.onnx").read_bytes()
+    for name, twin in twins(model, make, x, config).items():
+        twin.eval()
+        fq.export_onnx(twin, tmp_path / "twin.onnx", x)
+        assert (tmp_path / "twin.onnx").read_bytes() == expected, name
+        for _ in range(2):
+            assert fq.verify(twin, tmp_path / "twin.onnx", [x]).ok, name
+        assert fq.verify(model, tmp_path / "twin.onnx", [x]).ok, name
