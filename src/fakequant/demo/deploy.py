@@ -51,7 +51,7 @@ def export(model: nn.Module, path: Path, digits: Digits) -> None:
 def look_at(model: nn.Module, path: Path, digits: Digits, batches: Iterable[Tensor]) -> Deployed:
     """Runs the file on the test images, in `batches`, and compares every code."""
     found = verify(model, path, batches)
-    (scores, *_), _ = Runtime(path).run((digits.test_images.numpy(),), {})
+    _, (scores, *_), _ = Runtime(path).run((digits.test_images.numpy(),), {})
     right = np.mean(scores.argmax(1) == digits.test_labels.numpy())
     tensors = convert(model).state_dict().values()
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,5 +1,6 @@
 """Kinds of layers: how the layers of a class compute with quantized tensors, and the registry of them."""
 
+import contextlib
 import importlib
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
@@ -77,10 +78,8 @@ def is_known(cls: type[nn.Module]) -> bool:
 def load_kind(cls: type[nn.Module], module: str, name: str) -> type[LayerKind]:
     """The kind of a layer that is being unpickled. Imports `module`, which registered it when it was pickled."""
     if find_kind(cls) is None:
-        try:
+        with contextlib.suppress(ImportError):  # the error below says more
             importlib.import_module(module)
-        except ImportError:
-            pass  # the error below says more
     kind = find_kind(cls)
     if kind is None:
         raise ImportError(

@@ -1,10 +1,11 @@
 """`export_onnx`: a model as an ONNX file with integer weights and quantizers that runtimes know."""
 
 import copy
+import json
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils import _pytree
 from fakequant import targets
 from fakequant.export import notes, operators
 from fakequant.export.digest import digest_of_graph, digest_of_parameters
+from fakequant.integer.grid import Grid
 from fakequant.integer.layer import IntegerLayer, is_integer, start_export
 from fakequant.workflow.convert import conversion, convert
 from fakequant.workflow.optional import require, writing
@@ -34,17 +36,30 @@ def export_onnx(
     target: str | None = None,
     opset: int = 21,
     dynamic_batch: bool = True,
+    dynamic_shapes: Any = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
 ) -> None:
     """Writes a prepared or converted model as ONNX; the model stays as it is, and trainable.
 
     Weights are integer initializers with DequantizeLinear, biases int32, activations QuantizeLinear and
     DequantizeLinear with a Clip where the range is not all of the type's. 4-bit codes and scales per group need
     opset 21, 2-bit codes have a type of their own from 25. Batch normalizations are part of the layers
-    before them. Tensors have the paths of their modules. `example_inputs` is a tensor, a tuple of them, or a dict of
-    keyword arguments; their first axis is the batch and may have any length later, unless `dynamic_batch`
-    is False.
+    before them. Tensors have the paths of their modules. Autocast is off while the model is exported.
 
-    The file is checked, and there only if it is complete. Needs `pip install "fakequant[onnx]"`.
+    Args:
+        model: A prepared model with its scales, or a converted one.
+        path: The file to write. It is checked, and there only if it is complete.
+        example_inputs: A tensor, a tuple of tensors, or a dict of keyword arguments.
+        target: What the file is for; None for the target of the config.
+        opset: The version of ONNX's operators, 13 to 25.
+        dynamic_batch: Whether the first axis of every input may have any length later.
+        dynamic_shapes: The axes that may have any length, as `torch.export` takes them: for every input, in a tuple
+            or by name in a dict, a dict from axes to names. Instead of `dynamic_batch`.
+        input_names: Names for the inputs of the file, in the order of the model's arguments.
+        output_names: Names for the results, in their order.
+
+    Needs `pip install "fakequant[onnx]"`.
 
     >>> import tempfile, fakequant as fq
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8())
@@ -59,12 +74,16 @@ def export_onnx(
     ir = require("onnx_ir", "onnxscript")
     require("onnxscript", "onnxscript")
     args, kwargs = _inputs(example_inputs)
-    with writing(path) as unfinished:
+    shapes = dynamic_shapes if dynamic_shapes is not None else _batches(args, kwargs) if dynamic_batch else None
+    with writing(path) as unfinished, _without_autocast():
         golden = _converted(model, target)
         goal = targets.find(conversion(golden).target)
         _require_float32(golden, args, kwargs)
-        program = _export(golden, args, kwargs, max(opset, _TORCHS_LOWEST), dynamic_batch, goal)
+        program = _export(golden, args, kwargs, max(opset, _TORCHS_LOWEST), shapes)
         _finish(program, opset, goal)
+        program.metadata_props[notes.INPUTS] = json.dumps([value.name for value in program.graph.inputs])
+        _rename(program.graph.inputs, input_names, "input_names")
+        _rename(program.graph.outputs, output_names, "output_names")
         program.ir_version = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
         program.metadata_props[notes.TARGET] = goal.name
         program.metadata_props[notes.PARAMETERS] = digest_of_parameters(golden)
@@ -97,6 +116,48 @@ def _require_float32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
             )
 
 
+def _rename(values: Sequence[Any], names: Sequence[str] | None, argument: str) -> None:
+    if names is None:
+        return
+    if isinstance(names, str) or len(names) != len(values) or len(set(names)) != len(names):
+        raise ValueError(
+            f"`{argument}` must be {len(values)} different names, for {', '.join(str(v.name) for v in values)}, "
+            f"got {names!r}."
+        )
+    for value, name in zip(values, names, strict=True):
+        value.name = name
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+def _require_no_autocast(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Runs the model once, to find out whether its own code switches autocast on."""
+
+    def look(module: nn.Module, inputs: Any) -> None:
+        if torch.is_autocast_enabled("cpu"):
+            raise ValueError(
+                "The model's forward pass switches torch.autocast on, and only float32 models are exported.\n"
+                "Take the wrapper off first: accelerator.unwrap_model(model, keep_fp32_wrapper=False), or a forward "
+                "pass without torch.autocast."
+            )
+
+    handles = [m.register_forward_pre_hook(look) for m in model.modules() if isinstance(m, (IntegerLayer, Grid))]
+    try:
+        with torch.no_grad():
+            model(*_copied(args), **_copied(kwargs))
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _copied(inputs: Any) -> Any:
+    return _pytree.tree_map_only(Tensor, torch.clone, inputs)
+
+
 def _inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example, Tensor):
         return (example,), {}
@@ -107,33 +168,40 @@ def _inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     raise TypeError(f"`example_inputs` must be a tensor, a tuple or a dict of them, got {type(example).__name__}.")
 
 
-def _export(model: nn.Module, args: Any, kwargs: Any, opset: int, dynamic_batch: bool, target: targets.Target) -> Any:
-    from fakequant.export.lowering import TRANSLATIONS
-
+def _export(model: nn.Module, args: Any, kwargs: Any, opset: int, shapes: Any) -> Any:
+    """The model as torch's exporter writes it, with one node for every grid and every stored weight."""
+    _require_no_autocast(model.eval(), args, kwargs)
     for module in model.modules():
         if isinstance(module, IntegerLayer) and module._fakequant.weight_spec is not None:
             spec = module._fakequant.weight_spec
             # Integer kernels take bytes, also of weights with fewer bits.
             start_export(module, max(spec.bits, 8) if is_integer(module) else spec.bits)
-    shapes = None
-    if dynamic_batch:
-        shapes = tuple(_batch_of(x) for x in args) if args else {name: _batch_of(x) for name, x in kwargs.items()}
     with operators.exporting(), _quiet(), torch.no_grad():
         try:
-            program = torch.onnx.export(
-                model.eval(),
-                _fresh(args),
-                kwargs=_fresh(kwargs) or None,
-                dynamo=True,
-                opset_version=opset,
-                dynamic_shapes=shapes,
-                custom_translation_table=TRANSLATIONS,  # type: ignore[arg-type]
-                verbose=False,
-            )
+            return _torch_export(model, args, kwargs, opset, shapes)
         except Exception as error:
-            if dynamic_batch and _exports_as_it_is(model, args, kwargs):
-                raise ValueError(_FIXED.format(_reason(error), *_lengths(args, kwargs))) from error
-            raise
+            if shapes is None:
+                raise ValueError(f"torch's exporter cannot export the model: {_reason(error)}") from error
+            try:
+                _torch_export(model, args, kwargs, opset, None)
+            except Exception as first:  # it is not about the lengths of axes
+                raise ValueError(f"torch's exporter cannot export the model: {_reason(first)}") from first
+            raise ValueError(_FIXED.format(_reason(error), *_lengths(args, kwargs))) from error
+
+
+def _torch_export(model: nn.Module, args: Any, kwargs: Any, opset: int, shapes: Any) -> Any:
+    from fakequant.export.lowering import TRANSLATIONS
+
+    program = torch.onnx.export(
+        model,
+        _fresh(args),
+        kwargs=_fresh(kwargs) or None,
+        dynamo=True,
+        opset_version=opset,
+        dynamic_shapes=shapes,
+        custom_translation_table=TRANSLATIONS,  # type: ignore[arg-type]
+        verbose=False,
+    )
     assert program is not None
     return program.model
 
@@ -145,13 +213,9 @@ _FIXED = (
 )
 
 
-def _exports_as_it_is(model: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether it was the length of the batch that torch could not leave open."""
-    try:
-        torch.export.export(model, _fresh(args), _fresh(kwargs), strict=False)
-    except Exception:  # whatever a model's own code raises when it is traced
-        return False
-    return True
+def _batches(args: Any, kwargs: Any) -> Any:
+    """The first axis of every input, as torch's exporter wants to be told."""
+    return tuple(_batch_of(x) for x in args) if args else {name: _batch_of(x) for name, x in kwargs.items()}
 
 
 def _fresh(inputs: Any) -> Any:
@@ -194,13 +258,15 @@ def _finish(program: Any, opset: int, target: targets.Target) -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without messages that nobody can act on: torchvision is absent, torch calls what torch deprecates."""
-    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    names = ("torch.onnx._internal.exporter._registration", "onnxscript.optimizer._constant_folding")
+    loggers = [(logging.getLogger(name), logging.getLogger(name).level) for name in names]
+    for logger, _ in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`", category=FutureWarning)
             warnings.filterwarnings("ignore", message=r"# The axis name: batch will not be used", category=UserWarning)
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in loggers:
+            logger.setLevel(level)

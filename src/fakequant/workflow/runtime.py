@@ -1,5 +1,6 @@
 """An exported model in ONNX Runtime: its codes, and the kernels that compute them."""
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fakequant.export.digest import digest_of_graph
-from fakequant.export.notes import GRAPH, OFFSET, PARAMETERS, QUANTIZER, TARGET
+from fakequant.export.notes import GRAPH, INPUTS, OFFSET, PARAMETERS, QUANTIZER, TARGET
 from fakequant.workflow.optional import require
 
 # What ONNX Runtime makes of layers; everything else computes in float.
@@ -74,6 +75,12 @@ class Runtime:
         """Whether the file is as `export_onnx` wrote it. Files of older versions do not say."""
         return self._noted(GRAPH) == digest_of_graph(self.model)
 
+    def _arguments(self) -> list[str]:
+        """The arguments of the model that the inputs are, in their order."""
+        noted = self._noted(INPUTS)
+        names = None if noted is None else json.loads(noted)
+        return names if isinstance(names, list) and len(names) == len(self.inputs) else self.inputs
+
     def _noted(self, key: str) -> str | None:
         return next((p.value for p in self.model.metadata_props if p.key == key), None)
 
@@ -83,8 +90,9 @@ class Runtime:
         Codes are by quantizer, once for every time that it was called. Watching them keeps the runtime from some
         optimizations, so both results are returned.
         """
-        feed = {name: np.asarray(kwargs[name]) for name in self.inputs if name in kwargs}
-        others = [name for name in self.inputs if name not in kwargs]
+        arguments = dict(zip(self.inputs, self._arguments(), strict=True))
+        feed = {name: np.asarray(kwargs[key]) for name, key in arguments.items() if key in kwargs}
+        others = [name for name, key in arguments.items() if key not in kwargs]
         if len(others) != len(args) or len(feed) != len(kwargs):
             got = ", ".join([f"{len(args)} by position", *kwargs])
             raise ValueError(f"The file has the inputs {', '.join(self.inputs)}; the batch has {got}.")

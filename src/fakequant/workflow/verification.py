@@ -133,7 +133,7 @@ class Verification:
                 )
         if self.is_changed and not (self.first_difference is None and out.runtime_is_equal):
             return (
-                "The file was changed after fakequant.export_onnx wrote it, or was written by an older version, and its "
+                "The file was changed after fakequant.export_onnx wrote it, or an older version wrote it, and its "
                 "results are not equal bit by bit: what was changed cannot be told from rounding.\n"
                 "Export the model again, and verify that file."
             )
@@ -201,7 +201,8 @@ class Verification:
             lines.append(self.problem)
         elif not self.tensors:
             lines.append(
-                "No activation has a fixed scale: the weights have the same codes, and the results agree up to rounding."
+                "No activation has a fixed scale: the weights have the same codes, and the results agree up to "
+                "rounding."
             )
         else:
             ties = sum(t.runtime_differ for t in self.tensors)

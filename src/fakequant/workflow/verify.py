@@ -75,7 +75,7 @@ def verify(
     comparison = _Comparison(model, golden, runtime)
     if callable(data) and not isinstance(data, Iterable):
         raise TypeError("`data` must be batches here, which all three models are run on, not a function.")
-    with evaluating(model):
+    with evaluating(model), torch.autocast("cpu", enabled=False):
         run(model, data, steps, call=comparison.compare)
     if not comparison.batches:
         raise ValueError("`data` has no batches: there was nothing to compare.")
