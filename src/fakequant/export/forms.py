@@ -3,7 +3,8 @@
 A mean over all places is a GlobalAveragePool. A quantizer after something that only moves or selects elements is
 repeated before it, so that the layer before ends in codes. A ReLU before a quantizer whose zero point is not
 its lowest code is a clip of the codes: the code of 0 is the zero point. Between two quantizers with different grids
-stands a Clip that clips nothing: ONNX Runtime would make one quantizer of them, with a scale of its own.
+stands a Clip that clips nothing: ONNX Runtime would make one quantizer of them, with a scale of its own. So it does
+before a layer with a float weight, which ONNX Runtime would quantize.
 """
 
 from typing import Any
@@ -13,6 +14,7 @@ import onnx_ir as ir
 
 from fakequant.export.lowering import DOMAIN
 
+_LAYERS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
 _MOVES = {"MaxPool", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze"}
 
 
@@ -32,6 +34,8 @@ def rewrite(model: ir.Model) -> None:
     for node in list(model.graph):
         if node.domain == DOMAIN and node.op_type == "Grid":
             _keep_apart(node)
+        elif not node.domain and node.op_type in _LAYERS:
+            _keep_float_weights(node)
 
 
 def _pool(node: Any) -> None:
@@ -65,16 +69,34 @@ def _keep_apart(node: Any) -> None:
         source = source.inputs[0].producer()
     if source is None or source.domain != DOMAIN or source.op_type != "Grid" or _holds(node, source):
         return
-    graph, name = node.graph, node.attributes["name"].as_string()
+    _clip_nothing_before(node, node.attributes["name"].as_string())
+
+
+def _keep_float_weights(node: Any) -> None:
+    """ONNX Runtime would quantize the float weight of a layer that stands between quantizers, with a scale of its own."""
+    source = node.inputs[0].producer()
+    while source is not None and not source.domain and source.op_type in _MOVES:
+        source = source.inputs[0].producer()
+    if source is None or source.domain != DOMAIN or source.op_type != "Grid":
+        return
+    weight = node.inputs[1]
+    while weight.producer() is not None and weight.producer().op_type in ("Transpose", "Reshape", "Identity"):
+        weight = weight.producer().inputs[0]
+    if weight.producer() is None and weight.const_value is not None:
+        _clip_nothing_before(node, node.outputs[0].name)
+
+
+def _clip_nothing_before(node: Any, name: str) -> None:
+    """Puts a Clip between a node and its first input that leaves every number as it is."""
     bounds = []
     for end, value in (("lowest", np.finfo(np.float32).min), ("highest", np.finfo(np.float32).max)):
         bound = ir.Value(name=f"{name}_{end}", shape=ir.Shape([]), type=ir.TensorType(ir.DataType.FLOAT))
         bound.const_value = ir.tensor(np.array(value, dtype=np.float32), name=bound.name)
-        graph.register_initializer(bound)
+        node.graph.register_initializer(bound)
         bounds.append(bound)
     x = node.inputs[0]
     out = ir.Value(name=f"{name}_apart", shape=x.shape, type=ir.TensorType(ir.DataType.FLOAT))
-    graph.insert_before(node, ir.Node("", "Clip", [x, *bounds], outputs=[out], name=f"{name}_apart/Clip"))
+    node.graph.insert_before(node, ir.Node("", "Clip", [x, *bounds], outputs=[out], name=f"{name}_apart/Clip"))
     node.replace_input_with(0, out)
 
 

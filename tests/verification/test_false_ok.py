@@ -1,0 +1,292 @@
+"""Models and data on which `verify` once said ok, or said nothing, although the runtime computes something else."""
+
+import collections
+import dataclasses
+import warnings
+
+import pytest
+
+import fakequant as fq
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+recipes = pytest.importorskip("fakequant.recipes")
+explain = pytest.importorskip("fakequant.workflow.explain")
+
+X86 = "onnxruntime-x86"
+
+
+def has_vnni():
+    with open("/proc/cpuinfo") as file:  # these kernels are of x86 on Linux
+        return "vnni" in file.read()
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def ready(model, x, config=None):
+    return fq.calibrate(fq.prepare(model, config or recipes.int8(target=X86)), [x], progress=False)
+
+
+def exported(model, x, folder):
+    path = folder / "model.onnx"
+    fq.export_onnx(model, path, x)
+    return path
+
+
+class Masked(nn.Module):
+    def __init__(self, fill):
+        super().__init__()
+        self.fc, self.fill = nn.Linear(64, 4), fill
+        nn.init.ones_(self.fc.weight)
+        self.register_buffer("mask", torch.tensor([False, False, False, True]))
+
+    def forward(self, x):
+        return self.fc(x).masked_fill(self.mask, self.fill)
+
+
+FILLS = {"-inf": -torch.inf, "the lowest float": torch.finfo(torch.float32).min, "-1e9": -1e9, "nothing": 0.0}
+
+
+@pytest.mark.skipif(has_vnni(), reason="this CPU does not saturate")
+@pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
+def test_masked_results_hide_nothing(fill, tmp_path):
+    torch.manual_seed(0)
+    x = torch.rand(32, 64) * 0.2 + 0.8
+    model = ready(Masked(fill), x, recipes.int8(target="onnxruntime-vnni"))
+    found = fq.verify(model, exported(model, x, tmp_path), [x])
+    assert not found.ok
+    assert found.saturates
+    assert found.outputs.runtime_unexplained == 3 * 32
+    model = ready(Masked(fill), x)
+    assert fq.verify(model, exported(model, x, tmp_path), [x]).ok
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+OFF = {
+    "the last weight": "2.weight_quantizer",
+    "the first weight": "0.weight_quantizer",
+    "an input": "2.input_quantizer",
+    "the first input": "0.input_quantizer",
+}
+
+
+@pytest.mark.parametrize("path", OFF.values(), ids=OFF)
+def test_what_is_switched_off_stays_in_float_and_is_said(path, tmp_path):
+    x = randn(64, 16)
+    config = recipes.int8(target=X86).rule("*", weight=fq.QuantSpec(bits=2, axis=0))
+    model = ready(mlp(), x, config)
+    model.get_submodule(path).quantizing = False
+    with pytest.warns(UserWarning, match=rf"{path} is switched off: that tensor stays in float"):
+        golden = fq.convert(model)
+    torch.testing.assert_close(golden(x), model.eval()(x), rtol=1e-5, atol=1e-6)  # sums in another order
+    with pytest.warns(UserWarning, match="switched off"):
+        file = exported(model, x, tmp_path)
+    with pytest.warns(UserWarning, match="switched off"):
+        assert fq.verify(model, file, [x]).ok
+
+
+def test_a_model_with_all_quantizers_off_is_not_converted():
+    model = ready(mlp(), randn(8, 16))
+    fq.nn.set_state(model, quantizing=False)
+    with pytest.raises(RuntimeError, match=r"Every quantizer(.|\n)*set_state\(model, quantizing=True\)"):
+        fq.convert(model)
+
+
+def test_results_of_the_prepared_model_count_after_the_last_quantizer(tmp_path, monkeypatch):
+    """A prepared model that computes something else after the last quantizer than the golden model does."""
+    x = randn(32, 16)
+    model = ready(mlp(), x)
+    path = exported(model, x, tmp_path)
+    comparison = pytest.importorskip("fakequant.workflow.verify")._Comparison
+    run = comparison._run_prepared
+
+    def a_little_off(self, *args):
+        y, codes = run(self, *args)
+        return y * 1.00001, codes
+
+    monkeypatch.setattr(comparison, "_run_prepared", a_little_off)
+    found = fq.verify(model, path, [x])
+    assert not found.ok
+    assert found.outputs.prepared_unexplained > 0
+    assert "than the prepared one" in found.verdict()
+
+
+@pytest.mark.parametrize("rows", [slice(None), slice(3, 4)], ids=["everywhere", "one row"])
+def test_a_nan_is_a_difference_and_its_quantizer_is_named(rows, tmp_path):
+    x = randn(64, 16)
+    model = ready(mlp(), x)
+    path = exported(model, x, tmp_path)
+    x[rows, 0] = torch.nan
+    found = fq.verify(model, path, [x])
+    assert not found.ok
+    assert found.tensors[0].why_runtime == explain.NAN
+    assert found.tensors[0].runtime_differ == len(x[rows])
+    assert f"first at 0.input_quantizer: {explain.NAN}" in found.verdict()
+
+
+def test_a_nan_that_all_have_is_no_difference(tmp_path):
+    class Log(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(16, 4)
+
+        def forward(self, x):
+            return torch.log(self.fc(x))
+
+    x = randn(32, 16)
+    model = ready(Log(), x)
+    found = fq.verify(model, exported(model, x, tmp_path), [x])
+    assert found.ok
+    assert torch.isnan(model.eval()(x)).any()
+
+
+def test_empty_data_is_an_error(tmp_path):
+    model = ready(mlp(), randn(8, 16))
+    path = exported(model, randn(8, 16), tmp_path)
+    with pytest.raises(ValueError, match="empty: there was nothing to compare"):
+        fq.verify(model, path, [torch.empty(0, 16)])
+    assert fq.verify(model, path, [torch.empty(0, 16), randn(4, 16)]).ok
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    parts: tuple
+    nothing: None = None
+
+
+Pair = collections.namedtuple("Pair", ["first", "second"])
+torch.export.register_dataclass(Output, serialized_type_name="test_false_ok.Output")
+RETURNS = {
+    "tensor": (lambda y: y, 1),
+    "dataclass": (lambda y: Output(y, (torch.tanh(y), y > 0)), 3),
+    "named tuple": (lambda y: Pair(torch.tanh(y), y), 2),
+    "nested": (lambda y: {"a": [y, {"b": (y * 2,)}], "c": y.argmax(-1)}, 3),
+    "bools": (lambda y: (y > 0, y), 2),
+}
+
+
+class Returns(nn.Module):
+    def __init__(self, result):
+        super().__init__()
+        self.fc, self.result = nn.Linear(16, 4), result
+
+    def forward(self, x):
+        return self.result(self.fc(x))
+
+
+@pytest.mark.parametrize(("result", "number"), RETURNS.values(), ids=RETURNS)
+def test_every_leaf_of_the_result_is_compared(result, number, tmp_path):
+    torch.manual_seed(0)
+    x = randn(32, 16)
+    model = ready(Returns(result), x)
+    path = exported(model, x, tmp_path)
+    found = fq.verify(model, path, [x])
+    assert found.ok
+    assert found.outputs.numbers == sum(
+        y.numel() for y in torch.utils._pytree.tree_leaves(model.eval()(x)) if y is not None
+    )
+    # One number of one result at a time.
+    file = onnx.load(path)
+    for place in range(number):
+        changed = onnx.ModelProto()
+        changed.CopyFrom(file)
+        change_first_element(changed, changed.graph.output[place].name)
+        onnx.save(changed, tmp_path / "changed.onnx")
+        assert not fq.verify(model, tmp_path / "changed.onnx", [x]).ok, place
+
+
+def change_first_element(file, name):
+    """Adds one to, or inverts, the first element of a result."""
+    for node in file.graph.node:
+        node.output[:] = [f"{name}_before" if output == name else output for output in node.output]
+        node.input[:] = [f"{name}_before" if value == name else value for value in node.input]
+    make, tensor = onnx.helper.make_node, onnx.helper.make_tensor
+    value = next(output for output in file.graph.output if output.name == name)
+    shape = make("Shape", [f"{name}_before"], [f"{name}_shape"])
+    file.graph.initializer.append(tensor(f"{name}_zero", onnx.TensorProto.INT64, [1], [0]))
+    kind = value.type.tensor_type.elem_type
+    number = make(
+        "ConstantOfShape", [f"{name}_shape"], [f"{name}_zeros"], value=tensor("v", onnx.TensorProto.FLOAT, [1], [0.0])
+    )
+    flat = make("Constant", [], [f"{name}_flat"], value=tensor("f", onnx.TensorProto.INT64, [1], [-1]))
+    line = make("Reshape", [f"{name}_zeros", f"{name}_flat"], [f"{name}_line"])
+    one = make("Constant", [], [f"{name}_one"], value=tensor("o", onnx.TensorProto.FLOAT, [1], [1.0]))
+    put = make("ScatterElements", [f"{name}_line", f"{name}_zero", f"{name}_one"], [f"{name}_put"])
+    back = make("Reshape", [f"{name}_put", f"{name}_shape"], [f"{name}_back"])
+    cast = make("Cast", [f"{name}_back"], [f"{name}_cast"], to=kind)
+    change = make("Xor" if kind == onnx.TensorProto.BOOL else "Add", [f"{name}_before", f"{name}_cast"], [name])
+    file.graph.node.extend([shape, number, flat, line, one, put, back, cast, change])
+
+
+def test_a_result_that_cannot_be_looked_into_is_an_error():
+    leaves = pytest.importorskip("fakequant.workflow.leaves")
+
+    class Odd:
+        pass
+
+    with pytest.raises(TypeError, match=r"returns a Odd(.|\n)*register"):
+        leaves.tensors((torch.ones(1), Odd()))
+
+
+def test_another_number_of_results_is_an_error(tmp_path):
+    x = randn(8, 16)
+    model = ready(Returns(lambda y: (y, torch.tanh(y))), x)
+    file = onnx.load(exported(model, x, tmp_path))
+    del file.graph.output[1]
+    onnx.save(file, tmp_path / "fewer.onnx")
+    with pytest.raises(ValueError, match="returns 2 tensors and the file 1"):
+        fq.verify(model, tmp_path / "fewer.onnx", [x])
+
+
+def test_sums_that_overflow_have_a_name_of_their_own(tmp_path):
+    """140,000 products of 255 and 64 are more than 2^31."""
+    model = nn.Sequential(nn.Linear(140_000, 1, bias=False), nn.Linear(1, 1))
+    nn.init.ones_(model[0].weight)
+    x = torch.ones(2, 140_000)
+    model = ready(model, x)
+    found = fq.verify(model, exported(model, x, tmp_path), [x])
+    assert not found.ok
+    assert found.overflows
+    assert not found.saturates
+    assert "do not fit 32 bits" in found.verdict()
+
+
+def test_another_length_of_a_sequence_is_an_error_that_says_what_the_file_takes(tmp_path):
+    x = randn(2, 5, 16)
+    model = ready(Returns(lambda y: y), x)
+    path = exported(model, x, tmp_path)
+    with pytest.raises(
+        ValueError, match=r"cannot run the file on this batch(.|\n)*takes x of shape \['batch', 5, 16\]"
+    ):
+        fq.verify(model, path, [randn(2, 7, 16)])
+
+
+def test_notes_that_are_incomplete_are_an_error(tmp_path):
+    x = randn(2, 16)
+    model = ready(mlp(), x)
+    file = onnx.load(exported(model, x, tmp_path))
+    for node in file.graph.node:
+        kept = [p for p in node.metadata_props if p.key != "fakequant.offset"]
+        del node.metadata_props[:]
+        node.metadata_props.extend(kept)
+    onnx.save(file, tmp_path / "odd.onnx")
+    with pytest.raises(ValueError, match=r"damaged(.|\n)*fakequant\.offset"):
+        fq.verify(model, tmp_path / "odd.onnx", [x])
+
+
+def test_inside_autocast_verify_computes_in_float32(tmp_path):
+    x = randn(32, 16)
+    model = ready(mlp(), x)
+    path = exported(model, x, tmp_path)
+    with torch.autocast("cpu", dtype=torch.bfloat16), warnings.catch_warnings():
+        assert fq.verify(model, path, [x]).ok
