@@ -113,7 +113,6 @@ class QuantizedLayer(nn.Module):
         factor = factor_of(norm)
         return lacks_opposite(lowest.to(factor.device), self.weight_quantizer.spec.qmin, factor)
 
-    @torch.no_grad()
     def _scales_of_sums(self, weight_dims: int) -> tuple[Tensor, Tensor] | None:
         """Of input and weight, per output channel, if they are the same for all terms of a sum; else None."""
         x: Any = self.input_quantizer or self.input_grid

@@ -14,6 +14,7 @@ from fakequant.observers.mse import MSE
 from fakequant.qparams import EPS, QParams, check_eps
 from fakequant.spec import QuantSpec
 from fakequant.torch import formula, functional
+from fakequant.torch.plain import is_transformed
 from fakequant.torch.ranks import Ranks
 from fakequant.torch.tensors import block_shape, check_data, check_device
 
@@ -186,6 +187,11 @@ class LearnedFakeQuantize(Quantizer):
 
     def _run(self, x: Tensor) -> Tensor:
         if self._observing and self.training and not self._frozen:
+            if is_transformed():
+                raise RuntimeError(
+                    "a scale cannot be initialized under a transform of torch.func, which keeps nothing.\n"
+                    "Call `initialize(x)`, or `fakequant.calibrate`, before it."
+                )
             self._observe(x)
             return keep_in_graph(x, self.step_size, self.offset)
         if not self._quantizing:

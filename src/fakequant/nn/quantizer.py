@@ -12,7 +12,7 @@ from torch._guards import active_fake_mode
 from fakequant.layout import blocks_of
 from fakequant.qparams import QParams
 from fakequant.spec import QuantSpec
-from fakequant.torch.plain import is_memory
+from fakequant.torch.plain import is_memory, is_transformed
 from fakequant.torch.ranks import ALONE, Ranks, ranks_of
 from fakequant.torch.tensors import check_data
 
@@ -196,6 +196,8 @@ class Quantizer(nn.Module):
         return int(self._nonfinite)
 
     def _count(self, found: Tensor) -> None:
+        if torch.compiler.is_exporting() or is_transformed():
+            return  # the counter is a tensor from outside, which must not be changed there
         if torch.compiler.is_compiling() or not is_memory(found):
             self._nonfinite.add_(found)
         elif found:
