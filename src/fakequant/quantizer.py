@@ -11,7 +11,7 @@ from fakequant.native import _native
 from fakequant.qparams import min_max
 from fakequant.reference import round_half_away
 from fakequant.spec import NUMERICS, Numerics
-from fakequant.tensors import is_tensor
+from fakequant.tensors import import_whole, is_tensor
 
 # A smaller scale would make 1 / scale overflow soon; constant data would give 0.
 SMALLEST_SCALE = np.float32(1e-10)
@@ -185,6 +185,7 @@ class FakeQuantizer:
         return y
 
     def _forward_tensor(self, x: Any) -> Any:
+        import_whole("torch.quantizer")
         from fakequant.torch import quantizer
         from fakequant.torch.kernels import NAN_IS_CODE_ZERO, Grid
 
@@ -214,6 +215,7 @@ class FakeQuantizer:
         """
         lo, hi = (np.float32(q - self._zero_point) * self._scale for q in (self.config.qmin, self.config.qmax))
         if is_tensor(dy):
+            import_whole("torch.quantizer")
             from fakequant.torch import quantizer
 
             return quantizer.backward_clamped(dy, x, float(lo), float(hi))

@@ -55,6 +55,7 @@ class LearnedFakeQuantize(Quantizer):
     tensor([1.7530])
     """
 
+    _scale_name = "step_size"
     step_size: nn.Parameter
     # A parameter if it is learned, a buffer if it is fixed; None: the zero point is 0.
     offset: Tensor | None
@@ -328,6 +329,18 @@ class LearnedFakeQuantize(Quantizer):
         self.last_scale.copy_(within(whole(self.step_size), self.last_scale, self.eps, self._largest))
         if self.offset is not None:
             self.last_offset.copy_(within(whole(self.offset), self.last_offset, *self._offsets))
+
+    def _invalid(self, state_dict: Any, prefix: str) -> str | None:
+        offset = state_dict.get(prefix + "offset")
+        if offset is not None and not offset.is_meta:
+            low, high = self._offsets
+            offset = whole(offset)
+            if not bool(((offset >= low) & (offset <= high)).all()):
+                return (
+                    f"`offset` is {offset.tolist()} in the state, but it must be finite, and between {low:g} and "
+                    f"{high:g} ({self.spec}).\nThe state is damaged: use another, or calibrate anew."
+                )
+        return super()._invalid(state_dict, prefix)
 
     @torch.no_grad()
     def _loaded(self) -> None:

@@ -69,6 +69,7 @@ class PACT(Quantizer):
     tensor([0., 1., 3.], grad_fn=<FakeQuantizePassThroughBackward>)
     """
 
+    _scale_name = "alpha"
     alpha: nn.Parameter
     last_alpha: Tensor
 

@@ -64,6 +64,9 @@ class FusedFakeQuantize(FakeQuantize):
     def _check_scale(self, *_: Tensor) -> None:
         """The scale is computed anew when a state was loaded."""
 
+    def _invalid(self, *_: Any) -> None:
+        """The same: and what torch's operator has learned from may not be finite."""
+
     def extra_repr(self) -> str:
         """The same, and whether it is symmetric where the data has both signs."""
         return f"{super().extra_repr()}; fused{', symmetric' if self.symmetric else ''}"
