@@ -2,7 +2,8 @@
 //
 // Memory is passed as anything with the buffer protocol (NumPy arrays, whatever their element type)
 // or as a plain address, so that one interface serves NumPy and torch without copies. Callers are
-// this package's own front ends; they check shapes and types, and buffers are checked for size here.
+// this package's own front ends, which check shapes and types. What would write outside of memory if a
+// front end were wrong is a ValueError here: missing or short memory, sizes, numbers of enumerations.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -59,11 +60,15 @@ class Memory {
     return true;
   }
 
+  // Memory for `count` elements. None is memory for no elements at all.
   template <class T> T* get(int64_t count) const {
-    if (data_ == nullptr) return nullptr;
+    if (data_ == nullptr) {
+      if (count > 0) throw nb::value_error("fakequant._native: None was given for memory that is needed");
+      return nullptr;
+    }
     if (bytes_ / int64_t(sizeof(T)) < count) {
-      throw std::length_error("fakequant._native: a buffer of " + std::to_string(bytes_) + " bytes is too small for " +
-                              std::to_string(count) + " elements of " + std::to_string(sizeof(T)));
+      throw nb::value_error(("fakequant._native: a buffer of " + std::to_string(bytes_) + " bytes is too small for " +
+                             std::to_string(count) + " elements of " + std::to_string(sizeof(T))).c_str());
     }
     return static_cast<T*>(data_);
   }
@@ -138,7 +143,37 @@ template <class F> void without_gil(const Memory& data, int64_t size, F&& f) {
 
 using ShapeTuple = std::tuple<int64_t, int64_t, int64_t, int64_t>;
 
-Shape to_shape(const ShapeTuple& t) { return {std::get<0>(t), std::get<1>(t), std::get<2>(t), std::get<3>(t)}; }
+// Beyond this many elements a size in bytes, or in bits, might not fit 64 bits.
+constexpr int64_t kMaxElements = std::numeric_limits<int64_t>::max() / 64;
+
+[[noreturn]] void refuse(const char* what) { throw nb::value_error(what); }
+
+int64_t checked_size(int64_t n) {
+  if (n < 0 || n > kMaxElements) refuse("fakequant._native: a size is negative or beyond memory");
+  return n;
+}
+
+Shape to_shape(const ShapeTuple& t) {
+  const Shape s{std::get<0>(t), std::get<1>(t), std::get<2>(t), std::get<3>(t)};
+  int64_t product = 1;
+  for (int64_t n : {s.batch, s.outer, s.blocks, s.inner}) {
+    if (n < 0 || (n > 0 && product > kMaxElements / n)) refuse("fakequant._native: a shape is negative or beyond memory");
+    // An empty axis must not hide that the others are beyond memory.
+    if (n > 0) product *= n;
+  }
+  return s;
+}
+
+// One of the enumerations of kernels.h, which Python gives as a number.
+template <class E> E checked(int value, E last) {
+  if (value < 0 || value > int(last)) refuse("fakequant._native: a number stands for nothing in its enumeration");
+  return E(value);
+}
+
+DType to_dtype(int value) { return checked(value, DType::f16); }
+MaskKind to_mask_kind(int value) { return checked(value, MaskKind::bytes); }
+CodeType to_code(int value) { return checked(value, CodeType::u2x4); }
+Numerics to_numerics(int value) { return checked(value, Numerics::half_away); }
 
 int64_t code_bytes(CodeType c, int64_t n) { return (n * bits_of(c) + 7) / 8; }
 
@@ -151,13 +186,13 @@ enum class ZeroKind : int { none, i32, i64, f32 };
 Grid to_grid(int numerics, In& scale, bool scale_is_f64, In& zero, int zero_kind, int64_t qmin, int64_t qmax,
              bool nan_is_code_zero, int64_t parameters) {
   Grid g;
-  g.numerics = Numerics(numerics);
+  g.numerics = to_numerics(numerics);
   g.qmin = qmin;
   g.qmax = qmax;
   g.nan_is_code_zero = nan_is_code_zero;
   if (scale_is_f64) g.scale_f64 = scale.get<const double>(parameters);
   else g.scale_f32 = scale.get<const float>(parameters);
-  switch (ZeroKind(zero_kind)) {
+  switch (checked(zero_kind, ZeroKind::f32)) {
     case ZeroKind::none: break;
     case ZeroKind::i32: g.zero_i32 = zero.get<const int32_t>(parameters); break;
     case ZeroKind::i64: g.zero_i64 = zero.get<const int64_t>(parameters); break;
@@ -170,8 +205,8 @@ void py_fake_quantize(In& x, Out& y, Out& mask, int mask_kind, int dtype, const 
                       In& scale, bool scale_is_f64, In& zero, int zero_kind, int64_t qmin, int64_t qmax,
                       bool nan_is_code_zero) {
   const Shape s = to_shape(shape);
-  const auto d = DType(dtype);
-  const auto kind = MaskKind(mask_kind);
+  const auto d = to_dtype(dtype);
+  const auto kind = to_mask_kind(mask_kind);
   const int64_t n = s.size();
   const FakeQuantizeArgs a{d, s,
                            to_grid(numerics, scale, scale_is_f64, zero, zero_kind, qmin, qmax, nan_is_code_zero, s.parameters()),
@@ -183,12 +218,13 @@ void py_fake_quantize(In& x, Out& y, Out& mask, int mask_kind, int dtype, const 
 // One scale for the whole array, given as numbers: nothing to allocate for a small call.
 void py_fake_quantize_scalar(In& x, Out& y, Out& mask, int mask_kind, int dtype, int64_t size, int numerics,
                              double scale, int64_t zero, int64_t qmin, int64_t qmax, bool nan_is_code_zero) {
-  const auto d = DType(dtype);
-  const auto kind = MaskKind(mask_kind);
+  checked_size(size);
+  const auto d = to_dtype(dtype);
+  const auto kind = to_mask_kind(mask_kind);
   const float scale_f32 = float(scale);
   const int32_t zero_i32 = int32_t(zero);
   Grid g;
-  g.numerics = Numerics(numerics);
+  g.numerics = to_numerics(numerics);
   g.qmin = qmin;
   g.qmax = qmax;
   g.nan_is_code_zero = nan_is_code_zero;
@@ -203,8 +239,9 @@ void py_fake_quantize_scalar(In& x, Out& y, Out& mask, int mask_kind, int dtype,
 }
 
 void py_mask_backward(In& dy, In& mask, int mask_kind, Out& dx, int dtype, int64_t size, bool multiply) {
-  const auto d = DType(dtype);
-  const auto kind = MaskKind(mask_kind);
+  checked_size(size);
+  const auto d = to_dtype(dtype);
+  const auto kind = to_mask_kind(mask_kind);
   const MaskBackwardArgs a{d, size, kind, multiply, dy.bytes(size * bytes_of(d)),
                            mask.get<const uint8_t>(mask_bytes(kind, size)), dx.bytes(size * bytes_of(d))};
   without_gil(dy, size, [&] { mask_backward(a); });
@@ -214,7 +251,7 @@ void py_learned_backward(In& dy, In& x, Out& dx, int dtype, int dx_dtype, const 
                          In& scale, bool scale_is_f64, In& zero, int zero_kind, int64_t qmin, int64_t qmax,
                          double grad_factor, Out& dscale, Out& dzero) {
   const Shape s = to_shape(shape);
-  const auto d = DType(dtype), dd = DType(dx_dtype);
+  const auto d = to_dtype(dtype), dd = to_dtype(dx_dtype);
   const int64_t n = s.size(), p = s.parameters();
   const LearnedBackwardArgs a{d, dd, s,
                               to_grid(numerics, scale, scale_is_f64, zero, zero_kind, qmin, qmax, false, p),
@@ -226,8 +263,8 @@ void py_learned_backward(In& dy, In& x, Out& dx, int dtype, int dx_dtype, const 
 void py_quantize(In& x, Out& q, int dtype, int code, const ShapeTuple& shape, int numerics, In& scale,
                  bool scale_is_f64, In& zero, int zero_kind, int64_t qmin, int64_t qmax) {
   const Shape s = to_shape(shape);
-  const auto d = DType(dtype);
-  const auto c = CodeType(code);
+  const auto d = to_dtype(dtype);
+  const auto c = to_code(code);
   const int64_t n = s.size();
   const QuantizeArgs a{d, c, s, to_grid(numerics, scale, scale_is_f64, zero, zero_kind, qmin, qmax, false, s.parameters()),
                        x.bytes(n * bytes_of(d)), q.bytes(code_bytes(c, n))};
@@ -237,8 +274,8 @@ void py_quantize(In& x, Out& q, int dtype, int code, const ShapeTuple& shape, in
 void py_dequantize(In& q, Out& y, int dtype, int code, const ShapeTuple& shape, In& scale, bool scale_is_f64,
                    In& zero, int zero_kind, int64_t qmin, int64_t qmax) {
   const Shape s = to_shape(shape);
-  const auto d = DType(dtype);
-  const auto c = CodeType(code);
+  const auto d = to_dtype(dtype);
+  const auto c = to_code(code);
   const int64_t n = s.size();
   const DequantizeArgs a{d, c, s,
                          to_grid(int(Numerics::onnx), scale, scale_is_f64, zero, zero_kind, qmin, qmax, false, s.parameters()),
@@ -248,7 +285,7 @@ void py_dequantize(In& q, Out& y, int dtype, int code, const ShapeTuple& shape, 
 
 void py_min_max(In& x, int dtype, const ShapeTuple& shape, Out& lo, Out& hi, Out& counts) {
   const Shape s = to_shape(shape);
-  const auto d = DType(dtype);
+  const auto d = to_dtype(dtype);
   const int64_t p = s.parameters();
   int64_t* c = counts.get<int64_t>(3 * p);
   const MinMaxArgs a{d, s, x.bytes(s.size() * bytes_of(d)), lo.get<double>(p), hi.get<double>(p), c, c + p, c + 2 * p};
@@ -257,6 +294,9 @@ void py_min_max(In& x, int dtype, const ShapeTuple& shape, Out& lo, Out& hi, Out
 
 void py_histogram(In& x, const ShapeTuple& shape, In& inverse_width, int64_t half, Out& counts) {
   const Shape s = to_shape(shape);
+  if (half < 1 || half > kMaxElements / std::max<int64_t>(s.parameters(), 1)) {
+    refuse("fakequant._native: `half`, the number of bins on either side of zero, must be at least 1");
+  }
   const HistogramArgs a{s, half, x.get<const float>(s.size()), inverse_width.get<const float>(s.parameters()),
                         counts.get<int64_t>(s.parameters() * 2 * half)};
   without_gil(x, s.size(), [&] { histogram(a); });
@@ -267,16 +307,16 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> py_observe_fake_quantize(
     int64_t qmax, int rule, int update, bool observe, bool quantize, bool symmetric, double averaging_constant, double eps,
     Out& running_min, Out& running_max, Out& scale, Out& zero_point) {
   const Shape s = to_shape(shape);
-  const auto d = DType(dtype);
-  const auto kind = MaskKind(mask_kind);
+  const auto d = to_dtype(dtype);
+  const auto kind = to_mask_kind(mask_kind);
   const int64_t n = s.size(), p = s.parameters();
   Grid g;
-  g.numerics = Numerics(numerics);
+  g.numerics = to_numerics(numerics);
   g.qmin = qmin;
   g.qmax = qmax;
   const FakeQuantizeArgs a{d, s, g, x.bytes(n * bytes_of(d)), y.bytes(n * bytes_of(d)), kind,
                            mask.get<uint8_t>(mask_bytes(kind, n))};
-  const ObserveArgs o{RangeRule(rule), RangeUpdate(update), observe, quantize, symmetric, float(averaging_constant),
+  const ObserveArgs o{checked(rule, RangeRule::torch_fused), checked(update, RangeUpdate::latest), observe, quantize, symmetric, float(averaging_constant),
                       float(eps), running_min.get<float>(p), running_max.get<float>(p), scale.get<float>(p),
                       zero_point.get<int32_t>(p)};
   ObserveResult r;
@@ -286,6 +326,7 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> py_observe_fake_quantize(
 
 void py_choose_qparams(In& lo, In& hi, int64_t n, int64_t qmin, int64_t qmax, bool symmetric, double eps, Out& scale,
                        Out& zero_point) {
+  checked_size(n);
   const float* l = lo.get<const float>(n);
   const float* h = hi.get<const float>(n);
   float* s = scale.get<float>(n);
@@ -299,6 +340,7 @@ void py_choose_qparams(In& lo, In& hi, int64_t n, int64_t qmin, int64_t qmax, bo
 
 // Index of the first scale that is not finite and positive, or -1.
 int64_t py_first_invalid_scale(In& scale, bool is_f64, int64_t n) {
+  checked_size(n);
   const auto find = [n](const auto* s) {
     for (int64_t i = 0; i < n; ++i) {
       if (!(s[i] > 0) || std::isinf(s[i])) return i;
@@ -322,18 +364,20 @@ ObserveResult observe_on_torchs_threads(const ObserveArgs& o, FakeQuantizeArgs a
 }
 
 void py_keep_within(Out& values, Out& before, int64_t n, double low, double high) {
+  checked_size(n);
   keep_within(values.get<float>(n), before.get<float>(n), n, float(low), float(high));
 }
 
 // Index of the first zero point that is not within [low, high], or -1.
 int64_t py_first_outside(In& zero, int zero_kind, int64_t n, int64_t low, int64_t high) {
+  checked_size(n);
   const auto find = [=](const auto* z) {
     for (int64_t i = 0; i < n; ++i) {
       if (!(z[i] >= low && z[i] <= high)) return i;
     }
     return int64_t(-1);
   };
-  switch (ZeroKind(zero_kind)) {
+  switch (checked(zero_kind, ZeroKind::f32)) {
     case ZeroKind::none: break;
     case ZeroKind::i32: return find(zero.get<const int32_t>(n));
     case ZeroKind::i64: return find(zero.get<const int64_t>(n));

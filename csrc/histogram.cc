@@ -21,7 +21,8 @@ void histogram(const HistogramArgs& a) {
         for (int64_t i = 0; i < s.inner; ++i) {
           const float magnitude = std::fabs(x[i]);
           if (!(magnitude <= std::numeric_limits<float>::max())) continue;  // not finite
-          const int64_t bin = std::min(int64_t(magnitude * inverse), a.half - 1);
+          const float at = magnitude * inverse;  // may be beyond any integer
+          const int64_t bin = at >= 0 && at < float(a.half) ? std::min(int64_t(at), a.half - 1) : a.half - 1;
           ++middle[x[i] < 0 ? -1 - bin : bin];
         }
       }

@@ -46,6 +46,7 @@ from fakequant.qparams import (
 )
 from fakequant.quantizer import FakeQuantConfig as FakeQuantConfig, FakeQuantizer as FakeQuantizer
 from fakequant.spec import QuantSpec as QuantSpec
+from fakequant.tensors import import_whole as _import_whole
 
 # Where the names are that are about whole models.
 _WHOLE_MODELS = {
@@ -85,6 +86,7 @@ def __getattr__(name: str) -> _Any:
     else:
         raise AttributeError(f"module 'fakequant' has no attribute {name!r}")
     try:
+        _import_whole(module)
         found = _import_module(f"fakequant.{module}")
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "tqdm"):

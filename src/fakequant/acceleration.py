@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from fakequant.tensors import import_whole
+
 if TYPE_CHECKING:
     from fakequant.torch.acceleration import Acceleration
 
@@ -14,6 +16,7 @@ def _front_end() -> Any:
             "`accelerate` replaces operators of torch, which is not installed.\n"
             'Install it: pip install "fakequant[torch]"'
         ) from error
+    import_whole("torch.acceleration")
     from fakequant.torch import acceleration
 
     return acceleration

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from fakequant import observers, targets
+import fakequant.observers as observers
+from fakequant import targets
 from fakequant.observers import Observer
 from fakequant.spec import QuantSpec
 

@@ -42,12 +42,14 @@ class LearnedGradients(NamedTuple, Generic[Array]):
     dzero_point: Array
 
 
-def check_gradient(gradient: object) -> bool:
-    """Whether the gradient is clipped."""
+def check_gradient(gradient: object, mask: object = None) -> bool:
+    """Whether the gradient is clipped. A mask only makes sense if it is."""
     if gradient == "clipped":
         return True
     if gradient != "pass":
         raise ValueError(f'`gradient` must be "clipped" or "pass", got {gradient!r}.')
+    if mask is not None:
+        raise ValueError('`mask` says which gradients are clipped, so it needs gradient="clipped", got "pass".')
     return False
 
 
@@ -106,7 +108,7 @@ def fake_quantize(x, scale, zero_point, spec, *, mask=None, gradient="clipped"):
         return own_on_tensors().fake_quantize(x, scale, zero_point, spec, mask=mask, gradient=gradient)
     x, dtype = as_float_array(x)
     check_spec(spec)
-    check_gradient(gradient)
+    check_gradient(gradient, mask)
     bits, kind = _empty_mask(mask, x.shape)
     x = np.asarray(x, order="C")
     if spec.axis is None and isinstance(scale, float) and type(zero_point) is int:
@@ -172,6 +174,7 @@ def round_zero_point(zero_point: Any, spec: QuantSpec) -> Any:
     """
     if is_tensor(zero_point):
         return own_on_tensors().round_zero_point(zero_point, spec)
+    check_spec(spec, "zero_point, spec")
     z = np.asarray(zero_point)
     if np.isnan(z).any():
         raise ValueError("`zero_point` must not be NaN.")
@@ -323,26 +326,28 @@ def dequantize(
     """
     if is_tensor(q):
         return own_on_tensors().dequantize(q, scale, zero_point, spec, shape=shape, dtype=dtype)
+    check_spec(spec)
     dtype = np.dtype(np.float32 if dtype is None else dtype)
     kernel_dtype = KERNEL_DTYPES.get(dtype)
     if kernel_dtype is None:
         raise TypeError(f"`dtype` must be float32, float64, bfloat16 or float16, got {dtype}.")
     q = np.asarray(q)
     packed_shape = shape
+    wanted = np.dtype(np.uint8 if shape is not None else spec.storage)
+    if q.dtype != wanted:
+        raise TypeError(
+            f"`q` must hold {wanted} codes for this spec, got {q.dtype}.\n"
+            "Packed codes need `shape`, the shape of the array they were made from."
+        )
     if shape is None:
-        if q.dtype != np.dtype(spec.storage):
-            raise TypeError(
-                f"`q` must hold {spec.storage} codes for this spec, got {q.dtype}.\n"
-                "Packed codes need `shape`, the shape of the array they were made from."
-            )
         shape, code = q.shape, _CODE_TYPES[spec.storage]
     else:
         shape, code = tuple(shape), _packed_code_type(spec)
-        wanted = ((prod(shape) * spec.bits + 7) // 8,)
-        if q.dtype != np.uint8 or q.shape != wanted:
+        packed = ((prod(shape) * spec.bits + 7) // 8,)
+        if q.shape != packed:
             raise ValueError(
-                f"Packed {spec.bits}-bit codes of an array of shape {shape} are uint8 of shape {wanted}, "
-                f"got {q.dtype} of shape {q.shape}."
+                f"Packed {spec.bits}-bit codes of an array of shape {shape} are uint8 of shape {packed}, "
+                f"got shape {q.shape}."
             )
     grid = resolve(shape, kernel_dtype, scale, zero_point, spec)
     if spec.numerics == "torch" and spec.axis is None and kernel_dtype == native.F64:
@@ -412,7 +417,7 @@ def observe_fake_quantize(
     x, dtype = as_float_array(x)
     check_spec(spec)
     check_eps(eps)
-    check_gradient(gradient)
+    check_gradient(gradient, mask)
     check_update(update, averaging_constant)
     blocks = blocks_of(x.shape, spec)
     count = prod(blocks.parameters)

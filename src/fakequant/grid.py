@@ -65,12 +65,12 @@ def resolve(shape: tuple[int, ...], dtype: int, scale: ArrayLike, zero_point: Ar
     )
 
 
-def check_spec(spec: object) -> None:
+def check_spec(spec: object, order: str = "the array, then scale, zero_point, spec") -> None:
     """Arguments in the wrong order show here."""
     if not isinstance(spec, QuantSpec):
         raise TypeError(
-            f"`spec` must be a QuantSpec, got {spec!r}.\n"
-            "The order of arguments is the array, then scale, zero_point, spec."
+            f"`spec` must be a QuantSpec, got {spec!r}.\nThe order of arguments is {order}.\n"
+            "Use e.g. QuantSpec(bits=8) or fakequant.presets.uint8()."
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any, Generic, NamedTuple
 import numpy as np
 
 from fakequant.arrays import as_float_array, parameter_dtype
-from fakequant.grid import INF_IN_F32, ZERO_IN_F32
+from fakequant.grid import INF_IN_F32, ZERO_IN_F32, check_spec
 from fakequant.layout import blocks_of
 from fakequant.native import _native
 from fakequant.spec import QuantSpec
@@ -49,7 +49,9 @@ def min_max(x: Array, spec: QuantSpec | None = None) -> Range[Array]:
     if is_tensor(x):
         return own_on_tensors().min_max(x, spec)
     x, dtype = as_float_array(x)
-    blocks = blocks_of(x.shape, spec or QuantSpec())
+    spec = QuantSpec() if spec is None else spec
+    check_spec(spec, "x, spec")
+    blocks = blocks_of(x.shape, spec)
     count = prod(blocks.parameters)
     limits = np.empty((2, count), np.float64)
     counts = np.empty((3, count), np.int64)
@@ -76,6 +78,7 @@ def choose_qparams(lo: Any, hi: Any, spec: QuantSpec, *, eps: float = EPS) -> QP
     >>> choose_qparams(-1.0, 3.0, QuantSpec(signed=False, symmetric=False))
     QParams(scale=array(0.01568628, dtype=float32), zero_point=array(64, dtype=int32))
     """
+    check_spec(spec, "lo, hi, spec")
     if is_tensor(lo) or is_tensor(hi):
         return own_on_tensors().choose_qparams(lo, hi, spec, eps=eps)
     shape = np.broadcast_shapes(np.shape(lo), np.shape(hi))

@@ -11,7 +11,7 @@ from fakequant.native import _native
 from fakequant.qparams import min_max
 from fakequant.reference import round_half_away
 from fakequant.spec import NUMERICS, Numerics
-from fakequant.tensors import is_tensor
+from fakequant.tensors import import_whole, is_tensor
 
 # A smaller scale would make 1 / scale overflow soon; constant data would give 0.
 SMALLEST_SCALE = np.float32(1e-10)
@@ -141,10 +141,12 @@ class FakeQuantizer:
         """Takes scale and zero point from the smallest and largest value of `data`.
 
             symmetric    scale = max(|min|, |max|) / qmax;          zero_point = 0
-            asymmetric   scale = (max - min) / (qmax - qmin)
+            asymmetric   min, max = min(min, 0), max(max, 0)
+                         scale = (max - min) / (qmax - qmin)
                          zero_point = clamp(round_half_away(qmin - min / scale), qmin, qmax)
 
-        The scale is at least 1e-10. NaN is left out; if nothing is left, nothing changes.
+        An asymmetric range holds 0, which has a code: without it no zero point would reach the data. The scale
+        is at least 1e-10. NaN is left out; if nothing is left, nothing changes.
         """
         if is_tensor(data):
             data = _as_array(data)
@@ -162,6 +164,7 @@ class FakeQuantizer:
             if self.config.symmetric:
                 scale = max(abs(lo), abs(hi)) / np.float32(qmax)
             else:
+                lo, hi = min(lo, np.float32(0)), max(hi, np.float32(0))
                 scale = (hi - lo) / np.float32(qmax - qmin)
                 zero_point = _saturate(round_half_away(np.float32(qmin) - lo / scale), qmin, qmax)
         self._scale = SMALLEST_SCALE if scale < SMALLEST_SCALE else np.float32(scale)
@@ -182,6 +185,7 @@ class FakeQuantizer:
         return y
 
     def _forward_tensor(self, x: Any) -> Any:
+        import_whole("torch.quantizer")
         from fakequant.torch import quantizer
         from fakequant.torch.kernels import NAN_IS_CODE_ZERO, Grid
 
@@ -211,6 +215,7 @@ class FakeQuantizer:
         """
         lo, hi = (np.float32(q - self._zero_point) * self._scale for q in (self.config.qmin, self.config.qmax))
         if is_tensor(dy):
+            import_whole("torch.quantizer")
             from fakequant.torch import quantizer
 
             return quantizer.backward_clamped(dy, x, float(lo), float(hi))

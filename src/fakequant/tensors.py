@@ -1,8 +1,11 @@
-"""How the functions tell a torch tensor from an array; torch is imported when one arrives."""
+"""How the functions tell a torch tensor from an array; the torch front end is imported when one arrives."""
 
+import importlib
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+
+from fakequant.forking import importing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -10,6 +13,8 @@ if TYPE_CHECKING:
 
 # What goes in comes out: arrays for arrays, tensors for tensors.
 Array = TypeVar("Array", np.ndarray, "Tensor")
+
+_imported: set[str] = set()
 
 
 def is_tensor(x: object) -> "TypeIs[Tensor]":
@@ -21,8 +26,22 @@ def is_tensor(x: object) -> "TypeIs[Tensor]":
     return type(x) is not np.ndarray and hasattr(x, "__torch_function__")
 
 
+def import_whole(module: str) -> bool:
+    """Imports a module of the package, if it is not imported yet, such that no fork falls into that."""
+    if module not in _imported:
+        with importing:
+            importlib.import_module(f"fakequant.{module}")
+            _imported.add(module)
+    return True
+
+
+# torch.compile calls it while it traces, and does not look into it.
+import_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def own_on_tensors() -> Any:
     """The library's own functions on tensors, under the same names."""
+    import_whole("torch.functional")
     from fakequant.torch import functional
 
     return functional
@@ -30,6 +49,7 @@ def own_on_tensors() -> Any:
 
 def aten_on_tensors() -> Any:
     """The functions with torch's names on tensors."""
+    import_whole("torch.aten")
     from fakequant.torch import aten
 
     return aten

@@ -52,9 +52,7 @@ def works_where_torch_refuses(operator, argument, value):
     """Float dtypes that torch refuses without need: docs/numerics.md."""
     if not isinstance(value, torch.Tensor) or value.dtype not in OTHER_FLOATS:
         return False
-    # torch fails an internal assertion.
-    a_bfloat16_per_channel = argument == "scale" and value.dtype == torch.bfloat16 and value.numel() > 1
-    return "learnable" in operator or a_bfloat16_per_channel
+    return "learnable" in operator
 
 
 def makes_torch_write_outside_its_arrays(argument, value, rows):

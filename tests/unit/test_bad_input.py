@@ -135,7 +135,9 @@ def test_gradients_of_another_shape_or_dtype():
 def test_codes_of_the_wrong_kind():
     with pytest.raises(TypeError, match="`q` must hold int8 codes for this spec, got int16"):
         fq.dequantize(np.zeros(3, np.int16), 0.1, 0, SPEC)
-    with pytest.raises(ValueError, match=r"are uint8 of shape \(2,\), got uint8 of shape \(3,\)"):
+    with pytest.raises(TypeError, match="`q` must hold uint8 codes for this spec, got int8"):
+        fq.dequantize(np.zeros(2, np.int8), 0.1, 0, fq.QuantSpec(bits=4), shape=(4,))
+    with pytest.raises(ValueError, match=r"are uint8 of shape \(2,\), got shape \(3,\)"):
         fq.dequantize(np.zeros(3, np.uint8), 0.1, 0, fq.QuantSpec(bits=4), shape=(4,))
     with pytest.raises(ValueError, match="Only 4-bit and 2-bit codes can be packed, got a spec of 3 bits"):
         fq.quantize(X, 0.1, 0, fq.QuantSpec(bits=3), packed=True)

@@ -1,5 +1,6 @@
 """`nn.FakeQuantize`: what the switches do, and one result in every way it can be computed."""
 
+import copy
 import itertools
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -699,12 +700,13 @@ def test_a_tangent_goes_the_way_of_the_gradient(training, gradient, way):
     same_state(twin, module)
 
 
-def test_vmap_is_refused_while_observing_and_works_otherwise():
+def test_under_vmap_every_example_has_a_range_of_its_own_and_nothing_is_remembered():
     module = fqnn.FakeQuantize(AFFINE)
     module(BATCHES[0])
     before = state_of(module)
-    with pytest.raises(NotImplementedError, match="vmap over `observe_fake_quantize` is not defined"):
-        torch.func.vmap(module)(WIDE)
+    expected = torch.stack([copy.deepcopy(module)(x) for x in WIDE])
+    with pytest.warns(RuntimeWarning, match="do not remember what they see.\nCall `calibrate` first"):
+        same(expected, torch.func.vmap(module)(WIDE), "y")
     assert_unchanged(before, module)
     same(module.eval()(WIDE), torch.func.vmap(module)(WIDE), "y")
     assert_unchanged(before, module)

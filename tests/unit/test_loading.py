@@ -84,3 +84,22 @@ def test_info_on_the_command_line():
 def test_info_names_the_torch_that_is_imported():
     torch = pytest.importorskip("torch")
     assert fakequant.info().torch.startswith(f"{torch.__version__}, autograd nodes ")
+
+
+def test_no_module_asks_the_package_for_what_it_imports_on_demand():
+    """It would wait for the lock of such imports while it is imported itself: two threads could wait for each other."""
+    code = """
+import importlib, pkgutil
+import fakequant
+
+def on_demand(name):
+    assert name not in ("nn", "observers", "recipes", *fakequant._WHOLE_MODELS), f"{name} was asked for"
+    raise AttributeError(name)
+
+fakequant.__getattr__ = on_demand
+for found in pkgutil.walk_packages(fakequant.__path__, "fakequant."):
+    if "_native" not in found.name and "_autograd" not in found.name and not found.name.endswith("__main__"):
+        importlib.import_module(found.name)
+"""
+    result = run(code)
+    assert result.returncode == 0, result.stderr

@@ -316,7 +316,7 @@ def test_a_single_batch_that_is_a_dict_is_refused():
 
 HALF_WAY = {
     "wrong shape": (lambda: randn(3, 7), RuntimeError, "7"),
-    "integers": (lambda: torch.ones(3, 4, dtype=torch.int64), NotImplementedError, "int64"),
+    "integers": (lambda: torch.ones(3, 4, dtype=torch.int64), TypeError, "int64"),
     "NumPy": (lambda: X.numpy(), TypeError, "ndarray"),
     "a wrong key": (lambda: {"inptu": X}, TypeError, "inptu"),
     "a key that is no string": (lambda: {1: X}, TypeError, "strings"),

@@ -75,12 +75,20 @@ def test_the_scale_has_a_floor():
         assert fq.scale == np.float32(1e-10)
 
 
-def test_constant_data_saturates_the_zero_point():
-    fq = FakeQuantizer(FakeQuantConfig.q8_asymmetric())
-    fq.calibrate(np.float32([2.0, 2.0]))
-    assert (fq.scale, fq.zero_point) == (np.float32(1e-10), 0)
-    fq.calibrate(np.float32([-2.0, -2.0]))
-    assert (fq.scale, fq.zero_point) == (np.float32(1e-10), 255)
+@pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if not config.symmetric])
+@pytest.mark.parametrize("data", [[3, 4, 5], [-5, -4.5, -3], [2, 2], [-2, -2], [0, 1], [-1, 2]], ids=str)
+def test_an_asymmetric_range_holds_zero_and_the_data(name, data):
+    config, data = CONFIGS[name], np.float32(data)
+    fq = FakeQuantizer(config)
+    fq.calibrate(data)
+    lo, hi = min(data.min(), 0), max(data.max(), 0)
+    scale = np.float32(hi - lo) / np.float32(config.qmax - config.qmin)
+    zero_point = round_half_away_scalar(np.float32(config.qmin) - np.float32(lo) / scale)
+    assert (fq.scale, fq.zero_point) == (scale, np.clip(zero_point, config.qmin, config.qmax))
+    # Nothing is clipped: every value is at most half a step away.
+    assert (np.abs(fq.forward(data) - data) <= scale * np.float32(0.5001)).all()
+    assert fq.forward(np.zeros(1, np.float32)) == 0
+    assert (fq.backward_clamped(np.ones_like(data[1:-1]), data[1:-1]) == 1).all()
 
 
 def test_nan_is_left_out_of_calibration_and_becomes_code_zero():

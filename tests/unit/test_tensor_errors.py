@@ -55,18 +55,33 @@ by_data = pytest.mark.parametrize("call", TAKES_DATA.values(), ids=TAKES_DATA)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
 def test_data_that_is_not_float(call, dtype):
     message = f"must be a tensor of float32, float64, bfloat16 or float16, got {str(dtype)[6:]}.\n.*Convert it first"
-    with pytest.raises(NotImplementedError, match=message):
+    with pytest.raises(TypeError, match=message):
         call(X.to(dtype), 0.1, 0, SPEC)
 
 
 @by_data
-def test_data_that_is_sparse_or_quantized(call):
-    with pytest.raises(
-        NotImplementedError, match=r"must be a strided tensor, got torch.sparse_coo.\nPass `d?[xy].to_dense"
-    ):
-        call(X.to_sparse(), 0.1, 0, SPEC)
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "_mkldnn"])
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_data_in_another_layout(call, layout):
+    data = {"sparse_coo": X.to_sparse, "sparse_csr": X.to_sparse_csr, "_mkldnn": X.to_mkldnn}[layout]()
+    message = rf"must be a strided tensor, got torch.{layout}.\nPass `d?[xy].to_dense"
+    with pytest.raises(NotImplementedError, match=message):
+        call(data, 0.1, 0, SPEC)
+
+
+@by_data
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_data_that_is_nested(call, layout):
+    nested = torch.nested.nested_tensor([X[0], X[1, :3]], layout=layout)
+    with pytest.raises(NotImplementedError, match=r"must be one tensor, got a nested one.\nPass its parts one by one"):
+        call(nested, 0.1, 0, SPEC)
+
+
+@by_data
+def test_data_that_is_quantized(call):
     quantized = torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)
-    with pytest.raises(NotImplementedError, match=r"is a quantized tensor \(torch.qint8\).*\nPass `d?[xy].dequantize"):
+    with pytest.raises(TypeError, match=r"is a quantized tensor \(torch.qint8\).*\nPass `d?[xy].dequantize"):
         call(quantized, 0.1, 0, SPEC)
 
 
@@ -218,7 +233,7 @@ def test_tensors_on_different_devices(call):
 )
 def test_masks_that_do_not_belong(mask):
     message = r"`mask` must be the one `fake_quantize` returned for a tensor of shape \(2, 6\): .* shape \(2,\); got"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(ValueError, match=message):
         fq.fake_quantize_backward(X, mask, SPEC)
 
 

@@ -38,7 +38,8 @@ def test_running_ranges_that_cannot_be_updated(bad, name):
         (dict(averaging_constant=np.nan), "`averaging_constant` must be between 0 and 1, got nan"),
         (dict(eps=0), "`eps` must be finite and greater than 0 in float32, got 0"),
         (dict(eps=np.inf), "`eps` must be finite and greater than 0 in float32, got inf"),
-        (dict(mask="bits"), "`mask` must be None .* got 'bits'"),
+        (dict(mask="bits"), '`mask` must be None, "packed" or "bool", got \'bits\''),
+        (dict(mask="packed", gradient="pass"), 'needs gradient="clipped", got "pass"'),
         (dict(gradient="none"), '`gradient` must be "clipped" or "pass", got \'none\''),
     ],
     ids=str,
@@ -98,7 +99,7 @@ def test_codes_of_the_wrong_kind():
 
 def test_gradients_of_another_shape_or_dtype():
     for dy in (X.t(), X.double()):
-        with pytest.raises(RuntimeError, match=r"`dy` must have the shape and dtype of `x`, \(2, 6\) float32, got"):
+        with pytest.raises(ValueError, match=r"`dy` must have the shape and dtype of `x`, \(2, 6\) float32, got"):
             fq.fake_quantize_learned_backward(dy, X, 0.1, 0, SPEC)
 
 

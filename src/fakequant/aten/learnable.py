@@ -44,7 +44,7 @@ class LearnableGradients(NamedTuple, Generic[Array]):
     dzero_point: Array
 
 
-def _clamped_zero_point(z: np.float32, quant_min: int, quant_max: int) -> int:
+def clamped_zero_point(z: np.float32, quant_min: int, quant_max: int) -> int:
     """Clamped in float32, then as x86 converts to int64: what does not fit becomes the smallest int64."""
     # Not np.clip, which rounds the bounds to double first. NaN passes both comparisons.
     low, high = np.array([quant_min, quant_max], np.int64).astype(np.float32)
@@ -80,7 +80,7 @@ def fake_quantize_learnable_per_tensor_affine(
     checks.as_float(grad_factor)
     scale_value = checks.item_as_float(checks.select(scale, 0))
     z = np.rint(np.float32(checks.item_as_float(checks.select(zero_point, 0))))
-    numbers = checked_numbers(scale_value, _clamped_zero_point(z, quant_min, quant_max), quant_min, quant_max)
+    numbers = checked_numbers(scale_value, clamped_zero_point(z, quant_min, quant_max), quant_min, quant_max)
     return forward.per_tensor_value(x, checks.kernel_dtype(x, KERNEL), *numbers)
 
 
@@ -111,13 +111,13 @@ def fake_quantize_learnable_per_tensor_affine_backward(
     quant_min, quant_max = checks.as_int64(quant_min), checks.as_int64(quant_max)
     scale_value = checks.item_as_float(checks.select(scale, 0))
     shifted = np.float32(checks.item_as_float(checks.select(zero_point, 0))) + np.float32(0.5)
-    z = _clamped_zero_point(shifted, quant_min, quant_max)
+    z = clamped_zero_point(shifted, quant_min, quant_max)
     _check_floats(dy, x, scale, zero_point)
     checks.check(x.size == dy.size, "`X` and `dY` are not the same size")
     checks.check(quant_min <= 0 <= quant_max, _RANGE_WITH_ZERO)
     checks.check(quant_min <= z <= quant_max, checks.ZERO_POINT)
     if x.size == 0:
-        return LearnableGradients(x, np.zeros(1, np.float32), np.zeros(1, np.float32))
+        return LearnableGradients(x, np.zeros(scale.shape, np.float32), np.zeros(zero_point.shape, np.float32))
     x, dy = checks.broadcast(x, dy)
     scales, zeros = np.array([scale_value], np.float32), np.array([z], np.int64)
     return LearnableGradients(*_backward(dy, x, None, scales, zeros, quant_min, quant_max, grad_factor))

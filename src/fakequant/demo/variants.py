@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from fakequant import recipes
+import fakequant.recipes as recipes
 from fakequant.config import LayerConfig, QuantConfig
 from fakequant.spec import QuantSpec
 

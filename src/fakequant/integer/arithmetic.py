@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fakequant.integer.values import Arithmetic, GridOf, codes_of, quantized
+from fakequant.torch.exact import fma
 
 
 class Reference:
@@ -45,8 +46,8 @@ class OnnxRuntime(Reference):
         """
         ra, rb = a_grid.scale / grid.scale, b_grid.scale / grid.scale
         za, zb = a_grid.zero_point.float(), b_grid.zero_point.float()
-        fixed = grid.zero_point.float() - _fma(ra, za, rb * zb)
-        q = torch.round(_fma(codes_of(a, a_grid), ra, _fma(codes_of(b, b_grid), rb, fixed)))
+        fixed = grid.zero_point.float() - fma(ra, za, rb * zb)
+        q = torch.round(fma(codes_of(a, a_grid), ra, fma(codes_of(b, b_grid), rb, fixed)))
         return q.clamp(grid.spec.qmin, grid.spec.qmax)
 
     def from_average(self, x: Tensor, x_grid: GridOf, axes: tuple[int, ...], grid: GridOf) -> Tensor:
@@ -61,11 +62,6 @@ class OnnxRuntime(Reference):
 def _clamped(levels: Tensor, grid: GridOf) -> Tensor:
     low, high = grid.spec.qmin - grid.zero_point, grid.spec.qmax - grid.zero_point
     return torch.round(torch.minimum(torch.maximum(levels, low.float()), high.float())) + grid.zero_point
-
-
-def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a * b + c, rounded once: the product of a code and a float32 is exact in float64."""
-    return (a.double() * b.double() + c.double()).float()
 
 
 ARITHMETICS: dict[str, Arithmetic] = {"reference": Reference(), "onnxruntime": OnnxRuntime()}

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fakequant.native import _native
 from fakequant.torch import nodes
-from fakequant.torch.plain import is_eager
+from fakequant.torch.plain import is_eager, is_transformed
 
 
 def within(value: Tensor, before: Tensor, low: float, high: float) -> Tensor:
@@ -22,6 +22,8 @@ def within(value: Tensor, before: Tensor, low: float, high: float) -> Tensor:
 
 class _Within(torch.autograd.Function):
     """The same with the gradient passed through: a value that was sent too far can come back."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(value: Tensor, before: Tensor, low: float, high: float) -> Tensor:
@@ -38,6 +40,15 @@ class _Within(torch.autograd.Function):
         return gradient, None, None, None
 
 
+class _WithinForward(_Within):
+    """The same with a forward-mode derivative, of which torch.compile wants to know nothing."""
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+        """The tangent, unchanged."""
+        return tangent.clone()
+
+
 def keep_within(value: Tensor, before: Tensor, low: float, high: float) -> Tensor:
     """A learned `value` as it may be used, differentiable; `before` becomes that.
 
@@ -46,8 +57,9 @@ def keep_within(value: Tensor, before: Tensor, low: float, high: float) -> Tenso
     """
     if not torch.compiler.is_compiling() and _kept_in_memory(value, before, low, high):
         return value
-    kept = _Within.apply(value, before, low, high)
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+    function = _Within if torch.compiler.is_compiling() else _WithinForward
+    kept = function.apply(value, before, low, high)
+    if not is_transformed():
         before.copy_(kept.detach())  # which a transform of torch.func does not allow
     return kept
 
@@ -89,6 +101,8 @@ def settle(parameter: Tensor, value: Tensor) -> None:
 
 
 class _Kept(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: Tensor, *parameters: Tensor) -> Tensor:
         """`x`, which may be changed in place."""

@@ -44,7 +44,6 @@ def will_fold(norm: Any, x: Tensor, weight: Tensor) -> bool:
     return weight.dim() > 2 or x.dim() == 2  # behind a linear layer, it normalizes another axis of tokens
 
 
-@torch.no_grad()
 def scales_of_sums(layer: Any, weight_dims: int) -> tuple[Tensor, Tensor] | None:
     """The scales of input and weight, the second per output channel; None if they vary within a sum of products."""
     x: Any = layer.input_quantizer or layer._fakequant.input_grid

@@ -1,5 +1,6 @@
 """`FakeQuantize`: a quantizer whose scale follows what an observer sees."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -17,8 +18,8 @@ from fakequant.qparams import EPS, QParams, check_eps
 from fakequant.spec import WHOLE_AXIS, QuantSpec
 from fakequant.torch import functional, gradients, nodes
 from fakequant.torch.dispatched import ops
-from fakequant.torch.kernels import NUMERICS, Observed
-from fakequant.torch.plain import is_eager
+from fakequant.torch.kernels import NUMERICS, Observation, Observed, updated_range
+from fakequant.torch.plain import is_eager, is_transformed
 from fakequant.torch.ranks import ALONE, Ranks
 from fakequant.torch.tensors import block_shape, check_device, kernel_numerics
 
@@ -43,6 +44,9 @@ class FakeQuantize(Quantizer):
     step, unless `sync` is False.
 
     Data may be float32, float64, bfloat16 or float16; scales are float32 whatever the model is.
+
+    Under a transform of `torch.func`, and in a program of `torch.export` for evaluation, ranges are found in
+    the same way, but nothing is remembered or counted. Under `vmap` every example has a range of its own.
 
     >>> from fakequant import presets
     >>> fq = FakeQuantize(presets.uint8())
@@ -162,9 +166,13 @@ class FakeQuantize(Quantizer):
         ranks = self.ranks() if self.training else ALONE
         if x.numel() == 0 and not ranks.several and not self.observer.dynamic:
             return x
+        if self._must_be_pure():
+            return self._run_purely(x, ranks)
         if not self._quantizing:
             self._observe(x, ranks)
             return x
+        if self._follows_nothing():
+            return self._quantize_by_observer(x, ranks)
         if self._blocks is None or not self.training:
             return self._quantize_alone(x)
         if ranks.several or self.observer.follows is None:
@@ -218,6 +226,77 @@ class FakeQuantize(Quantizer):
             for buffer, value in zip(buffers, (lo, hi, scale, zero_point), strict=True):
                 buffer.copy_(value)
         return y
+
+    def _follows_nothing(self) -> bool:
+        """Whether the range is that of the tensor at hand, and no kernel finds it."""
+        return self.observer.dynamic and self.observer.follows is None
+
+    def _quantize_by_observer(self, x: Tensor, ranks: Ranks, *, remember: bool = True) -> Tensor:
+        """With the range that the observer finds in this tensor alone; without a finite value it is 0 to 0."""
+        self._check_blocks(x)
+        state = self.observer.init(blocks_of(tuple(x.shape), self.spec).parameters, x.device)
+        nonfinite = self.observer.update(state, x.detach(), self.spec, ranks)
+        lo, hi = self.observer.range(state, self.spec)
+        scale, zero_point = self._choose(lo, hi)
+        self.saw_only_finite = False
+        if remember:
+            self._count(nonfinite)
+            for name, value in {**state, "scale": scale, "zero_point": zero_point}.items():
+                getattr(self, name).copy_(value)
+        return functional.fake_quantize(x, scale, zero_point, self.spec, gradient=self._following)
+
+    def _choose(self, lo: Tensor, hi: Tensor) -> QParams:
+        """Scale and zero point, as if a range of nothing were 0 to 0."""
+        seen = lo <= hi
+        return functional.choose_qparams(torch.where(seen, lo, 0), torch.where(seen, hi, 0), self.spec, eps=self.eps)
+
+    # --- without changing anything ----------------------------------------------------------------
+
+    def _must_be_pure(self) -> bool:
+        """Whether nothing may be remembered: under `torch.func`, and in a model exported for evaluation."""
+        if torch.compiler.is_compiling():
+            return torch.compiler.is_exporting() and not self.training
+        return is_transformed()
+
+    def _run_purely(self, x: Tensor, ranks: Ranks) -> Tensor:
+        """The same result, with the same range, but what was observed is forgotten."""
+        if not self.observer.dynamic and not torch.compiler.is_compiling():
+            warnings.warn(
+                "Quantizers that observe under a transform of torch.func do not remember what they see.\n"
+                "Call `calibrate` first, and freeze the ranges: fakequant.nn.set_state(model, frozen=True).",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        if ranks.several:
+            raise RuntimeError(
+                "ranges are exchanged between processes, which a transform of torch.func cannot do.\n"
+                "Freeze them: fakequant.nn.set_state(model, frozen=True)."
+            )
+        if not self._quantizing:
+            return x
+        if self._follows_nothing():
+            return self._quantize_by_observer(x, ranks, remember=False)
+        if self.observer.follows is None:
+            raise RuntimeError(
+                f"{self.observer} cannot observe under a transform of torch.func: it changes what it keeps.\n"
+                "Call `calibrate` first, and freeze the ranges: fakequant.nn.set_state(model, frozen=True)."
+            )
+        self._check_blocks(x)
+        seen = functional.min_max(x, self.spec)
+        how = Observation(self.observer.follows, self._options[5], self.eps, self.spec.symmetric)
+        lo, hi = updated_range(*self._range_before(seen.min), seen.min, seen.max, how)
+        scale, zero_point = functional.choose_qparams(lo, hi, self.spec, eps=self.eps)
+        self.saw_only_finite = False
+        return functional.fake_quantize(x, scale, zero_point, self.spec, gradient=self._following)
+
+    def _range_before(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """The running range, if one is remembered."""
+        if self._blocks is not None:
+            return self.running_min, self.running_max
+        lo = torch.full_like(like, torch.inf, dtype=torch.float32)
+        return lo, -lo
+
+    # --- in one pass ------------------------------------------------------------------------------
 
     def _fused(self, x: Tensor, running_min: Tensor, running_max: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
         """Changes the four by what is in `x`, and quantizes it."""
@@ -280,6 +359,8 @@ class FakeQuantize(Quantizer):
             state = (self.running_min, self.running_max, self.scale, self.zero_point)
             if self._observe_shortly(x, *state, quantize=False) is not None:
                 return
+        if self._follows_nothing():
+            self._forget()
         self._count(self.observer.update(self._state(), x.detach(), self.spec, ranks))
         if self.observer.searches:
             self._set_stale(True)
@@ -296,11 +377,8 @@ class FakeQuantize(Quantizer):
         if self._blocks is None:
             return
         lo, hi = self.observer.range(self._state(), self.spec)
-        seen = lo <= hi
-        scale, zero_point = functional.choose_qparams(
-            torch.where(seen, lo, 0), torch.where(seen, hi, 0), self.spec, eps=self.eps
-        )
-        self.scale.copy_(torch.where(seen, scale, torch.nan))
+        scale, zero_point = self._choose(lo, hi)
+        self.scale.copy_(torch.where(lo <= hi, scale, torch.nan))
         self.zero_point.copy_(zero_point)
         if self.observer.searches:
             self._set_stale(False)
@@ -360,11 +438,17 @@ class FakeQuantize(Quantizer):
         scale, zero_point = old["scale"], old["zero_point"]
         if zero_point.is_floating_point():
             raise ValueError("the zero point of the state is not an integer, which no grid of ours has.")
-        known = (lo <= hi) & lo.isfinite() & hi.isfinite()
-        if lo.numel() == 0 or not bool(known.all()):  # it has seen nothing, and its scale of 1 means nothing
+        if lo.numel() == 0:  # it has seen nothing, and its scale of 1 means nothing
             empty = self.observer.init(self._blocks, self.scale.device)
             lo, hi = empty["running_min"], empty["running_max"]
             scale, zero_point = torch.full_like(self.scale, torch.nan), torch.zeros_like(self.zero_point)
+        # An end that is not finite is one that nothing was seen of yet; the other end stays.
+        lo = torch.where(lo.isfinite(), lo, torch.inf)
+        hi = torch.where(hi.isfinite(), hi, -torch.inf)
+        known = lo <= hi
+        if known.shape == scale.shape or known.numel() == scale.numel() == 1:
+            scale = torch.where(known.reshape(scale.shape), scale, torch.nan)
+            zero_point = torch.where(known.reshape(scale.shape), zero_point, 0)
         if self.spec.symmetric and bool(zero_point.any()):
             raise ValueError(
                 f"the zero point is not 0 everywhere, but the spec is symmetric ({self.spec}).\n"
@@ -383,14 +467,15 @@ class FakeQuantize(Quantizer):
 
     def _check_scale(self, lo: Tensor, hi: Tensor, scale: Tensor, zero_point: Tensor) -> None:
         """That a scale of torch.ao is the one this grid has for the range."""
-        if scale.numel() != self.scale.numel() or bool(scale.isnan().any()):
+        known = (lo <= hi).reshape(-1)
+        if scale.numel() != self.scale.numel() or not bool(known.any()):
             return
-        found = functional.choose_qparams(lo, hi, self.spec, eps=self.eps)
-        same = torch.equal(found.scale.reshape(-1), scale.reshape(-1))
-        if not same or not torch.equal(found.zero_point.reshape(-1), zero_point.reshape(-1).int()):
+        scale, zero_point = scale.reshape(-1)[known], zero_point.reshape(-1)[known]
+        found = functional.choose_qparams(lo.reshape(-1)[known], hi.reshape(-1)[known], self.spec, eps=self.eps)
+        if not torch.equal(found.scale, scale) or not torch.equal(found.zero_point, zero_point.int()):
             raise ValueError(
-                f"the scale of the state is {scale.reshape(-1)[0]:g}, but for its range this grid has "
-                f"{found.scale.reshape(-1)[0]:g} ({self.spec}, eps={self.eps:g}).\n"
+                f"the scale of the state is {scale[0]:g}, but for its range this grid has "
+                f"{found.scale[0]:g} ({self.spec}, eps={self.eps:g}).\n"
                 "It has another range of codes (bits, narrow), another eps, or was fused (FusedFakeQuantize)."
             )
 

@@ -14,6 +14,7 @@ from fakequant.observers.mse import MSE
 from fakequant.qparams import EPS, QParams, check_eps
 from fakequant.spec import QuantSpec
 from fakequant.torch import formula, functional
+from fakequant.torch.plain import is_transformed
 from fakequant.torch.ranks import Ranks
 from fakequant.torch.tensors import block_shape, check_data, check_device
 
@@ -54,6 +55,7 @@ class LearnedFakeQuantize(Quantizer):
     tensor([1.7530])
     """
 
+    _scale_name = "step_size"
     step_size: nn.Parameter
     # A parameter if it is learned, a buffer if it is fixed; None: the zero point is 0.
     offset: Tensor | None
@@ -186,6 +188,11 @@ class LearnedFakeQuantize(Quantizer):
 
     def _run(self, x: Tensor) -> Tensor:
         if self._observing and self.training and not self._frozen:
+            if is_transformed():
+                raise RuntimeError(
+                    "a scale cannot be initialized under a transform of torch.func, which keeps nothing.\n"
+                    "Call `initialize(x)`, or `fakequant.calibrate`, before it."
+                )
             self._observe(x)
             return keep_in_graph(x, self.step_size, self.offset)
         if not self._quantizing:
@@ -322,6 +329,18 @@ class LearnedFakeQuantize(Quantizer):
         self.last_scale.copy_(within(whole(self.step_size), self.last_scale, self.eps, self._largest))
         if self.offset is not None:
             self.last_offset.copy_(within(whole(self.offset), self.last_offset, *self._offsets))
+
+    def _invalid(self, state_dict: Any, prefix: str) -> str | None:
+        offset = state_dict.get(prefix + "offset")
+        if offset is not None and not offset.is_meta:
+            low, high = self._offsets
+            offset = whole(offset)
+            if not bool(((offset >= low) & (offset <= high)).all()):
+                return (
+                    f"`offset` is {offset.tolist()} in the state, but it must be finite, and between {low:g} and "
+                    f"{high:g} ({self.spec}).\nThe state is damaged: use another, or calibrate anew."
+                )
+        return super()._invalid(state_dict, prefix)
 
     @torch.no_grad()
     def _loaded(self) -> None:

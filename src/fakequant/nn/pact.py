@@ -15,6 +15,8 @@ from fakequant.torch import functional
 class _Clip(torch.autograd.Function):
     """clamp(x, 0, alpha), with the gradient of alpha summed in more than the data's precision."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: Tensor, alpha: Tensor) -> Tensor:
         """The clamp."""
@@ -34,6 +36,24 @@ class _Clip(torch.autograd.Function):
         return dx, torch.where(above, dy, 0).sum(dtype=torch.float64).to(alpha.dtype).reshape(alpha.shape)
 
 
+class _ClipForward(_Clip):
+    """The same with a forward-mode derivative, of which torch.compile wants to know nothing."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Both are kept, for both directions."""
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def jvp(ctx: Any, x_t: Tensor | None, alpha_t: Tensor | None) -> Tensor:
+        """The tangent of x inside, of alpha above."""
+        x, alpha = ctx.saved_tensors
+        above = x > alpha.to(x.dtype)
+        inside = torch.zeros_like(x) if x_t is None else torch.where((x >= 0) & ~above, x_t, 0)
+        return inside if alpha_t is None else inside + torch.where(above, alpha_t.to(x.dtype), 0)
+
+
 class PACT(Quantizer):
     """Activations clipped at a learned `alpha` and quantized to the codes 0 to 2^bits - 1, in place of a ReLU.
 
@@ -49,6 +69,7 @@ class PACT(Quantizer):
     tensor([0., 1., 3.], grad_fn=<FakeQuantizePassThroughBackward>)
     """
 
+    _scale_name = "alpha"
     alpha: nn.Parameter
     last_alpha: Tensor
 
@@ -97,7 +118,8 @@ class PACT(Quantizer):
             x, alpha = keep_in_graph(x, self.alpha), self.last_alpha
         else:
             alpha = keep_within(self.alpha, self.last_alpha, self.eps, self._largest)
-        clipped = _Clip.apply(x, alpha)
+        clip = _Clip if torch.compiler.is_compiling() else _ClipForward
+        clipped = clip.apply(x, alpha)
         scale = alpha.detach() / self.spec.qmax
         return functional.fake_quantize(clipped, scale, 0, self.spec, gradient="pass")
 

@@ -1,6 +1,7 @@
 """What every quantizer module has: a spec, three switches, a path, and a state that loads or says why not."""
 
 import copy
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 from torch._guards import active_fake_mode
 
 from fakequant.layout import blocks_of
+from fakequant.nn.bounded import whole
 from fakequant.qparams import QParams
 from fakequant.spec import QuantSpec
-from fakequant.torch.plain import is_memory
+from fakequant.torch.plain import is_memory, is_transformed
 from fakequant.torch.ranks import ALONE, Ranks, ranks_of
 from fakequant.torch.tensors import check_data
 
@@ -41,6 +43,8 @@ class Quantizer(nn.Module):
     switches: Tensor
     # The shape of the scales; None: another for every tensor.
     _blocks: tuple[int, ...] | None
+    # What a scale is called in a state.
+    _scale_name = "scale"
 
     def __init__(
         self, spec: QuantSpec, *, observing: bool, sync: bool, process_group: Any, path: str | None, device: Any
@@ -196,6 +200,8 @@ class Quantizer(nn.Module):
         return int(self._nonfinite)
 
     def _count(self, found: Tensor) -> None:
+        if torch.compiler.is_exporting() or is_transformed():
+            return  # the counter is a tensor from outside, which must not be changed there
         if torch.compiler.is_compiling() or not is_memory(found):
             self._nonfinite.add_(found)
         elif found:
@@ -224,17 +230,13 @@ class Quantizer(nn.Module):
         return {**self.__dict__, "process_group": None}  # which cannot leave its process
 
     def __copy__(self) -> "Quantizer":
-        return self._copied(self.__dict__)
+        # A copy that shared its tensors would share a part of its state: the switches are in Python too.
+        return copy.deepcopy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Quantizer":
-        new = self._copied({})
+        new = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__getstate__(), memo), process_group=self.process_group)
-        return new
-
-    def _copied(self, state: dict[str, Any]) -> "Quantizer":
-        new = type(self).__new__(type(self))
-        new.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in state.items()})
         return new
 
     @torch.no_grad()
@@ -254,15 +256,21 @@ class Quantizer(nn.Module):
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, errors: Any
     ) -> None:
         if not any(key.startswith(prefix) for key in state_dict):
-            return  # the state of a model without quantizers: they stay as they are
+            # The state of a model without quantizers leaves them as they are; one with some has to have all.
+            _load.absent(missing, [prefix + name for name in self._saved_names()])
+            return
+        _load.present(missing)
         problem = None
-        if prefix + "fake_quant_enabled" in state_dict:  # the state of a module of torch.ao
+        is_torchs = prefix + "fake_quant_enabled" in state_dict  # the state of a module of torch.ao
+        if is_torchs:
             old = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
             try:
                 state_dict = {prefix + key: value for key, value in self._from_torch_ao(old).items()}
             except ValueError as error:
                 problem = str(error)
         problem = problem or self._misfit(state_dict, prefix)
+        if problem is None and not is_torchs:
+            problem = self._invalid(state_dict, prefix)
         if problem is not None:
             errors.append(f"{prefix[:-1] or self.where}: {problem}")
             return
@@ -317,7 +325,87 @@ class Quantizer(nn.Module):
                     f"where the spec is ({self.spec}).\n"
                     "The state is of another granularity, or of a tensor of another size."
                 )
+            if value is not None and loaded is not None and _kind(loaded) != _kind(value):
+                return (
+                    f"`{name}` holds {str(loaded.dtype)[6:]} in the state, and {str(value.dtype)[6:]} here.\n"
+                    "The state is not one of this quantizer, or was converted after it was saved."
+                )
         return None
+
+    def _saved_names(self) -> list[str]:
+        """The names of what is saved."""
+        saved = {n: v for n, v in self._buffers.items() if n not in self._non_persistent_buffers_set}
+        return [name for name, value in {**self._parameters, **saved}.items() if value is not None]
+
+    def _invalid(self, state_dict: Any, prefix: str) -> str | None:
+        """What is wrong with the scales and zero points of a state, if anything is."""
+        scale = state_dict.get(prefix + self._scale_name)
+        if scale is None or not _is_readable(scale):
+            return None
+        scale = whole(scale)
+        # NaN: nothing was observed yet.
+        bad = ~((scale > 0) & scale.isfinite() | scale.isnan())
+        if bool(bad.any()):
+            return (
+                f"`{self._scale_name}` is {_first(scale, bad)} in the state, but a scale is finite and greater than 0, "
+                "or NaN where nothing was observed.\nThe state is damaged: use another, or calibrate anew."
+            )
+        zero_point = state_dict.get(prefix + "zero_point")
+        if zero_point is None or not _is_readable(zero_point):
+            return None
+        low, high = (0, 0) if self.spec.symmetric else (self.spec.qmin, self.spec.qmax)
+        bad = ((zero_point < low) | (zero_point > high)) & scale.isfinite().to(zero_point.device)
+        if bool(bad.any()):
+            return (
+                f"`zero_point` is {_first(zero_point, bad)} in the state, but it must be between {low} and {high} "
+                f"({self.spec}).\nThe state is damaged: use another, or calibrate anew."
+            )
+        return None
+
+
+class _Load(threading.local):
+    """Which quantizers a call of `load_state_dict` has found in a state so far.
+
+    A module is shown its own part of the state only, but the list of missing keys is one for all modules:
+    it tells one call from another.
+    """
+
+    def __init__(self) -> None:
+        self._missing: Any = None
+        self._found = False
+        self._absent: list[str] = []
+
+    def absent(self, missing: list[str], keys: list[str]) -> None:
+        """A quantizer of which the state has nothing."""
+        self._start(missing)
+        (missing if self._found else self._absent).extend(keys)
+
+    def present(self, missing: list[str]) -> None:
+        """A quantizer of which the state has something: those that were absent before are missing."""
+        self._start(missing)
+        self._found = True
+        missing.extend(self._absent)
+        self._absent = []
+
+    def _start(self, missing: list[str]) -> None:
+        if self._missing is not missing:
+            self._missing, self._found, self._absent = missing, False, []
+
+
+_load = _Load()
+
+
+def _kind(tensor: Tensor) -> str:
+    if tensor.is_floating_point():
+        return "floats"
+    return "complex numbers" if tensor.is_complex() else "integers"
+
+
+def _first(values: Tensor, bad: Tensor) -> str:
+    """The first bad value, and where it is if there are several."""
+    index = int(bad.flatten().int().argmax())
+    value = values.flatten()[index].item()
+    return f"{value:g}" if values.numel() == 1 else f"{value:g} at index {index}"
 
 
 def _is_readable(tensor: Tensor) -> bool:

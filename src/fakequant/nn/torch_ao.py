@@ -64,6 +64,9 @@ class FusedFakeQuantize(FakeQuantize):
     def _check_scale(self, *_: Tensor) -> None:
         """The scale is computed anew when a state was loaded."""
 
+    def _invalid(self, *_: Any) -> None:
+        """The same: and what torch's operator has learned from may not be finite."""
+
     def extra_repr(self) -> str:
         """The same, and whether it is symmetric where the data has both signs."""
         return f"{super().extra_repr()}; fused{', symmetric' if self.symmetric else ''}"
@@ -77,6 +80,12 @@ class FusedFakeQuantize(FakeQuantize):
         else:
             with torch.no_grad():
                 self._operate(x, observe=True)
+
+    def _run_purely(self, x: Tensor, ranks: Ranks) -> Tensor:
+        raise RuntimeError(
+            "torch's fused operator changes the ranges it keeps, which a transform of torch.func does not allow.\n"
+            "Freeze them: fakequant.nn.set_state(model, frozen=True), or use FakeQuantize."
+        )
 
     def refresh(self) -> None:
         """Scale and zero point from the running range, by torch's rule."""
@@ -96,15 +105,19 @@ class FusedFakeQuantize(FakeQuantize):
         state = (self.running_min, self.running_max, self.scale, self.zero_point)
         return aten.fused_moving_avg_obs_fake_quant(
             x, on if observe else torch.zeros_like(on), on, *(t if per_row else t.view(1) for t in state),
-            self.observer.constant, self.spec.qmin, self.spec.qmax, self.spec.axis or 0, per_row, self.symmetric,
+            self.observer.constant, self.spec.qmin, self.spec.qmax, 0 if per_row else -1, per_row, self.symmetric,
         )  # fmt: skip
 
 
 def from_torch_ao(module: Any) -> Quantizer:
-    """A quantizer of ours from a fake-quantize module of torch.ao, with its state; it gives the same bits.
+    """A quantizer of ours from a fake-quantize module of torch.ao, with its state.
 
     Takes `FakeQuantize` with a min-max or moving-average observer, `FusedMovingAvgObsFakeQuantize` and
-    `_LearnableFakeQuantize`. One difference is meant: in evaluation mode ours does not observe.
+    `_LearnableFakeQuantize`. On finite data it gives the same bits. Two differences are meant:
+
+    - In evaluation mode it does not observe.
+    - `FakeQuantize` never learns from NaN and infinities, where torch's does. An end of a range that is not
+      finite in the state counts as not seen yet, the other end is kept; there is no scale until both are known.
 
     >>> import warnings
     >>> warnings.simplefilter("ignore")  # torch.ao says that it is deprecated

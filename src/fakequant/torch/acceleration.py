@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fakequant.forking import accelerating
 from fakequant.torch import aten_kernels
 from fakequant.torch.gradients import is_differentiating
 from fakequant.torch.verification import disagreements
@@ -36,7 +37,7 @@ class _Switch:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = accelerating
         self.library: torch.library.Library | None = None
         self.on = False
         self.verified = False

@@ -5,21 +5,20 @@ operator: another device, because that is where its kernels are, and arguments t
 because then the error is torch's.
 """
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fakequant import native
 from fakequant.aten.forward import OutputAndMask
 from fakequant.aten.learnable import LearnableGradients
-from fakequant.torch import aten_kernels, gradients, nodes
+from fakequant.torch import aten_kernels, gradients, nodes, originals
 from fakequant.torch.blocks import along
 from fakequant.torch.dispatched import ops
 from fakequant.torch.kernels import KERNEL_DTYPES, Grid
 from fakequant.torch.plain import is_eager
-
-_aten = torch.ops.aten
 
 
 def _is_direct(x: object) -> bool:
@@ -27,8 +26,13 @@ def _is_direct(x: object) -> bool:
 
 
 def _is_here(x: object) -> bool:
-    """A CPU or meta tensor that a compiler or a transform looks at: our operators, as torch's have no rules for it."""
-    return isinstance(x, Tensor) and x.dtype in KERNEL_DTYPES and x.device.type in ("cpu", "meta")
+    """A CPU or meta tensor that a compiler or a transform looks at: our operators, as torch's have no rules for it.
+
+    Sparse, MKL-DNN and nested tensors are left to torch, which says what it cannot do with them.
+    """
+    if not isinstance(x, Tensor) or x.dtype not in KERNEL_DTYPES or x.device.type not in ("cpu", "meta"):
+        return False
+    return x.layout == torch.strided and not x.is_nested
 
 
 def _are_ints(*values: object) -> bool:
@@ -58,7 +62,7 @@ def fake_quantize_per_tensor_affine(input: Any, scale: Any, zero_point: Any, qua
             return gradients.clipped(input, grid)
     elif _is_here(input) and (grid := _tensor_grid(input, *numbers)) is not None:
         return ops.fake_quantize(input, *grid, True)
-    return torch.fake_quantize_per_tensor_affine(input, scale, zero_point, quant_min, quant_max)
+    return originals.fake_quantize_per_tensor_affine(input, scale, zero_point, quant_min, quant_max)
 
 
 def _tensor_grid(x: Tensor, scale: Any, zero_point: Any, qmin: Any, qmax: Any) -> Grid | None:
@@ -83,9 +87,7 @@ def fake_quantize_per_tensor_affine_cachemask(
         return OutputAndMask(*gradients.clipped_and_mask(input, grid, native.MASK_BYTES))
     if _is_here(input) and (grid := _tensor_grid(input, scale, zero_point, quant_min, quant_max)) is not None:
         return OutputAndMask(*ops.fake_quantize_masked(input, *grid, False))
-    return OutputAndMask(
-        *_aten.fake_quantize_per_tensor_affine_cachemask(input, scale, zero_point, quant_min, quant_max)
-    )
+    return OutputAndMask(*originals.cachemask(input, scale, zero_point, quant_min, quant_max))
 
 
 def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
@@ -97,9 +99,7 @@ def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
         if grid is not None and fake_quant_enabled.numel() == 1 and fake_quant_enabled.item() == 1:
             return OutputAndMask(*gradients.clipped_and_mask(input, grid, native.MASK_BYTES))
     return OutputAndMask(
-        *_aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
-            input, scale, zero_point, fake_quant_enabled, quant_min, quant_max
-        )
+        *originals.cachemask_tensor_qparams(input, scale, zero_point, fake_quant_enabled, quant_min, quant_max)
     )
 
 
@@ -107,7 +107,7 @@ def fake_quantize_per_tensor_affine_cachemask_backward(grad: Any, mask: Any) -> 
     """See `fakequant.fake_quantize_per_tensor_affine_cachemask_backward`."""
     if _is_maskable(grad, mask):
         return gradients.masked(grad, mask, None, True)
-    return _aten.fake_quantize_per_tensor_affine_cachemask_backward(grad, mask)
+    return originals.cachemask_backward(grad, mask)
 
 
 def _is_maskable(grad: Any, mask: Any) -> bool:
@@ -144,7 +144,7 @@ def fake_quantize_per_channel_affine(
         grid = _channel_grid(input, scale, zero_point, axis, quant_min, quant_max)
         if grid is not None:
             return gradients.clipped(input, grid) if _is_direct(input) else ops.fake_quantize(input, *grid, True)
-    return torch.fake_quantize_per_channel_affine(input, scale, zero_point, axis, quant_min, quant_max)
+    return originals.fake_quantize_per_channel_affine(input, scale, zero_point, axis, quant_min, quant_max)
 
 
 def fake_quantize_per_channel_affine_cachemask(
@@ -154,7 +154,7 @@ def fake_quantize_per_channel_affine_cachemask(
     arguments = (scale, zero_point, axis, quant_min, quant_max)
     grid = _channel_grid(input, *arguments) if _is_here(input) else None
     if grid is None:
-        return OutputAndMask(*_aten.fake_quantize_per_channel_affine_cachemask(input, *arguments))
+        return OutputAndMask(*originals.channel_cachemask(input, *arguments))
     if _is_direct(input):
         return OutputAndMask(*gradients.clipped_and_mask(input, grid, native.MASK_BYTES))
     return OutputAndMask(*ops.fake_quantize_masked(input, *grid, False))
@@ -164,7 +164,7 @@ def fake_quantize_per_channel_affine_cachemask_backward(grad: Any, mask: Any) ->
     """See `fakequant.fake_quantize_per_channel_affine_cachemask_backward`."""
     if _is_maskable(grad, mask):
         return gradients.masked(grad, mask, None, True)
-    return _aten.fake_quantize_per_channel_affine_cachemask_backward(grad, mask)
+    return originals.channel_cachemask_backward(grad, mask)
 
 
 # --- learnable ------------------------------------------------------------------------------------
@@ -181,7 +181,9 @@ def fake_quantize_learnable_per_tensor_affine(
             return y
         if _is_learnable(*arguments[:3]) and scale.shape == zero_point.shape == (1,):
             return _learnable(*arguments, "torch_tensor", float(grad_factor))
-    return torch._fake_quantize_learnable_per_tensor_affine(*arguments, grad_factor)
+    if _has_a_sum(*arguments[:3], quant_min, quant_max):
+        return _WidePerTensor.apply(*arguments, grad_factor)
+    return originals.fake_quantize_learnable_per_tensor_affine(*arguments, grad_factor)
 
 
 def fake_quantize_learnable_per_channel_affine(
@@ -198,9 +200,83 @@ def fake_quantize_learnable_per_channel_affine(
         if _is_learnable(input, scale, zero_point) and _fits(scale, zero_point, input, axis):
             parameters = along(scale, input, axis), along(zero_point, input, axis)
             return _learnable(input, *parameters, *ends, "torch_channel", float(grad_factor))
-    return torch._fake_quantize_learnable_per_channel_affine(
-        input, scale, zero_point, axis, quant_min, quant_max, grad_factor
+    arguments = (input, scale, zero_point, axis, quant_min, quant_max, grad_factor)
+    if _has_a_sum(input, scale, zero_point, quant_min, quant_max):
+        return _WidePerChannel.apply(*arguments)
+    return originals.fake_quantize_learnable_per_channel_affine(*arguments)
+
+
+def _has_a_sum(x: Any, scale: Any, zero_point: Any, qmin: Any, qmax: Any) -> bool:
+    """Whether torch's forward, run for its bits and errors, is to be followed by gradients from the kernels.
+
+    torch's sums depend on its number of threads.
+    """
+    return (
+        _is_direct(x)
+        and _are_tensors(scale, zero_point)
+        and _are_ints(qmin, qmax)
+        and qmin <= 0 <= qmax
+        and _learns(x, scale, zero_point)
+        and forward_ad._current_level < 0
     )
+
+
+class _WidePerTensor(torch.autograd.Function):
+    """A range beyond 2^24: torch's forward, and the gradients of the kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        """`arguments` of the function."""
+        ctx.save_for_backward(*arguments[:3])
+        ctx.rest = arguments[3:]
+        return originals.fake_quantize_learnable_per_tensor_affine(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """dx, dscale and dzero_point."""
+        return _once(fake_quantize_learnable_per_tensor_affine_backward, ctx, dy)
+
+
+class _WidePerChannel(torch.autograd.Function):
+    """The same with a scale per channel."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        """`arguments` of the function."""
+        ctx.save_for_backward(*arguments[:3])
+        ctx.rest = arguments[3:]
+        return originals.fake_quantize_learnable_per_channel_affine(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """dx, dscale and dzero_point."""
+        return _once(fake_quantize_learnable_per_channel_affine_backward, ctx, dy)
+
+
+def _once(backward: Any, ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of a function; like torch's, they cannot be differentiated again."""
+    with torch.no_grad():
+        found = backward(dy, *ctx.saved_tensors, *ctx.rest)
+    if torch.is_grad_enabled():
+        found = _NotTwice.apply(*found, dy, *ctx.saved_tensors)
+    return *found, *[None] * len(ctx.rest)
+
+
+class _NotTwice(torch.autograd.Function):
+    """Three gradients, as functions of what they were computed from."""
+
+    @staticmethod
+    def forward(ctx: Any, *gradients_and_sources: Tensor) -> tuple[Tensor, ...]:
+        """The gradients."""
+        return tuple(t.detach() for t in gradients_and_sources[:3])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> NoReturn:
+        """There is no second derivative."""
+        raise RuntimeError(
+            "Gradients of a learnable fake-quantize cannot be differentiated again for a range beyond 2^24.\n"
+            "Use a range within -2^24 and 2^24, or `fakequant.fake_quantize_learned`."
+        )
 
 
 def _fits(scale: Tensor, zero_point: Tensor, x: Tensor, axis: Any) -> bool:
@@ -236,12 +312,12 @@ def fake_quantize_learnable_per_tensor_affine_backward(
     """See `fakequant.fake_quantize_learnable_per_tensor_affine_backward`."""
     arguments = (grad, input, scale, zero_point, quant_min, quant_max, grad_factor)
     if _is_direct(input) and _are_tensors(*arguments[:4]):
-        if input.numel() == 0 and grad.shape == input.shape:
-            return _no_gradients(input, scale)
+        if input.numel() == 0:
+            return _no_gradients(originals.learnable_backward, *arguments)
         result = aten_kernels.learnable_backward(*arguments)
         if result is not None:
             return LearnableGradients(*result)
-    return LearnableGradients(*_aten._fake_quantize_learnable_per_tensor_affine_backward(*arguments))
+    return LearnableGradients(*originals.learnable_backward(*arguments))
 
 
 def fake_quantize_learnable_per_channel_affine_backward(
@@ -257,18 +333,20 @@ def fake_quantize_learnable_per_channel_affine_backward(
     """See `fakequant.fake_quantize_learnable_per_channel_affine_backward`."""
     arguments = (grad, input, scale, zero_point, axis, quant_min, quant_max, grad_factor)
     if _is_direct(input) and _are_tensors(*arguments[:4]):
-        if input.numel() == 0 and grad.shape == input.shape:
-            return _no_gradients(input, scale)
+        if input.numel() == 0:
+            return _no_gradients(originals.learnable_channel_backward, *arguments)
         result = aten_kernels.learnable_channel_backward(*arguments)
         if result is not None:
             return LearnableGradients(*result)
-    return LearnableGradients(*_aten._fake_quantize_learnable_per_channel_affine_backward(*arguments))
+    return LearnableGradients(*originals.learnable_channel_backward(*arguments))
 
 
-def _no_gradients(x: Tensor, scale: Tensor) -> LearnableGradients[Tensor]:
-    """Of an empty input. torch returns the scale itself as its gradient."""
-    zeros = torch.zeros_like(scale, dtype=torch.float32, requires_grad=False)
-    return LearnableGradients(x, zeros, zeros.clone())
+def _no_gradients(operator: Any, grad: Any, x: Any, scale: Any, zero_point: Any, *rest: Any) -> LearnableGradients:
+    """Of an empty input, once torch's operator has accepted it. That returns the scale itself as its gradient."""
+    # The kernels take floats that torch refuses.
+    operator(*(t.float() if t.dtype in KERNEL_DTYPES else t for t in (grad, x, scale, zero_point)), *rest)
+    dscale, dzero_point = (torch.zeros_like(t, dtype=torch.float32, requires_grad=False) for t in (scale, zero_point))
+    return LearnableGradients(x, dscale, dzero_point)
 
 
 def _are_tensors(*values: Any) -> bool:
@@ -282,7 +360,7 @@ def fused_moving_avg_obs_fake_quant(input: Any, *arguments: Any) -> Tensor:
     """See `fakequant.fused_moving_avg_obs_fake_quant`."""
     call = _fused_call(input, arguments)
     if call is None:
-        return torch.fused_moving_avg_obs_fake_quant(input, *arguments)
+        return originals.fused_moving_avg_obs_fake_quant(input, *arguments)
     if gradients.is_differentiating(input):
         return gradients.fused(input, call, native.MASK_PACKED)[0]
     return call.run(native.MASK_NONE)[0]
@@ -292,7 +370,7 @@ def fused_moving_avg_obs_fq_helper(input: Any, *arguments: Any) -> OutputAndMask
     """See `fakequant.fused_moving_avg_obs_fq_helper`."""
     call = _fused_call(input, arguments)
     if call is None:
-        return OutputAndMask(*_aten._fused_moving_avg_obs_fq_helper(input, *arguments))
+        return OutputAndMask(*originals.fused(input, *arguments))
     return OutputAndMask(*gradients.fused(input, call, native.MASK_BYTES))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from fakequant import native
 from fakequant.aten import checks
 from fakequant.aten.fused import sign_zeros
+from fakequant.aten.learnable import clamped_zero_point
 from fakequant.native import _native
 from fakequant.torch import kernels
 from fakequant.torch.blocks import along, place
@@ -21,7 +22,7 @@ from fakequant.torch.kernels import KERNEL_DTYPES, Grid, dense
 from fakequant.torch.plain import is_memory
 
 _INT32 = range(-(2**31), 2**31)
-# torch lets bfloat16 scales in and then fails an assertion; here they work.
+# torch lets bfloat16 scales in and then fails an assertion; fakequant's functions take them.
 _SCALE_DTYPES = (torch.float32, torch.bfloat16)
 _ZERO_DTYPES = (torch.int32, torch.float32, torch.float16)
 _LARGE = (-(2**62), 2**62)
@@ -97,8 +98,10 @@ def cachemask_tensor_qparams(
 def channel_cachemask(
     x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, qmin: int, qmax: int
 ) -> tuple[Tensor, Tensor] | None:
-    """`aten::fake_quantize_per_channel_affine_cachemask`."""
-    grid = channel_grid(x, scale, zero_point, axis, qmin, qmax) if is_ours(x) else None
+    """`aten::fake_quantize_per_channel_affine_cachemask`; scales that torch refuses are left to it."""
+    if not is_ours(x) or scale.dtype != torch.float32:
+        return None
+    grid = channel_grid(x, scale, zero_point, axis, qmin, qmax)
     return None if grid is None else _with_bytes(x, grid)
 
 
@@ -138,8 +141,11 @@ def learnable_backward(
     shifted = np.float32(zero_point.item()) + np.float32(0.5)
     if not np.isfinite(shifted):
         return None
-    z = torch.tensor([min(max(int(np.trunc(np.clip(shifted, qmin, qmax))), qmin), qmax)], dtype=torch.int32)
-    return _learnable(grad, x, Grid(scale.float(), z, qmin, qmax, "torch_tensor"), grad_factor)
+    z = clamped_zero_point(shifted, qmin, qmax)
+    if not qmin <= z <= qmax:  # beyond 2^24 the end of the range may be rounded to a number outside it
+        return None
+    zeros = torch.tensor([z], dtype=torch.int32 if z in _INT32 else torch.int64, device="cpu")
+    return _learnable(grad, x, Grid(scale.float(), zeros, qmin, qmax, "torch_tensor"), grad_factor)
 
 
 def learnable_channel_backward(
@@ -158,22 +164,31 @@ def learnable_channel_backward(
     channels = (x.shape[axis],)
     if scale.shape != channels or zero_point.shape != channels or not zero_point.isfinite().all():
         return None
-    z = along(zero_point.float().round().clamp(qmin, qmax).to(torch.int32), x, axis)
-    grid = Grid(along(scale.float(), x, axis), z, qmin, qmax, "torch_channel")
+    z = zero_point.float().round().clamp(qmin, qmax)
+    if _is_exact_in_float32(qmin, qmax):
+        z = z.to(torch.int32)
+    elif not all(qmin <= int(value) <= qmax for value in z.tolist()):
+        return None
+    # A float zero point has no other rule here: torch's backward adds it before rounding in any case.
+    grid = Grid(along(scale.float(), x, axis), along(z, x, axis), qmin, qmax, "torch_tensor")
     dx, *sums = _learnable(grad, x, grid, grad_factor)
     # For one axis torch adds up all channels.
     dscale, dzero_point = (s.double().sum().float() if x.dim() == 1 else s.flatten() for s in sums)
     return dx, dscale, dzero_point
 
 
-def _are_learnable(grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int) -> bool:
-    tensors = (grad, x, scale, zero_point)
-    # Beyond 2^24 a zero point is rounded on its way through float32.
+def _is_exact_in_float32(qmin: int, qmax: int) -> bool:
+    """Whether zero points within the range pass through float32 as they are."""
+    return qmin >= -(2**24) and qmax <= 2**24
+
+
+def _are_learnable(grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: Any, qmax: Any) -> bool:
     return (
-        all(is_ours(t) for t in tensors)
+        all(is_ours(t) for t in (grad, x, scale, zero_point))
         and grad.shape == x.shape
         and x.numel() > 0
-        and -(2**24) <= qmin <= 0 <= qmax <= 2**24
+        and type(qmin) is type(qmax) is int
+        and -(2**63) <= qmin <= 0 <= qmax < 2**63
     )
 
 

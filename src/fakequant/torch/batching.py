@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fakequant.torch import formula
+from fakequant.torch import formula, gradients
 from fakequant.torch.dispatched import ops
 
 Dims = tuple[int | None, ...]
@@ -78,13 +78,17 @@ def _mask_backward(info, in_dims, dy, mask, order, multiply):
 
 def _learned_backward(info, in_dims, dy, x, scale, zero_point, *rest):
     size = info.batch_size
+    *range_and_numerics, grad_factor = rest
+    if grad_factor is None:  # LSQ's counts the elements of one example
+        example = x if in_dims[1] is None else x.select(in_dims[1], 0)
+        grad_factor = gradients.resolve_factor(None, example, range_and_numerics[1])
     blocks = scale.shape if in_dims[2] is None else scale.movedim(in_dims[2], 0).shape[1:]
     # Every example has its own sums, so its own scales.
     scale = _front(scale, in_dims[2], size)
     ndim = x.dim() - (in_dims[1] is not None)
     scale, zero_point = _parameters(size, ndim, (scale, zero_point), (0, in_dims[3]))
     dy, x = _front(dy, in_dims[0], size), _front(x, in_dims[1], size)
-    dx, dscale, dzero = ops.learned_backward(dy, x, scale, zero_point, *rest)
+    dx, dscale, dzero = ops.learned_backward(dy, x, scale, zero_point, *range_and_numerics, grad_factor)
     return (dx, dscale.reshape(size, *blocks), dzero.reshape(size, *blocks)), (0, 0, 0)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fakequant import native
+from fakequant.torch.exact import fma
 from fakequant.torch.kernels import (
     NAN_IS_CODE_ZERO,
     Grid,
@@ -83,7 +84,7 @@ def _code(x: Tensor, scale: Tensor, z: Tensor | int, grid: Grid) -> Tensor:
     inverse = (1.0 / scale).to(compute)
     if isinstance(z, Tensor):
         if z.is_floating_point():  # the sum is rounded once, and float16 zero points are added after the product
-            total = (x * inverse + z.to(compute)) if z.dtype == torch.float16 else _fma(x, inverse, z)
+            total = (x * inverse + z.to(compute)) if z.dtype == torch.float16 else fma(x, inverse, z.to(compute))
             code = torch.round(total.float()).to(compute)
         else:
             code = z.to(compute) + torch.round(x * inverse)
@@ -92,12 +93,6 @@ def _code(x: Tensor, scale: Tensor, z: Tensor | int, grid: Grid) -> Tensor:
     if grid.numerics == "torch_channel":
         code = torch.where(code.abs() < 2.0**63, code, -torch.inf)
     return code
-
-
-def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """`a * b + c` of float32 values through float64, where the product is exact."""
-    wide = wide_dtype(a)
-    return (a.to(wide) * b.to(wide) + c.to(wide)).to(a.dtype)
 
 
 def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor | None]:
@@ -174,11 +169,18 @@ def learned_terms(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
     inside     1    (q - z) - x / scale        0
     outside    0    qmin - z or qmax - z       -scale
     """
+    inside, ds, factor, dz = _learned_factors(x, grid)
+    return inside, ds if factor is None else ds * factor, dz
+
+
+def _learned_factors(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """The same with dy/dscale as two factors, of which the kernels multiply dy with one after the other; None: 1."""
     assert isinstance(grid.scale, Tensor)
     split = _Split(x, grid.scale)
     scale, z = _scale_and_zero(x, grid, split)
     compute = _compute_dtype(x)
     wide_x = split.data(x).to(compute)
+    factor = None
     if is_own(grid.numerics):
         code = _code(wide_x, scale, z, grid)
         finite = wide_x.isfinite()
@@ -188,16 +190,17 @@ def learned_terms(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
     else:
         s, inverse = scale.to(compute), (1.0 / scale).to(compute)
         z = z.to(compute) if isinstance(z, Tensor) else torch.full_like(s, float(z))
-        code = torch.round(_fma(wide_x, inverse, z))
+        code = torch.round(fma(wide_x, inverse, z))
         code = torch.where(code.abs() < 2.0**63, code, -torch.inf)
         below, above = code < grid.qmin, code > grid.qmax
         inside = ~(below | above)
-        ds_inside = _fma(code - z, s, -wide_x) * inverse
+        ds_inside = fma(code - z, s, -wide_x)
+        factor = split.join(torch.where(inside, inverse, 1))
     bound = torch.where(below, grid.qmin, grid.qmax)
     zero = torch.zeros((), dtype=compute, device=x.device)
     ds = torch.where(inside, ds_inside, torch.where(below | above, (bound - z).to(compute), zero))
     dz = torch.where(below | above, -scale.to(compute), zero)
-    return split.join(inside), split.join(ds), split.join(dz)
+    return split.join(inside), split.join(ds), factor, split.join(dz)
 
 
 def block_sums(values: Tensor, like: Tensor) -> Tensor:
@@ -214,12 +217,12 @@ def spread(values: Tensor, x: Tensor) -> Tensor:
 def learned_backward(dy: Tensor, x: Tensor, grid: Grid, grad_factor: float) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dscale and dzero_point."""
     assert isinstance(grid.scale, Tensor)
-    inside, ds, dz = learned_terms(x, grid)
+    inside, ds, factor, dz = _learned_factors(x, grid)
     multiply = not is_own(grid.numerics)
     wide = dy.to(ds.dtype)
     dx = _like(dy * inside if multiply else torch.where(inside, dy, 0), x)
     keep = ds != 0  # an infinite dy at an element that counts for nothing must not make a NaN
-    dscale = torch.where(keep, wide * ds, 0) * grad_factor
+    dscale = torch.where(keep, wide * ds if factor is None else (wide * ds) * factor, 0) * grad_factor
     dzero_point = torch.where(dz != 0, wide * dz, 0) * grad_factor
     return dx, block_sums(dscale, grid.scale), block_sums(dzero_point, grid.scale)
 

@@ -61,7 +61,7 @@ def fake_quantize(
 ) -> Any:
     """See `fakequant.fake_quantize`."""
     check_spec(spec)
-    clipped = check_gradient(gradient)
+    clipped = check_gradient(gradient, mask)
     if mask is None and spec.group_size is None:
         low, high = spec.qmin, spec.qmax
         zeros = (0, 0) if spec.symmetric else (low, high)
@@ -81,18 +81,19 @@ def fake_quantize(
     else:
         grid = make_grid(x, scale, zero_point, spec)
     if mask is not None:
-        return _with_mask(x, grid, mask, clipped, direct)
+        return _with_mask(x, grid, _mask_kind(mask), direct)
     if not direct:
         return ops.fake_quantize(x, *grid, clipped)
     return gradients.clipped(x, grid) if clipped else gradients.pass_through(x, grid)
 
 
-def _with_mask(x: Tensor, grid: Grid, mask: str, clipped: bool, direct: bool) -> tuple[Tensor, Tensor]:
-    kind = _MASK_KINDS.get(mask)
-    if kind is None:
+def _mask_kind(mask: Any) -> int:
+    if mask not in _MASK_KINDS:
         raise ValueError(f'`mask` must be None, "packed" or "bool", got {mask!r}.')
-    if not clipped:
-        raise ValueError('`mask` says which gradients are clipped, so it needs gradient="clipped".')
+    return _MASK_KINDS[mask]
+
+
+def _with_mask(x: Tensor, grid: Grid, kind: int, direct: bool) -> tuple[Tensor, Tensor]:
     if direct:
         y, bits = gradients.clipped_and_mask(x, grid, kind)
     else:
@@ -100,6 +101,15 @@ def _with_mask(x: Tensor, grid: Grid, mask: str, clipped: bool, direct: bool) ->
         if kind == native.MASK_PACKED and bits.dtype == torch.bool:
             return y, formula.pack_bits(bits, None)  # under vmap, where examples do not end at whole bytes
     return y, _in_c_order(bits, x)
+
+
+def _observed_mask(bits: Tensor, x: Tensor, kind: int) -> Tensor | None:
+    """The mask in the form that was asked for; an operator that keeps none returns an empty one."""
+    if kind == native.MASK_NONE:
+        return None
+    return (
+        formula.unpack_bits(bits, x.shape, kernels.order_of(x)) if kind == native.MASK_BYTES else _in_c_order(bits, x)
+    )
 
 
 def _in_c_order(mask: Tensor, x: Tensor) -> Tensor:
@@ -132,7 +142,7 @@ def _check_mask(mask: Any, dy: Tensor) -> None:
         received = f"{str(mask.dtype)[6:]} of shape {tuple(mask.shape)}"
     else:
         received = type(mask).__name__
-    raise RuntimeError(
+    raise ValueError(
         f"`mask` must be the one `fake_quantize` returned for a tensor of shape {tuple(dy.shape)}: bool of that shape, "
         f"or packed uint8 of shape {packed}; got {received}."
     )
@@ -168,7 +178,7 @@ def fake_quantize_learned_backward(
     check_data(dy, "dy")
     check_device(x, "dy", dy)
     if dy.shape != x.shape or dy.dtype != x.dtype:
-        raise RuntimeError(
+        raise ValueError(
             f"`dy` must have the shape and dtype of `x`, {tuple(x.shape)} {str(x.dtype)[6:]}, "
             f"got {tuple(dy.shape)} {str(dy.dtype)[6:]}."
         )
@@ -182,6 +192,7 @@ def fake_quantize_learned_backward(
 
 def round_zero_point(zero_point: Tensor, spec: QuantSpec) -> Tensor:
     """See `fakequant.round_zero_point`."""
+    check_spec(spec, "zero_point, spec")
     if not torch.compiler.is_compiling() and zero_point.device.type == "cpu" and zero_point.isnan().any():
         raise ValueError("`zero_point` must not be NaN.")
     # Not in float32, where the end of a wide range may be rounded to a number outside it.
@@ -254,7 +265,8 @@ def dequantize(
 def min_max(x: Tensor, spec: QuantSpec | None = None) -> Range:
     """See `fakequant.min_max`."""
     check_data(x)
-    spec = spec or QuantSpec()
+    spec = QuantSpec() if spec is None else spec
+    check_spec(spec, "x, spec")
     x = x.detach()
     blocks = block_shape(tuple(x.shape), spec)
     if torch.jit.is_tracing():
@@ -290,10 +302,9 @@ def observe_fake_quantize(
     check_data(x)
     check_spec(spec)
     check_eps(eps)
-    clipped = check_gradient(gradient)
+    clipped = check_gradient(gradient, mask)
     check_update(update, averaging_constant)
-    if mask not in (None, "packed"):
-        raise ValueError(f'`mask` must be None or "packed" for a tensor, got {mask!r}.')
+    kind = native.MASK_NONE if mask is None else _mask_kind(mask)
     shape = tuple(x.shape)
     parameters = blocks_of(shape, spec).parameters
     running = []
@@ -319,7 +330,7 @@ def observe_fake_quantize(
     y, bits, scale, zero_point, nonfinite = result
     return ObservedFakeQuantize(
         y,
-        None if mask is None or bits is None else _in_c_order(bits, x),
+        None if bits is None else _observed_mask(bits, x, kind),
         scale.reshape(parameters),
         zero_point.reshape(parameters),
         nonfinite,

@@ -219,8 +219,9 @@ def _in_bit_order(dx: Tensor, order: Order) -> Tensor:
 
 def empty_gradient(dy: Tensor, mask: Tensor, order: Order) -> Tensor:
     """Memory for a gradient, with the strides of `dy * mask`: those of dy, or the mask's where dy has none."""
-    if mask.dtype != torch.bool:
-        mask = empty_in_order(dy.to("meta"), order)
+    # The product is of floats, so a mask of bools counts with the strides it has after a conversion.
+    converted = mask.dtype == torch.bool
+    mask = torch.empty_like(mask, device="meta") if converted else empty_in_order(dy.to("meta"), order)
     for layout in (torch.contiguous_format, torch.channels_last)[: 2 if dy.dim() == 4 else 1]:
         if dy.is_contiguous(memory_format=layout) and mask.is_contiguous(memory_format=layout):
             return torch.empty_like(dy, memory_format=layout)

@@ -43,3 +43,14 @@ def is_eager(x: torch.Tensor) -> bool:
     (True, tensor([0., 0.]))
     """
     return _keys(x) in _PLAIN and _modes() in _NO_MODES and _C._get_tracing_state() is None
+
+
+def is_transformed() -> bool:
+    """Whether this runs under a transform of `torch.func`, where tensors from outside must not be changed.
+
+    A compiler traces transforms in a way of its own.
+
+    >>> is_transformed(), torch.func.vmap(lambda x: x * is_transformed())(torch.ones(2))
+    (False, tensor([1., 1.]))
+    """
+    return not torch.compiler.is_compiling() and _C._functorch.peek_interpreter_stack() is not None

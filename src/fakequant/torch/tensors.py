@@ -20,15 +20,20 @@ def check_data(x: Any, name: str = "x") -> None:
     """A strided tensor of floats."""
     if not isinstance(x, Tensor):
         raise TypeError(f"`{name}` must be a tensor, like the other arguments, got {type(x).__name__}.")
-    if x.dtype in KERNEL_DTYPES and x.layout == torch.strided:
+    if x.dtype in KERNEL_DTYPES and x.layout == torch.strided and not x.is_nested:
         return
     if x.is_quantized:
-        raise NotImplementedError(
+        raise TypeError(
             f"`{name}` is a quantized tensor ({x.dtype}), which already holds codes.\nPass `{name}.dequantize()`."
+        )
+    if x.is_nested:
+        raise NotImplementedError(
+            f"`{name}` must be one tensor, got a nested one.\n"
+            f"Pass its parts one by one (`{name}.unbind()`), or `torch.nested.to_padded_tensor({name}, 0.0)`."
         )
     if x.layout != torch.strided:
         raise NotImplementedError(f"`{name}` must be a strided tensor, got {x.layout}.\nPass `{name}.to_dense()`.")
-    raise NotImplementedError(
+    raise TypeError(
         f"`{name}` must be a tensor of float32, float64, bfloat16 or float16, got {str(x.dtype)[6:]}.\n"
         f"Convert it first, e.g. `{name}.float()`."
     )

@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from fakequant.torch import aten_kernels
+from fakequant.torch import aten_kernels, originals
 from fakequant.torch.kernels import KERNEL_DTYPES
-
-_aten = torch.ops.aten
 
 
 def disagreements() -> list[str]:
@@ -67,27 +65,30 @@ def _comparisons() -> Iterator[tuple[str, Callable, Callable]]:
         yield (
             "fake_quantize_per_tensor_affine_cachemask",
             lambda a=numbers: aten_kernels.cachemask(*a),
-            lambda a=numbers: _aten.fake_quantize_per_tensor_affine_cachemask(*a),
+            lambda a=numbers: originals.cachemask(*a),
         )
         tensors = (x, scale, zero_point, one, -8, 7)
         yield (
             "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
             lambda a=tensors: aten_kernels.cachemask_tensor_qparams(*a),
-            lambda a=tensors: _aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams(*a),
+            lambda a=tensors: originals.cachemask_tensor_qparams(*a),
         )
         for zeros in (torch.tensor([1, 0, -8, 7], dtype=torch.int32), _floats(0.5, 0, -0.25, 3.0)):
             channel = (x, _floats(0.1, 0.3, 1e-3, 2.0), zeros, 1, -8, 7)
             yield (
                 "fake_quantize_per_channel_affine_cachemask",
                 lambda a=channel: aten_kernels.channel_cachemask(*a),
-                lambda a=channel: _aten.fake_quantize_per_channel_affine_cachemask(*a),
+                lambda a=channel: originals.channel_cachemask(*a),
             )
         masked = (x, x.abs() < 0.5)
-        for name in ("per_tensor", "per_channel"):
+        for name, theirs in (
+            ("per_tensor", originals.cachemask_backward),
+            ("per_channel", originals.channel_cachemask_backward),
+        ):
             yield (
                 f"fake_quantize_{name}_affine_cachemask_backward",
                 lambda a=masked: aten_kernels.cachemask_backward(*a),
-                lambda a=masked, n=name: getattr(_aten, f"fake_quantize_{n}_affine_cachemask_backward")(*a),
+                lambda a=masked, theirs=theirs: theirs(*a),
             )
     yield from _learnable()
     yield from _fused()
@@ -102,12 +103,12 @@ def _learnable() -> Iterator[tuple[str, Callable, Callable]]:
         yield (
             "_fake_quantize_learnable_per_tensor_affine_backward",
             lambda a=(*tensors, *numbers): aten_kernels.learnable_backward(*a),
-            lambda a=(*tensors, *numbers): _aten._fake_quantize_learnable_per_tensor_affine_backward(*a),
+            lambda a=(*tensors, *numbers): originals.learnable_backward(*a),
         )
         yield (
             "_fake_quantize_learnable_per_channel_affine_backward",
             lambda a=(*tensors, 1, *numbers): aten_kernels.learnable_channel_backward(*a),
-            lambda a=(*tensors, 1, *numbers): _aten._fake_quantize_learnable_per_channel_affine_backward(*a),
+            lambda a=(*tensors, 1, *numbers): originals.learnable_channel_backward(*a),
         )
 
 
@@ -133,5 +134,5 @@ def _fused() -> Iterator[tuple[str, Callable, Callable]]:
             yield (
                 "_fused_moving_avg_obs_fq_helper",
                 lambda run=run: run(aten_kernels.fused),
-                lambda run=run: run(_aten._fused_moving_avg_obs_fq_helper),
+                lambda run=run: run(originals.fused),
             )

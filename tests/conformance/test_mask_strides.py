@@ -1,0 +1,50 @@
+"""The strides of `grad * mask` are torch's, also those of axes of length 1, which mean nothing."""
+
+import random
+
+import pytest
+
+import fakequant as fq
+from torch_bridge import aten, torch
+
+NAMES = [f"fake_quantize_per_{kind}_affine_cachemask_backward" for kind in ("tensor", "channel")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gradient_without_gaps_and_a_mask_with_some(name):
+    gradient = torch.empty_strided((2, 1), (1, 2)).fill_(1.0)
+    mask = torch.ones(6, 2, dtype=torch.bool)[::3, ::2]
+    assert getattr(fq, name)(gradient, mask).stride() == getattr(aten, name)(gradient, mask).stride() == (1, 1)
+
+
+def in_some_layout(shape, dtype, choose):
+    """A view of memory with its axes in any order, with gaps, or repeated."""
+    axes = list(range(len(shape)))
+    choose.shuffle(axes)
+    steps = [choose.choice([1, 1, 1, 2, 3]) for _ in shape]
+    memory = torch.ones([shape[a] * steps[a] * choose.choice([1, 2]) for a in axes], dtype=dtype)
+    x = memory.permute([axes.index(a) for a in range(len(shape))])
+    x = x[tuple(slice(0, n * step, step) for n, step in zip(shape, steps, strict=True))]
+    if len(shape) == 4 and choose.random() < 0.2:
+        x = x.contiguous(memory_format=torch.channels_last)
+    if choose.random() < 0.4:
+        strides = (choose.choice([1, 2, 5, 7]) if n == 1 else s for n, s in zip(shape, x.stride(), strict=True))
+        x = x.as_strided(shape, list(strides))
+    if shape and choose.random() < 0.15:
+        x = x.narrow(choose.randrange(len(shape)), 0, 1).expand(shape)
+    return x
+
+
+@pytest.mark.parametrize("accelerated", [False, True], ids=["", "accelerated"])
+def test_any_layouts(accelerated):
+    choose = random.Random(0)
+    for _ in range(3000):
+        shape = tuple(choose.choice([1, 1, 2, 3]) for _ in range(choose.randint(0, 4)))
+        gradient, mask = (in_some_layout(shape, dtype, choose) for dtype in (torch.float32, torch.bool))
+        expected = getattr(aten, NAMES[0])(gradient, mask).stride()
+        if accelerated:
+            with fq.accelerate():
+                actual = getattr(aten, NAMES[0])(gradient, mask).stride()
+        else:
+            actual = getattr(fq, NAMES[0])(gradient, mask).stride()
+        assert actual == expected, (shape, gradient.stride(), mask.stride())

@@ -1,0 +1,63 @@
+"""`torch.export` of prepared models: the program can be saved, loaded, run and decomposed."""
+
+import copy
+import io
+
+import pytest
+
+import fakequant as fq
+from fakequant.testing.assertions import assert_same_bits
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's exporter warns about itself
+
+RECIPES = {
+    "int8": fq.recipes.int8(),
+    "int8_dynamic": fq.recipes.int8_dynamic(),
+    "int4_weight_only": fq.recipes.int4_weight_only(8),
+    "w4a8": fq.recipes.w4a8(),
+    "lsq": fq.recipes.lsq(4),
+}
+
+
+def saved_and_loaded(program):
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    return torch.export.load(file)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("frozen", [False, True], ids=["live", "frozen"])
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_in_evaluation_nothing_is_changed(recipe, frozen, strict):
+    torch.manual_seed(0)
+    x = torch.randn(5, 3, 6, 6)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4))
+    model = fq.calibrate(fq.prepare(model, RECIPES[recipe]), [x], progress=False)
+    if frozen:
+        fq.nn.set_state(model, frozen=True)
+    expected = copy.deepcopy(model.eval())(x).detach().numpy()
+    program = torch.export.export(model, (x,), strict=strict)
+    loaded = saved_and_loaded(program)
+    assert_same_bits(expected, loaded.module()(x).detach().numpy())
+    decomposed = program.run_decompositions()
+    assert_same_bits(expected, decomposed.module()(x).detach().numpy())
+    saved_and_loaded(decomposed)
+    if recipe != "lsq":  # whose parameters are corrected wherever they are used
+        assert not program.graph_signature.buffers_to_mutate
+
+
+@pytest.mark.parametrize("recipe", ["int8", "w4a8"])
+def test_in_training_ranges_follow_and_the_program_can_be_saved(recipe):
+    torch.manual_seed(0)
+    x = torch.randn(5, 8)
+    model = fq.prepare(nn.Sequential(nn.Linear(8, 4)), RECIPES[recipe])
+    model = fq.calibrate(model, [x], progress=False).train()
+    eager = copy.deepcopy(model)
+    program = saved_and_loaded(torch.export.export(model, (x,))).module()
+    for k in (2.0, 3.0):
+        assert_same_bits(eager(k * x).detach().numpy(), program(k * x).detach().numpy())
+    for name, value in eager.state_dict().items():
+        assert_same_bits(value.numpy(), program.state_dict()[name].numpy(), name)

@@ -1,0 +1,123 @@
+"""Observers of one's own with `dynamic = True`: only the tensor at hand counts, in training and in evaluation."""
+
+import copy
+import dataclasses
+from typing import ClassVar
+
+import pytest
+
+import fakequant as fq
+from fakequant import QuantSpec, presets
+from fakequant.testing.assertions import assert_same_bits
+
+torch = pytest.importorskip("torch")
+observers = pytest.importorskip("fakequant.observers")
+
+
+@dataclasses.dataclass(frozen=True)
+class HalfOfIt(observers.Observer):
+    """Half the range of everything that is in the state."""
+
+    dynamic: ClassVar[bool] = True
+
+    def init(self, blocks, device=None):
+        nothing = torch.full(blocks, torch.inf, device=device)
+        return {"lowest": nothing, "highest": -nothing}
+
+    def update(self, state, x, spec, ranks=observers.ALONE):
+        seen = fq.min_max(x.detach(), spec)
+        lo, hi = ranks.range(seen.min, seen.max)
+        state["lowest"].copy_(torch.minimum(state["lowest"], lo))
+        state["highest"].copy_(torch.maximum(state["highest"], hi))
+        return (seen.nan + seen.posinf + seen.neginf).sum()
+
+    def range(self, state, spec):
+        return 0.5 * state["lowest"], 0.5 * state["highest"]
+
+
+SPECS = {
+    "tensor": (presets.uint8(), None),
+    "channel": (QuantSpec(axis=0), (4, None)),
+    "group": (QuantSpec(bits=4, axis=-1, group_size=3), (4, 6)),
+}
+each_spec = pytest.mark.parametrize(("spec", "shape"), SPECS.values(), ids=SPECS)
+each_mode = pytest.mark.parametrize("mode", ["train", "eval"])
+BATCHES = [torch.linspace(-k, 3 * k, 24).reshape(4, 6) for k in (5.0, 1.0, 2.0)]
+
+
+def same(a, b):
+    assert_same_bits(a.detach().numpy(), b.detach().numpy())
+
+
+def by_hand(x, spec):
+    seen = fq.min_max(x, spec)
+    qparams = fq.choose_qparams(0.5 * seen.min, 0.5 * seen.max, spec)
+    return fq.fake_quantize(x, *qparams, spec), qparams
+
+
+@each_spec
+@each_mode
+def test_the_range_is_that_of_the_tensor_at_hand(spec, shape, mode):
+    quantizer = fq.nn.FakeQuantize(spec, HalfOfIt(), shape=shape)
+    quantizer.train(mode == "train")
+    for x in BATCHES:
+        y, qparams = by_hand(x, spec)
+        same(y, quantizer(x))
+        same(qparams.scale, quantizer.scale)
+        same(qparams.zero_point, quantizer.zero_point)
+
+
+@each_mode
+def test_gradients(mode):
+    quantizer = fq.nn.FakeQuantize(presets.uint8(), HalfOfIt())
+    quantizer.train(mode == "train")
+    x, hand = (BATCHES[0].clone().requires_grad_() for _ in range(2))
+    quantizer(x).sum().backward()
+    by_hand(hand, presets.uint8())[0].sum().backward()
+    same(hand.grad, x.grad)
+    assert (x.grad == 0).any()
+
+
+def test_observing_alone_forgets_the_tensor_before():
+    quantizer = fq.nn.FakeQuantize(presets.uint8(), HalfOfIt())
+    quantizer.quantizing = False
+    for x in BATCHES:
+        assert quantizer(x) is x
+    same(by_hand(BATCHES[-1], presets.uint8())[1].scale, quantizer.qparams().scale)
+
+
+@each_mode
+@pytest.mark.parametrize("x", [torch.zeros(0, 6), torch.full((2, 3), torch.nan)], ids=["empty", "NaN"])
+@pytest.mark.filterwarnings("ignore:.*values that are NaN:RuntimeWarning")
+def test_nothing_finite_is_the_range_0_to_0(x, mode):
+    quantizers = [fq.nn.FakeQuantize(presets.uint8(), o) for o in (HalfOfIt(), observers.Memoryless())]
+    results = [quantizer.train(mode == "train")(x) for quantizer in quantizers]
+    same(*results)
+    same(*(quantizer.scale for quantizer in quantizers))
+    assert quantizers[0].nonfinite == quantizers[1].nonfinite == x.isnan().sum()
+
+
+def test_frozen_it_keeps_its_scale():
+    quantizer = fq.nn.FakeQuantize(presets.uint8(), HalfOfIt())
+    quantizer(BATCHES[0])
+    quantizer.frozen = True
+    before = copy.deepcopy(quantizer.state_dict())
+    expected = fq.fake_quantize(BATCHES[1], *quantizer.qparams(), presets.uint8())
+    for mode in (True, False):
+        same(expected, quantizer.train(mode)(BATCHES[1]))
+    assert all(torch.equal(before[name], value) for name, value in quantizer.state_dict().items())
+
+
+@each_mode
+def test_in_a_model(mode):
+    config = fq.recipes.int8().rule("*", activation_observer=HalfOfIt(), weight_observer=HalfOfIt())
+    model = fq.prepare(torch.nn.Sequential(torch.nn.Linear(6, 3)), config).train(mode == "train")
+    same(by_hand(BATCHES[0], model[0].input_quantizer.spec)[0], model[0].input_quantizer(BATCHES[0]))
+    assert model(BATCHES[0]).shape == (4, 3)
+
+
+def test_compiled():
+    quantizer = fq.nn.FakeQuantize(presets.uint8(), HalfOfIt()).eval()
+    compiled = torch.compile(copy.deepcopy(quantizer), backend="aot_eager", fullgraph=True)
+    for x in BATCHES[:2]:
+        same(quantizer(x), compiled(x))
