@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fakequant.nn.deployed_bias import deployed_bias
@@ -83,6 +84,8 @@ class Quantization(Record):
         """`operator` of the quantized input, the quantized weight and the bias."""
         source = getattr(layer, self.kind.weight_name)  # once: reading a parametrized weight computes it
         x, weight = self.quantize_input(layer, input), self._on_grid(layer, source)
+        if self.norm is not None and weight.dim() == 2 and not torch.compiler.is_compiling():
+            layer.weight_quantizer.note_tokens(x.dim() > 2)
         bias = self._bias(layer, x, weight)
         if not self.save_codes:
             return operator(x, weight, bias)

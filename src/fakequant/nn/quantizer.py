@@ -14,13 +14,14 @@ from fakequant.layout import blocks_of
 from fakequant.nn.bounded import whole
 from fakequant.qparams import QParams
 from fakequant.spec import QuantSpec
-from fakequant.torch.plain import is_memory, is_transformed
+from fakequant.torch.plain import is_eager, is_memory, is_transformed
 from fakequant.torch.ranks import ALONE, Ranks, ranks_of
 from fakequant.torch.tensors import check_data
 
 _SWITCHES = ("observing", "quantizing", "frozen")
 _ERRORS = (ValueError, TypeError, IndexError, RuntimeError, NotImplementedError)
 _FORMAT = 1  # of the buffer `grid`
+_STALE, _TOKENS = 1, 2  # flags in the last element of the buffer `switches`
 
 
 class Quantizer(nn.Module):
@@ -66,8 +67,10 @@ class Quantizer(nn.Module):
         self.saw_only_finite = False
         # Something was observed that the scale does not show yet.
         self._stale = False
+        # Of a weight's quantizer: whether the layer is given tokens, inputs with more than two axes.
+        self._has_tokens = False
         self.register_buffer("grid", torch.tensor([_FORMAT, *spec.to_numbers()], dtype=torch.int32, device=device))
-        # The three switches, and whether the scale is stale: copies of the buffers are copies of all there is to know.
+        # The three switches and the flags _STALE and _TOKENS: copies of the buffers are copies of all there is to know.
         self.register_buffer(
             "switches", torch.tensor([observing, True, False, False], dtype=torch.uint8, device=device)
         )
@@ -111,13 +114,29 @@ class Quantizer(nn.Module):
 
     def _set_stale(self, stale: bool) -> None:
         self._stale = stale
-        self.switches[len(_SWITCHES)] = stale
+        self._write_flags()
+
+    @property
+    def has_tokens(self) -> bool:
+        """Of a weight's quantizer: whether the layer's input had more than two axes when it was last observed."""
+        return self._has_tokens
+
+    @torch.no_grad()
+    def note_tokens(self, on: bool) -> None:
+        """Remembers, in training and calibration, whether the layer is given tokens."""
+        if self._has_tokens != on and self.training and not self._frozen and is_eager(self.switches):
+            self._has_tokens = on
+            self._write_flags()
+
+    def _write_flags(self) -> None:
+        self.switches[len(_SWITCHES)] = _STALE * self._stale + _TOKENS * self._has_tokens
 
     def _read_switches(self) -> None:
         """The switches as the buffer has them, after it was loaded or copied from another model."""
         if _is_readable(self.switches):
-            flags = map(bool, self.switches.tolist())
-            self._observing, self._quantizing, self._frozen, self._stale = flags
+            *on, flags = self.switches.tolist()
+            self._observing, self._quantizing, self._frozen = map(bool, on)
+            self._stale, self._has_tokens = bool(flags & _STALE), bool(flags & _TOKENS)
 
     def settle(self) -> None:
         """Does what can wait until nobody is in a hurry: searches, and what is said once."""
@@ -243,7 +262,7 @@ class Quantizer(nn.Module):
     def reset_parameters(self) -> None:
         """Forgets everything that was observed or learned; afterwards no buffer is as `to_empty` left it."""
         self.grid.copy_(torch.tensor([_FORMAT, *self.spec.to_numbers()], dtype=torch.int32))
-        self._stale = False
+        self._stale = self._has_tokens = False
         self.switches.copy_(torch.tensor([self._observing, self._quantizing, self._frozen, False]))
         self._nonfinite.zero_()
         self._told = False

@@ -171,7 +171,7 @@ def _make_integer(layer: Any, path: str, norm: nn.Module | None, target: targets
     layer.register_buffer("weight_zero_point", None if spec.symmetric else zero_point)
     layer.register_buffer("weight_codes", None)
     set_weight(layer, weight)
-    reason = None if norm is None else why_not(layer, norm)
+    reason = None if norm is None else why_not(layer, norm, quantizer.has_tokens)
     if norm is not None and reason is None:
         bias = fold(layer, bias, norm)
     _set_bias(layer, bias)

@@ -34,13 +34,18 @@ def require_converted(model: nn.Module, golden: nn.Module, norms: dict[str, str]
     converted = dict(golden.named_modules())
     for path, module in model.named_modules():
         made = converted.get(path)
-        if isinstance(module, Quantizer) and isinstance(made, Grid) and made.scale is not None:
-            scale, zero_point = module.qparams()
-            _demand(torch.equal(scale, made.scale), path, "scale")
-            _demand(torch.equal(zero_point, made.zero_point), path, "zero point")
+        if isinstance(module, Quantizer) and isinstance(made, Grid):
+            _require_grid(path, module, made)
         if isinstance(module, QuantizedLayer) and isinstance(made, IntegerLayer):
             norm = model.get_submodule(norms[path]) if path in norms else None
             _require_layer(path, module, made, norm)
+
+
+def _require_grid(path: str, quantizer: Quantizer, made: Grid) -> None:
+    if made.scale is not None and made.zero_point is not None:
+        scale, zero_point = quantizer.qparams()
+        _demand(torch.equal(scale, made.scale), path, "scale")
+        _demand(torch.equal(zero_point, made.zero_point), path, "zero point")
 
 
 def _require_layer(path: str, layer: Any, made: Any, norm: nn.Module | None) -> None:

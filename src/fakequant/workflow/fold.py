@@ -114,10 +114,15 @@ def _fits(model: nn.Module, pair: Pair) -> bool:
     return spec.axis is None or spec.axis % weight.dim() == axis
 
 
-def why_not(layer: Any, norm: Any) -> str | None:
-    """Why a normalization cannot be folded into an integer layer; None if it can."""
+def why_not(layer: Any, norm: Any, has_tokens: bool) -> str | None:
+    """Why a normalization cannot be folded into an integer layer; None if it can.
+
+    `has_tokens` says whether inputs with more than two axes were observed.
+    """
     record = layer._fakequant
     spec = record.weight_spec
+    if len(record.weight_shape) == 2 and has_tokens:
+        return "of tokens it normalizes another axis than that of the layer's channels"
     if spec.qmin == -spec.qmax:
         return None
     lowest = weight_levels(layer).movedim(record.kind.channel_axis, 0).flatten(1).amin(1) / 2**record.weight_shift
