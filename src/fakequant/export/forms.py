@@ -73,7 +73,7 @@ def _keep_apart(node: Any) -> None:
 
 
 def _keep_float_weights(node: Any) -> None:
-    """ONNX Runtime would quantize the float weight of a layer that stands between quantizers, with a scale of its own."""
+    """Keeps ONNX Runtime from quantizing the float weight of a layer between quantizers, with a scale of its own."""
     source = node.inputs[0].producer()
     while source is not None and not source.domain and source.op_type in _MOVES:
         source = source.inputs[0].producer()

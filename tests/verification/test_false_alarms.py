@@ -1,0 +1,224 @@
+"""Models that `verify` once refused, or computed wrong numbers for, although the runtime computes what was trained."""
+
+import copy
+
+import pytest
+
+import fakequant as fq
+
+torch = pytest.importorskip("torch")
+nn, F = torch.nn, torch.nn.functional
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+recipes = pytest.importorskip("fakequant.recipes")
+explain = pytest.importorskip("fakequant.workflow.explain")
+values = pytest.importorskip("fakequant.integer.values")
+verification = pytest.importorskip("fakequant.workflow.verification")
+
+X86 = "onnxruntime-x86"
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def trained(model, x, config, steps=0):
+    torch.manual_seed(0)
+    model = fq.calibrate(fq.prepare(model, config), [x], progress=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.02)
+    for step in range(steps):
+        results = model(randn(*x.shape, seed=step) * 2)
+        results = results if isinstance(results, tuple) else (results,)
+        sum(y.square().mean() for y in results).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def verified(model, x, folder, example=None):
+    path = folder / "model.onnx"
+    fq.export_onnx(model, path, x[:2] if example is None else example)
+    found = fq.verify(model, path, [x])
+    assert found.ok, found.verdict()
+    return found
+
+
+class PooledUNet(nn.Module):
+    """A MaxPool whose result reaches an addition and a convolution, behind a ReLU that others read too."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.relu, self.pool = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
+        self.conv, self.skip, self.fc = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1), nn.Linear(8, 4)
+
+    def forward(self, x):
+        f = self.relu(self.stem(x))
+        y = self.pool(f)
+        z = self.conv(y) + y
+        return self.fc(z.mean((2, 3))), torch.cat([f, self.skip(f)], 1)
+
+
+def test_the_grid_of_an_input_is_that_of_the_nearest_quantizer(tmp_path):
+    x = randn(8, 3, 16, 16)
+    torch.manual_seed(0)
+    model = trained(PooledUNet(), x, recipes.int8(target=X86), steps=12)
+    assert model.conv._fakequant.input_grid is model.pool.output_quantizer
+    assert model.skip._fakequant.input_grid is model.relu.output_quantizer
+    assert not torch.equal(model.pool.output_quantizer.scale, model.relu.output_quantizer.scale)
+    found = verified(model, x, tmp_path)
+    assert found.kernels["conv"] == "QLinearConv"
+    assert sum(t.runtime_differ for t in found.tensors) == 0
+
+
+def test_keeping_codes_changes_no_gradient_behind_a_pool_with_a_quantizer():
+    x = randn(8, 3, 128, 128, seed=1)  # large enough for codes to be kept
+
+    def gradients(save_codes):
+        import dataclasses
+
+        torch.manual_seed(0)
+        config = dataclasses.replace(recipes.int8(), save_codes=save_codes)
+        model = trained(PooledUNet(), randn(8, 3, 16, 16), config, steps=3).train()
+        sum(y.square().mean() for y in model(x)).backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    kept, floats = gradients(True), gradients(False)
+    for name, gradient in floats.items():
+        assert torch.equal(kept[name], gradient), name
+
+
+class Shuffle(nn.Module):
+    """Channels are shuffled straight after a convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 3)
+
+    def forward(self, x):
+        x = self.a(x)
+        b, c, h, w = x.shape
+        return self.b(x.view(b, 2, c // 2, h, w).transpose(1, 2).contiguous().view(b, c, h, w))
+
+
+class TiedAndUnused(nn.Module):
+    """An embedding that is never called shares its weight with one that is."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.table, self.fc = nn.Embedding(10, 8), nn.Embedding(10, 8), nn.Linear(8, 3)
+        self.table.weight = self.shared.weight
+
+    def forward(self, ids):
+        return self.fc(self.table(ids))
+
+
+class Gated(nn.Module):
+    """Float operations between grids: codes after them are at ties now and then."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(32, 32) for _ in range(4)])
+        self.norms = nn.ModuleList([nn.LayerNorm(32) for _ in range(4)])
+
+    def forward(self, x):
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = norm(x + F.gelu(layer(x)) * torch.sigmoid(x))
+        return x
+
+
+IDS = torch.randint(0, 10, (16, 5), generator=torch.Generator().manual_seed(0))
+MODELS = {
+    "shuffle": (Shuffle, randn(8, 3, 8, 8)),
+    "tied": (TiedAndUnused, IDS),
+    "gated": (Gated, randn(256, 7, 32)),
+    "squeeze": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)),
+        randn(64, 3, 9, 9),
+    ),
+}
+CONFIGS = {"int8": recipes.int8, "int8_dynamic": recipes.int8_dynamic, "w4a8": recipes.w4a8}
+
+
+@pytest.mark.parametrize("recipe", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize(("make", "x"), MODELS.values(), ids=MODELS)
+def test_no_false_alarm(make, x, recipe, tmp_path):
+    torch.manual_seed(0)
+    model = fq.calibrate(fq.prepare(make(), recipe(target=X86)), [x], progress=False).eval()
+    verified(model, x, tmp_path)
+
+
+def test_deep_dynamic_models_differ_by_what_flipped_codes_can_do(tmp_path):
+    torch.manual_seed(0)
+    layers = [layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.GELU())]
+    x = randn(128, 64)
+    model = fq.prepare(nn.Sequential(*layers, nn.Linear(64, 10)), recipes.int8_dynamic()).eval()
+    verified(model, x, tmp_path)
+
+
+def test_a_tie_is_a_tie_before_it_is_anything_else():
+    """One step apart and within rounding of the middle, although a reciprocal would give the same code."""
+    grid = values.GridOf(
+        torch.tensor(0.7), torch.tensor(0, dtype=torch.int32), fq.QuantSpec(bits=8, signed=False, symmetric=False)
+    )
+    x = (torch.arange(255) + 0.5) * grid.scale
+    divided = values.quantized(x, grid)
+    multiplied = torch.round(x * (1 / grid.scale)).clamp(0, 255)
+    differ = divided != multiplied
+    assert bool(differ.any())
+    tolerance = x.double().abs() * 2.0**-22
+    assert torch.equal(explain.ties(x, grid, tolerance, divided, multiplied), differ)
+    assert not explain.ties(x, grid, torch.zeros_like(tolerance), divided, multiplied + 1).any()
+
+
+def test_two_batches_with_ties_are_one_reason_and_the_verdict_names_what_failed():
+    ties = verification.TensorReport("early", codes=100_000, runtime_differ=2, runtime_steps=1, runtime_ties=2)
+    wrong = verification.TensorReport("late", codes=100_000, prepared_differ=3, prepared_steps=1, why_prepared="odd")
+    out = verification.OutputReport(numbers=1)
+    found = verification.Verification("generic", [ties, wrong], {}, out, {})
+    assert not found.ok
+    assert "first at late" in found.verdict()
+    assert "early" not in found.verdict()
+    assert verification.Verification("generic", [ties], {}, out, {}).ok
+
+
+class OwnCode(nn.Module):
+    """A layer whose weight other code uses, and one that is never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.bias = nn.Linear(4, 12, bias=False), nn.Parameter(torch.zeros(12))
+        self.out, self.unused = nn.Linear(12, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.out(F.linear(x, self.qkv.weight, self.bias))
+
+
+def test_layers_that_no_data_reaches_stay_in_float_and_are_named(tmp_path):
+    torch.manual_seed(0)
+    x = randn(32, 4)
+    model = fq.prepare(OwnCode(), recipes.int8(target=X86))
+    with pytest.warns(UserWarning, match=r"qkv(.|\n)*unused"):
+        model = fq.calibrate(model, [x], progress=False).eval()
+    expected = copy.deepcopy(model)(x)
+    with pytest.warns(UserWarning, match=r"qkv\.weight_quantizer was reached by no data(.|\n)*config\.skip"):
+        golden = fq.convert(model)
+    torch.testing.assert_close(golden(x), expected, rtol=1e-5, atol=1e-6)  # sums in another order
+    with pytest.warns(UserWarning, match="reached by no data"):
+        verified(model, x, tmp_path)
+
+
+def test_advice_about_the_batch_is_given_only_where_it_helps(tmp_path):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.fc(x)
+            return y if float(y.sum()) > 0 else -y  # which no exporter follows
+
+    x = randn(8, 4)
+    model = fq.calibrate(fq.prepare(Odd(), recipes.int8()), [x], progress=False)
+    with pytest.raises(ValueError, match="cannot export the model") as error:
+        fq.export_onnx(model, tmp_path / "m.onnx", x)
+    assert "dynamic_batch" not in str(error.value)
