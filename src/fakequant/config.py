@@ -120,6 +120,9 @@ class QuantConfig:
     save_codes: bool = True
     # What the model will run on, by name; see `fakequant.targets`.
     target: str = "generic"
+    # The weights and inputs of the first and the last layer, in the order in which layers are called, have at least
+    # so many bits; None: as many as the others. What a rule says about a layer holds.
+    first_last_bits: int | None = None
 
     def __post_init__(self) -> None:
         targets.find(self.target)
@@ -133,6 +136,12 @@ class QuantConfig:
             raise TypeError(f"`between` must be a QuantSpec or None, got {self.between!r}.")
         if not isinstance(self.save_codes, bool):
             raise TypeError(f"`save_codes` must be True or False, got {self.save_codes!r}.")
+        bits = self.first_last_bits
+        if bits is not None and (type(bits) is not int or not 2 <= bits <= 16):
+            raise ValueError(
+                f"`first_last_bits` must be a number of bits from 2 to 16, or None for as many as the other layers "
+                f"have, got {bits!r}."
+            )
 
     def rule(self, path: str = "*", *, type: str | None = None, **layer: Any) -> "QuantConfig":
         """The same with one more rule, before the others. The fields are those of `LayerConfig`."""
@@ -161,6 +170,7 @@ class QuantConfig:
             "between": self.between and self.between.to_dict(),
             "save_codes": self.save_codes,
             "target": self.target,
+            "first_last_bits": self.first_last_bits,
         }
 
     @classmethod

@@ -87,7 +87,6 @@ class LearnedFakeQuantize(Quantizer):
                 "Use QuantSpec(symmetric=False) to learn one."
             )
         check_eps(eps)
-        self._start = start_for(init, spec, float(eps), learn_zero_point=learn_zero_point)
         if grad_factor is not None and not (isinstance(grad_factor, (int, float)) and 0 <= grad_factor < inf):
             raise ValueError(f"`grad_factor` must be a finite number >= 0, or None for LSQ's, got {grad_factor!r}.")
         blocks = parameter_shape(spec, shape)
@@ -99,6 +98,7 @@ class LearnedFakeQuantize(Quantizer):
         self.learn_zero_point = learn_zero_point
         self.grad_factor = grad_factor
         self.eps = float(eps)
+        self._set_start()
         self._blocks = blocks
         # One axis at least: what shards parameters over devices does not take scalars.
         self._shape = blocks or (1,)
@@ -118,6 +118,10 @@ class LearnedFakeQuantize(Quantizer):
         for name, value in self._new_statistics(device).items():
             self._names = (*self._names, name)
             self.register_buffer(f"seen_{name}", value, persistent=False)
+
+    def _set_start(self) -> None:
+        """The rule for the first scale on the grid of `spec`."""
+        self._start = start_for(self.init, self.spec, self.eps, learn_zero_point=self.learn_zero_point)
 
     def _switch(self, name: str, on: bool) -> None:
         if name == "observing" and on is True and self.is_initialized:

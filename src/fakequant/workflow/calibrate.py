@@ -9,6 +9,7 @@ from torch import nn
 from fakequant.nn.fake_quantize import FakeQuantize
 from fakequant.nn.layer import QuantizedLayer
 from fakequant.nn.quantizer import Quantizer, quantizers
+from fakequant.workflow.first_last import settled_by_first_batch
 from fakequant.workflow.prepare import link_norms
 from fakequant.workflow.running import Data, check_module, evaluating, run
 from fakequant.workflow.snapshot import Snapshot
@@ -51,8 +52,9 @@ def calibrate(model: nn.Module, data: Data, steps: int | None = None, *, progres
             if isinstance(quantizer, FakeQuantize):
                 undo.enter_context(quantizer.averaging_evenly())
         try:
-            run(model, data, steps, "calibrate" if progress else None)
-            _require_any(model, shown)
+            with settled_by_first_batch(model):
+                run(model, data, steps, "calibrate" if progress else None)
+                _require_any(model, shown)
         except BaseException:
             before.restore()
             raise

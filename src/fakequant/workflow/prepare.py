@@ -11,6 +11,12 @@ from fakequant.config import QuantConfig
 from fakequant.nn.layer import QUANTIZERS, QuantizedLayer, quantized_class
 from fakequant.nn.quantizer import name_quantizers
 from fakequant.workflow.analysis import Found, find_operands
+from fakequant.workflow.first_last import (
+    FirstLast,
+    adopt_on_loading,
+    forget_first_and_last,
+    widen_first_and_last,
+)
 from fakequant.workflow.fold import find_pairs
 from fakequant.workflow.plan import Plan, check_free, make_activation_quantizer, make_plan
 from fakequant.workflow.running import check_module
@@ -34,6 +40,8 @@ class Preparation:
     notes: list[str]
     # Normalizations that will be part of layers, by the paths of those.
     norms: dict[str, str] = dataclasses.field(default_factory=dict)
+    # Which layers have the bits of the first and the last; None: the config asks for none.
+    first_last: FirstLast | None = None
 
 
 def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
@@ -57,6 +65,7 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
     plan = make_plan(model, config)
     if not plan.layers:
         raise ValueError(_nothing(plan))
+    first_last = widen_first_and_last(model, config, plan)
     found = Found([], [], {}, None) if config.between is None else find_operands(model)
     outputs, notes = _plan_outputs(model, config, plan, found)
     on_a_grid = _without_repetition(plan, outputs, found)
@@ -82,7 +91,10 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
     for module in model.modules():
         close_shortcuts(module)
     name_quantizers(model)
-    model.__dict__["_fakequant_preparation"] = Preparation(config, plan.floats, plan.unmatched, hooked, notes, norms)
+    model.__dict__["_fakequant_preparation"] = Preparation(
+        config, plan.floats, plan.unmatched, hooked, notes, norms, first_last
+    )
+    adopt_on_loading(model, first_last)
     link_norms(model)
     return model
 
@@ -99,6 +111,7 @@ def unprepare(model: nn.Module) -> nn.Module:
     """
     preparation(model)
     release_norms(model)
+    forget_first_and_last(model)
     for module in list(model.modules()):
         if isinstance(module, QuantizedLayer):
             module.__class__ = module.float_class  # type: ignore[assignment]
