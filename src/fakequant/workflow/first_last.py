@@ -161,8 +161,8 @@ def _move(model: nn.Module, found: FirstLast, ends: list[str]) -> bool:
     if any(_has_learned(_join(path, name), quantizer, found) for path, name, quantizer in own):
         warnings.warn(
             f"The first and the last layer of the model are {_words(ends)}, and those with `first_last_bits` are "
-            f"{_words(found.wide)}: the model could not be traced when it was prepared. Quantizers have scales already, "
-            "so they stay as they are.\n"
+            f"{_words(found.wide)}: the model could not be traced when it was prepared. Quantizers have scales "
+            "already, so they stay as they are.\n"
             "Prepare the model again and calibrate it before it is trained, or name the layers in rules.",
             UserWarning,
             stacklevel=2,
@@ -174,7 +174,7 @@ def _move(model: nn.Module, found: FirstLast, ends: list[str]) -> bool:
     return True
 
 
-def _has_learned(path: str, quantizer: Quantizer, found: FirstLast) -> bool:
+def _has_learned(path: str, quantizer: Any, found: FirstLast) -> bool:
     """Whether a quantizer is not as `prepare` left it: it has a scale, or another scale than it had."""
     if quantizer.frozen or any(p.grad is not None or hasattr(p, "full_tensor") for p in quantizer.parameters()):
         return True  # a sharded one has an optimizer that knows its shards
@@ -184,7 +184,7 @@ def _has_learned(path: str, quantizer: Quantizer, found: FirstLast) -> bool:
     return not quantizer.is_dynamic and not bool(torch.as_tensor(quantizer.scale).isnan().any())
 
 
-def _adopt(model: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+def _adopt(model: nn.Module, state: Any, prefix: str, *others: Any) -> None:
     """Before a state is loaded: quantizers whose bits are a guess have those of the state."""
     found = _found(model)
     if found is None or not found.is_guess:
