@@ -10,7 +10,7 @@ from torch import nn
 
 from fakequant import observers, targets
 from fakequant.observers import Observer
-from fakequant.spec import QuantSpec
+from fakequant.spec import QuantSpec, read_json, shortened
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,7 +185,7 @@ class QuantConfig:
         rules = []
         given = read.get("rules", ())
         if not isinstance(given, (list, tuple)):
-            raise TypeError(f"`rules` must be a list of rules, got {given!r}.")
+            raise TypeError(f"`rules` must be a list of rules, got {shortened(repr(given))}.")
         for rule in given:
             _check_names(Rule, rule)
             use = rule.get("use")
@@ -199,7 +199,7 @@ class QuantConfig:
     @classmethod
     def from_json(cls, text: str) -> "QuantConfig":
         """The config that `to_json` wrote."""
-        return cls.from_dict(json.loads(text))
+        return cls.from_dict(read_json(text))
 
 
 def _check_names(cls: type, fields: Mapping[str, Any]) -> None:
@@ -213,4 +213,4 @@ def _check_names(cls: type, fields: Mapping[str, Any]) -> None:
 def _unknown(cls: type, fields: Mapping[str, Any]) -> str | None:
     names = [field.name for field in dataclasses.fields(cls)]
     unknown = [name for name in fields if name not in names]
-    return f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(names)}." if unknown else None
+    return f"{cls.__name__} has no field {shortened(repr(unknown[0]))}; it has {', '.join(names)}." if unknown else None
