@@ -73,6 +73,6 @@ def test_cards_say_what_they_count():
         model, recipes.int8(), lambda m: -float(m(data[0]).square().sum()), data=data, progress=False
     )
     tiles = {tile[0]: tile for tile in page.overview(fq.summary(prepared), [], None, found, None)}
-    assert tiles["Layers with quantized weights"][1] == "2"
-    assert "1 modules quantize only" in tiles["Layers with quantized weights"][2]
-    assert "`evaluate` returned" in tiles["Score after calibration"][2]
+    assert tiles["Layers quantized"][1] == "2"
+    assert "Results only: 1." in tiles["Layers quantized"][2]
+    assert "the function given to sensitivity" in tiles["Score after calibration"][2]

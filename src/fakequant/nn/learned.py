@@ -181,7 +181,8 @@ class LearnedFakeQuantize(Quantizer):
         if not self.last_scale.is_meta and not self.is_initialized:
             raise RuntimeError(
                 f"{self.where} has no scale yet.\n"
-                "Call `initialize(x)`, or pass data while `observing` is True, before the optimizer is built."
+                "Use fakequant.calibrate(model, data) before the optimizer is built; for a quantizer by itself "
+                "`initialize(x)`, or pass data while `observing` is True."
             )
 
     # --- forward ----------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from fakequant.workflow.first_last import (
     widen_first_and_last,
 )
 from fakequant.workflow.fold import find_pairs
-from fakequant.workflow.plan import Plan, check_free, make_activation_quantizer, make_plan
+from fakequant.workflow.plan import OF_RECIPES, Plan, check_free, make_activation_quantizer, make_plan
+from fakequant.workflow.plan_warnings import warn_about_refused, warn_about_rules
 from fakequant.workflow.running import check_module
 from fakequant.workflow.schedule import release_norms
 
@@ -65,6 +66,8 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
     plan = make_plan(model, config)
     if not plan.layers:
         raise ValueError(_nothing(plan))
+    warn_about_rules(model, config, OF_RECIPES)
+    warn_about_refused(plan.refused)
     first_last = widen_first_and_last(model, config, plan)
     found = Found([], [], {}, None) if config.between is None else find_operands(model)
     outputs, notes = _plan_outputs(model, config, plan, found)

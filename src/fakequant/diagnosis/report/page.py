@@ -246,9 +246,7 @@ def overview(summary: Any, judged: Sequence[Judged], comparison: Any, sensitivit
         is_low = low_layer(comparison) is not None
         tiles.append(("Lowest SQNR of a layer", decibel(worst.isolated.sqnr).text, where, is_low))
     if sensitivity is not None:
-        words = (
-            f"what `evaluate` returned to sensitivity; {sensitivity.float_score:.4g} in float. Calibrated, not trained"
-        )
+        words = f"by the function given to sensitivity, before training. In float: {sensitivity.float_score:.4g}"
         tiles.append(("Score after calibration", f"{sensitivity.quantized_score:.4g}", words, False))
     if verification is not None:
         verdict = "same codes" if verification.ok else "differs"
@@ -260,10 +258,10 @@ def _layers_tile(summary: Any) -> tuple[str, str, str, bool]:
     """Layers with quantized weights; modules that only quantize their results are no layers."""
     with_weights = sum(layer.weight != "-" for layer in summary.layers)
     others = len(summary.layers) - with_weights
-    words = f"{len(summary.floats)} modules stay in float"
+    words = f"with their weights. In float: {len(summary.floats)} modules"
     if others:
-        words = f"{others} modules quantize only their inputs or results; {words}"
-    return ("Layers with quantized weights", str(with_weights), words, False)
+        words = f"with their weights. Results only: {others}. In float: {len(summary.floats)} modules"
+    return ("Layers quantized", str(with_weights), words, False)
 
 
 def _bytes(count: int) -> str:
