@@ -225,8 +225,9 @@ def _wider(spec: QuantSpec, name: str, config: QuantConfig) -> QuantSpec:
         return spec
     if name == "input_quantizer":
         return target.fit_activation(dataclasses.replace(spec, bits=bits))
-    # As `presets.int8` has them: a normalization then folds into the weights whatever its factors are.
-    wide = target.fit_weight(dataclasses.replace(spec, bits=bits, narrow=spec.symmetric))
+    # With 8 bits as `presets.int8` has them: a normalization then folds into the weights whatever its factors are.
+    narrow = spec.narrow or (spec.symmetric and bits >= 8)
+    wide = target.fit_weight(dataclasses.replace(spec, bits=bits, narrow=narrow))
     return wide if wide.bits > spec.bits else spec
 
 
