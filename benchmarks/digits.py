@@ -7,8 +7,8 @@ split and another start for every seed. It is trained in float; then, from that 
 number of steps with the same optimizer, with every weight and the input of every layer at 4, 3 and 2 bits:
 
     min-max          weights per channel: range of the tensor at hand; inputs: moving average of the range
-    LSQ              weights per channel and inputs: learned scales, zero point 0
-    LSQ+             the same, and learned zero points of the inputs; both start from the least squared error
+    LSQ              weights per channel and inputs: learned scales by LSQ's rule, zero point 0
+    LSQ+             the same weights, and learned zero points of the inputs; both start from the least squared error
     LSQ+ min-max     the same, but both start from the range of the data
 
 The accuracy is that of the last step, on the test images, in percent: mean ± standard deviation over the
@@ -82,7 +82,8 @@ def min_max(bits: int, shape: torch.Size) -> tuple[Quantizer, Quantizer]:
 
 def learned(bits: int, shape: torch.Size, **inputs) -> tuple[Quantizer, Quantizer]:
     unsigned = QuantSpec(bits=bits, signed=False, symmetric=False)
-    return LearnedFakeQuantize(QuantSpec(bits=bits, axis=0), shape=shape), LearnedFakeQuantize(unsigned, **inputs)
+    weight = LearnedFakeQuantize(QuantSpec(bits=bits, axis=0), shape=shape, init="lsq")
+    return weight, LearnedFakeQuantize(unsigned, **inputs)
 
 
 METHODS: dict[str, Callable[[int, torch.Size], tuple[Quantizer, Quantizer]]] = {

@@ -17,8 +17,9 @@ The network is trained in float. Every other row starts from a copy of that same
                          hand, activations with the moving average of the range
     LSQ b                the recipe `lsq(b)`: the same grids, with learned scales and zero points
 
-All layers have the same bits, the first and the last too, and so have the operands of the addition. In the last
-quarter of the steps ranges, learned scales and the statistics of batch normalization stay as they are.
+All layers have the same bits, the first and the last too (`first_last_bits=None`), and so have the operands of the
+addition. In the last quarter of the steps ranges, learned scales and the statistics of batch normalization stay as
+they are.
 
 The accuracy is that of the last step, on the test images, in percent: mean ± standard deviation over the seeds.
 The learning rates are those of `digits.py`, for learned scales that of the weights, without weight decay; they were
@@ -80,7 +81,7 @@ def network() -> nn.Sequential:
 
 def min_max(bits: int) -> fq.QuantConfig:
     """The grids of `lsq(bits)` with observed ranges."""
-    learned = fq.recipes.lsq(bits)
+    learned = fq.recipes.lsq(bits, first_last_bits=None)
     assert learned.default is not None
     return dataclasses.replace(learned, default=dataclasses.replace(learned.default, learned=False))
 
@@ -97,12 +98,12 @@ ROWS = (
     Row("PTQ int8", fq.recipes.int8(), trained=False),
     Row("PTQ min-max 4", min_max(4), trained=False),
     Row("QAT int8", fq.recipes.int8(), trained=True),
-    Row("QAT w4a8", fq.recipes.w4a8(), trained=True),
+    Row("QAT w4a8", fq.recipes.w4a8(first_last_bits=None), trained=True),
     Row("QAT min-max 4", min_max(4), trained=True),
     Row("QAT min-max 3", min_max(3), trained=True),
-    Row("QAT LSQ 3", fq.recipes.lsq(3), trained=True),
+    Row("QAT LSQ 3", fq.recipes.lsq(3, first_last_bits=None), trained=True),
     Row("QAT min-max 2", min_max(2), trained=True),
-    Row("QAT LSQ 2", fq.recipes.lsq(2), trained=True),
+    Row("QAT LSQ 2", fq.recipes.lsq(2, first_last_bits=None), trained=True),
 )
 
 

@@ -11,7 +11,7 @@ from torch import nn
 import fakequant.observers as observers
 from fakequant import targets
 from fakequant.observers import Observer
-from fakequant.spec import QuantSpec
+from fakequant.spec import QuantSpec, read_json, shortened
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,6 +121,9 @@ class QuantConfig:
     save_codes: bool = True
     # What the model will run on, by name; see `fakequant.targets`.
     target: str = "generic"
+    # The weights and inputs of the first and the last layer, in the order in which layers are called, have at least
+    # so many bits; None: as many as the others. What a rule says about a layer holds.
+    first_last_bits: int | None = None
 
     def __post_init__(self) -> None:
         targets.find(self.target)
@@ -134,6 +137,12 @@ class QuantConfig:
             raise TypeError(f"`between` must be a QuantSpec or None, got {self.between!r}.")
         if not isinstance(self.save_codes, bool):
             raise TypeError(f"`save_codes` must be True or False, got {self.save_codes!r}.")
+        bits = self.first_last_bits
+        if bits is not None and (type(bits) is not int or not 2 <= bits <= 16):
+            raise ValueError(
+                f"`first_last_bits` must be a number of bits from 2 to 16, or None for as many as the other layers "
+                f"have, got {bits!r}."
+            )
 
     def rule(self, path: str = "*", *, type: str | None = None, **layer: Any) -> "QuantConfig":
         """The same with one more rule, before the others. The fields are those of `LayerConfig`."""
@@ -162,6 +171,7 @@ class QuantConfig:
             "between": self.between and self.between.to_dict(),
             "save_codes": self.save_codes,
             "target": self.target,
+            "first_last_bits": self.first_last_bits,
         }
 
     @classmethod
@@ -176,7 +186,7 @@ class QuantConfig:
         rules = []
         given = read.get("rules", ())
         if not isinstance(given, (list, tuple)):
-            raise TypeError(f"`rules` must be a list of rules, got {given!r}.")
+            raise TypeError(f"`rules` must be a list of rules, got {shortened(repr(given))}.")
         for rule in given:
             _check_names(Rule, rule)
             use = rule.get("use")
@@ -190,7 +200,7 @@ class QuantConfig:
     @classmethod
     def from_json(cls, text: str) -> "QuantConfig":
         """The config that `to_json` wrote."""
-        return cls.from_dict(json.loads(text))
+        return cls.from_dict(read_json(text))
 
 
 def _check_names(cls: type, fields: Mapping[str, Any]) -> None:
@@ -204,4 +214,4 @@ def _check_names(cls: type, fields: Mapping[str, Any]) -> None:
 def _unknown(cls: type, fields: Mapping[str, Any]) -> str | None:
     names = [field.name for field in dataclasses.fields(cls)]
     unknown = [name for name in fields if name not in names]
-    return f"{cls.__name__} has no field {unknown[0]!r}; it has {', '.join(names)}." if unknown else None
+    return f"{cls.__name__} has no field {shortened(repr(unknown[0]))}; it has {', '.join(names)}." if unknown else None

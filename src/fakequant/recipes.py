@@ -3,8 +3,8 @@
 int8               weights per channel, activations per tensor: what integer runtimes run fastest
 int8_dynamic       the same weights, activations per token with ranges found at run time
 int4_weight_only   weights in groups, activations in float
-w4a8               4-bit weights per channel, 8-bit activations
-lsq                weights and activations at few bits, with learned scales
+w4a8               4-bit weights per channel, 8-bit activations; the first and the last layer with 8-bit weights
+lsq                weights and activations at few bits, with learned scales; the first and the last layer at 8 bits
 """
 
 from fakequant import presets
@@ -44,22 +44,29 @@ def int4_weight_only(group: int | None = 32, *, target: str = "generic") -> Quan
     return config.rule(type="_ConvNd", weight=presets.int4(group=None))
 
 
-def w4a8(*, target: str = "generic") -> QuantConfig:
-    """4-bit weights per channel and 8-bit activations per tensor.
+def w4a8(*, target: str = "generic", first_last_bits: int | None = 8) -> QuantConfig:
+    """4-bit weights per channel and 8-bit activations per tensor; the first and the last layer with 8-bit weights.
 
-    >>> w4a8().default.weight.bits, w4a8().default.input.bits
-    (4, 8)
+    `first_last_bits=None` gives these two 4-bit weights as well.
+
+    >>> w4a8().default.weight.bits, w4a8().default.input.bits, w4a8().first_last_bits
+    (4, 8, 8)
     """
     layer = LayerConfig(weight=presets.int4(group=None), input=presets.uint8())
-    return QuantConfig(default=layer, between=presets.uint8(), target=target)
+    return QuantConfig(default=layer, between=presets.uint8(), target=target, first_last_bits=first_last_bits)
 
 
-def lsq(bits: int, *, activation_bits: int | None = None, target: str = "generic") -> QuantConfig:
+def lsq(
+    bits: int, *, activation_bits: int | None = None, target: str = "generic", first_last_bits: int | None = 8
+) -> QuantConfig:
     """Weights per channel and activations per tensor at few bits, with learned scales (LSQ) and zero points (LSQ+).
 
-    >>> lsq(2).default.learned, lsq(2).default.weight.bits
-    (True, 2)
+    The weights and inputs of the first and the last layer have 8 bits; `first_last_bits=None` gives them as many
+    as the others have.
+
+    >>> lsq(2).default.learned, lsq(2).default.weight.bits, lsq(2).first_last_bits
+    (True, 2, 8)
     """
     activations = QuantSpec(bits=activation_bits or bits, signed=False, symmetric=False)
     layer = LayerConfig(weight=QuantSpec(bits=bits, axis=0), input=activations, learned=True)
-    return QuantConfig(default=layer, between=activations, target=target)
+    return QuantConfig(default=layer, between=activations, target=target, first_last_bits=first_last_bits)

@@ -12,6 +12,7 @@ Granularity = Literal["tensor", "channel", "group", "token"]
 NUMERICS: tuple[Numerics, ...] = ("torch", "onnx", "half_away")
 WHOLE_AXIS = -1
 _ABSENT = -(2**31)  # for None where there are only integers
+_NAME = 100  # what a message has room for
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,14 +135,15 @@ class QuantSpec:
         True
         """
         if not isinstance(fields, Mapping):
-            raise TypeError(f"A QuantSpec is read from a dict with its fields, got {fields!r}.")
+            raise TypeError(f"A QuantSpec is read from a dict with its fields, got {shortened(repr(fields))}.")
         names = [field.name for field in dataclasses.fields(cls)]
         for name in fields:
             if name not in names:
-                near = get_close_matches(str(name), names, n=1)
+                # Of a long name it would take long, and there is nothing near it.
+                near = get_close_matches(name, names, n=1) if isinstance(name, str) and len(name) <= _NAME else []
+                hint = f", did you mean {near[0]!r}?" if near else "."
                 raise ValueError(
-                    f"A QuantSpec has no field {name!r}{f', did you mean {near[0]!r}?' if near else '.'}\n"
-                    f"The fields are {', '.join(names)}."
+                    f"A QuantSpec has no field {shortened(repr(name))}{hint}\nThe fields are {', '.join(names)}."
                 )
         return cls(**fields)
 
@@ -156,7 +158,7 @@ class QuantSpec:
     @classmethod
     def from_json(cls, text: str) -> "QuantSpec":
         """The spec that `to_json` wrote."""
-        fields = json.loads(text)
+        fields = read_json(text)
         if not isinstance(fields, dict):
             raise TypeError(f"A QuantSpec in JSON is an object with its fields, got {type(fields).__name__}.")
         return cls.from_dict(fields)
@@ -202,6 +204,28 @@ class QuantSpec:
         return f"{kind}, {where}" + (f", {self.numerics} numerics" if self.numerics != "onnx" else "")
 
 
+def shortened(text: str, length: int = _NAME) -> str:
+    """A text that fits into a message.
+
+    >>> shortened("x" * 1000, 10)
+    'xxxxxxx...'
+    """
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def read_json(text: str | bytes) -> Any:
+    """What JSON says; text that is none, also because it is nested too deep, is a ValueError.
+
+    >>> read_json("[" * 100000)
+    Traceback (most recent call last):
+    ValueError: The text is nested too deep to be read as JSON.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("The text is nested too deep to be read as JSON.") from None
+
+
 def _require_int(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"`{name}` must be an int, got {value!r}.")
+        raise TypeError(f"`{name}` must be an int, got {shortened(repr(value))}.")

@@ -30,7 +30,7 @@ def make():
     model = fq.prepare(float_model(), fq.recipes.int8(target="onnxruntime-x86"))
     return fq.calibrate(model, data, progress=False)
 model = make()
-config = fq.recipes.w4a8()
+config = fq.recipes.w4a8(first_last_bits=None)
 def needs(argument): ...
 def divides():
     return 1 / 0
@@ -236,8 +236,8 @@ def test_summary(here, capsys):
     [
         ("int8", "int8 narrow, per channel on axis 0"),
         ("int8_dynamic", "int8 narrow, per channel on axis 0"),
-        ("w4a8", "int4, per channel on axis 0"),
-        ("lsq2", "int2, per channel on axis 0, learned"),
+        ("w4a8", "int8 narrow, per channel on axis 0"),  # the first layer
+        ("lsq2", "int8 narrow, per channel on axis 0, learned"),
         ("good.py:config", "int4, per channel on axis 0"),
     ],
 )

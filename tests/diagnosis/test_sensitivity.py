@@ -133,7 +133,7 @@ def scored(model, config, data, evaluate):
 def test_scores_are_those_of_models_prepared_that_way():
     torch.manual_seed(0)
     model, data = Block().eval(), [torch.randn(8, 1, 6, 6)]
-    config = recipes.w4a8()
+    config = recipes.w4a8(first_last_bits=None)
     target = torch.randn(8, 3)
     scores = []
 
@@ -375,7 +375,7 @@ def test_an_attention_in_float_takes_the_layer_in_it_along():
         model(x)
         return next(scores)
 
-    found = fq.sensitivity(model, recipes.w4a8(), evaluate, data=[x], progress=False)
+    found = fq.sensitivity(model, recipes.w4a8(first_last_bits=None), evaluate, data=[x], progress=False)
     assert [(row.path, row.weights, row.part_of) for row in found.layers] == [
         ("attention", 48, None),
         ("attention.out_proj", 16, "attention"),

@@ -13,6 +13,7 @@ nn = torch.nn
 safetensors = pytest.importorskip("safetensors")
 save_file = pytest.importorskip("safetensors.torch").save_file
 optional = pytest.importorskip("fakequant.workflow.optional")
+file_checks = pytest.importorskip("fakequant.workflow.file_checks")
 
 X = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -90,7 +91,8 @@ def changed(path, folder, change):
         described = json.loads(file.metadata()["fakequant"])
     described = change(tensors, described) or described
     text = described if isinstance(described, str) else json.dumps(described)
-    save_file(tensors, folder / "changed.safetensors", metadata={"fakequant": text})
+    metadata = {"fakequant": text, "checksum": file_checks.checksum(text, tensors)}
+    save_file(tensors, folder / "changed.safetensors", metadata=metadata)
     return folder / "changed.safetensors"
 
 
@@ -159,8 +161,8 @@ DAMAGED = {
     "scales of another shape": (put("7.weight_scale", torch.ones(2)), r"'7\.weight_scale' is of shape \(2,\)"),
     "a bias of another shape": (put("7.bias_codes", torch.ones(2, dtype=torch.int32)), r"'7\.bias_codes'"),
     "no JSON": (lambda tensors, described: "{", r"no JSON(.|\n)*save_converted"),
-    "no object": (lambda tensors, described: "3", r"has format 3; this version of fakequant reads 1"),
-    "another format": (say("format", value=9), r"has format 9; this version of fakequant reads 1"),
+    "no object": (lambda tensors, described: "3", r"has format 3; this version of fakequant reads 1 and 2"),
+    "another format": (say("format", value=9), r"has format 9; this version of fakequant reads 1 and 2"),
     "no layers": (say("layers", value=None), r"does not say layers"),
     "an unknown target": (say("target", value="toaster"), r"damaged(.|\n)*toaster"),
     "an unknown arithmetic": (say("grids", "7.input_quantizer", "arithmetic", value="odd"), r"damaged(.|\n)*odd"),
@@ -168,7 +170,83 @@ DAMAGED = {
     "an input from nowhere": (say("inputs_from", value={"7": "x"}), r"damaged(.|\n)*'x'"),
     "a normalization that is not there": (say("folded", value=["99"]), r"'99' is a module there and absent"),
     "a layer without a kind": (say("layers", "7", value={}), r"damaged(.|\n)*kind"),
+    "states that are none": (say("extra_states", value=5), r"does not say extra_states"),
+    "a number in place of a tensor": (say("extra_states", "3.weight", value=5), r"3\.weight is no tensor"),
+    "a scale in place of a tensor": (say("extra_states", "7.weight_scale", value=5), r"7\.weight_scale is no tensor"),
+    "JSON without an end": (lambda tensors, described: "[" * 100_000, r"no JSON(.|\n)*save_converted"),
 }
+
+
+def of(name, change):
+    """Another value for a tensor, made of the one that is there."""
+    return lambda tensors, described: tensors.__setitem__(name, change(tensors[name]))
+
+
+def to(dtype):
+    return lambda value: value.to(dtype)
+
+
+def first(number):
+    """The same with another first number."""
+
+    def change(value):
+        value = value.clone()
+        value.view(-1)[0] = number
+        return value
+
+    return change
+
+
+SCALES = ("0.weight_scale", "7.weight_scale", "0.input_quantizer.scale")
+POINTS = ("0.input_quantizer.zero_point", "7.input_quantizer.zero_point")
+BAD_VALUES = {
+    **{
+        f"{name} {number}": (of(name, first(number)), rf"{name} has a value of .*must be positive and finite")
+        for name in SCALES
+        for number in (float("nan"), float("inf"), 0.0, -0.01)
+    },
+    **{
+        f"{name} {dtype}": (of(name, to(dtype)), rf"{name} is {str(dtype)[6:]}, which must be float32")
+        for name in SCALES
+        for dtype in (torch.int8, torch.bool, torch.float16, torch.float64)
+    },
+    **{
+        f"{name} {number}": (of(name, first(number)), rf"{name} has a value of .*must be from 0 to 255")
+        for name in POINTS
+        for number in (2**31 - 1, -(2**31), -1, 256)
+    },
+    **{f"{name} int64": (of(name, to(torch.int64)), rf"{name} is int64, which must be int32") for name in POINTS},
+    "zero points of another shape": (of(POINTS[0], lambda v: v.reshape(1)), r"zero_point has shape \(1,\)"),
+    "grid per channel": (
+        lambda t, d: [t.__setitem__(f"0.input_quantizer.{n}", t[f"0.input_quantizer.{n}"].reshape(1)) for n in
+                      ("scale", "zero_point")] and None, r"0\.input_quantizer\.scale has shape \(1,\)",
+    ),
+    "a code outside": (of("7.weight_codes", first(-128)), r"7\.weight_codes has a value of -128.*from -127 to 127"),
+    "codes of another dtype": (of("7.weight_codes", to(torch.int32)), r"7\.weight_codes is int32, which must be int8"),
+    "fewer bits": (say("layers", "7", "weight", "spec", "bits", value=7), r"7\.weight_codes has a value of"),
+    "a bias in float": (of("7.bias_codes", to(torch.float32)), r"7\.bias_codes is float32, which must be int32"),
+    "a bias of 64 bits": (of("7.bias_codes", to(torch.int64)), r"7\.bias_codes is int64, which must be int32"),
+    "a float of another dtype": (of("3.weight", to(torch.float16)), r"3\.weight is float16 there and float32 in the"),
+    "a grid of fewer bits": (say("grids", "0.input_quantizer", "spec", "bits", value=2), r"must be from 0 to 3"),
+    **{
+        f"eps {eps!r}": (say("grids", "0.input_quantizer", "eps", value=eps), r"0\.input_quantizer has `eps`")
+        for eps in ("x", None, -1.0, 0.0, float("inf"), float("nan"), True, [1])
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_VALUES.values(), ids=BAD_VALUES)
+def test_values_that_cannot_be_are_refused(change, message, good, tmp_path):
+    refused(make(state="mine"), changed(good, tmp_path, change), message)
+
+
+def test_packed_codes_are_looked_at_too(tmp_path):
+    spec = fq.QuantSpec(bits=4, narrow=True, axis=0)
+    config = fq.QuantConfig(default=fq.LayerConfig(weight=spec))
+    path = tmp_path / "m.safetensors"
+    fq.save_converted(fq.convert(fq.prepare(make(), config)), path)
+    fq.load_converted(make(), path)
+    refused(make(), changed(path, tmp_path, of("7.weight_codes", first(0x88))), r"7\.weight_codes has a value of -8")
 
 
 @pytest.mark.parametrize(("change", "message"), DAMAGED.values(), ids=DAMAGED)
@@ -203,67 +281,6 @@ def test_a_quantizer_of_the_users_own_is_loaded_into_its_place(tmp_path):
     loaded = fq.load_converted(own(), tmp_path / "m.safetensors")
     assert set(loaded.state_dict()) == set(golden.state_dict())
     assert torch.equal(loaded(x), golden(x))
-
-
-# --- writing ------------------------------------------------------------------------------------------------
-
-
-def write_half(path):
-    with optional.writing(path) as unfinished:
-        unfinished.write_bytes(b"half")
-        raise RuntimeError("no more")
-
-
-def test_an_unfinished_file_has_the_name_of_its_process_and_goes_away(tmp_path):
-    with optional.writing(tmp_path / "m.bin") as unfinished:
-        assert os.listdir(tmp_path) == [unfinished.name]
-        assert str(os.getpid()) in unfinished.name
-        unfinished.write_bytes(b"new")
-    assert os.listdir(tmp_path) == ["m.bin"]
-    with pytest.raises(RuntimeError, match="no more"):
-        write_half(tmp_path / "m.bin")
-    assert os.listdir(tmp_path) == ["m.bin"]
-    assert (tmp_path / "m.bin").read_bytes() == b"new"
-
-
-PLACES = {
-    "a folder that is not there": ("missing/m.bin", r"no folder .*missing"),
-    "a folder": (".", "is a folder"),
-    "a path below a file": ("file/m.bin", r"no folder .*file"),
-}
-
-
-@pytest.mark.parametrize(("place", "message"), PLACES.values(), ids=PLACES)
-def test_a_place_that_cannot_be_written_to_is_refused_before_the_work(place, message, tmp_path):
-    (tmp_path / "file").write_bytes(b"old")
-    began = []
-    with pytest.raises(OSError, match=message), optional.writing(tmp_path / place):
-        began.append(True)
-    assert not began
-    assert os.listdir(tmp_path) == ["file"]
-
-
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder in which nobody can write")
-def test_a_folder_in_which_nobody_can_write_is_refused_before_the_work(monkeypatch):
-    began = []
-    message = r"(?s)/proc/self/m\.bin' cannot be written.*Use a path"
-    with pytest.raises(OSError, match=message), optional.writing("/proc/self/m.bin"):
-        began.append(True)
-    assert not began
-    export = pytest.importorskip("fakequant.workflow.export_onnx")
-    for package in ("onnx", "onnxscript"):
-        pytest.importorskip(package)
-    monkeypatch.setattr(export, "convert", lambda *args, **kwargs: began.append(True))
-    model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8())
-    with pytest.raises(OSError, match="cannot be written"):
-        fq.export_onnx(model, "/proc/self/m.onnx", torch.ones(1, 4))
-    assert not began
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/null"), reason="needs a device")
-def test_a_device_is_not_replaced_by_a_file():
-    with pytest.raises(OSError, match="neither a file"), optional.writing("/dev/null"):
-        pass
 
 
 class InPlace(nn.Module):

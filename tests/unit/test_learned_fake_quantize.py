@@ -109,7 +109,7 @@ def test_what_is_not_finite_is_left_out_of_the_mean_and_counted(where):
     spec = QuantSpec(bits=4, **where)
     x = whole_numbers()
     x.view(-1)[::17], x.view(-1)[1::23], x.view(-1)[2::29] = math.nan, math.inf, -math.inf
-    quantizer = LearnedFakeQuantize(spec, shape=SHAPE, path="blocks.3.act")
+    quantizer = LearnedFakeQuantize(spec, shape=SHAPE, init="lsq", path="blocks.3.act")
     with pytest.warns(RuntimeWarning, match=r"blocks\.3\.act") as told:
         quantizer.initialize(x)
     assert len(told) == 1
@@ -130,7 +130,7 @@ def test_batches_while_observing_count_by_their_elements(where):
     else:
         expected = lsq(blocks(joined, spec), spec.qmax)
     for order in itertools.permutations(batches):
-        quantizer = LearnedFakeQuantize(spec, shape=(4, 6, 8))
+        quantizer = LearnedFakeQuantize(spec, shape=(4, 6, 8), init="lsq")
         quantizer.observing = True
         for x in order:
             assert quantizer(x) is x

@@ -137,7 +137,8 @@ def test_a_config_that_matches_nothing_is_refused_with_the_reasons(config, words
 
 
 def test_one_rule_of_two_that_matches_nothing_is_listed():
-    model = fq.prepare(named(), recipes.int8().skip("haed").rule(type="linear", weight=presets.int4(group=None)))
+    with pytest.warns(UserWarning, match="match no module"):
+        model = fq.prepare(named(), recipes.int8().skip("haed").rule(type="linear", weight=presets.int4(group=None)))
     text = str(fq.summary(model))
     assert "Rule(path='haed', type=None)" in text
     assert "Rule(path='*', type='linear')" in text
@@ -232,7 +233,8 @@ MISFITS = {
 
 @pytest.mark.parametrize(("spec", "words"), MISFITS.values(), ids=MISFITS)
 def test_a_rule_with_a_spec_that_does_not_fit_its_layer_is_listed_with_the_sizes(spec, words):
-    model = fq.prepare(five(), recipes.int8().rule("2", weight=spec))
+    with pytest.warns(UserWarning, match="does not fit"):
+        model = fq.prepare(five(), recipes.int8().rule("2", weight=spec))
     found = fq.summary(model)
     assert [layer.path for layer in found.layers] == ["0", "1", "3", "4"]
     for word in words:

@@ -17,7 +17,7 @@ CONFIGS = {
     "int8": recipes.int8(),
     "dynamic": recipes.int8_dynamic(),
     "4 bits": recipes.w4a8().rule(input=fq.presets.uint4()),
-    "2 bits, learned": recipes.lsq(2),
+    "2 bits, learned": recipes.lsq(2, first_last_bits=None),
     "weights only": recipes.int4_weight_only(8),
 }
 LAYERS = {

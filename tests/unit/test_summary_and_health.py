@@ -23,7 +23,8 @@ class Residual(nn.Module):
 
 
 def test_a_summary_names_what_is_quantized_and_what_is_not():
-    model = fq.prepare(Residual(), recipes.int8().skip("head").rule("heads.*", weight=fq.presets.int4()))
+    with pytest.warns(UserWarning, match=r"rule\('heads\.\*'\); near: head"):
+        model = fq.prepare(Residual(), recipes.int8().skip("head").rule("heads.*", weight=fq.presets.int4()))
     found = fq.summary(model)
     assert [(layer.path, layer.kind) for layer in found.layers] == [
         ("conv", "Conv2d"),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fakequant import targets
 from fakequant.nn.folding import factor_of, lacks_opposite, rounded_bias
 from fakequant.spec import QuantSpec
 
@@ -53,7 +54,12 @@ def scales_of_sums(layer: Any, weight_dims: int) -> tuple[Tensor, Tensor] | None
             return None
     if x.spec.axis is not None or x.is_dynamic or not has_one_scale_per_sum(layer, weight.spec, weight_dims):
         return None
-    return x.scale, along_outputs(layer, weight.scale) * 2.0**-layer._fakequant.weight_shift
+    return x.scale, along_outputs(layer, weight.scale) * 2.0 ** -weight_shift(layer)
+
+
+def weight_shift(layer: Any) -> int:
+    """The k for which codes of a prepared layer's weight will be stored times 2^k; see `Target.weight_shift`."""
+    return targets.find(layer._fakequant.target).weight_shift(layer.weight_quantizer.spec)
 
 
 def has_one_scale_per_sum(layer: Any, spec: QuantSpec, weight_dims: int) -> bool:

@@ -67,8 +67,8 @@ class Quantization(Record):
     input_grid: Any = None
     # The batch normalization that `convert` will fold into the layer.
     norm: nn.Module | None = None
-    # Codes of the weight are stored times 2^weight_shift: see `Target.weight_shift`.
-    weight_shift: int = 0
+    # What the model is to run on, by name: it decides how codes of the weight are stored.
+    target: str = "generic"
     # Add the bias that will run in training too, not only in evaluation.
     deploys_bias: bool = False
 

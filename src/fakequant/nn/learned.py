@@ -1,22 +1,20 @@
 """`LearnedFakeQuantize`: a quantizer whose scale, and zero point, are parameters of the model."""
 
-from math import inf, sqrt
-from typing import Any, Literal
+from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fakequant.nn.bounded import keep_in_graph, keep_within, put, settle, whole, within
 from fakequant.nn.quantizer import Quantizer, parameter_shape
-from fakequant.observers.base import Observer, State
-from fakequant.observers.histogram import Histogram
-from fakequant.observers.mse import MSE
+from fakequant.nn.starts import Init, largest_scale, start_for
+from fakequant.observers.base import State
 from fakequant.qparams import EPS, QParams, check_eps
 from fakequant.spec import QuantSpec
-from fakequant.torch import formula, functional
+from fakequant.torch import functional
 from fakequant.torch.plain import is_transformed
-from fakequant.torch.ranks import Ranks
-from fakequant.torch.tensors import block_shape, check_data, check_device
+from fakequant.torch.tensors import check_data, check_device
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -40,19 +38,24 @@ class LearnedFakeQuantize(Quantizer):
     grid has no offset; `learn_zero_point=False` keeps that of an affine one fixed.
 
     There is no scale until `initialize(x)` was called, or data was passed through while `observing` (it
-    passes as it is meanwhile). Then it is by LSQ's rule `2 * mean(|x|) / sqrt(qmax)`, or from the range of
-    an observer (`init`). Where the zero point is learned too, the default is the least squared error
-    (`Histogram`; `MSE` if there are many scales). Quantizing before is an error. Initialize before the
-    optimizer is built, so that it finds the parameters as they will be; `param_groups(model)` gives them
-    a group of their own.
+    passes as it is meanwhile). `init` says how it is found:
+
+        None        the least squared error: on a symmetric grid, per scale, LSQ's rule or a search for the
+                    best range, whichever has the smaller error; on an affine grid the search (`Histogram`;
+                    `MSE` if there are many scales). With a fixed zero point of an affine grid, LSQ's rule
+        "lsq"       LSQ's rule, `2 * mean(|x|) / sqrt(qmax)`, and zero point 0
+        observer    the range of that observer
+
+    Quantizing before there is a scale is an error. Initialize before the optimizer is built, so that it
+    finds the parameters as they will be; `param_groups(model)` gives them a group of their own.
 
     >>> from fakequant import QuantSpec
     >>> fq = LearnedFakeQuantize(QuantSpec(bits=4)).initialize(torch.tensor([-1.0, 0.5, 3.0]))
     >>> fq.scale
-    tensor(1.1339)
+    tensor(0.4000)
     >>> fq(torch.tensor([0.5, 9.0])).sum().backward()
     >>> fq.step_size.grad
-    tensor([1.7530])
+    tensor([1.8040])
     """
 
     _scale_name = "step_size"
@@ -62,15 +65,13 @@ class LearnedFakeQuantize(Quantizer):
     last_scale: Tensor
     _blocks: tuple[int, ...]
     last_offset: Tensor
-    seen_total: Tensor
-    seen_number: Tensor
 
     def __init__(
         self,
         spec: QuantSpec,
         *,
         shape: tuple[int | None, ...] | None = None,
-        init: Literal["lsq"] | Observer | None = None,
+        init: Init = None,
         learn_zero_point: bool | None = None,
         grad_factor: float | None = None,
         eps: float = EPS,
@@ -87,10 +88,6 @@ class LearnedFakeQuantize(Quantizer):
                 "A symmetric grid has its zero point at 0: there is none to learn.\n"
                 "Use QuantSpec(symmetric=False) to learn one."
             )
-        if init is None:
-            init = "lsq" if not learn_zero_point else Histogram() if spec.axis is None else MSE()
-        if init != "lsq" and not isinstance(init, Observer):
-            raise ValueError(f'`init` must be "lsq" or an observer, such as MinMax(), got {init!r}.')
         check_eps(eps)
         if grad_factor is not None and not (isinstance(grad_factor, (int, float)) and 0 <= grad_factor < inf):
             raise ValueError(f"`grad_factor` must be a finite number >= 0, or None for LSQ's, got {grad_factor!r}.")
@@ -103,6 +100,7 @@ class LearnedFakeQuantize(Quantizer):
         self.learn_zero_point = learn_zero_point
         self.grad_factor = grad_factor
         self.eps = float(eps)
+        self._set_start()
         self._blocks = blocks
         # One axis at least: what shards parameters over devices does not take scalars.
         self._shape = blocks or (1,)
@@ -122,6 +120,10 @@ class LearnedFakeQuantize(Quantizer):
         for name, value in self._new_statistics(device).items():
             self._names = (*self._names, name)
             self.register_buffer(f"seen_{name}", value, persistent=False)
+
+    def _set_start(self) -> None:
+        """The rule for the first scale on the grid of `spec`."""
+        self._start = start_for(self.init, self.spec, self.eps, learn_zero_point=self.learn_zero_point)
 
     def _switch(self, name: str, on: bool) -> None:
         if name == "observing" and on is True and self.is_initialized:
@@ -175,13 +177,14 @@ class LearnedFakeQuantize(Quantizer):
 
     @property
     def _largest(self) -> float:
-        return _LARGEST / self.spec.levels  # so that a value on the grid is finite
+        return largest_scale(self.spec)
 
     def _require_scale(self) -> None:
         if not self.last_scale.is_meta and not self.is_initialized:
             raise RuntimeError(
                 f"{self.where} has no scale yet.\n"
-                "Call `initialize(x)`, or pass data while `observing` is True, before the optimizer is built."
+                "Use fakequant.calibrate(model, data) before the optimizer is built; for a quantizer by itself "
+                "`initialize(x)`, or pass data while `observing` is True."
             )
 
     # --- forward ----------------------------------------------------------------------------------
@@ -250,12 +253,7 @@ class LearnedFakeQuantize(Quantizer):
         return self
 
     def _new_statistics(self, device: Any) -> State:
-        if isinstance(self.init, Observer):
-            return self.init.init(self._blocks, device)
-        return {
-            "total": torch.zeros(self._blocks, dtype=torch.float64, device=device),
-            "number": torch.zeros(self._blocks, dtype=torch.int64, device=device),
-        }
+        return self._start.init(self._blocks, device)
 
     def _statistics(self) -> State:
         return {name: getattr(self, f"seen_{name}") for name in self._names}
@@ -267,22 +265,8 @@ class LearnedFakeQuantize(Quantizer):
         ranks = self.ranks()
         if x.numel() == 0 and not ranks.several:
             return
-        x = x.detach()
-        if isinstance(self.init, Observer):
-            self._count(self.init.update(self._statistics(), x, self.spec, ranks))
-        else:
-            self._count(self._add_magnitudes(x, ranks))
+        self._count(self._start.update(self._statistics(), x.detach(), ranks))
         self._set_stale(True)
-
-    def _add_magnitudes(self, x: Tensor, ranks: Ranks) -> Tensor:
-        """The sum of the magnitudes of the finite values per block, and their number."""
-        finite = x.isfinite()
-        like = self.seen_total.reshape(block_shape(tuple(x.shape), self.spec))
-        magnitudes = torch.where(finite, x, 0).abs().double()
-        self.seen_total += ranks.total(formula.block_sums(magnitudes, like).reshape(self._blocks))
-        number = formula.block_sums(finite.double(), like).reshape(self._blocks)
-        self.seen_number += ranks.total(number.long())
-        return (~finite).sum()
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -297,19 +281,7 @@ class LearnedFakeQuantize(Quantizer):
 
     def _found(self) -> QParams:
         """By the rule; NaN where nothing was seen."""
-        seen = self._statistics()
-        if isinstance(self.init, Observer):
-            lo, hi = self.init.range(seen, self.spec)
-            known = lo <= hi
-            scale, zero_point = functional.choose_qparams(
-                torch.where(known, lo, 0), torch.where(known, hi, 0), self.spec, eps=self.eps
-            )
-        else:
-            known = seen["number"] > 0
-            mean = seen["total"] / seen["number"].clamp(min=1)
-            scale = (2 * mean / sqrt(self.spec.qmax)).clamp(self.eps, self._largest).float()
-            zero_point = torch.zeros_like(scale).clamp(self.spec.qmin, self.spec.qmax)
-        return QParams(torch.where(known, scale, torch.nan), zero_point)
+        return self._start.qparams(self._statistics())
 
     # --- state ------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fakequant.functional import Update
 from fakequant.qparams import min_max
-from fakequant.spec import QuantSpec
+from fakequant.spec import QuantSpec, shortened
 from fakequant.torch.kernels import Observation, updated_range
 from fakequant.torch.ranks import ALONE, Ranks
 
@@ -88,15 +88,15 @@ def from_dict(fields: Mapping[str, Any]) -> Observer:
     True
     """
     if not isinstance(fields, Mapping):
-        raise TypeError(f"An observer is read from a dict with its `kind` and settings, got {fields!r}.")
+        raise TypeError(f"An observer is read from a dict with its `kind` and settings, got {shortened(repr(fields))}.")
     settings = dict(fields)
     kind = settings.pop("kind", None)
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise ValueError(f"`kind` must be one of {', '.join(sorted(_KINDS))}, got {kind!r}.")
+        raise ValueError(f"`kind` must be one of {', '.join(sorted(_KINDS))}, got {shortened(repr(kind))}.")
     names = [field.name for field in dataclasses.fields(_KINDS[kind])]
     for name in settings:
         if name not in names:
-            raise ValueError(f"{kind} has no setting {name!r}; it has {', '.join(names) or 'none'}.")
+            raise ValueError(f"{kind} has no setting {shortened(repr(name))}; it has {', '.join(names) or 'none'}.")
     missing = [
         field.name
         for field in dataclasses.fields(_KINDS[kind])

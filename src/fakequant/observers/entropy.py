@@ -1,4 +1,4 @@
-"""The range that keeps the most information, found on a histogram of everything seen."""
+"""The range that keeps the most information at little error, found on a histogram of everything seen."""
 
 import dataclasses
 from typing import ClassVar
@@ -8,7 +8,8 @@ from torch import Tensor
 
 from fakequant.observers.base import State
 from fakequant.observers.binned import _Binned
-from fakequant.observers.search import candidates_at_once, check_steps, search
+from fakequant.observers.histogram import Histogram, errors_on_bins
+from fakequant.observers.search import candidates_at_once, check_steps, search_between
 from fakequant.qparams import choose_qparams
 from fakequant.spec import WHOLE_AXIS, QuantSpec
 from fakequant.torch import library
@@ -16,6 +17,10 @@ from fakequant.torch.functional import quantize
 
 # A bin that the quantized histogram leaves empty; it must cost something finite.
 _EMPTY = 1e-12
+
+
+# The error that a range may have, relative to the least: 3 dB.
+_MOST_ERROR = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +31,14 @@ class Entropy(_Binned):
         p         the histogram with everything outside the range moved to its outermost bins
         q         the histogram inside the range, spread evenly over the bins in use of every code
 
-    over ranges cut on both sides at `steps` thresholds. For activations with long tails. A range with
-    fewer bins than the grid has levels says nothing about the grid and is not considered: with more
-    levels than bins the range is that of the data.
+    over ranges between that of the data and that of `Histogram()`, the least squared error, with the ends
+    cut at `steps` thresholds. A divergence knows no distances: for a peak, such as the zeros after a ReLU,
+    it would give up everything else. So a range clips nothing that `Histogram()` keeps, and its squared
+    error on the bins is at most twice the least. For activations with long tails: 3 dB are given for a range
+    that clips less.
+
+    A range with fewer bins than the grid has levels says nothing about the grid and is not considered, except
+    that of the data. If none is left, the range is that of `Histogram()`.
 
     An empty tensor changes nothing. NaN and infinities are left out. Zeros give the range 0 to 0, a
     constant c a range between 0 and c, one-sided data a range from 0 on that side. Over several ranks: the
@@ -55,10 +65,16 @@ class Entropy(_Binned):
         """A search over the bins."""
         counts, centers, _ = self.binned(state)
         grid = spec.to_numbers()
-        return search(
-            lambda lo, hi: divergence_on_bins(counts, centers, lo, hi, grid),
-            state["running_min"], state["running_max"], self.steps, each_end=False,
-        )  # fmt: skip
+        outer = state["running_min"], state["running_max"]
+        inner = Histogram(bins=self.bins).range(state, spec)
+        ends = (torch.where(outer[0] <= outer[1], end, 0)[None] for end in inner)  # of nothing there is no error
+        limit = _MOST_ERROR * errors_on_bins(counts, centers, *ends, grid, 2.0)
+
+        def errors(lo: Tensor, hi: Tensor) -> Tensor:
+            allowed = errors_on_bins(counts, centers, lo, hi, grid, 2.0) <= limit
+            return torch.where(allowed, divergence_on_bins(counts, centers, lo, hi, grid), torch.inf)
+
+        return search_between(errors, inner, outer, self.steps)
 
 
 # One operator, so that a compiler does not see the loop.
@@ -84,12 +100,15 @@ def _divergence(counts: Tensor, centers: Tensor, lo: Tensor, hi: Tensor, spec: Q
     scale, zero_point = choose_qparams(lo, hi, spec)
     rows = dataclasses.replace(spec, axis=-1, group_size=WHOLE_AXIS)
     q = quantize(centers, scale[..., None], zero_point[..., None], rows).to(torch.int64) - spec.qmin
-    inside = (centers >= lo[..., None]) & (centers <= hi[..., None])
+    # A bin that an end of the range cuts is inside: the smallest and the largest value are in such bins.
+    half = (centers[..., 1:2] - centers[..., :1]) / 2
+    below, above = centers + half < lo[..., None], centers - half > hi[..., None]
+    inside = ~(below | above)
     kept = torch.where(inside, counts, 0)
     first, last = _outermost(inside)
     p = kept.double()
-    p.scatter_add_(-1, first, torch.where(centers < lo[..., None], counts, 0).sum(-1, keepdim=True).double())
-    p.scatter_add_(-1, last, torch.where(centers > hi[..., None], counts, 0).sum(-1, keepdim=True).double())
+    p.scatter_add_(-1, first, torch.where(below, counts, 0).sum(-1, keepdim=True).double())
+    p.scatter_add_(-1, last, torch.where(above, counts, 0).sum(-1, keepdim=True).double())
     # More levels than bins: every bin is a code of its own.
     codes = min(spec.levels, counts.shape[-1])
     if spec.levels > codes:

@@ -10,7 +10,7 @@ from torch import Tensor
 from fakequant.observers.base import State, number
 from fakequant.observers.binned import _Binned
 from fakequant.observers.search import candidates_at_once, check_steps, search
-from fakequant.qparams import choose_qparams
+from fakequant.qparams import QParams, choose_qparams
 from fakequant.spec import WHOLE_AXIS, QuantSpec
 from fakequant.torch import library
 from fakequant.torch.functional import fake_quantize
@@ -67,13 +67,25 @@ class Histogram(_Binned):
 def errors_on_bins(counts: Tensor, centers: Tensor, lo: Tensor, hi: Tensor, spec: list[int], norm: float) -> Tensor:
     """The error of quantizing the bins' centers within every candidate range; `spec` as numbers."""
     grid = QuantSpec.from_numbers(spec)
-    rows = dataclasses.replace(grid, axis=-1, group_size=WHOLE_AXIS)
     errors = torch.empty(lo.shape, dtype=torch.float64, device=lo.device)
     for part in candidates_at_once(len(lo), counts):
-        scale, zero_point = choose_qparams(lo[part], hi[part], grid)
-        y = fake_quantize(centers.expand(len(scale), *centers.shape), scale[..., None], zero_point[..., None], rows)
-        # In bins, so that no power of it is too large; their width is a power of two.
-        distance = (y - centers).abs().double() / (centers[..., 1:2] - centers[..., :1])
-        power = distance.square() if norm == 2 else distance**norm
-        errors[part] = torch.where(counts > 0, counts * power, 0).sum(-1)
+        errors[part] = _errors(counts, centers, choose_qparams(lo[part], hi[part], grid), grid, norm)
     return errors
+
+
+def squared_errors_on_bins(counts: Tensor, centers: Tensor, scales: Tensor, spec: QuantSpec) -> Tensor:
+    """The squared error of quantizing the bins' centers on symmetric grids with `scales`, in widths of a bin.
+
+    The first axis of `scales` counts the candidates.
+    """
+    return _errors(counts, centers, QParams(scales, torch.zeros_like(scales, dtype=torch.int32)), spec, 2.0)
+
+
+def _errors(counts: Tensor, centers: Tensor, qparams: QParams, spec: QuantSpec, norm: float) -> Tensor:
+    scale, zero_point = qparams
+    rows = dataclasses.replace(spec, axis=-1, group_size=WHOLE_AXIS)
+    y = fake_quantize(centers.expand(len(scale), *centers.shape), scale[..., None], zero_point[..., None], rows)
+    # In bins, so that no power of it is too large; their width is a power of two.
+    distance = (y - centers).abs().double() / (centers[..., 1:2] - centers[..., :1])
+    power = distance.square() if norm == 2 else distance**norm
+    return torch.where(counts > 0, counts * power, 0).sum(-1)

@@ -25,14 +25,32 @@ def search(errors: Errors, lo: Tensor, hi: Tensor, steps: int, *, each_end: bool
     """
     seen = lo <= hi
     low, high = torch.where(seen, lo, 0).clamp(max=0), torch.where(seen, hi, 0).clamp(min=0)
-    fractions = torch.arange(steps, 0, -1, dtype=torch.float32, device=lo.device).reshape(-1, *[1] * lo.dim()) / steps
+    fractions = _fractions(steps, low)
     threshold = torch.maximum(-low, high) * fractions
-    low, high = _least(errors, torch.maximum(low, -threshold), torch.minimum(high, threshold))
+    low, high = _best(errors, torch.maximum(low, -threshold), torch.minimum(high, threshold))
     if each_end:
-        low, high = _least(errors, *torch.broadcast_tensors(low * fractions, high))
-        low, high = _least(errors, *torch.broadcast_tensors(low, high * fractions))
+        low, high = _best(errors, *torch.broadcast_tensors(low * fractions, high))
+        low, high = _best(errors, *torch.broadcast_tensors(low, high * fractions))
     # + 0.0: the zeros of a range are positive.
     return torch.where(seen, low, lo) + 0.0, torch.where(seen, high, hi) + 0.0
+
+
+def search_between(errors: Errors, inner: Ends, outer: Ends, steps: int) -> Ends:
+    """The range within `outer` that holds `inner` with the least error, block by block.
+
+    Both ends of `outer` are cut at the same magnitude, from the largest in `steps` equal steps down, as far as
+    `inner` lets them. Where no candidate has a finite error, the range is `inner`.
+    """
+    seen = outer[0] <= outer[1]
+    low, high = torch.where(seen, outer[0], 0).clamp(max=0), torch.where(seen, outer[1], 0).clamp(min=0)
+    threshold = torch.maximum(-low, high) * _fractions(steps, low)
+    lo = torch.minimum(torch.maximum(low, -threshold), torch.where(seen, inner[0], 0))
+    hi = torch.maximum(torch.minimum(high, threshold), torch.where(seen, inner[1], 0))
+    found = errors(lo, hi)
+    low, high = _least(found, lo, hi)
+    possible = seen & (found < torch.inf).any(0)
+    # + 0.0: the zeros of a range are positive.
+    return torch.where(possible, low, inner[0]) + 0.0, torch.where(possible, high, inner[1]) + 0.0
 
 
 def candidates_at_once(number: int, counts: Tensor) -> Iterator[slice]:
@@ -42,9 +60,19 @@ def candidates_at_once(number: int, counts: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + size, number))
 
 
-def _least(errors: Errors, lo: Tensor, hi: Tensor) -> Ends:
+def _fractions(steps: int, like: Tensor) -> Tensor:
+    """From 1 in equal steps down, for candidates of blocks."""
+    numbers = torch.arange(steps, 0, -1, dtype=torch.float32, device=like.device)
+    return numbers.reshape(-1, *[1] * like.dim()) / steps
+
+
+def _best(errors: Errors, lo: Tensor, hi: Tensor) -> Ends:
+    return _least(errors(lo, hi), lo, hi)
+
+
+def _least(errors: Tensor, lo: Tensor, hi: Tensor) -> Ends:
     """The first of the candidates with the least error."""
-    found = errors(lo, hi).nan_to_num(nan=torch.inf)  # where values on the grid are infinite
+    found = errors.nan_to_num(nan=torch.inf)  # where values on the grid are infinite
     number = torch.arange(len(lo), device=lo.device).reshape(-1, *[1] * (lo.dim() - 1))
     best = torch.where(found == found.amin(0), number, len(lo) - 1).amin(0, keepdim=True)
     return lo.gather(0, best)[0], hi.gather(0, best)[0]

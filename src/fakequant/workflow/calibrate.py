@@ -1,5 +1,6 @@
 """`calibrate`: shows a prepared model some data, so that its activations have scales."""
 
+import warnings
 from contextlib import ExitStack
 from typing import Any
 
@@ -9,8 +10,9 @@ from torch import nn
 from fakequant.nn.fake_quantize import FakeQuantize
 from fakequant.nn.layer import QuantizedLayer
 from fakequant.nn.quantizer import Quantizer, quantizers
+from fakequant.workflow.first_last import settled_by_first_batch
 from fakequant.workflow.prepare import link_norms
-from fakequant.workflow.running import Data, check_module, evaluating, run
+from fakequant.workflow.running import Data, check_module, evaluating, explaining_ranks, run
 from fakequant.workflow.snapshot import Snapshot
 
 
@@ -19,13 +21,15 @@ def calibrate(model: nn.Module, data: Data, steps: int | None = None, *, progres
     """Runs `data` through the model, in float, and lets its quantizers observe; returns the model.
 
     This is post-training quantization in one call, and the start of training with quantizers. `data` is
-    a DataLoader or any iterable of batches, of which at most `steps` are used. A batch is a tensor, a
-    dict of keyword arguments, or a tuple; of a tuple as many elements are passed as `forward` needs, so
-    that labels may be there. Or `data` is a function that runs the model itself.
+    a DataLoader or any iterable of batches, of which at most `steps` are used, or one tensor, which is a
+    batch. A batch is a tensor, a dict of keyword arguments, or a tuple; of a tuple as many elements are
+    passed as `forward` needs, so that labels may be there, and a warning says if one may have been meant
+    for an optional argument. Or `data` is a function that runs the model itself.
 
     A moving average is the mean over the batches here, so that the first counts no more than the last.
     Frozen quantizers, and learned ones that have a scale, stay as they are. The model is in evaluation
-    mode while it runs, and afterwards in the mode it was in. If anything fails, nothing has changed.
+    mode while it runs, and afterwards in the mode it was in. If anything fails, nothing has changed. A
+    warning names the layers that no data reached.
 
     >>> import fakequant as fq
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8())
@@ -51,11 +55,13 @@ def calibrate(model: nn.Module, data: Data, steps: int | None = None, *, progres
             if isinstance(quantizer, FakeQuantize):
                 undo.enter_context(quantizer.averaging_evenly())
         try:
-            run(model, data, steps, "calibrate" if progress else None)
-            _require_any(model, shown)
+            with settled_by_first_batch(model), explaining_ranks():
+                run(model, data, steps, "calibrate" if progress else None)
+                _require_any(model, shown)
         except BaseException:
             before.restore()
             raise
+    _warn_about_unseen(model, shown)
     return model
 
 
@@ -102,6 +108,25 @@ def _watch(found: list[Quantizer], undo: ExitStack) -> dict[Quantizer, bool]:
     for quantizer in found:
         undo.callback(quantizer.register_forward_pre_hook(look).remove)
     return shown
+
+
+def _warn_about_unseen(model: nn.Module, shown: dict[Quantizer, bool]) -> None:
+    """Names the modules whose quantizers saw nothing although the model ran."""
+    unseen = []
+    for path, module in model.named_modules():
+        own = [child for child in module.children() if child in shown and not child.is_initialized]
+        if own and not any(shown[child] for child in own):
+            unseen.append(path or "the model")
+    if not unseen:
+        return
+    more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
+    warnings.warn(
+        f"No data reached the quantizers of {', '.join(unseen[:5])}{more}: the model does not call these layers, or "
+        "other code uses their weights. Their layers stay in float, and the model cannot be converted.\n"
+        "Leave them out, config.skip(path), or calibrate with data that reach them.",
+        UserWarning,
+        stacklevel=4,
+    )
 
 
 def _require_any(model: nn.Module, shown: dict[Quantizer, bool]) -> None:

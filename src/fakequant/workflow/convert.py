@@ -166,7 +166,7 @@ def _make_integer(layer: Any, path: str, norm: nn.Module | None, target: targets
     layer._parameters.pop(kind.weight_name, None)
     record.weight_shape, record.weight_spec = tuple(weight.shape), spec
     if is_integer(layer):
-        record.weight_shift = min(before.weight_shift, target.weight_shift(spec))
+        record.weight_shift = min(targets.find(before.target).weight_shift(spec), target.weight_shift(spec))
     layer.register_buffer("weight_scale", scale * 2.0**-record.weight_shift)
     layer.register_buffer("weight_zero_point", None if spec.symmetric else zero_point)
     layer.register_buffer("weight_codes", None)

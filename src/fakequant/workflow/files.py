@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
@@ -20,20 +21,23 @@ from fakequant.integer.grid import Grid
 from fakequant.integer.layer import IntegerLayer, Integers, integer_class
 from fakequant.layout import blocks_of
 from fakequant.nn.kinds import find_kind
-from fakequant.spec import QuantSpec
+from fakequant.spec import QuantSpec, shortened
 from fakequant.workflow.convert import Conversion, conversion, quantize_output_with, return_tensors, take_out
+from fakequant.workflow.file_checks import check_eps, check_grid, check_same_dtype, check_weight, checksum
 from fakequant.workflow.fold import Folded
 from fakequant.workflow.optional import require, writing
 from fakequant.workflow.prepare import close_shortcuts
 from fakequant.workflow.running import check_module
 
-_FORMAT = 1
+_FORMAT = 2
+# Without a checksum.
+_OLD_FORMAT = 1
 
 
 def save_converted(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Writes a converted model: codes, scales, what stays in float, and the spec of every tensor.
 
-    The file is complete or not there. Needs safetensors (`pip install "fakequant[onnx]"`).
+    The file is complete or not there, and has a checksum. Needs safetensors (`pip install "fakequant[onnx]"`).
 
     >>> import tempfile, fakequant as fq
     >>> def make():
@@ -51,13 +55,15 @@ def save_converted(model: nn.Module, path: str | os.PathLike[str]) -> None:
     with writing(path) as unfinished:
         state = model.state_dict()
         tensors = {n: v.detach().contiguous().clone() for n, v in state.items() if isinstance(v, Tensor)}
-        safetensors.save_file(tensors, unfinished, metadata={"fakequant": described})
+        metadata = {"fakequant": described, "checksum": checksum(described, tensors)}
+        safetensors.save_file(tensors, unfinished, metadata=metadata)
 
 
 def load_converted(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """Makes a float model of the same architecture, in place, the converted one that was saved; returns it.
 
-    What the float model's parameters were does not matter. A file that does not fit leaves it as it was.
+    What the float model's parameters were does not matter. A file that does not fit, or is damaged, is refused and
+    leaves it as it was. A file from before there were checksums loads with a warning.
 
     >>> import tempfile, fakequant as fq
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int4_weight_only(4))
@@ -74,9 +80,10 @@ def load_converted(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
             _apply(model, described, state, path)
         except _NotOfThis:
             raise
-        except (ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+            words = shortened(str(error).partition("\n")[0].rstrip("."), 500)
             raise ValueError(
-                f"{path} is damaged: what it says about the model makes no sense ({type(error).__name__}: {error}).\n"
+                f"{path} is damaged: what it says about the model makes no sense ({type(error).__name__}: {words}).\n"
                 f"{_AGAIN}"
             ) from error
     return model
@@ -96,32 +103,50 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]
         raise FileNotFoundError(f"There is no file {str(path)!r} to load.\nPass what fakequant.save_converted wrote.")
     try:
         with safetensors.safe_open(Path(path), framework="pt") as file:
-            metadata = (file.metadata() or {}).get("fakequant")
+            metadata = file.metadata() or {}
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path} is damaged, or no safetensors file at all: {error}.\n{_AGAIN}") from error
-    if metadata is None:
+    text = metadata.get("fakequant")
+    if text is None:
         raise ValueError(
             f"{path} was not written by fakequant.save_converted: it describes no quantized tensors.\n"
             "Pass a file that was, or load this one with model.load_state_dict."
         )
     try:
-        described = json.loads(metadata)
-    except json.JSONDecodeError as error:
+        described = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: what describes its tensors is no JSON ({error}).\n{_AGAIN}") from error
-    if not isinstance(described, dict) or described.get("format") != _FORMAT:
-        found = described.get("format") if isinstance(described, dict) else described
+    if not isinstance(described, dict) or described.get("format") not in (_OLD_FORMAT, _FORMAT):
+        found = shortened(repr(described.get("format") if isinstance(described, dict) else described))
         raise ValueError(
-            f"{path} has format {found!r}; this version of fakequant reads {_FORMAT}.\n"
+            f"{path} has format {found}; this version of fakequant reads {_OLD_FORMAT} and {_FORMAT}.\n"
             "Use the version that wrote it, or write it again with this one."
         )
+    _compare_checksum(path, described["format"], metadata.get("checksum"), checksum(text, state))
+    described.setdefault("extra_states", {})
     missing = [name for name, kind in _PARTS.items() if not isinstance(described.get(name), kind)]
     if missing:
         raise ValueError(f"{path} is damaged: it does not say {', '.join(missing)}.\n{_AGAIN}")
-    return described, {**state, **described.get("extra_states", {})}
+    return described, {**state, **described["extra_states"]}
 
 
-_PARTS = {"target": str, "folded": list, "notes": list, "layers": dict, "grids": dict, "inputs_from": dict}
+_PARTS = {
+    "target": str, "folded": list, "notes": list, "layers": dict, "grids": dict, "inputs_from": dict,
+    "extra_states": dict,
+}  # fmt: skip
+
+
+def _compare_checksum(path: Any, version: int, saved: str | None, found: str) -> None:
+    if version == _OLD_FORMAT and saved is None:
+        warnings.warn(
+            f"{path} has no checksum: it was written before there were any. Whether it is damaged cannot be told.\n"
+            f"{_AGAIN}",
+            UserWarning,
+            stacklevel=4,
+        )
+    elif saved != found:
+        raise ValueError(f"{path} is damaged: its checksum is not that of what is in it.\n{_AGAIN}")
 
 
 @contextmanager
@@ -203,7 +228,7 @@ def _extra_states(model: nn.Module) -> dict[str, Any]:
     for name, value in found.items():
         try:
             same = json.loads(json.dumps(value)) == value
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RecursionError):
             same = False
         if not same:
             raise TypeError(
@@ -299,6 +324,8 @@ def _make_grid(path: str, grid: dict[str, Any], state: dict[str, Any]) -> Grid:
     spec = QuantSpec.from_dict(grid["spec"])
     if grid["arithmetic"] not in ARITHMETICS:
         raise KeyError(grid["arithmetic"])
+    check_eps(path, grid["eps"])
+    check_grid(path, spec, *values)
     return Grid(spec, *values, arithmetic=grid["arithmetic"], eps=grid["eps"], path=path)
 
 
@@ -317,6 +344,10 @@ def _fill(model: nn.Module, state: dict[str, Any], file: Any) -> None:
             if name.endswith(_EXTRA_STATE):
                 continue  # the module knows what it takes
             _refuse(file, name, f"of shape {tuple(found.shape)}", f"of {tuple(place.shape)}")
+        if isinstance(place, Tensor) and not name.endswith(_EXTRA_STATE):
+            if not isinstance(found, Tensor):
+                raise TypeError(f"{name} is no tensor")
+            check_same_dtype(name, found, place)
     with torch.no_grad():
         model.load_state_dict(state)
 
@@ -329,6 +360,8 @@ def _fill_layer(layer: Any, start: str, state: dict[str, Any], file: Any) -> Non
             value = state.get(start + last)
             if value is None:
                 continue
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{start}{last} is no tensor")
             allowed = shapes.get(last, [None if own[last] is None else tuple(own[last].shape)])
             if tuple(value.shape) not in allowed:
                 _refuse(file, start + last, f"of shape {tuple(value.shape)}", f"of {allowed[0]}")
@@ -336,6 +369,8 @@ def _fill_layer(layer: Any, start: str, state: dict[str, Any], file: Any) -> Non
     missing = [last for last in ("weight_codes", "weight_scale") if last in shapes and layer._buffers[last] is None]
     if missing:
         raise ValueError(f"{file} is damaged: it has no {start}{missing[0]}.\n{_AGAIN}")
+    if layer._fakequant.weight_spec is not None:
+        check_weight(start.rstrip("."), layer)
 
 
 def _shapes(layer: Any) -> dict[str, list[Any]]:

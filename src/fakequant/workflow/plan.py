@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -18,11 +17,12 @@ from fakequant.nn.learned import LearnedFakeQuantize
 from fakequant.nn.quantizer import Quantizer
 from fakequant.observers import Memoryless, MovingAverage
 from fakequant.spec import QuantSpec
+from fakequant.workflow.plan_warnings import near_names
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 # Recipes say what convolutions get, whether a model has any or not.
-_OF_RECIPES = ("*", "_ConvNd")
+OF_RECIPES = ("*", "_ConvNd")
 
 
 @dataclasses.dataclass
@@ -43,16 +43,20 @@ class Plan:
     floats: dict[str, str]
     # Rules that matched nothing, and paths that are like theirs.
     unmatched: list[tuple[str, list[str]]]
+    # Of those in float: the layers that were to be quantized with a spec that does not fit them.
+    refused: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+class _Left(ValueError):
+    """A layer stays in float, and not because a spec does not fit it."""
 
 
 def make_plan(model: nn.Module, config: QuantConfig) -> Plan:
     """Which layers get which quantizers."""
     plan = Plan([], {}, [])
     used: set[int] = set()
-    paths = []
     attentions: dict[nn.Module, nn.Module] = {}  # by the layer in it that projects the result
     for path, module in model.named_modules():
-        paths.append(path)
         config_of_layer, number = config.find(path, module)
         if number is not None:
             used.add(number)
@@ -69,13 +73,15 @@ def make_plan(model: nn.Module, config: QuantConfig) -> Plan:
                 plan.layers.append(_layer(path, module, config_of_layer, config))
             except (ValueError, IndexError) as error:
                 reason = str(error).split("\n")[0]
+                if not isinstance(error, _Left):
+                    plan.refused[path] = reason
         meant = number is not None and config_of_layer is not None
         if reason is not None and (_owns_parameters(module) or meant):
             plan.floats[path] = reason
     for number, rule in enumerate(config.rules):
-        if number not in used and (rule.path, rule.type) != _OF_RECIPES:
+        if number not in used and (rule.path, rule.type) != OF_RECIPES:
             words = f"Rule(path={rule.path!r}, type={rule.type!r})"
-            plan.unmatched.append((words, get_close_matches(rule.path, paths, n=3, cutoff=0.3)))
+            plan.unmatched.append((words, near_names(rule, model.named_modules())))
     return plan
 
 
@@ -122,7 +128,7 @@ def _layer(path: str, module: Any, layer: LayerConfig, config: QuantConfig) -> L
     if kind is MultiheadAttention:
         quantizers["projection_quantizer"] = make.activation("projection", config.between)
     if not any(quantizers.values()):
-        raise ValueError("the config has no spec for any of its tensors")
+        raise _Left("the config has no spec for any of its tensors")
     check_free(module, (*quantizers, *RESERVED))
     for quantizer in quantizers.values():
         if quantizer is not None:
@@ -134,7 +140,7 @@ def check_free(module: nn.Module, names: Iterable[str]) -> None:
     """That a module has no attributes of its own where quantizers are to be."""
     for name in names:
         if hasattr(module, name):
-            raise ValueError(f"it has an attribute `{name}` of its own")
+            raise _Left(f"it has an attribute `{name}` of its own")
 
 
 @dataclasses.dataclass

@@ -12,8 +12,15 @@ from fakequant.nn.kinds import find_kind
 from fakequant.nn.layer import Quantization, QuantizedLayer, attach, detach
 from fakequant.nn.quantizer import name_quantizers
 from fakequant.workflow.analysis import Found, find_operands
+from fakequant.workflow.first_last import (
+    FirstLast,
+    adopt_on_loading,
+    forget_first_and_last,
+    widen_first_and_last,
+)
 from fakequant.workflow.fold import find_pairs
-from fakequant.workflow.plan import Layer, Plan, check_free, make_activation_quantizer, make_plan
+from fakequant.workflow.plan import OF_RECIPES, Layer, Plan, check_free, make_activation_quantizer, make_plan
+from fakequant.workflow.plan_warnings import warn_about_refused, warn_about_rules
 from fakequant.workflow.running import check_module
 from fakequant.workflow.schedule import release_norms
 
@@ -34,6 +41,8 @@ class Preparation:
     notes: list[str]
     # Normalizations that will be part of layers, by the paths of those.
     norms: dict[str, str] = dataclasses.field(default_factory=dict)
+    # Which layers have the bits of the first and the last; None: the config asks for none.
+    first_last: FirstLast | None = None
 
 
 def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
@@ -57,6 +66,9 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
     plan = make_plan(model, config)
     if not plan.layers:
         raise ValueError(_nothing(plan))
+    warn_about_rules(model, config, OF_RECIPES)
+    warn_about_refused(plan.refused)
+    first_last = widen_first_and_last(model, config, plan)
     found = Found([], [], {}, None) if config.between is None else find_operands(model)
     outputs, notes = _plan_outputs(model, config, plan, found)
     on_a_grid = _without_repetition(plan, outputs, found)
@@ -81,17 +93,19 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
     for module in model.modules():
         close_shortcuts(module)
     name_quantizers(model)
-    model.__dict__["_fakequant_preparation"] = Preparation(config, plan.floats, plan.unmatched, hooked, notes, norms)
+    model.__dict__["_fakequant_preparation"] = Preparation(
+        config, plan.floats, plan.unmatched, hooked, notes, norms, first_last
+    )
+    adopt_on_loading(model, first_last)
     link_norms(model)
     return model
 
 
 def _record(layer: Layer, config: QuantConfig) -> Quantization:
-    cls, quantizer = type(layer.module), layer.quantizers["weight_quantizer"]
+    cls = type(layer.module)
     kind = find_kind(cls)
     assert kind is not None
-    shift = 0 if quantizer is None else targets.find(config.target).weight_shift(quantizer.spec)
-    return Quantization(kind, cls, save_codes=config.save_codes, weight_shift=shift)
+    return Quantization(kind, cls, save_codes=config.save_codes, target=config.target)
 
 
 def unprepare(model: nn.Module) -> nn.Module:
@@ -106,6 +120,7 @@ def unprepare(model: nn.Module) -> nn.Module:
     """
     preparation(model)
     release_norms(model)
+    forget_first_and_last(model)
     for module in list(model.modules()):
         if isinstance(module, QuantizedLayer):
             detach(module)

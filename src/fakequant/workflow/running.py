@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
@@ -46,6 +47,27 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+@contextmanager
+def explaining_ranks() -> Iterator[None]:
+    """While it lasts, an error of communication between ranks says what its cause is likely to be."""
+    try:
+        yield
+    except RuntimeError as error:
+        distributed = torch.distributed
+        if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+            raise
+        if not isinstance(error, distributed.DistError) and not any(word in str(error).lower() for word in _OF_RANKS):
+            raise
+        raise RuntimeError(
+            f"The ranks could not exchange what they have seen: {str(error).splitlines()[0]}\n"
+            "Another rank has likely ended with an error, or has fewer batches. See the first error of any rank, and "
+            "give every rank as many batches: `steps`, or DataLoader(drop_last=True) with a DistributedSampler."
+        ) from error
+
+
+_OF_RANKS = ("gloo", "nccl", "timed out", "timeout", "connection closed", "connection reset", "broken pipe")
+
+
 def _not_compiled() -> AbstractContextManager[Any]:
     """Compiled code does not run hooks that were added later, and has nothing to wait for data with."""
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes long
@@ -80,8 +102,11 @@ def run(
         total = None
     if steps is not None:
         total = steps if total is None else min(steps, total)
+    told = False
     for batch in Bar(islice(data, steps), total=total, desc=progress, disable=progress is None, leave=False):
         args, kwargs = _arguments(model, batch)
+        if not told and isinstance(batch, (tuple, list)) and len(batch) > len(args):
+            told = _warn_about_dropped(model, batch, len(args))
         (call or model)(*args, **kwargs)
 
 
@@ -96,12 +121,44 @@ def _arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str,
     raise TypeError(f"A batch must be a tensor, a dict, a tuple or a list, got {type(batch).__name__}.")
 
 
+def _positional(model: nn.Module) -> list[inspect.Parameter]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p for p in inspect.signature(model.forward).parameters.values() if p.kind in kinds]
+
+
 def _needed(model: nn.Module, available: int) -> int:
     """How many positional arguments `forward` needs."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(model.forward).parameters.values()
-    needed = [p for p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty]
+    needed = [p for p in _positional(model) if p.default is inspect.Parameter.empty]
     return min(max(len(needed), 1), available)
+
+
+def _warn_about_dropped(model: nn.Module, batch: Any, passed: int) -> bool:
+    """Warns if what is left out of a batch may be meant for an optional argument; whether it did.
+
+    Labels are not: integers in one row, or for an argument that is called so. Nor is anything for an argument whose
+    default is a number or a switch.
+    """
+    optional = _positional(model)[passed : len(batch)]
+    for parameter, value in zip(optional, batch[passed:], strict=False):
+        is_label = (
+            isinstance(value, Tensor)
+            and value.dim() <= 1
+            and not value.is_floating_point()
+            and (value.dtype != torch.bool)
+        )
+        named_label = parameter.name.lower().rstrip("s") in ("label", "target", "y")
+        if isinstance(value, Tensor) and parameter.default is None and not is_label and not named_label:
+            names = [p.name for p in _positional(model)]
+            pairs = ", ".join(f'"{name}": ...' for name in names[: len(batch)])
+            warnings.warn(
+                f"Batches have {len(batch)} elements, and `forward` needs {passed} of its arguments "
+                f"({', '.join(names)}): what may be meant for `{parameter.name}` is left out, as labels are.\n"
+                f"If it is no label, pass dicts, {{{pairs}}}; if it is one, pass batches without it.",
+                UserWarning,
+                stacklevel=5,
+            )
+            return True
+    return False
 
 
 def copied(args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ from torch import nn
 from fakequant.nn.layer import Quantization, QuantizedLayer
 from fakequant.nn.quantizer import quantizers, set_state
 from fakequant.workflow.running import check_module
+from fakequant.workflow.unmoved import Unmoved
 
 
 def _stay_frozen(module: nn.Module, mode: bool = True) -> nn.Module:
@@ -90,11 +91,13 @@ class Schedule:
         self.freeze_ranges_at = freeze_ranges_at
         self.freeze_norms_at = freeze_norms_at
         self.steps = 0
+        self._unmoved = Unmoved(model)
         release_norms(model)
         self._apply()
 
     def step(self) -> None:
         """One training step is done."""
+        self._unmoved.look()
         self.steps += 1
         self._apply()
 

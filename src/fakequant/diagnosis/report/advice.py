@@ -9,6 +9,10 @@ from fakequant.workflow.health import QuantizerHealth
 # From which on it is worth a word. Few levels pay for clipping with finer steps: learned scales clip some percent.
 CLIPPED, CLIPPED_OF_FEW, FEW = 0.01, 0.10, 16
 USED, USED_OF_FEW = 0.25, 0.6
+# An outlier that has the range has a code near its end.
+FAR_FROM_ENDS = 0.6
+# The SQNR of a layer by itself, in decibels, below which it is worth looking at: 3 % of the signal is noise.
+LOW_SQNR = 15.0
 DRIFT = 0.05
 # Between neighbours of many levels there is not much to jump.
 OSCILLATING, OSCILLATING_OF_FEW = 0.2, 0.02
@@ -84,7 +88,10 @@ def _clipped(health: QuantizerHealth, counts: TensorCounts) -> Finding | None:
     if health.clipped is None or counts.far <= limit * counts.total:
         return None
     if counts.kind == "weight":
-        help = "Train on with a learned scale, or use one scale per channel and the range of the weights at hand."
+        help = (
+            "Train on with a learned scale, or use one scale per channel and the range of the weights at hand. A "
+            "learned scale that is much too small needs another start (`weight_observer`) or a lower learning rate."
+        )
     else:
         help = (
             "Calibrate with data that look like these, on more batches; or use an observer with a wider range, such "
@@ -98,6 +105,15 @@ def _unused(counts: TensorCounts) -> Finding | None:
     limit = USED_OF_FEW if counts.spec.levels <= FEW else USED
     if not possible or counts.used >= limit * possible or counts.spec.levels < 4:
         return None
+    if _nearest_to_an_end(counts) < FAR_FROM_ENDS:
+        return Finding(
+            "few codes",
+            f"{counts.used:,} of {counts.spec.levels:,} codes occur, and none near an end: the scale is much too large "
+            "for all of the values.",
+            "It is not an outlier. Give a learned scale another start (`weight_observer` or `activation_observer`, "
+            "such as observers.MSE()) or a lower learning rate; calibrate an observed one with data that look like "
+            "these.",
+        )
     return Finding(
         "few codes",
         f"{counts.used:,} of {counts.spec.levels:,} codes occur: the range is much wider than most of the values.",
@@ -105,6 +121,17 @@ def _unused(counts: TensorCounts) -> Finding | None:
         "group, or fewer bits. Inputs with few different values, such as images of few grey levels, are fine as they "
         "are.",
     )
+
+
+def _nearest_to_an_end(counts: TensorCounts) -> float:
+    """How far the codes in use go from zero's code to an end of the range: 1 is the end."""
+    spec = counts.spec
+    if len(counts.codes) < spec.levels or (counts.one_grid is None and not spec.symmetric):
+        return 1.0  # not known
+    zero = 0 if counts.one_grid is None else round(counts.one_grid[1])
+    used = counts.codes.nonzero().flatten() + spec.qmin
+    lowest, highest = int(used.min()), int(used.max())
+    return max((highest - zero) / max(spec.qmax - zero, 1), (zero - lowest) / max(zero - spec.qmin, 1))
 
 
 def _drift(health: QuantizerHealth) -> Finding | None:

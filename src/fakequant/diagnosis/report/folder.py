@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fakequant.workflow.optional import unfinished_name
+
 
 @contextmanager
 def filling(folder: str | os.PathLike[str]) -> Iterator[Path]:
@@ -24,7 +26,7 @@ def filling(folder: str | os.PathLike[str]) -> Iterator[Path]:
     if not there.is_dir():
         raise NotADirectoryError(f"{str(there)!r} is a file, where a folder is needed.\nUse another folder.")
     had_report = (goal / "report.html").is_file()
-    unfinished = there / f".{goal.name}.{os.getpid()}.unfinished"
+    unfinished = there / unfinished_name(f".{goal.name}")
     try:
         unfinished.mkdir()
     except OSError as error:

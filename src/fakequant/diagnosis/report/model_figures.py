@@ -50,21 +50,21 @@ def _sqnr(layer: "LayerComparison") -> float:
     return -math.inf if value is None or math.isnan(value) else value
 
 
-def draw_comparison(layers: "Sequence[LayerComparison]", worst: str) -> Figure:
-    """SQNR per layer, by itself and inside the quantized model."""
+def draw_comparison(layers: "Sequence[LayerComparison]", bad: str | None) -> Figure:
+    """SQNR per layer, by itself and inside the quantized model; the one that is too low stands out."""
     figure, axes = _rows([layer.path for layer in layers])
     known = [e.sqnr for layer in layers for e in (layer.isolated, layer.accumulated) if e.sqnr is not None]
     finite = [value for value in known if math.isfinite(value)]
     low, high = min([0.0, *finite]), max([10.0, *finite])
     for row, layer in enumerate(layers):
-        color = WARN if layer.path == worst else ACCENT
+        color = WARN if layer.path == bad else ACCENT
         # What is infinite is at the edge; what is not known, or no number, is not drawn.
         both = (math.nan if e.sqnr is None else e.sqnr for e in (layer.accumulated, layer.isolated))
         ends = [value if math.isnan(value) else min(max(value, low), high) for value in both]
         axes.plot(ends, [row, row], color=MUTED, linewidth=0.9, zorder=2)
         axes.plot(ends[:1], [row], "o", markersize=5.5, color=PAPER, markeredgecolor=color, markeredgewidth=1.3)
         axes.plot(ends[1:], [row], "o", markersize=5.5, color=color)
-        if layer.path == worst:
+        if layer.path == bad:
             axes.get_yticklabels()[row].set_color(WARN)
             axes.get_yticklabels()[row].set_fontweight("bold")
     axes.plot([], [], "o", markersize=5.5, color=ACCENT, label="this layer alone quantized")

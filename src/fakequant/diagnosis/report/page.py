@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fakequant.diagnosis.history import History
-from fakequant.diagnosis.report.advice import Judged
+from fakequant.diagnosis.report.advice import LOW_SQNR, Judged
 from fakequant.diagnosis.report.model_figures import (
     ROWS,
     draw_comparison,
@@ -100,7 +100,7 @@ def anchor(path: str) -> str:
 
 def comparison_entry(figures: Figures, found: "Comparison") -> dict[str, Any]:
     """Layers against the float model."""
-    drawn, worst = layers_to_draw(found), found.worst
+    drawn, worst, bad = layers_to_draw(found), found.worst, low_layer(found)
     figure = figures.draw(
         "layers-sqnr",
         "SQNR of every layer's result",
@@ -108,16 +108,16 @@ def comparison_entry(figures: Figures, found: "Comparison") -> dict[str, Any]:
         "it by itself. A hollow dot far from its full dot has its noise from layers before it.",
         draw_comparison,
         drawn,
-        worst,
+        bad,
     )
     rows = [
         {
             "path": layer.path,
             "kind": layer.kind,
-            "worst": layer.path == worst,
+            "bad": layer.path == bad,
             "cells": [
                 decibel(layer.weight_sqnr),
-                decibel(layer.isolated.sqnr, layer.path == worst),
+                decibel(layer.isolated.sqnr, layer.path == bad),
                 decibel(layer.accumulated.sqnr),
                 *(_or_dash(errors.max_steps) for errors in (layer.isolated, layer.accumulated)),
                 *(percent(errors.clipped) for errors in (layer.isolated, layer.accumulated)),
@@ -125,7 +125,15 @@ def comparison_entry(figures: Figures, found: "Comparison") -> dict[str, Any]:
         }
         for layer in found.layers
     ]
-    return {"rows": rows, "worst": worst, "figure": figure, "left_out": len(found.layers) - len(drawn)}
+    left_out = len(found.layers) - len(drawn)
+    return {"rows": rows, "worst": worst, "is_bad": bad is not None, "figure": figure, "left_out": left_out}
+
+
+def low_layer(found: "Comparison") -> str | None:
+    """The layer with the lowest SQNR by itself, if that is low; None: all is well."""
+    worst = next(layer for layer in found.layers if layer.path == found.worst)
+    sqnr = worst.isolated.sqnr
+    return worst.path if sqnr is not None and not sqnr >= LOW_SQNR else None
 
 
 def _or_dash(value: float | None) -> Cell:
@@ -218,7 +226,7 @@ def overview(summary: Any, judged: Sequence[Judged], comparison: Any, sensitivit
     bad = sum(bool(j.findings) for j in judged)
     ratio = summary.bytes_after / max(summary.bytes_before, 1)
     tiles = [
-        ("Layers quantized", str(len(summary.layers)), f"{len(summary.floats)} modules stay in float", False),
+        _layers_tile(summary),
         (
             "Size of parameters",
             _bytes(summary.bytes_after),
@@ -235,14 +243,25 @@ def overview(summary: Any, judged: Sequence[Judged], comparison: Any, sensitivit
     if comparison is not None:
         worst = next(layer for layer in comparison.layers if layer.path == comparison.worst)
         where = f"at {worst.path or 'the model'}"
-        tiles.append(("Lowest SQNR of a layer", decibel(worst.isolated.sqnr).text, where, False))
+        is_low = low_layer(comparison) is not None
+        tiles.append(("Lowest SQNR of a layer", decibel(worst.isolated.sqnr).text, where, is_low))
     if sensitivity is not None:
-        words = f"from {sensitivity.float_score:.4g} in float"
-        tiles.append(("Score quantized", f"{sensitivity.quantized_score:.4g}", words, False))
+        words = f"by the function given to sensitivity, before training. In float: {sensitivity.float_score:.4g}"
+        tiles.append(("Score after calibration", f"{sensitivity.quantized_score:.4g}", words, False))
     if verification is not None:
         verdict = "same codes" if verification.ok else "differs"
         tiles.append(("Runtime", verdict, f"target {verification.target}", not verification.ok))
     return tiles
+
+
+def _layers_tile(summary: Any) -> tuple[str, str, str, bool]:
+    """Layers with quantized weights; modules that only quantize their results are no layers."""
+    with_weights = sum(layer.weight != "-" for layer in summary.layers)
+    others = len(summary.layers) - with_weights
+    words = f"with their weights. In float: {len(summary.floats)} modules"
+    if others:
+        words = f"with their weights. Results only: {others}. In float: {len(summary.floats)} modules"
+    return ("Layers quantized", str(with_weights), words, False)
 
 
 def _bytes(count: int) -> str:

@@ -1,0 +1,277 @@
+"""`first_last_bits`: the first and the last layer, by the order of execution, have more bits than the others."""
+
+import copy
+import io
+import warnings
+
+import pytest
+
+import fakequant as fq
+from fakequant import QuantSpec, presets
+from fakequant.testing.assertions import assert_same_bits
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+recipes = pytest.importorskip("fakequant.recipes")
+
+RECIPES = {"lsq": recipes.lsq(2), "w4a8": recipes.w4a8()}
+by_recipe = pytest.mark.parametrize("config", RECIPES.values(), ids=RECIPES)
+
+
+class Chain(nn.Module):
+    """Three layers that are called in another order than they are registered in: c, a, b."""
+
+    def __init__(self, traceable=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (nn.Linear(6, 6) for _ in range(3))
+        self.traceable = traceable
+
+    def forward(self, x):
+        if not self.traceable and x.sum() > 1e9:
+            return x
+        return self.b(self.a(self.c(x).relu()).relu())
+
+
+def make(config, traceable=False):
+    return fq.prepare(Chain(traceable), config)
+
+
+def bits(model):
+    """Of weights and inputs."""
+    return {
+        path: (m.weight_quantizer.spec.bits, m.input_quantizer and m.input_quantizer.spec.bits)
+        for path, m in model.named_modules()
+        if hasattr(m, "weight_quantizer")
+    }
+
+
+def data(batches=2):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(5, 6, generator=generator) for _ in range(batches)]
+
+
+def calibrate(model, batches=None):
+    return fq.calibrate(model, data() if batches is None else batches, progress=False)
+
+
+def same_state(expected, actual):
+    assert list(expected) == list(actual)
+    for name, value in expected.items():
+        assert_same_bits(value.numpy(), actual[name].numpy(), name)
+
+
+EXPECTED = {
+    "lsq": {"a": (2, 2), "b": (8, 8), "c": (8, 8)},
+    "w4a8": {"a": (4, 8), "b": (8, 8), "c": (8, 8)},
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_model_that_can_be_traced_has_them_at_once(name):
+    model = make(RECIPES[name], traceable=True)
+    assert bits(model) == EXPECTED[name]
+    assert model.b.weight_quantizer.spec == narrow(8)
+    calibrate(model)
+    assert bits(model) == EXPECTED[name]
+
+
+def narrow(bits):
+    return QuantSpec(bits=bits, narrow=True, axis=0)
+
+
+@by_recipe
+def test_none_switches_it_off_and_more_bits_are_not_lowered(config):
+    plain = fq.QuantConfig.from_dict({**config.to_dict(), "first_last_bits": None})
+    assert len(set(bits(make(plain, traceable=True)).values())) == 1
+    assert set(bits(make(recipes.lsq(8), traceable=True)).values()) == {(8, 8)}
+    assert make(recipes.lsq(8), traceable=True).b.weight_quantizer.spec == QuantSpec(bits=8, axis=0)
+    three = fq.QuantConfig.from_dict({**config.to_dict(), "first_last_bits": 3})
+    assert bits(make(three, traceable=True))["c"] == ((3, 3) if config.default.learned else (4, 8))
+
+
+def test_a_learned_weight_starts_as_one_of_8_bits_does():
+    model = make(recipes.lsq(2), traceable=True)
+    weight = Chain().b.weight
+    expected = fq.nn.LearnedFakeQuantize(narrow(8), shape=weight.shape).initialize(weight)
+    assert_same_bits(expected.scale.detach().numpy(), model.b.weight_quantizer.scale.detach().numpy())
+
+
+def test_the_limits_of_the_target_hold():
+    model = make(recipes.lsq(2, target="onnxruntime-x86"), traceable=True)
+    assert bits(model)["c"] == (7, 8)
+    model = make(recipes.w4a8(target="tensorrt"), traceable=True)
+    assert model.c.input_quantizer.spec == QuantSpec(bits=8)
+
+
+def test_what_a_rule_says_holds():
+    config = recipes.lsq(2).rule("c", weight=QuantSpec(bits=3, axis=0))
+    assert bits(make(config, traceable=True)) == {"a": (2, 2), "b": (8, 8), "c": (3, 2)}
+    assert bits(make(recipes.lsq(2).skip("c"), traceable=True)) == {"a": (2, 2), "b": (8, 8)}
+    assert bits(calibrate(make(recipes.lsq(2).skip("c")))) == {"a": (2, 2), "b": (8, 8)}
+
+
+def test_one_layer_is_both():
+    for model in (nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))):
+        model = calibrate(fq.prepare(model, recipes.lsq(2)), [torch.randn(3, 4)])
+        assert set(bits(model).values()) == {(8, 8)}
+
+
+def test_results_between_layers_are_not_widened():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.a(x)
+            return y + self.b(y)
+
+    model = fq.prepare(Residual(), recipes.lsq(2))
+    assert [model.a.output_quantizer.spec.bits, model.b.output_quantizer.spec.bits] == [2, 2]
+    assert bits(model) == {"a": (8, 8), "b": (8, 8)}
+
+
+def test_an_embedding_is_a_layer_and_an_attention_is_two():
+    class Text(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.fc, self.words = nn.Linear(8, 8), nn.Embedding(10, 8)
+
+        def forward(self, x):
+            x = self.fc(self.words(x))
+            return self.out(x, x, x)[0]
+
+    model = fq.prepare(Text(), recipes.lsq(2))
+    found = {path: m.weight_quantizer.spec.bits for path, m in model.named_modules() if hasattr(m, "weight_quantizer")}
+    assert found == {"out": 2, "out.out_proj": 8, "fc": 2, "words": 8}
+
+
+# --- where tracing fails --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_guess_is_corrected_by_the_first_batch(name):
+    model = make(RECIPES[name])
+    assert bits(model)["a"][0] == 8  # the first that is registered
+    parameters = {key: id(value) for key, value in model.named_parameters()}
+    calibrate(model)
+    assert bits(model) == EXPECTED[name]
+    assert parameters == {key: id(value) for key, value in model.named_parameters()}
+    traced = calibrate(make(RECIPES[name], traceable=True))
+    same_state(traced.state_dict(), model.state_dict())
+
+
+def test_also_where_a_function_runs_the_model():
+    model = make(recipes.lsq(2))
+    fq.calibrate(model, lambda model: [model(x) for x in data()], progress=False)
+    same_state(calibrate(make(recipes.lsq(2))).state_dict(), model.state_dict())
+
+
+@by_recipe
+def test_a_failure_leaves_the_guess(config):
+    model = make(config)
+    before, guessed = copy.deepcopy(model.state_dict()), bits(model)
+    with pytest.raises(RuntimeError):
+        calibrate(model, [*data(), torch.randn(5, 7)])
+    assert bits(model) == guessed
+    same_state(before, model.state_dict())
+    calibrate(model)
+    same_state(calibrate(make(config)).state_dict(), model.state_dict())
+
+
+@by_recipe
+def test_a_state_of_a_corrected_model_loads_into_one_with_a_guess(config):
+    model = calibrate(make(config))
+    again = make(config)
+    again.load_state_dict(model.state_dict(), strict=True)
+    same_state(model.state_dict(), again.state_dict())
+    x = data()[0]
+    assert torch.equal(model.eval()(x), again.eval()(x))
+    with pytest.raises(RuntimeError, match="spec"):  # no guess any more
+        again.load_state_dict(make(config).state_dict())
+
+
+@by_recipe
+def test_also_into_a_wrapper_a_copy_and_a_pickled_one(config):
+    model = calibrate(make(config))
+    copied = copy.deepcopy(make(config))
+    copied.load_state_dict(model.state_dict())
+    wrapped = nn.ModuleDict({"inner": make(config)})
+    wrapped.load_state_dict({f"inner.{key}": value for key, value in model.state_dict().items()})
+    file = io.BytesIO()
+    torch.save(make(config), file)
+    file.seek(0)
+    pickled = torch.load(file, weights_only=False)
+    pickled.load_state_dict(model.state_dict())
+    for again in (copied, wrapped["inner"], pickled):
+        same_state(model.state_dict(), again.state_dict())
+
+
+def test_a_state_with_other_bits_is_refused_as_before():
+    with pytest.raises(RuntimeError, match="spec"):
+        make(recipes.lsq(2)).load_state_dict(calibrate(make(recipes.lsq(3))).state_dict())
+
+
+def test_a_state_of_the_float_model_changes_no_bits():
+    model = make(recipes.lsq(2))
+    guessed = bits(model)
+    model.load_state_dict(Chain().state_dict(), strict=False)
+    assert bits(model) == guessed
+    assert bits(calibrate(model)) == EXPECTED["lsq"]
+
+
+def test_what_has_learned_stays_with_a_warning():
+    model = make(recipes.lsq(2))
+    with torch.no_grad():
+        model.a.weight_quantizer.step_size.mul_(1.1)  # an optimizer's step
+    guessed = bits(model)
+    with pytest.warns(UserWarning, match=r"first and the last layer of the model are c and b.* are a and c"):
+        calibrate(model)
+    assert bits(model) == guessed
+
+
+def test_a_model_that_was_observed_in_training_stays_with_a_warning():
+    model = make(recipes.w4a8())
+    model.train()(data()[0])
+    guessed = bits(model)
+    with pytest.warns(UserWarning, match="could not be traced"):
+        calibrate(model)
+    assert bits(model) == guessed
+
+
+def test_a_right_guess_says_nothing():
+    class InOrder(Chain):
+        def forward(self, x):
+            return self.c(self.b(self.a(x).relu()).relu()) if x.sum() < 1e9 else x
+
+    model = fq.prepare(InOrder(), recipes.lsq(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        calibrate(model)
+    assert bits(model) == {"a": (8, 8), "b": (2, 2), "c": (8, 8)}
+
+
+def test_unprepare_takes_everything_out():
+    model = fq.unprepare(make(recipes.lsq(2)))
+    assert not model._load_state_dict_pre_hooks
+    model.load_state_dict(Chain().state_dict())
+
+
+# --- the config -----------------------------------------------------------------------------------
+
+
+def test_it_is_saved_with_the_config_and_absent_is_none():
+    for config in (recipes.lsq(2), recipes.w4a8(first_last_bits=6), recipes.int8()):
+        assert fq.QuantConfig.from_json(config.to_json()) == config
+    fields = recipes.lsq(2).to_dict()
+    assert fields.pop("first_last_bits") == 8
+    assert fq.QuantConfig.from_dict(fields).first_last_bits is None
+    assert recipes.int8().first_last_bits is None
+
+
+@pytest.mark.parametrize("value", [0, 1, 17, -8, 8.0, "8", True], ids=repr)
+def test_other_values_are_refused(value):
+    with pytest.raises(ValueError, match="`first_last_bits` must be a number of bits from 2 to 16"):
+        fq.QuantConfig(default=fq.LayerConfig(weight=presets.int8()), first_last_bits=value)

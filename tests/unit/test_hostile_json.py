@@ -1,0 +1,43 @@
+"""JSON that is nested without an end, or has huge names and values: refused at once, in few words."""
+
+import pytest
+
+import fakequant as fq
+from fakequant import QuantSpec
+
+pytest.importorskip("torch")
+
+LONG = "x" * 10_000_000
+READERS = {"spec": QuantSpec.from_json, "config": fq.QuantConfig.from_json}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"bits":' * 100_000], ids=["lists", "objects"])
+def test_json_that_is_nested_too_deep_is_refused_in_one_line(read, text):
+    with pytest.raises(ValueError, match=r"^The text is nested too deep to be read as JSON\.$"):
+        read(text)
+
+
+NAMES = {
+    "spec": (QuantSpec.from_json, f'{{"{LONG}": 1}}'),
+    "config": (fq.QuantConfig.from_json, f'{{"{LONG}": 1}}'),
+    "spec in a config": (fq.QuantConfig.from_json, f'{{"default": {{"weight": {{"{LONG}": 1}}}}}}'),
+    "observer in a config": (
+        fq.QuantConfig.from_json,
+        f'{{"default": {{"weight_observer": {{"kind": "MinMax", "{LONG}": 1}}}}}}',
+    ),
+}
+
+
+@pytest.mark.parametrize(("read", "text"), NAMES.values(), ids=NAMES)
+def test_a_huge_name_is_refused_in_few_words(read, text, monkeypatch):
+    monkeypatch.setattr("fakequant.spec.get_close_matches", None)  # which takes most of a minute
+    with pytest.raises(ValueError, match=r"has no (field|setting) 'xxx") as caught:
+        read(text)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_huge_value_is_refused_in_few_words():
+    with pytest.raises(TypeError, match="`bits` must be an int") as caught:
+        QuantSpec.from_json(f'{{"bits": "{LONG}"}}')
+    assert len(str(caught.value)) < 500

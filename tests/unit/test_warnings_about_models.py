@@ -1,0 +1,203 @@
+"""What is said, once, about models and configs that do less than they seem to."""
+
+import warnings
+
+import pytest
+
+import fakequant as fq
+
+torch = pytest.importorskip("torch")
+nn, F = torch.nn, torch.nn.functional
+recipes = pytest.importorskip("fakequant.recipes")
+
+X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+
+
+def calibrate(model, data, **options):
+    return fq.calibrate(model, data, progress=False, **options)
+
+
+def said(run):
+    """The warnings of a call."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(w.message) for w in caught]
+
+
+# --- batches with more than `forward` needs -----------------------------------------------------------------
+
+
+def taking(signature):
+    """A model whose forward pass has a signature."""
+    scope = {}
+    exec(f"def forward(self, {signature}):\n    return self.fc(x)", {}, scope)
+    made = type("Model", (nn.Module,), scope)()
+    made.fc = nn.Linear(4, 2)
+    return fq.prepare(made, recipes.int8())
+
+
+MASK, LABELS, SCORES = torch.ones(6, 4, dtype=torch.bool), torch.zeros(6, dtype=torch.long), torch.rand(6)
+AMBIGUOUS = {
+    "a mask": ("x, mask=None", (X, MASK)),
+    "a list": ("x, mask=None", [X, MASK]),
+    "numbers in one row": ("x, weights=None", (X, SCORES)),
+    "the second of two": ("x, labels=None, mask=None", (X, LABELS, MASK)),
+    "beside a label": ("x, mask=None", (X, MASK, LABELS)),
+}
+CLEAR = {
+    "no place for it": ("x", (X, LABELS)),
+    "no place for numbers": ("x", (X, SCORES)),
+    "labels beside an option": ("x, mask=None", (X, LABELS)),
+    "a switch": ("x, flatten=False", (X, MASK)),
+    "an argument for labels": ("x, labels=None", (X, SCORES)),
+    "an argument for targets": ("x, targets=None", (X, MASK)),
+    "one element": ("x, mask=None", (X,)),
+    "a tensor": ("x, mask=None", X),
+    "a dict": ("x, mask=None", {"x": X, "mask": MASK}),
+    "needed": ("x, mask", (X, MASK)),
+    "nothing": ("x, mask=None", (X, None)),
+}
+
+
+@pytest.mark.parametrize(("signature", "batch"), AMBIGUOUS.values(), ids=AMBIGUOUS)
+def test_what_may_be_meant_for_an_optional_argument_is_left_out_with_one_warning(signature, batch):
+    model = taking(signature)
+    (words,) = said(lambda: calibrate(model, [batch, batch]))
+    assert "is left out, as labels are" in words
+    assert 'pass dicts, {"x": ..., ' in words
+    with pytest.warns(UserWarning, match="is left out"):
+        fq.health(model, [batch])
+
+
+@pytest.mark.parametrize(("signature", "batch"), CLEAR.values(), ids=CLEAR)
+def test_labels_are_left_out_without_a_word(signature, batch):
+    assert said(lambda: calibrate(taking(signature), [batch])) == []
+
+
+def test_a_tensor_is_one_batch():
+    calls = []
+    model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), recipes.int8())
+    model.register_forward_pre_hook(lambda module, args: calls.append(args[0].shape))
+    calibrate(model, X)
+    assert calls == [X.shape]
+
+
+# --- layers that no data reach ------------------------------------------------------------------------------
+
+
+class Borrowed(nn.Module):
+    """Uses the weight of one layer, and never calls another."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.unused, self.out = nn.Linear(4, 4, bias=False), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.out(F.linear(x, self.qkv.weight))
+
+
+@pytest.mark.parametrize("config", [recipes.int8(), recipes.lsq(4)], ids=["observed", "learned"])
+def test_layers_that_no_data_reach_are_named(config):
+    (words,) = said(lambda: calibrate(fq.prepare(Borrowed(), config), [X]))
+    assert "No data reached the quantizers of qkv, unused" in words
+    assert "stay in float" in words
+    assert "config.skip(path)" in words
+    assert said(lambda: calibrate(fq.prepare(Borrowed(), config.skip("qkv").skip("unused")), [X])) == []
+
+
+def test_learned_scales_without_data_name_what_users_know():
+    model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), recipes.lsq(4))
+    with pytest.raises(
+        RuntimeError, match=r"0\.input_quantizer has no scale yet(.|\n)*fakequant\.calibrate\(model, data\)"
+    ):
+        model(X)
+
+
+# --- rules --------------------------------------------------------------------------------------------------
+
+
+def net():
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+
+
+MISSPELT = {
+    "a rule": (lambda c: c.rule("33", weight=fq.presets.int8()), r"rule\('33'\); near: 3"),
+    "a skip": (lambda c: c.skip("head"), r"skip\('head'\); near: nothing"),
+    "a type": (lambda c: c.skip(type="Conv2D"), r"skip\('\*', type='Conv2D'\); near: Conv2d"),
+    "a type in small letters": (lambda c: c.rule(type="linear", weight=fq.presets.int8()), r"near: Linear"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), MISSPELT.values(), ids=MISSPELT)
+def test_a_rule_that_matches_nothing_is_told_with_the_near_name(change, message):
+    with pytest.warns(UserWarning, match=message) as told:
+        model = fq.prepare(net(), change(recipes.int8()))
+    assert len(told) == 1
+    assert len(fq.summary(model).unmatched) == 1
+
+
+def test_rules_of_recipes_and_rules_behind_others_are_not_told():
+    for config in (recipes.int8_dynamic(), recipes.int4_weight_only(4), recipes.int8().skip("1").rule("*")):
+        model = nn.Sequential(nn.Linear(16, 4), nn.Linear(4, 4))  # there is no convolution
+        assert said(lambda config=config, model=model: fq.prepare(model, config)) == []
+
+
+def test_a_group_that_does_not_divide_is_told():
+    model = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 4))
+    with pytest.warns(UserWarning, match=r"their spec does not fit them:\n  0: (.|\n)*skip") as told:
+        fq.prepare(model, recipes.int4_weight_only(8))
+    assert len(told) == 1
+    assert list(fq.summary(model).floats) == ["0"]
+
+
+# --- optimizers ---------------------------------------------------------------------------------------------
+
+
+def trained(*, optimizer_first, kind=torch.optim.Adam, steps=30, config=None, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    optimizer = kind(model.parameters(), **options) if optimizer_first else None
+    calibrate(fq.prepare(model, config or recipes.lsq(2)), [X])
+    optimizer = optimizer or kind(fq.nn.param_groups(model), **options)
+    schedule = fq.Schedule(model)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(X).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD], ids=["Adam", "SGD"])
+def test_scales_that_no_optimizer_has_are_told_once(kind):
+    (words,) = said(lambda: trained(optimizer_first=True, kind=kind, lr=1e-3, steps=60))
+    assert "the optimizer does not have them" in words
+    assert "param_groups" in words
+
+
+@pytest.mark.parametrize("lr", [1e-3, 1e-12, 0.0])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD], ids=["Adam", "SGD"])
+def test_scales_that_one_has_are_not_told_however_little_they_move(kind, lr):
+    assert said(lambda: trained(optimizer_first=False, kind=kind, lr=lr)) == []
+
+
+def test_observed_ranges_need_no_optimizer():
+    assert said(lambda: trained(optimizer_first=True, lr=1e-3, config=recipes.int8())) == []
+
+
+# --- ranks --------------------------------------------------------------------------------------------------
+
+
+def fail(model):
+    raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2")
+
+
+def test_an_error_between_ranks_names_its_likely_cause(monkeypatch):
+    model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), recipes.int8())
+    with pytest.raises(RuntimeError, match=r"^\[gloo"):
+        calibrate(model, fail)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 0)
+    with pytest.raises(RuntimeError, match=r"Connection closed(.|\n)*has fewer batches(.|\n)*DistributedSampler"):
+        calibrate(model, fail)
