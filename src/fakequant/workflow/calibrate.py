@@ -122,7 +122,7 @@ def _warn_about_unseen(model: nn.Module, shown: dict[Quantizer, bool]) -> None:
     more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
     warnings.warn(
         f"No data reached the quantizers of {', '.join(unseen[:5])}{more}: the model does not call these layers, or "
-        "other code uses their weights. Their layers stay in float, and the model cannot be converted.\n"
+        "other code uses their weights. These layers stay in float.\n"
         "Leave them out, config.skip(path), or calibrate with data that reach them.",
         UserWarning,
         stacklevel=4,

@@ -11,6 +11,7 @@ rounding can explain. Elements that are selected, masked or filled with a consta
 """
 
 from collections.abc import Callable
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # have approximations of functions that are off by a few units in the last place.
 _AMPLITUDE = 32
 _UNIT = 2.0**-24
-REPETITIONS = 4
+_REPETITIONS = 4
 # Results are within rounding if they are no further apart than this many times the largest change seen.
 _MARGIN = 2
 
@@ -127,21 +128,26 @@ class Rounding:
 
     def __init__(self, compute: Callable[[], list[Tensor]]) -> None:
         """`compute` returns the results; it is called once as it is, and then with errors."""
-        exact = [x.clone() for x in compute()]
-        self.changes = [torch.zeros(x.shape, dtype=torch.float64) for x in exact]
+        self._compute = compute
+        self._exact = [x.clone() for x in compute()]
+        self._seeds = count()
+        self.changes = [torch.zeros(x.shape, dtype=torch.float64) for x in self._exact]
         # Integers and bools that were not the same every time.
-        self.unsteady = [torch.zeros(x.shape, dtype=torch.bool) for x in exact]
-        for seed in range(REPETITIONS):
+        self.unsteady = [torch.zeros(x.shape, dtype=torch.bool) for x in self._exact]
+        self.repeat(_REPETITIONS)
+
+    def repeat(self, times: int) -> None:
+        """Computes so many times more, each with other errors."""
+        for seed in islice(self._seeds, times):
             with Perturbed(seed):
-                again = compute()
-            for number, (before, after) in enumerate(zip(exact, again, strict=True)):
+                again = self._compute()
+            for number, (before, after) in enumerate(zip(self._exact, again, strict=True)):
                 if not before.is_floating_point():
                     self.unsteady[number] |= before != after
                     continue
                 change = (after.double() - before.double()).abs()
                 change = torch.where(before == after, 0.0, change)  # infinities
                 self.changes[number] = torch.maximum(self.changes[number], change.nan_to_num(0.0, torch.inf))
-        self._exact = exact
 
     def tolerance(self, number: int) -> Tensor:
         """How far another program's result may be from this one, element by element."""
