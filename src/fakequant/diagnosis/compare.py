@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from fakequant.diagnosis.inputs import changed_inputs, inputs_of
 from fakequant.diagnosis.pairs import Pair, find_pairs, has_quantized_weight, reference
-from fakequant.diagnosis.sums import Errors, Sums, exact
+from fakequant.diagnosis.sums import Errors, Sums, decibels, exact
 from fakequant.diagnosis.watching import Call, first_tensor, in_single_steps, recording, watching
+from fakequant.integer.layer import IntegerLayer
+from fakequant.nn.deployed_bias import bias_error
 from fakequant.nn.folding import factor_of
 from fakequant.nn.layer import QuantizedLayer, quantized_weight
 from fakequant.workflow.fold import Folded
@@ -30,6 +32,9 @@ class LayerComparison:
     kind: str
     # As `sqnr`, of the weight; None: it is not quantized.
     weight_sqnr: float | None
+    # The layer's result over what rounding its bias adds to it, in dB; None: no bias will be an integer, or the model
+    # is converted.
+    bias_sqnr: float | None
     # Given what the float model's layer is given.
     isolated: Errors
     # In the quantized model, after all that went wrong before.
@@ -53,9 +58,16 @@ class Comparison:
 
     def __str__(self) -> str:
         measured = ["steps", "clipped"]
-        header = ["layer", "kind", "weight dB", "by itself dB", *measured, "in the model dB", *measured]
+        header = ["layer", "kind", "weight dB", "bias dB", "by itself dB", *measured, "in the model dB", *measured]
         rows = [
-            [x.path, x.kind, _words(x.weight_sqnr, ".1f"), *_row(x.isolated), *_row(x.accumulated)] for x in self.layers
+            [
+                x.path,
+                x.kind,
+                *(_words(y, ".1f") for y in (x.weight_sqnr, x.bias_sqnr)),
+                *_row(x.isolated),
+                *_row(x.accumulated),
+            ]
+            for x in self.layers
         ]
         worst = next(layer for layer in self.layers if layer.path == self.worst)
         words = f"Worst by itself: {worst.path or 'the model'}, {_words(worst.isolated.sqnr, '.1f')} dB."
@@ -225,7 +237,9 @@ class _Comparison:
             )
         return Comparison(
             [
-                LayerComparison(p.path, p.kind, self._weight_sqnr(p), p.isolated.errors(), p.accumulated.errors())
+                LayerComparison(
+                    p.path, p.kind, self._weight_sqnr(p), _bias_sqnr(p), p.isolated.errors(), p.accumulated.errors()
+                )
                 for p in self.pairs.values()
             ]
         )
@@ -244,6 +258,15 @@ class _Comparison:
         sums = Sums()
         sums.add_result(weight, quantized)
         return sums.errors().sqnr
+
+
+def _bias_sqnr(pair: Pair) -> float | None:
+    """Of a prepared layer: its result over the rounding of its bias."""
+    is_prepared = isinstance(pair.module, QuantizedLayer) and not isinstance(pair.module, IntegerLayer)
+    found = bias_error(pair.module) if is_prepared else None
+    if found is None or not pair.isolated.results:
+        return None
+    return decibels(pair.isolated.signal / pair.isolated.results, float(found[0].square().mean()))
 
 
 def _scaled(weight: Tensor, norm: nn.Module, axis: int) -> Tensor:

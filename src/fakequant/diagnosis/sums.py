@@ -58,10 +58,11 @@ class Sums:
     def errors(self) -> Errors:
         """What the sums come to."""
         clipped = self.clipped / self.total if self.total else None
-        return Errors(_decibels(self.signal, self.noise) if self.results else None, self.steps, clipped)
+        return Errors(decibels(self.signal, self.noise) if self.results else None, self.steps, clipped)
 
 
-def _decibels(signal: float, noise: float) -> float:
+def decibels(signal: float, noise: float) -> float:
+    """10 log10(signal / noise); infinite without noise."""
     if noise == 0:
         return math.inf
     ratio = signal / noise

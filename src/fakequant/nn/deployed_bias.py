@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fakequant import targets
-from fakequant.nn.folding import factor_of, lacks_opposite, rounded_bias
+from fakequant.nn.folding import bias_rounding, factor_of, lacks_opposite, rounded_bias
 from fakequant.spec import QuantSpec
 
 
@@ -36,6 +36,24 @@ def deployed_bias(layer: Any, bias: Tensor | None, x: Tensor, weight: Tensor) ->
         rounded = torch.where(_stays_behind(layer, norm, weight), own, rounded)
     rounded = rounded.to(weight.device, weight.dtype)
     return rounded if bias is None else rounded + (bias - bias.detach())
+
+
+@torch.no_grad()
+def bias_error(layer: Any) -> tuple[Tensor, Any] | None:
+    """What rounding the bias adds to the result of a prepared layer, per channel, and the normalization it is behind.
+
+    None if the bias will be a float, or if there is none.
+    """
+    kind, norm = layer._fakequant.kind, layer._fakequant.norm
+    if layer.weight_quantizer is None:
+        return None
+    weight, bias = getattr(layer, kind.weight_name), getattr(layer, kind.bias_name, None)
+    if norm is not None and weight.dim() == 2 and layer.weight_quantizer.has_tokens:
+        norm = None
+    scales = scales_of_sums(layer, weight.dim())
+    if scales is None or (bias is None and norm is None) or bool(scales[0].isnan().any()):
+        return None
+    return bias_rounding(bias, *scales, norm), norm
 
 
 def will_fold(norm: Any, x: Tensor, weight: Tensor) -> bool:

@@ -60,20 +60,27 @@ def widened_scale(weight_scale: Tensor, x_scale: Tensor, bias: Tensor) -> Tensor
 
 
 @torch.no_grad()
+def bias_rounding(bias: Tensor | None, x_scale: Tensor, weight_scale: Tensor, norm: Any) -> Tensor:
+    """What rounding the bias adds to the result, after the normalization if there is one; per channel, in float64."""
+    if norm is None:
+        assert bias is not None
+        exact, step = _exact(bias), _exact(x_scale * weight_scale)
+    else:
+        factor, exact = factor_of(norm), folded_bias(bias, norm)
+        step = (x_scale.to(factor.device) * folded_scale(weight_scale.to(factor.device), factor)).double()
+    codes = bias_codes(exact, step)
+    return torch.where(codes.abs() > _LARGEST, 0, codes * step - exact)
+
+
+@torch.no_grad()
 def rounded_bias(bias: Tensor | None, x_scale: Tensor, weight_scale: Tensor, norm: Any) -> Tensor:
     """What the layer has to add, before a normalization if there is one, so that the sum is that of integers.
 
     In float64, on a device that has it. A bias that is too large for its scale stays as it is: the scale will be
     another, see `widened_scale`.
     """
-    if norm is None:
-        assert bias is not None
-        exact, step = _exact(bias), _exact(x_scale * weight_scale)
-        codes = bias_codes(exact, step)
-        return torch.where(codes.abs() > _LARGEST, exact, codes * step)
-    factor = factor_of(norm)
-    exact = folded_bias(bias, norm)
-    step = (x_scale.to(factor.device) * folded_scale(weight_scale.to(factor.device), factor)).double()
-    codes = bias_codes(exact, step)
-    change = torch.where((factor == 0) | (codes.abs() > _LARGEST), 0, (codes * step - exact) / factor)
+    change = bias_rounding(bias, x_scale, weight_scale, norm)
+    if norm is not None:
+        factor = factor_of(norm)
+        change = torch.where(factor == 0, 0, change / factor)
     return change if bias is None else _exact(bias) + change

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.nn.bounded import whole
+from fakequant.nn.deployed_bias import bias_error
 from fakequant.nn.layer import QuantizedLayer
 from fakequant.nn.quantizer import Quantizer, quantizers
 from fakequant.torch import functional
@@ -31,6 +32,9 @@ class QuantizerHealth:
     scale_drift: float | None
     # Share of weights whose code changed, and changed back, over the last two calls.
     oscillating: float | None
+    # Of a weight: how far rounding the bias moves the layer's result, in standard deviations of a channel, behind a
+    # batch normalization that will be folded; the root of the mean square over channels.
+    bias_error: float | None
     # Values that were NaN or infinite since the quantizer was made.
     nonfinite: int
 
@@ -53,9 +57,13 @@ class Health:
                     writer.add_scalar(f"{quantizer.path}/{name}", value, step)
 
     def __str__(self) -> str:
-        header = ["quantizer", "clipped", "levels used", "scale drift", "oscillating", "not finite"]
+        header = ["quantizer", "clipped", "levels used", "scale drift", "oscillating", "bias error", "not finite"]
         rows = [
-            [q.path, *map(_percent, (q.clipped, q.levels_used, q.scale_drift, q.oscillating)), q.nonfinite]
+            [
+                q.path,
+                *map(_percent, (q.clipped, q.levels_used, q.scale_drift, q.oscillating, q.bias_error)),
+                q.nonfinite,
+            ]
             for q in self.quantizers
         ]
         return table(header, rows)
@@ -91,7 +99,7 @@ def memory_as_before(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def health(model: nn.Module, data: Data | None = None, steps: int | None = None) -> Health:
-    """Clip rates, codes in use, drift of scales and oscillating weights of a prepared model.
+    """Clip rates, codes in use, drift of scales, oscillating weights and rounded biases of a prepared model.
 
     Weights are looked at as they are. Activations are looked at while `data` is passed through the model
     in evaluation mode; without it only their scales are. Nothing is counted between calls, and training
@@ -117,7 +125,22 @@ def health(model: nn.Module, data: Data | None = None, steps: int | None = None)
         counts[quantizer].add(weight)
     if data is not None:
         _watch(model, data, steps, {q: c for q, c in counts.items() if q not in weights})
-    return Health([_health_of(path, q, counts[q], weights.get(q)) for path, q in quantizers(model)])
+    errors = {
+        module.weight_quantizer: _bias_error(module)
+        for module in model.modules()
+        if isinstance(module, QuantizedLayer) and module.weight_quantizer is not None
+    }
+    return Health([_health_of(path, q, counts[q], weights.get(q), errors.get(q)) for path, q in quantizers(model)])
+
+
+def _bias_error(layer: Any) -> float | None:
+    found = bias_error(layer)
+    if found is None or found[1] is None:
+        return None
+    change, norm = found
+    deviation = torch.ones_like(change) if norm.weight is None else whole(norm.weight).to(change).abs()
+    share = (change / deviation)[deviation > 0]
+    return float(share.square().mean().sqrt()) if share.numel() else None
 
 
 def _watch(model: nn.Module, data: Any, steps: int | None, counts: "dict[Quantizer, _Counts]") -> None:
@@ -175,7 +198,9 @@ def qparams_for(quantizer: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
         return None
 
 
-def _health_of(path: str, quantizer: Quantizer, counts: _Counts, weight: Tensor | None) -> QuantizerHealth:
+def _health_of(
+    path: str, quantizer: Quantizer, counts: _Counts, weight: Tensor | None, bias_error: float | None
+) -> QuantizerHealth:
     memory = _MEMORY.setdefault(quantizer, _Memory())
     drift = oscillating = None
     found = None
@@ -198,6 +223,7 @@ def _health_of(path: str, quantizer: Quantizer, counts: _Counts, weight: Tensor 
         None if counts.used is None else float(counts.used.float().mean()),
         drift,
         oscillating,
+        bias_error,
         quantizer.nonfinite,
     )
 

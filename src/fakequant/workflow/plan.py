@@ -94,7 +94,7 @@ def _why_not(module: nn.Module, config: LayerConfig | None) -> str | None:
     if config is None:
         return "the config says so"
     if isinstance(module, _NORMS):
-        return "normalization; a batch normalization folds into the weights at export"
+        return "normalization"
     if isinstance(module, _RECURRENT):
         return "recurrent layers compute in one operator that takes no quantized weights"
     kind = find_kind(type(module))

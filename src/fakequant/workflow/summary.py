@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import nn
 
-from fakequant.nn.layer import QuantizedLayer
+from fakequant.nn.layer import QuantizedLayer, input_grid_of
 from fakequant.nn.quantizer import Quantizer, quantizers
+from fakequant.workflow.exempt import unreached_layers
 from fakequant.workflow.prepare import preparation
 from fakequant.workflow.table import table
 
@@ -67,12 +68,13 @@ def summary(model: nn.Module) -> Summary:
     0         | Linear | int8 narrow, per channel on axis 0 | uint8, per tensor | -
     <BLANKLINE>
     in float | why
-    ---------+----------------------------------------------------------------------
-    1        | normalization; a batch normalization folds into the weights at export
+    ---------+-----------------------------------------------------------
+    1        | normalization; it folds into 0 when the model is converted
     <BLANKLINE>
     56 parameters, 224 bytes in float, 160 with quantized weights (71%)
     """
     made = preparation(model)
+    folded = {norm: layer for layer, norm in made.norms.items()}
     layers = []
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLayer):
@@ -87,9 +89,31 @@ def summary(model: nn.Module) -> Summary:
         from_elsewhere = None if grid is None else f"that of {grid.path}"
         layers.append(LayerSummary(path, kind, _words(weight), from_elsewhere or _words(input), _words(output)))
     before, after = _bytes(model)
+    floats = {
+        path: f"{reason}; it folds into {folded[path]} when the model is converted" if path in folded else reason
+        for path, reason in made.floats.items()
+    }
     return Summary(
-        layers, made.floats, made.unmatched, made.notes, sum(p.numel() for p in _float_parameters(model)), before, after
+        layers,
+        floats,
+        made.unmatched,
+        made.notes + _unreached(model),
+        sum(p.numel() for p in _float_parameters(model)),
+        before,
+        after,
     )
+
+
+def _unreached(model: nn.Module) -> list[str]:
+    """Notes on layers whose input has no scale although that of another layer has one."""
+    unreached = unreached_layers(model)
+    layers = [m for m in model.modules() if isinstance(m, QuantizedLayer) and input_grid_of(m) is not None]
+    if len(unreached) == len(layers):
+        return []  # the model is not calibrated
+    return [
+        f"no data has reached {path}: it computes in float, or other code uses its weight, which is not quantized"
+        for path in unreached
+    ]
 
 
 def _words(quantizer: Quantizer | None) -> str:

@@ -117,6 +117,7 @@ def comparison_entry(figures: Figures, found: "Comparison") -> dict[str, Any]:
             "bad": layer.path == bad,
             "cells": [
                 decibel(layer.weight_sqnr),
+                decibel(layer.bias_sqnr),
                 decibel(layer.isolated.sqnr, layer.path == bad),
                 decibel(layer.accumulated.sqnr),
                 *(_or_dash(errors.max_steps) for errors in (layer.isolated, layer.accumulated)),
