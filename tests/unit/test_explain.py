@@ -70,9 +70,24 @@ def test_multiplying_by_the_reciprocal():
 
 
 def test_a_tie():
-    x = torch.tensor([0.25 + 1e-6])
-    assert why(None, x, grid(0.5), [], [1.0], [0.0]) == explain.TIE
-    assert why(None, torch.tensor([0.3]), grid(0.5), [], [1.0], [0.0]) == explain.UNKNOWN
+    """One step apart, with the number within the tolerance of the middle."""
+    x, to = torch.tensor([0.25 + 1e-6, 0.25 + 1e-6, 0.3]), grid(0.5)
+    golden, runtime = torch.tensor([1.0, 2.0, 1.0]), torch.zeros(3)
+    assert explain.ties(x, to, torch.full((3,), 2e-6), golden, runtime).tolist() == [True, False, False]
+    assert not explain.ties(x, to, torch.full((3,), 5e-7), golden, runtime).any()
+
+
+def test_sums_that_do_not_fit_32_bits():
+    sums = values.Accumulated(torch.tensor([2.0**31 + 300, 5.0], dtype=torch.float64), torch.tensor(1.0))
+    to = grid(2.0**24, zero_point=128)
+    # 2^31 + 300 is 300 - 2^31 in 32 bits: 0 instead of 255
+    assert why(sums, sums.sums.float(), to, [], [255.0, 128.0], [0.0, 128.0]) == explain.OVERFLOW
+    assert explain.why_sums([sums]) == explain.OVERFLOW
+
+
+def test_a_nan():
+    x = torch.tensor([torch.nan, 1.0])
+    assert why(None, x, grid(0.5), [], [torch.nan, 2.0], [0.0, 2.0]) == explain.NAN
 
 
 def test_a_bias_of_the_prepared_model():
@@ -81,4 +96,3 @@ def test_a_bias_of_the_prepared_model():
     # 0.03 from the middle between two codes of scale 1.4, and half a step of the sums is 0.05
     assert explain.why_prepared(sums, x, grid(1.4), [], *codes) == explain.BIAS
     assert explain.why_prepared(None, x, grid(1.4), [], *codes) == explain.UNKNOWN
-    assert explain.why_prepared(sums, torch.tensor([0.7]), grid(1.4), [], *codes) == explain.TIE

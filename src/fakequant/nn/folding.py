@@ -59,7 +59,6 @@ def widened_scale(weight_scale: Tensor, x_scale: Tensor, bias: Tensor) -> Tensor
     return torch.maximum(weight_scale.double(), bias.double().abs() / (x_scale.double() * _LARGEST)).float()
 
 
-@torch.no_grad()
 def bias_rounding(bias: Tensor | None, x_scale: Tensor, weight_scale: Tensor, norm: Any) -> Tensor:
     """What rounding the bias adds to the result, after the normalization if there is one; per channel, in float64."""
     if norm is None:

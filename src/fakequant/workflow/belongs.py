@@ -14,14 +14,18 @@ from fakequant.workflow.runtime import Runtime
 
 def require_same_parameters(golden: nn.Module, runtime: Runtime, path: str | os.PathLike[str]) -> None:
     """Raises ValueError if a tensor of the file is not that of the golden model."""
+    found = False
     for module_path, module in golden.named_modules():
         for name, value in _tensors_of(module, module_path).items():
             there = runtime.initializer(name)
             # A tensor that is absent was not computed with, or an equal one has its place.
             if there is not None and not _same_bits(there, value):
-                _refuse(path, name)
+                _refuse(path, f"{name} is another there")
+            found |= there is not None
+    if not found:
+        _refuse(path, "it has none of the model's tensors")
     if runtime.parameters is not None and runtime.parameters != digest_of_parameters(golden):
-        _refuse(path, "one of the parameters")
+        _refuse(path, "one of the parameters is another there")
 
 
 def _tensors_of(module: Any, path: str) -> dict[str, Tensor]:
@@ -53,8 +57,8 @@ def _same_bits(there: Any, here: Tensor) -> bool:
     return np.array_equal(there, array)
 
 
-def _refuse(path: Any, tensor: str) -> NoReturn:
+def _refuse(path: Any, reason: str) -> NoReturn:
     raise ValueError(
-        f"{path} does not belong to the model: {tensor} is another there.\n"
+        f"{path} does not belong to the model: {reason}.\n"
         "Export the model again with fakequant.export_onnx, or pass the model that was exported."
     )

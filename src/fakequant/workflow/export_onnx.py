@@ -1,6 +1,7 @@
 """`export_onnx`: a model as an ONNX file with integer weights and quantizers that runtimes know."""
 
 import copy
+import inspect
 import json
 import logging
 import os
@@ -74,6 +75,8 @@ def export_onnx(
     ir = require("onnx_ir", "onnxscript")
     require("onnxscript", "onnxscript")
     args, kwargs = _inputs(example_inputs)
+    order = list(inspect.signature(model.forward).parameters)
+    kwargs = dict(sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
     shapes = dynamic_shapes if dynamic_shapes is not None else _batches(args, kwargs) if dynamic_batch else None
     with writing(path) as unfinished, _without_autocast():
         golden = _converted(model, target)
@@ -134,12 +137,16 @@ def _without_autocast() -> Iterator[None]:
         yield
 
 
+class _Autocast(ValueError):
+    """The model computes in another dtype than float32."""
+
+
 def _require_no_autocast(model: nn.Module, args: Any, kwargs: Any) -> None:
     """Runs the model once, to find out whether its own code switches autocast on."""
 
     def look(module: nn.Module, inputs: Any) -> None:
         if torch.is_autocast_enabled("cpu"):
-            raise ValueError(
+            raise _Autocast(
                 "The model's forward pass switches torch.autocast on, and only float32 models are exported.\n"
                 "Take the wrapper off first: accelerator.unwrap_model(model, keep_fp32_wrapper=False), or a forward "
                 "pass without torch.autocast."
@@ -149,6 +156,12 @@ def _require_no_autocast(model: nn.Module, args: Any, kwargs: Any) -> None:
     try:
         with torch.no_grad():
             model(*_copied(args), **_copied(kwargs))
+    except _Autocast:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"The model cannot be run on the example inputs, and so not be exported: {_reason(error)}"
+        ) from error
     finally:
         for handle in handles:
             handle.remove()

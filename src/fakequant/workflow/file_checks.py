@@ -87,7 +87,7 @@ def check_grid(name: str, spec: QuantSpec, scale: Tensor | None, zero_point: Ten
 
 def check_weight(name: str, layer: Any) -> None:
     """That an integer layer has codes, scales, zero points and biases that can be."""
-    record, name = layer._fakequant, layer._fakequant.kind.bias_name
+    record, bias_name = layer._fakequant, layer._fakequant.kind.bias_name
     spec = record.weight_spec
     start = f"{name}." if name else ""
     check_scale(f"{start}weight_scale", layer.weight_scale)
@@ -98,9 +98,9 @@ def check_weight(name: str, layer: Any) -> None:
     check_codes(f"{start}weight_codes", layer.weight_codes, record.weight_shape, spec)
     if layer.bias_codes is not None:
         _require_dtype(f"{start}bias_codes", layer.bias_codes, torch.int32)
-    bias = layer._parameters.get(name)
+    bias = layer._parameters.get(bias_name)
     if bias is not None:
-        check_bias(f"{start}{name}", bias)
+        check_bias(f"{start}{bias_name}", bias)
 
 
 def _require_dtype(name: str, value: Tensor, dtype: torch.dtype) -> None:

@@ -32,11 +32,11 @@ class QuantizerHealth:
     scale_drift: float | None
     # Share of weights whose code changed, and changed back, over the last two calls.
     oscillating: float | None
-    # Of a weight: how far rounding the bias moves the layer's result, in standard deviations of a channel, behind a
-    # batch normalization that will be folded; the root of the mean square over channels.
-    bias_error: float | None
     # Values that were NaN or infinite since the quantizer was made.
     nonfinite: int
+    # Of a weight: how far rounding the bias moves the layer's result, in standard deviations of a channel, behind a
+    # batch normalization that will be folded; the root of the mean square over channels.
+    bias_error: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,8 +223,8 @@ def _health_of(
         None if counts.used is None else float(counts.used.float().mean()),
         drift,
         oscillating,
-        bias_error,
         quantizer.nonfinite,
+        bias_error,
     )
 
 

@@ -1,0 +1,149 @@
+"""Names, shapes and contexts of an export, and models that a runtime once could not load."""
+
+import functools
+import types
+
+import pytest
+
+import fakequant as fq
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+onnx = pytest.importorskip("onnx")
+ort = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+recipes = pytest.importorskip("fakequant.recipes")
+
+X86 = "onnxruntime-x86"
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Scores(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x, shift):
+        y = torch.relu(self.fc(x)) + shift
+        return {"scores": self.head(y), "hidden": y}
+
+
+def ready(model, batch, target=X86):
+    torch.manual_seed(0)
+    return fq.calibrate(fq.prepare(model, recipes.int8(target=target)), [batch], progress=False).eval()
+
+
+def test_inputs_and_results_have_the_names_given(tmp_path):
+    batch = {"shift": randn(4, 8), "x": randn(4, 8, seed=1)}
+    model = ready(Scores(), batch)
+    fq.export_onnx(
+        model, tmp_path / "m.onnx", batch, input_names=["tokens", "offset"], output_names=["logits", "state"]
+    )
+    session = ort.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
+    assert {value.name for value in session.get_inputs()} == {"tokens", "offset"}
+    assert [value.name for value in session.get_outputs()] == ["logits", "state"]
+    assert fq.verify(model, tmp_path / "m.onnx", [batch]).ok
+    assert fq.verify(model, tmp_path / "m.onnx", [(batch["x"], batch["shift"])]).ok
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "a"], "ab", ["a", "b", "c"]], ids=str)
+def test_names_must_be_as_many_as_there_are(names, tmp_path):
+    batch = (randn(4, 8), randn(4, 8))
+    model = ready(Scores(), batch)
+    with pytest.raises(ValueError, match="`input_names` must be 2 different names, for x, shift"):
+        fq.export_onnx(model, tmp_path / "m.onnx", batch, input_names=names)
+    assert not list(tmp_path.iterdir())
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.fc = nn.Embedding(20, 8), nn.Linear(8, 4)
+
+    def forward(self, ids):
+        return self.fc(self.table(ids)).mean(1)
+
+
+def test_the_length_of_a_sequence_may_be_open(tmp_path):
+    ids = torch.randint(0, 20, (2, 5), generator=torch.Generator().manual_seed(0))
+    model = ready(Tokens(), ids)
+    shapes = ({0: "batch", 1: "length"},)
+    fq.export_onnx(model, tmp_path / "m.onnx", ids, dynamic_shapes=shapes)
+    other = torch.randint(0, 20, (3, 9), generator=torch.Generator().manual_seed(1))
+    assert fq.verify(model, tmp_path / "m.onnx", [ids, other]).ok
+
+
+def test_autocast_is_off_while_a_model_is_exported(tmp_path):
+    batch = randn(16, 8)
+    model = ready(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)), batch)
+    fq.export_onnx(model, tmp_path / "plain.onnx", batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        fq.export_onnx(model, tmp_path / "m.onnx", batch)
+    assert (tmp_path / "m.onnx").read_bytes() == (tmp_path / "plain.onnx").read_bytes()
+
+
+def test_a_forward_pass_that_switches_autocast_on_is_an_error_that_says_so(tmp_path):
+    batch = randn(16, 8)
+    model = ready(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)), batch)
+
+    @functools.wraps(type(model).forward)
+    def wrapped(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return type(self).forward(self, x)
+
+    model.forward = types.MethodType(wrapped, model)
+    with pytest.raises(ValueError, match=r"switches torch\.autocast on(.|\n)*unwrap_model"):
+        fq.export_onnx(model, tmp_path / "m.onnx", batch)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_for_tensorrt_with_a_pool_between_convolutions_loads_and_verifies(tmp_path):
+    x = randn(4, 4, 12, 12)
+    model = ready(nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 4, 3)), x, "tensorrt")
+    fq.export_onnx(model, tmp_path / "m.onnx", x)
+    assert fq.verify(model, tmp_path / "m.onnx", [x]).ok
+
+
+def has_vnni():
+    with open("/proc/cpuinfo") as file:
+        return "vnni" in file.read()
+
+
+@pytest.mark.skipif(has_vnni(), reason="this CPU does not saturate")
+def test_saturation_of_a_convolution_along_a_line_has_its_name(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(32, 16, 5, padding=2, stride=2), nn.ReLU(), nn.Conv1d(16, 8, 3))
+    with torch.no_grad():
+        for layer in (model[0], model[2]):
+            layer.weight.abs_()
+    x = torch.rand(4, 32, 40, generator=torch.Generator().manual_seed(0))
+    model = ready(model, x, "onnxruntime-vnni")
+    fq.export_onnx(model, tmp_path / "m.onnx", x)
+    found = fq.verify(model, tmp_path / "m.onnx", [x])
+    assert found.saturates
+    assert "not explained" not in str(found)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler imports what torch deprecates
+def test_a_compiled_model_is_prepared_before_it_is_compiled():
+    model = torch.compile(nn.Sequential(nn.Linear(4, 2)))
+    with pytest.raises(ValueError, match=r"compiled already(.|\n)*prepare\(model, config\) first"):
+        fq.prepare(model, recipes.int8())
+
+
+def test_the_summary_says_folds_only_of_what_will():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+            self.late, self.layer = nn.BatchNorm2d(4), nn.LayerNorm(6)
+
+        def forward(self, x):
+            return self.layer(self.late(torch.relu(self.norm(self.conv(x)))))
+
+    found = fq.summary(fq.prepare(Net(), recipes.int8())).floats
+    assert found["norm"] == "normalization; it folds into conv when the model is converted"
+    assert found["late"] == found["layer"] == "normalization"
