@@ -42,6 +42,7 @@ bench: build
 	$(PY) benchmarks/bench_train_step.py --json benchmarks/results/latest-train-step.json
 	$(PY) benchmarks/digits.py --json benchmarks/results/latest-digits.json
 	$(PY) benchmarks/digits_cnn.py --json benchmarks/results/latest-digits-cnn.json
+	$(PY) benchmarks/digits_depthwise.py --json benchmarks/results/latest-digits-depthwise.json
 	$(PY) benchmarks/bench_deploy.py --json benchmarks/results/latest-deploy.json
 
 build: $(VENV)/.built
