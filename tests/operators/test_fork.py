@@ -35,7 +35,7 @@ PROGRAM = """
     if child == 0:
         use()
         os._exit(0)
-    for _ in range(300):
+    for _ in range(150):
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             break
@@ -62,5 +62,10 @@ USES = {
 @pytest.mark.parametrize(("module", "use"), USES.values(), ids=USES)
 def test_the_child_does_not_hang(module, use):
     program = textwrap.dedent(PROGRAM).format(module=module, use=use)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180)
+    # Once in a while the fork meets the thread inside torch, after the import, with a lock of torch's. An import that the
+    # child waits for hangs every time.
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180)
+        if done.returncode == 0:
+            break
     assert done.returncode == 0, done.stderr

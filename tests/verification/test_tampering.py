@@ -181,7 +181,7 @@ def test_changed_tensors(name, exported, tmp_path, record_property):
     assert accepted < number / 4
 
 
-@pytest.mark.parametrize("name", ["MLP, 4 bits", "CNN", "encoder"])
+@pytest.mark.parametrize("name", ["MLP, 4 bits", "CNN"])
 def test_changed_tensors_with_a_fingerprint_that_fits(name, exported, tmp_path, record_property):
     """As if the exporter had written them: the tensors themselves are compared."""
     model, file, x = exported(name)
@@ -205,7 +205,7 @@ def test_changed_operations(name, exported, tmp_path, record_property):
     assert number > 3
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["CNN", "encoder", "-1e9", "several"])
 def test_changed_operations_with_a_fingerprint_that_fits(name, exported, tmp_path, record_property):
     """As if the exporter had written them. What one ulp of a factor changes cannot be told from rounding."""
     model, file, x = exported(name)
@@ -228,7 +228,7 @@ def of_golden(golden):
             yield f"{path}.{name}[{place}]", module, name, changed
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["MLP, 4 bits", "CNN", "encoder", "several"])
 def test_a_changed_golden_model(name, exported, tmp_path, monkeypatch, record_property):
     """Whether or not the file was made of it: with a file that has the same change, and with one that has not."""
     model, file, x = exported(name)

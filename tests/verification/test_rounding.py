@@ -1,0 +1,102 @@
+"""What rounding can explain: tolerances element by element, from repetitions with rounding errors."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+F = torch.nn.functional
+rounding = pytest.importorskip("fakequant.workflow.rounding")
+
+UNIT = 2.0**-24
+
+
+def tolerance(compute, number=0):
+    return rounding.Rounding(compute).tolerance(number)
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_sums_may_be_off_by_a_share_of_what_is_added_not_of_the_result():
+    """The terms cancel: the result is nothing beside them."""
+    x = torch.cat([randn(64, 500), -randn(64, 500)], 1) * 1000
+    y = torch.ones(1000, 1)
+    found = tolerance(lambda: [x @ y])
+    magnitude = x.double().abs().sum(1, keepdim=True)
+    assert bool((found >= 32 * UNIT * magnitude).all())
+    assert bool((found <= 128 * UNIT * magnitude).all())
+
+
+EXACT = {
+    "masked": lambda x: x.masked_fill(x > 0, -1e9),
+    "-inf": lambda x: x.masked_fill(x > 0, -torch.inf),
+    "selected": lambda x: torch.where(x > 0, x, 2.0)[:, 1:].flip(1),
+    "largest": lambda x: torch.relu(x).amax(1),
+    "moved": lambda x: torch.cat([x.t(), x.t()]).contiguous().view(-1),
+}
+
+
+@pytest.mark.parametrize("function", EXACT.values(), ids=EXACT)
+def test_what_is_not_computed_does_not_move(function):
+    x = randn(8, 8)
+    found = rounding.Rounding(lambda: [function(x)])
+    assert not found.changes[0].any()
+
+
+def test_a_mask_hides_nothing():
+    """Each element has its own tolerance, whatever its neighbours are."""
+    x, weight = randn(16, 32), randn(32, 4)
+    mask = torch.tensor([False, True, False, True])
+
+    def compute(fill):
+        return [(x @ weight).masked_fill(mask, fill)]
+
+    plain = tolerance(lambda: [x @ weight])
+    for fill in (-torch.inf, torch.finfo(torch.float32).min, -1e9):
+        found = tolerance(lambda fill=fill: compute(fill))
+        assert bool((found[:, ~mask] <= 2 * plain[:, ~mask]).all()), fill
+
+
+OTHERS = {
+    "GELU": (lambda x: F.gelu(x), lambda x: 0.5 * x * (1 + torch.erf(x / 2**0.5))),
+    "SiLU": (lambda x: F.silu(x), lambda x: x / (1 + torch.exp(-x))),
+    "softmax": (
+        lambda x: torch.softmax(x, 1),
+        lambda x: torch.exp(x - x.amax(1, True)) / torch.exp(x - x.amax(1, True)).sum(1, True),
+    ),
+    "layer norm": (
+        lambda x: F.layer_norm(x, (64,)),
+        lambda x: (x - x.mean(1, True)) / (x.var(1, keepdim=True, correction=0) + 1e-5).sqrt(),
+    ),
+    "product": (lambda x: x @ x.t(), lambda x: sum(x[:, k, None] * x.t()[k] for k in range(64))),
+    "mean": (lambda x: x.mean(1), lambda x: x.flip(1).double().sum(1).float() / 64),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("seed", range(3))
+def test_another_way_to_compute_the_same_is_within_it(one, other, seed):
+    x = randn(64, 64, seed=seed) * 3
+    found = tolerance(lambda: [one(x)])
+    assert bool(((one(x) - other(x)).abs().double() <= found).all())
+
+
+@pytest.mark.parametrize(("one", "other"), OTHERS.values(), ids=OTHERS)
+def test_a_change_of_a_thousandth_is_not(one, other):
+    x = randn(64, 64) * 3
+    found = tolerance(lambda: [one(x)])
+    y = one(x)
+    large = y.abs() > y.abs().mean() / 2
+    assert bool((((y * 1.001 - y).abs().double() > found)[large]).all())
+
+
+def test_integers_that_rounding_changes_are_known():
+    x = torch.tensor([[1.0, 1.0], [1.0, 2.0]])
+    found = rounding.Rounding(lambda: [(x * 1.1).argmax(1)])
+    assert found.unsteady[0].tolist() == [True, False]
+
+
+def test_it_is_the_same_every_time():
+    x = randn(32, 32)
+    first, second = (tolerance(lambda: [torch.tanh(x @ x)]) for _ in range(2))
+    assert torch.equal(first, second)
