@@ -28,9 +28,11 @@ def saved_and_loaded(program):
     return torch.export.load(file)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("frozen", [False, True], ids=["live", "frozen"])
-@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+WAYS = [(recipe, frozen, False) for recipe in RECIPES for frozen in (False, True)]
+WAYS += [("int8", False, True), ("lsq", True, True)]  # which takes long
+
+
+@pytest.mark.parametrize(("recipe", "frozen", "strict"), WAYS)
 def test_in_evaluation_nothing_is_changed(recipe, frozen, strict):
     torch.manual_seed(0)
     x = torch.randn(5, 3, 6, 6)

@@ -50,11 +50,9 @@ PROGRAM = """
 """
 USES = {
     "own": ("fakequant.torch.gradients", "fq.fake_quantize(x, 0.1, 0, fq.QuantSpec())"),
-    "named": ("fakequant.torch.gradients", "fq.fake_quantize_per_tensor_affine(x, 0.1, 0, -8, 7)"),
     "accelerate": ("fakequant.torch.verification", "fq.accelerate()"),
     "FakeQuantizer": ("fakequant.torch.quantizer", "fq.FakeQuantizer().forward(x)"),
     "nn": ("fakequant.nn.bounded", "fq.nn.PACT(4)(x)"),
-    "recipes": ("fakequant.observers.base", "fq.recipes.int8()"),
     "prepare": ("fakequant.workflow.plan", "fq.prepare"),
 }
 

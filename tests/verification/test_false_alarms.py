@@ -129,7 +129,7 @@ IDS = torch.randint(0, 10, (16, 5), generator=torch.Generator().manual_seed(0))
 MODELS = {
     "shuffle": (Shuffle, randn(8, 3, 8, 8)),
     "tied": (TiedAndUnused, IDS),
-    "gated": (Gated, randn(256, 7, 32)),
+    "gated": (Gated, randn(64, 5, 32)),
     "squeeze": (
         lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)),
         randn(64, 3, 9, 9),
@@ -149,8 +149,8 @@ def test_no_false_alarm(make, x, recipe, tmp_path):
 
 def test_deep_dynamic_models_differ_by_what_flipped_codes_can_do(tmp_path):
     torch.manual_seed(0)
-    layers = [layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.GELU())]
-    x = randn(128, 64)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())]
+    x = randn(64, 64)
     model = fq.prepare(nn.Sequential(*layers, nn.Linear(64, 10)), recipes.int8_dynamic()).eval()
     verified(model, x, tmp_path)
 

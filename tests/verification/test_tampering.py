@@ -79,6 +79,8 @@ def rows(n, *shape):
 
 
 X86 = "onnxruntime-x86"
+# Of the changes of one kind in one file, so many are tried.
+MOST = 40
 MODELS = {
     "MLP": (lambda: nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 5)), rows(16, 12), recipes.int8),
     "MLP, 4 bits": (lambda: nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 5)), rows(16, 12), recipes.w4a8),
@@ -157,7 +159,8 @@ def misses(model, file, x, path, changed_files):
     """How many changed files there were, and which of them `verify` took although they compute something else."""
     expected = run(file, x)
     number, missed, accepted = 0, [], 0
-    for what, changed in changed_files:
+    every = max(1, len(changed_files) // MOST)
+    for what, changed in changed_files[::every]:
         found = run(changed, x)
         if found is None:
             continue  # the runtime refuses it
@@ -177,7 +180,7 @@ def test_changed_tensors(name, exported, tmp_path, record_property):
     number, missed, accepted = misses(model, file, x, tmp_path / "m.onnx", changed)
     record_property("tampers", number)
     assert missed == []
-    assert number > 30
+    assert number > 20
     assert accepted < number / 4
 
 
@@ -199,7 +202,7 @@ def test_changed_tensors_with_a_fingerprint_that_fits(name, exported, tmp_path, 
 @pytest.mark.parametrize("name", MODELS)
 def test_changed_operations(name, exported, tmp_path, record_property):
     model, file, x = exported(name)
-    number, missed, _ = misses(model, file, x, tmp_path / "m.onnx", tampers.of_nodes(file))
+    number, missed, _ = misses(model, file, x, tmp_path / "m.onnx", list(tampers.of_nodes(file)))
     record_property("tampers", number)
     assert missed == []
     assert number > 3

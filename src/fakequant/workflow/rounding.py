@@ -126,10 +126,10 @@ def _first(result: Any) -> Tensor:
 class Rounding:
     """How far results of a computation change when it is repeated with rounding errors."""
 
-    def __init__(self, compute: Callable[[], list[Tensor]]) -> None:
-        """`compute` returns the results; it is called once as it is, and then with errors."""
+    def __init__(self, compute: Callable[[], list[Tensor]], results: list[Tensor]) -> None:
+        """`compute` is called with errors; `results` are what it returns without."""
         self._compute = compute
-        self._exact = [x.clone() for x in compute()]
+        self._exact = results
         self._seeds = count()
         self.changes = [torch.zeros(x.shape, dtype=torch.float64) for x in self._exact]
         # Integers and bools that were not the same every time.

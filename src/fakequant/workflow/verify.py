@@ -241,7 +241,7 @@ class _Comparison:
             self.outputs.runtime_is_equal &= same
         if same and is_steady and not found.differences:
             return
-        rounding = self._rounding(codes, inputs, found.differences)
+        rounding = self._rounding(codes, inputs, found)
         if self.flips and not self._is_explained(found, results, rounding):
             rounding.repeat(_MORE_REPETITIONS)
         for number, difference in enumerate(found.differences):
@@ -261,9 +261,9 @@ class _Comparison:
             for number, (a, b) in enumerate(zip(found.results, results, strict=True))
         )
 
-    def _rounding(self, codes: Codes, inputs: Any, differences: list[_Difference]) -> Rounding:
+    def _rounding(self, codes: Codes, inputs: Any, found: _Pass) -> Rounding:
         """What rounding can change in the inputs of grids that differ, and in the results."""
-        wanted = {(d.path, d.call): number for number, d in enumerate(differences)}
+        wanted = {(d.path, d.call): number for number, d in enumerate(found.differences)}
 
         def compute() -> list[Tensor]:
             kept: dict[int, Tensor] = {}
@@ -275,9 +275,9 @@ class _Comparison:
             with self._taking_codes(codes, look, "prepared"):
                 args, kwargs = copied(*inputs)
                 results = leaves.tensors(self.golden(*args, **kwargs))
-            return [*(kept[number] for number in range(len(differences))), *results]
+            return [*(kept[number] for number in range(len(wanted))), *results]
 
-        return Rounding(compute)
+        return Rounding(compute, [*(difference.x for difference in found.differences), *found.results])
 
     def _count(self, whose: _Whose, found: _Difference, tolerance: Tensor) -> None:
         report = self.reports[found.path]
