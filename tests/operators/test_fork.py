@@ -60,8 +60,8 @@ USES = {
 @pytest.mark.parametrize(("module", "use"), USES.values(), ids=USES)
 def test_the_child_does_not_hang(module, use):
     program = textwrap.dedent(PROGRAM).format(module=module, use=use)
-    # Once in a while the fork meets the thread inside torch, after the import, while it has a lock of torch's. An import
-    # that the child waits for hangs every time.
+    # Once in a while the fork meets the thread inside torch, after the import, while it has a lock of torch's. An
+    # import that the child waits for hangs every time.
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180)
         if done.returncode == 0:
