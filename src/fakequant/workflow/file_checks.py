@@ -28,13 +28,13 @@ def checksum(described: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def check_scale(name: str, scale: Tensor) -> None:
-    """That scales are positive, finite and float32."""
+    """Raises ValueError unless scales are positive, finite and float32."""
     _require_dtype(name, scale, torch.float32)
     _require(name, scale, scale.isfinite() & (scale > 0), "positive and finite")
 
 
 def check_zero_point(name: str, zero_point: Tensor, scale: Tensor, spec: QuantSpec) -> None:
-    """That zero points are codes of the grid, one per scale."""
+    """Raises ValueError unless zero points are codes of the grid, one per scale."""
     _require_dtype(name, zero_point, torch.int32)
     if zero_point.shape != scale.shape:
         raise ValueError(f"{name} has shape {tuple(zero_point.shape)}, and its scale {tuple(scale.shape)}")
@@ -43,7 +43,7 @@ def check_zero_point(name: str, zero_point: Tensor, scale: Tensor, spec: QuantSp
 
 
 def check_codes(name: str, codes: Tensor, shape: tuple[int, ...], spec: QuantSpec) -> None:
-    """That codes of weights are those of the grid."""
+    """Raises ValueError unless all codes of a weight are in the range of its spec."""
     packed = tuple(codes.shape) != shape
     _require_dtype(name, codes, torch.uint8 if packed else getattr(torch, spec.storage))
     if packed:
@@ -56,26 +56,26 @@ def check_codes(name: str, codes: Tensor, shape: tuple[int, ...], spec: QuantSpe
 
 
 def check_bias(name: str, bias: Tensor) -> None:
-    """That biases are int32, or finite floats."""
+    """Raises ValueError unless a bias holds finite floats."""
     if not bias.is_floating_point():
         _require_dtype(name, bias, torch.int32)
     _require(name, bias, bias.isfinite(), "finite")
 
 
 def check_same_dtype(name: str, found: Tensor, place: Tensor) -> None:
-    """That a tensor has the dtype of its place in the model."""
+    """Raises ValueError unless a tensor has the dtype of its place in the model."""
     if found.dtype != place.dtype:
         raise ValueError(f"{name} is {_word(found.dtype)} there and {_word(place.dtype)} in the model")
 
 
 def check_eps(name: str, eps: object) -> None:
-    """That it is a smallest scale."""
+    """Raises ValueError unless `eps` is a positive, finite float."""
     if not isinstance(eps, float) or not 0 < eps < math.inf:
         raise ValueError(f"{name} has `eps` {eps!r}, which must be a positive, finite number")
 
 
 def check_grid(name: str, spec: QuantSpec, scale: Tensor | None, zero_point: Tensor | None) -> None:
-    """That a grid's scale and zero point are some."""
+    """Raises ValueError unless the scale and zero point of a grid are valid for its spec."""
     if scale is None or zero_point is None:
         return
     check_scale(f"{name}.scale", scale)
@@ -86,7 +86,7 @@ def check_grid(name: str, spec: QuantSpec, scale: Tensor | None, zero_point: Ten
 
 
 def check_weight(name: str, layer: Any) -> None:
-    """That an integer layer has codes, scales, zero points and biases that can be."""
+    """Raises ValueError unless the codes, scales, zero points and biases of an integer layer are valid."""
     record, bias_name = layer._fakequant, layer._fakequant.kind.bias_name
     spec = record.weight_spec
     start = f"{name}." if name else ""
