@@ -56,7 +56,7 @@ def check_codes(name: str, codes: Tensor, shape: tuple[int, ...], spec: QuantSpe
 
 
 def check_bias(name: str, bias: Tensor) -> None:
-    """Raises ValueError unless a bias holds finite floats."""
+    """Raises ValueError unless a bias holds int32 or finite floats."""
     if not bias.is_floating_point():
         _require_dtype(name, bias, torch.int32)
     _require(name, bias, bias.isfinite(), "finite")
