@@ -100,10 +100,9 @@ class Integers(Record):
 
     def compute_rows(self, layer: Any, operator: Operator, inputs: list[Tensor]) -> list[Tensor]:
         """`operator` of each input with its part of the weight and the bias, cut into equal parts along axis 0."""
-        size = self.weight_shape[0] // len(inputs) if self.weight_spec is not None else 0
-        if not size:
-            size = len(getattr(layer, self.kind.weight_name)) // len(inputs)
-        return [self.compute(layer, linear, x, slice(i * size, (i + 1) * size)) for i, x in enumerate(inputs)]
+        rows = self.weight_shape[0] if self.weight_spec is not None else len(getattr(layer, self.kind.weight_name))
+        size = rows // len(inputs)
+        return [self.compute(layer, operator, x, slice(i * size, (i + 1) * size)) for i, x in enumerate(inputs)]
 
     def name(self, tensor: str) -> str:
         """The name of one of the layer's tensors in a file."""

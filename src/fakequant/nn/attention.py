@@ -77,7 +77,7 @@ def _project(layer: Any, query: Tensor, key: Tensor, value: Tensor) -> list[Tens
     """Queries, keys and values, on the grid of `projection_quantizer`."""
     if key is query and value is query:
         return list(_between(layer, compute(layer, linear, query)).chunk(3, dim=-1))
-    return [_between(layer, y) for y in compute_rows(layer, F.linear, [query, key, value])]
+    return [_between(layer, y) for y in compute_rows(layer, linear, [query, key, value])]
 
 
 def _between(layer: Any, x: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ class FusedFakeQuantize(FakeQuantize):
 
 
 def from_torch_ao(module: Any) -> Quantizer:
-    """A quantizer of ours from a fake-quantize module of torch.ao, with its state.
+    """A fakequant quantizer from a fake-quantize module of torch.ao, with its state.
 
     Takes `FakeQuantize` with a min-max or moving-average observer, `FusedMovingAvgObsFakeQuantize` and
     `_LearnableFakeQuantize`. On finite data it gives the same bits. Two differences are meant:

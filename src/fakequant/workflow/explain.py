@@ -78,9 +78,10 @@ def why_prepared(
         return NAN
     source = _source(origin)
     if isinstance(source, Accumulated):
-        half_a_step = (source.scale.max() / 2).double()
+        # A little more than half a step: the numbers themselves are rounded too.
+        reach = 1.01 * float(source.scale.max()) / 2
         steps = (x.double() / grid.scale.double())[differ]
-        if bool(((steps - steps.floor() - 0.5).abs() <= 1.01 * half_a_step / grid.scale.double()).all()):
+        if bool(((steps - steps.floor() - 0.5).abs() <= reach / grid.scale.double()).all()):
             return BIAS
     return UNKNOWN
 

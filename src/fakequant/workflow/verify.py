@@ -193,8 +193,11 @@ class _Comparison:
         return found
 
     @contextmanager
-    def _taking_codes(self, codes: Codes, look: Callable[..., None] | None, whose: _Whose) -> Iterator[None]:
-        """While it lasts, every grid of the golden model returns what the codes of another model stand for."""
+    def _taking_codes(self, codes: Codes, look: Callable[..., None], whose: _Whose) -> Iterator[None]:
+        """While it lasts, every grid of the golden model returns what the codes of another model stand for.
+
+        `look` is called at every grid whose codes are known, before they take the place of its result.
+        """
         calls: dict[str, int] = {}
 
         def hook(path: str) -> Callable[..., Any]:
@@ -209,8 +212,7 @@ class _Comparison:
                         self.skipped[path] = "the file has no codes of its own for it: another quantizer has the same"
                     return None
                 grid = module.grid_for(args[0])
-                if look is not None:
-                    look(path, call, grid, args[0], y, theirs[call])
+                look(path, call, grid, args[0], y, theirs[call])
                 return on_grid((theirs[call].reshape(y.shape) - grid.zero_point) * grid.scale, grid)
 
             return take
