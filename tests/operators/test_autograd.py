@@ -218,7 +218,6 @@ TRACED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.*` is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("name", TRACED)
 def test_tracing_records_the_operator(name):

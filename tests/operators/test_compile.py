@@ -128,7 +128,6 @@ def test_learnable_backward(function, grid):
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
 def test_gradients_of_learned_scales(backend):
     def function(x, scale, zero_point):

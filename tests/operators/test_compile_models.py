@@ -37,7 +37,6 @@ UNCOMPILED = ("branches", "LSTM")
 pytestmark = [
     # Said by dynamo of every autograd function, and by inductor.
     pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning"),
 ]
 

@@ -18,7 +18,6 @@ CompileCounter = pytest.importorskip("torch._dynamo.testing").CompileCounterWith
 pytestmark = [
     # Said by dynamo of every autograd function, and by inductor.
     pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning"),
 ]
 torch.manual_seed(0)
 X = torch.randn(4, 8)

@@ -12,6 +12,9 @@ torch = pytest.importorskip("torch")
 library = pytest.importorskip("fakequant.torch.library")
 observers = pytest.importorskip("fakequant.observers")
 
+# From torch 2.15 on its check asks every tensor for its gradient, and warns where that is none of a leaf.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
 ops = torch.ops.fakequant
 INT4 = (-8, 7)
 ONNX = (*INT4, "onnx")

@@ -8,8 +8,6 @@ import fakequant as fq
 from straight_through import AFFINE, Case, each_spec, inside, make, straight_through, torch
 
 grad, jacfwd, jacrev = torch.func.grad, torch.func.jacfwd, torch.func.jacrev
-# torch's own forward mode is not without torch.jit yet.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 
 
 @pytest.mark.parametrize("gradient", ["clipped", "pass"])

@@ -13,11 +13,8 @@ grad, jacfwd, jacrev, jvp, vjp, vmap = (
     getattr(torch.func, name) for name in ("grad", "jacfwd", "jacrev", "jvp", "vjp", "vmap")
 )
 
-pytestmark = [
-    # torch warns about itself: forward mode uses torch.jit, `linearize` folds constants.
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning"),
-]
+# torch warns about itself: `linearize` folds constants.
+pytestmark = pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
 
 BATCH = 6
 

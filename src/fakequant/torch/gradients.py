@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
@@ -20,14 +21,6 @@ from fakequant import native
 from fakequant.torch import dispatched, formula, kernels, nodes
 from fakequant.torch.kernels import Grid, Observation, Observed, Order, order_of
 from fakequant.torch.plain import is_eager, is_memory
-
-
-class _Function(torch.autograd.Function):
-    """Without the layer that handles `torch.func`: transforms get the operators of `library` instead."""
-
-    @classmethod
-    def apply(cls, *args):
-        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 
 def multiplies(numerics: str) -> bool:
@@ -171,7 +164,7 @@ def count_changes(*tensors: Tensor) -> None:
 # --- nodes in Python ------------------------------------------------------------------------------
 
 
-class Clipped(_Function):
+class Clipped(SingleLevelFunction):
     """y and, kept for later, one bit per element."""
 
     @staticmethod
@@ -221,7 +214,7 @@ class ClippedAndMask(Clipped):
         return Clipped.jvp(ctx, x_t), None
 
 
-class ObservedAndQuantized(_Function):
+class ObservedAndQuantized(SingleLevelFunction):
     """The observing operator: its results, of which only y is differentiable."""
 
     @staticmethod
@@ -277,7 +270,7 @@ class Fused(Clipped):
         return Clipped.jvp(ctx, x_t), None
 
 
-class PassThrough(_Function):
+class PassThrough(SingleLevelFunction):
     """y; nothing is kept."""
 
     @staticmethod
@@ -305,7 +298,7 @@ def masked(dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> Tensor:
     return kernels.mask_backward(dy, mask, order, multiply)
 
 
-class Masked(_Function):
+class Masked(SingleLevelFunction):
     """The gradient of `Clipped` is linear in dy, and so its own derivative."""
 
     @staticmethod
@@ -331,7 +324,7 @@ class Masked(_Function):
 # --- learned --------------------------------------------------------------------------------------
 
 
-class Learned(_Function):
+class Learned(SingleLevelFunction):
     """y, differentiable in x, scale and zero point."""
 
     @staticmethod
@@ -402,7 +395,7 @@ def learned_gradients(dy: Tensor, x: Tensor, scale: Any, zero_point: Any, *rest:
     return direct.learned_backward(dy, x, scale, zero_point, *rest)
 
 
-class LearnedGradient(_Function):
+class LearnedGradient(SingleLevelFunction):
     """The gradients of `Learned`, which can be differentiated in dy, scale and zero point."""
 
     @staticmethod
