@@ -36,6 +36,7 @@
 
 #include "bounded.h"
 #include "kernel_api.h"
+#include "torch/node.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -438,7 +439,7 @@ void run(const FakeQuantizeArgs& args) {
 
 // Makes y, which was computed without autograd, the result of `node`.
 template <class... Inputs>
-void set_result(const Tensor& y, const c10::intrusive_ptr<Node>& node, const Inputs&... inputs) {
+void set_result(const Tensor& y, const NodePointer<Node>& node, const Inputs&... inputs) {
   node->set_next_edges(torch::autograd::collect_next_edges(inputs...));
   torch::autograd::set_history(y, node);
 }
@@ -474,13 +475,13 @@ struct Result {
 
   nb::object finish(const Tensor& x, Numerics numerics) {
     if (mask.defined()) {
-      auto node = c10::make_intrusive<FakeQuantizeBackward>();
+      auto node = make_node<FakeQuantizeBackward>();
       node->mask_ = SavedVariable(mask, /*is_output=*/false);
       node->order_ = memory_order(x);
       node->multiply_ = !is_own(numerics);
       set_result(y, node, x);
     } else if (records) {
-      set_result(y, c10::make_intrusive<PassThroughBackward>(), x);
+      set_result(y, make_node<PassThroughBackward>(), x);
     }
     return wrap(std::move(y));
   }
@@ -589,7 +590,7 @@ nb::object fake_quantize_learned(nb::handle x_object, nb::handle scale_object, n
   run({dtype, *shape, p.grid, x.const_data_ptr(), y.mutable_data_ptr(), MaskKind::none, nullptr});
   if (at::GradMode::is_enabled() &&
       (x.requires_grad() || scale.requires_grad() || (zero.defined() && zero.requires_grad()))) {
-    auto node = c10::make_intrusive<LearnedFakeQuantizeBackward>();
+    auto node = make_node<LearnedFakeQuantizeBackward>();
     node->x_ = SavedVariable(x, false);
     node->scale_ = SavedVariable(scale, false);
     node->has_zero_point_ = zero.defined();
@@ -629,7 +630,7 @@ nb::object linear(nb::handle x_object, nb::handle weight_object, nb::handle bias
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     y = at::linear(x, weight, bias.defined() ? std::optional<Tensor>(bias) : std::nullopt);
   }
-  auto node = c10::make_intrusive<LinearBackward>();
+  auto node = make_node<LinearBackward>();
   node->x_ = SavedVariable(x, false);
   node->weight_ = SavedVariable(weight, false);
   node->sizes_ = x.sizes().vec();
@@ -640,7 +641,7 @@ nb::object linear(nb::handle x_object, nb::handle weight_object, nb::handle bias
 // --- results computed elsewhere ------------------------------------------------------------------
 
 void clipped(nb::handle x, nb::handle y, nb::handle mask, nb::handle order, bool multiply) {
-  auto node = c10::make_intrusive<FakeQuantizeBackward>();
+  auto node = make_node<FakeQuantizeBackward>();
   node->mask_ = SavedVariable(tensor(mask), /*is_output=*/false);
   if (!order.is_none()) node->order_ = nb::cast<std::vector<int64_t>>(order);
   node->multiply_ = multiply;
@@ -648,7 +649,7 @@ void clipped(nb::handle x, nb::handle y, nb::handle mask, nb::handle order, bool
 }
 
 void pass_through(nb::handle x, nb::handle y) {
-  set_result(tensor(y), c10::make_intrusive<PassThroughBackward>(), tensor(x));
+  set_result(tensor(y), make_node<PassThroughBackward>(), tensor(x));
 }
 
 void use_kernels(size_t address) {
