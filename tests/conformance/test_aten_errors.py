@@ -7,6 +7,8 @@ Arrays are called `Tensor` in the texts, as in torch. Three things differ on pur
 * a wrong number of arguments is reported by Python;
 * a call to the fused observer that is refused because of its arguments leaves the state alone.
 
+What another release than torch 2.13 refuses otherwise is listed in `releases.py`.
+
 Where torch fails an internal assertion, refuses a float dtype it could compute, or writes outside its
 arrays, the last tests of this file say what happens instead.
 """
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 
 import fakequant
+import releases
 from torch_bridge import BF16, aten, torch
 
 x = np.linspace(-1, 1, 6).reshape(2, 3).astype(np.float32)
@@ -116,7 +119,7 @@ def assert_same_outcome(name, changed, base=None):
         # torch lists the types of a list's elements.
         assert actual is not None
         expected, actual = ((kind, text.splitlines()[0]) for kind, text in (expected, actual))
-    assert actual == expected, changed
+    assert actual == expected or releases.is_known(name, actual, expected), changed
 
 
 # --- wrong types ------------------------------------------------------------------------

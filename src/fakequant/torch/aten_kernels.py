@@ -162,7 +162,9 @@ def learnable_channel_backward(
     if not _are_learnable(grad, x, scale, zero_point, qmin, qmax) or not 0 <= axis < x.dim():
         return None
     channels = (x.shape[axis],)
-    if scale.shape != channels or zero_point.shape != channels or not zero_point.isfinite().all():
+    if scale.shape != channels or zero_point.shape != channels:
+        return None
+    if not (zero_point.abs() < _LARGE[1]).all():  # nor NaN; releases of torch refuse different ones of these
         return None
     z = zero_point.float().round().clamp(qmin, qmax)
     if _is_exact_in_float32(qmin, qmax):

@@ -1,0 +1,21 @@
+"""Every listed difference between torch releases is there, and begins where the list says."""
+
+import numpy as np
+import pytest
+
+import fakequant
+from releases import DIFFERENCES, RELEASE, matches
+from test_aten_errors import FUNCTIONS, outcome, to_torch, torch_function
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_difference(what):
+    difference = DIFFERENCES[what]
+    for name in difference.functions:
+        arguments = FUNCTIONS[name] | difference.example
+        if isinstance(arguments["scale"], float):
+            arguments["scale"] = np.array([arguments["scale"]])  # the overload with tensors
+        ours = outcome(getattr(fakequant, name), list(arguments.values()))
+        torchs = outcome(torch_function(name), [to_torch(a) for a in arguments.values()])
+        assert matches(ours, difference.before), (name, ours)
+        assert matches(torchs, difference.since if RELEASE >= difference.first else difference.before), (name, torchs)
