@@ -79,7 +79,7 @@ def is_known(function: str, ours: Outcome, torchs: Outcome) -> bool:
     A call with two mistakes may be refused because of the other one; then what torch says is free.
     """
     for difference in DIFFERENCES.values():
-        if RELEASE < difference.first or function not in difference.functions:
+        if difference.first > RELEASE or function not in difference.functions:
             continue
         if difference.before is not None and matches(ours, difference.before):
             if difference.since is None or matches(torchs, difference.since):

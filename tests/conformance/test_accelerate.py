@@ -36,7 +36,7 @@ TORCHS_OWN = registered()
 @pytest.fixture
 def unverified(monkeypatch):
     """As before the first `accelerate` of a process."""
-    monkeypatch.setattr(acceleration._switch, "verified", False)
+    monkeypatch.setattr(acceleration._switch, "left", None)
 
 
 ORDINARY_CALLS = [*ORDINARY.items(), ("_fused_moving_avg_obs_fq_helper", FUSED_ROWS)]
@@ -161,17 +161,59 @@ def with_another_bit(function):
     return wrong
 
 
+def kernel_names(operators):
+    return {acceleration.REPLACED[operator].__name__ for operator in operators}
+
+
 @by_operator
-def test_one_other_bit_is_refused_and_nothing_replaced(operator, monkeypatch, unverified):
+def test_an_operator_with_another_bit_stays_torchs(operator, monkeypatch, unverified):
     name = acceleration.REPLACED[operator].__name__
+    left = {o for o, function in acceleration.REPLACED.items() if function.__name__ == name}
     with monkeypatch.context() as patch:
         patch.setattr(aten_kernels, name, with_another_bit(getattr(aten_kernels, name)))
+        with pytest.warns(RuntimeWarning, match=rf"differ in .*\b{operator}\b.*; these stay torch's") as warned:
+            handle = fakequant.accelerate()
+    assert [w.filename for w in warned] == [__file__]
+    changed = {o for o, dump in registered().items() if dump != TORCHS_OWN[o]}
+    assert changed == set(OPERATORS) - left
+    assert set(handle.left) == {f"aten::{o}" for o in left}
+    assert set(handle.replaced) == {f"aten::{o}" for o in changed}
+    fakequant.accelerate()  # compared once, said once
+    handle.undo()
+    assert registered() == TORCHS_OWN
+
+
+def test_other_bits_in_all_operators_are_refused_and_nothing_replaced(monkeypatch, unverified):
+    with monkeypatch.context() as patch:
+        for name in kernel_names(OPERATORS):
+            patch.setattr(aten_kernels, name, with_another_bit(getattr(aten_kernels, name)))
         for _ in range(2):
-            with pytest.raises(RuntimeError, match=rf"differ in .*\b{operator}\b.*; nothing was replaced"):
+            with pytest.raises(RuntimeError, match=r"differ in .*; nothing was replaced"):
                 fakequant.accelerate()
             assert registered() == TORCHS_OWN
     with fakequant.accelerate() as handle:
-        assert handle.replaced
+        assert handle.left == ()
+        assert len(handle.replaced) == len(OPERATORS)
+
+
+def answers_what_torch_refuses(function):
+    """A kernel that takes every argument: the first tensor is its result."""
+
+    def careless(*arguments):
+        result = function(*arguments)
+        return (arguments[0],) * 3 if result is None else result
+
+    return careless
+
+
+@by_operator
+def test_an_operator_that_takes_what_torch_refuses_stays_torchs(operator, monkeypatch, unverified):
+    name = acceleration.REPLACED[operator].__name__
+    with monkeypatch.context() as patch:
+        patch.setattr(aten_kernels, name, answers_what_torch_refuses(getattr(aten_kernels, name)))
+        with pytest.warns(RuntimeWarning, match=rf"\b{operator}\b.*; these stay torch's"):
+            handle = fakequant.accelerate()
+    assert f"aten::{operator}" in handle.left
 
 
 @pytest.mark.parametrize("default", ["dtype", "device"])

@@ -40,7 +40,7 @@ class _Switch:
         self.lock = accelerating
         self.library: torch.library.Library | None = None
         self.on = False
-        self.verified = False
+        self.left: frozenset[str] | None = None  # operators that stay torch's; None: not compared yet
         self.for_good = False
         self.calls = 0  # of accelerate()
         self.contexts = 0
@@ -48,7 +48,7 @@ class _Switch:
     def set(self, *, for_good: bool, contexts: int) -> None:
         wanted = for_good or contexts > 0
         if wanted and self.library is None:
-            self.library = _replace_kernels()
+            self.library = _replace_kernels(self.left or frozenset())
         self.for_good, self.contexts, self.on = for_good, contexts, wanted
         if not wanted and self.library is not None and threading.active_count() == 1:
             self.library._destroy()
@@ -67,8 +67,14 @@ class Acceleration:
 
     @property
     def replaced(self) -> tuple[str, ...]:
-        """The operators that run on our kernels now."""
-        return tuple(f"aten::{name}" for name in REPLACED) if is_accelerated() else ()
+        """The operators that run on fakequant's kernels now."""
+        left = _switch.left or ()
+        return tuple(f"aten::{name}" for name in REPLACED if name not in left) if is_accelerated() else ()
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """The operators that stay torch's, because the torch at hand has other bits or errors."""
+        return tuple(f"aten::{name}" for name in REPLACED if name in (_switch.left or ()))
 
     def undo(self) -> None:
         """Gives torch its own kernels back, as `decelerate` does."""
@@ -94,9 +100,8 @@ class Acceleration:
 def accelerate() -> Acceleration:
     """See `fakequant.accelerate`."""
     with _switch.lock:
-        if not _switch.verified:
-            _verify()
-            _switch.verified = True
+        if _switch.left is None:
+            _switch.left = _compare()
         was_on = _switch.for_good
         _switch.set(for_good=True, contexts=_switch.contexts)
         _switch.calls += 1
@@ -114,23 +119,28 @@ def is_accelerated() -> bool:
     return _switch.on
 
 
-def _verify() -> None:
+def _compare() -> frozenset[str]:
+    """The operators of this torch that must stay its own. Warns if there are some; raises if all are."""
     found = disagreements()
-    if found:
-        raise RuntimeError(
-            f"torch {torch.__version__} and fakequant's kernels differ in {', '.join(found)}; nothing was replaced.\n"
-            "The kernels have the bits of torch 2.13 on x86-64 with AVX2. Use fakequant's own functions instead, "
-            "or torch 2.13."
-        )
+    if not found:
+        return frozenset()
+    what = f"torch {torch.__version__} and fakequant's kernels differ in {', '.join(found)}"
+    why = "The kernels have the bits of torch 2.12 to 2.15 on x86-64 with AVX2."
+    if REPLACED.keys() <= set(found):
+        raise RuntimeError(f"{what}; nothing was replaced.\n{why} Use fakequant's own functions instead.")
+    warnings.warn(f"{what}; these stay torch's. {why}", RuntimeWarning, stacklevel=4)
+    return frozenset(found)
 
 
-def _replace_kernels() -> torch.library.Library:
+def _replace_kernels(left: frozenset[str]) -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
             # That a kernel is overridden is the point.
             warnings.filterwarnings("ignore", category=UserWarning, message="(?s).*[Oo]verrid")
             for name, function in REPLACED.items():
+                if name in left:
+                    continue
                 original = torch.library.get_kernel(f"aten::{name}", "CPU")
                 kernel = _or_original(function, original)
                 library.impl(name, kernel, "CPU", with_keyset=True, allow_override=True)

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 
 from fakequant import native
 from fakequant.torch import dispatched, formula, kernels, nodes

@@ -1,9 +1,10 @@
-"""A quick comparison of torch's operators with ours, on the inputs where implementations part.
+"""A quick comparison of torch's operators with fakequant's kernels, on the inputs where implementations part.
 
-Ties, the ends of the range, infinities, NaN, subnormal and huge values, in every dtype. A torch that
-computes them differently is not one whose operators may be replaced.
+Values: ties, the ends of the range, infinities, NaN, subnormal and huge ones, in every dtype. Arguments that releases
+of torch refuse: the kernels must decline them, or do as torch does. An operator that differs may not be replaced.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 
 import torch
@@ -14,14 +15,17 @@ from fakequant.torch.kernels import KERNEL_DTYPES
 
 
 def disagreements() -> list[str]:
-    """The operators of this torch that do not have the bits of ours.
+    """The operators of this torch that have other bits or errors than the kernels.
 
     >>> disagreements()
     []
     """
-    # Whatever the caller has set as defaults.
-    with torch.device("cpu"), torch.no_grad():
-        return sorted({name for name, ours, theirs in _comparisons() if not _same(ours, theirs)})
+    # Whatever the caller has set as defaults. What torch warns of is not refused.
+    with torch.device("cpu"), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = {name for name, ours, theirs in _comparisons() if not _same(ours, theirs)}
+        found |= {name for name, ours, theirs in _refusals() if not _same_refusal(ours, theirs)}
+        return sorted(found)
 
 
 def _same(ours: Callable, theirs: Callable) -> bool:
@@ -30,6 +34,20 @@ def _same(ours: Callable, theirs: Callable) -> bool:
     except Exception:  # whatever it was, it was not agreement
         return False
     return all(_same_bits(p, q) for p, q in zip(a, b, strict=True))
+
+
+def _same_refusal(ours: Callable, theirs: Callable) -> bool:
+    """Whether the kernel declines the arguments, in which case torch's runs, or fails in torch's words."""
+    try:
+        if ours() is None:
+            return True
+    except Exception as error:
+        try:
+            theirs()
+        except Exception as torchs:
+            return (type(error), str(error)) == (type(torchs), str(torchs))
+        return False
+    return _same(ours, theirs)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
@@ -136,3 +154,74 @@ def _fused() -> Iterator[tuple[str, Callable, Callable]]:
                 lambda run=run: run(aten_kernels.fused),
                 lambda run=run: run(originals.fused),
             )
+
+
+def _refusals() -> Iterator[tuple[str, Callable, Callable]]:
+    """Calls that some release of torch refuses."""
+    x, bounds = _values(torch.float32).reshape(4, 21), (-8, 7)
+    scale, zeros = _floats(0.1), torch.zeros(1, dtype=torch.int32)
+    scales, channel_zeros = _floats(0.1, 0.2, 0.3, 0.4), torch.zeros(4, dtype=torch.int32)
+    on = torch.ones(1, dtype=torch.int64)
+    widest = (-(2**63), 2**63 - 1)
+    learned = (scale, _floats(0.0))
+    state = (_floats(-1.0), _floats(1.0), _floats(1.0), zeros)
+    rest = (0.01, -128, 127, -1, False, False)
+    calls: dict[str, tuple[Callable, Callable, list[tuple]]] = {
+        "fake_quantize_per_tensor_affine_cachemask": (
+            aten_kernels.cachemask,
+            originals.cachemask,
+            [(x.int(), 0.1, 0, *bounds), (x, 0.1, 9, *bounds), (x, 0.1, 0, 7, -8)],
+        ),
+        "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams": (
+            aten_kernels.cachemask_tensor_qparams,
+            originals.cachemask_tensor_qparams,
+            [
+                (x, scale, torch.tensor([2**31 - 0.5], dtype=torch.float64), on, *bounds),
+                (x, _floats(0.1, 0.2), zeros, on, *bounds),
+                (x, scale, zeros, on, 7, -8),
+            ],
+        ),
+        "fake_quantize_per_channel_affine_cachemask": (
+            aten_kernels.channel_cachemask,
+            originals.channel_cachemask,
+            [
+                (x, scales, channel_zeros + 9, 0, *bounds),
+                (x, scales, channel_zeros, 1, *bounds),
+                (x, scales.double(), channel_zeros, 0, *bounds),
+            ],
+        ),
+        "_fake_quantize_learnable_per_tensor_affine_backward": (
+            aten_kernels.learnable_backward,
+            originals.learnable_backward,
+            [
+                (x, x, scale, _floats(torch.inf), *widest),
+                (x[None], x, *learned, *bounds),
+                (x, x, *learned, 1, 7),
+            ],
+        ),
+        "_fake_quantize_learnable_per_channel_affine_backward": (
+            aten_kernels.learnable_channel_backward,
+            originals.learnable_channel_backward,
+            [
+                (x, x, scales, _floats(torch.inf, 0, 0, 0), 0, *widest),
+                (x, x, scales, _floats(1e20, 0, 0, 0), 0, *widest),
+                (x, x, scales, scales, 2, *bounds),
+            ],
+        ),
+        "_fused_moving_avg_obs_fq_helper": (
+            aten_kernels.fused,
+            originals.fused,
+            [
+                (x + 0j, on, on, *state, *rest),
+                (x[:0], on, on, *state, *rest),
+                (x, on, on, *state, 0.01, 7, -8, *rest[3:]),
+            ],
+        ),
+    }
+    for per in ("tensor", "channel"):
+        theirs = originals.cachemask_backward if per == "tensor" else originals.channel_cachemask_backward
+        masks = [(x, x[:2] > 0), (x, (x > 0).byte()), (x.int(), x > 0)]
+        calls[f"fake_quantize_per_{per}_affine_cachemask_backward"] = (aten_kernels.cachemask_backward, theirs, masks)
+    for name, (mine, theirs, arguments) in calls.items():
+        for call in arguments:
+            yield name, lambda a=call, f=mine: f(*a), lambda a=call, f=theirs: f(*a)
