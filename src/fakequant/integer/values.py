@@ -23,9 +23,9 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils import _pytree
 
 from fakequant.spec import QuantSpec
+from fakequant.torch.private import pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -387,7 +387,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
 
 def stripped(result: Any) -> Any:
     """What a model returns, with ordinary tensors in it: nobody outside keeps the sums alive."""
-    return _pytree.tree_map(_stripped_leaf, result)
+    return pytree.tree_map(_stripped_leaf, result)
 
 
 def _stripped_leaf(value: Any) -> Any:

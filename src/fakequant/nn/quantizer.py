@@ -8,13 +8,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._guards import active_fake_mode
 
 from fakequant.layout import blocks_of
 from fakequant.nn.bounded import whole
 from fakequant.qparams import QParams
 from fakequant.spec import QuantSpec
 from fakequant.torch.plain import is_eager, is_memory, is_transformed
+from fakequant.torch.private import active_fake_mode
 from fakequant.torch.ranks import ALONE, Ranks, ranks_of
 from fakequant.torch.tensors import check_data
 

@@ -16,6 +16,7 @@ from fakequant.nn.quantizer import Quantizer
 from fakequant.spec import QuantSpec
 from fakequant.torch import functional
 from fakequant.torch.plain import is_eager
+from fakequant.torch.private import saved_tensor_hooks
 
 # Fewer elements are not worth another pass: 1 MB. Of a weight whose input is smaller, 4 MB.
 _SMALLEST = 1 << 18
@@ -102,14 +103,14 @@ def saving_codes(
         known[x.untyped_storage().data_ptr()] = (x, lambda view: _encode(x, x_quantizer, view))
     if weight.numel() >= (_SMALLEST if large else 4 * _SMALLEST) and _fits(weight, quantizer):
         known[weight.untyped_storage().data_ptr()] = (weight, lambda view: _again(source, quantizer, view))
-    if not known or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if not known or saved_tensor_hooks() is not None:
         return nullcontext()
     return saved_as_codes(known)
 
 
 def is_saving() -> bool:
     """Whether an operator called now would save codes."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = saved_tensor_hooks()
     return hooks is not None and hooks[1] is _unpack
 
 

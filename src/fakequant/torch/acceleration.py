@@ -15,6 +15,7 @@ import torch
 from fakequant.forking import accelerating
 from fakequant.torch import aten_kernels
 from fakequant.torch.gradients import is_differentiating
+from fakequant.torch.private import destroy
 from fakequant.torch.verification import disagreements
 
 REPLACED: dict[str, Callable] = {
@@ -51,7 +52,7 @@ class _Switch:
             self.library = _replace_kernels(self.left or frozenset())
         self.for_good, self.contexts, self.on = for_good, contexts, wanted
         if not wanted and self.library is not None and threading.active_count() == 1:
-            self.library._destroy()
+            destroy(self.library)
             self.library = None
 
 
@@ -149,7 +150,7 @@ def _replace_kernels(left: frozenset[str]) -> torch.library.Library:
                     kernel = _unless_differentiating(kernel, original)
                     library.impl(name, kernel, "AutogradCPU", with_keyset=True, allow_override=True)
     except BaseException:
-        library._destroy()
+        destroy(library)
         raise
     return library
 

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fakequant import native
 from fakequant.aten.forward import OutputAndMask
@@ -19,6 +18,7 @@ from fakequant.torch.blocks import along
 from fakequant.torch.dispatched import ops
 from fakequant.torch.kernels import KERNEL_DTYPES, Grid
 from fakequant.torch.plain import is_eager
+from fakequant.torch.private import is_forward_mode
 
 
 def _is_direct(x: object) -> bool:
@@ -217,7 +217,7 @@ def _has_a_sum(x: Any, scale: Any, zero_point: Any, qmin: Any, qmax: Any) -> boo
         and _are_ints(qmin, qmax)
         and qmin <= 0 <= qmax
         and _learns(x, scale, zero_point)
-        and forward_ad._current_level < 0
+        and not is_forward_mode()
     )
 
 

@@ -6,24 +6,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fakequant import native
 from fakequant.torch.kernels import Grid, Observed, Order
+from fakequant.torch.private import BelowAutograd, set_forward_mode_enabled
 
 ops = torch.ops.fakequant
 
 
 def below_autograd(operator: Any, *args: Any) -> Any:
     """The operator without its derivative."""
-    with torch._C._AutoDispatchBelowAutograd():
+    with BelowAutograd():
         return operator(*args)
 
 
 @contextmanager
 def _one_level_down() -> Iterator[None]:
     """Inside an autograd function derivatives are off. Under nested transforms the outer ones still need them."""
-    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
+    with torch.enable_grad(), set_forward_mode_enabled(True), BelowAutograd():
         yield
 
 

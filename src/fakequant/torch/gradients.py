@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 
 from fakequant import native
 from fakequant.torch import dispatched, formula, kernels, nodes
 from fakequant.torch.kernels import Grid, Observation, Observed, Order, order_of
 from fakequant.torch.plain import is_eager, is_memory
+from fakequant.torch.private import SingleLevelFunction, is_forward_mode, unwrap_dead_wrappers
 
 
 def multiplies(numerics: str) -> bool:
@@ -30,7 +29,7 @@ def multiplies(numerics: str) -> bool:
 
 def is_differentiating(*tensors: Any) -> bool:
     """Whether a derivative of a function of these tensors may be asked for."""
-    if forward_ad._current_level >= 0:
+    if is_forward_mode():
         return True
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
@@ -41,12 +40,12 @@ def has_derivative(parameter: Any) -> bool:
         return False
     if torch.is_grad_enabled() and parameter.requires_grad:
         return True
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(parameter).tangent is not None
+    return is_forward_mode() and forward_ad.unpack_dual(parameter).tangent is not None
 
 
 def _keep(ctx: Any, *tensors: Tensor | None) -> None:
     ctx.save_for_backward(*tensors)
-    if forward_ad._current_level >= 0:
+    if is_forward_mode():
         ctx.save_for_forward(*tensors)
 
 
@@ -62,7 +61,7 @@ def _kept(ctx: Any) -> tuple[Tensor, ...]:
 
 
 def _has_nodes() -> bool:
-    return nodes.compiled is not None and forward_ad._current_level < 0
+    return nodes.compiled is not None and not is_forward_mode()
 
 
 def clipped(x: Tensor, grid: Grid) -> Tensor:

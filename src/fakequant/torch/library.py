@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
 
 from fakequant import native
 from fakequant.torch import batching, dispatched, formula, gradients, kernels
 from fakequant.torch.dispatched import ops
 from fakequant.torch.kernels import Grid, Observation
+from fakequant.torch.private import BelowADInplaceOrView, SingleLevelFunction, single_level_functions
 
 _GRID = "Tensor scale, Tensor? zero_point, int qmin, int qmax, str numerics"
 SCHEMAS = (
@@ -174,9 +174,9 @@ def _refuse_gradient(**parameters: Tensor | None) -> None:
             )
 
 
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+def _apply(function: type[SingleLevelFunction], *args: Any) -> Any:
     """Here a transform of `torch.func` has already been taken apart: one level of derivatives is left."""
-    with enable_single_level_autograd_function():
+    with single_level_functions():
         return function.apply(*args)
 
 
@@ -253,7 +253,7 @@ for _name, _function in _AUTOGRAD.items():
 
 def _count_changes(x, running_min, running_max, *rest):
     gradients.count_changes(running_min, running_max)
-    with torch._C._AutoDispatchBelowADInplaceOrView():
+    with BelowADInplaceOrView():
         return ops.observe_fake_quantize(x, running_min, running_max, *rest)
 
 

@@ -4,17 +4,16 @@ Programs may bind torch's names to fakequant's functions, also before this modul
 here do not follow: they are taken from where torch itself takes them, not from its public modules.
 """
 
-import torch
+from fakequant.torch.private import OperatorNamespace, functions
 
-_functions = torch._C._VariableFunctions
-fake_quantize_per_tensor_affine = _functions.fake_quantize_per_tensor_affine
-fake_quantize_per_channel_affine = _functions.fake_quantize_per_channel_affine
-fake_quantize_learnable_per_tensor_affine = _functions._fake_quantize_learnable_per_tensor_affine
-fake_quantize_learnable_per_channel_affine = _functions._fake_quantize_learnable_per_channel_affine
-fused_moving_avg_obs_fake_quant = _functions.fused_moving_avg_obs_fake_quant
+fake_quantize_per_tensor_affine = functions.fake_quantize_per_tensor_affine
+fake_quantize_per_channel_affine = functions.fake_quantize_per_channel_affine
+fake_quantize_learnable_per_tensor_affine = functions._fake_quantize_learnable_per_tensor_affine
+fake_quantize_learnable_per_channel_affine = functions._fake_quantize_learnable_per_channel_affine
+fused_moving_avg_obs_fake_quant = functions.fused_moving_avg_obs_fake_quant
 
 # A namespace of its own: attributes that were set on `torch.ops.aten` are not in it.
-_aten = torch._ops._OpNamespace("aten")
+_aten = OperatorNamespace("aten")
 cachemask = _aten.fake_quantize_per_tensor_affine_cachemask
 cachemask_tensor_qparams = _aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams
 cachemask_backward = _aten.fake_quantize_per_tensor_affine_cachemask_backward

@@ -2,21 +2,20 @@
 
 import torch
 
-_C = torch._C
-
-
-def _keys(x: torch.Tensor) -> int:
-    return _C._dispatch_keys(x).raw_repr()
-
-
-def _modes() -> int:
-    return _C._dispatch_tls_local_include_set().raw_repr()
+from fakequant.torch.private import (
+    DispatchKey,
+    DispatchKeySet,
+    dispatch_keys,
+    included_keys,
+    innermost_transform,
+    tracing_state,
+)
 
 
 def _set_of(*names: str) -> int:
-    keys = _C.DispatchKeySet(getattr(_C.DispatchKey, names[0]))
+    keys = DispatchKeySet(getattr(DispatchKey, names[0]))
     for name in names[1:]:
-        keys = keys.add(getattr(_C.DispatchKey, name))
+        keys = keys.add(getattr(DispatchKey, name))
     return keys.raw_repr()
 
 
@@ -33,7 +32,7 @@ def is_memory(x: torch.Tensor) -> bool:
     >>> is_memory(torch.zeros(2)), is_memory(torch.zeros(2, device="meta"))
     (True, False)
     """
-    return _keys(x) in _PLAIN
+    return dispatch_keys(x) in _PLAIN
 
 
 def is_eager(x: torch.Tensor) -> bool:
@@ -42,7 +41,7 @@ def is_eager(x: torch.Tensor) -> bool:
     >>> is_eager(torch.zeros(2)), torch.func.vmap(lambda x: x * is_eager(x))(torch.ones(2))
     (True, tensor([0., 0.]))
     """
-    return _keys(x) in _PLAIN and _modes() in _NO_MODES and _C._get_tracing_state() is None
+    return dispatch_keys(x) in _PLAIN and included_keys() in _NO_MODES and tracing_state() is None
 
 
 def is_transformed() -> bool:
@@ -53,4 +52,4 @@ def is_transformed() -> bool:
     >>> is_transformed(), torch.func.vmap(lambda x: x * is_transformed())(torch.ones(2))
     (False, tensor([1., 1.]))
     """
-    return not torch.compiler.is_compiling() and _C._functorch.peek_interpreter_stack() is not None
+    return not torch.compiler.is_compiling() and innermost_transform() is not None

@@ -219,9 +219,9 @@ def _refusals() -> Iterator[tuple[str, Callable, Callable]]:
         ),
     }
     for per in ("tensor", "channel"):
-        theirs = originals.cachemask_backward if per == "tensor" else originals.channel_cachemask_backward
+        original: Callable = originals.cachemask_backward if per == "tensor" else originals.channel_cachemask_backward
         masks = [(x, x[:2] > 0), (x, (x > 0).byte()), (x.int(), x > 0)]
-        calls[f"fake_quantize_per_{per}_affine_cachemask_backward"] = (aten_kernels.cachemask_backward, theirs, masks)
+        calls[f"fake_quantize_per_{per}_affine_cachemask_backward"] = (aten_kernels.cachemask_backward, original, masks)
     for name, (mine, theirs, arguments) in calls.items():
         for call in arguments:
             yield name, lambda a=call, f=mine: f(*a), lambda a=call, f=theirs: f(*a)

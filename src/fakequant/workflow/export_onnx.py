@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 from fakequant import targets
 from fakequant.export import notes, operators
 from fakequant.export.digest import digest_of_graph, digest_of_parameters
 from fakequant.integer.grid import Grid
 from fakequant.integer.layer import IntegerLayer, is_integer, start_export
+from fakequant.torch.private import pytree
 from fakequant.workflow.convert import conversion, convert
 from fakequant.workflow.optional import require, writing
 from fakequant.workflow.running import check_module
@@ -168,7 +168,7 @@ def _require_no_autocast(model: nn.Module, args: Any, kwargs: Any) -> None:
 
 
 def _copied(inputs: Any) -> Any:
-    return _pytree.tree_map_only(Tensor, torch.clone, inputs)
+    return pytree.tree_map_only(Tensor, torch.clone, inputs)
 
 
 def _inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -234,7 +234,7 @@ def _batches(args: Any, kwargs: Any) -> Any:
 def _fresh(inputs: Any) -> Any:
     """The same inputs as other tensors: torch marks those it is given, for good, as having a batch of any length."""
     made: dict[int, Tensor] = {}  # what is given twice is one tensor still
-    return _pytree.tree_map_only(Tensor, lambda x: made.setdefault(id(x), x.detach()), inputs)
+    return pytree.tree_map_only(Tensor, lambda x: made.setdefault(id(x), x.detach()), inputs)
 
 
 def _reason(error: BaseException) -> str:

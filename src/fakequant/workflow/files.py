@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as _EXTRA_STATE
 
 from fakequant import targets
 from fakequant.integer.arithmetic import ARITHMETICS
@@ -22,6 +21,7 @@ from fakequant.integer.layer import IntegerLayer, Integers, integer_class
 from fakequant.layout import blocks_of
 from fakequant.nn.kinds import find_kind
 from fakequant.spec import QuantSpec, shortened
+from fakequant.torch.private import EXTRA_STATE_SUFFIX
 from fakequant.workflow.convert import Conversion, conversion, quantize_output_with, return_tensors, take_out
 from fakequant.workflow.file_checks import check_eps, check_grid, check_same_dtype, check_weight, checksum
 from fakequant.workflow.fold import Folded
@@ -341,10 +341,10 @@ def _fill(model: nn.Module, state: dict[str, Any], file: Any) -> None:
             _refuse(file, name, there, here)
         found, place = state[name], places[name]
         if isinstance(place, Tensor) and isinstance(found, Tensor) and found.shape != place.shape:
-            if name.endswith(_EXTRA_STATE):
+            if name.endswith(EXTRA_STATE_SUFFIX):
                 continue  # the module knows what it takes
             _refuse(file, name, f"of shape {tuple(found.shape)}", f"of {tuple(place.shape)}")
-        if isinstance(place, Tensor) and not name.endswith(_EXTRA_STATE):
+        if isinstance(place, Tensor) and not name.endswith(EXTRA_STATE_SUFFIX):
             if not isinstance(found, Tensor):
                 raise TypeError(f"{name} is no tensor")
             check_same_dtype(name, found, place)

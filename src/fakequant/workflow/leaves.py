@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree
 
 from fakequant.integer.values import plain
+from fakequant.torch.private import pytree
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
 
@@ -28,7 +28,7 @@ def constants(result: Any) -> list[Any]:
 
 
 def _leaves(result: Any) -> Iterator[Any]:
-    for leaf in _pytree.tree_leaves(result):
+    for leaf in pytree.tree_leaves(result):
         if isinstance(leaf, (Tensor, *_CONSTANTS)):
             yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from fakequant.torch.private import TorchDispatchMode
 
 # In units of the rounding error of one float32 operation. Kernels of runtimes add some thousand numbers in blocks and
 # have approximations of functions that are off by a few units in the last place.

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+from fakequant.torch.private import pytree
 
 Data = Iterable[Any] | Callable[[nn.Module], Any]
 
@@ -172,4 +173,4 @@ def copied(args: Any, kwargs: Any) -> tuple[Any, Any]:
             copies[id(x)] = x.detach().clone()
         return copies[id(x)]
 
-    return _pytree.tree_map(copy, args), _pytree.tree_map(copy, kwargs)
+    return pytree.tree_map(copy, args), pytree.tree_map(copy, kwargs)
