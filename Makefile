@@ -2,12 +2,14 @@
 VENV   ?= .venv
 PYTHON ?= python3
 PY     := $(VENV)/bin/python
-BUILD  := build/dev
+BUILD  ?= build/dev
+INSTALL = -m pip install -q --no-build-isolation --no-deps -e . -C build-dir=$(BUILD) \
+          -C cmake.define.FAKEQUANT_BUILD_TESTS=ON
 
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cc' -o -name '*.h') \
            $(shell find src -name '*.py')
 
-.PHONY: test demo docs bench build wheel-test lint stub test-kernels test-neon clean
+.PHONY: test demo docs bench build wheel-test lint stub test-kernels test-neon test-torch test-python clean
 
 # The README's two commands. The second run is of what users of another torch release have. Two test
 # processes share the CPUs: torch's threads must not spin while they wait.
@@ -57,8 +59,7 @@ $(VENV)/.installed: requirements-dev.txt
 	touch $@
 
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)
-	$(PY) -m pip install -q --no-build-isolation --no-deps -e . -C build-dir=$(BUILD) \
-	  -C cmake.define.FAKEQUANT_BUILD_TESTS=ON
+	$(PY) $(INSTALL)
 	touch $@
 
 lint: build
@@ -84,6 +85,40 @@ test-neon: build
 	qemu-aarch64 build/neon/kernels_test --digest | sort > build/neon/there.txt
 	diff build/neon/here.txt build/neon/there.txt
 	@echo "$$(wc -l < build/neon/here.txt) passed, 0 failed"
+
+# The suite, or TESTS, with another release of torch in an environment of its own: make test-torch TORCH=2.15.0.
+# pip's default index has CUDA builds (7 GB); set PIP_EXTRA_INDEX_URL to one that has builds for the CPU.
+# Kernels that are compiled in BUILD are not compiled again; another PYTHON needs another BUILD.
+TORCH      ?= 2.15.0
+TORCH_VENV ?= build/torch-$(TORCH)-$(notdir $(PYTHON))
+TESTS      ?= tests
+
+test-torch: export OMP_WAIT_POLICY = PASSIVE
+test-torch: $(TORCH_VENV)/.built
+	$(TORCH_VENV)/bin/python -m fakequant info
+	$(TORCH_VENV)/bin/python -m pytest -n 2 --dist worksteal -q $(TESTS)
+
+$(TORCH_VENV)/.installed: requirements-dev.txt
+	$(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m pip install -q torch==$(TORCH)
+	$(TORCH_VENV)/bin/python -m pip install -q -r requirements-dev.txt
+	touch $@
+
+$(TORCH_VENV)/.built: $(TORCH_VENV)/.installed $(SOURCES)
+	$(TORCH_VENV)/bin/python $(INSTALL)
+	touch $@
+
+# The part that needs NumPy only, on another Python: make test-python PYTHON=python3.13. NUMPY=1.26.4 for another NumPy.
+PYTHON_VENV ?= build/$(notdir $(PYTHON))$(if $(NUMPY),-numpy-$(NUMPY))
+
+test-python:
+	$(PYTHON) -m venv $(PYTHON_VENV)
+	$(PYTHON_VENV)/bin/python -m pip install -q $(if $(NUMPY),numpy==$(NUMPY) ml_dtypes,-c requirements-dev.txt numpy \
+	  ml_dtypes) pytest pytest-xdist hypothesis scikit_build_core nanobind cmake ninja
+	$(PYTHON_VENV)/bin/python -m pip install -q --no-build-isolation --no-deps -e . \
+	  -C build-dir=$(PYTHON_VENV)/cmake -C cmake.define.FAKEQUANT_TORCH_NODES=OFF
+	$(PYTHON_VENV)/bin/python -m fakequant info
+	$(PYTHON_VENV)/bin/python -m pytest -n 2 --dist worksteal -q tests
 
 clean:
 	rm -rf build dist $(VENV)

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from fakequant.native import _native
+from fakequant.torch_releases import NEWEST, OLDEST, describe, is_tested
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,4 +88,5 @@ def _torch() -> str | None:
     else:  # not used yet: what is there for it
         name = f"fakequant._autograd_{number.split('+')[0].replace('.', '_')}"
         compiled = find_spec(name) is not None
-    return f"{number}, autograd nodes {'compiled' if compiled else 'in Python'}"
+    known = "" if is_tested(number) else f" (tested: {describe(OLDEST)} to {describe(NEWEST)})"
+    return f"{number}{known}, autograd nodes {'compiled' if compiled else 'in Python'}"

@@ -4,7 +4,13 @@ Nothing here has to be imported: `fakequant`'s functions find it when they are g
 it to have the operators `torch.ops.fakequant` before the first call.
 """
 
-from fakequant.torch import library as library
-from fakequant.torch.threads import lend_torchs_threads
+import torch
+
+from fakequant.torch_releases import check_release
+
+check_release(torch.__version__)  # before anything asks torch for what an old one does not have
+
+from fakequant.torch import library as library  # noqa: E402
+from fakequant.torch.threads import lend_torchs_threads  # noqa: E402
 
 lend_torchs_threads()

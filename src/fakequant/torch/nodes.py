@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import sys
 import warnings
 from typing import Any
 
@@ -10,26 +11,47 @@ from torch import Tensor
 
 from fakequant.native import _native
 from fakequant.torch.kernels import NUMERICS
+from fakequant.torch_releases import NEWEST, OLDEST, describe, is_tested
+
+_HOW = (
+    "To compile them: pip install scikit-build-core nanobind cmake ninja, then install fakequant once more with "
+    "`--no-build-isolation --no-binary fakequant`."
+)
 
 
 def _load() -> Any:
-    if os.environ.get("FAKEQUANT_PYTHON_NODES") == "1":  # to test what there is without them
+    if os.environ.get("FAKEQUANT_PYTHON_NODES") == "1":  # to test without compiled ones, or to hear nothing of them
         return None
-    version = torch.__version__.split("+")[0].replace(".", "_")
+    version = torch.__version__.split("+")[0]
     try:
-        module = importlib.import_module(f"fakequant._autograd_{version}")
+        module = importlib.import_module(f"fakequant._autograd_{version.replace('.', '_')}")
     except ModuleNotFoundError:
+        _say(_why_missing(version))
         return None
     except ImportError as error:  # compiled for another build of the same release
-        warnings.warn(
-            f"The autograd nodes compiled for torch {torch.__version__} cannot be loaded; those in Python are used, "
-            f"which give the same results and take longer to call. {error}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        _say(f"those compiled for torch {version} cannot be loaded: {error}. {_HOW}")
         return None
     module.use_kernels(_native.kernel_api())
     return module
+
+
+def _why_missing(version: str) -> str:
+    if not is_tested(version):
+        releases = f"{describe(OLDEST)} to {describe(NEWEST)}"
+        return f"compiled ones are for torch {releases}, and this is torch {version}."
+    return f"this installation has none compiled for torch {version}. {_HOW}"
+
+
+def _say(why: str) -> None:
+    """Warns, once per process, where compiled nodes could be had: not on Windows, where they are not built yet."""
+    if sys.platform == "win32":
+        return
+    warnings.warn(
+        f"fakequant uses autograd nodes written in Python: {why} Results are the same, calls take longer. "
+        "FAKEQUANT_PYTHON_NODES=1 in the environment chooses them without this message.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 # None: the functions and nodes written in Python are used, which give the same results and take longer to call.

@@ -1,0 +1,46 @@
+"""The window of torch releases is the same wherever it is written, and an old torch is refused in words."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fakequant.torch_releases import NEWEST, OLDEST, describe
+
+ROOT = Path(__file__).parents[2]
+WINDOW = f"{describe(OLDEST)} to {describe(NEWEST)}"
+
+
+def test_metadata():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    [torch] = [need for need in project["optional-dependencies"]["torch"] if need.startswith("torch")]
+    assert torch.startswith(f"torch>={describe(OLDEST)},")
+
+
+def test_cmake():
+    text = (ROOT / "CMakeLists.txt").read_text()
+    assert f"set(FAKEQUANT_TORCH_OLDEST {describe(OLDEST)})" in text
+    assert f"set(FAKEQUANT_TORCH_NEWEST {describe(NEWEST)})" in text
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/concepts/torch.md"])
+def test_pages(page):
+    assert re.search(rf"torch\W+{WINDOW}|{WINDOW}", (ROOT / page).read_text())
+
+
+def test_an_old_torch_is_refused():
+    pytest.importorskip("torch")
+    code = """
+import torch, fakequant
+torch.__version__ = "2.9.1"
+try:
+    fakequant.nn
+except ImportError as error:
+    print(error)
+"""
+    said = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert "needs torch 2.12 or newer" in said
+    assert "found torch 2.9.1" in said
