@@ -96,8 +96,11 @@ def random_states_kept() -> Iterator[None]:
 
 
 def first_batches(loader: Any, number: int) -> Iterator[Any]:
-    """The batches that `loader` will begin with, read past it: its samplers, generators and workers are not used."""
-    return islice(_another(loader) if isinstance(loader, DataLoader) else _restartable(loader), number)
+    """The batches that `loader` will begin with, read past it: its samplers, generators and workers are not used.
+
+    Nothing happens before the first one is asked for: a loader draws random numbers when its iterator is made.
+    """
+    yield from islice(_another(loader) if isinstance(loader, DataLoader) else _restartable(loader), number)
 
 
 def _another(loader: "DataLoader[Any]") -> "DataLoader[Any]":
