@@ -19,7 +19,7 @@ def everything(model):
     # What a learned scale started from is not kept with it.
     found = {name: bits(tensor) for name, tensor in tensors if ".seen_" not in name}
     for path, layer in model.named_modules():
-        if isinstance(layer, fq.nn.QuantizedLayer):
+        if isinstance(layer, fq.nn.QuantizedLayer) and hasattr(layer._fakequant, "deploys_bias"):
             found[f"{path} deploys its bias"] = torch.tensor([layer._fakequant.deploys_bias])
     for path, quantizer in fq.nn.quantizers(model):
         found[f"{path} switches"] = torch.tensor([quantizer.observing, quantizer.quantizing, quantizer.frozen])
