@@ -137,28 +137,31 @@ def test_calibrates_with_the_first_batches_before_the_first_evaluation(tmp_path)
             shown.append((batch["input_ids"].clone(), model.training, torch.is_grad_enabled()))
             super().calibration_step(model, batch)
 
-    model, trained = prepared(tiny.bert), []
-    model.dropout.eval()  # a part that is in another mode stays in it
-    before = [module.training for module in model.modules()]
-    modes = []
+    model, trained, modes = prepared(tiny.bert), [], []
     model.register_forward_pre_hook(
         lambda module, args, kwargs: trained.append(kwargs["input_ids"].clone()) if module.training else None,
         with_kwargs=True,
     )
 
-    class Modes(transformers.TrainerCallback):
+    class Before(transformers.TrainerCallback):
         def on_train_begin(self, args, state, control, model=None, **_):
-            modes.extend(module.training for module in model.modules())
+            model.train()
+            model.dropout.eval()  # a part that is in another mode stays in it
+            modes.append([module.training for module in model.modules()])
+
+    class After(transformers.TrainerCallback):
+        def on_train_begin(self, args, state, control, model=None, **_):
+            modes.append([module.training for module in model.modules()])
 
     trainer = trainer_of(
-        model, tmp_path, Watching(calibrate=3), Modes(), data=tiny.data_for(tiny.bert), eval_on_start=True,
+        model, tmp_path, Before(), Watching(calibrate=3), After(), data=tiny.data_for(tiny.bert), eval_on_start=True,
         eval_strategy="steps", eval_steps=100,
     )  # fmt: skip
     trainer.train()
     assert len(shown) == 3
     assert all(torch.equal(batch, first) for (batch, *_), first in zip(shown, trained[:3], strict=True))
     assert {(training, grad) for _, training, grad in shown} == {(False, False)}
-    assert modes == before
+    assert modes[0] == modes[1]
     assert "eval_loss" in trainer.state.log_history[0]
 
 

@@ -105,22 +105,24 @@ def first_batches(loader: Any, number: int) -> Iterator[Any]:
 
 def _another(loader: "DataLoader[Any]") -> "DataLoader[Any]":
     """A loader of the same batches, in this process, with copies of all that remembers a position."""
-    dataset, collate = loader.dataset, loader.collate_fn
+    dataset, size = loader.dataset, loader.batch_size
     if isinstance(dataset, IterableDataset):
         _restartable(dataset)
-        size = loader.batch_size
-        return DataLoader(dataset, size, collate_fn=collate, drop_last=size is not None and loader.drop_last)
-    if loader.batch_sampler is None:
-        return DataLoader(dataset, None, sampler=_copied(loader.sampler, dataset), collate_fn=collate)
-    return DataLoader(dataset, batch_sampler=_copied(loader.batch_sampler, dataset), collate_fn=collate)
+        drop_last = size is not None and loader.drop_last
+        return DataLoader(dataset, size, collate_fn=loader.collate_fn, drop_last=drop_last)
+    by_rows = loader.batch_sampler is None
+    # Together: the loader and its sampler may share a generator.
+    generator, sampler = _copied((loader.generator, loader.sampler if by_rows else loader.batch_sampler), dataset)
+    how = {"batch_size": None, "sampler": sampler} if by_rows else {"batch_sampler": sampler}
+    return DataLoader(dataset, collate_fn=loader.collate_fn, generator=generator, **how)
 
 
-def _copied(sampler: Any, dataset: Any) -> Any:
+def _copied(state: tuple[Any, Any], dataset: Any) -> tuple[Any, Any]:
     try:
-        return copy.deepcopy(sampler, {id(dataset): dataset})  # a sampler may know its data, which stay one
+        return copy.deepcopy(state, {id(dataset): dataset})  # a sampler may know its data, which stay one
     except TypeError as error:
         raise TypeError(
-            f"{type(sampler).__name__} cannot be copied ({error}), and calibration must not use up its batches.\n"
+            f"{type(state[1]).__name__} cannot be copied ({error}), and calibration must not use up its batches.\n"
             f"{_BY_HAND}"
         ) from error
 

@@ -134,7 +134,7 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], **options: Any) 
     >>> import fakequant as fq
     >>> from transformers import BertConfig, BertModel
     >>> model = BertModel(BertConfig(vocab_size=32, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
-    >>> model = fq.prepare(model, fq.recipes.int4_weight_only(group_size=8))
+    >>> model = fq.prepare(model, fq.recipes.int4_weight_only(8))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_pretrained(model, folder)
     ...     again = from_pretrained(BertModel, folder)
