@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import fakequant as fq
-from fakequant.integrations.transformers import QATCallback
+from fakequant.integrations.transformers import QATCallback, from_pretrained
 
 SCHEDULE = {"quantize_from": 1, "freeze_ranges_at": 4}
 FIGURES = {
@@ -43,7 +43,7 @@ def trainer_of(model, folder, *callbacks, data=None, **options):
     options = {"max_steps": 6, "save_strategy": "no", "logging_steps": 2, **options}
     args = transformers.TrainingArguments(
         folder, per_device_train_batch_size=2, use_cpu=True, report_to="none", disable_tqdm=True,
-        dataloader_pin_memory=False, learning_rate=1e-3, **options,
+        learning_rate=1e-3, **options,
     )  # fmt: skip
     return transformers.Trainer(model, args, train_dataset=data, eval_dataset=data, callbacks=list(callbacks))
 
@@ -68,6 +68,14 @@ def test_resuming_gives_the_same_bits(make, config, tmp_path):
     tiny.assert_same_bits(straight, resumed)
     assert first.schedule.state_dict() == second.schedule.state_dict() == {"steps": 6}
     assert all(quantizer.frozen for _, quantizer in fq.nn.quantizers(resumed))
+    loaded = from_pretrained(type(straight), tmp_path / "checkpoint-6")
+    assert_same_state(straight.eval(), loaded)
+
+
+def assert_same_state(one, other):
+    """What is saved: whether layers add rounded biases in training is set by the schedule, on resuming."""
+    a, b = (tiny.everything(model) for model in (one, other))
+    assert [name for name in a if "deploys" not in name and not torch.equal(a[name], b[name])] == []
 
 
 def test_one_step_of_the_schedule_per_optimizer_step(tmp_path):

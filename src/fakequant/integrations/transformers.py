@@ -155,7 +155,16 @@ def from_pretrained(
     was written by the model's own `save_pretrained` has no `QuantConfig`: pass the one that the model was prepared
     with.
 
-    >>> model = from_pretrained(BertForSequenceClassification, "runs/checkpoint-1000")  # doctest: +SKIP
+    >>> import tempfile
+    >>> import fakequant as fq
+    >>> from transformers import BertConfig, BertModel
+    >>> config = fq.recipes.int8()
+    >>> model = BertModel(BertConfig(vocab_size=32, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     fq.prepare(model, config).save_pretrained(folder)
+    ...     again = from_pretrained(BertModel, folder, quant_config=config)
+    >>> torch.equal(again.pooler.dense.weight, model.pooler.dense.weight)
+    True
     """
     path = Path(folder)
     if not path.is_dir():
