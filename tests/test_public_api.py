@@ -103,12 +103,18 @@ WHOLE_MODELS = [
     "unprepare",
     "verify",
 ]
+# Files of their own, which also import what they need.
+INTEGRATIONS = {
+    "fakequant.integrations.lightning": ["QATCallback"],
+    "fakequant.integrations.transformers": ["QATCallback", "from_pretrained", "save_pretrained"],
+}
 PLACES = {
     "fakequant": PUBLIC,
     "fakequant.nn": NN,
     "fakequant.observers": OBSERVERS,
     "fakequant.presets": PRESETS,
     "fakequant.recipes": RECIPES,
+    **INTEGRATIONS,
 }
 # What functions return, bases to derive from, and a name for a type; their examples are elsewhere.
 WITHOUT_EXAMPLE = {
@@ -123,7 +129,9 @@ def names(place):
     return {
         name: value
         for name, value in vars(module).items()
-        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+        if not name.startswith("_")
+        and not isinstance(value, types.ModuleType)
+        and (place not in INTEGRATIONS or getattr(value, "__module__", None) == place)
     }
 
 

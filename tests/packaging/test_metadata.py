@@ -48,6 +48,8 @@ def test_extras():
     assert names["onnx"] == torch | onnx
     assert names["report"] == torch | {"matplotlib", "jinja2"}
     assert names["demo"] == names["onnx"] | names["report"] | {"scikit-learn"}
+    assert names["transformers"] == torch | {"transformers", "accelerate", "safetensors"}
+    assert names["lightning"] == torch | {"lightning"}
     assert names["all"] == set().union(*names.values())
 
 

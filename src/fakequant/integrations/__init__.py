@@ -1,0 +1,1 @@
+"""Callbacks for trainers of other libraries; each file needs its library."""

@@ -1,0 +1,170 @@
+"""For Lightning: a callback for its `Trainer`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from fakequant.integrations._training import (
+    calibrate_without_trace,
+    check_options,
+    figures,
+    first_batches,
+    needs_calibration,
+    require_quantizers,
+)
+from fakequant.workflow.running import _arguments
+from fakequant.workflow.schedule import Schedule
+
+
+def _packages() -> list[Any]:
+    """Those of `lightning.pytorch` and `pytorch_lightning`, two copies of one library, that are installed."""
+    found = [
+        import_module(name)
+        for name in ("lightning.pytorch", "pytorch_lightning")
+        if find_spec(name.partition(".")[0]) is not None
+    ]
+    if not found:
+        raise ImportError('This needs lightning, which is not installed.\nUse: pip install "fakequant[lightning]"')
+    return found
+
+
+_PACKAGES = _packages()
+# Each copy knows its own callbacks only.
+_Callbacks: Any = type("_Callbacks", tuple(package.Callback for package in _PACKAGES), {})
+
+
+class QATCallback(_Callbacks):
+    """Drives quantization-aware training in a Lightning `Trainer`; the model, or a part of it, is prepared.
+
+        when `fit` starts         calibrates with `calibrate` batches of the training data, if no quantizer of an
+                                  activation has a scale; None: never. The sanity check comes later
+        after optimizer steps     one step of a `fakequant.Schedule` with `quantize_from`, `freeze_ranges_at` and
+                                  `freeze_norms_at`, as `trainer.global_step` counts them
+        when the trainer logs     adds what `fakequant.health` finds, named `quant/...`, if `log_health`
+        in checkpoints            the state of the schedule, as the callback's state
+
+    Calibration changes neither the order of the data, nor random states, nor the mode of the model.
+
+    >>> import lightning
+    >>> callback = QATCallback(freeze_ranges_at=800, calibrate=16)
+    >>> trainer = lightning.Trainer(max_steps=1000, callbacks=[callback])  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        quantize_from: int | None = None,
+        freeze_ranges_at: int | None = None,
+        freeze_norms_at: int | None = None,
+        calibrate: int | None = 8,
+        log_health: bool = True,
+    ) -> None:
+        check_options(calibrate, log_health)
+        self.quantize_from = quantize_from
+        self.freeze_ranges_at = freeze_ranges_at
+        self.freeze_norms_at = freeze_norms_at
+        self.calibrate = calibrate
+        self.log_health = log_health
+        self.schedule: Schedule | None = None
+        self._loaded: dict[str, Any] | None = None  # a state that waits for the schedule
+        self._global_step = 0  # of the trainer, when the schedule was last brought up to date
+
+    def calibration_step(self, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Passes one batch through the model; for another way, override it.
+
+        `forward` is given as much of a batch as it needs, so that labels may be there. A module without a `forward` of
+        its own runs `training_step`, in which `log` does nothing.
+        """
+        if not any(type(pl_module).forward is package.LightningModule.forward for package in _PACKAGES):
+            args, kwargs = _arguments(pl_module, batch)
+            pl_module(*args, **kwargs)
+            return
+        if not pl_module.automatic_optimization:
+            raise ValueError(
+                f"{type(pl_module).__name__} has no `forward`, and its `training_step` steps its optimizers itself "
+                "(automatic_optimization=False): neither can be used for calibration.\n"
+                "Define `forward`, override `calibration_step` of the callback, or use QATCallback(calibrate=None) and "
+                "fakequant.calibrate before `fit`."
+            )
+        with _not_logging(pl_module):
+            pl_module.training_step(batch, batch_idx)
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Every `fit` has a schedule of its own."""
+        if stage == "fit":
+            self.schedule = self._loaded = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Calibrates if that is due, and makes the schedule."""
+        require_quantizers(pl_module)
+        if self.calibrate is not None and needs_calibration(pl_module):
+            trainer.fit_loop.setup_data()
+            batches = first_batches(_loader(trainer), self.calibrate)
+            calibrate_without_trace(pl_module, lambda: self._show(trainer, pl_module, batches))
+        self.schedule = Schedule(
+            pl_module,
+            quantize_from=self.quantize_from,
+            freeze_ranges_at=self.freeze_ranges_at,
+            freeze_norms_at=self.freeze_norms_at,
+        )
+        self.schedule.load_state_dict(self._loaded or {"steps": trainer.global_step})
+        self._loaded = None
+
+    def _show(self, trainer: Any, pl_module: Any, batches: Iterator[Any]) -> None:
+        for index, batch in enumerate(batches):
+            # As in training.
+            batch = trainer.precision_plugin.convert_input(batch)
+            batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
+            batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+            with trainer.precision_plugin.forward_context():
+                self.calibration_step(pl_module, batch, index)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """By now the trainer knows at which step it resumes."""
+        self._global_step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """One step of the schedule for every optimizer step that the trainer counted, and figures if it logs."""
+        assert self.schedule is not None
+        made = trainer.global_step - self._global_step
+        for _ in range(made):
+            self.schedule.step()
+        self._global_step = trainer.global_step
+        if made and self.log_health and trainer._logger_connector.should_update_logs:
+            pl_module.log_dict(figures(pl_module), on_step=True, on_epoch=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the schedule."""
+        return {} if self.schedule is None else self.schedule.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues with the schedule of a checkpoint."""
+        if self.schedule is None:
+            self._loaded = state_dict or None
+        else:
+            self.schedule.load_state_dict(state_dict)
+
+
+def _loader(trainer: Any) -> Any:
+    loader = trainer.train_dataloader
+    if isinstance(loader, (dict, list, tuple)):
+        raise TypeError(
+            f"The training data are a {type(loader).__name__} of loaders, and QATCallback calibrates with one.\n"
+            "Use fakequant.calibrate(model, batches) before `fit`, and QATCallback(calibrate=None)."
+        )
+    return loader
+
+
+@contextmanager
+def _not_logging(pl_module: Any) -> Iterator[None]:
+    """While it lasts, `log` and `log_dict` do nothing: the trainer takes no figures at this point."""
+    names = ("log", "log_dict")
+    for name in names:
+        pl_module.__dict__[name] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        for name in names:
+            del pl_module.__dict__[name]

@@ -1,0 +1,260 @@
+"""For Hugging Face transformers: a callback for its `Trainer`, and prepared models in its folders."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant.config import QuantConfig
+from fakequant.integrations._training import (
+    calibrate_without_trace,
+    check_options,
+    figures,
+    first_batches,
+    needs_calibration,
+    require_quantizers,
+)
+from fakequant.nn.quantizer import quantizers
+from fakequant.workflow.optional import require
+from fakequant.workflow.prepare import is_prepared, preparation, prepare
+from fakequant.workflow.schedule import Schedule
+
+_transformers: Any = require("transformers", "transformers", "transformers")
+_accelerate: Any = require("accelerate.utils", "accelerate", "transformers")
+_safetensors: Any = require("safetensors.torch", "safetensors", "transformers")
+_TrainerCallback: Any = _transformers.TrainerCallback
+_FIELD = "fakequant_config"  # of config.json
+
+
+class QATCallback(_TrainerCallback):
+    """Drives quantization-aware training in `transformers.Trainer`.
+
+        before the first step     calibrates with `calibrate` batches of the training data, if no quantizer of an
+                                  activation has a scale; None: never
+        after optimizer steps     one step of a `fakequant.Schedule` with `quantize_from`, `freeze_ranges_at` and
+                                  `freeze_norms_at`, in the trainer's steps (`state.global_step`)
+        when the loss is logged   adds what `fakequant.health` finds, named `quant/...`, if `log_health`
+        in checkpoints            the model is saved by `save_pretrained` of this module
+
+    The trainer's checkpoints have its number of steps, so a resumed training goes on with the same schedule.
+    Calibration changes neither the order of the data, nor random states, nor the mode of the model.
+
+    >>> from transformers import Trainer
+    >>> callback = QATCallback(freeze_ranges_at=800, calibrate=16)
+    >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        quantize_from: int | None = None,
+        freeze_ranges_at: int | None = None,
+        freeze_norms_at: int | None = None,
+        calibrate: int | None = 8,
+        log_health: bool = True,
+    ) -> None:
+        check_options(calibrate, log_health)
+        self.quantize_from = quantize_from
+        self.freeze_ranges_at = freeze_ranges_at
+        self.freeze_norms_at = freeze_norms_at
+        self.calibrate = calibrate
+        self.log_health = log_health
+        self.schedule: Schedule | None = None
+
+    def add_to(self, trainer: Any) -> None:
+        """Adds the callback to a trainer, before all others.
+
+        The callbacks of `report_to`, such as TensorBoard's, come before those in `Trainer(callbacks=...)` and see the
+        logs before these add to them.
+        """
+        trainer.callback_handler.callbacks.insert(0, self)
+
+    def calibration_step(self, model: nn.Module, batch: Any) -> None:
+        """Passes one batch through the model; for other models than those that take `**batch`, override it."""
+        model(**batch)
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Checks that the model is prepared."""
+        require_quantizers(model)
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, train_dataloader: Any = None, **_: Any
+    ) -> None:
+        """Calibrates if that is due, and makes the schedule."""
+        require_quantizers(model)
+        if isinstance(model, _transformers.PreTrainedModel) and is_prepared(model):
+            # The trainer calls it for checkpoints.
+            model.save_pretrained = MethodType(save_pretrained, model)
+        if self.calibrate is not None and needs_calibration(model):
+            batches = first_batches(train_dataloader, self.calibrate)
+            calibrate_without_trace(model, lambda: self._show(model, batches, args.device))
+        self.schedule = Schedule(
+            model,
+            quantize_from=self.quantize_from,
+            freeze_ranges_at=self.freeze_ranges_at,
+            freeze_norms_at=self.freeze_norms_at,
+        )
+        self.schedule.load_state_dict({"steps": state.global_step})
+
+    def _show(self, model: nn.Module, batches: Iterator[Any], device: Any) -> None:
+        for batch in batches:
+            self.calibration_step(model, _accelerate.send_to_device(batch, device))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """One step of the schedule: the optimizer has made one, however many batches it took."""
+        assert self.schedule is not None
+        self.schedule.step()
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, model: Any = None, logs: dict[str, Any] | None = None, **_: Any
+    ) -> None:
+        """Adds figures to what the trainer logs about training."""
+        if not self.log_health or logs is None or "loss" not in logs:
+            return
+        found = figures(model)
+        logs.update(found)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(found)
+
+
+def save_pretrained(model: Any, folder: str | os.PathLike[str], **options: Any) -> None:
+    """`model.save_pretrained(folder, **options)` of a prepared model, with its `QuantConfig` in config.json.
+
+    Tensors have the names they have in the model, not those of older versions (`save_original_format=False`): these
+    are what `Trainer` needs to resume.
+
+    >>> import tempfile
+    >>> import fakequant as fq
+    >>> from transformers import BertConfig, BertModel
+    >>> model = BertModel(BertConfig(vocab_size=32, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    >>> model = fq.prepare(model, fq.recipes.int4_weight_only(8))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_pretrained(model, folder)
+    ...     again = from_pretrained(BertModel, folder)
+    >>> again.pooler.dense.weight_quantizer.spec.bits
+    4
+    """
+    setattr(model.config, _FIELD, preparation(model).config.to_dict())
+    type(model).save_pretrained(model, folder, **{"save_original_format": False, **options})
+
+
+def from_pretrained(
+    cls: Any, folder: str | os.PathLike[str], *, quant_config: QuantConfig | None = None, **options: Any
+) -> Any:
+    """The prepared model in a folder that `save_pretrained` or a checkpoint of `Trainer` with `QATCallback` made.
+
+    `cls` is the class that was saved, or an `AutoModelFor...`, and `options` are those of `cls.from_pretrained`. The
+    model has the bits that were saved, in every parameter and every quantizer, and is in evaluation mode. A folder that
+    was written by the model's own `save_pretrained` has no `QuantConfig`: pass the one that the model was prepared
+    with.
+
+    >>> import tempfile
+    >>> import fakequant as fq
+    >>> from transformers import BertConfig, BertModel
+    >>> config = fq.recipes.int8()
+    >>> model = BertModel(BertConfig(vocab_size=32, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     fq.prepare(model, config).save_pretrained(folder)
+    ...     again = from_pretrained(BertModel, folder, quant_config=config)
+    >>> torch.equal(again.pooler.dense.weight, model.pooler.dense.weight)
+    True
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"There is no folder {str(folder)!r} to load a prepared model from.\n"
+            "Pass a folder on this machine; huggingface_hub.snapshot_download(name) gives one for a name on the Hub."
+        )
+    if quant_config is None:
+        quant_config = _saved_config(path)
+    with _quiet():  # a float model has no place for the tensors of quantizers; what that means is said below
+        model, report = cls.from_pretrained(path, output_loading_info=True, **options)
+    model = prepare(model, quant_config)
+    own = [f"{place}.{name}" for place, quantizer in quantizers(model) for name in quantizer.state_dict()]
+    _require_same_model(path, type(model), report, set(own))
+    model.load_state_dict(_read_quantizers(model, path, own), strict=False)
+    return model
+
+
+def _saved_config(folder: Path) -> QuantConfig:
+    file = folder / "config.json"
+    fields = json.loads(file.read_text(encoding="utf-8")).get(_FIELD) if file.is_file() else None
+    if fields is None:
+        raise ValueError(
+            f"{file} has no {_FIELD!r}, which says how the model was prepared: it was not saved by "
+            "fakequant.integrations.transformers.save_pretrained, nor by a Trainer with QATCallback.\n"
+            "Pass `quant_config`, the QuantConfig that the model was prepared with."
+        )
+    return QuantConfig.from_dict(fields)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    logging = _transformers.logging
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _require_same_model(folder: Path, cls: type, report: Mapping[str, Any], own: set[str]) -> None:
+    """That the folder has everything that the class has, and nothing else."""
+    missing, unknown = sorted(report["missing_keys"]), sorted(set(report["unexpected_keys"]) - own)
+    mismatched = sorted(map(str, report["mismatched_keys"]))
+    for names, problem in ((missing, "is not in it"), (mismatched, "has another shape"), (unknown, "is only in it")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise ValueError(
+                f"{folder} does not hold a {cls.__name__} prepared in this way: {names[0]}{more} {problem}.\n"
+                "Pass the class and the `quant_config` of the model that was saved."
+            )
+
+
+def _read_quantizers(model: Any, folder: Path, own: list[str]) -> dict[str, Tensor]:
+    """The tensors of quantizers in a folder, by the names they have in the model."""
+    files = _files(folder)
+    absent = [name for name in own if name not in files]
+    renamed = _names_on_saving(model, absent) if absent else {}
+    lost = [name for name in absent if renamed.get(name) not in files]
+    if lost:
+        raise ValueError(
+            f"{folder} has no {lost[0]}, nor {len(lost) - 1} others of {len(own)} tensors of quantizers.\n"
+            "Save the prepared model with fakequant.integrations.transformers.save_pretrained, and pass the "
+            "`quant_config` that it was prepared with."
+        )
+    saved = {name: renamed.get(name, name) for name in own}
+    found: dict[str, Tensor] = {}
+    for file in {files[name] for name in saved.values()}:
+        with _safetensors.safe_open(folder / file, framework="pt") as opened:
+            found |= {name: opened.get_tensor(there) for name, there in saved.items() if files[there] == file}
+    return found
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """In which file of a folder a tensor is, by its name."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    file = folder / "model.safetensors"
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} has no model.safetensors.\nPass a folder that save_pretrained wrote.")
+    with _safetensors.safe_open(file, framework="pt") as opened:
+        return dict.fromkeys(opened.keys(), file.name)
+
+
+def _names_on_saving(model: Any, names: list[str]) -> dict[str, str]:
+    """How the model's own `save_pretrained` calls tensors: for some classes as older versions did."""
+    numbers = {name: torch.tensor(number) for number, name in enumerate(names)}
+    with tempfile.TemporaryDirectory() as folder:
+        type(model).save_pretrained(model, folder, state_dict=numbers)
+        saved = _safetensors.load_file(f"{folder}/model.safetensors")
+    return {names[int(number)]: name for name, number in saved.items()}

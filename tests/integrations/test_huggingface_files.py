@@ -1,0 +1,146 @@
+"""Prepared models of transformers in folders: saved, loaded, and the same to the bit."""
+
+import json
+
+import pytest
+
+pytest.importorskip("transformers", reason="the folders are its")
+pytest.importorskip("accelerate", reason="the module needs it")
+import tiny_models as tiny
+import torch
+import transformers
+
+import fakequant as fq
+from fakequant.integrations.transformers import from_pretrained, save_pretrained
+
+MODELS = [tiny.bert, tiny.gpt2, tiny.llama, tiny.vit]
+every_model = pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+
+
+def trained(make, config):
+    """A prepared model after two steps, and a batch."""
+    transformers.set_seed(0)
+    model = fq.prepare(make(), config)
+    batch = transformers.default_data_collator(tiny.data_for(make)[:8])
+    fq.calibrate(model, [batch], progress=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model.train()
+    for _ in range(2):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval(), batch
+
+
+def assert_same_when_converted(one, other, batch):
+    with torch.no_grad():
+        assert torch.equal(one(**batch).logits, other(**batch).logits)
+        one, other = fq.convert(one), fq.convert(other)
+        tiny.assert_same_bits(one, other)
+        if isinstance(one, transformers.ViTForImageClassification):
+            return  # its code reads the weight of a layer, which a converted layer does not have
+        assert torch.equal(one(**batch).logits, other(**batch).logits)
+
+
+@every_model
+@pytest.mark.parametrize("config", [fq.recipes.int8(), fq.recipes.lsq(4)], ids=["int8", "lsq"])
+def test_saved_and_loaded(make, config, tmp_path):
+    model, batch = trained(make, config)
+    save_pretrained(model, tmp_path)
+    loaded = from_pretrained(type(model), tmp_path)
+    assert not loaded.training
+    tiny.assert_same_bits(model, loaded)
+    assert_same_when_converted(model, loaded, batch)
+
+
+@every_model
+def test_saved_by_the_model_itself(make, tmp_path):
+    """Its names may be those of older versions."""
+    config = fq.recipes.int8()
+    model, _ = trained(make, config)
+    model.save_pretrained(tmp_path)
+    tiny.assert_same_bits(model, from_pretrained(type(model), tmp_path, quant_config=config))
+    with pytest.raises(ValueError, match=r"has no 'fakequant_config'.*\n.*`quant_config`, the QuantConfig"):
+        from_pretrained(type(model), tmp_path)
+
+
+def test_saved_again_by_a_model_that_was_loaded(tmp_path):
+    model, _ = trained(tiny.vit, fq.recipes.int8())
+    save_pretrained(model, tmp_path / "one")
+    loaded = from_pretrained(transformers.ViTForImageClassification, tmp_path / "one")
+    loaded.save_pretrained(tmp_path / "two")  # its config knows how it was prepared
+    tiny.assert_same_bits(model, from_pretrained(transformers.ViTForImageClassification, tmp_path / "two"))
+
+
+def test_tied_weights_are_saved_once_and_stay_tied(tmp_path):
+    model, _ = trained(tiny.gpt2, fq.recipes.int8())
+    save_pretrained(model, tmp_path)
+    loaded = from_pretrained(transformers.GPT2LMHeadModel, tmp_path)
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    assert loaded.lm_head.weight_quantizer is not loaded.transformer.wte.weight_quantizer
+
+
+def test_auto_classes_and_several_files(tmp_path):
+    model, batch = trained(tiny.bert, fq.recipes.lsq(4))
+    save_pretrained(model, tmp_path, max_shard_size="4KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    loaded = from_pretrained(transformers.AutoModelForSequenceClassification, tmp_path)
+    tiny.assert_same_bits(model, loaded)
+    assert_same_when_converted(model, loaded, batch)
+
+
+def test_float_classes_load_the_weights_as_ever(tmp_path):
+    model, _ = trained(tiny.bert, fq.recipes.int8())
+    save_pretrained(model, tmp_path)
+    loaded = transformers.BertForSequenceClassification.from_pretrained(tmp_path)
+    weights = dict(model.named_parameters())
+    assert all(torch.equal(value, weights[name]) for name, value in loaded.named_parameters())
+
+
+def test_bfloat16_models(tmp_path):
+    model, _ = trained(tiny.bert, fq.recipes.int8())
+    model.bfloat16()
+    save_pretrained(model, tmp_path)
+    loaded = from_pretrained(type(model), tmp_path)
+    assert loaded.classifier.weight.dtype == torch.bfloat16
+    tiny.assert_same_bits(model, loaded)
+
+
+def test_says_nothing_about_tensors_of_quantizers(tmp_path, caplog):
+    model, _ = trained(tiny.bert, fq.recipes.int8())
+    save_pretrained(model, tmp_path)
+    before = transformers.logging.get_verbosity()
+    from_pretrained(type(model), tmp_path)
+    assert "UNEXPECTED" not in caplog.text
+    assert transformers.logging.get_verbosity() == before
+
+
+def test_the_config_is_beside_the_weights(tmp_path):
+    config = fq.recipes.int8(target="onnxruntime-x86").skip("classifier")
+    model, _ = trained(tiny.bert, config)
+    save_pretrained(model, tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())["fakequant_config"]
+    assert fq.QuantConfig.from_dict(saved) == config
+    assert not isinstance(from_pretrained(type(model), tmp_path).classifier, fq.nn.QuantizedLayer)
+
+
+def test_models_that_are_not_prepared(tmp_path):
+    with pytest.raises(ValueError, match=r"not prepared.*\n.*given to fakequant\.prepare"):
+        save_pretrained(tiny.bert(), tmp_path)
+
+
+def test_folders_that_do_not_fit(tmp_path):
+    config = fq.recipes.int8()
+    with pytest.raises(FileNotFoundError, match=r"no folder 'google/bert'.*\n.*snapshot_download"):
+        from_pretrained(transformers.BertModel, "google/bert")
+    tiny.bert().save_pretrained(tmp_path / "float")
+    with pytest.raises(ValueError, match=r"has no bert\.\S*quantizer\.\S+, nor \d+ others.*\n.*save_pretrained"):
+        from_pretrained(transformers.BertForSequenceClassification, tmp_path / "float", quant_config=config)
+    model, _ = trained(tiny.bert, config)
+    save_pretrained(model, tmp_path / "prepared")
+    with pytest.raises(ValueError, match=r"does not hold a BertForMaskedLM .*is not in it\.\nPass the class and"):
+        from_pretrained(transformers.BertForMaskedLM, tmp_path / "prepared")
+    with pytest.raises(ValueError, match=r"does not hold a BertModel .*: \S+ and \d+ more is only in it"):
+        from_pretrained(transformers.BertModel, tmp_path / "prepared")
+    with pytest.raises(RuntimeError, match="the state is of a quantizer with the spec"):
+        from_pretrained(type(model), tmp_path / "prepared", quant_config=fq.recipes.int8(target="onnxruntime-x86"))
