@@ -27,8 +27,9 @@ def accelerate() -> "Acceleration":
 
     Whatever calls them gets faster: `torch.fake_quantize_per_tensor_affine` and its relatives, the modules
     of `torch.ao.quantization`, models prepared by it or by torchao. Only CPU tensors are affected. Before
-    the first replacement the operators of the torch at hand are compared with ours on inputs that tell
-    implementations apart; if a bit differs, a RuntimeError says where and nothing is replaced.
+    the first replacement each operator of the torch at hand is compared with its kernel, on inputs that tell
+    implementations apart and on arguments that torch refuses. One that differs stays torch's: a RuntimeWarning names
+    it, and it is in `left`. If all differ, RuntimeError is raised.
 
     Calling it again changes nothing. `decelerate()`, or `undo()` of the result, takes it back. As a context
     manager it lasts as long as the context:

@@ -1,5 +1,6 @@
 """What pyproject.toml promises fits what the code asks for, what is pinned, and what is compiled in."""
 
+import ast
 import re
 import tomllib
 from importlib.metadata import distribution
@@ -10,9 +11,14 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from fakequant.torch_releases import NEWEST, OLDEST, release_of
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
+TORCH_VERSIONS = ast.literal_eval(
+    re.search(r"^VERSIONS = (.*)$", (ROOT / "tools/torch_releases.py").read_text(), re.M)[1]
+)
 
 
 def pins(file):
@@ -55,9 +61,10 @@ def test_extras():
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_what_is_tested_is_within_the_ranges(extra):
-    pinned = {**pins("requirements-dev.txt"), **pins("requirements-build.txt")}
+    pinned = pins("requirements-dev.txt")
     for requirement in requirements(extra):
-        assert requirement.specifier.contains(pinned[canonical(requirement.name)]), requirement
+        tested = TORCH_VERSIONS if requirement.name == "torch" else [pinned[canonical(requirement.name)]]
+        assert all(map(requirement.specifier.contains, tested)), requirement
 
 
 def test_extras_that_are_named_exist():
@@ -76,11 +83,22 @@ def test_extras_that_are_named_exist():
 
 
 def test_builds_use_the_tested_versions():
-    dev, build = pins("requirements-dev.txt"), pins("requirements-build.txt")
-    torch = build.pop("torch")
-    assert build.items() <= dev.items()
-    assert f"torch=={torch}\n" in (ROOT / "Makefile").read_text()
-    assert f"pip install torch=={torch} tqdm" in PROJECT["tool"]["cibuildwheel"]["linux"]["test-command"]
+    assert pins("requirements-build.txt").items() <= pins("requirements-dev.txt").items()
+
+
+def test_nodes_are_built_and_tested_for_every_release():
+    """The newest version of every release in the window; wheels are tried, and the workflow runs, with all of them."""
+    releases = [release_of(version) for version in TORCH_VERSIONS]
+    assert releases == [(OLDEST[0], minor) for minor in range(OLDEST[1], NEWEST[1] + 1)]
+    [loop] = [step for step in PROJECT["tool"]["cibuildwheel"]["linux"]["test-command"] if "torch==" in step]
+    assert loop.startswith(f"for v in {' '.join(TORCH_VERSIONS)}; do ")
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(r"pip install -q torch==(.*)\n", makefile)[1] in TORCH_VERSIONS
+    assert f"TORCH      ?= {TORCH_VERSIONS[-1]}\n" in makefile
+    matrix = yaml.safe_load((ROOT / ".github/workflows/releases.yml").read_text())["jobs"]["torch"]["strategy"][
+        "matrix"
+    ]
+    assert {entry["torch"] for entry in matrix["include"]} == set(TORCH_VERSIONS)
 
 
 def test_licences_of_what_is_compiled_in():
