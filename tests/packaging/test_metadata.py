@@ -16,9 +16,8 @@ from fakequant.torch_releases import NEWEST, OLDEST, release_of
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
-TORCH_VERSIONS = ast.literal_eval(
-    re.search(r"^VERSIONS = (.*)$", (ROOT / "tools/torch_releases.py").read_text(), re.M)[1]
-)
+TOOL = (ROOT / "tools/torch_releases.py").read_text(encoding="utf-8")
+TORCH_VERSIONS = ast.literal_eval(re.search(r"^VERSIONS = (.*)$", TOOL, re.MULTILINE)[1])
 
 
 def pins(file):
@@ -95,10 +94,8 @@ def test_nodes_are_built_and_tested_for_every_release():
     makefile = (ROOT / "Makefile").read_text()
     assert re.search(r"pip install -q torch==(.*)\n", makefile)[1] in TORCH_VERSIONS
     assert f"TORCH      ?= {TORCH_VERSIONS[-1]}\n" in makefile
-    matrix = yaml.safe_load((ROOT / ".github/workflows/releases.yml").read_text())["jobs"]["torch"]["strategy"][
-        "matrix"
-    ]
-    assert {entry["torch"] for entry in matrix["include"]} == set(TORCH_VERSIONS)
+    job = yaml.safe_load((ROOT / ".github/workflows/releases.yml").read_text())["jobs"]["torch"]
+    assert {entry["torch"] for entry in job["strategy"]["matrix"]["include"]} == set(TORCH_VERSIONS)
 
 
 def test_licences_of_what_is_compiled_in():
