@@ -41,6 +41,7 @@ bench: build
 	mkdir -p benchmarks/results
 	$(PY) benchmarks/bench_kernels.py --json benchmarks/results/latest.json
 	$(PY) benchmarks/bench_torch.py --json benchmarks/results/latest-torch.json
+	$(PY) benchmarks/bench_compile.py --json benchmarks/results/latest-compile.json
 	$(PY) benchmarks/bench_quantizers.py --json benchmarks/results/latest-quantizers.json
 	$(PY) benchmarks/bench_train_step.py --json benchmarks/results/latest-train-step.json
 	$(PY) benchmarks/digits.py --json benchmarks/results/latest-digits.json

@@ -10,7 +10,6 @@ fits as long as |w| is at most 64. With more the sums are wrong, silently.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 from fakequant.spec import QuantSpec
@@ -53,7 +52,6 @@ class Target:
             return spec
         return dataclasses.replace(spec, bits=8, signed=True, symmetric=True, narrow=False)
 
-    @functools.cache  # noqa: B019 targets live as long as the process
     def weight_shift(self, spec: QuantSpec) -> int:
         """The largest k for which codes of a weight times 2^k are summed exactly on every CPU.
 

@@ -69,10 +69,14 @@ def _scale_and_zero(x: Tensor, grid: Grid, split: _Split) -> tuple[Tensor, Tenso
     return scale, split.parameter(z) if isinstance(z, Tensor) else (z or 0)
 
 
+def _is_exact_in_f32(grid: Grid) -> bool:
+    return max(-grid.qmin, grid.qmax) <= _EXACT_IN_F32
+
+
 def _code(x: Tensor, scale: Tensor, z: Tensor | int, grid: Grid) -> Tensor:
     """The code before clamping, in a float dtype that holds it; NaN if it has none."""
     compute = _compute_dtype(x)
-    wide = compute if max(-grid.qmin, grid.qmax) <= _EXACT_IN_F32 else wide_dtype(x)
+    wide = compute if _is_exact_in_f32(grid) else wide_dtype(x)
     x = x.to(compute)
     if grid.numerics == "onnx":
         return torch.round(x / scale).to(wide) + z
@@ -228,26 +232,28 @@ def learned_backward(dy: Tensor, x: Tensor, grid: Grid, grad_factor: float) -> t
 
 
 def _codes(x: Tensor, grid: Grid) -> Tensor:
+    """The codes of `x` as int32, or as int64 where the range is wide."""
     assert isinstance(grid.scale, Tensor)
     split = _Split(x, grid.scale)
     scale, z = _scale_and_zero(x, grid, split)
     code = _code(split.data(x), scale, z, grid)
     nan_code = grid.qmin if not grid.numerics.startswith("half_away") else min(max(0, grid.qmin), grid.qmax)
-    # Wide, because the end of a wide range may be rounded in float32 to a number outside it.
-    bounded = code.to(wide_dtype(x)).clamp(grid.qmin, grid.qmax)
-    return split.join(torch.where(code.isnan(), nan_code, bounded))
+    narrow = _is_exact_in_f32(grid)
+    if not narrow:  # the end of a wide range may be rounded in float32 to a number outside it
+        code = code.to(wide_dtype(x))
+    bounded = torch.where(code.isnan(), nan_code, code.clamp(grid.qmin, grid.qmax))
+    return split.join(bounded.to(torch.int32 if narrow else torch.int64))
 
 
 def quantize(x: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
     """The codes of `x`."""
-    # Through int64: not every device converts to every unsigned type.
-    return _like(_codes(x, grid).to(torch.int64).to(dtype), x)
+    return _like(_codes(x, grid).to(dtype), x)
 
 
 def quantize_packed(x: Tensor, grid: Grid, bits: int) -> Tensor:
     """The codes of `x` in C order, two or four to a byte."""
     per_byte = 8 // bits
-    codes = (_codes(x, grid).to(torch.int64) & ((1 << bits) - 1)).reshape(-1)
+    codes = (_codes(x, grid) & ((1 << bits) - 1)).reshape(-1)
     codes = torch.nn.functional.pad(codes, (0, -codes.numel() % per_byte)).view(-1, per_byte)
     return (codes << (bits * torch.arange(per_byte, device=x.device))).sum(1).to(torch.uint8)
 
@@ -259,8 +265,9 @@ def dequantize(q: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     scale = split.parameter(grid.scale.to(scale_dtype(dtype, grid.numerics)))
     z = grid.zero_point
-    zero = split.parameter(z).to(torch.int64) if isinstance(z, Tensor) else (z or 0)
-    steps = split.data(q).to(torch.int64) - zero
+    integer = torch.int32 if _is_exact_in_f32(grid) else torch.int64
+    zero = split.parameter(z).to(integer) if isinstance(z, Tensor) else (z or 0)
+    steps = split.data(q).to(integer) - zero
     return _like(split.join((steps.to(compute) * scale.to(compute)).to(dtype)), q)
 
 

@@ -135,20 +135,37 @@ def _check_own_values(p: _Parameters, grid: Grid) -> None:
 
 
 def _check_values(p: _Parameters, grid: Grid) -> None:
-    bad = _native.first_invalid_scale(p.scale.data_ptr(), p.scale_is_f64, p.scale.numel())
+    _check_scale(p.scale, p.scale_is_f64)
+    if p.zero_point is not None:
+        _check_zero_point(p.zero_point, p.zero_kind, grid.qmin, grid.qmax)
+
+
+def _check_scale(scale: Tensor, is_f64: bool) -> None:
+    bad = _native.first_invalid_scale(scale.data_ptr(), is_f64, scale.numel())
     if bad >= 0:
         raise ValueError(
-            f"`scale` must be finite and greater than 0 in {str(p.scale.dtype)[6:]}, "
-            f"got {p.scale.flatten()[bad].item()}.\n"
+            f"`scale` must be finite and greater than 0 in {str(scale.dtype)[6:]}, "
+            f"got {scale.flatten()[bad].item()}.\n"
             "Observe finite data first: `choose_qparams` never returns such a scale."
         )
-    if p.zero_point is not None:
-        bad = _native.first_outside(p.zero_address, p.zero_kind, p.scale.numel(), grid.qmin, grid.qmax)
-        if bad >= 0:
-            raise ValueError(
-                f"`zero_point` must be between {grid.qmin} and {grid.qmax} (the spec's range), "
-                f"got {p.zero_point.flatten()[bad].item()}."
-            )
+
+
+def _check_zero_point(zero_point: Tensor, kind: int, qmin: int, qmax: int) -> None:
+    bad = _native.first_outside(zero_point.data_ptr(), kind, zero_point.numel(), qmin, qmax)
+    if bad >= 0:
+        raise ValueError(
+            f"`zero_point` must be between {qmin} and {qmax} (the spec's range), "
+            f"got {zero_point.flatten()[bad].item()}."
+        )
+
+
+def checked_scale(scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
+    """A copy of a float32 or float64 scale, after the checks that the kernels make of it and of integer zero points."""
+    checked = scale.detach().clone(memory_format=torch.contiguous_format)
+    _check_scale(checked, checked.dtype == torch.float64)
+    if zero_point is not None:
+        _check_zero_point(zero_point.detach().contiguous(), _ZERO_KINDS[zero_point.dtype], qmin, qmax)
+    return checked
 
 
 def empty_mask(y: Tensor, kind: int) -> tuple[Tensor | None, int | None]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fakequant import native
-from fakequant.torch import batching, dispatched, formula, gradients, kernels
+from fakequant.torch import batching, dispatched, formula, fusion, gradients, kernels
 from fakequant.torch.dispatched import ops
 from fakequant.torch.kernels import Grid, Observation
 from fakequant.torch.private import BelowADInplaceOrView, SingleLevelFunction, single_level_functions
@@ -158,8 +158,21 @@ _FAKE: dict[str, Callable] = {
     ),
     "observe_fake_quantize": _fake_observe,
 }
+_DECOMPOSITIONS = fusion.decompositions(_implementations(formula))
+
+
+def _fake_and_decomposed(fake: Callable) -> Callable:
+    """Compilers ask for shapes before they lower a graph: by then Inductor must know the decompositions."""
+
+    def run(*args):
+        fusion.offer(_DECOMPOSITIONS)
+        return fake(*args)
+
+    return run
+
+
 for _name, _function in _FAKE.items():
-    torch.library.register_fake(f"fakequant::{_name}", _function, lib=_LIBRARY)
+    torch.library.register_fake(f"fakequant::{_name}", _fake_and_decomposed(_function), lib=_LIBRARY)
 
 
 # --- derivatives ----------------------------------------------------------------------------------
@@ -272,6 +285,10 @@ def add(schema: str, fake: Callable) -> Callable:
 
     return decorate
 
+
+_LIBRARY.define("checked_scale(Tensor scale, Tensor? zero_point, int qmin, int qmax) -> Tensor")
+_LIBRARY.impl("checked_scale", kernels.checked_scale, "CPU")
+torch.library.register_fake("fakequant::checked_scale", lambda scale, *_: scale.new_empty(scale.shape), lib=_LIBRARY)
 
 for _name, _function in batching.RULES.items():
     torch.library.register_vmap(f"fakequant::{_name}", _function, lib=_LIBRARY)

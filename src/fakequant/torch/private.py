@@ -6,7 +6,8 @@ says which. Attributes that modules and tensors have had for many releases (`_mo
 `_forward_hooks`, `_version`) are used where they are needed.
 """
 
-from typing import TYPE_CHECKING, Any
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +46,7 @@ __all__ = [
     "dispatch_keys",
     "functions",
     "included_keys",
+    "inductor",
     "innermost_transform",
     "is_forward_mode",
     "pytree",
@@ -115,3 +117,19 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
 def destroy(library: torch.library.Library) -> None:
     """Takes a library's kernels out of torch's dispatcher. Without it: `decelerate` could only switch them off."""
     library._destroy()
+
+
+class Inductor(NamedTuple):
+    """Where Inductor looks for decompositions, and its settings."""
+
+    tables: tuple[dict[Any, Any], dict[Any, Any]]
+    config: Any
+
+
+def inductor() -> Inductor | None:
+    """Inductor, or None until it is imported. Without it: compiled code would call the kernels and fuse nothing."""
+    module = sys.modules.get("torch._inductor.decomposition")
+    if module is None or getattr(module.__spec__, "_initializing", False):
+        return None
+    # The second is a copy of the first, made once, with a few more in it.
+    return Inductor((module.decompositions, module.fast_random_decomps()), sys.modules["torch._inductor.config"])
