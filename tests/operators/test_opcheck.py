@@ -22,7 +22,9 @@ TENSOR = (*INT4, "torch_tensor")
 CHANNEL = (*INT4, "torch_channel")
 # The searches of observers, which are operators so that compilers need not look into them.
 SEARCHES = {"errors_on_bins", "errors_on_data", "divergence_on_bins"}
-NAMES = {schema.split("(")[0] for schema in library.SCHEMAS} | SEARCHES
+# What decompositions for Inductor call.
+CHECKS = {"checked_scale"}
+NAMES = {schema.split("(")[0] for schema in library.SCHEMAS} | SEARCHES | CHECKS
 GRID = QuantSpec(bits=4, symmetric=False).to_numbers()
 ROWS = QuantSpec(bits=4, axis=0).to_numbers()
 
@@ -184,6 +186,10 @@ CASES = {
     "choose_qparams": {
         "one": (torch.tensor(-0.1), torch.tensor(0.4), 0, 255, False, 1e-7),
         "symmetric": (-scales(4, 3), scales(3, 4).t(), *INT4, True, 1e-7),
+    },
+    "checked_scale": {
+        "one": (scales(), None, *INT4),
+        "rows": (scales(3, 4, dtype=torch.float64).t(), zeros(3, 4).t(), *INT4),
     },
     "errors_on_bins": {
         "one": (*bins(), *candidates(), GRID, 2.0),

@@ -14,7 +14,7 @@ from fakequant.integrations._training import (
     needs_calibration,
     require_quantizers,
 )
-from fakequant.workflow.running import _arguments
+from fakequant.workflow.running import call_arguments
 from fakequant.workflow.schedule import Schedule
 
 
@@ -78,7 +78,7 @@ class QATCallback(_Callbacks):
         its own runs `training_step`, in which `log` does nothing.
         """
         if not any(type(pl_module).forward is package.LightningModule.forward for package in _PACKAGES):
-            args, kwargs = _arguments(pl_module, batch)
+            args, kwargs = call_arguments(pl_module, batch)
             pl_module(*args, **kwargs)
             return
         if not pl_module.automatic_optimization:

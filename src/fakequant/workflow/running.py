@@ -105,13 +105,13 @@ def run(
         total = steps if total is None else min(steps, total)
     told = False
     for batch in Bar(islice(data, steps), total=total, desc=progress, disable=progress is None, leave=False):
-        args, kwargs = _arguments(model, batch)
+        args, kwargs = call_arguments(model, batch)
         if not told and isinstance(batch, (tuple, list)) and len(batch) > len(args):
             told = _warn_about_dropped(model, batch, len(args))
         (call or model)(*args, **kwargs)
 
 
-def _arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def call_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What to call the model with for a batch: a tensor, a dict, or a tuple that may hold labels too."""
     if isinstance(batch, Tensor):
         return (batch,), {}
