@@ -44,8 +44,8 @@ from torch import Tensor, nn
 import fakequant as fq
 from digits import BATCH, FLOAT_RATE, QUANTIZED_RATE, Split, perceptron, split
 from digits_cnn import FROZEN, network, train
-from fakequant.integer.grid import Grid
-from fakequant.integer.values import on_grid
+from fakequant._convert.golden.fixed_grid import Grid
+from fakequant._convert.golden.tracked_codes import on_grid
 from fakequant.testing.timing import best_times
 
 SAFE, FULL_RANGE = "onnxruntime-x86", "onnxruntime-vnni"

@@ -25,7 +25,7 @@ def readable(text: str) -> str:
 
 def help_of(arguments: list[str]) -> str:
     """What the command prints."""
-    from fakequant.cli import main
+    from fakequant._cli import main
 
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "100"

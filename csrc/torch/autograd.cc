@@ -2,7 +2,7 @@
 // back through torch's autograd engine.
 //
 // Python takes longer to look at its arguments than a kernel for a few thousand elements, and a
-// backward node written in Python as long again. This does what fakequant/torch does in the case that
+// backward node written in Python as long again. This does what fakequant/_backends/torch does in the case that
 // matters: ordinary CPU memory without gaps, one scale or one per channel, first derivative. The
 // functions return None for anything else, and the nodes hand it to the operators `torch.ops.fakequant`,
 // so that there is one definition of each.
@@ -54,7 +54,7 @@ const KernelApi* g_kernels = nullptr;
 
 // --- which tensors are ours ----------------------------------------------------------------------
 
-// Of ordinary CPU tensors; the second is that of inference mode. See fakequant/torch/plain.py.
+// Of ordinary CPU tensors; the second is that of inference mode. See fakequant/_backends/torch/plain_memory.py.
 constexpr c10::DispatchKeySet kInference({c10::DispatchKey::CPU, c10::DispatchKey::AutocastCPU});
 constexpr c10::DispatchKeySet kPlain =
     kInference | c10::DispatchKeySet({c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutogradCPU});

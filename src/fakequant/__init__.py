@@ -4,28 +4,32 @@ from importlib import import_module as _import_module
 from typing import Any as _Any
 
 from fakequant import presets as presets
-from fakequant.acceleration import accelerate as accelerate, decelerate as decelerate
-from fakequant.aten.fused import (
+from fakequant._accelerate import accelerate as accelerate, decelerate as decelerate
+from fakequant._backends import import_whole as _import_whole
+from fakequant._backends.numpy.fused_observer import (
     fused_moving_avg_obs_fake_quant as fused_moving_avg_obs_fake_quant,
     fused_moving_avg_obs_fq_helper as fused_moving_avg_obs_fq_helper,
 )
-from fakequant.aten.learnable import (
+from fakequant._backends.numpy.learnable import (
     fake_quantize_learnable_per_channel_affine as fake_quantize_learnable_per_channel_affine,
     fake_quantize_learnable_per_channel_affine_backward as fake_quantize_learnable_per_channel_affine_backward,
     fake_quantize_learnable_per_tensor_affine as fake_quantize_learnable_per_tensor_affine,
     fake_quantize_learnable_per_tensor_affine_backward as fake_quantize_learnable_per_tensor_affine_backward,
 )
-from fakequant.aten.per_channel import (
+from fakequant._backends.numpy.per_channel import (
     fake_quantize_per_channel_affine as fake_quantize_per_channel_affine,
     fake_quantize_per_channel_affine_cachemask as fake_quantize_per_channel_affine_cachemask,
     fake_quantize_per_channel_affine_cachemask_backward as fake_quantize_per_channel_affine_cachemask_backward,
 )
-from fakequant.aten.per_tensor import (
+from fakequant._backends.numpy.per_tensor import (
     fake_quantize_per_tensor_affine as fake_quantize_per_tensor_affine,
     fake_quantize_per_tensor_affine_cachemask as fake_quantize_per_tensor_affine_cachemask,
     fake_quantize_per_tensor_affine_cachemask_backward as fake_quantize_per_tensor_affine_cachemask_backward,
     fake_quantize_per_tensor_affine_cachemask_tensor_qparams as fake_quantize_per_tensor_affine_cachemask_tensor_qparams,
 )
+from fakequant._info import Info as Info, info as info
+from fakequant._kernels import get_num_threads as get_num_threads, set_num_threads as set_num_threads
+from fakequant.fake_quantizer import FakeQuantConfig as FakeQuantConfig, FakeQuantizer as FakeQuantizer
 from fakequant.functional import (
     dequantize as dequantize,
     fake_quantize as fake_quantize,
@@ -36,38 +40,29 @@ from fakequant.functional import (
     quantize as quantize,
     round_zero_point as round_zero_point,
 )
-from fakequant.information import Info as Info, info as info
-from fakequant.native import get_num_threads as get_num_threads, set_num_threads as set_num_threads
-from fakequant.qparams import (
-    QParams as QParams,
-    Range as Range,
-    choose_qparams as choose_qparams,
-    min_max as min_max,
-)
-from fakequant.quantizer import FakeQuantConfig as FakeQuantConfig, FakeQuantizer as FakeQuantizer
+from fakequant.qparams import QParams as QParams, Range as Range, choose_qparams as choose_qparams, min_max as min_max
 from fakequant.spec import QuantSpec as QuantSpec
-from fakequant.tensors import import_whole as _import_whole
 
 # Where the names are that are about whole models.
 _WHOLE_MODELS = {
-    "History": "diagnosis.history",
+    "History": "_diagnosis.history",
     "LayerConfig": "config",
     "QuantConfig": "config",
     "Rule": "config",
-    "Schedule": "workflow.schedule",
-    "calibrate": "workflow.calibrate",
-    "compare": "diagnosis.compare",
-    "convert": "workflow.convert",
-    "export_onnx": "workflow.export_onnx",
-    "health": "workflow.health",
-    "load_converted": "workflow.files",
-    "prepare": "workflow.prepare",
-    "report": "diagnosis.report.writing",
-    "save_converted": "workflow.files",
-    "sensitivity": "diagnosis.sensitivity",
-    "summary": "workflow.summary",
-    "unprepare": "workflow.prepare",
-    "verify": "workflow.verify",
+    "Schedule": "_train.schedule",
+    "calibrate": "_train.calibrate",
+    "compare": "_diagnosis.compare",
+    "convert": "_convert.convert",
+    "export_onnx": "_onnx.export_onnx",
+    "health": "_train.health",
+    "load_converted": "_convert.converted_files",
+    "prepare": "_prepare.prepare",
+    "report": "_diagnosis.report.writing",
+    "save_converted": "_convert.converted_files",
+    "sensitivity": "_diagnosis.sensitivity",
+    "summary": "_prepare.summary",
+    "unprepare": "_prepare.prepare",
+    "verify": "_verify.verify",
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 import fakequant.observers as observers
-from fakequant import targets
+from fakequant import _targets
 from fakequant.observers import Observer
 from fakequant.spec import QuantSpec, read_json, shortened
 
@@ -119,14 +119,14 @@ class QuantConfig:
     between: QuantSpec | None = None
     # Quantized layers keep codes for the backward pass instead of floats: the same gradients in less memory.
     save_codes: bool = True
-    # What the model will run on, by name; see `fakequant.targets`.
+    # What the model will run on, by name; see `fakequant._targets`.
     target: str = "generic"
     # The weights and inputs of the first and the last layer, in the order in which layers are called, have at least
     # so many bits; None: as many as the others. What a rule says about a layer holds.
     first_last_bits: int | None = None
 
     def __post_init__(self) -> None:
-        targets.find(self.target)
+        _targets.find(self.target)
         object.__setattr__(self, "rules", tuple(self.rules))
         for rule in self.rules:
             if not isinstance(rule, Rule):

@@ -13,14 +13,14 @@ from typing import Any, Generic, Literal, NamedTuple, overload
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fakequant import native
-from fakequant.arrays import KERNEL_DTYPES, as_float_array
-from fakequant.grid import check_scalars, check_spec, kernel_numerics, resolve, scale_dtype
-from fakequant.layout import blocks_of
-from fakequant.native import _native
+from fakequant import _kernels
+from fakequant._backends import Array, is_tensor, own_on_tensors
+from fakequant._backends.blocks import blocks_of
+from fakequant._backends.numpy.array_grid import check_scalars, check_spec, kernel_numerics, resolve, scale_dtype
+from fakequant._backends.numpy.float_arrays import KERNEL_DTYPES, as_float_array
+from fakequant._kernels import _native
 from fakequant.qparams import EPS, check_eps
 from fakequant.spec import QuantSpec
-from fakequant.tensors import Array, is_tensor, own_on_tensors
 
 MaskForm = Literal["packed", "bool"]
 # What autograd makes of a tensor: 0 outside the range, or everything passed through.
@@ -28,9 +28,9 @@ Gradient = Literal["clipped", "pass"]
 # How a range that is seen changes the running one.
 Update = Literal["average", "widest", "latest"]
 UPDATES: dict[str, int] = {
-    "average": native.RANGE_AVERAGE,
-    "widest": native.RANGE_WIDEST,
-    "latest": native.RANGE_LATEST,
+    "average": _kernels.RANGE_AVERAGE,
+    "widest": _kernels.RANGE_WIDEST,
+    "latest": _kernels.RANGE_LATEST,
 }
 
 
@@ -63,11 +63,11 @@ def check_update(update: object, averaging_constant: float) -> None:
 
 def _empty_mask(form: MaskForm | None, shape: tuple[int, ...]) -> tuple[np.ndarray | None, int]:
     if form is None:
-        return None, native.MASK_NONE
+        return None, _kernels.MASK_NONE
     if form == "packed":
-        return np.empty((prod(shape) + 7) // 8, np.uint8), native.MASK_PACKED
+        return np.empty((prod(shape) + 7) // 8, np.uint8), _kernels.MASK_PACKED
     if form == "bool":
-        return np.empty(shape, np.bool_), native.MASK_BYTES
+        return np.empty(shape, np.bool_), _kernels.MASK_BYTES
     raise ValueError(f'`mask` must be None, "packed" or "bool", got {form!r}.')
 
 
@@ -152,9 +152,9 @@ def fake_quantize_backward(dy: Array, mask: Array, spec: QuantSpec) -> Array:
 def _mask_kind(mask: object, shape: tuple[int, ...]) -> int:
     if isinstance(mask, np.ndarray):
         if mask.dtype == np.bool_ and mask.shape == shape:
-            return native.MASK_BYTES
+            return _kernels.MASK_BYTES
         if mask.dtype == np.uint8 and mask.shape == ((prod(shape) + 7) // 8,):
-            return native.MASK_PACKED
+            return _kernels.MASK_PACKED
         received = f"{mask.dtype} of shape {mask.shape}"
     else:
         received = type(mask).__name__
@@ -250,18 +250,18 @@ def _learned_zero_point(zero_point: ArrayLike, spec: QuantSpec) -> np.ndarray:
 
 
 _CODE_TYPES = {
-    "int8": native.I8,
-    "uint8": native.U8,
-    "int16": native.I16,
-    "uint16": native.U16,
-    "int32": native.I32,
-    "uint32": native.U32,
+    "int8": _kernels.I8,
+    "uint8": _kernels.U8,
+    "int16": _kernels.I16,
+    "uint16": _kernels.U16,
+    "int32": _kernels.I32,
+    "uint32": _kernels.U32,
 }
 _PACKED_CODE_TYPES = {
-    (4, True): native.I4X2,
-    (4, False): native.U4X2,
-    (2, True): native.I2X4,
-    (2, False): native.U2X4,
+    (4, True): _kernels.I4X2,
+    (4, False): _kernels.U4X2,
+    (2, True): _kernels.I2X4,
+    (2, False): _kernels.U2X4,
 }
 
 
@@ -350,7 +350,7 @@ def dequantize(
                 f"got shape {q.shape}."
             )
     grid = resolve(shape, kernel_dtype, scale, zero_point, spec)
-    if spec.numerics == "torch" and spec.axis is None and kernel_dtype == native.F64:
+    if spec.numerics == "torch" and spec.axis is None and kernel_dtype == _kernels.F64:
         # Per tensor, torch multiplies in float32 even for float64.
         return dequantize(q, scale, zero_point, spec, shape=packed_shape).astype(dtype)
     y = np.empty(shape, dtype)
@@ -435,7 +435,7 @@ def observe_fake_quantize(
     scale = np.empty(blocks.parameters, np.float32)
     zero_point = np.empty(blocks.parameters, np.int32)
     nan, posinf, neginf, unseen = _native.observe_fake_quantize(
-        x, y, bits, kind, dtype, blocks.kernel, kernel_numerics(spec), spec.qmin, spec.qmax, native.RANGE_OWN,
+        x, y, bits, kind, dtype, blocks.kernel, kernel_numerics(spec), spec.qmin, spec.qmax, _kernels.RANGE_OWN,
         UPDATES[update], True, True, spec.symmetric, float(averaging_constant), float(eps), running_min, running_max,
         scale, zero_point,
     )  # fmt: skip

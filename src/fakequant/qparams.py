@@ -5,12 +5,12 @@ from typing import Any, Generic, NamedTuple
 
 import numpy as np
 
-from fakequant.arrays import as_float_array, parameter_dtype
-from fakequant.grid import INF_IN_F32, ZERO_IN_F32, check_spec
-from fakequant.layout import blocks_of
-from fakequant.native import _native
+from fakequant._backends import Array, is_tensor, own_on_tensors
+from fakequant._backends.blocks import blocks_of
+from fakequant._backends.numpy.array_grid import INF_IN_F32, ZERO_IN_F32, check_spec
+from fakequant._backends.numpy.float_arrays import as_float_array, parameter_dtype
+from fakequant._kernels import _native
 from fakequant.spec import QuantSpec
-from fakequant.tensors import Array, is_tensor, own_on_tensors
 
 EPS = float(np.finfo(np.float32).eps)
 

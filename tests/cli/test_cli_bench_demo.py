@@ -12,21 +12,21 @@ import pytest
 import torch
 
 import fakequant
-from fakequant.cli import bench, contenders, main
+from fakequant._cli import bench_command, contenders, main
 
 OPERATIONS = [case.operation for case in contenders.make_cases(1 << 10, None)]
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(bench, "ELEMENTS", 1 << 12)
+    monkeypatch.setattr(bench_command, "ELEMENTS", 1 << 12)
 
     def best_times(runs, seconds):
         for run in runs.values():
             run()
         return {"ours": 2e-6, "copy": 1e-6, "torch": 8e-6}
 
-    monkeypatch.setattr(bench, "best_times", best_times)
+    monkeypatch.setattr(bench_command, "best_times", best_times)
 
 
 def test_bench(quick, capsys):
@@ -74,7 +74,7 @@ def test_other_bits_than_torchs_are_a_no(quick, monkeypatch, capsys):
         return [dataclasses.replace(cases[0], ours=wrong, torch=lambda: torch.zeros(2)), *cases[1:]]
 
     contenders_of = contenders.make_cases
-    monkeypatch.setattr(bench, "make_cases", with_a_negative_zero)
+    monkeypatch.setattr(bench_command, "make_cases", with_a_negative_zero)
     assert main(["bench", "--threads", "1", "--json"]) == 1
     assert [row["same_bits"] for row in json.loads(capsys.readouterr().out)["rows"]] == [False] + [True] * 4
 
@@ -84,7 +84,7 @@ def test_other_bits_than_torchs_are_a_no(quick, monkeypatch, capsys):
 
 @pytest.fixture
 def demo(monkeypatch):
-    """Stands for fakequant.demo.run."""
+    """Stands for fakequant._demo.run."""
     calls = []
 
     class Result:
@@ -94,7 +94,7 @@ def demo(monkeypatch):
         def to_dict(self):
             return {"rows": []}
 
-    signature = inspect.signature(importlib.import_module("fakequant.demo.run").run)
+    signature = inspect.signature(importlib.import_module("fakequant._demo.run").run)
 
     def run(*args, **named):
         signature.bind(*args, **named)
@@ -102,10 +102,10 @@ def demo(monkeypatch):
         print("a line of its own")
         return Result()
 
-    module = types.ModuleType("fakequant.demo.run")
+    module = types.ModuleType("fakequant._demo.run")
     module.run = run
-    monkeypatch.setitem(sys.modules, "fakequant.demo", types.ModuleType("fakequant.demo"))
-    monkeypatch.setitem(sys.modules, "fakequant.demo.run", module)
+    monkeypatch.setitem(sys.modules, "fakequant._demo", types.ModuleType("fakequant._demo"))
+    monkeypatch.setitem(sys.modules, "fakequant._demo.run", module)
     return calls
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 import fakequant
-from fakequant.cli import errors, main
-from fakequant.cli.command import Answer
+from fakequant._cli import main, short_errors
+from fakequant._cli.command import Answer
 
 COMMANDS = ["info", "demo", "bench", "summary", "verify", "report"]
-info_command = importlib.import_module("fakequant.cli.info")
+info_command = importlib.import_module("fakequant._cli.info_command")
 
 
 def start(*arguments, **kwargs):
@@ -157,7 +157,7 @@ def test_messages(error, message, failing, capsys):
     ],
 )
 def test_one_extra_brings_all_that_a_command_needs(package, command, extra):
-    assert errors.one_line(ModuleNotFoundError(name=package), command).endswith(f'"fakequant[{extra}]"')
+    assert short_errors.one_line(ModuleNotFoundError(name=package), command).endswith(f'"fakequant[{extra}]"')
 
 
 def test_messages_of_the_library_need_no_type(failing, capsys):
@@ -167,7 +167,7 @@ def test_messages_of_the_library_need_no_type(failing, capsys):
 
 
 def test_long_messages_are_cut(failing, capsys):
-    failing(raising(errors.Problem("x" * 5000)))
+    failing(raising(short_errors.Problem("x" * 5000)))
     assert main(["info"]) == 2
     assert len(capsys.readouterr().err) < 700
 
@@ -175,7 +175,7 @@ def test_long_messages_are_cut(failing, capsys):
 def test_extras_are_those_that_bring_the_packages():
     file = Path(__file__).parents[2] / "pyproject.toml"
     extras = tomllib.loads(file.read_text())["project"]["optional-dependencies"]
-    for module, extra in errors.EXTRAS.items():
+    for module, extra in short_errors.EXTRAS.items():
         package = {"sklearn": "scikit-learn"}.get(module, module)
         assert any(re.match(rf"{package}\b", requirement) for requirement in extras[extra]), module
 
@@ -244,7 +244,7 @@ def test_text_that_stdout_cannot_encode_is_escaped(failing):
 
 def test_starting_imports_nothing_heavy():
     code = (
-        "import sys, fakequant.cli; fakequant.cli.main(['info']); "
+        "import sys, fakequant._cli; fakequant._cli.main(['info']); "
         "print([m for m in ('torch', 'onnx', 'onnxruntime', 'matplotlib', 'sklearn', 'tqdm') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

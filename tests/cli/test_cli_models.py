@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fakequant as fq
-from fakequant.cli import main
-from fakequant.workflow.verification import Verification
+from fakequant._cli import main
+from fakequant._verify.verdict import Verification
 
 GOOD = """
 import torch, fakequant as fq

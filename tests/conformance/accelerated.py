@@ -5,11 +5,11 @@ import contextlib
 import pytest
 
 import fakequant
+from fakequant._backends.torch import override_aten
 from fakequant.testing.assertions import assert_same_bits
-from fakequant.torch import acceleration
 from torch_bridge import to_numpy, torch
 
-OPERATORS = tuple(acceleration.REPLACED)
+OPERATORS = tuple(override_aten.REPLACED)
 by_operator = pytest.mark.parametrize("operator", OPERATORS)
 
 
@@ -17,7 +17,7 @@ by_operator = pytest.mark.parametrize("operator", OPERATORS)
 def decelerated():
     yield
     fakequant.decelerate()
-    assert not acceleration.is_accelerated()
+    assert not override_aten.is_accelerated()
 
 
 @contextlib.contextmanager
@@ -34,8 +34,8 @@ def counted_kernels():
         return kernel
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, function in acceleration.REPLACED.items():
-            patch.setitem(acceleration.REPLACED, name, counted(name, function))
+        for name, function in override_aten.REPLACED.items():
+            patch.setitem(override_aten.REPLACED, name, counted(name, function))
         yield calls
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import fakequant as fq
 from fakequant import reference
-from fakequant.layout import blocks_of
+from fakequant._backends.blocks import blocks_of
 from fakequant.testing import cases
 from fakequant.testing.assertions import assert_same_bits
 from torch_bridge import aten, to_numpy, to_torch, torch
@@ -175,9 +175,9 @@ def unchanged():
 @pytest.fixture(params=["compiled nodes", "Python nodes"])
 def each_nodes(request, monkeypatch):
     """Both implementations of the short way and of the nodes in the graph."""
-    from fakequant.torch import nodes
+    from fakequant._backends.torch import compiled_nodes
 
     if request.param == "Python nodes":
-        monkeypatch.setattr(nodes, "compiled", None)
-    elif nodes.compiled is None:
+        monkeypatch.setattr(compiled_nodes, "compiled", None)
+    elif compiled_nodes.compiled is None:
         pytest.skip("no nodes are compiled for this torch")

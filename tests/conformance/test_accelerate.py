@@ -21,7 +21,7 @@ from accelerated import (  # noqa: F401
     counted_kernels,
     decelerated,
 )
-from fakequant.torch import acceleration, aten_kernels
+from fakequant._backends.torch import aten_kernels, override_aten
 from torch_bridge import aten, torch
 
 
@@ -36,7 +36,7 @@ TORCHS_OWN = registered()
 @pytest.fixture
 def unverified(monkeypatch):
     """As before the first `accelerate` of a process."""
-    monkeypatch.setattr(acceleration._switch, "left", None)
+    monkeypatch.setattr(override_aten._switch, "left", None)
 
 
 ORDINARY_CALLS = [*ORDINARY.items(), ("_fused_moving_avg_obs_fq_helper", FUSED_ROWS)]
@@ -61,8 +61,8 @@ def test_the_kernels_are_native(monkeypatch):
             raise AssertionError(f"native {name}")
 
     with fakequant.accelerate():
-        monkeypatch.setattr("fakequant.torch.kernels._native", NoKernels())
-        monkeypatch.setattr("fakequant.torch.aten_kernels._native", NoKernels())
+        monkeypatch.setattr("fakequant._backends.torch.tensor_kernels._native", NoKernels())
+        monkeypatch.setattr("fakequant._backends.torch.aten_kernels._native", NoKernels())
         for operator, arguments in ORDINARY.items():
             with pytest.raises(AssertionError, match="native"):
                 getattr(aten, operator)(*copies(arguments))
@@ -162,13 +162,13 @@ def with_another_bit(function):
 
 
 def kernel_names(operators):
-    return {acceleration.REPLACED[operator].__name__ for operator in operators}
+    return {override_aten.REPLACED[operator].__name__ for operator in operators}
 
 
 @by_operator
 def test_an_operator_with_another_bit_stays_torchs(operator, monkeypatch, unverified):
-    name = acceleration.REPLACED[operator].__name__
-    left = {o for o, function in acceleration.REPLACED.items() if function.__name__ == name}
+    name = override_aten.REPLACED[operator].__name__
+    left = {o for o, function in override_aten.REPLACED.items() if function.__name__ == name}
     with monkeypatch.context() as patch:
         patch.setattr(aten_kernels, name, with_another_bit(getattr(aten_kernels, name)))
         with pytest.warns(RuntimeWarning, match=rf"differ in .*\b{operator}\b.*; these stay torch's") as warned:
@@ -208,7 +208,7 @@ def answers_what_torch_refuses(function):
 
 @by_operator
 def test_an_operator_that_takes_what_torch_refuses_stays_torchs(operator, monkeypatch, unverified):
-    name = acceleration.REPLACED[operator].__name__
+    name = override_aten.REPLACED[operator].__name__
     with monkeypatch.context() as patch:
         patch.setattr(aten_kernels, name, answers_what_torch_refuses(getattr(aten_kernels, name)))
         with pytest.warns(RuntimeWarning, match=rf"\b{operator}\b.*; these stay torch's"):

@@ -8,7 +8,7 @@ import pytest
 
 import fakequant as fq
 from fakequant import reference
-from fakequant.layout import blocks_of
+from fakequant._backends.blocks import blocks_of
 from fakequant.testing import cases
 from fakequant.testing.assertions import assert_same_bits
 

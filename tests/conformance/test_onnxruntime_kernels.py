@@ -10,8 +10,8 @@ from fakequant import QuantSpec
 torch = pytest.importorskip("torch")
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
-arithmetic = pytest.importorskip("fakequant.integer.arithmetic")
-values = pytest.importorskip("fakequant.integer.values")
+arithmetic = pytest.importorskip("fakequant._convert.golden.sums_to_codes")
+values = pytest.importorskip("fakequant._convert.golden.tracked_codes")
 
 pytestmark = pytest.mark.skipif(
     platform.machine().lower() not in ("x86_64", "amd64"), reason="the formulas are those of the x86 kernels"

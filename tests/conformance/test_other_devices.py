@@ -6,14 +6,14 @@ import itertools
 import numpy as np
 import pytest
 
-from fakequant import QuantSpec, native
+from fakequant import QuantSpec, _kernels
 from fakequant.testing import cases
 from fakequant.testing.assertions import assert_same_bits
 from tensor_data import DY_LAYOUTS, LAYOUTS, SCALES, SHAPE, array, assert_same, data, elements, gradient
 from torch_bridge import to_torch, torch
 
-formula = pytest.importorskip("fakequant.torch.formula")
-kernels = pytest.importorskip("fakequant.torch.kernels")
+formula = pytest.importorskip("fakequant._backends.torch.formula")
+kernels = pytest.importorskip("fakequant._backends.torch.tensor_kernels")
 
 pytestmark = pytest.mark.usefixtures("torch_on_one_thread")
 NUMERICS = ("torch_tensor", "torch_channel", "onnx", "half_away")
@@ -27,7 +27,7 @@ CUTS = {
     "all but one": (0, 1, 2),
     "tiles": "tiles",
 }
-MASKS = (native.MASK_NONE, native.MASK_PACKED, native.MASK_BYTES)
+MASKS = (_kernels.MASK_NONE, _kernels.MASK_PACKED, _kernels.MASK_BYTES)
 by_numerics = pytest.mark.parametrize("numerics", NUMERICS)
 by_cut = pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 by_bounds = pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
@@ -225,7 +225,7 @@ def test_observing_step_by_step(update, numerics, cut):
             how = kernels.Observation(update, 0.3, 1e-7, numerics == "onnx")
             grid = kernels.Grid(states[0][0], None, *cases.INT8, numerics)
             expected, actual = (
-                m.observe_fake_quantize(x, *state, how, grid, native.MASK_PACKED)
+                m.observe_fake_quantize(x, *state, how, grid, _kernels.MASK_PACKED)
                 for m, state in zip((kernels, formula), states, strict=True)
             )
             assert_same(expected[:2], actual[:2], layout, dtype, step)

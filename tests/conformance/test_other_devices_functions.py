@@ -13,8 +13,8 @@ from fakequant.testing import cases
 from tensor_data import DY_LAYOUTS, LAYOUTS, assert_same, data, gradient, torchs
 from torch_bridge import torch
 
-aten = pytest.importorskip("fakequant.torch.aten")
-nodes = pytest.importorskip("fakequant.torch.nodes")
+aten = pytest.importorskip("fakequant._backends.torch.tensor_torch_names")
+nodes = pytest.importorskip("fakequant._backends.torch.compiled_nodes")
 
 
 def meta(value):

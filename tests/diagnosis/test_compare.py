@@ -7,10 +7,10 @@ import pytest
 
 import fakequant as fq
 from fakequant import recipes
-from fakequant.diagnosis.compare import Errors
+from fakequant._diagnosis.compare import Errors
 
 torch = pytest.importorskip("torch")
-integer = pytest.importorskip("fakequant.integer.layer")
+integer = pytest.importorskip("fakequant._convert.golden.integer_layer")
 nn = torch.nn
 
 # Scale 1: codes are the numbers.

@@ -9,8 +9,8 @@ import fakequant as fq
 
 torch = pytest.importorskip("torch")
 
-from fakequant.diagnosis.history import History  # noqa: E402
-from fakequant.workflow.health import Health, QuantizerHealth  # noqa: E402
+from fakequant._diagnosis.history import History  # noqa: E402
+from fakequant._train.health import Health, QuantizerHealth  # noqa: E402
 
 
 def health(**values):

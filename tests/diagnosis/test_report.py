@@ -17,11 +17,11 @@ matplotlib = pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 nn = torch.nn
 
-from fakequant.diagnosis.history import History  # noqa: E402
-from fakequant.diagnosis.report.advice import judge  # noqa: E402
-from fakequant.diagnosis.report.tensors import TensorCounts, counting  # noqa: E402
-from fakequant.diagnosis.report.writing import report  # noqa: E402
-from fakequant.workflow.health import QuantizerHealth  # noqa: E402
+from fakequant._diagnosis.history import History  # noqa: E402
+from fakequant._diagnosis.report.advice import judge  # noqa: E402
+from fakequant._diagnosis.report.tensors import TensorCounts, counting  # noqa: E402
+from fakequant._diagnosis.report.writing import report  # noqa: E402
+from fakequant._train.health import QuantizerHealth  # noqa: E402
 
 
 def small(config=None, seed=0):
@@ -79,7 +79,7 @@ def test_every_value_is_divided_by_its_own_scale(spec, shape, scale_shape):
     zero_point = 7 if not spec.symmetric else 0
     x = ((blocks - zero_point) * scale).reshape(shape).float()
     counts = TensorCounts("x", "activation", spec)
-    found = scale.reshape(fq.layout.blocks_of(shape, spec).parameters)
+    found = scale.reshape(fq._backends.blocks.blocks_of(shape, spec).parameters)
     counts.add(x, found, torch.full(found.shape, zero_point, dtype=torch.int32))
     width = spec.levels / counts.inside
     places = torch.floor((codes.flatten() - spec.qmin + 0.5) / width).long() + counts.inside
@@ -205,7 +205,7 @@ def test_what_is_not_given_is_not_on_the_page(tmp_path):
 
 
 def test_a_verification_is_shown(tmp_path):
-    verify = pytest.importorskip("fakequant.workflow.verification")
+    verify = pytest.importorskip("fakequant._verify.verdict")
     tensors = [verify.TensorReport("0.input_quantizer", 1000, runtime_differ=7, runtime_steps=2, why_runtime="odd")]
     found = verify.Verification("generic", tensors, {"0": "QGemm"}, verify.OutputReport(), {"2.input": "no scale"})
     text = write(small(), tmp_path, verification=found, max_tensors=0).read_text(encoding="utf-8")

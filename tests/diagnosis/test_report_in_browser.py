@@ -16,8 +16,8 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 nn = torch.nn
 
-from fakequant.diagnosis.history import History  # noqa: E402
-from fakequant.diagnosis.report.writing import report  # noqa: E402
+from fakequant._diagnosis.history import History  # noqa: E402
+from fakequant._diagnosis.report.writing import report  # noqa: E402
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next((path for path in map(shutil.which, NAMES) if path), None)

@@ -11,10 +11,10 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 nn = torch.nn
 recipes = pytest.importorskip("fakequant.recipes")
-advice = pytest.importorskip("fakequant.diagnosis.report.advice")
-page = pytest.importorskip("fakequant.diagnosis.report.page")
-tensors = pytest.importorskip("fakequant.diagnosis.report.tensors")
-QuantizerHealth = pytest.importorskip("fakequant.workflow.health").QuantizerHealth
+advice = pytest.importorskip("fakequant._diagnosis.report.advice")
+page = pytest.importorskip("fakequant._diagnosis.report.page")
+tensors = pytest.importorskip("fakequant._diagnosis.report.tensors")
+QuantizerHealth = pytest.importorskip("fakequant._train.health").QuantizerHealth
 
 GRIDS = {
     "int8": (fq.QuantSpec(), 0),

@@ -9,7 +9,7 @@ import pytest
 
 import fakequant as fq
 from fakequant import LayerConfig, QuantConfig, QuantSpec, presets, recipes
-from fakequant.diagnosis.sensitivity import LayerSensitivity, Sensitivity
+from fakequant._diagnosis.sensitivity import LayerSensitivity, Sensitivity
 from fakequant.observers import MSE
 
 torch = pytest.importorskip("torch")

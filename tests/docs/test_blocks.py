@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from fakequant.cli import main
+from fakequant._cli import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -8,7 +8,7 @@ import pytest
 import fakequant as fq
 
 torch = pytest.importorskip("torch")
-block_shape = pytest.importorskip("fakequant.torch.tensors").block_shape
+block_shape = pytest.importorskip("fakequant._backends.torch.tensor_checks").block_shape
 
 AFFINE = partial(fq.QuantSpec, bits=4, symmetric=False)
 SPECS = {

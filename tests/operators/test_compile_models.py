@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 nn = torch.nn
 fqnn = pytest.importorskip("fakequant.nn")
 recipes = pytest.importorskip("fakequant.recipes")
-saved_codes = pytest.importorskip("fakequant.nn.saved_codes")
+saved_codes = pytest.importorskip("fakequant.nn._saved_codes")
 CompileCounter = pytest.importorskip("torch._dynamo.testing").CompileCounterWithBackend
 
 

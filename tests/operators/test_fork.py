@@ -49,11 +49,11 @@ PROGRAM = """
     sys.exit(os.waitstatus_to_exitcode(status))
 """
 USES = {
-    "own": ("fakequant.torch.gradients", "fq.fake_quantize(x, 0.1, 0, fq.QuantSpec())"),
-    "accelerate": ("fakequant.torch.verification", "fq.accelerate()"),
-    "FakeQuantizer": ("fakequant.torch.quantizer", "fq.FakeQuantizer().forward(x)"),
-    "nn": ("fakequant.nn.bounded", "fq.nn.PACT(4)(x)"),
-    "prepare": ("fakequant.workflow.plan", "fq.prepare"),
+    "own": ("fakequant._backends.torch.gradients", "fq.fake_quantize(x, 0.1, 0, fq.QuantSpec())"),
+    "accelerate": ("fakequant._backends.torch.compare_with_aten", "fq.accelerate()"),
+    "FakeQuantizer": ("fakequant._backends.torch.fake_quantizer_tensors", "fq.FakeQuantizer().forward(x)"),
+    "nn": ("fakequant.nn._bounded_parameters", "fq.nn.PACT(4)(x)"),
+    "prepare": ("fakequant._prepare.plan", "fq.prepare"),
 }
 
 

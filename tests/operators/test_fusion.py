@@ -13,8 +13,8 @@ import fakequant as fq
 from fakequant.testing import cases
 from straight_through import AFFINE, torch
 
-fusion = pytest.importorskip("fakequant.torch.fusion")
-private = pytest.importorskip("fakequant.torch.private")
+fusion = pytest.importorskip("fakequant._backends.torch.inductor")
+private = pytest.importorskip("fakequant._backends.torch.torch_private")
 run_and_get_code = pytest.importorskip("torch._inductor.utils").run_and_get_code
 
 pytestmark = [

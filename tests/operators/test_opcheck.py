@@ -9,7 +9,7 @@ import pytest
 from fakequant import QuantSpec
 
 torch = pytest.importorskip("torch")
-library = pytest.importorskip("fakequant.torch.library")
+library = pytest.importorskip("fakequant._backends.torch.operators")
 observers = pytest.importorskip("fakequant.observers")
 
 # From torch 2.15 on its check asks every tensor for its gradient, and warns where that is none of a leaf.

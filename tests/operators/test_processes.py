@@ -154,11 +154,11 @@ FIRST_USES = """
     }
 
     for name, use in uses.items():
-        child = os.fork()  # fakequant.torch is imported in each of them
+        child = os.fork()  # fakequant._backends.torch is imported in each of them
         if child == 0:
             try:
                 use()
-                from fakequant.torch.plain import is_eager, is_memory
+                from fakequant._backends.torch.plain_memory import is_eager, is_memory
                 if is_eager(torch.zeros(2)) and not is_memory(torch.zeros(2, device="meta")):
                     os.write(1, name.encode() + b"\\n")
             finally:

@@ -7,7 +7,7 @@ import pytest
 import fakequant as fq
 from straight_through import AFFINE, Case, each_shape, each_spec, inside, make, straight_through, torch
 
-kernels = pytest.importorskip("fakequant.torch.kernels")
+kernels = pytest.importorskip("fakequant._backends.torch.tensor_kernels")
 forward_ad = pytest.importorskip("torch.autograd.forward_ad")
 grad, jacfwd, jacrev, jvp, vjp, vmap = (
     getattr(torch.func, name) for name in ("grad", "jacfwd", "jacrev", "jvp", "vjp", "vmap")

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from fakequant.torch_releases import NEWEST, OLDEST, release_of
+from fakequant._torch_releases import NEWEST, OLDEST, release_of
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -76,7 +76,7 @@ def test_extras_that_are_named_exist():
         for extras in re.findall(r"fakequant\[([a-z, ]+)\]", path.read_text(encoding="utf-8"))
         for extra in extras.split(",")
     }
-    defaults = re.findall(r'extra: str = "(\w+)"', (ROOT / "src/fakequant/workflow/optional.py").read_text())
+    defaults = re.findall(r'extra: str = "(\w+)"', (ROOT / "src/fakequant/_util/optional_packages.py").read_text())
     assert {"torch", "onnx"} <= named
     assert named | set(defaults) <= EXTRAS.keys()
 

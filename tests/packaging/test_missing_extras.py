@@ -36,6 +36,6 @@ def test_from_import():
 
 
 def test_a_module_of_ours_that_is_missing_is_no_missing_extra():
-    result = run("fakequant.workflow.prepare", "fq.prepare")
+    result = run("fakequant._prepare.prepare", "fq.prepare")
     assert "fakequant[torch]" not in result.stderr
     assert "ModuleNotFoundError" in result.stderr

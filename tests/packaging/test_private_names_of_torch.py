@@ -6,7 +6,7 @@ from pathlib import Path
 import fakequant
 
 SOURCES = Path(fakequant.__file__).parent
-HOME = SOURCES / "torch" / "private.py"
+HOME = SOURCES / "_backends" / "torch" / "torch_private.py"
 # `import torch._x`, `from torch.x._y import z`, `from torch.x import _y`, `torch.x._y`; not the dunder attributes.
 PRIVATE = re.compile(
     r"^\s*(?:from|import) torch(?:\.\w+)*\._\w+|^\s*from torch[.\w]* import [^#\n]*\b_[a-z]\w*"

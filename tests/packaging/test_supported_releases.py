@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fakequant.torch_releases import NEWEST, OLDEST, describe
+from fakequant._torch_releases import NEWEST, OLDEST, describe
 
 ROOT = Path(__file__).parents[2]
 WINDOW = f"{describe(OLDEST)} to {describe(NEWEST)}"

@@ -11,8 +11,8 @@ from fakequant.testing.assertions import assert_same_bits
 torch = pytest.importorskip("torch")
 nn = torch.nn
 recipes = pytest.importorskip("fakequant.recipes")
-targets = pytest.importorskip("fakequant.targets")
-integer = pytest.importorskip("fakequant.integer.layer")
+targets = pytest.importorskip("fakequant._targets")
+integer = pytest.importorskip("fakequant._convert.golden.integer_layer")
 
 X86 = "onnxruntime-x86"
 SHIFTS = {2: 5, 3: 4, 4: 3, 5: 2, 6: 1, 7: 0, 8: 0}

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 nn = torch.nn
 observers = pytest.importorskip("fakequant.observers")
 recipes = pytest.importorskip("fakequant.recipes")
-targets = pytest.importorskip("fakequant.targets")
+targets = pytest.importorskip("fakequant._targets")
 
 LINEAR, CONV = nn.Linear(2, 2), nn.Conv2d(1, 1, 1)
 FOUR, EIGHT = fq.LayerConfig(weight=presets.int4(group=None)), fq.LayerConfig(weight=presets.int8())

@@ -10,12 +10,12 @@ from fakequant import QuantSpec, presets
 from fakequant.testing.assertions import assert_same_bits
 
 torch = pytest.importorskip("torch")
-integer = pytest.importorskip("fakequant.integer.layer")
+integer = pytest.importorskip("fakequant._convert.golden.integer_layer")
 nn = torch.nn
 recipes = pytest.importorskip("fakequant.recipes")
-values = pytest.importorskip("fakequant.integer.values")
-arithmetic = pytest.importorskip("fakequant.integer.arithmetic")
-Grid = pytest.importorskip("fakequant.integer.grid").Grid
+values = pytest.importorskip("fakequant._convert.golden.tracked_codes")
+arithmetic = pytest.importorskip("fakequant._convert.golden.sums_to_codes")
+Grid = pytest.importorskip("fakequant._convert.golden.fixed_grid").Grid
 
 RECIPES = {
     "int8": recipes.int8(),
@@ -83,7 +83,7 @@ def test_a_normalization_changes_scales_signs_and_biases():
     assert golden[0].bias_codes.tolist() == [-2, 2]
     y = golden(torch.full((1, 1, 1, 1), 3.0))
     assert values.plain(y).flatten().tolist() == [3 * 127 - 2, (-3 * 127 + 2) * 6]
-    assert fq.workflow.convert.conversion(golden).folded == ["1"]
+    assert fq._convert.convert.conversion(golden).folded == ["1"]
 
 
 def test_a_channel_that_a_normalization_switches_off_is_its_bias():
@@ -106,7 +106,7 @@ def test_a_code_without_an_opposite_keeps_its_normalization():
     model = fq.prepare(nn.Sequential(conv, norm), config)
     golden = fq.convert(model)
     assert isinstance(golden[1], nn.BatchNorm2d)
-    assert "no opposite" in fq.workflow.convert.conversion(golden).notes[0]
+    assert "no opposite" in fq._convert.convert.conversion(golden).notes[0]
     x = torch.randn(2, 1, 3, 4)
     same(model.eval()(x).detach(), golden(x))
 
@@ -385,7 +385,7 @@ def test_the_prepared_model_is_as_it_was(make, x, config):
 @each_model
 def test_no_weight_of_a_quantized_layer_is_left_in_float(make, x, config):
     golden = fq.convert(prepared(make, x, config))
-    layers = [m for m in golden.modules() if isinstance(m, fq.integer.layer.IntegerLayer)]
+    layers = [m for m in golden.modules() if isinstance(m, integer.IntegerLayer)]
     assert layers
     for layer in layers:
         assert layer._fakequant.kind.weight_name not in layer._parameters
@@ -489,7 +489,7 @@ def test_the_file_says_what_every_tensor_is(tmp_path):
 
 
 def test_sums_are_wide_where_convolutions_may_round(monkeypatch):
-    from fakequant.integer import layer
+    from fakequant._convert.golden import layer
 
     model = nn.Sequential(nn.Conv2d(1, 1, 3), nn.Flatten(), nn.Linear(1, 1))
     golden = fq.convert(fq.calibrate(fq.prepare(model, recipes.int8()), [torch.ones(1, 1, 3, 3)], progress=False))

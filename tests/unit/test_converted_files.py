@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 nn = torch.nn
 safetensors = pytest.importorskip("safetensors")
 save_file = pytest.importorskip("safetensors.torch").save_file
-optional = pytest.importorskip("fakequant.workflow.optional")
-file_checks = pytest.importorskip("fakequant.workflow.file_checks")
+optional = pytest.importorskip("fakequant._util.optional_packages")
+file_checks = pytest.importorskip("fakequant._convert.file_checks")
 
 X = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -298,7 +298,7 @@ class InPlace(nn.Module):
 
 
 def test_extra_state_that_is_changed_in_place_is_put_back():
-    files = pytest.importorskip("fakequant.workflow.files")
+    files = pytest.importorskip("fakequant._convert.converted_files")
     model = InPlace()
 
     def fail():

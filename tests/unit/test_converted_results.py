@@ -14,7 +14,7 @@ import fakequant as fq
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
-values = pytest.importorskip("fakequant.integer.values")
+values = pytest.importorskip("fakequant._convert.golden.tracked_codes")
 
 Pair = collections.namedtuple("Pair", "first second")
 

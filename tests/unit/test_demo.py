@@ -12,14 +12,14 @@ import pytest
 torch = pytest.importorskip("torch")
 for package in ("sklearn", "onnxscript", "onnxruntime", "matplotlib", "jinja2"):
     pytest.importorskip(package)
-data = pytest.importorskip("fakequant.demo.data")
-diagnosis = pytest.importorskip("fakequant.demo.diagnosis")
-demo = pytest.importorskip("fakequant.demo.run")
-explain = pytest.importorskip("fakequant.workflow.explain")
-network = pytest.importorskip("fakequant.demo.network")
-progress = pytest.importorskip("fakequant.demo.progress")
-result = pytest.importorskip("fakequant.demo.result")
-training = pytest.importorskip("fakequant.demo.training")
+data = pytest.importorskip("fakequant._demo.data")
+diagnosis = pytest.importorskip("fakequant._demo.diagnosis")
+demo = pytest.importorskip("fakequant._demo.run")
+explain = pytest.importorskip("fakequant._verify.explain_codes")
+network = pytest.importorskip("fakequant._demo.network")
+progress = pytest.importorskip("fakequant._demo.progress")
+result = pytest.importorskip("fakequant._demo.result")
+training = pytest.importorskip("fakequant._demo.training")
 onnx = pytest.importorskip("onnx")
 
 SMALL: dict[str, Any] = {"epochs": 1, "images": 160, "timing": 0.05}

@@ -5,13 +5,13 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from fakequant import native, reference
+from fakequant import _kernels, reference
 from fakequant.testing.assertions import assert_same_bits
 
 torch = pytest.importorskip("torch")
-exact = pytest.importorskip("fakequant.torch.exact")
-formula = pytest.importorskip("fakequant.torch.formula")
-kernels = pytest.importorskip("fakequant.torch.kernels")
+exact = pytest.importorskip("fakequant._backends.torch.fused_multiply_add")
+formula = pytest.importorskip("fakequant._backends.torch.formula")
+kernels = pytest.importorskip("fakequant._backends.torch.tensor_kernels")
 
 
 def double_rounding(dtype, count=4000):
@@ -90,7 +90,7 @@ def test_a_float_zero_point_at_a_tie():
     """1 / scale is 1 - 2^-12 + 2^-24: the sum is just above 0.5, and exactly 0.5 if it is rounded twice."""
     x = torch.tensor([[(1 + 2.0**-12) * 2.0**-25]])
     grid = channel_grid(np.float32(1.0002441), 0.5)
-    of_kernel, of_formula = (module.fake_quantize(x, grid, native.MASK_BYTES) for module in (kernels, formula))
+    of_kernel, of_formula = (module.fake_quantize(x, grid, _kernels.MASK_BYTES) for module in (kernels, formula))
     theirs = torch.fake_quantize_per_channel_affine(x, grid.scale[0], grid.zero_point[0], 0, -8, 7)
     assert_same_bits(theirs.numpy(), of_kernel[0].numpy())
     assert_same_bits(of_kernel[0].numpy(), of_formula[0].numpy())
@@ -107,7 +107,7 @@ def test_float_zero_points_near_ties(dtype):
         x = ((ties - zero_point) * scale)[:, None].double() * (1 + torch.arange(-6, 7) * 2.0**-24)
         x = x.reshape(1, -1).to(dtype)
         grid = kernels.Grid(scale[:, None], zero_point[:, None], -8, 7, "torch_channel")
-        of_kernel, of_formula = (module.fake_quantize(x, grid, native.MASK_BYTES) for module in (kernels, formula))
+        of_kernel, of_formula = (module.fake_quantize(x, grid, _kernels.MASK_BYTES) for module in (kernels, formula))
         for k, f in zip(of_kernel, of_formula, strict=True):
             assert torch.equal(k, f), (scale, zero_point)
 

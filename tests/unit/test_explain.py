@@ -7,9 +7,9 @@ import fakequant as fq
 torch = pytest.importorskip("torch")
 nn = torch.nn
 recipes = pytest.importorskip("fakequant.recipes")
-explain = pytest.importorskip("fakequant.workflow.explain")
-values = pytest.importorskip("fakequant.integer.values")
-arithmetic = pytest.importorskip("fakequant.integer.arithmetic")
+explain = pytest.importorskip("fakequant._verify.explain_codes")
+values = pytest.importorskip("fakequant._convert.golden.tracked_codes")
+arithmetic = pytest.importorskip("fakequant._convert.golden.sums_to_codes")
 
 UINT8 = fq.QuantSpec(bits=8, signed=False, symmetric=False)
 

@@ -6,7 +6,7 @@ import os
 import pytest
 
 import fakequant as fq
-from fakequant import QuantSpec, presets, targets
+from fakequant import QuantSpec, _targets, presets
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -62,7 +62,7 @@ def test_another_reason_is_not_taken_for_that(tmp_path):
 
 # --- TensorRT --------------------------------------------------------------------------------------------------
 
-TENSORRT = targets.find("tensorrt")
+TENSORRT = _targets.find("tensorrt")
 UNSIGNED = QuantSpec(signed=False, symmetric=False)
 
 

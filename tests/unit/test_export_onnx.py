@@ -21,9 +21,9 @@ ort = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 reference = pytest.importorskip("onnx.reference")
 recipes = pytest.importorskip("fakequant.recipes")
-values = pytest.importorskip("fakequant.integer.values")
-operators = pytest.importorskip("fakequant.export.operators")
-integer = pytest.importorskip("fakequant.integer.layer")
+values = pytest.importorskip("fakequant._convert.golden.tracked_codes")
+operators = pytest.importorskip("fakequant._onnx.onnx_operators")
+integer = pytest.importorskip("fakequant._convert.golden.integer_layer")
 IntegerLayer = integer.IntegerLayer
 nn = torch.nn
 F = torch.nn.functional

@@ -14,7 +14,7 @@ from fakequant.testing.assertions import assert_same_bits
 torch = pytest.importorskip("torch")
 fqnn = pytest.importorskip("fakequant.nn")
 observers = pytest.importorskip("fakequant.observers")
-nodes = pytest.importorskip("fakequant.torch.nodes")
+nodes = pytest.importorskip("fakequant._backends.torch.compiled_nodes")
 forward_ad = pytest.importorskip("torch.autograd.forward_ad")
 TorchDispatchMode = pytest.importorskip("torch.utils._python_dispatch").TorchDispatchMode
 FakeTensorMode = pytest.importorskip("torch._subclasses").FakeTensorMode

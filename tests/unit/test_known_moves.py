@@ -8,9 +8,9 @@ from fakequant.testing.assertions import assert_same_bits
 
 torch = pytest.importorskip("torch")
 nn, F = torch.nn, torch.nn.functional
-values = pytest.importorskip("fakequant.integer.values")
-arithmetic = pytest.importorskip("fakequant.integer.arithmetic")
-Grid = pytest.importorskip("fakequant.integer.grid").Grid
+values = pytest.importorskip("fakequant._convert.golden.tracked_codes")
+arithmetic = pytest.importorskip("fakequant._convert.golden.sums_to_codes")
+Grid = pytest.importorskip("fakequant._convert.golden.fixed_grid").Grid
 
 
 def randn(*shape):

@@ -18,7 +18,7 @@ from fakequant.testing.assertions import assert_same_bits
 torch = pytest.importorskip("torch")
 nn = torch.nn
 observers = pytest.importorskip("fakequant.observers")
-bounded = pytest.importorskip("fakequant.nn.bounded")
+bounded = pytest.importorskip("fakequant.nn._bounded_parameters")
 quantizers = pytest.importorskip("fakequant.nn")
 LearnedFakeQuantize, FakeQuantize, PACT = quantizers.LearnedFakeQuantize, quantizers.FakeQuantize, quantizers.PACT
 param_groups = quantizers.param_groups

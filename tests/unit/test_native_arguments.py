@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fakequant import _native, native
+from fakequant import _kernels as native, _native
 
 X = np.linspace(-1, 1, 16, dtype=np.float32)
 HUGE = 1 << 62

@@ -15,7 +15,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fakequant import QuantSpec, choose_qparams, observe_fake_quantize, observers  # noqa: E402
-from fakequant.layout import blocks_of  # noqa: E402
+from fakequant._backends.blocks import blocks_of  # noqa: E402
+from fakequant._backends.torch.process_ranks import ALONE, Ranks  # noqa: E402
 from fakequant.observers import (  # noqa: E402
     MSE,
     Entropy,
@@ -29,7 +30,6 @@ from fakequant.observers import (  # noqa: E402
     from_dict,
 )
 from fakequant.testing.assertions import assert_same_bits  # noqa: E402
-from fakequant.torch.ranks import ALONE, Ranks  # noqa: E402
 
 INT8 = QuantSpec()
 UINT8 = QuantSpec(signed=False, symmetric=False)

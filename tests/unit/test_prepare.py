@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 nn, F = torch.nn, torch.nn.functional
 fqnn = pytest.importorskip("fakequant.nn")
 recipes = pytest.importorskip("fakequant.recipes")
-tensors = pytest.importorskip("fakequant.torch.functional")
+tensors = pytest.importorskip("fakequant._backends.torch.tensor_functions")
 parametrizations = pytest.importorskip("torch.nn.utils.parametrizations")
 
 EVERY_RECIPE = {

@@ -10,7 +10,7 @@ import fakequant as fq
 from fakequant import recipes
 
 torch = pytest.importorskip("torch")
-saved_codes = pytest.importorskip("fakequant.nn.saved_codes")
+saved_codes = pytest.importorskip("fakequant.nn._saved_codes")
 nn = torch.nn
 
 CONFIGS = {

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 nn = torch.nn
 recipes = pytest.importorskip("fakequant.recipes")
 fqnn = pytest.importorskip("fakequant.nn")
-QuantizedLayer = pytest.importorskip("fakequant.nn.layer").QuantizedLayer
+QuantizedLayer = pytest.importorskip("fakequant.nn._quantized_layer").QuantizedLayer
 
 
 class Residual(nn.Module):

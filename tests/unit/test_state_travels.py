@@ -17,7 +17,7 @@ from fakequant.testing.assertions import assert_same_bits
 torch = pytest.importorskip("torch")
 nn = torch.nn
 recipes = pytest.importorskip("fakequant.recipes")
-conversion = pytest.importorskip("fakequant.workflow.convert").conversion
+conversion = pytest.importorskip("fakequant._convert.convert").conversion
 
 pytestmark = pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
 

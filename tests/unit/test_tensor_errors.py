@@ -8,7 +8,7 @@ import pytest
 import fakequant as fq
 
 torch = pytest.importorskip("torch")
-nodes = pytest.importorskip("fakequant.torch.nodes")
+nodes = pytest.importorskip("fakequant._backends.torch.compiled_nodes")
 
 X = torch.arange(12, dtype=torch.float32).view(2, 6) - 3
 SPEC = fq.QuantSpec()

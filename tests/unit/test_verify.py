@@ -16,8 +16,8 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")
 recipes = pytest.importorskip("fakequant.recipes")
-explain = pytest.importorskip("fakequant.workflow.explain")
-saturation = pytest.importorskip("fakequant.integer.saturation")
+explain = pytest.importorskip("fakequant._verify.explain_codes")
+saturation = pytest.importorskip("fakequant._convert.golden.saturation")
 
 
 def has_vnni():
@@ -206,7 +206,7 @@ def test_a_last_layer_that_saturates_is_found(tmp_path):
 
 
 def test_a_nan_is_no_difference_if_both_have_it_and_one_if_not():
-    largest = pytest.importorskip("fakequant.workflow.verify")._largest
+    largest = pytest.importorskip("fakequant._verify.verify")._largest
     nan, one = torch.tensor([float("nan"), 1.0]), torch.tensor([1.0, 1.0])
     assert largest(nan, nan) == 0
     assert largest(nan, one) == largest(one, nan) == float("inf")
@@ -340,7 +340,7 @@ def test_every_model_is_given_the_same_input(tmp_path):
 
 def test_how_many_codes_may_differ():
     """Only ties, only a few of them in the whole model, and not one code that rounding does not explain."""
-    verification = pytest.importorskip("fakequant.workflow.verification")
+    verification = pytest.importorskip("fakequant._verify.verdict")
     report, out = verification.TensorReport, verification.OutputReport(numbers=1)
 
     def ok(**counts):
@@ -356,14 +356,14 @@ def test_how_many_codes_may_differ():
 
 
 def test_results_that_rounding_does_not_explain_are_not_ok():
-    verification = pytest.importorskip("fakequant.workflow.verification")
+    verification = pytest.importorskip("fakequant._verify.verdict")
     for field in ("prepared_unexplained", "runtime_unexplained"):
         out = verification.OutputReport(numbers=1000, **{field: 1})
         assert not verification.Verification("generic", [], {}, out, {}).ok
 
 
 def test_a_file_that_was_changed_must_be_equal_bit_by_bit():
-    verification = pytest.importorskip("fakequant.workflow.verification")
+    verification = pytest.importorskip("fakequant._verify.verdict")
     equal, close = (verification.OutputReport(numbers=9, runtime_is_equal=same) for same in (True, False))
     ties = verification.TensorReport("a", codes=9, runtime_differ=1, runtime_ties=1)
     assert verification.Verification("generic", [], {}, equal, {}, is_changed=True).ok

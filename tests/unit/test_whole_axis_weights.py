@@ -7,7 +7,7 @@ from fakequant import QuantSpec, presets
 from fakequant.testing.assertions import assert_same_bits
 
 torch = pytest.importorskip("torch")
-integer = pytest.importorskip("fakequant.integer.layer")
+integer = pytest.importorskip("fakequant._convert.golden.integer_layer")
 nn = torch.nn
 
 

@@ -9,7 +9,7 @@ import fakequant as fq
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
-optional = pytest.importorskip("fakequant.workflow.optional")
+optional = pytest.importorskip("fakequant._util.optional_packages")
 
 
 def write_half(path):
@@ -54,7 +54,7 @@ def test_a_folder_in_which_nobody_can_write_is_refused_before_the_work(monkeypat
     with pytest.raises(OSError, match=message), optional.writing("/proc/self/m.bin"):
         began.append(True)
     assert not began
-    export = pytest.importorskip("fakequant.workflow.export_onnx")
+    export = pytest.importorskip("fakequant._onnx.export_onnx")
     for package in ("onnx", "onnxscript"):
         pytest.importorskip(package)
     monkeypatch.setattr(export, "convert", lambda *args, **kwargs: began.append(True))

@@ -12,9 +12,9 @@ nn, F = torch.nn, torch.nn.functional
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 recipes = pytest.importorskip("fakequant.recipes")
-explain = pytest.importorskip("fakequant.workflow.explain")
-values = pytest.importorskip("fakequant.integer.values")
-verification = pytest.importorskip("fakequant.workflow.verification")
+explain = pytest.importorskip("fakequant._verify.explain_codes")
+values = pytest.importorskip("fakequant._convert.golden.tracked_codes")
+verification = pytest.importorskip("fakequant._verify.verdict")
 
 X86 = "onnxruntime-x86"
 

@@ -14,7 +14,7 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 recipes = pytest.importorskip("fakequant.recipes")
-explain = pytest.importorskip("fakequant.workflow.explain")
+explain = pytest.importorskip("fakequant._verify.explain_codes")
 
 X86 = "onnxruntime-x86"
 
@@ -106,7 +106,7 @@ def test_results_of_the_prepared_model_count_after_the_last_quantizer(tmp_path, 
     x = randn(32, 16)
     model = ready(mlp(), x)
     path = exported(model, x, tmp_path)
-    comparison = pytest.importorskip("fakequant.workflow.verify")._Comparison
+    comparison = pytest.importorskip("fakequant._verify.verify")._Comparison
     run = comparison._run_prepared
 
     def a_little_off(self, *args):
@@ -229,7 +229,7 @@ def change_first_element(file, name):
 
 
 def test_a_result_that_cannot_be_looked_into_is_an_error():
-    leaves = pytest.importorskip("fakequant.workflow.leaves")
+    leaves = pytest.importorskip("fakequant._verify.result_leaves")
 
     class Odd:
         pass

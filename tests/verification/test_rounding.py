@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 F = torch.nn.functional
-rounding = pytest.importorskip("fakequant.workflow.rounding")
+rounding = pytest.importorskip("fakequant._verify.rounding_bounds")
 
 UNIT = 2.0**-24
 

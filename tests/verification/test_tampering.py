@@ -11,9 +11,9 @@ onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 recipes = pytest.importorskip("fakequant.recipes")
-digest = pytest.importorskip("fakequant.export.digest")
-notes = pytest.importorskip("fakequant.export.notes")
-verify_module = pytest.importorskip("fakequant.workflow.verify")
+digest = pytest.importorskip("fakequant._onnx.fingerprint")
+notes = pytest.importorskip("fakequant._onnx.metadata_keys")
+verify_module = pytest.importorskip("fakequant._verify.verify")
 tampers = pytest.importorskip("tampers")
 
 # Small models, run a thousand times.

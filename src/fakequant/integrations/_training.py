@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from fakequant.nn.layer import QuantizedLayer
-from fakequant.nn.quantizer import Quantizer, quantizers
-from fakequant.workflow.calibrate import calibrate
-from fakequant.workflow.health import health
-from fakequant.workflow.prepare import is_prepared
-from fakequant.workflow.running import evaluating
+from fakequant._prepare.prepare import is_prepared
+from fakequant._train.calibrate import calibrate
+from fakequant._train.health import health
+from fakequant._train.running import evaluating
+from fakequant.nn._quantized_layer import QuantizedLayer
+from fakequant.nn._quantizer import Quantizer, quantizers
 
 _BY_HAND = "Calibrate before training, fakequant.calibrate(model, batches), and use QATCallback(calibrate=None)."
 # What `health` finds for a quantizer, and which of two values is the worse.

@@ -6,6 +6,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from fakequant._train.running import call_arguments
+from fakequant._train.schedule import Schedule
 from fakequant.integrations._training import (
     calibrate_without_trace,
     check_options,
@@ -14,8 +16,6 @@ from fakequant.integrations._training import (
     needs_calibration,
     require_quantizers,
 )
-from fakequant.workflow.running import call_arguments
-from fakequant.workflow.schedule import Schedule
 
 
 def _packages() -> list[Any]:

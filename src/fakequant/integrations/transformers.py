@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fakequant._prepare.prepare import is_prepared, preparation, prepare
+from fakequant._train.schedule import Schedule
+from fakequant._util.optional_packages import require
 from fakequant.config import QuantConfig
 from fakequant.integrations._training import (
     calibrate_without_trace,
@@ -21,10 +24,7 @@ from fakequant.integrations._training import (
     needs_calibration,
     require_quantizers,
 )
-from fakequant.nn.quantizer import quantizers
-from fakequant.workflow.optional import require
-from fakequant.workflow.prepare import is_prepared, preparation, prepare
-from fakequant.workflow.schedule import Schedule
+from fakequant.nn._quantizer import quantizers
 
 _transformers: Any = require("transformers", "transformers", "transformers")
 _accelerate: Any = require("accelerate.utils", "accelerate", "transformers")

@@ -10,13 +10,13 @@ Entropy         with the least loss of information over everything seen
 Fixed           known beforehand
 """
 
-from fakequant.observers.base import Observer as Observer, State as State, from_dict as from_dict
-from fakequant.observers.entropy import Entropy as Entropy
-from fakequant.observers.fixed import Fixed as Fixed
-from fakequant.observers.histogram import Histogram as Histogram
-from fakequant.observers.memoryless import Memoryless as Memoryless
-from fakequant.observers.min_max import MinMax as MinMax
-from fakequant.observers.moving_average import MovingAverage as MovingAverage
-from fakequant.observers.mse import MSE as MSE
-from fakequant.observers.percentile import Percentile as Percentile
-from fakequant.torch.ranks import ALONE as ALONE, Ranks as Ranks
+from fakequant._backends.torch.process_ranks import ALONE as ALONE, Ranks as Ranks
+from fakequant.observers._entropy import Entropy as Entropy
+from fakequant.observers._fixed import Fixed as Fixed
+from fakequant.observers._histogram import Histogram as Histogram
+from fakequant.observers._memoryless import Memoryless as Memoryless
+from fakequant.observers._min_max import MinMax as MinMax
+from fakequant.observers._moving_average import MovingAverage as MovingAverage
+from fakequant.observers._mse import MSE as MSE
+from fakequant.observers._observer import Observer as Observer, State as State, from_dict as from_dict
+from fakequant.observers._percentile import Percentile as Percentile

@@ -1,0 +1,329 @@
+"""The kernels' formulas in torch's own operations, for tensors that are not in the CPU's memory.
+
+Same functions as `kernels`, same arguments. They run on any device, allocate as ordinary operations
+do and read no values back, so scales are not checked here. Results have the kernels' bits wherever
+the device computes float32 as IEEE 754 says; sums are taken in the device's order.
+"""
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from fakequant import _kernels
+from fakequant._backends.torch.fused_multiply_add import fma
+from fakequant._backends.torch.tensor_kernels import (
+    NAN_IS_CODE_ZERO,
+    Grid,
+    Observation,
+    Observed,
+    Order,
+    empty_gradient,
+    is_own,
+    order_of,
+    scale_dtype,
+    updated_range,
+)
+
+# Below this every sum of a code and a zero point is exact in float32.
+_EXACT_IN_F32 = 2**22
+
+
+class _Split:
+    """A tensor with every axis cut in two: which block, and where in it. Scales broadcast against it."""
+
+    def __init__(self, x: Tensor, scale: Tensor):
+        self.shape = x.shape
+        self.one = scale.numel() == 1
+        blocks = (1,) * x.dim() if self.one else scale.shape
+        self.pairs = [n for total, b in zip(x.shape, blocks, strict=True) for n in (b, total // b if b else 0)]
+        self.ones = [n for b in blocks for n in (b, 1)]
+
+    def data(self, x: Tensor) -> Tensor:
+        return x if self.one else x.reshape(self.pairs)
+
+    def parameter(self, p: Tensor) -> Tensor:
+        return p.reshape(()) if self.one else p.reshape(self.ones)
+
+    def join(self, x: Tensor) -> Tensor:
+        return x if self.one else x.reshape(self.shape)
+
+    def block_sums(self, x: Tensor, like: Tensor) -> Tensor:
+        wide = self.data(x).to(wide_dtype(x))
+        return (wide.sum() if self.one else wide.sum(list(range(1, len(self.pairs), 2)))).reshape(like.shape)
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """float64 where the device has it."""
+    return torch.float32 if x.device.type == "mps" else torch.float64
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _scale_and_zero(x: Tensor, grid: Grid, split: _Split) -> tuple[Tensor, Tensor | int]:
+    assert isinstance(grid.scale, Tensor)
+    scale = split.parameter(grid.scale.to(scale_dtype(x.dtype, grid.numerics)))
+    z = grid.zero_point
+    return scale, split.parameter(z) if isinstance(z, Tensor) else (z or 0)
+
+
+def _is_exact_in_f32(grid: Grid) -> bool:
+    return max(-grid.qmin, grid.qmax) <= _EXACT_IN_F32
+
+
+def _code(x: Tensor, scale: Tensor, z: Tensor | int, grid: Grid) -> Tensor:
+    """The code before clamping, in a float dtype that holds it; NaN if it has none."""
+    compute = _compute_dtype(x)
+    wide = compute if _is_exact_in_f32(grid) else wide_dtype(x)
+    x = x.to(compute)
+    if grid.numerics == "onnx":
+        return torch.round(x / scale).to(wide) + z
+    if is_own(grid.numerics):
+        v = x / scale + (z.to(compute) if isinstance(z, Tensor) else z)
+        whole = torch.trunc(v)
+        away = (v - whole).abs() >= 0.5
+        return torch.where(away, whole + torch.copysign(torch.ones_like(v), v), whole).to(wide)
+    inverse = (1.0 / scale).to(compute)
+    if isinstance(z, Tensor):
+        if z.is_floating_point():  # the sum is rounded once, and float16 zero points are added after the product
+            total = (x * inverse + z.to(compute)) if z.dtype == torch.float16 else fma(x, inverse, z.to(compute))
+            code = torch.round(total.float()).to(compute)
+        else:
+            code = z.to(compute) + torch.round(x * inverse)
+    else:
+        code = z + torch.round(x * inverse)
+    if grid.numerics == "torch_channel":
+        code = torch.where(code.abs() < 2.0**63, code, -torch.inf)
+    return code
+
+
+def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor | None]:
+    """The forward and, if asked for, its mask."""
+    assert isinstance(grid.scale, Tensor)
+    split = _Split(x, grid.scale)
+    scale, z = _scale_and_zero(x, grid, split)
+    code = _code(split.data(x), scale, z, grid)
+    if is_own(grid.numerics):
+        compute = _compute_dtype(x)
+        if grid.numerics == NAN_IS_CODE_ZERO:
+            code = torch.where(code.isnan(), 0, code)
+        steps = code.clamp(grid.qmin, grid.qmax) - z + 0.0  # + 0.0: no negative zero
+        y = steps.to(compute) * scale
+    else:
+        bounded = torch.where(code.isnan(), grid.qmin, code.clamp(grid.qmin, grid.qmax))
+        if grid.numerics == "torch_tensor":
+            y = (bounded.to(torch.int64) - z).float() * scale
+        else:
+            wide = wide_dtype(x)
+            y = ((bounded.to(wide) - z) * scale.to(wide)).to(_compute_dtype(x))
+    y = _like(split.join(y.to(x.dtype)), x)
+    if mask_kind == _kernels.MASK_NONE:
+        return y, None
+    mask = split.join((code >= grid.qmin) & (code <= grid.qmax))
+    if mask_kind == _kernels.MASK_BYTES:
+        return y, _like(mask, x)
+    return y, pack_bits(mask, order_of(x))
+
+
+def _like(values: Tensor, x: Tensor) -> Tensor:
+    """`values` with the strides that results computed from `x` have."""
+    out = torch.empty_like(x, dtype=values.dtype)
+    return values if values.stride() == out.stride() else out.copy_(values)
+
+
+def pack_bits(mask: Tensor, order: Order) -> Tensor:
+    """One bit per element, element 8*i + j in bit j of byte i.
+
+    >>> pack_bits(torch.tensor([True, False, True, True, False, False, False, False, True]), None)
+    tensor([13,  1], dtype=torch.uint8)
+    """
+    flat = mask.permute(order or tuple(range(mask.dim()))).reshape(-1).to(torch.uint8)
+    flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(-1, 8)
+    return (flat << torch.arange(8, device=flat.device, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor, shape: torch.Size, order: Order) -> Tensor:
+    """The bool mask of `shape` whose bits are in the given order of axes; of several masks, one per row.
+
+    >>> unpack_bits(torch.tensor([13, 1], dtype=torch.uint8), torch.Size([9]), None).int().tolist()
+    [1, 0, 1, 1, 0, 0, 0, 0, 1]
+    """
+    bits = (packed[..., None] >> torch.arange(8, device=packed.device, dtype=torch.uint8)) & 1
+    rows = packed.shape[:-1]
+    order = order or tuple(range(len(shape)))
+    mask = bits.flatten(-2)[..., : prod(shape)].reshape(*rows, *(shape[a] for a in order)).bool()
+    front = range(len(rows))
+    return mask.permute(*front, *(len(rows) + order.index(a) for a in range(len(order))))
+
+
+def mask_backward(dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> Tensor:
+    """`dy` where the mask is set."""
+    dx = empty_gradient(dy, mask, order)
+    if mask.dtype == torch.uint8:
+        mask = unpack_bits(mask, dy.shape, order)
+    result = dy * mask if multiply else torch.where(mask, dy, 0)
+    return result if result.stride() == dx.stride() else dx.copy_(result)
+
+
+def learned_terms(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    """Where x is inside the range, dy/dscale and dy/dzero_point, per element and in the compute dtype.
+
+    inside     1    (q - z) - x / scale        0
+    outside    0    qmin - z or qmax - z       -scale
+    """
+    inside, ds, factor, dz = _learned_factors(x, grid)
+    return inside, ds if factor is None else ds * factor, dz
+
+
+def _learned_factors(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """The same with dy/dscale as two factors, of which the kernels multiply dy with one after the other; None: 1."""
+    assert isinstance(grid.scale, Tensor)
+    split = _Split(x, grid.scale)
+    scale, z = _scale_and_zero(x, grid, split)
+    compute = _compute_dtype(x)
+    wide_x = split.data(x).to(compute)
+    factor = None
+    if is_own(grid.numerics):
+        code = _code(wide_x, scale, z, grid)
+        finite = wide_x.isfinite()
+        below, above = finite & (code < grid.qmin), finite & (code > grid.qmax)
+        inside = finite & ~(below | above)
+        ds_inside = (code - z).to(compute) - wide_x / scale
+    else:
+        s, inverse = scale.to(compute), (1.0 / scale).to(compute)
+        z = z.to(compute) if isinstance(z, Tensor) else torch.full_like(s, float(z))
+        code = torch.round(fma(wide_x, inverse, z))
+        code = torch.where(code.abs() < 2.0**63, code, -torch.inf)
+        below, above = code < grid.qmin, code > grid.qmax
+        inside = ~(below | above)
+        ds_inside = fma(code - z, s, -wide_x)
+        factor = split.join(torch.where(inside, inverse, 1))
+    bound = torch.where(below, grid.qmin, grid.qmax)
+    zero = torch.zeros((), dtype=compute, device=x.device)
+    ds = torch.where(inside, ds_inside, torch.where(below | above, (bound - z).to(compute), zero))
+    dz = torch.where(below | above, -scale.to(compute), zero)
+    return split.join(inside), split.join(ds), factor, split.join(dz)
+
+
+def block_sums(values: Tensor, like: Tensor) -> Tensor:
+    """The sum of every block, in the shape and dtype of the scales."""
+    return _Split(values, like).block_sums(values, like).to(like.dtype)
+
+
+def spread(values: Tensor, x: Tensor) -> Tensor:
+    """One value per block as one per element of `x`."""
+    split = _Split(x, values)
+    return split.parameter(values) if split.one else split.join(split.parameter(values).expand(split.pairs))
+
+
+def learned_backward(dy: Tensor, x: Tensor, grid: Grid, grad_factor: float) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dscale and dzero_point."""
+    assert isinstance(grid.scale, Tensor)
+    inside, ds, factor, dz = _learned_factors(x, grid)
+    multiply = not is_own(grid.numerics)
+    wide = dy.to(ds.dtype)
+    dx = _like(dy * inside if multiply else torch.where(inside, dy, 0), x)
+    keep = ds != 0  # an infinite dy at an element that counts for nothing must not make a NaN
+    dscale = torch.where(keep, wide * ds if factor is None else (wide * ds) * factor, 0) * grad_factor
+    dzero_point = torch.where(dz != 0, wide * dz, 0) * grad_factor
+    return dx, block_sums(dscale, grid.scale), block_sums(dzero_point, grid.scale)
+
+
+def _codes(x: Tensor, grid: Grid) -> Tensor:
+    """The codes of `x` as int32, or as int64 where the range is wide."""
+    assert isinstance(grid.scale, Tensor)
+    split = _Split(x, grid.scale)
+    scale, z = _scale_and_zero(x, grid, split)
+    code = _code(split.data(x), scale, z, grid)
+    nan_code = grid.qmin if not grid.numerics.startswith("half_away") else min(max(0, grid.qmin), grid.qmax)
+    narrow = _is_exact_in_f32(grid)
+    if not narrow:  # the end of a wide range may be rounded in float32 to a number outside it
+        code = code.to(wide_dtype(x))
+    bounded = torch.where(code.isnan(), nan_code, code.clamp(grid.qmin, grid.qmax))
+    return split.join(bounded.to(torch.int32 if narrow else torch.int64))
+
+
+def quantize(x: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
+    """The codes of `x`."""
+    return _like(_codes(x, grid).to(dtype), x)
+
+
+def quantize_packed(x: Tensor, grid: Grid, bits: int) -> Tensor:
+    """The codes of `x` in C order, two or four to a byte."""
+    per_byte = 8 // bits
+    codes = (_codes(x, grid) & ((1 << bits) - 1)).reshape(-1)
+    codes = torch.nn.functional.pad(codes, (0, -codes.numel() % per_byte)).view(-1, per_byte)
+    return (codes << (bits * torch.arange(per_byte, device=x.device))).sum(1).to(torch.uint8)
+
+
+def dequantize(q: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
+    """The values the codes `q` stand for."""
+    assert isinstance(grid.scale, Tensor)
+    split = _Split(q, grid.scale)
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    scale = split.parameter(grid.scale.to(scale_dtype(dtype, grid.numerics)))
+    z = grid.zero_point
+    integer = torch.int32 if _is_exact_in_f32(grid) else torch.int64
+    zero = split.parameter(z).to(integer) if isinstance(z, Tensor) else (z or 0)
+    steps = split.data(q).to(integer) - zero
+    return _like(split.join((steps.to(compute) * scale.to(compute)).to(dtype)), q)
+
+
+def dequantize_packed(q: Tensor, grid: Grid, shape: tuple[int, ...], bits: int, dtype: torch.dtype) -> Tensor:
+    """The same for packed codes of a tensor of `shape`."""
+    codes = (q.to(torch.int64)[:, None] >> (bits * torch.arange(8 // bits, device=q.device))) & ((1 << bits) - 1)
+    codes = codes.reshape(-1)[: prod(shape)].reshape(shape)
+    if grid.qmin < 0:
+        codes = torch.where(codes >= 1 << (bits - 1), codes - (1 << bits), codes)
+    return dequantize(codes, grid, dtype)
+
+
+def min_max(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Lowest and highest finite value of every block, and how many were NaN, +inf and -inf."""
+    compute = _compute_dtype(x)
+    if x.numel() == 0:
+        lo = torch.full(blocks, torch.inf, dtype=compute, device=x.device)
+        return lo, -lo, torch.zeros((3, *blocks), dtype=torch.int64, device=x.device)
+    split = _Split(x, torch.empty(blocks, device="meta"))
+    data = split.data(x).to(compute)
+    within = tuple(range(data.dim())) if split.one else tuple(range(1, len(split.pairs), 2))
+    finite = data.isfinite()
+    # + 0.0: the zeros of a range are positive.
+    lo = torch.where(finite, data, torch.inf).amin(within).reshape(blocks) + 0.0
+    hi = torch.where(finite, data, -torch.inf).amax(within).reshape(blocks) + 0.0
+    counts = [found.sum(within).reshape(blocks) for found in (data.isnan(), data == torch.inf, data == -torch.inf)]
+    return lo, hi, torch.stack(counts)
+
+
+def choose_qparams(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool, eps: float) -> tuple[Tensor, Tensor]:
+    """Scale and zero point for every range."""
+    lo, hi = lo.float().clamp(max=0.0), hi.float().clamp(min=0.0)
+    levels = (qmax - qmin) / (2 if symmetric else 1)
+    if symmetric:
+        scale = (torch.maximum(-lo, hi) / levels).clamp(min=eps)
+        return scale, torch.zeros_like(scale, dtype=torch.int32)
+    width = hi - lo
+    wide = wide_dtype(lo)
+    # The width of a range may be beyond float32 where its scale is not.
+    beyond = ((hi.to(wide) - lo.to(wide)) / float(torch.tensor(levels, dtype=torch.float32))).float()
+    scale = torch.where(width.isinf(), beyond, width / levels).clamp(min=eps)
+    zero_point = (qmin - torch.round(lo / scale).to(torch.int64)).clamp(qmin, qmax)
+    return scale, zero_point.to(torch.int32)
+
+
+def observe_fake_quantize(
+    x: Tensor, running_min: Tensor, running_max: Tensor, how: Observation, grid: Grid, mask_kind: int
+) -> Observed:
+    """Updates the running range in place, chooses scales, quantizes."""
+    lo, hi, counts = min_max(x, tuple(running_min.shape))
+    for running, new in zip(
+        (running_min, running_max),
+        updated_range(running_min, running_max, lo, hi, how),
+        strict=True,
+    ):
+        running.copy_(new)
+    scale, zero_point = choose_qparams(running_min, running_max, grid.qmin, grid.qmax, how.symmetric, how.eps)
+    y, mask = fake_quantize(x, grid._replace(scale=scale, zero_point=zero_point), mask_kind)
+    return Observed(y, mask, scale, zero_point, counts.sum())

@@ -1,0 +1,432 @@
+"""The derivatives: straight-through, clipped or not, and with learned scale and zero point.
+
+    clipped        dx = dy inside the range, else 0       saves 1 bit per element
+    pass-through   dx = dy                                saves nothing
+    learned        dx, dscale, dzero_point                saves x, scale, zero_point
+
+Each also has a forward-mode derivative and can be differentiated again. Second derivatives take
+rounding as straight-through once more, so the rounding error `(q - z) - x / scale` is a constant.
+"""
+
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fakequant import _kernels
+from fakequant._backends.torch import compiled_nodes, formula, operator_calls, tensor_kernels
+from fakequant._backends.torch.plain_memory import is_eager, is_memory
+from fakequant._backends.torch.tensor_kernels import Grid, Observation, Observed, Order, order_of
+from fakequant._backends.torch.torch_private import SingleLevelFunction, is_forward_mode, unwrap_dead_wrappers
+
+
+def multiplies(numerics: str) -> bool:
+    """Whether the gradient is `dy * mask` as in torch, not a choice between `dy` and 0."""
+    return not tensor_kernels.is_own(numerics)
+
+
+def is_differentiating(*tensors: Any) -> bool:
+    """Whether a derivative of a function of these tensors may be asked for."""
+    if is_forward_mode():
+        return True
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def has_derivative(parameter: Any) -> bool:
+    """Whether a derivative with respect to a scale or zero point may be asked for."""
+    if not isinstance(parameter, Tensor):
+        return False
+    if torch.is_grad_enabled() and parameter.requires_grad:
+        return True
+    return is_forward_mode() and forward_ad.unpack_dual(parameter).tangent is not None
+
+
+def _keep(ctx: Any, *tensors: Tensor | None) -> None:
+    ctx.save_for_backward(*tensors)
+    if is_forward_mode():
+        ctx.save_for_forward(*tensors)
+
+
+def _kept(ctx: Any) -> tuple[Tensor, ...]:
+    """What `_keep` kept, out of the wrappers of a transform that has ended meanwhile (`torch.func.vjp`)."""
+    return unwrap_dead_wrappers(ctx.saved_tensors)
+
+
+# --- on ordinary memory ---------------------------------------------------------------------------
+#
+# These are called where `is_eager(x)`. With compiled nodes the forward runs first and its result is
+# then declared to depend on x; without, or for a forward-mode derivative, the classes below do it.
+
+
+def _has_nodes() -> bool:
+    return compiled_nodes.compiled is not None and not is_forward_mode()
+
+
+def clipped(x: Tensor, grid: Grid) -> Tensor:
+    """y, with a clipped gradient if one may be asked for."""
+    if not is_differentiating(x):
+        return tensor_kernels.fake_quantize(x, grid, _kernels.MASK_NONE)[0]
+    if not _has_nodes():
+        return Clipped.apply(x, grid, direct)
+    y, mask = tensor_kernels.fake_quantize(x.detach(), grid, _kernels.MASK_PACKED)
+    compiled_nodes.compiled.clipped(x, y, mask, order_of(x), multiplies(grid.numerics))
+    return y
+
+
+def clipped_and_mask(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor]:
+    """The same, and the mask: packed, or bytes like y."""
+    if is_differentiating(x) and not _has_nodes():
+        return ClippedAndMask.apply(x, grid, mask_kind, direct)
+    y, mask = tensor_kernels.fake_quantize(x.detach(), grid, mask_kind)
+    assert mask is not None
+    if is_differentiating(x):
+        compiled_nodes.compiled.clipped(x, y, mask, order_of(x), multiplies(grid.numerics))
+    return y, mask
+
+
+def pass_through(x: Tensor, grid: Grid) -> Tensor:
+    """y, with the gradient passed through."""
+    if is_differentiating(x) and not _has_nodes():
+        return PassThrough.apply(x, grid, direct)
+    y, _ = tensor_kernels.fake_quantize(x.detach(), grid, _kernels.MASK_NONE)
+    if is_differentiating(x):
+        compiled_nodes.compiled.pass_through(x, y)
+    return y
+
+
+def learned(x: Tensor, scale: Any, zero_point: Any, *rest: Any) -> Tensor:
+    """y, differentiable in x, scale and zero point. `rest`: qmin, qmax, numerics, grad_factor."""
+    if is_differentiating(x, scale, zero_point):
+        return Learned.apply(x, scale, zero_point, *rest, direct)
+    return direct.fake_quantize_learned(x, scale, zero_point, *rest)
+
+
+def observe(x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple) -> Observed:
+    """The observing operator. `rest` is everything after the running range in its schema."""
+    if is_differentiating(x) and not _has_nodes():
+        return Observed(*ObservedAndQuantized.apply(x, running_min, running_max, rest, direct))
+    result = direct.observe_fake_quantize(x.detach(), running_min, running_max, rest)
+    if is_differentiating(x):
+        if result.mask is None:
+            compiled_nodes.compiled.pass_through(x, result.y)
+        else:
+            compiled_nodes.compiled.clipped(x, result.y, result.mask, order_of(x), multiplies(rest[2]))
+    return result
+
+
+def fused(x: Tensor, call: Any, mask_kind: int) -> tuple[Tensor, Tensor]:
+    """torch's fused observer and fake-quantize; `call` is an `aten_kernels.Fused`."""
+    if is_differentiating(x) and not _has_nodes():
+        return Fused.apply(x, call, mask_kind)
+    with torch.no_grad():
+        y, mask = call.run(mask_kind)
+    if is_differentiating(x):
+        compiled_nodes.compiled.clipped(x, y, mask, order_of(x), True)
+    return y, mask
+
+
+class direct:
+    """The functions of `dispatched` on ordinary memory."""
+
+    fake_quantize = staticmethod(tensor_kernels.fake_quantize)
+    mask_backward = staticmethod(tensor_kernels.mask_backward)
+
+    @staticmethod
+    def fake_quantize_learned(x: Tensor, *grid_and_factor: Any) -> Tensor:
+        """The forward with learned scale and zero point."""
+        return tensor_kernels.fake_quantize(x, forward_grid(*grid_and_factor[:-1]), _kernels.MASK_NONE)[0]
+
+    @staticmethod
+    def learned_backward(dy: Tensor, x: Tensor, *grid_and_factor: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """dx, dscale and dzero_point."""
+        *grid, grad_factor = grid_and_factor
+        return tensor_kernels.learned_backward(dy, x, backward_grid(*grid), resolve_factor(grad_factor, x, grid[3]))
+
+    @staticmethod
+    def observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple) -> Observed:
+        """`rest` is everything after the running range in the operator's schema."""
+        qmin, qmax, numerics, symmetric, update, averaging_constant, eps, clipped = rest
+        grid = Grid(running_min, None, qmin, qmax, numerics)
+        kind = _kernels.MASK_PACKED if clipped else _kernels.MASK_NONE
+        how = Observation(update, averaging_constant, eps, symmetric)
+        count_changes(running_min, running_max)
+        return tensor_kernels.observe_fake_quantize(x, running_min, running_max, how, grid, kind)
+
+
+def count_changes(*tensors: Tensor) -> None:
+    """What was saved of a tensor that changes must not be used any more. Inference tensors are not counted."""
+    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+
+
+# --- nodes in Python ------------------------------------------------------------------------------
+
+
+class Clipped(SingleLevelFunction):
+    """y and, kept for later, one bit per element."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grid: Grid, run: Any) -> Tensor:
+        """`run` is `direct` or `dispatched`."""
+        y, mask = run.fake_quantize(x, grid, _kernels.MASK_PACKED)
+        _keep(ctx, mask)
+        ctx.order = order_of(x)
+        ctx.multiply = multiplies(grid.numerics)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        """dx = dy inside, 0 outside."""
+        (mask,) = _kept(ctx)
+        return masked(dy, mask, ctx.order, ctx.multiply), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x_t: Tensor, *_: None) -> Tensor:
+        """The tangent goes the way of the gradient."""
+        (mask,) = _kept(ctx)
+        return masked(x_t, mask, ctx.order, ctx.multiply)
+
+
+class ClippedAndMask(Clipped):
+    """The same with the mask as a second result: packed, or bytes like y."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grid: Grid, mask_kind: int, run: Any):  # type: ignore[override]
+        """`run` is `direct` or `dispatched`."""
+        y, mask = run.fake_quantize(x, grid, mask_kind)
+        _keep(ctx, mask)
+        ctx.order = order_of(x)
+        ctx.multiply = multiplies(grid.numerics)
+        ctx.mark_non_differentiable(mask)
+        return y, mask
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, _: Tensor):  # type: ignore[override]
+        """dx = dy inside, 0 outside."""
+        (mask,) = _kept(ctx)
+        return masked(dy, mask, ctx.order, ctx.multiply), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x_t: Tensor, *_: None):
+        """The tangent goes the way of the gradient; the mask has none."""
+        return Clipped.jvp(ctx, x_t), None
+
+
+class ObservedAndQuantized(SingleLevelFunction):
+    """The observing operator: its results, of which only y is differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple, run: Any):
+        """`rest` is everything after the running range in the operator's schema."""
+        result = run.observe_fake_quantize(x, running_min, running_max, rest)
+        _, _, numerics, *_, ctx.clipped = rest
+        if ctx.clipped:
+            _keep(ctx, result.mask)
+            ctx.order = order_of(x)
+            ctx.multiply = multiplies(numerics)
+        ctx.mark_non_differentiable(*(t for t in result[1:] if t is not None))
+        return tuple(result)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, *_: Tensor):
+        """Clipped or passed through; the range is a constant."""
+        if ctx.clipped:
+            (mask,) = _kept(ctx)
+            dy = masked(dy, mask, ctx.order, ctx.multiply)
+        return dy, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x_t: Tensor, *_: None):
+        """The tangent goes the way of the gradient."""
+        if ctx.clipped:
+            (mask,) = _kept(ctx)
+            return masked(x_t, mask, ctx.order, ctx.multiply), None, None, None, None
+        return x_t.clone(), None, None, None, None
+
+
+class Fused(Clipped):
+    """torch's fused observer and fake-quantize: y and its mask."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Any, mask_kind: int):
+        """`call` is an `aten_kernels.Fused`."""
+        y, mask = call.run(mask_kind)
+        _keep(ctx, mask)
+        ctx.order = order_of(x)
+        ctx.multiply = True
+        ctx.mark_non_differentiable(mask)
+        return y, mask
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, _: Tensor):  # type: ignore[override]
+        """dx = dy inside, 0 outside."""
+        return Clipped.backward(ctx, dy)
+
+    @staticmethod
+    def jvp(ctx: Any, x_t: Tensor, *_: None):
+        """The tangent goes the way of the gradient; the mask has none."""
+        return Clipped.jvp(ctx, x_t), None
+
+
+class PassThrough(SingleLevelFunction):
+    """y; nothing is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grid: Grid, run: Any) -> Tensor:
+        """`run` is `direct` or `dispatched`."""
+        return run.fake_quantize(x, grid, _kernels.MASK_NONE)[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        """dx = dy."""
+        return dy, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, x_t: Tensor, *_: None) -> Tensor:
+        """The tangent, unchanged."""
+        return x_t.clone()
+
+
+def masked(dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> Tensor:
+    """`dy` where the mask is set, differentiably."""
+    if not is_eager(dy):
+        return operator_calls.ops.mask_backward(dy, mask, order, multiply)
+    if is_differentiating(dy):
+        return Masked.apply(dy, mask, order, multiply, direct)
+    return tensor_kernels.mask_backward(dy, mask, order, multiply)
+
+
+class Masked(SingleLevelFunction):
+    """The gradient of `Clipped` is linear in dy, and so its own derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, dy: Tensor, mask: Tensor, order: Order, multiply: bool, run: Any) -> Tensor:
+        """`run` is `direct` or `dispatched`."""
+        _keep(ctx, mask)
+        ctx.order, ctx.multiply = order, multiply
+        return run.mask_backward(dy, mask, order, multiply)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """The same mask again."""
+        (mask,) = _kept(ctx)
+        return masked(g, mask, ctx.order, ctx.multiply), None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, dy_t: Tensor, *_: None) -> Tensor:
+        """The same mask again."""
+        (mask,) = _kept(ctx)
+        return masked(dy_t, mask, ctx.order, ctx.multiply)
+
+
+# --- learned --------------------------------------------------------------------------------------
+
+
+class Learned(SingleLevelFunction):
+    """y, differentiable in x, scale and zero point."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any) -> Tensor:
+        """`rest`: qmin, qmax, numerics, grad_factor, and `direct` or `dispatched`."""
+        _keep(ctx, x, scale, zero_point)
+        *ctx.rest, run = rest
+        return run.fake_quantize_learned(x, scale, zero_point, *ctx.rest)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """dx, dscale, dzero_point."""
+        x, scale, zero_point = _kept(ctx)
+        dx, dscale, dzero_point = learned_gradients(dy, x, scale, zero_point, *ctx.rest)
+        return dx, dscale, None if zero_point is None else dzero_point.reshape(zero_point.shape), *[None] * 5
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        """x' inside + scale' dy/dscale + zero_point' dy/dzero_point; grad_factor is for gradients only."""
+        x, scale, zero_point = _kept(ctx)
+        qmin, qmax, numerics, _ = ctx.rest
+        terms = formula.learned_terms(x, backward_grid(scale, zero_point, qmin, qmax, numerics))
+        return _combine(tangents[:3], terms, x).to(x.dtype)
+
+
+def resolve_factor(grad_factor: float | None, x: Tensor, qmax: int) -> float:
+    """What gradients of scale and zero point are multiplied by; None: by LSQ's rule."""
+    return 1 / sqrt(max(x.numel(), 1) * qmax) if grad_factor is None else grad_factor
+
+
+def forward_grid(scale: Any, zero_point: Any, qmin: int, qmax: int, numerics: str) -> Grid:
+    """The grid with the zero point rounded half to even."""
+    if zero_point is not None and zero_point.is_floating_point():
+        zero_point = _to_integer(zero_point.round(), qmin, qmax)
+    return Grid(scale, zero_point, qmin, qmax, numerics)
+
+
+def backward_grid(scale: Any, zero_point: Any, qmin: int, qmax: int, numerics: str) -> Grid:
+    """The same grid, but in torch's rule for one scale: its backward rounds by cutting off z + 0.5."""
+    if numerics == "torch_tensor" and zero_point is not None and zero_point.is_floating_point():
+        zero_point = _to_integer((zero_point.float() + 0.5).clamp(qmin, qmax).trunc(), qmin, qmax)
+    return forward_grid(scale, zero_point, qmin, qmax, numerics)
+
+
+def _to_integer(rounded: Tensor, qmin: int, qmax: int) -> Tensor:
+    if is_memory(rounded) and rounded.isnan().any():
+        raise ValueError("`zero_point` must not be NaN.")
+    # Not in float32, where the end of a wide range may be rounded to a number outside it.
+    return rounded.to(formula.wide_dtype(rounded)).clamp(qmin, qmax).to(torch.int32)
+
+
+def _combine(values: tuple[Tensor | None, ...], terms: tuple[Tensor, ...], x: Tensor) -> Tensor:
+    """`v0 * terms[0] + spread(v1) * terms[1] + spread(v2) * terms[2]`, leaving out what is None."""
+    total = torch.zeros(x.shape, dtype=terms[1].dtype, device=x.device)
+    for i, (value, term) in enumerate(zip(values, terms, strict=True)):
+        if value is not None:
+            spread = value if i == 0 else formula.spread(value, x)
+            total = total + torch.where(term != 0, spread * term, 0)
+    return total
+
+
+def learned_gradients(dy: Tensor, x: Tensor, scale: Any, zero_point: Any, *rest: Any):
+    """dx, dscale and dzero_point, differentiably. `rest`: qmin, qmax, numerics, grad_factor."""
+    if not is_eager(dy) or not is_eager(x):
+        return operator_calls.ops.learned_backward(dy, x, scale, zero_point, *rest)
+    if is_differentiating(dy, x, scale, zero_point):
+        return LearnedGradient.apply(dy, x, scale, zero_point, *rest, direct)
+    return direct.learned_backward(dy, x, scale, zero_point, *rest)
+
+
+class LearnedGradient(SingleLevelFunction):
+    """The gradients of `Learned`, which can be differentiated in dy, scale and zero point."""
+
+    @staticmethod
+    def forward(ctx: Any, dy: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any):
+        """`rest` as in `Learned`."""
+        _keep(ctx, dy, x, scale, zero_point)
+        *ctx.rest, run = rest
+        return run.learned_backward(dy, x, scale, zero_point, *ctx.rest)
+
+    @staticmethod
+    def backward(ctx: Any, g_dx: Tensor, g_dscale: Tensor, g_dzero: Tensor) -> tuple[Tensor | None, ...]:
+        """dscale and dzero_point meet outside the range: dscale = dy * (bound - z), dzero_point = -dy * scale."""
+        dy, x, scale, zero_point = _kept(ctx)
+        qmin, qmax, numerics, grad_factor = ctx.rest
+        factor = resolve_factor(grad_factor, x, qmax)
+        terms = formula.learned_terms(x, backward_grid(scale, zero_point, qmin, qmax, numerics))
+        g_dy = _combine((g_dx, g_dscale * factor, g_dzero * factor), terms, x).to(dy.dtype)
+        outside = torch.where(terms[2] != 0, -dy.to(terms[2].dtype) * factor, 0)
+        g_scale = formula.block_sums(outside * formula.spread(g_dzero, x), scale)
+        g_zero = None
+        if zero_point is not None and zero_point.is_floating_point():
+            g_zero = formula.block_sums(outside * formula.spread(g_dscale, x), scale).to(zero_point.dtype)
+        return g_dy, None, g_scale, g_zero, *[None] * 5
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None):
+        """Only the tangent of dy is followed; the others are second derivatives in forward mode."""
+        _, x, scale, zero_point = _kept(ctx)
+        if any(t is not None for t in tangents[1:4]):
+            raise NotImplementedError(
+                "Forward-mode derivatives of the gradients of a learned fake-quantize are implemented in dy only.\n"
+                "Use reverse mode over reverse mode: torch.autograd.grad(..., create_graph=True)."
+            )
+        assert tangents[0] is not None
+        return learned_gradients(tangents[0], x, scale, zero_point, *ctx.rest)

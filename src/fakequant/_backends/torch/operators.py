@@ -1,0 +1,294 @@
+"""`torch.ops.fakequant`: the operators that compilers, transforms and other devices see.
+
+Every operator has a schema, a CPU kernel, a formula for all other devices, a shape rule for fake and
+meta tensors, a rule for `vmap` that calls the kernel once, and, where it has one, a derivative.
+Scales have one entry per block, see `fakequant._backends.torch.tensor_blocks`. Under autocast tensors keep their
+dtype: the kernels compute in float32 whatever the dtype of the data, and a scale must not be rounded.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fakequant import _kernels
+from fakequant._backends.torch import formula, gradients, inductor, operator_calls, tensor_kernels, vmap_rules
+from fakequant._backends.torch.operator_calls import ops
+from fakequant._backends.torch.tensor_kernels import Grid, Observation
+from fakequant._backends.torch.torch_private import BelowADInplaceOrView, SingleLevelFunction, single_level_functions
+
+_GRID = "Tensor scale, Tensor? zero_point, int qmin, int qmax, str numerics"
+SCHEMAS = (
+    f"fake_quantize(Tensor x, {_GRID}, bool clipped) -> Tensor",
+    f"fake_quantize_masked(Tensor x, {_GRID}, bool packed) -> (Tensor y, Tensor mask)",
+    "mask_backward(Tensor dy, Tensor mask, int[]? order, bool multiply) -> Tensor",
+    f"fake_quantize_learned(Tensor x, {_GRID}, float? grad_factor) -> Tensor",
+    f"learned_backward(Tensor dy, Tensor x, {_GRID}, float? grad_factor)"
+    " -> (Tensor dx, Tensor dscale, Tensor dzero_point)",
+    f"quantize(Tensor x, {_GRID}, ScalarType dtype) -> Tensor",
+    f"quantize_packed(Tensor x, {_GRID}, int bits) -> Tensor",
+    f"dequantize(Tensor q, {_GRID}, ScalarType dtype) -> Tensor",
+    f"dequantize_packed(Tensor q, {_GRID}, SymInt[] shape, int bits, ScalarType dtype) -> Tensor",
+    "min_max(Tensor x, SymInt[] blocks) -> (Tensor lo, Tensor hi, Tensor counts)",
+    "choose_qparams(Tensor lo, Tensor hi, int qmin, int qmax, bool symmetric, float eps)"
+    " -> (Tensor scale, Tensor zero_point)",
+    "observe_fake_quantize(Tensor x, Tensor(a!) running_min, Tensor(b!) running_max, int qmin, int qmax, str numerics,"
+    " bool symmetric, str update, float averaging_constant, float eps, bool clipped)"
+    " -> (Tensor y, Tensor mask, Tensor scale, Tensor zero_point, Tensor nonfinite)",
+)
+
+_LIBRARY = torch.library.Library("fakequant", "DEF")
+for _schema in SCHEMAS:
+    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+def _implementations(run) -> dict[str, Callable]:
+    """The operators in terms of the functions of a module: `kernels` or `formula`."""
+
+    def fake_quantize(x, scale, zero_point, qmin, qmax, numerics, clipped):
+        return run.fake_quantize(x, Grid(scale, zero_point, qmin, qmax, numerics), _kernels.MASK_NONE)[0]
+
+    def fake_quantize_masked(x, *grid_and_packed):
+        *grid, packed = grid_and_packed
+        return run.fake_quantize(x, Grid(*grid), _kernels.MASK_PACKED if packed else _kernels.MASK_BYTES)
+
+    def mask_backward(dy, mask, order, multiply):
+        return run.mask_backward(dy, mask, None if order is None else tuple(order), multiply)
+
+    def fake_quantize_learned(x, *grid_and_factor):
+        grid = gradients.forward_grid(*grid_and_factor[:-1])
+        return run.fake_quantize(x, grid, _kernels.MASK_NONE)[0]
+
+    def learned_backward(dy, x, *grid_and_factor):
+        *grid, grad_factor = grid_and_factor
+        factor = gradients.resolve_factor(grad_factor, x, grid[3])
+        return run.learned_backward(dy, x, gradients.backward_grid(*grid), factor)
+
+    def quantize(x, *grid_and_dtype):
+        *grid, dtype = grid_and_dtype
+        return run.quantize(x, Grid(*grid), dtype)
+
+    def quantize_packed(x, *grid_and_bits):
+        *grid, bits = grid_and_bits
+        return run.quantize_packed(x, Grid(*grid), bits)
+
+    def dequantize(q, *grid_and_dtype):
+        *grid, dtype = grid_and_dtype
+        return run.dequantize(q, Grid(*grid), dtype)
+
+    def dequantize_packed(q, *rest):
+        *grid, shape, bits, dtype = rest
+        return run.dequantize_packed(q, Grid(*grid), tuple(shape), bits, dtype)
+
+    def min_max(x, blocks):
+        return run.min_max(x, tuple(blocks))
+
+    def choose_qparams(lo, hi, qmin, qmax, symmetric, eps):
+        return run.choose_qparams(lo, hi, qmin, qmax, symmetric, eps)
+
+    def observe_fake_quantize(x, running_min, running_max, qmin, qmax, numerics, symmetric, *update_and_rest):
+        update, constant, eps, clipped = update_and_rest
+        how = Observation(update, constant, eps, symmetric)
+        grid = Grid(running_min, None, qmin, qmax, numerics)
+        kind = _kernels.MASK_PACKED if clipped else _kernels.MASK_NONE
+        y, mask, *others = run.observe_fake_quantize(x, running_min, running_max, how, grid, kind)
+        return y, x.new_empty(0, dtype=torch.uint8) if mask is None else mask, *others
+
+    return {name: function for name, function in locals().items() if name != "run"}
+
+
+for _name, _function in _implementations(tensor_kernels).items():
+    _LIBRARY.impl(_name, _function, "CPU")
+for _name, _function in _implementations(formula).items():
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+    for _key in ("AutocastCPU", "AutocastCUDA"):
+        _LIBRARY.impl(_name, torch.library.fallthrough_kernel, _key)
+
+
+# --- shapes ---------------------------------------------------------------------------------------
+
+
+def _bytes_for(x: Tensor, bits: int) -> Tensor:
+    return x.new_empty((x.numel() * bits + 7) // 8, dtype=torch.uint8)
+
+
+def _fake_masked(x, scale, zero_point, qmin, qmax, numerics, packed):
+    return torch.empty_like(x), _bytes_for(x, 1) if packed else torch.empty_like(x, dtype=torch.bool)
+
+
+def _fake_mask_backward(dy, mask, order, multiply):
+    return tensor_kernels.empty_gradient(dy, mask, None if order is None else tuple(order))
+
+
+def _fake_learned_backward(dy, x, scale, zero_point, qmin, qmax, numerics, grad_factor):
+    return torch.empty_like(x), scale.new_empty(scale.shape), scale.new_empty(scale.shape)
+
+
+def _fake_min_max(x, blocks):
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    counts = x.new_empty((3, *blocks), dtype=torch.int64)
+    return x.new_empty(blocks, dtype=dtype), x.new_empty(blocks, dtype=dtype), counts
+
+
+def _fake_observe(x, running_min, running_max, qmin, qmax, numerics, symmetric, update, constant, eps, clipped):
+    mask = _bytes_for(x, 1) if clipped else x.new_empty(0, dtype=torch.uint8)
+    scale = x.new_empty(running_min.shape, dtype=torch.float32)
+    zero_point = x.new_empty(running_min.shape, dtype=torch.int32)
+    return torch.empty_like(x), mask, scale, zero_point, x.new_empty((), dtype=torch.int64)
+
+
+_FAKE: dict[str, Callable] = {
+    "fake_quantize": lambda x, *_: torch.empty_like(x),
+    "fake_quantize_masked": _fake_masked,
+    "mask_backward": _fake_mask_backward,
+    "fake_quantize_learned": lambda x, *_: torch.empty_like(x),
+    "learned_backward": _fake_learned_backward,
+    "quantize": lambda x, s, z, qmin, qmax, numerics, dtype: torch.empty_like(x, dtype=dtype),
+    "quantize_packed": lambda x, s, z, qmin, qmax, numerics, bits: _bytes_for(x, bits),
+    "dequantize": lambda q, s, z, qmin, qmax, numerics, dtype: torch.empty_like(q, dtype=dtype),
+    "dequantize_packed": lambda q, s, z, qmin, qmax, numerics, shape, bits, dtype: q.new_empty(shape, dtype=dtype),
+    "min_max": _fake_min_max,
+    "choose_qparams": lambda lo, hi, *_: (
+        lo.new_empty(lo.shape, dtype=torch.float32),
+        lo.new_empty(lo.shape, dtype=torch.int32),
+    ),
+    "observe_fake_quantize": _fake_observe,
+}
+_DECOMPOSITIONS = inductor.decompositions(_implementations(formula))
+
+
+def _fake_and_decomposed(fake: Callable) -> Callable:
+    """Compilers ask for shapes before they lower a graph: by then Inductor must know the decompositions."""
+
+    def run(*args):
+        inductor.offer(_DECOMPOSITIONS)
+        return fake(*args)
+
+    return run
+
+
+for _name, _function in _FAKE.items():
+    torch.library.register_fake(f"fakequant::{_name}", _fake_and_decomposed(_function), lib=_LIBRARY)
+
+
+# --- derivatives ----------------------------------------------------------------------------------
+
+
+def _refuse_gradient(**parameters: Tensor | None) -> None:
+    for name, value in parameters.items():
+        if gradients.has_derivative(value):
+            raise RuntimeError(
+                f"`{name}` requires a gradient, but this operator has none for it.\n"
+                f"Use `fake_quantize_learned`, or pass `{name}.detach()`."
+            )
+
+
+def _apply(function: type[SingleLevelFunction], *args: Any) -> Any:
+    """Here a transform of `torch.func` has already been taken apart: one level of derivatives is left."""
+    with single_level_functions():
+        return function.apply(*args)
+
+
+def _autograd_fake_quantize(x, scale, zero_point, qmin, qmax, numerics, clipped):
+    grid = Grid(scale, zero_point, qmin, qmax, numerics)
+    if gradients.is_differentiating(x, scale, zero_point):
+        _refuse_gradient(scale=scale, zero_point=zero_point)
+        return _apply(gradients.Clipped if clipped else gradients.PassThrough, x, grid, operator_calls)
+    return operator_calls.below_autograd(ops.fake_quantize, x, *grid, clipped)
+
+
+def _autograd_fake_quantize_masked(x, scale, zero_point, qmin, qmax, numerics, packed):
+    kind = _kernels.MASK_PACKED if packed else _kernels.MASK_BYTES
+    grid = Grid(scale, zero_point, qmin, qmax, numerics)
+    if gradients.is_differentiating(x, scale, zero_point):
+        _refuse_gradient(scale=scale, zero_point=zero_point)
+        return _apply(gradients.ClippedAndMask, x, grid, kind, operator_calls)
+    return operator_calls.below_autograd(ops.fake_quantize_masked, x, *grid, packed)
+
+
+def _autograd_mask_backward(dy, mask, order, multiply):
+    if gradients.is_differentiating(dy):
+        return _apply(gradients.Masked, dy, mask, order, multiply, operator_calls)
+    return operator_calls.below_autograd(ops.mask_backward, dy, mask, order, multiply)
+
+
+def _autograd_learned(*args):
+    if gradients.is_differentiating(*args[:3]):
+        return _apply(gradients.Learned, *args, operator_calls)
+    return operator_calls.below_autograd(ops.fake_quantize_learned, *args)
+
+
+def _autograd_learned_backward(*args):
+    if gradients.is_differentiating(*args[:4]):
+        return _apply(gradients.LearnedGradient, *args, operator_calls)
+    return operator_calls.below_autograd(ops.learned_backward, *args)
+
+
+def _autograd_observe(x, running_min, running_max, *rest):
+    if gradients.is_differentiating(x):
+        return _apply(gradients.ObservedAndQuantized, x, running_min, running_max, rest, operator_calls)
+    return operator_calls.below_autograd(ops.observe_fake_quantize, x, running_min, running_max, *rest)
+
+
+def _constant(name: str, has_grid: bool) -> Callable:
+    """Codes and ranges are numbers to compute with, not functions to differentiate."""
+    operator = getattr(ops, name).default
+
+    def run(*args):
+        if has_grid:
+            _refuse_gradient(scale=args[1], zero_point=args[2])
+        return operator_calls.below_autograd(operator, *args)
+
+    return run
+
+
+_AUTOGRAD: dict[str, Callable] = {
+    "fake_quantize": _autograd_fake_quantize,
+    "fake_quantize_masked": _autograd_fake_quantize_masked,
+    "mask_backward": _autograd_mask_backward,
+    "fake_quantize_learned": _autograd_learned,
+    "learned_backward": _autograd_learned_backward,
+    "observe_fake_quantize": _autograd_observe,
+    "quantize": _constant("quantize", has_grid=True),
+    "quantize_packed": _constant("quantize_packed", has_grid=True),
+    "dequantize": _constant("dequantize", has_grid=True),
+    "dequantize_packed": _constant("dequantize_packed", has_grid=True),
+    "min_max": _constant("min_max", has_grid=False),
+    "choose_qparams": _constant("choose_qparams", has_grid=False),
+}
+for _name, _function in _AUTOGRAD.items():
+    _LIBRARY.impl(_name, _function, "Autograd")
+
+
+def _count_changes(x, running_min, running_max, *rest):
+    gradients.count_changes(running_min, running_max)
+    with BelowADInplaceOrView():
+        return ops.observe_fake_quantize(x, running_min, running_max, *rest)
+
+
+_LIBRARY.impl("observe_fake_quantize", _count_changes, "ADInplaceOrView")
+
+
+def add(schema: str, fake: Callable) -> Callable:
+    """Defines one more operator, in torch's operations only and without a derivative."""
+    name = schema.split("(")[0]
+
+    def decorate(function: Callable) -> Callable:
+        _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fakequant::{name}", fake, lib=_LIBRARY)
+        return getattr(ops, name).default
+
+    return decorate
+
+
+_LIBRARY.define("checked_scale(Tensor scale, Tensor? zero_point, int qmin, int qmax) -> Tensor")
+_LIBRARY.impl("checked_scale", tensor_kernels.checked_scale, "CPU")
+torch.library.register_fake("fakequant::checked_scale", lambda scale, *_: scale.new_empty(scale.shape), lib=_LIBRARY)
+
+for _name, _function in vmap_rules.RULES.items():
+    torch.library.register_vmap(f"fakequant::{_name}", _function, lib=_LIBRARY)

@@ -1,0 +1,172 @@
+"""`accelerate`: torch's own fake-quantize operators on our kernels, for code that is already written.
+
+The CPU kernels of the aten operators are replaced in torch's dispatcher, below autograd, so torch.ao,
+torchao and anything else that calls them runs on ours: same bits, same saved masks, same errors.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from fakequant._backends.torch import aten_kernels
+from fakequant._backends.torch.compare_with_aten import disagreements
+from fakequant._backends.torch.gradients import is_differentiating
+from fakequant._backends.torch.torch_private import destroy
+from fakequant._fork_safe_locks import accelerating
+
+REPLACED: dict[str, Callable] = {
+    "fake_quantize_per_tensor_affine_cachemask": aten_kernels.cachemask,
+    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams": aten_kernels.cachemask_tensor_qparams,
+    "fake_quantize_per_channel_affine_cachemask": aten_kernels.channel_cachemask,
+    "fake_quantize_per_tensor_affine_cachemask_backward": aten_kernels.cachemask_backward,
+    "fake_quantize_per_channel_affine_cachemask_backward": aten_kernels.cachemask_backward,
+    "_fake_quantize_learnable_per_tensor_affine_backward": aten_kernels.learnable_backward,
+    "_fake_quantize_learnable_per_channel_affine_backward": aten_kernels.learnable_channel_backward,
+    "_fused_moving_avg_obs_fq_helper": aten_kernels.fused,
+}
+
+
+class _Switch:
+    """On while it has been switched on for good, or somebody is inside a context.
+
+    torch's dispatcher may not lose a kernel that another thread is about to call. So while there are
+    other threads, replaced kernels that are switched off stay where they are and call torch's.
+    """
+
+    def __init__(self) -> None:
+        self.lock = accelerating
+        self.library: torch.library.Library | None = None
+        self.on = False
+        self.left: frozenset[str] | None = None  # operators that stay torch's; None: not compared yet
+        self.for_good = False
+        self.calls = 0  # of accelerate()
+        self.contexts = 0
+
+    def set(self, *, for_good: bool, contexts: int) -> None:
+        wanted = for_good or contexts > 0
+        if wanted and self.library is None:
+            self.library = _replace_kernels(self.left or frozenset())
+        self.for_good, self.contexts, self.on = for_good, contexts, wanted
+        if not wanted and self.library is not None and threading.active_count() == 1:
+            destroy(self.library)
+            self.library = None
+
+
+_switch = _Switch()
+
+
+class Acceleration:
+    """What `accelerate` returns: what was replaced, a way back, and a context manager."""
+
+    def __init__(self, call: int | None) -> None:
+        # The call of accelerate() that switched it on; None: it was on before.
+        self._call = call
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        """The operators that run on fakequant's kernels now."""
+        left = _switch.left or ()
+        return tuple(f"aten::{name}" for name in REPLACED if name not in left) if is_accelerated() else ()
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """The operators that stay torch's, because the torch at hand has other bits or errors."""
+        return tuple(f"aten::{name}" for name in REPLACED if name in (_switch.left or ()))
+
+    def undo(self) -> None:
+        """Gives torch its own kernels back, as `decelerate` does."""
+        decelerate()
+
+    def __enter__(self) -> "Acceleration":
+        with _switch.lock:
+            # What this very call switched on lasts as long as the context, unless it was asked for again.
+            mine = self._call == _switch.calls
+            _switch.set(for_good=_switch.for_good and not mine, contexts=_switch.contexts + 1)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with _switch.lock:
+            _switch.set(for_good=_switch.for_good, contexts=_switch.contexts - 1)
+
+    def __repr__(self) -> str:
+        return f"Acceleration(replaced={list(self.replaced)})"
+
+
+def accelerate() -> Acceleration:
+    """See `fakequant.accelerate`."""
+    with _switch.lock:
+        if _switch.left is None:
+            _switch.left = _compare()
+        was_on = _switch.for_good
+        _switch.set(for_good=True, contexts=_switch.contexts)
+        _switch.calls += 1
+        return Acceleration(None if was_on else _switch.calls)
+
+
+def decelerate() -> None:
+    """See `fakequant.decelerate`."""
+    with _switch.lock:
+        _switch.set(for_good=False, contexts=_switch.contexts)
+
+
+def is_accelerated() -> bool:
+    """Whether torch's operators run on our kernels at the moment."""
+    return _switch.on
+
+
+def _compare() -> frozenset[str]:
+    """The operators of this torch that must stay its own. Warns if there are some; raises if all are."""
+    found = disagreements()
+    if not found:
+        return frozenset()
+    what = f"torch {torch.__version__} and fakequant's kernels differ in {', '.join(found)}"
+    why = "The kernels have the bits of torch 2.12 to 2.15 on x86-64 with AVX2."
+    if REPLACED.keys() <= set(found):
+        raise RuntimeError(f"{what}; nothing was replaced.\n{why} Use fakequant's own functions instead.")
+    warnings.warn(f"{what}; these stay torch's. {why}", RuntimeWarning, stacklevel=4)
+    return frozenset(found)
+
+
+def _replace_kernels(left: frozenset[str]) -> torch.library.Library:
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            # That a kernel is overridden is the point.
+            warnings.filterwarnings("ignore", category=UserWarning, message="(?s).*[Oo]verrid")
+            for name, function in REPLACED.items():
+                if name in left:
+                    continue
+                original = torch.library.get_kernel(f"aten::{name}", "CPU")
+                kernel = _or_original(function, original)
+                library.impl(name, kernel, "CPU", with_keyset=True, allow_override=True)
+                if name.endswith("cachemask_backward"):
+                    # In torch this is a formula, differentiated as such. A kernel alone would have no derivative.
+                    kernel = _unless_differentiating(kernel, original)
+                    library.impl(name, kernel, "AutogradCPU", with_keyset=True, allow_override=True)
+    except BaseException:
+        destroy(library)
+        raise
+    return library
+
+
+def _or_original(function: Callable, original: Any) -> Callable:
+    """Ours where it applies, torch's where it does not."""
+
+    def kernel(keys: Any, *args: Any) -> Any:
+        result = function(*args) if _switch.on else None
+        return original.call_boxed(keys, *args) if result is None else result
+
+    return kernel
+
+
+def _unless_differentiating(kernel: Callable, original: Any) -> Callable:
+    def differentiable(keys: Any, grad: Any, *rest: Any) -> Any:
+        return (original.call_boxed if is_differentiating(grad) else kernel)(keys, grad, *rest)
+
+    return differentiable

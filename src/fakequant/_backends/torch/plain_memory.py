@@ -1,0 +1,55 @@
+"""Whether a tensor is ordinary memory that a kernel may be pointed at."""
+
+import torch
+
+from fakequant._backends.torch.torch_private import (
+    DispatchKey,
+    DispatchKeySet,
+    dispatch_keys,
+    included_keys,
+    innermost_transform,
+    tracing_state,
+)
+
+
+def _set_of(*names: str) -> int:
+    keys = DispatchKeySet(getattr(DispatchKey, names[0]))
+    for name in names[1:]:
+        keys = keys.add(getattr(DispatchKey, name))
+    return keys.raw_repr()
+
+
+# What says so is the set of dispatch keys: a subclass, a fake or batched tensor, another device or
+# layout, a lazily negated view, a mode or a transform all add to it. Not asked of a new tensor here,
+# because this may be imported inside a mode. The second of each is that of `torch.inference_mode`.
+_PLAIN = (_set_of("CPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU"), _set_of("CPU", "AutocastCPU"))
+_NO_MODES = (_set_of("BackendSelect", "ADInplaceOrView"), _set_of("BackendSelect"))
+
+
+def is_memory(x: torch.Tensor) -> bool:
+    """Whether `x` is a strided CPU tensor with its values in memory.
+
+    >>> is_memory(torch.zeros(2)), is_memory(torch.zeros(2, device="meta"))
+    (True, False)
+    """
+    return dispatch_keys(x) in _PLAIN
+
+
+def is_eager(x: torch.Tensor) -> bool:
+    """Whether, besides, nothing watches or transforms what happens to it.
+
+    >>> is_eager(torch.zeros(2)), torch.func.vmap(lambda x: x * is_eager(x))(torch.ones(2))
+    (True, tensor([0., 0.]))
+    """
+    return dispatch_keys(x) in _PLAIN and included_keys() in _NO_MODES and tracing_state() is None
+
+
+def is_transformed() -> bool:
+    """Whether this runs under a transform of `torch.func`, where tensors from outside must not be changed.
+
+    A compiler traces transforms in a way of its own.
+
+    >>> is_transformed(), torch.func.vmap(lambda x: x * is_transformed())(torch.ones(2))
+    (False, tensor([1., 1.]))
+    """
+    return not torch.compiler.is_compiling() and innermost_transform() is not None

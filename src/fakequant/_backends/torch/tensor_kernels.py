@@ -1,0 +1,529 @@
+"""The native kernels on CPU tensors. No autograd here: tensors in, new tensors out.
+
+Where the elements of a tensor lie next to each other, in whatever order of axes, the kernel runs on
+its memory; else on a dense copy. Results have the strides `torch.empty_like` gives them.
+"""
+
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fakequant import _kernels
+from fakequant._backends.blocks import order_of_result
+from fakequant._backends.torch.tensor_blocks import memory_order, place
+from fakequant._kernels import _native
+from fakequant.functional import UPDATES
+
+KERNEL_DTYPES = {
+    torch.float32: _kernels.F32,
+    torch.float64: _kernels.F64,
+    torch.bfloat16: _kernels.BF16,
+    torch.float16: _kernels.F16,
+}
+# "half_away" as `FakeQuantizer` has it.
+NAN_IS_CODE_ZERO = "half_away, NaN is code 0"
+NUMERICS = {
+    "torch_tensor": _kernels.TORCH_TENSOR,
+    "torch_channel": _kernels.TORCH_CHANNEL,
+    "onnx": _kernels.ONNX,
+    "half_away": _kernels.HALF_AWAY,
+    NAN_IS_CODE_ZERO: _kernels.HALF_AWAY,
+}
+_ZERO_KINDS = {torch.int32: _kernels.ZERO_I32, torch.int64: _kernels.ZERO_I64, torch.float32: _kernels.ZERO_F32}
+_CODE_TYPES = {
+    torch.int8: _kernels.I8,
+    torch.uint8: _kernels.U8,
+    torch.int16: _kernels.I16,
+    torch.uint16: _kernels.U16,
+    torch.int32: _kernels.I32,
+    torch.uint32: _kernels.U32,
+}
+Order = tuple[int, ...] | None
+
+
+class Grid(NamedTuple):
+    """Scales and range of a tensor: two numbers, or tensors with one entry per block (see `blocks`)."""
+
+    scale: "Tensor | float"
+    zero_point: "Tensor | int | None"  # None: 0
+    qmin: int
+    qmax: int
+    numerics: str
+
+
+def is_own(numerics: str) -> bool:
+    """Whether the rules are ours: one for all special values, scales in the compute dtype."""
+    return not numerics.startswith("torch")
+
+
+def dense(x: Tensor, like: Tensor) -> Tensor:
+    """`x`, or a copy of it, with the elements in the order of `like`, which has no gaps."""
+    if x.stride() == like.stride() or (x.is_contiguous() and like.is_contiguous()):
+        return x
+    return torch.empty_like(like, dtype=x.dtype).copy_(x)
+
+
+class _Parameters(NamedTuple):
+    """A grid in the form the kernels take."""
+
+    shape: tuple[int, int, int, int]
+    numerics: int
+    scale: Tensor
+    scale_is_f64: bool
+    zero_point: Tensor | None
+    zero_kind: int
+
+    @property
+    def zero_address(self) -> int | None:
+        return None if self.zero_point is None else self.zero_point.data_ptr()
+
+
+def scale_dtype(dtype: torch.dtype, numerics: str) -> torch.dtype:
+    """float64 for float64 data, else float32; torch's rules know float32 scales only."""
+    return torch.float64 if dtype == torch.float64 and is_own(numerics) else torch.float32
+
+
+def _parameters(x: Tensor, grid: Grid) -> _Parameters:
+    """The grid's scales in the order of the memory of `x`, which is dense."""
+    scale, zero_point = grid.scale, grid.zero_point
+    assert isinstance(scale, Tensor)
+    blocks = () if scale.numel() == 1 and x.numel() else tuple(scale.shape)
+    shape, order, expand = place(tuple(x.shape), x.stride(), blocks)
+    numerics = NUMERICS[grid.numerics]
+    scale = _in_order(scale, scale_dtype(x.dtype, grid.numerics), order, expand)
+    zero_kind = _kernels.ZERO_NONE
+    if isinstance(zero_point, Tensor):
+        if grid.numerics == "torch_channel" and zero_point.is_floating_point():
+            half = zero_point.dtype == torch.float16
+            numerics = _kernels.TORCH_CHANNEL_HALF if half else _kernels.TORCH_CHANNEL_FLOAT
+            zero_point = zero_point.float()
+        elif zero_point.dtype == torch.int64 and -(2**31) <= grid.qmin <= grid.qmax < 2**31:
+            # Beyond 32 bits the kernels compute one element at a time. What does not fit is no code either.
+            zero_point = zero_point.clamp(-(2**31), 2**31 - 1).to(torch.int32)
+        zero_kind = _ZERO_KINDS[zero_point.dtype]
+        zero_point = _in_order(zero_point, zero_point.dtype, order, expand)
+    elif zero_point:
+        zero_kind = _kernels.ZERO_I64
+        zero_point = torch.full((scale.numel(),), zero_point, dtype=torch.int64, device="cpu")
+    else:
+        zero_point = None
+    return _Parameters(shape, numerics, scale, scale.dtype == torch.float64, zero_point, zero_kind)
+
+
+def _in_order(values: Tensor, dtype: torch.dtype, order: Order, expand: tuple[int, ...] | None) -> Tensor:
+    values = values.detach().to(dtype)
+    if values.dim():
+        for axis, length in enumerate(expand or ()):
+            values = values.repeat_interleave(length // values.shape[axis], axis)
+        if order is not None and values.numel() > 1:
+            values = values.permute(order)
+    return values.contiguous()
+
+
+def check_values(x: Tensor, grid: Grid) -> None:
+    """Scales that are finite and positive, zero points within the range."""
+    _check_values(_parameters(x, grid), grid)
+
+
+def _check_own_values(p: _Parameters, grid: Grid) -> None:
+    """In torch's rules the operators take any scale, as torch's do."""
+    if is_own(grid.numerics):
+        _check_values(p, grid)
+
+
+def _check_values(p: _Parameters, grid: Grid) -> None:
+    _check_scale(p.scale, p.scale_is_f64)
+    if p.zero_point is not None:
+        _check_zero_point(p.zero_point, p.zero_kind, grid.qmin, grid.qmax)
+
+
+def _check_scale(scale: Tensor, is_f64: bool) -> None:
+    bad = _native.first_invalid_scale(scale.data_ptr(), is_f64, scale.numel())
+    if bad >= 0:
+        raise ValueError(
+            f"`scale` must be finite and greater than 0 in {str(scale.dtype)[6:]}, "
+            f"got {scale.flatten()[bad].item()}.\n"
+            "Observe finite data first: `choose_qparams` never returns such a scale."
+        )
+
+
+def _check_zero_point(zero_point: Tensor, kind: int, qmin: int, qmax: int) -> None:
+    bad = _native.first_outside(zero_point.data_ptr(), kind, zero_point.numel(), qmin, qmax)
+    if bad >= 0:
+        raise ValueError(
+            f"`zero_point` must be between {qmin} and {qmax} (the spec's range), "
+            f"got {zero_point.flatten()[bad].item()}."
+        )
+
+
+def checked_scale(scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
+    """A copy of a float32 or float64 scale, after the checks that the kernels make of it and of integer zero points."""
+    checked = scale.detach().clone(memory_format=torch.contiguous_format)
+    _check_scale(checked, checked.dtype == torch.float64)
+    if zero_point is not None:
+        _check_zero_point(zero_point.detach().contiguous(), _ZERO_KINDS[zero_point.dtype], qmin, qmax)
+    return checked
+
+
+def empty_mask(y: Tensor, kind: int) -> tuple[Tensor | None, int | None]:
+    """Memory for a mask, and its address."""
+    if kind == _kernels.MASK_NONE:
+        return None, None
+    if kind == _kernels.MASK_PACKED:
+        mask = torch.empty((y.numel() + 7) // 8, dtype=torch.uint8, device="cpu")
+    else:
+        mask = torch.empty_like(y, dtype=torch.bool)
+    return mask, mask.data_ptr()
+
+
+def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor | None]:
+    """The forward and, if asked for, its mask: packed in the order of the memory of y, or bytes like y."""
+    y = torch.empty_like(x)
+    mask, mask_address = empty_mask(y, mask_kind)
+    size = x.numel()
+    if size == 0:
+        return y, mask
+    if not x.is_contiguous():
+        x = dense(x, y)
+    dtype = KERNEL_DTYPES[x.dtype]
+    if isinstance(grid.scale, float):
+        assert isinstance(grid.zero_point, int)
+        _native.fake_quantize_scalar(
+            x.data_ptr(), y.data_ptr(), mask_address, mask_kind, dtype, size, NUMERICS[grid.numerics],
+            grid.scale, grid.zero_point, grid.qmin, grid.qmax, grid.numerics == NAN_IS_CODE_ZERO,
+        )  # fmt: skip
+        return y, mask
+    p = _parameters(x, grid)
+    _check_own_values(p, grid)
+    _native.fake_quantize(
+        x.data_ptr(), y.data_ptr(), mask_address, mask_kind, dtype, p.shape, p.numerics, p.scale.data_ptr(),
+        p.scale_is_f64, p.zero_address, p.zero_kind, grid.qmin, grid.qmax, grid.numerics == NAN_IS_CODE_ZERO,
+    )  # fmt: skip
+    return y, mask
+
+
+def order_of(x: Tensor) -> Order:
+    """The order of axes in the memory of `torch.empty_like(x)`; None: C order."""
+    if x.is_contiguous():
+        return None
+    return memory_order(tuple(x.shape), torch.empty_like(x, device="meta").stride())
+
+
+def mask_backward(dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> Tensor:
+    """`dy` where the mask is set. A packed mask has its bits in the given order of axes."""
+    dx = empty_gradient(dy, mask, order)
+    if dy.numel() == 0:
+        return dx
+    if mask.dtype == torch.bool:
+        kind, target, mask = _kernels.MASK_BYTES, dx, dense(mask, dx)
+    else:
+        kind, target = _kernels.MASK_PACKED, dx if dy.is_contiguous() and order is None else _in_bit_order(dx, order)
+    source = dense(dy, target)
+    _native.mask_backward(
+        source.data_ptr(), mask.data_ptr(), kind, target.data_ptr(), KERNEL_DTYPES[dy.dtype], dy.numel(), multiply
+    )
+    return dx if target is dx else dx.copy_(target)
+
+
+def _in_bit_order(dx: Tensor, order: Order) -> Tensor:
+    """`dx` itself if its elements are in the order of the mask's bits, else other memory that is."""
+    ordered = empty_in_order(dx, order)
+    return dx if ordered.stride() == dx.stride() else ordered
+
+
+def empty_gradient(dy: Tensor, mask: Tensor, order: Order) -> Tensor:
+    """Memory for a gradient, with the strides of `dy * mask`: those of dy, or the mask's where dy has none."""
+    # The product is of floats, so a mask of bools counts with the strides it has after a conversion.
+    converted = mask.dtype == torch.bool
+    mask = torch.empty_like(mask, device="meta") if converted else empty_in_order(dy.to("meta"), order)
+    for layout in (torch.contiguous_format, torch.channels_last)[: 2 if dy.dim() == 4 else 1]:
+        if dy.is_contiguous(memory_format=layout) and mask.is_contiguous(memory_format=layout):
+            return torch.empty_like(dy, memory_format=layout)
+    if dy.stride() == mask.stride() and dy.stride() == torch.empty_like(dy, device="meta").stride():
+        return torch.empty_like(dy)
+    return _like_product(dy, mask.stride())
+
+
+def _like_product(dy: Tensor, other: tuple[int, ...]) -> Tensor:
+    shape = tuple(dy.shape)
+    return torch.empty_permuted(shape, order_of_result(shape, dy.stride(), other), dtype=dy.dtype, device=dy.device)
+
+
+def empty_in_order(x: Tensor, order: Order) -> Tensor:
+    """A new tensor like `x` with its axes in the given order in memory."""
+    if order is None:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return torch.empty_permuted(x.shape, order, dtype=x.dtype, device=x.device)
+
+
+def learned_backward(dy: Tensor, x: Tensor, grid: Grid, grad_factor: float) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, and the sums of dscale and dzero_point over each block, in the dtype of the scale."""
+    dx = torch.empty_like(x)
+    assert isinstance(grid.scale, Tensor)
+    if x.numel() == 0:
+        return dx, torch.zeros_like(grid.scale), torch.zeros_like(grid.scale)
+    x, dy = dense(x, dx), dense(dy, dx)
+    p = _parameters(x, grid)
+    _check_own_values(p, grid)
+    sums = torch.empty((2, p.scale.numel()), dtype=torch.float64, device="cpu")
+    dtype = KERNEL_DTYPES[x.dtype]
+    _native.learned_backward(
+        dy.data_ptr(), x.data_ptr(), dx.data_ptr(), dtype, dtype, p.shape, p.numerics, p.scale.data_ptr(),
+        p.scale_is_f64, p.zero_address, p.zero_kind, grid.qmin, grid.qmax, grad_factor,
+        sums[0].data_ptr(), sums[1].data_ptr(),
+    )  # fmt: skip
+    dscale, dzero_point = (_by_block(s, x, grid.scale).to(grid.scale.dtype, copy=True) for s in sums)
+    return dx, dscale, dzero_point
+
+
+def _by_block(values: Tensor, x: Tensor, like: Tensor) -> Tensor:
+    """One value per kernel block, added up in the shape of the scales: the way back from `_in_order`."""
+    if like.numel() == 1:
+        return values.reshape(like.shape)
+    _, order, expand = place(tuple(x.shape), x.stride(), tuple(like.shape))
+    shape = expand or tuple(like.shape)
+    values = _from_order(values, shape, order)
+    if expand is not None:
+        pairs = [n for blocks, total in zip(like.shape, shape, strict=True) for n in (blocks, total // blocks)]
+        values = values.reshape(pairs).sum(list(range(1, len(pairs), 2)))
+    return values.reshape(like.shape)
+
+
+def quantize(x: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
+    """The codes of `x`."""
+    q = torch.empty_like(x, dtype=dtype)
+    if x.numel() == 0:
+        return q
+    x = dense(x, q)
+    return _quantize_into(q, x, grid, _CODE_TYPES[dtype])
+
+
+def quantize_packed(x: Tensor, grid: Grid, bits: int) -> Tensor:
+    """The codes of `x` in C order, two or four to a byte."""
+    q = torch.empty((x.numel() * bits + 7) // 8, dtype=torch.uint8, device="cpu")
+    if x.numel() == 0:
+        return q
+    return _quantize_into(q, x.contiguous(), grid, _packed_type(bits, grid.qmin))
+
+
+def _packed_type(bits: int, qmin: int) -> int:
+    signed = qmin < 0
+    return {4: (_kernels.U4X2, _kernels.I4X2), 2: (_kernels.U2X4, _kernels.I2X4)}[bits][signed]
+
+
+def _quantize_into(q: Tensor, x: Tensor, grid: Grid, code: int) -> Tensor:
+    p = _parameters(x, grid)
+    _check_own_values(p, grid)
+    _native.quantize(
+        x.data_ptr(), q.data_ptr(), KERNEL_DTYPES[x.dtype], code, p.shape, p.numerics, p.scale.data_ptr(),
+        p.scale_is_f64, p.zero_address, p.zero_kind, grid.qmin, grid.qmax,
+    )  # fmt: skip
+    return q
+
+
+def dequantize(q: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
+    """The values the codes `q` stand for."""
+    y = torch.empty_like(q, dtype=dtype)
+    if q.numel():
+        _dequantize_into(y, dense(q, y), grid, _CODE_TYPES[q.dtype])
+    return y
+
+
+def dequantize_packed(q: Tensor, grid: Grid, shape: tuple[int, ...], bits: int, dtype: torch.dtype) -> Tensor:
+    """The same for packed codes of a tensor of `shape`."""
+    y = torch.empty(shape, dtype=dtype, device="cpu")
+    if prod(shape):
+        _dequantize_into(y, q.contiguous(), grid, _packed_type(bits, grid.qmin))
+    return y
+
+
+def _dequantize_into(y: Tensor, q: Tensor, grid: Grid, code: int) -> None:
+    p = _parameters(y, grid)
+    _check_own_values(p, grid)
+    _native.dequantize(
+        q.data_ptr(), y.data_ptr(), KERNEL_DTYPES[y.dtype], code, p.shape, p.scale.data_ptr(), p.scale_is_f64,
+        p.zero_address, p.zero_kind, grid.qmin, grid.qmax,
+    )  # fmt: skip
+
+
+def _observable(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, tuple[int, int, int, int], Order]:
+    """`x` dense, with every block in one place: a block cannot be observed in parts."""
+    if not x.is_contiguous():
+        x = dense(x, torch.empty_like(x))
+    shape, order, expand = place(tuple(x.shape), x.stride(), blocks)
+    if expand is not None:
+        x = x.contiguous()
+        shape, order, expand = place(tuple(x.shape), x.stride(), blocks)
+    if expand is not None:
+        raise NotImplementedError(f"Blocks {blocks} of a tensor of shape {tuple(x.shape)} cannot be observed.")
+    return x, shape, order
+
+
+def min_max(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Lowest and highest finite value of every block, and how many were NaN, +inf and -inf."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if x.numel() == 0:
+        lo = torch.full(blocks, torch.inf, dtype=dtype, device="cpu")
+        return lo, -lo, torch.zeros((3, *blocks), dtype=torch.int64, device="cpu")
+    x, shape, order = _observable(x, blocks)
+    count = prod(blocks)
+    lo = torch.empty(count, dtype=torch.float64, device="cpu")
+    hi = torch.empty(count, dtype=torch.float64, device="cpu")
+    counts = torch.empty((3, count), dtype=torch.int64, device="cpu")
+    _native.min_max(x.data_ptr(), KERNEL_DTYPES[x.dtype], shape, lo.data_ptr(), hi.data_ptr(), counts.data_ptr())
+    lo, hi = (_from_order(v.to(dtype), blocks, order) for v in (lo, hi))
+    if order is None:
+        return lo, hi, counts.view(3, *blocks)
+    return lo, hi, torch.stack([_from_order(c, blocks, order) for c in counts])
+
+
+def histogram(x: Tensor, inverse_width: Tensor, bins: int) -> Tensor:
+    """How many finite float32 of every block are in each of its bins; see csrc/histogram.cc."""
+    x, shape, order = _observable(x, tuple(inverse_width.shape))
+    counts = torch.zeros((inverse_width.numel(), bins), dtype=torch.int64, device="cpu")
+    inverse = _in_order(inverse_width, torch.float32, order, None)
+    if x.numel():
+        _native.histogram(x.data_ptr(), shape, inverse.data_ptr(), bins // 2, counts.data_ptr())
+    if order is None or inverse_width.numel() == 1:
+        return counts
+    places = _from_order(torch.arange(len(counts), device="cpu"), tuple(inverse_width.shape), order)
+    return counts[places.flatten()]
+
+
+def _from_order(values: Tensor, blocks: tuple[int, ...], order: Order) -> Tensor:
+    if order is None or values.numel() == 1:
+        return values.reshape(blocks)
+    back = [order.index(a) for a in range(len(order))]
+    return values.reshape([blocks[a] for a in order]).permute(back).contiguous()
+
+
+def choose_qparams(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool, eps: float) -> tuple[Tensor, Tensor]:
+    """Scale and zero point for every range."""
+    lo, hi = (v.to(torch.float32).contiguous() for v in (lo, hi))
+    ordered = (lo <= hi) & lo.isfinite() & hi.isfinite()
+    if not ordered.all():
+        bad = int(ordered.flatten().int().argmin())
+        raise ValueError(
+            f"`lo` and `hi` must be finite with lo <= hi, got lo={lo.flatten()[bad]}, hi={hi.flatten()[bad]}"
+            f"{f' at index {bad}' if lo.numel() > 1 else ''}.\n"
+            "An observer that has seen nothing finite has no range: observe data first."
+        )
+    scale = torch.empty(lo.shape, dtype=torch.float32, device="cpu")
+    zero_point = torch.empty(lo.shape, dtype=torch.int32, device="cpu")
+    if lo.numel():
+        _native.choose_qparams(
+            lo.data_ptr(),
+            hi.data_ptr(),
+            lo.numel(),
+            qmin,
+            qmax,
+            symmetric,
+            eps,
+            scale.data_ptr(),
+            zero_point.data_ptr(),
+        )
+    return scale, zero_point
+
+
+class Observation(NamedTuple):
+    """How a range is followed and turned into a scale."""
+
+    update: str  # "average", "widest" or "latest"
+    averaging_constant: float
+    eps: float
+    symmetric: bool
+
+
+class Observed(NamedTuple):
+    """What observing and quantizing returns."""
+
+    y: Tensor
+    mask: Tensor | None
+    scale: Tensor
+    zero_point: Tensor
+    nonfinite: Tensor  # how many values were not finite
+
+
+def observe_fake_quantize(
+    x: Tensor, running_min: Tensor, running_max: Tensor, how: Observation, grid: Grid, mask_kind: int
+) -> Observed:
+    """Updates the running range in place, chooses scales, quantizes. Of `grid` only range and numerics count."""
+    blocks = tuple(running_min.shape)
+    placed = x if x.is_contiguous() else dense(x, torch.empty_like(x))
+    shape, order, expand = place(tuple(x.shape), placed.stride(), () if running_min.numel() == 1 else blocks)
+    if x.numel() == 0 or expand is not None:
+        return observe_in_steps(x, running_min, running_max, how, grid, mask_kind)
+    y = torch.empty_like(x)
+    mask, mask_address = empty_mask(y, mask_kind)
+    state = [_in_order(v, torch.float32, order, None) for v in (running_min, running_max)]
+    scale = torch.empty(running_min.numel(), dtype=torch.float32, device="cpu")
+    zero_point = torch.empty(running_min.numel(), dtype=torch.int32, device="cpu")
+    *nonfinite, unseen = _native.observe_fake_quantize(
+        placed.data_ptr(), y.data_ptr(), mask_address, mask_kind, KERNEL_DTYPES[x.dtype], shape,
+        NUMERICS[grid.numerics], grid.qmin, grid.qmax, _kernels.RANGE_OWN, UPDATES[how.update], True, True,
+        how.symmetric, how.averaging_constant, how.eps, state[0].data_ptr(), state[1].data_ptr(), scale.data_ptr(),
+        zero_point.data_ptr(),
+    )  # fmt: skip
+    if unseen:
+        _refuse_unseen(unseen, running_min.numel())
+    for running, updated in zip((running_min, running_max), state, strict=True):
+        if updated.data_ptr() != running.data_ptr():
+            running.copy_(_from_order(updated, blocks, order))
+    scale, zero_point = _from_order(scale, blocks, order), _from_order(zero_point, blocks, order)
+    return Observed(y, mask, scale, zero_point, torch.tensor(sum(nonfinite), device="cpu"))
+
+
+def _refuse_unseen(unseen: int, count: int) -> None:
+    raise ValueError(
+        f"{unseen} of {count} blocks have not seen a finite value, so there is no range to choose a scale from.\n"
+        "Observe data before quantizing."
+    )
+
+
+def observe_in_steps(
+    x: Tensor, running_min: Tensor, running_max: Tensor, how: Observation, grid: Grid, mask_kind: int
+) -> Observed:
+    """The same one step after the other, for layouts in which a block does not lie in one piece."""
+    lo, hi, counts = min_max(x, tuple(running_min.shape))
+    new_min, new_max = updated_range(running_min, running_max, lo, hi, how)
+    unseen = int((~(new_min <= new_max)).sum())
+    if unseen:
+        _refuse_unseen(unseen, running_min.numel())
+    running_min.copy_(new_min)
+    running_max.copy_(new_max)
+    scale, zero_point = choose_qparams(running_min, running_max, grid.qmin, grid.qmax, how.symmetric, how.eps)
+    y, mask = fake_quantize(x, grid._replace(scale=scale, zero_point=zero_point), mask_kind)
+    return Observed(y, mask, scale, zero_point, counts.sum())
+
+
+def _f32(value: float) -> float:
+    """The float32 next to `value`, which is what a kernel computes with."""
+    return float(np.float32(value))
+
+
+def updated_range(
+    running_min: Tensor, running_max: Tensor, lo: Tensor, hi: Tensor, how: Observation
+) -> tuple[Tensor, Tensor]:
+    """The running range after a range was seen; no value changes nothing, but the latest range is then 0 to 0."""
+    limit = torch.finfo(torch.float32).max
+    nothing = lo > hi
+    # A float64 may lie beyond float32, in which ranges are kept.
+    lo, hi = (seen.clamp(-limit, limit).float() for seen in (lo, hi))
+    if how.update == "latest":
+        return lo.masked_fill(nothing, 0), hi.masked_fill(nothing, 0)
+    if how.update == "widest":
+        return running_min.minimum(lo.masked_fill(nothing, torch.inf)), running_max.maximum(
+            hi.masked_fill(nothing, -torch.inf)
+        )
+
+    def average(running: Tensor, seen: Tensor) -> Tensor:
+        moved = running + how.averaging_constant * (seen - running)
+        # The way from one end of float32 to the other is not finite, but a part of it is.
+        wide = (running.double() + _f32(how.averaging_constant) * (seen.double() - running.double())).float()
+        moved = torch.where(moved.isfinite(), moved, wide)
+        return torch.where(nothing, running, torch.where(running.isinf(), seen, moved))
+
+    return average(running_min, lo), average(running_max, hi)

@@ -1,0 +1,389 @@
+"""Functions with torch's names on tensors: torch's bits and errors, our kernels, one bit saved per element.
+
+On the CPU a call that torch would accept runs on the kernels. Everything else is handed to torch's own
+operator: another device, because that is where its kernels are, and arguments that it refuses,
+because then the error is torch's.
+"""
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from fakequant import _kernels
+from fakequant._backends.numpy.learnable import LearnableGradients
+from fakequant._backends.numpy.strided_arrays import OutputAndMask
+from fakequant._backends.torch import aten_kernels, compiled_nodes, gradients, torch_originals
+from fakequant._backends.torch.operator_calls import ops
+from fakequant._backends.torch.plain_memory import is_eager
+from fakequant._backends.torch.tensor_blocks import along
+from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid
+from fakequant._backends.torch.torch_private import is_forward_mode
+
+
+def _is_direct(x: object) -> bool:
+    return not torch.compiler.is_compiling() and isinstance(x, Tensor) and x.dtype in KERNEL_DTYPES and is_eager(x)
+
+
+def _is_here(x: object) -> bool:
+    """A CPU or meta tensor that a compiler or a transform looks at: our operators, as torch's have no rules for it.
+
+    Sparse, MKL-DNN and nested tensors are left to torch, which says what it cannot do with them.
+    """
+    if not isinstance(x, Tensor) or x.dtype not in KERNEL_DTYPES or x.device.type not in ("cpu", "meta"):
+        return False
+    return x.layout == torch.strided and not x.is_nested
+
+
+def _are_ints(*values: object) -> bool:
+    """Not bools, which torch refuses."""
+    return all(type(v) is int for v in values)
+
+
+def _learns(*parameters: object) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(p, Tensor) and p.requires_grad for p in parameters)
+
+
+# --- per tensor -----------------------------------------------------------------------------------
+
+
+def fake_quantize_per_tensor_affine(input: Any, scale: Any, zero_point: Any, quant_min: Any, quant_max: Any) -> Tensor:
+    """See `fakequant.fake_quantize_per_tensor_affine`."""
+    numbers = (scale, zero_point, quant_min, quant_max)
+    if _are_ints(quant_min, quant_max):
+        y = compiled_nodes.fake_quantize(
+            input, *numbers, _kernels.TORCH_TENSOR, None, zeros=numbers[2:], has_torchs_name=True
+        )
+        if y is not None:
+            return y
+    if _is_direct(input):
+        grid = aten_kernels.number_grid(*numbers)
+        if grid is None and not _learns(scale, zero_point):
+            grid = aten_kernels.one_element_grid(*numbers)
+        if grid is not None:
+            return gradients.clipped(input, grid)
+    elif _is_here(input) and (grid := _tensor_grid(input, *numbers)) is not None:
+        return ops.fake_quantize(input, *grid, True)
+    return torch_originals.fake_quantize_per_tensor_affine(input, scale, zero_point, quant_min, quant_max)
+
+
+def _tensor_grid(x: Tensor, scale: Any, zero_point: Any, qmin: Any, qmax: Any) -> Grid | None:
+    """The grid with tensors in place of numbers: what an operator takes."""
+    if isinstance(scale, Tensor) and isinstance(zero_point, Tensor):
+        if scale.numel() != 1 or zero_point.numel() != 1 or _learns(scale, zero_point):
+            return None
+        return Grid(scale.float(), zero_point.to(torch.int32), qmin, qmax, "torch_tensor")
+    if isinstance(scale, Tensor) or isinstance(zero_point, Tensor) or not qmin <= zero_point <= qmax:
+        return None
+    scale = torch.full((), scale, dtype=torch.float32, device=x.device)
+    zero_point = torch.full((), zero_point, dtype=torch.int64, device=x.device)
+    return Grid(scale, zero_point, qmin, qmax, "torch_tensor")
+
+
+def fake_quantize_per_tensor_affine_cachemask(
+    input: Any, scale: Any, zero_point: Any, quant_min: Any, quant_max: Any
+) -> OutputAndMask[Tensor]:
+    """See `fakequant.fake_quantize_per_tensor_affine_cachemask`."""
+    grid = aten_kernels.number_grid(scale, zero_point, quant_min, quant_max)
+    if grid is not None and _is_direct(input):
+        return OutputAndMask(*gradients.clipped_and_mask(input, grid, _kernels.MASK_BYTES))
+    if _is_here(input) and (grid := _tensor_grid(input, scale, zero_point, quant_min, quant_max)) is not None:
+        return OutputAndMask(*ops.fake_quantize_masked(input, *grid, False))
+    return OutputAndMask(*torch_originals.cachemask(input, scale, zero_point, quant_min, quant_max))
+
+
+def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
+    input: Any, scale: Any, zero_point: Any, fake_quant_enabled: Any, quant_min: Any, quant_max: Any
+) -> OutputAndMask[Tensor]:
+    """See `fakequant.fake_quantize_per_tensor_affine_cachemask_tensor_qparams`."""
+    if _is_direct(input) and not _learns(scale, zero_point) and isinstance(fake_quant_enabled, Tensor):
+        grid = aten_kernels.one_element_grid(scale, zero_point, quant_min, quant_max)
+        if grid is not None and fake_quant_enabled.numel() == 1 and fake_quant_enabled.item() == 1:
+            return OutputAndMask(*gradients.clipped_and_mask(input, grid, _kernels.MASK_BYTES))
+    return OutputAndMask(
+        *torch_originals.cachemask_tensor_qparams(input, scale, zero_point, fake_quant_enabled, quant_min, quant_max)
+    )
+
+
+def fake_quantize_per_tensor_affine_cachemask_backward(grad: Any, mask: Any) -> Tensor:
+    """See `fakequant.fake_quantize_per_tensor_affine_cachemask_backward`."""
+    if _is_maskable(grad, mask):
+        return gradients.masked(grad, mask, None, True)
+    return torch_originals.cachemask_backward(grad, mask)
+
+
+def _is_maskable(grad: Any, mask: Any) -> bool:
+    if not (_is_direct(grad) and isinstance(mask, Tensor)) or grad.numel() == 0:
+        return False
+    return mask.dtype == torch.bool and mask.shape == grad.shape and mask.device == grad.device
+
+
+# --- per channel ----------------------------------------------------------------------------------
+
+
+def _channel_grid(x: Any, scale: Any, zero_point: Any, axis: Any, qmin: Any, qmax: Any) -> Grid | None:
+    if not (isinstance(scale, Tensor) and isinstance(zero_point, Tensor)) or _learns(scale, zero_point):
+        return None
+    if torch.compiler.is_compiling() or not is_eager(x):
+        if not 0 <= axis < x.dim() or not scale.shape == zero_point.shape == x.shape[axis : axis + 1]:
+            return None
+        return Grid(along(scale, x, axis), along(zero_point, x, axis), qmin, qmax, "torch_channel")
+    return aten_kernels.channel_grid(x, scale, zero_point, axis, qmin, qmax)
+
+
+def fake_quantize_per_channel_affine(
+    input: Any, scale: Any, zero_point: Any, axis: Any, quant_min: Any, quant_max: Any
+) -> Tensor:
+    """See `fakequant.fake_quantize_per_channel_affine`."""
+    if _are_ints(axis, quant_min, quant_max):
+        ends = (quant_min, quant_max)
+        y = compiled_nodes.fake_quantize(
+            input, scale, zero_point, *ends, _kernels.TORCH_CHANNEL, axis, zeros=ends, has_torchs_name=True
+        )
+        if y is not None:
+            return y
+    if _is_here(input):
+        grid = _channel_grid(input, scale, zero_point, axis, quant_min, quant_max)
+        if grid is not None:
+            return gradients.clipped(input, grid) if _is_direct(input) else ops.fake_quantize(input, *grid, True)
+    return torch_originals.fake_quantize_per_channel_affine(input, scale, zero_point, axis, quant_min, quant_max)
+
+
+def fake_quantize_per_channel_affine_cachemask(
+    input: Any, scale: Any, zero_point: Any, axis: Any, quant_min: Any, quant_max: Any
+) -> OutputAndMask[Tensor]:
+    """See `fakequant.fake_quantize_per_channel_affine_cachemask`."""
+    arguments = (scale, zero_point, axis, quant_min, quant_max)
+    grid = _channel_grid(input, *arguments) if _is_here(input) else None
+    if grid is None:
+        return OutputAndMask(*torch_originals.channel_cachemask(input, *arguments))
+    if _is_direct(input):
+        return OutputAndMask(*gradients.clipped_and_mask(input, grid, _kernels.MASK_BYTES))
+    return OutputAndMask(*ops.fake_quantize_masked(input, *grid, False))
+
+
+def fake_quantize_per_channel_affine_cachemask_backward(grad: Any, mask: Any) -> Tensor:
+    """See `fakequant.fake_quantize_per_channel_affine_cachemask_backward`."""
+    if _is_maskable(grad, mask):
+        return gradients.masked(grad, mask, None, True)
+    return torch_originals.channel_cachemask_backward(grad, mask)
+
+
+# --- learnable ------------------------------------------------------------------------------------
+
+
+def fake_quantize_learnable_per_tensor_affine(
+    input: Any, scale: Any, zero_point: Any, quant_min: Any, quant_max: Any, grad_factor: Any = 1.0
+) -> Tensor:
+    """See `fakequant.fake_quantize_learnable_per_tensor_affine`."""
+    arguments = (input, scale, zero_point, quant_min, quant_max)
+    if _is_range_with_zero(quant_min, quant_max) and isinstance(grad_factor, (int, float)):
+        y = compiled_nodes.fake_quantize_learned(
+            *arguments, "torch_tensor", None, grad_factor=grad_factor, has_torchs_name=True
+        )
+        if y is not None:
+            return y
+        if _is_learnable(*arguments[:3]) and scale.shape == zero_point.shape == (1,):
+            return _learnable(*arguments, "torch_tensor", float(grad_factor))
+    if _has_a_sum(*arguments[:3], quant_min, quant_max):
+        return _WidePerTensor.apply(*arguments, grad_factor)
+    return torch_originals.fake_quantize_learnable_per_tensor_affine(*arguments, grad_factor)
+
+
+def fake_quantize_learnable_per_channel_affine(
+    input: Any, scale: Any, zero_point: Any, axis: Any, quant_min: Any, quant_max: Any, grad_factor: Any = 1.0
+) -> Tensor:
+    """See `fakequant.fake_quantize_learnable_per_channel_affine`."""
+    if _is_range_with_zero(quant_min, quant_max) and _are_ints(axis) and isinstance(grad_factor, (int, float)):
+        ends = (quant_min, quant_max)
+        y = compiled_nodes.fake_quantize_learned(
+            input, scale, zero_point, *ends, "torch_channel", axis, grad_factor=grad_factor, has_torchs_name=True
+        )
+        if y is not None:
+            return y
+        if _is_learnable(input, scale, zero_point) and _fits(scale, zero_point, input, axis):
+            parameters = along(scale, input, axis), along(zero_point, input, axis)
+            return _learnable(input, *parameters, *ends, "torch_channel", float(grad_factor))
+    arguments = (input, scale, zero_point, axis, quant_min, quant_max, grad_factor)
+    if _has_a_sum(input, scale, zero_point, quant_min, quant_max):
+        return _WidePerChannel.apply(*arguments)
+    return torch_originals.fake_quantize_learnable_per_channel_affine(*arguments)
+
+
+def _has_a_sum(x: Any, scale: Any, zero_point: Any, qmin: Any, qmax: Any) -> bool:
+    """Whether torch's forward, run for its bits and errors, is to be followed by gradients from the kernels.
+
+    torch's sums depend on its number of threads.
+    """
+    return (
+        _is_direct(x)
+        and _are_tensors(scale, zero_point)
+        and _are_ints(qmin, qmax)
+        and qmin <= 0 <= qmax
+        and _learns(x, scale, zero_point)
+        and not is_forward_mode()
+    )
+
+
+class _WidePerTensor(torch.autograd.Function):
+    """A range beyond 2^24: torch's forward, and the gradients of the kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        """`arguments` of the function."""
+        ctx.save_for_backward(*arguments[:3])
+        ctx.rest = arguments[3:]
+        return torch_originals.fake_quantize_learnable_per_tensor_affine(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """dx, dscale and dzero_point."""
+        return _once(fake_quantize_learnable_per_tensor_affine_backward, ctx, dy)
+
+
+class _WidePerChannel(torch.autograd.Function):
+    """The same with a scale per channel."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        """`arguments` of the function."""
+        ctx.save_for_backward(*arguments[:3])
+        ctx.rest = arguments[3:]
+        return torch_originals.fake_quantize_learnable_per_channel_affine(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """dx, dscale and dzero_point."""
+        return _once(fake_quantize_learnable_per_channel_affine_backward, ctx, dy)
+
+
+def _once(backward: Any, ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of a function; like torch's, they cannot be differentiated again."""
+    with torch.no_grad():
+        found = backward(dy, *ctx.saved_tensors, *ctx.rest)
+    if torch.is_grad_enabled():
+        found = _NotTwice.apply(*found, dy, *ctx.saved_tensors)
+    return *found, *[None] * len(ctx.rest)
+
+
+class _NotTwice(torch.autograd.Function):
+    """Three gradients, as functions of what they were computed from."""
+
+    @staticmethod
+    def forward(ctx: Any, *gradients_and_sources: Tensor) -> tuple[Tensor, ...]:
+        """The gradients."""
+        return tuple(t.detach() for t in gradients_and_sources[:3])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> NoReturn:
+        """There is no second derivative."""
+        raise RuntimeError(
+            "Gradients of a learnable fake-quantize cannot be differentiated again for a range beyond 2^24.\n"
+            "Use a range within -2^24 and 2^24, or `fakequant.fake_quantize_learned`."
+        )
+
+
+def _fits(scale: Tensor, zero_point: Tensor, x: Tensor, axis: Any) -> bool:
+    """For one axis torch adds up the gradients of all channels."""
+    return 1 < x.dim() > axis >= 0 and scale.shape == zero_point.shape == (x.shape[axis],)
+
+
+def _is_range_with_zero(qmin: Any, qmax: Any) -> bool:
+    """What torch's backward asks for. Beyond 2^24 a zero point is rounded on its way through float32."""
+    return _are_ints(qmin, qmax) and -(2**24) <= qmin <= 0 <= qmax <= 2**24
+
+
+def _is_learnable(x: Any, scale: Any, zero_point: Any) -> bool:
+    """Whether the kernels can do it."""
+    return (
+        _is_here(x)
+        and isinstance(scale, Tensor)
+        and isinstance(zero_point, Tensor)
+        and scale.dtype == zero_point.dtype == torch.float32
+        and scale.device == zero_point.device == x.device
+        and (not _is_direct(x) or bool(zero_point.isfinite().all()))
+    )
+
+
+def _learnable(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tensor:
+    run = gradients.learned if _is_direct(x) else ops.fake_quantize_learned
+    return run(x, scale, zero_point, *rest)
+
+
+def fake_quantize_learnable_per_tensor_affine_backward(
+    grad: Any, input: Any, scale: Any, zero_point: Any, quant_min: Any, quant_max: Any, grad_factor: Any = 1.0
+) -> LearnableGradients[Tensor]:
+    """See `fakequant.fake_quantize_learnable_per_tensor_affine_backward`."""
+    arguments = (grad, input, scale, zero_point, quant_min, quant_max, grad_factor)
+    if _is_direct(input) and _are_tensors(*arguments[:4]):
+        if input.numel() == 0:
+            return _no_gradients(torch_originals.learnable_backward, *arguments)
+        result = aten_kernels.learnable_backward(*arguments)
+        if result is not None:
+            return LearnableGradients(*result)
+    return LearnableGradients(*torch_originals.learnable_backward(*arguments))
+
+
+def fake_quantize_learnable_per_channel_affine_backward(
+    grad: Any,
+    input: Any,
+    scale: Any,
+    zero_point: Any,
+    axis: Any,
+    quant_min: Any,
+    quant_max: Any,
+    grad_factor: Any = 1.0,
+) -> LearnableGradients[Tensor]:
+    """See `fakequant.fake_quantize_learnable_per_channel_affine_backward`."""
+    arguments = (grad, input, scale, zero_point, axis, quant_min, quant_max, grad_factor)
+    if _is_direct(input) and _are_tensors(*arguments[:4]):
+        if input.numel() == 0:
+            return _no_gradients(torch_originals.learnable_channel_backward, *arguments)
+        result = aten_kernels.learnable_channel_backward(*arguments)
+        if result is not None:
+            return LearnableGradients(*result)
+    return LearnableGradients(*torch_originals.learnable_channel_backward(*arguments))
+
+
+def _no_gradients(operator: Any, grad: Any, x: Any, scale: Any, zero_point: Any, *rest: Any) -> LearnableGradients:
+    """Of an empty input, once torch's operator has accepted it. That returns the scale itself as its gradient."""
+    # The kernels take floats that torch refuses.
+    operator(*(t.float() if t.dtype in KERNEL_DTYPES else t for t in (grad, x, scale, zero_point)), *rest)
+    dscale, dzero_point = (torch.zeros_like(t, dtype=torch.float32, requires_grad=False) for t in (scale, zero_point))
+    return LearnableGradients(x, dscale, dzero_point)
+
+
+def _are_tensors(*values: Any) -> bool:
+    return all(isinstance(v, Tensor) for v in values)
+
+
+# --- fused ----------------------------------------------------------------------------------------
+
+
+def fused_moving_avg_obs_fake_quant(input: Any, *arguments: Any) -> Tensor:
+    """See `fakequant.fused_moving_avg_obs_fake_quant`."""
+    call = _fused_call(input, arguments)
+    if call is None:
+        return torch_originals.fused_moving_avg_obs_fake_quant(input, *arguments)
+    if gradients.is_differentiating(input):
+        return gradients.fused(input, call, _kernels.MASK_PACKED)[0]
+    return call.run(_kernels.MASK_NONE)[0]
+
+
+def fused_moving_avg_obs_fq_helper(input: Any, *arguments: Any) -> OutputAndMask[Tensor]:
+    """See `fakequant.fused_moving_avg_obs_fq_helper`."""
+    call = _fused_call(input, arguments)
+    if call is None:
+        return OutputAndMask(*torch_originals.fused(input, *arguments))
+    return OutputAndMask(*gradients.fused(input, call, _kernels.MASK_BYTES))
+
+
+def _fused_call(x: Any, arguments: tuple) -> aten_kernels.Fused | None:
+    if not _is_direct(x) or not _are_tensors(*arguments[:6]) or _learns(*arguments[2:6]):
+        return None
+    if not all(type(a) is int for a in arguments[7:10]) or type(arguments[6]) is not float:
+        return None
+    call = aten_kernels.fused_call(x, *arguments)
+    if call is not None:
+        torch.autograd.graph.increment_version(call.state[: 4 if call.quantize else 2])
+    return call

@@ -1,0 +1,152 @@
+"""`vmap` rules. A batch is one more axis in front of data and scales, so the kernel is still called once.
+
+A rule gets the physical tensors and where their batch axis is (None: they have none), and returns the
+physical results with their batch axes.
+"""
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+from torch import Tensor
+
+from fakequant._backends.torch import formula, gradients
+from fakequant._backends.torch.operator_calls import ops
+
+Dims = tuple[int | None, ...]
+
+
+def _front(x: Tensor, at: int | None, size: int) -> Tensor:
+    """`x` with a batch axis in front; one that has none is repeated."""
+    return x.expand(size, *x.shape) if at is None else x.movedim(at, 0)
+
+
+def _parameters(size: int, ndim: int, tensors: tuple[Tensor | None, ...], dims: Dims) -> list[Tensor | None]:
+    """Per-block tensors for data of 1 + ndim axes. One of them batched makes all of them batched."""
+    batched = any(at is not None for at in dims)
+    result: list[Tensor | None] = []
+    for p, at in zip(tensors, dims, strict=True):
+        if p is None:
+            result.append(None)
+            continue
+        per_example = prod(p.shape) // (1 if at is None else p.shape[at] or 1)
+        if not batched:
+            result.append(p if per_example == 1 else p.unsqueeze(0))
+            continue
+        p = _front(p, at, size)
+        result.append(p.reshape(size, *[1] * ndim) if per_example == 1 else p)
+    return result
+
+
+def _grid(info, in_dims: Dims, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> tuple:
+    ndim = x.dim() - (in_dims[0] is not None)
+    x = _front(x, in_dims[0], info.batch_size)
+    return x, *_parameters(info.batch_size, ndim, (scale, zero_point), in_dims[1:3])
+
+
+def _elementwise(name: str) -> Callable:
+    """For operators from (x, scale, zero_point, ...) to a tensor like x."""
+
+    def rule(info, in_dims, x, scale, zero_point, *rest):
+        return getattr(ops, name)(*_grid(info, in_dims, x, scale, zero_point), *rest), 0
+
+    return rule
+
+
+def _masked(info, in_dims, x, scale, zero_point, *rest):
+    *range_and_numerics, packed = rest
+    x, scale, zero_point = _grid(info, in_dims, x, scale, zero_point)
+    length = x.shape[1:].numel()
+    # The bits of an example must not start inside another's byte: a byte for each element then.
+    packed = packed and length % 8 == 0 and x.is_contiguous()
+    y, mask = ops.fake_quantize_masked(x, scale, zero_point, *range_and_numerics, packed)
+    return (y, mask.reshape(info.batch_size, length // 8) if packed else mask), (0, 0)
+
+
+def _mask_backward(info, in_dims, dy, mask, order, multiply):
+    size = info.batch_size
+    dy = _front(dy, in_dims[0], size)
+    shape = dy.shape[1:]
+    if mask.dtype == torch.bool:
+        return ops.mask_backward(dy, _front(mask, in_dims[1], size), None, multiply), 0
+    if shape.numel() % 8 == 0:
+        order = None if order is None else (0, *(axis + 1 for axis in order))
+        return ops.mask_backward(dy, _front(mask, in_dims[1], size).reshape(-1), order, multiply), 0
+    mask = formula.unpack_bits(mask if in_dims[1] is None else mask.movedim(in_dims[1], 0), shape, order)
+    return ops.mask_backward(dy, mask.expand(size, *shape), None, multiply), 0
+
+
+def _learned_backward(info, in_dims, dy, x, scale, zero_point, *rest):
+    size = info.batch_size
+    *range_and_numerics, grad_factor = rest
+    if grad_factor is None:  # LSQ's counts the elements of one example
+        example = x if in_dims[1] is None else x.select(in_dims[1], 0)
+        grad_factor = gradients.resolve_factor(None, example, range_and_numerics[1])
+    blocks = scale.shape if in_dims[2] is None else scale.movedim(in_dims[2], 0).shape[1:]
+    # Every example has its own sums, so its own scales.
+    scale = _front(scale, in_dims[2], size)
+    ndim = x.dim() - (in_dims[1] is not None)
+    scale, zero_point = _parameters(size, ndim, (scale, zero_point), (0, in_dims[3]))
+    dy, x = _front(dy, in_dims[0], size), _front(x, in_dims[1], size)
+    dx, dscale, dzero = ops.learned_backward(dy, x, scale, zero_point, *range_and_numerics, grad_factor)
+    return (dx, dscale.reshape(size, *blocks), dzero.reshape(size, *blocks)), (0, 0, 0)
+
+
+def _whole_bytes(elements: int, bits: int) -> int:
+    if elements * bits % 8:
+        raise NotImplementedError(
+            f"vmap over packed codes needs whole bytes per example, got {elements} codes of {bits} bits.\n"
+            "Use codes that are not packed."
+        )
+    return elements * bits // 8
+
+
+def _quantize_packed(info, in_dims, x, scale, zero_point, *rest):
+    x, scale, zero_point = _grid(info, in_dims, x, scale, zero_point)
+    length = _whole_bytes(x.shape[1:].numel(), rest[-1])
+    return ops.quantize_packed(x, scale, zero_point, *rest).reshape(info.batch_size, length), 0
+
+
+def _dequantize_packed(info, in_dims, q, scale, zero_point, *rest):
+    *range_and_numerics, shape, bits, dtype = rest
+    _whole_bytes(prod(shape), bits)
+    q = _front(q, in_dims[0], info.batch_size).reshape(-1)
+    scale, zero_point = _parameters(info.batch_size, len(shape), (scale, zero_point), in_dims[1:3])
+    shape = (info.batch_size, *shape)
+    return ops.dequantize_packed(q, scale, zero_point, *range_and_numerics, shape, bits, dtype), 0
+
+
+def _min_max(info, in_dims, x, blocks):
+    x = _front(x, in_dims[0], info.batch_size)
+    wanted = (info.batch_size, *([1] * (x.dim() - 1) if prod(blocks) == 1 else blocks))
+    lo, hi, counts = ops.min_max(x, wanted)
+    shape = (info.batch_size, *blocks)
+    return (lo.reshape(shape), hi.reshape(shape), counts.reshape(3, *shape)), (0, 0, 1)
+
+
+def _choose_qparams(info, in_dims, lo, hi, *rest):
+    lo, hi = (_front(v, at, info.batch_size) for v, at in zip((lo, hi), in_dims[:2], strict=True))
+    return ops.choose_qparams(lo, hi, *rest), (0, 0)
+
+
+def _observe(info, in_dims, *_):
+    raise NotImplementedError(
+        "vmap over `observe_fake_quantize` is not defined: the examples would share one running range.\n"
+        "Use `min_max`, `choose_qparams` and `fake_quantize`, which can be batched."
+    )
+
+
+RULES: dict[str, Callable] = {
+    "fake_quantize": _elementwise("fake_quantize"),
+    "fake_quantize_masked": _masked,
+    "mask_backward": _mask_backward,
+    "fake_quantize_learned": _elementwise("fake_quantize_learned"),
+    "learned_backward": _learned_backward,
+    "quantize": _elementwise("quantize"),
+    "quantize_packed": _quantize_packed,
+    "dequantize": _elementwise("dequantize"),
+    "dequantize_packed": _dequantize_packed,
+    "min_max": _min_max,
+    "choose_qparams": _choose_qparams,
+    "observe_fake_quantize": _observe,
+}

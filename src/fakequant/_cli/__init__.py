@@ -1,0 +1,37 @@
+"""The command line `fakequant`. Starting it imports nothing that is slow to import; commands do."""
+
+import traceback
+
+from fakequant._cli import bench_command, demo_command, info_command, report_command, summary_command, verify_command
+from fakequant._cli.command import make_parser
+from fakequant._cli.output import complain, flush, only_for_results, write
+from fakequant._cli.short_errors import one_line
+
+UNKNOWN, INTERRUPTED = 2, 130
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line and returns its exit code.
+
+    0: fine; 1: the answer is no; 2: it could not be found out; 130: interrupted.
+
+    >>> main(["info", "--json", "--wrong"])
+    2
+    """
+    parser = make_parser([info_command, demo_command, bench_command, summary_command, verify_command, report_command])
+    try:
+        options = parser.parse_args(arguments)
+    except SystemExit as stop:  # after help, the version or a wrong argument
+        flush()
+        return stop.code if isinstance(stop.code, int) else UNKNOWN
+    try:
+        with only_for_results():
+            answer = options.run(options)
+        write(answer.as_json() if options.json else answer.text)
+    except KeyboardInterrupt:
+        complain(traceback.format_exc() if options.debug else f"{options.prog}: interrupted")
+        return INTERRUPTED
+    except (Exception, SystemExit) as error:  # whatever it is, the exit code must not be that of an answer
+        complain(traceback.format_exc() if options.debug else f"{options.prog}: {one_line(error, options.extra)}")
+        return UNKNOWN
+    return answer.code

@@ -1,0 +1,152 @@
+"""What all commands have in common: how they are declared, and what they answer."""
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any, NoReturn
+
+from fakequant._cli.output import complain
+
+EXIT_CODES = """exit codes:
+  0    {yes}{no}
+  2    wrong use, or it could not be found out: one line on stderr says why
+  130  interrupted"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a command found: for people, for machines, and as an exit code."""
+
+    text: str
+    data: Any
+    code: int = 0
+
+    def as_json(self) -> str:
+        """JSON has no NaN and no infinities: they are null.
+
+        >>> print(Answer("", {"largest": float("inf"), "ok": False}).as_json())
+        {
+          "largest": null,
+          "ok": false
+        }
+        """
+        return json.dumps(_finite(self.data), indent=2, allow_nan=False, default=str)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends with exit code 2."""
+        complain(f"{self.prog}: {message}; see {self.prog} --help")
+        raise SystemExit(2)
+
+
+class Commands:
+    """The commands of a parser."""
+
+    def __init__(self, parser: Parser) -> None:
+        self._actions = parser.add_subparsers(
+            dest="command", required=True, metavar="COMMAND", parser_class=Parser, title="commands"
+        )
+
+    def add(
+        self,
+        name: str,
+        run: Any,
+        help: str,
+        *,
+        examples: Sequence[str],
+        about: str = "",
+        yes: str = "fine",
+        no: str = "",
+        extra: str = "torch",
+    ) -> Parser:
+        """A command that `run(options)` answers.
+
+        `yes` and `no` say what exit codes 0 and 1 mean; `extra` brings all packages that the command needs.
+        """
+        codes = EXIT_CODES.format(yes=yes, no=no and f"\n  1    {no}")
+        title = "examples" if len(examples) > 1 else "example"
+        shown = "".join(f"\n  fakequant {name} {example}".rstrip() for example in examples)
+        parser = self._actions.add_parser(
+            name,
+            help=help,
+            description=f"{help[0].upper()}{help[1:]}.{about and f' {about}'}",
+            epilog=f"{title}:{shown}\n\n{codes}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        parser.add_argument("--json", action="store_true", help="print JSON; all else goes to stderr")
+        _add_debug(parser, default=argparse.SUPPRESS)  # may also stand before the command
+        parser.set_defaults(run=run, prog=parser.prog, extra=extra)
+        return parser
+
+
+def make_parser(modules: Sequence[Any]) -> Parser:
+    """The parser of the whole command line."""
+    parser = Parser(
+        prog="fakequant",
+        description="Fake quantization for quantization-aware training.",
+        epilog="examples:\n  fakequant info\n  fakequant demo\n  fakequant COMMAND --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"fakequant {version('fakequant')}")
+    _add_debug(parser, default=False)
+    commands = Commands(parser)
+    for module in modules:
+        module.add(commands)
+    return parser
+
+
+def _add_debug(parser: Parser, default: Any) -> None:
+    parser.add_argument("--debug", action="store_true", default=default, help="show tracebacks of errors")
+
+
+def whole_number(least: int) -> Any:
+    """The type of an argument that is a whole number of at least `least`."""
+
+    def convert(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
+        return int(text)
+
+    return convert
+
+
+def add_model(parser: Parser, *, prepared: str = "a prepared model") -> None:
+    """MODEL."""
+    parser.add_argument(
+        "model", metavar="MODEL", help=f"FILE.py:NAME or MODULE:NAME, {prepared} or a function that returns it"
+    )
+
+
+def add_state(parser: Parser) -> None:
+    """--state."""
+    parser.add_argument(
+        "--state", metavar="FILE", help="a file of torch.save(model.state_dict(), FILE) to load into the model first"
+    )
+
+
+def add_float_state(parser: Parser) -> None:
+    """--float-state."""
+    parser.add_argument(
+        "--float-state", metavar="FILE", help="the same for the float model: --state is not loaded into that"
+    )
+
+
+def add_steps(parser: Parser) -> None:
+    """--steps."""
+    parser.add_argument("--steps", metavar="N", type=whole_number(1), help="use at most so many batches")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,29 @@
+"""`fakequant demo`."""
+
+import argparse
+
+from fakequant._cli.command import Answer, Commands, whole_number
+from fakequant._cli.loading import folder_to_write
+
+
+def add(commands: Commands) -> None:
+    """Declares the command."""
+    parser = commands.add(
+        "demo",
+        run,
+        "train, quantize, export and verify a small network on real data, and write a report",
+        about='It takes up to two minutes. It needs pip install "fakequant[demo]".',
+        extra="demo",
+        examples=["", "--out results --seed 1 --json"],
+    )
+    parser.add_argument("--out", metavar="FOLDER", default="fakequant-demo", help="where to write (%(default)s)")
+    parser.add_argument("--seed", metavar="N", type=whole_number(0), default=0, help="of all random numbers (0)")
+
+
+def run(options: argparse.Namespace) -> Answer:
+    """The whole story in one table."""
+    folder = folder_to_write(options.out)
+    from fakequant._demo.run import run as run_demo
+
+    result = run_demo(folder, seed=options.seed)
+    return Answer(str(result), result.to_dict())

@@ -1,0 +1,211 @@
+"""Models, data and configs by name: FILE.py:NAME or MODULE:NAME."""
+
+import contextlib
+import difflib
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fakequant._cli.short_errors import Problem, called_exit, join, missing_extra
+
+HOW = "use FILE.py:NAME or MODULE:NAME"
+
+
+def find(where: str) -> Any:
+    """What FILE.py:NAME or MODULE:NAME stands for.
+
+    >>> find("math:pi")
+    3.141592653589793
+    """
+    place, _, name = where.rpartition(":")
+    if not place or not name:
+        raise Problem(f"{where!r} does not say what to load; {HOW}")
+    module = _module(place)
+    if not hasattr(module, name):
+        near = difflib.get_close_matches(name, [n for n in vars(module) if not n.startswith("_")])
+        raise Problem(f"{place} has no {name!r}; {'near: ' + ', '.join(near) if near else HOW}")
+    return getattr(module, name)
+
+
+def load_model(where: str) -> Any:
+    """The module, or what the function returns."""
+    found = find(where)
+    import torch
+
+    if not isinstance(found, torch.nn.Module):
+        if not callable(found):
+            raise Problem(
+                f"{where} is of type {type(found).__name__}; name a torch.nn.Module or a function that returns one"
+            )
+        found = _call(where, found)
+        if not isinstance(found, torch.nn.Module):
+            raise Problem(f"{where}() returned {type(found).__name__}; it must return a torch.nn.Module")
+    return found
+
+
+def load_data(where: str) -> Any:
+    """The batches, or what the function returns."""
+    found = find(where)
+    import torch
+
+    if callable(found) and not isinstance(found, Iterable):
+        found = _call(where, found)
+    # Some modules can be iterated over, too.
+    if not isinstance(found, Iterable) or isinstance(found, (str, bytes, Mapping, torch.nn.Module)):
+        raise Problem(
+            f"{where} is of type {type(found).__name__}; name batches, such as a DataLoader or a list of tensors, or a "
+            "function that returns them"
+        )
+    with contextlib.suppress(TypeError):  # nobody knows how many
+        if len(found) == 0:  # type: ignore[arg-type]
+            raise Problem(f"{where} has no batches; give it at least one")
+    return found
+
+
+def load_config(where: str) -> Any:
+    """A QuantConfig, or what the function returns."""
+    from fakequant.config import QuantConfig
+
+    found = find(where)
+    found = _call(where, found) if callable(found) else found
+    if not isinstance(found, QuantConfig):
+        raise Problem(f"{where} is of type {type(found).__name__}; name a QuantConfig or a function that returns one")
+    return found
+
+
+def load_state(model: Any, path: str, prepared: bool = True) -> None:
+    """Loads a file of `torch.save(model.state_dict(), path)` into the model."""
+    import torch
+
+    if not Path(path).is_file():
+        option = "--state" if prepared else "--float-state"
+        raise Problem(f"There is no file {path!r}; {option} needs one of torch.save(model.state_dict(), FILE)")
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise Problem(
+            f"{path} cannot be read as a checkpoint of tensors; write it with torch.save(model.state_dict(), FILE)"
+        ) from error
+    if not isinstance(state, Mapping):
+        raise Problem(f"{path} holds {type(state).__name__}; write it with torch.save(model.state_dict(), FILE)")
+    try:
+        model.load_state_dict(state)
+    except Exception as error:
+        when = "after" if prepared else "before"
+        raise Problem(
+            f"{path} does not fit the model: {_misfit(model, state, error)}; load a state of this model that was saved "
+            f"{when} fakequant.prepare"
+        ) from error
+
+
+def _misfit(model: Any, state: Mapping[Any, Any], error: Exception) -> str:
+    """Names that only one of both has, or torch's words."""
+    there, here = list(map(str, state)), list(model.state_dict())
+    lacking = [name for name in here if name not in there]
+    unknown = [name for name in there if name not in here]
+    parts = [f"it lacks {_some(lacking)}"] if lacking else []
+    parts += [f"the model has no {_some(unknown)}"] if unknown else []
+    return ", and ".join(parts) or join(str(error), 300)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def folder_to_write(path: str) -> Path:
+    """The folder, which need not be there yet; that it can be written is asked before anything is computed.
+
+    >>> folder_to_write("results/today").name
+    'today'
+    """
+    folder = Path(path)
+    there = next((p for p in (folder, *folder.absolute().parents) if p.exists()), Path("/"))
+    if not there.is_dir():
+        raise Problem(f"{path!r} cannot be written: {str(there)!r} is a file; use another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise Problem(f"{path!r} cannot be written: there is no permission; use a folder that you may write to")
+    return folder
+
+
+def _module(place: str) -> Any:
+    if place.endswith(".py"):
+        path = Path(place).resolve()
+        if not path.is_file():
+            raise Problem(f"There is no file {place!r}; {HOW}")
+        with _code_of_others(place):
+            return _run(path)
+    if not all(part.isidentifier() for part in place.split(".")):
+        raise Problem(f"{place!r} is neither a file that ends with .py nor the name of a module; {HOW}")
+    _look_in(Path.cwd())
+    with _code_of_others(place):
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if missing_extra(error) is not None or not f"{place}.".startswith(f"{error.name}."):
+                raise
+            raise Problem(f"There is no module {place!r}; {HOW}") from error
+
+
+@functools.cache
+def _run(path: Path) -> Any:
+    """A file as a module, once; its neighbours can be imported, as if it were run by itself."""
+    _look_in(path.parent)
+    spec = importlib.util.spec_from_file_location(f"_fakequant_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module.__name__]
+        raise
+    return module
+
+
+def _look_in(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _call(where: str, function: Any) -> Any:
+    with _code_of_others(where):
+        return function()
+
+
+@contextlib.contextmanager
+def _code_of_others(where: str) -> Iterator[None]:
+    """Runs it without our arguments, which it would read as its own; says where it failed."""
+    place = where.rpartition(":")[0] if ":" in where else where
+    arguments, sys.argv = sys.argv, [place]
+    try:
+        yield
+    except Problem:
+        raise
+    except SystemExit as error:
+        raise Problem(
+            f"{where} called {called_exit(error)}; put what only a script does under "
+            'if __name__ == "__main__":, or leave it out'
+        ) from error
+    except Exception as error:
+        if missing_extra(error) is not None:
+            raise
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if _is_in(frame.filename, place)]
+        at = f" in line {lines[-1]}" if lines else ""
+        message = join(str(error), 300)
+        raise Problem(
+            f"{where} raised {type(error).__name__}{at}{message and f': {message}'}\n--debug shows where"
+        ) from error
+    finally:
+        sys.argv = arguments
+
+
+def _is_in(file: str, place: str) -> bool:
+    module = sys.modules.get(place)
+    return Path(file) == Path(place).resolve() or (module is not None and file == getattr(module, "__file__", None))

@@ -1,0 +1,36 @@
+"""`fakequant verify`."""
+
+import argparse
+
+from fakequant._cli.command import Answer, Commands, add_model, add_state, add_steps
+from fakequant._cli.loading import load_data, load_model, load_state
+
+
+def add(commands: Commands) -> None:
+    """Declares the command."""
+    parser = commands.add(
+        "verify",
+        run,
+        "whether an exported model computes what was trained, code by code",
+        examples=["train.py:make_model model.onnx train.py:test_data --state model.pt"],
+        yes="it computes what was trained",
+        no="codes or results differ",
+        extra="onnx",
+    )
+    add_model(parser)
+    parser.add_argument("onnx", metavar="ONNX", help="the exported file")
+    parser.add_argument("data", metavar="DATA", help="FILE.py:NAME or MODULE:NAME, batches or a function of them")
+    add_state(parser)
+    add_steps(parser)
+
+
+def run(options: argparse.Namespace) -> Answer:
+    """The tables of fakequant.verify."""
+    model = load_model(options.model)
+    if options.state:
+        load_state(model, options.state)
+    data = load_data(options.data)
+    from fakequant._verify.verify import verify
+
+    found = verify(model, options.onnx, data, steps=options.steps)
+    return Answer(str(found), found.to_dict(), 0 if found.ok else 1)

@@ -1,0 +1,388 @@
+"""Converted models on disk: safetensors, with a description of every tensor as JSON."""
+
+import copy
+import dataclasses
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from fakequant import _targets
+from fakequant._backends.blocks import blocks_of
+from fakequant._backends.torch.torch_private import EXTRA_STATE_SUFFIX
+from fakequant._convert.convert import Conversion, conversion, quantize_output_with, return_tensors, take_out
+from fakequant._convert.file_checks import check_eps, check_grid, check_same_dtype, check_weight, checksum
+from fakequant._convert.fold_batch_norm import Folded
+from fakequant._convert.golden.fixed_grid import Grid
+from fakequant._convert.golden.integer_layer import IntegerLayer, Integers, integer_class
+from fakequant._convert.golden.sums_to_codes import ARITHMETICS
+from fakequant._prepare.prepare import close_shortcuts
+from fakequant._train.running import check_module
+from fakequant._util.optional_packages import require, writing
+from fakequant.nn._layer_kinds import find_kind
+from fakequant.spec import QuantSpec, shortened
+
+_FORMAT = 2
+# Without a checksum.
+_OLD_FORMAT = 1
+
+
+def save_converted(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Writes a converted model: codes, scales, what stays in float, and the spec of every tensor.
+
+    The file is complete or not there, and has a checksum. Needs safetensors (`pip install "fakequant[onnx]"`).
+
+    >>> import tempfile, fakequant as fq
+    >>> def make():
+    ...     return nn.Sequential(nn.Linear(4, 2))
+    >>> model = fq.calibrate(fq.prepare(make(), fq.recipes.int8()), [torch.ones(3, 4)], progress=False)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_converted(fq.convert(model), f"{folder}/model.safetensors")
+    ...     loaded = load_converted(make(), f"{folder}/model.safetensors")
+    >>> torch.equal(loaded(torch.ones(1, 4)), fq.convert(model)(torch.ones(1, 4)))
+    True
+    """
+    check_module(model)
+    described = json.dumps(_describe(model))
+    safetensors = require("safetensors.torch", "safetensors")
+    with writing(path) as unfinished:
+        state = model.state_dict()
+        tensors = {n: v.detach().contiguous().clone() for n, v in state.items() if isinstance(v, Tensor)}
+        metadata = {"fakequant": described, "checksum": checksum(described, tensors)}
+        safetensors.save_file(tensors, unfinished, metadata=metadata)
+
+
+def load_converted(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
+    """Makes a float model of the same architecture, in place, the converted one that was saved; returns it.
+
+    What the float model's parameters were does not matter. A file that does not fit, or is damaged, is refused and
+    leaves it as it was. A file from before there were checksums loads with a warning.
+
+    >>> import tempfile, fakequant as fq
+    >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int4_weight_only(4))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_converted(fq.convert(model), f"{folder}/model.safetensors")
+    ...     loaded = load_converted(nn.Sequential(nn.Linear(4, 2)), f"{folder}/model.safetensors")
+    >>> loaded[0].weight_codes.shape  # two in a byte
+    torch.Size([4])
+    """
+    check_module(model)
+    described, state = _read(path)
+    with _unchanged_on_failure(model, described["layers"]):
+        try:
+            _apply(model, described, state, path)
+        except _NotOfThis:
+            raise
+        except (ValueError, LookupError, TypeError, AttributeError, AssertionError, RecursionError) as error:
+            words = shortened(str(error).partition("\n")[0].rstrip("."), 500)
+            raise ValueError(
+                f"{path} is damaged: what it says about the model makes no sense ({type(error).__name__}: {words}).\n"
+                f"{_AGAIN}"
+            ) from error
+    return model
+
+
+class _NotOfThis(ValueError):
+    """A file and a model that do not belong together."""
+
+
+_AGAIN = "Write it again with fakequant.save_converted."
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a file says about its tensors, and the state that is in it."""
+    safetensors = require("safetensors", "safetensors")
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"There is no file {str(path)!r} to load.\nPass what fakequant.save_converted wrote.")
+    try:
+        with safetensors.safe_open(Path(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is damaged, or no safetensors file at all: {error}.\n{_AGAIN}") from error
+    text = metadata.get("fakequant")
+    if text is None:
+        raise ValueError(
+            f"{path} was not written by fakequant.save_converted: it describes no quantized tensors.\n"
+            "Pass a file that was, or load this one with model.load_state_dict."
+        )
+    try:
+        described = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: what describes its tensors is no JSON ({error}).\n{_AGAIN}") from error
+    if not isinstance(described, dict) or described.get("format") not in (_OLD_FORMAT, _FORMAT):
+        found = shortened(repr(described.get("format") if isinstance(described, dict) else described))
+        raise ValueError(
+            f"{path} has format {found}; this version of fakequant reads {_OLD_FORMAT} and {_FORMAT}.\n"
+            "Use the version that wrote it, or write it again with this one."
+        )
+    _compare_checksum(path, described["format"], metadata.get("checksum"), checksum(text, state))
+    described.setdefault("extra_states", {})
+    missing = [name for name, kind in _PARTS.items() if not isinstance(described.get(name), kind)]
+    if missing:
+        raise ValueError(f"{path} is damaged: it does not say {', '.join(missing)}.\n{_AGAIN}")
+    return described, {**state, **described["extra_states"]}
+
+
+_PARTS = {
+    "target": str, "folded": list, "notes": list, "layers": dict, "grids": dict, "inputs_from": dict,
+    "extra_states": dict,
+}  # fmt: skip
+
+
+def _compare_checksum(path: Any, version: int, saved: str | None, found: str) -> None:
+    if version == _OLD_FORMAT and saved is None:
+        warnings.warn(
+            f"{path} has no checksum: it was written before there were any. Whether it is damaged cannot be told.\n"
+            f"{_AGAIN}",
+            UserWarning,
+            stacklevel=4,
+        )
+    elif saved != found:
+        raise ValueError(f"{path} is damaged: its checksum is not that of what is in it.\n{_AGAIN}")
+
+
+@contextmanager
+def _unchanged_on_failure(model: nn.Module, layers: Any) -> Iterator[None]:
+    """Puts every module and every tensor back as it was if something goes wrong.
+
+    The tensors of `layers` are replaced, not written into: no copy of them is needed.
+    """
+    modules = [(module, module.__class__, _shallow(module.__dict__)) for module in model.modules()]
+    others = [module for path, module in model.named_modules() if path not in layers]
+    values = [(t, t.detach().clone()) for module in others for t in _tensors_of(module)]
+    extra = [(m, copy.deepcopy(m.get_extra_state())) for m in model.modules() if _has_extra_state(m)]
+    try:
+        yield
+    except BaseException:
+        for module, kind, fields in modules:
+            module.__class__ = kind
+            module.__dict__.clear()
+            module.__dict__.update(fields)
+        with torch.no_grad():
+            for tensor, value in values:
+                tensor.copy_(value)
+        for module, state in extra:
+            module.set_extra_state(state)
+        raise
+
+
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _shallow(fields: dict[str, Any]) -> dict[str, Any]:
+    """A copy in which parameters, buffers, children and hooks may come and go."""
+    return {name: copy.copy(value) if isinstance(value, (dict, set)) else value for name, value in fields.items()}
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def _describe(model: nn.Module) -> dict[str, Any]:
+    """Everything that is not in the state."""
+    grids = {module: path for path, module in model.named_modules() if isinstance(module, Grid)}
+    layers, sources = {}, {}
+    for path, module in model.named_modules():
+        if isinstance(module, IntegerLayer):
+            record = module._fakequant
+            layers[path] = {"kind": record.float_class.__name__, "weight": _describe_weight(record)}
+            if record.takes_vectors:
+                layers[path]["takes_vectors"] = True
+            if record.input_grid is not None:
+                sources[path] = grids[record.input_grid]
+    return {
+        "format": _FORMAT,
+        **dataclasses.asdict(conversion(model)),
+        "layers": layers,
+        "grids": {
+            path: {"spec": grid.spec.to_dict(), "arithmetic": grid.arithmetic, "eps": grid.eps}
+            for grid, path in grids.items()
+        },
+        "inputs_from": sources,
+        "extra_states": _extra_states(model),
+    }
+
+
+def _describe_weight(record: Integers) -> dict[str, Any] | None:
+    if record.weight_spec is None:
+        return None
+    return {
+        "spec": record.weight_spec.to_dict(),
+        "shape": list(record.weight_shape),
+        "shift": record.weight_shift,
+    }
+
+
+def _extra_states(model: nn.Module) -> dict[str, Any]:
+    """What modules keep in their states that is no tensor: what JSON can hold."""
+    found = {name: value for name, value in model.state_dict().items() if not isinstance(value, Tensor)}
+    for name, value in found.items():
+        try:
+            same = json.loads(json.dumps(value)) == value
+        except (TypeError, ValueError, RecursionError):
+            same = False
+        if not same:
+            raise TypeError(
+                f"{name} is {type(value).__name__}, which cannot be written: a file has tensors, and numbers, strings, "
+                "None, and lists and dicts of them.\nReturn one of these from get_extra_state."
+            )
+    return found
+
+
+def _apply(model: nn.Module, described: dict[str, Any], state: dict[str, Any], file: Any) -> None:
+    _require_same_model(model, described, file)
+    target = _targets.find(described["target"]).name
+    modules = dict(model.named_modules())
+    for path in described["folded"]:
+        take_out(model, path)
+    for path, layer in described["layers"].items():
+        _make_layer(modules[path], path, layer)
+    grids = {path: _make_grid(path, grid, state) for path, grid in described["grids"].items()}
+    for path, grid in grids.items():
+        parent, _, name = path.rpartition(".")
+        module = model.get_submodule(parent)
+        if isinstance(module, (IntegerLayer, Folded)) or name in module._modules:
+            module._modules[name] = grid
+        else:
+            quantize_output_with(module, grid)
+    for path, grid_path in described["inputs_from"].items():
+        model.get_submodule(path)._fakequant.input_grid = grids[grid_path]  # type: ignore[union-attr]
+    for module in model.modules():
+        close_shortcuts(module)
+    _fill(model, state, file)
+    model.eval().requires_grad_(False)
+    model.__dict__["_fakequant_conversion"] = Conversion(target, described["folded"], described["notes"])
+    return_tensors(model)
+
+
+def _require_same_model(model: nn.Module, described: dict[str, Any], file: Any) -> None:
+    """That every layer there is one here, with a weight of the same shape."""
+    if "_fakequant_conversion" in model.__dict__ or "_fakequant_preparation" in model.__dict__:
+        raise _NotOfThis("The model is prepared or converted already.\nPass a float model, as it was before prepare.")
+    modules = dict(model.named_modules())
+    for path, layer in described["layers"].items():
+        here, there = _kind(modules.get(path)), layer["kind"]
+        if here == there and layer["weight"] is not None:
+            kind = find_kind(type(modules[path]))
+            weight = getattr(modules[path], kind.weight_name) if kind is not None else None
+            here = f"{here} of shape {None if weight is None else tuple(weight.shape)}"
+            there = f"{there} of shape {tuple(layer['weight']['shape'])}"
+        if here != there:
+            _refuse(file, path, there, here)
+    parents = [path.rpartition(".")[0] for path in described["grids"]]
+    for path in (*described["folded"], *parents, *described["inputs_from"]):
+        if path not in modules:
+            _refuse(file, path, "a module", "absent")
+
+
+def _kind(module: nn.Module | None) -> str:
+    return "absent" if module is None else type(module).__name__
+
+
+def _refuse(file: Any, path: str, there: str, here: str) -> NoReturn:
+    raise _NotOfThis(
+        f"{file} does not belong to the model: {path!r} is {there} there and {here} here.\n"
+        "Pass a float model of the architecture that was converted."
+    )
+
+
+def _make_layer(layer: Any, path: str, described: dict[str, Any]) -> None:
+    cls, weight = type(layer), described["weight"]
+    kind = find_kind(cls)
+    if kind is None:
+        raise TypeError(f"{cls.__name__} is not a layer that can be quantized")
+    record = Integers(kind, cls, path, takes_vectors=bool(described.get("takes_vectors", False)))
+    layer.__dict__["_fakequant"] = record
+    layer.__class__ = integer_class(cls)
+    for name in ("input_quantizer", "output_quantizer", "projection_quantizer"):
+        layer.register_module(name, None)
+    layer.register_buffer("bias_codes", None)
+    if weight is None:
+        return
+    layer._parameters.pop(kind.weight_name, None)
+    record.weight_spec = QuantSpec.from_dict(weight["spec"])
+    record.weight_shape, record.weight_shift = tuple(weight["shape"]), int(weight.get("shift", 0))
+    for name in ("weight_codes", "weight_scale", "weight_zero_point"):
+        layer.register_buffer(name, None)
+    if kind.bias_name in layer._parameters:
+        layer._parameters[kind.bias_name] = None
+
+
+def _make_grid(path: str, grid: dict[str, Any], state: dict[str, Any]) -> Grid:
+    values = [state.get(f"{path}.{name}") for name in ("scale", "zero_point")]
+    if (values[0] is None) != (values[1] is None):
+        raise KeyError(f"{path}.{'scale' if values[0] is None else 'zero_point'}")
+    spec = QuantSpec.from_dict(grid["spec"])
+    if grid["arithmetic"] not in ARITHMETICS:
+        raise KeyError(grid["arithmetic"])
+    check_eps(path, grid["eps"])
+    check_grid(path, spec, *values)
+    return Grid(spec, *values, arithmetic=grid["arithmetic"], eps=grid["eps"], path=path)
+
+
+def _fill(model: nn.Module, state: dict[str, Any], file: Any) -> None:
+    """Every tensor to its place, with the shape it has in the file."""
+    for path, module in model.named_modules():
+        if isinstance(module, IntegerLayer):
+            _fill_layer(module, f"{path}." if path else "", state, file)
+    places = model.state_dict()
+    for name in (*places, *state):
+        if name not in state or name not in places:
+            here, there = ("absent" if name not in where else "there" for where in (places, state))
+            _refuse(file, name, there, here)
+        found, place = state[name], places[name]
+        if isinstance(place, Tensor) and isinstance(found, Tensor) and found.shape != place.shape:
+            if name.endswith(EXTRA_STATE_SUFFIX):
+                continue  # the module knows what it takes
+            _refuse(file, name, f"of shape {tuple(found.shape)}", f"of {tuple(place.shape)}")
+        if isinstance(place, Tensor) and not name.endswith(EXTRA_STATE_SUFFIX):
+            if not isinstance(found, Tensor):
+                raise TypeError(f"{name} is no tensor")
+            check_same_dtype(name, found, place)
+    with torch.no_grad():
+        model.load_state_dict(state)
+
+
+def _fill_layer(layer: Any, start: str, state: dict[str, Any], file: Any) -> None:
+    """The tensors of an integer layer; a normalization that was folded may have brought it a bias."""
+    shapes = _shapes(layer)
+    for own in (layer._buffers, layer._parameters):
+        for last in own:
+            value = state.get(start + last)
+            if value is None:
+                continue
+            if not isinstance(value, Tensor):
+                raise TypeError(f"{start}{last} is no tensor")
+            allowed = shapes.get(last, [None if own[last] is None else tuple(own[last].shape)])
+            if tuple(value.shape) not in allowed:
+                _refuse(file, start + last, f"of shape {tuple(value.shape)}", f"of {allowed[0]}")
+            own[last] = nn.Parameter(value, requires_grad=False) if own is layer._parameters else value
+    missing = [last for last in ("weight_codes", "weight_scale") if last in shapes and layer._buffers[last] is None]
+    if missing:
+        raise ValueError(f"{file} is damaged: it has no {start}{missing[0]}.\n{_AGAIN}")
+    if layer._fakequant.weight_spec is not None:
+        check_weight(start.rstrip("."), layer)
+
+
+def _shapes(layer: Any) -> dict[str, list[Any]]:
+    """The shapes that tensors of an integer layer may have, by name."""
+    record, kind = layer._fakequant, layer._fakequant.kind
+    if record.weight_spec is None:
+        return {}
+    spec, shape = record.weight_spec, record.weight_shape
+    scales = blocks_of(shape, spec).parameters
+    codes: list[Any] = [shape]
+    if spec.bits in (2, 4):
+        codes = [(-(-prod(shape) * spec.bits // 8),)]
+    outputs = (shape[kind.channel_axis] * (getattr(layer, "groups", 1) if kind.channel_axis == 1 else 1),)
+    names = {"weight_codes": codes, "bias_codes": [outputs], kind.bias_name: [outputs]}
+    return {**names, "weight_scale": [scales], "weight_zero_point": [scales]}

@@ -1,0 +1,148 @@
+"""Batch normalization as part of the layer before it: another scale per channel and another bias.
+
+    y = (x w + b - mean) * factor + beta        factor = gamma / sqrt(variance + eps)
+
+    weight_scale' = weight_scale * |factor|     codes' = -codes where factor < 0
+    b'            = (b - mean) * factor + beta
+
+Codes of a symmetric, narrow grid can change their sign, so nothing is rounded anew.
+"""
+
+import dataclasses
+from collections import Counter
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from fakequant._convert.golden.integer_layer import set_levels, weight_levels
+from fakequant._prepare.data_flow import copy_for_tracing
+from fakequant.nn._batch_norm import factor_of, folded_bias, folded_scale, lacks_opposite
+from fakequant.nn._quantized_layer import QuantizedLayer
+from fakequant.nn._quantizer import Quantizer
+
+
+class Pair(NamedTuple):
+    """A layer, and the normalization that takes its result and nobody else does."""
+
+    layer: str
+    norm: str
+
+
+class Folded(nn.Module):
+    """Where a normalization was; its result may be quantized."""
+
+    output_quantizer: Any
+
+    def __init__(self, output_quantizer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.register_module("output_quantizer", output_quantizer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x`."""
+        return x if self.output_quantizer is None else self.output_quantizer(x)
+
+
+class _Tracer(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if isinstance(m, (QuantizedLayer, Quantizer)):
+            return True
+        if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+            return False
+        return m.__module__.startswith(("torch.nn", "torch.ao.nn"))
+
+
+def find_pairs(model: nn.Module) -> tuple[list[Pair], str | None]:
+    """Layers whose results go to a batch normalization and nowhere else, and why not all could be found."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            graph = _Tracer().trace(copy_for_tracing(model).eval())
+    except Exception as error:  # whatever a model's own code raises when it is traced
+        first = str(error).strip().split("\n")[0]
+        return _in_sequences(model), f"{type(error).__name__}: {first}"
+    calls: dict[str, int] = {}
+    for node in graph.nodes:
+        if node.op == "call_module":
+            calls[str(node.target)] = calls.get(str(node.target), 0) + 1
+    found = []
+    for node in graph.nodes:
+        if node.op != "call_module" or not _is_norm(model.get_submodule(str(node.target))):
+            continue
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or source.op != "call_module" or len(source.users) != 1:
+            continue
+        pair = Pair(str(source.target), str(node.target))
+        if calls[pair.layer] == calls[pair.norm] == 1 and _fits(model, pair):
+            found.append(pair)
+    return found, None
+
+
+def _in_sequences(model: nn.Module) -> list[Pair]:
+    """Neighbours in an `nn.Sequential`, which pass their results on, and are nowhere else."""
+    found = []
+    places = Counter(child for module in model.modules() for child in module._modules.values())
+    for path, module in model.named_modules():
+        if type(module).forward is nn.Sequential.forward:
+            names = [f"{path}.{name}" if path else name for name in module._modules]
+            pairs = [Pair(a, b) for a, b in pairwise(names)]
+            for pair in pairs:
+                both = [model.get_submodule(path) for path in pair]
+                if all(places[module] == 1 for module in both) and _is_norm(both[1]) and _fits(model, pair):
+                    found.append(pair)
+    return found
+
+
+def _is_norm(module: nn.Module) -> bool:
+    if not isinstance(module, nn.modules.batchnorm._BatchNorm) or module.running_mean is None:
+        return False
+    return type(module).forward in (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+def _fits(model: nn.Module, pair: Pair) -> bool:
+    layer: Any = model.get_submodule(pair.layer)
+    norm: Any = model.get_submodule(pair.norm)
+    if not isinstance(layer, QuantizedLayer) or layer.output_quantizer is not None or layer.weight_quantizer is None:
+        return False
+    kind = layer._fakequant.kind
+    spec, weight, axis = layer.weight_quantizer.spec, getattr(layer, kind.weight_name), kind.channel_axis
+    is_grouped = getattr(layer, "groups", 1) != 1 and axis != 0
+    if not spec.symmetric or is_grouped or norm.num_features != weight.shape[axis]:
+        return False
+    if spec.group_size is not None:
+        return axis == 0 and spec.axis % weight.dim() != 0
+    return spec.axis is None or spec.axis % weight.dim() == axis
+
+
+def why_not(layer: Any, norm: Any, has_tokens: bool) -> str | None:
+    """Why a normalization cannot be folded into an integer layer; None if it can.
+
+    `has_tokens` says whether inputs with more than two axes were observed.
+    """
+    record = layer._fakequant
+    spec = record.weight_spec
+    if len(record.weight_shape) == 2 and has_tokens:
+        return "of tokens it normalizes another axis than that of the layer's channels"
+    if spec.qmin == -spec.qmax:
+        return None
+    lowest = weight_levels(layer).movedim(record.kind.channel_axis, 0).flatten(1).amin(1) / 2**record.weight_shift
+    if bool(lacks_opposite(lowest, spec.qmin, factor_of(norm))):
+        return f"a channel with a negative factor has the code {spec.qmin}, which has no opposite; use narrow=True"
+    return None
+
+
+def fold(layer: Any, bias: Tensor | None, norm: Any) -> Tensor:
+    """Changes codes and scale of an integer layer; returns its bias, in float64."""
+    factor, record = factor_of(norm), layer._fakequant
+    axis, dims = record.kind.channel_axis, len(record.weight_shape)
+    channels = record.weight_shape[axis]
+    if record.weight_spec.axis is None:
+        record.weight_spec = dataclasses.replace(record.weight_spec, axis=axis)
+        layer.weight_scale = layer.weight_scale.expand(channels).clone()
+    per_scale = factor.reshape(-1, *[1] * (layer.weight_scale.dim() - 1))
+    layer.weight_scale = folded_scale(layer.weight_scale, per_scale)
+    sign = factor.sign().reshape([-1 if a == axis else 1 for a in range(dims)])
+    set_levels(layer, weight_levels(layer) * sign.float())
+    # Behind a linear layer, a batch normalization has the channels of vectors on axis 1, and of tokens the tokens.
+    record.takes_vectors = dims == 2
+    return folded_bias(bias, norm)

@@ -1,0 +1,67 @@
+"""How runtimes come from sums of products to codes.
+
+The reference computes what the graph says, one operation after the other, in float32. ONNX Runtime runs a
+layer and the quantizer after it as one kernel, and an addition or a mean between quantizers too; where its
+codes are others, they are so by one step, at a tie. `clamped` is
+
+    clamped(v) = rint(clip(v, qmin - zero_point, qmax - zero_point)) + zero_point
+
+All of it in float32, in the order written. Codes are integers in float32.
+"""
+
+import torch
+from torch import Tensor
+
+from fakequant._backends.torch.fused_multiply_add import fma
+from fakequant._convert.golden.tracked_codes import Arithmetic, GridOf, codes_of, quantized
+
+
+class Reference:
+    """The operations of the graph."""
+
+    def from_sums(self, sums: Tensor, scale: Tensor, grid: GridOf) -> Tensor:
+        """quantize(sums * scale)."""
+        return quantized(sums.float() * scale, grid)
+
+    def from_addition(self, a: Tensor, a_grid: GridOf, b: Tensor, b_grid: GridOf, grid: GridOf) -> Tensor:
+        """quantize(a + b)."""
+        return quantized(a + b, grid)
+
+    def from_average(self, x: Tensor, x_grid: GridOf, axes: tuple[int, ...], grid: GridOf) -> Tensor:
+        """quantize(mean(x))."""
+        return quantized(x.mean(axes, keepdim=True), grid)
+
+
+class OnnxRuntime(Reference):
+    """The kernels of ONNX Runtime for x86: QLinearConv, QGemm, QLinearMatMul, QLinearAdd, QLinearGlobalAveragePool."""
+
+    def from_sums(self, sums: Tensor, scale: Tensor, grid: GridOf) -> Tensor:
+        """clamped(sums * (scale / grid.scale))."""
+        return _clamped(sums.float() * (scale / grid.scale), grid)
+
+    def from_addition(self, a: Tensor, a_grid: GridOf, b: Tensor, b_grid: GridOf, grid: GridOf) -> Tensor:
+        """clip(rint(fma(a, ra, fma(b, rb, zero_point - fma(ra, za, rb * zb))))), of codes a and b.
+
+        ra and rb are the scales of a and b over that of the result; za and zb their zero points.
+        """
+        ra, rb = a_grid.scale / grid.scale, b_grid.scale / grid.scale
+        za, zb = a_grid.zero_point.float(), b_grid.zero_point.float()
+        fixed = grid.zero_point.float() - fma(ra, za, rb * zb)
+        q = torch.round(fma(codes_of(a, a_grid), ra, fma(codes_of(b, b_grid), rb, fixed)))
+        return q.clamp(grid.spec.qmin, grid.spec.qmax)
+
+    def from_average(self, x: Tensor, x_grid: GridOf, axes: tuple[int, ...], grid: GridOf) -> Tensor:
+        """clamped(sum(codes - zero_point) * (scale / (grid.scale * number))), over the axes of an image."""
+        if axes != (2, 3) or x.dim() != 4:
+            return super().from_average(x, x_grid, axes, grid)
+        number = x.shape[2] * x.shape[3]
+        sums = torch.round(x.double() / x_grid.scale).sum(axes, keepdim=True)
+        return _clamped(sums.float() * (x_grid.scale / (grid.scale * number)), grid)
+
+
+def _clamped(levels: Tensor, grid: GridOf) -> Tensor:
+    low, high = grid.spec.qmin - grid.zero_point, grid.spec.qmax - grid.zero_point
+    return torch.round(torch.minimum(torch.maximum(levels, low.float()), high.float())) + grid.zero_point
+
+
+ARITHMETICS: dict[str, Arithmetic] = {"reference": Reference(), "onnxruntime": OnnxRuntime()}

@@ -1,0 +1,93 @@
+"""Quantizers that `convert` leaves out, because the prepared model computes in float there too."""
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from fakequant.nn._quantized_layer import QUANTIZERS, QuantizedLayer, input_grid_of
+from fakequant.nn._quantizer import Quantizer, quantizers
+
+
+def leave_in_float(model: nn.Module) -> list[str]:
+    """Takes out of a copy of a prepared model the quantizers that do not quantize; returns notes about them, and warns.
+
+    These are quantizers that are switched off, and those of layers that no data has reached.
+    """
+    _require_any(model)
+    reasons = {path: "is switched off" for path, quantizer in quantizers(model) if not quantizer.quantizing}
+    out = {model.get_submodule(path) for path in reasons}
+    for path, layer in unreached_layers(model).items():
+        for name in (*QUANTIZERS, "projection_quantizer"):
+            quantizer = layer._modules.get(name)
+            if isinstance(quantizer, Quantizer) and quantizer not in out:
+                out.add(quantizer)
+                reasons[f"{path}.{name}" if path else name] = "was reached by no data"
+    of_weights = _weight_quantizers(model)
+    for path, quantizer in quantizers(model):
+        if quantizer not in out and quantizer not in of_weights and not _has_scale(quantizer):
+            out.add(quantizer)
+            reasons[path] = "was reached by no data"
+    for module in model.modules():
+        for name, child in list(module._modules.items()):
+            if child in out:
+                module._modules[name] = None
+        if isinstance(module, QuantizedLayer) and module._fakequant.input_grid in out:
+            module._fakequant.input_grid = None
+    notes = [f"{path} {reason}: that tensor stays in float" for path, reason in reasons.items()]
+    if notes:
+        more = f"\n  and {len(notes) - 5} more" if len(notes) > 5 else ""
+        warnings.warn(
+            "Some tensors are not quantized in the converted model, as in the prepared one:\n  "
+            + "\n  ".join(notes[:5])
+            + more
+            + "\nSwitch quantizers on with fakequant.nn.set_state(model, quantizing=True). For layers that are never "
+            "called, or whose weight other code uses, nothing can be done: use config.skip(path).",
+            UserWarning,
+            stacklevel=3,
+        )
+    return notes
+
+
+def unreached_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
+    """Layers whose input has no scale although other quantizers of activations have one: no data has reached them."""
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedLayer):
+            grid = input_grid_of(module)
+            if isinstance(grid, Quantizer) and not _has_scale(grid):
+                found[path] = module
+    return found
+
+
+def _require_any(model: nn.Module) -> None:
+    """Raises an error if nothing would be quantized, or if the model is not calibrated at all."""
+    found = dict(quantizers(model))
+    if not any(quantizer.quantizing for quantizer in found.values()):
+        raise RuntimeError(
+            "Every quantizer of the model is switched off: the converted model would be the float model.\n"
+            "Use fakequant.nn.set_state(model, quantizing=True) first."
+        )
+    of_weights = _weight_quantizers(model)
+    static = {path: q for path, q in found.items() if not q.is_dynamic and q not in of_weights}
+    missing = [path for path, quantizer in static.items() if not _has_scale(quantizer)]
+    if missing and len(missing) == len(static):
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise RuntimeError(
+            f"The model is not calibrated: {', '.join(missing[:3])}{more} have no scale.\n"
+            "Use fakequant.calibrate(model, data), or train it, before it is converted."
+        )
+
+
+def _weight_quantizers(model: nn.Module) -> set[Quantizer | None]:
+    return {module.weight_quantizer for module in model.modules() if isinstance(module, QuantizedLayer)}
+
+
+def _has_scale(quantizer: Any) -> bool:
+    if quantizer.is_dynamic:
+        return True
+    try:
+        quantizer.qparams()
+    except RuntimeError:
+        return False
+    return True

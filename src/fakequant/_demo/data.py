@@ -1,0 +1,39 @@
+"""Handwritten digits: 1,797 images of 8 × 8 pixels, which scikit-learn has on board."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from fakequant._util.optional_packages import require
+
+BATCH = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Digits:
+    """Images with values from 0 to 1, in random order; one half to train on, one half to test."""
+
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+    def batches(self) -> list[Tensor]:
+        """The images to train on."""
+        return list(self.train_images.split(BATCH))
+
+
+def load(seed: int = 0, images: int | None = None) -> Digits:
+    """The digits in the order that `seed` gives; at most so many `images`.
+
+    >>> digits = load()
+    >>> digits.train_images.shape, digits.test_images.shape
+    (torch.Size([897, 1, 8, 8]), torch.Size([900, 1, 8, 8]))
+    """
+    datasets = require("sklearn.datasets", "scikit-learn", "demo")
+    pixels, labels = (torch.from_numpy(array) for array in datasets.load_digits(return_X_y=True))
+    order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(seed))[:images]
+    found, classes = (pixels[order] / 16).float().view(-1, 1, 8, 8), labels[order]
+    test = len(order) * 900 // 1797
+    return Digits(found[test:], classes[test:], found[:test], classes[:test])

@@ -1,0 +1,58 @@
+"""From a prepared model to a file, and what ONNX Runtime makes of it."""
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor, nn
+
+from fakequant._convert.convert import convert
+from fakequant._demo.data import Digits
+from fakequant._onnx.export_onnx import export_onnx
+from fakequant._verify.onnxruntime_session import Runtime
+from fakequant._verify.verdict import Verification
+from fakequant._verify.verify import verify
+
+
+@dataclasses.dataclass(frozen=True)
+class Deployed:
+    """What is known of a model that was exported."""
+
+    # Percent of the test images, in ONNX Runtime.
+    accuracy: float
+    # Codes, scales and biases.
+    bytes: int
+    onnx_bytes: int
+    verification: Verification
+
+    @property
+    def codes(self) -> int:
+        """How many codes were compared."""
+        return sum(tensor.codes for tensor in self.verification.tensors)
+
+    @property
+    def differing_codes(self) -> int:
+        """Codes of the runtime that are not those of the golden model."""
+        return sum(tensor.runtime_differ for tensor in self.verification.tensors)
+
+    @property
+    def why(self) -> str:
+        """Why the integer model is not quite what was trained; empty: it is, but for a few ties."""
+        reasons = [t.why_prepared for t in self.verification.tensors if not t.is_equal_but_for_ties]
+        return "; ".join(dict.fromkeys(reasons))
+
+
+def export(model: nn.Module, path: Path, digits: Digits) -> None:
+    """Writes the file."""
+    export_onnx(model, path, digits.test_images[:2])
+
+
+def look_at(model: nn.Module, path: Path, digits: Digits, batches: Iterable[Tensor]) -> Deployed:
+    """Runs the file on the test images, in `batches`, and compares every code."""
+    found = verify(model, path, batches)
+    _, (scores, *_), _ = Runtime(path).run((digits.test_images.numpy(),), {})
+    right = np.mean(scores.argmax(1) == digits.test_labels.numpy())
+    tensors = convert(model).state_dict().values()
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return Deployed(float(right) * 100, size, path.stat().st_size, found)

@@ -1,0 +1,275 @@
+"""`compare`: how far every layer of a quantized model is from the float model, by itself and in the model."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant._convert.fold_batch_norm import Folded
+from fakequant._convert.golden.integer_layer import IntegerLayer
+from fakequant._diagnosis.inputs import changed_inputs, inputs_of
+from fakequant._diagnosis.pairs import Pair, find_pairs, has_quantized_weight, reference
+from fakequant._diagnosis.sums import Errors, Sums, decibels, exact
+from fakequant._diagnosis.watching import Call, first_tensor, in_single_steps, recording, watching
+from fakequant._prepare.prepare import link_norms
+from fakequant._train.model_snapshot import unchanged
+from fakequant._train.running import Data, check_module, copied, evaluating, run
+from fakequant._util.text_table import table
+from fakequant.nn._batch_norm import factor_of
+from fakequant.nn._deployed_bias import bias_error
+from fakequant.nn._quantized_layer import QuantizedLayer, quantized_weight
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerComparison:
+    """One layer of the quantized model beside that of the float model."""
+
+    path: str
+    kind: str
+    # As `sqnr`, of the weight; None: it is not quantized.
+    weight_sqnr: float | None
+    # The layer's result over what rounding its bias adds to it, in dB; None: no bias will be an integer, or the model
+    # is converted.
+    bias_sqnr: float | None
+    # Given what the float model's layer is given.
+    isolated: Errors
+    # In the quantized model, after all that went wrong before.
+    accumulated: Errors
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """What `compare` found; prints as a table."""
+
+    layers: list[LayerComparison]
+
+    @property
+    def worst(self) -> str:
+        """The path of the layer with the lowest SQNR by itself."""
+        return min((layer for layer in self.layers if layer.isolated.sqnr is not None), key=_sqnr).path
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as dicts, lists, numbers and strings."""
+        return {**dataclasses.asdict(self), "worst": self.worst}
+
+    def __str__(self) -> str:
+        measured = ["steps", "clipped"]
+        header = ["layer", "kind", "weight dB", "bias dB", "by itself dB", *measured, "in the model dB", *measured]
+        rows = [
+            [
+                x.path,
+                x.kind,
+                *(_words(y, ".1f") for y in (x.weight_sqnr, x.bias_sqnr)),
+                *_row(x.isolated),
+                *_row(x.accumulated),
+            ]
+            for x in self.layers
+        ]
+        worst = next(layer for layer in self.layers if layer.path == self.worst)
+        words = f"Worst by itself: {worst.path or 'the model'}, {_words(worst.isolated.sqnr, '.1f')} dB."
+        return f"{table(header, rows)}\n\n{words}"
+
+
+def _sqnr(layer: LayerComparison) -> float:
+    """For ranking: what is not a number is worse than any."""
+    value = layer.isolated.sqnr
+    assert value is not None
+    return -math.inf if math.isnan(value) else value
+
+
+def _row(errors: Errors) -> list[str]:
+    return [_words(errors.sqnr, ".1f"), _words(errors.max_steps, ".1f"), _words(errors.clipped, ".2%")]
+
+
+def _words(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+@torch.no_grad()
+def compare(
+    float_model: nn.Module,
+    quantized_model: nn.Module,
+    data: Data,
+    *,
+    steps: int | None = None,
+    progress: bool = True,
+) -> Comparison:
+    """Runs both models on data, and measures how far every quantized layer is from the float one.
+
+    Each layer is looked at twice. By itself it is given what the float model's layer is given: this finds the
+    layer that goes wrong. In the quantized model it is given what the layers before made of it: this shows
+    where the errors grow. Sums are over all batches, of which at most `steps` are used.
+
+    `quantized_model` is prepared and calibrated or trained, or converted; `float_model` is what it was made
+    from: a copy from before `prepare`, or `unprepare(copy.deepcopy(model))`.
+
+    Where a batch normalization takes a layer's result and will be part of it, results are those after it and
+    weights have its factors: it makes small channels as large as the others, and their errors with them. An
+    attention's results include its `out_proj`, which has a row too. A module that quantizes only its result has the
+    steps and the clipped share of that; by itself it quantizes the float model's result, whatever is in it. An input
+    that another module puts on a grid is put on that grid; in the model nothing of it is left to clip.
+
+    Both models run in evaluation mode, and nothing in them is changed.
+
+    >>> import copy, fakequant as fq
+    >>> model = nn.Sequential(nn.Linear(4, 2))
+    >>> prepared = fq.prepare(copy.deepcopy(model), fq.recipes.int8())
+    >>> prepared = fq.calibrate(prepared, [torch.ones(3, 4)], progress=False)
+    >>> found = compare(model, prepared, [torch.full((3, 4), 2.0)], progress=False)
+    >>> found.worst, found.layers[0].isolated.clipped
+    ('0', 1.0)
+    """
+    check_module(float_model, "float_model")
+    check_module(quantized_model, "quantized_model")
+    pairs = find_pairs(float_model, quantized_model)
+    if callable(data) and not isinstance(data, Iterable):
+        raise TypeError("`data` must be batches here, which both models are run on, not a function.")
+    link_norms(quantized_model)
+    comparison = _Comparison(float_model, quantized_model, pairs)
+    with unchanged(float_model, quantized_model), evaluating(float_model), evaluating(quantized_model):
+        run(float_model, data, steps, "compare" if progress else None, comparison.add)
+        if not comparison.batches:
+            raise ValueError("`data` has no batches: there was nothing to compare.")
+        return comparison.result()
+
+
+class _Comparison:
+    """Sums over batches."""
+
+    def __init__(self, float_model: nn.Module, quantized_model: nn.Module, pairs: list[Pair]) -> None:
+        self.float_model, self.quantized_model = float_model, quantized_model
+        self.pairs = {pair.path: pair for pair in pairs}
+        self.folded = {path: m for path, m in quantized_model.named_modules() if isinstance(m, Folded)}
+        self.batches = 0
+        # What came to the quantizers of modules that have nothing else.
+        self._given: dict[nn.Module, Tensor] = {}
+
+    def add(self, *args: Any, **kwargs: Any) -> None:
+        """One batch."""
+        self.batches += 1
+        given = copied(args, kwargs)  # a model may change its input in place, and each one gets the same
+        if self.folded:
+            self._find_norms(*copied(*given))
+        calls = self._run_float(args, kwargs)
+        with ExitStack() as undo:
+            for pair in self.pairs.values():
+                if pair.output_grid is not None:
+                    undo.callback(pair.output_grid.register_forward_pre_hook(self._keep_given).remove)
+            for pair in self.pairs.values():
+                for number in range(len(calls.get(pair.path, ()))):
+                    self._add_isolated(pair, reference(pair, calls, number))
+            self._run_quantized(*given, calls)
+
+    def _keep_given(self, quantizer: nn.Module, args: Any) -> None:
+        self._given[quantizer] = args[0]
+
+    def _find_norms(self, args: Any, kwargs: Any) -> None:
+        """Which layers normalizations are part of now: those whose very result comes to their place."""
+        results: list[tuple[Any, str]] = []
+
+        def look(path: str, args: Any, kwargs: Any, result: Any) -> None:
+            if path in self.folded:
+                layer = next((p for y, p in reversed(results) if args and y is args[0]), None)
+                if layer is not None:
+                    self.pairs[layer].norm = path
+            elif isinstance(self.pairs[path].module, QuantizedLayer):
+                results.append((result, path))
+
+        with watching({**{p: pair.module for p, pair in self.pairs.items()}, **self.folded}, look):
+            self.quantized_model(*args, **kwargs)
+
+    def _run_float(self, args: Any, kwargs: Any) -> dict[str, list[Call]]:
+        modules = {path: pair.before for path, pair in self.pairs.items()}
+        norms = {pair.norm for pair in self.pairs.values() if pair.norm is not None}
+        modules.update({path: self.float_model.get_submodule(path) for path in norms | self.folded.keys()})
+        like = {path: pair.module for path, pair in self.pairs.items()}
+        with in_single_steps(self.float_model, like), recording(modules) as calls:
+            self.float_model(*args, **kwargs)
+        return calls
+
+    def _add_isolated(self, pair: Pair, call: Call) -> None:
+        if pair.output_grid is not None:  # layers in the module have rows of their own
+            result = None if call.result is None else pair.output_grid(call.result)
+            return self._add(pair, pair.isolated, call, call.args, call.kwargs, result)
+        args, kwargs = call.args, call.kwargs
+        if pair.input_grid is not None and getattr(pair.module, "input_quantizer", None) is None:
+            args, kwargs = changed_inputs(pair.module, args, kwargs, pair.input_grid)
+        pair.input_dims = next((x.dim() for x in inputs_of(pair.module, args, kwargs)), None)
+        result = pair.module(*args, **kwargs)
+        self._add(pair, pair.isolated, call, call.args, call.kwargs, result)
+
+    def _run_quantized(self, args: Any, kwargs: Any, calls: dict[str, list[Call]]) -> None:
+        numbers: dict[str, int] = {}
+
+        def look(path: str, args: Any, kwargs: Any, result: Any) -> None:
+            number = numbers[path] = numbers.get(path, -1) + 1
+            if number < len(calls.get(path, ())):  # else the float model went another way
+                pair = self.pairs[path]
+                self._add(pair, pair.accumulated, reference(pair, calls, number), args, kwargs, result)
+
+        with watching({path: pair.module for path, pair in self.pairs.items()}, look):
+            self.quantized_model(*args, **kwargs)
+
+    def _add(self, pair: Pair, sums: Sums, call: Call, args: Any, kwargs: Any, result: Any) -> None:
+        y = first_tensor(result)
+        if pair.norm_to_come is not None and y is not None:
+            y = pair.norm_to_come.forward(y)  # without its hooks: its own result may be quantized
+        sums.add_result(call.result, y)
+        if pair.output_grid is not None:
+            given = self._given.pop(pair.output_grid, None)
+            if given is not None:
+                sums.add_quantized(pair.output_grid, given, call.result)
+        elif pair.input_grid is not None:
+            there, here = inputs_of(pair.module, call.args, call.kwargs), inputs_of(pair.module, args, kwargs)
+            for expected, x in zip(there, here, strict=False):
+                sums.add_quantized(pair.input_grid, x, expected)
+
+    def result(self) -> Comparison:
+        """What was summed up."""
+        if all(pair.isolated.errors().sqnr is None for pair in self.pairs.values()):
+            raise ValueError(
+                "No quantized layer was given values while `data` was run through `float_model`: there is nothing to "
+                "compare.\nPass batches that are not empty and that reach the layers."
+            )
+        return Comparison(
+            [
+                LayerComparison(
+                    p.path, p.kind, self._weight_sqnr(p), _bias_sqnr(p), p.isolated.errors(), p.accumulated.errors()
+                )
+                for p in self.pairs.values()
+            ]
+        )
+
+    def _weight_sqnr(self, pair: Pair) -> float | None:
+        layer: Any = pair.module
+        if not has_quantized_weight(layer):
+            return None
+        kind = layer._fakequant.kind
+        weight, quantized = exact(getattr(pair.before, kind.weight_name)), exact(quantized_weight(layer))
+        of_channels = pair.norm_to_come is None or weight.dim() > 2 or pair.input_dims == 2  # not of tokens
+        if pair.norm is not None and of_channels:
+            weight = _scaled(weight, self.float_model.get_submodule(pair.norm), kind.channel_axis)
+        if pair.norm_to_come is not None and of_channels:
+            quantized = _scaled(quantized, pair.norm_to_come, kind.channel_axis)
+        sums = Sums()
+        sums.add_result(weight, quantized)
+        return sums.errors().sqnr
+
+
+def _bias_sqnr(pair: Pair) -> float | None:
+    """Of a prepared layer: its result over the rounding of its bias."""
+    is_prepared = isinstance(pair.module, QuantizedLayer) and not isinstance(pair.module, IntegerLayer)
+    found = bias_error(pair.module) if is_prepared else None
+    if found is None or not pair.isolated.results:
+        return None
+    return decibels(pair.isolated.signal / pair.isolated.results, float(found[0].square().mean()))
+
+
+def _scaled(weight: Tensor, norm: nn.Module, axis: int) -> Tensor:
+    """A weight with the factors of a normalization in it."""
+    factor = factor_of(norm).to(weight.device)
+    return weight * factor.reshape([-1 if a == axis else 1 for a in range(weight.dim())])

@@ -1,0 +1,73 @@
+"""What layers are given: which arguments are quantized, and on what grid."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant._backends.torch import tensor_functions
+from fakequant._convert.golden.fixed_grid import Grid
+from fakequant._train.health import qparams_at_hand
+from fakequant.nn._quantized_layer import QuantizedLayer, input_grid_of as grid_of_layer
+from fakequant.nn._quantizer import Quantizer
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def changed_inputs(layer: nn.Module, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> Arguments:
+    """The arguments with every tensor changed that the layer would quantize; one that is given twice stays one.
+
+    >>> changed_inputs(nn.Linear(2, 2), (torch.ones(2),), {}, torch.neg)
+    ((tensor([-1., -1.]),), {})
+    """
+    names = ("query", "key", "value") if isinstance(layer, nn.MultiheadAttention) else ("input",)
+    done: dict[int, Tensor] = {}
+
+    def once(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        if id(x) not in done:
+            done[id(x)] = change(x)
+        return done[id(x)]
+
+    positional = (*map(once, args[: len(names)]), *args[len(names) :])
+    return positional, {name: once(x) if name in names else x for name, x in kwargs.items()}
+
+
+def inputs_of(layer: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that the layer would quantize, each once."""
+    found: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    changed_inputs(layer, args, kwargs, keep)
+    return found
+
+
+def input_grid_of(layer: nn.Module) -> Quantizer | Grid | None:
+    """What puts the input of a layer on a grid: its own quantizer, or that of the module it comes from."""
+    return grid_of_layer(layer) if isinstance(layer, QuantizedLayer) else None
+
+
+def is_on(quantizer: Quantizer | Grid) -> bool:
+    """Whether it quantizes what passes."""
+    return isinstance(quantizer, Grid) or quantizer.quantizing
+
+
+def qparams_for(quantizer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale and zero point with which `x` is quantized."""
+    if isinstance(quantizer, Grid) and quantizer.scale is not None and quantizer.zero_point is not None:
+        return quantizer.scale, quantizer.zero_point
+    if isinstance(quantizer, Quantizer) and not quantizer.is_dynamic:
+        return quantizer.qparams()
+    return qparams_at_hand(quantizer, x)
+
+
+def step_of(quantizer: Any, scale: Tensor, x: Tensor) -> Tensor:
+    """The scale of every element of `x`: what the code 1 stands for."""
+    spec = quantizer.spec
+    ones = torch.ones(x.shape, dtype=getattr(torch, spec.storage), device=x.device)
+    return tensor_functions.dequantize(ones, scale, 0, spec)

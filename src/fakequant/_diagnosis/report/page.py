@@ -1,0 +1,279 @@
+"""What is on the page, as the template wants it: rows of text, numbers to sort by, figures."""
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fakequant._diagnosis.history import History
+from fakequant._diagnosis.report.advice import LOW_SQNR, Judged
+from fakequant._diagnosis.report.model_figures import (
+    ROWS,
+    draw_comparison,
+    draw_history,
+    draw_sensitivity,
+    layers_to_draw,
+)
+from fakequant._diagnosis.report.pieces import Cell, Figures, decibel, number, percent
+from fakequant._diagnosis.report.tensor_figures import draw_levels, draw_values
+
+if TYPE_CHECKING:
+    from fakequant._diagnosis.compare import Comparison
+    from fakequant._diagnosis.sensitivity import Sensitivity
+
+
+def tensor_entry(figures: Figures, judged: Judged) -> dict[str, Any]:
+    """The figures of one tensor and what there is to say of it."""
+    counts, path = judged.counts, judged.path
+    what = "a weight" if counts.kind == "weight" else "activations"
+    scaled = (
+        "" if counts.one_grid else " Every value is divided by its own scale, so that one histogram shows them all."
+    )
+    values = figures.draw(
+        f"{path}-values",
+        f"{path}: values",
+        f"Values of {what} over the grid.{scaled} Look for values outside the shaded range, which are clipped, and for "
+        "a range that is much wider than most of the values.",
+        draw_values,
+        counts,
+    )
+    mean = "" if counts.spec.levels <= 64 else " Neighbouring codes are drawn together."
+    levels = figures.draw(
+        f"{path}-codes",
+        f"{path}: codes",
+        f"How often every code occurs.{mean} Look for codes that never occur, and for bars at the ends, where clipped "
+        "values are.",
+        draw_levels,
+        counts,
+    )
+    return {
+        "path": path,
+        "anchor": anchor(path),
+        "kind": counts.kind,
+        "spec": str(counts.spec),
+        "shape": " × ".join(map(str, counts.shape)) or "one number",
+        "total": f"{counts.total:,}",
+        "sqnr": decibel(counts.sqnr).text,
+        "clipped": percent(counts.clipped).text,
+        "used": f"{counts.used:,} of {len(counts.codes):,}",
+        "findings": judged.findings,
+        "figures": [values, levels],
+    }
+
+
+def quantizer_row(judged: Judged, has_figure: bool) -> dict[str, Any]:
+    """One quantizer in the table."""
+    health, counts = judged.health, judged.counts
+    marks = {finding.mark for finding in judged.findings}
+    used: Cell = Cell("–", None)
+    if counts.total:
+        used = Cell(f"{counts.used:,} / {len(counts.codes):,}", counts.used / len(counts.codes), "few codes" in marks)
+    return {
+        "path": health.path,
+        "anchor": anchor(health.path) if has_figure else None,
+        "spec": str(counts.spec),
+        "marks": [finding.mark for finding in judged.findings],
+        "cells": [
+            percent(health.clipped, "clips" in marks),
+            used,
+            decibel(counts.sqnr),
+            percent(health.scale_drift, "drifts" in marks),
+            percent(health.oscillating, "oscillates" in marks),
+            number(health.nonfinite, bad="not finite" in marks),
+        ],
+    }
+
+
+def grouped(judged: Sequence[Judged]) -> list[dict[str, Any]]:
+    """Findings by what helps: the same advice is given once."""
+    groups: dict[tuple[str, str], list[dict[str, str]]] = {}
+    for one in judged:
+        for finding in one.findings:
+            where = {"path": one.path, "why": finding.why}
+            groups.setdefault((finding.mark, finding.what_to_do), []).append(where)
+    return [{"mark": mark, "what_to_do": help, "where": where} for (mark, help), where in groups.items()]
+
+
+def anchor(path: str) -> str:
+    """The id of a tensor on the page."""
+    return "tensor-" + re.sub(r"[^A-Za-z0-9_.-]", "_", path)
+
+
+def comparison_entry(figures: Figures, found: "Comparison") -> dict[str, Any]:
+    """Layers against the float model."""
+    drawn, worst, bad = layers_to_draw(found), found.worst, low_layer(found)
+    figure = figures.draw(
+        "layers-sqnr",
+        "SQNR of every layer's result",
+        "Signal to noise of every layer against the float model. Look for a full dot far to the left: that layer loses "
+        "it by itself. A hollow dot far from its full dot has its noise from layers before it.",
+        draw_comparison,
+        drawn,
+        bad,
+    )
+    rows = [
+        {
+            "path": layer.path,
+            "kind": layer.kind,
+            "bad": layer.path == bad,
+            "cells": [
+                decibel(layer.weight_sqnr),
+                decibel(layer.bias_sqnr),
+                decibel(layer.isolated.sqnr, layer.path == bad),
+                decibel(layer.accumulated.sqnr),
+                *(_or_dash(errors.max_steps) for errors in (layer.isolated, layer.accumulated)),
+                *(percent(errors.clipped) for errors in (layer.isolated, layer.accumulated)),
+            ],
+        }
+        for layer in found.layers
+    ]
+    left_out = len(found.layers) - len(drawn)
+    return {"rows": rows, "worst": worst, "is_bad": bad is not None, "figure": figure, "left_out": left_out}
+
+
+def low_layer(found: "Comparison") -> str | None:
+    """The layer with the lowest SQNR by itself, if that is low; None: all is well."""
+    worst = next(layer for layer in found.layers if layer.path == found.worst)
+    sqnr = worst.isolated.sqnr
+    return worst.path if sqnr is not None and not sqnr >= LOW_SQNR else None
+
+
+def _or_dash(value: float | None) -> Cell:
+    return Cell("–", None) if value is None else number(float(value), 3)
+
+
+def sensitivity_entry(figures: Figures, found: "Sensitivity") -> dict[str, Any]:
+    """Layers by what it costs to quantize them."""
+    figure = figures.draw(
+        "sensitivity",
+        "Sensitivity of layers",
+        "What every layer does to the score. Look for the few longest bars: those layers are worth more bits. Layers "
+        "without a bar can do with fewer.",
+        draw_sensitivity,
+        found.layers[:ROWS],
+    )
+    rows = [
+        {
+            "path": layer.path,
+            "kind": layer.kind,
+            "cells": [number(layer.weights), number(layer.bits), _signed(layer.cost), _signed(layer.gain)],
+        }
+        for layer in found.layers
+    ]
+    return {
+        "rows": rows,
+        "figure": figure,
+        "left_out": max(0, len(found.layers) - ROWS),
+        "float_score": f"{found.float_score:.4g}",
+        "quantized_score": f"{found.quantized_score:.4g}",
+    }
+
+
+def _signed(value: float) -> Cell:
+    return Cell(f"{value:+.4g}".replace("-", "−") if value else "0", value)
+
+
+def history_entry(figures: Figures, history: History) -> dict[str, Any]:
+    """Health over training."""
+    captions = {
+        "clipped": "Share of values outside the range. Look for a line that rises: its range no longer fits.",
+        "scale_drift": "The largest change of a scale since the look before. It should go to 0 before training ends.",
+        "levels_used": "Share of codes that occur. Look for a line that falls: the range has become too wide.",
+        "oscillating": "Share of weights whose code changed and changed back. Look for lines that stay up at the end.",
+    }
+    titles = {
+        "clipped": "Clipped values",
+        "levels_used": "Codes in use",
+        "scale_drift": "Change of scales",
+        "oscillating": "Oscillating weights",
+    }
+    drawn = [
+        figures.draw(f"history-{name}", f"{titles[name]} over training", captions[name], draw_history, history, name)
+        for name in captions
+        if any(history.series(path, name)[1] for path in history.paths)
+    ]
+    return {"figures": drawn, "looks": len(history.steps)}
+
+
+def verification_entry(found: Any) -> dict[str, Any]:
+    """Codes compared with a runtime's."""
+    rows = [
+        {
+            "path": t.path,
+            "cells": [
+                number(t.codes),
+                Cell(_differ(t.prepared_differ, t.prepared_steps), t.prepared_differ, not t.is_equal_but_for_ties),
+                Cell(_differ(t.runtime_differ, t.runtime_steps), t.runtime_differ, not t.is_equal_but_for_ties),
+            ],
+            "why": t.why,
+        }
+        for t in found.tensors
+    ]
+    return {
+        "ok": found.ok,
+        "target": found.target,
+        "verdict": [f"{line[:1].upper()}{line[1:].rstrip('.')}." for line in found.verdict().splitlines()],
+        "rows": rows,
+        "kernels": list(found.kernels.items()),
+        "skipped": list(found.skipped.items()),
+    }
+
+
+def _differ(count: int, steps: int) -> str:
+    return "equal" if count == 0 else f"{count:,} differ, by {steps}"
+
+
+def overview(summary: Any, judged: Sequence[Judged], comparison: Any, sensitivity: Any, verification: Any) -> list[Any]:
+    """The numbers at the top: (what, number, in words, whether it is bad)."""
+    bad = sum(bool(j.findings) for j in judged)
+    ratio = summary.bytes_after / max(summary.bytes_before, 1)
+    tiles = [
+        _layers_tile(summary),
+        (
+            "Size of parameters",
+            _bytes(summary.bytes_after),
+            f"{ratio:.0%} of {_bytes(summary.bytes_before)} in float",
+            False,
+        ),
+        (
+            "Quantizers to look at",
+            f"{bad} of {len(judged)}",
+            "see the findings below" if bad else "all are healthy",
+            bad > 0,
+        ),
+    ]
+    if comparison is not None:
+        worst = next(layer for layer in comparison.layers if layer.path == comparison.worst)
+        where = f"at {worst.path or 'the model'}"
+        is_low = low_layer(comparison) is not None
+        tiles.append(("Lowest SQNR of a layer", decibel(worst.isolated.sqnr).text, where, is_low))
+    if sensitivity is not None:
+        words = f"by the function given to sensitivity, before training. In float: {sensitivity.float_score:.4g}"
+        tiles.append(("Score after calibration", f"{sensitivity.quantized_score:.4g}", words, False))
+    if verification is not None:
+        verdict = "same codes" if verification.ok else "differs"
+        tiles.append(("Runtime", verdict, f"target {verification.target}", not verification.ok))
+    return tiles
+
+
+def _layers_tile(summary: Any) -> tuple[str, str, str, bool]:
+    """Layers with quantized weights; modules that only quantize their results are no layers."""
+    with_weights = sum(layer.weight != "-" for layer in summary.layers)
+    others = len(summary.layers) - with_weights
+    words = f"with their weights. In float: {len(summary.floats)} modules"
+    if others:
+        words = f"with their weights. Results only: {others}. In float: {len(summary.floats)} modules"
+    return ("Layers quantized", str(with_weights), words, False)
+
+
+def _bytes(count: int) -> str:
+    """Bytes as people read them.
+
+    >>> _bytes(512), _bytes(23738 * 4), _bytes(44_000_000)
+    ('512 B', '95.0 kB', '44.0 MB')
+    """
+    size, unit = float(count), "B"
+    for bigger in ("kB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, bigger
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,0 +1,75 @@
+"""Pieces of the page: cells of tables, and figures with their names."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from fakequant._diagnosis.report.drawing import own_style, to_png, to_svg
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What is written in a table, and what it is sorted by."""
+
+    text: str
+    value: float | None = None
+    bad: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """A figure on the page; the PNG with the same name is beside it."""
+
+    name: str
+    svg: str
+    caption: str
+
+
+class Figures:
+    """Draws figures, each with a name of its own, and keeps the PNGs until they are written."""
+
+    def __init__(self, on_drawn: Callable[[], Any]) -> None:
+        self.pngs: dict[str, bytes] = {}
+        self._on_drawn = on_drawn
+
+    def draw(self, name: str, title: str, caption: str, make: Callable[..., Figure], *args: Any) -> Drawn:
+        """`make(*args)` for the page and as a PNG."""
+        name = _file_name(name, self.pngs)
+        with own_style():
+            figure = make(*args)
+            svg = to_svg(figure, f"f{len(self.pngs)}", f"{title}. {caption}")
+            self.pngs[name] = to_png(figure, title)
+        self._on_drawn()
+        return Drawn(f"{name}.png", svg, caption)
+
+
+def _file_name(name: str, taken: dict[str, bytes]) -> str:
+    """A name that any file system takes and that no other figure has."""
+    safe = re.sub(r"[^A-Za-z0-9.-]+", "_", name)[-100:].lstrip(".") or "figure"
+    lower = {other.lower() for other in taken}
+    number, found = 1, safe
+    while found.lower() in lower:
+        number += 1
+        found = f"{safe}-{number}"
+    return found
+
+
+def percent(value: float | None, bad: bool = False) -> Cell:
+    """A share."""
+    return Cell("–", None) if value is None else Cell(f"{value:.2%}", value, bad)
+
+
+def decibel(value: float | None, bad: bool = False) -> Cell:
+    """A signal to noise ratio."""
+    if value is None or math.isnan(value):
+        return Cell("–", None)
+    return Cell("exact" if value == math.inf else f"{value:.1f} dB", min(max(value, -1e9), 1e9), bad)
+
+
+def number(value: float, digits: int = 4, bad: bool = False) -> Cell:
+    """A number of any size."""
+    return Cell(f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}", value, bad)

@@ -1,0 +1,160 @@
+"""The two figures of a quantized tensor: its values over the grid, and how often every code occurs."""
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+
+from fakequant._diagnosis.report.drawing import ACCENT, BAND, INK, MUTED, WARN, new_figure
+from fakequant._diagnosis.report.tensors import TensorCounts
+
+# Levels that are drawn one by one; more are drawn in as many bins.
+DRAWN = 64
+# A bin that is this much lower than the highest cannot be seen beside it.
+_TOO_LOW = 0.05
+_HEIGHT = 2.4
+
+
+def draw_values(counts: TensorCounts) -> Figure:
+    """The histogram over the grid: its range is shaded, what is clipped is in another colour."""
+    figure, axes = new_figure(_HEIGHT)
+    edges, heights = counts.edges.numpy(), counts.bins.numpy().astype(float)
+    n = counts.inside
+    low, high = _occupied(heights, n)
+    if counts.one_grid is not None:
+        scale, zero_point = counts.one_grid
+        edges = (edges - zero_point) * scale
+    axes.axvspan(edges[n], edges[2 * n], color=BAND, linewidth=0, zorder=0)
+    if counts.spec.levels <= 32:
+        middle = edges[n] + (np.arange(counts.spec.levels) + 0.5) * (edges[2 * n] - edges[n]) / counts.spec.levels
+        axes.vlines(
+            middle, 0, 0.86, transform=axes.get_xaxis_transform(), color=MUTED, alpha=0.45, linewidth=0.7, zorder=1
+        )
+    shares = heights / max(counts.total, 1)
+    use_log = _use_log(shares)
+    floor = _set_scale(axes, shares, use_log)
+    for start, end, color in ((low, n, WARN), (n, 2 * n, ACCENT), (2 * n, high, WARN)):
+        if start < end:
+            axes.stairs(shares[start:end], edges[start : end + 1], baseline=floor, fill=True, color=color, linewidth=0)
+    axes.set_xlim(edges[low], edges[high])
+    _write_tails(axes, counts)
+    axes.set_xlabel(_position_label(counts))
+    axes.set_ylabel("share of values per bin" + (", log" if use_log else ""))
+    return figure
+
+
+def draw_levels(counts: TensorCounts) -> Figure:
+    """How often every code occurs; of many levels, the mean over neighbours."""
+    figure, axes = new_figure(_HEIGHT)
+    spec = counts.spec
+    shares = counts.codes.numpy().astype(float) / max(counts.total, 1)
+    first, width = float(spec.qmin), spec.levels / len(shares)
+    per_level = spec.levels <= DRAWN
+    cuts = np.linspace(0, len(shares), min(len(shares), DRAWN) + 1).round().astype(int)
+    starts, widths = first + cuts[:-1] * width, np.diff(cuts) * width
+    heights = np.add.reduceat(shares, cuts[:-1]) / widths
+    use_log = _use_log(heights)
+    floor = _set_scale(axes, heights, use_log)
+    gap = 0.14 if per_level else 0.06
+    left = starts - 0.5 + widths * gap / 2
+    right = left + widths * (1 - gap)
+    _bars(axes, left, right, np.full(len(heights), floor), heights, ACCENT)
+    # Of the ends, the part that came there by clipping.
+    clipped = np.zeros(len(heights))
+    clipped[0] += counts.below / widths[0]
+    clipped[-1] += counts.above / widths[-1]
+    _bars(axes, left, right, np.maximum(heights - clipped / max(counts.total, 1), floor), heights, WARN)
+    margin = 0.02 * spec.levels + 0.5
+    axes.set_xlim(spec.qmin - margin, spec.qmax + margin)
+    axes.xaxis.set_major_locator(MaxNLocator(9 if spec.levels < 10000 else 5, integer=True))
+    axes.set_xlabel("code")
+    axes.set_ylabel(("share of values" if per_level else "mean share per code") + (", log" if use_log else ""))
+    known = "" if spec.levels == len(shares) else " bins of codes"
+    axes.text(1, 0.985, f"{counts.used:,} of {len(shares):,}{known or ' codes'} occur", **_at_top(axes, "right", INK))
+    return figure
+
+
+def _bars(axes: Axes, left: np.ndarray, right: np.ndarray, bottom: np.ndarray, top: np.ndarray, color: str) -> None:
+    """Bars that are one shape, which is drawn many times faster than one shape each."""
+    some = top > bottom
+    corners = [(left, bottom), (left, top), (right, top), (right, bottom), (left, bottom)]
+    points = np.stack([np.stack([x[some], y[some]], axis=-1) for x, y in corners], axis=1)
+    moves = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
+    if len(points):
+        axes.add_patch(PathPatch(Path(points.reshape(-1, 2), moves * len(points)), color=color, linewidth=0))
+
+
+def _occupied(heights: np.ndarray, n: int) -> tuple[int, int]:
+    """The bins to show: the range with a little around it, and every bin with something in it."""
+    some = np.flatnonzero(heights)
+    around = max(1, n // 16)
+    low = min(n, int(some[0]) if len(some) else n)
+    high = max(2 * n, int(some[-1]) + 1 if len(some) else 2 * n)
+    return max(0, low - around), min(3 * n, high + around)
+
+
+def _use_log(shares: np.ndarray) -> bool:
+    """Whether bars of some weight could not be seen beside the highest."""
+    some = np.sort(shares[shares > 0])
+    return bool(len(some)) and float(some[len(some) // 2]) < _TOO_LOW * float(some[-1])
+
+
+def _set_scale(axes: Axes, shares: np.ndarray, use_log: bool) -> float:
+    """Room for a line of text above, and where bars begin."""
+    some = shares[shares > 0]
+    top = float(some.max()) if len(some) else 1.0
+    if not use_log:
+        axes.set_ylim(0, 1.22 * top)
+        axes.yaxis.set_major_locator(MaxNLocator(4))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _percent(value)))
+        return 0.0
+    floor = float(some.min()) / 2
+    axes.set_yscale("log")
+    axes.set_ylim(floor, top * (top / floor) ** 0.22)
+    axes.yaxis.set_major_locator(LogLocator(numticks=5))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _percent(value)))
+    return floor
+
+
+def _write_tails(axes: Axes, counts: TensorCounts) -> None:
+    for share, further, at, side, word in (
+        (counts.below, counts.under, 0.015, "left", "below"),
+        (counts.above, counts.over, 1.0, "right", "above"),
+    ):
+        if not share:
+            continue
+        part = share / counts.total
+        text = f"{_percent(part) if part >= 1e-4 else 'under 0.01%'} clipped {word}"
+        if further:
+            text += f"\n{_percent(further / counts.total)} further out"
+        axes.text(at, 0.985, text, **_at_top(axes, side, WARN))
+    if not counts.below and not counts.above:
+        axes.text(1, 0.985, "nothing is clipped", **_at_top(axes, "right", MUTED))
+
+
+def _at_top(axes: Axes, side: str, color: str) -> dict:
+    return {"transform": axes.transAxes, "va": "top", "ha": side, "color": color, "size": 8.5, "linespacing": 1.3}
+
+
+def _position_label(counts: TensorCounts) -> str:
+    if counts.one_grid is not None:
+        return "value; shaded: the range of the grid"
+    each = {"channel": "channel", "group": "group", "token": "token"}.get(counts.spec.granularity, "batch")
+    return f"value / scale of its {each}; shaded: the range"
+
+
+def _percent(share: float) -> str:
+    """As many digits as say something.
+
+    >>> _percent(0.25), _percent(0.0123), _percent(0.000012), _percent(0)
+    ('25%', '1.2%', '1.2e-3%', '0%')
+    """
+    percent = 100 * share
+    if percent == 0:
+        return "0%"
+    if percent < 1e-2:
+        digits, power = f"{percent:.1e}".split("e")
+        return f"{float(digits):g}e{int(power)}%"
+    return f"{float(f'{percent:.2g}'):g}%"

@@ -1,0 +1,166 @@
+"""What is counted of the tensors that are quantized: where their values are on the grid, and which codes occur."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fakequant._backends.torch import tensor_functions
+from fakequant._train.health import qparams_for
+from fakequant.nn._bounded_parameters import whole
+from fakequant.nn._quantized_layer import QuantizedLayer
+from fakequant.nn._quantizer import Quantizer, quantizers
+from fakequant.spec import QuantSpec
+
+# Bins of the histogram inside the range, at least; as many again are on either side of it.
+BINS = 96
+# Levels that are counted one by one; more are counted in as many bins of neighbours.
+COUNTED = 1 << 16
+
+
+@dataclasses.dataclass
+class TensorCounts:
+    """One quantized tensor, over everything that was shown of it.
+
+    position of a value  =  value / scale + zero point       its code before it is rounded and clipped
+    """
+
+    path: str
+    kind: str  # "weight" or "activation"
+    spec: QuantSpec
+    shape: tuple[int, ...] = ()
+    total: int = 0
+    below: int = 0
+    above: int = 0
+    # Of these, those more than a step out: a symmetric grid cuts half a step off its largest value, which is no fault.
+    far: int = 0
+    nonfinite: int = 0
+    # Values per bin of positions, and those further out on either side.
+    bins: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0))
+    under: int = 0
+    over: int = 0
+    # How often every code occurs, from qmin on.
+    codes: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0))
+    signal: float = 0.0
+    noise: float = 0.0
+    # Scale and zero point, if there is one of each for everything.
+    one_grid: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        self.bins = torch.zeros(3 * self.inside, dtype=torch.int64)
+        self.codes = torch.zeros(min(self.spec.levels, COUNTED), dtype=torch.int64)
+
+    @property
+    def inside(self) -> int:
+        """Bins inside the range: a whole number of them to every step, or one for several steps."""
+        levels = self.spec.levels
+        return levels * max(1, round(BINS / levels)) if levels <= 2 * BINS else BINS
+
+    @property
+    def edges(self) -> Tensor:
+        """Where bins of positions begin and end; the range is the middle third."""
+        spec, width = self.spec, self.spec.levels / self.inside
+        return spec.qmin - 0.5 + width * (torch.arange(3 * self.inside + 1, dtype=torch.float64) - self.inside)
+
+    @property
+    def clipped(self) -> float:
+        """Share of values outside the range."""
+        return (self.below + self.above) / max(self.total, 1)
+
+    @property
+    def used(self) -> int:
+        """How many codes occur, of those that are counted one by one."""
+        return int((self.codes > 0).sum())
+
+    @property
+    def sqnr(self) -> float | None:
+        """10 log10(sum x^2 / sum (x - y)^2) in dB; None: there is no signal; infinite: every value is on the grid."""
+        if not self.signal:
+            return None
+        return 10 * math.log10(self.signal / self.noise) if self.noise else math.inf
+
+    def add(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> None:
+        """Counts one tensor that is quantized with these."""
+        x = x.detach()
+        self.shape = tuple(x.shape)
+        y, inside = tensor_functions.fake_quantize(x, scale, zero_point, self.spec, mask="bool")
+        codes = tensor_functions.quantize(x, scale, zero_point, self.spec).flatten().long()
+        outside = ~inside.flatten()
+        self.total += x.numel()
+        self.below += int((outside & (codes == self.spec.qmin)).sum())
+        self.above += int((outside & (codes == self.spec.qmax)).sum())
+        self.codes += torch.bincount(self._index(codes), minlength=len(self.codes)).cpu()
+        self._add_positions(x, scale, zero_point)
+        finite = x.isfinite()
+        self.nonfinite += int((~finite).sum())
+        self.signal += float(torch.where(finite, x, 0).double().square().sum())
+        self.noise += float(torch.where(finite, x.double() - y.double(), 0).square().sum())
+        grid = (float(scale), float(zero_point)) if scale.dim() == 0 else None
+        # A range of the tensor at hand is another for the next one.
+        self.one_grid = grid if self.total == x.numel() or grid == self.one_grid else None
+
+    def _index(self, codes: Tensor) -> Tensor:
+        places = codes - self.spec.qmin
+        return places if self.spec.levels <= COUNTED else places * COUNTED // self.spec.levels
+
+    def _add_positions(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> None:
+        at = x.double() / _along(scale, x, self.spec).double() + _along(zero_point, x, self.spec).double()
+        at = at.flatten()
+        at = at[~at.isnan()]
+        self.far += int(((at < self.spec.qmin - 1) | (at > self.spec.qmax + 1)).sum())
+        first, width = float(self.edges[0]), self.spec.levels / self.inside
+        n = len(self.bins)
+        places = ((at - first) / width).floor().clamp(-1, n).long() + 1
+        found = torch.bincount(places, minlength=n + 2).cpu()
+        self.under += int(found[0])
+        self.over += int(found[-1])
+        self.bins += found[1:-1]
+
+
+def _along(values: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
+    """Scales or zero points in a shape that goes with `x`."""
+    if spec.axis is None:
+        return values
+    axis = spec.axis % x.dim()
+    if spec.group_size is None:
+        return values.reshape([-1 if a == axis else 1 for a in range(x.dim())])
+    return values.repeat_interleave(x.shape[axis] // max(values.shape[axis], 1), axis)
+
+
+@contextmanager
+def counting(model: nn.Module) -> Iterator[list[TensorCounts]]:
+    """Counts the weights of a model, and while it lasts what passes the other quantizers.
+
+    Nothing of an activation is kept but counts. In the list are those that have a scale; of those that nothing
+    passed through, the total is 0.
+    """
+    weights = {
+        module.weight_quantizer: whole(getattr(module, module._fakequant.kind.weight_name))
+        for module in model.modules()
+        if isinstance(module, QuantizedLayer) and module.weight_quantizer is not None
+    }
+    found: dict[Quantizer, TensorCounts] = {
+        q: TensorCounts(path, "weight" if q in weights else "activation", q.spec) for path, q in quantizers(model)
+    }
+
+    @torch.no_grad()
+    def count(quantizer: Quantizer, x: Tensor) -> None:
+        grid = qparams_for(quantizer, x)
+        if grid is not None and x.numel():
+            found[quantizer].add(x, *grid)
+
+    for quantizer, weight in weights.items():
+        count(quantizer, weight)
+    handles = [
+        quantizer.register_forward_pre_hook(lambda module, args: count(module, args[0]))
+        for quantizer in found
+        if quantizer not in weights
+    ]
+    try:
+        yield list(found.values())
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,75 @@
+"""How far tensors are from those they should be, summed up over calls."""
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fakequant._backends.torch import tensor_functions
+from fakequant._convert.golden.tracked_codes import plain
+from fakequant._diagnosis.inputs import is_on, qparams_for, step_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Errors:
+    """How far a layer is from the float model's. None: it was not called, or has no grid for its input."""
+
+    # 10 log10(sum y^2 / sum (y - y_quantized)^2) of its result, in dB; infinite: equal.
+    sqnr: float | None
+    # The largest |x - x_quantized| / scale of its input; rounding alone makes it 0.5.
+    max_steps: float | None
+    # Share of values of its input outside the range.
+    clipped: float | None
+
+
+class Sums:
+    """Sums over calls, in float64."""
+
+    def __init__(self) -> None:
+        self.signal = self.noise = 0.0
+        self.results = self.total = self.clipped = 0
+        self.steps: float | None = None
+
+    def add_result(self, expected: Tensor | None, result: Tensor | None) -> None:
+        """A result that should be another."""
+        if expected is None or result is None or expected.shape != result.shape:
+            return  # the models went different ways
+        y, z = exact(expected), exact(result)
+        self.results += y.numel()
+        self.signal += float(y.square().sum())
+        self.noise += float(torch.where(y == z, 0, y - z).square().sum())
+
+    def add_quantized(self, quantizer: Any, x: Tensor, expected: Tensor | None) -> None:
+        """A tensor that is quantized, and should be another."""
+        if expected is None or expected.shape != x.shape or not x.numel() or not is_on(quantizer):
+            return
+        numbers = plain(x).detach()
+        scale, zero_point = qparams_for(quantizer, numbers)
+        _, inside = tensor_functions.fake_quantize(numbers, scale, zero_point, quantizer.spec, mask="bool")
+        self.total += x.numel()
+        self.clipped += int((~inside).sum())
+        difference = (exact(quantizer(x)) - exact(expected)).abs()
+        steps = float((difference / exact(step_of(quantizer, scale, numbers))).max())
+        if self.steps is None or steps > self.steps or math.isnan(steps):  # nothing is larger than a NaN
+            self.steps = steps
+
+    def errors(self) -> Errors:
+        """What the sums come to."""
+        clipped = self.clipped / self.total if self.total else None
+        return Errors(decibels(self.signal, self.noise) if self.results else None, self.steps, clipped)
+
+
+def decibels(signal: float, noise: float) -> float:
+    """10 log10(signal / noise); infinite without noise."""
+    if noise == 0:
+        return math.inf
+    ratio = signal / noise
+    return 10 * math.log10(ratio) if ratio > 0 else -math.inf if ratio == 0 else math.nan
+
+
+def exact(x: Tensor) -> Tensor:
+    """In float64, which Apple's GPUs do not have."""
+    x = plain(x).detach()
+    return (x.cpu() if x.device.type == "mps" else x).double()

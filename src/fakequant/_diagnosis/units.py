@@ -1,0 +1,98 @@
+"""Layers with all their quantizers, switched on and off as one."""
+
+import dataclasses
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from fakequant._diagnosis.inputs import changed_inputs
+from fakequant._prepare.prepare import preparation
+from fakequant.nn._quantized_layer import QuantizedLayer
+from fakequant.nn._quantizer import Quantizer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unit:
+    """A quantized layer, or a module that only quantizes its result."""
+
+    path: str
+    kind: str
+    module: nn.Module
+    quantizers: list[Quantizer]
+    weights: int
+    bits: int
+    float_bits: int
+    # The attention that the layer is in.
+    part_of: str | None
+
+
+def find_units(model: nn.Module) -> list[Unit]:
+    """All of a prepared model, in its order."""
+    outputs = set(preparation(model).outputs)
+    attentions = {
+        module.out_proj: path for path, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)
+    }
+    return [
+        _unit(path, module, attentions.get(module))
+        for path, module in model.named_modules()
+        if isinstance(module, QuantizedLayer) or path in outputs
+    ]
+
+
+def _unit(path: str, module: Any, part_of: str | None) -> Unit:
+    if not isinstance(module, QuantizedLayer):
+        quantizer = module.output_quantizer
+        return Unit(path, type(module).__name__, module, [quantizer], 0, quantizer.spec.bits, 0, part_of)
+    own = [child for child in module._modules.values() if isinstance(child, Quantizer)]
+    weight = getattr(module, module._fakequant.kind.weight_name)
+    float_bits = 8 * weight.element_size()
+    bits = float_bits if module.weight_quantizer is None else module.weight_quantizer.spec.bits
+    return Unit(path, module._fakequant.float_class.__name__, module, own, weight.numel(), bits, float_bits, part_of)
+
+
+class Switches:
+    """Which units quantize.
+
+    The input of a layer that comes from a module which quantizes it is on the grid whenever the layer quantizes:
+    without that module the layer would have a quantizer of its own.
+    """
+
+    def __init__(self, units: list[Unit]) -> None:
+        self._units = units
+        self._on: set[nn.Module] = set()
+        self._undo = ExitStack()
+        # Grids that are on while a layer is called, and off otherwise.
+        self._borrowed: dict[nn.Module, Quantizer] = {}
+
+    def set(self, units: list[Unit]) -> None:
+        """Only these quantize from now on."""
+        self._on = {unit.module for unit in units}
+        for unit in self._units:
+            for quantizer in unit.quantizers:
+                quantizer.quantizing = unit.module in self._on
+
+    def __enter__(self) -> "Switches":
+        for unit in self._units:
+            if isinstance(unit.module, QuantizedLayer) and unit.module._fakequant.input_grid is not None:
+                before = unit.module.register_forward_pre_hook(self._borrow, with_kwargs=True)
+                after = unit.module.register_forward_hook(self._give_back, always_call=True)
+                self._undo.callback(before.remove)
+                self._undo.callback(after.remove)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._undo.close()
+
+    def _borrow(self, layer: Any, args: Any, kwargs: Any) -> Any:
+        grid = layer._fakequant.input_grid
+        if layer not in self._on or grid.quantizing:
+            return None
+        grid.quantizing = True
+        self._borrowed[layer] = grid
+        return changed_inputs(layer, args, kwargs, grid)
+
+    def _give_back(self, layer: nn.Module, args: Any, result: Any) -> None:
+        grid = self._borrowed.pop(layer, None)
+        if grid is not None:
+            grid.quantizing = False

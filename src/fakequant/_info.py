@@ -1,0 +1,92 @@
+"""What is installed and what runs: the first thing to ask for in a bug report."""
+
+import dataclasses
+import platform
+import sys
+from importlib.util import find_spec
+
+import ml_dtypes
+import numpy as np
+
+from fakequant._kernels import _native
+from fakequant._torch_releases import NEWEST, OLDEST, describe, is_tested
+
+
+@dataclasses.dataclass(frozen=True)
+class Info:
+    """The state of this installation, as `info()` found it."""
+
+    version: str
+    # The instruction set in use, those this CPU can run, and those compiled in.
+    target: str
+    supported_targets: tuple[str, ...]
+    compiled_targets: tuple[str, ...]
+    num_threads: int
+    python: str
+    numpy: str
+    ml_dtypes: str
+    machine: str
+    # None: not installed.
+    torch: str | None
+
+    def __str__(self) -> str:
+        others = [
+            t if t in self.supported_targets else f"{t} (not on this CPU)"
+            for t in self.compiled_targets
+            if t != self.target
+        ]
+        rows = {
+            "fakequant": self.version,
+            "target": self.target + (f"   also compiled in: {', '.join(others)}" if others else ""),
+            "threads": str(self.num_threads),
+            "python": f"{self.python} on {self.machine}",
+            "numpy": self.numpy,
+            "ml_dtypes": self.ml_dtypes,
+            "torch": self.torch or "not installed",
+        }
+        return "\n".join(f"{name:<10} {value}" for name, value in rows.items())
+
+
+def info() -> Info:
+    """Versions, the instruction set in use, and the number of threads.
+
+    >>> import fakequant
+    >>> fakequant.info().target in fakequant.info().supported_targets
+    True
+    """
+    from importlib.metadata import version  # takes longer to import than all the rest
+
+    return Info(
+        version=version("fakequant"),
+        target=_native.target(),
+        supported_targets=tuple(_native.supported_targets()),
+        compiled_targets=tuple(_native.compiled_targets()),
+        num_threads=_native.get_num_threads(),
+        python=platform.python_version(),
+        numpy=np.__version__,
+        ml_dtypes=ml_dtypes.__version__,
+        machine=f"{platform.system()} {platform.machine()}",
+        torch=_torch(),
+    )
+
+
+def _torch() -> str | None:
+    """torch's version and what we have for it; asking must not import it."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    torch = sys.modules.get("torch")
+    if torch is None:
+        try:
+            number = version("torch")
+        except PackageNotFoundError:
+            return None
+    else:
+        number = torch.__version__
+    nodes = sys.modules.get("fakequant._backends.torch.compiled_nodes")
+    if nodes is not None:
+        compiled = nodes.compiled is not None
+    else:  # not used yet: what is there for it
+        name = f"fakequant._autograd_{number.split('+')[0].replace('.', '_')}"
+        compiled = find_spec(name) is not None
+    known = "" if is_tested(number) else f" (tested: {describe(OLDEST)} to {describe(NEWEST)})"
+    return f"{number}{known}, autograd nodes {'compiled' if compiled else 'in Python'}"

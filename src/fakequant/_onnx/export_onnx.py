@@ -1,0 +1,285 @@
+"""`export_onnx`: a model as an ONNX file with integer weights and quantizers that runtimes know."""
+
+import copy
+import inspect
+import json
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant import _targets
+from fakequant._backends.torch.torch_private import pytree
+from fakequant._convert.convert import conversion, convert
+from fakequant._convert.golden.fixed_grid import Grid
+from fakequant._convert.golden.integer_layer import IntegerLayer, is_integer, start_export
+from fakequant._onnx import metadata_keys, onnx_operators
+from fakequant._onnx.fingerprint import digest_of_graph, digest_of_parameters
+from fakequant._train.running import check_module
+from fakequant._util.optional_packages import require, writing
+
+# The lowest opset with scales per channel, and the highest that this was tested with.
+LOWEST, HIGHEST = 13, 25
+# The lowest that torch's exporter writes.
+_TORCHS_LOWEST = 18
+
+
+def export_onnx(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    example_inputs: Any,
+    *,
+    target: str | None = None,
+    opset: int = 21,
+    dynamic_batch: bool = True,
+    dynamic_shapes: Any = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+) -> None:
+    """Writes a prepared or converted model as ONNX; the model stays as it is, and trainable.
+
+    Weights are integer initializers with DequantizeLinear, biases int32, activations QuantizeLinear and
+    DequantizeLinear with a Clip where the range is not all of the type's. 4-bit codes and scales per group need
+    opset 21, 2-bit codes have a type of their own from 25. Batch normalizations are part of the layers
+    before them. Tensors have the paths of their modules. Autocast is off while the model is exported.
+
+    Args:
+        model: A prepared model with its scales, or a converted one.
+        path: The file to write. It is checked, and there only if it is complete.
+        example_inputs: A tensor, a tuple of tensors, or a dict of keyword arguments.
+        target: What the file is for; None for the target of the config.
+        opset: The version of ONNX's operators, 13 to 25.
+        dynamic_batch: Whether the first axis of every input may have any length later.
+        dynamic_shapes: The axes that may have any length, as `torch.export` takes them: for every input, in a tuple
+            or by name in a dict, a dict from axes to names. Instead of `dynamic_batch`.
+        input_names: Names for the inputs of the file, in the order of the model's arguments.
+        output_names: Names for the results, in their order.
+
+    Needs `pip install "fakequant[onnx]"`.
+
+    >>> import tempfile, fakequant as fq
+    >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8())
+    >>> model = fq.calibrate(model, [torch.ones(3, 4)], progress=False)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     export_onnx(model, f"{folder}/model.onnx", torch.ones(1, 4))
+    """
+    check_module(model)
+    if type(opset) is not int or not LOWEST <= opset <= HIGHEST:
+        raise ValueError(f"`opset` must be a number from {LOWEST} to {HIGHEST}, got {opset!r}.")
+    onnx = require("onnx", "onnx")
+    ir = require("onnx_ir", "onnxscript")
+    require("onnxscript", "onnxscript")
+    args, kwargs = _inputs(example_inputs)
+    order = list(inspect.signature(model.forward).parameters)
+    kwargs = dict(sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+    shapes = dynamic_shapes if dynamic_shapes is not None else _batches(args, kwargs) if dynamic_batch else None
+    with writing(path) as unfinished, _without_autocast():
+        golden = _converted(model, target)
+        goal = _targets.find(conversion(golden).target)
+        _require_float32(golden, args, kwargs)
+        program = _export(golden, args, kwargs, max(opset, _TORCHS_LOWEST), shapes)
+        _finish(program, opset, goal)
+        program.metadata_props[metadata_keys.INPUTS] = json.dumps([value.name for value in program.graph.inputs])
+        _rename(program.graph.inputs, input_names, "input_names")
+        _rename(program.graph.outputs, output_names, "output_names")
+        program.ir_version = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
+        program.metadata_props[metadata_keys.TARGET] = goal.name
+        program.metadata_props[metadata_keys.PARAMETERS] = digest_of_parameters(golden)
+        written = ir.serde.serialize_model(program)
+        onnx.helper.set_model_props(written, {**program.metadata_props, metadata_keys.GRAPH: digest_of_graph(written)})
+        onnx.save(written, unfinished)
+        onnx.checker.check_model(str(unfinished), full_check=True)
+
+
+def _converted(model: nn.Module, target: str | None) -> nn.Module:
+    if "_fakequant_conversion" not in model.__dict__:
+        golden = convert(model, target=target)
+    elif target is None or target == conversion(model).target:
+        golden = copy.deepcopy(model)
+    else:
+        raise ValueError(
+            f"The model was converted for the target {conversion(model).target!r}, not for {target!r}.\n"
+            f"Use fakequant.convert(model, target={target!r}) of the prepared model."
+        )
+    return golden
+
+
+def _require_float32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    inputs = {**{f"example input {number}": x for number, x in enumerate(args)}, **kwargs}
+    for name, value in (*model.named_parameters(), *model.named_buffers(), *inputs.items()):
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float32:
+            raise ValueError(
+                f"{name} is {str(value.dtype)[6:]}; only float32 models are exported.\n"
+                "Use model.float(), and such inputs."
+            )
+
+
+def _rename(values: Sequence[Any], names: Sequence[str] | None, argument: str) -> None:
+    if names is None:
+        return
+    if isinstance(names, str) or len(names) != len(values) or len(set(names)) != len(names):
+        raise ValueError(
+            f"`{argument}` must be {len(values)} different names, for {', '.join(str(v.name) for v in values)}, "
+            f"got {names!r}."
+        )
+    for value, name in zip(values, names, strict=True):
+        value.name = name
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+class _Autocast(ValueError):
+    """The model computes in another dtype than float32."""
+
+
+def _require_no_autocast(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Runs the model once, to find out whether its own code switches autocast on."""
+
+    def look(module: nn.Module, inputs: Any) -> None:
+        if torch.is_autocast_enabled("cpu"):
+            raise _Autocast(
+                "The model's forward pass switches torch.autocast on, and only float32 models are exported.\n"
+                "Take the wrapper off first: accelerator.unwrap_model(model, keep_fp32_wrapper=False), or a forward "
+                "pass without torch.autocast."
+            )
+
+    handles = [m.register_forward_pre_hook(look) for m in model.modules() if isinstance(m, (IntegerLayer, Grid))]
+    try:
+        with torch.no_grad():
+            model(*_copied(args), **_copied(kwargs))
+    except _Autocast:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"The model cannot be run on the example inputs, and so not be exported: {_reason(error)}"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _copied(inputs: Any) -> Any:
+    return pytree.tree_map_only(Tensor, torch.clone, inputs)
+
+
+def _inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, Tensor):
+        return (example,), {}
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if isinstance(example, (tuple, list)):
+        return tuple(example), {}
+    raise TypeError(f"`example_inputs` must be a tensor, a tuple or a dict of them, got {type(example).__name__}.")
+
+
+def _export(model: nn.Module, args: Any, kwargs: Any, opset: int, shapes: Any) -> Any:
+    """The model as torch's exporter writes it, with one node for every grid and every stored weight."""
+    _require_no_autocast(model.eval(), args, kwargs)
+    for module in model.modules():
+        if isinstance(module, IntegerLayer) and module._fakequant.weight_spec is not None:
+            spec = module._fakequant.weight_spec
+            # Integer kernels take bytes, also of weights with fewer bits.
+            start_export(module, max(spec.bits, 8) if is_integer(module) else spec.bits)
+    with onnx_operators.exporting(), _quiet(), torch.no_grad():
+        try:
+            return _torch_export(model, args, kwargs, opset, shapes)
+        except Exception as error:
+            if shapes is None:
+                raise ValueError(f"torch's exporter cannot export the model: {_reason(error)}") from error
+            try:
+                _torch_export(model, args, kwargs, opset, None)
+            except Exception as first:  # it is not about the lengths of axes
+                raise ValueError(f"torch's exporter cannot export the model: {_reason(first)}") from first
+            raise ValueError(_FIXED.format(_reason(error), *_lengths(args, kwargs))) from error
+
+
+def _torch_export(model: nn.Module, args: Any, kwargs: Any, opset: int, shapes: Any) -> Any:
+    from fakequant._onnx.lowering import TRANSLATIONS
+
+    program = torch.onnx.export(
+        model,
+        _fresh(args),
+        kwargs=_fresh(kwargs) or None,
+        dynamo=True,
+        opset_version=opset,
+        dynamic_shapes=shapes,
+        custom_translation_table=TRANSLATIONS,  # type: ignore[arg-type]
+        verbose=False,
+    )
+    assert program is not None
+    return program.model
+
+
+_FIXED = (
+    "The model cannot be exported for batches of any length: {}\n"
+    "Use export_onnx(..., dynamic_batch=False) for batches of the example's length only, which is {}, or take the "
+    "length from the input in the model's code."
+)
+
+
+def _batches(args: Any, kwargs: Any) -> Any:
+    """The first axis of every input, as torch's exporter wants to be told."""
+    return tuple(_batch_of(x) for x in args) if args else {name: _batch_of(x) for name, x in kwargs.items()}
+
+
+def _fresh(inputs: Any) -> Any:
+    """The same inputs as other tensors: torch marks those it is given, for good, as having a batch of any length."""
+    made: dict[int, Tensor] = {}  # what is given twice is one tensor still
+    return pytree.tree_map_only(Tensor, lambda x: made.setdefault(id(x), x.detach()), inputs)
+
+
+def _reason(error: BaseException) -> str:
+    """What torch found first, without what it says to everybody."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) if lines else type(error).__name__
+
+
+def _lengths(args: Any, kwargs: Any) -> list[str]:
+    found = {str(len(x)) for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > 0}
+    return [" and ".join(sorted(found)) or "none"]
+
+
+def _batch_of(x: Any) -> Any:
+    return {0: "batch"} if isinstance(x, Tensor) and x.dim() > 0 else None
+
+
+def _finish(program: Any, opset: int, target: _targets.Target) -> None:
+    from fakequant._onnx import graph_forms, lowering, old_opsets
+
+    graph_forms.rewrite(program)
+    # What may be written depends on the opset of the file, not on that of torch's exporter.
+    exported = program.opset_imports[""]
+    program.opset_imports[""] = opset
+    lowering.Lowering(program, unsigned=target.unsigned_activations).run()
+    program.opset_imports[""] = exported
+    if opset < exported:
+        old_opsets.downgrade(program, opset)
+    lowering.strip(program)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without messages that nobody can act on: torchvision is absent, torch calls what torch deprecates."""
+    names = ("torch.onnx._internal.exporter._registration", "onnxscript.optimizer._constant_folding")
+    loggers = [(logging.getLogger(name), logging.getLogger(name).level) for name in names]
+    for logger, _ in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`", category=FutureWarning)
+            warnings.filterwarnings("ignore", message=r"# The axis name: batch will not be used", category=UserWarning)
+            yield
+    finally:
+        for logger, level in loggers:
+            logger.setLevel(level)

@@ -1,0 +1,56 @@
+"""Fingerprints in an exported file: whether it was changed since, and of which parameters it was made."""
+
+import hashlib
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from fakequant._convert.golden.fixed_grid import Grid
+from fakequant._convert.golden.integer_layer import IntegerLayer
+
+
+def digest_of_graph(model: Any) -> str:
+    """A hash of everything in an ONNX model that a runtime computes with: nodes, tensors, inputs, outputs, opsets."""
+    import onnx
+
+    seen = hashlib.sha256()
+    graph = model.graph
+    for opset in model.opset_import:
+        _add(seen, "opset", opset.domain, str(opset.version))
+    for kind, values in (("input", graph.input), ("output", graph.output)):
+        for value in values:
+            _add(seen, kind, value.name, value.type.SerializeToString(deterministic=True))
+    for tensor in sorted(graph.initializer, key=lambda t: t.name):
+        array = onnx.numpy_helper.to_array(tensor)
+        _add(
+            seen, "tensor", tensor.name, str(tensor.data_type), str(array.shape), np.ascontiguousarray(array).tobytes()
+        )
+    for node in graph.node:
+        _add(seen, "node", node.domain, node.op_type, *node.input, "to", *node.output)
+        for attribute in sorted(node.attribute, key=lambda a: a.name):
+            _add(seen, attribute.SerializeToString(deterministic=True))
+        for note in sorted(node.metadata_props, key=lambda p: p.key):
+            _add(seen, "note", note.key, note.value)
+    return seen.hexdigest()
+
+
+def digest_of_parameters(golden: nn.Module) -> str:
+    """A hash of the codes, scales, biases and float parameters of a converted model."""
+    seen = hashlib.sha256()
+    for path, module in golden.named_modules():
+        own: dict[str, Tensor | None] = dict(module._parameters)
+        if isinstance(module, (IntegerLayer, Grid, nn.modules.batchnorm._NormBase)):
+            own.update(module._buffers)
+        for name, value in own.items():
+            if value is not None and name != "num_batches_tracked":
+                array = value.detach().cpu().contiguous().numpy()
+                _add(seen, path, name, str(array.dtype), str(array.shape), array.tobytes())
+    return seen.hexdigest()
+
+
+def _add(seen: Any, *parts: str | bytes) -> None:
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        seen.update(len(data).to_bytes(8, "little"))
+        seen.update(data)

@@ -1,0 +1,179 @@
+"""The forms of a graph that runtimes have integer kernels for; each changes no code.
+
+A mean over all places is a GlobalAveragePool. A quantizer after something that only moves or selects elements is
+repeated before it, so that the layer before ends in codes. A ReLU before a quantizer whose zero point is not
+its lowest code is a clip of the codes: the code of 0 is the zero point. Between two quantizers with different grids
+stands a Clip that clips nothing: ONNX Runtime would make one quantizer of them, with a scale of its own. So it does
+before a layer with a float weight, which ONNX Runtime would quantize.
+"""
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from fakequant._onnx.lowering import DOMAIN
+
+_LAYERS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
+_MOVES = {"MaxPool", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze"}
+
+
+def rewrite(model: ir.Model) -> None:
+    """All of them, while the quantizers are still our nodes."""
+    for node in list(model.graph):
+        if node.op_type == "ReduceMean" and not node.domain:
+            _pool(node)
+    before = -1
+    while before != len(list(model.graph)):  # one makes room for another
+        before = len(list(model.graph))
+        _merge(model)
+        for change in (_take_in_relu, _repeat_before_moves):
+            for node in list(model.graph):
+                if node.domain == DOMAIN and node.op_type == "Grid":
+                    change(node)
+    for node in list(model.graph):
+        if node.domain == DOMAIN and node.op_type == "Grid":
+            _keep_apart(node)
+        elif not node.domain and node.op_type in _LAYERS:
+            _keep_float_weights(node)
+
+
+def _pool(node: Any) -> None:
+    """A mean over all axes but the first two."""
+    x = node.inputs[0]
+    axes = node.inputs[1].const_value if len(node.inputs) > 1 and node.inputs[1] is not None else None
+    if axes is None or x is None or x.shape is None or len(x.shape) != 4:
+        return
+    rank, graph, out = len(x.shape), node.graph, node.outputs[0]
+    if sorted(int(axis) % rank for axis in axes.numpy()) != list(range(2, rank)):
+        return
+    assert graph is not None
+    keep = node.attributes.get("keepdims")
+    shape = ir.Shape([*x.shape[:2], *[1] * (rank - 2)])
+    pooled = ir.Value(name=f"{out.name}_pooled", type=ir.TensorType(ir.DataType.FLOAT), shape=shape)
+    graph.insert_before(node, ir.Node("", "GlobalAveragePool", [x], outputs=[pooled], name=f"{node.name}_pool"))
+    result = pooled
+    if keep is not None and keep.as_int() == 0:
+        to = ir.Value(name=f"{out.name}_shape", shape=ir.Shape([2]), type=ir.TensorType(ir.DataType.INT64))
+        to.const_value = ir.tensor(np.array([0, -1], dtype=np.int64), name=to.name)
+        graph.register_initializer(to)
+        result = ir.Value(name=f"{out.name}_flat", type=ir.TensorType(ir.DataType.FLOAT), shape=out.shape)
+        graph.insert_before(node, ir.Node("", "Reshape", [pooled, to], outputs=[result], name=f"{node.name}_flat"))
+    ir.convenience.replace_all_uses_with(out, result, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+
+
+def _keep_apart(node: Any) -> None:
+    source = node.inputs[0].producer()
+    while source is not None and not source.domain and source.op_type in _MOVES:
+        source = source.inputs[0].producer()
+    if source is None or source.domain != DOMAIN or source.op_type != "Grid" or _holds(node, source):
+        return
+    _clip_nothing_before(node, node.attributes["name"].as_string())
+
+
+def _keep_float_weights(node: Any) -> None:
+    """Keeps ONNX Runtime from quantizing the float weight of a layer between quantizers, with a scale of its own."""
+    source = node.inputs[0].producer()
+    while source is not None and not source.domain and source.op_type in _MOVES:
+        source = source.inputs[0].producer()
+    if source is None or source.domain != DOMAIN or source.op_type != "Grid":
+        return
+    weight = node.inputs[1]
+    while weight.producer() is not None and weight.producer().op_type in ("Transpose", "Reshape", "Identity"):
+        weight = weight.producer().inputs[0]
+    if weight.producer() is None and weight.const_value is not None:
+        _clip_nothing_before(node, node.outputs[0].name)
+
+
+def _clip_nothing_before(node: Any, name: str) -> None:
+    """Puts a Clip between a node and its first input that leaves every number as it is."""
+    bounds = []
+    for end, value in (("lowest", np.finfo(np.float32).min), ("highest", np.finfo(np.float32).max)):
+        bound = ir.Value(name=f"{name}_{end}", shape=ir.Shape([]), type=ir.TensorType(ir.DataType.FLOAT))
+        bound.const_value = ir.tensor(np.array(value, dtype=np.float32), name=bound.name)
+        node.graph.register_initializer(bound)
+        bounds.append(bound)
+    x = node.inputs[0]
+    out = ir.Value(name=f"{name}_apart", shape=x.shape, type=ir.TensorType(ir.DataType.FLOAT))
+    node.graph.insert_before(node, ir.Node("", "Clip", [x, *bounds], outputs=[out], name=f"{name}_apart/Clip"))
+    node.replace_input_with(0, out)
+
+
+def _holds(node: Any, source: Any) -> bool:
+    """Whether a grid leaves everything as it is that is on the grid before it: it has all the codes of that one."""
+    if [_bytes(value) for value in node.inputs[1:]] != [_bytes(value) for value in source.inputs[1:]]:
+        return False
+    (low, high), (first, last) = ([one.attributes[end].as_int() for end in ("qmin", "qmax")] for one in (node, source))
+    return low <= first and last <= high
+
+
+def _merge(model: ir.Model) -> None:
+    """Quantizers of the same tensor with equal grids are one: else the layer before would have two readers."""
+    seen: dict[Any, Any] = {}
+    for node in list(model.graph):
+        if node.domain != DOMAIN or node.op_type != "Grid":
+            continue
+        key = (
+            node.inputs[0],
+            *(_bytes(v) for v in node.inputs[1:]),
+            *(node.attributes[k].as_int() for k in ("qmin", "qmax")),
+        )
+        if key in seen:
+            also = seen[key].attributes.get("also")
+            paths = (also.as_string() if also is not None else "") + "\n" + node.attributes["name"].as_string()
+            seen[key].attributes["also"] = ir.AttrString("also", paths)
+            ir.convenience.replace_all_uses_with(node.outputs[0], seen[key].outputs[0], replace_graph_outputs=True)
+            model.graph.remove(node, safe=True)
+        else:
+            seen[key] = node
+
+
+def _bytes(value: Any) -> Any:
+    if value is None:
+        return None
+    array = value.const_value.numpy()
+    return array.shape, array.tobytes()
+
+
+def _is_per_tensor(node: Any) -> bool:
+    scale = node.inputs[1]
+    return scale is not None and scale.const_value is not None and scale.const_value.numpy().size == 1
+
+
+def _repeat_before_moves(node: Any) -> None:
+    at = node
+    while _is_per_tensor(node):
+        value = at.inputs[0]
+        producer = None if value is None else value.producer()
+        if value is None or producer is None or producer.domain or producer.op_type not in _MOVES:
+            return
+        if len(value.uses()) != 1 or value.is_graph_output():
+            return  # somebody else reads the float
+        source = producer.inputs[0]
+        if source is None or (source.producer() is not None and source.producer().domain == DOMAIN):
+            return  # it is on a grid already
+        attributes = {key: attribute.value for key, attribute in node.attributes.items()}
+        attributes.pop("also", None)
+        attributes["name"] = f"{attributes['name']}.before_{producer.op_type.lower()}"
+        out = ir.Value(name=f"{source.name}_moved", shape=source.shape, type=ir.TensorType(ir.DataType.FLOAT))
+        made = ir.convenience.convert_attributes(attributes)
+        copy = ir.Node(DOMAIN, "Grid", [source, *node.inputs[1:]], made, outputs=[out])
+        producer.graph.insert_before(producer, copy)
+        producer.replace_input_with(0, out)
+        at = copy
+
+
+def _take_in_relu(node: Any) -> None:
+    value = node.inputs[0]
+    producer = None if value is None else value.producer()
+    if value is None or producer is None or producer.op_type != "Relu" or producer.domain or not _is_per_tensor(node):
+        return
+    zero_point = int(node.inputs[2].const_value.numpy().reshape(()))
+    source = producer.inputs[0].producer()
+    if zero_point == node.attributes["qmin"].as_int() and (source is None or source.op_type not in _MOVES):
+        return  # which runtimes know
+    node.replace_input_with(0, producer.inputs[0])
+    node.attributes["qmin"] = ir.AttrInt64("qmin", zero_point)
+    if not value.uses() and not value.is_graph_output() and producer.graph is not None:
+        producer.graph.remove(producer, safe=True)

@@ -1,0 +1,65 @@
+"""Opsets below 18, the lowest that torch's translations are written in.
+
+onnx's own converter stops at the first operator without an adapter (Relu), so the few that differ are treated
+here. A node whose schema is the same in both opsets needs nothing.
+"""
+
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+
+from fakequant._onnx.lowering import UnsupportedOpset, remove_unused
+
+# Newer versions added types of elements, or an attribute that is taken out, and nothing else.
+_WIDENED = {
+    "Add", "BatchNormalization", "CumSum", "Div", "Equal", "Greater", "GreaterOrEqual", "Identity", "LeakyRelu", "Less",
+    "LessOrEqual", "Mul", "PRelu", "Pad", "Pow", "Relu", "Reshape", "Shape", "Split", "Sqrt", "Sub", "Where",
+}  # fmt: skip
+_REDUCTIONS = {"ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd"}
+
+
+def downgrade(model: ir.Model, opset: int) -> None:
+    """Rewrites the model for a lower opset, or says which operator forbids it."""
+    now = model.opset_imports[""]
+    for node in list(model.graph):
+        if node.domain or _since(node.op_type, opset) == _since(node.op_type, now):
+            continue
+        if _since(node.op_type, opset) is None:
+            raise UnsupportedOpset(
+                f"Opset {opset} has no {node.op_type}, which the model needs.\n"
+                f"Use opset={_first(node.op_type)} or higher."
+            )
+        _downgrade(node, opset, now)
+        node.version = opset
+    remove_unused(model.graph)
+    model.opset_imports[""] = opset
+
+
+def _downgrade(node: Any, opset: int, now: int) -> None:
+    op = node.op_type
+    if op in _REDUCTIONS:
+        if len(node.inputs) > 1 and node.inputs[1] is not None:
+            node.attributes["axes"] = ir.AttrInt64s("axes", node.inputs[1].const_value.numpy().tolist())
+            node.resize_inputs(1)
+        node.attributes.pop("noop_with_empty_axes", None)
+    elif op not in _WIDENED:
+        raise UnsupportedOpset(f"{op}, which the model needs, cannot be written in opset {opset}.\nUse opset={now}.")
+    if op == "Reshape":
+        allows_zero = node.attributes.pop("allowzero", None)
+        if allows_zero is not None and allows_zero.as_int() and 0 in node.inputs[1].const_value.numpy():
+            raise UnsupportedOpset(f"A Reshape to a length of 0 cannot be written in opset {opset}.\nUse opset={now}.")
+    if op == "Split":
+        node.attributes.pop("num_outputs", None)
+
+
+def _since(op: str, opset: int) -> int | None:
+    try:
+        return onnx.defs.get_schema(op, opset).since_version
+    except onnx.defs.SchemaError:
+        return None
+
+
+def _first(op: str) -> int:
+    schemas = onnx.defs.get_all_schemas_with_history()
+    return min(schema.since_version for schema in schemas if schema.name == op and schema.domain == "")

@@ -1,0 +1,232 @@
+"""`health`: how well the grids of a model fit what they quantize."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from fakequant._backends.torch import tensor_functions
+from fakequant._train.model_snapshot import unchanged
+from fakequant._train.running import Data, check_module, evaluating, run
+from fakequant._util.text_table import table
+from fakequant.nn._bounded_parameters import whole
+from fakequant.nn._deployed_bias import bias_error
+from fakequant.nn._quantized_layer import QuantizedLayer
+from fakequant.nn._quantizer import Quantizer, quantizers
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizerHealth:
+    """One quantizer. None: not known, because nothing was shown to it or there is nothing to compare with."""
+
+    path: str
+    # Share of values outside the range; by less than a step, too: a symmetric grid ends half a step early.
+    clipped: float | None
+    # Share of codes that occur.
+    levels_used: float | None
+    # The largest change of a scale since the last call, relative to what it was.
+    scale_drift: float | None
+    # Share of weights whose code changed, and changed back, over the last two calls.
+    oscillating: float | None
+    # Values that were NaN or infinite since the quantizer was made.
+    nonfinite: int
+    # Of a weight: how far rounding the bias moves the layer's result, in standard deviations of a channel, behind a
+    # batch normalization that will be folded; the root of the mean square over channels.
+    bias_error: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Health:
+    """What `health` found; prints as a table."""
+
+    quantizers: list[QuantizerHealth]
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """By path."""
+        return {q.path: dataclasses.asdict(q) for q in self.quantizers}
+
+    def log(self, writer: Any, step: int) -> None:
+        """Into anything with `add_scalar(name, value, step)`, such as TensorBoard's SummaryWriter."""
+        for quantizer in self.quantizers:
+            for name, value in dataclasses.asdict(quantizer).items():
+                if name != "path" and value is not None:
+                    writer.add_scalar(f"{quantizer.path}/{name}", value, step)
+
+    def __str__(self) -> str:
+        header = ["quantizer", "clipped", "levels used", "scale drift", "oscillating", "bias error", "not finite"]
+        rows = [
+            [
+                q.path,
+                *map(_percent, (q.clipped, q.levels_used, q.scale_drift, q.oscillating, q.bias_error)),
+                q.nonfinite,
+            ]
+            for q in self.quantizers
+        ]
+        return table(header, rows)
+
+
+class _Memory:
+    """What is kept of a quantizer between calls."""
+
+    def __init__(self) -> None:
+        self.scale: Tensor | None = None
+        self.codes: list[Tensor] = []  # of the last two calls
+
+
+_MEMORY: "WeakKeyDictionary[Quantizer, _Memory]" = WeakKeyDictionary()
+
+
+@contextmanager
+def memory_as_before(model: nn.Module) -> Iterator[None]:
+    """Afterwards `health` remembers what it did: drift is since a call that the user made."""
+    before = {}
+    for _, quantizer in quantizers(model):
+        memory = _MEMORY.get(quantizer)
+        before[quantizer] = None if memory is None else (memory.scale, memory.codes)
+    try:
+        yield
+    finally:
+        for quantizer, kept in before.items():
+            _MEMORY.pop(quantizer, None)
+            if kept is not None:
+                memory = _MEMORY.setdefault(quantizer, _Memory())
+                memory.scale, memory.codes = kept
+
+
+@torch.no_grad()
+def health(model: nn.Module, data: Data | None = None, steps: int | None = None) -> Health:
+    """Clip rates, codes in use, drift of scales, oscillating weights and rounded biases of a prepared model.
+
+    Weights are looked at as they are. Activations are looked at while `data` is passed through the model
+    in evaluation mode; without it only their scales are. Nothing is counted between calls, and training
+    costs nothing more.
+
+    >>> import fakequant as fq
+    >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8())
+    >>> model = fq.calibrate(model, [torch.ones(3, 4)], progress=False)
+    >>> found = health(model, [torch.full((3, 4), 2.0)])
+    >>> found.to_dict()["0.input_quantizer"]["clipped"]
+    1.0
+    """
+    check_module(model)
+    if next(quantizers(model), None) is None:
+        raise ValueError("The model has no quantizers to look at.\nUse fakequant.prepare(model, config) first.")
+    weights = {
+        module.weight_quantizer: whole(getattr(module, module._fakequant.kind.weight_name))
+        for module in model.modules()
+        if isinstance(module, QuantizedLayer) and module.weight_quantizer is not None
+    }
+    counts: dict[Quantizer, _Counts] = {q: _Counts(q) for _, q in quantizers(model)}
+    for quantizer, weight in weights.items():
+        counts[quantizer].add(weight)
+    if data is not None:
+        _watch(model, data, steps, {q: c for q, c in counts.items() if q not in weights})
+    errors = {
+        module.weight_quantizer: _bias_error(module)
+        for module in model.modules()
+        if isinstance(module, QuantizedLayer) and module.weight_quantizer is not None
+    }
+    return Health([_health_of(path, q, counts[q], weights.get(q), errors.get(q)) for path, q in quantizers(model)])
+
+
+def _bias_error(layer: Any) -> float | None:
+    found = bias_error(layer)
+    if found is None or found[1] is None:
+        return None
+    change, norm = found
+    deviation = torch.ones_like(change) if norm.weight is None else whole(norm.weight).to(change).abs()
+    share = (change / deviation)[deviation > 0]
+    return float(share.square().mean().sqrt()) if share.numel() else None
+
+
+def _watch(model: nn.Module, data: Any, steps: int | None, counts: "dict[Quantizer, _Counts]") -> None:
+    """Counts what passes the quantizers of activations while the model runs."""
+    handles = [
+        quantizer.register_forward_pre_hook(lambda module, args: counts[module].add(args[0])) for quantizer in counts
+    ]
+    try:
+        with evaluating(model), unchanged(model):  # a quantizer with the range of the tensor at hand keeps the last one
+            run(model, data, steps)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Counts:
+    """What was counted of one quantizer's tensors."""
+
+    def __init__(self, quantizer: Quantizer) -> None:
+        self.quantizer = quantizer
+        self.total = self.clipped = 0
+        self.used: Tensor | None = None
+        self.codes: Tensor | None = None
+
+    def add(self, x: Tensor) -> None:
+        spec = self.quantizer.spec
+        found = qparams_for(self.quantizer, x)
+        if found is None:
+            return
+        x = x.detach()
+        _, inside = tensor_functions.fake_quantize(x, *found, spec, mask="bool")
+        self.codes = tensor_functions.quantize(x, *found, spec)
+        self.total += x.numel()
+        self.clipped += int((~inside).sum())
+        if spec.bits <= 16:
+            used = torch.bincount(self.codes.flatten().long() - spec.qmin, minlength=spec.levels) > 0
+            self.used = used if self.used is None else self.used | used
+
+
+def qparams_at_hand(quantizer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale and zero point for the range of `x` itself."""
+    seen = tensor_functions.min_max(x, quantizer.spec)
+    empty = seen.min > seen.max
+    lo, hi = seen.min.masked_fill(empty, 0), seen.max.masked_fill(empty, 0)
+    return tensor_functions.choose_qparams(lo, hi, quantizer.spec, eps=quantizer.eps)
+
+
+def qparams_for(quantizer: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The scale and zero point with which `x` would be quantized; None: there are none yet."""
+    if quantizer.is_dynamic:
+        return qparams_at_hand(quantizer, x)
+    try:
+        return quantizer.qparams()
+    except RuntimeError:
+        return None
+
+
+def _health_of(
+    path: str, quantizer: Quantizer, counts: _Counts, weight: Tensor | None, bias_error: float | None
+) -> QuantizerHealth:
+    memory = _MEMORY.setdefault(quantizer, _Memory())
+    drift = oscillating = None
+    found = None
+    if weight is not None:
+        found = qparams_for(quantizer, weight)
+    elif not quantizer.is_dynamic:
+        found = qparams_for(quantizer, torch.zeros(0))
+    scale = None if found is None else found[0]
+    if scale is not None and memory.scale is not None and memory.scale.shape == scale.shape:
+        drift = float((scale / memory.scale - 1).abs().max())
+    memory.scale = scale
+    if weight is not None and counts.codes is not None:
+        if len(memory.codes) == 2 and memory.codes[0].shape == counts.codes.shape:
+            before, last = memory.codes
+            oscillating = float(((counts.codes == before) & (counts.codes != last)).float().mean())
+        memory.codes = [*memory.codes[-1:], counts.codes]
+    return QuantizerHealth(
+        path,
+        counts.clipped / counts.total if counts.total else None,
+        None if counts.used is None else float(counts.used.float().mean()),
+        drift,
+        oscillating,
+        quantizer.nonfinite,
+        bias_error,
+    )
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2%}"

@@ -1,0 +1,144 @@
+"""`Schedule`: when quantizers begin, and when they stop to move."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from fakequant._train.running import check_module
+from fakequant._train.unmoved_scales import Unmoved
+from fakequant.nn._quantized_layer import Quantization, QuantizedLayer
+from fakequant.nn._quantizer import quantizers, set_state
+
+
+def _stay_frozen(module: nn.Module, mode: bool = True) -> nn.Module:
+    """`train` of a normalization that keeps its statistics; its children, such as a quantizer of its result, follow."""
+    module.training = False
+    for child in module.children():
+        child.train(mode)
+    return module
+
+
+def release_norms(model: nn.Module) -> None:
+    """Lets normalizations that a `Schedule` froze follow their batches again, and biases be floats in training."""
+    deploy_biases(model, on=False)
+    for module in model.modules():
+        if _is_frozen(module):
+            del module.__dict__["train"]
+            module.training = model.training
+
+
+def deploy_biases(model: nn.Module, *, on: bool) -> None:
+    """Makes layers add, in training too, the biases that will run; or those they have."""
+    for module in model.modules():
+        if isinstance(module, QuantizedLayer) and isinstance(module._fakequant, Quantization):
+            module._fakequant.deploys_bias = on
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    train = module.__dict__.get("train")
+    return isinstance(train, partial) and train.func is _stay_frozen
+
+
+class Schedule:
+    """Switches the quantizers of a model as training goes on; call `step()` after every optimizer step.
+
+        before quantize_from         observe only: activations are in float
+        from freeze_ranges_at on     scales and zero points stay as they are
+        from freeze_norms_at on      batch normalizations use their running statistics, and keep them
+
+    Once normalizations are frozen, or ranges if normalizations are not to be, training adds the biases that will run,
+    rounded to the scale of the sums, as evaluation always does. The gradient passes.
+
+    None leaves something out. The steps are saved with `state_dict()`. A new schedule of the same model
+    begins a new training: normalizations that another one froze are released, as they are by `unprepare`.
+
+    >>> import fakequant as fq
+    >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8())
+    >>> schedule = Schedule(model, quantize_from=2, freeze_ranges_at=3)
+    >>> states = []
+    >>> for _ in range(4):
+    ...     states.append((model[0].input_quantizer.quantizing, model[0].input_quantizer.frozen))
+    ...     schedule.step()
+    >>> states
+    [(False, False), (False, False), (True, False), (True, True)]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        quantize_from: int | None = None,
+        freeze_ranges_at: int | None = None,
+        freeze_norms_at: int | None = None,
+    ) -> None:
+        for name, value in (
+            ("quantize_from", quantize_from),
+            ("freeze_ranges_at", freeze_ranges_at),
+            ("freeze_norms_at", freeze_norms_at),
+        ):
+            if value is not None and (type(value) is not int or value < 0):
+                raise ValueError(f"`{name}` must be a number of steps or None, got {value!r}.")
+        check_module(model)
+        if (quantize_from, freeze_ranges_at) != (None, None) and next(quantizers(model), None) is None:
+            raise ValueError(
+                "The model has no quantizers to switch.\n"
+                "Use fakequant.prepare(model, config) before the schedule is made."
+            )
+        self.model = model
+        self.quantize_from = quantize_from
+        self.freeze_ranges_at = freeze_ranges_at
+        self.freeze_norms_at = freeze_norms_at
+        self.steps = 0
+        self._unmoved = Unmoved(model)
+        release_norms(model)
+        self._apply()
+
+    def step(self) -> None:
+        """One training step is done."""
+        self._unmoved.look()
+        self.steps += 1
+        self._apply()
+
+    def _apply(self) -> None:
+        if self.quantize_from is not None and self.steps in (0, self.quantize_from):
+            set_state(self.model, quantizing=self.steps >= self.quantize_from)
+        if self.freeze_ranges_at is not None and self.steps in (0, self.freeze_ranges_at):
+            set_state(self.model, frozen=self.steps >= self.freeze_ranges_at)
+        if self.freeze_norms_at is not None and self.steps == self.freeze_norms_at:
+            self._freeze_norms()
+        if self.steps == self._deploys_biases_at:
+            deploy_biases(self.model, on=True)
+
+    @property
+    def _deploys_biases_at(self) -> int | None:
+        return self.freeze_ranges_at if self.freeze_norms_at is None else self.freeze_norms_at
+
+    def _freeze_norms(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, nn.modules.batchnorm._NormBase) and not _is_frozen(module):
+                # `model.train()` would wake it up. Not a hook: compiled code ignores those that come later.
+                module.__dict__["train"] = partial(_stay_frozen, module)
+                module.training = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of steps."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state_dict` was taken; the switches are as they were then."""
+        steps = state.get("steps") if isinstance(state, Mapping) else None
+        if type(steps) is not int or steps < 0:
+            raise ValueError(f"The state of a schedule is {{'steps': a number of steps}}, got {state!r}.")
+        self.steps = steps
+        if self.quantize_from is not None:
+            set_state(self.model, quantizing=self.steps >= self.quantize_from)
+        if self.freeze_ranges_at is not None:
+            set_state(self.model, frozen=self.steps >= self.freeze_ranges_at)
+        if self.freeze_norms_at is not None:
+            release_norms(self.model)
+            if self.steps >= self.freeze_norms_at:
+                self._freeze_norms()
+        if self._deploys_biases_at is not None:
+            deploy_biases(self.model, on=self.steps >= self._deploys_biases_at)

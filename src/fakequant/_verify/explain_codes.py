@@ -1,0 +1,133 @@
+"""Why two codes of the same number differ, where rounding does not explain it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fakequant._convert.golden.integer_layer import weight_levels
+from fakequant._convert.golden.saturation import can_saturate, saturated_sums
+from fakequant._convert.golden.sums_to_codes import ARITHMETICS
+from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, Moved, Origin, Rectified
+from fakequant.nn._quantized_layer import input_grid_of
+
+OVERFLOW = "overflow: sums of products do not fit 32 bits; use fewer bits, or split the layer"
+SATURATION = "saturation: the kernels of this CPU add pairs of products in 16 bits; use 7-bit weights (onnxruntime-x86)"
+NOT_FUSED = "fusion: the runtime computed the operations one by one, in float32"
+FUSED = "fusion: the runtime computed layer and quantizer as one kernel"
+RECIPROCAL = "reciprocal: the runtime multiplied by 1 / scale instead of dividing"
+TIE = "rounding tie: a float sum in another order fell on the other side"
+BIAS = "bias: it is an integer at the scale of the sums, and was a float"
+NAN = "NaN: the quantizer was given a NaN, and no code stands for it"
+UNKNOWN = "not explained"
+
+_INT32 = 2**31
+
+
+def ties(x: Tensor, grid: GridOf, tolerance: Tensor, mine: Tensor, theirs: Tensor) -> Tensor:
+    """Which codes are at a tie: one step apart, with `x` no further from the middle than `tolerance`."""
+    steps = x.double() / grid.scale.double()
+    distance = (steps - steps.floor() - 0.5).abs()
+    return ((mine - theirs).abs() == 1) & (distance <= tolerance / grid.scale.double())
+
+
+def why_runtime(
+    origin: Origin | None,
+    x: Tensor,
+    grid: GridOf,
+    before: list[Accumulated],
+    golden: Tensor,
+    runtime: Tensor,
+    differ: Tensor | None = None,
+) -> str:
+    """Why the runtime has other codes for what the golden model was given too.
+
+    `before` are the sums of the layers that ran since the last quantizer; `differ` says which codes to explain.
+    """
+    differ = golden != runtime if differ is None else differ
+    if bool(x.isnan()[differ].any()):
+        return NAN
+    source = _source(origin)
+    if isinstance(source, Accumulated) and isinstance(origin, (Accumulated, Rectified)):
+        for sums, reason in ((_wrapped(source), OVERFLOW), (_saturated(source), SATURATION)):
+            if sums is not None and torch.equal(_codes_of_sums(sums, source, origin, grid)[differ], runtime[differ]):
+                return reason
+    reason_before = why_sums(before)
+    if reason_before is not None:
+        return reason_before
+    for name, reason in (("reference", NOT_FUSED), ("onnxruntime", FUSED)):
+        if origin is not None and torch.equal(origin.codes(ARITHMETICS[name], grid)[differ], runtime[differ]):
+            return reason
+    inverse = 1 / grid.scale
+    by_inverse = (torch.round(x * inverse) + grid.zero_point).clamp(grid.spec.qmin, grid.spec.qmax)
+    return RECIPROCAL if torch.equal(by_inverse[differ], runtime[differ]) else UNKNOWN
+
+
+def why_prepared(
+    origin: Origin | None,
+    x: Tensor,
+    grid: GridOf,
+    before: list[Accumulated],
+    golden: Tensor,
+    prepared: Tensor,
+    differ: Tensor | None = None,
+) -> str:
+    """Why the prepared model has other codes for what the golden model was given too."""
+    differ = golden != prepared if differ is None else differ
+    if bool((golden.isnan() != prepared.isnan())[differ].any()):
+        return NAN
+    source = _source(origin)
+    if isinstance(source, Accumulated):
+        # A little more than half a step: the numbers themselves are rounded too.
+        reach = 1.01 * float(source.scale.max()) / 2
+        steps = (x.double() / grid.scale.double())[differ]
+        if bool(((steps - steps.floor() - 0.5).abs() <= reach / grid.scale.double()).all()):
+            return BIAS
+    return UNKNOWN
+
+
+def why_sums(sums: list[Accumulated]) -> str | None:
+    """Whether the kernels of a runtime overflow or saturate on sums of products, as a reason."""
+    if any(_wrapped(one) is not None for one in sums):
+        return OVERFLOW
+    return SATURATION if any(did_saturate(one) for one in sums) else None
+
+
+def did_saturate(sums: Accumulated) -> bool:
+    """Whether the kernels of an x86 without VNNI would have saturated on these sums."""
+    saturated = _saturated(sums)
+    return saturated is not None and not torch.equal(saturated, sums.sums.double())
+
+
+def _source(origin: Origin | None) -> Origin | None:
+    while isinstance(origin, (Moved, Rectified)):
+        origin = origin.of
+    return origin
+
+
+def _codes_of_sums(sums: Tensor, source: Accumulated, origin: Origin, grid: GridOf) -> Tensor:
+    codes = ARITHMETICS["onnxruntime"].from_sums(sums, source.scale, grid)
+    return torch.maximum(codes, grid.zero_point) if isinstance(origin, Rectified) else codes
+
+
+def _wrapped(sums: Accumulated) -> Tensor | None:
+    """What is left of sums in 32 bits; None if they fit."""
+    exact = sums.sums.double()
+    if not exact.numel() or float(exact.abs().max()) < _INT32:
+        return None
+    return torch.remainder(exact + _INT32, 2.0 * _INT32) - _INT32
+
+
+def _saturated(sums: Accumulated) -> Tensor | None:
+    layer: Any = sums.layer
+    if layer is None or sums.codes_in is None or sums.zero_point_in is None:
+        return None
+    levels = weight_levels(layer)
+    if not can_saturate(levels) or sums.zero_point_in.numel() != 1 or input_grid_of(layer) is None:
+        return None
+    bias = None if layer.bias_codes is None else layer.bias_codes.double()
+    # Stored as unsigned numbers: a signed code is larger by 2^(bits - 1).
+    grid = input_grid_of(layer).spec
+    offset = -grid.qmin if grid.qmin < 0 else 0
+    codes = sums.codes_in.double() + offset
+    return saturated_sums(layer, codes, int(sums.zero_point_in) + offset, levels, bias)

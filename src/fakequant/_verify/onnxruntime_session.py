@@ -1,0 +1,162 @@
+"""An exported model in ONNX Runtime: its codes, and the kernels that compute them."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fakequant._onnx.fingerprint import digest_of_graph
+from fakequant._onnx.metadata_keys import GRAPH, INPUTS, OFFSET, PARAMETERS, QUANTIZER, TARGET
+from fakequant._util.optional_packages import require
+
+# What ONNX Runtime makes of layers; everything else computes in float.
+INTEGER_KERNELS = ("QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloat", "MatMulInteger", "ConvInteger")
+
+
+class Runtime:
+    """A session with all optimizations, that also returns the codes of every quantizer."""
+
+    def __init__(self, path: str | os.PathLike[str], threads: int = 1) -> None:
+        onnx, ort = require("onnx", "onnx"), require("onnxruntime", "onnxruntime")
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"There is no file {str(path)!r}.")
+        try:
+            self.model = onnx.load(path)
+        except Exception as error:
+            raise ValueError(
+                f"{path} is not an ONNX model: {error}\nUse a file that fakequant.export_onnx wrote."
+            ) from error
+        # Values that hold codes, the quantizers they are of, and what was added to them.
+        self.codes: dict[str, tuple[list[str], int]] = {}
+        for node in self.model.graph.node:
+            notes = {p.key: p.value for p in node.metadata_props}
+            if QUANTIZER in notes:
+                self.codes[node.output[0]] = (notes[QUANTIZER].split("\n"), _offset(notes, path))
+        try:
+            self.kernels = _kernels(self.model, ort, threads)
+        except Exception as error:  # of classes without a common base
+            raise ValueError(
+                f"ONNX Runtime cannot load {path}: {error}\nUse a file that fakequant.export_onnx wrote."
+            ) from error
+        watched = onnx.ModelProto()
+        watched.CopyFrom(self.model)
+        there = {output.name for output in watched.graph.output}
+        for name in self.codes:
+            if name not in there:
+                watched.graph.output.append(onnx.helper.make_empty_tensor_value_info(name))
+        self.session = ort.InferenceSession(watched.SerializeToString(), _options(ort, threads), providers=_PROVIDERS)
+        self.unwatched = ort.InferenceSession(
+            self.model.SerializeToString(), _options(ort, threads), providers=_PROVIDERS
+        )
+        self.inputs = [value.name for value in self.session.get_inputs()]
+        self.outputs = [value.name for value in self.model.graph.output]
+
+    def initializer(self, name: str) -> Any:
+        """The values of a tensor in the file; None: there is no such tensor."""
+        onnx = require("onnx", "onnx")
+        found = next((t for t in self.model.graph.initializer if t.name == name), None)
+        return None if found is None else onnx.numpy_helper.to_array(found)
+
+    @property
+    def target(self) -> str | None:
+        """What the file was exported for."""
+        return self._noted(TARGET)
+
+    @property
+    def parameters(self) -> str | None:
+        """The hash of the parameters that the file was made of; None in files of older versions."""
+        return self._noted(PARAMETERS)
+
+    @property
+    def is_as_written(self) -> bool:
+        """Whether the file is as `export_onnx` wrote it. Files of older versions do not say."""
+        return self._noted(GRAPH) == digest_of_graph(self.model)
+
+    def _arguments(self) -> list[str]:
+        """The arguments of the model that the inputs are, in their order."""
+        noted = self._noted(INPUTS)
+        names = None if noted is None else json.loads(noted)
+        return names if isinstance(names, list) and len(names) == len(self.inputs) else self.inputs
+
+    def _noted(self, key: str) -> str | None:
+        return next((p.value for p in self.model.metadata_props if p.key == key), None)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[Any], dict[str, list[Any]]]:
+        """The results with codes watched, the results without, and the codes.
+
+        Codes are by quantizer, once for every time that it was called. Watching them keeps the runtime from some
+        optimizations, so both results are returned.
+        """
+        arguments = dict(zip(self.inputs, self._arguments(), strict=True))
+        feed = {name: np.asarray(kwargs[key]) for name, key in arguments.items() if key in kwargs}
+        others = [name for name, key in arguments.items() if key not in kwargs]
+        if len(others) != len(args) or len(feed) != len(kwargs):
+            got = ", ".join([f"{len(args)} by position", *kwargs])
+            raise ValueError(f"The file has the inputs {', '.join(self.inputs)}; the batch has {got}.")
+        feed |= {name: np.asarray(value) for name, value in zip(others, args, strict=True)}
+        names = list(self.codes)
+        try:
+            found = self.session.run([*self.outputs, *names], feed)
+            results = self.unwatched.run(self.outputs, feed)
+        except Exception as error:  # of classes without a common base
+            raise ValueError(self._cannot_run(feed, error)) from error
+        codes: dict[str, list[Any]] = {}
+        for name, value in zip(names, found[len(self.outputs) :], strict=True):
+            paths, offset = self.codes[name]
+            for path in paths:
+                codes.setdefault(path, []).append(value.astype(np.int32) - offset)
+        return found[: len(self.outputs)], results, codes
+
+    def _cannot_run(self, feed: dict[str, Any], error: Exception) -> str:
+        takes = ", ".join(f"{value.name} of shape {value.shape}" for value in self.session.get_inputs())
+        got = ", ".join(f"{name} of shape {list(value.shape)}" for name, value in feed.items())
+        reason = str(error).strip().split("\n")[0]
+        return (
+            f"ONNX Runtime cannot run the file on this batch: {reason}\nThe file takes {takes}; the batch has {got}.\n"
+            "Use batches with the shapes of the example that was exported; only the length of the batch may differ."
+        )
+
+
+def _offset(notes: dict[str, str], path: Any) -> int:
+    try:
+        return int(notes[OFFSET])
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"{path} is damaged: the notes of a quantizer have no {OFFSET!r}.\n"
+            "Use a file that fakequant.export_onnx wrote."
+        ) from error
+
+
+_PROVIDERS = ["CPUExecutionProvider"]
+
+
+def _options(ort: Any, threads: int) -> Any:
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3  # no warnings
+    return options
+
+
+def _kernels(model: Any, ort: Any, threads: int) -> dict[str, str]:
+    """The operator that computes each layer after all optimizations, by the path of the layer."""
+    onnx = require("onnx", "onnx")
+    with tempfile.TemporaryDirectory() as folder:
+        options = _options(ort, threads)
+        options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
+        ort.InferenceSession(model.SerializeToString(), options, providers=_PROVIDERS)
+        graph = onnx.load(options.optimized_model_filepath).graph
+    ends = "weight_codes"
+    layers = [t.name[: -len(ends)] for t in model.graph.initializer if t.name.endswith(ends)]
+    readers = {name: node for node in graph.node for name in node.input}
+    found = {}
+    for layer in layers:
+        # Its codes may have been packed under another name; its scale keeps its own.
+        node = readers.get(f"{layer}weight_codes") or readers.get(f"{layer}weight_scale")
+        while node is not None and node.op_type in ("DequantizeLinear", "Transpose", "Reshape", "Slice", "Cast"):
+            node = readers.get(node.output[0])
+        found[layer.rstrip(".")] = "?" if node is None else node.op_type
+    return found

@@ -1,0 +1,156 @@
+"""What rounding can change: a computation is repeated with every float operation a little off.
+
+Two programs that compute the same in float32 differ, because they add in another order or approximate functions
+otherwise. How far they may be apart is different for every element of a result: it depends on the numbers that were
+added to make it. `Perturbed` finds it out by experiment. While it is active, every operation that rounds returns
+
+    y + _AMPLITUDE * 2^-24 * magnitude * (+1 or -1, at random)
+
+where `magnitude` is |y|, or for sums the sum of the magnitudes of what is added. What differs between repetitions,
+rounding can explain. Elements that are selected, masked or filled with a constant do not move.
+"""
+
+from collections.abc import Callable
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fakequant._backends.torch.torch_private import TorchDispatchMode
+
+# In units of the rounding error of one float32 operation. Kernels of runtimes add some thousand numbers in blocks and
+# have approximations of functions that are off by a few units in the last place.
+_AMPLITUDE = 32
+_UNIT = 2.0**-24
+_REPETITIONS = 4
+# Results are within rounding if they are no further apart than this many times the largest change seen.
+_MARGIN = 2
+
+aten: Any = torch.ops.aten
+# Sums of products: the sum of magnitudes is the operation on magnitudes.
+_SUMS = {
+    aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.addmv, aten.mv, aten.dot, aten.linear, aten.matmul,
+    aten.convolution, aten._convolution, aten.mkldnn_convolution, aten.convolution_overrideable, aten.sum, aten.mean,
+    aten.cumsum, aten.avg_pool2d, aten.avg_pool3d, aten._adaptive_avg_pool2d, aten._adaptive_avg_pool3d,
+    aten._embedding_bag, aten._embedding_bag_forward_only,
+}  # fmt: skip
+# Sums of their arguments.
+_ADDITIONS = {aten.add, aten.sub, aten.rsub, aten.addcmul, aten.addcdiv, aten.lerp}
+# Differences of numbers that are of the size of the deviation.
+_NORMS = {
+    aten.native_layer_norm, aten.native_batch_norm, aten.native_group_norm, aten._native_batch_norm_legit,
+    aten._native_batch_norm_legit_no_training, aten.cudnn_batch_norm,
+}  # fmt: skip
+# Smooth steps, which are differences of numbers that are of the size of their input.
+_STEPS = {
+    aten.gelu, aten.silu, aten.mish, aten.elu, aten.celu, aten.selu, aten.softplus, aten.tanh, aten.sigmoid, aten.erf,
+    aten.log_sigmoid_forward, aten.hardswish, aten.hardsigmoid, aten.erfc, aten.expm1, aten.log1p, aten.sin, aten.cos,
+}  # fmt: skip
+_STEP_SIZE = 8.0
+# These select, move or fill elements.
+_EXACT = {
+    aten.relu, aten.clamp, aten.clamp_min, aten.clamp_max, aten.hardtanh, aten.where, aten.masked_fill, aten.cat,
+    aten.stack, aten.index, aten.index_select, aten.index_put, aten.gather, aten.scatter, aten.embedding, aten.abs,
+    aten.neg, aten.sign, aten.round, aten.floor, aten.ceil, aten.trunc, aten.amax, aten.amin, aten.max, aten.min,
+    aten.maximum, aten.minimum, aten.sort, aten.topk, aten.clone, aten._to_copy, aten.contiguous, aten.constant_pad_nd,
+    aten.reflection_pad1d, aten.reflection_pad2d, aten.replication_pad1d, aten.replication_pad2d, aten.flip, aten.roll,
+    aten.max_pool2d_with_indices, aten.max_pool3d_with_indices, aten.max_pool2d, aten.max_pool1d, aten.tril, aten.triu,
+    aten.repeat, aten.leaky_relu, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.zeros_like,
+    aten.ones_like, aten.full_like, aten.empty_like, aten.fill, aten.masked_select, aten.take, aten.ldexp, aten.frexp,
+    aten.native_dropout, aten.adaptive_max_pool2d, aten.pixel_shuffle, aten.upsample_nearest2d, aten.lift_fresh_copy,
+    aten.copy, aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter, aten.unbind_copy, aten.isnan,
+}  # fmt: skip
+
+
+class Perturbed(TorchDispatchMode):
+    """While it is active, every float operation is off by a random rounding error; `seed` says by which."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        packet = func.overloadpacket
+        if packet in _EXACT or func.namespace != "aten" or _returns_memory_of_arguments(func):
+            return result
+        inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+        if not inputs:
+            return result
+        if isinstance(result, Tensor):
+            return self._moved(packet, func, args, kwargs, inputs, result)
+        if isinstance(result, (tuple, list)):  # the first is the result, the others are statistics and indices
+            first, *rest = result
+            if isinstance(first, Tensor):
+                first = self._moved(packet, func, args, kwargs, inputs, first)
+            return type(result)([first, *rest])
+        return result
+
+    def _moved(self, packet: Any, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], y: Tensor) -> Tensor:
+        if not y.is_floating_point() or y.numel() == 0:
+            return y
+        magnitude = y.abs()
+        if packet in _SUMS:
+            magnitude = _first(func(*_magnitudes(args), **_magnitudes(kwargs))).abs()
+        elif packet in _ADDITIONS:
+            numbers = [x for x in (*inputs, *args[:2]) if isinstance(x, (Tensor, int, float))]
+            magnitude = torch.stack([torch.as_tensor(x).abs().to(y.dtype).expand_as(y) for x in numbers]).amax(0)
+        elif packet in _STEPS:
+            magnitude = torch.maximum(magnitude, inputs[0].abs().clamp(max=_STEP_SIZE))
+        elif packet in _NORMS:
+            magnitude = magnitude + 1
+        signs = torch.randint(0, 2, y.shape, generator=self._generator).to(y.dtype) * 2 - 1
+        moved = y + signs * (_AMPLITUDE * _UNIT) * magnitude
+        return torch.where(moved.isfinite() & y.isfinite(), moved, y)
+
+
+def _returns_memory_of_arguments(func: Any) -> bool:
+    return any(value.alias_info is not None for value in func._schema.returns)
+
+
+def _magnitudes(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.abs() if value.is_floating_point() else value
+    if isinstance(value, (tuple, list)):
+        return type(value)(_magnitudes(v) for v in value)
+    if isinstance(value, dict):
+        return {key: _magnitudes(v) for key, v in value.items()}
+    return value
+
+
+def _first(result: Any) -> Tensor:
+    return result[0] if isinstance(result, (tuple, list)) else result
+
+
+class Rounding:
+    """How far results of a computation change when it is repeated with rounding errors."""
+
+    def __init__(self, compute: Callable[[], list[Tensor]], results: list[Tensor]) -> None:
+        """`compute` is called with errors; `results` are what it returns without."""
+        self._compute = compute
+        self._exact = results
+        self._seeds = count()
+        self.changes = [torch.zeros(x.shape, dtype=torch.float64) for x in self._exact]
+        # Integers and bools that were not the same every time.
+        self.unsteady = [torch.zeros(x.shape, dtype=torch.bool) for x in self._exact]
+        self.repeat(_REPETITIONS)
+
+    def repeat(self, times: int) -> None:
+        """Computes so many times more, each with other errors."""
+        for seed in islice(self._seeds, times):
+            with Perturbed(seed):
+                again = self._compute()
+            for number, (before, after) in enumerate(zip(self._exact, again, strict=True)):
+                if not before.is_floating_point():
+                    self.unsteady[number] |= before != after
+                    continue
+                change = (after.double() - before.double()).abs()
+                change = torch.where(before == after, 0.0, change)  # infinities
+                self.changes[number] = torch.maximum(self.changes[number], change.nan_to_num(0.0, torch.inf))
+
+    def tolerance(self, number: int) -> Tensor:
+        """How far another program's result may be from this one, element by element."""
+        last_place = (self._exact[number].double().abs() * 4 * _UNIT).nan_to_num(0.0, 0.0, 0.0)
+        return _MARGIN * self.changes[number] + last_place

@@ -1,0 +1,64 @@
+"""Whether an exported file is of a model: equal codes, scales, zero points, biases and float parameters, bit by bit."""
+
+import os
+from typing import Any, NoReturn
+
+import numpy as np
+from torch import Tensor, nn
+
+from fakequant._convert.golden.fixed_grid import Grid
+from fakequant._convert.golden.integer_layer import IntegerLayer, start_export
+from fakequant._onnx.fingerprint import digest_of_parameters
+from fakequant._verify.onnxruntime_session import Runtime
+
+
+def require_same_parameters(golden: nn.Module, runtime: Runtime, path: str | os.PathLike[str]) -> None:
+    """Raises ValueError if a tensor of the file is not that of the golden model."""
+    found = False
+    for module_path, module in golden.named_modules():
+        for name, value in _tensors_of(module, module_path).items():
+            there = runtime.initializer(name)
+            # A tensor that is absent was not computed with, or an equal one has its place.
+            if there is not None and not _same_bits(there, value):
+                _refuse(path, f"{name} is another there")
+            found |= there is not None
+    if not found:
+        _refuse(path, "it has none of the model's tensors")
+    if runtime.parameters is not None and runtime.parameters != digest_of_parameters(golden):
+        _refuse(path, "one of the parameters is another there")
+
+
+def _tensors_of(module: Any, path: str) -> dict[str, Tensor]:
+    """The tensors of a module by the names they have in a file."""
+    start = f"{path}." if path else ""
+    found = {f"{start}{name}": value for name, value in module._parameters.items() if value is not None}
+    if isinstance(module, Grid):
+        if module.scale is not None and module.zero_point is not None:
+            found[f"{path}_scale"] = module.scale
+        return found
+    if isinstance(module, IntegerLayer) and module._fakequant.weight_spec is not None:
+        start_export(module, 8)
+        exported = module._fakequant.exported
+        found |= {f"{start}weight_codes": exported.codes, f"{start}weight_scale": module.weight_scale}
+        if module.weight_zero_point is not None:
+            found[f"{start}weight_zero_point"] = module.weight_zero_point
+        if module.bias_codes is not None:
+            found |= {f"{start}bias_codes": module.bias_codes, f"{start}bias_scale": exported.bias_scale}
+    return found
+
+
+def _same_bits(there: Any, here: Tensor) -> bool:
+    array = here.detach().cpu().numpy()
+    if there.size != array.size:
+        return False
+    there, array = there.ravel(), array.ravel()
+    if array.dtype == np.float32 and there.dtype == np.float32:
+        there, array = there.view(np.int32), array.view(np.int32)
+    return np.array_equal(there, array)
+
+
+def _refuse(path: Any, reason: str) -> NoReturn:
+    raise ValueError(
+        f"{path} does not belong to the model: {reason}.\n"
+        "Export the model again with fakequant.export_onnx, or pass the model that was exported."
+    )

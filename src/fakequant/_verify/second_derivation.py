@@ -1,0 +1,95 @@
+"""A second derivation of what `convert` makes, to check it against: `verify` trusts neither.
+
+Codes, scales and biases of a golden model follow from the parameters of the prepared model:
+
+    weight             scale * code, equal to the quantized weight of the prepared model, bit by bit
+    with a norm        scale * |factor| and code * sign(factor)
+    bias               rint(bias / (x_scale * weight_scale))
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant._convert.golden.fixed_grid import Grid
+from fakequant._convert.golden.integer_layer import IntegerLayer, bias_scale, float_weight, is_integer
+from fakequant.nn._batch_norm import factor_of, folded_bias
+from fakequant.nn._bounded_parameters import whole
+from fakequant.nn._quantized_layer import QuantizedLayer, quantized_weight
+from fakequant.nn._quantizer import Quantizer
+
+# Beyond it a bias makes `convert` give its channel a larger scale, and with it other codes.
+_LARGE_BIAS = 2**29
+# The product of a float32 scale and a float64 factor, rounded once to float32, over the product itself.
+_ONE_ROUNDING = 2.0**-24
+
+
+@torch.no_grad()
+def require_converted(model: nn.Module, golden: nn.Module, norms: dict[str, str]) -> None:
+    """Raises RuntimeError if the golden model does not hold what follows from the prepared model.
+
+    `norms` are the paths of the normalizations that were folded, by the paths of the layers.
+    """
+    converted = dict(golden.named_modules())
+    for path, module in model.named_modules():
+        made = converted.get(path)
+        if isinstance(module, Quantizer) and isinstance(made, Grid):
+            _require_grid(path, module, made)
+        if isinstance(module, QuantizedLayer) and isinstance(made, IntegerLayer):
+            norm = model.get_submodule(norms[path]) if path in norms else None
+            _require_layer(path, module, made, norm)
+
+
+def _require_grid(path: str, quantizer: Quantizer, made: Grid) -> None:
+    if made.scale is not None and made.zero_point is not None:
+        scale, zero_point = quantizer.qparams()
+        _demand(torch.equal(scale, made.scale), path, "scale")
+        _demand(torch.equal(zero_point, made.zero_point), path, "zero point")
+
+
+def _require_layer(path: str, layer: Any, made: Any, norm: nn.Module | None) -> None:
+    kind = made._fakequant.kind
+    bias = getattr(layer, kind.bias_name, None)
+    bias = None if bias is None else whole(bias)
+    if norm is not None:
+        bias = folded_bias(bias, norm)
+    usual = torch.ones((), dtype=torch.bool)
+    if made.bias_codes is not None:
+        usual = made.bias_codes.abs() < _LARGE_BIAS
+        assert bias is not None
+        expected = (bias.double() / bias_scale(made).double()).round()
+        _demand(bool((expected == made.bias_codes)[usual].all()), path, "bias")
+    elif bias is not None and not is_integer(made):
+        _demand(torch.equal(bias.float(), getattr(made, kind.bias_name)), path, "bias")
+    if made._fakequant.weight_spec is None:
+        return
+    here, there = quantized_weight(layer).detach(), float_weight(made)
+    if norm is None:
+        _demand(bool((_along(usual, here, kind).logical_not() | (here == there)).all()), path, "weight")
+        return
+    factor, tiny = factor_of(norm), torch.finfo(torch.float32).tiny
+    exact = here.double() * _along(factor, here, kind)
+    close = (there.double() - exact).abs() <= exact.abs() * 4 * _ONE_ROUNDING + tiny
+    _demand(bool((_along(usual, here, kind).logical_not() | close).all()), path, "weight")
+    scale = layer.weight_quantizer.scale  # None where every token has its own
+    if scale is not None:
+        exact = scale.double() * 2.0**-made._fakequant.weight_shift * factor.abs().reshape(-1, *[1] * (scale.dim() - 1))
+        same = exact.clamp(min=tiny).float() == made.weight_scale
+        _demand(bool((usual.reshape(-1, *[1] * (same.dim() - 1)).logical_not() | same).all()), path, "scale")
+
+
+def _along(value: Tensor, weight: Tensor, kind: Any) -> Tensor:
+    """Values per output channel in a shape that broadcasts with the weight."""
+    channels = weight.shape[kind.channel_axis]
+    if value.dim() == 0 or value.numel() != channels:  # groups of a transposed convolution share their weights' axis
+        return value.all() if value.dtype == torch.bool else value
+    return value.reshape([-1 if a == kind.channel_axis else 1 for a in range(weight.dim())])
+
+
+def _demand(condition: bool, path: str, what: str) -> None:
+    if not condition:
+        raise RuntimeError(
+            f"The converted model has another {what} at {path} than the prepared model: this is a fault of fakequant.\n"
+            "Please report it, with the model's config."
+        )

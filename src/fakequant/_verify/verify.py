@@ -1,0 +1,380 @@
+"""`verify`: whether what was trained, what was converted and what runs have the same codes and results."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fakequant._convert.convert import conversion, convert
+from fakequant._convert.golden.fixed_grid import Grid
+from fakequant._convert.golden.integer_layer import IntegerLayer
+from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, Origin, codes_of, on_grid, origin_of, plain
+from fakequant._prepare.prepare import link_norms, preparation
+from fakequant._train.running import Data, check_module, copied, evaluating, run
+from fakequant._verify import result_leaves
+from fakequant._verify.explain_codes import NAN, TIE, UNKNOWN, ties, why_prepared, why_runtime, why_sums
+from fakequant._verify.onnxruntime_session import Runtime
+from fakequant._verify.rounding_bounds import Rounding
+from fakequant._verify.same_parameters import require_same_parameters
+from fakequant._verify.second_derivation import require_converted
+from fakequant._verify.verdict import OutputReport, TensorReport, Verification
+from fakequant.nn._quantizer import Quantizer
+
+# Codes by the paths of quantizers, once for every time that one was called.
+Codes = dict[str, list[Tensor]]
+_Whose = Literal["prepared", "runtime"]
+# An error puts a number at a tie on either side: that all leave it on one side has a chance of 2^-32.
+_MORE_REPETITIONS = 28
+
+
+@torch.no_grad()
+def verify(
+    model: nn.Module, onnx_path: str | os.PathLike[str], data: Data, *, steps: int | None = None
+) -> Verification:
+    """Runs a prepared model, its golden model and an exported file on data, and compares every code and result.
+
+    Each quantizer is looked at by itself: the golden model is given the codes of the prepared model, and in a
+    second pass those of the runtime, before every layer, so that a difference is counted where it arises and
+    not in everything after it. Results after the last quantizers are compared in the same way. Codes may differ at
+    ties, and results by rounding; how far that can go is found out for every element by repeating the computation
+    with rounding errors. Other differences have a reason, which is found by computing what would be if: with sums
+    that overflow or saturate, with operations one by one, with a reciprocal.
+
+    Args:
+        model: A prepared model, with its scales.
+        onnx_path: A file that `export_onnx` wrote of this model.
+        data: Batches, such as a DataLoader or a list. A batch is a tensor, a dict of keyword arguments, or a tuple.
+        steps: The number of batches to use; None for all.
+
+    Returns:
+        A `Verification`, whose `ok` says whether the file computes what was trained.
+
+    Needs `pip install "fakequant[onnx]"`.
+
+    >>> import tempfile, fakequant as fq
+    >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8(target="onnxruntime-x86"))
+    >>> model = fq.calibrate(model, [torch.ones(3, 4)], progress=False)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     fq.export_onnx(model, f"{folder}/model.onnx", torch.ones(1, 4))
+    ...     found = fq.verify(model, f"{folder}/model.onnx", [torch.randn(8, 4)])
+    >>> found.ok, found.kernels
+    (True, {'0': 'QGemm'})
+    """
+    check_module(model)
+    link_norms(model)
+    runtime = Runtime(onnx_path)
+    golden = convert(model, target=runtime.target)
+    folded = set(conversion(golden).folded)
+    norms = {layer: norm for layer, norm in preparation(model).norms.items() if norm in folded}
+    with evaluating(model):
+        require_converted(model, golden, norms)
+    require_same_parameters(golden, runtime, onnx_path)
+    comparison = _Comparison(model, golden, runtime)
+    if callable(data) and not isinstance(data, Iterable):
+        raise TypeError("`data` must be batches here, which all three models are run on, not a function.")
+    with evaluating(model), torch.autocast("cpu", enabled=False):
+        run(model, data, steps, call=comparison.compare)
+    if not comparison.batches:
+        raise ValueError("`data` has no batches: there was nothing to compare.")
+    found = comparison.result()
+    if not found.outputs.numbers and not any(t.codes for t in found.tensors):
+        raise ValueError("The batches of `data` are empty: there was nothing to compare.")
+    return found
+
+
+@dataclasses.dataclass
+class _Difference:
+    """Codes of the golden model and of another one that differ at one call of a grid."""
+
+    path: str
+    call: int
+    grid: GridOf
+    # What the grid was given, where it comes from, and the sums of layers that ran since the last grid.
+    x: Tensor
+    origin: Origin | None
+    before: list[Accumulated]
+    mine: Tensor
+    theirs: Tensor
+
+
+@dataclasses.dataclass
+class _Pass:
+    """What the golden model computed from the codes of another one."""
+
+    results: list[Tensor]
+    # How many codes were compared, by path.
+    compared: dict[str, int]
+    differences: list[_Difference]
+    # Sums of layers after the last grid.
+    sums: list[Accumulated]
+
+
+class _Comparison:
+    """Counts over batches."""
+
+    def __init__(self, model: nn.Module, golden: nn.Module, runtime: Runtime) -> None:
+        self.model, self.golden, self.runtime = model, golden, runtime
+        self.grids = {path: module for path, module in golden.named_modules() if isinstance(module, Grid)}
+        self.reports: dict[str, TensorReport] = {}
+        # Why codes differ, in the order found, by quantizer and by whose codes they are.
+        self.reasons: dict[tuple[str, _Whose], dict[str, None]] = {}
+        self.skipped: dict[str, str] = {}
+        # Whether there are grids whose codes are not compared: there, rounding may change a code, and much after it.
+        self.flips = not all(grid.has_one_scale for grid in self.grids.values())
+        self.outputs = OutputReport()
+        self.batches = 0
+
+    def compare(self, *args: Any, **kwargs: Any) -> None:
+        """One batch."""
+        self.batches += 1
+        inputs = args, kwargs
+        prepared, prepared_codes = self._run_prepared(*copied(*inputs))
+        watched, results, codes = self.runtime.run(args, kwargs)
+        runtime_codes = {path: [torch.from_numpy(c).float() for c in arrays] for path, arrays in codes.items()}
+        own, given = copied(*inputs)
+        free = self.golden(*own, **given)
+        if result_leaves.constants(prepared) != result_leaves.constants(free):
+            raise ValueError("The prepared and the golden model return different constants: they cannot be compared.")
+        ran = [torch.from_numpy(np.array(value)) for value in results]
+        _require_as_many(result_leaves.tensors(free), ran)
+        self._judge("prepared", prepared_codes, result_leaves.tensors(prepared), None, inputs)
+        seen = [torch.from_numpy(np.array(value)) for value in watched]
+        self._judge("runtime", runtime_codes, ran, seen, inputs)
+        self._note_outputs(result_leaves.tensors(prepared), result_leaves.tensors(free), ran)
+
+    def _run_prepared(self, args: Any, kwargs: Any) -> tuple[Any, Codes]:
+        codes: Codes = {}
+
+        def keep(path: str, grid: GridOf) -> Callable[..., None]:
+            return lambda module, inputs, y: codes.setdefault(path, []).append(codes_of(y.detach().float(), grid))
+
+        handles = []
+        for path, module in self.model.named_modules():
+            if isinstance(module, Quantizer) and path in self.grids and self.grids[path].has_one_scale:
+                grid = self.grids[path].grid_for(torch.zeros(1))
+                handles.append(module.register_forward_hook(keep(path, grid)))
+        try:
+            return self.model(*args, **kwargs), codes
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    # --- the golden model with the codes of another one --------------------------------------------
+
+    def _forced(self, codes: Codes, inputs: Any, whose: _Whose) -> _Pass:
+        """Runs the golden model, compares at every grid, and goes on with the codes of the other model."""
+        found = _Pass([], {}, [], [])
+
+        def look(path: str, call: int, grid: GridOf, x: Tensor, y: Tensor, theirs: Tensor) -> None:
+            mine = codes_of(plain(y), grid)
+            theirs = theirs.reshape(mine.shape)
+            found.compared[path] = found.compared.get(path, 0) + mine.numel()
+            before, found.sums = found.sums, []
+            if not bool(((mine == theirs) | (mine.isnan() & theirs.isnan())).all()):
+                found.differences.append(_Difference(path, call, grid, plain(x), origin_of(x), before, mine, theirs))
+
+        def remember(module: Any, args: Any, y: Any) -> None:
+            if isinstance(y, Tensor) and isinstance(origin_of(y), Accumulated):
+                found.sums.append(origin_of(y))  # type: ignore[arg-type]
+
+        with self._taking_codes(codes, look, whose):
+            handles = [m.register_forward_hook(remember) for m in self.golden.modules() if isinstance(m, IntegerLayer)]
+            try:
+                args, kwargs = copied(*inputs)
+                found.results = result_leaves.tensors(self.golden(*args, **kwargs))
+            finally:
+                for handle in handles:
+                    handle.remove()
+        return found
+
+    @contextmanager
+    def _taking_codes(self, codes: Codes, look: Callable[..., None], whose: _Whose) -> Iterator[None]:
+        """While it lasts, every grid of the golden model returns what the codes of another model stand for.
+
+        `look` is called at every grid whose codes are known, before they take the place of its result.
+        """
+        calls: dict[str, int] = {}
+
+        def hook(path: str) -> Callable[..., Any]:
+            def take(module: Any, args: Any, y: Tensor) -> Any:
+                call = calls[path] = calls.get(path, -1) + 1
+                theirs = codes.get(path)
+                if not module.has_one_scale:
+                    self.skipped[path] = "its scale is found at run time, or there are several"
+                    return None
+                if theirs is None or call >= len(theirs):
+                    if whose == "runtime":
+                        self.skipped[path] = "the file has no codes of its own for it: another quantizer has the same"
+                    return None
+                grid = module.grid_for(args[0])
+                look(path, call, grid, args[0], y, theirs[call])
+                return on_grid((theirs[call].reshape(y.shape) - grid.zero_point) * grid.scale, grid)
+
+            return take
+
+        handles = [grid.register_forward_hook(hook(path)) for path, grid in self.grids.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    # --- judging ------------------------------------------------------------------------------------
+
+    def _judge(
+        self, whose: _Whose, codes: Codes, results: list[Tensor], watched: list[Tensor] | None, inputs: Any
+    ) -> None:
+        """Counts the differences between the golden model and another one, from the codes of that one.
+
+        `watched` are the runtime's results when its codes are looked at.
+        """
+        found = self._forced(codes, inputs, whose)
+        for path, number in found.compared.items():
+            report = self.reports.setdefault(path, TensorReport(path))
+            report.codes += number if whose == "prepared" else 0
+        same = all(map(_is_same, found.results, results))
+        is_steady = watched is None or all(map(_is_same, watched, results))
+        if whose == "runtime":
+            self.outputs.runtime_is_equal &= same
+        if same and is_steady and not found.differences:
+            return
+        rounding = self._rounding(codes, inputs, found)
+        if self.flips and not self._is_explained(found, results, rounding):
+            rounding.repeat(_MORE_REPETITIONS)
+        for number, difference in enumerate(found.differences):
+            self._count(whose, difference, rounding.tolerance(number))
+        first = len(found.differences)
+        self._count_results(whose, found, results, rounding, first)
+        for number, (a, b) in enumerate(zip(watched or [], results, strict=False)):
+            beyond = _beyond(a, b, 2 * rounding.tolerance(first + number), rounding.unsteady[first + number])
+            if bool(beyond.any()):
+                self.outputs.disturbance = max(self.outputs.disturbance, _largest(a, b))
+
+    def _is_explained(self, found: _Pass, results: list[Tensor], rounding: Rounding) -> bool:
+        """Whether rounding explains all results."""
+        first = len(found.differences)
+        return not any(
+            bool(_beyond(a, b, rounding.tolerance(first + number), rounding.unsteady[first + number]).any())
+            for number, (a, b) in enumerate(zip(found.results, results, strict=True))
+        )
+
+    def _rounding(self, codes: Codes, inputs: Any, found: _Pass) -> Rounding:
+        """What rounding can change in the inputs of grids that differ, and in the results."""
+        wanted = {(d.path, d.call): number for number, d in enumerate(found.differences)}
+
+        def compute() -> list[Tensor]:
+            kept: dict[int, Tensor] = {}
+
+            def look(path: str, call: int, grid: GridOf, x: Tensor, y: Tensor, theirs: Tensor) -> None:
+                if (path, call) in wanted:
+                    kept[wanted[path, call]] = plain(x)
+
+            with self._taking_codes(codes, look, "prepared"):
+                args, kwargs = copied(*inputs)
+                results = result_leaves.tensors(self.golden(*args, **kwargs))
+            return [*(kept[number] for number in range(len(wanted))), *results]
+
+        return Rounding(compute, [*(difference.x for difference in found.differences), *found.results])
+
+    def _count(self, whose: _Whose, found: _Difference, tolerance: Tensor) -> None:
+        report = self.reports[found.path]
+        mine, theirs = found.mine, found.theirs
+        differ = (mine != theirs) & ~(mine.isnan() & theirs.isnan())
+        at_tie = differ & ties(found.x, found.grid, tolerance, mine, theirs)
+        steps = (mine - theirs).abs()[differ].nan_to_num(0)
+        _add(report, f"{whose}_differ", int(differ.sum()))
+        _add(report, f"{whose}_ties", int(at_tie.sum()))
+        most = max(getattr(report, f"{whose}_steps"), int(steps.max()))
+        setattr(report, f"{whose}_steps", most)
+        rest, reason = differ & ~at_tie, TIE
+        if bool(rest.any()):
+            why = why_runtime if whose == "runtime" else why_prepared
+            reason = why(found.origin, found.x, found.grid, found.before, mine, theirs, rest)
+        reasons = self.reasons.setdefault((found.path, whose), {})
+        reasons[reason] = None
+        # Ties are worth a word only where there is nothing else.
+        setattr(report, f"why_{whose}", "; ".join([one for one in reasons if one != TIE] or [TIE]))
+
+    def _count_results(
+        self, whose: _Whose, found: _Pass, results: list[Tensor], rounding: Rounding, first: int
+    ) -> None:
+        for number, (a, b) in enumerate(zip(found.results, results, strict=True)):
+            beyond = _beyond(a, b, rounding.tolerance(first + number), rounding.unsteady[first + number])
+            if not bool(beyond.any()):
+                continue
+            _add(self.outputs, f"{whose}_unexplained", int(beyond.sum()))
+            has_nan = a.is_floating_point() and bool((a.isnan() != b.isnan())[beyond].any())
+            reason = NAN if has_nan else (whose == "runtime" and why_sums(found.sums)) or UNKNOWN
+            name = "why" if whose == "runtime" else "why_prepared"
+            setattr(self.outputs, name, getattr(self.outputs, name) or reason)
+
+    def _note_outputs(self, prepared: list[Tensor], golden: list[Tensor], runtime: list[Tensor]) -> None:
+        out = self.outputs
+        for a, b, c in zip(prepared, golden, runtime, strict=True):
+            out.numbers += b.numel()
+            out.prepared_difference = max(out.prepared_difference, _largest(a, b))
+            out.runtime_difference = max(out.runtime_difference, _largest(b, c))
+            if not b.is_floating_point() or not b.numel():
+                continue
+            out.largest = max(out.largest, float(b.double().abs().nan_to_num(0, 0, 0).max()))
+            if a.dim() == 2 and a.shape[1] > 1:
+                out.rows += len(a)
+                out.agreeing += int((a.argmax(1) == c.argmax(1)).sum())
+
+    def result(self) -> Verification:
+        """Everything that was counted, in the order of the model."""
+        target, tensors = self.runtime.target or "generic", list(self.reports.values())
+        changed = not self.runtime.is_as_written
+        return Verification(target, tensors, self.runtime.kernels, self.outputs, self.skipped, changed)
+
+
+def _require_as_many(golden: list[Tensor], runtime: list[Tensor]) -> None:
+    if len(golden) != len(runtime):
+        raise ValueError(
+            f"The model returns {len(golden)} tensors and the file {len(runtime)}: they cannot be compared.\n"
+            "Export the model again with fakequant.export_onnx."
+        )
+    for number, (a, b) in enumerate(zip(golden, runtime, strict=True)):
+        if a.shape != b.shape or a.is_floating_point() != b.is_floating_point():
+            raise ValueError(
+                f"Result {number} is {_kind(a)} in the model and {_kind(b)} in the file: they cannot be compared.\n"
+                "Export the model again with fakequant.export_onnx."
+            )
+
+
+def _kind(x: Tensor) -> str:
+    return f"{str(x.dtype)[6:]} of shape {tuple(x.shape)}"
+
+
+def _add(report: Any, name: str, number: int) -> None:
+    setattr(report, name, getattr(report, name) + number)
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    """Whether all numbers are equal; a NaN is equal to a NaN."""
+    if a.is_floating_point():
+        return bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return torch.equal(a.to(b.dtype), b)
+
+
+def _beyond(a: Tensor, b: Tensor, tolerance: Tensor, unsteady: Tensor) -> Tensor:
+    """Which elements differ by more than the tolerance; integers that rounding changes may differ."""
+    if not a.is_floating_point():
+        return (a != b) & ~unsteady
+    differ = (a != b) & ~(a.isnan() & b.isnan())
+    far = (a.double() - b.double()).abs()
+    return differ & ~(far <= tolerance)  # what is not finite on one side only is no number
+
+
+def _largest(a: Tensor, b: Tensor) -> float:
+    """The largest difference; what is NaN on one side only is infinitely far."""
+    if not a.numel():
+        return 0.0
+    a, b = a.double(), b.double()
+    far = torch.where(a.isnan() != b.isnan(), torch.inf, (a - b).abs().nan_to_num(0, torch.inf))
+    return float(torch.where(a == b, 0, far).max())

@@ -1,0 +1,239 @@
+"""`FakeQuantizer`: scale and zero point in an object, calibrated from data, with explicit gradients."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from fakequant import _kernels
+from fakequant._backends import import_whole, is_tensor
+from fakequant._backends.numpy.float_arrays import as_float_array
+from fakequant._kernels import _native
+from fakequant.qparams import min_max
+from fakequant.reference import round_half_away
+from fakequant.spec import NUMERICS, Numerics
+
+# A smaller scale would make 1 / scale overflow soon; constant data would give 0.
+SMALLEST_SCALE = np.float32(1e-10)
+
+_KERNEL_NUMERICS = {"torch": _kernels.TORCH_TENSOR, "onnx": _kernels.ONNX, "half_away": _kernels.HALF_AWAY}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FakeQuantConfig:
+    """The integer range of a `FakeQuantizer`.
+
+    >>> FakeQuantConfig.q4_symmetric()
+    FakeQuantConfig(bits=4, symmetric=True, qmin=-7, qmax=7)
+    >>> FakeQuantConfig.of(bits=4, symmetric=False)
+    FakeQuantConfig(bits=4, symmetric=False, qmin=0, qmax=15)
+    """
+
+    bits: int
+    symmetric: bool
+    qmin: int
+    qmax: int
+
+    def __post_init__(self) -> None:
+        for name in ("bits", "qmin", "qmax"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"`{name}` must be an int, got {value!r}.")
+        if not 2 <= self.bits <= 24:
+            raise ValueError(f"`bits` must be between 2 and 24 (codes are exact in float32), got {self.bits}.")
+        if not self.qmin < self.qmax:
+            raise ValueError(f"`qmin` must be less than `qmax`, got {self.qmin} and {self.qmax}.")
+        if self.symmetric and self.qmax <= 0:
+            raise ValueError(f"A symmetric range needs `qmax` > 0, got {self.qmax}.")
+        if max(abs(self.qmin), abs(self.qmax)) > 1 << 24:
+            raise ValueError(f"`qmin` and `qmax` must be within 2^24, got {self.qmin} and {self.qmax}.")
+
+    @classmethod
+    def of(cls, *, bits: int, symmetric: bool) -> "FakeQuantConfig":
+        """The usual range: symmetric -(2^(bits-1) - 1) to 2^(bits-1) - 1, asymmetric 0 to 2^bits - 1."""
+        if symmetric:
+            top = (1 << (bits - 1)) - 1 if bits > 0 else 0
+            return cls(bits, True, -top, top)
+        return cls(bits, False, 0, (1 << bits) - 1 if bits > 0 else 0)
+
+    @classmethod
+    def q4_symmetric(cls) -> "FakeQuantConfig":
+        """4 bits, -7 to 7."""
+        return cls.of(bits=4, symmetric=True)
+
+    @classmethod
+    def q8_symmetric(cls) -> "FakeQuantConfig":
+        """8 bits, -127 to 127."""
+        return cls.of(bits=8, symmetric=True)
+
+    @classmethod
+    def q4_asymmetric(cls) -> "FakeQuantConfig":
+        """4 bits, 0 to 15."""
+        return cls.of(bits=4, symmetric=False)
+
+    @classmethod
+    def q8_asymmetric(cls) -> "FakeQuantConfig":
+        """8 bits, 0 to 255."""
+        return cls.of(bits=8, symmetric=False)
+
+
+class FakeQuantizer:
+    """Fake quantization with one scale and zero point for all data, calibrated once.
+
+        forward     q = clamp(round_half_away(x / scale + zero_point), qmin, qmax)
+                    y = (q - zero_point) * scale
+        backward    dx = dy                           pass-through
+                    dx = dy where lo <= x <= hi       clamped, with lo = (qmin - zero_point) * scale
+
+    That is the default numerics, "half_away", where NaN becomes code 0; "onnx" and "torch" round as
+    docs/numerics.md says. Before calibration the scale is 1 and the zero point 0.
+
+    >>> fq = FakeQuantizer.q4()
+    >>> fq.calibrate(np.float32([-1.4, 0.7]))
+    >>> fq.scale, fq.zero_point, fq.num_levels
+    (np.float32(0.2), 0, 15)
+    >>> fq.forward(np.float32([0.1, -0.5, 3.0]))
+    array([ 0.2, -0.6,  1.4], dtype=float32)
+    """
+
+    def __init__(self, config: FakeQuantConfig | None = None, *, numerics: Numerics = "half_away") -> None:
+        if numerics not in NUMERICS:
+            raise ValueError(f"`numerics` must be one of {', '.join(NUMERICS)}, got {numerics!r}.")
+        if not (config is None or isinstance(config, FakeQuantConfig)):
+            raise TypeError(f"`config` must be a FakeQuantConfig, got {config!r}.")
+        self.config = FakeQuantConfig.q8_symmetric() if config is None else config
+        self.numerics: Numerics = numerics
+        self._scale = np.float32(1)
+        self._zero_point = 0
+        self._initialized = False
+
+    @classmethod
+    def q4(cls) -> "FakeQuantizer":
+        """4-bit symmetric."""
+        return cls(FakeQuantConfig.q4_symmetric())
+
+    @classmethod
+    def q8(cls) -> "FakeQuantizer":
+        """8-bit symmetric."""
+        return cls(FakeQuantConfig.q8_symmetric())
+
+    @property
+    def scale(self) -> np.float32:
+        """The step between neighbouring levels."""
+        return self._scale
+
+    @property
+    def zero_point(self) -> int:
+        """The code of the value 0."""
+        return self._zero_point
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether the scale comes from data."""
+        return self._initialized
+
+    @property
+    def num_levels(self) -> int:
+        """How many codes there are."""
+        return self.config.qmax - self.config.qmin + 1
+
+    def calibrate(self, data: np.ndarray) -> None:
+        """Takes scale and zero point from the smallest and largest value of `data`.
+
+            symmetric    scale = max(|min|, |max|) / qmax;          zero_point = 0
+            asymmetric   min, max = min(min, 0), max(max, 0)
+                         scale = (max - min) / (qmax - qmin)
+                         zero_point = clamp(round_half_away(qmin - min / scale), qmin, qmax)
+
+        An asymmetric range holds 0, which has a code: without it no zero point would reach the data. The scale
+        is at least 1e-10. NaN is left out; if nothing is left, nothing changes.
+        """
+        if is_tensor(data):
+            data = _as_array(data)
+        data, _ = as_float_array(data, "data")
+        with np.errstate(over="ignore"):
+            data = data.astype(np.float32)
+        seen = min_max(data)
+        if seen.nan == data.size:
+            return
+        lo = np.float32(-np.inf) if seen.neginf else np.float32(seen.min)
+        hi = np.float32(np.inf) if seen.posinf else np.float32(seen.max)
+        qmin, qmax = self.config.qmin, self.config.qmax
+        zero_point = 0
+        with np.errstate(all="ignore"):
+            if self.config.symmetric:
+                scale = max(abs(lo), abs(hi)) / np.float32(qmax)
+            else:
+                lo, hi = min(lo, np.float32(0)), max(hi, np.float32(0))
+                scale = (hi - lo) / np.float32(qmax - qmin)
+                zero_point = _saturate(round_half_away(np.float32(qmin) - lo / scale), qmin, qmax)
+        self._scale = SMALLEST_SCALE if scale < SMALLEST_SCALE else np.float32(scale)
+        self._zero_point = zero_point
+        self._initialized = True
+
+    def forward(self, x: Any) -> Any:
+        """`x` rounded to the grid. On a tensor, autograd passes the gradient through."""
+        if is_tensor(x):
+            return self._forward_tensor(x)
+        x, dtype = as_float_array(x)
+        x = np.asarray(x, order="C")
+        y = np.empty(x.shape, x.dtype)
+        _native.fake_quantize_scalar(
+            x, y, None, _kernels.MASK_NONE, dtype, x.size, _KERNEL_NUMERICS[self.numerics], float(self._scale),
+            self._zero_point, self.config.qmin, self.config.qmax, self.numerics == "half_away",
+        )  # fmt: skip
+        return y
+
+    def _forward_tensor(self, x: Any) -> Any:
+        import_whole("_backends.torch.fake_quantizer_tensors")
+        from fakequant._backends.torch import fake_quantizer_tensors
+        from fakequant._backends.torch.tensor_kernels import NAN_IS_CODE_ZERO, Grid
+
+        numerics = {"torch": "torch_tensor", "half_away": NAN_IS_CODE_ZERO}.get(self.numerics, self.numerics)
+        grid = Grid(float(self._scale), self._zero_point, self.config.qmin, self.config.qmax, numerics)
+        return fake_quantizer_tensors.forward(x, grid)
+
+    def forward_with_calibration(self, x: np.ndarray) -> np.ndarray:
+        """`forward`, after calibrating on `x` if nothing was calibrated before."""
+        if not self._initialized:
+            self.calibrate(x)
+        return self.forward(x)
+
+    def backward(self, dy: Any) -> Any:
+        """The straight-through gradient: `dy` unchanged, as a copy."""
+        return dy.clone() if is_tensor(dy) else np.array(as_float_array(dy, "dy")[0])
+
+    def backward_clamped(self, dy: Any, x: Any) -> Any:
+        """`dy` where `x` is representable, else 0.
+
+            (qmin - zero_point) * scale <= x <= (qmax - zero_point) * scale
+
+        >>> fq = FakeQuantizer(FakeQuantConfig.q8_asymmetric())
+        >>> fq.calibrate(np.float32([-1.28, 1.27]))
+        >>> fq.backward_clamped(np.float32([1, 1, 1]), np.float32([-1.0, 0.5, 2.0]))
+        array([1., 1., 0.], dtype=float32)
+        """
+        lo, hi = (np.float32(q - self._zero_point) * self._scale for q in (self.config.qmin, self.config.qmax))
+        if is_tensor(dy):
+            import_whole("_backends.torch.fake_quantizer_tensors")
+            from fakequant._backends.torch import fake_quantizer_tensors
+
+            return fake_quantizer_tensors.backward_clamped(dy, x, float(lo), float(hi))
+        dy, x = as_float_array(dy, "dy")[0], as_float_array(x)[0]
+        if dy.shape != x.shape:
+            raise ValueError(f"`dy` must have the shape of `x`, {x.shape}, got {dy.shape}.")
+        return np.where((x < lo) | (x > hi), np.zeros((), dy.dtype), dy)
+
+    def __repr__(self) -> str:
+        state = f"scale={self.scale}, zero_point={self.zero_point}" if self._initialized else "not calibrated"
+        return f"FakeQuantizer({self.config}, numerics={self.numerics!r}, {state})"
+
+
+def _as_array(data: Any) -> np.ndarray:
+    """A tensor's values as float32; the range is float32 in any case."""
+    return data.detach().resolve_neg().float().cpu().numpy()
+
+
+def _saturate(value: np.ndarray, qmin: int, qmax: int) -> int:
+    """A float as an integer in range; NaN counts as 0."""
+    return int(np.clip(np.nan_to_num(np.float64(value), nan=0.0), qmin, qmax))

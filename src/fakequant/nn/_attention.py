@@ -1,0 +1,110 @@
+"""Quantized attention."""
+
+from math import sqrt
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fakequant.nn._layer_kinds import LayerKind, quantizes
+from fakequant.nn._linear import linear
+from fakequant.nn._quantized_layer import compute, compute_rows, quantize_output
+
+
+@quantizes(nn.MultiheadAttention)
+class MultiheadAttention(LayerKind):
+    """Multi-head attention with quantized inputs, projections and weights.
+
+    The projection of the results is the layer `out_proj`, quantized like any other. What the products of
+    queries, keys and values are computed from goes through `projection_quantizer`.
+    """
+
+    weight_name: ClassVar[str] = "in_proj_weight"
+    bias_name: ClassVar[str] = "in_proj_bias"
+
+    @classmethod
+    def why_not(cls, module: Any) -> str | None:
+        """Only what nearly everybody uses."""
+        if not module._qkv_same_embed_dim:
+            return "keys or values have a size of their own (kdim, vdim)"
+        if module.bias_k is not None or module.add_zero_attn:
+            return "add_bias_kv and add_zero_attn are not supported"
+        return None
+
+    @staticmethod
+    def forward(
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As in `nn.MultiheadAttention`."""
+        if is_causal and attn_mask is None:
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+        batched = query.dim() == 3
+        q, k, v = _project(layer, query, key, value)
+        if not batched:
+            q, k, v = (t.unsqueeze(0) for t in (q, k, v))
+        elif not layer.batch_first:
+            q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+        q, k, v = (t.unflatten(-1, (layer.num_heads, layer.head_dim)).transpose(1, 2) for t in (q, k, v))
+        mask = _joined_mask(attn_mask, key_padding_mask, q, k)
+        dropout = layer.dropout if layer.training else 0.0
+        weights = None
+        if need_weights:
+            scores = q * sqrt(1.0 / layer.head_dim) @ k.transpose(-2, -1)
+            weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
+            weights = F.dropout(weights, dropout)
+            y = weights @ v
+            weights = weights.mean(dim=1) if average_attn_weights else weights
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        y = y.transpose(1, 2).flatten(-2)
+        if not batched:
+            y, weights = y.squeeze(0), None if weights is None else weights.squeeze(0)
+        elif not layer.batch_first:
+            y = y.transpose(0, 1)
+        return quantize_output(layer, layer.out_proj(y)), weights
+
+
+def _project(layer: Any, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """Queries, keys and values, on the grid of `projection_quantizer`."""
+    if key is query and value is query:
+        return list(_between(layer, compute(layer, linear, query)).chunk(3, dim=-1))
+    return [_between(layer, y) for y in compute_rows(layer, linear, [query, key, value])]
+
+
+def _between(layer: Any, x: Tensor) -> Tensor:
+    return x if layer.projection_quantizer is None else layer.projection_quantizer(x)
+
+
+def _joined_mask(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Both masks as one that is added to the scores, of (batch, head, query, key)."""
+    (batch, heads, queries), keys = q.shape[:3], k.shape[2]
+    masks = []
+    allowed: tuple[tuple[int, ...], ...]
+    if attn_mask is not None:
+        allowed = ((queries, keys), (batch * heads, queries, keys))
+        mask = _added("attn_mask", attn_mask, allowed, q)
+        masks.append(mask.reshape(batch, heads, queries, keys) if mask.dim() == 3 else mask)
+    if padding is not None:
+        allowed = ((batch, keys), (keys,)) if batch == 1 else ((batch, keys),)
+        masks.append(_added("key_padding_mask", padding, allowed, q).reshape(batch, 1, 1, keys))
+    return None if not masks else masks[0] if len(masks) == 1 else masks[0] + masks[1]
+
+
+def _added(name: str, mask: Tensor, allowed: tuple[tuple[int, ...], ...], q: Tensor) -> Tensor:
+    """A mask of what is left out, as numbers to be added."""
+    if tuple(mask.shape) not in allowed:
+        raise RuntimeError(f"`{name}` must have shape {' or '.join(map(str, allowed))}, got {tuple(mask.shape)}.")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise RuntimeError(f"`{name}` must be bool or floating point, got {str(mask.dtype)[6:]}.")
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, -torch.inf)
+    return mask.to(q.dtype)

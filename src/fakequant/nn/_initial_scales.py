@@ -1,0 +1,196 @@
+"""Where learned scales start: by LSQ's rule, at an observer's range, or with the smaller error of both."""
+
+import abc
+import dataclasses
+from math import sqrt
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fakequant._backends.torch import formula, tensor_functions
+from fakequant._backends.torch.process_ranks import Ranks
+from fakequant._backends.torch.tensor_checks import block_shape
+from fakequant.observers._histogram import Histogram, squared_errors_on_bins
+from fakequant.observers._mse import MSE, squared_error
+from fakequant.observers._observer import Observer, State
+from fakequant.qparams import QParams
+from fakequant.spec import QuantSpec
+
+Init = Literal["lsq"] | Observer | None
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def largest_scale(spec: QuantSpec) -> float:
+    """The largest scale with which every value on the grid is finite."""
+    return _LARGEST / spec.levels
+
+
+@dataclasses.dataclass(frozen=True)
+class Start(abc.ABC):
+    """A rule for the first scale. What it has seen is in a state, as with observers."""
+
+    spec: QuantSpec
+    eps: float
+
+    @abc.abstractmethod
+    def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
+        """The state before anything was seen."""
+
+    @abc.abstractmethod
+    def update(self, state: State, x: Tensor, ranks: Ranks) -> Tensor:
+        """Changes `state` by what is in `x` on every rank; how many values here were not finite."""
+
+    @abc.abstractmethod
+    def qparams(self, state: State) -> QParams:
+        """Scale and zero point; the scale is NaN where nothing was seen."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LSQRule(Start):
+    """`2 * mean(|x|) / sqrt(qmax)` over everything seen; the zero point is 0."""
+
+    def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
+        """Sums and numbers of 0."""
+        return {
+            "total": torch.zeros(blocks, dtype=torch.float64, device=device),
+            "number": torch.zeros(blocks, dtype=torch.int64, device=device),
+        }
+
+    def update(self, state: State, x: Tensor, ranks: Ranks) -> Tensor:
+        """Adds the magnitudes of the finite values per block, and their number."""
+        blocks = state["total"].shape
+        finite = x.isfinite()
+        like = state["total"].reshape(block_shape(tuple(x.shape), self.spec))
+        magnitudes = torch.where(finite, x, 0).abs().double()
+        state["total"] += ranks.total(formula.block_sums(magnitudes, like).reshape(blocks))
+        number = formula.block_sums(finite.double(), like).reshape(blocks)
+        state["number"] += ranks.total(number.long())
+        return (~finite).sum()
+
+    def qparams(self, state: State) -> QParams:
+        """The rule."""
+        mean = state["total"] / state["number"].clamp(min=1)
+        scale = (2 * mean / sqrt(self.spec.qmax)).clamp(self.eps, largest_scale(self.spec)).float()
+        zero_point = torch.zeros_like(scale).clamp(self.spec.qmin, self.spec.qmax)
+        return QParams(torch.where(state["number"] > 0, scale, torch.nan), zero_point)
+
+
+@dataclasses.dataclass(frozen=True)
+class ObservedStart(Start):
+    """The scale and zero point of an observer's range."""
+
+    observer: Observer
+
+    def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
+        """The observer's."""
+        return self.observer.init(blocks, device)
+
+    def update(self, state: State, x: Tensor, ranks: Ranks) -> Tensor:
+        """The observer's."""
+        return self.observer.update(state, x, self.spec, ranks)
+
+    def qparams(self, state: State) -> QParams:
+        """Those of the range."""
+        lo, hi = self.observer.range(state, self.spec)
+        known = lo <= hi
+        scale, zero_point = tensor_functions.choose_qparams(
+            torch.where(known, lo, 0), torch.where(known, hi, 0), self.spec, eps=self.eps
+        )
+        return QParams(torch.where(known, scale, torch.nan), zero_point)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Better(Start):
+    """Per scale, LSQ's rule or the range of least squared error: whichever has the smaller squared error.
+
+    For symmetric grids, whose zero point is 0 by both.
+    """
+
+    @property
+    def lsq(self) -> LSQRule:
+        """The one."""
+        return LSQRule(self.spec, self.eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class BetterOnBins(_Better):
+    """The better of both over everything seen, by a histogram."""
+
+    @property
+    def searched(self) -> ObservedStart:
+        """The other."""
+        return ObservedStart(self.spec, self.eps, Histogram())
+
+    def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
+        """That of both."""
+        return {**self.lsq.init(blocks, device), **self.searched.init(blocks, device)}
+
+    def update(self, state: State, x: Tensor, ranks: Ranks) -> Tensor:
+        """That of both."""
+        self.searched.update(state, x, ranks)
+        return self.lsq.update(state, x, ranks)
+
+    def qparams(self, state: State) -> QParams:
+        """The better of both."""
+        scales = torch.stack([self.lsq.qparams(state).scale, self.searched.qparams(state).scale])
+        counts, centers, _ = Histogram().binned(state)
+        valid = scales.nan_to_num(nan=1.0)  # nothing seen: there are no counts
+        lsq_error, searched_error = squared_errors_on_bins(counts, centers, valid, self.spec)
+        return _symmetric(torch.where(searched_error < lsq_error, scales[1], scales[0]))
+
+
+@dataclasses.dataclass(frozen=True)
+class BetterOnData(_Better):
+    """The better of both on the latest tensor, for many scales, of which histograms would be large.
+
+    LSQ's mean is over everything seen.
+    """
+
+    @property
+    def searched(self) -> ObservedStart:
+        """The other."""
+        return ObservedStart(self.spec, self.eps, MSE())
+
+    def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
+        """That of both, and the better of them."""
+        better = torch.full(blocks, torch.nan, dtype=torch.float32, device=device)
+        return {**self.lsq.init(blocks, device), **self.searched.init(blocks, device), "better": better}
+
+    def update(self, state: State, x: Tensor, ranks: Ranks) -> Tensor:
+        """That of both; where `x` has values, the better of them on `x`."""
+        before = state["number"].clone()
+        self.searched.update(state, x, ranks)
+        nonfinite = self.lsq.update(state, x, ranks)
+        scales = torch.stack([self.lsq.qparams(state).scale, self.searched.qparams(state).scale])
+        finite = x.masked_fill(~x.isfinite(), 0)  # zeros have no error
+        errors = [squared_error(finite, scale.nan_to_num(nan=1.0), self.spec) for scale in scales]
+        lsq_error, searched_error = ranks.total(torch.stack(errors))
+        better = torch.where(searched_error < lsq_error, scales[1], scales[0])
+        state["better"].copy_(torch.where(state["number"] > before, better, state["better"]))
+        return nonfinite
+
+    def qparams(self, state: State) -> QParams:
+        """What `update` found."""
+        return _symmetric(state["better"])
+
+
+def start_for(init: Init, spec: QuantSpec, eps: float, *, learn_zero_point: bool) -> Start:
+    """The rule that `init` stands for; None is the one with the least squared error.
+
+    >>> type(start_for(None, QuantSpec(bits=4, axis=0), 1e-6, learn_zero_point=False)).__name__
+    'BetterOnData'
+    """
+    if init == "lsq" or (init is None and not spec.symmetric and not learn_zero_point):
+        return LSQRule(spec, eps)
+    if isinstance(init, Observer):
+        return ObservedStart(spec, eps, init)
+    if init is not None:
+        raise ValueError(f'`init` must be "lsq" or an observer, such as MinMax(), got {init!r}.')
+    if not spec.symmetric:
+        return ObservedStart(spec, eps, Histogram() if spec.axis is None else MSE())
+    return BetterOnBins(spec, eps) if spec.axis is None else BetterOnData(spec, eps)
+
+
+def _symmetric(scale: Tensor) -> QParams:
+    return QParams(scale, torch.zeros_like(scale))

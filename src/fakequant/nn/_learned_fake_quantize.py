@@ -1,0 +1,350 @@
+"""`LearnedFakeQuantize`: a quantizer whose scale, and zero point, are parameters of the model."""
+
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant._backends.torch import tensor_functions
+from fakequant._backends.torch.plain_memory import is_transformed
+from fakequant._backends.torch.tensor_checks import check_data, check_device
+from fakequant.nn._bounded_parameters import keep_in_graph, keep_within, put, settle, whole, within
+from fakequant.nn._initial_scales import Init, largest_scale, start_for
+from fakequant.nn._quantizer import Quantizer, parameter_shape
+from fakequant.observers._observer import State
+from fakequant.qparams import EPS, QParams, check_eps
+from fakequant.spec import QuantSpec
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+class LearnedFakeQuantize(Quantizer):
+    """Fake quantization with a learned step size (LSQ), and with a learned zero point (LSQ+).
+
+        y = fake_quantize(x, scale, zero_point, spec)
+
+        inside     dx = dy    dscale = dy * ((q - zero_point) - x / scale)    dzero_point = 0
+        outside    dx = 0     dscale = dy * (bound - zero_point)              dzero_point = -dy * scale
+
+    the last two summed over what shares a scale and multiplied by `grad_factor`, which is
+    `1 / sqrt(x.numel() * qmax)` unless given.
+
+    The optimizer moves `step_size` and `offset`; `scale` and `zero_point` are what they stand for: a
+    scale that is never smaller than `eps`, never infinite or NaN, and an integer zero point within the
+    range. A step size that an optimizer made useless is corrected, one that it made NaN is what it was
+    before: in ordinary memory at the next forward pass, in compiled code and on other devices when the
+    mode is changed or the state is saved, and until then a valid one is used in its place. A symmetric
+    grid has no offset; `learn_zero_point=False` keeps that of an affine one fixed.
+
+    There is no scale until `initialize(x)` was called, or data was passed through while `observing` (it
+    passes as it is meanwhile). `init` says how it is found:
+
+        None        the least squared error: on a symmetric grid, per scale, LSQ's rule or a search for the
+                    best range, whichever has the smaller error; on an affine grid the search (`Histogram`;
+                    `MSE` if there are many scales). With a fixed zero point of an affine grid, LSQ's rule
+        "lsq"       LSQ's rule, `2 * mean(|x|) / sqrt(qmax)`, and zero point 0
+        observer    the range of that observer
+
+    Quantizing before there is a scale is an error. Initialize before the optimizer is built, so that it
+    finds the parameters as they will be; `param_groups(model)` gives them a group of their own.
+
+    >>> from fakequant import QuantSpec
+    >>> fq = LearnedFakeQuantize(QuantSpec(bits=4)).initialize(torch.tensor([-1.0, 0.5, 3.0]))
+    >>> fq.scale
+    tensor(0.4000)
+    >>> fq(torch.tensor([0.5, 9.0])).sum().backward()
+    >>> fq.step_size.grad
+    tensor([1.8040])
+    """
+
+    _scale_name = "step_size"
+    step_size: nn.Parameter
+    # A parameter if it is learned, a buffer if it is fixed; None: the zero point is 0.
+    offset: Tensor | None
+    last_scale: Tensor
+    _blocks: tuple[int, ...]
+    last_offset: Tensor
+
+    def __init__(
+        self,
+        spec: QuantSpec,
+        *,
+        shape: tuple[int | None, ...] | None = None,
+        init: Init = None,
+        learn_zero_point: bool | None = None,
+        grad_factor: float | None = None,
+        eps: float = EPS,
+        sync: bool = True,
+        process_group: Any = None,
+        path: str | None = None,
+        device: Any = None,
+    ) -> None:
+        super().__init__(spec, observing=False, sync=sync, process_group=process_group, path=path, device=device)
+        if learn_zero_point is None:
+            learn_zero_point = not spec.symmetric
+        if learn_zero_point and spec.symmetric:
+            raise ValueError(
+                "A symmetric grid has its zero point at 0: there is none to learn.\n"
+                "Use QuantSpec(symmetric=False) to learn one."
+            )
+        check_eps(eps)
+        if grad_factor is not None and not (isinstance(grad_factor, (int, float)) and 0 <= grad_factor < inf):
+            raise ValueError(f"`grad_factor` must be a finite number >= 0, or None for LSQ's, got {grad_factor!r}.")
+        blocks = parameter_shape(spec, shape)
+        if blocks is None:
+            raise ValueError(
+                "Scales per token are found for every tensor anew; they cannot be learned.\nUse FakeQuantize."
+            )
+        self.init = init
+        self.learn_zero_point = learn_zero_point
+        self.grad_factor = grad_factor
+        self.eps = float(eps)
+        self._set_start()
+        self._blocks = blocks
+        # One axis at least: what shards parameters over devices does not take scalars.
+        self._shape = blocks or (1,)
+        unknown = torch.full(self._shape, torch.nan, dtype=torch.float32, device=device)
+        self.step_size = nn.Parameter(unknown)
+        self.register_buffer("last_scale", unknown.clone(), persistent=False)
+        if spec.symmetric:
+            self.register_buffer("offset", None)
+        else:
+            zero = torch.zeros_like(unknown)
+            if learn_zero_point:
+                self.offset = nn.Parameter(zero)
+            else:
+                self.register_buffer("offset", zero)
+            self.register_buffer("last_offset", zero.clone(), persistent=False)
+        self._names: tuple[str, ...] = ()
+        for name, value in self._new_statistics(device).items():
+            self._names = (*self._names, name)
+            self.register_buffer(f"seen_{name}", value, persistent=False)
+
+    def _set_start(self) -> None:
+        """The rule for the first scale on the grid of `spec`."""
+        self._start = start_for(self.init, self.spec, self.eps, learn_zero_point=self.learn_zero_point)
+
+    def _switch(self, name: str, on: bool) -> None:
+        if name == "observing" and on is True and self.is_initialized:
+            raise RuntimeError(
+                f"{self.where} has a scale, which observing would overwrite.\n"
+                "Call `reset_parameters()` first, or `initialize(x)`."
+            )
+        super()._switch(name, on)
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there is a scale."""
+        return not bool(self.scale.isnan().any())
+
+    # --- scale and zero point ---------------------------------------------------------------------
+
+    @property
+    def scale(self) -> Tensor:
+        """The scale in use: float32, positive and finite; NaN before it is initialized."""
+        if self._stale:
+            self.refresh()
+        if self._frozen:
+            return self.last_scale.reshape(self._blocks).clone()
+        value = whole(self.step_size)
+        return within(value, self.last_scale, self.eps, self._largest).reshape(self._blocks)
+
+    @property
+    def zero_point(self) -> Tensor:
+        """The zero point in use: int32, within the range of codes."""
+        if self.offset is None:
+            return torch.zeros(self._blocks, dtype=torch.int32, device=self.last_scale.device)
+        value = self.last_offset if self._frozen else whole(self.offset)
+        value = within(value, self.last_offset, *self._offsets)
+        return tensor_functions.round_zero_point(value, self.spec).reshape(self._blocks)
+
+    def qparams(self) -> QParams:
+        """Scale (float32) and zero point (int32).
+
+        >>> fq = LearnedFakeQuantize(QuantSpec(bits=2)).initialize(torch.tensor([-1.0, 3.0]))
+        >>> fq.qparams()
+        QParams(scale=tensor(4.), zero_point=tensor(0, dtype=torch.int32))
+        """
+        self.settle()
+        self._require_scale()
+        return QParams(self.scale, self.zero_point)
+
+    @property
+    def _offsets(self) -> tuple[float, float]:
+        """Where an offset may be. torch lets its own wander, and clamps where it is used."""
+        return (-_LARGEST, _LARGEST) if self.spec.numerics == "torch" else (self.spec.qmin, self.spec.qmax)
+
+    @property
+    def _largest(self) -> float:
+        return largest_scale(self.spec)
+
+    def _require_scale(self) -> None:
+        if not self.last_scale.is_meta and not self.is_initialized:
+            raise RuntimeError(
+                f"{self.where} has no scale yet.\n"
+                "Use fakequant.calibrate(model, data) before the optimizer is built; for a quantizer by itself "
+                "`initialize(x)`, or pass data while `observing` is True."
+            )
+
+    # --- forward ----------------------------------------------------------------------------------
+
+    def _run(self, x: Tensor) -> Tensor:
+        if self._observing and self.training and not self._frozen:
+            if is_transformed():
+                raise RuntimeError(
+                    "a scale cannot be initialized under a transform of torch.func, which keeps nothing.\n"
+                    "Call `initialize(x)`, or `fakequant.calibrate`, before it."
+                )
+            self._observe(x)
+            return keep_in_graph(x, self.step_size, self.offset)
+        if not self._quantizing:
+            return keep_in_graph(x, self.step_size, self.offset)
+        if self._stale:
+            self.refresh()
+        if torch.compiler.is_compiling():
+            return self._quantize(x)
+        try:
+            return self._quantize(x)
+        except ValueError:
+            self._require_scale()
+            raise
+
+    def _quantize(self, x: Tensor) -> Tensor:
+        if self._frozen:
+            x = keep_in_graph(x, self.step_size, self.offset)
+            if self.spec.numerics == "torch":  # whose gradient of x is another one where the scale is learned
+                offset: Any = 0 if self.offset is None else self.last_offset
+                return tensor_functions.fake_quantize_learned(x, self.last_scale, offset, self.spec)
+            return tensor_functions.fake_quantize(x, self.scale, self.zero_point, self.spec)
+        scale = keep_within(self.step_size, self.last_scale, self.eps, self._largest)
+        zero_point: Any = 0
+        if self.offset is not None:
+            zero_point = keep_within(self.offset, self.last_offset, *self._offsets)
+        return tensor_functions.fake_quantize_learned(x, scale, zero_point, self.spec, grad_factor=self.grad_factor)
+
+    # --- initialization ---------------------------------------------------------------------------
+
+    def initialize(self, x: Tensor) -> "LearnedFakeQuantize":
+        """Sets scale and zero point from `x` alone, in every rank's `x` if there are several.
+
+        >>> LearnedFakeQuantize(QuantSpec(bits=2)).initialize(torch.tensor([-1.0, 3.0])).scale
+        tensor(4.)
+        """
+        if self._frozen:
+            raise RuntimeError(f"{self.where} is frozen: set `frozen` to False before it is initialized anew.")
+        try:
+            check_data(x)
+            return self._initialize(x)
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:
+            self._refuse(error)
+
+    def _initialize(self, x: Tensor) -> "LearnedFakeQuantize":
+        before = [value.clone() for value in (self.last_scale, *self._statistics().values())]
+        for name, value in self._new_statistics(self.last_scale.device).items():
+            getattr(self, f"seen_{name}").copy_(value)
+        self._observe(x)
+        if bool(self._found().scale.isnan().any()):
+            for value, old in zip((self.last_scale, *self._statistics().values()), before, strict=True):
+                value.copy_(old)
+            self._set_stale(False)
+            raise RuntimeError("`x` has blocks without a finite value: there is nothing to initialize a scale from.")
+        self.settle()
+        return self
+
+    def _new_statistics(self, device: Any) -> State:
+        return self._start.init(self._blocks, device)
+
+    def _statistics(self) -> State:
+        return {name: getattr(self, f"seen_{name}") for name in self._names}
+
+    @torch.no_grad()
+    def _observe(self, x: Tensor) -> None:
+        self._check_blocks(x)
+        check_device(x, "scale", self.last_scale)
+        ranks = self.ranks()
+        if x.numel() == 0 and not ranks.several:
+            return
+        self._count(self._start.update(self._statistics(), x.detach(), ranks))
+        self._set_stale(True)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Scale and zero point from what was observed."""
+        scale, zero_point = self._found()
+        for value in (self.step_size, self.last_scale):
+            put(value, scale.reshape(self._shape))
+        if self.offset is not None:
+            for value in (self.offset, self.last_offset):
+                put(value, zero_point.reshape(self._shape).float())
+        self._set_stale(False)
+
+    def _found(self) -> QParams:
+        """By the rule; NaN where nothing was seen."""
+        return self._start.qparams(self._statistics())
+
+    # --- state ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Initializes if data was observed, and undoes what an optimizer did to a frozen or a broken scale."""
+        if self._stale:
+            self.refresh()
+        if not self._frozen:
+            self._remember()
+        settle(self.step_size, self.last_scale)
+        if self.offset is not None:
+            settle(self.offset, self.last_offset)
+        super().settle()
+
+    def _remember(self) -> None:
+        self.last_scale.copy_(within(whole(self.step_size), self.last_scale, self.eps, self._largest))
+        if self.offset is not None:
+            self.last_offset.copy_(within(whole(self.offset), self.last_offset, *self._offsets))
+
+    def _invalid(self, state_dict: Any, prefix: str) -> str | None:
+        offset = state_dict.get(prefix + "offset")
+        if offset is not None and not offset.is_meta:
+            low, high = self._offsets
+            offset = whole(offset)
+            if not bool(((offset >= low) & (offset <= high)).all()):
+                return (
+                    f"`offset` is {offset.tolist()} in the state, but it must be finite, and between {low:g} and "
+                    f"{high:g} ({self.spec}).\nThe state is damaged: use another, or calibrate anew."
+                )
+        return super()._invalid(state_dict, prefix)
+
+    @torch.no_grad()
+    def _loaded(self) -> None:
+        self.last_scale.fill_(torch.nan)
+        self._remember()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Forgets scale and zero point: they have to be initialized again."""
+        super().reset_parameters()
+        for name, value in self._new_statistics(self.last_scale.device).items():
+            getattr(self, f"seen_{name}").copy_(value)
+        self.step_size.fill_(torch.nan)
+        self.last_scale.fill_(torch.nan)
+        if self.offset is not None:
+            self.offset.zero_()
+            self.last_offset.zero_()
+
+    def _from_torch_ao(self, old: dict[str, Tensor]) -> dict[str, Tensor]:
+        if "learning_enabled" not in old:
+            raise ValueError("the state is of a torch.ao module that does not learn its scale.\nUse FakeQuantize.")
+        if bool(old["static_enabled"]):
+            raise ValueError(
+                "the state is of a torch.ao module that still takes its scale from an observer.\n"
+                "Call its enable_param_learning() before it is saved."
+            )
+        switches = [False, bool(old["fake_quant_enabled"]), not bool(old["learning_enabled"]), False]
+        new = {"grid": self.grid, "switches": torch.tensor(switches, dtype=torch.uint8), "step_size": old["scale"]}
+        # Of a symmetric grid torch resets it before it is used.
+        return new if self.offset is None else {**new, "offset": old["zero_point"].to(torch.float32)}
+
+    def extra_repr(self) -> str:
+        """The spec, what is switched on, and what is learned."""
+        learned = "scale and zero point" if self.learn_zero_point else "scale"
+        return f"{super().extra_repr()}; learns {learned}"

@@ -1,0 +1,35 @@
+"""Quantized `nn.Linear`."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fakequant._backends.torch import compiled_nodes
+from fakequant.nn._layer_kinds import LayerKind, quantizes
+from fakequant.nn._quantized_layer import compute, quantize_output
+from fakequant.nn._saved_codes import is_saving
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear`; where it saves codes, its backward pass restores the input and the weight one after the other.
+
+    >>> linear(torch.ones(1, 2), torch.ones(3, 2), None)
+    tensor([[2., 2., 2.]])
+    """
+    if not torch.compiler.is_compiling() and compiled_nodes.compiled is not None and is_saving():
+        y = compiled_nodes.compiled.linear(x, weight, bias)
+        if y is not None:
+            return y
+    return F.linear(x, weight, bias)
+
+
+@quantizes(nn.Linear)
+class Linear(LayerKind):
+    """y = x w^T + b, with x and w quantized."""
+
+    @staticmethod
+    def forward(layer: Any, input: Tensor) -> Tensor:
+        """As in `nn.Linear`."""
+        return quantize_output(layer, compute(layer, linear, input))

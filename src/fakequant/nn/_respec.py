@@ -1,0 +1,31 @@
+"""Another spec for a quantizer that stays the same module."""
+
+import torch
+
+from fakequant.nn._fake_quantize import FakeQuantize
+from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize
+from fakequant.nn._quantizer import Quantizer
+from fakequant.spec import QuantSpec
+
+
+@torch.no_grad()
+def change_spec(quantizer: Quantizer, spec: QuantSpec) -> None:
+    """Gives a quantizer a spec with as many scales; what it has observed or learned is forgotten.
+
+    Parameters and buffers stay the same tensors, so that an optimizer keeps them.
+
+    >>> quantizer = FakeQuantize(QuantSpec(bits=2))
+    >>> change_spec(quantizer, QuantSpec(bits=8))
+    >>> quantizer
+    FakeQuantize(int8, per tensor; observing, quantizing; MovingAverage(constant=0.01))
+    """
+    before = quantizer.spec
+    kept = ("signed", "symmetric", "axis", "group_size")
+    if any(getattr(before, name) != getattr(spec, name) for name in kept):
+        raise ValueError(f"A quantizer with the spec ({before}) cannot become one with the spec ({spec}).")
+    quantizer.spec = spec
+    if isinstance(quantizer, FakeQuantize):
+        quantizer._set_observer(quantizer.observer)
+    elif isinstance(quantizer, LearnedFakeQuantize):
+        quantizer._set_start()
+    quantizer.reset_parameters()

@@ -1,0 +1,202 @@
+"""From torch.ao: its fake-quantize modules and their states as ours, with the same bits.
+
+    torch.ao                          here
+    FakeQuantize                      FakeQuantize, numerics "torch"
+    FusedMovingAvgObsFakeQuantize     FusedFakeQuantize, torch's own rule for the scale
+    _LearnableFakeQuantize            LearnedFakeQuantize, numerics "torch"
+
+torch is not asked for `torch.ao`, which may be gone: modules are told by what they have.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fakequant._backends.torch import tensor_torch_names
+from fakequant._backends.torch.process_ranks import Ranks
+from fakequant.nn._fake_quantize import FakeQuantize
+from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize
+from fakequant.nn._quantizer import Quantizer
+from fakequant.observers._min_max import MinMax
+from fakequant.observers._moving_average import MovingAverage
+from fakequant.observers._observer import Observer
+from fakequant.spec import QuantSpec
+
+
+class FusedFakeQuantize(FakeQuantize):
+    """`FakeQuantize` with the arithmetic of torch's fused operator, for models that were trained with it.
+
+    torch's fused operator chooses scales by another rule than its observers do, and than we do: a
+    symmetric grid has its zero point in the middle only if the data has both signs, and a very small
+    range is widened. It also learns from NaN and infinities. For everything else use `FakeQuantize`.
+
+    >>> fq = FusedFakeQuantize(QuantSpec(symmetric=False, numerics="torch"), symmetric=True)
+    >>> fq(torch.tensor([0.5, 1.0, 2.0]))
+    tensor([0.5020, 0.9961, 2.0000])
+    >>> fq.zero_point  # the data is positive
+    tensor(-128, dtype=torch.int32)
+    """
+
+    observer: MovingAverage
+
+    def __init__(
+        self, spec: QuantSpec, observer: MovingAverage | None = None, *, symmetric: bool = False, **options: Any
+    ) -> None:
+        observer = observer or MovingAverage()
+        if spec.symmetric or spec.numerics != "torch" or spec.group_size is not None:
+            raise ValueError(
+                'The fused operator needs QuantSpec(symmetric=False, numerics="torch") without groups: its zero point '
+                f"may be anywhere also for `symmetric=True`, got {spec!r}."
+            )
+        if spec.axis not in (None, 0) or not isinstance(observer, MovingAverage):
+            raise ValueError(
+                "The fused operator has a scale per tensor or per channel of axis 0, and a moving average; "
+                f"got {spec!r} and {observer}."
+            )
+        if {"gradient", "eps"} & options.keys():
+            raise ValueError(
+                "The fused operator clips gradients and has no eps: it takes neither `gradient` nor `eps`."
+            )
+        super().__init__(spec, observer, **options)
+        self.symmetric = symmetric
+
+    def _check_scale(self, *_: Tensor) -> None:
+        """The scale is computed anew when a state was loaded."""
+
+    def _invalid(self, *_: Any) -> None:
+        """The same: and what torch's operator has learned from may not be finite."""
+
+    def extra_repr(self) -> str:
+        """The same, and whether it is symmetric where the data has both signs."""
+        return f"{super().extra_repr()}; fused{', symmetric' if self.symmetric else ''}"
+
+    def _observe_and_quantize(self, x: Tensor) -> Tensor:
+        return self._operate(x, observe=True)
+
+    def _observe(self, x: Tensor, ranks: Ranks) -> None:
+        if ranks.several:
+            super()._observe(x, ranks)
+        else:
+            with torch.no_grad():
+                self._operate(x, observe=True)
+
+    def _run_purely(self, x: Tensor, ranks: Ranks) -> Tensor:
+        raise RuntimeError(
+            "torch's fused operator changes the ranges it keeps, which a transform of torch.func does not allow.\n"
+            "Freeze them: fakequant.nn.set_state(model, frozen=True), or use FakeQuantize."
+        )
+
+    def refresh(self) -> None:
+        """Scale and zero point from the running range, by torch's rule."""
+        with torch.no_grad():
+            self._operate(torch.zeros(self.scale.numel(), 1, device=self.scale.device), observe=False)
+            unseen = self.running_min > self.running_max
+            self.scale.copy_(torch.where(unseen, torch.nan, self.scale))
+            self.zero_point.copy_(torch.where(unseen, 0, self.zero_point))
+
+    def _loaded(self) -> None:
+        # torch computes both from the running range whenever it quantizes; saved ones may be older.
+        self.refresh()
+
+    def _operate(self, x: Tensor, *, observe: bool) -> Tensor:
+        on = torch.ones(1, dtype=torch.int64, device=x.device)
+        per_row = self.spec.axis is not None
+        state = (self.running_min, self.running_max, self.scale, self.zero_point)
+        return tensor_torch_names.fused_moving_avg_obs_fake_quant(
+            x, on if observe else torch.zeros_like(on), on, *(t if per_row else t.view(1) for t in state),
+            self.observer.constant, self.spec.qmin, self.spec.qmax, 0 if per_row else -1, per_row, self.symmetric,
+        )  # fmt: skip
+
+
+def from_torch_ao(module: Any) -> Quantizer:
+    """A fakequant quantizer from a fake-quantize module of torch.ao, with its state.
+
+    Takes `FakeQuantize` with a min-max or moving-average observer, `FusedMovingAvgObsFakeQuantize` and
+    `_LearnableFakeQuantize`. On finite data it gives the same bits. Two differences are meant:
+
+    - In evaluation mode it does not observe.
+    - `FakeQuantize` never learns from NaN and infinities, where torch's does. An end of a range that is not
+      finite in the state counts as not seen yet, the other end is kept; there is no scale until both are known.
+
+    >>> import warnings
+    >>> warnings.simplefilter("ignore")  # torch.ao says that it is deprecated
+    >>> from torch.ao import quantization as ao
+    >>> theirs = ao.FakeQuantize(ao.MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
+    >>> x = torch.randn(100)
+    >>> y = theirs(x)
+    >>> ours = from_torch_ao(theirs)
+    >>> torch.equal(ours(x), theirs(x)), ours
+    (True, FakeQuantize(uint8, per tensor, torch numerics; observing, quantizing; MovingAverage(constant=0.01)))
+    """
+    observer = getattr(module, "activation_post_process", None)
+    if observer is None or not hasattr(module, "fake_quant_enabled"):
+        raise TypeError(f"`module` must be a fake-quantize module of torch.ao, got {type(module).__name__}.")
+    scheme = str(observer.qscheme)
+    if "float_qparams" in scheme:
+        raise ValueError("Zero points with a fraction (float_qparams) are on no grid of ours.")
+    symmetric = "symmetric" in scheme
+    axis = observer.ch_axis if "per_channel" in scheme else None
+    channels = (None,) * (axis or 0) + (_channels(module, observer),) if axis is not None else None
+    learned = hasattr(module, "learning_enabled")
+    if not learned:
+        follows = _observer(observer)
+    eps = float(module.eps if learned else observer.eps)
+    options: dict[str, Any] = {"shape": channels, "eps": eps, "device": module.scale.device}
+    bounds = (int(module.quant_min), int(module.quant_max))
+    ours: Quantizer
+    if learned:
+        options["grad_factor"] = None if module.use_grad_scaling else 1.0
+        ours = LearnedFakeQuantize(_spec(*bounds, symmetric, axis), **options)
+    elif hasattr(module, "is_symmetric_quant"):
+        options["symmetric"] = symmetric
+        del options["eps"]
+        ours = FusedFakeQuantize(_spec(*bounds, False, axis), follows, **options)  # type: ignore[arg-type]
+    else:
+        ours = FakeQuantize(_spec(*bounds, symmetric, axis), follows, **options)
+    ours.load_state_dict(module.state_dict())
+    return ours.train(module.training)
+
+
+def _channels(module: Any, observer: Any) -> int:
+    number = module.scale.numel() if hasattr(module, "learning_enabled") else observer.min_val.numel()
+    if number == 0:
+        raise ValueError(
+            "The torch.ao module has not seen data, so it does not know how many channels there are.\n"
+            "Run it once, or build FakeQuantize(spec, shape=...)."
+        )
+    return number
+
+
+def _observer(observer: Any) -> Observer:
+    name = type(observer).__name__
+    constant = getattr(observer, "averaging_constant", None)
+    if name in ("MovingAverageMinMaxObserver", "MovingAveragePerChannelMinMaxObserver") and constant is not None:
+        return MovingAverage(constant)
+    if name in ("MinMaxObserver", "PerChannelMinMaxObserver"):
+        return MinMax()
+    raise ValueError(
+        f"{name} keeps what it has seen in a way of its own. Only min-max and moving-average observers can be taken "
+        "over.\nBuild FakeQuantize with an observer of fakequant.observers and calibrate it."
+    )
+
+
+def _spec(qmin: int, qmax: int, symmetric: bool, axis: int | None) -> QuantSpec:
+    """The spec with this range of codes."""
+    bits = qmax.bit_length() + (qmin < 0)
+    if symmetric and qmin >= 0:
+        raise ValueError(
+            f"torch.ao's symmetric scheme for codes {qmin} to {qmax} has its zero point in the middle of them, which "
+            "is not a symmetric grid.\nBuild FakeQuantize with QuantSpec(signed=False, symmetric=False)."
+        )
+    for narrow in (False, True) if qmin < 0 else (False,):
+        spec = QuantSpec(
+            bits=max(bits, 1 + (qmin < 0)), signed=qmin < 0, symmetric=symmetric, narrow=narrow, axis=axis,
+            numerics="torch",
+        )  # fmt: skip
+        if (spec.qmin, spec.qmax) == (qmin, qmax):
+            return spec
+    raise ValueError(
+        f"The codes {qmin} to {qmax} are no whole number of bits.\nA QuantSpec has codes 0 to 2^bits - 1, or "
+        "-2^(bits-1) to 2^(bits-1) - 1, without the lowest if it is narrow."
+    )

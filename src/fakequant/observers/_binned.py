@@ -1,0 +1,127 @@
+"""A histogram that can be merged exactly, and what the observers built on it share.
+
+A bin is 2^exponent wide and the bins are counted outwards from zero:
+
+    bin of x  =  floor(|x| / 2^exponent), on the side of its sign
+
+When a value does not fit, the exponent grows and neighbours are added up. Since bins of one width
+nest in those of the next, the counts depend on the values only: not on their order, on the batches
+they came in, or on the ranks that saw them.
+"""
+
+import dataclasses
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fakequant._backends.torch import formula, tensor_kernels
+from fakequant._backends.torch.plain_memory import is_eager
+from fakequant._backends.torch.process_ranks import ALONE, Ranks
+from fakequant._backends.torch.tensor_checks import block_shape
+from fakequant._backends.torch.tensor_kernels import Observation, updated_range
+from fakequant.observers._observer import Observer, State, no_range
+from fakequant.qparams import min_max
+from fakequant.spec import QuantSpec
+
+_WIDEST = Observation("widest", 1.0, 0.0, False)
+# The narrowest bin: 1 / width is a float32, and anything smaller is as good as zero.
+_SMALLEST_EXPONENT = -126
+_MOST_COUNTS = 1 << 25  # 256 MB
+
+
+class Bins(NamedTuple):
+    """How often values were seen, from the lowest bin to the highest, in the last axis."""
+
+    counts: Tensor
+    # The middle of every bin, in float32.
+    centers: Tensor
+    # The left edge of every bin and, one more, the right edge of the last.
+    edges: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class _Binned(Observer):
+    # How many bins there are, half of them for each sign: a power of two.
+    bins: int = dataclasses.field(default=4096, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if (
+            isinstance(self.bins, bool)
+            or not isinstance(self.bins, int)
+            or self.bins < 4
+            or self.bins & (self.bins - 1)
+        ):
+            raise ValueError(f"`bins` must be a power of two and at least 4, got {self.bins!r}.")
+
+    def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
+        """No counts, and the narrowest bins."""
+        number = prod(blocks) * self.bins
+        if number > _MOST_COUNTS:
+            raise ValueError(
+                f"{type(self).__name__} keeps {self.bins} counts per scale: {number * 8 >> 20} MB for {prod(blocks)} "
+                "scales.\nUse MSE() or MinMax() for that many, or fewer bins."
+            )
+        return {
+            **no_range(blocks, device),
+            "exponent": torch.full(blocks, _SMALLEST_EXPONENT, dtype=torch.int32, device=device),
+            "counts": torch.zeros((*blocks, self.bins), dtype=torch.int64, device=device),
+        }
+
+    def update(self, state: State, x: Tensor, spec: QuantSpec, ranks: Ranks = ALONE) -> Tensor:
+        """Counts the values, in bins wide enough for all of them."""
+        x = x.detach()
+        seen = min_max(x, spec)
+        lo, hi = ranks.range(seen.min, seen.max)
+        lo, hi = updated_range(state["running_min"], state["running_max"], lo, hi, _WIDEST)
+        exponent = torch.maximum(state["exponent"], self._exponent_for(torch.maximum(-lo, hi)))
+        merged = self._merged(state["counts"], exponent - state["exponent"])
+        merged += ranks.total(self._counts(x, exponent, spec))
+        for name, value in (("running_min", lo), ("running_max", hi), ("exponent", exponent), ("counts", merged)):
+            state[name].copy_(value)
+        return (seen.nan + seen.posinf + seen.neginf).sum()
+
+    def binned(self, state: State) -> Bins:
+        """The counts with their places on the number line."""
+        half = self.bins // 2
+        width = torch.ldexp(torch.ones_like(state["running_min"], dtype=torch.float64), state["exponent"])[..., None]
+        edges = torch.arange(-half, half + 1, device=width.device) * width
+        centers = (edges[..., 1:] - width / 2).to(torch.float32)
+        return Bins(state["counts"], centers, edges.to(torch.float32))
+
+    def _exponent_for(self, absmax: Tensor) -> Tensor:
+        """The smallest with absmax < bins / 2 * 2^exponent."""
+        _, exponent = torch.frexp(absmax.clamp(min=0))  # -inf: nothing seen
+        log_half = (self.bins // 2).bit_length() - 1
+        return torch.where(absmax > 0, exponent - log_half, _SMALLEST_EXPONENT).clamp(_SMALLEST_EXPONENT).int()
+
+    def _merged(self, counts: Tensor, shift: Tensor) -> Tensor:
+        """The counts in bins 2^shift times as wide."""
+        half = self.bins // 2
+        places = torch.arange(-half, half, device=counts.device)
+        distance = torch.where(places < 0, -1 - places, places)  # from zero, on either side
+        distance = distance >> shift.clamp(max=62)[..., None]
+        target = torch.where(places < 0, half - 1 - distance, half + distance)
+        return torch.zeros_like(counts).scatter_add_(-1, target, counts)
+
+    def _counts(self, x: Tensor, exponent: Tensor, spec: QuantSpec) -> Tensor:
+        """How many finite values of `x` are in every bin."""
+        limit = torch.finfo(torch.float32).max
+        shape = block_shape(tuple(x.shape), spec)
+        inverse = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), -exponent)
+        if x.dtype == torch.float64:  # which may lie beyond float32, in which ranges are kept
+            x = torch.where(x.isinf(), x, x.clamp(-limit, limit))
+        x = x.to(torch.float32)
+        if torch.compiler.is_compiling() or not is_eager(x):
+            return self._counts_by_formula(x, inverse.reshape(shape)).reshape(*exponent.shape, self.bins)
+        return tensor_kernels.histogram(x, inverse.reshape(shape), self.bins).reshape(*exponent.shape, self.bins)
+
+    def _counts_by_formula(self, x: Tensor, inverse: Tensor) -> Tensor:
+        half = self.bins // 2
+        first = torch.arange(inverse.numel(), device=x.device).reshape(inverse.shape) * self.bins
+        finite = x.isfinite()
+        distance = torch.where(finite, x.abs() * formula.spread(inverse, x), 0).to(torch.int64)
+        place = torch.where(x < 0, half - 1 - distance, half + distance) + formula.spread(first, x)
+        counts = torch.zeros(inverse.numel() * self.bins, dtype=torch.int64, device=x.device)
+        return counts.index_add_(0, place.flatten(), finite.flatten().to(torch.int64))

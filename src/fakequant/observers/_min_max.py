@@ -1,0 +1,35 @@
+"""The smallest and largest value ever seen."""
+
+import dataclasses
+
+from fakequant.functional import Update
+from fakequant.observers._observer import _Running
+
+
+@dataclasses.dataclass(frozen=True)
+class MinMax(_Running):
+    """The smallest and largest value ever seen.
+
+        lo = min(lo, min(x))        hi = max(hi, max(x))
+
+    For calibration on data that is all worth keeping: nothing seen is ever clipped, and one outlier
+    widens the range for good.
+
+    An empty tensor changes nothing. NaN and infinities are left out. Zeros give the range 0 to 0, a
+    constant c the range c to c, and positive data a range that starts above 0: `choose_qparams`
+    extends it to hold 0. Over several ranks: the minimum of lo, the maximum of hi.
+
+    >>> import torch
+    >>> from fakequant import QuantSpec
+    >>> observer, spec = MinMax(), QuantSpec()
+    >>> state = observer.init(())
+    >>> for x in ([3.0, float("nan")], [-1.0, 2.0]):
+    ...     nonfinite = observer.update(state, torch.tensor(x), spec)
+    >>> observer.range(state, spec)
+    (tensor(-1.), tensor(3.))
+    """
+
+    @property
+    def follows(self) -> Update:
+        """The widest range so far."""
+        return "widest"

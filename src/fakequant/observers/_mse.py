@@ -1,0 +1,97 @@
+"""The range with the least squared error, found on the tensor itself."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fakequant._backends.torch import formula, operators
+from fakequant._backends.torch.process_ranks import ALONE, Ranks
+from fakequant._backends.torch.tensor_checks import block_shape
+from fakequant._backends.torch.tensor_functions import fake_quantize
+from fakequant.observers._observer import Observer, State, no_range
+from fakequant.observers._search import check_steps, search
+from fakequant.qparams import choose_qparams, min_max
+from fakequant.spec import QuantSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class MSE(Observer):
+    """The range of the latest tensor whose grid has the least squared error on it.
+
+        minimize  sum of (fake_quantize(x) - x)^2
+
+    over ranges cut at `steps` thresholds, and for an affine grid each end then by itself: `steps` or
+    three times `steps` passes over the tensor. For weights, once before training; to search over many
+    tensors use `Histogram`.
+
+    An empty tensor changes nothing. NaN and infinities are left out; a tensor with nothing else changes
+    nothing. Zeros give the range 0 to 0, a constant c a range between 0 and c, one-sided data a range from
+    0 on that side. Over several ranks: the errors are summed in float64; every rank takes the same one.
+
+    >>> x = torch.cat([torch.linspace(-1, 1, 1001), torch.tensor([5.0])])
+    >>> observer, spec = MSE(), QuantSpec(bits=4)
+    >>> state = observer.init(())
+    >>> nonfinite = observer.update(state, x, spec)
+    >>> observer.range(state, spec)
+    (tensor(-1.), tensor(2.2500))
+    """
+
+    steps: int = 100
+
+    def __post_init__(self) -> None:
+        check_steps(self.steps)
+
+    def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
+        """+inf and -inf."""
+        return no_range(blocks, device)
+
+    def update(self, state: State, x: Tensor, spec: QuantSpec, ranks: Ranks = ALONE) -> Tensor:
+        """The best range for `x`."""
+        x = x.detach()
+        seen = min_max(x, spec)
+        limit = torch.finfo(torch.float32).max
+        lo, hi = ranks.range(seen.min, seen.max)
+        # A float64 may lie beyond float32, in which ranges are kept.
+        lo, hi = (torch.where(lo <= hi, end.clamp(-limit, limit), end).float() for end in (lo, hi))
+        grid = spec.to_numbers()
+        found = search(
+            lambda low, high: ranks.total(errors_on_data(x, low, high, grid)),
+            lo, hi, self.steps, each_end=not spec.symmetric,
+        )  # fmt: skip
+        for name, value in zip(("running_min", "running_max"), found, strict=True):
+            state[name].copy_(torch.where(lo <= hi, value, state[name]))
+        return (seen.nan + seen.posinf + seen.neginf).sum()
+
+    def range(self, state: State, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+        """What the search found."""
+        return state["running_min"], state["running_max"]
+
+
+# One operator, so that a compiler does not see the loop.
+@operators.add(
+    "errors_on_data(Tensor x, Tensor lo, Tensor hi, int[] spec) -> Tensor",
+    lambda x, lo, *_: lo.new_empty(lo.shape, dtype=torch.float64),
+)
+def errors_on_data(x: Tensor, lo: Tensor, hi: Tensor, spec: list[int]) -> Tensor:
+    """The squared error of quantizing `x` within every candidate range, per block; `spec` as numbers."""
+    grid = QuantSpec.from_numbers(spec)
+    x = x.masked_fill(~x.isfinite(), 0)  # which has no error
+    shape = block_shape(tuple(x.shape), grid)
+    errors = torch.empty(lo.shape, dtype=torch.float64, device=lo.device)
+    for error, low, high in zip(errors, lo, hi, strict=True):
+        distance = fake_quantize(x, *choose_qparams(low, high, grid), grid).sub_(x).double()
+        error.copy_(formula.block_sums(distance.square_(), error.reshape(shape)).reshape(error.shape))
+    return errors
+
+
+def squared_error(x: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
+    """The squared error of quantizing `x`, which is finite, on a symmetric grid, per block in float64.
+
+    >>> squared_error(torch.tensor([0.25, 3.0]), torch.tensor(0.5), QuantSpec(bits=2))
+    tensor(6.3125, dtype=torch.float64)
+    """
+    distance = (fake_quantize(x, scale, 0, spec) - x).double()
+    like = distance.new_empty(block_shape(tuple(x.shape), spec))
+    return formula.block_sums(distance.square(), like).reshape(scale.shape)
