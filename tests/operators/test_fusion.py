@@ -73,6 +73,7 @@ def test_bits(dtype):
             last = AFFINE(bits=4, axis=-1, numerics=numerics)
             results.append(fq.fake_quantize(x.t(), scales, 0, last))
         results += fq.min_max(x, fq.QuantSpec(axis=-1, group_size=8))
+        results += fq.min_max(torch.where(x > 0, -x, x), fq.QuantSpec(axis=-1, group_size=2))  # ends at -0.0
         return tuple(results)
 
     with torch.no_grad():

@@ -99,6 +99,11 @@ def _code(x: Tensor, scale: Tensor, z: Tensor | int, grid: Grid) -> Tensor:
     return code
 
 
+def _with_positive_zeros(x: Tensor) -> Tensor:
+    """`x` with 0.0 for -0.0. Not `x + 0.0`, which compilers take for `x`."""
+    return torch.where(x == 0, 0.0, x)
+
+
 def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor | None]:
     """The forward and, if asked for, its mask."""
     assert isinstance(grid.scale, Tensor)
@@ -109,7 +114,7 @@ def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor
         compute = _compute_dtype(x)
         if grid.numerics == NAN_IS_CODE_ZERO:
             code = torch.where(code.isnan(), 0, code)
-        steps = code.clamp(grid.qmin, grid.qmax) - z + 0.0  # + 0.0: no negative zero
+        steps = _with_positive_zeros(code.clamp(grid.qmin, grid.qmax) - z)
         y = steps.to(compute) * scale
     else:
         bounded = torch.where(code.isnan(), grid.qmin, code.clamp(grid.qmin, grid.qmax))
@@ -290,9 +295,8 @@ def min_max(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]
     data = split.data(x).to(compute)
     within = tuple(range(data.dim())) if split.one else tuple(range(1, len(split.pairs), 2))
     finite = data.isfinite()
-    # + 0.0: the zeros of a range are positive.
-    lo = torch.where(finite, data, torch.inf).amin(within).reshape(blocks) + 0.0
-    hi = torch.where(finite, data, -torch.inf).amax(within).reshape(blocks) + 0.0
+    lo = _with_positive_zeros(torch.where(finite, data, torch.inf).amin(within).reshape(blocks))
+    hi = _with_positive_zeros(torch.where(finite, data, -torch.inf).amax(within).reshape(blocks))
     counts = [found.sum(within).reshape(blocks) for found in (data.isnan(), data == torch.inf, data == -torch.inf)]
     return lo, hi, torch.stack(counts)
 
