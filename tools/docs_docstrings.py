@@ -46,6 +46,3 @@ class Docstrings(griffe.Extension):
             places = ast.literal_eval(str(pkg["_WHOLE_MODELS"].value))
             for name, place in places.items():
                 pkg.set_member(name, griffe.Alias(name, f"fakequant.{place}.{name}", parent=pkg))
-            # A function and the file it is in have the same name; the name means the function.
-            nn = pkg["nn"]
-            nn.members["param_groups"] = griffe.Alias("param_groups", nn["param_groups.param_groups"], parent=nn)

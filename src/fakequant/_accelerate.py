@@ -37,9 +37,9 @@ def accelerate() -> "Acceleration":
     >>> import torch
     >>> with accelerate() as acceleration:
     ...     y = torch.fake_quantize_per_tensor_affine(torch.tensor([0.26, 9.0]), 0.1, 0, -8, 7)
-    ...     "aten::fake_quantize_per_tensor_affine_cachemask" in override_aten.replaced
+    ...     "aten::fake_quantize_per_tensor_affine_cachemask" in acceleration.replaced
     True
-    >>> override_aten.replaced
+    >>> acceleration.replaced
     ()
     """
     return _front_end().accelerate()

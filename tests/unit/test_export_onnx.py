@@ -455,7 +455,7 @@ def test_tensors_have_the_paths_of_their_modules(cnn):
 def test_scales_of_activations_are_those_of_training(cnn):
     model, proto = cnn
     stored = initializers(proto)
-    known = {path: q for path, q in fq.nn.quantizer.quantizers(model) if not path.endswith("weight_quantizer")}
+    known = {path: q for path, q in fq.nn.quantizers(model) if not path.endswith("weight_quantizer")}
     assert set(known) <= set(code_tensors(proto))
     for path in known:
         if f"{path}_scale" not in stored:  # of two equal grids of one tensor one is there
