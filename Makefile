@@ -119,7 +119,7 @@ test-python:
 	$(PYTHON_VENV)/bin/python -m pip install -q --no-build-isolation --no-deps -e . \
 	  -C build-dir=$(PYTHON_VENV)/cmake -C cmake.define.FAKEQUANT_TORCH_NODES=OFF
 	$(PYTHON_VENV)/bin/python -m fakequant info
-	$(PYTHON_VENV)/bin/python -m pytest -n 2 --dist worksteal -q tests
+	$(PYTHON_VENV)/bin/python -m pytest -n 2 --dist worksteal -q tests/conformance tests/properties tests/unit
 
 clean:
 	rm -rf build dist $(VENV)

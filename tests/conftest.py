@@ -3,8 +3,11 @@
 import contextlib
 import copy
 import functools
+import re
 import sys
 import warnings
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +20,16 @@ with contextlib.suppress(ModuleNotFoundError):
     import tqdm
 
     tqdm.tqdm.monitor_interval = 0
+
+# Without torch (`make test-python`) only files that can be imported without it are collected.
+if find_spec("torch") is None:
+    _NEEDS_TORCH = re.compile(
+        r"^(?:import (?:torch|releases)\b|from (?:torch|straight_through|tensor_data|accelerated|releases|zoo)\b"
+        r"|from fakequant\.(?:torch|nn|observers|workflow)\b|from fakequant import .*\b(?:nn|observers|recipes)\b)",
+        re.MULTILINE,
+    )
+    _FILES = Path(__file__).parent.rglob("*.py")
+    collect_ignore = [str(path) for path in _FILES if _NEEDS_TORCH.search(path.read_text(encoding="utf-8"))]
 
 
 @pytest.fixture(params=_native.supported_targets())

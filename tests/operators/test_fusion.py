@@ -72,8 +72,9 @@ def test_bits(dtype):
             results.append(fq.fake_quantize_learned(x, scales, zeros + 0.4, channel))
             last = AFFINE(bits=4, axis=-1, numerics=numerics)
             results.append(fq.fake_quantize(x.t(), scales, 0, last))
-        results += fq.min_max(x, fq.QuantSpec(axis=-1, group_size=8))
-        results += fq.min_max(torch.where(x > 0, -x, x), fq.QuantSpec(axis=-1, group_size=2))  # ends at -0.0
+        results.extend(tuple(fq.min_max(x, fq.QuantSpec(axis=-1, group_size=8))))
+        ends_at_zero = torch.where(x > 0, -x, x)
+        results.extend(tuple(fq.min_max(ends_at_zero, fq.QuantSpec(axis=-1, group_size=2))))
         return tuple(results)
 
     with torch.no_grad():

@@ -13,6 +13,7 @@ from fakequant import QuantSpec, observers, presets
 from fakequant.testing.assertions import assert_same_bits
 from straight_through import torch
 from two_ranks import (
+    OWN_BUFFERS,
     PATIENCE,
     RANKS,
     Checks,
@@ -389,7 +390,7 @@ def ddp(seat, observer, **options):
 
 for _name in OBSERVERS:
     check(_name, observer=OBSERVERS[_name])(ddp)
-check("own buffers", observer=OBSERVERS["MovingAverage"], forward_sync_buffers=False)(ddp)
+check("own buffers", observer=OBSERVERS["MovingAverage"], **OWN_BUFFERS)(ddp)
 
 
 def learned_model():

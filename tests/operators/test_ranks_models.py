@@ -20,7 +20,7 @@ import pytest
 import fakequant as fq
 from fakequant import observers, presets, recipes
 from straight_through import torch
-from two_ranks import RANKS, Checks, Seat, assert_same_tensors, dist, outcomes_of, results_of
+from two_ranks import OWN_BUFFERS, RANKS, Checks, Seat, assert_same_tensors, dist, outcomes_of, results_of
 
 fqnn = pytest.importorskip("fakequant.nn")
 nn = torch.nn
@@ -158,7 +158,7 @@ for _recipe in OBSERVED:
     for _wrapper in WRAPPERS:
         check(_recipe, _wrapper, recipe=_recipe, wrapper=_wrapper)(exact)
 check("int8 ddp static", recipe="int8", wrapper="ddp", static_graph=True)(exact)
-check("int8 ddp views", recipe="int8", wrapper="ddp", gradient_as_bucket_view=True, forward_sync_buffers=False)(exact)
+check("int8 ddp views", recipe="int8", wrapper="ddp", gradient_as_bucket_view=True, **OWN_BUFFERS)(exact)
 check("int8 fsdp unsharded", recipe="int8", wrapper="fsdp", reshard_after_forward=False)(exact)
 
 
@@ -464,7 +464,7 @@ def uneven_batches_with_frozen_ranges(seat):
     model, data = fq.prepare(exact_model(config), config), exact_data(config)
     fq.calibrate(model, [seat.part(x) for x, _ in data], progress=False)
     fqnn.set_state(model, frozen=True)
-    wrapped = ddp(model, forward_sync_buffers=False)
+    wrapped = ddp(model, **OWN_BUFFERS)
     with wrapped.join():
         train(seat, wrapped, data[: BATCHES - seat.rank])
     return state_of(wrapped)

@@ -6,6 +6,7 @@ the others alone. The same functions run in the test process, on the joined batc
 """
 
 import importlib
+import inspect
 import os
 import time
 import traceback
@@ -17,6 +18,10 @@ import pytest
 
 from fakequant.testing.assertions import assert_same_bits
 from straight_through import torch
+
+# How DistributedDataParallel is told not to send buffers; torch 2.13 has a new name for it.
+_OPTIONS = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+OWN_BUFFERS = {"forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers": False}
 
 dist = pytest.importorskip("torch.distributed")
 if not dist.is_available() or not dist.is_gloo_available():

@@ -4,10 +4,12 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="the example needs torch")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 PERCENT = r"(\d+\.\d) %"
@@ -42,6 +44,7 @@ def test_every_example_is_tested():
     assert sorted(path.name for path in EXAMPLES.glob("*.py")) == sorted(QUICK)
 
 
+@needs_torch
 def test_digits_mlp():
     printed = run("digits_mlp.py")
     assert number(rf"int8 +calibrated +{PERCENT}", printed) == pytest.approx(
@@ -50,12 +53,14 @@ def test_digits_mlp():
     assert number(rf"2 bits +trained +{PERCENT}", printed) > number(rf"2 bits +calibrated +{PERCENT}", printed)
 
 
+@needs_torch
 def test_residual_cnn_lsq():
     printed = run("residual_cnn_lsq.py")
     assert number(rf"2 bits, trained +{PERCENT}", printed) > number(rf"2 bits, calibrated +{PERCENT}", printed)
     assert number(r"scales moved by up to (\d+\.\d) %", printed) > 0
 
 
+@needs_torch
 def test_transformer_weight_only_int4():
     printed = run("transformer_weight_only_int4.py")
     assert number(rf"4-bit weights, trained +{PERCENT}", printed) > 25
@@ -63,11 +68,13 @@ def test_transformer_weight_only_int4():
     assert number(r"with quantized weights \((\d+)%\)", printed) < 20
 
 
+@needs_torch
 def test_custom_observer():
     printed = run("custom_observer.py")
     assert number(r"Deviations.* (\d+\.\d) dB", printed) > number(r"MinMax.* (\d+\.\d) dB", printed) + 6
 
 
+@needs_torch
 def test_distributed_by_torchrun():
     assert re.search(r"\d+ scales, the same on 2 ranks", run("distributed.py", *TORCHRUN))
 
