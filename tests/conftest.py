@@ -25,7 +25,8 @@ with contextlib.suppress(ModuleNotFoundError):
 if find_spec("torch") is None:
     _NEEDS_TORCH = re.compile(
         r"^(?:import (?:torch|releases)\b|from (?:torch|straight_through|tensor_data|accelerated|releases|zoo)\b"
-        r"|from fakequant\.(?:_backends\.torch|nn|observers|_prepare|_train|_convert|_onnx|_verify)\b|from fakequant import .*\b(?:nn|observers|recipes)\b)",
+        r"|from fakequant\.(?:_backends\.torch|nn|observers|_prepare|_train|_convert|_onnx|_verify)\b"
+        r"|from fakequant import .*\b(?:nn|observers|recipes)\b)",
         re.MULTILINE,
     )
     _FILES = Path(__file__).parent.rglob("*.py")
