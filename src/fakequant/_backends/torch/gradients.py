@@ -16,15 +16,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fakequant import _kernels
+from fakequant._backends.kernel_types import is_own
 from fakequant._backends.torch import compiled_nodes, formula, operator_calls, tensor_kernels
-from fakequant._backends.torch.plain_memory import is_eager, is_memory
+from fakequant._backends.torch.plain_memory import is_eager
 from fakequant._backends.torch.tensor_kernels import Grid, Observation, Observed, Order, order_of
 from fakequant._backends.torch.torch_private import SingleLevelFunction, is_forward_mode, unwrap_dead_wrappers
+from fakequant._backends.torch.zero_points import round_backward, round_forward
 
 
 def multiplies(numerics: str) -> bool:
     """Whether the gradient is `dy * mask` as in torch, not a choice between `dy` and 0."""
-    return not tensor_kernels.is_own(numerics)
+    return not is_own(numerics)
 
 
 def is_differentiating(*tensors: Any) -> bool:
@@ -41,6 +43,16 @@ def has_derivative(parameter: Any) -> bool:
     if torch.is_grad_enabled() and parameter.requires_grad:
         return True
     return is_forward_mode() and forward_ad.unpack_dual(parameter).tangent is not None
+
+
+def refuse_gradient(function: str, **parameters: Any) -> None:
+    """Refuses scales and zero points whose derivative may be asked for, in a function that has none for them."""
+    for name, value in parameters.items():
+        if has_derivative(value):
+            raise RuntimeError(
+                f"`{name}` requires a gradient, but `{function}` does not differentiate it.\n"
+                f"Use `fake_quantize_learned`, or pass `{name}.detach()`."
+            )
 
 
 def _keep(ctx: Any, *tensors: Tensor | None) -> None:
@@ -142,7 +154,7 @@ class direct:
     def learned_backward(dy: Tensor, x: Tensor, *grid_and_factor: Any) -> tuple[Tensor, Tensor, Tensor]:
         """dx, dscale and dzero_point."""
         *grid, grad_factor = grid_and_factor
-        return tensor_kernels.learned_backward(dy, x, backward_grid(*grid), resolve_factor(grad_factor, x, grid[3]))
+        return tensor_kernels.learned_backward(dy, x, backward_grid(*grid), learned_factor(grad_factor, x, grid[3]))
 
     @staticmethod
     def observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple) -> Observed:
@@ -349,30 +361,23 @@ class Learned(SingleLevelFunction):
         return _combine(tangents[:3], terms, x).to(x.dtype)
 
 
-def resolve_factor(grad_factor: float | None, x: Tensor, qmax: int) -> float:
-    """What gradients of scale and zero point are multiplied by; None: by LSQ's rule."""
+def learned_factor(grad_factor: float | None, x: Tensor, qmax: int) -> float:
+    """The factor of the gradients of scale and zero point; None stands for LSQ's `1 / sqrt(numel * qmax)`."""
     return 1 / sqrt(max(x.numel(), 1) * qmax) if grad_factor is None else grad_factor
 
 
 def forward_grid(scale: Any, zero_point: Any, qmin: int, qmax: int, numerics: str) -> Grid:
     """The grid with the zero point rounded half to even."""
     if zero_point is not None and zero_point.is_floating_point():
-        zero_point = _to_integer(zero_point.round(), qmin, qmax)
+        zero_point = round_forward(zero_point, qmin, qmax)
     return Grid(scale, zero_point, qmin, qmax, numerics)
 
 
 def backward_grid(scale: Any, zero_point: Any, qmin: int, qmax: int, numerics: str) -> Grid:
-    """The same grid, but in torch's rule for one scale: its backward rounds by cutting off z + 0.5."""
-    if numerics == "torch_tensor" and zero_point is not None and zero_point.is_floating_point():
-        zero_point = _to_integer((zero_point.float() + 0.5).clamp(qmin, qmax).trunc(), qmin, qmax)
-    return forward_grid(scale, zero_point, qmin, qmax, numerics)
-
-
-def _to_integer(rounded: Tensor, qmin: int, qmax: int) -> Tensor:
-    if is_memory(rounded) and rounded.isnan().any():
-        raise ValueError("`zero_point` must not be NaN.")
-    # Not in float32, where the end of a wide range may be rounded to a number outside it.
-    return rounded.to(formula.wide_dtype(rounded)).clamp(qmin, qmax).to(torch.int32)
+    """The grid with the zero point rounded as the backward does it."""
+    if zero_point is not None and zero_point.is_floating_point():
+        zero_point = round_backward(zero_point, qmin, qmax, numerics)
+    return Grid(scale, zero_point, qmin, qmax, numerics)
 
 
 def _combine(values: tuple[Tensor | None, ...], terms: tuple[Tensor, ...], x: Tensor) -> Tensor:
@@ -409,7 +414,7 @@ class LearnedGradient(SingleLevelFunction):
         """dscale and dzero_point meet outside the range: dscale = dy * (bound - z), dzero_point = -dy * scale."""
         dy, x, scale, zero_point = _kept(ctx)
         qmin, qmax, numerics, grad_factor = ctx.rest
-        factor = resolve_factor(grad_factor, x, qmax)
+        factor = learned_factor(grad_factor, x, qmax)
         terms = formula.learned_terms(x, backward_grid(scale, zero_point, qmin, qmax, numerics))
         g_dy = _combine((g_dx, g_dscale * factor, g_dzero * factor), terms, x).to(dy.dtype)
         outside = torch.where(terms[2] != 0, -dy.to(terms[2].dtype) * factor, 0)
