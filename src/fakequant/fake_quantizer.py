@@ -1,6 +1,7 @@
 """`FakeQuantizer`: scale and zero point in an object, calibrated from data, with explicit gradients."""
 
 import dataclasses
+from math import inf, nan
 from typing import Any
 
 import numpy as np
@@ -117,8 +118,7 @@ class FakeQuantizer:
             raise TypeError(f"`config` must be a FakeQuantConfig, got {config!r}.")
         self.config = FakeQuantConfig.q8_symmetric() if config is None else config
         self.numerics: Numerics = numerics
-        self._scale = np.float32(1)
-        self._zero_point = 0
+        self._set(np.float32(1), 0)
         self._initialized = False
 
     @classmethod
@@ -179,14 +179,21 @@ class FakeQuantizer:
                 lo, hi = min(lo, np.float32(0)), max(hi, np.float32(0))
                 scale = (hi - lo) / np.float32(qmax - qmin)
                 zero_point = _saturate(round_half_away(np.float32(qmin) - lo / scale), qmin, qmax)
-        self._scale = SMALLEST_SCALE if scale < SMALLEST_SCALE else np.float32(scale)
-        self._zero_point = zero_point
+        self._set(SMALLEST_SCALE if scale < SMALLEST_SCALE else np.float32(scale), zero_point)
         self._initialized = True
+
+    def _set(self, scale: np.float32, zero_point: int) -> None:
+        self._scale, self._zero_point = scale, zero_point
+        # Python's numbers are constants to torch.compile; NumPy's are inputs, whose values it does not know.
+        self._number = float(scale)
+        with np.errstate(invalid="ignore"):
+            # The value of code 0, computed in float32.
+            self._value_of_zero = float(np.float32(-zero_point) * scale)
 
     def forward(self, x: Any) -> Any:
         """`x` rounded to the grid. On a tensor, autograd passes the gradient through."""
         x = backend_of(x).as_data(x)
-        config, scale, zero_point = self.config, float(self._scale), self._zero_point
+        config, scale, zero_point = self.config, self._number, self._zero_point
         spec = _AnyRange(
             bits=config.bits,
             symmetric=config.symmetric,
@@ -194,27 +201,21 @@ class FakeQuantizer:
             low=config.qmin,
             high=config.qmax,
         )
-        if not np.isfinite(self._scale):
+        if scale == inf:
             return self._forward_infinite(x, spec)
         y = fake_quantize(x, scale, zero_point, spec, gradient="pass")
-        if self.numerics == "half_away":
-            # NaN becomes code 0.
-            value = -zero_point * scale if y.dtype.itemsize == 8 else float(np.float32(-zero_point) * self._scale)
-            _overwrite(y, x != x, value)
+        if self.numerics == "half_away":  # where NaN is code 0
+            _overwrite(y, x != x, -zero_point * scale if y.dtype.itemsize == 8 else self._value_of_zero)
         return y
 
     def _forward_infinite(self, x: Any, spec: QuantSpec) -> Any:
         """The formulas with an infinite scale, where `x / scale` is 0, or NaN if `x` is not finite."""
         y = fake_quantize(x, 1.0, 0, spec, gradient="pass")
-        codes = {"half_away": 0.0, "torch": float(spec.qmin), "onnx": float("nan")}
-        inside = min(max(self._zero_point, spec.qmin), spec.qmax)
-        with np.errstate(invalid="ignore"):
-            ordinary, special = (
-                float((code - self._zero_point) * np.float64(self._scale)) for code in (inside, codes[self.numerics])
-            )
-        is_finite = abs(x) < float("inf")
-        _overwrite(y, is_finite, ordinary)
-        _overwrite(y, ~is_finite, special)
+        code_of_nan = {"half_away": 0.0, "torch": float(spec.qmin), "onnx": nan}[self.numerics]
+        code = min(max(self._zero_point, spec.qmin), spec.qmax)
+        is_finite = abs(x) < inf
+        _overwrite(y, is_finite, (code - self._zero_point) * inf)
+        _overwrite(y, ~is_finite, (code_of_nan - self._zero_point) * inf)
         return y
 
     def forward_with_calibration(self, x: np.ndarray) -> np.ndarray:
