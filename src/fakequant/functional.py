@@ -9,6 +9,8 @@ they are what torch makes of them. Results are in C order, whatever the order of
 
 from typing import Any, overload
 
+import numpy as np  # noqa: F401 - for the examples
+
 from fakequant._backends import backend_of
 from fakequant._backends.checks import check_gradient as check_gradient
 from fakequant._backends.kernel_types import (

@@ -39,6 +39,8 @@ Fused, with a moving average of the range. NaN and infinities enter the running 
 The parameters come from another rule than torch's observers use, see `fakequant.reference.choose_qparams_fused`.
 """
 
+import numpy as np  # noqa: F401 - for the examples
+
 from fakequant._backends import backend_of
 from fakequant._backends.results import Array, LearnedGradients, OutputAndMask
 

@@ -23,7 +23,7 @@ from fakequant._backends.kernel_types import (
     numerics_name,
 )
 from fakequant._backends.results import LearnedGradients, ObservedFakeQuantize, QParams, Range
-from fakequant._backends.torch import compiled_nodes, formula, gradients, tensor_kernels
+from fakequant._backends.torch import compiled_nodes, formula, gradients, routes, tensor_kernels
 from fakequant._backends.torch.operator_calls import ops
 from fakequant._backends.torch.plain_memory import is_direct
 from fakequant._backends.torch.tensor_checks import block_shape, check_data, check_device, make_grid
@@ -60,7 +60,7 @@ def _compiled_fake_quantize_learned(
     return compiled_nodes.compiled.fake_quantize_learned(
         x, scale, zero_point, spec.qmin, spec.qmax, name, NUMERICS[name],
         axis + x.dim() if axis is not None and axis < 0 else axis, False,
-        float(gradients.learned_factor(grad_factor, x, spec.qmax)),
+        float(routes.learned_factor(grad_factor, x, spec.qmax)),
     )  # fmt: skip
 
 
