@@ -53,6 +53,14 @@ def fake_quantize(x, scale, zero_point, spec, *, mask=None, gradient="clipped"):
     it; with `gradient="pass"` all gradients pass and nothing is kept. Scale and zero point are
     constants: `fake_quantize_learned` has gradients for them.
 
+    Args:
+        x: The data, a float array or tensor.
+        scale: Positive numbers, one per block of `spec`.
+        zero_point: Integers, one per block; a number stands for all blocks.
+        spec: Which grid, and which elements share a scale.
+        mask: None, "packed" or "bool": the form of the mask that is returned.
+        gradient: "clipped" or "pass": the derivative on tensors.
+
     >>> spec = QuantSpec(bits=4)
     >>> x = np.float32([-0.3, 0.05, 0.15, 9.0])
     >>> y, inside = fake_quantize(x, 0.1, 0, spec, mask="bool")
@@ -95,8 +103,14 @@ def fake_quantize_learned(
         y = fake_quantize(x, scale, round_zero_point(zero_point))
 
     On tensors the result can be differentiated in `x`, `scale` and `zero_point`, with the gradients of
-    `fake_quantize_learned_backward`. `grad_factor` is for those only; None
-    stands for LSQ's `1 / sqrt(x.numel() * qmax)`.
+    `fake_quantize_learned_backward`. `grad_factor` is for those only; LSQ's is `1 / sqrt(x.numel() * qmax)`.
+
+    Args:
+        x: The data, a float array or tensor.
+        scale: Positive numbers, one per block of `spec`.
+        zero_point: Numbers, one per block, with or without a fraction.
+        spec: Which grid, and which elements share a scale.
+        grad_factor: A factor of the gradients of scale and zero point; None stands for LSQ's.
 
     >>> spec = QuantSpec(bits=4, symmetric=False)
     >>> fake_quantize_learned(np.float32([0.26, 9.0]), 0.1, np.float32(1.4), spec)
@@ -118,6 +132,14 @@ def fake_quantize_learned_backward(
     summed in float64 in an order that depends only on the shape, and rounded once. Elements that
     are not finite contribute nothing.
 
+    Args:
+        dy: The gradient of the result, like `x`.
+        x: The data of the forward call.
+        scale: Positive numbers, one per block of `spec`.
+        zero_point: Numbers, one per block, with or without a fraction.
+        spec: Which grid, and which elements share a scale.
+        grad_factor: A factor of the gradients of scale and zero point.
+
     >>> x, dy = np.float32([0.26, 9.0]), np.float32([1.0, 1.0])
     >>> dx, dscale, _ = fake_quantize_learned_backward(dy, x, 0.1, 0, QuantSpec(bits=4))
     >>> dx, round(float(dscale), 4)  # inside: 3 - 2.6; above: 7
@@ -134,6 +156,13 @@ def quantize(x: Array, scale: Any, zero_point: Any, spec: QuantSpec, *, packed: 
     NaN has no code: it becomes `qmin` (code 0 in "half_away"). The result has the dtype
     `spec.storage` and the shape of `x`; with `packed`, 4-bit and 2-bit codes are put two or four to
     a byte in C order, the first in the lowest bits, as ONNX stores them.
+
+    Args:
+        x: The data, a float array or tensor.
+        scale: Positive numbers, one per block of `spec`.
+        zero_point: Integers, one per block; a number stands for all blocks.
+        spec: Which grid, and which elements share a scale.
+        packed: Whether several codes share a byte.
 
     >>> spec = QuantSpec(bits=4)
     >>> quantize(np.float32([-0.3, 0.05, 0.15, 9.0]), 0.1, 0, spec)
@@ -158,6 +187,14 @@ def dequantize(
         y = (q - zero_point) * scale
 
     Packed codes need the `shape` of the array they were made from. The result is float32, or `dtype`.
+
+    Args:
+        q: Codes as `quantize` returns them.
+        scale: Positive numbers, one per block of `spec`.
+        zero_point: Integers, one per block; a number stands for all blocks.
+        spec: Which grid, and which elements share a scale.
+        shape: The shape of the result, for packed codes.
+        dtype: The float dtype of the result; None is float32.
 
     >>> dequantize(np.int8([-3, 0, 2, 7]), 0.1, 0, QuantSpec(bits=4))
     array([-0.3,  0. ,  0.2,  0.7], dtype=float32)
@@ -188,6 +225,17 @@ def observe_fake_quantize(
     `running_min` and `running_max` are float32 arrays of the shape of the scales (`(1,)` or `()` per
     tensor) and are updated in place; start them at +inf and -inf. Values that are not finite are
     left out of the range and counted.
+
+    Args:
+        x: The data, a float array or tensor.
+        spec: Which grid, and which elements share a scale.
+        running_min: The lower ends so far, float32, one per block; updated.
+        running_max: The upper ends so far, float32, one per block; updated.
+        update: "average", "widest" or "latest".
+        averaging_constant: How far "average" moves, from 0 to 1.
+        eps: The smallest scale.
+        mask: None, "packed" or "bool": the form of the mask that is returned.
+        gradient: "clipped" or "pass": the derivative on tensors.
 
     >>> lo, hi = np.full(1, np.inf, np.float32), np.full(1, -np.inf, np.float32)
     >>> spec = QuantSpec(signed=False, symmetric=False)

@@ -33,6 +33,12 @@ def choose_qparams(lo: Any, hi: Any, spec: QuantSpec, *, eps: float = EPS) -> QP
 
     All in float32, as torch's observers compute it.
 
+    Args:
+        lo: The lower ends, finite.
+        hi: The upper ends, finite and not below `lo`.
+        spec: Which grid.
+        eps: The smallest scale.
+
     >>> choose_qparams(-1.0, 3.0, QuantSpec(signed=False, symmetric=False))
     QParams(scale=array(0.01568628, dtype=float32), zero_point=array(64, dtype=int32))
     """

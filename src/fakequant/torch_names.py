@@ -52,6 +52,13 @@ def fake_quantize_per_tensor_affine(
 
         y = (clamp(zero_point + rint(x * (1 / scale)), quant_min, quant_max) - zero_point) * scale
 
+    Args:
+        input: The data, a float array or tensor.
+        scale: A number, or an array with one element.
+        zero_point: A number, or an array with one element.
+        quant_min: The lowest code.
+        quant_max: The highest code.
+
     >>> fake_quantize_per_tensor_affine(np.float32([-0.3, 0.05, 0.15, 9.0]), 0.1, 0, -8, 7)
     array([-0.3,  0. ,  0.2,  0.7], dtype=float32)
     """
@@ -62,6 +69,13 @@ def fake_quantize_per_tensor_affine_cachemask(
     input: Array, scale: float, zero_point: int, quant_min: int, quant_max: int
 ) -> OutputAndMask[Array]:
     """`fake_quantize_per_tensor_affine` together with its mask.
+
+    Args:
+        input: The data, a float array or tensor.
+        scale: A number.
+        zero_point: A number.
+        quant_min: The lowest code.
+        quant_max: The highest code.
 
     >>> y, mask = fake_quantize_per_tensor_affine_cachemask(np.float32([0.15, 9.0]), 0.1, 0, -8, 7)
     >>> mask
@@ -81,6 +95,14 @@ def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
     """The same with one-element arrays; `fake_quant_enabled` 0 returns a copy and a mask of ones.
 
     The zero point may lie outside the range here.
+
+    Args:
+        input: The data, a float array or tensor.
+        scale: One scale, as an array with one element.
+        zero_point: One zero point, as an array with one element.
+        fake_quant_enabled: One element; 0 switches fake quantization off.
+        quant_min: The lowest code.
+        quant_max: The highest code.
 
     >>> one = np.ones(1, np.int64)
     >>> x, s, z = np.float32([0.26]), np.float32([0.1]), np.int32([0])
@@ -108,6 +130,14 @@ def fake_quantize_per_channel_affine(
 ) -> Array:
     """Fake-quantizes with one scale and zero point per index on `axis`.
 
+    Args:
+        input: The data, a float array or tensor.
+        scale: One scale per index on `axis`.
+        zero_point: One zero point per index on `axis`.
+        axis: The axis along which scales differ.
+        quant_min: The lowest code.
+        quant_max: The highest code.
+
     >>> x = np.float32([[0.26, 9.0], [0.26, 9.0]])
     >>> fake_quantize_per_channel_affine(x, np.float32([0.1, 1.0]), np.int32([0, 0]), 0, -8, 7)
     array([[0.3, 0.7],
@@ -120,6 +150,14 @@ def fake_quantize_per_channel_affine_cachemask(
     input: Array, scale: Array, zero_point: Array, axis: int, quant_min: int, quant_max: int
 ) -> OutputAndMask[Array]:
     """`fake_quantize_per_channel_affine` together with its mask.
+
+    Args:
+        input: The data, a float array or tensor.
+        scale: One scale per index on `axis`.
+        zero_point: One zero point per index on `axis`.
+        axis: The axis along which scales differ.
+        quant_min: The lowest code.
+        quant_max: The highest code.
 
     >>> x, z = np.float32([[0.26, 9.0]]), np.int32([0])
     >>> fake_quantize_per_channel_affine_cachemask(x, np.float32([0.1]), z, 0, -8, 7).mask
@@ -151,6 +189,14 @@ def fake_quantize_learnable_per_tensor_affine(
 
     `grad_factor` only matters to the backward.
 
+    Args:
+        input: The data, a float array or tensor.
+        scale: One scale, as an array with one element.
+        zero_point: One zero point, as an array with one element.
+        quant_min: The lowest code.
+        quant_max: The highest code.
+        grad_factor: A factor of the gradients of scale and zero point.
+
     >>> x, s, z = np.float32([0.26, 9.0]), np.float32([0.1]), np.float32([0.5])
     >>> fake_quantize_learnable_per_tensor_affine(x, s, z, -8, 7)
     array([0.3, 0.7], dtype=float32)
@@ -173,6 +219,15 @@ def fake_quantize_learnable_per_tensor_affine_backward(
 
     16-bit input is computed in float32 and dx is float32, as torch returns it for bfloat16.
 
+    Args:
+        grad: The gradient of the result.
+        input: The data of the forward call.
+        scale: One scale, as an array with one element.
+        zero_point: One zero point, as an array with one element.
+        quant_min: The lowest code.
+        quant_max: The highest code.
+        grad_factor: A factor of the gradients of scale and zero point.
+
     >>> x, s, z = np.float32([9.0]), np.float32([0.1]), np.float32([0.0])
     >>> fake_quantize_learnable_per_tensor_affine_backward(np.float32([2.0]), x, s, z, -8, 7).dscale
     array([14.], dtype=float32)
@@ -192,6 +247,15 @@ def fake_quantize_learnable_per_channel_affine(
     grad_factor: float = 1.0,
 ) -> Array:
     """Forward with one scale and one rounded, clamped zero point per index on `axis`.
+
+    Args:
+        input: The data, a float array or tensor.
+        scale: One scale per index on `axis`.
+        zero_point: One zero point per index on `axis`.
+        axis: The axis along which scales differ.
+        quant_min: The lowest code.
+        quant_max: The highest code.
+        grad_factor: A factor of the gradients of scale and zero point.
 
     >>> x, s, z = np.float32([[0.26], [0.26]]), np.float32([0.1, 1.0]), np.float32([0.0, 0.0])
     >>> fake_quantize_learnable_per_channel_affine(x, s, z, 0, -8, 7)
@@ -216,6 +280,16 @@ def fake_quantize_learnable_per_channel_affine_backward(
     """Gradients of `fake_quantize_learnable_per_channel_affine`; dscale and dzero_point per channel.
 
     For a 1-D input torch adds up all channels and returns 0-d gradients, and so does this.
+
+    Args:
+        grad: The gradient of the result.
+        input: The data of the forward call.
+        scale: One scale per index on `axis`.
+        zero_point: One zero point per index on `axis`.
+        axis: The axis along which scales differ.
+        quant_min: The lowest code.
+        quant_max: The highest code.
+        grad_factor: A factor of the gradients of scale and zero point.
 
     >>> x, s, z = np.float32([[9.0], [9.0]]), np.float32([0.1, 10.0]), np.float32([0.0, 0.0])
     >>> fake_quantize_learnable_per_channel_affine_backward(np.ones_like(x), x, s, z, 0, -8, 7).dx
@@ -246,6 +320,21 @@ def fused_moving_avg_obs_fake_quant(
 
     `observer_on` 0 leaves the running range as it is; `fake_quant_on` 0 returns a copy of the input
     and leaves scale and zero point as they are. An empty input changes nothing.
+
+    Args:
+        input: The data, a float array or tensor.
+        observer_on: One element; 0 leaves the running range as it is.
+        fake_quant_on: One element; 0 returns a copy of the input.
+        running_min: Float32, updated in place; starts at +inf.
+        running_max: Float32, updated in place; starts at -inf.
+        scale: Float32, updated in place.
+        zero_point: Int32, updated in place.
+        averaging_const: How far the running range moves towards that of the input.
+        quant_min: The lowest code.
+        quant_max: The highest code.
+        ch_axis: The axis of channels: 0 for `per_row_fake_quant`.
+        per_row_fake_quant: Whether every row has its own range.
+        symmetric_quant: Whether the range is made symmetric around 0.
 
     >>> on, lo, hi = np.int64([1]), np.float32([np.inf]), np.float32([-np.inf])
     >>> s, z = np.float32([1]), np.int32([0])
@@ -287,6 +376,21 @@ def fused_moving_avg_obs_fq_helper(
     symmetric_quant: bool = False,
 ) -> OutputAndMask[Array]:
     """`fused_moving_avg_obs_fake_quant` together with its mask.
+
+    Args:
+        input: The data, a float array or tensor.
+        observer_on: One element; 0 leaves the running range as it is.
+        fake_quant_on: One element; 0 returns a copy of the input.
+        running_min: Float32, updated in place; starts at +inf.
+        running_max: Float32, updated in place; starts at -inf.
+        scale: Float32, updated in place.
+        zero_point: Int32, updated in place.
+        averaging_const: How far the running range moves towards that of the input.
+        quant_min: The lowest code.
+        quant_max: The highest code.
+        ch_axis: The axis of channels: 0 for `per_row_fake_quant`.
+        per_row_fake_quant: Whether every row has its own range.
+        symmetric_quant: Whether the range is made symmetric around 0.
 
     >>> on, lo, hi = np.int64([1]), np.float32([np.inf]), np.float32([-np.inf])
     >>> s, z = np.float32([1]), np.int32([0])

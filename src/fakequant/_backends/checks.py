@@ -134,10 +134,11 @@ def refuse_zero_point_type(received: str) -> NoReturn:
 def check_parameter_shape(name: str, given: Shape, shape: Shape, spec: QuantSpec, kind: str) -> None:
     """Refuses a scale or zero point that does not have one entry per block.
 
-    - `name`: "scale" or "zero_point"
-    - `given`: its shape
-    - `shape`: the shape of the data
-    - `kind`: "array" or "tensor"
+    Args:
+        name: "scale" or "zero_point".
+        given: Its shape.
+        shape: The shape of the data.
+        kind: "array" or "tensor".
     """
     wanted = blocks_of(shape, spec).parameters
     if given == wanted:  # not `in`, which a compiler does not see through for sizes
@@ -212,9 +213,10 @@ def packed_code_shape(shape: Shape, bits: int) -> Shape:
 def check_codes(dtype: str, q_shape: Shape, shape: Shape | None, spec: QuantSpec, kind: str) -> None:
     """Refuses codes of another dtype than the spec's and packed codes of another shape.
 
-    - `dtype`, `q_shape`: of the codes
-    - `shape`: of the data that packed codes were made from; None: codes are not packed
-    - `kind`: "array" or "tensor"
+    Args:
+        dtype, q_shape: Of the codes.
+        shape: Of the data that packed codes were made from; None: codes are not packed.
+        kind: "array" or "tensor".
     """
     wanted = "uint8" if shape is not None else spec.storage
     if dtype != wanted:

@@ -44,9 +44,10 @@ def scale_dtype(dtype: int, spec: QuantSpec) -> np.dtype:
 def resolve(shape: tuple[int, ...], dtype: int, scale: ArrayLike, zero_point: ArrayLike, spec: QuantSpec) -> Grid:
     """Checks scale and zero point and returns them as the kernels take them.
 
-    - `shape`, `dtype`: of the data; the dtype is the kernels' number
-    - `scale`, `zero_point`: numbers or arrays with one entry per block
-    - `spec`: which blocks there are
+    Args:
+        shape, dtype: Of the data; the dtype is the kernels' number.
+        scale, zero_point: Numbers or arrays with one entry per block.
+        spec: Which blocks there are.
     """
     checks.check_spec(spec)
     blocks = blocks_of(shape, spec)

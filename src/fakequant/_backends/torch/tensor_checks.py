@@ -60,9 +60,10 @@ def block_shape(shape: tuple[int, ...], spec: QuantSpec) -> tuple[int, ...]:
 def make_grid(x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, learned: bool = False) -> Grid:
     """Checks scale and zero point and returns them as tensors with one entry per block, on the device of `x`.
 
-    - `scale`, `zero_point`: numbers, arrays or tensors
-    - `spec`: which blocks there are
-    - `learned`: whether the zero point may have a fraction
+    Args:
+        scale, zero_point: Numbers, arrays or tensors.
+        spec: Which blocks there are.
+        learned: Whether the zero point may have a fraction.
     """
     numerics = kernel_numerics(spec)
     scales = _scales(scale, x, spec, scale_dtype(x.dtype, numerics))
