@@ -184,12 +184,11 @@ int64_t mask_bytes(MaskKind kind, int64_t n) {
 enum class ZeroKind : int { none, i32, i64, f32 };
 
 Grid to_grid(int numerics, In& scale, bool scale_is_f64, In& zero, int zero_kind, int64_t qmin, int64_t qmax,
-             bool nan_is_code_zero, int64_t parameters) {
+             int64_t parameters) {
   Grid g;
   g.numerics = to_numerics(numerics);
   g.qmin = qmin;
   g.qmax = qmax;
-  g.nan_is_code_zero = nan_is_code_zero;
   if (scale_is_f64) g.scale_f64 = scale.get<const double>(parameters);
   else g.scale_f32 = scale.get<const float>(parameters);
   switch (checked(zero_kind, ZeroKind::f32)) {
@@ -202,14 +201,13 @@ Grid to_grid(int numerics, In& scale, bool scale_is_f64, In& zero, int zero_kind
 }
 
 void py_fake_quantize(In& x, Out& y, Out& mask, int mask_kind, int dtype, const ShapeTuple& shape, int numerics,
-                      In& scale, bool scale_is_f64, In& zero, int zero_kind, int64_t qmin, int64_t qmax,
-                      bool nan_is_code_zero) {
+                      In& scale, bool scale_is_f64, In& zero, int zero_kind, int64_t qmin, int64_t qmax) {
   const Shape s = to_shape(shape);
   const auto d = to_dtype(dtype);
   const auto kind = to_mask_kind(mask_kind);
   const int64_t n = s.size();
   const FakeQuantizeArgs a{d, s,
-                           to_grid(numerics, scale, scale_is_f64, zero, zero_kind, qmin, qmax, nan_is_code_zero, s.parameters()),
+                           to_grid(numerics, scale, scale_is_f64, zero, zero_kind, qmin, qmax, s.parameters()),
                            x.bytes(n * bytes_of(d)), y.bytes(n * bytes_of(d)), kind,
                            mask.get<uint8_t>(mask_bytes(kind, n))};
   without_gil(x, n, [&] { fake_quantize(a); });
@@ -217,7 +215,7 @@ void py_fake_quantize(In& x, Out& y, Out& mask, int mask_kind, int dtype, const 
 
 // One scale for the whole array, given as numbers: nothing to allocate for a small call.
 void py_fake_quantize_scalar(In& x, Out& y, Out& mask, int mask_kind, int dtype, int64_t size, int numerics,
-                             double scale, int64_t zero, int64_t qmin, int64_t qmax, bool nan_is_code_zero) {
+                             double scale, int64_t zero, int64_t qmin, int64_t qmax) {
   checked_size(size);
   const auto d = to_dtype(dtype);
   const auto kind = to_mask_kind(mask_kind);
@@ -227,7 +225,6 @@ void py_fake_quantize_scalar(In& x, Out& y, Out& mask, int mask_kind, int dtype,
   g.numerics = to_numerics(numerics);
   g.qmin = qmin;
   g.qmax = qmax;
-  g.nan_is_code_zero = nan_is_code_zero;
   // torch's rules know float32 scales only; ours compute float64 arrays in float64.
   if (d == DType::f64 && g.numerics >= Numerics::onnx) g.scale_f64 = &scale;
   else g.scale_f32 = &scale_f32;
@@ -254,7 +251,7 @@ void py_learned_backward(In& dy, In& x, Out& dx, int dtype, int dx_dtype, const 
   const auto d = to_dtype(dtype), dd = to_dtype(dx_dtype);
   const int64_t n = s.size(), p = s.parameters();
   const LearnedBackwardArgs a{d, dd, s,
-                              to_grid(numerics, scale, scale_is_f64, zero, zero_kind, qmin, qmax, false, p),
+                              to_grid(numerics, scale, scale_is_f64, zero, zero_kind, qmin, qmax, p),
                               grad_factor, dy.bytes(n * bytes_of(d)), x.bytes(n * bytes_of(d)),
                               dx.bytes(n * bytes_of(dd)), dscale.get<double>(p), dzero.get<double>(p)};
   without_gil(dy, n, [&] { learned_backward(a); });
@@ -266,7 +263,7 @@ void py_quantize(In& x, Out& q, int dtype, int code, const ShapeTuple& shape, in
   const auto d = to_dtype(dtype);
   const auto c = to_code(code);
   const int64_t n = s.size();
-  const QuantizeArgs a{d, c, s, to_grid(numerics, scale, scale_is_f64, zero, zero_kind, qmin, qmax, false, s.parameters()),
+  const QuantizeArgs a{d, c, s, to_grid(numerics, scale, scale_is_f64, zero, zero_kind, qmin, qmax, s.parameters()),
                        x.bytes(n * bytes_of(d)), q.bytes(code_bytes(c, n))};
   without_gil(x, n, [&] { quantize(a); });
 }
@@ -278,7 +275,7 @@ void py_dequantize(In& q, Out& y, int dtype, int code, const ShapeTuple& shape, 
   const auto c = to_code(code);
   const int64_t n = s.size();
   const DequantizeArgs a{d, c, s,
-                         to_grid(int(Numerics::onnx), scale, scale_is_f64, zero, zero_kind, qmin, qmax, false, s.parameters()),
+                         to_grid(int(Numerics::onnx), scale, scale_is_f64, zero, zero_kind, qmin, qmax, s.parameters()),
                          q.bytes(code_bytes(c, n)), y.bytes(n * bytes_of(d))};
   without_gil(q, n, [&] { dequantize(a); });
 }
@@ -391,11 +388,33 @@ int64_t py_first_outside(In& zero, int zero_kind, int64_t n, int64_t low, int64_
 NB_MODULE(_native, m) {
   m.doc() = "The compiled kernels. Private: use the functions of `fakequant`.";
 
+  // Python reads the numbers of the enumerations from these; the functions below take the numbers.
+  nb::enum_<DType>(m, "DType", nb::is_arithmetic())
+      .value("f32", DType::f32).value("f64", DType::f64).value("bf16", DType::bf16).value("f16", DType::f16);
+  nb::enum_<Numerics>(m, "Numerics", nb::is_arithmetic())
+      .value("torch_tensor", Numerics::torch_tensor).value("torch_channel", Numerics::torch_channel)
+      .value("torch_channel_float", Numerics::torch_channel_float)
+      .value("torch_channel_half", Numerics::torch_channel_half)
+      .value("onnx", Numerics::onnx).value("half_away", Numerics::half_away);
+  nb::enum_<MaskKind>(m, "MaskKind", nb::is_arithmetic())
+      .value("none", MaskKind::none).value("packed", MaskKind::packed).value("bytes", MaskKind::bytes);
+  nb::enum_<CodeType>(m, "CodeType", nb::is_arithmetic())
+      .value("i8", CodeType::i8).value("u8", CodeType::u8).value("i16", CodeType::i16).value("u16", CodeType::u16)
+      .value("i32", CodeType::i32).value("u32", CodeType::u32).value("i4x2", CodeType::i4x2)
+      .value("u4x2", CodeType::u4x2).value("i2x4", CodeType::i2x4).value("u2x4", CodeType::u2x4);
+  nb::enum_<ZeroKind>(m, "ZeroKind", nb::is_arithmetic())
+      .value("none", ZeroKind::none).value("i32", ZeroKind::i32).value("i64", ZeroKind::i64)
+      .value("f32", ZeroKind::f32);
+  nb::enum_<RangeRule>(m, "RangeRule", nb::is_arithmetic())
+      .value("own", RangeRule::own).value("torch_fused", RangeRule::torch_fused);
+  nb::enum_<RangeUpdate>(m, "RangeUpdate", nb::is_arithmetic())
+      .value("average", RangeUpdate::average).value("widest", RangeUpdate::widest)
+      .value("latest", RangeUpdate::latest);
+
   m.def("fake_quantize", &py_fake_quantize, "x"_a, "y"_a, "mask"_a.none(), "mask_kind"_a, "dtype"_a, "shape"_a,
-        "numerics"_a, "scale"_a, "scale_is_f64"_a, "zero_point"_a.none(), "zero_kind"_a, "qmin"_a, "qmax"_a,
-        "nan_is_code_zero"_a);
+        "numerics"_a, "scale"_a, "scale_is_f64"_a, "zero_point"_a.none(), "zero_kind"_a, "qmin"_a, "qmax"_a);
   m.def("fake_quantize_scalar", &py_fake_quantize_scalar, "x"_a, "y"_a, "mask"_a.none(), "mask_kind"_a, "dtype"_a,
-        "size"_a, "numerics"_a, "scale"_a, "zero_point"_a, "qmin"_a, "qmax"_a, "nan_is_code_zero"_a);
+        "size"_a, "numerics"_a, "scale"_a, "zero_point"_a, "qmin"_a, "qmax"_a);
   m.def("mask_backward", &py_mask_backward, "dy"_a, "mask"_a, "mask_kind"_a, "dx"_a, "dtype"_a, "size"_a,
         "multiply"_a);
   m.def("learned_backward", &py_learned_backward, "dy"_a, "x"_a, "dx"_a, "dtype"_a, "dx_dtype"_a, "shape"_a,

@@ -77,9 +77,9 @@ struct ByteMask {
 
 // The formula for N elements; returns which of them were inside the range.
 template <class Rule, int N, class T, class V>
-FQ_INLINE auto step(const T* x, T* y, const Params<V>& p, bool nan_is_code_zero) {
+FQ_INLINE auto step(const T* x, T* y, const Params<V>& p) {
   const V rounded = Rule::round(load<N>(x), p);
-  const V clamped = Rule::clamp(rounded, p, nan_is_code_zero);
+  const V clamped = Rule::clamp(rounded, p);
   store<T, N>(y, Rule::value(clamped, p));
   return inside_lanes<Rule>(clamped, rounded);
 }
@@ -100,7 +100,7 @@ FQ_INLINE void run_with_one_scale(const T* x, T* y, int64_t n, const Grid& g, in
 #pragma GCC unroll 16
     for (int k = 0; k < K; ++k) rounded[k] = Rule::round(load<N>(x + i + k * N), p);
 #pragma GCC unroll 16
-    for (int k = 0; k < K; ++k) clamped[k] = Rule::clamp(rounded[k], p, g.nan_is_code_zero);
+    for (int k = 0; k < K; ++k) clamped[k] = Rule::clamp(rounded[k], p);
 #pragma GCC unroll 16
     for (int k = 0; k < K; ++k) {
       store<T, N>(y + i + k * N, Rule::value(clamped[k], p));
@@ -117,9 +117,9 @@ FQ_INLINE void run_with_one_scale(const T* x, T* y, int64_t n, const Grid& g, in
     mask.put(step_32(i), 32);
     i += 32;
   }
-  for (; i + N <= n; i += N) mask.put(lane_bits(step<Rule, N>(x + i, y + i, p, g.nan_is_code_zero)), N);
+  for (; i + N <= n; i += N) mask.put(lane_bits(step<Rule, N>(x + i, y + i, p)), N);
   const auto p1 = first_lane<Vec<C, 1>>(p);
-  for (; i < n; ++i) mask.put(lane_bits(step<Rule, 1>(x + i, y + i, p1, g.nan_is_code_zero)), 1);
+  for (; i < n; ++i) mask.put(lane_bits(step<Rule, 1>(x + i, y + i, p1)), 1);
   out = mask;
 }
 
@@ -131,11 +131,11 @@ FQ_INLINE void run_with_scale_per_element(const T* x, T* y, int64_t n, const Gri
   int64_t i = 0;
   for (; i + N <= n; i += N) {
     const auto p = params_per_element<Rule, Vec<C, N>>(g, parameter + i);
-    mask.put(lane_bits(step<Rule, N>(x + i, y + i, p, g.nan_is_code_zero)), N);
+    mask.put(lane_bits(step<Rule, N>(x + i, y + i, p)), N);
   }
   for (; i < n; ++i) {
     const auto p = one_param<Rule, Vec<C, 1>>(g, parameter + i);
-    mask.put(lane_bits(step<Rule, 1>(x + i, y + i, p, g.nan_is_code_zero)), 1);
+    mask.put(lane_bits(step<Rule, 1>(x + i, y + i, p)), 1);
   }
   out = mask;
 }

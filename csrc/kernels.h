@@ -26,7 +26,7 @@ enum class Numerics : int {
   torch_channel_float,  // rint(fma(x, 1/s, z)) with a float32 zero point, value in double
   torch_channel_half,   // rint(z + x * (1/s)) with a float16 zero point, value in double
   onnx,                 // rint(x / s) + z; NaN stays NaN
-  half_away,            // round_half_away(x / s + z); NaN stays NaN, or becomes code 0 (see Grid)
+  half_away,            // round_half_away(x / s + z); NaN stays NaN
 };
 
 enum class MaskKind : int {
@@ -65,8 +65,6 @@ struct Grid {
   const int32_t* zero_i32 = nullptr;
   const int64_t* zero_i64 = nullptr;
   const float* zero_f32 = nullptr;
-  // half_away only: NaN becomes code 0 instead of staying NaN.
-  bool nan_is_code_zero = false;
 };
 
 struct FakeQuantizeArgs {
@@ -99,7 +97,7 @@ struct LearnedBackwardArgs {
   const void* x;
   void* dx;
   double* dscale;  // shape.parameters() sums each
-  double* dzero;   // null: nobody wants them
+  double* dzero;   // nullptr: not requested
 };
 
 struct QuantizeArgs {

@@ -48,7 +48,7 @@ struct TorchTensor {
   static constexpr bool kOnLevels = true;
   static constexpr bool kKeepsNan = false;
   template <class V> static FQ_INLINE V round(V x, const Params<V>& p) { return without_negative_zero(rint(x * p.inverse)); }
-  template <class V> static FQ_INLINE V clamp(V level, const Params<V>& p, bool) { return clamp_nan_to_low(level, p); }
+  template <class V> static FQ_INLINE V clamp(V level, const Params<V>& p) { return clamp_nan_to_low(level, p); }
   template <class V> static FQ_INLINE V value(V level, const Params<V>& p) {
     if constexpr (sizeof(Elem<V>) == 8) {
       // Per tensor, torch multiplies in float32 even for float64 input.
@@ -81,7 +81,7 @@ struct TorchChannelFloatZero {
     else sum = p.zero + x * p.inverse;
     return convert<V>(as_int64(without_negative_zero(rint(convert<Vec<float, kWidth<V>>>(sum)))));
   }
-  template <class V> static FQ_INLINE V clamp(V code, const Params<V>& p, bool) { return clamp_nan_to_low(code, p); }
+  template <class V> static FQ_INLINE V clamp(V code, const Params<V>& p) { return clamp_nan_to_low(code, p); }
   template <class V> static FQ_INLINE V value(V code, const Params<V>& p) {
     using D = Vec<double, kWidth<V>>;
     return convert<V>((convert<D>(code) - convert<D>(p.zero)) * convert<D>(p.scale));
@@ -111,7 +111,7 @@ struct Onnx {
       return without_negative_zero(nearest);
     }
   }
-  template <class V> static FQ_INLINE V clamp(V level, const Params<V>& p, bool) { return clamp_keep_nan(level, p); }
+  template <class V> static FQ_INLINE V clamp(V level, const Params<V>& p) { return clamp_keep_nan(level, p); }
   template <class V> static FQ_INLINE V value(V level, const Params<V>& p) { return level * p.scale; }
 };
 
@@ -121,10 +121,7 @@ struct HalfAway {
   template <class V> static FQ_INLINE V round(V x, const Params<V>& p) {
     return without_negative_zero(round_half_away(x / p.scale + p.zero));
   }
-  template <class V> static FQ_INLINE V clamp(V code, const Params<V>& p, bool nan_is_code_zero) {
-    const V q = clamp_keep_nan(code, p);
-    return nan_is_code_zero ? (q == q ? q : V{}) : q;
-  }
+  template <class V> static FQ_INLINE V clamp(V code, const Params<V>& p) { return clamp_keep_nan(code, p); }
   template <class V> static FQ_INLINE V value(V code, const Params<V>& p) { return (code - p.zero) * p.scale; }
 };
 
@@ -137,9 +134,14 @@ template <class Rule, class V> FQ_INLINE auto inside_lanes(V clamped, V rounded)
 
 // The clamped level or code as an integer code; NaN has none and gets qmin, in half_away 0.
 template <class Rule, class V> FQ_INLINE V to_code(V rounded, const Params<V>& p) {
-  if constexpr (kSame<Rule, HalfAway>) return HalfAway::clamp(rounded, p, true);
-  else if constexpr (Rule::kOnLevels) return clamp_nan_to_low(rounded, p) + p.zero;
-  else return clamp_nan_to_low(rounded, p);
+  if constexpr (kSame<Rule, HalfAway>) {
+    const V q = HalfAway::clamp(rounded, p);
+    return q == q ? q : V{};
+  } else if constexpr (Rule::kOnLevels) {
+    return clamp_nan_to_low(rounded, p) + p.zero;
+  } else {
+    return clamp_nan_to_low(rounded, p);
+  }
 }
 
 // --- parameters ----------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ template <class C> Element<C> element(C x, const Param<C>& p, const Grid& g) {
                            : double(round_half_away1(x / p.scale + C(p.zero)));
   if (x != x) {
     if (onnx) return {g.qmin, x, false};
-    return {0, g.nan_is_code_zero ? C(minus(0, p.zero)) * p.scale : x, false};
+    return {0, x, false};
   }
   const int64_t q = int64_t(clamp_in_double(code, double(g.qmin), double(g.qmax)));
   return {q, C(q - p.zero) * p.scale, double(g.qmin) <= code && code <= double(g.qmax)};

@@ -3,7 +3,7 @@
 //
 // Python takes longer to look at its arguments than a kernel for a few thousand elements, and a
 // backward node written in Python as long again. This does what fakequant/_backends/torch does in the case that
-// matters: ordinary CPU memory without gaps, one scale or one per channel, first derivative. The
+// matters: ordinary CPU memory, one scale, one per channel or one per group, first derivative. The
 // functions return None for anything else, and the nodes hand it to the operators `torch.ops.fakequant`,
 // so that there is one definition of each.
 //
@@ -150,6 +150,21 @@ struct PassThroughBackward : Node {
 
 // --- learned -------------------------------------------------------------------------------------
 
+// Learned zero points as integers, as fakequant/_backends/torch/zero_points.py rounds them: half to even, but
+// torch's backward for one scale cuts off the fraction of z + 0.5 instead.
+std::vector<int32_t> rounded_zeros(const Tensor& zero, int64_t qmin, int64_t qmax, bool cuts_off) {
+  std::vector<int32_t> out;
+  if (!zero.defined()) return out;
+  out.reserve(size_t(zero.numel()));
+  const float* z = zero.const_data_ptr<float>();
+  // Clamped in double: in float32 the end of a wide range may be rounded to a number outside it.
+  for (int64_t i = 0; i < zero.numel(); ++i) {
+    const double whole = cuts_off ? double(z[i] + 0.5f) : std::nearbyint(double(z[i]));
+    out.push_back(int32_t(std::clamp(whole, double(qmin), double(qmax))));  // the conversion cuts off
+  }
+  return out;
+}
+
 // dx, dscale and dzero_point. Keeps what they are computed from.
 struct LearnedFakeQuantizeBackward : Node {
   SavedVariable x_, scale_, zero_point_;
@@ -184,7 +199,7 @@ struct LearnedFakeQuantizeBackward : Node {
     if (dy.strides() != x.strides() && !(dy.is_contiguous() && x.is_contiguous())) dy = at::empty_like(x).copy_(dy);
     const int64_t n = shape_.parameters();
     std::vector<double> sums(size_t(has_zero_point_ ? 2 * n : n));
-    std::vector<int32_t> zeros = rounded(zero, n);
+    const std::vector<int32_t> zeros = rounded_zeros(zero, qmin_, qmax_, numerics_ == Numerics::torch_tensor);
     Grid grid;
     grid.numerics = numerics_;
     grid.qmin = qmin_;
@@ -204,21 +219,6 @@ struct LearnedFakeQuantizeBackward : Node {
     std::vector<int64_t> shape(size_t(x.dim()), 1);
     shape[size_t(axis_)] = -1;
     return parameter.view(shape);
-  }
-
-  // The integers that forward and backward use; torch's rule for one scale cuts off z + 0.5 instead.
-  std::vector<int32_t> rounded(const Tensor& zero, int64_t n) const {
-    std::vector<int32_t> out;
-    if (!zero.defined()) return out;
-    out.reserve(size_t(n));
-    const float* z = zero.const_data_ptr<float>();
-    // Clamped in double: in float32 the end of a wide range may be rounded to a number outside it.
-    for (int64_t i = 0; i < n; ++i) {
-      const bool cut_off = numerics_ == Numerics::torch_tensor;
-      const double value = std::clamp(cut_off ? double(z[i] + 0.5f) : std::nearbyint(double(z[i])), double(qmin_), double(qmax_));
-      out.push_back(int32_t(value));  // which cuts off
-    }
-    return out;
   }
 
   static Tensor like(const Tensor& parameter, const double* sums) {
@@ -306,9 +306,17 @@ bool is_learned(const Tensor& parameter) {
 
 bool is_own(Numerics n) { return n >= Numerics::onnx; }
 
+// Data the kernels can read, if need be from a dense copy.
+bool is_readable_data(const Tensor& x) { return kernel_dtype(x) && is_eager(x) && !x._fw_grad(0).defined(); }
+
 // Data the kernels can be pointed at.
-bool is_simple_data(const Tensor& x) {
-  return kernel_dtype(x) && is_eager(x) && x.is_non_overlapping_and_dense() && !x._fw_grad(0).defined();
+bool is_simple_data(const Tensor& x) { return is_readable_data(x) && x.is_non_overlapping_and_dense(); }
+
+// x, or a copy of it without gaps that has the strides of results computed from x.
+Tensor dense(const Tensor& x) {
+  if (x.is_non_overlapping_and_dense()) return x;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return at::empty_like(x).copy_(x);
 }
 
 // One scale for the tensor, or one per index on an axis. In a tensor without gaps the stride of an axis
@@ -322,25 +330,68 @@ std::optional<Shape> shape_of(const Tensor& x, std::optional<int64_t> axis) {
   return Shape{1, n / (blocks * inner), blocks, inner};
 }
 
-// One value per channel has an axis; the only one of a tensor may have none.
-bool fits(const Tensor& parameter, int64_t n, bool per_channel) {
-  return parameter.numel() == n && (parameter.dim() == 1 || (parameter.dim() == 0 && !per_channel)) &&
-         parameter.is_contiguous() && is_eager(parameter);
+// Which elements share a scale.
+struct Blocks {
+  Shape shape;
+  int64_t count = 1;  // how many scales there are
+  bool per_channel = false;
+  // The shapes that scales may have if there is one per group; empty: one scale, or one per channel.
+  std::vector<int64_t> sizes, sizes_without_axis;
+
+  // One value per channel has an axis; the only one of a tensor may have none.
+  bool fit(const Tensor& parameter) const {
+    if (parameter.numel() != count || !parameter.is_contiguous() || !is_eager(parameter)) return false;
+    if (!sizes.empty()) {
+      return parameter.sizes().equals(sizes) ||
+             (!sizes_without_axis.empty() && parameter.sizes().equals(sizes_without_axis));
+    }
+    return parameter.dim() == 1 || (parameter.dim() == 0 && !per_channel);
+  }
+};
+
+constexpr int64_t kWholeAxis = -1;  // as a group size; see fakequant/spec.py
+
+// The blocks of x, which has no gaps; none if the groups do not fit it, or if it takes more than this.
+std::optional<Blocks> blocks_of(const Tensor& x, std::optional<int64_t> axis, std::optional<int64_t> group) {
+  Blocks blocks;
+  if (!group) {
+    const auto shape = shape_of(x, axis);
+    if (!shape) return std::nullopt;
+    blocks.shape = *shape;
+    blocks.count = axis ? x.size(*axis) : 1;
+    blocks.per_channel = axis.has_value();
+    return blocks;
+  }
+  if (!axis || *axis < 0 || *axis >= x.dim() || x.numel() == 0 || !x.is_contiguous()) return std::nullopt;
+  const int64_t length = x.size(*axis), size = *group == kWholeAxis ? length : *group;
+  if (size < 1 || length % size != 0) return std::nullopt;
+  int64_t after = 1;
+  for (int64_t inside = *axis + 1; inside < x.dim(); ++inside) after *= x.size(inside);
+  blocks.count = x.numel() / size;
+  blocks.shape = after == 1 ? Shape{1, 1, blocks.count, size} : Shape{blocks.count / after, size, after, 1};
+  blocks.sizes = x.sizes().vec();
+  blocks.sizes[size_t(*axis)] = length / size;
+  if (*group == kWholeAxis && x.dim() > 1) {
+    blocks.sizes_without_axis = blocks.sizes;
+    blocks.sizes_without_axis.erase(blocks.sizes_without_axis.begin() + *axis);
+  }
+  return blocks;
 }
 
 // Scale and zero point of a call, and the memory they are in if they were numbers.
 struct Parameters {
   Grid grid;
+  const Blocks& blocks;
+  const int64_t n;             // how many scales there are
   const bool has_torchs_name;  // torch's functions take any scale, and zero points with a fraction per channel
-  const bool per_channel;
   float scale_f32 = 0;
   double scale_f64 = 0;
   int64_t zero_i64 = 0;
   int32_t zero_i32 = 0;
   std::vector<int32_t> zeros;
 
-  Parameters(int numerics, int64_t qmin, int64_t qmax, bool has_torchs_name, bool per_channel)
-      : has_torchs_name(has_torchs_name), per_channel(per_channel) {
+  Parameters(int numerics, int64_t qmin, int64_t qmax, const Blocks& blocks, bool has_torchs_name)
+      : blocks(blocks), n(blocks.count), has_torchs_name(has_torchs_name) {
     grid.numerics = Numerics(numerics);
     grid.qmin = qmin;
     grid.qmax = qmax;
@@ -349,12 +400,12 @@ struct Parameters {
   Parameters& operator=(const Parameters&) = delete;
 
   // False: not a scale we know, or one that needs an error.
-  bool set_scale(nb::handle object, int64_t n, bool wide, bool learnable) {
-    if (PyFloat_CheckExact(object.ptr()) && !per_channel) {
+  bool set_scale(nb::handle object, bool wide, bool learnable) {
+    if (PyFloat_CheckExact(object.ptr()) && is_per_tensor()) {
       scale_f64 = PyFloat_AS_DOUBLE(object.ptr());
     } else if (is_tensor(object)) {
       const Tensor& t = tensor(object);
-      if (!fits(t, n, per_channel) || (is_learned(t) && !learnable)) return false;
+      if (!blocks.fit(t) || (is_learned(t) && !learnable)) return false;
       if (t.scalar_type() == (wide ? at::kDouble : at::kFloat)) {
         if (wide) grid.scale_f64 = t.const_data_ptr<double>();
         else grid.scale_f32 = t.const_data_ptr<float>();
@@ -372,7 +423,7 @@ struct Parameters {
   }
 
   // An integer zero point within [low, high].
-  bool set_zero(nb::handle object, int64_t n, int64_t low, int64_t high) {
+  bool set_zero(nb::handle object, int64_t low, int64_t high) {
     if (PyLong_CheckExact(object.ptr())) {
       int overflow = 0;
       zero_i64 = PyLong_AsLongLongAndOverflow(object.ptr(), &overflow);
@@ -386,10 +437,10 @@ struct Parameters {
     }
     if (!is_tensor(object)) return false;
     const Tensor& t = tensor(object);
-    if (!fits(t, n, per_channel) || is_learned(t) || n == 0) return false;
+    if (!blocks.fit(t) || is_learned(t) || n == 0) return false;
     const auto within = [&](const auto* z) { return std::all_of(z, z + n, [&](auto v) { return v >= low && v <= high; }); };
     if (t.scalar_type() == at::kInt) return within(grid.zero_i32 = t.const_data_ptr<int32_t>());
-    if (t.scalar_type() == at::kLong && !per_channel) {
+    if (t.scalar_type() == at::kLong && is_per_tensor()) {
       zero_i64 = t.const_data_ptr<int64_t>()[0];
       zero_i32 = int32_t(zero_i64);
       if (zero_i32 != zero_i64) return false;
@@ -405,20 +456,19 @@ struct Parameters {
   }
 
   // A learned zero point, rounded half to even.
-  bool set_learned_zero(nb::handle object, int64_t n) {
+  bool set_learned_zero(nb::handle object) {
     if (object.is_none()) return true;
     if (!is_tensor(object)) return false;
     const Tensor& t = tensor(object);
-    if (!fits(t, n, per_channel) || t.scalar_type() != at::kFloat) return false;
+    if (!blocks.fit(t) || t.scalar_type() != at::kFloat) return false;
     const float* z = t.const_data_ptr<float>();
-    zeros.reserve(size_t(n));
-    for (int64_t i = 0; i < n; ++i) {
-      if (!std::isfinite(z[i])) return false;
-      zeros.push_back(int32_t(std::clamp(std::nearbyint(double(z[i])), double(grid.qmin), double(grid.qmax))));
-    }
+    if (!std::all_of(z, z + n, [](float value) { return std::isfinite(value); })) return false;
+    zeros = rounded_zeros(t, grid.qmin, grid.qmax, /*cuts_off=*/false);
     grid.zero_i32 = zeros.data();
     return true;
   }
+
+  bool is_per_tensor() const { return !blocks.per_channel && blocks.sizes.empty(); }
 
   template <class T> static bool valid(const T* scale, int64_t n) {
     return std::all_of(scale, scale + n, [](T s) { return s > 0 && !std::isinf(s); });
@@ -461,7 +511,9 @@ struct Result {
   const bool records;
   Tensor y, mask;
 
-  Result(const Tensor& x, bool clipped) : records(at::GradMode::is_enabled() && x.requires_grad()) {
+  // `x` has no gaps; it is `source` or a copy of it.
+  Result(const Tensor& source, const Tensor& x, bool clipped)
+      : records(at::GradMode::is_enabled() && source.requires_grad()) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     y = at::empty_like(x);
     if (records && clipped) mask = at::empty({(x.numel() + 7) / 8}, at::TensorOptions(at::kByte));
@@ -473,15 +525,15 @@ struct Result {
             mask.defined() ? static_cast<uint8_t*>(mask.mutable_data_ptr()) : nullptr};
   }
 
-  nb::object finish(const Tensor& x, Numerics numerics) {
+  nb::object finish(const Tensor& source, Numerics numerics) {
     if (mask.defined()) {
       auto node = make_node<FakeQuantizeBackward>();
       node->mask_ = SavedVariable(mask, /*is_output=*/false);
-      node->order_ = memory_order(x);
+      node->order_ = memory_order(y);
       node->multiply_ = !is_own(numerics);
-      set_result(y, node, x);
+      set_result(y, node, source);
     } else if (records) {
-      set_result(y, make_node<PassThroughBackward>(), x);
+      set_result(y, make_node<PassThroughBackward>(), source);
     }
     return wrap(std::move(y));
   }
@@ -489,22 +541,22 @@ struct Result {
 
 // y, with a clipped or passed-through gradient; None if it takes more than this.
 nb::object fake_quantize(nb::handle x_object, nb::handle scale, nb::handle zero_point, int64_t qmin, int64_t qmax,
-                         int numerics, std::optional<int64_t> axis, int64_t lowest_zero, int64_t highest_zero,
-                         bool has_torchs_name, bool clipped) {
+                         int numerics, std::optional<int64_t> axis, std::optional<int64_t> group, int64_t lowest_zero,
+                         int64_t highest_zero, bool has_torchs_name, bool clipped) {
   if (!is_tensor(x_object) || qmin > qmax) return nb::none();
   // torch's functions take two numbers or two tensors.
   if (has_torchs_name && is_tensor(scale) != is_tensor(zero_point)) return nb::none();
-  const Tensor& x = tensor(x_object);
-  if (!is_simple_data(x)) return nb::none();
-  const auto shape = shape_of(x, axis);
-  if (!shape) return nb::none();
-  const int64_t n = axis ? x.size(*axis) : 1;
-  Parameters p(numerics, qmin, qmax, has_torchs_name, axis.has_value());
-  if (!p.set_scale(scale, n, x.scalar_type() == at::kDouble && is_own(p.grid.numerics), false)) return nb::none();
-  if (!p.set_zero(zero_point, n, lowest_zero, highest_zero)) return nb::none();
-  Result result(x, clipped);
-  run(result.args(x, *shape, p.grid));
-  return result.finish(x, Numerics(numerics));
+  const Tensor& source = tensor(x_object);
+  if (!is_readable_data(source)) return nb::none();
+  const Tensor x = dense(source);
+  const auto blocks = blocks_of(x, axis, group);
+  if (!blocks) return nb::none();
+  Parameters p(numerics, qmin, qmax, *blocks, has_torchs_name);
+  if (!p.set_scale(scale, x.scalar_type() == at::kDouble && is_own(p.grid.numerics), false)) return nb::none();
+  if (!p.set_zero(zero_point, lowest_zero, highest_zero)) return nb::none();
+  Result result(source, x, clipped);
+  run(result.args(x, blocks->shape, p.grid));
+  return result.finish(source, Numerics(numerics));
 }
 
 // The memory of a buffer of a quantizer with n scales; null if it is not what it should be.
@@ -525,16 +577,9 @@ nb::object observe(nb::handle x_object, nb::handle running_min, nb::handle runni
   if (!is_tensor(x_object)) return nb::none();
   const Tensor& x = tensor(x_object);
   if (!is_simple_data(x) || x.numel() == 0) return nb::none();
-  std::optional<Shape> shape;
-  int64_t n = 1;
-  if (!group) {
-    shape = shape_of(x, axis);
-    if (axis && shape) n = x.size(*axis);
-  } else if (axis == x.dim() - 1 && x.is_contiguous() && *group > 0 && x.size(-1) % *group == 0) {
-    n = x.numel() / *group;
-    shape = Shape{1, 1, n, *group};
-  }
-  if (!shape) return nb::none();
+  const auto blocks = blocks_of(x, axis, group);
+  if (!blocks) return nb::none();
+  const int64_t n = blocks->count;
   const ObserveArgs o{RangeRule::own, RangeUpdate(update), true, quantize, symmetric, float(averaging_constant), float(eps),
                       buffer<float>(running_min, n, at::kFloat), buffer<float>(running_max, n, at::kFloat),
                       buffer<float>(scale, n, at::kFloat), buffer<int32_t>(zero_point, n, at::kInt)};
@@ -544,10 +589,10 @@ nb::object observe(nb::handle x_object, nb::handle running_min, nb::handle runni
   grid.qmin = qmin;
   grid.qmax = qmax;
   std::optional<Result> result;
-  if (quantize) result.emplace(x, clipped);
-  const FakeQuantizeArgs args =
-      result ? result->args(x, *shape, grid)
-             : FakeQuantizeArgs{*kernel_dtype(x), *shape, grid, x.const_data_ptr(), nullptr, MaskKind::none, nullptr};
+  if (quantize) result.emplace(x, x, clipped);
+  const FakeQuantizeArgs args = result ? result->args(x, blocks->shape, grid)
+                                       : FakeQuantizeArgs{*kernel_dtype(x), blocks->shape,  grid,   x.const_data_ptr(),
+                                                          nullptr,          MaskKind::none, nullptr};
   ObserveResult seen;
   if (x.numel() < kReleaseGilFrom) {
     seen = g_kernels->observe_fake_quantize(o, args);
@@ -573,13 +618,12 @@ nb::object fake_quantize_learned(nb::handle x_object, nb::handle scale_object, n
   if (!is_simple_data(x) || scale._fw_grad(0).defined()) return nb::none();
   // torch's functions take scales of one axis only, and per channel only data of more.
   if (has_torchs_name && (scale.dim() != 1 || (axis && x.dim() == 1))) return nb::none();
-  const auto shape = shape_of(x, axis);
-  if (!shape || x.numel() == 0) return nb::none();
-  const int64_t n = axis ? x.size(*axis) : 1;
+  const auto blocks = blocks_of(x, axis, std::nullopt);
+  if (!blocks || x.numel() == 0) return nb::none();
   const DType dtype = *kernel_dtype(x);
-  Parameters p(numerics, qmin, qmax, has_torchs_name, axis.has_value());
-  if (!p.set_scale(scale_object, n, dtype == DType::f64 && is_own(p.grid.numerics), true)) return nb::none();
-  if (!p.set_learned_zero(zero_object, n)) return nb::none();
+  Parameters p(numerics, qmin, qmax, *blocks, has_torchs_name);
+  if (!p.set_scale(scale_object, dtype == DType::f64 && is_own(p.grid.numerics), true)) return nb::none();
+  if (!p.set_learned_zero(zero_object)) return nb::none();
   const Tensor zero = zero_object.is_none() ? Tensor() : tensor(zero_object);
   if (zero.defined() && (zero._fw_grad(0).defined() || (has_torchs_name && zero.dim() != 1))) return nb::none();
   Tensor y;
@@ -587,7 +631,7 @@ nb::object fake_quantize_learned(nb::handle x_object, nb::handle scale_object, n
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     y = at::empty_like(x);
   }
-  run({dtype, *shape, p.grid, x.const_data_ptr(), y.mutable_data_ptr(), MaskKind::none, nullptr});
+  run({dtype, blocks->shape, p.grid, x.const_data_ptr(), y.mutable_data_ptr(), MaskKind::none, nullptr});
   if (at::GradMode::is_enabled() &&
       (x.requires_grad() || scale.requires_grad() || (zero.defined() && zero.requires_grad()))) {
     auto node = make_node<LearnedFakeQuantizeBackward>();
@@ -600,7 +644,7 @@ nb::object fake_quantize_learned(nb::handle x_object, nb::handle scale_object, n
     node->numerics_name_ = std::move(numerics_name);
     node->numerics_ = Numerics(numerics);
     node->grad_factor_ = grad_factor;
-    node->shape_ = *shape;
+    node->shape_ = blocks->shape;
     node->axis_ = axis.value_or(-1);
     set_result(y, node, x, scale, zero);
   }
@@ -671,13 +715,15 @@ NB_MODULE(FAKEQUANT_AUTOGRAD_MODULE, m) {
     }
   });
   m.def("use_kernels", &use_kernels, "address"_a, "The address `_native.kernel_api()` returns.");
-  m.def("fake_quantize", &fake_quantize, "x"_a, "scale"_a, "zero_point"_a, "qmin"_a, "qmax"_a, "numerics"_a,
-        "axis"_a.none(), "lowest_zero"_a, "highest_zero"_a, "has_torchs_name"_a, "clipped"_a);
+  m.def("fake_quantize", &fake_quantize, "x"_a.none(), "scale"_a.none(), "zero_point"_a.none(), "qmin"_a,
+        "qmax"_a, "numerics"_a, "axis"_a.none(), "group"_a.none(), "lowest_zero"_a, "highest_zero"_a,
+        "has_torchs_name"_a, "clipped"_a);
   m.def("observe", &observe, "x"_a, "running_min"_a, "running_max"_a, "scale"_a, "zero_point"_a, "qmin"_a, "qmax"_a,
         "numerics"_a, "symmetric"_a, "update"_a, "averaging_constant"_a, "eps"_a, "axis"_a.none(), "group"_a.none(),
         "quantize"_a, "clipped"_a);
-  m.def("fake_quantize_learned", &fake_quantize_learned, "x"_a, "scale"_a, "zero_point"_a.none(), "qmin"_a, "qmax"_a,
-        "numerics_name"_a, "numerics"_a, "axis"_a.none(), "has_torchs_name"_a, "grad_factor"_a);
+  m.def("fake_quantize_learned", &fake_quantize_learned, "x"_a.none(), "scale"_a.none(),
+        "zero_point"_a.none(), "qmin"_a, "qmax"_a, "numerics_name"_a, "numerics"_a, "axis"_a.none(),
+        "has_torchs_name"_a, "grad_factor"_a);
   m.def("keep_within", nb::overload_cast<nb::handle, nb::handle, double, double>(&keep_within), "value"_a, "before"_a,
         "low"_a, "high"_a);
   m.def("linear", &linear, "x"_a, "weight"_a, "bias"_a.none(), "None if torch's own is to be used.");

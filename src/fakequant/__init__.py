@@ -6,27 +6,6 @@ from typing import Any as _Any
 from fakequant import presets as presets
 from fakequant._accelerate import accelerate as accelerate, decelerate as decelerate
 from fakequant._backends import import_whole as _import_whole
-from fakequant._backends.numpy.fused_observer import (
-    fused_moving_avg_obs_fake_quant as fused_moving_avg_obs_fake_quant,
-    fused_moving_avg_obs_fq_helper as fused_moving_avg_obs_fq_helper,
-)
-from fakequant._backends.numpy.learnable import (
-    fake_quantize_learnable_per_channel_affine as fake_quantize_learnable_per_channel_affine,
-    fake_quantize_learnable_per_channel_affine_backward as fake_quantize_learnable_per_channel_affine_backward,
-    fake_quantize_learnable_per_tensor_affine as fake_quantize_learnable_per_tensor_affine,
-    fake_quantize_learnable_per_tensor_affine_backward as fake_quantize_learnable_per_tensor_affine_backward,
-)
-from fakequant._backends.numpy.per_channel import (
-    fake_quantize_per_channel_affine as fake_quantize_per_channel_affine,
-    fake_quantize_per_channel_affine_cachemask as fake_quantize_per_channel_affine_cachemask,
-    fake_quantize_per_channel_affine_cachemask_backward as fake_quantize_per_channel_affine_cachemask_backward,
-)
-from fakequant._backends.numpy.per_tensor import (
-    fake_quantize_per_tensor_affine as fake_quantize_per_tensor_affine,
-    fake_quantize_per_tensor_affine_cachemask as fake_quantize_per_tensor_affine_cachemask,
-    fake_quantize_per_tensor_affine_cachemask_backward as fake_quantize_per_tensor_affine_cachemask_backward,
-    fake_quantize_per_tensor_affine_cachemask_tensor_qparams as fake_quantize_per_tensor_affine_cachemask_tensor_qparams,
-)
 from fakequant._info import Info as Info, info as info
 from fakequant._kernels import get_num_threads as get_num_threads, set_num_threads as set_num_threads
 from fakequant.fake_quantizer import FakeQuantConfig as FakeQuantConfig, FakeQuantizer as FakeQuantizer
@@ -42,6 +21,21 @@ from fakequant.functional import (
 )
 from fakequant.qparams import QParams as QParams, Range as Range, choose_qparams as choose_qparams, min_max as min_max
 from fakequant.spec import QuantSpec as QuantSpec
+from fakequant.torch_names import (
+    fake_quantize_learnable_per_channel_affine as fake_quantize_learnable_per_channel_affine,
+    fake_quantize_learnable_per_channel_affine_backward as fake_quantize_learnable_per_channel_affine_backward,
+    fake_quantize_learnable_per_tensor_affine as fake_quantize_learnable_per_tensor_affine,
+    fake_quantize_learnable_per_tensor_affine_backward as fake_quantize_learnable_per_tensor_affine_backward,
+    fake_quantize_per_channel_affine as fake_quantize_per_channel_affine,
+    fake_quantize_per_channel_affine_cachemask as fake_quantize_per_channel_affine_cachemask,
+    fake_quantize_per_channel_affine_cachemask_backward as fake_quantize_per_channel_affine_cachemask_backward,
+    fake_quantize_per_tensor_affine as fake_quantize_per_tensor_affine,
+    fake_quantize_per_tensor_affine_cachemask as fake_quantize_per_tensor_affine_cachemask,
+    fake_quantize_per_tensor_affine_cachemask_backward as fake_quantize_per_tensor_affine_cachemask_backward,
+    fake_quantize_per_tensor_affine_cachemask_tensor_qparams as fake_quantize_per_tensor_affine_cachemask_tensor_qparams,
+    fused_moving_avg_obs_fake_quant as fused_moving_avg_obs_fake_quant,
+    fused_moving_avg_obs_fq_helper as fused_moving_avg_obs_fq_helper,
+)
 
 # Where the names are that are about whole models.
 _WHOLE_MODELS = {

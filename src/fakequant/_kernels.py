@@ -45,14 +45,44 @@ if target := os.environ.get("FAKEQUANT_TARGET"):
 if threads := os.environ.get("FAKEQUANT_NUM_THREADS"):
     _set_num_threads(threads)
 
-# The enumerations of csrc/kernels.h, in its order.
-F32, F64, BF16, F16 = range(4)
-TORCH_TENSOR, TORCH_CHANNEL, TORCH_CHANNEL_FLOAT, TORCH_CHANNEL_HALF, ONNX, HALF_AWAY = range(6)
-MASK_NONE, MASK_PACKED, MASK_BYTES = range(3)
-I8, U8, I16, U16, I32, U32, I4X2, U4X2, I2X4, U2X4 = range(10)
-ZERO_NONE, ZERO_I32, ZERO_I64, ZERO_F32 = range(4)
-RANGE_OWN, RANGE_TORCH_FUSED = range(2)
-RANGE_AVERAGE, RANGE_WIDEST, RANGE_LATEST = range(3)
+# The enumerations of csrc/kernels.h, as the plain numbers that the kernels take.
+F32: int = _native.DType.f32.value
+F64: int = _native.DType.f64.value
+BF16: int = _native.DType.bf16.value
+F16: int = _native.DType.f16.value
+
+TORCH_TENSOR: int = _native.Numerics.torch_tensor.value
+TORCH_CHANNEL: int = _native.Numerics.torch_channel.value
+TORCH_CHANNEL_FLOAT: int = _native.Numerics.torch_channel_float.value
+TORCH_CHANNEL_HALF: int = _native.Numerics.torch_channel_half.value
+ONNX: int = _native.Numerics.onnx.value
+HALF_AWAY: int = _native.Numerics.half_away.value
+
+MASK_NONE: int = _native.MaskKind.none.value
+MASK_PACKED: int = _native.MaskKind.packed.value
+MASK_BYTES: int = _native.MaskKind.bytes.value
+
+I8: int = _native.CodeType.i8.value
+U8: int = _native.CodeType.u8.value
+I16: int = _native.CodeType.i16.value
+U16: int = _native.CodeType.u16.value
+I32: int = _native.CodeType.i32.value
+U32: int = _native.CodeType.u32.value
+I4X2: int = _native.CodeType.i4x2.value
+U4X2: int = _native.CodeType.u4x2.value
+I2X4: int = _native.CodeType.i2x4.value
+U2X4: int = _native.CodeType.u2x4.value
+
+ZERO_NONE: int = _native.ZeroKind.none.value
+ZERO_I32: int = _native.ZeroKind.i32.value
+ZERO_I64: int = _native.ZeroKind.i64.value
+ZERO_F32: int = _native.ZeroKind.f32.value
+
+RANGE_OWN: int = _native.RangeRule.own.value
+RANGE_TORCH_FUSED: int = _native.RangeRule.torch_fused.value
+RANGE_AVERAGE: int = _native.RangeUpdate.average.value
+RANGE_WIDEST: int = _native.RangeUpdate.widest.value
+RANGE_LATEST: int = _native.RangeUpdate.latest.value
 
 
 def get_num_threads() -> int:

@@ -1,10 +1,82 @@
 """The compiled kernels. Private: use the functions of `fakequant`."""
 
+import enum
 
 
-def fake_quantize(x: object, y: object, mask: object | None, mask_kind: int, dtype: int, shape: tuple[int, int, int, int], numerics: int, scale: object, scale_is_f64: bool, zero_point: object | None, zero_kind: int, qmin: int, qmax: int, nan_is_code_zero: bool) -> None: ...
+class DType(enum.IntEnum):
+    f32 = 0
 
-def fake_quantize_scalar(x: object, y: object, mask: object | None, mask_kind: int, dtype: int, size: int, numerics: int, scale: float, zero_point: int, qmin: int, qmax: int, nan_is_code_zero: bool) -> None: ...
+    f64 = 1
+
+    bf16 = 2
+
+    f16 = 3
+
+class Numerics(enum.IntEnum):
+    torch_tensor = 0
+
+    torch_channel = 1
+
+    torch_channel_float = 2
+
+    torch_channel_half = 3
+
+    onnx = 4
+
+    half_away = 5
+
+class MaskKind(enum.IntEnum):
+    none = 0
+
+    packed = 1
+
+    bytes = 2
+
+class CodeType(enum.IntEnum):
+    i8 = 0
+
+    u8 = 1
+
+    i16 = 2
+
+    u16 = 3
+
+    i32 = 4
+
+    u32 = 5
+
+    i4x2 = 6
+
+    u4x2 = 7
+
+    i2x4 = 8
+
+    u2x4 = 9
+
+class ZeroKind(enum.IntEnum):
+    none = 0
+
+    i32 = 1
+
+    i64 = 2
+
+    f32 = 3
+
+class RangeRule(enum.IntEnum):
+    own = 0
+
+    torch_fused = 1
+
+class RangeUpdate(enum.IntEnum):
+    average = 0
+
+    widest = 1
+
+    latest = 2
+
+def fake_quantize(x: object, y: object, mask: object | None, mask_kind: int, dtype: int, shape: tuple[int, int, int, int], numerics: int, scale: object, scale_is_f64: bool, zero_point: object | None, zero_kind: int, qmin: int, qmax: int) -> None: ...
+
+def fake_quantize_scalar(x: object, y: object, mask: object | None, mask_kind: int, dtype: int, size: int, numerics: int, scale: float, zero_point: int, qmin: int, qmax: int) -> None: ...
 
 def mask_backward(dy: object, mask: object, mask_kind: int, dx: object, dtype: int, size: int, multiply: bool) -> None: ...
 

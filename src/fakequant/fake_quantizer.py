@@ -1,22 +1,19 @@
 """`FakeQuantizer`: scale and zero point in an object, calibrated from data, with explicit gradients."""
 
 import dataclasses
+from math import inf, nan
 from typing import Any
 
 import numpy as np
 
-from fakequant import _kernels
-from fakequant._backends import import_whole, is_tensor
-from fakequant._backends.numpy.float_arrays import as_float_array
-from fakequant._kernels import _native
+from fakequant._backends import backend_of, is_tensor
+from fakequant.functional import fake_quantize
 from fakequant.qparams import min_max
 from fakequant.reference import round_half_away
-from fakequant.spec import NUMERICS, Numerics
+from fakequant.spec import NUMERICS, Numerics, QuantSpec
 
 # A smaller scale would make 1 / scale overflow soon; constant data would give 0.
 SMALLEST_SCALE = np.float32(1e-10)
-
-_KERNEL_NUMERICS = {"torch": _kernels.TORCH_TENSOR, "onnx": _kernels.ONNX, "half_away": _kernels.HALF_AWAY}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,6 +74,24 @@ class FakeQuantConfig:
         return cls.of(bits=8, symmetric=False)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _AnyRange(QuantSpec):
+    """A spec whose range does not follow from its bits."""
+
+    low: int
+    high: int
+
+    @property
+    def qmin(self) -> int:
+        """The lowest code."""
+        return self.low
+
+    @property
+    def qmax(self) -> int:
+        """The highest code."""
+        return self.high
+
+
 class FakeQuantizer:
     """Fake quantization with one scale and zero point for all data, calibrated once.
 
@@ -103,8 +118,7 @@ class FakeQuantizer:
             raise TypeError(f"`config` must be a FakeQuantConfig, got {config!r}.")
         self.config = FakeQuantConfig.q8_symmetric() if config is None else config
         self.numerics: Numerics = numerics
-        self._scale = np.float32(1)
-        self._zero_point = 0
+        self._set(np.float32(1), 0)
         self._initialized = False
 
     @classmethod
@@ -148,9 +162,7 @@ class FakeQuantizer:
         An asymmetric range holds 0, which has a code: without it no zero point would reach the data. The scale
         is at least 1e-10. NaN is left out; if nothing is left, nothing changes.
         """
-        if is_tensor(data):
-            data = _as_array(data)
-        data, _ = as_float_array(data, "data")
+        data = _as_array(data) if is_tensor(data) else backend_of(data).as_data(data, "data")
         with np.errstate(over="ignore"):
             data = data.astype(np.float32)
         seen = min_max(data)
@@ -167,31 +179,44 @@ class FakeQuantizer:
                 lo, hi = min(lo, np.float32(0)), max(hi, np.float32(0))
                 scale = (hi - lo) / np.float32(qmax - qmin)
                 zero_point = _saturate(round_half_away(np.float32(qmin) - lo / scale), qmin, qmax)
-        self._scale = SMALLEST_SCALE if scale < SMALLEST_SCALE else np.float32(scale)
-        self._zero_point = zero_point
+        self._set(SMALLEST_SCALE if scale < SMALLEST_SCALE else np.float32(scale), zero_point)
         self._initialized = True
+
+    def _set(self, scale: np.float32, zero_point: int) -> None:
+        self._scale, self._zero_point = scale, zero_point
+        # Python's numbers are constants to torch.compile; NumPy's are inputs, whose values it does not know.
+        self._number = float(scale)
+        with np.errstate(invalid="ignore"):
+            # The value of code 0, computed in float32.
+            self._value_of_zero = float(np.float32(-zero_point) * scale)
 
     def forward(self, x: Any) -> Any:
         """`x` rounded to the grid. On a tensor, autograd passes the gradient through."""
-        if is_tensor(x):
-            return self._forward_tensor(x)
-        x, dtype = as_float_array(x)
-        x = np.asarray(x, order="C")
-        y = np.empty(x.shape, x.dtype)
-        _native.fake_quantize_scalar(
-            x, y, None, _kernels.MASK_NONE, dtype, x.size, _KERNEL_NUMERICS[self.numerics], float(self._scale),
-            self._zero_point, self.config.qmin, self.config.qmax, self.numerics == "half_away",
-        )  # fmt: skip
+        x = backend_of(x).as_data(x)
+        config, scale, zero_point = self.config, self._number, self._zero_point
+        spec = _AnyRange(
+            bits=config.bits,
+            symmetric=config.symmetric,
+            numerics=self.numerics,
+            low=config.qmin,
+            high=config.qmax,
+        )
+        if scale == inf:
+            return self._forward_infinite(x, spec)
+        y = fake_quantize(x, scale, zero_point, spec, gradient="pass")
+        if self.numerics == "half_away":  # where NaN is code 0
+            _overwrite(y, x != x, -zero_point * scale if y.dtype.itemsize == 8 else self._value_of_zero)
         return y
 
-    def _forward_tensor(self, x: Any) -> Any:
-        import_whole("_backends.torch.fake_quantizer_tensors")
-        from fakequant._backends.torch import fake_quantizer_tensors
-        from fakequant._backends.torch.tensor_kernels import NAN_IS_CODE_ZERO, Grid
-
-        numerics = {"torch": "torch_tensor", "half_away": NAN_IS_CODE_ZERO}.get(self.numerics, self.numerics)
-        grid = Grid(float(self._scale), self._zero_point, self.config.qmin, self.config.qmax, numerics)
-        return fake_quantizer_tensors.forward(x, grid)
+    def _forward_infinite(self, x: Any, spec: QuantSpec) -> Any:
+        """The formulas with an infinite scale, where `x / scale` is 0, or NaN if `x` is not finite."""
+        y = fake_quantize(x, 1.0, 0, spec, gradient="pass")
+        code_of_nan = {"half_away": 0.0, "torch": float(spec.qmin), "onnx": nan}[self.numerics]
+        code = min(max(self._zero_point, spec.qmin), spec.qmax)
+        is_finite = abs(x) < inf
+        _overwrite(y, is_finite, (code - self._zero_point) * inf)
+        _overwrite(y, ~is_finite, (code_of_nan - self._zero_point) * inf)
+        return y
 
     def forward_with_calibration(self, x: np.ndarray) -> np.ndarray:
         """`forward`, after calibrating on `x` if nothing was calibrated before."""
@@ -201,7 +226,7 @@ class FakeQuantizer:
 
     def backward(self, dy: Any) -> Any:
         """The straight-through gradient: `dy` unchanged, as a copy."""
-        return dy.clone() if is_tensor(dy) else np.array(as_float_array(dy, "dy")[0])
+        return dy.clone() if is_tensor(dy) else np.array(backend_of(dy).as_data(dy, "dy"))
 
     def backward_clamped(self, dy: Any, x: Any) -> Any:
         """`dy` where `x` is representable, else 0.
@@ -214,19 +239,26 @@ class FakeQuantizer:
         array([1., 1., 0.], dtype=float32)
         """
         lo, hi = (np.float32(q - self._zero_point) * self._scale for q in (self.config.qmin, self.config.qmax))
-        if is_tensor(dy):
-            import_whole("_backends.torch.fake_quantizer_tensors")
-            from fakequant._backends.torch import fake_quantizer_tensors
-
-            return fake_quantizer_tensors.backward_clamped(dy, x, float(lo), float(hi))
-        dy, x = as_float_array(dy, "dy")[0], as_float_array(x)[0]
+        backend = backend_of(dy)
+        dy, x = backend.as_data(dy, "dy"), backend.as_data(x)
         if dy.shape != x.shape:
-            raise ValueError(f"`dy` must have the shape of `x`, {x.shape}, got {dy.shape}.")
-        return np.where((x < lo) | (x > hi), np.zeros((), dy.dtype), dy)
+            raise ValueError(f"`dy` must have the shape of `x`, {tuple(x.shape)}, got {tuple(dy.shape)}.")
+        if not is_tensor(dy):
+            return np.where((x < lo) | (x > hi), np.zeros((), dy.dtype), dy)
+        wide = x if x.dtype.itemsize == 8 else x.float()  # or the bounds would be rounded to 16 bits
+        return dy.where(~((wide < float(lo)) | (wide > float(hi))), 0)
 
     def __repr__(self) -> str:
         state = f"scale={self.scale}, zero_point={self.zero_point}" if self._initialized else "not calibrated"
         return f"FakeQuantizer({self.config}, numerics={self.numerics!r}, {state})"
+
+
+def _overwrite(y: Any, where: Any, value: float) -> None:
+    """Writes `value` into a result. Its gradient stays as it is: passed through."""
+    if is_tensor(y):
+        y.detach().masked_fill_(where, value)
+    else:
+        y[where] = value
 
 
 def _as_array(data: Any) -> np.ndarray:

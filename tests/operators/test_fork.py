@@ -51,7 +51,7 @@ PROGRAM = """
 USES = {
     "own": ("fakequant._backends.torch.gradients", "fq.fake_quantize(x, 0.1, 0, fq.QuantSpec())"),
     "accelerate": ("fakequant._backends.torch.compare_with_aten", "fq.accelerate()"),
-    "FakeQuantizer": ("fakequant._backends.torch.fake_quantizer_tensors", "fq.FakeQuantizer().forward(x)"),
+    "FakeQuantizer": ("fakequant._backends.torch.formula", "fq.FakeQuantizer().forward(x)"),
     "nn": ("fakequant.nn._bounded_parameters", "fq.nn.PACT(4)(x)"),
     "prepare": ("fakequant._prepare.plan", "fq.prepare"),
 }

@@ -16,7 +16,7 @@ ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.int32)
 OF_SHAPES = {
     "fake_quantize": lambda shape: _native.fake_quantize(
         X, np.empty_like(X), None, native.MASK_NONE, native.F32, shape, native.ONNX, ONE, False, None,
-        native.ZERO_NONE, -8, 7, False),
+        native.ZERO_NONE, -8, 7),
     "quantize": lambda shape: _native.quantize(
         X, np.empty(16, np.int8), native.F32, native.I8, shape, native.ONNX, ONE, False, None, native.ZERO_NONE, -8, 7),
     "dequantize": lambda shape: _native.dequantize(
@@ -51,7 +51,7 @@ def fake_quantize(**changes):
     arguments = dict(
         x=X, y=np.empty_like(X), mask=None, mask_kind=native.MASK_NONE, dtype=native.F32, shape=(1, 1, 1, 16),
         numerics=native.ONNX, scale=ONE, scale_is_f64=False, zero_point=None, zero_kind=native.ZERO_NONE, qmin=-8,
-        qmax=7, nan_is_code_zero=False,
+        qmax=7,
     )  # fmt: skip
     _native.fake_quantize(**(arguments | changes))
 
@@ -74,11 +74,11 @@ def test_arguments_that_do_not_belong_together(changes):
 
 REFUSED = {
     "scalar, no mask": lambda: _native.fake_quantize_scalar(
-        X, np.empty_like(X), None, native.MASK_BYTES, native.F32, 16, native.ONNX, 0.1, 0, -8, 7, False),
+        X, np.empty_like(X), None, native.MASK_BYTES, native.F32, 16, native.ONNX, 0.1, 0, -8, 7),
     "scalar, negative": lambda: _native.fake_quantize_scalar(
-        X, np.empty_like(X), None, native.MASK_NONE, native.F32, -1, native.ONNX, 0.1, 0, -8, 7, False),
+        X, np.empty_like(X), None, native.MASK_NONE, native.F32, -1, native.ONNX, 0.1, 0, -8, 7),
     "scalar, huge": lambda: _native.fake_quantize_scalar(
-        X, np.empty_like(X), None, native.MASK_NONE, native.F32, HUGE, native.ONNX, 0.1, 0, -8, 7, False),
+        X, np.empty_like(X), None, native.MASK_NONE, native.F32, HUGE, native.ONNX, 0.1, 0, -8, 7),
     "mask_backward, no mask": lambda: _native.mask_backward(
         X, None, native.MASK_BYTES, np.empty_like(X), native.F32, 16, True),
     "mask_backward, huge": lambda: _native.mask_backward(

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 SPEC, AFFINE = fq.QuantSpec(bits=4), fq.QuantSpec(bits=4, symmetric=False)
 X = np.linspace(-1, 1, 12, dtype=np.float32).reshape(2, 6)
+CHANNELS = fq.QuantSpec(bits=4, symmetric=False, axis=0)
 INTEGERS, MASK = X.astype(np.int32), np.ones((2, 6), bool)
 
 
@@ -63,6 +64,34 @@ MISTAKES = {
     "bits for a spec, dequantize": (lambda c: fq.dequantize(c(INTEGERS), 0.1, 0, 8), TypeError),
     "learned zero point": (lambda c: fq.fake_quantize(c(X), 0.1, c(np.float32(0.5)), AFFINE), TypeError),
     "NaN for a zero point": (lambda c: fq.round_zero_point(c(np.float32(np.nan)), AFFINE), ValueError),
+    "scales of another shape": (lambda c: fq.quantize(c(X), c(np.ones(3, np.float32)), 0, CHANNELS), ValueError),
+    "zero points of another shape": (
+        lambda c: fq.quantize(c(X), c(np.ones(2, np.float32)), c(np.zeros(3, np.int32)), CHANNELS),
+        ValueError,
+    ),
+    "complex scale": (lambda c: fq.quantize(c(X), c(np.complex64(1)), 0, SPEC), TypeError),
+    "scale of 0": (lambda c: fq.quantize(c(X), c(np.float32(0)), 0, SPEC), ValueError),
+    "number 0 for a scale": (lambda c: fq.fake_quantize(c(X), 0.0, 0, SPEC), ValueError),
+    "infinite number for a scale": (lambda c: fq.fake_quantize(c(X), 1e300, 0, SPEC), ValueError),
+    "zero point out of range": (lambda c: fq.fake_quantize(c(X), 0.1, 8, AFFINE), ValueError),
+    "zero points out of range": (lambda c: fq.quantize(c(X), 0.1, c(np.int32([8])), AFFINE), ValueError),
+    "zero point of a symmetric spec": (lambda c: fq.fake_quantize(c(X), 0.1, 1, SPEC), ValueError),
+    "codes that cannot be packed": (lambda c: fq.quantize(c(X), 0.1, 0, fq.QuantSpec(), packed=True), ValueError),
+    "unknown gradient": (lambda c: fq.fake_quantize(c(X), 0.1, 0, SPEC, gradient="none"), ValueError),
+    "unknown update": (
+        lambda c: fq.observe_fake_quantize(c(X), SPEC, *map(c, running()), update="last"),
+        ValueError,
+    ),
+    "running range of another dtype": (
+        lambda c: fq.observe_fake_quantize(c(X), SPEC, *(c(v.astype(np.float64)) for v in running())),
+        ValueError,
+    ),
+    "nothing seen": (
+        lambda c: fq.observe_fake_quantize(c(X * np.nan), SPEC, *(c(np.float32([v])) for v in (np.inf, -np.inf))),
+        ValueError,
+    ),
+    "eps of 0": (lambda c: fq.choose_qparams(c(X[0]), c(X[0]), SPEC, eps=0.0), ValueError),
+    "range that ends before it starts": (lambda c: fq.choose_qparams(c(X[1]), c(X[0]), SPEC), ValueError),
 }
 
 
@@ -74,6 +103,18 @@ def test_one_type_of_exception(call, error, convert):
     assert type(raised.value) is error
     if "bits for a spec" in str(raised.value):
         assert "QuantSpec, got 8" in str(raised.value)
+
+
+@pytest.mark.parametrize("call", [call for call, _ in MISTAKES.values()], ids=MISTAKES)
+def test_one_text(call):
+    texts = []
+    for convert in (np.asarray, torch.as_tensor):
+        with pytest.raises((TypeError, ValueError)) as raised:
+            call(convert)
+        texts.append(str(raised.value))
+    of_arrays, of_tensors = texts
+    of_tensors = of_tensors.replace("a tensor", "an array").replace("tensor", "array")
+    assert of_tensors.replace(".float()", ".astype(np.float32)") == of_arrays
 
 
 def test_a_mask_of_bools_from_observing():

@@ -121,7 +121,7 @@ def test_scales_of_the_wrong_shape(call, shape):
     ):
         call(X, torch.ones(shape), 0, PER_CHANNEL)
     if shape != ():
-        with pytest.raises(ValueError, match=r"`zero_point` must have shape \(2,\) .*got shape"):
+        with pytest.raises(ValueError, match=r"`zero_point` must be an int or have shape \(2,\) .*got shape"):
             call(X, torch.ones(2), torch.zeros(shape, dtype=torch.int32), PER_CHANNEL)
 
 
@@ -173,7 +173,7 @@ def test_float_zero_points_are_for_learning(call, numerics, request):
             call(X, 0.1, torch.tensor(1.0), fq.QuantSpec(numerics=numerics))
         return
     for s, z, spec in ((0.1, torch.tensor(0.5), AFFINE), (torch.ones(2), torch.ones(2), axis)):
-        with pytest.raises(TypeError, match=r"`zero_point` must hold integers, got float32.\nRound it first"):
+        with pytest.raises(TypeError, match=r"`zero_point` must hold integers, got float32.\nRound a learned"):
             call(X, s, z, spec)
 
 

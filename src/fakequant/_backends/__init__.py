@@ -1,29 +1,23 @@
-"""How the functions tell a torch tensor from an array; the torch front end is imported when one arrives."""
+"""One folder per array library, and the one place that chooses between them.
+
+Every folder implements the names of `fakequant.functional`, `fakequant.qparams` and `fakequant.torch_names` with
+the same parameters. The functions there document each name and call `backend_of(x)`. What the libraries share is
+beside the folders: `checks`, `blocks`, `kernel_types`, `results`.
+"""
 
 import importlib
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fakequant._backends import numpy as numpy_backend
 from fakequant._fork_safe_locks import importing
 
 if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import TypeIs
 
-# What goes in comes out: arrays for arrays, tensors for tensors.
-Array = TypeVar("Array", np.ndarray, "Tensor")
-
 _imported: set[str] = set()
-
-
-def is_tensor(x: object) -> "TypeIs[Tensor]":
-    """Whether `x` is a torch tensor, or a subclass or stand-in of one.
-
-    >>> is_tensor(np.zeros(2)), is_tensor(1.0)
-    (False, False)
-    """
-    return type(x) is not np.ndarray and hasattr(x, "__torch_function__")
 
 
 def import_whole(module: str) -> bool:
@@ -39,17 +33,27 @@ def import_whole(module: str) -> bool:
 import_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def own_on_tensors() -> Any:
-    """The library's own functions on tensors, under the same names."""
-    import_whole("_backends.torch.tensor_functions")
-    from fakequant._backends.torch import tensor_functions
+def is_tensor(x: object) -> "TypeIs[Tensor]":
+    """Whether `x` is a torch tensor, or a subclass or stand-in of one.
 
-    return tensor_functions
+    >>> is_tensor(np.zeros(2)), is_tensor(1.0)
+    (False, False)
+    """
+    return type(x) is not np.ndarray and hasattr(x, "__torch_function__")
 
 
-def aten_on_tensors() -> Any:
-    """The functions with torch's names on tensors."""
-    import_whole("_backends.torch.tensor_torch_names")
-    from fakequant._backends.torch import tensor_torch_names
+def backend_of(*values: object) -> Any:
+    """The folder that implements the functions for `values`, as a module. torch is imported when a tensor arrives.
 
-    return tensor_torch_names
+    Numbers and lists belong to NumPy, but one tensor makes it torch's call.
+
+    >>> backend_of(np.zeros(2)).__name__, backend_of(1.0, [2.0]).__name__
+    ('fakequant._backends.numpy', 'fakequant._backends.numpy')
+    """
+    for x in values:
+        if type(x) is not np.ndarray and hasattr(x, "__torch_function__"):
+            import_whole("_backends.torch")
+            from fakequant._backends import torch as torch_backend
+
+            return torch_backend
+    return numpy_backend

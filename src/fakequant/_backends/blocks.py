@@ -7,8 +7,6 @@ The kernels see `batch * outer * blocks * inner` elements in C order with one sc
 from math import prod
 from typing import NamedTuple
 
-import numpy as np
-
 from fakequant.spec import WHOLE_AXIS, QuantSpec
 
 KernelShape = tuple[int, int, int, int]
@@ -73,13 +71,18 @@ def blocks_of(shape: tuple[int, ...], spec: QuantSpec) -> Blocks:
     return Blocks((before * groups, size, after, 1), parameters)
 
 
-def memory_order(x: np.ndarray) -> tuple[int, ...]:
-    """The axes of `x` from the outermost in memory to the innermost.
+def memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The axes of dense data from the outermost in memory to the innermost; None: C order.
 
-    >>> memory_order(np.zeros((2, 3, 4)).transpose(1, 2, 0))
-    (2, 0, 1)
+    >>> memory_order((2, 3, 4, 5), (60, 1, 15, 3))
+    (0, 2, 3, 1)
     """
-    return tuple(sorted(range(x.ndim), key=lambda axis: -abs(x.strides[axis])))
+    # An axis of length 1 goes anywhere: it keeps its place among the neighbours it has.
+    order = sorted(range(len(shape)), key=lambda axis: (-abs(strides[axis]) if shape[axis] > 1 else 0, axis))
+    long = [axis for axis in order if shape[axis] > 1]
+    if long == sorted(long):
+        return None
+    return tuple(order)
 
 
 def order_of_result(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[int, ...]:

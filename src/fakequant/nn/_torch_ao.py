@@ -103,8 +103,9 @@ class FusedFakeQuantize(FakeQuantize):
         on = torch.ones(1, dtype=torch.int64, device=x.device)
         per_row = self.spec.axis is not None
         state = (self.running_min, self.running_max, self.scale, self.zero_point)
+        low, high, scale, zero_point = (t if per_row else t.view(1) for t in state)
         return tensor_torch_names.fused_moving_avg_obs_fake_quant(
-            x, on if observe else torch.zeros_like(on), on, *(t if per_row else t.view(1) for t in state),
+            x, on if observe else torch.zeros_like(on), on, low, high, scale, zero_point,
             self.observer.constant, self.spec.qmin, self.spec.qmax, 0 if per_row else -1, per_row, self.symmetric,
         )  # fmt: skip
 

@@ -1,6 +1,36 @@
-"""Functions with torch's names, arguments, results and errors, on NumPy arrays.
+"""The functions of fakequant on NumPy arrays."""
 
-They return what torch 2.13's CPU operators return, bit for bit, oddities included; what torch does
-on purpose or by accident is written down in docs/numerics.md. For new code use `fake_quantize` and
-a `QuantSpec`, which have one rule for all special values.
-"""
+from fakequant._backends.numpy.functions import (
+    as_data as as_data,
+    choose_qparams as choose_qparams,
+    dequantize as dequantize,
+    fake_quantize as fake_quantize,
+    fake_quantize_backward as fake_quantize_backward,
+    fake_quantize_learned as fake_quantize_learned,
+    fake_quantize_learned_backward as fake_quantize_learned_backward,
+    min_max as min_max,
+    observe_fake_quantize as observe_fake_quantize,
+    quantize as quantize,
+    round_zero_point as round_zero_point,
+)
+from fakequant._backends.numpy.fused_observer import (
+    fused_moving_avg_obs_fake_quant as fused_moving_avg_obs_fake_quant,
+    fused_moving_avg_obs_fq_helper as fused_moving_avg_obs_fq_helper,
+)
+from fakequant._backends.numpy.learnable import (
+    fake_quantize_learnable_per_channel_affine as fake_quantize_learnable_per_channel_affine,
+    fake_quantize_learnable_per_channel_affine_backward as fake_quantize_learnable_per_channel_affine_backward,
+    fake_quantize_learnable_per_tensor_affine as fake_quantize_learnable_per_tensor_affine,
+    fake_quantize_learnable_per_tensor_affine_backward as fake_quantize_learnable_per_tensor_affine_backward,
+)
+from fakequant._backends.numpy.per_channel import (
+    fake_quantize_per_channel_affine as fake_quantize_per_channel_affine,
+    fake_quantize_per_channel_affine_cachemask as fake_quantize_per_channel_affine_cachemask,
+    fake_quantize_per_channel_affine_cachemask_backward as fake_quantize_per_channel_affine_cachemask_backward,
+)
+from fakequant._backends.numpy.per_tensor import (
+    fake_quantize_per_tensor_affine as fake_quantize_per_tensor_affine,
+    fake_quantize_per_tensor_affine_cachemask as fake_quantize_per_tensor_affine_cachemask,
+    fake_quantize_per_tensor_affine_cachemask_backward as fake_quantize_per_tensor_affine_cachemask_backward,
+    fake_quantize_per_tensor_affine_cachemask_tensor_qparams as fake_quantize_per_tensor_affine_cachemask_tensor_qparams,  # noqa: E501
+)

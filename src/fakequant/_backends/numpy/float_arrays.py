@@ -1,18 +1,15 @@
-"""What the functions accept as data: float arrays, as the kernels know them."""
+"""The arrays that the functions accept as data: those of the kernels' float dtypes."""
 
 import ml_dtypes
 import numpy as np
 
 from fakequant import _kernels
+from fakequant._backends.checks import refuse_data_dtype
+from fakequant._backends.kernel_types import DTYPES
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
-KERNEL_DTYPES: dict[np.dtype, int] = {
-    np.dtype(np.float32): _kernels.F32,
-    np.dtype(np.float64): _kernels.F64,
-    BFLOAT16: _kernels.BF16,
-    np.dtype(np.float16): _kernels.F16,
-}
+KERNEL_DTYPES = {BFLOAT16 if name == "bfloat16" else np.dtype(name): number for name, number in DTYPES.items()}
 
 
 def as_float_array(x: object, name: str = "x") -> tuple[np.ndarray, int]:
@@ -24,10 +21,7 @@ def as_float_array(x: object, name: str = "x") -> tuple[np.ndarray, int]:
     array = x if type(x) is np.ndarray else np.asarray(x)
     dtype = KERNEL_DTYPES.get(array.dtype)
     if dtype is None:
-        raise TypeError(
-            f"`{name}` must be an array of float32, float64, bfloat16 or float16, got {array.dtype}.\n"
-            f"Convert it first, e.g. `{name}.astype(np.float32)`."
-        )
+        refuse_data_dtype(name, str(array.dtype), "array")
     return array, dtype
 
 

@@ -1,15 +1,8 @@
-"""torch's fused observer and fake-quantize: moving average, parameters, forward in one call.
-
-    running = value where running is infinite, else running + averaging_const * (value - running)
-
-The parameters come from another rule than torch's observers use, see
-`fakequant.reference.choose_qparams_fused`. NaN and infinities enter the running range and stay.
-"""
+"""torch's fused observer and fake-quantize: moving average, parameters and forward in one call."""
 
 import numpy as np
 
 from fakequant import _kernels
-from fakequant._backends import Array, aten_on_tensors, is_tensor
 from fakequant._backends.blocks import channel_shape
 from fakequant._backends.numpy import torch_checks
 from fakequant._backends.numpy.float_arrays import KERNEL_DTYPES
@@ -20,7 +13,8 @@ from fakequant._backends.numpy.per_channel import (
     checked_forward,
 )
 from fakequant._backends.numpy.per_tensor import KERNEL, fake_quantize_per_tensor_affine_cachemask_tensor_qparams
-from fakequant._backends.numpy.strided_arrays import OutputAndMask, placed, unchanged
+from fakequant._backends.numpy.strided_arrays import placed, unchanged
+from fakequant._backends.results import OutputAndMask
 from fakequant._kernels import _native
 
 _SIGNATURE = (
@@ -43,48 +37,21 @@ _STATE_DTYPES = tuple(map(np.dtype, (np.float32, np.float32, np.float32, np.int3
 
 
 def fused_moving_avg_obs_fake_quant(
-    input: Array,
-    observer_on: Array,
-    fake_quant_on: Array,
-    running_min: Array,
-    running_max: Array,
-    scale: Array,
-    zero_point: Array,
+    input: np.ndarray,
+    observer_on: np.ndarray,
+    fake_quant_on: np.ndarray,
+    running_min: np.ndarray,
+    running_max: np.ndarray,
+    scale: np.ndarray,
+    zero_point: np.ndarray,
     averaging_const: float,
     quant_min: int,
     quant_max: int,
     ch_axis: int,
     per_row_fake_quant: bool = False,
     symmetric_quant: bool = False,
-) -> Array:
-    """Updates `running_min`, `running_max`, `scale` and `zero_point` in place and fake-quantizes.
-
-    `observer_on` 0 leaves the running range as it is; `fake_quant_on` 0 returns a copy of the input
-    and leaves scale and zero point as they are. An empty input changes nothing.
-
-    >>> on, lo, hi = np.int64([1]), np.float32([np.inf]), np.float32([-np.inf])
-    >>> s, z = np.float32([1]), np.int32([0])
-    >>> x = np.float32([-1.0, 0.3, 1.55])
-    >>> y = fused_moving_avg_obs_fake_quant(x, on, on, lo, hi, s, z, 0.01, 0, 255, -1)
-    >>> s, z
-    (array([0.01], dtype=float32), array([100], dtype=int32))
-    """
-    if is_tensor(input):
-        return aten_on_tensors().fused_moving_avg_obs_fake_quant(
-            input,
-            observer_on,
-            fake_quant_on,
-            running_min,
-            running_max,
-            scale,
-            zero_point,
-            averaging_const,
-            quant_min,
-            quant_max,
-            ch_axis,
-            per_row_fake_quant,
-            symmetric_quant,
-        )
+) -> np.ndarray:
+    """See `fakequant.fused_moving_avg_obs_fake_quant`."""
     x = torch_checks.as_tensor(input)
     values = (
         x, observer_on, fake_quant_on, running_min, running_max, scale, zero_point, averaging_const,
@@ -95,43 +62,21 @@ def fused_moving_avg_obs_fake_quant(
 
 
 def fused_moving_avg_obs_fq_helper(
-    input: Array,
-    observer_on: Array,
-    fake_quant_on: Array,
-    running_min: Array,
-    running_max: Array,
-    scale: Array,
-    zero_point: Array,
+    input: np.ndarray,
+    observer_on: np.ndarray,
+    fake_quant_on: np.ndarray,
+    running_min: np.ndarray,
+    running_max: np.ndarray,
+    scale: np.ndarray,
+    zero_point: np.ndarray,
     averaging_const: float,
     quant_min: int,
     quant_max: int,
     ch_axis: int,
     per_row_fake_quant: bool = False,
     symmetric_quant: bool = False,
-) -> OutputAndMask[Array]:
-    """`fused_moving_avg_obs_fake_quant` together with its mask.
-
-    >>> on, lo, hi = np.int64([1]), np.float32([np.inf]), np.float32([-np.inf])
-    >>> s, z = np.float32([1]), np.int32([0])
-    >>> fused_moving_avg_obs_fq_helper(np.float32([1.0]), on, on, lo, hi, s, z, 0.01, 0, 255, -1).mask
-    array([ True])
-    """
-    if is_tensor(input):
-        return aten_on_tensors().fused_moving_avg_obs_fq_helper(
-            input,
-            observer_on,
-            fake_quant_on,
-            running_min,
-            running_max,
-            scale,
-            zero_point,
-            averaging_const,
-            quant_min,
-            quant_max,
-            ch_axis,
-            per_row_fake_quant,
-            symmetric_quant,
-        )
+) -> OutputAndMask[np.ndarray]:
+    """See `fakequant.fused_moving_avg_obs_fq_helper`."""
     x = torch_checks.as_tensor(input)
     values = (
         x, observer_on, fake_quant_on, running_min, running_max, scale, zero_point, averaging_const,

@@ -1,21 +1,11 @@
-"""Per-channel fake quantization with torch's names.
-
-    int zero point      code = int64(zero_point + rint(x * inv))
-    float zero point    code = int64(rint(fma(x, inv, zero_point)))       (float16: without the fma)
-    y    = (clamp(code, quant_min, quant_max) - zero_point) * scale       (in float64, then rounded)
-    mask = quant_min <= code <= quant_max
-
-The conversion to int64 comes before the clamp: NaN, infinities and codes that do not fit become the
-smallest int64, so all of them, +inf included, end at quant_min.
-"""
+"""Per-channel fake quantization under torch's names. `fakequant.torch_names` has the formulas."""
 
 import numpy as np
 
-from fakequant._backends import Array, aten_on_tensors, is_tensor
 from fakequant._backends.numpy import strided_arrays, torch_checks
 from fakequant._backends.numpy.float_arrays import BFLOAT16
 from fakequant._backends.numpy.per_tensor import masked_backward
-from fakequant._backends.numpy.strided_arrays import OutputAndMask
+from fakequant._backends.results import OutputAndMask
 
 AXIS = "`axis` must be between 0 and number of dimensions of input"
 KERNEL = "fake_quantize_channel_cachemask_cpu_type_handling"
@@ -65,33 +55,16 @@ def check_zero_points(zero_point, quant_min, quant_max) -> None:
 
 
 def fake_quantize_per_channel_affine(
-    input: Array, scale: Array, zero_point: Array, axis: int, quant_min: int, quant_max: int
-) -> Array:
-    """Fake-quantizes with one scale and zero point per index on `axis`.
-
-    >>> x = np.float32([[0.26, 9.0], [0.26, 9.0]])
-    >>> fake_quantize_per_channel_affine(x, np.float32([0.1, 1.0]), np.int32([0, 0]), 0, -8, 7)
-    array([[0.3, 0.7],
-           [0. , 7. ]], dtype=float32)
-    """
-    if is_tensor(input):
-        return aten_on_tensors().fake_quantize_per_channel_affine(input, scale, zero_point, axis, quant_min, quant_max)
+    input: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, axis: int, quant_min: int, quant_max: int
+) -> np.ndarray:
+    """See `fakequant.fake_quantize_per_channel_affine`."""
     return fake_quantize_per_channel_affine_cachemask(input, scale, zero_point, axis, quant_min, quant_max).output
 
 
 def fake_quantize_per_channel_affine_cachemask(
-    input: Array, scale: Array, zero_point: Array, axis: int, quant_min: int, quant_max: int
-) -> OutputAndMask[Array]:
-    """`fake_quantize_per_channel_affine` together with its mask.
-
-    >>> x, z = np.float32([[0.26, 9.0]]), np.int32([0])
-    >>> fake_quantize_per_channel_affine_cachemask(x, np.float32([0.1]), z, 0, -8, 7).mask
-    array([[ True, False]])
-    """
-    if is_tensor(input):
-        return aten_on_tensors().fake_quantize_per_channel_affine_cachemask(
-            input, scale, zero_point, axis, quant_min, quant_max
-        )
+    input: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, axis: int, quant_min: int, quant_max: int
+) -> OutputAndMask[np.ndarray]:
+    """See `fakequant.fake_quantize_per_channel_affine_cachemask`."""
     x = torch_checks.as_tensor(input)
     values = (x, scale, zero_point, axis, quant_min, quant_max)
     torch_checks.check_types("fake_quantize_per_channel_affine", values, _SIGNATURE)
@@ -109,12 +82,6 @@ def checked_forward(x, scale, zero_point, axis, quant_min, quant_max) -> OutputA
     return strided_arrays.per_channel(x, dtype, scale, zero_point, axis, quant_min, quant_max)
 
 
-def fake_quantize_per_channel_affine_cachemask_backward(grad: Array, mask: Array) -> Array:
-    """The gradient of `fake_quantize_per_channel_affine`: `grad * mask`.
-
-    >>> fake_quantize_per_channel_affine_cachemask_backward(np.float32([2, 3]), np.array([True, False]))
-    array([2., 0.], dtype=float32)
-    """
-    if is_tensor(grad):
-        return aten_on_tensors().fake_quantize_per_channel_affine_cachemask_backward(grad, mask)
+def fake_quantize_per_channel_affine_cachemask_backward(grad: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """See `fakequant.fake_quantize_per_channel_affine_cachemask_backward`."""
     return masked_backward("fake_quantize_per_channel_affine_cachemask_backward", grad, mask)

@@ -1,20 +1,10 @@
-"""Per-tensor fake quantization with torch's names.
-
-    inv  = 1 / float32(scale)
-    code = zero_point + rint(x * inv)
-    q    = clamp(code, quant_min, quant_max)          (NaN becomes quant_min)
-    y    = (q - zero_point) * scale                   (float32, also for float64 input)
-    mask = quant_min <= code <= quant_max
-
-The code is computed in float64 for float64 input, else in float32.
-"""
+"""Per-tensor fake quantization under torch's names. `fakequant.torch_names` has the formulas."""
 
 import numpy as np
 
-from fakequant._backends import Array, aten_on_tensors, is_tensor
 from fakequant._backends.numpy import strided_arrays, torch_checks
 from fakequant._backends.numpy.float_arrays import KERNEL_DTYPES
-from fakequant._backends.numpy.strided_arrays import OutputAndMask
+from fakequant._backends.results import OutputAndMask
 
 KERNEL = "fake_quantize_tensor_cachemask_kernel_type_handling"
 _TENSORS = (
@@ -48,17 +38,9 @@ _PLAIN = (np.ndarray, float, int, int, int)
 
 
 def fake_quantize_per_tensor_affine(
-    input: Array, scale: object, zero_point: object, quant_min: int, quant_max: int
-) -> Array:
-    """Fake-quantizes with one scale and zero point, given as numbers or as one-element arrays.
-
-        y = (clamp(zero_point + rint(x * (1 / scale)), quant_min, quant_max) - zero_point) * scale
-
-    >>> fake_quantize_per_tensor_affine(np.float32([-0.3, 0.05, 0.15, 9.0]), 0.1, 0, -8, 7)
-    array([-0.3,  0. ,  0.2,  0.7], dtype=float32)
-    """
-    if is_tensor(input):
-        return aten_on_tensors().fake_quantize_per_tensor_affine(input, scale, zero_point, quant_min, quant_max)
+    input: np.ndarray, scale: object, zero_point: object, quant_min: int, quant_max: int
+) -> np.ndarray:
+    """See `fakequant.fake_quantize_per_tensor_affine`."""
     x = torch_checks.as_tensor(input)
     values = (x, scale, zero_point, quant_min, quant_max)
     tensors = tuple(map(type, values)) != _PLAIN and (
@@ -69,18 +51,9 @@ def fake_quantize_per_tensor_affine(
 
 
 def fake_quantize_per_tensor_affine_cachemask(
-    input: Array, scale: float, zero_point: int, quant_min: int, quant_max: int
-) -> OutputAndMask[Array]:
-    """`fake_quantize_per_tensor_affine` together with its mask.
-
-    >>> y, mask = fake_quantize_per_tensor_affine_cachemask(np.float32([0.15, 9.0]), 0.1, 0, -8, 7)
-    >>> mask
-    array([ True, False])
-    """
-    if is_tensor(input):
-        return aten_on_tensors().fake_quantize_per_tensor_affine_cachemask(
-            input, scale, zero_point, quant_min, quant_max
-        )
+    input: np.ndarray, scale: float, zero_point: int, quant_min: int, quant_max: int
+) -> OutputAndMask[np.ndarray]:
+    """See `fakequant.fake_quantize_per_tensor_affine_cachemask`."""
     x = torch_checks.as_tensor(input)
     values = (x, scale, zero_point, quant_min, quant_max)
     if tuple(map(type, values)) != _PLAIN:
@@ -90,26 +63,14 @@ def fake_quantize_per_tensor_affine_cachemask(
 
 
 def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
-    input: Array,
-    scale: Array,
-    zero_point: Array,
-    fake_quant_enabled: Array,
+    input: np.ndarray,
+    scale: np.ndarray,
+    zero_point: np.ndarray,
+    fake_quant_enabled: np.ndarray,
     quant_min: int,
     quant_max: int,
-) -> OutputAndMask[Array]:
-    """The same with one-element arrays; `fake_quant_enabled` 0 returns a copy and a mask of ones.
-
-    The zero point may lie outside the range here.
-
-    >>> one = np.ones(1, np.int64)
-    >>> x, s, z = np.float32([0.26]), np.float32([0.1]), np.int32([0])
-    >>> fake_quantize_per_tensor_affine_cachemask_tensor_qparams(x, s, z, one * 0, -8, 7).output
-    array([0.26], dtype=float32)
-    """
-    if is_tensor(input):
-        return aten_on_tensors().fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
-            input, scale, zero_point, fake_quant_enabled, quant_min, quant_max
-        )
+) -> OutputAndMask[np.ndarray]:
+    """See `fakequant.fake_quantize_per_tensor_affine_cachemask_tensor_qparams`."""
     x = torch_checks.as_tensor(input)
     values = (x, scale, zero_point, fake_quant_enabled, quant_min, quant_max)
     signature = (*_TENSORS[:3], ("Tensor", "fake_quant_enabled"), *_TENSORS[3:])
@@ -122,16 +83,8 @@ def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
     return strided_arrays.per_tensor(x, dtype, *numbers)
 
 
-def fake_quantize_per_tensor_affine_cachemask_backward(grad: Array, mask: Array) -> Array:
-    """The gradient of `fake_quantize_per_tensor_affine`.
-
-        dx = grad * mask      (a product: inf and NaN do not become 0, and 0 keeps the sign of grad)
-
-    >>> fake_quantize_per_tensor_affine_cachemask_backward(np.float32([2, -2]), np.array([True, False]))
-    array([ 2., -0.], dtype=float32)
-    """
-    if is_tensor(grad):
-        return aten_on_tensors().fake_quantize_per_tensor_affine_cachemask_backward(grad, mask)
+def fake_quantize_per_tensor_affine_cachemask_backward(grad: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """See `fakequant.fake_quantize_per_tensor_affine_cachemask_backward`."""
     return masked_backward("fake_quantize_per_tensor_affine_cachemask_backward", grad, mask)
 
 

@@ -1,21 +1,13 @@
 """The shared part of all functions with torch's names: layout in, kernel, layout out."""
 
-from typing import Generic, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from fakequant import _kernels
-from fakequant._backends import Array
 from fakequant._backends.blocks import channel_shape, memory_order, order_of_result
+from fakequant._backends.results import OutputAndMask
 from fakequant._kernels import _native
-
-
-class OutputAndMask(NamedTuple, Generic[Array]):
-    """The fake-quantized values, and which elements were inside the range."""
-
-    output: Array
-    mask: Array
-
 
 # --- layout ---------------------------------------------------------------------------------------
 
@@ -55,7 +47,7 @@ def placed(x: np.ndarray) -> Placed:
     steps = tuple(s // x.itemsize for s in x.strides) if 1 in x.shape else None
     if x.flags.c_contiguous:
         return Placed(x, None, steps)
-    order = memory_order(x)
+    order = memory_order(x.shape, x.strides) or tuple(range(x.ndim))
     elements = x.transpose(order)
     if elements.flags.c_contiguous:
         return Placed(elements, order, steps)
@@ -106,7 +98,6 @@ def per_tensor(x: np.ndarray, dtype: int, scale: float, zero_point: int, qmin: i
         zero_point,
         qmin,
         qmax,
-        False,
     )
     return OutputAndMask(p.restore(y), p.restore(mask))
 
@@ -127,7 +118,6 @@ def per_tensor_value(x: np.ndarray, dtype: int, scale: float, zero_point: int, q
         zero_point,
         qmin,
         qmax,
-        False,
     )
     return p.restore(y)
 
@@ -147,7 +137,7 @@ def per_channel(
         zero_point = zero_point.astype(np.float32)
     _native.fake_quantize(
         p.elements, y, mask, _kernels.MASK_BYTES, dtype, channel_shape(p.elements.shape, p.axis(axis)), numerics,
-        np.asarray(scale, np.float32, order="C"), False, np.asarray(zero_point, order="C"), kind, qmin, qmax, False,
+        np.asarray(scale, np.float32, order="C"), False, np.asarray(zero_point, order="C"), kind, qmin, qmax,
     )  # fmt: skip
     return OutputAndMask(p.restore(y), p.restore(mask))
 

@@ -1,16 +1,43 @@
-"""The torch front end: the same functions on tensors, differentiable, as real torch operators.
+"""The functions of fakequant on torch tensors, differentiable, as real torch operators.
 
-Nothing here has to be imported: `fakequant`'s functions find it when they are given a tensor. Import
-it to have the operators `torch.ops.fakequant` before the first call.
+Importing this makes the operators `torch.ops.fakequant`.
 """
 
 import torch
 
 from fakequant._torch_releases import check_release
 
-check_release(torch.__version__)  # before anything asks torch for what an old one does not have
+check_release(torch.__version__)  # before anything asks torch for names that an old release does not have
 
 from fakequant._backends.torch import operators as operators  # noqa: E402
+from fakequant._backends.torch.tensor_functions import (  # noqa: E402
+    as_data as as_data,
+    choose_qparams as choose_qparams,
+    dequantize as dequantize,
+    fake_quantize as fake_quantize,
+    fake_quantize_backward as fake_quantize_backward,
+    fake_quantize_learned as fake_quantize_learned,
+    fake_quantize_learned_backward as fake_quantize_learned_backward,
+    min_max as min_max,
+    observe_fake_quantize as observe_fake_quantize,
+    quantize as quantize,
+    round_zero_point as round_zero_point,
+)
+from fakequant._backends.torch.tensor_torch_names import (  # noqa: E402
+    fake_quantize_learnable_per_channel_affine as fake_quantize_learnable_per_channel_affine,
+    fake_quantize_learnable_per_channel_affine_backward as fake_quantize_learnable_per_channel_affine_backward,
+    fake_quantize_learnable_per_tensor_affine as fake_quantize_learnable_per_tensor_affine,
+    fake_quantize_learnable_per_tensor_affine_backward as fake_quantize_learnable_per_tensor_affine_backward,
+    fake_quantize_per_channel_affine as fake_quantize_per_channel_affine,
+    fake_quantize_per_channel_affine_cachemask as fake_quantize_per_channel_affine_cachemask,
+    fake_quantize_per_channel_affine_cachemask_backward as fake_quantize_per_channel_affine_cachemask_backward,
+    fake_quantize_per_tensor_affine as fake_quantize_per_tensor_affine,
+    fake_quantize_per_tensor_affine_cachemask as fake_quantize_per_tensor_affine_cachemask,
+    fake_quantize_per_tensor_affine_cachemask_backward as fake_quantize_per_tensor_affine_cachemask_backward,
+    fake_quantize_per_tensor_affine_cachemask_tensor_qparams as fake_quantize_per_tensor_affine_cachemask_tensor_qparams,  # noqa: E501
+    fused_moving_avg_obs_fake_quant as fused_moving_avg_obs_fake_quant,
+    fused_moving_avg_obs_fq_helper as fused_moving_avg_obs_fq_helper,
+)
 from fakequant._backends.torch.torch_threads import lend_torchs_threads  # noqa: E402
 
 lend_torchs_threads()

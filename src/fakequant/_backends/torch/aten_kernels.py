@@ -1,6 +1,6 @@
 """torch's fake-quantize operators on our kernels: torch's arguments, results and bits.
 
-Each function returns None for arguments that are not its business: those torch refuses, those it
+Each function returns None for arguments it does not handle: those torch refuses, those it
 converts first, and the few layouts of state that only its own code can change. The caller then runs
 torch's operator, which does the right thing by definition.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from fakequant import _kernels
 from fakequant._backends.numpy import torch_checks
 from fakequant._backends.numpy.fused_observer import sign_zeros
-from fakequant._backends.numpy.learnable import clamped_zero_point
+from fakequant._backends.numpy.zero_points import torch_backward
 from fakequant._backends.torch import tensor_kernels
 from fakequant._backends.torch.plain_memory import is_memory
 from fakequant._backends.torch.tensor_blocks import along, place
@@ -138,10 +138,9 @@ def learnable_backward(
     """`aten::_fake_quantize_learnable_per_tensor_affine_backward`, in every float dtype."""
     if not _are_learnable(grad, x, scale, zero_point, qmin, qmax) or scale.shape != (1,) or zero_point.shape != (1,):
         return None
-    shifted = np.float32(zero_point.item()) + np.float32(0.5)
-    if not np.isfinite(shifted):
+    if not np.isfinite(np.float32(zero_point.item())):
         return None
-    z = clamped_zero_point(shifted, qmin, qmax)
+    z = torch_backward(zero_point.item(), qmin, qmax)
     if not qmin <= z <= qmax:  # beyond 2^24 the end of the range may be rounded to a number outside it
         return None
     zeros = torch.tensor([z], dtype=torch.int32 if z in _INT32 else torch.int64, device="cpu")

@@ -1,4 +1,7 @@
-"""What is compiled for this release of torch, if anything is (csrc/torch/autograd.cc)."""
+"""The functions and autograd nodes that are compiled for this release of torch, if any (csrc/torch/autograd.cc).
+
+The compiled functions return None for arguments they do not handle; Python then handles them or says what is wrong.
+"""
 
 import importlib
 import os
@@ -9,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fakequant._backends.torch.tensor_kernels import NUMERICS
+from fakequant import _kernels
+from fakequant._backends.kernel_types import NUMERICS
 from fakequant._kernels import _native
 from fakequant._torch_releases import NEWEST, OLDEST, describe, is_tested
 
@@ -58,48 +62,37 @@ def _say(why: str) -> None:
 compiled: Any = _load()
 
 
-def fake_quantize(
+# --- functions with torch's names -----------------------------------------------------------------
+#
+# The callers have checked that the numbers are ints that fit int64, and floats.
+
+
+def fake_quantize_affine(
+    x: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int, *, axis: int | None = None
+) -> Tensor | None:
+    """torch's `fake_quantize_per_tensor_affine`, or per channel on `axis`, on ordinary arguments; else None."""
+    if compiled is None or torch.compiler.is_compiling():
+        return None
+    numerics = _kernels.TORCH_TENSOR if axis is None else _kernels.TORCH_CHANNEL
+    return compiled.fake_quantize(
+        x, scale, zero_point, quant_min, quant_max, numerics, axis, None, quant_min, quant_max, True, True
+    )
+
+
+def fake_quantize_learnable_affine(
     x: Any,
     scale: Any,
     zero_point: Any,
-    qmin: Any,
-    qmax: Any,
-    numerics: int,
-    axis: int | None,
+    quant_min: int,
+    quant_max: int,
+    grad_factor: float,
     *,
-    zeros: tuple[Any, Any],
-    has_torchs_name: bool = False,
-    clipped: bool = True,
+    axis: int | None = None,
 ) -> Tensor | None:
-    """The short way for ordinary arguments, with zero points within `zeros`; None: take the long one."""
+    """torch's learnable fake-quantize per tensor, or per channel on `axis`, on ordinary arguments; else None."""
     if compiled is None or torch.compiler.is_compiling():
         return None
-    try:
-        return compiled.fake_quantize(
-            x, scale, zero_point, qmin, qmax, numerics, axis, *zeros, has_torchs_name, clipped
-        )
-    except TypeError:  # not the types it knows; the long way says what is wrong, if anything is
-        return None
-
-
-def fake_quantize_learned(
-    x: Any,
-    scale: Any,
-    zero_point: Any,
-    qmin: Any,
-    qmax: Any,
-    numerics: str,
-    axis: int | None,
-    *,
-    grad_factor: Any,
-    has_torchs_name: bool = False,
-) -> Tensor | None:
-    """The same with learned scale and zero point."""
-    if compiled is None or torch.compiler.is_compiling():
-        return None
-    try:
-        return compiled.fake_quantize_learned(
-            x, scale, zero_point, qmin, qmax, numerics, NUMERICS[numerics], axis, has_torchs_name, grad_factor
-        )
-    except TypeError:
-        return None
+    name = "torch_tensor" if axis is None else "torch_channel"
+    return compiled.fake_quantize_learned(
+        x, scale, zero_point, quant_min, quant_max, name, NUMERICS[name], axis, True, grad_factor
+    )

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from fakequant import _kernels
+from fakequant._backends.kernel_types import is_own
 from fakequant._backends.torch.fused_multiply_add import fma
 from fakequant._backends.torch.tensor_kernels import (
-    NAN_IS_CODE_ZERO,
     Grid,
     Observation,
     Observed,
     Order,
     empty_gradient,
-    is_own,
     order_of,
     scale_dtype,
     updated_range,
 )
+from fakequant._backends.torch.zero_points import wide_dtype
 
 # Below this every sum of a code and a zero point is exact in float32.
 _EXACT_IN_F32 = 2**22
@@ -51,11 +51,6 @@ class _Split:
     def block_sums(self, x: Tensor, like: Tensor) -> Tensor:
         wide = self.data(x).to(wide_dtype(x))
         return (wide.sum() if self.one else wide.sum(list(range(1, len(self.pairs), 2)))).reshape(like.shape)
-
-
-def wide_dtype(x: Tensor) -> torch.dtype:
-    """float64 where the device has it."""
-    return torch.float32 if x.device.type == "mps" else torch.float64
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -112,8 +107,6 @@ def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor
     code = _code(split.data(x), scale, z, grid)
     if is_own(grid.numerics):
         compute = _compute_dtype(x)
-        if grid.numerics == NAN_IS_CODE_ZERO:
-            code = torch.where(code.isnan(), 0, code)
         steps = _with_positive_zeros(code.clamp(grid.qmin, grid.qmax) - z)
         y = steps.to(compute) * scale
     else:
@@ -242,7 +235,7 @@ def _codes(x: Tensor, grid: Grid) -> Tensor:
     split = _Split(x, grid.scale)
     scale, z = _scale_and_zero(x, grid, split)
     code = _code(split.data(x), scale, z, grid)
-    nan_code = grid.qmin if not grid.numerics.startswith("half_away") else min(max(0, grid.qmin), grid.qmax)
+    nan_code = grid.qmin if grid.numerics != "half_away" else min(max(0, grid.qmin), grid.qmax)
     narrow = _is_exact_in_f32(grid)
     if not narrow:  # the end of a wide range may be rounded in float32 to a number outside it
         code = code.to(wide_dtype(x))

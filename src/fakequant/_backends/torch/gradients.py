@@ -8,7 +8,6 @@ Each also has a forward-mode derivative and can be differentiated again. Second 
 rounding as straight-through once more, so the rounding error `(q - z) - x / scale` is a constant.
 """
 
-from math import sqrt
 from typing import Any
 
 import torch
@@ -16,15 +15,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from fakequant import _kernels
+from fakequant._backends.kernel_types import is_own
 from fakequant._backends.torch import compiled_nodes, formula, operator_calls, tensor_kernels
-from fakequant._backends.torch.plain_memory import is_eager, is_memory
-from fakequant._backends.torch.tensor_kernels import Grid, Observation, Observed, Order, order_of
+from fakequant._backends.torch.plain_memory import is_eager
+from fakequant._backends.torch.routes import DIRECT, Route, backward_grid, learned_factor
+from fakequant._backends.torch.tensor_kernels import Grid, Observed, Order, order_of
 from fakequant._backends.torch.torch_private import SingleLevelFunction, is_forward_mode, unwrap_dead_wrappers
 
 
 def multiplies(numerics: str) -> bool:
     """Whether the gradient is `dy * mask` as in torch, not a choice between `dy` and 0."""
-    return not tensor_kernels.is_own(numerics)
+    return not is_own(numerics)
 
 
 def is_differentiating(*tensors: Any) -> bool:
@@ -41,6 +42,16 @@ def has_derivative(parameter: Any) -> bool:
     if torch.is_grad_enabled() and parameter.requires_grad:
         return True
     return is_forward_mode() and forward_ad.unpack_dual(parameter).tangent is not None
+
+
+def refuse_gradient(function: str, **parameters: Any) -> None:
+    """Refuses scales and zero points whose derivative may be asked for, in a function that has none for them."""
+    for name, value in parameters.items():
+        if has_derivative(value):
+            raise RuntimeError(
+                f"`{name}` requires a gradient, but `{function}` does not differentiate it.\n"
+                f"Use `fake_quantize_learned`, or pass `{name}.detach()`."
+            )
 
 
 def _keep(ctx: Any, *tensors: Tensor | None) -> None:
@@ -69,7 +80,7 @@ def clipped(x: Tensor, grid: Grid) -> Tensor:
     if not is_differentiating(x):
         return tensor_kernels.fake_quantize(x, grid, _kernels.MASK_NONE)[0]
     if not _has_nodes():
-        return Clipped.apply(x, grid, direct)
+        return Clipped.apply(x, grid, DIRECT)
     y, mask = tensor_kernels.fake_quantize(x.detach(), grid, _kernels.MASK_PACKED)
     compiled_nodes.compiled.clipped(x, y, mask, order_of(x), multiplies(grid.numerics))
     return y
@@ -78,7 +89,7 @@ def clipped(x: Tensor, grid: Grid) -> Tensor:
 def clipped_and_mask(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor]:
     """The same, and the mask: packed, or bytes like y."""
     if is_differentiating(x) and not _has_nodes():
-        return ClippedAndMask.apply(x, grid, mask_kind, direct)
+        return ClippedAndMask.apply(x, grid, mask_kind, DIRECT)
     y, mask = tensor_kernels.fake_quantize(x.detach(), grid, mask_kind)
     assert mask is not None
     if is_differentiating(x):
@@ -89,7 +100,7 @@ def clipped_and_mask(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Ten
 def pass_through(x: Tensor, grid: Grid) -> Tensor:
     """y, with the gradient passed through."""
     if is_differentiating(x) and not _has_nodes():
-        return PassThrough.apply(x, grid, direct)
+        return PassThrough.apply(x, grid, DIRECT)
     y, _ = tensor_kernels.fake_quantize(x.detach(), grid, _kernels.MASK_NONE)
     if is_differentiating(x):
         compiled_nodes.compiled.pass_through(x, y)
@@ -99,15 +110,15 @@ def pass_through(x: Tensor, grid: Grid) -> Tensor:
 def learned(x: Tensor, scale: Any, zero_point: Any, *rest: Any) -> Tensor:
     """y, differentiable in x, scale and zero point. `rest`: qmin, qmax, numerics, grad_factor."""
     if is_differentiating(x, scale, zero_point):
-        return Learned.apply(x, scale, zero_point, *rest, direct)
-    return direct.fake_quantize_learned(x, scale, zero_point, *rest)
+        return Learned.apply(x, scale, zero_point, *rest, DIRECT)
+    return DIRECT.fake_quantize_learned(x, scale, zero_point, *rest)
 
 
 def observe(x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple) -> Observed:
     """The observing operator. `rest` is everything after the running range in its schema."""
     if is_differentiating(x) and not _has_nodes():
-        return Observed(*ObservedAndQuantized.apply(x, running_min, running_max, rest, direct))
-    result = direct.observe_fake_quantize(x.detach(), running_min, running_max, rest)
+        return Observed(*ObservedAndQuantized.apply(x, running_min, running_max, rest, DIRECT))
+    result = DIRECT.observe_fake_quantize(x.detach(), running_min, running_max, rest)
     if is_differentiating(x):
         if result.mask is None:
             compiled_nodes.compiled.pass_through(x, result.y)
@@ -127,39 +138,6 @@ def fused(x: Tensor, call: Any, mask_kind: int) -> tuple[Tensor, Tensor]:
     return y, mask
 
 
-class direct:
-    """The functions of `dispatched` on ordinary memory."""
-
-    fake_quantize = staticmethod(tensor_kernels.fake_quantize)
-    mask_backward = staticmethod(tensor_kernels.mask_backward)
-
-    @staticmethod
-    def fake_quantize_learned(x: Tensor, *grid_and_factor: Any) -> Tensor:
-        """The forward with learned scale and zero point."""
-        return tensor_kernels.fake_quantize(x, forward_grid(*grid_and_factor[:-1]), _kernels.MASK_NONE)[0]
-
-    @staticmethod
-    def learned_backward(dy: Tensor, x: Tensor, *grid_and_factor: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """dx, dscale and dzero_point."""
-        *grid, grad_factor = grid_and_factor
-        return tensor_kernels.learned_backward(dy, x, backward_grid(*grid), resolve_factor(grad_factor, x, grid[3]))
-
-    @staticmethod
-    def observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple) -> Observed:
-        """`rest` is everything after the running range in the operator's schema."""
-        qmin, qmax, numerics, symmetric, update, averaging_constant, eps, clipped = rest
-        grid = Grid(running_min, None, qmin, qmax, numerics)
-        kind = _kernels.MASK_PACKED if clipped else _kernels.MASK_NONE
-        how = Observation(update, averaging_constant, eps, symmetric)
-        count_changes(running_min, running_max)
-        return tensor_kernels.observe_fake_quantize(x, running_min, running_max, how, grid, kind)
-
-
-def count_changes(*tensors: Tensor) -> None:
-    """What was saved of a tensor that changes must not be used any more. Inference tensors are not counted."""
-    torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
-
-
 # --- nodes in Python ------------------------------------------------------------------------------
 
 
@@ -167,9 +145,9 @@ class Clipped(SingleLevelFunction):
     """y and, kept for later, one bit per element."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: Grid, run: Any) -> Tensor:
-        """`run` is `direct` or `dispatched`."""
-        y, mask = run.fake_quantize(x, grid, _kernels.MASK_PACKED)
+    def forward(ctx: Any, x: Tensor, grid: Grid, route: Route) -> Tensor:
+        """`route` is `DIRECT` or `DISPATCHED`."""
+        y, mask = route.fake_quantize(x, grid, _kernels.MASK_PACKED)
         _keep(ctx, mask)
         ctx.order = order_of(x)
         ctx.multiply = multiplies(grid.numerics)
@@ -192,9 +170,9 @@ class ClippedAndMask(Clipped):
     """The same with the mask as a second result: packed, or bytes like y."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: Grid, mask_kind: int, run: Any):  # type: ignore[override]
-        """`run` is `direct` or `dispatched`."""
-        y, mask = run.fake_quantize(x, grid, mask_kind)
+    def forward(ctx: Any, x: Tensor, grid: Grid, mask_kind: int, route: Route):  # type: ignore[override]
+        """`route` is `DIRECT` or `DISPATCHED`."""
+        y, mask = route.fake_quantize(x, grid, mask_kind)
         _keep(ctx, mask)
         ctx.order = order_of(x)
         ctx.multiply = multiplies(grid.numerics)
@@ -217,9 +195,9 @@ class ObservedAndQuantized(SingleLevelFunction):
     """The observing operator: its results, of which only y is differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple, run: Any):
+    def forward(ctx: Any, x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple, route: Route):
         """`rest` is everything after the running range in the operator's schema."""
-        result = run.observe_fake_quantize(x, running_min, running_max, rest)
+        result = route.observe_fake_quantize(x, running_min, running_max, rest)
         _, _, numerics, *_, ctx.clipped = rest
         if ctx.clipped:
             _keep(ctx, result.mask)
@@ -249,7 +227,7 @@ class Fused(Clipped):
     """torch's fused observer and fake-quantize: y and its mask."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Any, mask_kind: int):
+    def forward(ctx: Any, x: Tensor, call: Any, mask_kind: int):  # type: ignore[override]
         """`call` is an `aten_kernels.Fused`."""
         y, mask = call.run(mask_kind)
         _keep(ctx, mask)
@@ -273,9 +251,9 @@ class PassThrough(SingleLevelFunction):
     """y; nothing is kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: Grid, run: Any) -> Tensor:
-        """`run` is `direct` or `dispatched`."""
-        return run.fake_quantize(x, grid, _kernels.MASK_NONE)[0]
+    def forward(ctx: Any, x: Tensor, grid: Grid, route: Route) -> Tensor:
+        """`route` is `DIRECT` or `DISPATCHED`."""
+        return route.fake_quantize(x, grid, _kernels.MASK_NONE)[0]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
@@ -293,7 +271,7 @@ def masked(dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> Tensor:
     if not is_eager(dy):
         return operator_calls.ops.mask_backward(dy, mask, order, multiply)
     if is_differentiating(dy):
-        return Masked.apply(dy, mask, order, multiply, direct)
+        return Masked.apply(dy, mask, order, multiply, DIRECT)
     return tensor_kernels.mask_backward(dy, mask, order, multiply)
 
 
@@ -301,11 +279,11 @@ class Masked(SingleLevelFunction):
     """The gradient of `Clipped` is linear in dy, and so its own derivative."""
 
     @staticmethod
-    def forward(ctx: Any, dy: Tensor, mask: Tensor, order: Order, multiply: bool, run: Any) -> Tensor:
-        """`run` is `direct` or `dispatched`."""
+    def forward(ctx: Any, dy: Tensor, mask: Tensor, order: Order, multiply: bool, route: Route) -> Tensor:
+        """`route` is `DIRECT` or `DISPATCHED`."""
         _keep(ctx, mask)
         ctx.order, ctx.multiply = order, multiply
-        return run.mask_backward(dy, mask, order, multiply)
+        return route.mask_backward(dy, mask, order, multiply)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -328,10 +306,10 @@ class Learned(SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any) -> Tensor:
-        """`rest`: qmin, qmax, numerics, grad_factor, and `direct` or `dispatched`."""
+        """`rest`: qmin, qmax, numerics, grad_factor, and `DIRECT` or `DISPATCHED`."""
         _keep(ctx, x, scale, zero_point)
-        *ctx.rest, run = rest
-        return run.fake_quantize_learned(x, scale, zero_point, *ctx.rest)
+        *ctx.rest, route = rest
+        return route.fake_quantize_learned(x, scale, zero_point, *ctx.rest)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -349,32 +327,6 @@ class Learned(SingleLevelFunction):
         return _combine(tangents[:3], terms, x).to(x.dtype)
 
 
-def resolve_factor(grad_factor: float | None, x: Tensor, qmax: int) -> float:
-    """What gradients of scale and zero point are multiplied by; None: by LSQ's rule."""
-    return 1 / sqrt(max(x.numel(), 1) * qmax) if grad_factor is None else grad_factor
-
-
-def forward_grid(scale: Any, zero_point: Any, qmin: int, qmax: int, numerics: str) -> Grid:
-    """The grid with the zero point rounded half to even."""
-    if zero_point is not None and zero_point.is_floating_point():
-        zero_point = _to_integer(zero_point.round(), qmin, qmax)
-    return Grid(scale, zero_point, qmin, qmax, numerics)
-
-
-def backward_grid(scale: Any, zero_point: Any, qmin: int, qmax: int, numerics: str) -> Grid:
-    """The same grid, but in torch's rule for one scale: its backward rounds by cutting off z + 0.5."""
-    if numerics == "torch_tensor" and zero_point is not None and zero_point.is_floating_point():
-        zero_point = _to_integer((zero_point.float() + 0.5).clamp(qmin, qmax).trunc(), qmin, qmax)
-    return forward_grid(scale, zero_point, qmin, qmax, numerics)
-
-
-def _to_integer(rounded: Tensor, qmin: int, qmax: int) -> Tensor:
-    if is_memory(rounded) and rounded.isnan().any():
-        raise ValueError("`zero_point` must not be NaN.")
-    # Not in float32, where the end of a wide range may be rounded to a number outside it.
-    return rounded.to(formula.wide_dtype(rounded)).clamp(qmin, qmax).to(torch.int32)
-
-
 def _combine(values: tuple[Tensor | None, ...], terms: tuple[Tensor, ...], x: Tensor) -> Tensor:
     """`v0 * terms[0] + spread(v1) * terms[1] + spread(v2) * terms[2]`, leaving out what is None."""
     total = torch.zeros(x.shape, dtype=terms[1].dtype, device=x.device)
@@ -390,8 +342,8 @@ def learned_gradients(dy: Tensor, x: Tensor, scale: Any, zero_point: Any, *rest:
     if not is_eager(dy) or not is_eager(x):
         return operator_calls.ops.learned_backward(dy, x, scale, zero_point, *rest)
     if is_differentiating(dy, x, scale, zero_point):
-        return LearnedGradient.apply(dy, x, scale, zero_point, *rest, direct)
-    return direct.learned_backward(dy, x, scale, zero_point, *rest)
+        return LearnedGradient.apply(dy, x, scale, zero_point, *rest, DIRECT)
+    return DIRECT.learned_backward(dy, x, scale, zero_point, *rest)
 
 
 class LearnedGradient(SingleLevelFunction):
@@ -401,15 +353,15 @@ class LearnedGradient(SingleLevelFunction):
     def forward(ctx: Any, dy: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any):
         """`rest` as in `Learned`."""
         _keep(ctx, dy, x, scale, zero_point)
-        *ctx.rest, run = rest
-        return run.learned_backward(dy, x, scale, zero_point, *ctx.rest)
+        *ctx.rest, route = rest
+        return route.learned_backward(dy, x, scale, zero_point, *ctx.rest)
 
     @staticmethod
     def backward(ctx: Any, g_dx: Tensor, g_dscale: Tensor, g_dzero: Tensor) -> tuple[Tensor | None, ...]:
         """dscale and dzero_point meet outside the range: dscale = dy * (bound - z), dzero_point = -dy * scale."""
         dy, x, scale, zero_point = _kept(ctx)
         qmin, qmax, numerics, grad_factor = ctx.rest
-        factor = resolve_factor(grad_factor, x, qmax)
+        factor = learned_factor(grad_factor, x, qmax)
         terms = formula.learned_terms(x, backward_grid(scale, zero_point, qmin, qmax, numerics))
         g_dy = _combine((g_dx, g_dscale * factor, g_dzero * factor), terms, x).to(dy.dtype)
         outside = torch.where(terms[2] != 0, -dy.to(terms[2].dtype) * factor, 0)

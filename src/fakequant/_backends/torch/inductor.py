@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from fakequant._backends.torch import torch_private
-from fakequant._backends.torch.gradients import forward_grid
 from fakequant._backends.torch.operator_calls import ops
+from fakequant._backends.torch.routes import forward_grid
 from fakequant._backends.torch.tensor_kernels import is_own, scale_dtype
 
 

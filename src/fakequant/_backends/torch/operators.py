@@ -7,14 +7,24 @@ dtype: the kernels compute in float32 whatever the dtype of the data, and a scal
 """
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fakequant import _kernels
-from fakequant._backends.torch import formula, gradients, inductor, operator_calls, tensor_kernels, vmap_rules
+from fakequant._backends.torch import (
+    formula,
+    gradients,
+    inductor,
+    operator_calls,
+    routes,
+    tensor_kernels,
+    vmap_rules,
+)
 from fakequant._backends.torch.operator_calls import ops
+from fakequant._backends.torch.routes import DISPATCHED
 from fakequant._backends.torch.tensor_kernels import Grid, Observation
 from fakequant._backends.torch.torch_private import BelowADInplaceOrView, SingleLevelFunction, single_level_functions
 
@@ -46,8 +56,8 @@ for _schema in SCHEMAS:
 # --- kernels --------------------------------------------------------------------------------------
 
 
-def _implementations(run) -> dict[str, Callable]:
-    """The operators in terms of the functions of a module: `kernels` or `formula`."""
+def _implementations(run: ModuleType) -> dict[str, Callable]:
+    """The operators by name. `run` is `tensor_kernels` or `formula`: modules with the same functions."""
 
     def fake_quantize(x, scale, zero_point, qmin, qmax, numerics, clipped):
         return run.fake_quantize(x, Grid(scale, zero_point, qmin, qmax, numerics), _kernels.MASK_NONE)[0]
@@ -60,13 +70,13 @@ def _implementations(run) -> dict[str, Callable]:
         return run.mask_backward(dy, mask, None if order is None else tuple(order), multiply)
 
     def fake_quantize_learned(x, *grid_and_factor):
-        grid = gradients.forward_grid(*grid_and_factor[:-1])
+        grid = routes.forward_grid(*grid_and_factor[:-1])
         return run.fake_quantize(x, grid, _kernels.MASK_NONE)[0]
 
     def learned_backward(dy, x, *grid_and_factor):
         *grid, grad_factor = grid_and_factor
-        factor = gradients.resolve_factor(grad_factor, x, grid[3])
-        return run.learned_backward(dy, x, gradients.backward_grid(*grid), factor)
+        factor = routes.learned_factor(grad_factor, x, grid[3])
+        return run.learned_backward(dy, x, routes.backward_grid(*grid), factor)
 
     def quantize(x, *grid_and_dtype):
         *grid, dtype = grid_and_dtype
@@ -98,7 +108,20 @@ def _implementations(run) -> dict[str, Callable]:
         y, mask, *others = run.observe_fake_quantize(x, running_min, running_max, how, grid, kind)
         return y, x.new_empty(0, dtype=torch.uint8) if mask is None else mask, *others
 
-    return {name: function for name, function in locals().items() if name != "run"}
+    return {
+        "fake_quantize": fake_quantize,
+        "fake_quantize_masked": fake_quantize_masked,
+        "mask_backward": mask_backward,
+        "fake_quantize_learned": fake_quantize_learned,
+        "learned_backward": learned_backward,
+        "quantize": quantize,
+        "quantize_packed": quantize_packed,
+        "dequantize": dequantize,
+        "dequantize_packed": dequantize_packed,
+        "min_max": min_max,
+        "choose_qparams": choose_qparams,
+        "observe_fake_quantize": observe_fake_quantize,
+    }
 
 
 for _name, _function in _implementations(tensor_kernels).items():
@@ -178,15 +201,6 @@ for _name, _function in _FAKE.items():
 # --- derivatives ----------------------------------------------------------------------------------
 
 
-def _refuse_gradient(**parameters: Tensor | None) -> None:
-    for name, value in parameters.items():
-        if gradients.has_derivative(value):
-            raise RuntimeError(
-                f"`{name}` requires a gradient, but this operator has none for it.\n"
-                f"Use `fake_quantize_learned`, or pass `{name}.detach()`."
-            )
-
-
 def _apply(function: type[SingleLevelFunction], *args: Any) -> Any:
     """Here a transform of `torch.func` has already been taken apart: one level of derivatives is left."""
     with single_level_functions():
@@ -196,8 +210,8 @@ def _apply(function: type[SingleLevelFunction], *args: Any) -> Any:
 def _autograd_fake_quantize(x, scale, zero_point, qmin, qmax, numerics, clipped):
     grid = Grid(scale, zero_point, qmin, qmax, numerics)
     if gradients.is_differentiating(x, scale, zero_point):
-        _refuse_gradient(scale=scale, zero_point=zero_point)
-        return _apply(gradients.Clipped if clipped else gradients.PassThrough, x, grid, operator_calls)
+        gradients.refuse_gradient("fake_quantize", scale=scale, zero_point=zero_point)
+        return _apply(gradients.Clipped if clipped else gradients.PassThrough, x, grid, DISPATCHED)
     return operator_calls.below_autograd(ops.fake_quantize, x, *grid, clipped)
 
 
@@ -205,32 +219,32 @@ def _autograd_fake_quantize_masked(x, scale, zero_point, qmin, qmax, numerics, p
     kind = _kernels.MASK_PACKED if packed else _kernels.MASK_BYTES
     grid = Grid(scale, zero_point, qmin, qmax, numerics)
     if gradients.is_differentiating(x, scale, zero_point):
-        _refuse_gradient(scale=scale, zero_point=zero_point)
-        return _apply(gradients.ClippedAndMask, x, grid, kind, operator_calls)
+        gradients.refuse_gradient("fake_quantize", scale=scale, zero_point=zero_point)
+        return _apply(gradients.ClippedAndMask, x, grid, kind, DISPATCHED)
     return operator_calls.below_autograd(ops.fake_quantize_masked, x, *grid, packed)
 
 
 def _autograd_mask_backward(dy, mask, order, multiply):
     if gradients.is_differentiating(dy):
-        return _apply(gradients.Masked, dy, mask, order, multiply, operator_calls)
+        return _apply(gradients.Masked, dy, mask, order, multiply, DISPATCHED)
     return operator_calls.below_autograd(ops.mask_backward, dy, mask, order, multiply)
 
 
 def _autograd_learned(*args):
     if gradients.is_differentiating(*args[:3]):
-        return _apply(gradients.Learned, *args, operator_calls)
+        return _apply(gradients.Learned, *args, DISPATCHED)
     return operator_calls.below_autograd(ops.fake_quantize_learned, *args)
 
 
 def _autograd_learned_backward(*args):
     if gradients.is_differentiating(*args[:4]):
-        return _apply(gradients.LearnedGradient, *args, operator_calls)
+        return _apply(gradients.LearnedGradient, *args, DISPATCHED)
     return operator_calls.below_autograd(ops.learned_backward, *args)
 
 
 def _autograd_observe(x, running_min, running_max, *rest):
     if gradients.is_differentiating(x):
-        return _apply(gradients.ObservedAndQuantized, x, running_min, running_max, rest, operator_calls)
+        return _apply(gradients.ObservedAndQuantized, x, running_min, running_max, rest, DISPATCHED)
     return operator_calls.below_autograd(ops.observe_fake_quantize, x, running_min, running_max, *rest)
 
 
@@ -240,7 +254,7 @@ def _constant(name: str, has_grid: bool) -> Callable:
 
     def run(*args):
         if has_grid:
-            _refuse_gradient(scale=args[1], zero_point=args[2])
+            gradients.refuse_gradient(name, scale=args[1], zero_point=args[2])
         return operator_calls.below_autograd(operator, *args)
 
     return run
@@ -265,7 +279,7 @@ for _name, _function in _AUTOGRAD.items():
 
 
 def _count_changes(x, running_min, running_max, *rest):
-    gradients.count_changes(running_min, running_max)
+    routes.count_changes(running_min, running_max)
     with BelowADInplaceOrView():
         return ops.observe_fake_quantize(x, running_min, running_max, *rest)
 

@@ -36,12 +36,21 @@ def is_memory(x: torch.Tensor) -> bool:
 
 
 def is_eager(x: torch.Tensor) -> bool:
-    """Whether, besides, nothing watches or transforms what happens to it.
+    """Whether `x` is ordinary memory and no mode, transform or tracer is active.
 
     >>> is_eager(torch.zeros(2)), torch.func.vmap(lambda x: x * is_eager(x))(torch.ones(2))
     (True, tensor([0., 0.]))
     """
     return dispatch_keys(x) in _PLAIN and included_keys() in _NO_MODES and tracing_state() is None
+
+
+def is_direct(x: torch.Tensor) -> bool:
+    """Whether a kernel may be called on `x` here and now: `is_eager(x)`, and no compiler traces this code.
+
+    >>> is_direct(torch.zeros(2))
+    True
+    """
+    return not torch.compiler.is_compiling() and is_eager(x)
 
 
 def is_transformed() -> bool:

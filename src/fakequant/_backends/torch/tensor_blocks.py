@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fakequant._backends.blocks import KernelShape
+from fakequant._backends.blocks import KernelShape, memory_order
 
 
 class Placement(NamedTuple):
@@ -25,20 +25,6 @@ class Placement(NamedTuple):
     order: tuple[int, ...] | None
     # What the scale has to be expanded to first; None: nothing.
     expand: tuple[int, ...] | None
-
-
-def memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The axes of a dense tensor from the outermost in memory to the innermost; None: C order.
-
-    >>> memory_order((2, 3, 4, 5), (60, 1, 15, 3))
-    (0, 2, 3, 1)
-    """
-    # An axis of length 1 goes anywhere: it keeps its place among the neighbours it has.
-    order = sorted(range(len(shape)), key=lambda axis: (-strides[axis] if shape[axis] > 1 else 0, axis))
-    long = [axis for axis in order if shape[axis] > 1]
-    if long == sorted(long):
-        return None
-    return tuple(order)
 
 
 @lru_cache(maxsize=4096)

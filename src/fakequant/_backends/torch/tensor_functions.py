@@ -11,43 +11,63 @@ import torch
 from torch import Tensor
 
 from fakequant import _kernels
+from fakequant._backends import checks
 from fakequant._backends.blocks import blocks_of
-from fakequant._backends.numpy.array_grid import check_scalars, check_spec, kernel_numerics as kernel_number
-from fakequant._backends.torch import compiled_nodes, formula, gradients, tensor_kernels
-from fakequant._backends.torch.operator_calls import ops
-from fakequant._backends.torch.plain_memory import is_eager
-from fakequant._backends.torch.tensor_checks import block_shape, check_data, check_device, kernel_numerics, make_grid
-from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid
-from fakequant.functional import (
+from fakequant._backends.kernel_types import (
+    NUMERICS,
+    NUMERICS_NAMES,
     Gradient,
-    LearnedGradients,
     MaskForm,
-    ObservedFakeQuantize,
     Update,
-    check_gradient,
-    check_update,
+    has_wide_scale,
+    numerics_name,
 )
-from fakequant.qparams import QParams, Range, check_eps
+from fakequant._backends.results import LearnedGradients, ObservedFakeQuantize, QParams, Range
+from fakequant._backends.torch import compiled_nodes, formula, gradients, routes, tensor_kernels
+from fakequant._backends.torch.operator_calls import ops
+from fakequant._backends.torch.plain_memory import is_direct
+from fakequant._backends.torch.tensor_checks import block_shape, check_data, check_device, make_grid
+from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid, dtype_name
+from fakequant._backends.torch.zero_points import round_forward
 from fakequant.spec import QuantSpec
 
-_MASK_KINDS = {"packed": _kernels.MASK_PACKED, "bool": _kernels.MASK_BYTES}
+
+def _compiled_fake_quantize(x: Any, scale: Any, zero_point: Any, spec: QuantSpec, clipped: bool) -> Tensor | None:
+    """`fake_quantize` on ordinary arguments, with a clipped or a passed-through gradient; None for all others."""
+    if compiled_nodes.compiled is None or torch.compiler.is_compiling() or not isinstance(x, Tensor):
+        return None
+    low, high, axis = spec.qmin, spec.qmax, spec.axis
+    return compiled_nodes.compiled.fake_quantize(
+        x, scale, zero_point, low, high, NUMERICS[NUMERICS_NAMES[spec.numerics, axis is None]],
+        axis + x.dim() if axis is not None and axis < 0 else axis, spec.group_size,
+        0 if spec.symmetric else low, 0 if spec.symmetric else high, False, clipped,
+    )  # fmt: skip
 
 
-def _is_direct(x: Tensor) -> bool:
-    return not torch.compiler.is_compiling() and is_eager(x)
+def _compiled_fake_quantize_learned(
+    x: Any, scale: Any, zero_point: Any, spec: QuantSpec, grad_factor: float | None
+) -> Tensor | None:
+    """`fake_quantize_learned` on ordinary arguments; None for all others."""
+    if compiled_nodes.compiled is None or torch.compiler.is_compiling() or not isinstance(x, Tensor):
+        return None
+    if type(zero_point) is int and zero_point == 0 and spec.qmin <= 0:
+        zero_point = None
+    elif spec.symmetric:
+        return None
+    if spec.group_size is not None:
+        return None
+    name, axis = numerics_name(spec), spec.axis
+    return compiled_nodes.compiled.fake_quantize_learned(
+        x, scale, zero_point, spec.qmin, spec.qmax, name, NUMERICS[name],
+        axis + x.dim() if axis is not None and axis < 0 else axis, False,
+        float(routes.learned_factor(grad_factor, x, spec.qmax)),
+    )  # fmt: skip
 
 
-def _refuse_gradient(value: Any, name: str, function: str) -> None:
-    if gradients.has_derivative(value):
-        raise RuntimeError(
-            f"`{name}` requires a gradient, but `{function}` does not differentiate it.\n"
-            f"Use `fake_quantize_learned`, or pass `{name}.detach()`."
-        )
-
-
-def _from_front(axis: int | None, x: Tensor) -> int | None:
-    """An axis that is not there stays one that is not there."""
-    return axis + x.dim() if axis is not None and axis < 0 else axis
+def as_data(x: Any, name: str = "x") -> Tensor:
+    """`x`, if it is a strided tensor of floats; other data is refused."""
+    check_data(x, name)
+    return x
 
 
 def fake_quantize(
@@ -60,37 +80,26 @@ def fake_quantize(
     gradient: Gradient = "clipped",
 ) -> Any:
     """See `fakequant.fake_quantize`."""
-    check_spec(spec)
-    clipped = check_gradient(gradient, mask)
-    if mask is None and spec.group_size is None:
-        low, high = spec.qmin, spec.qmax
-        zeros = (0, 0) if spec.symmetric else (low, high)
-        axis = _from_front(spec.axis, x)
-        y = compiled_nodes.fake_quantize(
-            x, scale, zero_point, low, high, kernel_number(spec), axis, zeros=zeros, clipped=clipped
-        )
+    checks.check_spec(spec)
+    clipped = checks.check_gradient(gradient, mask)
+    if mask is None:
+        y = _compiled_fake_quantize(x, scale, zero_point, spec, clipped)
         if y is not None:
             return y
     check_data(x)
-    for name, value in (("scale", scale), ("zero_point", zero_point)):
-        _refuse_gradient(value, name, "fake_quantize")
-    direct = _is_direct(x)
+    gradients.refuse_gradient("fake_quantize", scale=scale, zero_point=zero_point)
+    direct = is_direct(x)
     if direct and spec.axis is None and type(scale) is float and type(zero_point) is int:
-        check_scalars(scale, zero_point, KERNEL_DTYPES[x.dtype], spec)
-        grid = Grid(scale, zero_point, spec.qmin, spec.qmax, kernel_numerics(spec))
+        checks.check_scale_number(scale, has_wide_scale(x.dtype == torch.float64, spec.numerics))
+        checks.check_zero_point_number(zero_point, spec)
+        grid = Grid(scale, zero_point, spec.qmin, spec.qmax, numerics_name(spec))
     else:
         grid = make_grid(x, scale, zero_point, spec)
     if mask is not None:
-        return _with_mask(x, grid, _mask_kind(mask), direct)
+        return _with_mask(x, grid, checks.mask_kind(mask), direct)
     if not direct:
         return ops.fake_quantize(x, *grid, clipped)
     return gradients.clipped(x, grid) if clipped else gradients.pass_through(x, grid)
-
-
-def _mask_kind(mask: Any) -> int:
-    if mask not in _MASK_KINDS:
-        raise ValueError(f'`mask` must be None, "packed" or "bool", got {mask!r}.')
-    return _MASK_KINDS[mask]
 
 
 def _with_mask(x: Tensor, grid: Grid, kind: int, direct: bool) -> tuple[Tensor, Tensor]:
@@ -125,51 +134,34 @@ def _in_c_order(mask: Tensor, x: Tensor) -> Tensor:
 def fake_quantize_backward(dy: Tensor, mask: Tensor, spec: QuantSpec) -> Tensor:
     """See `fakequant.fake_quantize_backward`."""
     check_data(dy, "dy")
-    check_spec(spec)
+    checks.check_spec(spec)
     _check_mask(mask, dy)
     multiply = spec.numerics == "torch"
-    if _is_direct(dy):
+    if is_direct(dy):
         return gradients.masked(dy, mask, None, multiply)
     return ops.mask_backward(dy, mask, None, multiply)
 
 
 def _check_mask(mask: Any, dy: Tensor) -> None:
-    packed = ((dy.numel() + 7) // 8,)
-    if isinstance(mask, Tensor):
-        check_device(dy, "mask", mask)
-        if mask.dtype == torch.bool and mask.shape == dy.shape:
-            return
-        if mask.dtype == torch.uint8 and tuple(mask.shape) == packed and mask.is_contiguous():
-            return
-        received = f"{str(mask.dtype)[6:]} of shape {tuple(mask.shape)}"
-    else:
-        received = type(mask).__name__
-    raise ValueError(
-        f"`mask` must be the one `fake_quantize` returned for a tensor of shape {tuple(dy.shape)}: bool of that shape, "
-        f"or packed uint8 of shape {packed}; got {received}."
-    )
+    if not isinstance(mask, Tensor):
+        checks.refuse_mask(tuple(dy.shape), type(mask).__name__, "tensor")
+    check_device(dy, "mask", mask)
+    kind = checks.check_mask(tuple(dy.shape), dtype_name(mask.dtype), tuple(mask.shape), "tensor")
+    if kind == _kernels.MASK_PACKED and not mask.is_contiguous():
+        checks.refuse_mask(tuple(dy.shape), f"a packed mask with stride {mask.stride(0)}", "tensor")
 
 
 def fake_quantize_learned(
     x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float | None = 1.0
 ) -> Tensor:
     """See `fakequant.fake_quantize_learned`."""
-    check_spec(spec)
-    if spec.group_size is None:
-        z = None if type(zero_point) is int and zero_point == 0 and spec.qmin <= 0 else zero_point
-        axis = _from_front(spec.axis, x)
-        if z is None or not spec.symmetric:
-            numerics, factor = kernel_numerics(spec), grad_factor
-            if factor is None and isinstance(x, Tensor) and not torch.compiler.is_compiling():
-                factor = gradients.resolve_factor(None, x, spec.qmax)
-            y = compiled_nodes.fake_quantize_learned(
-                x, scale, z, spec.qmin, spec.qmax, numerics, axis, grad_factor=factor
-            )
-            if y is not None:
-                return y
+    checks.check_spec(spec)
+    y = _compiled_fake_quantize_learned(x, scale, zero_point, spec, grad_factor)
+    if y is not None:
+        return y
     check_data(x)
     grid = make_grid(x, scale, zero_point, spec, learned=True)
-    run = gradients.learned if _is_direct(x) else ops.fake_quantize_learned
+    run = gradients.learned if is_direct(x) else ops.fake_quantize_learned
     return run(x, *grid, None if grad_factor is None else float(grad_factor))
 
 
@@ -177,18 +169,14 @@ def fake_quantize_learned_backward(
     dy: Tensor, x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float = 1.0
 ) -> LearnedGradients:
     """See `fakequant.fake_quantize_learned_backward`."""
-    check_spec(spec)
+    checks.check_spec(spec)
     check_data(x)
     check_data(dy, "dy")
     check_device(x, "dy", dy)
-    if dy.shape != x.shape or dy.dtype != x.dtype:
-        raise ValueError(
-            f"`dy` must have the shape and dtype of `x`, {tuple(x.shape)} {str(x.dtype)[6:]}, "
-            f"got {tuple(dy.shape)} {str(dy.dtype)[6:]}."
-        )
+    checks.check_same(tuple(x.shape), dtype_name(x.dtype), tuple(dy.shape), dtype_name(dy.dtype))
     grid = make_grid(x, scale, zero_point, spec, learned=True)
     arguments: tuple[Any, ...] = (dy, x, *grid, float(grad_factor))
-    run = gradients.learned_gradients if _is_direct(x) else ops.learned_backward
+    run = gradients.learned_gradients if is_direct(x) else ops.learned_backward
     dx, dscale, dzero_point = run(*arguments)
     shape = blocks_of(tuple(x.shape), spec).parameters
     return LearnedGradients(dx, dscale.reshape(shape), dzero_point.reshape(shape))
@@ -196,35 +184,25 @@ def fake_quantize_learned_backward(
 
 def round_zero_point(zero_point: Tensor, spec: QuantSpec) -> Tensor:
     """See `fakequant.round_zero_point`."""
-    check_spec(spec, "zero_point, spec")
-    if not torch.compiler.is_compiling() and zero_point.device.type == "cpu" and zero_point.isnan().any():
-        raise ValueError("`zero_point` must not be NaN.")
-    # Not in float32, where the end of a wide range may be rounded to a number outside it.
-    wide = zero_point.detach().to(formula.wide_dtype(zero_point))
-    return wide.round().clamp(spec.qmin, spec.qmax).to(torch.int32)
+    checks.check_spec(spec, "zero_point, spec")
+    return round_forward(zero_point, spec.qmin, spec.qmax)
 
 
 def quantize(x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, packed: bool = False) -> Tensor:
     """See `fakequant.quantize`."""
     check_data(x)
-    check_spec(spec)
-    for name, value in (("scale", scale), ("zero_point", zero_point)):
-        _refuse_gradient(value, name, "quantize")
+    checks.check_spec(spec)
+    gradients.refuse_gradient("quantize", scale=scale, zero_point=zero_point)
     grid = make_grid(x, scale, zero_point, spec)
     if packed:
-        _check_packable(spec)
+        checks.packed_code_type(spec)
         return (
             tensor_kernels.quantize_packed(x, grid, spec.bits)
-            if _is_direct(x)
+            if is_direct(x)
             else ops.quantize_packed(x, *grid, spec.bits)
         )
     dtype = getattr(torch, spec.storage)
-    return tensor_kernels.quantize(x, grid, dtype) if _is_direct(x) else ops.quantize(x, *grid, dtype)
-
-
-def _check_packable(spec: QuantSpec) -> None:
-    if spec.bits not in (2, 4):
-        raise ValueError(f"Only 4-bit and 2-bit codes can be packed, got a spec of {spec.bits} bits.")
+    return tensor_kernels.quantize(x, grid, dtype) if is_direct(x) else ops.quantize(x, *grid, dtype)
 
 
 def dequantize(
@@ -237,33 +215,21 @@ def dequantize(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """See `fakequant.dequantize`."""
-    check_spec(spec)
-    for name, value in (("scale", scale), ("zero_point", zero_point)):
-        _refuse_gradient(value, name, "dequantize")
+    checks.check_spec(spec)
+    gradients.refuse_gradient("dequantize", scale=scale, zero_point=zero_point)
     dtype = torch.float32 if dtype is None else dtype
     if dtype not in KERNEL_DTYPES:
-        raise TypeError(f"`dtype` must be float32, float64, bfloat16 or float16, got {dtype}.")
+        checks.refuse_result_dtype(dtype_name(dtype))
     if spec.numerics == "torch" and spec.axis is None and dtype == torch.float64:
         # Per tensor, torch multiplies in float32 even for float64.
         return dequantize(q, scale, zero_point, spec, shape=shape).to(dtype)
-    wanted = torch.uint8 if shape is not None else getattr(torch, spec.storage)
-    if q.dtype != wanted:
-        raise TypeError(
-            f"`q` must hold {str(wanted)[6:]} codes for this spec, got {str(q.dtype)[6:]}.\n"
-            "Packed codes need `shape`, the shape of the tensor they were made from."
-        )
+    shape = None if shape is None else tuple(shape)
+    checks.check_codes(dtype_name(q.dtype), tuple(q.shape), shape, spec, "tensor")
     if shape is None:
         grid = make_grid(torch.empty_like(q, dtype=dtype), scale, zero_point, spec)
-        return tensor_kernels.dequantize(q, grid, dtype) if _is_direct(q) else ops.dequantize(q, *grid, dtype)
-    _check_packable(spec)
-    shape = tuple(shape)
-    if tuple(q.shape) != ((prod(shape) * spec.bits + 7) // 8,):
-        raise ValueError(
-            f"Packed {spec.bits}-bit codes of a tensor of shape {shape} are uint8 of shape "
-            f"{((prod(shape) * spec.bits + 7) // 8,)}, got shape {tuple(q.shape)}."
-        )
+        return tensor_kernels.dequantize(q, grid, dtype) if is_direct(q) else ops.dequantize(q, *grid, dtype)
     grid = make_grid(q.new_empty(shape, dtype=dtype), scale, zero_point, spec)
-    if _is_direct(q):
+    if is_direct(q):
         return tensor_kernels.dequantize_packed(q, grid, shape, spec.bits, dtype)
     return ops.dequantize_packed(q, *grid, shape, spec.bits, dtype)
 
@@ -272,23 +238,24 @@ def min_max(x: Tensor, spec: QuantSpec | None = None) -> Range:
     """See `fakequant.min_max`."""
     check_data(x)
     spec = QuantSpec() if spec is None else spec
-    check_spec(spec, "x, spec")
+    checks.check_spec(spec, "x, spec")
     x = x.detach()
     blocks = block_shape(tuple(x.shape), spec)
     if torch.jit.is_tracing():
         blocks = tuple(int(n) for n in blocks)  # sizes are tensors there
-    lo, hi, counts = tensor_kernels.min_max(x, blocks) if _is_direct(x) else ops.min_max(x, blocks)
+    lo, hi, counts = tensor_kernels.min_max(x, blocks) if is_direct(x) else ops.min_max(x, blocks)
     shape = blocks_of(tuple(x.shape), spec).parameters
     return Range(*(v.reshape(shape) for v in (lo, hi, *counts)))
 
 
 def choose_qparams(lo: Any, hi: Any, spec: QuantSpec, *, eps: float) -> QParams:
     """See `fakequant.choose_qparams`."""
+    checks.check_spec(spec, "lo, hi, spec")
     tensor = lo if isinstance(lo, Tensor) else hi
     low, high = (torch.as_tensor(v, dtype=torch.float32, device=tensor.device).detach() for v in (lo, hi))
     low, high = torch.broadcast_tensors(low, high)
-    check_eps(eps)
-    run = tensor_kernels.choose_qparams if _is_direct(tensor) else ops.choose_qparams
+    checks.check_eps(eps)
+    run = tensor_kernels.choose_qparams if is_direct(tensor) else ops.choose_qparams
     return QParams(*run(low, high, spec.qmin, spec.qmax, spec.symmetric, eps))
 
 
@@ -306,30 +273,28 @@ def observe_fake_quantize(
 ) -> ObservedFakeQuantize:
     """See `fakequant.observe_fake_quantize`."""
     check_data(x)
-    check_spec(spec)
-    check_eps(eps)
-    clipped = check_gradient(gradient, mask)
-    check_update(update, averaging_constant)
-    kind = _kernels.MASK_NONE if mask is None else _mask_kind(mask)
+    checks.check_spec(spec)
+    checks.check_eps(eps)
+    clipped = checks.check_gradient(gradient, mask)
+    checks.check_update(update, averaging_constant)
+    kind = checks.mask_kind(mask)
     shape = tuple(x.shape)
     parameters = blocks_of(shape, spec).parameters
     running = []
     for name, value in (("running_min", running_min), ("running_max", running_max)):
         if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.numel() != prod(parameters):
-            received = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise ValueError(
-                f"`{name}` must be a float32 tensor with one entry per block, shape {parameters or (1,)}, "
-                f"got {received}."
-            )
+            is_tensor = isinstance(value, Tensor)
+            received = f"{dtype_name(value.dtype)} of shape {tuple(value.shape)}" if is_tensor else repr(value)
+            checks.refuse_running(name, parameters, received, "tensor")
         check_device(x, name, value)
         if any(step == 0 and n > 1 for step, n in zip(value.stride(), value.shape, strict=True)):
             raise ValueError(f"`{name}` is updated in place, but its elements share memory: pass `{name}.clone()`.")
         running.append(value if prod(parameters) == 1 else value.view(block_shape(shape, spec)))
     options = (
-        spec.qmin, spec.qmax, kernel_numerics(spec), spec.symmetric, update, float(averaging_constant), float(eps),
+        spec.qmin, spec.qmax, numerics_name(spec), spec.symmetric, update, float(averaging_constant), float(eps),
         clipped and (mask is not None or gradients.is_differentiating(x)),
     )  # fmt: skip
-    if _is_direct(x):
+    if is_direct(x):
         result = gradients.observe(x, running[0], running[1], options)
     else:
         result = ops.observe_fake_quantize(x, *running, *options)

@@ -12,36 +12,33 @@ import torch
 from torch import Tensor
 
 from fakequant import _kernels
-from fakequant._backends.blocks import order_of_result
-from fakequant._backends.torch.tensor_blocks import memory_order, place
+from fakequant._backends import checks
+from fakequant._backends.blocks import memory_order, order_of_result
+from fakequant._backends.kernel_types import (
+    CODE_TYPES,
+    DTYPES,
+    NUMERICS,
+    PACKED_CODE_TYPES,
+    UPDATES,
+    has_wide_scale,
+    is_own,
+)
+from fakequant._backends.torch.tensor_blocks import place
 from fakequant._kernels import _native
-from fakequant.functional import UPDATES
 
-KERNEL_DTYPES = {
-    torch.float32: _kernels.F32,
-    torch.float64: _kernels.F64,
-    torch.bfloat16: _kernels.BF16,
-    torch.float16: _kernels.F16,
-}
-# "half_away" as `FakeQuantizer` has it.
-NAN_IS_CODE_ZERO = "half_away, NaN is code 0"
-NUMERICS = {
-    "torch_tensor": _kernels.TORCH_TENSOR,
-    "torch_channel": _kernels.TORCH_CHANNEL,
-    "onnx": _kernels.ONNX,
-    "half_away": _kernels.HALF_AWAY,
-    NAN_IS_CODE_ZERO: _kernels.HALF_AWAY,
-}
+KERNEL_DTYPES = {getattr(torch, name): number for name, number in DTYPES.items()}
 _ZERO_KINDS = {torch.int32: _kernels.ZERO_I32, torch.int64: _kernels.ZERO_I64, torch.float32: _kernels.ZERO_F32}
-_CODE_TYPES = {
-    torch.int8: _kernels.I8,
-    torch.uint8: _kernels.U8,
-    torch.int16: _kernels.I16,
-    torch.uint16: _kernels.U16,
-    torch.int32: _kernels.I32,
-    torch.uint32: _kernels.U32,
-}
+_CODE_TYPES = {getattr(torch, name): number for name, number in CODE_TYPES.items()}
 Order = tuple[int, ...] | None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype as NumPy has it.
+
+    >>> dtype_name(torch.float32)
+    'float32'
+    """
+    return str(dtype).removeprefix("torch.")
 
 
 class Grid(NamedTuple):
@@ -52,11 +49,6 @@ class Grid(NamedTuple):
     qmin: int
     qmax: int
     numerics: str
-
-
-def is_own(numerics: str) -> bool:
-    """Whether the rules are ours: one for all special values, scales in the compute dtype."""
-    return not numerics.startswith("torch")
 
 
 def dense(x: Tensor, like: Tensor) -> Tensor:
@@ -82,8 +74,8 @@ class _Parameters(NamedTuple):
 
 
 def scale_dtype(dtype: torch.dtype, numerics: str) -> torch.dtype:
-    """float64 for float64 data, else float32; torch's rules know float32 scales only."""
-    return torch.float64 if dtype == torch.float64 and is_own(numerics) else torch.float32
+    """The dtype of scales for data of `dtype`."""
+    return torch.float64 if has_wide_scale(dtype == torch.float64, numerics) else torch.float32
 
 
 def _parameters(x: Tensor, grid: Grid) -> _Parameters:
@@ -143,20 +135,13 @@ def _check_values(p: _Parameters, grid: Grid) -> None:
 def _check_scale(scale: Tensor, is_f64: bool) -> None:
     bad = _native.first_invalid_scale(scale.data_ptr(), is_f64, scale.numel())
     if bad >= 0:
-        raise ValueError(
-            f"`scale` must be finite and greater than 0 in {str(scale.dtype)[6:]}, "
-            f"got {scale.flatten()[bad].item()}.\n"
-            "Observe finite data first: `choose_qparams` never returns such a scale."
-        )
+        checks.refuse_scale(scale.flatten()[bad].item(), dtype_name(scale.dtype))
 
 
 def _check_zero_point(zero_point: Tensor, kind: int, qmin: int, qmax: int) -> None:
     bad = _native.first_outside(zero_point.data_ptr(), kind, zero_point.numel(), qmin, qmax)
     if bad >= 0:
-        raise ValueError(
-            f"`zero_point` must be between {qmin} and {qmax} (the spec's range), "
-            f"got {zero_point.flatten()[bad].item()}."
-        )
+        checks.refuse_zero_point(int(zero_point.flatten()[bad]), qmin, qmax)
 
 
 def checked_scale(scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
@@ -193,14 +178,14 @@ def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor
         assert isinstance(grid.zero_point, int)
         _native.fake_quantize_scalar(
             x.data_ptr(), y.data_ptr(), mask_address, mask_kind, dtype, size, NUMERICS[grid.numerics],
-            grid.scale, grid.zero_point, grid.qmin, grid.qmax, grid.numerics == NAN_IS_CODE_ZERO,
+            grid.scale, grid.zero_point, grid.qmin, grid.qmax,
         )  # fmt: skip
         return y, mask
     p = _parameters(x, grid)
     _check_own_values(p, grid)
     _native.fake_quantize(
         x.data_ptr(), y.data_ptr(), mask_address, mask_kind, dtype, p.shape, p.numerics, p.scale.data_ptr(),
-        p.scale_is_f64, p.zero_address, p.zero_kind, grid.qmin, grid.qmax, grid.numerics == NAN_IS_CODE_ZERO,
+        p.scale_is_f64, p.zero_address, p.zero_kind, grid.qmin, grid.qmax,
     )  # fmt: skip
     return y, mask
 
@@ -306,12 +291,7 @@ def quantize_packed(x: Tensor, grid: Grid, bits: int) -> Tensor:
     q = torch.empty((x.numel() * bits + 7) // 8, dtype=torch.uint8, device="cpu")
     if x.numel() == 0:
         return q
-    return _quantize_into(q, x.contiguous(), grid, _packed_type(bits, grid.qmin))
-
-
-def _packed_type(bits: int, qmin: int) -> int:
-    signed = qmin < 0
-    return {4: (_kernels.U4X2, _kernels.I4X2), 2: (_kernels.U2X4, _kernels.I2X4)}[bits][signed]
+    return _quantize_into(q, x.contiguous(), grid, PACKED_CODE_TYPES[bits, grid.qmin < 0])
 
 
 def _quantize_into(q: Tensor, x: Tensor, grid: Grid, code: int) -> Tensor:
@@ -336,7 +316,7 @@ def dequantize_packed(q: Tensor, grid: Grid, shape: tuple[int, ...], bits: int, 
     """The same for packed codes of a tensor of `shape`."""
     y = torch.empty(shape, dtype=dtype, device="cpu")
     if prod(shape):
-        _dequantize_into(y, q.contiguous(), grid, _packed_type(bits, grid.qmin))
+        _dequantize_into(y, q.contiguous(), grid, PACKED_CODE_TYPES[bits, grid.qmin < 0])
     return y
 
 
@@ -406,11 +386,7 @@ def choose_qparams(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool
     ordered = (lo <= hi) & lo.isfinite() & hi.isfinite()
     if not ordered.all():
         bad = int(ordered.flatten().int().argmin())
-        raise ValueError(
-            f"`lo` and `hi` must be finite with lo <= hi, got lo={lo.flatten()[bad]}, hi={hi.flatten()[bad]}"
-            f"{f' at index {bad}' if lo.numel() > 1 else ''}.\n"
-            "An observer that has seen nothing finite has no range: observe data first."
-        )
+        checks.refuse_range(lo.flatten()[bad].item(), hi.flatten()[bad].item(), bad if lo.numel() > 1 else None)
     scale = torch.empty(lo.shape, dtype=torch.float32, device="cpu")
     zero_point = torch.empty(lo.shape, dtype=torch.int32, device="cpu")
     if lo.numel():
@@ -468,19 +444,12 @@ def observe_fake_quantize(
         zero_point.data_ptr(),
     )  # fmt: skip
     if unseen:
-        _refuse_unseen(unseen, running_min.numel())
+        checks.refuse_unseen(unseen, running_min.numel())
     for running, updated in zip((running_min, running_max), state, strict=True):
         if updated.data_ptr() != running.data_ptr():
             running.copy_(_from_order(updated, blocks, order))
     scale, zero_point = _from_order(scale, blocks, order), _from_order(zero_point, blocks, order)
     return Observed(y, mask, scale, zero_point, torch.tensor(sum(nonfinite), device="cpu"))
-
-
-def _refuse_unseen(unseen: int, count: int) -> None:
-    raise ValueError(
-        f"{unseen} of {count} blocks have not seen a finite value, so there is no range to choose a scale from.\n"
-        "Observe data before quantizing."
-    )
 
 
 def observe_in_steps(
@@ -491,7 +460,7 @@ def observe_in_steps(
     new_min, new_max = updated_range(running_min, running_max, lo, hi, how)
     unseen = int((~(new_min <= new_max)).sum())
     if unseen:
-        _refuse_unseen(unseen, running_min.numel())
+        checks.refuse_unseen(unseen, running_min.numel())
     running_min.copy_(new_min)
     running_max.copy_(new_max)
     scale, zero_point = choose_qparams(running_min, running_max, grid.qmin, grid.qmax, how.symmetric, how.eps)

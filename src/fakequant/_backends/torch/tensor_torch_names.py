@@ -11,24 +11,25 @@ import torch
 from torch import Tensor
 
 from fakequant import _kernels
-from fakequant._backends.numpy.learnable import LearnableGradients
-from fakequant._backends.numpy.strided_arrays import OutputAndMask
+from fakequant._backends.results import LearnedGradients, OutputAndMask
 from fakequant._backends.torch import aten_kernels, compiled_nodes, gradients, torch_originals
 from fakequant._backends.torch.operator_calls import ops
-from fakequant._backends.torch.plain_memory import is_eager
+from fakequant._backends.torch.plain_memory import is_direct
 from fakequant._backends.torch.tensor_blocks import along
 from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid
 from fakequant._backends.torch.torch_private import is_forward_mode
 
 
 def _is_direct(x: object) -> bool:
-    return not torch.compiler.is_compiling() and isinstance(x, Tensor) and x.dtype in KERNEL_DTYPES and is_eager(x)
+    """Whether the kernels can be called on `x`."""
+    return isinstance(x, Tensor) and x.dtype in KERNEL_DTYPES and is_direct(x)
 
 
 def _is_here(x: object) -> bool:
-    """A CPU or meta tensor that a compiler or a transform looks at: our operators, as torch's have no rules for it.
+    """Whether `x` is a strided CPU or meta tensor. Under a compiler or transform `torch.ops.fakequant` takes it.
 
-    Sparse, MKL-DNN and nested tensors are left to torch, which says what it cannot do with them.
+    torch's own operators have no rules for transforms. Sparse, MKL-DNN and nested tensors are left to torch, whose
+    error says which operations they lack.
     """
     if not isinstance(x, Tensor) or x.dtype not in KERNEL_DTYPES or x.device.type not in ("cpu", "meta"):
         return False
@@ -36,8 +37,13 @@ def _is_here(x: object) -> bool:
 
 
 def _are_ints(*values: object) -> bool:
-    """Not bools, which torch refuses."""
-    return all(type(v) is int for v in values)
+    """Whether all values are ints that fit int64. Bools are not: torch refuses them."""
+    return all(type(v) is int and -(2**63) <= v < 2**63 for v in values)
+
+
+def _is_number(value: object) -> bool:
+    """Whether `value` is a number that fits a double."""
+    return type(value) is float or (isinstance(value, (int, float)) and -(2**63) <= value < 2**63)
 
 
 def _learns(*parameters: object) -> bool:
@@ -51,9 +57,7 @@ def fake_quantize_per_tensor_affine(input: Any, scale: Any, zero_point: Any, qua
     """See `fakequant.fake_quantize_per_tensor_affine`."""
     numbers = (scale, zero_point, quant_min, quant_max)
     if _are_ints(quant_min, quant_max):
-        y = compiled_nodes.fake_quantize(
-            input, *numbers, _kernels.TORCH_TENSOR, None, zeros=numbers[2:], has_torchs_name=True
-        )
+        y = compiled_nodes.fake_quantize_affine(input, *numbers)
         if y is not None:
             return y
     if _is_direct(input):
@@ -124,7 +128,7 @@ def _is_maskable(grad: Any, mask: Any) -> bool:
 def _channel_grid(x: Any, scale: Any, zero_point: Any, axis: Any, qmin: Any, qmax: Any) -> Grid | None:
     if not (isinstance(scale, Tensor) and isinstance(zero_point, Tensor)) or _learns(scale, zero_point):
         return None
-    if torch.compiler.is_compiling() or not is_eager(x):
+    if not is_direct(x):
         if not 0 <= axis < x.dim() or not scale.shape == zero_point.shape == x.shape[axis : axis + 1]:
             return None
         return Grid(along(scale, x, axis), along(zero_point, x, axis), qmin, qmax, "torch_channel")
@@ -136,10 +140,7 @@ def fake_quantize_per_channel_affine(
 ) -> Tensor:
     """See `fakequant.fake_quantize_per_channel_affine`."""
     if _are_ints(axis, quant_min, quant_max):
-        ends = (quant_min, quant_max)
-        y = compiled_nodes.fake_quantize(
-            input, scale, zero_point, *ends, _kernels.TORCH_CHANNEL, axis, zeros=ends, has_torchs_name=True
-        )
+        y = compiled_nodes.fake_quantize_affine(input, scale, zero_point, quant_min, quant_max, axis=axis)
         if y is not None:
             return y
     if _is_here(input):
@@ -177,10 +178,8 @@ def fake_quantize_learnable_per_tensor_affine(
 ) -> Tensor:
     """See `fakequant.fake_quantize_learnable_per_tensor_affine`."""
     arguments = (input, scale, zero_point, quant_min, quant_max)
-    if _is_range_with_zero(quant_min, quant_max) and isinstance(grad_factor, (int, float)):
-        y = compiled_nodes.fake_quantize_learned(
-            *arguments, "torch_tensor", None, grad_factor=grad_factor, has_torchs_name=True
-        )
+    if _is_range_with_zero(quant_min, quant_max) and _is_number(grad_factor):
+        y = compiled_nodes.fake_quantize_learnable_affine(*arguments, float(grad_factor))
         if y is not None:
             return y
         if _is_learnable(*arguments[:3]) and scale.shape == zero_point.shape == (1,):
@@ -194,10 +193,10 @@ def fake_quantize_learnable_per_channel_affine(
     input: Any, scale: Any, zero_point: Any, axis: Any, quant_min: Any, quant_max: Any, grad_factor: Any = 1.0
 ) -> Tensor:
     """See `fakequant.fake_quantize_learnable_per_channel_affine`."""
-    if _is_range_with_zero(quant_min, quant_max) and _are_ints(axis) and isinstance(grad_factor, (int, float)):
+    if _is_range_with_zero(quant_min, quant_max) and _are_ints(axis) and _is_number(grad_factor):
         ends = (quant_min, quant_max)
-        y = compiled_nodes.fake_quantize_learned(
-            input, scale, zero_point, *ends, "torch_channel", axis, grad_factor=grad_factor, has_torchs_name=True
+        y = compiled_nodes.fake_quantize_learnable_affine(
+            input, scale, zero_point, *ends, float(grad_factor), axis=axis
         )
         if y is not None:
             return y
@@ -312,7 +311,7 @@ def _learnable(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tens
 
 def fake_quantize_learnable_per_tensor_affine_backward(
     grad: Any, input: Any, scale: Any, zero_point: Any, quant_min: Any, quant_max: Any, grad_factor: Any = 1.0
-) -> LearnableGradients[Tensor]:
+) -> LearnedGradients[Tensor]:
     """See `fakequant.fake_quantize_learnable_per_tensor_affine_backward`."""
     arguments = (grad, input, scale, zero_point, quant_min, quant_max, grad_factor)
     if _is_direct(input) and _are_tensors(*arguments[:4]):
@@ -320,8 +319,8 @@ def fake_quantize_learnable_per_tensor_affine_backward(
             return _no_gradients(torch_originals.learnable_backward, *arguments)
         result = aten_kernels.learnable_backward(*arguments)
         if result is not None:
-            return LearnableGradients(*result)
-    return LearnableGradients(*torch_originals.learnable_backward(*arguments))
+            return LearnedGradients(*result)
+    return LearnedGradients(*torch_originals.learnable_backward(*arguments))
 
 
 def fake_quantize_learnable_per_channel_affine_backward(
@@ -333,7 +332,7 @@ def fake_quantize_learnable_per_channel_affine_backward(
     quant_min: Any,
     quant_max: Any,
     grad_factor: Any = 1.0,
-) -> LearnableGradients[Tensor]:
+) -> LearnedGradients[Tensor]:
     """See `fakequant.fake_quantize_learnable_per_channel_affine_backward`."""
     arguments = (grad, input, scale, zero_point, axis, quant_min, quant_max, grad_factor)
     if _is_direct(input) and _are_tensors(*arguments[:4]):
@@ -341,16 +340,16 @@ def fake_quantize_learnable_per_channel_affine_backward(
             return _no_gradients(torch_originals.learnable_channel_backward, *arguments)
         result = aten_kernels.learnable_channel_backward(*arguments)
         if result is not None:
-            return LearnableGradients(*result)
-    return LearnableGradients(*torch_originals.learnable_channel_backward(*arguments))
+            return LearnedGradients(*result)
+    return LearnedGradients(*torch_originals.learnable_channel_backward(*arguments))
 
 
-def _no_gradients(operator: Any, grad: Any, x: Any, scale: Any, zero_point: Any, *rest: Any) -> LearnableGradients:
+def _no_gradients(operator: Any, grad: Any, x: Any, scale: Any, zero_point: Any, *rest: Any) -> LearnedGradients:
     """Of an empty input, once torch's operator has accepted it. That returns the scale itself as its gradient."""
     # The kernels take floats that torch refuses.
     operator(*(t.float() if t.dtype in KERNEL_DTYPES else t for t in (grad, x, scale, zero_point)), *rest)
     dscale, dzero_point = (torch.zeros_like(t, dtype=torch.float32, requires_grad=False) for t in (scale, zero_point))
-    return LearnableGradients(x, dscale, dzero_point)
+    return LearnedGradients(x, dscale, dzero_point)
 
 
 def _are_tensors(*values: Any) -> bool:
@@ -360,8 +359,26 @@ def _are_tensors(*values: Any) -> bool:
 # --- fused ----------------------------------------------------------------------------------------
 
 
-def fused_moving_avg_obs_fake_quant(input: Any, *arguments: Any) -> Tensor:
+def fused_moving_avg_obs_fake_quant(
+    input: Any,
+    observer_on: Any,
+    fake_quant_on: Any,
+    running_min: Any,
+    running_max: Any,
+    scale: Any,
+    zero_point: Any,
+    averaging_const: Any,
+    quant_min: Any,
+    quant_max: Any,
+    ch_axis: Any,
+    per_row_fake_quant: Any = False,
+    symmetric_quant: Any = False,
+) -> Tensor:
     """See `fakequant.fused_moving_avg_obs_fake_quant`."""
+    arguments = (
+        observer_on, fake_quant_on, running_min, running_max, scale, zero_point, averaging_const,
+        quant_min, quant_max, ch_axis, per_row_fake_quant, symmetric_quant,
+    )  # fmt: skip
     call = _fused_call(input, arguments)
     if call is None:
         return torch_originals.fused_moving_avg_obs_fake_quant(input, *arguments)
@@ -370,8 +387,26 @@ def fused_moving_avg_obs_fake_quant(input: Any, *arguments: Any) -> Tensor:
     return call.run(_kernels.MASK_NONE)[0]
 
 
-def fused_moving_avg_obs_fq_helper(input: Any, *arguments: Any) -> OutputAndMask[Tensor]:
+def fused_moving_avg_obs_fq_helper(
+    input: Any,
+    observer_on: Any,
+    fake_quant_on: Any,
+    running_min: Any,
+    running_max: Any,
+    scale: Any,
+    zero_point: Any,
+    averaging_const: Any,
+    quant_min: Any,
+    quant_max: Any,
+    ch_axis: Any,
+    per_row_fake_quant: Any = False,
+    symmetric_quant: Any = False,
+) -> OutputAndMask[Tensor]:
     """See `fakequant.fused_moving_avg_obs_fq_helper`."""
+    arguments = (
+        observer_on, fake_quant_on, running_min, running_max, scale, zero_point, averaging_const,
+        quant_min, quant_max, ch_axis, per_row_fake_quant, symmetric_quant,
+    )  # fmt: skip
     call = _fused_call(input, arguments)
     if call is None:
         return OutputAndMask(*torch_originals.fused(input, *arguments))

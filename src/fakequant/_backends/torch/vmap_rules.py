@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fakequant._backends.torch import formula, gradients
+from fakequant._backends.torch import formula, routes
 from fakequant._backends.torch.operator_calls import ops
 
 Dims = tuple[int | None, ...]
@@ -81,7 +81,7 @@ def _learned_backward(info, in_dims, dy, x, scale, zero_point, *rest):
     *range_and_numerics, grad_factor = rest
     if grad_factor is None:  # LSQ's counts the elements of one example
         example = x if in_dims[1] is None else x.select(in_dims[1], 0)
-        grad_factor = gradients.resolve_factor(None, example, range_and_numerics[1])
+        grad_factor = routes.learned_factor(None, example, range_and_numerics[1])
     blocks = scale.shape if in_dims[2] is None else scale.movedim(in_dims[2], 0).shape[1:]
     # Every example has its own sums, so its own scales.
     scale = _front(scale, in_dims[2], size)

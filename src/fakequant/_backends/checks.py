@@ -1,0 +1,262 @@
+"""The checks of arguments: one exception type and one text per mistake, for every array library.
+
+The functions take shapes, names of dtypes and values. `kind` is what the text calls the data: "array" or
+"tensor". Functions with a torch name have torch's errors instead.
+"""
+
+from math import prod
+from typing import Any, NoReturn
+
+from fakequant import _kernels
+from fakequant._backends.blocks import blocks_of
+from fakequant._backends.kernel_types import DTYPES, MASK_KINDS, PACKED_CODE_TYPES, UPDATES
+from fakequant.spec import QuantSpec
+
+Shape = tuple[int, ...]
+
+# Numbers up to the first are 0 in float32, numbers from the second on are infinite (ties go to the even neighbour).
+ZERO_IN_F32 = 2.0**-150
+INF_IN_F32 = 2.0**128 - 2.0**103
+
+_FLOATS = f"{', '.join(list(DTYPES)[:-1])} or {list(DTYPES)[-1]}"
+_CONVERSIONS = {"array": "astype(np.float32)", "tensor": "float()"}
+
+
+def _a(kind: str) -> str:
+    return f"an {kind}" if kind == "array" else f"a {kind}"
+
+
+# --- spec and options -----------------------------------------------------------------------------
+
+
+def check_spec(spec: object, order: str = "the array, then scale, zero_point, spec") -> None:
+    """Refuses what is not a spec, e.g. because arguments are in the wrong order."""
+    if not isinstance(spec, QuantSpec):
+        raise TypeError(
+            f"`spec` must be a QuantSpec, got {spec!r}.\nThe order of arguments is {order}.\n"
+            "Use e.g. QuantSpec(bits=8) or fakequant.presets.uint8()."
+        )
+
+
+def check_gradient(gradient: object, mask: object = None) -> bool:
+    """Returns whether the gradient is clipped. A mask only makes sense if it is."""
+    if gradient == "clipped":
+        return True
+    if gradient != "pass":
+        raise ValueError(f'`gradient` must be "clipped" or "pass", got {gradient!r}.')
+    if mask is not None:
+        raise ValueError('`mask` says which gradients are clipped, so it needs gradient="clipped", got "pass".')
+    return False
+
+
+def check_update(update: object, averaging_constant: float) -> None:
+    """Refuses unknown ways to update a range, and averaging constants outside 0 to 1."""
+    if update not in UPDATES:
+        raise ValueError(f"`update` must be one of {', '.join(UPDATES)}, got {update!r}.")
+    if not 0 <= averaging_constant <= 1:
+        raise ValueError(f"`averaging_constant` must be between 0 and 1, got {averaging_constant}.")
+
+
+def check_eps(eps: float) -> None:
+    """Refuses a smallest scale that is not finite and positive in float32."""
+    if not ZERO_IN_F32 < eps < INF_IN_F32:
+        raise ValueError(f"`eps` must be finite and greater than 0 in float32, got {eps}.")
+
+
+def mask_kind(form: Any) -> int:
+    """The kernels' number for the form of mask that is asked for; None is no mask."""
+    if form is None:
+        return _kernels.MASK_NONE
+    if form not in MASK_KINDS:
+        raise ValueError(f'`mask` must be None, "packed" or "bool", got {form!r}.')
+    return MASK_KINDS[form]
+
+
+# --- data -----------------------------------------------------------------------------------------
+
+
+def refuse_data_dtype(name: str, dtype: str, kind: str) -> NoReturn:
+    """The error for data that is not of a float dtype the kernels know."""
+    raise TypeError(
+        f"`{name}` must be {_a(kind)} of {_FLOATS}, got {dtype}.\nConvert it first, e.g. `{name}.{_CONVERSIONS[kind]}`."
+    )
+
+
+def refuse_result_dtype(dtype: object) -> NoReturn:
+    """The error for a `dtype` that results cannot have."""
+    raise TypeError(f"`dtype` must be {_FLOATS}, got {dtype}.")
+
+
+def check_same(shape: Shape, dtype: str, dy_shape: Shape, dy_dtype: str) -> None:
+    """Refuses a gradient that is not like the data it belongs to."""
+    if dy_shape != shape or dy_dtype != dtype:
+        raise ValueError(f"`dy` must have the shape and dtype of `x`, {shape} {dtype}, got {dy_shape} {dy_dtype}.")
+
+
+def packed_mask_shape(shape: Shape) -> Shape:
+    """The shape of a packed mask for data of `shape`."""
+    return ((prod(shape) + 7) // 8,)
+
+
+def check_mask(shape: Shape, dtype: str, mask_shape: Shape, kind: str) -> int:
+    """The kernels' number for a mask of `dtype` and `mask_shape` that belongs to data of `shape`."""
+    if dtype == "bool" and mask_shape == shape:
+        return _kernels.MASK_BYTES
+    if dtype == "uint8" and mask_shape == packed_mask_shape(shape):
+        return _kernels.MASK_PACKED
+    refuse_mask(shape, f"{dtype} of shape {mask_shape}", kind)
+
+
+def refuse_mask(shape: Shape, received: str, kind: str) -> NoReturn:
+    """The error for a mask that does not belong to data of `shape`."""
+    raise ValueError(
+        f"`mask` must be the one `fake_quantize` returned for {_a(kind)} of shape {shape}: bool of that shape, "
+        f"or packed uint8 of shape {packed_mask_shape(shape)}; got {received}."
+    )
+
+
+# --- scale and zero point -------------------------------------------------------------------------
+
+
+def refuse_scale_type(name: str, received: str, kind: str) -> NoReturn:
+    """The error for a scale that is not a number, nor numbers."""
+    raise TypeError(f"`{name}` must be a real number or {_a(kind)} of real numbers, got {received}.")
+
+
+def refuse_zero_point_type(received: str) -> NoReturn:
+    """The error for zero points that are not integers."""
+    raise TypeError(
+        f"`zero_point` must hold integers, got {received}.\n"
+        "Round a learned zero point first, `round_zero_point(zero_point, spec)`, or use `fake_quantize_learned`."
+    )
+
+
+def check_parameter_shape(name: str, given: Shape, shape: Shape, spec: QuantSpec, kind: str) -> None:
+    """Refuses a scale or zero point that does not have one entry per block.
+
+    Args:
+        name: "scale" or "zero_point".
+        given: Its shape.
+        shape: The shape of the data.
+        kind: "array" or "tensor".
+    """
+    wanted = blocks_of(shape, spec).parameters
+    if given == wanted:  # not `in`, which a compiler does not see through for sizes
+        return
+    if spec.axis is None:
+        if given == (1,):
+            return
+    elif spec.granularity == "token":
+        axis = spec.axis % len(wanted)
+        if given == wanted[:axis] + wanted[axis + 1 :]:
+            return
+    raise ValueError(
+        f"`{name}` must {'be an int or ' if name == 'zero_point' else ''}have shape {wanted} for {_a(kind)} of shape "
+        f"{shape} quantized per {spec.granularity}{f' on axis {spec.axis}' if spec.axis is not None else ''}, "
+        f"got shape {given}."
+    )
+
+
+def check_scale_number(scale: float, is_f64: bool) -> None:
+    """Refuses a scale, given as a number, that is not finite and positive in its dtype."""
+    low, high = (0.0, float("inf")) if is_f64 else (ZERO_IN_F32, INF_IN_F32)
+    if not low < scale < high:
+        if not is_f64:
+            scale = 0.0 if 0 <= scale <= ZERO_IN_F32 else float("inf") if scale >= INF_IN_F32 else scale
+        refuse_scale(scale, "float64" if is_f64 else "float32")
+
+
+def refuse_scale(scale: Any, dtype: str, where: str = "") -> NoReturn:
+    """The error for a scale that is not finite and positive."""
+    raise ValueError(
+        f"`scale` must be finite and greater than 0 in {dtype}, got {scale}{where}.\n"
+        "Observe finite data first: `choose_qparams` never returns such a scale."
+    )
+
+
+def check_zero_point_number(zero_point: int, spec: QuantSpec) -> None:
+    """Refuses a zero point, given as a number, that the spec does not allow. 0 is always allowed."""
+    if zero_point != 0 and (spec.symmetric or not spec.qmin <= zero_point <= spec.qmax):
+        refuse_zero_point(zero_point, spec.qmin, spec.qmax, symmetric=spec.symmetric)
+
+
+def refuse_zero_point(bad: int, qmin: int, qmax: int, *, symmetric: bool = False) -> NoReturn:
+    """The error for a zero point that is outside the range, or not 0 where it has to be."""
+    raise ValueError(
+        f"`zero_point` must be 0 for a symmetric spec, got {bad}.\nUse QuantSpec(symmetric=False) for other values."
+        if symmetric
+        else f"`zero_point` must be between {qmin} and {qmax} (the spec's range), got {bad}."
+    )
+
+
+def refuse_nan_zero_point() -> NoReturn:
+    """The error for a learned zero point that is not a number."""
+    raise ValueError("`zero_point` must not be NaN.")
+
+
+# --- codes ----------------------------------------------------------------------------------------
+
+
+def packed_code_type(spec: QuantSpec) -> int:
+    """The kernels' number for packed codes of `spec`, which must have 2 or 4 bits."""
+    code = PACKED_CODE_TYPES.get((spec.bits, spec.signed))
+    if code is None:
+        raise ValueError(f"Only 4-bit and 2-bit codes can be packed, got a spec of {spec.bits} bits.")
+    return code
+
+
+def packed_code_shape(shape: Shape, bits: int) -> Shape:
+    """The shape of the packed codes of data of `shape`."""
+    return ((prod(shape) * bits + 7) // 8,)
+
+
+def check_codes(dtype: str, q_shape: Shape, shape: Shape | None, spec: QuantSpec, kind: str) -> None:
+    """Refuses codes of another dtype than the spec's and packed codes of another shape.
+
+    Args:
+        dtype, q_shape: Of the codes.
+        shape: Of the data that packed codes were made from; None: codes are not packed.
+        kind: "array" or "tensor".
+    """
+    wanted = "uint8" if shape is not None else spec.storage
+    if dtype != wanted:
+        raise TypeError(
+            f"`q` must hold {wanted} codes for this spec, got {dtype}.\n"
+            f"Packed codes need `shape`, the shape of the {kind} they were made from."
+        )
+    if shape is None:
+        return
+    packed_code_type(spec)
+    packed = packed_code_shape(shape, spec.bits)
+    if q_shape != packed:
+        raise ValueError(
+            f"Packed {spec.bits}-bit codes of {_a(kind)} of shape {shape} are uint8 of shape {packed}, "
+            f"got shape {q_shape}."
+        )
+
+
+# --- ranges ---------------------------------------------------------------------------------------
+
+
+def refuse_range(lo: Any, hi: Any, index: int | None) -> NoReturn:
+    """The error for a range without finite ends in order; `index` says which of several it is."""
+    raise ValueError(
+        f"`lo` and `hi` must be finite with lo <= hi, got lo={lo}, hi={hi}"
+        f"{f' at index {index}' if index is not None else ''}.\n"
+        "An observer that has seen nothing finite has no range: observe data first."
+    )
+
+
+def refuse_running(name: str, parameters: Shape, received: str, kind: str) -> NoReturn:
+    """The error for a running range that is not float32 with one entry per block."""
+    raise ValueError(
+        f"`{name}` must be a float32 {kind} with one entry per block, shape {parameters or (1,)}, got {received}."
+    )
+
+
+def refuse_unseen(unseen: int, count: int) -> NoReturn:
+    """The error for blocks that have no range yet."""
+    raise ValueError(
+        f"{unseen} of {count} blocks have not seen a finite value, so there is no range to choose a scale from.\n"
+        "Observe data before quantizing."
+    )

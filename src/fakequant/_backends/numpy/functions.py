@@ -1,0 +1,229 @@
+"""The library's own functions on NumPy arrays. `fakequant.functional` and `fakequant.qparams` document them."""
+
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from fakequant import _kernels
+from fakequant._backends import checks
+from fakequant._backends.blocks import blocks_of
+from fakequant._backends.kernel_types import CODE_TYPES, UPDATES
+from fakequant._backends.numpy.float_arrays import KERNEL_DTYPES, as_float_array, parameter_dtype
+from fakequant._backends.numpy.grid import check_numbers, kernel_numerics, resolve, scale_dtype
+from fakequant._backends.numpy.zero_points import round_backward, round_forward
+from fakequant._backends.results import LearnedGradients, ObservedFakeQuantize, QParams, Range
+from fakequant._kernels import _native
+from fakequant.spec import QuantSpec
+
+
+def as_data(x: Any, name: str = "x") -> np.ndarray:
+    """`x` as an array of floats; other data is refused."""
+    return as_float_array(x, name)[0]
+
+
+def _empty_mask(form: Any, shape: tuple[int, ...]) -> tuple[np.ndarray | None, int]:
+    kind = checks.mask_kind(form)
+    if kind == _kernels.MASK_NONE:
+        return None, kind
+    if kind == _kernels.MASK_PACKED:
+        return np.empty(checks.packed_mask_shape(shape), np.uint8), kind
+    return np.empty(shape, np.bool_), kind
+
+
+def fake_quantize(
+    x: Any, scale: Any, zero_point: Any, spec: QuantSpec, *, mask: Any = None, gradient: Any = "clipped"
+) -> Any:
+    """See `fakequant.fake_quantize`."""
+    x, dtype = as_float_array(x)
+    checks.check_spec(spec)
+    checks.check_gradient(gradient, mask)
+    bits, kind = _empty_mask(mask, x.shape)
+    x = np.asarray(x, order="C")
+    if spec.axis is None and isinstance(scale, float) and type(zero_point) is int:
+        # Two numbers need no arrays: this is most of the cost of a call on a few elements.
+        check_numbers(scale, zero_point, dtype, spec)
+        y = np.empty(x.shape, x.dtype)
+        _native.fake_quantize_scalar(
+            x, y, bits, kind, dtype, x.size, kernel_numerics(spec), scale, zero_point, spec.qmin, spec.qmax
+        )
+    else:
+        grid = resolve(x.shape, dtype, scale, zero_point, spec)
+        y = np.empty(x.shape, x.dtype)
+        _native.fake_quantize(
+            x, y, bits, kind, dtype, grid.shape, grid.numerics, grid.scale, grid.scale_is_f64,
+            grid.zero_point, grid.zero_kind, grid.qmin, grid.qmax,
+        )  # fmt: skip
+    return y if mask is None else (y, bits)
+
+
+def fake_quantize_backward(dy: Any, mask: Any, spec: QuantSpec) -> np.ndarray:
+    """See `fakequant.fake_quantize_backward`."""
+    dy, dtype = as_float_array(dy, "dy")
+    checks.check_spec(spec)
+    if not isinstance(mask, np.ndarray):
+        checks.refuse_mask(dy.shape, type(mask).__name__, "array")
+    kind = checks.check_mask(dy.shape, str(mask.dtype), mask.shape, "array")
+    dy = np.asarray(dy, order="C")
+    dx = np.empty(dy.shape, dy.dtype)
+    mask = np.asarray(mask, order="C")
+    _native.mask_backward(dy, mask, kind, dx, dtype, dy.size, spec.numerics == "torch")
+    return dx
+
+
+def round_zero_point(zero_point: Any, spec: QuantSpec) -> np.ndarray:
+    """See `fakequant.round_zero_point`."""
+    checks.check_spec(spec, "zero_point, spec")
+    return round_forward(zero_point, spec)
+
+
+def fake_quantize_learned(
+    x: Any, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float | None = 1.0
+) -> np.ndarray:
+    """See `fakequant.fake_quantize_learned`."""
+    checks.check_spec(spec)
+    if grad_factor is not None:
+        float(grad_factor)
+    return fake_quantize(x, scale, round_zero_point(zero_point, spec), spec)
+
+
+def fake_quantize_learned_backward(
+    dy: Any, x: Any, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float = 1.0
+) -> LearnedGradients[np.ndarray]:
+    """See `fakequant.fake_quantize_learned_backward`."""
+    x, dtype = as_float_array(x)
+    dy, _ = as_float_array(dy, "dy")
+    checks.check_same(x.shape, str(x.dtype), dy.shape, str(dy.dtype))
+    checks.check_spec(spec)
+    grid = resolve(x.shape, dtype, scale, round_backward(zero_point, spec), spec)
+    x, dy = np.asarray(x, order="C"), np.asarray(dy, order="C")
+    dx = np.empty(x.shape, x.dtype)
+    sums = np.empty((2, prod(grid.parameters)), np.float64)
+    _native.learned_backward(
+        dy, x, dx, dtype, dtype, grid.shape, grid.numerics, grid.scale, grid.scale_is_f64, grid.zero_point,
+        grid.zero_kind, grid.qmin, grid.qmax, float(grad_factor), sums[0], sums[1],
+    )  # fmt: skip
+    with np.errstate(over="ignore"):  # a sum beyond float32 is infinite
+        dscale, dzero_point = sums.reshape(2, *grid.parameters).astype(scale_dtype(dtype, spec))
+    return LearnedGradients(dx, np.asarray(dscale), np.asarray(dzero_point))
+
+
+def quantize(x: Any, scale: Any, zero_point: Any, spec: QuantSpec, *, packed: bool = False) -> np.ndarray:
+    """See `fakequant.quantize`."""
+    x, dtype = as_float_array(x)
+    grid = resolve(x.shape, dtype, scale, zero_point, spec)
+    if packed:
+        code = checks.packed_code_type(spec)
+        q = np.empty(checks.packed_code_shape(x.shape, spec.bits), np.uint8)
+    else:
+        code = CODE_TYPES[spec.storage]
+        q = np.empty(x.shape, spec.storage)
+    _native.quantize(
+        np.asarray(x, order="C"), q, dtype, code, grid.shape, grid.numerics, grid.scale, grid.scale_is_f64,
+        grid.zero_point, grid.zero_kind, grid.qmin, grid.qmax,
+    )  # fmt: skip
+    return q
+
+
+def dequantize(
+    q: Any,
+    scale: Any,
+    zero_point: Any,
+    spec: QuantSpec,
+    *,
+    shape: tuple[int, ...] | None = None,
+    dtype: Any = None,
+) -> np.ndarray:
+    """See `fakequant.dequantize`."""
+    checks.check_spec(spec)
+    dtype = np.dtype(np.float32 if dtype is None else dtype)
+    kernel_dtype = KERNEL_DTYPES.get(dtype)
+    if kernel_dtype is None:
+        checks.refuse_result_dtype(dtype)
+    q = np.asarray(q)
+    shape = None if shape is None else tuple(shape)
+    checks.check_codes(str(q.dtype), q.shape, shape, spec, "array")
+    y_shape, code = (q.shape, CODE_TYPES[spec.storage]) if shape is None else (shape, checks.packed_code_type(spec))
+    grid = resolve(y_shape, kernel_dtype, scale, zero_point, spec)
+    if spec.numerics == "torch" and spec.axis is None and kernel_dtype == _kernels.F64:
+        # Per tensor, torch multiplies in float32 even for float64.
+        return dequantize(q, scale, zero_point, spec, shape=shape).astype(dtype)
+    y = np.empty(y_shape, dtype)
+    _native.dequantize(
+        np.asarray(q, order="C"), y, kernel_dtype, code, grid.shape, grid.scale, grid.scale_is_f64,
+        grid.zero_point, grid.zero_kind, grid.qmin, grid.qmax,
+    )  # fmt: skip
+    return y
+
+
+def observe_fake_quantize(
+    x: Any,
+    spec: QuantSpec,
+    running_min: Any,
+    running_max: Any,
+    *,
+    update: Any,
+    averaging_constant: float,
+    eps: float,
+    mask: Any = None,
+    gradient: Any = "clipped",
+) -> ObservedFakeQuantize[np.ndarray]:
+    """See `fakequant.observe_fake_quantize`."""
+    x, dtype = as_float_array(x)
+    checks.check_spec(spec)
+    checks.check_eps(eps)
+    checks.check_gradient(gradient, mask)
+    checks.check_update(update, averaging_constant)
+    blocks = blocks_of(x.shape, spec)
+    count = prod(blocks.parameters)
+    for name, running in (("running_min", running_min), ("running_max", running_max)):
+        if not isinstance(running, np.ndarray):
+            checks.refuse_running(name, blocks.parameters, repr(running), "array")
+        if running.dtype != np.float32 or running.size != count:
+            checks.refuse_running(name, blocks.parameters, f"{running.dtype} of shape {running.shape}", "array")
+        if not running.flags.c_contiguous or not running.flags.writeable:
+            raise ValueError(f"`{name}` is updated in place and must be contiguous and writeable.")
+    bits, kind = _empty_mask(mask, x.shape)
+    x = np.asarray(x, order="C")
+    y = np.empty(x.shape, x.dtype)
+    scale = np.empty(blocks.parameters, np.float32)
+    zero_point = np.empty(blocks.parameters, np.int32)
+    nan, posinf, neginf, unseen = _native.observe_fake_quantize(
+        x, y, bits, kind, dtype, blocks.kernel, kernel_numerics(spec), spec.qmin, spec.qmax, _kernels.RANGE_OWN,
+        UPDATES[update], True, True, spec.symmetric, float(averaging_constant), float(eps), running_min, running_max,
+        scale, zero_point,
+    )  # fmt: skip
+    if unseen:
+        checks.refuse_unseen(unseen, count)
+    return ObservedFakeQuantize(y, bits, scale, zero_point, nan + posinf + neginf)
+
+
+def min_max(x: Any, spec: QuantSpec | None = None) -> Range[np.ndarray]:
+    """See `fakequant.min_max`."""
+    x, dtype = as_float_array(x)
+    spec = QuantSpec() if spec is None else spec
+    checks.check_spec(spec, "x, spec")
+    blocks = blocks_of(x.shape, spec)
+    count = prod(blocks.parameters)
+    limits = np.empty((2, count), np.float64)
+    counts = np.empty((3, count), np.int64)
+    _native.min_max(np.asarray(x, order="C"), dtype, blocks.kernel, limits[0], limits[1], counts)
+    lo, hi = limits.astype(parameter_dtype(dtype)).reshape(2, *blocks.parameters)
+    return Range(lo, hi, *(c.reshape(blocks.parameters) for c in counts))
+
+
+def choose_qparams(lo: Any, hi: Any, spec: QuantSpec, *, eps: float) -> QParams[np.ndarray]:
+    """See `fakequant.choose_qparams`."""
+    checks.check_spec(spec, "lo, hi, spec")
+    shape = np.broadcast_shapes(np.shape(lo), np.shape(hi))
+    if np.iscomplexobj(lo) or np.iscomplexobj(hi):
+        raise TypeError("`lo` and `hi` must be real numbers, got complex ones.")
+    low, high = (np.array(np.broadcast_to(v, shape), np.float32, order="C") for v in (lo, hi))
+    ordered = (low <= high) & np.isfinite(low) & np.isfinite(high)
+    if not ordered.all():
+        bad = int(np.argmin(ordered))
+        checks.refuse_range(low.flat[bad], high.flat[bad], bad if low.size > 1 else None)
+    checks.check_eps(eps)
+    scale, zero_point = np.empty(shape, np.float32), np.empty(shape, np.int32)
+    _native.choose_qparams(low, high, low.size, spec.qmin, spec.qmax, spec.symmetric, float(eps), scale, zero_point)
+    return QParams(scale, zero_point)

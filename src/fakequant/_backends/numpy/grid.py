@@ -1,0 +1,105 @@
+"""Scale, zero point and spec, checked and in the form the kernels take."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fakequant import _kernels
+from fakequant._backends import checks
+from fakequant._backends.blocks import Blocks, KernelShape, blocks_of
+from fakequant._backends.kernel_types import NUMERICS, has_wide_scale, numerics_name
+from fakequant._kernels import _native
+from fakequant.spec import QuantSpec
+
+
+class Grid(NamedTuple):
+    """One scale and zero point per block."""
+
+    shape: KernelShape
+    parameters: tuple[int, ...]
+    numerics: int
+    scale: np.ndarray
+    scale_is_f64: bool
+    zero_point: np.ndarray | None
+    zero_kind: int
+    qmin: int
+    qmax: int
+
+
+def kernel_numerics(spec: QuantSpec) -> int:
+    """The kernels' number for the spec's numerics."""
+    return NUMERICS[numerics_name(spec)]
+
+
+def _has_f64_scale(dtype: int, spec: QuantSpec) -> bool:
+    return has_wide_scale(dtype == _kernels.F64, spec.numerics)
+
+
+def scale_dtype(dtype: int, spec: QuantSpec) -> np.dtype:
+    """The dtype of scales for data of kernel dtype `dtype`."""
+    return np.dtype(np.float64 if _has_f64_scale(dtype, spec) else np.float32)
+
+
+def resolve(shape: tuple[int, ...], dtype: int, scale: ArrayLike, zero_point: ArrayLike, spec: QuantSpec) -> Grid:
+    """Checks scale and zero point and returns them as the kernels take them.
+
+    Args:
+        shape, dtype: Of the data; the dtype is the kernels' number.
+        scale, zero_point: Numbers or arrays with one entry per block.
+        spec: Which blocks there are.
+    """
+    checks.check_spec(spec)
+    blocks = blocks_of(shape, spec)
+    scales = _scales(scale, shape, spec, scale_dtype(dtype, spec))
+    zeros, kind = _zero_points(zero_point, blocks, shape, spec)
+    return Grid(
+        blocks.kernel,
+        blocks.parameters,
+        kernel_numerics(spec),
+        scales,
+        scales.dtype == np.float64,
+        zeros,
+        kind,
+        spec.qmin,
+        spec.qmax,
+    )
+
+
+def check_numbers(scale: float, zero_point: int, dtype: int, spec: QuantSpec) -> None:
+    """The checks of `resolve` for one scale and zero point given as numbers."""
+    checks.check_scale_number(scale, _has_f64_scale(dtype, spec))
+    checks.check_zero_point_number(zero_point, spec)
+
+
+def _scales(value: ArrayLike, shape: tuple[int, ...], spec: QuantSpec, dtype: np.dtype) -> np.ndarray:
+    array = np.asarray(value)
+    if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
+        checks.refuse_scale_type("scale", str(array.dtype), "array")
+    checks.check_parameter_shape("scale", array.shape, shape, spec, "array")
+    with np.errstate(over="ignore"):  # a scale that overflows is refused below
+        scales = np.asarray(array, dtype=dtype, order="C")
+    bad = _native.first_invalid_scale(scales, scales.dtype == np.float64, scales.size)
+    if bad >= 0:
+        index = tuple(int(i) for i in np.unravel_index(bad, scales.shape or (1,)))
+        where = "" if scales.size == 1 else f" at index {index}"
+        checks.refuse_scale(scales.reshape(-1)[bad], str(scales.dtype), where)
+    return scales
+
+
+def _zero_points(
+    value: ArrayLike, blocks: Blocks, shape: tuple[int, ...], spec: QuantSpec
+) -> tuple[np.ndarray | None, int]:
+    array = np.asarray(value)
+    if array.dtype.kind not in "iu":
+        checks.refuse_zero_point_type(str(array.dtype))
+    if array.ndim == 0 and array == 0 and spec.qmin <= 0:
+        return None, _kernels.ZERO_NONE
+    if array.ndim == 0:
+        array = np.full(blocks.parameters, array)
+    checks.check_parameter_shape("zero_point", array.shape, shape, spec, "array")
+    low, high = (0, 0) if spec.symmetric else (spec.qmin, spec.qmax)
+    if array.size and (array.min() < low or array.max() > high):
+        bad = int(array[(array < low) | (array > high)].flat[0])
+        checks.refuse_zero_point(bad, spec.qmin, spec.qmax, symmetric=spec.symmetric)
+    return np.asarray(array, dtype=np.int32, order="C"), _kernels.ZERO_I32
