@@ -135,7 +135,7 @@ def check_observing_fused(spec, update, shape, dtype):
             lo = reference.moving_average(lo, seen.min, 0.1).reshape(parameters)
             hi = reference.moving_average(hi, seen.max, 0.1).reshape(parameters)
         else:
-            old = (lo, hi) if update == "widest" else (np.inf, -np.inf)
+            old = (lo, hi) if update == "widest" else np.float32([np.inf, -np.inf])
             lo = np.minimum(old[0], seen.min.astype(np.float32))
             hi = np.maximum(old[1], seen.max.astype(np.float32))
         scale, zero_point = fq.choose_qparams(lo, hi, spec)
