@@ -112,7 +112,7 @@ def register(factor):
 
 @pytest.fixture
 def unregistered():
-    from fakequant.nn import kinds
+    from fakequant.nn import _layer_kinds as kinds
 
     before = dict(kinds._KINDS)
     yield kinds._KINDS

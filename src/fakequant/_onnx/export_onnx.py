@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fakequant import _targets
 from fakequant._backends.torch.torch_private import pytree
-from fakequant._convert.convert import conversion, convert
+from fakequant._convert.convert import conversion, convert, find_conversion
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer, is_integer, start_export
 from fakequant._onnx import metadata_keys, onnx_operators
@@ -97,7 +97,7 @@ def export_onnx(
 
 
 def _converted(model: nn.Module, target: str | None) -> nn.Module:
-    if "_fakequant_conversion" not in model.__dict__:
+    if find_conversion(model) is None:
         golden = convert(model, target=target)
     elif target is None or target == conversion(model).target:
         golden = copy.deepcopy(model)

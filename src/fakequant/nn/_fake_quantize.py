@@ -489,6 +489,10 @@ class FakeQuantize(Quantizer):
                     return f"`{name}` is {saved.tolist()} in the state, but the range is fixed here: {self.observer}."
         return super()._misfit(state_dict, prefix)
 
+    def settings(self) -> tuple[Any, ...]:
+        """Also the observer, the gradient and eps."""
+        return *super().settings(), self.observer, self.gradient, self.eps
+
     def extra_repr(self) -> str:
         """The spec, what is switched on, and the observer."""
         return f"{super().extra_repr()}; {self.observer}"

@@ -344,6 +344,10 @@ class LearnedFakeQuantize(Quantizer):
         # Of a symmetric grid torch resets it before it is used.
         return new if self.offset is None else {**new, "offset": old["zero_point"].to(torch.float32)}
 
+    def settings(self) -> tuple[Any, ...]:
+        """Also what is learned and how. `init` is not among them: it only says where the scale starts."""
+        return *super().settings(), self.learn_zero_point, self.grad_factor, self.eps
+
     def extra_repr(self) -> str:
         """The spec, what is switched on, and what is learned."""
         learned = "scale and zero point" if self.learn_zero_point else "scale"

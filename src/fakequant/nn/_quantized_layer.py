@@ -1,12 +1,7 @@
 """Prepared layers: layers that quantize their tensors.
 
-`prepare` gives a layer three things, and `unprepare` takes them away again:
-
-    its class       derived from the layer's own, with the forward pass of its `LayerKind`
-    quantizers      as children: `weight_quantizer`, `input_quantizer`, `output_quantizer`
-    `_fakequant`    a `Quantization`, the record of everything else
-
-Parameters, buffers, hooks, attributes and methods of the layer stay as they are.
+The class of a prepared layer is derived from the layer's own, with the forward pass of its `LayerKind`. Its record is a
+`Quantization`. `fakequant._prepare.attach` makes a layer a prepared one, and back.
 """
 
 import dataclasses
@@ -19,6 +14,7 @@ from torch import Tensor, nn
 from fakequant.nn._deployed_bias import deployed_bias
 from fakequant.nn._layer_kinds import LayerKind, find_kind, load_kind
 from fakequant.nn._quantizer import Quantizer
+from fakequant.nn._records import LayerRecord
 from fakequant.nn._saved_codes import saving_codes
 
 QUANTIZERS = ("weight_quantizer", "input_quantizer", "output_quantizer")
@@ -41,26 +37,12 @@ class QuantizedLayer(nn.Module):
         return reduced(self, QuantizedLayer)
 
 
-class Record:
-    """What the records of prepared and converted layers share. A kind is found again when a record is copied."""
-
-    kind: type[LayerKind]
-    # The class of the layer in float.
-    float_class: type[nn.Module]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "kind"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, kind=find_kind(state["float_class"]))
-
-
-@dataclasses.dataclass(eq=False)
-class Quantization(Record):
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Quantization(LayerRecord):
     """The record of a prepared layer: `layer._fakequant`."""
 
-    kind: type[LayerKind]
-    float_class: type[nn.Module]
+    base = QuantizedLayer
+
     # Keep codes for the backward pass instead of floats.
     save_codes: bool = True
     # The quantizer of the module that computes the input, if the layer has no `input_quantizer`.
@@ -163,19 +145,6 @@ def quantized_class(cls: type[nn.Module], base: type[QuantizedLayer] = Quantized
         name = base.__name__.removesuffix("Layer") + cls.__name__
         _CLASSES[key] = type(name, (base, cls), {"forward": kind.forward, "__module__": __name__})
     return _CLASSES[key]
-
-
-def attach(layer: nn.Module, record: Quantization) -> None:
-    """Makes a float layer, which has its quantizers as children, a prepared one."""
-    layer.__dict__["_fakequant"] = record
-    layer.__class__ = quantized_class(record.float_class)
-
-
-def detach(layer: Any) -> None:
-    """Makes a prepared layer the float layer it was; its quantizers go too."""
-    layer.__class__ = layer.__dict__.pop("_fakequant").float_class
-    for name in (*QUANTIZERS, "projection_quantizer"):
-        layer._modules.pop(name, None)
 
 
 def reduced(layer: QuantizedLayer, base: type[QuantizedLayer]) -> tuple[Any, ...]:

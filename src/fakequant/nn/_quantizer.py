@@ -153,6 +153,14 @@ class Quantizer(nn.Module):
         super().train(mode)
         return self
 
+    def settings(self) -> tuple[Any, ...]:
+        """What decides how tensors are quantized, apart from what was observed or learned."""
+        return type(self), self.spec, self._observing, self._quantizing, self._frozen
+
+    def is_like(self, other: "Quantizer") -> bool:
+        """Whether another quantizer has the same settings: shown the same tensors, both do the same."""
+        return self.settings() == other.settings()
+
     def extra_repr(self) -> str:
         """The spec and what is switched on."""
         state = [name for name in _SWITCHES if getattr(self, name)] or ["off"]

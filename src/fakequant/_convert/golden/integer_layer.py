@@ -9,7 +9,7 @@ import platform
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.tensor_checks import block_shape
@@ -17,9 +17,9 @@ from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.tracked_codes import Accumulated, OnGrid, known, origin_of, plain
 from fakequant._onnx import onnx_operators
 from fakequant.nn._deployed_bias import along_outputs, has_one_scale_per_sum
-from fakequant.nn._layer_kinds import LayerKind
 from fakequant.nn._linear import linear
-from fakequant.nn._quantized_layer import Operator, QuantizedLayer, Record, input_grid_of, quantized_class, reduced
+from fakequant.nn._quantized_layer import Operator, QuantizedLayer, input_grid_of, reduced
+from fakequant.nn._records import LayerRecord
 from fakequant.spec import QuantSpec
 
 # Whether the CPU's convolutions sum products as they are: on ARM some are transformed first, which rounds.
@@ -49,12 +49,12 @@ class IntegerLayer(QuantizedLayer):
         return reduced(self, IntegerLayer)
 
 
-@dataclasses.dataclass(eq=False)
-class Integers(Record):
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Integers(LayerRecord):
     """The record of a converted layer: `layer._fakequant`."""
 
-    kind: type[LayerKind]
-    float_class: type[nn.Module]
+    base = IntegerLayer
+
     # The path of the layer in its model, for names in files and messages.
     path: str
     # None: the weight is a float.
@@ -271,12 +271,3 @@ def _part(value: Any, rows: slice) -> Any:
     if value is None or value.dim() == 0 or rows == slice(None):  # all of it: a slice would hide its name in a file
         return value
     return value[..., rows]
-
-
-def integer_class(cls: type[nn.Module]) -> type[QuantizedLayer]:
-    """The class of converted layers for a class of float layers.
-
-    >>> issubclass(integer_class(nn.Linear), nn.Linear)
-    True
-    """
-    return quantized_class(cls, IntegerLayer)
