@@ -489,7 +489,7 @@ def test_the_file_says_what_every_tensor_is(tmp_path):
 
 
 def test_sums_are_wide_where_convolutions_may_round(monkeypatch):
-    from fakequant._convert.golden import layer
+    from fakequant._convert.golden import integer_layer as layer
 
     model = nn.Sequential(nn.Conv2d(1, 1, 3), nn.Flatten(), nn.Linear(1, 1))
     golden = fq.convert(fq.calibrate(fq.prepare(model, recipes.int8()), [torch.ones(1, 1, 3, 3)], progress=False))
