@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.nn._deployed_bias import deployed_bias
+from fakequant import _targets
+from fakequant.nn._deployed_bias import bias_to_add
 from fakequant.nn._layer_kinds import LayerKind, find_kind, load_kind
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import LayerRecord
 from fakequant.nn._saved_codes import saving_codes
+from fakequant.spec import QuantSpec
 
 QUANTIZERS = ("weight_quantizer", "input_quantizer", "output_quantizer")
 # The names that a prepared or a converted layer needs for itself.
@@ -53,6 +55,16 @@ class Quantization(LayerRecord):
     target: str = "generic"
     # Add the bias that will run in training too, not only in evaluation.
     deploys_bias: bool = False
+    # What `weight_shift` returned last, and for which spec and target.
+    _shift: tuple[QuantSpec, str, int] | None = dataclasses.field(default=None, init=False)
+
+    def weight_shift(self, spec: QuantSpec) -> int:
+        """The k for which codes of a weight with this spec will be stored times 2^k; see `Target.weight_shift`."""
+        if torch.compiler.is_compiling():  # which would compile again when `_shift` has changed
+            return _targets.find(self.target).weight_shift(spec)
+        if self._shift is None or self._shift[:2] != (spec, self.target):
+            self._shift = spec, self.target, _targets.find(self.target).weight_shift(spec)
+        return self._shift[2]
 
     def quantize_input(self, layer: Any, x: Tensor) -> Tensor:
         """`x` on the grid of the layer's input."""
@@ -60,40 +72,33 @@ class Quantization(LayerRecord):
 
     def quantized_weight(self, layer: Any) -> Tensor:
         """The weight on its grid."""
-        return self._on_grid(layer, getattr(layer, self.kind.weight_name))
+        weight = getattr(layer, self.kind.weight_name)
+        return weight if layer.weight_quantizer is None else layer.weight_quantizer(weight)
 
     def compute(self, layer: Any, operator: Operator, input: Tensor) -> Tensor:
         """`operator` of the quantized input, the quantized weight and the bias."""
         source = getattr(layer, self.kind.weight_name)  # once: reading a parametrized weight computes it
-        x, weight = self.quantize_input(layer, input), self._on_grid(layer, source)
+        quantize_input, quantize_weight = layer.input_quantizer, layer.weight_quantizer
+        x = input if quantize_input is None else quantize_input(input)
+        weight = source if quantize_weight is None else quantize_weight(source)
         if self.norm is not None and weight.dim() == 2 and not torch.compiler.is_compiling():
             layer.weight_quantizer.note_tokens(x.dim() > 2)
-        bias = self._bias(layer, x, weight)
+        bias = bias_to_add(layer, x, weight)
         if not self.save_codes:
             return operator(x, weight, bias)
-        with saving_codes(x, layer.input_quantizer or self.input_grid, weight, layer.weight_quantizer, source):
+        with saving_codes(x, quantize_input or self.input_grid, weight, quantize_weight, source):
             return operator(x, weight, bias)
 
     def compute_rows(self, layer: Any, operator: Operator, inputs: list[Tensor]) -> list[Tensor]:
         """`operator` of each input with its part of the weight, which is cut into equal parts along axis 0."""
         weight = self.quantized_weight(layer)
-        bias = self._bias(layer, inputs[0], weight)
+        bias = bias_to_add(layer, inputs[0], weight)
         quantized: list[Tensor] = []
         for number, x in enumerate(inputs):
             same = next((i for i in range(number) if inputs[i] is x), None)
             quantized.append(self.quantize_input(layer, x) if same is None else quantized[same])
         biases = [None] * len(inputs) if bias is None else bias.chunk(len(inputs))
         return [operator(x, w, b) for x, w, b in zip(quantized, weight.chunk(len(inputs)), biases, strict=True)]
-
-    def _on_grid(self, layer: Any, weight: Tensor) -> Tensor:
-        return weight if layer.weight_quantizer is None else layer.weight_quantizer(weight)
-
-    def _bias(self, layer: Any, x: Tensor, weight: Tensor) -> Tensor | None:
-        bias = getattr(layer, self.kind.bias_name)
-        norm_is_frozen = self.norm is not None and not self.norm.training
-        if layer.training and not self.deploys_bias and not norm_is_frozen:
-            return bias
-        return deployed_bias(layer, bias, x, weight)
 
 
 def compute(layer: Any, operator: Operator, input: Tensor) -> Tensor:
