@@ -13,7 +13,7 @@ def borrowed(file):
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fakequant."):
             place = ROOT.joinpath(*node.module.split(".")[1:])
-            if place.parent != file.parent:
+            if file.parent not in (place, place.parent):
                 yield from (
                     f"{node.module}.{x.name}" for x in node.names if x.name.startswith("_") and x.name != "_native"
                 )

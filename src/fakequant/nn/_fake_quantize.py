@@ -250,7 +250,7 @@ class FakeQuantize(Quantizer):
                 getattr(self, name).copy_(value)
         return tensor_functions.fake_quantize(x, scale, zero_point, self.spec, gradient=self._following)
 
-    def _choose(self, lo: Tensor, hi: Tensor) -> QParams:
+    def _choose(self, lo: Tensor, hi: Tensor) -> QParams[Tensor]:
         """Scale and zero point, as if a range of nothing were 0 to 0."""
         seen = lo <= hi
         return tensor_functions.choose_qparams(
@@ -390,7 +390,7 @@ class FakeQuantize(Quantizer):
         if self.observer.searches:
             self._set_stale(False)
 
-    def qparams(self) -> QParams:
+    def qparams(self) -> QParams[Tensor]:
         """Scale (float32) and zero point (int32) for what was observed so far.
 
         >>> from fakequant import presets

@@ -159,7 +159,7 @@ class LearnedFakeQuantize(Quantizer):
         value = within(value, self.last_offset, *self._offsets)
         return tensor_functions.round_zero_point(value, self.spec).reshape(self._blocks)
 
-    def qparams(self) -> QParams:
+    def qparams(self) -> QParams[Tensor]:
         """Scale (float32) and zero point (int32).
 
         >>> fq = LearnedFakeQuantize(QuantSpec(bits=2)).initialize(torch.tensor([-1.0, 3.0]))
@@ -279,7 +279,7 @@ class LearnedFakeQuantize(Quantizer):
                 put(value, zero_point.reshape(self._shape).float())
         self._set_stale(False)
 
-    def _found(self) -> QParams:
+    def _found(self) -> QParams[Tensor]:
         """By the rule; NaN where nothing was seen."""
         return self._start.qparams(self._statistics())
 

@@ -196,7 +196,7 @@ class Quantizer(nn.Module):
         """Whether the scale is that of the tensor at hand, also in evaluation."""
         return False
 
-    def qparams(self) -> QParams:
+    def qparams(self) -> QParams[Tensor]:
         """Scale (float32) and zero point (int32)."""
         raise NotImplementedError
 
