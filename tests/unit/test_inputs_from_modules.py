@@ -152,3 +152,21 @@ def test_ranges_found_for_every_tensor_are_found_where_they_are_used():
     config = config.rule(output=config.default.input)
     model = fq.prepare(TwoUses(), config)
     assert model.fc.input_quantizer is not None
+
+
+class Named(fq.observers.MinMax):
+    """An observer that prints like another."""
+
+    def __repr__(self):
+        return repr(fq.observers.MovingAverage())
+
+
+def test_quantizers_that_only_print_alike_are_not_alike():
+    spec = fq.presets.uint8()
+    one, other = fq.nn.FakeQuantize(spec), fq.nn.FakeQuantize(spec, Named())
+    assert repr(one) == repr(other)
+    assert not one.is_like(other)
+    assert one.is_like(fq.nn.FakeQuantize(spec, path="elsewhere"))
+    other = fq.nn.FakeQuantize(spec)
+    other.frozen = True
+    assert not one.is_like(other)

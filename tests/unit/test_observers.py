@@ -351,7 +351,7 @@ def test_an_update_leaves_the_range_that_the_fused_call_leaves(observer, where, 
         x[:, -1] = NAN
         count = observer.update(state, x, spec)
         result = observe_fake_quantize(
-            x, spec, *fused.values(), update=observer.follows, averaging_constant=getattr(observer, "constant", 1.0)
+            x, spec, *fused.values(), update=observer._in_kernel.update, averaging_constant=observer._in_kernel.constant
         )
         assert_same_state(fused, state, step)
         assert count == result.nonfinite
@@ -1115,7 +1115,7 @@ def test_an_observer_of_ones_own_is_known_by_its_name():
     assert from_dict(own.to_dict()) == own
     with pytest.raises(ValueError, match="MeanAndSpread has no setting 'deviation'; it has deviations"):
         from_dict({"kind": "MeanAndSpread", "deviation": 1})
-    assert (own.dynamic, own.searches, own.needs_data, own.follows) == (False, False, True, None)
+    assert (own.dynamic, own.searches, own.needs_data, own._in_kernel) == (False, False, True, None)
 
 
 def test_an_observer_of_ones_own_works_in_a_quantizer():

@@ -17,7 +17,6 @@ from fakequant._convert.golden.integer_layer import (
     IntegerLayer,
     Integers,
     bias_scale,
-    integer_class,
     is_integer,
     set_levels,
     set_weight,
@@ -25,10 +24,12 @@ from fakequant._convert.golden.integer_layer import (
 )
 from fakequant._convert.golden.tracked_codes import stripped
 from fakequant._convert.left_in_float import leave_in_float
-from fakequant._prepare.prepare import preparation, quantize_output
+from fakequant._prepare.attach import attach_layer, forget_preparation, record_of
+from fakequant._prepare.prepare import preparation
 from fakequant.nn._batch_norm import bias_codes, widened_scale
 from fakequant.nn._quantized_layer import Quantization, QuantizedLayer, input_grid_of
 from fakequant.nn._quantizer import Quantizer, quantizers
+from fakequant.nn._records import find_record
 from fakequant.spec import QuantSpec
 
 
@@ -59,6 +60,7 @@ def convert(model: nn.Module, *, target: str | None = None) -> nn.Module:
     made = preparation(model)
     goal = _targets.find(made.config.target if target is None else target)
     copied = copy.deepcopy(model).eval().requires_grad_(False)
+    forget_preparation(copied)
     notes = leave_in_float(copied)
     pairs, problem = find_pairs(copied)
     if problem is not None:
@@ -71,18 +73,23 @@ def convert(model: nn.Module, *, target: str | None = None) -> nn.Module:
         take_out(copied, path)
     _require_target(copied, goal)
     notes += [f"{pair.norm} stays a normalization: {kept[pair.layer]}" for pair in pairs if pair.layer in kept]
-    del copied.__dict__["_fakequant_preparation"]
-    copied.__dict__["_fakequant_conversion"] = Conversion(goal.name, folded, notes)
+    record_of(copied).conversion = Conversion(goal.name, folded, notes)
     return_tensors(copied)
     return copied
 
 
 def conversion(model: nn.Module) -> Conversion:
     """What was done to a converted model."""
-    found = model.__dict__.get("_fakequant_conversion")
+    found = find_conversion(model)
     if found is None:
         raise ValueError("The model is not converted.\nUse fakequant.convert(model).")
     return found
+
+
+def find_conversion(model: nn.Module) -> Conversion | None:
+    """What was done to a converted model; None if it is not one."""
+    record = find_record(model)
+    return None if record is None else record.conversion
 
 
 def _require_target(model: nn.Module, target: _targets.Target) -> None:
@@ -156,9 +163,8 @@ def _make_integer(layer: Any, path: str, norm: nn.Module | None, target: _target
         cls = cls.__bases__[0]
         del layer._modules["parametrizations"]
         layer._parameters[kind.weight_name] = nn.Parameter(weight, requires_grad=False)
-    record = Integers(kind, cls, path, input_grid=before.input_grid)
-    layer.__dict__["_fakequant"] = record
-    layer.__class__ = integer_class(cls)
+    record = Integers(kind=kind, float_class=cls, path=path, input_grid=before.input_grid)
+    attach_layer(layer, record, {})
     layer.register_buffer("bias_codes", None)
     if quantizer is None:
         return None
@@ -225,12 +231,6 @@ def _widen(layer: Any, x_scale: Tensor, bias: Tensor) -> None:
     record.weight_spec = dataclasses.replace(record.weight_spec, axis=0)
     layer.weight_scale = needed
     set_levels(layer, levels.round())
-
-
-def quantize_output_with(module: nn.Module, grid: nn.Module) -> None:
-    """Puts the results of a module that is not a quantized layer on a grid."""
-    module.register_module("output_quantizer", grid)
-    module.register_forward_hook(quantize_output)
 
 
 def take_out(model: nn.Module, path: str) -> None:

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from fakequant import _targets
 from fakequant._backends.blocks import blocks_of
 from fakequant._backends.torch.torch_private import EXTRA_STATE_SUFFIX
-from fakequant._convert.convert import Conversion, conversion, quantize_output_with, return_tensors, take_out
+from fakequant._convert.convert import Conversion, conversion, find_conversion, return_tensors, take_out
 from fakequant._convert.file_checks import check_eps, check_grid, check_same_dtype, check_weight, checksum
 from fakequant._convert.fold_batch_norm import Folded
 from fakequant._convert.golden.fixed_grid import Grid
-from fakequant._convert.golden.integer_layer import IntegerLayer, Integers, integer_class
+from fakequant._convert.golden.integer_layer import IntegerLayer, Integers
 from fakequant._convert.golden.sums_to_codes import ARITHMETICS
-from fakequant._prepare.prepare import close_shortcuts
+from fakequant._prepare.attach import attach_layer, attach_output, close_shortcuts, find_preparation, record_of
 from fakequant._train.running import check_module
 from fakequant._util.optional_packages import require, writing
 from fakequant.nn._layer_kinds import find_kind
@@ -253,20 +253,19 @@ def _apply(model: nn.Module, described: dict[str, Any], state: dict[str, Any], f
         if isinstance(module, (IntegerLayer, Folded)) or name in module._modules:
             module._modules[name] = grid
         else:
-            quantize_output_with(module, grid)
+            attach_output(module, grid)
     for path, grid_path in described["inputs_from"].items():
         model.get_submodule(path)._fakequant.input_grid = grids[grid_path]  # type: ignore[union-attr]
-    for module in model.modules():
-        close_shortcuts(module)
+    close_shortcuts(model)
     _fill(model, state, file)
     model.eval().requires_grad_(False)
-    model.__dict__["_fakequant_conversion"] = Conversion(target, described["folded"], described["notes"])
+    record_of(model).conversion = Conversion(target, described["folded"], described["notes"])
     return_tensors(model)
 
 
 def _require_same_model(model: nn.Module, described: dict[str, Any], file: Any) -> None:
     """That every layer there is one here, with a weight of the same shape."""
-    if "_fakequant_conversion" in model.__dict__ or "_fakequant_preparation" in model.__dict__:
+    if find_conversion(model) is not None or find_preparation(model) is not None:
         raise _NotOfThis("The model is prepared or converted already.\nPass a float model, as it was before prepare.")
     modules = dict(model.named_modules())
     for path, layer in described["layers"].items():
@@ -300,11 +299,9 @@ def _make_layer(layer: Any, path: str, described: dict[str, Any]) -> None:
     kind = find_kind(cls)
     if kind is None:
         raise TypeError(f"{cls.__name__} is not a layer that can be quantized")
-    record = Integers(kind, cls, path, takes_vectors=bool(described.get("takes_vectors", False)))
-    layer.__dict__["_fakequant"] = record
-    layer.__class__ = integer_class(cls)
-    for name in ("input_quantizer", "output_quantizer", "projection_quantizer"):
-        layer.register_module(name, None)
+    takes_vectors = bool(described.get("takes_vectors", False))
+    record = Integers(kind=kind, float_class=cls, path=path, takes_vectors=takes_vectors)
+    attach_layer(layer, record, dict.fromkeys(("input_quantizer", "output_quantizer", "projection_quantizer")))
     layer.register_buffer("bias_codes", None)
     if weight is None:
         return

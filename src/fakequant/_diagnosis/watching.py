@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fakequant._prepare.attach import attach_layer, detach_layer
 from fakequant._train.running import copied
 from fakequant.nn._layer_kinds import find_kind
-from fakequant.nn._quantized_layer import QUANTIZERS, Quantization, QuantizedLayer, attach
+from fakequant.nn._quantized_layer import QUANTIZERS, Quantization, QuantizedLayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +85,5 @@ def _open(attention: nn.MultiheadAttention, undo: ExitStack) -> None:
     if kind is None or kind.why_not(attention) is not None:
         return
     names = (*QUANTIZERS, "projection_quantizer")
-    attention.__dict__.update(dict.fromkeys(names))
-    attach(attention, Quantization(kind, cls))
-    for name in (*names, "_fakequant"):
-        undo.callback(attention.__dict__.pop, name)
-    undo.callback(setattr, attention, "__class__", cls)
+    attach_layer(attention, Quantization(kind=kind, float_class=cls), dict.fromkeys(names))
+    undo.callback(detach_layer, attention)

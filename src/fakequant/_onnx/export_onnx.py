@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from fakequant import _targets
 from fakequant._backends.torch.torch_private import pytree
-from fakequant._convert.convert import conversion, convert
+from fakequant._convert.convert import conversion, convert, find_conversion
 from fakequant._convert.golden.fixed_grid import Grid
-from fakequant._convert.golden.integer_layer import IntegerLayer, is_integer, start_export
-from fakequant._onnx import metadata_keys, onnx_operators
+from fakequant._convert.golden.integer_layer import IntegerLayer
+from fakequant._onnx import metadata_keys
+from fakequant._onnx.exported_modules import make_exportable
 from fakequant._onnx.fingerprint import digest_of_graph, digest_of_parameters
 from fakequant._train.running import check_module
 from fakequant._util.optional_packages import require, writing
@@ -97,7 +98,7 @@ def export_onnx(
 
 
 def _converted(model: nn.Module, target: str | None) -> nn.Module:
-    if "_fakequant_conversion" not in model.__dict__:
+    if find_conversion(model) is None:
         golden = convert(model, target=target)
     elif target is None or target == conversion(model).target:
         golden = copy.deepcopy(model)
@@ -184,12 +185,8 @@ def _inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _export(model: nn.Module, args: Any, kwargs: Any, opset: int, shapes: Any) -> Any:
     """The model as torch's exporter writes it, with one node for every grid and every stored weight."""
     _require_no_autocast(model.eval(), args, kwargs)
-    for module in model.modules():
-        if isinstance(module, IntegerLayer) and module._fakequant.weight_spec is not None:
-            spec = module._fakequant.weight_spec
-            # Integer kernels take bytes, also of weights with fewer bits.
-            start_export(module, max(spec.bits, 8) if is_integer(module) else spec.bits)
-    with onnx_operators.exporting(), _quiet(), torch.no_grad():
+    make_exportable(model)
+    with _quiet(), torch.no_grad():
         try:
             return _torch_export(model, args, kwargs, opset, shapes)
         except Exception as error:

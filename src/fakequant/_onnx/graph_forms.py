@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from fakequant._moves import ONNX_MOVES
 from fakequant._onnx.lowering import DOMAIN
 
 _LAYERS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
-_MOVES = {"MaxPool", "Reshape", "Flatten", "Transpose", "Squeeze", "Unsqueeze"}
 
 
 def rewrite(model: ir.Model) -> None:
@@ -65,7 +65,7 @@ def _pool(node: Any) -> None:
 
 def _keep_apart(node: Any) -> None:
     source = node.inputs[0].producer()
-    while source is not None and not source.domain and source.op_type in _MOVES:
+    while source is not None and not source.domain and source.op_type in ONNX_MOVES:
         source = source.inputs[0].producer()
     if source is None or source.domain != DOMAIN or source.op_type != "Grid" or _holds(node, source):
         return
@@ -75,7 +75,7 @@ def _keep_apart(node: Any) -> None:
 def _keep_float_weights(node: Any) -> None:
     """Keeps ONNX Runtime from quantizing the float weight of a layer between quantizers, with a scale of its own."""
     source = node.inputs[0].producer()
-    while source is not None and not source.domain and source.op_type in _MOVES:
+    while source is not None and not source.domain and source.op_type in ONNX_MOVES:
         source = source.inputs[0].producer()
     if source is None or source.domain != DOMAIN or source.op_type != "Grid":
         return
@@ -146,7 +146,7 @@ def _repeat_before_moves(node: Any) -> None:
     while _is_per_tensor(node):
         value = at.inputs[0]
         producer = None if value is None else value.producer()
-        if value is None or producer is None or producer.domain or producer.op_type not in _MOVES:
+        if value is None or producer is None or producer.domain or producer.op_type not in ONNX_MOVES:
             return
         if len(value.uses()) != 1 or value.is_graph_output():
             return  # somebody else reads the float
@@ -171,7 +171,7 @@ def _take_in_relu(node: Any) -> None:
         return
     zero_point = int(node.inputs[2].const_value.numpy().reshape(()))
     source = producer.inputs[0].producer()
-    if zero_point == node.attributes["qmin"].as_int() and (source is None or source.op_type not in _MOVES):
+    if zero_point == node.attributes["qmin"].as_int() and (source is None or source.op_type not in ONNX_MOVES):
         return  # which runtimes know
     node.replace_input_with(0, producer.inputs[0])
     node.attributes["qmin"] = ir.AttrInt64("qmin", zero_point)

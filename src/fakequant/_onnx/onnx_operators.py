@@ -1,16 +1,17 @@
-"""The two operators of a model that is being exported: a grid, and stored codes.
+"""The operators of a model that is being exported: a grid, stored codes, and a grid that is found at run time.
 
-torch's exporter carries them through as single nodes, which nothing folds or rewrites; `lowering.py` then writes
-QuantizeLinear and DequantizeLinear in their place. Scales have one entry per block and broadcast by
-blocks: () or (1, C, 1, 1) or (rows, groups).
+This is the one place where the rules of `quantize`, `dequantize` and `choose_qparams` are spelled in operations that
+export. `exported_modules` calls them.
+
+torch's exporter carries the first two through as single nodes, which nothing folds or rewrites; `lowering.py` then
+writes QuantizeLinear and DequantizeLinear in their place. Scales have one entry per block and broadcast by blocks:
+() or (1, C, 1, 1) or (rows, groups).
 """
-
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from fakequant.spec import QuantSpec
 
 _LIBRARY = torch.library.Library("fakequant_export", "DEF")
 _LIBRARY.define("grid(Tensor x, Tensor scale, Tensor zero_point, int qmin, int qmax, str name) -> Tensor")
@@ -45,19 +46,18 @@ torch.library.register_fake(
 grid = torch.ops.fakequant_export.grid.default
 stored = torch.ops.fakequant_export.stored.default
 
-_state = threading.local()
 
+def dynamic_grid(x: Tensor, spec: QuantSpec, eps: float) -> Tensor:
+    """`x` on a grid that is found at run time, in operations that ONNX has.
 
-@contextmanager
-def exporting() -> Iterator[None]:
-    """While it lasts, converted models run through these operators, in this thread."""
-    _state.active = True
-    try:
-        yield
-    finally:
-        _state.active = False
-
-
-def is_exporting() -> bool:
-    """Whether a model is being exported."""
-    return getattr(_state, "active", False)
+    The same as `min_max`, `choose_qparams` and `fake_quantize` of a tensor that is finite and not empty.
+    """
+    axes = tuple(range(x.dim())) if spec.axis is None else (spec.axis,)
+    lo, hi = x.amin(axes, keepdim=True).clamp(max=0), x.amax(axes, keepdim=True).clamp(min=0)
+    if spec.symmetric:
+        scale = (torch.maximum(-lo, hi) / ((spec.qmax - spec.qmin) / 2)).clamp(min=eps)
+        zero = torch.zeros(())
+    else:
+        scale = ((hi - lo) / (spec.qmax - spec.qmin)).clamp(min=eps)
+        zero = (spec.qmin - torch.round(lo / scale)).clamp(spec.qmin, spec.qmax)
+    return (torch.clamp(torch.round(x / scale) + zero, spec.qmin, spec.qmax) - zero) * scale

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from fakequant._moves import TRACED_FUNCTIONS, TRACED_METHODS, TRACED_MODULES
 from fakequant.nn._layer_kinds import find_kind
 
 _FUNCTIONS = {
@@ -25,14 +26,6 @@ _METHODS = {"add", "add_", "mul", "mul_", "sub", "sub_", "matmul", "bmm", "__add
 _POOLS = (
     nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
 )  # fmt: skip
-
-# What only moves or selects elements: what was on a grid is on it still.
-_MOVING_MODULES = (nn.Flatten, nn.Unflatten, nn.Identity, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
-_MOVING_FUNCTIONS = {
-    torch.flatten, torch.reshape, torch.permute, torch.transpose, torch.squeeze, torch.unsqueeze, F.max_pool1d,
-    F.max_pool2d, F.max_pool3d,
-}  # fmt: skip
-_MOVING_METHODS = {"flatten", "reshape", "view", "permute", "transpose", "squeeze", "unsqueeze", "contiguous"}
 
 
 class Found(NamedTuple):
@@ -118,10 +111,10 @@ def _moved_from(model: nn.Module, node: fx.Node) -> Iterator[str]:
     while not any(_changes_its_input(model, user) for user in node.users):
         if node.op == "call_module":
             yield str(node.target)
-            moves = isinstance(model.get_submodule(str(node.target)), _MOVING_MODULES)
+            moves = isinstance(model.get_submodule(str(node.target)), TRACED_MODULES)
         else:
-            moves = (node.op == "call_function" and node.target in _MOVING_FUNCTIONS) or (
-                node.op == "call_method" and node.target in _MOVING_METHODS
+            moves = (node.op == "call_function" and node.target in TRACED_FUNCTIONS) or (
+                node.op == "call_method" and node.target in TRACED_METHODS
             )
         if not moves or not node.args or not isinstance(node.args[0], fx.Node):
             return

@@ -7,7 +7,7 @@ state corrects.
 
 import dataclasses
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant import _targets
+from fakequant._prepare.attach import find_preparation
 from fakequant._prepare.data_flow import _Tracer, copy_for_tracing
 from fakequant._prepare.plan import Plan, _read
 from fakequant._train.model_snapshot import unchanged
@@ -28,7 +29,6 @@ from fakequant.nn._respec import change_spec
 from fakequant.spec import QuantSpec
 
 _NAMES = ("weight_quantizer", "input_quantizer")
-_LOADING = "_fakequant_first_last_hook"
 
 
 @dataclasses.dataclass
@@ -79,16 +79,9 @@ def widen_first_and_last(model: nn.Module, config: QuantConfig, plan: Plan) -> F
     return FirstLast(ends, not order, layers, specs, starts)
 
 
-def adopt_on_loading(model: nn.Module, found: FirstLast | None) -> None:
-    """Lets a model whose first and last layer are a guess take over those of a state that it loads."""
-    if found is not None and found.is_guess:
-        model.__dict__[_LOADING] = model.register_load_state_dict_pre_hook(_adopt)
-
-
-def forget_first_and_last(model: nn.Module) -> None:
-    """Takes out what `adopt_on_loading` put in."""
-    if _LOADING in model.__dict__:
-        model.__dict__.pop(_LOADING).remove()
+def adopting_hook(found: FirstLast | None) -> Callable[..., None] | None:
+    """The hook by which a model takes over the first and the last layer of a state; None if they are no guess."""
+    return _adopt if found is not None and found.is_guess else None
 
 
 @contextmanager
@@ -210,7 +203,8 @@ def _adopt(model: nn.Module, state: Any, prefix: str, *others: Any) -> None:
 
 
 def _found(model: nn.Module) -> FirstLast | None:
-    return getattr(model.__dict__.get("_fakequant_preparation"), "first_last", None)
+    made = find_preparation(model)
+    return None if made is None else made.first_last
 
 
 def _own(children: Any) -> list[tuple[str, Any]]:

@@ -1,43 +1,32 @@
 """`prepare`: quantizers into a model, in place and without tracing it; `unprepare`: out again."""
 
-import dataclasses
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fakequant import _targets
 from fakequant._convert.fold_batch_norm import find_pairs
+from fakequant._prepare.attach import (
+    Preparation,
+    attach_layer,
+    attach_output,
+    attach_preparation,
+    check_name,
+    close_shortcuts,
+    detach_all,
+    find_preparation,
+)
 from fakequant._prepare.data_flow import Found, find_operands
-from fakequant._prepare.first_last import FirstLast, adopt_on_loading, forget_first_and_last, widen_first_and_last
+from fakequant._prepare.first_last import adopting_hook, widen_first_and_last
 from fakequant._prepare.plan import OF_RECIPES, Layer, Plan, check_free, make_activation_quantizer, make_plan
 from fakequant._prepare.plan_warnings import warn_about_refused, warn_about_rules
 from fakequant._train.running import check_module
-from fakequant._train.schedule import release_norms
 from fakequant.config import QuantConfig
 from fakequant.nn._layer_kinds import find_kind
-from fakequant.nn._quantized_layer import Quantization, QuantizedLayer, attach, detach
+from fakequant.nn._quantized_layer import Quantization, QuantizedLayer
 from fakequant.nn._quantizer import name_quantizers
-
-_HOOK = "_fakequant_output_hook"
-_SHORTCUT = "_fakequant_shortcut_hook"
-
-
-@dataclasses.dataclass
-class Preparation:
-    """What was done to a model, kept with it."""
-
-    config: QuantConfig
-    floats: dict[str, str]
-    unmatched: list[tuple[str, list[str]]]
-    # Modules that are not layers of ours but whose results are quantized.
-    outputs: list[str]
-    # What the analysis of the model's own code could not do.
-    notes: list[str]
-    # Normalizations that will be part of layers, by the paths of those.
-    norms: dict[str, str] = dataclasses.field(default_factory=dict)
-    # Which layers have the bits of the first and the last; None: the config asks for none.
-    first_last: FirstLast | None = None
+from fakequant.nn._records import NAME, find_record
 
 
 def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
@@ -68,30 +57,24 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
     outputs, notes = _plan_outputs(model, config, plan, found)
     on_a_grid = _without_repetition(plan, outputs, found)
     for layer in plan.layers:
-        for name, quantizer in layer.quantizers.items():
-            layer.module.register_module(name, quantizer)
-        attach(layer.module, _record(layer, config))
+        attach_layer(layer.module, _record(layer, config), layer.quantizers)
     hooked = []
     for path, quantizer in outputs.items():
         module = model.get_submodule(path)
         if isinstance(module, QuantizedLayer):
             module.output_quantizer = module.output_quantizer or quantizer
         else:
-            module.register_module("output_quantizer", quantizer)
-            module.__dict__[_HOOK] = module.register_forward_hook(quantize_output)
+            attach_output(module, quantizer)
             hooked.append(path)
     for path, source in on_a_grid.items():
         # Not as a child: it is one of the source.
         reader: Any = model.get_submodule(path)
         reader._fakequant.input_grid = model.get_submodule(source).output_quantizer
     norms = {pair.layer: pair.norm for pair in find_pairs(model)[0]}
-    for module in model.modules():
-        close_shortcuts(module)
+    close_shortcuts(model)
     name_quantizers(model)
-    model.__dict__["_fakequant_preparation"] = Preparation(
-        config, plan.floats, plan.unmatched, hooked, notes, norms, first_last
-    )
-    adopt_on_loading(model, first_last)
+    made = Preparation(config, plan.floats, plan.unmatched, hooked, notes, norms, first_last)
+    attach_preparation(model, made, adopting_hook(first_last))
     link_norms(model)
     return model
 
@@ -100,7 +83,7 @@ def _record(layer: Layer, config: QuantConfig) -> Quantization:
     cls = type(layer.module)
     kind = find_kind(cls)
     assert kind is not None
-    return Quantization(kind, cls, save_codes=config.save_codes, target=config.target)
+    return Quantization(kind=kind, float_class=cls, save_codes=config.save_codes, target=config.target)
 
 
 def unprepare(model: nn.Module) -> nn.Module:
@@ -114,31 +97,19 @@ def unprepare(model: nn.Module) -> nn.Module:
     ('Linear', True)
     """
     preparation(model)
-    release_norms(model)
-    forget_first_and_last(model)
-    for module in list(model.modules()):
-        if isinstance(module, QuantizedLayer):
-            detach(module)
-        if _HOOK in module.__dict__:
-            module.__dict__.pop(_HOOK).remove()
-            module._modules.pop("output_quantizer", None)
-        if _SHORTCUT in module.__dict__:
-            module.__dict__.pop(_SHORTCUT).remove()
-        if "_fakequant_nested" in module.__dict__:
-            module.use_nested_tensor = module.__dict__.pop("_fakequant_nested")
-    del model.__dict__["_fakequant_preparation"]
+    detach_all(model)
     return model
 
 
 def is_prepared(model: nn.Module) -> bool:
     """Whether it is what `prepare` returned."""
-    return "_fakequant_preparation" in model.__dict__
+    return find_preparation(model) is not None
 
 
 def preparation(model: nn.Module) -> Preparation:
     """What was done to a prepared model."""
     check_module(model)
-    found = model.__dict__.get("_fakequant_preparation")
+    found = find_preparation(model)
     if found is None:
         raise ValueError(
             "The model is not prepared, or it is a part or a wrapper of one that is.\n"
@@ -149,29 +120,10 @@ def preparation(model: nn.Module) -> Preparation:
 
 def link_norms(model: nn.Module) -> None:
     """Shows layers the normalizations that will be part of them: again, if others are in their places by now."""
-    made = model.__dict__.get("_fakequant_preparation")
+    made = find_preparation(model)
     for path, norm in () if made is None else made.norms.items():
         layer: Any = model.get_submodule(path)
         layer._fakequant.norm = model.get_submodule(norm)
-
-
-def quantize_output(module: Any, args: Any, output: Any) -> Any:
-    """A hook: the result of a module as its quantizer leaves it."""
-    is_number = isinstance(output, Tensor) and output.is_floating_point()
-    return module.output_quantizer(output) if is_number and module.output_quantizer is not None else output
-
-
-def close_shortcuts(module: Any) -> None:
-    """torch's encoder computes a layer in one operator in evaluation, past our layers, unless it has a hook."""
-    if isinstance(module, nn.TransformerEncoder):
-        module.__dict__["_fakequant_nested"] = module.use_nested_tensor
-        module.use_nested_tensor = False
-    if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, QuantizedLayer) for m in module.modules()):
-        module.__dict__[_SHORTCUT] = module.register_forward_pre_hook(_no_shortcut)
-
-
-def _no_shortcut(module: Any, args: Any) -> None:
-    """That it is there is all it does."""
 
 
 def _check(model: nn.Module, config: QuantConfig) -> None:
@@ -181,6 +133,8 @@ def _check(model: nn.Module, config: QuantConfig) -> None:
             f"`config` must be a QuantConfig, got {type(config).__name__}.\nUse e.g. fakequant.recipes.int8()."
         )
     for path, module in model.named_modules():
+        if module is model or isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
+            check_name(module)
         if isinstance(module, nn.parallel.DistributedDataParallel) or _is_sharded(module):
             raise ValueError(
                 f"{path or 'The model'} is distributed already, by {_wrapper(module)}; the quantizers would not be.\n"
@@ -234,7 +188,7 @@ def _without_repetition(plan: Plan, outputs: dict[str, Any], found: Found) -> di
             if there is None:
                 continue
             # A grid found anew for every tensor may be another one behind a transposition, say.
-            if mine is not None and repr(there) == repr(mine) and not mine.is_dynamic:
+            if mine is not None and mine.is_like(there) and not mine.is_dynamic:
                 layers[path].quantizers["input_quantizer"] = None
                 whose[path] = source
             break
@@ -259,7 +213,7 @@ def _plan_outputs(model: nn.Module, config: QuantConfig, plan: Plan, found: Foun
             continue
         if path not in quantized:
             try:
-                check_free(module, ["output_quantizer"])
+                check_free(module, ["output_quantizer"] if find_record(module) else ["output_quantizer", NAME])
             except ValueError as error:
                 notes.append(f"{path} cannot quantize its result: {error}")
                 continue

@@ -1,44 +1,14 @@
 """`Schedule`: when quantizers begin, and when they stop to move."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from torch import nn
 
+from fakequant._prepare.attach import deploy_biases, freeze_norm, release_norms
 from fakequant._train.running import check_module
 from fakequant._train.unmoved_scales import Unmoved
-from fakequant.nn._quantized_layer import Quantization, QuantizedLayer
 from fakequant.nn._quantizer import quantizers, set_state
-
-
-def _stay_frozen(module: nn.Module, mode: bool = True) -> nn.Module:
-    """`train` of a normalization that keeps its statistics; its children, such as a quantizer of its result, follow."""
-    module.training = False
-    for child in module.children():
-        child.train(mode)
-    return module
-
-
-def release_norms(model: nn.Module) -> None:
-    """Lets normalizations that a `Schedule` froze follow their batches again, and biases be floats in training."""
-    deploy_biases(model, on=False)
-    for module in model.modules():
-        if _is_frozen(module):
-            del module.__dict__["train"]
-            module.training = model.training
-
-
-def deploy_biases(model: nn.Module, *, on: bool) -> None:
-    """Makes layers add, in training too, the biases that will run; or those they have."""
-    for module in model.modules():
-        if isinstance(module, QuantizedLayer) and isinstance(module._fakequant, Quantization):
-            module._fakequant.deploys_bias = on
-
-
-def _is_frozen(module: nn.Module) -> bool:
-    train = module.__dict__.get("train")
-    return isinstance(train, partial) and train.func is _stay_frozen
 
 
 class Schedule:
@@ -117,10 +87,8 @@ class Schedule:
 
     def _freeze_norms(self) -> None:
         for module in self.model.modules():
-            if isinstance(module, nn.modules.batchnorm._NormBase) and not _is_frozen(module):
-                # `model.train()` would wake it up. Not a hook: compiled code ignores those that come later.
-                module.__dict__["train"] = partial(_stay_frozen, module)
-                module.training = False
+            if isinstance(module, nn.modules.batchnorm._NormBase):
+                freeze_norm(module)
 
     def state_dict(self) -> dict[str, Any]:
         """The number of steps."""

@@ -45,7 +45,7 @@ class Unmoved:
         self.is_done = True
         warnings.warn(
             f"The weights were changed in {_STEPS} steps, and no learned scale was: the optimizer does not have them.\n"
-            "Make it after prepare and calibrate, from fakequant.nn._param_groups(model).",
+            "Make it after prepare and calibrate, from fakequant.nn.param_groups(model).",
             UserWarning,
             stacklevel=4,
         )

@@ -7,7 +7,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from fakequant._convert.golden.fixed_grid import Grid
-from fakequant._convert.golden.integer_layer import IntegerLayer, start_export
+from fakequant._convert.golden.integer_layer import IntegerLayer
+from fakequant._onnx.exported_modules import stored_tensors
 from fakequant._onnx.fingerprint import digest_of_parameters
 from fakequant._verify.onnxruntime_session import Runtime
 
@@ -37,8 +38,7 @@ def _tensors_of(module: Any, path: str) -> dict[str, Tensor]:
             found[f"{path}_scale"] = module.scale
         return found
     if isinstance(module, IntegerLayer) and module._fakequant.weight_spec is not None:
-        start_export(module, 8)
-        exported = module._fakequant.exported
+        exported = stored_tensors(module, 8)
         found |= {f"{start}weight_codes": exported.codes, f"{start}weight_scale": module.weight_scale}
         if module.weight_zero_point is not None:
             found[f"{start}weight_zero_point"] = module.weight_zero_point

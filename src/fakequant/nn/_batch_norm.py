@@ -24,7 +24,7 @@ def factor_of(norm: Any) -> Tensor:
 
 def _exact(value: Tensor) -> Tensor:
     """All values of a tensor in float64, which Apple's GPUs do not have."""
-    value = whole(value)
+    value = whole(value) if hasattr(value, "full_tensor") else value.detach()
     return (value.cpu() if value.device.type == "mps" else value).double()
 
 
@@ -63,11 +63,14 @@ def bias_rounding(bias: Tensor | None, x_scale: Tensor, weight_scale: Tensor, no
     """What rounding the bias adds to the result, after the normalization if there is one; per channel, in float64."""
     if norm is None:
         assert bias is not None
-        exact, step = _exact(bias), _exact(x_scale * weight_scale)
-    else:
-        factor, exact = factor_of(norm), folded_bias(bias, norm)
-        step = (x_scale.to(factor.device) * folded_scale(weight_scale.to(factor.device), factor)).double()
-    codes = bias_codes(exact, step)
+        return _rounding(_exact(bias), _exact(x_scale * weight_scale))
+    factor, exact = factor_of(norm), folded_bias(bias, norm)
+    step = (x_scale.to(factor.device) * folded_scale(weight_scale.to(factor.device), factor)).double()
+    return _rounding(exact, step)
+
+
+def _rounding(exact: Tensor, step: Tensor) -> Tensor:
+    codes = (exact / step).round()  # `bias_codes`
     return torch.where(codes.abs() > _LARGEST, 0, codes * step - exact)
 
 
@@ -78,8 +81,10 @@ def rounded_bias(bias: Tensor | None, x_scale: Tensor, weight_scale: Tensor, nor
     In float64, on a device that has it. A bias that is too large for its scale stays as it is: the scale will be
     another, see `widened_scale`.
     """
-    change = bias_rounding(bias, x_scale, weight_scale, norm)
-    if norm is not None:
-        factor = factor_of(norm)
-        change = torch.where(factor == 0, 0, change / factor)
+    if norm is None:
+        assert bias is not None
+        exact = _exact(bias)
+        return exact + _rounding(exact, _exact(x_scale * weight_scale))
+    factor = factor_of(norm)
+    change = torch.where(factor == 0, 0, bias_rounding(bias, x_scale, weight_scale, norm) / factor)
     return change if bias is None else _exact(bias) + change

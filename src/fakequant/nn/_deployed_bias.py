@@ -13,17 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fakequant import _targets
 from fakequant.nn._batch_norm import bias_rounding, factor_of, lacks_opposite, rounded_bias
 from fakequant.spec import QuantSpec
 
 
-def deployed_bias(layer: Any, bias: Tensor | None, x: Tensor, weight: Tensor) -> Tensor | None:
-    """The bias of a prepared layer as it will be in integers; `bias` itself where it will be a float.
+def bias_to_add(layer: Any, x: Tensor, weight: Tensor) -> Tensor | None:
+    """The bias that a prepared layer adds: as it will be in integers, or in training as it is; None if there is none.
 
-    Before a normalization that will be folded, what the rounding changes is added here. The gradient passes to `bias`.
+    A bias that will be a float is returned as it is. Before a normalization that will be folded, what the rounding
+    changes is added here. The gradient passes to the bias of the layer.
+
+    Args:
+        layer: The prepared layer.
+        x: Its quantized input.
+        weight: Its quantized weight.
     """
-    norm = layer._fakequant.norm if will_fold(layer._fakequant.norm, x, weight) else None
+    record = layer._fakequant
+    bias, norm = getattr(layer, record.kind.bias_name), record.norm
+    norm_is_frozen = norm is not None and not norm.training
+    if layer.training and not record.deploys_bias and not norm_is_frozen:
+        return bias
+    if norm is not None and not will_fold(norm, x, weight):
+        norm = None
     if bias is None and norm is None:
         return None
     scales = scales_of_sums(layer, weight.dim())
@@ -68,16 +79,12 @@ def scales_of_sums(layer: Any, weight_dims: int) -> tuple[Tensor, Tensor] | None
     x: Any = layer.input_quantizer or layer._fakequant.input_grid
     weight: Any = layer.weight_quantizer
     for quantizer in (x, weight):
-        if quantizer is None or not quantizer.quantizing or quantizer._blocks is None:
+        if quantizer is None or not quantizer._quantizing or quantizer._blocks is None:
             return None
     if x.spec.axis is not None or x.is_dynamic or not has_one_scale_per_sum(layer, weight.spec, weight_dims):
         return None
-    return x.scale, along_outputs(layer, weight.scale) * 2.0 ** -weight_shift(layer)
-
-
-def weight_shift(layer: Any) -> int:
-    """The k for which codes of a prepared layer's weight will be stored times 2^k; see `Target.weight_shift`."""
-    return _targets.find(layer._fakequant.target).weight_shift(layer.weight_quantizer.spec)
+    scale = weight.scale if layer._fakequant.kind.channel_axis == 0 else along_outputs(layer, weight.scale)
+    return x.scale, scale * 2.0 ** -layer._fakequant.weight_shift(weight.spec)
 
 
 def has_one_scale_per_sum(layer: Any, spec: QuantSpec, weight_dims: int) -> bool:

@@ -8,13 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fakequant._backends.blocks import blocks_of
 from fakequant._backends.torch import compiled_nodes, gradients, tensor_functions
 from fakequant._backends.torch.operator_calls import ops
-from fakequant._backends.torch.plain_memory import is_eager, is_transformed
+from fakequant._backends.torch.plain_memory import is_eager
 from fakequant._backends.torch.process_ranks import ALONE, Ranks
 from fakequant._backends.torch.tensor_checks import block_shape, check_device, kernel_numerics
 from fakequant._backends.torch.tensor_kernels import NUMERICS, Observation, Observed, updated_range
+from fakequant._backends.torch.torch_private import innermost_transform
 from fakequant.functional import UPDATES, Gradient, check_gradient
 from fakequant.nn._quantizer import Quantizer, parameter_shape
 from fakequant.observers._memoryless import Memoryless
@@ -118,14 +118,16 @@ class FakeQuantize(Quantizer):
     def _set_observer(self, observer: Observer) -> None:
         """An observer that continues with the same state."""
         self.observer = observer
-        spec, constant = self.spec, getattr(observer, "constant", 1.0)
-        self._options = (
-            spec.qmin, spec.qmax, kernel_numerics(spec), spec.symmetric, observer.follows, constant, self.eps,
-        )  # fmt: skip
-        if observer.follows is not None:
+        spec, numerics = self.spec, kernel_numerics(self.spec)
+        low, high = spec.qmin, spec.qmax
+        # For `compiled_nodes.fake_quantize`: the range of codes, the numerics, and the range of zero points.
+        self._codes = (low, high, NUMERICS[numerics], (0, 0) if spec.symmetric else (low, high))
+        # How the kernel follows the range, if it can.
+        self._in_kernel = how = observer._in_kernel
+        if how is not None:
+            self._options = (low, high, numerics, spec.symmetric, how.update, how.constant, self.eps)
             self._kernel_options = (
-                spec.qmin, spec.qmax, NUMERICS[kernel_numerics(spec)], spec.symmetric, UPDATES[observer.follows],
-                constant, self.eps,
+                low, high, NUMERICS[numerics], spec.symmetric, UPDATES[how.update], how.constant, self.eps,
             )  # fmt: skip
 
     @contextmanager
@@ -171,11 +173,11 @@ class FakeQuantize(Quantizer):
         if not self._quantizing:
             self._observe(x, ranks)
             return x
-        if self._follows_nothing():
+        if self._in_kernel is None and self.observer.dynamic:
             return self._quantize_by_observer(x, ranks)
         if self._blocks is None or not self.training:
             return self._quantize_alone(x)
-        if ranks.several or self.observer.follows is None:
+        if ranks.several or self._in_kernel is None:
             self._observe(x, ranks)
             return self._quantize(x, self._following)
         return self._observe_and_quantize(x)
@@ -204,6 +206,15 @@ class FakeQuantize(Quantizer):
         if self.spec.numerics == "torch":  # which computes with any scale
             self._require_range()
         try:
+            if self.spec.group_size is None:  # the short way, for ordinary memory
+                low, high, numerics, zeros = self._codes
+                axis = self.spec.axis
+                axis = axis + x.dim() if axis is not None and axis < 0 else axis
+                y = compiled_nodes.fake_quantize(
+                    x, self.scale, zero_point, low, high, numerics, axis, zeros=zeros, clipped=gradient == "clipped"
+                )
+                if y is not None:
+                    return y
             return tensor_functions.fake_quantize(x, self.scale, zero_point, self.spec, gradient=gradient)
         except ValueError:
             self._require_range()
@@ -215,8 +226,7 @@ class FakeQuantize(Quantizer):
 
     def _quantize_alone(self, x: Tensor) -> Tensor:
         """With a range of this tensor's own, in memory of its own: several threads may evaluate one model."""
-        self._check_blocks(x)
-        blocks = blocks_of(tuple(x.shape), self.spec).parameters
+        blocks = self._check_blocks(x)
         lo = torch.full(blocks, torch.inf, dtype=torch.float32, device=x.device)
         scale, zero_point = torch.empty_like(lo), torch.empty_like(lo, dtype=torch.int32)
         hi = -lo
@@ -227,14 +237,9 @@ class FakeQuantize(Quantizer):
                 buffer.copy_(value)
         return y
 
-    def _follows_nothing(self) -> bool:
-        """Whether the range is that of the tensor at hand, and no kernel finds it."""
-        return self.observer.dynamic and self.observer.follows is None
-
     def _quantize_by_observer(self, x: Tensor, ranks: Ranks, *, remember: bool = True) -> Tensor:
         """With the range that the observer finds in this tensor alone; without a finite value it is 0 to 0."""
-        self._check_blocks(x)
-        state = self.observer.init(blocks_of(tuple(x.shape), self.spec).parameters, x.device)
+        state = self.observer.init(self._check_blocks(x), x.device)
         nonfinite = self.observer.update(state, x.detach(), self.spec, ranks)
         lo, hi = self.observer.range(state, self.spec)
         scale, zero_point = self._choose(lo, hi)
@@ -245,7 +250,7 @@ class FakeQuantize(Quantizer):
                 getattr(self, name).copy_(value)
         return tensor_functions.fake_quantize(x, scale, zero_point, self.spec, gradient=self._following)
 
-    def _choose(self, lo: Tensor, hi: Tensor) -> QParams:
+    def _choose(self, lo: Tensor, hi: Tensor) -> QParams[Tensor]:
         """Scale and zero point, as if a range of nothing were 0 to 0."""
         seen = lo <= hi
         return tensor_functions.choose_qparams(
@@ -258,7 +263,7 @@ class FakeQuantize(Quantizer):
         """Whether nothing may be remembered: under `torch.func`, and in a model exported for evaluation."""
         if torch.compiler.is_compiling():
             return torch.compiler.is_exporting() and not self.training
-        return is_transformed()
+        return innermost_transform() is not None
 
     def _run_purely(self, x: Tensor, ranks: Ranks) -> Tensor:
         """The same result, with the same range, but what was observed is forgotten."""
@@ -276,16 +281,16 @@ class FakeQuantize(Quantizer):
             )
         if not self._quantizing:
             return x
-        if self._follows_nothing():
+        if self._in_kernel is None and self.observer.dynamic:
             return self._quantize_by_observer(x, ranks, remember=False)
-        if self.observer.follows is None:
+        if self._in_kernel is None:
             raise RuntimeError(
                 f"{self.observer} cannot observe under a transform of torch.func: it changes what it keeps.\n"
                 "Call `calibrate` first, and freeze the ranges: fakequant.nn.set_state(model, frozen=True)."
             )
         self._check_blocks(x)
         seen = tensor_functions.min_max(x, self.spec)
-        how = Observation(self.observer.follows, self._options[5], self.eps, self.spec.symmetric)
+        how = Observation(*self._in_kernel, self.eps, self.spec.symmetric)
         lo, hi = updated_range(*self._range_before(seen.min), seen.min, seen.max, how)
         scale, zero_point = tensor_functions.choose_qparams(lo, hi, self.spec, eps=self.eps)
         self.saw_only_finite = False
@@ -357,11 +362,11 @@ class FakeQuantize(Quantizer):
                 self._forget()
             self._tensors += 1
             self._set_observer(MovingAverage(1 / self._tensors))
-        if self.observer.follows is not None and not ranks.several:
+        if self._in_kernel is not None and not ranks.several:
             state = (self.running_min, self.running_max, self.scale, self.zero_point)
             if self._observe_shortly(x, *state, quantize=False) is not None:
                 return
-        if self._follows_nothing():
+        if self._in_kernel is None and self.observer.dynamic:
             self._forget()
         self._count(self.observer.update(self._state(), x.detach(), self.spec, ranks))
         if self.observer.searches:
@@ -385,7 +390,7 @@ class FakeQuantize(Quantizer):
         if self.observer.searches:
             self._set_stale(False)
 
-    def qparams(self) -> QParams:
+    def qparams(self) -> QParams[Tensor]:
         """Scale (float32) and zero point (int32) for what was observed so far.
 
         >>> from fakequant import presets
@@ -488,6 +493,10 @@ class FakeQuantize(Quantizer):
                 if saved is not None and not torch.equal(saved.cpu(), getattr(self, name).cpu()):
                     return f"`{name}` is {saved.tolist()} in the state, but the range is fixed here: {self.observer}."
         return super()._misfit(state_dict, prefix)
+
+    def settings(self) -> tuple[Any, ...]:
+        """Also the observer, the gradient and eps."""
+        return *super().settings(), self.observer, self.gradient, self.eps
 
     def extra_repr(self) -> str:
         """The spec, what is switched on, and the observer."""

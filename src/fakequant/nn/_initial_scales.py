@@ -42,7 +42,7 @@ class Start(abc.ABC):
         """Changes `state` by what is in `x` on every rank; how many values here were not finite."""
 
     @abc.abstractmethod
-    def qparams(self, state: State) -> QParams:
+    def qparams(self, state: State) -> QParams[Tensor]:
         """Scale and zero point; the scale is NaN where nothing was seen."""
 
 
@@ -68,7 +68,7 @@ class LSQRule(Start):
         state["number"] += ranks.total(number.long())
         return (~finite).sum()
 
-    def qparams(self, state: State) -> QParams:
+    def qparams(self, state: State) -> QParams[Tensor]:
         """The rule."""
         mean = state["total"] / state["number"].clamp(min=1)
         scale = (2 * mean / sqrt(self.spec.qmax)).clamp(self.eps, largest_scale(self.spec)).float()
@@ -90,7 +90,7 @@ class ObservedStart(Start):
         """The observer's."""
         return self.observer.update(state, x, self.spec, ranks)
 
-    def qparams(self, state: State) -> QParams:
+    def qparams(self, state: State) -> QParams[Tensor]:
         """Those of the range."""
         lo, hi = self.observer.range(state, self.spec)
         known = lo <= hi
@@ -131,7 +131,7 @@ class BetterOnBins(_Better):
         self.searched.update(state, x, ranks)
         return self.lsq.update(state, x, ranks)
 
-    def qparams(self, state: State) -> QParams:
+    def qparams(self, state: State) -> QParams[Tensor]:
         """The better of both."""
         scales = torch.stack([self.lsq.qparams(state).scale, self.searched.qparams(state).scale])
         counts, centers, _ = Histogram().binned(state)
@@ -170,7 +170,7 @@ class BetterOnData(_Better):
         state["better"].copy_(torch.where(state["number"] > before, better, state["better"]))
         return nonfinite
 
-    def qparams(self, state: State) -> QParams:
+    def qparams(self, state: State) -> QParams[Tensor]:
         """What `update` found."""
         return _symmetric(state["better"])
 
@@ -192,5 +192,5 @@ def start_for(init: Init, spec: QuantSpec, eps: float, *, learn_zero_point: bool
     return BetterOnBins(spec, eps) if spec.axis is None else BetterOnData(spec, eps)
 
 
-def _symmetric(scale: Tensor) -> QParams:
+def _symmetric(scale: Tensor) -> QParams[Tensor]:
     return QParams(scale, torch.zeros_like(scale))

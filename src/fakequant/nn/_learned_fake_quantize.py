@@ -159,7 +159,7 @@ class LearnedFakeQuantize(Quantizer):
         value = within(value, self.last_offset, *self._offsets)
         return tensor_functions.round_zero_point(value, self.spec).reshape(self._blocks)
 
-    def qparams(self) -> QParams:
+    def qparams(self) -> QParams[Tensor]:
         """Scale (float32) and zero point (int32).
 
         >>> fq = LearnedFakeQuantize(QuantSpec(bits=2)).initialize(torch.tensor([-1.0, 3.0]))
@@ -279,7 +279,7 @@ class LearnedFakeQuantize(Quantizer):
                 put(value, zero_point.reshape(self._shape).float())
         self._set_stale(False)
 
-    def _found(self) -> QParams:
+    def _found(self) -> QParams[Tensor]:
         """By the rule; NaN where nothing was seen."""
         return self._start.qparams(self._statistics())
 
@@ -343,6 +343,10 @@ class LearnedFakeQuantize(Quantizer):
         new = {"grid": self.grid, "switches": torch.tensor(switches, dtype=torch.uint8), "step_size": old["scale"]}
         # Of a symmetric grid torch resets it before it is used.
         return new if self.offset is None else {**new, "offset": old["zero_point"].to(torch.float32)}
+
+    def settings(self) -> tuple[Any, ...]:
+        """Also what is learned and how. `init` is not among them: it only says where the scale starts."""
+        return *super().settings(), self.learn_zero_point, self.grad_factor, self.eps
 
     def extra_repr(self) -> str:
         """The spec, what is switched on, and what is learned."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fakequant._backends.torch import compiled_nodes
 from fakequant.nn._layer_kinds import LayerKind, quantizes
-from fakequant.nn._quantized_layer import compute, quantize_output
+from fakequant.nn._quantized_layer import quantize_output
 from fakequant.nn._saved_codes import is_saving
 
 
@@ -32,4 +32,4 @@ class Linear(LayerKind):
     @staticmethod
     def forward(layer: Any, input: Tensor) -> Tensor:
         """As in `nn.Linear`."""
-        return quantize_output(layer, compute(layer, linear, input))
+        return quantize_output(layer, layer._fakequant.compute(layer, linear, input))

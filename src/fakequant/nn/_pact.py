@@ -98,7 +98,7 @@ class PACT(Quantizer):
         """0."""
         return torch.zeros((), dtype=torch.int32, device=self.last_alpha.device)
 
-    def qparams(self) -> QParams:
+    def qparams(self) -> QParams[Tensor]:
         """Scale (float32) and zero point (int32).
 
         >>> PACT(8, alpha=2.55).qparams()

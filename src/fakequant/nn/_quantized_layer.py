@@ -1,12 +1,7 @@
 """Prepared layers: layers that quantize their tensors.
 
-`prepare` gives a layer three things, and `unprepare` takes them away again:
-
-    its class       derived from the layer's own, with the forward pass of its `LayerKind`
-    quantizers      as children: `weight_quantizer`, `input_quantizer`, `output_quantizer`
-    `_fakequant`    a `Quantization`, the record of everything else
-
-Parameters, buffers, hooks, attributes and methods of the layer stay as they are.
+The class of a prepared layer is derived from the layer's own, with the forward pass of its `LayerKind`. Its record is a
+`Quantization`. `fakequant._prepare.attach` makes a layer a prepared one, and back.
 """
 
 import dataclasses
@@ -16,10 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant.nn._deployed_bias import deployed_bias
+from fakequant import _targets
+from fakequant.nn._deployed_bias import bias_to_add
 from fakequant.nn._layer_kinds import LayerKind, find_kind, load_kind
 from fakequant.nn._quantizer import Quantizer
+from fakequant.nn._records import LayerRecord
 from fakequant.nn._saved_codes import saving_codes
+from fakequant.spec import QuantSpec
 
 QUANTIZERS = ("weight_quantizer", "input_quantizer", "output_quantizer")
 # The names that a prepared or a converted layer needs for itself.
@@ -41,26 +39,12 @@ class QuantizedLayer(nn.Module):
         return reduced(self, QuantizedLayer)
 
 
-class Record:
-    """What the records of prepared and converted layers share. A kind is found again when a record is copied."""
-
-    kind: type[LayerKind]
-    # The class of the layer in float.
-    float_class: type[nn.Module]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "kind"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, kind=find_kind(state["float_class"]))
-
-
-@dataclasses.dataclass(eq=False)
-class Quantization(Record):
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Quantization(LayerRecord):
     """The record of a prepared layer: `layer._fakequant`."""
 
-    kind: type[LayerKind]
-    float_class: type[nn.Module]
+    base = QuantizedLayer
+
     # Keep codes for the backward pass instead of floats.
     save_codes: bool = True
     # The quantizer of the module that computes the input, if the layer has no `input_quantizer`.
@@ -71,6 +55,16 @@ class Quantization(Record):
     target: str = "generic"
     # Add the bias that will run in training too, not only in evaluation.
     deploys_bias: bool = False
+    # What `weight_shift` returned last, and for which spec and target.
+    _shift: tuple[QuantSpec, str, int] | None = dataclasses.field(default=None, init=False)
+
+    def weight_shift(self, spec: QuantSpec) -> int:
+        """The k for which codes of a weight with this spec will be stored times 2^k; see `Target.weight_shift`."""
+        if torch.compiler.is_compiling():  # which would compile again when `_shift` has changed
+            return _targets.find(self.target).weight_shift(spec)
+        if self._shift is None or self._shift[:2] != (spec, self.target):
+            self._shift = spec, self.target, _targets.find(self.target).weight_shift(spec)
+        return self._shift[2]
 
     def quantize_input(self, layer: Any, x: Tensor) -> Tensor:
         """`x` on the grid of the layer's input."""
@@ -78,40 +72,33 @@ class Quantization(Record):
 
     def quantized_weight(self, layer: Any) -> Tensor:
         """The weight on its grid."""
-        return self._on_grid(layer, getattr(layer, self.kind.weight_name))
+        weight = getattr(layer, self.kind.weight_name)
+        return weight if layer.weight_quantizer is None else layer.weight_quantizer(weight)
 
     def compute(self, layer: Any, operator: Operator, input: Tensor) -> Tensor:
         """`operator` of the quantized input, the quantized weight and the bias."""
         source = getattr(layer, self.kind.weight_name)  # once: reading a parametrized weight computes it
-        x, weight = self.quantize_input(layer, input), self._on_grid(layer, source)
+        quantize_input, quantize_weight = layer.input_quantizer, layer.weight_quantizer
+        x = input if quantize_input is None else quantize_input(input)
+        weight = source if quantize_weight is None else quantize_weight(source)
         if self.norm is not None and weight.dim() == 2 and not torch.compiler.is_compiling():
             layer.weight_quantizer.note_tokens(x.dim() > 2)
-        bias = self._bias(layer, x, weight)
+        bias = bias_to_add(layer, x, weight)
         if not self.save_codes:
             return operator(x, weight, bias)
-        with saving_codes(x, layer.input_quantizer or self.input_grid, weight, layer.weight_quantizer, source):
+        with saving_codes(x, quantize_input or self.input_grid, weight, quantize_weight, source):
             return operator(x, weight, bias)
 
     def compute_rows(self, layer: Any, operator: Operator, inputs: list[Tensor]) -> list[Tensor]:
         """`operator` of each input with its part of the weight, which is cut into equal parts along axis 0."""
         weight = self.quantized_weight(layer)
-        bias = self._bias(layer, inputs[0], weight)
+        bias = bias_to_add(layer, inputs[0], weight)
         quantized: list[Tensor] = []
         for number, x in enumerate(inputs):
             same = next((i for i in range(number) if inputs[i] is x), None)
             quantized.append(self.quantize_input(layer, x) if same is None else quantized[same])
         biases = [None] * len(inputs) if bias is None else bias.chunk(len(inputs))
         return [operator(x, w, b) for x, w, b in zip(quantized, weight.chunk(len(inputs)), biases, strict=True)]
-
-    def _on_grid(self, layer: Any, weight: Tensor) -> Tensor:
-        return weight if layer.weight_quantizer is None else layer.weight_quantizer(weight)
-
-    def _bias(self, layer: Any, x: Tensor, weight: Tensor) -> Tensor | None:
-        bias = getattr(layer, self.kind.bias_name)
-        norm_is_frozen = self.norm is not None and not self.norm.training
-        if layer.training and not self.deploys_bias and not norm_is_frozen:
-            return bias
-        return deployed_bias(layer, bias, x, weight)
 
 
 def compute(layer: Any, operator: Operator, input: Tensor) -> Tensor:
@@ -163,19 +150,6 @@ def quantized_class(cls: type[nn.Module], base: type[QuantizedLayer] = Quantized
         name = base.__name__.removesuffix("Layer") + cls.__name__
         _CLASSES[key] = type(name, (base, cls), {"forward": kind.forward, "__module__": __name__})
     return _CLASSES[key]
-
-
-def attach(layer: nn.Module, record: Quantization) -> None:
-    """Makes a float layer, which has its quantizers as children, a prepared one."""
-    layer.__dict__["_fakequant"] = record
-    layer.__class__ = quantized_class(record.float_class)
-
-
-def detach(layer: Any) -> None:
-    """Makes a prepared layer the float layer it was; its quantizers go too."""
-    layer.__class__ = layer.__dict__.pop("_fakequant").float_class
-    for name in (*QUANTIZERS, "projection_quantizer"):
-        layer._modules.pop(name, None)
 
 
 def reduced(layer: QuantizedLayer, base: type[QuantizedLayer]) -> tuple[Any, ...]:

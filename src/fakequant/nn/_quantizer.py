@@ -44,6 +44,8 @@ class Quantizer(nn.Module):
     switches: Tensor
     # The shape of the scales; None: another for every tensor.
     _blocks: tuple[int, ...] | None
+    # A shape of tensors that the scales fit, and the spec: what was checked last.
+    _fitting: tuple[tuple[int, ...], QuantSpec] | None = None
     # What a scale is called in a state.
     _scale_name = "scale"
 
@@ -153,6 +155,14 @@ class Quantizer(nn.Module):
         super().train(mode)
         return self
 
+    def settings(self) -> tuple[Any, ...]:
+        """What decides how tensors are quantized, apart from what was observed or learned."""
+        return type(self), self.spec, self._observing, self._quantizing, self._frozen
+
+    def is_like(self, other: "Quantizer") -> bool:
+        """Whether another quantizer has the same settings: shown the same tensors, both do the same."""
+        return self.settings() == other.settings()
+
     def extra_repr(self) -> str:
         """The spec and what is switched on."""
         state = [name for name in _SWITCHES if getattr(self, name)] or ["off"]
@@ -186,7 +196,7 @@ class Quantizer(nn.Module):
         """Whether the scale is that of the tensor at hand, also in evaluation."""
         return False
 
-    def qparams(self) -> QParams:
+    def qparams(self) -> QParams[Tensor]:
         """Scale (float32) and zero point (int32)."""
         raise NotImplementedError
 
@@ -195,15 +205,23 @@ class Quantizer(nn.Module):
         """The module in a message."""
         return f"{type(self).__name__} at {self.path}" if self.path else type(self).__name__
 
-    def _check_blocks(self, x: Tensor) -> None:
-        """That `x` has the blocks there are scales for."""
+    def _check_blocks(self, x: Tensor) -> tuple[int, ...]:
+        """The shape of the scales for `x`; an error if there are scales of another shape."""
         shape = tuple(x.shape)
+        # Not in compiled code, which would be compiled again when `_fitting` has changed.
+        remembers = self._blocks is not None and not torch.compiler.is_compiling()
+        if remembers and self._fitting == (shape, self.spec):
+            assert self._blocks is not None
+            return self._blocks
         blocks = blocks_of(shape, self.spec).parameters
         if self._blocks is not None and blocks != self._blocks:
             raise ValueError(
                 f"scales have the shape {self._blocks} here ({self.spec}), but a tensor of shape {shape} needs them in "
                 f"the shape {blocks}."
             )
+        if remembers and all(type(n) is int for n in shape):
+            self._fitting = shape, self.spec
+        return blocks
 
     def _refuse(self, error: Exception) -> NoReturn:
         """The same error with the path of the module."""

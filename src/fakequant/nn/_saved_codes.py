@@ -6,6 +6,7 @@ The weight is there anyway, in the model: it is quantized again. What has a NaN 
 stands for, is saved as it is.
 """
 
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -62,6 +63,15 @@ class _Again(NamedTuple):
         return y.as_strided(*self.view)
 
 
+class _Saving(threading.local):
+    """How many `saved_as_codes` are active in this thread."""
+
+    depth = 0
+
+
+_saving = _Saving()
+
+
 class saved_as_codes(torch.autograd.graph.saved_tensors_hooks):
     """While it is active, an operator saves of some tensors not their memory but what stands for it.
 
@@ -78,7 +88,12 @@ class saved_as_codes(torch.autograd.graph.saved_tensors_hooks):
         self._known = known
         super().__init__(pack, _unpack)
 
+    def __enter__(self) -> None:
+        super().__enter__()
+        _saving.depth += 1
+
     def __exit__(self, *exception: Any) -> None:
+        _saving.depth -= 1
         super().__exit__(*exception)
         self._known.clear()  # what is saved must not keep the tensors themselves
 
@@ -110,8 +125,7 @@ def saving_codes(
 
 def is_saving() -> bool:
     """Whether an operator called now would save codes."""
-    hooks = saved_tensor_hooks()
-    return hooks is not None and hooks[1] is _unpack
+    return _saving.depth > 0
 
 
 def _fits(x: Tensor, quantizer: Quantizer | None) -> bool:

@@ -67,6 +67,10 @@ class FusedFakeQuantize(FakeQuantize):
     def _invalid(self, *_: Any) -> None:
         """The same: and what torch's operator has learned from may not be finite."""
 
+    def settings(self) -> tuple[Any, ...]:
+        """Also whether it is symmetric where the data has both signs."""
+        return *super().settings(), self.symmetric
+
     def extra_repr(self) -> str:
         """The same, and whether it is symmetric where the data has both signs."""
         return f"{super().extra_repr()}; fused{', symmetric' if self.symmetric else ''}"

@@ -3,8 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from fakequant.functional import Update
-from fakequant.observers._observer import _Running
+from fakequant.observers._observer import InKernel, _Running
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +34,5 @@ class Memoryless(_Running):
     dynamic: ClassVar[bool] = True
 
     @property
-    def follows(self) -> Update:
-        """The latest range."""
-        return "latest"
+    def _in_kernel(self) -> InKernel:
+        return InKernel("latest")

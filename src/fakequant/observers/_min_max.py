@@ -2,8 +2,7 @@
 
 import dataclasses
 
-from fakequant.functional import Update
-from fakequant.observers._observer import _Running
+from fakequant.observers._observer import InKernel, _Running
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +29,5 @@ class MinMax(_Running):
     """
 
     @property
-    def follows(self) -> Update:
-        """The widest range so far."""
-        return "widest"
+    def _in_kernel(self) -> InKernel:
+        return InKernel("widest")

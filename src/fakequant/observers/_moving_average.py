@@ -4,8 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from fakequant.functional import Update
-from fakequant.observers._observer import _Running, number
+from fakequant.observers._observer import InKernel, _Running, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +43,5 @@ class MovingAverage(_Running):
             )
 
     @property
-    def follows(self) -> Update:
-        """The average."""
-        return "average"
+    def _in_kernel(self) -> InKernel:
+        return InKernel("average", self.constant)

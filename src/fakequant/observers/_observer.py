@@ -4,7 +4,7 @@ import abc
 import dataclasses
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,13 @@ from fakequant.spec import QuantSpec, shortened
 # The tensors an observer keeps, by name. Their shapes never change.
 State = dict[str, Tensor]
 _KINDS: "dict[str, type[Observer]]" = {}
+
+
+class InKernel(NamedTuple):
+    """How the fused kernel updates a range: a rule, and the weight of the latest tensor for `"average"`."""
+
+    update: Update
+    constant: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +67,8 @@ class Observer(abc.ABC):
         """The lowest and highest value of every block; +inf and -inf where nothing was seen."""
 
     @property
-    def follows(self) -> Update | None:
-        """How the fused kernel follows the range, if it can."""
+    def _in_kernel(self) -> "InKernel | None":
+        """How the fused kernel observes in the same way; None: it cannot, and `update` and `range` are called."""
         return None
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,10 +124,9 @@ class _Running(Observer):
     """Follows the ends of the range, in the way the fused kernel can."""
 
     @property
-    def how(self) -> Observation:
-        """The same for the kernel."""
-        assert self.follows is not None
-        return Observation(self.follows, getattr(self, "constant", 1.0), 0.0, False)
+    @abc.abstractmethod
+    def _in_kernel(self) -> InKernel:
+        """What `update` does, for the kernel."""
 
     def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
         """+inf and -inf."""
@@ -132,7 +138,9 @@ class _Running(Observer):
         lo, hi = seen.min, seen.max
         if spec.granularity != "token":  # tokens are the rank's own
             lo, hi = ranks.range(lo, hi)
-        new = updated_range(state["running_min"], state["running_max"], lo, hi, self.how)
+        new = updated_range(
+            state["running_min"], state["running_max"], lo, hi, Observation(*self._in_kernel, 0.0, False)
+        )
         for name, value in zip(("running_min", "running_max"), new, strict=True):
             state[name].copy_(value)
         return (seen.nan + seen.posinf + seen.neginf).sum()

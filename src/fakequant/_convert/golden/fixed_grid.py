@@ -6,21 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from fakequant._backends.torch import tensor_functions
-from fakequant._backends.torch.tensor_checks import block_shape
 from fakequant._convert.golden.sums_to_codes import ARITHMETICS
 from fakequant._convert.golden.tracked_codes import GridOf, on_grid, origin_of, plain, quantized
-from fakequant._onnx import onnx_operators
 from fakequant.qparams import EPS
 from fakequant.spec import QuantSpec
-
-
-def _chosen(lo: Tensor, hi: Tensor, spec: QuantSpec, eps: float) -> tuple[Tensor, Tensor]:
-    """`choose_qparams` in operations that export."""
-    if spec.symmetric:
-        scale = torch.maximum(-lo, hi) / ((spec.qmax - spec.qmin) / 2)
-        return scale.clamp(min=eps), torch.zeros(())
-    scale = ((hi - lo) / (spec.qmax - spec.qmin)).clamp(min=eps)
-    return scale, (spec.qmin - torch.round(lo / scale)).clamp(spec.qmin, spec.qmax)
 
 
 class Grid(nn.Module):
@@ -58,8 +47,6 @@ class Grid(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` on the grid."""
-        if onnx_operators.is_exporting():
-            return self._exported(x)
         with torch.no_grad():
             return self._quantized(x)
 
@@ -73,18 +60,6 @@ class Grid(nn.Module):
         value = (codes - grid.zero_point) * grid.scale
         # As in training; a runtime has no code for it.
         return on_grid(torch.where(plain(x).isnan(), plain(x), value) if x.isnan().any() else value, grid)
-
-    def _exported(self, x: Tensor) -> Tensor:
-        spec = self.spec
-        if self.scale is not None and self.zero_point is not None:
-            shape = block_shape(tuple(x.shape), spec) if spec.axis is not None else ()
-            scale, zero_point = self.scale.reshape(shape), self.zero_point.reshape(shape)
-            return onnx_operators.grid(x, scale, zero_point, spec.qmin, spec.qmax, self.path)
-        # Found at run time: as operations on floats.
-        axes = tuple(range(x.dim())) if spec.axis is None else (spec.axis,)
-        lo, hi = x.amin(axes, keepdim=True).clamp(max=0), x.amax(axes, keepdim=True).clamp(min=0)
-        scale, zero = _chosen(lo, hi, spec, self.eps)
-        return (torch.clamp(torch.round(x / scale) + zero, spec.qmin, spec.qmax) - zero) * scale
 
     def grid_for(self, x: Tensor) -> GridOf:
         """The grid of `x`: in the shape of its tokens, if each has its own."""

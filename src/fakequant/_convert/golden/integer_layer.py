@@ -9,17 +9,14 @@ import platform
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fakequant._backends.torch import tensor_functions
-from fakequant._backends.torch.tensor_checks import block_shape
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.tracked_codes import Accumulated, OnGrid, known, origin_of, plain
-from fakequant._onnx import onnx_operators
 from fakequant.nn._deployed_bias import along_outputs, has_one_scale_per_sum
-from fakequant.nn._layer_kinds import LayerKind
-from fakequant.nn._linear import linear
-from fakequant.nn._quantized_layer import Operator, QuantizedLayer, Record, input_grid_of, quantized_class, reduced
+from fakequant.nn._quantized_layer import Operator, QuantizedLayer, input_grid_of, reduced
+from fakequant.nn._records import LayerRecord
 from fakequant.spec import QuantSpec
 
 # Whether the CPU's convolutions sum products as they are: on ARM some are transformed first, which rounds.
@@ -49,12 +46,12 @@ class IntegerLayer(QuantizedLayer):
         return reduced(self, IntegerLayer)
 
 
-@dataclasses.dataclass(eq=False)
-class Integers(Record):
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Integers(LayerRecord):
     """The record of a converted layer: `layer._fakequant`."""
 
-    kind: type[LayerKind]
-    float_class: type[nn.Module]
+    base = IntegerLayer
+
     # The path of the layer in its model, for names in files and messages.
     path: str
     # None: the weight is a float.
@@ -66,8 +63,6 @@ class Integers(Record):
     input_grid: Any = None
     # A batch normalization was folded in that normalizes the channels of vectors, not of tokens.
     takes_vectors: bool = False
-    # The tensors of the file that is being written.
-    exported: "Exported | None" = None
 
     def quantize_input(self, layer: Any, x: Tensor) -> Tensor:
         """`x` on the grid of the layer's input."""
@@ -77,9 +72,6 @@ class Integers(Record):
         """The numbers that the codes of the weight stand for."""
         if self.weight_spec is None:
             return getattr(layer, self.kind.weight_name)
-        if onnx_operators.is_exporting():
-            file = self._file
-            return onnx_operators.stored(file.codes, file.scale, file.zero_point, file.bits, self.name("weight"))
         return float_weight(layer)
 
     def compute(self, layer: Any, operator: Operator, input: Tensor, rows: slice = slice(None)) -> Tensor:
@@ -93,10 +85,7 @@ class Integers(Record):
                 f"(batch, features); it was given {tuple(input.shape)}, where the normalization is of another axis.\n"
                 f"Leave the layer in float: config.skip({self.path!r})."
             )
-        if onnx_operators.is_exporting():
-            return self._exported_result(layer, operator, input, rows)
-        with torch.no_grad():
-            return self._result(layer, operator, input, rows)
+        return self.result(layer, operator, input, rows)
 
     def compute_rows(self, layer: Any, operator: Operator, inputs: list[Tensor]) -> list[Tensor]:
         """`operator` of each input with its part of the weight and the bias, cut into equal parts along axis 0."""
@@ -108,33 +97,20 @@ class Integers(Record):
         """The name of one of the layer's tensors in a file."""
         return f"{self.path}.{tensor}" if self.path else tensor
 
-    @property
-    def _file(self) -> "Exported":
-        assert self.exported is not None
-        return self.exported
-
-    def _exported_result(self, layer: Any, operator: Operator, input: Tensor, rows: slice) -> Tensor:
-        x = self.quantize_input(layer, input)
-        weight, bias = self.quantized_weight(layer), getattr(layer, self.kind.bias_name, None)
-        if layer.bias_codes is not None:
-            bias = onnx_operators.stored(layer.bias_codes, self._file.bias_scale, None, 32, self.name("bias"))
-        weight, bias = weight[rows] if rows != slice(None) else weight, _part(bias, rows)
-        if operator is linear and x.dim() > 2:  # a product of two matrices, with its bias, is one kernel
-            return operator(x.flatten(0, -2), weight, bias).unflatten(0, (-1, *x.shape[1:-1]))
-        return operator(x, weight, bias)
-
-    def _result(self, layer: Any, operator: Operator, input: Tensor, rows: slice) -> Tensor:
+    @torch.no_grad()
+    def result(self, layer: Any, operator: Operator, input: Tensor, rows: slice) -> Tensor:
+        """`compute`, when the input has been checked."""
         x = self.quantize_input(layer, input)
         origin = origin_of(x)
         if self.weight_spec is None or not isinstance(origin, OnGrid) or not _sums_have_one_scale(layer):
-            return operator(plain(x), self.quantized_weight(layer)[rows], _part(float_bias(layer), rows))
+            return operator(plain(x), self.quantized_weight(layer)[rows], part_of(float_bias(layer), rows))
         grid = origin.grid
         levels = torch.round(plain(x) / grid.scale)
         weight = weight_levels(layer)
         dtype = _wide_enough(layer, grid, weight)
         bias = None if layer.bias_codes is None else layer.bias_codes.to(dtype)
-        sums = operator(levels.to(dtype), weight[rows].to(dtype), _part(bias, rows))
-        scale = self._along_channels(_part(along_outputs(layer, sum_scale(layer, grid.scale)), rows))
+        sums = operator(levels.to(dtype), weight[rows].to(dtype), part_of(bias, rows))
+        scale = self._along_channels(part_of(along_outputs(layer, sum_scale(layer, grid.scale)), rows))
         value = sums.float() * scale
         floating = None if layer.bias_codes is not None else getattr(layer, self.kind.bias_name, None)
         if floating is not None:
@@ -145,18 +121,6 @@ class Integers(Record):
         """Values per output channel in a shape that broadcasts with the sums."""
         spatial = len(self.weight_shape) - 2
         return value if value.dim() == 0 or spatial == 0 else value.reshape(-1, *[1] * spatial)
-
-
-@dataclasses.dataclass(eq=False)
-class Exported:
-    """The tensors of one layer in the file that is being written. They are made before the model is traced."""
-
-    bits: int
-    codes: Tensor
-    # One per block; they broadcast by blocks.
-    scale: Tensor
-    zero_point: Tensor | None
-    bias_scale: Tensor | None
 
 
 def weight_levels(layer: Any) -> Tensor:
@@ -226,31 +190,6 @@ def float_bias(layer: Any) -> Tensor | None:
     return layer.bias_codes.float() * bias_scale(layer)
 
 
-def start_export(layer: Any, storage_bits: int) -> None:
-    """Makes the tensors that are to be in the file; nothing is computed while the model is traced.
-
-    `storage_bits` is the width of the type in which the file holds the codes.
-    """
-    record = layer._fakequant
-    spec, shape = record.weight_spec, record.weight_shape
-    if spec is None:
-        return
-    codes = tensor_functions.quantize(
-        float_weight(layer),
-        layer.weight_scale * 2.0**record.weight_shift,
-        0 if layer.weight_zero_point is None else layer.weight_zero_point,
-        spec,
-    )
-    blocks = block_shape(shape, spec) if spec.axis is not None else ()
-    record.exported = Exported(
-        bits=storage_bits,
-        codes=codes * 2**record.weight_shift if record.weight_shift else codes,
-        scale=layer.weight_scale.reshape(blocks),
-        zero_point=None if layer.weight_zero_point is None else layer.weight_zero_point.reshape(blocks),
-        bias_scale=None if layer.bias_codes is None else bias_scale(layer),
-    )
-
-
 def _wide_enough(layer: Any, grid: Any, weight: Tensor) -> torch.dtype:
     """A float type in which no partial sum is rounded."""
     zero = int(grid.zero_point) if grid.zero_point.numel() == 1 else None
@@ -267,16 +206,8 @@ def _wide_enough(layer: Any, grid: Any, weight: Tensor) -> torch.dtype:
     return torch.float32 if narrow else torch.float64
 
 
-def _part(value: Any, rows: slice) -> Any:
+def part_of(value: Any, rows: slice) -> Any:
+    """The rows of a bias, or of scales per output channel; None of None."""
     if value is None or value.dim() == 0 or rows == slice(None):  # all of it: a slice would hide its name in a file
         return value
     return value[..., rows]
-
-
-def integer_class(cls: type[nn.Module]) -> type[QuantizedLayer]:
-    """The class of converted layers for a class of float layers.
-
-    >>> issubclass(integer_class(nn.Linear), nn.Linear)
-    True
-    """
-    return quantized_class(cls, IntegerLayer)

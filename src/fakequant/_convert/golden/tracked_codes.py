@@ -24,7 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fakequant._backends.blocks import blocks_of
+from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.torch_private import pytree
+from fakequant._moves import MOVES_OF_CODES, MOVES_OF_VALUES, SAME_VALUES, named
 from fakequant.spec import QuantSpec
 
 
@@ -142,9 +145,11 @@ class Rectified:
 
 
 def quantized(x: Tensor, grid: GridOf) -> Tensor:
-    """clamp(rint(x / scale) + zero_point), in float32; NaN has the lowest code, as in `quantize`."""
-    q = torch.round(x.float() / grid.scale) + grid.zero_point
-    return q.clamp(grid.spec.qmin, grid.spec.qmax).nan_to_num(grid.spec.qmin)
+    """The codes of `x` by the rule of ONNX, as integers in float32."""
+    x = plain(x).float()
+    blocks = blocks_of(tuple(x.shape), grid.spec).parameters
+    codes = tensor_functions.quantize(x, grid.scale.reshape(blocks), grid.zero_point.reshape(blocks), grid.spec)
+    return codes.float()
 
 
 def codes_of(x: Tensor, grid: GridOf) -> Tensor:
@@ -337,43 +342,13 @@ def _averaged(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor
     return Averaged(origin, tuple(sorted(axis % x.dim() for axis in axes)), keepdim)
 
 
-def _named(*names: str) -> list[Any]:
-    """What these names stand for in torch, for tensors and among torch's functions, wherever there is such a thing."""
-    return [getattr(place, name) for place in (torch, Tensor, F) for name in names if hasattr(place, name)]
-
-
 _RULES: dict[Any, Callable[..., Any]] = {
-    # Pieces of it, and copies in other places.
-    **dict.fromkeys(
-        _named(
-            "chunk", "split", "split_with_sizes", "tensor_split", "hsplit", "vsplit", "dsplit", "unbind",
-            "unsafe_chunk", "unsafe_split", "select", "index_select", "gather", "take_along_dim", "take",
-            "masked_select", "rot90", "roll", "repeat", "repeat_interleave", "tile", "expand", "expand_as",
-            "broadcast_to", "pixel_shuffle",
-        ),
-        _selected,
-    ),
-    # What is MaxPool, Reshape, Flatten, Transpose, Squeeze or Unsqueeze in a file, see export/forms.py; and Slice,
-    # which ONNX Runtime itself passes a quantizer through.
-    **dict.fromkeys(
-        (
-            *_named(
-                "reshape", "reshape_as", "view_as", "flatten", "ravel", "unflatten", "permute", "transpose", "t",
-                "movedim", "moveaxis", "swapaxes", "swapdims", "squeeze", "unsqueeze", "narrow", "flip", "fliplr",
-                "flipud", "pixel_unshuffle", "channel_shuffle", "native_channel_shuffle", "max_pool1d", "max_pool2d",
-                "max_pool3d", "max_pool1d_with_indices", "max_pool2d_with_indices", "max_pool3d_with_indices",
-                "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
-                "adaptive_max_pool1d_with_indices", "adaptive_max_pool2d_with_indices",
-                "adaptive_max_pool3d_with_indices",
-            ),
-            Tensor.view, Tensor.__getitem__, Tensor.T.__get__, Tensor.mT.__get__,  # type: ignore[attr-defined]
-        ),
-        _moved,
-    ),
+    **dict.fromkeys(MOVES_OF_VALUES, _selected),
+    **dict.fromkeys(MOVES_OF_CODES, _moved),
     **dict.fromkeys((F.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_), _rectified),
-    **dict.fromkeys(_named("contiguous", "clone", "detach"), _same),
+    **dict.fromkeys(named(*SAME_VALUES), _same),
     **dict.fromkeys(
-        _named(
+        named(
             "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
             "feature_alpha_dropout",
         ),

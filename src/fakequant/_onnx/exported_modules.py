@@ -1,0 +1,111 @@
+"""A converted model as torch's exporter is shown it: with one operator for every grid and every stored tensor.
+
+`make_exportable` gives the grids and the layers of a converted model forward passes in the operators of
+`onnx_operators`. The golden model itself does not know of ONNX.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant._backends.torch import tensor_functions
+from fakequant._backends.torch.tensor_checks import block_shape
+from fakequant._convert.golden.fixed_grid import Grid
+from fakequant._convert.golden.integer_layer import (
+    IntegerLayer,
+    Integers,
+    bias_scale,
+    float_weight,
+    is_integer,
+    part_of,
+)
+from fakequant._onnx import onnx_operators
+from fakequant.nn._linear import linear
+from fakequant.nn._quantized_layer import Operator
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """The tensors of one layer in a file. Scales have one entry per block and broadcast by blocks."""
+
+    # The width of the type in which the file holds the codes.
+    bits: int
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    bias_scale: Tensor | None
+
+
+def stored_tensors(layer: Any, bits: int) -> Stored:
+    """The tensors that a file holds of a converted layer whose weight is quantized, with codes in `bits` bits."""
+    record = layer._fakequant
+    spec = record.weight_spec
+    scale = layer.weight_scale * 2.0**record.weight_shift
+    zero_point: Any = 0 if layer.weight_zero_point is None else layer.weight_zero_point
+    codes = tensor_functions.quantize(float_weight(layer), scale, zero_point, spec)
+    blocks = block_shape(record.weight_shape, spec) if spec.axis is not None else ()
+    return Stored(
+        bits=bits,
+        codes=codes * 2**record.weight_shift if record.weight_shift else codes,
+        scale=layer.weight_scale.reshape(blocks),
+        zero_point=None if layer.weight_zero_point is None else layer.weight_zero_point.reshape(blocks),
+        bias_scale=None if layer.bias_codes is None else bias_scale(layer),
+    )
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class ExportedIntegers(Integers):
+    """The record of a converted layer that is being exported."""
+
+    # Made before the model is traced; None: the weight is a float.
+    stored: Stored | None = None
+
+    def quantized_weight(self, layer: Any) -> Tensor:
+        """The weight, as an operator that holds its codes."""
+        if self.stored is None:
+            return super().quantized_weight(layer)
+        file = self.stored
+        return onnx_operators.stored(file.codes, file.scale, file.zero_point, file.bits, self.name("weight"))
+
+    def result(self, layer: Any, operator: Operator, input: Tensor, rows: slice) -> Tensor:
+        """`operator` of floats: runtimes know an integer kernel by the operators around it."""
+        x = self.quantize_input(layer, input)
+        weight, bias = self.quantized_weight(layer), getattr(layer, self.kind.bias_name, None)
+        if layer.bias_codes is not None:
+            assert self.stored is not None
+            bias = onnx_operators.stored(layer.bias_codes, self.stored.bias_scale, None, 32, self.name("bias"))
+        weight, bias = weight[rows] if rows != slice(None) else weight, part_of(bias, rows)
+        if operator is linear and x.dim() > 2:  # a product of two matrices, with its bias, is one kernel
+            return operator(x.flatten(0, -2), weight, bias).unflatten(0, (-1, *x.shape[1:-1]))
+        return operator(x, weight, bias)
+
+
+class ExportedGrid(Grid):
+    """A grid that is being exported."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` on the grid, as one operator if the scale is fixed."""
+        spec = self.spec
+        if self.scale is None or self.zero_point is None:
+            return onnx_operators.dynamic_grid(x, spec, self.eps)
+        shape = block_shape(tuple(x.shape), spec) if spec.axis is not None else ()
+        scale, zero_point = self.scale.reshape(shape), self.zero_point.reshape(shape)
+        return onnx_operators.grid(x, scale, zero_point, spec.qmin, spec.qmax, self.path)
+
+
+@torch.no_grad()
+def make_exportable(golden: nn.Module) -> None:
+    """Changes a converted model in place into one for torch's exporter. It cannot be changed back."""
+    for module in golden.modules():
+        if isinstance(module, Grid):
+            module.__class__ = ExportedGrid
+        elif isinstance(module, IntegerLayer):
+            record = module._fakequant
+            stored = None
+            if record.weight_spec is not None:
+                bits = record.weight_spec.bits
+                # Integer kernels take bytes, also of weights with fewer bits.
+                stored = stored_tensors(module, max(bits, 8) if is_integer(module) else bits)
+            module.__dict__["_fakequant"] = ExportedIntegers(**vars(record), stored=stored)
