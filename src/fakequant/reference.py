@@ -2,7 +2,9 @@
 
 Every function states its formula in evaluation order. Arithmetic happens in the
 *compute dtype*: float64 for float64 input, float32 for float32, bfloat16 and
-float16. The native kernels are compared with this file bit for bit.
+float16. The native kernels are compared with this file bit for bit: it is an
+oracle, and shares no code with them on purpose. `_backends/torch/formula.py`, the
+same formulas in torch's operations for other devices, is compared with the kernels.
 """
 
 import math
