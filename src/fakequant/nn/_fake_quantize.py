@@ -120,8 +120,7 @@ class FakeQuantize(Quantizer):
         self.observer = observer
         spec, numerics = self.spec, kernel_numerics(self.spec)
         low, high = spec.qmin, spec.qmax
-        # For `compiled_nodes.fake_quantize`: the range of codes, the numerics, and the range of zero points.
-        self._codes = (low, high, NUMERICS[numerics], (0, 0) if spec.symmetric else (low, high))
+        self._codes = compiled_nodes.code_range(spec)
         # How the kernel follows the range, if it can.
         self._in_kernel = how = observer._in_kernel
         if how is not None:
@@ -206,15 +205,10 @@ class FakeQuantize(Quantizer):
         if self.spec.numerics == "torch":  # which computes with any scale
             self._require_range()
         try:
-            if self.spec.group_size is None:  # the short way, for ordinary memory
-                low, high, numerics, zeros = self._codes
-                axis = self.spec.axis
-                axis = axis + x.dim() if axis is not None and axis < 0 else axis
-                y = compiled_nodes.fake_quantize(
-                    x, self.scale, zero_point, low, high, numerics, axis, zeros=zeros, clipped=gradient == "clipped"
-                )
-                if y is not None:
-                    return y
+            axis, group_size, clipped = self.spec.axis, self.spec.group_size, gradient == "clipped"
+            y = compiled_nodes.fake_quantize(x, self.scale, zero_point, self._codes, axis, group_size, clipped)
+            if y is not None:
+                return y
             return tensor_functions.fake_quantize(x, self.scale, zero_point, self.spec, gradient=gradient)
         except ValueError:
             self._require_range()

@@ -7,15 +7,16 @@ import importlib
 import os
 import sys
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fakequant import _kernels
-from fakequant._backends.kernel_types import NUMERICS
+from fakequant._backends.kernel_types import NUMERICS, NUMERICS_NAMES
 from fakequant._kernels import _native
 from fakequant._torch_releases import NEWEST, OLDEST, describe, is_tested
+from fakequant.spec import QuantSpec
 
 _HOW = (
     "To compile them: pip install scikit-build-core nanobind cmake ninja, then install fakequant once more with "
@@ -65,6 +66,43 @@ compiled: Any = _load()
 # --- functions with torch's names -----------------------------------------------------------------
 #
 # The callers have checked that the numbers are ints that fit int64, and floats.
+
+
+class CodeRange(NamedTuple):
+    """What the compiled function needs to know of a spec: codes, rounding rule, and the zero points it allows."""
+
+    qmin: int
+    qmax: int
+    numerics: int
+    lowest_zero: int
+    highest_zero: int
+
+
+def code_range(spec: QuantSpec) -> CodeRange:
+    """The `CodeRange` of a spec."""
+    qmin, qmax = spec.qmin, spec.qmax
+    numerics = NUMERICS[NUMERICS_NAMES[spec.numerics, spec.axis is None]]
+    return CodeRange(qmin, qmax, numerics, *((0, 0) if spec.symmetric else (qmin, qmax)))
+
+
+def fake_quantize(
+    x: Any, scale: Any, zero_point: Any, codes: CodeRange, axis: int | None, group_size: int | None, clipped: bool
+) -> Tensor | None:
+    """`fakequant.fake_quantize` on ordinary arguments; None for all others.
+
+    x, scale, zero_point    as in `fakequant.fake_quantize`
+    codes                   from `code_range(spec)`
+    axis, group_size        of the spec
+    clipped                 whether the gradient is 0 outside the range
+    """
+    if compiled is None or torch.compiler.is_compiling() or not isinstance(x, Tensor):
+        return None
+    if axis is not None and axis < 0:
+        axis += x.dim()
+    qmin, qmax, numerics, lowest_zero, highest_zero = codes
+    return compiled.fake_quantize(
+        x, scale, zero_point, qmin, qmax, numerics, axis, group_size, lowest_zero, highest_zero, False, clipped
+    )
 
 
 def fake_quantize_affine(

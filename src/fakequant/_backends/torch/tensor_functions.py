@@ -15,7 +15,6 @@ from fakequant._backends import checks
 from fakequant._backends.blocks import blocks_of
 from fakequant._backends.kernel_types import (
     NUMERICS,
-    NUMERICS_NAMES,
     Gradient,
     MaskForm,
     Update,
@@ -30,18 +29,6 @@ from fakequant._backends.torch.tensor_checks import block_shape, check_data, che
 from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid, dtype_name
 from fakequant._backends.torch.zero_points import round_forward
 from fakequant.spec import QuantSpec
-
-
-def _compiled_fake_quantize(x: Any, scale: Any, zero_point: Any, spec: QuantSpec, clipped: bool) -> Tensor | None:
-    """`fake_quantize` on ordinary arguments, with a clipped or a passed-through gradient; None for all others."""
-    if compiled_nodes.compiled is None or torch.compiler.is_compiling() or not isinstance(x, Tensor):
-        return None
-    low, high, axis = spec.qmin, spec.qmax, spec.axis
-    return compiled_nodes.compiled.fake_quantize(
-        x, scale, zero_point, low, high, NUMERICS[NUMERICS_NAMES[spec.numerics, axis is None]],
-        axis + x.dim() if axis is not None and axis < 0 else axis, spec.group_size,
-        0 if spec.symmetric else low, 0 if spec.symmetric else high, False, clipped,
-    )  # fmt: skip
 
 
 def _compiled_fake_quantize_learned(
@@ -83,7 +70,8 @@ def fake_quantize(
     checks.check_spec(spec)
     clipped = checks.check_gradient(gradient, mask)
     if mask is None:
-        y = _compiled_fake_quantize(x, scale, zero_point, spec, clipped)
+        codes = compiled_nodes.code_range(spec)
+        y = compiled_nodes.fake_quantize(x, scale, zero_point, codes, spec.axis, spec.group_size, clipped)
         if y is not None:
             return y
     check_data(x)
