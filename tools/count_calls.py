@@ -47,10 +47,10 @@ def prepared_linear() -> Callable[[], object]:
 
 def main() -> None:
     x = torch.randn(64, 64)
-    strided, one = x[:, ::2], torch.tensor(0.1)
+    strided, one, int8 = x[:, ::2], torch.tensor(0.1), fq.QuantSpec()
     group, scales = fq.QuantSpec(bits=4, axis=-1, group_size=32), torch.full((64, 2), 0.1)
     for what, run, limit in (
-        ("strided tensor", lambda: fq.fake_quantize(strided, one, 0, fq.QuantSpec()), (15, 5)),
+        ("strided tensor", lambda: fq.fake_quantize(strided, one, 0, int8), (15, 5)),
         ("groups of 32", lambda: fq.fake_quantize(x, scales, 0, group), (25, 6)),
         ("prepared Linear in evaluation", prepared_linear(), (30, 9)),
     ):

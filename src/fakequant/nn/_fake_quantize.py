@@ -120,7 +120,6 @@ class FakeQuantize(Quantizer):
         self.observer = observer
         spec, numerics = self.spec, kernel_numerics(self.spec)
         low, high = spec.qmin, spec.qmax
-        self._codes = compiled_nodes.code_range(spec)
         # How the kernel follows the range, if it can.
         self._in_kernel = how = observer._in_kernel
         if how is not None:
@@ -205,8 +204,7 @@ class FakeQuantize(Quantizer):
         if self.spec.numerics == "torch":  # which computes with any scale
             self._require_range()
         try:
-            axis, group_size, clipped = self.spec.axis, self.spec.group_size, gradient == "clipped"
-            y = compiled_nodes.fake_quantize(x, self.scale, zero_point, self._codes, axis, group_size, clipped)
+            y = compiled_nodes.fake_quantize(x, self.scale, zero_point, self.spec, gradient == "clipped")
             if y is not None:
                 return y
             return tensor_functions.fake_quantize(x, self.scale, zero_point, self.spec, gradient=gradient)

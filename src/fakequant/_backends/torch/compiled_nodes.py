@@ -7,7 +7,8 @@ import importlib
 import os
 import sys
 import warnings
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,40 +69,28 @@ compiled: Any = _load()
 # The callers have checked that the numbers are ints that fit int64, and floats.
 
 
-class CodeRange(NamedTuple):
-    """What the compiled function needs to know of a spec: codes, rounding rule, and the zero points it allows."""
-
-    qmin: int
-    qmax: int
-    numerics: int
-    lowest_zero: int
-    highest_zero: int
-
-
-def code_range(spec: QuantSpec) -> CodeRange:
-    """The `CodeRange` of a spec."""
+@lru_cache(maxsize=1024)
+def _codes_of(spec: QuantSpec) -> tuple[int, int, int, int, int]:
+    """qmin, qmax, the kernels' number of the rounding rule, and the lowest and highest zero point of a spec."""
     qmin, qmax = spec.qmin, spec.qmax
     numerics = NUMERICS[NUMERICS_NAMES[spec.numerics, spec.axis is None]]
-    return CodeRange(qmin, qmax, numerics, *((0, 0) if spec.symmetric else (qmin, qmax)))
+    return qmin, qmax, numerics, *((0, 0) if spec.symmetric else (qmin, qmax))
 
 
-def fake_quantize(
-    x: Any, scale: Any, zero_point: Any, codes: CodeRange, axis: int | None, group_size: int | None, clipped: bool
-) -> Tensor | None:
+def fake_quantize(x: Any, scale: Any, zero_point: Any, spec: QuantSpec, clipped: bool) -> Tensor | None:
     """`fakequant.fake_quantize` on ordinary arguments; None for all others.
 
-    x, scale, zero_point    as in `fakequant.fake_quantize`
-    codes                   from `code_range(spec)`
-    axis, group_size        of the spec
-    clipped                 whether the gradient is 0 outside the range
+    x, scale, zero_point, spec    as in `fakequant.fake_quantize`
+    clipped                       whether the gradient is 0 outside the range
     """
     if compiled is None or torch.compiler.is_compiling() or not isinstance(x, Tensor):
         return None
+    qmin, qmax, numerics, lowest_zero, highest_zero = _codes_of(spec)
+    axis = spec.axis
     if axis is not None and axis < 0:
         axis += x.dim()
-    qmin, qmax, numerics, lowest_zero, highest_zero = codes
     return compiled.fake_quantize(
-        x, scale, zero_point, qmin, qmax, numerics, axis, group_size, lowest_zero, highest_zero, False, clipped
+        x, scale, zero_point, qmin, qmax, numerics, axis, spec.group_size, lowest_zero, highest_zero, False, clipped
     )
 
 

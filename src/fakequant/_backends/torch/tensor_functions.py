@@ -70,8 +70,7 @@ def fake_quantize(
     checks.check_spec(spec)
     clipped = checks.check_gradient(gradient, mask)
     if mask is None:
-        codes = compiled_nodes.code_range(spec)
-        y = compiled_nodes.fake_quantize(x, scale, zero_point, codes, spec.axis, spec.group_size, clipped)
+        y = compiled_nodes.fake_quantize(x, scale, zero_point, spec, clipped)
         if y is not None:
             return y
     check_data(x)
