@@ -118,6 +118,13 @@ class FakeQuantizer:
             raise TypeError(f"`config` must be a FakeQuantConfig, got {config!r}.")
         self.config = FakeQuantConfig.q8_symmetric() if config is None else config
         self.numerics: Numerics = numerics
+        self._spec = _AnyRange(
+            bits=self.config.bits,
+            symmetric=self.config.symmetric,
+            numerics=numerics,
+            low=self.config.qmin,
+            high=self.config.qmax,
+        )
         self._set(np.float32(1), 0)
         self._initialized = False
 
@@ -193,23 +200,17 @@ class FakeQuantizer:
     def forward(self, x: Any) -> Any:
         """`x` rounded to the grid. On a tensor, autograd passes the gradient through."""
         x = backend_of(x).as_data(x)
-        config, scale, zero_point = self.config, self._number, self._zero_point
-        spec = _AnyRange(
-            bits=config.bits,
-            symmetric=config.symmetric,
-            numerics=self.numerics,
-            low=config.qmin,
-            high=config.qmax,
-        )
+        scale, zero_point = self._number, self._zero_point
         if scale == inf:
-            return self._forward_infinite(x, spec)
-        y = fake_quantize(x, scale, zero_point, spec, gradient="pass")
+            return self._forward_infinite(x)
+        y = fake_quantize(x, scale, zero_point, self._spec, gradient="pass")
         if self.numerics == "half_away":  # where NaN is code 0
             _overwrite(y, x != x, -zero_point * scale if y.dtype.itemsize == 8 else self._value_of_zero)
         return y
 
-    def _forward_infinite(self, x: Any, spec: QuantSpec) -> Any:
+    def _forward_infinite(self, x: Any) -> Any:
         """The formulas with an infinite scale, where `x / scale` is 0, or NaN if `x` is not finite."""
+        spec = self._spec
         y = fake_quantize(x, 1.0, 0, spec, gradient="pass")
         code_of_nan = {"half_away": 0.0, "torch": float(spec.qmin), "onnx": nan}[self.numerics]
         code = min(max(self._zero_point, spec.qmin), spec.qmax)
