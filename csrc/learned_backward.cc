@@ -63,7 +63,7 @@ struct OwnLearned : Rule {
     const auto finite = magnitude(x) < splat<V>(Elem<V>(__builtin_inf()));
     const V ds = times(dy * (at.inside ? at.level - x / p.scale : at.level), factor);
     const V dz = times(dy * -p.scale, factor);
-    // An element that is not finite teaches nothing: selected away, so that not even inf * 0 remains.
+    // Non-finite elements contribute 0: selected, not multiplied, because inf * 0 is NaN.
     return {zero_unless(at.inside & finite, dy), zero_unless(finite, ds),
             zero_where(at.inside, zero_unless(finite, dz))};
   }

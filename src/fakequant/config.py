@@ -145,7 +145,7 @@ class QuantConfig:
             )
 
     def rule(self, path: str = "*", *, type: str | None = None, **layer: Any) -> "QuantConfig":
-        """The same with one more rule, before the others. The fields are those of `LayerConfig`."""
+        """Returns a copy with this rule placed first. The fields are those of `LayerConfig`."""
         problem = _unknown(LayerConfig, layer)
         if problem is not None:
             raise TypeError(problem)

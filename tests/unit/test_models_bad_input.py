@@ -196,7 +196,7 @@ def with_others():
 CANNOT = {
     "LSTM": ("lstm", "recurrent"),
     "BatchNorm2d": ("norm", "normalization"),
-    "Own": ("own", "Own is no layer that can be quantized"),
+    "Own": ("own", "Own is not a supported layer type"),
     "ReLU": ("relu", "ReLU"),
 }
 each_type = pytest.mark.parametrize(("kind", "path", "reason"), [(k, *v) for k, v in CANNOT.items()], ids=CANNOT)

@@ -234,7 +234,7 @@ def _widen(layer: Any, x_scale: Tensor, bias: Tensor) -> None:
 
 
 def take_out(model: nn.Module, path: str) -> None:
-    """Puts something in the place of a normalization that does nothing."""
+    """Replaces a folded batch norm by an identity."""
     parent, _, name = path.rpartition(".")
     norm = model.get_submodule(path)
     setattr(model.get_submodule(parent), name, Folded(norm._modules.get("output_quantizer")))

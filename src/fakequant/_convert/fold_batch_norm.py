@@ -31,7 +31,7 @@ class Pair(NamedTuple):
 
 
 class Folded(nn.Module):
-    """Where a normalization was; its result may be quantized."""
+    """The identity left where a batch norm was folded; its result may be quantized."""
 
     output_quantizer: Any
 

@@ -24,7 +24,7 @@ def rewrite(model: ir.Model) -> None:
         if node.op_type == "ReduceMean" and not node.domain:
             _pool(node)
     before = -1
-    while before != len(list(model.graph)):  # one makes room for another
+    while before != len(list(model.graph)):  # repeat until nothing changes
         before = len(list(model.graph))
         _merge(model)
         for change in (_take_in_relu, _repeat_before_moves):
@@ -149,7 +149,7 @@ def _repeat_before_moves(node: Any) -> None:
         if value is None or producer is None or producer.domain or producer.op_type not in ONNX_MOVES:
             return
         if len(value.uses()) != 1 or value.is_graph_output():
-            return  # somebody else reads the float
+            return  # the float has another consumer
         source = producer.inputs[0]
         if source is None or (source.producer() is not None and source.producer().domain == DOMAIN):
             return  # it is on a grid already
@@ -172,7 +172,7 @@ def _take_in_relu(node: Any) -> None:
     zero_point = int(node.inputs[2].const_value.numpy().reshape(()))
     source = producer.inputs[0].producer()
     if zero_point == node.attributes["qmin"].as_int() and (source is None or source.op_type not in ONNX_MOVES):
-        return  # which runtimes know
+        return  # runtimes fuse this form already
     node.replace_input_with(0, producer.inputs[0])
     node.attributes["qmin"] = ir.AttrInt64("qmin", zero_point)
     if not value.uses() and not value.is_graph_output() and producer.graph is not None:

@@ -101,7 +101,7 @@ def _why_not(module: nn.Module, config: LayerConfig | None) -> str | None:
     if kind is None:
         if is_known(type(module)):
             return f"{type(module).__name__} has a forward pass of its own"
-        return f"{type(module).__name__} is no layer that can be quantized"
+        return f"{type(module).__name__} is not a supported layer type"
     if any(nn.parameter.is_lazy(p) for p in module._parameters.values() if p is not None):
         return "its parameters have no shape yet; run the model once first"
     return kind.why_not(module)

@@ -174,7 +174,7 @@ def _nothing(plan: Plan) -> str:
 
 
 def _without_repetition(plan: Plan, outputs: dict[str, Any], found: Found) -> dict[str, str]:
-    """Takes away quantizers of inputs that come from a module which quantizes them alike: whose, by path.
+    """Drops input quantizers that repeat the producer's, and returns {layer: producer} by path.
 
     The module that counts is the last one on the way to the layer that quantizes its result.
     """

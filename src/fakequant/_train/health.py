@@ -82,7 +82,7 @@ _MEMORY: "WeakKeyDictionary[Quantizer, _Memory]" = WeakKeyDictionary()
 
 @contextmanager
 def memory_as_before(model: nn.Module) -> Iterator[None]:
-    """Afterwards `health` remembers what it did: drift is since a call that the user made."""
+    """Restores the drift baseline afterwards: drift counts from the user's own calls of `health`."""
     before = {}
     for _, quantizer in quantizers(model):
         memory = _MEMORY.get(quantizer)

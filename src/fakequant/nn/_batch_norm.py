@@ -29,7 +29,7 @@ def _exact(value: Tensor) -> Tensor:
 
 
 def lacks_opposite(lowest: Tensor, qmin: int, factor: Tensor) -> Tensor:
-    """Whether a code would have to change its sign that has no opposite; `lowest` are the lowest levels of channels."""
+    """True for channels that folding would negate and that use the lowest code; `lowest` are their lowest levels."""
     return ((factor < 0) & (lowest == qmin)).any()
 
 
@@ -54,7 +54,7 @@ def bias_codes(bias: Tensor, scale: Tensor) -> Tensor:
 def widened_scale(weight_scale: Tensor, x_scale: Tensor, bias: Tensor) -> Tensor:
     """Scales of a weight that are large enough for the bias to be an integer beside the sums.
 
-    Only weights that are nothing beside their bias have smaller ones: behind a normalization with a factor of 0, say.
+    Smaller scales occur only where the bias dwarfs the weights, e.g. before a batch norm with a factor of 0.
     """
     return torch.maximum(weight_scale.double(), bias.double().abs() / (x_scale.double() * _LARGEST)).float()
 

@@ -95,7 +95,7 @@ def put(parameter: Tensor, value: Tensor) -> None:
 
 
 def settle(parameter: Tensor, value: Tensor) -> None:
-    """Makes a parameter what it stands for, unless it is that already."""
+    """Writes the effective value back into the parameter if it differs."""
     if not torch.equal(whole(parameter), value):
         put(parameter, value)
 

@@ -311,7 +311,7 @@ class FakeQuantize(Quantizer):
         return result.y
 
     def _observe_shortly(self, x: Tensor, *state: Tensor, quantize: bool) -> tuple[Any, int] | None:
-        """The same for ordinary memory, with or without quantizing; None: it takes more than that."""
+        """The fused fast path on ordinary memory, with or without quantizing; None if it does not apply."""
         if compiled_nodes.compiled is None or torch.compiler.is_compiling():
             return None
         axis, group = self.spec.axis, self.spec.group_size
@@ -392,7 +392,7 @@ class FakeQuantize(Quantizer):
         QParams(scale=tensor(0.0100), zero_point=tensor(0, dtype=torch.int32))
         """
         if self._blocks is None:
-            raise RuntimeError(f"{self.where} finds scales for every tensor anew: it has none of its own.")
+            raise RuntimeError(f"{self.where} is dynamic: it computes scales for each input and stores none.")
         if self._stale:
             self.refresh()
         self._require_range()
@@ -436,7 +436,7 @@ class FakeQuantize(Quantizer):
         lo, hi = (old[f"activation_post_process.{end}_val"] for end in ("min", "max"))
         scale, zero_point = old["scale"], old["zero_point"]
         if zero_point.is_floating_point():
-            raise ValueError("the zero point of the state is not an integer, which no grid of ours has.")
+            raise ValueError("the zero point of the state is not an integer.")
         if lo.numel() == 0:  # it has seen nothing, and its scale of 1 means nothing
             empty = self.observer.init(self._blocks, self.scale.device)
             lo, hi = empty["running_min"], empty["running_max"]

@@ -94,7 +94,7 @@ class LearnedFakeQuantize(Quantizer):
         blocks = parameter_shape(spec, shape)
         if blocks is None:
             raise ValueError(
-                "Scales per token are found for every tensor anew; they cannot be learned.\nUse FakeQuantize."
+                "Scales per token are dynamic, computed for each input; they cannot be learned.\nUse FakeQuantize."
             )
         self.init = init
         self.learn_zero_point = learn_zero_point

@@ -141,7 +141,7 @@ class Quantizer(nn.Module):
             self._stale, self._has_tokens = bool(flags & _STALE), bool(flags & _TOKENS)
 
     def settle(self) -> None:
-        """Does what can wait until nobody is in a hurry: searches, and what is said once."""
+        """Runs deferred work: range searches and one-time warnings."""
         self._tell()
 
     def ranks(self) -> Ranks:
@@ -348,7 +348,7 @@ class Quantizer(nn.Module):
                     return f"the state is of format {version}, this version reads format {_FORMAT}."
                 spec = QuantSpec.from_numbers(numbers)
             except (ValueError, TypeError, IndexError):
-                return f"`grid` is no spec in numbers: {saved}."
+                return f"`grid` is not an encoded QuantSpec: {saved}."
             if spec != self.spec:
                 return (
                     f"the state is of a quantizer with the spec ({spec}), this one has the spec ({self.spec}).\n"

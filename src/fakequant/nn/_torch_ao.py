@@ -139,7 +139,7 @@ def from_torch_ao(module: Any) -> Quantizer:
         raise TypeError(f"`module` must be a fake-quantize module of torch.ao, got {type(module).__name__}.")
     scheme = str(observer.qscheme)
     if "float_qparams" in scheme:
-        raise ValueError("Zero points with a fraction (float_qparams) are on no grid of ours.")
+        raise ValueError("Zero points with a fraction (float_qparams) are not supported.")
     symmetric = "symmetric" in scheme
     axis = observer.ch_axis if "per_channel" in scheme else None
     channels = (None,) * (axis or 0) + (_channels(module, observer),) if axis is not None else None
@@ -181,7 +181,7 @@ def _observer(observer: Any) -> Observer:
     if name in ("MinMaxObserver", "PerChannelMinMaxObserver"):
         return MinMax()
     raise ValueError(
-        f"{name} keeps what it has seen in a way of its own. Only min-max and moving-average observers can be taken "
+        f"The state of {name} cannot be converted. Only min-max and moving-average observers can be taken "
         "over.\nBuild FakeQuantize with an observer of fakequant.observers and calibrate it."
     )
 
@@ -202,6 +202,6 @@ def _spec(qmin: int, qmax: int, symmetric: bool, axis: int | None) -> QuantSpec:
         if (spec.qmin, spec.qmax) == (qmin, qmax):
             return spec
     raise ValueError(
-        f"The codes {qmin} to {qmax} are no whole number of bits.\nA QuantSpec has codes 0 to 2^bits - 1, or "
+        f"The codes {qmin} to {qmax} are not the full range of a bit width.\nA QuantSpec has codes 0 to 2^bits - 1, or "
         "-2^(bits-1) to 2^(bits-1) - 1, without the lowest if it is narrow."
     )

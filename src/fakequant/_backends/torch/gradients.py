@@ -61,7 +61,7 @@ def _keep(ctx: Any, *tensors: Tensor | None) -> None:
 
 
 def _kept(ctx: Any) -> tuple[Tensor, ...]:
-    """What `_keep` kept, out of the wrappers of a transform that has ended meanwhile (`torch.func.vjp`)."""
+    """The saved tensors, unwrapped from functorch levels that have ended (`torch.func.vjp`)."""
     return unwrap_dead_wrappers(ctx.saved_tensors)
 
 

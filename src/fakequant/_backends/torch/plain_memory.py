@@ -56,7 +56,7 @@ def is_direct(x: torch.Tensor) -> bool:
 def is_transformed() -> bool:
     """Whether this runs under a transform of `torch.func`, where tensors from outside must not be changed.
 
-    A compiler traces transforms in a way of its own.
+    Dynamo traces transforms itself.
 
     >>> is_transformed(), torch.func.vmap(lambda x: x * is_transformed())(torch.ones(2))
     (False, tensor([1., 1.]))

@@ -129,7 +129,7 @@ class Moved:
     move: Callable[[Tensor], Tensor]
 
     def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
-        """Those of it, moved."""
+        """The codes of the source, with the move applied."""
         return self.move(self.of.codes(arithmetic, grid))
 
 
@@ -140,7 +140,7 @@ class Rectified:
     of: Origin
 
     def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
-        """Those of it, not below the zero point."""
+        """The codes of the source, none below the zero point."""
         return torch.maximum(self.of.codes(arithmetic, grid), grid.zero_point)
 
 
@@ -361,7 +361,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
 
 
 def stripped(result: Any) -> Any:
-    """What a model returns, with ordinary tensors in it: nobody outside keeps the sums alive."""
+    """The result of a model with ordinary tensors in it, so that callers do not hold on to the sums."""
     return pytree.tree_map(_stripped_leaf, result)
 
 
