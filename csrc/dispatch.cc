@@ -28,7 +28,7 @@ const KernelTable kTables[] = {
 
 #if defined(__x86_64__) || defined(_M_X64)
 // Asked of the CPU itself: __builtin_cpu_supports does not know F16C in every Clang, and on Windows it needs a
-// library that nobody links.
+// library that is not linked.
 struct Leaf { uint32_t a, b, c, d; };
 Leaf cpuid(uint32_t leaf) {
   Leaf r;

@@ -12,7 +12,7 @@ void prepare_output(void* data, size_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kHugePage = uintptr_t(2) << 20;
   if (bytes < 2 * kHugePage) return;
-  // Only huge pages that lie wholly inside the output: the rest may belong to somebody else.
+  // Only huge pages that lie wholly inside the output: the rest may belong to another allocation.
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kHugePage - 1) & ~(kHugePage - 1);
   const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) & ~(kHugePage - 1);
   // A refusal costs speed, not correctness.

@@ -85,7 +85,7 @@ def _torch() -> str | None:
     nodes = sys.modules.get("fakequant._backends.torch.compiled_nodes")
     if nodes is not None:
         compiled = nodes.compiled is not None
-    else:  # not used yet: what is there for it
+    else:  # torch is not imported: say what is installed for it
         name = f"fakequant._autograd_{number.split('+')[0].replace('.', '_')}"
         compiled = find_spec(name) is not None
     known = "" if is_tested(number) else f" (tested: {describe(OLDEST)} to {describe(NEWEST)})"

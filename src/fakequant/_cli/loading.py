@@ -62,7 +62,7 @@ def load_data(where: str) -> Any:
             f"{where} is of type {type(found).__name__}; name batches, such as a DataLoader or a list of tensors, or a "
             "function that returns them"
         )
-    with contextlib.suppress(TypeError):  # nobody knows how many
+    with contextlib.suppress(TypeError):  # the number is unknown
         if len(found) == 0:  # type: ignore[arg-type]
             raise Problem(f"{where} has no batches; give it at least one")
     return found

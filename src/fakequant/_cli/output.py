@@ -1,4 +1,4 @@
-"""stdout is for results, stderr for all else; neither ends in a traceback if nobody reads it."""
+"""stdout is for results, stderr for all else; a closed pipe does not end in a traceback."""
 
 import contextlib
 import errno
@@ -49,7 +49,7 @@ def write(text: str) -> None:
         sys.stdout.flush()
     except OSError as error:
         _let_go()
-        # A pipe that nobody reads is no error: the exit code says the rest. Windows calls it an invalid argument.
+        # A closed pipe is not an error: the exit code says the rest. Windows calls it an invalid argument.
         if error.errno not in (errno.EPIPE, errno.EINVAL):
             raise
 

@@ -24,7 +24,7 @@ from fakequant.nn._quantizer import Quantizer
 
 
 class Pair(NamedTuple):
-    """A layer, and the normalization that takes its result and nobody else does."""
+    """A layer and the batch norm that is the only consumer of its result."""
 
     layer: str
     norm: str

@@ -267,7 +267,7 @@ def _finish(program: Any, opset: int, target: _targets.Target) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without messages that nobody can act on: torchvision is absent, torch calls what torch deprecates."""
+    """Hides messages a user cannot act on: torchvision is absent, torch calls its own deprecated functions."""
     names = ("torch.onnx._internal.exporter._registration", "onnxscript.optimizer._constant_folding")
     loggers = [(logging.getLogger(name), logging.getLogger(name).level) for name in names]
     for logger, _ in loggers:

@@ -236,7 +236,7 @@ def _value(value: Any) -> Any:
 
 
 def remove_unused(graph: ir.Graph) -> None:
-    """Initializers that nobody reads."""
+    """Initializers that no node reads."""
     for name, value in list(graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():
             del graph.initializers[name]

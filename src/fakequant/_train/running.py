@@ -24,13 +24,13 @@ class Bar(tqdm):
 
 
 def check_module(model: Any, name: str = "model") -> None:
-    """That it is a module."""
+    """Raises TypeError unless `model` is an `nn.Module`."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`{name}` must be a torch.nn.Module, got {type(model).__name__}.")
 
 
 def check_steps(steps: Any) -> None:
-    """That it is a number of batches, or None for all of them."""
+    """Raises ValueError unless it is a number of batches, or None for all of them."""
     if steps is not None and (type(steps) is not int or steps < 0):
         raise ValueError(f"`steps` must be a number of batches or None, got {steps!r}.")
 
@@ -99,7 +99,7 @@ def run(
         return
     try:
         total: int | None = len(data)  # type: ignore[arg-type]
-    except TypeError:  # nobody knows
+    except TypeError:  # the length is unknown
         total = None
     if steps is not None:
         total = steps if total is None else min(steps, total)

@@ -162,7 +162,7 @@ class FakeQuantize(Quantizer):
     def _run(self, x: Tensor) -> Tensor:
         if not self._looks():
             return self._quantize(x, self._fixed) if self._quantizing else x
-        # In evaluation a rank may be alone: nobody would answer it.
+        # In evaluation a rank may run alone; waiting for the others would block.
         ranks = self.ranks() if self.training else ALONE
         if x.numel() == 0 and not ranks.several and not self.observer.dynamic:
             return x

@@ -108,7 +108,7 @@ def saving_codes(
     """The context in which an operator saves the codes of `x`, and of `weight` how to compute it from `source`.
 
     Both are results of quantizers, given with them; a quantizer that is None was not there. Where there is
-    nothing to gain, or somebody else decides what is saved, it does nothing.
+    nothing to gain, or other hooks decide what is saved, it does nothing.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return nullcontext()

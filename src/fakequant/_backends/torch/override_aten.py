@@ -31,7 +31,7 @@ REPLACED: dict[str, Callable] = {
 
 
 class _Switch:
-    """On while it has been switched on for good, or somebody is inside a context.
+    """On while `accelerate()` is in force, or a context is open.
 
     torch's dispatcher may not lose a kernel that another thread is about to call. So while there are
     other threads, replaced kernels that are switched off stay where they are and call torch's.

@@ -233,7 +233,7 @@ def _holds(origin: Any) -> bool:
             return _holds(origin.x)
         case Moved() | Rectified():
             return _holds(origin.of)
-    return True  # sums are nobody else's
+    return True  # sums are not shared with other tensors
 
 
 def plain(value: Tensor) -> Tensor:
