@@ -64,7 +64,6 @@ class Bench:
 
 
 def add(commands: Commands) -> None:
-    """Declares the command."""
     parser = commands.add(
         "bench",
         run,

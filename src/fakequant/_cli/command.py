@@ -119,28 +119,24 @@ def whole_number(least: int) -> Any:
 
 
 def add_model(parser: Parser, *, prepared: str = "a prepared model") -> None:
-    """MODEL."""
     parser.add_argument(
         "model", metavar="MODEL", help=f"FILE.py:NAME or MODULE:NAME, {prepared} or a function that returns it"
     )
 
 
 def add_state(parser: Parser) -> None:
-    """--state."""
     parser.add_argument(
         "--state", metavar="FILE", help="a file of torch.save(model.state_dict(), FILE) to load into the model first"
     )
 
 
 def add_float_state(parser: Parser) -> None:
-    """--float-state."""
     parser.add_argument(
         "--float-state", metavar="FILE", help="the same for the float model: --state is not loaded into that"
     )
 
 
 def add_steps(parser: Parser) -> None:
-    """--steps."""
     parser.add_argument("--steps", metavar="N", type=whole_number(1), help="use at most so many batches")
 
 

@@ -7,7 +7,6 @@ from fakequant._cli.loading import folder_to_write
 
 
 def add(commands: Commands) -> None:
-    """Declares the command."""
     parser = commands.add(
         "demo",
         run,

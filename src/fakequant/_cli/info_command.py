@@ -12,7 +12,6 @@ PACKAGES = ("onnx", "onnxruntime", "onnxscript", "safetensors", "matplotlib", "s
 
 
 def add(commands: Commands) -> None:
-    """Declares the command."""
     commands.add("info", run, "versions, instruction set and threads: for bug reports", examples=["", "--json"])
 
 

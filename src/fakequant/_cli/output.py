@@ -64,7 +64,6 @@ def flush() -> None:
 
 
 def complain(text: str) -> None:
-    """To stderr."""
     with contextlib.suppress(OSError):
         if sys.stderr is not None:
             print(text.rstrip(), file=sys.stderr, flush=True)

@@ -9,7 +9,6 @@ from fakequant._cli.short_errors import Problem
 
 
 def add(commands: Commands) -> None:
-    """Declares the command."""
     parser = commands.add(
         "report",
         run,

@@ -14,7 +14,6 @@ ALL_RECIPES = f"{', '.join(RECIPES)}, lsq2 to lsq8"
 
 
 def add(commands: Commands) -> None:
-    """Declares the command."""
     parser = commands.add(
         "summary",
         run,

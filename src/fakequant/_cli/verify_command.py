@@ -7,7 +7,6 @@ from fakequant._cli.loading import load_data, load_model, load_state
 
 
 def add(commands: Commands) -> None:
-    """Declares the command."""
     parser = commands.add(
         "verify",
         run,

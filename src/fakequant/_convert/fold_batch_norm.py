@@ -40,7 +40,6 @@ class Folded(nn.Module):
         self.register_module("output_quantizer", output_quantizer)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x`."""
         return x if self.output_quantizer is None else self.output_quantizer(x)
 
 

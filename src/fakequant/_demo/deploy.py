@@ -44,7 +44,6 @@ class Deployed:
 
 
 def export(model: nn.Module, path: Path, digits: Digits) -> None:
-    """Writes the file."""
     export_onnx(model, path, digits.test_images[:2])
 
 

@@ -65,7 +65,6 @@ class Progress:
         self.seconds: dict[str, float] = {}
 
     def heading(self, text: str) -> None:
-        """The first line."""
         if self.show:
             print(f"{text}\n", file=sys.stderr, flush=True)
 

@@ -99,7 +99,6 @@ class _Run:
         self.progress = progress
 
     def run(self) -> Result:
-        """Everything, in order."""
         model, first = self._train_in_float()
         made = {variant.name: self._quantize(model, variant) for variant in variants()}
         times = self._time_steps(model)

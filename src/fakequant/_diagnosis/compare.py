@@ -149,7 +149,6 @@ class _Comparison:
         self._given: dict[nn.Module, Tensor] = {}
 
     def add(self, *args: Any, **kwargs: Any) -> None:
-        """One batch."""
         self.batches += 1
         given = copied(args, kwargs)  # a model may change its input in place, and each one gets the same
         if self.folded:

@@ -73,7 +73,6 @@ def _checked(keep: Any, layers: int) -> int:
 
 
 def _is_whole(value: Any) -> bool:
-    """Also NumPy's."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

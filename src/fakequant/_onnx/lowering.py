@@ -82,7 +82,6 @@ class Lowering:
         self.made: dict[str, ir.Value] = {}
 
     def run(self) -> None:
-        """All of them."""
         for node in list(self.graph):
             if node.domain == DOMAIN:
                 (self._grid if node.op_type == "Grid" else self._stored)(node)

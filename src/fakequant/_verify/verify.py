@@ -130,7 +130,6 @@ class _Comparison:
         self.batches = 0
 
     def compare(self, *args: Any, **kwargs: Any) -> None:
-        """One batch."""
         self.batches += 1
         inputs = args, kwargs
         prepared, prepared_codes = self._run_prepared(*copied(*inputs))

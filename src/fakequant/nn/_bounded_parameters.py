@@ -27,7 +27,6 @@ class _Within(torch.autograd.Function):
 
     @staticmethod
     def forward(value: Tensor, before: Tensor, low: float, high: float) -> Tensor:
-        """`within`."""
         return within(value, before, low, high)
 
     @staticmethod
@@ -36,7 +35,6 @@ class _Within(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient, unchanged."""
         return gradient, None, None, None
 
 
@@ -45,7 +43,6 @@ class _WithinForward(_Within):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
-        """The tangent, unchanged."""
         return tangent.clone()
 
 

@@ -69,7 +69,6 @@ class LSQRule(Start):
         return (~finite).sum()
 
     def qparams(self, state: State) -> QParams[Tensor]:
-        """The rule."""
         mean = state["total"] / state["number"].clamp(min=1)
         scale = (2 * mean / sqrt(self.spec.qmax)).clamp(self.eps, largest_scale(self.spec)).float()
         zero_point = torch.zeros_like(scale).clamp(self.spec.qmin, self.spec.qmax)
@@ -83,11 +82,9 @@ class ObservedStart(Start):
     observer: Observer
 
     def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
-        """The observer's."""
         return self.observer.init(blocks, device)
 
     def update(self, state: State, x: Tensor, ranks: Ranks) -> Tensor:
-        """The observer's."""
         return self.observer.update(state, x, self.spec, ranks)
 
     def qparams(self, state: State) -> QParams[Tensor]:
@@ -109,7 +106,6 @@ class _Better(Start):
 
     @property
     def lsq(self) -> LSQRule:
-        """The one."""
         return LSQRule(self.spec, self.eps)
 
 
@@ -119,15 +115,12 @@ class BetterOnBins(_Better):
 
     @property
     def searched(self) -> ObservedStart:
-        """The other."""
         return ObservedStart(self.spec, self.eps, Histogram())
 
     def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
-        """That of both."""
         return {**self.lsq.init(blocks, device), **self.searched.init(blocks, device)}
 
     def update(self, state: State, x: Tensor, ranks: Ranks) -> Tensor:
-        """That of both."""
         self.searched.update(state, x, ranks)
         return self.lsq.update(state, x, ranks)
 
@@ -149,7 +142,6 @@ class BetterOnData(_Better):
 
     @property
     def searched(self) -> ObservedStart:
-        """The other."""
         return ObservedStart(self.spec, self.eps, MSE())
 
     def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
@@ -171,7 +163,6 @@ class BetterOnData(_Better):
         return nonfinite
 
     def qparams(self, state: State) -> QParams[Tensor]:
-        """What `update` found."""
         return _symmetric(state["better"])
 
 

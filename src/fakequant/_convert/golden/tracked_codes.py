@@ -91,7 +91,6 @@ class Accumulated:
     zero_point_in: Tensor | None = None
 
     def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
-        """In one step."""
         return arithmetic.from_sums(self.sums, self.scale, grid)
 
 
@@ -103,7 +102,6 @@ class Added:
     b: OnGrid
 
     def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
-        """In one step."""
         return arithmetic.from_addition(self.a.value, self.a.grid, self.b.value, self.b.grid, grid)
 
 
@@ -116,7 +114,6 @@ class Averaged:
     keepdim: bool
 
     def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
-        """In one step."""
         q = arithmetic.from_average(self.x.value, self.x.grid, self.axes, grid)
         return q if self.keepdim else q.squeeze(self.axes)
 

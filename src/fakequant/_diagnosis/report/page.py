@@ -173,7 +173,6 @@ def _signed(value: float) -> Cell:
 
 
 def history_entry(figures: Figures, history: History) -> dict[str, Any]:
-    """Health over training."""
     captions = {
         "clipped": "Share of values outside the range. Look for a line that rises: its range no longer fits.",
         "scale_drift": "The largest change of a scale since the look before. It should go to 0 before training ends.",

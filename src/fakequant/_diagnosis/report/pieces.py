@@ -59,7 +59,6 @@ def _file_name(name: str, taken: dict[str, bytes]) -> str:
 
 
 def percent(value: float | None, bad: bool = False) -> Cell:
-    """A share."""
     return Cell("–", None) if value is None else Cell(f"{value:.2%}", value, bad)
 
 
