@@ -93,7 +93,7 @@ def test_codes_of_the_wrong_kind():
         fq.dequantize(q.to(torch.uint8), 0.1, 0, fq.QuantSpec(bits=4), shape=(4,))
     with pytest.raises(ValueError, match="Only 4-bit and 2-bit codes can be packed, got a spec of 3 bits"):
         fq.quantize(X, 0.1, 0, fq.QuantSpec(bits=3), packed=True)
-    with pytest.raises(TypeError, match=r"`dtype` must be float32, float64, bfloat16 or float16, got torch.int32"):
+    with pytest.raises(TypeError, match=r"`dtype` must be float32, float64, bfloat16 or float16, got int32"):
         fq.dequantize(q.to(torch.int8), 0.1, 0, SPEC, dtype=torch.int32)
 
 

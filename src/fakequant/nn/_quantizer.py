@@ -4,6 +4,7 @@ import copy
 import threading
 import warnings
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +23,9 @@ _SWITCHES = ("observing", "quantizing", "frozen")
 _ERRORS = (ValueError, TypeError, IndexError, RuntimeError, NotImplementedError)
 _FORMAT = 1  # of the buffer `grid`
 _STALE, _TOKENS = 1, 2  # flags in the last element of the buffer `switches`
+
+# Quantizers see the same shapes again and again.
+_known_blocks_of = lru_cache(maxsize=1024)(blocks_of)
 
 
 class Quantizer(nn.Module):
@@ -44,8 +48,6 @@ class Quantizer(nn.Module):
     switches: Tensor
     # The shape of the scales; None: another for every tensor.
     _blocks: tuple[int, ...] | None
-    # A shape of tensors that the scales fit, and the spec: what was checked last.
-    _fitting: tuple[tuple[int, ...], QuantSpec] | None = None
     # What a scale is called in a state.
     _scale_name = "scale"
 
@@ -208,19 +210,16 @@ class Quantizer(nn.Module):
     def _check_blocks(self, x: Tensor) -> tuple[int, ...]:
         """The shape of the scales for `x`; an error if there are scales of another shape."""
         shape = tuple(x.shape)
-        # Not in compiled code, which would be compiled again when `_fitting` has changed.
-        remembers = self._blocks is not None and not torch.compiler.is_compiling()
-        if remembers and self._fitting == (shape, self.spec):
-            assert self._blocks is not None
-            return self._blocks
-        blocks = blocks_of(shape, self.spec).parameters
+        try:
+            find = blocks_of if torch.compiler.is_compiling() else _known_blocks_of
+            blocks = find(shape, self.spec).parameters
+        except TypeError:  # symbolic sizes cannot be hashed
+            blocks = blocks_of(shape, self.spec).parameters
         if self._blocks is not None and blocks != self._blocks:
             raise ValueError(
                 f"scales have the shape {self._blocks} here ({self.spec}), but a tensor of shape {shape} needs them in "
                 f"the shape {blocks}."
             )
-        if remembers and all(type(n) is int for n in shape):
-            self._fitting = shape, self.spec
         return blocks
 
     def _refuse(self, error: Exception) -> NoReturn:
