@@ -54,7 +54,7 @@ import fakequant as fq
 from bench_kernels import nothing_to_compare
 from bench_torch import THREADS, Case, Row, machine, measure, without_ao_warnings
 from fakequant import recipes
-from fakequant.nn import saved_codes
+from fakequant.nn import _saved_codes as saved_codes
 from fakequant.testing.timing import Contender
 
 FLOAT, INT8, FLOATS, LSQ = "float", "int8", "int8, floats", "lsq(8)"

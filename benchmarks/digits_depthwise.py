@@ -31,7 +31,7 @@ from torch import nn
 import fakequant as fq
 from digits import BATCH, FLOAT_RATE, Split, formatted, measure, split
 from digits_cnn import train as train_with_sgd
-from fakequant.nn import deployed_bias, layer
+from fakequant.nn import _deployed_bias as deployed_bias, layer
 
 RATE = 1e-3  # of Adam
 FROZEN = 0.25
