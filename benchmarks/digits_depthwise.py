@@ -31,7 +31,7 @@ from torch import nn
 import fakequant as fq
 from digits import BATCH, FLOAT_RATE, Split, formatted, measure, split
 from digits_cnn import train as train_with_sgd
-from fakequant.nn import _deployed_bias as deployed_bias, layer
+from fakequant.nn import _quantized_layer
 
 RATE = 1e-3  # of Adam
 FROZEN = 0.25
@@ -102,9 +102,9 @@ def run_seed(seed: int, epochs: int) -> dict[str, float]:
     found["eval()"] = accuracy(quantized.eval(), data)
     found["train()"] = accuracy(quantized.train(), data)
     quantized.eval()
-    with replaced(layer, "deployed_bias", lambda layer, bias, x, weight: bias):
+    with replaced(_quantized_layer, "bias_to_add", lambda layer, x, weight: layer.bias):
         found["float bias"] = accuracy(quantized, data)
-    with replaced(deployed_bias, "weight_shift", lambda layer: 0):
+    with replaced(_quantized_layer.Quantization, "weight_shift", lambda record, spec: 0):
         found["own step"] = accuracy(quantized, data)
     with tempfile.TemporaryDirectory() as folder:
         fq.export_onnx(quantized, f"{folder}/model.onnx", data[2][:2])
