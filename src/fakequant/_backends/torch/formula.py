@@ -23,7 +23,7 @@ from fakequant._backends.torch.tensor_kernels import (
     scale_dtype,
     updated_range,
 )
-from fakequant._backends.torch.zero_points import wide_dtype
+from fakequant._backends.torch.tensor_zero_points import wide_dtype
 
 # Below this every sum of a code and a zero point is exact in float32.
 _EXACT_IN_F32 = 2**22

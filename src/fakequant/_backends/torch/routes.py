@@ -11,7 +11,7 @@ from torch import Tensor
 from fakequant import _kernels
 from fakequant._backends.torch import operator_calls, tensor_kernels
 from fakequant._backends.torch.tensor_kernels import Grid, Observation, Observed
-from fakequant._backends.torch.zero_points import round_backward, round_forward
+from fakequant._backends.torch.tensor_zero_points import round_backward, round_forward
 
 
 @dataclass(frozen=True, slots=True)

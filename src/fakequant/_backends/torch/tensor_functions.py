@@ -27,7 +27,7 @@ from fakequant._backends.torch.operator_calls import ops
 from fakequant._backends.torch.plain_memory import is_direct
 from fakequant._backends.torch.tensor_checks import block_shape, check_data, check_device, make_grid
 from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid, dtype_name
-from fakequant._backends.torch.zero_points import round_forward
+from fakequant._backends.torch.tensor_zero_points import round_forward
 from fakequant.spec import QuantSpec
 
 
