@@ -150,7 +150,7 @@ struct PassThroughBackward : Node {
 
 // --- learned -------------------------------------------------------------------------------------
 
-// Learned zero points as integers, as fakequant/_backends/torch/zero_points.py rounds them: half to even, but
+// Learned zero points as integers, as fakequant/_backends/torch/tensor_zero_points.py rounds them: half to even, but
 // torch's backward for one scale cuts off the fraction of z + 0.5 instead.
 std::vector<int32_t> rounded_zeros(const Tensor& zero, int64_t qmin, int64_t qmax, bool cuts_off) {
   std::vector<int32_t> out;
