@@ -24,6 +24,9 @@ SMALL_SCALE = np.float32(6.1e-5)
 
 MinMax = namedtuple("MinMax", "min max nan posinf neginf")
 
+# `np.ndarray` is an array of any dtype. NumPy's types do not follow such arrays through arithmetic, so some results
+# are named together with their type before they are returned.
+
 # Overflow, 0/0 and NaN are results here, not accidents.
 _quiet = np.errstate(all="ignore")
 
