@@ -1,6 +1,6 @@
 """One line that puts torch's own fake-quantize operators on our kernels."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from fakequant._backends import import_whole
 
@@ -8,7 +8,14 @@ if TYPE_CHECKING:
     from fakequant._backends.torch.override_aten import Acceleration
 
 
-def _front_end() -> Any:
+class _FrontEnd(Protocol):
+    """The functions of `override_aten`, which is imported when it is needed."""
+
+    def accelerate(self) -> "Acceleration": ...
+    def decelerate(self) -> None: ...
+
+
+def _front_end() -> _FrontEnd:
     try:
         import torch as _  # noqa: F401
     except ImportError as error:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import ml_dtypes
 import numpy as np
 
-from fakequant._kernels import _native
+from fakequant import _native
 from fakequant._torch_releases import NEWEST, OLDEST, describe, is_tested
 
 

@@ -223,7 +223,8 @@ class FakeQuantizer:
         """`forward`, after calibrating on `x` if nothing was calibrated before."""
         if not self._initialized:
             self.calibrate(x)
-        return self.forward(x)
+        y: np.ndarray = self.forward(x)
+        return y
 
     def backward(self, dy: Any) -> Any:
         """The straight-through gradient: `dy` unchanged, as a copy."""
@@ -264,7 +265,8 @@ def _overwrite(y: Any, where: Any, value: float) -> None:
 
 def _as_array(data: Any) -> np.ndarray:
     """A tensor's values as float32; the range is float32 in any case."""
-    return data.detach().resolve_neg().float().cpu().numpy()
+    array: np.ndarray = data.detach().resolve_neg().float().cpu().numpy()
+    return array
 
 
 def _saturate(value: np.ndarray, qmin: int, qmax: int) -> int:

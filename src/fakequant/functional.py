@@ -36,7 +36,15 @@ def fake_quantize(
 def fake_quantize(
     x: Array, scale: Any, zero_point: Any, spec: QuantSpec, *, mask: MaskForm, gradient: Gradient = "clipped"
 ) -> tuple[Array, Array]: ...
-def fake_quantize(x, scale, zero_point, spec, *, mask=None, gradient="clipped"):
+def fake_quantize(
+    x: Array,
+    scale: Any,
+    zero_point: Any,
+    spec: QuantSpec,
+    *,
+    mask: MaskForm | None = None,
+    gradient: Gradient = "clipped",
+) -> Array | tuple[Array, Array]:
     """Rounds `x` to the grid of `spec` and returns it as floats.
 
         q = clamp(rint(x / scale) + zero_point, qmin, qmax)        (numerics "onnx")

@@ -24,7 +24,7 @@ def min_max(x: Array, spec: QuantSpec | None = None) -> Range[Array]:
     return backend_of(x).min_max(x, spec)
 
 
-def choose_qparams(lo: Any, hi: Any, spec: QuantSpec, *, eps: float = EPS) -> QParams:
+def choose_qparams(lo: Any, hi: Any, spec: QuantSpec, *, eps: float = EPS) -> QParams[Any]:
     """Scale and zero point for values between `lo` and `hi`, one pair per entry.
 
         symmetric   s = max(absmax / ((qmax - qmin) / 2), eps)      z = 0

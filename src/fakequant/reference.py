@@ -9,9 +9,11 @@ same formulas in torch's operations for other devices, is compared with the kern
 
 import math
 from collections import namedtuple
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 NUMERICS = ("torch", "onnx", "half_away")
 GRANULARITIES = ("tensor", "channel")
@@ -22,11 +24,14 @@ SMALL_SCALE = np.float32(6.1e-5)
 
 MinMax = namedtuple("MinMax", "min max nan posinf neginf")
 
+# `np.ndarray` is an array of any dtype. NumPy's types do not follow such arrays through arithmetic, so some results
+# are named together with their type before they are returned.
+
 # Overflow, 0/0 and NaN are results here, not accidents.
 _quiet = np.errstate(all="ignore")
 
 
-def compute_dtype(dtype) -> np.dtype:
+def compute_dtype(dtype: DTypeLike) -> np.dtype:
     """The dtype in which values of `dtype` are computed: float64 for float64, else float32.
 
     >>> compute_dtype(np.float16)
@@ -36,7 +41,7 @@ def compute_dtype(dtype) -> np.dtype:
 
 
 @_quiet
-def fma(a, b, c) -> np.ndarray:
+def fma(a: ArrayLike, b: ArrayLike, c: ArrayLike) -> np.ndarray:
     """`a * b + c` with a single rounding, for float32 and float64.
 
         fma(a, b, c) = round(a * b + c)
@@ -55,7 +60,8 @@ def fma(a, b, c) -> np.ndarray:
         error = (product - (total - back)) + (addend - back)
         lossy = np.isfinite(total) & (error != 0) & (total.view(np.int64) % 2 == 0)
         odd = np.nextafter(total, np.copysign(np.inf, error))
-        return np.where(lossy, odd, total).astype(np.float32)
+        rounded: np.ndarray = np.where(lossy, odd, total)
+        return rounded.astype(np.float32)
     # An infinite c decides, even where the rounded product a * b would overflow.
     finite = np.isfinite(a) & np.isfinite(b)
     out = np.where(finite & np.isinf(c), c, a * b + c)
@@ -66,7 +72,7 @@ def fma(a, b, c) -> np.ndarray:
     return out
 
 
-def _nearest_double(exact):
+def _nearest_double(exact: Fraction | int) -> float:
     try:
         return float(exact)
     except OverflowError:
@@ -74,7 +80,7 @@ def _nearest_double(exact):
 
 
 @_quiet
-def round_half_away(v) -> np.ndarray:
+def round_half_away(v: ArrayLike) -> np.ndarray:
     """Round to the nearest integer, ties away from zero.
 
         t = trunc(v);  t + copysign(1, v) if |v - t| >= 1/2 else t
@@ -86,11 +92,14 @@ def round_half_away(v) -> np.ndarray:
     v = np.asarray(v)
     whole = np.trunc(v)
     up = np.abs(v - whole) >= 0.5
-    return np.where(up, whole + np.copysign(v.dtype.type(1), v), whole)
+    rounded: np.ndarray = np.where(up, whole + np.copysign(v.dtype.type(1), v), whole)
+    return rounded
 
 
 @_quiet
-def unclamped_code(x, scale, zero_point, numerics, *, granularity="tensor") -> np.ndarray:
+def unclamped_code(
+    x: ArrayLike, scale: ArrayLike, zero_point: ArrayLike, numerics: str, *, granularity: str = "tensor"
+) -> np.ndarray:
     """The integer code of `x` before clamping, as a float of the compute dtype.
 
         torch              zero_point + rint(x * inv)        inv = 1 / scale in float32
@@ -118,7 +127,7 @@ def unclamped_code(x, scale, zero_point, numerics, *, granularity="tensor") -> n
     inv = (np.float32(1) / _cast(scale, np.float32)).astype(dtype)
     z = np.asarray(zero_point)
     if z.dtype.kind in "iu":
-        code = z.astype(dtype) + np.rint(x * inv)
+        code: np.ndarray = z.astype(dtype) + np.rint(x * inv)
     elif granularity == "tensor":
         raise ValueError(f"granularity 'tensor' takes an integer zero_point, got {z.dtype}")
     else:
@@ -132,7 +141,16 @@ def unclamped_code(x, scale, zero_point, numerics, *, granularity="tensor") -> n
 
 
 @_quiet
-def fake_quantize(x, scale, zero_point, qmin, qmax, numerics, *, granularity="tensor"):
+def fake_quantize(
+    x: ArrayLike,
+    scale: ArrayLike,
+    zero_point: ArrayLike,
+    qmin: int,
+    qmax: int,
+    numerics: str,
+    *,
+    granularity: str = "tensor",
+) -> tuple[np.ndarray, np.ndarray]:
     """Round `x` to the quantized grid. Returns `(y, mask)`; mask is True where not clipped.
 
         code = unclamped_code(x, scale, zero_point, numerics)
@@ -175,7 +193,16 @@ def fake_quantize(x, scale, zero_point, qmin, qmax, numerics, *, granularity="te
 
 
 @_quiet
-def quantize(x, scale, zero_point, qmin, qmax, numerics, *, granularity="tensor") -> np.ndarray:
+def quantize(
+    x: ArrayLike,
+    scale: ArrayLike,
+    zero_point: ArrayLike,
+    qmin: int,
+    qmax: int,
+    numerics: str,
+    *,
+    granularity: str = "tensor",
+) -> np.ndarray:
     """The integer codes of `x`, as int64.
 
         q = clamp(unclamped_code(x, scale, zero_point, numerics), qmin, qmax)
@@ -197,7 +224,7 @@ def quantize(x, scale, zero_point, qmin, qmax, numerics, *, granularity="tensor"
 
 
 @_quiet
-def dequantize(q, scale, zero_point, dtype=np.float32) -> np.ndarray:
+def dequantize(q: ArrayLike, scale: ArrayLike, zero_point: ArrayLike, dtype: DTypeLike = np.float32) -> np.ndarray:
     """The real numbers that the codes `q` stand for.
 
         y = (q - zero_point) * scale        in the compute dtype, rounded once to dtype
@@ -207,11 +234,12 @@ def dequantize(q, scale, zero_point, dtype=np.float32) -> np.ndarray:
     """
     wide = compute_dtype(dtype)
     steps = _cast(q, np.int64) - _cast(zero_point, np.int64)
-    return (steps.astype(wide) * _cast(scale, wide)).astype(dtype)
+    y: np.ndarray = steps.astype(wide) * _cast(scale, wide)
+    return y.astype(dtype)
 
 
 @_quiet
-def fake_quantize_backward(dy, mask, numerics) -> np.ndarray:
+def fake_quantize_backward(dy: ArrayLike, mask: ArrayLike, numerics: str) -> np.ndarray:
     """The gradient with respect to `x` of `fake_quantize`.
 
         torch               dx = dy * mask
@@ -225,12 +253,24 @@ def fake_quantize_backward(dy, mask, numerics) -> np.ndarray:
     _check_names(numerics)
     dy, mask = np.asarray(dy), np.asarray(mask)
     if numerics == "torch":
-        return dy * mask.astype(dy.dtype)
+        product: np.ndarray = dy * mask.astype(dy.dtype)
+        return product
     return np.where(mask, dy, np.zeros((), dy.dtype))
 
 
 @_quiet
-def learned_backward(dy, x, scale, zero_point, qmin, qmax, numerics, *, grad_factor=1.0, granularity="tensor"):
+def learned_backward(
+    dy: ArrayLike,
+    x: ArrayLike,
+    scale: ArrayLike,
+    zero_point: ArrayLike,
+    qmin: int,
+    qmax: int,
+    numerics: str,
+    *,
+    grad_factor: float = 1.0,
+    granularity: str = "tensor",
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Gradients of fake quantization with learned scale and zero point, per element.
 
     Returns `(dx, ds, dz)` in the compute dtype, before any summation. `zero_point`
@@ -283,7 +323,7 @@ def learned_backward(dy, x, scale, zero_point, qmin, qmax, numerics, *, grad_fac
     return fake_quantize_backward(dy, inside, numerics), ds, dz
 
 
-def forward_zero_point(zero_point, qmin, qmax, *, granularity="tensor") -> np.ndarray:
+def forward_zero_point(zero_point: ArrayLike, qmin: int, qmax: int, *, granularity: str = "tensor") -> np.ndarray:
     """The integer zero point that torch's learnable forward uses.
 
         z = int(clamp(rint(zero_point), qmin, qmax))        clamped in float32
@@ -295,7 +335,7 @@ def forward_zero_point(zero_point, qmin, qmax, *, granularity="tensor") -> np.nd
     return _cast_integer(z, np.int64 if granularity == "tensor" else np.int32)
 
 
-def backward_zero_point_per_tensor(zero_point, qmin, qmax) -> np.ndarray:
+def backward_zero_point_per_tensor(zero_point: ArrayLike, qmin: int, qmax: int) -> np.ndarray:
     """The integer zero point that torch's learnable per-tensor backward uses.
 
         z = int(clamp(zero_point + 0.5, qmin, qmax))
@@ -309,7 +349,7 @@ def backward_zero_point_per_tensor(zero_point, qmin, qmax) -> np.ndarray:
     return _cast_integer(np.clip(z, _bound(qmin, np.float32), _bound(qmax, np.float32)), np.int64)
 
 
-def exact_sum(terms, axis=None) -> np.ndarray:
+def exact_sum(terms: ArrayLike, axis: int | Sequence[int] | None = None) -> np.ndarray:
     """The float64 nearest to the exact sum of `terms` over `axis`.
 
     >>> float(exact_sum(np.float32([1e30, 1.0, -1e30])))
@@ -325,16 +365,17 @@ def exact_sum(terms, axis=None) -> np.ndarray:
 
 
 @_quiet
-def _sum_row(row):
+def _sum_row(row: np.ndarray) -> float:
     if not np.isfinite(row).all():
-        return row[~np.isfinite(row)].sum()
+        special: float = row[~np.isfinite(row)].sum()
+        return special
     try:
         return math.fsum(row)
     except OverflowError:  # an intermediate sum, not necessarily the result
         return _nearest_double(sum(map(Fraction, row.tolist())))
 
 
-def min_max(x) -> MinMax:
+def min_max(x: ArrayLike) -> MinMax:
     """The range of the finite values of `x`, with a count of the others.
 
     Without finite values the range is `(inf, -inf)`. A zero is always +0.0.
@@ -351,7 +392,9 @@ def min_max(x) -> MinMax:
 
 
 @_quiet
-def choose_qparams(lo, hi, qmin, qmax, *, symmetric, eps=FLOAT32_EPS):
+def choose_qparams(
+    lo: ArrayLike, hi: ArrayLike, qmin: int, qmax: int, *, symmetric: bool, eps: float | np.float32 = FLOAT32_EPS
+) -> tuple[np.ndarray, np.ndarray]:
     """Scale (float32) and zero point (int32) for values in `[lo, hi]`, as torch's observers.
 
         lo, hi = min(lo, 0), max(hi, 0)
@@ -365,23 +408,26 @@ def choose_qparams(lo, hi, qmin, qmax, *, symmetric, eps=FLOAT32_EPS):
     >>> [v.item() for v in choose_qparams(-1.0, 63.5, -127, 127, symmetric=True)]
     [0.5, 0]
     """
-    lo, hi = np.minimum(_cast(lo, np.float32), 0), np.maximum(_cast(hi, np.float32), 0)
+    low: np.ndarray = np.minimum(_cast(lo, np.float32), 0)
+    high: np.ndarray = np.maximum(_cast(hi, np.float32), 0)
     eps = np.float32(eps)
     if symmetric:
-        scale = np.maximum(np.maximum(-lo, hi) / np.float32((qmax - qmin) / 2), eps)
+        scale = np.maximum(np.maximum(-low, high) / np.float32((qmax - qmin) / 2), eps)
         middle = 0 if qmin < 0 else (qmin + qmax + 1) // 2
         return scale, np.full(scale.shape, middle, np.int32)
     levels = np.float32(qmax - qmin)
-    width = hi - lo
+    width = high - low
     # The width of a range may be beyond float32 where its scale is not.
-    wide = ((hi.astype(np.float64) - lo) / levels).astype(np.float32)
-    scale = np.maximum(np.where(np.isinf(width) & np.isfinite(lo) & np.isfinite(hi), wide, width / levels), eps)
-    steps = _cast_integer(np.rint(lo / scale), np.int64)
+    wide = ((high.astype(np.float64) - low) / levels).astype(np.float32)
+    scale = np.maximum(np.where(np.isinf(width) & np.isfinite(low) & np.isfinite(high), wide, width / levels), eps)
+    steps = _cast_integer(np.rint(low / scale), np.int64)
     return scale, np.clip(qmin - steps, qmin, qmax).astype(np.int32)
 
 
 @_quiet
-def choose_qparams_fused(lo, hi, qmin, qmax, symmetric):
+def choose_qparams_fused(
+    lo: ArrayLike, hi: ArrayLike, qmin: int, qmax: int, symmetric: bool
+) -> tuple[np.ndarray, np.ndarray]:
     """Scale (float32) and zero point (int32) as torch's fused observer op chooses them.
 
         symmetric and lo < 0 < hi
@@ -434,7 +480,7 @@ def choose_qparams_fused(lo, hi, qmin, qmax, symmetric):
 
 
 @_quiet
-def moving_average(running, value, averaging_constant) -> np.ndarray:
+def moving_average(running: ArrayLike, value: ArrayLike, averaging_constant: float) -> np.ndarray:
     """One step of an exponential moving average, in float32.
 
         value if running is infinite else running + averaging_constant * (value - running)
@@ -447,32 +493,35 @@ def moving_average(running, value, averaging_constant) -> np.ndarray:
     return np.where(np.isinf(running), value, moved)
 
 
-def _check_names(numerics, granularity="tensor"):
+def _check_names(numerics: str, granularity: str = "tensor") -> None:
     if numerics not in NUMERICS:
         raise ValueError(f"numerics must be one of {NUMERICS}, got {numerics!r}")
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity must be one of {GRANULARITIES}, got {granularity!r}")
 
 
-def _cast(value, dtype):
+def _cast(value: ArrayLike, dtype: DTypeLike) -> np.ndarray:
     return np.asarray(value).astype(dtype)
 
 
-def _bound(value, dtype):
+def _bound(value: int, dtype: DTypeLike) -> np.generic:
     # One rounding; dtype(value) of a Python int would round to double first.
     return np.int64(value).astype(dtype)
 
 
-def _exact_code(x, scale, zero_point, numerics):
+def _exact_code(x: np.ndarray, scale: ArrayLike, zero_point: ArrayLike, numerics: str) -> np.ndarray:
     """The onnx or half_away code in float64, which holds every 52-bit code exactly."""
     dtype = compute_dtype(x.dtype)
     ratio = x.astype(dtype) / _cast(scale, dtype)
     if numerics == "onnx":
-        return np.rint(ratio).astype(np.float64) + zero_point
+        code: np.ndarray = np.rint(ratio).astype(np.float64) + zero_point
+        return code
     return round_half_away(ratio + _cast(zero_point, dtype)).astype(np.float64)
 
 
-def _torch_codes(x, scale, zero_point, qmin, qmax, granularity):
+def _torch_codes(
+    x: np.ndarray, scale: ArrayLike, zero_point: ArrayLike, qmin: int, qmax: int, granularity: str
+) -> tuple[np.ndarray, np.ndarray]:
     """Clamped codes as float64, and the mask."""
     code = unclamped_code(x, scale, zero_point, "torch", granularity=granularity)
     if granularity == "tensor":
@@ -486,20 +535,23 @@ def _torch_codes(x, scale, zero_point, qmin, qmax, granularity):
     return q, mask
 
 
-def _round_and_clamp(zero_point, qmin, qmax):
+def _round_and_clamp(zero_point: ArrayLike, qmin: int, qmax: int) -> np.ndarray:
     z = np.rint(_cast(zero_point, np.float32))
-    return np.clip(z, _bound(qmin, np.float32), _bound(qmax, np.float32))
+    clamped: np.ndarray = np.clip(z, _bound(qmin, np.float32), _bound(qmax, np.float32))
+    return clamped
 
 
-def _minus(code, zero_point, dtype):
+def _minus(code: np.ndarray, zero_point: np.ndarray, dtype: DTypeLike) -> np.ndarray:
     """`code - zero_point`, in integers if both are, else in the zero point's float dtype."""
     if zero_point.dtype.kind == "f":
         code = code.astype(zero_point.dtype)
-    return (code - zero_point).astype(dtype)
+    steps: np.ndarray = code - zero_point
+    return steps.astype(dtype)
 
 
-def _cast_integer(v, dtype):
+def _cast_integer(v: np.ndarray, dtype: type[np.signedinteger]) -> np.ndarray:
     """Float to integer as x86 converts: what does not fit becomes the smallest integer."""
     smallest = np.dtype(dtype).type(np.iinfo(dtype).min)
     fits = np.abs(v) < -float(smallest)
-    return np.where(fits, np.where(fits, v, 0).astype(dtype), smallest)
+    codes: np.ndarray = np.where(fits, np.where(fits, v, 0).astype(dtype), smallest)
+    return codes

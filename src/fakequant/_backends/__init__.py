@@ -2,11 +2,11 @@
 
 Every folder implements the names of `fakequant.functional`, `fakequant.qparams` and `fakequant.torch_names` with
 the same parameters. The functions there document each name and call `backend_of(x)`. What the libraries share is
-beside the folders: `checks`, `blocks`, `kernel_types`, `results`.
+beside the folders: `checks`, `blocks`, `kernel_types`, `results`. `backend` is the type of a folder.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -16,6 +16,14 @@ from fakequant._fork_safe_locks import importing
 if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import TypeIs
+
+    from fakequant._backends import torch as torch_folder
+    from fakequant._backends.backend import Backend
+    from fakequant._backends.results import Array
+
+    # Both folders offer the same.
+    _numpy: Backend[np.ndarray] = numpy_backend
+    _torch: Backend[Tensor] = torch_folder
 
 _imported: set[str] = set()
 
@@ -42,7 +50,11 @@ def is_tensor(x: object) -> "TypeIs[Tensor]":
     return type(x) is not np.ndarray and hasattr(x, "__torch_function__")
 
 
-def backend_of(*values: object) -> Any:
+@overload
+def backend_of(x: "Array", /) -> "Backend[Array]": ...
+@overload
+def backend_of(x: object, y: object, /, *others: object) -> "Backend[Any]": ...
+def backend_of(*values: object) -> "Backend[Any]":
     """The folder that implements the functions for `values`, as a module. torch is imported when a tensor arrives.
 
     Numbers and lists belong to NumPy, but one tensor makes it torch's call.

@@ -1,9 +1,10 @@
 """Comparisons without a tolerance."""
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 
-def bits(a) -> np.ndarray:
+def bits(a: ArrayLike) -> np.ndarray:
     """The array as unsigned integers, with every NaN replaced by one and the same NaN.
 
     >>> bits(np.float32([1, -0.0])).tolist() == [0x3F800000, 0x80000000]
@@ -17,7 +18,7 @@ def bits(a) -> np.ndarray:
     return np.where(np.isnan(a), one_nan, a).view(f"u{a.itemsize}")
 
 
-def assert_same_bits(expected, actual, *names) -> None:
+def assert_same_bits(expected: ArrayLike, actual: ArrayLike, *names: object) -> None:
     """Raise AssertionError unless both arrays have the same dtype, shape and bits.
 
     -0.0 differs from +0.0; NaN equals NaN whatever its payload. `names` say in
@@ -44,5 +45,5 @@ def assert_same_bits(expected, actual, *names) -> None:
         )
 
 
-def _join(names) -> str:
+def _join(names: tuple[object, ...]) -> str:
     return ", ".join(map(str, names)) or "arrays"

@@ -4,8 +4,12 @@ Random numbers almost never hit a tie, a clip boundary or a special value. These
 builders aim at them. Everything is deterministic.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import ml_dtypes
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -13,6 +17,9 @@ DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
+
+# ml_dtypes gives it no types.
+_finfo: Callable[[DTypeLike], Any] = ml_dtypes.finfo
 
 # Reciprocals that round up, down and not at all; the ends of the float32 range.
 SCALES = (1.0, 0.5, 0.1, 0.02, 1 / 3, 1 / 255, 0.7, 3.0517578e-05, 1.1920929e-07, 12345.678, 1e30)
@@ -23,7 +30,7 @@ BROKEN_SCALES = (0.0, -0.0, -0.1, -1.0, -1e-45, np.inf, -np.inf, np.nan, 1e39, 1
 INT8, UINT8, INT4, NARROW_INT8 = (-128, 127), (0, 255), (-8, 7), (-127, 127)
 
 
-def ranges(max_bits=32):
+def ranges(max_bits: int = 32) -> list[tuple[int, int]]:
     """Signed, unsigned and narrow `(qmin, qmax)` of 1 to `max_bits` bits, and one-level ranges."""
     out = [(0, 0), (-1, -1), (5, 5)]
     for bits in range(1, max_bits + 1):
@@ -44,7 +51,7 @@ INT64_RANGES = (
 )
 
 
-def neighbours(x, ulps) -> np.ndarray:
+def neighbours(x: ArrayLike, ulps: int) -> np.ndarray:
     """`x` moved by `ulps` representable values.
 
     >>> neighbours(np.float32([0.0, 1.0]), -1)
@@ -55,12 +62,13 @@ def neighbours(x, ulps) -> np.ndarray:
     lowest = np.iinfo(integer).min
     order = np.ascontiguousarray(x).view(integer)
     order = np.where(order < 0, lowest - order, order) + integer.type(ulps)
-    return np.where(order < 0, lowest - order, order).astype(integer).view(x.dtype)
+    moved: np.ndarray = np.where(order < 0, lowest - order, order)
+    return moved.astype(integer).view(x.dtype)
 
 
-def special_values(dtype) -> np.ndarray:
+def special_values(dtype: DTypeLike) -> np.ndarray:
     """Signed zeros, subnormals, limits of float, int32 and int64 with neighbours, inf, NaN."""
-    info = ml_dtypes.finfo(dtype)
+    info = _finfo(dtype)
     positive = [0.0, 0.5, 1.0, 1.5, 2.5, float(info.smallest_subnormal), float(info.tiny)]
     positive += [float(info.tiny) / 2, float(info.max), np.inf]
     positive += [2.0**k for k in (22, 23, 24, 31, 32, 52, 53, 62, 63, 64) if 2.0**k < info.max]
@@ -70,7 +78,7 @@ def special_values(dtype) -> np.ndarray:
     return np.concatenate([values, *near])
 
 
-def ties(scale, zero_point, qmin, qmax, dtype, count=64) -> np.ndarray:
+def ties(scale: float, zero_point: int, qmin: int, qmax: int, dtype: DTypeLike, count: int = 64) -> np.ndarray:
     """Half steps `(k + 1/2) * scale` and their neighbours, with both clip boundaries.
 
     >>> ties(0.1, 0, 0, 1, np.float32)[:4]
@@ -89,7 +97,7 @@ def ties(scale, zero_point, qmin, qmax, dtype, count=64) -> np.ndarray:
     return np.concatenate([x] + [neighbours(x, step) for step in (-2, -1, 1, 2)])
 
 
-def values(scale, zero_point, qmin, qmax, dtype, seed=0) -> np.ndarray:
+def values(scale: float, zero_point: int, qmin: int, qmax: int, dtype: DTypeLike, seed: int = 0) -> np.ndarray:
     """Ties, specials and random values over three times the range, as one array."""
     rng = np.random.default_rng(seed)
     scale32 = float(np.float32(scale)) if abs(scale) < 3e38 else 1.0
@@ -108,7 +116,7 @@ def values(scale, zero_point, qmin, qmax, dtype, seed=0) -> np.ndarray:
         )
 
 
-def gradients(size, dtype, seed=0) -> np.ndarray:
+def gradients(size: int | tuple[int, ...], dtype: DTypeLike, seed: int = 0) -> np.ndarray:
     """Normal gradients sprinkled with signed zeros, subnormals, inf and NaN."""
     rng = np.random.default_rng(seed)
     dy = rng.standard_normal(size).astype(dtype)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fakequant import _kernels
+from fakequant import _kernels, _native
 from fakequant._backends import checks
 from fakequant._backends.blocks import blocks_of
 from fakequant._backends.kernel_types import CODE_TYPES, UPDATES
@@ -13,7 +13,6 @@ from fakequant._backends.numpy.float_arrays import KERNEL_DTYPES, as_float_array
 from fakequant._backends.numpy.grid import check_numbers, kernel_numerics, resolve, scale_dtype
 from fakequant._backends.numpy.zero_points import round_backward, round_forward
 from fakequant._backends.results import LearnedGradients, ObservedFakeQuantize, QParams, Range
-from fakequant._kernels import _native
 from fakequant.spec import QuantSpec
 
 
@@ -84,7 +83,8 @@ def fake_quantize_learned(
     checks.check_spec(spec)
     if grad_factor is not None:
         float(grad_factor)
-    return fake_quantize(x, scale, round_zero_point(zero_point, spec), spec)
+    y: np.ndarray = fake_quantize(x, scale, round_zero_point(zero_point, spec), spec)
+    return y
 
 
 def fake_quantize_learned_backward(

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fakequant import _kernels
+from fakequant import _kernels, _native
 from fakequant._backends.blocks import channel_shape
 from fakequant._backends.numpy import torch_checks
 from fakequant._backends.numpy.float_arrays import KERNEL_DTYPES
@@ -15,7 +15,6 @@ from fakequant._backends.numpy.per_channel import (
 from fakequant._backends.numpy.per_tensor import KERNEL, fake_quantize_per_tensor_affine_cachemask_tensor_qparams
 from fakequant._backends.numpy.strided_arrays import placed, unchanged
 from fakequant._backends.results import OutputAndMask
-from fakequant._kernels import _native
 
 _SIGNATURE = (
     ("Tensor", "input"),
@@ -87,9 +86,20 @@ def fused_moving_avg_obs_fq_helper(
 
 
 def _fused(
-    x, observer_on, fake_quant_on, running_min, running_max, scale, zero_point, averaging_const,
-    quant_min, quant_max, ch_axis, per_row, symmetric,
-) -> OutputAndMask:  # fmt: skip
+    x: np.ndarray,
+    observer_on: np.ndarray,
+    fake_quant_on: np.ndarray,
+    running_min: np.ndarray,
+    running_max: np.ndarray,
+    scale: np.ndarray,
+    zero_point: np.ndarray,
+    averaging_const: float,
+    quant_min: int,
+    quant_max: int,
+    ch_axis: int,
+    per_row: bool,
+    symmetric: bool,
+) -> OutputAndMask[np.ndarray]:
     averaging_const = torch_checks.as_float(averaging_const)
     quant_min, quant_max, ch_axis = map(torch_checks.as_int64, (quant_min, quant_max, ch_axis))
     torch_checks.check(ch_axis < x.ndim, "Error in fused_moving_avg_obs_fake_quant_cpu: ch_axis must be < self.dim()")
@@ -152,7 +162,7 @@ def _fused(
     return OutputAndMask(p.restore(y), p.restore(mask))
 
 
-def _check_observable(x, running_min, running_max, per_row) -> None:
+def _check_observable(x: np.ndarray, running_min: np.ndarray, running_max: np.ndarray, per_row: bool) -> None:
     if per_row and x.shape[0] > 0 and x.size == 0:
         raise IndexError("aminmax: Expected reduction dim 1 to have non-zero size.")
     torch_checks.check(
@@ -171,7 +181,17 @@ def _check_float32(*arrays: np.ndarray) -> None:
         )
 
 
-def _check_quantizable(x, running_min, running_max, scale, zero_point, quant_min, quant_max, ch_axis, per_row) -> None:
+def _check_quantizable(
+    x: np.ndarray,
+    running_min: np.ndarray,
+    running_max: np.ndarray,
+    scale: np.ndarray,
+    zero_point: np.ndarray,
+    quant_min: int,
+    quant_max: int,
+    ch_axis: int,
+    per_row: bool,
+) -> None:
     if per_row:
         _check_float32(running_min, running_max)
         if running_min.size:

@@ -5,11 +5,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fakequant import _kernels
+from fakequant import _kernels, _native
 from fakequant._backends import checks
 from fakequant._backends.blocks import Blocks, KernelShape, blocks_of
 from fakequant._backends.kernel_types import NUMERICS, has_wide_scale, numerics_name
-from fakequant._kernels import _native
 from fakequant.spec import QuantSpec
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fakequant import _kernels
+from fakequant import _kernels, _native
 from fakequant._backends.blocks import channel_shape
 from fakequant._backends.numpy import strided_arrays, torch_checks
 from fakequant._backends.numpy.float_arrays import BFLOAT16, KERNEL_DTYPES
@@ -11,7 +11,6 @@ from fakequant._backends.numpy.per_tensor import KERNEL, checked_numbers
 from fakequant._backends.numpy.strided_arrays import placed
 from fakequant._backends.numpy.zero_points import torch_backward, torch_forward
 from fakequant._backends.results import LearnedGradients
-from fakequant._kernels import _native
 
 _RANGE_WITH_ZERO = (
     "`quant_min` should be less than or         equal to `quant_max`, and the quantization range should include 0."
@@ -135,7 +134,9 @@ def _rounded_per_channel(zero_point: np.ndarray, quant_min: int, quant_max: int)
     if dtype.kind in "iu":
         return np.clip(zero_point.astype(np.int64), quant_min, quant_max)
     wide = np.float64 if dtype == np.float64 else np.float32
-    return np.clip(np.rint(zero_point.astype(wide)), *np.array([quant_min, quant_max], np.int64).astype(wide))
+    low, high = np.array([quant_min, quant_max], np.int64).astype(wide)
+    rounded: np.ndarray = np.clip(np.rint(zero_point.astype(wide)), low, high)
+    return rounded
 
 
 def _to_int(z: np.ndarray, dtype: type) -> np.ndarray:
@@ -146,7 +147,16 @@ def _to_int(z: np.ndarray, dtype: type) -> np.ndarray:
     return np.where(np.abs(z) < -smallest, z, smallest).astype(dtype)
 
 
-def _backward(dy, x, axis, scales, zeros, quant_min, quant_max, grad_factor):
+def _backward(
+    dy: np.ndarray,
+    x: np.ndarray,
+    axis: int | None,
+    scales: np.ndarray,
+    zeros: np.ndarray,
+    quant_min: int,
+    quant_max: int,
+    grad_factor: float,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     dtype = KERNEL_DTYPES[x.dtype]
     dx_dtype = _kernels.F64 if dtype == _kernels.F64 else _kernels.F32
     wide = np.float64 if dtype == _kernels.F64 else np.float32

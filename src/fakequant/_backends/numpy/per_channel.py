@@ -19,7 +19,9 @@ _SIGNATURE = (
 )
 
 
-def check_parameters(x, scale, zero_point, axis, quant_min, quant_max) -> None:
+def check_parameters(
+    x: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, axis: int, quant_min: int, quant_max: int
+) -> None:
     """Everything but the values of the zero points."""
     torch_checks.check(
         scale.dtype in (np.float32, BFLOAT16),
@@ -33,7 +35,7 @@ def check_parameters(x, scale, zero_point, axis, quant_min, quant_max) -> None:
     torch_checks.check(quant_min <= quant_max, torch_checks.RANGE)
 
 
-def check_lengths(x, scale, zero_point, axis) -> None:
+def check_lengths(x: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, axis: int) -> None:
     """One scale and one zero point per index on `axis`."""
     torch_checks.check(scale.ndim == 1, "scale should be a 1-D tensor")
     torch_checks.check(zero_point.ndim == 1, "zero point should be a 1-D tensor")
@@ -44,7 +46,7 @@ def check_lengths(x, scale, zero_point, axis) -> None:
     )
 
 
-def check_zero_points(zero_point, quant_min, quant_max) -> None:
+def check_zero_points(zero_point: np.ndarray, quant_min: int, quant_max: int) -> None:
     """Only integers have to be inside the range."""
     torch_checks.check(
         zero_point.size > 0,
@@ -72,7 +74,9 @@ def fake_quantize_per_channel_affine_cachemask(
     return checked_forward(x, scale, zero_point, axis, quant_min, quant_max)
 
 
-def checked_forward(x, scale, zero_point, axis, quant_min, quant_max) -> OutputAndMask:
+def checked_forward(
+    x: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, axis: int, quant_min: int, quant_max: int
+) -> OutputAndMask[np.ndarray]:
     """All checks but those of argument types, then the forward."""
     check_parameters(x, scale, zero_point, axis, quant_min, quant_max)
     if zero_point.dtype == np.int32:

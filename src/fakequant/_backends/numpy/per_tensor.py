@@ -1,5 +1,7 @@
 """Per-tensor fake quantization under torch's names. `fakequant.torch_names` has the formulas."""
 
+from typing import Any
+
 import numpy as np
 
 from fakequant._backends.numpy import strided_arrays, torch_checks
@@ -17,7 +19,13 @@ _TENSORS = (
 _NUMBERS = (("Tensor", "input"), ("float", "scale"), ("int", "zero_point"), ("int", "quant_min"), ("int", "quant_max"))
 
 
-def checked_numbers(scale, zero_point, quant_min, quant_max):
+# Checked below, and refused with torch's texts: until then it may be anything.
+Unchecked = Any
+
+
+def checked_numbers(
+    scale: Unchecked, zero_point: Unchecked, quant_min: Unchecked, quant_max: Unchecked
+) -> tuple[float, int, int, int]:
     """The four numbers of the forward, refused if the range is empty or the zero point outside."""
     quant_min, quant_max, zero_point = map(torch_checks.as_int64, (quant_min, quant_max, zero_point))
     torch_checks.check(quant_min <= quant_max, torch_checks.RANGE)
@@ -25,7 +33,9 @@ def checked_numbers(scale, zero_point, quant_min, quant_max):
     return torch_checks.as_float(scale), zero_point, quant_min, quant_max
 
 
-def _checked_tensors(scale, zero_point, quant_min, quant_max):
+def _checked_tensors(
+    scale: Unchecked, zero_point: Unchecked, quant_min: Unchecked, quant_max: Unchecked
+) -> tuple[float, int, int, int]:
     quant_min, quant_max = torch_checks.as_int64(quant_min), torch_checks.as_int64(quant_max)
     torch_checks.check(quant_min <= quant_max, torch_checks.RANGE)
     zero_point = torch_checks.item_as_int(zero_point)

@@ -4,10 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fakequant import _kernels
+from fakequant import _kernels, _native
 from fakequant._backends.blocks import channel_shape, memory_order, order_of_result
 from fakequant._backends.results import OutputAndMask
-from fakequant._kernels import _native
 
 # --- layout ---------------------------------------------------------------------------------------
 
@@ -81,7 +80,9 @@ def _in_order(x: np.ndarray, order: tuple[int, ...]) -> Placed:
 # --- kernels --------------------------------------------------------------------------------------
 
 
-def per_tensor(x: np.ndarray, dtype: int, scale: float, zero_point: int, qmin: int, qmax: int) -> OutputAndMask:
+def per_tensor(
+    x: np.ndarray, dtype: int, scale: float, zero_point: int, qmin: int, qmax: int
+) -> OutputAndMask[np.ndarray]:
     """The formula of `per_tensor.py` on checked arguments."""
     p = placed(x)
     y = np.empty(p.elements.shape, x.dtype)
@@ -124,7 +125,7 @@ def per_tensor_value(x: np.ndarray, dtype: int, scale: float, zero_point: int, q
 
 def per_channel(
     x: np.ndarray, dtype: int, scale: np.ndarray, zero_point: np.ndarray, axis: int, qmin: int, qmax: int
-) -> OutputAndMask:
+) -> OutputAndMask[np.ndarray]:
     """The formula of `per_channel.py` on checked arguments."""
     p = placed(x)
     y = np.empty(p.elements.shape, x.dtype)
@@ -142,7 +143,7 @@ def per_channel(
     return OutputAndMask(p.restore(y), p.restore(mask))
 
 
-def unchanged(x: np.ndarray) -> OutputAndMask:
+def unchanged(x: np.ndarray) -> OutputAndMask[np.ndarray]:
     """A copy and a mask of ones: what a switched-off fake-quantize returns."""
     p = placed(x)
     return OutputAndMask(p.restore(p.elements.copy()), p.restore(np.ones(p.elements.shape, np.bool_)))

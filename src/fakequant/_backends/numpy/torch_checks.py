@@ -85,7 +85,8 @@ def broadcast(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def item(x: np.ndarray) -> np.generic:
     """The only element of an array."""
     check(x.size == 1, f"a Tensor with {x.size} elements cannot be converted to Scalar")
-    return x.reshape(-1)[0]
+    element: np.generic = x.reshape(-1)[0]
+    return element
 
 
 def item_as_int(x: np.ndarray) -> int:
@@ -201,7 +202,8 @@ def axis_length(x: np.ndarray, axis: int) -> int:
         raise IndexError(
             f"Dimension out of range (expected to be in range of [{-x.ndim}, {x.ndim - 1}], but got {axis})"
         )
-    return x.shape[axis]
+    length: int = x.shape[axis]
+    return length
 
 
 def select(x: np.ndarray, index: int) -> np.ndarray:
