@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fakequant import _kernels
+from fakequant import _kernels, _native
 from fakequant._backends.numpy import torch_checks
 from fakequant._backends.numpy.fused_observer import sign_zeros
 from fakequant._backends.numpy.zero_points import torch_backward
@@ -19,7 +19,6 @@ from fakequant._backends.torch import tensor_kernels
 from fakequant._backends.torch.plain_memory import is_memory
 from fakequant._backends.torch.tensor_blocks import along, place
 from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid, dense
-from fakequant._kernels import _native
 
 _INT32 = range(-(2**31), 2**31)
 # torch lets bfloat16 scales in and then fails an assertion; fakequant's functions take them.

@@ -6,12 +6,17 @@ of torch refuse: the kernels must decline them, or do as torch does. An operator
 
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from fakequant._backends.torch import aten_kernels, torch_originals
 from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES
+from fakequant._backends.torch.torch_annotations import Operator
+
+# A call of an operator, its arguments bound as defaults. What comes back is open: that is what is compared.
+_Call: TypeAlias = Callable[..., Any]
 
 
 def disagreements() -> list[str]:
@@ -28,7 +33,7 @@ def disagreements() -> list[str]:
         return sorted(found)
 
 
-def _same(ours: Callable, theirs: Callable) -> bool:
+def _same(ours: _Call, theirs: _Call) -> bool:
     try:
         a, b = ((r,) if isinstance(r, Tensor) else tuple(r) for r in (ours(), theirs()))
     except Exception:  # whatever it was, it was not agreement
@@ -36,7 +41,7 @@ def _same(ours: Callable, theirs: Callable) -> bool:
     return all(_same_bits(p, q) for p, q in zip(a, b, strict=True))
 
 
-def _same_refusal(ours: Callable, theirs: Callable) -> bool:
+def _same_refusal(ours: _Call, theirs: _Call) -> bool:
     """Whether the kernel declines the arguments, in which case torch's runs, or fails in torch's words."""
     try:
         if ours() is None:
@@ -74,7 +79,7 @@ def _values(dtype: torch.dtype) -> Tensor:
     return x.to(dtype).reshape(3, 4, 7)
 
 
-def _comparisons() -> Iterator[tuple[str, Callable, Callable]]:
+def _comparisons() -> Iterator[tuple[str, _Call, _Call]]:
     one = torch.ones(1, dtype=torch.int64)
     for dtype in KERNEL_DTYPES:
         x = _values(dtype)
@@ -112,7 +117,7 @@ def _comparisons() -> Iterator[tuple[str, Callable, Callable]]:
     yield from _fused()
 
 
-def _learnable() -> Iterator[tuple[str, Callable, Callable]]:
+def _learnable() -> Iterator[tuple[str, _Call, _Call]]:
     """One element at a time: the terms have torch's bits, long sums may differ in the last place."""
     for value in _values(torch.float32).flatten().tolist():
         x, dy = _floats(value)[:, None], _floats(0.7)[:, None]
@@ -130,12 +135,12 @@ def _learnable() -> Iterator[tuple[str, Callable, Callable]]:
         )
 
 
-def _fused() -> Iterator[tuple[str, Callable, Callable]]:
+def _fused() -> Iterator[tuple[str, _Call, _Call]]:
     finite = _values(torch.float32).nan_to_num(0.3, 4.0, -5.0).clamp(-9, 9).reshape(4, 21)
     for per_row in (False, True):
         for symmetric in (False, True):
 
-            def run(operator, per_row=per_row, symmetric=symmetric):
+            def run(operator: Operator, per_row: bool = per_row, symmetric: bool = symmetric) -> list[Tensor]:
                 rows = 4 if per_row else 1
                 on = torch.ones(1, dtype=torch.int64)
                 state = (
@@ -144,7 +149,7 @@ def _fused() -> Iterator[tuple[str, Callable, Callable]]:
                     _floats(1.0).repeat(rows),
                     torch.zeros(rows, dtype=torch.int32),
                 )
-                results = []
+                results: list[Tensor] = []
                 for x in (finite, finite * 0.7 - 0.1):
                     results += operator(x, on, on, *state, 0.01, -128, 127, 0 if per_row else -1, per_row, symmetric)
                 return [*results, *state]
@@ -156,7 +161,7 @@ def _fused() -> Iterator[tuple[str, Callable, Callable]]:
             )
 
 
-def _refusals() -> Iterator[tuple[str, Callable, Callable]]:
+def _refusals() -> Iterator[tuple[str, _Call, _Call]]:
     """Calls that some release of torch refuses."""
     x, bounds = _values(torch.float32).reshape(4, 21), (-8, 7)
     scale, zeros = _floats(0.1), torch.zeros(1, dtype=torch.int32)
@@ -166,7 +171,7 @@ def _refusals() -> Iterator[tuple[str, Callable, Callable]]:
     learned = (scale, _floats(0.0))
     state = (_floats(-1.0), _floats(1.0), _floats(1.0), zeros)
     rest = (0.01, -128, 127, -1, False, False)
-    calls: dict[str, tuple[Callable, Callable, list[tuple]]] = {
+    calls: dict[str, tuple[Operator, Operator, list[tuple[Any, ...]]]] = {
         "fake_quantize_per_tensor_affine_cachemask": (
             aten_kernels.cachemask,
             torch_originals.cachemask,
@@ -219,7 +224,7 @@ def _refusals() -> Iterator[tuple[str, Callable, Callable]]:
         ),
     }
     for per in ("tensor", "channel"):
-        original: Callable = (
+        original: Operator = (
             torch_originals.cachemask_backward if per == "tensor" else torch_originals.channel_cachemask_backward
         )
         masks = [(x, x[:2] > 0), (x, (x > 0).byte()), (x.int(), x > 0)]

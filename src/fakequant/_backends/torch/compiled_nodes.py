@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fakequant import _kernels
+from fakequant import _kernels, _native
 from fakequant._backends.kernel_types import NUMERICS, NUMERICS_NAMES
-from fakequant._kernels import _native
 from fakequant._torch_releases import NEWEST, OLDEST, describe, is_tested
 from fakequant.spec import QuantSpec
 
@@ -89,9 +88,10 @@ def fake_quantize(x: Any, scale: Any, zero_point: Any, spec: QuantSpec, clipped:
     axis = spec.axis
     if axis is not None and axis < 0:
         axis += x.dim()
-    return compiled.fake_quantize(
+    y: Tensor | None = compiled.fake_quantize(
         x, scale, zero_point, qmin, qmax, numerics, axis, spec.group_size, lowest_zero, highest_zero, False, clipped
     )
+    return y
 
 
 def fake_quantize_affine(
@@ -101,9 +101,10 @@ def fake_quantize_affine(
     if compiled is None or torch.compiler.is_compiling():
         return None
     numerics = _kernels.TORCH_TENSOR if axis is None else _kernels.TORCH_CHANNEL
-    return compiled.fake_quantize(
+    y: Tensor | None = compiled.fake_quantize(
         x, scale, zero_point, quant_min, quant_max, numerics, axis, None, quant_min, quant_max, True, True
     )
+    return y
 
 
 def fake_quantize_learnable_affine(
@@ -120,6 +121,7 @@ def fake_quantize_learnable_affine(
     if compiled is None or torch.compiler.is_compiling():
         return None
     name = "torch_tensor" if axis is None else "torch_channel"
-    return compiled.fake_quantize_learned(
+    y: Tensor | None = compiled.fake_quantize_learned(
         x, scale, zero_point, quant_min, quant_max, name, NUMERICS[name], axis, True, grad_factor
     )
+    return y

@@ -8,19 +8,23 @@ Each also has a forward-mode derivative and can be differentiated again. Second 
 rounding as straight-through once more, so the rounding error `(q - z) - x / scale` is a constant.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fakequant import _kernels
 from fakequant._backends.kernel_types import is_own
 from fakequant._backends.torch import compiled_nodes, formula, operator_calls, tensor_kernels
+from fakequant._backends.torch.operator_calls import ObserverOptions
 from fakequant._backends.torch.plain_memory import is_eager
 from fakequant._backends.torch.routes import DIRECT, Route, backward_grid, learned_factor
 from fakequant._backends.torch.tensor_kernels import Grid, Observed, Order, order_of
+from fakequant._backends.torch.torch_annotations import unpack_dual
 from fakequant._backends.torch.torch_private import SingleLevelFunction, is_forward_mode, unwrap_dead_wrappers
+
+# As dx, dscale and dzero_point are.
+ThreeTensors: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 def multiplies(numerics: str) -> bool:
@@ -41,7 +45,7 @@ def has_derivative(parameter: Any) -> bool:
         return False
     if torch.is_grad_enabled() and parameter.requires_grad:
         return True
-    return is_forward_mode() and forward_ad.unpack_dual(parameter).tangent is not None
+    return is_forward_mode() and unpack_dual(parameter).tangent is not None
 
 
 def refuse_gradient(function: str, **parameters: Any) -> None:
@@ -80,7 +84,8 @@ def clipped(x: Tensor, grid: Grid) -> Tensor:
     if not is_differentiating(x):
         return tensor_kernels.fake_quantize(x, grid, _kernels.MASK_NONE)[0]
     if not _has_nodes():
-        return Clipped.apply(x, grid, DIRECT)
+        in_python: Tensor = Clipped.apply(x, grid, DIRECT)
+        return in_python
     y, mask = tensor_kernels.fake_quantize(x.detach(), grid, _kernels.MASK_PACKED)
     compiled_nodes.compiled.clipped(x, y, mask, order_of(x), multiplies(grid.numerics))
     return y
@@ -89,7 +94,8 @@ def clipped(x: Tensor, grid: Grid) -> Tensor:
 def clipped_and_mask(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor]:
     """The same, and the mask: packed, or bytes like y."""
     if is_differentiating(x) and not _has_nodes():
-        return ClippedAndMask.apply(x, grid, mask_kind, DIRECT)
+        in_python: tuple[Tensor, Tensor] = ClippedAndMask.apply(x, grid, mask_kind, DIRECT)
+        return in_python
     y, mask = tensor_kernels.fake_quantize(x.detach(), grid, mask_kind)
     assert mask is not None
     if is_differentiating(x):
@@ -100,7 +106,8 @@ def clipped_and_mask(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Ten
 def pass_through(x: Tensor, grid: Grid) -> Tensor:
     """y, with the gradient passed through."""
     if is_differentiating(x) and not _has_nodes():
-        return PassThrough.apply(x, grid, DIRECT)
+        in_python: Tensor = PassThrough.apply(x, grid, DIRECT)
+        return in_python
     y, _ = tensor_kernels.fake_quantize(x.detach(), grid, _kernels.MASK_NONE)
     if is_differentiating(x):
         compiled_nodes.compiled.pass_through(x, y)
@@ -110,11 +117,12 @@ def pass_through(x: Tensor, grid: Grid) -> Tensor:
 def learned(x: Tensor, scale: Any, zero_point: Any, *rest: Any) -> Tensor:
     """y, differentiable in x, scale and zero point. `rest`: qmin, qmax, numerics, grad_factor."""
     if is_differentiating(x, scale, zero_point):
-        return Learned.apply(x, scale, zero_point, *rest, DIRECT)
+        y: Tensor = Learned.apply(x, scale, zero_point, *rest, DIRECT)
+        return y
     return DIRECT.fake_quantize_learned(x, scale, zero_point, *rest)
 
 
-def observe(x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple) -> Observed:
+def observe(x: Tensor, running_min: Tensor, running_max: Tensor, rest: ObserverOptions) -> Observed:
     """The observing operator. `rest` is everything after the running range in its schema."""
     if is_differentiating(x) and not _has_nodes():
         return Observed(*ObservedAndQuantized.apply(x, running_min, running_max, rest, DIRECT))
@@ -130,7 +138,8 @@ def observe(x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple) ->
 def fused(x: Tensor, call: Any, mask_kind: int) -> tuple[Tensor, Tensor]:
     """torch's fused observer and fake-quantize; `call` is an `aten_kernels.Fused`."""
     if is_differentiating(x) and not _has_nodes():
-        return Fused.apply(x, call, mask_kind)
+        in_python: tuple[Tensor, Tensor] = Fused.apply(x, call, mask_kind)
+        return in_python
     with torch.no_grad():
         y, mask = call.run(mask_kind)
     if is_differentiating(x):
@@ -170,7 +179,9 @@ class ClippedAndMask(Clipped):
     """The same with the mask as a second result: packed, or bytes like y."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: Grid, mask_kind: int, route: Route):  # type: ignore[override]
+    def forward(  # type: ignore[override]  # one more argument and result than its base
+        ctx: Any, x: Tensor, grid: Grid, mask_kind: int, route: Route
+    ) -> tuple[Tensor, Tensor | None]:
         """`route` is `DIRECT` or `DISPATCHED`."""
         y, mask = route.fake_quantize(x, grid, mask_kind)
         _keep(ctx, mask)
@@ -180,13 +191,17 @@ class ClippedAndMask(Clipped):
         return y, mask
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, _: Tensor):  # type: ignore[override]
+    def backward(  # type: ignore[override]  # a gradient for each result, one for each argument
+        ctx: Any, dy: Tensor, _: Tensor
+    ) -> tuple[Tensor, None, None, None]:
         """dx = dy inside, 0 outside."""
         (mask,) = _kept(ctx)
         return masked(dy, mask, ctx.order, ctx.multiply), None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, x_t: Tensor, *_: None):
+    def jvp(  # type: ignore[override]  # a tangent for each result
+        ctx: Any, x_t: Tensor, *_: None
+    ) -> tuple[Tensor, None]:
         """The tangent goes the way of the gradient; the mask has none."""
         return Clipped.jvp(ctx, x_t), None
 
@@ -195,7 +210,9 @@ class ObservedAndQuantized(SingleLevelFunction):
     """The observing operator: its results, of which only y is differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple, route: Route):
+    def forward(
+        ctx: Any, x: Tensor, running_min: Tensor, running_max: Tensor, rest: ObserverOptions, route: Route
+    ) -> tuple[Tensor | None, ...]:
         """`rest` is everything after the running range in the operator's schema."""
         result = route.observe_fake_quantize(x, running_min, running_max, rest)
         _, _, numerics, *_, ctx.clipped = rest
@@ -207,7 +224,7 @@ class ObservedAndQuantized(SingleLevelFunction):
         return tuple(result)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, *_: Tensor):
+    def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
         """Clipped or passed through; the range is a constant."""
         if ctx.clipped:
             (mask,) = _kept(ctx)
@@ -215,7 +232,7 @@ class ObservedAndQuantized(SingleLevelFunction):
         return dy, None, None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, x_t: Tensor, *_: None):
+    def jvp(ctx: Any, x_t: Tensor, *_: None) -> tuple[Tensor, None, None, None, None]:
         """The tangent goes the way of the gradient."""
         if ctx.clipped:
             (mask,) = _kept(ctx)
@@ -227,7 +244,9 @@ class Fused(Clipped):
     """torch's fused observer and fake-quantize: y and its mask."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Any, mask_kind: int):  # type: ignore[override]
+    def forward(  # type: ignore[override]  # other arguments than its base, and one more result
+        ctx: Any, x: Tensor, call: Any, mask_kind: int
+    ) -> tuple[Tensor, Tensor]:
         """`call` is an `aten_kernels.Fused`."""
         y, mask = call.run(mask_kind)
         _keep(ctx, mask)
@@ -237,12 +256,16 @@ class Fused(Clipped):
         return y, mask
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, _: Tensor):  # type: ignore[override]
+    def backward(  # type: ignore[override]  # a gradient for each result
+        ctx: Any, dy: Tensor, _: Tensor
+    ) -> tuple[Tensor, None, None]:
         """dx = dy inside, 0 outside."""
         return Clipped.backward(ctx, dy)
 
     @staticmethod
-    def jvp(ctx: Any, x_t: Tensor, *_: None):
+    def jvp(  # type: ignore[override]  # a tangent for each result
+        ctx: Any, x_t: Tensor, *_: None
+    ) -> tuple[Tensor, None]:
         """The tangent goes the way of the gradient; the mask has none."""
         return Clipped.jvp(ctx, x_t), None
 
@@ -269,9 +292,11 @@ class PassThrough(SingleLevelFunction):
 def masked(dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> Tensor:
     """`dy` where the mask is set, differentiably."""
     if not is_eager(dy):
-        return operator_calls.ops.mask_backward(dy, mask, order, multiply)
+        dispatched: Tensor = operator_calls.ops.mask_backward(dy, mask, order, multiply)
+        return dispatched
     if is_differentiating(dy):
-        return Masked.apply(dy, mask, order, multiply, DIRECT)
+        differentiable: Tensor = Masked.apply(dy, mask, order, multiply, DIRECT)
+        return differentiable
     return tensor_kernels.mask_backward(dy, mask, order, multiply)
 
 
@@ -308,6 +333,7 @@ class Learned(SingleLevelFunction):
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any) -> Tensor:
         """`rest`: qmin, qmax, numerics, grad_factor, and `DIRECT` or `DISPATCHED`."""
         _keep(ctx, x, scale, zero_point)
+        route: Route
         *ctx.rest, route = rest
         return route.fake_quantize_learned(x, scale, zero_point, *ctx.rest)
 
@@ -337,12 +363,14 @@ def _combine(values: tuple[Tensor | None, ...], terms: tuple[Tensor, ...], x: Te
     return total
 
 
-def learned_gradients(dy: Tensor, x: Tensor, scale: Any, zero_point: Any, *rest: Any):
+def learned_gradients(dy: Tensor, x: Tensor, scale: Any, zero_point: Any, *rest: Any) -> ThreeTensors:
     """dx, dscale and dzero_point, differentiably. `rest`: qmin, qmax, numerics, grad_factor."""
     if not is_eager(dy) or not is_eager(x):
-        return operator_calls.ops.learned_backward(dy, x, scale, zero_point, *rest)
+        dispatched: ThreeTensors = operator_calls.ops.learned_backward(dy, x, scale, zero_point, *rest)
+        return dispatched
     if is_differentiating(dy, x, scale, zero_point):
-        return LearnedGradient.apply(dy, x, scale, zero_point, *rest, DIRECT)
+        differentiable: ThreeTensors = LearnedGradient.apply(dy, x, scale, zero_point, *rest, DIRECT)
+        return differentiable
     return DIRECT.learned_backward(dy, x, scale, zero_point, *rest)
 
 
@@ -350,9 +378,10 @@ class LearnedGradient(SingleLevelFunction):
     """The gradients of `Learned`, which can be differentiated in dy, scale and zero point."""
 
     @staticmethod
-    def forward(ctx: Any, dy: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any):
+    def forward(ctx: Any, dy: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any) -> ThreeTensors:
         """`rest` as in `Learned`."""
         _keep(ctx, dy, x, scale, zero_point)
+        route: Route
         *ctx.rest, route = rest
         return route.learned_backward(dy, x, scale, zero_point, *ctx.rest)
 
@@ -372,7 +401,7 @@ class LearnedGradient(SingleLevelFunction):
         return g_dy, None, g_scale, g_zero, *[None] * 5
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None):
+    def jvp(ctx: Any, *tangents: Tensor | None) -> ThreeTensors:
         """Only the tangent of dy is followed; the others are second derivatives in forward mode."""
         _, x, scale, zero_point = _kept(ctx)
         if any(t is not None for t in tangents[1:4]):

@@ -17,26 +17,30 @@ from typing import Any
 
 from torch import Tensor
 
+from fakequant._backends.kernel_types import is_own
 from fakequant._backends.torch import torch_private
 from fakequant._backends.torch.operator_calls import ops
 from fakequant._backends.torch.routes import forward_grid
-from fakequant._backends.torch.tensor_kernels import is_own, scale_dtype
+from fakequant._backends.torch.tensor_kernels import scale_dtype
+from fakequant._backends.torch.torch_annotations import Operator
 
 
-def decompositions(formulas: Mapping[str, Callable]) -> dict[Any, Callable]:
+def decompositions(formulas: Mapping[str, Operator]) -> dict[Any, Operator]:
     """Decompositions by operator, from the implementations in torch's operations by name."""
-    fake_quantize, learned = formulas["fake_quantize"], formulas["fake_quantize_learned"]
+    fake_quantize: Callable[..., Tensor] = formulas["fake_quantize"]
+    learned: Callable[..., Tensor] = formulas["fake_quantize_learned"]
+    masked: Callable[..., tuple[Tensor, Tensor]] = ops.fake_quantize_masked
 
     def decompose(x: Tensor, *grid_and_clipped: Any) -> Tensor:
         *grid, _ = grid_and_clipped
         if _is_left_to_the_kernel(x, *grid):
-            return ops.fake_quantize_masked(x, *grid, True)[0]
+            return masked(x, *grid, True)[0]
         return fake_quantize(x, *_checked(x, *grid), False)
 
     def decompose_learned(x: Tensor, *grid_and_factor: Any) -> Tensor:
         *grid, factor = grid_and_factor
         if _is_left_to_the_kernel(x, *grid):
-            return ops.fake_quantize_masked(x, *forward_grid(*grid), True)[0]
+            return masked(x, *forward_grid(*grid), True)[0]
         return learned(x, *_checked(x, *grid), factor)
 
     return {
@@ -62,7 +66,7 @@ def _checked(
     return scale, zero_point, qmin, qmax, numerics
 
 
-def offer(table: Mapping[Any, Callable]) -> None:
+def offer(table: Mapping[Any, Operator]) -> None:
     """Adds decompositions to Inductor's tables if Inductor is imported.
 
     Call it before a graph is lowered. Nothing happens if they are there already.

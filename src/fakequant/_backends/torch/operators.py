@@ -7,8 +7,7 @@ dtype: the kernels compute in float32 whatever the dtype of the data, and a scal
 """
 
 from collections.abc import Callable
-from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,9 +22,11 @@ from fakequant._backends.torch import (
     tensor_kernels,
     vmap_rules,
 )
+from fakequant._backends.torch.gradients import ThreeTensors
 from fakequant._backends.torch.operator_calls import ops
 from fakequant._backends.torch.routes import DISPATCHED
-from fakequant._backends.torch.tensor_kernels import Grid, Observation
+from fakequant._backends.torch.tensor_kernels import Grid, Observation, Observed, Order
+from fakequant._backends.torch.torch_annotations import Library, Operator, Results
 from fakequant._backends.torch.torch_private import BelowADInplaceOrView, SingleLevelFunction, single_level_functions
 
 _GRID = "Tensor scale, Tensor? zero_point, int qmin, int qmax, str numerics"
@@ -48,7 +49,7 @@ SCHEMAS = (
     " -> (Tensor y, Tensor mask, Tensor scale, Tensor zero_point, Tensor nonfinite)",
 )
 
-_LIBRARY = torch.library.Library("fakequant", "DEF")
+_LIBRARY = Library("fakequant", "DEF")
 for _schema in SCHEMAS:
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -56,51 +57,79 @@ for _schema in SCHEMAS:
 # --- kernels --------------------------------------------------------------------------------------
 
 
-def _implementations(run: ModuleType) -> dict[str, Callable]:
-    """The operators by name. `run` is `tensor_kernels` or `formula`: modules with the same functions."""
+class _Kernels(Protocol):
+    """`tensor_kernels` or `formula`: modules with the same functions."""
 
-    def fake_quantize(x, scale, zero_point, qmin, qmax, numerics, clipped):
+    def fake_quantize(self, x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor | None]: ...
+    def mask_backward(self, dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> Tensor: ...
+    def learned_backward(self, dy: Tensor, x: Tensor, grid: Grid, grad_factor: float) -> ThreeTensors: ...
+    def quantize(self, x: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor: ...
+    def quantize_packed(self, x: Tensor, grid: Grid, bits: int) -> Tensor: ...
+    def dequantize(self, q: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor: ...
+    def dequantize_packed(
+        self, q: Tensor, grid: Grid, shape: tuple[int, ...], bits: int, dtype: torch.dtype
+    ) -> Tensor: ...
+    def min_max(self, x: Tensor, blocks: tuple[int, ...]) -> ThreeTensors: ...
+    def choose_qparams(
+        self, lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool, eps: float
+    ) -> tuple[Tensor, Tensor]: ...
+    def observe_fake_quantize(
+        self, x: Tensor, running_min: Tensor, running_max: Tensor, how: Observation, grid: Grid, mask_kind: int
+    ) -> Observed: ...
+
+
+def _implementations(run: _Kernels) -> dict[str, Operator]:
+    """The operators by name."""
+
+    def fake_quantize(
+        x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, numerics: str, clipped: bool
+    ) -> Tensor:
         return run.fake_quantize(x, Grid(scale, zero_point, qmin, qmax, numerics), _kernels.MASK_NONE)[0]
 
-    def fake_quantize_masked(x, *grid_and_packed):
+    def fake_quantize_masked(x: Tensor, *grid_and_packed: Any) -> tuple[Tensor, Tensor | None]:
         *grid, packed = grid_and_packed
         return run.fake_quantize(x, Grid(*grid), _kernels.MASK_PACKED if packed else _kernels.MASK_BYTES)
 
-    def mask_backward(dy, mask, order, multiply):
+    def mask_backward(dy: Tensor, mask: Tensor, order: list[int] | None, multiply: bool) -> Tensor:
         return run.mask_backward(dy, mask, None if order is None else tuple(order), multiply)
 
-    def fake_quantize_learned(x, *grid_and_factor):
+    def fake_quantize_learned(x: Tensor, *grid_and_factor: Any) -> Tensor:
         grid = routes.forward_grid(*grid_and_factor[:-1])
         return run.fake_quantize(x, grid, _kernels.MASK_NONE)[0]
 
-    def learned_backward(dy, x, *grid_and_factor):
+    def learned_backward(dy: Tensor, x: Tensor, *grid_and_factor: Any) -> ThreeTensors:
         *grid, grad_factor = grid_and_factor
         factor = routes.learned_factor(grad_factor, x, grid[3])
         return run.learned_backward(dy, x, routes.backward_grid(*grid), factor)
 
-    def quantize(x, *grid_and_dtype):
+    def quantize(x: Tensor, *grid_and_dtype: Any) -> Tensor:
         *grid, dtype = grid_and_dtype
         return run.quantize(x, Grid(*grid), dtype)
 
-    def quantize_packed(x, *grid_and_bits):
+    def quantize_packed(x: Tensor, *grid_and_bits: Any) -> Tensor:
         *grid, bits = grid_and_bits
         return run.quantize_packed(x, Grid(*grid), bits)
 
-    def dequantize(q, *grid_and_dtype):
+    def dequantize(q: Tensor, *grid_and_dtype: Any) -> Tensor:
         *grid, dtype = grid_and_dtype
         return run.dequantize(q, Grid(*grid), dtype)
 
-    def dequantize_packed(q, *rest):
+    def dequantize_packed(q: Tensor, *rest: Any) -> Tensor:
         *grid, shape, bits, dtype = rest
         return run.dequantize_packed(q, Grid(*grid), tuple(shape), bits, dtype)
 
-    def min_max(x, blocks):
+    def min_max(x: Tensor, blocks: list[int]) -> ThreeTensors:
         return run.min_max(x, tuple(blocks))
 
-    def choose_qparams(lo, hi, qmin, qmax, symmetric, eps):
+    def choose_qparams(
+        lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool, eps: float
+    ) -> tuple[Tensor, Tensor]:
         return run.choose_qparams(lo, hi, qmin, qmax, symmetric, eps)
 
-    def observe_fake_quantize(x, running_min, running_max, qmin, qmax, numerics, symmetric, *update_and_rest):
+    def observe_fake_quantize(
+        x: Tensor, running_min: Tensor, running_max: Tensor, qmin: int, qmax: int, numerics: str, symmetric: bool,
+        *update_and_rest: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         update, constant, eps, clipped = update_and_rest
         how = Observation(update, constant, eps, symmetric)
         grid = Grid(running_min, None, qmin, qmax, numerics)
@@ -139,32 +168,40 @@ def _bytes_for(x: Tensor, bits: int) -> Tensor:
     return x.new_empty((x.numel() * bits + 7) // 8, dtype=torch.uint8)
 
 
-def _fake_masked(x, scale, zero_point, qmin, qmax, numerics, packed):
+def _fake_masked(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, numerics: str, packed: bool
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), _bytes_for(x, 1) if packed else torch.empty_like(x, dtype=torch.bool)
 
 
-def _fake_mask_backward(dy, mask, order, multiply):
+def _fake_mask_backward(dy: Tensor, mask: Tensor, order: list[int] | None, multiply: bool) -> Tensor:
     return tensor_kernels.empty_gradient(dy, mask, None if order is None else tuple(order))
 
 
-def _fake_learned_backward(dy, x, scale, zero_point, qmin, qmax, numerics, grad_factor):
+def _fake_learned_backward(
+    dy: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, numerics: str,
+    grad_factor: float | None,
+) -> ThreeTensors:  # fmt: skip
     return torch.empty_like(x), scale.new_empty(scale.shape), scale.new_empty(scale.shape)
 
 
-def _fake_min_max(x, blocks):
+def _fake_min_max(x: Tensor, blocks: list[int]) -> ThreeTensors:
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     counts = x.new_empty((3, *blocks), dtype=torch.int64)
     return x.new_empty(blocks, dtype=dtype), x.new_empty(blocks, dtype=dtype), counts
 
 
-def _fake_observe(x, running_min, running_max, qmin, qmax, numerics, symmetric, update, constant, eps, clipped):
+def _fake_observe(
+    x: Tensor, running_min: Tensor, running_max: Tensor, qmin: int, qmax: int, numerics: str, symmetric: bool,
+    update: str, constant: float, eps: float, clipped: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     mask = _bytes_for(x, 1) if clipped else x.new_empty(0, dtype=torch.uint8)
     scale = x.new_empty(running_min.shape, dtype=torch.float32)
     zero_point = x.new_empty(running_min.shape, dtype=torch.int32)
     return torch.empty_like(x), mask, scale, zero_point, x.new_empty((), dtype=torch.int64)
 
 
-_FAKE: dict[str, Callable] = {
+_FAKE: dict[str, Operator] = {
     "fake_quantize": lambda x, *_: torch.empty_like(x),
     "fake_quantize_masked": _fake_masked,
     "mask_backward": _fake_mask_backward,
@@ -184,10 +221,10 @@ _FAKE: dict[str, Callable] = {
 _DECOMPOSITIONS = inductor.decompositions(_implementations(formula))
 
 
-def _fake_and_decomposed(fake: Callable) -> Callable:
+def _fake_and_decomposed(fake: Operator) -> Operator:
     """Compilers ask for shapes before they lower a graph: by then Inductor must know the decompositions."""
 
-    def run(*args):
+    def run(*args: Any) -> Results:
         inductor.offer(_DECOMPOSITIONS)
         return fake(*args)
 
@@ -201,13 +238,15 @@ for _name, _function in _FAKE.items():
 # --- derivatives ----------------------------------------------------------------------------------
 
 
-def _apply(function: type[SingleLevelFunction], *args: Any) -> Any:
+def _apply(function: type[SingleLevelFunction], *args: Any) -> Results:
     """Here a transform of `torch.func` has already been taken apart: one level of derivatives is left."""
     with single_level_functions():
         return function.apply(*args)
 
 
-def _autograd_fake_quantize(x, scale, zero_point, qmin, qmax, numerics, clipped):
+def _autograd_fake_quantize(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, numerics: str, clipped: bool
+) -> Results:
     grid = Grid(scale, zero_point, qmin, qmax, numerics)
     if gradients.is_differentiating(x, scale, zero_point):
         gradients.refuse_gradient("fake_quantize", scale=scale, zero_point=zero_point)
@@ -215,7 +254,9 @@ def _autograd_fake_quantize(x, scale, zero_point, qmin, qmax, numerics, clipped)
     return operator_calls.below_autograd(ops.fake_quantize, x, *grid, clipped)
 
 
-def _autograd_fake_quantize_masked(x, scale, zero_point, qmin, qmax, numerics, packed):
+def _autograd_fake_quantize_masked(
+    x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, numerics: str, packed: bool
+) -> Results:
     kind = _kernels.MASK_PACKED if packed else _kernels.MASK_BYTES
     grid = Grid(scale, zero_point, qmin, qmax, numerics)
     if gradients.is_differentiating(x, scale, zero_point):
@@ -224,35 +265,35 @@ def _autograd_fake_quantize_masked(x, scale, zero_point, qmin, qmax, numerics, p
     return operator_calls.below_autograd(ops.fake_quantize_masked, x, *grid, packed)
 
 
-def _autograd_mask_backward(dy, mask, order, multiply):
+def _autograd_mask_backward(dy: Tensor, mask: Tensor, order: list[int] | None, multiply: bool) -> Results:
     if gradients.is_differentiating(dy):
         return _apply(gradients.Masked, dy, mask, order, multiply, DISPATCHED)
     return operator_calls.below_autograd(ops.mask_backward, dy, mask, order, multiply)
 
 
-def _autograd_learned(*args):
+def _autograd_learned(*args: Any) -> Results:
     if gradients.is_differentiating(*args[:3]):
         return _apply(gradients.Learned, *args, DISPATCHED)
     return operator_calls.below_autograd(ops.fake_quantize_learned, *args)
 
 
-def _autograd_learned_backward(*args):
+def _autograd_learned_backward(*args: Any) -> Results:
     if gradients.is_differentiating(*args[:4]):
         return _apply(gradients.LearnedGradient, *args, DISPATCHED)
     return operator_calls.below_autograd(ops.learned_backward, *args)
 
 
-def _autograd_observe(x, running_min, running_max, *rest):
+def _autograd_observe(x: Tensor, running_min: Tensor, running_max: Tensor, *rest: Any) -> Results:
     if gradients.is_differentiating(x):
         return _apply(gradients.ObservedAndQuantized, x, running_min, running_max, rest, DISPATCHED)
     return operator_calls.below_autograd(ops.observe_fake_quantize, x, running_min, running_max, *rest)
 
 
-def _constant(name: str, has_grid: bool) -> Callable:
+def _constant(name: str, has_grid: bool) -> Operator:
     """Codes and ranges are numbers to compute with, not functions to differentiate."""
     operator = getattr(ops, name).default
 
-    def run(*args):
+    def run(*args: Any) -> Results:
         if has_grid:
             gradients.refuse_gradient(name, scale=args[1], zero_point=args[2])
         return operator_calls.below_autograd(operator, *args)
@@ -260,7 +301,7 @@ def _constant(name: str, has_grid: bool) -> Callable:
     return run
 
 
-_AUTOGRAD: dict[str, Callable] = {
+_AUTOGRAD: dict[str, Operator] = {
     "fake_quantize": _autograd_fake_quantize,
     "fake_quantize_masked": _autograd_fake_quantize_masked,
     "mask_backward": _autograd_mask_backward,
@@ -278,7 +319,7 @@ for _name, _function in _AUTOGRAD.items():
     _LIBRARY.impl(_name, _function, "Autograd")
 
 
-def _count_changes(x, running_min, running_max, *rest):
+def _count_changes(x: Tensor, running_min: Tensor, running_max: Tensor, *rest: Any) -> Results:
     routes.count_changes(running_min, running_max)
     with BelowADInplaceOrView():
         return ops.observe_fake_quantize(x, running_min, running_max, *rest)
@@ -287,15 +328,16 @@ def _count_changes(x, running_min, running_max, *rest):
 _LIBRARY.impl("observe_fake_quantize", _count_changes, "ADInplaceOrView")
 
 
-def add(schema: str, fake: Callable) -> Callable:
+def add(schema: str, fake: Operator) -> Callable[[Operator], Operator]:
     """Defines one more operator, in torch's operations only and without a derivative."""
     name = schema.split("(")[0]
 
-    def decorate(function: Callable) -> Callable:
+    def decorate(function: Operator) -> Operator:
         _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fakequant::{name}", fake, lib=_LIBRARY)
-        return getattr(ops, name).default
+        operator: Operator = getattr(ops, name).default
+        return operator
 
     return decorate
 

@@ -6,7 +6,6 @@ torchao and anything else that calls them runs on ours: same bits, same saved ma
 
 import threading
 import warnings
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -15,10 +14,11 @@ import torch
 from fakequant._backends.torch import aten_kernels
 from fakequant._backends.torch.compare_with_aten import disagreements
 from fakequant._backends.torch.gradients import is_differentiating
+from fakequant._backends.torch.torch_annotations import Library, Operator
 from fakequant._backends.torch.torch_private import destroy
 from fakequant._fork_safe_locks import accelerating
 
-REPLACED: dict[str, Callable] = {
+REPLACED: dict[str, Operator] = {
     "fake_quantize_per_tensor_affine_cachemask": aten_kernels.cachemask,
     "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams": aten_kernels.cachemask_tensor_qparams,
     "fake_quantize_per_channel_affine_cachemask": aten_kernels.channel_cachemask,
@@ -39,7 +39,7 @@ class _Switch:
 
     def __init__(self) -> None:
         self.lock = accelerating
-        self.library: torch.library.Library | None = None
+        self.library: Library | None = None
         self.on = False
         self.left: frozenset[str] | None = None  # operators that stay torch's; None: not compared yet
         self.for_good = False
@@ -133,8 +133,8 @@ def _compare() -> frozenset[str]:
     return frozenset(found)
 
 
-def _replace_kernels(left: frozenset[str]) -> torch.library.Library:
-    library = torch.library.Library("aten", "IMPL")
+def _replace_kernels(left: frozenset[str]) -> Library:
+    library = Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
             # That a kernel is overridden is the point.
@@ -155,7 +155,7 @@ def _replace_kernels(left: frozenset[str]) -> torch.library.Library:
     return library
 
 
-def _or_original(function: Callable, original: Any) -> Callable:
+def _or_original(function: Operator, original: Any) -> Operator:
     """Ours where it applies, torch's where it does not."""
 
     def kernel(keys: Any, *args: Any) -> Any:
@@ -165,7 +165,7 @@ def _or_original(function: Callable, original: Any) -> Callable:
     return kernel
 
 
-def _unless_differentiating(kernel: Callable, original: Any) -> Callable:
+def _unless_differentiating(kernel: Operator, original: Any) -> Operator:
     def differentiable(keys: Any, grad: Any, *rest: Any) -> Any:
         return (original.call_boxed if is_differentiating(grad) else kernel)(keys, grad, *rest)
 

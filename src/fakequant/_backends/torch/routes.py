@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fakequant import _kernels
 from fakequant._backends.torch import operator_calls, tensor_kernels
+from fakequant._backends.torch.operator_calls import ObserverOptions
 from fakequant._backends.torch.tensor_kernels import Grid, Observation, Observed
 from fakequant._backends.torch.tensor_zero_points import round_backward, round_forward
 
@@ -58,7 +59,7 @@ def _learned_backward(dy: Tensor, x: Tensor, *grid_and_factor: Any) -> tuple[Ten
     return tensor_kernels.learned_backward(dy, x, backward_grid(*grid), learned_factor(grad_factor, x, grid[3]))
 
 
-def _observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, rest: tuple) -> Observed:
+def _observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, rest: ObserverOptions) -> Observed:
     qmin, qmax, numerics, symmetric, update, averaging_constant, eps, clipped = rest
     grid = Grid(running_min, None, qmin, qmax, numerics)
     kind = _kernels.MASK_PACKED if clipped else _kernels.MASK_NONE

@@ -7,13 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fakequant import _kernels
+from fakequant import _kernels, _native
 from fakequant._backends import checks
 from fakequant._backends.blocks import blocks_of
 from fakequant._backends.kernel_types import numerics_name as kernel_numerics
 from fakequant._backends.torch.plain_memory import is_direct, is_memory
 from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid, check_values, dtype_name, scale_dtype
-from fakequant._kernels import _native
 from fakequant.spec import QuantSpec
 
 __all__ = ["block_shape", "check_data", "check_device", "kernel_numerics", "make_grid"]

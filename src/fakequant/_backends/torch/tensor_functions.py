@@ -28,6 +28,7 @@ from fakequant._backends.torch.plain_memory import is_direct
 from fakequant._backends.torch.tensor_checks import block_shape, check_data, check_device, make_grid
 from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid, dtype_name
 from fakequant._backends.torch.tensor_zero_points import round_forward
+from fakequant._backends.torch.torch_annotations import broadcast_tensors, is_tracing
 from fakequant.spec import QuantSpec
 
 
@@ -44,17 +45,19 @@ def _compiled_fake_quantize_learned(
     if spec.group_size is not None:
         return None
     name, axis = numerics_name(spec), spec.axis
-    return compiled_nodes.compiled.fake_quantize_learned(
+    y: Tensor | None = compiled_nodes.compiled.fake_quantize_learned(
         x, scale, zero_point, spec.qmin, spec.qmax, name, NUMERICS[name],
         axis + x.dim() if axis is not None and axis < 0 else axis, False,
         float(routes.learned_factor(grad_factor, x, spec.qmax)),
     )  # fmt: skip
+    return y
 
 
 def as_data(x: Any, name: str = "x") -> Tensor:
     """`x`, if it is a strided tensor of floats; other data is refused."""
     check_data(x, name)
-    return x
+    data: Tensor = x
+    return data
 
 
 def fake_quantize(
@@ -126,7 +129,8 @@ def fake_quantize_backward(dy: Tensor, mask: Tensor, spec: QuantSpec) -> Tensor:
     multiply = spec.numerics == "torch"
     if is_direct(dy):
         return gradients.masked(dy, mask, None, multiply)
-    return ops.mask_backward(dy, mask, None, multiply)
+    dx: Tensor = ops.mask_backward(dy, mask, None, multiply)
+    return dx
 
 
 def _check_mask(mask: Any, dy: Tensor) -> None:
@@ -154,7 +158,7 @@ def fake_quantize_learned(
 
 def fake_quantize_learned_backward(
     dy: Tensor, x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float = 1.0
-) -> LearnedGradients:
+) -> LearnedGradients[Tensor]:
     """See `fakequant.fake_quantize_learned_backward`."""
     checks.check_spec(spec)
     check_data(x)
@@ -218,29 +222,30 @@ def dequantize(
     grid = make_grid(q.new_empty(shape, dtype=dtype), scale, zero_point, spec)
     if is_direct(q):
         return tensor_kernels.dequantize_packed(q, grid, shape, spec.bits, dtype)
-    return ops.dequantize_packed(q, *grid, shape, spec.bits, dtype)
+    y: Tensor = ops.dequantize_packed(q, *grid, shape, spec.bits, dtype)
+    return y
 
 
-def min_max(x: Tensor, spec: QuantSpec | None = None) -> Range:
+def min_max(x: Tensor, spec: QuantSpec | None = None) -> Range[Tensor]:
     """See `fakequant.min_max`."""
     check_data(x)
     spec = QuantSpec() if spec is None else spec
     checks.check_spec(spec, "x, spec")
     x = x.detach()
     blocks = block_shape(tuple(x.shape), spec)
-    if torch.jit.is_tracing():
+    if is_tracing():
         blocks = tuple(int(n) for n in blocks)  # sizes are tensors there
     lo, hi, counts = tensor_kernels.min_max(x, blocks) if is_direct(x) else ops.min_max(x, blocks)
     shape = blocks_of(tuple(x.shape), spec).parameters
     return Range(*(v.reshape(shape) for v in (lo, hi, *counts)))
 
 
-def choose_qparams(lo: Any, hi: Any, spec: QuantSpec, *, eps: float) -> QParams:
+def choose_qparams(lo: Any, hi: Any, spec: QuantSpec, *, eps: float) -> QParams[Tensor]:
     """See `fakequant.choose_qparams`."""
     checks.check_spec(spec, "lo, hi, spec")
     tensor = lo if isinstance(lo, Tensor) else hi
     low, high = (torch.as_tensor(v, dtype=torch.float32, device=tensor.device).detach() for v in (lo, hi))
-    low, high = torch.broadcast_tensors(low, high)
+    low, high = broadcast_tensors(low, high)
     checks.check_eps(eps)
     run = tensor_kernels.choose_qparams if is_direct(tensor) else ops.choose_qparams
     return QParams(*run(low, high, spec.qmin, spec.qmax, spec.symmetric, eps))
@@ -257,7 +262,7 @@ def observe_fake_quantize(
     eps: float,
     mask: MaskForm | None = None,
     gradient: Gradient = "clipped",
-) -> ObservedFakeQuantize:
+) -> ObservedFakeQuantize[Tensor]:
     """See `fakequant.observe_fake_quantize`."""
     check_data(x)
     checks.check_spec(spec)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fakequant import _kernels
+from fakequant import _kernels, _native
 from fakequant._backends import checks
 from fakequant._backends.blocks import memory_order, order_of_result
 from fakequant._backends.kernel_types import (
@@ -24,7 +24,6 @@ from fakequant._backends.kernel_types import (
     is_own,
 )
 from fakequant._backends.torch.tensor_blocks import place
-from fakequant._kernels import _native
 
 KERNEL_DTYPES = {getattr(torch, name): number for name, number in DTYPES.items()}
 _ZERO_KINDS = {torch.int32: _kernels.ZERO_I32, torch.int64: _kernels.ZERO_I64, torch.float32: _kernels.ZERO_F32}

@@ -17,6 +17,7 @@ from fakequant._backends.torch.operator_calls import ops
 from fakequant._backends.torch.plain_memory import is_direct
 from fakequant._backends.torch.tensor_blocks import along
 from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid
+from fakequant._backends.torch.torch_annotations import Function
 from fakequant._backends.torch.torch_private import is_forward_mode
 
 
@@ -67,7 +68,8 @@ def fake_quantize_per_tensor_affine(input: Any, scale: Any, zero_point: Any, qua
         if grid is not None:
             return gradients.clipped(input, grid)
     elif _is_here(input) and (grid := _tensor_grid(input, *numbers)) is not None:
-        return ops.fake_quantize(input, *grid, True)
+        dispatched: Tensor = ops.fake_quantize(input, *grid, True)
+        return dispatched
     return torch_originals.fake_quantize_per_tensor_affine(input, scale, zero_point, quant_min, quant_max)
 
 
@@ -113,7 +115,8 @@ def fake_quantize_per_tensor_affine_cachemask_backward(grad: Any, mask: Any) -> 
     """See `fakequant.fake_quantize_per_tensor_affine_cachemask_backward`."""
     if _is_maskable(grad, mask):
         return gradients.masked(grad, mask, None, True)
-    return torch_originals.cachemask_backward(grad, mask)
+    dx: Tensor = torch_originals.cachemask_backward(grad, mask)
+    return dx
 
 
 def _is_maskable(grad: Any, mask: Any) -> bool:
@@ -167,7 +170,8 @@ def fake_quantize_per_channel_affine_cachemask_backward(grad: Any, mask: Any) ->
     """See `fakequant.fake_quantize_per_channel_affine_cachemask_backward`."""
     if _is_maskable(grad, mask):
         return gradients.masked(grad, mask, None, True)
-    return torch_originals.channel_cachemask_backward(grad, mask)
+    dx: Tensor = torch_originals.channel_cachemask_backward(grad, mask)
+    return dx
 
 
 # --- learnable ------------------------------------------------------------------------------------
@@ -185,7 +189,8 @@ def fake_quantize_learnable_per_tensor_affine(
         if _is_learnable(*arguments[:3]) and scale.shape == zero_point.shape == (1,):
             return _learnable(*arguments, "torch_tensor", float(grad_factor))
     if _has_a_sum(*arguments[:3], quant_min, quant_max):
-        return _WidePerTensor.apply(*arguments, grad_factor)
+        wide: Tensor = _WidePerTensor.apply(*arguments, grad_factor)
+        return wide
     return torch_originals.fake_quantize_learnable_per_tensor_affine(*arguments, grad_factor)
 
 
@@ -205,7 +210,8 @@ def fake_quantize_learnable_per_channel_affine(
             return _learnable(input, *parameters, *ends, "torch_channel", float(grad_factor))
     arguments = (input, scale, zero_point, axis, quant_min, quant_max, grad_factor)
     if _has_a_sum(input, scale, zero_point, quant_min, quant_max):
-        return _WidePerChannel.apply(*arguments)
+        wide: Tensor = _WidePerChannel.apply(*arguments)
+        return wide
     return torch_originals.fake_quantize_learnable_per_channel_affine(*arguments)
 
 
@@ -224,7 +230,7 @@ def _has_a_sum(x: Any, scale: Any, zero_point: Any, qmin: Any, qmax: Any) -> boo
     )
 
 
-class _WidePerTensor(torch.autograd.Function):
+class _WidePerTensor(Function):
     """A range beyond 2^24: torch's forward, and the gradients of the kernels."""
 
     @staticmethod
@@ -240,7 +246,7 @@ class _WidePerTensor(torch.autograd.Function):
         return _once(fake_quantize_learnable_per_tensor_affine_backward, ctx, dy)
 
 
-class _WidePerChannel(torch.autograd.Function):
+class _WidePerChannel(Function):
     """The same with a scale per channel."""
 
     @staticmethod
@@ -265,7 +271,7 @@ def _once(backward: Any, ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return *found, *[None] * len(ctx.rest)
 
 
-class _NotTwice(torch.autograd.Function):
+class _NotTwice(Function):
     """Three gradients, as functions of what they were computed from."""
 
     @staticmethod
@@ -344,7 +350,9 @@ def fake_quantize_learnable_per_channel_affine_backward(
     return LearnedGradients(*torch_originals.learnable_channel_backward(*arguments))
 
 
-def _no_gradients(operator: Any, grad: Any, x: Any, scale: Any, zero_point: Any, *rest: Any) -> LearnedGradients:
+def _no_gradients(
+    operator: Any, grad: Any, x: Any, scale: Any, zero_point: Any, *rest: Any
+) -> LearnedGradients[Tensor]:
     """Of an empty input, once torch's operator has accepted it. That returns the scale itself as its gradient."""
     # The kernels take floats that torch refuses.
     operator(*(t.float() if t.dtype in KERNEL_DTYPES else t for t in (grad, x, scale, zero_point)), *rest)
@@ -413,7 +421,7 @@ def fused_moving_avg_obs_fq_helper(
     return OutputAndMask(*gradients.fused(input, call, _kernels.MASK_BYTES))
 
 
-def _fused_call(x: Any, arguments: tuple) -> aten_kernels.Fused | None:
+def _fused_call(x: Any, arguments: tuple[Any, ...]) -> aten_kernels.Fused | None:
     if not _is_direct(x) or not _are_tensors(*arguments[:6]) or _learns(*arguments[2:6]):
         return None
     if not all(type(a) is int for a in arguments[7:10]) or type(arguments[6]) is not float:

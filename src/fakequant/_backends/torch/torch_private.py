@@ -7,6 +7,7 @@ says which. Attributes that modules and tensors have had for many releases (`_mo
 """
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -60,7 +61,7 @@ __all__ = [
 # The base of autograd functions that `torch.func` leaves alone: transforms reach the operators of `library` instead,
 # once for each level. Without it: no derivatives under `torch.func`.
 if TYPE_CHECKING:  # to type checkers the private base has no `apply`
-    from torch.autograd import Function as SingleLevelFunction
+    from fakequant._backends.torch.torch_annotations import Function as SingleLevelFunction
 else:
     SingleLevelFunction = function._SingleLevelFunction
 
@@ -116,7 +117,8 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
 
 def destroy(library: torch.library.Library) -> None:
     """Takes a library's kernels out of torch's dispatcher. Without it: `decelerate` could only switch them off."""
-    library._destroy()
+    end: Callable[[], None] = library._destroy
+    end()
 
 
 class Inductor(NamedTuple):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from fakequant._kernels import _native
+from fakequant import _native
 
 
 def lend_torchs_threads() -> bool:

@@ -4,16 +4,30 @@ A rule gets the physical tensors and where their batch axis is (None: they have 
 physical results with their batch axes.
 """
 
-from collections.abc import Callable
 from math import prod
+from typing import Any, NoReturn, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from fakequant._backends.torch import formula, routes
 from fakequant._backends.torch.operator_calls import ops
+from fakequant._backends.torch.tensor_kernels import Order
+from fakequant._backends.torch.torch_annotations import Operator
 
 Dims = tuple[int | None, ...]
+_Grid: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
+# Results and their batch axes.
+_Single: TypeAlias = tuple[Tensor, int]
+_Pair: TypeAlias = tuple[tuple[Tensor, Tensor], tuple[int, int]]
+_Triple: TypeAlias = tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int]]
+
+
+class _Info(Protocol):
+    """What torch tells a rule of the batch, as far as it is used."""
+
+    @property
+    def batch_size(self) -> int: ...
 
 
 def _front(x: Tensor, at: int | None, size: int) -> Tensor:
@@ -21,7 +35,9 @@ def _front(x: Tensor, at: int | None, size: int) -> Tensor:
     return x.expand(size, *x.shape) if at is None else x.movedim(at, 0)
 
 
-def _parameters(size: int, ndim: int, tensors: tuple[Tensor | None, ...], dims: Dims) -> list[Tensor | None]:
+def _parameters(
+    size: int, ndim: int, tensors: tuple[Tensor, Tensor | None], dims: Dims
+) -> tuple[Tensor, Tensor | None]:
     """Per-block tensors for data of 1 + ndim axes. One of them batched makes all of them batched."""
     batched = any(at is not None for at in dims)
     result: list[Tensor | None] = []
@@ -35,25 +51,25 @@ def _parameters(size: int, ndim: int, tensors: tuple[Tensor | None, ...], dims: 
             continue
         p = _front(p, at, size)
         result.append(p.reshape(size, *[1] * ndim) if per_example == 1 else p)
-    return result
+    return cast("tuple[Tensor, Tensor | None]", tuple(result))  # the scale is a tensor, as it was
 
 
-def _grid(info, in_dims: Dims, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> tuple:
+def _grid(info: _Info, in_dims: Dims, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> _Grid:
     ndim = x.dim() - (in_dims[0] is not None)
     x = _front(x, in_dims[0], info.batch_size)
     return x, *_parameters(info.batch_size, ndim, (scale, zero_point), in_dims[1:3])
 
 
-def _elementwise(name: str) -> Callable:
+def _elementwise(name: str) -> Operator:
     """For operators from (x, scale, zero_point, ...) to a tensor like x."""
 
-    def rule(info, in_dims, x, scale, zero_point, *rest):
+    def rule(info: _Info, in_dims: Dims, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any) -> _Single:
         return getattr(ops, name)(*_grid(info, in_dims, x, scale, zero_point), *rest), 0
 
     return rule
 
 
-def _masked(info, in_dims, x, scale, zero_point, *rest):
+def _masked(info: _Info, in_dims: Dims, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any) -> _Pair:
     *range_and_numerics, packed = rest
     x, scale, zero_point = _grid(info, in_dims, x, scale, zero_point)
     length = x.shape[1:].numel()
@@ -63,7 +79,7 @@ def _masked(info, in_dims, x, scale, zero_point, *rest):
     return (y, mask.reshape(info.batch_size, length // 8) if packed else mask), (0, 0)
 
 
-def _mask_backward(info, in_dims, dy, mask, order, multiply):
+def _mask_backward(info: _Info, in_dims: Dims, dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> _Single:
     size = info.batch_size
     dy = _front(dy, in_dims[0], size)
     shape = dy.shape[1:]
@@ -76,7 +92,9 @@ def _mask_backward(info, in_dims, dy, mask, order, multiply):
     return ops.mask_backward(dy, mask.expand(size, *shape), None, multiply), 0
 
 
-def _learned_backward(info, in_dims, dy, x, scale, zero_point, *rest):
+def _learned_backward(
+    info: _Info, in_dims: Dims, dy: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any
+) -> _Triple:
     size = info.batch_size
     *range_and_numerics, grad_factor = rest
     if grad_factor is None:  # LSQ's counts the elements of one example
@@ -101,13 +119,17 @@ def _whole_bytes(elements: int, bits: int) -> int:
     return elements * bits // 8
 
 
-def _quantize_packed(info, in_dims, x, scale, zero_point, *rest):
+def _quantize_packed(
+    info: _Info, in_dims: Dims, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any
+) -> _Single:
     x, scale, zero_point = _grid(info, in_dims, x, scale, zero_point)
     length = _whole_bytes(x.shape[1:].numel(), rest[-1])
     return ops.quantize_packed(x, scale, zero_point, *rest).reshape(info.batch_size, length), 0
 
 
-def _dequantize_packed(info, in_dims, q, scale, zero_point, *rest):
+def _dequantize_packed(
+    info: _Info, in_dims: Dims, q: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any
+) -> _Single:
     *range_and_numerics, shape, bits, dtype = rest
     _whole_bytes(prod(shape), bits)
     q = _front(q, in_dims[0], info.batch_size).reshape(-1)
@@ -116,7 +138,7 @@ def _dequantize_packed(info, in_dims, q, scale, zero_point, *rest):
     return ops.dequantize_packed(q, scale, zero_point, *range_and_numerics, shape, bits, dtype), 0
 
 
-def _min_max(info, in_dims, x, blocks):
+def _min_max(info: _Info, in_dims: Dims, x: Tensor, blocks: list[int]) -> _Triple:
     x = _front(x, in_dims[0], info.batch_size)
     wanted = (info.batch_size, *([1] * (x.dim() - 1) if prod(blocks) == 1 else blocks))
     lo, hi, counts = ops.min_max(x, wanted)
@@ -124,19 +146,19 @@ def _min_max(info, in_dims, x, blocks):
     return (lo.reshape(shape), hi.reshape(shape), counts.reshape(3, *shape)), (0, 0, 1)
 
 
-def _choose_qparams(info, in_dims, lo, hi, *rest):
+def _choose_qparams(info: _Info, in_dims: Dims, lo: Tensor, hi: Tensor, *rest: Any) -> _Pair:
     lo, hi = (_front(v, at, info.batch_size) for v, at in zip((lo, hi), in_dims[:2], strict=True))
     return ops.choose_qparams(lo, hi, *rest), (0, 0)
 
 
-def _observe(info, in_dims, *_):
+def _observe(info: _Info, in_dims: Dims, *_: Any) -> NoReturn:
     raise NotImplementedError(
         "vmap over `observe_fake_quantize` is not defined: the examples would share one running range.\n"
         "Use `min_max`, `choose_qparams` and `fake_quantize`, which can be batched."
     )
 
 
-RULES: dict[str, Callable] = {
+RULES: dict[str, Operator] = {
     "fake_quantize": _elementwise("fake_quantize"),
     "fake_quantize_masked": _masked,
     "mask_backward": _mask_backward,
