@@ -4,6 +4,7 @@ torchrun --standalone --nproc-per-node 2 examples/distributed.py [--shard] [--ch
 """
 
 import argparse
+import gc
 import os
 from pathlib import Path
 
@@ -86,8 +87,9 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="saves here, and goes on from here")
     args = parser.parse_args()
     train(args, start())
-    # The wrapped model is gone by now. If it were the last to know the group, Python could wait for ever at the end:
-    # the group's threads would be joined while they wait for the interpreter.
+    # The wrapped model must go first. If it were the last to know the group, the group's threads would end with the
+    # interpreter, which they wait for.
+    gc.collect()
     dist.destroy_process_group()
 
 
