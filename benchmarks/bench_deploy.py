@@ -2,7 +2,7 @@
 
     python benchmarks/bench_deploy.py [--json FILE] [--seeds N] [--epochs N] [--no-latency]
 
-A perceptron, the CNN of `digits_cnn.py` (batch normalization, a residual addition) and a transformer encoder (the
+A perceptron, the CNN of `digits_cnn.py` (batch norm, a residual addition) and a transformer encoder (the
 rows of an image as 8 tokens) are trained in float, then with the recipe `int8(target="onnxruntime-x86")`, and exported.
 The 900 test images then go through the prepared model, the golden model (`convert`) and ONNX Runtime with all
 optimisations. For every quantizer outside of the weights, codes that differ are counted:

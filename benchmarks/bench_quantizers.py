@@ -36,7 +36,7 @@ from fakequant.testing.timing import Contender
 FLAT, WEIGHT, SMALL = (1 << 20,), (1024, 1024), (256,)
 SIZES = {FLAT: "2^20", WEIGHT: "1024x1024", SMALL: "256"}
 # Of torch.ao's weights: -128 to 127. The preset leaves out -128, which changes the scale.
-INT8 = dataclasses.replace(presets.int8(), narrow=False)
+INT8 = dataclasses.replace(presets.int8(), narrow_range=False)
 AO, FUSED, LEARNABLE = "FakeQuantize", "Fused", "Learnable"
 TIES = 1e-3  # the share of elements that may lie on a tie; the two numerics round them apart
 
@@ -115,9 +115,9 @@ def training_cases() -> Iterator[Case]:
     yield module_case("uint8 MovingAverage", activations, activation_rivals(), SMALL)
     average = FakeQuantize(INT8, observers.MovingAverage(), shape=WEIGHT)
     yield module_case("int8 per channel MovingAverage", average, weight_rivals(), WEIGHT)
-    latest = FakeQuantize(INT8, observers.Memoryless(), shape=WEIGHT)
+    latest = FakeQuantize(INT8, observers.Dynamic(), shape=WEIGHT)
     # torch.ao has no such observer: these average, which takes no longer.
-    yield module_case("int8 per channel Memoryless", latest, weight_rivals(), WEIGHT, compared=())
+    yield module_case("int8 per channel Dynamic", latest, weight_rivals(), WEIGHT, compared=())
 
 
 def evaluation_cases() -> Iterator[Case]:
@@ -181,7 +181,7 @@ def learned_cases() -> Iterator[Case]:
 OBSERVERS: dict[observers.Observer, type | None] = {
     observers.MinMax(): ao.MinMaxObserver,
     observers.MovingAverage(): ao.MovingAverageMinMaxObserver,
-    observers.Memoryless(): None,
+    observers.Dynamic(): None,
     observers.Percentile(): None,
     observers.Histogram(): ao.HistogramObserver,
     observers.Entropy(): None,
@@ -233,7 +233,7 @@ LIMITS = {
     ("uint8 MovingAverage", "2^20"): 6,
     ("uint8 MovingAverage", "256"): 2,
     ("int8 per channel MovingAverage", "1024x1024"): 8,
-    ("int8 per channel Memoryless", "1024x1024"): 8,
+    ("int8 per channel Dynamic", "1024x1024"): 8,
     ("learned uint8", "2^20"): 7,
 }
 REPORTED = {("uint8 MovingAverage", "256", FUSED)}  # beside a row with a limit for the others

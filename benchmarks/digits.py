@@ -34,7 +34,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from fakequant import QuantSpec, observers
-from fakequant.nn import FakeQuantize, LearnedFakeQuantize, Quantizer, name_quantizers, param_groups, set_state
+from fakequant.nn import FakeQuantize, LearnedFakeQuantize, Quantizer, name_quantizers, param_groups, switch_quantizers
 
 BITS = (4, 3, 2)
 WIDTHS = (64, 64, 64, 10)
@@ -75,7 +75,7 @@ class QuantizedLinear(nn.Module):
 
 def min_max(bits: int, shape: torch.Size) -> tuple[Quantizer, Quantizer]:
     return (
-        FakeQuantize(QuantSpec(bits=bits, axis=0), observers.Memoryless(), shape=shape),
+        FakeQuantize(QuantSpec(bits=bits, axis=0), observers.Dynamic(), shape=shape),
         FakeQuantize(QuantSpec(bits=bits, signed=False, symmetric=False), observers.MovingAverage()),
     )
 
@@ -110,10 +110,10 @@ def quantized(model: nn.Sequential, method: str, bits: int) -> nn.Sequential:
 
 def calibrate(model: nn.Module, images: Tensor) -> None:
     """Shows the model data in float, before the optimizer is built. A learned scale then is no longer observed."""
-    set_state(model, observing=True, quantizing=False)
+    switch_quantizers(model, observing=True, quantizing=False)
     with torch.no_grad():
         model(images)
-    set_state(model, quantizing=True)
+    switch_quantizers(model, quantizing=True)
     for module in model.modules():
         if isinstance(module, LearnedFakeQuantize):
             module.observing = False

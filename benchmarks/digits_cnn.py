@@ -3,7 +3,7 @@
     python benchmarks/digits_cnn.py [--json FILE] [--seeds N] [--epochs N]
 
 The network: a convolution of 16 channels, one of 32 with stride 2, a residual block of 32, each convolution
-with batch normalization and ReLU, then the mean over the image and a linear layer; 23,738 parameters. The data
+with batch norm and ReLU, then the mean over the image and a linear layer; 23,738 parameters. The data
 are those of `digits.py`: 897 images to train on, 900 to test, another split and another start for every seed.
 
 The network is trained in float. Every other row starts from a copy of that same model:
@@ -18,7 +18,7 @@ The network is trained in float. Every other row starts from a copy of that same
     LSQ b                the recipe `lsq(b)`: the same grids, with learned scales and zero points
     LSQ b everywhere     the same without its 8 bits for the first and the last layer (`first_last_bits=None`)
 
-The operands of the addition have b bits too. In the last quarter of the steps ranges, learned scales and the statistics of batch normalization stay as
+The operands of the addition have b bits too. In the last quarter of the steps ranges, learned scales and the statistics of batch norm stay as
 they are.
 
 The accuracy is that of the last step, on the test images, in percent: mean ± standard deviation over the seeds.

@@ -2,15 +2,15 @@
 
     python benchmarks/digits_depthwise.py [--json FILE] [--seeds N] [--epochs N]
 
-The network: a convolution of 16 channels, two depthwise-separable blocks, each convolution with batch normalization
+The network: a convolution of 16 channels, two depthwise-separable blocks, each convolution with batch norm
 and ReLU, the mean over the image and a linear layer. The data are those of `digits.py`. The network is trained in
 float; a copy is prepared with the recipe `lsq(2)` for the target `onnxruntime-x86`, calibrated and trained with Adam.
-Ranges and normalizations are frozen in the last quarter. An integer kernel adds the bias, most of which the folded
-normalization brings, as an integer at the scale of the sums. The rows are the accuracies on the test images, in percent,
+Ranges and batch norms are frozen in the last quarter. An integer kernel adds the bias, most of which the folded
+batch norm brings, as an integer at the scale of the sums. The rows are the accuracies on the test images, in percent,
 of the same weights:
 
     eval()          with the biases that will run
-    train()         in training mode, with normalizations frozen
+    train()         in training mode, with batch norms frozen
     float bias      with biases in float, which no integer kernel has
     own step        with the biases rounded to the step of the weights' own codes, not of codes in bytes
 

@@ -313,7 +313,7 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> py_observe_fake_quantize(
   g.qmax = qmax;
   const FakeQuantizeArgs a{d, s, g, x.bytes(n * bytes_of(d)), y.bytes(n * bytes_of(d)), kind,
                            mask.get<uint8_t>(mask_bytes(kind, n))};
-  const ObserveArgs o{checked(rule, RangeRule::torch_fused), checked(update, RangeUpdate::latest), observe, quantize, symmetric, float(averaging_constant),
+  const ObserveArgs o{checked(rule, RangeRule::torch_fused), checked(update, RangeUpdate::dynamic), observe, quantize, symmetric, float(averaging_constant),
                       float(eps), running_min.get<float>(p), running_max.get<float>(p), scale.get<float>(p),
                       zero_point.get<int32_t>(p)};
   ObserveResult r;
@@ -408,8 +408,8 @@ NB_MODULE(_native, m) {
   nb::enum_<RangeRule>(m, "RangeRule", nb::is_arithmetic())
       .value("own", RangeRule::own).value("torch_fused", RangeRule::torch_fused);
   nb::enum_<RangeUpdate>(m, "RangeUpdate", nb::is_arithmetic())
-      .value("average", RangeUpdate::average).value("widest", RangeUpdate::widest)
-      .value("latest", RangeUpdate::latest);
+      .value("moving_average", RangeUpdate::moving_average).value("min_max", RangeUpdate::min_max)
+      .value("dynamic", RangeUpdate::dynamic);
 
   m.def("fake_quantize", &py_fake_quantize, "x"_a, "y"_a, "mask"_a.none(), "mask_kind"_a, "dtype"_a, "shape"_a,
         "numerics"_a, "scale"_a, "scale_is_f64"_a, "zero_point"_a.none(), "zero_kind"_a, "qmin"_a, "qmax"_a);

@@ -174,9 +174,9 @@ enum class RangeRule : int {
 
 // How the range of x changes the running one.
 enum class RangeUpdate : int {
-  average,  // moves towards it by the averaging constant
-  widest,   // holds it and everything before
-  latest,   // is replaced by it; a block of x without a finite value has the range 0 to 0
+  moving_average,  // moves towards it by the averaging constant
+  min_max,         // holds it and everything before
+  dynamic,         // is replaced by it; a block of x without a finite value has the range 0 to 0
 };
 
 struct ObserveArgs {

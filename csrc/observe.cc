@@ -41,15 +41,15 @@ float finite_average(float running, float value, float c) {
 void update_range(const ObserveArgs& o, float lo, float hi, float& running_min, float& running_max) {
   const auto average = o.rule == RangeRule::own ? finite_average : moving_average;
   switch (o.update) {
-    case RangeUpdate::average:
+    case RangeUpdate::moving_average:
       running_min = average(running_min, lo, o.averaging_constant);
       running_max = average(running_max, hi, o.averaging_constant);
       return;
-    case RangeUpdate::widest:
+    case RangeUpdate::min_max:
       running_min = std::min(running_min, lo);
       running_max = std::max(running_max, hi);
       return;
-    case RangeUpdate::latest:
+    case RangeUpdate::dynamic:
       running_min = lo;
       running_max = hi;
       return;
@@ -76,7 +76,7 @@ RunningRange observed(const ObserveArgs& o, const FakeQuantizeArgs& a, ObserveRe
       if (m.nan_count[i]) lo = hi = std::numeric_limits<float>::quiet_NaN();
     } else {
       if (m.lo[i] > m.hi[i]) {  // nothing finite in this block: nothing to learn
-        if (o.update == RangeUpdate::latest) r.lo[size_t(i)] = r.hi[size_t(i)] = 0;
+        if (o.update == RangeUpdate::dynamic) r.lo[size_t(i)] = r.hi[size_t(i)] = 0;
         continue;
       }
       // A float64 may lie beyond float32, in which ranges are kept.

@@ -18,7 +18,7 @@ BATCH = 30
 
 
 def convolution(inputs: int, outputs: int, stride: int = 1) -> list[nn.Module]:
-    """With batch normalization, which becomes part of the layer before it when the model is converted."""
+    """With batch norm, which becomes part of the layer before it when the model is converted."""
     return [nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False), nn.BatchNorm2d(outputs)]
 
 

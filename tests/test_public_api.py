@@ -61,7 +61,7 @@ NN = [
     "quantized_weight",
     "quantizers",
     "quantizes",
-    "set_state",
+    "switch_quantizers",
 ]
 OBSERVERS = [
     "ALONE",
@@ -69,7 +69,7 @@ OBSERVERS = [
     "Fixed",
     "Histogram",
     "MSE",
-    "Memoryless",
+    "Dynamic",
     "MinMax",
     "MovingAverage",
     "Observer",
@@ -139,7 +139,7 @@ def names(place):
 def test_exported_names(place):
     imported = {
         "fakequant.presets": {"QuantSpec", "WHOLE_AXIS"},
-        "fakequant.recipes": {"LayerConfig", "Memoryless", "QuantConfig", "QuantSpec"},
+        "fakequant.recipes": {"LayerConfig", "Dynamic", "QuantConfig", "QuantSpec"},
     }.get(place, set())
     assert names(place).keys() - imported == set(PLACES[place])
 

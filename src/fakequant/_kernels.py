@@ -80,9 +80,9 @@ ZERO_F32: int = _native.ZeroKind.f32.value
 
 RANGE_OWN: int = _native.RangeRule.own.value
 RANGE_TORCH_FUSED: int = _native.RangeRule.torch_fused.value
-RANGE_AVERAGE: int = _native.RangeUpdate.average.value
-RANGE_WIDEST: int = _native.RangeUpdate.widest.value
-RANGE_LATEST: int = _native.RangeUpdate.latest.value
+RANGE_MOVING_AVERAGE: int = _native.RangeUpdate.moving_average.value
+RANGE_MIN_MAX: int = _native.RangeUpdate.min_max.value
+RANGE_DYNAMIC: int = _native.RangeUpdate.dynamic.value
 
 
 def get_num_threads() -> int:

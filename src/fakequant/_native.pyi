@@ -68,11 +68,11 @@ class RangeRule(enum.IntEnum):
     torch_fused = 1
 
 class RangeUpdate(enum.IntEnum):
-    average = 0
+    moving_moving_average = 0
 
-    widest = 1
+    min_max = 1
 
-    latest = 2
+    dynamic = 2
 
 def fake_quantize(x: object, y: object, mask: object | None, mask_kind: int, dtype: int, shape: tuple[int, int, int, int], numerics: int, scale: object, scale_is_f64: bool, zero_point: object | None, zero_kind: int, qmin: int, qmax: int) -> None: ...
 

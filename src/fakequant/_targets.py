@@ -35,7 +35,7 @@ class Target:
     def fit_weight(self, spec: QuantSpec) -> QuantSpec:
         """The spec of weights for this target: as given, or with fewer bits, or symmetric.
 
-        >>> TARGETS["onnxruntime-x86"].fit_weight(QuantSpec(narrow=True)).qmax
+        >>> TARGETS["onnxruntime-x86"].fit_weight(QuantSpec(narrow_range=True)).qmax
         63
         """
         if self.symmetric_int8:
@@ -50,7 +50,7 @@ class Target:
         """
         if not self.symmetric_int8:
             return spec
-        return dataclasses.replace(spec, bits=8, signed=True, symmetric=True, narrow=False)
+        return dataclasses.replace(spec, bits=8, signed=True, symmetric=True, narrow_range=False)
 
     def weight_shift(self, spec: QuantSpec) -> int:
         """The largest k for which codes of a weight times 2^k are summed exactly on every CPU.
@@ -69,7 +69,7 @@ class Target:
             shift += 1
         return shift
 
-    def why_not_weight(self, spec: QuantSpec, levels: Any) -> str | None:
+    def reason_against_weight(self, spec: QuantSpec, levels: Any) -> str | None:
         """What is wrong with weights beside 8-bit activations, if anything is; `levels` are codes minus zero point."""
         if self.symmetric_int8 and (spec.bits > 8 or not spec.symmetric):
             return f"has weights in {spec}, and {self.name} has symmetric ones of at most 8 bits"
@@ -79,11 +79,11 @@ class Target:
             return f"has weights up to {largest}, and {self.name} sums them exactly only up to {limit}"
         return None
 
-    def why_not_activation(self, spec: QuantSpec) -> str | None:
+    def reason_against_activation(self, spec: QuantSpec) -> str | None:
         """What is wrong with the spec of an activation, if anything is."""
         if self.symmetric_int8 and not spec.symmetric:
             return f"is affine ({spec}), and {self.name} has symmetric activations only"
-        if self.symmetric_int8 and (spec.bits != 8 or spec.narrow):
+        if self.symmetric_int8 and (spec.bits != 8 or spec.narrow_range):
             return f"is {spec}, and {self.name} has activations of 8 bits in full only"
         return None
 

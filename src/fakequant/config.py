@@ -30,7 +30,7 @@ class LayerConfig:
     # Scales are parameters of the model (LSQ); else they follow an observer.
     learned: bool = False
     # Where ranges come from, or where learned scales start. None: weights have the range of the tensor at hand
-    # (Memoryless), activations a moving average; learned scales start by LSQ's rule.
+    # (Dynamic), activations a moving average; learned scales start by LSQ's rule.
     weight_observer: Observer | None = None
     activation_observer: Observer | None = None
 
@@ -116,7 +116,7 @@ class QuantConfig:
     rules: tuple[Rule, ...] = ()
     # For results of layers that reach an addition, a concatenation, a product or a mean,
     # where an integer runtime needs codes too; None: they stay in float.
-    between: QuantSpec | None = None
+    operands: QuantSpec | None = None
     # Quantized layers keep codes for the backward pass instead of floats: the same gradients in less memory.
     save_codes: bool = True
     # What the model will run on, by name; see `fakequant._targets`.
@@ -133,8 +133,8 @@ class QuantConfig:
                 raise TypeError(f"`rules` must be Rules, got {rule!r}.")
         if self.default is not None and not isinstance(self.default, LayerConfig):
             raise TypeError(f"`default` must be a LayerConfig or None, got {self.default!r}.")
-        if self.between is not None and not isinstance(self.between, QuantSpec):
-            raise TypeError(f"`between` must be a QuantSpec or None, got {self.between!r}.")
+        if self.operands is not None and not isinstance(self.operands, QuantSpec):
+            raise TypeError(f"`operands` must be a QuantSpec or None, got {self.operands!r}.")
         if not isinstance(self.save_codes, bool):
             raise TypeError(f"`save_codes` must be True or False, got {self.save_codes!r}.")
         bits = self.first_last_bits
@@ -168,7 +168,7 @@ class QuantConfig:
         return {
             "default": self.default and self.default.to_dict(),
             "rules": [{"path": r.path, "type": r.type, "use": r.use and r.use.to_dict()} for r in self.rules],
-            "between": self.between and self.between.to_dict(),
+            "operands": self.operands and self.operands.to_dict(),
             "save_codes": self.save_codes,
             "target": self.target,
             "first_last_bits": self.first_last_bits,
@@ -181,8 +181,8 @@ class QuantConfig:
         read = dict(fields)
         if read.get("default") is not None:
             read["default"] = LayerConfig.from_dict(read["default"])
-        if read.get("between") is not None:
-            read["between"] = QuantSpec.from_dict(read["between"])
+        if read.get("operands") is not None:
+            read["operands"] = QuantSpec.from_dict(read["operands"])
         rules = []
         given = read.get("rules", ())
         if not isinstance(given, (list, tuple)):

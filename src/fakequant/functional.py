@@ -218,7 +218,7 @@ def observe_fake_quantize(
     running_min: Array,
     running_max: Array,
     *,
-    update: Update = "average",
+    update: Update = "moving_average",
     averaging_constant: float = 0.01,
     eps: float = EPS,
     mask: MaskForm | None = None,
@@ -226,9 +226,9 @@ def observe_fake_quantize(
 ) -> ObservedFakeQuantize[Array]:
     """Updates a running range with `x`, chooses scale and zero point from it, and fake-quantizes.
 
-        "average"   running += averaging_constant * (observed - running)        (infinite: takes the first value)
-        "widest"    running = the extremes of running and observed
-        "latest"    running = observed                                          (nothing finite: 0 to 0)
+        "moving_average"   running += averaging_constant * (observed - running)        (infinite: takes the first value)
+        "min_max"    running = the extremes of running and observed
+        "dynamic"    running = observed                                          (nothing finite: 0 to 0)
 
     `running_min` and `running_max` are float32 arrays of the shape of the scales (`(1,)` or `()` per
     tensor) and are updated in place; start them at +inf and -inf. Values that are not finite are
@@ -239,8 +239,8 @@ def observe_fake_quantize(
         spec: Which grid, and which elements share a scale.
         running_min: The lower ends so far, float32, one per block; updated.
         running_max: The upper ends so far, float32, one per block; updated.
-        update: "average", "widest" or "latest".
-        averaging_constant: How far "average" moves, from 0 to 1.
+        update: "moving_average", "min_max" or "dynamic".
+        averaging_constant: How far "moving_average" moves, from 0 to 1.
         eps: The smallest scale.
         mask: None, "packed" or "bool": the form of the mask that is returned.
         gradient: "clipped" or "pass": the derivative on tensors.

@@ -12,14 +12,14 @@ from fakequant.spec import WHOLE_AXIS, QuantSpec
 def int8(*, group: int | None = None, axis: int | None = None) -> QuantSpec:
     """8-bit weights: symmetric, per channel of axis 0, codes -127 to 127.
 
-    Without -128 the range is its own mirror image, so that a batch normalization, also one with a
+    Without -128 the range is its own mirror image, so that a batch norm, also one with a
     negative factor, can be folded into the scales without changing a code's magnitude. With `group`,
     one scale per group along the last axis; `axis` is for layers that keep their channels elsewhere.
 
     >>> int8().qmin, int8().qmax, int8().granularity
     (-127, 127, 'channel')
     """
-    return _weights(8, group, axis, narrow=True)
+    return _weights(8, group, axis, narrow_range=True)
 
 
 def int4(*, group: int | None = 32, axis: int | None = None) -> QuantSpec:
@@ -30,7 +30,7 @@ def int4(*, group: int | None = 32, axis: int | None = None) -> QuantSpec:
     >>> int4(group=64).group_size, int4(group=None).granularity
     (64, 'channel')
     """
-    return _weights(4, group, axis, narrow=False)
+    return _weights(4, group, axis, narrow_range=False)
 
 
 def int2(*, group: int | None = 32, axis: int | None = None) -> QuantSpec:
@@ -39,7 +39,7 @@ def int2(*, group: int | None = 32, axis: int | None = None) -> QuantSpec:
     >>> int2().levels
     4
     """
-    return _weights(2, group, axis, narrow=False)
+    return _weights(2, group, axis, narrow_range=False)
 
 
 def uint8() -> QuantSpec:
@@ -78,7 +78,7 @@ def int8_per_token() -> QuantSpec:
     return QuantSpec(bits=8, axis=-1, group_size=WHOLE_AXIS)
 
 
-def _weights(bits: int, group: int | None, axis: int | None, *, narrow: bool) -> QuantSpec:
+def _weights(bits: int, group: int | None, axis: int | None, *, narrow_range: bool) -> QuantSpec:
     if axis is None:
         axis = 0 if group is None else -1
-    return QuantSpec(bits=bits, narrow=narrow, axis=axis, group_size=group)
+    return QuantSpec(bits=bits, narrow_range=narrow_range, axis=axis, group_size=group)

@@ -9,7 +9,7 @@ lsq                weights and activations at few bits, with learned scales; the
 
 from fakequant import presets
 from fakequant.config import LayerConfig, QuantConfig
-from fakequant.observers import Memoryless
+from fakequant.observers import Dynamic
 from fakequant.spec import QuantSpec
 
 
@@ -20,7 +20,7 @@ def int8(*, target: str = "generic") -> QuantConfig:
     (-127, 255)
     """
     layer = LayerConfig(weight=presets.int8(), input=presets.uint8())
-    return QuantConfig(default=layer, between=presets.uint8(), target=target)
+    return QuantConfig(default=layer, operands=presets.uint8(), target=target)
 
 
 def int8_dynamic(*, target: str = "generic") -> QuantConfig:
@@ -30,7 +30,7 @@ def int8_dynamic(*, target: str = "generic") -> QuantConfig:
     >>> int8_dynamic().default.input.granularity
     'token'
     """
-    layer = LayerConfig(weight=presets.int8(), input=presets.int8_per_token(), activation_observer=Memoryless())
+    layer = LayerConfig(weight=presets.int8(), input=presets.int8_per_token(), activation_observer=Dynamic())
     return QuantConfig(default=layer, target=target).rule(type="_ConvNd", input=presets.uint8())
 
 
@@ -53,7 +53,7 @@ def w4a8(*, target: str = "generic", first_last_bits: int | None = 8) -> QuantCo
     (4, 8, 8)
     """
     layer = LayerConfig(weight=presets.int4(group=None), input=presets.uint8())
-    return QuantConfig(default=layer, between=presets.uint8(), target=target, first_last_bits=first_last_bits)
+    return QuantConfig(default=layer, operands=presets.uint8(), target=target, first_last_bits=first_last_bits)
 
 
 def lsq(
@@ -69,4 +69,4 @@ def lsq(
     """
     activations = QuantSpec(bits=activation_bits or bits, signed=False, symmetric=False)
     layer = LayerConfig(weight=QuantSpec(bits=bits, axis=0), input=activations, learned=True)
-    return QuantConfig(default=layer, between=activations, target=target, first_last_bits=first_last_bits)
+    return QuantConfig(default=layer, operands=activations, target=target, first_last_bits=first_last_bits)

@@ -25,9 +25,9 @@ class QuantSpec:
         group         a      g            g neighbours along axis a
         token         a      -1           the whole of axis a, e.g. the features of each token
 
-    The range follows from `bits`, `signed` and `narrow`:
+    The range follows from `bits`, `signed` and `narrow_range`:
 
-    >>> spec = QuantSpec(bits=4, narrow=True, axis=0)
+    >>> spec = QuantSpec(bits=4, narrow_range=True, axis=0)
     >>> spec.qmin, spec.qmax, spec.granularity
     (-7, 7, 'channel')
     >>> QuantSpec(signed=False, symmetric=False).qmax
@@ -41,7 +41,7 @@ class QuantSpec:
     # The zero point is always 0. Needs a signed grid.
     symmetric: bool = True
     # Leaves out the lowest code of a signed grid, so that the range is its own mirror image.
-    narrow: bool = False
+    narrow_range: bool = False
     # The axis along which scales differ; None: one scale for the tensor. May be negative.
     axis: int | None = None
     # Elements along `axis` that share a scale; None: one index each, -1: all of them.
@@ -50,7 +50,7 @@ class QuantSpec:
     numerics: Numerics = "onnx"
 
     def __post_init__(self) -> None:
-        for name in ("signed", "symmetric", "narrow"):
+        for name in ("signed", "symmetric", "narrow_range"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"`{name}` must be True or False, got {getattr(self, name)!r}.")
         _require_int("bits", self.bits)
@@ -62,10 +62,10 @@ class QuantSpec:
                 "`symmetric=True` needs a signed grid: an unsigned one has no negative half.\n"
                 "Use QuantSpec(signed=False, symmetric=False) for values that are never negative."
             )
-        if self.narrow and not self.signed:
+        if self.narrow_range and not self.signed:
             raise ValueError(
-                "`narrow=True` leaves out the lowest code of a signed grid; an unsigned grid starts at 0.\n"
-                "Use QuantSpec(signed=False, symmetric=False, narrow=False)."
+                "`narrow_range=True` leaves out the lowest code of a signed grid; an unsigned grid starts at 0.\n"
+                "Use QuantSpec(signed=False, symmetric=False, narrow_range=False)."
             )
         if self.axis is not None:
             _require_int("axis", self.axis)
@@ -84,7 +84,7 @@ class QuantSpec:
     @property
     def qmin(self) -> int:
         """The lowest code."""
-        return -(1 << (self.bits - 1)) + self.narrow if self.signed else 0
+        return -(1 << (self.bits - 1)) + self.narrow_range if self.signed else 0
 
     @property
     def qmax(self) -> int:
@@ -95,7 +95,7 @@ class QuantSpec:
     def levels(self) -> int:
         """How many codes there are.
 
-        >>> QuantSpec(bits=4, narrow=True).levels
+        >>> QuantSpec(bits=4, narrow_range=True).levels
         15
         """
         return self.qmax - self.qmin + 1
@@ -169,19 +169,19 @@ class QuantSpec:
         >>> QuantSpec.from_numbers(QuantSpec(bits=4, axis=0).to_numbers()) == QuantSpec(bits=4, axis=0)
         True
         """
-        flags = (self.signed, self.symmetric, self.narrow)
+        flags = (self.signed, self.symmetric, self.narrow_range)
         where = (_ABSENT if v is None else v for v in (self.axis, self.group_size))
         return [self.bits, *map(int, flags), *where, NUMERICS.index(self.numerics)]
 
     @classmethod
     def from_numbers(cls, numbers: list[int]) -> "QuantSpec":
         """The spec that `to_numbers` wrote."""
-        bits, signed, symmetric, narrow, axis, group_size, numerics = numbers
+        bits, signed, symmetric, narrow_range, axis, group_size, numerics = numbers
         return cls(
             bits=bits,
             signed=bool(signed),
             symmetric=bool(symmetric),
-            narrow=bool(narrow),
+            narrow_range=bool(narrow_range),
             axis=None if axis == _ABSENT else axis,
             group_size=None if group_size == _ABSENT else group_size,
             numerics=NUMERICS[numerics],
@@ -190,11 +190,11 @@ class QuantSpec:
     def __str__(self) -> str:
         """What a table has room for.
 
-        >>> print(QuantSpec(bits=4, narrow=True, axis=-1, group_size=32))
+        >>> print(QuantSpec(bits=4, narrow_range=True, axis=-1, group_size=32))
         int4 narrow, per group of 32 on axis -1
         """
         kind = f"{'int' if self.signed else 'uint'}{self.bits}"
-        kind += " narrow" * self.narrow + " affine" * (self.signed and not self.symmetric)
+        kind += " narrow" * self.narrow_range + " affine" * (self.signed and not self.symmetric)
         where = {
             "tensor": "per tensor",
             "channel": f"per channel on axis {self.axis}",

@@ -62,11 +62,11 @@ PLAIN = {
     "-64 to 63": plain(TENSOR, INT8, SYMMETRIC, dict(bits=7), reduce_range=True),
     "int8 affine": plain(TENSOR, INT8, AFFINE, SIGNED),
     "int8 symmetric": plain(TENSOR, INT8, SYMMETRIC, {}),
-    "-127 to 127": plain(TENSOR, NARROW_8, SYMMETRIC, dict(narrow=True), dict(eps=2**-12), eps=2**-12),
+    "-127 to 127": plain(TENSOR, NARROW_8, SYMMETRIC, dict(narrow_range=True), dict(eps=2**-12), eps=2**-12),
     "int4 affine": plain(TENSOR, (-8, 7, torch.qint8), AFFINE, dict(bits=4, symmetric=False)),
     "one bit": plain(TENSOR, (0, 1, torch.quint8), AFFINE, {**UNSIGNED, "bits": 1}),
     "min-max": plain(tq.MinMaxObserver, UINT8, AFFINE, UNSIGNED, dict(observer=MinMax())),
-    "memoryless": plain(
+    "dynamic": plain(
         TENSOR, UINT8, AFFINE, UNSIGNED, dict(observer=MovingAverage(1.0)), averaging_constant=1, is_dynamic=True
     ),
     "quick": plain(TENSOR, UINT8, AFFINE, UNSIGNED, dict(observer=MovingAverage(0.3)), averaging_constant=0.3),
@@ -75,7 +75,7 @@ PLAIN = {
     ),
     "channel affine": plain(CHANNEL, UINT8, CHANNEL_AFFINE, {**UNSIGNED, "axis": 1}, ch_axis=1),
     "channel -127 to 127": plain(
-        tq.PerChannelMinMaxObserver, NARROW_8, CHANNEL_SYMMETRIC, dict(narrow=True, axis=0),
+        tq.PerChannelMinMaxObserver, NARROW_8, CHANNEL_SYMMETRIC, dict(narrow_range=True, axis=0),
         dict(eps=2**-12, observer=MinMax()), ch_axis=0, eps=2**-12,
     ),
 }  # fmt: skip
@@ -84,7 +84,7 @@ FUSED = {
     "fused 0 to 127": fused(TENSOR, UINT8, AFFINE, {**UNSIGNED, "bits": 7}, reduce_range=True),
     "fused uint8 symmetric": fused(TENSOR, UINT8, SYMMETRIC, UNSIGNED),
     "fused int8 symmetric": fused(TENSOR, INT8, SYMMETRIC, SIGNED),
-    "fused -127 to 127": fused(TENSOR, NARROW_8, SYMMETRIC, {**SIGNED, "narrow": True}, eps=2**-12),
+    "fused -127 to 127": fused(TENSOR, NARROW_8, SYMMETRIC, {**SIGNED, "narrow_range": True}, eps=2**-12),
     "fused quick": fused(TENSOR, INT8, AFFINE, SIGNED, dict(observer=MovingAverage(0.3)), averaging_constant=0.3),
     "fused channel symmetric": fused(CHANNEL, INT8, CHANNEL_SYMMETRIC, {**SIGNED, "axis": 0}, ch_axis=0),
     "fused channel affine": fused(CHANNEL, UINT8, CHANNEL_AFFINE, {**UNSIGNED, "axis": 0}, ch_axis=0),
@@ -403,7 +403,7 @@ LEARNED = {
     "int8 affine": ((AFFINE, INT8), SIGNED),
     "int8 symmetric": ((SYMMETRIC, INT8), {}),
     "int4 symmetric": ((SYMMETRIC, (-8, 7, torch.qint8)), dict(bits=4)),
-    "-127 to 127": ((SYMMETRIC, NARROW_8), dict(narrow=True)),
+    "-127 to 127": ((SYMMETRIC, NARROW_8), dict(narrow_range=True)),
     "channel symmetric": ((CHANNEL_SYMMETRIC, INT8, SHAPES[0]), dict(axis=0)),
     "channel affine": ((CHANNEL_AFFINE, INT8, SHAPES[1]), {**SIGNED, "axis": 1}),
     "channel uint4": ((CHANNEL_AFFINE, (0, 15, torch.quint8), SHAPES[0]), {**UNSIGNED, "bits": 4, "axis": 0}),

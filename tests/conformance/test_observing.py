@@ -82,7 +82,7 @@ def test_an_empty_array_has_no_range():
 
 SPECS = [
     fq.QuantSpec(),
-    fq.QuantSpec(narrow=True),
+    fq.QuantSpec(narrow_range=True),
     fq.QuantSpec(symmetric=False),
     fq.QuantSpec(signed=False, symmetric=False),
     fq.QuantSpec(bits=4),
@@ -118,7 +118,7 @@ def test_parameters_equal_the_reference(spec):
 @by_dtype
 @by_layout
 def test_observing_fused_equals_its_three_steps(shape, where, dtype):
-    for spec, update in itertools.product(SPECS[:5], ("average", "widest", "latest")):
+    for spec, update in itertools.product(SPECS[:5], ("moving_average", "min_max", "dynamic")):
         check_observing_fused(dataclasses.replace(spec, **where), update, shape, dtype)
 
 
@@ -131,11 +131,11 @@ def check_observing_fused(spec, update, shape, dtype):
         x = (rng.standard_normal(shape) * (step + 1)).astype(dtype)
         x.reshape(-1)[step::97] = [np.nan, np.inf, -np.inf][step]
         seen = fq.min_max(x, spec)
-        if update == "average":
+        if update == "moving_average":
             lo = reference.moving_average(lo, seen.min, 0.1).reshape(parameters)
             hi = reference.moving_average(hi, seen.max, 0.1).reshape(parameters)
         else:
-            old = (lo, hi) if update == "widest" else np.float32([np.inf, -np.inf])
+            old = (lo, hi) if update == "min_max" else np.float32([np.inf, -np.inf])
             lo = np.minimum(old[0], seen.min.astype(np.float32))
             hi = np.maximum(old[1], seen.max.astype(np.float32))
         scale, zero_point = fq.choose_qparams(lo, hi, spec)
@@ -169,7 +169,7 @@ def test_the_latest_range_of_nothing_finite_is_zero_and_of_something_forgets_wha
     spec = fq.QuantSpec(axis=0)
     lo, hi = np.float32([-1, 1e8]), np.float32([1, 3e8])
 
-    result = fq.observe_fake_quantize(np.float32([[np.nan, np.inf], [-0.1, 0.1]]), spec, lo, hi, update="latest")
+    result = fq.observe_fake_quantize(np.float32([[np.nan, np.inf], [-0.1, 0.1]]), spec, lo, hi, update="dynamic")
 
     assert_same_bits(lo, np.float32([0, -0.1]))
     assert_same_bits(hi, np.float32([0, 0.1]))

@@ -212,7 +212,7 @@ def test_parameters_from_a_range(bounds, symmetric):
 
 @by_place
 @by_numerics
-@pytest.mark.parametrize("update", ["average", "widest", "latest"])
+@pytest.mark.parametrize("update", ["moving_average", "min_max", "dynamic"])
 def test_observing_step_by_step(update, numerics, cut):
     for layout, dtype in itertools.product(("contiguous", "channels last", "sliced"), cases.DTYPES.values()):
         states = []

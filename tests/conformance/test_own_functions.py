@@ -15,7 +15,7 @@ from fakequant.testing.assertions import assert_same_bits
 on_each_target = pytest.mark.usefixtures("target")
 
 INT8 = fq.QuantSpec()
-NARROW = fq.QuantSpec(narrow=True)
+NARROW = fq.QuantSpec(narrow_range=True)
 UINT8 = fq.QuantSpec(signed=False, symmetric=False)
 ASYMMETRIC = fq.QuantSpec(symmetric=False)
 INT4 = fq.QuantSpec(bits=4, symmetric=False)

@@ -56,8 +56,10 @@ def test_ranges(layout, where, unchanged):
         zeros = LAYOUTS[layout](torch.full(SHAPE, -0.0 if layout != "lazily negated" else 0.0, dtype=x.dtype))
         assert not np.signbit(array(fq.min_max(zeros, spec).min)).any()
 
+NARROW = dict(narrow_range=True)
 
-@pytest.mark.parametrize("kind", [{}, dict(narrow=True), *({"symmetric": False, **k} for k in KINDS.values())], ids=str)
+
+@pytest.mark.parametrize("kind", [{}, NARROW, *({"symmetric": False, **k} for k in KINDS.values())], ids=str)
 def test_parameters_from_a_range(kind):
     spec = fq.QuantSpec(**kind)
     pool = np.concatenate([np.float32([0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38]), elements((300,), np.float32).numpy()])
@@ -91,7 +93,7 @@ def steps(layout, dtype):
 
 @by_blocks
 @by_layout
-@pytest.mark.parametrize("update", ["average", "widest", "latest"])
+@pytest.mark.parametrize("update", ["moving_average", "min_max", "dynamic"])
 def test_observing_step_by_step(update, layout, where, unchanged):
     for spec, dtype in itertools.chain(rules(where), few_rules(where, symmetric=True, bits=4)):
         for i, x in enumerate(steps(layout, dtype)):

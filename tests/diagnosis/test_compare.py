@@ -14,7 +14,7 @@ integer = pytest.importorskip("fakequant._convert.golden.integer_layer")
 nn = torch.nn
 
 # Scale 1: codes are the numbers.
-UNIT = fq.QuantSpec(bits=4, narrow=True)
+UNIT = fq.QuantSpec(bits=4, narrow_range=True)
 
 
 def decibels(signal, noise):
@@ -107,7 +107,7 @@ def test_an_input_far_outside_its_range_is_clipped_everywhere():
 
 
 def test_steps_are_those_of_each_channel_or_token():
-    per_channel = fq.QuantSpec(bits=4, narrow=True, axis=-1)
+    per_channel = fq.QuantSpec(bits=4, narrow_range=True, axis=-1)
     layer = nn.Sequential(nn.Linear(2, 1, bias=False))
     prepared = fq.prepare(copy.deepcopy(layer), on_unit_grid())
     grid = fq.nn.FakeQuantize(per_channel, fq.observers.MinMax(), shape=(None, 2))
@@ -115,8 +115,8 @@ def test_steps_are_those_of_each_channel_or_token():
     prepared[0].input_quantizer = grid
     assert compared(layer, prepared, data=[torch.tensor([[1.4, 11.0]])])["0"].isolated.max_steps == pytest.approx(0.4)
 
-    per_token = fq.QuantSpec(bits=4, narrow=True, axis=-1, group_size=-1)
-    config = fq.QuantConfig(default=fq.LayerConfig(input=per_token, activation_observer=fq.observers.Memoryless()))
+    per_token = fq.QuantSpec(bits=4, narrow_range=True, axis=-1, group_size=-1)
+    config = fq.QuantConfig(default=fq.LayerConfig(input=per_token, activation_observer=fq.observers.Dynamic()))
     data = [torch.tensor([[1.4, 7.0], [11.0, 70.0]])]
     found = compared(*pair(layer, config), data=data)["0"].isolated
     assert found.max_steps == pytest.approx(0.4)
@@ -133,7 +133,7 @@ def test_the_weight_is_compared_with_that_of_the_float_model():
 
 def test_equal_models_differ_by_nothing():
     models = pair(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), data=[torch.randn(3, 4)])
-    fq.nn.set_state(models[1], quantizing=False)
+    fq.nn.switch_quantizers(models[1], quantizing=False)
     for layer in compared(*models, data=[torch.randn(5, 4)]).values():
         assert layer.weight_sqnr == layer.isolated.sqnr == layer.accumulated.sqnr == math.inf
         assert layer.isolated.max_steps is None
@@ -153,7 +153,7 @@ def test_a_result_of_zeros_and_one_that_is_not_a_number():
     assert found.worst == "1"
     # What is infinite in both is no difference.
     model, prepared = pair(with_weights([[3e38, 1.0]]), fq.QuantConfig(default=fq.LayerConfig(weight=UNIT)))
-    fq.nn.set_state(prepared, quantizing=False)
+    fq.nn.switch_quantizers(prepared, quantizing=False)
     assert compared(model, prepared, data=[torch.full((1, 2), 10.0)])["0"].isolated.sqnr == math.inf
 
 
@@ -339,7 +339,7 @@ def test_modules_that_change_their_input_in_place():
 
 
 @torch.no_grad()
-def test_a_converted_model_with_its_normalizations_folded(residual):
+def test_a_converted_model_with_its_batch_norms_folded(residual):
     model, prepared, data = residual
     golden = fq.convert(prepared)
     before = snapshot(model, golden)
@@ -351,17 +351,17 @@ def test_a_converted_model_with_its_normalizations_folded(residual):
         assert layer.isolated.sqnr > 25, path
         assert layer.accumulated.sqnr > 25, path
         assert layer.isolated.max_steps is not None
-    # Where no normalization is folded, the golden model computes what the prepared one does.
+    # Where no batch norm is folded, the golden model computes what the prepared one does.
     assert found["head"].isolated.sqnr == pytest.approx(trained["head"].isolated.sqnr, abs=1e-3)
     assert found["relu"].isolated == trained["relu"].isolated
-    # Before and after `convert` the weights have the factors of the normalization in them.
+    # Before and after `convert` the weights have the factors of the batch norm in them.
     factor = (model.norm.weight / (model.norm.running_var + model.norm.eps).sqrt()).reshape(-1, 1, 1, 1)
     expected = sqnr(model.conv.weight * factor, integer.float_weight(golden.conv))
     assert found["conv"].weight_sqnr == pytest.approx(expected, abs=1e-3)
     assert trained["conv"].weight_sqnr == pytest.approx(expected, abs=1e-3)
 
 
-def test_errors_of_channels_that_a_normalization_makes_large_again_count():
+def test_errors_of_channels_that_a_batch_norm_makes_large_again_count():
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(2, eps=1e-12)
     model, x = nn.Sequential(nn.Linear(8, 2, bias=False), norm, nn.Linear(2, 2)).eval(), torch.randn(64, 8)
@@ -417,7 +417,7 @@ class Counter(nn.Module):
 # A range per tensor that is found at run time is kept until the next.
 DYNAMIC = fq.QuantConfig(
     default=fq.LayerConfig(
-        weight=fq.presets.int8(), input=fq.presets.uint8(), activation_observer=fq.observers.Memoryless()
+        weight=fq.presets.int8(), input=fq.presets.uint8(), activation_observer=fq.observers.Dynamic()
     )
 )
 

@@ -113,7 +113,7 @@ def test_shares_are_those_of_health(recipe):
 
 
 def test_a_range_of_the_tensor_at_hand_has_no_values_on_its_axis():
-    config = recipes.int8().rule(activation_observer=observers.Memoryless())
+    config = recipes.int8().rule(activation_observer=observers.Dynamic())
     model = small(config)
     with counting(model) as counts:
         fq.health(model, batches())

@@ -17,7 +17,7 @@ nn = torch.nn
 F = nn.functional
 
 # One scale for a whole weight.
-INT4 = QuantConfig(default=LayerConfig(weight=QuantSpec(bits=4, narrow=True), input=presets.uint8()))
+INT4 = QuantConfig(default=LayerConfig(weight=QuantSpec(bits=4, narrow_range=True), input=presets.uint8()))
 
 
 # --- the layer that goes wrong --------------------------------------------------------------------
@@ -421,7 +421,7 @@ def test_every_evaluation_starts_from_the_same_model():
 
     def evaluate(model):
         states.append({n: v.clone() for n, v in model.state_dict().items() if "switches" not in n})
-        return model.train()(10 * x).sum()  # moves ranges, and statistics of the normalization
+        return model.train()(10 * x).sum()  # moves ranges, and statistics of the batch norm
 
     fq.sensitivity(model, recipes.int8(), evaluate, data=[x], progress=False)
     assert len(states) == 6

@@ -115,7 +115,7 @@ def test_resuming_gives_the_same_bits(config, tmp_path):
     resumed, second = train(saved)
     assert_same_bits(straight, resumed)
     assert first.schedule.state_dict() == second.schedule.state_dict() == {"steps": 12}
-    assert not resumed[1].training  # the schedule has frozen the normalization
+    assert not resumed[1].training  # the schedule has frozen the batch norm
     assert all(quantizer.frozen for _, quantizer in fq.nn.quantizers(resumed))
 
 

@@ -115,7 +115,7 @@ def test_changes_in_place_that_do_not_matter(case, dy):
 def test_the_observing_operator_counts_its_changes():
     low, high = torch.full((1,), torch.inf), torch.full((1,), -torch.inf)
     torch.ops.fakequant.observe_fake_quantize(
-        torch.ones(3), low, high, -8, 7, "onnx", True, "average", 0.01, 1e-7, False
+        torch.ones(3), low, high, -8, 7, "onnx", True, "moving_average", 0.01, 1e-7, False
     )
     assert (low._version, high._version) == (1, 1)
 

@@ -47,7 +47,7 @@ def nothing_compiled_before(torch_on_one_thread):
 
 
 class SmallResidual(nn.Module):
-    """A normalization and a sum, and little to compile."""
+    """A batch norm and a sum, and little to compile."""
 
     def __init__(self):
         super().__init__()

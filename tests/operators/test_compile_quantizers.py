@@ -26,7 +26,7 @@ LAST = fq.QuantSpec(bits=4, symmetric=False, axis=-1)
 OBSERVED = {
     "MovingAverage": lambda: fqnn.FakeQuantize(AFFINE, observers.MovingAverage(0.3)),
     "MinMax channel": lambda: fqnn.FakeQuantize(LAST, observers.MinMax(), shape=(None, 8)),
-    "Memoryless group": lambda: fqnn.FakeQuantize(presets.int4(group=4), observers.Memoryless(), shape=(4, 8)),
+    "Dynamic group": lambda: fqnn.FakeQuantize(presets.int4(group=4), observers.Dynamic(), shape=(4, 8)),
     "token": lambda: fqnn.FakeQuantize(presets.int8_per_token()),
     "Percentile": lambda: fqnn.FakeQuantize(AFFINE, observers.Percentile(90.0, bins=64), gradient="pass"),
     "Histogram": lambda: fqnn.FakeQuantize(LAST, observers.Histogram(bins=64, steps=8), shape=(None, 8)),
@@ -111,7 +111,7 @@ def batches(shape=(4, 8)):
 
 def switch(module, training, observing, quantizing, frozen):
     module.train(training)
-    fqnn.set_state(module, observing=observing, quantizing=quantizing, frozen=frozen)
+    fqnn.switch_quantizers(module, observing=observing, quantizing=quantizing, frozen=frozen)
 
 
 ALL = OBSERVED | LEARNED
@@ -157,7 +157,7 @@ def test_other_batches_are_not_compiled_again(make):
 
 # --- values that are not finite -------------------------------------------------------------------
 
-COUNTING = {name: OBSERVED[name] for name in ("MovingAverage", "Memoryless group", "token", "Percentile")}
+COUNTING = {name: OBSERVED[name] for name in ("MovingAverage", "Dynamic group", "token", "Percentile")}
 
 
 @pytest.mark.parametrize("make", COUNTING.values(), ids=COUNTING)
@@ -238,7 +238,7 @@ class Layer(torch.nn.Linear):
         if learned:
             self.weights = fqnn.LearnedFakeQuantize(spec, shape=(6, 8)).initialize(self.weight)
         else:
-            self.weights = fqnn.FakeQuantize(spec, observers.Memoryless(), shape=(6, 8))
+            self.weights = fqnn.FakeQuantize(spec, observers.Dynamic(), shape=(6, 8))
 
     def forward(self, x):
         return torch.nn.functional.linear(self.input(x), self.weights(self.weight), self.bias)

@@ -39,7 +39,7 @@ def test_in_evaluation_nothing_is_changed(recipe, frozen, strict):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4))
     model = fq.calibrate(fq.prepare(model, RECIPES[recipe]), [x], progress=False)
     if frozen:
-        fq.nn.set_state(model, frozen=True)
+        fq.nn.switch_quantizers(model, frozen=True)
     expected = copy.deepcopy(model.eval())(x).detach().numpy()
     program = torch.export.export(model, (x,), strict=strict)
     loaded = saved_and_loaded(program)

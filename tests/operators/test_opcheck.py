@@ -204,11 +204,11 @@ CASES = {
         "rows": (floats(5, 6, grad=False, dtype=torch.bfloat16), *candidates(5), ROWS),
     },
     "observe_fake_quantize": {
-        "clipped": (X, *running(1), *ONNX, True, "average", 0.01, 1e-7, True),
-        "pass": (X, *running(1), *TENSOR, False, "average", 0.01, 1e-7, False),
-        "channel": (channels_last(2, 3, 4, 5), *running(1, 3, 1, 1), *CHANNEL, True, "average", 0.01, 1e-7, True),
-        "group": (permuted(), *running(4, 6, 2), *ONNX, True, "widest", 0.01, 1e-7, True),
-        "inference": (X.detach(), *running(1, 5, 1), *ONNX, True, "latest", 0.01, 1e-7, False),
+        "clipped": (X, *running(1), *ONNX, True, "moving_average", 0.01, 1e-7, True),
+        "pass": (X, *running(1), *TENSOR, False, "moving_average", 0.01, 1e-7, False),
+        "channel": (channels_last(2, 3, 4, 5), *running(1, 3, 1, 1), *CHANNEL, True, "min_max", 0.01, 1e-7, True),
+        "group": (permuted(), *running(4, 6, 2), *ONNX, True, "moving_average", 0.01, 1e-7, True),
+        "inference": (X.detach(), *running(1, 5, 1), *ONNX, True, "dynamic", 0.01, 1e-7, False),
     },
 }
 

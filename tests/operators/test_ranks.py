@@ -54,7 +54,7 @@ BEYOND_FLOAT32 = [
 OBSERVERS = {
     "MinMax": observers.MinMax(),
     "MovingAverage": observers.MovingAverage(0.3),
-    "Memoryless": observers.Memoryless(),
+    "Dynamic": observers.Dynamic(),
     "Percentile": observers.Percentile(90.0, bins=64),
     "Histogram": observers.Histogram(bins=64, steps=8),
     "MSE": observers.MSE(8),
@@ -65,7 +65,7 @@ SPECS = {
     "tensor": presets.uint8(),
     "tensor, symmetric": QuantSpec(bits=4),
     "channel": QuantSpec(symmetric=False, axis=1),
-    "channel, symmetric": QuantSpec(bits=3, narrow=True, axis=-1),
+    "channel, symmetric": QuantSpec(bits=3, narrow_range=True, axis=-1),
     "half_away": QuantSpec(symmetric=False, numerics="half_away"),
     "torch": QuantSpec(symmetric=False, numerics="torch"),
 }
@@ -102,9 +102,9 @@ for _name, _observer in OBSERVERS.items():
     for _kind, _spec in SPECS.items():
         check(_name, _kind, observer=_observer, spec=_spec)(follow)
 for _dtype in (torch.float64, torch.bfloat16, torch.float16):
-    for _name in ("MovingAverage", "Memoryless", "Histogram", "Percentile"):
+    for _name in ("MovingAverage", "Dynamic", "Histogram", "Percentile"):
         check(_name, str(_dtype), observer=OBSERVERS[_name], spec=SPECS["channel"], data=batches(_dtype))(follow)
-for _name in ("MinMax", "MovingAverage", "Memoryless", "Histogram"):
+for _name in ("MinMax", "MovingAverage", "Dynamic", "Histogram"):
     check(_name, "wide", observer=OBSERVERS[_name], spec=SPECS["tensor"], data=WIDE)(follow)
     check(_name, "beyond float32", observer=OBSERVERS[_name], spec=SPECS["tensor"], data=BEYOND_FLOAT32)(follow)
 check("pass", observer=OBSERVERS["MovingAverage"], spec=SPECS["tensor"], gradient="pass")(follow)
@@ -153,7 +153,7 @@ def without_sync(seat):
 @check()
 def evaluate(seat):
     """Only rank 0 does, as in many training scripts."""
-    quantizers = [fqnn.FakeQuantize(spec, observers.Memoryless(), shape=SHAPE) for spec in SPECS.values()]
+    quantizers = [fqnn.FakeQuantize(spec, observers.Dynamic(), shape=SHAPE) for spec in SPECS.values()]
     quantizers += [fqnn.FakeQuantize(presets.uint8()), fqnn.FakeQuantize(presets.int8_per_token())]
     for quantizer in quantizers:
         quantizer(seat.part(batches()[0]))
@@ -374,7 +374,7 @@ def parallel_model(observer):
     torch.manual_seed(4)
     return nn.Sequential(
         fqnn.FakeQuantize(presets.uint8(), observer),
-        Layer(6, 8, fqnn.FakeQuantize(presets.int8(), observers.Memoryless(), shape=(8, 6))),
+        Layer(6, 8, fqnn.FakeQuantize(presets.int8(), observers.Dynamic(), shape=(8, 6))),
         nn.ReLU(),
         fqnn.FakeQuantize(QuantSpec(symmetric=False, axis=-1), observer, shape=(None, 8)),
         nn.Linear(8, 4),
@@ -427,7 +427,7 @@ def ddp_learned(seat):
     optimizer = torch.optim.AdamW(fqnn.param_groups(model), lr=0.01)
     seen = {}
     for phase, switches in PHASES.items():
-        fqnn.set_state(model, **switches)
+        fqnn.switch_quantizers(model, **switches)
         before = scales_of(model)
         train(seat, model, optimizer, batches()[:2])
         seen[phase] = {
@@ -463,7 +463,7 @@ def compile_observing(seat, observer, group=False, quantizing=True):
     return seen
 
 
-for _name in ("Memoryless", "Histogram", "MSE"):
+for _name in ("Dynamic", "Histogram", "MSE"):
     check(_name, observer=OBSERVERS[_name])(compile_observing)
 check("a group", observer=OBSERVERS["MovingAverage"], group=True)(compile_observing)
 check("only observing", observer=OBSERVERS["MinMax"], quantizing=False)(compile_observing)
@@ -479,7 +479,7 @@ LEARNED_STATES = {
 
 def compile_learned(seat, switches, wrap=compiled):
     quantizer = learned(SPECS["channel"]).initialize(seat.part(batches()[0]))
-    fqnn.set_state(quantizer, **switches)
+    fqnn.switch_quantizers(quantizer, **switches)
     x = seat.part(batches()[1]).clone().requires_grad_()
     y = wrap(quantizer)(x)
     y.sum().backward()

@@ -167,7 +167,7 @@ def exact_learned(seat, wrapper, frozen):
     config = recipes.lsq(4, first_last_bits=None)
     model, data = fq.prepare(exact_model(config), config), exact_data(config)
     power_of_two_scales(model, [(seat.part(x), target) for x, target in data])
-    fqnn.set_state(model, frozen=frozen)
+    fqnn.switch_quantizers(model, frozen=frozen)
     return train(seat, WRAPPERS[wrapper](model), data if frozen else data[:1])
 
 
@@ -304,7 +304,7 @@ for _recipe in ("int8", "lsq"):
 def sum_in_place(seat, recipe):
     """While quantizers are off their results are the layers' own."""
     model = residual(seat, RECIPES[recipe](), in_place=True)
-    fqnn.set_state(model, quantizing=False)
+    fqnn.switch_quantizers(model, quantizing=False)
     optimizer = torch.optim.SGD(fqnn.param_groups(model), lr=0.05)
     return train(seat, ddp(model), images(2), optimizer, F.cross_entropy)
 
@@ -325,7 +325,7 @@ def checkpointing(seat, recipe, frozen, checkpointed, wrapper="ddp"):
     model = residual(seat, RECIPES[recipe](), checkpointed=checkpointed)
     if recipe != "lsq":  # whose scales are there already
         fq.calibrate(model, [seat.part(x) for x, _ in images()], progress=False)
-    fqnn.set_state(model, frozen=frozen)
+    fqnn.switch_quantizers(model, frozen=frozen)
     for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
         norm.momentum = 0.0  # its running statistics are updated twice as well
     optimizer = torch.optim.SGD(fqnn.param_groups(model), lr=0.05)
@@ -417,7 +417,7 @@ def messages(seat, recipe, wrapper):
         wrapped(data[0][0]).sum().backward()
     with counted_messages(counts, "evaluate"):
         wrapped.eval()(data[0][0])
-    fqnn.set_state(wrapped.train(), frozen=True)
+    fqnn.switch_quantizers(wrapped.train(), frozen=True)
     with counted_messages(counts, "frozen"):
         wrapped(data[0][0]).sum().backward()
     return counts
@@ -463,14 +463,14 @@ def uneven_batches_with_frozen_ranges(seat):
     config = recipes.int8()
     model, data = fq.prepare(exact_model(config), config), exact_data(config)
     fq.calibrate(model, [seat.part(x) for x, _ in data], progress=False)
-    fqnn.set_state(model, frozen=True)
+    fqnn.switch_quantizers(model, frozen=True)
     wrapped = ddp(model, **OWN_BUFFERS)
     with wrapped.join():
         train(seat, wrapped, data[: BATCHES - seat.rank])
     return state_of(wrapped)
 
 
-# --- synchronized batch normalization -------------------------------------------------------------
+# --- synchronized batch norm -------------------------------------------------------------
 
 
 @check()
@@ -562,7 +562,7 @@ def frozen_learned_scales(seat, wrapper):
     """The optimizer's momentum goes on moving the parameters; what is in use, and saved, stays."""
     model, optimizer = sharded(seat, "lsq", wrapper)
     train(seat, model, images(2), optimizer, F.cross_entropy)
-    fqnn.set_state(model, frozen=True)
+    fqnn.switch_quantizers(model, frozen=True)
     before = {path: q.scale.clone() for path, q in fqnn.quantizers(model)}
     state = train(seat, model, images(2), optimizer, F.cross_entropy)
     fresh = residual(seat, RECIPES["lsq"]())
@@ -652,7 +652,7 @@ BATCH_STATISTICS = ("running_mean", "running_var")
 
 
 def of_the_model(state):
-    """Without what a rank's batch normalization has seen, which torch makes the same at the next forward pass."""
+    """Without what a rank's batch norm has seen, which torch makes the same at the next forward pass."""
     return {path: value for path, value in state.items() if not path.endswith(BATCH_STATISTICS)}
 
 

@@ -47,7 +47,7 @@ def make(recipe, layer, mode, frozen):
         config = RECIPES[recipe]()
     model = fq.calibrate(fq.prepare(model, config), [x], progress=False)
     if frozen:
-        fq.nn.set_state(model, frozen=True)
+        fq.nn.switch_quantizers(model, frozen=True)
     return model.train(mode == "train"), x, torch.randint(0, 4, (6,))
 
 
@@ -160,7 +160,7 @@ def test_pact():
 def test_observing_in_training_says_that_nothing_is_remembered():
     quantizer = fq.nn.FakeQuantize(fq.presets.uint8())
     with pytest.warns(
-        RuntimeWarning, match=r"do not remember what they see.\n.*freeze the ranges: fakequant.nn.set_state"
+        RuntimeWarning, match=r"do not remember what they see.\n.*freeze the ranges: fakequant.nn.switch_quantizers"
     ):
         grad(lambda x: quantizer(x).sum())(torch.randn(6))
     assert quantizer.scale.isnan()
@@ -186,7 +186,7 @@ def test_what_cannot_run_under_a_transform_says_what_to_do(make, message):
     quantizer = make()
     x = torch.randn(3, 6)
     with pytest.raises(
-        RuntimeError, match=rf"(?s)FakeQuantize: .*{message}.*fakequant.nn.set_state\(model, frozen=True"
+        RuntimeError, match=rf"(?s)FakeQuantize: .*{message}.*fakequant.nn.switch_quantizers\(model, frozen=True"
     ):
         vmap(quantizer)(x)
     quantizer(x)

@@ -1,5 +1,7 @@
 """What holds for every input: laws, tried with Hypothesis."""
 
+import dataclasses
+
 import numpy as np
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
@@ -15,7 +17,7 @@ specs = st.builds(
         bits=bits,
         signed=kind != "unsigned",
         symmetric=kind in ("symmetric", "narrow"),
-        narrow=kind == "narrow",
+        narrow_range=kind == "narrow",
         numerics=numerics,
     ),
     st.integers(2, 16),
@@ -114,8 +116,7 @@ def test_chosen_parameters_represent_zero_and_cover_the_range(x, spec):
 def test_per_channel_is_per_tensor_on_every_channel(args, channels):
     x, scale, zero_point, spec = args
     rows = np.resize(x, (channels, x.size))
-    per_channel = fq.QuantSpec(bits=spec.bits, signed=spec.signed, symmetric=spec.symmetric, narrow=spec.narrow,
-                               numerics=spec.numerics, axis=0)  # fmt: skip
+    per_channel = dataclasses.replace(spec, axis=0)
     y = fq.fake_quantize(rows, np.full(channels, scale, np.float32), np.full(channels, zero_point), per_channel)
     for row, result in zip(rows, y, strict=True):
         assert_same_bits(fq.fake_quantize(row, float(np.float32(scale)), zero_point, spec), result)

@@ -118,7 +118,7 @@ def hooks(own):
 
 
 @pytest.mark.parametrize("travel", [copy.deepcopy, of_pickle], ids=["deepcopy", "pickle"])
-def test_frozen_normalizations_travel(travel):
+def test_frozen_batch_norms_travel(travel):
     model = fq.prepare(nn.Sequential(nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2)), recipes.int8())
     fq.Schedule(model, freeze_norms_at=0)
     other = travel(model).train()

@@ -187,7 +187,7 @@ def test_a_batch_of_another_type_is_a_type_error(batch):
 
 def test_frozen_quantizers_stay_as_they_are():
     model = calibrated()
-    fqnn.set_state(model, frozen=True)
+    fqnn.switch_quantizers(model, frozen=True)
     model[4].input_quantizer.frozen = False
     before = state(model)
     calibrate(model, [100 * x for x in BATCHES])

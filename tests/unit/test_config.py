@@ -209,7 +209,7 @@ def test_absent_fields_have_their_defaults():
         ({"rules": [{"pth": "a"}]}, "Rule has no field 'pth'"),
         ({"default": {"weights": None}}, "LayerConfig has no field 'weights'"),
         ({"default": {"weight": {"bit": 4}}}, "QuantSpec has no field 'bit'"),
-        ({"between": {"bit": 4}}, "QuantSpec has no field 'bit'"),
+        ({"operands": {"bit": 4}}, "QuantSpec has no field 'bit'"),
         ({"rules": [{"use": {"in": None}}]}, "LayerConfig has no field 'in'"),
         ({"default": {"weight_observer": {"kind": "Nobody"}}}, "kind"),
         ({"target": "toaster"}, "toaster"),
@@ -234,7 +234,7 @@ def test_a_layer_config_with_a_field_of_the_wrong_type_is_a_type_error(name):
 
 # --- recipes ------------------------------------------------------------------------------------------
 
-W8 = fq.QuantSpec(bits=8, narrow=True, axis=0)
+W8 = fq.QuantSpec(bits=8, narrow_range=True, axis=0)
 W4 = fq.QuantSpec(bits=4, axis=0)
 A8 = fq.QuantSpec(bits=8, signed=False, symmetric=False)
 TOKEN = fq.QuantSpec(bits=8, axis=-1, group_size=-1)
@@ -253,8 +253,8 @@ RECIPES = {
     "int8": (recipes.int8(), layer(W8, A8), layer(W8, A8), A8),
     "int8_dynamic": (
         recipes.int8_dynamic(),
-        layer(W8, TOKEN, activation_observer=observers.Memoryless()),
-        layer(W8, A8, activation_observer=observers.Memoryless()),
+        layer(W8, TOKEN, activation_observer=observers.Dynamic()),
+        layer(W8, A8, activation_observer=observers.Dynamic()),
         None,
     ),
     "int4_weight_only": (
@@ -280,10 +280,10 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize(("config", "linear", "conv", "between"), RECIPES.values(), ids=RECIPES)
-def test_a_recipe_is_literally_this(config, linear, conv, between):
+@pytest.mark.parametrize(("config", "linear", "conv", "operands"), RECIPES.values(), ids=RECIPES)
+def test_a_recipe_is_literally_this(config, linear, conv, operands):
     assert config.target == "generic"
-    assert config.between == between
+    assert config.operands == operands
     assert config.find("any", LINEAR)[0] == linear
     for module in (CONV, nn.Conv1d(1, 1, 1), nn.ConvTranspose3d(1, 1, 1)):
         assert config.find("any", module)[0] == conv
@@ -317,7 +317,7 @@ def test_only_8_bit_weights_lose_a_bit_and_only_without_vnni(bits):
 
 @pytest.mark.parametrize(("narrow", "qmin"), [(True, -63), (False, -64)])
 def test_pairs_of_products_fit_16_bits_without_vnni(narrow, qmin):
-    spec = targets.find("onnxruntime-x86").fit_weight(fq.QuantSpec(bits=8, narrow=narrow, axis=0))
+    spec = targets.find("onnxruntime-x86").fit_weight(fq.QuantSpec(bits=8, narrow_range=narrow, axis=0))
     assert (spec.qmin, spec.qmax) == (qmin, 63)
     assert 2 * 255 * spec.qmin >= -(2**15)
     assert 2 * 255 * spec.qmax < 2**15

@@ -1,4 +1,4 @@
-"""Converted models: literal integers, exact sums, folded normalizations, files."""
+"""Converted models: literal integers, exact sums, folded batch norms, files."""
 
 import copy
 import json
@@ -66,7 +66,7 @@ def test_a_bias_is_rounded_to_the_scale_of_the_sums_half_to_even():
     assert fq.convert(model)[0].bias_codes.tolist() == [0, 2, 0]
 
 
-def test_a_normalization_changes_scales_signs_and_biases():
+def test_a_batch_norm_changes_scales_signs_and_biases():
     conv, norm = nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2, eps=0.0)
     with torch.no_grad():
         conv.weight.copy_(torch.tensor([127.0, 127.0]).reshape(2, 1, 1, 1))
@@ -86,7 +86,7 @@ def test_a_normalization_changes_scales_signs_and_biases():
     assert fq._convert.convert.conversion(golden).folded == ["1"]
 
 
-def test_a_channel_that_a_normalization_switches_off_is_its_bias():
+def test_a_channel_that_a_batch_norm_switches_off_is_its_bias():
     conv, norm = nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1)
     with torch.no_grad():
         norm.weight.zero_()
@@ -97,7 +97,7 @@ def test_a_channel_that_a_normalization_switches_off_is_its_bias():
     assert golden[0].weight_scale.item() > 0
 
 
-def test_a_code_without_an_opposite_keeps_its_normalization():
+def test_a_code_without_an_opposite_keeps_its_batch_norm():
     conv, norm = nn.Conv2d(1, 1, (1, 2)), nn.BatchNorm2d(1)
     with torch.no_grad():
         conv.weight.copy_(torch.tensor([-7.5, 7.0]).reshape(1, 1, 1, 2))
@@ -106,7 +106,7 @@ def test_a_code_without_an_opposite_keeps_its_normalization():
     model = fq.prepare(nn.Sequential(conv, norm), config)
     golden = fq.convert(model)
     assert isinstance(golden[1], nn.BatchNorm2d)
-    assert "no opposite" in fq._convert.convert.conversion(golden).notes[0]
+    assert "cannot change its sign" in fq._convert.convert.conversion(golden).notes[0]
     x = torch.randn(2, 1, 3, 4)
     same(model.eval()(x).detach(), golden(x))
 

@@ -168,7 +168,7 @@ DAMAGED = {
     "an unknown arithmetic": (say("grids", "7.input_quantizer", "arithmetic", value="odd"), r"damaged(.|\n)*odd"),
     "a spec that is none": (say("layers", "7", "weight", "spec", value={"bits": 99}), r"damaged(.|\n)*bits"),
     "an input from nowhere": (say("inputs_from", value={"7": "x"}), r"damaged(.|\n)*'x'"),
-    "a normalization that is not there": (say("folded", value=["99"]), r"'99' is a module there and absent"),
+    "a batch norm that is not there": (say("folded", value=["99"]), r"'99' is a module there and absent"),
     "a layer without a kind": (say("layers", "7", value={}), r"damaged(.|\n)*kind"),
     "states that are none": (say("extra_states", value=5), r"does not say extra_states"),
     "a number in place of a tensor": (say("extra_states", "3.weight", value=5), r"3\.weight is no tensor"),
@@ -241,7 +241,7 @@ def test_values_that_cannot_be_are_refused(change, message, good, tmp_path):
 
 
 def test_packed_codes_are_looked_at_too(tmp_path):
-    spec = fq.QuantSpec(bits=4, narrow=True, axis=0)
+    spec = fq.QuantSpec(bits=4, narrow_range=True, axis=0)
     config = fq.QuantConfig(default=fq.LayerConfig(weight=spec))
     path = tmp_path / "m.safetensors"
     fq.save_converted(fq.convert(fq.prepare(make(), config)), path)

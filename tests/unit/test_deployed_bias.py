@@ -40,7 +40,7 @@ def test_its_gradient_passes():
     assert model[0].bias.grad.tolist() == [3.0, 3.0]
 
 
-def test_a_normalization_is_taken_into_account():
+def test_a_batch_norm_is_taken_into_account():
     conv, norm = nn.Conv2d(1, 1, 1, bias=False), nn.BatchNorm2d(1, eps=0.0)
     with torch.no_grad():
         conv.weight.fill_(127.0)
@@ -60,7 +60,7 @@ def test_a_bias_that_stays_a_float_is_left_alone(config):
     torch.manual_seed(0)
     x = torch.randn(5, 4)
     model = prepared(nn.Sequential(nn.Linear(4, 3)), x, config)
-    fqnn.set_state(model, frozen=True)
+    fqnn.switch_quantizers(model, frozen=True)
     assert torch.equal(model.train()(x), model.eval()(x))
 
 
@@ -75,7 +75,7 @@ def result_at(model, path, x):
 @pytest.mark.parametrize("signs", ["mixed", "positive"])
 @pytest.mark.parametrize("config", [recipes.int8(), W4A8, LSQ2], ids=["int8", "w4a8", "lsq2"])
 def test_codes_of_prepared_and_converted_models_are_equal_but_for_ties(config, signs):
-    """Not narrow, w4a8 and lsq(2) have a code without an opposite: it may keep a normalization out of its layer."""
+    """Not narrow, w4a8 and lsq(2) have a code without an opposite: it may keep a batch norm out of its layer."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(),
@@ -111,7 +111,7 @@ def test_copies_and_unprepared_models_have_their_own():
 
 
 @pytest.mark.parametrize("gamma", [0.0, 1e-9, 1e-6, -1e-9])
-def test_the_shift_of_a_normalization_survives_a_small_factor(gamma):
+def test_the_shift_of_a_batch_norm_survives_a_small_factor(gamma):
     torch.manual_seed(0)
     conv, norm = nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3)
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_a_bias_beside_tiny_weights_survives():
     assert (fq.convert(model)(x) - 50).abs().max() < 1e-4
 
 
-def test_a_normalization_of_tokens_stays_one():
+def test_a_batch_norm_of_tokens_stays_one():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
     with torch.no_grad():
@@ -149,19 +149,19 @@ def test_a_normalization_of_tokens_stays_one():
     assert (model(x) - float_model(x)).abs().max() < 0.1
 
 
-def test_a_normalization_of_another_length_is_left_alone():
+def test_a_batch_norm_of_another_length_is_left_alone():
     x = torch.randn(4, 5, 8)
     model = prepared(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(5)), x).eval()
     assert model(x).shape == fq.convert(model)(x).shape == (4, 5, 16)
 
 
-def test_weights_with_scales_along_their_input_keep_their_normalization():
+def test_weights_with_scales_along_their_input_keep_their_batch_norm():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     with torch.no_grad():
         model[1].weight.normal_()
     float_model, x = copy.deepcopy(model).eval(), torch.randn(16, 8)
-    config = recipes.int8().rule(weight=fq.QuantSpec(bits=8, narrow=True, axis=1))
+    config = recipes.int8().rule(weight=fq.QuantSpec(bits=8, narrow_range=True, axis=1))
     golden = fq.convert(prepared(model, x, config))
     assert isinstance(golden[1], nn.BatchNorm1d)
     assert (golden(x) - float_model(x)).abs().max() < 0.1
@@ -177,7 +177,7 @@ class Untraceable(nn.Module):
         return self.body(x) if x.sum() < 1e9 else x
 
 
-def test_a_layer_that_is_there_twice_keeps_both_normalizations():
+def test_a_layer_that_is_there_twice_keeps_both_batch_norms():
     torch.manual_seed(0)
     model = Untraceable()
     with torch.no_grad():
@@ -197,7 +197,7 @@ def test_layers_in_another_float_type_are_evaluated():
     assert model[0](x.bfloat16()).dtype == torch.bfloat16
 
 
-def test_a_normalization_put_in_the_place_of_another_is_found():
+def test_a_batch_norm_put_in_the_place_of_another_is_found():
     torch.manual_seed(0)
     x = torch.randn(4, 3, 5, 5)
     model = prepared(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), x)

@@ -90,7 +90,7 @@ def test_observing_alone_forgets_the_tensor_before():
 @pytest.mark.parametrize("x", [torch.zeros(0, 6), torch.full((2, 3), torch.nan)], ids=["empty", "NaN"])
 @pytest.mark.filterwarnings("ignore:.*values that are NaN:RuntimeWarning")
 def test_nothing_finite_is_the_range_0_to_0(x, mode):
-    quantizers = [fq.nn.FakeQuantize(presets.uint8(), o) for o in (HalfOfIt(), observers.Memoryless())]
+    quantizers = [fq.nn.FakeQuantize(presets.uint8(), o) for o in (HalfOfIt(), observers.Dynamic())]
     results = [quantizer.train(mode == "train")(x) for quantizer in quantizers]
     same(*results)
     same(*(quantizer.scale for quantizer in quantizers))

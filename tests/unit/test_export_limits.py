@@ -67,7 +67,7 @@ UNSIGNED = QuantSpec(signed=False, symmetric=False)
 
 
 def test_tensorrt_has_8_bits_and_symmetric_grids():
-    for spec in (UNSIGNED, QuantSpec(bits=4), QuantSpec(bits=16), QuantSpec(narrow=True)):
+    for spec in (UNSIGNED, QuantSpec(bits=4), QuantSpec(bits=16), QuantSpec(narrow_range=True)):
         assert TENSORRT.fit_activation(spec) == QuantSpec()
     assert TENSORRT.fit_activation(presets.int8_per_token()) == presets.int8_per_token()
     assert TENSORRT.fit_weight(QuantSpec(bits=16, axis=0)) == QuantSpec(axis=0)
@@ -85,7 +85,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("layer", CONFIGS.values(), ids=CONFIGS)
 def test_what_is_prepared_for_tensorrt_is_int8_in_the_file(layer, tmp_path):
-    config = fq.QuantConfig(default=layer, between=presets.uint8(), target="tensorrt")
+    config = fq.QuantConfig(default=layer, operands=presets.uint8(), target="tensorrt")
     model = calibrated(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), config)
     fq.export_onnx(model, tmp_path / "m.onnx", X)
     proto = onnx.load(tmp_path / "m.onnx")
@@ -112,7 +112,7 @@ REFUSED = {
         r"0\.input_quantizer is int16, per tensor, and tensorrt has activations of 8 bits",
     ),
     "narrow activations": (
-        fq.LayerConfig(weight=presets.int8(), input=QuantSpec(narrow=True)),
+        fq.LayerConfig(weight=presets.int8(), input=QuantSpec(narrow_range=True)),
         r"0\.input_quantizer is int8 narrow, per tensor, and tensorrt",
     ),
     "affine weights": (

@@ -142,12 +142,12 @@ def group(bits, size, **fields):
 INPUTS = {
     **{f"int{b}": signed(b) for b in range(2, 9)},
     **{f"uint{b}": unsigned(b) for b in range(2, 9)},
-    "int4_narrow": signed(4, narrow=True),
-    "int8_narrow": signed(8, narrow=True),
+    "int4_narrow": signed(4, narrow_range=True),
+    "int8_narrow": signed(8, narrow_range=True),
     "int8_affine": signed(8, symmetric=False),
-    "int5_affine_narrow": signed(5, symmetric=False, narrow=True),
+    "int5_affine_narrow": signed(5, symmetric=False, narrow_range=True),
     "int16": signed(16),
-    "int16_narrow": signed(16, narrow=True),
+    "int16_narrow": signed(16, narrow_range=True),
     "int12_affine": signed(12, symmetric=False),
     "uint16": unsigned(16),
     "uint9": unsigned(9),
@@ -155,8 +155,8 @@ INPUTS = {
 WEIGHTS = [
     *(signed(b, axis=0) for b in range(2, 9)),
     *(unsigned(b, axis=0) for b in range(2, 9)),
-    signed(4, narrow=True, axis=0), signed(8, narrow=True), signed(8, symmetric=False, axis=0),
-    group(4, 16), group(4, 32), group(4, 128), group(2, 32), group(8, 16, narrow=True), group(3, 128),
+    signed(4, narrow_range=True, axis=0), signed(8, narrow_range=True), signed(8, symmetric=False, axis=0),
+    group(4, 16), group(4, 32), group(4, 128), group(2, 32), group(8, 16, narrow_range=True), group(3, 128),
 ]  # fmt: skip
 MORE_WEIGHTS = {
     "rows": (unsigned(8), signed(4, axis=0, group_size=2)),
@@ -281,7 +281,7 @@ def test_two_bits_beside_a_quantized_input_are_loaded_with_all_optimizations(wei
 
 def test_codes_stored_as_unsigned_numbers_are_equal_at_the_lowest_opset(folder):
     names = ("int2", "uint3", "int7", "int8", "int8_narrow", "int5_affine_narrow")
-    specs = {name: (INPUTS[name], signed(8, narrow=True, axis=0)) for name in names}
+    specs = {name: (INPUTS[name], signed(8, narrow_range=True, axis=0)) for name in names}
     model = ranges(specs, "onnxruntime-vnni")
     proto = exported(model, folder, torch.zeros(2, len(specs), 256), "unsigned.onnx", opset=13)
     for tensor, _ in code_tensors(proto).values():
@@ -405,7 +405,7 @@ def test_without_optimizations_and_in_the_reference_evaluator_a_cnn_is_near(cnn)
             assert difference.max() < 0.05
 
 
-def test_the_file_of_a_cnn_has_integers_for_weights_and_no_normalization(cnn):
+def test_the_file_of_a_cnn_has_integers_for_weights_and_no_batch_norm(cnn):
     model, proto = cnn
     golden = fq.convert(model)
     assert "BatchNormalization" not in {node.op_type for node in proto.graph.node}
@@ -526,7 +526,7 @@ def test_a_file_that_was_there_is_replaced_by_the_same_bytes(mlp, folder, tmp_pa
 
 
 class TwoInputs(nn.Module):
-    """Operators that differ between opsets: a normalization that stays, reductions, shapes that are computed."""
+    """Operators that differ between opsets: a batch norm that stays, reductions, shapes that are computed."""
 
     def __init__(self):
         super().__init__()
@@ -548,7 +548,7 @@ def two_inputs():
 
 @pytest.mark.parametrize("opset", [13, 17, 18, 25])
 def test_every_opset_computes_the_same(opset, two_inputs, tmp_path):
-    """The normalization that stays in float may round otherwise: a code may be a step off, few are."""
+    """The batch norm that stays in float may round otherwise: a code may be a step off, few are."""
     x, shift = randn(6, 3, 8, 8, seed=4), randn(6, 5, seed=5)
     proto = exported(two_inputs, tmp_path, (x[:1], shift[:1]), opset=opset)
     assert [node.op_type for node in proto.graph.node].count("BatchNormalization") == 1
@@ -611,7 +611,7 @@ SHARED = {
 @pytest.mark.parametrize(("spec", "target"), SHARED.values(), ids=SHARED)
 def test_a_layer_after_a_relu_and_after_none_has_both_ranges(spec, target, tmp_path):
     torch.manual_seed(0)
-    layer = LayerConfig(weight=QuantSpec(bits=7, narrow=True, axis=0), input=spec)
+    layer = LayerConfig(weight=QuantSpec(bits=7, narrow_range=True, axis=0), input=spec)
     model = calibrated(Shared(), QuantConfig(default=layer, target=target), randn(64, 8))
     x = randn(64, 8, seed=1)
     proto = exported(model, tmp_path, x[:1])

@@ -145,5 +145,5 @@ def test_the_summary_says_folds_only_of_what_will():
             return self.layer(self.late(torch.relu(self.norm(self.conv(x)))))
 
     found = fq.summary(fq.prepare(Net(), recipes.int8())).floats
-    assert found["norm"] == "normalization; it folds into conv when the model is converted"
-    assert found["late"] == found["layer"] == "normalization"
+    assert found["norm"] == "batch norm; it folds into conv when the model is converted"
+    assert found["late"] == found["layer"] == "batch norm"

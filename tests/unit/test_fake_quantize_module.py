@@ -33,7 +33,7 @@ SPECS = {
 RUNNING = {
     "MinMax": observers.MinMax(),
     "MovingAverage": observers.MovingAverage(0.3),
-    "Memoryless": observers.Memoryless(),
+    "Dynamic": observers.Dynamic(),
 }
 OBSERVERS = RUNNING | {
     "Percentile": observers.Percentile(90.0, bins=64),
@@ -126,7 +126,7 @@ def three_steps(x, state, observer, spec, gradient, dy=DY):
     elif isinstance(observer, observers.MinMax):
         state["running_min"] = state["running_min"].minimum(seen.min.float())
         state["running_max"] = state["running_max"].maximum(seen.max.float())
-    elif isinstance(observer, observers.Memoryless):
+    elif isinstance(observer, observers.Dynamic):
         state["running_min"], state["running_max"] = seen.min.float(), seen.max.float()
     else:
         observer.update(state, x, spec)
@@ -192,7 +192,7 @@ def test_ranges_per_token_are_those_of_the_tensor(shape, training, gradient, way
     for scale in (1.0, 100.0):
         x = torch.randn(shape) * scale
         y, dx = run(module, x, torch.ones(shape), way)
-        expected = three_steps(x, {}, observers.Memoryless(), spec, gradient, torch.ones(shape))
+        expected = three_steps(x, {}, observers.Dynamic(), spec, gradient, torch.ones(shape))
         same(expected[0], y, "y")
         same(expected[1], dx, "dx")
     assert set(module.state_dict()) == {"grid", "switches"}
@@ -274,9 +274,9 @@ def test_what_each_combination_of_switches_changes(observer, on):
     training, observing, quantizing, frozen = on
     module = fqnn.FakeQuantize(AFFINE, observer)
     module(BATCHES[0])
-    fqnn.set_state(module.train(training), observing=observing, quantizing=quantizing, frozen=frozen)
+    fqnn.switch_quantizers(module.train(training), observing=observing, quantizing=quantizing, frozen=frozen)
     before, x = state_of(module), leaf(WIDE)
-    looks = observing and not frozen and (training or observer == observers.Memoryless())
+    looks = observing and not frozen and (training or observer == observers.Dynamic())
     looks = looks and observer.needs_data
     y = module(x)
     assert (module.training, module.observing, module.quantizing, module.frozen) == on
@@ -302,7 +302,7 @@ def test_what_each_combination_counts(on):
     training, observing, quantizing, frozen = on
     module = fqnn.FakeQuantize(AFFINE)
     module(BATCHES[0])
-    fqnn.set_state(module.train(training), observing=observing, quantizing=quantizing, frozen=frozen)
+    fqnn.switch_quantizers(module.train(training), observing=observing, quantizing=quantizing, frozen=frozen)
     looks = training and observing and not frozen
     with pytest.warns(RuntimeWarning, match="NaN or infinite") if looks else nullcontext():
         module(torch.tensor([NAN, INF, 1.0]))
@@ -327,7 +327,7 @@ def test_a_frozen_scale_is_that_of_what_was_observed_before(observer):
     twin(BATCHES[0])
     module.quantizing = False
     module(BATCHES[0])
-    fqnn.set_state(module, quantizing=True, frozen=True)
+    fqnn.switch_quantizers(module, quantizing=True, frozen=True)
     module(WIDE)
     same(twin.qparams().scale, module.qparams().scale, "scale")
 
@@ -346,8 +346,8 @@ def test_a_switch_is_a_bool(name, bad):
 
 UNSEEN = {
     "eval": lambda m: m.eval(),
-    "not observing": lambda m: fqnn.set_state(m, observing=False),
-    "frozen": lambda m: fqnn.set_state(m, frozen=True),
+    "not observing": lambda m: fqnn.switch_quantizers(m, observing=False),
+    "frozen": lambda m: fqnn.switch_quantizers(m, frozen=True),
 }
 NEED_DATA = {name: o for name, o in OBSERVERS.items() if o.needs_data}
 
@@ -391,7 +391,7 @@ def test_a_fixed_range_needs_none():
 @pytest.mark.parametrize("observer", NEED_DATA.values(), ids=NEED_DATA)
 @pytest.mark.parametrize("axis", [None, 0], ids=["tensor", "channel"])
 def test_a_first_batch_without_a_finite_value_is_an_error_with_the_path(observer, axis, way):
-    if observer == observers.Memoryless():
+    if observer == observers.Dynamic():
         pytest.skip("which has the range 0 to 0 then")
     spec = fq.QuantSpec(symmetric=False, axis=axis)
     module = fqnn.FakeQuantize(spec, observer, shape=(6, 8), path="encoder.0")
@@ -438,7 +438,7 @@ def test_values_that_are_not_finite_are_as_if_absent_and_counted(observer, spec,
 
 def assert_as_if_absent(observer, spec, shape, quantizing, way):
     module, clean = (fqnn.FakeQuantize(spec, observer, shape=shape, path="blocks.3.input") for _ in range(2))
-    fqnn.set_state(module, quantizing=quantizing)
+    fqnn.switch_quantizers(module, quantizing=quantizing)
     total = 0
     with way(), warnings.catch_warnings(record=True, action="always") as caught:
         for x in BATCHES:
@@ -488,7 +488,7 @@ def test_a_later_batch_without_a_finite_value_changes_nothing_but_the_count(obse
     with way(), pytest.warns(RuntimeWarning, match="at p ") if observer.needs_data else nullcontext():
         y = module(BAD)
     assert y.isnan().tolist() == BAD.isnan().tolist()
-    if observer == observers.Memoryless():  # the range 0 to 0
+    if observer == observers.Dynamic():  # the range 0 to 0
         assert [module.running_min.item(), module.running_max.item()] == [0, 0]
         assert module.scale.item() == torch.finfo(torch.float32).eps
     else:
@@ -577,8 +577,8 @@ OCCASIONS = {
     "train": (observers.MinMax(), True, True),
     "eval": (observers.MinMax(), False, True),
     "only observing": (observers.MinMax(), True, False),
-    "dynamic train": (observers.Memoryless(), True, True),
-    "dynamic eval": (observers.Memoryless(), False, True),
+    "dynamic train": (observers.Dynamic(), True, True),
+    "dynamic eval": (observers.Dynamic(), False, True),
     "binned train": (OBSERVERS["Percentile"], True, True),
 }
 
@@ -586,7 +586,7 @@ OCCASIONS = {
 @pytest.mark.parametrize(("observer", "training", "quantizing"), OCCASIONS.values(), ids=OCCASIONS)
 @pytest.mark.parametrize(("spec", "shape", "bad"), MISFITS.values(), ids=MISFITS)
 def test_a_tensor_that_does_not_fit_is_refused_with_the_path(spec, shape, bad, observer, training, quantizing):
-    if spec.granularity == "token" and observer != observers.Memoryless():
+    if spec.granularity == "token" and observer != observers.Dynamic():
         pytest.skip("only for ranges found anew")
     module = fqnn.FakeQuantize(spec, observer, shape=shape, path="encoder.0.weight")
     module(BATCHES[0])
@@ -619,7 +619,7 @@ CONSTRUCTION = {
     "memory": (
         lambda: fqnn.FakeQuantize(presets.int8_per_token(), observers.MinMax()),
         ValueError,
-        r"Use observer=Memoryless\(\)",
+        r"Use observer=Dynamic\(\)",
     ),
     "gradient": (lambda: fqnn.FakeQuantize(AFFINE, gradient="ste"), ValueError, "`gradient` must be"),
     "eps": (lambda: fqnn.FakeQuantize(AFFINE, eps=0.0), ValueError, "`eps` must be finite and greater than 0"),

@@ -77,7 +77,7 @@ def test_a_model_that_can_be_traced_has_them_at_once(name):
 
 
 def narrow(bits):
-    return QuantSpec(bits=bits, narrow=True, axis=0)
+    return QuantSpec(bits=bits, narrow_range=True, axis=0)
 
 
 @by_recipe

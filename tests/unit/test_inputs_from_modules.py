@@ -148,7 +148,7 @@ def test_what_changes_elements_needs_a_quantizer_after_it(move):
 
 def test_ranges_found_for_every_tensor_are_found_where_they_are_used():
     config = recipes.int8_dynamic()
-    config = fq.QuantConfig(default=config.default, between=config.default.input)
+    config = fq.QuantConfig(default=config.default, operands=config.default.input)
     config = config.rule(output=config.default.input)
     model = fq.prepare(TwoUses(), config)
     assert model.fc.input_quantizer is not None

@@ -15,8 +15,8 @@ recipes = pytest.importorskip("fakequant.recipes")
 
 NAMES = [
     "norm", "compute", "save_codes", "input_grid", "float_class", "channel_axis", "has_input", "weight_name", "path",
-    "why_not", "deployed_bias", "quantize_input", "quantize_output", "quantized_weight", "weight_spec", "is_integer",
-    "weight_levels", "float_weight", "weight_shape", "along_outputs", "kind", "record", "shift",
+    "unsupported_reason", "deployed_bias", "quantize_input", "quantize_output", "quantized_weight", "weight_spec", 
+    "is_integer", "weight_levels", "float_weight", "weight_shape", "along_outputs", "kind", "record", "shift",
 ]  # fmt: skip
 
 

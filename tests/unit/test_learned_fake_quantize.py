@@ -35,7 +35,7 @@ WHERE = {
 }
 GRIDS = {
     "int4": dict(bits=4),
-    "int4 narrow": dict(bits=4, narrow=True),
+    "int4 narrow": dict(bits=4, narrow_range=True),
     "int4 affine": dict(bits=4, symmetric=False),
     "uint4": dict(bits=4, signed=False, symmetric=False),
     "int2": dict(bits=2),
@@ -141,7 +141,7 @@ def test_batches_while_observing_count_by_their_elements(where):
 OBSERVERS = [
     observers.MinMax(),
     observers.MovingAverage(0.3),
-    observers.Memoryless(),
+    observers.Dynamic(),
     observers.Percentile(90.0),
     observers.Histogram(steps=7),
     observers.MSE(steps=7),
@@ -578,7 +578,7 @@ def test_the_smallest_scale_is_the_same_before_and_after_a_forward_pass(eps):
     assert_same_bits(np.float32([eps]), bits(quantizer.step_size))
 
 
-@pytest.mark.parametrize("spec", [QuantSpec(bits=32), QuantSpec(narrow=True), UINT4], ids=str)
+@pytest.mark.parametrize("spec", [QuantSpec(bits=32), QuantSpec(narrow_range=True), UINT4], ids=str)
 def test_the_largest_scale_still_has_a_finite_grid(spec):
     quantizer = initialized(spec, torch.tensor([-1.0, 1.0]))
     make_step_size(quantizer, 3.4e38)
@@ -679,10 +679,10 @@ def test_a_scale_is_not_overwritten_by_observing():
     quantizer.path = "layers.0"
     with pytest.raises(RuntimeError, match=r"layers\.0 has a scale, which observing would overwrite"):
         quantizer.observing = True
-    fq.nn.set_state(quantizer, observing=True)  # of a whole model: not for this one
+    fq.nn.switch_quantizers(quantizer, observing=True)  # of a whole model: not for this one
     assert not quantizer.observing
     quantizer.reset_parameters()
-    fq.nn.set_state(quantizer, observing=True)
+    fq.nn.switch_quantizers(quantizer, observing=True)
     assert quantizer.observing
 
 
@@ -725,9 +725,9 @@ def test_not_quantizing_passes_the_tensor_itself():
 
 def test_observing_then_quantizing_by_a_switch_of_the_whole_model():
     model = nn.Sequential(LearnedFakeQuantize(INT4), LearnedFakeQuantize(UINT4, init="lsq"))
-    quantizers.set_state(model, observing=True)
+    quantizers.switch_quantizers(model, observing=True)
     assert model(X) is X
-    quantizers.set_state(model, observing=False)
+    quantizers.switch_quantizers(model, observing=False)
     assert_same_bits(bits(initialized().scale), bits(model[0].scale))
     assert_same_bits(lsq(X.numpy(), 15), bits(model[1].scale))
 

@@ -195,7 +195,7 @@ def with_others():
 
 CANNOT = {
     "LSTM": ("lstm", "recurrent"),
-    "BatchNorm2d": ("norm", "normalization"),
+    "BatchNorm2d": ("norm", "batch norm"),
     "Own": ("own", "Own is not a supported layer type"),
     "ReLU": ("relu", "ReLU"),
 }
@@ -407,7 +407,7 @@ def test_a_model_without_quantizers_is_refused_with_the_fix():
 
 def test_a_frozen_model_is_refused_with_the_reason():
     model = prepared(calibrated=True)
-    fqnn.set_state(model, frozen=True)
+    fqnn.switch_quantizers(model, frozen=True)
     assert_refused(model, lambda: calibrate(model, [X]), ValueError, "frozen")
 
 
@@ -518,7 +518,7 @@ WRONG = {
     "target: a list": ({"target": ["generic"]}, "`target` must be one of"),
     "target: null": ({"target": None}, "`target` must be one of generic"),
     "a spec: a number": ({"default": {"weight": 8}}, "QuantSpec"),
-    "a spec: its name": ({"between": "uint8"}, "QuantSpec"),
+    "a spec: its name": ({"operands": "uint8"}, "QuantSpec"),
     "a spec: too many bits": ({"default": {"weight": {"bits": 99}}}, "`bits` must be between 2 and 32"),
     "an observer: its name": ({"default": {"weight_observer": "MinMax"}}, "bserver"),
     "an observer: nothing": ({"default": {"weight_observer": {}}}, "`kind` must be one of"),

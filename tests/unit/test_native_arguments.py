@@ -29,7 +29,7 @@ OF_SHAPES = {
     "histogram": lambda shape: _native.histogram(X, shape, ONE, 4, np.zeros(8, np.int64)),
     "observe": lambda shape: _native.observe_fake_quantize(
         X, np.empty_like(X), None, native.MASK_NONE, native.F32, shape, native.ONNX, -8, 7, native.RANGE_OWN,
-        native.RANGE_AVERAGE, True, True, True, 0.1, 1e-7, ONE.copy(), ONE.copy(), ONE.copy(), ZERO.copy()),
+        native.RANGE_MOVING_AVERAGE, True, True, True, 0.1, 1e-7, ONE.copy(), ONE.copy(), ONE.copy(), ZERO.copy()),
 }  # fmt: skip
 
 

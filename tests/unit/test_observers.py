@@ -19,10 +19,10 @@ from fakequant._backends.blocks import blocks_of  # noqa: E402
 from fakequant._backends.torch.process_ranks import ALONE, Ranks  # noqa: E402
 from fakequant.observers import (  # noqa: E402
     MSE,
+    Dynamic,
     Entropy,
     Fixed,
     Histogram,
-    Memoryless,
     MinMax,
     MovingAverage,
     Observer,
@@ -38,7 +38,7 @@ UINT4 = QuantSpec(bits=4, signed=False, symmetric=False)
 LARGEST = np.finfo(np.float32).max.item()
 INF, NAN = math.inf, math.nan
 
-RUNNING = {"MinMax": MinMax(), "MovingAverage": MovingAverage(0.3), "Memoryless": Memoryless()}
+RUNNING = {"MinMax": MinMax(), "MovingAverage": MovingAverage(0.3), "Dynamic": Dynamic()}
 BINNED = {
     "Percentile": Percentile(99.0, bins=256),
     "Histogram": Histogram(steps=10, bins=256),
@@ -46,7 +46,7 @@ BINNED = {
 }
 SEARCHES = {"Histogram": BINNED["Histogram"], "Entropy": BINNED["Entropy"], "MSE": MSE(steps=10)}
 WATCHING = {**RUNNING, **BINNED, "MSE": MSE(steps=10)}
-REMEMBERING = {name: o for name, o in WATCHING.items() if name != "Memoryless"}
+REMEMBERING = {name: o for name, o in WATCHING.items() if name != "Dynamic"}
 ALL = {**WATCHING, "Fixed": Fixed(-0.5, 2.0)}
 
 
@@ -147,10 +147,10 @@ def test_an_empty_tensor_changes_nothing(observer, where, shape):
 @pytest.mark.parametrize(("where", "shape"), EMPTY.values(), ids=EMPTY)
 def test_the_range_of_an_empty_tensor_at_hand_is_zero(where, shape):
     spec = QuantSpec(**where)
-    state = Memoryless().init(blocks_of(shape, spec).parameters)
+    state = Dynamic().init(blocks_of(shape, spec).parameters)
     for value in state.values():
         value.fill_(7)
-    Memoryless().update(state, torch.empty(shape), spec)
+    Dynamic().update(state, torch.empty(shape), spec)
     for value in state.values():
         assert_same_bits(np.zeros(value.shape, np.float32), value.numpy())
 
@@ -209,7 +209,7 @@ def test_a_tensor_with_nothing_finite_changes_nothing(observer, bad):
 
 @by(NONFINITE, "bad")
 def test_the_range_of_a_tensor_at_hand_with_nothing_finite_is_zero(bad):
-    assert_same_range((0, 0), range_of(Memoryless(), [1.0, 2.0], bad))
+    assert_same_range((0, 0), range_of(Dynamic(), [1.0, 2.0], bad))
 
 
 @by(REMEMBERING)
@@ -234,7 +234,7 @@ def test_a_fixed_range_looks_at_nothing():
 
 # --- zeros, constants, one side -----------------------------------------------------------
 
-SPECS = (INT8, QuantSpec(narrow=True), QuantSpec(symmetric=False), UINT8)
+SPECS = (INT8, QuantSpec(narrow_range=True), QuantSpec(symmetric=False), UINT8)
 
 
 # As many candidates as fill whole vector registers: torch's maximum of two zeros depends on that.
@@ -307,8 +307,8 @@ def test_min_max_only_ever_widens():
     assert_same_range((0.5, 0.75), range_of(MinMax(), BATCHES[1]))
 
 
-def test_memoryless_has_the_last():
-    assert_same_range((np.float32(-0.1), 3), range_of(Memoryless(), *BATCHES))
+def test_dynamic_returns_the_range_of_the_latest_tensor():
+    assert_same_range((np.float32(-0.1), 3), range_of(Dynamic(), *BATCHES))
 
 
 @pytest.mark.parametrize("constant", [0.01, 0.1, 1 / 3, 0.5, 1.0])
@@ -481,7 +481,7 @@ def test_the_range_of_a_block_is_that_of_its_elements_alone(observer, where, sym
 def test_the_tensor_at_hand_per_token():
     spec = QuantSpec(axis=-1, group_size=-1)
     x = bell(3, 5, 7)
-    lo, hi = range_of(Memoryless(), x * 9, x, spec=spec)
+    lo, hi = range_of(Dynamic(), x * 9, x, spec=spec)
     assert lo.shape == (3, 5, 1)
     assert_same_range((x.numpy().min(-1, keepdims=True), x.numpy().max(-1, keepdims=True)), (lo, hi))
 
@@ -558,7 +558,7 @@ def test_data_twice_as_large_has_a_range_twice_as_large(observer, spec, power):
 
 
 @by(SEARCHES)
-@pytest.mark.parametrize("spec", [INT8, INT4, UINT8, UINT4, QuantSpec(narrow=True)], ids=str)
+@pytest.mark.parametrize("spec", [INT8, INT4, UINT8, UINT4, QuantSpec(narrow_range=True)], ids=str)
 @pytest.mark.parametrize("top", [3.2e38, 3.4e38, LARGEST], ids=str)
 def test_a_range_is_not_lost_where_codes_beyond_it_are_infinite(observer, spec, top):
     """Where the last code of a candidate is beyond float32, its error is infinite, also in bins without values."""
@@ -577,7 +577,7 @@ def test_nor_does_the_norm_break_that(norm):
 
 @by({**RUNNING, "Percentile": Percentile(97.0, bins=256), "Histogram": BINNED["Histogram"], "MSE": SEARCHES["MSE"]})
 def test_the_mirror_image_has_the_mirrored_range(observer):
-    spec = QuantSpec(bits=4, narrow=True)
+    spec = QuantSpec(bits=4, narrow_range=True)
     x = torch.cat([bell(400), torch.tensor([7.0, 3.0])])
     lo, hi = range_of(observer, x, spec=spec)
     assert_same_range((-hi, -lo), range_of(observer, -x, spec=spec))
@@ -724,9 +724,9 @@ def test_ranks_have_the_bits_of_one_process_on_the_joined_batch(observer, where,
 def test_ranges_per_token_are_those_of_the_ranks_own_tokens():
     spec = QuantSpec(axis=-1, group_size=-1)
     shards = [[bell(3, 8)], [bell(3, 8, seed=1) * 10]]
-    states, _ = on_ranks(Memoryless(), shards, spec)
+    states, _ = on_ranks(Dynamic(), shards, spec)
     for state, (x,) in zip(states, shards, strict=True):
-        assert_same_state(watch(Memoryless(), x, spec=spec), state)
+        assert_same_state(watch(Dynamic(), x, spec=spec), state)
 
 
 @by(REMEMBERING)
@@ -849,7 +849,8 @@ SEARCHED = {
     "few levels": np.random.default_rng(1).choice(np.float32([-3, -1, -0.5, 0, 0.5, 1, 2, 8]), 300),
 }
 by_searched = by(SEARCHED, "x")
-by_grid = by({str(s): s for s in (INT4, QuantSpec(bits=4, narrow=True), UINT4, QuantSpec(bits=2), INT8, UINT8)}, "spec")
+GRIDS = INT4, QuantSpec(bits=4, narrow_range=True), UINT4, QuantSpec(bits=2), INT8, UINT8
+by_grid = by({str(spec): spec for spec in GRIDS}, "spec")
 
 
 @by_searched
@@ -961,7 +962,7 @@ SETTINGS = {
     "MinMax": (MinMax(), {}),
     "MovingAverage": (MovingAverage(), dict(constant=0.01)),
     "MovingAverage, set": (MovingAverage(0.5), dict(constant=0.5)),
-    "Memoryless": (Memoryless(), {}),
+    "Dynamic": (Dynamic(), {}),
     "Percentile": (Percentile(), dict(bins=4096, percent=99.99)),
     "Percentile, set": (Percentile(99, bins=8), dict(bins=8, percent=99)),
     "Histogram": (Histogram(), dict(bins=4096, norm=2.0, steps=100)),
@@ -996,7 +997,7 @@ def test_an_observer_is_its_kind_and_settings(observer, settings):
 def test_observers_with_other_settings_differ():
     every = [observer for observer, _ in SETTINGS.values()]
     assert len(set(every)) == len(every)
-    assert MinMax() != Memoryless()
+    assert MinMax() != Dynamic()
     assert MSE(100) != Entropy(100)
 
 

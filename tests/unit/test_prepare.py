@@ -134,7 +134,7 @@ def same_gradients(expected, actual):
 
 
 def off(model):
-    fqnn.set_state(model, observing=False, quantizing=False)
+    fqnn.switch_quantizers(model, observing=False, quantizing=False)
     return model
 
 
@@ -155,7 +155,7 @@ def quantized_weight(layer, axis):
     weight = layer.weight
     others = [d for d in range(weight.dim()) if d != axis]
     scale = (weight.detach().abs().amax(others) / 127).clamp(min=torch.finfo(torch.float32).eps)
-    spec = fq.QuantSpec(bits=8, narrow=True, axis=axis)
+    spec = fq.QuantSpec(bits=8, narrow_range=True, axis=axis)
     return tensors.fake_quantize(weight, scale, 0, spec, gradient="pass")
 
 
@@ -163,7 +163,7 @@ def quantized_weight(layer, axis):
 def test_a_layer_is_the_float_function_of_quantized_tensors(make, x, options, axis):
     layer = fq.prepare(build(make), recipes.int8().rule(output=presets.uint4()))
     fq.calibrate(layer, lambda m: m(x if x.numel() else randn(3, 6), **options), progress=False)
-    fqnn.set_state(layer, frozen=True)  # in evaluation biases are rounded too
+    fqnn.switch_quantizers(layer, frozen=True)  # in evaluation biases are rounded too
     plain = build(make)
     to_input, to_output = layer.input_quantizer, layer.output_quantizer
 
@@ -331,7 +331,7 @@ def test_attention_is_the_product_of_quantized_tensors(kind, need_weights):
     layer = fq.prepare(attention(), recipes.int8())
     inputs = (Q, Q, Q) if kind == "self" else (Q, K, V)
     fq.calibrate(layer, lambda m: m(*inputs, need_weights=need_weights), progress=False)
-    fqnn.set_state(layer, frozen=True)  # in evaluation biases are rounded too
+    fqnn.switch_quantizers(layer, frozen=True)  # in evaluation biases are rounded too
     assert {path for path, _ in fqnn.quantizers(layer)} == {
         "weight_quantizer", "input_quantizer", "projection_quantizer",
         "out_proj.weight_quantizer", "out_proj.input_quantizer",
@@ -528,7 +528,7 @@ def test_results_that_are_added_are_quantized_by_the_modules_they_come_from(line
     assert model.head.output_quantizer is None
     x = randn(3, 4)
     fq.calibrate(model, [x], progress=False)
-    fqnn.set_state(model, frozen=True)  # in evaluation biases are rounded too
+    fqnn.switch_quantizers(model, frozen=True)  # in evaluation biases are rounded too
     a, b = (tensors.fake_quantize(x, *m.input_quantizer.qparams(), presets.uint8()) for m in (model.a, model.b))
     left = torch.relu(F.linear(a, quantized_weight(model.a, 0), model.a.bias))
     right = F.linear(b, quantized_weight(model.b, 0), model.b.bias)

@@ -25,7 +25,7 @@ LEARNED_AFFINE = fq.QuantSpec(bits=4, symmetric=False, axis=0)
 KINDS = {
     "MinMax": lambda **o: fqnn.FakeQuantize(AFFINE, observers.MinMax(), **o),
     "MovingAverage": lambda **o: fqnn.FakeQuantize(CHANNEL, observers.MovingAverage(0.3), shape=(6, 8), **o),
-    "Memoryless": lambda **o: fqnn.FakeQuantize(GROUP, observers.Memoryless(), shape=(6, 8), **o),
+    "Dynamic": lambda **o: fqnn.FakeQuantize(GROUP, observers.Dynamic(), shape=(6, 8), **o),
     "token": lambda **o: fqnn.FakeQuantize(presets.int8_per_token(), **o),
     "Percentile": lambda **o: fqnn.FakeQuantize(CHANNEL, observers.Percentile(90.0, bins=64), shape=(6, 8), **o),
     "Histogram": lambda **o: fqnn.FakeQuantize(AFFINE, HISTOGRAM, **o),
@@ -126,7 +126,7 @@ def test_a_state_holds_tensors_only_in_shapes_that_never_change(make):
 @pytest.mark.parametrize("on", [(False, True, False), (False, False, True), (True, True, True)], ids=str)
 def test_switches_are_part_of_the_state(make, on):
     module, other = trained(make), trained(make)
-    fqnn.set_state(module, **dict(zip(SWITCHES, on, strict=True)))
+    fqnn.switch_quantizers(module, **dict(zip(SWITCHES, on, strict=True)))
     if module.is_initialized:  # a learned scale, which is not observed again
         on = (False, *on[1:])
     other.load_state_dict(through_a_file(module.state_dict()))
@@ -156,7 +156,7 @@ def test_what_was_only_observed_is_in_the_state(make):
         m(X * 1.5)
     other = make()
     other.load_state_dict(through_a_file(module.state_dict()))
-    fqnn.set_state(other, quantizing=True)
+    fqnn.switch_quantizers(other, quantizing=True)
     same_state(twin.state_dict(), other.state_dict())
     same(twin.eval()(WIDE), other.eval()(WIDE), "y")
 
@@ -168,7 +168,7 @@ def test_loading_does_not_tie_two_modules_together(make):
     other.load_state_dict(state)
     before = snapshot(module)
     other.train()(WIDE * 7)
-    fqnn.set_state(other, quantizing=False)
+    fqnn.switch_quantizers(other, quantizing=False)
     same_state(before, module.state_dict())
 
 
@@ -218,11 +218,11 @@ COPIES = {
 @each_kind
 def test_copies_are_equal_and_apart(make, copied):
     module = trained(make)
-    fqnn.set_state(module, frozen=True)
+    fqnn.switch_quantizers(module, frozen=True)
     other = copied(module)
     assert other.spec == module.spec
     before = snapshot(module)
-    fqnn.set_state(other, frozen=False, quantizing=False)
+    fqnn.switch_quantizers(other, frozen=False, quantizing=False)
     other(WIDE * 5)
     same_state(before, module.state_dict())
     assert (module.frozen, module.quantizing) == (True, True)
@@ -304,11 +304,11 @@ def test_averaged_buffers_still_make_a_quantizer(make, average):
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_an_averaged_model_follows_the_switches_of_its_model(mode):
     model = in_a_model(KINDS["MinMax"])
-    fqnn.set_state(model, quantizing=False)
+    fqnn.switch_quantizers(model, quantizing=False)
     model[1](X)
     ema = getattr(swa.AveragedModel(model), mode)()
     ema.update_parameters(model)
-    fqnn.set_state(model, quantizing=True, frozen=True)
+    fqnn.switch_quantizers(model, quantizing=True, frozen=True)
     ema.update_parameters(model)
     ema.eval()
     assert str(ema.module[1]) == str(model[1])
@@ -317,12 +317,12 @@ def test_an_averaged_model_follows_the_switches_of_its_model(mode):
 
 def test_an_averaged_model_knows_what_was_observed_and_not_searched_yet():
     model = in_a_model(KINDS["Histogram"])
-    fqnn.set_state(model, quantizing=False)
+    fqnn.switch_quantizers(model, quantizing=False)
     ema = swa.AveragedModel(model)
     model[1](X)
     ema.update_parameters(model)
-    fqnn.set_state(model, quantizing=True)
-    fqnn.set_state(ema.eval(), quantizing=True)
+    fqnn.switch_quantizers(model, quantizing=True)
+    fqnn.switch_quantizers(ema.eval(), quantizing=True)
     same(model[1].eval()(WIDE), ema.module[1](WIDE), "y")
 
 
@@ -347,7 +347,7 @@ def test_the_state_of_a_float_model_does_not_undo_a_calibration(make):
         m.quantizing = False
         m(X)
     model.load_state_dict(torch.nn.Sequential(torch.nn.Linear(8, 8)).state_dict())
-    fqnn.set_state(model, quantizing=True)
+    fqnn.switch_quantizers(model, quantizing=True)
     twin.quantizing = True
     same(twin.eval()(WIDE), model.eval()[1](WIDE), "y")
 
@@ -385,7 +385,7 @@ MISFITS = {
     "axis": (CHANNEL, presets.int8(axis=1)),
     "sign": (AFFINE, fq.QuantSpec(bits=4, symmetric=False)),
     "symmetry": (fq.QuantSpec(bits=4), fq.QuantSpec(bits=4, symmetric=False)),
-    "narrow": (fq.QuantSpec(bits=8), fq.QuantSpec(bits=8, narrow=True)),
+    "narrow": (fq.QuantSpec(bits=8), fq.QuantSpec(bits=8, narrow_range=True)),
     "numerics": (fq.QuantSpec(), fq.QuantSpec(numerics="torch")),
     "group": (GROUP, presets.int4(group=8)),
 }
@@ -507,14 +507,14 @@ def test_set_state_sets_what_is_given_and_leaves_the_rest():
     model = a_model()
     for name in SWITCHES:
         before = [[getattr(m, s) for s in SWITCHES] for _, m in fqnn.quantizers(model)]
-        fqnn.set_state(model, **{name: True})
-        fqnn.set_state(model, **{name: False})
+        fqnn.switch_quantizers(model, **{name: True})
+        fqnn.switch_quantizers(model, **{name: False})
         for (_, module), values in zip(fqnn.quantizers(model), before, strict=True):
             expected = [False if s == name else value for s, value in zip(SWITCHES, values, strict=True)]
             assert [getattr(module, s) for s in SWITCHES] == expected
             assert module.switches.tolist() == [*expected, False]
     with pytest.raises(TypeError, match="`frozen` is a switch: True or False, got 1"):
-        fqnn.set_state(model, frozen=1)
+        fqnn.switch_quantizers(model, frozen=1)
 
 
 def test_an_averaged_model_has_the_zero_point_of_its_averaged_range():
@@ -542,8 +542,8 @@ def test_what_is_old_is_not_a_scale():
 
 
 def test_the_default_observer_of_weights_has_no_memory():
-    assert fqnn.FakeQuantize(presets.int8(), shape=(4, 2)).observer == observers.Memoryless()
-    assert fqnn.FakeQuantize(presets.int4(group=2), shape=(4, 2)).observer == observers.Memoryless()
-    assert fqnn.FakeQuantize(presets.int8_per_token()).observer == observers.Memoryless()
+    assert fqnn.FakeQuantize(presets.int8(), shape=(4, 2)).observer == observers.Dynamic()
+    assert fqnn.FakeQuantize(presets.int4(group=2), shape=(4, 2)).observer == observers.Dynamic()
+    assert fqnn.FakeQuantize(presets.int8_per_token()).observer == observers.Dynamic()
     assert fqnn.FakeQuantize(presets.uint8()).observer == observers.MovingAverage()
     assert fqnn.FakeQuantize(fq.QuantSpec()).observer == observers.MovingAverage()

@@ -139,7 +139,7 @@ def test_checkpointing_gives_the_same_gradients():
     gradients = []
     for on in (True, False):
         model = prepared(lambda: nn.Linear(64, 4), CONFIGS["int8"], x, True)
-        fq.nn.set_state(model, frozen=True)  # the forward pass runs twice
+        fq.nn.switch_quantizers(model, frozen=True)  # the forward pass runs twice
         if on:
             torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
         else:

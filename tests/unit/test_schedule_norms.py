@@ -14,7 +14,7 @@ QuantizedLayer = pytest.importorskip("fakequant.nn._quantized_layer").QuantizedL
 
 
 class Residual(nn.Module):
-    """The result of the normalization is added: it has a quantizer for it."""
+    """The result of the batch norm is added: it has a quantizer for it."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ def follows(norm):
     return not torch.equal(before, norm.running_mean)
 
 
-def test_a_frozen_normalization_does_not_freeze_the_quantizer_of_its_result():
+def test_a_frozen_batch_norm_does_not_freeze_the_quantizer_of_its_result():
     model = prepared()
     fq.Schedule(model, freeze_norms_at=0)
     model.train()
@@ -66,7 +66,7 @@ def test_a_copy_of_a_frozen_model_is_frozen_and_released_by_itself():
     assert not follows(model.train().norm)
 
 
-def test_an_unprepared_model_has_no_frozen_normalizations():
+def test_an_unprepared_model_has_no_frozen_batch_norms():
     model = prepared()
     fq.Schedule(model, freeze_norms_at=0)
     assert follows(fq.unprepare(model).train().norm)
@@ -78,7 +78,7 @@ def test_weights_outside_a_frozen_range_have_no_gradient():
     x = torch.ones(1, 2)
     model(x).sum().backward()
     assert (model[0].weight.grad != 0).all()
-    fqnn.set_state(model, frozen=True)
+    fqnn.switch_quantizers(model, frozen=True)
     with torch.no_grad():
         model[0].weight.mul_(3)
     model[0].weight.grad = None
@@ -87,13 +87,13 @@ def test_weights_outside_a_frozen_range_have_no_gradient():
     assert (model[0].weight.grad[model[0].weight.abs() == largest] == 0).all()
 
 
-def test_a_normalization_of_tokens_does_not_change_the_bias_before_it():
+def test_a_batch_norm_of_tokens_does_not_change_the_bias_before_it():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16))
     x = torch.randn(4, 16, 8)
     model = fq.calibrate(fq.prepare(model, recipes.int8()), [x], progress=False)
     assert isinstance(model[0], QuantizedLayer)
-    fqnn.set_state(model, frozen=True)
+    fqnn.switch_quantizers(model, frozen=True)
     with torch.no_grad():
         model[1].running_mean.normal_()
     assert torch.equal(model[0].train()(x), model.eval()[0](x))

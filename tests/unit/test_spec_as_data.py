@@ -13,12 +13,12 @@ import pytest
 from fakequant import QuantSpec, presets
 from fakequant.spec import NUMERICS
 
-DEFAULTS = dict(bits=8, signed=True, symmetric=True, narrow=False, axis=None, group_size=None, numerics="onnx")
+DEFAULTS = dict(bits=8, signed=True, symmetric=True, narrow_range=False, axis=None, group_size=None, numerics="onnx")
 
 
 def every_kind():
     """All combinations of the fields that are allowed, with the ends of `bits`."""
-    kinds = [dict(signed=True, symmetric=s, narrow=n) for s in (True, False) for n in (True, False)]
+    kinds = [dict(signed=True, symmetric=s, narrow_range=n) for s in (True, False) for n in (True, False)]
     kinds.append(dict(signed=False, symmetric=False))
     places = [{}, dict(axis=0), dict(axis=-1), dict(axis=1, group_size=1), dict(axis=-2, group_size=32)]
     places.append(dict(axis=-1, group_size=-1))
@@ -33,8 +33,8 @@ SPECS = list(every_kind())
 def test_a_dict_has_every_field_by_its_name():
     assert QuantSpec().to_dict() == DEFAULTS
     assert list(QuantSpec().to_dict()) == list(DEFAULTS)
-    assert QuantSpec(bits=3, axis=-1, group_size=16, narrow=True, numerics="torch").to_dict() == dict(
-        bits=3, signed=True, symmetric=True, narrow=True, axis=-1, group_size=16, numerics="torch"
+    assert QuantSpec(bits=3, axis=-1, group_size=16, narrow_range=True, numerics="torch").to_dict() == dict(
+        bits=3, signed=True, symmetric=True, narrow_range=True, axis=-1, group_size=16, numerics="torch"
     )
 
 
@@ -79,7 +79,7 @@ def test_specs_that_differ_differ_in_every_form():
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_one_other_field_makes_another_spec(name):
-    other = dict(bits=7, signed=False, symmetric=False, narrow=True, axis=1, group_size=4, numerics="torch")[name]
+    other = dict(bits=7, signed=False, symmetric=False, narrow_range=True, axis=1, group_size=4, numerics="torch")[name]
     base = QuantSpec(symmetric=False, axis=0)
     if name == "symmetric":
         base, other = QuantSpec(axis=0), False
@@ -115,7 +115,7 @@ def test_the_json_is_plain_and_literal():
 def test_the_numbers_are_literal():
     absent = -(2**31)
     assert QuantSpec().to_numbers() == [8, 1, 1, 0, absent, absent, 1]
-    token = QuantSpec(bits=4, symmetric=False, narrow=True, axis=-1, group_size=-1, numerics="half_away")
+    token = QuantSpec(bits=4, symmetric=False, narrow_range=True, axis=-1, group_size=-1, numerics="half_away")
     assert token.to_numbers() == [4, 1, 0, 1, -1, -1, 2]
     assert all(type(n) is int for spec in SPECS for n in spec.to_numbers())
 
@@ -124,9 +124,9 @@ def test_the_numbers_are_literal():
     ("options", "text"),
     [
         ({}, "int8, per tensor"),
-        (dict(bits=4, narrow=True), "int4 narrow, per tensor"),
+        (dict(bits=4, narrow_range=True), "int4 narrow, per tensor"),
         (dict(symmetric=False), "int8 affine, per tensor"),
-        (dict(symmetric=False, narrow=True), "int8 narrow affine, per tensor"),
+        (dict(symmetric=False, narrow_range=True), "int8 narrow affine, per tensor"),
         (dict(bits=1, signed=False, symmetric=False), "uint1, per tensor"),
         (dict(axis=0), "int8, per channel on axis 0"),
         (dict(axis=-1, group_size=32), "int8, per group of 32 on axis -1"),
@@ -157,10 +157,10 @@ def test_the_storage_holds_both_ends(bits, signed, storage):
 # --- presets ------------------------------------------------------------------------------
 
 PRESETS = {
-    "int8": (presets.int8(), dict(narrow=True, axis=0), (-127, 127)),
-    "int8, group": (presets.int8(group=64), dict(narrow=True, axis=-1, group_size=64), (-127, 127)),
-    "int8, axis": (presets.int8(axis=1), dict(narrow=True, axis=1), (-127, 127)),
-    "int8, group and axis": (presets.int8(group=4, axis=0), dict(narrow=True, axis=0, group_size=4), (-127, 127)),
+    "int8": (presets.int8(), dict(narrow_range=True, axis=0), (-127, 127)),
+    "int8, group": (presets.int8(group=64), dict(narrow_range=True, axis=-1, group_size=64), (-127, 127)),
+    "int8, axis": (presets.int8(axis=1), dict(narrow_range=True, axis=1), (-127, 127)),
+    "int8, group and axis": (presets.int8(group=4, axis=0), dict(narrow_range=True, axis=0, group_size=4), (-127, 127)),
     "int4": (presets.int4(), dict(bits=4, axis=-1, group_size=32), (-8, 7)),
     "int4, group": (presets.int4(group=128), dict(bits=4, axis=-1, group_size=128), (-8, 7)),
     "int4, channel": (presets.int4(group=None), dict(bits=4, axis=0), (-8, 7)),
@@ -227,7 +227,7 @@ def test_symmetric_and_unsigned_is_refused_with_the_way_out():
 def test_an_unknown_field_with_a_near_name_is_refused_with_it(name, near):
     with pytest.raises(ValueError, match=f"no field '{name}', did you mean '{near}'?") as caught:
         QuantSpec.from_dict({"bits": 4, name: 1})
-    assert "The fields are bits, signed, symmetric, narrow, axis, group_size, numerics." in str(caught.value)
+    assert "The fields are bits, signed, symmetric, narrow_range, axis, group_size, numerics." in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["", "zzz", 3, None])
@@ -240,7 +240,7 @@ def test_an_unknown_field_with_no_near_name_is_refused(name):
     ("field", "value"),
     [
         *(("bits", v) for v in (8.0, "8", None, True, np.int64(8), [8])),
-        *((name, v) for name in ("signed", "symmetric", "narrow") for v in (0, 1, None, "True", np.True_)),
+        *((name, v) for name in ("signed", "symmetric", "narrow_range") for v in (0, 1, None, "True", np.True_)),
         *(("axis", v) for v in (0.0, "0", False, np.int64(0), (0,))),
         *(("group_size", v) for v in (32.0, "32", True, np.int32(32))),
     ],

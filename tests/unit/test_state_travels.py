@@ -27,7 +27,7 @@ def linear_and_norm():
 
 
 class Tokens(nn.Module):
-    """A batch normalization whose axis is that of the tokens, of which there are as many as channels."""
+    """A batch norm whose axis is that of the tokens, of which there are as many as channels."""
 
     def __init__(self):
         super().__init__()

@@ -86,7 +86,7 @@ def test_drift_is_since_the_last_call():
 )
 def test_weights_that_go_back_and_forth_oscillate(moves, share):
     model = calibrated()
-    fq.nn.set_state(model, frozen=True)
+    fq.nn.switch_quantizers(model, frozen=True)
     scale = model[0].weight_quantizer.scale
     with torch.no_grad():
         model[0].weight[0, 0] = 0.0

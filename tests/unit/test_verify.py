@@ -26,7 +26,7 @@ def has_vnni():
 
 
 class Net(nn.Module):
-    """A convolution with normalization, a residual addition, pooling, a linear layer."""
+    """A convolution with batch norm, a residual addition, pooling, a linear layer."""
 
     def __init__(self):
         super().__init__()

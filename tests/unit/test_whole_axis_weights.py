@@ -15,10 +15,10 @@ def randn(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-WHOLE = QuantSpec(axis=-1, group_size=-1, narrow=True)
+WHOLE = QuantSpec(axis=-1, group_size=-1, narrow_range=True)
 AFFINE = QuantSpec(axis=-1, group_size=-1, bits=4, signed=False, symmetric=False)
 LAYERS = {
-    "Linear": (nn.Linear(8, 4), randn(5, 8), WHOLE, QuantSpec(axis=0, narrow=True), True),
+    "Linear": (nn.Linear(8, 4), randn(5, 8), WHOLE, QuantSpec(axis=0, narrow_range=True), True),
     "Linear, affine": (nn.Linear(8, 4), randn(5, 8), AFFINE, None, True),
     "Linear, the other axis": (nn.Linear(8, 4), randn(5, 8), QuantSpec(axis=0, group_size=-1), None, False),
     "Linear, one row": (nn.Linear(8, 1), randn(5, 8), WHOLE, None, True),

@@ -251,7 +251,7 @@ def test_every_quantizer_is_used(make, x):
 @each_model
 def test_with_quantizers_off_a_model_computes_in_float(make, x):
     floats, model = build(make, x).eval(), fq.prepare(build(make, x), recipes.int8()).eval()
-    fqnn.set_state(model, observing=False, quantizing=False)
+    fqnn.switch_quantizers(model, observing=False, quantizing=False)
     # Attention adds its mask outside the product, which is a rounding in another place.
     tolerance = 1e-5 if make in (GPT, transformer_encoder) else 0
     torch.testing.assert_close(model(x), floats(x), rtol=tolerance, atol=tolerance)

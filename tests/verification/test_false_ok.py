@@ -96,8 +96,8 @@ def test_what_is_switched_off_stays_in_float_and_is_said(path, tmp_path):
 
 def test_a_model_with_all_quantizers_off_is_not_converted():
     model = ready(mlp(), randn(8, 16))
-    fq.nn.set_state(model, quantizing=False)
-    with pytest.raises(RuntimeError, match=r"Every quantizer(.|\n)*set_state\(model, quantizing=True\)"):
+    fq.nn.switch_quantizers(model, quantizing=False)
+    with pytest.raises(RuntimeError, match=r"Every quantizer(.|\n)*switch_quantizers\(model, quantizing=True\)"):
         fq.convert(model)
 
 

@@ -9,7 +9,7 @@ MaskForm = Literal["packed", "bool"]
 # What autograd makes of a tensor: 0 outside the range, or everything passed through.
 Gradient = Literal["clipped", "pass"]
 # How a range that is seen changes the running one.
-Update = Literal["average", "widest", "latest"]
+Update = Literal["moving_average", "min_max", "dynamic"]
 
 DTYPES = {"float32": _kernels.F32, "float64": _kernels.F64, "bfloat16": _kernels.BF16, "float16": _kernels.F16}
 CODE_TYPES = {
@@ -29,9 +29,9 @@ PACKED_CODE_TYPES = {
 }
 MASK_KINDS: dict[str, int] = {"packed": _kernels.MASK_PACKED, "bool": _kernels.MASK_BYTES}
 UPDATES: dict[str, int] = {
-    "average": _kernels.RANGE_AVERAGE,
-    "widest": _kernels.RANGE_WIDEST,
-    "latest": _kernels.RANGE_LATEST,
+    "moving_average": _kernels.RANGE_MOVING_AVERAGE,
+    "min_max": _kernels.RANGE_MIN_MAX,
+    "dynamic": _kernels.RANGE_DYNAMIC,
 }
 # The numerics of a spec, where those of torch are two: one rule per tensor and one per channel.
 NUMERICS = {

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 from fakequant import _targets
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.tensor_checks import block_shape
-from fakequant._convert.fold_batch_norm import Folded, find_pairs, fold, why_not
+from fakequant._convert.fold_batch_norm import Folded, find_pairs, fold, reason_not_foldable
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import (
     IntegerLayer,
@@ -38,7 +38,7 @@ class Conversion:
     """What was done to a model, kept with it."""
 
     target: str
-    # Normalizations that are part of a layer now.
+    # Batch norms that are part of a layer now.
     folded: list[str]
     notes: list[str]
 
@@ -47,7 +47,7 @@ def convert(model: nn.Module, *, target: str | None = None) -> nn.Module:
     """A copy of a prepared model that holds integer codes and computes with them: the golden model.
 
     Weights are codes and scales, biases are integers at the scale of the sums they are added to, batch
-    normalizations are part of the layers before them, and scales stay as they are. Products of codes are
+    batch norms are part of the layers before them, and scales stay as they are. Products of codes are
     summed without rounding and brought to the next grid as the kernels of the target do it, so that codes
     can be compared with those of the runtime one by one. `target` is that of the config, unless given.
 
@@ -70,9 +70,9 @@ def convert(model: nn.Module, *, target: str | None = None) -> nn.Module:
     kept = _replace(copied, grids, norms, goal)
     folded = [pair.norm for pair in pairs if pair.layer not in kept]
     for path in folded:
-        take_out(copied, path)
+        replace_by_identity(copied, path)
     _require_target(copied, goal)
-    notes += [f"{pair.norm} stays a normalization: {kept[pair.layer]}" for pair in pairs if pair.layer in kept]
+    notes += [f"{pair.norm} stays a batch norm: {kept[pair.layer]}" for pair in pairs if pair.layer in kept]
     record_of(copied).conversion = Conversion(goal.name, folded, notes)
     return_tensors(copied)
     return copied
@@ -97,11 +97,11 @@ def _require_target(model: nn.Module, target: _targets.Target) -> None:
     wrong = []
     for path, module in model.named_modules():
         if isinstance(module, Grid):
-            reason = target.why_not_activation(module.spec)
+            reason = target.reason_against_activation(module.spec)
             if module.spec.numerics != "onnx":
                 reason = f"has the numerics {module.spec.numerics!r}, and runtimes compute 'onnx'"
         elif isinstance(module, IntegerLayer) and is_integer(module):
-            reason = target.why_not_weight(module._fakequant.weight_spec, weight_levels(module))
+            reason = target.reason_against_weight(module._fakequant.weight_spec, weight_levels(module))
         else:
             reason = None
         if reason is not None:
@@ -134,7 +134,7 @@ def _replace(
 ) -> dict[str, str]:
     """Makes every quantized layer an integer layer, and every other quantizer a grid.
 
-    Returns the layers whose normalization could not be folded, and why.
+    Returns the layers whose batch norm could not be folded, and why.
     """
     kept = {}
     for path, module in list(model.named_modules()):
@@ -152,7 +152,7 @@ def _replace(
 
 @torch.no_grad()
 def _make_integer(layer: Any, path: str, norm: nn.Module | None, target: _targets.Target) -> str | None:
-    """Makes a quantized layer an integer layer, with its normalization if that can be folded; returns why not."""
+    """Makes a quantized layer an integer layer, with its batch norm if that can be folded; returns why not."""
     before: Quantization = layer._fakequant
     kind, quantizer = before.kind, layer.weight_quantizer
     weight = getattr(layer, kind.weight_name).detach()
@@ -177,7 +177,7 @@ def _make_integer(layer: Any, path: str, norm: nn.Module | None, target: _target
     layer.register_buffer("weight_zero_point", None if spec.symmetric else zero_point)
     layer.register_buffer("weight_codes", None)
     set_weight(layer, weight)
-    reason = None if norm is None else why_not(layer, norm, quantizer.has_tokens)
+    reason = None if norm is None else reason_not_foldable(layer, norm, quantizer.has_tokens)
     if norm is not None and reason is None:
         bias = fold(layer, bias, norm)
     _set_bias(layer, bias)
@@ -233,7 +233,7 @@ def _widen(layer: Any, x_scale: Tensor, bias: Tensor) -> None:
     set_levels(layer, levels.round())
 
 
-def take_out(model: nn.Module, path: str) -> None:
+def replace_by_identity(model: nn.Module, path: str) -> None:
     """Replaces a folded batch norm by an identity."""
     parent, _, name = path.rpartition(".")
     norm = model.get_submodule(path)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fakequant import _targets
 from fakequant._backends.blocks import blocks_of
 from fakequant._backends.torch.torch_private import EXTRA_STATE_SUFFIX
-from fakequant._convert.convert import Conversion, conversion, find_conversion, return_tensors, take_out
+from fakequant._convert.convert import Conversion, conversion, find_conversion, replace_by_identity, return_tensors
 from fakequant._convert.file_checks import check_eps, check_grid, check_same_dtype, check_weight, checksum
 from fakequant._convert.fold_batch_norm import Folded
 from fakequant._convert.golden.fixed_grid import Grid
@@ -243,7 +243,7 @@ def _apply(model: nn.Module, described: dict[str, Any], state: dict[str, Any], f
     target = _targets.find(described["target"]).name
     modules = dict(model.named_modules())
     for path in described["folded"]:
-        take_out(model, path)
+        replace_by_identity(model, path)
     for path, layer in described["layers"].items():
         _make_layer(modules[path], path, layer)
     grids = {path: _make_grid(path, grid, state) for path, grid in described["grids"].items()}
@@ -350,7 +350,7 @@ def _fill(model: nn.Module, state: dict[str, Any], file: Any) -> None:
 
 
 def _fill_layer(layer: Any, start: str, state: dict[str, Any], file: Any) -> None:
-    """The tensors of an integer layer; a normalization that was folded may have brought it a bias."""
+    """The tensors of an integer layer; a batch norm that was folded may have brought it a bias."""
     shapes = _shapes(layer)
     for own in (layer._buffers, layer._parameters):
         for last in own:

@@ -1,4 +1,4 @@
-"""Batch normalization as part of the layer before it: another scale per channel and another bias.
+"""Batch norm as part of the layer before it: another scale per channel and another bias.
 
     y = (x w + b - mean) * factor + beta        factor = gamma / sqrt(variance + eps)
 
@@ -53,7 +53,7 @@ class _Tracer(fx.Tracer):
 
 
 def find_pairs(model: nn.Module) -> tuple[list[Pair], str | None]:
-    """Layers whose results go to a batch normalization and nowhere else, and why not all could be found."""
+    """Layers whose results go to a batch norm and nowhere else, and why not all could be found."""
     try:
         with torch.random.fork_rng(devices=[]):
             graph = _Tracer().trace(copy_for_tracing(model).eval())
@@ -113,8 +113,8 @@ def _fits(model: nn.Module, pair: Pair) -> bool:
     return spec.axis is None or spec.axis % weight.dim() == axis
 
 
-def why_not(layer: Any, norm: Any, has_tokens: bool) -> str | None:
-    """Why a normalization cannot be folded into an integer layer; None if it can.
+def reason_not_foldable(layer: Any, norm: Any, has_tokens: bool) -> str | None:
+    """Why a batch norm cannot be folded into an integer layer; None if it can.
 
     `has_tokens` says whether inputs with more than two axes were observed.
     """
@@ -126,7 +126,10 @@ def why_not(layer: Any, norm: Any, has_tokens: bool) -> str | None:
         return None
     lowest = weight_levels(layer).movedim(record.kind.channel_axis, 0).flatten(1).amin(1) / 2**record.weight_shift
     if bool(lacks_opposite(lowest, spec.qmin, factor_of(norm))):
-        return f"a channel with a negative factor has the code {spec.qmin}, which has no opposite; use narrow=True"
+        return (
+            f"a channel with a negative factor has the code {spec.qmin}, which cannot change its sign; "
+            "use narrow_range=True"
+        )
     return None
 
 
@@ -142,6 +145,6 @@ def fold(layer: Any, bias: Tensor | None, norm: Any) -> Tensor:
     layer.weight_scale = folded_scale(layer.weight_scale, per_scale)
     sign = factor.sign().reshape([-1 if a == axis else 1 for a in range(dims)])
     set_levels(layer, weight_levels(layer) * sign.float())
-    # Behind a linear layer, a batch normalization has the channels of vectors on axis 1, and of tokens the tokens.
+    # Behind a linear layer, a batch norm has the channels of vectors on axis 1, and of tokens the tokens.
     record.takes_vectors = dims == 2
     return folded_bias(bias, norm)

@@ -41,8 +41,8 @@ def leave_in_float(model: nn.Module) -> list[str]:
             "Some tensors are not quantized in the converted model, as in the prepared one:\n  "
             + "\n  ".join(notes[:5])
             + more
-            + "\nSwitch quantizers on with fakequant.nn.set_state(model, quantizing=True). For layers that are never "
-            "called, or whose weight other code uses, nothing can be done: use config.skip(path).",
+            + "\nSwitch quantizers on with fakequant.nn.switch_quantizers(model, quantizing=True). Layers that are "
+            "never called, or whose weight is used by other code, cannot be quantized: use config.skip(path).",
             UserWarning,
             stacklevel=3,
         )
@@ -66,7 +66,7 @@ def _require_any(model: nn.Module) -> None:
     if not any(quantizer.quantizing for quantizer in found.values()):
         raise RuntimeError(
             "Every quantizer of the model is switched off: the converted model would be the float model.\n"
-            "Use fakequant.nn.set_state(model, quantizing=True) first."
+            "Use fakequant.nn.switch_quantizers(model, quantizing=True) first."
         )
     of_weights = _weight_quantizers(model)
     static = {path: q for path, q in found.items() if not q.is_dynamic and q not in of_weights}

@@ -1,6 +1,6 @@
 """The network: a small residual CNN with everything that makes deployment interesting.
 
-Batch normalizations that become part of the layers before them, an addition, a mean, a linear layer at the end.
+Batch norms that become part of the layers before them, an addition, a mean, a linear layer at the end.
 """
 
 from torch import Tensor, nn

@@ -12,7 +12,7 @@ from fakequant.nn._quantizer import quantizers
 
 # Of SGD, down to 0 along half a cosine: for the first training, and for the second one with quantizers.
 FLOAT_RATE, QUANTIZED_RATE = 0.1, 0.02
-# The last part of the second training, in which ranges and statistics of normalizations stay as they are.
+# The last part of the second training, in which ranges and statistics of batch norms stay as they are.
 FROZEN = 0.25
 
 

@@ -25,15 +25,15 @@ class Variant:
 def int4() -> QuantConfig:
     """Weights per channel and activations per tensor in 4 bits, with observed ranges.
 
-    Codes of weights are -7 to 7: a range that is its own mirror image, so that a normalization becomes part of a
+    Codes of weights are -7 to 7: a range that is its own mirror image, so that a batch norm becomes part of a
     layer without a change.
 
     >>> int4().default.weight.qmin, int4().default.input.bits
     (-7, 4)
     """
     activations = QuantSpec(bits=4, signed=False, symmetric=False)
-    layer = LayerConfig(weight=QuantSpec(bits=4, narrow=True, axis=0), input=activations)
-    return QuantConfig(default=layer, between=activations, target=TARGET)
+    layer = LayerConfig(weight=QuantSpec(bits=4, narrow_range=True, axis=0), input=activations)
+    return QuantConfig(default=layer, operands=activations, target=TARGET)
 
 
 def variants() -> list[Variant]:

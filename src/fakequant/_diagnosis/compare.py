@@ -107,7 +107,7 @@ def compare(
     `quantized_model` is prepared and calibrated or trained, or converted; `float_model` is what it was made
     from: a copy from before `prepare`, or `unprepare(copy.deepcopy(model))`.
 
-    Where a batch normalization takes a layer's result and will be part of it, results are those after it and
+    Where a batch norm takes a layer's result and will be part of it, results are those after it and
     weights have its factors: it makes small channels as large as the others, and their errors with them. An
     attention's results include its `out_proj`, which has a row too. A module that quantizes only its result has the
     steps and the clipped share of that; by itself it quantizes the float model's result, whatever is in it. An input
@@ -167,7 +167,7 @@ class _Comparison:
         self._given[quantizer] = args[0]
 
     def _find_norms(self, args: Any, kwargs: Any) -> None:
-        """Which layers normalizations are part of now: those whose very result comes to their place."""
+        """Which layers batch norms are part of now: those whose very result comes to their place."""
         results: list[tuple[Any, str]] = []
 
         def look(path: str, args: Any, kwargs: Any, result: Any) -> None:
@@ -269,6 +269,6 @@ def _bias_sqnr(pair: Pair) -> float | None:
 
 
 def _scaled(weight: Tensor, norm: nn.Module, axis: int) -> Tensor:
-    """A weight with the factors of a normalization in it."""
+    """A weight with the factors of a batch norm in it."""
     factor = factor_of(norm).to(weight.device)
     return weight * factor.reshape([-1 if a == axis else 1 for a in range(weight.dim())])

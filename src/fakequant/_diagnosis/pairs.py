@@ -24,7 +24,7 @@ class Pair:
         is_layer = isinstance(module, QuantizedLayer)
         # Of a module that has nothing else.
         self.output_grid: Any = None if is_layer else module._modules["output_quantizer"]
-        # The normalization that is part of the layer, or will be.
+        # The batch norm that is part of the layer, or will be.
         self.norm: str | None = None
         # Where it is not yet, it has to be applied to the layer's result.
         self.norm_to_come: nn.Module | None = None
@@ -94,7 +94,7 @@ def has_quantized_weight(module: Any) -> bool:
 
 
 def reference(pair: Pair, calls: dict[str, list[Call]], number: int) -> Call:
-    """What the float model's layer was given and made of it; with the normalization that belongs to it."""
+    """What the float model's layer was given and made of it; with the batch norm that belongs to it."""
     call = calls[pair.path][number]
     if isinstance(pair.module, fold_batch_norm.Folded):  # which gets what was normalized already
         return Call((call.result,), {}, call.result)

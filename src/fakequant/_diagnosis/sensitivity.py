@@ -59,7 +59,7 @@ class Sensitivity:
         `keep` is how many. Or `bits` is what the weights of all layers in the table may have together: as many
         of the worst are kept as that allows, in the order of the table and without a gap. Where an attention stays
         in float its `out_proj` does too, which is counted. A module without weights stays in float in any case:
-        there is nothing between that and `QuantConfig.between`.
+        there is nothing between that and `QuantConfig.operands`.
 
         >>> from fakequant import presets, recipes
         >>> rows = [LayerSensitivity("b", "Linear", 100, 4, 0.5, 0.4), LayerSensitivity("a", "Linear", 10, 4, 0.1, 0.1)]

@@ -82,7 +82,7 @@ def _open(attention: nn.MultiheadAttention, undo: ExitStack) -> None:
     """Makes an attention a prepared layer without quantizers."""
     cls = type(attention)
     kind = find_kind(cls)
-    if kind is None or kind.why_not(attention) is not None:
+    if kind is None or kind.unsupported_reason(attention) is not None:
         return
     names = (*QUANTIZERS, "projection_quantizer")
     attach_layer(attention, Quantization(kind=kind, float_class=cls), dict.fromkeys(names))

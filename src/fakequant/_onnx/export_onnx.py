@@ -46,7 +46,7 @@ def export_onnx(
 
     Weights are integer initializers with DequantizeLinear, biases int32, activations QuantizeLinear and
     DequantizeLinear with a Clip where the range is not all of the type's. 4-bit codes and scales per group need
-    opset 21, 2-bit codes have a type of their own from 25. Batch normalizations are part of the layers
+    opset 21, 2-bit codes have a type of their own from 25. Batch norms are part of the layers
     before them. Tensors have the paths of their modules. Autocast is off while the model is exported.
 
     Args:

@@ -6,7 +6,7 @@
     nn.TransformerEncoderLayer       a forward pre-hook that does nothing                        prepare
     nn.TransformerEncoder            `use_nested_tensor = False`                                 prepare
     the model itself                 its `Preparation`, a hook on loading a state if needed      prepare
-    a batch normalization            a class derived from its own                                Schedule
+    a batch norm            a class derived from its own                                Schedule
 
 Every one of these modules has one more attribute, the record `_fakequant`, which holds what is needed to undo this.
 `detach_all` removes everything. Parameters, buffers, other hooks, attributes and methods are not touched.
@@ -40,7 +40,7 @@ class Preparation:
     outputs: list[str]
     # What the analysis of the model's own code could not do.
     notes: list[str]
-    # Normalizations that will be part of layers, by the paths of those.
+    # Batch norms that will be part of layers, by the paths of those.
     norms: dict[str, str] = dataclasses.field(default_factory=dict)
     # Which layers have the bits of the first and the last; None: the config asks for none.
     first_last: "FirstLast | None" = None
@@ -160,11 +160,11 @@ def forget_preparation(model: nn.Module) -> None:
     _drop_if_empty(model, record)
 
 
-# --- normalizations -------------------------------------------------------------------------------
+# --- batch norms -------------------------------------------------------------------------------
 
 
 def freeze_norm(norm: nn.Module) -> None:
-    """Puts a batch normalization in evaluation mode for good. `model.train()` does not change that."""
+    """Puts a batch norm in evaluation mode for good. `model.train()` does not change that."""
     if not isinstance(norm, FrozenNorm):
         # Neither a hook, which compiled code ignores if it comes later, nor another `train` for this one object.
         record_of(norm).float_class = type(norm)
@@ -173,7 +173,7 @@ def freeze_norm(norm: nn.Module) -> None:
 
 
 def release_norms(model: nn.Module) -> None:
-    """Lets normalizations that `freeze_norm` froze follow their batches again, and biases be floats in training."""
+    """Lets batch norms that `freeze_norm` froze follow their batches again, and biases be floats in training."""
     deploy_biases(model, on=False)
     for module in model.modules():
         if isinstance(module, FrozenNorm):

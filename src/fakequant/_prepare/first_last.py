@@ -220,9 +220,9 @@ def _wider(spec: QuantSpec, name: str, config: QuantConfig) -> QuantSpec:
         return spec
     if name == "input_quantizer":
         return target.fit_activation(dataclasses.replace(spec, bits=bits))
-    # With 8 bits as `presets.int8` has them: a normalization then folds into the weights whatever its factors are.
-    narrow = spec.narrow or (spec.symmetric and bits >= 8)
-    wide = target.fit_weight(dataclasses.replace(spec, bits=bits, narrow=narrow))
+    # With 8 bits as `presets.int8` has them: a batch norm then folds into the weights whatever its factors are.
+    narrow = spec.narrow_range or (spec.symmetric and bits >= 8)
+    wide = target.fit_weight(dataclasses.replace(spec, bits=bits, narrow_range=narrow))
     return wide if wide.bits > spec.bits else spec
 
 

@@ -16,7 +16,7 @@ from fakequant.nn._layer_kinds import LayerKind, find_kind, is_known
 from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize
 from fakequant.nn._quantized_layer import RESERVED, quantized_class
 from fakequant.nn._quantizer import Quantizer
-from fakequant.observers import Memoryless, MovingAverage
+from fakequant.observers import Dynamic, MovingAverage
 from fakequant.spec import QuantSpec
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -62,11 +62,11 @@ def make_plan(model: nn.Module, config: QuantConfig) -> Plan:
             used.add(number)
         if isinstance(module, nn.MultiheadAttention):
             attentions[module.out_proj] = module
-        reason = _why_not(module, config_of_layer)
+        reason = _unsupported_reason(module, config_of_layer)
         if module in attentions and all(layer.module is not attentions[module] for layer in plan.layers):
             reason = reason or "the attention it belongs to stays in float"
         if reason is None:
-            reason = _why_not_derived(type(module))
+            reason = _unsupported_derived_class(type(module))
         if reason is None:
             assert config_of_layer is not None
             try:
@@ -89,12 +89,12 @@ def _owns_parameters(module: nn.Module) -> bool:
     return any(p is not None for p in module._parameters.values()) or isinstance(module, _RECURRENT)
 
 
-def _why_not(module: nn.Module, config: LayerConfig | None) -> str | None:
+def _unsupported_reason(module: nn.Module, config: LayerConfig | None) -> str | None:
     """Why a module is not quantized, if it is not."""
     if config is None:
         return "the config says so"
     if isinstance(module, _NORMS):
-        return "normalization"
+        return "batch norm"
     if isinstance(module, _RECURRENT):
         return "recurrent layers compute in one operator that takes no quantized weights"
     kind = find_kind(type(module))
@@ -104,10 +104,10 @@ def _why_not(module: nn.Module, config: LayerConfig | None) -> str | None:
         return f"{type(module).__name__} is not a supported layer type"
     if any(nn.parameter.is_lazy(p) for p in module._parameters.values() if p is not None):
         return "its parameters have no shape yet; run the model once first"
-    return kind.why_not(module)
+    return kind.unsupported_reason(module)
 
 
-def _why_not_derived(cls: type[nn.Module]) -> str | None:
+def _unsupported_derived_class(cls: type[nn.Module]) -> str | None:
     try:
         quantized_class(cls)
     except Exception as error:  # whatever a class does that is derived from
@@ -126,7 +126,7 @@ def _layer(path: str, module: Any, layer: LayerConfig, config: QuantConfig) -> L
         "output_quantizer": make.activation("output", layer.output),
     }
     if kind is MultiheadAttention:
-        quantizers["projection_quantizer"] = make.activation("projection", config.between)
+        quantizers["projection_quantizer"] = make.activation("projection", config.operands)
     if not any(quantizers.values()):
         raise _Left("the config has no spec for any of its tensors")
     check_free(module, (*quantizers, *RESERVED))
@@ -164,7 +164,7 @@ class _Maker:
         options: dict[str, Any] = {"shape": tuple(weight.shape), "path": where, "device": weight.device, "sync": False}
         if self.config.learned:
             return LearnedFakeQuantize(spec, init=self.config.weight_observer, **options).initialize(weight)
-        return FakeQuantize(spec, self.config.weight_observer or Memoryless(), gradient="fitted", **options)
+        return FakeQuantize(spec, self.config.weight_observer or Dynamic(), gradient="auto", **options)
 
     def activation(self, name: str, spec: QuantSpec | None) -> Quantizer | None:
         if spec is None:
@@ -180,7 +180,7 @@ def make_activation_quantizer(config: LayerConfig, spec: QuantSpec, path: str, d
     """A quantizer for an activation, learned or observed."""
     if config.learned and spec.granularity != "token":
         return LearnedFakeQuantize(spec, init=config.activation_observer, path=path, device=device)
-    observer = Memoryless() if spec.granularity == "token" else config.activation_observer or MovingAverage()
+    observer = Dynamic() if spec.granularity == "token" else config.activation_observer or MovingAverage()
     return FakeQuantize(spec, observer, path=path, device=device)
 
 

@@ -35,7 +35,7 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
     Layers stay what they are: of a class derived from theirs, with the same parameters under the same
     names, the same hooks, tied weights still tied. A state of the float model loads strictly. Where a
     result reaches an addition, a concatenation, a product or a mean, the module it
-    comes from quantizes it too (`config.between`); torch.fx finds these, and what it cannot trace is in
+    comes from quantizes it too (`config.operands`); torch.fx finds these, and what it cannot trace is in
     the summary.
 
     Scales of weights are known at once; activations need data, from `calibrate` or from training.
@@ -53,7 +53,7 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
     warn_about_rules(model, config, OF_RECIPES)
     warn_about_refused(plan.refused)
     first_last = widen_first_and_last(model, config, plan)
-    found = Found([], [], {}, None) if config.between is None else find_operands(model)
+    found = Found([], [], {}, None) if config.operands is None else find_operands(model)
     outputs, notes = _plan_outputs(model, config, plan, found)
     on_a_grid = _without_repetition(plan, outputs, found)
     for layer in plan.layers:
@@ -119,7 +119,7 @@ def preparation(model: nn.Module) -> Preparation:
 
 
 def link_norms(model: nn.Module) -> None:
-    """Shows layers the normalizations that will be part of them: again, if others are in their places by now."""
+    """Shows layers the batch norms that will be part of them: again, if others are in their places by now."""
     made = find_preparation(model)
     for path, norm in () if made is None else made.norms.items():
         layer: Any = model.get_submodule(path)
@@ -197,7 +197,7 @@ def _without_repetition(plan: Plan, outputs: dict[str, Any], found: Found) -> di
 
 def _plan_outputs(model: nn.Module, config: QuantConfig, plan: Plan, found: Found) -> tuple[dict[str, Any], list[str]]:
     """Quantizers for results that reach functions, by path, and what could not be found out."""
-    if config.between is None:
+    if config.operands is None:
         return {}, []
     if found.problem is not None:
         return {}, [f"the model's own code could not be traced ({found.problem}): results have no quantizers"]
@@ -218,7 +218,7 @@ def _plan_outputs(model: nn.Module, config: QuantConfig, plan: Plan, found: Foun
                 notes.append(f"{path} cannot quantize its result: {error}")
                 continue
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        spec = _targets.find(config.target).fit_activation(config.between)
+        spec = _targets.find(config.target).fit_activation(config.operands)
         quantizer = make_activation_quantizer(use, spec, f"{path}.output", device)
         outputs[path] = quantizer.train(module.training)
     return outputs, notes

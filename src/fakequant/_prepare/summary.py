@@ -69,7 +69,7 @@ def summary(model: nn.Module) -> Summary:
     <BLANKLINE>
     in float | why
     ---------+-----------------------------------------------------------
-    1        | normalization; it folds into 0 when the model is converted
+    1        | batch norm; it folds into 0 when the model is converted
     <BLANKLINE>
     56 parameters, 224 bytes in float, 160 with quantized weights (71%)
     """

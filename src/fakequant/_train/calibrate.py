@@ -94,7 +94,7 @@ def _nothing_to_do(model: nn.Module) -> str:
     return (
         f"There is nothing to calibrate: of {len(there)} quantizers {frozen} are frozen, and {len(there) - frozen} "
         "have a learned scale.\n"
-        "Use fakequant.nn.set_state(model, frozen=False), or reset_parameters() of the quantizers."
+        "Use fakequant.nn.switch_quantizers(model, frozen=False), or reset_parameters() of the quantizers."
     )
 
 

@@ -35,7 +35,7 @@ class QuantizerHealth:
     # Values that were NaN or infinite since the quantizer was made.
     nonfinite: int
     # Of a weight: how far rounding the bias moves the layer's result, in standard deviations of a channel, behind a
-    # batch normalization that will be folded; the root of the mean square over channels.
+    # batch norm that will be folded; the root of the mean square over channels.
     bias_error: float | None = None
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from fakequant._prepare.attach import deploy_biases, freeze_norm, release_norms
 from fakequant._train.running import check_module
 from fakequant._train.unmoved_scales import Unmoved
-from fakequant.nn._quantizer import quantizers, set_state
+from fakequant.nn._quantizer import quantizers, switch_quantizers
 
 
 class Schedule:
@@ -16,13 +16,13 @@ class Schedule:
 
         before quantize_from         observe only: activations are in float
         from freeze_ranges_at on     scales and zero points stay as they are
-        from freeze_norms_at on      batch normalizations use their running statistics, and keep them
+        from freeze_norms_at on      batch norms use their running statistics, and keep them
 
-    Once normalizations are frozen, or ranges if normalizations are not to be, training adds the biases that will run,
+    Once batch norms are frozen, or ranges if batch norms are not to be, training adds the biases that will run,
     rounded to the scale of the sums, as evaluation always does. The gradient passes.
 
     None leaves something out. The steps are saved with `state_dict()`. A new schedule of the same model
-    begins a new training: normalizations that another one froze are released, as they are by `unprepare`.
+    begins a new training: batch norms that another one froze are released, as they are by `unprepare`.
 
     >>> import fakequant as fq
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8())
@@ -73,9 +73,9 @@ class Schedule:
 
     def _apply(self) -> None:
         if self.quantize_from is not None and self.steps in (0, self.quantize_from):
-            set_state(self.model, quantizing=self.steps >= self.quantize_from)
+            switch_quantizers(self.model, quantizing=self.steps >= self.quantize_from)
         if self.freeze_ranges_at is not None and self.steps in (0, self.freeze_ranges_at):
-            set_state(self.model, frozen=self.steps >= self.freeze_ranges_at)
+            switch_quantizers(self.model, frozen=self.steps >= self.freeze_ranges_at)
         if self.freeze_norms_at is not None and self.steps == self.freeze_norms_at:
             self._freeze_norms()
         if self.steps == self._deploys_biases_at:
@@ -101,9 +101,9 @@ class Schedule:
             raise ValueError(f"The state of a schedule is {{'steps': a number of steps}}, got {state!r}.")
         self.steps = steps
         if self.quantize_from is not None:
-            set_state(self.model, quantizing=self.steps >= self.quantize_from)
+            switch_quantizers(self.model, quantizing=self.steps >= self.quantize_from)
         if self.freeze_ranges_at is not None:
-            set_state(self.model, frozen=self.steps >= self.freeze_ranges_at)
+            switch_quantizers(self.model, frozen=self.steps >= self.freeze_ranges_at)
         if self.freeze_norms_at is not None:
             release_norms(self.model)
             if self.steps >= self.freeze_norms_at:

@@ -29,7 +29,7 @@ _ONE_ROUNDING = 2.0**-24
 def require_converted(model: nn.Module, golden: nn.Module, norms: dict[str, str]) -> None:
     """Raises RuntimeError if the golden model does not hold what follows from the prepared model.
 
-    `norms` are the paths of the normalizations that were folded, by the paths of the layers.
+    `norms` are the paths of the batch norms that were folded, by the paths of the layers.
     """
     converted = dict(golden.named_modules())
     for path, module in model.named_modules():

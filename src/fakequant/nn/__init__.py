@@ -18,6 +18,6 @@ from fakequant.nn._quantizer import (
     Quantizer as Quantizer,
     name_quantizers as name_quantizers,
     quantizers as quantizers,
-    set_state as set_state,
+    switch_quantizers as switch_quantizers,
 )
 from fakequant.nn._torch_ao import FusedFakeQuantize as FusedFakeQuantize, from_torch_ao as from_torch_ao

@@ -24,7 +24,7 @@ class MultiheadAttention(LayerKind):
     bias_name: ClassVar[str] = "in_proj_bias"
 
     @classmethod
-    def why_not(cls, module: Any) -> str | None:
+    def unsupported_reason(cls, module: Any) -> str | None:
         """Only what nearly everybody uses."""
         if not module._qkv_same_embed_dim:
             return "keys or values have a size of their own (kdim, vdim)"

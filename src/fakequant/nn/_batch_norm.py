@@ -1,4 +1,4 @@
-"""Batch normalization as part of the layer before it.
+"""Batch norm as part of the layer before it.
 
 y = (x w + b - mean) * factor + beta         factor = gamma / sqrt(variance + eps)
 
@@ -34,7 +34,7 @@ def lacks_opposite(lowest: Tensor, qmin: int, factor: Tensor) -> Tensor:
 
 
 def folded_bias(bias: Tensor | None, norm: Any) -> Tensor:
-    """The bias of layer and normalization together, in float64."""
+    """The bias of layer and batch norm together, in float64."""
     factor = factor_of(norm)
     before = torch.zeros_like(factor) if bias is None else _exact(bias)
     beta = torch.zeros_like(factor) if norm.bias is None else _exact(norm.bias)
@@ -42,7 +42,7 @@ def folded_bias(bias: Tensor | None, norm: Any) -> Tensor:
 
 
 def folded_scale(scale: Tensor, factor: Tensor) -> Tensor:
-    """The scale of a weight, or of its products, with the normalization in it: positive, in float32."""
+    """The scale of a weight, or of its products, with the batch norm in it: positive, in float32."""
     return (scale.double() * factor.abs()).clamp(min=torch.finfo(torch.float32).tiny).float()
 
 
@@ -60,7 +60,7 @@ def widened_scale(weight_scale: Tensor, x_scale: Tensor, bias: Tensor) -> Tensor
 
 
 def bias_rounding(bias: Tensor | None, x_scale: Tensor, weight_scale: Tensor, norm: Any) -> Tensor:
-    """What rounding the bias adds to the result, after the normalization if there is one; per channel, in float64."""
+    """What rounding the bias adds to the result, after the batch norm if there is one; per channel, in float64."""
     if norm is None:
         assert bias is not None
         return _rounding(_exact(bias), _exact(x_scale * weight_scale))
@@ -76,7 +76,7 @@ def _rounding(exact: Tensor, step: Tensor) -> Tensor:
 
 @torch.no_grad()
 def rounded_bias(bias: Tensor | None, x_scale: Tensor, weight_scale: Tensor, norm: Any) -> Tensor:
-    """What the layer has to add, before a normalization if there is one, so that the sum is that of integers.
+    """What the layer has to add, before a batch norm if there is one, so that the sum is that of integers.
 
     In float64, on a device that has it. A bias that is too large for its scale stays as it is: the scale will be
     another, see `widened_scale`.

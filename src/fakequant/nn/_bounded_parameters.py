@@ -91,7 +91,7 @@ def put(parameter: Tensor, value: Tensor) -> None:
     parameter.copy_(value)
 
 
-def settle(parameter: Tensor, value: Tensor) -> None:
+def write_back(parameter: Tensor, value: Tensor) -> None:
     """Writes the effective value back into the parameter if it differs."""
     if not torch.equal(whole(parameter), value):
         put(parameter, value)

@@ -4,8 +4,8 @@ An integer runtime adds the bias to sums of products of codes, so it is rounded 
 
     x_scale * weight_scale / 2^weight_shift
 
-With a batch normalization folded in, the bias holds the mean and beta of the normalization too. Evaluation adds this
-bias, so that it shows what will run. Training does once normalizations are frozen.
+With a batch norm folded in, the bias holds the mean and beta of the batch norm too. Evaluation adds this
+bias, so that it shows what will run. Training does once batch norms are frozen.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from fakequant.spec import QuantSpec
 def bias_to_add(layer: Any, x: Tensor, weight: Tensor) -> Tensor | None:
     """The bias that a prepared layer adds: as it will be in integers, or in training as it is; None if there is none.
 
-    A bias that will be a float is returned as it is. Before a normalization that will be folded, what the rounding
+    A bias that will be a float is returned as it is. Before a batch norm that will be folded, what the rounding
     changes is added here. The gradient passes to the bias of the layer.
 
     Args:
@@ -42,7 +42,7 @@ def bias_to_add(layer: Any, x: Tensor, weight: Tensor) -> Tensor | None:
         return bias
     rounded = rounded_bias(bias, *scales, norm)
     if norm is not None and not _is_narrow(layer):
-        # A normalization that cannot be folded stays behind the layer, and the bias is the layer's own.
+        # A batch norm that cannot be folded stays behind the layer, and the bias is the layer's own.
         own = torch.zeros_like(rounded) if bias is None else rounded_bias(bias, *scales, None)
         rounded = torch.where(_stays_behind(layer, norm, weight), own, rounded)
     rounded = rounded.to(weight.device, weight.dtype)
@@ -51,7 +51,7 @@ def bias_to_add(layer: Any, x: Tensor, weight: Tensor) -> Tensor | None:
 
 @torch.no_grad()
 def bias_error(layer: Any) -> tuple[Tensor, Any] | None:
-    """What rounding the bias adds to the result of a prepared layer, per channel, and the normalization it is behind.
+    """What rounding the bias adds to the result of a prepared layer, per channel, and the batch norm it is behind.
 
     None if the bias will be a float, or if there is none.
     """

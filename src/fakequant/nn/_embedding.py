@@ -13,7 +13,7 @@ class _Table(LayerKind):
     has_input: ClassVar[bool] = False
 
     @classmethod
-    def why_not(cls, module: Any) -> str | None:
+    def unsupported_reason(cls, module: Any) -> str | None:
         """`max_norm` changes the table in the forward pass, and `sparse` its gradient."""
         if module.max_norm is not None:
             return "max_norm changes the weight in the forward pass"

@@ -17,7 +17,7 @@ from fakequant._backends.torch.tensor_kernels import NUMERICS, Observation, Obse
 from fakequant._backends.torch.torch_private import innermost_transform
 from fakequant.functional import UPDATES, Gradient, check_gradient
 from fakequant.nn._quantizer import Quantizer, parameter_shape
-from fakequant.observers._memoryless import Memoryless
+from fakequant.observers._dynamic import Dynamic
 from fakequant.observers._moving_average import MovingAverage
 from fakequant.observers._observer import Observer, State
 from fakequant.qparams import EPS, QParams, check_eps
@@ -31,15 +31,15 @@ class FakeQuantize(Quantizer):
         scale, zero_point  = choose_qparams(lo, hi, spec)
         y                  = fake_quantize(x, scale, zero_point, spec)
 
-    In training mode all three happen at every call, with `MinMax`, `MovingAverage` and `Memoryless` in
-    one pass. In evaluation mode only the last does, unless the observer is dynamic (`Memoryless`).
+    In training mode all three happen at every call, with `MinMax`, `MovingAverage` and `Dynamic` in
+    one pass. In evaluation mode only the last does, unless the observer is dynamic (`Dynamic`).
     Before anything was observed there is no scale, and quantizing is an error. Without an `observer`, a
-    symmetric spec with an axis, the grid of weights, has `Memoryless`, every other `MovingAverage`.
+    symmetric spec with an axis, the grid of weights, has `Dynamic`, every other `MovingAverage`.
 
     `shape` is needed if there is a scale per channel or group: that of the tensors to come, with None
     for lengths that vary. `gradient` is "clipped" (0 where the value was clipped; 1 bit per element is
-    kept), "pass" (nothing is kept) or "fitted": "pass" while the range is that of the tensor at hand
-    (`Memoryless`), which leaves nothing far outside, else "clipped". With torch.distributed
+    kept), "pass" (nothing is kept) or "auto": "pass" while the range is that of the tensor at hand
+    (`Dynamic`), which leaves nothing far outside, else "clipped". With torch.distributed
     initialized, ranges are those of the batches of all ranks of `process_group` together, in the same
     step, unless `sync` is False.
 
@@ -71,7 +71,7 @@ class FakeQuantize(Quantizer):
         observer: Observer | None = None,
         *,
         shape: tuple[int | None, ...] | None = None,
-        gradient: Gradient | Literal["fitted"] = "clipped",
+        gradient: Gradient | Literal["auto"] = "clipped",
         eps: float = EPS,
         sync: bool = True,
         process_group: Any = None,
@@ -81,21 +81,21 @@ class FakeQuantize(Quantizer):
         super().__init__(spec, observing=True, sync=sync, process_group=process_group, path=path, device=device)
         if observer is None:
             is_activation = spec.granularity == "tensor" or not (spec.symmetric or spec.granularity == "token")
-            observer = MovingAverage() if is_activation else Memoryless()
+            observer = MovingAverage() if is_activation else Dynamic()
         if not isinstance(observer, Observer):
             raise TypeError(f"`observer` must be an Observer, such as MovingAverage(), got {observer!r}.")
-        if spec.granularity == "token" and not isinstance(observer, Memoryless):
+        if spec.granularity == "token" and not isinstance(observer, Dynamic):
             raise ValueError(
                 f"Ranges per token belong to the tensor at hand; {observer} would have to remember them.\n"
-                "Use observer=Memoryless()."
+                "Use observer=Dynamic()."
             )
-        if gradient != "fitted":
+        if gradient != "auto":
             check_gradient(gradient)
         check_eps(eps)
         self.gradient = gradient
         # The gradient while the range follows the tensor, and while it does not.
-        self._following: Gradient = gradient if gradient != "fitted" else "pass" if observer.dynamic else "clipped"
-        self._fixed: Gradient = "clipped" if gradient == "fitted" else gradient
+        self._following: Gradient = gradient if gradient != "auto" else "pass" if observer.dynamic else "clipped"
+        self._fixed: Gradient = "clipped" if gradient == "auto" else gradient
         self.eps = float(eps)
         self._set_observer(observer)
         blocks = parameter_shape(spec, shape)
@@ -262,14 +262,14 @@ class FakeQuantize(Quantizer):
         if not self.observer.dynamic and not torch.compiler.is_compiling():
             warnings.warn(
                 "Quantizers that observe under a transform of torch.func do not remember what they see.\n"
-                "Call `calibrate` first, and freeze the ranges: fakequant.nn.set_state(model, frozen=True).",
+                "Call `calibrate` first, and freeze the ranges: fakequant.nn.switch_quantizers(model, frozen=True).",
                 RuntimeWarning,
                 stacklevel=2,
             )
         if ranks.several:
             raise RuntimeError(
                 "ranges are exchanged between processes, which a transform of torch.func cannot do.\n"
-                "Freeze them: fakequant.nn.set_state(model, frozen=True)."
+                "Freeze them: fakequant.nn.switch_quantizers(model, frozen=True)."
             )
         if not self._quantizing:
             return x
@@ -278,7 +278,7 @@ class FakeQuantize(Quantizer):
         if self._in_kernel is None:
             raise RuntimeError(
                 f"{self.observer} cannot observe under a transform of torch.func: it changes what it keeps.\n"
-                "Call `calibrate` first, and freeze the ranges: fakequant.nn.set_state(model, frozen=True)."
+                "Call `calibrate` first, and freeze the ranges: fakequant.nn.switch_quantizers(model, frozen=True)."
             )
         self._check_blocks(x)
         seen = tensor_functions.min_max(x, self.spec)
@@ -411,12 +411,12 @@ class FakeQuantize(Quantizer):
 
     # --- state ------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def run_deferred(self) -> None:
         """Finds the scale if that is due, and tells of values that were not finite."""
         # Also where nothing is: in an averaged model ranges are averages, but zero points are not.
         if self._stale or (self._may_write() and not self._frozen and not self.observer.searches):
             self.refresh()
-        super().settle()
+        super().run_deferred()
 
     def _may_write(self) -> bool:
         """Whether buffers can be changed here: not those of inference mode outside it."""

@@ -1,4 +1,4 @@
-"""Batch normalizations that stay in evaluation mode while the model around them trains."""
+"""Batch norms that stay in evaluation mode while the model around them trains."""
 
 from typing import Any, Self
 
@@ -10,7 +10,7 @@ _CLASSES: "dict[type[nn.Module], type[FrozenNorm]]" = {}
 
 
 class FrozenNorm(nn.Module):
-    """The base of frozen normalizations, for `isinstance`. Running statistics are used and kept."""
+    """The base of frozen batch norms, for `isinstance`. Running statistics are used and kept."""
 
     def train(self, mode: bool = True) -> Self:
         """Stays in evaluation mode. Children, such as a quantizer of the result, are set to `mode`."""
@@ -25,7 +25,7 @@ class FrozenNorm(nn.Module):
 
 
 def frozen_class(cls: type[nn.Module]) -> type[FrozenNorm]:
-    """The class of frozen normalizations for a class of normalizations.
+    """The class of frozen batch norms for a class of batch norms.
 
     >>> issubclass(frozen_class(nn.BatchNorm2d), nn.BatchNorm2d)
     True

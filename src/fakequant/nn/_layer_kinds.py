@@ -27,7 +27,7 @@ class LayerKind:
     bias_name: ClassVar[str] = "bias"
 
     @classmethod
-    def why_not(cls, module: Any) -> str | None:
+    def unsupported_reason(cls, module: Any) -> str | None:
         """The reason why `module` cannot be quantized, or None if it can."""
         return None
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.plain_memory import is_transformed
 from fakequant._backends.torch.tensor_checks import check_data, check_device
-from fakequant.nn._bounded_parameters import keep_in_graph, keep_within, put, settle, whole, within
+from fakequant.nn._bounded_parameters import keep_in_graph, keep_within, put, whole, within, write_back
 from fakequant.nn._initial_scales import Init, largest_scale, start_for
 from fakequant.nn._quantizer import Quantizer, parameter_shape
 from fakequant.observers._observer import State
@@ -166,7 +166,7 @@ class LearnedFakeQuantize(Quantizer):
         >>> fq.qparams()
         QParams(scale=tensor(4.), zero_point=tensor(0, dtype=torch.int32))
         """
-        self.settle()
+        self.run_deferred()
         self._require_scale()
         return QParams(self.scale, self.zero_point)
 
@@ -249,7 +249,7 @@ class LearnedFakeQuantize(Quantizer):
                 value.copy_(old)
             self._set_stale(False)
             raise RuntimeError("`x` has blocks without a finite value: there is nothing to initialize a scale from.")
-        self.settle()
+        self.run_deferred()
         return self
 
     def _new_statistics(self, device: Any) -> State:
@@ -286,16 +286,16 @@ class LearnedFakeQuantize(Quantizer):
     # --- state ------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def run_deferred(self) -> None:
         """Initializes if data was observed, and undoes what an optimizer did to a frozen or a broken scale."""
         if self._stale:
             self.refresh()
         if not self._frozen:
             self._remember()
-        settle(self.step_size, self.last_scale)
+        write_back(self.step_size, self.last_scale)
         if self.offset is not None:
-            settle(self.offset, self.last_offset)
-        super().settle()
+            write_back(self.offset, self.last_offset)
+        super().run_deferred()
 
     def _remember(self) -> None:
         self.last_scale.copy_(within(whole(self.step_size), self.last_scale, self.eps, self._largest))

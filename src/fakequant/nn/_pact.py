@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant._backends.torch import tensor_functions
-from fakequant.nn._bounded_parameters import keep_in_graph, keep_within, settle, whole, within
+from fakequant.nn._bounded_parameters import keep_in_graph, keep_within, whole, within, write_back
 from fakequant.nn._quantizer import Quantizer
 from fakequant.qparams import EPS, QParams, check_eps
 from fakequant.spec import QuantSpec
@@ -124,11 +124,11 @@ class PACT(Quantizer):
         return tensor_functions.fake_quantize(clipped, scale, 0, self.spec, gradient="pass")
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def run_deferred(self) -> None:
         """Undoes what an optimizer did to a frozen or a broken alpha."""
         self.last_alpha.copy_(self._current())
-        settle(self.alpha, self.last_alpha)
-        super().settle()
+        write_back(self.alpha, self.last_alpha)
+        super().run_deferred()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

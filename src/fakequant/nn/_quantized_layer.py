@@ -49,7 +49,7 @@ class Quantization(LayerRecord):
     save_codes: bool = True
     # The quantizer of the module that computes the input, if the layer has no `input_quantizer`.
     input_grid: Any = None
-    # The batch normalization that `convert` will fold into the layer.
+    # The batch norm that `convert` will fold into the layer.
     norm: nn.Module | None = None
     # What the model is to run on, by name: it decides how codes of the weight are stored.
     target: str = "generic"

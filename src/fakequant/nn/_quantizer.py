@@ -111,7 +111,7 @@ class Quantizer(nn.Module):
     def _switch(self, name: str, on: bool) -> None:
         if not isinstance(on, bool):
             raise TypeError(f"`{name}` is a switch: True or False, got {on!r}.")
-        self.settle()
+        self.run_deferred()
         setattr(self, f"_{name}", on)
         with torch.no_grad():
             self.switches[_SWITCHES.index(name)] = on
@@ -142,7 +142,7 @@ class Quantizer(nn.Module):
             self._observing, self._quantizing, self._frozen = map(bool, on)
             self._stale, self._has_tokens = bool(flags & _STALE), bool(flags & _TOKENS)
 
-    def settle(self) -> None:
+    def run_deferred(self) -> None:
         """Runs deferred work: range searches and one-time warnings."""
         self._tell()
 
@@ -153,7 +153,7 @@ class Quantizer(nn.Module):
     def train(self, mode: bool = True) -> "Quantizer":
         """Training mode, or evaluation mode, in which nothing is observed."""
         self._read_switches()
-        self.settle()
+        self.run_deferred()
         super().train(mode)
         return self
 
@@ -285,7 +285,7 @@ class Quantizer(nn.Module):
         self._told = False
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        self.settle()
+        self.run_deferred()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(
@@ -476,7 +476,7 @@ def parameter_shape(spec: QuantSpec, shape: tuple[int | None, ...] | None) -> tu
         raise ValueError(
             f"The scales of a quantizer per {spec.granularity} on axis {spec.axis} have no fixed shape for tensors of "
             f"shape {tuple(shape)}.\nGive the lengths that scales differ along, or use group_size=-1 and ranges "
-            "found for every tensor (Memoryless)."
+            "found for every tensor (Dynamic)."
         )
     return blocks
 
@@ -507,7 +507,7 @@ def name_quantizers(model: nn.Module) -> None:
         module.path = path
 
 
-def set_state(
+def switch_quantizers(
     model: nn.Module,
     *,
     observing: bool | None = None,
@@ -520,7 +520,7 @@ def set_state(
 
     >>> from fakequant import nn as fqnn, presets
     >>> model = nn.Sequential(nn.Linear(4, 4), fqnn.FakeQuantize(presets.uint8()))
-    >>> set_state(model, frozen=True)
+    >>> switch_quantizers(model, frozen=True)
     >>> model[1]
     FakeQuantize(uint8, per tensor; observing, quantizing, frozen; MovingAverage(constant=0.01))
     """

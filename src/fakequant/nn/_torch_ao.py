@@ -88,7 +88,7 @@ class FusedFakeQuantize(FakeQuantize):
     def _run_purely(self, x: Tensor, ranks: Ranks) -> Tensor:
         raise RuntimeError(
             "torch's fused operator changes the ranges it keeps, which a transform of torch.func does not allow.\n"
-            "Freeze them: fakequant.nn.set_state(model, frozen=True), or use FakeQuantize."
+            "Freeze them: fakequant.nn.switch_quantizers(model, frozen=True), or use FakeQuantize."
         )
 
     def refresh(self) -> None:
@@ -196,7 +196,7 @@ def _spec(qmin: int, qmax: int, symmetric: bool, axis: int | None) -> QuantSpec:
         )
     for narrow in (False, True) if qmin < 0 else (False,):
         spec = QuantSpec(
-            bits=max(bits, 1 + (qmin < 0)), signed=qmin < 0, symmetric=symmetric, narrow=narrow, axis=axis,
+            bits=max(bits, 1 + (qmin < 0)), signed=qmin < 0, symmetric=symmetric, narrow_range=narrow, axis=axis,
             numerics="torch",
         )  # fmt: skip
         if (spec.qmin, spec.qmax) == (qmin, qmax):

@@ -2,7 +2,7 @@
 
 MinMax          everything ever seen
 MovingAverage   an average over the recent tensors; activations in training
-Memoryless      the tensor at hand; weights, and activations quantized dynamically
+Dynamic      the tensor at hand; weights, and activations quantized dynamically
 Percentile      without the outermost values
 Histogram       with the least error over everything seen; activations in calibration
 MSE             with the least error on the latest tensor; weights, once
@@ -11,10 +11,10 @@ Fixed           known beforehand
 """
 
 from fakequant._backends.torch.process_ranks import ALONE as ALONE, Ranks as Ranks
+from fakequant.observers._dynamic import Dynamic as Dynamic
 from fakequant.observers._entropy import Entropy as Entropy
 from fakequant.observers._fixed import Fixed as Fixed
 from fakequant.observers._histogram import Histogram as Histogram
-from fakequant.observers._memoryless import Memoryless as Memoryless
 from fakequant.observers._min_max import MinMax as MinMax
 from fakequant.observers._moving_average import MovingAverage as MovingAverage
 from fakequant.observers._mse import MSE as MSE

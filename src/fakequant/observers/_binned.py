@@ -25,7 +25,7 @@ from fakequant.observers._observer import Observer, State, no_range
 from fakequant.qparams import min_max
 from fakequant.spec import QuantSpec
 
-_WIDEST = Observation("widest", 1.0, 0.0, False)
+_WIDEST = Observation("min_max", 1.0, 0.0, False)
 # The narrowest bin: 1 / width is a float32, and anything smaller is as good as zero.
 _SMALLEST_EXPONENT = -126
 _MOST_COUNTS = 1 << 25  # 256 MB

@@ -30,4 +30,4 @@ class MinMax(_Running):
 
     @property
     def _in_kernel(self) -> InKernel:
-        return InKernel("widest")
+        return InKernel("min_max")

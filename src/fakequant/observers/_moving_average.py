@@ -39,9 +39,9 @@ class MovingAverage(_Running):
         if not 0 < np.float32(self.constant) <= 1:
             raise ValueError(
                 f"`constant` must be greater than 0 and at most 1, got {self.constant}.\n"
-                "It is the weight of the latest tensor; use Memoryless() for a range of that tensor alone."
+                "It is the weight of the latest tensor; use Dynamic() for a range of that tensor alone."
             )
 
     @property
     def _in_kernel(self) -> InKernel:
-        return InKernel("average", self.constant)
+        return InKernel("moving_average", self.constant)

@@ -21,7 +21,7 @@ _KINDS: "dict[str, type[Observer]]" = {}
 
 
 class InKernel(NamedTuple):
-    """How the fused kernel updates a range: a rule, and the weight of the latest tensor for `"average"`."""
+    """How the fused kernel updates a range: a rule, and the weight of the latest tensor for `"moving_average"`."""
 
     update: Update
     constant: float = 1.0

@@ -406,7 +406,7 @@ def choose_qparams(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool
 class Observation(NamedTuple):
     """How a range is followed and turned into a scale."""
 
-    update: str  # "average", "widest" or "latest"
+    update: str  # "moving_average", "min_max" or "dynamic"
     averaging_constant: float
     eps: float
     symmetric: bool
@@ -480,9 +480,9 @@ def updated_range(
     nothing = lo > hi
     # A float64 may lie beyond float32, in which ranges are kept.
     lo, hi = (seen.clamp(-limit, limit).float() for seen in (lo, hi))
-    if how.update == "latest":
+    if how.update == "dynamic":
         return lo.masked_fill(nothing, 0), hi.masked_fill(nothing, 0)
-    if how.update == "widest":
+    if how.update == "min_max":
         return running_min.minimum(lo.masked_fill(nothing, torch.inf)), running_max.maximum(
             hi.masked_fill(nothing, -torch.inf)
         )

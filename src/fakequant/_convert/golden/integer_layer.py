@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fakequant._backends.torch import tensor_functions
 from fakequant._convert.golden.fixed_grid import Grid
-from fakequant._convert.golden.tracked_codes import Accumulated, OnGrid, known, origin_of, plain
+from fakequant._convert.golden.tracked_codes import Accumulated, OnGrid, origin_of, plain, track
 from fakequant.nn._deployed_bias import along_outputs, has_one_scale_per_sum
 from fakequant.nn._quantized_layer import Operator, QuantizedLayer, input_grid_of, reduced
 from fakequant.nn._records import LayerRecord
@@ -61,7 +61,7 @@ class Integers(LayerRecord):
     weight_shift: int = 0
     # The grid of the module that computes the input, if the layer has no `input_quantizer`.
     input_grid: Any = None
-    # A batch normalization was folded in that normalizes the channels of vectors, not of tokens.
+    # A batch norm was folded in that normalizes the channels of vectors, not of tokens.
     takes_vectors: bool = False
 
     def quantize_input(self, layer: Any, x: Tensor) -> Tensor:
@@ -81,8 +81,8 @@ class Integers(LayerRecord):
         """
         if self.takes_vectors and input.dim() != 2:
             raise ValueError(
-                f"{self.path or 'The layer'} has a batch normalization folded into it, which holds for inputs of shape "
-                f"(batch, features); it was given {tuple(input.shape)}, where the normalization is of another axis.\n"
+                f"{self.path or 'The layer'} has a batch norm folded into it, which holds for inputs of shape "
+                f"(batch, features); it was given {tuple(input.shape)}, where the batch norm is of another axis.\n"
                 f"Leave the layer in float: config.skip({self.path!r})."
             )
         return self.result(layer, operator, input, rows)
@@ -115,7 +115,7 @@ class Integers(LayerRecord):
         floating = None if layer.bias_codes is not None else getattr(layer, self.kind.bias_name, None)
         if floating is not None:
             return value + self._along_channels(floating[rows])
-        return known(value, Accumulated(sums, scale, layer, levels + grid.zero_point, grid.zero_point))
+        return track(value, Accumulated(sums, scale, layer, levels + grid.zero_point, grid.zero_point))
 
     def _along_channels(self, value: Tensor) -> Tensor:
         """Values per output channel in a shape that broadcasts with the sums."""

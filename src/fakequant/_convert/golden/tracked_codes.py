@@ -2,7 +2,7 @@
 
 Between two layers a converted model passes floats, so that the model's own code runs as it is. A runtime
 passes integers, and where a quantizer follows a layer it never computes the float at all: it goes from the
-sum of products straight to the next code. A `Known` tensor is such a float together with what the runtime
+sum of products straight to the next code. A `TrackedTensor` tensor is such a float together with what the runtime
 has in its place, its origin. A quantizer asks the origin for codes; other code sees an ordinary tensor.
 
     OnGrid         (q - zero_point) * scale    what a quantizer returned
@@ -154,7 +154,7 @@ def codes_of(x: Tensor, grid: GridOf) -> Tensor:
     return torch.round(x / grid.scale) + grid.zero_point
 
 
-class Known(torch.Tensor):
+class TrackedTensor(torch.Tensor):
     """A float tensor with an origin; None if it was changed in a way that is not known."""
 
     origin: Origin | None
@@ -167,7 +167,7 @@ class Known(torch.Tensor):
             args = (kwargs.pop("input"),)
         if kwargs.get("out") is not None:
             return func(*_without(args), **_without(kwargs))  # what it was is seen by its version
-        changed = args[0] if args and isinstance(args[0], Known) and _is_in_place(func, kwargs) else None
+        changed = args[0] if args and isinstance(args[0], TrackedTensor) and _is_in_place(func, kwargs) else None
         if changed is not None:
             changed.origin = origin_of(changed)
         if changed is not None and isinstance(changed.origin, OnGrid):
@@ -195,9 +195,9 @@ def _is_in_place(func: Any, kwargs: dict[str, Any]) -> bool:
 _IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__"}
 
 
-def known(value: Tensor, origin: Origin) -> Known:
+def track(value: Tensor, origin: Origin) -> TrackedTensor:
     """`value` with an origin."""
-    made = value.as_subclass(Known)
+    made = value.as_subclass(TrackedTensor)
     made.origin, made.version = origin, _version(value)
     return made
 
@@ -207,14 +207,14 @@ def _version(value: Tensor) -> int:
     return 0 if value.is_inference() else value._version
 
 
-def on_grid(value: Tensor, grid: GridOf) -> Known:
+def on_grid(value: Tensor, grid: GridOf) -> TrackedTensor:
     """`value`, which is on a grid."""
-    return known(value, OnGrid(value, grid))
+    return track(value, OnGrid(value, grid))
 
 
 def origin_of(value: Any) -> Origin | None:
     """The origin of a tensor, if it has one and both are what they were."""
-    if not isinstance(value, Known) or value.version != _version(value):
+    if not isinstance(value, TrackedTensor) or value.version != _version(value):
         return None
     return value.origin if value.origin is not None and _holds(value.origin) else None
 
@@ -235,7 +235,7 @@ def _holds(origin: Any) -> bool:
 
 def plain(value: Tensor) -> Tensor:
     """The tensor without its origin."""
-    return value.as_subclass(Tensor) if isinstance(value, Known) else value
+    return value.as_subclass(Tensor) if isinstance(value, TrackedTensor) else value
 
 
 def _without(value: Any) -> Any:
@@ -257,7 +257,7 @@ def _followed(rule: Callable[..., Any], func: Any, args: Any, plain_args: Any, k
     if not isinstance(result, Tensor) or not result.is_floating_point():
         return result
     origin = rule(func, args, plain_args, kwargs, result)
-    return result if origin is None else known(result, origin)
+    return result if origin is None else track(result, origin)
 
 
 def _forgotten(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:

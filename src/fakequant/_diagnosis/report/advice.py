@@ -67,7 +67,7 @@ _NO_SCALE = Finding(
 _OFF = Finding(
     "off",
     "It is switched off: the model computes in float here, and so do the figures of the whole model.",
-    "Use fakequant.nn.set_state(model, quantizing=True), or look again when the schedule has switched it on.",
+    "Use fakequant.nn.switch_quantizers(model, quantizing=True), or look again when the schedule has switched it on.",
 )
 
 
@@ -152,6 +152,6 @@ def _oscillating(health: QuantizerHealth, counts: TensorCounts) -> Finding | Non
     return Finding(
         "oscillates",
         f"{health.oscillating:.1%} of the weights jump to another code and back.",
-        "Let the learning rate go down at the end, and freeze ranges and normalizations before that: "
+        "Let the learning rate go down at the end, and freeze ranges and batch norms before that: "
         "Schedule(freeze_ranges_at=..., freeze_norms_at=...).",
     )

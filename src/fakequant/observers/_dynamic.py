@@ -7,7 +7,7 @@ from fakequant.observers._observer import InKernel, _Running
 
 
 @dataclasses.dataclass(frozen=True)
-class Memoryless(_Running):
+class Dynamic(_Running):
     """The smallest and largest value of the tensor at hand, and of no other.
 
         lo = min(x)        hi = max(x)
@@ -23,7 +23,7 @@ class Memoryless(_Running):
 
     >>> import torch
     >>> from fakequant import QuantSpec
-    >>> observer, spec = Memoryless(), QuantSpec()
+    >>> observer, spec = Dynamic(), QuantSpec()
     >>> state = observer.init(())
     >>> for x in ([-8.0, 8.0], [-1.0, 2.0]):
     ...     nonfinite = observer.update(state, torch.tensor(x), spec)
@@ -35,4 +35,4 @@ class Memoryless(_Running):
 
     @property
     def _in_kernel(self) -> InKernel:
-        return InKernel("latest")
+        return InKernel("dynamic")
