@@ -226,9 +226,9 @@ def observe_fake_quantize(
 ) -> ObservedFakeQuantize[Array]:
     """Updates a running range with `x`, chooses scale and zero point from it, and fake-quantizes.
 
-        "moving_average"   running += averaging_constant * (observed - running)        (infinite: takes the first value)
-        "min_max"    running = the extremes of running and observed
-        "dynamic"    running = observed                                          (nothing finite: 0 to 0)
+        "moving_average"   running += averaging_constant * (observed - running)    (from infinite: the first range)
+        "min_max"          running = the extremes of running and observed
+        "dynamic"          running = observed                                       (nothing finite: 0 to 0)
 
     `running_min` and `running_max` are float32 arrays of the shape of the scales (`(1,)` or `()` per
     tensor) and are updated in place; start them at +inf and -inf. Values that are not finite are

@@ -256,7 +256,7 @@ def test_what_moves_elements_keeps_the_grid(move):
 def test_what_moves_elements_moves_the_sums(move):
     scale = torch.tensor([0.1, 0.2, 0.3]).reshape(-1, 1, 1)
     sums = torch.randint(-1000, 1000, (2, 3, 4, 4)).float()
-    x = values.known(sums * scale, values.Accumulated(sums, scale))
+    x = values.track(sums * scale, values.Accumulated(sums, scale))
     rule, out = arithmetic.ARITHMETICS["reference"], grid(0.7, 100)
     moved = move(x)
     assert torch.equal(moved.origin.codes(rule, out), values.quantized(values.plain(moved), out))
@@ -308,7 +308,7 @@ def test_arguments_may_have_names():
 
 def test_sums_that_a_relu_changes_in_place_are_rectified():
     sums = torch.randint(-100, 100, (4, 6)).float()
-    x = values.known(sums * 0.5, values.Accumulated(sums, torch.tensor(0.5)))
+    x = values.track(sums * 0.5, values.Accumulated(sums, torch.tensor(0.5)))
     nn.ReLU(inplace=True)(x)
     out = grid(0.7, 100)
     assert torch.equal(x.origin.codes(arithmetic.ARITHMETICS["reference"], out), values.quantized(values.plain(x), out))
