@@ -1,4 +1,4 @@
-"""What a folder of an array library offers: the type of what `backend_of` returns. Only for type checkers."""
+"""The type of a backend, for type checkers."""
 
 from typing import Any, Protocol
 
@@ -6,14 +6,14 @@ from fakequant._backends.kernel_types import Gradient, MaskForm, Update
 from fakequant._backends.results import Array, LearnedGradients, ObservedFakeQuantize, OutputAndMask, QParams, Range
 from fakequant.spec import QuantSpec
 
-# Numbers, or arrays of either library: the folder checks them.
+# A number, a list, or an array of either library. The backend checks it.
 Numbers = Any
 # The libraries' dtypes have no type in common.
 DType = Any
 
 
 class Backend(Protocol[Array]):
-    """The functions of a folder. `fakequant.functional`, `qparams` and `torch_names` document them."""
+    """The functions of a backend. `fakequant.functional`, `qparams` and `torch_names` document them."""
 
     # --- fakequant.functional and fakequant.qparams ---
 

@@ -17,7 +17,7 @@ from fakequant.spec import QuantSpec
 
 
 def as_data(x: Any, name: str = "x") -> np.ndarray:
-    """`x` as an array of floats; other data is refused."""
+    """Returns `x` as an array. Raises TypeError if its dtype has no kernel."""
     return as_float_array(x, name)[0]
 
 
@@ -40,7 +40,7 @@ def fake_quantize(
     bits, kind = _empty_mask(mask, x.shape)
     x = np.asarray(x, order="C")
     if spec.axis is None and isinstance(scale, float) and type(zero_point) is int:
-        # Two numbers need no arrays: this is most of the cost of a call on a few elements.
+        # Making arrays of the two numbers would be most of the cost of a call on a few elements.
         check_numbers(scale, zero_point, dtype, spec)
         y = np.empty(x.shape, x.dtype)
         _native.fake_quantize_scalar(
@@ -103,7 +103,7 @@ def fake_quantize_learned_backward(
         dy, x, dx, dtype, dtype, grid.shape, grid.numerics, grid.scale, grid.scale_is_f64, grid.zero_point,
         grid.zero_kind, grid.qmin, grid.qmax, float(grad_factor), sums[0], sums[1],
     )  # fmt: skip
-    with np.errstate(over="ignore"):  # a sum beyond float32 is infinite
+    with np.errstate(over="ignore"):  # a sum beyond float32 becomes infinite
         dscale, dzero_point = sums.reshape(2, *grid.parameters).astype(scale_dtype(dtype, spec))
     return LearnedGradients(dx, np.asarray(dscale), np.asarray(dzero_point))
 

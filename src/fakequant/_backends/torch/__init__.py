@@ -1,13 +1,13 @@
-"""The functions of fakequant on torch tensors, differentiable, as real torch operators.
+"""The functions of fakequant on torch tensors, differentiable.
 
-Importing this makes the operators `torch.ops.fakequant`.
+Importing this package registers the operators `torch.ops.fakequant`.
 """
 
 import torch
 
 from fakequant._torch_releases import check_release
 
-check_release(torch.__version__)  # before anything asks torch for names that an old release does not have
+check_release(torch.__version__)  # before the imports below, which fail with old releases
 
 from fakequant._backends.torch import operators as operators  # noqa: E402
 from fakequant._backends.torch.tensor_functions import (  # noqa: E402

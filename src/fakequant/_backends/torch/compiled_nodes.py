@@ -1,6 +1,7 @@
-"""The functions and autograd nodes that are compiled for this release of torch, if any (csrc/torch/autograd.cc).
+"""The functions and autograd nodes compiled for this release of torch, if there are any (csrc/torch/autograd.cc).
 
-The compiled functions return None for arguments they do not handle; Python then handles them or says what is wrong.
+The compiled functions return None for arguments they do not handle. The Python code then handles them or raises an
+error.
 """
 
 import importlib
@@ -25,16 +26,16 @@ _HOW = (
 
 
 def _load() -> Any:
-    if os.environ.get("FAKEQUANT_PYTHON_NODES") == "1":  # to test without compiled ones, or to hear nothing of them
+    if os.environ.get("FAKEQUANT_PYTHON_NODES") == "1":  # for tests, and to silence the warning below
         return None
     version = torch.__version__.split("+")[0]
     try:
         module = importlib.import_module(f"fakequant._autograd_{version.replace('.', '_')}")
     except ModuleNotFoundError:
-        _say(_why_missing(version))
+        _warn(_why_missing(version))
         return None
     except ImportError as error:  # compiled for another build of the same release
-        _say(f"those compiled for torch {version} cannot be loaded: {error}. {_HOW}")
+        _warn(f"those compiled for torch {version} cannot be loaded: {error}. {_HOW}")
         return None
     module.use_kernels(_native.kernel_api())
     return module
@@ -47,8 +48,8 @@ def _why_missing(version: str) -> str:
     return f"this installation has none compiled for torch {version}. {_HOW}"
 
 
-def _say(why: str) -> None:
-    """Warns, once per process, where compiled nodes could be had: not on Windows, where they are not built yet."""
+def _warn(why: str) -> None:
+    """Warns that there are no compiled nodes, once per process. Not on Windows, where they are not built yet."""
     if sys.platform == "win32":
         return
     warnings.warn(
@@ -59,28 +60,32 @@ def _say(why: str) -> None:
     )
 
 
-# None: the functions and nodes written in Python are used, which give the same results and take longer to call.
+# None if there is no compiled module. The functions and nodes in Python then give the same results, more slowly.
 compiled: Any = _load()
 
 
-# --- functions with torch's names -----------------------------------------------------------------
+# --- functions ------------------------------------------------------------------------------------
 #
-# The callers have checked that the numbers are ints that fit int64, and floats.
+# Callers have to check that integer arguments fit int64 and that factors are floats.
 
 
 @lru_cache(maxsize=1024)
 def _codes_of(spec: QuantSpec) -> tuple[int, int, int, int, int]:
-    """qmin, qmax, the kernels' number of the rounding rule, and the lowest and highest zero point of a spec."""
+    """Returns qmin, qmax, the kernels' number of the numerics, and the lowest and highest zero point of a spec."""
     qmin, qmax = spec.qmin, spec.qmax
     numerics = NUMERICS[NUMERICS_NAMES[spec.numerics, spec.axis is None]]
     return qmin, qmax, numerics, *((0, 0) if spec.symmetric else (qmin, qmax))
 
 
 def fake_quantize(x: Any, scale: Any, zero_point: Any, spec: QuantSpec, clipped: bool) -> Tensor | None:
-    """`fakequant.fake_quantize` on ordinary arguments; None for all others.
+    """Runs `fakequant.fake_quantize`, or returns None for arguments that the compiled function does not handle.
 
-    x, scale, zero_point, spec    as in `fakequant.fake_quantize`
-    clipped                       whether the gradient is 0 outside the range
+    Args:
+        x: The data.
+        scale: As in `fakequant.fake_quantize`.
+        zero_point: As in `fakequant.fake_quantize`.
+        spec: As in `fakequant.fake_quantize`.
+        clipped: Whether the gradient is 0 outside the range.
     """
     if compiled is None or torch.compiler.is_compiling() or not isinstance(x, Tensor):
         return None
@@ -97,7 +102,16 @@ def fake_quantize(x: Any, scale: Any, zero_point: Any, spec: QuantSpec, clipped:
 def fake_quantize_affine(
     x: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int, *, axis: int | None = None
 ) -> Tensor | None:
-    """torch's `fake_quantize_per_tensor_affine`, or per channel on `axis`, on ordinary arguments; else None."""
+    """Runs torch's per-tensor fake-quantize, or per channel on `axis`. Returns None for arguments it does not handle.
+
+    Args:
+        x: The data.
+        scale: A number or tensor.
+        zero_point: A number or tensor.
+        quant_min: The lowest code.
+        quant_max: The highest code.
+        axis: The axis of the channels, or None for one scale per tensor.
+    """
     if compiled is None or torch.compiler.is_compiling():
         return None
     numerics = _kernels.TORCH_TENSOR if axis is None else _kernels.TORCH_CHANNEL
@@ -117,7 +131,19 @@ def fake_quantize_learnable_affine(
     *,
     axis: int | None = None,
 ) -> Tensor | None:
-    """torch's learnable fake-quantize per tensor, or per channel on `axis`, on ordinary arguments; else None."""
+    """Runs torch's learnable fake-quantize per tensor, or per channel on `axis`.
+
+    Returns None for arguments that the compiled function does not handle.
+
+    Args:
+        x: The data.
+        scale: A tensor.
+        zero_point: A tensor.
+        quant_min: The lowest code.
+        quant_max: The highest code.
+        grad_factor: Multiplies the gradients of scale and zero point.
+        axis: The axis of the channels, or None for one scale per tensor.
+    """
     if compiled is None or torch.compiler.is_compiling():
         return None
     name = "torch_tensor" if axis is None else "torch_channel"

@@ -1,11 +1,11 @@
 """The derivatives: straight-through, clipped or not, and with learned scale and zero point.
 
-    clipped        dx = dy inside the range, else 0       saves 1 bit per element
-    pass-through   dx = dy                                saves nothing
-    learned        dx, dscale, dzero_point                saves x, scale, zero_point
+    clipped        dx = dy inside the range, otherwise 0      saves 1 bit per element
+    pass-through   dx = dy                                    saves nothing
+    learned        dx, dscale, dzero_point                    saves x, scale, zero_point
 
-Each also has a forward-mode derivative and can be differentiated again. Second derivatives take
-rounding as straight-through once more, so the rounding error `(q - z) - x / scale` is a constant.
+Each also has a forward-mode derivative and can be differentiated twice. Second derivatives apply the straight-through
+estimator again, so the rounding error `(q - z) - x / scale` is a constant in them.
 """
 
 from typing import Any, TypeAlias
@@ -23,24 +23,24 @@ from fakequant._backends.torch.tensor_kernels import Grid, Observed, Order, orde
 from fakequant._backends.torch.torch_annotations import unpack_dual
 from fakequant._backends.torch.torch_private import SingleLevelFunction, is_forward_mode, unwrap_dead_wrappers
 
-# As dx, dscale and dzero_point are.
+# Usually dx, dscale and dzero_point.
 ThreeTensors: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 def multiplies(numerics: str) -> bool:
-    """Whether the gradient is `dy * mask` as in torch, not a choice between `dy` and 0."""
+    """Returns True if the gradient is `dy * mask`, as in torch, rather than `where(mask, dy, 0)`."""
     return not is_own(numerics)
 
 
 def is_differentiating(*tensors: Any) -> bool:
-    """Whether a derivative of a function of these tensors may be asked for."""
+    """Returns True if autograd may need the derivative of a function of these tensors."""
     if is_forward_mode():
         return True
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def has_derivative(parameter: Any) -> bool:
-    """Whether a derivative with respect to a scale or zero point may be asked for."""
+    """Returns True if autograd may need the derivative with respect to a scale or zero point."""
     if not isinstance(parameter, Tensor):
         return False
     if torch.is_grad_enabled() and parameter.requires_grad:
@@ -49,7 +49,7 @@ def has_derivative(parameter: Any) -> bool:
 
 
 def refuse_gradient(function: str, **parameters: Any) -> None:
-    """Refuses scales and zero points whose derivative may be asked for, in a function that has none for them."""
+    """Raises RuntimeError if a scale or zero point needs a derivative that the function does not have."""
     for name, value in parameters.items():
         if has_derivative(value):
             raise RuntimeError(
@@ -65,14 +65,14 @@ def _keep(ctx: Any, *tensors: Tensor | None) -> None:
 
 
 def _kept(ctx: Any) -> tuple[Tensor, ...]:
-    """The saved tensors, unwrapped from functorch levels that have ended (`torch.func.vjp`)."""
+    """Returns the saved tensors, unwrapped from functorch levels that have ended (`torch.func.vjp`)."""
     return unwrap_dead_wrappers(ctx.saved_tensors)
 
 
-# --- on ordinary memory ---------------------------------------------------------------------------
+# --- on plain memory ------------------------------------------------------------------------------
 #
-# These are called where `is_eager(x)`. With compiled nodes the forward runs first and its result is
-# then declared to depend on x; without, or for a forward-mode derivative, the classes below do it.
+# Callers have checked `is_eager(x)`. With compiled nodes, the forward runs first and a node is then attached to its
+# result. Without them, or for forward-mode derivatives, the classes below are used.
 
 
 def _has_nodes() -> bool:
@@ -80,7 +80,7 @@ def _has_nodes() -> bool:
 
 
 def clipped(x: Tensor, grid: Grid) -> Tensor:
-    """y, with a clipped gradient if one may be asked for."""
+    """Returns y, whose gradient is clipped."""
     if not is_differentiating(x):
         return tensor_kernels.fake_quantize(x, grid, _kernels.MASK_NONE)[0]
     if not _has_nodes():
@@ -92,7 +92,7 @@ def clipped(x: Tensor, grid: Grid) -> Tensor:
 
 
 def clipped_and_mask(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor]:
-    """The same, and the mask: packed, or bytes like y."""
+    """Returns y, whose gradient is clipped, and the mask: packed, or bytes like y."""
     if is_differentiating(x) and not _has_nodes():
         in_python: tuple[Tensor, Tensor] = ClippedAndMask.apply(x, grid, mask_kind, DIRECT)
         return in_python
@@ -104,7 +104,7 @@ def clipped_and_mask(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Ten
 
 
 def pass_through(x: Tensor, grid: Grid) -> Tensor:
-    """y, with the gradient passed through."""
+    """Returns y, whose gradient is passed through."""
     if is_differentiating(x) and not _has_nodes():
         in_python: Tensor = PassThrough.apply(x, grid, DIRECT)
         return in_python
@@ -115,7 +115,10 @@ def pass_through(x: Tensor, grid: Grid) -> Tensor:
 
 
 def learned(x: Tensor, scale: Any, zero_point: Any, *rest: Any) -> Tensor:
-    """y, differentiable in x, scale and zero point. `rest`: qmin, qmax, numerics, grad_factor."""
+    """Returns y, differentiable with respect to x, scale and zero point.
+
+    `rest` is qmin, qmax, numerics, grad_factor.
+    """
     if is_differentiating(x, scale, zero_point):
         y: Tensor = Learned.apply(x, scale, zero_point, *rest, DIRECT)
         return y
@@ -123,7 +126,7 @@ def learned(x: Tensor, scale: Any, zero_point: Any, *rest: Any) -> Tensor:
 
 
 def observe(x: Tensor, running_min: Tensor, running_max: Tensor, rest: ObserverOptions) -> Observed:
-    """The observing operator. `rest` is everything after the running range in its schema."""
+    """Runs `observe_fake_quantize`. `rest` is everything after the running range in the operator's schema."""
     if is_differentiating(x) and not _has_nodes():
         return Observed(*ObservedAndQuantized.apply(x, running_min, running_max, rest, DIRECT))
     result = DIRECT.observe_fake_quantize(x.detach(), running_min, running_max, rest)
@@ -136,7 +139,7 @@ def observe(x: Tensor, running_min: Tensor, running_max: Tensor, rest: ObserverO
 
 
 def fused(x: Tensor, call: Any, mask_kind: int) -> tuple[Tensor, Tensor]:
-    """torch's fused observer and fake-quantize; `call` is an `aten_kernels.Fused`."""
+    """Runs torch's fused observer. `call` is an `aten_kernels.Fused`."""
     if is_differentiating(x) and not _has_nodes():
         in_python: tuple[Tensor, Tensor] = Fused.apply(x, call, mask_kind)
         return in_python
@@ -151,7 +154,7 @@ def fused(x: Tensor, call: Any, mask_kind: int) -> tuple[Tensor, Tensor]:
 
 
 class Clipped(SingleLevelFunction):
-    """y and, kept for later, one bit per element."""
+    """y, whose gradient is clipped. Saves one bit per element."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, grid: Grid, route: Route) -> Tensor:
@@ -170,13 +173,13 @@ class Clipped(SingleLevelFunction):
 
     @staticmethod
     def jvp(ctx: Any, x_t: Tensor, *_: None) -> Tensor:
-        """The tangent goes the way of the gradient."""
+        """The tangent is treated like the gradient."""
         (mask,) = _kept(ctx)
         return masked(x_t, mask, ctx.order, ctx.multiply)
 
 
 class ClippedAndMask(Clipped):
-    """The same with the mask as a second result: packed, or bytes like y."""
+    """`Clipped` with the mask as a second result: packed, or bytes like y."""
 
     @staticmethod
     def forward(  # type: ignore[override]  # one more argument and result than its base
@@ -202,12 +205,12 @@ class ClippedAndMask(Clipped):
     def jvp(  # type: ignore[override]  # a tangent for each result
         ctx: Any, x_t: Tensor, *_: None
     ) -> tuple[Tensor, None]:
-        """The tangent goes the way of the gradient; the mask has none."""
+        """The tangent is treated like the gradient. The mask has no tangent."""
         return Clipped.jvp(ctx, x_t), None
 
 
 class ObservedAndQuantized(SingleLevelFunction):
-    """The observing operator: its results, of which only y is differentiable."""
+    """The results of `observe_fake_quantize`, of which only y is differentiable."""
 
     @staticmethod
     def forward(
@@ -225,7 +228,7 @@ class ObservedAndQuantized(SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Clipped or passed through; the range is a constant."""
+        """dx is dy, clipped or passed through. The observed range is a constant."""
         if ctx.clipped:
             (mask,) = _kept(ctx)
             dy = masked(dy, mask, ctx.order, ctx.multiply)
@@ -233,7 +236,7 @@ class ObservedAndQuantized(SingleLevelFunction):
 
     @staticmethod
     def jvp(ctx: Any, x_t: Tensor, *_: None) -> tuple[Tensor, None, None, None, None]:
-        """The tangent goes the way of the gradient."""
+        """The tangent is treated like the gradient."""
         if ctx.clipped:
             (mask,) = _kept(ctx)
             return masked(x_t, mask, ctx.order, ctx.multiply), None, None, None, None
@@ -241,7 +244,7 @@ class ObservedAndQuantized(SingleLevelFunction):
 
 
 class Fused(Clipped):
-    """torch's fused observer and fake-quantize: y and its mask."""
+    """y and its mask from torch's fused observer."""
 
     @staticmethod
     def forward(  # type: ignore[override]  # other arguments than its base, and one more result
@@ -266,12 +269,12 @@ class Fused(Clipped):
     def jvp(  # type: ignore[override]  # a tangent for each result
         ctx: Any, x_t: Tensor, *_: None
     ) -> tuple[Tensor, None]:
-        """The tangent goes the way of the gradient; the mask has none."""
+        """The tangent is treated like the gradient. The mask has no tangent."""
         return Clipped.jvp(ctx, x_t), None
 
 
 class PassThrough(SingleLevelFunction):
-    """y; nothing is kept."""
+    """y, whose gradient is passed through. Saves nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, grid: Grid, route: Route) -> Tensor:
@@ -290,7 +293,14 @@ class PassThrough(SingleLevelFunction):
 
 
 def masked(dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> Tensor:
-    """`dy` where the mask is set, differentiably."""
+    """Returns `dy` where the mask is set, otherwise 0, differentiable with respect to `dy`.
+
+    Args:
+        dy: The gradient.
+        mask: A packed mask, or a bool mask like `dy`.
+        order: The order of axes in which a packed mask has its bits, or None for C order.
+        multiply: Whether to compute `dy * mask` instead, as torch does.
+    """
     if not is_eager(dy):
         dispatched: Tensor = operator_calls.ops.mask_backward(dy, mask, order, multiply)
         return dispatched
@@ -301,7 +311,7 @@ def masked(dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> Tensor:
 
 
 class Masked(SingleLevelFunction):
-    """The gradient of `Clipped` is linear in dy, and so its own derivative."""
+    """The gradient of `Clipped`. It is linear in dy and therefore its own derivative."""
 
     @staticmethod
     def forward(ctx: Any, dy: Tensor, mask: Tensor, order: Order, multiply: bool, route: Route) -> Tensor:
@@ -327,11 +337,11 @@ class Masked(SingleLevelFunction):
 
 
 class Learned(SingleLevelFunction):
-    """y, differentiable in x, scale and zero point."""
+    """y, differentiable with respect to x, scale and zero point."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any) -> Tensor:
-        """`rest`: qmin, qmax, numerics, grad_factor, and `DIRECT` or `DISPATCHED`."""
+        """`rest` is qmin, qmax, numerics, grad_factor, and `DIRECT` or `DISPATCHED`."""
         _keep(ctx, x, scale, zero_point)
         route: Route
         *ctx.rest, route = rest
@@ -346,7 +356,7 @@ class Learned(SingleLevelFunction):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        """x' inside + scale' dy/dscale + zero_point' dy/dzero_point; grad_factor is for gradients only."""
+        """x' inside + scale' dy/dscale + zero_point' dy/dzero_point, without grad_factor."""
         x, scale, zero_point = _kept(ctx)
         qmin, qmax, numerics, _ = ctx.rest
         terms = formula.learned_terms(x, backward_grid(scale, zero_point, qmin, qmax, numerics))
@@ -354,7 +364,7 @@ class Learned(SingleLevelFunction):
 
 
 def _combine(values: tuple[Tensor | None, ...], terms: tuple[Tensor, ...], x: Tensor) -> Tensor:
-    """`v0 * terms[0] + spread(v1) * terms[1] + spread(v2) * terms[2]`, leaving out what is None."""
+    """Returns `v0 * terms[0] + spread(v1) * terms[1] + spread(v2) * terms[2]`, without the values that are None."""
     total = torch.zeros(x.shape, dtype=terms[1].dtype, device=x.device)
     for i, (value, term) in enumerate(zip(values, terms, strict=True)):
         if value is not None:
@@ -364,7 +374,10 @@ def _combine(values: tuple[Tensor | None, ...], terms: tuple[Tensor, ...], x: Te
 
 
 def learned_gradients(dy: Tensor, x: Tensor, scale: Any, zero_point: Any, *rest: Any) -> ThreeTensors:
-    """dx, dscale and dzero_point, differentiably. `rest`: qmin, qmax, numerics, grad_factor."""
+    """Returns dx, dscale and dzero_point, which can be differentiated again.
+
+    `rest` is qmin, qmax, numerics, grad_factor.
+    """
     if not is_eager(dy) or not is_eager(x):
         dispatched: ThreeTensors = operator_calls.ops.learned_backward(dy, x, scale, zero_point, *rest)
         return dispatched
@@ -375,7 +388,7 @@ def learned_gradients(dy: Tensor, x: Tensor, scale: Any, zero_point: Any, *rest:
 
 
 class LearnedGradient(SingleLevelFunction):
-    """The gradients of `Learned`, which can be differentiated in dy, scale and zero point."""
+    """The gradients of `Learned`, differentiable with respect to dy, scale and zero point."""
 
     @staticmethod
     def forward(ctx: Any, dy: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any) -> ThreeTensors:
@@ -387,7 +400,7 @@ class LearnedGradient(SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, g_dx: Tensor, g_dscale: Tensor, g_dzero: Tensor) -> tuple[Tensor | None, ...]:
-        """dscale and dzero_point meet outside the range: dscale = dy * (bound - z), dzero_point = -dy * scale."""
+        """Outside the range dscale = dy * (bound - z) depends on z, and dzero_point = -dy * scale on the scale."""
         dy, x, scale, zero_point = _kept(ctx)
         qmin, qmax, numerics, grad_factor = ctx.rest
         factor = learned_factor(grad_factor, x, qmax)
@@ -402,7 +415,7 @@ class LearnedGradient(SingleLevelFunction):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> ThreeTensors:
-        """Only the tangent of dy is followed; the others are second derivatives in forward mode."""
+        """Supports only a tangent of dy. The others would be second derivatives in forward mode."""
         _, x, scale, zero_point = _kept(ctx)
         if any(t is not None for t in tangents[1:4]):
             raise NotImplementedError(

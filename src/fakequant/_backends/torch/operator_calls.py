@@ -1,4 +1,7 @@
-"""The functions of `kernels`, through torch's dispatcher: for tensors that are fake, batched, traced or elsewhere."""
+"""The functions of `tensor_kernels`, called through torch's dispatcher.
+
+For tensors that are fake, batched, traced or on another device.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,26 +17,26 @@ from fakequant._backends.torch.torch_private import BelowAutograd, set_forward_m
 
 ops = torch.ops.fakequant
 
-# What follows the running range in the schema of `observe_fake_quantize`: qmin, qmax, numerics, symmetric, update,
-# averaging_constant, eps, clipped.
+# The arguments after the running range in the schema of `observe_fake_quantize`: qmin, qmax, numerics, symmetric,
+# update, averaging_constant, eps, clipped.
 ObserverOptions: TypeAlias = tuple[int, int, str, bool, Update, float, float, bool]
 
 
 def below_autograd(operator: Any, *args: Any) -> Any:
-    """The operator without its derivative."""
+    """Calls the operator's kernel, past its autograd rule."""
     with BelowAutograd():
         return operator(*args)
 
 
 @contextmanager
 def _one_level_down() -> Iterator[None]:
-    """Inside an autograd function derivatives are off. Under nested transforms the outer ones still need them."""
+    """Switches derivatives on again inside an autograd function, where outer levels of nested transforms need them."""
     with torch.enable_grad(), set_forward_mode_enabled(True), BelowAutograd():
         yield
 
 
 def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor | None]:
-    """The forward, with a mask if one is asked for."""
+    """Returns the fake-quantized values, and a mask unless `mask_kind` is MASK_NONE."""
     with _one_level_down():
         if mask_kind == _kernels.MASK_NONE:
             return ops.fake_quantize(x, *grid, False), None
@@ -42,27 +45,27 @@ def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor
 
 
 def mask_backward(dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> Tensor:
-    """`dy` where the mask is set."""
+    """Returns `dy` where the mask is set, otherwise 0. See `gradients.masked`."""
     with _one_level_down():
         dx: Tensor = ops.mask_backward(dy, mask, order, multiply)
         return dx
 
 
 def fake_quantize_learned(x: Tensor, *grid_and_factor: Any) -> Tensor:
-    """The forward with learned scale and zero point."""
+    """Returns the fake-quantized values with learned scale and zero point."""
     with _one_level_down():
         y: Tensor = ops.fake_quantize_learned(x, *grid_and_factor)
         return y
 
 
 def learned_backward(dy: Tensor, x: Tensor, *grid_and_factor: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dscale and dzero_point."""
+    """Returns dx, dscale and dzero_point."""
     with _one_level_down():
         found: tuple[Tensor, Tensor, Tensor] = ops.learned_backward(dy, x, *grid_and_factor)
         return found
 
 
 def observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, rest: ObserverOptions) -> Observed:
-    """`rest` is everything after the running range in the operator's schema."""
+    """Runs the operator. `rest` is everything after the running range in its schema."""
     with _one_level_down():
         return Observed(*ops.observe_fake_quantize(x, running_min, running_max, *rest))

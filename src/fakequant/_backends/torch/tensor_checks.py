@@ -1,4 +1,4 @@
-"""Which tensors the functions accept, and scales and zero points in the form the operators take."""
+"""Checks of tensor arguments, and the conversion of scales and zero points to the form that the operators take."""
 
 from numbers import Integral, Real
 from typing import Any
@@ -19,7 +19,7 @@ __all__ = ["block_shape", "check_data", "check_device", "kernel_numerics", "make
 
 
 def check_data(x: Any, name: str = "x") -> None:
-    """Refuses everything but a strided tensor of floats."""
+    """Raises TypeError or NotImplementedError unless `x` is a strided tensor of a dtype that has a kernel."""
     if not isinstance(x, Tensor):
         raise TypeError(f"`{name}` must be a tensor, like the other arguments, got {type(x).__name__}.")
     if x.dtype in KERNEL_DTYPES and x.layout == torch.strided and not x.is_nested:
@@ -39,7 +39,7 @@ def check_data(x: Any, name: str = "x") -> None:
 
 
 def check_device(x: Tensor, name: str, value: Tensor) -> None:
-    """Everything on the device of `x`; numbers on the CPU with one element are not moved silently either."""
+    """Raises RuntimeError if `value` is not on the device of `x`. Not even one-element tensors are moved silently."""
     if value.device != x.device:
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but `x` is on {x.device} and `{name}` on {value.device}.\n"
@@ -48,7 +48,7 @@ def check_device(x: Tensor, name: str, value: Tensor) -> None:
 
 
 def block_shape(shape: tuple[int, ...], spec: QuantSpec) -> tuple[int, ...]:
-    """The shape of a scale that broadcasts by blocks: () per tensor, (1, C, 1, 1) per channel."""
+    """Returns the shape of a scale with the axes of the data: () per tensor, (1, C, 1, 1) per channel."""
     blocks = blocks_of(shape, spec).parameters
     if spec.axis is None or spec.group_size is not None:
         return blocks
@@ -57,12 +57,14 @@ def block_shape(shape: tuple[int, ...], spec: QuantSpec) -> tuple[int, ...]:
 
 
 def make_grid(x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, learned: bool = False) -> Grid:
-    """Checks scale and zero point and returns them as tensors with one entry per block, on the device of `x`.
+    """Checks scale and zero point, and returns them as tensors with one entry per block, on the device of `x`.
 
     Args:
-        scale, zero_point: Numbers, arrays or tensors.
-        spec: Which blocks there are.
-        learned: Whether the zero point may have a fraction.
+        x: The data.
+        scale: A number, array or tensor.
+        zero_point: A number, array or tensor.
+        spec: The spec that defines the range and the blocks.
+        learned: Whether the zero point may be a float tensor.
     """
     numerics = kernel_numerics(spec)
     scales = _scales(scale, x, spec, scale_dtype(x.dtype, numerics))
@@ -73,7 +75,7 @@ def make_grid(x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, learne
 
 
 def _integers(zero_point: Any) -> Any:
-    """A learned zero point is rounded and clamped wherever it is used."""
+    """Returns integer zero points, or None for learned ones: those are clamped to the range before use."""
     return None if zero_point is not None and zero_point.is_floating_point() else zero_point
 
 

@@ -1,7 +1,7 @@
-"""The library's own functions on tensors. `fakequant.functional` and `fakequant.qparams` come here.
+"""The library's own functions on tensors. `fakequant.functional` and `fakequant.qparams` document them.
 
-A tensor that is ordinary CPU memory goes straight to the kernels. Everything else (another device, a
-fake tensor, a transform, a compiler) goes through `torch.ops.fakequant`, with the same results.
+A tensor that is plain CPU memory goes directly to the kernels. Other tensors (on another device, fake, or under a
+transform or compiler) go through `torch.ops.fakequant`, with the same results.
 """
 
 from math import prod
@@ -35,7 +35,7 @@ from fakequant.spec import QuantSpec
 def _compiled_fake_quantize_learned(
     x: Any, scale: Any, zero_point: Any, spec: QuantSpec, grad_factor: float | None
 ) -> Tensor | None:
-    """`fake_quantize_learned` on ordinary arguments; None for all others."""
+    """Runs `fake_quantize_learned`, or returns None for arguments that the compiled function does not handle."""
     if compiled_nodes.compiled is None or torch.compiler.is_compiling() or not isinstance(x, Tensor):
         return None
     if type(zero_point) is int and zero_point == 0 and spec.qmin <= 0:
@@ -54,7 +54,7 @@ def _compiled_fake_quantize_learned(
 
 
 def as_data(x: Any, name: str = "x") -> Tensor:
-    """`x`, if it is a strided tensor of floats; other data is refused."""
+    """Returns `x`. Raises TypeError or NotImplementedError unless it is a strided tensor of floats."""
     check_data(x, name)
     data: Tensor = x
     return data
@@ -98,12 +98,12 @@ def _with_mask(x: Tensor, grid: Grid, kind: int, direct: bool) -> tuple[Tensor, 
     else:
         y, bits = ops.fake_quantize_masked(x, *grid, kind == _kernels.MASK_PACKED)
         if kind == _kernels.MASK_PACKED and bits.dtype == torch.bool:
-            return y, formula.pack_bits(bits, None)  # under vmap, where examples do not end at whole bytes
+            return y, formula.pack_bits(bits, None)  # vmap returns bools if an example does not fill whole bytes
     return y, _in_c_order(bits, x)
 
 
 def _observed_mask(bits: Tensor, x: Tensor, kind: int) -> Tensor | None:
-    """The mask in the form that was asked for; an operator that keeps none returns an empty one."""
+    """Returns the packed mask `bits` in the form `kind`, or None if no mask was requested."""
     if kind == _kernels.MASK_NONE:
         return None
     return (
@@ -114,7 +114,7 @@ def _observed_mask(bits: Tensor, x: Tensor, kind: int) -> Tensor | None:
 
 
 def _in_c_order(mask: Tensor, x: Tensor) -> Tensor:
-    """A packed mask of `x`, whose bits are in the order of its memory, with the order of its indices."""
+    """Returns a mask of `x` with packed bits in C order instead of the order of the memory of `x`."""
     order = tensor_kernels.order_of(x)
     if mask.dtype == torch.bool or order is None:
         return mask
@@ -234,7 +234,7 @@ def min_max(x: Tensor, spec: QuantSpec | None = None) -> Range[Tensor]:
     x = x.detach()
     blocks = block_shape(tuple(x.shape), spec)
     if is_tracing():
-        blocks = tuple(int(n) for n in blocks)  # sizes are tensors there
+        blocks = tuple(int(n) for n in blocks)  # torch.jit.trace has tensors for sizes
     lo, hi, counts = tensor_kernels.min_max(x, blocks) if is_direct(x) else ops.min_max(x, blocks)
     shape = blocks_of(tuple(x.shape), spec).parameters
     return Range(*(v.reshape(shape) for v in (lo, hi, *counts)))

@@ -1,8 +1,7 @@
-"""Functions with torch's names on tensors: torch's bits and errors, our kernels, one bit saved per element.
+"""The functions with torch's names on tensors: torch's bits and errors, with one bit saved per element.
 
-On the CPU a call that torch would accept runs on the kernels. Everything else is handed to torch's own
-operator: another device, because that is where its kernels are, and arguments that it refuses,
-because then the error is torch's.
+On the CPU, calls that torch would accept run on fakequant's kernels. All other calls go to torch's own operators: on
+other devices because the kernels for them are torch's, and with wrong arguments because the errors are torch's.
 """
 
 from typing import Any, NoReturn
@@ -22,15 +21,15 @@ from fakequant._backends.torch.torch_private import is_forward_mode
 
 
 def _is_direct(x: object) -> bool:
-    """Whether the kernels can be called on `x`."""
+    """Returns True if the kernels can be called on `x`."""
     return isinstance(x, Tensor) and x.dtype in KERNEL_DTYPES and is_direct(x)
 
 
 def _is_here(x: object) -> bool:
-    """Whether `x` is a strided CPU or meta tensor. Under a compiler or transform `torch.ops.fakequant` takes it.
+    """Returns True if `x` is a strided CPU or meta tensor of a dtype that has a kernel.
 
-    torch's own operators have no rules for transforms. Sparse, MKL-DNN and nested tensors are left to torch, whose
-    error says which operations they lack.
+    Under a compiler or transform such tensors go to `torch.ops.fakequant`, because torch's operators have no rules for
+    transforms. Sparse, MKL-DNN and nested tensors go to torch, which raises its own errors.
     """
     if not isinstance(x, Tensor) or x.dtype not in KERNEL_DTYPES or x.device.type not in ("cpu", "meta"):
         return False
@@ -38,12 +37,12 @@ def _is_here(x: object) -> bool:
 
 
 def _are_ints(*values: object) -> bool:
-    """Whether all values are ints that fit int64. Bools are not: torch refuses them."""
+    """Returns True if all values are ints that fit int64. Bools do not count: torch rejects them."""
     return all(type(v) is int and -(2**63) <= v < 2**63 for v in values)
 
 
 def _is_number(value: object) -> bool:
-    """Whether `value` is a number that fits a double."""
+    """Returns True if `value` is a float, or an int that fits int64."""
     return type(value) is float or (isinstance(value, (int, float)) and -(2**63) <= value < 2**63)
 
 
@@ -74,7 +73,7 @@ def fake_quantize_per_tensor_affine(input: Any, scale: Any, zero_point: Any, qua
 
 
 def _tensor_grid(x: Tensor, scale: Any, zero_point: Any, qmin: Any, qmax: Any) -> Grid | None:
-    """The grid with tensors in place of numbers: what an operator takes."""
+    """Returns the grid with tensors instead of numbers, as operators take it, or None if torch would reject it."""
     if isinstance(scale, Tensor) and isinstance(zero_point, Tensor):
         if scale.numel() != 1 or zero_point.numel() != 1 or _learns(scale, zero_point):
             return None
@@ -216,9 +215,9 @@ def fake_quantize_learnable_per_channel_affine(
 
 
 def _has_a_sum(x: Any, scale: Any, zero_point: Any, qmin: Any, qmax: Any) -> bool:
-    """Whether torch's forward, run for its bits and errors, is to be followed by gradients from the kernels.
+    """Returns True if torch computes the forward and the kernels compute the gradients.
 
-    torch's sums depend on its number of threads.
+    torch has the bits and errors of the forward, but its sums in the backward depend on its number of threads.
     """
     return (
         _is_direct(x)
@@ -231,11 +230,11 @@ def _has_a_sum(x: Any, scale: Any, zero_point: Any, qmin: Any, qmax: Any) -> boo
 
 
 class _WidePerTensor(Function):
-    """A range beyond 2^24: torch's forward, and the gradients of the kernels."""
+    """torch's per-tensor forward with the gradients of the kernels, for ranges beyond 2^24."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """`arguments` of the function."""
+        """`arguments` are those of the function."""
         ctx.save_for_backward(*arguments[:3])
         ctx.rest = arguments[3:]
         return torch_originals.fake_quantize_learnable_per_tensor_affine(*arguments)
@@ -247,11 +246,11 @@ class _WidePerTensor(Function):
 
 
 class _WidePerChannel(Function):
-    """The same with a scale per channel."""
+    """torch's per-channel forward with the gradients of the kernels, for ranges beyond 2^24."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """`arguments` of the function."""
+        """`arguments` are those of the function."""
         ctx.save_for_backward(*arguments[:3])
         ctx.rest = arguments[3:]
         return torch_originals.fake_quantize_learnable_per_channel_affine(*arguments)
@@ -263,7 +262,7 @@ class _WidePerChannel(Function):
 
 
 def _once(backward: Any, ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of a function; like torch's, they cannot be differentiated again."""
+    """Returns gradients that cannot be differentiated again, like torch's."""
     with torch.no_grad():
         found = backward(dy, *ctx.saved_tensors, *ctx.rest)
     if torch.is_grad_enabled():
@@ -272,7 +271,7 @@ def _once(backward: Any, ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 class _NotTwice(Function):
-    """Three gradients, as functions of what they were computed from."""
+    """Three gradients that depend on their sources but have no derivative."""
 
     @staticmethod
     def forward(ctx: Any, *gradients_and_sources: Tensor) -> tuple[Tensor, ...]:
@@ -281,7 +280,7 @@ class _NotTwice(Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> NoReturn:
-        """There is no second derivative."""
+        """Raises RuntimeError: there is no second derivative."""
         raise RuntimeError(
             "Gradients of a learnable fake-quantize cannot be differentiated again for a range beyond 2^24.\n"
             "Use a range within -2^24 and 2^24, or `fakequant.fake_quantize_learned`."
@@ -289,17 +288,17 @@ class _NotTwice(Function):
 
 
 def _fits(scale: Tensor, zero_point: Tensor, x: Tensor, axis: Any) -> bool:
-    """For one axis torch adds up the gradients of all channels."""
+    """Returns True if scale and zero point fit the axis. For 1-D input torch sums over channels, so it does not fit."""
     return 1 < x.dim() > axis >= 0 and scale.shape == zero_point.shape == (x.shape[axis],)
 
 
 def _is_range_with_zero(qmin: Any, qmax: Any) -> bool:
-    """What torch's backward asks for. Beyond 2^24 a zero point is rounded on its way through float32."""
+    """Returns True for a range that includes 0, as torch's backward needs, and is exact in float32."""
     return _are_ints(qmin, qmax) and -(2**24) <= qmin <= 0 <= qmax <= 2**24
 
 
 def _is_learnable(x: Any, scale: Any, zero_point: Any) -> bool:
-    """Whether the kernels can do it."""
+    """Returns True if the kernels, or `torch.ops.fakequant`, can run the learnable forward."""
     return (
         _is_here(x)
         and isinstance(scale, Tensor)
@@ -353,8 +352,11 @@ def fake_quantize_learnable_per_channel_affine_backward(
 def _no_gradients(
     operator: Any, grad: Any, x: Any, scale: Any, zero_point: Any, *rest: Any
 ) -> LearnedGradients[Tensor]:
-    """Of an empty input, once torch's operator has accepted it. That returns the scale itself as its gradient."""
-    # The kernels take floats that torch refuses.
+    """Returns the gradients of an empty input after calling torch's operator for its checks.
+
+    torch's operator would return the scale itself as its gradient.
+    """
+    # The kernels accept float dtypes that torch rejects.
     operator(*(t.float() if t.dtype in KERNEL_DTYPES else t for t in (grad, x, scale, zero_point)), *rest)
     dscale, dzero_point = (torch.zeros_like(t, dtype=torch.float32, requires_grad=False) for t in (scale, zero_point))
     return LearnedGradients(x, dscale, dzero_point)
