@@ -15,7 +15,6 @@ from fakequant._fork_safe_locks import importing
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from typing_extensions import TypeIs
 
     from fakequant._backends import torch as torch_folder
     from fakequant._backends.backend import Backend
@@ -41,15 +40,6 @@ def import_whole(module: str) -> bool:
 import_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def is_tensor(x: object) -> "TypeIs[Tensor]":
-    """Returns True if `x` is a torch tensor, or another object that torch's functions accept as one.
-
-    >>> is_tensor(np.zeros(2)), is_tensor(1.0)
-    (False, False)
-    """
-    return type(x) is not np.ndarray and hasattr(x, "__torch_function__")
-
-
 @overload
 def backend_of(x: "Array", /) -> "Backend[Array]": ...
 @overload
@@ -57,7 +47,8 @@ def backend_of(x: object, y: object, /, *others: object) -> "Backend[Any]": ...
 def backend_of(*values: object) -> "Backend[Any]":
     """Returns the backend for `values`, which is a module: torch's if one of them is a tensor, otherwise NumPy's.
 
-    torch is imported when the first tensor arrives.
+    Subclasses of tensors, and other objects that torch's functions accept, count as tensors. torch is imported when
+    the first of them arrives.
 
     >>> backend_of(np.zeros(2)).__name__, backend_of(1.0, [2.0]).__name__
     ('fakequant._backends.numpy', 'fakequant._backends.numpy')

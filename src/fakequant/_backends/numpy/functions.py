@@ -1,14 +1,14 @@
 """The library's own functions on NumPy arrays. `fakequant.functional` and `fakequant.qparams` document them."""
 
 from math import prod
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from fakequant import _kernels, _native
 from fakequant._backends import checks
 from fakequant._backends.blocks import blocks_of
-from fakequant._backends.kernel_types import CODE_TYPES, UPDATES
+from fakequant._backends.kernel_types import CODE_TYPES, UPDATES, Gradient, MaskForm
 from fakequant._backends.numpy.float_arrays import KERNEL_DTYPES, as_float_array, parameter_dtype
 from fakequant._backends.numpy.grid import check_numbers, kernel_numerics, resolve, scale_dtype
 from fakequant._backends.numpy.zero_points import round_backward, round_forward
@@ -21,6 +21,27 @@ def as_data(x: Any, name: str = "x") -> np.ndarray:
     return as_float_array(x, name)[0]
 
 
+def as_float32_array(x: Any, name: str) -> np.ndarray:
+    """Returns `x` rounded to float32. Raises TypeError if its dtype has no kernel."""
+    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes infinite
+        return as_data(x, name).astype(np.float32)
+
+
+def copy(x: Any, name: str) -> np.ndarray:
+    """Returns a copy of `x`. Raises TypeError if its dtype has no kernel."""
+    return np.array(as_data(x, name))
+
+
+def overwrite(y: np.ndarray, where: np.ndarray, value: float) -> None:
+    """Writes `value` into the elements of `y` where `where` is True."""
+    y[where] = value
+
+
+def zero_outside(dy: np.ndarray, x: np.ndarray, lo: np.float32, hi: np.float32) -> np.ndarray:
+    """Returns `dy`, with 0 where `x` is less than `lo` or greater than `hi`."""
+    return np.where((x < lo) | (x > hi), np.zeros((), dy.dtype), dy)
+
+
 def _empty_mask(form: Any, shape: tuple[int, ...]) -> tuple[np.ndarray | None, int]:
     kind = checks.mask_kind(form)
     if kind == _kernels.MASK_NONE:
@@ -30,9 +51,23 @@ def _empty_mask(form: Any, shape: tuple[int, ...]) -> tuple[np.ndarray | None, i
     return np.empty(shape, np.bool_), kind
 
 
+@overload
 def fake_quantize(
-    x: Any, scale: Any, zero_point: Any, spec: QuantSpec, *, mask: Any = None, gradient: Any = "clipped"
-) -> Any:
+    x: Any, scale: Any, zero_point: Any, spec: QuantSpec, *, mask: None = None, gradient: Gradient = "clipped"
+) -> np.ndarray: ...
+@overload
+def fake_quantize(
+    x: Any, scale: Any, zero_point: Any, spec: QuantSpec, *, mask: MaskForm, gradient: Gradient = "clipped"
+) -> tuple[np.ndarray, np.ndarray]: ...
+def fake_quantize(
+    x: Any,
+    scale: Any,
+    zero_point: Any,
+    spec: QuantSpec,
+    *,
+    mask: MaskForm | None = None,
+    gradient: Gradient = "clipped",
+) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
     """See `fakequant.fake_quantize`."""
     x, dtype = as_float_array(x)
     checks.check_spec(spec)
@@ -53,7 +88,7 @@ def fake_quantize(
             x, y, bits, kind, dtype, grid.shape, grid.numerics, grid.scale, grid.scale_is_f64,
             grid.zero_point, grid.zero_kind, grid.qmin, grid.qmax,
         )  # fmt: skip
-    return y if mask is None else (y, bits)
+    return y if bits is None else (y, bits)
 
 
 def fake_quantize_backward(dy: Any, mask: Any, spec: QuantSpec) -> np.ndarray:
@@ -83,8 +118,7 @@ def fake_quantize_learned(
     checks.check_spec(spec)
     if grad_factor is not None:
         float(grad_factor)
-    y: np.ndarray = fake_quantize(x, scale, round_zero_point(zero_point, spec), spec)
-    return y
+    return fake_quantize(x, scale, round_zero_point(zero_point, spec), spec)
 
 
 def fake_quantize_learned_backward(

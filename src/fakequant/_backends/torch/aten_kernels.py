@@ -262,6 +262,12 @@ class Fused(NamedTuple):
             torch_checks.check(outside < 0, torch_checks.ZERO_POINT)
         return y, mask
 
+    def run_with_mask(self, mask_kind: int) -> tuple[Tensor, Tensor]:
+        """Like `run`, for the kinds of masks other than MASK_NONE."""
+        y, mask = self.run(mask_kind)
+        assert mask is not None
+        return y, mask
+
 
 _STATE_DTYPES = (torch.float32, torch.float32, torch.float32, torch.int32)
 
@@ -307,4 +313,4 @@ def fused_call(
 def fused(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor] | None:
     """Runs `aten::_fused_moving_avg_obs_fq_helper`. See `fused_call` for the arguments."""
     call = fused_call(x, *arguments)
-    return None if call is None else call.run(_kernels.MASK_BYTES)  # type: ignore[return-value]
+    return None if call is None else call.run_with_mask(_kernels.MASK_BYTES)

@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -19,13 +19,39 @@ from fakequant._backends.kernel_types import NUMERICS, NUMERICS_NAMES
 from fakequant._torch_releases import NEWEST, OLDEST, describe, is_tested
 from fakequant.spec import QuantSpec
 
+
+class CompiledNodes(Protocol):
+    """The compiled module; see the end of csrc/torch/autograd.cc.
+
+    Functions whose result may be None return it for arguments that they do not handle. Arguments of type Any are
+    unchecked: they may be anything that a user passes.
+    """
+
+    def use_kernels(self, address: int) -> None: ...
+    def fake_quantize(
+        self, x: Any, scale: Any, zero_point: Any, qmin: int, qmax: int, numerics: int, axis: int | None,
+        group: int | None, lowest_zero: int, highest_zero: int, has_torchs_name: bool, clipped: bool,
+    ) -> Tensor | None: ...  # fmt: skip
+    def observe(
+        self, x: Tensor, running_min: Tensor, running_max: Tensor, scale: Tensor, zero_point: Tensor, *options: Any
+    ) -> tuple[Any, int] | None: ...
+    def fake_quantize_learned(
+        self, x: Any, scale: Any, zero_point: Any, qmin: int, qmax: int, numerics_name: str, numerics: int,
+        axis: int | None, has_torchs_name: bool, grad_factor: float,
+    ) -> Tensor | None: ...  # fmt: skip
+    def keep_within(self, value: Tensor, before: Tensor, low: float, high: float) -> bool: ...
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None: ...
+    def clipped(self, x: Tensor, y: Tensor, mask: Tensor, order: tuple[int, ...] | None, multiply: bool) -> None: ...
+    def pass_through(self, x: Tensor, y: Tensor) -> None: ...
+
+
 _HOW = (
     "To compile them: pip install scikit-build-core nanobind cmake ninja, then install fakequant once more with "
     "`--no-build-isolation --no-binary fakequant`."
 )
 
 
-def _load() -> Any:
+def _load() -> CompiledNodes | None:
     if os.environ.get("FAKEQUANT_PYTHON_NODES") == "1":  # for tests, and to silence the warning below
         return None
     version = torch.__version__.split("+")[0]
@@ -37,8 +63,9 @@ def _load() -> Any:
     except ImportError as error:  # compiled for another build of the same release
         _warn(f"those compiled for torch {version} cannot be loaded: {error}. {_HOW}")
         return None
-    module.use_kernels(_native.kernel_api())
-    return module
+    nodes = cast("CompiledNodes", module)
+    nodes.use_kernels(_native.kernel_api())
+    return nodes
 
 
 def _why_missing(version: str) -> str:
@@ -61,7 +88,7 @@ def _warn(why: str) -> None:
 
 
 # None if there is no compiled module. The functions and nodes in Python then give the same results, more slowly.
-compiled: Any = _load()
+compiled: CompiledNodes | None = _load()
 
 
 # --- functions ------------------------------------------------------------------------------------
@@ -93,10 +120,9 @@ def fake_quantize(x: Any, scale: Any, zero_point: Any, spec: QuantSpec, clipped:
     axis = spec.axis
     if axis is not None and axis < 0:
         axis += x.dim()
-    y: Tensor | None = compiled.fake_quantize(
+    return compiled.fake_quantize(
         x, scale, zero_point, qmin, qmax, numerics, axis, spec.group_size, lowest_zero, highest_zero, False, clipped
     )
-    return y
 
 
 def fake_quantize_affine(
@@ -115,10 +141,9 @@ def fake_quantize_affine(
     if compiled is None or torch.compiler.is_compiling():
         return None
     numerics = _kernels.TORCH_TENSOR if axis is None else _kernels.TORCH_CHANNEL
-    y: Tensor | None = compiled.fake_quantize(
+    return compiled.fake_quantize(
         x, scale, zero_point, quant_min, quant_max, numerics, axis, None, quant_min, quant_max, True, True
     )
-    return y
 
 
 def fake_quantize_learnable_affine(
@@ -147,7 +172,6 @@ def fake_quantize_learnable_affine(
     if compiled is None or torch.compiler.is_compiling():
         return None
     name = "torch_tensor" if axis is None else "torch_channel"
-    y: Tensor | None = compiled.fake_quantize_learned(
+    return compiled.fake_quantize_learned(
         x, scale, zero_point, quant_min, quant_max, name, NUMERICS[name], axis, True, grad_factor
     )
-    return y

@@ -16,6 +16,8 @@ from torch import Tensor
 from fakequant import _kernels
 from fakequant._backends.kernel_types import is_own
 from fakequant._backends.torch import compiled_nodes, formula, operator_calls, tensor_kernels
+from fakequant._backends.torch.aten_kernels import Fused as FusedCall
+from fakequant._backends.torch.compiled_nodes import CompiledNodes
 from fakequant._backends.torch.operator_calls import ObserverOptions
 from fakequant._backends.torch.plain_memory import is_eager
 from fakequant._backends.torch.routes import DIRECT, Route, backward_grid, learned_factor
@@ -75,42 +77,46 @@ def _kept(ctx: Any) -> tuple[Tensor, ...]:
 # result. Without them, or for forward-mode derivatives, the classes below are used.
 
 
-def _has_nodes() -> bool:
-    return compiled_nodes.compiled is not None and not is_forward_mode()
+def _nodes() -> CompiledNodes | None:
+    return None if is_forward_mode() else compiled_nodes.compiled
 
 
 def clipped(x: Tensor, grid: Grid) -> Tensor:
     """Returns y, whose gradient is clipped."""
     if not is_differentiating(x):
         return tensor_kernels.fake_quantize(x, grid, _kernels.MASK_NONE)[0]
-    if not _has_nodes():
+    nodes = _nodes()
+    if nodes is None:
         in_python: Tensor = Clipped.apply(x, grid, DIRECT)
         return in_python
     y, mask = tensor_kernels.fake_quantize(x.detach(), grid, _kernels.MASK_PACKED)
-    compiled_nodes.compiled.clipped(x, y, mask, order_of(x), multiplies(grid.numerics))
+    assert mask is not None
+    nodes.clipped(x, y, mask, order_of(x), multiplies(grid.numerics))
     return y
 
 
 def clipped_and_mask(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor]:
     """Returns y, whose gradient is clipped, and the mask: packed, or bytes like y."""
-    if is_differentiating(x) and not _has_nodes():
+    nodes, differentiating = _nodes(), is_differentiating(x)
+    if differentiating and nodes is None:
         in_python: tuple[Tensor, Tensor] = ClippedAndMask.apply(x, grid, mask_kind, DIRECT)
         return in_python
     y, mask = tensor_kernels.fake_quantize(x.detach(), grid, mask_kind)
     assert mask is not None
-    if is_differentiating(x):
-        compiled_nodes.compiled.clipped(x, y, mask, order_of(x), multiplies(grid.numerics))
+    if differentiating and nodes is not None:
+        nodes.clipped(x, y, mask, order_of(x), multiplies(grid.numerics))
     return y, mask
 
 
 def pass_through(x: Tensor, grid: Grid) -> Tensor:
     """Returns y, whose gradient is passed through."""
-    if is_differentiating(x) and not _has_nodes():
+    nodes, differentiating = _nodes(), is_differentiating(x)
+    if differentiating and nodes is None:
         in_python: Tensor = PassThrough.apply(x, grid, DIRECT)
         return in_python
     y, _ = tensor_kernels.fake_quantize(x.detach(), grid, _kernels.MASK_NONE)
-    if is_differentiating(x):
-        compiled_nodes.compiled.pass_through(x, y)
+    if differentiating and nodes is not None:
+        nodes.pass_through(x, y)
     return y
 
 
@@ -127,26 +133,28 @@ def learned(x: Tensor, scale: Any, zero_point: Any, *rest: Any) -> Tensor:
 
 def observe(x: Tensor, running_min: Tensor, running_max: Tensor, rest: ObserverOptions) -> Observed:
     """Runs `observe_fake_quantize`. `rest` is everything after the running range in the operator's schema."""
-    if is_differentiating(x) and not _has_nodes():
+    nodes, differentiating = _nodes(), is_differentiating(x)
+    if differentiating and nodes is None:
         return Observed(*ObservedAndQuantized.apply(x, running_min, running_max, rest, DIRECT))
     result = DIRECT.observe_fake_quantize(x.detach(), running_min, running_max, rest)
-    if is_differentiating(x):
+    if differentiating and nodes is not None:
         if result.mask is None:
-            compiled_nodes.compiled.pass_through(x, result.y)
+            nodes.pass_through(x, result.y)
         else:
-            compiled_nodes.compiled.clipped(x, result.y, result.mask, order_of(x), multiplies(rest[2]))
+            nodes.clipped(x, result.y, result.mask, order_of(x), multiplies(rest[2]))
     return result
 
 
-def fused(x: Tensor, call: Any, mask_kind: int) -> tuple[Tensor, Tensor]:
-    """Runs torch's fused observer. `call` is an `aten_kernels.Fused`."""
-    if is_differentiating(x) and not _has_nodes():
+def fused(x: Tensor, call: FusedCall, mask_kind: int) -> tuple[Tensor, Tensor]:
+    """Runs torch's fused observer. Returns y, whose gradient is clipped, and the mask."""
+    nodes, differentiating = _nodes(), is_differentiating(x)
+    if differentiating and nodes is None:
         in_python: tuple[Tensor, Tensor] = Fused.apply(x, call, mask_kind)
         return in_python
     with torch.no_grad():
-        y, mask = call.run(mask_kind)
-    if is_differentiating(x):
-        compiled_nodes.compiled.clipped(x, y, mask, order_of(x), True)
+        y, mask = call.run_with_mask(mask_kind)
+    if differentiating and nodes is not None:
+        nodes.clipped(x, y, mask, order_of(x), True)
     return y, mask
 
 
@@ -248,10 +256,10 @@ class Fused(Clipped):
 
     @staticmethod
     def forward(  # type: ignore[override]  # other arguments than its base, and one more result
-        ctx: Any, x: Tensor, call: Any, mask_kind: int
+        ctx: Any, x: Tensor, call: FusedCall, mask_kind: int
     ) -> tuple[Tensor, Tensor]:
-        """`call` is an `aten_kernels.Fused`."""
-        y, mask = call.run(mask_kind)
+        """Runs `call`, which changes its state in place."""
+        y, mask = call.run_with_mask(mask_kind)
         _keep(ctx, mask)
         ctx.order = order_of(x)
         ctx.multiply = True
@@ -302,8 +310,7 @@ def masked(dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> Tensor:
         multiply: Whether to compute `dy * mask` instead, as torch does.
     """
     if not is_eager(dy):
-        dispatched: Tensor = operator_calls.ops.mask_backward(dy, mask, order, multiply)
-        return dispatched
+        return operator_calls.ops.mask_backward(dy, mask, order, multiply)
     if is_differentiating(dy):
         differentiable: Tensor = Masked.apply(dy, mask, order, multiply, DIRECT)
         return differentiable
@@ -379,8 +386,7 @@ def learned_gradients(dy: Tensor, x: Tensor, scale: Any, zero_point: Any, *rest:
     `rest` is qmin, qmax, numerics, grad_factor.
     """
     if not is_eager(dy) or not is_eager(x):
-        dispatched: ThreeTensors = operator_calls.ops.learned_backward(dy, x, scale, zero_point, *rest)
-        return dispatched
+        return operator_calls.ops.learned_backward(dy, x, scale, zero_point, *rest)
     if is_differentiating(dy, x, scale, zero_point):
         differentiable: ThreeTensors = LearnedGradient.apply(dy, x, scale, zero_point, *rest, DIRECT)
         return differentiable

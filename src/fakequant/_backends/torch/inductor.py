@@ -29,18 +29,17 @@ def decompositions(formulas: Mapping[str, Operator]) -> dict[Any, Operator]:
     """Returns the decompositions by operator. `formulas` are the implementations in torch operations by name."""
     fake_quantize: Callable[..., Tensor] = formulas["fake_quantize"]
     learned: Callable[..., Tensor] = formulas["fake_quantize_learned"]
-    masked: Callable[..., tuple[Tensor, Tensor]] = ops.fake_quantize_masked
 
     def decompose(x: Tensor, *grid_and_clipped: Any) -> Tensor:
         *grid, _ = grid_and_clipped
         if _is_left_to_the_kernel(x, *grid):
-            return masked(x, *grid, True)[0]
+            return ops.fake_quantize_masked(x, *grid, True)[0]
         return fake_quantize(x, *_checked(x, *grid), False)
 
     def decompose_learned(x: Tensor, *grid_and_factor: Any) -> Tensor:
         *grid, factor = grid_and_factor
         if _is_left_to_the_kernel(x, *grid):
-            return masked(x, *forward_grid(*grid), True)[0]
+            return ops.fake_quantize_masked(x, *forward_grid(*grid), True)[0]
         return learned(x, *_checked(x, *grid), factor)
 
     return {

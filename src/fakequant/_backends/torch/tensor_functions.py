@@ -4,9 +4,11 @@ A tensor that is plain CPU memory goes directly to the kernels. Other tensors (o
 transform or compiler) go through `torch.ops.fakequant`, with the same results.
 """
 
+from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,10 +25,11 @@ from fakequant._backends.kernel_types import (
 )
 from fakequant._backends.results import LearnedGradients, ObservedFakeQuantize, QParams, Range
 from fakequant._backends.torch import compiled_nodes, formula, gradients, routes, tensor_kernels
+from fakequant._backends.torch.gradients import ThreeTensors
 from fakequant._backends.torch.operator_calls import ops
 from fakequant._backends.torch.plain_memory import is_direct
 from fakequant._backends.torch.tensor_checks import block_shape, check_data, check_device, make_grid
-from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid, dtype_name
+from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid, Observed, dtype_name
 from fakequant._backends.torch.tensor_zero_points import round_forward
 from fakequant._backends.torch.torch_annotations import broadcast_tensors, is_tracing
 from fakequant.spec import QuantSpec
@@ -45,12 +48,11 @@ def _compiled_fake_quantize_learned(
     if spec.group_size is not None:
         return None
     name, axis = numerics_name(spec), spec.axis
-    y: Tensor | None = compiled_nodes.compiled.fake_quantize_learned(
+    return compiled_nodes.compiled.fake_quantize_learned(
         x, scale, zero_point, spec.qmin, spec.qmax, name, NUMERICS[name],
         axis + x.dim() if axis is not None and axis < 0 else axis, False,
         float(routes.learned_factor(grad_factor, x, spec.qmax)),
     )  # fmt: skip
-    return y
 
 
 def as_data(x: Any, name: str = "x") -> Tensor:
@@ -60,6 +62,36 @@ def as_data(x: Any, name: str = "x") -> Tensor:
     return data
 
 
+def as_float32_array(x: Any, name: str) -> np.ndarray:
+    """Returns the values of `x`, rounded to float32, as an array."""
+    values: Tensor = x
+    return values.detach().resolve_neg().float().cpu().numpy()
+
+
+def copy(x: Tensor, name: str) -> Tensor:
+    """Returns a copy of `x`, through which gradients flow."""
+    return x.clone()
+
+
+def overwrite(y: Tensor, where: Tensor, value: float) -> None:
+    """Writes `value` into the elements of `y` where `where` is True. Does not change the gradient of `y`."""
+    y.detach().masked_fill_(where, value)
+
+
+def zero_outside(dy: Tensor, x: Tensor, lo: np.float32, hi: np.float32) -> Tensor:
+    """Returns `dy`, with 0 where `x` is less than `lo` or greater than `hi`."""
+    wide = x if x.dtype == torch.float64 else x.float()  # otherwise the bounds would be rounded to 16 bits
+    return dy.where(~((wide < float(lo)) | (wide > float(hi))), 0)
+
+
+@overload
+def fake_quantize(
+    x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, mask: None = None, gradient: Gradient = "clipped"
+) -> Tensor: ...
+@overload
+def fake_quantize(
+    x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, mask: MaskForm, gradient: Gradient = "clipped"
+) -> tuple[Tensor, Tensor]: ...
 def fake_quantize(
     x: Tensor,
     scale: Any,
@@ -68,7 +100,7 @@ def fake_quantize(
     *,
     mask: MaskForm | None = None,
     gradient: Gradient = "clipped",
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """See `fakequant.fake_quantize`."""
     checks.check_spec(spec)
     clipped = checks.check_gradient(gradient, mask)
@@ -129,8 +161,7 @@ def fake_quantize_backward(dy: Tensor, mask: Tensor, spec: QuantSpec) -> Tensor:
     multiply = spec.numerics == "torch"
     if is_direct(dy):
         return gradients.masked(dy, mask, None, multiply)
-    dx: Tensor = ops.mask_backward(dy, mask, None, multiply)
-    return dx
+    return ops.mask_backward(dy, mask, None, multiply)
 
 
 def _check_mask(mask: Any, dy: Tensor) -> None:
@@ -152,7 +183,7 @@ def fake_quantize_learned(
         return y
     check_data(x)
     grid = make_grid(x, scale, zero_point, spec, learned=True)
-    run = gradients.learned if is_direct(x) else ops.fake_quantize_learned
+    run: Callable[..., Tensor] = gradients.learned if is_direct(x) else ops.fake_quantize_learned
     return run(x, *grid, None if grad_factor is None else float(grad_factor))
 
 
@@ -166,9 +197,8 @@ def fake_quantize_learned_backward(
     check_device(x, "dy", dy)
     checks.check_same(tuple(x.shape), dtype_name(x.dtype), tuple(dy.shape), dtype_name(dy.dtype))
     grid = make_grid(x, scale, zero_point, spec, learned=True)
-    arguments: tuple[Any, ...] = (dy, x, *grid, float(grad_factor))
-    run = gradients.learned_gradients if is_direct(x) else ops.learned_backward
-    dx, dscale, dzero_point = run(*arguments)
+    run: Callable[..., ThreeTensors] = gradients.learned_gradients if is_direct(x) else ops.learned_backward
+    dx, dscale, dzero_point = run(dy, x, *grid, float(grad_factor))
     shape = blocks_of(tuple(x.shape), spec).parameters
     return LearnedGradients(dx, dscale.reshape(shape), dzero_point.reshape(shape))
 
@@ -222,8 +252,7 @@ def dequantize(
     grid = make_grid(q.new_empty(shape, dtype=dtype), scale, zero_point, spec)
     if is_direct(q):
         return tensor_kernels.dequantize_packed(q, grid, shape, spec.bits, dtype)
-    y: Tensor = ops.dequantize_packed(q, *grid, shape, spec.bits, dtype)
-    return y
+    return ops.dequantize_packed(q, *grid, shape, spec.bits, dtype)
 
 
 def min_max(x: Tensor, spec: QuantSpec | None = None) -> Range[Tensor]:
@@ -247,7 +276,9 @@ def choose_qparams(lo: Any, hi: Any, spec: QuantSpec, *, eps: float) -> QParams[
     low, high = (torch.as_tensor(v, dtype=torch.float32, device=tensor.device).detach() for v in (lo, hi))
     low, high = broadcast_tensors(low, high)
     checks.check_eps(eps)
-    run = tensor_kernels.choose_qparams if is_direct(tensor) else ops.choose_qparams
+    run: Callable[..., tuple[Tensor, Tensor]] = (
+        tensor_kernels.choose_qparams if is_direct(tensor) else ops.choose_qparams
+    )
     return QParams(*run(low, high, spec.qmin, spec.qmax, spec.symmetric, eps))
 
 
@@ -289,7 +320,7 @@ def observe_fake_quantize(
     if is_direct(x):
         result = gradients.observe(x, running[0], running[1], options)
     else:
-        result = ops.observe_fake_quantize(x, *running, *options)
+        result = Observed(*ops.observe_fake_quantize(x, *running, *options))
     y, bits, scale, zero_point, nonfinite = result
     return ObservedFakeQuantize(
         y,

@@ -4,6 +4,7 @@ On the CPU, calls that torch would accept run on fakequant's kernels. All other 
 other devices because the kernels for them are torch's, and with wrong arguments because the errors are torch's.
 """
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -67,8 +68,7 @@ def fake_quantize_per_tensor_affine(input: Any, scale: Any, zero_point: Any, qua
         if grid is not None:
             return gradients.clipped(input, grid)
     elif _is_here(input) and (grid := _tensor_grid(input, *numbers)) is not None:
-        dispatched: Tensor = ops.fake_quantize(input, *grid, True)
-        return dispatched
+        return ops.fake_quantize(input, *grid, True)
     return torch_originals.fake_quantize_per_tensor_affine(input, scale, zero_point, quant_min, quant_max)
 
 
@@ -310,7 +310,7 @@ def _is_learnable(x: Any, scale: Any, zero_point: Any) -> bool:
 
 
 def _learnable(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tensor:
-    run = gradients.learned if _is_direct(x) else ops.fake_quantize_learned
+    run: Callable[..., Tensor] = gradients.learned if _is_direct(x) else ops.fake_quantize_learned
     return run(x, scale, zero_point, *rest)
 
 
