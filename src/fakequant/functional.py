@@ -12,6 +12,7 @@ from typing import Any, overload
 import numpy as np  # noqa: F401 - for the examples
 
 from fakequant._backends import backend_of
+from fakequant._backends.argument_types import DType, Numbers
 from fakequant._backends.checks import check_gradient as check_gradient
 from fakequant._backends.kernel_types import (
     UPDATES as UPDATES,
@@ -30,16 +31,16 @@ from fakequant.spec import QuantSpec
 
 @overload
 def fake_quantize(
-    x: Array, scale: Any, zero_point: Any, spec: QuantSpec, *, mask: None = None, gradient: Gradient = "clipped"
+    x: Array, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, mask: None = None, gradient: Gradient = "clipped"
 ) -> Array: ...
 @overload
 def fake_quantize(
-    x: Array, scale: Any, zero_point: Any, spec: QuantSpec, *, mask: MaskForm, gradient: Gradient = "clipped"
+    x: Array, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, mask: MaskForm, gradient: Gradient = "clipped"
 ) -> tuple[Array, Array]: ...
 def fake_quantize(
     x: Array,
-    scale: Any,
-    zero_point: Any,
+    scale: Numbers,
+    zero_point: Numbers,
     spec: QuantSpec,
     *,
     mask: MaskForm | None = None,
@@ -95,7 +96,7 @@ def fake_quantize_backward(dy: Array, mask: Array, spec: QuantSpec) -> Array:
     return backend_of(dy).fake_quantize_backward(dy, mask, spec)
 
 
-def round_zero_point(zero_point: Any, spec: QuantSpec) -> Any:
+def round_zero_point(zero_point: Numbers, spec: QuantSpec) -> Any:  # an array, or a tensor for a tensor
     """Rounds a learned (float) zero point to the integer that forward and backward use.
 
         z = clamp(rint(zero_point), qmin, qmax)
@@ -107,7 +108,7 @@ def round_zero_point(zero_point: Any, spec: QuantSpec) -> Any:
 
 
 def fake_quantize_learned(
-    x: Array, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float | None = 1.0
+    x: Array, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, grad_factor: float | None = 1.0
 ) -> Array:
     """Rounds `x` to the grid of `spec`, like `fake_quantize`, with learned scale and zero point.
 
@@ -131,7 +132,7 @@ def fake_quantize_learned(
 
 
 def fake_quantize_learned_backward(
-    dy: Array, x: Array, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float = 1.0
+    dy: Array, x: Array, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, grad_factor: float = 1.0
 ) -> LearnedGradients[Array]:
     """Returns the gradients of `fake_quantize_learned` with respect to `x`, `scale` and `zero_point`.
 
@@ -158,7 +159,7 @@ def fake_quantize_learned_backward(
     return backend_of(x).fake_quantize_learned_backward(dy, x, scale, zero_point, spec, grad_factor=grad_factor)
 
 
-def quantize(x: Array, scale: Any, zero_point: Any, spec: QuantSpec, *, packed: bool = False) -> Array:
+def quantize(x: Array, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, packed: bool = False) -> Array:
     """Returns the integer codes of `x`.
 
         q = clamp(rint(x / scale) + zero_point, qmin, qmax)        (numerics "onnx")
@@ -184,12 +185,12 @@ def quantize(x: Array, scale: Any, zero_point: Any, spec: QuantSpec, *, packed: 
 
 def dequantize(
     q: Array,
-    scale: Any,
-    zero_point: Any,
+    scale: Numbers,
+    zero_point: Numbers,
     spec: QuantSpec,
     *,
     shape: tuple[int, ...] | None = None,
-    dtype: Any = None,
+    dtype: DType = None,
 ) -> Array:
     """Returns the values of the codes `q`.
 

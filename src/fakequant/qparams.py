@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from fakequant._backends import backend_of
+from fakequant._backends.argument_types import Numbers
 from fakequant._backends.checks import check_eps as check_eps
 from fakequant._backends.results import Array, QParams as QParams, Range as Range
 from fakequant.spec import QuantSpec
@@ -24,7 +25,9 @@ def min_max(x: Array, spec: QuantSpec | None = None) -> Range[Array]:
     return backend_of(x).min_max(x, spec)
 
 
-def choose_qparams(lo: Any, hi: Any, spec: QuantSpec, *, eps: float = EPS) -> QParams[Any]:
+def choose_qparams(
+    lo: Numbers, hi: Numbers, spec: QuantSpec, *, eps: float = EPS
+) -> QParams[Any]:  # of arrays, or of tensors if one end is a tensor
     """Returns scale and zero point for values between `lo` and `hi`, one pair per entry.
 
         symmetric   s = max(absmax / ((qmax - qmin) / 2), eps)      z = 0

@@ -251,6 +251,12 @@ def dequantize(q: ArrayLike, scale: ArrayLike, zero_point: ArrayLike, dtype: DTy
 
         y = (q - zero_point) * scale        in the compute dtype, rounded once to dtype
 
+    Args:
+        q: The codes.
+        scale: Scales that broadcast against `q`.
+        zero_point: Zero points that broadcast against `q`.
+        dtype: The float dtype of the result.
+
     >>> dequantize(np.int8([-128, 3, 127]), 0.5, 3)
     array([-65.5,   0. ,  62. ], dtype=float32)
     """
@@ -360,6 +366,12 @@ def forward_zero_point(zero_point: ArrayLike, qmin: int, qmax: int, *, granulari
     """Returns the integer zero point that torch's learnable forward uses.
 
         z = int(clamp(rint(zero_point), qmin, qmax))        clamped in float32
+
+    Args:
+        zero_point: The learned zero points before rounding.
+        qmin: The lowest code.
+        qmax: The highest code.
+        granularity: "tensor" for int64 zero points, "channel" for int32.
 
     >>> forward_zero_point(np.float32([0.5, -0.7, 1.5, 900]), -128, 127)
     array([  0,  -1,   2, 127])

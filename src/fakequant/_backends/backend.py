@@ -1,17 +1,13 @@
 """The type of a backend, for type checkers."""
 
-from typing import Any, Protocol, overload
+from typing import Protocol, overload
 
 import numpy as np
 
+from fakequant._backends.argument_types import DType, Numbers
 from fakequant._backends.kernel_types import Gradient, MaskForm, Update
 from fakequant._backends.results import Array, LearnedGradients, ObservedFakeQuantize, OutputAndMask, QParams, Range
 from fakequant.spec import QuantSpec
-
-# A number, a list, or an array of either library. The backend checks it.
-Numbers = Any
-# The libraries' dtypes have no type in common.
-DType = Any
 
 
 class Backend(Protocol[Array]):

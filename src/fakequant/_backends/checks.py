@@ -6,7 +6,7 @@ errors instead.
 """
 
 from math import prod
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from fakequant import _kernels
 from fakequant._backends.blocks import blocks_of
@@ -64,7 +64,7 @@ def check_eps(eps: float) -> None:
         raise ValueError(f"`eps` must be finite and greater than 0 in float32, got {eps}.")
 
 
-def mask_kind(form: Any) -> int:
+def mask_kind(form: str | None) -> int:
     """Returns the kernels' number for a form of mask. None means no mask."""
     if form is None:
         return _kernels.MASK_NONE
@@ -175,7 +175,7 @@ def check_scale_number(scale: float, is_f64: bool) -> None:
         refuse_scale(scale, "float64" if is_f64 else "float32")
 
 
-def refuse_scale(scale: Any, dtype: str, where: str = "") -> NoReturn:
+def refuse_scale(scale: object, dtype: str, where: str = "") -> NoReturn:
     """Raises ValueError for a scale that is not finite and positive. `where` names its index among several."""
     raise ValueError(
         f"`scale` must be finite and greater than 0 in {dtype}, got {scale}{where}.\n"
@@ -249,7 +249,7 @@ def check_codes(dtype: str, q_shape: Shape, shape: Shape | None, spec: QuantSpec
 # --- ranges ---------------------------------------------------------------------------------------
 
 
-def refuse_range(lo: Any, hi: Any, index: int | None) -> NoReturn:
+def refuse_range(lo: object, hi: object, index: int | None) -> NoReturn:
     """Raises ValueError for a range that is not finite with lo <= hi. `index` is its position among several."""
     raise ValueError(
         f"`lo` and `hi` must be finite with lo <= hi, got lo={lo}, hi={hi}"

@@ -24,7 +24,7 @@ def best_times(
 
     Args:
         contenders: The functions to time, by name.
-        seconds: How long to go on.
+        seconds: How long to repeat rounds.
         min_rounds: The least number of rounds, even if they take longer than `seconds`.
         clock: Measures a sample. `time.process_time` leaves out the time of other processes.
         after_round: Called after every round.

@@ -1,14 +1,15 @@
 """The library's own functions on NumPy arrays. `fakequant.functional` and `fakequant.qparams` document them."""
 
 from math import prod
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 
 from fakequant import _kernels, _native
 from fakequant._backends import checks
+from fakequant._backends.argument_types import DType, Numbers, Unchecked
 from fakequant._backends.blocks import blocks_of
-from fakequant._backends.kernel_types import CODE_TYPES, UPDATES, Gradient, MaskForm
+from fakequant._backends.kernel_types import CODE_TYPES, UPDATES, Gradient, MaskForm, Update
 from fakequant._backends.numpy.float_arrays import KERNEL_DTYPES, as_float_array, parameter_dtype
 from fakequant._backends.numpy.grid import check_numbers, kernel_numerics, resolve, scale_dtype
 from fakequant._backends.numpy.zero_points import round_backward, round_forward
@@ -16,18 +17,18 @@ from fakequant._backends.results import LearnedGradients, ObservedFakeQuantize, 
 from fakequant.spec import QuantSpec
 
 
-def as_data(x: Any, name: str = "x") -> np.ndarray:
+def as_data(x: Unchecked, name: str = "x") -> np.ndarray:
     """Returns `x` as an array. Raises TypeError if its dtype has no kernel."""
     return as_float_array(x, name)[0]
 
 
-def as_float32_array(x: Any, name: str) -> np.ndarray:
+def as_float32_array(x: Unchecked, name: str) -> np.ndarray:
     """Returns `x` rounded to float32. Raises TypeError if its dtype has no kernel."""
     with np.errstate(over="ignore"):  # a float64 beyond float32 becomes infinite
         return as_data(x, name).astype(np.float32)
 
 
-def copy(x: Any, name: str) -> np.ndarray:
+def copy(x: Unchecked, name: str) -> np.ndarray:
     """Returns a copy of `x`. Raises TypeError if its dtype has no kernel."""
     return np.array(as_data(x, name))
 
@@ -42,7 +43,7 @@ def zero_outside(dy: np.ndarray, x: np.ndarray, lo: np.float32, hi: np.float32) 
     return np.where((x < lo) | (x > hi), np.zeros((), dy.dtype), dy)
 
 
-def _empty_mask(form: Any, shape: tuple[int, ...]) -> tuple[np.ndarray | None, int]:
+def _empty_mask(form: MaskForm | None, shape: tuple[int, ...]) -> tuple[np.ndarray | None, int]:
     kind = checks.mask_kind(form)
     if kind == _kernels.MASK_NONE:
         return None, kind
@@ -53,16 +54,28 @@ def _empty_mask(form: Any, shape: tuple[int, ...]) -> tuple[np.ndarray | None, i
 
 @overload
 def fake_quantize(
-    x: Any, scale: Any, zero_point: Any, spec: QuantSpec, *, mask: None = None, gradient: Gradient = "clipped"
+    x: Unchecked,
+    scale: Numbers,
+    zero_point: Numbers,
+    spec: QuantSpec,
+    *,
+    mask: None = None,
+    gradient: Gradient = "clipped",
 ) -> np.ndarray: ...
 @overload
 def fake_quantize(
-    x: Any, scale: Any, zero_point: Any, spec: QuantSpec, *, mask: MaskForm, gradient: Gradient = "clipped"
+    x: Unchecked,
+    scale: Numbers,
+    zero_point: Numbers,
+    spec: QuantSpec,
+    *,
+    mask: MaskForm,
+    gradient: Gradient = "clipped",
 ) -> tuple[np.ndarray, np.ndarray]: ...
 def fake_quantize(
-    x: Any,
-    scale: Any,
-    zero_point: Any,
+    x: Unchecked,
+    scale: Numbers,
+    zero_point: Numbers,
     spec: QuantSpec,
     *,
     mask: MaskForm | None = None,
@@ -91,7 +104,7 @@ def fake_quantize(
     return y if bits is None else (y, bits)
 
 
-def fake_quantize_backward(dy: Any, mask: Any, spec: QuantSpec) -> np.ndarray:
+def fake_quantize_backward(dy: Unchecked, mask: Unchecked, spec: QuantSpec) -> np.ndarray:
     """See `fakequant.fake_quantize_backward`."""
     dy, dtype = as_float_array(dy, "dy")
     checks.check_spec(spec)
@@ -105,14 +118,14 @@ def fake_quantize_backward(dy: Any, mask: Any, spec: QuantSpec) -> np.ndarray:
     return dx
 
 
-def round_zero_point(zero_point: Any, spec: QuantSpec) -> np.ndarray:
+def round_zero_point(zero_point: Numbers, spec: QuantSpec) -> np.ndarray:
     """See `fakequant.round_zero_point`."""
     checks.check_spec(spec, "zero_point, spec")
     return round_forward(zero_point, spec)
 
 
 def fake_quantize_learned(
-    x: Any, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float | None = 1.0
+    x: Unchecked, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, grad_factor: float | None = 1.0
 ) -> np.ndarray:
     """See `fakequant.fake_quantize_learned`."""
     checks.check_spec(spec)
@@ -122,7 +135,7 @@ def fake_quantize_learned(
 
 
 def fake_quantize_learned_backward(
-    dy: Any, x: Any, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float = 1.0
+    dy: Unchecked, x: Unchecked, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, grad_factor: float = 1.0
 ) -> LearnedGradients[np.ndarray]:
     """See `fakequant.fake_quantize_learned_backward`."""
     x, dtype = as_float_array(x)
@@ -142,7 +155,7 @@ def fake_quantize_learned_backward(
     return LearnedGradients(dx, np.asarray(dscale), np.asarray(dzero_point))
 
 
-def quantize(x: Any, scale: Any, zero_point: Any, spec: QuantSpec, *, packed: bool = False) -> np.ndarray:
+def quantize(x: Unchecked, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, packed: bool = False) -> np.ndarray:
     """See `fakequant.quantize`."""
     x, dtype = as_float_array(x)
     grid = resolve(x.shape, dtype, scale, zero_point, spec)
@@ -160,13 +173,13 @@ def quantize(x: Any, scale: Any, zero_point: Any, spec: QuantSpec, *, packed: bo
 
 
 def dequantize(
-    q: Any,
-    scale: Any,
-    zero_point: Any,
+    q: Unchecked,
+    scale: Numbers,
+    zero_point: Numbers,
     spec: QuantSpec,
     *,
     shape: tuple[int, ...] | None = None,
-    dtype: Any = None,
+    dtype: DType = None,
 ) -> np.ndarray:
     """See `fakequant.dequantize`."""
     checks.check_spec(spec)
@@ -191,16 +204,16 @@ def dequantize(
 
 
 def observe_fake_quantize(
-    x: Any,
+    x: Unchecked,
     spec: QuantSpec,
-    running_min: Any,
-    running_max: Any,
+    running_min: Unchecked,
+    running_max: Unchecked,
     *,
-    update: Any,
+    update: Update,
     averaging_constant: float,
     eps: float,
-    mask: Any = None,
-    gradient: Any = "clipped",
+    mask: MaskForm | None = None,
+    gradient: Gradient = "clipped",
 ) -> ObservedFakeQuantize[np.ndarray]:
     """See `fakequant.observe_fake_quantize`."""
     x, dtype = as_float_array(x)
@@ -232,7 +245,7 @@ def observe_fake_quantize(
     return ObservedFakeQuantize(y, bits, scale, zero_point, nan + posinf + neginf)
 
 
-def min_max(x: Any, spec: QuantSpec | None = None) -> Range[np.ndarray]:
+def min_max(x: Unchecked, spec: QuantSpec | None = None) -> Range[np.ndarray]:
     """See `fakequant.min_max`."""
     x, dtype = as_float_array(x)
     spec = QuantSpec() if spec is None else spec
@@ -246,7 +259,7 @@ def min_max(x: Any, spec: QuantSpec | None = None) -> Range[np.ndarray]:
     return Range(lo, hi, *(c.reshape(blocks.parameters) for c in counts))
 
 
-def choose_qparams(lo: Any, hi: Any, spec: QuantSpec, *, eps: float) -> QParams[np.ndarray]:
+def choose_qparams(lo: Numbers, hi: Numbers, spec: QuantSpec, *, eps: float) -> QParams[np.ndarray]:
     """See `fakequant.choose_qparams`."""
     checks.check_spec(spec, "lo, hi, spec")
     shape = np.broadcast_shapes(np.shape(lo), np.shape(hi))

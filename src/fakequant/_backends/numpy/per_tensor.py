@@ -1,9 +1,8 @@
 """Per-tensor fake quantization under torch's names. `fakequant.torch_names` has the formulas."""
 
-from typing import Any
-
 import numpy as np
 
+from fakequant._backends.argument_types import Unchecked
 from fakequant._backends.numpy import strided_arrays, torch_checks
 from fakequant._backends.numpy.float_arrays import KERNEL_DTYPES
 from fakequant._backends.results import OutputAndMask
@@ -17,9 +16,6 @@ _TENSORS = (
     ("int", "quant_max"),
 )
 _NUMBERS = (("Tensor", "input"), ("float", "scale"), ("int", "zero_point"), ("int", "quant_min"), ("int", "quant_max"))
-
-# An argument of any type. The checks raise torch's error if it is wrong.
-Unchecked = Any
 
 
 def checked_numbers(

@@ -5,10 +5,11 @@ Programs match on these messages, so they have to be the same. They call an arra
 
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
+from fakequant._backends.argument_types import Unchecked
 from fakequant._backends.numpy.float_arrays import BFLOAT16, KERNEL_DTYPES
 
 # The spaces are in torch's message: its source has a line continuation inside a string literal.
@@ -108,7 +109,7 @@ def item_as_float(x: np.ndarray) -> float:
     return float(np.float32(wide))
 
 
-def as_float(value: Any) -> float:
+def as_float(value: Unchecked) -> float:
     """Returns a Python or NumPy number, or a 0-d array, as a float."""
     return _real(value.reshape(-1)[0], "double") if isinstance(value, np.ndarray) else float(value)
 
@@ -124,7 +125,7 @@ def _real(value: np.generic, kind: str) -> float:
 # --- argument types -------------------------------------------------------------------------------
 
 
-def as_tensor(value: object) -> Any:
+def as_tensor(value: object) -> Unchecked:
     """Returns a NumPy scalar as a 0-d array, and any other value unchanged."""
     return np.asarray(value) if isinstance(value, np.generic) else value
 
@@ -214,7 +215,7 @@ def select(x: np.ndarray, index: int) -> np.ndarray:
     return np.asarray(x[index])
 
 
-def as_int64(value: Any) -> int:
+def as_int64(value: Unchecked) -> int:
     """Returns a Python or NumPy integer as an int. Raises ValueError if it does not fit int64."""
     integer = int(value)
     if not -(2**63) <= integer < 2**63:

@@ -4,13 +4,14 @@ Each function returns None for arguments it does not handle: those that torch re
 first, and a few layouts of observer state. The caller then runs torch's operator.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fakequant import _kernels, _native
+from fakequant._backends.argument_types import Unchecked
 from fakequant._backends.numpy import torch_checks
 from fakequant._backends.numpy.fused_observer import sign_zeros
 from fakequant._backends.numpy.zero_points import torch_backward
@@ -27,12 +28,12 @@ _LARGE = (-(2**62), 2**62)
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
-def is_ours(x: Any) -> bool:
+def is_ours(x: object) -> bool:
     """Returns True if `x` is a plain CPU tensor of a dtype that has a kernel."""
     return isinstance(x, Tensor) and x.dtype in KERNEL_DTYPES and is_memory(x)
 
 
-def number_grid(scale: Any, zero_point: Any, qmin: Any, qmax: Any) -> Grid | None:
+def number_grid(scale: Unchecked, zero_point: Unchecked, qmin: Unchecked, qmax: Unchecked) -> Grid | None:
     """Returns the grid of four numbers, or None if torch would reject or convert them."""
     if type(scale) not in (float, int) or not type(zero_point) is type(qmin) is type(qmax) is int:
         return None
@@ -41,7 +42,7 @@ def number_grid(scale: Any, zero_point: Any, qmin: Any, qmax: Any) -> Grid | Non
     return Grid(float(scale), zero_point, qmin, qmax, "torch_tensor")
 
 
-def one_element_grid(scale: Any, zero_point: Any, qmin: Any, qmax: Any) -> Grid | None:
+def one_element_grid(scale: Unchecked, zero_point: Unchecked, qmin: Unchecked, qmax: Unchecked) -> Grid | None:
     """Returns the grid of one-element tensors, or None if torch would reject them.
 
     Like torch, accepts a zero point outside the range.
@@ -58,7 +59,9 @@ def one_element_grid(scale: Any, zero_point: Any, qmin: Any, qmax: Any) -> Grid 
     return Grid(s, z, qmin, qmax, "torch_tensor")
 
 
-def channel_grid(x: Tensor, scale: Any, zero_point: Any, axis: Any, qmin: Any, qmax: Any) -> Grid | None:
+def channel_grid(
+    x: Tensor, scale: Unchecked, zero_point: Unchecked, axis: Unchecked, qmin: Unchecked, qmax: Unchecked
+) -> Grid | None:
     """Returns the grid with one scale and zero point per index on `axis`, or None if torch would reject it.
 
     Args:
@@ -193,7 +196,9 @@ def _is_exact_in_float32(qmin: int, qmax: int) -> bool:
     return qmin >= -(2**24) and qmax <= 2**24
 
 
-def _are_learnable(grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: Any, qmax: Any) -> bool:
+def _are_learnable(
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: Unchecked, qmax: Unchecked
+) -> bool:
     return (
         all(is_ours(t) for t in (grad, x, scale, zero_point))
         and grad.shape == x.shape
@@ -310,7 +315,7 @@ def fused_call(
     return Fused(x, state, averaging_const, qmin, qmax, observe, quantize, per_row, symmetric)
 
 
-def fused(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor] | None:
+def fused(x: Tensor, *arguments: Unchecked) -> tuple[Tensor, Tensor] | None:
     """Runs `aten::_fused_moving_avg_obs_fq_helper`. See `fused_call` for the arguments."""
     call = fused_call(x, *arguments)
     return None if call is None else call.run_with_mask(_kernels.MASK_BYTES)

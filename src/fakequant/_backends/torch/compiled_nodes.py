@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fakequant import _kernels, _native
+from fakequant._backends.argument_types import Numbers, Unchecked
 from fakequant._backends.kernel_types import NUMERICS, NUMERICS_NAMES
 from fakequant._torch_releases import NEWEST, OLDEST, describe, is_tested
 from fakequant.spec import QuantSpec
@@ -23,21 +24,20 @@ from fakequant.spec import QuantSpec
 class CompiledNodes(Protocol):
     """The compiled module; see the end of csrc/torch/autograd.cc.
 
-    Functions whose result may be None return it for arguments that they do not handle. Arguments of type Any are
-    unchecked: they may be anything that a user passes.
+    Functions whose result may be None return it for arguments that they do not handle.
     """
 
     def use_kernels(self, address: int) -> None: ...
     def fake_quantize(
-        self, x: Any, scale: Any, zero_point: Any, qmin: int, qmax: int, numerics: int, axis: int | None,
+        self, x: Unchecked, scale: Numbers, zero_point: Numbers, qmin: int, qmax: int, numerics: int, axis: int | None,
         group: int | None, lowest_zero: int, highest_zero: int, has_torchs_name: bool, clipped: bool,
     ) -> Tensor | None: ...  # fmt: skip
     def observe(
         self, x: Tensor, running_min: Tensor, running_max: Tensor, scale: Tensor, zero_point: Tensor, *options: Any
     ) -> tuple[Any, int] | None: ...
     def fake_quantize_learned(
-        self, x: Any, scale: Any, zero_point: Any, qmin: int, qmax: int, numerics_name: str, numerics: int,
-        axis: int | None, has_torchs_name: bool, grad_factor: float,
+        self, x: Unchecked, scale: Numbers, zero_point: Numbers, qmin: int, qmax: int, numerics_name: str,
+        numerics: int, axis: int | None, has_torchs_name: bool, grad_factor: float,
     ) -> Tensor | None: ...  # fmt: skip
     def keep_within(self, value: Tensor, before: Tensor, low: float, high: float) -> bool: ...
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None: ...
@@ -104,7 +104,7 @@ def _codes_of(spec: QuantSpec) -> tuple[int, int, int, int, int]:
     return qmin, qmax, numerics, *((0, 0) if spec.symmetric else (qmin, qmax))
 
 
-def fake_quantize(x: Any, scale: Any, zero_point: Any, spec: QuantSpec, clipped: bool) -> Tensor | None:
+def fake_quantize(x: Unchecked, scale: Numbers, zero_point: Numbers, spec: QuantSpec, clipped: bool) -> Tensor | None:
     """Runs `fakequant.fake_quantize`, or returns None for arguments that the compiled function does not handle.
 
     Args:
@@ -126,7 +126,7 @@ def fake_quantize(x: Any, scale: Any, zero_point: Any, spec: QuantSpec, clipped:
 
 
 def fake_quantize_affine(
-    x: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int, *, axis: int | None = None
+    x: Unchecked, scale: Numbers, zero_point: Numbers, quant_min: int, quant_max: int, *, axis: int | None = None
 ) -> Tensor | None:
     """Runs torch's per-tensor fake-quantize, or per channel on `axis`. Returns None for arguments it does not handle.
 
@@ -147,9 +147,9 @@ def fake_quantize_affine(
 
 
 def fake_quantize_learnable_affine(
-    x: Any,
-    scale: Any,
-    zero_point: Any,
+    x: Unchecked,
+    scale: Numbers,
+    zero_point: Numbers,
     quant_min: int,
     quant_max: int,
     grad_factor: float,

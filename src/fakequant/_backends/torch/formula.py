@@ -223,7 +223,14 @@ def spread(values: Tensor, x: Tensor) -> Tensor:
 
 
 def learned_backward(dy: Tensor, x: Tensor, grid: Grid, grad_factor: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dx, dscale and dzero_point."""
+    """Returns dx, dscale and dzero_point.
+
+    Args:
+        dy: The gradient of the result.
+        x: The data of the forward.
+        grid: Scales, integer zero points and range.
+        grad_factor: Multiplies dscale and dzero_point.
+    """
     assert isinstance(grid.scale, Tensor)
     inside, ds, factor, dz = _learned_factors(x, grid)
     multiply = not is_own(grid.numerics)
@@ -309,7 +316,16 @@ def min_max(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]
 
 
 def choose_qparams(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns scale and zero point of every range. See `fakequant.choose_qparams`."""
+    """Returns scale and zero point of every range. See `fakequant.choose_qparams` for the formulas.
+
+    Args:
+        lo: The lower ends of the ranges.
+        hi: The upper ends of the ranges.
+        qmin: The lowest code.
+        qmax: The highest code.
+        symmetric: Whether the zero point is always 0.
+        eps: The smallest scale.
+    """
     lo, hi = lo.float().clamp(max=0.0), hi.float().clamp(min=0.0)
     levels = (qmax - qmin) / (2 if symmetric else 1)
     if symmetric:

@@ -22,7 +22,7 @@ from fakequant._backends.torch.operator_calls import ObserverOptions
 from fakequant._backends.torch.plain_memory import is_eager
 from fakequant._backends.torch.routes import DIRECT, Route, backward_grid, learned_factor
 from fakequant._backends.torch.tensor_kernels import Grid, Observed, Order, order_of
-from fakequant._backends.torch.torch_annotations import unpack_dual
+from fakequant._backends.torch.torch_annotations import Context, unpack_dual
 from fakequant._backends.torch.torch_private import SingleLevelFunction, is_forward_mode, unwrap_dead_wrappers
 
 # Usually dx, dscale and dzero_point.
@@ -34,14 +34,14 @@ def multiplies(numerics: str) -> bool:
     return not is_own(numerics)
 
 
-def is_differentiating(*tensors: Any) -> bool:
+def is_differentiating(*tensors: Tensor | None) -> bool:
     """Returns True if autograd may need the derivative of a function of these tensors."""
     if is_forward_mode():
         return True
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def has_derivative(parameter: Any) -> bool:
+def has_derivative(parameter: object) -> bool:
     """Returns True if autograd may need the derivative with respect to a scale or zero point."""
     if not isinstance(parameter, Tensor):
         return False
@@ -50,7 +50,7 @@ def has_derivative(parameter: Any) -> bool:
     return is_forward_mode() and unpack_dual(parameter).tangent is not None
 
 
-def refuse_gradient(function: str, **parameters: Any) -> None:
+def refuse_gradient(function: str, **parameters: object) -> None:
     """Raises RuntimeError if a scale or zero point needs a derivative that the function does not have."""
     for name, value in parameters.items():
         if has_derivative(value):
@@ -60,13 +60,13 @@ def refuse_gradient(function: str, **parameters: Any) -> None:
             )
 
 
-def _keep(ctx: Any, *tensors: Tensor | None) -> None:
+def _keep(ctx: Context, *tensors: Tensor | None) -> None:
     ctx.save_for_backward(*tensors)
     if is_forward_mode():
         ctx.save_for_forward(*tensors)
 
 
-def _kept(ctx: Any) -> tuple[Tensor, ...]:
+def _kept(ctx: Context) -> tuple[Tensor, ...]:
     """Returns the saved tensors, unwrapped from functorch levels that have ended (`torch.func.vjp`)."""
     return unwrap_dead_wrappers(ctx.saved_tensors)
 
@@ -120,7 +120,7 @@ def pass_through(x: Tensor, grid: Grid) -> Tensor:
     return y
 
 
-def learned(x: Tensor, scale: Any, zero_point: Any, *rest: Any) -> Tensor:
+def learned(x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any) -> Tensor:
     """Returns y, differentiable with respect to x, scale and zero point.
 
     `rest` is qmin, qmax, numerics, grad_factor.
@@ -132,7 +132,14 @@ def learned(x: Tensor, scale: Any, zero_point: Any, *rest: Any) -> Tensor:
 
 
 def observe(x: Tensor, running_min: Tensor, running_max: Tensor, rest: ObserverOptions) -> Observed:
-    """Runs `observe_fake_quantize`. `rest` is everything after the running range in the operator's schema."""
+    """Runs `observe_fake_quantize`. Returns its results, of which y has a gradient.
+
+    Args:
+        x: The data.
+        running_min: The lower ends of the ranges. Updated in place.
+        running_max: The upper ends of the ranges. Updated in place.
+        rest: Everything after the running range in the operator's schema.
+    """
     nodes, differentiating = _nodes(), is_differentiating(x)
     if differentiating and nodes is None:
         return Observed(*ObservedAndQuantized.apply(x, running_min, running_max, rest, DIRECT))
@@ -165,7 +172,7 @@ class Clipped(SingleLevelFunction):
     """y, whose gradient is clipped. Saves one bit per element."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: Grid, route: Route) -> Tensor:
+    def forward(ctx: Context, x: Tensor, grid: Grid, route: Route) -> Tensor:
         """`route` is `DIRECT` or `DISPATCHED`."""
         y, mask = route.fake_quantize(x, grid, _kernels.MASK_PACKED)
         _keep(ctx, mask)
@@ -174,13 +181,13 @@ class Clipped(SingleLevelFunction):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor, None, None]:
         """dx = dy inside, 0 outside."""
         (mask,) = _kept(ctx)
         return masked(dy, mask, ctx.order, ctx.multiply), None, None
 
     @staticmethod
-    def jvp(ctx: Any, x_t: Tensor, *_: None) -> Tensor:
+    def jvp(ctx: Context, x_t: Tensor, *_: None) -> Tensor:
         """The tangent is treated like the gradient."""
         (mask,) = _kept(ctx)
         return masked(x_t, mask, ctx.order, ctx.multiply)
@@ -191,7 +198,7 @@ class ClippedAndMask(Clipped):
 
     @staticmethod
     def forward(  # type: ignore[override]  # one more argument and result than its base
-        ctx: Any, x: Tensor, grid: Grid, mask_kind: int, route: Route
+        ctx: Context, x: Tensor, grid: Grid, mask_kind: int, route: Route
     ) -> tuple[Tensor, Tensor | None]:
         """`route` is `DIRECT` or `DISPATCHED`."""
         y, mask = route.fake_quantize(x, grid, mask_kind)
@@ -203,7 +210,7 @@ class ClippedAndMask(Clipped):
 
     @staticmethod
     def backward(  # type: ignore[override]  # a gradient for each result, one for each argument
-        ctx: Any, dy: Tensor, _: Tensor
+        ctx: Context, dy: Tensor, _: Tensor
     ) -> tuple[Tensor, None, None, None]:
         """dx = dy inside, 0 outside."""
         (mask,) = _kept(ctx)
@@ -211,7 +218,7 @@ class ClippedAndMask(Clipped):
 
     @staticmethod
     def jvp(  # type: ignore[override]  # a tangent for each result
-        ctx: Any, x_t: Tensor, *_: None
+        ctx: Context, x_t: Tensor, *_: None
     ) -> tuple[Tensor, None]:
         """The tangent is treated like the gradient. The mask has no tangent."""
         return Clipped.jvp(ctx, x_t), None
@@ -222,7 +229,7 @@ class ObservedAndQuantized(SingleLevelFunction):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, running_min: Tensor, running_max: Tensor, rest: ObserverOptions, route: Route
+        ctx: Context, x: Tensor, running_min: Tensor, running_max: Tensor, rest: ObserverOptions, route: Route
     ) -> tuple[Tensor | None, ...]:
         """`rest` is everything after the running range in the operator's schema."""
         result = route.observe_fake_quantize(x, running_min, running_max, rest)
@@ -235,7 +242,7 @@ class ObservedAndQuantized(SingleLevelFunction):
         return tuple(result)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Context, dy: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None, None]:
         """dx is dy, clipped or passed through. The observed range is a constant."""
         if ctx.clipped:
             (mask,) = _kept(ctx)
@@ -243,7 +250,7 @@ class ObservedAndQuantized(SingleLevelFunction):
         return dy, None, None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, x_t: Tensor, *_: None) -> tuple[Tensor, None, None, None, None]:
+    def jvp(ctx: Context, x_t: Tensor, *_: None) -> tuple[Tensor, None, None, None, None]:
         """The tangent is treated like the gradient."""
         if ctx.clipped:
             (mask,) = _kept(ctx)
@@ -256,7 +263,7 @@ class Fused(Clipped):
 
     @staticmethod
     def forward(  # type: ignore[override]  # other arguments than its base, and one more result
-        ctx: Any, x: Tensor, call: FusedCall, mask_kind: int
+        ctx: Context, x: Tensor, call: FusedCall, mask_kind: int
     ) -> tuple[Tensor, Tensor]:
         """Runs `call`, which changes its state in place."""
         y, mask = call.run_with_mask(mask_kind)
@@ -268,14 +275,14 @@ class Fused(Clipped):
 
     @staticmethod
     def backward(  # type: ignore[override]  # a gradient for each result
-        ctx: Any, dy: Tensor, _: Tensor
+        ctx: Context, dy: Tensor, _: Tensor
     ) -> tuple[Tensor, None, None]:
         """dx = dy inside, 0 outside."""
         return Clipped.backward(ctx, dy)
 
     @staticmethod
     def jvp(  # type: ignore[override]  # a tangent for each result
-        ctx: Any, x_t: Tensor, *_: None
+        ctx: Context, x_t: Tensor, *_: None
     ) -> tuple[Tensor, None]:
         """The tangent is treated like the gradient. The mask has no tangent."""
         return Clipped.jvp(ctx, x_t), None
@@ -285,17 +292,17 @@ class PassThrough(SingleLevelFunction):
     """y, whose gradient is passed through. Saves nothing."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, grid: Grid, route: Route) -> Tensor:
+    def forward(ctx: Context, x: Tensor, grid: Grid, route: Route) -> Tensor:
         """`route` is `DIRECT` or `DISPATCHED`."""
         return route.fake_quantize(x, grid, _kernels.MASK_NONE)[0]
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor, None, None]:
         """dx = dy."""
         return dy, None, None
 
     @staticmethod
-    def jvp(ctx: Any, x_t: Tensor, *_: None) -> Tensor:
+    def jvp(ctx: Context, x_t: Tensor, *_: None) -> Tensor:
         """The tangent, unchanged."""
         return x_t.clone()
 
@@ -321,20 +328,20 @@ class Masked(SingleLevelFunction):
     """The gradient of `Clipped`. It is linear in dy and therefore its own derivative."""
 
     @staticmethod
-    def forward(ctx: Any, dy: Tensor, mask: Tensor, order: Order, multiply: bool, route: Route) -> Tensor:
+    def forward(ctx: Context, dy: Tensor, mask: Tensor, order: Order, multiply: bool, route: Route) -> Tensor:
         """`route` is `DIRECT` or `DISPATCHED`."""
         _keep(ctx, mask)
         ctx.order, ctx.multiply = order, multiply
         return route.mask_backward(dy, mask, order, multiply)
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, g: Tensor) -> tuple[Tensor | None, ...]:
         """The same mask again."""
         (mask,) = _kept(ctx)
         return masked(g, mask, ctx.order, ctx.multiply), None, None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, dy_t: Tensor, *_: None) -> Tensor:
+    def jvp(ctx: Context, dy_t: Tensor, *_: None) -> Tensor:
         """The same mask again."""
         (mask,) = _kept(ctx)
         return masked(dy_t, mask, ctx.order, ctx.multiply)
@@ -347,7 +354,7 @@ class Learned(SingleLevelFunction):
     """y, differentiable with respect to x, scale and zero point."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any) -> Tensor:
+    def forward(ctx: Context, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any) -> Tensor:
         """`rest` is qmin, qmax, numerics, grad_factor, and `DIRECT` or `DISPATCHED`."""
         _keep(ctx, x, scale, zero_point)
         route: Route
@@ -355,14 +362,14 @@ class Learned(SingleLevelFunction):
         return route.fake_quantize_learned(x, scale, zero_point, *ctx.rest)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         """dx, dscale, dzero_point."""
         x, scale, zero_point = _kept(ctx)
         dx, dscale, dzero_point = learned_gradients(dy, x, scale, zero_point, *ctx.rest)
         return dx, dscale, None if zero_point is None else dzero_point.reshape(zero_point.shape), *[None] * 5
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+    def jvp(ctx: Context, *tangents: Tensor | None) -> Tensor:
         """x' inside + scale' dy/dscale + zero_point' dy/dzero_point, without grad_factor."""
         x, scale, zero_point = _kept(ctx)
         qmin, qmax, numerics, _ = ctx.rest
@@ -380,7 +387,7 @@ def _combine(values: tuple[Tensor | None, ...], terms: tuple[Tensor, ...], x: Te
     return total
 
 
-def learned_gradients(dy: Tensor, x: Tensor, scale: Any, zero_point: Any, *rest: Any) -> ThreeTensors:
+def learned_gradients(dy: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any) -> ThreeTensors:
     """Returns dx, dscale and dzero_point, which can be differentiated again.
 
     `rest` is qmin, qmax, numerics, grad_factor.
@@ -397,7 +404,9 @@ class LearnedGradient(SingleLevelFunction):
     """The gradients of `Learned`, differentiable with respect to dy, scale and zero point."""
 
     @staticmethod
-    def forward(ctx: Any, dy: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any) -> ThreeTensors:
+    def forward(
+        ctx: Context, dy: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any
+    ) -> ThreeTensors:
         """`rest` as in `Learned`."""
         _keep(ctx, dy, x, scale, zero_point)
         route: Route
@@ -405,7 +414,7 @@ class LearnedGradient(SingleLevelFunction):
         return route.learned_backward(dy, x, scale, zero_point, *ctx.rest)
 
     @staticmethod
-    def backward(ctx: Any, g_dx: Tensor, g_dscale: Tensor, g_dzero: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, g_dx: Tensor, g_dscale: Tensor, g_dzero: Tensor) -> tuple[Tensor | None, ...]:
         """Outside the range dscale = dy * (bound - z) depends on z, and dzero_point = -dy * scale on the scale."""
         dy, x, scale, zero_point = _kept(ctx)
         qmin, qmax, numerics, grad_factor = ctx.rest
@@ -420,7 +429,7 @@ class LearnedGradient(SingleLevelFunction):
         return g_dy, None, g_scale, g_zero, *[None] * 5
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> ThreeTensors:
+    def jvp(ctx: Context, *tangents: Tensor | None) -> ThreeTensors:
         """Supports only a tangent of dy. The others would be second derivatives in forward mode."""
         _, x, scale, zero_point = _kept(ctx)
         if any(t is not None for t in tangents[1:4]):

@@ -7,16 +7,21 @@ callers then run on fakequant's kernels, with the same bits, saved masks and err
 import threading
 import warnings
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from fakequant._backends.torch import aten_kernels
 from fakequant._backends.torch.compare_with_aten import disagreements
 from fakequant._backends.torch.gradients import is_differentiating
-from fakequant._backends.torch.torch_annotations import Library, Operator
+from fakequant._backends.torch.torch_annotations import Library, Operator, Results
 from fakequant._backends.torch.torch_private import destroy
 from fakequant._fork_safe_locks import accelerating
+
+# A kernel of torch's dispatcher, and a set of dispatch keys. torch has no public types for them.
+Kernel: TypeAlias = Any
+Keys: TypeAlias = Any
 
 REPLACED: dict[str, Operator] = {
     "fake_quantize_per_tensor_affine_cachemask": aten_kernels.cachemask,
@@ -155,18 +160,18 @@ def _replace_kernels(left: frozenset[str]) -> Library:
     return library
 
 
-def _or_original(function: Operator, original: Any) -> Operator:
+def _or_original(function: Operator, original: Kernel) -> Operator:
     """Returns a kernel that calls `function`, or torch's kernel if that returns None or is switched off."""
 
-    def kernel(keys: Any, *args: Any) -> Any:
+    def kernel(keys: Keys, *args: Any) -> Results:
         result = function(*args) if _switch.on else None
         return original.call_boxed(keys, *args) if result is None else result
 
     return kernel
 
 
-def _unless_differentiating(kernel: Operator, original: Any) -> Operator:
-    def differentiable(keys: Any, grad: Any, *rest: Any) -> Any:
+def _unless_differentiating(kernel: Operator, original: Kernel) -> Operator:
+    def differentiable(keys: Keys, grad: Tensor, *rest: Any) -> Results:
         return (original.call_boxed if is_differentiating(grad) else kernel)(keys, grad, *rest)
 
     return differentiable

@@ -1,7 +1,5 @@
 """Reductions over the processes of distributed training."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,7 +16,7 @@ class Ranks:
     (tensor(-1.), tensor(2.))
     """
 
-    def __init__(self, group: Any, *, several: bool = False) -> None:
+    def __init__(self, group: "dist.ProcessGroup | None", *, several: bool = False) -> None:
         self.group = group
         self.several = several
 
@@ -42,7 +40,7 @@ class Ranks:
 ALONE = Ranks(None)
 
 
-def ranks_of(group: Any = None) -> Ranks:
+def ranks_of(group: "dist.ProcessGroup | None" = None) -> Ranks:
     """Returns the ranks of a process group, or of all processes for None. `ALONE` if there is only one process."""
     if not dist.is_available() or not dist.is_initialized():
         return ALONE

@@ -31,14 +31,14 @@ def learned_factor(grad_factor: float | None, x: Tensor, qmax: int) -> float:
     return 1 / sqrt(max(x.numel(), 1) * qmax) if grad_factor is None else grad_factor
 
 
-def forward_grid(scale: Any, zero_point: Any, qmin: int, qmax: int, numerics: str) -> Grid:
+def forward_grid(scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, numerics: str) -> Grid:
     """Returns the grid of the forward, with a learned zero point rounded half to even."""
     if zero_point is not None and zero_point.is_floating_point():
         zero_point = round_forward(zero_point, qmin, qmax)
     return Grid(scale, zero_point, qmin, qmax, numerics)
 
 
-def backward_grid(scale: Any, zero_point: Any, qmin: int, qmax: int, numerics: str) -> Grid:
+def backward_grid(scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, numerics: str) -> Grid:
     """Returns the grid of the backward, with a learned zero point rounded by its rule."""
     if zero_point is not None and zero_point.is_floating_point():
         zero_point = round_backward(zero_point, qmin, qmax, numerics)

@@ -6,7 +6,7 @@ transform or compiler) go through `torch.ops.fakequant`, with the same results.
 
 from collections.abc import Callable
 from math import prod
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fakequant import _kernels
 from fakequant._backends import checks
+from fakequant._backends.argument_types import Numbers, Unchecked
 from fakequant._backends.blocks import blocks_of
 from fakequant._backends.kernel_types import (
     NUMERICS,
@@ -36,7 +37,7 @@ from fakequant.spec import QuantSpec
 
 
 def _compiled_fake_quantize_learned(
-    x: Any, scale: Any, zero_point: Any, spec: QuantSpec, grad_factor: float | None
+    x: Unchecked, scale: Numbers, zero_point: Numbers, spec: QuantSpec, grad_factor: float | None
 ) -> Tensor | None:
     """Runs `fake_quantize_learned`, or returns None for arguments that the compiled function does not handle."""
     if compiled_nodes.compiled is None or torch.compiler.is_compiling() or not isinstance(x, Tensor):
@@ -55,14 +56,14 @@ def _compiled_fake_quantize_learned(
     )  # fmt: skip
 
 
-def as_data(x: Any, name: str = "x") -> Tensor:
+def as_data(x: Unchecked, name: str = "x") -> Tensor:
     """Returns `x`. Raises TypeError or NotImplementedError unless it is a strided tensor of floats."""
     check_data(x, name)
     data: Tensor = x
     return data
 
 
-def as_float32_array(x: Any, name: str) -> np.ndarray:
+def as_float32_array(x: Unchecked, name: str) -> np.ndarray:
     """Returns the values of `x`, rounded to float32, as an array."""
     values: Tensor = x
     return values.detach().resolve_neg().float().cpu().numpy()
@@ -86,16 +87,22 @@ def zero_outside(dy: Tensor, x: Tensor, lo: np.float32, hi: np.float32) -> Tenso
 
 @overload
 def fake_quantize(
-    x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, mask: None = None, gradient: Gradient = "clipped"
+    x: Tensor,
+    scale: Numbers,
+    zero_point: Numbers,
+    spec: QuantSpec,
+    *,
+    mask: None = None,
+    gradient: Gradient = "clipped",
 ) -> Tensor: ...
 @overload
 def fake_quantize(
-    x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, mask: MaskForm, gradient: Gradient = "clipped"
+    x: Tensor, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, mask: MaskForm, gradient: Gradient = "clipped"
 ) -> tuple[Tensor, Tensor]: ...
 def fake_quantize(
     x: Tensor,
-    scale: Any,
-    zero_point: Any,
+    scale: Numbers,
+    zero_point: Numbers,
     spec: QuantSpec,
     *,
     mask: MaskForm | None = None,
@@ -164,7 +171,7 @@ def fake_quantize_backward(dy: Tensor, mask: Tensor, spec: QuantSpec) -> Tensor:
     return ops.mask_backward(dy, mask, None, multiply)
 
 
-def _check_mask(mask: Any, dy: Tensor) -> None:
+def _check_mask(mask: object, dy: Tensor) -> None:
     if not isinstance(mask, Tensor):
         checks.refuse_mask(tuple(dy.shape), type(mask).__name__, "tensor")
     check_device(dy, "mask", mask)
@@ -174,7 +181,7 @@ def _check_mask(mask: Any, dy: Tensor) -> None:
 
 
 def fake_quantize_learned(
-    x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float | None = 1.0
+    x: Tensor, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, grad_factor: float | None = 1.0
 ) -> Tensor:
     """See `fakequant.fake_quantize_learned`."""
     checks.check_spec(spec)
@@ -188,7 +195,7 @@ def fake_quantize_learned(
 
 
 def fake_quantize_learned_backward(
-    dy: Tensor, x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float = 1.0
+    dy: Tensor, x: Tensor, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, grad_factor: float = 1.0
 ) -> LearnedGradients[Tensor]:
     """See `fakequant.fake_quantize_learned_backward`."""
     checks.check_spec(spec)
@@ -209,7 +216,7 @@ def round_zero_point(zero_point: Tensor, spec: QuantSpec) -> Tensor:
     return round_forward(zero_point, spec.qmin, spec.qmax)
 
 
-def quantize(x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, packed: bool = False) -> Tensor:
+def quantize(x: Tensor, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, packed: bool = False) -> Tensor:
     """See `fakequant.quantize`."""
     check_data(x)
     checks.check_spec(spec)
@@ -228,8 +235,8 @@ def quantize(x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, packed:
 
 def dequantize(
     q: Tensor,
-    scale: Any,
-    zero_point: Any,
+    scale: Numbers,
+    zero_point: Numbers,
     spec: QuantSpec,
     *,
     shape: tuple[int, ...] | None = None,
@@ -269,7 +276,7 @@ def min_max(x: Tensor, spec: QuantSpec | None = None) -> Range[Tensor]:
     return Range(*(v.reshape(shape) for v in (lo, hi, *counts)))
 
 
-def choose_qparams(lo: Any, hi: Any, spec: QuantSpec, *, eps: float) -> QParams[Tensor]:
+def choose_qparams(lo: Numbers, hi: Numbers, spec: QuantSpec, *, eps: float) -> QParams[Tensor]:
     """See `fakequant.choose_qparams`."""
     checks.check_spec(spec, "lo, hi, spec")
     tensor = lo if isinstance(lo, Tensor) else hi

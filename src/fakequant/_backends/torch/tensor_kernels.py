@@ -247,7 +247,14 @@ def empty_in_order(x: Tensor, order: Order) -> Tensor:
 
 
 def learned_backward(dy: Tensor, x: Tensor, grid: Grid, grad_factor: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dx, dscale and dzero_point. The latter two have the shape and dtype of the scale."""
+    """Returns dx, dscale and dzero_point. The last two have the shape and dtype of the scale.
+
+    Args:
+        dy: The gradient of the result.
+        x: The data of the forward.
+        grid: Scales, integer zero points and range.
+        grad_factor: Multiplies dscale and dzero_point.
+    """
     dx = torch.empty_like(x)
     assert isinstance(grid.scale, Tensor)
     if x.numel() == 0:
@@ -394,7 +401,16 @@ def _from_order(values: Tensor, blocks: tuple[int, ...], order: Order) -> Tensor
 
 
 def choose_qparams(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns scale and zero point of every range. See `fakequant.choose_qparams`."""
+    """Returns scale and zero point of every range. See `fakequant.choose_qparams` for the formulas.
+
+    Args:
+        lo: The lower ends of the ranges.
+        hi: The upper ends of the ranges.
+        qmin: The lowest code.
+        qmax: The highest code.
+        symmetric: Whether the zero point is always 0.
+        eps: The smallest scale.
+    """
     lo, hi = (v.to(torch.float32).contiguous() for v in (lo, hi))
     ordered = (lo <= hi) & lo.isfinite() & hi.isfinite()
     if not ordered.all():

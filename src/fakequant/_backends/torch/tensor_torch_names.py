@@ -5,19 +5,20 @@ other devices because the kernels for them are torch's, and with wrong arguments
 """
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from fakequant import _kernels
+from fakequant._backends.argument_types import Unchecked
 from fakequant._backends.results import LearnedGradients, OutputAndMask
 from fakequant._backends.torch import aten_kernels, compiled_nodes, gradients, torch_originals
 from fakequant._backends.torch.operator_calls import ops
 from fakequant._backends.torch.plain_memory import is_direct
 from fakequant._backends.torch.tensor_blocks import along
 from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid
-from fakequant._backends.torch.torch_annotations import Function
+from fakequant._backends.torch.torch_annotations import Context, Function, Operator
 from fakequant._backends.torch.torch_private import is_forward_mode
 
 
@@ -54,7 +55,9 @@ def _learns(*parameters: object) -> bool:
 # --- per tensor -----------------------------------------------------------------------------------
 
 
-def fake_quantize_per_tensor_affine(input: Any, scale: Any, zero_point: Any, quant_min: Any, quant_max: Any) -> Tensor:
+def fake_quantize_per_tensor_affine(
+    input: Unchecked, scale: Unchecked, zero_point: Unchecked, quant_min: Unchecked, quant_max: Unchecked
+) -> Tensor:
     """See `fakequant.fake_quantize_per_tensor_affine`."""
     numbers = (scale, zero_point, quant_min, quant_max)
     if _are_ints(quant_min, quant_max):
@@ -72,7 +75,7 @@ def fake_quantize_per_tensor_affine(input: Any, scale: Any, zero_point: Any, qua
     return torch_originals.fake_quantize_per_tensor_affine(input, scale, zero_point, quant_min, quant_max)
 
 
-def _tensor_grid(x: Tensor, scale: Any, zero_point: Any, qmin: Any, qmax: Any) -> Grid | None:
+def _tensor_grid(x: Tensor, scale: Unchecked, zero_point: Unchecked, qmin: Unchecked, qmax: Unchecked) -> Grid | None:
     """Returns the grid with tensors instead of numbers, as operators take it, or None if torch would reject it."""
     if isinstance(scale, Tensor) and isinstance(zero_point, Tensor):
         if scale.numel() != 1 or zero_point.numel() != 1 or _learns(scale, zero_point):
@@ -86,7 +89,7 @@ def _tensor_grid(x: Tensor, scale: Any, zero_point: Any, qmin: Any, qmax: Any) -
 
 
 def fake_quantize_per_tensor_affine_cachemask(
-    input: Any, scale: Any, zero_point: Any, quant_min: Any, quant_max: Any
+    input: Unchecked, scale: Unchecked, zero_point: Unchecked, quant_min: Unchecked, quant_max: Unchecked
 ) -> OutputAndMask[Tensor]:
     """See `fakequant.fake_quantize_per_tensor_affine_cachemask`."""
     grid = aten_kernels.number_grid(scale, zero_point, quant_min, quant_max)
@@ -98,7 +101,12 @@ def fake_quantize_per_tensor_affine_cachemask(
 
 
 def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
-    input: Any, scale: Any, zero_point: Any, fake_quant_enabled: Any, quant_min: Any, quant_max: Any
+    input: Unchecked,
+    scale: Unchecked,
+    zero_point: Unchecked,
+    fake_quant_enabled: Unchecked,
+    quant_min: Unchecked,
+    quant_max: Unchecked,
 ) -> OutputAndMask[Tensor]:
     """See `fakequant.fake_quantize_per_tensor_affine_cachemask_tensor_qparams`."""
     if _is_direct(input) and not _learns(scale, zero_point) and isinstance(fake_quant_enabled, Tensor):
@@ -110,7 +118,7 @@ def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
     )
 
 
-def fake_quantize_per_tensor_affine_cachemask_backward(grad: Any, mask: Any) -> Tensor:
+def fake_quantize_per_tensor_affine_cachemask_backward(grad: Unchecked, mask: Unchecked) -> Tensor:
     """See `fakequant.fake_quantize_per_tensor_affine_cachemask_backward`."""
     if _is_maskable(grad, mask):
         return gradients.masked(grad, mask, None, True)
@@ -118,7 +126,7 @@ def fake_quantize_per_tensor_affine_cachemask_backward(grad: Any, mask: Any) -> 
     return dx
 
 
-def _is_maskable(grad: Any, mask: Any) -> bool:
+def _is_maskable(grad: Unchecked, mask: Unchecked) -> bool:
     if not (_is_direct(grad) and isinstance(mask, Tensor)) or grad.numel() == 0:
         return False
     return mask.dtype == torch.bool and mask.shape == grad.shape and mask.device == grad.device
@@ -127,7 +135,9 @@ def _is_maskable(grad: Any, mask: Any) -> bool:
 # --- per channel ----------------------------------------------------------------------------------
 
 
-def _channel_grid(x: Any, scale: Any, zero_point: Any, axis: Any, qmin: Any, qmax: Any) -> Grid | None:
+def _channel_grid(
+    x: Unchecked, scale: Unchecked, zero_point: Unchecked, axis: Unchecked, qmin: Unchecked, qmax: Unchecked
+) -> Grid | None:
     if not (isinstance(scale, Tensor) and isinstance(zero_point, Tensor)) or _learns(scale, zero_point):
         return None
     if not is_direct(x):
@@ -138,7 +148,12 @@ def _channel_grid(x: Any, scale: Any, zero_point: Any, axis: Any, qmin: Any, qma
 
 
 def fake_quantize_per_channel_affine(
-    input: Any, scale: Any, zero_point: Any, axis: Any, quant_min: Any, quant_max: Any
+    input: Unchecked,
+    scale: Unchecked,
+    zero_point: Unchecked,
+    axis: Unchecked,
+    quant_min: Unchecked,
+    quant_max: Unchecked,
 ) -> Tensor:
     """See `fakequant.fake_quantize_per_channel_affine`."""
     if _are_ints(axis, quant_min, quant_max):
@@ -153,7 +168,12 @@ def fake_quantize_per_channel_affine(
 
 
 def fake_quantize_per_channel_affine_cachemask(
-    input: Any, scale: Any, zero_point: Any, axis: Any, quant_min: Any, quant_max: Any
+    input: Unchecked,
+    scale: Unchecked,
+    zero_point: Unchecked,
+    axis: Unchecked,
+    quant_min: Unchecked,
+    quant_max: Unchecked,
 ) -> OutputAndMask[Tensor]:
     """See `fakequant.fake_quantize_per_channel_affine_cachemask`."""
     arguments = (scale, zero_point, axis, quant_min, quant_max)
@@ -165,7 +185,7 @@ def fake_quantize_per_channel_affine_cachemask(
     return OutputAndMask(*ops.fake_quantize_masked(input, *grid, False))
 
 
-def fake_quantize_per_channel_affine_cachemask_backward(grad: Any, mask: Any) -> Tensor:
+def fake_quantize_per_channel_affine_cachemask_backward(grad: Unchecked, mask: Unchecked) -> Tensor:
     """See `fakequant.fake_quantize_per_channel_affine_cachemask_backward`."""
     if _is_maskable(grad, mask):
         return gradients.masked(grad, mask, None, True)
@@ -177,7 +197,12 @@ def fake_quantize_per_channel_affine_cachemask_backward(grad: Any, mask: Any) ->
 
 
 def fake_quantize_learnable_per_tensor_affine(
-    input: Any, scale: Any, zero_point: Any, quant_min: Any, quant_max: Any, grad_factor: Any = 1.0
+    input: Unchecked,
+    scale: Unchecked,
+    zero_point: Unchecked,
+    quant_min: Unchecked,
+    quant_max: Unchecked,
+    grad_factor: Unchecked = 1.0,
 ) -> Tensor:
     """See `fakequant.fake_quantize_learnable_per_tensor_affine`."""
     arguments = (input, scale, zero_point, quant_min, quant_max)
@@ -194,7 +219,13 @@ def fake_quantize_learnable_per_tensor_affine(
 
 
 def fake_quantize_learnable_per_channel_affine(
-    input: Any, scale: Any, zero_point: Any, axis: Any, quant_min: Any, quant_max: Any, grad_factor: Any = 1.0
+    input: Unchecked,
+    scale: Unchecked,
+    zero_point: Unchecked,
+    axis: Unchecked,
+    quant_min: Unchecked,
+    quant_max: Unchecked,
+    grad_factor: Unchecked = 1.0,
 ) -> Tensor:
     """See `fakequant.fake_quantize_learnable_per_channel_affine`."""
     if _is_range_with_zero(quant_min, quant_max) and _are_ints(axis) and _is_number(grad_factor):
@@ -214,7 +245,7 @@ def fake_quantize_learnable_per_channel_affine(
     return torch_originals.fake_quantize_learnable_per_channel_affine(*arguments)
 
 
-def _has_a_sum(x: Any, scale: Any, zero_point: Any, qmin: Any, qmax: Any) -> bool:
+def _has_a_sum(x: Unchecked, scale: Unchecked, zero_point: Unchecked, qmin: Unchecked, qmax: Unchecked) -> bool:
     """Returns True if torch computes the forward and the kernels compute the gradients.
 
     torch has the bits and errors of the forward, but its sums in the backward depend on its number of threads.
@@ -233,14 +264,14 @@ class _WidePerTensor(Function):
     """torch's per-tensor forward with the gradients of the kernels, for ranges beyond 2^24."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
+    def forward(ctx: Context, *arguments: Unchecked) -> Tensor:
         """`arguments` are those of the function."""
         ctx.save_for_backward(*arguments[:3])
         ctx.rest = arguments[3:]
         return torch_originals.fake_quantize_learnable_per_tensor_affine(*arguments)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         """dx, dscale and dzero_point."""
         return _once(fake_quantize_learnable_per_tensor_affine_backward, ctx, dy)
 
@@ -249,19 +280,19 @@ class _WidePerChannel(Function):
     """torch's per-channel forward with the gradients of the kernels, for ranges beyond 2^24."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
+    def forward(ctx: Context, *arguments: Unchecked) -> Tensor:
         """`arguments` are those of the function."""
         ctx.save_for_backward(*arguments[:3])
         ctx.rest = arguments[3:]
         return torch_originals.fake_quantize_learnable_per_channel_affine(*arguments)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         """dx, dscale and dzero_point."""
         return _once(fake_quantize_learnable_per_channel_affine_backward, ctx, dy)
 
 
-def _once(backward: Any, ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _once(backward: Operator, ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
     """Returns gradients that cannot be differentiated again, like torch's."""
     with torch.no_grad():
         found = backward(dy, *ctx.saved_tensors, *ctx.rest)
@@ -274,12 +305,12 @@ class _NotTwice(Function):
     """Three gradients that depend on their sources but have no derivative."""
 
     @staticmethod
-    def forward(ctx: Any, *gradients_and_sources: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Context, *gradients_and_sources: Tensor) -> tuple[Tensor, ...]:
         """The gradients."""
         return tuple(t.detach() for t in gradients_and_sources[:3])
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> NoReturn:
+    def backward(ctx: Context, *_: Tensor) -> NoReturn:
         """Raises RuntimeError: there is no second derivative."""
         raise RuntimeError(
             "Gradients of a learnable fake-quantize cannot be differentiated again for a range beyond 2^24.\n"
@@ -287,17 +318,17 @@ class _NotTwice(Function):
         )
 
 
-def _fits(scale: Tensor, zero_point: Tensor, x: Tensor, axis: Any) -> bool:
+def _fits(scale: Tensor, zero_point: Tensor, x: Tensor, axis: Unchecked) -> bool:
     """Returns True if scale and zero point fit the axis. For 1-D input torch sums over channels, so it does not fit."""
     return 1 < x.dim() > axis >= 0 and scale.shape == zero_point.shape == (x.shape[axis],)
 
 
-def _is_range_with_zero(qmin: Any, qmax: Any) -> bool:
+def _is_range_with_zero(qmin: Unchecked, qmax: Unchecked) -> bool:
     """Returns True for a range that includes 0, as torch's backward needs, and is exact in float32."""
     return _are_ints(qmin, qmax) and -(2**24) <= qmin <= 0 <= qmax <= 2**24
 
 
-def _is_learnable(x: Any, scale: Any, zero_point: Any) -> bool:
+def _is_learnable(x: Unchecked, scale: Unchecked, zero_point: Unchecked) -> bool:
     """Returns True if the kernels, or `torch.ops.fakequant`, can run the learnable forward."""
     return (
         _is_here(x)
@@ -309,13 +340,19 @@ def _is_learnable(x: Any, scale: Any, zero_point: Any) -> bool:
     )
 
 
-def _learnable(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tensor:
+def _learnable(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Unchecked) -> Tensor:
     run: Callable[..., Tensor] = gradients.learned if _is_direct(x) else ops.fake_quantize_learned
     return run(x, scale, zero_point, *rest)
 
 
 def fake_quantize_learnable_per_tensor_affine_backward(
-    grad: Any, input: Any, scale: Any, zero_point: Any, quant_min: Any, quant_max: Any, grad_factor: Any = 1.0
+    grad: Unchecked,
+    input: Unchecked,
+    scale: Unchecked,
+    zero_point: Unchecked,
+    quant_min: Unchecked,
+    quant_max: Unchecked,
+    grad_factor: Unchecked = 1.0,
 ) -> LearnedGradients[Tensor]:
     """See `fakequant.fake_quantize_learnable_per_tensor_affine_backward`."""
     arguments = (grad, input, scale, zero_point, quant_min, quant_max, grad_factor)
@@ -329,14 +366,14 @@ def fake_quantize_learnable_per_tensor_affine_backward(
 
 
 def fake_quantize_learnable_per_channel_affine_backward(
-    grad: Any,
-    input: Any,
-    scale: Any,
-    zero_point: Any,
-    axis: Any,
-    quant_min: Any,
-    quant_max: Any,
-    grad_factor: Any = 1.0,
+    grad: Unchecked,
+    input: Unchecked,
+    scale: Unchecked,
+    zero_point: Unchecked,
+    axis: Unchecked,
+    quant_min: Unchecked,
+    quant_max: Unchecked,
+    grad_factor: Unchecked = 1.0,
 ) -> LearnedGradients[Tensor]:
     """See `fakequant.fake_quantize_learnable_per_channel_affine_backward`."""
     arguments = (grad, input, scale, zero_point, axis, quant_min, quant_max, grad_factor)
@@ -350,7 +387,7 @@ def fake_quantize_learnable_per_channel_affine_backward(
 
 
 def _no_gradients(
-    operator: Any, grad: Any, x: Any, scale: Any, zero_point: Any, *rest: Any
+    operator: Operator, grad: Unchecked, x: Unchecked, scale: Unchecked, zero_point: Unchecked, *rest: Unchecked
 ) -> LearnedGradients[Tensor]:
     """Returns the gradients of an empty input after calling torch's operator for its checks.
 
@@ -362,7 +399,7 @@ def _no_gradients(
     return LearnedGradients(x, dscale, dzero_point)
 
 
-def _are_tensors(*values: Any) -> bool:
+def _are_tensors(*values: Unchecked) -> bool:
     return all(isinstance(v, Tensor) for v in values)
 
 
@@ -370,19 +407,19 @@ def _are_tensors(*values: Any) -> bool:
 
 
 def fused_moving_avg_obs_fake_quant(
-    input: Any,
-    observer_on: Any,
-    fake_quant_on: Any,
-    running_min: Any,
-    running_max: Any,
-    scale: Any,
-    zero_point: Any,
-    averaging_const: Any,
-    quant_min: Any,
-    quant_max: Any,
-    ch_axis: Any,
-    per_row_fake_quant: Any = False,
-    symmetric_quant: Any = False,
+    input: Unchecked,
+    observer_on: Unchecked,
+    fake_quant_on: Unchecked,
+    running_min: Unchecked,
+    running_max: Unchecked,
+    scale: Unchecked,
+    zero_point: Unchecked,
+    averaging_const: Unchecked,
+    quant_min: Unchecked,
+    quant_max: Unchecked,
+    ch_axis: Unchecked,
+    per_row_fake_quant: Unchecked = False,
+    symmetric_quant: Unchecked = False,
 ) -> Tensor:
     """See `fakequant.fused_moving_avg_obs_fake_quant`."""
     arguments = (
@@ -398,19 +435,19 @@ def fused_moving_avg_obs_fake_quant(
 
 
 def fused_moving_avg_obs_fq_helper(
-    input: Any,
-    observer_on: Any,
-    fake_quant_on: Any,
-    running_min: Any,
-    running_max: Any,
-    scale: Any,
-    zero_point: Any,
-    averaging_const: Any,
-    quant_min: Any,
-    quant_max: Any,
-    ch_axis: Any,
-    per_row_fake_quant: Any = False,
-    symmetric_quant: Any = False,
+    input: Unchecked,
+    observer_on: Unchecked,
+    fake_quant_on: Unchecked,
+    running_min: Unchecked,
+    running_max: Unchecked,
+    scale: Unchecked,
+    zero_point: Unchecked,
+    averaging_const: Unchecked,
+    quant_min: Unchecked,
+    quant_max: Unchecked,
+    ch_axis: Unchecked,
+    per_row_fake_quant: Unchecked = False,
+    symmetric_quant: Unchecked = False,
 ) -> OutputAndMask[Tensor]:
     """See `fakequant.fused_moving_avg_obs_fq_helper`."""
     arguments = (
@@ -423,7 +460,7 @@ def fused_moving_avg_obs_fq_helper(
     return OutputAndMask(*gradients.fused(input, call, _kernels.MASK_BYTES))
 
 
-def _fused_call(x: Any, arguments: tuple[Any, ...]) -> aten_kernels.Fused | None:
+def _fused_call(x: Unchecked, arguments: tuple[Unchecked, ...]) -> aten_kernels.Fused | None:
     if not _is_direct(x) or not _are_tensors(*arguments[:6]) or _learns(*arguments[2:6]):
         return None
     if not all(type(a) is int for a in arguments[7:10]) or type(arguments[6]) is not float:

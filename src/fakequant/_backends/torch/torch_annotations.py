@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["Function", "Library", "Operator", "Results", "broadcast_tensors", "is_tracing", "unpack_dual"]
+__all__ = ["Context", "Function", "Library", "Operator", "Results", "broadcast_tensors", "is_tracing", "unpack_dual"]
 
 # The results of an operator. Its schema says what they are.
 Results: TypeAlias = Any
+# The `ctx` of an autograd function. Functions set their own attributes on it.
+Context: TypeAlias = Any
 # An operator, a kernel or a rule for it. Their arguments and results differ.
 Operator: TypeAlias = Callable[..., Results]
 
