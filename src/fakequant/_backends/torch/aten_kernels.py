@@ -28,7 +28,7 @@ _LARGE = (-(2**62), 2**62)
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
-def is_ours(x: object) -> bool:
+def has_kernel(x: object) -> bool:
     """Returns True if `x` is a plain CPU tensor of a dtype that has a kernel."""
     return isinstance(x, Tensor) and x.dtype in KERNEL_DTYPES and is_memory(x)
 
@@ -95,7 +95,7 @@ def channel_grid(
 def cachemask(x: Tensor, scale: float, zero_point: int, qmin: int, qmax: int) -> tuple[Tensor, Tensor] | None:
     """Runs `aten::fake_quantize_per_tensor_affine_cachemask`."""
     grid = number_grid(scale, zero_point, qmin, qmax)
-    return None if grid is None or not is_ours(x) else _with_bytes(x, grid)
+    return None if grid is None or not has_kernel(x) else _with_bytes(x, grid)
 
 
 def cachemask_tensor_qparams(
@@ -103,7 +103,7 @@ def cachemask_tensor_qparams(
 ) -> tuple[Tensor, Tensor] | None:
     """Runs `aten::_fake_quantize_per_tensor_affine_cachemask_tensor_qparams`."""
     grid = one_element_grid(scale, zero_point, qmin, qmax)
-    if grid is None or not is_ours(x) or not _is_flag(enabled) or enabled.item() == 0:
+    if grid is None or not has_kernel(x) or not _is_flag(enabled) or enabled.item() == 0:
         return None
     return _with_bytes(x, grid)
 
@@ -112,7 +112,7 @@ def channel_cachemask(
     x: Tensor, scale: Tensor, zero_point: Tensor, axis: int, qmin: int, qmax: int
 ) -> tuple[Tensor, Tensor] | None:
     """Runs `aten::fake_quantize_per_channel_affine_cachemask` with float32 scales."""
-    if not is_ours(x) or scale.dtype != torch.float32:
+    if not has_kernel(x) or scale.dtype != torch.float32:
         return None
     grid = channel_grid(x, scale, zero_point, axis, qmin, qmax)
     return None if grid is None else _with_bytes(x, grid)
@@ -126,7 +126,7 @@ def _with_bytes(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
 
 def cachemask_backward(grad: Tensor, mask: Tensor) -> Tensor | None:
     """Runs `aten::fake_quantize_per_tensor_affine_cachemask_backward`, or its per-channel twin."""
-    if not is_ours(grad) or not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+    if not has_kernel(grad) or not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         return None
     if mask.shape != grad.shape or not is_memory(mask):
         return None
@@ -200,7 +200,7 @@ def _are_learnable(
     grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor, qmin: Unchecked, qmax: Unchecked
 ) -> bool:
     return (
-        all(is_ours(t) for t in (grad, x, scale, zero_point))
+        all(has_kernel(t) for t in (grad, x, scale, zero_point))
         and grad.shape == x.shape
         and x.numel() > 0
         and type(qmin) is type(qmax) is int
@@ -294,7 +294,7 @@ def fused_call(
 ) -> Fused | None:
     """Returns the call of `aten::_fused_moving_avg_obs_fq_helper`, or None if the kernels cannot run it."""
     state = (running_min, running_max, scale, zero_point)
-    if not is_ours(x) or x.numel() == 0 or not (_is_flag(observer_on) and _is_flag(fake_quant_on)):
+    if not has_kernel(x) or x.numel() == 0 or not (_is_flag(observer_on) and _is_flag(fake_quant_on)):
         return None
     if qmin not in _INT32 or qmax not in _INT32 or qmin > qmax or ch_axis >= x.dim():
         return None
