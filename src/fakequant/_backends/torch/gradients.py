@@ -363,7 +363,7 @@ class Learned(SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """dx, dscale, dzero_point."""
+        """Returns dx, dscale and dzero_point."""
         x, scale, zero_point = _kept(ctx)
         dx, dscale, dzero_point = learned_gradients(dy, x, scale, zero_point, *ctx.rest)
         return dx, dscale, None if zero_point is None else dzero_point.reshape(zero_point.shape), *[None] * 5

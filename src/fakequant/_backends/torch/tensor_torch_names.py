@@ -27,7 +27,7 @@ def _is_direct(x: object) -> bool:
     return isinstance(x, Tensor) and x.dtype in KERNEL_DTYPES and is_direct(x)
 
 
-def _is_here(x: object) -> bool:
+def _is_cpu_or_meta(x: object) -> bool:
     """Returns True if `x` is a strided CPU or meta tensor of a dtype that has a kernel.
 
     Under a compiler or transform such tensors go to `torch.ops.fakequant`, because torch's operators have no rules for
@@ -48,7 +48,7 @@ def _is_number(value: object) -> bool:
     return type(value) is float or (isinstance(value, (int, float)) and -(2**63) <= value < 2**63)
 
 
-def _learns(*parameters: object) -> bool:
+def _requires_grad(*parameters: object) -> bool:
     return torch.is_grad_enabled() and any(isinstance(p, Tensor) and p.requires_grad for p in parameters)
 
 
@@ -66,11 +66,11 @@ def fake_quantize_per_tensor_affine(
             return y
     if _is_direct(input):
         grid = aten_kernels.number_grid(*numbers)
-        if grid is None and not _learns(scale, zero_point):
+        if grid is None and not _requires_grad(scale, zero_point):
             grid = aten_kernels.one_element_grid(*numbers)
         if grid is not None:
             return gradients.clipped(input, grid)
-    elif _is_here(input) and (grid := _tensor_grid(input, *numbers)) is not None:
+    elif _is_cpu_or_meta(input) and (grid := _tensor_grid(input, *numbers)) is not None:
         return ops.fake_quantize(input, *grid, True)
     return torch_originals.fake_quantize_per_tensor_affine(input, scale, zero_point, quant_min, quant_max)
 
@@ -78,7 +78,7 @@ def fake_quantize_per_tensor_affine(
 def _tensor_grid(x: Tensor, scale: Unchecked, zero_point: Unchecked, qmin: Unchecked, qmax: Unchecked) -> Grid | None:
     """Returns the grid with tensors instead of numbers, as operators take it, or None if torch would reject it."""
     if isinstance(scale, Tensor) and isinstance(zero_point, Tensor):
-        if scale.numel() != 1 or zero_point.numel() != 1 or _learns(scale, zero_point):
+        if scale.numel() != 1 or zero_point.numel() != 1 or _requires_grad(scale, zero_point):
             return None
         return Grid(scale.float(), zero_point.to(torch.int32), qmin, qmax, "torch_tensor")
     if isinstance(scale, Tensor) or isinstance(zero_point, Tensor) or not qmin <= zero_point <= qmax:
@@ -95,7 +95,7 @@ def fake_quantize_per_tensor_affine_cachemask(
     grid = aten_kernels.number_grid(scale, zero_point, quant_min, quant_max)
     if grid is not None and _is_direct(input):
         return OutputAndMask(*gradients.clipped_and_mask(input, grid, _kernels.MASK_BYTES))
-    if _is_here(input) and (grid := _tensor_grid(input, scale, zero_point, quant_min, quant_max)) is not None:
+    if _is_cpu_or_meta(input) and (grid := _tensor_grid(input, scale, zero_point, quant_min, quant_max)) is not None:
         return OutputAndMask(*ops.fake_quantize_masked(input, *grid, False))
     return OutputAndMask(*torch_originals.cachemask(input, scale, zero_point, quant_min, quant_max))
 
@@ -109,7 +109,7 @@ def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
     quant_max: Unchecked,
 ) -> OutputAndMask[Tensor]:
     """See `fakequant.fake_quantize_per_tensor_affine_cachemask_tensor_qparams`."""
-    if _is_direct(input) and not _learns(scale, zero_point) and isinstance(fake_quant_enabled, Tensor):
+    if _is_direct(input) and not _requires_grad(scale, zero_point) and isinstance(fake_quant_enabled, Tensor):
         grid = aten_kernels.one_element_grid(scale, zero_point, quant_min, quant_max)
         if grid is not None and fake_quant_enabled.numel() == 1 and fake_quant_enabled.item() == 1:
             return OutputAndMask(*gradients.clipped_and_mask(input, grid, _kernels.MASK_BYTES))
@@ -138,7 +138,7 @@ def _is_maskable(grad: Unchecked, mask: Unchecked) -> bool:
 def _channel_grid(
     x: Unchecked, scale: Unchecked, zero_point: Unchecked, axis: Unchecked, qmin: Unchecked, qmax: Unchecked
 ) -> Grid | None:
-    if not (isinstance(scale, Tensor) and isinstance(zero_point, Tensor)) or _learns(scale, zero_point):
+    if not (isinstance(scale, Tensor) and isinstance(zero_point, Tensor)) or _requires_grad(scale, zero_point):
         return None
     if not is_direct(x):
         if not 0 <= axis < x.dim() or not scale.shape == zero_point.shape == x.shape[axis : axis + 1]:
@@ -160,7 +160,7 @@ def fake_quantize_per_channel_affine(
         y = compiled_nodes.fake_quantize_affine(input, scale, zero_point, quant_min, quant_max, axis=axis)
         if y is not None:
             return y
-    if _is_here(input):
+    if _is_cpu_or_meta(input):
         grid = _channel_grid(input, scale, zero_point, axis, quant_min, quant_max)
         if grid is not None:
             return gradients.clipped(input, grid) if _is_direct(input) else ops.fake_quantize(input, *grid, True)
@@ -177,7 +177,7 @@ def fake_quantize_per_channel_affine_cachemask(
 ) -> OutputAndMask[Tensor]:
     """See `fakequant.fake_quantize_per_channel_affine_cachemask`."""
     arguments = (scale, zero_point, axis, quant_min, quant_max)
-    grid = _channel_grid(input, *arguments) if _is_here(input) else None
+    grid = _channel_grid(input, *arguments) if _is_cpu_or_meta(input) else None
     if grid is None:
         return OutputAndMask(*torch_originals.channel_cachemask(input, *arguments))
     if _is_direct(input):
@@ -212,7 +212,7 @@ def fake_quantize_learnable_per_tensor_affine(
             return y
         if _is_learnable(*arguments[:3]) and scale.shape == zero_point.shape == (1,):
             return _learnable(*arguments, "torch_tensor", float(grad_factor))
-    if _has_a_sum(*arguments[:3], quant_min, quant_max):
+    if _takes_kernel_gradients(*arguments[:3], quant_min, quant_max):
         wide: Tensor = _WidePerTensor.apply(*arguments, grad_factor)
         return wide
     return torch_originals.fake_quantize_learnable_per_tensor_affine(*arguments, grad_factor)
@@ -239,13 +239,15 @@ def fake_quantize_learnable_per_channel_affine(
             parameters = along(scale, input, axis), along(zero_point, input, axis)
             return _learnable(input, *parameters, *ends, "torch_channel", float(grad_factor))
     arguments = (input, scale, zero_point, axis, quant_min, quant_max, grad_factor)
-    if _has_a_sum(input, scale, zero_point, quant_min, quant_max):
+    if _takes_kernel_gradients(input, scale, zero_point, quant_min, quant_max):
         wide: Tensor = _WidePerChannel.apply(*arguments)
         return wide
     return torch_originals.fake_quantize_learnable_per_channel_affine(*arguments)
 
 
-def _has_a_sum(x: Unchecked, scale: Unchecked, zero_point: Unchecked, qmin: Unchecked, qmax: Unchecked) -> bool:
+def _takes_kernel_gradients(
+    x: Unchecked, scale: Unchecked, zero_point: Unchecked, qmin: Unchecked, qmax: Unchecked
+) -> bool:
     """Returns True if torch computes the forward and the kernels compute the gradients.
 
     torch has the bits and errors of the forward, but its sums in the backward depend on its number of threads.
@@ -255,7 +257,7 @@ def _has_a_sum(x: Unchecked, scale: Unchecked, zero_point: Unchecked, qmin: Unch
         and _are_tensors(scale, zero_point)
         and _are_ints(qmin, qmax)
         and qmin <= 0 <= qmax
-        and _learns(x, scale, zero_point)
+        and _requires_grad(x, scale, zero_point)
         and not is_forward_mode()
     )
 
@@ -272,7 +274,7 @@ class _WidePerTensor(Function):
 
     @staticmethod
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """dx, dscale and dzero_point."""
+        """Returns dx, dscale and dzero_point."""
         return _once(fake_quantize_learnable_per_tensor_affine_backward, ctx, dy)
 
 
@@ -288,7 +290,7 @@ class _WidePerChannel(Function):
 
     @staticmethod
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """dx, dscale and dzero_point."""
+        """Returns dx, dscale and dzero_point."""
         return _once(fake_quantize_learnable_per_channel_affine_backward, ctx, dy)
 
 
@@ -306,7 +308,7 @@ class _NotTwice(Function):
 
     @staticmethod
     def forward(ctx: Context, *gradients_and_sources: Tensor) -> tuple[Tensor, ...]:
-        """The gradients."""
+        """Returns the gradients, detached."""
         return tuple(t.detach() for t in gradients_and_sources[:3])
 
     @staticmethod
@@ -331,7 +333,7 @@ def _is_range_with_zero(qmin: Unchecked, qmax: Unchecked) -> bool:
 def _is_learnable(x: Unchecked, scale: Unchecked, zero_point: Unchecked) -> bool:
     """Returns True if the kernels, or `torch.ops.fakequant`, can run the learnable forward."""
     return (
-        _is_here(x)
+        _is_cpu_or_meta(x)
         and isinstance(scale, Tensor)
         and isinstance(zero_point, Tensor)
         and scale.dtype == zero_point.dtype == torch.float32
@@ -461,7 +463,7 @@ def fused_moving_avg_obs_fq_helper(
 
 
 def _fused_call(x: Unchecked, arguments: tuple[Unchecked, ...]) -> aten_kernels.Fused | None:
-    if not _is_direct(x) or not _are_tensors(*arguments[:6]) or _learns(*arguments[2:6]):
+    if not _is_direct(x) or not _are_tensors(*arguments[:6]) or _requires_grad(*arguments[2:6]):
         return None
     if not all(type(a) is int for a in arguments[7:10]) or type(arguments[6]) is not float:
         return None
