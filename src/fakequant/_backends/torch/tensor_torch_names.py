@@ -27,7 +27,7 @@ def _is_direct(x: object) -> bool:
     return isinstance(x, Tensor) and x.dtype in KERNEL_DTYPES and is_direct(x)
 
 
-def _is_cpu_or_meta(x: object) -> bool:
+def _is_here(x: object) -> bool:
     """Returns True if `x` is a strided CPU or meta tensor of a dtype that has a kernel.
 
     Under a compiler or transform such tensors go to `torch.ops.fakequant`, because torch's operators have no rules for
@@ -70,7 +70,7 @@ def fake_quantize_per_tensor_affine(
             grid = aten_kernels.one_element_grid(*numbers)
         if grid is not None:
             return gradients.clipped(input, grid)
-    elif _is_cpu_or_meta(input) and (grid := _tensor_grid(input, *numbers)) is not None:
+    elif _is_here(input) and (grid := _tensor_grid(input, *numbers)) is not None:
         return ops.fake_quantize(input, *grid, True)
     return torch_originals.fake_quantize_per_tensor_affine(input, scale, zero_point, quant_min, quant_max)
 
@@ -95,7 +95,7 @@ def fake_quantize_per_tensor_affine_cachemask(
     grid = aten_kernels.number_grid(scale, zero_point, quant_min, quant_max)
     if grid is not None and _is_direct(input):
         return OutputAndMask(*gradients.clipped_and_mask(input, grid, _kernels.MASK_BYTES))
-    if _is_cpu_or_meta(input) and (grid := _tensor_grid(input, scale, zero_point, quant_min, quant_max)) is not None:
+    if _is_here(input) and (grid := _tensor_grid(input, scale, zero_point, quant_min, quant_max)) is not None:
         return OutputAndMask(*ops.fake_quantize_masked(input, *grid, False))
     return OutputAndMask(*torch_originals.cachemask(input, scale, zero_point, quant_min, quant_max))
 
@@ -160,7 +160,7 @@ def fake_quantize_per_channel_affine(
         y = compiled_nodes.fake_quantize_affine(input, scale, zero_point, quant_min, quant_max, axis=axis)
         if y is not None:
             return y
-    if _is_cpu_or_meta(input):
+    if _is_here(input):
         grid = _channel_grid(input, scale, zero_point, axis, quant_min, quant_max)
         if grid is not None:
             return gradients.clipped(input, grid) if _is_direct(input) else ops.fake_quantize(input, *grid, True)
@@ -177,7 +177,7 @@ def fake_quantize_per_channel_affine_cachemask(
 ) -> OutputAndMask[Tensor]:
     """See `fakequant.fake_quantize_per_channel_affine_cachemask`."""
     arguments = (scale, zero_point, axis, quant_min, quant_max)
-    grid = _channel_grid(input, *arguments) if _is_cpu_or_meta(input) else None
+    grid = _channel_grid(input, *arguments) if _is_here(input) else None
     if grid is None:
         return OutputAndMask(*torch_originals.channel_cachemask(input, *arguments))
     if _is_direct(input):
@@ -333,7 +333,7 @@ def _is_range_with_zero(qmin: Unchecked, qmax: Unchecked) -> bool:
 def _is_learnable(x: Unchecked, scale: Unchecked, zero_point: Unchecked) -> bool:
     """Returns True if the kernels, or `torch.ops.fakequant`, can run the learnable forward."""
     return (
-        _is_cpu_or_meta(x)
+        _is_here(x)
         and isinstance(scale, Tensor)
         and isinstance(zero_point, Tensor)
         and scale.dtype == zero_point.dtype == torch.float32
