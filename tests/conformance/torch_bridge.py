@@ -8,7 +8,8 @@ from fakequant.testing import cases
 torch = pytest.importorskip("torch")
 
 aten = torch.ops.aten
-BF16 = cases.DTYPES["bfloat16"]
+BF16, FLOAT32 = cases.DTYPES["bfloat16"], cases.DTYPES["float32"]
+ALL_SCALES = cases.SCALES + cases.EXTREME_SCALES + cases.BROKEN_SCALES
 each_dtype = pytest.mark.parametrize("dtype", cases.DTYPES.values(), ids=cases.DTYPES)
 
 
