@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.usefixtures("torch_on_one_thread"), pytest.mark.filter
 
 @by_way
 @by_case
-def test_observing_and_quantizing_goes_on_with_the_same_bits(case, take_over):
+def test_a_module_taken_over_observes_and_quantizes_with_torchs_bits(case, take_over):
     theirs = case.make()
     first, second, *rest = batches(case.shape, 6)
     theirs(first), theirs(second)
@@ -42,7 +42,7 @@ def test_observing_and_quantizing_goes_on_with_the_same_bits(case, take_over):
 
 @by_way
 @by_case
-def test_with_observers_off_every_value_has_the_same_bits(case, take_over):
+def test_a_module_taken_over_with_its_observer_off_has_torchs_bits_for_every_value(case, take_over):
     theirs = case.make()
     for x in batches(case.shape, 2):
         theirs(x)
@@ -58,7 +58,7 @@ def test_with_observers_off_every_value_has_the_same_bits(case, take_over):
 
 
 @by_case
-def test_in_evaluation_it_is_torch_with_its_observers_off(case):
+def test_a_module_taken_over_in_evaluation_equals_torch_with_its_observer_off(case):
     theirs = case.make()
     for x in batches(case.shape, 2):
         theirs(x)
@@ -71,7 +71,7 @@ def test_in_evaluation_it_is_torch_with_its_observers_off(case):
 
 
 @by_case
-def test_with_fake_quantization_off_tensors_pass_and_are_observed(case):
+def test_a_module_taken_over_with_fake_quantization_off_observes_only(case):
     theirs = case.make()
     first, *rest = batches(case.shape, 4)
     theirs(first)
@@ -88,7 +88,7 @@ def test_with_fake_quantization_off_tensors_pass_and_are_observed(case):
 
 
 @by_case
-def test_observed_before_it_ever_quantized(case):
+def test_a_module_taken_over_before_it_quantized_has_torchs_bits(case):
     theirs = case.make()
     theirs.disable_fake_quant()
     for x in batches(case.shape, 2):
@@ -101,7 +101,7 @@ def test_observed_before_it_ever_quantized(case):
 
 @by_way
 @by_case
-def test_every_order_of_switches(case, take_over):
+def test_a_module_taken_over_has_torchs_bits_in_every_order_of_switches(case, take_over):
     theirs = case.make()
     steps = batches(case.shape, 9)
     theirs(next(steps))
@@ -128,7 +128,7 @@ DATA = {
 
 @pytest.mark.parametrize("change", DATA.values(), ids=DATA)
 @by_case
-def test_ranges_of_one_sign_and_of_extreme_size(case, change):
+def test_a_module_taken_over_has_torchs_bits_on_one_sided_and_extreme_ranges(case, change):
     theirs = case.make()
     first, *rest = batches(case.shape, 4)
     theirs(change(first))
@@ -138,13 +138,13 @@ def test_ranges_of_one_sign_and_of_extreme_size(case, change):
         x = change(x)
         assert_same_results(theirs, ours, x, gradients(x), step)
         assert_same_state(theirs, ours, step)
-    for x in batches(case.shape, 2, seed=5):  # and then of any
+    for x in batches(case.shape, 2, seed=5):  # then on ordinary ranges
         assert_same_results(theirs, ours, x, gradients(x))
 
 
 @pytest.mark.parametrize("name", ["float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("case", PLAIN.values(), ids=PLAIN)
-def test_other_dtypes_are_observed_alike(case, name):
+def test_a_module_taken_over_observes_every_dtype_as_torch_does(case, name):
     theirs = case.make()
     first, *rest = batches(case.shape, 4)
     theirs(first)
@@ -157,7 +157,7 @@ def test_other_dtypes_are_observed_alike(case, name):
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf], ids=str)
 @pytest.mark.parametrize("case", [pytest.param(c, id=n) for n, c in FUSED.items() if c.spec.axis is None])
-def test_the_fused_operator_learns_from_what_is_not_finite_as_torchs_does(case, broken):
+def test_a_fused_module_observes_nonfinite_values_as_torch_does(case, broken):
     theirs = case.make()
     first, second, third = batches(case.shape, 3)
     theirs(first)
@@ -170,7 +170,7 @@ def test_the_fused_operator_learns_from_what_is_not_finite_as_torchs_does(case, 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf], ids=str)
 @pytest.mark.parametrize("case", PLAIN.values(), ids=PLAIN)
-def test_an_observer_does_not_learn_from_what_is_not_finite(case, broken):
+def test_an_observer_taken_over_ignores_nonfinite_values(case, broken):
     theirs = case.make()
     first, second = batches(case.shape, 2)
     theirs(first)
@@ -179,14 +179,14 @@ def test_an_observer_does_not_learn_from_what_is_not_finite(case, broken):
     place = torch.zeros(case.shape, dtype=torch.bool)
     place.view(-1)[11] = True
     spoiled[place] = broken
-    second[place] = second[(0, 0, 1) if case.spec.axis != 1 else (0, 0, 0)]  # which its channel holds anyway
+    second[place] = second[(0, 0, 1) if case.spec.axis != 1 else (0, 0, 0)]  # a value its channel holds anyway
     theirs(second), ours(spoiled)
     assert_same_state(theirs, ours)
     assert ours.nonfinite == 1
 
 
 @pytest.mark.parametrize("case", PLAIN.values(), ids=PLAIN)
-def test_a_range_that_nan_has_spoiled_is_refused_or_forgotten(case):
+def test_a_range_with_nan_is_refused_or_forgotten(case):
     theirs = case.make()
     first, second = batches(case.shape, 2)
     first[:, :, 0] = torch.nan
@@ -199,7 +199,7 @@ def test_a_range_that_nan_has_spoiled_is_refused_or_forgotten(case):
 
 
 @by_case
-def test_a_module_that_has_seen_nothing(case):
+def test_the_state_of_a_module_without_data_is_loaded_and_observes_as_torch_does(case):
     theirs = case.make()
     ours = loaded(case, theirs)
     with pytest.raises(RuntimeError, match="has not observed a finite value"):
@@ -211,7 +211,7 @@ def test_a_module_that_has_seen_nothing(case):
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, id=n) for n, c in CASES.items() if c.spec.axis is None])
-def test_a_module_that_has_seen_nothing_has_no_scale(case):
+def test_a_module_taken_over_without_data_has_no_scale(case):
     ours = from_torch_ao(case.make())
     assert ours.scale.isnan().all()
     with pytest.raises(RuntimeError, match="has not observed"):
@@ -219,7 +219,7 @@ def test_a_module_that_has_seen_nothing_has_no_scale(case):
 
 
 @by_case
-def test_the_module_taken_over_is_left_as_it_is(case):
+def test_from_torch_ao_does_not_change_the_torch_module(case):
     theirs = case.make()
     first, second = batches(case.shape, 2)
     theirs(first)

@@ -44,7 +44,7 @@ LEARNED = {
     "channel uint4": ((CHANNEL_AFFINE, (0, 15, torch.quint8), SHAPES[0]), {**UNSIGNED, "bits": 4, "axis": 0}),
 }
 by_learned = pytest.mark.parametrize(("arguments", "spec"), LEARNED.values(), ids=LEARNED)
-by_scaling = pytest.mark.parametrize("scaling", [False, True], ids=["", "scaled gradients"])
+by_scaling = pytest.mark.parametrize("scaling", [False, True], ids=["unscaled gradients", "scaled gradients"])
 
 
 def learned_by_hand(theirs, spec, shape, scaling):
@@ -63,7 +63,7 @@ def learned_run(module, parameters, x, dy):
 
 
 def assert_learned_alike(theirs, ours, x, dy, *names):
-    """Bits of y and dx; sums at least as close to the exact ones as torch's."""
+    """Asserts equal bits of y and dx, and gradient sums at least as exact as torch's."""
     axis, spec = ours.spec.axis, ours.spec
     scale, zero_point = (p.detach().numpy().copy() for p in (theirs.scale, theirs.zero_point))
     expected = learned_run(theirs, (theirs.scale, theirs.zero_point), x, dy)
@@ -90,7 +90,7 @@ def assert_learned_alike(theirs, ours, x, dy, *names):
 @by_scaling
 @by_learned
 @pytest.mark.parametrize("way", ["module", "state"])
-def test_learned_parameters_are_trained_alike(arguments, spec, scaling, way):
+def test_a_learned_module_has_torchs_bits_and_at_least_as_exact_gradient_sums(arguments, spec, scaling, way):
     theirs = learnable(*arguments, scaling=scaling)
     shape = SHAPES[spec.get("axis")]
     ours = from_torch_ao(theirs) if way == "module" else learned_by_hand(theirs, spec, shape, scaling)
@@ -104,7 +104,7 @@ def test_learned_parameters_are_trained_alike(arguments, spec, scaling, way):
 
 @pytest.mark.parametrize("zero_point", [-57.0, -57.5, 2.5, 3.5, -0.5, 126.9, 1e6, -1e6], ids=str)
 @by_scaling
-def test_a_learned_zero_point_is_rounded_in_torchs_two_ways(zero_point, scaling):
+def test_a_learned_zero_point_is_rounded_as_torch_does_forward_and_backward(zero_point, scaling):
     theirs = learnable(AFFINE, INT8, scaling=scaling)
     theirs.zero_point.data.fill_(zero_point)
     theirs.scale.data.fill_(0.25)
@@ -114,10 +114,10 @@ def test_a_learned_zero_point_is_rounded_in_torchs_two_ways(zero_point, scaling)
 
 
 @pytest.mark.parametrize("scale", [0.0, -3.0, 1e-20, 1e-7, 1e-5], ids=str)
-@pytest.mark.parametrize("options", [{}, dict(eps=2**-12)], ids=["", "observer's eps 2^-12"])
+@pytest.mark.parametrize("options", [{}, dict(eps=2**-12)], ids=["default eps", "observer's eps 2^-12"])
 @pytest.mark.parametrize("learning", [True, False], ids=["learning", "not learning"])
-def test_a_learned_scale_that_is_too_small(scale, options, learning):
-    theirs = learnable(AFFINE, INT8, **options)  # which has an eps of its own, whatever its observer's
+def test_a_learned_scale_that_is_too_small_is_raised_as_torch_does(scale, options, learning):
+    theirs = learnable(AFFINE, INT8, **options)  # has its own eps, independent of its observer's
     theirs.toggle_qparam_learning(enabled=learning)
     theirs.scale.data.fill_(scale)
     ours = from_torch_ao(theirs)
@@ -126,7 +126,7 @@ def test_a_learned_scale_that_is_too_small(scale, options, learning):
 
 
 @by_learned
-def test_training_steps_keep_both_close(arguments, spec):
+def test_training_steps_keep_learned_scales_close_to_torchs(arguments, spec):
     theirs = learnable(*arguments, scaling=True)
     ours = from_torch_ao(theirs)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.125) for m in (theirs, ours)]
@@ -144,8 +144,8 @@ def test_training_steps_keep_both_close(arguments, spec):
 
 @pytest.mark.parametrize("scheme", [SYMMETRIC, CHANNEL_SYMMETRIC], ids=str)
 @by_scaling
-def test_a_symmetric_module_after_an_optimizer_step(scheme, scaling):
-    # The optimizer moves torch's zero point all the same; the next forward pass sets it back to 0.
+def test_a_symmetric_learned_module_resets_its_zero_point_as_torch_does(scheme, scaling):
+    # The optimizer moves torch's zero point, and the next forward pass sets it back to 0.
     shape = SHAPES[0] if scheme == CHANNEL_SYMMETRIC else None
     theirs = learnable(scheme, INT8, shape, scaling=scaling)
     x = next(batches(shape or SHAPES[None], seed=7))
@@ -157,7 +157,7 @@ def test_a_symmetric_module_after_an_optimizer_step(scheme, scaling):
 
 
 @pytest.mark.parametrize("zero_point", [-57.0, 0.0, 20.0], ids=str)
-def test_learning_switched_off(zero_point):
+def test_a_module_taken_over_with_learning_off_is_frozen(zero_point):
     theirs = learnable(AFFINE, INT8)
     theirs.zero_point.data.fill_(zero_point)
     theirs.scale.data.fill_(0.25)
@@ -169,7 +169,7 @@ def test_learning_switched_off(zero_point):
 
 
 @by_learned
-def test_a_learned_module_with_fake_quantization_off(arguments, spec):
+def test_a_learned_module_taken_over_with_fake_quantization_off_passes_tensors(arguments, spec):
     theirs = learnable(*arguments)
     theirs.toggle_fake_quant(enabled=False)
     ours = from_torch_ao(theirs)
@@ -180,9 +180,9 @@ def test_a_learned_module_with_fake_quantization_off(arguments, spec):
     assert_same_bits(theirs(x).detach().numpy(), ours(x).detach().numpy())
 
 
-@pytest.mark.parametrize("seen", [False, True], ids=["that has seen nothing", "that has seen data"])
-def test_a_learned_module_in_its_static_mode_is_followed_or_refused(seen):
-    # There the scale is the observer's, new at every forward pass; before the first one it is 1 and means nothing.
+@pytest.mark.parametrize("seen", [False, True], ids=["without data", "with data"])
+def test_a_learned_module_in_static_mode_has_torchs_bits_or_is_refused(seen):
+    # In static mode every forward pass takes the observer's scale; before the first one it is a meaningless 1.
     theirs = _LearnableFakeQuantize(tq.MinMaxObserver, -128, 127, dtype=torch.qint8, qscheme=AFFINE)
     first, second = batches(SHAPES[None], 2)
     if seen:

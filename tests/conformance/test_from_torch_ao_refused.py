@@ -29,21 +29,21 @@ REFUSED = {
     "codes 0 to 10": (odd_codes(0, 10), "0 to 10"),
     "codes -8 to 0": (odd_codes(-8, 0), "-8 to 0"),
     "codes -1 to 0": (odd_codes(-1, 0), "-1 to 0"),
-    "channels not known": (tq.default_per_channel_weight_fake_quant, "how many channels"),
-    "channels not known, fused": (tq.default_fused_per_channel_wt_fake_quant, "how many channels"),
+    "unknown number of channels": (tq.default_per_channel_weight_fake_quant, "how many channels"),
+    "unknown number of channels, fused": (tq.default_fused_per_channel_wt_fake_quant, "how many channels"),
     "float zero points": (lambda: observed(tq.fake_quantize.default_embedding_fake_quant()), "float"),
-    "fixed": (tq.fake_quantize.default_fixed_qparams_range_0to1_fake_quant, "FixedQParamsObserver"),
+    "fixed qparams": (tq.fake_quantize.default_fixed_qparams_range_0to1_fake_quant, "FixedQParamsObserver"),
 }
 
 
 @pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_taken_over(make, message):
+def test_from_torch_ao_refuses_unsupported_modules(make, message):
     with pytest.raises(ValueError, match=message):
         from_torch_ao(make())
 
 
 @pytest.mark.parametrize("module", [torch.nn.Linear(2, 2), tq.MinMaxObserver(), None, "FakeQuantize"], ids=str)
-def test_what_is_no_fake_quantize_module(module):
+def test_from_torch_ao_refuses_objects_that_are_not_fake_quantize_modules(module):
     with pytest.raises(TypeError, match=r"fake-quantize module of torch\.ao"):
         from_torch_ao(module)
 
@@ -63,22 +63,24 @@ def affine_learnable():
 
 
 STATES = {
-    "per tensor for channels": (tq.default_weight_fake_quant, ours_per_channel, "per channel on axis 0"),
-    "per channel for a tensor": (
+    "per-tensor state into a per-channel quantizer": (
+        tq.default_weight_fake_quant, ours_per_channel, "per channel on axis 0",
+    ),
+    "per-channel state into a per-tensor quantizer": (
         tq.default_per_channel_weight_fake_quant, lambda: FakeQuantize(QuantSpec(numerics="torch")), "int8, per tensor",
     ),
-    "a zero point for a symmetric grid": (
+    "zero point into a symmetric quantizer": (
         tq.default_fake_quant, lambda: FakeQuantize(QuantSpec(numerics="torch")), "zero point is not 0",
     ),
-    "learned for observed": (affine_learnable, ours_affine, "LearnedFakeQuantize"),
-    "observed for learned": (
+    "learned state into an observed quantizer": (affine_learnable, ours_affine, "LearnedFakeQuantize"),
+    "observed state into a learned quantizer": (
         tq.default_fake_quant, lambda: LearnedFakeQuantize(QuantSpec(numerics="torch")), "Use FakeQuantize",
     ),
-    "for PACT": (tq.default_fake_quant, PACT, "nothing like PACT"),
-    "for a histogram": (
+    "observed state into PACT": (tq.default_fake_quant, PACT, "nothing like PACT"),
+    "min-max state into a histogram observer": (
         tq.default_fake_quant, lambda: FakeQuantize(QuantSpec(symmetric=False), Histogram()), "Histogram",
     ),
-    "fixed": (
+    "fixed qparams": (
         tq.fake_quantize.default_fixed_qparams_range_0to1_fake_quant,
         lambda: FakeQuantize(QuantSpec(signed=False, symmetric=False, numerics="torch")),
         "act: .*torch.ao",
@@ -92,7 +94,7 @@ STATES = {
 
 
 @pytest.mark.parametrize(("make", "build", "message"), STATES.values(), ids=STATES)
-def test_states_that_do_not_fit_are_refused_by_name_and_change_nothing(make, build, message):
+def test_a_torch_ao_state_that_does_not_fit_is_refused_by_name_and_changes_nothing(make, build, message):
     theirs, ours = torch.nn.ModuleDict({"act": observed(make())}), torch.nn.ModuleDict({"act": build()})
     before = {k: v.clone() for k, v in ours.state_dict().items()}
     with pytest.raises(RuntimeError, match=rf"(?s)act: .*{message.removeprefix('act: ')}"):
@@ -101,7 +103,7 @@ def test_states_that_do_not_fit_are_refused_by_name_and_change_nothing(make, bui
         assert_same_bits(before[k].numpy(), v.numpy(), k)
 
 
-def test_a_scale_of_another_grid_is_refused():
+def test_a_torch_ao_state_with_the_scale_of_another_grid_is_refused():
     theirs = tq.FakeQuantize(TENSOR, quant_min=-8, quant_max=7, dtype=torch.qint8, qscheme=AFFINE)
     theirs(torch.linspace(-1, 1, 9))
     ours = FakeQuantize(QuantSpec(symmetric=False, numerics="torch"))
@@ -116,7 +118,7 @@ def test_a_scale_of_another_grid_is_refused():
     [dict(gradient="pass"), dict(eps=1e-3), dict(observer=MinMax()), dict(shape=(None, 3), axis=1)],
     ids=str,
 )
-def test_the_fused_operator_is_not_asked_for_what_it_cannot_do(options):
+def test_fused_fake_quantize_refuses_options_the_fused_operator_does_not_support(options):
     spec = QuantSpec(symmetric=False, numerics="torch", axis=options.pop("axis", None))
     with pytest.raises(ValueError, match="The fused operator"):
         FusedFakeQuantize(spec, **options)

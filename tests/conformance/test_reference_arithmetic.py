@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's: ov
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(np.float32, "fmaf"), (np.float64, "fma")])
-def test_fma_equals_the_c_library(dtype, name):
+def test_the_reference_fma_equals_the_c_library(dtype, name):
     library = ctypes.util.find_library("m")
     if library is None:
         pytest.skip("no C math library found")
@@ -35,7 +35,7 @@ def test_fma_equals_the_c_library(dtype, name):
     a[short], b[short] = rng.integers(1, 2**12, (2, short.sum()))
     b[short] *= dtype(2) ** -rng.integers(0, 30, short.sum()).astype(dtype)
     c[short] = rng.integers(-(2**24), 2**24, short.sum())
-    # A hair beside a tie of the result: half an ulp of c, times (1 + eps)(1 - eps).
+    # Just beside a tie of the result: half an ulp of c, times (1 + eps)(1 - eps).
     tie = rng.random(size) < 0.2
     c[tie] = rng.uniform(1, 2, tie.sum())
     sign, up = rng.choice([-1, 1], (2, tie.sum()))
@@ -49,7 +49,7 @@ def test_fma_equals_the_c_library(dtype, name):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_round_half_away_equals_exact_rational_rounding(dtype):
+def test_the_reference_round_half_away_equals_rational_rounding(dtype):
     halves = np.arange(-40, 40).astype(dtype) / 2
     large = np.array([2.0**k + h for k in range(20, 54) for h in (-0.5, 0.5, 1)]).astype(dtype)
     v = np.concatenate([halves, large, -large])
@@ -73,7 +73,7 @@ def test_round_half_away_equals_exact_rational_rounding(dtype):
         (np.float32([1]), np.float32([[1]]), "shape"),
     ],
 )
-def test_the_comparison_sees_differences(expected, actual, message):
+def test_assert_same_bits_reports_differences(expected, actual, message):
     with pytest.raises(AssertionError, match=message):
         assert_same_bits(expected, actual)
     other_nan = np.uint32([0xFFC00001]).view(np.float32)

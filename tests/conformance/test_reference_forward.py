@@ -15,12 +15,12 @@ pytestmark = pytest.mark.usefixtures("torch_on_one_thread")
 
 
 def zero_points(qmin, qmax):
-    """Both ends, the middle, and the values next to zero that fit."""
+    """Returns both ends, the middle, and values next to zero, clamped to the range."""
     return sorted({qmin, qmax, (qmin + qmax) // 2, *(min(max(z, qmin), qmax) for z in (0, 3))})
 
 
 def grids():
-    """Every scale on a few ranges, a few scales on every range."""
+    """Yields every scale on a few ranges and a few scales on every range."""
     for qmin, qmax in [cases.INT8, cases.UINT8, (5, 5), (-(2**31), 2**31 - 1)]:
         for scale in ALL_SCALES:
             yield from ((scale, z, qmin, qmax) for z in zero_points(qmin, qmax))
@@ -36,7 +36,7 @@ GRIDS = list(grids())
 
 
 @each_dtype
-def test_per_tensor(dtype):
+def test_per_tensor_reference_equals_torch_on_every_grid(dtype):
     for scale, z, qmin, qmax in GRIDS:
         x = cases.values(scale, z, qmin, qmax, dtype)
         y, mask = aten.fake_quantize_per_tensor_affine_cachemask(to_torch(x), float(scale), z, qmin, qmax)
@@ -47,7 +47,7 @@ def test_per_tensor(dtype):
 
 
 @each_dtype
-def test_per_tensor_with_tensor_parameters_allows_any_zero_point(dtype):
+def test_per_tensor_reference_equals_torch_for_zero_points_outside_the_range(dtype):
     op = torch._fake_quantize_per_tensor_affine_cachemask_tensor_qparams
     enabled = torch.ones(1, dtype=torch.int64)
     for z in (-(2**31), -500, -1, 300, 2**24 + 1, 2**31 - 1):
@@ -74,7 +74,7 @@ def check_channels(x, scale, z, axis, qmin, qmax):
 
 
 @each_dtype
-def test_per_channel_with_integer_zero_points(dtype):
+def test_per_channel_reference_equals_torch_with_integer_zero_points(dtype):
     for scale, z, qmin, qmax in GRIDS:
         if -(2**31) <= z < 2**31:
             x = cases.values(scale, z, qmin, qmax, dtype)[None]
@@ -84,8 +84,8 @@ def test_per_channel_with_integer_zero_points(dtype):
 
 @each_dtype
 @pytest.mark.parametrize("z_dtype", [np.float32, np.float16])
-def test_per_channel_with_float_zero_points(dtype, z_dtype):
-    # Fractions behind the float64 fma are slow: fewer grids there.
+def test_per_channel_reference_equals_torch_with_float_zero_points(dtype, z_dtype):
+    # The float64 fma computes with slow fractions, so it gets fewer grids.
     step = 5 if dtype == np.float64 and z_dtype == np.float32 else 2
     for i, (scale, z, qmin, qmax) in enumerate(GRIDS[::step]):
         x = cases.values(scale, z, qmin, qmax, dtype)[None]
@@ -95,7 +95,7 @@ def test_per_channel_with_float_zero_points(dtype, z_dtype):
 
 
 @each_dtype
-def test_per_channel_zero_points_may_be_special_floats(dtype):
+def test_per_channel_reference_equals_torch_with_special_float_zero_points(dtype):
     z = np.float32([np.nan, np.inf, -np.inf, 1e30, -1e30, 1e-45, -0.0, 0.49999997])
     x = np.stack([cases.values(0.1, 0, -8, 7, dtype)] * len(z))
     for z_dtype in (np.float32, np.float16):
@@ -103,7 +103,7 @@ def test_per_channel_zero_points_may_be_special_floats(dtype):
 
 
 @each_dtype
-def test_channels_on_every_axis_keep_their_own_parameters(dtype):
+def test_per_channel_reference_equals_torch_on_every_axis(dtype):
     x = cases.values(0.1, 0, -8, 7, dtype)[:360].reshape(6, 5, 12)
     for axis, count in enumerate(x.shape):
         scale = np.float32([0.1, 1 / 3, 0.02, -0.5, 1e-3, 7.0] * 2)[:count]
@@ -115,7 +115,7 @@ def test_channels_on_every_axis_keep_their_own_parameters(dtype):
 # --- codes ------------------------------------------------------------------------------
 
 
-def test_codes_equal_the_decomposed_quantize_op():
+def test_reference_codes_equal_the_decomposed_quantize_op():
     kinds = {cases.INT8: torch.int8, cases.UINT8: torch.uint8, cases.NARROW_INT8: torch.int8}
     op = torch.ops.quantized_decomposed.quantize_per_tensor
     for (qmin, qmax), kind in kinds.items():
@@ -130,7 +130,7 @@ def test_codes_equal_the_decomposed_quantize_op():
 
 
 @each_dtype
-def test_unclamped_codes_beyond_int64(dtype):
+def test_unclamped_reference_codes_beyond_int64_depend_on_the_granularity(dtype):
     x = np.array([np.nan, np.inf, -np.inf, 6e4, 0.5]).astype(dtype)
     scale = np.float32(1e-15)
     code = reference.unclamped_code(x, scale, 0, "torch")
@@ -142,7 +142,7 @@ def test_unclamped_codes_beyond_int64(dtype):
     code = reference.unclamped_code(x, scale, 0, "torch", granularity="channel")
     assert (code[:4] == -np.inf).all()
     assert np.isfinite(code[4])
-    # torch's mask tells the same: they all count as -2**63, which this range contains.
+    # torch's mask agrees: all of them count as -2**63, which is inside this range.
     _, mask = aten.fake_quantize_per_channel_affine_cachemask(
         to_torch(x[None]), torch.tensor([1e-15]), torch.zeros(1, dtype=torch.int32), 0, -(2**63), 0
     )
@@ -151,7 +151,7 @@ def test_unclamped_codes_beyond_int64(dtype):
 
 @each_dtype
 @pytest.mark.parametrize("granularity", reference.GRANULARITIES)
-def test_dequantized_codes_are_the_fake_quantized_values(dtype, granularity):
+def test_dequantized_reference_codes_equal_the_fake_quantized_values(dtype, granularity):
     for scale in cases.SCALES:
         x = cases.values(scale, 3, -128, 127, dtype)
         z = np.int32(3)
@@ -167,7 +167,7 @@ def test_dequantized_codes_are_the_fake_quantized_values(dtype, granularity):
 
 
 @each_dtype
-def test_onnx_numerics_equal_torch_where_the_reciprocal_is_exact(dtype):
+def test_onnx_reference_equals_torch_where_the_reciprocal_is_exact(dtype):
     for scale in (0.25, 1.0, 2.0**-7):
         for z in zero_points(*cases.INT8):
             x = cases.values(scale, z, *cases.INT8, dtype)
@@ -181,7 +181,7 @@ def test_onnx_numerics_equal_torch_where_the_reciprocal_is_exact(dtype):
 
 @pytest.mark.parametrize("numerics", ["onnx", "half_away"])
 @each_dtype
-def test_own_numerics_have_one_rule_for_special_values(dtype, numerics):
+def test_onnx_and_half_away_reference_treat_special_values_alike_in_every_granularity(dtype, numerics):
     x = np.array([np.nan, np.inf, -np.inf, -0.0, -0.01]).astype(dtype)
     for granularity in reference.GRANULARITIES:
         y, mask = reference.fake_quantize(x, 0.5, 3, -8, 7, numerics, granularity=granularity)
@@ -193,7 +193,7 @@ def test_own_numerics_have_one_rule_for_special_values(dtype, numerics):
 
 
 def integer_model(x, scale, z, qmin, qmax, numerics):
-    """The code as an unbounded integer, and y, for one finite `x`: an independent reading."""
+    """Returns the unbounded integer code and y of one finite `x`, computed independently of the reference."""
     with np.errstate(all="ignore"):
         ratio = x / scale
         shifted = ratio + type(x)(z)
@@ -211,7 +211,7 @@ def integer_model(x, scale, z, qmin, qmax, numerics):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("numerics", ["onnx", "half_away"])
-def test_own_numerics_equal_unbounded_integers(dtype, numerics):
+def test_onnx_and_half_away_reference_equal_arithmetic_with_unbounded_integers(dtype, numerics):
     for i, (qmin, qmax) in enumerate(cases.ranges()):
         scale = dtype(np.float32(cases.SCALES[i % len(cases.SCALES)]))
         for z in zero_points(qmin, qmax):

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("torch_on_one_thread")
 
 
 @each_dtype
-def test_backward_is_a_multiplication_by_the_mask(dtype):
+def test_the_reference_backward_equals_torchs_product_with_the_mask(dtype):
     dy = cases.gradients(4000, dtype)
     mask = np.random.default_rng(1).random(4000) < 0.5
     for op in (
@@ -41,7 +41,7 @@ LEARNED_RANGES = [
 
 
 @each_dtype
-def test_learnable_forward(dtype):
+def test_the_reference_equals_torchs_learnable_forward(dtype):
     for i, (qmin, qmax) in enumerate(LEARNED_RANGES):
         scale = np.float32([(0.1, 1 / 3, -0.5, 0.02)[i % 4]])
         x = cases.values(float(scale[0]), max(qmin, -3), qmin, qmax, dtype)
@@ -87,7 +87,7 @@ def assert_same_terms(expected, terms, *names):
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BF16], ids=["float32", "bfloat16"])
-def test_learnable_backward_per_channel(dtype):
+def test_the_reference_equals_torchs_learnable_backward_per_channel(dtype):
     op = aten._fake_quantize_learnable_per_channel_affine_backward
     for scale, z, qmin, qmax, factor in learned_cases():
         x, dy = (a[:, None] for a in learned_data(scale, z, qmin, qmax, dtype, None))
@@ -104,7 +104,7 @@ def test_learnable_backward_per_channel(dtype):
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BF16], ids=["float32", "bfloat16"])
-def test_learnable_backward_per_tensor(dtype):
+def test_the_reference_equals_torchs_learnable_backward_per_tensor(dtype):
     op = aten._fake_quantize_learnable_per_tensor_affine_backward
     for scale, z, qmin, qmax, factor in learned_cases():
         x, dy = learned_data(scale, z, qmin, qmax, dtype, 24)
@@ -120,7 +120,7 @@ def test_learnable_backward_per_tensor(dtype):
         assert_same_terms(out, terms, scale, z, qmin, qmax, factor)
 
 
-def test_exact_sums_agree_with_torch_up_to_its_rounding():
+def test_exact_reference_sums_equal_torchs_up_to_its_rounding():
     rng = np.random.default_rng(3)
     dy, x = rng.standard_normal((2, 3, 1000)).astype(np.float32)
     scale, z = np.float32([0.1, 0.02, 1.0]), np.zeros(3, np.float32)
@@ -133,7 +133,7 @@ def test_exact_sums_agree_with_torch_up_to_its_rounding():
     assert np.all(np.abs(ds.numpy() - exact) < 1e-5 * np.abs(terms).sum(axis=1))
 
 
-def test_exact_sums_equal_rational_sums():
+def test_exact_reference_sums_equal_rational_sums():
     rng = np.random.default_rng(4)
     terms = rng.standard_normal((2, 3, 50)) * 10.0 ** rng.integers(-30, 30, (2, 3, 50))
     terms[..., 25:] = -terms[..., :25] * (1 + 1e-15)
@@ -153,7 +153,7 @@ def test_exact_sums_equal_rational_sums():
     assert_same_bits(np.array([np.inf, np.nan, np.nan]), reference.exact_sum(specials, axis=1))
 
 
-def test_learned_gradients_of_non_finite_inputs_are_zero():
+def test_learned_reference_gradients_of_nonfinite_inputs_are_zero():
     x, dy = np.float32([np.nan, np.inf, -np.inf]), np.float32([np.nan, -1, np.inf])
     for numerics in ("onnx", "half_away"):
         for term in reference.learned_backward(dy, x, 0.1, 0.4, -8, 7, numerics):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("torch_on_one_thread")
 
 
 def wild_floats(rng, size, specials=(np.inf, -np.inf)):
-    """Every exponent, ordinary sizes, and landmarks."""
+    """Returns floats of every exponent, of ordinary size, and special values."""
     landmarks = [0.0, -0.0, 1e-45, -1e-45, 3e-38, 3.4028235e38, -3.4028235e38, 1, -1, 127.5]
     everywhere = np.exp(rng.uniform(-103, 88, size)) * rng.choice([-1, 1], size)
     ordinary = rng.standard_normal(size) * 10.0 ** rng.integers(-8, 4, size)
@@ -45,7 +45,7 @@ OBSERVED = [
 
 @pytest.mark.parametrize("symmetric", [False, True], ids=["affine", "symmetric"])
 @pytest.mark.parametrize(("dtype", "bounds", "options"), OBSERVED)
-def test_observer_parameters(dtype, bounds, options, symmetric):
+def test_reference_qparams_equal_those_of_torchs_observers(dtype, bounds, options, symmetric):
     rng = np.random.default_rng(5)
     lo, hi = min_max_pairs(rng, 5000)
     # A finite range wider than float32 has an infinite scale in torch, and a finite one here.
@@ -75,7 +75,7 @@ def test_observer_parameters(dtype, bounds, options, symmetric):
 
 
 @pytest.mark.parametrize("constant", [0.01, 1 / 3, 0.1, 1.0, 0.0])
-def test_moving_average_observers(constant):
+def test_reference_moving_averages_equal_those_of_torchs_observers(constant):
     rng = np.random.default_rng(6)
     channels = torch_observer.MovingAveragePerChannelMinMaxObserver(averaging_constant=constant)
     whole = torch_observer.MovingAverageMinMaxObserver(averaging_constant=constant)
@@ -100,7 +100,7 @@ FUSED_RANGES = [r for r in cases.ranges(31) if r[0] < r[1]] + [(5, 300), (-300, 
 
 
 def fused_rows(rng, size, levels):
-    """Pairs of values per row: wild, NaN, and ranges around the smallest scale."""
+    """Returns two values per row: extreme, NaN, or a range near the smallest scale."""
     lo, hi = min_max_pairs(rng, size, (np.inf, -np.inf, np.nan))
     factor = rng.choice([1, 1, 0.5, 2, 0.999, 1.001, 1e-3, 1e-30], size)
     width = (6.1e-5 * max(levels, 1) * factor).astype(np.float32)
@@ -114,7 +114,7 @@ def fused_rows(rng, size, levels):
 
 
 @pytest.mark.parametrize("symmetric", [False, True], ids=["affine", "symmetric"])
-def test_fused_state_per_row(symmetric):
+def test_the_reference_equals_the_state_of_torchs_fused_observer_per_row(symmetric):
     rng = np.random.default_rng(7)
     on = torch.ones(1, dtype=torch.int64)
     n = 1200
@@ -124,7 +124,7 @@ def test_fused_state_per_row(symmetric):
         lo, hi = np.float32([np.inf, -np.inf])
         for _ in range(2):
             x = fused_rows(rng, n, qmax - qmin)
-            # Written before the zero point INT32_MIN of a NaN row is refused.
+            # torch writes the state before it refuses the zero point INT32_MIN of a NaN row.
             with pytest.raises(RuntimeError, match="zero_point"):
                 torch.fused_moving_avg_obs_fake_quant(to_torch(x), on, on, *state, 0.01, qmin, qmax, 0, True, symmetric)
             lo = reference.moving_average(lo, x.min(axis=1), 0.01)
@@ -137,7 +137,7 @@ def test_fused_state_per_row(symmetric):
 
 
 @pytest.mark.parametrize("symmetric", [False, True], ids=["affine", "symmetric"])
-def test_fused_output_and_state_per_tensor(symmetric):
+def test_the_reference_equals_the_output_and_state_of_torchs_fused_observer_per_tensor(symmetric):
     rng = np.random.default_rng(8)
     on = torch.ones(1, dtype=torch.int64)
     for qmin, qmax in (cases.INT8, cases.UINT8, cases.NARROW_INT8, cases.INT4, (3, 3)):
@@ -145,7 +145,7 @@ def test_fused_output_and_state_per_tensor(symmetric):
         state += [torch.ones(1), torch.zeros(1, dtype=torch.int32)]
         lo, hi = np.float32([np.inf]), np.float32([-np.inf])
         for x in fused_rows(rng, 200, qmax - qmin):
-            if np.isnan(lo).any():  # NaN stays for ever, so start again
+            if np.isnan(lo).any():  # NaN stays in the state, so start again
                 lo, hi = np.float32([np.inf]), np.float32([-np.inf])
                 state[0].fill_(np.inf), state[1].fill_(-np.inf)
             x = np.append(x, x.mean())

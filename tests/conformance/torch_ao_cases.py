@@ -22,7 +22,7 @@ SHAPES = {None: (8, 5, 6), 0: (CHANNELS, 4, 6), 1: (4, CHANNELS, 12)}
 
 
 class Case:
-    """A module of torch.ao and what it is here."""
+    """A module of torch.ao and the matching quantizer of fakequant."""
 
     def __init__(self, kind, observer, codes, scheme, spec, ours=None, **options):
         self.make = lambda: kind(
@@ -33,7 +33,7 @@ class Case:
         self.ours = ours or {}
 
     def build(self):
-        """Ours by hand, before anything was loaded."""
+        """Returns a new fakequant quantizer, without loaded state."""
         kind = FusedFakeQuantize if "symmetric" in self.ours else FakeQuantize
         return kind(self.spec, shape=self.shape, **self.ours)
 
@@ -45,7 +45,7 @@ def plain(observer, codes, scheme, spec, ours=None, **options):
 def fused(observer, codes, scheme, spec, ours=None, **options):
     symmetric = scheme in (SYMMETRIC, CHANNEL_SYMMETRIC)
     ours = {"symmetric": symmetric, **(ours or {})}
-    spec = {**spec, "symmetric": False}  # its zero point may be anywhere
+    spec = {**spec, "symmetric": False}  # the fused operator may choose any zero point
     return Case(tq.FusedMovingAvgObsFakeQuantize, observer, codes, scheme, spec, ours, **options)
 
 
@@ -109,7 +109,7 @@ by_way = pytest.mark.parametrize("take_over", WAYS.values(), ids=WAYS)
 
 
 def batches(shape, count=4, seed=0):
-    """Ranges that change, values that repeat, ties of the scale 1/8."""
+    """Yields batches of changing ranges with repeated values and ties of the scale 1/8."""
     rng = np.random.default_rng(seed)
     for step in range(count):
         x = rng.standard_normal(shape) * (1, 30, 0.1, 4)[step % 4] + (0, 1)[step % 2]
@@ -117,7 +117,7 @@ def batches(shape, count=4, seed=0):
 
 
 def hostile(theirs, dtype, axis):
-    """Ties at the module's own scales and ends, special values, NaN and infinities."""
+    """Returns ties and ends of the module's grid, special values, NaN and infinities."""
     rng = np.random.default_rng(1)
     scales, zeros = (t.detach().double().reshape(-1).tolist() for t in (theirs.scale, theirs.zero_point))
     low, high = int(theirs.quant_min), int(theirs.quant_max)
@@ -164,7 +164,7 @@ def switch(theirs, ours, observe, quantize):
 
 
 def learnable(scheme, codes, shape=None, *, scaling=False, **options):
-    """Learning, with a scale from data."""
+    """Returns a learnable module of torch.ao that takes its scale from data and then learns it."""
     observer, channels = (tq.PerChannelMinMaxObserver, CHANNELS) if shape else (tq.MinMaxObserver, -1)
     options |= dict(channel_len=channels) | (dict(ch_axis=shape.index(CHANNELS)) if shape else {})
     theirs = _LearnableFakeQuantize(

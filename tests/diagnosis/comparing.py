@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 nn = torch.nn
 
 
-# Scale 1: codes are the numbers.
+# With scale 1 the codes are the values.
 UNIT = fq.QuantSpec(bits=4, narrow_range=True)
 
 
@@ -26,7 +26,7 @@ def sqnr(expected, result):
 
 
 def pair(model, config=None, data=None):
-    """The model, and a prepared copy."""
+    """Returns the model and a prepared copy, calibrated if `data` is given."""
     prepared = fq.prepare(copy.deepcopy(model), config or recipes.int8())
     return model, prepared if data is None else fq.calibrate(prepared, data, progress=False)
 
@@ -39,7 +39,7 @@ def with_weights(*weights):
 
 
 def on_unit_grid(**layer):
-    """Inputs with scale 1; weights in float."""
+    """Returns a config with inputs of scale 1 and float weights."""
     return fq.QuantConfig(
         default=fq.LayerConfig(input=UNIT, activation_observer=fq.observers.Fixed(-7.0, 7.0), **layer)
     )
@@ -51,7 +51,7 @@ def compared(*models, data, **options):
 
 
 def snapshot(*models):
-    """All that must not change, to the bit."""
+    """Returns everything about models that `compare` must not change."""
     return [
         (
             {name: value.clone() for name, value in model.state_dict().items()},

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 nn = torch.nn
 
 
-def test_a_layer_by_itself_and_in_the_model():
+def test_compare_gives_isolated_and_accumulated_errors_of_layers():
     models = pair(with_weights([[1.25, 0.0], [0.0, 1.25]], [[4.0, 0.0]]), on_unit_grid())
     first, second = compared(*models, data=[torch.tensor([[1.25, -2.0]])]).values()
     # 1.25 becomes 1. The results are 1.5625, -2.5 and 1.25, -2.5.
@@ -27,7 +27,7 @@ def test_a_layer_by_itself_and_in_the_model():
     assert second.weight_sqnr is None
 
 
-def test_sums_go_over_batches_and_at_most_steps_of_them():
+def test_compare_sums_errors_over_at_most_steps_batches():
     models = pair(with_weights([[4.0]]), on_unit_grid())
     data = [torch.tensor([[1.25], [9.0]]), torch.tensor([[3.0]]), torch.tensor([[100.0]])]
     found = compared(*models, data=iter(data), steps=2)["0"].isolated
@@ -36,7 +36,7 @@ def test_sums_go_over_batches_and_at_most_steps_of_them():
     assert found.clipped == 1 / 3
 
 
-def test_an_input_far_outside_its_range_is_clipped_everywhere():
+def test_compare_counts_inputs_outside_the_range_as_clipped():
     models = pair(with_weights([[1.0]]), on_unit_grid())
     found = compared(*models, data=[torch.tensor([[-70.0], [70.0]])])["0"]
     assert found.isolated.clipped == found.accumulated.clipped == 1.0
@@ -44,7 +44,7 @@ def test_an_input_far_outside_its_range_is_clipped_everywhere():
     assert found.isolated.sqnr == pytest.approx(decibels(70.0**2, 63.0**2))
 
 
-def test_steps_are_those_of_each_channel_or_token():
+def test_compare_measures_max_steps_in_the_scale_of_each_channel_or_token():
     per_channel = fq.QuantSpec(bits=4, narrow_range=True, axis=-1)
     layer = nn.Sequential(nn.Linear(2, 1, bias=False))
     prepared = fq.prepare(copy.deepcopy(layer), on_unit_grid())
@@ -61,7 +61,7 @@ def test_steps_are_those_of_each_channel_or_token():
     assert found.clipped == 0
 
 
-def test_the_weight_is_compared_with_that_of_the_float_model():
+def test_compare_gives_the_sqnr_of_weights():
     config = fq.QuantConfig(default=fq.LayerConfig(weight=UNIT, weight_observer=fq.observers.Fixed(-7.0, 7.0)))
     found = compared(*pair(with_weights([[1.25, -3.0]]), config), data=[torch.ones(1, 2)])["0"]
     assert found.weight_sqnr == pytest.approx(decibels(1.25**2 + 9, 0.25**2), rel=1e-12)
@@ -69,7 +69,7 @@ def test_the_weight_is_compared_with_that_of_the_float_model():
     assert found.isolated.clipped is None
 
 
-def test_equal_models_differ_by_nothing():
+def test_compare_of_equal_models_gives_an_infinite_sqnr():
     models = pair(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), data=[torch.randn(3, 4)])
     fq.nn.switch_quantizers(models[1], quantizing=False)
     for layer in compared(*models, data=[torch.randn(5, 4)]).values():
@@ -77,7 +77,7 @@ def test_equal_models_differ_by_nothing():
         assert layer.isolated.max_steps is None
 
 
-def test_a_result_of_zeros_and_one_that_is_not_a_number():
+def test_compare_handles_results_that_are_zero_nan_or_infinite():
     model, prepared = pair(with_weights([[0.0]], [[1.0]]), on_unit_grid())
     with torch.no_grad():
         prepared[0].weight.fill_(1.0)
@@ -89,31 +89,31 @@ def test_a_result_of_zeros_and_one_that_is_not_a_number():
     assert found.layers[0].isolated.sqnr == math.inf
     assert math.isnan(found.layers[1].isolated.sqnr)
     assert found.worst == "1"
-    # What is infinite in both is no difference.
+    # Equal infinities are not a difference.
     model, prepared = pair(with_weights([[3e38, 1.0]]), fq.QuantConfig(default=fq.LayerConfig(weight=UNIT)))
     fq.nn.switch_quantizers(prepared, quantizing=False)
     assert compared(model, prepared, data=[torch.full((1, 2), 10.0)])["0"].isolated.sqnr == math.inf
 
 
-def test_the_worst_layer_is_the_one_that_goes_wrong_by_itself():
+def test_compare_names_the_layer_with_the_worst_isolated_error():
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     data = [torch.randn(32, 16)]
     _, prepared = pair(model, data=data)
-    prepared[1].input_quantizer.frozen = True  # else the scale follows from the range
+    prepared[1].input_quantizer.frozen = True  # otherwise the scale is computed from the range
     prepared[1].input_quantizer.scale.mul_(0.05)
     found = fq.compare(model, prepared, data, progress=False)
     assert found.worst == "1"
     assert found.to_dict()["worst"] == "1"
     assert found.to_dict()["layers"][1]["isolated"]["clipped"] > 0.5
     assert "Worst by itself: 1" in str(found)
-    # By themselves the others are good; in the model those after it are not.
+    # The other layers are good in isolation; in the model the layers after the broken one are not.
     assert all(layer.isolated.sqnr > 30 for layer in found.layers if layer.path != "1")
     assert found.layers[0].accumulated.sqnr > 30 > found.layers[2].accumulated.sqnr
 
 
 @pytest.mark.parametrize("nan_at", [0, 1])
-def test_steps_that_are_no_number_are_not_lost(nan_at):
+def test_compare_keeps_nan_in_max_steps_over_batches(nan_at):
     data = [torch.ones(1, 4), torch.ones(1, 4)]
     model, prepared = pair(nn.Sequential(nn.Linear(4, 2)), data=data)
     data[nan_at] = torch.full((1, 4), math.nan)
@@ -123,7 +123,7 @@ def test_steps_that_are_no_number_are_not_lost(nan_at):
 # --- bad input ------------------------------------------------------------------------------------
 
 
-def test_errors_say_what_is_wrong():
+def test_compare_refuses_wrong_models_and_data():
     model, prepared = pair(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), data=[torch.ones(1, 4)])
     data = [torch.ones(1, 4)]
     with pytest.raises(ValueError, match="no quantized layers"):
@@ -151,7 +151,7 @@ def test_errors_say_what_is_wrong():
         fq.compare(model, prepared, [torch.ones(0, 4)], progress=False)
 
 
-def test_layers_that_no_data_reaches_are_no_comparison():
+def test_compare_raises_if_no_data_reaches_a_quantized_layer():
     class Idle(nn.Module):
         def __init__(self):
             super().__init__()
@@ -165,6 +165,6 @@ def test_layers_that_no_data_reaches_are_no_comparison():
         fq.compare(*pair(model), [torch.ones(1, 2)], progress=False)
 
 
-def test_a_model_that_is_not_calibrated_says_which_scale_is_missing():
+def test_compare_of_an_uncalibrated_model_names_the_missing_scale():
     with pytest.raises(RuntimeError, match=r"0\.input_quantizer"):
         fq.compare(*pair(nn.Sequential(nn.Linear(2, 2))), [torch.ones(1, 2)], progress=False)

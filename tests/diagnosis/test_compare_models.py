@@ -15,7 +15,7 @@ nn = torch.nn
 
 
 class Ways(nn.Module):
-    """A layer called twice, one that is called for large inputs, one that is never called; results change in place."""
+    """Calls one layer twice, one only for large inputs and one never, and changes a result in place."""
 
     def __init__(self):
         super().__init__()
@@ -26,13 +26,13 @@ class Ways(nn.Module):
         return self.sometimes(x) if x.sum() > 1 else x
 
 
-def test_layers_that_are_called_twice_sometimes_or_never():
+def test_compare_handles_layers_called_twice_sometimes_or_never():
     model = Ways()
     for layer in model.children():
         layer.weight.data = torch.eye(2)
     prepared = fq.prepare(copy.deepcopy(model), on_unit_grid())
     found = compared(model, prepared, data=[torch.tensor([[0.25, -3.0]])])
-    # 0.25 becomes 0 and -3 stays; then 0.25 becomes 0 once more, or 0 stays.
+    # 0.25 becomes 0 and -3 stays. In the second call 0.25 becomes 0 again, or 0 stays.
     assert found["twice"].isolated.sqnr == pytest.approx(decibels(2 * 0.25**2 + 9, 2 * 0.25**2))
     assert found["twice"].accumulated.sqnr == pytest.approx(decibels(2 * 0.25**2 + 9, 2 * 0.25**2))
     assert found["sometimes"].isolated == found["never"].isolated == Errors(None, None, None)
@@ -45,7 +45,7 @@ def test_layers_that_are_called_twice_sometimes_or_never():
     assert "-" in str(fq.compare(model, prepared, [torch.ones(1, 2)], progress=False))
 
 
-def test_results_of_another_shape_are_not_compared():
+def test_compare_skips_results_of_another_shape():
     class Selecting(nn.Module):
         def __init__(self):
             super().__init__()
@@ -60,10 +60,10 @@ def test_results_of_another_shape_are_not_compared():
         layer.weight.data = torch.ones(1, 1)
     found = compared(*pair(model, on_unit_grid()), data=[torch.tensor([[1.25], [3.25]])])["second"]
     assert found.isolated.sqnr == pytest.approx(decibels(1.25**2 + 3.25**2, 2 * 0.25**2))
-    assert found.accumulated == Errors(None, None, None)  # 1.25 is 1 there, and one row is left
+    assert found.accumulated == Errors(None, None, None)  # 1.25 becomes 1 in the model, which leaves one row
 
 
-def test_tables_have_indices_for_inputs():
+def test_compare_handles_embeddings_whose_inputs_are_indices():
     models = pair(nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2)), data=[torch.tensor([[0, 4]])])
     found = compared(*models, data=[torch.tensor([[1, 2, 3]])])
     assert found["0"].isolated.clipped is None
@@ -72,7 +72,7 @@ def test_tables_have_indices_for_inputs():
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_attention_with_the_layer_in_it(batch_first):
+def test_compare_handles_attention_and_its_output_projection(batch_first):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=batch_first)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=batch_first)
@@ -103,7 +103,7 @@ class Crossed(nn.Module):
         return self.attention(x, key=memory, value=memory, need_weights=False)[0]
 
 
-def test_all_inputs_of_an_attention_count():
+def test_compare_counts_all_inputs_of_an_attention():
     model = Crossed()
     x, memory = torch.ones(1, 2, 4), torch.ones(1, 6, 4)
     prepared = fq.calibrate(fq.prepare(copy.deepcopy(model), recipes.int8()), [(x, memory)], progress=False)
@@ -129,7 +129,7 @@ class Residual(nn.Module):
 
 @pytest.fixture(scope="module")
 def residual():
-    """A residual network with statistics and factors of its own, a prepared copy, and data."""
+    """A residual network with random batch norm statistics, a prepared copy, and data."""
     torch.manual_seed(0)
     model, data = Residual(), [torch.randn(16, 1, 6, 6)]
     with torch.no_grad():
@@ -142,22 +142,24 @@ def residual():
 
 
 @torch.no_grad()
-def test_results_between_layers_have_rows(residual):
+def test_compare_lists_quantized_results_between_layers(residual):
     model, prepared, data = residual
     found = compared(model, prepared, data=data)
     assert list(found) == ["stem", "relu", "conv", "norm", "head"]
     assert (found["relu"].kind, found["relu"].weight_sqnr) == ("ReLU", None)
     assert found["relu"].isolated.clipped == 0
     assert 0 < found["relu"].isolated.max_steps <= 0.5001
-    # The convolution has no quantizer of its own for its input; by itself it is on the grid all the same.
+    # The convolution has no input quantizer, but in isolation its input is on the ReLU's grid.
     assert prepared.conv.input_quantizer is None
     assert 0 < found["conv"].isolated.max_steps <= 0.5001
     y = model.relu(model.stem_norm(model.stem(data[0])))
-    result = prepared.norm.forward(prepared.conv(prepared.relu.output_quantizer(y)))  # before its own quantizer
+    result = prepared.norm.forward(
+        prepared.conv(prepared.relu.output_quantizer(y))
+    )  # without the norm's output quantizer
     assert found["conv"].isolated.sqnr == pytest.approx(sqnr(model.norm(model.conv(y)), result))
 
 
-def test_modules_that_change_their_input_in_place():
+def test_compare_handles_modules_that_change_their_input_in_place():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -176,7 +178,7 @@ def test_modules_that_change_their_input_in_place():
 
 
 @torch.no_grad()
-def test_a_converted_model_with_its_batch_norms_folded(residual):
+def test_compare_handles_converted_models_with_folded_batch_norms(residual):
     model, prepared, data = residual
     golden = fq.convert(prepared)
     before = snapshot(model, golden)
@@ -191,14 +193,14 @@ def test_a_converted_model_with_its_batch_norms_folded(residual):
     # Where no batch norm is folded, the golden model computes what the prepared one does.
     assert found["head"].isolated.sqnr == pytest.approx(trained["head"].isolated.sqnr, abs=1e-3)
     assert found["relu"].isolated == trained["relu"].isolated
-    # Before and after `convert` the weights have the factors of the batch norm in them.
+    # Weights are compared with the batch norm's factors folded in, before and after `convert`.
     factor = (model.norm.weight / (model.norm.running_var + model.norm.eps).sqrt()).reshape(-1, 1, 1, 1)
     expected = sqnr(model.conv.weight * factor, integer.float_weight(golden.conv))
     assert found["conv"].weight_sqnr == pytest.approx(expected, abs=1e-3)
     assert trained["conv"].weight_sqnr == pytest.approx(expected, abs=1e-3)
 
 
-def test_errors_of_channels_that_a_batch_norm_makes_large_again_count():
+def test_compare_measures_errors_after_the_batch_norm():
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(2, eps=1e-12)
     model, x = nn.Sequential(nn.Linear(8, 2, bias=False), norm, nn.Linear(2, 2)).eval(), torch.randn(64, 8)
@@ -210,7 +212,7 @@ def test_errors_of_channels_that_a_batch_norm_makes_large_again_count():
     assert found.worst == "0"
     assert found.layers[0].isolated.sqnr < 10 < found.layers[1].isolated.sqnr
     assert found.layers[0].weight_sqnr < 10
-    # Of tokens another axis is normalized, and the weights have nothing to do with it.
+    # On 3-D inputs the batch norm normalizes another axis and cannot be folded into the weights.
     tokens = [torch.randn(4, 2, 8)]
     model = nn.Sequential(nn.Linear(8, 2, bias=False), nn.BatchNorm1d(2)).eval()
     with torch.no_grad():
@@ -223,7 +225,7 @@ def test_errors_of_channels_that_a_batch_norm_makes_large_again_count():
         assert found.isolated.sqnr == pytest.approx(sqnr(model(tokens[0]), prepared(tokens[0])))
 
 
-def test_a_model_of_one_layer_and_one_that_was_unprepared():
+def test_compare_accepts_a_single_layer_and_an_unprepared_model():
     torch.manual_seed(0)
     x = [torch.randn(3, 4)]
     model, prepared = pair(nn.Linear(4, 2), data=x)
@@ -236,7 +238,7 @@ def test_a_model_of_one_layer_and_one_that_was_unprepared():
     assert fq.compare(model, golden, x, progress=False).layers[0].isolated.sqnr > 25
 
 
-def test_models_that_change_their_own_input_in_place():
+def test_compare_handles_models_that_change_their_input_in_place():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -253,7 +255,7 @@ def test_models_that_change_their_own_input_in_place():
 
 
 @torch.no_grad()
-def test_a_module_that_only_quantizes_its_result_is_not_blamed_for_the_layers_in_it():
+def test_compare_does_not_blame_a_module_for_errors_of_layers_inside_it():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()

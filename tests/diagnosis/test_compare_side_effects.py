@@ -11,7 +11,7 @@ nn = torch.nn
 
 
 class Counter(nn.Module):
-    """Changes in evaluation too."""
+    """Changes its buffer in evaluation too."""
 
     def __init__(self):
         super().__init__()
@@ -22,7 +22,7 @@ class Counter(nn.Module):
         return x
 
 
-# A range per tensor that is found at run time is kept until the next.
+# A dynamic quantizer stores the range of the last tensor.
 DYNAMIC = fq.QuantConfig(
     default=fq.LayerConfig(
         weight=fq.presets.int8(), input=fq.presets.uint8(), activation_observer=fq.observers.Dynamic()
@@ -31,9 +31,11 @@ DYNAMIC = fq.QuantConfig(
 
 
 @pytest.mark.parametrize(
-    "config", [recipes.int8(), recipes.int8_dynamic(), DYNAMIC, recipes.lsq(4)], ids=["8", "token", "dynamic", "lsq"]
+    "config",
+    [recipes.int8(), recipes.int8_dynamic(), DYNAMIC, recipes.lsq(4)],
+    ids=["int8", "int8_dynamic", "dynamic per tensor", "lsq"],
 )
-def test_looking_changes_nothing(config):
+def test_compare_leaves_models_unchanged_also_after_an_error(config):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), Counter(), nn.Linear(4, 2)).train()
     model[1].eval()
     model, prepared = pair(model, config, data=[torch.randn(8, 4)])
@@ -53,7 +55,7 @@ def test_looking_changes_nothing(config):
     assert_same(before, snapshot(model, prepared))
 
 
-def test_a_bar_is_shown_if_wanted(capsys):
+def test_compare_shows_a_progress_bar_unless_switched_off(capsys):
     models = pair(nn.Linear(2, 2), data=[torch.ones(1, 2)])
     fq.compare(*models, [torch.ones(1, 2)], progress=False)
     assert capsys.readouterr().err == ""
@@ -62,17 +64,17 @@ def test_a_bar_is_shown_if_wanted(capsys):
 
 
 @pytest.mark.parametrize("config", [recipes.int8(), recipes.lsq(4)], ids=["int8", "lsq"])
-def test_a_backward_pass_may_come_after_looking(config):
+def test_compare_and_health_do_not_break_a_pending_backward_pass(config):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model, prepared = pair(model, config, data=[torch.randn(8, 4)])
     loss = prepared.train()(torch.randn(8, 4)).sum()
     fq.compare(model, prepared, [torch.randn(5, 4)], progress=False)
     fq.health(prepared, [torch.randn(5, 4)])
-    loss.backward()  # needs running means and learned scales that nobody wrote to
+    loss.backward()  # fails if running means or learned scales were written to
     assert prepared[0].weight.grad is not None
 
 
-def test_buffers_that_are_replaced_come_back():
+def test_compare_restores_buffers_that_forward_replaces():
     class Replacing(nn.Module):
         def __init__(self):
             super().__init__()

@@ -56,8 +56,12 @@ class Checks(dict):
         return register
 
     def names(self, function):
-        """Parametrizes a test by the checks that run `function`."""
+        """Returns a decorator that parametrizes a test by the checks that run `function`."""
         return pytest.mark.parametrize("name", [name for name, check in self.items() if check.func is function])
+
+    def alone(self, name, **options):
+        """Returns the result of a check in this process, on whole batches."""
+        return self[name](Seat(), **options)
 
 
 # --- running them ---------------------------------------------------------------------------------
