@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def outcomes(request, tmp_path_factory):
-    """What both ranks found in the checks of the test module."""
+    """The outcomes of the checks of the test module, by rank."""
     from two_ranks import outcomes_of
 
     return outcomes_of(request.module.__name__, tmp_path_factory)

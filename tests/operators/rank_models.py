@@ -1,4 +1,4 @@
-"""Models for two ranks, their data, and how they are wrapped and trained."""
+"""Models for two ranks, their data, and functions to wrap and train them."""
 
 import warnings
 from functools import partial
@@ -17,7 +17,7 @@ F = nn.functional
 
 RECIPES = {
     "int8": recipes.int8,
-    "w4a8": partial(recipes.w4a8, first_last_bits=None),  # the same grid everywhere: its sums are exact
+    "w4a8": partial(recipes.w4a8, first_last_bits=None),  # one grid for all layers, so that sums are exact
     "int8_dynamic": recipes.int8_dynamic,
     "int4_weight_only": partial(recipes.int4_weight_only, 4),
     "lsq": partial(recipes.lsq, 4, first_last_bits=None),
@@ -28,16 +28,16 @@ OBSERVED = [name for name in RECIPES if name != "lsq"]
 # --- models whose sums are exact ------------------------------------------------------------------
 
 WIDTH, ROWS, BATCHES = 8, 16, 4
-FULL, EMPTY = 0, [1, 5]  # inputs of a layer that are always the largest value, and always 0; one per group of 4
+FULL, EMPTY = 0, [1, 5]  # columns that are always the largest value, and always 0; one per group of 4
 
 
 def reach(spec):
-    """The largest magnitude of a range whose scale is 1."""
+    """Returns the largest magnitude of a range whose scale is 1."""
     return (spec.qmax - spec.qmin) / (2 if spec.symmetric else 1)
 
 
 def exact_layer(layer, spec):
-    """Weights of sixteenths whose largest stay as they are, because what they are multiplied with is 0."""
+    """Sets weights to multiples of 1/16. The largest never change, because their inputs are 0."""
     largest = reach(spec)
     while largest > 8:
         largest /= 2
@@ -52,7 +52,7 @@ def exact_layer(layer, spec):
 
 
 def exact_model(config):
-    """The clamps give every layer an input with a full and two empty columns, through which no gradient passes."""
+    """The clamps give every layer's input one full and two empty columns without gradients."""
     torch.manual_seed(6)
     top = reach(config.default.input or presets.uint8())
     layers = [nn.Linear(WIDTH, outputs, bias=False) for outputs in (WIDTH, WIDTH, 4)]
@@ -100,12 +100,12 @@ def whole(value):
 
 
 def state_of(model):
-    """Parameters and buffers by their names in the model that was wrapped."""
+    """Returns parameters and buffers by their names in the unwrapped model."""
     return {name.removeprefix("module."): whole(value) for name, value in model.state_dict().items()}
 
 
 def distance(y, target):
-    """Its gradients are 1, 0 and -1, divided by a power of two."""
+    """A loss whose gradients are 1, 0 and -1, divided by a power of two."""
     return (y - target).abs().mean()
 
 
@@ -121,7 +121,7 @@ def train(seat, model, data, optimizer=None, loss=distance, after=None):
 
 
 class Residual(nn.Module):
-    """With a sum in its own code, in place as many have it, and a layer that is not always in use."""
+    """Adds in its own code, optionally in place, and has a layer that can be left unused."""
 
     def __init__(self, channels=6, checkpointed=False, in_place=False):
         super().__init__()
@@ -171,5 +171,5 @@ BATCH_STATISTICS = ("running_mean", "running_var")
 
 
 def of_the_model(state):
-    """Without what a rank's batch norm has seen, which torch makes the same at the next forward pass."""
+    """Drops batch norm statistics, which torch synchronizes only in the next forward pass."""
     return {path: value for path, value in state.items() if not path.endswith(BATCH_STATISTICS)}

@@ -1,4 +1,4 @@
-"""Batches for two ranks, the quantizers that see them, and what every step leaves behind."""
+"""Batches for two ranks, quantizers for them, and comparisons with one process."""
 
 from datetime import timedelta
 
@@ -15,11 +15,11 @@ NAN, INF = float("nan"), float("inf")
 
 
 def batches(dtype=torch.float32):
-    """Seven rows of six channels: four rows for rank 0, three for rank 1. The last is much like the first."""
+    """Returns batches of seven rows and six channels: four rows for rank 0, three for rank 1."""
     generator = torch.Generator().manual_seed(1)
     made = [torch.randn(7, 6, generator=generator) * factor for factor in (1.0, 3.0, 0.01, 1.1)]
     made[1][:4], made[1][4:] = made[1][:4].abs(), -made[1][4:].abs()  # one sign per rank
-    halves = (torch.arange(42.0) - 20.5).reshape(7, 6)  # ties of a grid with scale 1
+    halves = (torch.arange(42.0) - 20.5).reshape(7, 6)  # ties at scale 1
     zeros = torch.zeros(7, 6)
     zeros[4:] = -0.0
     return [x.to(dtype) for x in (made[0], made[1], zeros, halves, made[2], made[3])]
@@ -47,12 +47,12 @@ SHAPE = (None, 6)
 
 
 def state_of(quantizer):
-    """Every buffer: ranges, scale, zero point, histograms."""
+    """Returns copies of all buffers, such as ranges, scale, zero point and histograms."""
     return {name: value.detach().clone() for name, value in quantizer.named_buffers()}
 
 
 def steps(quantizer, parts):
-    """Forward and backward, with the state after each: what y was quantized with."""
+    """Returns y, dx and the quantizer's state after every forward and backward pass."""
     seen = []
     for x in parts:
         x = x.clone().requires_grad_()
@@ -62,7 +62,7 @@ def steps(quantizer, parts):
     return seen
 
 
-def follow(seat, observer, spec, data=None, **options):
+def observe(seat, observer, spec, data=None, **options):
     quantizer = fqnn.FakeQuantize(spec, observer, shape=SHAPE, **options)
     return steps(quantizer, [seat.part(x) for x in (data or batches())])
 
@@ -80,11 +80,11 @@ def compiled(module):
     return torch.compile(module, fullgraph=True, backend="aot_eager")
 
 
-OF_THE_BATCH = ("x", "y", "dx")  # the rows of a rank; everything else is the same on all
+OF_THE_BATCH = ("x", "y", "dx")  # rows of one rank; everything else is equal on all ranks
 
 
 def assert_joined(whole, parts, *where):
-    """What every rank has is what one process has, except for the rows."""
+    """Asserts that joined rows and each rank's state equal those of one process."""
     for name, expected in whole.items():
         found = [part[name] for part in parts]
         if name in OF_THE_BATCH:

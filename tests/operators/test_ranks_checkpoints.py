@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("torch_on_one_thread")  # as on the ranks
 @check("int8_dynamic", recipe="int8_dynamic")
 @check("lsq", recipe="lsq")
 def first_rank_alone(seat, recipe):
-    """Evaluates, looks at the health, and saves, as in many training scripts; then both go on."""
+    """Rank 0 evaluates, computes health and saves, as in many training scripts; then both continue."""
     model = residual(seat, RECIPES[recipe]())
     wrapped = ddp(model)
     optimizer = torch.optim.SGD(fqnn.param_groups(model), lr=0.05)
@@ -63,7 +63,7 @@ def sharded(seat, recipe, wrapper):
 
 
 def distributed_checkpoint(seat, recipe, wrapper):
-    """Saved in the middle of training, and continued by a model that was prepared and sharded anew."""
+    """Saves in the middle of training and continues with a newly prepared and sharded model."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
     from torch.distributed.checkpoint.state_dict import (
@@ -113,7 +113,7 @@ check("lsq", "ddp", recipe="lsq", wrapper="ddp")(distributed_checkpoint)
 @check("ddp", wrapper="ddp")
 @check("fsdp", wrapper="fsdp")
 def frozen_learned_scales(seat, wrapper):
-    """The optimizer's momentum goes on moving the parameters; what is in use, and saved, stays."""
+    """Momentum keeps moving the parameters, but the scales in use, which are saved, stay."""
     model, optimizer = sharded(seat, "lsq", wrapper)
     train(seat, model, images(2), optimizer, F.cross_entropy)
     fqnn.switch_quantizers(model, frozen=True)
@@ -129,14 +129,14 @@ def frozen_learned_scales(seat, wrapper):
 
 
 @CHECKS.names(first_rank_alone)
-def test_a_rank_may_evaluate_and_save_alone(ranks, name):
+def test_a_rank_can_evaluate_and_save_a_model_without_the_other(ranks, name):
     first, second = ranks(name)
     assert second["found"] is None
     assert_same_tensors(of_the_model(first["state"]), of_the_model(second["state"]))
 
 
 @CHECKS.names(first_rank_alone)
-def test_the_state_of_a_parallel_model_loads_strictly_into_one_without_ranks(ranks, name):
+def test_the_state_of_a_ddp_model_loads_strictly_into_a_single_process_model(ranks, name):
     found = ranks(name)[0]["found"]
     model = fq.prepare(Residual(), RECIPES[CHECKS[name].keywords["recipe"]]())
     model.load_state_dict(found["state"], strict=True)
@@ -145,7 +145,7 @@ def test_the_state_of_a_parallel_model_loads_strictly_into_one_without_ranks(ran
 
 
 @CHECKS.names(distributed_checkpoint)
-def test_a_distributed_checkpoint_continues_to_the_bit(ranks, name):
+def test_training_continues_from_a_distributed_checkpoint_with_the_same_bits(ranks, name):
     first, second = ranks(name)
     for part in (first, second):
         for before, after in (("saved", "loaded"), ("expected", "continued")):
@@ -154,7 +154,7 @@ def test_a_distributed_checkpoint_continues_to_the_bit(ranks, name):
 
 
 @CHECKS.names(distributed_checkpoint)
-def test_a_distributed_checkpoint_loads_into_a_model_without_ranks(ranks, name):
+def test_a_distributed_checkpoint_loads_into_a_single_process_model(ranks, name):
     first, _ = ranks(name)
     for state in (first["full"], first["one file"]):
         model = fq.prepare(Residual(), RECIPES[CHECKS[name].keywords["recipe"]]())
@@ -163,7 +163,7 @@ def test_a_distributed_checkpoint_loads_into_a_model_without_ranks(ranks, name):
 
 
 @CHECKS.names(frozen_learned_scales)
-def test_frozen_learned_scales_are_saved_as_they_are_in_use(ranks, name):
+def test_frozen_learned_scales_are_saved_as_used_despite_optimizer_momentum(ranks, name):
     for part in ranks(name):
         assert_same_tensors(part["before"], part["after"])
         assert_same_tensors(part["before"], part["loaded"])
@@ -174,7 +174,7 @@ def test_frozen_learned_scales_are_saved_as_they_are_in_use(ranks, name):
 EXAMPLE = Path(__file__).parents[2] / "examples" / "distributed.py"
 
 
-def test_the_example_runs_with_torchrun(tmp_path):
+def test_the_distributed_example_runs_with_torchrun(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     command = [*torchrun, EXAMPLE, "--shard", "--checkpoint", tmp_path]

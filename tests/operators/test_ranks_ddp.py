@@ -39,7 +39,7 @@ def parallel(model, **options):
 
 
 def train(seat, model, optimizer, data):
-    """Training steps; what went into every quantizer, and what it held afterwards."""
+    """Trains and returns the input, output and state of every quantizer after each step."""
     seen = []
     quantizers = dict(fqnn.quantizers(model))
     inputs, outputs = {}, {}
@@ -84,7 +84,7 @@ check("own buffers", observer=OBSERVERS["MovingAverage"], **OWN_BUFFERS)(ddp)
 def learned_model():
     torch.manual_seed(5)
     return nn.Sequential(
-        fqnn.LearnedFakeQuantize(QuantSpec(symmetric=False)),  # its input needs no gradient
+        fqnn.LearnedFakeQuantize(QuantSpec(symmetric=False)),  # input without a gradient
         Layer(6, 8, fqnn.LearnedFakeQuantize(QuantSpec(bits=4, axis=0), shape=(8, 6))),
         fqnn.PACT(4, alpha=2.0),
         fqnn.LearnedFakeQuantize(QuantSpec(bits=4, signed=False, symmetric=False), init="lsq", learn_zero_point=False),
@@ -110,7 +110,7 @@ PHASES = {
 
 @check()
 def ddp_learned(seat):
-    """Through every state, two steps each: parameters without a gradient would be an error in the second."""
+    """Two steps in every state. A parameter without a gradient would raise in the second."""
     model = parallel(learned_model())
     optimizer = torch.optim.AdamW(fqnn.param_groups(model), lr=0.01)
     seen = {}
@@ -129,7 +129,7 @@ def ddp_learned(seat):
 
 
 def replay(quantizer, seen):
-    """One process that is shown what all ranks were shown, joined."""
+    """Returns what one quantizer gives for the joined inputs of all ranks."""
     made = []
     for step in zip(*seen, strict=True):
         x = torch.cat([rank["x"] for rank in step])
@@ -139,12 +139,12 @@ def replay(quantizer, seen):
 
 
 @CHECKS.names(ddp)
-def test_in_parallel_training_ranges_are_those_of_the_joined_batch(ranks, name):
+def test_ddp_training_has_the_ranges_of_the_joined_batch(ranks, name):
     parts = ranks(name)
     model = parallel_model(CHECKS[name].keywords["observer"])
     for path, quantizer in fqnn.quantizers(model):
         seen = [[step[f"module.{path}"] for step in part["seen"]] for part in parts]
-        if path == "1.quantizer":  # of a weight, which is the same on all ranks
+        if path == "1.quantizer":  # quantizes a weight, which is equal on all ranks
             for first, second in zip(*seen, strict=True):
                 assert_same_tensors(first, second)
                 expected = steps(copy.deepcopy(quantizer), [first["x"]])[0]
@@ -157,7 +157,7 @@ def test_in_parallel_training_ranges_are_those_of_the_joined_batch(ranks, name):
 
 
 @CHECKS.names(ddp)
-def test_parallel_training_keeps_the_parameters_of_all_ranks_the_same(ranks, name):
+def test_ddp_training_keeps_parameters_equal_on_all_ranks(ranks, name):
     first, second = (part["parameters"] for part in ranks(name))
     start = list(parallel_model(observers.MinMax()).parameters())
     for one, other, before in zip(first, second, start, strict=True):
@@ -166,7 +166,7 @@ def test_parallel_training_keeps_the_parameters_of_all_ranks_the_same(ranks, nam
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_parallel_training_of_learned_scales_works_in_every_state(ranks, phase):
+def test_ddp_training_of_learned_scales_works_in_every_state(ranks, phase):
     first, second = (part[phase] for part in ranks("ddp_learned"))
     assert_same_tensors(first["state"], second["state"])
     for one, other in zip(first["parameters"], second["parameters"], strict=True):
@@ -181,7 +181,7 @@ def test_parallel_training_of_learned_scales_works_in_every_state(ranks, phase):
 
 
 @pytest.mark.parametrize("phase", ["frozen", "off", "frozen and off", "frozen and observing"])
-def test_learned_scales_that_are_not_in_use_have_gradients_of_zero(ranks, phase):
+def test_unused_learned_scales_have_zero_gradients_in_ddp(ranks, phase):
     parameters = [name for name, _ in learned_model().named_parameters()]
     for part in ranks("ddp_learned"):
         for name, gradient in zip(parameters, part[phase]["gradients"], strict=True):

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("torch_on_one_thread")  # as on the ranks
 
 
 def power_of_two_scales(model, data):
-    """Learned scales that exact sums begin with, and a factor that does not depend on the number of rows here."""
+    """Sets learned scales to powers of two, and a gradient factor independent of the number of rows."""
     fq.calibrate(model, [x for x, _ in data], progress=False)
     for path, quantizer in fqnn.quantizers(model):
         with torch.no_grad():
@@ -43,11 +43,11 @@ def power_of_two_scales(model, data):
         quantizer.grad_factor = 2.0**-6
 
 
-def exact(seat, recipe, wrapper, turn=False, **options):
-    """Four training steps, in the second with the rows from the last to the first if they `turn`."""
+def exact_training(seat, recipe, wrapper, reverse=False, **options):
+    """Four training steps, with the rows in reverse order if `reverse` is set."""
     config = RECIPES[recipe]()
     model, data = exact_model(config), exact_data(config)
-    if turn:
+    if reverse:
         data = [(x.flip(0), target.flip(0)) for x, target in data]
     model = WRAPPERS[wrapper](fq.prepare(model, config), **options)
     return train(seat, model, data)
@@ -55,14 +55,14 @@ def exact(seat, recipe, wrapper, turn=False, **options):
 
 for _recipe in OBSERVED:
     for _wrapper in WRAPPERS:
-        check(_recipe, _wrapper, recipe=_recipe, wrapper=_wrapper)(exact)
-check("int8 ddp static", recipe="int8", wrapper="ddp", static_graph=True)(exact)
-check("int8 ddp views", recipe="int8", wrapper="ddp", gradient_as_bucket_view=True, **OWN_BUFFERS)(exact)
-check("int8 fsdp unsharded", recipe="int8", wrapper="fsdp", reshard_after_forward=False)(exact)
+        check(_recipe, _wrapper, recipe=_recipe, wrapper=_wrapper)(exact_training)
+check("int8 ddp static", recipe="int8", wrapper="ddp", static_graph=True)(exact_training)
+check("int8 ddp views", recipe="int8", wrapper="ddp", gradient_as_bucket_view=True, **OWN_BUFFERS)(exact_training)
+check("int8 fsdp unsharded", recipe="int8", wrapper="fsdp", reshard_after_forward=False)(exact_training)
 
 
 def exact_learned(seat, wrapper, frozen):
-    """With scales that stay, all steps; with scales that learn the first, after which they are no powers of two."""
+    """All steps with frozen scales; only the first with learning ones, which then stop being powers of two."""
     config = recipes.lsq(4, first_last_bits=None)
     model, data = fq.prepare(exact_model(config), config), exact_data(config)
     power_of_two_scales(model, [(seat.part(x), target) for x, target in data])
@@ -76,7 +76,7 @@ for _wrapper in WRAPPERS:
 
 
 def accumulate(seat, wrapper):
-    """Gradients of two batches are exchanged once."""
+    """Exchanges the gradients of two batches once."""
     config = recipes.int8()
     model = WRAPPERS[wrapper](fq.prepare(exact_model(config), config))
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-9)
@@ -108,7 +108,7 @@ CALIBRATIONS = {
 
 
 def calibrate(seat, config, wrapper=None):
-    """Another part of the data on each rank."""
+    """Calibrates on another part of the data on each rank."""
     model = fq.prepare(exact_model(config), config)
     model = model if wrapper is None else WRAPPERS[wrapper](model)
     data = [(seat.part(x + number), seat.part(target)) for number, (x, target) in enumerate(exact_data(config))]
@@ -124,7 +124,7 @@ for _name in ("int8", "lsq"):
 
 @contextmanager
 def counted_messages(counts, name):
-    """Messages of the quantizers; those of DistributedDataParallel do not pass here."""
+    """Counts messages of quantizers; those of DistributedDataParallel do not use `all_reduce`."""
     original = dist.all_reduce
 
     def counting(*args, **options):
@@ -175,7 +175,7 @@ for _wrapper in WRAPPERS:
 
 @check()
 def uneven_batches_with_frozen_ranges(seat):
-    """Rank 1 has one batch less; `join` answers for it. Quantizers that observe would ask it, too."""
+    """Rank 1 has one batch less, and `join` answers for it. Observing quantizers would wait for it."""
     config = recipes.int8()
     model, data = fq.prepare(exact_model(config), config), exact_data(config)
     fq.calibrate(model, [seat.part(x) for x, _ in data], progress=False)
@@ -191,8 +191,8 @@ def start_of(recipe):
     return fq.prepare(exact_model(config), config)
 
 
-@CHECKS.names(exact)
-def test_training_gives_the_weights_and_ranges_of_one_process(ranks, name):
+@CHECKS.names(exact_training)
+def test_training_on_ranks_gives_the_weights_and_ranges_of_one_process(ranks, name):
     one_process = CHECKS.alone(name)
     for part in ranks(name):
         assert_same_tensors(one_process, part)
@@ -202,19 +202,21 @@ def test_training_gives_the_weights_and_ranges_of_one_process(ranks, name):
 
 @pytest.mark.parametrize("recipe", OBSERVED)
 def test_sums_in_the_exact_model_do_not_depend_on_the_order_of_rows(recipe):
-    assert_same_tensors(CHECKS.alone(f"exact {recipe} ddp"), CHECKS.alone(f"exact {recipe} ddp", turn=True))
+    assert_same_tensors(
+        CHECKS.alone(f"exact_training {recipe} ddp"), CHECKS.alone(f"exact_training {recipe} ddp", reverse=True)
+    )
 
 
 @pytest.mark.parametrize("recipe", OBSERVED)
 def test_scales_of_the_exact_model_are_powers_of_two(recipe):
-    scales = {path: v for path, v in CHECKS.alone(f"exact {recipe} ddp").items() if path.endswith(".scale")}
+    scales = {path: v for path, v in CHECKS.alone(f"exact_training {recipe} ddp").items() if path.endswith(".scale")}
     assert len(scales) >= 3
     for path, scale in scales.items():
         assert torch.equal(torch.frexp(scale).mantissa, torch.full_like(scale, 0.5)), path
 
 
 @CHECKS.names(exact_learned)
-def test_learned_scales_begin_as_in_one_process(ranks, name):
+def test_learned_scales_on_ranks_train_as_in_one_process(ranks, name):
     one_process = CHECKS.alone(name)
     for part in ranks(name):
         assert_same_tensors(one_process, part)
@@ -224,13 +226,13 @@ def test_learned_scales_begin_as_in_one_process(ranks, name):
 
 
 @CHECKS.names(accumulate)
-def test_accumulated_gradients_are_those_of_one_process(ranks, name):
+def test_accumulated_gradients_on_ranks_equal_those_of_one_process(ranks, name):
     for part in ranks(name):
         assert_same_tensors(CHECKS.alone(name), part)
 
 
 @CHECKS.names(calibrate)
-def test_calibrating_with_another_part_of_the_data_on_each_rank_gives_the_ranges_of_all(ranks, name):
+def test_calibrating_on_parts_of_the_data_gives_the_ranges_of_all_data(ranks, name):
     for part in ranks(name):
         assert_same_tensors(CHECKS.alone(name), part)
 
@@ -239,20 +241,20 @@ QUANTIZERS_OF_ACTIVATIONS = {"int8": 3, "int8_dynamic": 0, "int4_weight_only": 0
 
 
 @pytest.mark.parametrize("recipe", QUANTIZERS_OF_ACTIVATIONS)
-def test_there_is_one_message_per_quantizer_that_observes_and_step(ranks, recipe):
+def test_each_observing_quantizer_sends_one_message_per_step(ranks, recipe):
     number = QUANTIZERS_OF_ACTIVATIONS[recipe]
     for counts in ranks(f"messages {recipe}"):
         assert counts == {"calibrate": number, "train": number, "evaluate": 0, "frozen": 0}
 
 
-def test_learned_scales_send_messages_while_they_are_calibrated_only(ranks):
+def test_learned_scales_send_messages_only_during_calibration(ranks):
     for counts in ranks("messages lsq"):
         assert counts.pop("calibrate") > 0
         assert counts == {"train": 0, "evaluate": 0, "frozen": 0}
 
 
 @CHECKS.names(health)
-def test_health_is_that_of_one_process(ranks, name):
+def test_health_on_ranks_equals_that_of_one_process(ranks, name):
     expected = CHECKS.alone(name)
     for part in ranks(name):
         found = {path.removeprefix("module."): {**row, "path": expected_path(row)} for path, row in part.items()}
@@ -264,5 +266,5 @@ def expected_path(row):
     return row["path"].removeprefix("module.")
 
 
-def test_uneven_batches_are_joined_when_ranges_are_frozen(ranks):
+def test_uneven_batches_can_be_joined_when_ranges_are_frozen(ranks):
     assert_same_tensors(*ranks("uneven_batches_with_frozen_ranges"))

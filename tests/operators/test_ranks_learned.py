@@ -15,7 +15,7 @@ CHECKS = check = Checks()
 
 
 def exact_batches():
-    """Sixteenths, whose sums are exact: no order of adding them matters."""
+    """Returns multiples of 1/16, whose sums are exact in any order."""
     return [(x * 16).round() / 16 for x in batches()]
 
 
@@ -42,7 +42,7 @@ for _name in OBSERVERS:
 
 @check()
 def initialize_a_weight(seat):
-    """The same everywhere: as many times as there are ranks is once."""
+    """The weight is equal on all ranks, so its statistics must not change with their number."""
     weight = torch.randn(5, 7, generator=torch.Generator().manual_seed(3))
     return fqnn.LearnedFakeQuantize(QuantSpec(bits=3, axis=0), shape=(5, 7)).initialize(weight).scale
 
@@ -70,11 +70,12 @@ for _name, _switches in LEARNED_STATES.items():
     check(_name, "eager", switches=_switches, wrap=lambda module: module)(compile_learned)
 
 
+# float64 sums in another order may differ in the last bit, and so may a float32 rounded from them.
 ONE_ULP = 2.0**-23
 
 
 @CHECKS.names(initialize)
-def test_learned_scales_start_from_the_data_of_all_ranks(ranks, name):
+def test_learned_scales_are_initialized_from_the_data_of_all_ranks(ranks, name):
     whole, (first, second) = CHECKS.alone(name), ranks(name)
     assert_same_tensors(first, second)
     if name == "initialize lsq random":
@@ -87,13 +88,13 @@ def test_learned_scales_start_from_the_data_of_all_ranks(ranks, name):
     )
 
 
-def test_a_weight_that_all_ranks_have_counts_once(ranks):
+def test_an_equal_weight_on_all_ranks_initializes_the_scale_as_in_one_process(ranks):
     for scale in ranks("initialize_a_weight"):
         assert_same_bits(array(CHECKS.alone("initialize_a_weight")), array(scale))
 
 
 @pytest.mark.parametrize("state", LEARNED_STATES)
-def test_compiled_learned_quantizers_have_the_bits_of_eager_ones(ranks, state):
+def test_compiled_learned_quantizers_on_ranks_have_eager_bits(ranks, state):
     for found, expected in zip(ranks(f"compile_learned {state}"), ranks(f"compile_learned {state} eager"), strict=True):
         for one, other in zip(expected.pop("gradients"), found.pop("gradients"), strict=True):
             assert_same_bits(array(one), array(other))

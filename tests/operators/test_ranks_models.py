@@ -32,8 +32,8 @@ CHECKS = check = Checks()
 pytestmark = pytest.mark.usefixtures("torch_on_one_thread")  # as on the ranks
 
 
-def random(seat, recipe, wrapper="ddp", unused=False, schedule=None, **options):
-    """With random numbers, where the order of sums shows."""
+def random_training(seat, recipe, wrapper="ddp", unused=False, schedule=None, **options):
+    """Trains on random numbers, where the order of sums matters."""
     model = residual(seat, RECIPES[recipe]())
     model.use_spare = not unused
     wrapped = WRAPPERS[wrapper](model, **options)
@@ -52,16 +52,16 @@ def random(seat, recipe, wrapper="ddp", unused=False, schedule=None, **options):
 
 for _recipe in RECIPES:
     for _wrapper in WRAPPERS:
-        check(_recipe, _wrapper, recipe=_recipe, wrapper=_wrapper)(random)
+        check(_recipe, _wrapper, recipe=_recipe, wrapper=_wrapper)(random_training)
 for _recipe in ("int8", "lsq"):
-    check(_recipe, "unused", recipe=_recipe, unused=True, find_unused_parameters=True)(random)
-    check(_recipe, "static graph", recipe=_recipe, static_graph=True)(random)
+    check(_recipe, "unused", recipe=_recipe, unused=True, find_unused_parameters=True)(random_training)
+    check(_recipe, "static graph", recipe=_recipe, static_graph=True)(random_training)
 
 
 @check("int8", recipe="int8")
 @check("lsq", recipe="lsq")
 def sum_in_place(seat, recipe):
-    """While quantizers are off their results are the layers' own."""
+    """Quantizers that are off return their input, so it may be changed in place."""
     model = residual(seat, RECIPES[recipe](), in_place=True)
     fqnn.switch_quantizers(model, quantizing=False)
     optimizer = torch.optim.SGD(fqnn.param_groups(model), lr=0.05)
@@ -72,7 +72,7 @@ SCHEDULE = {"quantize_from": 1, "freeze_ranges_at": 2, "freeze_norms_at": 3}
 
 
 def scheduled(seat, recipe, wrapper):
-    return random(seat, recipe, wrapper, schedule=SCHEDULE)
+    return random_training(seat, recipe, wrapper, schedule=SCHEDULE)
 
 
 for _recipe in ("int8", "lsq"):
@@ -82,11 +82,11 @@ for _recipe in ("int8", "lsq"):
 
 def checkpointing(seat, recipe, frozen, checkpointed, wrapper="ddp"):
     model = residual(seat, RECIPES[recipe](), checkpointed=checkpointed)
-    if recipe != "lsq":  # whose scales are there already
+    if recipe != "lsq":  # lsq is calibrated already
         fq.calibrate(model, [seat.part(x) for x, _ in images()], progress=False)
     fqnn.switch_quantizers(model, frozen=frozen)
     for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
-        norm.momentum = 0.0  # its running statistics are updated twice as well
+        norm.momentum = 0.0  # checkpointing updates running statistics twice
     optimizer = torch.optim.SGD(fqnn.param_groups(model), lr=0.05)
     return train(seat, WRAPPERS[wrapper](model), images(), optimizer, F.cross_entropy)
 
@@ -107,12 +107,12 @@ for _recipe in ("int8", "lsq"):
 @check("eager", backend=None)
 @check("aot_eager", backend="aot_eager")
 def compiled(seat, backend):
-    """A wrapped model; torch cuts the graph where gradients are exchanged."""
+    """A wrapped model, whose graph torch splits where gradients are exchanged."""
     config = recipes.int8()
     model, data = fq.prepare(exact_model(config)[:1], config), exact_data(config)
     wrapped = ddp(model)
     with warnings.catch_warnings():
-        # Of torch's own, where it goes on with a result after a cut.
+        # Raised by torch when it continues with a result after a split.
         warnings.filterwarnings("ignore", ".*is not a leaf Tensor is being accessed", UserWarning)
         run = wrapped if backend is None else torch.compile(wrapped, backend=backend)
         train(seat, run, [(x, x) for x, _ in data])
@@ -123,7 +123,7 @@ def compiled(seat, backend):
 
 
 def saved_codes(seat, recipe, save_codes, wrapper):
-    """Inputs and weights of 2 MB: large enough to be kept as codes, and to be quantized again."""
+    """Inputs and weights of 2 MB, large enough to be saved as codes and quantized again."""
     torch.manual_seed(10)
     config = dataclasses.replace(RECIPES[recipe](), save_codes=save_codes)
     model = fq.prepare(nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512)), config)
@@ -146,7 +146,7 @@ for _recipe in ("int8", "lsq"):
 
 @check()
 def synchronized_norms(seat):
-    """torch has them for accelerators only. What matters here is that `prepare` leaves them what they are."""
+    """torch runs SyncBatchNorm on accelerators only; `prepare` must keep it as it is."""
     model = fq.prepare(nn.SyncBatchNorm.convert_sync_batchnorm(Residual()), recipes.int8())
     try:
         ddp(model)(seat.part(images()[0][0]))
@@ -155,8 +155,8 @@ def synchronized_norms(seat):
     return {"error": "", "kinds": [type(m).__name__ for m in model.stem]}
 
 
-@CHECKS.names(random)
-def test_weights_and_ranges_are_the_same_on_both_ranks(ranks, name):
+@CHECKS.names(random_training)
+def test_training_keeps_weights_and_ranges_equal_on_both_ranks(ranks, name):
     first, second = map(of_the_model, ranks(name))
     assert_same_tensors(first, second)
     parameters = [path for path, _ in residual(Seat(), RECIPES[CHECKS[name].keywords["recipe"]]()).named_parameters()]
@@ -164,12 +164,12 @@ def test_weights_and_ranges_are_the_same_on_both_ranks(ranks, name):
 
 
 @CHECKS.names(sum_in_place)
-def test_results_may_be_changed_in_place_while_nothing_is_quantized(ranks, name):
+def test_results_on_ranks_may_be_changed_in_place_while_quantizers_are_off(ranks, name):
     assert_same_tensors(*map(of_the_model, ranks(name)))
 
 
 @CHECKS.names(scheduled)
-def test_a_schedule_switches_on_both_ranks(ranks, name):
+def test_a_schedule_switches_both_ranks_at_the_same_step(ranks, name):
     first, second = ranks(name)
     for one, other in zip(first["seen"], second["seen"], strict=True):
         assert_same_tensors(of_the_model(one), of_the_model(other))
@@ -178,7 +178,7 @@ def test_a_schedule_switches_on_both_ranks(ranks, name):
 
 
 @CHECKS.names(scheduled)
-def test_frozen_ranges_stay_as_they_are(ranks, name):
+def test_ranges_frozen_by_a_schedule_do_not_change_on_ranks(ranks, name):
     for part in ranks(name):
         _, before, *frozen = part["seen"]
         scales = [path for path in before if path.endswith(("input_quantizer.scale", "running_max"))]
@@ -187,8 +187,8 @@ def test_frozen_ranges_stay_as_they_are(ranks, name):
                 assert torch.equal(before[path], step[path]), path
 
 
-def test_frozen_norms_stay_as_they_are(ranks):
-    """On the first rank; torch gives the others its statistics with the next forward pass."""
+def test_batch_norms_frozen_by_a_schedule_do_not_change_on_ranks(ranks):
+    """Only rank 0 is checked; torch sends its statistics to the other in the next forward pass."""
     *_, before, after = ranks("scheduled int8 ddp")[0]["seen"]
     for path in before:
         if path.endswith(BATCH_STATISTICS):
@@ -196,13 +196,13 @@ def test_frozen_norms_stay_as_they_are(ranks):
 
 
 @CHECKS.names(checkpointing)
-def test_with_activation_checkpointing_the_ranks_agree(ranks, name):
+def test_activation_checkpointing_keeps_models_equal_on_both_ranks(ranks, name):
     first, second = map(of_the_model, ranks(name))
     assert_same_tensors(first, second)
 
 
 @pytest.mark.parametrize("recipe", ["int8", "lsq"])
-def test_activation_checkpointing_with_frozen_ranges_changes_no_bit(ranks, recipe):
+def test_activation_checkpointing_with_frozen_ranges_keeps_every_bit_on_ranks(ranks, recipe):
     plain, recomputed = (
         of_the_model(ranks(f"checkpointing {recipe} frozen {how}")[0]) for how in ("plain", "checkpointed")
     )
@@ -213,21 +213,21 @@ def test_activation_checkpointing_with_frozen_ranges_changes_no_bit(ranks, recip
     assert_same_tensors(plain, recomputed)
 
 
-def test_a_compiled_model_has_the_bits_of_an_eager_one(ranks):
+def test_a_compiled_model_on_ranks_has_eager_bits(ranks):
     for eager, found in zip(ranks("compiled eager"), ranks("compiled aot_eager"), strict=True):
         assert_same_tensors(eager, found)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("recipe", ["int8", "lsq"])
-def test_codes_for_the_backward_pass_change_no_bit(ranks, recipe, wrapper):
+def test_saved_codes_keep_every_bit_of_training_on_ranks(ranks, recipe, wrapper):
     with_codes, without = (ranks(f"saved_codes {recipe} {wrapper} {on}") for on in (True, False))
     for one, other in zip(with_codes, without, strict=True):
-        assert {"0.weight", "2.weight"} <= one.keys()  # what has changed
+        assert {"0.weight", "2.weight"} <= one.keys()  # the parameters that have changed
         assert_same_tensors(one, other)
 
 
-def test_synchronized_norms_are_left_alone(ranks):
+def test_prepare_keeps_synchronized_batch_norms(ranks):
     for part in ranks("synchronized_norms"):
         assert part["kinds"] == ["QuantizedConv2d", "SyncBatchNorm", "ReLU"]
         assert "SyncBatchNorm" in part["error"]

@@ -15,8 +15,8 @@ from rank_quantizers import (
     assert_all_joined,
     batches,
     compiled,
-    follow,
     new_group,
+    observe,
     state_of,
     steps,
 )
@@ -38,15 +38,15 @@ BEYOND_FLOAT32 = [
 
 for _name, _observer in OBSERVERS.items():
     for _kind, _spec in SPECS.items():
-        check(_name, _kind, observer=_observer, spec=_spec)(follow)
+        check(_name, _kind, observer=_observer, spec=_spec)(observe)
 for _dtype in (torch.float64, torch.bfloat16, torch.float16):
     for _name in ("MovingAverage", "Dynamic", "Histogram", "Percentile"):
-        check(_name, str(_dtype), observer=OBSERVERS[_name], spec=SPECS["channel"], data=batches(_dtype))(follow)
+        check(_name, str(_dtype), observer=OBSERVERS[_name], spec=SPECS["channel"], data=batches(_dtype))(observe)
 for _name in ("MinMax", "MovingAverage", "Dynamic", "Histogram"):
-    check(_name, "wide", observer=OBSERVERS[_name], spec=SPECS["tensor"], data=WIDE)(follow)
-    check(_name, "beyond float32", observer=OBSERVERS[_name], spec=SPECS["tensor"], data=BEYOND_FLOAT32)(follow)
-check("pass", observer=OBSERVERS["MovingAverage"], spec=SPECS["tensor"], gradient="pass")(follow)
-check("eps", observer=OBSERVERS["MinMax"], spec=SPECS["channel"], eps=0.05)(follow)
+    check(_name, "wide", observer=OBSERVERS[_name], spec=SPECS["tensor"], data=WIDE)(observe)
+    check(_name, "beyond float32", observer=OBSERVERS[_name], spec=SPECS["tensor"], data=BEYOND_FLOAT32)(observe)
+check("gradient pass", observer=OBSERVERS["MovingAverage"], spec=SPECS["tensor"], gradient="pass")(observe)
+check("other eps", observer=OBSERVERS["MinMax"], spec=SPECS["channel"], eps=0.05)(observe)
 
 
 @check("symmetric", symmetric=True)
@@ -59,7 +59,7 @@ def fused_as_in_torch_ao(seat, symmetric):
 @check("Histogram", observer=OBSERVERS["Histogram"])
 @check("MovingAverage", observer=OBSERVERS["MovingAverage"])
 def observe_then_quantize(seat, observer):
-    """The scale is first needed after the last step, in evaluation."""
+    """The scale is needed only after the last step, in evaluation."""
     quantizer = fqnn.FakeQuantize(SPECS["channel"], observer, shape=SHAPE)
     quantizer.quantizing = False
     seen = steps(quantizer, map(seat.part, batches()))
@@ -70,7 +70,7 @@ def observe_then_quantize(seat, observer):
 
 @check()
 def groups(seat):
-    """Of a weight that is the same everywhere."""
+    """Groups of a weight that is equal on all ranks."""
     weight = torch.randn(4, 8, generator=torch.Generator().manual_seed(2))
     return steps(fqnn.FakeQuantize(presets.int4(group=4), observers.MSE(8), shape=(4, 8)), [weight, weight * 0.7])
 
@@ -80,17 +80,17 @@ def tokens(seat):
     return steps(fqnn.FakeQuantize(presets.int8_per_token()), map(seat.part, batches()))
 
 
-# --- ranks on their own ---------------------------------------------------------------------------
+# --- ranks alone ---------------------------------------------------------------------------
 
 
 @check()
 def without_sync(seat):
-    return follow(seat, OBSERVERS["MovingAverage"], SPECS["tensor"], sync=False)
+    return observe(seat, OBSERVERS["MovingAverage"], SPECS["tensor"], sync=False)
 
 
 @check()
 def evaluate(seat):
-    """Only rank 0 does, as in many training scripts."""
+    """Only rank 0 evaluates, as in many training scripts."""
     quantizers = [fqnn.FakeQuantize(spec, observers.Dynamic(), shape=SHAPE) for spec in SPECS.values()]
     quantizers += [fqnn.FakeQuantize(presets.uint8()), fqnn.FakeQuantize(presets.int8_per_token())]
     for quantizer in quantizers:
@@ -101,7 +101,7 @@ def evaluate(seat):
 
 @check()
 def save(seat):
-    """Only rank 0 does; searches are then due."""
+    """Only rank 0 saves, which runs the range search."""
     quantizer = fqnn.FakeQuantize(presets.uint8(), OBSERVERS["Histogram"])
     quantizer.quantizing = False
     for x in batches():
@@ -109,21 +109,21 @@ def save(seat):
     return quantizer.state_dict() if seat.rank != 1 else None
 
 
-# --- groups ---------------------------------------------------------------------------------------
+# --- process groups ---------------------------------------------------------------------------------------
 
 
 @check()
 def the_group_of_all(seat):
-    return follow(seat, OBSERVERS["Histogram"], SPECS["channel"], process_group=new_group([0, 1]))
+    return observe(seat, OBSERVERS["Histogram"], SPECS["channel"], process_group=new_group([0, 1]))
 
 
 @check()
 def a_group_of_one(seat):
-    return follow(seat, OBSERVERS["MovingAverage"], SPECS["tensor"], process_group=new_group([0]))
+    return observe(seat, OBSERVERS["MovingAverage"], SPECS["tensor"], process_group=new_group([0]))
 
 
 def duplicated(seat, duplicate):
-    """A module with a group: whether its copy can be made, has its bits, and can go on in the same group."""
+    """Steps of a quantizer with a process group and of a duplicate in the same group."""
     quantizer = fqnn.FakeQuantize(presets.uint8(), process_group=new_group([0, 1]))
     quantizer(seat.part(batches()[0]))
     other = duplicate(quantizer)
@@ -144,7 +144,7 @@ check("torch.save", duplicate=saved_whole)(duplicated)
 
 @check()
 def a_copy_stays_in_its_group(seat):
-    """An average of a model's copies, for instance, must not start to talk with other ranks."""
+    """A copy, such as one for weight averaging, must not communicate with ranks outside its group."""
     quantizer = copy.deepcopy(fqnn.FakeQuantize(presets.uint8(), process_group=new_group([0])))
     return steps(quantizer, map(seat.part, batches())) if seat.rank != 1 else None
 
@@ -173,9 +173,9 @@ check("only observing", observer=OBSERVERS["MinMax"], quantizing=False)(compile_
 # --- tests ----------------------------------------------------------------------------------------
 
 
-@CHECKS.names(follow)
-def test_ranges_and_results_are_those_of_one_process_in_every_step(ranks, name):
-    """For MSE too: here the least error is far enough from the next for the rounding of sums."""
+@CHECKS.names(observe)
+def test_ranks_have_the_ranges_and_results_of_one_process_in_every_step(ranks, name):
+    """MSE included: on this data the best range is clear despite the rounding of sums."""
     assert_all_joined(CHECKS.alone(name), ranks(name))
 
 
@@ -190,18 +190,18 @@ def test_ranges_and_results_are_those_of_one_process_in_every_step(ranks, name):
         "the_group_of_all",
     ],
 )
-def test_other_ways_are_those_of_one_process(ranks, name):
+def test_fused_deferred_and_per_token_observing_on_ranks_equals_one_process(ranks, name):
     assert_all_joined(CHECKS.alone(name), ranks(name))
 
 
-def test_groups_of_a_weight_that_is_the_same_on_all_ranks(ranks):
+def test_ranks_quantize_groups_of_an_equal_weight_as_one_process_does(ranks):
     whole = CHECKS.alone("groups")
     for part in ranks("groups"):
         for expected, found in zip(whole, part, strict=True):
             assert_same_tensors(expected, found)
 
 
-def test_without_sync_every_rank_has_the_range_of_its_own_batch(ranks):
+def test_a_rank_without_sync_has_the_range_of_its_own_batch(ranks):
     parts = ranks("without_sync")
     for rank, part in enumerate(parts):
         own = [Seat(rank).part(x) for x in batches()]
@@ -211,21 +211,21 @@ def test_without_sync_every_rank_has_the_range_of_its_own_batch(ranks):
     assert not torch.equal(parts[0][0]["scale"], parts[1][0]["scale"])
 
 
-def test_a_rank_that_evaluates_alone_waits_for_nobody(ranks):
+def test_a_rank_can_evaluate_without_the_other(ranks):
     evaluated, nothing = ranks("evaluate")
     assert nothing is None
     for expected, found in zip(CHECKS.alone("evaluate"), evaluated, strict=True):
         assert_same_bits(array(expected), array(found))
 
 
-def test_a_rank_that_saves_alone_waits_for_nobody(ranks):
+def test_a_rank_can_save_without_the_other(ranks):
     saved, nothing = ranks("save")
     assert nothing is None
     assert_same_tensors(CHECKS.alone("save"), saved)
     assert saved["scale"].isfinite().all()
 
 
-def test_a_group_of_one_rank_and_a_rank_outside_it_are_alone(ranks):
+def test_a_process_group_of_one_rank_is_not_synchronized_with_the_other(ranks):
     for rank, part in enumerate(ranks("a_group_of_one")):
         own = [Seat(rank).part(x) for x in batches()]
         expected = steps(fqnn.FakeQuantize(SPECS["tensor"], OBSERVERS["MovingAverage"]), own)
@@ -234,14 +234,14 @@ def test_a_group_of_one_rank_and_a_rank_outside_it_are_alone(ranks):
 
 
 @CHECKS.names(duplicated)
-def test_a_module_with_a_group_can_be_copied_and_goes_on(ranks, name):
+def test_a_copied_quantizer_continues_in_its_process_group(ranks, name):
     whole, parts = CHECKS.alone(name), ranks(name)
     assert_all_joined(whole, parts)
     for part in parts:
         assert_same_tensors(*part)
 
 
-def test_a_copy_stays_in_its_group(ranks):
+def test_a_copy_of_a_quantizer_in_a_group_of_one_does_not_wait_for_the_other_rank(ranks):
     copied, nothing = ranks("a_copy_stays_in_its_group")
     assert nothing is None
     quantizer = fqnn.FakeQuantize(presets.uint8())
@@ -250,7 +250,7 @@ def test_a_copy_stays_in_its_group(ranks):
 
 
 @CHECKS.names(compile_observing)
-def test_compiled_quantizers_have_the_ranges_of_one_process(ranks, name):
+def test_compiled_quantizers_on_ranks_have_the_ranges_of_one_process(ranks, name):
     options = CHECKS[name].keywords
     quantizer = fqnn.FakeQuantize(SPECS["channel"], options["observer"], shape=SHAPE)
     quantizer.quantizing = options.get("quantizing", True)
