@@ -266,7 +266,7 @@ def test_the_script_and_the_module_behave_alike():
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 def test_ctrl_c_ends_a_running_command_with_exit_code_130(tmp_path):
     (tmp_path / "slow.py").write_text("import pathlib, time\npathlib.Path('here').touch()\ntime.sleep(60)\nmodel = 1\n")
-    # If the tests run in the background, the signal is ignored, also by child processes.
+    # Tests that run in the background ignore the signal, and child processes would inherit that.
     listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = start("-m", "fakequant", "summary", "slow.py:model", cwd=tmp_path, preexec_fn=listen)
     end = time.monotonic() + 60

@@ -21,7 +21,7 @@ SPEC = QuantSpec(bits=8, signed=False, symmetric=False)
 OURS = arithmetic.OnnxRuntime()
 TENTHS = np.float32(
     [0.1, 0.3, 0.7, 1.1, 1.3]
-)  # not exact in binary, so that quotients that are ties on paper are none in float32
+)  # not exact in binary: quotients that are ties on paper are not ties in float32
 
 
 def kernel(op, inputs, domain="com.microsoft", **attributes):

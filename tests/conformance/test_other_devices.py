@@ -120,7 +120,7 @@ def test_formula_backward_has_the_strides_of_the_kernels(layout):
 @by_cut
 @by_numerics
 def test_formula_learned_gradients_are_close_to_those_of_the_kernels(numerics, cut):
-    """Sums are only close, because `formula` rounds each of the three factors of a term in another order."""
+    """Sums are only close, because the three roundings of each term happen in another order."""
     for x, bounds in itertools.product(inputs("contiguous", "channels last"), (cases.INT8, BOUNDS["int24"])):
         hostile = gradient(x, "axes reversed", array(x).dtype)
         dy = torch.nan_to_num(hostile, 1, 2, -3)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import fakequant
+from aten_calls import FUNCTIONS, outcome, to_torch, torch_function
 from releases import DIFFERENCES, RELEASE, matches
-from test_aten_errors import FUNCTIONS, outcome, to_torch, torch_function
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)

@@ -19,7 +19,7 @@ def test_compare_gives_isolated_and_accumulated_errors_of_layers():
     assert first.isolated.sqnr == pytest.approx(decibels(1.5625**2 + 2.5**2, 0.3125**2), rel=1e-12)
     assert first.accumulated == first.isolated
     assert first.isolated.max_steps == 0.25
-    # By itself 1.5625 becomes 2, in the model 1.25 becomes 1; -2.5 becomes -2. 6.25 is 8 and 4.
+    # In isolation 1.5625 becomes 2, in the model 1.25 becomes 1; -2.5 becomes -2. 6.25 becomes 8 and 4.
     assert second.isolated.sqnr == pytest.approx(decibels(6.25**2, 1.75**2), rel=1e-12)
     assert second.accumulated.sqnr == pytest.approx(decibels(6.25**2, 2.25**2), rel=1e-12)
     assert (second.isolated.max_steps, second.accumulated.max_steps) == (0.5, 0.5625)

@@ -38,7 +38,7 @@ def test_compare_handles_layers_called_twice_sometimes_or_never():
     assert found["sometimes"].isolated == found["never"].isolated == Errors(None, None, None)
     found = compared(model, prepared, data=[torch.tensor([[0.25, -3.0]]), torch.tensor([[3.25, -3.0]])])
     assert found["sometimes"].isolated.sqnr == pytest.approx(decibels(3.25**2, 0.25**2))
-    # 1.25 goes on in float; the quantized model has 1 and does not call the layer.
+    # The float model calls the layer with 1.25; the quantized model has 1 and does not call it.
     found = compared(model, prepared, data=[torch.tensor([[1.25, -3.0]])])
     assert found["sometimes"].isolated.sqnr is not None
     assert found["sometimes"].accumulated.sqnr is None

@@ -233,7 +233,7 @@ def of_golden(golden):
 
 @pytest.mark.parametrize("name", ["MLP, 4 bits", "CNN", "encoder", "several"])
 def test_verify_refuses_changed_golden_models(name, exported, tmp_path, monkeypatch, record_property):
-    """Tries each change with parameters of the file not compared, and with the conversion not checked."""
+    """Tries each change once without comparing the file's parameters and once without checking the conversion."""
     model, file, x = exported(name)
     original, number, missed = verify_module.convert, 0, []
     for what, _, _, _ in list(of_golden(original(model, target=X86))):
