@@ -56,7 +56,7 @@ def assert_same_outcome(name, changed, base=None):
     assert actual == expected or releases.is_known(name, actual, expected), changed
 
 
-# --- wrong types ------------------------------------------------------------------------
+# --- wrong types -----------------------------------------------------------------------------
 
 NOT_TENSORS = ("a", 1, 1.5, True, [1.0], 1j)
 NOT_FLOATS = (None, "a", 1j, [1.0], f32(0.1, 0.2), np.array([1]), np.array(1 + 1j), 2**2000)
@@ -103,7 +103,7 @@ def test_mixed_number_and_array_parameters_succeed_or_fail_as_in_torch():
                 assert_same_outcome("fake_quantize_per_tensor_affine", changed)
 
 
-# --- wrong values -----------------------------------------------------------------------
+# --- wrong values ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["fake_quantize_per_tensor_affine", "fake_quantize_per_tensor_affine_cachemask"])

@@ -200,7 +200,7 @@ def test_a_compiled_quantizer_refuses_a_first_batch_of_nan_and_stays_unchanged(m
     assert_same_module(new, module)
 
 
-# --- learned scales out of range ------------------------------------------------
+# --- learned scales out of range ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["LSQ+ channel", "PACT"])

@@ -141,7 +141,7 @@ for _recipe in ("int8", "lsq"):
             check(_recipe, _wrapper, str(_codes), recipe=_recipe, wrapper=_wrapper, save_codes=_codes)(saved_codes)
 
 
-# --- synchronized batch norm -------------------------------------------------------------
+# --- synchronized batch norm ----------------------------------------------------------------------
 
 
 @check()

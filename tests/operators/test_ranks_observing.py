@@ -80,7 +80,7 @@ def tokens(seat):
     return steps(fqnn.FakeQuantize(presets.int8_per_token()), map(seat.part, batches()))
 
 
-# --- ranks alone ---------------------------------------------------------------------------
+# --- ranks alone ------------------------------------------------------------------------------------------
 
 
 @check()
@@ -170,7 +170,7 @@ check("a group", observer=OBSERVERS["MovingAverage"], group=True)(compile_observ
 check("only observing", observer=OBSERVERS["MinMax"], quantizing=False)(compile_observing)
 
 
-# --- tests ----------------------------------------------------------------------------------------
+# --- tests ------------------------------------------------------------------------------------------------
 
 
 @CHECKS.names(observe)
