@@ -58,7 +58,7 @@ def test_bench_runs_with_the_threads_it_reports(quick, monkeypatch, capsys):
     assert "forward + packed mask, per channel | 3       |" in text
 
 
-def test_bench_without_torch(quick, monkeypatch, capsys):
+def test_bench_without_torch_leaves_out_the_comparison(quick, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch", None)
     fakequant.set_num_threads(1)
     assert main(["bench"]) == 0

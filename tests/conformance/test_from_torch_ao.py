@@ -230,7 +230,7 @@ def test_from_torch_ao_does_not_change_the_torch_module(case):
         assert_same_bits(before[k].numpy(), v.numpy(), k)
 
 
-def test_from_torch_ao_finds_spec_and_observer():
+def test_from_torch_ao_infers_spec_and_observer():
     for name, case in CASES.items():
         theirs = case.make()
         theirs(next(batches(case.shape)))

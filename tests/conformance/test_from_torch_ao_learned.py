@@ -116,7 +116,7 @@ def test_a_learned_zero_point_is_rounded_as_torch_does_forward_and_backward(zero
 @pytest.mark.parametrize("scale", [0.0, -3.0, 1e-20, 1e-7, 1e-5], ids=str)
 @pytest.mark.parametrize("options", [{}, dict(eps=2**-12)], ids=["default eps", "observer's eps 2^-12"])
 @pytest.mark.parametrize("learning", [True, False], ids=["learning", "not learning"])
-def test_a_learned_scale_that_is_too_small_is_raised_as_torch_does(scale, options, learning):
+def test_a_learned_scale_that_is_too_small_is_clamped_as_torch_does(scale, options, learning):
     theirs = learnable(AFFINE, INT8, **options)  # has its own eps, independent of its observer's
     theirs.toggle_qparam_learning(enabled=learning)
     theirs.scale.data.fill_(scale)
