@@ -5,7 +5,7 @@ y = (x w + b - mean) * factor + beta         factor = gamma / sqrt(variance + ep
 weight_scale' = weight_scale * |factor|      b' = (b - mean) * factor + beta
 """
 
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,7 +27,11 @@ class BatchNorm(Protocol):
     running_var: Tensor
 
 
-def factor_of(norm: BatchNorm) -> Tensor:
+# A `BatchNorm`. Functions that walk a model have it as an `nn.Module`, whose attributes have no types.
+AnyNorm: TypeAlias = Any
+
+
+def factor_of(norm: AnyNorm) -> Tensor:
     """Returns gamma / sqrt(variance + eps), in float64."""
     deviation = (_exact(norm.running_var) + norm.eps).sqrt()
     return 1.0 / deviation if norm.weight is None else _exact(norm.weight) / deviation
@@ -47,7 +51,7 @@ def lacks_opposite(lowest: Tensor, qmin: int, factor: Tensor) -> Tensor:
     return ((factor < 0) & (lowest == qmin)).any()
 
 
-def folded_bias(bias: Tensor | None, norm: BatchNorm) -> Tensor:
+def folded_bias(bias: Tensor | None, norm: AnyNorm) -> Tensor:
     """Returns the bias of layer and batch norm together, in float64."""
     factor = factor_of(norm)
     before = torch.zeros_like(factor) if bias is None else _exact(bias)

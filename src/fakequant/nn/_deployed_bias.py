@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from fakequant.nn._batch_norm import BatchNorm, bias_rounding, factor_of, lacks_opposite, rounded_bias
+from fakequant.nn._batch_norm import AnyNorm, BatchNorm, bias_rounding, factor_of, lacks_opposite, rounded_bias
+from fakequant.nn._layer_kinds import AnyLayer
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import RecordedLayer
 from fakequant.spec import QuantSpec
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class PreparedLayer(Protocol):
-    """A layer that `prepare` has changed. Its weight and bias have the names that its kind says."""
+    """A layer that `prepare` has changed."""
 
     training: bool
     weight_quantizer: Quantizer | None
@@ -68,13 +69,14 @@ def bias_to_add(layer: PreparedLayer, x: Tensor, weight: Tensor) -> Tensor | Non
 
 
 @torch.no_grad()
-def bias_error(layer: PreparedLayer) -> tuple[Tensor, BatchNorm | None] | None:
+def bias_error(layer: AnyLayer) -> tuple[Tensor, AnyNorm] | None:
     """Returns the error that rounding the bias adds to the result of a prepared layer, per channel.
 
     Also returns the batch norm after which the error is measured, or None if it is measured after the layer. Returns
     None instead of both if the bias will be a float or there is no bias.
     """
-    kind, norm = layer._fakequant.kind, layer._fakequant.norm
+    record: "Quantization" = layer._fakequant
+    kind, norm = record.kind, record.norm
     if layer.weight_quantizer is None:
         return None
     weight: Tensor = getattr(layer, kind.weight_name)

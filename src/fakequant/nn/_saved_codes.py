@@ -91,7 +91,7 @@ class saved_as_codes(torch.autograd.graph.saved_tensors_hooks):
             found = replaced.get(saved.untyped_storage().data_ptr())
             if found is None or saved.numel() != found.tensor.numel() or saved.dtype != found.tensor.dtype:
                 return saved
-            return found.save((tuple(saved.shape), tuple(saved.stride()), saved.storage_offset())) or saved
+            return found.save((tuple(saved.shape), tuple(saved.stride()), int(saved.storage_offset()))) or saved
 
         self._replaced = replaced
         super().__init__(pack, _unpack)
