@@ -28,7 +28,7 @@ class MultiheadAttention(LayerKind):
     def unsupported_reason(cls, module: AnyLayer) -> str | None:
         """Rejects options that are rarely used: `kdim`, `vdim`, `add_bias_kv` and `add_zero_attn`."""
         if not module._qkv_same_embed_dim:
-            return "keys or values have a size of their own (kdim, vdim)"
+            return "keys or values have another size than queries (kdim, vdim)"
         if module.bias_k is not None or module.add_zero_attn:
             return "add_bias_kv and add_zero_attn are not supported"
         return None

@@ -1,6 +1,6 @@
 """Learned parameters that stay within bounds, whatever an optimizer does to them."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,18 @@ from fakequant import _native
 from fakequant._backends.torch import compiled_nodes
 from fakequant._backends.torch.plain_memory import is_eager, is_transformed
 from fakequant._backends.torch.torch_annotations import Function
+
+
+class FunctionContext(Protocol):
+    """The `ctx` of an autograd function, as far as it saves tensors."""
+
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Saves tensors for `backward`."""
+
+    def save_for_forward(self, *tensors: Tensor) -> None:
+        """Saves tensors for `jvp`."""
 
 
 def within(value: Tensor, before: Tensor, low: float, high: float) -> Tensor:
@@ -37,11 +49,11 @@ class _Within(Function):
         return within(value, before, low, high)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: FunctionContext, inputs: tuple[Tensor | float, ...], output: Tensor) -> None:
         """Saves nothing."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return gradient, None, None, None
 
 
@@ -49,7 +61,7 @@ class _WithinForward(_Within):
     """`_Within` with a forward-mode derivative, which torch.compile does not support."""
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+    def jvp(ctx: FunctionContext, tangent: Tensor, *_: None) -> Tensor:
         return tangent.clone()
 
 
@@ -120,11 +132,11 @@ class _Kept(Function):
         return x.detach()  # a view, so that the result may be changed in place
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: FunctionContext, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: FunctionContext, dy: Tensor) -> tuple[Tensor, ...]:
         return dy, *map(torch.zeros_like, ctx.saved_tensors)
 
 

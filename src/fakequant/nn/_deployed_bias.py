@@ -75,7 +75,7 @@ def bias_error(layer: AnyLayer) -> tuple[Tensor, AnyNorm] | None:
     Also returns the batch norm after which the error is measured, or None if it is measured after the layer. Returns
     None instead of both if the bias will be a float or there is no bias.
     """
-    record: "Quantization" = layer._fakequant
+    record: Quantization = layer._fakequant
     kind, norm = record.kind, record.norm
     if layer.weight_quantizer is None:
         return None

@@ -17,7 +17,7 @@ class _Table(LayerKind):
         """Rejects `max_norm`, which changes the weight in the forward pass, and sparse gradients."""
         if module.max_norm is not None:
             return "max_norm changes the weight in the forward pass"
-        return "sparse gradients are not those of a quantized weight" if module.sparse else None
+        return "sparse gradients are not supported" if module.sparse else None
 
 
 @quantizes(nn.Embedding)

@@ -100,7 +100,7 @@ class FakeQuantize(Quantizer):
             raise TypeError(f"`observer` must be an Observer, such as MovingAverage(), got {observer!r}.")
         if spec.granularity == "token" and not isinstance(observer, Dynamic):
             raise ValueError(
-                f"Ranges per token belong to the tensor at hand; {observer} would have to remember them.\n"
+                f"Ranges per token are computed for each tensor, but {observer} keeps a range for several.\n"
                 "Use observer=Dynamic()."
             )
         if gradient != "auto":
@@ -294,7 +294,7 @@ class FakeQuantize(Quantizer):
             return self._quantize_by_observer(x, ranks, remember=False)
         if self._in_kernel is None:
             raise RuntimeError(
-                f"{self.observer} cannot observe under a transform of torch.func: it changes what it keeps.\n"
+                f"{self.observer} cannot observe under a transform of torch.func: it changes its state in place.\n"
                 "Call `calibrate` first, and freeze the ranges: fakequant.nn.switch_quantizers(model, frozen=True)."
             )
         self._check_blocks(x)
@@ -450,8 +450,8 @@ class FakeQuantize(Quantizer):
     def _from_torch_ao(self, old: dict[str, Tensor]) -> dict[str, Tensor]:
         if self._blocks is None or set(self._names) != {"running_min", "running_max"}:
             raise ValueError(
-                f"the state is of torch.ao, which cannot be continued by {self.observer}.\n"
-                "Use MovingAverage or MinMax, or calibrate anew."
+                f"the state is from a torch.ao module, and {self.observer} cannot continue from it.\n"
+                "Use MovingAverage or MinMax, or calibrate again."
             )
         observed = observed_tensors(old, self.spec, self.observer.init(self._blocks, self.scale.device))
         self._check_scale(observed)

@@ -192,7 +192,7 @@ class LearnedFakeQuantize(Quantizer):
         if not self.last_scale.is_meta and not self.is_initialized:
             raise RuntimeError(
                 f"{self.where} has no scale yet.\n"
-                "Use fakequant.calibrate(model, data) before the optimizer is built; for a quantizer by itself "
+                "Use fakequant.calibrate(model, data) before the optimizer is built. For a single quantizer, use "
                 "`initialize(x)`, or pass data while `observing` is True."
             )
 
@@ -202,7 +202,7 @@ class LearnedFakeQuantize(Quantizer):
         if self._observing and self.training and not self._frozen:
             if is_transformed():
                 raise RuntimeError(
-                    "a scale cannot be initialized under a transform of torch.func, which keeps nothing.\n"
+                    "a scale cannot be initialized under a transform of torch.func, which stores nothing.\n"
                     "Call `initialize(x)`, or `fakequant.calibrate`, before it."
                 )
             self._observe(x)
@@ -257,7 +257,7 @@ class LearnedFakeQuantize(Quantizer):
             for value, old in zip((self.last_scale, *self._statistics().values()), before, strict=True):
                 value.copy_(old)
             self._set_stale(False)
-            raise RuntimeError("`x` has blocks without a finite value: there is nothing to initialize a scale from.")
+            raise RuntimeError("`x` has blocks without a finite value, so their scales cannot be initialized.")
         self.run_deferred()
         return self
 
@@ -318,7 +318,7 @@ class LearnedFakeQuantize(Quantizer):
             if not bool(((offset >= low) & (offset <= high)).all()):
                 return (
                     f"`offset` is {offset.tolist()} in the state, but it must be finite, and between {low:g} and "
-                    f"{high:g} ({self.spec}).\nThe state is damaged: use another, or calibrate anew."
+                    f"{high:g} ({self.spec}).\nThe state is damaged: use another, or calibrate again."
                 )
         return super()._find_bad_qparams(state_dict, prefix)
 
@@ -341,10 +341,10 @@ class LearnedFakeQuantize(Quantizer):
 
     def _from_torch_ao(self, old: dict[str, Tensor]) -> dict[str, Tensor]:
         if "learning_enabled" not in old:
-            raise ValueError("the state is of a torch.ao module that does not learn its scale.\nUse FakeQuantize.")
+            raise ValueError("the state is from a torch.ao module that does not learn its scale.\nUse FakeQuantize.")
         if bool(old["static_enabled"]):
             raise ValueError(
-                "the state is of a torch.ao module that still takes its scale from an observer.\n"
+                "the state is from a torch.ao module that still takes its scale from an observer.\n"
                 "Call its enable_param_learning() before it is saved."
             )
         switches = [False, bool(old["fake_quant_enabled"]), not bool(old["learning_enabled"]), False]

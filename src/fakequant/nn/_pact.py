@@ -1,13 +1,11 @@
 """`PACT`: clips activations at a learned value."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.types import Device
 
 from fakequant._backends.torch.torch_annotations import Function
-from fakequant.nn._bounded_parameters import keep_in_graph, keep_within, whole, within, write_back
+from fakequant.nn._bounded_parameters import FunctionContext, keep_in_graph, keep_within, whole, within, write_back
 from fakequant.nn._quantizer import Quantizer, fake_quantize
 from fakequant.nn._state_checks import StateDict
 from fakequant.qparams import EPS, QParams, check_eps
@@ -24,11 +22,11 @@ class _Clip(Function):
         return torch.minimum(x.clamp(min=0), alpha.to(x.dtype))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: FunctionContext, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: FunctionContext, dy: Tensor) -> tuple[Tensor, Tensor]:
         x, alpha = ctx.saved_tensors
         above = x > alpha.to(x.dtype)
         dx = torch.where((x >= 0) & ~above, dy, 0)
@@ -39,12 +37,12 @@ class _ClipForward(_Clip):
     """`_Clip` with a forward-mode derivative, which torch.compile does not support."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def setup_context(ctx: FunctionContext, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
         ctx.save_for_forward(*inputs)
 
     @staticmethod
-    def jvp(ctx: Any, x_t: Tensor | None, alpha_t: Tensor | None) -> Tensor:
+    def jvp(ctx: FunctionContext, x_t: Tensor | None, alpha_t: Tensor | None) -> Tensor:
         x, alpha = ctx.saved_tensors
         above = x > alpha.to(x.dtype)
         inside = torch.zeros_like(x) if x_t is None else torch.where((x >= 0) & ~above, x_t, 0)
@@ -144,7 +142,9 @@ class PACT(Quantizer):
     def _find_mismatch(self, state_dict: StateDict, prefix: str) -> str | None:
         alpha = state_dict.get(prefix + "alpha")
         if alpha is not None and not bool(alpha.isfinite().all()):
-            return f"`alpha` is {alpha.tolist()} in the state."
+            return (
+                f"`alpha` is {alpha.tolist()} in the state, but it must be finite.\nThe state is damaged: use another."
+            )
         return super()._find_mismatch(state_dict, prefix)
 
     @torch.no_grad()

@@ -139,8 +139,8 @@ class Quantizer(Switched):
             blocks = blocks_of(shape, self.spec).parameters
         if self._blocks is not None and blocks != self._blocks:
             raise ValueError(
-                f"scales have the shape {self._blocks} here ({self.spec}), but a tensor of shape {shape} needs them in "
-                f"the shape {blocks}."
+                f"scales have shape {self._blocks} here ({self.spec}), but a tensor of shape {shape} needs scales of "
+                f"shape {blocks}."
             )
         return blocks
 
@@ -209,7 +209,7 @@ class Quantizer(Switched):
             self._told = True
             warnings.warn(
                 f"{self.where} has observed {self.nonfinite} values that are NaN or infinite and left them out of the "
-                "range. This is said once; `nonfinite` goes on counting.",
+                "range. This warning is shown once; `nonfinite` keeps counting.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -301,7 +301,7 @@ class Quantizer(Switched):
 
     def _from_torch_ao(self, old: dict[str, Tensor]) -> dict[str, Tensor]:
         """Converts the state of a torch.ao module. Raises ValueError if this quantizer has no counterpart there."""
-        raise ValueError(f"the state is of torch.ao, which has nothing like {type(self).__name__}.")
+        raise ValueError(f"the state is from torch.ao, which has no module like {type(self).__name__}.")
 
     def _find_mismatch(self, state_dict: StateDict, prefix: str) -> str | None:
         """Returns why a state belongs to another quantizer, or None if it fits."""

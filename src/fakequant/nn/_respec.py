@@ -22,7 +22,9 @@ def change_spec(quantizer: Quantizer, spec: QuantSpec) -> None:
     before = quantizer.spec
     kept = ("signed", "symmetric", "axis", "group_size")
     if any(getattr(before, name) != getattr(spec, name) for name in kept):
-        raise ValueError(f"A quantizer with the spec ({before}) cannot become one with the spec ({spec}).")
+        raise ValueError(
+            f"The spec of a quantizer cannot change from ({before}) to ({spec}): sign, symmetry and axes must stay."
+        )
     quantizer.spec = spec
     if isinstance(quantizer, FakeQuantize):
         quantizer._set_observer(quantizer.observer)

@@ -18,7 +18,7 @@ def scale_shape(spec: QuantSpec, shape: tuple[int | None, ...] | None) -> tuple[
         return ()
     if shape is None:
         raise ValueError(
-            f"A quantizer per {spec.granularity} has scales of a fixed shape, and needs to know it: "
+            f"A quantizer per {spec.granularity} must know the shape of its scales: "
             "pass `shape`, the shape of the tensors it will see.\n"
             f"Use e.g. shape=weight.shape, or None for lengths that vary: shape=(None, 64, None, None)."
         )

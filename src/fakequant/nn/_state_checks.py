@@ -38,7 +38,7 @@ def find_mismatch(state: StateDict, prefix: str, spec: QuantSpec, tensors: Mappi
         try:
             version, *numbers = saved.tolist()
             if version != _FORMAT:
-                return f"the state is of format {version}, this version reads format {_FORMAT}."
+                return f"the state has format {version}, but this version reads format {_FORMAT}."
             saved_spec = QuantSpec.from_numbers(numbers)
         except (ValueError, TypeError, IndexError):
             return f"`grid` is not an encoded QuantSpec: {saved}."
@@ -55,12 +55,12 @@ def find_mismatch(state: StateDict, prefix: str, spec: QuantSpec, tensors: Mappi
             return (
                 f"`{name}` has shape {tuple(loaded.shape)} in the state and {tuple(value.shape)} here, "
                 f"where the spec is ({spec}).\n"
-                "The state is of another granularity, or of a tensor of another size."
+                "The state has another granularity, or is for a tensor of another size."
             )
         if _number_kind(loaded) != _number_kind(value):
             return (
                 f"`{name}` holds {str(loaded.dtype)[6:]} in the state, and {str(value.dtype)[6:]} here.\n"
-                "The state is not one of this quantizer, or was converted after it was saved."
+                "The state is from another kind of quantizer, or was converted after it was saved."
             )
     return None
 
@@ -83,7 +83,7 @@ def find_bad_qparams(state: StateDict, prefix: str, scale_name: str, spec: Quant
     if bool(bad.any()):
         return (
             f"`{scale_name}` is {_first_bad(scale, bad)} in the state, but a scale is finite and greater than 0, "
-            "or NaN where nothing was observed.\nThe state is damaged: use another, or calibrate anew."
+            "or NaN where nothing was observed.\nThe state is damaged: use another, or calibrate again."
         )
     zero_point = state.get(prefix + "zero_point")
     if zero_point is None or not is_readable(zero_point):
@@ -93,7 +93,7 @@ def find_bad_qparams(state: StateDict, prefix: str, scale_name: str, spec: Quant
     if bool(bad.any()):
         return (
             f"`zero_point` is {_first_bad(zero_point, bad)} in the state, but it must be between {low} and {high} "
-            f"({spec}).\nThe state is damaged: use another, or calibrate anew."
+            f"({spec}).\nThe state is damaged: use another, or calibrate again."
         )
     return None
 

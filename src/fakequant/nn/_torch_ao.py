@@ -62,11 +62,11 @@ class FusedFakeQuantize(FakeQuantize):
         if spec.symmetric or spec.numerics != "torch" or spec.group_size is not None:
             raise ValueError(
                 'The fused operator needs QuantSpec(symmetric=False, numerics="torch") without groups: its zero point '
-                f"may be anywhere also for `symmetric=True`, got {spec!r}."
+                f"can be any code, also with `symmetric=True`. Got {spec!r}."
             )
         if spec.axis not in (None, 0) or not isinstance(observer, MovingAverage):
             raise ValueError(
-                "The fused operator has a scale per tensor or per channel of axis 0, and a moving average; "
+                "The fused operator supports scales per tensor or per channel of axis 0, and a moving average; "
                 f"got {spec!r} and {observer}."
             )
         if {"gradient", "eps"} & options.keys():
@@ -102,7 +102,7 @@ class FusedFakeQuantize(FakeQuantize):
 
     def _run_purely(self, x: Tensor, ranks: Ranks) -> Tensor:
         raise RuntimeError(
-            "torch's fused operator changes the ranges it keeps, which a transform of torch.func does not allow.\n"
+            "torch's fused operator changes its running range in place, which transforms of torch.func do not allow.\n"
             "Freeze them: fakequant.nn.switch_quantizers(model, frozen=True), or use FakeQuantize."
         )
 
@@ -195,8 +195,8 @@ def _observer(observer: TorchAoModule) -> Observer:
     if name in ("MinMaxObserver", "PerChannelMinMaxObserver"):
         return MinMax()
     raise ValueError(
-        f"The state of {name} cannot be converted. Only min-max and moving-average observers can be taken "
-        "over.\nBuild FakeQuantize with an observer of fakequant.observers and calibrate it."
+        f"The state of {name} cannot be converted. Only min-max and moving-average observers are "
+        "supported.\nBuild FakeQuantize with an observer of fakequant.observers and calibrate it."
     )
 
 
@@ -217,5 +217,5 @@ def _spec(qmin: int, qmax: int, symmetric: bool, axis: int | None) -> QuantSpec:
             return spec
     raise ValueError(
         f"The codes {qmin} to {qmax} are not the full range of a bit width.\nA QuantSpec has codes 0 to 2^bits - 1, or "
-        "-2^(bits-1) to 2^(bits-1) - 1, without the lowest if it is narrow."
+        "-2^(bits-1) to 2^(bits-1) - 1, without the lowest if narrow_range is True."
     )

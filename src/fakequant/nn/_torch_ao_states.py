@@ -20,7 +20,7 @@ def observed_tensors(old: dict[str, Tensor], spec: QuantSpec, empty: State) -> d
     """
     if "learning_enabled" in old or "activation_post_process.min_val" not in old:
         raise ValueError(
-            "the state is of a torch.ao module that does not follow a range.\n"
+            "the state is from a torch.ao module without a running range.\n"
             "Use LearnedFakeQuantize for a learned scale, FakeQuantize(spec, Fixed(lo, hi)) for a fixed one."
         )
     lo, hi = (old[f"activation_post_process.{end}_val"] for end in ("min", "max"))

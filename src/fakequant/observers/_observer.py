@@ -111,7 +111,9 @@ def from_dict(fields: Mapping[str, Any]) -> Observer:
     True
     """
     if not isinstance(fields, Mapping):
-        raise TypeError(f"An observer is read from a dict with its `kind` and settings, got {shortened(repr(fields))}.")
+        raise TypeError(
+            f"`fields` must be a dict with the `kind` and settings of an observer, got {shortened(repr(fields))}."
+        )
     settings = dict(fields)
     kind = settings.pop("kind", None)
     if not isinstance(kind, str) or kind not in _KINDS:
