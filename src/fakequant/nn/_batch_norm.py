@@ -34,7 +34,7 @@ AnyNorm: TypeAlias = Any
 def factor_of(norm: AnyNorm) -> Tensor:
     """Returns gamma / sqrt(variance + eps), in float64."""
     deviation = (_exact(norm.running_var) + norm.eps).sqrt()
-    return 1.0 / deviation if norm.weight is None else _exact(norm.weight) / deviation
+    return deviation.reciprocal() if norm.weight is None else _exact(norm.weight) / deviation
 
 
 def _exact(value: Tensor) -> Tensor:

@@ -34,9 +34,9 @@ class LearnedFakeQuantize(Quantizer):
 
     The optimizer changes the parameters `step_size` and `offset`. `scale` and `zero_point` are their valid values:
     a finite scale of at least `eps`, and an integer zero point within the range of codes. A step size that leaves
-    these bounds is clamped; one that becomes NaN is reset to its last valid value. In ordinary memory this happens in
-    the next forward pass. In compiled code and on other devices the forward pass uses the valid value, and the
-    parameter is corrected when the mode changes or the state is saved. A symmetric grid has no offset.
+    these bounds is clamped; one that is NaN or infinite is reset to its last valid value. In ordinary memory this
+    happens in the next forward pass. In compiled code and on other devices the forward pass uses the valid value, and
+    the parameter is corrected when the mode changes or the state is saved. A symmetric grid has no offset.
 
     The scale is initialized by `initialize(x)`, or by data passed while `observing` is True, which is returned
     unchanged. Quantizing before that is an error. Initialize before building the optimizer, so that it sees the final

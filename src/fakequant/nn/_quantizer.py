@@ -71,9 +71,12 @@ class Quantizer(Switched):
 
         # Buffers of `FakeQuantize`, properties of quantizers with a learned scale.
         @property
-        def scale(self) -> Tensor: ...
+        def scale(self) -> Tensor:
+            """The scale, float32."""
+
         @property
-        def zero_point(self) -> Tensor: ...
+        def zero_point(self) -> Tensor:
+            """The zero point, int32."""
 
     def __init__(
         self,
