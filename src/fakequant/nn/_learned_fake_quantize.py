@@ -181,7 +181,7 @@ class LearnedFakeQuantize(Quantizer):
 
     @property
     def _offsets(self) -> tuple[float, float]:
-        """The lowest and highest valid offset. torch clamps only where it uses the offset, not the offset."""
+        """The lowest and highest valid offset. torch's numerics do not bound the parameter, only its use."""
         return (-_LARGEST, _LARGEST) if self.spec.numerics == "torch" else (self.spec.qmin, self.spec.qmax)
 
     @property

@@ -84,7 +84,7 @@ class Observer(abc.ABC):
 
     @property
     def _in_kernel(self) -> "InKernel | None":
-        """The equivalent rule of the fused kernel. None if there is none; then `update` and `range` are called."""
+        """The equivalent rule of the fused kernel, or None, in which case `update` and `range` are called."""
         return None
 
     def to_dict(self) -> dict[str, Any]:
