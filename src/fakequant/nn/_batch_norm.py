@@ -33,7 +33,7 @@ AnyNorm: TypeAlias = Any
 
 def factor_of(norm: AnyNorm) -> Tensor:
     """Returns gamma / sqrt(variance + eps), in float64."""
-    deviation = (_exact(norm.running_var) + norm.eps).sqrt()
+    deviation = _exact(norm.running_var).add(norm.eps).sqrt()
     return deviation.reciprocal() if norm.weight is None else _exact(norm.weight) / deviation
 
 
