@@ -103,7 +103,7 @@ class FusedFakeQuantize(FakeQuantize):
     def _run_purely(self, x: Tensor, ranks: Ranks) -> Tensor:
         raise RuntimeError(
             "torch's fused operator changes its running range in place, which transforms of torch.func do not allow.\n"
-            "Freeze them: fakequant.nn.switch_quantizers(model, frozen=True), or use FakeQuantize."
+            "Freeze the range: fakequant.nn.switch_quantizers(model, frozen=True), or use FakeQuantize."
         )
 
     def refresh(self) -> None:
