@@ -27,8 +27,9 @@ from fakequant._convert.left_in_float import leave_in_float
 from fakequant._prepare.attach import attach_layer, forget_preparation, record_of
 from fakequant._prepare.prepare import preparation
 from fakequant.nn._batch_norm import bias_codes, widened_scale
+from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._quantized_layer import Quantization, QuantizedLayer, input_grid_of
-from fakequant.nn._quantizer import Quantizer, quantizers
+from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import find_record
 from fakequant.spec import QuantSpec
 

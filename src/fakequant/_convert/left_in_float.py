@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import nn
 
+from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._quantized_layer import QUANTIZERS, QuantizedLayer, input_grid_of
-from fakequant.nn._quantizer import Quantizer, quantizers
+from fakequant.nn._quantizer import Quantizer
 
 
 def leave_in_float(model: nn.Module) -> list[str]:

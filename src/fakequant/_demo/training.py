@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from fakequant._demo.data import BATCH, Digits
 from fakequant._train.schedule import Schedule
+from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._param_groups import param_groups
-from fakequant.nn._quantizer import quantizers
 
 # Of SGD, down to 0 along half a cosine: for the first training, and for the second one with quantizers.
 FLOAT_RATE, QUANTIZED_RATE = 0.1, 0.02

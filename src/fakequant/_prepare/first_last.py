@@ -23,8 +23,9 @@ from fakequant._train.running import copied
 from fakequant.config import QuantConfig
 from fakequant.nn._layer_kinds import find_kind
 from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize
+from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._quantized_layer import QuantizedLayer
-from fakequant.nn._quantizer import Quantizer, quantizers
+from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._respec import change_spec
 from fakequant.spec import QuantSpec
 

@@ -24,8 +24,8 @@ from fakequant._prepare.plan_warnings import warn_about_refused, warn_about_rule
 from fakequant._train.running import check_module
 from fakequant.config import QuantConfig
 from fakequant.nn._layer_kinds import find_kind
+from fakequant.nn._model_quantizers import name_quantizers
 from fakequant.nn._quantized_layer import Quantization, QuantizedLayer
-from fakequant.nn._quantizer import name_quantizers
 from fakequant.nn._records import NAME, find_record
 
 

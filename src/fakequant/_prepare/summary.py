@@ -8,8 +8,9 @@ from torch import nn
 from fakequant._convert.left_in_float import unreached_layers
 from fakequant._prepare.prepare import preparation
 from fakequant._util.text_table import table
+from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._quantized_layer import QuantizedLayer, input_grid_of
-from fakequant.nn._quantizer import Quantizer, quantizers
+from fakequant.nn._quantizer import Quantizer
 
 
 @dataclasses.dataclass(frozen=True)

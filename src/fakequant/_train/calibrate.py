@@ -12,8 +12,9 @@ from fakequant._prepare.prepare import link_norms
 from fakequant._train.model_snapshot import Snapshot
 from fakequant._train.running import Data, check_module, evaluating, explaining_ranks, run
 from fakequant.nn._fake_quantize import FakeQuantize
+from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._quantized_layer import QuantizedLayer
-from fakequant.nn._quantizer import Quantizer, quantizers
+from fakequant.nn._quantizer import Quantizer
 
 
 @torch.no_grad()

@@ -15,8 +15,9 @@ from fakequant._train.running import Data, check_module, evaluating, run
 from fakequant._util.text_table import table
 from fakequant.nn._bounded_parameters import whole
 from fakequant.nn._deployed_bias import bias_error
+from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._quantized_layer import QuantizedLayer
-from fakequant.nn._quantizer import Quantizer, quantizers
+from fakequant.nn._quantizer import Quantizer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from fakequant.nn._quantizer import quantizers
+from fakequant.nn._model_quantizers import quantizers
 
 _ATTRIBUTES = ("_stale", "_told", "saw_only_finite")
 

@@ -8,7 +8,7 @@ from torch import nn
 from fakequant._prepare.attach import deploy_biases, freeze_norm, release_norms
 from fakequant._train.running import check_module
 from fakequant._train.unmoved_scales import Unmoved
-from fakequant.nn._quantizer import quantizers, switch_quantizers
+from fakequant.nn._model_quantizers import quantizers, switch_quantizers
 
 
 class Schedule:

@@ -4,7 +4,7 @@ import warnings
 
 from torch import nn
 
-from fakequant.nn._quantizer import quantizers
+from fakequant.nn._model_quantizers import quantizers
 
 # Steps in which weights changed and no learned scale did. Another optimizer may have the scales, and step less often.
 _STEPS = 20

@@ -17,8 +17,9 @@ from fakequant._prepare.prepare import is_prepared
 from fakequant._train.calibrate import calibrate
 from fakequant._train.health import health
 from fakequant._train.running import evaluating
+from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._quantized_layer import QuantizedLayer
-from fakequant.nn._quantizer import Quantizer, quantizers
+from fakequant.nn._quantizer import Quantizer
 
 _BY_HAND = "Calibrate before training, fakequant.calibrate(model, batches), and use QATCallback(calibrate=None)."
 # What `health` finds for a quantizer, and which of two values is the worse.

@@ -24,7 +24,7 @@ from fakequant.integrations._training import (
     needs_calibration,
     require_quantizers,
 )
-from fakequant.nn._quantizer import quantizers
+from fakequant.nn._model_quantizers import quantizers
 
 _transformers: Any = require("transformers", "transformers", "transformers")
 _accelerate: Any = require("accelerate.utils", "accelerate", "transformers")

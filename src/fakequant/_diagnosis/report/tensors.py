@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from fakequant._backends.torch import tensor_functions
 from fakequant._train.health import qparams_for
 from fakequant.nn._bounded_parameters import whole
+from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._quantized_layer import QuantizedLayer
-from fakequant.nn._quantizer import Quantizer, quantizers
+from fakequant.nn._quantizer import Quantizer
 from fakequant.spec import QuantSpec
 
 # Bins of the histogram inside the range, at least; as many again are on either side of it.

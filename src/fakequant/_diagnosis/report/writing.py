@@ -21,7 +21,7 @@ from fakequant._train.health import QuantizerHealth, health, memory_as_before, q
 from fakequant._train.model_snapshot import unchanged
 from fakequant._train.running import Bar, Data, check_steps
 from fakequant._util.optional_packages import require
-from fakequant.nn._quantizer import quantizers
+from fakequant.nn._model_quantizers import quantizers
 
 if TYPE_CHECKING:
     from fakequant._diagnosis.compare import Comparison
