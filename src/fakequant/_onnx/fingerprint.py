@@ -1,4 +1,4 @@
-"""Fingerprints in an exported file: whether it was changed since, and of which parameters it was made."""
+"""Hashes stored in an exported file, to detect later changes and to identify the exported parameters."""
 
 import hashlib
 from typing import Any
@@ -11,7 +11,7 @@ from fakequant._convert.golden.integer_layer import IntegerLayer
 
 
 def digest_of_graph(model: Any) -> str:
-    """A hash of everything in an ONNX model that a runtime computes with: nodes, tensors, inputs, outputs, opsets."""
+    """Returns a hash of everything in an ONNX model that affects results: nodes, tensors, inputs, outputs, opsets."""
     import onnx
 
     seen = hashlib.sha256()
@@ -36,7 +36,7 @@ def digest_of_graph(model: Any) -> str:
 
 
 def digest_of_parameters(golden: nn.Module) -> str:
-    """A hash of the codes, scales, biases and float parameters of a converted model."""
+    """Returns a hash of the codes, scales, biases and float parameters of a converted model."""
     seen = hashlib.sha256()
     for path, module in golden.named_modules():
         own: dict[str, Tensor | None] = dict(module._parameters)

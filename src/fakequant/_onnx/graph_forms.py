@@ -1,10 +1,12 @@
-"""The forms of a graph that runtimes have integer kernels for; each changes no code.
+"""Rewrites a graph into forms that runtimes have integer kernels for, without changing any code.
 
-A mean over all places is a GlobalAveragePool. A quantizer after something that only moves or selects elements is
-repeated before it, so that the layer before ends in codes. A ReLU before a quantizer whose zero point is not
-its lowest code is a clip of the codes: the code of 0 is the zero point. Between two quantizers with different grids
-stands a Clip that clips nothing: ONNX Runtime would make one quantizer of them, with a scale of its own. So it does
-before a layer with a float weight, which ONNX Runtime would quantize.
+- A mean over all spatial positions becomes a GlobalAveragePool.
+- A quantizer after an operator that only moves or selects elements is repeated before that operator, so that the
+  layer before it ends in codes.
+- A ReLU before a quantizer whose zero point is not qmin becomes a clip of the codes at the zero point.
+- A Clip that clips nothing is inserted between two quantizers with different grids. ONNX Runtime would otherwise
+  merge them into one quantizer with a new scale.
+- The same Clip is inserted before a layer with a float weight, which ONNX Runtime would otherwise quantize.
 """
 
 from typing import Any
@@ -19,7 +21,7 @@ _LAYERS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
 
 
 def rewrite(model: ir.Model) -> None:
-    """All of them, while the quantizers are still our nodes."""
+    """Applies all rewrites. Runs before lowering, while quantizers are still Grid nodes."""
     for node in list(model.graph):
         if node.op_type == "ReduceMean" and not node.domain:
             _pool(node)
@@ -33,13 +35,13 @@ def rewrite(model: ir.Model) -> None:
                     change(node)
     for node in list(model.graph):
         if node.domain == DOMAIN and node.op_type == "Grid":
-            _keep_apart(node)
+            _separate_from_previous_grid(node)
         elif not node.domain and node.op_type in _LAYERS:
             _keep_float_weights(node)
 
 
 def _pool(node: Any) -> None:
-    """A mean over all axes but the first two."""
+    """Replaces a mean over all axes but the first two by GlobalAveragePool."""
     x = node.inputs[0]
     axes = node.inputs[1].const_value if len(node.inputs) > 1 and node.inputs[1] is not None else None
     if axes is None or x is None or x.shape is None or len(x.shape) != 4:
@@ -63,7 +65,7 @@ def _pool(node: Any) -> None:
     graph.remove(node, safe=True)
 
 
-def _keep_apart(node: Any) -> None:
+def _separate_from_previous_grid(node: Any) -> None:
     source = node.inputs[0].producer()
     while source is not None and not source.domain and source.op_type in ONNX_MOVES:
         source = source.inputs[0].producer()
@@ -73,7 +75,7 @@ def _keep_apart(node: Any) -> None:
 
 
 def _keep_float_weights(node: Any) -> None:
-    """Keeps ONNX Runtime from quantizing the float weight of a layer between quantizers, with a scale of its own."""
+    """Stops ONNX Runtime from quantizing the float weight of a layer between quantizers."""
     source = node.inputs[0].producer()
     while source is not None and not source.domain and source.op_type in ONNX_MOVES:
         source = source.inputs[0].producer()
@@ -87,7 +89,7 @@ def _keep_float_weights(node: Any) -> None:
 
 
 def _clip_nothing_before(node: Any, name: str) -> None:
-    """Puts a Clip between a node and its first input that leaves every number as it is."""
+    """Inserts a Clip over the full float range before the first input of a node."""
     bounds = []
     for end, value in (("lowest", np.finfo(np.float32).min), ("highest", np.finfo(np.float32).max)):
         bound = ir.Value(name=f"{name}_{end}", shape=ir.Shape([]), type=ir.TensorType(ir.DataType.FLOAT))
@@ -101,7 +103,7 @@ def _clip_nothing_before(node: Any, name: str) -> None:
 
 
 def _holds(node: Any, source: Any) -> bool:
-    """Whether a grid leaves everything as it is that is on the grid before it: it has all the codes of that one."""
+    """Returns True if the grid of `node` has the same qparams as that of `source` and contains all its codes."""
     if [_bytes(value) for value in node.inputs[1:]] != [_bytes(value) for value in source.inputs[1:]]:
         return False
     (low, high), (first, last) = ([one.attributes[end].as_int() for end in ("qmin", "qmax")] for one in (node, source))
@@ -109,7 +111,7 @@ def _holds(node: Any, source: Any) -> bool:
 
 
 def _merge(model: ir.Model) -> None:
-    """Quantizers of the same tensor with equal grids are one: else the layer before would have two readers."""
+    """Merges quantizers of the same tensor that have equal grids, so that the layer before has a single consumer."""
     seen: dict[Any, Any] = {}
     for node in list(model.graph):
         if node.domain != DOMAIN or node.op_type != "Grid":
@@ -152,7 +154,7 @@ def _repeat_before_moves(node: Any) -> None:
             return  # the float has another consumer
         source = producer.inputs[0]
         if source is None or (source.producer() is not None and source.producer().domain == DOMAIN):
-            return  # it is on a grid already
+            return  # the source is already on a grid
         attributes = {key: attribute.value for key, attribute in node.attributes.items()}
         attributes.pop("also", None)
         attributes["name"] = f"{attributes['name']}.before_{producer.op_type.lower()}"

@@ -1,7 +1,7 @@
-"""Opsets below 18, the lowest that torch's translations are written in.
+"""Downgrades a model to an opset below 18, the lowest one that torch's exporter writes.
 
-onnx's own converter stops at the first operator without an adapter (Relu), so the few that differ are treated
-here. A node whose schema is the same in both opsets needs nothing.
+onnx's version converter stops at the first operator without an adapter (Relu), so the few operators that differ are
+handled here. A node whose schema is the same in both opsets is not changed.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from fakequant._onnx.lowering import UnsupportedOpset, remove_unused
 
-# Newer versions added types of elements, or an attribute that is taken out, and nothing else.
+# Newer versions only added element types, or an attribute that can be removed.
 _WIDENED = {
     "Add", "BatchNormalization", "CumSum", "Div", "Equal", "Greater", "GreaterOrEqual", "Identity", "LeakyRelu", "Less",
     "LessOrEqual", "Mul", "PRelu", "Pad", "Pow", "Relu", "Reshape", "Shape", "Split", "Sqrt", "Sub", "Where",
@@ -20,7 +20,7 @@ _REDUCTIONS = {"ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "
 
 
 def downgrade(model: ir.Model, opset: int) -> None:
-    """Rewrites the model for a lower opset, or says which operator forbids it."""
+    """Rewrites the model for a lower opset. Raises UnsupportedOpset if an operator does not exist there."""
     now = model.opset_imports[""]
     for node in list(model.graph):
         if node.domain or _since(node.op_type, opset) == _since(node.op_type, now):
