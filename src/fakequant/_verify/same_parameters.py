@@ -1,4 +1,4 @@
-"""Whether an exported file is of a model: equal codes, scales, zero points, biases and float parameters, bit by bit."""
+"""Checks that a file was exported from a model: all codes, scales, zero points, biases and float parameters are equal."""
 
 import os
 from typing import Any, NoReturn
@@ -14,23 +14,23 @@ from fakequant._verify.onnxruntime_session import Runtime
 
 
 def require_same_parameters(golden: nn.Module, runtime: Runtime, path: str | os.PathLike[str]) -> None:
-    """Raises ValueError if a tensor of the file is not that of the golden model."""
+    """Raises ValueError if a tensor of the file differs from that of the golden model."""
     found = False
     for module_path, module in golden.named_modules():
         for name, value in _tensors_of(module, module_path).items():
             there = runtime.initializer(name)
-            # A tensor that is absent was not computed with, or an equal one has its place.
+            # A tensor is absent if it is not used, or was merged with an equal one.
             if there is not None and not _same_bits(there, value):
-                _refuse(path, f"{name} is another there")
+                _refuse(path, f"{name} is different in the file")
             found |= there is not None
     if not found:
-        _refuse(path, "it has none of the model's tensors")
+        _refuse(path, "it contains none of the model's tensors")
     if runtime.parameters is not None and runtime.parameters != digest_of_parameters(golden):
-        _refuse(path, "one of the parameters is another there")
+        _refuse(path, "a parameter is different in the file")
 
 
 def _tensors_of(module: Any, path: str) -> dict[str, Tensor]:
-    """The tensors of a module by the names they have in a file."""
+    """Returns the tensors of a module by their names in a file."""
     start = f"{path}." if path else ""
     found = {f"{start}{name}": value for name, value in module._parameters.items() if value is not None}
     if isinstance(module, Grid):

@@ -1,10 +1,8 @@
-"""A second derivation of what `convert` makes, to check it against: `verify` trusts neither.
+"""A check of `convert`: derives the golden model's parameters a second time and compares them.
 
-Codes, scales and biases of a golden model follow from the parameters of the prepared model:
-
-    weight             scale * code, equal to the quantized weight of the prepared model, bit by bit
-    with a norm        scale * |factor| and code * sign(factor)
-    bias               rint(bias / (x_scale * weight_scale))
+    weight                   scale * code equals the prepared model's quantized weight, bit by bit
+    with a folded norm       scale * |factor| and code * sign(factor)
+    bias                     rint(bias / (x_scale * weight_scale))
 """
 
 from typing import Any
@@ -19,17 +17,17 @@ from fakequant.nn._bounded_parameters import whole
 from fakequant.nn._quantized_layer import QuantizedLayer, quantized_weight
 from fakequant.nn._quantizer import Quantizer
 
-# Beyond it a bias makes `convert` give its channel a larger scale, and with it other codes.
+# For a larger bias, `convert` increases the scale of the channel, which changes its codes.
 _LARGE_BIAS = 2**29
-# The product of a float32 scale and a float64 factor, rounded once to float32, over the product itself.
+# The relative error of a product that is rounded once to float32.
 _ONE_ROUNDING = 2.0**-24
 
 
 @torch.no_grad()
 def require_converted(model: nn.Module, golden: nn.Module, norms: dict[str, str]) -> None:
-    """Raises RuntimeError if the golden model does not hold what follows from the prepared model.
+    """Raises RuntimeError if the golden model's parameters do not follow from those of the prepared model.
 
-    `norms` are the paths of the batch norms that were folded, by the paths of the layers.
+    `norms` maps the paths of layers to the paths of the batch norms that were folded into them.
     """
     converted = dict(golden.named_modules())
     for path, module in model.named_modules():
@@ -72,7 +70,7 @@ def _require_layer(path: str, layer: Any, made: Any, norm: nn.Module | None) -> 
     exact = here.double() * _along(factor, here, kind)
     close = (there.double() - exact).abs() <= exact.abs() * 4 * _ONE_ROUNDING + tiny
     _demand(bool((_along(usual, here, kind).logical_not() | close).all()), path, "weight")
-    scale = layer.weight_quantizer.scale  # None where every token has its own
+    scale = layer.weight_quantizer.scale  # None if every token has its own scale
     if scale is not None:
         exact = scale.double() * 2.0**-made._fakequant.weight_shift * factor.abs().reshape(-1, *[1] * (scale.dim() - 1))
         same = exact.clamp(min=tiny).float() == made.weight_scale
@@ -80,9 +78,9 @@ def _require_layer(path: str, layer: Any, made: Any, norm: nn.Module | None) -> 
 
 
 def _along(value: Tensor, weight: Tensor, kind: Any) -> Tensor:
-    """Values per output channel in a shape that broadcasts with the weight."""
+    """Reshapes values per output channel so that they broadcast with the weight."""
     channels = weight.shape[kind.channel_axis]
-    if value.dim() == 0 or value.numel() != channels:  # groups of a transposed convolution share their weights' axis
+    if value.dim() == 0 or value.numel() != channels:  # transposed convolution: its groups share the channel axis
         return value.all() if value.dtype == torch.bool else value
     return value.reshape([-1 if a == kind.channel_axis else 1 for a in range(weight.dim())])
 
@@ -90,6 +88,6 @@ def _along(value: Tensor, weight: Tensor, kind: Any) -> Tensor:
 def _demand(condition: bool, path: str, what: str) -> None:
     if not condition:
         raise RuntimeError(
-            f"The converted model has another {what} at {path} than the prepared model: this is a fault of fakequant.\n"
-            "Please report it, with the model's config."
+            f"The {what} of {path} differs between the converted and the prepared model. This is a bug in fakequant.\n"
+            "Please report it with the model's config."
         )
