@@ -1,4 +1,4 @@
-"""What layers are given: which arguments are quantized, and on what grid."""
+"""Finds the arguments of a layer that are quantized, and their grids."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def changed_inputs(layer: nn.Module, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> Arguments:
-    """The arguments with every tensor changed that the layer would quantize; one that is given twice stays one.
+    """Returns the arguments with `change` applied once to each tensor that the layer quantizes.
 
     >>> changed_inputs(nn.Linear(2, 2), (torch.ones(2),), {}, torch.neg)
     ((tensor([-1., -1.]),), {})
@@ -36,7 +36,7 @@ def changed_inputs(layer: nn.Module, args: Any, kwargs: Any, change: Callable[[T
 
 
 def inputs_of(layer: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that the layer would quantize, each once."""
+    """Returns the tensors that the layer quantizes, each once."""
     found: list[Tensor] = []
 
     def keep(x: Tensor) -> Tensor:
@@ -48,17 +48,17 @@ def inputs_of(layer: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def input_grid_of(layer: nn.Module) -> Quantizer | Grid | None:
-    """What puts the input of a layer on a grid: its own quantizer, or that of the module it comes from."""
+    """Returns the quantizer of a layer's input: its own, or that of the module that produces the input."""
     return grid_of_layer(layer) if isinstance(layer, QuantizedLayer) else None
 
 
 def is_on(quantizer: Quantizer | Grid) -> bool:
-    """Whether it quantizes what passes."""
+    """Returns True if the quantizer is switched on."""
     return isinstance(quantizer, Grid) or quantizer.quantizing
 
 
 def qparams_for(quantizer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale and zero point with which `x` is quantized."""
+    """Returns the scale and zero point with which `x` is quantized."""
     if isinstance(quantizer, Grid) and quantizer.scale is not None and quantizer.zero_point is not None:
         return quantizer.scale, quantizer.zero_point
     if isinstance(quantizer, Quantizer) and not quantizer.is_dynamic:
@@ -67,7 +67,7 @@ def qparams_for(quantizer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def step_of(quantizer: Any, scale: Tensor, x: Tensor) -> Tensor:
-    """The scale of every element of `x`: what the code 1 stands for."""
+    """Returns the scale of each element of `x`, computed by dequantizing the code 1."""
     spec = quantizer.spec
     ones = torch.ones(x.shape, dtype=getattr(torch, spec.storage), device=x.device)
     return tensor_functions.dequantize(ones, scale, 0, spec)

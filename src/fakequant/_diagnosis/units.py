@@ -1,4 +1,4 @@
-"""Layers with all their quantizers, switched on and off as one."""
+"""Layers whose quantizers are switched on and off together."""
 
 import dataclasses
 from contextlib import ExitStack
@@ -23,12 +23,12 @@ class Unit:
     weights: int
     bits: int
     float_bits: int
-    # The attention that the layer is in.
+    # The path of the attention that contains the layer, if any.
     part_of: str | None
 
 
 def find_units(model: nn.Module) -> list[Unit]:
-    """All of a prepared model, in its order."""
+    """Returns all units of a prepared model, in its order."""
     outputs = set(preparation(model).outputs)
     attentions = {
         module.out_proj: path for path, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)
@@ -52,21 +52,21 @@ def _unit(path: str, module: Any, part_of: str | None) -> Unit:
 
 
 class Switches:
-    """Which units quantize.
+    """Switches the quantizers of units on and off.
 
-    The input of a layer that comes from a module which quantizes it is on the grid whenever the layer quantizes:
-    without that module the layer would have a quantizer of its own.
+    If another module quantizes the input of a layer, that quantizer is also applied while the layer quantizes, even if
+    the other module is off. Without that module the layer would have had its own input quantizer.
     """
 
     def __init__(self, units: list[Unit]) -> None:
         self._units = units
         self._on: set[nn.Module] = set()
         self._undo = ExitStack()
-        # Grids that are on while a layer is called, and off otherwise.
+        # Input quantizers of other modules that are on during the call of a layer.
         self._borrowed: dict[nn.Module, Quantizer] = {}
 
     def set(self, units: list[Unit]) -> None:
-        """Only these quantize from now on."""
+        """Switches these units on and all others off."""
         self._on = {unit.module for unit in units}
         for unit in self._units:
             for quantizer in unit.quantizers:

@@ -72,7 +72,7 @@ def export_onnx(
     """
     check_module(model)
     if type(opset) is not int or not LOWEST <= opset <= HIGHEST:
-        raise ValueError(f"`opset` must be an integer from {LOWEST} to {HIGHEST}, got {opset!r}.")
+        raise ValueError(f"`opset` must be a number from {LOWEST} to {HIGHEST}, got {opset!r}.")
     onnx = require("onnx", "onnx")
     ir = require("onnx_ir", "onnxscript")
     require("onnxscript", "onnxscript")
@@ -180,7 +180,9 @@ def _inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), dict(example)
     if isinstance(example, (tuple, list)):
         return tuple(example), {}
-    raise TypeError(f"`example_inputs` must be a tensor, a tuple of tensors or a dict of tensors, got {type(example).__name__}.")
+    raise TypeError(
+        f"`example_inputs` must be a tensor, a tuple of tensors or a dict of tensors, got {type(example).__name__}."
+    )
 
 
 def _export(model: nn.Module, args: Any, kwargs: Any, opset: int, shapes: Any) -> Any:

@@ -1,8 +1,8 @@
 """A check of `convert`: derives the golden model's parameters a second time and compares them.
 
-    weight                   scale * code equals the prepared model's quantized weight, bit by bit
-    with a folded norm       scale * |factor| and code * sign(factor)
-    bias                     rint(bias / (x_scale * weight_scale))
+weight                   scale * code equals the prepared model's quantized weight, bit by bit
+with a folded norm       scale * |factor| and code * sign(factor)
+bias                     rint(bias / (x_scale * weight_scale))
 """
 
 from typing import Any

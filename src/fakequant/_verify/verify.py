@@ -138,7 +138,9 @@ class _Comparison:
         own, given = copied(*inputs)
         free = self.golden(*own, **given)
         if result_leaves.constants(prepared) != result_leaves.constants(free):
-            raise ValueError("The prepared and the golden model return different constants, so they cannot be compared.")
+            raise ValueError(
+                "The prepared and the golden model return different constants, so they cannot be compared."
+            )
         ran = [torch.from_numpy(np.array(value)) for value in results]
         _require_comparable(result_leaves.tensors(free), ran)
         self._judge("prepared", prepared_codes, result_leaves.tensors(prepared), None, inputs)
@@ -208,7 +210,9 @@ class _Comparison:
                     return None
                 if theirs is None or call >= len(theirs):
                     if whose == "runtime":
-                        self.skipped[path] = "the file has no separate codes for it: it was merged with an equal quantizer"
+                        self.skipped[path] = (
+                            "the file has no separate codes for it: it was merged with an equal quantizer"
+                        )
                     return None
                 grid = module.grid_for(args[0])
                 look(path, call, grid, args[0], y, theirs[call])
