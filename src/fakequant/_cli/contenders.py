@@ -1,4 +1,4 @@
-"""The operations that `fakequant bench` measures: ours, torch's, and a copy of the same array."""
+"""The operations that `fakequant bench` measures: fakequant's, torch's, and a copy of the same array."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,7 +15,7 @@ CHANNELS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One operation. Results to compare come first in what contenders return."""
+    """One operation. If contenders return tuples, their first elements are compared."""
 
     operation: str
     ours: Contender
@@ -23,7 +23,7 @@ class Case:
     torch: Contender | None
 
     def has_torchs_bits(self) -> bool | None:
-        """None: there is no torch."""
+        """Returns True if the results equal torch's bit by bit. None if torch is not installed."""
         if self.torch is None:
             return None
         ours, theirs = _first(self.ours()), _first(self.torch()).numpy()
@@ -31,7 +31,7 @@ class Case:
 
 
 def make_cases(elements: int, torch: Any) -> list[Case]:
-    """For float32 arrays of so many elements; `torch` is the module or None.
+    """Returns all cases, for float32 arrays with this number of elements. `torch` is the module or None.
 
     >>> [case.has_torchs_bits() for case in make_cases(1 << 10, None)]
     [None, None, None, None, None]

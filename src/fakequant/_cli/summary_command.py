@@ -17,32 +17,32 @@ def add(commands: Commands) -> None:
     parser = commands.add(
         "summary",
         run,
-        "what is quantized in a model, what is not and why",
+        "show what is quantized in a model, what is not, and why",
         examples=["train.py:make_model", "package.models:make_model --recipe int8"],
     )
-    add_model(parser, prepared="a prepared model (or a float model, with --recipe)")
+    add_model(parser, prepared="a prepared model (a float model with --recipe)")
     parser.add_argument(
         "--recipe",
         metavar="RECIPE",
         type=_recipe,
-        help=f"show what this would quantize in a float model: {ALL_RECIPES}, or FILE.py:NAME of a QuantConfig",
+        help=f"show what a recipe would quantize in a float model: {ALL_RECIPES}, or FILE.py:NAME of a QuantConfig",
     )
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """The tables of fakequant.summary."""
+    """Answers with the tables of `fakequant.summary`."""
     model = load_model(options.model)
     from fakequant._prepare.prepare import is_prepared, prepare
     from fakequant._prepare.summary import summary
 
     if options.recipe is None and not is_prepared(model):
         raise Problem(
-            f"{options.model} is not prepared; name the module that was given to fakequant.prepare, or use "
+            f"{options.model} is not prepared; name the module that was passed to fakequant.prepare, or use "
             "--recipe int8 to see what would be quantized"
         )
     if options.recipe is not None:
         if is_prepared(model):
-            raise Problem(f"{options.model} is prepared already; leave out --recipe")
+            raise Problem(f"{options.model} is already prepared; remove --recipe")
         model = prepare(copy.deepcopy(model), _config(options.recipe))
     found = summary(model)
     return Answer(str(found), found.to_dict())

@@ -1,6 +1,6 @@
-"""The network: a small residual CNN with everything that makes deployment interesting.
+"""A small residual CNN with everything that makes deployment interesting.
 
-Batch norms that become part of the layers before them, an addition, a mean, a linear layer at the end.
+It has batch norms to fold, an addition, a mean, and a linear layer at the end.
 """
 
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ def _convolution(inputs: int, outputs: int, stride: int = 1) -> list[nn.Module]:
 
 
 class Residual(nn.Module):
-    """Two convolutions, and a way around them.
+    """Two convolutions with a skip connection.
 
     >>> import torch
     >>> Residual(4)(torch.zeros(1, 4, 8, 8)).shape
@@ -24,7 +24,7 @@ class Residual(nn.Module):
         self.relu = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        """relu(x + body(x))."""
+        """Returns relu(x + body(x))."""
         return self.relu(x + self.body(x))
 
 
@@ -45,5 +45,5 @@ class DigitsNet(nn.Module):
         self.head = nn.Linear(32, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of ten digits."""
+        """Returns the scores of the ten digits."""
         return self.head(self.pool(self.block(self.down(self.stem(x)))))

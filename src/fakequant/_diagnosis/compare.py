@@ -1,4 +1,4 @@
-"""`compare`: measures how far each layer of a quantized model is from the float model, in isolation and in the model."""
+"""`compare`: measures how far each layer of a quantized model is from the float model."""
 
 import dataclasses
 import math

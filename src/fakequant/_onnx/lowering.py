@@ -44,7 +44,8 @@ def _op(name: str, first: str, constraints: list[Any], numbers: list[str]) -> Op
     return Op(_OPSET, name, made)
 
 
-# `lowest` and `highest` are the quantizer's full range, which decides the storage type. Codes are clipped to qmin, qmax.
+# `lowest` and `highest` are the quantizer's full range, which decides the storage type. Codes are clipped to
+# `qmin` and `qmax`.
 _GRID = _op("Grid", "F", [("Z", _INTEGERS, "")], ["qmin", "qmax", "lowest", "highest"])
 _STORED = _op("Stored", "Q", [("Z", _INTEGERS, ""), ("Q", _INTEGERS, "")], ["bits"])
 

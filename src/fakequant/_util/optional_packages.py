@@ -40,7 +40,8 @@ def writing(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise IsADirectoryError(f"{str(goal)!r} is a folder, not a file.\nUse a path that ends in a file name.")
     if not goal.parent.is_dir():
         raise FileNotFoundError(
-            f"There is no folder {str(goal.parent)!r} to write {goal.name!r} into.\nCreate it first, or use another path."
+            f"There is no folder {str(goal.parent)!r} to write {goal.name!r} into.\n"
+            "Create it first, or use another path."
         )
     if goal.exists() and not goal.is_file():
         raise OSError(f"{str(goal)!r} exists and is not a regular file.\nUse another path.")

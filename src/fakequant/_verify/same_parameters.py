@@ -1,4 +1,4 @@
-"""Checks that a file was exported from a model: all codes, scales, zero points, biases and float parameters are equal."""
+"""Checks that a file was exported from a model: all codes, scales, biases and float parameters must be equal."""
 
 import os
 from typing import Any, NoReturn

@@ -70,7 +70,7 @@ class OutputReport:
     runtime_is_equal: bool = True
     # The largest change of the runtime's results, beyond rounding, when it also outputs its codes.
     disturbance: float = 0.0
-    # The number of rows of two-dimensional results, and of those whose argmax is the same in prepared model and runtime.
+    # The number of rows of two-dimensional results, and of rows with the same argmax in prepared model and runtime.
     rows: int = 0
     agreeing: int = 0
 

@@ -28,7 +28,7 @@ from fakequant.nn._quantizer import Quantizer
 # Codes by quantizer path, one tensor per call of the quantizer.
 Codes = dict[str, list[Tensor]]
 _Whose = Literal["prepared", "runtime"]
-# With the first 4 repetitions, 32 in all: the chance that random errors leave a tie on the same side every time is 2^-32.
+# 32 repetitions in all, with the first 4. The chance that errors leave a tie on the same side every time is 2^-32.
 _MORE_REPETITIONS = 28
 
 

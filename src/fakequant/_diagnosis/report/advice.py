@@ -67,8 +67,8 @@ _NO_SCALE = Finding(
 _OFF = Finding(
     "off",
     "It is switched off: the model computes in float here, also for the figures of the whole model.",
-    "Use fakequant.nn.switch_quantizers(model, quantizing=True), or write the report after the schedule has switched it "
-    "on.",
+    "Use fakequant.nn.switch_quantizers(model, quantizing=True), or write the report after the schedule has switched "
+    "it on.",
 )
 
 
@@ -113,8 +113,8 @@ def _unused(counts: TensorCounts) -> Finding | None:
             f"{counts.used:,} of {counts.spec.levels:,} codes occur, and none near an end: the scale is much too large "
             "for all values.",
             "This is not caused by an outlier. Give a learned scale a different initial value (`weight_observer` or "
-            "`activation_observer`, such as observers.MSE()) or a lower learning rate. Calibrate an observed scale with "
-            "data like this.",
+            "`activation_observer`, such as observers.MSE()) or a lower learning rate. Calibrate an observed scale "
+            "with data like this.",
         )
     return Finding(
         "few codes",

@@ -102,8 +102,9 @@ def comparison_entry(figures: Figures, found: "Comparison") -> dict[str, Any]:
     figure = figures.draw(
         "layers-sqnr",
         "SQNR of every layer's result",
-        "Signal-to-noise ratio of each layer's result with respect to the float model. Look for a filled dot far to the "
-        "left: that layer adds the noise itself. A hollow dot far from its filled dot shows noise from earlier layers.",
+        "Signal-to-noise ratio of each layer's result with respect to the float model. Look for a filled dot far to "
+        "the left: that layer adds the noise itself. A hollow dot far from its filled dot shows noise from earlier "
+        "layers.",
         draw_comparison,
         drawn,
         bad,
@@ -144,8 +145,8 @@ def sensitivity_entry(figures: Figures, found: "Sensitivity") -> dict[str, Any]:
     figure = figures.draw(
         "sensitivity",
         "Sensitivity of layers",
-        "The effect of each layer on the score. Look for the few longest bars: those layers are worth more bits. Layers "
-        "without a bar need fewer.",
+        "The effect of each layer on the score. Look for the few longest bars: those layers are worth more bits. "
+        "Layers without a bar need fewer.",
         draw_sensitivity,
         found.layers[:ROWS],
     )
@@ -173,9 +174,9 @@ def _signed(value: float) -> Cell:
 def history_entry(figures: Figures, history: History) -> dict[str, Any]:
     captions = {
         "clipped": "Share of values outside the range. Look for a line that rises: its range no longer fits.",
-        "scale_drift": "The largest change of a scale since the previous check. It should go to 0 before training ends.",
+        "scale_drift": "The largest change of a scale since the last check. It should go to 0 before training ends.",
         "levels_used": "Share of codes that occur. Look for a line that falls: the range has become too wide.",
-        "oscillating": "Share of weights whose code changed and changed back. Look for lines that stay high at the end.",
+        "oscillating": "Share of weights whose code changed and changed back. Look for lines that are high at the end.",
     }
     titles = {
         "clipped": "Clipped values",
