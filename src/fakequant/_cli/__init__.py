@@ -3,7 +3,7 @@
 import traceback
 
 from fakequant._cli import bench_command, demo_command, info_command, report_command, summary_command, verify_command
-from fakequant._cli.command import make_parser
+from fakequant._cli.command import Answer, make_parser
 from fakequant._cli.output import complain, flush, only_for_results, write
 from fakequant._cli.short_errors import one_line
 
@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else UNKNOWN
     try:
         with only_for_results():
-            answer = options.run(options)
+            answer: Answer = options.run(options)
         write(answer.as_json() if options.json else answer.text)
     except KeyboardInterrupt:
         complain(traceback.format_exc() if options.debug else f"{options.prog}: interrupted")

@@ -3,7 +3,12 @@
 It has batch norms to fold, an addition, a mean, and a linear layer at the end.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
+
+# A module with a typed call: that of nn.Module returns Any.
+Layer = Callable[[Tensor], Tensor]
 
 
 def _convolution(inputs: int, outputs: int, stride: int = 1) -> list[nn.Module]:
@@ -21,7 +26,7 @@ class Residual(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.body = nn.Sequential(*_convolution(channels, channels), nn.ReLU(), *_convolution(channels, channels))
-        self.relu = nn.ReLU()
+        self.relu: Layer = nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns relu(x + body(x))."""
@@ -42,7 +47,7 @@ class DigitsNet(nn.Module):
         self.down = nn.Sequential(*_convolution(16, 32, stride=2), nn.ReLU())
         self.block = Residual(32)
         self.pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        self.head = nn.Linear(32, 10)
+        self.head: Layer = nn.Linear(32, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the scores of the ten digits."""

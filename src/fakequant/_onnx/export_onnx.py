@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,15 @@ from fakequant._onnx.fingerprint import digest_of_graph, digest_of_parameters
 from fakequant._train.running import check_module
 from fakequant._util.optional_packages import require, writing
 
+if TYPE_CHECKING:
+    from onnx_ir import Model, Value
+
+# Arguments of a model are any nesting of tensors and constants.
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
+# The `dynamic_shapes` of torch.onnx.export: nested as the arguments are, with a dict from axes to names per tensor.
+DynamicShapes: TypeAlias = tuple[Any, ...] | dict[str, Any]
+
 # The lowest opset with per-channel scales, and the highest one that is tested.
 LOWEST, HIGHEST = 13, 25
 # The lowest opset that torch's exporter writes.
@@ -33,12 +42,12 @@ _TORCHS_LOWEST = 18
 def export_onnx(
     model: nn.Module,
     path: str | os.PathLike[str],
-    example_inputs: Any,
+    example_inputs: Tensor | Sequence[Any] | Mapping[str, Any],
     *,
     target: str | None = None,
     opset: int = 21,
     dynamic_batch: bool = True,
-    dynamic_shapes: Any = None,
+    dynamic_shapes: DynamicShapes | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
 ) -> None:
@@ -111,7 +120,7 @@ def _converted(model: nn.Module, target: str | None) -> nn.Module:
     return golden
 
 
-def _require_float32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _require_float32(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
     inputs = {**{f"example input {number}": x for number, x in enumerate(args)}, **kwargs}
     for name, value in (*model.named_parameters(), *model.named_buffers(), *inputs.items()):
         if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float32:
@@ -121,12 +130,12 @@ def _require_float32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
             )
 
 
-def _rename(values: Sequence[Any], names: Sequence[str] | None, argument: str) -> None:
+def _rename(values: "Sequence[Value]", names: Sequence[str] | None, argument: str) -> None:
     if names is None:
         return
     if isinstance(names, str) or len(names) != len(values) or len(set(names)) != len(names):
         raise ValueError(
-            f"`{argument}` must hold {len(values)} different names, for {', '.join(str(v.name) for v in values)}, "
+            f"`{argument}` must be {len(values)} different names, for {', '.join(str(v.name) for v in values)}, "
             f"got {names!r}."
         )
     for value, name in zip(values, names, strict=True):
@@ -143,10 +152,10 @@ class _Autocast(ValueError):
     """The model's forward pass switches autocast on."""
 
 
-def _require_no_autocast(model: nn.Module, args: Any, kwargs: Any) -> None:
+def _require_no_autocast(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
     """Runs the model once and raises _Autocast if its forward pass switches autocast on."""
 
-    def look(module: nn.Module, inputs: Any) -> None:
+    def look(module: nn.Module, inputs: Args) -> None:
         if torch.is_autocast_enabled("cpu"):
             raise _Autocast(
                 "The model's forward pass switches torch.autocast on, but only float32 models can be exported.\n"
@@ -173,7 +182,7 @@ def _copied(inputs: Any) -> Any:
     return pytree.tree_map_only(Tensor, torch.clone, inputs)
 
 
-def _inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _inputs(example: Any) -> tuple[Args, Kwargs]:
     if isinstance(example, Tensor):
         return (example,), {}
     if isinstance(example, Mapping):
@@ -185,7 +194,7 @@ def _inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def _export(model: nn.Module, args: Any, kwargs: Any, opset: int, shapes: Any) -> Any:
+def _export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: DynamicShapes | None) -> "Model":
     """Returns the ONNX program from torch's exporter, with one node per grid and per stored weight."""
     _require_no_autocast(model.eval(), args, kwargs)
     make_exportable(model)
@@ -202,7 +211,7 @@ def _export(model: nn.Module, args: Any, kwargs: Any, opset: int, shapes: Any) -
             raise ValueError(_FIXED.format(_reason(error), *_lengths(args, kwargs))) from error
 
 
-def _torch_export(model: nn.Module, args: Any, kwargs: Any, opset: int, shapes: Any) -> Any:
+def _torch_export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: DynamicShapes | None) -> "Model":
     from fakequant._onnx.lowering import TRANSLATIONS
 
     program = torch.onnx.export(
@@ -212,7 +221,7 @@ def _torch_export(model: nn.Module, args: Any, kwargs: Any, opset: int, shapes: 
         dynamo=True,
         opset_version=opset,
         dynamic_shapes=shapes,
-        custom_translation_table=TRANSLATIONS,  # type: ignore[arg-type]
+        custom_translation_table=TRANSLATIONS,
         verbose=False,
     )
     assert program is not None
@@ -226,7 +235,7 @@ _FIXED = (
 )
 
 
-def _batches(args: Any, kwargs: Any) -> Any:
+def _batches(args: Args, kwargs: Kwargs) -> DynamicShapes:
     """Returns the `dynamic_shapes` that mark the first axis of every input as dynamic."""
     return tuple(_batch_of(x) for x in args) if args else {name: _batch_of(x) for name, x in kwargs.items()}
 
@@ -245,16 +254,16 @@ def _reason(error: BaseException) -> str:
     return " ".join(lines[:2]) if lines else type(error).__name__
 
 
-def _lengths(args: Any, kwargs: Any) -> list[str]:
+def _lengths(args: Args, kwargs: Kwargs) -> list[str]:
     found = {str(len(x)) for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > 0}
     return [" and ".join(sorted(found)) or "none"]
 
 
-def _batch_of(x: Any) -> Any:
+def _batch_of(x: object) -> dict[int, str] | None:
     return {0: "batch"} if isinstance(x, Tensor) and x.dim() > 0 else None
 
 
-def _finish(program: Any, opset: int, target: _targets.Target) -> None:
+def _finish(program: "Model", opset: int, target: _targets.Target) -> None:
     from fakequant._onnx import graph_forms, lowering, old_opsets
 
     graph_forms.rewrite(program)

@@ -5,7 +5,6 @@
 """
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +37,12 @@ class Stored:
     bias_scale: Tensor | None
 
 
-def stored_tensors(layer: Any, bits: int) -> Stored:
+def stored_tensors(layer: IntegerLayer, bits: int) -> Stored:
     """Returns the tensors that a file stores for a converted layer with a quantized weight and codes of `bits` bits."""
     record = layer._fakequant
     spec = record.weight_spec
     scale = layer.weight_scale * 2.0**record.weight_shift
-    zero_point: Any = 0 if layer.weight_zero_point is None else layer.weight_zero_point
+    zero_point = 0 if layer.weight_zero_point is None else layer.weight_zero_point
     codes = tensor_functions.quantize(float_weight(layer), scale, zero_point, spec)
     blocks = block_shape(record.weight_shape, spec) if spec.axis is not None else ()
     return Stored(
@@ -62,23 +61,24 @@ class ExportedIntegers(Integers):
     # Computed before the model is traced. None if the weight is a float.
     stored: Stored | None = None
 
-    def quantized_weight(self, layer: Any) -> Tensor:
+    def quantized_weight(self, layer: IntegerLayer) -> Tensor:
         """Returns the weight as the result of the operator that stores its codes."""
         if self.stored is None:
             return super().quantized_weight(layer)
         file = self.stored
         return onnx_operators.stored(file.codes, file.scale, file.zero_point, file.bits, self.name("weight"))
 
-    def result(self, layer: Any, operator: Operator, input: Tensor, rows: slice) -> Tensor:
+    def result(self, layer: IntegerLayer, operator: Operator, input: Tensor, rows: slice) -> Tensor:
         """Applies `operator` to floats. Runtimes fuse it with the DQ and Q nodes around it into an integer kernel."""
         x = self.quantize_input(layer, input)
         weight, bias = self.quantized_weight(layer), getattr(layer, self.kind.bias_name, None)
         if layer.bias_codes is not None:
             assert self.stored is not None
+            assert self.stored.bias_scale is not None
             bias = onnx_operators.stored(layer.bias_codes, self.stored.bias_scale, None, 32, self.name("bias"))
         weight, bias = weight[rows] if rows != slice(None) else weight, part_of(bias, rows)
         if operator is linear and x.dim() > 2:  # runtimes have one kernel for a 2-D product with bias
-            return operator(x.flatten(0, -2), weight, bias).unflatten(0, (-1, *x.shape[1:-1]))
+            return torch.unflatten(operator(x.flatten(0, -2), weight, bias), 0, (-1, *x.shape[1:-1]))
         return operator(x, weight, bias)
 
 

@@ -1,7 +1,7 @@
 """Hashes stored in an exported file, to detect later changes and to identify the exported parameters."""
 
 import hashlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor, nn
@@ -9,8 +9,11 @@ from torch import Tensor, nn
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
 
+if TYPE_CHECKING:
+    import onnx
 
-def digest_of_graph(model: Any) -> str:
+
+def digest_of_graph(model: "onnx.ModelProto") -> str:
     """Returns a hash of everything in an ONNX model that affects results: nodes, tensors, inputs, outputs, opsets."""
     import onnx
 
@@ -49,7 +52,7 @@ def digest_of_parameters(golden: nn.Module) -> str:
     return seen.hexdigest()
 
 
-def _add(seen: Any, *parts: str | bytes) -> None:
+def _add(seen: "hashlib._Hash", *parts: str | bytes) -> None:
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
         seen.update(len(data).to_bytes(8, "little"))

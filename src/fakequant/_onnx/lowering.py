@@ -8,9 +8,11 @@ This runs after torch's exporter, for three reasons: the rest of the file must b
 the exporter's optimizer must not fold or merge these nodes. Values are named after the paths of their modules.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 from onnxscript.values import Op, Opset
@@ -20,6 +22,9 @@ from fakequant._onnx.metadata_keys import OFFSET, QUANTIZER
 
 DOMAIN = "fakequant.export"
 
+Array = npt.NDArray[Any]  # of any dtype that ONNX has
+Attributes = dict[str, int]
+
 # --- during torch's export: one node each -----------------------------------------------------------
 
 _OPSET = Opset(DOMAIN, 1)
@@ -27,7 +32,7 @@ _FLOATS = ("F", ["tensor(float)", "tensor(float16)", "tensor(double)", "tensor(b
 _INTEGERS = [f"tensor({kind})" for kind in ("int8", "uint8", "int16", "uint16", "int32", "int64")]
 
 
-def _op(name: str, first: str, constraints: list[Any], numbers: list[str]) -> Op:
+def _op(name: str, first: str, constraints: list[tuple[str, list[str], str]], numbers: list[str]) -> Op:
     schema, kinds = onnx.defs.OpSchema, onnx.defs.OpSchema.AttrType
     parameter = schema.FormalParameter
     optional = schema.FormalParameterOption.Optional
@@ -49,7 +54,8 @@ def _op(name: str, first: str, constraints: list[Any], numbers: list[str]) -> Op
 _GRID = _op("Grid", "F", [("Z", _INTEGERS, "")], ["qmin", "qmax", "lowest", "highest"])
 _STORED = _op("Stored", "Q", [("Z", _INTEGERS, ""), ("Q", _INTEGERS, "")], ["bits"])
 
-TRANSLATIONS = {
+# For torch's exporter: operators and the functions that emit their nodes.
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     onnx_operators.grid: lambda x, scale, zero_point, qmin, qmax, name: _GRID(
         x, scale, zero_point, qmin=qmin, qmax=qmax, lowest=qmin, highest=qmax, name=name
     ),
@@ -90,14 +96,14 @@ class Lowering:
         self.model.opset_imports.pop(DOMAIN, None)
         remove_unused(self.graph)
 
-    def _grid(self, node: Any) -> None:
+    def _grid(self, node: ir.Node) -> None:
         path = node.attributes["name"].as_string()
         name = self._unique(path)
         lowest, highest = (node.attributes[end].as_int() for end in ("lowest", "highest"))
         dtype, offset = self._storage(path, lowest, highest)
         lo, hi = (node.attributes[end].as_int() + offset for end in ("qmin", "qmax"))
         scale, zero_point, attributes = self._parameters(node, path, dtype, offset)
-        x, is_full = node.inputs[0], (lo, hi) == _OWN_RANGES[dtype]
+        x, is_full = input_of(node, 0), (lo, hi) == _OWN_RANGES[dtype]
         if not is_full and dtype in (_INT16, _UINT16):
             x, is_full = self._clipped(node, path, name, x, scale, zero_point, lo, hi, attributes), True
         quantized = f"{name}_quantized"
@@ -139,7 +145,16 @@ class Lowering:
             )
 
     def _clipped(
-        self, node: Any, path: str, name: str, x: Any, scale: Any, zero_point: Any, lo: int, hi: int, attributes: Any
+        self,
+        node: ir.Node,
+        path: str,
+        name: str,
+        x: ir.Value,
+        scale: ir.Value,
+        zero_point: ir.Value,
+        lo: int,
+        hi: int,
+        attributes: Attributes,
     ) -> ir.Value:
         """Emits a float Clip to the values of the codes `lo` and `hi`.
 
@@ -147,23 +162,24 @@ class Lowering:
         """
         if attributes:
             raise ValueError(f"{path}: the range {lo} to {hi} per channel or group cannot be exported in 16 bits.")
-        s, z = scale.const_value.numpy(), zero_point.const_value.numpy().astype(np.float32)
+        s, z = constant_of(scale), constant_of(zero_point).astype(np.float32)
         low, high = (
             self._constant(f"{name}_{end}", (np.float32(v) - z) * s, ir.DataType.FLOAT)
             for end, v in (("low", lo), ("high", hi))
         )
         return self._emit(node, "Clip", [x, low, high], f"{name}_clipped", ir.DataType.FLOAT, {})
 
-    def _stored(self, node: Any) -> None:
+    def _stored(self, node: ir.Node) -> None:
         path = node.attributes["name"].as_string()
-        dtype, bits = node.inputs[0].dtype, node.attributes["bits"].as_int()
+        dtype, bits = input_of(node, 0).dtype, node.attributes["bits"].as_int()
+        assert dtype is not None
         self._require(path, dtype)
         for width, since in ((2, 25), (4, 21)):
             if bits <= width and self.opset >= since:
                 dtype = getattr(ir.DataType, f"{'UINT' if dtype == _UINT8 else 'INT'}{width}")
                 break
         # The optimizer may have merged equal tensors of two layers, so the codes get a tensor named after this layer.
-        codes = self._constant(f"{path}_codes", _value(node.inputs[0]), dtype)
+        codes = self._constant(f"{path}_codes", constant_of(input_of(node, 0)), dtype)
         scale, zero_point, attributes = self._parameters(node, path, dtype, 0)
         # ONNX Runtime needs a zero point to choose an integer kernel, so it is written even if it is 0. It is left out
         # for symmetric scales per group, which have no such kernel, and for int32, which does not allow one.
@@ -176,23 +192,26 @@ class Lowering:
     # --- pieces -----------------------------------------------------------------------------------
 
     def _parameters(
-        self, node: Any, path: str, dtype: ir.DataType, offset: int
-    ) -> tuple[ir.Value, ir.Value, dict[str, Any]]:
+        self, node: ir.Node, path: str, dtype: ir.DataType, offset: int
+    ) -> tuple[ir.Value, ir.Value, Attributes]:
         """Returns scale, zero point, and the axis and block size attributes."""
-        shape = node.inputs[0].shape
-        scale = _value(node.inputs[1])
+        shape = input_of(node, 0).shape
+        assert shape is not None
+        scale = constant_of(input_of(node, 1))
         has_zero = len(node.inputs) > 2 and node.inputs[2] is not None
-        points = _value(node.inputs[2]) if has_zero else np.zeros_like(scale, dtype=np.int32)
+        points = constant_of(input_of(node, 2)) if has_zero else np.zeros_like(scale, dtype=np.int32)
         long = [axis for axis, n in enumerate(scale.shape) if n > 1]
         grouped = [axis for axis in long if scale.shape[axis] != shape[axis]] or (long[1:] and long[-1:])  # groups of 1
-        attributes: dict[str, Any] = {}
+        attributes: Attributes = {}
         if grouped:
             if self.opset < 21:
                 raise UnsupportedOpset(
                     f"{path}: scales per group need opset 21, got opset {self.opset}.\nUse opset=21."
                 )
             axis = grouped[0]
-            attributes = {"axis": axis, "block_size": shape[axis] // scale.shape[axis]}
+            length = shape[axis]
+            assert isinstance(length, int), "the axis of groups has a fixed length"
+            attributes = {"axis": axis, "block_size": length // scale.shape[axis]}
         elif long:
             attributes = {"axis": long[0]}
             scale, points = scale.reshape(-1), points.reshape(-1)
@@ -209,7 +228,7 @@ class Lowering:
         count = self.calls[name] = self.calls.get(name, 0) + 1
         return name if count == 1 else f"{name}_{count}"
 
-    def _constant(self, name: str, array: Any, dtype: ir.DataType) -> ir.Value:
+    def _constant(self, name: str, array: Array, dtype: ir.DataType) -> ir.Value:
         if name in self.made:
             return self.made[name]
         # A buffer of the model may have the same name but another shape: it is replaced.
@@ -222,19 +241,37 @@ class Lowering:
         return value
 
     def _emit(
-        self, at: Any, op: str, inputs: list[Any], name: str, dtype: ir.DataType, attributes: dict[str, Any]
+        self, at: ir.Node, op: str, inputs: list[ir.Value], name: str, dtype: ir.DataType, attributes: Attributes
     ) -> ir.Value:
+        """Inserts a node before `at` and returns its output, which has the shape of `at`'s output.
+
+        Args:
+            at: The node before which the new one is inserted.
+            op: The ONNX operator.
+            inputs: The inputs of the node.
+            name: The name of the output.
+            dtype: The type of the output.
+            attributes: The attributes of the node.
+        """
         value = ir.Value(name=name, shape=at.outputs[0].shape, type=ir.TensorType(dtype))
         made = ir.convenience.convert_attributes(attributes)
         self.graph.insert_before(at, ir.Node("", op, inputs, made, outputs=[value], name=f"{name}/{op}"))
         return value
 
-    def _replace(self, node: Any, value: ir.Value) -> None:
+    def _replace(self, node: ir.Node, value: ir.Value) -> None:
         ir.convenience.replace_all_uses_with(node.outputs[0], value, replace_graph_outputs=True)
         self.graph.remove(node, safe=True)
 
 
-def _value(value: Any) -> Any:
+def input_of(node: ir.Node, number: int) -> ir.Value:
+    """Returns an input of a node that is not optional."""
+    value = node.inputs[number]
+    assert value is not None, f"{node.name} has no input {number}"
+    return value
+
+
+def constant_of(value: ir.Value) -> Array:
+    """Returns the array of a constant value."""
     assert value.const_value is not None, f"{value.name} is not a constant"
     return value.const_value.numpy()
 

@@ -8,6 +8,8 @@ replaces them by QuantizeLinear and DequantizeLinear. Scales have one entry per 
 (rows, groups).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -43,8 +45,8 @@ torch.library.register_fake(
     "fakequant_export::stored", lambda codes, *rest: torch.empty_like(codes, dtype=torch.float32), lib=_LIBRARY
 )
 
-grid = torch.ops.fakequant_export.grid.default
-stored = torch.ops.fakequant_export.stored.default
+grid: Callable[[Tensor, Tensor, Tensor, int, int, str], Tensor] = torch.ops.fakequant_export.grid.default
+stored: Callable[[Tensor, Tensor, Tensor | None, int, str], Tensor] = torch.ops.fakequant_export.stored.default
 
 
 def dynamic_grid(x: Tensor, spec: QuantSpec, eps: float) -> Tensor:

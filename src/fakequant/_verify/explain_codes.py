@@ -11,7 +11,7 @@ from fakequant._convert.golden.sums_to_codes import ARITHMETICS
 from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, Moved, Origin, Rectified
 from fakequant.nn._quantized_layer import input_grid_of
 
-OVERFLOW = "overflow: sums of products do not fit in 32 bits; use fewer bits, or split the layer"
+OVERFLOW = "overflow: sums of products do not fit 32 bits; use fewer bits, or split the layer"
 SATURATION = "saturation: the kernels of this CPU add pairs of products in 16 bits; use 7-bit weights (onnxruntime-x86)"
 NOT_FUSED = "fusion: the runtime computed layer and quantizer separately, in float32"
 FUSED = "fusion: the runtime computed layer and quantizer as one kernel"

@@ -10,7 +10,7 @@ where `magnitude` is |y|, or for a sum the sum of the magnitudes of its terms. R
 larger than those between repetitions. Elements that are selected, masked or filled with a constant do not change.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count, islice
 from typing import Any
 
@@ -67,7 +67,7 @@ class Perturbed(TorchDispatchMode):
     """A mode that adds a random rounding error to the result of every float operation."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -120,8 +120,8 @@ def _magnitudes(value: Any) -> Any:
     return value
 
 
-def _first(result: Any) -> Tensor:
-    return result[0] if isinstance(result, (tuple, list)) else result
+def _first(result: Tensor | Sequence[Tensor]) -> Tensor:
+    return result if isinstance(result, Tensor) else result[0]
 
 
 class Rounding:

@@ -116,7 +116,7 @@ class Verification:
         if out.disturbance:
             return (
                 f"The runtime's results change by {out.disturbance:.3g} when its codes are read, because it merges "
-                "consecutive quantizers.\nGive them the same spec and observer."
+                "quantizers that follow each other.\nGive them the same spec and observer."
             )
         if out.runtime_unexplained:
             return f"The runtime's results differ from the golden model's after the last quantizer: {out.why}."

@@ -180,8 +180,9 @@ class _Comparison:
                 found.differences.append(_Difference(path, call, grid, plain(x), origin_of(x), before, mine, theirs))
 
         def remember(module: Any, args: Any, y: Any) -> None:
-            if isinstance(y, Tensor) and isinstance(origin_of(y), Accumulated):
-                found.sums.append(origin_of(y))  # type: ignore[arg-type]
+            origin = origin_of(y) if isinstance(y, Tensor) else None
+            if isinstance(origin, Accumulated):
+                found.sums.append(origin)
 
         with self._taking_codes(codes, look, whose):
             handles = [m.register_forward_hook(remember) for m in self.golden.modules() if isinstance(m, IntegerLayer)]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fakequant._train.running import call_arguments
 from fakequant._train.schedule import Schedule
@@ -32,7 +32,10 @@ def _packages() -> list[Any]:
 
 _PACKAGES = _packages()
 # Each copy accepts only instances of its own Callback class.
-_Callbacks: Any = type("_Callbacks", tuple(package.Callback for package in _PACKAGES), {})
+if TYPE_CHECKING:
+    _Callbacks = object  # the classes are known at run time only
+else:
+    _Callbacks = type("_Callbacks", tuple(package.Callback for package in _PACKAGES), {})
 
 
 class QATCallback(_Callbacks):

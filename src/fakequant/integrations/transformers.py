@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,10 @@ from fakequant.nn._quantizer import quantizers
 _transformers: Any = require("transformers", "transformers", "transformers")
 _accelerate: Any = require("accelerate.utils", "accelerate", "transformers")
 _safetensors: Any = require("safetensors.torch", "safetensors", "transformers")
-_TrainerCallback: Any = _transformers.TrainerCallback
+if TYPE_CHECKING:
+    _TrainerCallback = object  # the optional package has no types to derive from
+else:
+    _TrainerCallback = _transformers.TrainerCallback
 _FIELD = "fakequant_config"  # the key in config.json
 
 
@@ -253,7 +256,7 @@ def _files(folder: Path) -> dict[str, str]:
     """Returns the name of the file that contains each tensor of a folder, by tensor name."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     file = folder / "model.safetensors"
     if not file.is_file():
         raise FileNotFoundError(f"{folder} has no model.safetensors.\nPass a folder that save_pretrained wrote.")

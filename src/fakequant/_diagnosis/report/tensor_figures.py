@@ -1,5 +1,7 @@
 """The two figures of a quantized tensor: the histogram of its values, and the frequency of each code."""
 
+from typing import Any
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -134,7 +136,7 @@ def _write_tails(axes: Axes, counts: TensorCounts) -> None:
         axes.text(1, 0.985, "nothing is clipped", **_at_top(axes, "right", MUTED))
 
 
-def _at_top(axes: Axes, side: str, color: str) -> dict:
+def _at_top(axes: Axes, side: str, color: str) -> dict[str, Any]:
     return {"transform": axes.transAxes, "va": "top", "ha": side, "color": color, "size": 8.5, "linespacing": 1.3}
 
 
