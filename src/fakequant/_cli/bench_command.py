@@ -5,6 +5,7 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import fakequant
@@ -108,7 +109,7 @@ def _measure(case: Case, threads: int) -> Row:
 
 
 @contextmanager
-def _threads(n: int, torch: Any) -> Iterator[None]:
+def _threads(n: int, torch: ModuleType | None) -> Iterator[None]:
     """Sets the number of threads of fakequant and torch, and restores it at the end."""
     before = fakequant.get_num_threads()
     torchs = 1 if torch is None else torch.get_num_threads()
@@ -122,7 +123,7 @@ def _threads(n: int, torch: Any) -> Iterator[None]:
             torch.set_num_threads(torchs)
 
 
-def _torch() -> Any:
+def _torch() -> ModuleType | None:
     try:
         import torch
     except ImportError:

@@ -4,8 +4,9 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from types import ModuleType
 from typing import Any, NoReturn
 
 from fakequant._cli.output import complain
@@ -21,6 +22,7 @@ class Answer:
     """The result of a command: as text, as data for JSON, and as an exit code."""
 
     text: str
+    # Anything that JSON has; values of other types are written as strings.
     data: Any
     code: int = 0
 
@@ -56,7 +58,7 @@ class Commands:
     def add(
         self,
         name: str,
-        run: Any,
+        run: Callable[[argparse.Namespace], Answer],
         help: str,
         *,
         examples: Sequence[str],
@@ -94,7 +96,7 @@ class Commands:
         return parser
 
 
-def make_parser(modules: Sequence[Any]) -> Parser:
+def make_parser(modules: Sequence[ModuleType]) -> Parser:
     """Returns the parser of the whole command line."""
     parser = Parser(
         prog="fakequant",
@@ -111,11 +113,11 @@ def make_parser(modules: Sequence[Any]) -> Parser:
     return parser
 
 
-def _add_debug(parser: Parser, default: Any) -> None:
+def _add_debug(parser: Parser, default: bool | str) -> None:
     parser.add_argument("--debug", action="store_true", default=default, help="show tracebacks of errors")
 
 
-def whole_number(least: int) -> Any:
+def whole_number(least: int) -> Callable[[str], int]:
     """Returns an argparse type that accepts whole numbers of at least `least`."""
 
     def convert(text: str) -> int:

@@ -8,11 +8,17 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from fakequant._cli.short_errors import Problem, called_exit, join, missing_extra
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fakequant.config import QuantConfig
 
 HOW = "use FILE.py:NAME or MODULE:NAME"
 
@@ -33,7 +39,7 @@ def find(where: str) -> Any:
     return getattr(module, name)
 
 
-def load_model(where: str) -> Any:
+def load_model(where: str) -> "nn.Module":
     """Returns the named module, or the module that the named function returns."""
     found = find(where)
     import torch
@@ -49,7 +55,7 @@ def load_model(where: str) -> Any:
     return found
 
 
-def load_data(where: str) -> Any:
+def load_data(where: str) -> Iterable[Any]:
     """Returns the named batches, or the batches that the named function returns."""
     found = find(where)
     import torch
@@ -63,12 +69,12 @@ def load_data(where: str) -> Any:
             "function that returns them"
         )
     with contextlib.suppress(TypeError):  # the length is unknown
-        if len(found) == 0:  # type: ignore[arg-type]
+        if isinstance(found, Sized) and len(found) == 0:
             raise Problem(f"{where} has no batches; give it at least one")
     return found
 
 
-def load_config(where: str) -> Any:
+def load_config(where: str) -> "QuantConfig":
     """Returns the named QuantConfig, or the one that the named function returns."""
     from fakequant.config import QuantConfig
 
@@ -79,7 +85,7 @@ def load_config(where: str) -> Any:
     return found
 
 
-def load_state(model: Any, path: str, prepared: bool = True) -> None:
+def load_state(model: "nn.Module", path: str, prepared: bool = True) -> None:
     """Loads a file that `torch.save(model.state_dict(), path)` wrote into the model."""
     import torch
 
@@ -106,7 +112,7 @@ def load_state(model: Any, path: str, prepared: bool = True) -> None:
         ) from error
 
 
-def _misfit(model: Any, state: Mapping[Any, Any], error: Exception) -> str:
+def _misfit(model: "nn.Module", state: Mapping[Any, Any], error: Exception) -> str:
     """Returns the names that only the model or only the state has, or torch's message if there are none."""
     there, here = list(map(str, state)), list(model.state_dict())
     lacking = [name for name in here if name not in there]
@@ -135,7 +141,7 @@ def folder_to_write(path: str) -> Path:
     return folder
 
 
-def _module(place: str) -> Any:
+def _module(place: str) -> ModuleType:
     if place.endswith(".py"):
         path = Path(place).resolve()
         if not path.is_file():
@@ -155,7 +161,7 @@ def _module(place: str) -> Any:
 
 
 @functools.cache
-def _run(path: Path) -> Any:
+def _run(path: Path) -> ModuleType:
     """Runs a file once and returns it as a module. It can import files next to it, like a script."""
     _look_in(path.parent)
     spec = importlib.util.spec_from_file_location(f"_fakequant_{path.stem}", path)
@@ -176,7 +182,7 @@ def _look_in(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def _call(where: str, function: Any) -> Any:
+def _call(where: str, function: Callable[[], object]) -> object:
     with _user_code(where):
         return function()
 

@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> Answer:
     if options.state:
         load_state(model, options.state)
     float_model = load_model(options.float) if options.float else None
-    if options.float_state:
+    if float_model is not None and options.float_state:
         load_state(float_model, options.float_state, prepared=False)
     data = load_data(options.data)
     import fakequant

@@ -57,8 +57,9 @@ def one_line(error: BaseException, needed: str = "torch") -> str:
 
 def missing_extra(error: BaseException) -> str | None:
     """Returns the extra that installs the missing package, or None if the error has another cause."""
-    is_absence = isinstance(error, ModuleNotFoundError) and error.name is not None
-    return EXTRAS.get(error.name) if is_absence else None  # type: ignore[attr-defined]
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        return EXTRAS.get(error.name)
+    return None
 
 
 def called_exit(error: SystemExit) -> str:

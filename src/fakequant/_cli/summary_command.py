@@ -3,11 +3,14 @@
 import argparse
 import copy
 import re
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fakequant._cli.command import Answer, Commands, add_model
 from fakequant._cli.loading import load_config, load_model
 from fakequant._cli.short_errors import Problem
+
+if TYPE_CHECKING:
+    from fakequant.config import QuantConfig
 
 RECIPES = ("int8", "int8_dynamic", "int4_weight_only", "w4a8")
 ALL_RECIPES = f"{', '.join(RECIPES)}, lsq2 to lsq8"
@@ -54,7 +57,7 @@ def _recipe(text: str) -> str:
     raise argparse.ArgumentTypeError(f"expected {ALL_RECIPES} or FILE.py:NAME, got {text!r}")
 
 
-def _config(recipe: str) -> Any:
+def _config(recipe: str) -> "QuantConfig":
     if ":" in recipe:
         return load_config(recipe)
     from fakequant import recipes

@@ -8,16 +8,18 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar
 
 from fakequant._train.running import Bar
+
+_Item = TypeVar("_Item")
 
 
 class Stage:
     """A stage of the demo, with a progress bar if stderr is a terminal."""
 
     def __init__(self, name: str, total: int, show: bool) -> None:
-        self._bar: Any = Bar(
+        self._bar = Bar(
             total=total,
             disable=None if show else True,  # None disables it unless stderr is a terminal
             leave=False,
@@ -36,7 +38,7 @@ class Stage:
         """Advances the bar."""
         self._bar.update(number)
 
-    def each(self, items: Iterable[Any]) -> Iterator[Any]:
+    def each(self, items: Iterable[_Item]) -> Iterator[_Item]:
         """Yields the items and advances the bar after each."""
         for item in items:
             yield item

@@ -61,7 +61,7 @@ class Result:
         self._write("result.json", {"test_images": self.test_images, "rows": rows})
         self._write("times.json", {"step_time_over_float": times, "seconds": self.seconds})
 
-    def _write(self, name: str, value: Any) -> None:
+    def _write(self, name: str, value: dict[str, Any]) -> None:
         with writing(Path(self.folder) / name) as unfinished:
             unfinished.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
@@ -83,18 +83,16 @@ class Result:
             "differing codes  codes of all quantizers in ONNX Runtime that differ from the golden model's",
         ]
         if any(row.weight_bits == 7 for row in self.rows):
-            lines.insert(
-                2, "7 bits           int8 weights limited to 7 bits: sums are exact on any x86, with or without VNNI"
-            )
+            lines.insert(2, "7 bits           int8 weights limited to 7 bits, so that sums are exact on any x86 CPU")
         lines += [f"{row.model:<17}integer model differs: {row.why}" for row in self.rows if row.why]
         return "\n".join(lines)
 
     def _next(self) -> str:
         folder = Path(self.folder)
         lines = [
-            f"Look at          {folder / 'report.html'} in a browser: every tensor and layer",
-            f"Run              {folder}/*.onnx in ONNX Runtime; all results are in result.json",
-            "Try              your own model: fq.prepare, calibrate, train, export_onnx, verify",
+            f"Look at it       {folder / 'report.html'} in a browser: every tensor and layer",
+            f"Run it           {folder}/*.onnx in ONNX Runtime; all results are in result.json",
+            "Use it           with your own model: fq.prepare, calibrate, train, export_onnx, verify",
         ]
         return "\n".join(lines)
 

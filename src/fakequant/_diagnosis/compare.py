@@ -14,7 +14,7 @@ from fakequant._convert.golden.integer_layer import IntegerLayer
 from fakequant._diagnosis.inputs import changed_inputs, inputs_of
 from fakequant._diagnosis.pairs import Pair, find_pairs, has_quantized_weight, reference
 from fakequant._diagnosis.sums import Errors, Sums, decibels, exact
-from fakequant._diagnosis.watching import Call, first_tensor, in_single_steps, recording, watching
+from fakequant._diagnosis.watching import Args, Call, Kwargs, Result, first_tensor, in_single_steps, recording, watching
 from fakequant._prepare.prepare import link_norms
 from fakequant._train.model_snapshot import unchanged
 from fakequant._train.running import Data, check_module, copied, evaluating, run
@@ -166,14 +166,14 @@ class _Comparison:
                     self._add_isolated(pair, reference(pair, calls, number))
             self._run_quantized(*given, calls)
 
-    def _keep_given(self, quantizer: nn.Module, args: Any) -> None:
+    def _keep_given(self, quantizer: nn.Module, args: Args) -> None:
         self._given[quantizer] = args[0]
 
-    def _find_norms(self, args: Any, kwargs: Any) -> None:
+    def _find_norms(self, args: Args, kwargs: Kwargs) -> None:
         """Finds the layer of each folded batch norm: the one whose result is the input of the remaining identity."""
-        results: list[tuple[Any, str]] = []
+        results: list[tuple[Result, str]] = []
 
-        def look(path: str, args: Any, kwargs: Any, result: Any) -> None:
+        def look(path: str, args: Args, kwargs: Kwargs, result: Result) -> None:
             if path in self.folded:
                 layer = next((p for y, p in reversed(results) if args and y is args[0]), None)
                 if layer is not None:
@@ -184,7 +184,7 @@ class _Comparison:
         with watching({**{p: pair.module for p, pair in self.pairs.items()}, **self.folded}, look):
             self.quantized_model(*args, **kwargs)
 
-    def _run_float(self, args: Any, kwargs: Any) -> dict[str, list[Call]]:
+    def _run_float(self, args: Args, kwargs: Kwargs) -> dict[str, list[Call]]:
         modules = {path: pair.before for path, pair in self.pairs.items()}
         norms = {pair.norm for pair in self.pairs.values() if pair.norm is not None}
         modules.update({path: self.float_model.get_submodule(path) for path in norms | self.folded.keys()})
@@ -204,10 +204,10 @@ class _Comparison:
         result = pair.module(*args, **kwargs)
         self._add(pair, pair.isolated, call, call.args, call.kwargs, result)
 
-    def _run_quantized(self, args: Any, kwargs: Any, calls: dict[str, list[Call]]) -> None:
+    def _run_quantized(self, args: Args, kwargs: Kwargs, calls: dict[str, list[Call]]) -> None:
         numbers: dict[str, int] = {}
 
-        def look(path: str, args: Any, kwargs: Any, result: Any) -> None:
+        def look(path: str, args: Args, kwargs: Kwargs, result: Result) -> None:
             number = numbers[path] = numbers.get(path, -1) + 1
             if number < len(calls.get(path, ())):  # otherwise the float model took another path
                 pair = self.pairs[path]
@@ -216,7 +216,17 @@ class _Comparison:
         with watching({path: pair.module for path, pair in self.pairs.items()}, look):
             self.quantized_model(*args, **kwargs)
 
-    def _add(self, pair: Pair, sums: Sums, call: Call, args: Any, kwargs: Any, result: Any) -> None:
+    def _add(self, pair: Pair, sums: Sums, call: Call, args: Args, kwargs: Kwargs, result: Result) -> None:
+        """Adds the errors of one call of a quantized layer to `sums`.
+
+        Args:
+            pair: The layer.
+            sums: The sums of the pair, isolated or accumulated.
+            call: The call of the float model's layer.
+            args: The positional arguments of the quantized layer.
+            kwargs: The keyword arguments of the quantized layer.
+            result: The result of the quantized layer.
+        """
         y = first_tensor(result)
         if pair.norm_to_come is not None and y is not None:
             y = pair.norm_to_come.forward(y)  # not called, because a hook may quantize its result

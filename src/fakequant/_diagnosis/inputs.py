@@ -8,14 +8,16 @@ from torch import Tensor, nn
 
 from fakequant._backends.torch import tensor_functions
 from fakequant._convert.golden.fixed_grid import Grid
+from fakequant._diagnosis.watching import Args, Kwargs
 from fakequant._train.health import qparams_at_hand
+from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._quantized_layer import QuantizedLayer, input_grid_of as grid_of_layer
 from fakequant.nn._quantizer import Quantizer
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-
-def changed_inputs(layer: nn.Module, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> Arguments:
+def changed_inputs(
+    layer: nn.Module, args: Args, kwargs: Kwargs, change: Callable[[Tensor], Tensor]
+) -> tuple[Args, Kwargs]:
     """Returns the arguments with `change` applied once to each tensor that the layer quantizes.
 
     >>> changed_inputs(nn.Linear(2, 2), (torch.ones(2),), {}, torch.neg)
@@ -35,7 +37,7 @@ def changed_inputs(layer: nn.Module, args: Any, kwargs: Any, change: Callable[[T
     return positional, {name: once(x) if name in names else x for name, x in kwargs.items()}
 
 
-def inputs_of(layer: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
+def inputs_of(layer: nn.Module, args: Args, kwargs: Kwargs) -> list[Tensor]:
     """Returns the tensors that the layer quantizes, each once."""
     found: list[Tensor] = []
 
@@ -57,16 +59,16 @@ def is_on(quantizer: Quantizer | Grid) -> bool:
     return isinstance(quantizer, Grid) or quantizer.quantizing
 
 
-def qparams_for(quantizer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+def qparams_for(quantizer: Quantizer | Grid, x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the scale and zero point with which `x` is quantized."""
     if isinstance(quantizer, Grid) and quantizer.scale is not None and quantizer.zero_point is not None:
         return quantizer.scale, quantizer.zero_point
-    if isinstance(quantizer, Quantizer) and not quantizer.is_dynamic:
-        return quantizer.qparams()
-    return qparams_at_hand(quantizer, x)
+    if isinstance(quantizer, Grid) or (isinstance(quantizer, FakeQuantize) and quantizer.is_dynamic):
+        return qparams_at_hand(quantizer, x)
+    return quantizer.qparams()
 
 
-def step_of(quantizer: Any, scale: Tensor, x: Tensor) -> Tensor:
+def step_of(quantizer: Quantizer | Grid, scale: Tensor, x: Tensor) -> Tensor:
     """Returns the scale of each element of `x`, computed by dequantizing the code 1."""
     spec = quantizer.spec
     ones = torch.ones(x.shape, dtype=getattr(torch, spec.storage), device=x.device)

@@ -21,9 +21,9 @@ class Pair:
     def __init__(self, path: str, before: nn.Module, module: nn.Module) -> None:
         self.path, self.kind, self.before, self.module = path, type(before).__name__, before, module
         self.input_grid = input_grid_of(module)
-        is_layer = isinstance(module, QuantizedLayer)
         # The output quantizer of a module that quantizes nothing else.
-        self.output_grid: Any = None if is_layer else module._modules["output_quantizer"]
+        output, is_layer = module._modules.get("output_quantizer"), isinstance(module, QuantizedLayer)
+        self.output_grid = output if isinstance(output, (Quantizer, Grid)) and not is_layer else None
         # The path of the batch norm that is or will be folded into the layer.
         self.norm: str | None = None
         # The batch norm to apply to the layer's result, if it is not folded yet.
@@ -86,7 +86,7 @@ def _check_shapes(pair: Pair) -> None:
         )
 
 
-def has_quantized_weight(module: Any) -> bool:
+def has_quantized_weight(module: nn.Module) -> bool:
     """Returns True if the weight of a layer is quantized."""
     if isinstance(module, IntegerLayer):
         return module._fakequant.weight_spec is not None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fakequant._diagnosis.suggestion import suggested
 from fakequant._diagnosis.units import Switches, Unit, find_units
+from fakequant._diagnosis.watching import Args
 from fakequant._prepare.prepare import prepare
 from fakequant._train.calibrate import calibrate, without_scale
 from fakequant._train.model_snapshot import unchanged
@@ -90,7 +91,7 @@ class Sensitivity:
 def sensitivity(
     model: nn.Module,
     config: QuantConfig,
-    evaluate: Callable[[nn.Module], Any],
+    evaluate: Callable[[nn.Module], object],
     *,
     data: Data | None = None,
     progress: bool = True,
@@ -168,7 +169,14 @@ def _require_scales(model: nn.Module) -> None:
 class _Scorer:
     """Calls `evaluate` with selected layers quantized."""
 
-    def __init__(self, model: nn.Module, evaluate: Any, units: list[Unit], switches: Switches, bar: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        evaluate: Callable[[nn.Module], object],
+        units: list[Unit],
+        switches: Switches,
+        bar: Bar,
+    ) -> None:
         self.model, self.evaluate, self.units, self.switches, self.bar = model, evaluate, units, switches, bar
         self.was_run = False
 
@@ -191,11 +199,11 @@ class _Scorer:
         self.bar.update()
         return score
 
-    def _note(self, module: nn.Module, args: Any) -> None:
+    def _note(self, module: nn.Module, args: Args) -> None:
         self.was_run = True
 
 
-def _number(score: Any, words: str) -> float:
+def _number(score: object, words: str) -> float:
     if isinstance(score, (Tensor, np.ndarray)) and math.prod(score.shape) == 1:
         score = score.item()
     if not isinstance(score, Real) or isinstance(score, bool):

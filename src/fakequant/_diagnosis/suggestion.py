@@ -4,14 +4,21 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 from fakequant import _targets
 from fakequant.config import LayerConfig, QuantConfig, Rule
 
+if TYPE_CHECKING:
+    from fakequant._diagnosis.sensitivity import LayerSensitivity
+
 
 def suggested(
-    config: QuantConfig, layers: Sequence[Any], keep: int | None, bits: int | None, precision: LayerConfig | None
+    config: QuantConfig,
+    layers: "Sequence[LayerSensitivity]",
+    keep: int | None,
+    bits: int | None,
+    precision: LayerConfig | None,
 ) -> QuantConfig:
     """Returns the config with the first of `layers` in `precision`.
 
@@ -42,7 +49,7 @@ def suggested(
     return dataclasses.replace(config, rules=(*rules, *config.rules))
 
 
-def total_bits(layers: Sequence[Any], number: int, higher_bits: int | None, in_float: bool) -> int:
+def total_bits(layers: "Sequence[LayerSensitivity]", number: int, higher_bits: int | None, in_float: bool) -> int:
     """Returns the bits of all weights together, with the first `number` layers in higher precision.
 
     Args:
@@ -68,7 +75,7 @@ def total_bits(layers: Sequence[Any], number: int, higher_bits: int | None, in_f
     return total
 
 
-def _within(layers: Sequence[Any], higher_bits: int | None, in_float: bool, budget: Any) -> int:
+def _within(layers: "Sequence[LayerSensitivity]", higher_bits: int | None, in_float: bool, budget: int | None) -> int:
     if not _is_whole(budget) or budget < 0:
         raise ValueError(f"`bits` must be a whole number of bits for all weights together, at least 0, got {budget!r}.")
     totals = [total_bits(layers, number, higher_bits, in_float) for number in range(len(layers) + 1)]
@@ -80,13 +87,13 @@ def _within(layers: Sequence[Any], higher_bits: int | None, in_float: bool, budg
     return max(number for number, total in enumerate(totals) if total <= budget)
 
 
-def _checked(keep: Any, layers: int) -> int:
+def _checked(keep: object, layers: int) -> int:
     if not _is_whole(keep) or not 0 <= keep <= layers:
         raise ValueError(f"`keep` must be a whole number of layers, 0 to {layers}, got {keep!r}.")
     return int(keep)
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

@@ -2,14 +2,15 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fakequant._backends.torch import tensor_functions
+from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.tracked_codes import plain
 from fakequant._diagnosis.inputs import is_on, qparams_for, step_of
+from fakequant.nn._quantizer import Quantizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Sums:
         self.signal += float(y.square().sum())
         self.noise += float(torch.where(y == z, 0, y - z).square().sum())
 
-    def add_quantized(self, quantizer: Any, x: Tensor, expected: Tensor | None) -> None:
+    def add_quantized(self, quantizer: Quantizer | Grid, x: Tensor, expected: Tensor | None) -> None:
         """Adds the clipped share and the error of quantizing `x`, with respect to `expected`."""
         if expected is None or expected.shape != x.shape or not x.numel() or not is_on(quantizer):
             return

@@ -2,11 +2,11 @@
 
 import dataclasses
 from contextlib import ExitStack
-from typing import Any
 
 from torch import nn
 
 from fakequant._diagnosis.inputs import changed_inputs
+from fakequant._diagnosis.watching import Args, Kwargs, Result
 from fakequant._prepare.prepare import preparation
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
@@ -40,9 +40,10 @@ def find_units(model: nn.Module) -> list[Unit]:
     ]
 
 
-def _unit(path: str, module: Any, part_of: str | None) -> Unit:
+def _unit(path: str, module: nn.Module, part_of: str | None) -> Unit:
     if not isinstance(module, QuantizedLayer):
-        quantizer = module.output_quantizer
+        quantizer = module.get_submodule("output_quantizer")
+        assert isinstance(quantizer, Quantizer)
         return Unit(path, type(module).__name__, module, [quantizer], 0, quantizer.spec.bits, 0, part_of)
     own = [child for child in module._modules.values() if isinstance(child, Quantizer)]
     weight = getattr(module, module._fakequant.kind.weight_name)
@@ -81,10 +82,10 @@ class Switches:
                 self._undo.callback(after.remove)
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._undo.close()
 
-    def _borrow(self, layer: Any, args: Any, kwargs: Any) -> Any:
+    def _borrow(self, layer: QuantizedLayer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         grid = layer._fakequant.input_grid
         if layer not in self._on or grid.quantizing:
             return None
@@ -92,7 +93,7 @@ class Switches:
         self._borrowed[layer] = grid
         return changed_inputs(layer, args, kwargs, grid)
 
-    def _give_back(self, layer: nn.Module, args: Any, result: Any) -> None:
+    def _give_back(self, layer: nn.Module, args: Args, result: Result) -> None:
         grid = self._borrowed.pop(layer, None)
         if grid is not None:
             grid.quantizing = False

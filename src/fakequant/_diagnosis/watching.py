@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -12,18 +12,23 @@ from fakequant._train.running import copied
 from fakequant.nn._layer_kinds import find_kind
 from fakequant.nn._quantized_layer import QUANTIZERS, Quantization, QuantizedLayer
 
+# The arguments and the result of a module are any nesting of tensors and constants.
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
+Result: TypeAlias = Any
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
     """Copies of the arguments and the result of one call of a module."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     # The first float tensor of the result. None if there is none.
     result: Tensor | None
 
 
-def first_tensor(result: Any) -> Tensor | None:
+def first_tensor(result: Result) -> Tensor | None:
     """Returns the first float tensor of a result, or None. Attentions return their weights as a second one."""
     values = result if isinstance(result, (tuple, list)) else (result,)
     return next((v for v in values if isinstance(v, Tensor) and v.is_floating_point()), None)
@@ -33,12 +38,12 @@ def first_tensor(result: Any) -> Tensor | None:
 def recording(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[Call]]]:
     """Records all calls of the modules, by path."""
     calls: dict[str, list[Call]] = {}
-    given: dict[nn.Module, tuple[Any, Any]] = {}
+    given: dict[nn.Module, tuple[Args, Kwargs]] = {}
 
-    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def keep(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
         given[module] = copied(args, kwargs)  # before the module can change it in place
 
-    def look(path: str, args: Any, kwargs: Any, result: Any) -> None:
+    def look(path: str, args: Args, kwargs: Kwargs, result: Result) -> None:
         y = first_tensor(result)
         calls.setdefault(path, []).append(Call(*given.pop(modules[path]), None if y is None else y.detach().clone()))
 
@@ -49,7 +54,7 @@ def recording(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[Call]]]:
 
 
 @contextmanager
-def watching(modules: dict[str, nn.Module], look: Callable[[str, Any, Any, Any], None]) -> Iterator[None]:
+def watching(modules: dict[str, nn.Module], look: Callable[[str, Args, Kwargs, Result], None]) -> Iterator[None]:
     """Calls `look(path, args, kwargs, result)` after every call of the modules."""
 
     def hook(path: str) -> Callable[..., None]:

@@ -4,13 +4,20 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fakequant._onnx.fingerprint import digest_of_graph
 from fakequant._onnx.metadata_keys import GRAPH, INPUTS, OFFSET, PARAMETERS, QUANTIZER, TARGET
 from fakequant._util.optional_packages import require
+
+if TYPE_CHECKING:
+    import onnx
+
+Array = npt.NDArray[Any]  # of any dtype that ONNX has
 
 # The kernels of layers that compute with integers. All others compute in float.
 INTEGER_KERNELS = ("QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloat", "MatMulInteger", "ConvInteger")
@@ -18,6 +25,8 @@ INTEGER_KERNELS = ("QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloa
 
 class Runtime:
     """An exported file in two sessions with all optimizations. One of them also outputs the codes of quantizers."""
+
+    model: "onnx.ModelProto"
 
     def __init__(self, path: str | os.PathLike[str], threads: int = 1) -> None:
         onnx, ort = require("onnx", "onnx"), require("onnxruntime", "onnxruntime")
@@ -54,11 +63,13 @@ class Runtime:
         self.inputs = [value.name for value in self.session.get_inputs()]
         self.outputs = [value.name for value in self.model.graph.output]
 
-    def initializer(self, name: str) -> Any:
+    def initializer(self, name: str) -> Array | None:
         """Returns the value of a tensor in the file. None if there is no such tensor."""
         onnx = require("onnx", "onnx")
-        found = next((t for t in self.model.graph.initializer if t.name == name), None)
-        return None if found is None else onnx.numpy_helper.to_array(found)
+        for tensor in self.model.graph.initializer:
+            if tensor.name == name:
+                return np.asarray(onnx.numpy_helper.to_array(tensor))
+        return None
 
     @property
     def target(self) -> str | None:
@@ -84,7 +95,9 @@ class Runtime:
     def _noted(self, key: str) -> str | None:
         return next((p.value for p in self.model.metadata_props if p.key == key), None)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[Any], dict[str, list[Any]]]:
+    def run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Array], list[Array], dict[str, list[Array]]]:
         """Returns the results of the session that outputs codes, the results of the other session, and the codes.
 
         Codes are lists by quantizer path, with one entry per call. Outputting codes prevents some optimizations of the
@@ -103,14 +116,14 @@ class Runtime:
             results = self.unwatched.run(self.outputs, feed)
         except Exception as error:  # of classes without a common base
             raise ValueError(self._cannot_run(feed, error)) from error
-        codes: dict[str, list[Any]] = {}
+        codes: dict[str, list[Array]] = {}
         for name, value in zip(names, found[len(self.outputs) :], strict=True):
             paths, offset = self.codes[name]
             for path in paths:
                 codes.setdefault(path, []).append(value.astype(np.int32) - offset)
         return found[: len(self.outputs)], results, codes
 
-    def _cannot_run(self, feed: dict[str, Any], error: Exception) -> str:
+    def _cannot_run(self, feed: dict[str, Array], error: Exception) -> str:
         takes = ", ".join(f"{value.name} of shape {value.shape}" for value in self.session.get_inputs())
         got = ", ".join(f"{name} of shape {list(value.shape)}" for name, value in feed.items())
         reason = str(error).strip().split("\n")[0]
@@ -120,7 +133,7 @@ class Runtime:
         )
 
 
-def _offset(notes: dict[str, str], path: Any) -> int:
+def _offset(notes: dict[str, str], path: str | os.PathLike[str]) -> int:
     try:
         return int(notes[OFFSET])
     except (KeyError, ValueError) as error:
@@ -133,7 +146,7 @@ def _offset(notes: dict[str, str], path: Any) -> int:
 _PROVIDERS = ["CPUExecutionProvider"]
 
 
-def _options(ort: Any, threads: int) -> Any:
+def _options(ort: ModuleType, threads: int) -> Any:
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.intra_op_num_threads = threads
@@ -141,7 +154,7 @@ def _options(ort: Any, threads: int) -> Any:
     return options
 
 
-def _kernels(model: Any, ort: Any, threads: int) -> dict[str, str]:
+def _kernels(model: "onnx.ModelProto", ort: ModuleType, threads: int) -> dict[str, str]:
     """Returns the operator that computes each layer after all optimizations, by the path of the layer."""
     onnx = require("onnx", "onnx")
     with tempfile.TemporaryDirectory() as folder:

@@ -5,8 +5,6 @@ with a folded norm       scale * |factor| and code * sign(factor)
 bias                     rint(bias / (x_scale * weight_scale))
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -46,8 +44,9 @@ def _require_grid(path: str, quantizer: Quantizer, made: Grid) -> None:
         _demand(torch.equal(zero_point, made.zero_point), path, "zero point")
 
 
-def _require_layer(path: str, layer: Any, made: Any, norm: nn.Module | None) -> None:
+def _require_layer(path: str, layer: QuantizedLayer, made: IntegerLayer, norm: nn.Module | None) -> None:
     kind = made._fakequant.kind
+    axis: int = kind.channel_axis
     bias = getattr(layer, kind.bias_name, None)
     bias = None if bias is None else whole(bias)
     if norm is not None:
@@ -64,25 +63,25 @@ def _require_layer(path: str, layer: Any, made: Any, norm: nn.Module | None) -> 
         return
     here, there = quantized_weight(layer).detach(), float_weight(made)
     if norm is None:
-        _demand(bool((_along(usual, here, kind).logical_not() | (here == there)).all()), path, "weight")
+        _demand(bool((_along(usual, here, axis).logical_not() | (here == there)).all()), path, "weight")
         return
     factor, tiny = factor_of(norm), torch.finfo(torch.float32).tiny
-    exact = here.double() * _along(factor, here, kind)
+    exact = here.double() * _along(factor, here, axis)
     close = (there.double() - exact).abs() <= exact.abs() * 4 * _ONE_ROUNDING + tiny
-    _demand(bool((_along(usual, here, kind).logical_not() | close).all()), path, "weight")
-    scale = layer.weight_quantizer.scale  # None if every token has its own scale
-    if scale is not None:
+    _demand(bool((_along(usual, here, axis).logical_not() | close).all()), path, "weight")
+    scale = None if layer.weight_quantizer is None else layer.weight_quantizer.scale
+    if isinstance(scale, Tensor):  # None if every token has its own scale
         exact = scale.double() * 2.0**-made._fakequant.weight_shift * factor.abs().reshape(-1, *[1] * (scale.dim() - 1))
         same = exact.clamp(min=tiny).float() == made.weight_scale
         _demand(bool((usual.reshape(-1, *[1] * (same.dim() - 1)).logical_not() | same).all()), path, "scale")
 
 
-def _along(value: Tensor, weight: Tensor, kind: Any) -> Tensor:
+def _along(value: Tensor, weight: Tensor, axis: int) -> Tensor:
     """Reshapes values per output channel so that they broadcast with the weight."""
-    channels = weight.shape[kind.channel_axis]
+    channels = weight.shape[axis]
     if value.dim() == 0 or value.numel() != channels:  # transposed convolution: its groups share the channel axis
         return value.all() if value.dtype == torch.bool else value
-    return value.reshape([-1 if a == kind.channel_axis else 1 for a in range(weight.dim())])
+    return value.reshape([-1 if a == axis else 1 for a in range(weight.dim())])
 
 
 def _demand(condition: bool, path: str, what: str) -> None:

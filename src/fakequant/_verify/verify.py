@@ -28,6 +28,8 @@ from fakequant.nn._quantizer import Quantizer
 # Codes by quantizer path, one tensor per call of the quantizer.
 Codes = dict[str, list[Tensor]]
 _Whose = Literal["prepared", "runtime"]
+# Positional and keyword arguments of a model, which are any nesting of tensors and constants.
+_Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 # 32 repetitions in all, with the first 4. The chance that errors leave a tie on the same side every time is 2^-32.
 _MORE_REPETITIONS = 28
 
@@ -148,7 +150,7 @@ class _Comparison:
         self._judge("runtime", runtime_codes, ran, seen, inputs)
         self._note_outputs(result_leaves.tensors(prepared), result_leaves.tensors(free), ran)
 
-    def _run_prepared(self, args: Any, kwargs: Any) -> tuple[Any, Codes]:
+    def _run_prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Codes]:
         codes: Codes = {}
 
         def keep(path: str, grid: GridOf) -> Callable[..., None]:
@@ -167,7 +169,7 @@ class _Comparison:
 
     # --- the golden model on the codes of another model --------------------------------------------
 
-    def _forced(self, codes: Codes, inputs: Any, whose: _Whose) -> _Pass:
+    def _forced(self, codes: Codes, inputs: _Inputs, whose: _Whose) -> _Pass:
         """Runs the golden model, compares the codes at every grid, and continues with those of the other model."""
         found = _Pass([], {}, [], [])
 
@@ -179,7 +181,7 @@ class _Comparison:
             if not bool(((mine == theirs) | (mine.isnan() & theirs.isnan())).all()):
                 found.differences.append(_Difference(path, call, grid, plain(x), origin_of(x), before, mine, theirs))
 
-        def remember(module: Any, args: Any, y: Any) -> None:
+        def remember(module: nn.Module, args: Any, y: Any) -> None:
             origin = origin_of(y) if isinstance(y, Tensor) else None
             if isinstance(origin, Accumulated):
                 found.sums.append(origin)
@@ -202,8 +204,8 @@ class _Comparison:
         """
         calls: dict[str, int] = {}
 
-        def hook(path: str) -> Callable[..., Any]:
-            def take(module: Any, args: Any, y: Tensor) -> Any:
+        def hook(path: str) -> Callable[[Grid, tuple[Tensor], Tensor], Tensor | None]:
+            def take(module: Grid, args: tuple[Tensor], y: Tensor) -> Tensor | None:
                 call = calls[path] = calls.get(path, -1) + 1
                 theirs = codes.get(path)
                 if not module.has_one_scale:
@@ -231,7 +233,7 @@ class _Comparison:
     # --- judging ------------------------------------------------------------------------------------
 
     def _judge(
-        self, whose: _Whose, codes: Codes, results: list[Tensor], watched: list[Tensor] | None, inputs: Any
+        self, whose: _Whose, codes: Codes, results: list[Tensor], watched: list[Tensor] | None, inputs: _Inputs
     ) -> None:
         """Counts the differences between another model and the golden model run on that model's codes.
 
@@ -272,7 +274,7 @@ class _Comparison:
             for number, (a, b) in enumerate(zip(found.results, results, strict=True))
         )
 
-    def _rounding(self, codes: Codes, inputs: Any, found: _Pass) -> Rounding:
+    def _rounding(self, codes: Codes, inputs: _Inputs, found: _Pass) -> Rounding:
         """Measures the effect of rounding on the inputs of the grids that differ and on the results."""
         wanted = {(d.path, d.call): number for number, d in enumerate(found.differences)}
 
@@ -360,7 +362,7 @@ def _kind(x: Tensor) -> str:
     return f"{str(x.dtype)[6:]} of shape {tuple(x.shape)}"
 
 
-def _add(report: Any, name: str, number: int) -> None:
+def _add(report: TensorReport | OutputReport, name: str, number: int) -> None:
     setattr(report, name, getattr(report, name) + number)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +20,11 @@ from fakequant._train.running import evaluating
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._quantizer import Quantizer, quantizers
 
+# Whatever the model's forward pass takes.
+Batch: TypeAlias = Any
+# A generator or None, and a sampler of rows or of batches.
+_State: TypeAlias = tuple[torch.Generator | None, Any]
+
 _BY_HAND = "Call fakequant.calibrate(model, batches) before training, and use QATCallback(calibrate=None)."
 # The logged fields of `QuantizerHealth`, each with the function that finds the worst value.
 _WORST: dict[str, Callable[[Iterable[float]], float]] = {
@@ -31,7 +36,7 @@ _WORST: dict[str, Callable[[Iterable[float]], float]] = {
 }
 
 
-def check_options(calibrate: Any, log_health: Any) -> None:
+def check_options(calibrate: object, log_health: object) -> None:
     """Raises an error unless `calibrate` is a positive int or None, and `log_health` is a bool."""
     if calibrate is not None and (type(calibrate) is not int or calibrate < 1):
         raise ValueError(
@@ -63,7 +68,7 @@ def needs_calibration(model: nn.Module) -> bool:
     return bool(waiting) and not any(map(_has_scale, waiting))
 
 
-def _needs_data(quantizer: Any) -> bool:
+def _needs_data(quantizer: Quantizer) -> bool:
     return not quantizer.is_dynamic and getattr(getattr(quantizer, "observer", None), "needs_data", True)
 
 
@@ -95,7 +100,7 @@ def random_states_kept() -> Iterator[None]:
         np.random.set_state(array)
 
 
-def first_batches(loader: Any, number: int) -> Iterator[Any]:
+def first_batches(loader: Iterable[Batch], number: int) -> Iterator[Batch]:
     """Yields the first batches of `loader` without changing the state of its samplers, generators and workers.
 
     Nothing happens before the first batch is requested, because creating a loader's iterator draws random numbers.
@@ -103,7 +108,7 @@ def first_batches(loader: Any, number: int) -> Iterator[Any]:
     yield from islice(_another(loader) if isinstance(loader, DataLoader) else _restartable(loader), number)
 
 
-def _another(loader: "DataLoader[Any]") -> "DataLoader[Any]":
+def _another(loader: "DataLoader[Batch]") -> "DataLoader[Batch]":
     """Returns a loader of the same batches, without workers, and with copies of the sampler and the generator."""
     dataset, size = loader.dataset, loader.batch_size
     if isinstance(dataset, IterableDataset):
@@ -117,7 +122,7 @@ def _another(loader: "DataLoader[Any]") -> "DataLoader[Any]":
     return DataLoader(dataset, collate_fn=loader.collate_fn, generator=generator, **how)
 
 
-def _copied(state: tuple[Any, Any], dataset: Any) -> tuple[Any, Any]:
+def _copied(state: _State, dataset: object) -> _State:
     try:
         return copy.deepcopy(state, {id(dataset): dataset})  # the dataset itself is not copied
     except TypeError as error:
@@ -127,7 +132,7 @@ def _copied(state: tuple[Any, Any], dataset: Any) -> tuple[Any, Any]:
         ) from error
 
 
-def _restartable(data: Any) -> Any:
+def _restartable(data: Iterable[Batch]) -> Iterable[Batch]:
     if isinstance(data, Iterator):
         raise TypeError(
             f"The training data is a {type(data).__name__}, which can be read only once: training would not see the "

@@ -1,14 +1,16 @@
 """Lightning: a callback for its `Trainer`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fakequant._train.running import call_arguments
 from fakequant._train.schedule import Schedule
 from fakequant.integrations._training import (
+    Batch,
     calibrate_without_trace,
     check_options,
     figures,
@@ -18,7 +20,7 @@ from fakequant.integrations._training import (
 )
 
 
-def _packages() -> list[Any]:
+def _packages() -> list[ModuleType]:
     """Returns the installed ones of `lightning.pytorch` and `pytorch_lightning`, two copies of the same library."""
     found = [
         import_module(name)
@@ -31,6 +33,9 @@ def _packages() -> list[Any]:
 
 
 _PACKAGES = _packages()
+# Classes of either copy, which have no common base.
+Trainer: TypeAlias = Any
+LightningModule: TypeAlias = Any
 # Each copy accepts only instances of its own Callback class.
 if TYPE_CHECKING:
     _Callbacks = object  # the classes are known at run time only
@@ -80,7 +85,7 @@ class QATCallback(_Callbacks):
         self._loaded: dict[str, Any] | None = None  # a loaded state, until the schedule exists
         self._global_step = 0  # trainer.global_step at the last update of the schedule
 
-    def calibration_step(self, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def calibration_step(self, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
         """Passes one batch through the model. Override it if the model needs another call.
 
         Calls `forward` with the part of the batch that it takes, so a batch may contain labels. If the module does not
@@ -100,12 +105,12 @@ class QATCallback(_Callbacks):
         with _not_logging(pl_module):
             pl_module.training_step(batch, batch_idx)
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Resets the schedule: every `fit` has a new one."""
         if stage == "fit":
             self.schedule = self._loaded = None
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Calibrates the model if necessary, and creates the schedule."""
         require_quantizers(pl_module)
         if self.calibrate is not None and needs_calibration(pl_module):
@@ -121,7 +126,7 @@ class QATCallback(_Callbacks):
         self.schedule.load_state_dict(self._loaded or {"steps": trainer.global_step})
         self._loaded = None
 
-    def _show(self, trainer: Any, pl_module: Any, batches: Iterator[Any]) -> None:
+    def _show(self, trainer: Trainer, pl_module: LightningModule, batches: Iterator[Batch]) -> None:
         for index, batch in enumerate(batches):
             # The same steps as in training.
             batch = trainer.precision_plugin.convert_input(batch)
@@ -130,11 +135,13 @@ class QATCallback(_Callbacks):
             with trainer.precision_plugin.forward_context():
                 self.calibration_step(pl_module, batch, index)
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stores the step at which the trainer starts or resumes, which is known only now."""
         self._global_step = trainer.global_step
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int
+    ) -> None:
         """Advances the schedule by the optimizer steps of the batch, and logs metrics when the trainer logs."""
         assert self.schedule is not None
         made = trainer.global_step - self._global_step
@@ -156,8 +163,8 @@ class QATCallback(_Callbacks):
             self.schedule.load_state_dict(state_dict)
 
 
-def _loader(trainer: Any) -> Any:
-    loader = trainer.train_dataloader
+def _loader(trainer: Trainer) -> Iterable[Batch]:
+    loader: Iterable[Batch] = trainer.train_dataloader
     if isinstance(loader, (dict, list, tuple)):
         raise TypeError(
             f"The training data is a {type(loader).__name__} of loaders, but QATCallback can calibrate with only one.\n"
@@ -167,7 +174,7 @@ def _loader(trainer: Any) -> Any:
 
 
 @contextmanager
-def _not_logging(pl_module: Any) -> Iterator[None]:
+def _not_logging(pl_module: LightningModule) -> Iterator[None]:
     """Disables `log` and `log_dict`, because the trainer does not accept metrics at this point."""
     names = ("log", "log_dict")
     for name in names:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from fakequant._train.schedule import Schedule
 from fakequant._util.optional_packages import require
 from fakequant.config import QuantConfig
 from fakequant.integrations._training import (
+    Batch,
     calibrate_without_trace,
     check_options,
     figures,
@@ -33,6 +34,12 @@ if TYPE_CHECKING:
     _TrainerCallback = object  # the optional package has no types to derive from
 else:
     _TrainerCallback = _transformers.TrainerCallback
+# Classes of the optional package.
+Trainer: TypeAlias = Any
+TrainingArguments: TypeAlias = Any
+TrainerState: TypeAlias = Any
+TrainerControl: TypeAlias = Any
+PreTrainedModel: TypeAlias = Any
 _FIELD = "fakequant_config"  # the key in config.json
 
 
@@ -76,7 +83,7 @@ class QATCallback(_TrainerCallback):
         self.log_health = log_health
         self.schedule: Schedule | None = None
 
-    def add_to(self, trainer: Any) -> None:
+    def add_to(self, trainer: Trainer) -> None:
         """Adds the callback to a trainer, before all others.
 
         With `Trainer(callbacks=...)`, the callbacks of `report_to`, such as TensorBoard's, run before this one and do
@@ -84,16 +91,24 @@ class QATCallback(_TrainerCallback):
         """
         trainer.callback_handler.callbacks.insert(0, self)
 
-    def calibration_step(self, model: nn.Module, batch: Any) -> None:
+    def calibration_step(self, model: nn.Module, batch: Batch) -> None:
         """Calls `model(**batch)`. Override it for a model that is called differently."""
         model(**batch)
 
-    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+    ) -> None:
         """Raises ValueError if the model is not prepared."""
         require_quantizers(model)
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: Any = None, train_dataloader: Any = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        train_dataloader: Any = None,
+        **_: Any,
     ) -> None:
         """Calibrates the model if necessary, and creates the schedule."""
         require_quantizers(model)
@@ -111,17 +126,23 @@ class QATCallback(_TrainerCallback):
         )
         self.schedule.load_state_dict({"steps": state.global_step})
 
-    def _show(self, model: nn.Module, batches: Iterator[Any], device: Any) -> None:
+    def _show(self, model: nn.Module, batches: Iterator[Batch], device: torch.device) -> None:
         for batch in batches:
             self.calibration_step(model, _accelerate.send_to_device(batch, device))
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Advances the schedule by one optimizer step."""
         assert self.schedule is not None
         self.schedule.step()
 
     def on_log(
-        self, args: Any, state: Any, control: Any, model: Any = None, logs: dict[str, Any] | None = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
     ) -> None:
         """Adds metrics to the trainer's log of the training loss."""
         if not self.log_health or logs is None or "loss" not in logs:
@@ -132,7 +153,7 @@ class QATCallback(_TrainerCallback):
             state.log_history[-1].update(found)
 
 
-def save_pretrained(model: Any, folder: str | os.PathLike[str], **options: Any) -> None:
+def save_pretrained(model: PreTrainedModel, folder: str | os.PathLike[str], **options: Any) -> None:
     """Calls `model.save_pretrained(folder, **options)` of a prepared model, with its `QuantConfig` in config.json.
 
     Tensors are saved under their names in the model, which `Trainer` needs to resume, not under those of older versions
@@ -155,7 +176,7 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], **options: Any) 
 
 def from_pretrained(
     cls: Any, folder: str | os.PathLike[str], *, quant_config: QuantConfig | None = None, **options: Any
-) -> Any:
+) -> PreTrainedModel:
     """Loads a prepared model from a folder that `save_pretrained` or a `Trainer` with `QATCallback` wrote.
 
     Every parameter and every quantizer has exactly the saved values. The model is in evaluation mode.
@@ -232,7 +253,7 @@ def _require_same_model(folder: Path, cls: type, report: Mapping[str, Any], own:
             )
 
 
-def _read_quantizers(model: Any, folder: Path, own: list[str]) -> dict[str, Tensor]:
+def _read_quantizers(model: PreTrainedModel, folder: Path, own: list[str]) -> dict[str, Tensor]:
     """Returns the tensors of quantizers in a folder, by their names in the model."""
     files = _files(folder)
     absent = [name for name in own if name not in files]
@@ -264,7 +285,7 @@ def _files(folder: Path) -> dict[str, str]:
         return dict.fromkeys(opened.keys(), file.name)
 
 
-def _names_on_saving(model: Any, names: list[str]) -> dict[str, str]:
+def _names_on_saving(model: PreTrainedModel, names: list[str]) -> dict[str, str]:
     """Returns the names under which the model's own `save_pretrained` saves tensors, for some classes old names."""
     numbers = {name: torch.tensor(number) for number, name in enumerate(names)}
     with tempfile.TemporaryDirectory() as folder:

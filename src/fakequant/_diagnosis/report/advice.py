@@ -59,7 +59,7 @@ def judge(health: QuantizerHealth, counts: TensorCounts, has_scale: bool, is_on:
 
 _NO_SCALE = Finding(
     "no scale",
-    "It has no scale yet, because it has not observed any data.",
+    "It has no scale yet: nothing was observed.",
     "Run fakequant.calibrate(model, data), or a few training steps, with data that reaches this layer.",
 )
 
@@ -112,7 +112,7 @@ def _unused(counts: TensorCounts) -> Finding | None:
             "few codes",
             f"{counts.used:,} of {counts.spec.levels:,} codes occur, and none near an end: the scale is much too large "
             "for all values.",
-            "This is not caused by an outlier. Give a learned scale a different initial value (`weight_observer` or "
+            "The cause is not an outlier. Give a learned scale a different initial value (`weight_observer` or "
             "`activation_observer`, such as observers.MSE()) or a lower learning rate. Calibrate an observed scale "
             "with data like this.",
         )

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fakequant._diagnosis.history import History
 from fakequant._diagnosis.report.advice import LOW_SQNR, Judged
@@ -15,13 +15,20 @@ from fakequant._diagnosis.report.model_figures import (
 )
 from fakequant._diagnosis.report.pieces import Cell, Figures, decibel, number, percent
 from fakequant._diagnosis.report.tensor_figures import draw_levels, draw_values
+from fakequant._prepare.summary import Summary
 
 if TYPE_CHECKING:
     from fakequant._diagnosis.compare import Comparison
     from fakequant._diagnosis.sensitivity import Sensitivity
+    from fakequant._verify.verdict import Verification
+
+# Variables of the template: text, cells, figures, and lists and dicts of them.
+Entry: TypeAlias = dict[str, Any]
+# Title, value, explanation, whether it is bad.
+Tile = tuple[str, str, str, bool]
 
 
-def tensor_entry(figures: Figures, judged: Judged) -> dict[str, Any]:
+def tensor_entry(figures: Figures, judged: Judged) -> Entry:
     """Returns the figures, numbers and findings of one tensor."""
     counts, path = judged.counts, judged.path
     what = "a weight" if counts.kind == "weight" else "activations"
@@ -58,7 +65,7 @@ def tensor_entry(figures: Figures, judged: Judged) -> dict[str, Any]:
     }
 
 
-def quantizer_row(judged: Judged, has_figure: bool) -> dict[str, Any]:
+def quantizer_row(judged: Judged, has_figure: bool) -> Entry:
     """Returns the table row of one quantizer."""
     health, counts = judged.health, judged.counts
     marks = {finding.mark for finding in judged.findings}
@@ -81,7 +88,7 @@ def quantizer_row(judged: Judged, has_figure: bool) -> dict[str, Any]:
     }
 
 
-def grouped(judged: Sequence[Judged]) -> list[dict[str, Any]]:
+def grouped(judged: Sequence[Judged]) -> list[Entry]:
     """Groups findings by advice, so that each advice is shown once."""
     groups: dict[tuple[str, str], list[dict[str, str]]] = {}
     for one in judged:
@@ -96,7 +103,7 @@ def anchor(path: str) -> str:
     return "tensor-" + re.sub(r"[^A-Za-z0-9_.-]", "_", path)
 
 
-def comparison_entry(figures: Figures, found: "Comparison") -> dict[str, Any]:
+def comparison_entry(figures: Figures, found: "Comparison") -> Entry:
     """Returns the figure and the rows of the comparison with the float model."""
     drawn, worst, bad = layers_to_draw(found), found.worst, low_layer(found)
     figure = figures.draw(
@@ -140,7 +147,7 @@ def _or_dash(value: float | None) -> Cell:
     return Cell("–", None) if value is None else number(float(value), 3)
 
 
-def sensitivity_entry(figures: Figures, found: "Sensitivity") -> dict[str, Any]:
+def sensitivity_entry(figures: Figures, found: "Sensitivity") -> Entry:
     """Returns the figure and the rows of the sensitivity analysis."""
     figure = figures.draw(
         "sensitivity",
@@ -171,7 +178,7 @@ def _signed(value: float) -> Cell:
     return Cell(f"{value:+.4g}".replace("-", "−") if value else "0", value)
 
 
-def history_entry(figures: Figures, history: History) -> dict[str, Any]:
+def history_entry(figures: Figures, history: History) -> Entry:
     captions = {
         "clipped": "Share of values outside the range. Look for a line that rises: its range no longer fits.",
         "scale_drift": "The largest change of a scale since the last check. It should go to 0 before training ends.",
@@ -192,7 +199,7 @@ def history_entry(figures: Figures, history: History) -> dict[str, Any]:
     return {"figures": drawn, "checks": len(history.steps)}
 
 
-def verification_entry(found: Any) -> dict[str, Any]:
+def verification_entry(found: "Verification") -> Entry:
     """Returns the rows and the verdict of the comparison with a runtime."""
     rows = [
         {
@@ -220,11 +227,17 @@ def _differ(count: int, steps: int) -> str:
     return "equal" if count == 0 else f"{count:,} differ, by {steps}"
 
 
-def overview(summary: Any, judged: Sequence[Judged], comparison: Any, sensitivity: Any, verification: Any) -> list[Any]:
-    """Returns the tiles at the top of the page as tuples: title, value, explanation, whether it is bad."""
+def overview(
+    summary: Summary,
+    judged: Sequence[Judged],
+    comparison: "Comparison | None",
+    sensitivity: "Sensitivity | None",
+    verification: "Verification | None",
+) -> list[Tile]:
+    """Returns the tiles at the top of the page."""
     bad = sum(bool(j.findings) for j in judged)
     ratio = summary.bytes_after / max(summary.bytes_before, 1)
-    tiles = [
+    tiles: list[Tile] = [
         _layers_tile(summary),
         (
             "Size of parameters",
@@ -253,7 +266,7 @@ def overview(summary: Any, judged: Sequence[Judged], comparison: Any, sensitivit
     return tiles
 
 
-def _layers_tile(summary: Any) -> tuple[str, str, str, bool]:
+def _layers_tile(summary: Summary) -> Tile:
     """Returns the tile that counts layers with quantized weights, and modules that only quantize their result."""
     with_weights = sum(layer.weight != "-" for layer in summary.layers)
     others = len(summary.layers) - with_weights

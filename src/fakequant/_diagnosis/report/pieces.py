@@ -4,7 +4,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable
-from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -32,11 +31,11 @@ class Drawn:
 class Figures:
     """Draws figures under unique names, and keeps the PNGs until they are written."""
 
-    def __init__(self, on_drawn: Callable[[], Any]) -> None:
+    def __init__(self, on_drawn: Callable[[], object]) -> None:
         self.pngs: dict[str, bytes] = {}
         self._on_drawn = on_drawn
 
-    def draw(self, name: str, title: str, caption: str, make: Callable[..., Figure], *args: Any) -> Drawn:
+    def draw(self, name: str, title: str, caption: str, make: Callable[..., Figure], *args: object) -> Drawn:
         """Draws the figure that `make(*args)` returns, for the page and as a PNG.
 
         Args:

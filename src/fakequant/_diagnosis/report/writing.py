@@ -16,7 +16,7 @@ from fakequant._diagnosis.report.advice import Judged, judge
 from fakequant._diagnosis.report.folder import filling
 from fakequant._diagnosis.report.tensors import counting
 from fakequant._info import info
-from fakequant._prepare.summary import summary
+from fakequant._prepare.summary import Summary, summary
 from fakequant._train.health import QuantizerHealth, health, memory_as_before, qparams_for
 from fakequant._train.model_snapshot import unchanged
 from fakequant._train.running import Bar, Data, check_steps
@@ -98,7 +98,13 @@ def report(
 
 
 def _check(
-    data: Any, float_model: Any, sensitivity: Any, history: Any, verification: Any, title: Any, max_tensors: Any
+    data: object,
+    float_model: object,
+    sensitivity: object,
+    history: object,
+    verification: object,
+    title: object,
+    max_tensors: object,
 ) -> None:
     if float_model is not None and not isinstance(float_model, nn.Module):
         raise TypeError(f"`float_model` must be a torch.nn.Module, got {type(float_model).__name__}.")
@@ -147,16 +153,16 @@ def _completed(found: QuantizerHealth, history: History | None) -> QuantizerHeal
     """Returns the health with the last drift and oscillation of the history, as both need several checks."""
     if history is None or found.path not in history.quantizers:
         return found
-    last: dict[str, Any] = {}
-    for name in ("scale_drift", "oscillating"):
-        _, values = history.series(found.path, name)
-        if values:
-            last[name] = values[-1]
-    return dataclasses.replace(found, **last)
+    drift, oscillating = (history.series(found.path, name)[1] for name in ("scale_drift", "oscillating"))
+    return dataclasses.replace(
+        found,
+        scale_drift=drift[-1] if drift else found.scale_drift,
+        oscillating=oscillating[-1] if oscillating else found.oscillating,
+    )
 
 
 def _page(
-    made: Any,
+    made: Summary,
     judged: list[Judged],
     comparison: "Comparison | None",
     sensitivity: "Sensitivity | None",
