@@ -133,7 +133,7 @@ class Verification:
         if self.is_changed and not (self.first_difference is None and out.runtime_is_equal):
             return (
                 "The file was changed after fakequant.export_onnx wrote it, or an older version wrote it, and its "
-                "results are not equal bit by bit, so the change cannot be told from rounding.\n"
+                "results are not equal bit by bit, so a change cannot be distinguished from rounding.\n"
                 "Export the model again and verify the new file."
             )
         return None
