@@ -63,7 +63,7 @@ class Commands:
         *,
         examples: Sequence[str],
         about: str = "",
-        yes: str = "fine",
+        yes: str = "success",
         no: str = "",
         extra: str = "torch",
     ) -> Parser:

@@ -24,11 +24,19 @@ UNKNOWN = "not explained"
 _INT32 = 2**31
 
 
-def ties(x: Tensor, grid: GridOf, tolerance: Tensor, mine: Tensor, theirs: Tensor) -> Tensor:
-    """Returns a mask of the codes at a tie: one step apart, and `x` within `tolerance` of the midpoint."""
+def ties(x: Tensor, grid: GridOf, tolerance: Tensor, golden: Tensor, other: Tensor) -> Tensor:
+    """Returns a mask of the codes at a tie: one step apart, and `x` within `tolerance` of the midpoint.
+
+    Args:
+        x: The input of the grid.
+        grid: The grid.
+        tolerance: How far rounding may move each element of `x`.
+        golden: The codes of the golden model.
+        other: The codes of the other model.
+    """
     steps = x.double() / grid.scale.double()
     distance = (steps - steps.floor() - 0.5).abs()
-    return ((mine - theirs).abs() == 1) & (distance <= tolerance / grid.scale.double())
+    return ((golden - other).abs() == 1) & (distance <= tolerance / grid.scale.double())
 
 
 def why_runtime(

@@ -100,8 +100,8 @@ class _Difference:
     x: Tensor
     origin: Origin | None
     before: list[Accumulated]
-    mine: Tensor
-    theirs: Tensor
+    golden: Tensor
+    other: Tensor
 
 
 @dataclasses.dataclass
@@ -127,7 +127,7 @@ class _Comparison:
         self.reasons: dict[tuple[str, _Whose], dict[str, None]] = {}
         self.skipped: dict[str, str] = {}
         # Whether some grids are not compared. Rounding may change a code there, and with it all later results.
-        self.flips = not all(grid.has_one_scale for grid in self.grids.values())
+        self.has_uncompared_grids = not all(grid.has_one_scale for grid in self.grids.values())
         self.outputs = OutputReport()
         self.batches = 0
 
@@ -138,17 +138,17 @@ class _Comparison:
         watched, results, codes = self.runtime.run(args, kwargs)
         runtime_codes = {path: [torch.from_numpy(c).float() for c in arrays] for path, arrays in codes.items()}
         own, given = copied(*inputs)
-        free = self.golden(*own, **given)
-        if result_leaves.constants(prepared) != result_leaves.constants(free):
+        golden = self.golden(*own, **given)
+        if result_leaves.constants(prepared) != result_leaves.constants(golden):
             raise ValueError(
                 "The prepared and the golden model return different constants, so they cannot be compared."
             )
         ran = [torch.from_numpy(np.array(value)) for value in results]
-        _require_comparable(result_leaves.tensors(free), ran)
+        _require_comparable(result_leaves.tensors(golden), ran)
         self._judge("prepared", prepared_codes, result_leaves.tensors(prepared), None, inputs)
         seen = [torch.from_numpy(np.array(value)) for value in watched]
         self._judge("runtime", runtime_codes, ran, seen, inputs)
-        self._note_outputs(result_leaves.tensors(prepared), result_leaves.tensors(free), ran)
+        self._compare_outputs(result_leaves.tensors(prepared), result_leaves.tensors(golden), ran)
 
     def _run_prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Codes]:
         codes: Codes = {}
@@ -169,24 +169,24 @@ class _Comparison:
 
     # --- the golden model on the codes of another model --------------------------------------------
 
-    def _forced(self, codes: Codes, inputs: _Inputs, whose: _Whose) -> _Pass:
+    def _run_golden_on(self, codes: Codes, inputs: _Inputs, whose: _Whose) -> _Pass:
         """Runs the golden model, compares the codes at every grid, and continues with those of the other model."""
         found = _Pass([], {}, [], [])
 
-        def look(path: str, call: int, grid: GridOf, x: Tensor, y: Tensor, theirs: Tensor) -> None:
-            mine = codes_of(plain(y), grid)
-            theirs = theirs.reshape(mine.shape)
-            found.compared[path] = found.compared.get(path, 0) + mine.numel()
+        def visit(path: str, call: int, grid: GridOf, x: Tensor, y: Tensor, other: Tensor) -> None:
+            golden = codes_of(plain(y), grid)
+            other = other.reshape(golden.shape)
+            found.compared[path] = found.compared.get(path, 0) + golden.numel()
             before, found.sums = found.sums, []
-            if not bool(((mine == theirs) | (mine.isnan() & theirs.isnan())).all()):
-                found.differences.append(_Difference(path, call, grid, plain(x), origin_of(x), before, mine, theirs))
+            if not bool(((golden == other) | (golden.isnan() & other.isnan())).all()):
+                found.differences.append(_Difference(path, call, grid, plain(x), origin_of(x), before, golden, other))
 
         def remember(module: nn.Module, args: Any, y: Any) -> None:
             origin = origin_of(y) if isinstance(y, Tensor) else None
             if isinstance(origin, Accumulated):
                 found.sums.append(origin)
 
-        with self._taking_codes(codes, look, whose):
+        with self._substituting(codes, visit, whose):
             handles = [m.register_forward_hook(remember) for m in self.golden.modules() if isinstance(m, IntegerLayer)]
             try:
                 args, kwargs = copied(*inputs)
@@ -197,29 +197,29 @@ class _Comparison:
         return found
 
     @contextmanager
-    def _taking_codes(self, codes: Codes, look: Callable[..., None], whose: _Whose) -> Iterator[None]:
+    def _substituting(self, codes: Codes, visit: Callable[..., None], whose: _Whose) -> Iterator[None]:
         """Makes every grid of the golden model return the dequantized codes of another model.
 
-        `look` is called at every grid for which there are codes, before they replace its result.
+        `visit` is called at every grid for which there are codes, before they replace its result.
         """
         calls: dict[str, int] = {}
 
         def hook(path: str) -> Callable[[Grid, tuple[Tensor], Tensor], Tensor | None]:
             def take(module: Grid, args: tuple[Tensor], y: Tensor) -> Tensor | None:
                 call = calls[path] = calls.get(path, -1) + 1
-                theirs = codes.get(path)
+                other = codes.get(path)
                 if not module.has_one_scale:
                     self.skipped[path] = "it has a scale that is computed at run time, or more than one scale"
                     return None
-                if theirs is None or call >= len(theirs):
+                if other is None or call >= len(other):
                     if whose == "runtime":
                         self.skipped[path] = (
                             "the file has no separate codes for it: it was merged with an equal quantizer"
                         )
                     return None
                 grid = module.grid_for(args[0])
-                look(path, call, grid, args[0], y, theirs[call])
-                return on_grid((theirs[call].reshape(y.shape) - grid.zero_point) * grid.scale, grid)
+                visit(path, call, grid, args[0], y, other[call])
+                return on_grid((other[call].reshape(y.shape) - grid.zero_point) * grid.scale, grid)
 
             return take
 
@@ -244,7 +244,7 @@ class _Comparison:
             watched: The runtime's results in the session that also outputs codes. None for the prepared model.
             inputs: The positional and keyword arguments of the batch.
         """
-        found = self._forced(codes, inputs, whose)
+        found = self._run_golden_on(codes, inputs, whose)
         for path, number in found.compared.items():
             report = self.reports.setdefault(path, TensorReport(path))
             report.codes += number if whose == "prepared" else 0
@@ -255,7 +255,7 @@ class _Comparison:
         if same and is_steady and not found.differences:
             return
         rounding = self._rounding(codes, inputs, found)
-        if self.flips and not self._is_explained(found, results, rounding):
+        if self.has_uncompared_grids and not self._is_explained(found, results, rounding):
             rounding.repeat(_MORE_REPETITIONS)
         for number, difference in enumerate(found.differences):
             self._count(whose, difference, rounding.tolerance(number))
@@ -281,11 +281,11 @@ class _Comparison:
         def compute() -> list[Tensor]:
             kept: dict[int, Tensor] = {}
 
-            def look(path: str, call: int, grid: GridOf, x: Tensor, y: Tensor, theirs: Tensor) -> None:
+            def visit(path: str, call: int, grid: GridOf, x: Tensor, y: Tensor, other: Tensor) -> None:
                 if (path, call) in wanted:
                     kept[wanted[path, call]] = plain(x)
 
-            with self._taking_codes(codes, look, "prepared"):
+            with self._substituting(codes, visit, "prepared"):
                 args, kwargs = copied(*inputs)
                 results = result_leaves.tensors(self.golden(*args, **kwargs))
             return [*(kept[number] for number in range(len(wanted))), *results]
@@ -294,10 +294,10 @@ class _Comparison:
 
     def _count(self, whose: _Whose, found: _Difference, tolerance: Tensor) -> None:
         report = self.reports[found.path]
-        mine, theirs = found.mine, found.theirs
-        differ = (mine != theirs) & ~(mine.isnan() & theirs.isnan())
-        at_tie = differ & ties(found.x, found.grid, tolerance, mine, theirs)
-        steps = (mine - theirs).abs()[differ].nan_to_num(0)
+        golden, other = found.golden, found.other
+        differ = (golden != other) & ~(golden.isnan() & other.isnan())
+        at_tie = differ & ties(found.x, found.grid, tolerance, golden, other)
+        steps = (golden - other).abs()[differ].nan_to_num(0)
         _add(report, f"{whose}_differ", int(differ.sum()))
         _add(report, f"{whose}_ties", int(at_tie.sum()))
         most = max(getattr(report, f"{whose}_steps"), int(steps.max()))
@@ -305,7 +305,7 @@ class _Comparison:
         rest, reason = differ & ~at_tie, TIE
         if bool(rest.any()):
             why = why_runtime if whose == "runtime" else why_prepared
-            reason = why(found.origin, found.x, found.grid, found.before, mine, theirs, rest)
+            reason = why(found.origin, found.x, found.grid, found.before, golden, other, rest)
         reasons = self.reasons.setdefault((found.path, whose), {})
         reasons[reason] = None
         # Ties are mentioned only if there is no other reason.
@@ -324,7 +324,7 @@ class _Comparison:
             name = "why" if whose == "runtime" else "why_prepared"
             setattr(self.outputs, name, getattr(self.outputs, name) or reason)
 
-    def _note_outputs(self, prepared: list[Tensor], golden: list[Tensor], runtime: list[Tensor]) -> None:
+    def _compare_outputs(self, prepared: list[Tensor], golden: list[Tensor], runtime: list[Tensor]) -> None:
         out = self.outputs
         for a, b, c in zip(prepared, golden, runtime, strict=True):
             out.numbers += b.numel()
