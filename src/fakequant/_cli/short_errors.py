@@ -5,7 +5,7 @@ from pathlib import Path
 
 import fakequant
 
-# The maximal length of a message.
+# The maximum length of a message.
 LONGEST = 600
 PACKAGE = str(Path(fakequant.__file__).parent)
 # The extras that install packages, by import name.

@@ -64,8 +64,8 @@ def run(
         seed: The seed of all random numbers.
         progress: Whether to show progress on stderr.
         epochs: The epochs of the float training, and of each training with quantizers.
-        images: The maximal number of images. None for all.
-        timing: The maximal time for measuring training steps, in seconds.
+        images: The maximum number of images. None for all.
+        timing: The maximum time for measuring training steps, in seconds.
 
     Needs `pip install "fakequant[demo]"`. On the command line: `fakequant demo`.
 

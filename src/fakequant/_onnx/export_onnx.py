@@ -55,9 +55,9 @@ def export_onnx(
 
     Weights become integer initializers followed by DequantizeLinear; biases are int32. Activations become
     QuantizeLinear and DequantizeLinear, with a Clip if the quantizer does not use the whole range of the integer type.
-    4-bit codes and scales per group need opset 21; 2-bit codes are stored in a 2-bit type from opset 25 on. Batch norms
-    are folded into the layers before them. Tensors are named after the paths of their modules. Autocast is disabled
-    during the export.
+    4-bit codes and scales per group need opset 21; 2-bit codes get a 2-bit type in opset 25. Batch norms are
+    folded into the layers before them. Tensors are named after the paths of their modules. Autocast is disabled during
+    the export.
 
     Args:
         model: A prepared and calibrated model, or a converted one.

@@ -224,7 +224,7 @@ class Lowering:
         )
 
     def _unique(self, name: str) -> str:
-        """Returns the name, numbered from the second call of the same module on."""
+        """Returns the name, with a number appended from the second call of a module."""
         count = self.calls[name] = self.calls.get(name, 0) + 1
         return name if count == 1 else f"{name}_{count}"
 

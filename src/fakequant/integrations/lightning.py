@@ -55,9 +55,9 @@ class QATCallback(_Callbacks):
     Calibration does not change the order of the data, random states or the mode of the model.
 
     Args:
-        quantize_from: The step from which on quantizers are switched on. See `fakequant.Schedule`.
-        freeze_ranges_at: The step from which on ranges are frozen.
-        freeze_norms_at: The step from which on the statistics of batch norms are frozen.
+        quantize_from: The step at which quantizers are switched on. See `fakequant.Schedule`.
+        freeze_ranges_at: The step at which ranges are frozen.
+        freeze_norms_at: The step at which the statistics of batch norms are frozen.
         calibrate: The number of batches for the calibration. None for no calibration.
         log_health: Whether to log the metrics of `fakequant.health`.
 

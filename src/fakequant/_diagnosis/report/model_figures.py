@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fakequant._diagnosis.compare import Comparison, LayerComparison
     from fakequant._diagnosis.sensitivity import LayerSensitivity
 
-# The maximal numbers of rows in a figure, and of lines with a name.
+# The maximum numbers of rows in a figure, and of lines with a name.
 ROWS = 40
 _NAMED = 3
 # In inches: the height of a row, the width of a letter, the height of the legend.

@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 from fakequant._diagnosis.report.drawing import ACCENT, BAND, INK, MUTED, WARN, new_figure
 from fakequant._diagnosis.report.tensors import TensorCounts
 
-# The maximal number of bars. More levels are drawn as this many bins.
+# The maximum number of bars. More levels are drawn as this many bins.
 DRAWN = 64
 # A bar below this share of the highest one is hardly visible.
 _TOO_LOW = 0.05

@@ -15,9 +15,9 @@ from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._quantizer import Quantizer, quantizers
 from fakequant.spec import QuantSpec
 
-# The minimal number of histogram bins inside the range. There are as many on either side of it.
+# The minimum number of histogram bins inside the range. There are as many on either side of it.
 BINS = 96
-# The maximal number of counters for codes. More levels are counted in this many bins.
+# The maximum number of counters for codes. More levels are counted in this many bins.
 COUNTED = 1 << 16
 
 
