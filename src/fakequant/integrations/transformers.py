@@ -243,12 +243,12 @@ def _require_same_model(folder: Path, cls: type, report: Mapping[str, Any], own:
     """Raises ValueError unless the folder has exactly the tensors of the prepared model."""
     missing, unknown = sorted(report["missing_keys"]), sorted(set(report["unexpected_keys"]) - own)
     mismatched = sorted(map(str, report["mismatched_keys"]))
-    for names, problem in ((missing, "is missing"), (mismatched, "has another shape"), (unknown, "is unknown")):
+    for names, problem in ((missing, "it lacks"), (mismatched, "it has other shapes of"), (unknown, "it also has")):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ValueError(
-                f"{folder} does not hold a {cls.__name__} that was prepared with this config: {names[0]}{more} "
-                f"{problem}.\n"
+                f"{folder} does not hold a {cls.__name__} that was prepared with this config: {problem} "
+                f"{names[0]}{more}.\n"
                 "Pass the class and the `quant_config` of the model that was saved."
             )
 
