@@ -30,7 +30,7 @@ nb::object fake_quantize(nb::handle x, nb::handle scale, nb::handle zero_point, 
 
 // Updates the running range with x, writes scale and zero point and, if `quantize`, fake-quantizes x. Returns
 // (y, count), where y is None unless `quantize` and count is the number of values that are not finite. Returns None
-// also if a block has no range to quantize with.
+// also if a block has no range to quantize with; the running range is then unchanged, scale and zero point may not be.
 //   running_min, running_max, scale   float32 buffers, one value per block
 //   zero_point                        int32 buffer, one value per block
 //   update                            a value of the enum RangeUpdate

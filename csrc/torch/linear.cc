@@ -1,4 +1,4 @@
-// A linear layer whose backward pass needs less memory where saved tensors are recomputed.
+// A linear layer whose backward pass needs less memory if saved tensors are recomputed by hooks.
 #include <ATen/ops/linear.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>

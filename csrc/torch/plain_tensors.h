@@ -33,7 +33,7 @@ inline const Tensor& tensor(nb::handle object) {
 
 inline nb::object wrap(Tensor&& t) { return nb::steal(THPVariable_Wrap(std::move(t))); }
 
-// --- what a kernel can read ----------------------------------------------------------------------
+// --- supported tensors ---------------------------------------------------------------------------
 
 // The dispatch keys of an ordinary CPU tensor: outside inference mode (kPlain) and inside it (kInference).
 // fakequant/_backends/torch/plain_memory.py has the same sets.
