@@ -61,8 +61,8 @@ class Memory {
     return true;
   }
 
-  // Returns the memory as an array of at least `count` elements; nullptr for None. Throws ValueError if it is too
-  // small.
+  // Returns the memory as an array of at least `count` elements. Throws ValueError if it is smaller. None is memory
+  // without elements, for which this returns nullptr.
   template <class T> T* get(int64_t count) const {
     if (data_ == nullptr) {
       if (count > 0) throw nb::value_error("fakequant._native: a required buffer is None");

@@ -96,9 +96,10 @@ struct Onnx {
   static constexpr bool kOnLevels = true;
   static constexpr bool kKeepsNan = true;
   static constexpr bool kCorrectsReciprocal = true;
-  // Returns rint(x / s), without a division if the product with the reciprocal rounds to the same integer. Let p =
-  // fl(x * fl(1/s)) and Q = fl(x / s). Then |p - Q| < 1.5 * 2^-23 |p|, so if p is more than 2^-21 |p| away from the
-  // nearest half-integer, p and Q lie on the same side of it. Both sides of the comparison are positive, so their
+  // Returns rint(x / s), without a division if the product with the reciprocal rounds to the same integer.
+  //
+  // Let p = fl(x * fl(1/s)) and Q = fl(x / s). Then |p - Q| < 1.5 * 2^-23 |p|, so if p is more than 2^-21 |p| away from
+  // the nearest half-integer, p and Q lie on the same side of it. Both sides of the comparison are positive, so their
   // bits can be compared as integers, and NaN compares as too large. The bound does not hold for a subnormal or
   // infinite reciprocal; `inverse` is NaN then.
   template <class V> static FQ_INLINE V round(V x, const Params<V>& p) {
