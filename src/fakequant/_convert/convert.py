@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 from fakequant import _targets
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.tensor_checks import block_shape
-from fakequant._convert.fold_batch_norm import Folded, find_pairs, fold, reason_not_foldable
+from fakequant._convert.fold_batch_norm import BatchNorm, Folded, find_norm, find_pairs, fold, reason_not_foldable
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import (
     IntegerLayer,
@@ -28,10 +28,14 @@ from fakequant._prepare.attach import attach_layer, forget_preparation, record_o
 from fakequant._prepare.prepare import preparation
 from fakequant.nn._batch_norm import bias_codes, widened_scale
 from fakequant.nn._fake_quantize import FakeQuantize
+from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize
 from fakequant.nn._quantized_layer import Quantization, QuantizedLayer, input_grid_of
 from fakequant.nn._quantizer import Quantizer, quantizers
 from fakequant.nn._records import find_record
 from fakequant.spec import QuantSpec
+
+# A layer whose class changes, from `QuantizedLayer` to `IntegerLayer`.
+ChangingLayer: TypeAlias = Any
 
 
 @dataclasses.dataclass
@@ -77,7 +81,7 @@ def convert(model: nn.Module, *, target: str | None = None) -> nn.Module:
     if problem is not None:
         notes.append(f"the model could not be traced ({problem}): check which batch norms were folded")
     grids = _make_grids(copied, goal)
-    norms = {pair.layer: copied.get_submodule(pair.norm) for pair in pairs}
+    norms = {pair.layer: find_norm(copied, pair) for pair in pairs}
     kept = _replace(copied, grids, norms, goal)
     folded = [pair.norm for pair in pairs if pair.layer not in kept]
     for path in folded:
@@ -142,7 +146,7 @@ def _make_grids(model: nn.Module, target: _targets.Target) -> dict[Quantizer, Gr
 
 
 def _replace(
-    model: nn.Module, grids: dict[Quantizer, Grid], norms: dict[str, nn.Module], target: _targets.Target
+    model: nn.Module, grids: dict[Quantizer, Grid], norms: dict[str, BatchNorm], target: _targets.Target
 ) -> dict[str, str]:
     """Replaces quantized layers by integer layers, and quantizers of activations by grids.
 
@@ -170,7 +174,7 @@ def _replace(
 
 
 @torch.no_grad()
-def _make_integer(layer: Any, path: str, norm: nn.Module | None, target: _targets.Target) -> str | None:
+def _make_integer(layer: ChangingLayer, path: str, norm: BatchNorm | None, target: _targets.Target) -> str | None:
     """Turns a quantized layer into an integer layer, and folds its batch norm if possible.
 
     Args:
@@ -213,7 +217,7 @@ def _make_integer(layer: Any, path: str, norm: nn.Module | None, target: _target
     return reason
 
 
-def _scales_of(quantizer: Any, weight: Tensor) -> tuple[QuantSpec, Tensor, Tensor]:
+def _scales_of(quantizer: FakeQuantize | LearnedFakeQuantize, weight: Tensor) -> tuple[QuantSpec, Tensor, Tensor]:
     """Returns the spec, the scale and the zero point of a weight."""
     spec, shape = quantizer.spec, tuple(weight.shape)
     if spec.granularity != "token":
@@ -223,6 +227,7 @@ def _scales_of(quantizer: Any, weight: Tensor) -> tuple[QuantSpec, Tensor, Tenso
     # same as groups as long as the axis.
     seen = tensor_functions.min_max(weight, spec)
     scale, zero_point = tensor_functions.choose_qparams(seen.min, seen.max, spec, eps=quantizer.eps)
+    assert spec.axis is not None
     axis = spec.axis % len(shape)
     others = sorted((a for a in range(len(shape)) if a != axis), key=lambda a: shape[a] == 1)
     if all(shape[a] == 1 for a in others[1:]):
@@ -232,7 +237,7 @@ def _scales_of(quantizer: Any, weight: Tensor) -> tuple[QuantSpec, Tensor, Tenso
     return spec, scale.reshape(blocks), zero_point.reshape(blocks)
 
 
-def _set_bias(layer: Any, bias: Tensor | None) -> None:
+def _set_bias(layer: IntegerLayer, bias: Tensor | None) -> None:
     """Stores the bias of a layer, as integers if the scale of the sums is known and otherwise as floats."""
     name = layer._fakequant.kind.bias_name
     if name in layer._parameters:
@@ -246,7 +251,7 @@ def _set_bias(layer: Any, bias: Tensor | None) -> None:
         layer._parameters[name] = nn.Parameter(bias.detach().float(), requires_grad=False)
 
 
-def _widen(layer: Any, x_scale: Tensor, bias: Tensor) -> None:
+def _widen(layer: IntegerLayer, x_scale: Tensor, bias: Tensor) -> None:
     """Increases the weight scale of channels whose bias would not fit in 32 bits.
 
     Only needed if the bias is so much larger than the weights that losing bits of them makes no difference.

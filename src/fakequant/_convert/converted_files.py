@@ -8,11 +8,11 @@ import dataclasses
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,12 @@ from fakequant._train.running import check_module
 from fakequant._util.optional_packages import require, writing
 from fakequant.nn._layer_kinds import find_kind
 from fakequant.spec import QuantSpec, shortened
+
+File: TypeAlias = str | os.PathLike[str]
+# A part of the metadata: what JSON can hold.
+Description: TypeAlias = dict[str, Any]
+# A state_dict: tensors, and extra states of any type.
+State: TypeAlias = dict[str, Any]
 
 _FORMAT = 2
 # The format before files had checksums.
@@ -104,7 +110,7 @@ class _WrongModelError(ValueError):
 _AGAIN = "Write it again with fakequant.save_converted."
 
 
-def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read(path: File) -> tuple[Description, State]:
     """Returns the description of a file and its state_dict."""
     safetensors = require("safetensors", "safetensors")
     if not Path(path).is_file():
@@ -149,7 +155,7 @@ _PARTS = {
 }  # fmt: skip
 
 
-def _compare_checksum(path: Any, version: int, saved: str | None, found: str) -> None:
+def _compare_checksum(path: File, version: int, saved: str | None, found: str) -> None:
     if version == _OLD_FORMAT and saved is None:
         warnings.warn(
             f"{path} has no checksum, because an older version wrote it. If it is damaged, this is not noticed.\n"
@@ -162,7 +168,7 @@ def _compare_checksum(path: Any, version: int, saved: str | None, found: str) ->
 
 
 @contextmanager
-def _unchanged_on_failure(model: nn.Module, layers: Any) -> Iterator[None]:
+def _unchanged_on_failure(model: nn.Module, layers: Container[str]) -> Iterator[None]:
     """Context that restores all modules and tensors of a model if the body raises.
 
     Tensors of modules in `layers`, which holds paths, are not copied, because loading replaces them instead of
@@ -200,7 +206,7 @@ def _has_extra_state(module: nn.Module) -> bool:
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
-def _describe(model: nn.Module) -> dict[str, Any]:
+def _describe(model: nn.Module) -> Description:
     """Returns everything that is needed to rebuild the model and is not a tensor of its state_dict."""
     grids = {module: path for path, module in model.named_modules() if isinstance(module, Grid)}
     layers, sources = {}, {}
@@ -225,7 +231,7 @@ def _describe(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _describe_weight(record: Integers) -> dict[str, Any] | None:
+def _describe_weight(record: Integers) -> Description | None:
     if record.weight_spec is None:
         return None
     return {
@@ -235,7 +241,7 @@ def _describe_weight(record: Integers) -> dict[str, Any] | None:
     }
 
 
-def _extra_states(model: nn.Module) -> dict[str, Any]:
+def _extra_states(model: nn.Module) -> State:
     """Returns the entries of the state_dict that are not tensors. Raises TypeError if JSON cannot hold one."""
     found = {name: value for name, value in model.state_dict().items() if not isinstance(value, Tensor)}
     for name, value in found.items():
@@ -251,7 +257,7 @@ def _extra_states(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _apply(model: nn.Module, described: dict[str, Any], state: dict[str, Any], file: Any) -> None:
+def _apply(model: nn.Module, described: Description, state: State, file: File) -> None:
     _require_same_model(model, described, file)
     target = _targets.find(described["target"]).name
     modules = dict(model.named_modules())
@@ -276,7 +282,7 @@ def _apply(model: nn.Module, described: dict[str, Any], state: dict[str, Any], f
     return_tensors(model)
 
 
-def _require_same_model(model: nn.Module, described: dict[str, Any], file: Any) -> None:
+def _require_same_model(model: nn.Module, described: Description, file: File) -> None:
     """Raises ValueError if a layer or module in the file is missing in the model or has another type or shape."""
     if find_conversion(model) is not None or find_preparation(model) is not None:
         raise _WrongModelError("The model is prepared or converted already.\nPass the float model.")
@@ -300,14 +306,14 @@ def _kind(module: nn.Module | None) -> str:
     return "absent" if module is None else type(module).__name__
 
 
-def _refuse(file: Any, path: str, there: str, here: str) -> NoReturn:
+def _refuse(file: File, path: str, there: str, here: str) -> NoReturn:
     raise _WrongModelError(
         f"{file} does not fit the model: {path!r} is {there} in the file but {here} in the model.\n"
         "Pass a float model of the architecture that was converted."
     )
 
 
-def _make_layer(layer: Any, path: str, described: dict[str, Any]) -> None:
+def _make_layer(layer: nn.Module, path: str, described: Description) -> None:
     cls, weight = type(layer), described["weight"]
     kind = find_kind(cls)
     if kind is None:
@@ -327,7 +333,7 @@ def _make_layer(layer: Any, path: str, described: dict[str, Any]) -> None:
         layer._parameters[kind.bias_name] = None
 
 
-def _make_grid(path: str, grid: dict[str, Any], state: dict[str, Any]) -> Grid:
+def _make_grid(path: str, grid: Description, state: State) -> Grid:
     values = [state.get(f"{path}.{name}") for name in ("scale", "zero_point")]
     if (values[0] is None) != (values[1] is None):
         raise KeyError(f"{path}.{'scale' if values[0] is None else 'zero_point'}")
@@ -339,7 +345,7 @@ def _make_grid(path: str, grid: dict[str, Any], state: dict[str, Any]) -> Grid:
     return Grid(spec, *values, arithmetic=grid["arithmetic"], eps=grid["eps"], path=path)
 
 
-def _fill(model: nn.Module, state: dict[str, Any], file: Any) -> None:
+def _fill(model: nn.Module, state: State, file: File) -> None:
     """Loads the state_dict of the file into the rebuilt model. Raises an error if names, shapes or dtypes differ."""
     for path, module in model.named_modules():
         if isinstance(module, IntegerLayer):
@@ -362,9 +368,10 @@ def _fill(model: nn.Module, state: dict[str, Any], file: Any) -> None:
         model.load_state_dict(state)
 
 
-def _fill_layer(layer: Any, start: str, state: dict[str, Any], file: Any) -> None:
+def _fill_layer(layer: IntegerLayer, start: str, state: State, file: File) -> None:
     """Assigns the tensors of an integer layer. It may have a bias that the float layer does not, from a batch norm."""
     shapes = _shapes(layer)
+    own: dict[str, Any]
     for own in (layer._buffers, layer._parameters):
         for last in own:
             value = state.get(start + last)
@@ -372,9 +379,9 @@ def _fill_layer(layer: Any, start: str, state: dict[str, Any], file: Any) -> Non
                 continue
             if not isinstance(value, Tensor):
                 raise TypeError(f"{start}{last} is not a tensor")
-            allowed = shapes.get(last, [None if own[last] is None else tuple(own[last].shape)])
-            if tuple(value.shape) not in allowed:
-                _refuse(file, start + last, f"of shape {tuple(value.shape)}", f"of {allowed[0]}")
+            expected = shapes.get(last, None if own[last] is None else tuple(own[last].shape))
+            if tuple(value.shape) != expected:
+                _refuse(file, start + last, f"of shape {tuple(value.shape)}", f"of {expected}")
             own[last] = nn.Parameter(value, requires_grad=False) if own is layer._parameters else value
     missing = [last for last in ("weight_codes", "weight_scale") if last in shapes and layer._buffers[last] is None]
     if missing:
@@ -383,16 +390,19 @@ def _fill_layer(layer: Any, start: str, state: dict[str, Any], file: Any) -> Non
         check_weight(start.rstrip("."), layer)
 
 
-def _shapes(layer: Any) -> dict[str, list[Any]]:
-    """Returns the shapes that the tensors of an integer layer may have, by name."""
+def _shapes(layer: IntegerLayer) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes that the tensors of an integer layer must have, by name."""
     record, kind = layer._fakequant, layer._fakequant.kind
     if record.weight_spec is None:
         return {}
     spec, shape = record.weight_spec, record.weight_shape
     scales = blocks_of(shape, spec).parameters
-    codes: list[Any] = [shape]
-    if spec.bits in (2, 4):
-        codes = [(-(-prod(shape) * spec.bits // 8),)]
+    codes = (-(-prod(shape) * spec.bits // 8),) if spec.bits in (2, 4) else shape  # packed or not
     outputs = (shape[kind.channel_axis] * (getattr(layer, "groups", 1) if kind.channel_axis == 1 else 1),)
-    names = {"weight_codes": codes, "bias_codes": [outputs], kind.bias_name: [outputs]}
-    return {**names, "weight_scale": [scales], "weight_zero_point": [scales]}
+    return {
+        "weight_codes": codes,
+        "weight_scale": scales,
+        "weight_zero_point": scales,
+        "bias_codes": outputs,
+        kind.bias_name: outputs,
+    }

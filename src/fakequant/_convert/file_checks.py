@@ -3,13 +3,13 @@
 import hashlib
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fakequant._backends.blocks import blocks_of
 from fakequant._backends.torch import tensor_functions
+from fakequant._convert.golden.integer_layer import IntegerLayer
 from fakequant.spec import QuantSpec
 
 
@@ -86,7 +86,7 @@ def check_grid(name: str, spec: QuantSpec, scale: Tensor | None, zero_point: Ten
         raise ValueError(f"{name}.scale has shape {tuple(scale.shape)}, which does not fit the spec ({spec})")
 
 
-def check_weight(name: str, layer: Any) -> None:
+def check_weight(name: str, layer: IntegerLayer) -> None:
     """Raises ValueError unless the codes, scales, zero points and biases of an integer layer are valid."""
     record, bias_name = layer._fakequant, layer._fakequant.kind.bias_name
     spec = record.weight_spec

@@ -11,17 +11,19 @@ Codes of a symmetric grid with narrow range can change their sign, so the weight
 import dataclasses
 from collections import Counter
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
 
-from fakequant._convert.golden.integer_layer import set_levels, weight_levels
+from fakequant._convert.golden.integer_layer import IntegerLayer, set_levels, weight_levels
 from fakequant._prepare.data_flow import copy_for_tracing
 from fakequant.nn._batch_norm import factor_of, folded_bias, folded_scale, lacks_opposite
 from fakequant.nn._layer_kinds import LayerKind
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
+
+BatchNorm: TypeAlias = nn.modules.batchnorm._BatchNorm
 
 
 class Pair(NamedTuple):
@@ -98,15 +100,15 @@ def _pairs_in_sequentials(model: nn.Module) -> list[Pair]:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    if not isinstance(module, nn.modules.batchnorm._BatchNorm) or module.running_mean is None:
+    if not isinstance(module, BatchNorm) or module.running_mean is None:
         return False
-    return type(module).forward in (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
+    return type(module).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 def _can_fold(model: nn.Module, pair: Pair) -> bool:
     """Returns True if the weight has, or can be given, one scale or group of scales per channel of the batch norm."""
     layer = model.get_submodule(pair.layer)
-    norm: Any = model.get_submodule(pair.norm)
+    norm = find_norm(model, pair)
     if not isinstance(layer, QuantizedLayer) or layer.output_quantizer is not None or layer.weight_quantizer is None:
         return False
     kind: type[LayerKind] = layer._fakequant.kind
@@ -121,7 +123,14 @@ def _can_fold(model: nn.Module, pair: Pair) -> bool:
     return scale_axis == axis if spec.group_size is None else scale_axis != 0 and axis == 0
 
 
-def reason_not_foldable(layer: Any, norm: Any, has_tokens: bool) -> str | None:
+def find_norm(model: nn.Module, pair: Pair) -> BatchNorm:
+    """Returns the batch norm of a pair."""
+    norm = model.get_submodule(pair.norm)
+    assert isinstance(norm, BatchNorm)
+    return norm
+
+
+def reason_not_foldable(layer: IntegerLayer, norm: BatchNorm, has_tokens: bool) -> str | None:
     """Returns why a batch norm cannot be folded into an integer layer, or None if it can.
 
     `has_tokens` says whether the layer was given inputs with more than two axes.
@@ -141,7 +150,7 @@ def reason_not_foldable(layer: Any, norm: Any, has_tokens: bool) -> str | None:
     return None
 
 
-def fold(layer: Any, bias: Tensor | None, norm: Any) -> Tensor:
+def fold(layer: IntegerLayer, bias: Tensor | None, norm: BatchNorm) -> Tensor:
     """Folds a batch norm into the codes and the scale of an integer layer. Returns the new bias in float64."""
     factor, record = factor_of(norm), layer._fakequant
     axis, dims = record.kind.channel_axis, len(record.weight_shape)

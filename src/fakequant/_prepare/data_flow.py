@@ -133,7 +133,7 @@ def _changes_input_in_place(model: nn.Module, node: fx.Node) -> bool:
     return in_place or name in ("iadd", "imul", "isub", "setitem") or bool(node.kwargs.get("inplace"))
 
 
-def _takes_operands(model: nn.Module, node: Any) -> bool:
+def _takes_operands(model: nn.Module, node: fx.Node) -> bool:
     if node.op == "call_module":
         return isinstance(model.get_submodule(str(node.target)), _MODULES)
     if node.op == "call_function":

@@ -150,7 +150,7 @@ def _calls(model: nn.Module, layers: list[str], args: Any, kwargs: Any) -> list[
 def _move(model: nn.Module, found: FirstLast, ends: list[str]) -> bool:
     """Makes `ends` the layers with more bits. Warns and returns False if a quantizer has a scale already."""
     changed = sorted(set(ends) ^ set(found.wide))
-    layers: dict[str, Any] = {path: model.get_submodule(path) for path in changed}
+    layers = {path: model.get_submodule(path) for path in changed}
     own = [(path, name, q) for path, layer in layers.items() for name, q in _own(layer._modules)]
     if any(_has_learned(_join(path, name), quantizer, found) for path, name, quantizer in own):
         warnings.warn(
@@ -168,13 +168,15 @@ def _move(model: nn.Module, found: FirstLast, ends: list[str]) -> bool:
     return True
 
 
-def _has_learned(path: str, quantizer: Any, found: FirstLast) -> bool:
+def _has_learned(path: str, quantizer: Quantizer, found: FirstLast) -> bool:
     """Returns True if a quantizer has changed since `prepare`: it got a scale, or its initial scale changed."""
     if quantizer.frozen or any(p.grad is not None or hasattr(p, "full_tensor") for p in quantizer.parameters()):
         return True  # the optimizer of a sharded parameter already refers to its shards
     if path.endswith("weight_quantizer"):
         start = found.starts.get(path)
-        return start is not None and not torch.equal(start, quantizer.step_size.detach().to(start.device))
+        if start is None or not isinstance(quantizer, LearnedFakeQuantize):
+            return False
+        return not torch.equal(start, quantizer.step_size.detach().to(start.device))
     return not quantizer.is_dynamic and not bool(torch.as_tensor(quantizer.scale).isnan().any())
 
 
@@ -189,13 +191,14 @@ def _adopt(model: nn.Module, state: Any, prefix: str, *others: Any) -> None:
         saved = state.get(f"{prefix}{path}.grid")
         if not isinstance(saved, Tensor) or saved.is_meta:
             continue
-        layer, _, name = path.rpartition(".")
+        layer = path.rpartition(".")[0]
         for spec in specs:
             if saved.tolist()[1:] == spec.to_numbers():
                 seen += 1
-                module: Any = model.get_submodule(layer)
-                if module._modules[name].spec != spec:
-                    change_spec(module._modules[name], spec)
+                quantizer = model.get_submodule(path)
+                assert isinstance(quantizer, Quantizer)
+                if quantizer.spec != spec:
+                    change_spec(quantizer, spec)
                 if spec == specs[1] != specs[0]:
                     wide[layer] = None
     if seen:
@@ -207,9 +210,10 @@ def _found(model: nn.Module) -> FirstLast | None:
     return None if made is None else made.first_last
 
 
-def _own(children: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _own(children: Mapping[str, nn.Module | None]) -> list[tuple[str, Quantizer]]:
     """Returns the quantizers of weight and input among the children of a layer, with their names."""
-    return [(name, children[name]) for name in _NAMES if children.get(name) is not None]
+    found = [(name, children.get(name)) for name in _NAMES]
+    return [(name, quantizer) for name, quantizer in found if isinstance(quantizer, Quantizer)]
 
 
 def _wider(spec: QuantSpec, name: str, config: QuantConfig) -> QuantSpec:
@@ -226,7 +230,7 @@ def _wider(spec: QuantSpec, name: str, config: QuantConfig) -> QuantSpec:
     return wide if wide.bits > spec.bits else spec
 
 
-def _respec(quantizer: Quantizer, spec: QuantSpec, layer: Any, name: str) -> None:
+def _respec(quantizer: Quantizer, spec: QuantSpec, layer: nn.Module, name: str) -> None:
     if quantizer.spec == spec:
         return
     change_spec(quantizer, spec)

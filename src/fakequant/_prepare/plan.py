@@ -115,7 +115,7 @@ def _unsupported_derived_class(cls: type[nn.Module]) -> str | None:
     return None
 
 
-def _layer(path: str, module: Any, layer: LayerConfig, config: QuantConfig) -> Layer:
+def _layer(path: str, module: nn.Module, layer: LayerConfig, config: QuantConfig) -> Layer:
     kind = find_kind(type(module))
     assert kind is not None
     target = _targets.find(config.target)
@@ -193,10 +193,11 @@ def make_activation_quantizer(
     return FakeQuantize(spec, observer, path=path, device=device)
 
 
-def read_weight(module: Any, name: str) -> Tensor:
+def read_weight(module: nn.Module, name: str) -> Tensor:
     """Returns a weight. If it is parametrized, reading it does not update the state of the parametrization."""
     # In training mode, parametrizations such as spectral_norm update their buffers whenever the weight is read.
-    parts = list(module.parametrizations.modules()) if hasattr(module, "parametrizations") else []
+    parametrizations = getattr(module, "parametrizations", None)
+    parts = list(parametrizations.modules()) if isinstance(parametrizations, nn.Module) else []
     modes = [part.training for part in parts]
     for part in parts:
         part.training = False

@@ -1,6 +1,6 @@
 """`prepare` adds quantizers to a model, in place. `unprepare` removes them."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from fakequant.nn._layer_kinds import find_kind
 from fakequant.nn._quantized_layer import Quantization, QuantizedLayer
 from fakequant.nn._quantizer import Quantizer, name_quantizers
 from fakequant.nn._records import NAME, find_record
+
+# A module that is a `QuantizedLayer`, by its path.
+PreparedLayer: TypeAlias = Any
 
 
 def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
@@ -76,7 +79,7 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
             hooked.append(path)
     for path, source in on_a_grid.items():
         # Not registered as a child, because it is already a child of the source.
-        reader: Any = model.get_submodule(path)
+        reader: PreparedLayer = model.get_submodule(path)
         reader._fakequant.input_grid = model.get_submodule(source).output_quantizer
     norms = {pair.layer: pair.norm for pair in find_pairs(model)[0]}
     close_shortcuts(model)
@@ -133,7 +136,7 @@ def link_norms(model: nn.Module) -> None:
     """
     made = find_preparation(model)
     for path, norm in () if made is None else made.norms.items():
-        layer: Any = model.get_submodule(path)
+        layer: PreparedLayer = model.get_submodule(path)
         layer._fakequant.norm = model.get_submodule(norm)
 
 

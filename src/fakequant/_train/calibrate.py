@@ -113,7 +113,7 @@ def _watch(found: list[Quantizer], undo: ExitStack) -> dict[Quantizer, bool]:
     """Returns a dict that will say which quantizers were given values. `undo` removes the hooks that fill it."""
     shown = dict.fromkeys(found, False)
 
-    def note(quantizer: Any, args: tuple[Any, ...]) -> None:
+    def note(quantizer: Quantizer, args: tuple[Any, ...]) -> None:
         shown[quantizer] = shown[quantizer] or args[0].numel() > 0
 
     for quantizer in found:

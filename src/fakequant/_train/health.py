@@ -140,7 +140,7 @@ def health(model: nn.Module, data: Data | None = None, steps: int | None = None)
     return Health([_health_of(path, q, counts[q], weights.get(q), errors.get(q)) for path, q in quantizers(model)])
 
 
-def _bias_error(layer: Any) -> float | None:
+def _bias_error(layer: QuantizedLayer) -> float | None:
     found = bias_error(layer)
     if found is None or found[1] is None:
         return None

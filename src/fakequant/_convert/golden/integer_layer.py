@@ -63,7 +63,7 @@ class Integers(LayerRecord):
     # See `Target.weight_shift`.
     weight_shift: int = 0
     # The grid of the module that computes the input, if the layer has no `input_quantizer`.
-    input_grid: Any = None
+    input_grid: Grid | None = None
     # True if a batch norm was folded into a linear layer, which is only correct for inputs of shape (batch, features).
     takes_vectors: bool = False
 
@@ -149,7 +149,7 @@ def set_weight(layer: IntegerLayer, weight: Tensor) -> None:
     """Quantizes a weight and stores its codes, packed if they have 2 or 4 bits."""
     spec = layer._fakequant.weight_spec
     scale = layer.weight_scale * 2.0**layer._fakequant.weight_shift
-    zero_point: Any = 0 if layer.weight_zero_point is None else layer.weight_zero_point
+    zero_point = 0 if layer.weight_zero_point is None else layer.weight_zero_point
     layer.weight_codes = tensor_functions.quantize(weight, scale, zero_point, spec, packed=spec.bits in (2, 4))
 
 
@@ -168,7 +168,7 @@ def is_packed(layer: IntegerLayer) -> bool:
 
 def _dequantized(layer: IntegerLayer, scale: Tensor) -> Tensor:
     record = layer._fakequant
-    zero_point: Any = 0 if layer.weight_zero_point is None else layer.weight_zero_point
+    zero_point = 0 if layer.weight_zero_point is None else layer.weight_zero_point
     shape = record.weight_shape if is_packed(layer) else None
     return tensor_functions.dequantize(layer.weight_codes, scale, zero_point, record.weight_spec, shape=shape)
 
