@@ -184,7 +184,7 @@ def _make_integer(layer: ChangingLayer, path: str, norm: BatchNorm | None, targe
         target: The runtime.
 
     Returns:
-        Why the batch norm could not be folded, or None if it was folded or there is none.
+        Why the batch norm could not be folded. None if it was folded, or if `norm` is None.
     """
     before: Quantization = layer._fakequant
     kind, quantizer = before.kind, layer.weight_quantizer

@@ -158,8 +158,7 @@ _PARTS = {
 def _compare_checksum(path: File, version: int, saved: str | None, found: str) -> None:
     if version == _OLD_FORMAT and saved is None:
         warnings.warn(
-            f"{path} has no checksum, because an older version wrote it: damage cannot be detected.\n"
-            f"{_AGAIN}",
+            f"{path} has no checksum, because an older version wrote it: damage cannot be detected.\n{_AGAIN}",
             UserWarning,
             stacklevel=4,
         )

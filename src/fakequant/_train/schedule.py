@@ -72,7 +72,7 @@ class Schedule:
         self._apply()
 
     def step(self) -> None:
-        """Counts one training step, and switches what is due."""
+        """Counts one training step, and makes the switches that are due."""
         self._unmoved_scales.check_step()
         self.steps += 1
         self._apply()
