@@ -52,28 +52,28 @@ def widen_first_and_last(model: nn.Module, config: QuantConfig, plan: Plan) -> F
     if config.first_last_bits is None:
         return None
     planned = {layer.path: layer for layer in plan.layers}
-    layers, free = [], []
+    layers, without_rule = [], []
     for path, module in model.named_modules():
         use, rule = config.find(path, module)
-        left_out = use is None and rule is not None and find_kind(type(module)) is not None
-        if path in planned or left_out:
+        left_in_float = use is None and rule is not None and find_kind(type(module)) is not None
+        if path in planned or left_in_float:
             layers.append(path)
         if path in planned and rule is None:
-            free.append(path)
+            without_rule.append(path)
     specs = {
         _join(path, name): (quantizer.spec, _wider(quantizer.spec, name, config))
-        for path in free
-        for name, quantizer in _own(planned[path].quantizers)
+        for path in without_rule
+        for name, quantizer in _weight_and_input(planned[path].quantizers)
     }
     order = _in_order(_traced_calls(model), layers)
-    ends = _ends(order or layers, free)
+    ends = _ends(order or layers, without_rule)
     for path in ends:
-        for name, quantizer in _own(planned[path].quantizers):
+        for name, quantizer in _weight_and_input(planned[path].quantizers):
             _respec(quantizer, specs[_join(path, name)][1], planned[path].module, name)
     starts = {
         _join(path, name): quantizer.step_size.detach().clone()
-        for path in free
-        for name, quantizer in _own(planned[path].quantizers)
+        for path in without_rule
+        for name, quantizer in _weight_and_input(planned[path].quantizers)
         if not order and isinstance(quantizer, LearnedFakeQuantize) and name == "weight_quantizer"
     }
     return FirstLast(ends, not order, layers, specs, starts)
@@ -90,7 +90,7 @@ def settled_by_first_batch(model: nn.Module) -> Iterator[None]:
 
     If the body raises, the specs are restored. The caller restores parameters and buffers.
     """
-    found = _found(model)
+    found = _first_last_of(model)
     if found is None or not found.is_guess:
         yield
         return
@@ -120,14 +120,14 @@ class _FirstCall:
         if self.is_done:
             return
         self.is_done = True
-        order = _in_order(_calls(model, self.found.layers, args, kwargs), self.found.layers)
-        free = {path.rpartition(".")[0] for path in self.found.specs}
-        ends = _ends(order, free)
-        if order and _move(model, self.found, ends):
+        order = _in_order(_called_layers(model, self.found.layers, args, kwargs), self.found.layers)
+        without_rule = {path.rpartition(".")[0] for path in self.found.specs}
+        ends = _ends(order, without_rule)
+        if order and _move_bits(model, self.found, ends):
             self.found.wide, self.found.is_guess = ends, False
 
 
-def _calls(model: nn.Module, layers: list[str], args: Any, kwargs: Any) -> list[str]:
+def _called_layers(model: nn.Module, layers: list[str], args: Any, kwargs: Any) -> list[str]:
     """Returns the layers in the order in which the model calls them. Leaves the model unchanged."""
     called: list[str] = []
     switches = [(q, q.observing, q.quantizing) for _, q in quantizers(model)]
@@ -147,12 +147,12 @@ def _calls(model: nn.Module, layers: list[str], args: Any, kwargs: Any) -> list[
     return called
 
 
-def _move(model: nn.Module, found: FirstLast, ends: list[str]) -> bool:
+def _move_bits(model: nn.Module, found: FirstLast, ends: list[str]) -> bool:
     """Makes `ends` the layers with more bits. Warns and returns False if a quantizer has a scale already."""
     changed = sorted(set(ends) ^ set(found.wide))
     layers = {path: model.get_submodule(path) for path in changed}
-    own = [(path, name, q) for path, layer in layers.items() for name, q in _own(layer._modules)]
-    if any(_has_learned(_join(path, name), quantizer, found) for path, name, quantizer in own):
+    own = [(path, name, q) for path, layer in layers.items() for name, q in _weight_and_input(layer._modules)]
+    if any(_has_changed(_join(path, name), quantizer, found) for path, name, quantizer in own):
         warnings.warn(
             f"The first and the last layer of the model are {_words(ends)}, but those with `first_last_bits` are "
             f"{_words(found.wide)}, because the model could not be traced when it was prepared. Their bits are not "
@@ -168,7 +168,7 @@ def _move(model: nn.Module, found: FirstLast, ends: list[str]) -> bool:
     return True
 
 
-def _has_learned(path: str, quantizer: Quantizer, found: FirstLast) -> bool:
+def _has_changed(path: str, quantizer: Quantizer, found: FirstLast) -> bool:
     """Returns True if a quantizer has changed since `prepare`: it got a scale, or its initial scale changed."""
     if quantizer.frozen or any(p.grad is not None or hasattr(p, "full_tensor") for p in quantizer.parameters()):
         return True  # the optimizer of a sharded parameter already refers to its shards
@@ -182,7 +182,7 @@ def _has_learned(path: str, quantizer: Quantizer, found: FirstLast) -> bool:
 
 def _adopt(model: nn.Module, state: Any, prefix: str, *others: Any) -> None:
     """A load_state_dict pre-hook: gives quantizers whose bits are a guess the specs that the state was saved with."""
-    found = _found(model)
+    found = _first_last_of(model)
     if found is None or not found.is_guess:
         return
     wide: dict[str, None] = {}
@@ -205,12 +205,12 @@ def _adopt(model: nn.Module, state: Any, prefix: str, *others: Any) -> None:
         found.wide, found.is_guess = list(wide), False
 
 
-def _found(model: nn.Module) -> FirstLast | None:
+def _first_last_of(model: nn.Module) -> FirstLast | None:
     made = find_preparation(model)
     return None if made is None else made.first_last
 
 
-def _own(children: Mapping[str, nn.Module | None]) -> list[tuple[str, Quantizer]]:
+def _weight_and_input(children: Mapping[str, nn.Module | None]) -> list[tuple[str, Quantizer]]:
     """Returns the quantizers of weight and input among the children of a layer, with their names."""
     found = [(name, children.get(name)) for name in _NAMES]
     return [(name, quantizer) for name, quantizer in found if isinstance(quantizer, Quantizer)]
@@ -255,10 +255,10 @@ def _in_order(calls: list[str], layers: list[str]) -> list[str]:
     return [path for call in calls for path in layers if path == call or path.startswith(f"{call}.")]
 
 
-def _ends(order: list[str], free: Container[str]) -> list[str]:
-    """Returns the first and the last layer, except those that a rule matches, which are not in `free`."""
+def _ends(order: list[str], without_rule: Container[str]) -> list[str]:
+    """Returns the first and the last layer, except those that a rule matches, which are not in `without_rule`."""
     ends = dict.fromkeys((order[0], order[-1])) if order else {}
-    return [path for path in ends if path in free]
+    return [path for path in ends if path in without_rule]
 
 
 def _join(path: str, name: str) -> str:
