@@ -125,7 +125,7 @@ def _require_target(model: nn.Module, target: _targets.Target) -> None:
         more = f"\n  and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ValueError(
             f"The model was not trained for the target {target.name!r}:{''.join(wrong[:5])}{more}\n"
-            f"Prepare the model with a config that has target={target.name!r}, and train or calibrate it again."
+            f"Use prepare with a config that has target={target.name!r}, and train or calibrate it again."
         )
 
 

@@ -370,8 +370,8 @@ def _fill(model: nn.Module, state: State, file: File) -> None:
 def _fill_layer(layer: IntegerLayer, start: str, state: State, file: File) -> None:
     """Assigns the tensors of an integer layer. It may have a bias that the float layer does not, from a batch norm."""
     shapes = _shapes(layer)
-    own: dict[str, Any]
-    for own in (layer._buffers, layer._parameters):
+    tensors: list[dict[str, Any]] = [layer._buffers, layer._parameters]
+    for own in tensors:
         for last in own:
             value = state.get(start + last)
             if value is None:

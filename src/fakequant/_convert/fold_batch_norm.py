@@ -144,7 +144,7 @@ def reason_not_foldable(layer: IntegerLayer, norm: BatchNorm, has_tokens: bool) 
     lowest = weight_levels(layer).movedim(record.kind.channel_axis, 0).flatten(1).amin(1) / 2**record.weight_shift
     if bool(lacks_opposite(lowest, spec.qmin, factor_of(norm))):
         return (
-            f"a channel with a negative factor has the code {spec.qmin}, whose negative is not a code; "
+            f"a channel with a negative factor has the code {spec.qmin}, which cannot change its sign; "
             "use narrow_range=True"
         )
     return None
