@@ -73,7 +73,7 @@ def summary(model: nn.Module) -> Summary:
     0         | Linear | int8 narrow, per channel on axis 0 | uint8, per tensor | -
     <BLANKLINE>
     in float | why
-    ---------+-----------------------------------------------------------
+    ---------+--------------------------------------------------------
     1        | batch norm; it folds into 0 when the model is converted
     <BLANKLINE>
     56 parameters, 224 bytes in float, 160 with quantized weights (71%)
