@@ -95,7 +95,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str):
-            raise TypeError(f"`path` must be a string, such as 'encoder.*', got {self.path!r}.")
+            raise TypeError(f"`path` must be a path, such as 'encoder.*', got {self.path!r}.")
         if self.type is not None and not isinstance(self.type, str):
             raise TypeError(f"`type` must be the name of a class, such as 'Linear', got {self.type!r}.")
         if self.use is not None and not isinstance(self.use, LayerConfig):
