@@ -23,7 +23,7 @@ from fakequant.spec import QuantSpec
 
 @dataclasses.dataclass(frozen=True)
 class QuantizerHealth:
-    """The health of one quantizer. Fields are None if it was given no data, or if this is the first call of `health`."""
+    """The health of one quantizer. Fields are None if it was given no data, or on the first call of `health`."""
 
     path: str
     # Share of values outside the range. Values less than a step outside count too: a symmetric grid can end half a
