@@ -1,37 +1,40 @@
-"""Batch norm as part of the layer before it: another scale per channel and another bias.
+"""Folds a batch norm into the layer before it: the layer gets new scales per channel and a new bias.
 
     y = (x w + b - mean) * factor + beta        factor = gamma / sqrt(variance + eps)
 
     weight_scale' = weight_scale * |factor|     codes' = -codes where factor < 0
     b'            = (b - mean) * factor + beta
 
-Codes of a symmetric, narrow grid can change their sign, so nothing is rounded anew.
+Codes of a symmetric grid with narrow range can change their sign, so the weights are not rounded again.
 """
 
 import dataclasses
 from collections import Counter
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
 
-from fakequant._convert.golden.integer_layer import set_levels, weight_levels
+from fakequant._convert.golden.integer_layer import IntegerLayer, set_levels, weight_levels
 from fakequant._prepare.data_flow import copy_for_tracing
 from fakequant.nn._batch_norm import factor_of, folded_bias, folded_scale, lacks_opposite
+from fakequant.nn._layer_kinds import LayerKind
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
 
+BatchNorm: TypeAlias = nn.modules.batchnorm._BatchNorm
+
 
 class Pair(NamedTuple):
-    """A layer and the batch norm that is the only consumer of its result."""
+    """The paths of a layer and of the batch norm that is the only consumer of its output."""
 
     layer: str
     norm: str
 
 
 class Folded(nn.Module):
-    """The identity left where a batch norm was folded; its result may be quantized."""
+    """The identity that replaces a folded batch norm. It keeps the batch norm's output quantizer."""
 
     output_quantizer: Any
 
@@ -53,13 +56,17 @@ class _Tracer(fx.Tracer):
 
 
 def find_pairs(model: nn.Module) -> tuple[list[Pair], str | None]:
-    """Layers whose results go to a batch norm and nowhere else, and why not all could be found."""
+    """Returns the layers whose output is only used by a batch norm that can be folded into them.
+
+    Also returns why the model could not be traced, or None if it was. Without tracing, only neighbours in an
+    `nn.Sequential` are found.
+    """
     try:
         with torch.random.fork_rng(devices=[]):
             graph = _Tracer().trace(copy_for_tracing(model).eval())
-    except Exception as error:  # whatever a model's own code raises when it is traced
+    except Exception as error:  # tracing runs the model's code, which can raise anything
         first = str(error).strip().split("\n")[0]
-        return _in_sequences(model), f"{type(error).__name__}: {first}"
+        return _pairs_in_sequentials(model), f"{type(error).__name__}: {first}"
     calls: dict[str, int] = {}
     for node in graph.nodes:
         if node.op == "call_module":
@@ -72,13 +79,13 @@ def find_pairs(model: nn.Module) -> tuple[list[Pair], str | None]:
         if not isinstance(source, fx.Node) or source.op != "call_module" or len(source.users) != 1:
             continue
         pair = Pair(str(source.target), str(node.target))
-        if calls[pair.layer] == calls[pair.norm] == 1 and _fits(model, pair):
+        if calls[pair.layer] == calls[pair.norm] == 1 and _can_fold(model, pair):
             found.append(pair)
     return found, None
 
 
-def _in_sequences(model: nn.Module) -> list[Pair]:
-    """Neighbours in an `nn.Sequential`, which pass their results on, and are nowhere else."""
+def _pairs_in_sequentials(model: nn.Module) -> list[Pair]:
+    """Returns the pairs that are neighbours in an `nn.Sequential` and are not used anywhere else."""
     found = []
     places = Counter(child for module in model.modules() for child in module._modules.values())
     for path, module in model.named_modules():
@@ -87,41 +94,51 @@ def _in_sequences(model: nn.Module) -> list[Pair]:
             pairs = [Pair(a, b) for a, b in pairwise(names)]
             for pair in pairs:
                 both = [model.get_submodule(path) for path in pair]
-                if all(places[module] == 1 for module in both) and _is_norm(both[1]) and _fits(model, pair):
+                if all(places[module] == 1 for module in both) and _is_norm(both[1]) and _can_fold(model, pair):
                     found.append(pair)
     return found
 
 
 def _is_norm(module: nn.Module) -> bool:
-    if not isinstance(module, nn.modules.batchnorm._BatchNorm) or module.running_mean is None:
+    if not isinstance(module, BatchNorm) or module.running_mean is None:
         return False
-    return type(module).forward in (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
+    return type(module).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
-def _fits(model: nn.Module, pair: Pair) -> bool:
-    layer: Any = model.get_submodule(pair.layer)
-    norm: Any = model.get_submodule(pair.norm)
+def _can_fold(model: nn.Module, pair: Pair) -> bool:
+    """Returns True if the weight has, or can be given, one scale or group of scales per channel of the batch norm."""
+    layer = model.get_submodule(pair.layer)
+    norm = find_norm(model, pair)
     if not isinstance(layer, QuantizedLayer) or layer.output_quantizer is not None or layer.weight_quantizer is None:
         return False
-    kind = layer._fakequant.kind
-    spec, weight, axis = layer.weight_quantizer.spec, getattr(layer, kind.weight_name), kind.channel_axis
+    kind: type[LayerKind] = layer._fakequant.kind
+    weight: Tensor = getattr(layer, kind.weight_name)
+    spec, axis = layer.weight_quantizer.spec, kind.channel_axis
     is_grouped = getattr(layer, "groups", 1) != 1 and axis != 0
     if not spec.symmetric or is_grouped or norm.num_features != weight.shape[axis]:
         return False
-    if spec.group_size is not None:
-        return axis == 0 and spec.axis % weight.dim() != 0
-    return spec.axis is None or spec.axis % weight.dim() == axis
+    if spec.axis is None:
+        return True
+    scale_axis = spec.axis % weight.dim()
+    return scale_axis == axis if spec.group_size is None else scale_axis != 0 and axis == 0
 
 
-def reason_not_foldable(layer: Any, norm: Any, has_tokens: bool) -> str | None:
-    """Why a batch norm cannot be folded into an integer layer; None if it can.
+def find_norm(model: nn.Module, pair: Pair) -> BatchNorm:
+    """Returns the batch norm of a pair."""
+    norm = model.get_submodule(pair.norm)
+    assert isinstance(norm, BatchNorm)
+    return norm
 
-    `has_tokens` says whether inputs with more than two axes were observed.
+
+def reason_not_foldable(layer: IntegerLayer, norm: BatchNorm, has_tokens: bool) -> str | None:
+    """Returns why a batch norm cannot be folded into an integer layer, or None if it can.
+
+    `has_tokens` says whether the layer was given inputs with more than two axes.
     """
     record = layer._fakequant
     spec = record.weight_spec
     if len(record.weight_shape) == 2 and has_tokens:
-        return "of tokens it normalizes another axis than that of the layer's channels"
+        return "with inputs of more than two axes, it normalizes another axis than the layer's channels"
     if spec.qmin == -spec.qmax:
         return None
     lowest = weight_levels(layer).movedim(record.kind.channel_axis, 0).flatten(1).amin(1) / 2**record.weight_shift
@@ -133,8 +150,8 @@ def reason_not_foldable(layer: Any, norm: Any, has_tokens: bool) -> str | None:
     return None
 
 
-def fold(layer: Any, bias: Tensor | None, norm: Any) -> Tensor:
-    """Changes codes and scale of an integer layer; returns its bias, in float64."""
+def fold(layer: IntegerLayer, bias: Tensor | None, norm: BatchNorm) -> Tensor:
+    """Folds a batch norm into the codes and the scale of an integer layer. Returns the new bias in float64."""
     factor, record = factor_of(norm), layer._fakequant
     axis, dims = record.kind.channel_axis, len(record.weight_shape)
     channels = record.weight_shape[axis]
@@ -145,6 +162,6 @@ def fold(layer: Any, bias: Tensor | None, norm: Any) -> Tensor:
     layer.weight_scale = folded_scale(layer.weight_scale, per_scale)
     sign = factor.sign().reshape([-1 if a == axis else 1 for a in range(dims)])
     set_levels(layer, weight_levels(layer) * sign.float())
-    # Behind a linear layer, a batch norm has the channels of vectors on axis 1, and of tokens the tokens.
+    # A batch norm normalizes axis 1. After a linear layer these are the channels only if inputs have two axes.
     record.takes_vectors = dims == 2
     return folded_bias(bias, norm)

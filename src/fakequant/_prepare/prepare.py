@@ -1,6 +1,6 @@
-"""`prepare`: quantizers into a model, in place and without tracing it; `unprepare`: out again."""
+"""`prepare` adds quantizers to a model, in place. `unprepare` removes them."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from fakequant._prepare.attach import (
     detach_all,
     find_preparation,
 )
-from fakequant._prepare.data_flow import Found, find_operands
+from fakequant._prepare.data_flow import DataFlow, find_operands
 from fakequant._prepare.first_last import adopting_hook, widen_first_and_last
 from fakequant._prepare.plan import OF_RECIPES, Layer, Plan, check_free, make_activation_quantizer, make_plan
 from fakequant._prepare.plan_warnings import warn_about_refused, warn_about_rules
@@ -26,19 +26,31 @@ from fakequant.config import QuantConfig
 from fakequant.nn._layer_kinds import find_kind
 from fakequant.nn._model_quantizers import name_quantizers
 from fakequant.nn._quantized_layer import Quantization, QuantizedLayer
+from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import NAME, find_record
+
+# A module that is a `QuantizedLayer`, by its path.
+PreparedLayer: TypeAlias = Any
 
 
 def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
-    """Gives every layer that `config` speaks of its quantizers, in place, and returns the model.
+    """Adds quantizers to the layers of a model as `config` says, in place, and returns the model.
 
-    Layers stay what they are: of a class derived from theirs, with the same parameters under the same
-    names, the same hooks, tied weights still tied. A state of the float model loads strictly. Where a
-    result reaches an addition, a concatenation, a product or a mean, the module it
-    comes from quantizes it too (`config.operands`); torch.fx finds these, and what it cannot trace is in
-    the summary.
+    Each quantized layer gets a class derived from its own class and keeps its parameters, their names, its hooks
+    and tied weights. A state_dict of the float model loads strictly.
 
-    Scales of weights are known at once; activations need data, from `calibrate` or from training.
+    If `config.operands` is set, modules also quantize outputs that are operands of an addition, a concatenation, a
+    product or a mean. torch.fx finds these modules. Operands that it cannot find are listed by `summary`.
+
+    Scales of weights are known immediately. Scales of activations need data, from `calibrate` or from training.
+
+    Args:
+        model: The float model. Prepare it before it is compiled or distributed.
+        config: Which layers are quantized, and how.
+
+    Raises:
+        ValueError: If the model is prepared, compiled or distributed already, is on the meta device, or has no
+            layer that `config` quantizes.
 
     >>> from fakequant import recipes
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -49,13 +61,13 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
     _check(model, config)
     plan = make_plan(model, config)
     if not plan.layers:
-        raise ValueError(_nothing(plan))
+        raise ValueError(_nothing_to_quantize(plan))
     warn_about_rules(model, config, OF_RECIPES)
     warn_about_refused(plan.refused)
     first_last = widen_first_and_last(model, config, plan)
-    found = Found([], [], {}, None) if config.operands is None else find_operands(model)
-    outputs, notes = _plan_outputs(model, config, plan, found)
-    on_a_grid = _without_repetition(plan, outputs, found)
+    flow = DataFlow([], [], {}, None) if config.operands is None else find_operands(model)
+    outputs, notes = _plan_outputs(model, config, plan, flow)
+    on_a_grid = _drop_repeated(plan, outputs, flow)
     for layer in plan.layers:
         attach_layer(layer.module, _record(layer, config), layer.quantizers)
     hooked = []
@@ -67,8 +79,8 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
             attach_output(module, quantizer)
             hooked.append(path)
     for path, source in on_a_grid.items():
-        # Not as a child: it is one of the source.
-        reader: Any = model.get_submodule(path)
+        # Not registered as a child, because it is already a child of the source.
+        reader: PreparedLayer = model.get_submodule(path)
         reader._fakequant.input_grid = model.get_submodule(source).output_quantizer
     norms = {pair.layer: pair.norm for pair in find_pairs(model)[0]}
     close_shortcuts(model)
@@ -87,7 +99,7 @@ def _record(layer: Layer, config: QuantConfig) -> Quantization:
 
 
 def unprepare(model: nn.Module) -> nn.Module:
-    """Takes everything out of a model that `prepare` put in, in place, and returns the float model.
+    """Removes everything that `prepare` added to a model, in place, and returns the float model.
 
     >>> from fakequant import recipes
     >>> model = nn.Sequential(nn.Linear(4, 8))
@@ -102,27 +114,30 @@ def unprepare(model: nn.Module) -> nn.Module:
 
 
 def is_prepared(model: nn.Module) -> bool:
-    """Whether it is what `prepare` returned."""
+    """Returns True if `model` was returned by `prepare`."""
     return find_preparation(model) is not None
 
 
 def preparation(model: nn.Module) -> Preparation:
-    """What was done to a prepared model."""
+    """Returns what `prepare` did to a model. Raises ValueError if the model is not prepared."""
     check_module(model)
     found = find_preparation(model)
     if found is None:
         raise ValueError(
-            "The model is not prepared, or it is a part or a wrapper of one that is.\n"
+            "The model is not prepared, or it is a part or a wrapper of a prepared model.\n"
             "Pass the module that was given to fakequant.prepare."
         )
     return found
 
 
 def link_norms(model: nn.Module) -> None:
-    """Shows layers the batch norms that will be part of them: again, if others are in their places by now."""
+    """Stores in each layer the batch norm that `convert` will fold into it.
+
+    Call it again before use, because the user may have replaced batch norms, for example by SyncBatchNorm.
+    """
     made = find_preparation(model)
     for path, norm in () if made is None else made.norms.items():
-        layer: Any = model.get_submodule(path)
+        layer: PreparedLayer = model.get_submodule(path)
         layer._fakequant.norm = model.get_submodule(norm)
 
 
@@ -138,7 +153,7 @@ def _check(model: nn.Module, config: QuantConfig) -> None:
         if isinstance(module, nn.parallel.DistributedDataParallel) or _is_sharded(module):
             raise ValueError(
                 f"{path or 'The model'} is distributed already, by {_wrapper(module)}; the quantizers would not be.\n"
-                "Use prepare(model, config) first, then distribute it, then make the optimizer."
+                "Use prepare(model, config) first, then distribute the model, then create the optimizer."
             )
         if type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod"):
             raise ValueError(
@@ -165,7 +180,7 @@ def _wrapper(module: nn.Module) -> str:
     return "fully_shard" if _is_sharded(module) else type(module).__name__
 
 
-def _nothing(plan: Plan) -> str:
+def _nothing_to_quantize(plan: Plan) -> str:
     reasons = "".join(f"\n  {path or 'the model'}: {reason}" for path, reason in list(plan.floats.items())[:10])
     rules = "".join(
         f"\n  {rule} matches nothing; near: {', '.join(near) or 'nothing'}" for rule, near in plan.unmatched
@@ -173,38 +188,46 @@ def _nothing(plan: Plan) -> str:
     return f"Nothing in the model would be quantized.{reasons}{rules}"
 
 
-def _without_repetition(plan: Plan, outputs: dict[str, Any], found: Found) -> dict[str, str]:
-    """Drops input quantizers that repeat the producer's, and returns {layer: producer} by path.
+def _drop_repeated(plan: Plan, outputs: dict[str, Quantizer], flow: DataFlow) -> dict[str, str]:
+    """Drops input quantizers that would repeat an output quantizer before them; returns {layer: producer} by path.
 
-    The module that counts is the last one on the way to the layer that quantizes its result.
+    The producer is the nearest module before the layer that quantizes its output.
     """
     layers = {layer.path: layer for layer in plan.layers}
-    whose = {}
-    for path, sources in found.sources.items():
-        mine = layers[path].quantizers["input_quantizer"] if path in layers else None
+    producers = {}
+    for path, sources in flow.sources.items():
+        reader = layers[path].quantizers["input_quantizer"] if path in layers else None
         for source in sources:
-            there = layers[source].quantizers["output_quantizer"] if source in layers else None
-            there = there or outputs.get(source)
-            if there is None:
+            writer = layers[source].quantizers["output_quantizer"] if source in layers else None
+            writer = writer or outputs.get(source)
+            if writer is None:
                 continue
-            # A grid found anew for every tensor may be another one behind a transposition, say.
-            if mine is not None and mine.is_like(there) and not mine.is_dynamic:
+            # A dynamic quantizer may choose another grid after a move, for example a transposition of tokens.
+            if reader is not None and reader.is_like(writer) and not reader.is_dynamic:
                 layers[path].quantizers["input_quantizer"] = None
-                whose[path] = source
+                producers[path] = source
             break
-    return whose
+    return producers
 
 
-def _plan_outputs(model: nn.Module, config: QuantConfig, plan: Plan, found: Found) -> tuple[dict[str, Any], list[str]]:
-    """Quantizers for results that reach functions, by path, and what could not be found out."""
+def _plan_outputs(
+    model: nn.Module, config: QuantConfig, plan: Plan, flow: DataFlow
+) -> tuple[dict[str, Quantizer], list[str]]:
+    """Creates the quantizers of operands, by the path of the module that computes them.
+
+    Also returns notes on the operands that stay in float.
+    """
     if config.operands is None:
         return {}, []
-    if found.problem is not None:
-        return {}, [f"the model's own code could not be traced ({found.problem}): results have no quantizers"]
-    notes = [f"{name} is the result of a function: no module holds a quantizer for it" for name in found.without_module]
+    if flow.problem is not None:
+        return {}, [f"the model could not be traced ({flow.problem}): operands are not quantized"]
+    notes = [
+        f"{name} is computed by a function: it stays in float, because no module can hold its quantizer"
+        for name in flow.without_module
+    ]
     quantized = {layer.path: layer for layer in plan.layers}
     outputs = {}
-    for path in found.producers:
+    for path in flow.producers:
         module = model.get_submodule(path)
         if isinstance(module, (nn.Embedding, nn.Identity, nn.MultiheadAttention)) and path not in quantized:
             continue
@@ -215,7 +238,7 @@ def _plan_outputs(model: nn.Module, config: QuantConfig, plan: Plan, found: Foun
             try:
                 check_free(module, ["output_quantizer"] if find_record(module) else ["output_quantizer", NAME])
             except ValueError as error:
-                notes.append(f"{path} cannot quantize its result: {error}")
+                notes.append(f"{path} cannot quantize its output: {error}")
                 continue
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         spec = _targets.find(config.target).fit_activation(config.operands)
