@@ -1,0 +1,244 @@
+"""`calibrate`, `Schedule` and `health` on bad data: an error with the fix, and an unchanged model."""
+
+import pytest
+from model_snapshots import Picture, X, assert_refused, calibrate, prepared, randn, small
+
+import fakequant as fq
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+fqnn = pytest.importorskip("fakequant.nn")
+recipes = pytest.importorskip("fakequant.recipes")
+
+pytestmark = pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
+
+
+class Counts(nn.Module):
+    """Counts its calls, as caches and embeddings that follow an average do, in evaluation too."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x
+
+
+# --- calibrate --------------------------------------------------------------------------------------
+
+EMPTY = {
+    "a list of nothing": lambda: ([],),
+    "an exhausted generator": lambda: ((x for x in ()),),
+    "no steps": lambda: ([X], 0),
+    "a function that does not run the model": lambda: (lambda model: None,),
+    "batches of no rows": lambda: ([X[:0], X[:0]],),
+}
+
+
+@pytest.mark.parametrize("recipe", [recipes.int8(), recipes.lsq(4)], ids=["int8", "lsq"])
+@pytest.mark.parametrize("data", EMPTY.values(), ids=EMPTY)
+def test_calibrating_with_nothing_is_refused(data, recipe):
+    model = prepared(recipe)
+    assert_refused(model, lambda: calibrate(model, *data()), ValueError, "nothing to calibrate with")
+
+
+@pytest.mark.parametrize("steps", [-1, 2.5, "3"], ids=repr)
+def test_steps_that_are_no_number_of_steps_are_refused(steps):
+    model = prepared()
+    assert_refused(model, lambda: calibrate(model, [X], steps), (ValueError, TypeError), "`steps`", repr(steps))
+
+
+@pytest.mark.parametrize("data", [None, 3, torch.tensor(1.0)], ids=["None", "a number", "a scalar"])
+def test_data_that_is_no_data_is_refused(data):
+    model = prepared()
+    assert_refused(model, lambda: calibrate(model, data), TypeError, "`data`")
+
+
+def test_a_single_batch_that_is_a_dict_is_refused():
+    model = prepared()
+    assert_refused(model, lambda: calibrate(model, {"input": X}), TypeError, "got one dict", "[batch]")
+
+
+HALF_WAY = {
+    "wrong shape": (lambda: randn(3, 7), RuntimeError, "7"),
+    "integers": (lambda: torch.ones(3, 4, dtype=torch.int64), TypeError, "int64"),
+    "NumPy": (lambda: X.numpy(), TypeError, "ndarray"),
+    "a wrong key": (lambda: {"inptu": X}, TypeError, "inptu"),
+    "a key that is no string": (lambda: {1: X}, TypeError, "strings"),
+    "an empty tuple": (lambda: (), TypeError, "input"),
+    "text": (lambda: ("text",), TypeError, "str"),
+}
+CONFIGS = {
+    "int8": recipes.int8(),
+    "lsq": recipes.lsq(4),
+    "int8_dynamic": recipes.int8_dynamic(),
+    "searched": recipes.int8().rule(activation_observer=fq.observers.Histogram(bins=64, steps=8)),
+}
+each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+def odd_modes(model):
+    """Modes and switches that no single call would give back."""
+    model.train()
+    model[1].eval()
+    model[4].eval()
+    model[4].weight_quantizer.quantizing = False
+    return model
+
+
+@pytest.mark.parametrize(("batch", "error", "word"), HALF_WAY.values(), ids=HALF_WAY)
+@each_config
+def test_a_bad_batch_half_way_leaves_the_model_as_it_was(batch, error, word, config):
+    model = odd_modes(prepared(config))
+    assert_refused(model, lambda: calibrate(model, [X, 9 * X, batch(), X]), error, word)
+
+
+@each_config
+def test_a_bad_batch_after_a_calibration_leaves_its_ranges(config):
+    model = odd_modes(prepared(config, calibrated=True))
+    # Where every scale is learned there is nothing left to calibrate, which is an error of its own.
+    assert_refused(model, lambda: calibrate(model, [9 * X, randn(3, 7)]), (RuntimeError, ValueError))
+
+
+def interrupted(error):
+    def run(model):
+        model(9 * X)
+        raise error
+
+    return run
+
+
+def interrupted_generator(error):
+    yield 9 * X
+    raise error
+
+
+@pytest.mark.parametrize("data", [interrupted, interrupted_generator], ids=["function", "generator"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ZeroDivisionError], ids=lambda e: e.__name__)
+@each_config
+def test_an_interruption_leaves_the_model_as_it_was(data, error, config):
+    model = odd_modes(prepared(config))
+    assert_refused(model, lambda: calibrate(model, data(error)), error)
+
+
+@pytest.mark.filterwarnings("ignore:.*NaN or infinite:RuntimeWarning")
+@each_config
+def test_nan_before_a_bad_batch_is_not_remembered(config):
+    model = odd_modes(prepared(config))
+    half = X.clone()
+    half[0] = torch.nan
+    assert_refused(model, lambda: calibrate(model, [half, randn(3, 7)]), RuntimeError)
+
+
+def test_an_interruption_inside_no_grad_stays_inside_no_grad():
+    model = prepared()
+    with torch.no_grad():
+        assert_refused(model, lambda: calibrate(model, [X, randn(3, 7)]), RuntimeError)
+
+
+def test_buffers_of_the_model_itself_are_as_before_a_bad_batch():
+    model = fq.prepare(nn.Sequential(Counts(), nn.Linear(4, 4)), recipes.int8())
+    assert_refused(model, lambda: calibrate(model, [X, randn(3, 7)]), RuntimeError)
+
+
+def test_a_model_without_quantizers_is_refused_with_the_fix():
+    model = small()
+    assert_refused(
+        model, lambda: calibrate(model, [X]), ValueError, "no quantizers", "fakequant.prepare(model, config)"
+    )
+
+
+def test_a_frozen_model_is_refused_with_the_reason():
+    model = prepared(calibrated=True)
+    fqnn.switch_quantizers(model, frozen=True)
+    assert_refused(model, lambda: calibrate(model, [X]), ValueError, "frozen")
+
+
+# --- schedule ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["quantize_from", "freeze_ranges_at", "freeze_norms_at"])
+@pytest.mark.parametrize("value", [-1, True], ids=repr)
+def test_a_step_that_is_no_step_is_refused_and_nothing_is_switched(name, value):
+    model = prepared()
+    assert_refused(model, lambda: fq.Schedule(model, **{name: value}), ValueError, f"`{name}`", repr(value), "steps")
+
+
+def test_a_schedule_of_positions_is_a_type_error():
+    with pytest.raises(TypeError):
+        fq.Schedule(prepared(), 1, 2, 3)
+
+
+def test_a_schedule_for_a_model_without_quantizers_is_refused_with_the_fix():
+    model = small()
+    action = lambda: fq.Schedule(model, quantize_from=1, freeze_norms_at=0)  # noqa: E731
+    assert_refused(model, action, ValueError, "fakequant.prepare")
+
+
+@pytest.mark.parametrize("state", [{}, {"steps": -3}, {"steps": "x"}, {"steps": None}], ids=repr)
+def test_a_state_that_is_none_of_a_schedule_is_refused(state):
+    model = prepared()
+    schedule = fq.Schedule(model, quantize_from=2)
+    assert_refused(model, lambda: schedule.load_state_dict(state), (ValueError, TypeError), "steps")
+    assert schedule.steps == 0
+
+
+# --- health and summary -----------------------------------------------------------------------------
+
+
+def test_health_of_a_model_without_quantizers_is_refused_with_the_fix():
+    model = small()
+    assert_refused(model, lambda: fq.health(model, [X]), ValueError, "fakequant.prepare")
+
+
+def test_health_with_data_of_nothing_says_that_nothing_is_known():
+    model = prepared(calibrated=True)
+    before = Picture(model)
+    found = fq.health(model, [])
+    assert found.to_dict()["0.input_quantizer"]["clipped"] is None
+    before.assert_unchanged(model)
+
+
+def test_health_of_a_model_without_scales_says_which_and_what_to_do():
+    model = prepared()
+    assert_refused(model, lambda: fq.health(model, [X]), RuntimeError, "0.input_quantizer", "calibrate it first")
+
+
+WATCHED = {name: HALF_WAY[name] for name in ("wrong shape", "NumPy", "a wrong key")}
+
+
+@pytest.mark.parametrize(("batch", "error", "word"), WATCHED.values(), ids=WATCHED)
+@each_config
+def test_health_with_a_bad_batch_leaves_the_model_as_it_was(batch, error, word, config):
+    model = odd_modes(prepared(config, calibrated=True))
+    assert_refused(model, lambda: fq.health(model, [X, 9 * X, batch()]), error, word)
+
+
+def test_health_of_a_convolution_with_ranges_found_at_run_time_leaves_its_buffers():
+    model = fq.prepare(nn.Sequential(nn.Conv1d(4, 4, 1)), recipes.int8_dynamic())
+    x = randn(2, 4, 3)
+    calibrate(model, [x])
+    assert_refused(model, lambda: fq.health(model, [9 * x, X[:, :3]]), RuntimeError)
+
+
+@pytest.mark.parametrize("call", [fq.summary, fq.unprepare], ids=["summary", "unprepare"])
+@pytest.mark.parametrize("part", [None, "1"], ids=["float", "a part"])
+def test_what_is_not_prepared_is_refused_with_the_way(call, part):
+    model = small() if part is None else nn.Sequential(nn.ReLU(), prepared())
+    assert_refused(model, lambda: call(model), ValueError, "not prepared", "fakequant.prepare")
+
+
+CALLS = {
+    "calibrate": lambda: calibrate(None, [X]),
+    "Schedule": lambda: fq.Schedule(None, quantize_from=1),
+    "health": lambda: fq.health(None),
+    "summary": lambda: fq.summary(None),
+    "unprepare": lambda: fq.unprepare(None),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_what_is_no_module_is_a_type_error(call):
+    with pytest.raises(TypeError, match="`model` must be"):
+        call()

@@ -1,0 +1,286 @@
+"""The ranges of zeros, constants, one-sided, tiny and huge values, in every dtype."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+from observer_cases import (
+    ALL,
+    BINNED,
+    INT4,
+    INT8,
+    LARGEST,
+    RUNNING,
+    SEARCHES,
+    UINT4,
+    UINT8,
+    WATCHING,
+    assert_same_range,
+    assert_same_state,
+    bell,
+    by,
+    range_of,
+    watch,
+)
+
+torch = pytest.importorskip("torch")
+
+from fakequant import QuantSpec, choose_qparams, observe_fake_quantize  # noqa: E402
+from fakequant._backends.blocks import blocks_of  # noqa: E402
+from fakequant.observers import MSE, Dynamic, Entropy, Histogram, MinMax, MovingAverage, Percentile  # noqa: E402
+
+INF, NAN = math.inf, math.nan
+
+# --- zeros, constants, one-sided data ---------------------------------------------------------------
+
+SPECS = (INT8, QuantSpec(narrow_range=True), QuantSpec(symmetric=False), UINT8)
+
+
+# As many candidates as fill whole vector registers: torch's maximum of two zeros depends on that.
+@by({**WATCHING, "Histogram": Histogram(steps=32, bins=64), "Entropy": Entropy(32, bins=64), "MSE": MSE(32)})
+@pytest.mark.parametrize("zeros", [[0.0] * 5, [-0.0] * 5, [0.0, -0.0, 0.0]], ids=["+0", "-0", "both"])
+def test_zeros_have_the_range_of_zero_to_zero_and_both_are_positive_zeros(observer, zeros):
+    for spec in SPECS:
+        assert_same_range((0.0, 0.0), range_of(observer, zeros, spec=spec), spec)
+
+
+CONSTANTS = {str(c): c for c in (5.0, -5.0, 0.3, -0.3, 1e30, -1e30)}
+
+
+@by({**RUNNING, "Percentile": Percentile()})
+@by(CONSTANTS, "c")
+def test_a_constant_is_its_range(observer, c):
+    for spec in SPECS:
+        assert_same_range((c, c), range_of(observer, [c] * 7, [c], spec=spec), spec)
+
+
+@by({"Histogram": Histogram(steps=25, bins=1024), "Entropy": Entropy(25, bins=1024), "MSE": MSE(25)})
+@by(CONSTANTS, "c")
+def test_a_searched_range_of_a_constant_is_from_zero_to_it(observer, c):
+    """With eight bits; with few of them a narrower range may have a code that is nearer."""
+    for spec in SPECS:
+        assert_same_range((min(c, 0.0), max(c, 0.0)), range_of(observer, [c] * 7, [c], spec=spec), spec)
+    for spec in (INT4, UINT4, QuantSpec(bits=2)):
+        lo, hi = range_of(observer, [c] * 7, [c], spec=spec)
+        assert min(c, 0) <= lo <= hi <= max(c, 0)
+
+
+ONE_SIDED = {"from near zero": (1e-3, 1.0), "from far": (2.0, 10.0), "far away": (1000.0, 1001.0)}
+
+
+@by(WATCHING)
+@by(ONE_SIDED, "ends")
+@pytest.mark.parametrize("sign", [1, -1], ids=["positive", "negative"])
+def test_the_range_of_one_sided_data_is_on_that_side_and_within_the_data(observer, ends, sign):
+    x = torch.linspace(*ends, 101) * sign
+    for spec in SPECS:
+        lo, hi = range_of(observer, x, spec=spec)
+        assert lo <= hi
+        inner, outer = (lo, hi) if sign > 0 else (-hi, -lo)
+        assert inner == 0 if observer in SEARCHES.values() else inner >= np.float32(ends[0])
+        assert 0 < outer <= np.float32(ends[1])
+        choose_qparams(lo, hi, spec)
+
+
+@by({"Histogram": Histogram(), "MSE": MSE()})
+@pytest.mark.parametrize("sign", [1, -1], ids=["positive", "negative"])
+def test_an_outlier_on_one_side_is_cut_also_where_zero_is_far_away(observer, sign):
+    x = sign * torch.cat([torch.linspace(1, 2, 5000), torch.tensor([12.0])])
+    lo, hi = range_of(observer, x, spec=UINT4)
+    assert 1.5 < (hi if sign > 0 else -lo) < 12
+
+
+@by(RUNNING)
+@pytest.mark.parametrize(("lo", "hi"), [(0.25, 3.0), (-3.0, -0.25), (-0.5, 0.125)])
+def test_the_ends_of_one_tensor_are_its_own(observer, lo, hi):
+    assert_same_range((lo, hi), range_of(observer, [lo, hi, (lo + hi) / 2]))
+
+
+# --- running ranges ---------------------------------------------------------------------------------
+
+BATCHES = ([-1.0, 2.0], [0.5, 0.75], [-4.0, 1.0], [-0.1, 3.0])
+
+
+def test_min_max_only_ever_widens():
+    assert_same_range((-4, 3), range_of(MinMax(), *BATCHES))
+    assert_same_range((0.5, 0.75), range_of(MinMax(), BATCHES[1]))
+
+
+def test_dynamic_returns_the_range_of_the_latest_tensor():
+    assert_same_range((np.float32(-0.1), 3), range_of(Dynamic(), *BATCHES))
+
+
+@pytest.mark.parametrize("constant", [0.01, 0.1, 1 / 3, 0.5, 1.0])
+def test_the_average_is_taken_in_float32_and_starts_with_the_first(constant):
+    lo, hi = (np.float32(v) for v in BATCHES[0])
+    c = np.float32(constant)
+    for batch in BATCHES[1:]:
+        lo, hi = lo + c * (np.float32(batch[0]) - lo), hi + c * (np.float32(batch[1]) - hi)
+    assert_same_range((lo, hi), range_of(MovingAverage(constant), *BATCHES))
+
+
+def test_the_average_of_a_channel_starts_when_that_channel_does():
+    spec = QuantSpec(axis=0)
+    lo, hi = range_of(MovingAverage(0.5), [[1.0, 3.0], [NAN, NAN]], [[1.0, 5.0], [7.0, 9.0]], spec=spec)
+    assert (lo.tolist(), hi.tolist()) == ([1, 7], [4, 9])
+
+
+@pytest.mark.parametrize("constant", [0.01, 0.5, 1.0])
+def test_the_average_of_huge_values_is_never_infinite(constant):
+    for batches in (([-3e38], [3e38]), ([3e38], [-3e38]), ([-3e38, 3e38], [3e38])):
+        lo, hi = range_of(MovingAverage(constant), *batches)
+        assert np.isfinite([lo, hi]).all()
+        assert -3.0001e38 <= lo <= hi <= 3.0001e38
+
+
+@by(RUNNING)
+@pytest.mark.parametrize("where", [{}, dict(axis=0), dict(axis=1, group_size=4)], ids=["tensor", "channel", "group"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_an_update_leaves_the_range_that_the_fused_call_leaves(observer, where, dtype):
+    spec = QuantSpec(**where)
+    batches = [bell(4, 8, seed=i, dtype=dtype) * (1, 30, 0.01)[i] for i in range(3)]
+    if dtype == torch.float64:
+        batches[0][0, :2] = torch.tensor([-1e300, 1e-320])
+        batches += [torch.full((4, 8), v, dtype=dtype) for v in (-1e-320, 1e300)]
+    if dtype != torch.float16:  # a step from one end of float32 to the other is not finite, its result is
+        batches += [torch.full((4, 8), v, dtype=dtype) for v in (-3e38, 3e38, -3e38, 1.0)]
+    state = observer.init(blocks_of((4, 8), spec).parameters)
+    fused = copy.deepcopy(state)
+    for step, x in enumerate(batches):
+        x[:, -1] = NAN
+        count = observer.update(state, x, spec)
+        result = observe_fake_quantize(
+            x, spec, *fused.values(), update=observer._in_kernel.update, averaging_constant=observer._in_kernel.constant
+        )
+        assert_same_state(fused, state, step)
+        assert count == result.nonfinite
+
+
+# --- dtypes -----------------------------------------------------------------------------------------
+
+
+@by(ALL)
+@pytest.mark.parametrize("spec", [INT4, UINT4], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_a_dtype_changes_nothing_but_the_rounding_of_errors(observer, spec, dtype):
+    """Values that every dtype holds. MSE is not compared in halves: its error is that of the dtype."""
+    if isinstance(observer, MSE) and dtype != torch.float64:
+        assert np.isfinite(range_of(observer, bell(300, dtype=dtype), spec=spec)).all()
+        return
+    batches = [bell(300), bell(300, seed=1) * 4]
+    expected = watch(observer, *batches, spec=spec)
+    actual = watch(observer, *(x.to(dtype) for x in batches), spec=spec)
+    assert_same_state(expected, actual)
+    assert_same_range(*([v.numpy() for v in observer.range(s, spec)] for s in (expected, actual)))
+
+
+@by(WATCHING)
+@pytest.mark.parametrize(
+    ("values", "lo", "hi"),
+    [
+        ([-1e300, 1e300], -LARGEST, LARGEST),
+        ([-1e39, 2.0], -LARGEST, 2.0),
+        ([1.0, 1e308], 1.0, LARGEST),
+        ([1e300, 1e300], LARGEST, LARGEST),
+        ([1e300, 1e301], LARGEST, LARGEST),
+        ([-1e300, -1e300], -LARGEST, -LARGEST),
+        ([-3.4028235677973366e38, 0.0], -LARGEST, 0.0),
+    ],
+    ids=str,
+)
+def test_float64_beyond_float32_counts_as_the_largest_float32(observer, values, lo, hi):
+    x = torch.tensor(values, dtype=torch.float64)
+    for spec in SPECS:
+        state = observer.init(())
+        assert observer.update(state, x, spec) == 0
+        found = [end.numpy() for end in observer.range(state, spec)]
+        assert -LARGEST <= found[0] <= found[1] <= LARGEST
+        if observer in SEARCHES.values():  # which may prefer a range whose last code is no infinity
+            assert max(-found[0], found[1]) > LARGEST / 2
+        else:
+            assert_same_range((lo, hi), found, spec)
+        choose_qparams(*found, spec)
+
+
+@by({**RUNNING, "Percentile": Percentile(100.0)})
+def test_a_float64_range_is_rounded_to_float32(observer):
+    x = torch.tensor([-0.1, 0.7], dtype=torch.float64)
+    assert_same_range((np.float32(-0.1), np.float32(0.7)), range_of(observer, x))
+
+
+@by(WATCHING)
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("spec", [INT4, UINT4], ids=str)
+def test_the_range_does_not_depend_on_the_default_dtype(observer, default, spec):
+    x = bell(500)
+    expected = range_of(observer, x, x * 1.7, spec=spec)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        actual = range_of(observer, x, x * 1.7, spec=spec)
+    finally:
+        torch.set_default_dtype(before)
+    assert_same_range(expected, actual)
+
+
+# --- tiny and huge values ---------------------------------------------------------------------------
+
+
+@by(WATCHING)
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1e-45, -1e-45], [1e-45], [-1e-45], [1e-45, 1e-38], [1e-39, -2e-39], [1e-45, 3e38], [-3e38, 1e-45],
+        [3e38, -3e38], [LARGEST, -LARGEST], [LARGEST], [-LARGEST], [-LARGEST, 1.0], [2.0**127, -(2.0**127)],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_tiny_and_huge_values_have_a_range_within_them_and_a_scale(observer, values):
+    top = np.float32(max(map(abs, values)))
+    for spec in SPECS:
+        lo, hi = range_of(observer, values, spec=spec)
+        assert -top <= lo <= hi <= top, spec
+        if observer not in SEARCHES.values():
+            assert np.float32(min(values)) <= lo <= hi <= np.float32(max(values)), spec
+        scale, zero_point = choose_qparams(lo, hi, spec)
+        assert 0 < scale < INF
+        assert spec.qmin <= zero_point <= spec.qmax
+
+
+@by(WATCHING)
+@pytest.mark.parametrize("spec", [INT4, UINT4], ids=str)
+@pytest.mark.parametrize("power", [-12, 20, 100, 122])
+def test_data_twice_as_large_has_a_range_twice_as_large(observer, spec, power):
+    """Powers of two are exact, so the same candidate is found; at 2^-12 the scale is still above its floor."""
+    x = bell(400)
+    factor = np.float32(2.0**power)
+    lo, hi = range_of(observer, x, x * 0.5, spec=spec)
+    with np.errstate(over="ignore"):
+        assert_same_range((lo * factor, hi * factor), range_of(observer, x * factor, x * 0.5 * factor, spec=spec))
+
+
+@by(SEARCHES)
+@pytest.mark.parametrize("spec", [INT8, INT4, UINT8, UINT4, QuantSpec(narrow_range=True)], ids=str)
+@pytest.mark.parametrize("top", [3.2e38, 3.4e38, LARGEST], ids=str)
+def test_a_range_is_not_lost_where_codes_beyond_it_are_infinite(observer, spec, top):
+    """Where the last code of a candidate is beyond float32, its error is infinite, also in bins without values."""
+    lo, hi = range_of(observer, [-top, top], spec=spec)
+    assert lo <= -top / 2
+    assert hi >= top / 2
+
+
+@pytest.mark.parametrize("norm", [1.0, 2.4, 4.0, 12.0])
+def test_nor_does_the_norm_break_that(norm):
+    x, factor = bell(400), np.float32(2.0**100)
+    observer = Histogram(norm, steps=20, bins=256)
+    lo, hi = range_of(observer, x, spec=INT4)
+    assert_same_range((lo * factor, hi * factor), range_of(observer, x * factor, spec=INT4))
+
+
+@by({**RUNNING, "Percentile": Percentile(97.0, bins=256), "Histogram": BINNED["Histogram"], "MSE": SEARCHES["MSE"]})
+def test_the_mirror_image_has_the_mirrored_range(observer):
+    spec = QuantSpec(bits=4, narrow_range=True)
+    x = torch.cat([bell(400), torch.tensor([7.0, 3.0])])
+    lo, hi = range_of(observer, x, spec=spec)
+    assert_same_range((-hi, -lo), range_of(observer, -x, spec=spec))
