@@ -136,7 +136,7 @@ def names(place):
 
 
 @by_place
-def test_exported_names(place):
+def test_modules_export_exactly_the_public_names(place):
     imported = {
         "fakequant.presets": {"QuantSpec", "WHOLE_AXIS"},
         "fakequant.recipes": {"LayerConfig", "Dynamic", "QuantConfig", "QuantSpec"},
@@ -154,7 +154,7 @@ def test_everything_public_has_a_docstring_with_an_example(place):
     assert lacking == []
 
 
-def test_what_is_imported_later_is_there_and_has_an_example():
+def test_lazily_imported_names_exist_and_have_an_example():
     assert sorted(fakequant._WHOLE_MODELS) == WHOLE_MODELS
     for name in WHOLE_MODELS:
         assert ">>>" in inspect.getdoc(getattr(fakequant, name)), name
@@ -162,5 +162,5 @@ def test_what_is_imported_later_is_there_and_has_an_example():
         fakequant.prepar  # noqa: B018
 
 
-def test_what_is_imported_later_can_be_completed():
+def test_dir_lists_lazily_imported_names():
     assert {*WHOLE_MODELS, *PUBLIC, "nn", "observers", "recipes", "__version__"} <= set(dir(fakequant))

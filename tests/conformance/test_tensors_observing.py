@@ -56,6 +56,7 @@ def test_ranges(layout, where, unchanged):
         zeros = LAYOUTS[layout](torch.full(SHAPE, -0.0 if layout != "lazily negated" else 0.0, dtype=x.dtype))
         assert not np.signbit(array(fq.min_max(zeros, spec).min)).any()
 
+
 NARROW = dict(narrow_range=True)
 
 

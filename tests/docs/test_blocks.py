@@ -40,7 +40,7 @@ COMMANDS = sorted({line for block in BLOCKS if block.language == "sh" for line i
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_blocks_are_python_with_prompts_or_commands_or_text(page):
+def test_code_blocks_are_prompted_python_commands_or_text(page):
     found = blocks(page)
     assert page.read_text().count("\n```") == 2 * len(found), "a fence is not closed, or not at the start of its line"
     assert [b for b in found if b.language not in ("python", "sh", "text")] == []
@@ -49,7 +49,7 @@ def test_blocks_are_python_with_prompts_or_commands_or_text(page):
     assert [b for b in found if b.language == "python" and not b.text.endswith("\n\n")] == []
 
 
-def test_doctest_collects_the_pages():
+def test_doctest_collects_the_documentation_pages():
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     assert "--doctest-glob=*.md" in options["addopts"]
     assert {"docs", "README.md", "src"} <= set(options["testpaths"])
@@ -89,7 +89,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith(NOT_RUN_HERE) or c.endswith("--help")])
-def test_commands_run(command, folder, monkeypatch, capsys):
+def test_documented_commands_run(command, folder, monkeypatch, capsys):
     words = shlex.split(command)
     monkeypatch.chdir(folder)
     if words[:3] == ["python", "-m", "fakequant"]:
@@ -104,13 +104,13 @@ def test_commands_run(command, folder, monkeypatch, capsys):
     assert output
 
 
-def test_extras_that_are_to_be_installed_exist():
+def test_documented_extras_exist():
     extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     named = {extra for page in PAGES for extra in re.findall(r"(?:fakequant|\.)\[([\w,]+)\]", page.read_text())}
     assert {extra for several in named for extra in several.split(",")} <= extras
 
 
-def test_files_that_are_spoken_of_exist():
+def test_documented_files_exist():
     pattern = re.compile(r"\b(?:examples|benchmarks|tests|tools|src)/[\w/]+\.(?:py|md)\b")
     named = {name for page in PAGES for name in pattern.findall(page.read_text())}
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
@@ -119,7 +119,7 @@ def test_files_that_are_spoken_of_exist():
 @pytest.mark.parametrize(
     "page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "csrc/README.md"]
 )
-def test_links_lead_somewhere(page):
+def test_relative_links_point_to_files(page):
     """Those between pages of the documentation are checked when it is built."""
     text = re.sub(FENCED, "", (ROOT / page).read_text())
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]

@@ -26,13 +26,13 @@ PAGES = {page.name: page.read_text() for page in sorted((ROOT / "docs" / "refere
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_is_on_one_page(name):
+def test_public_name_is_on_one_reference_page(name):
     pages = [page for page, text in PAGES.items() if re.search(rf"^::: {re.escape(name)}$", text, re.MULTILINE)]
     assert len(pages) == 1
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n.rpartition(".")[2] not in WITHOUT_EXAMPLE])
-def test_has_an_example(name):
+def test_public_name_has_an_example_in_src(name):
     place, _, short = name.rpartition(".")
     found = getattr(importlib.import_module(place), short)
     text = inspect.getdoc(found) or ""
@@ -41,7 +41,7 @@ def test_has_an_example(name):
     assert Path(inspect.getfile(inspect.unwrap(found))).is_relative_to(ROOT / "src")
 
 
-def test_nothing_else_is_on_the_pages():
+def test_reference_pages_list_public_names_only():
     listed = {name for text in PAGES.values() for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE)}
     results = {
         name

@@ -46,7 +46,7 @@ class Resources(HTMLParser):
             self.found.append(named["href"])
 
 
-def test_builds_without_a_warning(built):
+def test_site_builds_without_a_warning(built):
     _, ran = built
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == ""
@@ -54,7 +54,7 @@ def test_builds_without_a_warning(built):
     assert [line for line in lines if not line.startswith("INFO ")] == []
 
 
-def test_loads_nothing_from_elsewhere(built):
+def test_site_loads_nothing_from_other_hosts(built):
     folder, _ = built
     assert len(pages(folder)) > 20
     for page in pages(folder):
@@ -67,7 +67,7 @@ def test_loads_nothing_from_elsewhere(built):
         assert re.findall(r"(?:@import|url\()\s*[\"']?(?:https?:)?//[^)]*", sheet.read_text()) == [], sheet
 
 
-def test_examples_are_code_not_quotations(built):
+def test_site_renders_examples_as_code(built):
     folder, _ = built
     for page in (folder / "reference").glob("*.html"):
         text = page.read_text()
@@ -77,7 +77,7 @@ def test_examples_are_code_not_quotations(built):
 
 
 @pytest.mark.parametrize("command", ["", " info", " demo", " bench", " summary", " verify", " report"])
-def test_command_line_page_has_the_help(built, command):
+def test_site_shows_the_help_of_every_command(built, command):
     folder, _ = built
     text = re.sub(r"<[^>]*>", "", (folder / "reference" / "cli.html").read_text())
     assert f"usage: fakequant{command} [-h]" in text

@@ -21,11 +21,11 @@ def names_in(path):
     return {found.strip() for found in PRIVATE.findall(path.read_text())}
 
 
-def test_the_pattern_finds_private_names():
+def test_pattern_finds_private_names_of_torch():
     assert len(names_in(HOME)) >= 12
 
 
-def test_only_one_file_has_torchs_private_names():
+def test_only_one_file_uses_private_names_of_torch():
     found = {
         str(path.relative_to(SOURCES)): names
         for path in SOURCES.rglob("*.py")

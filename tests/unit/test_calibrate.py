@@ -77,24 +77,24 @@ DATA = {
 
 @pytest.mark.parametrize("data", DATA.values(), ids=DATA)
 @pytest.mark.parametrize("config", [recipes.int8(), recipes.lsq(4)], ids=["observed", "learned"])
-def test_every_form_of_the_same_data_gives_the_same_state(data, config):
+def test_calibrate_accepts_every_form_of_data(data, config):
     same_state(calibrated(config).state_dict(), calibrate(make(config), data()).state_dict())
 
 
 @pytest.mark.parametrize("progress", [True, False])
-def test_the_model_itself_is_returned_with_or_without_a_progress_bar(progress, capsys):
+def test_calibrate_returns_the_model_with_or_without_a_progress_bar(progress, capsys):
     model = make()
     assert fq.calibrate(model, BATCHES, progress=progress) is model
     assert bool(capsys.readouterr().err) is progress
 
 
-def test_a_dict_passes_keyword_arguments():
+def test_dict_batch_passes_keyword_arguments():
     model = calibrate(fq.prepare(Keywords(), recipes.int8()), [{"x": BATCHES[0], "scale": 4.0}])
     other = calibrate(fq.prepare(Keywords(), recipes.int8()), [BATCHES[0] * 4.0])
     same_state(other.state_dict(), model.state_dict())
 
 
-def test_ranges_are_those_of_the_float_model():
+def test_calibrated_ranges_are_those_of_the_float_model():
     model = make()
     with torch.no_grad():
         floats = copy.deepcopy(model).eval()
@@ -108,17 +108,17 @@ def test_ranges_are_those_of_the_float_model():
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
-def test_at_most_as_many_steps_are_run_as_asked_for(steps):
+def test_calibrate_runs_at_most_the_given_steps(steps):
     same_state(calibrate(make(), BATCHES[:steps]).state_dict(), calibrate(make(), BATCHES, steps).state_dict())
 
 
-def test_no_more_is_taken_from_an_iterator_than_is_used():
+def test_calibrate_takes_no_more_batches_than_it_uses():
     data = iter(BATCHES)
     calibrate(make(), data, 2)
     assert len(list(data)) == 1
 
 
-def test_the_range_of_a_moving_average_is_the_mean_over_the_batches():
+def test_calibrated_moving_average_is_the_mean_over_the_batches():
     model = calibrate(make(), [torch.full((3, 4), value) for value in (1.0, 2.0, 6.0)])
     quantizer = model[0].input_quantizer
     assert quantizer.running_max.item() == 3.0
@@ -127,12 +127,12 @@ def test_the_range_of_a_moving_average_is_the_mean_over_the_batches():
     assert quantizer.running_max.item() == 4.0
 
 
-def test_calibrating_again_begins_with_the_new_data():
+def test_calibrating_again_replaces_a_moving_average():
     model = calibrate(make(), [100 * x for x in BATCHES])
     same_state(calibrated().state_dict(), calibrate(model, BATCHES).state_dict())
 
 
-def test_other_observers_go_on_where_they_were():
+def test_calibrating_again_continues_a_min_max_range():
     config = recipes.int8().rule(activation_observer=fq.observers.MinMax())
     model = calibrate(make(config), BATCHES[:1])
     same_state(calibrated(config).state_dict(), calibrate(model, BATCHES[1:]).state_dict())
@@ -142,7 +142,7 @@ def test_other_observers_go_on_where_they_were():
 
 
 @pytest.mark.parametrize(("data", "steps"), [([], None), (iter(()), None), (BATCHES, 0)], ids=["[]", "iterator", "0"])
-def test_no_data_is_an_error_and_changes_nothing(data, steps):
+def test_calibrate_without_data_is_an_error_and_changes_nothing(data, steps):
     model = make()
     before = state(model), modes(model), switches(model)
     with pytest.raises(ValueError, match="nothing to calibrate with"):
@@ -151,13 +151,13 @@ def test_no_data_is_an_error_and_changes_nothing(data, steps):
     assert (modes(model), switches(model)) == before[1:]
 
 
-def test_a_float_model_is_an_error_that_says_what_to_do():
+def test_calibrate_refuses_a_float_model_with_the_fix():
     with pytest.raises(ValueError, match=r"fakequant\.prepare"):
         calibrate(nn.Linear(4, 2), BATCHES)
 
 
 @pytest.mark.parametrize("batch", ["text", 3, None, {1, 2}], ids=repr)
-def test_a_batch_of_another_type_is_a_type_error(batch):
+def test_batch_of_an_unsupported_type_is_a_type_error(batch):
     model = make()
     before = modes(model), switches(model)
     with pytest.raises(TypeError, match="A batch must be"):
@@ -165,7 +165,7 @@ def test_a_batch_of_another_type_is_a_type_error(batch):
     assert (modes(model), switches(model)) == before
 
 
-def test_frozen_quantizers_stay_as_they_are():
+def test_calibrate_leaves_frozen_quantizers_unchanged():
     model = calibrated()
     fqnn.switch_quantizers(model, frozen=True)
     model[4].input_quantizer.frozen = False
@@ -196,7 +196,7 @@ def odd_switches(model):
 
 @pytest.mark.parametrize("prepare_modes", [nn.Module.train, nn.Module.eval, odd_modes], ids=["train", "eval", "mixed"])
 @pytest.mark.parametrize("config", [recipes.int8(), recipes.lsq(4)], ids=["observed", "learned"])
-def test_modes_and_switches_come_back(prepare_modes, config):
+def test_calibrate_restores_modes_and_switches(prepare_modes, config):
     model = make(config)
     prepare_modes(model)
     if config.default.learned:
@@ -226,7 +226,7 @@ HALFWAY = {
 
 @pytest.mark.parametrize(("data", "error"), HALFWAY.values(), ids=HALFWAY)
 @pytest.mark.parametrize("config", [recipes.int8(), recipes.lsq(4)], ids=["observed", "learned"])
-def test_an_exception_half_way_leaves_modes_and_switches_as_before(data, error, config):
+def test_exception_halfway_restores_modes_and_switches(data, error, config):
     model = make(config)
     odd_modes(model)
     before = modes(model), switches(model)
@@ -238,7 +238,7 @@ def test_an_exception_half_way_leaves_modes_and_switches_as_before(data, error, 
 
 @pytest.mark.parametrize("config", [recipes.int8(), recipes.lsq(4)], ids=["observed", "learned"])
 @pytest.mark.parametrize("already", [False, True], ids=["fresh", "calibrated"])
-def test_an_exception_half_way_leaves_the_ranges_as_before(config, already):
+def test_exception_halfway_restores_the_ranges(config, already):
     model = calibrated(config) if already else make(config)
     before = state(model)
     with pytest.raises(ValueError if already and config.default.learned else RuntimeError):
@@ -249,7 +249,7 @@ def test_an_exception_half_way_leaves_the_ranges_as_before(config, already):
 
 
 @pytest.mark.parametrize("config", [recipes.int8(), recipes.lsq(4)], ids=["observed", "learned"])
-def test_parameters_and_statistics_of_the_model_are_untouched(config):
+def test_calibrate_leaves_parameters_and_statistics_unchanged(config):
     model = make(config)
     before = state(model)
     calibrate(model, BATCHES)
@@ -260,7 +260,7 @@ def test_parameters_and_statistics_of_the_model_are_untouched(config):
     assert model(BATCHES[0]).requires_grad
 
 
-def test_dropout_is_off_and_no_random_number_is_drawn():
+def test_calibrate_runs_without_dropout_and_draws_no_random_numbers():
     rng = torch.get_rng_state()
     calibrated_state = state(calibrated())
     after_make = make() and torch.get_rng_state()
@@ -278,7 +278,7 @@ def test_evaluation_after_calibration_does_not_move_ranges():
     same_state(before, model.state_dict())
 
 
-def test_a_model_that_was_in_evaluation_when_it_was_prepared_stays_there():
+def test_model_prepared_in_evaluation_mode_stays_in_it():
     model = fq.prepare(nn.Sequential(nn.Linear(4, 4)).eval(), recipes.int8())
     assert not any(module.training for module in model.modules())
     calibrate(model, BATCHES)
@@ -290,7 +290,7 @@ def test_a_model_that_was_in_evaluation_when_it_was_prepared_stays_there():
 # --- learned scales ---------------------------------------------------------------------------------
 
 
-def test_learned_activations_are_initialized_and_weights_keep_their_scales():
+def test_calibrate_initializes_learned_activations_and_keeps_weight_scales():
     model = make(recipes.lsq(4))
     weights = {path: q.step_size.clone() for path, q in fqnn.quantizers(model) if path.endswith("weight_quantizer")}
     identities = [id(p) for p in model.parameters()]
@@ -307,7 +307,7 @@ def test_learned_activations_are_initialized_and_weights_keep_their_scales():
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-def test_learned_scales_are_not_learned_anew_by_a_second_calibration():
+def test_second_calibration_of_learned_scales_is_refused():
     model = calibrated(recipes.lsq(4))
     before = state(model)
     with pytest.raises(ValueError, match=r"have a learned scale(.|\n)*reset_parameters"):
@@ -318,7 +318,7 @@ def test_learned_scales_are_not_learned_anew_by_a_second_calibration():
 # --- schedule ---------------------------------------------------------------------------------------
 
 
-def test_the_progress_bar_leaves_no_thread_behind():
+def test_progress_bar_leaves_no_thread_behind():
     before = set(threading.enumerate())
     fq.calibrate(fq.prepare(nn.Sequential(nn.Linear(4, 2)), recipes.int8()), [torch.ones(3, 4)], progress=True)
     assert set(threading.enumerate()) == before

@@ -38,24 +38,24 @@ EMPTY = {
 
 @pytest.mark.parametrize("recipe", [recipes.int8(), recipes.lsq(4)], ids=["int8", "lsq"])
 @pytest.mark.parametrize("data", EMPTY.values(), ids=EMPTY)
-def test_calibrating_with_nothing_is_refused(data, recipe):
+def test_calibrate_without_data_is_refused(data, recipe):
     model = prepared(recipe)
     assert_refused(model, lambda: calibrate(model, *data()), ValueError, "nothing to calibrate with")
 
 
 @pytest.mark.parametrize("steps", [-1, 2.5, "3"], ids=repr)
-def test_steps_that_are_no_number_of_steps_are_refused(steps):
+def test_calibrate_refuses_invalid_steps(steps):
     model = prepared()
     assert_refused(model, lambda: calibrate(model, [X], steps), (ValueError, TypeError), "`steps`", repr(steps))
 
 
 @pytest.mark.parametrize("data", [None, 3, torch.tensor(1.0)], ids=["None", "a number", "a scalar"])
-def test_data_that_is_no_data_is_refused(data):
+def test_calibrate_refuses_data_that_is_not_iterable(data):
     model = prepared()
     assert_refused(model, lambda: calibrate(model, data), TypeError, "`data`")
 
 
-def test_a_single_batch_that_is_a_dict_is_refused():
+def test_calibrate_refuses_a_single_dict_and_suggests_a_list():
     model = prepared()
     assert_refused(model, lambda: calibrate(model, {"input": X}), TypeError, "got one dict", "[batch]")
 
@@ -89,13 +89,13 @@ def odd_modes(model):
 
 @pytest.mark.parametrize(("batch", "error", "word"), HALF_WAY.values(), ids=HALF_WAY)
 @each_config
-def test_a_bad_batch_half_way_leaves_the_model_as_it_was(batch, error, word, config):
+def test_bad_batch_halfway_leaves_the_model_unchanged(batch, error, word, config):
     model = odd_modes(prepared(config))
     assert_refused(model, lambda: calibrate(model, [X, 9 * X, batch(), X]), error, word)
 
 
 @each_config
-def test_a_bad_batch_after_a_calibration_leaves_its_ranges(config):
+def test_bad_batch_after_a_calibration_leaves_its_ranges(config):
     model = odd_modes(prepared(config, calibrated=True))
     # Where every scale is learned there is nothing left to calibrate, which is an error of its own.
     assert_refused(model, lambda: calibrate(model, [9 * X, randn(3, 7)]), (RuntimeError, ValueError))
@@ -117,39 +117,39 @@ def interrupted_generator(error):
 @pytest.mark.parametrize("data", [interrupted, interrupted_generator], ids=["function", "generator"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ZeroDivisionError], ids=lambda e: e.__name__)
 @each_config
-def test_an_interruption_leaves_the_model_as_it_was(data, error, config):
+def test_interruption_leaves_the_model_unchanged(data, error, config):
     model = odd_modes(prepared(config))
     assert_refused(model, lambda: calibrate(model, data(error)), error)
 
 
 @pytest.mark.filterwarnings("ignore:.*NaN or infinite:RuntimeWarning")
 @each_config
-def test_nan_before_a_bad_batch_is_not_remembered(config):
+def test_nan_before_a_bad_batch_is_not_counted(config):
     model = odd_modes(prepared(config))
     half = X.clone()
     half[0] = torch.nan
     assert_refused(model, lambda: calibrate(model, [half, randn(3, 7)]), RuntimeError)
 
 
-def test_an_interruption_inside_no_grad_stays_inside_no_grad():
+def test_failed_calibration_inside_no_grad_leaves_no_grad_active():
     model = prepared()
     with torch.no_grad():
         assert_refused(model, lambda: calibrate(model, [X, randn(3, 7)]), RuntimeError)
 
 
-def test_buffers_of_the_model_itself_are_as_before_a_bad_batch():
+def test_failed_calibration_restores_buffers_of_the_model():
     model = fq.prepare(nn.Sequential(Counts(), nn.Linear(4, 4)), recipes.int8())
     assert_refused(model, lambda: calibrate(model, [X, randn(3, 7)]), RuntimeError)
 
 
-def test_a_model_without_quantizers_is_refused_with_the_fix():
+def test_calibrate_refuses_a_model_without_quantizers_with_the_fix():
     model = small()
     assert_refused(
         model, lambda: calibrate(model, [X]), ValueError, "no quantizers", "fakequant.prepare(model, config)"
     )
 
 
-def test_a_frozen_model_is_refused_with_the_reason():
+def test_calibrate_refuses_a_frozen_model_with_the_reason():
     model = prepared(calibrated=True)
     fqnn.switch_quantizers(model, frozen=True)
     assert_refused(model, lambda: calibrate(model, [X]), ValueError, "frozen")
@@ -160,24 +160,24 @@ def test_a_frozen_model_is_refused_with_the_reason():
 
 @pytest.mark.parametrize("name", ["quantize_from", "freeze_ranges_at", "freeze_norms_at"])
 @pytest.mark.parametrize("value", [-1, True], ids=repr)
-def test_a_step_that_is_no_step_is_refused_and_nothing_is_switched(name, value):
+def test_schedule_refuses_an_invalid_step_and_switches_nothing(name, value):
     model = prepared()
     assert_refused(model, lambda: fq.Schedule(model, **{name: value}), ValueError, f"`{name}`", repr(value), "steps")
 
 
-def test_a_schedule_of_positions_is_a_type_error():
+def test_schedule_takes_keyword_arguments_only():
     with pytest.raises(TypeError):
         fq.Schedule(prepared(), 1, 2, 3)
 
 
-def test_a_schedule_for_a_model_without_quantizers_is_refused_with_the_fix():
+def test_schedule_refuses_a_model_without_quantizers_with_the_fix():
     model = small()
     action = lambda: fq.Schedule(model, quantize_from=1, freeze_norms_at=0)  # noqa: E731
     assert_refused(model, action, ValueError, "fakequant.prepare")
 
 
 @pytest.mark.parametrize("state", [{}, {"steps": -3}, {"steps": "x"}, {"steps": None}], ids=repr)
-def test_a_state_that_is_none_of_a_schedule_is_refused(state):
+def test_schedule_refuses_an_invalid_state(state):
     model = prepared()
     schedule = fq.Schedule(model, quantize_from=2)
     assert_refused(model, lambda: schedule.load_state_dict(state), (ValueError, TypeError), "steps")
@@ -187,12 +187,12 @@ def test_a_state_that_is_none_of_a_schedule_is_refused(state):
 # --- health and summary -----------------------------------------------------------------------------
 
 
-def test_health_of_a_model_without_quantizers_is_refused_with_the_fix():
+def test_health_refuses_a_model_without_quantizers_with_the_fix():
     model = small()
     assert_refused(model, lambda: fq.health(model, [X]), ValueError, "fakequant.prepare")
 
 
-def test_health_with_data_of_nothing_says_that_nothing_is_known():
+def test_health_without_batches_reports_clipped_as_none():
     model = prepared(calibrated=True)
     before = Picture(model)
     found = fq.health(model, [])
@@ -200,7 +200,7 @@ def test_health_with_data_of_nothing_says_that_nothing_is_known():
     before.assert_unchanged(model)
 
 
-def test_health_of_a_model_without_scales_says_which_and_what_to_do():
+def test_health_refuses_a_model_without_scales_and_names_the_quantizer():
     model = prepared()
     assert_refused(model, lambda: fq.health(model, [X]), RuntimeError, "0.input_quantizer", "calibrate it first")
 
@@ -210,12 +210,12 @@ WATCHED = {name: HALF_WAY[name] for name in ("wrong shape", "NumPy", "a wrong ke
 
 @pytest.mark.parametrize(("batch", "error", "word"), WATCHED.values(), ids=WATCHED)
 @each_config
-def test_health_with_a_bad_batch_leaves_the_model_as_it_was(batch, error, word, config):
+def test_health_with_a_bad_batch_leaves_the_model_unchanged(batch, error, word, config):
     model = odd_modes(prepared(config, calibrated=True))
     assert_refused(model, lambda: fq.health(model, [X, 9 * X, batch()]), error, word)
 
 
-def test_health_of_a_convolution_with_ranges_found_at_run_time_leaves_its_buffers():
+def test_health_with_a_bad_batch_leaves_buffers_of_dynamic_quantizers_unchanged():
     model = fq.prepare(nn.Sequential(nn.Conv1d(4, 4, 1)), recipes.int8_dynamic())
     x = randn(2, 4, 3)
     calibrate(model, [x])
@@ -224,7 +224,7 @@ def test_health_of_a_convolution_with_ranges_found_at_run_time_leaves_its_buffer
 
 @pytest.mark.parametrize("call", [fq.summary, fq.unprepare], ids=["summary", "unprepare"])
 @pytest.mark.parametrize("part", [None, "1"], ids=["float", "a part"])
-def test_what_is_not_prepared_is_refused_with_the_way(call, part):
+def test_summary_and_unprepare_refuse_a_model_that_is_not_prepared(call, part):
     model = small() if part is None else nn.Sequential(nn.ReLU(), prepared())
     assert_refused(model, lambda: call(model), ValueError, "not prepared", "fakequant.prepare")
 
@@ -239,6 +239,6 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_what_is_no_module_is_a_type_error(call):
+def test_functions_on_models_refuse_a_non_module(call):
     with pytest.raises(TypeError, match="`model` must be"):
         call()

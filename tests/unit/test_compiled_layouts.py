@@ -44,7 +44,7 @@ def run(x, scale, zero_point, spec, gradient):
 @pytest.mark.parametrize("gradient", ["clipped", "pass"])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_the_same_results_and_strides(layout, spec, gradient, dtype, monkeypatch):
+def test_compiled_nodes_match_python_nodes_in_results_and_strides(layout, spec, gradient, dtype, monkeypatch):
     x = layout(BASE.to(dtype))
     try:
         parameters = fq.min_max(x, spec).min.shape
@@ -59,7 +59,7 @@ def test_the_same_results_and_strides(layout, spec, gradient, dtype, monkeypatch
         assert_same_bits(python.double().numpy(), compiled.double().numpy())
 
 
-def test_strided_data_and_groups_reach_the_compiled_function(monkeypatch):
+def test_strided_data_and_groups_use_the_compiled_function(monkeypatch):
     def refuse(*_):
         raise AssertionError("the long way was taken")
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:U
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"default": }', "int8"], ids=repr)
-def test_broken_json_is_a_value_error_that_says_where(text):
+def test_broken_json_is_a_value_error_with_the_position(text):
     with pytest.raises(ValueError, match=r"line 1 column \d+"):
         fq.QuantConfig.from_json(text)
 
@@ -37,12 +37,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("fields", "words"), WRONG.values(), ids=WRONG)
-def test_json_with_a_field_of_the_wrong_kind_says_which(fields, words):
+def test_json_with_a_field_of_the_wrong_type_names_the_field(fields, words):
     with pytest.raises((ValueError, TypeError), match=words):
         fq.QuantConfig.from_json(json.dumps(fields))
 
 
-def test_reading_a_config_leaves_what_it_is_read_from():
+def test_from_dict_does_not_change_its_argument():
     fields = recipes.int8().skip("head").to_dict()
     before = copy.deepcopy(fields)
     fq.QuantConfig.from_dict(fields)
@@ -50,12 +50,12 @@ def test_reading_a_config_leaves_what_it_is_read_from():
 
 
 @pytest.mark.parametrize("bits", [0, 1, 33, "4", 2.0], ids=repr)
-def test_a_recipe_with_impossible_bits_is_refused(bits):
+def test_recipe_refuses_invalid_bits(bits):
     with pytest.raises((ValueError, TypeError), match=rf"`bits` must be .*, got {bits!r}"):
         recipes.lsq(bits)
 
 
 @pytest.mark.parametrize("group", [0, "x", 2.5], ids=repr)
-def test_a_recipe_with_impossible_groups_is_refused(group):
+def test_recipe_refuses_an_invalid_group_size(group):
     with pytest.raises((ValueError, TypeError), match=rf"`group_size` must be .*, got {group!r}"):
         recipes.int4_weight_only(group)

@@ -30,7 +30,7 @@ def linear_with(weight, bias, x_scale, x_zero, config=None):
 # --- literal integers -------------------------------------------------------------------------------
 
 
-def test_a_linear_layer_computes_these_integers():
+def test_linear_layer_computes_the_expected_integers():
     # Scales 1/8 and 1/4 per row, 1/2 for x with zero point 2.
     model = linear_with([[127 / 8, -3 / 8], [1 / 4, 127 / 4]], [5 / 16, -1.0], 0.5, 2)
     golden = fq.convert(model)
@@ -45,12 +45,12 @@ def test_a_linear_layer_computes_these_integers():
     assert values.plain(y).tolist() == [[138 / 16, -261 / 8]]
 
 
-def test_a_bias_is_rounded_to_the_scale_of_the_sums_half_to_even():
+def test_bias_is_rounded_half_to_even_at_the_scale_of_the_sums():
     model = linear_with([[127.0], [127.0], [127.0]], [0.25, 0.75, -0.25], 0.5, 0)
     assert fq.convert(model)[0].bias_codes.tolist() == [0, 2, 0]
 
 
-def test_a_batch_norm_changes_scales_signs_and_biases():
+def test_folded_batch_norm_changes_scales_signs_and_biases():
     conv, norm = nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2, eps=0.0)
     with torch.no_grad():
         conv.weight.copy_(torch.tensor([127.0, 127.0]).reshape(2, 1, 1, 1))
@@ -70,7 +70,7 @@ def test_a_batch_norm_changes_scales_signs_and_biases():
     assert fq._convert.convert.conversion(golden).folded == ["1"]
 
 
-def test_a_channel_that_a_batch_norm_switches_off_is_its_bias():
+def test_channel_with_batch_norm_factor_zero_has_zero_codes():
     conv, norm = nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1)
     with torch.no_grad():
         norm.weight.zero_()
@@ -81,7 +81,7 @@ def test_a_channel_that_a_batch_norm_switches_off_is_its_bias():
     assert golden[0].weight_scale.item() > 0
 
 
-def test_a_code_without_an_opposite_keeps_its_batch_norm():
+def test_code_without_an_opposite_keeps_its_batch_norm_unfolded():
     conv, norm = nn.Conv2d(1, 1, (1, 2)), nn.BatchNorm2d(1)
     with torch.no_grad():
         conv.weight.copy_(torch.tensor([-7.5, 7.0]).reshape(1, 1, 1, 2))
@@ -116,7 +116,7 @@ def test_sums_beyond_float32_are_exact():
     assert sums.long().tolist() == [(4096 * 255 * 127 + bias).tolist(), (4095 * 255 * 127 + bias).tolist()]
 
 
-def test_sums_are_exact_if_torch_may_multiply_less_exactly():
+def test_sums_are_exact_with_reduced_matmul_precision():
     model, x = largest(recipes.w4a8())
     expected = fq.convert(model)[0](x).origin.sums.double()
     torch.set_float32_matmul_precision("medium")
@@ -143,7 +143,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize(("layer", "shape"), SHAPES.values(), ids=SHAPES)
-def test_a_layer_computes_the_sums_of_its_codes(layer, shape):
+def test_layer_computes_the_sums_of_its_codes(layer, shape):
     """With everything in float64: codes are small integers there, and scales exact products."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     model = fq.calibrate(fq.prepare(nn.Sequential(copy.deepcopy(layer)), recipes.int8()), [x], progress=False)
@@ -167,7 +167,7 @@ def test_a_layer_computes_the_sums_of_its_codes(layer, shape):
 # --- to the next grid -------------------------------------------------------------------------------
 
 
-def test_onnxruntime_rounds_once_where_the_graph_rounds_three_times():
+def test_onnxruntime_arithmetic_rounds_once_where_the_reference_rounds_three_times():
     """sums * (scale / s) is a tie where (sums * scale) / s is not: half to even against one step more."""
     scale, out = torch.tensor(0.1), grid(0.2, 0)
     sums = torch.arange(0.0, 500.0)
@@ -180,20 +180,20 @@ def test_onnxruntime_rounds_once_where_the_graph_rounds_three_times():
 
 
 @pytest.mark.parametrize("name", ["reference", "onnxruntime"])
-def test_codes_stay_within_the_range(name):
+def test_codes_from_sums_stay_within_the_range(name):
     rule, out = arithmetic.ARITHMETICS[name], grid(0.5, 100, QuantSpec(bits=7, signed=False, symmetric=False))
     q = rule.from_sums(torch.tensor([-(2.0**40), -1.0, 0.0, 2.0**40]), torch.tensor(0.25), out)
     assert q.tolist() == [0, 100, 100, 127]
 
 
-def test_a_sum_of_two_grids_is_computed_from_codes():
+def test_addition_of_two_grids_is_computed_from_codes():
     a_grid, b_grid, out = grid(0.5, 3), grid(0.25, 7), grid(0.75, 1)
     a, b = torch.tensor([0.5, 2.0]), torch.tensor([0.25, -1.0])
     q = arithmetic.ARITHMETICS["onnxruntime"].from_addition(a, a_grid, b, b_grid, out)
     assert q.tolist() == [2, 2]  # 0.75 / 0.75 + 1, 1 / 0.75 + 1
 
 
-def test_a_mean_is_that_of_the_integers():
+def test_mean_is_computed_from_integers():
     x_grid, out = grid(0.1, 2), grid(0.1, 0)
     codes = torch.arange(16.0).reshape(1, 1, 4, 4)
     x = (codes - 2) * x_grid.scale
@@ -204,7 +204,7 @@ def test_a_mean_is_that_of_the_integers():
 # --- errors -----------------------------------------------------------------------------------------
 
 
-def test_sums_are_wide_where_convolutions_may_round(monkeypatch):
+def test_convolution_sums_use_float64_where_float32_kernels_may_round(monkeypatch):
     from fakequant._convert.golden import integer_layer as layer
 
     model = nn.Sequential(nn.Conv2d(1, 1, 3), nn.Flatten(), nn.Linear(1, 1))
@@ -224,7 +224,7 @@ def test_sums_are_wide_where_convolutions_may_round(monkeypatch):
     assert types() == [torch.float64, torch.float32]
 
 
-def test_a_large_bias_widens_the_sums():
+def test_large_bias_widens_the_sums_to_float64():
     for bias, dtype in ((1.0, torch.float32), (2.0**24, torch.float64)):
         golden = fq.convert(linear_with([[127.0]], [bias], 1.0, 0))
         layer = golden[0]

@@ -69,7 +69,7 @@ def prepared(make, x, config):
 
 @each_recipe
 @each_model
-def test_the_prepared_model_is_as_it_was(make, x, config):
+def test_convert_leaves_the_prepared_model_unchanged(make, x, config):
     model = prepared(make, x, config)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
@@ -81,7 +81,7 @@ def test_the_prepared_model_is_as_it_was(make, x, config):
 
 @each_recipe
 @each_model
-def test_no_weight_of_a_quantized_layer_is_left_in_float(make, x, config):
+def test_converted_layers_hold_no_float_weights(make, x, config):
     golden = fq.convert(prepared(make, x, config))
     layers = [m for m in golden.modules() if isinstance(m, integer.IntegerLayer)]
     assert layers
@@ -92,7 +92,7 @@ def test_no_weight_of_a_quantized_layer_is_left_in_float(make, x, config):
 
 @each_recipe
 @each_model
-def test_a_file_gives_the_same_model_back(make, x, config, tmp_path):
+def test_saved_model_loads_with_the_same_results(make, x, config, tmp_path):
     pytest.importorskip("safetensors")
     golden = fq.convert(prepared(make, x, config))
     fq.save_converted(golden, tmp_path / "model.safetensors")
@@ -104,12 +104,12 @@ def test_a_file_gives_the_same_model_back(make, x, config, tmp_path):
 
 @each_recipe
 @each_model
-def test_a_copy_computes_the_same(make, x, config):
+def test_copy_of_a_converted_model_computes_the_same(make, x, config):
     golden = fq.convert(prepared(make, x, config))
     same(golden(x), copy.deepcopy(golden)(x))
 
 
-def test_attention_of_other_keys_and_values_is_converted():
+def test_cross_attention_is_converted():
     torch.manual_seed(0)
     model = nn.MultiheadAttention(16, 2, batch_first=True)
     query, other = torch.randn(2, 3, 16), torch.randn(2, 5, 16)
@@ -120,7 +120,7 @@ def test_attention_of_other_keys_and_values_is_converted():
     assert float(difference) < 0.02  # a few steps of the last grids
 
 
-def test_weights_that_are_computed_become_codes():
+def test_parametrized_weights_become_codes():
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 4)))
     x = torch.randn(5, 8)
     model = fq.calibrate(fq.prepare(model, recipes.int8()), [x], progress=False)
@@ -132,50 +132,50 @@ def test_weights_that_are_computed_become_codes():
 # --- errors -----------------------------------------------------------------------------------------
 
 
-def test_a_model_without_scales_is_refused_by_name():
+def test_convert_refuses_a_model_without_scales_and_names_the_quantizers():
     model = fq.prepare(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), recipes.int8())
     with pytest.raises(RuntimeError, match=r"0\.input_quantizer, 1\.input_quantizer(.|\n)*fakequant\.calibrate"):
         fq.convert(model)
 
 
-def test_a_float_model_is_refused():
+def test_convert_refuses_a_float_model():
     with pytest.raises(ValueError, match=r"fakequant\.prepare"):
         fq.convert(nn.Linear(2, 2))
 
 
-def test_an_unknown_target_is_refused():
+def test_convert_refuses_an_unknown_target():
     model = prepared(*MODELS["perceptron"], recipes.int8())
     with pytest.raises(ValueError, match="generic"):
         fq.convert(model, target="toaster")
 
 
-def test_only_converted_models_are_saved(tmp_path):
+def test_save_converted_refuses_a_model_that_is_not_converted(tmp_path):
     with pytest.raises(ValueError, match=r"fakequant\.convert"):
         fq.save_converted(nn.Linear(2, 2), tmp_path / "m.safetensors")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failed_save_leaves_nothing(tmp_path):
+def test_failed_save_leaves_no_file(tmp_path):
     golden = fq.convert(prepared(*MODELS["perceptron"], recipes.int8()))
     with pytest.raises(FileNotFoundError, match="missing"):
         fq.save_converted(golden, tmp_path / "missing" / "m.safetensors")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_of_another_model_is_refused_and_says_where(tmp_path):
+def test_load_converted_refuses_a_file_of_another_model_and_says_where(tmp_path):
     fq.save_converted(fq.convert(prepared(*MODELS["perceptron"], recipes.int8())), tmp_path / "m.safetensors")
     with pytest.raises(ValueError, match=r"'0' is Linear there and Conv2d here"):
         fq.load_converted(nn.Sequential(nn.Conv2d(1, 1, 1), nn.ReLU(), nn.Linear(32, 4)), tmp_path / "m.safetensors")
 
 
-def test_a_file_of_somebody_else_is_refused(tmp_path):
+def test_load_converted_refuses_a_file_it_did_not_write(tmp_path):
     save = pytest.importorskip("safetensors.torch").save_file
     save({"weight": torch.zeros(2)}, tmp_path / "m.safetensors")
     with pytest.raises(ValueError, match="not written by"):
         fq.load_converted(nn.Linear(2, 2), tmp_path / "m.safetensors")
 
 
-def test_the_file_says_what_every_tensor_is(tmp_path):
+def test_saved_file_describes_every_tensor(tmp_path):
     safetensors = pytest.importorskip("safetensors")
     fq.save_converted(fq.convert(prepared(*MODELS["residual"], recipes.w4a8())), tmp_path / "m.safetensors")
     with safetensors.safe_open(tmp_path / "m.safetensors", framework="pt") as file:

@@ -32,7 +32,7 @@ KEEPS = {
 
 
 @pytest.mark.parametrize("move", KEEPS.values(), ids=KEEPS)
-def test_what_moves_elements_keeps_the_grid(move):
+def test_moving_elements_keeps_them_on_the_grid(move):
     x = on_grid(torch.randn(2, 3, 4, 4))
     y = move(x)
     assert isinstance(values.origin_of(y), values.OnGrid)
@@ -41,7 +41,7 @@ def test_what_moves_elements_keeps_the_grid(move):
 
 
 @pytest.mark.parametrize("move", KEEPS.values(), ids=KEEPS)
-def test_what_moves_elements_moves_the_sums(move):
+def test_moving_elements_moves_their_sums(move):
     scale = torch.tensor([0.1, 0.2, 0.3]).reshape(-1, 1, 1)
     sums = torch.randint(-1000, 1000, (2, 3, 4, 4)).float()
     x = values.track(sums * scale, values.Accumulated(sums, scale))
@@ -67,7 +67,7 @@ IN_PLACE = {
 
 
 @pytest.mark.parametrize(("change", "plain"), IN_PLACE.values(), ids=IN_PLACE)
-def test_a_value_that_is_changed_in_place_does_not_remember_what_it_was(change, plain):
+def test_tensor_changed_in_place_does_not_keep_its_old_codes(change, plain):
     out = grid(0.37, 100)
     x, y = torch.randn(4, 6), torch.randn(4, 6)
     changed = change(on_grid(x), on_grid(y))
@@ -80,7 +80,7 @@ def test_a_value_that_is_changed_in_place_does_not_remember_what_it_was(change, 
         assert torch.equal(origin.codes(arithmetic.ARITHMETICS["reference"], out), codes)
 
 
-def test_a_value_that_is_changed_through_a_view_does_not_remember_what_it_was():
+def test_tensor_changed_through_a_view_loses_its_origin():
     x = on_grid(torch.randn(4, 6))
     values.plain(x).view(-1).mul_(0.5)
     assert values.origin_of(x) is None
@@ -90,11 +90,11 @@ def test_a_value_that_is_changed_through_a_view_does_not_remember_what_it_was():
     assert isinstance(values.origin_of(a), values.OnGrid)
 
 
-def test_arguments_may_have_names():
+def test_tracking_accepts_keyword_arguments():
     assert isinstance(values.origin_of(torch.flatten(input=on_grid(torch.randn(2, 3, 4)), start_dim=1)), values.OnGrid)
 
 
-def test_sums_that_a_relu_changes_in_place_are_rectified():
+def test_inplace_relu_rectifies_the_sums():
     sums = torch.randint(-100, 100, (4, 6)).float()
     x = values.track(sums * 0.5, values.Accumulated(sums, torch.tensor(0.5)))
     nn.ReLU(inplace=True)(x)
@@ -111,5 +111,5 @@ FORGETS = {
 
 
 @pytest.mark.parametrize("forget", FORGETS.values(), ids=FORGETS)
-def test_everything_else_forgets(forget):
+def test_other_operations_drop_the_origin(forget):
     assert values.origin_of(forget(on_grid(torch.randn(2, 3)))) is None

@@ -96,19 +96,19 @@ def changed(path, folder, change):
     return folder / "changed.safetensors"
 
 
-def test_a_file_that_fits_is_loaded_with_what_modules_keep_beside_tensors(good):
+def test_matching_file_loads_with_extra_states(good):
     loaded = fq.load_converted(make(state="other"), good)
     assert loaded[4].state == {"seen": [1, 2.5, None]}
     assert torch.equal(loaded(X), converted(make(state={"seen": [1, 2.5, None]}))(X))
 
 
-def test_what_modules_keep_may_be_a_tensor(tmp_path):
+def test_extra_state_can_be_a_tensor(tmp_path):
     fq.save_converted(converted(make(state=torch.arange(3))), tmp_path / "m.safetensors")
     assert fq.load_converted(make(state=torch.zeros(1)), tmp_path / "m.safetensors")[4].state.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("state", [{1, 2}, {1: 2}, object(), float("nan")], ids=["set", "keys", "object", "nan"])
-def test_what_no_file_can_hold_is_refused_by_name(state, tmp_path):
+def test_extra_state_that_is_not_json_is_refused_by_name(state, tmp_path):
     with pytest.raises(TypeError, match=r"4\._extra_state is \w+, which cannot be written(.|\n)*get_extra_state"):
         fq.save_converted(converted(make(state=state)), tmp_path / "m.safetensors")
     assert not os.listdir(tmp_path)
@@ -124,11 +124,11 @@ OTHERS = {
 
 
 @pytest.mark.parametrize(("model", "message"), OTHERS.values(), ids=OTHERS)
-def test_another_model_is_left_as_it_was(model, message, good):
+def test_loading_into_another_model_is_refused_and_leaves_it_unchanged(model, message, good):
     refused(model(), good, message)
 
 
-def test_a_float_tensor_of_another_shape_is_found_before_anything_changes(good):
+def test_float_tensor_of_another_shape_is_refused_before_any_change(good):
     model = make()
     model[3] = nn.GroupNorm(2, 6)
     refused(model, good, r"'3\.weight' is of shape \(4,\) there and of \(6,\) here(.|\n)*architecture")
@@ -236,11 +236,11 @@ BAD_VALUES = {
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_VALUES.values(), ids=BAD_VALUES)
-def test_values_that_cannot_be_are_refused(change, message, good, tmp_path):
+def test_invalid_values_in_a_file_are_refused(change, message, good, tmp_path):
     refused(make(state="mine"), changed(good, tmp_path, change), message)
 
 
-def test_packed_codes_are_looked_at_too(tmp_path):
+def test_packed_codes_outside_the_range_are_refused(tmp_path):
     spec = fq.QuantSpec(bits=4, narrow_range=True, axis=0)
     config = fq.QuantConfig(default=fq.LayerConfig(weight=spec))
     path = tmp_path / "m.safetensors"
@@ -250,16 +250,16 @@ def test_packed_codes_are_looked_at_too(tmp_path):
 
 
 @pytest.mark.parametrize(("change", "message"), DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_file_leaves_the_model_as_it_was(change, message, good, tmp_path):
+def test_damaged_file_is_refused_and_leaves_the_model_unchanged(change, message, good, tmp_path):
     refused(make(state="mine"), changed(good, tmp_path, change), message)
 
 
-def test_a_module_that_refuses_its_state_leaves_the_model_as_it_was(good, tmp_path):
+def test_module_that_refuses_its_state_leaves_the_model_unchanged(good, tmp_path):
     path = changed(good, tmp_path, say("extra_states", "4._extra_state", value="bad"))
     refused(make(state="mine"), path, "not this", RuntimeError)
 
 
-def test_a_file_that_is_cut_off_or_no_such_file_or_not_there_is_refused(good, tmp_path):
+def test_truncated_foreign_and_missing_files_are_refused(good, tmp_path):
     path = tmp_path / "m.safetensors"
     path.write_bytes(good.read_bytes()[:-10])
     refused(make(), path, r"is damaged, or no safetensors file(.|\n)*save_converted")
@@ -270,7 +270,7 @@ def test_a_file_that_is_cut_off_or_no_such_file_or_not_there_is_refused(good, tm
     refused(make(), tmp_path / "missing.safetensors", r"There is no file .*missing", FileNotFoundError)
 
 
-def test_a_quantizer_of_the_users_own_is_loaded_into_its_place(tmp_path):
+def test_quantizer_placed_by_the_user_is_saved_and_loaded(tmp_path):
     def own():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(8, 8), fq.nn.FakeQuantize(presets.uint8()), nn.Sigmoid(), nn.Linear(8, 4))
@@ -297,7 +297,7 @@ class InPlace(nn.Module):
         self.seen[:] = state
 
 
-def test_extra_state_that_is_changed_in_place_is_put_back():
+def test_extra_state_changed_in_place_is_restored_on_failure():
     files = pytest.importorskip("fakequant._convert.converted_files")
     model = InPlace()
 

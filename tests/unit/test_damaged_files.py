@@ -41,7 +41,7 @@ def is_refused(model, path):
     return False
 
 
-def test_a_file_with_one_flipped_bit_is_refused_and_the_model_is_as_it_was(saved, tmp_path):
+def test_file_with_one_flipped_bit_is_refused_and_the_model_unchanged(saved, tmp_path):
     good = saved.read_bytes()
     header = 8 + int.from_bytes(good[:8], "little")
     chosen = random.Random(0)
@@ -72,7 +72,7 @@ def without_checksum(saved, path, version):
     save_file(tensors, path, metadata={"fakequant": json.dumps({**described, "format": version})})
 
 
-def test_a_file_from_before_there_were_checksums_loads_with_a_warning(saved, tmp_path):
+def test_format_1_file_without_checksum_loads_with_a_warning(saved, tmp_path):
     without_checksum(saved, tmp_path / "old.safetensors", 1)
     with pytest.warns(UserWarning, match=r"old\.safetensors has no checksum"):
         model = fq.load_converted(make(), tmp_path / "old.safetensors")
@@ -80,7 +80,7 @@ def test_a_file_from_before_there_were_checksums_loads_with_a_warning(saved, tmp
     assert torch.equal(model(x), fq.load_converted(make(), saved)(x))
 
 
-def test_a_new_file_has_one(saved, tmp_path):
+def test_format_2_file_without_checksum_is_refused(saved, tmp_path):
     without_checksum(saved, tmp_path / "new.safetensors", 2)
     with pytest.raises(ValueError, match="its checksum is not that of what is in it"):
         fq.load_converted(make(), tmp_path / "new.safetensors")

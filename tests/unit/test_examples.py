@@ -45,7 +45,7 @@ def test_every_example_is_tested():
 
 
 @needs_torch
-def test_digits_mlp():
+def test_digits_mlp_example_keeps_int8_accuracy_and_trains_2_bits():
     printed = run("digits_mlp.py")
     assert number(rf"int8 +calibrated +{PERCENT}", printed) == pytest.approx(
         number(rf"float +{PERCENT}", printed), abs=2
@@ -54,14 +54,14 @@ def test_digits_mlp():
 
 
 @needs_torch
-def test_residual_cnn_lsq():
+def test_residual_cnn_example_trains_2_bits_and_moves_scales():
     printed = run("residual_cnn_lsq.py")
     assert number(rf"2 bits, trained +{PERCENT}", printed) > number(rf"2 bits, calibrated +{PERCENT}", printed)
     assert number(r"scales moved by up to (\d+\.\d) %", printed) > 0
 
 
 @needs_torch
-def test_transformer_weight_only_int4():
+def test_transformer_example_trains_4_bit_weights():
     printed = run("transformer_weight_only_int4.py")
     assert number(rf"4-bit weights, trained +{PERCENT}", printed) > 25
     # 4 bits and a 32nd of a scale for each weight, of 32; the embedding, norms and biases are in float.
@@ -69,17 +69,17 @@ def test_transformer_weight_only_int4():
 
 
 @needs_torch
-def test_custom_observer():
+def test_custom_observer_example_beats_min_max():
     printed = run("custom_observer.py")
     assert number(r"Deviations.* (\d+\.\d) dB", printed) > number(r"MinMax.* (\d+\.\d) dB", printed) + 6
 
 
 @needs_torch
-def test_distributed_by_torchrun():
+def test_distributed_example_has_the_same_scales_on_both_ranks():
     assert re.search(r"\d+ scales, the same on 2 ranks", run("distributed.py", *TORCHRUN))
 
 
-def test_rounding_without_torch():
+def test_rounding_example_runs_without_torch():
     printed = run(
         "rounding.py",
         "-c",

@@ -85,7 +85,7 @@ def check_equal_to_golden(model, proto, *inputs):
         same(known, y, name)
 
 
-def test_a_cnn_gives_the_bits_of_the_golden_model(cnn):
+def test_cnn_in_onnxruntime_has_the_bits_of_the_golden_model(cnn):
     model, proto = cnn
     golden = fq.convert(model)
     assert (golden.stem[0].weight_scale != model.stem[0].weight_quantizer.qparams()[0]).all()  # it is folded
@@ -95,7 +95,7 @@ def test_a_cnn_gives_the_bits_of_the_golden_model(cnn):
     check_equal_to_golden(model, proto, 100 * randn(3, 3, 16, 16, seed=2))  # everything is clipped
 
 
-def test_all_layers_of_a_cnn_run_as_integer_kernels(cnn, tmp_path):
+def test_cnn_layers_all_run_as_integer_kernels(cnn, tmp_path):
     _, proto = cnn
     session(proto, save_to=tmp_path / "optimized.onnx")
     operations = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
@@ -105,7 +105,7 @@ def test_all_layers_of_a_cnn_run_as_integer_kernels(cnn, tmp_path):
     assert operations.count("QLinearGlobalAveragePool") == 1
 
 
-def test_readers_behind_a_move_do_not_keep_a_layer_in_float(tmp_path):
+def test_consumers_behind_reshapes_share_a_grid_and_run_as_integer_kernels(tmp_path):
     """Both have the same grid, because they see the same numbers."""
 
     class Net(nn.Module):
@@ -129,7 +129,7 @@ def test_readers_behind_a_move_do_not_keep_a_layer_in_float(tmp_path):
     assert not FLOAT_KERNELS & {node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node}
 
 
-def test_without_optimizations_and_in_the_reference_evaluator_a_cnn_is_near(cnn):
+def test_cnn_is_close_without_optimizations_and_in_the_reference_evaluator(cnn):
     """Every code may be a step off where sums are rounded elsewhere: nearly all are not."""
     model, proto = cnn
     x = randn(8, 3, 16, 16, seed=3)
@@ -140,7 +140,7 @@ def test_without_optimizations_and_in_the_reference_evaluator_a_cnn_is_near(cnn)
             assert difference.max() < 0.05
 
 
-def test_the_file_of_a_cnn_has_integers_for_weights_and_no_batch_norm(cnn):
+def test_cnn_file_stores_integer_weights_and_no_batch_norm(cnn):
     model, proto = cnn
     golden = fq.convert(model)
     assert "BatchNormalization" not in {node.op_type for node in proto.graph.node}
@@ -165,7 +165,7 @@ def test_the_file_of_a_cnn_has_integers_for_weights_and_no_batch_norm(cnn):
     assert all(name.endswith(("_scale", "_low", "_high")) for name in floats), floats
 
 
-def test_tensors_have_the_paths_of_their_modules(cnn):
+def test_exported_tensors_are_named_after_their_modules(cnn):
     model, proto = cnn
     paths = [path for path, _ in model.named_modules() if path]
     for name, array in initializers(proto).items():
@@ -179,7 +179,7 @@ def test_tensors_have_the_paths_of_their_modules(cnn):
     assert b"/site-packages/" not in proto.SerializeToString()
 
 
-def test_scales_of_activations_are_those_of_training(cnn):
+def test_exported_activation_scales_are_those_of_training(cnn):
     model, proto = cnn
     stored = initializers(proto)
     known = {path: q for path, q in fq.nn.quantizers(model) if not path.endswith("weight_quantizer")}
@@ -212,7 +212,7 @@ def mlp(folder):
     return model, before, proto
 
 
-def test_a_perceptron_gives_the_bits_of_the_golden_model_for_every_batch_size(mlp, tmp_path):
+def test_perceptron_has_the_bits_of_the_golden_model_for_every_batch_size(mlp, tmp_path):
     model, _, proto = mlp
     assert proto.graph.input[0].type.tensor_type.shape.dim[0].dim_param == "batch"
     assert proto.graph.output[0].type.tensor_type.shape.dim[0].dim_param == "batch"
@@ -224,7 +224,7 @@ def test_a_perceptron_gives_the_bits_of_the_golden_model_for_every_batch_size(ml
     assert set(operations) <= {"QuantizeLinear", "QGemm", "DequantizeLinear"}
 
 
-def test_the_model_is_as_it_was_and_trains_on(mlp):
+def test_export_leaves_the_model_unchanged_and_trainable(mlp):
     model, before, _ = mlp
     assert set(model.state_dict()) == set(before.state_dict())
     for name, value in before.state_dict().items():
@@ -240,7 +240,7 @@ def test_the_model_is_as_it_was_and_trains_on(mlp):
     assert all(p.grad is not None for p in trained.parameters())
 
 
-def test_a_converted_model_gives_the_same_file_and_needs_no_runtime(mlp, folder, tmp_path, monkeypatch):
+def test_converted_model_exports_the_same_file_without_onnxruntime(mlp, folder, tmp_path, monkeypatch):
     model, _, _ = mlp
     golden = fq.convert(model)
     before = {name: value.clone() for name, value in golden.state_dict().items()}
@@ -251,7 +251,7 @@ def test_a_converted_model_gives_the_same_file_and_needs_no_runtime(mlp, folder,
     assert {name: v.tolist() for name, v in golden.state_dict().items()} == {k: v.tolist() for k, v in before.items()}
 
 
-def test_a_file_that_was_there_is_replaced_by_the_same_bytes(mlp, folder, tmp_path):
+def test_existing_file_is_replaced_and_export_is_deterministic(mlp, folder, tmp_path):
     (tmp_path / "model.onnx").write_bytes(b"old")
     fq.export_onnx(mlp[0], str(tmp_path / "model.onnx"), randn(5, 16))  # another batch
     assert (tmp_path / "model.onnx").read_bytes() == (folder / "mlp.onnx").read_bytes()

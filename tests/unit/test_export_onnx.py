@@ -164,7 +164,7 @@ def check_weight(layer, spec, path, proto, stored):
         assert kind == (kinds.INT2 if spec.signed else kinds.UINT2)
 
 
-def test_every_range_has_equal_codes_in_onnxruntime(folder):
+def test_every_bit_width_has_equal_codes_in_onnxruntime(folder):
     specs = RANGES
     model = ranges(specs, "generic")
     proto = exported(model, folder, torch.zeros(2, len(specs), 256), "ranges.onnx")
@@ -172,7 +172,7 @@ def test_every_range_has_equal_codes_in_onnxruntime(folder):
     check_ranges(model, specs, proto, run)
 
 
-def test_two_bits_have_a_type_of_their_own_from_opset_25(folder):
+def test_two_bit_weights_use_the_two_bit_type_from_opset_25(folder):
     specs = {name: RANGES[name] for name in ("int2", "uint2", "uint4", "uint9")}
     specs |= {**MORE_WEIGHTS, "int2_group": (presets.int16(), group(2, 32))}
     model = ranges(specs, "generic")
@@ -182,14 +182,14 @@ def test_two_bits_have_a_type_of_their_own_from_opset_25(folder):
 
 
 @pytest.mark.parametrize("weight", [signed(2, axis=0), unsigned(2, axis=0)], ids=str)
-def test_two_bits_beside_a_quantized_input_are_loaded_with_all_optimizations(weight, tmp_path):
+def test_two_bit_weights_with_a_quantized_input_load_with_all_optimizations(weight, tmp_path):
     """ONNX Runtime 1.31 makes a QGemm of such a layer, which then does not take 2 bits."""
     config = QuantConfig(default=LayerConfig(weight=weight, input=presets.uint8()))
     model = calibrated(nn.Sequential(nn.Linear(8, 4)), config, randn(4, 8))
     session(exported(model, tmp_path, randn(1, 8), opset=25))
 
 
-def test_codes_stored_as_unsigned_numbers_are_equal_at_the_lowest_opset(folder):
+def test_signed_codes_stored_unsigned_are_equal_at_opset_13(folder):
     names = ("int2", "uint3", "int7", "int8", "int8_narrow", "int5_affine_narrow")
     specs = {name: (INPUTS[name], signed(8, narrow_range=True, axis=0)) for name in names}
     model = ranges(specs, "onnxruntime-vnni")

@@ -57,7 +57,7 @@ def two_inputs():
 
 
 @pytest.mark.parametrize("opset", [13, 17, 18, 25])
-def test_every_opset_computes_the_same(opset, two_inputs, tmp_path):
+def test_every_opset_computes_the_same_results(opset, two_inputs, tmp_path):
     """The batch norm that stays in float may round otherwise: a code may be a step off, few are."""
     x, shift = randn(6, 3, 8, 8, seed=4), randn(6, 5, seed=5)
     proto = exported(two_inputs, tmp_path, (x[:1], shift[:1]), opset=opset)
@@ -75,7 +75,7 @@ def test_every_opset_computes_the_same(opset, two_inputs, tmp_path):
 
 
 @pytest.mark.parametrize("opset", [12, 26, 0, -1, 21.0, "21", None, True])
-def test_an_opset_that_cannot_be_written_is_refused(opset, two_inputs, tmp_path):
+def test_unsupported_opset_is_refused(opset, two_inputs, tmp_path):
     with pytest.raises((ValueError, TypeError), match=r"`opset` must be a number from 13 to 25, got"):
         fq.export_onnx(two_inputs, tmp_path / "m.onnx", (), opset=opset)
     assert not os.listdir(tmp_path)
@@ -89,7 +89,7 @@ NEEDS_21 = {
 
 
 @pytest.mark.parametrize(("layer", "message"), NEEDS_21.values(), ids=NEEDS_21)
-def test_what_an_opset_has_no_way_to_write_is_refused_by_name(layer, message, tmp_path):
+def test_grid_that_an_opset_cannot_store_is_refused_by_name(layer, message, tmp_path):
     model = calibrated(nn.Sequential(nn.Linear(8, 4)), QuantConfig(default=layer), randn(4, 8))
     with pytest.raises(ValueError, match=f"{message}(.|\n)*Use opset=21"):
         fq.export_onnx(model, tmp_path / "m.onnx", randn(4, 8), opset=18)
@@ -119,7 +119,7 @@ SHARED = {
 
 
 @pytest.mark.parametrize(("spec", "target"), SHARED.values(), ids=SHARED)
-def test_a_layer_after_a_relu_and_after_none_has_both_ranges(spec, target, tmp_path):
+def test_shared_layer_with_and_without_relu_before_it_matches_the_golden_model(spec, target, tmp_path):
     torch.manual_seed(0)
     layer = LayerConfig(weight=QuantSpec(bits=7, narrow_range=True, axis=0), input=spec)
     model = calibrated(Shared(), QuantConfig(default=layer, target=target), randn(64, 8))
@@ -132,7 +132,7 @@ def test_a_layer_after_a_relu_and_after_none_has_both_ranges(spec, target, tmp_p
             np.testing.assert_allclose(y, values.plain(expected).numpy(), atol=1e-5)
 
 
-def test_a_model_that_is_one_layer_has_names_without_dots_before_them(tmp_path):
+def test_model_that_is_one_layer_has_names_without_a_leading_dot(tmp_path):
     model = calibrated(nn.Linear(8, 4), recipes.int8(target=X86), randn(4, 8))
     stored = initializers(exported(model, tmp_path, randn(1, 8)))
     assert set(stored) == {
@@ -141,7 +141,7 @@ def test_a_model_that_is_one_layer_has_names_without_dots_before_them(tmp_path):
     }
 
 
-def test_groups_of_one_are_scales_per_element(tmp_path):
+def test_group_size_one_exports_a_scale_per_element(tmp_path):
     model = calibrated(nn.Sequential(nn.Linear(8, 4)), recipes.int4_weight_only(1), randn(4, 8))
     proto = exported(model, tmp_path, randn(1, 8))
     x = randn(3, 8, seed=1)
@@ -173,7 +173,7 @@ class Others(nn.Module):
         return x, weights, y, z, image, self.volume(image.unflatten(3, (3, 3)))
 
 
-def test_other_layers_are_near_the_golden_model(tmp_path):
+def test_embedding_attention_and_other_convolutions_are_close_to_the_golden_model(tmp_path):
     """Products of floats (attention, transposed convolutions) are summed in another order: a few float32 steps.
 
     A code that such a difference moves is a step of a few hundredths here; with these inputs none does.
@@ -197,7 +197,7 @@ def test_other_layers_are_near_the_golden_model(tmp_path):
             np.testing.assert_allclose(y, values.plain(known).numpy(), atol=2e-5)
 
 
-def test_bags_of_rows_are_near_the_golden_model(tmp_path):
+def test_embedding_bag_is_close_to_the_golden_model(tmp_path):
     """Sums of floats in another order."""
 
     class Bag(nn.Module):
@@ -218,7 +218,7 @@ def test_bags_of_rows_are_near_the_golden_model(tmp_path):
         np.testing.assert_allclose(y, values.plain(fq.convert(model)(ids)).numpy(), atol=1e-5)
 
 
-def test_ranges_that_are_found_at_run_time_are_near_the_golden_model(tmp_path):
+def test_dynamic_ranges_are_close_to_the_golden_model(tmp_path):
     """In float, as the graph says; a step of 1/127 where a tie falls otherwise."""
     torch.manual_seed(0)
     x = randn(4, 3, 8, 8)
@@ -250,7 +250,7 @@ def float_size(folder):
 
 
 @pytest.mark.parametrize(("config", "limit"), SIZES.values(), ids=SIZES)
-def test_a_file_is_as_small_as_its_codes(config, limit, float_size, tmp_path):
+def test_file_size_is_that_of_the_codes(config, limit, float_size, tmp_path):
     model = calibrated(large(), config, randn(8, 1024))
     proto = exported(model, tmp_path, randn(2, 1024))
     assert (tmp_path / "model.onnx").stat().st_size <= limit * float_size

@@ -34,7 +34,7 @@ forward_ad = pytest.importorskip("torch.autograd.forward_ad")
 @pytest.mark.parametrize(
     ("gradient", "requires_grad", "kept"), [("clipped", True, 6), ("pass", True, 0), ("clipped", False, 0)]
 )
-def test_one_bit_per_element_is_kept_or_nothing(gradient, requires_grad, kept, training, way):
+def test_backward_keeps_one_bit_per_element_or_nothing(gradient, requires_grad, kept, training, way):
     module = fqnn.FakeQuantize(AFFINE, gradient=gradient)
     module(BATCHES[0])
     saved, x = [], BATCHES[1].flatten()[:43].clone().requires_grad_(requires_grad)
@@ -46,7 +46,7 @@ def test_one_bit_per_element_is_kept_or_nothing(gradient, requires_grad, kept, t
 
 @each_way
 @each_gradient
-def test_two_forwards_before_one_backward(gradient, way):
+def test_two_forward_passes_before_one_backward_give_the_gradients_of_each(gradient, way):
     module = fqnn.FakeQuantize(AFFINE, observers.MovingAverage(0.3), gradient=gradient)
     twin = fqnn.FakeQuantize(AFFINE, observers.MovingAverage(0.3), gradient=gradient)
     expected = [run(twin, x, dy) for x, dy in zip(BATCHES, (DY, -DY, 2 * DY), strict=True)]
@@ -63,7 +63,7 @@ def test_two_forwards_before_one_backward(gradient, way):
 @each_way
 @each_gradient
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_the_gradient_can_be_taken_again_and_differentiated(training, gradient, way):
+def test_gradient_can_be_taken_twice_and_differentiated(training, gradient, way):
     module = fqnn.FakeQuantize(AFFINE, gradient=gradient)
     module(BATCHES[1])
     x, dy = leaf(BATCHES[2]), leaf(DY)
@@ -81,7 +81,7 @@ def test_the_gradient_can_be_taken_again_and_differentiated(training, gradient, 
 @each_gradient
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("way", [nullcontext, without_compiled_nodes], ids=["nodes", "Python"])
-def test_a_tangent_goes_the_way_of_the_gradient(training, gradient, way):
+def test_forward_mode_tangent_matches_the_gradient(training, gradient, way):
     module, twin = (fqnn.FakeQuantize(AFFINE, gradient=gradient) for _ in range(2))
     for m in (module, twin):
         m(BATCHES[1])
@@ -94,7 +94,7 @@ def test_a_tangent_goes_the_way_of_the_gradient(training, gradient, way):
     same_state(twin, module)
 
 
-def test_under_vmap_every_example_has_a_range_of_its_own_and_nothing_is_remembered():
+def test_vmap_uses_a_range_per_example_and_stores_nothing():
     module = fqnn.FakeQuantize(AFFINE)
     module(BATCHES[0])
     before = state_of(module)
@@ -108,7 +108,7 @@ def test_under_vmap_every_example_has_a_range_of_its_own_and_nothing_is_remember
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
 @each_observer
-def test_without_a_graph_the_same_is_computed(observer, mode):
+def test_no_grad_and_inference_mode_compute_the_same_values(observer, mode):
     for way in ways_of(observer):
         assert_same_without_graph(observer, mode, way)
 
@@ -126,7 +126,7 @@ def assert_same_without_graph(observer, mode, way):
 
 
 @each_running
-def test_a_quantizer_made_in_inference_mode_can_be_used_outside(observer):
+def test_quantizer_made_in_inference_mode_works_outside_it(observer):
     with torch.inference_mode():
         module = fqnn.FakeQuantize(AFFINE, observer)
     twin = fqnn.FakeQuantize(AFFINE, observer)

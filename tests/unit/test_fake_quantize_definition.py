@@ -64,7 +64,7 @@ def three_steps(x, state, observer, spec, gradient, dy=DY):
 
 @each_spec
 @each_observer
-def test_training_is_the_three_steps_one_after_the_other(observer, spec, shape):
+def test_training_observes_chooses_qparams_and_quantizes(observer, spec, shape):
     for way, gradient in itertools.product(ways_of(observer), ("clipped", "pass")):
         assert_three_steps(observer, spec, shape, gradient, way)
 
@@ -86,7 +86,7 @@ def assert_three_steps(observer, spec, shape, gradient, way):
 @each_way
 @each_gradient
 @each_spec
-def test_evaluation_quantizes_with_the_scale_there_is(spec, shape, gradient, way):
+def test_evaluation_quantizes_with_the_stored_scale(spec, shape, gradient, way):
     module = fqnn.FakeQuantize(spec, observers.MinMax(), shape=shape, gradient=gradient)
     run(module, BATCHES[0])
     before = state_of(module.eval())
@@ -104,7 +104,7 @@ def test_evaluation_quantizes_with_the_scale_there_is(spec, shape, gradient, way
 @each_gradient
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("shape", [(6, 8), (2, 3, 5), (7,), (4, 1)], ids=str)
-def test_ranges_per_token_are_those_of_the_tensor(shape, training, gradient, way):
+def test_per_token_ranges_are_those_of_the_current_tensor(shape, training, gradient, way):
     spec = presets.int8_per_token()
     module = fqnn.FakeQuantize(spec, gradient=gradient).train(training)
     for scale in (1.0, 100.0):
@@ -119,7 +119,7 @@ def test_ranges_per_token_are_those_of_the_tensor(shape, training, gradient, way
 @each_way
 @each_spec
 @each_dtype
-def test_every_dtype_keeps_its_own_and_scales_stay_float32(dtype, spec, shape, way):
+def test_output_keeps_the_input_dtype_and_scales_stay_float32(dtype, spec, shape, way):
     module = fqnn.FakeQuantize(spec, observers.MinMax(), shape=shape).to(dtype)
     state = observers.MinMax().init(tuple(module.scale.shape))
     for x in BATCHES:
@@ -132,7 +132,7 @@ def test_every_dtype_keeps_its_own_and_scales_stay_float32(dtype, spec, shape, w
 
 @each_way
 @each_running
-def test_doubles_beyond_float32_have_a_finite_scale(observer, way):
+def test_float64_data_beyond_float32_has_a_finite_scale(observer, way):
     module = fqnn.FakeQuantize(fq.QuantSpec(symmetric=False), observer)
     y, dx = run(module, torch.tensor([-1e300, 1e300, 1.0], dtype=torch.double), torch.ones(3), way)
     assert module.scale.isfinite()
@@ -153,7 +153,7 @@ CAST = {
 
 @pytest.mark.parametrize("cast", CAST.values(), ids=CAST)
 @pytest.mark.parametrize("observer", [OBSERVERS["MovingAverage"], OBSERVERS["Histogram"]], ids=["running", "binned"])
-def test_casting_a_model_changes_no_bit_of_a_quantizer(observer, cast):
+def test_casting_a_model_leaves_its_quantizers_unchanged(observer, cast):
     module = fqnn.FakeQuantize(AFFINE, observer)
     module(BATCHES[0])
     before = state_of(module)
@@ -165,7 +165,7 @@ def test_casting_a_model_changes_no_bit_of_a_quantizer(observer, cast):
 
 @each_way
 @each_dtype
-def test_autocast_changes_nothing(dtype, way):
+def test_autocast_does_not_change_results_or_state(dtype, way):
     module, other = (fqnn.FakeQuantize(AFFINE, observers.MovingAverage(0.3)) for _ in range(2))
     for training, x in ((True, BATCHES[0]), (True, BATCHES[1]), (False, BATCHES[2])):
         expected = run(other.train(training), x.to(dtype))
@@ -188,7 +188,7 @@ def label(on):
 
 @pytest.mark.parametrize("on", SWITCHES, ids=label)
 @each_observer
-def test_what_each_combination_of_switches_changes(observer, on):
+def test_switches_decide_what_is_observed_and_quantized(observer, on):
     training, observing, quantizing, frozen = on
     module = fqnn.FakeQuantize(AFFINE, observer)
     module(BATCHES[0])
@@ -216,7 +216,7 @@ def test_what_each_combination_of_switches_changes(observer, on):
 
 
 @pytest.mark.parametrize("on", SWITCHES, ids=label)
-def test_what_each_combination_counts(on):
+def test_nonfinite_values_are_counted_only_while_observing_in_training(on):
     training, observing, quantizing, frozen = on
     module = fqnn.FakeQuantize(AFFINE)
     module(BATCHES[0])
@@ -228,7 +228,7 @@ def test_what_each_combination_counts(on):
 
 
 @each_observer
-def test_observing_first_and_quantizing_later_is_observing_and_quantizing(observer):
+def test_observing_first_gives_the_same_state_as_observing_while_quantizing(observer):
     together, first = (fqnn.FakeQuantize(AFFINE, observer) for _ in range(2))
     first.quantizing = False
     for x in BATCHES:
@@ -240,7 +240,7 @@ def test_observing_first_and_quantizing_later_is_observing_and_quantizing(observ
 
 
 @each_observer
-def test_a_frozen_scale_is_that_of_what_was_observed_before(observer):
+def test_freezing_keeps_the_scale_of_the_data_observed_before(observer):
     module, twin = (fqnn.FakeQuantize(AFFINE, observer) for _ in range(2))
     twin(BATCHES[0])
     module.quantizing = False
@@ -252,7 +252,7 @@ def test_a_frozen_scale_is_that_of_what_was_observed_before(observer):
 
 @pytest.mark.parametrize("name", ["observing", "quantizing", "frozen"])
 @pytest.mark.parametrize("bad", [1, 0, None, "on", torch.tensor(True)], ids=repr)
-def test_a_switch_is_a_bool(name, bad):
+def test_switch_refuses_values_that_are_not_bool(name, bad):
     module = fqnn.FakeQuantize(AFFINE)
     before = state_of(module)
     with pytest.raises(TypeError, match=f"`{name}` is a switch: True or False"):

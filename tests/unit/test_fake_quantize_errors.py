@@ -43,7 +43,7 @@ OCCASIONS = {
 
 @pytest.mark.parametrize(("observer", "training", "quantizing"), OCCASIONS.values(), ids=OCCASIONS)
 @pytest.mark.parametrize(("spec", "shape", "bad"), MISFITS.values(), ids=MISFITS)
-def test_a_tensor_that_does_not_fit_is_refused_with_the_path(spec, shape, bad, observer, training, quantizing):
+def test_tensor_that_does_not_fit_is_refused_with_the_path(spec, shape, bad, observer, training, quantizing):
     if spec.granularity == "token" and observer != observers.Dynamic():
         pytest.skip("only for ranges found anew")
     module = fqnn.FakeQuantize(spec, observer, shape=shape, path="encoder.0.weight")
@@ -56,7 +56,7 @@ def test_a_tensor_that_does_not_fit_is_refused_with_the_path(spec, shape, bad, o
 
 
 @each_running
-def test_a_tensor_on_another_device_spoils_nothing(observer):
+def test_tensor_on_another_device_leaves_the_quantizer_usable(observer):
     module, twin = (fqnn.FakeQuantize(AFFINE, observer) for _ in range(2))
     for m in (module, twin):
         m(BATCHES[0])
@@ -85,6 +85,6 @@ CONSTRUCTION = {
 
 
 @pytest.mark.parametrize(("make", "error", "message"), CONSTRUCTION.values(), ids=CONSTRUCTION)
-def test_what_cannot_be_built(make, error, message):
+def test_invalid_constructor_arguments_are_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()

@@ -50,7 +50,7 @@ IMAGE_SPECS = {
 @pytest.mark.parametrize("way", [nullcontext, without_compiled_nodes], ids=["nodes", "Python"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("spec", IMAGE_SPECS.values(), ids=IMAGE_SPECS)
-def test_memory_layout_changes_no_value(spec, layout, way):
+def test_memory_layout_does_not_change_values_or_gradients(spec, layout, way):
     observer = None if spec.granularity == "token" else observers.MovingAverage(0.3)
     module, twin = (fqnn.FakeQuantize(spec, observer, shape=IMAGE.shape) for _ in range(2))
     for training, scale in ((True, 1.0), (True, 4.0), (False, 9.0)):
@@ -70,7 +70,7 @@ def test_memory_layout_changes_no_value(spec, layout, way):
 
 
 @each_observer
-def test_on_the_meta_device(observer):
+def test_meta_quantizer_returns_meta_tensors(observer):
     module = fqnn.FakeQuantize(AFFINE, observer, device="meta")
     for training, quantizing in itertools.product([True, False], repeat=2):
         module.train(training).quantizing = quantizing
@@ -80,7 +80,7 @@ def test_on_the_meta_device(observer):
 
 
 @each_observer
-def test_a_model_from_the_meta_device_is_like_a_new_one(observer):
+def test_quantizer_from_the_meta_device_equals_a_new_one_after_reset(observer):
     new = fqnn.FakeQuantize(AFFINE, observer)
     module = fqnn.FakeQuantize(AFFINE, observer, device="meta").to_empty(device="cpu")
     for value in module.buffers():  # memory that was somebody else's
@@ -97,7 +97,7 @@ def test_a_model_from_the_meta_device_is_like_a_new_one(observer):
 
 
 @each_observer
-def test_resetting_forgets_what_was_observed_and_keeps_the_switches(observer):
+def test_reset_parameters_forgets_observations_and_keeps_the_switches(observer):
     module = fqnn.FakeQuantize(AFFINE, observer)
     module(BATCHES[0])
     module.quantizing = False
@@ -108,7 +108,7 @@ def test_resetting_forgets_what_was_observed_and_keeps_the_switches(observer):
 
 
 @each_running
-def test_fake_tensors(observer):
+def test_fake_tensors_get_shapes_and_leave_real_quantizers_unchanged(observer):
     module = fqnn.FakeQuantize(AFFINE, observer)
     module(BATCHES[0])
     before = state_of(module)
@@ -121,7 +121,7 @@ def test_fake_tensors(observer):
     assert_unchanged(before, module)
 
 
-def test_functional_call_changes_the_buffers_it_was_given():
+def test_functional_call_updates_the_buffers_passed_to_it():
     module, twin = (fqnn.FakeQuantize(AFFINE) for _ in range(2))
     before = state_of(module)
     buffers = {name: value.clone() for name, value in module.named_buffers()}

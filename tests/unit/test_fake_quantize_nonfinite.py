@@ -46,7 +46,7 @@ NEED_DATA = {name: o for name, o in OBSERVERS.items() if o.needs_data}
 @pytest.mark.parametrize("switch", UNSEEN.values(), ids=UNSEEN)
 @pytest.mark.parametrize("numerics", ["onnx", "torch", "half_away"])
 @pytest.mark.parametrize("axis", [None, 0], ids=["tensor", "channel"])
-def test_quantizing_before_anything_was_observed_is_an_error_with_the_path(switch, numerics, axis, way):
+def test_quantizing_before_observing_is_an_error_with_the_path(switch, numerics, axis, way):
     spec = fq.QuantSpec(symmetric=False, numerics=numerics, axis=axis)
     module = fqnn.FakeQuantize(spec, shape=(6, 8), path="encoder.0.input")
     switch(module)
@@ -63,14 +63,14 @@ def test_quantizing_before_anything_was_observed_is_an_error_with_the_path(switc
 
 
 @pytest.mark.parametrize("observer", NEED_DATA.values(), ids=NEED_DATA)
-def test_every_observer_needs_data(observer):
+def test_quantizing_without_data_is_an_error_for_every_observer(observer):
     module = fqnn.FakeQuantize(AFFINE, observer, path="a.b")
     module.observing = False
     with pytest.raises(RuntimeError, match=r"at a\.b has not observed a finite value"):
         module(BATCHES[0])
 
 
-def test_a_fixed_range_needs_none():
+def test_fixed_range_quantizes_without_data():
     module = fqnn.FakeQuantize(AFFINE, observers.Fixed(-0.5, 1.0)).eval()
     scale, zero_point = fq.choose_qparams(torch.tensor(-0.5), torch.tensor(1.0), AFFINE)
     same(scale, module.scale, "scale")
@@ -80,7 +80,7 @@ def test_a_fixed_range_needs_none():
 @each_way
 @pytest.mark.parametrize("observer", NEED_DATA.values(), ids=NEED_DATA)
 @pytest.mark.parametrize("axis", [None, 0], ids=["tensor", "channel"])
-def test_a_first_batch_without_a_finite_value_is_an_error_with_the_path(observer, axis, way):
+def test_first_batch_without_finite_values_is_an_error_with_the_path(observer, axis, way):
     if observer == observers.Dynamic():
         pytest.skip("which has the range 0 to 0 then")
     spec = fq.QuantSpec(symmetric=False, axis=axis)
@@ -119,7 +119,7 @@ def with_and_without(x, spec):
 @each_spec
 @each_observer
 @pytest.mark.parametrize("quantizing", [True, False], ids=["quantizing", "only observing"])
-def test_values_that_are_not_finite_are_as_if_absent_and_counted(observer, spec, shape, quantizing):
+def test_nonfinite_values_are_counted_and_otherwise_ignored(observer, spec, shape, quantizing):
     if spec.group_size is not None and observer not in RUNNING.values():
         pytest.skip("counts of neighbours are not those of absent values")
     for way in ways_of(observer):
@@ -152,7 +152,7 @@ def assert_as_if_absent(observer, spec, shape, quantizing, way):
 @each_way
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("axis", [None, 0, -1], ids=["tensor", "channel", "last channel"])
-def test_nan_stays_nan_infinities_saturate_and_neither_has_a_gradient(axis, training, way):
+def test_nan_stays_nan_infinities_saturate_and_both_have_zero_gradient(axis, training, way):
     spec = fq.QuantSpec(bits=4, symmetric=False, axis=axis)
     module = fqnn.FakeQuantize(spec, observers.MinMax(), shape=(6, 8))
     module(BATCHES[0])
@@ -171,7 +171,7 @@ def test_nan_stays_nan_infinities_saturate_and_neither_has_a_gradient(axis, trai
 
 @each_way
 @each_observer
-def test_a_later_batch_without_a_finite_value_changes_nothing_but_the_count(observer, way):
+def test_later_batch_without_finite_values_changes_only_the_count(observer, way):
     module = fqnn.FakeQuantize(AFFINE, observer, path="p")
     module(BATCHES[0])
     before = state_of(module)
@@ -185,7 +185,7 @@ def test_a_later_batch_without_a_finite_value_changes_nothing_but_the_count(obse
         assert changed(before, module) == ({"nonfinite"} if observer.needs_data else set())
 
 
-def test_values_that_are_not_finite_are_told_of_once_per_quantizer():
+def test_nonfinite_warning_is_given_once_per_quantizer():
     model = torch.nn.ModuleDict({"a": fqnn.FakeQuantize(AFFINE), "b": fqnn.FakeQuantize(AFFINE)})
     fqnn.name_quantizers(model)
     with warnings.catch_warnings(record=True, action="always") as caught:
@@ -209,7 +209,7 @@ def test_values_that_are_not_finite_are_told_of_once_per_quantizer():
 @each_way
 @each_observer
 @pytest.mark.parametrize("axis", [None, 1], ids=["tensor", "channel"])
-def test_an_empty_tensor_gives_an_empty_one(observer, axis, way):
+def test_empty_tensor_gives_an_empty_result_and_leaves_the_state(observer, axis, way):
     for training, quantizing in itertools.product([True, False], repeat=2):
         assert_empty(observer, training, quantizing, axis, way)
 
@@ -231,7 +231,7 @@ def assert_empty(observer, training, quantizing, axis, way):
 
 
 @each_way
-def test_an_empty_tensor_of_tokens(way):
+def test_empty_tensor_per_token_gives_an_empty_result(way):
     module = fqnn.FakeQuantize(presets.int8_per_token())
     with way():
         for shape in ((0, 8), (8, 0)):

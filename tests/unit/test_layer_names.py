@@ -57,7 +57,7 @@ LAYERS = {f.__name__: f for f in (with_attributes, with_children, with_methods, 
 
 
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
-def test_names_of_the_users_own_stay_theirs(make):
+def test_user_attributes_keep_their_names_and_values(make):
     torch.manual_seed(0)
     layer, x = make(), torch.randn(16, 8)
     before = {name: seen(layer, name) for name in NAMES}
@@ -79,7 +79,7 @@ def test_names_of_the_users_own_stay_theirs(make):
 
 
 @pytest.mark.parametrize("name", ["weight_quantizer", "_fakequant", "weight_codes", "weight_scale", "bias_codes"])
-def test_a_layer_with_a_name_that_is_needed_stays_in_float(name):
+def test_layer_with_a_reserved_attribute_stays_in_float(name):
     layer = nn.Linear(8, 4)
     setattr(layer, name, "mine")
     model = fq.prepare(nn.Sequential(layer, nn.Linear(4, 2)), recipes.int8())
@@ -120,7 +120,7 @@ def unregistered():
     kinds._KINDS.update(before)
 
 
-def test_registering_again_takes_effect(unregistered):
+def test_registering_a_layer_kind_again_replaces_it(unregistered):
     x = torch.ones(2, 4)
 
     def result():
@@ -133,7 +133,7 @@ def test_registering_again_takes_effect(unregistered):
     assert torch.equal(result(), 2 * twice)
 
 
-def test_loading_without_the_registration_says_what_to_import(unregistered):
+def test_unpickling_without_the_registration_says_what_to_import(unregistered):
     register(2)
     model = fq.prepare(nn.Sequential(Scaled(4, 3)), recipes.int8())
     text = pickle.dumps(model)
@@ -142,7 +142,7 @@ def test_loading_without_the_registration_says_what_to_import(unregistered):
         pickle.loads(text)
 
 
-def test_loading_imports_the_module_that_registers(unregistered, tmp_path, monkeypatch):
+def test_unpickling_imports_the_module_that_registers(unregistered, tmp_path, monkeypatch):
     (tmp_path / "my_kinds.py").write_text(
         "import fakequant as fq\nfrom test_layer_names import Scaled, F\n"
         "@fq.nn.quantizes(Scaled)\nclass Kind(fq.nn.LayerKind):\n    @staticmethod\n"
@@ -160,7 +160,7 @@ def test_loading_imports_the_module_that_registers(unregistered, tmp_path, monke
     assert isinstance(pickle.loads(text)[0], fq.nn.QuantizedLayer)
 
 
-def test_copies_have_records_of_their_own():
+def test_copied_layers_have_separate_records():
     model = fq.prepare(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), recipes.int8())
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         record = copied[0]._fakequant

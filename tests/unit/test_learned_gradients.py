@@ -46,7 +46,7 @@ def exact(x, scale, zero_point, dy, spec, factor):
 
 @by_grid
 @by_where
-def test_the_gradients_are_the_formulas(grid, where):
+def test_gradients_match_the_documented_formulas_exactly(grid, where):
     # Every number here, product and sum is a float32: there is nothing to round.
     spec = QuantSpec(**grid, **where)
     x = torch.from_numpy(np.random.default_rng(1).integers(-800, 800, SHAPE) / 32).float().requires_grad_()
@@ -75,7 +75,7 @@ def test_the_gradients_are_the_formulas(grid, where):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("numerics", reference.NUMERICS)
 @by_where
-def test_the_gradients_are_those_of_the_function(where, numerics, dtype):
+def test_gradients_match_fake_quantize_learned_backward(where, numerics, dtype):
     for grid, factor in itertools.product((GRIDS["int4"], GRIDS["int8 affine"], GRIDS["uint4"]), (None, 0.3)):
         spec = QuantSpec(**grid, **where, numerics=numerics)
         generator = torch.Generator().manual_seed(5)
@@ -109,7 +109,7 @@ def test_the_gradients_are_those_of_the_function(where, numerics, dtype):
 
 
 @pytest.mark.parametrize("grid", [GRIDS["int2"], GRIDS["uint1"]], ids=str)
-def test_the_default_factor_is_one_over_the_root_of_elements_times_qmax(grid):
+def test_default_grad_factor_is_one_over_the_root_of_elements_times_qmax(grid):
     quantizer = LearnedFakeQuantize(QuantSpec(**grid), init="lsq").initialize(torch.full((4,), 0.5))
     assert quantizer.scale == 1
     for elements, factor in ((64, 1 / 8), (4, 1 / 2), (1, 1.0)):  # qmax is 1
@@ -118,13 +118,13 @@ def test_the_default_factor_is_one_over_the_root_of_elements_times_qmax(grid):
         assert quantizer.step_size.grad.tolist() == [elements * factor]
 
 
-def test_the_default_factor_counts_the_whole_tensor_not_a_channel():
+def test_default_grad_factor_counts_the_whole_tensor_not_a_channel():
     quantizer = initialized(QuantSpec(bits=2, axis=0), torch.full((4, 16), 0.5))
     quantizer(torch.full((4, 16), 9.0)).sum().backward()
     assert quantizer.step_size.grad.tolist() == [16 / 8] * 4
 
 
-def test_a_symmetric_grid_has_no_offset():
+def test_symmetric_grid_has_no_offset_parameter():
     quantizer = initialized()
     assert quantizer.offset is None
     assert [name for name, _ in quantizer.named_parameters()] == ["step_size"]
@@ -133,7 +133,7 @@ def test_a_symmetric_grid_has_no_offset():
     assert quantizer.zero_point == 0
 
 
-def test_a_zero_point_that_is_not_learned_stays():
+def test_zero_point_that_is_not_learned_stays_constant():
     quantizer = LearnedFakeQuantize(UINT4, init=observers.MinMax(), learn_zero_point=False)
     quantizer.initialize(torch.tensor([-1.0, 2.0]))
     optimizer = torch.optim.SGD(quantizer.parameters(), lr=0.1)
@@ -147,7 +147,7 @@ def test_a_zero_point_that_is_not_learned_stays():
 
 
 @by_broken
-def test_a_value_that_is_not_finite_teaches_nothing(broken):
+def test_nonfinite_values_contribute_no_gradient(broken):
     for spec in (INT4, UINT4):
         grads = []
         for x in (torch.tensor([0.3, 9.0, -2.0]), torch.tensor([0.3, 9.0, broken, -2.0])):
@@ -163,7 +163,7 @@ def test_a_value_that_is_not_finite_teaches_nothing(broken):
             assert_same_bits(expected, actual)
 
 
-def test_an_empty_tensor_has_zero_gradients():
+def test_empty_tensor_gives_zero_gradients():
     quantizer = initialized(UINT4, torch.tensor([-1.0, 2.0]))
     y = quantizer(torch.empty(0, 3, requires_grad=True))
     assert y.shape == (0, 3)
@@ -174,7 +174,7 @@ def test_an_empty_tensor_has_zero_gradients():
 # --- several passes ---------------------------------------------------------------------------------
 
 
-def test_two_forward_passes_before_one_backward():
+def test_gradients_of_two_forward_passes_accumulate():
     separate, together = initialized(UINT4), initialized(UINT4)
     a, b = torch.tensor([9.0, 0.3, -4.0]), torch.tensor([-1.0, 7.0])
     for x in (a, b):  # accumulated
@@ -185,7 +185,7 @@ def test_two_forward_passes_before_one_backward():
         assert_same_bits(bits(e.grad), bits(g.grad))
 
 
-def test_a_graph_from_before_an_optimizer_step_is_refused_not_computed_with_other_scales():
+def test_backward_through_a_graph_from_before_an_optimizer_step_is_an_error():
     quantizer = initialized()
     y = quantizer(torch.tensor([9.0, 0.3], requires_grad=True))
     quantizer.step_size.grad = torch.tensor([1.0])
@@ -195,7 +195,7 @@ def test_a_graph_from_before_an_optimizer_step_is_refused_not_computed_with_othe
         y.sum().backward()
 
 
-def test_second_derivatives():
+def test_second_derivatives_match_the_formulas():
     # dscale = sum of dy * (bound - z), dzero_point = -sum of dy * scale: each is linear in the other.
     quantizer = LearnedFakeQuantize(UINT4, grad_factor=0.5).initialize(torch.tensor([-1.0, 2.0]))
     quantizer.step_size.data.fill_(0.25), quantizer.offset.data.fill_(5.0)
@@ -213,7 +213,7 @@ def test_second_derivatives():
     assert by_dy.tolist() == [-0.125, -0.125, -0.125, 0]
 
 
-def test_gradients_of_a_functional_call():
+def test_functional_call_gives_the_same_gradients():
     quantizer = initialized()
     x = torch.tensor([9.0, 0.3, -4.0])
     quantizer(x).sum().backward()
@@ -225,7 +225,7 @@ def test_gradients_of_a_functional_call():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_a_step_size_of_another_dtype_is_not_taken_for_float32_memory(dtype):
+def test_step_size_of_another_dtype_is_not_written_as_float32(dtype):
     quantizer = initialized()  # a sharded model may hand its layers parameters in the dtype of the computation
     memory = torch.full((8,), -3.0, dtype=dtype)
     with contextlib.suppress(TypeError, ValueError, RuntimeError):

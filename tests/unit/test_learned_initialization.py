@@ -35,7 +35,7 @@ LearnedFakeQuantize, FakeQuantize = quantizers.LearnedFakeQuantize, quantizers.F
 @by_where
 @by_grid
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_the_scale_is_twice_the_mean_magnitude_over_the_root_of_qmax(where, grid, dtype):
+def test_lsq_scale_is_twice_the_mean_magnitude_over_the_root_of_qmax(where, grid, dtype):
     spec = QuantSpec(**where, **grid)
     x = whole_numbers()
     quantizer = LearnedFakeQuantize(spec, shape=SHAPE, init="lsq").initialize(x.to(dtype))
@@ -46,7 +46,7 @@ def test_the_scale_is_twice_the_mean_magnitude_over_the_root_of_qmax(where, grid
 
 
 @by_where
-def test_what_is_not_finite_is_left_out_of_the_mean_and_counted(where):
+def test_lsq_initialization_skips_and_counts_nonfinite_values(where):
     spec = QuantSpec(bits=4, **where)
     x = whole_numbers()
     x.view(-1)[::17], x.view(-1)[1::23], x.view(-1)[2::29] = math.nan, math.inf, -math.inf
@@ -59,7 +59,7 @@ def test_what_is_not_finite_is_left_out_of_the_mean_and_counted(where):
 
 
 @by_where
-def test_batches_while_observing_count_by_their_elements(where):
+def test_lsq_initialization_weights_batches_by_their_size(where):
     spec = QuantSpec(bits=4, **where)
     sizes = (4, 8, 20) if where.get("axis") != 0 else (4, 4, 4)
     batches = [whole_numbers((n, 6, 8), seed=n + i) * 4.0**i for i, n in enumerate(sizes)]
@@ -93,7 +93,7 @@ OBSERVERS = [
 
 @pytest.mark.parametrize("observer", OBSERVERS, ids=lambda o: type(o).__name__)
 @pytest.mark.parametrize("grid", [GRIDS["int4"], GRIDS["int4 affine"], GRIDS["uint4"]], ids=str)
-def test_from_an_observer_it_is_what_the_calibrated_quantizer_has(observer, grid):
+def test_initialization_from_an_observer_matches_the_calibrated_quantizer(observer, grid):
     for where in WHERE.values():
         spec = QuantSpec(**grid, **where)
         learned = LearnedFakeQuantize(spec, shape=SHAPE, init=observer)
@@ -106,14 +106,14 @@ def test_from_an_observer_it_is_what_the_calibrated_quantizer_has(observer, grid
             assert_same_bits(bits(expected), bits(actual), spec)
 
 
-def test_a_learned_zero_point_starts_from_the_range_and_a_fixed_one_at_zero():
+def test_learned_zero_point_starts_from_the_range_and_a_fixed_one_at_zero():
     x = torch.tensor([-1.0, 2.0])
     assert LearnedFakeQuantize(UINT4).initialize(x).zero_point == 5
     assert LearnedFakeQuantize(UINT4, learn_zero_point=False).initialize(x).zero_point == 0
 
 
 @pytest.mark.parametrize("init", ["lsq", observers.MinMax(), observers.Histogram()], ids=str)
-def test_nothing_to_learn_from_is_an_error_that_names_the_path(init):
+def test_initialization_without_finite_values_is_an_error_with_the_path(init):
     quantizer = LearnedFakeQuantize(INT4, init=init, path="layers.0")
     with pytest.raises(RuntimeError, match=r"layers\.0: `x` has blocks without a finite value"):
         quantizer.initialize(torch.empty(0, 3))
@@ -123,7 +123,7 @@ def test_nothing_to_learn_from_is_an_error_that_names_the_path(init):
     assert quantizer.scale > 0
 
 
-def test_an_empty_batch_changes_nothing():
+def test_empty_batch_does_not_change_the_initialization():
     quantizer = LearnedFakeQuantize(INT4)
     quantizer.observing = True
     for x in (torch.empty(0), X, torch.empty(3, 0)):
@@ -132,7 +132,7 @@ def test_an_empty_batch_changes_nothing():
     assert_same_bits(bits(initialized().scale), bits(quantizer.scale))
 
 
-def test_one_channel_without_finite_values_is_an_error():
+def test_initialization_with_one_channel_without_finite_values_is_an_error():
     quantizer = LearnedFakeQuantize(QuantSpec(axis=0), shape=(2, 3))
     with pytest.warns(RuntimeWarning), pytest.raises(RuntimeError, match="without a finite value"):
         quantizer.initialize(torch.tensor([[1.0, 2, 3], [math.nan] * 3]))
@@ -140,30 +140,30 @@ def test_one_channel_without_finite_values_is_an_error():
 
 @by_where
 @pytest.mark.parametrize("init", ["lsq", observers.MinMax()], ids=str)
-def test_zeros_give_the_smallest_scale(where, init):
+def test_initialization_from_zeros_gives_the_smallest_scale(where, init):
     quantizer = LearnedFakeQuantize(QuantSpec(**where), shape=SHAPE, init=init, eps=2.0**-12)
     scale = bits(quantizer.initialize(torch.zeros(SHAPE)).scale)
     assert_same_bits(np.full(scale.shape, 2.0**-12, np.float32), scale)
 
 
-def test_the_largest_data_gives_a_finite_grid():
+def test_initialization_from_huge_data_gives_a_finite_grid():
     quantizer = LearnedFakeQuantize(QuantSpec(bits=2)).initialize(torch.full((4,), 1e308, dtype=torch.float64))
     assert quantizer(torch.tensor([-math.inf, math.inf])).isfinite().all()
 
 
-def test_initializing_again_forgets_what_was_seen():
+def test_initializing_again_forgets_earlier_data():
     quantizer = initialized(x=X * 100)
     assert_same_bits(bits(initialized().scale), bits(quantizer.initialize(X).scale))
 
 
-def test_initializing_keeps_the_parameters_that_an_optimizer_may_have():
+def test_initializing_keeps_the_parameter_objects_and_their_memory():
     quantizer = LearnedFakeQuantize(UINT4)
     before = [(id(p), p.data_ptr()) for p in quantizer.parameters()]
     quantizer.initialize(X)
     assert [(id(p), p.data_ptr()) for p in quantizer.parameters()] == before
 
 
-def test_a_refused_initialization_leaves_the_scale_as_it_was():
+def test_refused_initialization_leaves_the_scale_unchanged():
     quantizer = initialized()
     before = bits(quantizer.scale)
     with pytest.warns(RuntimeWarning), pytest.raises(RuntimeError):
@@ -180,7 +180,7 @@ OTHER_SIZES = {
 
 @pytest.mark.parametrize("init", ["lsq", observers.MinMax()], ids=str)
 @pytest.mark.parametrize(("where", "shape", "other"), OTHER_SIZES.values(), ids=OTHER_SIZES)
-def test_data_of_another_size_is_refused_by_the_path(where, shape, other, init):
+def test_data_of_another_size_is_refused_with_the_path(where, shape, other, init):
     quantizer = LearnedFakeQuantize(QuantSpec(**where), shape=shape, init=init, path="layers.0")
     with pytest.raises((ValueError, RuntimeError), match=r"layers\.0"):
         quantizer.initialize(torch.ones(other))
@@ -210,13 +210,13 @@ BAD = {
 
 
 @pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
-def test_bad_arguments(options, message):
+def test_invalid_arguments_are_refused(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         LearnedFakeQuantize(**{"spec": INT4, **options})
 
 
 @pytest.mark.parametrize("x", [torch.arange(3), torch.ones(3, dtype=torch.complex64)], ids=["int64", "complex64"])
-def test_data_that_is_not_of_a_float_dtype(x):
+def test_data_that_is_not_float_is_refused_with_the_path(x):
     quantizer = initialized(path="blocks.3.act")
     for call in (quantizer, quantizer.initialize):
         with pytest.raises(

@@ -22,7 +22,7 @@ LearnedFakeQuantize = pytest.importorskip("fakequant.nn").LearnedFakeQuantize
     [(QuantSpec(bits=2), 10_000), (QuantSpec(bits=4, symmetric=False, axis=0), 1_000)],
     ids=["per tensor", "per channel, zero point too"],
 )
-def test_the_scale_is_usable_after_every_step_and_every_forward_pass(spec, steps, optimizer):
+def test_scale_is_usable_after_every_optimizer_step_and_forward_pass(spec, steps, optimizer):
     generator = torch.Generator().manual_seed(6)
     batches = [torch.randn(3, 4, generator=generator) * 10.0**k for k in (-3, 0, 3, 20)]
     gradients = [torch.randn(3, 4, generator=generator) * 10.0**k for k in (0, -2, 3)]
@@ -44,7 +44,7 @@ def test_the_scale_is_usable_after_every_step_and_every_forward_pass(spec, steps
     assert len(seen) > 5  # it did move
 
 
-def test_a_scale_that_was_sent_too_low_comes_back():
+def test_scale_pushed_below_zero_recovers():
     quantizer = initialized(grad_factor=1.0)
     make_step_size(quantizer, -50.0)
     optimizer = torch.optim.SGD(quantizer.parameters(), lr=0.1)
@@ -54,7 +54,7 @@ def test_a_scale_that_was_sent_too_low_comes_back():
 
 
 @pytest.mark.parametrize(("sent", "end"), [(1e6, 15), (-1e6, 0)])
-def test_an_offset_beyond_the_range_is_brought_back_to_its_end(sent, end):
+def test_offset_beyond_the_range_is_clamped_to_its_end(sent, end):
     quantizer = initialized(UINT4)
     quantizer.offset.data.fill_(sent)
     assert quantizer.zero_point == end
@@ -64,7 +64,7 @@ def test_an_offset_beyond_the_range_is_brought_back_to_its_end(sent, end):
 
 @by_broken
 @by_optimizer
-def test_a_broken_gradient_leaves_the_scale_as_it_was(optimizer, broken):
+def test_nonfinite_gradient_leaves_the_scale_unchanged(optimizer, broken):
     x = torch.tensor([[-1.0, 2.0], [3.0, -4.0]])
     quantizer = initialized(QuantSpec(bits=4, symmetric=False, axis=0), x)
     quantizer(x)
@@ -80,7 +80,7 @@ def test_a_broken_gradient_leaves_the_scale_as_it_was(optimizer, broken):
     assert quantizer.step_size.isfinite().all()
 
 
-def test_one_broken_channel_does_not_hold_back_the_others():
+def test_nonfinite_gradient_of_one_channel_leaves_the_other_channels_learning():
     x = torch.tensor([[-1.0, 2.0], [3.0, -4.0]])
     quantizer = initialized(QuantSpec(bits=4, axis=0), x)
     quantizer(x)
@@ -91,7 +91,7 @@ def test_one_broken_channel_does_not_hold_back_the_others():
 
 
 @by_broken
-def test_training_goes_on_after_a_broken_step(broken):
+def test_training_continues_after_a_nonfinite_gradient(broken):
     quantizer = initialized(grad_factor=1.0)
     optimizer = torch.optim.SGD(quantizer.parameters(), lr=0.1)
     before = bits(quantizer.scale)
@@ -104,7 +104,7 @@ def test_training_goes_on_after_a_broken_step(broken):
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -5.0, 0.0], ids=str)
-def test_the_scale_in_use_is_the_scale_that_is_saved(broken):
+def test_saved_scale_is_the_scale_in_use(broken):
     quantizer = initialized()
     quantizer(X)
     make_step_size(quantizer, broken)
@@ -118,7 +118,7 @@ def test_the_scale_in_use_is_the_scale_that_is_saved(broken):
 
 
 @pytest.mark.parametrize("eps", [EPS, 1e-8, 0.1, 3e-30], ids=str)
-def test_the_smallest_scale_is_the_same_before_and_after_a_forward_pass(eps):
+def test_eps_bounds_the_scale_before_and_after_a_forward_pass(eps):
     quantizer = initialized(eps=eps)
     make_step_size(quantizer, -1.0)
     assert_same_bits(np.float32(eps), bits(quantizer.scale))
@@ -128,13 +128,13 @@ def test_the_smallest_scale_is_the_same_before_and_after_a_forward_pass(eps):
 
 
 @pytest.mark.parametrize("spec", [QuantSpec(bits=32), QuantSpec(narrow_range=True), UINT4], ids=str)
-def test_the_largest_scale_still_has_a_finite_grid(spec):
+def test_largest_scale_still_has_a_finite_grid(spec):
     quantizer = initialized(spec, torch.tensor([-1.0, 1.0]))
     make_step_size(quantizer, 3.4e38)
     assert quantizer(torch.tensor([-math.inf, math.inf, 3.4e38])).isfinite().all()
 
 
-def test_both_ways_of_keeping_a_value_give_the_same():
+def test_within_and_keep_within_give_the_same_values():
     before = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     values = [-3.0, 0.5, math.nan, math.inf, -math.inf, 9.0]
     expected = np.float32([0.1, 0.5, 3.0, 4.0, 5.0, 8.0])
@@ -149,6 +149,6 @@ def test_both_ways_of_keeping_a_value_give_the_same():
         assert value.grad.tolist() == [1.0] * 6
 
 
-def test_without_other_processes_nothing_is_added_to_the_graph():
+def test_keep_in_graph_is_a_no_op_without_other_processes():
     x = torch.ones(3, requires_grad=True)
     assert bounded.keep_in_graph(x, nn.Parameter(torch.ones(1)), None) is x

@@ -37,7 +37,7 @@ COPIES = {
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 @by_where
-def test_a_copy_goes_on_like_the_original(where, copied):
+def test_copy_trains_like_the_original(where, copied):
     x, dy = whole_numbers() / 8, whole_numbers(seed=1) / 8
     quantizer = initialized(QuantSpec(bits=4, symmetric=False, **where), x)
     other = copied(quantizer)
@@ -55,7 +55,7 @@ def test_a_copy_goes_on_like_the_original(where, copied):
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("init", ["lsq", observers.Histogram(steps=5)], ids=["lsq", "Histogram"])
-def test_a_copy_made_while_observing_has_what_was_seen(copied, init):
+def test_copy_made_while_observing_keeps_the_observations(copied, init):
     quantizer = LearnedFakeQuantize(INT4, init=init)
     quantizer.observing = True
     quantizer(X)
@@ -65,7 +65,7 @@ def test_a_copy_made_while_observing_has_what_was_seen(copied, init):
     assert all_usable(other.scale)
 
 
-def test_a_copy_is_independent():
+def test_deepcopy_of_a_learned_quantizer_is_independent():
     quantizer = initialized()
     other = copy.deepcopy(quantizer)
     quantizer.step_size.grad = torch.tensor([math.nan])
@@ -76,7 +76,7 @@ def test_a_copy_is_independent():
 
 
 @by_where
-def test_the_state_has_the_same_names_and_shapes_before_and_after(where):
+def test_state_has_the_same_names_and_shapes_before_and_after_initialization(where):
     spec = QuantSpec(symmetric=False, **where)
     fresh = LearnedFakeQuantize(spec, shape=SHAPE)
     before = {k: (v.shape, v.dtype) for k, v in fresh.state_dict().items()}
@@ -95,7 +95,7 @@ CASTS = {
 
 @pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
 @pytest.mark.parametrize("make", [lambda: initialized(UINT4), lambda: PACT(4, 1.7)], ids=["learned", "PACT"])
-def test_parameters_and_scales_stay_float32(make, cast):
+def test_casting_the_model_leaves_learned_parameters_float32(make, cast):
     expected, model = make(), cast(nn.Sequential(nn.Linear(3, 3), make()))
     quantizer = model[1]
     for p in (*quantizer.parameters(), *(b for b in quantizer.buffers() if b.is_floating_point())):
@@ -110,7 +110,7 @@ def test_parameters_and_scales_stay_float32(make, cast):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast_changes_nothing_but_the_data(dtype):
+def test_autocast_changes_the_dtype_of_the_data_only(dtype):
     model = nn.Sequential(nn.Linear(3, 3), initialized(UINT4))
     with torch.autocast("cpu", dtype=dtype):
         hidden = model[0](X[None])
@@ -121,7 +121,7 @@ def test_autocast_changes_nothing_but_the_data(dtype):
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-def test_a_state_of_another_granularity_names_both_specs():
+def test_state_of_another_granularity_is_refused_with_both_specs():
     per_tensor, per_channel = initialized(), LearnedFakeQuantize(QuantSpec(bits=4, axis=0), shape=(3, 2))
     with pytest.raises(RuntimeError, match=r"int4, per tensor\).*int4, per channel on axis 0"):
         per_channel.load_state_dict(per_tensor.state_dict())
@@ -129,13 +129,13 @@ def test_a_state_of_another_granularity_names_both_specs():
         nn.ModuleDict({"act": per_tensor}).load_state_dict(nn.ModuleDict({"act": per_channel}).state_dict())
 
 
-def test_a_state_of_another_number_of_channels_names_the_spec():
+def test_state_of_another_number_of_channels_is_refused_with_the_spec():
     four, three = (LearnedFakeQuantize(QuantSpec(axis=0), shape=(n, 2)) for n in (4, 3))
     with pytest.raises(RuntimeError, match=r"`step_size` has shape \(4,\).*\n?.*int8, per channel on axis 0"):
         three.load_state_dict(four.state_dict())
 
 
-def test_a_refused_state_changes_nothing():
+def test_refused_state_leaves_a_learned_quantizer_unchanged():
     other = initialized(QuantSpec(bits=8)).state_dict()
     observing = LearnedFakeQuantize(INT4)
     observing.observing = True

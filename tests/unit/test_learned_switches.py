@@ -18,7 +18,7 @@ LearnedFakeQuantize, PACT = quantizers.LearnedFakeQuantize, quantizers.PACT
 
 
 @by_optimizer
-def test_a_frozen_scale_does_not_move(optimizer):
+def test_frozen_scale_does_not_move(optimizer):
     x = torch.tensor([[-1.0, 2.0], [3.0, -4.0]])
     quantizer = initialized(QuantSpec(bits=4, symmetric=False, axis=0), x)
     optimizer = optimizer(quantizer.parameters())
@@ -38,7 +38,7 @@ def test_a_frozen_scale_does_not_move(optimizer):
             assert_same_bits(y, bits(quantizer(x)), broken)
 
 
-def test_a_frozen_quantizer_passes_gradients_and_learns_nothing():
+def test_frozen_quantizer_passes_gradients_and_learns_nothing():
     quantizer = initialized()
     quantizer.frozen = True
     x = torch.tensor([0.3, 100.0], requires_grad=True)
@@ -48,7 +48,7 @@ def test_a_frozen_quantizer_passes_gradients_and_learns_nothing():
 
 
 @pytest.mark.parametrize("moved", [77.0, -3.0, math.nan], ids=str)
-def test_a_state_saved_while_frozen_has_the_frozen_scale(moved):
+def test_state_saved_while_frozen_has_the_frozen_scale(moved):
     quantizer = initialized()
     quantizer.frozen = True
     scale = bits(quantizer.scale)
@@ -62,7 +62,7 @@ def test_a_state_saved_while_frozen_has_the_frozen_scale(moved):
 
 
 @pytest.mark.parametrize("moved", [77.0, -3.0, math.nan], ids=str)
-def test_unfreezing_goes_on_from_the_frozen_scale(moved):
+def test_unfreezing_continues_from_the_frozen_scale(moved):
     quantizer = initialized()
     quantizer.frozen = True
     scale = bits(quantizer.scale)
@@ -75,7 +75,7 @@ def test_unfreezing_goes_on_from_the_frozen_scale(moved):
     assert quantizer.scale == 0.75
 
 
-def test_freezing_keeps_the_scale_of_the_moment_not_that_of_the_last_forward_pass():
+def test_freezing_keeps_the_current_scale_not_that_of_the_last_forward_pass():
     quantizer = initialized()
     quantizer(X)
     make_step_size(quantizer, 0.75)
@@ -83,7 +83,7 @@ def test_freezing_keeps_the_scale_of_the_moment_not_that_of_the_last_forward_pas
     assert quantizer.scale == 0.75
 
 
-def test_a_scale_is_not_overwritten_by_observing():
+def test_observing_does_not_overwrite_a_learned_scale():
     quantizer = initialized()
     quantizer.path = "layers.0"
     with pytest.raises(RuntimeError, match=r"layers\.0 has a scale, which observing would overwrite"):
@@ -98,7 +98,7 @@ def test_a_scale_is_not_overwritten_by_observing():
 @pytest.mark.parametrize("moved", [77.0, math.nan], ids=str)
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "not frozen"])
 @pytest.mark.parametrize("make", [initialized, PACT], ids=["LearnedFakeQuantize", "PACT"])
-def test_loading_a_model_without_quantizers_leaves_them_as_they_are(make, frozen, moved):
+def test_loading_a_float_state_leaves_learned_scales_unchanged(make, frozen, moved):
     model = nn.Sequential(nn.Linear(3, 3), make())
     model[1](X)
     model[1].frozen = frozen
@@ -115,7 +115,7 @@ def test_loading_a_model_without_quantizers_leaves_them_as_they_are(make, frozen
 
 @pytest.mark.parametrize("numerics", reference.NUMERICS)
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
-def test_quantizing_without_a_scale_is_an_error_that_names_the_path(numerics, frozen):
+def test_quantizing_before_initialization_is_an_error_with_the_path(numerics, frozen):
     for where in WHERE.values():
         quantizer = LearnedFakeQuantize(QuantSpec(numerics=numerics, **where), shape=SHAPE, path="blocks.3.act")
         quantizer.frozen = frozen
@@ -126,13 +126,13 @@ def test_quantizing_without_a_scale_is_an_error_that_names_the_path(numerics, fr
         assert quantizer.scale.isnan().all()
 
 
-def test_not_quantizing_passes_the_tensor_itself():
+def test_switched_off_quantizer_returns_its_input_object():
     quantizer = LearnedFakeQuantize(INT4)
     quantizer.quantizing = False
     assert quantizer(X) is X
 
 
-def test_observing_then_quantizing_by_a_switch_of_the_whole_model():
+def test_switch_quantizers_initializes_every_learned_quantizer_of_a_model():
     model = nn.Sequential(LearnedFakeQuantize(INT4), LearnedFakeQuantize(UINT4, init="lsq"))
     quantizers.switch_quantizers(model, observing=True)
     assert model(X) is X
@@ -141,7 +141,7 @@ def test_observing_then_quantizing_by_a_switch_of_the_whole_model():
     assert_same_bits(lsq(X.numpy(), 15), bits(model[1].scale))
 
 
-def test_in_evaluation_nothing_is_observed():
+def test_evaluation_does_not_observe():
     quantizer = LearnedFakeQuantize(INT4)
     quantizer.observing = True
     quantizer(X)
@@ -153,7 +153,7 @@ def test_in_evaluation_nothing_is_observed():
 
 
 @pytest.mark.parametrize("switch", ["observing", "quantizing", "frozen"])
-def test_switches_are_saved(switch):
+def test_learned_quantizer_saves_its_switches(switch):
     quantizer = LearnedFakeQuantize(INT4) if switch == "observing" else initialized()
     loaded = LearnedFakeQuantize(INT4)
     setattr(quantizer, switch, not getattr(quantizer, switch))

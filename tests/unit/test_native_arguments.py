@@ -35,14 +35,14 @@ OF_SHAPES = {
 
 @by_shape
 @pytest.mark.parametrize("call", OF_SHAPES.values(), ids=OF_SHAPES)
-def test_shapes_that_are_not_those_of_the_memory(call, shape):
+def test_shapes_beyond_the_memory_are_refused(call, shape):
     with pytest.raises(ValueError, match=r"fakequant\._native: "):
         call(shape)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 0), (0, 1, 1, 16), (1, 0, 1, 16), (1, 1, 0, 16)], ids=str)
 @pytest.mark.parametrize("call", OF_SHAPES.values(), ids=OF_SHAPES)
-def test_shapes_without_elements(call, shape):
+def test_shapes_without_elements_are_accepted(call, shape):
     call(shape)
 
 
@@ -66,7 +66,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
-def test_arguments_that_do_not_belong_together(changes):
+def test_inconsistent_arguments_are_refused(changes):
     fake_quantize()
     with pytest.raises((ValueError, TypeError), match=r"fakequant\._native: |incompatible function arguments"):
         fake_quantize(**changes)
@@ -106,13 +106,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
-def test_sizes_and_numbers_that_mean_nothing(call):
+def test_invalid_sizes_and_enum_values_are_refused(call):
     with pytest.raises((ValueError, TypeError), match=r"fakequant\._native: |incompatible function arguments"):
         call()
 
 
 @pytest.mark.parametrize("inverse", [np.nan, np.inf, -1.0, -np.inf, 3e38])
-def test_bins_beyond_every_integer_are_the_last(inverse):
+def test_histogram_counts_values_beyond_every_bin_within_its_memory(inverse):
     """The counts lie between two fences."""
     fenced = np.full(8 + 16, -7, np.int64)
     counts = fenced[8:16]

@@ -34,7 +34,7 @@ DATA = {
 
 @by(DATA, "values")
 @pytest.mark.parametrize("bins", [4, 64, 4096])
-def test_counts_are_those_of_exact_arithmetic(values, bins):
+def test_histogram_counts_match_exact_arithmetic(values, bins):
     exponent, counts = counted(values, bins)
     state = watch(Percentile(bins=bins), values)
     assert int(state["exponent"]) == exponent
@@ -43,7 +43,7 @@ def test_counts_are_those_of_exact_arithmetic(values, bins):
 
 @by(DATA, "values")
 @pytest.mark.parametrize("bins", [4, 1024])
-def test_counts_depend_on_the_values_only(bins, values):
+def test_histogram_counts_do_not_depend_on_order_or_batches(bins, values):
     observer = Percentile(bins=bins)
     joined = watch(observer, values)
     shuffled = np.random.default_rng(0).permutation(values).tolist()
@@ -54,7 +54,7 @@ def test_counts_depend_on_the_values_only(bins, values):
         assert_same_state(joined, watch(observer, *batches), name)
 
 
-def test_counts_per_channel_depend_on_the_values_only():
+def test_histogram_counts_per_channel_do_not_depend_on_order_or_batches():
     spec = QuantSpec(axis=0)
     x = bell(3, 60) * torch.tensor([[1.0], [1e20], [1e-20]])
     joined = watch(Percentile(bins=64), x, spec=spec)
@@ -99,23 +99,23 @@ SORTED = {
 @by(SORTED, "values")
 @pytest.mark.parametrize("percent", [50.0001, 75.0, 90.0, 99.0, 99.9, 99.99, 100.0])
 @pytest.mark.parametrize("bins", [64, 4096])
-def test_percentiles_are_those_of_the_sorted_values_up_to_the_width_of_a_bin(values, percent, bins):
+def test_percentile_matches_sorted_values_within_a_bin(values, percent, bins):
     assert_within_a_bin([float(np.float32(v)) for v in values], percent, bins)
 
 
 @pytest.mark.parametrize("percent", [*map(float, range(51, 101)), 99.5, 99.75, 62.5])
 @pytest.mark.parametrize("count", [100, 200, 400])
-def test_a_tail_of_a_whole_number_of_values_is_left_out_whole(percent, count):
+def test_percentile_leaves_out_a_tail_of_whole_percents_exactly(percent, count):
     """Whole percents of round numbers of values are where a rounded product falls on the wrong side."""
     assert_within_a_bin([float(v) for v in range(1, count + 1)], percent, 4096)
 
 
 @pytest.mark.parametrize(("percent", "count"), [(99.9, 1000), (99.9, 2000), (99.99, 10000), (99.7, 1000), (50.1, 1000)])
-def test_so_is_one_of_a_part_of_a_percent(percent, count):
+def test_percentile_leaves_out_a_tail_of_fractional_percents_exactly(percent, count):
     """No binary number is 99.9, but one in a thousand is."""
     assert_within_a_bin([float(v) for v in range(1, count + 1)], percent, 1 << 17)
 
 
-def test_a_hundred_percent_is_everything():
+def test_percentile_100_is_the_range_of_the_data():
     x = bell(1000)
     assert_same_range((x.min().item(), x.max().item()), range_of(Percentile(100.0, bins=4), x))

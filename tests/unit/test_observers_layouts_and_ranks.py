@@ -71,7 +71,7 @@ def blocks_in(x, spec):
 @by(WATCHING)
 @by({k: v for k, v in PLACES.items() if k in ("channel 1", "group on the last axis", "group on axis 1")}, "where")
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_the_range_of_a_block_is_that_of_its_elements_alone(observer, where, symmetric):
+def test_range_of_a_block_depends_on_its_elements_only(observer, where, symmetric):
     spec = QuantSpec(bits=4, symmetric=symmetric, **where)
     alone = QuantSpec(bits=4, symmetric=symmetric)
     batches = [bell(*SHAPE), bell(*SHAPE, seed=1) * 8]
@@ -83,7 +83,7 @@ def test_the_range_of_a_block_is_that_of_its_elements_alone(observer, where, sym
         assert_same_range(expected, [end[i] for end in found], i)
 
 
-def test_the_tensor_at_hand_per_token():
+def test_dynamic_range_per_token_is_that_of_the_latest_tensor():
     spec = QuantSpec(axis=-1, group_size=-1)
     x = bell(3, 5, 7)
     lo, hi = range_of(Dynamic(), x * 9, x, spec=spec)
@@ -93,7 +93,7 @@ def test_the_tensor_at_hand_per_token():
 
 @by(WATCHING)
 @by({**PLACES, "token": dict(axis=1, group_size=-1)}, "where")
-def test_the_order_of_memory_does_not_matter(observer, where):
+def test_memory_layout_does_not_change_the_state(observer, where):
     spec = QuantSpec(bits=4, symmetric=False, **where)
     batches = bell(*SHAPE), bell(*SHAPE, seed=1) * 5
     expected = watch(observer, *batches, spec=spec)
@@ -104,13 +104,13 @@ def test_the_order_of_memory_does_not_matter(observer, where):
 
 
 @by(WATCHING)
-def test_elements_that_share_memory_count_each(observer):
+def test_expanded_elements_are_counted_individually(observer):
     x = bell(1, 40).expand(5, 40)
     assert_same_state(watch(observer, x.contiguous()), watch(observer, x))
 
 
 @by(WATCHING)
-def test_a_number_without_axes(observer):
+def test_scalar_tensor_is_observed_like_one_element(observer):
     assert_same_state(watch(observer, [0.3]), watch(observer, torch.tensor(0.3)))
 
 
@@ -118,7 +118,7 @@ def test_a_number_without_axes(observer):
 @pytest.mark.parametrize(
     "x", [torch.arange(3), torch.tensor([True]), torch.tensor([1j])], ids=["int", "bool", "complex"]
 )
-def test_a_tensor_of_something_else_is_refused_and_nothing_is_learned(observer, x):
+def test_tensor_that_is_not_float_is_refused_and_leaves_the_state_unchanged(observer, x):
     state = watch(observer, [1.0, 2.0])
     before = copy.deepcopy(state)
     with pytest.raises(TypeError, match="must be a tensor of float32, float64, bfloat16 or float16"):
@@ -180,7 +180,7 @@ def on_ranks(observer, shards, spec):
 @by(WATCHING)
 @pytest.mark.parametrize("where", [{}, dict(axis=1), dict(axis=1, group_size=2)], ids=["tensor", "channel", "group"])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_ranks_have_the_bits_of_one_process_on_the_joined_batch(observer, where, symmetric):
+def test_ranks_have_the_state_of_one_process_on_the_joined_batch(observer, where, symmetric):
     if where.get("group_size"):  # a group has the rows of one rank only: there the ranks see the same rows
         where = dict(axis=0, group_size=2)
         shards = [[bell(4, 6, seed=10 * r + s) * (1 + 5 * s * r) for s in range(3)] for r in range(3)]
@@ -201,7 +201,7 @@ def test_ranks_have_the_bits_of_one_process_on_the_joined_batch(observer, where,
         assert end.isfinite().all()
 
 
-def test_ranges_per_token_are_those_of_the_ranks_own_tokens():
+def test_per_token_ranges_stay_local_to_each_rank():
     spec = QuantSpec(axis=-1, group_size=-1)
     shards = [[bell(3, 8)], [bell(3, 8, seed=1) * 10]]
     states, _ = on_ranks(Dynamic(), shards, spec)
@@ -210,7 +210,7 @@ def test_ranges_per_token_are_those_of_the_ranks_own_tokens():
 
 
 @by(REMEMBERING)
-def test_a_rank_without_data_has_the_range_of_the_others(observer):
+def test_rank_without_data_gets_the_range_of_the_other_ranks(observer):
     shards = [[bell(40)], [torch.empty(0)], [torch.tensor([NAN])]]
     states, counts = on_ranks(observer, shards, INT4)
     for state in states:

@@ -68,7 +68,7 @@ def found(observer, x, spec):
 
 @by_grid
 @by_data
-def test_entropy_clips_no_more_than_the_least_squared_error_and_loses_little(x, spec):
+def test_entropy_clips_no_more_than_the_range_of_least_error_and_loses_little(x, spec):
     (lo, hi), clipped, ratio = found(Entropy(), x, spec)
     inner, least_clipped, best = found(Histogram(), x, spec)
     assert lo <= inner[0] <= inner[1] <= hi
@@ -78,7 +78,7 @@ def test_entropy_clips_no_more_than_the_least_squared_error_and_loses_little(x, 
 
 @by_grid
 @by_data
-def test_a_histogram_is_as_good_as_the_data_itself(x, spec):
+def test_histogram_search_is_as_good_as_a_search_on_the_data(x, spec):
     *_, on_data = found(MSE(), x, spec)
     *_, on_bins = found(Histogram(), x, spec)
     assert on_bins >= on_data - 0.5
@@ -92,7 +92,7 @@ def test_entropy_keeps_a_background_at_the_minimum():
     assert ratio > 44
 
 
-def test_in_several_blocks_every_one_has_its_own():
+def test_entropy_searches_every_block_separately():
     names = ("background, center outside", "ReLU with zeros", "long tails")
     x = torch.stack([DATA[name][:10_000] for name in names])
     spec = QuantSpec(bits=4, symmetric=False, axis=0)

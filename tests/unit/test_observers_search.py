@@ -72,7 +72,7 @@ by_grid = by({str(spec): spec for spec in GRIDS}, "spec")
 @by_searched
 @by_grid
 @pytest.mark.parametrize("norm", [2.0, 2.4])
-def test_the_histogram_finds_the_range_of_least_error_over_its_bins(x, spec, norm):
+def test_histogram_finds_the_range_of_least_error_over_its_bins(x, spec, norm):
     counts, centers, _ = histogram_of(x, 256)
 
     def error(lo, hi):
@@ -140,13 +140,13 @@ def test_entropy_finds_the_range_of_least_divergence(x, spec, bins):
 
 
 @pytest.mark.parametrize("bits", [8, 12, 16, 32])
-def test_with_more_levels_than_bins_entropy_takes_the_range_of_the_data(bits):
+def test_entropy_takes_the_range_of_the_data_with_more_levels_than_bins(bits):
     x = torch.cat([bell(500), torch.tensor([40.0])])
     expected = (x.min().item(), x.max().item())
     assert_same_range(expected, range_of(Entropy(bins=256), x, spec=QuantSpec(bits=bits)))
 
 
-def test_of_equal_errors_the_widest_range_is_taken():
+def test_search_prefers_the_widest_range_among_equal_errors():
     """Below the smallest scale every candidate has the same grid."""
     x = [-1e-9, 5e-10, 1e-9]
     for observer in (Histogram(), MSE()):
@@ -155,7 +155,7 @@ def test_of_equal_errors_the_widest_range_is_taken():
 
 
 @pytest.mark.parametrize("numerics", ["torch", "onnx", "half_away"])
-def test_a_search_works_in_every_numerics(numerics):
+def test_search_works_with_every_numerics(numerics):
     for observer in SEARCHES.values():
         for where in ({}, dict(axis=0)):
             spec = QuantSpec(bits=4, symmetric=False, numerics=numerics, **where)
@@ -165,7 +165,7 @@ def test_a_search_works_in_every_numerics(numerics):
 
 
 @by(SEARCHES)
-def test_one_step_is_the_range_of_the_data(observer):
+def test_search_with_one_step_takes_the_range_of_the_data(observer):
     x = bell(200)
     one = dataclasses.replace(observer, steps=1)
     for spec in (INT4, UINT4):

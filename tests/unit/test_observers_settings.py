@@ -48,7 +48,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize(("observer", "settings"), SETTINGS.values(), ids=SETTINGS)
-def test_an_observer_is_its_kind_and_settings(observer, settings):
+def test_observer_round_trips_through_dict_json_pickle_copy_and_repr(observer, settings):
     as_dict = observer.to_dict()
     assert as_dict == {"kind": type(observer).__name__, **settings}
     for again in (
@@ -68,14 +68,14 @@ def test_an_observer_is_its_kind_and_settings(observer, settings):
         observer.constant = 1
 
 
-def test_observers_with_other_settings_differ():
+def test_observers_with_different_settings_are_unequal():
     every = [observer for observer, _ in SETTINGS.values()]
     assert len(set(every)) == len(every)
     assert MinMax() != Dynamic()
     assert MSE(100) != Entropy(100)
 
 
-def test_every_observer_is_in_the_tables_above():
+def test_tables_of_this_file_cover_every_public_observer():
     public = {
         n
         for n in vars(observers)
@@ -84,19 +84,19 @@ def test_every_observer_is_in_the_tables_above():
     assert public == set(ALL) == {n.split(",")[0] for n in SETTINGS}
 
 
-def test_absent_settings_have_their_defaults():
+def test_from_dict_fills_absent_settings_with_defaults():
     assert from_dict({"kind": "Histogram"}) == Histogram()
     assert from_dict({"kind": "Histogram", "steps": 3}) == Histogram(steps=3)
 
 
 @pytest.mark.parametrize("fields", [{}, {"kind": None}, {"kind": "minmax"}, {"kind": "_Running"}, {"kind": "Observer"}])
-def test_an_unknown_kind_is_refused_with_the_known_ones(fields):
+def test_from_dict_refuses_an_unknown_kind_and_lists_the_known_ones(fields):
     with pytest.raises(ValueError, match=r"`kind` must be one of .*Histogram.*MinMax.*MovingAverage"):
         from_dict(fields)
 
 
 @pytest.mark.parametrize("kind", [["MinMax"], {"kind": "MinMax"}], ids=repr)
-def test_a_kind_that_is_no_name_is_refused_as_such(kind):
+def test_from_dict_refuses_a_kind_that_is_not_a_string(kind):
     with pytest.raises((TypeError, ValueError), match="`kind` must be"):
         from_dict({"kind": kind})
 
@@ -110,7 +110,7 @@ def test_a_kind_that_is_no_name_is_refused_as_such(kind):
         ({"kind": "MovingAverage", "constant": 0}, "`constant` must be greater than 0"),
     ],
 )
-def test_an_unknown_or_impossible_setting_is_refused(fields, message):
+def test_from_dict_refuses_unknown_and_invalid_settings(fields, message):
     with pytest.raises(ValueError, match=r"setting|must be") as caught:
         from_dict(fields)
     assert message in str(caught.value)
@@ -139,12 +139,12 @@ BAD = {
         for kind, options in cases
     ],
 )
-def test_a_setting_without_meaning_is_refused_by_name(name, kind, options):
+def test_invalid_setting_is_refused_by_name(name, kind, options):
     with pytest.raises((ValueError, TypeError), match=f"`{name}` "):
         kind(**options)
 
 
-def test_the_ends_of_the_settings_are_allowed():
+def test_settings_at_their_limits_are_allowed():
     MovingAverage(1.0), MovingAverage(1), MovingAverage(1e-6)
     Percentile(100), Percentile(50.001), Percentile(bins=4)
     Histogram(0.5, 1), MSE(1), Entropy(1), Fixed(0, 0), Fixed(-LARGEST, LARGEST)
@@ -153,7 +153,7 @@ def test_the_ends_of_the_settings_are_allowed():
 @pytest.mark.parametrize("lo", [-LARGEST, -1, 0])
 @pytest.mark.parametrize("hi", [LARGEST, 1, 0])
 @pytest.mark.parametrize("blocks", [(), (3,), (2, 2)], ids=str)
-def test_a_fixed_range_is_the_same_for_every_block(lo, hi, blocks):
+def test_fixed_range_is_the_same_for_every_block(lo, hi, blocks):
     state = Fixed(lo, hi).init(blocks)
     expected = np.full(blocks, lo), np.full(blocks, hi)
     assert_same_range(expected, [end.numpy() for end in Fixed(lo, hi).range(state, INT8)])
@@ -184,7 +184,7 @@ class MeanAndSpread(Observer):
         return low.masked_fill(unseen, INF), high.masked_fill(unseen, -INF)
 
 
-def test_an_observer_of_ones_own_is_known_by_its_name():
+def test_user_defined_observer_is_found_by_its_class_name():
     own = MeanAndSpread(2.0)
     assert own.to_dict() == {"kind": "MeanAndSpread", "deviations": 2.0}
     assert from_dict(own.to_dict()) == own
@@ -193,7 +193,7 @@ def test_an_observer_of_ones_own_is_known_by_its_name():
     assert (own.dynamic, own.searches, own.needs_data, own._in_kernel) == (False, False, True, None)
 
 
-def test_an_observer_of_ones_own_works_in_a_quantizer():
+def test_user_defined_observer_works_in_a_quantizer():
     from fakequant.nn import FakeQuantize
 
     fq = FakeQuantize(INT8, MeanAndSpread(2.0))
@@ -207,7 +207,7 @@ def test_an_observer_of_ones_own_works_in_a_quantizer():
     assert set(fq.state_dict()) >= {"center", "spread", "scale"}
 
 
-def test_a_private_observer_is_not_known_by_its_name():
+def test_private_observer_class_is_not_found_by_name():
     class _Hidden(MinMax):
         pass
 
@@ -215,7 +215,7 @@ def test_a_private_observer_is_not_known_by_its_name():
         from_dict(_Hidden().to_dict())
 
 
-def test_an_observer_has_to_say_all_three_things():
+def test_observer_class_without_all_three_methods_is_abstract():
     class Half(MeanAndSpread.__base__):
         def init(self, blocks, device=None):
             return {}
@@ -225,7 +225,7 @@ def test_an_observer_has_to_say_all_three_things():
             kind()
 
 
-def test_a_refined_observer_inherits_what_it_does_not_change():
+def test_derived_observer_inherits_methods_it_does_not_override():
     class Doubled(MinMax):
         def range(self, state, spec):
             lo, hi = super().range(state, spec)
@@ -236,13 +236,13 @@ def test_a_refined_observer_inherits_what_it_does_not_change():
     assert Doubled() != MinMax()
 
 
-def test_histograms_for_too_many_scales_are_refused():
+def test_histogram_refuses_too_many_scales():
     with pytest.raises(ValueError, match=r"Use MSE\(\) or MinMax\(\) for that many"):
         observers.Histogram().init((512, 512))
     observers.Histogram(bins=16).init((512, 512))
 
 
-def test_settings_are_numbers():
+def test_settings_that_are_not_numbers_are_refused():
     assert observers.Fixed(np.float32(0), 1).to_dict() == {"kind": "Fixed", "lo": 0.0, "hi": 1.0}
     for make in (
         lambda: observers.MovingAverage("0.5"),

@@ -40,7 +40,7 @@ SPECS = (INT8, QuantSpec(narrow_range=True), QuantSpec(symmetric=False), UINT8)
 # As many candidates as fill whole vector registers: torch's maximum of two zeros depends on that.
 @by({**WATCHING, "Histogram": Histogram(steps=32, bins=64), "Entropy": Entropy(32, bins=64), "MSE": MSE(32)})
 @pytest.mark.parametrize("zeros", [[0.0] * 5, [-0.0] * 5, [0.0, -0.0, 0.0]], ids=["+0", "-0", "both"])
-def test_zeros_have_the_range_of_zero_to_zero_and_both_are_positive_zeros(observer, zeros):
+def test_range_of_zeros_is_from_positive_zero_to_positive_zero(observer, zeros):
     for spec in SPECS:
         assert_same_range((0.0, 0.0), range_of(observer, zeros, spec=spec), spec)
 
@@ -50,14 +50,14 @@ CONSTANTS = {str(c): c for c in (5.0, -5.0, 0.3, -0.3, 1e30, -1e30)}
 
 @by({**RUNNING, "Percentile": Percentile()})
 @by(CONSTANTS, "c")
-def test_a_constant_is_its_range(observer, c):
+def test_range_of_a_constant_is_that_constant(observer, c):
     for spec in SPECS:
         assert_same_range((c, c), range_of(observer, [c] * 7, [c], spec=spec), spec)
 
 
 @by({"Histogram": Histogram(steps=25, bins=1024), "Entropy": Entropy(25, bins=1024), "MSE": MSE(25)})
 @by(CONSTANTS, "c")
-def test_a_searched_range_of_a_constant_is_from_zero_to_it(observer, c):
+def test_searched_range_of_a_constant_reaches_from_zero_to_it(observer, c):
     """With eight bits; with few of them a narrower range may have a code that is nearer."""
     for spec in SPECS:
         assert_same_range((min(c, 0.0), max(c, 0.0)), range_of(observer, [c] * 7, [c], spec=spec), spec)
@@ -72,7 +72,7 @@ ONE_SIDED = {"from near zero": (1e-3, 1.0), "from far": (2.0, 10.0), "far away":
 @by(WATCHING)
 @by(ONE_SIDED, "ends")
 @pytest.mark.parametrize("sign", [1, -1], ids=["positive", "negative"])
-def test_the_range_of_one_sided_data_is_on_that_side_and_within_the_data(observer, ends, sign):
+def test_range_of_one_sided_data_is_one_sided_and_within_the_data(observer, ends, sign):
     x = torch.linspace(*ends, 101) * sign
     for spec in SPECS:
         lo, hi = range_of(observer, x, spec=spec)
@@ -85,7 +85,7 @@ def test_the_range_of_one_sided_data_is_on_that_side_and_within_the_data(observe
 
 @by({"Histogram": Histogram(), "MSE": MSE()})
 @pytest.mark.parametrize("sign", [1, -1], ids=["positive", "negative"])
-def test_an_outlier_on_one_side_is_cut_also_where_zero_is_far_away(observer, sign):
+def test_search_cuts_a_one_sided_outlier_of_data_far_from_zero(observer, sign):
     x = sign * torch.cat([torch.linspace(1, 2, 5000), torch.tensor([12.0])])
     lo, hi = range_of(observer, x, spec=UINT4)
     assert 1.5 < (hi if sign > 0 else -lo) < 12
@@ -93,7 +93,7 @@ def test_an_outlier_on_one_side_is_cut_also_where_zero_is_far_away(observer, sig
 
 @by(RUNNING)
 @pytest.mark.parametrize(("lo", "hi"), [(0.25, 3.0), (-3.0, -0.25), (-0.5, 0.125)])
-def test_the_ends_of_one_tensor_are_its_own(observer, lo, hi):
+def test_running_range_of_one_tensor_is_its_minimum_and_maximum(observer, lo, hi):
     assert_same_range((lo, hi), range_of(observer, [lo, hi, (lo + hi) / 2]))
 
 
@@ -102,7 +102,7 @@ def test_the_ends_of_one_tensor_are_its_own(observer, lo, hi):
 BATCHES = ([-1.0, 2.0], [0.5, 0.75], [-4.0, 1.0], [-0.1, 3.0])
 
 
-def test_min_max_only_ever_widens():
+def test_min_max_range_never_shrinks():
     assert_same_range((-4, 3), range_of(MinMax(), *BATCHES))
     assert_same_range((0.5, 0.75), range_of(MinMax(), BATCHES[1]))
 
@@ -112,7 +112,7 @@ def test_dynamic_returns_the_range_of_the_latest_tensor():
 
 
 @pytest.mark.parametrize("constant", [0.01, 0.1, 1 / 3, 0.5, 1.0])
-def test_the_average_is_taken_in_float32_and_starts_with_the_first(constant):
+def test_moving_average_is_float32_and_starts_with_the_first_batch(constant):
     lo, hi = (np.float32(v) for v in BATCHES[0])
     c = np.float32(constant)
     for batch in BATCHES[1:]:
@@ -120,14 +120,14 @@ def test_the_average_is_taken_in_float32_and_starts_with_the_first(constant):
     assert_same_range((lo, hi), range_of(MovingAverage(constant), *BATCHES))
 
 
-def test_the_average_of_a_channel_starts_when_that_channel_does():
+def test_moving_average_of_a_channel_starts_with_its_first_finite_value():
     spec = QuantSpec(axis=0)
     lo, hi = range_of(MovingAverage(0.5), [[1.0, 3.0], [NAN, NAN]], [[1.0, 5.0], [7.0, 9.0]], spec=spec)
     assert (lo.tolist(), hi.tolist()) == ([1, 7], [4, 9])
 
 
 @pytest.mark.parametrize("constant", [0.01, 0.5, 1.0])
-def test_the_average_of_huge_values_is_never_infinite(constant):
+def test_moving_average_of_huge_values_is_finite(constant):
     for batches in (([-3e38], [3e38]), ([3e38], [-3e38]), ([-3e38, 3e38], [3e38])):
         lo, hi = range_of(MovingAverage(constant), *batches)
         assert np.isfinite([lo, hi]).all()
@@ -137,7 +137,7 @@ def test_the_average_of_huge_values_is_never_infinite(constant):
 @by(RUNNING)
 @pytest.mark.parametrize("where", [{}, dict(axis=0), dict(axis=1, group_size=4)], ids=["tensor", "channel", "group"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_an_update_leaves_the_range_that_the_fused_call_leaves(observer, where, dtype):
+def test_update_gives_the_range_of_the_fused_kernel(observer, where, dtype):
     spec = QuantSpec(**where)
     batches = [bell(4, 8, seed=i, dtype=dtype) * (1, 30, 0.01)[i] for i in range(3)]
     if dtype == torch.float64:
@@ -163,7 +163,7 @@ def test_an_update_leaves_the_range_that_the_fused_call_leaves(observer, where, 
 @by(ALL)
 @pytest.mark.parametrize("spec", [INT4, UINT4], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_a_dtype_changes_nothing_but_the_rounding_of_errors(observer, spec, dtype):
+def test_range_does_not_depend_on_the_dtype_of_the_data(observer, spec, dtype):
     """Values that every dtype holds. MSE is not compared in halves: its error is that of the dtype."""
     if isinstance(observer, MSE) and dtype != torch.float64:
         assert np.isfinite(range_of(observer, bell(300, dtype=dtype), spec=spec)).all()
@@ -189,7 +189,7 @@ def test_a_dtype_changes_nothing_but_the_rounding_of_errors(observer, spec, dtyp
     ],
     ids=str,
 )
-def test_float64_beyond_float32_counts_as_the_largest_float32(observer, values, lo, hi):
+def test_float64_values_beyond_float32_count_as_the_largest_float32(observer, values, lo, hi):
     x = torch.tensor(values, dtype=torch.float64)
     for spec in SPECS:
         state = observer.init(())
@@ -204,7 +204,7 @@ def test_float64_beyond_float32_counts_as_the_largest_float32(observer, values, 
 
 
 @by({**RUNNING, "Percentile": Percentile(100.0)})
-def test_a_float64_range_is_rounded_to_float32(observer):
+def test_range_of_float64_data_is_rounded_to_float32(observer):
     x = torch.tensor([-0.1, 0.7], dtype=torch.float64)
     assert_same_range((np.float32(-0.1), np.float32(0.7)), range_of(observer, x))
 
@@ -212,7 +212,7 @@ def test_a_float64_range_is_rounded_to_float32(observer):
 @by(WATCHING)
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("spec", [INT4, UINT4], ids=str)
-def test_the_range_does_not_depend_on_the_default_dtype(observer, default, spec):
+def test_range_does_not_depend_on_torchs_default_dtype(observer, default, spec):
     x = bell(500)
     expected = range_of(observer, x, x * 1.7, spec=spec)
     before = torch.get_default_dtype()
@@ -236,7 +236,7 @@ def test_the_range_does_not_depend_on_the_default_dtype(observer, default, spec)
     ],
     ids=str,
 )  # fmt: skip
-def test_tiny_and_huge_values_have_a_range_within_them_and_a_scale(observer, values):
+def test_tiny_and_huge_values_have_a_range_within_them_and_a_usable_scale(observer, values):
     top = np.float32(max(map(abs, values)))
     for spec in SPECS:
         lo, hi = range_of(observer, values, spec=spec)
@@ -251,7 +251,7 @@ def test_tiny_and_huge_values_have_a_range_within_them_and_a_scale(observer, val
 @by(WATCHING)
 @pytest.mark.parametrize("spec", [INT4, UINT4], ids=str)
 @pytest.mark.parametrize("power", [-12, 20, 100, 122])
-def test_data_twice_as_large_has_a_range_twice_as_large(observer, spec, power):
+def test_scaling_data_by_a_power_of_two_scales_the_range(observer, spec, power):
     """Powers of two are exact, so the same candidate is found; at 2^-12 the scale is still above its floor."""
     x = bell(400)
     factor = np.float32(2.0**power)
@@ -263,7 +263,7 @@ def test_data_twice_as_large_has_a_range_twice_as_large(observer, spec, power):
 @by(SEARCHES)
 @pytest.mark.parametrize("spec", [INT8, INT4, UINT8, UINT4, QuantSpec(narrow_range=True)], ids=str)
 @pytest.mark.parametrize("top", [3.2e38, 3.4e38, LARGEST], ids=str)
-def test_a_range_is_not_lost_where_codes_beyond_it_are_infinite(observer, spec, top):
+def test_search_keeps_the_range_where_outer_codes_overflow(observer, spec, top):
     """Where the last code of a candidate is beyond float32, its error is infinite, also in bins without values."""
     lo, hi = range_of(observer, [-top, top], spec=spec)
     assert lo <= -top / 2
@@ -271,7 +271,7 @@ def test_a_range_is_not_lost_where_codes_beyond_it_are_infinite(observer, spec, 
 
 
 @pytest.mark.parametrize("norm", [1.0, 2.4, 4.0, 12.0])
-def test_nor_does_the_norm_break_that(norm):
+def test_histogram_range_scales_with_the_data_for_every_norm(norm):
     x, factor = bell(400), np.float32(2.0**100)
     observer = Histogram(norm, steps=20, bins=256)
     lo, hi = range_of(observer, x, spec=INT4)
@@ -279,7 +279,7 @@ def test_nor_does_the_norm_break_that(norm):
 
 
 @by({**RUNNING, "Percentile": Percentile(97.0, bins=256), "Histogram": BINNED["Histogram"], "MSE": SEARCHES["MSE"]})
-def test_the_mirror_image_has_the_mirrored_range(observer):
+def test_negated_data_has_the_negated_range(observer):
     spec = QuantSpec(bits=4, narrow_range=True)
     x = torch.cat([bell(400), torch.tensor([7.0, 3.0])])
     lo, hi = range_of(observer, x, spec=spec)

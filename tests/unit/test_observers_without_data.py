@@ -34,7 +34,7 @@ INF, NAN = math.inf, math.nan
 
 @by(WATCHING)
 @pytest.mark.parametrize("blocks", [(), (3,), (2, 4), (0,)], ids=str)
-def test_before_anything_was_seen_the_range_is_the_empty_one(observer, blocks):
+def test_range_before_any_data_is_empty(observer, blocks):
     assert observer.needs_data
     for spec in (INT8, UINT8):
         lo, hi = observer.range(observer.init(blocks), spec)
@@ -43,7 +43,7 @@ def test_before_anything_was_seen_the_range_is_the_empty_one(observer, blocks):
 
 @by(ALL)
 @pytest.mark.parametrize("where", [{}, dict(axis=0), dict(axis=1, group_size=2)], ids=["tensor", "channel", "group"])
-def test_the_tensors_of_a_state_stay_where_they_are(observer, where):
+def test_updates_keep_memory_shape_and_dtype_of_the_state(observer, where):
     spec = QuantSpec(bits=4, **where)
     state = observer.init(blocks_of((3, 8), spec).parameters)
     before = {name: (v.data_ptr(), v.shape, v.dtype, v.stride()) for name, v in state.items()}
@@ -55,7 +55,7 @@ def test_the_tensors_of_a_state_stay_where_they_are(observer, where):
 
 
 @by(ALL)
-def test_reading_the_range_changes_nothing(observer):
+def test_reading_the_range_leaves_the_state_unchanged(observer):
     state = watch(observer, bell(200))
     before = copy.deepcopy(state)
     first = observer.range(state, UINT4)
@@ -70,7 +70,7 @@ EMPTY = {"tensor": ({}, (0,)), "rows": (dict(axis=1), (0, 3)), "features": (dict
 
 @by(REMEMBERING)
 @pytest.mark.parametrize(("where", "shape"), EMPTY.values(), ids=EMPTY)
-def test_an_empty_tensor_changes_nothing(observer, where, shape):
+def test_empty_tensor_leaves_the_state_unchanged(observer, where, shape):
     spec = QuantSpec(**where)
     some = bell(*(max(n, 5) if n == 0 else n for n in shape))
     state = observer.init(blocks_of(tuple(some.shape), spec).parameters)
@@ -84,7 +84,7 @@ def test_an_empty_tensor_changes_nothing(observer, where, shape):
 
 
 @pytest.mark.parametrize(("where", "shape"), EMPTY.values(), ids=EMPTY)
-def test_the_range_of_an_empty_tensor_at_hand_is_zero(where, shape):
+def test_dynamic_range_of_an_empty_tensor_is_zero(where, shape):
     spec = QuantSpec(**where)
     state = Dynamic().init(blocks_of(shape, spec).parameters)
     for value in state.values():
@@ -102,7 +102,7 @@ NONFINITE = {"NaN": [NAN], "+inf": [INF], "-inf": [-INF], "all three": [NAN, INF
 @by(WATCHING)
 @by(NONFINITE, "bad")
 @pytest.mark.parametrize("spec", [INT8, UINT8], ids=str)
-def test_a_value_that_is_not_finite_does_not_change_the_range(observer, bad, spec):
+def test_nonfinite_values_do_not_change_the_range(observer, bad, spec):
     first, second = bell(300), bell(301, seed=1)
     for place in ([], [0], [-1]):  # at the front and at the back: nothing starts or ends with it
         dirty = torch.cat([first, torch.tensor(bad)]) if place != [0] else torch.cat([torch.tensor(bad), first])
@@ -115,7 +115,7 @@ def test_a_value_that_is_not_finite_does_not_change_the_range(observer, bad, spe
 
 @by(WATCHING)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_nor_in_another_dtype(observer, dtype):
+def test_nonfinite_values_of_other_dtypes_do_not_change_the_state(observer, dtype):
     bad = torch.tensor([NAN, INF, -INF], dtype=dtype)
     clean = bell(100, dtype=dtype)
     state = observer.init(())
@@ -124,7 +124,7 @@ def test_nor_in_another_dtype(observer, dtype):
 
 
 @by(WATCHING)
-def test_nor_in_a_channel(observer):
+def test_nonfinite_values_in_channels_do_not_change_the_state(observer):
     spec = QuantSpec(axis=0)
     clean = bell(3, 40)
     dirty = torch.cat([clean, torch.tensor([[NAN, INF], [-INF, NAN], [INF, -INF]])], dim=1)
@@ -135,7 +135,7 @@ def test_nor_in_a_channel(observer):
 
 @by(REMEMBERING)
 @by(NONFINITE, "bad")
-def test_a_tensor_with_nothing_finite_changes_nothing(observer, bad):
+def test_tensor_without_finite_values_leaves_the_state_unchanged(observer, bad):
     state = observer.init(())
     before = copy.deepcopy(state)
     assert observer.update(state, torch.tensor(bad), INT8) == len(bad)
@@ -147,13 +147,13 @@ def test_a_tensor_with_nothing_finite_changes_nothing(observer, bad):
 
 
 @by(NONFINITE, "bad")
-def test_the_range_of_a_tensor_at_hand_with_nothing_finite_is_zero(bad):
+def test_dynamic_range_of_a_tensor_without_finite_values_is_zero(bad):
     assert_same_range((0, 0), range_of(Dynamic(), [1.0, 2.0], bad))
 
 
 @by(REMEMBERING)
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_a_channel_with_nothing_finite_has_no_range_and_the_others_have_theirs(observer, symmetric):
+def test_channel_without_finite_values_has_an_empty_range_beside_normal_ones(observer, symmetric):
     spec = QuantSpec(axis=0, symmetric=symmetric)
     x = bell(3, 60)
     x[1] = torch.tensor([NAN, INF, -INF]).repeat(20)
@@ -163,7 +163,7 @@ def test_a_channel_with_nothing_finite_has_no_range_and_the_others_have_theirs(o
     assert_same_range(expected, (lo[[0, 2]], hi[[0, 2]]))
 
 
-def test_a_fixed_range_looks_at_nothing():
+def test_fixed_range_ignores_data():
     for x in ([NAN, INF], [5.0], [-1e30], []):
         state = Fixed(-0.5, 2.0).init((2,))
         assert Fixed(-0.5, 2.0).update(state, torch.tensor(x), INT8) == 0

@@ -36,7 +36,7 @@ def test_pact_clips_at_alpha_and_quantizes(width, alpha):
 
 
 @pytest.mark.parametrize("alpha", [3.0, 0.1, 1.7])
-def test_the_gradients_of_pact(alpha):
+def test_pact_gradients_match_the_formulas(alpha):
     values = pact_values(alpha)
     x = torch.from_numpy(values).requires_grad_()
     dy = torch.arange(1.0, len(values) + 1)  # a sum of whole numbers is exact
@@ -48,7 +48,7 @@ def test_the_gradients_of_pact(alpha):
 
 
 @pytest.mark.parametrize(("dtype", "dy"), [(torch.float16, 32.0), (torch.bfloat16, 1.0)], ids=["float16", "bfloat16"])
-def test_the_gradient_of_alpha_is_a_float32_sum_whatever_the_data(dtype, dy):
+def test_pact_sums_the_gradient_of_alpha_in_float32_for_every_dtype(dtype, dy):
     quantizer = PACT(8, alpha=1.0)
     x = torch.full((4097,), 2.0, dtype=dtype)
     quantizer(x).backward(torch.full_like(x, dy))
@@ -56,7 +56,7 @@ def test_the_gradient_of_alpha_is_a_float32_sum_whatever_the_data(dtype, dy):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_pact_in_other_dtypes_is_rounded_once(dtype):
+def test_pact_rounds_once_in_other_dtypes(dtype):
     x = torch.linspace(-1, 3, 401).to(dtype)
     quantizer = PACT(4, alpha=1.7)
     wide = x.double() if dtype == torch.float64 else x.float()
@@ -65,7 +65,7 @@ def test_pact_in_other_dtypes_is_rounded_once(dtype):
 
 
 @by_optimizer
-def test_alpha_is_usable_whatever_the_optimizer_does(optimizer):
+def test_pact_alpha_is_usable_after_every_optimizer_step(optimizer):
     quantizer = PACT(4, alpha=1.0)
     optimizer = optimizer(quantizer.parameters())
     x = torch.tensor([0.5, 2.0, 1e30])
@@ -79,7 +79,7 @@ def test_alpha_is_usable_whatever_the_optimizer_does(optimizer):
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -5.0], ids=str)
-def test_the_alpha_in_use_is_the_alpha_that_is_saved(broken):
+def test_pact_saves_the_alpha_in_use(broken):
     quantizer, loaded = PACT(4, alpha=1.5), PACT(4)
     quantizer(X)
     quantizer.alpha.data.fill_(broken)
@@ -91,7 +91,7 @@ def test_the_alpha_in_use_is_the_alpha_that_is_saved(broken):
     assert_same_bits(used, bits(loaded.scale), "after one more broken step")
 
 
-def test_a_frozen_alpha_does_not_move():
+def test_pact_frozen_alpha_does_not_move():
     quantizer = PACT(4, alpha=1.5)
     quantizer.frozen = True
     before = bits(quantizer.scale), bits(quantizer(X))
@@ -104,7 +104,7 @@ def test_a_frozen_alpha_does_not_move():
     assert quantizer.alpha == 1.5
 
 
-def test_pact_that_does_not_quantize_is_a_relu():
+def test_pact_with_quantizing_off_is_a_relu():
     quantizer = PACT(4, alpha=1.0)
     quantizer.quantizing = False
     assert quantizer(X).tolist() == [0.0, 0.5, 3.0]
@@ -125,6 +125,6 @@ def test_pact_that_does_not_quantize_is_a_relu():
     ],
     ids=str,
 )
-def test_pact_refuses(options):
+def test_pact_refuses_invalid_arguments(options):
     with pytest.raises(ValueError, match="must be"):
         PACT(**options)

@@ -30,7 +30,7 @@ def names(model, group):
     return sorted(by_id[id(p)] for p in group["params"])
 
 
-def test_scales_have_a_group_of_their_own():
+def test_param_groups_puts_learned_scales_in_a_group_without_weight_decay():
     model = model_with_everything()
     others, scales = param_groups(model)
     assert names(model, scales) == ["act.offset", "act.step_size", "fixed.step_size", "nested.0.step_size"]
@@ -39,7 +39,7 @@ def test_scales_have_a_group_of_their_own():
     assert scales["weight_decay"] == 0
 
 
-def test_options_are_those_of_the_scales():
+def test_param_groups_options_apply_to_the_scales():
     groups = param_groups(model_with_everything(), lr=0.5, betas=(0.5, 0.9))
     optimizer = torch.optim.AdamW(groups, lr=0.1, weight_decay=0.3)
     assert [(g["lr"], g["weight_decay"], g["betas"][0]) for g in optimizer.param_groups] == [
@@ -48,21 +48,21 @@ def test_options_are_those_of_the_scales():
     ]
 
 
-def test_modules_that_share_a_parameter_give_it_once():
+def test_param_groups_lists_a_shared_parameter_once():
     a, b = LearnedFakeQuantize(INT4), LearnedFakeQuantize(INT4)
     b.step_size = a.step_size
     (group,) = param_groups(nn.Sequential(a, b))
     assert [id(p) for p in group["params"]] == [id(a.step_size)]
 
 
-def test_a_group_without_parameters_is_left_out():
+def test_param_groups_leaves_out_an_empty_group():
     assert [len(g["params"]) for g in param_groups(nn.Linear(2, 2))] == [2]
     assert param_groups(nn.ReLU()) == []
     (group,) = param_groups(initialized())
     assert group["weight_decay"] == 0
 
 
-def test_weight_decay_does_not_reach_the_scales():
+def test_weight_decay_does_not_change_the_scales():
     model = nn.Sequential(nn.Linear(3, 3), initialized(UINT4))
     optimizer = torch.optim.SGD(param_groups(model), lr=0.1, weight_decay=0.5)
     before = [bits(p) for p in model.parameters()]

@@ -73,7 +73,7 @@ def attention(batch_first=True, **options):
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "batch second"])
 @pytest.mark.parametrize("weights", ["none", "mean", "heads"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_with_quantizers_off_self_attention_is_that_of_torch(options, batch_first, weights, training):
+def test_self_attention_with_quantizers_off_matches_torch(options, batch_first, weights, training):
     options = {**options, "need_weights": weights != "none", "average_attn_weights": weights == "mean"}
     floats = attention(batch_first).train(training)
     layer = off(fq.prepare(copy.deepcopy(floats), recipes.int8())).train(training)
@@ -85,7 +85,7 @@ def test_with_quantizers_off_self_attention_is_that_of_torch(options, batch_firs
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "batch second"])
 @pytest.mark.parametrize("need_weights", [True, False], ids=["weights", "no weights"])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-def test_with_quantizers_off_cross_attention_is_that_of_torch(kind, batch_first, need_weights, bias):
+def test_cross_attention_with_quantizers_off_matches_torch(kind, batch_first, need_weights, bias):
     floats = attention(batch_first, bias=bias)
     layer = off(fq.prepare(copy.deepcopy(floats), recipes.int8()))
     padding = torch.zeros(2, 7, dtype=torch.bool)
@@ -98,7 +98,7 @@ def test_with_quantizers_off_cross_attention_is_that_of_torch(kind, batch_first,
 @pytest.mark.parametrize("average", [True, False], ids=["mean", "heads"])
 @pytest.mark.parametrize("mask", [None, CAUSAL, FLOAT3[:4]], ids=["no mask", "mask", "3-d mask"])
 @pytest.mark.parametrize("padding", [None, PADDING[1]], ids=["all", "padding"])
-def test_unbatched_attention_is_that_of_torch(batch_first, average, mask, padding):
+def test_unbatched_attention_with_quantizers_off_matches_torch(batch_first, average, mask, padding):
     floats = attention(batch_first)
     layer = off(fq.prepare(copy.deepcopy(floats), recipes.int8()))
     x = Q[0]
@@ -110,7 +110,7 @@ def test_unbatched_attention_is_that_of_torch(batch_first, average, mask, paddin
         torch.testing.assert_close(actual, expected, **CLOSE)
 
 
-def test_dropout_of_attention_weights_shows_in_the_weights_as_in_torch():
+def test_attention_dropout_matches_torch():
     floats = attention(dropout=0.5)
     layer = off(fq.prepare(copy.deepcopy(floats), recipes.int8()))
     found = []
@@ -135,7 +135,7 @@ def test_dropout_of_attention_weights_shows_in_the_weights_as_in_torch():
     ],
     ids=["uint8", "int64", "int padding", "one query", "one key", "no heads", "transposed padding", "causal alone"],
 )
-def test_masks_that_torch_refuses_are_refused(options):
+def test_attention_refuses_the_masks_that_torch_refuses(options):
     for module in (attention(), off(fq.prepare(attention(), recipes.int8()))):
         with pytest.raises((RuntimeError, AssertionError, ValueError, TypeError)):
             module(Q, Q, Q, **options)
@@ -143,7 +143,7 @@ def test_masks_that_torch_refuses_are_refused(options):
 
 @pytest.mark.parametrize("kind", ["self", "cross"])
 @pytest.mark.parametrize("need_weights", [True, False], ids=["weights", "no weights"])
-def test_attention_is_the_product_of_quantized_tensors(kind, need_weights):
+def test_attention_computes_with_quantized_tensors(kind, need_weights):
     layer = fq.prepare(attention(), recipes.int8())
     inputs = (Q, Q, Q) if kind == "self" else (Q, K, V)
     fq.calibrate(layer, lambda m: m(*inputs, need_weights=need_weights), progress=False)
@@ -184,7 +184,7 @@ def test_attention_is_the_product_of_quantized_tensors(kind, need_weights):
 
 
 @pytest.mark.parametrize("need_weights", [True, False], ids=["weights", "no weights"])
-def test_attention_in_evaluation_without_gradients_is_quantized_too(need_weights):
+def test_attention_in_evaluation_without_gradients_is_quantized(need_weights):
     layer = fq.prepare(attention(), recipes.int8())
     fq.calibrate(layer, lambda m: m(Q, Q, Q), progress=False)
     layer.eval()
@@ -204,12 +204,12 @@ def test_attention_in_evaluation_without_gradients_is_quantized_too(need_weights
     ],
     ids=["kdim", "bias_kv", "zero_attn"],
 )
-def test_attention_that_stays_in_float_has_no_quantizers_that_nobody_calls(make):
+def test_unsupported_attention_has_no_unused_quantizers(make):
     model = fq.prepare(nn.ModuleDict({"a": make(), "fc": nn.Linear(4, 4)}), recipes.int8())
     assert [path for path, _ in fqnn.quantizers(model)] == ["fc.weight_quantizer", "fc.input_quantizer"]
 
 
-def test_attention_that_is_skipped_has_no_quantizers_that_nobody_calls():
+def test_skipped_attention_has_no_unused_quantizers():
     config = recipes.int8().skip(type="MultiheadAttention")
     model = fq.prepare(nn.ModuleDict({"a": attention(), "fc": nn.Linear(4, 4)}), config)
     assert [path for path, _ in fqnn.quantizers(model)] == ["fc.weight_quantizer", "fc.input_quantizer"]
@@ -246,7 +246,7 @@ class OwnEncoderLayer(nn.TransformerEncoderLayer):
     ids=["plain", "padding", "mask", "both", "causal"],
 )
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_with_quantizers_off_an_encoder_layer_is_that_of_torch(norm_first, activation, options, training):
+def test_encoder_layer_with_quantizers_off_matches_torch(norm_first, activation, options, training):
     floats = encoder_layer(norm_first=norm_first, activation=activation).train(training)
     layer = off(fq.prepare(copy.deepcopy(floats), recipes.int8())).train(training)
     torch.testing.assert_close(layer(Q, **options), floats(Q, **options), **CLOSE)
@@ -264,7 +264,7 @@ ENCODERS = {
 
 @pytest.mark.parametrize(("make", "config"), ENCODERS.values(), ids=ENCODERS)
 @pytest.mark.parametrize("padding", [None, PADDING], ids=["all", "padding"])
-def test_torchs_shortcut_in_evaluation_does_not_bypass_quantizers(make, config, padding):
+def test_encoder_fast_path_does_not_bypass_quantizers(make, config, padding):
     model = fq.prepare(make(), config)
     fq.calibrate(model, lambda m: m(Q, src_key_padding_mask=padding), progress=False)
     model.eval()
@@ -284,7 +284,7 @@ def test_torchs_shortcut_in_evaluation_does_not_bypass_quantizers(make, config, 
     [fq.QuantConfig().rule(type="Linear", weight=presets.int8()), recipes.int8().skip(type="MultiheadAttention")],
     ids=["only linears", "attention is skipped"],
 )
-def test_nor_where_only_the_attention_stays_in_float(config):
+def test_encoder_fast_path_does_not_bypass_linear_layers_beside_float_attention(config):
     model = fq.calibrate(fq.prepare(encoder(), config), [Q], progress=False).eval()
     called = []
     for path, quantizer in fqnn.quantizers(model):
@@ -294,7 +294,7 @@ def test_nor_where_only_the_attention_stays_in_float(config):
     assert sorted(called) == sorted(path for path, _ in fqnn.quantizers(model))
 
 
-def test_unprepare_gives_the_shortcut_back():
+def test_unprepare_restores_the_encoder_fast_path():
     model = encoder()
     before = model.use_nested_tensor
     fq.unprepare(fq.prepare(model, recipes.int8()))
@@ -311,7 +311,7 @@ class AddsEncoder(nn.Module):
         return x + self.layer(x)
 
 
-def test_every_quantizer_of_a_residual_encoder_layer_is_called():
+def test_residual_encoder_layer_calls_every_quantizer():
     model = fq.prepare(AddsEncoder(), recipes.int8())
     fq.calibrate(model, [Q], progress=False)
     for path, quantizer in fqnn.quantizers(model):

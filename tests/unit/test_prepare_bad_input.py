@@ -47,12 +47,12 @@ NOTHING = {
 
 
 @pytest.mark.parametrize(("config", "words"), NOTHING.values(), ids=NOTHING)
-def test_a_config_that_matches_nothing_is_refused_with_the_reasons(config, words):
+def test_config_that_matches_nothing_is_refused_with_the_reasons(config, words):
     model = named()
     assert_refused(model, lambda: fq.prepare(model, config), ValueError, "Nothing in the model", *words)
 
 
-def test_one_rule_of_two_that_matches_nothing_is_listed():
+def test_summary_lists_rules_that_match_nothing():
     with pytest.warns(UserWarning, match="match no module"):
         model = fq.prepare(named(), recipes.int8().skip("haed").rule(type="linear", weight=presets.int4(group=None)))
     text = str(fq.summary(model))
@@ -64,19 +64,19 @@ def test_one_rule_of_two_that_matches_nothing_is_listed():
 # --- models that cannot be prepared -----------------------------------------------------------------
 
 
-def test_preparing_twice_is_refused_with_the_way_back():
+def test_preparing_twice_is_refused_and_names_unprepare():
     model = prepared(calibrated=True)
     assert_refused(model, lambda: fq.prepare(model, recipes.lsq(4)), ValueError, "already", "0", "unprepare(model)")
 
 
-def test_a_model_with_a_prepared_part_is_refused():
+def test_model_with_a_prepared_part_is_refused():
     model = nn.Sequential(nn.Linear(4, 4), prepared())
     assert_refused(model, lambda: fq.prepare(model, recipes.int8()), ValueError, "already", "1.0")
 
 
 @pytest.mark.parametrize("recipe", [recipes.int8(), recipes.lsq(4)], ids=["int8", "lsq"])
 @pytest.mark.parametrize("part", [None, "4"], ids=["all of it", "the last layer"])
-def test_a_model_on_meta_is_refused_with_the_parameter_and_the_fix(recipe, part):
+def test_model_on_meta_is_refused_with_the_parameter_and_the_fix(recipe, part):
     model = small()
     (model if part is None else model.get_submodule(part)).to("meta")
     first = f"{part or '0'}.weight"
@@ -84,7 +84,7 @@ def test_a_model_on_meta_is_refused_with_the_parameter_and_the_fix(recipe, part)
 
 
 @pytest.mark.parametrize("recipe", [recipes.int8(), recipes.lsq(4)], ids=["int8", "lsq"])
-def test_a_lazy_layer_beside_others_is_listed_and_stays_lazy(recipe):
+def test_lazy_layer_beside_others_is_listed_and_stays_lazy(recipe):
     model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3))
     fq.prepare(model, recipe)
     assert type(model[1]) is nn.LazyLinear
@@ -93,7 +93,7 @@ def test_a_lazy_layer_beside_others_is_listed_and_stays_lazy(recipe):
 
 
 @pytest.mark.parametrize("make", [lambda: nn.LazyLinear(3), lambda: nn.LazyConv2d(3, 3)], ids=["Linear", "Conv2d"])
-def test_a_model_of_lazy_layers_only_is_refused_with_the_fix(make):
+def test_model_of_lazy_layers_only_is_refused_with_the_fix(make):
     model = nn.Sequential(make())
     with pytest.raises(ValueError, match="no shape yet; run the model once first"):
         fq.prepare(model, recipes.int8())
@@ -119,13 +119,13 @@ each_type = pytest.mark.parametrize(("kind", "path", "reason"), [(k, *v) for k, 
 
 
 @each_type
-def test_a_config_only_for_what_cannot_be_quantized_is_refused_with_the_reason(kind, path, reason):
+def test_config_for_unsupported_layers_only_is_refused_with_the_reason(kind, path, reason):
     model, config = with_others(), fq.QuantConfig().rule(type=kind, weight=presets.int8())
     assert_refused(model, lambda: fq.prepare(model, config), ValueError, "Nothing in the model", path, reason)
 
 
 @each_type
-def test_a_rule_for_what_cannot_be_quantized_is_listed_with_the_reason(kind, path, reason):
+def test_rule_for_an_unsupported_layer_is_listed_with_the_reason(kind, path, reason):
     model = with_others()
     before = Picture(model.get_submodule(path))
     fq.prepare(model, recipes.int8().rule(type=kind, weight=presets.int8()))
@@ -136,7 +136,7 @@ def test_a_rule_for_what_cannot_be_quantized_is_listed_with_the_reason(kind, pat
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, 3, nn.ReLU()], ids=["a class", "a number", "a module"])
-def test_a_type_that_is_no_name_is_a_type_error_with_an_example(kind):
+def test_rule_type_that_is_not_a_class_name_is_a_type_error_with_an_example(kind):
     with pytest.raises(TypeError, match=r"`type` must be the name of a class, such as 'Linear', got"):
         recipes.int8().rule(type=kind, weight=presets.int8())
 
@@ -148,7 +148,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize(("spec", "words"), MISFITS.values(), ids=MISFITS)
-def test_a_rule_with_a_spec_that_does_not_fit_its_layer_is_listed_with_the_sizes(spec, words):
+def test_rule_whose_spec_does_not_fit_its_layer_is_listed_with_the_sizes(spec, words):
     with pytest.warns(UserWarning, match="does not fit"):
         model = fq.prepare(five(), recipes.int8().rule("2", weight=spec))
     found = fq.summary(model)
@@ -184,7 +184,7 @@ def third_has_a_class_of_its_own():
 
 @pytest.mark.filterwarnings("ignore:.*NaN or infinite:RuntimeWarning")
 @pytest.mark.parametrize("make", [third_has_no_values, third_has_a_class_of_its_own], ids=["NaN", "class"])
-def test_what_fails_at_the_third_layer_leaves_the_others_as_they_were_or_is_listed(make):
+def test_failure_at_the_third_layer_leaves_the_model_unchanged_or_is_listed(make):
     model = make()
     model[0].register_forward_hook(lambda *_: None)
     before = Picture(model)

@@ -77,7 +77,7 @@ def picture(model):
 
 @pytest.mark.filterwarnings("ignore:.*NaN or infinite:RuntimeWarning")
 @pytest.mark.parametrize(("make", "config", "error", "message"), BAD.values(), ids=BAD)
-def test_what_cannot_be_prepared_is_refused_and_left_as_it_was(make, config, error, message):
+def test_refused_model_is_unchanged(make, config, error, message):
     model = make()
     before = picture(model)
     with pytest.raises(error, match=message):
@@ -86,7 +86,7 @@ def test_what_cannot_be_prepared_is_refused_and_left_as_it_was(make, config, err
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
-def test_lazy_layers_are_refused_or_left_in_float_until_they_have_a_shape():
+def test_lazy_layers_are_refused_until_they_have_a_shape():
     model = Lazy()
     with pytest.raises(ValueError, match="no shape yet"):
         fq.prepare(model, recipes.int8())
@@ -97,7 +97,7 @@ def test_lazy_layers_are_refused_or_left_in_float_until_they_have_a_shape():
     assert isinstance(model.fc, nn.Linear)
 
 
-def test_a_layer_with_a_name_that_is_taken_stays_in_float():
+def test_layer_with_an_attribute_named_output_quantizer_stays_in_float():
     model = fq.prepare(nn.Sequential(nn.Linear(4, 4), Taken(4, 4)), recipes.int8())
     assert fq.summary(model).floats == {"1": "it has an attribute `output_quantizer` of its own"}
     assert type(model[1]) is Taken
@@ -106,7 +106,7 @@ def test_a_layer_with_a_name_that_is_taken_stays_in_float():
 @pytest.mark.parametrize(
     "model", [None, [nn.Linear(2, 2)], nn.Linear, torch.relu], ids=["None", "list", "class", "function"]
 )
-def test_what_is_no_module_is_a_type_error(model):
+def test_prepare_of_a_non_module_is_a_type_error(model):
     with pytest.raises(TypeError, match="`model` must be"):
         fq.prepare(model, recipes.int8())
 
@@ -132,7 +132,7 @@ FLOATS = {
 
 
 @pytest.mark.parametrize("make", FLOATS.values(), ids=FLOATS)
-def test_what_cannot_be_quantized_stays_exactly_as_it_was(make):
+def test_unsupported_layer_is_unchanged_by_prepare(make):
     layer = make()
     model = nn.ModuleDict({"other": layer, "fc": nn.Linear(4, 4)})
     before = picture(layer)
@@ -149,7 +149,7 @@ def test_what_cannot_be_quantized_stays_exactly_as_it_was(make):
     ids=lambda f: f.__name__,
 )
 @each_recipe
-def test_preparing_does_not_change_what_a_parametrization_remembers(norm, config):
+def test_prepare_does_not_change_the_state_of_a_parametrization(norm, config):
     torch.manual_seed(0)
     model = nn.Sequential(norm(nn.Linear(4, 4)))
     before = copy.deepcopy(model.state_dict())
@@ -160,7 +160,7 @@ def test_preparing_does_not_change_what_a_parametrization_remembers(norm, config
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_quantizers_are_in_the_mode_of_the_model(training):
+def test_output_quantizers_of_operands_have_the_mode_of_the_model(training):
     class Sum(nn.Module):
         def __init__(self):
             super().__init__()

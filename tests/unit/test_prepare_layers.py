@@ -100,7 +100,7 @@ def same_gradients(expected, actual):
 @each_layer
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_with_quantizers_off_a_layer_is_the_float_layer(make, x, options, axis, training, dtype):
+def test_layer_with_quantizers_off_equals_the_float_layer(make, x, options, axis, training, dtype):
     floats = build(make, dtype).train(training)
     layer = off(fq.prepare(copy.deepcopy(floats), recipes.int8())).train(training)
     if x.is_floating_point():
@@ -110,7 +110,7 @@ def test_with_quantizers_off_a_layer_is_the_float_layer(make, x, options, axis, 
 
 
 @each_layer
-def test_a_layer_is_the_float_function_of_quantized_tensors(make, x, options, axis):
+def test_layer_computes_the_float_function_of_quantized_tensors(make, x, options, axis):
     layer = fq.prepare(build(make), recipes.int8().rule(output=presets.uint4()))
     fq.calibrate(layer, lambda m: m(x if x.numel() else randn(3, 6), **options), progress=False)
     fqnn.switch_quantizers(layer, frozen=True)  # in evaluation biases are rounded too
@@ -138,11 +138,11 @@ def test_a_layer_is_the_float_function_of_quantized_tensors(make, x, options, ax
     [lambda: nn.ConvTranspose1d(4, 6, 3), lambda: nn.ConvTranspose2d(4, 6, 3, groups=2)],
     ids=["1d", "2d groups"],
 )
-def test_transposed_convolutions_have_a_scale_per_output_channel_of_a_group(make):
+def test_transposed_convolution_has_a_scale_per_output_channel_of_a_group(make):
     layer = fq.prepare(build(make), recipes.int8())
     assert layer.weight_quantizer.scale.shape == (layer.weight.shape[1],)
 
 
-def test_a_layer_with_a_name_keyword_is_called_as_before():
+def test_prepared_layer_accepts_its_input_as_a_keyword():
     layer = off(fq.prepare(nn.Linear(4, 4), recipes.int8()))
     same(layer(randn(2, 4)), layer(input=randn(2, 4)))

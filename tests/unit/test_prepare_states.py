@@ -26,7 +26,7 @@ def mixed(config, training=True):
 
 
 @each_recipe
-def test_a_float_state_loads_strictly_into_a_prepared_model(config):
+def test_float_state_loads_strictly_into_a_prepared_model(config):
     saved = {
         name: value + 0.5 if value.is_floating_point() else value + 1 for name, value in Mixed().state_dict().items()
     }
@@ -38,7 +38,7 @@ def test_a_float_state_loads_strictly_into_a_prepared_model(config):
 
 
 @each_recipe
-def test_a_prepared_state_loads_strictly_into_a_freshly_prepared_model(config):
+def test_prepared_state_loads_strictly_into_a_freshly_prepared_model(config):
     model = mixed(config, training=False)
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
@@ -52,18 +52,18 @@ def test_a_prepared_state_loads_strictly_into_a_freshly_prepared_model(config):
     same(model(TOKENS), fresh.eval()(TOKENS))
 
 
-def test_a_state_of_another_config_is_refused():
+def test_prepared_state_of_another_config_is_refused():
     with pytest.raises(RuntimeError, match="spec"):
         mixed(recipes.w4a8()).load_state_dict(mixed(recipes.int8()).state_dict())
 
 
-def test_a_prepared_state_does_not_load_strictly_into_a_float_model():
+def test_prepared_state_does_not_load_strictly_into_a_float_model():
     with pytest.raises(RuntimeError, match="Unexpected"):
         Mixed().load_state_dict(mixed(recipes.int8()).state_dict(), strict=True)
 
 
 @each_recipe
-def test_unprepare_gives_the_float_model_back(config):
+def test_unprepare_restores_the_float_model(config):
     floats = Mixed().eval()
     model = Mixed().eval()
     assert fq.unprepare(fq.prepare(model, config)) is model
@@ -74,7 +74,7 @@ def test_unprepare_gives_the_float_model_back(config):
     fq.prepare(model, config)  # and it can be prepared again
 
 
-def test_unprepare_of_a_trained_model_keeps_its_weights():
+def test_unprepare_keeps_the_trained_weights():
     model = mixed(recipes.lsq(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(TOKENS).square().mean().backward()
@@ -84,7 +84,7 @@ def test_unprepare_of_a_trained_model_keeps_its_weights():
 
 
 @pytest.mark.parametrize("what", [Mixed, lambda: mixed(recipes.int8()).encoder], ids=["float", "a part"])
-def test_unprepare_of_what_is_not_prepared_is_an_error(what):
+def test_unprepare_of_an_unprepared_model_is_an_error(what):
     with pytest.raises(ValueError, match="not prepared"):
         fq.unprepare(what())
 
@@ -108,7 +108,7 @@ COPIES = {
 
 @each_recipe
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_a_copy_is_a_prepared_model_of_its_own(config, copied):
+def test_copy_of_a_prepared_model_is_independent_and_equal(config, copied):
     model = mixed(config, training=False)
     other = copied(model)
     same_state(model.state_dict(), other.state_dict())

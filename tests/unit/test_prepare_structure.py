@@ -32,7 +32,7 @@ class Meets(nn.Module):
 
 
 @pytest.mark.parametrize("linear", [nn.Linear, OwnLinear], ids=["Linear", "a subclass"])
-def test_results_that_are_added_are_quantized_by_the_modules_they_come_from(linear):
+def test_operands_of_an_addition_are_quantized_by_their_producers(linear):
     model = fq.prepare(Meets(linear), recipes.int8())
     assert model.b.output_quantizer is not None
     assert model.relu.output_quantizer.spec == presets.uint8()
@@ -50,7 +50,7 @@ def test_results_that_are_added_are_quantized_by_the_modules_they_come_from(line
     same(F.linear(y, quantized_weight(model.head, 0), model.head.bias), model(x))
 
 
-def test_a_module_that_is_skipped_does_not_quantize_its_result():
+def test_skipped_module_does_not_quantize_its_output():
     model = fq.prepare(Meets(), recipes.int8().skip("relu").skip("b"))
     assert not hasattr(model.relu, "output_quantizer")
     assert not model.relu._forward_hooks
@@ -66,7 +66,7 @@ class AddsIndices(nn.Module):
         return self.table(self.flatten(x) + 1)
 
 
-def test_results_that_are_integers_pass_as_they_are():
+def test_integer_operands_of_an_addition_pass_unchanged():
     model = fq.prepare(AddsIndices(), recipes.int8())
     assert model(randint(8, 2, 3, 2)).shape == (2, 6, 4)
 
@@ -87,7 +87,7 @@ class HasEffects(nn.Module):
         return self.features + torch.rand(4)
 
 
-def test_preparing_a_model_leaves_no_traces_of_having_looked_at_it():
+def test_prepare_leaves_no_side_effects_of_tracing():
     model = HasEffects()
     rng = torch.get_rng_state()
     fq.prepare(model, recipes.int8())
@@ -114,7 +114,7 @@ def before_and_after(config):
 
 
 @each_recipe
-def test_modules_parameters_and_buffers_keep_names_identity_and_order(config):
+def test_prepare_keeps_names_identity_and_order_of_modules_and_tensors(config):
     model, (modules, parameters, buffers) = before_and_after(config)
     for name, module in modules.items():
         assert model.get_submodule(name) is module
@@ -127,7 +127,7 @@ def test_modules_parameters_and_buffers_keep_names_identity_and_order(config):
 
 
 @each_recipe
-def test_layers_are_of_a_class_derived_from_theirs_and_unprepare_gives_it_back(config):
+def test_prepared_layers_are_subclass_instances_until_unprepare(config):
     floats = Mixed()
     model = fq.prepare(Mixed(), config)
     kinds = {name: type(module) for name, module in floats.named_modules()}
@@ -145,7 +145,7 @@ def test_layers_are_of_a_class_derived_from_theirs_and_unprepare_gives_it_back(c
             assert len(vars(module)[hooks]) == len(expected[hooks]), (name, hooks)
 
 
-def test_hooks_stay_and_see_what_they_saw():
+def test_user_hooks_survive_prepare_and_see_the_same_values():
     model, calls = Meets(), []
     handles = [
         model.a.register_forward_hook(lambda m, args, y: calls.append(("a", y))),
@@ -166,7 +166,7 @@ def test_hooks_stay_and_see_what_they_saw():
     assert len(model.a._forward_hooks) == 1
 
 
-def test_a_hook_that_is_added_in_another_process_does_not_replace_ours(monkeypatch):
+def test_hook_added_after_unpickling_does_not_replace_a_quantizer_hook(monkeypatch):
     model = fq.prepare(Meets(), recipes.int8())
     fq.calibrate(model, [randn(3, 4)], progress=False)
     text = pickle.dumps(model)
@@ -181,13 +181,13 @@ def test_a_hook_that_is_added_in_another_process_does_not_replace_ours(monkeypat
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @each_recipe
-def test_quantizers_are_in_the_mode_of_their_layer(config, training):
+def test_prepare_gives_quantizers_the_mode_of_their_layer(config, training):
     model = Mixed().train(training)
     fq.prepare(model, config)
     assert {module.training for module in model.modules()} == {training}
 
 
-def test_a_model_that_is_one_layer_is_prepared():
+def test_prepare_accepts_a_model_that_is_one_layer():
     layer = nn.Linear(4, 2)
     assert fq.prepare(layer, recipes.int8()) is layer
     assert isinstance(layer, nn.Linear)

@@ -19,6 +19,6 @@ def borrowed(file):
                 )
 
 
-def test_no_package_uses_private_names_of_another():
+def test_no_package_imports_private_names_of_another():
     found = {str(file.relative_to(ROOT)): list(borrowed(file)) for file in ROOT.rglob("*.py")}
     assert {file: names for file, names in found.items() if names} == {}

@@ -38,7 +38,7 @@ COPIES = {
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 @each_kind
-def test_copies_are_equal_and_apart(make, copied):
+def test_copies_are_equal_and_independent(make, copied):
     module = trained(make)
     fqnn.switch_quantizers(module, frozen=True)
     other = copied(module)
@@ -52,7 +52,7 @@ def test_copies_are_equal_and_apart(make, copied):
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_copies_know_their_path_and_what_is_pending(copied):
+def test_copies_keep_path_counts_and_pending_searches(copied):
     module = fqnn.FakeQuantize(AFFINE, HISTOGRAM, path="a.b")
     module.quantizing = False
     with pytest.warns(RuntimeWarning, match="at a.b has observed 1 value"):
@@ -66,7 +66,7 @@ def test_copies_know_their_path_and_what_is_pending(copied):
     assert (module.nonfinite, other.nonfinite) == (1, 2)
 
 
-def test_a_copy_in_the_same_process_keeps_its_process_group():
+def test_copy_keeps_the_process_group_and_pickle_drops_it():
     group = object()
     module = fqnn.FakeQuantize(AFFINE, process_group=group)
     assert copy.copy(module).process_group is group
@@ -86,7 +86,7 @@ AVERAGES = {"mean": {}, "EMA": {"multi_avg_fn": swa.get_ema_multi_avg_fn(0.9)}}
 
 @pytest.mark.parametrize("average", AVERAGES.values(), ids=AVERAGES)
 @each_kind
-def test_an_averaged_model_has_the_buffers_of_its_model(make, average):
+def test_averaged_model_has_the_buffers_of_its_model(make, average):
     model = in_a_model(make)
     ema = swa.AveragedModel(model, **average)
     for step in range(3):
@@ -103,7 +103,7 @@ def test_an_averaged_model_has_the_buffers_of_its_model(make, average):
 @pytest.mark.parametrize(
     "make", [KINDS["MinMax"], KINDS["MovingAverage"], KINDS["LSQ+"]], ids=["MinMax", "MovingAverage", "LSQ+"]
 )
-def test_averaged_buffers_still_make_a_quantizer(make, average):
+def test_averaged_buffers_still_form_a_valid_quantizer(make, average):
     """A scale between those of the steps, a zero point within the range, and a spec that is not averaged."""
     model = in_a_model(make)
     ema = swa.AveragedModel(model, use_buffers=True, **average)
@@ -124,7 +124,7 @@ def test_averaged_buffers_still_make_a_quantizer(make, average):
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
-def test_an_averaged_model_follows_the_switches_of_its_model(mode):
+def test_averaged_model_follows_the_switches_of_its_model(mode):
     model = in_a_model(KINDS["MinMax"])
     fqnn.switch_quantizers(model, quantizing=False)
     model[1](X)
@@ -137,7 +137,7 @@ def test_an_averaged_model_follows_the_switches_of_its_model(mode):
     same(model.eval()[1](WIDE), ema.module[1](WIDE), "y")
 
 
-def test_an_averaged_model_knows_what_was_observed_and_not_searched_yet():
+def test_averaged_model_keeps_observations_that_await_a_search():
     model = in_a_model(KINDS["Histogram"])
     fqnn.switch_quantizers(model, quantizing=False)
     ema = swa.AveragedModel(model)
@@ -151,7 +151,7 @@ def test_an_averaged_model_knows_what_was_observed_and_not_searched_yet():
 # --- functions on models ----------------------------------------------------------------------------
 
 
-def test_an_averaged_model_has_the_zero_point_of_its_averaged_range():
+def test_averaged_model_has_the_zero_point_of_its_averaged_range():
     model = torch.nn.Sequential(fqnn.FakeQuantize(presets.uint8(), observers.MovingAverage(0.5)))
     average = swa.AveragedModel(model, use_buffers=True, multi_avg_fn=swa.get_ema_multi_avg_fn(0.9))
     for step in range(60):

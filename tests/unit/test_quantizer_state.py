@@ -32,14 +32,14 @@ SWITCHES = ("observing", "quantizing", "frozen")
 
 
 @each_kind
-def test_a_state_goes_through_a_file(make):
+def test_state_saved_to_a_file_loads_into_an_equal_quantizer(make):
     module, other = trained(make), make()
     assert str(other.load_state_dict(through_a_file(module.state_dict()))) == "<All keys matched successfully>"
     assert_same_module(module, other)
 
 
 @each_kind
-def test_a_state_of_nothing_yet_loads_too(make):
+def test_state_of_a_fresh_quantizer_loads_into_a_trained_one(make):
     module, other = make(), trained(make)
     other.load_state_dict(through_a_file(module.state_dict()))
     same_state(make().state_dict(), other.state_dict())
@@ -49,7 +49,7 @@ def test_a_state_of_nothing_yet_loads_too(make):
 
 
 @each_kind
-def test_a_state_holds_tensors_only_in_shapes_that_never_change(make):
+def test_state_holds_plain_tensors_of_constant_shape(make):
     new, module = make(), trained(make)
     state = module.state_dict()
     assert all(type(value) in (torch.Tensor, torch.nn.Parameter) for value in state.values())
@@ -69,7 +69,7 @@ def test_a_state_holds_tensors_only_in_shapes_that_never_change(make):
 
 @each_kind
 @pytest.mark.parametrize("on", [(False, True, False), (False, False, True), (True, True, True)], ids=str)
-def test_switches_are_part_of_the_state(make, on):
+def test_quantizer_state_contains_the_switches(make, on):
     module, other = trained(make), trained(make)
     fqnn.switch_quantizers(module, **dict(zip(SWITCHES, on, strict=True)))
     if module.is_initialized:  # a learned scale, which is not observed again
@@ -82,7 +82,7 @@ def test_switches_are_part_of_the_state(make, on):
 
 
 @each_kind
-def test_a_state_loads_into_a_frozen_quantizer(make):
+def test_state_loads_into_a_frozen_quantizer(make):
     module, other = trained(make), make()
     other.load_state_dict(trained(make).state_dict())
     other.frozen = True
@@ -93,7 +93,7 @@ def test_a_state_loads_into_a_frozen_quantizer(make):
 
 
 @pytest.mark.parametrize("make", OBSERVED.values(), ids=OBSERVED)
-def test_what_was_only_observed_is_in_the_state(make):
+def test_state_contains_observations_made_without_quantizing(make):
     module, twin = make(), make()
     module.quantizing = False
     for m in (module, twin):
@@ -107,7 +107,7 @@ def test_what_was_only_observed_is_in_the_state(make):
 
 
 @each_kind
-def test_loading_does_not_tie_two_modules_together(make):
+def test_loading_a_state_copies_it(make):
     module, other = trained(make), make()
     state = module.state_dict()
     other.load_state_dict(state)
@@ -121,14 +121,14 @@ def test_loading_does_not_tie_two_modules_together(make):
 
 
 @each_kind
-def test_assigned_states_work_like_copied_ones(make):
+def test_assigned_state_works_like_a_copied_one(make):
     module, other = trained(make), make()
     other.load_state_dict(through_a_file(module.state_dict()), assign=True)
     assert_same_module(module, other)
 
 
 @each_kind
-def test_a_state_assigned_to_a_model_on_the_meta_device_is_all_it_needs(make):
+def test_state_assigned_to_a_meta_quantizer_is_complete(make):
     """As large models are loaded: nothing is left without memory."""
     module, other = trained(make), make(device="meta")
     other.load_state_dict(through_a_file(module.state_dict()), assign=True)
@@ -142,7 +142,7 @@ def test_a_state_assigned_to_a_model_on_the_meta_device_is_all_it_needs(make):
         assert other.train()(x)[0, 0].isnan()
 
 
-def test_an_assigned_state_in_half_precision_leaves_scales_float32():
+def test_assigned_half_precision_state_leaves_scales_float32():
     module, other = trained(KINDS["MinMax"]), KINDS["MinMax"]()
     state = {k: v.half() if v.is_floating_point() else v for k, v in module.state_dict().items()}
     other.load_state_dict(state, assign=True)
@@ -154,7 +154,7 @@ def test_an_assigned_state_in_half_precision_leaves_scales_float32():
 
 
 @each_kind
-def test_the_state_of_a_float_model_loads_strictly_and_leaves_quantizers_alone(make):
+def test_float_state_loads_strictly_and_leaves_quantizers_unchanged(make):
     plain = torch.nn.Sequential(torch.nn.Linear(8, 8))
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), trained(make))
     before = snapshot(model[1])
@@ -165,7 +165,7 @@ def test_the_state_of_a_float_model_loads_strictly_and_leaves_quantizers_alone(m
 
 
 @pytest.mark.parametrize("make", OBSERVED.values(), ids=OBSERVED)
-def test_the_state_of_a_float_model_does_not_undo_a_calibration(make):
+def test_loading_a_float_state_keeps_the_calibration(make):
     model, twin = torch.nn.Sequential(torch.nn.Linear(8, 8), make()), make()
     for m in (model[1], twin):
         m.quantizing = False
@@ -177,7 +177,7 @@ def test_the_state_of_a_float_model_does_not_undo_a_calibration(make):
 
 
 @pytest.mark.parametrize("name", ["LSQ", "LSQ+", "PACT"])
-def test_the_state_of_a_float_model_does_not_undo_freezing(name):
+def test_loading_a_float_state_keeps_learned_scales_frozen(name):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), trained(KINDS[name]))
     expected = model[1](WIDE)
     model[1].frozen = True
@@ -189,7 +189,7 @@ def test_the_state_of_a_float_model_does_not_undo_freezing(name):
 
 
 @each_kind
-def test_a_part_of_a_state_is_an_error(make):
+def test_incomplete_state_is_an_error(make):
     module, other = trained(make), make()
     state = module.state_dict()
     for name in state:
@@ -214,7 +214,7 @@ def a_model():
     )
 
 
-def test_quantizers_are_found_with_their_paths_each_once():
+def test_quantizers_yields_each_quantizer_once_with_its_path():
     model = a_model()
     assert [path for path, _ in fqnn.quantizers(model)] == ["a.1", "a.2.0", "b"]
     assert all(model.get_submodule(path) is module for path, module in fqnn.quantizers(model))
@@ -222,7 +222,7 @@ def test_quantizers_are_found_with_their_paths_each_once():
     assert [path for path, _ in fqnn.quantizers(model["b"])] == [""]
 
 
-def test_names_are_for_messages_and_no_part_of_the_state():
+def test_name_quantizers_sets_paths_that_are_not_saved():
     model, other = a_model(), a_model()
     fqnn.name_quantizers(model)
     assert [module.path for _, module in fqnn.quantizers(model)] == ["a.1", "a.2.0", "b"]
@@ -234,7 +234,7 @@ def test_names_are_for_messages_and_no_part_of_the_state():
         model["a"][2](X)
 
 
-def test_set_state_sets_what_is_given_and_leaves_the_rest():
+def test_switch_quantizers_changes_only_the_given_switches():
     model = a_model()
     for name in SWITCHES:
         before = [[getattr(m, s) for s in SWITCHES] for _, m in fqnn.quantizers(model)]
@@ -248,7 +248,7 @@ def test_set_state_sets_what_is_given_and_leaves_the_rest():
         fqnn.switch_quantizers(model, frozen=1)
 
 
-def test_what_is_old_is_not_a_scale():
+def test_scale_is_nan_until_a_due_search_is_run():
     quantizer = fqnn.FakeQuantize(presets.uint8(), observers.Histogram())
     quantizer.quantizing = False
     quantizer(torch.linspace(-1, 1, 9))
@@ -259,7 +259,7 @@ def test_what_is_old_is_not_a_scale():
     assert quantizer.scale == quantizer.qparams().scale
 
 
-def test_the_default_observer_of_weights_has_no_memory():
+def test_default_observer_is_dynamic_for_weights_and_a_moving_average_for_activations():
     assert fqnn.FakeQuantize(presets.int8(), shape=(4, 2)).observer == observers.Dynamic()
     assert fqnn.FakeQuantize(presets.int4(group=2), shape=(4, 2)).observer == observers.Dynamic()
     assert fqnn.FakeQuantize(presets.int8_per_token()).observer == observers.Dynamic()

@@ -38,7 +38,7 @@ MISFITS = {
 @pytest.mark.parametrize("kind", [fqnn.FakeQuantize, fqnn.LearnedFakeQuantize], ids=["observed", "learned"])
 @pytest.mark.parametrize(("saved", "here"), MISFITS.values(), ids=MISFITS)
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
-def test_the_state_of_another_spec_is_refused_by_name_and_nothing_changes(saved, here, kind, strict):
+def test_state_of_another_spec_is_refused_and_changes_nothing(saved, here, kind, strict):
     theirs = torch.nn.ModuleDict({"act": kind(saved, shape=(8, 8))})
     ours = torch.nn.ModuleDict({"act": kind(here, shape=(8, 8))})
     if kind is fqnn.LearnedFakeQuantize:
@@ -57,7 +57,7 @@ def test_the_state_of_another_spec_is_refused_by_name_and_nothing_changes(saved,
 
 
 @pytest.mark.parametrize("kind", [fqnn.FakeQuantize, fqnn.LearnedFakeQuantize], ids=["observed", "learned"])
-def test_the_state_of_other_channels_is_refused_with_the_spec(kind):
+def test_state_with_another_number_of_channels_is_refused_with_the_spec(kind):
     ours, theirs = (kind(CHANNEL, shape=(channels, 8), path="layer.weight") for channels in (6, 5))
     before = snapshot(ours)
     with pytest.raises(RuntimeError, match=r"has shape \(5,\) in the state and \(6,\) here, where the spec is \(int8"):
@@ -78,7 +78,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("grid", FORMATS.values(), ids=FORMATS)
-def test_another_format_is_refused_with_the_path(grid):
+def test_state_with_an_unknown_grid_format_is_refused_with_the_path(grid):
     """Whatever is in it: other modules have buffers called grid, too."""
     model = torch.nn.ModuleDict({"act": fqnn.FakeQuantize(AFFINE)})
     state = snapshot(model) | {"act.grid": grid}
@@ -86,7 +86,7 @@ def test_another_format_is_refused_with_the_path(grid):
         model.load_state_dict(state)
 
 
-def test_the_state_of_another_observer_is_refused():
+def test_state_of_another_observer_is_refused():
     minmax, histogram = (fqnn.FakeQuantize(AFFINE, o) for o in (observers.MinMax(), HISTOGRAM))
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "exponent", "counts"'):
         histogram.load_state_dict(minmax.state_dict())
@@ -94,14 +94,14 @@ def test_the_state_of_another_observer_is_refused():
         minmax.load_state_dict(histogram.state_dict())
 
 
-def test_other_bins_are_refused():
+def test_state_with_another_number_of_bins_is_refused():
     ours, theirs = (fqnn.FakeQuantize(AFFINE, observers.Percentile(bins=n)) for n in (64, 128))
     with pytest.raises(RuntimeError, match=r"`counts` has shape \(128,\) in the state and \(64,\) here"):
         ours.load_state_dict(theirs.state_dict())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -0.5, 0.0], ids=str)
-def test_a_learned_scale_survives_being_saved_after_a_step_that_spoiled_it(bad):
+def test_learned_scale_survives_saving_after_a_nonfinite_step(bad):
     module = trained(KINDS["LSQ"])
     with torch.no_grad():
         module.step_size.fill_(bad)

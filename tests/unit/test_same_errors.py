@@ -97,7 +97,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("convert", [np.asarray, torch.as_tensor], ids=["array", "tensor"])
 @pytest.mark.parametrize(("call", "error"), MISTAKES.values(), ids=MISTAKES)
-def test_one_type_of_exception(call, error, convert):
+def test_arrays_and_tensors_raise_the_same_exception_type(call, error, convert):
     with pytest.raises(error) as raised:
         call(convert)
     assert type(raised.value) is error
@@ -106,7 +106,7 @@ def test_one_type_of_exception(call, error, convert):
 
 
 @pytest.mark.parametrize("call", [call for call, _ in MISTAKES.values()], ids=MISTAKES)
-def test_one_text(call):
+def test_arrays_and_tensors_raise_the_same_message(call):
     texts = []
     for convert in (np.asarray, torch.as_tensor):
         with pytest.raises((TypeError, ValueError)) as raised:
@@ -117,7 +117,7 @@ def test_one_text(call):
     assert of_tensors.replace(".float()", ".astype(np.float32)") == of_arrays
 
 
-def test_a_mask_of_bools_from_observing():
+def test_arrays_and_tensors_get_the_same_bool_mask_from_observing():
     for x in (X, np.asfortranarray(X), X[:, ::2]):
         state, tensors = running(), [torch.from_numpy(v) for v in running()]
         of_arrays = fq.observe_fake_quantize(x, AFFINE, *state, mask="bool", averaging_constant=0.0)

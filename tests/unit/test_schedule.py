@@ -43,7 +43,7 @@ def decode(states):
 
 
 @pytest.mark.parametrize(("plan", "states"), PLANS.values(), ids=PLANS)
-def test_states_step_by_step(plan, states):
+def test_schedule_switches_at_the_given_steps(plan, states):
     model = calibrated().train()
     assert run(model, fq.Schedule(model, **plan), 5) == decode(states)
 
@@ -51,7 +51,7 @@ def test_states_step_by_step(plan, states):
 @pytest.mark.parametrize(("plan", "states"), PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("at", [0, 1, 2, 4])
 @pytest.mark.parametrize("model_first", [True, False], ids=["model first", "schedule first"])
-def test_a_schedule_saved_and_loaded_in_the_middle_goes_on(plan, states, at, model_first):
+def test_schedule_loaded_from_a_saved_state_continues(plan, states, at, model_first):
     model = calibrated().train()
     schedule = fq.Schedule(model, **plan)
     run(model, schedule, at)
@@ -68,7 +68,7 @@ def test_a_schedule_saved_and_loaded_in_the_middle_goes_on(plan, states, at, mod
     assert schedule.state_dict() == {"steps": 5}
 
 
-def test_before_it_quantizes_the_model_computes_in_float_and_observes():
+def test_schedule_computes_in_float_and_observes_before_quantize_from():
     model = make().train()
     fq.Schedule(model, quantize_from=1)
     floats = fq.unprepare(copy.deepcopy(model))
@@ -80,7 +80,7 @@ def test_before_it_quantizes_the_model_computes_in_float_and_observes():
 
 
 @pytest.mark.parametrize("config", [recipes.int8(), recipes.lsq(4)], ids=["observed", "learned"])
-def test_frozen_ranges_stay_through_training_and_model_train(config):
+def test_frozen_ranges_survive_training_and_model_train(config):
     model = calibrated(config)
     schedule = fq.Schedule(model, freeze_ranges_at=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -102,7 +102,7 @@ def norm_statistics(model):
     return [model[1].running_mean.clone(), model[1].running_var.clone(), model[1].num_batches_tracked.clone()]
 
 
-def test_frozen_norms_keep_their_statistics():
+def test_frozen_batch_norms_keep_their_statistics():
     model = calibrated().train()
     schedule = fq.Schedule(model, freeze_norms_at=1)
     model(BATCHES[0])
@@ -113,7 +113,7 @@ def test_frozen_norms_keep_their_statistics():
         same(expected, actual)
 
 
-def test_frozen_norms_keep_their_statistics_in_the_pass_after_model_train():
+def test_frozen_batch_norms_keep_their_statistics_after_model_train():
     model = calibrated().train()
     schedule = fq.Schedule(model, freeze_norms_at=1)
     schedule.step()
@@ -127,7 +127,7 @@ def test_frozen_norms_keep_their_statistics_in_the_pass_after_model_train():
         same(expected, actual)
 
 
-def test_frozen_norms_still_learn_their_factors():
+def test_frozen_batch_norms_still_learn_their_factors():
     model = calibrated().train()
     fq.Schedule(model, freeze_norms_at=0)
     model(BATCHES[0]).square().mean().backward()
@@ -136,6 +136,6 @@ def test_frozen_norms_still_learn_their_factors():
 
 @pytest.mark.parametrize("name", ["quantize_from", "freeze_ranges_at", "freeze_norms_at"])
 @pytest.mark.parametrize("value", [2.5, "3"], ids=repr)
-def test_a_step_that_is_no_integer_is_an_error(name, value):
+def test_schedule_refuses_a_step_that_is_not_an_integer(name, value):
     with pytest.raises((TypeError, ValueError), match=name):
         fq.Schedule(make(), **{name: value})

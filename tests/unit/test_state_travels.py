@@ -64,7 +64,7 @@ def twins(model, make, x, config):
 
 @pytest.mark.parametrize("config", [RECIPES[name] for name in NAMES], ids=NAMES)
 @pytest.mark.parametrize(("make", "x"), MODELS.values(), ids=MODELS)
-def test_twins_convert_to_the_same_codes_scales_and_biases(make, x, config):
+def test_copies_convert_to_the_same_codes_scales_and_biases(make, x, config):
     model = fq.calibrate(fq.prepare(build(make, x), config), [x], progress=False)
     train(model, x)
     model.eval()
@@ -79,7 +79,7 @@ def test_twins_convert_to_the_same_codes_scales_and_biases(make, x, config):
         assert [type(m).__name__ for m in other.modules()] == [type(m).__name__ for m in golden.modules()], name
 
 
-def test_a_reloaded_twin_exports_the_same_file_and_verifies(tmp_path):
+def test_copies_export_the_same_file_and_verify(tmp_path):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     config = recipes.int8(target="onnxruntime-x86")

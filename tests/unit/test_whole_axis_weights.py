@@ -29,7 +29,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize(("layer", "x", "spec", "same", "is_integer"), LAYERS.values(), ids=LAYERS)
-def test_a_whole_axis_is_a_channel_or_a_group(layer, x, spec, same, is_integer):
+def test_whole_axis_weights_convert_to_channels_or_groups(layer, x, spec, same, is_integer):
     activations = None if isinstance(layer, nn.Embedding) else presets.uint8()
     config = fq.QuantConfig(default=fq.LayerConfig(weight=spec, input=activations))
     model = fq.prepare(nn.Sequential(type(layer)(*args_of(layer))), config)
@@ -55,7 +55,7 @@ def args_of(layer):
     return layer.in_channels, layer.out_channels, layer.kernel_size
 
 
-def test_such_a_model_is_saved_and_loaded(tmp_path):
+def test_whole_axis_model_is_saved_and_loaded(tmp_path):
     pytest.importorskip("safetensors")
     x = randn(5, 8)
     config = fq.QuantConfig(default=fq.LayerConfig(weight=AFFINE, input=presets.uint8()))

@@ -199,7 +199,7 @@ def train(model, x):
 
 @each_model
 @each_recipe
-def test_a_model_goes_all_the_way_and_comes_back(make, x, config):
+def test_model_is_prepared_trained_saved_and_restored(make, x, config):
     model, floats = build(make, x), build(make, x)
     float_state = copy.deepcopy(model.state_dict())
     expected = floats.eval()(x)
@@ -241,7 +241,7 @@ def test_a_model_goes_all_the_way_and_comes_back(make, x, config):
 
 
 @each_model
-def test_every_quantizer_is_used(make, x):
+def test_zoo_models_use_every_quantizer(make, x):
     model = fq.prepare(build(make, x), recipes.int8())
     fq.calibrate(model, [x], progress=False)
     unused = [path for path, quantizer in fqnn.quantizers(model) if not torch.isfinite(quantizer.scale).all()]
@@ -249,7 +249,7 @@ def test_every_quantizer_is_used(make, x):
 
 
 @each_model
-def test_with_quantizers_off_a_model_computes_in_float(make, x):
+def test_model_with_quantizers_off_computes_in_float(make, x):
     floats, model = build(make, x).eval(), fq.prepare(build(make, x), recipes.int8()).eval()
     fqnn.switch_quantizers(model, observing=False, quantizing=False)
     # Attention adds its mask outside the product, which is a rounding in another place.
@@ -257,13 +257,13 @@ def test_with_quantizers_off_a_model_computes_in_float(make, x):
     torch.testing.assert_close(model(x), floats(x), rtol=tolerance, atol=tolerance)
 
 
-def test_a_module_used_twice_has_one_set_of_quantizers():
+def test_module_used_twice_has_one_set_of_quantizers():
     model = fq.prepare(Twice(), recipes.int8())
     assert model.again is model.fc
     assert len(list(fqnn.quantizers(model))) == 4
 
 
-def test_tied_weights_are_trained_by_both_their_layers():
+def test_tied_weights_are_trained_by_both_layers():
     model = fq.calibrate(fq.prepare(build(*ZOO["GPT"]), recipes.lsq(4)), [ZOO["GPT"][1]], progress=False)
     before = model.tokens.weight.detach().clone()
     train(model, ZOO["GPT"][1])

@@ -47,7 +47,7 @@ def test_forward_returns_what_the_formulas_return(config):
 
 
 @by_config
-def test_calibration(config):
+def test_calibrate_sets_scale_and_zero_point(config):
     fq = FakeQuantizer(config)
     assert not fq.is_initialized
     assert (fq.scale, fq.zero_point) == (1, 0)
@@ -68,7 +68,7 @@ def test_calibration(config):
     assert fq.num_levels == config.qmax - config.qmin + 1
 
 
-def test_the_scale_has_a_floor():
+def test_scale_has_a_floor_of_1e_10():
     for config in CONFIGS.values():
         fq = FakeQuantizer(config)
         fq.calibrate(np.zeros(4, np.float32))
@@ -77,7 +77,7 @@ def test_the_scale_has_a_floor():
 
 @pytest.mark.parametrize("name", [name for name, config in CONFIGS.items() if not config.symmetric])
 @pytest.mark.parametrize("data", [[3, 4, 5], [-5, -4.5, -3], [2, 2], [-2, -2], [0, 1], [-1, 2]], ids=str)
-def test_an_asymmetric_range_holds_zero_and_the_data(name, data):
+def test_asymmetric_range_contains_zero_and_the_data(name, data):
     config, data = CONFIGS[name], np.float32(data)
     fq = FakeQuantizer(config)
     fq.calibrate(data)
@@ -91,21 +91,21 @@ def test_an_asymmetric_range_holds_zero_and_the_data(name, data):
     assert (fq.backward_clamped(np.ones_like(data[1:-1]), data[1:-1]) == 1).all()
 
 
-def test_nan_is_left_out_of_calibration_and_becomes_code_zero():
+def test_calibration_ignores_nan_and_forward_maps_it_to_code_zero():
     fq = FakeQuantizer(FakeQuantConfig.q8_asymmetric())
     fq.calibrate(np.float32([np.nan, -1.0, 1.55]))
     assert (fq.scale, fq.zero_point) == (np.float32(2.55) / np.float32(255), 100)
     assert_same_bits(np.float32([0 - 100]) * fq.scale, fq.forward(np.float32([np.nan])))
 
 
-def test_calibration_on_nothing_but_nan_changes_nothing():
+def test_calibration_on_nan_only_changes_nothing():
     for config in CONFIGS.values():
         fq = FakeQuantizer(config)
         fq.calibrate(np.float32([np.nan, np.nan]))
         assert not fq.is_initialized
 
 
-def test_bad_input():
+def test_fake_quantizer_refuses_invalid_data_and_configs():
     fq = FakeQuantizer.q8()
     for call in (fq.calibrate, fq.forward, fq.backward):
         for data in (np.zeros(3, np.int32), np.zeros(3, np.complex64), ["a"]):
@@ -127,21 +127,21 @@ def test_forward_with_calibration_calibrates_once():
     assert fq.scale == np.float32(12.7) / np.float32(127)
 
 
-def test_backward_passes_a_copy_through():
+def test_backward_returns_a_copy_of_the_gradient():
     dy = np.float32([1, np.nan, -3])
     dx = FakeQuantizer.q4().backward(dy)
     assert_same_bits(dy, dx)
     assert not np.shares_memory(dy, dx)
 
 
-def test_clamped_backward_of_a_symmetric_range():
+def test_clamped_backward_is_zero_outside_a_symmetric_range():
     fq = FakeQuantizer.q4()
     fq.calibrate(np.float32([-7, 7]))
     x = np.float32([-7.5, -7, 0, 7, 7.0000005, np.nan])
     assert fq.backward_clamped(np.ones_like(x), x).tolist() == [0, 1, 1, 1, 0, 1]
 
 
-def test_clamped_backward_knows_the_zero_point():
+def test_clamped_backward_accounts_for_the_zero_point():
     fq = FakeQuantizer(FakeQuantConfig.q8_asymmetric())
     fq.calibrate(np.float32([-128, 127]))
     assert fq.zero_point == 128
@@ -150,7 +150,7 @@ def test_clamped_backward_knows_the_zero_point():
 
 
 @pytest.mark.parametrize("numerics", ["torch", "onnx"])
-def test_other_numerics(numerics):
+def test_forward_with_other_numerics_matches_the_reference(numerics):
     fq = FakeQuantizer(FakeQuantConfig.q8_asymmetric(), numerics=numerics)
     fq.calibrate(np.float32([-1.0, 1.55]))
     x = cases.values(float(fq.scale), fq.zero_point, 0, 255, np.float32)
@@ -158,7 +158,7 @@ def test_other_numerics(numerics):
     assert_same_bits(expected, fq.forward(x))
 
 
-def test_configs_that_make_no_sense():
+def test_fake_quant_config_refuses_invalid_values():
     for bad, words in (
         (dict(bits=1, symmetric=True, qmin=-1, qmax=1), "between 2 and 24"),
         (dict(bits=8, symmetric=True, qmin=5, qmax=5), "`qmin` must be less than `qmax`"),

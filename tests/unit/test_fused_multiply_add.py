@@ -41,7 +41,7 @@ def special(dtype):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("numbers", [double_rounding, assorted, special], ids=lambda f: f.__name__)
-def test_it_is_rounded_once(dtype, numbers):
+def test_fma_rounds_once(dtype, numbers):
     a, b, c = numbers(dtype)
     with np.errstate(all="ignore"):
         expected = reference.fma(a, b, c)
@@ -52,7 +52,7 @@ def test_it_is_rounded_once(dtype, numbers):
         assert (twice != expected).mean() > 0.05
 
 
-def test_without_float64():
+def test_fma_rounds_once_without_float64():
     """As on a device that has none: the parts are computed in float32 themselves."""
     for numbers in (double_rounding, assorted):
         a, b, c = numbers(np.float32)
@@ -60,7 +60,7 @@ def test_without_float64():
         assert_same_bits(reference.fma(a, b, c), parts.numpy())
 
 
-def test_the_oracle_is_exact():
+def test_reference_fma_is_the_nearest_float():
     a, b, c = (v[:200] for v in double_rounding(np.float32))
     for i, j, k, r in zip(a, b, c, reference.fma(a, b, c), strict=True):
         total = Fraction(float(i)) * Fraction(float(j)) + Fraction(float(k))
@@ -69,7 +69,7 @@ def test_the_oracle_is_exact():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_derivatives_are_those_of_the_formula():
+def test_fma_derivatives_match_the_formula():
     a, b, c = (torch.from_numpy(v[:8]).requires_grad_() for v in double_rounding(np.float32))
     for actual, expected in zip(
         torch.autograd.grad(exact.fma(a, b, c).sum(), (a, b, c)), (b, a, torch.ones_like(c)), strict=True
@@ -86,7 +86,7 @@ def channel_grid(scale, zero_point):
     return kernels.Grid(torch.tensor([[scale]]), torch.tensor([[zero_point]]), -8, 7, "torch_channel")
 
 
-def test_a_float_zero_point_at_a_tie():
+def test_float_zero_point_at_a_tie_matches_torch():
     """1 / scale is 1 - 2^-12 + 2^-24: the sum is just above 0.5, and exactly 0.5 if it is rounded twice."""
     x = torch.tensor([[(1 + 2.0**-12) * 2.0**-25]])
     grid = channel_grid(np.float32(1.0002441), 0.5)
@@ -97,7 +97,7 @@ def test_a_float_zero_point_at_a_tie():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_float_zero_points_near_ties(dtype):
+def test_kernel_and_formula_agree_for_float_zero_points_near_ties(dtype):
     """x * inv + zero_point within a unit in the last place of a tie, on either side."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
@@ -113,7 +113,7 @@ def test_float_zero_points_near_ties(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradients_of_learned_scales_have_the_kernels_bits(dtype):
+def test_formula_gradients_of_learned_scales_have_the_bits_of_the_kernel(dtype):
     """One element per scale: nothing is summed."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2000, 1, generator=generator, dtype=dtype)

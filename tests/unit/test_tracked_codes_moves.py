@@ -94,7 +94,7 @@ SELECTS = {
 
 
 @pytest.mark.parametrize("move", SELECTS.values(), ids=SELECTS)
-def test_elements_of_a_grid_stay_on_it(move):
+def test_moved_or_selected_elements_stay_on_the_grid(move):
     x = on_grid(randn(2, 4, 6, 6))
     result, expected = parts(move(x)), parts(move(values.plain(x)))
     assert len(result) == len(expected)
@@ -107,7 +107,7 @@ def test_elements_of_a_grid_stay_on_it(move):
 
 
 @pytest.mark.parametrize("move", SELECTS.values(), ids=SELECTS)
-def test_sums_have_the_same_codes_before_and_behind(move):
+def test_moved_sums_have_the_codes_of_the_unmoved_ones(move):
     """Or nothing is known of them."""
     scale = torch.tensor([0.1, 0.2, 0.3, 0.4]).reshape(-1, 1, 1)
     sums = torch.randint(-1000, 1000, (2, 4, 6, 6), generator=torch.Generator().manual_seed(0)).float()
@@ -134,11 +134,11 @@ FORGETS = {
 
 
 @pytest.mark.parametrize("change", FORGETS.values(), ids=FORGETS)
-def test_other_operations_leave_no_grid(change):
+def test_operations_that_change_values_drop_the_grid(change):
     assert values.origin_of(change(on_grid(randn(2, 4, 6, 6)))) is None
 
 
-def test_pieces_of_tokens_with_scales_of_their_own_have_none():
+def test_pieces_of_per_token_tensors_drop_the_grid():
     x = Grid(presets.int8_per_token(), None, None)(randn(2, 4, 6))
     assert isinstance(values.origin_of(x), values.OnGrid)
     assert all(values.origin_of(piece) is None for piece in x.chunk(2, dim=1))
@@ -154,7 +154,7 @@ LATER = {
 
 
 @pytest.mark.parametrize("compute", LATER.values(), ids=LATER)
-def test_what_was_computed_from_a_value_that_is_changed_later_has_the_codes_it_had(compute):
+def test_result_keeps_its_codes_when_its_input_changes_in_place_later(compute):
     out = Grid(presets.uint8(), torch.tensor(0.37), torch.tensor(100, dtype=torch.int32))
     x, y = on_grid(randn(2, 4, 6, 6)), on_grid(randn(2, 4, 6, 6).flip(0))
     result = compute(x, y)
@@ -177,7 +177,7 @@ class Shuffled(nn.Module):
         return a + self.conv(b)
 
 
-def test_a_layer_behind_pieces_is_given_codes():
+def test_layer_behind_chunk_and_shuffle_receives_codes():
     torch.manual_seed(0)
     x = randn(2, 3, 6, 6)
     model = fq.calibrate(fq.prepare(Shuffled(), fq.recipes.int8(target="onnxruntime-x86")), [x], progress=False)
