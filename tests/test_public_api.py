@@ -1,4 +1,4 @@
-"""The exported names, and that each is documented with an example that runs."""
+"""The public names, each documented with an example that runs."""
 
 import importlib
 import inspect
@@ -82,7 +82,7 @@ PRESETS = ["int16", "int2", "int4", "int8", "int8_per_token", "uint4", "uint8"]
 
 
 RECIPES = ["int4_weight_only", "int8", "int8_dynamic", "lsq", "w4a8"]
-# Imported when they are first used, because they need torch.
+# Imported on first use, because they need torch.
 WHOLE_MODELS = [
     "History",
     "LayerConfig",
@@ -103,7 +103,7 @@ WHOLE_MODELS = [
     "unprepare",
     "verify",
 ]
-# Files of their own, which also import what they need.
+# Separate modules, imported explicitly because they need other packages.
 INTEGRATIONS = {
     "fakequant.integrations.lightning": ["QATCallback"],
     "fakequant.integrations.transformers": ["QATCallback", "from_pretrained", "save_pretrained"],
@@ -116,7 +116,7 @@ PLACES = {
     "fakequant.recipes": RECIPES,
     **INTEGRATIONS,
 }
-# What functions return, bases to derive from, and a name for a type; their examples are elsewhere.
+# Return types, base classes and a type alias; other names have their examples.
 WITHOUT_EXAMPLE = {
     *("Info", "QParams", "Range", "Quantizer", "QuantizedLayer", "LayerKind", "Observer", "State", "ALONE"),
     *("compute", "quantize_input", "quantize_output", "quantized_weight"),

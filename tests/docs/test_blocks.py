@@ -1,4 +1,4 @@
-"""Every block of code in the README and the documentation is one that is run: Python by doctest, commands here."""
+"""Every code block in the README and the documentation runs: Python by doctest, commands here."""
 
 import re
 import shlex
@@ -15,7 +15,7 @@ from fakequant._cli import main
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^```(?P<language>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
-# Commands that are run elsewhere: by whoever reads, by CI, or because they take minutes or several machines.
+# Commands that are not run here: they install things, take minutes, or need several machines.
 NOT_RUN_HERE = ("pip install ", "make ", "torchrun ", "git clone ", "cd ", "fakequant demo", "fakequant bench")
 
 
@@ -30,7 +30,7 @@ def blocks(page):
 
 
 def commands(text):
-    """Lines as a shell joins them, without comments."""
+    """Returns the shell commands of a block, with continued lines joined and comments removed."""
     lines = (shlex.join(shlex.split(line, comments=True)) for line in text.replace("\\\n", " ").splitlines())
     return [line for line in lines if line]
 
@@ -45,7 +45,7 @@ def test_code_blocks_are_prompted_python_commands_or_text(page):
     assert page.read_text().count("\n```") == 2 * len(found), "a fence is not closed, or not at the start of its line"
     assert [b for b in found if b.language not in ("python", "sh", "text")] == []
     assert [b for b in found if b.language == "python" and not b.text.startswith(">>> ")] == []
-    # Without an empty line doctest takes the fence for a part of the result.
+    # Without an empty line, doctest reads the fence as part of the expected output.
     assert [b for b in found if b.language == "python" and not b.text.endswith("\n\n")] == []
 
 
@@ -72,7 +72,7 @@ def test_data():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What commands speak of: train.py, model.pt, model.onnx and the examples."""
+    """A folder with the files that the commands use: train.py, model.pt, model.onnx and the examples."""
     import torch
 
     import fakequant as fq
@@ -120,7 +120,7 @@ def test_documented_files_exist():
     "page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "csrc/README.md"]
 )
 def test_relative_links_point_to_files(page):
-    """Those between pages of the documentation are checked when it is built."""
+    """Links between documentation pages are checked when the site is built."""
     text = re.sub(FENCED, "", (ROOT / page).read_text())
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
     files = [(ROOT / page).parent / link.split("#")[0] for link in links if not link.startswith("#")]

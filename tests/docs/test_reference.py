@@ -1,4 +1,4 @@
-"""Every public name is on a reference page, and has an example that is run."""
+"""Every public name is on a reference page and has an example that runs."""
 
 import doctest
 import importlib
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def public_names():
-    """The list that the test of the public names has."""
+    """Returns the names listed in test_public_api.py, and those without an example."""
     spec = importlib.util.spec_from_file_location("public_names", ROOT / "tests" / "test_public_api.py")
     listed = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(listed)
@@ -37,7 +37,7 @@ def test_public_name_has_an_example_in_src(name):
     found = getattr(importlib.import_module(place), short)
     text = inspect.getdoc(found) or ""
     assert doctest.DocTestParser().get_examples(text)
-    # All docstrings in src are run.
+    # Doctest runs every docstring in src.
     assert Path(inspect.getfile(inspect.unwrap(found))).is_relative_to(ROOT / "src")
 
 

@@ -1,4 +1,4 @@
-"""The built documentation: no warning, and nothing that is loaded from elsewhere."""
+"""The documentation site builds without warnings and loads nothing from other hosts."""
 
 import os
 import re
@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("mkdocs", reason="the documentation needs pip install -r requirements-docs.txt")
 pytest.importorskip("mkdocstrings", reason="the documentation needs pip install -r requirements-docs.txt")
 ROOT = Path(__file__).parents[2]
-# Tags that load what an attribute names. Links are for the reader to follow, or not.
+# Tags that load a resource, and the attribute that names it. Plain links load nothing.
 LOADING = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "audio": "src"}
 LOADED_LINKS = {"stylesheet", "icon", "preload", "modulepreload", "prefetch", "preconnect", "dns-prefetch", "manifest"}
 
@@ -31,7 +31,7 @@ def pages(folder):
 
 
 class Resources(HTMLParser):
-    """What a page loads."""
+    """Collects the resources that a page loads."""
 
     def __init__(self, text):
         super().__init__()
@@ -61,7 +61,7 @@ def test_site_loads_nothing_from_other_hosts(built):
         for resource in Resources(page.read_text()).found:
             parts = urlsplit(resource)
             assert (parts.scheme, parts.netloc) in (("", ""), ("data", "")), f"{page}: {resource}"
-            if parts.scheme == "" and page.name != "404.html":  # which is served from any place
+            if parts.scheme == "" and page.name != "404.html":  # 404.html is served from any path
                 assert (page.parent / unquote(parts.path)).is_file(), f"{page}: {resource}"
     for sheet in folder.rglob("*.css"):
         assert re.findall(r"(?:@import|url\()\s*[\"']?(?:https?:)?//[^)]*", sheet.read_text()) == [], sheet

@@ -1,4 +1,4 @@
-"""What pyproject.toml promises fits what the code asks for, what is pinned, and what is compiled in."""
+"""pyproject.toml agrees with the code, the pinned versions, the workflows and the compiled-in licences."""
 
 import ast
 import re
@@ -31,7 +31,7 @@ def canonical(name):
 
 
 def requirements(extra):
-    """All of an extra, those of the extras it is made of included."""
+    """Returns all requirements of an extra, including those of nested extras."""
     found = set()
     for line in EXTRAS[extra]:
         requirement = Requirement(line)
@@ -86,7 +86,7 @@ def test_build_requirements_are_the_tested_versions():
 
 
 def test_autograd_nodes_are_built_and_tested_for_every_torch_release():
-    """The newest version of every release in the window; wheels are tried, and the workflow runs, with all of them."""
+    """Wheels and the release workflow are tested with the newest version of every supported release."""
     releases = [release_of(version) for version in TORCH_VERSIONS]
     assert releases == [(OLDEST[0], minor) for minor in range(OLDEST[1], NEWEST[1] + 1)]
     [loop] = [step for step in PROJECT["tool"]["cibuildwheel"]["linux"]["test-command"] if "torch==" in step]

@@ -1,4 +1,4 @@
-"""Without torch, what needs it says how to get it; the rest works and does not import it."""
+"""Without torch, names that need it say how to install it, and everything else works."""
 
 import subprocess
 import sys

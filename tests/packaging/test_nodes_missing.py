@@ -1,4 +1,4 @@
-"""Without compiled autograd nodes for the torch at hand those in Python are used, and a warning says why, once."""
+"""Without compiled autograd nodes for this torch, the Python nodes are used and one warning says why."""
 
 import os
 import subprocess

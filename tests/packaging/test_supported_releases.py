@@ -1,4 +1,4 @@
-"""The window of torch releases is the same wherever it is written, and an old torch is refused in words."""
+"""All files name the same supported torch releases, and an older torch is refused with a message."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""What holds for every input: laws, tried with Hypothesis."""
+"""Properties that hold for every input, tested with Hypothesis."""
 
 import dataclasses
 
@@ -63,7 +63,7 @@ def test_error_inside_the_range_is_at_most_half_a_step(args):
     x, scale, _, _ = args
     y, mask = fq.fake_quantize(*args, mask="bool")
     error = np.abs(x.astype(np.float64) - y)[mask]
-    # The quotient and the product are each rounded once: a few units in the last place of x.
+    # The quotient and the product are each rounded once, which costs a few units in the last place of x.
     slack = 4 * np.spacing(np.abs(x[mask])).astype(np.float64) + 2 * np.spacing(np.float32(scale))
     assert (error <= scale / 2 + slack).all()
 
@@ -106,8 +106,8 @@ def test_chosen_qparams_represent_zero_and_cover_the_range(x, spec):
     assert spec.qmin <= zero_point <= spec.qmax
     assert fq.dequantize(np.asarray(zero_point, spec.storage), scale, zero_point, spec) == 0
     y = fq.fake_quantize(x, scale, zero_point, spec)
-    # The zero point is rounded, so an end of the range may stick out by half a step; a symmetric
-    # scale spreads the range over qmax - qmin, of which the positive end has half a step less.
+    # Rounding the zero point may move an end of the range by half a step. A symmetric scale spreads the
+    # range over qmax - qmin, so the positive end loses half a step.
     slack = 4 * np.spacing(np.abs(x).astype(np.float64).max().astype(np.float32))
     assert (np.abs(x.astype(np.float64) - y) <= 1.01 * scale + slack).all()
 

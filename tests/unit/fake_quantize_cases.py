@@ -15,7 +15,7 @@ TorchDispatchMode = pytest.importorskip("torch.utils._python_dispatch").TorchDis
 
 NAN, INF = float("nan"), float("inf")
 AFFINE = presets.uint4()
-# Each with the shape of its tensors, which are all 6 x 8.
+# Each spec with its `shape` argument; all tensors are 6 x 8.
 SPECS = {
     "tensor": (AFFINE, None),
     "channel": (presets.int8(), (6, None)),
@@ -43,7 +43,7 @@ each_gradient = pytest.mark.parametrize("gradient", ["clipped", "pass"])
 
 
 class Watching(TorchDispatchMode):
-    """Changes nothing; but what runs under a mode goes through the dispatcher."""
+    """A mode that changes nothing, but sends every call through the dispatcher."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
@@ -59,7 +59,7 @@ def without_compiled_nodes():
 WAYS = {"nodes": nullcontext, "Python": without_compiled_nodes, "operators": Watching}
 each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
-# The number of elements of a batch is not a multiple of 8; values lie between and on the codes, and beyond the range.
+# Values on codes, between codes and beyond the range.
 torch.manual_seed(0)
 BATCHES = [torch.randn(6, 8) * width for width in (1.0, 0.25, 3.0)]
 BATCHES[0][0, :4] = torch.tensor([0.5, -0.5, 0.0, -0.0])
@@ -81,7 +81,7 @@ def same_state(expected, actual):
 
 
 def state_of(module):
-    """Also what is no buffer, as copies."""
+    """Returns copies of the state and of the nonfinite count, which is not a buffer."""
     values = {name: value.clone() for name, value in module.state_dict().items()}
     return values | {"nonfinite": torch.tensor(module.nonfinite)}
 
@@ -100,7 +100,7 @@ def leaf(x):
 
 
 def run(module, x, dy=DY, way=nullcontext):
-    """y, and the gradient."""
+    """Returns the output and the gradient of the input."""
     x = leaf(x)
     with way():
         y = module(x)
@@ -109,5 +109,5 @@ def run(module, x, dy=DY, way=nullcontext):
 
 
 def ways_of(observer):
-    """Only a running range is followed in more than one way."""
+    """Returns the code paths of an observer: only running ranges have more than one."""
     return WAYS.values() if observer in RUNNING.values() else [nullcontext]

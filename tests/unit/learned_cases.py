@@ -41,12 +41,12 @@ def initialized(spec=INT4, x=X, **options):
 
 
 def whole_numbers(shape=SHAPE, seed=0):
-    """Sums of these are exact, in any order."""
+    """Returns integers as floats, whose sums are exact in any order."""
     return torch.from_numpy(np.random.default_rng(seed).integers(-99, 100, shape).astype(np.float32))
 
 
 def blocks(x, spec):
-    """The elements that share a scale, in the last axis; the other axes are those of the scales."""
+    """Moves the elements that share a scale to the last axis. The other axes are those of the scales."""
     x = x.numpy()
     if spec.axis is None:
         return x.reshape(-1)
@@ -58,14 +58,14 @@ def blocks(x, spec):
 
 
 def lsq(values, qmax):
-    """LSQ's rule on what is finite in the last axis, rounded once."""
+    """Returns LSQ's scale of the finite values along the last axis, rounded once."""
     finite = np.isfinite(values)
     total = np.where(finite, np.abs(values.astype(np.float64)), 0).sum(-1)
     return np.asarray(2 * (total / finite.sum(-1)) / math.sqrt(qmax)).astype(np.float32)
 
 
 def make_step_size(quantizer, value):
-    """What an optimizer may do between two forward passes."""
+    """Overwrites the step size, as an optimizer may between two forward passes."""
     with torch.no_grad():
         quantizer.step_size.copy_(torch.as_tensor(value))
 

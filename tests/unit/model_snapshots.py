@@ -33,7 +33,7 @@ def calibrate(model, data, *args):
 
 
 class Picture:
-    """Everything a model is: classes, attributes, hooks, tensors and their bits, modes, switches; and torch's mode."""
+    """Classes, attributes, hooks, tensors, modes and switches of a model, and torch's grad mode."""
 
     def __init__(self, model):
         self.modules = {name: (module, type(module)) for name, module in model.named_modules()}
@@ -45,7 +45,7 @@ class Picture:
 
     @staticmethod
     def _attributes(module):
-        """With hooks by their number, and without what is as the class says."""
+        """Returns the attributes that differ from those of the class; dicts as lists, so that hooks compare by id."""
         skipped = ("saw_only_finite", "_nonfinite", "_parameters", "_buffers")
         nothing = object()
         return {
@@ -70,7 +70,7 @@ class Picture:
 
 
 def assert_refused(model, action, error, *words):
-    """`action` fails with all these words in its message, and the model is what it was."""
+    """Asserts that `action` raises an error with all these words and leaves the model unchanged."""
     before = Picture(model)
     with pytest.raises(error) as caught:
         action()

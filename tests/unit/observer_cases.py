@@ -40,7 +40,7 @@ def each(*batches, dtype=torch.float32):
 
 
 def watch(observer, *batches, spec=INT8, ranks=ALONE):
-    """The state after the batches."""
+    """Returns the state after the batches."""
     batches = each(*batches)
     state = observer.init(blocks_of(tuple(batches[0].shape), spec).parameters)
     for x in batches:
@@ -49,7 +49,7 @@ def watch(observer, *batches, spec=INT8, ranks=ALONE):
 
 
 def range_of(observer, *batches, spec=INT8):
-    """The range after the batches, as arrays."""
+    """Returns the range after the batches, as arrays."""
     return tuple(end.numpy() for end in observer.range(watch(observer, *batches, spec=spec), spec))
 
 
@@ -65,14 +65,14 @@ def assert_same_state(expected, actual, *names):
 
 
 def bell(*shape, seed=0, dtype=torch.float32):
-    """Values around zero with a few outliers, all of which every dtype can hold."""
+    """Returns normal values with a few outliers, all representable in every dtype."""
     x = np.random.default_rng(seed).standard_normal(shape)
     x[abs(x) > 2] *= 3
     return torch.from_numpy(x).to(torch.bfloat16).to(torch.float16).to(dtype)
 
 
 def counted(values, bins):
-    """Exponent and counts by exact arithmetic, one value after the other."""
+    """Returns the exponent and counts of a histogram, computed with exact arithmetic."""
     finite = [Fraction(float(np.float32(v))) for v in values if np.isfinite(v)]
     largest = max(map(abs, finite), default=0)
     exponent = next(e for e in range(-126, 129) if largest < bins // 2 * Fraction(2) ** e)

@@ -33,22 +33,22 @@ def session(model, *, optimized=True, save_to=None):
 
 
 def run(model, *inputs, optimized=True):
-    """Every output by its name."""
+    """Returns the outputs of ONNX Runtime by name."""
     made = session(model, optimized=optimized)
     feeds = {i.name: np.asarray(values.plain(x)) for i, x in zip(made.get_inputs(), inputs, strict=True)}
     return dict(zip([o.name for o in made.get_outputs()], made.run(None, feeds), strict=True))
 
 
 def evaluate(model, *inputs):
-    """The same in the reference evaluator, which knows QuantizeLinear from opset 19 on."""
+    """Returns the outputs of ONNX's reference evaluator, which supports QuantizeLinear from opset 19 on."""
     made = reference.ReferenceEvaluator(model)
     feeds = {name: np.asarray(values.plain(x)) for name, x in zip(made.input_names, inputs, strict=True)}
-    with np.errstate(all="ignore"):  # infinite results are meant
+    with np.errstate(all="ignore"):  # infinite results are expected
         return dict(zip(made.output_names, made.run(None, feeds), strict=True))
 
 
 def code_tensors(model):
-    """By quantizer: the tensor with its codes, and what was added to them."""
+    """Returns the code tensor of every quantizer, and the offset that was added to its codes."""
     found = {}
     for node in model.graph.node:
         props = {p.key: p.value for p in node.metadata_props}
@@ -73,7 +73,7 @@ def calibrated(model, config, data):
 
 
 def exported(model, folder, example, name="model.onnx", **options):
-    """The file, loaded; nothing else is in the folder but what was there."""
+    """Exports a model and loads the file. Asserts that the export writes nothing else."""
     before = set(os.listdir(folder))
     fq.export_onnx(model, folder / name, example, **options)
     assert set(os.listdir(folder)) == before | {name}
@@ -101,7 +101,7 @@ def unsigned(bits, **fields):
 
 
 def with_trained_norms(model, seed=0):
-    """Factors of either sign."""
+    """Gives batch norms random statistics, and factors of both signs."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):

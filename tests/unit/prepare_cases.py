@@ -48,7 +48,7 @@ def off(model):
 
 
 def quantized_weight(layer, axis):
-    """By the formula: absmax / 127 per output channel, and a gradient that passes."""
+    """Returns the weight quantized with absmax / 127 per output channel and a straight-through gradient."""
     weight = layer.weight
     others = [d for d in range(weight.dim()) if d != axis]
     scale = (weight.detach().abs().amax(others) / 127).clamp(min=torch.finfo(torch.float32).eps)

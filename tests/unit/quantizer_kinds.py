@@ -69,7 +69,7 @@ def through_a_file(state, **options):
 
 
 def assert_same_module(expected, actual):
-    """They compute the same from now on, and go on observing alike."""
+    """Asserts that two quantizers compute and observe the same from now on."""
     same_state(expected.state_dict(), actual.state_dict())
     assert str(expected) == str(actual)
     for training in (False, True, False):

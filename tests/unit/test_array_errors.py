@@ -1,4 +1,4 @@
-"""Errors of the library's own functions: what is wrong, what was received, what is accepted."""
+"""Errors of the functions on arrays say what is wrong, what was received and what is accepted."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ PER_CHANNEL = fq.QuantSpec(symmetric=False, axis=0)
 
 
 def grid_users():
-    """Every function that takes a scale, a zero point and a spec."""
+    """Yields every function that takes a scale, a zero point and a spec."""
     yield "fake_quantize", lambda x, s, z, spec: fq.fake_quantize(x, s, z, spec)
     yield "quantize", lambda x, s, z, spec: fq.quantize(x, s, z, spec)
     yield "learned", lambda x, s, z, spec: fq.fake_quantize_learned_backward(x, x, s, z, spec)

@@ -1,4 +1,4 @@
-"""Every array library implements the same names, and one place chooses between the libraries."""
+"""Every backend implements the same functions, and `backend_of` chooses between them."""
 
 import inspect
 

@@ -123,7 +123,7 @@ def test_calibrated_moving_average_is_the_mean_over_the_batches():
     quantizer = model[0].input_quantizer
     assert quantizer.running_max.item() == 3.0
     assert quantizer.observer == fq.observers.MovingAverage(0.01)
-    quantizer.train()(torch.full((3, 4), 103.0))  # and in training it moves slowly again
+    quantizer.train()(torch.full((3, 4), 103.0))  # in training the average moves slowly again
     assert quantizer.running_max.item() == 4.0
 
 
@@ -244,7 +244,7 @@ def test_exception_halfway_restores_the_ranges(config, already):
     with pytest.raises(ValueError if already and config.default.learned else RuntimeError):
         calibrate(model, [9 * BATCHES[0], torch.randn(3, 7)])
     same_state(before, model.state_dict())
-    if not already:  # and what it has seen before it failed is not remembered elsewhere
+    if not already:  # the failed calibration left nothing behind
         same_state(calibrated(config).state_dict(), calibrate(model, BATCHES).state_dict())
 
 
@@ -313,9 +313,6 @@ def test_second_calibration_of_learned_scales_is_refused():
     with pytest.raises(ValueError, match=r"have a learned scale(.|\n)*reset_parameters"):
         calibrate(model, [50 * x for x in BATCHES])
     same_state(before, model.state_dict())
-
-
-# --- schedule ---------------------------------------------------------------------------------------
 
 
 def test_progress_bar_leaves_no_thread_behind():

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:U
 
 
 class Counts(nn.Module):
-    """Counts its calls, as caches and embeddings that follow an average do, in evaluation too."""
+    """Counts its calls in a buffer, in evaluation too."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +79,7 @@ each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
 def odd_modes(model):
-    """Modes and switches that no single call would give back."""
+    """Sets modes and switches that no single call would restore."""
     model.train()
     model[1].eval()
     model[4].eval()
@@ -97,7 +97,7 @@ def test_bad_batch_halfway_leaves_the_model_unchanged(batch, error, word, config
 @each_config
 def test_bad_batch_after_a_calibration_leaves_its_ranges(config):
     model = odd_modes(prepared(config, calibrated=True))
-    # Where every scale is learned there is nothing left to calibrate, which is an error of its own.
+    # If every scale is learned, there is nothing left to calibrate, which raises ValueError.
     assert_refused(model, lambda: calibrate(model, [9 * X, randn(3, 7)]), (RuntimeError, ValueError))
 
 

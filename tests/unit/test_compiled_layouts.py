@@ -1,4 +1,4 @@
-"""The compiled functions take strided data and groups, with the bits and strides of the Python nodes."""
+"""Compiled nodes accept strided data and groups, with the bits and strides of the Python nodes."""
 
 import pytest
 

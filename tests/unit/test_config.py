@@ -1,4 +1,4 @@
-"""Configs of whole models: which rule decides, what goes to JSON and comes back, recipes and targets literally."""
+"""Configs of whole models: which rule decides, JSON round trips, recipes and targets."""
 
 import dataclasses
 import json

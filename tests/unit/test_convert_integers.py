@@ -17,7 +17,7 @@ arithmetic = pytest.importorskip("fakequant._convert.golden.sums_to_codes")
 
 
 def linear_with(weight, bias, x_scale, x_zero, config=None):
-    """A layer whose grids are given: weights that are codes times their scale, a range that gives x_scale."""
+    """Returns a prepared layer with the given weights, and the given scale and zero point of its input."""
     layer = nn.Linear(len(weight[0]), len(weight))
     with torch.no_grad():
         layer.weight.copy_(torch.tensor(weight))
@@ -31,7 +31,7 @@ def linear_with(weight, bias, x_scale, x_zero, config=None):
 
 
 def test_linear_layer_computes_the_expected_integers():
-    # Scales 1/8 and 1/4 per row, 1/2 for x with zero point 2.
+    # The rows have scales 1/8 and 1/4; x has scale 1/2 and zero point 2.
     model = linear_with([[127 / 8, -3 / 8], [1 / 4, 127 / 4]], [5 / 16, -1.0], 0.5, 2)
     golden = fq.convert(model)
     layer = golden[0]
@@ -99,7 +99,7 @@ def test_code_without_an_opposite_keeps_its_batch_norm_unfolded():
 
 
 def largest(config):
-    """A layer and an input that make the largest sums there are."""
+    """Returns a layer and an input with the largest possible sums."""
     model = nn.Sequential(nn.Linear(4096, 3))
     with torch.no_grad():
         model[0].weight.fill_(1.0)
@@ -144,7 +144,7 @@ SHAPES = {
 
 @pytest.mark.parametrize(("layer", "shape"), SHAPES.values(), ids=SHAPES)
 def test_layer_computes_the_sums_of_its_codes(layer, shape):
-    """With everything in float64: codes are small integers there, and scales exact products."""
+    """The expected sums are computed in float64, where they are exact."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     model = fq.calibrate(fq.prepare(nn.Sequential(copy.deepcopy(layer)), recipes.int8()), [x], progress=False)
     golden = fq.convert(model)
@@ -159,7 +159,7 @@ def test_layer_computes_the_sums_of_its_codes(layer, shape):
             plain.bias.copy_(made.bias_codes.double())
         expected = plain(levels)
     assert torch.equal(y.origin.sums.double(), expected)
-    # And what it stands for is what the prepared model computes, but for the rounding of the bias.
+    # The values are those of the prepared model, except for the rounding of the bias.
     step = float((grid.scale * made.weight_scale).max())
     assert float((model.eval()(x).detach() - values.plain(y)).abs().max()) < step
 
@@ -168,7 +168,7 @@ def test_layer_computes_the_sums_of_its_codes(layer, shape):
 
 
 def test_onnxruntime_arithmetic_rounds_once_where_the_reference_rounds_three_times():
-    """sums * (scale / s) is a tie where (sums * scale) / s is not: half to even against one step more."""
+    """Where sums * (scale / s) is a tie and (sums * scale) / s is not, the codes differ by one."""
     scale, out = torch.tensor(0.1), grid(0.2, 0)
     sums = torch.arange(0.0, 500.0)
     once = arithmetic.ARITHMETICS["onnxruntime"].from_sums(sums, scale, out)
@@ -198,10 +198,7 @@ def test_mean_is_computed_from_integers():
     codes = torch.arange(16.0).reshape(1, 1, 4, 4)
     x = (codes - 2) * x_grid.scale
     q = arithmetic.ARITHMETICS["onnxruntime"].from_average(x, x_grid, (2, 3), out)
-    assert q.tolist() == [[[[6]]]]  # 5.5, to the even
-
-
-# --- errors -----------------------------------------------------------------------------------------
+    assert q.tolist() == [[[[6]]]]  # 5.5, rounded half to even
 
 
 def test_convolution_sums_use_float64_where_float32_kernels_may_round(monkeypatch):

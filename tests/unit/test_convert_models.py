@@ -117,7 +117,7 @@ def test_cross_attention_is_converted():
     fq.calibrate(model, lambda m: m(query, other, other), progress=False)
     golden = fq.convert(model)
     difference = (model.eval()(query, other, other)[0].detach() - golden(query, other, other)[0]).abs().max()
-    assert float(difference) < 0.02  # a few steps of the last grids
+    assert float(difference) < 0.02  # a few steps of the output grid
 
 
 def test_parametrized_weights_become_codes():

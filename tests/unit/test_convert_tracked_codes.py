@@ -37,7 +37,7 @@ def test_moving_elements_keeps_them_on_the_grid(move):
     y = move(x)
     assert isinstance(values.origin_of(y), values.OnGrid)
     same(move(values.plain(x)), y)
-    same(y, on_grid(values.plain(y)))  # it is on the grid
+    same(y, on_grid(values.plain(y)))  # quantizing again changes nothing
 
 
 @pytest.mark.parametrize("move", KEEPS.values(), ids=KEEPS)

@@ -1,4 +1,4 @@
-"""Files of converted models: what does not fit leaves the model as it was, and says why."""
+"""Files of converted models that do not fit are refused with the reason and leave the model unchanged."""
 
 import json
 import os
@@ -19,7 +19,7 @@ X = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Counted(nn.Module):
-    """Keeps something in the state that is no tensor."""
+    """Has an extra state that is not a tensor."""
 
     def __init__(self, state=None):
         super().__init__()
@@ -57,7 +57,7 @@ def good(tmp_path_factory):
 
 
 def picture(model):
-    """Everything that can be seen of a model."""
+    """Returns tensors, modules, hooks and parameters of a model for comparison."""
     tensors = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in model.state_dict().items()}
     modules = [
         (path, id(m), type(m), m.training, sorted(m.__dict__), list(m._modules), list(m._buffers), list(m._parameters))
@@ -85,7 +85,7 @@ def refused(model, path, message, error=ValueError):
 
 
 def changed(path, folder, change):
-    """A copy of a file in which tensors or descriptions are others."""
+    """Writes a copy of a file with changed tensors or metadata, and a matching checksum."""
     with safetensors.safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         described = json.loads(file.metadata()["fakequant"])
@@ -178,7 +178,7 @@ DAMAGED = {
 
 
 def of(name, change):
-    """Another value for a tensor, made of the one that is there."""
+    """Returns a change that replaces a tensor by a function of it."""
     return lambda tensors, described: tensors.__setitem__(name, change(tensors[name]))
 
 
@@ -187,7 +187,7 @@ def to(dtype):
 
 
 def first(number):
-    """The same with another first number."""
+    """Returns a change that replaces the first element."""
 
     def change(value):
         value = value.clone()
@@ -284,7 +284,7 @@ def test_quantizer_placed_by_the_user_is_saved_and_loaded(tmp_path):
 
 
 class InPlace(nn.Module):
-    """Keeps its extra state in one list."""
+    """Loads its extra state in place."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a converted model returns are ordinary tensors, in whatever they come."""
+"""Converted models return plain tensors, in whatever container the model returns them."""
 
 import collections
 import copy
@@ -116,7 +116,7 @@ def test_copies_and_loaded_models_return_plain_tensors(tmp_path):
 
 
 def test_later_hook_on_a_one_layer_model_sees_tracked_codes():
-    """As `verify` does, which looks for sums that saturate."""
+    """`verify` adds such a hook to look for saturating sums."""
     golden = converted(nn.Linear(4, 2))
     found = []
     golden.register_forward_hook(lambda m, args, y: found.append(values.origin_of(y)))

@@ -1,4 +1,4 @@
-"""One bit that is not what was saved, anywhere in a file of a converted model: the file is refused."""
+"""A file of a converted model with any flipped bit is refused."""
 
 import json
 import random
@@ -33,7 +33,7 @@ def picture(model):
 
 
 def is_refused(model, path):
-    """By an error that says what to do."""
+    """Returns True if loading raises an error that says what to do."""
     try:
         fq.load_converted(model, path)
     except ValueError as error:
@@ -45,7 +45,7 @@ def test_file_with_one_flipped_bit_is_refused_and_the_model_unchanged(saved, tmp
     good = saved.read_bytes()
     header = 8 + int.from_bytes(good[:8], "little")
     chosen = random.Random(0)
-    bits = set(range(64))  # the length of the header
+    bits = set(range(64))  # the bytes that hold the header length
     bits |= set(chosen.sample(range(64, 8 * header), 1500))
     bits |= set(chosen.sample(range(8 * header, 8 * len(good)), 400))
     for word in (b"checksum", b"fakequant", b"format"):

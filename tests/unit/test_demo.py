@@ -1,4 +1,4 @@
-"""The demo in small: the table, the files, the same twice, and a process that is as it was."""
+"""A small run of the demo: its table, files and reproducibility; it restores the state of the process."""
 
 import dataclasses
 import json
@@ -34,11 +34,11 @@ def only_one():
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """A run with a report, and what it printed."""
+    """Runs the demo once; returns its folder and result."""
     folder = tmp_path_factory.mktemp("first") / "made" / "by it"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "variants", only_one)
-        patch.setattr(diagnosis, "report", partial(diagnosis.report, max_tensors=2))  # figures take time
+        patch.setattr(diagnosis, "report", partial(diagnosis.report, max_tensors=2))  # figures are slow
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -56,11 +56,11 @@ def test_demo_table_lists_bits_bytes_times_and_codes(first):
     cells = [re.split(r" *\| *", line) for line in lines[2:4]]
     assert lines[4] == ""
     assert [line[:2] for line in cells] == [["float", "32 / 32"], ["QAT int4", "4 / 4"]]
-    # 23,738 float parameters; then codes, two in a byte, scales and biases.
+    # 23,738 float parameters; then codes (two per byte), scales and biases.
     assert [line[4] for line in cells] == ["94,952", "12,784"]
     assert cells[0][5] == "× 1.00"
     assert re.fullmatch(r"× \d+\.\d\d", cells[1][5])
-    # Of 80 images: 1 and 16 channels of 8 × 8, four times 32 channels of 4 × 4, 32 means.
+    # 80 images: 1 and 16 channels of 8 × 8, four tensors of 32 channels of 4 × 4, and 32 means.
     codes = 80 * (64 + 16 * 64 + 4 * 32 * 16 + 32)
     assert [line[6] for line in cells] == ["–", f"0 of {codes:,}"]
 
@@ -90,7 +90,7 @@ def test_demo_writes_the_result_report_and_onnx_files(first):
 def test_demo_is_reproducible_and_restores_process_state(first, tmp_path, monkeypatch, capsys):
     folder, found = first
     monkeypatch.setattr(demo, "variants", only_one)
-    monkeypatch.setattr(demo._Run, "_report", lambda *_: None)  # the report has tests of its own, and takes time
+    monkeypatch.setattr(demo._Run, "_report", lambda *_: None)  # the report is slow and tested elsewhere
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     torch.set_default_dtype(torch.float64)
@@ -236,7 +236,7 @@ def test_progress_bar_on_a_terminal_leaves_one_line(capsys, monkeypatch):
         stage.result = "done"
     printed = capsys.readouterr().err
     assert "work: something" in printed
-    # What is seen in the end: what follows the last carriage return.
+    # The text after the last carriage return stays visible.
     assert re.fullmatch(r"  work        done +0\.\d s\n", printed.rpartition("\r")[2])
 
 

@@ -1,4 +1,4 @@
-"""In evaluation a prepared model has the biases that integers will have, so that its codes are those that will run."""
+"""In evaluation, a prepared model rounds biases as the golden model does, so that its codes are the same."""
 
 import copy
 
@@ -18,7 +18,7 @@ def prepared(model, x, config=None):
 
 
 def layer(bias, x_range=255.0):
-    """Weights of scale 1 and an input of scale x_range / 255."""
+    """Returns a prepared layer with weights of scale 1 and an input of scale x_range / 255."""
     made = nn.Linear(2, len(bias))
     with torch.no_grad():
         made.weight.copy_(torch.tensor([[127.0, 1.0]]).expand(len(bias), 2))
@@ -75,7 +75,7 @@ def result_at(model, path, x):
 @pytest.mark.parametrize("signs", ["mixed", "positive"])
 @pytest.mark.parametrize("config", [recipes.int8(), W4A8, LSQ2], ids=["int8", "w4a8", "lsq2"])
 def test_codes_of_prepared_and_converted_models_are_equal_except_ties(config, signs):
-    """Not narrow, w4a8 and lsq(2) have a code without an opposite: it may keep a batch norm out of its layer."""
+    """w4a8 and lsq(2) are not narrow-range: a batch norm with a negative factor cannot be folded."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(),
@@ -107,7 +107,7 @@ def test_copies_refer_to_their_own_batch_norm():
     assert "norm" not in fq.unprepare(model)[0].__dict__
 
 
-# --- what must not be lost ------------------------------------------------------------------------------
+# --- small factors and batch norms that do not fold -----------------------------------------------------
 
 
 @pytest.mark.parametrize("gamma", [0.0, 1e-9, 1e-6, -1e-9])
@@ -206,11 +206,11 @@ def test_replaced_batch_norm_is_found():
     assert fq.calibrate(model, [x], progress=False)[0]._fakequant.norm is model[1]
     golden = fq.convert(model)
     same = model.eval()(x) - golden(x)
-    assert same.abs().max() < 1e-5  # float sums against integer ones; half a step of a bias is 1e-4 and more
+    assert same.abs().max() < 1e-5  # float sums against integer sums; half a step of the bias is at least 1e-4
 
 
 class WithoutDoubles(torch.Tensor):
-    """A tensor that says it is on a device without float64."""
+    """A tensor that claims to be on a device without float64."""
 
     device = torch.device("mps")
 

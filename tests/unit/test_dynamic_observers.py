@@ -1,4 +1,4 @@
-"""Observers of one's own with `dynamic = True`: only the tensor at hand counts, in training and in evaluation."""
+"""User-defined observers with `dynamic = True` use only the current tensor, in training and in evaluation."""
 
 import copy
 import dataclasses
@@ -16,7 +16,7 @@ observers = pytest.importorskip("fakequant.observers")
 
 @dataclasses.dataclass(frozen=True)
 class HalfOfIt(observers.Observer):
-    """Half the range of everything that is in the state."""
+    """Half the range of everything in the state."""
 
     dynamic: ClassVar[bool] = True
 

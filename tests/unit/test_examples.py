@@ -1,4 +1,4 @@
-"""The scripts in examples/ run, quickly where they can be told to, and say what they are there to say."""
+"""The scripts in examples/ run and print the expected results."""
 
 import os
 import re
@@ -25,10 +25,10 @@ QUICK = {
 
 def run(name, *start):
     command = [sys.executable, "-W", "error", *start, EXAMPLES / name, *QUICK[name]]
-    # Other tests run beside this: threads that wait for each other would take longer than one alone.
+    # Other tests run at the same time: several threads would be slower than one.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if sys.platform == "linux":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"  # processes talk to each other here and to nobody else
+        environment["GLOO_SOCKET_IFNAME"] = "lo"  # use the loopback interface only
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert (result.returncode, result.stderr) == (0, "")
     return result.stdout
@@ -64,7 +64,7 @@ def test_residual_cnn_example_trains_2_bits_and_moves_scales():
 def test_transformer_example_trains_4_bit_weights():
     printed = run("transformer_weight_only_int4.py")
     assert number(rf"4-bit weights, trained +{PERCENT}", printed) > 25
-    # 4 bits and a 32nd of a scale for each weight, of 32; the embedding, norms and biases are in float.
+    # Each weight takes 4 bits and 1/32 of a scale instead of 32 bits; embedding, norms and biases are float.
     assert number(r"with quantized weights \((\d+)%\)", printed) < 20
 
 

@@ -23,7 +23,7 @@ def small():
 
 
 def refused(error, message, model, path, example, **options):
-    """And a file that was there before is there still."""
+    """Asserts that the export raises and leaves an existing file unchanged."""
     folder = path.parent
     there = folder.is_dir() and not path.is_dir()
     if there:
@@ -143,7 +143,7 @@ def test_saving_without_safetensors_names_it_and_how_to_install_it(small, tmp_pa
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_float64_and_bfloat16_models_export_or_are_refused_with_the_dtype(dtype, tmp_path):
-    """QuantizeLinear takes no float64, and its scale has the type of its input."""
+    """QuantizeLinear does not accept float64, and its scale has the dtype of its input."""
     model = calibrated(nn.Sequential(nn.Linear(4, 2)).to(dtype), recipes.int8(target=X86), randn(3, 4).to(dtype))
     try:
         fq.export_onnx(model, tmp_path / "m.onnx", randn(1, 4).to(dtype))
@@ -155,7 +155,7 @@ def test_float64_and_bfloat16_models_export_or_are_refused_with_the_dtype(dtype,
 
 
 def test_quantizer_placed_by_the_user_is_exported(tmp_path):
-    """A `FakeQuantize` that stands in the model by itself, not in one of our layers."""
+    """The model contains a `FakeQuantize` that `prepare` did not add."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), fq.nn.FakeQuantize(presets.uint8()), nn.Sigmoid(), nn.Linear(8, 4))
     model = calibrated(model, recipes.int8(target=X86), randn(16, 8))
@@ -163,5 +163,5 @@ def test_quantizer_placed_by_the_user_is_exported(tmp_path):
     assert "1" in code_tensors(proto)
     x = randn(16, 8, seed=1)
     (y,) = run(proto, x).values()
-    # A sigmoid in float stands between.
+    # The sigmoid between the layers computes in float.
     np.testing.assert_allclose(y, values.plain(fq.convert(model)(x)).numpy(), atol=1e-5)

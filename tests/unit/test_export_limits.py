@@ -1,4 +1,4 @@
-"""What an export cannot do, it says with what to change: batches of any length, grids that a target has not."""
+"""Export limits are errors with a fix: fixed batch sizes, and grids that a target does not support."""
 
 import dataclasses
 import os
@@ -15,11 +15,11 @@ pytest.importorskip("onnxscript")
 ort = pytest.importorskip("onnxruntime")
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-# --- a batch that cannot have another length -------------------------------------------------------------------
+# --- fixed batch sizes -----------------------------------------------------------------------------------------
 
 
 class Fixed(nn.Module):
-    """Adds something that is as long as the batch it was made for."""
+    """Adds a buffer of the length of the batch, so that the batch size is fixed."""
 
     def __init__(self):
         super().__init__()

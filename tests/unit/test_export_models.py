@@ -59,14 +59,14 @@ class Cnn(nn.Module):
         x = self.stem(x)
         x = self.act(x + self.pointwise(self.depthwise(x)))
         x = self.pool(F.relu(self.twice(F.relu(self.twice(x)))))
-        x = self.act2(self.left(x) + self.right(x))  # two readers of one tensor
+        x = self.act2(self.left(x) + self.right(x))  # two consumers of one tensor
         tokens = self.tokens(x.permute(0, 2, 3, 1).flatten(1, 2))
         return self.head(F.relu(self.hidden(self.mean(x).flatten(1)))), tokens
 
 
 def make_cnn():
     torch.manual_seed(0)
-    # A range that the ReLU before `head` does not need: its zero point is not the lowest code.
+    # The range of `head` contains negative values, so its zero point is not the lowest code.
     config = recipes.int8(target=X86).rule("head", activation_observer=Fixed(-0.5, 1.5))
     return calibrated(with_trained_norms(Cnn()), config, randn(64, 3, 16, 16))
 
@@ -88,7 +88,9 @@ def check_equal_to_golden(model, proto, *inputs):
 def test_cnn_in_onnxruntime_has_the_bits_of_the_golden_model(cnn):
     model, proto = cnn
     golden = fq.convert(model)
-    assert (golden.stem[0].weight_scale != model.stem[0].weight_quantizer.qparams()[0]).all()  # it is folded
+    assert (
+        golden.stem[0].weight_scale != model.stem[0].weight_quantizer.qparams()[0]
+    ).all()  # the batch norm is folded
     assert any(bool((m.weight < 0).any()) for m in model.modules() if isinstance(m, nn.BatchNorm2d))
     assert int(golden.head.input_quantizer.zero_point) > 0
     check_equal_to_golden(model, proto, randn(256, 3, 16, 16, seed=1))
@@ -106,7 +108,7 @@ def test_cnn_layers_all_run_as_integer_kernels(cnn, tmp_path):
 
 
 def test_consumers_behind_reshapes_share_a_grid_and_run_as_integer_kernels(tmp_path):
-    """Both have the same grid, because they see the same numbers."""
+    """Both consumers have the same grid, because they observe the same values."""
 
     class Net(nn.Module):
         def __init__(self):
@@ -130,7 +132,7 @@ def test_consumers_behind_reshapes_share_a_grid_and_run_as_integer_kernels(tmp_p
 
 
 def test_cnn_is_close_without_optimizations_and_in_the_reference_evaluator(cnn):
-    """Every code may be a step off where sums are rounded elsewhere: nearly all are not."""
+    """A code may be one step off where sums are rounded differently; nearly all are equal."""
     model, proto = cnn
     x = randn(8, 3, 16, 16, seed=3)
     for y in (run(proto, x, optimized=False), evaluate(proto, x)):
@@ -159,7 +161,7 @@ def test_cnn_file_stores_integer_weights_and_no_batch_norm(cnn):
         np.testing.assert_array_equal(stored[f"{path}.bias_codes"], layer.bias_codes.numpy(), err_msg=path)
         expected = np.float32(grid.scale.numpy()) * layer.weight_scale.numpy()
         assert_same_bits(expected, stored[f"{path}.bias_scale"], path)
-    # No float in the file has as many elements as a weight.
+    # No float tensor in the file is as large as a weight.
     floats = {name: array.size for name, array in stored.items() if array.dtype == np.float32}
     assert max(floats.values()) <= 16
     assert all(name.endswith(("_scale", "_low", "_high")) for name in floats), floats
@@ -185,7 +187,7 @@ def test_exported_activation_scales_are_those_of_training(cnn):
     known = {path: q for path, q in fq.nn.quantizers(model) if not path.endswith("weight_quantizer")}
     assert set(known) <= set(code_tensors(proto))
     for path in known:
-        if f"{path}_scale" not in stored:  # of two equal grids of one tensor one is there
+        if f"{path}_scale" not in stored:  # two equal grids of one tensor are stored once
             assert path in ("left.input_quantizer", "right.input_quantizer")
             continue
         scale, zero_point = known[path].qparams()
@@ -253,5 +255,5 @@ def test_converted_model_exports_the_same_file_without_onnxruntime(mlp, folder, 
 
 def test_existing_file_is_replaced_and_export_is_deterministic(mlp, folder, tmp_path):
     (tmp_path / "model.onnx").write_bytes(b"old")
-    fq.export_onnx(mlp[0], str(tmp_path / "model.onnx"), randn(5, 16))  # another batch
+    fq.export_onnx(mlp[0], str(tmp_path / "model.onnx"), randn(5, 16))  # another batch size
     assert (tmp_path / "model.onnx").read_bytes() == (folder / "mlp.onnx").read_bytes()

@@ -35,7 +35,7 @@ Fixed, LayerConfig, QuantConfig = fq.observers.Fixed, fq.LayerConfig, fq.QuantCo
 
 
 def exposed(model, *endings):
-    """The model with the tensors as outputs whose names end so."""
+    """Returns the model with the tensors as outputs whose names have these endings."""
     model = copy.deepcopy(model)
     infos = {v.name: v for v in (*model.graph.value_info, *model.graph.output)}
     names = [n for node in model.graph.node for n in node.output if n.endswith(endings)]
@@ -48,7 +48,7 @@ def group(bits, size, **fields):
     return QuantSpec(bits=bits, axis=-1, group_size=size, **fields)
 
 
-# Of an input, and of a weight.
+# Specs of inputs.
 INPUTS = {
     **{f"int{b}": signed(b) for b in range(2, 9)},
     **{f"uint{b}": unsigned(b) for b in range(2, 9)},
@@ -78,7 +78,7 @@ RANGES = {name: (x, w) for (name, x), w in zip(INPUTS.items(), WEIGHTS, strict=T
 
 
 class Ranges(nn.Module):
-    """A layer for each, which sees its own part of the input."""
+    """One layer per spec, each with its own part of the input."""
 
     def __init__(self, names):
         super().__init__()
@@ -92,7 +92,7 @@ def ranges(specs, target):
     torch.manual_seed(0)
     config = QuantConfig(target=target)
     for name, (x, weight) in specs.items():
-        # Scales that are no powers of two; of affine grids a zero point within the range.
+        # Scales that are not powers of two, and zero points within the range of affine grids.
         step = 0.1 + 0.001 * x.bits
         low = x.qmin if x.symmetric else x.qmin - (x.qmin + x.levels // 3)
         observer = Fixed(low * step, (low + x.levels - 1) * step)
@@ -101,7 +101,7 @@ def ranges(specs, target):
 
 
 def hostile(scale, zero_point, spec):
-    """Every tie near the range and a float either side, and numbers far away; in rows of 256."""
+    """Returns ties near the range, their neighbouring floats, and distant values, in rows of 256."""
     ends = [spec.qmin - int(zero_point), spec.qmax - int(zero_point)]
     near = range(-150, 151) if spec.bits <= 8 else range(-60, 61)
     k = np.array(sorted({*near, *(end + d for end in ends for d in range(-30, 31))}), dtype=np.float32)
@@ -140,7 +140,7 @@ def check_ranges(model, specs, proto, execute, largest=np.inf):
 
 
 def check_weight(layer, spec, path, proto, stored):
-    """Codes, scales and the place they are for."""
+    """Asserts the stored codes, scales and types of a weight."""
     zero = 0 if layer.weight_zero_point is None else layer.weight_zero_point
     times = 2**layer._fakequant.weight_shift
     codes = fq.quantize(integer.float_weight(layer), layer.weight_scale * times, zero, spec).numpy()
@@ -156,7 +156,7 @@ def check_weight(layer, spec, path, proto, stored):
     kinds = onnx.TensorProto
     kind = next(i.data_type for i in proto.graph.initializer if i.name == f"{path}.weight_codes")
     opset = opset_of(proto)[""]
-    if integer.is_integer(layer) and spec.bits <= 8:  # kernels take bytes
+    if integer.is_integer(layer) and spec.bits <= 8:  # integer kernels take bytes
         assert kind == (kinds.INT8 if spec.signed else kinds.UINT8)
     elif spec.bits == 4 and opset >= 21:
         assert kind == (kinds.INT4 if spec.signed else kinds.UINT4)
@@ -177,13 +177,15 @@ def test_two_bit_weights_use_the_two_bit_type_from_opset_25(folder):
     specs |= {**MORE_WEIGHTS, "int2_group": (presets.int16(), group(2, 32))}
     model = ranges(specs, "generic")
     proto = exported(model, folder, torch.zeros(2, len(specs), 256), "two_bits.onnx", opset=25)
-    check_ranges(model, specs, proto, evaluate, largest=1e7)  # it makes int32 of x / scale before it clips
+    check_ranges(
+        model, specs, proto, evaluate, largest=1e7
+    )  # the evaluator converts x / scale to int32 before it clips
     check_ranges(model, specs, proto, lambda m, x: run(m, x, optimized=False))
 
 
 @pytest.mark.parametrize("weight", [signed(2, axis=0), unsigned(2, axis=0)], ids=str)
 def test_two_bit_weights_with_a_quantized_input_load_with_all_optimizations(weight, tmp_path):
-    """ONNX Runtime 1.31 makes a QGemm of such a layer, which then does not take 2 bits."""
+    """ONNX Runtime 1.31 fuses such a layer into a QGemm, which does not accept 2 bits."""
     config = QuantConfig(default=LayerConfig(weight=weight, input=presets.uint8()))
     model = calibrated(nn.Sequential(nn.Linear(8, 4)), config, randn(4, 8))
     session(exported(model, tmp_path, randn(1, 8), opset=25))

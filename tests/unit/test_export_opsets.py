@@ -36,7 +36,7 @@ LayerConfig, QuantConfig = fq.LayerConfig, fq.QuantConfig
 
 
 class TwoInputs(nn.Module):
-    """Operators that differ between opsets: a batch norm that stays, reductions, shapes that are computed."""
+    """Uses operators that differ between opsets: an unfolded batch norm, reductions, computed shapes."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ def two_inputs():
 
 @pytest.mark.parametrize("opset", [13, 17, 18, 25])
 def test_every_opset_computes_the_same_results(opset, two_inputs, tmp_path):
-    """The batch norm that stays in float may round otherwise: a code may be a step off, few are."""
+    """The float batch norm may round differently, which moves a few codes by one step."""
     x, shift = randn(6, 3, 8, 8, seed=4), randn(6, 5, seed=5)
     proto = exported(two_inputs, tmp_path, (x[:1], shift[:1]), opset=opset)
     assert [node.op_type for node in proto.graph.node].count("BatchNormalization") == 1
@@ -69,7 +69,7 @@ def test_every_opset_computes_the_same_results(opset, two_inputs, tmp_path):
         computed.append(evaluate(proto, x, shift))
     for y in computed:
         (found,) = y.values()
-        # Float sums in another order may put a code on the other side of a tie: one step of the last grid.
+        # Float sums in another order may move a code at a tie by one step of the output grid.
         np.testing.assert_allclose(found, expected, atol=0.01)
         assert np.median(np.abs(found - expected)) < 1e-5
 
@@ -100,7 +100,7 @@ def test_grid_that_an_opset_cannot_store_is_refused_by_name(layer, message, tmp_
 
 
 class Shared(nn.Module):
-    """One layer, after a ReLU and after none; results that are read as floats too."""
+    """One layer used with and without a ReLU before it, whose results are also outputs."""
 
     def __init__(self):
         super().__init__()
@@ -128,7 +128,7 @@ def test_shared_layer_with_and_without_relu_before_it_matches_the_golden_model(s
     for optimized in (True, False):
         found = run(proto, x, optimized=optimized)
         for expected, y in zip(fq.convert(model)(x), found.values(), strict=True):
-            # Layers that compute in float, in another order.
+            # Float layers sum in another order.
             np.testing.assert_allclose(y, values.plain(expected).numpy(), atol=1e-5)
 
 
@@ -174,9 +174,9 @@ class Others(nn.Module):
 
 
 def test_embedding_attention_and_other_convolutions_are_close_to_the_golden_model(tmp_path):
-    """Products of floats (attention, transposed convolutions) are summed in another order: a few float32 steps.
+    """Float products (attention, transposed convolutions) are summed in another order, a few float32 steps.
 
-    A code that such a difference moves is a step of a few hundredths here; with these inputs none does.
+    One code would be a few hundredths; with these inputs, none moves.
     """
     torch.manual_seed(0)
     ids, other = torch.arange(24).reshape(4, 6) % 20, randn(4, 5, 16)
@@ -193,12 +193,12 @@ def test_embedding_attention_and_other_convolutions_are_close_to_the_golden_mode
     expected = golden(**inputs)
     for found in (run(proto, ids, other), run(proto, ids, other, optimized=False)):
         for known, y in zip(expected, found.values(), strict=True):
-            # Attention and unfolded layers compute in float, in another order.
+            # Attention and unfolded layers sum floats in another order.
             np.testing.assert_allclose(y, values.plain(known).numpy(), atol=2e-5)
 
 
 def test_embedding_bag_is_close_to_the_golden_model(tmp_path):
-    """Sums of floats in another order."""
+    """Float rows are summed in another order."""
 
     class Bag(nn.Module):
         def __init__(self):
@@ -219,14 +219,14 @@ def test_embedding_bag_is_close_to_the_golden_model(tmp_path):
 
 
 def test_dynamic_ranges_are_close_to_the_golden_model(tmp_path):
-    """In float, as the graph says; a step of 1/127 where a tie falls otherwise."""
+    """The graph computes in float; a tie may fall to the other side, one step of 1/127."""
     torch.manual_seed(0)
     x = randn(4, 3, 8, 8)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Linear(6, 5))
     model = calibrated(model, recipes.int8_dynamic(), x)
     proto = exported(model, tmp_path, x[:1])
     (y,) = run(proto, x).values()
-    # Ranges are found in float at run time, and sums computed from them.
+    # Ranges and sums are computed in float at run time.
     np.testing.assert_allclose(y, values.plain(fq.convert(model)(x)).numpy(), atol=1e-4)
 
 
@@ -244,7 +244,7 @@ def large():
 def float_size(folder):
     path = folder / "float.onnx"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls what torch deprecates
+        warnings.simplefilter("ignore")  # torch calls functions that it deprecates
         torch.onnx.export(large(), (randn(2, 1024),), path, dynamo=True, external_data=False, verbose=False)
     return path.stat().st_size
 
@@ -256,7 +256,7 @@ def test_file_size_is_that_of_the_codes(config, limit, float_size, tmp_path):
     assert (tmp_path / "model.onnx").stat().st_size <= limit * float_size
     x = randn(8, 1024, seed=1)
     (y,) = run(proto, x, optimized=False).values()
-    # Sums of 1024 floats in another order; with 8 bits a code of the layer between may be a step off.
+    # Sums of 1024 floats in another order; with 8 bits, a code of the hidden layer may be one step off.
     np.testing.assert_allclose(y, values.plain(fq.convert(model)(x)).numpy(), atol=1e-2)
     stored = initializers(proto)
     assert sum(a.size for a in stored.values() if a.dtype == np.float32) <= 1024 * 1536 / 32 + 4000

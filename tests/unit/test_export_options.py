@@ -1,4 +1,4 @@
-"""Names, shapes and contexts of an export, and models that a runtime once could not load."""
+"""Names, dynamic shapes and autocast in exports, and regressions of models that failed to load."""
 
 import functools
 import types
@@ -127,7 +127,7 @@ def test_verify_explains_saturation_of_a_conv1d(tmp_path):
     assert "not explained" not in str(found)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler imports what torch deprecates
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler imports deprecated modules
 def test_prepare_refuses_a_compiled_model():
     model = torch.compile(nn.Sequential(nn.Linear(4, 2)))
     with pytest.raises(ValueError, match=r"compiled already(.|\n)*prepare\(model, config\) first"):

@@ -39,7 +39,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 
 
 def three_steps(x, state, observer, spec, gradient, dy=DY):
-    """The definition: observe, choose scale and zero point, quantize. `state` is changed."""
+    """Observes, chooses qparams and quantizes, step by step. Changes `state`."""
     seen = fq.min_max(x, spec)
     if isinstance(observer, observers.MovingAverage):
         weight = torch.tensor(observer.constant, dtype=torch.float32)

@@ -83,7 +83,7 @@ def test_meta_quantizer_returns_meta_tensors(observer):
 def test_quantizer_from_the_meta_device_equals_a_new_one_after_reset(observer):
     new = fqnn.FakeQuantize(AFFINE, observer)
     module = fqnn.FakeQuantize(AFFINE, observer, device="meta").to_empty(device="cpu")
-    for value in module.buffers():  # memory that was somebody else's
+    for value in module.buffers():  # uninitialized memory
         value.fill_(77)
     module.reset_parameters()
     same_state(new, module)

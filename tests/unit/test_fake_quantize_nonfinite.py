@@ -102,12 +102,12 @@ BAD = torch.tensor([NAN, INF, -INF, NAN, INF, -INF])
 
 
 def with_and_without(x, spec):
-    """The batch with values that are not finite added where they are in every channel or group, and without them."""
+    """Returns the batch with nonfinite values added to every channel or group, and without them."""
     if spec.axis == 0:
         return torch.cat([x, BAD[:, None]], 1), x
     if spec.axis is not None and spec.group_size is None:
         return torch.cat([x, BAD.repeat(2)[None, :8]], 0), x
-    if spec.group_size is not None:  # as if it were its neighbour, which does not change the range
+    if spec.group_size is not None:  # replaced by its neighbour, which does not change the range
         bad = x.clone()
         bad[:, 0], bad[:, 4] = BAD, NAN
         other = x.clone()
@@ -223,7 +223,7 @@ def assert_empty(observer, training, quantizing, axis, way):
         y = module(x)
         y.sum().backward()
     assert (y.shape, y.dtype, x.grad.shape) == ((0, 8), torch.float32, (0, 8))
-    if observer.dynamic:  # the range of the tensor at hand, which has none
+    if observer.dynamic:  # the range of an empty tensor is 0 to 0
         assert not module.running_min.any()
         assert not module.running_max.any()
     else:

@@ -1,4 +1,4 @@
-"""`FakeQuantizer` against its formulas, worked out in float32 by NumPy."""
+"""`FakeQuantizer` against exact arithmetic and its formulas in float32."""
 
 import numpy as np
 import pytest
@@ -22,12 +22,12 @@ def round_half_away_scalar(v):
 
 
 def as_i32(v):
-    """A float to int conversion that saturates and turns NaN into 0."""
+    """Converts a float to int32; saturates and maps NaN to 0."""
     return 0 if np.isnan(v) else int(np.clip(float(v), -(2**31), 2**31 - 1))
 
 
 def expected_value(x, fq):
-    """One element, in the order of operations of the formulas."""
+    """Returns the result for one element, in the order of operations of the formulas."""
     c, scale = fq.config, fq.scale
     with np.errstate(all="ignore"):
         t = x / scale if c.symmetric else x / scale + np.float32(fq.zero_point)

@@ -1,4 +1,4 @@
-"""`first_last_bits`: the first and the last layer, by the order of execution, have more bits than the others."""
+"""`first_last_bits`: the first and the last layer, in execution order, have more bits than the others."""
 
 import copy
 import io
@@ -19,7 +19,7 @@ by_recipe = pytest.mark.parametrize("config", RECIPES.values(), ids=RECIPES)
 
 
 class Chain(nn.Module):
-    """Three layers that are called in another order than they are registered in: c, a, b."""
+    """Three layers registered as a, b, c and called as c, a, b."""
 
     def __init__(self, traceable=True):
         super().__init__()
@@ -38,7 +38,7 @@ def make(config, traceable=False):
 
 
 def bits(model):
-    """Of weights and inputs."""
+    """Returns the bits of the weight and input of every layer."""
     return {
         path: (m.weight_quantizer.spec.bits, m.input_quantizer and m.input_quantizer.spec.bits)
         for path, m in model.named_modules()
@@ -154,7 +154,7 @@ def test_embedding_counts_as_one_layer_and_attention_as_two():
 @pytest.mark.parametrize("name", RECIPES)
 def test_first_batch_corrects_a_wrong_guess(name):
     model = make(RECIPES[name])
-    assert bits(model)["a"][0] == 8  # the first that is registered
+    assert bits(model)["a"][0] == 8  # `a` is registered first
     parameters = {key: id(value) for key, value in model.named_parameters()}
     calibrate(model)
     assert bits(model) == EXPECTED[name]
@@ -189,7 +189,7 @@ def test_corrected_state_loads_into_a_model_with_a_guess(config):
     same_state(model.state_dict(), again.state_dict())
     x = data()[0]
     assert torch.equal(model.eval()(x), again.eval()(x))
-    with pytest.raises(RuntimeError, match="spec"):  # no guess any more
+    with pytest.raises(RuntimeError, match="spec"):  # the loaded bits are no longer a guess
         again.load_state_dict(make(config).state_dict())
 
 
@@ -225,7 +225,7 @@ def test_loading_a_float_state_changes_no_bits():
 def test_guess_is_kept_with_a_warning_after_a_scale_has_learned():
     model = make(recipes.lsq(2))
     with torch.no_grad():
-        model.a.weight_quantizer.step_size.mul_(1.1)  # an optimizer's step
+        model.a.weight_quantizer.step_size.mul_(1.1)  # an optimizer step
     guessed = bits(model)
     with pytest.warns(UserWarning, match=r"first and the last layer of the model are c and b.* are a and c"):
         calibrate(model)

@@ -1,4 +1,4 @@
-"""`a * b + c` rounded once in torch's operations, against exact fractions; and the formulas that use it."""
+"""`a * b + c` rounded once with torch operations, against exact fractions, and formulas that use it."""
 
 from fractions import Fraction
 
@@ -15,11 +15,11 @@ kernels = pytest.importorskip("fakequant._backends.torch.tensor_kernels")
 
 
 def double_rounding(dtype, count=4000):
-    """Sums that lie just beside the middle of two neighbours: rounding twice goes the wrong way."""
+    """Returns sums just beside the middle of two floats, where rounding twice gives the wrong one."""
     digits = {np.float32: 24, np.float64: 53}[dtype]
     rng = np.random.default_rng(0)
     c = rng.integers(2 ** (digits - 1), 2**digits, count).astype(np.float64)
-    # Half a unit of c, and a little more or less: a product of (1 + e) and 0.5 * (1 - e).
+    # (1 + e) * 0.5 * (1 - e) is slightly less than half a unit of c.
     e = 2.0 ** -rng.integers(2, digits - 1, count)
     a, b = 1 + e, 0.5 * (1 - e)
     signs = rng.choice([-1, 1], (3, count))
@@ -30,7 +30,7 @@ def double_rounding(dtype, count=4000):
 def assorted(dtype, count=4000):
     rng = np.random.default_rng(1)
     a, b = (rng.standard_normal(count).astype(dtype) * dtype(2.0) ** rng.integers(-30, 30, count) for _ in range(2))
-    close = -(a * b) * (1 + rng.integers(-4, 5, count) * np.finfo(dtype).eps)  # cancels nearly all
+    close = -(a * b) * (1 + rng.integers(-4, 5, count) * np.finfo(dtype).eps)  # cancels almost completely
     return a.astype(dtype), b.astype(dtype), np.where(rng.random(count) < 0.7, close, a).astype(dtype)
 
 
@@ -53,7 +53,7 @@ def test_fma_rounds_once(dtype, numbers):
 
 
 def test_fma_rounds_once_without_float64():
-    """As on a device that has none: the parts are computed in float32 themselves."""
+    """The path for devices without float64 computes the parts in float32."""
     for numbers in (double_rounding, assorted):
         a, b, c = numbers(np.float32)
         parts = exact._in_parts(*(torch.from_numpy(v) for v in (a, b, c)))
@@ -87,7 +87,7 @@ def channel_grid(scale, zero_point):
 
 
 def test_float_zero_point_at_a_tie_matches_torch():
-    """1 / scale is 1 - 2^-12 + 2^-24: the sum is just above 0.5, and exactly 0.5 if it is rounded twice."""
+    """With 1 / scale = 1 - 2^-12 + 2^-24, the sum is just above 0.5, but exactly 0.5 if rounded twice."""
     x = torch.tensor([[(1 + 2.0**-12) * 2.0**-25]])
     grid = channel_grid(np.float32(1.0002441), 0.5)
     of_kernel, of_formula = (module.fake_quantize(x, grid, _kernels.MASK_BYTES) for module in (kernels, formula))
@@ -98,7 +98,7 @@ def test_float_zero_point_at_a_tie_matches_torch():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_kernel_and_formula_agree_for_float_zero_points_near_ties(dtype):
-    """x * inv + zero_point within a unit in the last place of a tie, on either side."""
+    """x * inv + zero_point is within a unit in the last place of a tie, on either side."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
         scale = (torch.rand(1, generator=generator) + 0.5) * 2.0 ** torch.randint(-6, 6, (1,), generator=generator)
@@ -114,7 +114,7 @@ def test_kernel_and_formula_agree_for_float_zero_points_near_ties(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_formula_gradients_of_learned_scales_have_the_bits_of_the_kernel(dtype):
-    """One element per scale: nothing is summed."""
+    """Each scale has one element, so nothing is summed."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2000, 1, generator=generator, dtype=dtype)
     scale = torch.rand(2000, 1, generator=generator) + 0.01

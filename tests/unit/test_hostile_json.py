@@ -1,4 +1,4 @@
-"""JSON that is nested without an end, or has huge names and values: refused at once, in few words."""
+"""Deeply nested JSON and huge names or values are refused quickly, with a short message."""
 
 import pytest
 
@@ -31,7 +31,7 @@ NAMES = {
 
 @pytest.mark.parametrize(("read", "text"), NAMES.values(), ids=NAMES)
 def test_huge_field_name_is_refused_with_a_short_message(read, text, monkeypatch):
-    monkeypatch.setattr("fakequant.spec.get_close_matches", None)  # which takes most of a minute
+    monkeypatch.setattr("fakequant.spec.get_close_matches", None)  # it would take most of a minute
     with pytest.raises(ValueError, match=r"has no (field|setting) 'xxx") as caught:
         read(text)
     assert len(str(caught.value)) < 500

@@ -1,4 +1,4 @@
-"""Importing: the instruction set, missing kernels, and what is not imported."""
+"""Importing fakequant: the instruction set, missing kernels, lazy imports, and `info`."""
 
 import json
 import os
@@ -87,7 +87,7 @@ def test_info_names_the_torch_that_is_imported():
 
 
 def test_no_module_imports_lazy_attributes_of_the_package():
-    """It would wait for the lock of such imports while it is imported itself: two threads could wait for each other."""
+    """A module that waits for the lock of lazy imports while being imported can deadlock with another thread."""
     pytest.importorskip("torch")
     code = """
 import importlib, pkgutil

@@ -1,4 +1,4 @@
-"""A layer does not quantize its input if the module it comes from did, on the same grid."""
+"""A layer does not quantize its input if the producer already quantized it to the same grid."""
 
 import copy
 
@@ -13,7 +13,7 @@ recipes = pytest.importorskip("fakequant.recipes")
 
 
 class TwoUses(nn.Module):
-    """What `act` computes is an operand of an addition and the input of a layer."""
+    """The output of `act` is an operand of an addition and the input of a layer."""
 
     def __init__(self, inplace=False):
         super().__init__()
@@ -70,7 +70,7 @@ class OnlyInEvaluation(TwoUses):
 
 
 class InTheInput(TwoUses):
-    """The first layer changes what the second is given."""
+    """An in-place ReLU may change the input of `fc`."""
 
     def forward(self, x):
         x = self.act(self.stem(x))
@@ -105,7 +105,7 @@ def test_layer_with_another_observer_quantizes_its_input():
 
 
 class MovedBetween(TwoUses):
-    """The elements come in other places, or only some of them."""
+    """Moves or selects elements between the producer and the layer."""
 
     def __init__(self, move):
         super().__init__()
@@ -155,7 +155,7 @@ def test_dynamic_input_quantizer_is_kept():
 
 
 class Named(fq.observers.MinMax):
-    """An observer that prints like another."""
+    """An observer with the repr of another."""
 
     def __repr__(self):
         return repr(fq.observers.MovingAverage())

@@ -1,4 +1,4 @@
-"""Layers with attributes, children, properties and methods of names that fakequant might want: they keep them."""
+"""Layers keep attributes, children, properties and methods whose names fakequant might use."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Where learned scales start: with the smaller squared error of LSQ's rule and of a search, scale by scale."""
+"""The default initialization takes, per scale, LSQ's rule or a search, whichever has the smaller squared error."""
 
 import copy
 import math
@@ -20,7 +20,7 @@ by_bits = pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
 
 
 def data(seed=0):
-    """Rows of other shapes: bells, long tails, few values."""
+    """Returns rows of different distributions: normal, long-tailed, two values."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(SHAPE, generator=generator)
     x[::3] = x[::3] ** 3
@@ -33,7 +33,7 @@ def start(spec, x, init=None, **options):
 
 
 def errors(x, quantizer):
-    """Squared errors per scale."""
+    """Returns the squared error per scale."""
     distance = (fq.fake_quantize(x, quantizer.scale, quantizer.zero_point, quantizer.spec) - x).double().square()
     if quantizer.spec.axis is None:
         return distance.sum()

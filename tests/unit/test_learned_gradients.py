@@ -34,7 +34,7 @@ LearnedFakeQuantize = pytest.importorskip("fakequant.nn").LearnedFakeQuantize
 
 
 def exact(x, scale, zero_point, dy, spec, factor):
-    """The formulas of the class in float64, summed exactly."""
+    """Returns the gradients by the documented formulas in float64, summed exactly."""
     x, dy, s, z = (np.asarray(v, np.float64) for v in (x, dy, scale, zero_point))
     code = np.rint(x / s) + z
     inside = (code >= spec.qmin) & (code <= spec.qmax)
@@ -47,7 +47,7 @@ def exact(x, scale, zero_point, dy, spec, factor):
 @by_grid
 @by_where
 def test_gradients_match_the_documented_formulas_exactly(grid, where):
-    # Every number here, product and sum is a float32: there is nothing to round.
+    # Every number, product and sum here is exact in float32.
     spec = QuantSpec(**grid, **where)
     x = torch.from_numpy(np.random.default_rng(1).integers(-800, 800, SHAPE) / 32).float().requires_grad_()
     dy = torch.from_numpy(np.random.default_rng(2).integers(-8, 9, SHAPE) / 4).float()
@@ -80,7 +80,7 @@ def test_gradients_match_fake_quantize_learned_backward(where, numerics, dtype):
         spec = QuantSpec(**grid, **where, numerics=numerics)
         generator = torch.Generator().manual_seed(5)
         x, dy = (torch.randn(SHAPE, generator=generator).to(dtype) for _ in range(2))
-        init = "lsq" if spec.symmetric else observers.MinMax()  # a search for the best would take most of the time
+        init = "lsq" if spec.symmetric else observers.MinMax()  # a search would take most of the time
         quantizer = LearnedFakeQuantize(spec, shape=SHAPE, grad_factor=factor, init=init).initialize(x / 2)
         x.view(-1)[::17] = torch.tensor([math.nan, math.inf, -math.inf]).repeat(9)[:12].to(dtype)
         if quantizer.offset is not None:
@@ -226,7 +226,7 @@ def test_functional_call_gives_the_same_gradients():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_step_size_of_another_dtype_is_not_written_as_float32(dtype):
-    quantizer = initialized()  # a sharded model may hand its layers parameters in the dtype of the computation
+    quantizer = initialized()  # a sharded model may pass parameters in the dtype of the computation
     memory = torch.full((8,), -3.0, dtype=dtype)
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
         torch.func.functional_call(quantizer, {"step_size": memory[:1]}, X)

@@ -41,7 +41,7 @@ def test_scale_is_usable_after_every_optimizer_step_and_forward_pass(spec, steps
         if step % 100 == 0:
             assert y.isfinite().all(), step
             assert spec.qmin <= quantizer.zero_point.min() <= quantizer.zero_point.max() <= spec.qmax
-    assert len(seen) > 5  # it did move
+    assert len(seen) > 5  # the scale moved
 
 
 def test_scale_pushed_below_zero_recovers():

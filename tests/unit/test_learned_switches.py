@@ -22,7 +22,7 @@ def test_frozen_scale_does_not_move(optimizer):
     x = torch.tensor([[-1.0, 2.0], [3.0, -4.0]])
     quantizer = initialized(QuantSpec(bits=4, symmetric=False, axis=0), x)
     optimizer = optimizer(quantizer.parameters())
-    for _ in range(2):  # so that momentum goes on by itself
+    for _ in range(2):  # build up momentum
         quantizer(x).backward(torch.full_like(x, 1e-4))
         optimizer.step()
     quantizer.frozen = True
@@ -88,7 +88,7 @@ def test_observing_does_not_overwrite_a_learned_scale():
     quantizer.path = "layers.0"
     with pytest.raises(RuntimeError, match=r"layers\.0 has a scale, which observing would overwrite"):
         quantizer.observing = True
-    fq.nn.switch_quantizers(quantizer, observing=True)  # of a whole model: not for this one
+    fq.nn.switch_quantizers(quantizer, observing=True)  # for a whole model, it skips this quantizer
     assert not quantizer.observing
     quantizer.reset_parameters()
     fq.nn.switch_quantizers(quantizer, observing=True)

@@ -1,4 +1,4 @@
-"""Biases at few bits: finer than the weights' own grid, seen in training once norms are frozen, and measured."""
+"""Biases of low-bit layers: a finer scale by shifted codes, rounding in training, and its measured error."""
 
 import copy
 import math
@@ -67,7 +67,7 @@ def test_shifted_codes_represent_the_same_weights(bits):
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_prepared_model_has_the_biases_of_the_golden_model(bits):
-    """Sums of integers and of floats: equal up to the order of additions."""
+    """Integer and float sums are equal up to the order of additions."""
     model, x = net(bits).eval(), randn(32, 3, 8, 8, seed=5)
     expected, found = fq.convert(model)(x), model(x)
     assert (expected - found).abs().max() < 1e-4 * expected.abs().max()
@@ -142,7 +142,7 @@ def test_training_and_evaluation_agree_with_frozen_ranges_if_there_is_no_batch_n
     resumed = fq.Schedule(fresh, freeze_ranges_at=1)
     resumed.load_state_dict(schedule.state_dict())
     assert torch.equal(fresh.train()(x), model.eval()(x))
-    fq.Schedule(model, freeze_ranges_at=1)  # a new training
+    fq.Schedule(model, freeze_ranges_at=1)  # a new training run
     assert not model[0]._fakequant.deploys_bias
 
 
@@ -177,7 +177,7 @@ def test_bias_rounding_passes_the_gradient():
     assert torch.equal(expected[False], expected[True])
 
 
-# --- what it costs ------------------------------------------------------------------------------------------
+# --- measured error -----------------------------------------------------------------------------------------
 
 
 def test_health_reports_the_bias_error_in_standard_deviations():
@@ -191,7 +191,7 @@ def test_health_reports_the_bias_error_in_standard_deviations():
     change = made.bias_codes.double() * integer.bias_scale(made).double() - exact
     expected = float((change / gamma).square().mean().sqrt())
     assert found["0.weight_quantizer"]["bias_error"] == pytest.approx(expected, rel=1e-6)
-    assert found["3.weight_quantizer"]["bias_error"] is None  # no norm says how large a channel is
+    assert found["3.weight_quantizer"]["bias_error"] is None  # without a batch norm, the size of a channel is unknown
     assert found["0.input_quantizer"]["bias_error"] is None
     assert "bias error" in str(fq.health(model))
 

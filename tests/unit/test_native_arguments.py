@@ -1,4 +1,4 @@
-"""The native functions refuse what would make them leave their memory. Nothing public gets them there."""
+"""Native functions refuse arguments that would access memory out of bounds. No public call passes them."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def test_shapes_without_elements_are_accepted(call, shape):
 
 
 def fake_quantize(**changes):
-    """An ordinary call with some arguments changed."""
+    """Makes a valid call with some arguments changed."""
     arguments = dict(
         x=X, y=np.empty_like(X), mask=None, mask_kind=native.MASK_NONE, dtype=native.F32, shape=(1, 1, 1, 16),
         numerics=native.ONNX, scale=ONE, scale_is_f64=False, zero_point=None, zero_kind=native.ZERO_NONE, qmin=-8,
@@ -113,7 +113,7 @@ def test_invalid_sizes_and_enum_values_are_refused(call):
 
 @pytest.mark.parametrize("inverse", [np.nan, np.inf, -1.0, -np.inf, 3e38])
 def test_histogram_counts_values_beyond_every_bin_within_its_memory(inverse):
-    """The counts lie between two fences."""
+    """The counts lie between two guard regions."""
     fenced = np.full(8 + 16, -7, np.int64)
     counts = fenced[8:16]
     counts[:] = 0

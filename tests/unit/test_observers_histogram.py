@@ -17,7 +17,7 @@ INF, NAN = math.inf, math.nan
 
 # --- histogram --------------------------------------------------------------------------------------
 
-EDGES = [k * 2.0**-5 for k in range(-40, 41)]  # exactly on edges of bins, when the exponent allows
+EDGES = [k * 2.0**-5 for k in range(-40, 41)]  # exactly on edges of bins if the exponent allows
 DATA = {
     "random": bell(200).tolist(),
     "on the edges": EDGES,
@@ -69,7 +69,7 @@ def test_histogram_counts_per_channel_do_not_depend_on_order_or_batches():
 
 
 def percentile_range(values, percent):
-    """The outermost values that are not in a tail of n * (100 - percent) / 100, by exact arithmetic."""
+    """Returns the outermost values outside the tails of n * (100 - percent) / 100, by exact arithmetic."""
     ordered = sorted(values)
     cut = math.floor(len(ordered) * (100 - Fraction(str(percent))) / 100)
     return ordered[cut], ordered[len(ordered) - 1 - cut]
@@ -106,13 +106,13 @@ def test_percentile_matches_sorted_values_within_a_bin(values, percent, bins):
 @pytest.mark.parametrize("percent", [*map(float, range(51, 101)), 99.5, 99.75, 62.5])
 @pytest.mark.parametrize("count", [100, 200, 400])
 def test_percentile_leaves_out_a_tail_of_whole_percents_exactly(percent, count):
-    """Whole percents of round numbers of values are where a rounded product falls on the wrong side."""
+    """Whole percents of round counts are where a rounded product falls on the wrong side."""
     assert_within_a_bin([float(v) for v in range(1, count + 1)], percent, 4096)
 
 
 @pytest.mark.parametrize(("percent", "count"), [(99.9, 1000), (99.9, 2000), (99.99, 10000), (99.7, 1000), (50.1, 1000)])
 def test_percentile_leaves_out_a_tail_of_fractional_percents_exactly(percent, count):
-    """No binary number is 99.9, but one in a thousand is."""
+    """99.9 is not a binary number, but one in a thousand is a whole count."""
     assert_within_a_bin([float(v) for v in range(1, count + 1)], percent, 1 << 17)
 
 

@@ -54,7 +54,7 @@ LAYOUTS = {
 
 
 def blocks_in(x, spec):
-    """The elements of every block, in the order of the parameters."""
+    """Returns the elements of every block, in the order of the parameters."""
     shape = blocks_of(tuple(x.shape), spec).parameters
     if spec.axis is None:
         return [x.flatten()]
@@ -130,7 +130,7 @@ def test_tensor_that_is_not_float_is_refused_and_leaves_the_state_unchanged(obse
 
 
 class Team:
-    """Ranks that are threads: every reduction waits for all of them."""
+    """Simulates ranks with threads: every reduction waits for all of them."""
 
     def __init__(self, size):
         self.size = size
@@ -161,7 +161,7 @@ class Member(Ranks):
 
 
 def on_ranks(observer, shards, spec):
-    """The states of all ranks and their counts of what is not finite; `shards[rank]` are a rank's batches."""
+    """Returns the states and nonfinite counts of all ranks; `shards[rank]` are the batches of a rank."""
     team = Team(len(shards))
 
     def run(rank):
@@ -181,12 +181,12 @@ def on_ranks(observer, shards, spec):
 @pytest.mark.parametrize("where", [{}, dict(axis=1), dict(axis=1, group_size=2)], ids=["tensor", "channel", "group"])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_ranks_have_the_state_of_one_process_on_the_joined_batch(observer, where, symmetric):
-    if where.get("group_size"):  # a group has the rows of one rank only: there the ranks see the same rows
+    if where.get("group_size"):  # groups cannot be joined along the batch: compare the ranks with each other only
         where = dict(axis=0, group_size=2)
         shards = [[bell(4, 6, seed=10 * r + s) * (1 + 5 * s * r) for s in range(3)] for r in range(3)]
         joined = None
     else:
-        rows = [(5, 3, 8), (1, 7, 0), (2, 2, 9)]  # of every rank at every step
+        rows = [(5, 3, 8), (1, 7, 0), (2, 2, 9)]  # per rank and step
         shards = [[bell(n, 6, seed=10 * r + s) * (1 + 5 * s * r) for s, n in enumerate(rows[r])] for r in range(3)]
         shards[0][1][0, 0], shards[2][0][1, 2], shards[2][0][0, 0] = NAN, INF, -INF
         joined = [torch.cat(step) for step in zip(*shards, strict=True)]

@@ -1,4 +1,4 @@
-"""Searched ranges on data with peaks: a background of one value, the zeros after a ReLU, long tails."""
+"""Searched ranges on data with peaks: a constant background, zeros after a ReLU, long tails."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def with_peak(value, x):
 
 
 DATA = {
-    # The bin of the smallest value has its center outside of the range of the data, or inside.
+    # The center of the lowest bin is outside or inside the range of the data.
     "background, center outside": with_peak(-0.4242, uniform(2000) * 3.24 - 0.4242),
     "background, center inside": with_peak(-0.4249, uniform(2000) * 3.24 - 0.4249),
     "images": torch.cat([torch.zeros(15_000), torch.ones(2000), uniform(5000)]).sub(0.1307).div(0.3081),
@@ -47,8 +47,8 @@ GRIDS = {
     for bits in (8, 4)
     for name, options in {"int": {}, "uint": dict(signed=False, symmetric=False)}.items()
 }
-# Decibels that Entropy may lose beside the least squared error. It keeps to them on the bins, of which the
-# data is a little off.
+# Decibels that Entropy may lose against the least squared error. It enforces the limit on bins, so the data
+# may exceed it slightly.
 MOST_LOST = 3.1
 
 by_data = pytest.mark.parametrize("x", DATA.values(), ids=DATA)
@@ -56,7 +56,7 @@ by_grid = pytest.mark.parametrize("spec", GRIDS.values(), ids=GRIDS)
 
 
 def found(observer, x, spec):
-    """Range, share of values outside of it, and signal to noise."""
+    """Returns the range, the share of clipped values, and the signal-to-noise ratio."""
     state = observer.init(())
     observer.update(state, x, spec)
     lo, hi = observer.range(state, spec)

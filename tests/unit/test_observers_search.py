@@ -14,7 +14,7 @@ from fakequant.observers import MSE, Entropy, Histogram  # noqa: E402
 
 
 def grid_of(lo, hi, spec):
-    """Scale and zero point in float32."""
+    """Returns scale and zero point, computed in float32."""
     lo, hi = min(np.float32(lo), np.float32(0)), max(np.float32(hi), np.float32(0))
     levels = np.float32(spec.qmax - spec.qmin)
     eps = np.finfo(np.float32).eps
@@ -35,7 +35,7 @@ def rounded(x, lo, hi, spec):
 
 
 def candidates(lo, hi, steps):
-    """Both ends cut at the same magnitude, from the largest down."""
+    """Returns the ranges with both ends cut at the same magnitude, from the largest down."""
     top = max(-lo, hi)
     cuts = [top * (np.float32(i) / np.float32(steps)) for i in range(steps, 0, -1)]
     return [(max(lo, -cut), min(hi, cut)) for cut in cuts]
@@ -51,7 +51,7 @@ def brute_force(error, lo, hi, steps, *, each_end):
 
 
 def histogram_of(x, bins):
-    """Counts, centers and width."""
+    """Returns counts, centers and width of the bins."""
     exponent, counts = counted(x.tolist(), bins)
     width = 2.0**exponent
     return counts, ((np.arange(-bins // 2, bins // 2) + 0.5) * width).astype(np.float32), width
@@ -96,7 +96,7 @@ def test_mse_finds_the_range_of_least_squared_error_on_the_latest_tensor(x, spec
 
 
 def divergence(counts, centers, lo, hi, spec):
-    """Of the histogram clipped to the range from the one whose codes have evenly filled bins."""
+    """Returns the KL divergence of the clipped histogram from the one with evenly filled bins per code."""
     half = (centers[1] - centers[0]) / 2
     below, above = centers + half < lo, centers - half > hi
     inside = np.flatnonzero(~below & ~above)
@@ -113,7 +113,7 @@ def divergence(counts, centers, lo, hi, spec):
     return math.fsum(p[p > 0] * np.log(p[p > 0] / q[p > 0]))
 
 
-# Candidates may have the same divergence, and then which is the least depends on how at most 1024 terms were added.
+# Among candidates of equal divergence, the order of summing up to 1024 terms decides.
 SUMMED_IN_ANOTHER_ORDER = 1e-12
 
 
@@ -147,7 +147,7 @@ def test_entropy_takes_the_range_of_the_data_with_more_levels_than_bins(bits):
 
 
 def test_search_prefers_the_widest_range_among_equal_errors():
-    """Below the smallest scale every candidate has the same grid."""
+    """Below the smallest scale, every candidate has the same grid."""
     x = [-1e-9, 5e-10, 1e-9]
     for observer in (Histogram(), MSE()):
         for spec in (INT8, UINT8):

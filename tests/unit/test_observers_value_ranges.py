@@ -37,7 +37,7 @@ INF, NAN = math.inf, math.nan
 SPECS = (INT8, QuantSpec(narrow_range=True), QuantSpec(symmetric=False), UINT8)
 
 
-# As many candidates as fill whole vector registers: torch's maximum of two zeros depends on that.
+# 32 candidates fill whole vector registers, on which torch's maximum of +0 and -0 depends.
 @by({**WATCHING, "Histogram": Histogram(steps=32, bins=64), "Entropy": Entropy(32, bins=64), "MSE": MSE(32)})
 @pytest.mark.parametrize("zeros", [[0.0] * 5, [-0.0] * 5, [0.0, -0.0, 0.0]], ids=["+0", "-0", "both"])
 def test_range_of_zeros_is_from_positive_zero_to_positive_zero(observer, zeros):
@@ -58,7 +58,7 @@ def test_range_of_a_constant_is_that_constant(observer, c):
 @by({"Histogram": Histogram(steps=25, bins=1024), "Entropy": Entropy(25, bins=1024), "MSE": MSE(25)})
 @by(CONSTANTS, "c")
 def test_searched_range_of_a_constant_reaches_from_zero_to_it(observer, c):
-    """With eight bits; with few of them a narrower range may have a code that is nearer."""
+    """This holds for eight bits. With fewer, a narrower range may have a nearer code."""
     for spec in SPECS:
         assert_same_range((min(c, 0.0), max(c, 0.0)), range_of(observer, [c] * 7, [c], spec=spec), spec)
     for spec in (INT4, UINT4, QuantSpec(bits=2)):
@@ -143,7 +143,7 @@ def test_update_gives_the_range_of_the_fused_kernel(observer, where, dtype):
     if dtype == torch.float64:
         batches[0][0, :2] = torch.tensor([-1e300, 1e-320])
         batches += [torch.full((4, 8), v, dtype=dtype) for v in (-1e-320, 1e300)]
-    if dtype != torch.float16:  # a step from one end of float32 to the other is not finite, its result is
+    if dtype != torch.float16:  # the step from one end of float32 to the other overflows, but its result does not
         batches += [torch.full((4, 8), v, dtype=dtype) for v in (-3e38, 3e38, -3e38, 1.0)]
     state = observer.init(blocks_of((4, 8), spec).parameters)
     fused = copy.deepcopy(state)
@@ -164,7 +164,7 @@ def test_update_gives_the_range_of_the_fused_kernel(observer, where, dtype):
 @pytest.mark.parametrize("spec", [INT4, UINT4], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_range_does_not_depend_on_the_dtype_of_the_data(observer, spec, dtype):
-    """Values that every dtype holds. MSE is not compared in halves: its error is that of the dtype."""
+    """The values are exact in every dtype. MSE computes errors in the dtype, so halves are not compared."""
     if isinstance(observer, MSE) and dtype != torch.float64:
         assert np.isfinite(range_of(observer, bell(300, dtype=dtype), spec=spec)).all()
         return
@@ -196,7 +196,7 @@ def test_float64_values_beyond_float32_count_as_the_largest_float32(observer, va
         assert observer.update(state, x, spec) == 0
         found = [end.numpy() for end in observer.range(state, spec)]
         assert -LARGEST <= found[0] <= found[1] <= LARGEST
-        if observer in SEARCHES.values():  # which may prefer a range whose last code is no infinity
+        if observer in SEARCHES.values():  # a search may prefer a range whose last code is finite
             assert max(-found[0], found[1]) > LARGEST / 2
         else:
             assert_same_range((lo, hi), found, spec)
@@ -252,7 +252,7 @@ def test_tiny_and_huge_values_have_a_range_within_them_and_a_usable_scale(observ
 @pytest.mark.parametrize("spec", [INT4, UINT4], ids=str)
 @pytest.mark.parametrize("power", [-12, 20, 100, 122])
 def test_scaling_data_by_a_power_of_two_scales_the_range(observer, spec, power):
-    """Powers of two are exact, so the same candidate is found; at 2^-12 the scale is still above its floor."""
+    """Powers of two are exact, so the same candidate wins. At 2^-12 the scale is still above its minimum."""
     x = bell(400)
     factor = np.float32(2.0**power)
     lo, hi = range_of(observer, x, x * 0.5, spec=spec)
@@ -264,7 +264,7 @@ def test_scaling_data_by_a_power_of_two_scales_the_range(observer, spec, power):
 @pytest.mark.parametrize("spec", [INT8, INT4, UINT8, UINT4, QuantSpec(narrow_range=True)], ids=str)
 @pytest.mark.parametrize("top", [3.2e38, 3.4e38, LARGEST], ids=str)
 def test_search_keeps_the_range_where_outer_codes_overflow(observer, spec, top):
-    """Where the last code of a candidate is beyond float32, its error is infinite, also in bins without values."""
+    """A candidate whose last code overflows has infinite error, even in empty bins."""
     lo, hi = range_of(observer, [-top, top], spec=spec)
     assert lo <= -top / 2
     assert hi >= top / 2

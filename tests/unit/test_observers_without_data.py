@@ -104,7 +104,7 @@ NONFINITE = {"NaN": [NAN], "+inf": [INF], "-inf": [-INF], "all three": [NAN, INF
 @pytest.mark.parametrize("spec", [INT8, UINT8], ids=str)
 def test_nonfinite_values_do_not_change_the_range(observer, bad, spec):
     first, second = bell(300), bell(301, seed=1)
-    for place in ([], [0], [-1]):  # at the front and at the back: nothing starts or ends with it
+    for place in ([], [0], [-1]):  # shuffled in, at the front, and at the back
         dirty = torch.cat([first, torch.tensor(bad)]) if place != [0] else torch.cat([torch.tensor(bad), first])
         dirty = dirty[torch.randperm(len(dirty), generator=torch.Generator().manual_seed(0))] if not place else dirty
         state = observer.init(())

@@ -39,7 +39,7 @@ def test_pact_clips_at_alpha_and_quantizes(width, alpha):
 def test_pact_gradients_match_the_formulas(alpha):
     values = pact_values(alpha)
     x = torch.from_numpy(values).requires_grad_()
-    dy = torch.arange(1.0, len(values) + 1)  # a sum of whole numbers is exact
+    dy = torch.arange(1.0, len(values) + 1)  # sums of integers are exact
     quantizer = PACT(4, alpha)
     quantizer(x).backward(dy)
     inside = (values >= 0) & (values <= np.float32(alpha))

@@ -33,7 +33,7 @@ ATTENTION = {
     "3-d mask and padding": dict(attn_mask=FLOAT3, key_padding_mask=torch.zeros(2, 5).masked_fill(PADDING, -torch.inf)),
     "causal": dict(attn_mask=CAUSAL, is_causal=True),
 }
-# torch adds a mask inside the product and in other orders of axes: sums of at most 16 products of numbers of size one.
+# torch adds masks inside the product and in another axis order: sums of at most 16 products of values near one.
 CLOSE = dict(rtol=1e-5, atol=1e-6)
 
 
@@ -59,7 +59,9 @@ def close(expected, actual):
         torch.testing.assert_close(actual[1], expected[1], **CLOSE)
     assert expected[2].keys() == actual[2].keys()
     for name, value in expected[2].items():
-        torch.testing.assert_close(actual[2][name], value, msg=name, rtol=1e-4, atol=1e-5)  # sums over all tokens
+        torch.testing.assert_close(
+            actual[2][name], value, msg=name, rtol=1e-4, atol=1e-5
+        )  # gradients are sums over all tokens
 
 
 def attention(batch_first=True, **options):
@@ -147,7 +149,7 @@ def test_attention_computes_with_quantized_tensors(kind, need_weights):
     layer = fq.prepare(attention(), recipes.int8())
     inputs = (Q, Q, Q) if kind == "self" else (Q, K, V)
     fq.calibrate(layer, lambda m: m(*inputs, need_weights=need_weights), progress=False)
-    fqnn.switch_quantizers(layer, frozen=True)  # in evaluation biases are rounded too
+    fqnn.switch_quantizers(layer, frozen=True)  # evaluation would also round biases
     assert {path for path, _ in fqnn.quantizers(layer)} == {
         "weight_quantizer", "input_quantizer", "projection_quantizer",
         "out_proj.weight_quantizer", "out_proj.input_quantizer",

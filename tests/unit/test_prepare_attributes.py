@@ -1,4 +1,4 @@
-"""What `prepare` and `Schedule` add to the modules of a model, and that `unprepare` removes all of it."""
+"""What `prepare` and `Schedule` add to modules; `unprepare` removes all of it."""
 
 import copy
 import pickle
@@ -15,7 +15,7 @@ QUANTIZERS = {"weight_quantizer", "input_quantizer", "output_quantizer"}
 
 
 class Everything(nn.Module):
-    """One of everything that something is added to, in a model that torch.fx cannot trace."""
+    """One module of every kind that `prepare` extends; optionally not traceable by torch.fx."""
 
     def __init__(self, traceable):
         super().__init__()
@@ -34,7 +34,7 @@ class Everything(nn.Module):
 
 
 def snapshot(model):
-    """Of every module: its class, its attributes, and what is in its dicts (children, parameters, buffers, hooks)."""
+    """Returns the class, attributes and dicts (children, parameters, buffers, hooks) of every module."""
     return {
         path: (
             type(module),
@@ -45,7 +45,7 @@ def snapshot(model):
 
 
 def added(before, after):
-    """The class and the names of the attributes, children and hooks that a module has now and had not before."""
+    """Returns the class and the names of attributes, children and hooks that were added to a module."""
     (cls, old), (other, new) = before, after
     found = {"attributes": set(new) - set(old)}
     if cls is not other:
@@ -139,7 +139,7 @@ def test_convert_adds_only_the_record_attribute():
     fq.calibrate(fq.prepare(model, recipes.int8()), [x], progress=False)
     golden = fq.convert(model)
     for path, (_, own) in snapshot(golden).items():
-        if path in before and path != "norm":  # which is folded
+        if path in before and path != "norm":  # folded
             assert {name for name in set(own) - set(before[path][1]) if not name.startswith("_fakequant")} == set()
             assert {name for name in own if "fakequant" in name} <= {"_fakequant"}
 

@@ -163,7 +163,7 @@ def test_rule_whose_spec_does_not_fit_its_layer_is_listed_with_the_sizes(spec, w
 
 
 class Registered(nn.Linear):
-    """Of a class that nothing can be derived from without being asked for more."""
+    """A class that cannot be subclassed without a keyword argument."""
 
     def __init_subclass__(cls, **options):
         if "name" not in options:

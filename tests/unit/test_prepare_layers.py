@@ -14,7 +14,7 @@ fqnn = pytest.importorskip("fakequant.nn")
 recipes = pytest.importorskip("fakequant.recipes")
 tensors = pytest.importorskip("fakequant._backends.torch.tensor_functions")
 
-# The layer, its input, more arguments, and the axis of its output channels.
+# Layer, input, further arguments, and the axis of the output channels.
 LAYERS = {
     "Linear": (lambda: nn.Linear(6, 4), randn(3, 6), {}, 0),
     "Linear without bias": (lambda: nn.Linear(6, 4, bias=False), randn(3, 6), {}, 0),
@@ -77,7 +77,7 @@ def build(make, dtype=torch.float32):
 
 
 def gradients(layer, x, **options):
-    """The result, and the gradients of everything that has one."""
+    """Returns the result and the gradients of the input and all parameters."""
     if x.is_floating_point():
         x = x.clone().requires_grad_()
     y = layer(x, **options)
@@ -113,7 +113,7 @@ def test_layer_with_quantizers_off_equals_the_float_layer(make, x, options, axis
 def test_layer_computes_the_float_function_of_quantized_tensors(make, x, options, axis):
     layer = fq.prepare(build(make), recipes.int8().rule(output=presets.uint4()))
     fq.calibrate(layer, lambda m: m(x if x.numel() else randn(3, 6), **options), progress=False)
-    fqnn.switch_quantizers(layer, frozen=True)  # in evaluation biases are rounded too
+    fqnn.switch_quantizers(layer, frozen=True)  # evaluation would also round biases
     plain = build(make)
     to_input, to_output = layer.input_quantizer, layer.output_quantizer
 
@@ -125,7 +125,7 @@ def test_layer_computes_the_float_function_of_quantized_tensors(make, x, options
 
     expected = nn.Module()
     expected.forward = forward
-    wide = 1.5 * x if x.is_floating_point() else x  # some of it is clipped
+    wide = 1.5 * x if x.is_floating_point() else x  # some values are clipped
     y, found = gradients(expected, wide, **options)
     found.update({name: p.grad for name, p in plain.named_parameters()})
     same_gradients((y, found), gradients(layer, wide, **options))

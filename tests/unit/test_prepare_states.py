@@ -12,8 +12,6 @@ import fakequant as fq
 torch = pytest.importorskip("torch")
 recipes = pytest.importorskip("fakequant.recipes")
 
-# --- what prepare keeps -----------------------------------------------------------------------------
-
 TOKENS = randint(9, 3, 6)
 
 
@@ -71,7 +69,7 @@ def test_unprepare_restores_the_float_model(config):
     for context in (torch.enable_grad(), torch.no_grad()):
         with context:
             same(floats(TOKENS), model(TOKENS))
-    fq.prepare(model, config)  # and it can be prepared again
+    fq.prepare(model, config)  # the model can be prepared again
 
 
 def test_unprepare_keeps_the_trained_weights():

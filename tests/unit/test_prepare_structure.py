@@ -40,7 +40,7 @@ def test_operands_of_an_addition_are_quantized_by_their_producers(linear):
     assert model.head.output_quantizer is None
     x = randn(3, 4)
     fq.calibrate(model, [x], progress=False)
-    fqnn.switch_quantizers(model, frozen=True)  # in evaluation biases are rounded too
+    fqnn.switch_quantizers(model, frozen=True)  # evaluation would also round biases
     a, b = (tensors.fake_quantize(x, *m.input_quantizer.qparams(), presets.uint8()) for m in (model.a, model.b))
     left = torch.relu(F.linear(a, quantized_weight(model.a, 0), model.a.bias))
     right = F.linear(b, quantized_weight(model.b, 0), model.b.bias)
@@ -72,7 +72,7 @@ def test_integer_operands_of_an_addition_pass_unchanged():
 
 
 class HasEffects(nn.Module):
-    """What ordinary forward passes do beside computing."""
+    """A forward pass with side effects."""
 
     def __init__(self):
         super().__init__()

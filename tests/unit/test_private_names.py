@@ -1,4 +1,4 @@
-"""Names with an underscore stay in the package that has them."""
+"""Names with an underscore are imported only within their package."""
 
 import ast
 from pathlib import Path
@@ -9,7 +9,7 @@ ROOT = Path(fakequant.__file__).parent
 
 
 def borrowed(file):
-    """Private names that a file imports from another package of this library; the compiled module is for all."""
+    """Yields the private names that a file imports from other packages, except the compiled module."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fakequant."):
             place = ROOT.joinpath(*node.module.split(".")[1:])

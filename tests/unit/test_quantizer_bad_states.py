@@ -1,4 +1,4 @@
-"""States that lack a quantizer, or hold what no quantizer can have; and copies, which share nothing."""
+"""Incomplete and invalid states of quantizers are refused; copies share nothing."""
 
 import copy
 
@@ -19,7 +19,7 @@ def prepared(recipe=None):
     return fq.calibrate(fq.prepare(model, recipe or fq.recipes.int8()), [X], progress=False)
 
 
-# --- what is missing ------------------------------------------------------------------------------
+# --- incomplete states ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["0.weight_quantizer", "0.input_quantizer", "2.weight_quantizer"])
@@ -48,7 +48,7 @@ def test_loading_does_not_depend_on_earlier_loads():
     assert str(model.load_state_dict(floats)) == "<All keys matched successfully>"
 
 
-# --- what is wrong --------------------------------------------------------------------------------
+# --- invalid values -------------------------------------------------------------------------------
 
 SCALES = {"-0.5": -0.5, "0": 0.0, "inf": torch.inf, "-inf": -torch.inf}
 

@@ -57,7 +57,7 @@ def test_copies_keep_path_counts_and_pending_searches(copied):
     module.quantizing = False
     with pytest.warns(RuntimeWarning, match="at a.b has observed 1 value"):
         module(torch.cat([X.flatten(), torch.tensor([torch.nan])]))
-    other = copied(module)  # a search is due
+    other = copied(module)  # a search is pending
     assert (other.path, other.nonfinite) == ("a.b", 1)
     same_state(module.state_dict(), other.state_dict())
     other.quantizing = True
@@ -104,7 +104,7 @@ def test_averaged_model_has_the_buffers_of_its_model(make, average):
     "make", [KINDS["MinMax"], KINDS["MovingAverage"], KINDS["LSQ+"]], ids=["MinMax", "MovingAverage", "LSQ+"]
 )
 def test_averaged_buffers_still_form_a_valid_quantizer(make, average):
-    """A scale between those of the steps, a zero point within the range, and a spec that is not averaged."""
+    """The scale is positive, the zero point within the range, and the spec is not averaged."""
     model = in_a_model(make)
     ema = swa.AveragedModel(model, use_buffers=True, **average)
     for step in range(4):
@@ -146,9 +146,6 @@ def test_averaged_model_keeps_observations_that_await_a_search():
     fqnn.switch_quantizers(model, quantizing=True)
     fqnn.switch_quantizers(ema.eval(), quantizing=True)
     same(model[1].eval()(WIDE), ema.module[1](WIDE), "y")
-
-
-# --- functions on models ----------------------------------------------------------------------------
 
 
 def test_averaged_model_has_the_zero_point_of_its_averaged_range():

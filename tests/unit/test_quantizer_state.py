@@ -72,7 +72,7 @@ def test_state_holds_plain_tensors_of_constant_shape(make):
 def test_quantizer_state_contains_the_switches(make, on):
     module, other = trained(make), trained(make)
     fqnn.switch_quantizers(module, **dict(zip(SWITCHES, on, strict=True)))
-    if module.is_initialized:  # a learned scale, which is not observed again
+    if module.is_initialized:  # a learned scale is not observed again
         on = (False, *on[1:])
     other.load_state_dict(through_a_file(module.state_dict()))
     assert (other.observing, other.quantizing, other.frozen) == on
@@ -129,7 +129,7 @@ def test_assigned_state_works_like_a_copied_one(make):
 
 @each_kind
 def test_state_assigned_to_a_meta_quantizer_is_complete(make):
-    """As large models are loaded: nothing is left without memory."""
+    """Large models are loaded this way; no tensor is left on the meta device."""
     module, other = trained(make), make(device="meta")
     other.load_state_dict(through_a_file(module.state_dict()), assign=True)
     assert not any(value.is_meta for value in (*other.buffers(), *other.parameters()))
@@ -181,7 +181,7 @@ def test_loading_a_float_state_keeps_learned_scales_frozen(name):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), trained(KINDS[name]))
     expected = model[1](WIDE)
     model[1].frozen = True
-    with torch.no_grad():  # an optimizer that goes on
+    with torch.no_grad():  # an optimizer step
         for parameter in model[1].parameters():
             parameter.add_(1)
     model.load_state_dict(torch.nn.Sequential(torch.nn.Linear(8, 8)).state_dict())

@@ -79,7 +79,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("grid", FORMATS.values(), ids=FORMATS)
 def test_state_with_an_unknown_grid_format_is_refused_with_the_path(grid):
-    """Whatever is in it: other modules have buffers called grid, too."""
+    """Modules of other libraries may also have a buffer called grid."""
     model = torch.nn.ModuleDict({"act": fqnn.FakeQuantize(AFFINE)})
     state = snapshot(model) | {"act.grid": grid}
     with pytest.raises(RuntimeError, match=r"Error\(s\) in loading state_dict for ModuleDict:\s+act: "):

@@ -1,4 +1,4 @@
-"""The same mistake is the same exception, whether it is made with arrays or with tensors."""
+"""The same mistake raises the same exception for arrays and tensors."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def running():
     return np.full(1, -1, np.float32), np.full(1, 1, np.float32)
 
 
-# What is called with a conversion to arrays or to tensors, and what is raised.
+# A call that takes a conversion to arrays or tensors, and the exception it raises.
 MISTAKES = {
     "integers": (lambda c: fq.fake_quantize(c(INTEGERS), 0.1, 0, SPEC), TypeError),
     "integers, quantize": (lambda c: fq.quantize(c(INTEGERS), 0.1, 0, SPEC), TypeError),

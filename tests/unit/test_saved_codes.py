@@ -1,4 +1,4 @@
-"""What quantized layers keep for the backward pass: codes, and the same gradients."""
+"""Quantized layers save codes for the backward pass, with the same gradients."""
 
 import copy
 import dataclasses

@@ -1,4 +1,4 @@
-"""What a schedule freezes, and what goes on beside it."""
+"""Batch norms and weights that a schedule freezes, and what stays trainable."""
 
 import copy
 
@@ -14,7 +14,7 @@ QuantizedLayer = pytest.importorskip("fakequant.nn._quantized_layer").QuantizedL
 
 
 class Residual(nn.Module):
-    """The result of the batch norm is added: it has a quantizer for it."""
+    """The output of the batch norm is an operand of an addition, so it has a quantizer."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ def test_unprepare_unfreezes_batch_norms():
 
 
 def test_weights_outside_a_frozen_range_have_no_gradient():
-    """While the range is that of the tensor at hand nothing is outside, and all gradients pass."""
+    """With a dynamic range, no weight is outside and all gradients pass."""
     model = fq.prepare(nn.Sequential(nn.Linear(2, 2, bias=False)), recipes.int8())
     x = torch.ones(1, 2)
     model(x).sum().backward()

@@ -17,7 +17,7 @@ DEFAULTS = dict(bits=8, signed=True, symmetric=True, narrow_range=False, axis=No
 
 
 def every_kind():
-    """All combinations of the fields that are allowed, with the ends of `bits`."""
+    """Yields every valid combination of fields, with `bits` at its limits."""
     kinds = [dict(signed=True, symmetric=s, narrow_range=n) for s in (True, False) for n in (True, False)]
     kinds.append(dict(signed=False, symmetric=False))
     places = [{}, dict(axis=0), dict(axis=-1), dict(axis=1, group_size=1), dict(axis=-2, group_size=32)]

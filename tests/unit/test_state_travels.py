@@ -1,6 +1,6 @@
-"""What `convert`, `export_onnx` and `verify` do follows from modules, parameters and buffers alone.
+"""`convert`, `export_onnx` and `verify` depend on modules, parameters and buffers only.
 
-A model, its deepcopy, its pickle and a freshly prepared model with its state are the same to them, whether or not this
+A model, its deepcopy, its pickle and a freshly prepared model with its state give the same results, whether or not the
 object has run before.
 """
 
@@ -27,7 +27,7 @@ def linear_and_norm():
 
 
 class Tokens(nn.Module):
-    """A batch norm whose axis is that of the tokens, of which there are as many as channels."""
+    """A batch norm over tokens, with as many tokens as channels."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ NAMES = ["int8", "int4_weight_only", "lsq"]
 
 
 def twins(model, make, x, config):
-    """Other objects that are the same model, none of which has run."""
+    """Returns copies of a model, none of which has run."""
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)

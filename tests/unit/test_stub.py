@@ -1,4 +1,4 @@
-"""The committed stub of the native module is what the module says of itself."""
+"""The committed stub of the native module is up to date."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`summary` and `health`: what they say of a prepared model."""
+"""`summary` and `health` of prepared models."""
 
 import pytest
 
@@ -121,7 +121,7 @@ def test_health_logs_to_a_writer():
 def test_health_leaves_weight_quantizers_unchanged():
     model = fq.calibrate(fq.prepare(nn.Sequential(nn.Linear(4, 2)), recipes.int8()), [torch.ones(3, 4)], progress=False)
     with torch.no_grad():
-        model[0].weight.mul_(2)  # as an optimizer does; the scale is that of the last forward pass
+        model[0].weight.mul_(2)  # like an optimizer step; the scale is that of the last forward pass
     before = {name: value.clone() for name, value in model.state_dict().items()}
     fq.health(model, [torch.ones(3, 4)])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

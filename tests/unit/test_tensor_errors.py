@@ -1,4 +1,4 @@
-"""Bad input with tensors: the error names the argument, what was received and what to do. Nothing is modified."""
+"""Errors of the functions on tensors name the argument, what was received and the fix; nothing is modified."""
 
 import dataclasses
 
@@ -143,7 +143,7 @@ def test_scales_of_the_wrong_type_are_refused(call, scale):
 @pytest.mark.parametrize("zero_point", [128, -129, 2**40])
 def test_zero_point_tensors_out_of_range_are_refused(call, zero_point, numerics):
     spec = fq.QuantSpec(symmetric=False, numerics=numerics)
-    # A tensor of int64 may be saturated before it is looked at.
+    # An int64 tensor may be saturated before it is checked.
     received = zero_point if zero_point < 2**31 else "[0-9]+"
     with pytest.raises(ValueError, match=f"`zero_point` must be between -128 and 127 .*, got {zero_point}"):
         call(X, 0.1, zero_point, spec)

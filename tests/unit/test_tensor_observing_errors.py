@@ -1,4 +1,4 @@
-"""Bad input with tensors, continued: observing, ranges, codes. State is as it was before an error."""
+"""Errors of observing, ranges and codes with tensors; the running range is unchanged after an error."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The pool of threads: several callers, forked children, the end of the process."""
+"""The thread pool: concurrent callers, forked children, process exit."""
 
 import multiprocessing
 import os
@@ -46,7 +46,7 @@ def test_concurrent_callers_get_their_own_results():
 
 
 def test_kernels_release_the_gil():
-    # Another Python thread counts during one long call; it cannot if the kernel holds the GIL.
+    # Another Python thread counts during one long call, which is possible only if the kernel releases the GIL.
     fq.set_num_threads(1)
     x = data(0, 1 << 25)
     count = 0
@@ -119,7 +119,7 @@ def test_idle_threads_use_no_cpu():
     fq.set_num_threads(4)
     result_of(0)
     time.sleep(0.05)
-    # Three spinning threads would use a second and a half here, one alone half a second.
+    # Three spinning threads would use 1.5 seconds, a single one 0.5 seconds.
     before = time.process_time()
     time.sleep(0.5)
     assert time.process_time() - before < 0.4

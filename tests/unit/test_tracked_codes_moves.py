@@ -1,4 +1,4 @@
-"""What moves or selects elements of a golden value leaves them on their grid, and nothing else does."""
+"""Moving or selecting elements of a tracked tensor keeps them on their grid; other operations do not."""
 
 import pytest
 
@@ -22,13 +22,13 @@ def on_grid(x):
 
 
 def parts(result):
-    """The floats of a result; places of elements are left out."""
+    """Returns the float tensors of a result, without indices."""
     every = result if isinstance(result, (tuple, list)) else [result]
     return [part for part in every if part.is_floating_point()]
 
 
 INDEX = torch.tensor([2, 0, 0])
-# Of a tensor of shape (2, 4, 6, 6).
+# Operations on a tensor of shape (2, 4, 6, 6).
 SELECTS = {
     "dropout1d": lambda x: F.dropout1d(x[0], training=False),
     "nn.Dropout1d": lambda x: nn.Dropout1d().eval()(x[0]),
@@ -108,7 +108,7 @@ def test_moved_or_selected_elements_stay_on_the_grid(move):
 
 @pytest.mark.parametrize("move", SELECTS.values(), ids=SELECTS)
 def test_moved_sums_have_the_codes_of_the_unmoved_ones(move):
-    """Or nothing is known of them."""
+    """The result has the same codes or no known origin."""
     scale = torch.tensor([0.1, 0.2, 0.3, 0.4]).reshape(-1, 1, 1)
     sums = torch.randint(-1000, 1000, (2, 4, 6, 6), generator=torch.Generator().manual_seed(0)).float()
     x = values.known(sums * scale, values.Accumulated(sums, scale))
@@ -164,7 +164,7 @@ def test_result_keeps_its_codes_when_its_input_changes_in_place_later(compute):
 
 
 class Shuffled(nn.Module):
-    """A block of a ShuffleNet: one half as it is, one through a layer, both shuffled."""
+    """A ShuffleNet block: channels are shuffled and split, and one half goes through a layer."""
 
     def __init__(self):
         super().__init__()

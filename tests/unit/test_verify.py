@@ -1,4 +1,4 @@
-"""`verify`: equal codes, and the reasons where they are not."""
+"""`verify` compares codes, and explains why they differ."""
 
 import json
 import runpy
@@ -21,7 +21,7 @@ saturation = pytest.importorskip("fakequant._convert.golden.saturation")
 
 
 def has_vnni():
-    with open("/proc/cpuinfo") as file:  # these kernels are of x86 on Linux
+    with open("/proc/cpuinfo") as file:  # these tests run on x86 Linux
         return "vnni" in file.read()
 
 
@@ -149,7 +149,7 @@ def test_verify_counts_a_difference_where_it_arises(good, tmp_path):
     found = fq.verify(model, tmp_path / "changed.onnx", DATA[:1])
     assert not found.ok
     differ = [t.path for t in found.tensors if t.runtime_differ]
-    assert len(differ) == 1  # from equal codes, everything after it is equal
+    assert len(differ) == 1  # every later tensor is computed from equal codes
     assert f"first at {differ[0]}" in found.verdict()
 
 
@@ -213,7 +213,7 @@ def test_nan_in_both_results_is_equal_and_in_one_is_a_difference():
 
 
 def test_consecutive_quantizers_are_not_merged_by_the_runtime(tmp_path):
-    """ONNX Runtime makes one of two, with another scale, unless something stands between them."""
+    """ONNX Runtime would merge two consecutive quantizers into one with another scale."""
     torch.manual_seed(0)
     config = recipes.int8(target="onnxruntime-x86").rule("1", activation_observer=fq.observers.Fixed(-0.5, 1.0))
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8))
@@ -266,7 +266,7 @@ def test_saturated_sums_clip_pairs_of_products():
 
 def test_saturated_sums_of_a_convolution_pair_channels_first():
     layer = nn.Conv2d(2, 1, (1, 2))
-    levels = torch.tensor([[[[127.0, 1.0]], [[127.0, -1.0]]]])  # channel, then place
+    levels = torch.tensor([[[[127.0, 1.0]], [[127.0, -1.0]]]])  # channels, then positions
     codes = torch.full((1, 2, 1, 2), 255.0)
     sums = saturation.saturated_sums(layer, codes, 0, levels, None)
     assert sums.flatten().tolist() == [32767 + 255 - 255]
@@ -276,7 +276,7 @@ def test_saturated_sums_of_a_convolution_pad_with_the_zero_point():
     layer = nn.Conv2d(1, 1, (1, 2), padding=(0, 1))
     levels = torch.tensor([[[[127.0, 127.0]]]])
     sums = saturation.saturated_sums(layer, torch.full((1, 1, 1, 1), 255.0), 200, levels, None)
-    # 127 * (200 + 255) does not fit 16 bits, on either side
+    # 127 * (200 + 255) overflows 16 bits on either side
     assert sums.flatten().tolist() == [32767 - 200 * 254] * 2
 
 
@@ -303,7 +303,7 @@ if __name__ == "__main__":
 
 
 def test_verify_command_reports_the_result_by_its_exit_code(tmp_path, monkeypatch, capsys):
-    """In a process of its own once: a start takes seconds."""
+    """Starts only one subprocess, because a start takes seconds."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT.replace("TARGET", "'onnxruntime-x86'"))
     runpy.run_path("script.py", run_name="__main__")
@@ -317,7 +317,7 @@ def test_verify_command_reports_the_result_by_its_exit_code(tmp_path, monkeypatc
 
 
 class InPlace(nn.Module):
-    """Changes what it is given."""
+    """Changes its input in place."""
 
     def __init__(self):
         super().__init__()
@@ -339,7 +339,7 @@ def test_verify_gives_every_model_the_same_input(tmp_path):
 
 
 def test_verification_is_ok_with_few_ties_and_no_other_difference():
-    """Only ties, only a few of them in the whole model, and not one code that rounding does not explain."""
+    """Only ties may differ, only a few in the whole model, and every difference must be a tie."""
     verification = pytest.importorskip("fakequant._verify.verdict")
     report, out = verification.TensorReport, verification.OutputReport(numbers=1)
 
@@ -349,7 +349,7 @@ def test_verification_is_ok_with_few_ties_and_no_other_difference():
 
     for whose in ("prepared", "runtime"):
         differ, at_tie = f"{whose}_differ", f"{whose}_ties"
-        assert ok(**{differ: 104, at_tie: 104})  # four, and one in ten thousand of a million
+        assert ok(**{differ: 104, at_tie: 104})  # four, plus one in ten thousand of a million codes
         assert not ok(**{differ: 105, at_tie: 105})
         assert not ok(**{differ: 1, at_tie: 0})
         assert not ok(**{differ: 104, at_tie: 103})

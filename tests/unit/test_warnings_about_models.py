@@ -1,4 +1,4 @@
-"""What is said, once, about models and configs that do less than they seem to."""
+"""Warnings about models and configs that do less than they appear to, given once."""
 
 import warnings
 
@@ -18,7 +18,7 @@ def calibrate(model, data, **options):
 
 
 def said(run):
-    """The warnings of a call."""
+    """Returns the warnings of a call."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run()
@@ -29,7 +29,7 @@ def said(run):
 
 
 def taking(signature):
-    """A model whose forward pass has a signature."""
+    """Returns a prepared model whose forward method has this signature."""
     scope = {}
     exec(f"def forward(self, {signature}):\n    return self.fc(x)", {}, scope)
     made = type("Model", (nn.Module,), scope)()
@@ -139,7 +139,7 @@ def test_rule_that_matches_nothing_warns_with_the_nearest_name(change, message):
 
 def test_unmatched_rules_of_recipes_and_shadowed_rules_do_not_warn():
     for config in (recipes.int8_dynamic(), recipes.int4_weight_only(4), recipes.int8().skip("1").rule("*")):
-        model = nn.Sequential(nn.Linear(16, 4), nn.Linear(4, 4))  # there is no convolution
+        model = nn.Sequential(nn.Linear(16, 4), nn.Linear(4, 4))  # the recipes have rules for convolutions
         assert said(lambda config=config, model=model: fq.prepare(model, config)) == []
 
 

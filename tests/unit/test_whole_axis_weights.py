@@ -1,4 +1,4 @@
-"""Weights with one scale for a whole axis (group_size=-1) become codes: per channel, or one group."""
+"""Weights with one scale per whole axis (group_size=-1) convert to channels or to one group."""
 
 import pytest
 

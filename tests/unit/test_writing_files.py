@@ -1,4 +1,4 @@
-"""Files get to their places when they are complete, or not at all."""
+"""Files are written completely or not at all."""
 
 import os
 import threading
