@@ -28,11 +28,11 @@ class Counts(nn.Module):
 # --- calibrate --------------------------------------------------------------------------------------
 
 EMPTY = {
-    "a list of nothing": lambda: ([],),
+    "an empty list": lambda: ([],),
     "an exhausted generator": lambda: ((x for x in ()),),
-    "no steps": lambda: ([X], 0),
+    "zero steps": lambda: ([X], 0),
     "a function that does not run the model": lambda: (lambda model: None,),
-    "batches of no rows": lambda: ([X[:0], X[:0]],),
+    "empty batches": lambda: ([X[:0], X[:0]],),
 }
 
 
@@ -65,7 +65,7 @@ HALF_WAY = {
     "integers": (lambda: torch.ones(3, 4, dtype=torch.int64), TypeError, "int64"),
     "NumPy": (lambda: X.numpy(), TypeError, "ndarray"),
     "a wrong key": (lambda: {"inptu": X}, TypeError, "inptu"),
-    "a key that is no string": (lambda: {1: X}, TypeError, "strings"),
+    "a key that is not a string": (lambda: {1: X}, TypeError, "strings"),
     "an empty tuple": (lambda: (), TypeError, "input"),
     "text": (lambda: ("text",), TypeError, "str"),
 }

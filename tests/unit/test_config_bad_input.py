@@ -30,7 +30,7 @@ WRONG = {
     "a spec: its name": ({"operands": "uint8"}, "QuantSpec"),
     "a spec: too many bits": ({"default": {"weight": {"bits": 99}}}, "`bits` must be between 2 and 32"),
     "an observer: its name": ({"default": {"weight_observer": "MinMax"}}, "bserver"),
-    "an observer: nothing": ({"default": {"weight_observer": {}}}, "`kind` must be one of"),
+    "an observer: empty": ({"default": {"weight_observer": {}}}, "`kind` must be one of"),
     "save_codes: a number": ({"save_codes": 1}, "`save_codes` must be True or False, got 1"),
     "a recipe": ({"int8": {}}, "no field 'int8'; it has default, rules"),
 }

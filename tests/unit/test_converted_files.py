@@ -117,7 +117,7 @@ def test_extra_state_that_is_not_json_is_refused_by_name(state, tmp_path):
 OTHERS = {
     "a layer of another size": (lambda: make(out=6), r"'7' is Linear of shape \(5, 4\) there and .*\(6, 4\) here"),
     "fewer modules": (lambda: make()[:5], r"'7' is Linear there and absent here"),
-    "another kind": (lambda: nn.Sequential(nn.Linear(3, 3)), r"'0' is Conv2d there and Linear here"),
+    "another layer type": (lambda: nn.Sequential(nn.Linear(3, 3)), r"'0' is Conv2d there and Linear here"),
     "a converted model": (lambda: converted(make()), r"converted already(.|\n)*float model"),
     "a prepared model": (lambda: fq.prepare(make(), fq.recipes.int8()), r"prepared or(.|\n)*float model"),
 }
@@ -156,24 +156,27 @@ DAMAGED = {
     "a missing tensor": (drop("3.weight"), r"'3\.weight' is absent there"),
     "missing codes": (drop("0.weight_codes"), r"it has no 0\.weight_codes(.|\n)*save_converted"),
     "a missing scale": (drop("0.input_quantizer.scale"), r"0\.input_quantizer\.scale(.|\n)*save_converted"),
-    "one tensor more": (put("8.weight", torch.ones(1)), r"'8\.weight' is there there and absent here"),
+    "an extra tensor": (put("8.weight", torch.ones(1)), r"'8\.weight' is there there and absent here"),
     "codes of another shape": (put("7.weight_codes", torch.zeros(5, 3, dtype=torch.int8)), r"'7\.weight_codes'"),
     "scales of another shape": (put("7.weight_scale", torch.ones(2)), r"'7\.weight_scale' is of shape \(2,\)"),
     "a bias of another shape": (put("7.bias_codes", torch.ones(2, dtype=torch.int32)), r"'7\.bias_codes'"),
-    "no JSON": (lambda tensors, described: "{", r"no JSON(.|\n)*save_converted"),
-    "no object": (lambda tensors, described: "3", r"has format 3; this version of fakequant reads 1 and 2"),
+    "invalid JSON": (lambda tensors, described: "{", r"no JSON(.|\n)*save_converted"),
+    "JSON that is not an object": (
+        lambda tensors, described: "3",
+        r"has format 3; this version of fakequant reads 1 and 2",
+    ),
     "another format": (say("format", value=9), r"has format 9; this version of fakequant reads 1 and 2"),
-    "no layers": (say("layers", value=None), r"does not say layers"),
+    "missing layers": (say("layers", value=None), r"does not say layers"),
     "an unknown target": (say("target", value="toaster"), r"damaged(.|\n)*toaster"),
     "an unknown arithmetic": (say("grids", "7.input_quantizer", "arithmetic", value="odd"), r"damaged(.|\n)*odd"),
-    "a spec that is none": (say("layers", "7", "weight", "spec", value={"bits": 99}), r"damaged(.|\n)*bits"),
+    "an invalid spec": (say("layers", "7", "weight", "spec", value={"bits": 99}), r"damaged(.|\n)*bits"),
     "an input from nowhere": (say("inputs_from", value={"7": "x"}), r"damaged(.|\n)*'x'"),
-    "a batch norm that is not there": (say("folded", value=["99"]), r"'99' is a module there and absent"),
+    "a missing batch norm": (say("folded", value=["99"]), r"'99' is a module there and absent"),
     "a layer without a kind": (say("layers", "7", value={}), r"damaged(.|\n)*kind"),
-    "states that are none": (say("extra_states", value=5), r"does not say extra_states"),
+    "invalid extra states": (say("extra_states", value=5), r"does not say extra_states"),
     "a number in place of a tensor": (say("extra_states", "3.weight", value=5), r"3\.weight is no tensor"),
     "a scale in place of a tensor": (say("extra_states", "7.weight_scale", value=5), r"7\.weight_scale is no tensor"),
-    "JSON without an end": (lambda tensors, described: "[" * 100_000, r"no JSON(.|\n)*save_converted"),
+    "deeply nested JSON": (lambda tensors, described: "[" * 100_000, r"no JSON(.|\n)*save_converted"),
 }
 
 
@@ -221,7 +224,7 @@ BAD_VALUES = {
         lambda t, d: [t.__setitem__(f"0.input_quantizer.{n}", t[f"0.input_quantizer.{n}"].reshape(1)) for n in
                       ("scale", "zero_point")] and None, r"0\.input_quantizer\.scale has shape \(1,\)",
     ),
-    "a code outside": (of("7.weight_codes", first(-128)), r"7\.weight_codes has a value of -128.*from -127 to 127"),
+    "a code out of range": (of("7.weight_codes", first(-128)), r"7\.weight_codes has a value of -128.*from -127 to 127"),
     "codes of another dtype": (of("7.weight_codes", to(torch.int32)), r"7\.weight_codes is int32, which must be int8"),
     "fewer bits": (say("layers", "7", "weight", "spec", "bits", value=7), r"7\.weight_codes has a value of"),
     "a bias in float": (of("7.bias_codes", to(torch.float32)), r"7\.bias_codes is float32, which must be int32"),

@@ -56,8 +56,8 @@ FORMS = {
     "record": lambda y: Record(y, {"again": [y]}),
     "frozen record": Frozen,
     "record in a list": lambda y: [Record(y)],
-    "dict of the model's own": lambda y: Results(scores=y),
-    "list of the model's own": lambda y: Rows([y]),
+    "dict subclass": lambda y: Results(scores=y),
+    "list subclass": lambda y: Rows([y]),
 }
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 

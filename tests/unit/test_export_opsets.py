@@ -113,7 +113,7 @@ class Shared(nn.Module):
 
 SHARED = {
     "uint7": (unsigned(7), "generic"),
-    "int8, stored as it is": (signed(8), "generic"),
+    "int8, stored signed": (signed(8), "generic"),
     "int8, stored unsigned": (signed(8), X86),
 }
 

@@ -12,24 +12,24 @@ observers = pytest.importorskip("fakequant.observers")
 
 PER_CHANNEL, GROUPS = (fq.QuantSpec(axis=1), (None, 8)), (presets.int4(group=4), (6, 8))
 MISFITS = {
-    "an axis too few": (*PER_CHANNEL, torch.ones(8)),
-    "a scalar": (*PER_CHANNEL, torch.tensor(1.0)),
-    "other channels": (*PER_CHANNEL, torch.ones(4, 7)),
+    "missing axis": (*PER_CHANNEL, torch.ones(8)),
+    "scalar": (*PER_CHANNEL, torch.tensor(1.0)),
+    "wrong number of channels": (*PER_CHANNEL, torch.ones(4, 7)),
     "one channel": (*PER_CHANNEL, torch.ones(4, 1)),
-    "groups that do not divide": (*GROUPS, torch.ones(6, 6)),
+    "group size does not divide": (*GROUPS, torch.ones(6, 6)),
     "fewer groups": (*GROUPS, torch.ones(6, 4)),
-    "as many groups elsewhere": (*GROUPS, torch.ones(12, 4)),
-    "as many groups on more axes": (*GROUPS, torch.ones(2, 3, 8)),
+    "same number of groups in another layout": (*GROUPS, torch.ones(12, 4)),
+    "same number of groups on more axes": (*GROUPS, torch.ones(2, 3, 8)),
     "one group": (*GROUPS, torch.ones(1, 4)),
     "integers": (AFFINE, None, torch.ones(3, dtype=torch.int32)),
     "complex numbers": (AFFINE, None, torch.ones(3, dtype=torch.complex64)),
     "sparse": (AFFINE, None, torch.eye(3).to_sparse()),
-    "an array": (AFFINE, None, torch.ones(3).numpy()),
-    "an array with channels last": (fq.QuantSpec(axis=-1), (6, 8), torch.ones(6, 8).numpy()),
-    "a list": (AFFINE, None, [1.0]),
-    "another device": (AFFINE, None, torch.ones(3, device="meta")),
-    "a token without features": (presets.int8_per_token(), None, torch.tensor(1.0)),
-    "tokens of integers": (presets.int8_per_token(), None, torch.ones(2, 3, dtype=torch.int32)),
+    "NumPy array": (AFFINE, None, torch.ones(3).numpy()),
+    "NumPy array with channels last": (fq.QuantSpec(axis=-1), (6, 8), torch.ones(6, 8).numpy()),
+    "list": (AFFINE, None, [1.0]),
+    "meta device": (AFFINE, None, torch.ones(3, device="meta")),
+    "scalar per token": (presets.int8_per_token(), None, torch.tensor(1.0)),
+    "integers per token": (presets.int8_per_token(), None, torch.ones(2, 3, dtype=torch.int32)),
 }
 OCCASIONS = {
     "train": (observers.MinMax(), True, True),
@@ -68,19 +68,35 @@ def test_tensor_on_another_device_leaves_the_quantizer_usable(observer):
 
 
 CONSTRUCTION = {
-    "no spec": (lambda: fqnn.FakeQuantize(8), TypeError, "`spec` must be a QuantSpec, got int"),
-    "a class": (lambda: fqnn.FakeQuantize(AFFINE, observers.MinMax), TypeError, "`observer` must be an Observer"),
-    "no shape": (lambda: fqnn.FakeQuantize(presets.int8()), ValueError, "pass `shape`"),
-    "no channels": (lambda: fqnn.FakeQuantize(presets.int8(), shape=(None, 8)), ValueError, "no fixed shape"),
-    "no groups": (lambda: fqnn.FakeQuantize(presets.int4(group=4), shape=(None, 8)), ValueError, "no fixed shape"),
-    "group": (lambda: fqnn.FakeQuantize(presets.int4(group=3), shape=(6, 8)), ValueError, "does not divide axis -1"),
-    "memory": (
+    "spec is an int": (lambda: fqnn.FakeQuantize(8), TypeError, "`spec` must be a QuantSpec, got int"),
+    "observer class": (
+        lambda: fqnn.FakeQuantize(AFFINE, observers.MinMax),
+        TypeError,
+        "`observer` must be an Observer",
+    ),
+    "missing shape": (lambda: fqnn.FakeQuantize(presets.int8()), ValueError, "pass `shape`"),
+    "unknown number of channels": (
+        lambda: fqnn.FakeQuantize(presets.int8(), shape=(None, 8)),
+        ValueError,
+        "no fixed shape",
+    ),
+    "unknown number of groups": (
+        lambda: fqnn.FakeQuantize(presets.int4(group=4), shape=(None, 8)),
+        ValueError,
+        "no fixed shape",
+    ),
+    "group size does not divide": (
+        lambda: fqnn.FakeQuantize(presets.int4(group=3), shape=(6, 8)),
+        ValueError,
+        "does not divide axis -1",
+    ),
+    "per token with MinMax": (
         lambda: fqnn.FakeQuantize(presets.int8_per_token(), observers.MinMax()),
         ValueError,
         r"Use observer=Dynamic\(\)",
     ),
-    "gradient": (lambda: fqnn.FakeQuantize(AFFINE, gradient="ste"), ValueError, "`gradient` must be"),
-    "eps": (lambda: fqnn.FakeQuantize(AFFINE, eps=0.0), ValueError, "`eps` must be finite and greater than 0"),
+    "unknown gradient": (lambda: fqnn.FakeQuantize(AFFINE, gradient="ste"), ValueError, "`gradient` must be"),
+    "eps of 0": (lambda: fqnn.FakeQuantize(AFFINE, eps=0.0), ValueError, "`eps` must be finite and greater than 0"),
 }
 
 

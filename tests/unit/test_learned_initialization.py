@@ -174,7 +174,7 @@ def test_refused_initialization_leaves_the_scale_unchanged():
 OTHER_SIZES = {
     "one channel": (dict(axis=0), (4, 6), (1, 6)),
     "more channels": (dict(axis=0), (4, 6), (5, 6)),
-    "as many groups elsewhere": (dict(axis=-1, group_size=2), (2, 8), (4, 4)),
+    "same number of groups in another layout": (dict(axis=-1, group_size=2), (2, 8), (4, 4)),
 }
 
 
@@ -192,13 +192,13 @@ def test_data_of_another_size_is_refused_with_the_path(where, shape, other, init
 # --- bad input --------------------------------------------------------------------------------------
 
 BAD = {
-    "no spec": (dict(spec="int8"), "`spec` must be a QuantSpec"),
-    "init": (dict(init="mean"), '`init` must be "lsq" or an observer'),
-    "an observer's class": (dict(init=observers.MinMax), '`init` must be "lsq" or an observer'),
+    "spec is a string": (dict(spec="int8"), "`spec` must be a QuantSpec"),
+    "unknown init": (dict(init="mean"), '`init` must be "lsq" or an observer'),
+    "observer class": (dict(init=observers.MinMax), '`init` must be "lsq" or an observer'),
     "zero point of a symmetric grid": (dict(learn_zero_point=True), "there is none to learn"),
     "per token": (dict(spec=QuantSpec(axis=-1, group_size=-1)), "cannot be learned"),
-    "no shape": (dict(spec=QuantSpec(axis=0)), "pass `shape`"),
-    "shape that varies": (dict(spec=QuantSpec(axis=0), shape=(None, 3)), "no fixed shape"),
+    "missing shape": (dict(spec=QuantSpec(axis=0)), "pass `shape`"),
+    "unknown number of channels": (dict(spec=QuantSpec(axis=0), shape=(None, 3)), "no fixed shape"),
     "eps 0": (dict(eps=0.0), "`eps` must be finite and greater than 0"),
     "eps NaN": (dict(eps=math.nan), "`eps` must be finite and greater than 0"),
     "eps inf": (dict(eps=math.inf), "`eps` must be finite and greater than 0"),

@@ -83,14 +83,14 @@ REFUSED = {
         X, None, native.MASK_BYTES, np.empty_like(X), native.F32, 16, True),
     "mask_backward, huge": lambda: _native.mask_backward(
         X, X, native.MASK_BYTES, np.empty_like(X), native.F32, HUGE, True),
-    "first_outside, nothing": lambda: _native.first_outside(None, native.ZERO_I32, 1, 0, 1),
+    "first_outside, None": lambda: _native.first_outside(None, native.ZERO_I32, 1, 0, 1),
     "first_outside, kind": lambda: _native.first_outside(ZERO, 9, 1, 0, 1),
     "first_outside, huge": lambda: _native.first_outside(ZERO, native.ZERO_I32, HUGE, 0, 1),
-    "first_invalid_scale, nothing": lambda: _native.first_invalid_scale(None, False, 1),
+    "first_invalid_scale, None": lambda: _native.first_invalid_scale(None, False, 1),
     "first_invalid_scale, negative": lambda: _native.first_invalid_scale(ONE, False, -1),
     "choose_qparams, huge": lambda: _native.choose_qparams(
         ONE, ONE, HUGE, -8, 7, True, 1e-7, ONE.copy(), ZERO.copy()),
-    "keep_within, nothing": lambda: _native.keep_within(None, ONE.copy(), 1, 0.0, 1.0),
+    "keep_within, None": lambda: _native.keep_within(None, ONE.copy(), 1, 0.0, 1.0),
     "quantize, code": lambda: _native.quantize(
         X, np.empty(16, np.int8), native.F32, 10, (1, 1, 1, 16), native.ONNX, ONE, False, None, native.ZERO_NONE,
         -8, 7),

@@ -260,7 +260,7 @@ ENCODERS = {
     "stack": (encoder, recipes.int8()),
     "layer is skipped": (encoder_layer, recipes.int8().skip(type="TransformerEncoderLayer")),
     "stack of skipped layers": (encoder, recipes.int8().skip(type="TransformerEncoderLayer")),
-    "a forward pass of its own": (lambda: encoder_layer(OwnEncoderLayer), recipes.int8()),
+    "overridden forward": (lambda: encoder_layer(OwnEncoderLayer), recipes.int8()),
 }
 
 

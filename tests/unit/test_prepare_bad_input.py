@@ -39,9 +39,9 @@ def named():
 NOTHING = {
     "a path with a typo": (fq.QuantConfig().rule("haed", weight=presets.int8()), ["path='haed'", "near: head"]),
     "another case": (fq.QuantConfig().rule("HEAD*", weight=presets.int8()), ["path='HEAD*'", "matches nothing"]),
-    "a type that is not there": (fq.QuantConfig().rule(type="Conv2d", weight=presets.int8()), ["type='Conv2d'"]),
-    "a string that is no type": (fq.QuantConfig().rule(type="linear", weight=presets.int8()), ["type='linear'"]),
-    "nothing at all": (fq.QuantConfig(), ["encoder: the config says so", "head: the config says so"]),
+    "a type that does not occur": (fq.QuantConfig().rule(type="Conv2d", weight=presets.int8()), ["type='Conv2d'"]),
+    "a type in lower case": (fq.QuantConfig().rule(type="linear", weight=presets.int8()), ["type='linear'"]),
+    "empty config": (fq.QuantConfig(), ["encoder: the config says so", "head: the config says so"]),
     "a rule without specs": (fq.QuantConfig().rule("head"), ["head: the config has no spec for any of its tensors"]),
 }
 
@@ -142,8 +142,8 @@ def test_rule_type_that_is_not_a_class_name_is_a_type_error_with_an_example(kind
 
 
 MISFITS = {
-    "groups that do not divide": (presets.int4(group=3), ["`group_size` 3 does not divide", "length 4"]),
-    "an axis that is not there": (fq.QuantSpec(axis=5), ["5"]),
+    "group size does not divide": (presets.int4(group=3), ["`group_size` 3 does not divide", "length 4"]),
+    "axis out of range": (fq.QuantSpec(axis=5), ["5"]),
 }
 
 

@@ -41,25 +41,25 @@ def small():
 
 BAD = {
     "a rule matches nothing": (small, fq.QuantConfig().rule("haed", weight=presets.int8()), ValueError, "haed"),
-    "no layer": (lambda: nn.Sequential(nn.ReLU(), nn.LayerNorm(4)), recipes.int8(), ValueError, "Nothing"),
+    "no quantizable layer": (lambda: nn.Sequential(nn.ReLU(), nn.LayerNorm(4)), recipes.int8(), ValueError, "Nothing"),
     "only an LSTM": (lambda: nn.Sequential(nn.LSTM(4, 4)), recipes.int8(), ValueError, "recurrent"),
     "an empty model": (nn.Identity, recipes.int8(), ValueError, "Nothing"),
     "everything is skipped": (small, recipes.int8().skip(), ValueError, "the config says so"),
-    "prepared already": (lambda: fq.prepare(small(), recipes.w4a8()), recipes.int8(), ValueError, "already"),
+    "already prepared": (lambda: fq.prepare(small(), recipes.w4a8()), recipes.int8(), ValueError, "already"),
     "a part is prepared": (
         lambda: nn.Sequential(nn.Linear(4, 4), fq.prepare(small(), recipes.int8())), recipes.int8(), ValueError, "1.0",
     ),
-    "meta": (
+    "meta device": (
         lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta")), recipes.int8(), ValueError, "meta",
     ),
-    "groups that do not divide": (small, recipes.int4_weight_only(3), ValueError, "3"),
+    "group size does not divide": (small, recipes.int4_weight_only(3), ValueError, "3"),
     "input per channel": (
         small, fq.QuantConfig(default=fq.LayerConfig(input=fq.QuantSpec(axis=1))), ValueError, "channel",
     ),
-    "an axis that is not there": (
+    "axis out of range": (
         small, fq.QuantConfig(default=fq.LayerConfig(weight=fq.QuantSpec(axis=5))), ValueError, "5",
     ),
-    "no spec": (small, fq.QuantConfig(default=fq.LayerConfig()), ValueError, "no spec"),
+    "config without specs": (small, fq.QuantConfig(default=fq.LayerConfig()), ValueError, "no spec"),
     "a layer config": (small, recipes.int8().default, TypeError, "QuantConfig"),
     "a dict": (small, recipes.int8().to_dict(), TypeError, "QuantConfig"),
     "a recipe that was not called": (small, recipes.int8, TypeError, "QuantConfig"),
@@ -122,7 +122,7 @@ class OwnForward(nn.Linear):
 FLOATS = {
     "max_norm": lambda: nn.Embedding(4, 4, max_norm=1.0),
     "sparse": lambda: nn.EmbeddingBag(4, 4, sparse=True),
-    "own forward": lambda: OwnForward(4, 4),
+    "overridden forward": lambda: OwnForward(4, 4),
     "Bilinear": lambda: nn.Bilinear(4, 4, 4),
     "LSTM": lambda: nn.LSTM(4, 4),
     "GRUCell": lambda: nn.GRUCell(4, 4),

@@ -18,9 +18,9 @@ tensors = pytest.importorskip("fakequant._backends.torch.tensor_functions")
 LAYERS = {
     "Linear": (lambda: nn.Linear(6, 4), randn(3, 6), {}, 0),
     "Linear without bias": (lambda: nn.Linear(6, 4, bias=False), randn(3, 6), {}, 0),
-    "Linear of one vector": (lambda: nn.Linear(6, 4), randn(6), {}, 0),
-    "Linear of many axes": (lambda: nn.Linear(6, 4), randn(2, 3, 5, 6), {}, 0),
-    "Linear of nothing": (lambda: nn.Linear(6, 4), randn(0, 6), {}, 0),
+    "Linear, one vector": (lambda: nn.Linear(6, 4), randn(6), {}, 0),
+    "Linear, 4-D": (lambda: nn.Linear(6, 4), randn(2, 3, 5, 6), {}, 0),
+    "Linear, empty batch": (lambda: nn.Linear(6, 4), randn(0, 6), {}, 0),
     "Conv1d": (lambda: nn.Conv1d(4, 6, 3, padding=1), randn(2, 4, 9), {}, 0),
     "Conv1d, same": (lambda: nn.Conv1d(4, 6, 4, padding="same", dilation=2), randn(2, 4, 9), {}, 0),
     "Conv1d, unbatched": (lambda: nn.Conv1d(4, 6, 3, bias=False), randn(4, 9), {}, 0),

@@ -66,13 +66,13 @@ def test_state_with_another_number_of_channels_is_refused_with_the_spec(kind):
 
 
 FORMATS = {
-    "another": torch.tensor([2, 4, 0, 0, 0, -(2**31), -(2**31), 1], dtype=torch.int32),
-    "longer": torch.tensor([2, *range(12)], dtype=torch.int32),
-    "none": torch.zeros(8, dtype=torch.int32),
+    "unknown version": torch.tensor([2, 4, 0, 0, 0, -(2**31), -(2**31), 1], dtype=torch.int32),
+    "unknown longer version": torch.tensor([2, *range(12)], dtype=torch.int32),
+    "all zeros": torch.zeros(8, dtype=torch.int32),
     "empty": torch.zeros(0, dtype=torch.int32),
-    "a number": torch.tensor(3, dtype=torch.int32),
-    "impossible bits": torch.tensor([1, 99, 0, 0, 0, -(2**31), -(2**31), 1], dtype=torch.int32),
-    "impossible numerics": torch.tensor([1, 4, 0, 0, 0, -(2**31), -(2**31), 9], dtype=torch.int32),
+    "scalar": torch.tensor(3, dtype=torch.int32),
+    "invalid bits": torch.tensor([1, 99, 0, 0, 0, -(2**31), -(2**31), 1], dtype=torch.int32),
+    "invalid numerics": torch.tensor([1, 4, 0, 0, 0, -(2**31), -(2**31), 9], dtype=torch.int32),
     "too short": torch.tensor([1, 4, 0], dtype=torch.int32),
 }
 

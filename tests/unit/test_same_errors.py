@@ -86,7 +86,7 @@ MISTAKES = {
         lambda c: fq.observe_fake_quantize(c(X), SPEC, *(c(v.astype(np.float64)) for v in running())),
         ValueError,
     ),
-    "nothing seen": (
+    "no finite value observed": (
         lambda c: fq.observe_fake_quantize(c(X * np.nan), SPEC, *(c(np.float32([v])) for v in (np.inf, -np.inf))),
         ValueError,
     ),

@@ -82,7 +82,9 @@ def test_health_measures_drift_since_the_last_call():
 
 
 @pytest.mark.parametrize(
-    ("moves", "share"), [((1, -1, 1, 0), 1 / 32), ((1, 1, 1, 0), 0), ((0, 0, 0, 0), 0)], ids=["back", "on", "still"]
+    ("moves", "share"),
+    [((1, -1, 1, 0), 1 / 32), ((1, 1, 1, 0), 0), ((0, 0, 0, 0), 0)],
+    ids=["back and forth", "one direction", "unchanged"],
 )
 def test_health_counts_weights_that_oscillate(moves, share):
     model = calibrated()

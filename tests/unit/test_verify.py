@@ -172,8 +172,12 @@ def test_verify_accepts_batches_with_labels(good):
 ERRORS = {
     "no data": (lambda model, path: fq.verify(model, path, []), ValueError, "no batches"),
     "a function": (lambda model, path: fq.verify(model, path, lambda m: m), TypeError, "batches"),
-    "no file": (lambda model, path: fq.verify(model, path.with_name("none.onnx"), DATA), FileNotFoundError, "none"),
-    "no ONNX": (lambda model, path: fq.verify(model, __file__, DATA), ValueError, "not an ONNX model"),
+    "missing file": (
+        lambda model, path: fq.verify(model, path.with_name("none.onnx"), DATA),
+        FileNotFoundError,
+        "none",
+    ),
+    "not an ONNX file": (lambda model, path: fq.verify(model, __file__, DATA), ValueError, "not an ONNX model"),
     "float model": (lambda model, path: fq.verify(nn.Linear(2, 2), path, DATA), ValueError, "not prepared"),
 }
 

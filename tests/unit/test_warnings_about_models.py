@@ -46,8 +46,8 @@ AMBIGUOUS = {
     "beside a label": ("x, mask=None", (X, MASK, LABELS)),
 }
 CLEAR = {
-    "no place for it": ("x", (X, LABELS)),
-    "no place for numbers": ("x", (X, SCORES)),
+    "no parameter for it": ("x", (X, LABELS)),
+    "no parameter for numbers": ("x", (X, SCORES)),
     "labels beside an option": ("x, mask=None", (X, LABELS)),
     "a switch": ("x, flatten=False", (X, MASK)),
     "an argument for labels": ("x, labels=None", (X, SCORES)),
@@ -55,8 +55,8 @@ CLEAR = {
     "one element": ("x, mask=None", (X,)),
     "a tensor": ("x, mask=None", X),
     "a dict": ("x, mask=None", {"x": X, "mask": MASK}),
-    "needed": ("x, mask", (X, MASK)),
-    "nothing": ("x, mask=None", (X, None)),
+    "a required argument": ("x, mask", (X, MASK)),
+    "None": ("x, mask=None", (X, None)),
 }
 
 
@@ -125,7 +125,7 @@ MISSPELT = {
     "a rule": (lambda c: c.rule("33", weight=fq.presets.int8()), r"rule\('33'\); near: 3"),
     "a skip": (lambda c: c.skip("head"), r"skip\('head'\); near: nothing"),
     "a type": (lambda c: c.skip(type="Conv2D"), r"skip\('\*', type='Conv2D'\); near: Conv2d"),
-    "a type in small letters": (lambda c: c.rule(type="linear", weight=fq.presets.int8()), r"near: Linear"),
+    "a type in lower case": (lambda c: c.rule(type="linear", weight=fq.presets.int8()), r"near: Linear"),
 }
 
 

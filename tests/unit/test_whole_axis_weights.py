@@ -22,7 +22,7 @@ LAYERS = {
     "Linear, affine": (nn.Linear(8, 4), randn(5, 8), AFFINE, None, True),
     "Linear, the other axis": (nn.Linear(8, 4), randn(5, 8), QuantSpec(axis=0, group_size=-1), None, False),
     "Linear, one row": (nn.Linear(8, 1), randn(5, 8), WHOLE, None, True),
-    "Conv2d of one place": (nn.Conv2d(3, 4, 1), randn(2, 3, 5, 5), QuantSpec(axis=1, group_size=-1), None, True),
+    "Conv2d, 1x1": (nn.Conv2d(3, 4, 1), randn(2, 3, 5, 5), QuantSpec(axis=1, group_size=-1), None, True),
     "Conv2d": (nn.Conv2d(3, 4, 3), randn(2, 3, 5, 5), QuantSpec(axis=1, group_size=-1), None, False),
     "Embedding": (nn.Embedding(9, 4), torch.arange(9).reshape(3, 3), WHOLE, None, False),
 }

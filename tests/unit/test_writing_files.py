@@ -31,7 +31,7 @@ def test_unfinished_file_has_a_unique_name_and_is_removed(tmp_path):
 
 
 PLACES = {
-    "a folder that is not there": ("missing/m.bin", r"no folder .*missing"),
+    "a missing folder": ("missing/m.bin", r"no folder .*missing"),
     "a folder": (".", "is a folder"),
     "a path below a file": ("file/m.bin", r"no folder .*file"),
 }
