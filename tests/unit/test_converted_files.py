@@ -224,7 +224,7 @@ BAD_VALUES = {
         lambda t, d: [t.__setitem__(f"0.input_quantizer.{n}", t[f"0.input_quantizer.{n}"].reshape(1)) for n in
                       ("scale", "zero_point")] and None, r"0\.input_quantizer\.scale has shape \(1,\)",
     ),
-    "a code out of range": (of("7.weight_codes", first(-128)), r"7\.weight_codes has a value of -128.*from -127 to 127"),
+    "code out of range": (of("7.weight_codes", first(-128)), r"7\.weight_codes has a value of -128.*from -127 to 127"),
     "codes of another dtype": (of("7.weight_codes", to(torch.int32)), r"7\.weight_codes is int32, which must be int8"),
     "fewer bits": (say("layers", "7", "weight", "spec", "bits", value=7), r"7\.weight_codes has a value of"),
     "a bias in float": (of("7.bias_codes", to(torch.float32)), r"7\.bias_codes is float32, which must be int32"),

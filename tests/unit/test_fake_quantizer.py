@@ -1,5 +1,7 @@
 """`FakeQuantizer` against exact arithmetic and its formulas in float32."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
@@ -66,6 +68,48 @@ def test_calibrate_sets_scale_and_zero_point(config):
         assert fq.scale == scale
         assert fq.zero_point == round_half_away_scalar(np.float32(config.qmin) - np.float32(-1.3) / scale)
     assert fq.num_levels == config.qmax - config.qmin + 1
+
+
+def exact_levels(config, scale, zero_point):
+    """Returns the values of the grid as exact fractions."""
+    return [(code - zero_point) * Fraction(float(scale)) for code in range(config.qmin, config.qmax + 1)]
+
+
+DATA = [[0.7, -1.3, 2.9], [3.0, 4.0, 5.0], [-5.0, -4.5, -3.0], [0.1, 0.2], [-1e-3, 1e3]]
+
+
+@by_config
+@pytest.mark.parametrize("data", DATA, ids=str)
+def test_calibrated_grid_is_the_smallest_that_covers_zero_and_the_data(config, data):
+    data = np.float32(data)
+    fq = FakeQuantizer(config)
+    fq.calibrate(data)
+    levels = exact_levels(config, fq.scale, fq.zero_point)
+    values = [Fraction(float(v)) for v in data]
+    lo, hi = min(*values, Fraction(0)), max(*values, Fraction(0))
+    step, needed = Fraction(float(fq.scale)), hi - lo
+    if config.symmetric:
+        needed = max(-lo, hi) * (config.qmax - config.qmin) / config.qmax
+    assert Fraction(0) in levels
+    assert min(levels) - step / 2 <= lo * (1 + Fraction(1, 2**20))
+    assert max(levels) + step / 2 >= hi * (1 - Fraction(1, 2**20))
+    # The scale is rounded to float32 twice.
+    assert abs(step * (config.qmax - config.qmin) - needed) <= needed * Fraction(1, 2**22)
+
+
+@by_config
+@pytest.mark.parametrize("data", DATA, ids=str)
+def test_forward_returns_the_nearest_value_of_the_grid(config, data):
+    fq = FakeQuantizer(config)
+    fq.calibrate(np.float32(data))
+    levels = exact_levels(config, fq.scale, fq.zero_point)
+    x = np.concatenate([np.float32(data), np.linspace(-2, 4, 41, dtype=np.float32)])
+    for value, result in zip(x, fq.forward(x), strict=True):
+        exact = Fraction(float(value))
+        nearest = min(abs(exact - level) for level in levels)
+        # The quotient, the sum with the zero point, and the product are rounded.
+        slack = (max(map(abs, levels)) + abs(exact)) * Fraction(1, 2**22)
+        assert abs(exact - Fraction(float(result))) <= nearest + slack
 
 
 def test_scale_has_a_floor_of_1e_10():

@@ -87,6 +87,41 @@ def test_layer_with_a_reserved_attribute_stays_in_float(name):
     assert getattr(model[0], name) == "mine"
 
 
+class Activation(nn.ReLU):
+    def __init__(self, name):
+        super().__init__()
+        setattr(self, name, "mine")
+
+
+class Sum(nn.Module):
+    """The output of `act` is an operand of an addition."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.a, self.act, self.b = nn.Linear(4, 4), Activation(name), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.act(self.a(x)) + self.b(x)
+
+
+@pytest.mark.parametrize("name", ["output_quantizer", "_fakequant"])
+def test_activation_with_a_reserved_attribute_is_not_quantized_and_keeps_it(name):
+    model = fq.prepare(Sum(name), recipes.int8())
+    assert "act.output_quantizer" not in dict(fq.nn.quantizers(model))
+    assert model.b.output_quantizer is not None
+    fq.calibrate(model, [torch.randn(3, 4)], progress=False)
+    assert getattr(fq.unprepare(model).act, name) == "mine"
+
+
+def test_schedule_refuses_a_batch_norm_with_a_reserved_attribute_with_the_fix():
+    model = fq.prepare(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), recipes.int8())
+    model[1]._fakequant = "mine"
+    with pytest.raises(ValueError, match=r"`_fakequant` of its own.*\nRename it"):
+        fq.Schedule(model, quantize_from=1, freeze_norms_at=0)
+    assert type(model[1]) is nn.BatchNorm1d
+    assert model[1]._fakequant == "mine"
+
+
 def test_prepare_adds_quantizers_and_one_attribute():
     layer = nn.Linear(8, 4)
     before = set(layer.__dict__)

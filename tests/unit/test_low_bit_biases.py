@@ -196,6 +196,14 @@ def test_health_reports_the_bias_error_in_standard_deviations():
     assert "bias error" in str(fq.health(model))
 
 
+@pytest.mark.parametrize(("shape", "is_known"), [((16, 8), True), ((4, 16, 8), False)], ids=["vectors", "tokens"])
+def test_health_reports_no_bias_error_behind_a_batch_norm_over_tokens(shape, is_known):
+    x = randn(*shape)
+    model = fq.prepare(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16)), recipes.int8())
+    found = fq.health(fq.calibrate(model, [x], progress=False)).to_dict()
+    assert (found["0.weight_quantizer"]["bias_error"] is not None) == is_known
+
+
 def test_compare_reports_the_sqnr_of_the_bias_rounding():
     model, x = net(2), randn(16, 3, 8, 8)
     float_model = fq.unprepare(copy.deepcopy(model))
