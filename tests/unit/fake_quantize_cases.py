@@ -42,7 +42,7 @@ each_spec = pytest.mark.parametrize(("spec", "shape"), SPECS.values(), ids=SPECS
 each_gradient = pytest.mark.parametrize("gradient", ["clipped", "pass"])
 
 
-class Watching(TorchDispatchMode):
+class NoOpMode(TorchDispatchMode):
     """A mode that changes nothing, but sends every call through the dispatcher."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -56,7 +56,7 @@ def without_compiled_nodes():
     nodes.compiled = before
 
 
-WAYS = {"nodes": nullcontext, "Python": without_compiled_nodes, "operators": Watching}
+WAYS = {"nodes": nullcontext, "Python": without_compiled_nodes, "operators": NoOpMode}
 each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 # Values on codes, between codes and beyond the range.

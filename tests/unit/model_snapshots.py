@@ -32,7 +32,7 @@ def calibrate(model, data, *args):
     return fq.calibrate(model, data, *args, progress=False)
 
 
-class Picture:
+class Snapshot:
     """Classes, attributes, hooks, tensors, modes and switches of a model, and torch's grad mode."""
 
     def __init__(self, model):
@@ -55,7 +55,7 @@ class Picture:
         }
 
     def assert_unchanged(self, model):
-        now = Picture(model)
+        now = Snapshot(model)
         assert now.modules == self.modules
         assert now.attributes == self.attributes
         assert now.counts == self.counts
@@ -71,7 +71,7 @@ class Picture:
 
 def assert_refused(model, action, error, *words):
     """Asserts that `action` raises an error with all these words and leaves the model unchanged."""
-    before = Picture(model)
+    before = Snapshot(model)
     with pytest.raises(error) as caught:
         action()
     for word in words:

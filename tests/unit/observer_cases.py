@@ -26,22 +26,22 @@ BINNED = {
     "Entropy": Entropy(steps=10, bins=256),
 }
 SEARCHES = {"Histogram": BINNED["Histogram"], "Entropy": BINNED["Entropy"], "MSE": MSE(steps=10)}
-WATCHING = {**RUNNING, **BINNED, "MSE": MSE(steps=10)}
-REMEMBERING = {name: o for name, o in WATCHING.items() if name != "Dynamic"}
-ALL = {**WATCHING, "Fixed": Fixed(-0.5, 2.0)}
+OBSERVING = {**RUNNING, **BINNED, "MSE": MSE(steps=10)}
+STATEFUL = {name: o for name, o in OBSERVING.items() if name != "Dynamic"}
+ALL = {**OBSERVING, "Fixed": Fixed(-0.5, 2.0)}
 
 
 def by(table, name="observer"):
     return pytest.mark.parametrize(name, table.values(), ids=table)
 
 
-def each(*batches, dtype=torch.float32):
+def as_tensors(*batches, dtype=torch.float32):
     return [torch.tensor(b, dtype=dtype) if not isinstance(b, torch.Tensor) else b for b in batches]
 
 
-def watch(observer, *batches, spec=INT8, ranks=ALONE):
+def state_after(observer, *batches, spec=INT8, ranks=ALONE):
     """Returns the state after the batches."""
-    batches = each(*batches)
+    batches = as_tensors(*batches)
     state = observer.init(blocks_of(tuple(batches[0].shape), spec).parameters)
     for x in batches:
         observer.update(state, x, spec, ranks)
@@ -50,7 +50,7 @@ def watch(observer, *batches, spec=INT8, ranks=ALONE):
 
 def range_of(observer, *batches, spec=INT8):
     """Returns the range after the batches, as arrays."""
-    return tuple(end.numpy() for end in observer.range(watch(observer, *batches, spec=spec), spec))
+    return tuple(end.numpy() for end in observer.range(state_after(observer, *batches, spec=spec), spec))
 
 
 def assert_same_range(expected, actual, *names):

@@ -1,7 +1,7 @@
 """`calibrate`, `Schedule` and `health` on bad data: an error with the fix, and an unchanged model."""
 
 import pytest
-from model_snapshots import Picture, X, assert_refused, calibrate, prepared, randn, small
+from model_snapshots import Snapshot, X, assert_refused, calibrate, prepared, randn, small
 
 import fakequant as fq
 
@@ -194,7 +194,7 @@ def test_health_refuses_a_model_without_quantizers_with_the_fix():
 
 def test_health_without_batches_reports_clipped_as_none():
     model = prepared(calibrated=True)
-    before = Picture(model)
+    before = Snapshot(model)
     found = fq.health(model, [])
     assert found.to_dict()["0.input_quantizer"]["clipped"] is None
     before.assert_unchanged(model)

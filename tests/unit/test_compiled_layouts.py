@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 nodes = pytest.importorskip("fakequant._backends.torch.compiled_nodes")
 
 if nodes.compiled is None:
-    pytest.skip("no nodes are compiled for this torch", allow_module_level=True)
+    pytest.skip("this build has no compiled nodes for this torch", allow_module_level=True)
 
 BASE = torch.linspace(-3, 3, 4 * 6 * 8 * 10).reshape(4, 6, 8, 10)
 LAYOUTS = {
@@ -49,7 +49,7 @@ def test_compiled_nodes_match_python_nodes_in_results_and_strides(layout, spec, 
     try:
         parameters = fq.min_max(x, spec).min.shape
     except ValueError:
-        pytest.skip("the groups do not fit")
+        pytest.skip("the group size does not divide this shape")
     scale = torch.linspace(0.01, 0.05, parameters.numel()).reshape(parameters)
     zero_point = torch.zeros(parameters, dtype=torch.int32) if spec.symmetric else torch.full(parameters, 3).int()
     found = run(x, scale, zero_point, spec, gradient)

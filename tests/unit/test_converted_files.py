@@ -56,7 +56,7 @@ def good(tmp_path_factory):
     return path
 
 
-def picture(model):
+def snapshot(model):
     """Returns tensors, modules, hooks and parameters of a model for comparison."""
     tensors = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in model.state_dict().items()}
     modules = [
@@ -68,10 +68,10 @@ def picture(model):
 
 
 def refused(model, path, message, error=ValueError):
-    before = picture(model)
+    before = snapshot(model)
     with pytest.raises(error, match=message):
         fq.load_converted(model, path)
-    after = picture(model)
+    after = snapshot(model)
     assert before[1:] == after[1:]
     assert before[0].keys() == after[0].keys()
     for name, value in before[0].items():

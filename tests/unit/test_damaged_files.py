@@ -28,7 +28,7 @@ def saved(tmp_path_factory):
     return path
 
 
-def picture(model):
+def snapshot(model):
     return {name: value.clone() for name, value in model.state_dict().items()}, [type(m) for m in model.modules()]
 
 
@@ -52,13 +52,13 @@ def test_file_with_one_flipped_bit_is_refused_and_the_model_unchanged(saved, tmp
         start = good.index(word)
         bits |= set(range(8 * start, 8 * (start + len(word) + 6)))
     model, path = make(), tmp_path / "m.safetensors"
-    tensors, kinds = picture(model)
+    tensors, kinds = snapshot(model)
     for bit in sorted(bits):
         damaged = bytearray(good)
         damaged[bit // 8] ^= 1 << (bit % 8)
         path.write_bytes(damaged)
         assert is_refused(model, path), f"bit {bit} of {good[bit // 8 - 8 : bit // 8 + 8]}"
-    now, kinds_now = picture(model)
+    now, kinds_now = snapshot(model)
     assert kinds == kinds_now
     assert tensors.keys() == now.keys()
     assert all(torch.equal(value, now[name]) for name, value in tensors.items())

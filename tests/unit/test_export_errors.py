@@ -80,7 +80,7 @@ def test_export_refuses_a_path_that_is_a_folder(small, tmp_path):
     assert os.listdir(tmp_path) == ["m.onnx"]
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder in which nobody can write")
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a read-only folder")
 def test_export_refuses_a_read_only_folder(small):
     with pytest.raises(OSError, match=r"m\.onnx"):
         fq.export_onnx(small, "/proc/self/m.onnx", randn(1, 4))

@@ -45,7 +45,7 @@ OCCASIONS = {
 @pytest.mark.parametrize(("spec", "shape", "bad"), MISFITS.values(), ids=MISFITS)
 def test_tensor_that_does_not_fit_is_refused_with_the_path(spec, shape, bad, observer, training, quantizing):
     if spec.granularity == "token" and observer != observers.Dynamic():
-        pytest.skip("only for ranges found anew")
+        pytest.skip("per-token specs need Dynamic")
     module = fqnn.FakeQuantize(spec, observer, shape=shape, path="encoder.0.weight")
     module(BATCHES[0])
     module.train(training).quantizing = quantizing

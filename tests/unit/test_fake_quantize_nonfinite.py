@@ -82,7 +82,7 @@ def test_fixed_range_quantizes_without_data():
 @pytest.mark.parametrize("axis", [None, 0], ids=["tensor", "channel"])
 def test_first_batch_without_finite_values_is_an_error_with_the_path(observer, axis, way):
     if observer == observers.Dynamic():
-        pytest.skip("which has the range 0 to 0 then")
+        pytest.skip("Dynamic has the range 0 to 0 without finite values")
     spec = fq.QuantSpec(symmetric=False, axis=axis)
     module = fqnn.FakeQuantize(spec, observer, shape=(6, 8), path="encoder.0")
     x = BATCHES[0].clone()
@@ -121,7 +121,7 @@ def with_and_without(x, spec):
 @pytest.mark.parametrize("quantizing", [True, False], ids=["quantizing", "only observing"])
 def test_nonfinite_values_are_counted_and_otherwise_ignored(observer, spec, shape, quantizing):
     if spec.group_size is not None and observer not in RUNNING.values():
-        pytest.skip("counts of neighbours are not those of absent values")
+        pytest.skip("a replaced value is counted twice in a histogram")
     for way in ways_of(observer):
         assert_as_if_absent(observer, spec, shape, quantizing, way)
 
@@ -142,7 +142,7 @@ def assert_as_if_absent(observer, spec, shape, quantizing, way):
     same_state(clean, module)
     if observer.needs_data:
         assert module.nonfinite == total
-        assert len(caught) == 1, "said once"
+        assert len(caught) == 1, "one warning"
         assert caught[0].category is RuntimeWarning
         assert "FakeQuantize at blocks.3.input has observed" in str(caught[0].message)
     else:

@@ -94,7 +94,7 @@ import importlib, pkgutil
 import fakequant
 
 def on_demand(name):
-    assert name not in ("nn", "observers", "recipes", *fakequant._WHOLE_MODELS), f"{name} was asked for"
+    assert name not in ("nn", "observers", "recipes", *fakequant._WHOLE_MODELS), f"{name} was imported from the package"
     raise AttributeError(name)
 
 fakequant.__getattr__ = on_demand

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from observer_cases import LARGEST, assert_same_range, assert_same_state, bell, by, counted, range_of, watch
+from observer_cases import LARGEST, assert_same_range, assert_same_state, bell, by, counted, range_of, state_after
 
 torch = pytest.importorskip("torch")
 
@@ -36,7 +36,7 @@ DATA = {
 @pytest.mark.parametrize("bins", [4, 64, 4096])
 def test_histogram_counts_match_exact_arithmetic(values, bins):
     exponent, counts = counted(values, bins)
-    state = watch(Percentile(bins=bins), values)
+    state = state_after(Percentile(bins=bins), values)
     assert int(state["exponent"]) == exponent
     assert_same_bits(counts, state["counts"].numpy())
 
@@ -45,20 +45,20 @@ def test_histogram_counts_match_exact_arithmetic(values, bins):
 @pytest.mark.parametrize("bins", [4, 1024])
 def test_histogram_counts_do_not_depend_on_order_or_batches(bins, values):
     observer = Percentile(bins=bins)
-    joined = watch(observer, values)
+    joined = state_after(observer, values)
     shuffled = np.random.default_rng(0).permutation(values).tolist()
     by_size = sorted(values, key=lambda v: (math.isnan(v), abs(v)))
     for name, order in {"shuffled": shuffled, "rising": by_size, "falling": by_size[::-1]}.items():
         size = max(1, len(order) // 20)
         batches = [order[i : i + size] for i in range(0, len(order), size)]
-        assert_same_state(joined, watch(observer, *batches), name)
+        assert_same_state(joined, state_after(observer, *batches), name)
 
 
 def test_histogram_counts_per_channel_do_not_depend_on_order_or_batches():
     spec = QuantSpec(axis=0)
     x = bell(3, 60) * torch.tensor([[1.0], [1e20], [1e-20]])
-    joined = watch(Percentile(bins=64), x, spec=spec)
-    assert_same_state(joined, watch(Percentile(bins=64), *x.flip(1).split(7, dim=1), spec=spec))
+    joined = state_after(Percentile(bins=64), x, spec=spec)
+    assert_same_state(joined, state_after(Percentile(bins=64), *x.flip(1).split(7, dim=1), spec=spec))
     for row, exponent, counts in zip(x.tolist(), joined["exponent"], joined["counts"], strict=True):
         expected = counted(row, 64)
         assert int(exponent) == expected[0]

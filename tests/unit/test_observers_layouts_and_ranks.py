@@ -10,14 +10,14 @@ import pytest
 from observer_cases import (
     INT4,
     INT8,
-    REMEMBERING,
-    WATCHING,
+    OBSERVING,
+    STATEFUL,
     assert_same_range,
     assert_same_state,
     bell,
     by,
     range_of,
-    watch,
+    state_after,
 )
 
 torch = pytest.importorskip("torch")
@@ -68,7 +68,7 @@ def blocks_in(x, spec):
     ]
 
 
-@by(WATCHING)
+@by(OBSERVING)
 @by({k: v for k, v in PLACES.items() if k in ("channel 1", "group on the last axis", "group on axis 1")}, "where")
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_range_of_a_block_depends_on_its_elements_only(observer, where, symmetric):
@@ -91,35 +91,35 @@ def test_dynamic_range_per_token_is_that_of_the_latest_tensor():
     assert_same_range((x.numpy().min(-1, keepdims=True), x.numpy().max(-1, keepdims=True)), (lo, hi))
 
 
-@by(WATCHING)
+@by(OBSERVING)
 @by({**PLACES, "token": dict(axis=1, group_size=-1)}, "where")
 def test_memory_layout_does_not_change_the_state(observer, where):
     spec = QuantSpec(bits=4, symmetric=False, **where)
     batches = bell(*SHAPE), bell(*SHAPE, seed=1) * 5
-    expected = watch(observer, *batches, spec=spec)
+    expected = state_after(observer, *batches, spec=spec)
     for name, layout in LAYOUTS.items():
-        actual = watch(observer, *map(layout, batches), spec=spec)
+        actual = state_after(observer, *map(layout, batches), spec=spec)
         assert_same_state(expected, actual, name)
         assert not any(v.requires_grad for v in actual.values())
 
 
-@by(WATCHING)
+@by(OBSERVING)
 def test_expanded_elements_are_counted_individually(observer):
     x = bell(1, 40).expand(5, 40)
-    assert_same_state(watch(observer, x.contiguous()), watch(observer, x))
+    assert_same_state(state_after(observer, x.contiguous()), state_after(observer, x))
 
 
-@by(WATCHING)
+@by(OBSERVING)
 def test_scalar_tensor_is_observed_like_one_element(observer):
-    assert_same_state(watch(observer, [0.3]), watch(observer, torch.tensor(0.3)))
+    assert_same_state(state_after(observer, [0.3]), state_after(observer, torch.tensor(0.3)))
 
 
-@by(WATCHING)
+@by(OBSERVING)
 @pytest.mark.parametrize(
     "x", [torch.arange(3), torch.tensor([True]), torch.tensor([1j])], ids=["int", "bool", "complex"]
 )
 def test_tensor_that_is_not_float_is_refused_and_leaves_the_state_unchanged(observer, x):
-    state = watch(observer, [1.0, 2.0])
+    state = state_after(observer, [1.0, 2.0])
     before = copy.deepcopy(state)
     with pytest.raises(TypeError, match="must be a tensor of float32, float64, bfloat16 or float16"):
         observer.update(state, x, INT8)
@@ -177,7 +177,7 @@ def on_ranks(observer, shards, spec):
         return zip(*threads.map(run, range(len(shards))), strict=True)
 
 
-@by(WATCHING)
+@by(OBSERVING)
 @pytest.mark.parametrize("where", [{}, dict(axis=1), dict(axis=1, group_size=2)], ids=["tensor", "channel", "group"])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_ranks_have_the_state_of_one_process_on_the_joined_batch(observer, where, symmetric):
@@ -195,7 +195,7 @@ def test_ranks_have_the_state_of_one_process_on_the_joined_batch(observer, where
     for state in states[1:]:
         assert_same_state(states[0], state, "another rank")
     if joined is not None:
-        assert_same_state(watch(observer, *joined, spec=spec), states[0])
+        assert_same_state(state_after(observer, *joined, spec=spec), states[0])
         assert counts == ([0, 1, 0], [0, 0, 0], [2, 0, 0])
     for end in observer.range(states[0], spec):
         assert end.isfinite().all()
@@ -206,13 +206,13 @@ def test_per_token_ranges_stay_local_to_each_rank():
     shards = [[bell(3, 8)], [bell(3, 8, seed=1) * 10]]
     states, _ = on_ranks(Dynamic(), shards, spec)
     for state, (x,) in zip(states, shards, strict=True):
-        assert_same_state(watch(Dynamic(), x, spec=spec), state)
+        assert_same_state(state_after(Dynamic(), x, spec=spec), state)
 
 
-@by(REMEMBERING)
+@by(STATEFUL)
 def test_rank_without_data_gets_the_range_of_the_other_ranks(observer):
     shards = [[bell(40)], [torch.empty(0)], [torch.tensor([NAN])]]
     states, counts = on_ranks(observer, shards, INT4)
     for state in states:
-        assert_same_state(watch(observer, bell(40), spec=INT4), state)
+        assert_same_state(state_after(observer, bell(40), spec=INT4), state)
     assert counts == ([0], [0], [1])

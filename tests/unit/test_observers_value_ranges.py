@@ -11,17 +11,17 @@ from observer_cases import (
     INT4,
     INT8,
     LARGEST,
+    OBSERVING,
     RUNNING,
     SEARCHES,
     UINT4,
     UINT8,
-    WATCHING,
     assert_same_range,
     assert_same_state,
     bell,
     by,
     range_of,
-    watch,
+    state_after,
 )
 
 torch = pytest.importorskip("torch")
@@ -38,7 +38,7 @@ SPECS = (INT8, QuantSpec(narrow_range=True), QuantSpec(symmetric=False), UINT8)
 
 
 # 32 candidates fill whole vector registers, on which torch's maximum of +0 and -0 depends.
-@by({**WATCHING, "Histogram": Histogram(steps=32, bins=64), "Entropy": Entropy(32, bins=64), "MSE": MSE(32)})
+@by({**OBSERVING, "Histogram": Histogram(steps=32, bins=64), "Entropy": Entropy(32, bins=64), "MSE": MSE(32)})
 @pytest.mark.parametrize("zeros", [[0.0] * 5, [-0.0] * 5, [0.0, -0.0, 0.0]], ids=["+0", "-0", "both"])
 def test_range_of_zeros_is_from_positive_zero_to_positive_zero(observer, zeros):
     for spec in SPECS:
@@ -69,7 +69,7 @@ def test_searched_range_of_a_constant_reaches_from_zero_to_it(observer, c):
 ONE_SIDED = {"from near zero": (1e-3, 1.0), "from far": (2.0, 10.0), "far away": (1000.0, 1001.0)}
 
 
-@by(WATCHING)
+@by(OBSERVING)
 @by(ONE_SIDED, "ends")
 @pytest.mark.parametrize("sign", [1, -1], ids=["positive", "negative"])
 def test_range_of_one_sided_data_is_one_sided_and_within_the_data(observer, ends, sign):
@@ -169,13 +169,13 @@ def test_range_does_not_depend_on_the_dtype_of_the_data(observer, spec, dtype):
         assert np.isfinite(range_of(observer, bell(300, dtype=dtype), spec=spec)).all()
         return
     batches = [bell(300), bell(300, seed=1) * 4]
-    expected = watch(observer, *batches, spec=spec)
-    actual = watch(observer, *(x.to(dtype) for x in batches), spec=spec)
+    expected = state_after(observer, *batches, spec=spec)
+    actual = state_after(observer, *(x.to(dtype) for x in batches), spec=spec)
     assert_same_state(expected, actual)
     assert_same_range(*([v.numpy() for v in observer.range(s, spec)] for s in (expected, actual)))
 
 
-@by(WATCHING)
+@by(OBSERVING)
 @pytest.mark.parametrize(
     ("values", "lo", "hi"),
     [
@@ -209,7 +209,7 @@ def test_range_of_float64_data_is_rounded_to_float32(observer):
     assert_same_range((np.float32(-0.1), np.float32(0.7)), range_of(observer, x))
 
 
-@by(WATCHING)
+@by(OBSERVING)
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("spec", [INT4, UINT4], ids=str)
 def test_range_does_not_depend_on_torchs_default_dtype(observer, default, spec):
@@ -227,7 +227,7 @@ def test_range_does_not_depend_on_torchs_default_dtype(observer, default, spec):
 # --- tiny and huge values ---------------------------------------------------------------------------
 
 
-@by(WATCHING)
+@by(OBSERVING)
 @pytest.mark.parametrize(
     "values",
     [
@@ -248,7 +248,7 @@ def test_tiny_and_huge_values_have_a_range_within_them_and_a_usable_scale(observ
         assert spec.qmin <= zero_point <= spec.qmax
 
 
-@by(WATCHING)
+@by(OBSERVING)
 @pytest.mark.parametrize("spec", [INT4, UINT4], ids=str)
 @pytest.mark.parametrize("power", [-12, 20, 100, 122])
 def test_scaling_data_by_a_power_of_two_scales_the_range(observer, spec, power):

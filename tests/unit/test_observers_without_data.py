@@ -8,16 +8,16 @@ import pytest
 from observer_cases import (
     ALL,
     INT8,
-    REMEMBERING,
+    OBSERVING,
+    STATEFUL,
     UINT4,
     UINT8,
-    WATCHING,
     assert_same_range,
     assert_same_state,
     bell,
     by,
     range_of,
-    watch,
+    state_after,
 )
 
 torch = pytest.importorskip("torch")
@@ -32,7 +32,7 @@ INF, NAN = math.inf, math.nan
 # --- before any data --------------------------------------------------------------------------------
 
 
-@by(WATCHING)
+@by(OBSERVING)
 @pytest.mark.parametrize("blocks", [(), (3,), (2, 4), (0,)], ids=str)
 def test_range_before_any_data_is_empty(observer, blocks):
     assert observer.needs_data
@@ -56,7 +56,7 @@ def test_updates_keep_memory_shape_and_dtype_of_the_state(observer, where):
 
 @by(ALL)
 def test_reading_the_range_leaves_the_state_unchanged(observer):
-    state = watch(observer, bell(200))
+    state = state_after(observer, bell(200))
     before = copy.deepcopy(state)
     first = observer.range(state, UINT4)
     for end, again in zip(first, observer.range(state, UINT4), strict=True):
@@ -68,7 +68,7 @@ def test_reading_the_range_leaves_the_state_unchanged(observer):
 EMPTY = {"tensor": ({}, (0,)), "rows": (dict(axis=1), (0, 3)), "features": (dict(axis=0), (3, 0))}
 
 
-@by(REMEMBERING)
+@by(STATEFUL)
 @pytest.mark.parametrize(("where", "shape"), EMPTY.values(), ids=EMPTY)
 def test_empty_tensor_leaves_the_state_unchanged(observer, where, shape):
     spec = QuantSpec(**where)
@@ -99,7 +99,7 @@ def test_dynamic_range_of_an_empty_tensor_is_zero(where, shape):
 NONFINITE = {"NaN": [NAN], "+inf": [INF], "-inf": [-INF], "all three": [NAN, INF, -INF, NAN, -INF]}
 
 
-@by(WATCHING)
+@by(OBSERVING)
 @by(NONFINITE, "bad")
 @pytest.mark.parametrize("spec", [INT8, UINT8], ids=str)
 def test_nonfinite_values_do_not_change_the_range(observer, bad, spec):
@@ -110,30 +110,30 @@ def test_nonfinite_values_do_not_change_the_range(observer, bad, spec):
         state = observer.init(())
         assert observer.update(state, dirty, spec) == len(bad)
         assert observer.update(state, second, spec) == 0
-        assert_same_state(watch(observer, first, second, spec=spec), state)
+        assert_same_state(state_after(observer, first, second, spec=spec), state)
 
 
-@by(WATCHING)
+@by(OBSERVING)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_nonfinite_values_of_other_dtypes_do_not_change_the_state(observer, dtype):
     bad = torch.tensor([NAN, INF, -INF], dtype=dtype)
     clean = bell(100, dtype=dtype)
     state = observer.init(())
     assert observer.update(state, torch.cat([clean, bad]), INT8) == 3
-    assert_same_state(watch(observer, clean), state)
+    assert_same_state(state_after(observer, clean), state)
 
 
-@by(WATCHING)
+@by(OBSERVING)
 def test_nonfinite_values_in_channels_do_not_change_the_state(observer):
     spec = QuantSpec(axis=0)
     clean = bell(3, 40)
     dirty = torch.cat([clean, torch.tensor([[NAN, INF], [-INF, NAN], [INF, -INF]])], dim=1)
     state = observer.init((3,))
     assert observer.update(state, dirty, spec) == 6
-    assert_same_state(watch(observer, clean, spec=spec), state)
+    assert_same_state(state_after(observer, clean, spec=spec), state)
 
 
-@by(REMEMBERING)
+@by(STATEFUL)
 @by(NONFINITE, "bad")
 def test_tensor_without_finite_values_leaves_the_state_unchanged(observer, bad):
     state = observer.init(())
@@ -151,7 +151,7 @@ def test_dynamic_range_of_a_tensor_without_finite_values_is_zero(bad):
     assert_same_range((0, 0), range_of(Dynamic(), [1.0, 2.0], bad))
 
 
-@by(REMEMBERING)
+@by(STATEFUL)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_channel_without_finite_values_has_an_empty_range_beside_normal_ones(observer, symmetric):
     spec = QuantSpec(axis=0, symmetric=symmetric)

@@ -1,7 +1,7 @@
 """`prepare` on configs and models it cannot use: an error or a listing with the fix, and an unchanged model."""
 
 import pytest
-from model_snapshots import Picture, X, assert_refused, calibrate, prepared, small
+from model_snapshots import Snapshot, X, assert_refused, calibrate, prepared, small
 
 import fakequant as fq
 from fakequant import presets
@@ -127,7 +127,7 @@ def test_config_for_unsupported_layers_only_is_refused_with_the_reason(kind, pat
 @each_type
 def test_rule_for_an_unsupported_layer_is_listed_with_the_reason(kind, path, reason):
     model = with_others()
-    before = Picture(model.get_submodule(path))
+    before = Snapshot(model.get_submodule(path))
     fq.prepare(model, recipes.int8().rule(type=kind, weight=presets.int8()))
     text = str(fq.summary(model))
     assert path in text
@@ -187,7 +187,7 @@ def third_has_a_class_of_its_own():
 def test_failure_at_the_third_layer_leaves_the_model_unchanged_or_is_listed(make):
     model = make()
     model[0].register_forward_hook(lambda *_: None)
-    before = Picture(model)
+    before = Snapshot(model)
     try:
         fq.prepare(model, recipes.lsq(4))
     except (ValueError, TypeError, RuntimeError) as error:

@@ -68,7 +68,7 @@ BAD = {
 }  # fmt: skip
 
 
-def picture(model):
+def snapshot(model):
     return {
         name: (type(module), {key: list(v) if hasattr(v, "keys") else v for key, v in vars(module).items()})
         for name, module in model.named_modules()
@@ -79,10 +79,10 @@ def picture(model):
 @pytest.mark.parametrize(("make", "config", "error", "message"), BAD.values(), ids=BAD)
 def test_refused_model_is_unchanged(make, config, error, message):
     model = make()
-    before = picture(model)
+    before = snapshot(model)
     with pytest.raises(error, match=message):
         fq.prepare(model, config)
-    assert picture(model) == before
+    assert snapshot(model) == before
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
@@ -135,9 +135,9 @@ FLOATS = {
 def test_unsupported_layer_is_unchanged_by_prepare(make):
     layer = make()
     model = nn.ModuleDict({"other": layer, "fc": nn.Linear(4, 4)})
-    before = picture(layer)
+    before = snapshot(layer)
     fq.prepare(model, recipes.int8())
-    assert picture(layer) == before
+    assert snapshot(layer) == before
 
 
 # --- parametrized layers ----------------------------------------------------------------------------

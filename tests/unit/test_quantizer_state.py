@@ -55,7 +55,7 @@ def test_state_holds_plain_tensors_of_constant_shape(make):
     assert all(type(value) in (torch.Tensor, torch.nn.Parameter) for value in state.values())
     assert all(value.is_contiguous() for value in state.values())
     addresses = [value.data_ptr() for value in state.values()]
-    assert len(set(addresses)) == len(addresses), "no two share memory"
+    assert len(set(addresses)) == len(addresses), "tensors share memory"
 
     def describe(m):
         return {name: (value.shape, value.dtype) for name, value in (*m.state_dict().items(), *m.named_buffers())}

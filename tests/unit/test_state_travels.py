@@ -47,7 +47,7 @@ MODELS = {
 NAMES = ["int8", "int4_weight_only", "lsq"]
 
 
-def twins(model, make, x, config):
+def copies_of(model, make, x, config):
     """Returns copies of a model, none of which has run."""
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
@@ -68,7 +68,7 @@ def test_copies_convert_to_the_same_codes_scales_and_biases(make, x, config):
     model = fq.calibrate(fq.prepare(build(make, x), config), [x], progress=False)
     train(model, x)
     model.eval()
-    copies = twins(model, make, x, config)  # before the model runs again
+    copies = copies_of(model, make, x, config)  # before the model runs again
     golden = fq.convert(model)
     for name, twin in copies.items():
         other = fq.convert(twin)
@@ -90,7 +90,7 @@ def test_copies_export_the_same_file_and_verify(tmp_path):
     model = fq.calibrate(fq.prepare(model, config), [x], progress=False).eval()
     fq.export_onnx(model, tmp_path / "model.onnx", x)
     expected = (tmp_path / "model.onnx").read_bytes()
-    for name, twin in twins(model, make, x, config).items():
+    for name, twin in copies_of(model, make, x, config).items():
         twin.eval()
         fq.export_onnx(twin, tmp_path / "twin.onnx", x)
         assert (tmp_path / "twin.onnx").read_bytes() == expected, name

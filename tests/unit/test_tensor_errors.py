@@ -22,7 +22,7 @@ def each_nodes(request, monkeypatch):
     if request.param == "Python nodes":
         monkeypatch.setattr(nodes, "compiled", None)
     elif nodes.compiled is None:
-        pytest.skip("no nodes are compiled for this torch")
+        pytest.skip("this build has no compiled nodes for this torch")
 
 
 @pytest.fixture(autouse=True)

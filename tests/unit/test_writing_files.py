@@ -47,7 +47,7 @@ def test_unusable_path_is_refused_before_any_work(place, message, tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder in which nobody can write")
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a read-only folder")
 def test_read_only_folder_is_refused_before_any_work(monkeypatch):
     began = []
     message = r"(?s)/proc/self/m\.bin' cannot be written.*Use a path"
@@ -64,7 +64,7 @@ def test_read_only_folder_is_refused_before_any_work(monkeypatch):
     assert not began
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/null"), reason="needs a device")
+@pytest.mark.skipif(not os.path.exists("/dev/null"), reason="needs a device file")
 def test_device_file_is_not_replaced():
     with pytest.raises(OSError, match="neither a file"), optional.writing("/dev/null"):
         pass
@@ -104,7 +104,7 @@ def test_existing_symlink_is_not_followed(tmp_path, monkeypatch):
     assert not (tmp_path / "m.bin").is_symlink()
 
 
-@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX permissions")
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077, 0o000], ids=oct)
 def test_written_file_has_the_permissions_of_the_umask(mask, tmp_path):
     pytest.importorskip("safetensors")
