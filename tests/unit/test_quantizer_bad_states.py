@@ -71,9 +71,9 @@ def test_state_with_an_invalid_scale_is_refused_and_changes_nothing(key, value):
 
 def test_state_with_nan_scales_loads_as_not_observed():
     model = fq.prepare(nn.Sequential(nn.Linear(8, 6)), fq.recipes.int8())
-    prepared_anew = fq.prepare(nn.Sequential(nn.Linear(8, 6)), fq.recipes.int8())
-    assert prepared_anew.load_state_dict(model.state_dict()) is not None
-    assert prepared_anew[0].input_quantizer.scale.isnan()
+    other = fq.prepare(nn.Sequential(nn.Linear(8, 6)), fq.recipes.int8())
+    assert other.load_state_dict(model.state_dict()) is not None
+    assert other[0].input_quantizer.scale.isnan()
 
 
 LEARNED = {

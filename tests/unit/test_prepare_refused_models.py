@@ -1,4 +1,4 @@
-"""Models that `prepare` refuses, and layers that it leaves in float."""
+"""Models that `prepare` refuses and leaves unchanged, and layers that it leaves in float."""
 
 import copy
 
