@@ -1,3 +1,5 @@
+"""`QuantSpec`: code ranges, granularity, and values that are refused."""
+
 import dataclasses
 
 import pytest
