@@ -1,4 +1,4 @@
-"""Fixtures that run a test on every instruction set of this machine, and that save time."""
+"""Fixtures for instruction sets and threads, and a cache for torch's exporter."""
 
 import contextlib
 import copy
@@ -14,14 +14,14 @@ import pytest
 import fakequant
 from fakequant import _native
 
-# torch's compiler shows progress with tqdm, which starts a thread to watch it; decelerate() takes kernels out
-# only where there is no other thread.
+# torch's compiler shows progress with tqdm, which starts a monitor thread. decelerate() removes kernels only if
+# no other thread is running.
 with contextlib.suppress(ModuleNotFoundError):
     import tqdm
 
     tqdm.tqdm.monitor_interval = 0
 
-# Without torch (`make test-python`) only files that can be imported without it are collected.
+# Without torch (`make test-python`), collect only the files that can be imported without it.
 if find_spec("torch") is None:
     _NEEDS_TORCH = re.compile(
         r"^(?:import (?:torch|releases)\b|from (?:torch|straight_through|tensor_data|accelerated|releases|zoo)\b"
@@ -35,7 +35,7 @@ if find_spec("torch") is None:
 
 @pytest.fixture(params=_native.supported_targets())
 def target(request):
-    """Each instruction set in turn; the one in use before comes back afterwards."""
+    """Runs the test on each instruction set and restores the previous one."""
     before = _native.target()
     assert _native.select_target(request.param)
     yield request.param
@@ -44,7 +44,7 @@ def target(request):
 
 @pytest.fixture
 def each_target():
-    """Goes through all instruction sets within a test: for one whose expected results take long to compute."""
+    """Iterates over all instruction sets within one test, for expected results that are slow to compute."""
     before = _native.target()
 
     def each():
@@ -58,7 +58,7 @@ def each_target():
 
 @pytest.fixture(autouse=True)
 def threads_as_before():
-    """A test may set the number of threads and need not put it back."""
+    """Restores the number of threads after every test."""
     before = fakequant.get_num_threads()
     yield
     fakequant.set_num_threads(before)
@@ -66,13 +66,13 @@ def threads_as_before():
 
 @pytest.fixture
 def torch_on_one_thread():
-    """torch's sums depend on its number of threads; with one they are reproducible."""
+    """Runs torch on one thread, because its sums depend on the number of threads."""
     import torch
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # NumPy's: overflow and NaN are results here
+        warnings.simplefilter("ignore")  # NumPy warns about overflow and NaN, which are expected results
         yield
     torch.set_num_threads(before)
 
@@ -81,7 +81,7 @@ def torch_on_one_thread():
     params=[(target, n) for target in _native.supported_targets() for n in (1, 2)], ids=lambda p: f"{p[0]}-{p[1]}"
 )
 def machine(request, torch_on_one_thread):
-    """Every instruction set of this machine, with one and with two threads."""
+    """Runs the test on every instruction set, with one and with two threads."""
     before = _native.target()
     assert _native.select_target(request.param[0])
     fakequant.set_num_threads(request.param[1])
@@ -91,8 +91,8 @@ def machine(request, torch_on_one_thread):
 
 @pytest.fixture(scope="session", autouse=True)
 def exporter_reads_its_operators_once():
-    """torch's exporter translates the source of all its operators anew in every export, which is most of its time."""
-    if "onnxscript" not in sys.modules:  # imported by the modules with tests that export
+    """Caches the operators that torch's exporter would translate again in every export, most of its time."""
+    if "onnxscript" not in sys.modules:  # imported by every test module that exports
         yield
         return
     registration = pytest.importorskip("torch.onnx._internal.exporter._registration")
@@ -100,7 +100,7 @@ def exporter_reads_its_operators_once():
 
     def from_torchlib(*args, **options):
         registry = copy.copy(read(*args, **options))
-        # An export adds operators of its own.
+        # An export adds operators to its registry.
         registry.functions = {target: list(found) for target, found in registry.functions.items()}
         return registry
 

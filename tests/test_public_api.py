@@ -1,4 +1,4 @@
-"""The exported names, and that each is documented with an example that runs."""
+"""The public names, each documented with an example that runs."""
 
 import importlib
 import inspect
@@ -82,7 +82,7 @@ PRESETS = ["int16", "int2", "int4", "int8", "int8_per_token", "uint4", "uint8"]
 
 
 RECIPES = ["int4_weight_only", "int8", "int8_dynamic", "lsq", "w4a8"]
-# Imported when they are first used, because they need torch.
+# Imported on first use, because they need torch.
 WHOLE_MODELS = [
     "History",
     "LayerConfig",
@@ -103,7 +103,7 @@ WHOLE_MODELS = [
     "unprepare",
     "verify",
 ]
-# Files of their own, which also import what they need.
+# Separate modules, imported explicitly because they need other packages.
 INTEGRATIONS = {
     "fakequant.integrations.lightning": ["QATCallback"],
     "fakequant.integrations.transformers": ["QATCallback", "from_pretrained", "save_pretrained"],
@@ -116,7 +116,7 @@ PLACES = {
     "fakequant.recipes": RECIPES,
     **INTEGRATIONS,
 }
-# What functions return, bases to derive from, and a name for a type; their examples are elsewhere.
+# Return types, base classes and a type alias; other names have their examples.
 WITHOUT_EXAMPLE = {
     *("Info", "QParams", "Range", "Quantizer", "QuantizedLayer", "LayerKind", "Observer", "State", "ALONE"),
     *("compute", "quantize_input", "quantize_output", "quantized_weight"),
@@ -136,7 +136,7 @@ def names(place):
 
 
 @by_place
-def test_exported_names(place):
+def test_modules_export_exactly_the_public_names(place):
     imported = {
         "fakequant.presets": {"QuantSpec", "WHOLE_AXIS"},
         "fakequant.recipes": {"LayerConfig", "Dynamic", "QuantConfig", "QuantSpec"},
@@ -154,7 +154,7 @@ def test_everything_public_has_a_docstring_with_an_example(place):
     assert lacking == []
 
 
-def test_what_is_imported_later_is_there_and_has_an_example():
+def test_lazily_imported_names_exist_and_have_an_example():
     assert sorted(fakequant._WHOLE_MODELS) == WHOLE_MODELS
     for name in WHOLE_MODELS:
         assert ">>>" in inspect.getdoc(getattr(fakequant, name)), name
@@ -162,5 +162,5 @@ def test_what_is_imported_later_is_there_and_has_an_example():
         fakequant.prepar  # noqa: B018
 
 
-def test_what_is_imported_later_can_be_completed():
+def test_dir_lists_lazily_imported_names():
     assert {*WHOLE_MODELS, *PUBLIC, "nn", "observers", "recipes", "__version__"} <= set(dir(fakequant))

@@ -1,4 +1,4 @@
-"""Every block of code in the README and the documentation is one that is run: Python by doctest, commands here."""
+"""Every code block in the README and the documentation runs: Python by doctest, commands here."""
 
 import re
 import shlex
@@ -15,7 +15,7 @@ from fakequant._cli import main
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^```(?P<language>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
-# Commands that are run elsewhere: by whoever reads, by CI, or because they take minutes or several machines.
+# Commands that are not run here: they install things, take minutes, or need several machines.
 NOT_RUN_HERE = ("pip install ", "make ", "torchrun ", "git clone ", "cd ", "fakequant demo", "fakequant bench")
 
 
@@ -30,7 +30,7 @@ def blocks(page):
 
 
 def commands(text):
-    """Lines as a shell joins them, without comments."""
+    """Returns the shell commands of a block, with continued lines joined and comments removed."""
     lines = (shlex.join(shlex.split(line, comments=True)) for line in text.replace("\\\n", " ").splitlines())
     return [line for line in lines if line]
 
@@ -40,16 +40,16 @@ COMMANDS = sorted({line for block in BLOCKS if block.language == "sh" for line i
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_blocks_are_python_with_prompts_or_commands_or_text(page):
+def test_code_blocks_are_prompted_python_commands_or_text(page):
     found = blocks(page)
     assert page.read_text().count("\n```") == 2 * len(found), "a fence is not closed, or not at the start of its line"
     assert [b for b in found if b.language not in ("python", "sh", "text")] == []
     assert [b for b in found if b.language == "python" and not b.text.startswith(">>> ")] == []
-    # Without an empty line doctest takes the fence for a part of the result.
+    # Without an empty line, doctest reads the fence as part of the expected output.
     assert [b for b in found if b.language == "python" and not b.text.endswith("\n\n")] == []
 
 
-def test_doctest_collects_the_pages():
+def test_doctest_collects_the_documentation_pages():
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     assert "--doctest-glob=*.md" in options["addopts"]
     assert {"docs", "README.md", "src"} <= set(options["testpaths"])
@@ -72,7 +72,7 @@ def test_data():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """What commands speak of: train.py, model.pt, model.onnx and the examples."""
+    """A folder with the files that the commands use: train.py, model.pt, model.onnx and the examples."""
     import torch
 
     import fakequant as fq
@@ -89,7 +89,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith(NOT_RUN_HERE) or c.endswith("--help")])
-def test_commands_run(command, folder, monkeypatch, capsys):
+def test_documented_commands_run(command, folder, monkeypatch, capsys):
     words = shlex.split(command)
     monkeypatch.chdir(folder)
     if words[:3] == ["python", "-m", "fakequant"]:
@@ -97,20 +97,20 @@ def test_commands_run(command, folder, monkeypatch, capsys):
     if words[0] == "fakequant":
         code, output = main(words[1:]), capsys.readouterr().out
     else:
-        assert words[0] == "python", f"{command!r} is neither run here nor said to be run elsewhere"
+        assert words[0] == "python", f"{command!r} is not a command that this test can run; add it to NOT_RUN_HERE"
         ran = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, timeout=300)
         code, output = ran.returncode, ran.stdout
     assert code == 0
     assert output
 
 
-def test_extras_that_are_to_be_installed_exist():
+def test_documented_extras_exist():
     extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     named = {extra for page in PAGES for extra in re.findall(r"(?:fakequant|\.)\[([\w,]+)\]", page.read_text())}
     assert {extra for several in named for extra in several.split(",")} <= extras
 
 
-def test_files_that_are_spoken_of_exist():
+def test_documented_files_exist():
     pattern = re.compile(r"\b(?:examples|benchmarks|tests|tools|src)/[\w/]+\.(?:py|md)\b")
     named = {name for page in PAGES for name in pattern.findall(page.read_text())}
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
@@ -119,8 +119,8 @@ def test_files_that_are_spoken_of_exist():
 @pytest.mark.parametrize(
     "page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "csrc/README.md"]
 )
-def test_links_lead_somewhere(page):
-    """Those between pages of the documentation are checked when it is built."""
+def test_relative_links_point_to_files(page):
+    """Links between documentation pages are checked when the site is built."""
     text = re.sub(FENCED, "", (ROOT / page).read_text())
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
     files = [(ROOT / page).parent / link.split("#")[0] for link in links if not link.startswith("#")]

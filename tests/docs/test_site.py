@@ -1,4 +1,4 @@
-"""The built documentation: no warning, and nothing that is loaded from elsewhere."""
+"""The documentation site builds without warnings and loads nothing from other hosts."""
 
 import os
 import re
@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("mkdocs", reason="the documentation needs pip install -r requirements-docs.txt")
 pytest.importorskip("mkdocstrings", reason="the documentation needs pip install -r requirements-docs.txt")
 ROOT = Path(__file__).parents[2]
-# Tags that load what an attribute names. Links are for the reader to follow, or not.
+# Tags that load a resource, and the attribute that names it. Plain links load nothing.
 LOADING = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src", "audio": "src"}
 LOADED_LINKS = {"stylesheet", "icon", "preload", "modulepreload", "prefetch", "preconnect", "dns-prefetch", "manifest"}
 
@@ -31,7 +31,7 @@ def pages(folder):
 
 
 class Resources(HTMLParser):
-    """What a page loads."""
+    """Collects the resources that a page loads."""
 
     def __init__(self, text):
         super().__init__()
@@ -46,7 +46,7 @@ class Resources(HTMLParser):
             self.found.append(named["href"])
 
 
-def test_builds_without_a_warning(built):
+def test_site_builds_without_a_warning(built):
     _, ran = built
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == ""
@@ -54,20 +54,20 @@ def test_builds_without_a_warning(built):
     assert [line for line in lines if not line.startswith("INFO ")] == []
 
 
-def test_loads_nothing_from_elsewhere(built):
+def test_site_loads_nothing_from_other_hosts(built):
     folder, _ = built
     assert len(pages(folder)) > 20
     for page in pages(folder):
         for resource in Resources(page.read_text()).found:
             parts = urlsplit(resource)
             assert (parts.scheme, parts.netloc) in (("", ""), ("data", "")), f"{page}: {resource}"
-            if parts.scheme == "" and page.name != "404.html":  # which is served from any place
+            if parts.scheme == "" and page.name != "404.html":  # 404.html is served from any path
                 assert (page.parent / unquote(parts.path)).is_file(), f"{page}: {resource}"
     for sheet in folder.rglob("*.css"):
         assert re.findall(r"(?:@import|url\()\s*[\"']?(?:https?:)?//[^)]*", sheet.read_text()) == [], sheet
 
 
-def test_examples_are_code_not_quotations(built):
+def test_site_renders_examples_as_code(built):
     folder, _ = built
     for page in (folder / "reference").glob("*.html"):
         text = page.read_text()
@@ -77,7 +77,7 @@ def test_examples_are_code_not_quotations(built):
 
 
 @pytest.mark.parametrize("command", ["", " info", " demo", " bench", " summary", " verify", " report"])
-def test_command_line_page_has_the_help(built, command):
+def test_site_shows_the_help_of_every_command(built, command):
     folder, _ = built
     text = re.sub(r"<[^>]*>", "", (folder / "reference" / "cli.html").read_text())
     assert f"usage: fakequant{command} [-h]" in text

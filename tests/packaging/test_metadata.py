@@ -1,4 +1,4 @@
-"""What pyproject.toml promises fits what the code asks for, what is pinned, and what is compiled in."""
+"""pyproject.toml agrees with the code, the pinned versions, the workflows and the compiled-in licences."""
 
 import ast
 import re
@@ -31,7 +31,7 @@ def canonical(name):
 
 
 def requirements(extra):
-    """All of an extra, those of the extras it is made of included."""
+    """Returns all requirements of an extra, including those of nested extras."""
     found = set()
     for line in EXTRAS[extra]:
         requirement = Requirement(line)
@@ -42,11 +42,11 @@ def requirements(extra):
     return found
 
 
-def test_numpy_is_all_that_is_needed():
+def test_required_dependencies_are_numpy_and_ml_dtypes():
     assert {Requirement(line).name for line in PROJECT["project"]["dependencies"]} == {"numpy", "ml_dtypes"}
 
 
-def test_extras():
+def test_extras_contain_the_documented_packages():
     names = {extra: {r.name for r in requirements(extra)} for extra in EXTRAS}
     torch, onnx = {"torch", "tqdm"}, {"safetensors", "onnx", "onnxscript", "onnxruntime"}
     assert names["torch"] == torch
@@ -59,14 +59,14 @@ def test_extras():
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_what_is_tested_is_within_the_ranges(extra):
+def test_tested_versions_are_within_the_declared_ranges(extra):
     pinned = pins("requirements-dev.txt")
     for requirement in requirements(extra):
         tested = TORCH_VERSIONS if requirement.name == "torch" else [pinned[canonical(requirement.name)]]
         assert all(map(requirement.specifier.contains, tested)), requirement
 
 
-def test_extras_that_are_named_exist():
+def test_extras_named_in_code_and_docs_exist():
     files = [
         p for place in ("src", "docs", "examples") for p in (ROOT / place).rglob("*") if p.suffix in {".py", ".md"}
     ]
@@ -81,12 +81,12 @@ def test_extras_that_are_named_exist():
     assert named | set(defaults) <= EXTRAS.keys()
 
 
-def test_builds_use_the_tested_versions():
+def test_build_requirements_are_the_tested_versions():
     assert pins("requirements-build.txt").items() <= pins("requirements-dev.txt").items()
 
 
-def test_nodes_are_built_and_tested_for_every_release():
-    """The newest version of every release in the window; wheels are tried, and the workflow runs, with all of them."""
+def test_autograd_nodes_are_built_and_tested_for_every_torch_release():
+    """Wheels and the release workflow are tested with the newest version of every supported release."""
     releases = [release_of(version) for version in TORCH_VERSIONS]
     assert releases == [(OLDEST[0], minor) for minor in range(OLDEST[1], NEWEST[1] + 1)]
     [loop] = [step for step in PROJECT["tool"]["cibuildwheel"]["linux"]["test-command"] if "torch==" in step]
@@ -98,7 +98,7 @@ def test_nodes_are_built_and_tested_for_every_release():
     assert {entry["torch"] for entry in job["strategy"]["matrix"]["include"]} == set(TORCH_VERSIONS)
 
 
-def test_licences_of_what_is_compiled_in():
+def test_licences_of_compiled_in_code_match_their_sources():
     [ours] = [f for f in distribution("nanobind").files or () if f.name == "LICENSE"]
     assert (ROOT / "licenses/nanobind.txt").read_text() == ours.read_text()
     header = Path(nanobind.__file__).parent / "ext/robin_map/include/tsl/robin_map.h"
@@ -106,7 +106,7 @@ def test_licences_of_what_is_compiled_in():
     assert (ROOT / "licenses/robin_map.txt").read_text().strip() in comment
 
 
-def test_workflows_can_be_read():
+def test_github_workflows_are_valid():
     for path in sorted((ROOT / ".github/workflows").glob("*.yml")):
         workflow = yaml.safe_load(path.read_text())
         assert workflow["name"] == path.stem

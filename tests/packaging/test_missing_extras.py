@@ -1,4 +1,4 @@
-"""Without torch, what needs it says how to get it; the rest works and does not import it."""
+"""Without torch, names that need it say how to install it, and everything else works."""
 
 import subprocess
 import sys
@@ -12,30 +12,30 @@ def run(missing, code):
     return subprocess.run([sys.executable, "-c", WITHOUT.format(missing, code)], capture_output=True, text=True)
 
 
-def test_import_alone_imports_neither_torch_nor_what_is_slow():
+def test_import_does_not_import_torch_or_slow_modules():
     code = "import sys, fakequant; print(sorted({'torch', 'importlib.metadata', 'matplotlib'} & sys.modules.keys()))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
-def test_version():
+def test_version_matches_info():
     import fakequant
 
     assert fakequant.__version__ == fakequant.info().version
 
 
 @pytest.mark.parametrize("name", ["prepare", "summary", "nn", "recipes"])
-def test_names_that_need_torch(name):
+def test_names_that_need_torch_say_how_to_install_it(name):
     result = run("torch", f"fq.{name}")
     assert result.returncode == 1
     assert f"ImportError: `fakequant.{name}` needs torch, which is not installed." in result.stderr
     assert 'Use: pip install "fakequant[torch]"' in result.stderr
 
 
-def test_from_import():
+def test_from_import_without_torch_says_how_to_install_it():
     assert 'pip install "fakequant[torch]"' in run("torch", "from fakequant import observers").stderr
 
 
-def test_a_module_of_ours_that_is_missing_is_no_missing_extra():
+def test_missing_internal_module_is_not_reported_as_a_missing_extra():
     result = run("fakequant._prepare.prepare", "fq.prepare")
     assert "fakequant[torch]" not in result.stderr
     assert "ModuleNotFoundError" in result.stderr

@@ -1,4 +1,4 @@
-"""Without compiled autograd nodes for the torch at hand those in Python are used, and a warning says why, once."""
+"""Without compiled autograd nodes for this torch, the Python nodes are used and one warning says why."""
 
 import os
 import subprocess
@@ -43,22 +43,22 @@ def run(error, version=None, **environment):
     return torch, [line for line in said if line]
 
 
-def test_none_are_installed():
+def test_missing_compiled_nodes_warn_with_the_build_option():
     _, [said] = run(ABSENT)
     assert "has none compiled for torch 2." in said
     assert "--no-build-isolation" in said
 
 
-def test_those_of_another_build_cannot_be_loaded():
+def test_unloadable_compiled_nodes_warn_with_the_error():
     _, [said] = run(UNLOADABLE)
     assert "cannot be loaded: undefined symbol: something of torch." in said
 
 
-def test_a_newer_torch():
+def test_untested_newer_torch_warns_with_the_supported_releases():
     torch, [said] = run(ABSENT, "2.99.0")
     assert torch.startswith("2.99.0 (tested: 2.12 to 2.15)")
     assert "compiled ones are for torch 2.12 to 2.15, and this is torch 2.99.0." in said
 
 
-def test_chosen_on_purpose():
+def test_python_nodes_chosen_by_environment_do_not_warn():
     assert run(ABSENT, FAKEQUANT_PYTHON_NODES="1")[1] == []

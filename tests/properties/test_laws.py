@@ -1,4 +1,4 @@
-"""What holds for every input: laws, tried with Hypothesis."""
+"""Properties that hold for every input, tested with Hypothesis."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ def quantized(draw):
 
 
 @given(quantized())
-def test_the_result_lies_on_the_grid(args):
+def test_fake_quantize_result_lies_on_the_grid(args):
     _, scale, zero_point, spec = args
     y, q = fq.fake_quantize(*args), fq.quantize(*args)
     assert q.min() >= spec.qmin
@@ -45,37 +45,37 @@ def test_the_result_lies_on_the_grid(args):
 
 
 @given(quantized())
-def test_doing_it_twice_changes_nothing(args):
+def test_fake_quantize_is_idempotent(args):
     x, *grid = args
     once = fq.fake_quantize(x, *grid)
     assert_same_bits(once, fq.fake_quantize(once, *grid))
 
 
 @given(quantized())
-def test_a_larger_input_never_has_a_smaller_code(args):
+def test_quantize_is_monotonic(args):
     x, *grid = args
     ordered = np.sort(x.reshape(-1))
     assert (np.diff(fq.quantize(ordered, *grid).astype(np.int64)) >= 0).all()
 
 
 @given(quantized())
-def test_inside_the_range_the_error_is_at_most_half_a_step(args):
+def test_error_inside_the_range_is_at_most_half_a_step(args):
     x, scale, _, _ = args
     y, mask = fq.fake_quantize(*args, mask="bool")
     error = np.abs(x.astype(np.float64) - y)[mask]
-    # The quotient and the product are each rounded once: a few units in the last place of x.
+    # The quotient and the product are each rounded once, which costs a few units in the last place of x.
     slack = 4 * np.spacing(np.abs(x[mask])).astype(np.float64) + 2 * np.spacing(np.float32(scale))
     assert (error <= scale / 2 + slack).all()
 
 
 @given(quantized())
-def test_zero_maps_to_zero(args):
+def test_fake_quantize_maps_zero_to_zero(args):
     _, *grid = args
     assert_same_bits(np.zeros(3, np.float32), fq.fake_quantize(np.float32([0, -0.0, 1e-45]), *grid))
 
 
 @given(quantized())
-def test_the_mask_marks_what_clamping_left_alone(args):
+def test_mask_marks_the_elements_that_are_not_clamped(args):
     x, scale, zero_point, spec = args
     _, mask = fq.fake_quantize(*args, mask="bool")
     wide = fq.QuantSpec(bits=32, symmetric=False, numerics=spec.numerics)
@@ -84,14 +84,14 @@ def test_the_mask_marks_what_clamping_left_alone(args):
 
 
 @given(finite, st.randoms(use_true_random=False))
-def test_a_range_does_not_depend_on_the_order(x, random):
+def test_min_max_does_not_depend_on_the_order(x, random):
     shuffled = x.reshape(-1).copy()
     random.shuffle(shuffled)
     assert fq.min_max(x)[:2] == fq.min_max(shuffled)[:2]
 
 
 @given(finite, finite)
-def test_the_range_of_two_arrays_is_that_of_both_together(a, b):
+def test_min_max_of_two_arrays_is_that_of_their_concatenation(a, b):
     first, second = fq.min_max(a), fq.min_max(b)
     both = fq.min_max(np.concatenate([a.reshape(-1), b.reshape(-1)]))
     assert both.min == min(first.min, second.min)
@@ -99,21 +99,21 @@ def test_the_range_of_two_arrays_is_that_of_both_together(a, b):
 
 
 @given(finite, specs)
-def test_chosen_parameters_represent_zero_and_cover_the_range(x, spec):
+def test_chosen_qparams_represent_zero_and_cover_the_range(x, spec):
     seen = fq.min_max(x)
     scale, zero_point = fq.choose_qparams(seen.min, seen.max, spec)
     assert scale > 0
     assert spec.qmin <= zero_point <= spec.qmax
     assert fq.dequantize(np.asarray(zero_point, spec.storage), scale, zero_point, spec) == 0
     y = fq.fake_quantize(x, scale, zero_point, spec)
-    # The zero point is rounded, so an end of the range may stick out by half a step; a symmetric
-    # scale spreads the range over qmax - qmin, of which the positive end has half a step less.
+    # Rounding the zero point may move an end of the range by half a step. A symmetric scale spreads the
+    # range over qmax - qmin, so the positive end loses half a step.
     slack = 4 * np.spacing(np.abs(x).astype(np.float64).max().astype(np.float32))
     assert (np.abs(x.astype(np.float64) - y) <= 1.01 * scale + slack).all()
 
 
 @given(quantized(), st.integers(1, 3))
-def test_per_channel_is_per_tensor_on_every_channel(args, channels):
+def test_per_channel_equals_per_tensor_on_every_channel(args, channels):
     x, scale, zero_point, spec = args
     rows = np.resize(x, (channels, x.size))
     per_channel = dataclasses.replace(spec, axis=0)

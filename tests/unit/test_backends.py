@@ -1,4 +1,4 @@
-"""Every array library implements the same names, and one place chooses between the libraries."""
+"""Every backend implements the same functions, and `backend_of` chooses between them."""
 
 import inspect
 
@@ -20,21 +20,21 @@ FUNCTIONS = {
 }
 
 
-def test_there_are_as_many_functions_as_ever():
+def test_public_module_exports_all_backend_functions():
     assert len(FUNCTIONS) == 23
     assert all(getattr(fq, name) is function for name, function in FUNCTIONS.items())
 
 
 @by_backend
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_backend_takes_the_arguments_of_the_public_function(name, backend):
+def test_backend_function_has_the_signature_of_the_public_one(name, backend):
     public, own = (inspect.signature(f) for f in (FUNCTIONS[name], getattr(backend, name)))
     assert list(own.parameters) == list(public.parameters)
     assert [p.kind for p in own.parameters.values()] == [p.kind for p in public.parameters.values()]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_public_functions_only_dispatch(name):
+def test_public_functions_only_dispatch_and_have_examples(name):
     function = FUNCTIONS[name]
     lines = inspect.getsource(function).split('"""')[-1].strip().splitlines()
     assert lines[0].startswith("return backend_of(")
@@ -54,5 +54,5 @@ def test_public_functions_only_dispatch(name):
     ],
     ids=str,
 )
-def test_the_library_of_values(values, library):
+def test_backend_of_chooses_the_library_of_its_arguments(values, library):
     assert _backends.backend_of(*values) is BACKENDS[library]

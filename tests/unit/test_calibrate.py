@@ -1,12 +1,12 @@
-"""`calibrate` shows a model data and leaves everything else as it was; `Schedule` switches step by step."""
+"""`calibrate` runs data through a model, finds ranges, and changes nothing else."""
 
 import copy
 import threading
 
 import pytest
+from calibration_cases import BATCHES, calibrate, calibrated, make, same
 
 import fakequant as fq
-from fakequant.testing.assertions import assert_same_bits
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -14,13 +14,7 @@ fqnn = pytest.importorskip("fakequant.nn")
 recipes = pytest.importorskip("fakequant.recipes")
 data_utils = pytest.importorskip("torch.utils.data")
 
-torch.manual_seed(0)
-BATCHES = [torch.randn(6, 4) * scale for scale in (1.0, 3.0, 0.5)]
 LABELS = torch.zeros(6, dtype=torch.long)
-
-
-def same(expected, actual, *names):
-    assert_same_bits(expected.detach().numpy(), actual.detach().numpy(), *names)
 
 
 def same_state(expected, actual):
@@ -31,20 +25,6 @@ def same_state(expected, actual):
 
 def state(model):
     return copy.deepcopy(model.state_dict())
-
-
-def make(config=None, seed=0):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
-    return fq.prepare(model, config or recipes.int8())
-
-
-def calibrate(model, data, *args, **options):
-    return fq.calibrate(model, data, *args, progress=False, **options)
-
-
-def calibrated(config=None):
-    return calibrate(make(config), BATCHES)
 
 
 def modes(model):
@@ -65,7 +45,7 @@ class Keywords(nn.Module):
         return self.fc(x * scale)
 
 
-# --- the data -----------------------------------------------------------------------------------------
+# --- data -------------------------------------------------------------------------------------------
 
 
 class Stream(data_utils.IterableDataset):
@@ -97,24 +77,24 @@ DATA = {
 
 @pytest.mark.parametrize("data", DATA.values(), ids=DATA)
 @pytest.mark.parametrize("config", [recipes.int8(), recipes.lsq(4)], ids=["observed", "learned"])
-def test_every_form_of_the_same_data_gives_the_same_state(data, config):
+def test_calibrate_accepts_every_form_of_data(data, config):
     same_state(calibrated(config).state_dict(), calibrate(make(config), data()).state_dict())
 
 
 @pytest.mark.parametrize("progress", [True, False])
-def test_the_model_itself_is_returned_with_or_without_a_progress_bar(progress, capsys):
+def test_calibrate_returns_the_model_with_or_without_a_progress_bar(progress, capsys):
     model = make()
     assert fq.calibrate(model, BATCHES, progress=progress) is model
     assert bool(capsys.readouterr().err) is progress
 
 
-def test_a_dict_passes_keyword_arguments():
+def test_dict_batch_passes_keyword_arguments():
     model = calibrate(fq.prepare(Keywords(), recipes.int8()), [{"x": BATCHES[0], "scale": 4.0}])
     other = calibrate(fq.prepare(Keywords(), recipes.int8()), [BATCHES[0] * 4.0])
     same_state(other.state_dict(), model.state_dict())
 
 
-def test_ranges_are_those_of_the_float_model():
+def test_calibrated_ranges_are_those_of_the_float_model():
     model = make()
     with torch.no_grad():
         floats = copy.deepcopy(model).eval()
@@ -128,41 +108,41 @@ def test_ranges_are_those_of_the_float_model():
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
-def test_at_most_as_many_steps_are_run_as_asked_for(steps):
+def test_calibrate_runs_at_most_the_given_steps(steps):
     same_state(calibrate(make(), BATCHES[:steps]).state_dict(), calibrate(make(), BATCHES, steps).state_dict())
 
 
-def test_no_more_is_taken_from_an_iterator_than_is_used():
+def test_calibrate_takes_no_more_batches_than_it_uses():
     data = iter(BATCHES)
     calibrate(make(), data, 2)
     assert len(list(data)) == 1
 
 
-def test_the_range_of_a_moving_average_is_the_mean_over_the_batches():
+def test_calibrated_moving_average_is_the_mean_over_the_batches():
     model = calibrate(make(), [torch.full((3, 4), value) for value in (1.0, 2.0, 6.0)])
     quantizer = model[0].input_quantizer
     assert quantizer.running_max.item() == 3.0
     assert quantizer.observer == fq.observers.MovingAverage(0.01)
-    quantizer.train()(torch.full((3, 4), 103.0))  # and in training it moves slowly again
+    quantizer.train()(torch.full((3, 4), 103.0))  # in training the average moves slowly again
     assert quantizer.running_max.item() == 4.0
 
 
-def test_calibrating_again_begins_with_the_new_data():
+def test_calibrating_again_replaces_a_moving_average():
     model = calibrate(make(), [100 * x for x in BATCHES])
     same_state(calibrated().state_dict(), calibrate(model, BATCHES).state_dict())
 
 
-def test_other_observers_go_on_where_they_were():
+def test_calibrating_again_continues_a_min_max_range():
     config = recipes.int8().rule(activation_observer=fq.observers.MinMax())
     model = calibrate(make(config), BATCHES[:1])
     same_state(calibrated(config).state_dict(), calibrate(model, BATCHES[1:]).state_dict())
 
 
-# --- nothing to do ------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("data", "steps"), [([], None), (iter(()), None), (BATCHES, 0)], ids=["[]", "iterator", "0"])
-def test_no_data_is_an_error_and_changes_nothing(data, steps):
+def test_calibrate_without_data_is_an_error_and_changes_nothing(data, steps):
     model = make()
     before = state(model), modes(model), switches(model)
     with pytest.raises(ValueError, match="nothing to calibrate with"):
@@ -171,13 +151,13 @@ def test_no_data_is_an_error_and_changes_nothing(data, steps):
     assert (modes(model), switches(model)) == before[1:]
 
 
-def test_a_float_model_is_an_error_that_says_what_to_do():
+def test_calibrate_refuses_a_float_model_with_the_fix():
     with pytest.raises(ValueError, match=r"fakequant\.prepare"):
         calibrate(nn.Linear(4, 2), BATCHES)
 
 
 @pytest.mark.parametrize("batch", ["text", 3, None, {1, 2}], ids=repr)
-def test_a_batch_of_another_type_is_a_type_error(batch):
+def test_batch_of_an_unsupported_type_is_a_type_error(batch):
     model = make()
     before = modes(model), switches(model)
     with pytest.raises(TypeError, match="A batch must be"):
@@ -185,7 +165,7 @@ def test_a_batch_of_another_type_is_a_type_error(batch):
     assert (modes(model), switches(model)) == before
 
 
-def test_frozen_quantizers_stay_as_they_are():
+def test_calibrate_leaves_frozen_quantizers_unchanged():
     model = calibrated()
     fqnn.switch_quantizers(model, frozen=True)
     model[4].input_quantizer.frozen = False
@@ -198,7 +178,7 @@ def test_frozen_quantizers_stay_as_they_are():
             same(before[name], value, name)
 
 
-# --- everything else is as before ---------------------------------------------------------------------
+# --- what calibrate keeps ---------------------------------------------------------------------------
 
 
 def odd_modes(model):
@@ -216,7 +196,7 @@ def odd_switches(model):
 
 @pytest.mark.parametrize("prepare_modes", [nn.Module.train, nn.Module.eval, odd_modes], ids=["train", "eval", "mixed"])
 @pytest.mark.parametrize("config", [recipes.int8(), recipes.lsq(4)], ids=["observed", "learned"])
-def test_modes_and_switches_come_back(prepare_modes, config):
+def test_calibrate_restores_modes_and_switches(prepare_modes, config):
     model = make(config)
     prepare_modes(model)
     if config.default.learned:
@@ -246,7 +226,7 @@ HALFWAY = {
 
 @pytest.mark.parametrize(("data", "error"), HALFWAY.values(), ids=HALFWAY)
 @pytest.mark.parametrize("config", [recipes.int8(), recipes.lsq(4)], ids=["observed", "learned"])
-def test_an_exception_half_way_leaves_modes_and_switches_as_before(data, error, config):
+def test_exception_halfway_restores_modes_and_switches(data, error, config):
     model = make(config)
     odd_modes(model)
     before = modes(model), switches(model)
@@ -258,18 +238,18 @@ def test_an_exception_half_way_leaves_modes_and_switches_as_before(data, error, 
 
 @pytest.mark.parametrize("config", [recipes.int8(), recipes.lsq(4)], ids=["observed", "learned"])
 @pytest.mark.parametrize("already", [False, True], ids=["fresh", "calibrated"])
-def test_an_exception_half_way_leaves_the_ranges_as_before(config, already):
+def test_exception_halfway_restores_the_ranges(config, already):
     model = calibrated(config) if already else make(config)
     before = state(model)
     with pytest.raises(ValueError if already and config.default.learned else RuntimeError):
         calibrate(model, [9 * BATCHES[0], torch.randn(3, 7)])
     same_state(before, model.state_dict())
-    if not already:  # and what it has seen before it failed is not remembered elsewhere
+    if not already:  # the failed calibration left nothing behind
         same_state(calibrated(config).state_dict(), calibrate(model, BATCHES).state_dict())
 
 
 @pytest.mark.parametrize("config", [recipes.int8(), recipes.lsq(4)], ids=["observed", "learned"])
-def test_parameters_and_statistics_of_the_model_are_untouched(config):
+def test_calibrate_leaves_parameters_and_statistics_unchanged(config):
     model = make(config)
     before = state(model)
     calibrate(model, BATCHES)
@@ -280,7 +260,7 @@ def test_parameters_and_statistics_of_the_model_are_untouched(config):
     assert model(BATCHES[0]).requires_grad
 
 
-def test_dropout_is_off_and_no_random_number_is_drawn():
+def test_calibrate_runs_without_dropout_and_draws_no_random_numbers():
     rng = torch.get_rng_state()
     calibrated_state = state(calibrated())
     after_make = make() and torch.get_rng_state()
@@ -298,7 +278,7 @@ def test_evaluation_after_calibration_does_not_move_ranges():
     same_state(before, model.state_dict())
 
 
-def test_a_model_that_was_in_evaluation_when_it_was_prepared_stays_there():
+def test_model_prepared_in_evaluation_mode_stays_in_it():
     model = fq.prepare(nn.Sequential(nn.Linear(4, 4)).eval(), recipes.int8())
     assert not any(module.training for module in model.modules())
     calibrate(model, BATCHES)
@@ -307,10 +287,10 @@ def test_a_model_that_was_in_evaluation_when_it_was_prepared_stays_there():
     same_state(before, model.state_dict())
 
 
-# --- learned ------------------------------------------------------------------------------------------
+# --- learned scales ---------------------------------------------------------------------------------
 
 
-def test_learned_activations_are_initialized_and_weights_keep_their_scales():
+def test_calibrate_initializes_learned_activations_and_keeps_weight_scales():
     model = make(recipes.lsq(4))
     weights = {path: q.step_size.clone() for path, q in fqnn.quantizers(model) if path.endswith("weight_quantizer")}
     identities = [id(p) for p in model.parameters()]
@@ -327,7 +307,7 @@ def test_learned_activations_are_initialized_and_weights_keep_their_scales():
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-def test_learned_scales_are_not_learned_anew_by_a_second_calibration():
+def test_second_calibration_of_learned_scales_is_refused():
     model = calibrated(recipes.lsq(4))
     before = state(model)
     with pytest.raises(ValueError, match=r"have a learned scale(.|\n)*reset_parameters"):
@@ -335,139 +315,7 @@ def test_learned_scales_are_not_learned_anew_by_a_second_calibration():
     same_state(before, model.state_dict())
 
 
-# --- schedule -----------------------------------------------------------------------------------------
-
-
-def seen(model):
-    found = {(q.quantizing, q.frozen) for _, q in fqnn.quantizers(model)}
-    assert len(found) == 1
-    return *found.pop(), model[1].training
-
-
-def run(model, schedule, steps):
-    states = []
-    for _ in range(steps):
-        states.append(seen(model))
-        schedule.step()
-    return states
-
-
-PLANS = {
-    "all": (dict(quantize_from=1, freeze_ranges_at=2, freeze_norms_at=3), "f-t q-t qft qfe qfe"),
-    "together": (dict(quantize_from=2, freeze_ranges_at=2, freeze_norms_at=2), "f-t f-t qfe qfe qfe"),
-    "at once": (dict(quantize_from=0, freeze_ranges_at=0, freeze_norms_at=0), "qfe qfe qfe qfe qfe"),
-    "nothing": (dict(), "q-t q-t q-t q-t q-t"),
-    "quantize": (dict(quantize_from=3), "f-t f-t f-t q-t q-t"),
-    "ranges": (dict(freeze_ranges_at=1), "q-t qft qft qft qft"),
-    "norms": (dict(freeze_norms_at=1), "q-t q-e q-e q-e q-e"),
-    "frozen in float": (dict(quantize_from=4, freeze_ranges_at=1), "f-t fft fft fft qft"),
-}
-
-
-def decode(states):
-    return [(s[0] == "q", s[1] == "f", s[2] == "t") for s in states.split()]
-
-
-@pytest.mark.parametrize(("plan", "states"), PLANS.values(), ids=PLANS)
-def test_states_step_by_step(plan, states):
-    model = calibrated().train()
-    assert run(model, fq.Schedule(model, **plan), 5) == decode(states)
-
-
-@pytest.mark.parametrize(("plan", "states"), PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize("at", [0, 1, 2, 4])
-@pytest.mark.parametrize("model_first", [True, False], ids=["model first", "schedule first"])
-def test_a_schedule_saved_and_loaded_in_the_middle_goes_on(plan, states, at, model_first):
-    model = calibrated().train()
-    schedule = fq.Schedule(model, **plan)
-    run(model, schedule, at)
-    saved = copy.deepcopy((model.state_dict(), schedule.state_dict()))
-    model = make().train()
-    schedule = fq.Schedule(model, **plan)
-    if model_first:
-        model.load_state_dict(saved[0], strict=True)
-        schedule.load_state_dict(saved[1])
-    else:
-        schedule.load_state_dict(saved[1])
-        model.load_state_dict(saved[0], strict=True)
-    assert run(model, schedule, 5 - at) == decode(states)[at:]
-    assert schedule.state_dict() == {"steps": 5}
-
-
-def test_before_it_quantizes_the_model_computes_in_float_and_observes():
-    model = make().train()
-    fq.Schedule(model, quantize_from=1)
-    floats = fq.unprepare(copy.deepcopy(model))
-    torch.manual_seed(1)
-    y = model(BATCHES[0])
-    torch.manual_seed(1)
-    same(floats(BATCHES[0]), y)
-    same(BATCHES[0].amax(), model[0].input_quantizer.running_max)
-
-
-@pytest.mark.parametrize("config", [recipes.int8(), recipes.lsq(4)], ids=["observed", "learned"])
-def test_frozen_ranges_stay_through_training_and_model_train(config):
-    model = calibrated(config)
-    schedule = fq.Schedule(model, freeze_ranges_at=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scales = None
-    for step in range(4):
-        model.train()
-        optimizer.zero_grad()
-        model((step + 1) * 5 * BATCHES[0]).square().mean().backward()
-        optimizer.step()
-        schedule.step()
-        now = [q.qparams() for _, q in fqnn.quantizers(model)]
-        for before, after in zip(scales or now, now, strict=True):
-            same(before.scale, after.scale)
-            same(before.zero_point, after.zero_point)
-        scales = now
-
-
-def norm_statistics(model):
-    return [model[1].running_mean.clone(), model[1].running_var.clone(), model[1].num_batches_tracked.clone()]
-
-
-def test_frozen_norms_keep_their_statistics():
-    model = calibrated().train()
-    schedule = fq.Schedule(model, freeze_norms_at=1)
-    model(BATCHES[0])
-    schedule.step()
-    before = norm_statistics(model)
-    model(BATCHES[1])
-    for expected, actual in zip(before, norm_statistics(model), strict=True):
-        same(expected, actual)
-
-
-def test_frozen_norms_keep_their_statistics_in_the_pass_after_model_train():
-    model = calibrated().train()
-    schedule = fq.Schedule(model, freeze_norms_at=1)
-    schedule.step()
-    before = norm_statistics(model)
-    for _ in range(2):  # epochs
-        model.eval()
-        model.train()
-        model(BATCHES[1])
-        schedule.step()
-    for expected, actual in zip(before, norm_statistics(model), strict=True):
-        same(expected, actual)
-
-
-def test_frozen_norms_still_learn_their_factors():
-    model = calibrated().train()
-    fq.Schedule(model, freeze_norms_at=0)
-    model(BATCHES[0]).square().mean().backward()
-    assert torch.isfinite(model[1].weight.grad).all()
-
-
-@pytest.mark.parametrize("name", ["quantize_from", "freeze_ranges_at", "freeze_norms_at"])
-@pytest.mark.parametrize("value", [2.5, "3"], ids=repr)
-def test_a_step_that_is_no_integer_is_an_error(name, value):
-    with pytest.raises((TypeError, ValueError), match=name):
-        fq.Schedule(make(), **{name: value})
-
-
-def test_the_progress_bar_leaves_no_thread_behind():
+def test_progress_bar_leaves_no_thread_behind():
     before = set(threading.enumerate())
     fq.calibrate(fq.prepare(nn.Sequential(nn.Linear(4, 2)), recipes.int8()), [torch.ones(3, 4)], progress=True)
     assert set(threading.enumerate()) == before

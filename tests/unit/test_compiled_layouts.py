@@ -1,4 +1,4 @@
-"""The compiled functions take strided data and groups, with the bits and strides of the Python nodes."""
+"""Compiled nodes accept strided data and groups, with the bits and strides of the Python nodes."""
 
 import pytest
 
@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 nodes = pytest.importorskip("fakequant._backends.torch.compiled_nodes")
 
 if nodes.compiled is None:
-    pytest.skip("no nodes are compiled for this torch", allow_module_level=True)
+    pytest.skip("this build has no compiled nodes for this torch", allow_module_level=True)
 
 BASE = torch.linspace(-3, 3, 4 * 6 * 8 * 10).reshape(4, 6, 8, 10)
 LAYOUTS = {
@@ -44,12 +44,12 @@ def run(x, scale, zero_point, spec, gradient):
 @pytest.mark.parametrize("gradient", ["clipped", "pass"])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_the_same_results_and_strides(layout, spec, gradient, dtype, monkeypatch):
+def test_compiled_nodes_match_python_nodes_in_results_and_strides(layout, spec, gradient, dtype, monkeypatch):
     x = layout(BASE.to(dtype))
     try:
         parameters = fq.min_max(x, spec).min.shape
     except ValueError:
-        pytest.skip("the groups do not fit")
+        pytest.skip("the group size does not divide this shape")
     scale = torch.linspace(0.01, 0.05, parameters.numel()).reshape(parameters)
     zero_point = torch.zeros(parameters, dtype=torch.int32) if spec.symmetric else torch.full(parameters, 3).int()
     found = run(x, scale, zero_point, spec, gradient)
@@ -59,7 +59,7 @@ def test_the_same_results_and_strides(layout, spec, gradient, dtype, monkeypatch
         assert_same_bits(python.double().numpy(), compiled.double().numpy())
 
 
-def test_strided_data_and_groups_reach_the_compiled_function(monkeypatch):
+def test_strided_data_and_groups_use_the_compiled_function(monkeypatch):
     def refuse(*_):
         raise AssertionError("the long way was taken")
 

@@ -1,4 +1,4 @@
-"""Configs of whole models: which rule decides, what goes to JSON and comes back, recipes and targets literally."""
+"""Configs of whole models: which rule decides, JSON round trips, recipes and targets."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ class OwnLinear(nn.Linear):
         ("head", "Head", False),
     ],
 )
-def test_a_path_is_a_case_sensitive_glob_whose_star_crosses_dots(pattern, path, matches):
+def test_rule_path_is_a_case_sensitive_glob_whose_star_crosses_dots(pattern, path, matches):
     assert fq.Rule(path=pattern).matches(path, LINEAR) is matches
 
 
@@ -63,38 +63,38 @@ def test_a_path_is_a_case_sensitive_glob_whose_star_crosses_dots(pattern, path, 
         ("Lin*", LINEAR, False),
     ],
 )
-def test_a_type_is_the_name_of_the_class_or_of_a_base_class(name, module, matches):
+def test_rule_type_is_the_name_of_the_class_or_of_a_base_class(name, module, matches):
     assert fq.Rule(type=name).matches("x", module) is matches
 
 
-def test_path_and_type_must_both_match():
+def test_rule_matches_only_if_path_and_type_match():
     rule = fq.Rule(path="a.*", type="Linear")
     assert rule.matches("a.b", LINEAR)
     assert not rule.matches("a.b", CONV)
     assert not rule.matches("b.a", LINEAR)
 
 
-def test_a_rule_with_the_class_itself_matches_or_is_refused():
+def test_rule_with_a_class_as_type_matches_or_is_refused():
     try:
         rule = fq.Rule(type=nn.Linear)
     except TypeError:
         return
-    assert rule.matches("x", LINEAR), "a rule that can never match must not be made silently"
+    assert rule.matches("x", LINEAR), "this rule can never match, but was accepted"
 
 
-def test_a_prepared_layer_still_matches_its_type():
+def test_rule_type_matches_a_prepared_layer():
     model = fq.prepare(nn.Sequential(nn.Linear(4, 4)), recipes.int8())
     assert fq.Rule(type="Linear").matches("0", model[0])
 
 
-def test_the_first_rule_that_matches_decides():
+def test_first_matching_rule_decides():
     config = fq.QuantConfig(default=EIGHT, rules=(fq.Rule(path="a*"), fq.Rule(path="ab", use=FOUR), fq.Rule(path="c")))
     assert config.find("ab", LINEAR) == (None, 0)
     assert config.find("c", LINEAR) == (None, 2)
     assert config.find("d", LINEAR) == (EIGHT, None)
 
 
-def test_a_rule_that_is_added_later_goes_before_the_others():
+def test_rule_added_later_is_tried_first():
     config = fq.QuantConfig(default=EIGHT).skip("a.*").rule("a.b", weight=presets.int4(group=None))
     assert config.find("a.b", LINEAR) == (FOUR, 0)
     assert config.find("a.c", LINEAR) == (None, 1)
@@ -103,7 +103,7 @@ def test_a_rule_that_is_added_later_goes_before_the_others():
     assert again.find("a.b", CONV) == (FOUR, 1)
 
 
-def test_a_rule_has_the_defaults_fields_where_it_says_nothing():
+def test_rule_takes_unspecified_fields_from_the_default():
     config = recipes.lsq(3).rule("stem", weight=presets.int8())
     use, _ = config.find("stem", LINEAR)
     assert use == dataclasses.replace(config.default, weight=presets.int8())
@@ -111,26 +111,26 @@ def test_a_rule_has_the_defaults_fields_where_it_says_nothing():
     assert use.input.bits == 3
 
 
-def test_a_rule_can_take_a_spec_away():
+def test_rule_can_remove_a_spec():
     use, _ = recipes.int8().rule("stem", input=None).find("stem", LINEAR)
     assert use.input is None
     assert use.weight == presets.int8()
 
 
-def test_without_a_default_a_rule_begins_with_nothing():
+def test_rule_without_a_default_has_only_its_own_fields():
     config = fq.QuantConfig().rule(type="Linear", weight=presets.int8())
     assert config.find("x", LINEAR) == (EIGHT, 0)
     assert config.find("x", CONV) == (None, None)
 
 
-def test_adding_a_rule_leaves_the_config_as_it_was():
+def test_adding_a_rule_does_not_change_the_config():
     config = recipes.int8()
     config.rule("a", weight=None).skip("b")
     assert config == recipes.int8()
     assert config.rules == ()
 
 
-def test_a_rule_with_an_unknown_field_is_an_error():
+def test_rule_with_an_unknown_field_is_an_error():
     with pytest.raises(TypeError, match="has no field 'wieght'; it has weight, input"):
         recipes.int8().rule("a", wieght=presets.int8())
 
@@ -141,7 +141,7 @@ def test_configs_are_frozen():
             setattr(thing, field, "x")
 
 
-def test_configs_hash():
+def test_equal_configs_have_equal_hashes():
     assert len({recipes.int8(), recipes.int8(), recipes.w4a8()}) == 2
 
 
@@ -170,7 +170,7 @@ each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 @each_config
 @pytest.mark.parametrize("indent", [None, 2])
-def test_json_gives_back_an_equal_config(config, indent):
+def test_config_round_trips_through_json(config, indent):
     text = config.to_json(indent)
     back = fq.QuantConfig.from_json(text)
     assert back == config
@@ -179,23 +179,23 @@ def test_json_gives_back_an_equal_config(config, indent):
 
 
 @each_config
-def test_a_dict_holds_only_what_json_can(config):
+def test_config_dict_holds_only_json_types(config):
     fields = config.to_dict()
     assert json.loads(json.dumps(fields)) == fields
     assert fq.QuantConfig.from_dict(fields) == config
 
 
 @pytest.mark.parametrize("layer", [fq.LayerConfig(), FOUR, CONFIGS["observers"].default], ids=["none", "four", "all"])
-def test_a_layer_config_goes_to_a_dict_and_back(layer):
+def test_layer_config_round_trips_through_a_dict(layer):
     assert fq.LayerConfig.from_dict(json.loads(json.dumps(layer.to_dict()))) == layer
 
 
-def test_rules_given_as_a_list_compare_after_json():
+def test_config_with_rules_as_a_list_round_trips_through_json():
     config = fq.QuantConfig(default=EIGHT, rules=[fq.Rule(path="a")])
     assert fq.QuantConfig.from_json(config.to_json()) == config
 
 
-def test_absent_fields_have_their_defaults():
+def test_config_fields_absent_from_json_have_their_defaults():
     assert fq.QuantConfig.from_json("{}") == fq.QuantConfig()
     assert fq.QuantConfig.from_dict({"rules": [{"path": "a"}]}).rules == (fq.Rule(path="a"),)
     assert fq.LayerConfig.from_dict({}) == fq.LayerConfig()
@@ -215,19 +215,19 @@ def test_absent_fields_have_their_defaults():
         ({"target": "toaster"}, "toaster"),
     ],
 )
-def test_unknown_names_are_errors_that_say_them(fields, message):
+def test_unknown_config_names_are_errors_that_name_them(fields, message):
     with pytest.raises(ValueError, match=message):
         fq.QuantConfig.from_json(json.dumps(fields))
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", '"int8"', '{"default": "int8"}', '{"default": []}'])
-def test_json_that_is_no_object_is_a_type_error(text):
+def test_config_json_that_is_not_an_object_is_a_type_error(text):
     with pytest.raises(TypeError):
         fq.QuantConfig.from_json(text)
 
 
 @pytest.mark.parametrize("name", ["weight", "input", "output", "weight_observer", "activation_observer", "learned"])
-def test_a_layer_config_with_a_field_of_the_wrong_type_is_a_type_error(name):
+def test_layer_config_field_of_the_wrong_type_is_a_type_error(name):
     with pytest.raises(TypeError, match=name):
         fq.LayerConfig(**{name: "int8"})
 
@@ -281,7 +281,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize(("config", "linear", "conv", "operands"), RECIPES.values(), ids=RECIPES)
-def test_a_recipe_is_literally_this(config, linear, conv, operands):
+def test_recipe_has_exactly_the_documented_specs(config, linear, conv, operands):
     assert config.target == "generic"
     assert config.operands == operands
     assert config.find("any", LINEAR)[0] == linear
@@ -290,7 +290,7 @@ def test_a_recipe_is_literally_this(config, linear, conv, operands):
 
 
 @pytest.mark.parametrize("make", [recipes.int8, recipes.int8_dynamic, recipes.int4_weight_only, recipes.w4a8])
-def test_a_recipe_knows_its_target(make):
+def test_recipe_takes_a_known_target(make):
     assert make(target="onnxruntime-x86").target == "onnxruntime-x86"
     with pytest.raises(ValueError, match="generic, onnxruntime-vnni, onnxruntime-x86"):
         make(target="tpu")
@@ -299,7 +299,7 @@ def test_a_recipe_knows_its_target(make):
 # --- targets ------------------------------------------------------------------------------------------
 
 
-def test_the_targets_are_these():
+def test_targets_are_the_documented_ones():
     assert list(targets.TARGETS) == ["generic", "onnxruntime-vnni", "onnxruntime-x86", "tensorrt"]
     for name, target in targets.TARGETS.items():
         assert targets.find(name) is target
@@ -307,7 +307,7 @@ def test_the_targets_are_these():
 
 
 @pytest.mark.parametrize("bits", [2, 4, 7, 8, 9, 16])
-def test_only_8_bit_weights_lose_a_bit_and_only_without_vnni(bits):
+def test_x86_target_without_vnni_reduces_8_bit_weights_to_7_bits(bits):
     spec = fq.QuantSpec(bits=bits, axis=0)
     assert targets.find("generic").fit_weight(spec) == spec
     assert targets.find("onnxruntime-vnni").fit_weight(spec) == spec
@@ -316,7 +316,7 @@ def test_only_8_bit_weights_lose_a_bit_and_only_without_vnni(bits):
 
 
 @pytest.mark.parametrize(("narrow", "qmin"), [(True, -63), (False, -64)])
-def test_pairs_of_products_fit_16_bits_without_vnni(narrow, qmin):
+def test_x86_target_weights_keep_pairs_of_products_within_16_bits(narrow, qmin):
     spec = targets.find("onnxruntime-x86").fit_weight(fq.QuantSpec(bits=8, narrow_range=narrow, axis=0))
     assert (spec.qmin, spec.qmax) == (qmin, 63)
     assert 2 * 255 * spec.qmin >= -(2**15)

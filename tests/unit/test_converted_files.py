@@ -1,4 +1,4 @@
-"""Files of converted models: what does not fit leaves the model as it was, and says why."""
+"""Files of converted models that do not fit are refused with the reason and leave the model unchanged."""
 
 import json
 import os
@@ -19,7 +19,7 @@ X = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Counted(nn.Module):
-    """Keeps something in the state that is no tensor."""
+    """Has an extra state that is not a tensor."""
 
     def __init__(self, state=None):
         super().__init__()
@@ -56,8 +56,8 @@ def good(tmp_path_factory):
     return path
 
 
-def picture(model):
-    """Everything that can be seen of a model."""
+def snapshot(model):
+    """Returns tensors, modules, hooks and parameters of a model for comparison."""
     tensors = {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in model.state_dict().items()}
     modules = [
         (path, id(m), type(m), m.training, sorted(m.__dict__), list(m._modules), list(m._buffers), list(m._parameters))
@@ -68,10 +68,10 @@ def picture(model):
 
 
 def refused(model, path, message, error=ValueError):
-    before = picture(model)
+    before = snapshot(model)
     with pytest.raises(error, match=message):
         fq.load_converted(model, path)
-    after = picture(model)
+    after = snapshot(model)
     assert before[1:] == after[1:]
     assert before[0].keys() == after[0].keys()
     for name, value in before[0].items():
@@ -85,7 +85,7 @@ def refused(model, path, message, error=ValueError):
 
 
 def changed(path, folder, change):
-    """A copy of a file in which tensors or descriptions are others."""
+    """Writes a copy of a file with changed tensors or metadata, and a matching checksum."""
     with safetensors.safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         described = json.loads(file.metadata()["fakequant"])
@@ -96,19 +96,19 @@ def changed(path, folder, change):
     return folder / "changed.safetensors"
 
 
-def test_a_file_that_fits_is_loaded_with_what_modules_keep_beside_tensors(good):
+def test_matching_file_loads_with_extra_states(good):
     loaded = fq.load_converted(make(state="other"), good)
     assert loaded[4].state == {"seen": [1, 2.5, None]}
     assert torch.equal(loaded(X), converted(make(state={"seen": [1, 2.5, None]}))(X))
 
 
-def test_what_modules_keep_may_be_a_tensor(tmp_path):
+def test_extra_state_can_be_a_tensor(tmp_path):
     fq.save_converted(converted(make(state=torch.arange(3))), tmp_path / "m.safetensors")
     assert fq.load_converted(make(state=torch.zeros(1)), tmp_path / "m.safetensors")[4].state.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("state", [{1, 2}, {1: 2}, object(), float("nan")], ids=["set", "keys", "object", "nan"])
-def test_what_no_file_can_hold_is_refused_by_name(state, tmp_path):
+def test_extra_state_that_is_not_json_is_refused_by_name(state, tmp_path):
     with pytest.raises(TypeError, match=r"4\._extra_state is \w+, which cannot be written(.|\n)*get_extra_state"):
         fq.save_converted(converted(make(state=state)), tmp_path / "m.safetensors")
     assert not os.listdir(tmp_path)
@@ -117,18 +117,18 @@ def test_what_no_file_can_hold_is_refused_by_name(state, tmp_path):
 OTHERS = {
     "a layer of another size": (lambda: make(out=6), r"'7' is Linear of shape \(5, 4\) there and .*\(6, 4\) here"),
     "fewer modules": (lambda: make()[:5], r"'7' is Linear there and absent here"),
-    "another kind": (lambda: nn.Sequential(nn.Linear(3, 3)), r"'0' is Conv2d there and Linear here"),
+    "another layer type": (lambda: nn.Sequential(nn.Linear(3, 3)), r"'0' is Conv2d there and Linear here"),
     "a converted model": (lambda: converted(make()), r"converted already(.|\n)*float model"),
     "a prepared model": (lambda: fq.prepare(make(), fq.recipes.int8()), r"prepared or(.|\n)*float model"),
 }
 
 
 @pytest.mark.parametrize(("model", "message"), OTHERS.values(), ids=OTHERS)
-def test_another_model_is_left_as_it_was(model, message, good):
+def test_loading_into_another_model_is_refused_and_leaves_it_unchanged(model, message, good):
     refused(model(), good, message)
 
 
-def test_a_float_tensor_of_another_shape_is_found_before_anything_changes(good):
+def test_float_tensor_of_another_shape_is_refused_before_any_change(good):
     model = make()
     model[3] = nn.GroupNorm(2, 6)
     refused(model, good, r"'3\.weight' is of shape \(4,\) there and of \(6,\) here(.|\n)*architecture")
@@ -156,29 +156,32 @@ DAMAGED = {
     "a missing tensor": (drop("3.weight"), r"'3\.weight' is absent there"),
     "missing codes": (drop("0.weight_codes"), r"it has no 0\.weight_codes(.|\n)*save_converted"),
     "a missing scale": (drop("0.input_quantizer.scale"), r"0\.input_quantizer\.scale(.|\n)*save_converted"),
-    "one tensor more": (put("8.weight", torch.ones(1)), r"'8\.weight' is there there and absent here"),
+    "an extra tensor": (put("8.weight", torch.ones(1)), r"'8\.weight' is there there and absent here"),
     "codes of another shape": (put("7.weight_codes", torch.zeros(5, 3, dtype=torch.int8)), r"'7\.weight_codes'"),
     "scales of another shape": (put("7.weight_scale", torch.ones(2)), r"'7\.weight_scale' is of shape \(2,\)"),
     "a bias of another shape": (put("7.bias_codes", torch.ones(2, dtype=torch.int32)), r"'7\.bias_codes'"),
-    "no JSON": (lambda tensors, described: "{", r"no JSON(.|\n)*save_converted"),
-    "no object": (lambda tensors, described: "3", r"has format 3; this version of fakequant reads 1 and 2"),
+    "invalid JSON": (lambda tensors, described: "{", r"no JSON(.|\n)*save_converted"),
+    "JSON that is not an object": (
+        lambda tensors, described: "3",
+        r"has format 3; this version of fakequant reads 1 and 2",
+    ),
     "another format": (say("format", value=9), r"has format 9; this version of fakequant reads 1 and 2"),
-    "no layers": (say("layers", value=None), r"does not say layers"),
+    "missing layers": (say("layers", value=None), r"does not say layers"),
     "an unknown target": (say("target", value="toaster"), r"damaged(.|\n)*toaster"),
     "an unknown arithmetic": (say("grids", "7.input_quantizer", "arithmetic", value="odd"), r"damaged(.|\n)*odd"),
-    "a spec that is none": (say("layers", "7", "weight", "spec", value={"bits": 99}), r"damaged(.|\n)*bits"),
+    "an invalid spec": (say("layers", "7", "weight", "spec", value={"bits": 99}), r"damaged(.|\n)*bits"),
     "an input from nowhere": (say("inputs_from", value={"7": "x"}), r"damaged(.|\n)*'x'"),
-    "a batch norm that is not there": (say("folded", value=["99"]), r"'99' is a module there and absent"),
+    "a missing batch norm": (say("folded", value=["99"]), r"'99' is a module there and absent"),
     "a layer without a kind": (say("layers", "7", value={}), r"damaged(.|\n)*kind"),
-    "states that are none": (say("extra_states", value=5), r"does not say extra_states"),
+    "invalid extra states": (say("extra_states", value=5), r"does not say extra_states"),
     "a number in place of a tensor": (say("extra_states", "3.weight", value=5), r"3\.weight is no tensor"),
     "a scale in place of a tensor": (say("extra_states", "7.weight_scale", value=5), r"7\.weight_scale is no tensor"),
-    "JSON without an end": (lambda tensors, described: "[" * 100_000, r"no JSON(.|\n)*save_converted"),
+    "deeply nested JSON": (lambda tensors, described: "[" * 100_000, r"no JSON(.|\n)*save_converted"),
 }
 
 
 def of(name, change):
-    """Another value for a tensor, made of the one that is there."""
+    """Returns a change that replaces a tensor by a function of it."""
     return lambda tensors, described: tensors.__setitem__(name, change(tensors[name]))
 
 
@@ -187,7 +190,7 @@ def to(dtype):
 
 
 def first(number):
-    """The same with another first number."""
+    """Returns a change that replaces the first element."""
 
     def change(value):
         value = value.clone()
@@ -221,7 +224,7 @@ BAD_VALUES = {
         lambda t, d: [t.__setitem__(f"0.input_quantizer.{n}", t[f"0.input_quantizer.{n}"].reshape(1)) for n in
                       ("scale", "zero_point")] and None, r"0\.input_quantizer\.scale has shape \(1,\)",
     ),
-    "a code outside": (of("7.weight_codes", first(-128)), r"7\.weight_codes has a value of -128.*from -127 to 127"),
+    "code out of range": (of("7.weight_codes", first(-128)), r"7\.weight_codes has a value of -128.*from -127 to 127"),
     "codes of another dtype": (of("7.weight_codes", to(torch.int32)), r"7\.weight_codes is int32, which must be int8"),
     "fewer bits": (say("layers", "7", "weight", "spec", "bits", value=7), r"7\.weight_codes has a value of"),
     "a bias in float": (of("7.bias_codes", to(torch.float32)), r"7\.bias_codes is float32, which must be int32"),
@@ -236,11 +239,11 @@ BAD_VALUES = {
 
 
 @pytest.mark.parametrize(("change", "message"), BAD_VALUES.values(), ids=BAD_VALUES)
-def test_values_that_cannot_be_are_refused(change, message, good, tmp_path):
+def test_invalid_values_in_a_file_are_refused(change, message, good, tmp_path):
     refused(make(state="mine"), changed(good, tmp_path, change), message)
 
 
-def test_packed_codes_are_looked_at_too(tmp_path):
+def test_packed_codes_outside_the_range_are_refused(tmp_path):
     spec = fq.QuantSpec(bits=4, narrow_range=True, axis=0)
     config = fq.QuantConfig(default=fq.LayerConfig(weight=spec))
     path = tmp_path / "m.safetensors"
@@ -250,16 +253,16 @@ def test_packed_codes_are_looked_at_too(tmp_path):
 
 
 @pytest.mark.parametrize(("change", "message"), DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_file_leaves_the_model_as_it_was(change, message, good, tmp_path):
+def test_damaged_file_is_refused_and_leaves_the_model_unchanged(change, message, good, tmp_path):
     refused(make(state="mine"), changed(good, tmp_path, change), message)
 
 
-def test_a_module_that_refuses_its_state_leaves_the_model_as_it_was(good, tmp_path):
+def test_module_that_refuses_its_state_leaves_the_model_unchanged(good, tmp_path):
     path = changed(good, tmp_path, say("extra_states", "4._extra_state", value="bad"))
     refused(make(state="mine"), path, "not this", RuntimeError)
 
 
-def test_a_file_that_is_cut_off_or_no_such_file_or_not_there_is_refused(good, tmp_path):
+def test_truncated_foreign_and_missing_files_are_refused(good, tmp_path):
     path = tmp_path / "m.safetensors"
     path.write_bytes(good.read_bytes()[:-10])
     refused(make(), path, r"is damaged, or no safetensors file(.|\n)*save_converted")
@@ -270,7 +273,7 @@ def test_a_file_that_is_cut_off_or_no_such_file_or_not_there_is_refused(good, tm
     refused(make(), tmp_path / "missing.safetensors", r"There is no file .*missing", FileNotFoundError)
 
 
-def test_a_quantizer_of_the_users_own_is_loaded_into_its_place(tmp_path):
+def test_quantizer_placed_by_the_user_is_saved_and_loaded(tmp_path):
     def own():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(8, 8), fq.nn.FakeQuantize(presets.uint8()), nn.Sigmoid(), nn.Linear(8, 4))
@@ -284,7 +287,7 @@ def test_a_quantizer_of_the_users_own_is_loaded_into_its_place(tmp_path):
 
 
 class InPlace(nn.Module):
-    """Keeps its extra state in one list."""
+    """Loads its extra state in place."""
 
     def __init__(self):
         super().__init__()
@@ -297,7 +300,7 @@ class InPlace(nn.Module):
         self.seen[:] = state
 
 
-def test_extra_state_that_is_changed_in_place_is_put_back():
+def test_extra_state_changed_in_place_is_restored_on_failure():
     files = pytest.importorskip("fakequant._convert.converted_files")
     model = InPlace()
 

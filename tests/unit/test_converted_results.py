@@ -1,4 +1,4 @@
-"""What a converted model returns are ordinary tensors, in whatever they come."""
+"""Converted models return plain tensors, in whatever container the model returns them."""
 
 import collections
 import copy
@@ -56,8 +56,8 @@ FORMS = {
     "record": lambda y: Record(y, {"again": [y]}),
     "frozen record": Frozen,
     "record in a list": lambda y: [Record(y)],
-    "dict of the model's own": lambda y: Results(scores=y),
-    "list of the model's own": lambda y: Rows([y]),
+    "dict subclass": lambda y: Results(scores=y),
+    "list subclass": lambda y: Rows([y]),
 }
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
@@ -78,7 +78,7 @@ def converted(model):
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_results_are_ordinary_tensors(form):
+def test_converted_model_returns_plain_tensors(form):
     golden = converted(Net(form))
     result = golden(X)
     assert type(result) is type(form(X))
@@ -90,11 +90,11 @@ def test_results_are_ordinary_tensors(form):
         assert torch.equal(tensor, values.plain(expected))
 
 
-def test_layers_still_pass_on_where_values_come_from():
+def test_converted_layers_pass_tracked_codes_between_them():
     assert isinstance(values.origin_of(converted(Net(FORMS["tensor"])).layer(X)), values.Accumulated)
 
 
-def test_the_sums_do_not_outlive_the_call():
+def test_sums_are_freed_after_the_call():
     golden = converted(Net(FORMS["tensor"]))
     sums = []
     golden.layer.register_forward_hook(lambda m, args, y: sums.append(weakref.ref(values.origin_of(y).sums)))
@@ -104,7 +104,7 @@ def test_the_sums_do_not_outlive_the_call():
     assert result.shape == (3, 2)
 
 
-def test_copies_and_loaded_models_do_the_same(tmp_path):
+def test_copies_and_loaded_models_return_plain_tensors(tmp_path):
     pytest.importorskip("safetensors")
     golden = converted(nn.Sequential(nn.Linear(4, 2)))
     fq.save_converted(golden, tmp_path / "m.safetensors")
@@ -115,8 +115,8 @@ def test_copies_and_loaded_models_do_the_same(tmp_path):
         assert torch.equal(result, golden(X))
 
 
-def test_a_model_that_is_one_layer_is_looked_at_by_hooks_that_come_later():
-    """As `verify` does, which looks for sums that saturate."""
+def test_later_hook_on_a_one_layer_model_sees_tracked_codes():
+    """`verify` adds such a hook to look for saturating sums."""
     golden = converted(nn.Linear(4, 2))
     found = []
     golden.register_forward_hook(lambda m, args, y: found.append(values.origin_of(y)))
@@ -125,7 +125,7 @@ def test_a_model_that_is_one_layer_is_looked_at_by_hooks_that_come_later():
     assert [type(origin) for origin in found] == [values.Accumulated] * 2
 
 
-def test_a_model_that_is_one_layer_is_exported_and_verified(tmp_path):
+def test_one_layer_model_is_exported_and_verified(tmp_path):
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package)
     torch.manual_seed(0)

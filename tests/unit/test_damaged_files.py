@@ -1,4 +1,4 @@
-"""One bit that is not what was saved, anywhere in a file of a converted model: the file is refused."""
+"""A file of a converted model with any flipped bit is refused."""
 
 import json
 import random
@@ -28,12 +28,12 @@ def saved(tmp_path_factory):
     return path
 
 
-def picture(model):
+def snapshot(model):
     return {name: value.clone() for name, value in model.state_dict().items()}, [type(m) for m in model.modules()]
 
 
 def is_refused(model, path):
-    """By an error that says what to do."""
+    """Returns True if loading raises an error that says what to do."""
     try:
         fq.load_converted(model, path)
     except ValueError as error:
@@ -41,24 +41,24 @@ def is_refused(model, path):
     return False
 
 
-def test_a_file_with_one_flipped_bit_is_refused_and_the_model_is_as_it_was(saved, tmp_path):
+def test_file_with_one_flipped_bit_is_refused_and_the_model_unchanged(saved, tmp_path):
     good = saved.read_bytes()
     header = 8 + int.from_bytes(good[:8], "little")
     chosen = random.Random(0)
-    bits = set(range(64))  # the length of the header
+    bits = set(range(64))  # the bytes that hold the header length
     bits |= set(chosen.sample(range(64, 8 * header), 1500))
     bits |= set(chosen.sample(range(8 * header, 8 * len(good)), 400))
     for word in (b"checksum", b"fakequant", b"format"):
         start = good.index(word)
         bits |= set(range(8 * start, 8 * (start + len(word) + 6)))
     model, path = make(), tmp_path / "m.safetensors"
-    tensors, kinds = picture(model)
+    tensors, kinds = snapshot(model)
     for bit in sorted(bits):
         damaged = bytearray(good)
         damaged[bit // 8] ^= 1 << (bit % 8)
         path.write_bytes(damaged)
         assert is_refused(model, path), f"bit {bit} of {good[bit // 8 - 8 : bit // 8 + 8]}"
-    now, kinds_now = picture(model)
+    now, kinds_now = snapshot(model)
     assert kinds == kinds_now
     assert tensors.keys() == now.keys()
     assert all(torch.equal(value, now[name]) for name, value in tensors.items())
@@ -72,7 +72,7 @@ def without_checksum(saved, path, version):
     save_file(tensors, path, metadata={"fakequant": json.dumps({**described, "format": version})})
 
 
-def test_a_file_from_before_there_were_checksums_loads_with_a_warning(saved, tmp_path):
+def test_format_1_file_without_checksum_loads_with_a_warning(saved, tmp_path):
     without_checksum(saved, tmp_path / "old.safetensors", 1)
     with pytest.warns(UserWarning, match=r"old\.safetensors has no checksum"):
         model = fq.load_converted(make(), tmp_path / "old.safetensors")
@@ -80,7 +80,7 @@ def test_a_file_from_before_there_were_checksums_loads_with_a_warning(saved, tmp
     assert torch.equal(model(x), fq.load_converted(make(), saved)(x))
 
 
-def test_a_new_file_has_one(saved, tmp_path):
+def test_format_2_file_without_checksum_is_refused(saved, tmp_path):
     without_checksum(saved, tmp_path / "new.safetensors", 2)
     with pytest.raises(ValueError, match="its checksum is not that of what is in it"):
         fq.load_converted(make(), tmp_path / "new.safetensors")

@@ -1,4 +1,4 @@
-"""The demo in small: the table, the files, the same twice, and a process that is as it was."""
+"""A small run of the demo: its table, files and reproducibility; it restores the state of the process."""
 
 import dataclasses
 import json
@@ -34,11 +34,11 @@ def only_one():
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
-    """A run with a report, and what it printed."""
+    """Runs the demo once; returns its folder and result."""
     folder = tmp_path_factory.mktemp("first") / "made" / "by it"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo, "variants", only_one)
-        patch.setattr(diagnosis, "report", partial(diagnosis.report, max_tensors=2))  # figures take time
+        patch.setattr(diagnosis, "report", partial(diagnosis.report, max_tensors=2))  # figures are slow
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -47,7 +47,7 @@ def first(tmp_path_factory):
             torch.set_num_threads(threads)
 
 
-def test_the_table(first):
+def test_demo_table_lists_bits_bytes_times_and_codes(first):
     _, found = first
     lines = str(found).splitlines()
     assert re.split(r" *\| *", lines[0]) == [
@@ -56,16 +56,16 @@ def test_the_table(first):
     cells = [re.split(r" *\| *", line) for line in lines[2:4]]
     assert lines[4] == ""
     assert [line[:2] for line in cells] == [["float", "32 / 32"], ["QAT int4", "4 / 4"]]
-    # 23,738 float parameters; then codes, two in a byte, scales and biases.
+    # 23,738 float parameters; then codes (two per byte), scales and biases.
     assert [line[4] for line in cells] == ["94,952", "12,784"]
     assert cells[0][5] == "× 1.00"
     assert re.fullmatch(r"× \d+\.\d\d", cells[1][5])
-    # Of 80 images: 1 and 16 channels of 8 × 8, four times 32 channels of 4 × 4, 32 means.
+    # 80 images: 1 and 16 channels of 8 × 8, four tensors of 32 channels of 4 × 4, and 32 means.
     codes = 80 * (64 + 16 * 64 + 4 * 32 * 16 + 32)
     assert [line[6] for line in cells] == ["–", f"0 of {codes:,}"]
 
 
-def test_the_files(first):
+def test_demo_writes_the_result_report_and_onnx_files(first):
     folder, found = first
     assert {path.name for path in folder.iterdir()} == {
         "report.html", "figures", "qat-int4.onnx", "result.json", "times.json",
@@ -87,10 +87,10 @@ def test_the_files(first):
     json.dumps(found.to_dict())
 
 
-def test_again_it_is_the_same_whatever_the_process_was_like(first, tmp_path, monkeypatch, capsys):
+def test_demo_is_reproducible_and_restores_process_state(first, tmp_path, monkeypatch, capsys):
     folder, found = first
     monkeypatch.setattr(demo, "variants", only_one)
-    monkeypatch.setattr(demo._Run, "_report", lambda *_: None)  # the report has tests of its own, and takes time
+    monkeypatch.setattr(demo._Run, "_report", lambda *_: None)  # the report is slow and tested elsewhere
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     torch.set_default_dtype(torch.float64)
@@ -129,7 +129,7 @@ def _one_line_for_each_stage(printed):
     assert max(map(len, lines)) <= 100
 
 
-def test_all_lines_fit_a_terminal():
+def test_demo_lines_fit_a_terminal():
     row = result.Row(
         model="LSQ 2-bit", weight_bits=7, activation_bits=32, accuracy=100.0, runtime_accuracy=100.0, bytes=94952,
         step_time=10.0, differing_codes=2851200, codes=2851200,
@@ -139,7 +139,7 @@ def test_all_lines_fit_a_terminal():
     assert lines[-3].startswith("Look at it       fakequant-demo/report.html ")
 
 
-def test_why_a_model_runs_otherwise_is_said():
+def test_demo_result_prints_the_reason_for_differing_codes():
     row = result.Row(model="LSQ 2-bit", weight_bits=2, activation_bits=2, accuracy=95.0, bytes=1, why="bias: it is")
     lines = str(result.Result("here", [row], 900)).splitlines()
     assert "LSQ 2-bit        in integers: bias: it is" in lines
@@ -148,13 +148,13 @@ def test_why_a_model_runs_otherwise_is_said():
     assert len("LSQ 2-bit        in integers: " + explain.BIAS) <= 100
 
 
-def test_what_there_is_not_is_a_dash():
+def test_demo_result_prints_a_dash_for_missing_values():
     row = result.Row(model="PTQ int8", weight_bits=7, activation_bits=8, accuracy=98.222, bytes=24536)
     line = str(result.Result("here", [row], 900)).splitlines()[2]
     assert re.split(r" *\| *", line) == ["PTQ int8", "7 / 8", "98.22 %", "–", "24,536", "–", "–"]
 
 
-def test_the_variants():
+def test_demo_variants_have_the_expected_names_and_bits():
     found = {variant.name: variant.config.default for variant in variants()}
     assert list(found) == ["PTQ int8", "QAT int8", "QAT int4", "LSQ 2-bit"]
     assert [layer.weight.bits for layer in found.values()] == [8, 8, 4, 2]
@@ -163,7 +163,7 @@ def test_the_variants():
     assert {variant.config.target for variant in variants()} == {"onnxruntime-x86"}
 
 
-def test_the_data():
+def test_demo_data_is_the_digits_split_by_seed():
     digits = data.load(seed=1)
     everything = torch.cat([digits.train_images, digits.test_images]).flatten(1)
     assert everything.shape == (1797, 64)
@@ -175,7 +175,7 @@ def test_the_data():
     assert torch.equal(small.test_images, torch.cat([digits.test_images, digits.train_images])[:80])
 
 
-def test_training_finds_the_digits():
+def test_demo_training_learns_the_digits():
     torch.manual_seed(0)
     digits, model, steps = data.load(), network.DigitsNet(), []
     training.train(model, digits, 4, training.FLOAT_RATE, 0, steps.append)
@@ -184,7 +184,7 @@ def test_training_finds_the_digits():
     assert training.accuracy(model, digits.test_images, digits.test_labels) > 85
 
 
-def test_certainty_is_the_probability_of_the_right_digit():
+def test_demo_certainty_is_the_mean_probability_of_the_label():
     scores = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
     assert training.certainty(torch.nn.Identity(), scores, torch.tensor([0, 1])) == 50
     scores = torch.tensor([[3.0, 1.0], [1.0, 1.0]]).log()
@@ -197,7 +197,7 @@ def refuse(*_, **__):
 
 
 @pytest.mark.parametrize("where", ["file", "file/below", "/proc/nowhere"])
-def test_a_folder_that_cannot_be(tmp_path, monkeypatch, where):
+def test_demo_refuses_an_unusable_folder_before_any_work(tmp_path, monkeypatch, where):
     monkeypatch.setattr(demo, "load", refuse)
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"^[^\n]*(is a file|cannot be written)[^\n]* Use [^\n]*\.$") as caught:
@@ -214,13 +214,13 @@ def test_a_folder_that_cannot_be(tmp_path, monkeypatch, where):
         ({"timing": float("nan")}, "`timing` must be a number of seconds, got nan"),
     ],
 )
-def test_bad_arguments(tmp_path, wrong, message):
+def test_demo_refuses_invalid_arguments(tmp_path, wrong, message):
     with pytest.raises(ValueError, match=message):
         demo.run(tmp_path / "new", progress=False, **wrong)
     assert not (tmp_path / "new").exists()
 
 
-def test_without_scikit_learn(tmp_path, monkeypatch):
+def test_demo_without_scikit_learn_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "sklearn", None)
     with pytest.raises(
         ImportError, match=r'scikit-learn, which is not installed.\nUse: pip install "fakequant\[demo\]"'
@@ -228,7 +228,7 @@ def test_without_scikit_learn(tmp_path, monkeypatch):
         demo.run(tmp_path, progress=False)
 
 
-def test_a_bar_on_a_terminal_leaves_one_line(capsys, monkeypatch):
+def test_progress_bar_on_a_terminal_leaves_one_line(capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     with progress.Progress(show=True).stage("work", total=2) as stage:
         stage.doing("something")
@@ -236,11 +236,11 @@ def test_a_bar_on_a_terminal_leaves_one_line(capsys, monkeypatch):
         stage.result = "done"
     printed = capsys.readouterr().err
     assert "work: something" in printed
-    # What is seen in the end: what follows the last carriage return.
+    # The text after the last carriage return stays visible.
     assert re.fullmatch(r"  work        done +0\.\d s\n", printed.rpartition("\r")[2])
 
 
-def test_a_stage_that_fails_prints_no_line(capsys):
+def test_failed_stage_prints_no_line(capsys):
     with pytest.raises(KeyboardInterrupt), progress.Progress(show=True).stage("work", total=1):
         raise KeyboardInterrupt
     assert capsys.readouterr().err == ""

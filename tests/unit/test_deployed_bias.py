@@ -1,4 +1,4 @@
-"""In evaluation a prepared model has the biases that integers will have, so that its codes are those that will run."""
+"""In evaluation, a prepared model rounds biases as the golden model does, so that its codes are the same."""
 
 import copy
 
@@ -18,7 +18,7 @@ def prepared(model, x, config=None):
 
 
 def layer(bias, x_range=255.0):
-    """Weights of scale 1 and an input of scale x_range / 255."""
+    """Returns a prepared layer with weights of scale 1 and an input of scale x_range / 255."""
     made = nn.Linear(2, len(bias))
     with torch.no_grad():
         made.weight.copy_(torch.tensor([[127.0, 1.0]]).expand(len(bias), 2))
@@ -27,20 +27,20 @@ def layer(bias, x_range=255.0):
     return fq.prepare(nn.Sequential(made), config)
 
 
-def test_a_bias_is_rounded_to_the_scale_of_the_sums():
+def test_evaluation_rounds_the_bias_to_the_scale_of_the_sums():
     model = layer([0.4, 0.6, 2.5])
     x = torch.tensor([[1.0, 0.0]])
     assert model.eval()(x).tolist() == [[127.0, 128.0, 129.0]]
     assert torch.equal(model.train()(x), 127 + torch.tensor([[0.4, 0.6, 2.5]]))
 
 
-def test_its_gradient_passes():
+def test_rounded_bias_passes_the_gradient():
     model = layer([0.4, 0.6]).eval()
     model(torch.ones(3, 2)).sum().backward()
     assert model[0].bias.grad.tolist() == [3.0, 3.0]
 
 
-def test_a_batch_norm_is_taken_into_account():
+def test_rounded_bias_accounts_for_the_folded_batch_norm():
     conv, norm = nn.Conv2d(1, 1, 1, bias=False), nn.BatchNorm2d(1, eps=0.0)
     with torch.no_grad():
         conv.weight.fill_(127.0)
@@ -56,7 +56,7 @@ def test_a_batch_norm_is_taken_into_account():
 
 
 @pytest.mark.parametrize("config", [recipes.int4_weight_only(2), recipes.int8_dynamic()], ids=["weights", "dynamic"])
-def test_a_bias_that_stays_a_float_is_left_alone(config):
+def test_float_bias_is_not_rounded(config):
     torch.manual_seed(0)
     x = torch.randn(5, 4)
     model = prepared(nn.Sequential(nn.Linear(4, 3)), x, config)
@@ -74,8 +74,8 @@ def result_at(model, path, x):
 
 @pytest.mark.parametrize("signs", ["mixed", "positive"])
 @pytest.mark.parametrize("config", [recipes.int8(), W4A8, LSQ2], ids=["int8", "w4a8", "lsq2"])
-def test_codes_of_prepared_and_converted_models_are_equal_but_for_ties(config, signs):
-    """Not narrow, w4a8 and lsq(2) have a code without an opposite: it may keep a batch norm out of its layer."""
+def test_codes_of_prepared_and_converted_models_are_equal_except_ties(config, signs):
+    """w4a8 and lsq(2) are not narrow-range: a batch norm with a negative factor cannot be folded."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(),
@@ -100,18 +100,18 @@ def test_codes_of_prepared_and_converted_models_are_equal_but_for_ties(config, s
     assert differ <= 1e-4 * total
 
 
-def test_copies_and_unprepared_models_have_their_own():
+def test_copies_refer_to_their_own_batch_norm():
     model = prepared(nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1)), torch.randn(2, 1, 3, 3))
     copied = copy.deepcopy(model)
     assert copied[0]._fakequant.norm is copied[1]
     assert "norm" not in fq.unprepare(model)[0].__dict__
 
 
-# --- what must not be lost ------------------------------------------------------------------------------
+# --- small factors and batch norms that do not fold -----------------------------------------------------
 
 
 @pytest.mark.parametrize("gamma", [0.0, 1e-9, 1e-6, -1e-9])
-def test_the_shift_of_a_batch_norm_survives_a_small_factor(gamma):
+def test_batch_norm_shift_survives_a_small_factor(gamma):
     torch.manual_seed(0)
     conv, norm = nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3)
     with torch.no_grad():
@@ -124,7 +124,7 @@ def test_the_shift_of_a_batch_norm_survives_a_small_factor(gamma):
     assert (fq.convert(model)(x) - expected).abs().max() < 1e-3
 
 
-def test_a_bias_beside_tiny_weights_survives():
+def test_bias_beside_tiny_weights_survives():
     made = nn.Linear(4, 2)
     with torch.no_grad():
         made.weight.fill_(1e-7)
@@ -135,7 +135,7 @@ def test_a_bias_beside_tiny_weights_survives():
     assert (fq.convert(model)(x) - 50).abs().max() < 1e-4
 
 
-def test_a_batch_norm_of_tokens_stays_one():
+def test_batch_norm_over_tokens_is_not_folded():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
     with torch.no_grad():
@@ -149,13 +149,13 @@ def test_a_batch_norm_of_tokens_stays_one():
     assert (model(x) - float_model(x)).abs().max() < 0.1
 
 
-def test_a_batch_norm_of_another_length_is_left_alone():
+def test_batch_norm_of_another_length_is_not_folded():
     x = torch.randn(4, 5, 8)
     model = prepared(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(5)), x).eval()
     assert model(x).shape == fq.convert(model)(x).shape == (4, 5, 16)
 
 
-def test_weights_with_scales_along_their_input_keep_their_batch_norm():
+def test_weights_with_scales_per_input_channel_keep_their_batch_norm():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     with torch.no_grad():
@@ -177,7 +177,7 @@ class Untraceable(nn.Module):
         return self.body(x) if x.sum() < 1e9 else x
 
 
-def test_a_layer_that_is_there_twice_keeps_both_batch_norms():
+def test_shared_layer_keeps_both_batch_norms():
     torch.manual_seed(0)
     model = Untraceable()
     with torch.no_grad():
@@ -189,7 +189,7 @@ def test_a_layer_that_is_there_twice_keeps_both_batch_norms():
     assert (fq.convert(model)(x) - model(x)).abs().max() < 0.02
 
 
-def test_layers_in_another_float_type_are_evaluated():
+def test_bfloat16_layer_with_batch_norm_is_evaluated():
     model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3))
     x = torch.randn(4, 2, 5, 5)
     model = prepared(model, x).eval()
@@ -197,7 +197,7 @@ def test_layers_in_another_float_type_are_evaluated():
     assert model[0](x.bfloat16()).dtype == torch.bfloat16
 
 
-def test_a_batch_norm_put_in_the_place_of_another_is_found():
+def test_replaced_batch_norm_is_found():
     torch.manual_seed(0)
     x = torch.randn(4, 3, 5, 5)
     model = prepared(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)), x)
@@ -206,11 +206,11 @@ def test_a_batch_norm_put_in_the_place_of_another_is_found():
     assert fq.calibrate(model, [x], progress=False)[0]._fakequant.norm is model[1]
     golden = fq.convert(model)
     same = model.eval()(x) - golden(x)
-    assert same.abs().max() < 1e-5  # float sums against integer ones; half a step of a bias is 1e-4 and more
+    assert same.abs().max() < 1e-5  # float sums against integer sums; half a step of the bias is at least 1e-4
 
 
 class WithoutDoubles(torch.Tensor):
-    """A tensor that says it is on a device without float64."""
+    """A tensor that claims to be on a device without float64."""
 
     device = torch.device("mps")
 
@@ -218,7 +218,7 @@ class WithoutDoubles(torch.Tensor):
         return self.as_subclass(torch.Tensor)
 
 
-def test_devices_without_float64_get_the_bias_from_another():
+def test_bias_is_rounded_on_the_cpu_for_devices_without_float64():
     from fakequant.nn._batch_norm import rounded_bias
 
     bias = torch.tensor([0.4, 0.6]).as_subclass(WithoutDoubles)

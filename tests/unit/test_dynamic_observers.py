@@ -1,4 +1,4 @@
-"""Observers of one's own with `dynamic = True`: only the tensor at hand counts, in training and in evaluation."""
+"""User-defined observers with `dynamic = True` use only the current tensor, in training and in evaluation."""
 
 import copy
 import dataclasses
@@ -15,8 +15,8 @@ observers = pytest.importorskip("fakequant.observers")
 
 
 @dataclasses.dataclass(frozen=True)
-class HalfOfIt(observers.Observer):
-    """Half the range of everything that is in the state."""
+class HalfRange(observers.Observer):
+    """Half the range of everything in the state."""
 
     dynamic: ClassVar[bool] = True
 
@@ -57,8 +57,8 @@ def by_hand(x, spec):
 
 @each_spec
 @each_mode
-def test_the_range_is_that_of_the_tensor_at_hand(spec, shape, mode):
-    quantizer = fq.nn.FakeQuantize(spec, HalfOfIt(), shape=shape)
+def test_dynamic_observer_uses_only_the_current_tensor(spec, shape, mode):
+    quantizer = fq.nn.FakeQuantize(spec, HalfRange(), shape=shape)
     quantizer.train(mode == "train")
     for x in BATCHES:
         y, qparams = by_hand(x, spec)
@@ -68,8 +68,8 @@ def test_the_range_is_that_of_the_tensor_at_hand(spec, shape, mode):
 
 
 @each_mode
-def test_gradients(mode):
-    quantizer = fq.nn.FakeQuantize(presets.uint8(), HalfOfIt())
+def test_gradients_through_a_dynamic_observer_match_fake_quantize(mode):
+    quantizer = fq.nn.FakeQuantize(presets.uint8(), HalfRange())
     quantizer.train(mode == "train")
     x, hand = (BATCHES[0].clone().requires_grad_() for _ in range(2))
     quantizer(x).sum().backward()
@@ -78,8 +78,8 @@ def test_gradients(mode):
     assert (x.grad == 0).any()
 
 
-def test_observing_alone_forgets_the_tensor_before():
-    quantizer = fq.nn.FakeQuantize(presets.uint8(), HalfOfIt())
+def test_dynamic_observer_forgets_the_previous_tensor_when_only_observing():
+    quantizer = fq.nn.FakeQuantize(presets.uint8(), HalfRange())
     quantizer.quantizing = False
     for x in BATCHES:
         assert quantizer(x) is x
@@ -89,16 +89,16 @@ def test_observing_alone_forgets_the_tensor_before():
 @each_mode
 @pytest.mark.parametrize("x", [torch.zeros(0, 6), torch.full((2, 3), torch.nan)], ids=["empty", "NaN"])
 @pytest.mark.filterwarnings("ignore:.*values that are NaN:RuntimeWarning")
-def test_nothing_finite_is_the_range_0_to_0(x, mode):
-    quantizers = [fq.nn.FakeQuantize(presets.uint8(), o) for o in (HalfOfIt(), observers.Dynamic())]
+def test_dynamic_range_without_finite_values_is_0_to_0(x, mode):
+    quantizers = [fq.nn.FakeQuantize(presets.uint8(), o) for o in (HalfRange(), observers.Dynamic())]
     results = [quantizer.train(mode == "train")(x) for quantizer in quantizers]
     same(*results)
     same(*(quantizer.scale for quantizer in quantizers))
     assert quantizers[0].nonfinite == quantizers[1].nonfinite == x.isnan().sum()
 
 
-def test_frozen_it_keeps_its_scale():
-    quantizer = fq.nn.FakeQuantize(presets.uint8(), HalfOfIt())
+def test_frozen_dynamic_quantizer_keeps_its_scale():
+    quantizer = fq.nn.FakeQuantize(presets.uint8(), HalfRange())
     quantizer(BATCHES[0])
     quantizer.frozen = True
     before = copy.deepcopy(quantizer.state_dict())
@@ -109,15 +109,15 @@ def test_frozen_it_keeps_its_scale():
 
 
 @each_mode
-def test_in_a_model(mode):
-    config = fq.recipes.int8().rule("*", activation_observer=HalfOfIt(), weight_observer=HalfOfIt())
+def test_dynamic_observer_works_in_a_prepared_model(mode):
+    config = fq.recipes.int8().rule("*", activation_observer=HalfRange(), weight_observer=HalfRange())
     model = fq.prepare(torch.nn.Sequential(torch.nn.Linear(6, 3)), config).train(mode == "train")
     same(by_hand(BATCHES[0], model[0].input_quantizer.spec)[0], model[0].input_quantizer(BATCHES[0]))
     assert model(BATCHES[0]).shape == (4, 3)
 
 
-def test_compiled():
-    quantizer = fq.nn.FakeQuantize(presets.uint8(), HalfOfIt()).eval()
+def test_dynamic_observer_compiles_to_the_same_result():
+    quantizer = fq.nn.FakeQuantize(presets.uint8(), HalfRange()).eval()
     compiled = torch.compile(copy.deepcopy(quantizer), backend="aot_eager", fullgraph=True)
     for x in BATCHES[:2]:
         same(quantizer(x), compiled(x))

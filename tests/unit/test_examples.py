@@ -1,4 +1,4 @@
-"""The scripts in examples/ run, quickly where they can be told to, and say what they are there to say."""
+"""The scripts in examples/ run and print the expected results."""
 
 import os
 import re
@@ -25,10 +25,10 @@ QUICK = {
 
 def run(name, *start):
     command = [sys.executable, "-W", "error", *start, EXAMPLES / name, *QUICK[name]]
-    # Other tests run beside this: threads that wait for each other would take longer than one alone.
+    # Other tests run at the same time: several threads would be slower than one.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if sys.platform == "linux":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"  # processes talk to each other here and to nobody else
+        environment["GLOO_SOCKET_IFNAME"] = "lo"  # use the loopback interface only
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert (result.returncode, result.stderr) == (0, "")
     return result.stdout
@@ -45,7 +45,7 @@ def test_every_example_is_tested():
 
 
 @needs_torch
-def test_digits_mlp():
+def test_digits_mlp_example_keeps_int8_accuracy_and_trains_2_bits():
     printed = run("digits_mlp.py")
     assert number(rf"int8 +calibrated +{PERCENT}", printed) == pytest.approx(
         number(rf"float +{PERCENT}", printed), abs=2
@@ -54,32 +54,32 @@ def test_digits_mlp():
 
 
 @needs_torch
-def test_residual_cnn_lsq():
+def test_residual_cnn_example_trains_2_bits_and_moves_scales():
     printed = run("residual_cnn_lsq.py")
     assert number(rf"2 bits, trained +{PERCENT}", printed) > number(rf"2 bits, calibrated +{PERCENT}", printed)
     assert number(r"scales moved by up to (\d+\.\d) %", printed) > 0
 
 
 @needs_torch
-def test_transformer_weight_only_int4():
+def test_transformer_example_trains_4_bit_weights():
     printed = run("transformer_weight_only_int4.py")
     assert number(rf"4-bit weights, trained +{PERCENT}", printed) > 25
-    # 4 bits and a 32nd of a scale for each weight, of 32; the embedding, norms and biases are in float.
+    # Each weight takes 4 bits and 1/32 of a scale instead of 32 bits; embedding, norms and biases are float.
     assert number(r"with quantized weights \((\d+)%\)", printed) < 20
 
 
 @needs_torch
-def test_custom_observer():
+def test_custom_observer_example_beats_min_max():
     printed = run("custom_observer.py")
     assert number(r"Deviations.* (\d+\.\d) dB", printed) > number(r"MinMax.* (\d+\.\d) dB", printed) + 6
 
 
 @needs_torch
-def test_distributed_by_torchrun():
+def test_distributed_example_has_the_same_scales_on_both_ranks():
     assert re.search(r"\d+ scales, the same on 2 ranks", run("distributed.py", *TORCHRUN))
 
 
-def test_rounding_without_torch():
+def test_rounding_example_runs_without_torch():
     printed = run(
         "rounding.py",
         "-c",

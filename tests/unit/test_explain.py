@@ -1,4 +1,4 @@
-"""Why codes differ: each reason by itself, from numbers that have it."""
+"""`verify` explains why codes differ: every reason, from numbers that have it."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def grid(scale, zero_point=0):
 
 
 def saturating():
-    """Sums of a layer of two inputs with the largest codes, and what an x86 without VNNI makes of them."""
+    """Returns sums of two largest products, which saturate on x86 without VNNI."""
     layer = nn.Linear(2, 1, bias=False)
     with torch.no_grad():
         layer.weight.fill_(127.0)
@@ -35,7 +35,7 @@ def why(origin, x, to, before, golden, runtime):
     return explain.why_runtime(origin, x, to, before, torch.tensor(golden), torch.tensor(runtime))
 
 
-def test_saturated_sums_have_the_codes_of_saturated_sums():
+def test_codes_of_saturated_sums_are_explained_by_saturation():
     sums, to = saturating(), grid(512.0)
     # 64770 / 512 and 32767 / 512
     assert why(sums, sums.sums, to, [], [[127.0]], [[64.0]]) == explain.SATURATION
@@ -43,13 +43,13 @@ def test_saturated_sums_have_the_codes_of_saturated_sums():
     assert why(sums, sums.sums, to, [], [[127.0]], [[65.0]]) == explain.UNKNOWN
 
 
-def test_sums_that_saturated_before_a_float_operation():
+def test_saturation_before_a_float_operation_is_explained():
     x = torch.tensor([[1.0]])
     assert why(None, x, grid(0.1), [saturating()], [[10.0]], [[3.0]]) == explain.SATURATION
     assert why(None, x, grid(0.1), [], [[10.0]], [[3.0]]) == explain.UNKNOWN
 
 
-def test_operations_one_by_one_or_in_one_kernel():
+def test_fused_and_unfused_arithmetic_are_told_apart():
     generator = torch.Generator().manual_seed(0)
     scale, to = torch.tensor(0.1), grid(0.2)
     sums = values.Accumulated(torch.randint(0, 500, (4096,), generator=generator).double(), scale)
@@ -60,39 +60,39 @@ def test_operations_one_by_one_or_in_one_kernel():
     assert explain.why_runtime(sums, x, to, [], single, fused) == explain.FUSED
 
 
-def test_multiplying_by_the_reciprocal():
+def test_multiplication_by_the_reciprocal_is_explained():
     to = grid(0.7)
-    x = (torch.arange(255) + 0.5) * to.scale  # at ties, where a quotient and a product part
+    x = (torch.arange(255) + 0.5) * to.scale  # at ties, where dividing and multiplying differ
     divided = values.quantized(x, to)
     multiplied = torch.round(x * (1 / to.scale)).clamp(0, 255)
     assert not torch.equal(divided, multiplied)
     assert explain.why_runtime(None, x, to, [], divided, multiplied) == explain.RECIPROCAL
 
 
-def test_a_tie():
-    """One step apart, with the number within the tolerance of the middle."""
+def test_tie_is_one_step_apart_within_the_tolerance_of_the_middle():
+    """A tie needs codes one step apart and a value within the tolerance of the middle."""
     x, to = torch.tensor([0.25 + 1e-6, 0.25 + 1e-6, 0.3]), grid(0.5)
     golden, runtime = torch.tensor([1.0, 2.0, 1.0]), torch.zeros(3)
     assert explain.ties(x, to, torch.full((3,), 2e-6), golden, runtime).tolist() == [True, False, False]
     assert not explain.ties(x, to, torch.full((3,), 5e-7), golden, runtime).any()
 
 
-def test_sums_that_do_not_fit_32_bits():
+def test_sums_beyond_32_bits_are_explained_by_overflow():
     sums = values.Accumulated(torch.tensor([2.0**31 + 300, 5.0], dtype=torch.float64), torch.tensor(1.0))
     to = grid(2.0**24, zero_point=128)
-    # 2^31 + 300 is 300 - 2^31 in 32 bits: 0 instead of 255
+    # 2^31 + 300 wraps to 300 - 2^31 in 32 bits: code 0 instead of 255
     assert why(sums, sums.sums.float(), to, [], [255.0, 128.0], [0.0, 128.0]) == explain.OVERFLOW
     assert explain.why_sums([sums]) == explain.OVERFLOW
 
 
-def test_a_nan():
+def test_nan_is_explained():
     x = torch.tensor([torch.nan, 1.0])
     assert why(None, x, grid(0.5), [], [torch.nan, 2.0], [0.0, 2.0]) == explain.NAN
 
 
-def test_a_bias_of_the_prepared_model():
+def test_unrounded_bias_of_the_prepared_model_is_explained():
     sums = values.Accumulated(torch.tensor([7.0]), torch.tensor(0.1))
     x, codes = torch.tensor([0.73]), (torch.tensor([1.0]), torch.tensor([0.0]))
-    # 0.03 from the middle between two codes of scale 1.4, and half a step of the sums is 0.05
+    # x is 0.03 from the middle between two codes, less than half a step of the sums, 0.05
     assert explain.why_prepared(sums, x, grid(1.4), [], *codes) == explain.BIAS
     assert explain.why_prepared(None, x, grid(1.4), [], *codes) == explain.UNKNOWN

@@ -1,4 +1,4 @@
-"""What an export cannot do, it says with what to change: batches of any length, grids that a target has not."""
+"""Export limits are errors with a fix: fixed batch sizes, and grids that a target does not support."""
 
 import dataclasses
 import os
@@ -15,11 +15,11 @@ pytest.importorskip("onnxscript")
 ort = pytest.importorskip("onnxruntime")
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-# --- a batch that cannot have another length -------------------------------------------------------------------
+# --- fixed batch sizes -----------------------------------------------------------------------------------------
 
 
 class Fixed(nn.Module):
-    """Adds something that is as long as the batch it was made for."""
+    """Adds a buffer of the length of the batch, so that the batch size is fixed."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ def calibrated(model, config=None):
     return fq.calibrate(fq.prepare(model, config or fq.recipes.int8()), [X], progress=False)
 
 
-def test_a_batch_that_cannot_have_another_length_is_refused_with_the_option(tmp_path):
+def test_fixed_batch_size_is_refused_and_names_dynamic_batch_false(tmp_path):
     model = calibrated(Fixed(), fq.recipes.int8(target="onnxruntime-x86"))
     with pytest.raises(ValueError, match=r"(?s)batches of any length: .*dynamic_batch=False.*which is 3,"):
         fq.export_onnx(model, tmp_path / "m.onnx", X)
@@ -54,7 +54,7 @@ def test_a_batch_that_cannot_have_another_length_is_refused_with_the_option(tmp_
     assert float((torch.from_numpy(y) - fq.convert(model)(X)).abs().max()) < 1e-5
 
 
-def test_another_reason_is_not_taken_for_that(tmp_path):
+def test_data_dependent_model_error_does_not_suggest_dynamic_batch(tmp_path):
     with pytest.raises(Exception, match=r"(?i)export") as caught:
         fq.export_onnx(calibrated(DependsOnData()), tmp_path / "m.onnx", X)
     assert "dynamic_batch" not in str(caught.value)
@@ -66,7 +66,7 @@ TENSORRT = _targets.find("tensorrt")
 UNSIGNED = QuantSpec(signed=False, symmetric=False)
 
 
-def test_tensorrt_has_8_bits_and_symmetric_grids():
+def test_tensorrt_fits_specs_to_8_bit_symmetric_grids():
     for spec in (UNSIGNED, QuantSpec(bits=4), QuantSpec(bits=16), QuantSpec(narrow_range=True)):
         assert TENSORRT.fit_activation(spec) == QuantSpec()
     assert TENSORRT.fit_activation(presets.int8_per_token()) == presets.int8_per_token()
@@ -84,7 +84,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("layer", CONFIGS.values(), ids=CONFIGS)
-def test_what_is_prepared_for_tensorrt_is_int8_in_the_file(layer, tmp_path):
+def test_model_prepared_for_tensorrt_is_int8_in_the_file(layer, tmp_path):
     config = fq.QuantConfig(default=layer, operands=presets.uint8(), target="tensorrt")
     model = calibrated(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), config)
     fq.export_onnx(model, tmp_path / "m.onnx", X)
@@ -127,7 +127,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("layer", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_was_prepared_for_others_is_refused_for_tensorrt_with_what_to_change(layer, message, tmp_path):
+def test_model_prepared_for_another_target_is_refused_for_tensorrt_with_the_fix(layer, message, tmp_path):
     model = calibrated(nn.Sequential(nn.Linear(4, 2)), fq.QuantConfig(default=layer))
     with pytest.raises(ValueError, match=rf"(?s){message}.*prepare with a config that has target='tensorrt'"):
         fq.export_onnx(model, tmp_path / "m.onnx", X, target="tensorrt")

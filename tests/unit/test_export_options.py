@@ -1,4 +1,4 @@
-"""Names, shapes and contexts of an export, and models that a runtime once could not load."""
+"""Names, dynamic shapes and autocast in exports, and regressions of models that failed to load."""
 
 import functools
 import types
@@ -36,7 +36,7 @@ def ready(model, batch, target=X86):
     return fq.calibrate(fq.prepare(model, recipes.int8(target=target)), [batch], progress=False).eval()
 
 
-def test_inputs_and_results_have_the_names_given(tmp_path):
+def test_exported_inputs_and_outputs_have_the_given_names(tmp_path):
     batch = {"shift": randn(4, 8), "x": randn(4, 8, seed=1)}
     model = ready(Scores(), batch)
     fq.export_onnx(
@@ -50,7 +50,7 @@ def test_inputs_and_results_have_the_names_given(tmp_path):
 
 
 @pytest.mark.parametrize("names", [["a"], ["a", "a"], "ab", ["a", "b", "c"]], ids=str)
-def test_names_must_be_as_many_as_there_are(names, tmp_path):
+def test_wrong_number_of_input_names_is_refused(names, tmp_path):
     batch = (randn(4, 8), randn(4, 8))
     model = ready(Scores(), batch)
     with pytest.raises(ValueError, match="`input_names` must be 2 different names, for x, shift"):
@@ -67,7 +67,7 @@ class Tokens(nn.Module):
         return self.fc(self.table(ids)).mean(1)
 
 
-def test_the_length_of_a_sequence_may_be_open(tmp_path):
+def test_sequence_length_can_be_dynamic(tmp_path):
     ids = torch.randint(0, 20, (2, 5), generator=torch.Generator().manual_seed(0))
     model = ready(Tokens(), ids)
     shapes = ({0: "batch", 1: "length"},)
@@ -76,7 +76,7 @@ def test_the_length_of_a_sequence_may_be_open(tmp_path):
     assert fq.verify(model, tmp_path / "m.onnx", [ids, other]).ok
 
 
-def test_autocast_is_off_while_a_model_is_exported(tmp_path):
+def test_export_ignores_autocast(tmp_path):
     batch = randn(16, 8)
     model = ready(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)), batch)
     fq.export_onnx(model, tmp_path / "plain.onnx", batch)
@@ -85,7 +85,7 @@ def test_autocast_is_off_while_a_model_is_exported(tmp_path):
     assert (tmp_path / "m.onnx").read_bytes() == (tmp_path / "plain.onnx").read_bytes()
 
 
-def test_a_forward_pass_that_switches_autocast_on_is_an_error_that_says_so(tmp_path):
+def test_forward_that_enables_autocast_is_refused_with_the_reason(tmp_path):
     batch = randn(16, 8)
     model = ready(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)), batch)
 
@@ -100,7 +100,7 @@ def test_a_forward_pass_that_switches_autocast_on_is_an_error_that_says_so(tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_for_tensorrt_with_a_pool_between_convolutions_loads_and_verifies(tmp_path):
+def test_tensorrt_file_with_a_pool_between_convolutions_loads_and_verifies(tmp_path):
     x = randn(4, 4, 12, 12)
     model = ready(nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 4, 3)), x, "tensorrt")
     fq.export_onnx(model, tmp_path / "m.onnx", x)
@@ -113,7 +113,7 @@ def has_vnni():
 
 
 @pytest.mark.skipif(has_vnni(), reason="this CPU does not saturate")
-def test_saturation_of_a_convolution_along_a_line_has_its_name(tmp_path):
+def test_verify_explains_saturation_of_a_conv1d(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv1d(32, 16, 5, padding=2, stride=2), nn.ReLU(), nn.Conv1d(16, 8, 3))
     with torch.no_grad():
@@ -127,14 +127,14 @@ def test_saturation_of_a_convolution_along_a_line_has_its_name(tmp_path):
     assert "not explained" not in str(found)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler imports what torch deprecates
-def test_a_compiled_model_is_prepared_before_it_is_compiled():
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler imports deprecated modules
+def test_prepare_refuses_a_compiled_model():
     model = torch.compile(nn.Sequential(nn.Linear(4, 2)))
     with pytest.raises(ValueError, match=r"compiled already(.|\n)*prepare\(model, config\) first"):
         fq.prepare(model, recipes.int8())
 
 
-def test_the_summary_says_folds_only_of_what_will():
+def test_summary_says_folds_only_for_batch_norms_that_fold():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()

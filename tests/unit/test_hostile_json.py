@@ -1,4 +1,4 @@
-"""JSON that is nested without an end, or has huge names and values: refused at once, in few words."""
+"""Deeply nested JSON and huge names or values are refused quickly, with a short message."""
 
 import pytest
 
@@ -13,7 +13,7 @@ READERS = {"spec": QuantSpec.from_json, "config": fq.QuantConfig.from_json}
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"bits":' * 100_000], ids=["lists", "objects"])
-def test_json_that_is_nested_too_deep_is_refused_in_one_line(read, text):
+def test_deeply_nested_json_is_refused_in_one_line(read, text):
     with pytest.raises(ValueError, match=r"^The text is nested too deep to be read as JSON\.$"):
         read(text)
 
@@ -30,14 +30,14 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("read", "text"), NAMES.values(), ids=NAMES)
-def test_a_huge_name_is_refused_in_few_words(read, text, monkeypatch):
-    monkeypatch.setattr("fakequant.spec.get_close_matches", None)  # which takes most of a minute
+def test_huge_field_name_is_refused_with_a_short_message(read, text, monkeypatch):
+    monkeypatch.setattr("fakequant.spec.get_close_matches", None)  # it would take most of a minute
     with pytest.raises(ValueError, match=r"has no (field|setting) 'xxx") as caught:
         read(text)
     assert len(str(caught.value)) < 500
 
 
-def test_a_huge_value_is_refused_in_few_words():
+def test_huge_value_is_refused_with_a_short_message():
     with pytest.raises(TypeError, match="`bits` must be an int") as caught:
         QuantSpec.from_json(f'{{"bits": "{LONG}"}}')
     assert len(str(caught.value)) < 500

@@ -1,4 +1,4 @@
-"""Layers with attributes, children, properties and methods of names that fakequant might want: they keep them."""
+"""Layers keep attributes, children, properties and methods whose names fakequant might use."""
 
 import copy
 import pickle
@@ -57,7 +57,7 @@ LAYERS = {f.__name__: f for f in (with_attributes, with_children, with_methods, 
 
 
 @pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
-def test_names_of_the_users_own_stay_theirs(make):
+def test_user_attributes_keep_their_names_and_values(make):
     torch.manual_seed(0)
     layer, x = make(), torch.randn(16, 8)
     before = {name: seen(layer, name) for name in NAMES}
@@ -79,12 +79,43 @@ def test_names_of_the_users_own_stay_theirs(make):
 
 
 @pytest.mark.parametrize("name", ["weight_quantizer", "_fakequant", "weight_codes", "weight_scale", "bias_codes"])
-def test_a_layer_with_a_name_that_is_needed_stays_in_float(name):
+def test_layer_with_a_reserved_attribute_stays_in_float(name):
     layer = nn.Linear(8, 4)
     setattr(layer, name, "mine")
     model = fq.prepare(nn.Sequential(layer, nn.Linear(4, 2)), recipes.int8())
     assert fq.summary(model).floats["0"] == f"it has an attribute `{name}` of its own"
     assert getattr(model[0], name) == "mine"
+
+
+class Sum(nn.Module):
+    """The output of `act` is an operand of an addition."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.act, self.b = nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.act(self.a(x)) + self.b(x)
+
+
+@pytest.mark.parametrize("name", ["output_quantizer", "_fakequant"])
+def test_activation_with_a_reserved_attribute_is_not_quantized_and_keeps_it(name):
+    model = Sum()
+    setattr(model.act, name, "mine")
+    fq.prepare(model, recipes.int8())
+    assert [path for path, _ in fq.nn.quantizers(model) if "output" in path] == ["b.output_quantizer"]
+    assert f"act cannot quantize its result: it has an attribute `{name}` of its own" in str(fq.summary(model))
+    fq.calibrate(model, [torch.randn(3, 4)], progress=False)
+    assert getattr(fq.unprepare(model).act, name) == "mine"
+
+
+def test_schedule_refuses_a_batch_norm_with_a_reserved_attribute_with_the_fix():
+    model = fq.prepare(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), recipes.int8())
+    model[1]._fakequant = "mine"
+    with pytest.raises(ValueError, match=r"`_fakequant` of its own.*\nRename it"):
+        fq.Schedule(model, quantize_from=1, freeze_norms_at=0)
+    assert type(model[1]) is nn.BatchNorm1d
+    assert model[1]._fakequant == "mine"
 
 
 def test_prepare_adds_quantizers_and_one_attribute():
@@ -120,7 +151,7 @@ def unregistered():
     kinds._KINDS.update(before)
 
 
-def test_registering_again_takes_effect(unregistered):
+def test_registering_a_layer_kind_again_replaces_it(unregistered):
     x = torch.ones(2, 4)
 
     def result():
@@ -133,7 +164,7 @@ def test_registering_again_takes_effect(unregistered):
     assert torch.equal(result(), 2 * twice)
 
 
-def test_loading_without_the_registration_says_what_to_import(unregistered):
+def test_unpickling_without_the_registration_says_what_to_import(unregistered):
     register(2)
     model = fq.prepare(nn.Sequential(Scaled(4, 3)), recipes.int8())
     text = pickle.dumps(model)
@@ -142,7 +173,7 @@ def test_loading_without_the_registration_says_what_to_import(unregistered):
         pickle.loads(text)
 
 
-def test_loading_imports_the_module_that_registers(unregistered, tmp_path, monkeypatch):
+def test_unpickling_imports_the_module_that_registers(unregistered, tmp_path, monkeypatch):
     (tmp_path / "my_kinds.py").write_text(
         "import fakequant as fq\nfrom test_layer_names import Scaled, F\n"
         "@fq.nn.quantizes(Scaled)\nclass Kind(fq.nn.LayerKind):\n    @staticmethod\n"
@@ -160,7 +191,7 @@ def test_loading_imports_the_module_that_registers(unregistered, tmp_path, monke
     assert isinstance(pickle.loads(text)[0], fq.nn.QuantizedLayer)
 
 
-def test_copies_have_records_of_their_own():
+def test_copied_layers_have_separate_records():
     model = fq.prepare(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), recipes.int8())
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         record = copied[0]._fakequant

@@ -1,4 +1,4 @@
-"""The native functions refuse what would make them leave their memory. Nothing public gets them there."""
+"""Native functions refuse arguments that would access memory out of bounds. No public call passes them."""
 
 import numpy as np
 import pytest
@@ -35,19 +35,19 @@ OF_SHAPES = {
 
 @by_shape
 @pytest.mark.parametrize("call", OF_SHAPES.values(), ids=OF_SHAPES)
-def test_shapes_that_are_not_those_of_the_memory(call, shape):
+def test_shapes_beyond_the_memory_are_refused(call, shape):
     with pytest.raises(ValueError, match=r"fakequant\._native: "):
         call(shape)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 0), (0, 1, 1, 16), (1, 0, 1, 16), (1, 1, 0, 16)], ids=str)
 @pytest.mark.parametrize("call", OF_SHAPES.values(), ids=OF_SHAPES)
-def test_shapes_without_elements(call, shape):
+def test_shapes_without_elements_are_accepted(call, shape):
     call(shape)
 
 
 def fake_quantize(**changes):
-    """An ordinary call with some arguments changed."""
+    """Makes a valid call with some arguments changed."""
     arguments = dict(
         x=X, y=np.empty_like(X), mask=None, mask_kind=native.MASK_NONE, dtype=native.F32, shape=(1, 1, 1, 16),
         numerics=native.ONNX, scale=ONE, scale_is_f64=False, zero_point=None, zero_kind=native.ZERO_NONE, qmin=-8,
@@ -66,7 +66,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
-def test_arguments_that_do_not_belong_together(changes):
+def test_inconsistent_arguments_are_refused(changes):
     fake_quantize()
     with pytest.raises((ValueError, TypeError), match=r"fakequant\._native: |incompatible function arguments"):
         fake_quantize(**changes)
@@ -83,14 +83,14 @@ REFUSED = {
         X, None, native.MASK_BYTES, np.empty_like(X), native.F32, 16, True),
     "mask_backward, huge": lambda: _native.mask_backward(
         X, X, native.MASK_BYTES, np.empty_like(X), native.F32, HUGE, True),
-    "first_outside, nothing": lambda: _native.first_outside(None, native.ZERO_I32, 1, 0, 1),
+    "first_outside, None": lambda: _native.first_outside(None, native.ZERO_I32, 1, 0, 1),
     "first_outside, kind": lambda: _native.first_outside(ZERO, 9, 1, 0, 1),
     "first_outside, huge": lambda: _native.first_outside(ZERO, native.ZERO_I32, HUGE, 0, 1),
-    "first_invalid_scale, nothing": lambda: _native.first_invalid_scale(None, False, 1),
+    "first_invalid_scale, None": lambda: _native.first_invalid_scale(None, False, 1),
     "first_invalid_scale, negative": lambda: _native.first_invalid_scale(ONE, False, -1),
     "choose_qparams, huge": lambda: _native.choose_qparams(
         ONE, ONE, HUGE, -8, 7, True, 1e-7, ONE.copy(), ZERO.copy()),
-    "keep_within, nothing": lambda: _native.keep_within(None, ONE.copy(), 1, 0.0, 1.0),
+    "keep_within, None": lambda: _native.keep_within(None, ONE.copy(), 1, 0.0, 1.0),
     "quantize, code": lambda: _native.quantize(
         X, np.empty(16, np.int8), native.F32, 10, (1, 1, 1, 16), native.ONNX, ONE, False, None, native.ZERO_NONE,
         -8, 7),
@@ -106,14 +106,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
-def test_sizes_and_numbers_that_mean_nothing(call):
+def test_invalid_sizes_and_enum_values_are_refused(call):
     with pytest.raises((ValueError, TypeError), match=r"fakequant\._native: |incompatible function arguments"):
         call()
 
 
 @pytest.mark.parametrize("inverse", [np.nan, np.inf, -1.0, -np.inf, 3e38])
-def test_bins_beyond_every_integer_are_the_last(inverse):
-    """The counts lie between two fences."""
+def test_histogram_counts_values_beyond_every_bin_within_its_memory(inverse):
+    """The counts lie between two guard regions."""
     fenced = np.full(8 + 16, -7, np.int64)
     counts = fenced[8:16]
     counts[:] = 0

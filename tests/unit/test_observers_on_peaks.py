@@ -1,4 +1,4 @@
-"""Searched ranges on data with peaks: a background of one value, the zeros after a ReLU, long tails."""
+"""Searched ranges on data with peaks: a constant background, zeros after a ReLU, long tails."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def with_peak(value, x):
 
 
 DATA = {
-    # The bin of the smallest value has its center outside of the range of the data, or inside.
+    # The center of the lowest bin is outside or inside the range of the data.
     "background, center outside": with_peak(-0.4242, uniform(2000) * 3.24 - 0.4242),
     "background, center inside": with_peak(-0.4249, uniform(2000) * 3.24 - 0.4249),
     "images": torch.cat([torch.zeros(15_000), torch.ones(2000), uniform(5000)]).sub(0.1307).div(0.3081),
@@ -47,8 +47,8 @@ GRIDS = {
     for bits in (8, 4)
     for name, options in {"int": {}, "uint": dict(signed=False, symmetric=False)}.items()
 }
-# Decibels that Entropy may lose beside the least squared error. It keeps to them on the bins, of which the
-# data is a little off.
+# Decibels that Entropy may lose against the least squared error. It enforces the limit on bins, so the data
+# may exceed it slightly.
 MOST_LOST = 3.1
 
 by_data = pytest.mark.parametrize("x", DATA.values(), ids=DATA)
@@ -56,7 +56,7 @@ by_grid = pytest.mark.parametrize("spec", GRIDS.values(), ids=GRIDS)
 
 
 def found(observer, x, spec):
-    """Range, share of values outside of it, and signal to noise."""
+    """Returns the range, the share of clipped values, and the signal-to-noise ratio."""
     state = observer.init(())
     observer.update(state, x, spec)
     lo, hi = observer.range(state, spec)
@@ -68,7 +68,7 @@ def found(observer, x, spec):
 
 @by_grid
 @by_data
-def test_entropy_clips_no_more_than_the_least_squared_error_and_loses_little(x, spec):
+def test_entropy_clips_no_more_than_the_range_of_least_error_and_loses_little(x, spec):
     (lo, hi), clipped, ratio = found(Entropy(), x, spec)
     inner, least_clipped, best = found(Histogram(), x, spec)
     assert lo <= inner[0] <= inner[1] <= hi
@@ -78,7 +78,7 @@ def test_entropy_clips_no_more_than_the_least_squared_error_and_loses_little(x, 
 
 @by_grid
 @by_data
-def test_a_histogram_is_as_good_as_the_data_itself(x, spec):
+def test_histogram_search_is_as_good_as_a_search_on_the_data(x, spec):
     *_, on_data = found(MSE(), x, spec)
     *_, on_bins = found(Histogram(), x, spec)
     assert on_bins >= on_data - 0.5
@@ -92,7 +92,7 @@ def test_entropy_keeps_a_background_at_the_minimum():
     assert ratio > 44
 
 
-def test_in_several_blocks_every_one_has_its_own():
+def test_entropy_searches_every_block_separately():
     names = ("background, center outside", "ReLU with zeros", "long tails")
     x = torch.stack([DATA[name][:10_000] for name in names])
     spec = QuantSpec(bits=4, symmetric=False, axis=0)

@@ -1,4 +1,4 @@
-"""Names with an underscore stay in the package that has them."""
+"""Names with an underscore are imported only within their package."""
 
 import ast
 from pathlib import Path
@@ -9,7 +9,7 @@ ROOT = Path(fakequant.__file__).parent
 
 
 def borrowed(file):
-    """Private names that a file imports from another package of this library; the compiled module is for all."""
+    """Yields the private names that a file imports from other packages, except the compiled module."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fakequant."):
             place = ROOT.joinpath(*node.module.split(".")[1:])
@@ -19,6 +19,6 @@ def borrowed(file):
                 )
 
 
-def test_no_package_uses_private_names_of_another():
+def test_no_package_imports_private_names_of_another():
     found = {str(file.relative_to(ROOT)): list(borrowed(file)) for file in ROOT.rglob("*.py")}
     assert {file: names for file, names in found.items() if names} == {}

@@ -1,4 +1,4 @@
-"""States that lack a quantizer, or hold what no quantizer can have; and copies, which share nothing."""
+"""Incomplete and invalid states of quantizers are refused; copies share nothing."""
 
 import copy
 
@@ -19,12 +19,12 @@ def prepared(recipe=None):
     return fq.calibrate(fq.prepare(model, recipe or fq.recipes.int8()), [X], progress=False)
 
 
-# --- what is missing ------------------------------------------------------------------------------
+# --- incomplete states ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", ["0.weight_quantizer", "0.input_quantizer", "2.weight_quantizer"])
 @pytest.mark.parametrize("recipe", [fq.recipes.int8(), fq.recipes.lsq(4)], ids=["int8", "lsq"])
-def test_a_state_without_one_of_the_quantizers(path, recipe):
+def test_state_without_one_quantizer_lists_its_missing_keys(path, recipe):
     model = prepared(recipe)
     whole = model.state_dict()
     gone = [key for key in whole if key.startswith(path)]
@@ -36,7 +36,7 @@ def test_a_state_without_one_of_the_quantizers(path, recipe):
     assert sorted(model.load_state_dict(part, strict=False).missing_keys) == sorted(gone)
 
 
-def test_every_load_starts_anew():
+def test_loading_does_not_depend_on_earlier_loads():
     model = prepared()
     whole = model.state_dict()
     floats = {key: value for key, value in whole.items() if "quantizer" not in key}
@@ -48,14 +48,14 @@ def test_every_load_starts_anew():
     assert str(model.load_state_dict(floats)) == "<All keys matched successfully>"
 
 
-# --- what is wrong --------------------------------------------------------------------------------
+# --- invalid values -------------------------------------------------------------------------------
 
 SCALES = {"-0.5": -0.5, "0": 0.0, "inf": torch.inf, "-inf": -torch.inf}
 
 
 @pytest.mark.parametrize("value", SCALES.values(), ids=SCALES)
 @pytest.mark.parametrize("key", ["0.input_quantizer.scale", "0.weight_quantizer.scale"])
-def test_scales_that_are_none(key, value):
+def test_state_with_an_invalid_scale_is_refused_and_changes_nothing(key, value):
     model = prepared()
     state = copy.deepcopy(model.state_dict())
     before = copy.deepcopy(state)
@@ -69,11 +69,11 @@ def test_scales_that_are_none(key, value):
     assert all(torch.equal(before[f"{path}.{name}"], value) for name, value in after.items())
 
 
-def test_nan_is_the_mark_of_nothing_observed():
+def test_state_with_nan_scales_loads_as_not_observed():
     model = fq.prepare(nn.Sequential(nn.Linear(8, 6)), fq.recipes.int8())
-    prepared_anew = fq.prepare(nn.Sequential(nn.Linear(8, 6)), fq.recipes.int8())
-    assert prepared_anew.load_state_dict(model.state_dict()) is not None
-    assert prepared_anew[0].input_quantizer.scale.isnan()
+    other = fq.prepare(nn.Sequential(nn.Linear(8, 6)), fq.recipes.int8())
+    assert other.load_state_dict(model.state_dict()) is not None
+    assert other[0].input_quantizer.scale.isnan()
 
 
 LEARNED = {
@@ -86,7 +86,7 @@ LEARNED = {
 
 
 @pytest.mark.parametrize(("make", "name", "value"), LEARNED.values(), ids=LEARNED)
-def test_learned_values_that_are_none(make, name, value):
+def test_state_with_an_invalid_learned_value_is_refused(make, name, value):
     quantizer = make()
     state = copy.deepcopy(quantizer.state_dict())
     state[name].fill_(value)
@@ -95,7 +95,7 @@ def test_learned_values_that_are_none(make, name, value):
 
 
 @pytest.mark.parametrize("value", [-1, 256])
-def test_a_zero_point_outside_the_range(value):
+def test_state_with_a_zero_point_outside_the_range_is_refused(value):
     quantizer = fqnn.FakeQuantize(presets.uint8())
     quantizer(X)
     state = copy.deepcopy(quantizer.state_dict())
@@ -104,7 +104,7 @@ def test_a_zero_point_outside_the_range(value):
         quantizer.load_state_dict(state)
 
 
-def test_a_zero_point_of_a_symmetric_grid():
+def test_state_with_a_nonzero_zero_point_of_a_symmetric_grid_is_refused():
     quantizer = fqnn.FakeQuantize(QuantSpec(axis=0), shape=X.shape)
     quantizer(X)
     state = copy.deepcopy(quantizer.state_dict())
@@ -125,7 +125,7 @@ DTYPES = [
 
 @pytest.mark.parametrize(("name", "dtype"), DTYPES, ids=str)
 @pytest.mark.parametrize("assign", [False, True])
-def test_dtypes_of_another_kind(name, dtype, assign):
+def test_state_with_a_tensor_of_another_kind_of_dtype_is_refused(name, dtype, assign):
     quantizer = fqnn.FakeQuantize(presets.uint8())
     quantizer(X)
     state = quantizer.state_dict()
@@ -135,7 +135,7 @@ def test_dtypes_of_another_kind(name, dtype, assign):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_other_floats_and_integers_are_converted(dtype):
+def test_state_with_other_float_and_integer_widths_is_converted(dtype):
     quantizer, other = (fqnn.FakeQuantize(presets.uint8()) for _ in range(2))
     quantizer(X)
     state = quantizer.state_dict()
@@ -154,7 +154,7 @@ KINDS = {
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
-def test_a_copy_is_independent(make, copied):
+def test_copied_quantizer_shares_no_tensor_or_switch(make, copied):
     quantizer = make()
     quantizer(X)
     twin = copied(quantizer)

@@ -1,4 +1,4 @@
-"""The same mistake is the same exception, whether it is made with arrays or with tensors."""
+"""The same mistake raises the same exception for arrays and tensors."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def running():
     return np.full(1, -1, np.float32), np.full(1, 1, np.float32)
 
 
-# What is called with a conversion to arrays or to tensors, and what is raised.
+# A call that takes a conversion to arrays or tensors, and the exception it raises.
 MISTAKES = {
     "integers": (lambda c: fq.fake_quantize(c(INTEGERS), 0.1, 0, SPEC), TypeError),
     "integers, quantize": (lambda c: fq.quantize(c(INTEGERS), 0.1, 0, SPEC), TypeError),
@@ -86,7 +86,7 @@ MISTAKES = {
         lambda c: fq.observe_fake_quantize(c(X), SPEC, *(c(v.astype(np.float64)) for v in running())),
         ValueError,
     ),
-    "nothing seen": (
+    "no finite value observed": (
         lambda c: fq.observe_fake_quantize(c(X * np.nan), SPEC, *(c(np.float32([v])) for v in (np.inf, -np.inf))),
         ValueError,
     ),
@@ -97,7 +97,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("convert", [np.asarray, torch.as_tensor], ids=["array", "tensor"])
 @pytest.mark.parametrize(("call", "error"), MISTAKES.values(), ids=MISTAKES)
-def test_one_type_of_exception(call, error, convert):
+def test_arrays_and_tensors_raise_the_same_exception_type(call, error, convert):
     with pytest.raises(error) as raised:
         call(convert)
     assert type(raised.value) is error
@@ -106,7 +106,7 @@ def test_one_type_of_exception(call, error, convert):
 
 
 @pytest.mark.parametrize("call", [call for call, _ in MISTAKES.values()], ids=MISTAKES)
-def test_one_text(call):
+def test_arrays_and_tensors_raise_the_same_message(call):
     texts = []
     for convert in (np.asarray, torch.as_tensor):
         with pytest.raises((TypeError, ValueError)) as raised:
@@ -117,7 +117,7 @@ def test_one_text(call):
     assert of_tensors.replace(".float()", ".astype(np.float32)") == of_arrays
 
 
-def test_a_mask_of_bools_from_observing():
+def test_arrays_and_tensors_get_the_same_bool_mask_from_observing():
     for x in (X, np.asfortranarray(X), X[:, ::2]):
         state, tensors = running(), [torch.from_numpy(v) for v in running()]
         of_arrays = fq.observe_fake_quantize(x, AFFINE, *state, mask="bool", averaging_constant=0.0)

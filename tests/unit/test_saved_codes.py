@@ -1,4 +1,4 @@
-"""What quantized layers keep for the backward pass: codes, and the same gradients."""
+"""Quantized layers save codes for the backward pass, with the same gradients."""
 
 import copy
 import dataclasses
@@ -58,7 +58,7 @@ def same_bits(a, b):
 
 @by_layer
 @by_config
-def test_gradients_are_the_same_to_the_bit(config, make, shape):
+def test_saving_codes_does_not_change_gradients(config, make, shape):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3
     results = [step(prepared(make, config, x, on), x) for on in (True, False)]
     for with_codes, without in zip(*results, strict=True):
@@ -66,7 +66,7 @@ def test_gradients_are_the_same_to_the_bit(config, make, shape):
 
 
 @by_config
-def test_a_nan_is_kept(config):
+def test_saving_codes_keeps_nan(config):
     x = torch.randn(8, 64)
     x[3, 5] = math.nan
     with pytest.warns(RuntimeWarning) if config.default.input and not config.default.learned else _nothing():
@@ -86,7 +86,7 @@ class _nothing:
         return None
 
 
-def test_a_weight_that_changed_meanwhile_is_an_error():
+def test_weight_changed_before_backward_is_an_error():
     x = torch.randn(8, 64)
     model = prepared(lambda: nn.Linear(64, 4), CONFIGS["int8"], x, True)
     loss = model(x.requires_grad_()).sum()
@@ -96,7 +96,7 @@ def test_a_weight_that_changed_meanwhile_is_an_error():
         loss.backward()
 
 
-def test_scales_that_move_on_before_the_backward_pass_do_not_matter():
+def test_scales_moved_before_backward_do_not_change_gradients():
     x = torch.randn(8, 64)
     gradients = []
     for on in (True, False):
@@ -109,7 +109,7 @@ def test_scales_that_move_on_before_the_backward_pass_do_not_matter():
 
 
 @pytest.mark.parametrize("on", [True, False], ids=["codes", "floats"])
-def test_the_quantized_tensors_are_freed(on):
+def test_saving_codes_frees_the_quantized_tensors(on):
     x, kept = torch.randn(8, 64), []
     model = prepared(lambda: nn.Linear(64, 4), CONFIGS["int8"], x, on)
     for quantizer in (model[0].input_quantizer, model[0].weight_quantizer):
@@ -119,7 +119,7 @@ def test_the_quantized_tensors_are_freed(on):
     y.sum().backward()
 
 
-def test_under_other_hooks_those_decide():
+def test_other_saved_tensor_hooks_receive_float_tensors():
     x = torch.randn(8, 64)
     model = prepared(lambda: nn.Linear(64, 4), CONFIGS["int8"], x, True)
     shapes = []
@@ -134,7 +134,7 @@ def test_under_other_hooks_those_decide():
     y.sum().backward()
 
 
-def test_checkpointing_gives_the_same_gradients():
+def test_checkpointing_with_saved_codes_gives_the_same_gradients():
     x = torch.randn(8, 64)
     gradients = []
     for on in (True, False):
@@ -148,13 +148,13 @@ def test_checkpointing_gives_the_same_gradients():
     assert same_bits(*gradients)
 
 
-def test_copies_of_a_model_keep_the_setting():
+def test_deepcopy_keeps_save_codes():
     model = fq.prepare(nn.Sequential(nn.Linear(4, 4)), dataclasses.replace(recipes.int8(), save_codes=False))
     assert not copy.deepcopy(model)[0]._fakequant.save_codes
     assert "_fakequant" not in fq.unprepare(model)[0].__dict__
 
 
-def test_a_weight_that_is_computed_when_it_is_read_is_read_once():
+def test_saving_codes_reads_a_parametrized_weight_once():
     x, results = torch.randn(8, 64), []
     for on in (True, False):
         model = prepared(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(64, 4)), CONFIGS["int8"], x, on)

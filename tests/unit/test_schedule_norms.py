@@ -1,4 +1,4 @@
-"""What a schedule freezes, and what goes on beside it."""
+"""Batch norms and weights that a schedule freezes, and what stays trainable."""
 
 import copy
 
@@ -14,7 +14,7 @@ QuantizedLayer = pytest.importorskip("fakequant.nn._quantized_layer").QuantizedL
 
 
 class Residual(nn.Module):
-    """The result of the batch norm is added: it has a quantizer for it."""
+    """The output of the batch norm is an operand of an addition, so it has a quantizer."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ def follows(norm):
     return not torch.equal(before, norm.running_mean)
 
 
-def test_a_frozen_batch_norm_does_not_freeze_the_quantizer_of_its_result():
+def test_frozen_batch_norm_does_not_freeze_its_output_quantizer():
     model = prepared()
     fq.Schedule(model, freeze_norms_at=0)
     model.train()
@@ -49,7 +49,7 @@ def test_a_frozen_batch_norm_does_not_freeze_the_quantizer_of_its_result():
     assert model.norm.output_quantizer.running_max > before
 
 
-def test_a_new_schedule_releases_what_another_froze():
+def test_new_schedule_unfreezes_batch_norms_of_an_earlier_one():
     model = prepared()
     fq.Schedule(model, freeze_norms_at=0)
     assert not follows(model.train().norm)
@@ -57,7 +57,7 @@ def test_a_new_schedule_releases_what_another_froze():
     assert follows(model.norm)
 
 
-def test_a_copy_of_a_frozen_model_is_frozen_and_released_by_itself():
+def test_copy_of_a_model_with_frozen_batch_norms_is_unfrozen_separately():
     model = prepared()
     fq.Schedule(model, freeze_norms_at=0)
     copied = copy.deepcopy(model)
@@ -66,14 +66,14 @@ def test_a_copy_of_a_frozen_model_is_frozen_and_released_by_itself():
     assert not follows(model.train().norm)
 
 
-def test_an_unprepared_model_has_no_frozen_batch_norms():
+def test_unprepare_unfreezes_batch_norms():
     model = prepared()
     fq.Schedule(model, freeze_norms_at=0)
     assert follows(fq.unprepare(model).train().norm)
 
 
 def test_weights_outside_a_frozen_range_have_no_gradient():
-    """While the range is that of the tensor at hand nothing is outside, and all gradients pass."""
+    """With a dynamic range, no weight is outside and all gradients pass."""
     model = fq.prepare(nn.Sequential(nn.Linear(2, 2, bias=False)), recipes.int8())
     x = torch.ones(1, 2)
     model(x).sum().backward()
@@ -87,7 +87,7 @@ def test_weights_outside_a_frozen_range_have_no_gradient():
     assert (model[0].weight.grad[model[0].weight.abs() == largest] == 0).all()
 
 
-def test_a_batch_norm_of_tokens_does_not_change_the_bias_before_it():
+def test_batch_norm_over_tokens_does_not_change_the_bias_before_it():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16))
     x = torch.randn(4, 16, 8)

@@ -1,3 +1,5 @@
+"""`QuantSpec`: code ranges, granularity, and values that are refused."""
+
 import dataclasses
 
 import pytest
@@ -18,7 +20,7 @@ from fakequant import QuantSpec
         (dict(bits=32), (-(2**31), 2**31 - 1)),
     ],
 )
-def test_the_range_follows_from_bits_sign_and_narrow(options, expected):
+def test_code_range_follows_from_bits_sign_and_narrow_range(options, expected):
     spec = QuantSpec(**options)
     assert (spec.qmin, spec.qmax) == expected
     assert spec.levels == expected[1] - expected[0] + 1
@@ -33,7 +35,7 @@ def test_the_range_follows_from_bits_sign_and_narrow(options, expected):
         (dict(axis=-1, group_size=-1), "token"),
     ],
 )
-def test_granularity_is_axis_and_group_size(options, expected):
+def test_granularity_follows_from_axis_and_group_size(options, expected):
     assert QuantSpec(**options).granularity == expected
 
 
@@ -55,13 +57,13 @@ def test_granularity_is_axis_and_group_size(options, expected):
         (dict(numerics="tflite"), ValueError, "one of torch, onnx, half_away, got 'tflite'"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_the_reason(options, error, words):
+def test_invalid_spec_is_refused_with_the_reason(options, error, words):
     with pytest.raises(error) as caught:
         QuantSpec(**options)
     assert words in str(caught.value)
 
 
-def test_a_spec_is_a_value():
+def test_spec_is_a_frozen_hashable_value():
     assert QuantSpec(bits=4, axis=0) == QuantSpec(bits=4, axis=0)
     assert len({QuantSpec(), QuantSpec(), QuantSpec(bits=4)}) == 2
     assert QuantSpec(**dataclasses.asdict(QuantSpec(bits=4))) == QuantSpec(bits=4)

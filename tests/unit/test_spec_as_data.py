@@ -17,7 +17,7 @@ DEFAULTS = dict(bits=8, signed=True, symmetric=True, narrow_range=False, axis=No
 
 
 def every_kind():
-    """All combinations of the fields that are allowed, with the ends of `bits`."""
+    """Yields every valid combination of fields, with `bits` at its limits."""
     kinds = [dict(signed=True, symmetric=s, narrow_range=n) for s in (True, False) for n in (True, False)]
     kinds.append(dict(signed=False, symmetric=False))
     places = [{}, dict(axis=0), dict(axis=-1), dict(axis=1, group_size=1), dict(axis=-2, group_size=32)]
@@ -30,7 +30,7 @@ def every_kind():
 SPECS = list(every_kind())
 
 
-def test_a_dict_has_every_field_by_its_name():
+def test_spec_dict_has_every_field():
     assert QuantSpec().to_dict() == DEFAULTS
     assert list(QuantSpec().to_dict()) == list(DEFAULTS)
     assert QuantSpec(bits=3, axis=-1, group_size=16, narrow_range=True, numerics="torch").to_dict() == dict(
@@ -38,7 +38,7 @@ def test_a_dict_has_every_field_by_its_name():
     )
 
 
-def test_a_dict_is_a_copy():
+def test_spec_dict_is_a_copy():
     spec = QuantSpec()
     spec.to_dict()["bits"] = 4
     assert spec.bits == 8
@@ -61,7 +61,7 @@ def test_a_dict_is_a_copy():
     ],
     ids=["dict", "JSON-of-dict", "JSON", "numbers", "int64", "int32", "pickle", "copy", "deepcopy", "replace", "repr"],
 )
-def test_every_spec_comes_back_the_same(back):
+def test_spec_round_trips_through_every_form(back):
     for spec in SPECS:
         found = back(spec)
         assert type(found) is QuantSpec
@@ -71,14 +71,14 @@ def test_every_spec_comes_back_the_same(back):
             assert type(getattr(found, name)) is type(value)
 
 
-def test_specs_that_differ_differ_in_every_form():
+def test_different_specs_differ_in_every_form():
     for form in (hash, str, repr, QuantSpec.to_json, lambda s: tuple(s.to_numbers())):
         assert len({form(spec) for spec in SPECS}) == len(SPECS)
     assert len(set(SPECS)) == len(SPECS)
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_one_other_field_makes_another_spec(name):
+def test_changing_one_field_makes_another_spec(name):
     other = dict(bits=7, signed=False, symmetric=False, narrow_range=True, axis=1, group_size=4, numerics="torch")[name]
     base = QuantSpec(symmetric=False, axis=0)
     if name == "symmetric":
@@ -90,11 +90,11 @@ def test_one_other_field_makes_another_spec(name):
 
 
 @pytest.mark.parametrize("other", [None, 8, "int8, per tensor", DEFAULTS, tuple(DEFAULTS.values())], ids=repr)
-def test_a_spec_equals_nothing_but_a_spec(other):
+def test_spec_equals_only_specs(other):
     assert QuantSpec() != other
 
 
-def test_a_spec_cannot_be_changed_or_extended():
+def test_spec_cannot_be_changed_or_extended():
     with pytest.raises(dataclasses.FrozenInstanceError):
         QuantSpec().axis = 0
     with pytest.raises((AttributeError, TypeError)):
@@ -103,16 +103,16 @@ def test_a_spec_cannot_be_changed_or_extended():
         dataclasses.replace(QuantSpec(), bits=33)
 
 
-def test_absent_fields_have_their_defaults():
+def test_spec_fields_absent_from_data_have_their_defaults():
     assert QuantSpec.from_dict({}) == QuantSpec.from_json("{}") == QuantSpec()
     assert QuantSpec.from_json('{"signed": false, "symmetric": false, "axis": null}') == presets.uint8()
 
 
-def test_the_json_is_plain_and_literal():
+def test_spec_json_is_one_flat_object():
     assert json.loads(QuantSpec(bits=4, axis=0).to_json()) == {**DEFAULTS, "bits": 4, "axis": 0}
 
 
-def test_the_numbers_are_literal():
+def test_spec_numbers_have_a_fixed_order():
     absent = -(2**31)
     assert QuantSpec().to_numbers() == [8, 1, 1, 0, absent, absent, 1]
     token = QuantSpec(bits=4, symmetric=False, narrow_range=True, axis=-1, group_size=-1, numerics="half_away")
@@ -135,7 +135,7 @@ def test_the_numbers_are_literal():
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_text_that_fits_a_table(options, text):
+def test_spec_text_is_short_and_complete(options, text):
     assert str(QuantSpec(**options)) == text
     assert f"{QuantSpec(**options)}" == text
 
@@ -147,7 +147,7 @@ def test_text_that_fits_a_table(options, text):
         (32, True, "int32"), (1, False, "uint8"), (8, False, "uint8"), (9, False, "uint16"), (31, False, "uint32"),
     ],
 )  # fmt: skip
-def test_the_storage_holds_both_ends(bits, signed, storage):
+def test_spec_storage_holds_qmin_and_qmax(bits, signed, storage):
     spec = QuantSpec(bits=bits, signed=signed, symmetric=False)
     assert spec.storage == storage
     limits = np.iinfo(storage)
@@ -176,24 +176,24 @@ PRESETS = {
 
 
 @pytest.mark.parametrize(("spec", "fields", "ends"), PRESETS.values(), ids=PRESETS)
-def test_a_preset_field_by_field(spec, fields, ends):
+def test_preset_has_the_documented_fields(spec, fields, ends):
     assert spec.to_dict() == {**DEFAULTS, **fields}
     assert (spec.qmin, spec.qmax) == ends
 
 
-def test_every_preset_is_in_the_table_above():
+def test_table_of_this_file_covers_every_preset():
     public = {n for n, f in inspect.getmembers(presets, inspect.isfunction) if not n.startswith("_")}
     assert public == {name.split(",")[0] for name in PRESETS}
 
 
 @pytest.mark.parametrize("make", [presets.int8, presets.int4, presets.int2])
 @pytest.mark.parametrize("group", [0, -2])
-def test_a_preset_refuses_a_group_that_is_none(make, group):
+def test_preset_refuses_an_invalid_group_size(make, group):
     with pytest.raises(ValueError, match="`group_size` must be at least 1"):
         make(group=group)
 
 
-def test_a_preset_takes_no_positions():
+def test_preset_takes_keyword_arguments_only():
     with pytest.raises(TypeError, match="positional"):
         presets.int4(32)
 
@@ -202,18 +202,18 @@ def test_a_preset_takes_no_positions():
 
 
 @pytest.mark.parametrize("bits", [-8, 0, 1, 33, 2**40])
-def test_bits_out_of_range_of_a_signed_grid(bits):
+def test_bits_out_of_range_of_a_signed_grid_are_refused(bits):
     with pytest.raises(ValueError, match=f"`bits` must be between 2 and 32 for a signed grid, got {bits}"):
         QuantSpec.from_dict({"bits": bits})
 
 
 @pytest.mark.parametrize("bits", [-1, 0, 32, 64])
-def test_bits_out_of_range_of_an_unsigned_grid(bits):
+def test_bits_out_of_range_of_an_unsigned_grid_are_refused(bits):
     with pytest.raises(ValueError, match=f"`bits` must be between 1 and 31 for an unsigned grid, got {bits}"):
         QuantSpec(bits=bits, signed=False, symmetric=False)
 
 
-def test_symmetric_and_unsigned_is_refused_with_the_way_out():
+def test_symmetric_unsigned_spec_is_refused_with_the_fix():
     with pytest.raises(ValueError, match="needs a signed grid") as caught:
         QuantSpec.from_json('{"signed": false}')
     assert "QuantSpec(signed=False, symmetric=False)" in str(caught.value)
@@ -224,14 +224,14 @@ def test_symmetric_and_unsigned_is_refused_with_the_way_out():
     [("bit", "bits"), ("Bits", "bits"), ("symetric", "symmetric"), ("groupsize", "group_size"), ("axes", "axis"),
      ("numeric", "numerics"), ("sign", "signed")],
 )  # fmt: skip
-def test_an_unknown_field_with_a_near_name_is_refused_with_it(name, near):
+def test_unknown_field_is_refused_with_the_nearest_name(name, near):
     with pytest.raises(ValueError, match=f"no field '{name}', did you mean '{near}'?") as caught:
         QuantSpec.from_dict({"bits": 4, name: 1})
     assert "The fields are bits, signed, symmetric, narrow_range, axis, group_size, numerics." in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["", "zzz", 3, None])
-def test_an_unknown_field_with_no_near_name_is_refused(name):
+def test_unknown_field_without_a_near_name_is_refused_with_all_fields(name):
     with pytest.raises(ValueError, match=r"has no field .*\.\nThe fields are bits"):
         QuantSpec.from_dict({name: 1})
 
@@ -246,7 +246,7 @@ def test_an_unknown_field_with_no_near_name_is_refused(name):
     ],
     ids=repr,
 )
-def test_a_wrong_type_names_the_field_and_the_value(field, value):
+def test_field_of_the_wrong_type_is_refused_with_name_and_value(field, value):
     with pytest.raises(TypeError) as caught:
         QuantSpec.from_dict({"axis": 0, field: value})
     assert f"`{field}` must be" in str(caught.value)
@@ -254,19 +254,19 @@ def test_a_wrong_type_names_the_field_and_the_value(field, value):
 
 
 @pytest.mark.parametrize("numerics", ["ONNX", "", None, 1, ["onnx"]], ids=repr)
-def test_unknown_numerics(numerics):
+def test_unknown_numerics_are_refused(numerics):
     with pytest.raises(ValueError, match="`numerics` must be one of torch, onnx, half_away"):
         QuantSpec(numerics=numerics)
 
 
 @pytest.mark.parametrize("text", ["[]", "8", "null", '"int8"', "true"])
-def test_json_that_is_no_object(text):
+def test_spec_json_that_is_not_an_object_is_refused(text):
     with pytest.raises(TypeError, match="A QuantSpec in JSON is an object with its fields"):
         QuantSpec.from_json(text)
 
 
 @pytest.mark.parametrize("text", ["", "{", "{bits: 8}", "{'bits': 8}"])
-def test_text_that_is_no_json(text):
+def test_text_that_is_not_json_is_refused(text):
     with pytest.raises(ValueError, match="Expecting"):
         QuantSpec.from_json(text)
 
@@ -282,6 +282,6 @@ def test_text_that_is_no_json(text):
     ],
     ids=["too few", "too many", "bits", "symmetric and unsigned", "group"],
 )
-def test_numbers_that_are_no_spec(numbers):
+def test_invalid_spec_numbers_are_refused(numbers):
     with pytest.raises(ValueError, match=r"."):
         QuantSpec.from_numbers(numbers)

@@ -1,6 +1,6 @@
-"""What `convert`, `export_onnx` and `verify` do follows from modules, parameters and buffers alone.
+"""`convert`, `export_onnx` and `verify` depend on modules, parameters and buffers only.
 
-A model, its deepcopy, its pickle and a freshly prepared model with its state are the same to them, whether or not this
+A model, its deepcopy, its pickle and a freshly prepared model with its state give the same results, whether or not the
 object has run before.
 """
 
@@ -27,7 +27,7 @@ def linear_and_norm():
 
 
 class Tokens(nn.Module):
-    """A batch norm whose axis is that of the tokens, of which there are as many as channels."""
+    """A batch norm over tokens, with as many tokens as channels."""
 
     def __init__(self):
         super().__init__()
@@ -47,8 +47,8 @@ MODELS = {
 NAMES = ["int8", "int4_weight_only", "lsq"]
 
 
-def twins(model, make, x, config):
-    """Other objects that are the same model, none of which has run."""
+def copies_of(model, make, x, config):
+    """Returns copies of a model, none of which has run."""
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
@@ -64,11 +64,11 @@ def twins(model, make, x, config):
 
 @pytest.mark.parametrize("config", [RECIPES[name] for name in NAMES], ids=NAMES)
 @pytest.mark.parametrize(("make", "x"), MODELS.values(), ids=MODELS)
-def test_twins_convert_to_the_same_codes_scales_and_biases(make, x, config):
+def test_copies_convert_to_the_same_codes_scales_and_biases(make, x, config):
     model = fq.calibrate(fq.prepare(build(make, x), config), [x], progress=False)
     train(model, x)
     model.eval()
-    copies = twins(model, make, x, config)  # before the model runs again
+    copies = copies_of(model, make, x, config)  # before the model runs again
     golden = fq.convert(model)
     for name, twin in copies.items():
         other = fq.convert(twin)
@@ -79,7 +79,7 @@ def test_twins_convert_to_the_same_codes_scales_and_biases(make, x, config):
         assert [type(m).__name__ for m in other.modules()] == [type(m).__name__ for m in golden.modules()], name
 
 
-def test_a_reloaded_twin_exports_the_same_file_and_verifies(tmp_path):
+def test_copies_export_the_same_file_and_verify(tmp_path):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     config = recipes.int8(target="onnxruntime-x86")
@@ -90,7 +90,7 @@ def test_a_reloaded_twin_exports_the_same_file_and_verifies(tmp_path):
     model = fq.calibrate(fq.prepare(model, config), [x], progress=False).eval()
     fq.export_onnx(model, tmp_path / "model.onnx", x)
     expected = (tmp_path / "model.onnx").read_bytes()
-    for name, twin in twins(model, make, x, config).items():
+    for name, twin in copies_of(model, make, x, config).items():
         twin.eval()
         fq.export_onnx(twin, tmp_path / "twin.onnx", x)
         assert (tmp_path / "twin.onnx").read_bytes() == expected, name

@@ -1,4 +1,4 @@
-"""`summary` and `health`: what they say of a prepared model."""
+"""`summary` and `health` of prepared models."""
 
 import pytest
 
@@ -22,7 +22,7 @@ class Residual(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def test_a_summary_names_what_is_quantized_and_what_is_not():
+def test_summary_lists_quantized_float_and_unmatched_modules():
     with pytest.warns(UserWarning, match=r"rule\('heads\.\*'\); near: head"):
         model = fq.prepare(Residual(), recipes.int8().skip("head").rule("heads.*", weight=fq.presets.int4()))
     found = fq.summary(model)
@@ -38,21 +38,21 @@ def test_a_summary_names_what_is_quantized_and_what_is_not():
     assert found.to_dict()["parameters"] == sum(p.numel() for p in Residual().parameters())
 
 
-def test_bytes_are_those_of_codes_and_scales():
+def test_summary_bytes_count_codes_and_scales():
     model = fq.prepare(nn.Sequential(nn.Linear(64, 10, bias=False)), recipes.int4_weight_only(32))
     found = fq.summary(model)
     assert found.bytes_before == 4 * 640
     assert found.bytes_after == 640 // 2 + 4 * 20
 
 
-def test_learned_scales_are_no_parameters_of_the_float_model():
+def test_summary_does_not_count_learned_scales_as_parameters():
     model = fq.prepare(nn.Sequential(nn.Linear(4, 4)), recipes.lsq(4))
     found = fq.summary(model)
     assert found.parameters == 20
     assert "learned" in found.layers[0].weight
 
 
-def test_a_model_that_is_not_prepared_has_no_summary():
+def test_summary_refuses_a_model_that_is_not_prepared():
     with pytest.raises(ValueError, match="not prepared"):
         fq.summary(nn.Linear(2, 2))
 
@@ -63,7 +63,7 @@ def calibrated(config=None):
     return fq.calibrate(model, [torch.linspace(0, 1, 12).reshape(3, 4)], progress=False)
 
 
-def test_clip_rates_and_codes_in_use_are_counted_exactly():
+def test_health_counts_clipped_values_and_used_codes_exactly():
     model = calibrated()
     x = torch.tensor([[0.0, 0.5, 1.0, 3.0]])
     found = fq.health(model, [x, -x]).to_dict()["0.input_quantizer"]
@@ -72,7 +72,7 @@ def test_clip_rates_and_codes_in_use_are_counted_exactly():
     assert fq.health(model).to_dict()["0.input_quantizer"]["clipped"] is None
 
 
-def test_drift_is_since_the_last_call():
+def test_health_measures_drift_since_the_last_call():
     model = calibrated()
     assert fq.health(model).to_dict()["0.weight_quantizer"]["scale_drift"] is None
     with torch.no_grad():
@@ -82,9 +82,11 @@ def test_drift_is_since_the_last_call():
 
 
 @pytest.mark.parametrize(
-    ("moves", "share"), [((1, -1, 1, 0), 1 / 32), ((1, 1, 1, 0), 0), ((0, 0, 0, 0), 0)], ids=["back", "on", "still"]
+    ("moves", "share"),
+    [((1, -1, 1, 0), 1 / 32), ((1, 1, 1, 0), 0), ((0, 0, 0, 0), 0)],
+    ids=["back and forth", "one direction", "unchanged"],
 )
-def test_weights_that_go_back_and_forth_oscillate(moves, share):
+def test_health_counts_weights_that_oscillate(moves, share):
     model = calibrated()
     fq.nn.switch_quantizers(model, frozen=True)
     scale = model[0].weight_quantizer.scale
@@ -98,7 +100,7 @@ def test_weights_that_go_back_and_forth_oscillate(moves, share):
     assert shares == [None, None, share, share]
 
 
-def test_looking_changes_nothing():
+def test_health_leaves_the_model_unchanged():
     model = calibrated().train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     fq.health(model, [torch.randn(5, 4) * 100])
@@ -107,7 +109,7 @@ def test_looking_changes_nothing():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_it_goes_to_a_writer():
+def test_health_logs_to_a_writer():
     class Writer(list):
         def add_scalar(self, name, value, step):
             self.append((name, value, step))
@@ -118,15 +120,15 @@ def test_it_goes_to_a_writer():
     assert "0.input_quantizer" in str(fq.health(calibrated()))
 
 
-def test_looking_changes_no_quantizer_of_weights():
+def test_health_leaves_weight_quantizers_unchanged():
     model = fq.calibrate(fq.prepare(nn.Sequential(nn.Linear(4, 2)), recipes.int8()), [torch.ones(3, 4)], progress=False)
     with torch.no_grad():
-        model[0].weight.mul_(2)  # as an optimizer does; the scale is that of the last forward pass
+        model[0].weight.mul_(2)  # like an optimizer step; the scale is that of the last forward pass
     before = {name: value.clone() for name, value in model.state_dict().items()}
     fq.health(model, [torch.ones(3, 4)])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_rules_of_recipes_need_not_match():
+def test_summary_does_not_list_unmatched_rules_of_recipes():
     model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), recipes.int8_dynamic())
     assert fq.summary(model).unmatched == []

@@ -1,4 +1,4 @@
-"""Bad input with tensors: the error names the argument, what was received and what to do. Nothing is modified."""
+"""Errors of the functions on tensors name the argument, what was received and the fix; nothing is modified."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ def each_nodes(request, monkeypatch):
     if request.param == "Python nodes":
         monkeypatch.setattr(nodes, "compiled", None)
     elif nodes.compiled is None:
-        pytest.skip("no nodes are compiled for this torch")
+        pytest.skip("this build has no compiled nodes for this torch")
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ by_data = pytest.mark.parametrize("call", TAKES_DATA.values(), ids=TAKES_DATA)
 
 @by_data
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
-def test_data_that_is_not_float(call, dtype):
+def test_tensor_that_is_not_float_is_refused(call, dtype):
     message = f"must be a tensor of float32, float64, bfloat16 or float16, got {str(dtype)[6:]}.\n.*Convert it first"
     with pytest.raises(TypeError, match=message):
         call(X.to(dtype), 0.1, 0, SPEC)
@@ -62,7 +62,7 @@ def test_data_that_is_not_float(call, dtype):
 @by_data
 @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "_mkldnn"])
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
-def test_data_in_another_layout(call, layout):
+def test_sparse_and_mkldnn_tensors_are_refused(call, layout):
     data = {"sparse_coo": X.to_sparse, "sparse_csr": X.to_sparse_csr, "_mkldnn": X.to_mkldnn}[layout]()
     message = rf"must be a strided tensor, got torch.{layout}.\nPass `d?[xy].to_dense"
     with pytest.raises(NotImplementedError, match=message):
@@ -72,14 +72,14 @@ def test_data_in_another_layout(call, layout):
 @by_data
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_data_that_is_nested(call, layout):
+def test_nested_tensors_are_refused(call, layout):
     nested = torch.nested.nested_tensor([X[0], X[1, :3]], layout=layout)
     with pytest.raises(NotImplementedError, match=r"must be one tensor, got a nested one.\nPass its parts one by one"):
         call(nested, 0.1, 0, SPEC)
 
 
 @by_data
-def test_data_that_is_quantized(call):
+def test_quantized_tensors_are_refused(call):
     quantized = torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)
     with pytest.raises(TypeError, match=r"is a quantized tensor \(torch.qint8\).*\nPass `d?[xy].dequantize"):
         call(quantized, 0.1, 0, SPEC)
@@ -87,7 +87,7 @@ def test_data_that_is_quantized(call):
 
 @pytest.mark.parametrize("name", ["scale", "zero_point"])
 @pytest.mark.parametrize("function", [fq.fake_quantize, fq.quantize, fq.dequantize], ids=lambda f: f.__name__)
-def test_gradients_of_parameters_that_are_not_learned(function, name):
+def test_scale_or_zero_point_that_requires_grad_is_refused(function, name):
     data = X.to(torch.int8) if function is fq.dequantize else X
     parameters = {"scale": torch.tensor(0.1), "zero_point": torch.tensor(0.0)}
     parameters[name].requires_grad_()
@@ -105,7 +105,7 @@ def test_gradients_of_parameters_that_are_not_learned(function, name):
 @by_numerics
 @by_function
 @pytest.mark.parametrize("scale", [0.0, -0.1, np.nan, np.inf, 1e-50, 1e39])
-def test_scales_that_are_no_scales(call, scale, numerics):
+def test_invalid_scale_tensors_are_refused(call, scale, numerics):
     for form in (scale, torch.tensor(scale), torch.tensor([scale]), torch.tensor(scale, dtype=torch.float64)):
         with pytest.raises(ValueError, match=r"`scale` must be finite and greater than 0 in float32, got .*\nObserve"):
             call(X, form, 0, fq.QuantSpec(numerics=numerics))
@@ -115,7 +115,7 @@ def test_scales_that_are_no_scales(call, scale, numerics):
 
 @by_function
 @pytest.mark.parametrize("shape", [(3,), (2, 1), (1,), ()], ids=str)
-def test_scales_of_the_wrong_shape(call, shape):
+def test_scale_tensors_of_the_wrong_shape_are_refused(call, shape):
     with pytest.raises(
         ValueError, match=r"`scale` must have shape \(2,\) for a tensor of shape \(2, 6\) .*axis 0, got"
     ):
@@ -126,14 +126,14 @@ def test_scales_of_the_wrong_shape(call, shape):
 
 
 @by_function
-def test_scales_without_an_axis(call):
+def test_scalar_scale_per_channel_is_refused(call):
     with pytest.raises(ValueError, match=r"`scale` must have shape \(1,\) for a tensor of shape \(1, 6\)"):
         call(X[:1], torch.tensor(0.1), 0, fq.QuantSpec(axis=0))
 
 
 @by_function
 @pytest.mark.parametrize("scale", ["0.1", None, True, 1j, torch.tensor(1j), torch.tensor(True)], ids=str)
-def test_scales_of_the_wrong_type(call, scale):
+def test_scales_of_the_wrong_type_are_refused(call, scale):
     with pytest.raises(TypeError, match=r"`scale` must .* got (str|NoneType|bool|complex)"):
         call(X, scale, 0, SPEC)
 
@@ -141,9 +141,9 @@ def test_scales_of_the_wrong_type(call, scale):
 @by_numerics
 @by_function
 @pytest.mark.parametrize("zero_point", [128, -129, 2**40])
-def test_zero_points_out_of_range(call, zero_point, numerics):
+def test_zero_point_tensors_out_of_range_are_refused(call, zero_point, numerics):
     spec = fq.QuantSpec(symmetric=False, numerics=numerics)
-    # A tensor of int64 may be saturated before it is looked at.
+    # An int64 tensor may be saturated before it is checked.
     received = zero_point if zero_point < 2**31 else "[0-9]+"
     with pytest.raises(ValueError, match=f"`zero_point` must be between -128 and 127 .*, got {zero_point}"):
         call(X, 0.1, zero_point, spec)
@@ -155,7 +155,7 @@ def test_zero_points_out_of_range(call, zero_point, numerics):
 
 
 @by_function
-def test_zero_points_of_a_symmetric_spec(call):
+def test_nonzero_zero_point_tensors_of_a_symmetric_spec_are_refused(call):
     for form in (5, torch.tensor(5), torch.tensor([5], dtype=torch.int32)):
         with pytest.raises(
             ValueError, match=r"must be 0 for a symmetric spec, got 5.\nUse QuantSpec\(symmetric=False\)"
@@ -165,7 +165,7 @@ def test_zero_points_of_a_symmetric_spec(call):
 
 @by_numerics
 @by_function
-def test_float_zero_points_are_for_learning(call, numerics, request):
+def test_float_zero_points_are_refused_unless_learned(call, numerics, request):
     axis = fq.QuantSpec(symmetric=False, numerics=numerics, axis=0)
     name = request.node.callspec.id
     if "learned" in name:
@@ -179,7 +179,7 @@ def test_float_zero_points_are_for_learning(call, numerics, request):
 
 @by_numerics
 @pytest.mark.parametrize("call", [GRID_USERS["learned"], GRID_USERS["learned backward"]], ids=["forward", "backward"])
-def test_learned_zero_points_that_are_nan(call, numerics):
+def test_nan_learned_zero_points_are_refused(call, numerics):
     for z in (torch.tensor(np.nan), torch.tensor([0, np.nan])):
         spec = fq.QuantSpec(symmetric=False, numerics=numerics, axis=0 if z.dim() else None)
         with pytest.raises(ValueError, match="`zero_point` must not be NaN"):
@@ -188,12 +188,12 @@ def test_learned_zero_points_that_are_nan(call, numerics):
 
 @by_function
 @pytest.mark.parametrize("spec", [None, "int8", 8], ids=str)
-def test_a_spec_of_the_wrong_type(call, spec):
+def test_spec_of_the_wrong_type_is_refused(call, spec):
     with pytest.raises(TypeError, match=r"`spec` must be a QuantSpec, got .*\nThe order of arguments"):
         call(X, 0.1, 0, spec)
 
 
-def test_arguments_in_the_wrong_order():
+def test_tensor_arguments_in_the_wrong_order_are_refused():
     with pytest.raises(TypeError, match="`spec` must be a QuantSpec, got 0"):
         fq.fake_quantize(X, SPEC, 0.1, 0)
     with pytest.raises(TypeError, match="`spec` must be a QuantSpec"):
@@ -201,7 +201,7 @@ def test_arguments_in_the_wrong_order():
 
 
 @by_function
-def test_tensors_on_different_devices(call):
+def test_tensors_on_different_devices_are_refused(call):
     message = (
         r"Expected all tensors to be on the same device, but `x` is on {} and `{}` on {}.\nMove it: `{}.to\(x.device\)`"
     )
@@ -231,18 +231,18 @@ def test_tensors_on_different_devices(call):
     ],
     ids=lambda m: f"{getattr(m, 'dtype', m)}{tuple(getattr(m, 'shape', ()))}",
 )
-def test_masks_that_do_not_belong(mask):
+def test_mask_tensor_of_another_call_is_refused(mask):
     message = r"`mask` must be the one `fake_quantize` returned for a tensor of shape \(2, 6\): .* shape \(2,\); got"
     with pytest.raises(ValueError, match=message):
         fq.fake_quantize_backward(X, mask, SPEC)
 
 
-def test_a_mask_on_another_device():
+def test_mask_on_another_device_is_refused():
     with pytest.raises(RuntimeError, match=r"same device, but .* on cpu and `mask` on meta"):
         fq.fake_quantize_backward(X, (X > 0).to("meta"), SPEC)
 
 
-def test_unknown_names():
+def test_unknown_mask_and_gradient_names_are_refused():
     with pytest.raises(ValueError, match='`mask` must be None, "packed" or "bool", got \'bits\''):
         fq.fake_quantize(X, 0.1, 0, SPEC, mask="bits")
     with pytest.raises(ValueError, match='`gradient` must be "clipped" or "pass", got \'none\''):

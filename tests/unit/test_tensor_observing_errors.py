@@ -1,4 +1,4 @@
-"""Bad input with tensors, continued: observing, ranges, codes. State is as it was before an error."""
+"""Errors of observing, ranges and codes with tensors; the running range is unchanged after an error."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ RUNNING = {
 
 @pytest.mark.parametrize("name", ["running_min", "running_max"])
 @pytest.mark.parametrize("bad", RUNNING.values(), ids=RUNNING)
-def test_running_ranges_that_cannot_be_updated(bad, name):
+def test_unusable_running_range_tensor_is_refused_and_the_other_unchanged(bad, name):
     running = {"running_min": torch.full((2,), -1.0), "running_max": torch.full((2,), 1.0)}
     running[name] = bad
     with pytest.raises(
@@ -44,7 +44,7 @@ def test_running_ranges_that_cannot_be_updated(bad, name):
     ],
     ids=str,
 )
-def test_options_of_observing(options, message):
+def test_invalid_observing_options_are_refused_and_nothing_is_updated(options, message):
     state = torch.full((1,), -1.0), torch.full((1,), 1.0)
     for x in (X, X.clone().requires_grad_(), torch._neg_view(X)):
         with pytest.raises(ValueError, match=message):
@@ -55,7 +55,7 @@ def test_options_of_observing(options, message):
 @pytest.mark.parametrize(
     "x", [X[:, :0], X * np.nan, (X * np.nan).t().contiguous().t()], ids=["empty", "NaN", "transposed"]
 )
-def test_quantizing_before_anything_was_observed(x):
+def test_observe_fake_quantize_before_any_finite_value_is_an_error(x):
     state = torch.full((2,), np.inf), torch.full((2,), -np.inf)
     for data in (x, x.clone().requires_grad_()):
         with pytest.raises(ValueError, match=r"2 of 2 blocks have not seen a finite value.*\nObserve data before"):
@@ -66,14 +66,14 @@ def test_quantizing_before_anything_was_observed(x):
     assert [t.tolist() for t in (*state, *half)] == [[np.inf] * 2, [-np.inf] * 2, [-1, np.inf], [1, -np.inf]]
 
 
-def test_a_running_range_with_shared_elements():
+def test_running_range_with_overlapping_memory_is_refused():
     lo, hi = torch.full((1,), -1.0).expand(2), torch.full((2,), 1.0)
     with pytest.raises(ValueError, match=r"`running_min` is updated in place.*pass `running_min.clone\(\)`"):
         fq.observe_fake_quantize(X * 9, PER_CHANNEL, lo, hi)
     assert (lo.tolist(), hi.tolist()) == ([-1, -1], [1, 1])
 
 
-def test_ranges_that_are_none():
+def test_choose_qparams_refuses_invalid_range_tensors():
     for lo, hi in ((np.inf, -np.inf), (np.nan, 1.0), (0.0, np.inf), (1.0, 0.0)):
         with pytest.raises(
             ValueError, match=r"`lo` and `hi` must be finite with lo <= hi, got lo=.*\n.*observe data first"
@@ -83,7 +83,7 @@ def test_ranges_that_are_none():
             fq.choose_qparams(torch.tensor([0.0, lo]), torch.tensor([1.0, hi]), SPEC)
 
 
-def test_codes_of_the_wrong_kind():
+def test_code_tensors_of_the_wrong_dtype_or_shape_are_refused():
     q = torch.zeros(3, dtype=torch.int16)
     with pytest.raises(
         TypeError, match=r"`q` must hold int8 codes for this spec, got int16.\nPacked codes need `shape`"
@@ -97,13 +97,13 @@ def test_codes_of_the_wrong_kind():
         fq.dequantize(q.to(torch.int8), 0.1, 0, SPEC, dtype=torch.int32)
 
 
-def test_gradients_of_another_shape_or_dtype():
+def test_gradient_tensor_of_another_shape_or_dtype_is_refused():
     for dy in (X.t(), X.double()):
         with pytest.raises(ValueError, match=r"`dy` must have the shape and dtype of `x`, \(2, 6\) float32, got"):
             fq.fake_quantize_learned_backward(dy, X, 0.1, 0, SPEC)
 
 
-def test_an_axis_or_group_that_does_not_fit():
+def test_axis_or_group_size_that_does_not_fit_is_refused():
     for call in (fq.fake_quantize, fq.quantize):
         with pytest.raises(IndexError, match="`axis` 2 is out of range"):
             call(X, torch.ones(2), 0, fq.QuantSpec(axis=2))

@@ -1,4 +1,4 @@
-"""The pool of threads: several callers, forked children, the end of the process."""
+"""The thread pool: concurrent callers, forked children, process exit."""
 
 import multiprocessing
 import os
@@ -24,7 +24,7 @@ def result_of(seed):
     return fq.fake_quantize(data(seed), 0.02, 3, SPEC, mask="packed")
 
 
-def test_many_callers_at_once_get_their_own_results():
+def test_concurrent_callers_get_their_own_results():
     fq.set_num_threads(1)
     expected = [result_of(seed) for seed in range(8)]
     fq.set_num_threads(3)
@@ -45,8 +45,8 @@ def test_many_callers_at_once_get_their_own_results():
     assert wrong == []
 
 
-def test_the_gil_is_released():
-    # Another Python thread counts during one long call; it cannot if the kernel holds the GIL.
+def test_kernels_release_the_gil():
+    # Another Python thread counts during one long call, which is possible only if the kernel releases the GIL.
     fq.set_num_threads(1)
     x = data(0, 1 << 25)
     count = 0
@@ -94,7 +94,7 @@ def run(code, **environment):
     )
 
 
-def test_the_process_ends_with_threads_waiting():
+def test_process_exits_with_idle_threads():
     result = run(
         "import numpy as np, fakequant as fq\n"
         "fq.set_num_threads(4)\n"
@@ -103,7 +103,7 @@ def test_the_process_ends_with_threads_waiting():
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_the_process_ends_while_another_thread_is_inside_a_kernel():
+def test_process_exits_while_another_thread_is_inside_a_kernel():
     result = run(
         "import threading, numpy as np, fakequant as fq\n"
         "x = np.ones(1 << 22, np.float32)\n"
@@ -119,13 +119,13 @@ def test_idle_threads_use_no_cpu():
     fq.set_num_threads(4)
     result_of(0)
     time.sleep(0.05)
-    # Three spinning threads would use a second and a half here, one alone half a second.
+    # Three spinning threads would use 1.5 seconds, a single one 0.5 seconds.
     before = time.process_time()
     time.sleep(0.5)
     assert time.process_time() - before < 0.4
 
 
-def test_threads_from_the_environment():
+def test_environment_variable_sets_the_number_of_threads():
     result = run("import fakequant; print(fakequant.get_num_threads())", FAKEQUANT_NUM_THREADS="3")
     assert result.stdout == "3\n"
     for bad in ("0", "-1", "two", "1.5"):

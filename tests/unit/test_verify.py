@@ -1,4 +1,4 @@
-"""`verify`: equal codes, and the reasons where they are not."""
+"""`verify` compares codes, and explains why they differ."""
 
 import json
 import runpy
@@ -21,7 +21,7 @@ saturation = pytest.importorskip("fakequant._convert.golden.saturation")
 
 
 def has_vnni():
-    with open("/proc/cpuinfo") as file:  # these kernels are of x86 on Linux
+    with open("/proc/cpuinfo") as file:  # these tests run on x86 Linux
         return "vnni" in file.read()
 
 
@@ -69,7 +69,7 @@ def wide(tmp_path_factory):
     return model, path
 
 
-def test_the_runtime_has_the_codes_of_the_golden_model(good):
+def test_runtime_has_the_codes_of_the_golden_model(good):
     found = fq.verify(*good, DATA)
     assert found.ok
     assert found.first_difference is None
@@ -83,14 +83,14 @@ def test_the_runtime_has_the_codes_of_the_golden_model(good):
     assert found.outputs.rows == 64
 
 
-def test_all_layers_are_integer_kernels(good):
+def test_verify_reports_an_integer_kernel_for_every_layer(good):
     found = fq.verify(*good, DATA[:1])
     assert found.kernels == {"stem.0": "QLinearConv", "conv": "QLinearConv", "head": "QGemm"}
     assert found.floats == []
 
 
 @pytest.mark.skipif(has_vnni(), reason="this CPU does not saturate")
-def test_full_range_weights_without_vnni_are_found_and_named(wide):
+def test_verify_reports_saturation_of_full_range_weights_without_vnni(wide):
     found = fq.verify(*wide, DATA)
     assert not found.ok
     assert found.saturates
@@ -99,7 +99,7 @@ def test_full_range_weights_without_vnni_are_found_and_named(wide):
     assert {t.why_runtime for t in found.tensors if t.runtime_differ} == {explain.SATURATION}
 
 
-def test_a_changed_scale_in_the_file_is_not_of_the_model(good, tmp_path):
+def test_verify_refuses_a_file_with_a_changed_scale(good, tmp_path):
     model, path = good
     changed = onnx.load(path)
     scale = next(t for t in changed.graph.initializer if t.name == "act.output_quantizer_scale")
@@ -110,7 +110,7 @@ def test_a_changed_scale_in_the_file_is_not_of_the_model(good, tmp_path):
         fq.verify(model, tmp_path / "changed.onnx", DATA)
 
 
-def test_changed_codes_in_the_file_are_found(good, tmp_path):
+def test_verify_refuses_a_file_with_changed_weight_codes(good, tmp_path):
     model, path = good
     changed = onnx.load(path)
     codes = next(t for t in changed.graph.initializer if t.name == "conv.weight_codes")
@@ -122,7 +122,7 @@ def test_changed_codes_in_the_file_are_found(good, tmp_path):
         fq.verify(model, tmp_path / "changed.onnx", DATA)
 
 
-def test_a_model_that_was_trained_on_does_not_match_its_file(good):
+def test_verify_refuses_the_file_of_a_model_trained_further(good):
     model, path = make("onnxruntime-x86"), good[1]
     with torch.no_grad():
         model.head.weight.mul_(1.5)
@@ -130,7 +130,7 @@ def test_a_model_that_was_trained_on_does_not_match_its_file(good):
         fq.verify(model, path, DATA)
 
 
-def test_a_changed_bias_in_the_file_is_not_of_the_model(good, tmp_path):
+def test_verify_refuses_a_file_with_a_changed_bias(good, tmp_path):
     model, path = good
     changed = onnx.load(path)
     bias = next(t for t in changed.graph.initializer if t.name == "conv.bias_codes")
@@ -141,7 +141,7 @@ def test_a_changed_bias_in_the_file_is_not_of_the_model(good, tmp_path):
         fq.verify(model, tmp_path / "changed.onnx", DATA)
 
 
-def test_a_difference_is_counted_where_it_arises(good, tmp_path):
+def test_verify_counts_a_difference_where_it_arises(good, tmp_path):
     model, path = good
     changed = onnx.load(path)
     next(node for node in changed.graph.node if node.op_type == "Relu").op_type = "Abs"
@@ -149,11 +149,11 @@ def test_a_difference_is_counted_where_it_arises(good, tmp_path):
     found = fq.verify(model, tmp_path / "changed.onnx", DATA[:1])
     assert not found.ok
     differ = [t.path for t in found.tensors if t.runtime_differ]
-    assert len(differ) == 1  # from equal codes, everything after it is equal
+    assert len(differ) == 1  # every later tensor is computed from equal codes
     assert f"first at {differ[0]}" in found.verdict()
 
 
-def test_the_model_is_as_it_was(good):
+def test_verify_leaves_the_model_unchanged(good):
     model, path = good
     model.train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -163,7 +163,7 @@ def test_the_model_is_as_it_was(good):
     assert not any(module._forward_hooks for _, module in fq.nn.quantizers(model))
 
 
-def test_tuples_with_labels_are_data_too(good):
+def test_verify_accepts_batches_with_labels(good):
     data = torch.utils.data.TensorDataset(DATA[0], torch.zeros(32))
     found = fq.verify(*good, torch.utils.data.DataLoader(data, batch_size=8), steps=2)
     assert found.tensors[0].codes == 16 * 300
@@ -172,26 +172,30 @@ def test_tuples_with_labels_are_data_too(good):
 ERRORS = {
     "no data": (lambda model, path: fq.verify(model, path, []), ValueError, "no batches"),
     "a function": (lambda model, path: fq.verify(model, path, lambda m: m), TypeError, "batches"),
-    "no file": (lambda model, path: fq.verify(model, path.with_name("none.onnx"), DATA), FileNotFoundError, "none"),
-    "no ONNX": (lambda model, path: fq.verify(model, __file__, DATA), ValueError, "not an ONNX model"),
+    "missing file": (
+        lambda model, path: fq.verify(model, path.with_name("none.onnx"), DATA),
+        FileNotFoundError,
+        "none",
+    ),
+    "not an ONNX file": (lambda model, path: fq.verify(model, __file__, DATA), ValueError, "not an ONNX model"),
     "float model": (lambda model, path: fq.verify(nn.Linear(2, 2), path, DATA), ValueError, "not prepared"),
 }
 
 
 @pytest.mark.parametrize(("call", "error", "message"), ERRORS.values(), ids=ERRORS)
-def test_what_cannot_be_verified_is_said(good, call, error, message):
+def test_verify_refuses_bad_data_files_and_models(good, call, error, message):
     with pytest.raises(error, match=message):
         call(*good)
 
 
-def test_a_report_goes_to_json(good):
+def test_verification_converts_to_json(good):
     found = fq.verify(*good, DATA[:1])
     assert json.loads(json.dumps(found.to_dict()))["ok"] is True
     assert "The runtime computes what was trained." in str(found)
 
 
 @pytest.mark.skipif(has_vnni(), reason="this CPU does not saturate")
-def test_a_last_layer_that_saturates_is_found(tmp_path):
+def test_verify_reports_saturation_of_the_last_layer(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 4))
     with torch.no_grad():
@@ -205,15 +209,15 @@ def test_a_last_layer_that_saturates_is_found(tmp_path):
     assert "after the last quantizer" in str(found)
 
 
-def test_a_nan_is_no_difference_if_both_have_it_and_one_if_not():
+def test_nan_in_both_results_is_equal_and_in_one_is_a_difference():
     largest = pytest.importorskip("fakequant._verify.verify")._largest
     nan, one = torch.tensor([float("nan"), 1.0]), torch.tensor([1.0, 1.0])
     assert largest(nan, nan) == 0
     assert largest(nan, one) == largest(one, nan) == float("inf")
 
 
-def test_quantizers_that_follow_each_other_are_not_merged(tmp_path):
-    """ONNX Runtime makes one of two, with another scale, unless something stands between them."""
+def test_consecutive_quantizers_are_not_merged_by_the_runtime(tmp_path):
+    """ONNX Runtime would merge two consecutive quantizers into one with another scale."""
     torch.manual_seed(0)
     config = recipes.int8(target="onnxruntime-x86").rule("1", activation_observer=fq.observers.Fixed(-0.5, 1.0))
     model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8))
@@ -237,7 +241,7 @@ def test_quantizers_that_follow_each_other_are_not_merged(tmp_path):
 
 
 @pytest.mark.parametrize("config", [recipes.int4_weight_only(4), recipes.int8_dynamic()], ids=["weights", "dynamic"])
-def test_without_codes_of_activations_the_results_decide(config, tmp_path):
+def test_verify_compares_results_where_activations_have_no_codes(config, tmp_path):
     torch.manual_seed(0)
     model, x = fq.prepare(nn.Sequential(nn.Linear(8, 4)), config), torch.randn(16, 8)
     path = tmp_path / "model.onnx"
@@ -257,30 +261,30 @@ def test_without_codes_of_activations_the_results_decide(config, tmp_path):
 # --- saturating sums ------------------------------------------------------------------------------------
 
 
-def test_pairs_of_products_are_clipped():
+def test_saturated_sums_clip_pairs_of_products():
     layer, codes = nn.Linear(4, 1), torch.tensor([[255.0, 255.0, 255.0, 0.0]])
     levels = torch.tensor([[127.0, 127.0, 127.0, -5.0]])
     sums = saturation.saturated_sums(layer, codes, 3, levels, torch.tensor([10.0]))
     assert sums.tolist() == [[32767 + 255 * 127 - 3 * 376 + 10]]
 
 
-def test_a_convolution_pairs_channels_first():
+def test_saturated_sums_of_a_convolution_pair_channels_first():
     layer = nn.Conv2d(2, 1, (1, 2))
-    levels = torch.tensor([[[[127.0, 1.0]], [[127.0, -1.0]]]])  # channel, then place
+    levels = torch.tensor([[[[127.0, 1.0]], [[127.0, -1.0]]]])  # channels, then positions
     codes = torch.full((1, 2, 1, 2), 255.0)
     sums = saturation.saturated_sums(layer, codes, 0, levels, None)
     assert sums.flatten().tolist() == [32767 + 255 - 255]
 
 
-def test_padding_of_a_convolution_is_the_zero_point():
+def test_saturated_sums_of_a_convolution_pad_with_the_zero_point():
     layer = nn.Conv2d(1, 1, (1, 2), padding=(0, 1))
     levels = torch.tensor([[[[127.0, 127.0]]]])
     sums = saturation.saturated_sums(layer, torch.full((1, 1, 1, 1), 255.0), 200, levels, None)
-    # 127 * (200 + 255) does not fit 16 bits, on either side
+    # 127 * (200 + 255) overflows 16 bits on either side
     assert sums.flatten().tolist() == [32767 - 200 * 254] * 2
 
 
-def test_groups_and_other_kinds_are_not_known():
+def test_saturated_sums_are_unknown_for_groups_and_transposed_convolutions():
     codes = torch.full((1, 2, 3, 3), 255.0)
     assert saturation.saturated_sums(nn.Conv2d(2, 2, 1, groups=2), codes, 0, torch.ones(2, 1, 1, 1), None) is None
     assert saturation.saturated_sums(nn.ConvTranspose2d(2, 2, 1), codes, 0, torch.ones(2, 2, 1, 1), None) is None
@@ -302,8 +306,8 @@ if __name__ == "__main__":
 """
 
 
-def test_the_command_line_says_it_with_its_exit_code(tmp_path, monkeypatch, capsys):
-    """In a process of its own once: a start takes seconds."""
+def test_verify_command_reports_the_result_by_its_exit_code(tmp_path, monkeypatch, capsys):
+    """Starts only one subprocess, because a start takes seconds."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT.replace("TARGET", "'onnxruntime-x86'"))
     runpy.run_path("script.py", run_name="__main__")
@@ -317,7 +321,7 @@ def test_the_command_line_says_it_with_its_exit_code(tmp_path, monkeypatch, caps
 
 
 class InPlace(nn.Module):
-    """Changes what it is given."""
+    """Changes its input in place."""
 
     def __init__(self):
         super().__init__()
@@ -327,7 +331,7 @@ class InPlace(nn.Module):
         return self.fc(x.sub_(1))
 
 
-def test_every_model_is_given_the_same_input(tmp_path):
+def test_verify_gives_every_model_the_same_input(tmp_path):
     torch.manual_seed(0)
     data = [torch.randn(8, 6) for _ in range(2)]
     before = [x.clone() for x in data]
@@ -338,8 +342,8 @@ def test_every_model_is_given_the_same_input(tmp_path):
     assert all(torch.equal(x, y) for x, y in zip(data, before, strict=True))
 
 
-def test_how_many_codes_may_differ():
-    """Only ties, only a few of them in the whole model, and not one code that rounding does not explain."""
+def test_verification_is_ok_with_few_ties_and_no_other_difference():
+    """Only ties may differ, only a few in the whole model, and every difference must be a tie."""
     verification = pytest.importorskip("fakequant._verify.verdict")
     report, out = verification.TensorReport, verification.OutputReport(numbers=1)
 
@@ -349,20 +353,20 @@ def test_how_many_codes_may_differ():
 
     for whose in ("prepared", "runtime"):
         differ, at_tie = f"{whose}_differ", f"{whose}_ties"
-        assert ok(**{differ: 104, at_tie: 104})  # four, and one in ten thousand of a million
+        assert ok(**{differ: 104, at_tie: 104})  # four, plus one in ten thousand of a million codes
         assert not ok(**{differ: 105, at_tie: 105})
         assert not ok(**{differ: 1, at_tie: 0})
         assert not ok(**{differ: 104, at_tie: 103})
 
 
-def test_results_that_rounding_does_not_explain_are_not_ok():
+def test_verification_is_not_ok_with_unexplained_results():
     verification = pytest.importorskip("fakequant._verify.verdict")
     for field in ("prepared_unexplained", "runtime_unexplained"):
         out = verification.OutputReport(numbers=1000, **{field: 1})
         assert not verification.Verification("generic", [], {}, out, {}).ok
 
 
-def test_a_file_that_was_changed_must_be_equal_bit_by_bit():
+def test_verification_of_a_changed_file_needs_bit_equality():
     verification = pytest.importorskip("fakequant._verify.verdict")
     equal, close = (verification.OutputReport(numbers=9, runtime_is_equal=same) for same in (True, False))
     ties = verification.TensorReport("a", codes=9, runtime_differ=1, runtime_ties=1)

@@ -1,4 +1,4 @@
-"""What is said, once, about models and configs that do less than they seem to."""
+"""Warnings about models and configs that do less than they appear to, given once."""
 
 import warnings
 
@@ -18,7 +18,7 @@ def calibrate(model, data, **options):
 
 
 def said(run):
-    """The warnings of a call."""
+    """Returns the warnings of a call."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run()
@@ -29,7 +29,7 @@ def said(run):
 
 
 def taking(signature):
-    """A model whose forward pass has a signature."""
+    """Returns a prepared model whose forward method has this signature."""
     scope = {}
     exec(f"def forward(self, {signature}):\n    return self.fc(x)", {}, scope)
     made = type("Model", (nn.Module,), scope)()
@@ -46,8 +46,8 @@ AMBIGUOUS = {
     "beside a label": ("x, mask=None", (X, MASK, LABELS)),
 }
 CLEAR = {
-    "no place for it": ("x", (X, LABELS)),
-    "no place for numbers": ("x", (X, SCORES)),
+    "no parameter for it": ("x", (X, LABELS)),
+    "no parameter for numbers": ("x", (X, SCORES)),
     "labels beside an option": ("x, mask=None", (X, LABELS)),
     "a switch": ("x, flatten=False", (X, MASK)),
     "an argument for labels": ("x, labels=None", (X, SCORES)),
@@ -55,13 +55,13 @@ CLEAR = {
     "one element": ("x, mask=None", (X,)),
     "a tensor": ("x, mask=None", X),
     "a dict": ("x, mask=None", {"x": X, "mask": MASK}),
-    "needed": ("x, mask", (X, MASK)),
-    "nothing": ("x, mask=None", (X, None)),
+    "a required argument": ("x, mask", (X, MASK)),
+    "None": ("x, mask=None", (X, None)),
 }
 
 
 @pytest.mark.parametrize(("signature", "batch"), AMBIGUOUS.values(), ids=AMBIGUOUS)
-def test_what_may_be_meant_for_an_optional_argument_is_left_out_with_one_warning(signature, batch):
+def test_batch_element_for_an_optional_argument_is_left_out_with_one_warning(signature, batch):
     model = taking(signature)
     (words,) = said(lambda: calibrate(model, [batch, batch]))
     assert "is left out, as labels are" in words
@@ -71,11 +71,11 @@ def test_what_may_be_meant_for_an_optional_argument_is_left_out_with_one_warning
 
 
 @pytest.mark.parametrize(("signature", "batch"), CLEAR.values(), ids=CLEAR)
-def test_labels_are_left_out_without_a_word(signature, batch):
+def test_labels_are_left_out_without_a_warning(signature, batch):
     assert said(lambda: calibrate(taking(signature), [batch])) == []
 
 
-def test_a_tensor_is_one_batch():
+def test_calibrate_treats_a_tensor_as_one_batch():
     calls = []
     model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), recipes.int8())
     model.register_forward_pre_hook(lambda module, args: calls.append(args[0].shape))
@@ -98,7 +98,7 @@ class Borrowed(nn.Module):
 
 
 @pytest.mark.parametrize("config", [recipes.int8(), recipes.lsq(4)], ids=["observed", "learned"])
-def test_layers_that_no_data_reach_are_named(config):
+def test_calibrate_warns_about_layers_that_no_data_reach(config):
     (words,) = said(lambda: calibrate(fq.prepare(Borrowed(), config), [X]))
     assert "No data reached the quantizers of qkv, unused" in words
     assert "stay in float" in words
@@ -106,7 +106,7 @@ def test_layers_that_no_data_reach_are_named(config):
     assert said(lambda: calibrate(fq.prepare(Borrowed(), config.skip("qkv").skip("unused")), [X])) == []
 
 
-def test_learned_scales_without_data_name_what_users_know():
+def test_uninitialized_learned_scale_error_names_calibrate():
     model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), recipes.lsq(4))
     with pytest.raises(
         RuntimeError, match=r"0\.input_quantizer has no scale yet(.|\n)*fakequant\.calibrate\(model, data\)"
@@ -125,25 +125,25 @@ MISSPELT = {
     "a rule": (lambda c: c.rule("33", weight=fq.presets.int8()), r"rule\('33'\); near: 3"),
     "a skip": (lambda c: c.skip("head"), r"skip\('head'\); near: nothing"),
     "a type": (lambda c: c.skip(type="Conv2D"), r"skip\('\*', type='Conv2D'\); near: Conv2d"),
-    "a type in small letters": (lambda c: c.rule(type="linear", weight=fq.presets.int8()), r"near: Linear"),
+    "a type in lower case": (lambda c: c.rule(type="linear", weight=fq.presets.int8()), r"near: Linear"),
 }
 
 
 @pytest.mark.parametrize(("change", "message"), MISSPELT.values(), ids=MISSPELT)
-def test_a_rule_that_matches_nothing_is_told_with_the_near_name(change, message):
+def test_rule_that_matches_nothing_warns_with_the_nearest_name(change, message):
     with pytest.warns(UserWarning, match=message) as told:
         model = fq.prepare(net(), change(recipes.int8()))
     assert len(told) == 1
     assert len(fq.summary(model).unmatched) == 1
 
 
-def test_rules_of_recipes_and_rules_behind_others_are_not_told():
+def test_unmatched_rules_of_recipes_and_shadowed_rules_do_not_warn():
     for config in (recipes.int8_dynamic(), recipes.int4_weight_only(4), recipes.int8().skip("1").rule("*")):
-        model = nn.Sequential(nn.Linear(16, 4), nn.Linear(4, 4))  # there is no convolution
+        model = nn.Sequential(nn.Linear(16, 4), nn.Linear(4, 4))  # the recipes have rules for convolutions
         assert said(lambda config=config, model=model: fq.prepare(model, config)) == []
 
 
-def test_a_group_that_does_not_divide_is_told():
+def test_group_size_that_does_not_divide_warns():
     model = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 4))
     with pytest.warns(UserWarning, match=r"their spec does not fit them:\n  0: (.|\n)*skip") as told:
         fq.prepare(model, recipes.int4_weight_only(8))
@@ -169,7 +169,7 @@ def trained(*, optimizer_first, kind=torch.optim.Adam, steps=30, config=None, **
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD], ids=["Adam", "SGD"])
-def test_scales_that_no_optimizer_has_are_told_once(kind):
+def test_scales_missing_from_the_optimizer_warn_once(kind):
     (words,) = said(lambda: trained(optimizer_first=True, kind=kind, lr=1e-3, steps=60))
     assert "the optimizer does not have them" in words
     assert "param_groups" in words
@@ -177,11 +177,11 @@ def test_scales_that_no_optimizer_has_are_told_once(kind):
 
 @pytest.mark.parametrize("lr", [1e-3, 1e-12, 0.0])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD], ids=["Adam", "SGD"])
-def test_scales_that_one_has_are_not_told_however_little_they_move(kind, lr):
+def test_scales_in_the_optimizer_do_not_warn_however_little_they_move(kind, lr):
     assert said(lambda: trained(optimizer_first=False, kind=kind, lr=lr)) == []
 
 
-def test_observed_ranges_need_no_optimizer():
+def test_observed_ranges_do_not_warn_about_the_optimizer():
     assert said(lambda: trained(optimizer_first=True, lr=1e-3, config=recipes.int8())) == []
 
 
@@ -192,7 +192,7 @@ def fail(model):
     raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2")
 
 
-def test_an_error_between_ranks_names_its_likely_cause(monkeypatch):
+def test_communication_error_between_ranks_names_its_likely_cause(monkeypatch):
     model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), recipes.int8())
     with pytest.raises(RuntimeError, match=r"^\[gloo"):
         calibrate(model, fail)

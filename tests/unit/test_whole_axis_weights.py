@@ -1,4 +1,4 @@
-"""Weights with one scale for a whole axis (group_size=-1) become codes: per channel, or one group."""
+"""Weights with one scale per whole axis (group_size=-1) convert to channels or to one group."""
 
 import pytest
 
@@ -22,14 +22,14 @@ LAYERS = {
     "Linear, affine": (nn.Linear(8, 4), randn(5, 8), AFFINE, None, True),
     "Linear, the other axis": (nn.Linear(8, 4), randn(5, 8), QuantSpec(axis=0, group_size=-1), None, False),
     "Linear, one row": (nn.Linear(8, 1), randn(5, 8), WHOLE, None, True),
-    "Conv2d of one place": (nn.Conv2d(3, 4, 1), randn(2, 3, 5, 5), QuantSpec(axis=1, group_size=-1), None, True),
+    "Conv2d, 1x1": (nn.Conv2d(3, 4, 1), randn(2, 3, 5, 5), QuantSpec(axis=1, group_size=-1), None, True),
     "Conv2d": (nn.Conv2d(3, 4, 3), randn(2, 3, 5, 5), QuantSpec(axis=1, group_size=-1), None, False),
     "Embedding": (nn.Embedding(9, 4), torch.arange(9).reshape(3, 3), WHOLE, None, False),
 }
 
 
 @pytest.mark.parametrize(("layer", "x", "spec", "same", "is_integer"), LAYERS.values(), ids=LAYERS)
-def test_a_whole_axis_is_a_channel_or_a_group(layer, x, spec, same, is_integer):
+def test_whole_axis_weights_convert_to_channels_or_groups(layer, x, spec, same, is_integer):
     activations = None if isinstance(layer, nn.Embedding) else presets.uint8()
     config = fq.QuantConfig(default=fq.LayerConfig(weight=spec, input=activations))
     model = fq.prepare(nn.Sequential(type(layer)(*args_of(layer))), config)
@@ -55,7 +55,7 @@ def args_of(layer):
     return layer.in_channels, layer.out_channels, layer.kernel_size
 
 
-def test_such_a_model_is_saved_and_loaded(tmp_path):
+def test_whole_axis_model_is_saved_and_loaded(tmp_path):
     pytest.importorskip("safetensors")
     x = randn(5, 8)
     config = fq.QuantConfig(default=fq.LayerConfig(weight=AFFINE, input=presets.uint8()))

@@ -1,4 +1,4 @@
-"""Files get to their places when they are complete, or not at all."""
+"""Files are written completely or not at all."""
 
 import os
 import threading
@@ -18,7 +18,7 @@ def write_half(path):
         raise RuntimeError("no more")
 
 
-def test_an_unfinished_file_has_a_name_of_its_own_and_goes_away(tmp_path):
+def test_unfinished_file_has_a_unique_name_and_is_removed(tmp_path):
     with optional.writing(tmp_path / "m.bin") as unfinished, optional.writing(tmp_path / "m.bin") as other:
         assert sorted(os.listdir(tmp_path)) == sorted([unfinished.name, other.name])
         unfinished.write_bytes(b"new")
@@ -31,14 +31,14 @@ def test_an_unfinished_file_has_a_name_of_its_own_and_goes_away(tmp_path):
 
 
 PLACES = {
-    "a folder that is not there": ("missing/m.bin", r"no folder .*missing"),
+    "a missing folder": ("missing/m.bin", r"no folder .*missing"),
     "a folder": (".", "is a folder"),
     "a path below a file": ("file/m.bin", r"no folder .*file"),
 }
 
 
 @pytest.mark.parametrize(("place", "message"), PLACES.values(), ids=PLACES)
-def test_a_place_that_cannot_be_written_to_is_refused_before_the_work(place, message, tmp_path):
+def test_unusable_path_is_refused_before_any_work(place, message, tmp_path):
     (tmp_path / "file").write_bytes(b"old")
     began = []
     with pytest.raises(OSError, match=message), optional.writing(tmp_path / place):
@@ -47,8 +47,8 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_the_work(place, mes
     assert os.listdir(tmp_path) == ["file"]
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder in which nobody can write")
-def test_a_folder_in_which_nobody_can_write_is_refused_before_the_work(monkeypatch):
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a read-only folder")
+def test_read_only_folder_is_refused_before_any_work(monkeypatch):
     began = []
     message = r"(?s)/proc/self/m\.bin' cannot be written.*Use a path"
     with pytest.raises(OSError, match=message), optional.writing("/proc/self/m.bin"):
@@ -64,13 +64,13 @@ def test_a_folder_in_which_nobody_can_write_is_refused_before_the_work(monkeypat
     assert not began
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/null"), reason="needs a device")
-def test_a_device_is_not_replaced_by_a_file():
+@pytest.mark.skipif(not os.path.exists("/dev/null"), reason="needs a device file")
+def test_device_file_is_not_replaced():
     with pytest.raises(OSError, match="neither a file"), optional.writing("/dev/null"):
         pass
 
 
-def test_two_threads_may_write_to_one_place(tmp_path):
+def test_threads_can_write_to_the_same_path(tmp_path):
     errors = []
 
     def write(number):
@@ -91,7 +91,7 @@ def test_two_threads_may_write_to_one_place(tmp_path):
     assert len(set((tmp_path / "m.bin").read_bytes())) == 1
 
 
-def test_a_planted_link_is_not_followed(tmp_path, monkeypatch):
+def test_existing_symlink_is_not_followed(tmp_path, monkeypatch):
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
     names = iter(["planted.unfinished", "planted.unfinished", "fresh.unfinished"])
@@ -104,9 +104,9 @@ def test_a_planted_link_is_not_followed(tmp_path, monkeypatch):
     assert not (tmp_path / "m.bin").is_symlink()
 
 
-@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX permissions")
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077, 0o000], ids=oct)
-def test_a_file_has_the_permissions_that_open_gives(mask, tmp_path):
+def test_written_file_has_the_permissions_of_the_umask(mask, tmp_path):
     pytest.importorskip("safetensors")
     model = fq.convert(fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int4_weight_only(4)))
     before = os.umask(mask)
@@ -122,7 +122,7 @@ def test_a_file_has_the_permissions_that_open_gives(mask, tmp_path):
     assert (tmp_path / "m.safetensors").stat().st_mode == expected
 
 
-def test_a_long_name_can_be_written(tmp_path):
+def test_long_file_name_can_be_written(tmp_path):
     with optional.writing(tmp_path / ("n" * 250)) as unfinished:
         unfinished.write_bytes(b"new")
     assert os.listdir(tmp_path) == ["n" * 250]

@@ -1,4 +1,4 @@
-"""A zoo of models: each is prepared, calibrated, trained, copied, saved, loaded and given back as it was."""
+"""A zoo of models: each is prepared, calibrated, trained, copied, saved, loaded and unprepared."""
 
 import copy
 import io
@@ -185,7 +185,7 @@ def build(make, x):
 
 
 def train(model, x):
-    """One step; the names of the parameters of the float model that have a gradient."""
+    """Trains one step and returns the names of the parameters that have a gradient."""
     torch.manual_seed(3)
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -199,7 +199,7 @@ def train(model, x):
 
 @each_model
 @each_recipe
-def test_a_model_goes_all_the_way_and_comes_back(make, x, config):
+def test_model_is_prepared_trained_saved_and_restored(make, x, config):
     model, floats = build(make, x), build(make, x)
     float_state = copy.deepcopy(model.state_dict())
     expected = floats.eval()(x)
@@ -209,13 +209,13 @@ def test_a_model_goes_all_the_way_and_comes_back(make, x, config):
     with torch.no_grad():
         assert not torch.equal(copy.deepcopy(model).eval()(x), expected), "nothing is quantized"
 
-    # Every parameter that learns in float learns here.
+    # Every parameter that learns in the float model learns here.
     learns = train(model, x)
     assert [name for name in learns if "quantizer" not in name] == train(floats, x)
 
     model.eval()
     y = model(x)
-    if make is not Recurrent:  # torch has another LSTM for when there are no gradients
+    if make is not Recurrent:  # torch uses another LSTM kernel without gradients
         with torch.no_grad():
             same(y, model(x), "without gradients")
     other = copy.deepcopy(model)
@@ -241,7 +241,7 @@ def test_a_model_goes_all_the_way_and_comes_back(make, x, config):
 
 
 @each_model
-def test_every_quantizer_is_used(make, x):
+def test_zoo_models_use_every_quantizer(make, x):
     model = fq.prepare(build(make, x), recipes.int8())
     fq.calibrate(model, [x], progress=False)
     unused = [path for path, quantizer in fqnn.quantizers(model) if not torch.isfinite(quantizer.scale).all()]
@@ -249,24 +249,24 @@ def test_every_quantizer_is_used(make, x):
 
 
 @each_model
-def test_with_quantizers_off_a_model_computes_in_float(make, x):
+def test_model_with_quantizers_off_computes_in_float(make, x):
     floats, model = build(make, x).eval(), fq.prepare(build(make, x), recipes.int8()).eval()
     fqnn.switch_quantizers(model, observing=False, quantizing=False)
-    # Attention adds its mask outside the product, which is a rounding in another place.
+    # Attention adds its mask outside the product, which rounds differently.
     tolerance = 1e-5 if make in (GPT, transformer_encoder) else 0
     torch.testing.assert_close(model(x), floats(x), rtol=tolerance, atol=tolerance)
 
 
-def test_a_module_used_twice_has_one_set_of_quantizers():
+def test_module_used_twice_has_one_set_of_quantizers():
     model = fq.prepare(Twice(), recipes.int8())
     assert model.again is model.fc
     assert len(list(fqnn.quantizers(model))) == 4
 
 
-def test_tied_weights_are_trained_by_both_their_layers():
+def test_tied_weights_are_trained_by_both_layers():
     model = fq.calibrate(fq.prepare(build(*ZOO["GPT"]), recipes.lsq(4)), [ZOO["GPT"][1]], progress=False)
     before = model.tokens.weight.detach().clone()
     train(model, ZOO["GPT"][1])
     assert model.head.weight is model.tokens.weight
     unseen = [i for i in range(50) if i not in ZOO["GPT"][1]]
-    assert not torch.equal(before[unseen], model.head.weight[unseen])  # by the head alone
+    assert not torch.equal(before[unseen], model.head.weight[unseen])  # only the head trains these rows

@@ -1,4 +1,4 @@
-"""Biases at few bits: finer than the weights' own grid, seen in training once norms are frozen, and measured."""
+"""Biases of low-bit layers: a finer scale by shifted codes, rounding in training, and its measured error."""
 
 import copy
 import math
@@ -36,7 +36,7 @@ def net(bits, target=X86, bias=False):
 
 @pytest.mark.parametrize("target", targets.TARGETS)
 @pytest.mark.parametrize(("bits", "shift"), SHIFTS.items())
-def test_codes_are_shifted_as_far_as_sums_are_exact_on_every_cpu(bits, shift, target):
+def test_weight_shift_is_the_largest_with_exact_sums_on_every_cpu(bits, shift, target):
     goal = targets.find(target)
     spec = fq.QuantSpec(bits=bits, axis=0)
     assert goal.weight_shift(spec) == shift
@@ -47,7 +47,7 @@ def test_codes_are_shifted_as_far_as_sums_are_exact_on_every_cpu(bits, shift, ta
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 6])
-def test_shifted_codes_are_the_same_weights_to_the_bit(bits):
+def test_shifted_codes_represent_the_same_weights(bits):
     model = net(bits)
     golden = fq.convert(model)
     for path in ("3", "5"):
@@ -66,19 +66,19 @@ def test_shifted_codes_are_the_same_weights_to_the_bit(bits):
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_the_prepared_model_has_the_biases_of_the_golden_one(bits):
-    """Sums of integers and of floats: equal up to the order of additions."""
+def test_prepared_model_has_the_biases_of_the_golden_model(bits):
+    """Integer and float sums are equal up to the order of additions."""
     model, x = net(bits).eval(), randn(32, 3, 8, 8, seed=5)
     expected, found = fq.convert(model)(x), model(x)
     assert (expected - found).abs().max() < 1e-4 * expected.abs().max()
 
 
-def test_other_targets_take_what_both_allow():
+def test_converting_for_another_target_keeps_the_shift_both_allow():
     golden = fq.convert(net(2, target=X86), target="generic")
     assert golden[3]._fakequant.weight_shift == 5
 
 
-def test_saved_models_keep_the_shift(tmp_path):
+def test_saved_models_keep_the_weight_shift(tmp_path):
     pytest.importorskip("safetensors")
     golden = fq.convert(net(2))
     fq.save_converted(golden, tmp_path / "model.safetensors")
@@ -92,7 +92,7 @@ def test_saved_models_keep_the_shift(tmp_path):
     assert torch.equal(loaded(x), golden(x))
 
 
-def test_files_hold_shifted_codes_that_onnx_runtime_computes_with(tmp_path):
+def test_onnx_files_hold_shifted_codes_that_verify(tmp_path):
     pytest.importorskip("onnxruntime")
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")
@@ -116,7 +116,7 @@ def frozen(model):
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-def test_with_frozen_norms_training_and_evaluation_agree(bias):
+def test_training_and_evaluation_agree_with_frozen_batch_norms(bias):
     model, x = net(2, bias=bias), randn(32, 3, 8, 8, seed=5)
     before = model.train()(x)
     frozen(model)
@@ -125,7 +125,7 @@ def test_with_frozen_norms_training_and_evaluation_agree(bias):
         assert not torch.equal(model.train()(x), before)
 
 
-def test_without_a_norm_it_is_when_ranges_are_frozen():
+def test_training_and_evaluation_agree_with_frozen_ranges_if_there_is_no_batch_norm():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), randn(16, 8)
     config = recipes.lsq(2, first_last_bits=None)
@@ -142,7 +142,7 @@ def test_without_a_norm_it_is_when_ranges_are_frozen():
     resumed = fq.Schedule(fresh, freeze_ranges_at=1)
     resumed.load_state_dict(schedule.state_dict())
     assert torch.equal(fresh.train()(x), model.eval()(x))
-    fq.Schedule(model, freeze_ranges_at=1)  # a new training
+    fq.Schedule(model, freeze_ranges_at=1)  # a new training run
     assert not model[0]._fakequant.deploys_bias
 
 
@@ -155,7 +155,7 @@ def saved(model):
     return file
 
 
-def test_a_norm_that_the_user_froze_counts_too():
+def test_batch_norm_frozen_by_the_user_rounds_the_bias_too():
     model, x = net(2), randn(32, 3, 8, 8, seed=5)
     model.train()
     model[1].eval()
@@ -163,7 +163,7 @@ def test_a_norm_that_the_user_froze_counts_too():
     assert torch.equal(first, fq.nn.compute(model.eval()[0], model[0]._conv_forward, x))
 
 
-def test_the_gradient_passes_the_rounding():
+def test_bias_rounding_passes_the_gradient():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 4)), randn(16, 8)
     model = fq.calibrate(fq.prepare(model, recipes.lsq(2)), [x], progress=False)
@@ -177,10 +177,10 @@ def test_the_gradient_passes_the_rounding():
     assert torch.equal(expected[False], expected[True])
 
 
-# --- what it costs ------------------------------------------------------------------------------------------
+# --- measured error -----------------------------------------------------------------------------------------
 
 
-def test_health_has_the_error_in_standard_deviations():
+def test_health_reports_the_bias_error_in_standard_deviations():
     model = net(2)
     found = fq.health(model).to_dict()
     golden = fq.convert(model)
@@ -191,12 +191,20 @@ def test_health_has_the_error_in_standard_deviations():
     change = made.bias_codes.double() * integer.bias_scale(made).double() - exact
     expected = float((change / gamma).square().mean().sqrt())
     assert found["0.weight_quantizer"]["bias_error"] == pytest.approx(expected, rel=1e-6)
-    assert found["3.weight_quantizer"]["bias_error"] is None  # no norm says how large a channel is
+    assert found["3.weight_quantizer"]["bias_error"] is None  # without a batch norm, the size of a channel is unknown
     assert found["0.input_quantizer"]["bias_error"] is None
     assert "bias error" in str(fq.health(model))
 
 
-def test_compare_has_the_signal_over_the_rounding_of_the_bias():
+@pytest.mark.parametrize(("shape", "is_known"), [((16, 8), True), ((4, 16, 8), False)], ids=["vectors", "tokens"])
+def test_health_reports_no_bias_error_behind_a_batch_norm_over_tokens(shape, is_known):
+    x = randn(*shape)
+    model = fq.prepare(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16)), recipes.int8())
+    found = fq.health(fq.calibrate(model, [x], progress=False)).to_dict()
+    assert (found["0.weight_quantizer"]["bias_error"] is not None) == is_known
+
+
+def test_compare_reports_the_sqnr_of_the_bias_rounding():
     model, x = net(2), randn(16, 3, 8, 8)
     float_model = fq.unprepare(copy.deepcopy(model))
     found = {layer.path: layer for layer in fq.compare(float_model, model, [x], progress=False).layers}

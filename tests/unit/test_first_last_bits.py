@@ -1,4 +1,4 @@
-"""`first_last_bits`: the first and the last layer, by the order of execution, have more bits than the others."""
+"""`first_last_bits`: the first and the last layer, in execution order, have more bits than the others."""
 
 import copy
 import io
@@ -19,7 +19,7 @@ by_recipe = pytest.mark.parametrize("config", RECIPES.values(), ids=RECIPES)
 
 
 class Chain(nn.Module):
-    """Three layers that are called in another order than they are registered in: c, a, b."""
+    """Three layers registered as a, b, c and called as c, a, b."""
 
     def __init__(self, traceable=True):
         super().__init__()
@@ -38,7 +38,7 @@ def make(config, traceable=False):
 
 
 def bits(model):
-    """Of weights and inputs."""
+    """Returns the bits of the weight and input of every layer."""
     return {
         path: (m.weight_quantizer.spec.bits, m.input_quantizer and m.input_quantizer.spec.bits)
         for path, m in model.named_modules()
@@ -68,7 +68,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_model_that_can_be_traced_has_them_at_once(name):
+def test_traceable_model_gets_first_and_last_bits_in_prepare(name):
     model = make(RECIPES[name], traceable=True)
     assert bits(model) == EXPECTED[name]
     assert model.b.weight_quantizer.spec == narrow(8)
@@ -81,7 +81,7 @@ def narrow(bits):
 
 
 @by_recipe
-def test_none_switches_it_off_and_more_bits_are_not_lowered(config):
+def test_first_last_bits_none_is_off_and_never_lowers_bits(config):
     plain = fq.QuantConfig.from_dict({**config.to_dict(), "first_last_bits": None})
     assert len(set(bits(make(plain, traceable=True)).values())) == 1
     assert set(bits(make(recipes.lsq(8), traceable=True)).values()) == {(8, 8)}
@@ -90,34 +90,34 @@ def test_none_switches_it_off_and_more_bits_are_not_lowered(config):
     assert bits(make(three, traceable=True))["c"] == ((3, 3) if config.default.learned else (4, 8))
 
 
-def test_a_learned_weight_starts_as_one_of_8_bits_does():
+def test_widened_learned_weight_starts_with_the_8_bit_scale():
     model = make(recipes.lsq(2), traceable=True)
     weight = Chain().b.weight
     expected = fq.nn.LearnedFakeQuantize(narrow(8), shape=weight.shape).initialize(weight)
     assert_same_bits(expected.scale.detach().numpy(), model.b.weight_quantizer.scale.detach().numpy())
 
 
-def test_the_limits_of_the_target_hold():
+def test_first_last_bits_respect_the_limits_of_the_target():
     model = make(recipes.lsq(2, target="onnxruntime-x86"), traceable=True)
     assert bits(model)["c"] == (7, 8)
     model = make(recipes.w4a8(target="tensorrt"), traceable=True)
     assert model.c.input_quantizer.spec == QuantSpec(bits=8)
 
 
-def test_what_a_rule_says_holds():
+def test_explicit_rule_overrides_first_last_bits():
     config = recipes.lsq(2).rule("c", weight=QuantSpec(bits=3, axis=0))
     assert bits(make(config, traceable=True)) == {"a": (2, 2), "b": (8, 8), "c": (3, 2)}
     assert bits(make(recipes.lsq(2).skip("c"), traceable=True)) == {"a": (2, 2), "b": (8, 8)}
     assert bits(calibrate(make(recipes.lsq(2).skip("c")))) == {"a": (2, 2), "b": (8, 8)}
 
 
-def test_one_layer_is_both():
+def test_single_layer_is_both_first_and_last():
     for model in (nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))):
         model = calibrate(fq.prepare(model, recipes.lsq(2)), [torch.randn(3, 4)])
         assert set(bits(model).values()) == {(8, 8)}
 
 
-def test_results_between_layers_are_not_widened():
+def test_first_last_bits_do_not_widen_operands():
     class Residual(nn.Module):
         def __init__(self):
             super().__init__()
@@ -132,7 +132,7 @@ def test_results_between_layers_are_not_widened():
     assert bits(model) == {"a": (8, 8), "b": (8, 8)}
 
 
-def test_an_embedding_is_a_layer_and_an_attention_is_two():
+def test_embedding_counts_as_one_layer_and_attention_as_two():
     class Text(nn.Module):
         def __init__(self):
             super().__init__()
@@ -152,9 +152,9 @@ def test_an_embedding_is_a_layer_and_an_attention_is_two():
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_guess_is_corrected_by_the_first_batch(name):
+def test_first_batch_corrects_a_wrong_guess(name):
     model = make(RECIPES[name])
-    assert bits(model)["a"][0] == 8  # the first that is registered
+    assert bits(model)["a"][0] == 8  # `a` is registered first
     parameters = {key: id(value) for key, value in model.named_parameters()}
     calibrate(model)
     assert bits(model) == EXPECTED[name]
@@ -163,14 +163,14 @@ def test_a_guess_is_corrected_by_the_first_batch(name):
     same_state(traced.state_dict(), model.state_dict())
 
 
-def test_also_where_a_function_runs_the_model():
+def test_calibration_function_corrects_a_wrong_guess():
     model = make(recipes.lsq(2))
     fq.calibrate(model, lambda model: [model(x) for x in data()], progress=False)
     same_state(calibrate(make(recipes.lsq(2))).state_dict(), model.state_dict())
 
 
 @by_recipe
-def test_a_failure_leaves_the_guess(config):
+def test_failed_calibration_keeps_the_guess(config):
     model = make(config)
     before, guessed = copy.deepcopy(model.state_dict()), bits(model)
     with pytest.raises(RuntimeError):
@@ -182,19 +182,19 @@ def test_a_failure_leaves_the_guess(config):
 
 
 @by_recipe
-def test_a_state_of_a_corrected_model_loads_into_one_with_a_guess(config):
+def test_corrected_state_loads_into_a_model_with_a_guess(config):
     model = calibrate(make(config))
     again = make(config)
     again.load_state_dict(model.state_dict(), strict=True)
     same_state(model.state_dict(), again.state_dict())
     x = data()[0]
     assert torch.equal(model.eval()(x), again.eval()(x))
-    with pytest.raises(RuntimeError, match="spec"):  # no guess any more
+    with pytest.raises(RuntimeError, match="spec"):  # the loaded bits are no longer a guess
         again.load_state_dict(make(config).state_dict())
 
 
 @by_recipe
-def test_also_into_a_wrapper_a_copy_and_a_pickled_one(config):
+def test_corrected_state_loads_into_wrapped_copied_and_pickled_models(config):
     model = calibrate(make(config))
     copied = copy.deepcopy(make(config))
     copied.load_state_dict(model.state_dict())
@@ -209,12 +209,12 @@ def test_also_into_a_wrapper_a_copy_and_a_pickled_one(config):
         same_state(model.state_dict(), again.state_dict())
 
 
-def test_a_state_with_other_bits_is_refused_as_before():
+def test_state_of_a_config_with_other_bits_is_refused():
     with pytest.raises(RuntimeError, match="spec"):
         make(recipes.lsq(2)).load_state_dict(calibrate(make(recipes.lsq(3))).state_dict())
 
 
-def test_a_state_of_the_float_model_changes_no_bits():
+def test_loading_a_float_state_changes_no_bits():
     model = make(recipes.lsq(2))
     guessed = bits(model)
     model.load_state_dict(Chain().state_dict(), strict=False)
@@ -222,17 +222,17 @@ def test_a_state_of_the_float_model_changes_no_bits():
     assert bits(calibrate(model)) == EXPECTED["lsq"]
 
 
-def test_what_has_learned_stays_with_a_warning():
+def test_guess_is_kept_with_a_warning_after_a_scale_has_learned():
     model = make(recipes.lsq(2))
     with torch.no_grad():
-        model.a.weight_quantizer.step_size.mul_(1.1)  # an optimizer's step
+        model.a.weight_quantizer.step_size.mul_(1.1)  # an optimizer step
     guessed = bits(model)
     with pytest.warns(UserWarning, match=r"first and the last layer of the model are c and b.* are a and c"):
         calibrate(model)
     assert bits(model) == guessed
 
 
-def test_a_model_that_was_observed_in_training_stays_with_a_warning():
+def test_guess_is_kept_with_a_warning_after_observing_in_training():
     model = make(recipes.w4a8())
     model.train()(data()[0])
     guessed = bits(model)
@@ -241,7 +241,7 @@ def test_a_model_that_was_observed_in_training_stays_with_a_warning():
     assert bits(model) == guessed
 
 
-def test_a_right_guess_says_nothing():
+def test_correct_guess_gives_no_warning():
     class InOrder(Chain):
         def forward(self, x):
             return self.c(self.b(self.a(x).relu()).relu()) if x.sum() < 1e9 else x
@@ -253,7 +253,7 @@ def test_a_right_guess_says_nothing():
     assert bits(model) == {"a": (8, 8), "b": (2, 2), "c": (8, 8)}
 
 
-def test_unprepare_takes_everything_out():
+def test_unprepare_removes_the_load_hook_of_a_guess():
     model = fq.unprepare(make(recipes.lsq(2)))
     assert not model._load_state_dict_pre_hooks
     model.load_state_dict(Chain().state_dict())
@@ -262,7 +262,7 @@ def test_unprepare_takes_everything_out():
 # --- the config -----------------------------------------------------------------------------------
 
 
-def test_it_is_saved_with_the_config_and_absent_is_none():
+def test_first_last_bits_are_saved_with_the_config_and_default_to_none():
     for config in (recipes.lsq(2), recipes.w4a8(first_last_bits=6), recipes.int8()):
         assert fq.QuantConfig.from_json(config.to_json()) == config
     fields = recipes.lsq(2).to_dict()
@@ -272,6 +272,6 @@ def test_it_is_saved_with_the_config_and_absent_is_none():
 
 
 @pytest.mark.parametrize("value", [0, 1, 17, -8, 8.0, "8", True], ids=repr)
-def test_other_values_are_refused(value):
+def test_invalid_first_last_bits_are_refused(value):
     with pytest.raises(ValueError, match="`first_last_bits` must be a number of bits from 2 to 16"):
         fq.QuantConfig(default=fq.LayerConfig(weight=presets.int8()), first_last_bits=value)

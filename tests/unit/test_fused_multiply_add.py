@@ -1,4 +1,4 @@
-"""`a * b + c` rounded once in torch's operations, against exact fractions; and the formulas that use it."""
+"""`a * b + c` rounded once with torch operations, against exact fractions, and formulas that use it."""
 
 from fractions import Fraction
 
@@ -15,11 +15,11 @@ kernels = pytest.importorskip("fakequant._backends.torch.tensor_kernels")
 
 
 def double_rounding(dtype, count=4000):
-    """Sums that lie just beside the middle of two neighbours: rounding twice goes the wrong way."""
+    """Returns sums just beside the middle of two floats, where rounding twice gives the wrong one."""
     digits = {np.float32: 24, np.float64: 53}[dtype]
     rng = np.random.default_rng(0)
     c = rng.integers(2 ** (digits - 1), 2**digits, count).astype(np.float64)
-    # Half a unit of c, and a little more or less: a product of (1 + e) and 0.5 * (1 - e).
+    # (1 + e) * 0.5 * (1 - e) is slightly less than half a unit of c.
     e = 2.0 ** -rng.integers(2, digits - 1, count)
     a, b = 1 + e, 0.5 * (1 - e)
     signs = rng.choice([-1, 1], (3, count))
@@ -30,7 +30,7 @@ def double_rounding(dtype, count=4000):
 def assorted(dtype, count=4000):
     rng = np.random.default_rng(1)
     a, b = (rng.standard_normal(count).astype(dtype) * dtype(2.0) ** rng.integers(-30, 30, count) for _ in range(2))
-    close = -(a * b) * (1 + rng.integers(-4, 5, count) * np.finfo(dtype).eps)  # cancels nearly all
+    close = -(a * b) * (1 + rng.integers(-4, 5, count) * np.finfo(dtype).eps)  # cancels almost completely
     return a.astype(dtype), b.astype(dtype), np.where(rng.random(count) < 0.7, close, a).astype(dtype)
 
 
@@ -41,7 +41,7 @@ def special(dtype):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("numbers", [double_rounding, assorted, special], ids=lambda f: f.__name__)
-def test_it_is_rounded_once(dtype, numbers):
+def test_fma_rounds_once(dtype, numbers):
     a, b, c = numbers(dtype)
     with np.errstate(all="ignore"):
         expected = reference.fma(a, b, c)
@@ -52,15 +52,15 @@ def test_it_is_rounded_once(dtype, numbers):
         assert (twice != expected).mean() > 0.05
 
 
-def test_without_float64():
-    """As on a device that has none: the parts are computed in float32 themselves."""
+def test_fma_rounds_once_without_float64():
+    """The path for devices without float64 computes the parts in float32."""
     for numbers in (double_rounding, assorted):
         a, b, c = numbers(np.float32)
         parts = exact._in_parts(*(torch.from_numpy(v) for v in (a, b, c)))
         assert_same_bits(reference.fma(a, b, c), parts.numpy())
 
 
-def test_the_oracle_is_exact():
+def test_reference_fma_is_the_nearest_float():
     a, b, c = (v[:200] for v in double_rounding(np.float32))
     for i, j, k, r in zip(a, b, c, reference.fma(a, b, c), strict=True):
         total = Fraction(float(i)) * Fraction(float(j)) + Fraction(float(k))
@@ -69,7 +69,7 @@ def test_the_oracle_is_exact():
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_derivatives_are_those_of_the_formula():
+def test_fma_derivatives_match_the_formula():
     a, b, c = (torch.from_numpy(v[:8]).requires_grad_() for v in double_rounding(np.float32))
     for actual, expected in zip(
         torch.autograd.grad(exact.fma(a, b, c).sum(), (a, b, c)), (b, a, torch.ones_like(c)), strict=True
@@ -86,8 +86,8 @@ def channel_grid(scale, zero_point):
     return kernels.Grid(torch.tensor([[scale]]), torch.tensor([[zero_point]]), -8, 7, "torch_channel")
 
 
-def test_a_float_zero_point_at_a_tie():
-    """1 / scale is 1 - 2^-12 + 2^-24: the sum is just above 0.5, and exactly 0.5 if it is rounded twice."""
+def test_float_zero_point_at_a_tie_matches_torch():
+    """With 1 / scale = 1 - 2^-12 + 2^-24, the sum is just above 0.5, but exactly 0.5 if rounded twice."""
     x = torch.tensor([[(1 + 2.0**-12) * 2.0**-25]])
     grid = channel_grid(np.float32(1.0002441), 0.5)
     of_kernel, of_formula = (module.fake_quantize(x, grid, _kernels.MASK_BYTES) for module in (kernels, formula))
@@ -97,8 +97,8 @@ def test_a_float_zero_point_at_a_tie():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_float_zero_points_near_ties(dtype):
-    """x * inv + zero_point within a unit in the last place of a tie, on either side."""
+def test_kernel_and_formula_agree_for_float_zero_points_near_ties(dtype):
+    """x * inv + zero_point is within a unit in the last place of a tie, on either side."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(300):
         scale = (torch.rand(1, generator=generator) + 0.5) * 2.0 ** torch.randint(-6, 6, (1,), generator=generator)
@@ -113,8 +113,8 @@ def test_float_zero_points_near_ties(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradients_of_learned_scales_have_the_kernels_bits(dtype):
-    """One element per scale: nothing is summed."""
+def test_formula_gradients_of_learned_scales_have_the_bits_of_the_kernel(dtype):
+    """Each scale has one element, so nothing is summed."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2000, 1, generator=generator, dtype=dtype)
     scale = torch.rand(2000, 1, generator=generator) + 0.01

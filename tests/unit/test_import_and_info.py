@@ -1,4 +1,4 @@
-"""Importing: the instruction set, missing kernels, and what is not imported."""
+"""Importing fakequant: the instruction set, missing kernels, lazy imports, and `info`."""
 
 import json
 import os
@@ -18,24 +18,24 @@ def run(code, **environment):
 
 
 @pytest.mark.parametrize("target", _native.supported_targets())
-def test_a_target_can_be_forced(target):
+def test_environment_variable_forces_the_target(target):
     result = run("import fakequant; print(fakequant.info().target)", FAKEQUANT_TARGET=target)
     assert result.stdout.strip() == target
 
 
-def test_an_unknown_target_is_an_import_error_that_lists_the_targets():
+def test_unknown_target_is_an_import_error_that_lists_the_targets():
     result = run("import fakequant", FAKEQUANT_TARGET="sse9")
     assert "ImportError: FAKEQUANT_TARGET='sse9': there is no such target in this build." in result.stderr
     assert f"Accepted here: {', '.join(_native.supported_targets())}." in result.stderr
 
 
 @pytest.mark.parametrize("target", sorted(set(_native.compiled_targets()) - set(_native.supported_targets())))
-def test_a_target_this_cpu_lacks_is_refused(target):
+def test_target_that_this_cpu_lacks_is_refused(target):
     result = run("import fakequant", FAKEQUANT_TARGET=target)
     assert f"FAKEQUANT_TARGET='{target}': this CPU cannot run it." in result.stderr
 
 
-def test_kernels_that_cannot_be_loaded_are_an_import_error_with_the_fix():
+def test_kernels_that_fail_to_load_are_an_import_error_with_the_fix():
     result = run(
         "import sys; sys.modules['fakequant._native'] = None\n"
         "try: import fakequant\n"
@@ -45,12 +45,12 @@ def test_kernels_that_cannot_be_loaded_are_an_import_error_with_the_fix():
     assert "pip install --force-reinstall --no-cache-dir fakequant" in result.stdout
 
 
-def test_torch_is_not_imported():
+def test_importing_fakequant_does_not_import_torch():
     result = run("import sys, fakequant, fakequant.reference, fakequant.testing.cases; print('torch' in sys.modules)")
     assert result.stdout == "False\n"
 
 
-def test_the_reference_needs_numpy_only():
+def test_reference_module_needs_numpy_only():
     path = reference.__file__
     result = run(
         "import sys, runpy\n"
@@ -61,7 +61,7 @@ def test_the_reference_needs_numpy_only():
     assert result.stdout == "('torch', 'onnx', 'half_away')\n", result.stderr
 
 
-def test_info_says_what_runs():
+def test_info_reports_the_target_threads_and_versions():
     info = fakequant.info()
     assert info.target == _native.target()
     assert info.target in info.supported_targets
@@ -70,7 +70,7 @@ def test_info_says_what_runs():
     assert info.numpy == np.__version__
 
 
-def test_info_on_the_command_line():
+def test_info_command_prints_text_and_json():
     text = subprocess.run([sys.executable, "-m", "fakequant", "info"], capture_output=True, text=True, check=True)
     assert fakequant.__version__ in text.stdout
     machine = subprocess.run(
@@ -86,15 +86,15 @@ def test_info_names_the_torch_that_is_imported():
     assert fakequant.info().torch.startswith(f"{torch.__version__}, autograd nodes ")
 
 
-def test_no_module_asks_the_package_for_what_it_imports_on_demand():
-    """It would wait for the lock of such imports while it is imported itself: two threads could wait for each other."""
+def test_no_module_imports_lazy_attributes_of_the_package():
+    """A module that waits for the lock of lazy imports while being imported can deadlock with another thread."""
     pytest.importorskip("torch")
     code = """
 import importlib, pkgutil
 import fakequant
 
 def on_demand(name):
-    assert name not in ("nn", "observers", "recipes", *fakequant._WHOLE_MODELS), f"{name} was asked for"
+    assert name not in ("nn", "observers", "recipes", *fakequant._WHOLE_MODELS), f"{name} was imported from the package"
     raise AttributeError(name)
 
 fakequant.__getattr__ = on_demand

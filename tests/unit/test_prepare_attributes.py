@@ -1,4 +1,4 @@
-"""What `prepare` and `Schedule` add to the modules of a model, and that `unprepare` removes all of it."""
+"""What `prepare` and `Schedule` add to modules; `unprepare` removes all of it."""
 
 import copy
 import pickle
@@ -15,7 +15,7 @@ QUANTIZERS = {"weight_quantizer", "input_quantizer", "output_quantizer"}
 
 
 class Everything(nn.Module):
-    """One of everything that something is added to, in a model that torch.fx cannot trace."""
+    """One module of every kind that `prepare` extends; optionally not traceable by torch.fx."""
 
     def __init__(self, traceable):
         super().__init__()
@@ -34,7 +34,7 @@ class Everything(nn.Module):
 
 
 def snapshot(model):
-    """Of every module: its class, its attributes, and what is in its dicts (children, parameters, buffers, hooks)."""
+    """Returns the class, attributes and dicts (children, parameters, buffers, hooks) of every module."""
     return {
         path: (
             type(module),
@@ -45,7 +45,7 @@ def snapshot(model):
 
 
 def added(before, after):
-    """The class and the names of the attributes, children and hooks that a module has now and had not before."""
+    """Returns the class and the names of attributes, children and hooks that were added to a module."""
     (cls, old), (other, new) = before, after
     found = {"attributes": set(new) - set(old)}
     if cls is not other:
@@ -78,7 +78,7 @@ GUESSED = {"": {**RECORD, "_load_state_dict_pre_hooks": 1}}
 
 
 @pytest.mark.parametrize("traceable", [True, False])
-def test_every_module_has_one_attribute_more_at_most(traceable):
+def test_prepare_adds_at_most_one_attribute_per_module(traceable):
     model = Everything(traceable)
     model.encoder.use_nested_tensor = True
     before = snapshot(model)
@@ -97,7 +97,7 @@ def of_pickle(model):
     "travel", [lambda model: model, copy.deepcopy, of_pickle], ids=["itself", "deepcopy", "pickle"]
 )
 @pytest.mark.parametrize("traceable", [True, False])
-def test_unprepare_removes_everything(traceable, travel):
+def test_unprepare_removes_everything_that_prepare_and_schedule_add(traceable, travel):
     torch.manual_seed(0)
     model = Everything(traceable)
     model.encoder.use_nested_tensor = True
@@ -118,7 +118,7 @@ def hooks(own):
 
 
 @pytest.mark.parametrize("travel", [copy.deepcopy, of_pickle], ids=["deepcopy", "pickle"])
-def test_frozen_batch_norms_travel(travel):
+def test_copies_of_frozen_batch_norms_stay_frozen(travel):
     model = fq.prepare(nn.Sequential(nn.Conv1d(2, 2, 1), nn.BatchNorm1d(2)), recipes.int8())
     fq.Schedule(model, freeze_norms_at=0)
     other = travel(model).train()
@@ -132,19 +132,19 @@ def test_frozen_batch_norms_travel(travel):
     assert not model.train()[1].training
 
 
-def test_a_converted_model_has_no_other_attribute():
+def test_convert_adds_only_the_record_attribute():
     torch.manual_seed(0)
     model, x = Everything(True), torch.randn(2, 4, 4)
     before = snapshot(model)
     fq.calibrate(fq.prepare(model, recipes.int8()), [x], progress=False)
     golden = fq.convert(model)
     for path, (_, own) in snapshot(golden).items():
-        if path in before and path != "norm":  # which is folded
+        if path in before and path != "norm":  # folded
             assert {name for name in set(own) - set(before[path][1]) if not name.startswith("_fakequant")} == set()
             assert {name for name in own if "fakequant" in name} <= {"_fakequant"}
 
 
-def test_a_model_with_an_attribute_of_that_name_is_refused():
+def test_model_with_an_attribute_named_fakequant_is_refused():
     model = nn.Sequential(nn.Linear(4, 2))
     model._fakequant = "mine"
     with pytest.raises(ValueError, match=r"`_fakequant` of its own.*\nRename it"):

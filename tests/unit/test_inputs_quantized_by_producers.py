@@ -1,4 +1,4 @@
-"""A layer does not quantize its input if the module it comes from did, on the same grid."""
+"""A layer does not quantize its input if the producer already quantized it to the same grid."""
 
 import copy
 
@@ -13,7 +13,7 @@ recipes = pytest.importorskip("fakequant.recipes")
 
 
 class TwoUses(nn.Module):
-    """What `act` computes is an operand of an addition and the input of a layer."""
+    """The output of `act` is an operand of an addition and the input of a layer."""
 
     def __init__(self, inplace=False):
         super().__init__()
@@ -25,7 +25,7 @@ class TwoUses(nn.Module):
         return x + self.other(self.fc(x))
 
 
-def test_a_layer_does_not_quantize_again_what_comes_quantized():
+def test_layer_does_not_quantize_an_input_that_is_already_quantized():
     model = fq.prepare(TwoUses(), recipes.int8())
     assert model.fc.input_quantizer is None
     assert model.stem.input_quantizer is not None
@@ -34,12 +34,12 @@ def test_a_layer_does_not_quantize_again_what_comes_quantized():
     assert "_fakequant" not in fq.unprepare(model).fc.__dict__
 
 
-def test_a_copy_knows_its_own_grid():
+def test_copied_layer_refers_to_the_grid_of_the_copied_producer():
     model = copy.deepcopy(fq.prepare(TwoUses(), recipes.int8()))
     assert model.fc._fakequant.input_grid is model.act.output_quantizer
 
 
-def test_what_was_quantized_elsewhere_is_on_its_grid():
+def test_input_quantized_by_the_producer_lies_on_its_grid():
     model = fq.prepare(TwoUses(), recipes.int8())
     seen = []
     model.fc.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
@@ -70,7 +70,7 @@ class OnlyInEvaluation(TwoUses):
 
 
 class InTheInput(TwoUses):
-    """The first layer changes what the second is given."""
+    """An in-place ReLU may change the input of `fc`."""
 
     def forward(self, x):
         x = self.act(self.stem(x))
@@ -88,24 +88,24 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("make", DIFFERENT.values(), ids=DIFFERENT)
-def test_a_layer_quantizes_what_may_not_be_as_it_was_computed(make, training):
+def test_layer_quantizes_an_input_that_may_have_changed(make, training):
     model = fq.prepare(make().train(training), recipes.int8())
     assert model.act.output_quantizer is not None
     assert model.fc.input_quantizer is not None
 
 
-def test_a_layer_with_another_spec_quantizes_its_input():
+def test_layer_with_another_spec_quantizes_its_input():
     config = recipes.int8().rule("fc", input=QuantSpec(bits=4, signed=False, symmetric=False))
     assert fq.prepare(TwoUses(), config).fc.input_quantizer.spec.bits == 4
 
 
-def test_a_layer_with_another_observer_quantizes_its_input():
+def test_layer_with_another_observer_quantizes_its_input():
     config = recipes.int8().rule("fc", activation_observer=fq.observers.MinMax())
     assert fq.prepare(TwoUses(), config).fc.input_quantizer is not None
 
 
 class MovedBetween(TwoUses):
-    """The elements come in other places, or only some of them."""
+    """Moves or selects elements between the producer and the layer."""
 
     def __init__(self, move):
         super().__init__()
@@ -131,7 +131,7 @@ MOVES = {
 
 
 @pytest.mark.parametrize("make", MOVES.values(), ids=MOVES)
-def test_elements_in_other_places_are_on_the_grid_still(make):
+def test_moved_elements_stay_on_the_grid_of_the_producer(make):
     model = fq.prepare(make(), recipes.int8())
     assert model.fc.input_quantizer is None
     seen = []
@@ -142,11 +142,11 @@ def test_elements_in_other_places_are_on_the_grid_still(make):
 
 
 @pytest.mark.parametrize("move", [nn.Dropout(0.5), nn.ReLU6(), nn.AvgPool1d(1)], ids=["Dropout", "ReLU6", "AvgPool"])
-def test_what_changes_elements_needs_a_quantizer_after_it(move):
+def test_operation_that_changes_elements_needs_a_quantizer_after_it(move):
     assert fq.prepare(MovedBetween(move), recipes.int8()).fc.input_quantizer is not None
 
 
-def test_ranges_found_for_every_tensor_are_found_where_they_are_used():
+def test_dynamic_input_quantizer_is_kept():
     config = recipes.int8_dynamic()
     config = fq.QuantConfig(default=config.default, operands=config.default.input)
     config = config.rule(output=config.default.input)
@@ -155,13 +155,13 @@ def test_ranges_found_for_every_tensor_are_found_where_they_are_used():
 
 
 class Named(fq.observers.MinMax):
-    """An observer that prints like another."""
+    """An observer with the repr of another."""
 
     def __repr__(self):
         return repr(fq.observers.MovingAverage())
 
 
-def test_quantizers_that_only_print_alike_are_not_alike():
+def test_is_like_compares_more_than_the_repr():
     spec = fq.presets.uint8()
     one, other = fq.nn.FakeQuantize(spec), fq.nn.FakeQuantize(spec, Named())
     assert repr(one) == repr(other)

@@ -1,4 +1,4 @@
-"""What moves or selects elements of a golden value leaves them on their grid, and nothing else does."""
+"""Moving or selecting elements of a tracked tensor keeps them on their grid; other operations do not."""
 
 import pytest
 
@@ -22,13 +22,13 @@ def on_grid(x):
 
 
 def parts(result):
-    """The floats of a result; places of elements are left out."""
+    """Returns the float tensors of a result, without indices."""
     every = result if isinstance(result, (tuple, list)) else [result]
     return [part for part in every if part.is_floating_point()]
 
 
 INDEX = torch.tensor([2, 0, 0])
-# Of a tensor of shape (2, 4, 6, 6).
+# Operations on a tensor of shape (2, 4, 6, 6).
 SELECTS = {
     "dropout1d": lambda x: F.dropout1d(x[0], training=False),
     "nn.Dropout1d": lambda x: nn.Dropout1d().eval()(x[0]),
@@ -36,13 +36,13 @@ SELECTS = {
     "nn.Dropout3d": nn.Dropout3d().eval(),
     "nn.AlphaDropout": nn.AlphaDropout().eval(),
     "nn.FeatureAlphaDropout": nn.FeatureAlphaDropout().eval(),
-    "F.alpha_dropout, not in training by itself": F.alpha_dropout,
+    "F.alpha_dropout, default": F.alpha_dropout,
     "torch.dropout": lambda x: torch.dropout(x, 0.5, False),
     "torch.dropout, named": lambda x: torch.dropout(x, p=0.5, train=False),
     "torch.feature_dropout": lambda x: torch.feature_dropout(x, 0.5, False),
     "nn.MaxPool1d": lambda x: nn.MaxPool1d(2)(x[0]),
     "nn.MaxPool2d, padded": nn.MaxPool2d(3, stride=2, padding=1),
-    "nn.MaxPool2d, in places": nn.MaxPool2d(2, return_indices=True),
+    "nn.MaxPool2d, with indices": nn.MaxPool2d(2, return_indices=True),
     "nn.MaxPool3d": nn.MaxPool3d(2),
     "torch.max_pool1d": lambda x: torch.max_pool1d(x[0], 2),
     "torch.max_pool2d": lambda x: torch.max_pool2d(x, 3, padding=1),
@@ -51,7 +51,7 @@ SELECTS = {
     "F.max_pool2d, every argument": lambda x: F.max_pool2d(x, 2, 1, 0, 1, False, False),
     "nn.AdaptiveMaxPool1d": lambda x: nn.AdaptiveMaxPool1d(2)(x[0]),
     "nn.AdaptiveMaxPool2d": nn.AdaptiveMaxPool2d(4),
-    "nn.AdaptiveMaxPool2d, in places": nn.AdaptiveMaxPool2d(1, return_indices=True),
+    "nn.AdaptiveMaxPool2d, with indices": nn.AdaptiveMaxPool2d(1, return_indices=True),
     "nn.AdaptiveMaxPool3d": nn.AdaptiveMaxPool3d(2),
     "torch.adaptive_max_pool1d": lambda x: torch.adaptive_max_pool1d(x[0], 2),
     "chunk": lambda x: x.chunk(2, dim=1),
@@ -94,7 +94,7 @@ SELECTS = {
 
 
 @pytest.mark.parametrize("move", SELECTS.values(), ids=SELECTS)
-def test_elements_of_a_grid_stay_on_it(move):
+def test_moved_or_selected_elements_stay_on_the_grid(move):
     x = on_grid(randn(2, 4, 6, 6))
     result, expected = parts(move(x)), parts(move(values.plain(x)))
     assert len(result) == len(expected)
@@ -107,8 +107,8 @@ def test_elements_of_a_grid_stay_on_it(move):
 
 
 @pytest.mark.parametrize("move", SELECTS.values(), ids=SELECTS)
-def test_sums_have_the_same_codes_before_and_behind(move):
-    """Or nothing is known of them."""
+def test_moved_sums_have_the_codes_of_the_unmoved_ones(move):
+    """The result has the same codes or no known origin."""
     scale = torch.tensor([0.1, 0.2, 0.3, 0.4]).reshape(-1, 1, 1)
     sums = torch.randint(-1000, 1000, (2, 4, 6, 6), generator=torch.Generator().manual_seed(0)).float()
     x = values.track(sums * scale, values.Accumulated(sums, scale))
@@ -134,11 +134,11 @@ FORGETS = {
 
 
 @pytest.mark.parametrize("change", FORGETS.values(), ids=FORGETS)
-def test_other_operations_leave_no_grid(change):
+def test_operations_that_change_values_drop_the_grid(change):
     assert values.origin_of(change(on_grid(randn(2, 4, 6, 6)))) is None
 
 
-def test_pieces_of_tokens_with_scales_of_their_own_have_none():
+def test_pieces_of_per_token_tensors_drop_the_grid():
     x = Grid(presets.int8_per_token(), None, None)(randn(2, 4, 6))
     assert isinstance(values.origin_of(x), values.OnGrid)
     assert all(values.origin_of(piece) is None for piece in x.chunk(2, dim=1))
@@ -154,7 +154,7 @@ LATER = {
 
 
 @pytest.mark.parametrize("compute", LATER.values(), ids=LATER)
-def test_what_was_computed_from_a_value_that_is_changed_later_has_the_codes_it_had(compute):
+def test_result_keeps_its_codes_when_its_input_changes_in_place_later(compute):
     out = Grid(presets.uint8(), torch.tensor(0.37), torch.tensor(100, dtype=torch.int32))
     x, y = on_grid(randn(2, 4, 6, 6)), on_grid(randn(2, 4, 6, 6).flip(0))
     result = compute(x, y)
@@ -164,7 +164,7 @@ def test_what_was_computed_from_a_value_that_is_changed_later_has_the_codes_it_h
 
 
 class Shuffled(nn.Module):
-    """A block of a ShuffleNet: one half as it is, one through a layer, both shuffled."""
+    """A ShuffleNet block: channels are shuffled and split, and one half goes through a layer."""
 
     def __init__(self):
         super().__init__()
@@ -177,7 +177,7 @@ class Shuffled(nn.Module):
         return a + self.conv(b)
 
 
-def test_a_layer_behind_pieces_is_given_codes():
+def test_layer_behind_chunk_and_shuffle_receives_codes():
     torch.manual_seed(0)
     x = randn(2, 3, 6, 6)
     model = fq.calibrate(fq.prepare(Shuffled(), fq.recipes.int8(target="onnxruntime-x86")), [x], progress=False)

@@ -1,4 +1,4 @@
-"""Where learned scales start: with the smaller squared error of LSQ's rule and of a search, scale by scale."""
+"""The default initialization takes, per scale, LSQ's rule or a search, whichever has the smaller squared error."""
 
 import copy
 import math
@@ -20,7 +20,7 @@ by_bits = pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
 
 
 def data(seed=0):
-    """Rows of other shapes: bells, long tails, few values."""
+    """Returns rows of different distributions: normal, long-tailed, two values."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(SHAPE, generator=generator)
     x[::3] = x[::3] ** 3
@@ -33,7 +33,7 @@ def start(spec, x, init=None, **options):
 
 
 def errors(x, quantizer):
-    """Squared errors per scale."""
+    """Returns the squared error per scale."""
     distance = (fq.fake_quantize(x, quantizer.scale, quantizer.zero_point, quantizer.spec) - x).double().square()
     if quantizer.spec.axis is None:
         return distance.sum()
@@ -50,13 +50,13 @@ def searched(spec):
 
 @by_bits
 @by_where
-def test_every_scale_is_that_of_the_smaller_error(where, bits):
+def test_default_initialization_takes_the_scale_of_smaller_error_per_block(where, bits):
     spec, x = QuantSpec(bits=bits, **where), data()
     quantizer, lsq, search = start(spec, x), start(spec, x, "lsq"), start(spec, x, searched(spec))
     same(torch.where(errors(x, search) < errors(x, lsq), search.scale, lsq.scale), quantizer.scale)
 
 
-def test_there_are_scales_of_both_kinds():
+def test_default_initialization_takes_some_scales_from_lsq_and_some_from_the_search():
     x = data()
     for bits in (2, 3, 4):
         spec = QuantSpec(bits=bits, axis=-1, group_size=8)
@@ -66,7 +66,7 @@ def test_there_are_scales_of_both_kinds():
 
 
 @pytest.mark.parametrize("bits", [6, 8])
-def test_with_many_bits_the_start_has_the_error_of_a_search_not_that_of_the_rule(bits):
+def test_default_initialization_with_many_bits_has_the_error_of_the_search(bits):
     x = torch.randn(64, 288, generator=torch.Generator().manual_seed(0))
     spec = QuantSpec(bits=bits, axis=0)
     default, lsq = (errors(x, start(spec, x, init)).sum() for init in (None, "lsq"))
@@ -74,7 +74,7 @@ def test_with_many_bits_the_start_has_the_error_of_a_search_not_that_of_the_rule
     assert default <= errors(x, start(spec, x, observers.MSE())).sum()
 
 
-def test_over_batches_one_scale_is_found_on_all_of_them():
+def test_default_initialization_over_batches_uses_all_of_them():
     batches = [data(seed) * 3.0**seed for seed in range(3)]
     quantizer = LearnedFakeQuantize(QuantSpec(bits=4))
     quantizer.observing = True
@@ -85,7 +85,7 @@ def test_over_batches_one_scale_is_found_on_all_of_them():
 
 
 @by_where
-def test_an_empty_batch_or_one_with_nothing_finite_changes_nothing(where):
+def test_batches_without_finite_values_do_not_change_the_initialization(where):
     spec, x = QuantSpec(bits=4, **where), data()
     quantizer = LearnedFakeQuantize(spec, shape=SHAPE)
     quantizer.observing = True
@@ -100,7 +100,7 @@ def test_an_empty_batch_or_one_with_nothing_finite_changes_nothing(where):
     same(expected.scale, quantizer.scale)
 
 
-def test_what_is_not_finite_is_left_out_of_both():
+def test_default_initialization_ignores_nonfinite_values():
     x = data()
     dirty = torch.cat([x, torch.tensor([math.nan, math.inf, -math.inf, math.nan]).repeat(12, 1)], dim=1)
     for where in ({}, dict(axis=0)):
@@ -109,7 +109,7 @@ def test_what_is_not_finite_is_left_out_of_both():
         same(start(QuantSpec(bits=4, **where), x).scale, quantizer.scale)
 
 
-def test_a_channel_without_values_has_no_scale_until_it_has():
+def test_channel_without_finite_values_has_no_scale_until_it_sees_some():
     spec, x = QuantSpec(bits=4, axis=0), data()
     quantizer = LearnedFakeQuantize(spec, shape=SHAPE)
     quantizer.observing = True
@@ -126,7 +126,7 @@ def test_a_channel_without_values_has_no_scale_until_it_has():
     assert quantizer.is_initialized
 
 
-def test_an_affine_grid_starts_from_the_search_and_with_a_fixed_zero_point_from_the_rule():
+def test_affine_grid_starts_from_the_search_or_with_a_fixed_zero_point_from_lsq():
     x = data().abs()
     uint4 = QuantSpec(bits=4, signed=False, symmetric=False)
     same(start(uint4, x, observers.Histogram()).scale, start(uint4, x).scale)
@@ -135,13 +135,13 @@ def test_an_affine_grid_starts_from_the_search_and_with_a_fixed_zero_point_from_
 
 
 @pytest.mark.parametrize("init", ["LSQ", "", 0, "mse", observers.MSE], ids=repr)
-def test_a_start_that_is_none_is_refused(init):
+def test_unknown_init_is_refused(init):
     with pytest.raises(ValueError, match='`init` must be "lsq" or an observer'):
         LearnedFakeQuantize(QuantSpec(bits=4), init=init)
 
 
 @pytest.mark.parametrize("value", [1e-30, 1e30, 3e38])
-def test_tiny_and_huge_data_have_finite_grids(value):
+def test_initialization_from_tiny_and_huge_data_gives_finite_scales(value):
     for where in ({}, dict(axis=0)):
         quantizer = start(QuantSpec(bits=4, **where), data().clamp(-1, 1) * value)
         assert quantizer.scale.isfinite().all()
@@ -149,7 +149,7 @@ def test_tiny_and_huge_data_have_finite_grids(value):
 
 
 @by_where
-def test_compiled_observing_gives_the_same_scale(where):
+def test_compiled_observing_gives_the_scale_of_eager_observing(where):
     spec, x = QuantSpec(bits=4, **where), data()
     quantizers = [LearnedFakeQuantize(spec, shape=SHAPE) for _ in range(2)]
     for quantizer, run in zip(quantizers, (quantizers[0], torch.compile(quantizers[1], backend="eager")), strict=True):
