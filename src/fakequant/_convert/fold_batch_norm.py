@@ -9,25 +9,18 @@ Codes of a symmetric, narrow grid can change their sign, so nothing is rounded a
 """
 
 import dataclasses
-from collections import Counter
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fakequant._convert.golden.integer_layer import set_levels, weight_levels
-from fakequant._prepare.data_flow import copy_for_tracing
+from fakequant._prepare.attach import record_of
 from fakequant.nn._batch_norm import factor_of, folded_bias, folded_scale, lacks_opposite
 from fakequant.nn._quantized_layer import QuantizedLayer
-from fakequant.nn._quantizer import Quantizer
-
-
-class Pair(NamedTuple):
-    """A layer and the batch norm that is the only consumer of its result."""
-
-    layer: str
-    norm: str
+from fakequant.nn._records import NAME, find_record
 
 
 class Folded(nn.Module):
@@ -43,64 +36,69 @@ class Folded(nn.Module):
         return x if self.output_quantizer is None else self.output_quantizer(x)
 
 
-class _Tracer(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if isinstance(m, (QuantizedLayer, Quantizer)):
-            return True
-        if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
-            return False
-        return m.__module__.startswith(("torch.nn", "torch.ao.nn"))
+class FoldedNorm(nn.Module):
+    """The base of folded batch norms that do more than normalize, for `isinstance`.
+
+    The class is derived from the batch norm's own. Its forward pass is the same, without the normalization.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with _WithoutNormalization():
+            return super().forward(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # The class is made at run time, so pickle cannot find it by its name.
+        return _rebuild, (self.__dict__[NAME].float_class,), self.__getstate__()
 
 
-def find_pairs(model: nn.Module) -> tuple[list[Pair], str | None]:
-    """Layers whose results go to a batch norm and nowhere else, and why not all could be found."""
-    try:
-        with torch.random.fork_rng(devices=[]):
-            graph = _Tracer().trace(copy_for_tracing(model).eval())
-    except Exception as error:  # whatever a model's own code raises when it is traced
-        first = str(error).strip().split("\n")[0]
-        return _in_sequences(model), f"{type(error).__name__}: {first}"
-    calls: dict[str, int] = {}
-    for node in graph.nodes:
-        if node.op == "call_module":
-            calls[str(node.target)] = calls.get(str(node.target), 0) + 1
-    found = []
-    for node in graph.nodes:
-        if node.op != "call_module" or not _is_norm(model.get_submodule(str(node.target))):
-            continue
-        source = node.args[0] if node.args else None
-        if not isinstance(source, fx.Node) or source.op != "call_module" or len(source.users) != 1:
-            continue
-        pair = Pair(str(source.target), str(node.target))
-        if calls[pair.layer] == calls[pair.norm] == 1 and _fits(model, pair):
-            found.append(pair)
-    return found, None
+class _WithoutNormalization(TorchFunctionMode):
+    """Makes `batch_norm` return its input."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.batch_norm, torch.batch_norm):
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
 
 
-def _in_sequences(model: nn.Module) -> list[Pair]:
-    """Neighbours in an `nn.Sequential`, which pass their results on, and are nowhere else."""
-    found = []
-    places = Counter(child for module in model.modules() for child in module._modules.values())
-    for path, module in model.named_modules():
-        if type(module).forward is nn.Sequential.forward:
-            names = [f"{path}.{name}" if path else name for name in module._modules]
-            pairs = [Pair(a, b) for a, b in pairwise(names)]
-            for pair in pairs:
-                both = [model.get_submodule(path) for path in pair]
-                if all(places[module] == 1 for module in both) and _is_norm(both[1]) and _fits(model, pair):
-                    found.append(pair)
-    return found
+_CLASSES: dict[type[nn.Module], type[FoldedNorm]] = {}
 
 
-def _is_norm(module: nn.Module) -> bool:
-    if not isinstance(module, nn.modules.batchnorm._BatchNorm) or module.running_mean is None:
+def folded_class(cls: type[nn.Module]) -> type[FoldedNorm]:
+    """Returns the class of folded batch norms for a class derived from a batch norm."""
+    if cls not in _CLASSES:
+        _CLASSES[cls] = type(f"Folded{cls.__name__}", (FoldedNorm, cls), {"__module__": __name__})
+    return _CLASSES[cls]
+
+
+def _rebuild(cls: type[nn.Module]) -> nn.Module:
+    made = folded_class(cls)
+    return made.__new__(made)
+
+
+def remove_norm(model: nn.Module, path: str) -> None:
+    """Makes a batch norm that was folded do nothing, or only what its class adds to a batch norm."""
+    norm = model.get_submodule(path)
+    record = find_record(norm)
+    cls = type(norm) if record is None or record.float_class is None else record.float_class
+    if cls.forward in (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward):
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, Folded(norm._modules.get("output_quantizer")))
+        return
+    record_of(norm).float_class = cls
+    norm.__class__ = folded_class(cls)
+    for name in ("weight", "bias"):
+        norm._parameters[name] = None
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        norm._buffers[name] = None
+
+
+def can_fold(model: nn.Module, path: str, norm_path: str) -> bool:
+    """Returns whether the batch norm at `norm_path` fits the layer at `path`: its shape, and the spec of the weight."""
+    layer: Any = model.get_submodule(path)
+    norm: Any = model.get_submodule(norm_path)
+    if not isinstance(norm, nn.modules.batchnorm._BatchNorm) or norm.running_mean is None:
         return False
-    return type(module).forward in (nn.modules.batchnorm._BatchNorm.forward, nn.SyncBatchNorm.forward)
-
-
-def _fits(model: nn.Module, pair: Pair) -> bool:
-    layer: Any = model.get_submodule(pair.layer)
-    norm: Any = model.get_submodule(pair.norm)
     if not isinstance(layer, QuantizedLayer) or layer.output_quantizer is not None or layer.weight_quantizer is None:
         return False
     kind = layer._fakequant.kind

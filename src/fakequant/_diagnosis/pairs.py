@@ -5,12 +5,13 @@ from typing import Any
 
 from torch import nn
 
-from fakequant._convert import fold_batch_norm
+from fakequant._convert.fold_batch_norm import Folded
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
 from fakequant._diagnosis.inputs import input_grid_of
 from fakequant._diagnosis.sums import Sums
 from fakequant._diagnosis.watching import Call
+from fakequant._prepare.attach import find_preparation
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
 
@@ -58,7 +59,8 @@ def find_pairs(float_model: nn.Module, quantized_model: nn.Module) -> list[Pair]
         )
     pairs = [Pair(path, floats[path], module) for path, module in found.items()]
     is_converted = any(isinstance(module, IntegerLayer) for module in found.values())
-    norms = {} if is_converted else dict(fold_batch_norm.find_pairs(quantized_model)[0])
+    made = find_preparation(quantized_model)
+    norms = {} if is_converted or made is None else made.norms
     for pair in pairs:
         _check_shapes(pair)
         norm = norms.get(pair.path)
@@ -96,7 +98,7 @@ def has_quantized_weight(module: Any) -> bool:
 def reference(pair: Pair, calls: dict[str, list[Call]], number: int) -> Call:
     """What the float model's layer was given and made of it; with the batch norm that belongs to it."""
     call = calls[pair.path][number]
-    if isinstance(pair.module, fold_batch_norm.Folded):  # which gets what was normalized already
+    if isinstance(pair.module, Folded):  # which gets what was normalized already
         return Call((call.result,), {}, call.result)
     if pair.norm is None or number >= len(calls.get(pair.norm, ())):
         return call

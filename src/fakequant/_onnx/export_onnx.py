@@ -253,12 +253,14 @@ def _batch_of(x: Any) -> Any:
 
 def _finish(program: Any, opset: int, target: _targets.Target) -> None:
     from fakequant._onnx import graph_forms, lowering, old_opsets
+    from fakequant._onnx.gather_codes import gather_codes
 
     graph_forms.rewrite(program)
     # What may be written depends on the opset of the file, not on that of torch's exporter.
     exported = program.opset_imports[""]
     program.opset_imports[""] = opset
     lowering.Lowering(program, unsigned=target.unsigned_activations).run()
+    gather_codes(program.graph)
     program.opset_imports[""] = exported
     if opset < exported:
         old_opsets.downgrade(program, opset)

@@ -69,13 +69,17 @@ class ExportedIntegers(Integers):
         file = self.stored
         return onnx_operators.stored(file.codes, file.scale, file.zero_point, file.bits, self.name("weight"))
 
+    def quantized_bias(self, layer: Any) -> Tensor | None:
+        """The bias, as an operator that holds its codes if it has any."""
+        if layer.bias_codes is None:
+            return super().quantized_bias(layer)
+        assert self.stored is not None
+        return onnx_operators.stored(layer.bias_codes, self.stored.bias_scale, None, 32, self.name("bias"))
+
     def result(self, layer: Any, operator: Operator, input: Tensor, rows: slice) -> Tensor:
         """`operator` of floats: runtimes know an integer kernel by the operators around it."""
         x = self.quantize_input(layer, input)
-        weight, bias = self.quantized_weight(layer), getattr(layer, self.kind.bias_name, None)
-        if layer.bias_codes is not None:
-            assert self.stored is not None
-            bias = onnx_operators.stored(layer.bias_codes, self.stored.bias_scale, None, 32, self.name("bias"))
+        weight, bias = self.quantized_weight(layer), self.quantized_bias(layer)
         weight, bias = weight[rows] if rows != slice(None) else weight, part_of(bias, rows)
         if operator is linear and x.dim() > 2:  # a product of two matrices, with its bias, is one kernel
             return operator(x.flatten(0, -2), weight, bias).unflatten(0, (-1, *x.shape[1:-1]))

@@ -1,137 +1,183 @@
-"""Which modules' results reach an addition, a concatenation, a product or a mean, or a layer.
+"""What a config needs to know about the data flow of a model: operands, sources, batch norms, the order of layers.
 
-torch.fx is used to look at the model, never to replace it. What it cannot trace is left alone.
+All of it is read from flow graphs. With an example the model is run and every call is seen. Without one the model is
+traced with torch.fx, which fails on much Python code; then batch norms are only found in `nn.Sequential`.
 """
 
-import copy
-import operator
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import fx, nn
+from torch import nn
 
-from fakequant._moves import TRACED_FUNCTIONS, TRACED_METHODS, TRACED_MODULES
-from fakequant.nn._layer_kinds import find_kind
+from fakequant._moves import TRACED_MODULES, TRACED_NAMES
+from fakequant._prepare.flow_graph import Call, FlowGraph
+from fakequant._prepare.record_flow import record_flow
+from fakequant._prepare.trace_flow import trace_flow
 
-_FUNCTIONS = {
-    operator.add, operator.iadd, operator.mul, operator.imul, operator.matmul, operator.sub, operator.isub,
-    torch.add, torch.mul, torch.sub, torch.cat, torch.concat, torch.stack, torch.matmul, torch.bmm, torch.einsum,
-    F.scaled_dot_product_attention, torch.mean, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d,
-    F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
+# Functions whose operands an integer runtime needs as codes.
+_OPERATIONS = {
+    "add", "iadd", "radd", "mul", "imul", "rmul", "sub", "isub", "rsub", "cat", "concat", "concatenate", "stack",
+    "matmul", "rmatmul", "bmm", "einsum", "scaled_dot_product_attention", "mean",
+    "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
 }  # fmt: skip
-_METHODS = {"add", "add_", "mul", "mul_", "sub", "sub_", "matmul", "bmm", "__add__", "__mul__", "__matmul__", "mean"}
 _POOLS = (
     nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
 )  # fmt: skip
+# Modules that return their input in evaluation.
+_PASSED = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
-class Found(NamedTuple):
-    """What the analysis found."""
+@dataclasses.dataclass
+class DataFlow:
+    """The data flow of a model.
 
-    # Paths of modules whose results are operands, in the order in which they are computed.
-    producers: list[str]
-    # Operands that are results of functions, where no module is to hold a quantizer.
-    without_module: list[str]
-    # Modules whose only input comes from other modules, by path: those that it passes through, the last one first.
-    # They only move elements, but for the one at the end, which computes them.
-    sources: dict[str, tuple[str, ...]]
-    # Why there is no more, if the model could not be traced.
-    problem: str | None
-
-
-class _Tracer(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
-            return False
-        return m.__module__.startswith(("torch.nn", "torch.ao.nn")) or find_kind(type(m)) is not None
-
-
-def find_operands(model: nn.Module) -> Found:
-    """The modules whose results are operands of functions.
-
-    >>> class Residual(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.fc = nn.Linear(2, 2)
-    ...     def forward(self, x):
-    ...         return x + self.fc(x)
-    >>> find_operands(Residual()).producers
-    ['fc']
+    Attributes:
+        graphs: Flow graphs: one of a recorded run, or one per mode if the model was traced.
+        problem: Why there is no graph; None if there is.
+        is_recorded: Whether the model was run on an example.
     """
+
+    graphs: list[FlowGraph]
+    problem: str | None = None
+    is_recorded: bool = False
+
+
+def find_flow(model: nn.Module, example: Any = None) -> DataFlow:
+    """Returns the data flow of `model`, from a run on `example` if it is given."""
+    if example is not None:
+        return DataFlow([record_flow(model, example)], is_recorded=True)
     try:
-        with torch.random.fork_rng(devices=[]):
-            traced = copy_for_tracing(model)
-            graphs = [_Tracer().trace(traced.train(mode)) for mode in (not model.training, model.training)]
+        return DataFlow(trace_flow(model))
     except Exception as error:  # whatever a model's own code raises when it is traced
         first = str(error).strip().split("\n")[0]
-        return Found([], [], {}, f"{type(error).__name__}: {first}")
-    producers: dict[str, None] = {}
-    without: dict[str, None] = {}
-    for node in (node for graph in graphs for node in graph.nodes):
-        if not _is_operation(model, node):
-            continue
-        for operand in node.all_input_nodes:
-            if operand.op == "call_module":
-                producers[str(operand.target)] = None
-            elif operand.op in ("call_function", "call_method") and not _is_operation(model, operand):
-                without[f"{operand.name} into {node.name}"] = None
-    sources = [_sources(traced, graph) for graph in graphs]
-    return Found(list(producers), list(without), dict(sources[0].items() & sources[1].items()), None)
+        return DataFlow([], f"{type(error).__name__}: {first}")
 
 
-def copy_for_tracing(model: nn.Module) -> nn.Module:
-    """A forward pass may leave something behind, but does not change parameters: these are the same."""
-    shared: dict[int, Any] = {id(p): p for p in model.parameters()}
-    return copy.deepcopy(model, shared)
+def operands(model: nn.Module, flow: DataFlow) -> list[Call]:
+    """Returns the calls whose results are operands of additions, concatenations, products or means, in order.
 
-
-def _sources(model: nn.Module, graph: fx.Graph) -> dict[str, tuple[str, ...]]:
-    calls = [node for node in graph.nodes if node.op == "call_module"]
-    number = Counter(str(node.target) for node in calls)
-    found: dict[str, set[tuple[str, ...]]] = {}
-    for node in calls:
-        inputs = node.all_input_nodes
-        sources: tuple[str, ...] = ()
-        for path in _moved_from(model, inputs[0]) if len(inputs) == 1 else ():
-            if number[path] > 1:  # which of its results this is would have to be known
-                break
-            sources = (*sources, path)
-        found.setdefault(str(node.target), set()).add(sources)
-    return {target: next(iter(ways)) for target, ways in found.items() if len(ways) == 1 and () not in ways}
-
-
-def _moved_from(model: nn.Module, node: fx.Node) -> Iterator[str]:
-    """The modules that a value passes through, back to the one that computes its elements.
-
-    It ends early where the value is changed on the way.
+    Every module appears once, and so does every call of a function.
     """
-    while not any(_changes_its_input(model, user) for user in node.users):
-        if node.op == "call_module":
-            yield str(node.target)
-            moves = isinstance(model.get_submodule(str(node.target)), TRACED_MODULES)
+    found: dict[Any, Call] = {}
+    for call in (call for graph in flow.graphs for call in graph.calls):
+        if _is_operation(model, call):
+            for operand in call.inputs:
+                if operand.kind == "module":
+                    found.setdefault(operand.path, operand)
+                elif operand.kind == "function" and not _is_operation(model, operand):
+                    found.setdefault((operand.path, operand.function_name, operand.number), operand)
+    return list(found.values())
+
+
+def holder(model: nn.Module, call: Call) -> str | None:
+    """Returns the path of a module that can quantize the result of `call`; None if only functions handle it.
+
+    That is the module itself, one that returns the result of the function, or one that the elements come from.
+    """
+    passed = None
+    while True:
+        if call.kind == "module":
+            if not isinstance(model.get_submodule(call.path), _PASSED):
+                return call.path
+            passed = passed or call.path
+        own = [path for path in call.returned_by if path]
+        if own:
+            return own[0]
+        moves = call.kind == "module" or (call.kind == "function" and call.function_name in TRACED_NAMES)
+        if not moves or not call.inputs or any(user.in_place for user in call.inputs[0].users):
+            return passed
+        call = call.inputs[0]
+
+
+def sources(model: nn.Module, flow: DataFlow) -> dict[str, tuple[str, ...]]:
+    """Returns for modules with one input the modules that it passes through, the nearest one first.
+
+    All of these but the last only move elements. A module is left out if its calls differ in this.
+    """
+    if not flow.graphs:
+        return {}
+    found = [_sources(model, graph) for graph in flow.graphs]
+    return {path: way for path, way in found[0].items() if all(other.get(path) == way for other in found)}
+
+
+def call_order(flow: DataFlow) -> list[str]:
+    """Returns the modules in the order in which they are called in evaluation; empty if that is unknown."""
+    return [call.path for call in flow.graphs[-1].modules()] if flow.graphs else []
+
+
+def norm_pairs(model: nn.Module, flow: DataFlow) -> list[tuple[str, str]]:
+    """Returns (layer, batch norm) for layers whose result goes to a batch norm and nowhere else."""
+    if not flow.graphs:
+        return _neighbours_in_sequences(model)
+    graph = flow.graphs[-1]
+    modules = graph.count()
+    # A class derived from a batch norm with a forward pass of its own calls the function.
+    norms = [call for call in graph.calls if _is_norm(model, call)]
+    number = Counter(call.path for call in norms)
+    found = []
+    for call in norms:
+        source = call.inputs[0]
+        is_only_user = source.kind == "module" and source.users == [call] and source not in graph.results
+        if is_only_user and modules[source.path] == number[call.path] == 1:
+            found.append((source.path, call.path))
+    return found
+
+
+def _is_norm(model: nn.Module, call: Call) -> bool:
+    """Whether a call is one of a batch norm of the model, or of the function in its forward pass."""
+    if not call.inputs or not isinstance(model.get_submodule(call.path), nn.modules.batchnorm._BatchNorm):
+        return False
+    return call.kind == "module" or call.function_name == "batch_norm"
+
+
+def _neighbours_in_sequences(model: nn.Module) -> list[tuple[str, str]]:
+    """Neighbours in an `nn.Sequential`, which pass their results on, unless they are used elsewhere too."""
+    found = []
+    places = Counter(child for module in model.modules() for child in module._modules.values())
+    for path, module in model.named_modules():
+        if type(module).forward is nn.Sequential.forward:
+            names = [f"{path}.{name}" if path else name for name in module._modules]
+            for pair in pairwise(names):
+                layer, norm = (model.get_submodule(path) for path in pair)
+                is_norm = isinstance(norm, nn.modules.batchnorm._BatchNorm)
+                if is_norm and places[layer] == places[norm] == 1:
+                    found.append(pair)
+    return found
+
+
+def _sources(model: nn.Module, graph: FlowGraph) -> dict[str, tuple[str, ...]]:
+    number = graph.count()
+    found: dict[str, set[tuple[str, ...]]] = {}
+    for call in graph.modules():
+        way: tuple[str, ...] = ()
+        for path in _moved_from(model, call.inputs[0]) if len(call.inputs) == 1 else ():
+            if number[path] > 1:  # the result of which call this is would have to be known
+                break
+            way = (*way, path)
+        found.setdefault(call.path, set()).add(way)
+    return {path: next(iter(ways)) for path, ways in found.items() if len(ways) == 1 and () not in ways}
+
+
+def _moved_from(model: nn.Module, call: Call) -> Iterator[str]:
+    """Yields the modules that a value passed through, back to the one that computed its elements.
+
+    Stops early if the value was changed on the way.
+    """
+    while not any(user.in_place and user.inputs[0] is call for user in call.users):
+        if call.kind == "module":
+            yield call.path
+            moves = isinstance(model.get_submodule(call.path), TRACED_MODULES)
         else:
-            moves = (node.op == "call_function" and node.target in TRACED_FUNCTIONS) or (
-                node.op == "call_method" and node.target in TRACED_METHODS
-            )
-        if not moves or not node.args or not isinstance(node.args[0], fx.Node):
+            moves = call.kind == "function" and call.function_name in TRACED_NAMES
+        if not moves or not call.inputs:
             return
-        node = node.args[0]
+        call = call.inputs[0]
 
 
-def _changes_its_input(model: nn.Module, node: fx.Node) -> bool:
-    if node.op == "call_module":
-        return bool(getattr(model.get_submodule(str(node.target)), "inplace", False))
-    name = node.target if isinstance(node.target, str) else node.target.__name__
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in ("iadd", "imul", "isub", "setitem") or bool(node.kwargs.get("inplace"))
-
-
-def _is_operation(model: nn.Module, node: Any) -> bool:
-    if node.op == "call_module":
-        return isinstance(model.get_submodule(str(node.target)), _POOLS)
-    if node.op == "call_function":
-        return node.target in _FUNCTIONS
-    return node.op == "call_method" and node.target in _METHODS
+def _is_operation(model: nn.Module, call: Call) -> bool:
+    if call.kind == "module":
+        return isinstance(model.get_submodule(call.path), _POOLS)
+    return call.kind == "function" and call.function_name in _OPERATIONS

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from fakequant import _targets
 from fakequant._prepare.attach import find_preparation
-from fakequant._prepare.data_flow import _Tracer, copy_for_tracing
 from fakequant._prepare.plan import Plan, _read
 from fakequant._train.model_snapshot import unchanged
 from fakequant._train.running import copied
@@ -47,7 +46,7 @@ class FirstLast:
     starts: dict[str, Tensor]
 
 
-def widen_first_and_last(model: nn.Module, config: QuantConfig, plan: Plan) -> FirstLast | None:
+def widen_first_and_last(model: nn.Module, config: QuantConfig, plan: Plan, calls: list[str]) -> FirstLast | None:
     """Gives the first and the last layer of the plan their bits; None: the config asks for none."""
     if config.first_last_bits is None:
         return None
@@ -65,7 +64,7 @@ def widen_first_and_last(model: nn.Module, config: QuantConfig, plan: Plan) -> F
         for path in free
         for name, quantizer in _own(planned[path].quantizers)
     }
-    order = _in_order(_traced_calls(model), layers)
+    order = _in_order(calls, layers)
     ends = _ends(order or layers, free)
     for path in ends:
         for name, quantizer in _own(planned[path].quantizers):
@@ -234,16 +233,6 @@ def _respec(quantizer: Quantizer, spec: QuantSpec, layer: Any, name: str) -> Non
         kind = layer._fakequant.kind if isinstance(layer, QuantizedLayer) else find_kind(type(layer))
         assert kind is not None
         quantizer.initialize(_read(layer, kind.weight_name))
-
-
-def _traced_calls(model: nn.Module) -> list[str]:
-    """The modules that the model calls in evaluation, in order; none if it cannot be traced."""
-    try:
-        with torch.random.fork_rng(devices=[]):
-            graph = _Tracer().trace(copy_for_tracing(model).eval())
-    except Exception:  # whatever a model's own code raises when it is traced
-        return []
-    return [str(node.target) for node in graph.nodes if node.op == "call_module"]
 
 
 def _in_order(calls: list[str], layers: list[str]) -> list[str]:

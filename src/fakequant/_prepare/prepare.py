@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fakequant import _targets
-from fakequant._convert.fold_batch_norm import find_pairs
+from fakequant._convert.fold_batch_norm import can_fold
 from fakequant._prepare.attach import (
     Preparation,
     attach_layer,
@@ -17,19 +17,21 @@ from fakequant._prepare.attach import (
     detach_all,
     find_preparation,
 )
-from fakequant._prepare.data_flow import Found, find_operands
+from fakequant._prepare.data_flow import DataFlow, call_order, find_flow, holder, norm_pairs, operands, sources
 from fakequant._prepare.first_last import adopting_hook, widen_first_and_last
+from fakequant._prepare.flow_graph import Call
+from fakequant._prepare.layer_results import results_in_float
 from fakequant._prepare.plan import OF_RECIPES, Layer, Plan, check_free, make_activation_quantizer, make_plan
 from fakequant._prepare.plan_warnings import warn_about_refused, warn_about_rules
 from fakequant._train.running import check_module
 from fakequant.config import QuantConfig
 from fakequant.nn._layer_kinds import find_kind
 from fakequant.nn._quantized_layer import Quantization, QuantizedLayer
-from fakequant.nn._quantizer import name_quantizers
+from fakequant.nn._quantizer import Quantizer, name_quantizers
 from fakequant.nn._records import NAME, find_record
 
 
-def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
+def prepare(model: nn.Module, config: QuantConfig, example: Any = None) -> nn.Module:
     """Gives every layer that `config` speaks of its quantizers, in place, and returns the model.
 
     Layers stay what they are: of a class derived from theirs, with the same parameters under the same
@@ -52,10 +54,10 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
         raise ValueError(_nothing(plan))
     warn_about_rules(model, config, OF_RECIPES)
     warn_about_refused(plan.refused)
-    first_last = widen_first_and_last(model, config, plan)
-    found = Found([], [], {}, None) if config.operands is None else find_operands(model)
-    outputs, notes = _plan_outputs(model, config, plan, found)
-    on_a_grid = _without_repetition(plan, outputs, found)
+    flow = find_flow(model, example)
+    first_last = widen_first_and_last(model, config, plan, call_order(flow))
+    outputs, notes = _plan_outputs(model, config, plan, flow)
+    on_a_grid = {} if config.operands is None else _without_repetition(plan, outputs, sources(model, flow))
     for layer in plan.layers:
         attach_layer(layer.module, _record(layer, config), layer.quantizers)
     hooked = []
@@ -70,7 +72,7 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
         # Not as a child: it is one of the source.
         reader: Any = model.get_submodule(path)
         reader._fakequant.input_grid = model.get_submodule(source).output_quantizer
-    norms = {pair.layer: pair.norm for pair in find_pairs(model)[0]}
+    norms = {layer: norm for layer, norm in norm_pairs(model, flow) if can_fold(model, layer, norm)}
     close_shortcuts(model)
     name_quantizers(model)
     made = Preparation(config, plan.floats, plan.unmatched, hooked, notes, norms, first_last)
@@ -173,16 +175,16 @@ def _nothing(plan: Plan) -> str:
     return f"Nothing in the model would be quantized.{reasons}{rules}"
 
 
-def _without_repetition(plan: Plan, outputs: dict[str, Any], found: Found) -> dict[str, str]:
+def _without_repetition(plan: Plan, outputs: dict[str, Any], ways: dict[str, tuple[str, ...]]) -> dict[str, str]:
     """Drops input quantizers that repeat the producer's, and returns {layer: producer} by path.
 
     The module that counts is the last one on the way to the layer that quantizes its result.
     """
     layers = {layer.path: layer for layer in plan.layers}
     whose = {}
-    for path, sources in found.sources.items():
+    for path, way in ways.items():
         mine = layers[path].quantizers["input_quantizer"] if path in layers else None
-        for source in sources:
+        for source in way:
             there = layers[source].quantizers["output_quantizer"] if source in layers else None
             there = there or outputs.get(source)
             if there is None:
@@ -195,18 +197,50 @@ def _without_repetition(plan: Plan, outputs: dict[str, Any], found: Found) -> di
     return whose
 
 
-def _plan_outputs(model: nn.Module, config: QuantConfig, plan: Plan, found: Found) -> tuple[dict[str, Any], list[str]]:
-    """Quantizers for results that reach functions, by path, and what could not be found out."""
+def _plan_outputs(
+    model: nn.Module, config: QuantConfig, plan: Plan, flow: DataFlow
+) -> tuple[dict[str, Quantizer], list[str]]:
+    """Returns quantizers for results of modules, by path, and notes about results that have none."""
     if config.operands is None:
         return {}, []
-    if found.problem is not None:
-        return {}, [f"the model's own code could not be traced ({found.problem}): results have no quantizers"]
-    notes = [f"{name} is the result of a function: no module holds a quantizer for it" for name in found.without_module]
-    quantized = {layer.path: layer for layer in plan.layers}
-    outputs = {}
-    for path in found.producers:
+    if flow.problem is not None:
+        return {}, [f"the model's own code could not be traced ({flow.problem}): results have no quantizers"]
+    outputs: dict[str, Quantizer] = {}
+    notes: list[str] = []
+    _add_outputs(model, config, plan, operands(model, flow), outputs, notes)
+    if _targets.find(config.target).needs_conv_results:
+        norms = dict(norm_pairs(model, flow))
+        _add_outputs(model, config, plan, results_in_float(model, flow, plan, norms, set(outputs)), outputs, notes)
+    return outputs, notes
+
+
+def _add_outputs(
+    model: nn.Module,
+    config: QuantConfig,
+    plan: Plan,
+    calls: list[Call],
+    outputs: dict[str, Quantizer],
+    notes: list[str],
+) -> None:
+    """Adds a quantizer to `outputs` for the result of every call, or a note to `notes` that says why not.
+
+    Args:
+        model: The float model.
+        config: Says which modules stay in float, and what the quantizers are like.
+        plan: The layers that will be quantized.
+        calls: The calls.
+        outputs: Quantizers by the path of the module.
+        notes: Notes for the summary.
+    """
+    quantized = {layer.path for layer in plan.layers}
+    for call in calls:
+        path = holder(model, call)
+        if path is None:
+            if call.kind == "function":
+                notes.append(f"{call} is the result of a function: no module holds a quantizer for it")
+            continue
         module = model.get_submodule(path)
-        if isinstance(module, (nn.Embedding, nn.Identity, nn.MultiheadAttention)) and path not in quantized:
+        if path in outputs or (isinstance(module, (nn.Embedding, nn.MultiheadAttention)) and path not in quantized):
             continue
         use, _ = config.find(path, module)
         if use is None:
@@ -218,7 +252,7 @@ def _plan_outputs(model: nn.Module, config: QuantConfig, plan: Plan, found: Foun
                 notes.append(f"{path} cannot quantize its result: {error}")
                 continue
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        assert config.operands is not None
         spec = _targets.find(config.target).fit_activation(config.operands)
         quantizer = make_activation_quantizer(use, spec, f"{path}.output", device)
         outputs[path] = quantizer.train(module.training)
-    return outputs, notes

@@ -42,6 +42,16 @@ class IntegerLayer(QuantizedLayer):
     # At the scale of the sums; None: there is no bias, or it is a float.
     bias_codes: Tensor | None
 
+    def __getattr__(self, name: str) -> Any:
+        """Returns the weight and the bias as floats, for model code that reads them; they are not stored."""
+        record = self.__dict__.get("_fakequant")
+        if isinstance(record, Integers):
+            if name == record.kind.weight_name and record.weight_spec is not None:
+                return record.quantized_weight(self)
+            if name == record.kind.bias_name and self._buffers.get("bias_codes") is not None:
+                return record.quantized_bias(self)
+        return super().__getattr__(name)
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return reduced(self, IntegerLayer)
 
@@ -73,6 +83,10 @@ class Integers(LayerRecord):
         if self.weight_spec is None:
             return getattr(layer, self.kind.weight_name)
         return float_weight(layer)
+
+    def quantized_bias(self, layer: Any) -> Tensor | None:
+        """The bias as a float; None if there is none."""
+        return float_bias(layer)
 
     def compute(self, layer: Any, operator: Operator, input: Tensor, rows: slice = slice(None)) -> Tensor:
         """`operator` of codes if input and weight have one scale per sum, else of floats.
