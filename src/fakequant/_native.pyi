@@ -68,7 +68,7 @@ class RangeRule(enum.IntEnum):
     torch_fused = 1
 
 class RangeUpdate(enum.IntEnum):
-    moving_moving_average = 0
+    moving_average = 0
 
     min_max = 1
 

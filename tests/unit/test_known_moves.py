@@ -111,7 +111,7 @@ def test_sums_have_the_same_codes_before_and_behind(move):
     """Or nothing is known of them."""
     scale = torch.tensor([0.1, 0.2, 0.3, 0.4]).reshape(-1, 1, 1)
     sums = torch.randint(-1000, 1000, (2, 4, 6, 6), generator=torch.Generator().manual_seed(0)).float()
-    x = values.known(sums * scale, values.Accumulated(sums, scale))
+    x = values.track(sums * scale, values.Accumulated(sums, scale))
     rule = arithmetic.ARITHMETICS["onnxruntime"]
     out = values.GridOf(torch.tensor(0.7), torch.tensor(100, dtype=torch.int32), presets.uint8())
     codes = parts(move(rule.from_sums(sums, scale, out)))
