@@ -31,8 +31,8 @@ class Target:
     arithmetic: str = "reference"
     # Codes of activations are stored as unsigned numbers, which its kernels take.
     unsigned_activations: bool = False
-    # It computes a convolution in integers only if the result is quantized.
-    needs_conv_results: bool = False
+    # It computes convolutions, additions and the like in integers only if their results are quantized too.
+    needs_results: bool = False
 
     def fit_weight(self, spec: QuantSpec) -> QuantSpec:
         """The spec of weights for this target: as given, or with fewer bits, or symmetric.
@@ -94,13 +94,13 @@ TARGETS = {
     target.name: target
     for target in (
         Target(name="generic"),
-        Target(name="onnxruntime-vnni", arithmetic="onnxruntime", unsigned_activations=True, needs_conv_results=True),
+        Target(name="onnxruntime-vnni", arithmetic="onnxruntime", unsigned_activations=True, needs_results=True),
         Target(
             name="onnxruntime-x86",
             weight_bits=7,
             arithmetic="onnxruntime",
             unsigned_activations=True,
-            needs_conv_results=True,
+            needs_results=True,
         ),
         Target(name="tensorrt", symmetric_int8=True),
     )

@@ -17,18 +17,6 @@ from fakequant._prepare.flow_graph import Call, FlowGraph
 from fakequant._prepare.record_flow import record_flow
 from fakequant._prepare.trace_flow import trace_flow
 
-# Functions whose operands an integer runtime needs as codes.
-_OPERATIONS = {
-    "add", "iadd", "radd", "mul", "imul", "rmul", "sub", "isub", "rsub", "cat", "concat", "concatenate", "stack",
-    "matmul", "rmatmul", "bmm", "einsum", "scaled_dot_product_attention", "mean",
-    "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
-}  # fmt: skip
-_POOLS = (
-    nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
-)  # fmt: skip
-# Modules that return their input in evaluation.
-_PASSED = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-
 
 @dataclasses.dataclass
 class DataFlow:
@@ -54,42 +42,6 @@ def find_flow(model: nn.Module, example: Any = None) -> DataFlow:
     except Exception as error:  # whatever a model's own code raises when it is traced
         first = str(error).strip().split("\n")[0]
         return DataFlow([], f"{type(error).__name__}: {first}")
-
-
-def operands(model: nn.Module, flow: DataFlow) -> list[Call]:
-    """Returns the calls whose results are operands of additions, concatenations, products or means, in order.
-
-    Every module appears once, and so does every call of a function.
-    """
-    found: dict[Any, Call] = {}
-    for call in (call for graph in flow.graphs for call in graph.calls):
-        if _is_operation(model, call):
-            for operand in call.inputs:
-                if operand.kind == "module":
-                    found.setdefault(operand.path, operand)
-                elif operand.kind == "function" and not _is_operation(model, operand):
-                    found.setdefault((operand.path, operand.function_name, operand.number), operand)
-    return list(found.values())
-
-
-def holder(model: nn.Module, call: Call) -> str | None:
-    """Returns the path of a module that can quantize the result of `call`; None if only functions handle it.
-
-    That is the module itself, one that returns the result of the function, or one that the elements come from.
-    """
-    passed = None
-    while True:
-        if call.kind == "module":
-            if not isinstance(model.get_submodule(call.path), _PASSED):
-                return call.path
-            passed = passed or call.path
-        own = [path for path in call.returned_by if path]
-        if own:
-            return own[0]
-        moves = call.kind == "module" or (call.kind == "function" and call.function_name in TRACED_NAMES)
-        if not moves or not call.inputs or any(user.in_place for user in call.inputs[0].users):
-            return passed
-        call = call.inputs[0]
 
 
 def sources(model: nn.Module, flow: DataFlow) -> dict[str, tuple[str, ...]]:
@@ -175,9 +127,3 @@ def _moved_from(model: nn.Module, call: Call) -> Iterator[str]:
         if not moves or not call.inputs:
             return
         call = call.inputs[0]
-
-
-def _is_operation(model: nn.Module, call: Call) -> bool:
-    if call.kind == "module":
-        return isinstance(model.get_submodule(call.path), _POOLS)
-    return call.kind == "function" and call.function_name in _OPERATIONS

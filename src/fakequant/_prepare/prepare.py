@@ -17,12 +17,11 @@ from fakequant._prepare.attach import (
     detach_all,
     find_preparation,
 )
-from fakequant._prepare.data_flow import DataFlow, call_order, find_flow, holder, norm_pairs, operands, sources
+from fakequant._prepare.data_flow import DataFlow, call_order, find_flow, norm_pairs, sources
 from fakequant._prepare.first_last import adopting_hook, widen_first_and_last
-from fakequant._prepare.flow_graph import Call
-from fakequant._prepare.layer_results import results_in_float
 from fakequant._prepare.plan import OF_RECIPES, Layer, Plan, check_free, make_activation_quantizer, make_plan
 from fakequant._prepare.plan_warnings import warn_about_refused, warn_about_rules
+from fakequant._prepare.quantized_results import holder, results_to_quantize
 from fakequant._train.running import check_module
 from fakequant.config import QuantConfig
 from fakequant.nn._layer_kinds import find_kind
@@ -205,39 +204,15 @@ def _plan_outputs(
         return {}, []
     if flow.problem is not None:
         return {}, [f"the model's own code could not be traced ({flow.problem}): results have no quantizers"]
+    target = _targets.find(config.target)
     outputs: dict[str, Quantizer] = {}
     notes: list[str] = []
-    _add_outputs(model, config, plan, operands(model, flow), outputs, notes)
-    if _targets.find(config.target).needs_conv_results:
-        norms = dict(norm_pairs(model, flow))
-        _add_outputs(model, config, plan, results_in_float(model, flow, plan, norms, set(outputs)), outputs, notes)
-    return outputs, notes
-
-
-def _add_outputs(
-    model: nn.Module,
-    config: QuantConfig,
-    plan: Plan,
-    calls: list[Call],
-    outputs: dict[str, Quantizer],
-    notes: list[str],
-) -> None:
-    """Adds a quantizer to `outputs` for the result of every call, or a note to `notes` that says why not.
-
-    Args:
-        model: The float model.
-        config: Says which modules stay in float, and what the quantizers are like.
-        plan: The layers that will be quantized.
-        calls: The calls.
-        outputs: Quantizers by the path of the module.
-        notes: Notes for the summary.
-    """
+    in_float: list[str] = []
     quantized = {layer.path for layer in plan.layers}
-    for call in calls:
+    for call in results_to_quantize(model, flow, plan, target):
         path = holder(model, call)
         if path is None:
-            if call.kind == "function":
-                notes.append(f"{call} is the result of a function: no module holds a quantizer for it")
+            in_float += [str(call)] if call.kind == "function" else []
             continue
         module = model.get_submodule(path)
         if path in outputs or (isinstance(module, (nn.Embedding, nn.MultiheadAttention)) and path not in quantized):
@@ -252,7 +227,7 @@ def _add_outputs(
                 notes.append(f"{path} cannot quantize its result: {error}")
                 continue
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        assert config.operands is not None
-        spec = _targets.find(config.target).fit_activation(config.operands)
-        quantizer = make_activation_quantizer(use, spec, f"{path}.output", device)
+        quantizer = make_activation_quantizer(use, target.fit_activation(config.operands), f"{path}.output", device)
         outputs[path] = quantizer.train(module.training)
+    notes += [f"{name} is the result of a function: no module holds a quantizer for it" for name in in_float]
+    return outputs, notes
