@@ -46,6 +46,10 @@ class FoldedNorm(nn.Module):
         with _WithoutNormalization():
             return super().forward(*args, **kwargs)
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        # A batch norm adds the number of batches to a state without a version.
+        nn.Module._load_from_state_dict(self, *args, **kwargs)
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The class is made at run time, so pickle cannot find it by its name.
         return _rebuild, (self.__dict__[NAME].float_class,), self.__getstate__()

@@ -7,7 +7,8 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
-_KINDS: "dict[type[nn.Module], type[LayerKind]]" = {}
+# By class, or by the full name of a class that need not be imported.
+_KINDS: "dict[type[nn.Module] | str, type[LayerKind]]" = {}
 _Kind = TypeVar("_Kind", bound="type[LayerKind]")
 
 
@@ -37,8 +38,12 @@ class LayerKind:
         raise NotImplementedError
 
 
-def quantizes(*classes: type[nn.Module]) -> Callable[[_Kind], _Kind]:
+def quantizes(*classes: type[nn.Module] | str) -> Callable[[_Kind], _Kind]:
     """Registers a `LayerKind` for layers of these classes. The last registration of a class counts.
+
+    Args:
+        classes: Classes of layers. A class of another library can be given by its full name, such as
+            "transformers.pytorch_utils.Conv1D": it is not imported.
 
     >>> import torch, fakequant as fq
     >>> class Scaled(nn.Linear):
@@ -65,14 +70,19 @@ def quantizes(*classes: type[nn.Module]) -> Callable[[_Kind], _Kind]:
 def find_kind(cls: type[nn.Module]) -> type[LayerKind] | None:
     """The kind of layers of class `cls`; None if there is none, or if `cls` has a forward pass that no kind knows."""
     for base in cls.__mro__:
-        if base in _KINDS:
-            return _KINDS[base] if cls.forward is base.forward else None
+        kind = _registered(base)
+        if kind is not None:
+            return kind if cls.forward is base.forward else None
     return None
+
+
+def _registered(cls: type) -> "type[LayerKind] | None":
+    return _KINDS.get(cls) or _KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
 def is_known(cls: type[nn.Module]) -> bool:
     """Whether `cls` is, or derives from, a class with a kind."""
-    return any(base in _KINDS for base in cls.__mro__)
+    return any(_registered(base) is not None for base in cls.__mro__)
 
 
 def load_kind(cls: type[nn.Module], module: str, name: str) -> type[LayerKind]:
