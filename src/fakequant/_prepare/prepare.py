@@ -31,15 +31,20 @@ from fakequant.nn._records import NAME, find_record
 
 
 def prepare(model: nn.Module, config: QuantConfig, example: Any = None) -> nn.Module:
-    """Gives every layer that `config` speaks of its quantizers, in place, and returns the model.
+    """Adds quantizers to a model, in place, and returns it.
 
-    Layers stay what they are: of a class derived from theirs, with the same parameters under the same
-    names, the same hooks, tied weights still tied. A state of the float model loads strictly. Where a
-    result reaches an addition, a concatenation, a product or a mean, the module it
-    comes from quantizes it too (`config.operands`); torch.fx finds these, and what it cannot trace is in
-    the summary.
+    The class of a layer becomes one derived from its own. Parameters, their names, hooks and tied weights stay. A state
+    of the float model loads strictly. Weights have scales at once; activations need data, from `calibrate` or from
+    training.
 
-    Scales of weights are known at once; activations need data, from `calibrate` or from training.
+    Results of modules are quantized too where the target needs codes (`config.operands`). These places are found by
+    running the model once on `example`, in evaluation mode. Without an example the model is traced by torch.fx, which
+    fails on much Python code; the summary says what was not found.
+
+    Args:
+        model: The float model.
+        config: Which layers are quantized, and how.
+        example: A batch, as `calibrate` takes them: a tensor, a dict of keyword arguments, or a tuple.
 
     >>> from fakequant import recipes
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
