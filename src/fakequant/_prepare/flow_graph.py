@@ -27,6 +27,8 @@ class Call:
         inputs: The calls whose results are operands, in the order of the arguments.
         users: The calls that have this one among their inputs.
         in_place: Whether the call changes its first input.
+        shape: The shape of the first result; None if the model was traced without data.
+        input_shapes: The shapes of the operands, likewise.
         returned_by: Paths of modules that returned the result of this call as theirs, the innermost first.
     """
 
@@ -37,6 +39,8 @@ class Call:
     inputs: "list[Call]" = dataclasses.field(default_factory=list)
     users: "list[Call]" = dataclasses.field(default_factory=list)
     in_place: bool = False
+    shape: tuple[int, ...] | None = None
+    input_shapes: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     returned_by: list[str] = dataclasses.field(default_factory=list)
 
     @property

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -57,6 +56,7 @@ class _Frame:
     path: str
     is_leaf: bool
     inputs: list[Call]
+    input_shapes: list[tuple[int, ...]]
     # How often each function was called by the module's own code.
     numbers: Counter[str] = dataclasses.field(default_factory=Counter)
 
@@ -78,8 +78,9 @@ class _Recorder(TorchFunctionMode):
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         inside_leaf = bool(self.frames) and self.frames[-1].is_leaf
         leaf = is_leaf(module) or inside_leaf
-        inputs = [self.producer(x) for x in _tensors((args, kwargs))] if leaf and not inside_leaf else []
-        self.frames.append(_Frame(self.paths[module], leaf, inputs))
+        operands = _tensors((args, kwargs)) if leaf and not inside_leaf else []
+        shapes = [tuple(x.shape) for x in operands]
+        self.frames.append(_Frame(self.paths[module], leaf, [self.producer(x) for x in operands], shapes))
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> None:
         frame = self.frames.pop()
@@ -90,7 +91,8 @@ class _Recorder(TorchFunctionMode):
                 self.producer(result).returned_by.append(frame.path)
             return
         in_place = any(result is x for x in _tensors(args)) and bool(getattr(module, "inplace", False))
-        self._add(Call("module", frame.path, inputs=frame.inputs, in_place=in_place), _tensors(result))
+        call = Call("module", frame.path, inputs=frame.inputs, input_shapes=frame.input_shapes, in_place=in_place)
+        self._add(call, _tensors(result))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -105,6 +107,7 @@ class _Recorder(TorchFunctionMode):
             in_place = [_version(x) for x, _ in operands[:1]] != versions
             frame = self.frames[-1]
             call = Call("function", frame.path, func, inputs=[source for _, source in operands], in_place=in_place)
+            call.input_shapes = [tuple(x.shape) for x, _ in operands]
             call.number = frame.numbers[call.function_name]
             frame.numbers[call.function_name] += 1
             self._add(call, made)
@@ -118,7 +121,8 @@ class _Recorder(TorchFunctionMode):
             self.producers[x] = call, _version(x)
         return call
 
-    def _add(self, call: Call, results: Iterable[Tensor]) -> None:
+    def _add(self, call: Call, results: list[Tensor]) -> None:
+        call.shape = tuple(results[0].shape) if results else None
         for source in dict.fromkeys(call.inputs):
             source.users.append(call)
         self.calls.append(call)
