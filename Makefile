@@ -1,4 +1,4 @@
-# Every target sets up what it needs: its own virtual environment with pinned versions.
+# Every target creates the virtual environment it needs, with pinned versions.
 VENV   ?= .venv
 PYTHON ?= python3
 PY     := $(VENV)/bin/python
@@ -11,20 +11,20 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cc' -o -name
 
 .PHONY: test demo docs bench build wheel-test lint stub test-kernels test-neon test-torch test-python clean
 
-# The README's two commands. The second run is of what users of another torch release have. Two test
-# processes share the CPUs: torch's threads must not spin while they wait.
+# The second run uses the Python nodes, as users of other torch releases do. Two test processes share the CPUs, so
+# torch's threads must not spin while they wait.
 test: export OMP_WAIT_POLICY = PASSIVE
 test: build lint test-kernels $(VENV)/.docs
 	$(PY) -m pytest -n 2 --dist worksteal
 	FAKEQUANT_PYTHON_NODES=1 $(PY) -m pytest -n 2 --dist worksteal -q tests/operators \
-	  --ignore tests/operators/test_ranks.py --ignore tests/operators/test_ranks_models.py \
+	  --ignore-glob "tests/operators/test_ranks_*" \
 	  --ignore tests/operators/test_compile_models.py --ignore tests/operators/test_compile_quantizers.py \
 	  --ignore tests/operators/test_export_prepared.py --ignore tests/operators/test_fork.py
 
 demo: build
 	$(VENV)/bin/fakequant demo
 
-# The pages in build/site; a warning is an error.
+# Builds the pages in build/site; a warning is an error.
 docs: build $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
@@ -32,8 +32,8 @@ $(VENV)/.docs: requirements-docs.txt $(VENV)/.installed
 	$(PY) -m pip install -q -r requirements-docs.txt
 	touch $@
 
-# The wheel and the sdist, in environments where the sources are out of reach. Takes what is compiled already;
-# without --build-dir the wheel is built from the sdist, as on a user's machine.
+# Tests the wheel and the sdist in environments that cannot see the sources. Uses the kernels that are already compiled;
+# without --build-dir, the wheel is built from the sdist, as on a user's machine.
 wheel-test: build
 	$(PY) tools/wheel_test.py --build-dir $(BUILD)
 
@@ -51,8 +51,7 @@ bench: build
 
 build: $(VENV)/.built
 
-# torch first and by its exact version: a CPU build of it must not be replaced by what another
-# package's range would resolve to.
+# torch is installed first and with its exact version, so that no dependency replaces a CPU build by another one.
 $(VENV)/.installed: requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q torch==2.13.0
@@ -68,15 +67,15 @@ lint: build
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 
-# The committed stub is generated; the tests fail if it no longer matches the module.
+# Regenerates the committed stub. The tests fail if it does not match the module.
 stub: build
 	$(PY) -m nanobind.stubgen -q -m fakequant._native -o src/fakequant/_native.pyi
 
-# Every kernel on every instruction set of this machine, from C++.
+# Runs every kernel on every instruction set of this machine, from C++.
 test-kernels: build
 	$(BUILD)/kernels_test
 
-# The same on 64-bit ARM, in an emulator, compared with this machine's results line by line.
+# Runs the kernels for 64-bit ARM in an emulator and compares the results with this machine's, line by line.
 # Needs Debian's g++-aarch64-linux-gnu and qemu-user.
 test-neon: build
 	$(VENV)/bin/cmake -S . -B build/neon -G Ninja -DCMAKE_TOOLCHAIN_FILE=tools/aarch64.cmake \
@@ -87,9 +86,9 @@ test-neon: build
 	diff build/neon/here.txt build/neon/there.txt
 	@echo "$$(wc -l < build/neon/here.txt) passed, 0 failed"
 
-# The suite, or TESTS, with another release of torch in an environment of its own: make test-torch TORCH=2.15.0.
-# pip's default index has CUDA builds (7 GB); set PIP_EXTRA_INDEX_URL to one that has builds for the CPU.
-# Kernels that are compiled in BUILD are not compiled again; another PYTHON needs another BUILD.
+# Runs the test suite, or TESTS, with another torch release in a separate environment: make test-torch TORCH=2.15.0.
+# pip's default index has CUDA builds (7 GB); set PIP_EXTRA_INDEX_URL to an index with CPU builds.
+# Kernels that are already compiled in BUILD are reused; another PYTHON needs another BUILD.
 TORCH      ?= 2.15.0
 TORCH_VENV ?= build/torch-$(TORCH)-$(notdir $(PYTHON))
 TESTS      ?= tests
@@ -109,7 +108,8 @@ $(TORCH_VENV)/.built: $(TORCH_VENV)/.installed $(SOURCES)
 	$(TORCH_VENV)/bin/python $(INSTALL)
 	touch $@
 
-# The part that needs NumPy only, on another Python: make test-python PYTHON=python3.13. NUMPY=1.26.4 for another NumPy.
+# Runs the tests that need only NumPy on another Python: make test-python PYTHON=python3.13.
+# NUMPY=1.26.4 chooses the version of NumPy.
 PYTHON_VENV ?= build/$(notdir $(PYTHON))$(if $(NUMPY),-numpy-$(NUMPY))
 
 test-python:

@@ -1,23 +1,26 @@
-"""Is what was trained what runs? Codes of the prepared model, the golden model and ONNX Runtime, on handwritten digits.
+"""Codes that differ between the prepared model, the golden model and ONNX Runtime; file sizes and latency.
 
     python benchmarks/bench_deploy.py [--json FILE] [--seeds N] [--epochs N] [--no-latency]
 
-A perceptron, the CNN of `digits_cnn.py` (batch norm, a residual addition) and a transformer encoder (the
-rows of an image as 8 tokens) are trained in float, then with the recipe `int8(target="onnxruntime-x86")`, and exported.
-The 900 test images then go through the prepared model, the golden model (`convert`) and ONNX Runtime with all
-optimisations. For every quantizer outside of the weights, codes that differ are counted:
+A perceptron, the CNN of `digits_cnn.py` (batch norm, a residual addition) and a transformer encoder (the rows of an
+image as 8 tokens) are trained on handwritten digits in float, then with the recipe
+`int8(target="onnxruntime-x86")`, and exported. The 900 test images are run through the prepared model, the golden
+model (`convert`) and ONNX Runtime with all optimizations. For every quantizer of activations the differing codes
+are counted:
 
-    runtime     golden model and ONNX Runtime
-    prepared    prepared and golden model
-    to the end  each model by itself, from the images to the end
-    alone       every layer in isolation: once compared, the codes of the golden model are replaced by the others, so
-                that the next layer starts from equal ones
-    steps, tie  alone: the most that two codes differ by; and how far at most a number whose codes differ is from the
-                middle between two codes, in steps, before it is rounded
+    runtime     between the golden model and ONNX Runtime
+    prepared    between the prepared and the golden model
+    to the end  each model runs on its own from the images to the results
+    alone       each layer in isolation: after the comparison, the codes of the golden model are replaced by those of
+                the other model, so that the next layer starts from equal codes
+    steps       alone: the largest difference of two codes
+    tie         alone: the largest distance of a value with differing codes from the midpoint of two codes, in steps
 
-The codes of ONNX Runtime are further outputs of a copy of the file; kernels and results must be those of the file
-itself. Everything alone must be what `verify` counts. Then: the same with the full range of 8-bit weights, which is
-wrong on a CPU without VNNI; sizes of files; and latency in ONNX Runtime, the best of many calls, int8 and float in turns.
+To read the codes of ONNX Runtime, they are made outputs of a copy of the file. The copy must run the same kernels and
+give the same results as the file. The counts in isolation must equal those of `verify`.
+
+The same is repeated with the full range of 8-bit weights, which gives wrong results on CPUs without VNNI. Then file
+sizes are compared with float, and latencies in ONNX Runtime: the best of many calls, int8 and float in turns.
 """
 
 import argparse
@@ -50,15 +53,15 @@ from fakequant.testing.timing import best_times
 
 SAFE, FULL_RANGE = "onnxruntime-x86", "onnxruntime-vnni"
 KERNELS = ("QGemm", "QLinearConv", "QLinearMatMul")
-WIDE = (1024, 1024, 512, 10)  # a perceptron that is nearly all weights
-Codes = dict[str, list[Tensor]]  # of a quantizer, by its path: one tensor for every call
+WIDE = (1024, 1024, 512, 10)  # widths of a perceptron whose file is almost entirely weights
+Codes = dict[str, list[Tensor]]  # by the path of the quantizer; one tensor per call
 
 
 # --- models ---------------------------------------------------------------------------------------
 
 
 class Encoder(nn.Module):
-    """The rows of an image as tokens."""
+    """A transformer encoder with the rows of an image as tokens."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -100,9 +103,9 @@ def quantized(model: nn.Module, data: Split, epochs: int, seed: int, target: str
 
 @torch.no_grad()
 def run(model: nn.Module, images: Tensor, grids: dict[str, Grid], force: Codes | None = None) -> tuple[Any, ...]:
-    """Result, codes, and codes before they were rounded, of a prepared or golden model.
+    """Runs a prepared or golden model. Returns its result, its codes, and its codes before rounding.
 
-    `force`: codes that take the place of the model's own, once those are known.
+    If `force` is given, these codes replace those of the model after they were recorded.
     """
     codes: Codes = {}
     levels: Codes = {}
@@ -132,7 +135,9 @@ def session(path: Path, threads: int = 1, optimized: Path | None = None) -> onnx
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.force_spinning_stop", "1")  # else sessions get into each other's way
+    options.add_session_config_entry(
+        "session.force_spinning_stop", "1"
+    )  # spinning threads of one session would slow down another
     if optimized is not None:
         options.optimized_model_filepath = str(optimized)
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -143,14 +148,14 @@ def call(of: onnxruntime.InferenceSession, images: Tensor) -> list[np.ndarray]:
 
 
 def nodes(path: Path) -> list[Any]:
-    """Of the graph that ONNX Runtime makes of a file."""
+    """Returns the nodes of the graph that ONNX Runtime optimizes a file to."""
     optimized = path.with_suffix(".optimized.onnx")
     session(path, optimized=optimized)
     return list(onnx.load(optimized).graph.node)
 
 
 def runtime_codes(path: Path, images: Tensor) -> tuple[Tensor, Codes]:
-    """Result and codes of ONNX Runtime; the codes are outputs of a copy of the file."""
+    """Returns the result and the codes of ONNX Runtime. The codes are outputs of a copy of the file."""
     model = onnx.load(path)
     found = []
     for node in model.graph.node:
@@ -160,9 +165,9 @@ def runtime_codes(path: Path, images: Tensor) -> tuple[Tensor, Codes]:
             model.graph.output.append(onnx.ValueInfoProto(name=node.output[0]))
     probed = path.with_suffix(".probed.onnx")
     onnx.save(model, probed)
-    assert kinds(nodes(probed)) == kinds(nodes(path)), "the kernels of the copy are others"
+    assert kinds(nodes(probed)) == kinds(nodes(path)), "the copy runs other kernels"
     results = call(session(probed), images)
-    assert np.array_equal(results[0], call(session(path), images)[0]), "the results of the copy are others"
+    assert np.array_equal(results[0], call(session(path), images)[0]), "the copy gives other results"
     codes: Codes = {}
     for (name, offset), value in zip(found, results[1:], strict=True):
         codes.setdefault(name, []).append(torch.from_numpy(value.astype(np.float32)) - offset)
@@ -175,7 +180,7 @@ def kinds(of: list[Any]) -> Counter[str]:
 
 @dataclasses.dataclass
 class Count:
-    """Codes of the golden model that are others elsewhere."""
+    """How the codes of the golden model differ from those of another model."""
 
     to_end: int
     alone: int
@@ -185,11 +190,11 @@ class Count:
 
 @dataclasses.dataclass
 class Row:
-    """One quantizer."""
+    """The counts of one quantizer."""
 
     path: str
     codes: int
-    runtime: Count | None  # the file has no such tensor: it is that of another quantizer
+    runtime: Count | None  # None if the file has no such tensor, because it is that of another quantizer
     prepared: Count
 
 
@@ -207,7 +212,7 @@ def count(own: list[Tensor], alone: list[Tensor], levels: list[Tensor], other: l
 
 
 def compare(prepared: nn.Module, path: Path, images: Tensor) -> dict[str, Any]:
-    """Exports a model, runs it in all three ways, and counts."""
+    """Exports a model, runs it in all three ways and counts differing codes."""
     fq.export_onnx(prepared, path, images[:2])
     golden = fq.convert(prepared)
     grids = {name: module for name, module in golden.named_modules() if isinstance(module, Grid)}
@@ -247,7 +252,7 @@ def export_float(model: nn.Module, path: Path, example: Tensor) -> None:
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Of files of the wide perceptron, in bytes."""
+    """Returns the sizes of files of the wide perceptron, in bytes."""
     torch.manual_seed(0)
     model, images = wide_perceptron(), torch.rand(64, WIDE[0])
     export_float(copy.deepcopy(model), folder / "wide float.onnx", images)
@@ -276,7 +281,7 @@ def latencies(folder: Path, seconds: float) -> list[dict[str, Any]]:
 
 
 class Bar(NamedTuple):
-    """What is asked, and what was measured."""
+    """A measured figure and its limit."""
 
     what: str
     measured: float
@@ -288,7 +293,7 @@ class Bar(NamedTuple):
 
 
 def bars(compared: list[dict[str, Any]], size: dict[str, int], vnni: bool) -> list[Bar]:
-    """The worst of the seeds."""
+    """Returns the limits, with the worst figure of all seeds."""
     found = []
     for name in MODELS:
         safe = [one for one in compared if one["model"] == name and one["target"] == SAFE]
@@ -301,10 +306,10 @@ def bars(compared: list[dict[str, Any]], size: dict[str, int], vnni: bool) -> li
         steps = max(row.prepared.steps for one in safe for row in one["rows"])
         found += [Bar(f"{name}: share of codes, prepared", share, 1e-4), Bar(f"{name}: steps, prepared", steps, 1)]
         others = sum(not one["verify"]["counts as here"] for one in safe + full)
-        found.append(Bar(f"{name}: times that verify counts otherwise", others, 0))
+        found.append(Bar(f"{name}: runs that verify counts differently", others, 0))
         if full and not vnni:
             missed = sum(not one["verify"]["saturates"] for one in full)
-            found.append(Bar(f"{name}: times that saturation is not found", missed, 0))
+            found.append(Bar(f"{name}: runs with undetected saturation", missed, 0))
     return found + [Bar(f"size, {k}", size[k] / size["float"], n) for k, n in (("int8", 0.27), ("int4 group 32", 0.16))]
 
 
@@ -324,7 +329,7 @@ def print_compared(one: dict[str, Any]) -> None:
 
 def formatted(c: Count | None) -> str:
     if c is None:
-        return f"{'another has the same':<37}"
+        return f"{'tensor of another quantizer':<37}"
     return f"{c.to_end:>10} | {c.alone:>6} | {c.steps or '':>5} | {f'{c.tie:.0e}' if c.alone else '':>7}"
 
 
@@ -351,13 +356,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", help="also write all figures to this file")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--epochs", type=int, default=12, help="of training in float, and again with quantizers")
+    parser.add_argument(
+        "--epochs", type=int, default=12, help="of training in float, and again of training with quantizers"
+    )
     parser.add_argument("--no-latency", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore", FutureWarning)  # of torch's exporter, about itself
+    warnings.simplefilter("ignore", FutureWarning)  # from torch's exporter, about its own code
 
     start = time.perf_counter()
     cpu = Path("/proc/cpuinfo")
@@ -371,7 +378,7 @@ def main() -> int:
         print("\n".join(f"{kind:<14}| {n:>9} | {n / size['float']:.4f}" for kind, n in size.items()))
         latency = [] if options.no_latency else latencies(folder, seconds=0.6)
     checked = bars(compared, size, vnni)
-    print(f"\n{'bar':<48}| measured | at most")
+    print(f"\n{'figure':<48}| measured |   limit")
     for bar in checked:
         print(f"{bar.what:<48}| {bar.measured:8.2g} | {bar.at_most:7.2g} | {'met' if bar.met else 'NOT met'}")
     print(f"{time.perf_counter() - start:.0f} s", file=sys.stderr)

@@ -1,10 +1,12 @@
-"""Time, bandwidth and ratios of every kernel, beside a copy and beside torch's operator.
+"""Speed of every kernel on NumPy arrays, compared with a copy of the array and with torch's operator.
 
     python benchmarks/bench_kernels.py [--json FILE] [--quick] [--only SUBSTRING]
 
-Each row is checked before it is timed: where torch has the operator, the results must have the same
-bits. Bandwidth counts the bytes a perfect implementation has to move: input read once, output
-written once. The last table holds the figures this library promises.
+Measures time, time per element and bandwidth, and the ratios to a copy and to torch, with one and two threads.
+Bandwidth counts the bytes that must be moved: each input read once, each output written once.
+
+Before a row is timed, its results are compared with torch's, which must have the same bits if torch has the
+operator. The last table compares the measured ratios with the limits this library is held to.
 """
 
 import argparse
@@ -39,7 +41,7 @@ class Case:
     op: str
     dtype: str
     size: int
-    moved: int  # bytes
+    moved: int  # bytes that must be read and written
     ours: Callable[[], object]
     torch: Callable[[], object] | None
     copy: Callable[[], object]
@@ -77,7 +79,7 @@ def data(size: int, dtype: str) -> np.ndarray:
 
 
 def nothing_to_compare() -> None:
-    """No torch operator computes this; the tests compare it with the reference."""
+    """For rows without a torch operator to compare with. The tests compare them with the reference."""
 
 
 def per_tensor_cases(size: int, dtype: str) -> list[Case]:
@@ -359,7 +361,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", help="also write all figures to this file")
     parser.add_argument("--quick", action="store_true", help="2^20 float32 only")
-    parser.add_argument("--only", default="", help="only rows whose operation contains this")
+    parser.add_argument("--only", default="", help="only rows whose operation contains this string")
     options = parser.parse_args()
     seconds = 0.3 if options.quick else 0.6
 
@@ -384,7 +386,7 @@ def main() -> int:
         print(f"one element: {name:<34} {microseconds:.2f} us")
 
     checked = bars(rows, small)
-    print(f"\n{'bar':<52} measured     bar")
+    print(f"\n{'figure':<52} measured   limit")
     for b in checked:
         print(
             f"{b.what:<52} {b.measured:8.2f} {'>=' if b.at_least else '<='} {b.limit:<5g} {'' if b.met else '  MISSED'}"

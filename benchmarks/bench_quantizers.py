@@ -1,15 +1,16 @@
-"""The quantizer modules beside those of torch.ao: observing, quantizing and learning, forward + backward.
+"""Quantizer modules of `fakequant.nn`, compared with those of torch.ao: observing, quantizing, learning.
 
     python benchmarks/bench_quantizers.py [--json FILE] [--quick] [--only SUBSTRING]
 
-Every row is one quantizer of ours and its rivals on the same tensor, which take turns. Modules are timed as
-training uses them: `y = module(x); y.backward(g)`, then the gradients are dropped. Before that the rivals
-are compared after three batches: those that choose scales by our rule must have the same bits in scales and
-zero points and the same values but for a code where an element lies on a tie. torch's fused operator has
-another rule for the scale; its values must be within a code of ours.
+Each row times one module and its torch.ao counterparts, in turns and on the same tensor. Modules are timed as in
+training: `y = module(x); y.backward(g)`, then the gradients are dropped. Observers are also timed alone.
 
-"others" and "?" are as in bench_torch.py. The last table holds what is promised at one thread; figures at
-two threads are reported.
+Before a row is timed, the modules are compared after three batches. Those that choose scales by the same rule must
+have the same scales and zero points, bit by bit, and the same values except for one code at ties. torch's fused
+operator chooses scales by another rule; its values must be within one code.
+
+"others" and "?" have the same meaning as in bench_torch.py. The last table compares the ratios with the limits this
+library is held to, for one thread; those for two threads are only reported.
 """
 
 import argparse
@@ -35,17 +36,17 @@ from fakequant.testing.timing import Contender
 
 FLAT, WEIGHT, SMALL = (1 << 20,), (1024, 1024), (256,)
 SIZES = {FLAT: "2^20", WEIGHT: "1024x1024", SMALL: "256"}
-# Of torch.ao's weights: -128 to 127. The preset leaves out -128, which changes the scale.
+# The range of torch.ao's weights, -128 to 127. The preset has a narrow range, which changes the scale.
 INT8 = dataclasses.replace(presets.int8(), narrow_range=False)
 AO, FUSED, LEARNABLE = "FakeQuantize", "Fused", "Learnable"
-TIES = 1e-3  # the share of elements that may lie on a tie; the two numerics round them apart
+TIES = 1e-3  # the share of elements that may lie on a tie, where the two numerics may round differently
 
 
 # --- comparing ------------------------------------------------------------------------------------
 
 
 def three_batches(module: nn.Module, x: Tensor) -> Tensor:
-    """The last result."""
+    """Returns the result of the last of three batches."""
     for factor in (1.0, 0.7, 1.9):
         y = module(x.detach() * factor)
     return y.detach()
@@ -69,7 +70,7 @@ def compare(ours: nn.Module, rivals: dict[str, nn.Module], x: Tensor, what: str)
     for name, rival in rivals.items():
         fresh = copy.deepcopy(rival)
         other = three_batches(fresh, x)
-        if name == FUSED:  # which has a rule of its own for the scale
+        if name == FUSED:  # chooses scales by another rule
             assert_same_values(y, other, ours.scale, f"{what}, {name}", ties=1.0)
         else:
             assert_same_scales(ours, fresh, f"{what}, {name}")
@@ -116,7 +117,7 @@ def training_cases() -> Iterator[Case]:
     average = FakeQuantize(INT8, observers.MovingAverage(), shape=WEIGHT)
     yield module_case("int8 per channel MovingAverage", average, weight_rivals(), WEIGHT)
     latest = FakeQuantize(INT8, observers.Dynamic(), shape=WEIGHT)
-    # torch.ao has no such observer: these average, which takes no longer.
+    # torch.ao has no dynamic observer. Its moving averages take the same time.
     yield module_case("int8 per channel Dynamic", latest, weight_rivals(), WEIGHT, compared=())
 
 
@@ -146,7 +147,7 @@ def learnable(observer: type, qmin: int, qmax: int, **options) -> nn.Module:
 
 
 def learned_case(what: str, ours: LearnedFakeQuantize, rival: nn.Module, shape: tuple[int, ...]) -> Case:
-    """Both from the same scales, and with gradients that are not scaled: torch.ao's default."""
+    """Starts both from the same scales, without a gradient factor, which is torch.ao's default."""
     x = leaf(shape)
     g = gradient_for(x)
     ours.initialize(x)
@@ -177,7 +178,7 @@ def learned_cases() -> Iterator[Case]:
     yield learned_case("learned int8 per channel", int8, per_channel, WEIGHT)
 
 
-# What each observer of ours is of torch.ao's, where it has one.
+# The observers and their counterparts in torch.ao, None where it has none.
 OBSERVERS: dict[observers.Observer, type | None] = {
     observers.MinMax(): ao.MinMaxObserver,
     observers.MovingAverage(): ao.MovingAverageMinMaxObserver,
@@ -190,7 +191,7 @@ OBSERVERS: dict[observers.Observer, type | None] = {
 
 
 def observing_cases(quick: bool) -> Iterator[Case]:
-    """A tensor is shown, and for searches a scale asked for in another row."""
+    """Yields a row for observing a tensor and, for observers that search, a row for choosing the range."""
     x = leaf(FLAT).detach()
     for observer, rival in OBSERVERS.items():
         if quick and rival is None:
@@ -212,7 +213,7 @@ def observing_cases(quick: bool) -> Iterator[Case]:
             yield Case(f"search, {name}", "float32", "any", None, contenders, nothing_to_compare)
 
 
-# --- what is promised -----------------------------------------------------------------------------
+# --- limits ---------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -220,7 +221,7 @@ class Bar:
     what: str
     size: str
     rival: str
-    limit: float | None  # at one thread; None: reported only
+    limit: float | None  # for one thread; None if only reported
     measured: dict[int, float]  # by number of threads
     doubtful: bool
 
@@ -236,11 +237,11 @@ LIMITS = {
     ("int8 per channel Dynamic", "1024x1024"): 8,
     ("learned uint8", "2^20"): 7,
 }
-REPORTED = {("uint8 MovingAverage", "256", FUSED)}  # beside a row with a limit for the others
+REPORTED = {("uint8 MovingAverage", "256", FUSED)}  # exempt from the limit of its row
 
 
 def ratios(row: Row) -> dict[str, float]:
-    """The rivals' times over ours."""
+    """Returns the rivals' times divided by ours."""
     return {name: t / row.seconds["ours"] for name, t in row.seconds.items() if name not in ("ours", "relu")}
 
 
@@ -279,7 +280,7 @@ def format_row(row: Row) -> str:
 def print_bars(checked: list[Bar]) -> None:
     names = [f"{b.what}, {b.size}, x {b.rival}" for b in checked]
     width = max(map(len, names), default=0)
-    print(f"\n{'bar':<{width}} | asked  | 1 thread | 2 threads | ok")
+    print(f"\n{'figure':<{width}} | limit  | 1 thread | 2 threads | ok")
     for name, b in zip(names, checked, strict=True):
         asked, verdict = ("report", "–") if b.limit is None else (f">= {b.limit:g}", "yes" if b.met else "MISSED")
         print(
@@ -314,7 +315,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", help="also write all figures to this file")
     parser.add_argument("--quick", action="store_true", help="shorter, without the observers that torch.ao lacks")
-    parser.add_argument("--only", default="", help="only rows whose name contains this")
+    parser.add_argument("--only", default="", help="only rows whose name contains this string")
     options = parser.parse_args()
     without_ao_warnings()
     gc.freeze()

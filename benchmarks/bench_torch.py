@@ -1,16 +1,18 @@
-"""Forward + backward on tensors, beside torch's operators and beside ReLU; QAT modules and steps.
+"""Forward and backward on tensors, compared with torch's operators and with ReLU; `accelerate()` on torch.ao modules.
 
     python benchmarks/bench_torch.py [--json FILE] [--quick] [--only SUBSTRING]
 
-Operators are timed as training uses them: `y = f(x); y.backward(g)`, then the gradients are dropped.
-ReLU is the yardstick: what nobody hesitates to put into a model. Modules and QAT steps are timed with
-`fakequant.accelerate()` and without, on the same objects. Each row is checked before it is timed:
-torch's results, or for the library's own numerics those on NumPy arrays, must have the same bits.
+Operators are timed as in training: `y = f(x); y.backward(g)`, then the gradients are dropped. ReLU is the baseline,
+as an operation that is cheap enough for any model. Modules of torch.ao and whole QAT steps are timed with and
+without `fakequant.accelerate()`, on the same objects. The bytes saved for backward are counted too.
 
-A "?" behind a row or a figure: the shortest times did not repeat. "others" is how many processors were
-busy with something else meanwhile. Where that is not near 0, run again: torch's long calls find an
-undisturbed moment less often than our short ones, and two threads wait for each other.
-The last table holds the figures this library promises, at one and at two threads.
+Before a row is timed, its results are compared: they must have the same bits as torch's, or, in numerics that torch
+does not have, as fakequant's on NumPy arrays.
+
+A "?" after a row or figure means that the shortest time was not reproduced within the run. "others" is the number
+of CPUs that other processes kept busy. If it is not near 0, run again: long calls are disturbed more often than
+short ones, and two threads wait for each other. The last table compares the ratios with the limits this library is
+held to, for one and two threads.
 """
 
 import argparse
@@ -47,7 +49,7 @@ Results = tuple[Tensor, ...]
 
 @dataclasses.dataclass
 class Case:
-    """Contenders "ours", "torch" and "baseline". If switched, "ours" is torch's code under `accelerate()`."""
+    """Contenders "ours", "torch" and "baseline". If `switched`, "ours" is torch's code under `accelerate()`."""
 
     what: str
     dtype: str
@@ -105,14 +107,16 @@ def forward_backward(f: Function, x: Tensor, g: Tensor, parameters: Results = ()
 
 
 def results_of(f: Function, x: Tensor, g: Tensor, parameters: Results = ()) -> Results:
-    """y and the gradients of x and of the parameters."""
+    """Returns y and the gradients of x and of the parameters."""
     y = f(x)
     return (y.detach(), *torch.autograd.grad(y, (x, *parameters), g))
 
 
 def assert_equal(expected: Results, actual: Results, names: str) -> None:
-    """y and dx have the same bits. Sums of a million float32 terms of both signs are torch's only roughly:
-    its own depend on its number of threads. The tests compare ours with the exact sum."""
+    """Asserts that y and dx have the same bits, and that the sums are close.
+
+    torch's sums of a million float32 terms depend on its number of threads. The tests compare fakequant's with exact sums.
+    """
     for name, a, b in zip(("y", "dx"), expected[:2], actual[:2]):
         assert_same_bits(to_numpy(a.detach()), to_numpy(b.detach()), names, name)
     for name, a, b in zip(("dscale", "dzero_point"), expected[2:], actual[2:]):
@@ -131,7 +135,7 @@ class Operator:
     torch: Function
     x: Tensor
     parameters: Results = ()
-    # What `ours` must equal, if not torch's results: its own numerics on NumPy arrays.
+    # Computes the results that `ours` must equal; None for those of `torch`.
     expected: Callable[[Tensor, Tensor], Results] | None = None
 
     def case(self, dtype: str, size: str) -> Case:
@@ -238,11 +242,11 @@ def operator_cases(quick: bool) -> Iterator[Case]:
         yield next(per_tensor(leaf((1 << 20,), "bfloat16"))).case("bfloat16", "2^20")
 
 
-# --- what autograd keeps --------------------------------------------------------------------------
+# --- memory saved for backward --------------------------------------------------------------------
 
 
 def saved_bytes(f: Function, x: Tensor) -> float:
-    """Bytes saved for backward per element of x."""
+    """Returns the bytes saved for backward per element of x."""
     saved = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -270,7 +274,7 @@ def all_saved_bytes() -> dict[str, float]:
 
 
 def without_ao_warnings() -> None:
-    """torch.ao says that it is deprecated, and that an option its own defaults use is. Nothing else is hidden."""
+    """Ignores torch.ao's warnings that it is deprecated and that an option used by its own defaults is deprecated."""
     warnings.filterwarnings("ignore", "torch.ao.quantization is deprecated", DeprecationWarning)
     warnings.filterwarnings("ignore", "Please use quant_min and quant_max", UserWarning, "torch.ao.quantization")
 
@@ -291,7 +295,7 @@ def module_case(what: str, module: nn.Module, shape: tuple[int, ...]) -> Case:
     g = gradient_for(x)
 
     def outcome(accelerated: bool) -> Results:
-        """Results of three batches, and the state after them."""
+        """Returns the results of three batches and the state after them."""
         fresh = copy.deepcopy(module)
         seen = []
         with fq.accelerate() if accelerated else nullcontext():
@@ -367,7 +371,7 @@ def step_case(what: str, model: nn.Module, shape: tuple[int, ...], checked_steps
     qat = prepared(model, x)
 
     def outcome(accelerated: bool) -> Results:
-        """The losses, and the weights and observers in the end."""
+        """Returns the losses and the final state."""
         trained = copy.deepcopy(qat)
         step = stepper(trained, x, target)
         with fq.accelerate() if accelerated else nullcontext():
@@ -392,7 +396,7 @@ def step_cases(quick: bool) -> Iterator[Case]:
 
 
 class SwitchedContender:
-    """Throws the switch before its own clock starts, so that the cost of that is not counted."""
+    """Switches acceleration on or off before it starts its clock, so that switching is not timed."""
 
     def __init__(self, run: Contender, accelerated: bool) -> None:
         self.run, self.switch = run, fq.accelerate if accelerated else fq.decelerate
@@ -400,7 +404,7 @@ class SwitchedContender:
 
     def __call__(self) -> None:
         self.switch()
-        # The first call after the switch finds caches cold, which only shows if the call is short.
+        # The caches are cold in the first call after the switch, which matters for short calls only.
         if self._clocked() < 0.05:
             self._clocked()
 
@@ -413,7 +417,7 @@ class SwitchedContender:
 
 
 def best_times_switched(contenders: dict[str, Contender], **how) -> dict[str, float]:
-    """As `best_times`, which gives the turns here, with `accelerate()` for "ours" only."""
+    """Like `best_times`, but with `accelerate()` for "ours" only."""
     clocked = {name: SwitchedContender(run, name == "ours") for name, run in contenders.items()}
     best_times(clocked, **how)
     fq.decelerate()
@@ -421,9 +425,9 @@ def best_times_switched(contenders: dict[str, Contender], **how) -> dict[str, fl
 
 
 def repeated_best_times(case: Case, seconds: float, patience: float = 2) -> tuple[dict[str, float], bool]:
-    """The shortest times, and whether the best of them came up in two parts of the run.
+    """Returns the shortest times, and whether they were reproduced in two parts of the run.
 
-    If not, the run goes on, up to `patience` times as long.
+    If they were not, the run continues for up to `patience` times as long.
     """
     part = best_times_switched if case.switched else best_times
     parts: list[dict[str, float]] = []
@@ -438,7 +442,7 @@ def repeated_best_times(case: Case, seconds: float, patience: float = 2) -> tupl
 
 
 def busy_seconds() -> float:
-    """Processor time that went to anything but idling, this process included; NaN where nobody says."""
+    """Returns the CPU time all processes have used, this one included; NaN if the system does not report it."""
     try:
         with open("/proc/stat") as file:
             user, nice, system, _, _, irq, softirq, steal, *_ = map(int, file.readline().split()[1:])
@@ -457,16 +461,16 @@ def measure(case: Case, threads: int, seconds: float) -> Row:
     return Row(case.what, case.dtype, case.size, case.elements, threads, times, repeated, max(0.0, others))
 
 
-# --- what is promised -----------------------------------------------------------------------------
+# --- limits ---------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class Bar:
     what: str
     measured: dict[int, float]  # by number of threads
-    limit: float | None  # None: reported only
+    limit: float | None  # None if only reported
     at_least: bool = True
-    doubtful: tuple[int, ...] = ()  # numbers of threads
+    doubtful: tuple[int, ...] = ()  # the numbers of threads whose times were not reproduced
 
     @property
     def asked(self) -> str:
@@ -526,7 +530,7 @@ def format_row(r: Row) -> str:
 
 def print_bars(checked: list[Bar]) -> None:
     width = max((len(b.what) for b in checked), default=0)
-    print(f"\n{'bar':<{width}} | {'asked':<8} | measured (1 thread) | measured (2 threads) | ok")
+    print(f"\n{'figure':<{width}} | {'limit':<8} | measured (1 thread) | measured (2 threads) | ok")
     for b in checked:
         one, two = (f"{b.measured[n]:.3f}{'?' if n in b.doubtful else ' '}" for n in THREADS)
         verdict = "–" if b.limit is None else ("yes" if b.met else "MISSED") + ("?" if b.doubtful else "")
@@ -571,11 +575,11 @@ def run_section(title: str, baseline: str, cases: Iterator[Case], only: str, sec
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", help="also write all figures to this file")
-    parser.add_argument("--quick", action="store_true", help="shorter, only the rows with a bar")
-    parser.add_argument("--only", default="", help="only rows whose name contains this")
+    parser.add_argument("--quick", action="store_true", help="shorter, and only rows that have a limit")
+    parser.add_argument("--only", default="", help="only rows whose name contains this string")
     options = parser.parse_args()
     without_ao_warnings()
-    # What the imports left behind need not be looked through before every measurement.
+    # Exempts the imported modules from garbage collection, which runs before every measurement.
     gc.freeze()
 
     facts = machine()

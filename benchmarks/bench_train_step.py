@@ -1,34 +1,38 @@
-"""A training step of a float model beside the same in fake quantization: ours, torch.ao, torchao, brevitas.
+"""Time and peak memory of a QAT step, compared with the float step and with torch.ao, torchao and brevitas.
 
     python benchmarks/bench_train_step.py [--json FILE] [--quick] [--only SUBSTRING]
 
-A step is forward, cross-entropy, backward, an SGD step and `zero_grad(set_to_none=True)`. Three models: an MLP
-784-512-512-10 with batch 128; a CNN with a stem of 32 channels and two residual blocks, batch 32 at 32x32;
-an `nn.TransformerEncoder` with two layers of width 384, 12 heads and feed-forward 1536, 16 sequences of 64
-tokens. All contenders start from the same weights and take turns; the shortest of many steps counts. "others" and
-"?" are as in bench_torch.py. Bars hold for two threads; figures at one thread are reported.
+A step is forward, cross-entropy, backward, an SGD step and `zero_grad(set_to_none=True)`. There are three models:
+
+    MLP            784-512-512-10, batch 128
+    CNN            a stem of 32 channels and two residual blocks, batch 32 at 32x32
+    encoder        nn.TransformerEncoder: two layers of width 384, 12 heads, feed-forward 1536; 16 × 64 tokens
+
+All contenders start from the same weights and take turns; the shortest of many steps counts. "others" and "?" have
+the same meaning as in bench_torch.py. Limits apply to two threads; figures for one thread are only reported.
 
     int8           recipes.int8(): weights per channel, activations per tensor, observed in every step
     int8, floats   the same with save_codes=False
     lsq(8)         recipes.lsq(8), calibrated: all scales learned
     torch.ao FX    prepare_qat_fx: weights per channel, activations per tensor by moving average
-    torchao        int8 weights per channel, int8 activations per token: it has none per tensor
-    brevitas       int8 weights per channel, activations per tensor with scales that are learned after some steps
-                   of collecting statistics; that is one step here, and what comes after it is measured
+    torchao        int8 weights per channel, int8 activations per token; it has no activations per tensor
+    brevitas       int8 weights per channel, activations per tensor with scales that are learned after some steps of
+                   collecting statistics; here one step, and the steps after it are timed
 
-The peers are optional, and absent where they are not installed or do not quantize the model:
+torchao and brevitas are optional. A contender is left out if it is not installed or does not support the model. To
+install them:
 
     .venv/bin/python -m pip install --no-deps -r requirements-peers.txt
 
-or, to leave the environment as it is, `--target DIR` with it, and DIR in PYTHONPATH.
+To keep them out of the environment, add `--target DIR` and put DIR into PYTHONPATH.
 
-Peak memory is that of one step after warm-up: the largest sum of bytes that torch's CPU allocator handed out
-since the beginning of the step and has not got back. That is activations, what autograd saves, temporary results
-and gradients; parameters, buffers and the batch are there before and not counted, and plain SGD has no state. What
-oneDNN and the like allocate by themselves is not counted for anybody.
+Peak memory is measured in one step after warm-up. It is the maximum, over the step, of the bytes that torch's CPU
+allocator has handed out since the start of the step and not yet freed: activations, tensors saved by autograd,
+temporaries and gradients. Parameters, buffers and the batch exist before the step and are not counted, and plain
+SGD has no state. Memory that libraries such as oneDNN allocate themselves is not counted for any contender.
 
-Before anything is timed, gradients with saved codes, of tensors of any size, and without are compared bit by bit, for
-both recipes. If they differ, the exit status is 1.
+Before anything is timed, the gradients with and without saved codes are compared bit by bit, for both recipes and for
+tensors of all sizes. The exit status is 1 if they differ.
 """
 
 import argparse
@@ -60,7 +64,7 @@ from fakequant.testing.timing import Contender
 FLOAT, INT8, FLOATS, LSQ = "float", "int8", "int8, floats", "lsq(8)"
 FX, TORCHAO, BREVITAS = "torch.ao FX", "torchao", "brevitas"
 PEERS = (FX, TORCHAO, BREVITAS)
-ASKED_AT = 2  # threads
+ASKED_AT = 2  # the number of threads that limits apply to
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -99,7 +103,7 @@ class Encoder(nn.Module):
 
 
 class TraceableLayer(nn.Module):
-    """A layer of the encoder, with its weights, in operations that torch.fx can follow."""
+    """A layer of the encoder with the same weights, written in operations that torch.fx can trace."""
 
     def __init__(self, layer: nn.TransformerEncoderLayer) -> None:
         super().__init__()
@@ -120,13 +124,13 @@ class TraceableLayer(nn.Module):
 
 
 def traceable(model: nn.Module, x: Tensor) -> nn.Module:
-    """The model, with its layers rewritten if it is the encoder: torch.fx sees that as one operation."""
+    """Returns the model, with rewritten layers if it is the encoder, which torch.fx would see as one operation."""
     if not isinstance(model, Encoder):
         return model
     rewritten = copy.deepcopy(model)
     rewritten.encoder = nn.Sequential(*map(TraceableLayer, rewritten.encoder.layers))
-    # The products are summed in another order: float32 keeps some 7 digits of values near 1.
-    assert (rewritten(x) - model(x)).abs().max() < 1e-5, "the rewritten encoder is another model"
+    # The products are summed in another order, and float32 has about 7 digits.
+    assert (rewritten(x) - model(x)).abs().max() < 1e-5, "the rewritten encoder computes different results"
     return rewritten
 
 
@@ -135,10 +139,10 @@ class Task:
     name: str
     build: Callable[[], nn.Module]
     shape: tuple[int, ...]  # of a batch
-    seconds: float  # of measuring with two threads
-    int8: float  # bars, over float
+    seconds: float  # to measure for, with two threads
+    int8: float  # limits: time over that of the float step
     lsq: float
-    memory: float | None = None  # None: not measured
+    memory: float | None = None  # limit: peak memory over that of the float step; None if not measured
 
 
 TASKS = (
@@ -152,8 +156,11 @@ TASKS = (
 
 
 def without_peer_noise() -> None:
-    """torchao: extensions for GPUs do not load here, torch dislikes how it registers enumerations. brevitas: an optional
-    package is absent. The profiler: that it starts and stops. Nothing else is hidden."""
+    """Hides messages that do not concern the benchmark.
+
+    torchao's about GPU extensions and about how it registers enums, brevitas's about an optional package, and the
+    profiler's about starting and stopping.
+    """
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "fast_hadamard_transform package not found", UserWarning)
@@ -161,7 +168,7 @@ def without_peer_noise() -> None:
 
 
 class Unsupported(Exception):
-    """A peer does not quantize the model; the message says why."""
+    """Raised if a peer cannot quantize the model; the message says why."""
 
 
 def ours(config: fq.QuantConfig, model: nn.Module, x: Tensor) -> nn.Module:
@@ -194,7 +201,7 @@ def with_brevitas(model: nn.Module, x: Tensor) -> nn.Module:
 
     class Attention(qnn.QuantMultiheadAttention):
         def forward(self, *inputs: Tensor, is_causal: bool = False, **options) -> tuple[Tensor, Tensor | None]:
-            """nn.TransformerEncoderLayer passes `is_causal`, which brevitas does not know and which is False here."""
+            """Drops `is_causal`, which nn.TransformerEncoderLayer passes and brevitas does not accept."""
             assert not is_causal
             return super().forward(*inputs, **options)
 
@@ -217,7 +224,7 @@ def with_brevitas(model: nn.Module, x: Tensor) -> nn.Module:
 
 
 def contenders(model: nn.Module, x: Tensor) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """The models to train, and of those that are missing why."""
+    """Returns the models to train, and for each missing one the reason."""
     int8 = recipes.int8()
     models = {
         FLOAT: copy.deepcopy(model),
@@ -229,19 +236,19 @@ def contenders(model: nn.Module, x: Tensor) -> tuple[dict[str, nn.Module], dict[
     for name, prepare in {FX: with_fx, TORCHAO: with_torchao, BREVITAS: with_brevitas}.items():
         try:
             prepared = prepare(model, x).train()
-            prepared(x).sum().backward()  # what cannot be trained shows now
+            prepared(x).sum().backward()  # fails here if it cannot be trained
             models[name] = prepared
         except Unsupported as reason:
             missing[name] = str(reason)
         except ImportError as error:
             missing[name] = f"not installed: {error}"
-        except Exception as error:  # a peer's failure is a result
+        except Exception as error:  # reported, as a result
             missing[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return models, missing
 
 
 def stepper(model: nn.Module, x: Tensor, target: Tensor) -> Contender:
-    # So slow that the weights hardly move: the last step measured computes with the same kind of numbers as the first.
+    # A rate so small that the weights hardly change: all steps compute with similar numbers.
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
     def step() -> None:
@@ -250,7 +257,7 @@ def stepper(model: nn.Module, x: Tensor, target: Tensor) -> Contender:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    step()  # what modules set up in their first step, and the gradients from before, are not measured
+    step()  # lets modules initialize and drops earlier gradients
     return step
 
 
@@ -258,7 +265,7 @@ def stepper(model: nn.Module, x: Tensor, target: Tensor) -> Contender:
 
 
 def gradients(config: fq.QuantConfig, model: nn.Module, x: Tensor, target: Tensor, steps: int = 2) -> list[Tensor]:
-    """Those of all parameters, of a few steps."""
+    """Returns the gradients of all parameters in each of a few steps."""
     prepared = ours(config, model, x)
     optimizer = torch.optim.SGD(prepared.parameters(), lr=1e-2)
     found = []
@@ -271,7 +278,7 @@ def gradients(config: fq.QuantConfig, model: nn.Module, x: Tensor, target: Tenso
 
 
 def same_gradients(model: nn.Module, x: Tensor, target: Tensor) -> bool:
-    """Whether saved codes change no bit. Small tensors, which are kept as they are, have to be codes here too."""
+    """Whether gradients are the same, bit by bit, with saved codes. Forces small tensors to be saved as codes too."""
     for config in (recipes.int8(), recipes.lsq(8)):
         with mock.patch.object(saved_codes, "_SMALLEST", 1):
             saved = gradients(config, model, x, target)
@@ -282,7 +289,7 @@ def same_gradients(model: nn.Module, x: Tensor, target: Tensor) -> bool:
 
 
 def peak_bytes(step: Contender) -> int:
-    """The most memory that is in use at a time of what the step allocates."""
+    """Returns the peak of the memory allocated during a step."""
     step()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
@@ -294,7 +301,7 @@ def peak_bytes(step: Contender) -> int:
     return peak
 
 
-# --- what is promised -----------------------------------------------------------------------------
+# --- limits ---------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -313,7 +320,7 @@ def at_most(model: str, what: str, measured: float, limit: float, doubtful: bool
 
 @dataclasses.dataclass
 class Figures:
-    """All about one model."""
+    """The results of one model."""
 
     task: Task
     equal_gradients: bool
@@ -330,12 +337,12 @@ class Figures:
         return min((name for name in PEERS if name in times), key=times.__getitem__, default=None)
 
     def x_fastest_peer(self, threads: int) -> float | None:
-        """Its time over ours."""
+        """Returns the time of the fastest peer divided by ours."""
         peer, times = self.fastest_peer(threads), self.rows[threads].seconds
         return None if peer is None else times[peer] / times[INT8]
 
     def bars(self) -> dict[str, Bar]:
-        """By what they are about."""
+        """Returns the limits of this model by name."""
         task, doubtful = self.task, not self.rows[ASKED_AT].repeated
         found = {
             "gradients": Bar(task.name, "gradients", "equal bits", self.equal_gradients, self.equal_gradients),
@@ -361,7 +368,7 @@ def run(task: Task, seconds: float) -> Figures:
     steps = {name: stepper(trained, x, target) for name, trained in models.items()}
     peaks = {} if task.memory is None else {name: peak_bytes(step) for name, step in steps.items()}
     case = Case(task.name, "float32", f"batch {len(x)}", None, steps, nothing_to_compare)
-    # What is only reported may be rougher.
+    # Figures that are only reported may be less precise.
     rows = {threads: measure(case, threads, seconds * (1 if threads == ASKED_AT else 0.5)) for threads in THREADS}
     return Figures(task, equal, missing, rows, peaks)
 
@@ -370,7 +377,7 @@ def run(task: Task, seconds: float) -> Figures:
 
 
 def verdict(bar: Bar | None) -> str:
-    """Two columns."""
+    """Returns the columns "limit" and "met"."""
     if bar is None:
         return f"{'–':<10} | –"
     return f"{bar.asked:<10} | {'yes' if bar.met else 'MISSED'}{'?' * bar.doubtful}"
@@ -381,7 +388,7 @@ def line(model: str, what: str, cells: list[str], bar: Bar | None) -> str:
 
 
 def print_heading(cells: list[str]) -> None:
-    print(f"\n{'model':<8} | {'contender':<26} | {' | '.join(f'{cell:>11}' for cell in cells)} | {'bar':<10} | met")
+    print(f"\n{'model':<8} | {'contender':<26} | {' | '.join(f'{cell:>11}' for cell in cells)} | {'limit':<10} | met")
 
 
 def print_steps(figures: list[Figures]) -> None:
@@ -416,9 +423,9 @@ def print_memory(figures: list[Figures]) -> None:
 
 
 REMARKS = {  # about the encoder
-    FX: "rewritten in operations that torch.fx can follow; of nn.TransformerEncoder it would quantize some weights only",
+    FX: "rewritten in operations that torch.fx can trace; in nn.TransformerEncoder it would quantize only some weights",
     TORCHAO: "attention stays in float; the feed-forward layers and the head are quantized",
-    BREVITAS: "also the weights of attention are quantized, and queries, keys and values each by itself",
+    BREVITAS: "attention weights are quantized too, and queries, keys and values separately",
 }
 
 
@@ -454,7 +461,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", help="also write all figures to this file")
     parser.add_argument("--quick", action="store_true", help="a fifth of the time")
-    parser.add_argument("--only", default="", help="only models whose name contains this")
+    parser.add_argument("--only", default="", help="only models whose name contains this string")
     options = parser.parse_args()
     without_ao_warnings()
     without_peer_noise()

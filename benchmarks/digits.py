@@ -1,21 +1,21 @@
-"""Accuracy with few bits: ranges by min-max, learned scales (LSQ) and learned zero points (LSQ+), on handwritten digits.
+"""Accuracy of a perceptron at 4, 3 and 2 bits: min-max ranges, compared with learned scales (LSQ, LSQ+) and with float.
 
     python benchmarks/digits.py [--json FILE] [--seeds N] [--epochs N]
 
-A multilayer perceptron, 64-64-64-10, on scikit-learn's digits: 897 images to train on, 900 to test, another
-split and another start for every seed. It is trained in float; then, from that same model and for the same
-number of steps with the same optimizer, with every weight and the input of every layer at 4, 3 and 2 bits:
+A multilayer perceptron, 64-64-64-10, is trained on scikit-learn's digits: 897 training images, 900 test images, with
+another split and initialization for every seed. It is trained in float. Each method then starts from that model and
+trains for the same number of steps with the same optimizer, with all weights and all inputs of layers quantized:
 
-    min-max          weights per channel: range of the tensor at hand; inputs: moving average of the range
-    LSQ              weights per channel and inputs: learned scales by LSQ's rule, zero point 0
-    LSQ+             the same weights, and learned zero points of the inputs; both start from the least squared error
-    LSQ+ min-max     the same, but both start from the range of the data
+    min-max          weights per channel with the range of the current tensor; inputs with a moving average of ranges
+    LSQ              weights per channel, and inputs: learned scales, initialized by LSQ's rule; zero point 0
+    LSQ+             the same weights; inputs with learned scales and zero points, initialized to the least error
+    LSQ+ min-max     as LSQ+, but inputs are initialized to the range of the data
 
-The accuracy is that of the last step, on the test images, in percent: mean ± standard deviation over the
-seeds. The learning rates were not tuned. With one thread the figures are the same on every run.
+The accuracy is that of the last step, on the test images, in percent: mean ± standard deviation over the seeds. The
+learning rates were not tuned. Runs use one thread and are reproducible.
 
-After a ReLU nothing is negative, and zero points have little to learn: LSQ and the two LSQ+ differ in where
-the scales of the inputs start. Few steps with LSQ's small gradients do not take them far from there.
+No value is negative after a ReLU, so zero points have little to learn. LSQ and the two LSQ+ differ mainly in the
+initial scales of the inputs, and few steps with LSQ's small gradients do not move them far.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from fakequant.nn import FakeQuantize, LearnedFakeQuantize, Quantizer, name_quan
 BITS = (4, 3, 2)
 WIDTHS = (64, 64, 64, 10)
 BATCH = 64
-FLOAT_RATE, QUANTIZED_RATE = 0.1, 0.02  # of SGD, down to 0 along half a cosine
+FLOAT_RATE, QUANTIZED_RATE = 0.1, 0.02  # learning rates of SGD, with cosine decay to 0
 
 Split = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -48,7 +48,7 @@ Split = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def split(seed: int, test: int = 900) -> Split:
-    """Training images and labels, test images and labels."""
+    """Returns training images and labels, test images and labels."""
     images, labels = (torch.from_numpy(a) for a in load_digits(return_X_y=True))
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
     images, labels = (images / 16).float()[order], labels[order]
@@ -95,7 +95,7 @@ METHODS: dict[str, Callable[[int, torch.Size], tuple[Quantizer, Quantizer]]] = {
 
 
 def quantized(model: nn.Sequential, method: str, bits: int) -> nn.Sequential:
-    """A copy of a float model with quantizers."""
+    """Returns a copy of a float model with quantizers."""
     layers = [
         QuantizedLinear(layer, *METHODS[method](bits, layer.weight.shape)) if isinstance(layer, nn.Linear) else layer
         for layer in copy.deepcopy(model)
@@ -109,7 +109,7 @@ def quantized(model: nn.Sequential, method: str, bits: int) -> nn.Sequential:
 
 
 def calibrate(model: nn.Module, images: Tensor) -> None:
-    """Shows the model data in float, before the optimizer is built. A learned scale then is no longer observed."""
+    """Observes data in float. To be called before the optimizer is created; learned scales are then not observed again."""
     switch_quantizers(model, observing=True, quantizing=False)
     with torch.no_grad():
         model(images)
@@ -143,7 +143,7 @@ def accuracy(model: nn.Module, data: Split) -> float:
 
 
 def run_seed(seed: int, epochs: int) -> dict[str, float]:
-    """Accuracies by name: "float", and "LSQ 4" and so on."""
+    """Returns accuracies by name: "float", "LSQ 4" and so on."""
     data = split(seed)
     torch.manual_seed(seed)
     model = perceptron()
@@ -180,11 +180,21 @@ def measure(
     show: Callable[[dict[str, list[float]]], object],
     more: Callable[[dict[str, list[float]]], dict[str, object]] = lambda figures: {},
 ) -> int:
-    """The command line: runs every seed, shows the accuracies, and writes them, with more, as JSON."""
+    """Runs the command line of an accuracy benchmark.
+
+    Args:
+        description: The docstring of the script.
+        epochs: The default of `--epochs`.
+        run: Takes a seed and a number of epochs, returns accuracies by name.
+        show: Prints the accuracies, one per seed, of each name.
+        more: Returns further entries of the JSON file.
+    """
     parser = argparse.ArgumentParser(description=description.split("\n")[0])
     parser.add_argument("--json", help="also write all figures to this file")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=epochs, help="of training in float, and again with quantizers")
+    parser.add_argument(
+        "--epochs", type=int, default=epochs, help="of training in float, and again of training with quantizers"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)

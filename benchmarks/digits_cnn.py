@@ -1,33 +1,32 @@
-"""Accuracy of a whole model: a small CNN in float, quantized after training, and trained with quantizers, on digits.
+"""Accuracy of a small CNN through `prepare`, `calibrate` and training: PTQ and QAT, compared with float.
 
     python benchmarks/digits_cnn.py [--json FILE] [--seeds N] [--epochs N]
 
-The network: a convolution of 16 channels, one of 32 with stride 2, a residual block of 32, each convolution
-with batch norm and ReLU, then the mean over the image and a linear layer; 23,738 parameters. The data
-are those of `digits.py`: 897 images to train on, 900 to test, another split and another start for every seed.
+The network has a convolution of 16 channels, one of 32 with stride 2 and a residual block of 32, each convolution
+with batch norm and ReLU, then the mean over the image and a linear layer: 23,738 parameters. The data are those of
+`digits.py`: 897 training images, 900 test images, with another split and initialization for every seed.
 
-The network is trained in float. Every other row starts from a copy of that same model:
+The network is trained in float. Every other row starts from a copy of that model:
 
-    float, trained on    as many steps as the trained rows below, same optimizer, order of images and schedule
-    PTQ                  `prepare` and `calibrate` on the training images, nothing trained
+    float, trained on    trained further in float: same steps, optimizer, order of images and schedule as QAT
+    PTQ                  `prepare` and `calibrate` on the training images, no training
     QAT                  the same, then trained
 
     int8, w4a8           the recipes
-    min-max b            weights and activations of b bits: weights per channel with the range of the tensor at
-                         hand, activations with the moving average of the range
+    min-max b            weights and activations of b bits: weights per channel with the range of the current tensor,
+                         activations with a moving average of the range
     LSQ b                the recipe `lsq(b)`: the same grids, with learned scales and zero points
-    LSQ b everywhere     the same without its 8 bits for the first and the last layer (`first_last_bits=None`)
+    LSQ b everywhere     the same, but without 8 bits for the first and last layer (`first_last_bits=None`)
 
-The operands of the addition have b bits too. In the last quarter of the steps ranges, learned scales and the statistics of batch norm stay as
-they are.
+The operands of the addition have b bits too. Ranges, learned scales and the statistics of batch norm are frozen in
+the last quarter of the steps.
 
-The accuracy is that of the last step, on the test images, in percent: mean ± standard deviation over the seeds.
-The learning rates are those of `digits.py`, for learned scales that of the weights, without weight decay; they were
-not tuned (half as much in the second training was tried, on other seeds). With one thread the figures are the same
-on every run.
+The accuracy is that of the last step, on the test images, in percent: mean ± standard deviation over the seeds. The
+learning rates are those of `digits.py`; learned scales use that of the weights, without weight decay. They were not
+tuned (half the rate in the second training was tried, on other seeds). Runs use one thread and are reproducible.
 
-Few steps with LSQ's small gradients change its scales by some percent at most: LSQ and min-max differ here in where
-the scales start. At 2 bits that is worth some points; at 3 bits the difference is within the spread of the seeds.
+Few steps with LSQ's small gradients change its scales by a few percent at most, so LSQ and min-max differ mainly in
+the initial scales. This is worth some points at 2 bits; at 3 bits the difference is within the spread of the seeds.
 """
 
 import copy
@@ -43,7 +42,7 @@ import fakequant as fq
 from digits import BATCH, FLOAT_RATE, QUANTIZED_RATE, Split, accuracy, formatted, measure, split
 
 SCALE_RATE = QUANTIZED_RATE
-FROZEN = 0.25  # the last part of the second training, in which ranges and statistics stay as they are
+FROZEN = 0.25  # the last part of the second training, in which ranges and batch norm statistics are frozen
 
 
 # --- models ---------------------------------------------------------------------------------------
@@ -54,7 +53,7 @@ def convolution(inputs: int, outputs: int, stride: int = 1) -> list[nn.Module]:
 
 
 class Residual(nn.Module):
-    """Two convolutions, and a way around them."""
+    """Two convolutions with a skip connection."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -80,14 +79,14 @@ def network() -> nn.Sequential:
 
 
 def min_max(bits: int) -> fq.QuantConfig:
-    """The grids of `lsq(bits)` with observed ranges."""
+    """Returns the config of `lsq(bits)` with observed instead of learned ranges."""
     learned = fq.recipes.lsq(bits)
     assert learned.default is not None
     return dataclasses.replace(learned, default=dataclasses.replace(learned.default, learned=False))
 
 
 class Row(NamedTuple):
-    """One way to quantize the network."""
+    """A config, and whether the network is trained with it."""
 
     name: str
     config: fq.QuantConfig
@@ -112,7 +111,7 @@ ROWS = (
 
 
 def train(model: nn.Module, data: Split, epochs: int, rate: float, seed: int, frozen: float = 0.0) -> None:
-    """Trains with an ordinary loop. A prepared model is calibrated: an optimizer needs the learned scales."""
+    """Trains with an ordinary loop. A prepared model must be calibrated first, so that its learned scales exist."""
     images, labels, *_ = data
     generator = torch.Generator().manual_seed(seed)
     groups = fq.nn.param_groups(model, lr=SCALE_RATE)
@@ -134,7 +133,7 @@ def train(model: nn.Module, data: Split, epochs: int, rate: float, seed: int, fr
 
 
 def run_seed(seed: int, epochs: int) -> dict[str, float]:
-    """Accuracies by the names of the rows."""
+    """Returns accuracies by the names of the rows."""
     data = split(seed)
     torch.manual_seed(seed)
     model = network()
@@ -158,7 +157,7 @@ def run_seed(seed: int, epochs: int) -> dict[str, float]:
 
 
 class Bar(NamedTuple):
-    """A difference of mean accuracies that the table is to show."""
+    """A difference of mean accuracies and its lower limit."""
 
     what: str
     measured: float
@@ -181,7 +180,7 @@ def print_table(figures: dict[str, list[float]]) -> None:
     print(f"\n{'':<21}| accuracy in percent")
     for name, values in figures.items():
         print(f"{name:<21}| {formatted(values)}")
-    print("\nbar in points                | measured |  asked")
+    print("\ndifference in points         | measured |  limit")
     for bar in bars(figures):
         print(f"{bar.what:<29}| {bar.measured:+8.2f} | > {bar.more_than:+.1f} | {'met' if bar.met else 'NOT met'}")
 

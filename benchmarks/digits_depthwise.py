@@ -1,20 +1,21 @@
-"""Biases at few bits: a depthwise-separable CNN on digits, with 2 bits, and what rounding its biases costs.
+"""Accuracy lost by rounding the biases of a 2-bit depthwise-separable CNN, compared with float biases.
 
     python benchmarks/digits_depthwise.py [--json FILE] [--seeds N] [--epochs N]
 
-The network: a convolution of 16 channels, two depthwise-separable blocks, each convolution with batch norm
-and ReLU, the mean over the image and a linear layer. The data are those of `digits.py`. The network is trained in
-float; a copy is prepared with the recipe `lsq(2)` for the target `onnxruntime-x86`, calibrated and trained with Adam.
-Ranges and batch norms are frozen in the last quarter. An integer kernel adds the bias, most of which the folded
-batch norm brings, as an integer at the scale of the sums. The rows are the accuracies on the test images, in percent,
-of the same weights:
+The network has a convolution of 16 channels and two depthwise-separable blocks, each convolution with batch norm
+and ReLU, then the mean over the image and a linear layer. The data are those of `digits.py`. The network is trained
+in float. A copy is prepared with the recipe `lsq(2)` for the target `onnxruntime-x86`, calibrated and trained with
+Adam. Ranges and batch norms are frozen in the last quarter.
 
-    eval()          with the biases that will run
+An integer kernel adds the bias, most of which comes from the folded batch norm, as an integer at the scale of the
+sums. The rows are accuracies of the same weights on the test images, in percent:
+
+    eval()          with the biases that are deployed
     train()         in training mode, with batch norms frozen
-    float bias      with biases in float, which no integer kernel has
-    own step        with the biases rounded to the step of the weights' own codes, not of codes in bytes
+    float bias      with float biases, which no integer kernel has
+    own step        with biases rounded to the step of the weights' 2-bit codes instead of their 8-bit codes
 
-and how many codes of the golden model and ONNX Runtime differ.
+The last row is the number of codes that differ between the golden model and ONNX Runtime.
 """
 
 import copy
@@ -33,7 +34,7 @@ from digits import BATCH, FLOAT_RATE, Split, formatted, measure, split
 from digits_cnn import train as train_with_sgd
 from fakequant.nn import _quantized_layer
 
-RATE = 1e-3  # of Adam
+RATE = 1e-3  # learning rate of Adam
 FROZEN = 0.25
 
 
@@ -75,7 +76,7 @@ def train(model: nn.Module, data: Split, epochs: int, seed: int) -> None:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: Split) -> float:
-    """In the mode that the model is in."""
+    """Returns the accuracy in the current mode of the model, train or eval."""
     *_, images, labels = data
     return (model(images).argmax(1) == labels).float().mean().item() * 100
 
@@ -114,7 +115,7 @@ def run_seed(seed: int, epochs: int) -> dict[str, float]:
 
 
 class Bar(NamedTuple):
-    """A figure that is to be at most so much."""
+    """A measured figure and its upper limit."""
 
     what: str
     measured: float
@@ -138,7 +139,7 @@ def print_table(figures: dict[str, list[float]]) -> None:
     print(f"\n{'':<18}| accuracy in percent")
     for name, values in figures.items():
         print(f"{name:<18}| {formatted(values)}")
-    print("\nbar                          | measured |  asked")
+    print("\nfigure                       | measured |  limit")
     for bar in bars(figures):
         print(f"{bar.what:<29}| {bar.measured:8.2f} | <= {bar.at_most} | {'met' if bar.met else 'NOT met'}")
 

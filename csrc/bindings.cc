@@ -1,9 +1,9 @@
-// The Python module `fakequant._native`: convert arguments, release the GIL, call the core.
+// The Python module `fakequant._native`: converts arguments, releases the GIL and calls the core.
 //
-// Memory is passed as anything with the buffer protocol (NumPy arrays, whatever their element type)
-// or as a plain address, so that one interface serves NumPy and torch without copies. Callers are
-// this package's own front ends, which check shapes and types. What would write outside of memory if a
-// front end were wrong is a ValueError here: missing or short memory, sizes, numbers of enumerations.
+// Memory is passed as an object with the buffer protocol (a NumPy array of any dtype) or as an address (torch), so that
+// one interface serves both without copies. The callers are this package's front ends, which check shapes and types.
+// Errors that would access memory out of bounds raise ValueError here as well: missing or short buffers, invalid sizes,
+// and integers that are not values of their enum.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -40,6 +40,7 @@ class Memory {
     if (view_.obj) PyBuffer_Release(&view_);
   }
 
+  // Accepts None, an address as an int, or an object with the buffer protocol. Returns false for anything else.
   bool from_object(PyObject* object, bool writable) {
     if (object == Py_None) return true;
     if (PyLong_CheckExact(object)) {
@@ -49,7 +50,7 @@ class Memory {
       if (PyErr_Occurred()) PyErr_Clear();
       return data_ != nullptr;
     }
-    // Plain bytes, no format: element types that only NumPy knows (bfloat16) pass as well.
+    // Requested as plain bytes, because dtypes such as bfloat16 have no format in the buffer protocol.
     if (PyObject_GetBuffer(object, &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0) {
       PyErr_Clear();
       view_.obj = nullptr;
@@ -60,10 +61,11 @@ class Memory {
     return true;
   }
 
-  // Memory for `count` elements. None is memory for no elements at all.
+  // Returns the memory as an array of at least `count` elements. Throws ValueError if it is smaller. None is memory
+  // without elements, for which this returns nullptr.
   template <class T> T* get(int64_t count) const {
     if (data_ == nullptr) {
-      if (count > 0) throw nb::value_error("fakequant._native: None was given for memory that is needed");
+      if (count > 0) throw nb::value_error("fakequant._native: a required buffer is None");
       return nullptr;
     }
     if (bytes_ / int64_t(sizeof(T)) < count) {
@@ -73,7 +75,7 @@ class Memory {
     return static_cast<T*>(data_);
   }
   void* bytes(int64_t count) const { return get<char>(count); }
-  // Addresses are how torch's memory arrives.
+  // Only torch's memory is passed as an address.
   bool is_torchs() const { return is_address_; }
 
  private:
@@ -110,9 +112,9 @@ namespace {
 
 using namespace fakequant;
 
-// Takes the GIL back. If the interpreter has begun to shut down meanwhile, Python before 3.14 ends the
-// thread here by unwinding its stack, which must not reach the destructors above us; so the thread
-// waits in place for the process to end, as Python 3.14 does.
+// Reacquires the GIL. If the interpreter is shutting down, Python before 3.14 ends the thread here by unwinding its
+// stack. That must not run the destructors of the callers, so the thread waits here for the process to end, as in
+// Python 3.14.
 void take_gil(PyThreadState* state) {
 #if defined(__GLIBCXX__) && !defined(_WIN32)
   try {
@@ -125,9 +127,10 @@ void take_gil(PyThreadState* state) {
 #endif
 }
 
-// Waiting for the GIL again can take longer than a small array's whole computation.
+// Reacquiring the GIL can take longer than the whole computation on a smaller array.
 constexpr int64_t kReleaseGilFrom = 4096;
 
+// Calls f on torch's threads if `data` is torch's, and without the GIL if `size` is large.
 template <class F> void without_gil(const Memory& data, int64_t size, F&& f) {
   const BorrowThreads on_its_threads(data.is_torchs());
   if (size < kReleaseGilFrom) return f();
@@ -143,13 +146,13 @@ template <class F> void without_gil(const Memory& data, int64_t size, F&& f) {
 
 using ShapeTuple = std::tuple<int64_t, int64_t, int64_t, int64_t>;
 
-// Beyond this many elements a size in bytes, or in bits, might not fit 64 bits.
+// For more elements, the size in bits might exceed int64.
 constexpr int64_t kMaxElements = std::numeric_limits<int64_t>::max() / 64;
 
 [[noreturn]] void refuse(const char* what) { throw nb::value_error(what); }
 
 int64_t checked_size(int64_t n) {
-  if (n < 0 || n > kMaxElements) refuse("fakequant._native: a size is negative or beyond memory");
+  if (n < 0 || n > kMaxElements) refuse("fakequant._native: a size is negative or too large");
   return n;
 }
 
@@ -157,16 +160,18 @@ Shape to_shape(const ShapeTuple& t) {
   const Shape s{std::get<0>(t), std::get<1>(t), std::get<2>(t), std::get<3>(t)};
   int64_t product = 1;
   for (int64_t n : {s.batch, s.outer, s.blocks, s.inner}) {
-    if (n < 0 || (n > 0 && product > kMaxElements / n)) refuse("fakequant._native: a shape is negative or beyond memory");
-    // An empty axis must not hide that the others are beyond memory.
+    if (n < 0 || (n > 0 && product > kMaxElements / n)) {
+      refuse("fakequant._native: a shape is negative or too large");
+    }
+    // A size of 0 must not hide that the product of the other sizes is too large.
     if (n > 0) product *= n;
   }
   return s;
 }
 
-// One of the enumerations of kernels.h, which Python gives as a number.
+// Converts an int from Python to an enum of kernels.h. `last` is the enum's last value.
 template <class E> E checked(int value, E last) {
-  if (value < 0 || value > int(last)) refuse("fakequant._native: a number stands for nothing in its enumeration");
+  if (value < 0 || value > int(last)) refuse("fakequant._native: an int is not a value of its enum");
   return E(value);
 }
 
@@ -213,7 +218,7 @@ void py_fake_quantize(In& x, Out& y, Out& mask, int mask_kind, int dtype, const 
   without_gil(x, n, [&] { fake_quantize(a); });
 }
 
-// One scale for the whole array, given as numbers: nothing to allocate for a small call.
+// Per tensor, with scale and zero point as numbers: saves small calls an allocation.
 void py_fake_quantize_scalar(In& x, Out& y, Out& mask, int mask_kind, int dtype, int64_t size, int numerics,
                              double scale, int64_t zero, int64_t qmin, int64_t qmax) {
   checked_size(size);
@@ -225,7 +230,7 @@ void py_fake_quantize_scalar(In& x, Out& y, Out& mask, int mask_kind, int dtype,
   g.numerics = to_numerics(numerics);
   g.qmin = qmin;
   g.qmax = qmax;
-  // torch's rules know float32 scales only; ours compute float64 arrays in float64.
+  // torch's rules use float32 scales only. The other rules compute float64 arrays in float64.
   if (d == DType::f64 && g.numerics >= Numerics::onnx) g.scale_f64 = &scale;
   else g.scale_f32 = &scale_f32;
   if (zero_i32 == zero) g.zero_i32 = &zero_i32;
@@ -292,7 +297,7 @@ void py_min_max(In& x, int dtype, const ShapeTuple& shape, Out& lo, Out& hi, Out
 void py_histogram(In& x, const ShapeTuple& shape, In& inverse_width, int64_t half, Out& counts) {
   const Shape s = to_shape(shape);
   if (half < 1 || half > kMaxElements / std::max<int64_t>(s.parameters(), 1)) {
-    refuse("fakequant._native: `half`, the number of bins on either side of zero, must be at least 1");
+    refuse("fakequant._native: `half`, the number of bins on each side of zero, is less than 1 or too large");
   }
   const HistogramArgs a{s, half, x.get<const float>(s.size()), inverse_width.get<const float>(s.parameters()),
                         counts.get<int64_t>(s.parameters() * 2 * half)};
@@ -301,8 +306,8 @@ void py_histogram(In& x, const ShapeTuple& shape, In& inverse_width, int64_t hal
 
 std::tuple<int64_t, int64_t, int64_t, int64_t> py_observe_fake_quantize(
     In& x, Out& y, Out& mask, int mask_kind, int dtype, const ShapeTuple& shape, int numerics, int64_t qmin,
-    int64_t qmax, int rule, int update, bool observe, bool quantize, bool symmetric, double averaging_constant, double eps,
-    Out& running_min, Out& running_max, Out& scale, Out& zero_point) {
+    int64_t qmax, int rule, int update, bool observe, bool quantize, bool symmetric, double averaging_constant,
+    double eps, Out& running_min, Out& running_max, Out& scale, Out& zero_point) {
   const Shape s = to_shape(shape);
   const auto d = to_dtype(dtype);
   const auto kind = to_mask_kind(mask_kind);
@@ -313,9 +318,9 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> py_observe_fake_quantize(
   g.qmax = qmax;
   const FakeQuantizeArgs a{d, s, g, x.bytes(n * bytes_of(d)), y.bytes(n * bytes_of(d)), kind,
                            mask.get<uint8_t>(mask_bytes(kind, n))};
-  const ObserveArgs o{checked(rule, RangeRule::torch_fused), checked(update, RangeUpdate::dynamic), observe, quantize, symmetric, float(averaging_constant),
-                      float(eps), running_min.get<float>(p), running_max.get<float>(p), scale.get<float>(p),
-                      zero_point.get<int32_t>(p)};
+  const ObserveArgs o{checked(rule, RangeRule::torch_fused), checked(update, RangeUpdate::dynamic), observe, quantize,
+                      symmetric, float(averaging_constant), float(eps), running_min.get<float>(p),
+                      running_max.get<float>(p), scale.get<float>(p), zero_point.get<int32_t>(p)};
   ObserveResult r;
   without_gil(x, n, [&] { r = observe_fake_quantize(o, a); });
   return {r.nan_count, r.posinf_count, r.neginf_count, r.unseen};
@@ -335,7 +340,7 @@ void py_choose_qparams(In& lo, In& hi, int64_t n, int64_t qmin, int64_t qmax, bo
   }
 }
 
-// Index of the first scale that is not finite and positive, or -1.
+// Returns the index of the first scale that is not finite and positive, or -1.
 int64_t py_first_invalid_scale(In& scale, bool is_f64, int64_t n) {
   checked_size(n);
   const auto find = [n](const auto* s) {
@@ -347,6 +352,7 @@ int64_t py_first_invalid_scale(In& scale, bool is_f64, int64_t n) {
   return is_f64 ? find(scale.get<const double>(n)) : find(scale.get<const float>(n));
 }
 
+// The entries of the KernelApi.
 template <auto kernel> struct OnTorchsThreads;
 template <class Args, void (*kernel)(const Args&)> struct OnTorchsThreads<kernel> {
   static void run(const Args& args) {
@@ -365,7 +371,7 @@ void py_keep_within(Out& values, Out& before, int64_t n, double low, double high
   keep_within(values.get<float>(n), before.get<float>(n), n, float(low), float(high));
 }
 
-// Index of the first zero point that is not within [low, high], or -1.
+// Returns the index of the first zero point outside [low, high], or -1.
 int64_t py_first_outside(In& zero, int zero_kind, int64_t n, int64_t low, int64_t high) {
   checked_size(n);
   const auto find = [=](const auto* z) {
@@ -388,7 +394,7 @@ int64_t py_first_outside(In& zero, int zero_kind, int64_t n, int64_t low, int64_
 NB_MODULE(_native, m) {
   m.doc() = "The compiled kernels. Private: use the functions of `fakequant`.";
 
-  // Python reads the numbers of the enumerations from these; the functions below take the numbers.
+  // Python reads the values of the enums from these. The functions below take them as plain ints.
   nb::enum_<DType>(m, "DType", nb::is_arithmetic())
       .value("f32", DType::f32).value("f64", DType::f64).value("bf16", DType::bf16).value("f16", DType::f16);
   nb::enum_<Numerics>(m, "Numerics", nb::is_arithmetic())

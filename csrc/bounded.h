@@ -1,4 +1,4 @@
-// Learned values that stay where they make sense, whatever an optimizer does to them.
+// Keeps learned values (scales, zero points, clipping values) valid after an optimizer step.
 #pragma once
 
 #include <algorithm>
@@ -7,12 +7,12 @@
 
 namespace fakequant {
 
-// Keeps values within [low, high]: what is not finite becomes what it was `before`, and `before` is what
-// all of them are now.
+// Clamps n values to [low, high] in place. A value that is not finite is replaced by its element of `before`. Then
+// `before` is set to the new values, for the next call.
 inline void keep_within(float* values, float* before, int64_t n, float low, float high) {
   for (int64_t i = 0; i < n; ++i) {
     const float kept = std::isfinite(values[i]) ? std::clamp(values[i], low, high) : before[i];
-    if (kept != values[i]) values[i] = kept;  // a page that is only read is not copied
+    if (kept != values[i]) values[i] = kept;  // not written if unchanged: copy-on-write pages stay shared
     before[i] = kept;
   }
 }

@@ -1,6 +1,6 @@
-// Integer codes in memory: one element per int8..int32, or two or four per byte.
+// Integer codes in memory: 8, 16 or 32 bits per code, or packed, with two or four codes per byte.
 //
-// Packed codes follow the order of the elements, the first in the lowest bits, as ONNX stores int4.
+// Packed codes are in the order of the elements, with the first in the lowest bits, as in ONNX's int4.
 #pragma once
 
 #include "kernels.h"
@@ -8,7 +8,7 @@
 
 namespace fakequant::FQ_TARGET {
 
-// Q is the integer type of a code in a register, Bits its size in memory.
+// Q is the integer type of an unpacked code, Bits the size of a code in memory.
 template <class Q, int Bits>
 struct CodeTag {
   using type = Q;
@@ -16,6 +16,7 @@ struct CodeTag {
   static constexpr bool packed = Bits < 8;
 };
 
+// Calls f with the code type as a CodeTag.
 template <class F> FQ_INLINE void with_code(CodeType code, F&& f) {
   switch (code) {
     case CodeType::i8: return f(CodeTag<int8_t, 8>{});
@@ -31,6 +32,7 @@ template <class F> FQ_INLINE void with_code(CodeType code, F&& f) {
   }
 }
 
+// Packs n codes, given in the low bits of one byte each. The unused bits of the last byte are 0.
 template <int Bits> FQ_INLINE void pack_codes(const uint8_t* codes, int64_t n, uint8_t* out) {
   constexpr int kPerByte = 8 / Bits;
   constexpr uint8_t kMask = (1 << Bits) - 1;
@@ -47,12 +49,12 @@ template <int Bits> FQ_INLINE void pack_codes(const uint8_t* codes, int64_t n, u
   }
 }
 
-// Code k of a byte. A signed code is moved to the top of the byte and back, which copies its sign bit.
+// Returns code k of a byte. The two shifts extend the sign of a signed code.
 template <class Q, int Bits> FQ_INLINE Q code_in_byte(uint8_t byte, int k) {
   return Q(Q(uint8_t(byte << (8 - Bits - k * Bits))) >> (8 - Bits));
 }
 
-// n codes from element `start` on.
+// Unpacks n codes, starting with that of element `start`.
 template <class Q, int Bits> FQ_INLINE void unpack_codes(const uint8_t* packed, int64_t start, int64_t n, Q* codes) {
   constexpr int kPerByte = 8 / Bits;
   int64_t i = 0;

@@ -11,6 +11,7 @@
 namespace fakequant {
 namespace {
 
+// Whether the vector kernels would not be exact; see wide.h.
 bool needs_wide(const Grid& g, int64_t parameters) {
   const auto beyond = [](int64_t v) { return v < -kNarrowLimit || v > kNarrowLimit; };
   if (beyond(g.qmin) || beyond(g.qmax) || g.zero_i64) return true;
@@ -27,14 +28,16 @@ bool needs_wide(const Grid& g, int64_t parameters) {
 
 // Below this many elements waking another thread costs more than it saves.
 constexpr int64_t kSerialElements = 1 << 15;
-// Big enough to amortise the bookkeeping, small enough to even out when one thread is slower.
+// Large enough to amortise the overhead of a task, small enough to balance the load between threads.
 constexpr int64_t kElementsPerTask = 1 << 16;
 
+// Calls body(begin, end) for ranges that cover [0, size), on several threads if there are enough elements.
 template <class F> void over_elements(int64_t size, F&& body) {
   if (size <= kSerialElements || get_num_threads() == 1) return body(int64_t(0), size);
-  // At least two tasks per thread; a multiple of 64 elements each, see KernelTable.
+  // At least two tasks per thread. Ranges must start at multiples of kRangeAlignment; see KernelTable.
   const int64_t share = size / (2 * get_num_threads()) + 1;
-  const int64_t per_task = (std::min(kElementsPerTask, share) + kRangeAlignment - 1) / kRangeAlignment * kRangeAlignment;
+  const int64_t per_task =
+      (std::min(kElementsPerTask, share) + kRangeAlignment - 1) / kRangeAlignment * kRangeAlignment;
   const int64_t tasks = (size + per_task - 1) / per_task;
   run_tasks(tasks, [&](int64_t t) { body(t * per_task, std::min(size, (t + 1) * per_task)); });
 }
@@ -42,14 +45,14 @@ template <class F> void over_elements(int64_t size, F&& body) {
 // --- reductions: tiles ---------------------------------------------------------------------------
 
 constexpr int64_t kTileElements = 1 << 14;
-// A partial result is 16 bytes or more per block of a tile. With at least this many elements behind
-// each, partial results stay well below the size of the input.
+// A partial result takes at least 16 bytes per block of a tile. With at least this many elements per partial result,
+// partial results take much less memory than the input.
 constexpr int64_t kMinElementsPerPartial = 64;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Cuts an array into tiles by its shape alone. Tiles that share blocks (several row or position
-// chunks) leave one partial result each; `chunks` of them are combined in order.
+// Divides an array into tiles, by its shape alone. Each tile gives one partial result per block. A block that spans
+// several row or position chunks has several partial results, which are combined in the order of the chunks.
 struct Tiling {
   Shape shape;
   int64_t rows, blocks, positions;                    // per tile
@@ -69,7 +72,7 @@ struct Tiling {
   int64_t tiles() const { return shape.batch * block_chunks * chunks(); }
   int64_t partials() const { return chunks() * shape.parameters(); }
 
-  // Tiles that follow each other lie next to each other in memory.
+  // Consecutive tiles are adjacent in memory.
   Tile tile(int64_t t) const {
     const int64_t j = t % position_chunks;
     const int64_t k = t / position_chunks % block_chunks;
@@ -80,7 +83,7 @@ struct Tiling {
             k * blocks, std::min(shape.blocks, (k + 1) * blocks),
             j * positions, std::min(shape.inner, (j + 1) * positions)};
   }
-  // Chunk c of parameter p stands at c * parameters + p.
+  // Index of the tile's first partial result: chunk c of parameter p is at c * parameters + p.
   int64_t partial_index(const Tile& t) const {
     const int64_t chunk = t.o0 / rows * position_chunks + t.j0 / positions;
     return chunk * shape.parameters() + t.batch * shape.blocks + t.k0;
@@ -94,7 +97,7 @@ template <class F> void over_tiles(const Tiling& tiling, F&& body) {
   for (int64_t t = 0; t < tiling.tiles(); ++t) body(tiling.tile(t));
 }
 
-// One block: rows and positions are one long row.
+// With one block, all rows of a batch are one long row.
 Shape merged(Shape s) {
   if (s.blocks == 1) {
     s.inner *= s.outer;

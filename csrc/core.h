@@ -1,5 +1,5 @@
-// What callers use: the kernels of `kernels.h` over whole arrays, on the chosen instruction set and
-// on several threads. Nothing here checks its arguments; that is the front ends' work.
+// The kernels of `kernels.h` over whole arrays, on the selected instruction set and on several threads. Arguments are
+// not checked; bindings.cc and the Python front ends do that.
 #pragma once
 
 #include <string>
@@ -18,27 +18,29 @@ void min_max(const MinMaxArgs&);
 
 // --- observe, choose parameters, fake-quantize in one call (observe.cc) --------------------------
 
-// The grid's scale and zero point are taken from ObserveArgs.
+// The scale and zero-point pointers of the grid are ignored; those of ObserveArgs are used.
 ObserveResult observe_fake_quantize(const ObserveArgs&, FakeQuantizeArgs);
 
 // --- histograms (histogram.cc) -------------------------------------------------------------------
 
+// Counts the finite values of each block in bins of equal width around zero.
 struct HistogramArgs {
   Shape shape;
-  int64_t half;  // bins for each sign
+  int64_t half;  // number of bins on each side of zero
   const float* x;
   const float* inverse_width;  // one per parameter
-  int64_t* counts;             // 2 * half per parameter, from the lowest bin to the highest; added to
+  int64_t* counts;             // 2 * half per parameter, from the lowest bin to the highest; incremented
 };
 
 void histogram(const HistogramArgs&);
 
 // --- instruction sets (dispatch.cc) --------------------------------------------------------------
 
+// The kernels of the selected target; by default, of the best one this CPU supports.
 const KernelTable& kernels();
 std::vector<std::string> compiled_targets();
-std::vector<std::string> supported_targets();  // compiled in, and this CPU can run them; best last
-// False if there is no such target or this CPU cannot run it.
+std::vector<std::string> supported_targets();  // the compiled targets that this CPU can run, best last
+// Returns false if the target is not compiled in or this CPU cannot run it.
 bool select_target(const std::string& name);
 
 // --- quantization parameters (qparams.cc) --------------------------------------------------------
@@ -48,11 +50,11 @@ struct QParam {
   int32_t zero_point;
 };
 
-// Observed range to parameters, by the rule of torch's observers.
+// Returns the parameters for an observed range, by the rule of torch's observers.
 QParam choose_qparams(float lo, float hi, int64_t qmin, int64_t qmax, bool symmetric, float eps);
-// The same by the rule of torch's fused moving-average operator, which is another one.
+// Returns the parameters for an observed range, by the different rule of torch's fused moving-average operator.
 QParam choose_qparams_fused(float lo, float hi, int32_t qmin, int32_t qmax, bool symmetric);
-// running + c * (value - running); an infinite `running` has seen nothing yet.
+// Returns running + c * (value - running), or `value` if `running` is infinite, as it is before the first update.
 float moving_average(float running, float value, float c);
 
 }  // namespace fakequant

@@ -1,4 +1,4 @@
-// Chooses the instruction set, once, at load: the best one this CPU has, or FAKEQUANT_TARGET.
+// Selects the instruction set: the best one this CPU supports, unless select_target() chose another.
 #include <atomic>
 #include <cstdint>
 #include <initializer_list>
@@ -27,8 +27,7 @@ const KernelTable kTables[] = {
 };
 
 #if defined(__x86_64__) || defined(_M_X64)
-// Asked of the CPU itself: __builtin_cpu_supports does not know F16C in every Clang, and on Windows it needs a
-// library that is not linked.
+// Not __builtin_cpu_supports: not every Clang knows F16C, and on Windows it needs a library that is not linked.
 struct Leaf { uint32_t a, b, c, d; };
 Leaf cpuid(uint32_t leaf) {
   Leaf r;
@@ -36,13 +35,14 @@ Leaf cpuid(uint32_t leaf) {
   return r;
 }
 
-// The registers that the operating system keeps when it changes threads.
+// XCR0: the register state that the operating system saves on a context switch.
 uint32_t saved_registers() {
   uint32_t low, high;
   asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
   return low;
 }
 
+// A word with the bits at the given positions set.
 constexpr uint32_t bits(std::initializer_list<int> at) {
   uint32_t all = 0;
   for (int i : at) all |= uint32_t(1) << i;
@@ -59,11 +59,11 @@ bool cpu_can_run(const std::string& name) {
   const bool avx2 = has(saved, bits({1, 2})) && has(features, bits({5}));  // XMM and YMM registers; AVX2
   if (name == "avx2") return avx2;
 #if defined(__APPLE__)
-  const bool keeps = true;  // macOS says so only once a thread uses them
+  const bool saves_zmm = true;  // macOS sets these bits only after a thread's first use of AVX-512
 #else
-  const bool keeps = has(saved, bits({5, 6, 7}));  // masks, and the two parts of the ZMM registers
+  const bool saves_zmm = has(saved, bits({5, 6, 7}));  // mask registers, and both parts of the ZMM registers
 #endif
-  return avx2 && keeps && has(features, bits({16, 17, 30, 31}));  // AVX-512 F, DQ, BW, VL
+  return avx2 && saves_zmm && has(features, bits({16, 17, 30, 31}));  // AVX-512 F, DQ, BW, VL
 }
 #else
 bool cpu_can_run(const std::string&) { return true; }

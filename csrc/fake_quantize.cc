@@ -1,10 +1,10 @@
-// Fake quantization, forward, and the gradient through its mask.
+// Fake quantization and its clipped gradient.
 //
 //   forward    q = clamp(code(x), qmin, qmax);  y = (q - z) * s;  mask = (q == code(x))
-//   backward   dx = dy * mask   (torch)    or    mask ? dy : 0    (ours)
+//   backward   dx = dy * mask  (torch)  or  mask ? dy : 0  (all other rules)
 //
-// One pass: every element is read once, its value and its mask bit are written once. At eight lanes
-// the forward is about fourteen instructions per vector and limited by memory, not arithmetic.
+// One pass: each element is read once, its value and its mask bit are written once. With eight lanes, forward takes
+// about fourteen instructions per vector and is limited by memory bandwidth.
 #include "numerics-inl.h"
 #include "runs-inl.h"
 #include "targets.h"
@@ -12,7 +12,7 @@
 namespace fakequant::FQ_TARGET {
 namespace {
 
-// Where mask bits go: the next 64, or the next n <= 32.
+// Mask writers. put_64 appends 64 bits, put appends the lowest n <= 32 bits, finish writes what is still buffered.
 struct NoMask {
   static constexpr bool kWanted = false;
   explicit NoMask(uint8_t*, int64_t) {}
@@ -21,7 +21,7 @@ struct NoMask {
   FQ_INLINE void finish() {}
 };
 
-// Collects 64 bits before each store, so that runs of any length may follow each other.
+// Buffers up to 64 bits, so that a run may start or end inside a byte.
 struct PackedMask {
   static constexpr bool kWanted = true;
   uint8_t* out;
@@ -49,7 +49,7 @@ struct PackedMask {
   }
 };
 
-// Eight mask bits as eight bytes of 0 or 1.
+// Expands the lowest eight bits to eight bytes of 0 or 1.
 FQ_INLINE uint64_t bits_to_bytes(uint32_t bits) {
   const uint64_t one_bit_each = (bits & 0xFF) * 0x0101010101010101u & 0x8040201008040201u;
   return (one_bit_each + 0x7F7F7F7F7F7F7F7Fu) >> 7 & 0x0101010101010101u;
@@ -75,7 +75,7 @@ struct ByteMask {
   FQ_INLINE void finish() {}
 };
 
-// The formula for N elements; returns which of them were inside the range.
+// Fake-quantizes N elements. Returns the lanes that were inside the range.
 template <class Rule, int N, class T, class V>
 FQ_INLINE auto step(const T* x, T* y, const Params<V>& p) {
   const V rounded = Rule::round(load<N>(x), p);
@@ -91,8 +91,7 @@ FQ_INLINE void run_with_one_scale(const T* x, T* y, int64_t n, const Grid& g, in
   using V = Vec<C, N>;
   Mask mask = out;  // a local copy: stores to y might alias the members of `out`
   const auto p = one_param<Rule, V>(g, parameter);
-  // `step` for 32 elements, part by part: the vectors do not depend on each other, and side by side
-  // their instructions wait less than one vector's would on its own.
+  // `step` for 32 elements. The stages are interleaved over several independent vectors to hide instruction latency.
   const auto step_32 = [&](int64_t i) FQ_INLINE_LAMBDA {
     constexpr int K = 32 / N;
     V rounded[K], clamped[K];
@@ -157,7 +156,7 @@ void forward(const FakeQuantizeArgs& a, int64_t begin, int64_t end) {
 
 // --- backward ------------------------------------------------------------------------------------
 
-// All-ones in lane i where bit i is set.
+// Returns a vector with all-ones in lane i if bit i is set, otherwise 0.
 template <class C, int N> FQ_INLINE auto lanes_of_bits(uint32_t bits) {
   using U = Bits<Vec<C, N>>;
   U select{};
@@ -179,7 +178,7 @@ FQ_INLINE void backward_step(const T* dy, uint32_t bits, T* dx) {
   }
 }
 
-// Eight bytes of 0 or 1 as eight bits.
+// Packs eight bytes of 0 or 1 into eight bits.
 FQ_INLINE uint32_t bytes_to_bits(const uint8_t* bytes) {
   uint64_t b;
   __builtin_memcpy(&b, bytes, 8);
@@ -191,7 +190,7 @@ void backward(const MaskBackwardArgs& a, int64_t begin, int64_t end) {
   constexpr int N = kLanesOf<Compute<T>>;
   const T* dy = static_cast<const T*>(a.dy);
   T* dx = static_cast<T*>(a.dx);
-  // Sixteen elements at a time, whatever the width: two bytes of a packed mask.
+  // Sixteen elements at a time on every target: two bytes of a packed mask.
   int64_t i = begin;
   for (; i + 16 <= end; i += 16) {
     uint32_t bits;

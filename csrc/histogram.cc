@@ -1,4 +1,4 @@
-// How many values of every block fall into each of its bins.
+// Histograms of finite values, per block.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -7,8 +7,8 @@
 
 namespace fakequant {
 
-// Bins are counted outwards from zero, `half` of them on either side: floor(|x| / width) on the side of
-// the sign of x. One thread: the counts of a block are one table, and counting is rarely waited for.
+// The bin of x is floor(|x| / width), counted outwards from zero on the side of the sign of x. Values beyond the last
+// bin are counted in the last bin. Runs on one thread: threads would share the counts of a block.
 void histogram(const HistogramArgs& a) {
   const Shape& s = a.shape;
   const float* x = a.x;
@@ -21,7 +21,7 @@ void histogram(const HistogramArgs& a) {
         for (int64_t i = 0; i < s.inner; ++i) {
           const float magnitude = std::fabs(x[i]);
           if (!(magnitude <= std::numeric_limits<float>::max())) continue;  // not finite
-          const float at = magnitude * inverse;  // may be beyond any integer
+          const float at = magnitude * inverse;  // may exceed the range of int64
           const int64_t bin = at >= 0 && at < float(a.half) ? std::min(int64_t(at), a.half - 1) : a.half - 1;
           ++middle[x[i] < 0 ? -1 - bin : bin];
         }

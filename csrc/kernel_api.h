@@ -1,5 +1,5 @@
-// The kernels as a table of functions, for other modules in the process: one copy of the kernels, one
-// chosen instruction set. They run on torch's threads.
+// The kernels as a table of functions, for other modules of this package, so that a process has one copy of the kernels
+// and one selected instruction set. The functions run on torch's threads.
 #pragma once
 
 #include "kernels.h"

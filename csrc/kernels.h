@@ -1,8 +1,9 @@
-// The whole C++ interface of the numeric core: pointers, sizes and plain structs.
-// No Python and no torch; `bindings.cc` is the only file that knows who is calling.
+// The interface of the numeric core: enums and plain structs of pointers and sizes, without Python or torch.
 //
-// One shape serves every granularity. An array of `batch * outer * blocks * inner` elements, dense
-// in memory, has one scale and zero point per (batch, block):
+// Arrays are dense in memory. Callers check arguments; the kernels do not.
+//
+// One shape serves every granularity. An array of `batch * outer * blocks * inner` elements has one scale and zero
+// point per (batch, block):
 //
 //   element (b, o, k, j)  at  ((b * outer + o) * blocks + k) * inner + j   uses parameters  b * blocks + k
 //
@@ -22,7 +23,7 @@ enum class DType : int { f32, f64, bf16, f16 };
 // How an element becomes a code. `z` is the zero point, `s` the scale.
 enum class Numerics : int {
   torch_tensor,         // z + rint(x * (1/s)); NaN -> qmin
-  torch_channel,        // the same; NaN, infinities and codes beyond int64 -> qmin
+  torch_channel,        // z + rint(x * (1/s)); NaN, infinities and codes beyond int64 -> qmin
   torch_channel_float,  // rint(fma(x, 1/s, z)) with a float32 zero point, value in double
   torch_channel_half,   // rint(z + x * (1/s)) with a float16 zero point, value in double
   onnx,                 // rint(x / s) + z; NaN stays NaN
@@ -35,6 +36,7 @@ enum class MaskKind : int {
   bytes,   // one byte per element, 0 or 1
 };
 
+// Integer types of codes in memory. i4x2 and u4x2 hold two codes per byte, i2x4 and u2x4 four.
 enum class CodeType : int { i8, u8, i16, u16, i32, u32, i4x2, u4x2, i2x4, u2x4 };
 
 inline int64_t bytes_of(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
@@ -55,11 +57,11 @@ struct Shape {
   int64_t parameters() const { return batch * blocks; }
 };
 
-// The integer grid: one scale and one zero point per parameter, one range for all.
+// The integer grid: shape.parameters() scales and zero points, and one range of codes for all of them.
 struct Grid {
   Numerics numerics = Numerics::onnx;
   int64_t qmin = 0, qmax = 0;
-  // Exactly one of each pair/triple is set; no zero point at all means 0 everywhere.
+  // Exactly one scale pointer is set, and at most one zero-point pointer. Without any, all zero points are 0.
   const float* scale_f32 = nullptr;
   const double* scale_f64 = nullptr;
   const int32_t* zero_i32 = nullptr;
@@ -67,6 +69,7 @@ struct Grid {
   const float* zero_f32 = nullptr;
 };
 
+// y = fake_quantize(x). The mask has a 1 for every element inside the range.
 struct FakeQuantizeArgs {
   DType dtype;
   Shape shape;
@@ -74,32 +77,35 @@ struct FakeQuantizeArgs {
   const void* x;
   void* y;
   MaskKind mask_kind;
-  uint8_t* mask;
+  uint8_t* mask;  // nullptr if mask_kind is none
 };
 
+// dx = the gradient dy where the mask is 1, 0 elsewhere.
 struct MaskBackwardArgs {
   DType dtype;
   int64_t size;
   MaskKind mask_kind;  // packed or bytes
-  bool multiply;       // dY * mask (as torch) instead of mask ? dY : 0
+  bool multiply;       // dy * mask, as in torch, instead of mask ? dy : 0
   const void* dy;
   const uint8_t* mask;
   void* dx;
 };
 
+// Gradients with respect to x, scale and zero point.
 struct LearnedBackwardArgs {
   DType dtype;     // of dy and x
-  DType dx_dtype;  // equal to dtype, or f32 for the 16-bit types
+  DType dx_dtype;  // equal to dtype; may also be f32 if dtype is a 16-bit type
   Shape shape;
   Grid grid;  // zero points already rounded to integers
-  double grad_factor;
+  double grad_factor;  // factor of dscale and dzero
   const void* dy;
   const void* x;
   void* dx;
-  double* dscale;  // shape.parameters() sums each
-  double* dzero;   // nullptr: not requested
+  double* dscale;  // shape.parameters() sums
+  double* dzero;   // shape.parameters() sums, or nullptr if not requested
 };
 
+// q = clamp(code(x), qmin, qmax), packed if `code` is a packed type.
 struct QuantizeArgs {
   DType dtype;
   CodeType code;
@@ -109,6 +115,7 @@ struct QuantizeArgs {
   void* q;
 };
 
+// y = (q - zero point) * scale.
 struct DequantizeArgs {
   DType dtype;
   CodeType code;
@@ -118,27 +125,27 @@ struct DequantizeArgs {
   void* y;
 };
 
-// Over the finite values only. A block without any has lo = +inf, hi = -inf.
+// Minimum and maximum of the finite values, and counts of the other values. A block without finite values has
+// lo = +inf and hi = -inf.
 struct MinMaxArgs {
   DType dtype;
   Shape shape;
   const void* x;
-  double* lo;  // shape.parameters() each; float32 values are exact in a double
+  double* lo;  // this and all following: shape.parameters() elements
   double* hi;
   int64_t* nan_count;
   int64_t* posinf_count;
   int64_t* neginf_count;
 };
 
-// A tile is the unit of work of the kernels that reduce: rows [o0, o1), blocks [k0, k1) and
-// positions [j0, j1) of one batch. How an array is cut into tiles depends on its shape alone, so
-// the order of every addition, and with it every bit of the result, is the same for any number of
-// threads.
+// The unit of work of kernels that reduce: rows [o0, o1), blocks [k0, k1) and positions [j0, j1) of one batch. Tiles
+// depend on the shape alone. The order of additions, and with it every bit of the result, is therefore the same for any
+// number of threads.
 struct Tile {
   int64_t batch, o0, o1, k0, k1, j0, j1;
 };
 
-// Results of one tile, one entry per block in [k0, k1).
+// Results of one tile: one element per block in [k0, k1).
 struct LearnedTile {
   double* dscale;
   double* dzero;
@@ -151,8 +158,8 @@ struct MinMaxTile {
   int64_t* neginf_count;
 };
 
-// The kernels of one instruction set. The elementwise ones take a range of elements that starts at
-// a multiple of 64, so that no two ranges share a byte of a packed mask or of packed codes.
+// The kernels of one instruction set. Elementwise kernels process the elements [begin, end), where `begin` is a
+// multiple of kRangeAlignment, so that no two ranges share a byte of a packed mask or of packed codes.
 struct KernelTable {
   const char* name;
   void (*fake_quantize)(const FakeQuantizeArgs&, int64_t begin, int64_t end);
@@ -168,34 +175,38 @@ inline constexpr int64_t kRangeAlignment = 64;
 // --- observing ------------------------------------------------------------------------------------
 
 enum class RangeRule : int {
-  own,          // finite values only; parameters by choose_qparams
-  torch_fused,  // NaN and infinities enter the statistics; parameters by choose_qparams_fused
+  own,          // range of the finite values; choose_qparams
+  torch_fused,  // NaN and infinities are part of the range; choose_qparams_fused
 };
 
-// How the range of x changes the running one.
+// How the range of x updates the running range.
 enum class RangeUpdate : int {
-  moving_average,  // moves towards it by the averaging constant
-  min_max,         // holds it and everything before
-  dynamic,         // is replaced by it; a block of x without a finite value has the range 0 to 0
+  moving_average,  // running += averaging_constant * (range - running)
+  min_max,         // the union of both
+  dynamic,         // the range of x; [0, 0] for a block without finite values
 };
 
+// Updates the running range from x, chooses scale and zero point from it, and fake-quantizes x. The output of
+// FakeQuantizeArgs may be nullptr if `quantize` is false.
 struct ObserveArgs {
   RangeRule rule;
   RangeUpdate update;
   bool observe;   // update the running range from x
-  bool quantize;  // choose parameters from the running range and fake-quantize; else y = x, if there is a y
+  bool quantize;  // choose parameters and fake-quantize; otherwise y = x, if y is not nullptr
   bool symmetric;
   float averaging_constant;
   float eps;
-  float* running_min;  // one per parameter; +inf / -inf: nothing seen yet
+  float* running_min;  // one per parameter; +inf (and -inf for running_max) before the first update
   float* running_max;
-  float* scale;  // written if `quantize`, or if there is no y: then NaN where there is no range
+  // Written if `quantize`, or if y is nullptr. In the latter case the scale of a block without a range is NaN.
+  float* scale;
   int32_t* zero_point;
 };
 
 struct ObserveResult {
   int64_t nan_count = 0, posinf_count = 0, neginf_count = 0;
-  // Parameters that have no range yet. If there is any (own rule only), the running range is as it was.
+  // Number of blocks without a range. If not 0 (RangeRule::own only), the running range was not updated, but scale and
+  // zero_point of other blocks may have been written.
   int64_t unseen = 0;
 };
 

@@ -3,9 +3,9 @@
 //   inside the range    dx = dy   ds += dy * ((q - z) - x / s)         dz += 0
 //   outside             dx = 0    ds += dy * (qmin - z or qmax - z)    dz += -dy * s
 //
-// each ds and dz times grad_factor. The terms are computed in the element's compute type and added
-// up in double. Element j of a run goes to lane j % 8 of the accumulator on every target, and the
-// lanes are combined in one fixed order, so the vector width does not show in the sums.
+// with each ds and dz multiplied by grad_factor. Terms are computed in the element's compute type and summed in double.
+// Element j of a run is added to lane j % 8 of the accumulator on every target, and the lanes are combined in a fixed
+// order, so that the sums do not depend on the vector width.
 #include <utility>
 
 #include "numerics-inl.h"
@@ -16,24 +16,23 @@ namespace {
 
 constexpr int kSumLanes = 8;
 
-// The first half of the work on a vector: where its elements lie on the grid.
+// First stage: the position of elements on the grid.
 template <class V>
 struct Placed {
   V level;  // clamped code minus zero point
   decltype(V{} == V{}) inside;
 };
 
-// The second half: what they contribute.
+// Second stage: the gradient and the terms of the sums.
 template <class V>
 struct Terms { V dx, ds, dz; };
 
-// grad_factor. A factor of 1 changes nothing and is left out.
+// Multiplies by grad_factor. `One` stands for a factor of 1 and skips the multiplication.
 template <class V> FQ_INLINE V times(V v, double factor) { return v * splat<V>(Elem<V>(factor)); }
 struct One {};
 template <class V> FQ_INLINE V times(V v, One) { return v; }
 
-// torch's own backward rounds after adding the zero point, with fused multiply-adds, and gates dx by
-// a multiplication.
+// torch's backward rounds after adding the zero point, uses fused multiply-adds, and multiplies dy by the mask.
 struct TorchLearned {
   static constexpr bool kOnLevels = false;
   template <class V> static FQ_INLINE Placed<V> place(V x, const Params<V>& p) {
@@ -44,13 +43,14 @@ struct TorchLearned {
   template <class V, class Factor>
   static FQ_INLINE Terms<V> terms(V dy, V x, const Placed<V>& at, const Params<V>& p, Factor factor) {
     const V distance = at.inside ? fma(at.level, p.scale, -x) : at.level;
-    // Outside, the product with the reciprocal is a product with 1, which changes no bit.
+    // Outside the range the factor is 1 instead of the reciprocal, which leaves the bits unchanged.
     const V ds = times((dy * distance) * (at.inside ? p.inverse : splat<V>(1)), factor);
     const V dz = times(dy * -p.scale, factor);
     return {dy * zero_unless(at.inside, splat<V>(1)), ds, zero_where(at.inside, dz)};
   }
 };
 
+// The backward of fakequant's own rules.
 template <class Rule>
 struct OwnLearned : Rule {
   template <class V> static FQ_INLINE Placed<V> place(V x, const Params<V>& p) {
@@ -63,13 +63,13 @@ struct OwnLearned : Rule {
     const auto finite = magnitude(x) < splat<V>(Elem<V>(__builtin_inf()));
     const V ds = times(dy * (at.inside ? at.level - x / p.scale : at.level), factor);
     const V dz = times(dy * -p.scale, factor);
-    // Non-finite elements contribute 0: selected, not multiplied, because inf * 0 is NaN.
+    // Non-finite elements contribute 0. Selected instead of multiplied by 0, because inf * 0 is NaN.
     return {zero_unless(at.inside & finite, dy), zero_unless(finite, ds),
             zero_where(at.inside, zero_unless(finite, dz))};
   }
 };
 
-// Eight sums, held in as many registers as the target needs for eight doubles.
+// Eight partial sums, in as many vectors as the target needs for eight doubles.
 class LaneSums {
  public:
   template <class V> FQ_INLINE void add(V terms) {
@@ -107,8 +107,8 @@ FQ_INLINE void run_with_one_scale(const T* dy, const T* x, DX* dx, int64_t n, co
     if constexpr (HasZero) dz_sums.add(t.dz);
   };
   int64_t i = 0;
-  // In two loops over a few vectors at a time. In one, each vector is a chain of some 45 cycles, and
-  // the CPU's schedulers hold only two of them; the halves overlap better.
+  // Two loops over a few vectors at a time. In a single loop each vector is a dependency chain of about 45 cycles,
+  // and the CPU's scheduler holds only two such chains; the shorter stages overlap better.
   constexpr int kVectors = 8;
   for (; i + kVectors * kSumLanes <= n; i += kVectors * kSumLanes) {
     Placed<V> at[kVectors];
@@ -131,7 +131,7 @@ FQ_INLINE void run_with_one_scale(const T* dy, const T* x, DX* dx, int64_t n, co
   if constexpr (HasZero) *dz += dz_sums.total();
 }
 
-// One scale per element of a row: the sums of the row's elements stand side by side.
+// One scale per element of a row: element i is added to ds[i] and dz[i].
 template <bool HasZero, class Rule, class T, class DX, class Factor>
 FQ_INLINE void row_with_scale_per_element(const T* dy, const T* x, DX* dx, int64_t n, const Grid& g,
                                           int64_t parameter, Factor factor, double* ds, double* dz) {

@@ -1,13 +1,13 @@
-// Memory that is about to be written for the first time.
+// Huge pages for large outputs.
 #pragma once
 
 #include <cstddef>
 
 namespace fakequant {
 
-// Outputs of tens of megabytes come as fresh pages, and the kernel zeroes each at the first touch;
-// in 4 KiB pages that takes longer than the computation. Asking for 2 MiB pages first makes it
-// several times cheaper. Does nothing for small outputs or where the system has no such call.
+// Requests 2 MiB pages for an output that is about to be written. Large outputs are usually fresh pages, which the
+// operating system zeroes on first touch; with 4 KiB pages that takes longer than the computation, with 2 MiB pages it
+// is several times cheaper. Does nothing for small outputs or on systems without madvise(MADV_HUGEPAGE).
 void prepare_output(void* data, size_t bytes);
 
 }  // namespace fakequant

@@ -1,14 +1,14 @@
-// Smallest and largest finite value per block, and how many values were not finite.
+// Minimum and maximum of the finite values per block, and counts of NaN and infinities.
 //
-// The fast loop does not look at each value: comparisons skip NaN by themselves, and one flag says
-// whether anything in the stretch was NaN or infinite. Only then is the stretch read again, slowly.
+// The fast loop does not classify values: its comparisons skip NaN, and one flag tells whether any value of the stretch
+// was NaN or infinite. Only such a stretch is read again, one value at a time.
 #include "numerics-inl.h"
 #include "targets.h"
 
 namespace fakequant::FQ_TARGET {
 namespace {
 
-// Short enough to be still in the first-level cache when it has to be read again.
+// Short enough to still be in the L1 cache when it is read again.
 constexpr int64_t kStretch = 4096;
 
 template <class C>
@@ -57,8 +57,8 @@ template <class T> FQ_INLINE void stretch_min_max(const T* x, int64_t n, Found<C
   for (; i < n; ++i) look_at(load<1>(x + i)[0], found);
 }
 
-// Zeros of either sign are equal, so which one a minimum returns would depend on the order of
-// comparisons. Adding +0.0 makes every zero positive and changes nothing else.
+// -0.0 and +0.0 compare equal, so which one a minimum returns would depend on the order of comparisons. Adding +0.0
+// makes every zero positive and changes no other value.
 template <class C> FQ_INLINE void merge(const Found<C>& f, const MinMaxTile& out, int64_t k) {
   const double lo = double(f.lo) + 0.0, hi = double(f.hi) + 0.0;
   out.lo[k] = lo < out.lo[k] ? lo : out.lo[k];
@@ -68,7 +68,7 @@ template <class C> FQ_INLINE void merge(const Found<C>& f, const MinMaxTile& out
   out.neginf_count[k] += f.neginf;
 }
 
-// One block per element of a row: W neighbouring blocks are followed down the rows together.
+// One block per element of a row: processes W adjacent blocks over all rows.
 template <class T, int W>
 FQ_INLINE void columns_min_max(const T* x, int64_t rows, int64_t stride, const MinMaxTile& out, int64_t k) {
   using C = Compute<T>;

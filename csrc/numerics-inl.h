@@ -1,16 +1,16 @@
-// The rules by which an element becomes a code, one struct per numerics.
+// The rules that map an element to a code and back, one struct per value of Numerics.
 //
-// Most rules never form the code itself but its *level*, code - zero: levels are what is multiplied
-// by the scale, and clamping the level to [qmin - zero, qmax - zero] is the same as clamping the code
-// to [qmin, qmax]. That saves an addition and a subtraction per element. Float zero points and
-// half_away round after adding the zero point; they work on codes.
+// Most rules compute the *level*, code - zero point, instead of the code: the level is what the scale is multiplied by,
+// and clamping the level to [qmin - zero, qmax - zero] is the same as clamping the code to [qmin, qmax]. This saves an
+// addition and a subtraction per element. Rules with float zero points and half_away round after adding the zero point,
+// so they compute codes.
 //
-//   round   the level or code before clamping: an integer in a float, never -0.0
-//   clamp   into [lo, hi]; the order of operands decides what happens to NaN
-//   value   what it stands for, in the precision the rule prescribes
+//   round   returns the level or code before clamping: an integer as a float, never -0.0
+//   clamp   clamps to [lo, hi]; the order of operands determines whether NaN is kept
+//   value   returns the dequantized value, in the precision the rule prescribes
 //
-// All of them work on vectors of any width V of float or double. They are exact while the range and
-// the zero points are at most 2^23 in magnitude; `wide.cc` computes the rest.
+// V is a vector of float or double of any width. The rules are exact if bounds and zero points are at most 2^23 in
+// magnitude; wide.cc handles larger ones.
 #pragma once
 
 #include "kernels.h"
@@ -21,10 +21,10 @@ namespace fakequant::FQ_TARGET {
 template <class V>
 struct Params {
   V scale, inverse, zero;  // `inverse` is the float32 reciprocal of the float32 scale
-  V lo, hi;                // bounds of the level, or of the code where the rule works on codes
+  V lo, hi;                // bounds of the level, or of the code if the rule computes codes
 };
 
-// -0.0 + 0.0 is +0.0: integers have no negative zero, and neither have codes and levels.
+// Codes and levels are integers and have no negative zero; -0.0 + 0.0 is +0.0.
 template <class V> FQ_INLINE V without_negative_zero(V v) { return v + V{}; }
 
 template <class V> FQ_INLINE V clamp_nan_to_low(V v, const Params<V>& p) {
@@ -34,10 +34,10 @@ template <class V> FQ_INLINE V clamp_keep_nan(V v, const Params<V>& p) {
   return min_or_second(p.hi, max_or_second(p.lo, v));
 }
 
-// What is at or above 2^63 does not fit int64, and x86 turns it, infinities and NaN into INT64_MIN,
-// which is below every range. NaN stands for that here: it clamps to lo and equals nothing. Very
-// negative values clamp to lo by themselves. As integers, the bits of what does not fit compare
-// greater than those of the largest float below 2^63; all-ones is a NaN.
+// Emulates a conversion to int64 and back. x86 converts values of at least 2^63, infinities and NaN to INT64_MIN,
+// which is below every range. This function returns NaN for them, which clamps to lo and compares unequal. Values
+// below -2^63 clamp to lo anyway. The comparison is on integers: the bits of all values to replace compare greater
+// than those of the largest float below 2^63, and all-ones is a NaN.
 template <class V> FQ_INLINE V as_int64(V v) {
   using I = Vec<typename Int<int(sizeof(Elem<V>))>::type, kWidth<V>>;
   constexpr Elem<I> kLargest = sizeof(Elem<V>) == 4 ? Elem<I>(0x5EFFFFFF) : Elem<I>(0x43DFFFFFFFFFFFFF);
@@ -47,7 +47,9 @@ template <class V> FQ_INLINE V as_int64(V v) {
 struct TorchTensor {
   static constexpr bool kOnLevels = true;
   static constexpr bool kKeepsNan = false;
-  template <class V> static FQ_INLINE V round(V x, const Params<V>& p) { return without_negative_zero(rint(x * p.inverse)); }
+  template <class V> static FQ_INLINE V round(V x, const Params<V>& p) {
+    return without_negative_zero(rint(x * p.inverse));
+  }
   template <class V> static FQ_INLINE V clamp(V level, const Params<V>& p) { return clamp_nan_to_low(level, p); }
   template <class V> static FQ_INLINE V value(V level, const Params<V>& p) {
     if constexpr (sizeof(Elem<V>) == 8) {
@@ -63,14 +65,14 @@ struct TorchTensor {
 struct TorchChannel : TorchTensor {
   template <class V> static FQ_INLINE V round(V x, const Params<V>& p) {
     const V level = TorchTensor::round(x, p);
-    // Near 2^63 a float32 cannot tell level from code; a float64 can.
+    // Near 2^63, level and code are the same float32 but may be different float64 values.
     if constexpr (sizeof(Elem<V>) == 8) return p.zero + level < splat<V>(0x1p63) ? level : splat<V>(__builtin_nan(""));
     else return as_int64(level);
   }
   template <class V> static FQ_INLINE V value(V level, const Params<V>& p) { return level * p.scale; }
 };
 
-// A float zero point is added before rounding. The sum is rounded to float32 also for float64 input.
+// The zero point is a float and added before rounding. The sum is rounded to float32, for float64 input too.
 template <bool Fused>
 struct TorchChannelFloatZero {
   static constexpr bool kOnLevels = false;
@@ -94,11 +96,12 @@ struct Onnx {
   static constexpr bool kOnLevels = true;
   static constexpr bool kKeepsNan = true;
   static constexpr bool kCorrectsReciprocal = true;
-  // rint(x / s), without the division wherever the product with the reciprocal must round to the
-  // same integer. With p = fl(x * fl(1/s)) and Q = fl(x / s), |p - Q| < 1.5 * 2^-23 |p|; so if p is
-  // further than 2^-21 |p| from the nearest half-integer, both lie on the same side of it. Both
-  // sides of the comparison are positive, so their bits compare as integers, and NaN compares as too
-  // large. A reciprocal that is subnormal or infinite has lost that accuracy; `inverse` is NaN then.
+  // Returns rint(x / s), without a division if the product with the reciprocal rounds to the same integer.
+  //
+  // Let p = fl(x * fl(1/s)) and Q = fl(x / s). Then |p - Q| < 1.5 * 2^-23 |p|, so if p is more than 2^-21 |p| away from
+  // the nearest half-integer, p and Q lie on the same side of it. Both sides of the comparison are positive, so their
+  // bits can be compared as integers, and NaN compares as too large. The bound does not hold for a subnormal or
+  // infinite reciprocal; `inverse` is NaN then.
   template <class V> static FQ_INLINE V round(V x, const Params<V>& p) {
     if constexpr (sizeof(Elem<V>) == 8) {
       return without_negative_zero(rint(x / p.scale));
@@ -125,14 +128,14 @@ struct HalfAway {
   template <class V> static FQ_INLINE V value(V code, const Params<V>& p) { return (code - p.zero) * p.scale; }
 };
 
-// Lanes that were inside the range: clamping did not change them. Where clamping removes NaN, equal
-// values have equal bits, and an integer comparison leaves the busier floating-point units alone.
+// Returns the lanes that were inside the range, which are those that clamping did not change. If the rule clamps NaN,
+// equal values have equal bits, and an integer comparison spares the busier floating-point units.
 template <class Rule, class V> FQ_INLINE auto inside_lanes(V clamped, V rounded) {
   if constexpr (Rule::kKeepsNan) return equal_lanes(clamped, rounded);
   else return equal_bit_lanes(clamped, rounded);
 }
 
-// The clamped level or code as an integer code; NaN has none and gets qmin, in half_away 0.
+// Clamps the level or code and returns the code. NaN becomes 0 in half_away, qmin in all other rules.
 template <class Rule, class V> FQ_INLINE V to_code(V rounded, const Params<V>& p) {
   if constexpr (kSame<Rule, HalfAway>) {
     const V q = HalfAway::clamp(rounded, p);
@@ -150,7 +153,7 @@ template <class Rule, class V> FQ_INLINE V inverse_of(V scale) {
   using F = Vec<float, kWidth<V>>;
   const F inverse = 1.0f / convert<F>(scale);
   if constexpr (requires { Rule::kCorrectsReciprocal; } && sizeof(Elem<V>) == 4) {
-    // NaN sends every element to the exact division, see Onnx::round.
+    // NaN makes Onnx::round divide.
     const F a = magnitude(inverse);
     const auto usable = (a >= splat<F>(0x1p-126f)) & (a < splat<F>(__builtin_inff()));
     return usable ? inverse : splat<F>(__builtin_nanf(""));
@@ -165,7 +168,7 @@ template <class Rule, class V> FQ_INLINE Params<V> make_params(const Grid& g, V 
   return {scale, inverse_of<Rule>(scale), zero, splat<V>(Elem<V>(g.qmin)) - shift, splat<V>(Elem<V>(g.qmax)) - shift};
 }
 
-// The parameters of block i in every lane.
+// Returns the parameters of block i in every lane.
 template <class Rule, class V> FQ_INLINE Params<V> one_param(const Grid& g, int64_t i) {
   using C = Elem<V>;
   const C scale = g.scale_f64 ? C(g.scale_f64[i]) : C(g.scale_f32[i]);
@@ -173,19 +176,19 @@ template <class Rule, class V> FQ_INLINE Params<V> one_param(const Grid& g, int6
   return make_params<Rule>(g, splat<V>(scale), splat<V>(zero));
 }
 
-// The parameters of blocks i, i + 1, ... side by side.
+// Returns the parameters of blocks i, i + 1, ..., one per lane.
 template <class Rule, class V> FQ_INLINE Params<V> params_per_element(const Grid& g, int64_t i) {
   const V scale = g.scale_f64 ? load_as<V>(g.scale_f64 + i) : load_as<V>(g.scale_f32 + i);
   const V zero = g.zero_i32 ? load_as<V>(g.zero_i32 + i) : g.zero_f32 ? load_as<V>(g.zero_f32 + i) : V{};
   return make_params<Rule>(g, scale, zero);
 }
 
-// The same parameters for another width.
+// Returns the parameters of the first lane in every lane of another vector type.
 template <class W, class V> FQ_INLINE Params<W> first_lane(const Params<V>& p) {
   return {splat<W>(p.scale[0]), splat<W>(p.inverse[0]), splat<W>(p.zero[0]), splat<W>(p.lo[0]), splat<W>(p.hi[0])};
 }
 
-// Calls f with the rule as a type: one indirect decision per array, none per element.
+// Calls f with an instance of the rule, so that the choice is made once per array and not per element.
 template <class F> FQ_INLINE void with_rule(Numerics numerics, F&& f) {
   switch (numerics) {
     case Numerics::torch_tensor: return f(TorchTensor{});
@@ -199,6 +202,7 @@ template <class F> FQ_INLINE void with_rule(Numerics numerics, F&& f) {
 
 template <class T> struct TypeTag { using type = T; };
 
+// Calls f with a TypeTag of the element type.
 template <class F> FQ_INLINE void with_dtype(DType dtype, F&& f) {
   switch (dtype) {
     case DType::f32: return f(TypeTag<float>{});

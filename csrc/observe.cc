@@ -1,4 +1,4 @@
-// Observe -> choose parameters -> fake-quantize, one call for what is otherwise five.
+// Observes a range, chooses scale and zero point, and fake-quantizes, in one call.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -16,6 +16,7 @@ namespace {
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kMax = std::numeric_limits<float>::max();
 
+// Copies x to y and sets the whole mask.
 void pass_through(const FakeQuantizeArgs& a) {
   const size_t size = size_t(a.shape.size());
   if (size == 0) return;
@@ -27,12 +28,12 @@ void pass_through(const FakeQuantizeArgs& a) {
   }
 }
 
-// The running range after seeing x, in new memory: nothing of the caller's is changed yet.
+// A copy of the running range, so that the caller's is changed only if the whole call succeeds.
 struct RunningRange {
   std::vector<float> lo, hi;
 };
 
-// The same number wherever it is finite. The way from one end of float32 to the other is not.
+// moving_average(), but without overflow: value - running may exceed float32 although the average does not.
 float finite_average(float running, float value, float c) {
   const float moved = moving_average(running, value, c);
   return std::isfinite(moved) ? moved : float(double(running) + double(c) * (double(value) - double(running)));
@@ -56,6 +57,7 @@ void update_range(const ObserveArgs& o, float lo, float hi, float& running_min, 
   }
 }
 
+// Returns the running range after observing x, and adds x's counts of non-finite values to `result`.
 RunningRange observed(const ObserveArgs& o, const FakeQuantizeArgs& a, ObserveResult& result) {
   const int64_t n = a.shape.parameters();
   RunningRange r{{o.running_min, o.running_min + n}, {o.running_max, o.running_max + n}};
@@ -75,11 +77,11 @@ RunningRange observed(const ObserveArgs& o, const FakeQuantizeArgs& a, ObserveRe
       if (m.neginf_count[i]) lo = -kInf;
       if (m.nan_count[i]) lo = hi = std::numeric_limits<float>::quiet_NaN();
     } else {
-      if (m.lo[i] > m.hi[i]) {  // nothing finite in this block: nothing to learn
+      if (m.lo[i] > m.hi[i]) {  // the block has no finite values
         if (o.update == RangeUpdate::dynamic) r.lo[size_t(i)] = r.hi[size_t(i)] = 0;
         continue;
       }
-      // A float64 may lie beyond float32, in which ranges are kept.
+      // Ranges are stored in float32, and float64 values may exceed it.
       lo = std::clamp(lo, -kMax, kMax);
       hi = std::clamp(hi, -kMax, kMax);
     }
@@ -125,19 +127,21 @@ ObserveResult observe_at_once(const ObserveArgs& o, FakeQuantizeArgs a) {
   return result;
 }
 
-// Few enough elements to be quantized while they are still in the cache from being observed.
+// Few enough elements to still be in the cache when they are quantized after being observed.
 constexpr int64_t kChunkElements = 1 << 14;
 
-// Whole rows that together are about a chunk, ending where a byte of a packed mask ends; 0: there are none.
+// Returns the number of rows per chunk, such that chunks start at a whole byte of a packed mask, or 0 if the array
+// cannot or need not be divided into chunks of rows.
 int64_t rows_per_chunk(const FakeQuantizeArgs& a) {
   const Shape& s = a.shape;
-  if (s.batch != 1 || s.outer != 1 || s.inner == 0 || s.inner > kChunkElements || s.size() <= 2 * kChunkElements) return 0;
+  if (s.batch != 1 || s.outer != 1) return 0;
+  if (s.inner == 0 || s.inner > kChunkElements || s.size() <= 2 * kChunkElements) return 0;
   const int64_t step = a.mask_kind == MaskKind::packed ? kRangeAlignment / std::gcd(s.inner, kRangeAlignment) : 1;
   const int64_t rows = kChunkElements / s.inner / step * step;
   return rows < s.blocks ? rows : 0;
 }
 
-// A row has its own range, so some rows can be observed and quantized before the others are looked at.
+// Every row has its own range, so each chunk of rows can be observed and quantized while it is in the cache.
 ObserveResult observe_by_rows(const ObserveArgs& o, const FakeQuantizeArgs& a, int64_t rows) {
   const Shape& s = a.shape;
   const int64_t chunks = (s.blocks + rows - 1) / rows;

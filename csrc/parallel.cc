@@ -20,24 +20,24 @@ namespace {
 
 constexpr int kMaxThreads = 64;
 
-// One call of run_tasks. It lives on the caller's stack; a worker touches it only between being
-// counted in `workers` and being counted out, both under the pool's mutex.
+// One call of run_tasks. It lives on the caller's stack, so a worker accesses it only while it is counted in `workers`,
+// which is changed under the pool's mutex.
 struct Job {
   void (*body)(void*, int64_t);
   void* context;
   int64_t tasks;
-  int shares;           // the tasks are cut into this many contiguous shares
-  int next_share = 1;   // share 0 is the caller's
+  int shares;           // number of contiguous shares the tasks are divided into
+  int next_share = 1;   // share 0 belongs to the caller
   int workers = 0;
   std::condition_variable done{};
 
-  struct alignas(64) Cursor { std::atomic<int64_t> next{0}; };  // own cache line each
+  struct alignas(64) Cursor { std::atomic<int64_t> next{0}; };  // one cache line each
   Cursor cursor[kMaxThreads]{};
 
   int64_t share_begin(int s) const { return tasks * s / shares; }
 
-  // Works through its own share first, so that neighbouring tasks touch neighbouring memory, then
-  // helps with the others.
+  // Runs the tasks of share `own` first, so that a thread's tasks are adjacent in memory, then takes tasks from the
+  // other shares.
   void work(int own) {
     for (int i = 0; i < shares; ++i) {
       const int s = (own + i) % shares;
@@ -54,7 +54,7 @@ struct Job {
 struct Pool {
   std::mutex mutex;
   std::condition_variable wake;
-  std::deque<Job*> jobs;  // with shares still to hand out
+  std::deque<Job*> jobs;  // those that have shares left to hand out
   int threads = 0;
 
   void ensure_threads(int n) {
@@ -62,7 +62,7 @@ struct Pool {
       try {
         std::thread([this] { worker(); }).detach();
       } catch (const std::system_error&) {
-        return;  // no more threads to be had: the caller works alone, which is slower but right
+        return;  // the system has no more threads: the existing ones and the caller do the work
       }
     }
   }
@@ -100,14 +100,14 @@ struct Pool {
 std::atomic<const Borrowed*> g_lent{nullptr};
 thread_local bool t_borrows = false;
 
-// Never destroyed: its threads may be waiting on it while the process exits.
+// Never destroyed, because its threads may be waiting on it while the process exits.
 Pool* g_pool = nullptr;
 std::once_flag g_pool_once;
 
 #if !defined(_WIN32)
-// The child of a fork has none of the parent's threads, and its copy of the mutex may be locked by
-// one of them. A fresh pool replaces it; the old one is left alone. Lent threads are gone too, and
-// OpenMP would wait for them for ever.
+// A forked child has none of the parent's threads, and its copy of the mutex may be locked by one of them. The pool is
+// therefore replaced and the old one leaked. Lent threads do not exist in the child either, and OpenMP would wait for
+// them forever.
 void forget_threads_in_child() {
   g_pool = new Pool;
   g_lent.store(nullptr, std::memory_order_relaxed);
@@ -148,8 +148,8 @@ int get_num_threads() {
 void set_num_threads(int n) { g_num_threads.store(std::clamp(n, 1, kMaxThreads), std::memory_order_relaxed); }
 
 void lend_threads(const Borrowed& from) {
-  pool();  // registers what happens at a fork
-  g_lent.store(new Borrowed(from), std::memory_order_release);  // calls may be under way with the last one
+  pool();  // registers the fork handler
+  g_lent.store(new Borrowed(from), std::memory_order_release);  // the previous one is leaked: calls may be using it
 }
 
 BorrowThreads::BorrowThreads(bool yes) : before_(t_borrows) { t_borrows = yes; }
@@ -170,7 +170,7 @@ void run_tasks(int64_t tasks, void (*body)(void*, int64_t), void* context) {
       for (int64_t share = begin; share < end; ++share) static_cast<Job*>(job)->work(int(share));
     };
     if (borrowed->parallel_for(0, shares, 1, work, &job) == 0) return;
-    // It could not: whatever is left is done below, as the cursors say.
+    // On failure the pool does the remaining tasks; the cursors tell which.
   }
   pool().run(job);
 }

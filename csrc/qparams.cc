@@ -1,4 +1,4 @@
-// From an observed range to a scale and a zero point.
+// Scale and zero point of an observed range.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -10,27 +10,28 @@ namespace fakequant {
 // symmetric   s = max(absmax / ((qmax - qmin) / 2), eps)                     z = 0
 // affine      s = max((hi - lo) / (qmax - qmin), eps), lo <= 0 <= hi         z = clamp(qmin - rint(lo / s))
 //
-// All in float32, in this order of operations.
+// All operations are in float32 and in this order.
 QParam choose_qparams(float lo, float hi, int64_t qmin, int64_t qmax, bool symmetric, float eps) {
   lo = std::min(lo, 0.0f);
   hi = std::max(hi, 0.0f);
   const float levels = float(double(qmax - qmin) / (symmetric ? 2 : 1));
   if (symmetric) return {std::max(std::max(-lo, hi) / levels, eps), 0};
-  // The width of a range may be beyond float32 where its scale is not.
+  // The width of a range may overflow float32 although its scale does not.
   const float width = hi - lo;
   const float scale = std::max(std::isinf(width) ? float((double(hi) - lo) / levels) : width / levels, eps);
-  // |lo / scale| is at most about qmax - qmin: it fits.
+  // |lo / scale| is at most about qmax - qmin, so the conversion does not overflow.
   const int64_t zero = qmin - int64_t(std::nearbyint(lo / scale));
   return {scale, int32_t(std::clamp(zero, qmin, qmax))};
 }
 
-// Two's complement: what does not fit an int32 wraps, as it does in torch, instead of being undefined.
+// Converts to int32 with wraparound, as torch's int32 arithmetic does, without undefined overflow.
 static int32_t wrapped(int64_t value) { return int32_t(uint32_t(value)); }
 
-// Differs from the above on purpose, as torch's fused operator does: the quotient is taken in float64
-// and rounded, there is a floor for the scale below which the range is stretched, the zero point is
-// taken from the end of the range that rounds better, and a range is symmetric only if the data has
-// both signs.
+// Follows torch's fused operator, whose rule differs from choose_qparams:
+// - the scale is computed in float64 and rounded to float32;
+// - if it is below a minimum, the range is stretched;
+// - the zero point is computed from the end of the range with the smaller error;
+// - the range is symmetric only if the data has both signs.
 QParam choose_qparams_fused(float lo, float hi, int32_t qmin, int32_t qmax, bool symmetric) {
   constexpr float kSmallScale = 6.1e-5f;
   const int32_t levels = wrapped(int64_t(qmax) - qmin);
@@ -68,7 +69,7 @@ QParam choose_qparams_fused(float lo, float hi, int32_t qmin, int32_t qmax, bool
   QParam result{scale, 0};
   if (zero < qmin) result.zero_point = qmin;
   else if (zero > qmax) result.zero_point = qmax;
-  else if (zero != zero) result.zero_point = INT32_MIN;  // what x86 makes of NaN as an integer
+  else if (zero != zero) result.zero_point = INT32_MIN;  // the result of x86's conversion of NaN
   else result.zero_point = int32_t(std::nearbyint(zero));
   return result;
 }

@@ -1,6 +1,6 @@
 // Float to integer codes and back.
 //
-//   quantize     q = clamp(code(x), qmin, qmax)       (NaN has no code: qmin, or 0 in half_away)
+//   quantize     q = clamp(code(x), qmin, qmax)       (NaN: 0 in half_away, qmin in all other rules)
 //   dequantize   y = (q - z) * s
 #include "codes-inl.h"
 #include "numerics-inl.h"
@@ -10,10 +10,10 @@
 namespace fakequant::FQ_TARGET {
 namespace {
 
-constexpr int64_t kBuffer = 256;  // codes at a time between float and memory; a multiple of 64
+constexpr int64_t kBuffer = 256;  // number of codes; a multiple of 64
 
-// Codes are computed as int32 into a small buffer and moved to memory 256 at a time. This keeps the
-// rule (float to code) and the storage (code to bytes) apart: r + s pieces instead of r * s.
+// Buffers codes as int32 and writes them to memory 256 at a time. This separates the rule (float to code) from the
+// storage (code to bytes), so that r rules and s storage types need r + s instantiations instead of r * s.
 struct CodeBuffer {
   using Flush = void (*)(const int32_t* codes, int64_t n, uint8_t* out);
   Flush flush;
@@ -73,7 +73,7 @@ void to_codes(const QuantizeArgs& a, int64_t begin, int64_t end, CodeBuffer sink
   sink.finish();
 }
 
-// (q - z) exactly, then one rounding to the compute type. Codes of up to 16 bits are exact in float.
+// Returns q - z, computed exactly and rounded once to the compute type. Codes of up to 16 bits are exact in float32.
 template <class V, class Q> FQ_INLINE V level(const Q* q, V zero) {
   constexpr int N = kWidth<V>;
   if constexpr (sizeof(Q) == 4) {
@@ -134,7 +134,8 @@ void quantize(const QuantizeArgs& a, int64_t begin, int64_t end) {
     using Code = decltype(code);
     const CodeBuffer sink(flush_codes<Code>, Code::bits, a.q, begin);
     with_dtype(a.dtype, [&](auto t) {
-      with_rule(a.grid.numerics, [&](auto rule) { to_codes<decltype(rule), typename decltype(t)::type>(a, begin, end, sink); });
+      using T = typename decltype(t)::type;
+      with_rule(a.grid.numerics, [&](auto rule) { to_codes<decltype(rule), T>(a, begin, end, sink); });
     });
   });
 }

@@ -1,5 +1,5 @@
-// From a range of elements to runs: stretches of memory whose parameters a kernel can keep in
-// registers (one scale for the whole run) or read side by side (one scale per element).
+// Divides a range of elements into runs: contiguous elements that share one scale, which a kernel keeps in registers,
+// or that have one scale each, which a kernel loads like the elements.
 #pragma once
 
 #include "kernels.h"
@@ -11,14 +11,15 @@ struct Run {
   int64_t start;      // first element
   int64_t length;
   int64_t parameter;  // of the first element
-  bool per_element;   // parameters advance with the elements (inner == 1); else one for the run
+  bool per_element;   // element i uses parameter + i (inner == 1); otherwise one parameter for the whole run
 };
 
+// Calls visit(Run) for the runs that cover the elements [begin, end), in order.
 template <class F>
 FQ_INLINE void for_each_run(const Shape& shape, int64_t begin, int64_t end, F&& visit) {
   if (begin >= end) return;
   const bool per_element = shape.inner == 1 && shape.blocks > 1;
-  // With one block the rows of a batch are one long run.
+  // With one block, all rows of a batch are one run.
   const int64_t run = per_element ? shape.blocks
                       : shape.blocks == 1 ? shape.outer * shape.inner
                                           : shape.inner;

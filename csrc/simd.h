@@ -1,14 +1,12 @@
-// The vector pieces that every kernel is made of, written once for any width.
+// Vector operations for the kernels, written once for any vector width.
 //
-// Vectors are the compiler's own (GCC/Clang vector extensions): arithmetic, comparison and
-// `mask ? a : b` need no intrinsics and are the same source on every target. Only what the
-// extensions cannot say (rounding, fused multiply-add, one bit per lane, half precision) is written
-// per instruction set below, and each piece falls back to a portable form with the same bits.
+// Vectors are GCC/Clang vector extensions: arithmetic, comparisons and `mask ? a : b` need no intrinsics and are the
+// same source on every target. Only operations that the extensions lack (rounding, fused multiply-add, one bit per
+// lane, half precision) use intrinsics, and each has a portable fallback with bit-identical results.
 //
-// Everything lives in a namespace named after the target (FQ_TARGET), because this header is
-// compiled several times with different -m flags into one library: two inline functions of the same
-// name would be merged by the linker, and a baseline machine could end up running AVX code. For the
-// same reason the kernels use no inline function of the standard library.
+// Everything is in a namespace named after the target (FQ_TARGET), because this header is compiled several times with
+// different -m flags into one library. The linker would merge inline functions of the same name, and a CPU without AVX
+// could end up running AVX code. For the same reason the kernels must not use inline functions of the standard library.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +27,7 @@
 
 namespace fakequant::FQ_TARGET {
 
-// Storage types of the 16-bit floats. They only carry bits; all arithmetic is in float32.
+// Storage types of the 16-bit floats. All arithmetic is in float32.
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 
@@ -51,7 +49,7 @@ template <class V> inline constexpr int kWidth = int(sizeof(V) / sizeof(Elem<V>)
 template <class A, class B> inline constexpr bool kSame = false;
 template <class A> inline constexpr bool kSame<A, A> = true;
 
-// Float lanes of the widest register. Doubles get half of it.
+// Number of float lanes of the widest register; half as many for doubles.
 #if defined(__AVX512F__)
 inline constexpr int kLanes = 16;
 #elif defined(__AVX2__)
@@ -110,8 +108,8 @@ template <int N, int I, class V> FQ_INLINE Vec<Elem<V>, N> part(V v) {
 
 inline constexpr int kRegisterBytes = kLanes * int(sizeof(float));
 
-// Lane by lane, as a C++ conversion would. Vectors wider than a register are converted by halves,
-// and the widenings that GCC 12 splits needlessly are spelled out.
+// Converts lane by lane, as a C++ conversion does. Vectors wider than a register are converted in halves. Widenings for
+// which GCC 12 generates poor code use intrinsics.
 template <class To, class From> FQ_INLINE To convert(From v) {
   if constexpr (kSame<To, From>) return v;
   else if constexpr (kWidth<To> > 1 && (int(sizeof(To)) > kRegisterBytes || int(sizeof(From)) > kRegisterBytes)) {
@@ -150,7 +148,7 @@ template <class V> FQ_INLINE V with_sign_of(V v, V sign) {
   return bit_cast<V>((bit_cast<Bits<V>>(v) & ~kSignBit<V>) | (bit_cast<Bits<V>>(sign) & kSignBit<V>));
 }
 
-// v in the lanes of a comparison that are true, +0.0 in the others.
+// Return v in the lanes where the comparison is true (zero_unless) or false (zero_where), and +0.0 in the other lanes.
 template <class M, class V> FQ_INLINE V zero_unless(M lanes, V v) {
   return bit_cast<V>(bit_cast<Bits<V>>(v) & bit_cast<Bits<V>>(lanes));
 }
@@ -159,8 +157,8 @@ template <class M, class V> FQ_INLINE V zero_where(M lanes, V v) {
 }
 
 // --- minimum and maximum -------------------------------------------------------------------------
-// The second operand wins when either is NaN: this is what x86 minps/maxps do, and the order of the
-// operands is how a kernel says whether NaN is clamped or kept.
+// Return the second operand if either is NaN, as x86's minps and maxps do. By the order of the operands a kernel
+// chooses whether NaN is clamped or kept.
 
 template <class V> FQ_INLINE V max_or_second(V a, V b) {
 #if defined(__AVX512F__)
@@ -202,8 +200,8 @@ template <class V> FQ_INLINE V min_or_second(V a, V b) {
 
 // --- rounding ------------------------------------------------------------------------------------
 
-// Round half to even without an instruction for it: adding 2^(p-1) pushes the fraction out of the
-// significand, and the addition itself rounds it. The sign is put back so that -0.3 gives -0.0.
+// Rounds half to even without a rounding instruction: adding 2^(p-1), for p bits of precision, makes the addition round
+// away the fraction. The sign is restored so that -0.3 gives -0.0.
 template <class V> FQ_INLINE V rint_portable(V v) {
   const V big = splat<V>(sizeof(Elem<V>) == 4 ? Elem<V>(8388608.0) : Elem<V>(4503599627370496.0));
   const V a = magnitude(v);
@@ -211,7 +209,7 @@ template <class V> FQ_INLINE V rint_portable(V v) {
   return with_sign_of(a < big ? rounded : a, v);
 }
 
-// Round half to even, whatever rounding mode the thread is in where the target can say so.
+// Rounds half to even. Independent of the thread's rounding mode on targets that have such an instruction.
 template <class V> FQ_INLINE V rint(V v) {
 #if defined(__AVX512F__)
   if constexpr (kSame<V, Vec<float, 16>>) return bit_cast<V>(_mm512_roundscale_ps(bit_cast<__m512>(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -243,17 +241,18 @@ template <class V> FQ_INLINE V rint(V v) {
   else return rint_portable(v);
 }
 
-// Round half away from zero. `v + 0.5` would round 0.49999997 up, so the fraction is compared
-// instead; `v - trunc` is exact.
+// Rounds half away from zero. Not trunc(v + 0.5), which would round 0.49999997 up.
 template <class V> FQ_INLINE V round_half_away(V v) {
   const V a = magnitude(v);
   const V nearest = rint(a);
-  // A tie that went down to an even number is the only case where half-to-even is too small.
+  // Rounding half to even differs only for ties that it rounds down. The difference is exact.
   const V rounded = (a - nearest) == splat<V>(Elem<V>(0.5)) ? nearest + Elem<V>(1) : nearest;
   return with_sign_of(rounded, v);
 }
 
-// --- fused multiply-add: one rounding, on every target -------------------------------------------
+// --- fused multiply-add --------------------------------------------------------------------------
+
+// Returns a * b + c with a single rounding, on every target.
 
 template <class V> FQ_INLINE V fma(V a, V b, V c) {
 #if defined(__AVX512F__)
@@ -276,7 +275,7 @@ template <class V> FQ_INLINE V fma(V a, V b, V c) {
   if constexpr (sizeof(V) > 16 && kWidth<V> > 1) {
     return join<V>(fma(low_half(a), low_half(b), low_half(c)), fma(high_half(a), high_half(b), high_half(c)));
   } else {
-    // The C library's fma is correctly rounded also where the CPU has no such instruction.
+    // The C library's fma is correctly rounded even if the CPU has no FMA instruction.
     V r{};
     for (int i = 0; i < kWidth<V>; ++i) {
       if constexpr (sizeof(Elem<V>) == 4) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
@@ -288,7 +287,7 @@ template <class V> FQ_INLINE V fma(V a, V b, V c) {
 
 // --- one bit per lane ----------------------------------------------------------------------------
 
-// Bit i of the result is lane i of a comparison's result (lanes are all-ones or all-zeros).
+// Returns lane i of a comparison's result, which is all-ones or all-zeros, as bit i.
 template <class M> FQ_INLINE uint32_t lane_bits(M m) {
 #if defined(__AVX512F__)
   if constexpr (sizeof(M) == 64 && sizeof(Elem<M>) == 4) return uint32_t(_mm512_movepi32_mask(bit_cast<__m512i>(m)));
@@ -320,7 +319,7 @@ template <class M> FQ_INLINE uint32_t lane_bits(M m) {
   }
 }
 
-// Lanes where a == b: a mask register on AVX-512, a vector of all-ones or all-zeros lanes elsewhere.
+// Returns the lanes where a == b: as a mask register on AVX-512, otherwise as a vector of all-ones or all-zeros lanes.
 template <class V> FQ_INLINE auto equal_lanes(V a, V b) {
 #if defined(__AVX512F__)
   if constexpr (kSame<V, Vec<float, 16>>) return uint32_t(_mm512_cmp_ps_mask(bit_cast<__m512>(a), bit_cast<__m512>(b), _CMP_EQ_OQ));
@@ -329,7 +328,7 @@ template <class V> FQ_INLINE auto equal_lanes(V a, V b) {
 #endif
   return a == b;
 }
-// Lanes with the same bits. For floats that are not NaN and not -0.0, the same as equal lanes.
+// Returns the lanes with the same bits. The same as equal_lanes for floats other than NaN and -0.0.
 template <class V> FQ_INLINE auto equal_bit_lanes(V a, V b) {
 #if defined(__AVX512F__)
   if constexpr (kSame<V, Vec<float, 16>>) return uint32_t(_mm512_cmpeq_epi32_mask(bit_cast<__m512i>(a), bit_cast<__m512i>(b)));
@@ -340,12 +339,12 @@ template <class V> FQ_INLINE auto equal_bit_lanes(V a, V b) {
 }
 FQ_INLINE uint32_t lane_bits(uint32_t mask_register) { return mask_register; }
 
-// The lanes of several comparisons, one after the other, as 32 bits.
+// Returns the lanes of consecutive comparisons as 32 bits.
 template <int N, class M> FQ_INLINE uint32_t lane_bits_of_32(const M (&m)[32 / N]) {
 #if defined(__AVX2__)
   if constexpr (N == 8 && sizeof(M) == 32) {
-    // Narrowing all four to bytes first takes one movemask instead of four. The packs work within
-    // 128-bit halves; the permutation puts the bytes back in order.
+    // Narrowing all four vectors to bytes first needs one movemask instead of four. The packs work within 128-bit
+    // halves, so a permutation restores the order.
     const __m256i low = _mm256_packs_epi32(bit_cast<__m256i>(m[0]), bit_cast<__m256i>(m[1]));
     const __m256i high = _mm256_packs_epi32(bit_cast<__m256i>(m[2]), bit_cast<__m256i>(m[3]));
     const __m256i bytes = _mm256_packs_epi16(low, high);
@@ -366,10 +365,10 @@ template <int N> FQ_INLINE Vec<float, N> widen_bf16(Vec<uint16_t, N> h) {
   return bit_cast<Vec<float, N>>(convert<Vec<uint32_t, N>>(h) << 16);
 }
 
-// Round to nearest even by adding just under half a unit of the kept part, plus its last bit. A NaN
-// survives that unless its significand is nearly all ones, when the carry would run into the sign.
-// None of ours is: results are quiet NaNs made by the CPU, NaNs that came from a bfloat16 (low half
-// zero), or NaN scales, which `quiet` has made canonical.
+// Rounds half to even by adding just under half a unit in the last place of the result, plus its last bit. This
+// preserves NaN unless its significand is nearly all ones, in which case the carry would reach the sign. Such NaNs do
+// not occur here: NaN results are quiet NaNs produced by the CPU, NaNs loaded from bfloat16 (low half zero), or NaN
+// scales, which `quiet` has made canonical.
 template <int N> FQ_INLINE Vec<uint16_t, N> narrow_bf16(Vec<float, N> v) {
   using U = Vec<uint32_t, N>;
   const U u = bit_cast<U>(v);
@@ -384,7 +383,7 @@ template <int N> FQ_INLINE Vec<uint16_t, N> narrow_bf16(Vec<float, N> v) {
   return convert<Vec<uint16_t, N>>(rounded);
 }
 
-// Any NaN as the canonical quiet NaN; everything else unchanged.
+// Replaces every NaN by the canonical quiet NaN.
 template <class V> FQ_INLINE V quiet(V v) { return v == v ? v : splat<V>(Elem<V>(__builtin_nan(""))); }
 
 template <int N> FQ_INLINE Vec<float, N> widen_f16_portable(Vec<uint16_t, N> h16) {
@@ -392,7 +391,7 @@ template <int N> FQ_INLINE Vec<float, N> widen_f16_portable(Vec<uint16_t, N> h16
   using F = Vec<float, N>;
   const U h = convert<U>(h16);
   const U magnitude_bits = (h & 0x7FFFu) << 13;
-  // Moving the exponent by 112 as a multiplication also normalises the subnormals.
+  // Rebiasing the exponent by a multiplication also normalises subnormals.
   const F scaled = bit_cast<F>(magnitude_bits) * 0x1p112f;
   const U special = bit_cast<U>((h & 0x7C00u) == 0x7C00u);
   const U bits = (bit_cast<U>(scaled) & ~special) | ((magnitude_bits | 0x7F800000u) & special);
@@ -406,7 +405,7 @@ template <int N> FQ_INLINE Vec<uint16_t, N> narrow_f16_portable(Vec<float, N> v)
   const U a = u & 0x7FFFFFFFu;
   // Normal range: rebias the exponent and round to even at bit 13.
   const U normal = (a + (uint32_t(15 - 127) << 23) + 0xFFFu + ((a >> 13) & 1u)) >> 13;
-  // Below 2^-14: adding 0.5 aligns the subnormal's last bit with the float's last bit.
+  // Below 2^-14: adding 0.5 aligns the last bit of the subnormal with the last bit of the float.
   const U subnormal = bit_cast<U>(bit_cast<F>(a) + 0.5f) - 0x3F000000u;
   const U is_small = bit_cast<U>(a < 0x38800000u);
   const U is_large = bit_cast<U>(a >= 0x47800000u);
@@ -450,20 +449,21 @@ template <int N> FQ_INLINE Vec<uint16_t, N> narrow_f16(Vec<float, N> v) {
 
 // --- loads and stores that change type -----------------------------------------------------------
 
-// N elements of memory type T as a vector of the type that T is computed in.
+// Loads N elements of type T, converted to the compute type of T.
 template <int N, class T> FQ_INLINE Vec<Compute<T>, N> load(const T* p) {
   if constexpr (kSame<T, bf16>) return widen_bf16<N>(load_raw<Vec<uint16_t, N>>(p));
   else if constexpr (kSame<T, f16>) return widen_f16<N>(load_raw<Vec<uint16_t, N>>(p));
   else return load_raw<Vec<T, N>>(p);
 }
 
+// Stores N elements, converted from the compute type of T to T.
 template <class T, int N> FQ_INLINE void store(T* p, Vec<Compute<T>, N> v) {
   if constexpr (kSame<T, bf16>) store_raw(p, narrow_bf16<N>(v));
   else if constexpr (kSame<T, f16>) store_raw(p, narrow_f16<N>(v));
   else store_raw(p, v);
 }
 
-// kWidth<V> values of plain type U, converted to V's element type.
+// Loads kWidth<V> elements of type U (not bf16 or f16), converted to V's element type.
 template <class V, class U> FQ_INLINE V load_as(const U* p) {
   return convert<V>(load_raw<Vec<U, kWidth<V>>>(p));
 }

@@ -1,5 +1,5 @@
-// Which instruction sets are compiled in. Each names a namespace that holds one copy of every
-// kernel; `dispatch.cc` chooses among them once, at load.
+// The instruction sets compiled into the library. Each has a namespace with one copy of every kernel; dispatch.cc
+// selects one at run time.
 #pragma once
 
 #include "kernels.h"

@@ -1,6 +1,5 @@
-// The same rules for ranges that float32 cannot hold exactly (beyond about 24 bits), one element at
-// a time in int64 and double. Rarely used, so written to be read; the vector kernels take every
-// range whose bounds and zero points are at most 2^23 in magnitude.
+// The rules of numerics-inl.h for bounds or zero points above 2^23 in magnitude, which the vector kernels cannot handle
+// exactly. Computes one element at a time in int64 and double. Rarely used, so written for clarity rather than speed.
 #include "wide.h"
 
 #include "codes-inl.h"
@@ -10,12 +9,12 @@
 namespace fakequant::FQ_TARGET {
 namespace {
 
-// x86's conversion: what does not fit becomes INT64_MIN. In C++ it would be undefined.
+// Converts as x86 does: values outside int64 become INT64_MIN. In C++ their conversion is undefined.
 int64_t to_int64(double v) {
   return v >= -9223372036854775808.0 && v < 9223372036854775808.0 ? int64_t(v) : INT64_MIN;
 }
 
-// Two's complement, so that a difference of extreme values wraps instead of being undefined.
+// Subtracts with wraparound, without undefined overflow.
 int64_t minus(int64_t a, int64_t b) { return int64_t(uint64_t(a) - uint64_t(b)); }
 
 template <class C> C rint1(C v) { return rint(Vec<C, 1>{v})[0]; }
@@ -112,7 +111,7 @@ template <class C> LearnedTerm<C> learned_term(C dy, C x, const Param<C>& p, con
   const C zero = g.zero_f32 ? C(p.zero_float) : C(p.zero);
   const int64_t code = to_int64(double(rint1(fma1(x, C(p.inverse), zero))));
   const int64_t q = code < g.qmin ? g.qmin : code > g.qmax ? g.qmax : code;
-  // Per channel, torch's zero point is a float, and the difference is rounded where the code is.
+  // torch's per-channel zero points are floats, so the code is rounded to a float before the subtraction.
   const C level = g.zero_f32 ? C(q) - zero : C(minus(q, p.zero));
   if (q != code) return {dy * 0, (dy * level) * factor, (-dy * p.scale) * factor};
   return {dy * 1, ((dy * fma1(level, p.scale, -x)) * C(p.inverse)) * factor, 0};
@@ -148,7 +147,7 @@ void fake_quantize(const FakeQuantizeArgs& a, int64_t begin, int64_t end) {
       store<T, 1>(static_cast<T*>(a.y) + i, Vec<Compute<T>, 1>{e.y});
       if (a.mask_kind == MaskKind::bytes) a.mask[i] = e.inside;
       if (a.mask_kind == MaskKind::packed) {
-        // `begin` is a multiple of 64, so the first bit of each byte is ours to initialise.
+        // `begin` is a multiple of 64, so no other range writes to this byte.
         if (i % 8 == 0) a.mask[i / 8] = 0;
         a.mask[i / 8] |= uint8_t(e.inside) << (i % 8);
       }
@@ -163,7 +162,7 @@ void quantize(const QuantizeArgs& a, int64_t begin, int64_t end) {
       using Code = decltype(code);
       using Q = typename Code::type;
       for_each_element<T>(a.shape, a.grid, a.x, begin, end, [&](int64_t i, const auto& e) {
-        // A packed code has 4 bits or fewer and zero points within them: never wide.
+        // Packed codes have at most 4 bits, and so do their zero points: they are never wide.
         if constexpr (!Code::packed) static_cast<Q*>(a.q)[i] = Q(e.q);
       });
     });

@@ -1,11 +1,11 @@
-// The scalar kernels for ranges beyond float32's exact integers. Compiled once, for any CPU.
+// Scalar kernels for ranges beyond float32's exact integers. Compiled once, without flags for an instruction set.
 #pragma once
 
 #include "kernels.h"
 
 namespace fakequant {
 
-// Bounds and zero points up to here, and all their differences, are exact in float32.
+// Bounds and zero points of at most this magnitude, and all their differences, are exact in float32.
 inline constexpr int64_t kNarrowLimit = int64_t(1) << 23;
 
 namespace wide {

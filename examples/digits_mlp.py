@@ -1,9 +1,9 @@
-"""A perceptron on scikit-learn's digits: in float, quantized afterwards, and trained with quantizers.
+"""A perceptron on scikit-learn's digits: in float, quantized after training (PTQ), and trained with quantizers (QAT).
 
     python examples/digits_mlp.py [--epochs N]
 
-Quantizing after training needs two calls and some data; at 8 bits that is enough. At 2 bits it is not: training goes on
-for as long again with the quantizers in the model, in the same loop.
+PTQ needs two calls and some data, and is enough at 8 bits. At 2 bits it is not, so the model is trained again with
+quantizers, for the same number of epochs and in the same loop.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import fakequant as fq
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images and labels to train on, images and labels to test with."""
+    """Returns training images and labels, test images and labels."""
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     x, y = torch.tensor(images, dtype=torch.float32)[order] / 16, torch.tensor(labels)[order]
@@ -25,7 +25,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int, rate: float) -> None:
-    """An ordinary loop: nothing in it knows about quantization."""
+    """Trains with an ordinary loop, which needs no change for quantization."""
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     model.train()
     for _ in range(epochs):
@@ -36,14 +36,14 @@ def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int, rate: float) -> N
 
 
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """In percent."""
+    """Returns the accuracy in percent."""
     model.eval()
     with torch.no_grad():
         return 100 * (model(x).argmax(1) == y).double().mean().item()
 
 
 def main() -> None:
-    """Prints the accuracy of each model on images that none was trained on."""
+    """Prints the accuracy of each model on the test images."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=20, help="of each training")
     epochs = parser.parse_args().epochs

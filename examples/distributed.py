@@ -1,6 +1,8 @@
-"""Trains a quantized model on all processes that torchrun starts; without torchrun on one.
+"""Trains a quantized model on several processes, with DDP or FSDP and with checkpoints.
 
-torchrun --standalone --nproc-per-node 2 examples/distributed.py [--shard] [--checkpoint FOLDER]
+    torchrun --standalone --nproc-per-node 2 examples/distributed.py [--shard] [--checkpoint FOLDER]
+
+Without torchrun it runs in one process.
 """
 
 import argparse
@@ -23,7 +25,7 @@ EPOCHS = 4
 
 
 def start() -> torch.device:
-    """Joins the other processes; says where this one computes."""
+    """Joins the process group and returns the device of this process."""
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -33,21 +35,21 @@ def start() -> torch.device:
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: fq.Schedule) -> dict:
-    """What a checkpoint has; each rank's own part of it."""
+    """Returns this rank's part of a checkpoint."""
     of_model, of_optimizer = get_state_dict(model, optimizer)
     return {"model": of_model, "optimizer": of_optimizer, "schedule": schedule.state_dict()}
 
 
 def train(args: argparse.Namespace, device: torch.device) -> None:
-    """Prepare, calibrate, wrap, then the optimizer, then training as always."""
-    torch.manual_seed(0)  # the same weights, and so the same scales of weights, on every rank
+    """Prepares, calibrates and wraps the model, in this order, then creates the optimizer and trains as usual."""
+    torch.manual_seed(0)  # the same weights, and therefore the same weight scales, on every rank
     points = torch.randn(512, 2)
     data = TensorDataset(points.to(device), (points > 0).long().matmul(torch.tensor([1, 2])).to(device))
-    sampler = DistributedSampler(data, drop_last=True)  # as many batches on every rank
+    sampler = DistributedSampler(data, drop_last=True)  # the same number of batches on every rank
     loader = DataLoader(data, batch_size=32, sampler=sampler, drop_last=True)
     model = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)).to(device)
     fq.prepare(model, fq.recipes.lsq(4))
-    fq.calibrate(model, loader, progress=False)  # every rank with its part of the data
+    fq.calibrate(model, loader, progress=False)  # each rank uses its part of the data
     if args.shard:
         for layer in (model[0], model[2], model[4]):
             fully_shard(layer)
@@ -81,14 +83,14 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def main() -> None:
-    """Reads the options, and joins the other processes for as long as the training takes."""
+    """Reads the options, joins the process group, trains, and leaves the group."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--shard", action="store_true", help="fully_shard instead of DistributedDataParallel")
-    parser.add_argument("--checkpoint", type=Path, help="saves here, and goes on from here")
+    parser.add_argument("--checkpoint", type=Path, help="folder to save checkpoints to and to resume from")
     args = parser.parse_args()
     train(args, start())
-    # The wrapped model must go first. If it were the last to know the group, the group's threads would end with the
-    # interpreter, which they wait for.
+    # Frees the wrapped model first. If it held the last reference to the group, the group would be destroyed at
+    # interpreter exit, where its threads would wait for the interpreter and the interpreter for them.
     gc.collect()
     dist.destroy_process_group()
 

@@ -1,9 +1,10 @@
-"""A small residual network with 2-bit weights and activations, whose step sizes are learned (LSQ).
+"""A small residual network with 2-bit weights and activations and learned scales (LSQ).
 
     python examples/residual_cnn_lsq.py [--epochs N]
 
-What few bits need beyond the loop of `digits_mlp.py`: scales in the optimizer with a rate of their own and without
-weight decay (`param_groups`), and in the last quarter of the training statistics that stay as they are (`Schedule`).
+Compared with the loop of `digits_mlp.py`, few bits need two more things: learned scales in an optimizer group with a
+separate learning rate and no weight decay (`param_groups`), and frozen ranges and batch norm statistics in the last
+quarter of the training (`Schedule`).
 """
 
 import argparse
@@ -18,24 +19,24 @@ BATCH = 30
 
 
 def convolution(inputs: int, outputs: int, stride: int = 1) -> list[nn.Module]:
-    """With batch norm, which becomes part of the layer before it when the model is converted."""
+    """Returns a convolution and a batch norm, which `convert` folds into it."""
     return [nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False), nn.BatchNorm2d(outputs)]
 
 
 class Residual(nn.Module):
-    """Two convolutions, and a way around them."""
+    """Two convolutions with a skip connection."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.body = nn.Sequential(*convolution(channels, channels), nn.ReLU(), *convolution(channels, channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Both operands of the addition are quantized, too."""
+        """Adds the input; `prepare` quantizes both operands of the addition too."""
         return torch.relu(x + self.body(x))
 
 
 def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int, rate: float) -> None:
-    """The same loop in float and with quantizers."""
+    """Trains with one loop for float and quantized models."""
     steps = epochs * (len(x) // BATCH)
     optimizer = torch.optim.SGD(fq.nn.param_groups(model, lr=rate), lr=rate, momentum=0.9, weight_decay=1e-4)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -54,14 +55,14 @@ def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int, rate: float) -> N
 
 
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """In percent."""
+    """Returns the accuracy in percent."""
     model.eval()
     with torch.no_grad():
         return 100 * (model(x).argmax(1) == y).double().mean().item()
 
 
 def main() -> None:
-    """Prints the accuracies, and how the quantizers are."""
+    """Prints the accuracies and the health of the quantizers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=10, help="of each training")
     epochs = parser.parse_args().epochs
@@ -80,7 +81,7 @@ def main() -> None:
     print(f"float               {accuracy(model, x[900:], y[900:]):.1f} %")
 
     fq.prepare(model, fq.recipes.lsq(2))
-    fq.calibrate(model, x[:900].split(BATCH), progress=False)  # where the learned scales start
+    fq.calibrate(model, x[:900].split(BATCH), progress=False)  # initializes the learned scales
     print(f"2 bits, calibrated  {accuracy(model, x[900:], y[900:]):.1f} %")
     before = {name: quantizer.scale.clone() for name, quantizer in fq.nn.quantizers(model)}
     train(model, x[:900], y[:900], epochs, rate=0.02)

@@ -1,4 +1,7 @@
-"""Where rounding decides: one tensor through three numerics, three granularities and back."""
+"""The three numerics at ties, three granularities, and the straight-through gradient, on NumPy arrays.
+
+python examples/rounding.py
+"""
 
 import numpy as np
 
@@ -6,10 +9,10 @@ import fakequant as fq
 
 
 def main() -> None:
-    """Prints what the same numbers become."""
+    """Prints codes, signal-to-noise ratios and the gradient."""
     print(fq.info(), end="\n\n")
 
-    # Half-way between two codes, where the rule decides, and from 79.5 on also how 1 / scale was rounded.
+    # Ties, where the rounding rule matters. From 79.5 on, the rounding of 1 / scale matters too.
     scale = np.float32(0.02)
     x = np.float32([-1.5, 0.5, 2.5, 79.5, 85.5, 105.5, 300]) * scale
     print(f"{'x':<11}", *(f"{v:>6.2f}" for v in x))
@@ -18,7 +21,7 @@ def main() -> None:
         print(f"{numerics:<11}", *(f"{q:>6}" for q in fq.quantize(x, float(scale), 0, spec)))
 
     weights = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
-    weights[::8] *= 10  # some channels are larger
+    weights[::8] *= 10  # some channels have a larger range
     print("\n4-bit weights of shape (64, 256), signal to quantization noise:")
     for name, where in {
         "per tensor": {},

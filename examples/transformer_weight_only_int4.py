@@ -1,9 +1,9 @@
-"""A transformer whose weights are 4-bit numbers, 32 to a scale; activations stay in float.
+"""A transformer with 4-bit weights, in groups of 32 that share a scale, and float activations.
 
     python examples/transformer_weight_only_int4.py [--epochs N]
 
-What large language models are stored in: reading the weights is what takes the time, so they are made small, and
-nothing else. No data are needed to quantize. An image of the digits is read here as 8 tokens, its rows.
+Large language models are often stored this way: reading the weights dominates their run time, so only the weights are
+quantized. Quantizing them needs no data. The transformer reads an image of a digit as 8 tokens, its rows.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import fakequant as fq
 
 
 class Reader(nn.Module):
-    """Embeds the rows of an image, lets them attend to each other, and names the digit."""
+    """A transformer encoder that classifies an image, with its rows as tokens."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -27,12 +27,12 @@ class Reader(nn.Module):
         self.head = nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of a batch of images, 8 rows each."""
+        """Returns the logits of a batch of images of 8 rows."""
         return self.head(self.encoder(self.embed(x) + self.position).mean(1))
 
 
 def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int, rate: float) -> None:
-    """An ordinary loop."""
+    """Trains with an ordinary loop."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     model.train()
     for _ in range(epochs):
@@ -43,14 +43,14 @@ def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int, rate: float) -> N
 
 
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """In percent."""
+    """Returns the accuracy in percent."""
     model.eval()
     with torch.no_grad():
         return 100 * (model(x).argmax(1) == y).double().mean().item()
 
 
 def main() -> None:
-    """Prints accuracies and what the weights take."""
+    """Prints accuracies and the size of the weights."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=8, help="in float; half as many with quantizers")
     epochs = parser.parse_args().epochs
@@ -63,7 +63,7 @@ def main() -> None:
     train(model, x[:900], y[:900], epochs, rate=2e-3)
     print(f"float                  {accuracy(model, x[900:], y[900:]):.1f} %")
 
-    # The first layer has rows of 8 weights, no group of 32: it stays in float, as the first layer often does.
+    # The first layer has rows of 8 weights, which cannot form groups of 32. It stays in float, as is common.
     fq.prepare(model, fq.recipes.int4_weight_only(group=32).skip("embed"))
     print(f"4-bit weights          {accuracy(model, x[900:], y[900:]):.1f} %")
     train(model, x[:900], y[:900], max(1, epochs // 2), rate=5e-4)

@@ -1,5 +1,5 @@
-# Cross-compiles the kernels and their C++ test for 64-bit ARM on another machine.
-# The result is linked statically, so that qemu-aarch64 can run it without ARM libraries.
+# Toolchain to cross-compile the kernels and their C++ test for 64-bit ARM.
+# Links statically, so that qemu-aarch64 can run the test without ARM libraries.
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 set(CMAKE_CXX_COMPILER aarch64-linux-gnu-g++)

@@ -1,8 +1,9 @@
-"""Counts the Python calls of fakequant, and the files they are in, for three common calls.
+"""Counts the Python calls inside fakequant, and the files they are in, for three common operations.
 
     .venv/bin/python tools/count_calls.py [--trace]
 
-Each call is made several times first: what happens once is not counted. `--trace` prints the calls in order.
+Each operation runs three times before it is counted, so that one-time work is left out. `--trace` prints the calls in
+order.
 """
 
 import sys
@@ -56,7 +57,7 @@ def main() -> None:
     ):
         calls, files = count(run)
         verdict = "yes" if calls <= limit[0] and files <= limit[1] else "MISSED"
-        print(f"{what:<30} {calls:>3} calls in {files:>2} files; asked <= {limit[0]} in {limit[1]}: {verdict}")
+        print(f"{what:<30} {calls:>3} calls in {files:>2} files; limit {limit[0]} in {limit[1]}, met: {verdict}")
 
 
 if __name__ == "__main__":

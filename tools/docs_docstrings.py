@@ -1,4 +1,4 @@
-"""For the reference pages: docstrings as they are written in this library, as Markdown."""
+"""A griffe extension for the reference pages: converts this library's docstrings to Markdown."""
 
 import ast
 import re
@@ -6,13 +6,13 @@ from typing import Any
 
 import griffe
 
-# What is said to doctest only.
+# Directives for doctest, which readers do not need.
 _FOR_DOCTEST = re.compile(r" *# doctest: .*$|^ *<BLANKLINE>$", re.MULTILINE)
 _EXAMPLE = re.compile(r"^(?P<indent> *)>>> .*(?:\n(?! *$).+)*", re.MULTILINE)
 
 
 def as_markdown(text: str) -> str:
-    """The same with fences around examples; in Markdown `>>>` is a quotation of a quotation of a quotation."""
+    """Returns the docstring with code fences around its examples, because `>>>` is a nested quotation in Markdown."""
 
     def fenced(match: re.Match[str]) -> str:
         indent = match["indent"]
@@ -22,15 +22,15 @@ def as_markdown(text: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Examples as code, comments above fields as their documentation, and names that are imported later."""
+    """Fences examples, documents fields by the comments above them, and adds the names that are imported lazily."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Marks examples."""
+        """Puts fences around examples."""
         if obj.docstring is not None:
             obj.docstring.value = as_markdown(obj.docstring.value)
 
     def on_attribute_instance(self, *, node: Any, attr: griffe.Attribute, agent: Any, **_: Any) -> None:
-        """A field of a class is documented by the comment above it."""
+        """Makes the comment above a field of a class its documentation."""
         if attr.docstring is not None or not isinstance(attr.parent, griffe.Class) or not hasattr(node, "lineno"):
             return
         lines = agent.code.splitlines()[: node.lineno - 1]
@@ -41,7 +41,7 @@ class Docstrings(griffe.Extension):
             attr.docstring = griffe.Docstring("\n".join(words), parent=attr)
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """`fakequant.prepare` and others are there when they are asked for."""
+        """Adds aliases for `fakequant.prepare` and the other names that the package imports on first use."""
         if pkg.path == "fakequant":
             places = ast.literal_eval(str(pkg["_WHOLE_MODELS"].value))
             for name, place in places.items():

@@ -1,6 +1,6 @@
-"""What an installed fakequant must do, without its sources: python -I tools/smoke_test.py [--torch compiled|python].
+"""Tests an installed fakequant, without its sources: python -I tools/smoke_test.py [--torch compiled|python].
 
-Without the option torch must not be installed, and what is missing is asked for.
+Without the option, torch must not be installed; functions that need it must then say how to install it.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def check_place() -> None:
 
 
 def check_results() -> None:
-    """Values on which wrong rounding, clamping or packing would show."""
+    """Checks values on which wrong rounding, clamping or packing would show."""
     x = np.float32([-0.3, 0.05, 0.15, 0.25, 9.0, np.inf, -np.inf])
     scale, spec = np.float32(0.1), fq.QuantSpec(bits=4)
     expected = np.int8([-3, 0, 2, 2, 7, 7, -8])
@@ -59,7 +59,7 @@ def check_command() -> None:
 
 
 def check_missing() -> None:
-    """Only NumPy is needed, and what needs more says how to get it."""
+    """Checks that NumPy is enough, and that functions that need torch say how to install it."""
     assert "torch" not in sys.modules
     for use in (lambda: fq.prepare, lambda: fq.nn, lambda: fq.recipes, fq.accelerate):
         try:
@@ -67,11 +67,11 @@ def check_missing() -> None:
         except ImportError as error:
             assert 'pip install "fakequant[torch]"' in str(error), error
         else:
-            raise AssertionError("torch is installed here, or nothing asked for it")
+            raise AssertionError("torch is installed, or a function that needs it did not raise")
 
 
 def check_import_time() -> None:
-    """What `import fakequant` takes once NumPy is there: the CPU's time, as others may use the machine too."""
+    """Checks the CPU time of `import fakequant` after NumPy. Not wall time, which depends on other processes."""
     code = "import numpy, sys, time; t = time.process_time(); import fakequant; print(time.process_time() - t)"
     code += "; assert 'torch' not in sys.modules"
     command = [sys.executable, "-I", "-c", code]

@@ -1,8 +1,8 @@
-"""Fetches what compiled autograd nodes are built from, for every torch release: python tools/torch_releases.py FOLDER.
+"""Downloads the parts of torch that compiled autograd nodes are built with: python tools/torch_releases.py FOLDER.
 
-FOLDER/<version>/torch gets the headers and the three libraries that are linked; CMake takes the folder as
-FAKEQUANT_TORCH_RELEASES. A version that is there is not fetched again: nodes for another Python link with it as well.
-Wheels come from pip's index and from PIP_EXTRA_INDEX_URL; builds for the CPU are smaller and have the same interface.
+For every release, FOLDER/<version>/torch gets the headers and the three libraries to link. CMake takes the folder as
+FAKEQUANT_TORCH_RELEASES. A version that exists in the folder is not downloaded again; it serves every Python version.
+Wheels come from pip's index and from PIP_EXTRA_INDEX_URL. CPU builds are smaller and have the same interface.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-# Each was built and tested. A torch that is not listed uses the nodes in Python.
+# Each was built and tested. Other versions of torch use the nodes written in Python.
 VERSIONS = ("2.12.1", "2.13.0", "2.14.1", "2.15.0")
 LIBRARIES = ("c10", "torch_cpu", "torch_python")
 

@@ -1,10 +1,11 @@
-"""Builds the sdist and a wheel, and uses the wheel where the sources are out of reach.
+"""Builds the sdist and a wheel, and tests the wheel in environments that cannot see the sources.
 
-python tools/wheel_test.py [--build-dir build/dev], with a Python that has all that builds it.
+    python tools/wheel_test.py [--build-dir build/dev]
 
-The wheel is built from the sdist. That compiles the kernels once more, which takes minutes; with a build folder that
-has them compiled from this tree, the wheel is built there, and the sdist must have the same files, byte for byte.
-Results are in build/dist.
+The Python that runs it must have the build requirements. By default the wheel is built from the sdist, which
+compiles the kernels again and takes minutes. With a build folder in which they are already compiled from this tree,
+the wheel is built there. In both cases the sdist must have the same files as this tree, byte for byte. The results
+are in build/dist.
 """
 
 import argparse
@@ -28,7 +29,7 @@ IN_SDIST = ("CHANGELOG.md", "CMakeLists.txt", "README.md", "pyproject.toml", *LI
 
 
 def run(*command: object, **options: object) -> None:
-    """A command without what this shell says about Python, so that nothing leads back to the sources."""
+    """Runs a command without this shell's Python variables, which could lead back to the sources."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON") and k != "VIRTUAL_ENV"}
     subprocess.run([str(part) for part in command], check=True, env=clean, **options)
 
@@ -54,7 +55,10 @@ def files_below(folder: Path) -> set[str]:
 
 
 def unpack(sdist: Path) -> Path:
-    """The sdist's files in a folder that stays. Only what differs is written: their dates in the sdist mean nothing."""
+    """Unpacks the sdist into a folder that is kept, and checks its files. Returns the folder.
+
+    Files that have not changed are not written, so that their dates do not trigger another compilation.
+    """
     goal = WORK / "source"
     with tarfile.open(sdist) as archive:
         files = {m.name.split("/", 1)[1]: archive.extractfile(m).read() for m in archive if m.isfile()}
@@ -64,7 +68,7 @@ def unpack(sdist: Path) -> Path:
     check(not foreign, f"should not be in the sdist: {sorted(foreign)}")
     for name, content in files.items():
         path = goal / name
-        check(name == "PKG-INFO" or (ROOT / name).read_bytes() == content, f"{name} is another one in the sdist")
+        check(name == "PKG-INFO" or (ROOT / name).read_bytes() == content, f"{name} is different in the sdist")
         if not path.is_file() or path.read_bytes() != content:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
@@ -88,14 +92,14 @@ def check_wheel(wheel: Path) -> None:
 
 
 def install(wheel: Path, name: str, *options: str, also: Path | None = None) -> Path:
-    """A fresh environment with the wheel; the Python in it. `also`: a folder of packages to see."""
+    """Installs the wheel in a new environment and returns its Python. `also` is a folder of packages it can import."""
     folder = WORK / name
     venv.create(folder, clear=True)
     python = folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     run(sys.executable, "-m", "pip", "--python", python, "install", "-q", *options, wheel)
     if also:
         places = {"base": str(folder), "platbase": str(folder)}
-        # A plain path: the links that are in that folder itself, such as one to the sources, are not followed.
+        # A .pth entry adds the folder itself but does not process its .pth files, one of which leads to the sources.
         (Path(sysconfig.get_path("purelib", "venv", places)) / "dev.pth").write_text(f"{also}\n")
     return python
 
@@ -108,7 +112,7 @@ def smoke_test(python: Path, *options: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--build-dir", type=Path, help="where the kernels are compiled from this tree already")
+    parser.add_argument("--build-dir", type=Path, help="a build folder with kernels already compiled from this tree")
     compiled = parser.parse_args().build_dir
     start = time.perf_counter()
     shutil.rmtree(DIST, ignore_errors=True)

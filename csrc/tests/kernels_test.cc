@@ -1,8 +1,8 @@
-// Every op x every dtype x every numerics x awkward shapes, on every instruction set this CPU has.
+// Runs every kernel with every dtype, every rule and difficult shapes on every instruction set this CPU supports. All
+// targets must give the same bytes, with any number of threads.
 //
-// All targets must give the same bytes, for any number of threads. With --digest, one line per case
-// is printed; the output of two machines (or of a CPU emulator) can then be compared with diff.
-// Equality with the reference and with torch is tested from Python.
+// With --digest it prints one line per case, so that the output of two machines, or of an emulator, can be compared
+// with diff. Equality with the reference and with torch is tested from Python.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -28,7 +28,7 @@ struct Random {
   double uniform() { return double(next() >> 11) * 0x1p-53; }
 };
 
-// Ties at awkward scales, their neighbours, special values, and ordinary ones.
+// Returns a random special value, tie, float next to a tie, or ordinary value.
 float hostile(Random& rng) {
   static const float kSpecial[] = {0.0f, -0.0f, 1e-45f, -1e-40f, 3.4e38f, -3.4e38f, 9.3e18f, -9.3e18f,
                                    std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(),
@@ -53,7 +53,7 @@ uint16_t to_bf16(float v) {
   return uint16_t(v != v ? 0x7FC0 : u >> 16);
 }
 
-// A hostile float cut down to half precision; enough to reach subnormals, infinities and NaN.
+// Returns random half-precision bits with the sign of v, which include subnormals and infinities; NaN for NaN.
 uint16_t to_f16(float v, Random& rng) {
   if (v != v) return 0x7E00;
   return rng.next() % 4 ? uint16_t(rng.next() % 0x7C01) | uint16_t(v < 0) << 15 : uint16_t(v < 0) << 15;
@@ -75,7 +75,8 @@ std::vector<uint8_t> hostile_array(DType d, int64_t n, Random& rng) {
   return data;
 }
 
-// FNV-1a. NaN payloads and signs differ between CPUs and are not part of the contract.
+// FNV-1a hash. Payloads and signs of NaN differ between CPUs and are not part of the contract, so every NaN hashes
+// alike.
 struct Digest {
   uint64_t hash = 1469598103934665603u;
   void add(const void* data, size_t bytes) {

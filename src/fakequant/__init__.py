@@ -37,7 +37,7 @@ from fakequant.torch_names import (
     fused_moving_avg_obs_fq_helper as fused_moving_avg_obs_fq_helper,
 )
 
-# Where the names are that are about whole models.
+# The modules of the names that work on whole models. They need torch and are imported on first use.
 _WHOLE_MODELS = {
     "History": "_diagnosis.history",
     "LayerConfig": "config",
@@ -65,9 +65,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> _Any:
-    if name == "__version__":  # asking for it takes longer than all our own imports
+    if name == "__version__":  # reading the metadata takes longer than importing the package
         return _import_module("importlib.metadata").version("fakequant")
-    # These need torch, which is imported when they are first used.
     if name in ("nn", "observers", "recipes"):
         module = name
     elif name in _WHOLE_MODELS:

@@ -1,4 +1,4 @@
-"""One line that puts torch's own fake-quantize operators on our kernels."""
+"""`accelerate` and `decelerate`: torch's own fake-quantize operators on fakequant's kernels."""
 
 from typing import TYPE_CHECKING, Protocol
 
@@ -8,14 +8,14 @@ if TYPE_CHECKING:
     from fakequant._backends.torch.override_aten import Acceleration
 
 
-class _FrontEnd(Protocol):
-    """The functions of `override_aten`, which is imported when it is needed."""
+class _OverrideAten(Protocol):
+    """The functions of the module `override_aten`, which is imported on first use."""
 
     def accelerate(self) -> "Acceleration": ...
     def decelerate(self) -> None: ...
 
 
-def _front_end() -> _FrontEnd:
+def _override_aten() -> _OverrideAten:
     try:
         import torch as _  # noqa: F401
     except ImportError as error:
@@ -30,16 +30,17 @@ def _front_end() -> _FrontEnd:
 
 
 def accelerate() -> "Acceleration":
-    """From now on torch's fake-quantize operators run on our kernels: same bits, no change to your code.
+    """Makes torch's fake-quantize operators run on fakequant's kernels: same bits, no change to your code.
 
-    Whatever calls them gets faster: `torch.fake_quantize_per_tensor_affine` and its relatives, the modules
-    of `torch.ao.quantization`, models prepared by it or by torchao. Only CPU tensors are affected. Before
-    the first replacement each operator of the torch at hand is compared with its kernel, on inputs that tell
-    implementations apart and on arguments that torch refuses. One that differs stays torch's: a RuntimeWarning names
-    it, and it is in `left`. If all differ, RuntimeError is raised.
+    This speeds up every caller of these operators: `torch.fake_quantize_per_tensor_affine` and its relatives,
+    the modules of `torch.ao.quantization`, and models prepared by it or by torchao. Only CPU tensors are affected.
 
-    Calling it again changes nothing. `decelerate()`, or `undo()` of the result, takes it back. As a context
-    manager it lasts as long as the context:
+    The first call compares each operator of the installed torch with its kernel, on inputs where implementations
+    differ and on arguments that torch rejects. An operator that differs is not replaced: a RuntimeWarning names it,
+    and `left` of the result lists it. Raises RuntimeError if all of them differ.
+
+    Further calls have no effect. `decelerate()`, or `undo()` of the result, restores torch's kernels. Used as a
+    context manager, the replacement ends with the context:
 
     >>> import torch
     >>> with accelerate() as acceleration:
@@ -49,13 +50,13 @@ def accelerate() -> "Acceleration":
     >>> acceleration.replaced
     ()
     """
-    return _front_end().accelerate()
+    return _override_aten().accelerate()
 
 
 def decelerate() -> None:
-    """Gives torch its own kernels back. Without `accelerate` before it, does nothing.
+    """Restores torch's own kernels. Does nothing if `accelerate` was not called.
 
     >>> _ = accelerate()
     >>> decelerate()
     """
-    _front_end().decelerate()
+    _override_aten().decelerate()

@@ -1,6 +1,8 @@
-"""Locks that a child process never finds taken: by another thread of its parent, which it does not have.
+"""Locks that are never held by another thread at the moment of a fork.
 
-They are all made here, when the package is imported: what is registered while a fork waits comes too late for it.
+A child process has only the thread that forked. A lock held by any other thread would stay locked in it for ever.
+All locks are created here, when the package is imported: a fork that is already waiting ignores locks registered
+later.
 """
 
 import os
@@ -8,16 +10,16 @@ import threading
 
 
 def _fork_safe_lock() -> "threading.RLock":
-    """A reentrant lock. A fork waits until no other thread holds it."""
+    """Returns a reentrant lock. A fork waits until no other thread holds it."""
     lock = threading.RLock()
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
     return lock
 
 
-# Held while a part of the package is imported. Python's own locks of modules stay locked in a child that is
-# forked meanwhile. No module of the package may ask the package for what it imports on demand while it is
-# itself imported: it would wait for this lock while others wait for the module.
+# Held while a module of the package is imported on demand, because Python's own import locks are not fork-safe.
+# A module must not trigger an on-demand import at its top level: it would wait for this lock while the thread
+# that holds the lock waits for the module.
 importing = _fork_safe_lock()
-# Held while torch's operators are replaced.
+# Held while `accelerate` replaces torch's operators.
 accelerating = _fork_safe_lock()

@@ -1,4 +1,4 @@
-"""What is installed and what runs: the first thing to ask for in a bug report."""
+"""Versions, instruction set and threads of this installation, for bug reports."""
 
 import dataclasses
 import platform
@@ -14,10 +14,10 @@ from fakequant._torch_releases import NEWEST, OLDEST, describe, is_tested
 
 @dataclasses.dataclass(frozen=True)
 class Info:
-    """The state of this installation, as `info()` found it."""
+    """The result of `info()`."""
 
     version: str
-    # The instruction set in use, those this CPU can run, and those compiled in.
+    # The instruction set in use, those that this CPU can run, and those that were compiled.
     target: str
     supported_targets: tuple[str, ...]
     compiled_targets: tuple[str, ...]
@@ -26,7 +26,7 @@ class Info:
     numpy: str
     ml_dtypes: str
     machine: str
-    # None: not installed.
+    # None if not installed.
     torch: str | None
 
     def __str__(self) -> str:
@@ -48,13 +48,13 @@ class Info:
 
 
 def info() -> Info:
-    """Versions, the instruction set in use, and the number of threads.
+    """Returns the installed versions, the instruction set in use and the number of threads.
 
     >>> import fakequant
     >>> fakequant.info().target in fakequant.info().supported_targets
     True
     """
-    from importlib.metadata import version  # takes longer to import than all the rest
+    from importlib.metadata import version  # imported here because it is slower to import than the package
 
     return Info(
         version=version("fakequant"),
@@ -71,7 +71,7 @@ def info() -> Info:
 
 
 def _torch() -> str | None:
-    """torch's version and what we have for it; asking must not import it."""
+    """Returns torch's version and the kind of autograd nodes used with it, without importing torch."""
     from importlib.metadata import PackageNotFoundError, version
 
     torch = sys.modules.get("torch")
@@ -85,7 +85,7 @@ def _torch() -> str | None:
     nodes = sys.modules.get("fakequant._backends.torch.compiled_nodes")
     if nodes is not None:
         compiled = nodes.compiled is not None
-    else:  # torch is not imported: say what is installed for it
+    else:  # not imported yet: look for a compiled module for this version
         name = f"fakequant._autograd_{number.split('+')[0].replace('.', '_')}"
         compiled = find_spec(name) is not None
     known = "" if is_tested(number) else f" (tested: {describe(OLDEST)} to {describe(NEWEST)})"

@@ -1,7 +1,7 @@
 """Loads the compiled kernels and chooses the instruction set, once, at import.
 
 `FAKEQUANT_TARGET` forces an instruction set, `FAKEQUANT_NUM_THREADS` sets the number of threads.
-There is no slower Python path behind this: kernels that cannot be loaded are an ImportError.
+There is no Python fallback: if the kernels cannot be loaded, importing fakequant raises ImportError.
 """
 
 import os
@@ -19,7 +19,7 @@ except ImportError as error:
     ) from error
 
 
-# As many as one call ever uses; more would only wait for memory.
+# One call never uses more threads: they would only wait for memory.
 MAX_THREADS = 64
 
 
@@ -27,7 +27,7 @@ def _select_target(name: str) -> None:
     if _native.select_target(name):
         return
     compiled, supported = _native.compiled_targets(), _native.supported_targets()
-    reason = "this CPU cannot run it" if name in compiled else "there is no such target in this build"
+    reason = "this CPU cannot run it" if name in compiled else "this build has no such target"
     raise ImportError(
         f"FAKEQUANT_TARGET={name!r}: {reason}. Accepted here: {', '.join(supported)}.\n"
         "Unset FAKEQUANT_TARGET to use the best one."
@@ -45,7 +45,7 @@ if target := os.environ.get("FAKEQUANT_TARGET"):
 if threads := os.environ.get("FAKEQUANT_NUM_THREADS"):
     _set_num_threads(threads)
 
-# The enumerations of csrc/kernels.h, as the plain numbers that the kernels take.
+# The enumerations of csrc/kernels.h as plain ints, which the kernels take.
 F32: int = _native.DType.f32.value
 F64: int = _native.DType.f64.value
 BF16: int = _native.DType.bf16.value
@@ -86,7 +86,7 @@ RANGE_DYNAMIC: int = _native.RangeUpdate.dynamic.value
 
 
 def get_num_threads() -> int:
-    """Threads that one call may use, the calling thread included.
+    """Returns how many threads one call may use, including the calling thread.
 
     >>> get_num_threads() >= 1
     True
@@ -95,9 +95,9 @@ def get_num_threads() -> int:
 
 
 def set_num_threads(n: int) -> None:
-    """Sets how many threads one call may use, for the whole process; more than 64 count as 64.
+    """Sets how many threads one call may use, for the whole process. More than 64 has the effect of 64.
 
-    Results do not depend on it.
+    Results do not depend on the number of threads. Raises ValueError if `n` is not an integer of at least 1.
 
     >>> before = get_num_threads()
     >>> set_num_threads(1)

@@ -1,30 +1,35 @@
-"""Operations that only move or select elements: a tensor that was on a grid is on it afterwards.
+"""Operations that only move or select elements. Their result is on the same grid as their input.
 
 The table is used in three places:
 
-    prepare        a layer needs no quantizer for its input if the module that computed its elements has one
-    golden model   codes of a tensor are moved like the tensor itself
-    export         a quantizer behind a move is repeated before it
+    prepare        a layer shares the quantizer of the module that computed its input, through moves in between
+    golden model   the codes of a tensor are moved in the same way as the tensor
+    export         a quantizer that follows a move is repeated before the move
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# A function or method of torch. They differ in what they take and return.
+TorchFunction: TypeAlias = Callable[..., Any]
+
 
 class Move(NamedTuple):
-    """A group of operations. Names are those of functions of torch and of `torch.nn.functional`, and of methods."""
+    """A group of operations. They are named as in `torch`, `torch.nn.functional` or `torch.Tensor`."""
 
-    # Those that `prepare` follows a value through.
+    # Operations that `prepare` and the golden model recognize.
     traced: tuple[str, ...] = ()
-    # Those that only the golden model knows.
-    others: tuple[str, ...] = ()
+    # Operations that only the golden model recognizes.
+    golden_only: tuple[str, ...] = ()
+    # Modules that `prepare` recognizes.
     modules: tuple[type[nn.Module], ...] = ()
-    # What the operations are in an exported file, if the exporter repeats quantizers before them.
+    # The ONNX operators of the group, if the exporter repeats quantizers before them.
     onnx: tuple[str, ...] = ()
-    # Whether a runtime computes codes before the move, also of sums of products.
+    # If True, runtimes quantize a layer's sums of products before the move and move codes. If False, they move floats.
     moves_codes: bool = True
 
 
@@ -34,29 +39,29 @@ _ADAPTIVE_POOLS = tuple(f"adaptive_{name}" for name in _POOLS)
 MOVES = (
     Move(
         traced=_POOLS,
-        others=(*(f"{name}_with_indices" for name in (*_POOLS, *_ADAPTIVE_POOLS)), *_ADAPTIVE_POOLS),
+        golden_only=(*(f"{name}_with_indices" for name in (*_POOLS, *_ADAPTIVE_POOLS)), *_ADAPTIVE_POOLS),
         modules=(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d),
         onnx=("MaxPool",),
     ),
     Move(
         traced=("flatten", "reshape", "view"),
-        others=("reshape_as", "view_as", "ravel", "unflatten"),
+        golden_only=("reshape_as", "view_as", "ravel", "unflatten"),
         modules=(nn.Flatten, nn.Unflatten),
         onnx=("Reshape", "Flatten"),
     ),
     Move(
         traced=("permute", "transpose"),
-        others=("t", "movedim", "moveaxis", "swapaxes", "swapdims"),
+        golden_only=("t", "movedim", "moveaxis", "swapaxes", "swapdims"),
         onnx=("Transpose",),
     ),
     Move(traced=("squeeze", "unsqueeze"), onnx=("Squeeze", "Unsqueeze")),
-    # Reshape and Transpose in a file.
-    Move(others=("pixel_unshuffle", "channel_shuffle", "native_channel_shuffle")),
-    # Slice in a file, which ONNX Runtime itself passes a quantizer through.
-    Move(others=("narrow", "flip", "fliplr", "flipud", "__getitem__")),
-    # Pieces, and copies in other places. A runtime has made floats of sums before them.
+    # Exported as Reshape and Transpose.
+    Move(golden_only=("pixel_unshuffle", "channel_shuffle", "native_channel_shuffle")),
+    # Exported as Slice. ONNX Runtime itself moves quantizers before it.
+    Move(golden_only=("narrow", "flip", "fliplr", "flipud", "__getitem__")),
+    # Operations that split, select or copy. Runtimes dequantize the sums of a layer before them.
     Move(
-        others=(
+        golden_only=(
             "chunk", "split", "split_with_sizes", "tensor_split", "hsplit", "vsplit", "dsplit", "unbind",
             "unsafe_chunk", "unsafe_split", "select", "index_select", "gather", "take_along_dim", "take",
             "masked_select", "rot90", "roll", "repeat", "repeat_interleave", "tile", "expand", "expand_as",
@@ -66,12 +71,12 @@ MOVES = (
     ),
 )  # fmt: skip
 
-# Results have the values of the input, in the same places.
+# Operations whose result equals their input.
 SAME_VALUES = ("contiguous", "clone", "detach")
 
 
-def named(*names: str) -> list[Any]:
-    """The functions and methods of torch with these names, wherever there are such."""
+def named(*names: str) -> list[TorchFunction]:
+    """Returns all functions of `torch` and `torch.nn.functional` and all tensor methods with these names."""
     return [getattr(place, name) for place in (torch, Tensor, F) for name in names if hasattr(place, name)]
 
 
@@ -79,9 +84,12 @@ _TRACED = [name for move in MOVES for name in move.traced]
 TRACED_NAMES = {*_TRACED, "contiguous"}
 TRACED_MODULES: tuple[type[nn.Module], ...] = (nn.Identity, *(module for move in MOVES for module in move.modules))
 ONNX_MOVES = {name for move in MOVES for name in move.onnx}
-# The same as functions that tensors dispatch to: of sums of products too, and of tensors on a grid only.
+# The functions that `__torch_function__` receives: those that move codes of sums, and those that only move codes of
+# tensors that are on a grid already.
 MOVES_OF_CODES = [
-    *named(*(name for move in MOVES if move.moves_codes for name in (*move.traced, *move.others) if name[0] != "_")),
+    *named(
+        *(name for move in MOVES if move.moves_codes for name in (*move.traced, *move.golden_only) if name[0] != "_")
+    ),
     *(Tensor.__getitem__, Tensor.T.__get__, Tensor.mT.__get__),  # type: ignore[attr-defined]
 ]
-MOVES_OF_VALUES = named(*(name for move in MOVES if not move.moves_codes for name in move.others))
+MOVES_OF_VALUES = named(*(name for move in MOVES if not move.moves_codes for name in move.golden_only))

@@ -1,41 +1,42 @@
-"""What a network will run on, as data: what a grid must be like to run there as it was trained.
+"""Targets: the runtimes that a model can be trained for, and the grids that each computes exactly.
 
-    generic             any grid; computed as the graph says
-    onnxruntime-vnni    ONNX Runtime on x86 with VNNI: 8-bit weights in full
-    onnxruntime-x86     ONNX Runtime on any x86: weights of at most 7 bits beside 8-bit activations
-    tensorrt            8 bits, symmetric, for weights and activations; weights may have fewer, in bytes
+    generic             any grid; computed as the ONNX graph says, operator by operator
+    onnxruntime-vnni    ONNX Runtime on x86 CPUs with VNNI: full 8-bit weights
+    onnxruntime-x86     ONNX Runtime on all x86 CPUs: at most 7-bit weights with 8-bit activations
+    tensorrt            symmetric 8-bit activations; symmetric weights of at most 8 bits, stored in bytes
 
-Without VNNI an x86 adds pairs of products of 8-bit numbers in 16 bits and saturates: 255 * w + 255 * w
-fits as long as |w| is at most 64. With more the sums are wrong, silently.
+x86 CPUs without VNNI add pairs of 8-bit products in 16 bits and saturate. 255 * w + 255 * w fits in 16 bits if |w| is
+at most 64. With larger weights the sums are silently wrong.
 """
 
 import dataclasses
-from typing import Any
+
+from torch import Tensor
 
 from fakequant.spec import QuantSpec
 
-# Weights up to here, times two 8-bit activations, are summed exactly in 16 bits.
+# Largest |weight code| for which a sum of two products with 8-bit activations fits in 16 bits.
 _EXACT_WITHOUT_VNNI = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """What a runtime can compute exactly, and how it does it."""
+    """A runtime: the grids that it computes exactly, and its arithmetic."""
 
     name: str
-    # The most bits of a weight whose products with 8-bit activations are summed exactly.
+    # The largest number of bits of a weight whose products with 8-bit activations are summed exactly.
     weight_bits: int = 8
-    # Grids have zero point 0: weights of at most 8 bits, activations of 8 bits in full.
+    # If True, zero points must be 0, weights have at most 8 bits, and activations have the full range of 8 bits.
     symmetric_int8: bool = False
-    # How it goes from sums of products to codes, see _convert/golden/sums_to_codes.py.
+    # How sums of products become codes: a key of `ARITHMETICS` in _convert/golden/sums_to_codes.py.
     arithmetic: str = "reference"
-    # Codes of activations are stored as unsigned numbers, which its kernels take.
+    # If True, exported activations have unsigned codes, because the kernels of the runtime require them.
     unsigned_activations: bool = False
     # It computes convolutions, additions and the like in integers only if their results are quantized too.
     needs_results: bool = False
 
     def fit_weight(self, spec: QuantSpec) -> QuantSpec:
-        """The spec of weights for this target: as given, or with fewer bits, or symmetric.
+        """Returns `spec` adapted to the weights of this target: unchanged, with fewer bits, or symmetric.
 
         >>> TARGETS["onnxruntime-x86"].fit_weight(QuantSpec(narrow_range=True)).qmax
         63
@@ -45,7 +46,7 @@ class Target:
         return dataclasses.replace(spec, bits=self.weight_bits) if self.weight_bits < spec.bits <= 8 else spec
 
     def fit_activation(self, spec: QuantSpec) -> QuantSpec:
-        """The spec of activations for this target.
+        """Returns `spec` adapted to the activations of this target.
 
         >>> print(TARGETS["tensorrt"].fit_activation(QuantSpec(signed=False, symmetric=False)))
         int8, per tensor
@@ -55,11 +56,11 @@ class Target:
         return dataclasses.replace(spec, bits=8, signed=True, symmetric=True, narrow_range=False)
 
     def weight_shift(self, spec: QuantSpec) -> int:
-        """The largest k for which codes of a weight times 2^k are summed exactly on every CPU.
+        """Returns the largest k for which weight codes times 2^k are summed exactly on every CPU.
 
-        A weight beside a quantized input is stored in a byte, also if it has fewer bits. Its codes are stored times
-        2^k at a scale that is 2^k smaller. The weights are the same. The bias, which has the scale of the products,
-        is rounded 2^k times finer.
+        A weight that meets a quantized input is stored in a byte, even if it has fewer bits. Its codes are stored
+        times 2^k, with a scale that is 2^k times smaller. This leaves the weights unchanged, but the bias, whose
+        scale is that of the products, is rounded 2^k times finer.
 
         >>> TARGETS["onnxruntime-x86"].weight_shift(QuantSpec(bits=2))  # -2 * 32 = -64
         5
@@ -71,22 +72,25 @@ class Target:
             shift += 1
         return shift
 
-    def reason_against_weight(self, spec: QuantSpec, levels: Any) -> str | None:
-        """What is wrong with weights beside 8-bit activations, if anything is; `levels` are codes minus zero point."""
+    def reason_against_weight(self, spec: QuantSpec, levels: Tensor) -> str | None:
+        """Returns why this target cannot compute with a weight, or None if it can.
+
+        `levels` are the codes of the weight minus its zero point.
+        """
         if self.symmetric_int8 and (spec.bits > 8 or not spec.symmetric):
-            return f"has weights in {spec}, and {self.name} has symmetric ones of at most 8 bits"
+            return f"has weights in {spec}, but {self.name} needs symmetric weights of at most 8 bits"
         largest = int(levels.abs().max()) if levels.numel() else 0
         limit = 2 ** (self.weight_bits - 1)
         if self.weight_bits < 8 and largest > limit:
-            return f"has weights up to {largest}, and {self.name} sums them exactly only up to {limit}"
+            return f"has weights up to {largest}, but {self.name} sums them exactly only up to {limit}"
         return None
 
     def reason_against_activation(self, spec: QuantSpec) -> str | None:
-        """What is wrong with the spec of an activation, if anything is."""
+        """Returns why this target cannot compute with an activation of this spec, or None if it can."""
         if self.symmetric_int8 and not spec.symmetric:
-            return f"is affine ({spec}), and {self.name} has symmetric activations only"
+            return f"is affine ({spec}), but {self.name} needs symmetric activations"
         if self.symmetric_int8 and (spec.bits != 8 or spec.narrow_range):
-            return f"is {spec}, and {self.name} has activations of 8 bits in full only"
+            return f"is {spec}, but {self.name} needs activations with the full range of 8 bits"
         return None
 
 
@@ -108,7 +112,7 @@ TARGETS = {
 
 
 def find(name: str) -> Target:
-    """The target of that name.
+    """Returns the target called `name`. Raises ValueError if there is no such target.
 
     >>> find("onnxruntime-x86").weight_bits
     7

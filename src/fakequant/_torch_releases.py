@@ -1,4 +1,4 @@
-"""The torch releases that fakequant is tested with. CMakeLists.txt and pyproject.toml name the same."""
+"""The torch releases that fakequant is tested with. CMakeLists.txt and pyproject.toml repeat them."""
 
 import re
 
@@ -7,7 +7,7 @@ NEWEST = (2, 15)
 
 
 def release_of(version: str) -> tuple[int, int]:
-    """The release that a version belongs to.
+    """Returns the (major, minor) release of a version string.
 
     >>> release_of("2.13.0+cpu"), release_of("2.16.0a0+git1234")
     ((2, 13), (2, 16))
@@ -17,7 +17,7 @@ def release_of(version: str) -> tuple[int, int]:
 
 
 def check_release(version: str) -> None:
-    """Raises ImportError for a torch that is too old.
+    """Raises ImportError if this version of torch is too old.
 
     >>> check_release("2.9.1")
     Traceback (most recent call last):
@@ -32,7 +32,7 @@ def check_release(version: str) -> None:
 
 
 def describe(release: tuple[int, int]) -> str:
-    """A release in torch's notation.
+    """Returns a release as text.
 
     >>> describe((2, 12))
     '2.12'
@@ -41,7 +41,7 @@ def describe(release: tuple[int, int]) -> str:
 
 
 def is_tested(version: str) -> bool:
-    """Whether the version is of a release that fakequant is tested with.
+    """Returns True if fakequant is tested with the release of this version.
 
     >>> is_tested("2.14.1"), is_tested("2.16.0")
     (True, False)

@@ -16,22 +16,29 @@ from fakequant.spec import QuantSpec, read_json, shortened
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """How the tensors of one layer are quantized; a tensor without a spec stays in float.
+    """How the tensors of one layer are quantized. A tensor without a spec stays in float.
 
     >>> from fakequant import presets
     >>> LayerConfig(weight=presets.int4()).input is None
     True
     """
 
-    # Axis 0 of a weight's spec stands for its output channels, wherever the layer keeps them.
+    # If set, quantize the weight. For a spec per channel, axis 0 means the output channels, even if the layer
+    # stores them on another axis, as transposed convolutions do.
     weight: QuantSpec | None = None
+    # If set, quantize the input. Ignored for layers whose input holds indices, such as embeddings.
     input: QuantSpec | None = None
+    # If set, quantize the output.
     output: QuantSpec | None = None
-    # Scales are parameters of the model (LSQ); else they follow an observer.
+    # If True, scales are trained with the model (LSQ). If False, observers determine them.
     learned: bool = False
-    # Where ranges come from, or where learned scales start. None: weights have the range of the tensor at hand
-    # (Dynamic), activations a moving average; learned scales start by LSQ's rule.
+    # If set, how the range of the weight is determined. With `learned=True` it determines the initial scale only.
+    # If None, the range is recomputed from the weight whenever the layer runs (`Dynamic`), and learned scales are
+    # initialized by the rule of the LSQ paper.
     weight_observer: Observer | None = None
+    # If set, how the ranges of input and output are determined. With `learned=True` it determines the initial scales
+    # only. If None, ranges are moving averages (`MovingAverage`), and learned scales are initialized by the rule of
+    # the LSQ paper. Ignored for specs per token, which always use `Dynamic`.
     activation_observer: Observer | None = None
 
     def __post_init__(self) -> None:
@@ -49,7 +56,7 @@ class LayerConfig:
             raise TypeError(f"`learned` must be True or False, got {self.learned!r}.")
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field by its name: dicts, numbers, strings and None only."""
+        """Returns all fields by name, as dicts, numbers, strings and None."""
         return {
             field.name: value.to_dict() if hasattr(value, "to_dict") else value
             for field in dataclasses.fields(self)
@@ -58,7 +65,7 @@ class LayerConfig:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "LayerConfig":
-        """The config with these fields; those that are absent have their defaults."""
+        """Returns the config that `to_dict` describes. Missing fields get their defaults."""
         _check_names(cls, fields)
         read = dict(fields)
         for name in ("weight", "input", "output"):
@@ -72,30 +79,30 @@ class LayerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What to do with the modules whose path and type match.
+    """The config of the layers whose path and type match.
 
     >>> rule = Rule(path="encoder.*", type="Linear")
     >>> rule.matches("encoder.0.fc", nn.Linear(2, 2)), rule.matches("head", nn.Linear(2, 2))
     (True, False)
     """
 
-    # A path in the model, with * and ? as in file names; * also stands for dots.
+    # The module's path in the model. `*` and `?` are wildcards, as in file names; `*` also matches dots.
     path: str = "*"
-    # The name of the module's class or of one it is derived from; None: any.
+    # If set, match only modules whose class, or one of its base classes, has this name.
     type: str | None = None
-    # None: leave it in float.
+    # How matching layers are quantized. If None, they stay in float.
     use: LayerConfig | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str):
-            raise TypeError(f"`path` must be a path with * and ?, got {self.path!r}.")
+            raise TypeError(f"`path` must be a path, such as 'encoder.*', got {self.path!r}.")
         if self.type is not None and not isinstance(self.type, str):
             raise TypeError(f"`type` must be the name of a class, such as 'Linear', got {self.type!r}.")
         if self.use is not None and not isinstance(self.use, LayerConfig):
             raise TypeError(f"`use` must be a LayerConfig, or None to leave a module in float, got {self.use!r}.")
 
     def matches(self, path: str, module: nn.Module) -> bool:
-        """Whether the rule is about the module at `path`."""
+        """Returns True if the rule applies to `module`, which is at `path` in the model."""
         if not fnmatchcase(path, self.path):
             return False
         return self.type is None or any(cls.__name__ == self.type for cls in type(module).__mro__)
@@ -103,7 +110,9 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantConfig:
-    """Which layers of a model are quantized, and how: the first rule that matches, else the default.
+    """Which layers of a model are quantized, and how.
+
+    The first rule that matches a layer decides. Layers that no rule matches use the default.
 
     >>> from fakequant import recipes
     >>> config = recipes.int8().skip("head").rule("stem.*", weight=QuantSpec(bits=8, axis=0))
@@ -111,18 +120,22 @@ class QuantConfig:
     True
     """
 
-    # For layers that no rule matches; None: they stay in float.
+    # How layers that no rule matches are quantized. If None, they stay in float.
     default: LayerConfig | None = None
+    # Exceptions from the default, in order of precedence.
     rules: tuple[Rule, ...] = ()
-    # For results of layers that reach an addition, a concatenation, a product or a mean,
-    # where an integer runtime needs codes too; None: they stay in float.
+    # If set, quantize the outputs of modules that are operands of an addition, a concatenation, a product or a mean.
+    # Integer runtimes compute these operations with codes too. If None, the operands stay in float.
     operands: QuantSpec | None = None
-    # Quantized layers keep codes for the backward pass instead of floats: the same gradients in less memory.
+    # If True, quantized layers save codes instead of floats for the backward pass. Gradients are identical and need
+    # less memory.
     save_codes: bool = True
-    # What the model will run on, by name; see `fakequant._targets`.
+    # The runtime that the model is trained for: "generic", "onnxruntime-vnni", "onnxruntime-x86" or "tensorrt".
+    # Specs that it cannot compute exactly are adapted to it.
     target: str = "generic"
-    # The weights and inputs of the first and the last layer, in the order in which layers are called, have at least
-    # so many bits; None: as many as the others. What a rule says about a layer holds.
+    # If set, the minimum number of bits for the weights and inputs of the first and the last layer, in the order in
+    # which the model calls its layers. Layers that a rule matches are not affected. If None, the first and the last
+    # layer are treated like all others.
     first_last_bits: int | None = None
 
     def __post_init__(self) -> None:
@@ -140,12 +153,18 @@ class QuantConfig:
         bits = self.first_last_bits
         if bits is not None and (type(bits) is not int or not 2 <= bits <= 16):
             raise ValueError(
-                f"`first_last_bits` must be a number of bits from 2 to 16, or None for as many as the other layers "
-                f"have, got {bits!r}."
+                f"`first_last_bits` must be a number of bits from 2 to 16, or None for the bits of the other layers, "
+                f"got {bits!r}."
             )
 
     def rule(self, path: str = "*", *, type: str | None = None, **layer: Any) -> "QuantConfig":
-        """Returns a copy with this rule placed first. The fields are those of `LayerConfig`."""
+        """Returns a copy with a new rule placed before all others.
+
+        Args:
+            path: The paths that the rule matches, see `Rule.path`.
+            type: The class that the rule matches, see `Rule.type`.
+            **layer: Fields of `LayerConfig` that differ from the default.
+        """
         problem = _unknown(LayerConfig, layer)
         if problem is not None:
             raise TypeError(problem)
@@ -153,18 +172,18 @@ class QuantConfig:
         return dataclasses.replace(self, rules=(Rule(path=path, type=type, use=use), *self.rules))
 
     def skip(self, path: str = "*", *, type: str | None = None) -> "QuantConfig":
-        """The same, with what matches left in float."""
+        """Returns a copy with a new rule, placed before all others, that leaves the matching layers in float."""
         return dataclasses.replace(self, rules=(Rule(path=path, type=type), *self.rules))
 
     def find(self, path: str, module: nn.Module) -> tuple[LayerConfig | None, int | None]:
-        """What to do with a module, and the number of the rule that said so; None: the default."""
+        """Returns the config of a module, and the index of the rule that matched or None for the default."""
         for number, rule in enumerate(self.rules):
             if rule.matches(path, module):
                 return rule.use, number
         return self.default, None
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field by its name: dicts, lists, numbers, strings and None only."""
+        """Returns all fields by name, as dicts, lists, numbers, strings and None."""
         return {
             "default": self.default and self.default.to_dict(),
             "rules": [{"path": r.path, "type": r.type, "use": r.use and r.use.to_dict()} for r in self.rules],
@@ -176,7 +195,7 @@ class QuantConfig:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "QuantConfig":
-        """The config with these fields; those that are absent have their defaults."""
+        """Returns the config that `to_dict` describes. Missing fields get their defaults."""
         _check_names(cls, fields)
         read = dict(fields)
         if read.get("default") is not None:
@@ -194,18 +213,18 @@ class QuantConfig:
         return cls(**{**read, "rules": tuple(rules)})
 
     def to_json(self, indent: int | None = None) -> str:
-        """The same as JSON."""
+        """Returns the config as JSON."""
         return json.dumps(self.to_dict(), indent=indent)
 
     @classmethod
     def from_json(cls, text: str) -> "QuantConfig":
-        """The config that `to_json` wrote."""
+        """Returns the config that `to_json` wrote."""
         return cls.from_dict(read_json(text))
 
 
 def _check_names(cls: type, fields: Mapping[str, Any]) -> None:
     if not isinstance(fields, Mapping):
-        raise TypeError(f"A {cls.__name__} is read from a dict with its fields, got {type(fields).__name__}.")
+        raise TypeError(f"A {cls.__name__} is read from a dict of its fields, got {type(fields).__name__}.")
     problem = _unknown(cls, fields)
     if problem is not None:
         raise ValueError(problem)

@@ -1,18 +1,17 @@
-"""`FakeQuantizer`: scale and zero point in an object, calibrated from data, with explicit gradients."""
+"""`FakeQuantizer`: an object with a calibrated scale and zero point, and explicit gradients."""
 
 import dataclasses
 from math import inf, nan
-from typing import Any
 
 import numpy as np
 
-from fakequant._backends import backend_of, is_tensor
-from fakequant.functional import fake_quantize
+from fakequant._backends import backend_of
+from fakequant._backends.results import Array
 from fakequant.qparams import min_max
 from fakequant.reference import round_half_away
 from fakequant.spec import NUMERICS, Numerics, QuantSpec
 
-# A smaller scale would make 1 / scale overflow soon; constant data would give 0.
+# Data that is 0 everywhere would give the scale 0, and the reciprocal of a much smaller scale would overflow.
 SMALLEST_SCALE = np.float32(1e-10)
 
 
@@ -47,7 +46,7 @@ class FakeQuantConfig:
 
     @classmethod
     def of(cls, *, bits: int, symmetric: bool) -> "FakeQuantConfig":
-        """The usual range: symmetric -(2^(bits-1) - 1) to 2^(bits-1) - 1, asymmetric 0 to 2^bits - 1."""
+        """Returns the usual range: -(2^(bits-1) - 1) to 2^(bits-1) - 1 if symmetric, otherwise 0 to 2^bits - 1."""
         if symmetric:
             top = (1 << (bits - 1)) - 1 if bits > 0 else 0
             return cls(bits, True, -top, top)
@@ -55,28 +54,28 @@ class FakeQuantConfig:
 
     @classmethod
     def q4_symmetric(cls) -> "FakeQuantConfig":
-        """4 bits, -7 to 7."""
+        """Returns the config of 4 bits, -7 to 7."""
         return cls.of(bits=4, symmetric=True)
 
     @classmethod
     def q8_symmetric(cls) -> "FakeQuantConfig":
-        """8 bits, -127 to 127."""
+        """Returns the config of 8 bits, -127 to 127."""
         return cls.of(bits=8, symmetric=True)
 
     @classmethod
     def q4_asymmetric(cls) -> "FakeQuantConfig":
-        """4 bits, 0 to 15."""
+        """Returns the config of 4 bits, 0 to 15."""
         return cls.of(bits=4, symmetric=False)
 
     @classmethod
     def q8_asymmetric(cls) -> "FakeQuantConfig":
-        """8 bits, 0 to 255."""
+        """Returns the config of 8 bits, 0 to 255."""
         return cls.of(bits=8, symmetric=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _AnyRange(QuantSpec):
-    """A spec whose range does not follow from its bits."""
+    """A spec with an arbitrary range."""
 
     low: int
     high: int
@@ -100,8 +99,8 @@ class FakeQuantizer:
         backward    dx = dy                           pass-through
                     dx = dy where lo <= x <= hi       clamped, with lo = (qmin - zero_point) * scale
 
-    That is the default numerics, "half_away", where NaN becomes code 0; "onnx" and "torch" round as
-    docs/numerics.md says. Before calibration the scale is 1 and the zero point 0.
+    These are the formulas of the default numerics, "half_away", in which NaN becomes code 0. docs/numerics.md has those
+    of "onnx" and "torch". Before calibration the scale is 1 and the zero point is 0.
 
     >>> fq = FakeQuantizer.q4()
     >>> fq.calibrate(np.float32([-1.4, 0.7]))
@@ -130,50 +129,48 @@ class FakeQuantizer:
 
     @classmethod
     def q4(cls) -> "FakeQuantizer":
-        """4-bit symmetric."""
+        """Returns a 4-bit symmetric quantizer."""
         return cls(FakeQuantConfig.q4_symmetric())
 
     @classmethod
     def q8(cls) -> "FakeQuantizer":
-        """8-bit symmetric."""
+        """Returns an 8-bit symmetric quantizer."""
         return cls(FakeQuantConfig.q8_symmetric())
 
     @property
     def scale(self) -> np.float32:
-        """The step between neighbouring levels."""
+        """The distance between neighbouring values of the grid."""
         return self._scale
 
     @property
     def zero_point(self) -> int:
-        """The code of the value 0."""
+        """The code of 0.0."""
         return self._zero_point
 
     @property
     def is_initialized(self) -> bool:
-        """Whether the scale comes from data."""
+        """Whether the quantizer has been calibrated."""
         return self._initialized
 
     @property
     def num_levels(self) -> int:
-        """How many codes there are."""
+        """The number of codes."""
         return self.config.qmax - self.config.qmin + 1
 
-    def calibrate(self, data: np.ndarray) -> None:
-        """Takes scale and zero point from the smallest and largest value of `data`.
+    def calibrate(self, data: Array) -> None:
+        """Sets scale and zero point from the smallest and largest value of `data`.
 
             symmetric    scale = max(|min|, |max|) / qmax;          zero_point = 0
             asymmetric   min, max = min(min, 0), max(max, 0)
                          scale = (max - min) / (qmax - qmin)
                          zero_point = clamp(round_half_away(qmin - min / scale), qmin, qmax)
 
-        An asymmetric range holds 0, which has a code: without it no zero point would reach the data. The scale
-        is at least 1e-10. NaN is left out; if nothing is left, nothing changes.
+        An asymmetric range is extended to include 0, because the zero point has to be one of the codes. The scale
+        is at least 1e-10. NaN is ignored. Data without any other value changes nothing.
         """
-        data = _as_array(data) if is_tensor(data) else backend_of(data).as_data(data, "data")
-        with np.errstate(over="ignore"):
-            data = data.astype(np.float32)
-        seen = min_max(data)
-        if seen.nan == data.size:
+        values = backend_of(data).as_float32_array(data, "data")
+        seen = min_max(values)
+        if seen.nan == values.size:
             return
         lo = np.float32(-np.inf) if seen.neginf else np.float32(seen.min)
         hi = np.float32(np.inf) if seen.posinf else np.float32(seen.max)
@@ -191,47 +188,47 @@ class FakeQuantizer:
 
     def _set(self, scale: np.float32, zero_point: int) -> None:
         self._scale, self._zero_point = scale, zero_point
-        # Python's numbers are constants to torch.compile; NumPy's are inputs, whose values it does not know.
+        # A Python float, because torch.compile treats it as a constant and a NumPy number as an unknown input.
         self._number = float(scale)
         with np.errstate(invalid="ignore"):
             # The value of code 0, computed in float32.
             self._value_of_zero = float(np.float32(-zero_point) * scale)
 
-    def forward(self, x: Any) -> Any:
-        """`x` rounded to the grid. On a tensor, autograd passes the gradient through."""
-        x = backend_of(x).as_data(x)
+    def forward(self, x: Array) -> Array:
+        """Returns `x` rounded to the grid. On a tensor, autograd passes the gradient through."""
+        backend = backend_of(x)
+        x = backend.as_data(x)
         scale, zero_point = self._number, self._zero_point
         if scale == inf:
             return self._forward_infinite(x)
-        y = fake_quantize(x, scale, zero_point, self._spec, gradient="pass")
-        if self.numerics == "half_away":  # where NaN is code 0
-            _overwrite(y, x != x, -zero_point * scale if y.dtype.itemsize == 8 else self._value_of_zero)
+        y = backend.fake_quantize(x, scale, zero_point, self._spec, gradient="pass")
+        if self.numerics == "half_away":  # NaN becomes code 0
+            backend.overwrite(y, x != x, -zero_point * scale if y.dtype.itemsize == 8 else self._value_of_zero)
         return y
 
-    def _forward_infinite(self, x: Any) -> Any:
-        """The formulas with an infinite scale, where `x / scale` is 0, or NaN if `x` is not finite."""
-        spec = self._spec
-        y = fake_quantize(x, 1.0, 0, spec, gradient="pass")
+    def _forward_infinite(self, x: Array) -> Array:
+        """Evaluates the formulas for an infinite scale: `x / scale` is 0 if `x` is finite, otherwise NaN."""
+        backend, spec = backend_of(x), self._spec
+        y = backend.fake_quantize(x, 1.0, 0, spec, gradient="pass")
         code_of_nan = {"half_away": 0.0, "torch": float(spec.qmin), "onnx": nan}[self.numerics]
         code = min(max(self._zero_point, spec.qmin), spec.qmax)
         is_finite = abs(x) < inf
-        _overwrite(y, is_finite, (code - self._zero_point) * inf)
-        _overwrite(y, ~is_finite, (code_of_nan - self._zero_point) * inf)
+        backend.overwrite(y, is_finite, (code - self._zero_point) * inf)
+        backend.overwrite(y, ~is_finite, (code_of_nan - self._zero_point) * inf)
         return y
 
-    def forward_with_calibration(self, x: np.ndarray) -> np.ndarray:
-        """`forward`, after calibrating on `x` if nothing was calibrated before."""
+    def forward_with_calibration(self, x: Array) -> Array:
+        """Returns `forward(x)`, after calibrating on `x` if the quantizer is not calibrated yet."""
         if not self._initialized:
             self.calibrate(x)
-        y: np.ndarray = self.forward(x)
-        return y
+        return self.forward(x)
 
-    def backward(self, dy: Any) -> Any:
-        """The straight-through gradient: `dy` unchanged, as a copy."""
-        return dy.clone() if is_tensor(dy) else np.array(backend_of(dy).as_data(dy, "dy"))
+    def backward(self, dy: Array) -> Array:
+        """Returns the straight-through gradient, a copy of `dy`."""
+        return backend_of(dy).copy(dy, "dy")
 
-    def backward_clamped(self, dy: Any, x: Any) -> Any:
-        """`dy` where `x` is representable, else 0.
+    def backward_clamped(self, dy: Array, x: Array) -> Array:
+        """Returns the clipped straight-through gradient: `dy` where `x` is inside the range, otherwise 0.
 
             (qmin - zero_point) * scale <= x <= (qmax - zero_point) * scale
 
@@ -245,30 +242,13 @@ class FakeQuantizer:
         dy, x = backend.as_data(dy, "dy"), backend.as_data(x)
         if dy.shape != x.shape:
             raise ValueError(f"`dy` must have the shape of `x`, {tuple(x.shape)}, got {tuple(dy.shape)}.")
-        if not is_tensor(dy):
-            return np.where((x < lo) | (x > hi), np.zeros((), dy.dtype), dy)
-        wide = x if x.dtype.itemsize == 8 else x.float()  # or the bounds would be rounded to 16 bits
-        return dy.where(~((wide < float(lo)) | (wide > float(hi))), 0)
+        return backend.zero_outside(dy, x, lo, hi)
 
     def __repr__(self) -> str:
         state = f"scale={self.scale}, zero_point={self.zero_point}" if self._initialized else "not calibrated"
         return f"FakeQuantizer({self.config}, numerics={self.numerics!r}, {state})"
 
 
-def _overwrite(y: Any, where: Any, value: float) -> None:
-    """Writes `value` into a result. Its gradient stays as it is: passed through."""
-    if is_tensor(y):
-        y.detach().masked_fill_(where, value)
-    else:
-        y[where] = value
-
-
-def _as_array(data: Any) -> np.ndarray:
-    """A tensor's values as float32; the range is float32 in any case."""
-    array: np.ndarray = data.detach().resolve_neg().float().cpu().numpy()
-    return array
-
-
 def _saturate(value: np.ndarray, qmin: int, qmax: int) -> int:
-    """A float as an integer in range; NaN counts as 0."""
+    """Returns a float as an integer clamped to the range, and 0 for NaN."""
     return int(np.clip(np.nan_to_num(np.float64(value), nan=0.0), qmin, qmax))

@@ -1,10 +1,10 @@
-"""The library's own functions: everything about the grid is in a `QuantSpec`.
+"""The library's own functions, in which a `QuantSpec` describes the grid.
 
-They take NumPy arrays or torch tensors and answer in kind; on tensors the results are differentiable.
+They take NumPy arrays or torch tensors and return the same type. Results on tensors are differentiable.
 
-In the numerics "onnx" and "half_away" one rule holds for special values in every granularity and
-dtype (docs/numerics.md): NaN stays NaN, infinities saturate, and both have gradient 0. In "torch"
-they are what torch makes of them. Results are in C order, whatever the order of the input.
+With the numerics "onnx" and "half_away", special values follow one rule in every granularity and dtype
+(docs/numerics.md): NaN stays NaN, infinities saturate, and both have gradient 0. With "torch" they follow torch's
+operators. For arrays, results are in C order, whatever the order of the input.
 """
 
 from typing import Any, overload
@@ -12,6 +12,7 @@ from typing import Any, overload
 import numpy as np  # noqa: F401 - for the examples
 
 from fakequant._backends import backend_of
+from fakequant._backends.argument_types import DType, Numbers
 from fakequant._backends.checks import check_gradient as check_gradient
 from fakequant._backends.kernel_types import (
     UPDATES as UPDATES,
@@ -30,44 +31,47 @@ from fakequant.spec import QuantSpec
 
 @overload
 def fake_quantize(
-    x: Array, scale: Any, zero_point: Any, spec: QuantSpec, *, mask: None = None, gradient: Gradient = "clipped"
+    x: Array, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, mask: None = None, gradient: Gradient = "clipped"
 ) -> Array: ...
 @overload
 def fake_quantize(
-    x: Array, scale: Any, zero_point: Any, spec: QuantSpec, *, mask: MaskForm, gradient: Gradient = "clipped"
+    x: Array, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, mask: MaskForm, gradient: Gradient = "clipped"
 ) -> tuple[Array, Array]: ...
 def fake_quantize(
     x: Array,
-    scale: Any,
-    zero_point: Any,
+    scale: Numbers,
+    zero_point: Numbers,
     spec: QuantSpec,
     *,
     mask: MaskForm | None = None,
     gradient: Gradient = "clipped",
 ) -> Array | tuple[Array, Array]:
-    """Rounds `x` to the grid of `spec` and returns it as floats.
+    """Rounds `x` to the grid of `spec` and returns the result as floats.
 
         q = clamp(rint(x / scale) + zero_point, qmin, qmax)        (numerics "onnx")
         y = (q - zero_point) * scale
 
-    With `mask`, also returns which elements were inside the range before clamping: "packed" is one
-    bit per element (element 8*i + j in bit j of byte i, as `np.packbits(bitorder="little")`),
-    "bool" an array like `x`. Either can be given to `fake_quantize_backward`.
+    With `mask`, also returns which elements were inside the range before clamping. "packed" is one bit per element
+    (element 8*i + j in bit j of byte i, like `np.packbits(bitorder="little")`), "bool" is an array like `x`.
+    `fake_quantize_backward` takes both.
 
-    `scale` and `zero_point` have one entry per block of the spec: a number per tensor, shape
-    `(channels,)` per channel, the shape of `x` with the axis divided by the group size per group.
+    `scale` and `zero_point` have one entry per block of the spec: a number per tensor, shape `(channels,)` per
+    channel, the shape of `x` with the axis divided by the group size per group.
 
-    On a tensor, autograd sets the gradient of clipped elements to 0 and keeps one bit per element for
-    it; with `gradient="pass"` all gradients pass and nothing is kept. Scale and zero point are
-    constants: `fake_quantize_learned` has gradients for them.
+    On a tensor, autograd sets the gradient of clipped elements to 0, for which it saves one bit per element. With
+    `gradient="pass"` all gradients pass and nothing is saved. Scale and zero point are constants: use
+    `fake_quantize_learned` to differentiate with respect to them.
 
     Args:
         x: The data, a float array or tensor.
         scale: Positive numbers, one per block of `spec`.
-        zero_point: Integers, one per block; a number stands for all blocks.
-        spec: Which grid, and which elements share a scale.
-        mask: None, "packed" or "bool": the form of the mask that is returned.
-        gradient: "clipped" or "pass": the derivative on tensors.
+        zero_point: Integers, one per block, or one integer for all blocks.
+        spec: The grid, and which elements share a scale.
+        mask: The form of the mask to return, "packed" or "bool", or None for no mask.
+        gradient: The derivative on tensors, "clipped" or "pass".
+
+    Returns:
+        The fake-quantized values, or a tuple of these and the mask if `mask` is not None.
 
     >>> spec = QuantSpec(bits=4)
     >>> x = np.float32([-0.3, 0.05, 0.15, 9.0])
@@ -81,7 +85,7 @@ def fake_quantize(
 
 
 def fake_quantize_backward(dy: Array, mask: Array, spec: QuantSpec) -> Array:
-    """The straight-through gradient: `dy` where the element was inside the range, else 0.
+    """Returns the straight-through gradient: `dy` where the element was inside the range, otherwise 0.
 
         dx = mask ? dy : 0          (numerics "torch": dy * mask)
 
@@ -92,8 +96,8 @@ def fake_quantize_backward(dy: Array, mask: Array, spec: QuantSpec) -> Array:
     return backend_of(dy).fake_quantize_backward(dy, mask, spec)
 
 
-def round_zero_point(zero_point: Any, spec: QuantSpec) -> Any:
-    """A learned (float) zero point as the integer that forward and backward use.
+def round_zero_point(zero_point: Numbers, spec: QuantSpec) -> Any:  # an array, or a tensor for a tensor
+    """Rounds a learned (float) zero point to the integer that forward and backward use.
 
         z = clamp(rint(zero_point), qmin, qmax)
 
@@ -104,21 +108,21 @@ def round_zero_point(zero_point: Any, spec: QuantSpec) -> Any:
 
 
 def fake_quantize_learned(
-    x: Array, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float | None = 1.0
+    x: Array, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, grad_factor: float | None = 1.0
 ) -> Array:
-    """`fake_quantize` with a scale and a zero point that are learned; the zero point may have a fraction.
+    """Rounds `x` to the grid of `spec`, like `fake_quantize`, with learned scale and zero point.
 
         y = fake_quantize(x, scale, round_zero_point(zero_point))
 
-    On tensors the result can be differentiated in `x`, `scale` and `zero_point`, with the gradients of
-    `fake_quantize_learned_backward`. `grad_factor` is for those only; LSQ's is `1 / sqrt(x.numel() * qmax)`.
+    On tensors the result is differentiable with respect to `x`, `scale` and `zero_point`;
+    `fake_quantize_learned_backward` has the formulas.
 
     Args:
         x: The data, a float array or tensor.
         scale: Positive numbers, one per block of `spec`.
-        zero_point: Numbers, one per block, with or without a fraction.
-        spec: Which grid, and which elements share a scale.
-        grad_factor: A factor of the gradients of scale and zero point; None stands for LSQ's.
+        zero_point: Numbers, one per block. They are rounded, and may have a fraction.
+        spec: The grid, and which elements share a scale.
+        grad_factor: Multiplies the gradients of scale and zero point. None means LSQ's, `1 / sqrt(x.numel() * qmax)`.
 
     >>> spec = QuantSpec(bits=4, symmetric=False)
     >>> fake_quantize_learned(np.float32([0.26, 9.0]), 0.1, np.float32(1.4), spec)
@@ -128,25 +132,24 @@ def fake_quantize_learned(
 
 
 def fake_quantize_learned_backward(
-    dy: Array, x: Array, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float = 1.0
+    dy: Array, x: Array, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, grad_factor: float = 1.0
 ) -> LearnedGradients[Array]:
-    """Gradients of `fake_quantize` with respect to `x`, `scale` and `zero_point`, in one pass.
+    """Returns the gradients of `fake_quantize_learned` with respect to `x`, `scale` and `zero_point`.
 
         z = round_zero_point(zero_point);   inside = qmin <= rint(x / scale) + z <= qmax
         inside     dx = dy   dscale += dy * ((q - z) - x / scale)       dzero_point += 0
         outside    dx = 0    dscale += dy * (qmin - z or qmax - z)      dzero_point += -dy * scale
 
-    `dscale` and `dzero_point` are multiplied by `grad_factor` (LSQ: `1 / sqrt(numel * qmax)`),
-    summed in float64 in an order that depends only on the shape, and rounded once. Elements that
-    are not finite contribute nothing.
+    `dscale` and `dzero_point` are multiplied by `grad_factor` (LSQ: `1 / sqrt(numel * qmax)`), summed in float64 in
+    an order that depends only on the shape, and rounded once. Non-finite elements contribute 0.
 
     Args:
-        dy: The gradient of the result, like `x`.
+        dy: The gradient of the result, with the shape and dtype of `x`.
         x: The data of the forward call.
         scale: Positive numbers, one per block of `spec`.
-        zero_point: Numbers, one per block, with or without a fraction.
-        spec: Which grid, and which elements share a scale.
-        grad_factor: A factor of the gradients of scale and zero point.
+        zero_point: Numbers, one per block. They are rounded, and may have a fraction.
+        spec: The grid, and which elements share a scale.
+        grad_factor: Multiplies the gradients of scale and zero point.
 
     >>> x, dy = np.float32([0.26, 9.0]), np.float32([1.0, 1.0])
     >>> dx, dscale, _ = fake_quantize_learned_backward(dy, x, 0.1, 0, QuantSpec(bits=4))
@@ -156,21 +159,20 @@ def fake_quantize_learned_backward(
     return backend_of(x).fake_quantize_learned_backward(dy, x, scale, zero_point, spec, grad_factor=grad_factor)
 
 
-def quantize(x: Array, scale: Any, zero_point: Any, spec: QuantSpec, *, packed: bool = False) -> Array:
-    """The integer codes of `x`.
+def quantize(x: Array, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, packed: bool = False) -> Array:
+    """Returns the integer codes of `x`.
 
         q = clamp(rint(x / scale) + zero_point, qmin, qmax)        (numerics "onnx")
 
-    NaN has no code: it becomes `qmin` (code 0 in "half_away"). The result has the dtype
-    `spec.storage` and the shape of `x`; with `packed`, 4-bit and 2-bit codes are put two or four to
-    a byte in C order, the first in the lowest bits, as ONNX stores them.
+    NaN becomes `qmin` (code 0 in "half_away"). The result has the dtype `spec.storage` and the shape of `x`. With
+    `packed`, it has two 4-bit or four 2-bit codes per byte, in C order, the first in the lowest bits, as in ONNX.
 
     Args:
         x: The data, a float array or tensor.
         scale: Positive numbers, one per block of `spec`.
-        zero_point: Integers, one per block; a number stands for all blocks.
-        spec: Which grid, and which elements share a scale.
-        packed: Whether several codes share a byte.
+        zero_point: Integers, one per block, or one integer for all blocks.
+        spec: The grid, and which elements share a scale.
+        packed: Whether to pack several codes into a byte.
 
     >>> spec = QuantSpec(bits=4)
     >>> quantize(np.float32([-0.3, 0.05, 0.15, 9.0]), 0.1, 0, spec)
@@ -183,26 +185,24 @@ def quantize(x: Array, scale: Any, zero_point: Any, spec: QuantSpec, *, packed: 
 
 def dequantize(
     q: Array,
-    scale: Any,
-    zero_point: Any,
+    scale: Numbers,
+    zero_point: Numbers,
     spec: QuantSpec,
     *,
     shape: tuple[int, ...] | None = None,
-    dtype: Any = None,
+    dtype: DType = None,
 ) -> Array:
-    """The values that the codes `q` stand for.
+    """Returns the values of the codes `q`.
 
         y = (q - zero_point) * scale
-
-    Packed codes need the `shape` of the array they were made from. The result is float32, or `dtype`.
 
     Args:
         q: Codes as `quantize` returns them.
         scale: Positive numbers, one per block of `spec`.
-        zero_point: Integers, one per block; a number stands for all blocks.
-        spec: Which grid, and which elements share a scale.
-        shape: The shape of the result, for packed codes.
-        dtype: The float dtype of the result; None is float32.
+        zero_point: Integers, one per block, or one integer for all blocks.
+        spec: The grid, and which elements share a scale.
+        shape: The shape of the result if the codes are packed, otherwise None.
+        dtype: The float dtype of the result. None means float32.
 
     >>> dequantize(np.int8([-3, 0, 2, 7]), 0.1, 0, QuantSpec(bits=4))
     array([-0.3,  0. ,  0.2,  0.7], dtype=float32)
@@ -226,24 +226,23 @@ def observe_fake_quantize(
 ) -> ObservedFakeQuantize[Array]:
     """Updates a running range with `x`, chooses scale and zero point from it, and fake-quantizes.
 
-        "moving_average"   running += averaging_constant * (observed - running)    (from infinite: the first range)
-        "min_max"          running = the extremes of running and observed
-        "dynamic"          running = observed                                       (nothing finite: 0 to 0)
+        "moving_average"   running += averaging_constant * (observed - running)    (observed, if running is infinite)
+        "min_max"          running = min or max of running and observed
+        "dynamic"          running = observed                                      (0 to 0 without a finite value)
 
-    `running_min` and `running_max` are float32 arrays of the shape of the scales (`(1,)` or `()` per
-    tensor) and are updated in place; start them at +inf and -inf. Values that are not finite are
-    left out of the range and counted.
+    `running_min` and `running_max` have the shape of the scales (`(1,)` or `()` per tensor). Start them at +inf and
+    -inf. Non-finite values do not enter the range; the result has their number.
 
     Args:
         x: The data, a float array or tensor.
-        spec: Which grid, and which elements share a scale.
-        running_min: The lower ends so far, float32, one per block; updated.
-        running_max: The upper ends so far, float32, one per block; updated.
+        spec: The grid, and which elements share a scale.
+        running_min: The lower ends of the ranges, float32, one per block. Updated in place.
+        running_max: The upper ends of the ranges, float32, one per block. Updated in place.
         update: "moving_average", "min_max" or "dynamic".
-        averaging_constant: How far "moving_average" moves, from 0 to 1.
+        averaging_constant: The weight of the new range in "moving_average", from 0 to 1.
         eps: The smallest scale.
-        mask: None, "packed" or "bool": the form of the mask that is returned.
-        gradient: "clipped" or "pass": the derivative on tensors.
+        mask: The form of the mask to return, "packed" or "bool", or None for no mask.
+        gradient: The derivative on tensors, "clipped" or "pass".
 
     >>> lo, hi = np.full(1, np.inf, np.float32), np.full(1, -np.inf, np.float32)
     >>> spec = QuantSpec(signed=False, symmetric=False)

@@ -1,20 +1,19 @@
-"""Specs by name: the grids that people ask for.
+"""The common specs by name.
 
-    weights        int8   int4   int2     symmetric; below 8 bits a level is worth more than a mirror image
-    activations    uint8  uint4  int16    per tensor; int8_per_token for ranges found at run time
+    weights        int8   int4   int2     symmetric; only int8 has a narrow range, fewer bits need every code
+    activations    uint8  uint4  int16    per tensor; int8_per_token for dynamic ranges
 
-Each is a `QuantSpec` and nothing more; `dataclasses.replace(int8(), bits=6)` makes another.
+Each function returns a plain `QuantSpec`. Use `dataclasses.replace(int8(), bits=6)` to derive another.
 """
 
 from fakequant.spec import WHOLE_AXIS, QuantSpec
 
 
 def int8(*, group: int | None = None, axis: int | None = None) -> QuantSpec:
-    """8-bit weights: symmetric, per channel of axis 0, codes -127 to 127.
+    """Returns the spec of 8-bit weights: symmetric, per channel of axis 0, codes -127 to 127.
 
-    Without -128 the range is its own mirror image, so that a batch norm, also one with a
-    negative factor, can be folded into the scales without changing a code's magnitude. With `group`,
-    one scale per group along the last axis; `axis` is for layers that keep their channels elsewhere.
+    Without -128 every code can change its sign, so a batch norm with a negative factor can be folded. With
+    `group`, there is one scale per group along the last axis. `axis` selects another axis.
 
     >>> int8().qmin, int8().qmax, int8().granularity
     (-127, 127, 'channel')
@@ -23,9 +22,9 @@ def int8(*, group: int | None = None, axis: int | None = None) -> QuantSpec:
 
 
 def int4(*, group: int | None = 32, axis: int | None = None) -> QuantSpec:
-    """4-bit weights: symmetric, per group of 32 along the last axis, codes -8 to 7.
+    """Returns the spec of 4-bit weights: symmetric, per group of 32 along the last axis, codes -8 to 7.
 
-    `group=None` gives one scale per channel of axis 0.
+    With `group=None`, there is one scale per channel of axis 0.
 
     >>> int4(group=64).group_size, int4(group=None).granularity
     (64, 'channel')
@@ -34,7 +33,7 @@ def int4(*, group: int | None = 32, axis: int | None = None) -> QuantSpec:
 
 
 def int2(*, group: int | None = 32, axis: int | None = None) -> QuantSpec:
-    """2-bit weights: symmetric, per group of 32 along the last axis, codes -2 to 1.
+    """Returns the spec of 2-bit weights: symmetric, per group of 32 along the last axis, codes -2 to 1.
 
     >>> int2().levels
     4
@@ -43,7 +42,7 @@ def int2(*, group: int | None = 32, axis: int | None = None) -> QuantSpec:
 
 
 def uint8() -> QuantSpec:
-    """8-bit activations: affine, per tensor, codes 0 to 255.
+    """Returns the spec of 8-bit activations: affine, per tensor, codes 0 to 255.
 
     >>> uint8().qmin, uint8().qmax, uint8().symmetric
     (0, 255, False)
@@ -52,7 +51,7 @@ def uint8() -> QuantSpec:
 
 
 def uint4() -> QuantSpec:
-    """4-bit activations: affine, per tensor, codes 0 to 15.
+    """Returns the spec of 4-bit activations: affine, per tensor, codes 0 to 15.
 
     >>> uint4().levels
     16
@@ -61,7 +60,7 @@ def uint4() -> QuantSpec:
 
 
 def int16() -> QuantSpec:
-    """16-bit activations: symmetric, per tensor.
+    """Returns the spec of 16-bit activations: symmetric, per tensor.
 
     >>> int16().qmax
     32767
@@ -70,7 +69,7 @@ def int16() -> QuantSpec:
 
 
 def int8_per_token() -> QuantSpec:
-    """8-bit activations whose scale is found at run time, one for the features of each token.
+    """Returns the spec of dynamic 8-bit activations: symmetric, one scale per token.
 
     >>> int8_per_token().granularity
     'token'

@@ -1,10 +1,11 @@
-"""From data to a range, and from a range to scale and zero point."""
+"""`min_max`, the range of data, and `choose_qparams`, scale and zero point of a range."""
 
 from typing import Any
 
 import numpy as np
 
 from fakequant._backends import backend_of
+from fakequant._backends.argument_types import Numbers
 from fakequant._backends.checks import check_eps as check_eps
 from fakequant._backends.results import Array, QParams as QParams, Range as Range
 from fakequant.spec import QuantSpec
@@ -13,9 +14,9 @@ EPS = float(np.finfo(np.float32).eps)
 
 
 def min_max(x: Array, spec: QuantSpec | None = None) -> Range[Array]:
-    """The range of `x`, per block of `spec`. Values that are not finite are left out and counted.
+    """Returns the range of the finite values of `x` per block of `spec`, and counts of the non-finite ones.
 
-    A block without a finite value has min = +inf and max = -inf.
+    A block without finite values has min = +inf and max = -inf. Without a spec, all of `x` is one block.
 
     >>> r = min_max(np.float32([[3, -1, np.nan], [2, np.inf, 5]]), QuantSpec(axis=0))
     >>> r.min, r.max, r.nan, r.posinf
@@ -24,19 +25,21 @@ def min_max(x: Array, spec: QuantSpec | None = None) -> Range[Array]:
     return backend_of(x).min_max(x, spec)
 
 
-def choose_qparams(lo: Any, hi: Any, spec: QuantSpec, *, eps: float = EPS) -> QParams[Any]:
-    """Scale and zero point for values between `lo` and `hi`, one pair per entry.
+def choose_qparams(
+    lo: Numbers, hi: Numbers, spec: QuantSpec, *, eps: float = EPS
+) -> QParams[Any]:  # of arrays, or of tensors if one end is a tensor
+    """Returns scale and zero point for values between `lo` and `hi`, one pair per entry.
 
         symmetric   s = max(absmax / ((qmax - qmin) / 2), eps)      z = 0
         affine      s = max((hi - lo) / (qmax - qmin), eps)         z = clamp(qmin - rint(lo / s), qmin, qmax)
-                    after extending the range to hold 0
+                    after extending the range to include 0
 
-    All in float32, as torch's observers compute it.
+    The arithmetic is float32, as in torch's observers.
 
     Args:
-        lo: The lower ends, finite.
-        hi: The upper ends, finite and not below `lo`.
-        spec: Which grid.
+        lo: The lower ends of the ranges, finite.
+        hi: The upper ends of the ranges, finite and at least `lo`.
+        spec: The grid.
         eps: The smallest scale.
 
     >>> choose_qparams(-1.0, 3.0, QuantSpec(signed=False, symmetric=False))

@@ -1,10 +1,10 @@
-"""Ready configs for whole models.
+"""Ready-made configs for whole models.
 
-int8               weights per channel, activations per tensor: what integer runtimes run fastest
-int8_dynamic       the same weights, activations per token with ranges found at run time
-int4_weight_only   weights in groups, activations in float
-w4a8               4-bit weights per channel, 8-bit activations; the first and the last layer with 8-bit weights
-lsq                weights and activations at few bits, with learned scales; the first and the last layer at 8 bits
+int8               8-bit weights per channel, 8-bit activations per tensor: the fastest in integer runtimes
+int8_dynamic       8-bit weights per channel, 8-bit activations per token with ranges determined at run time
+int4_weight_only   4-bit weights in groups, activations in float
+w4a8               4-bit weights per channel, 8-bit activations; 8-bit weights in the first and the last layer
+lsq                weights and activations of few bits with learned scales; 8 bits in the first and the last layer
 """
 
 from fakequant import presets
@@ -24,8 +24,9 @@ def int8(*, target: str = "generic") -> QuantConfig:
 
 
 def int8_dynamic(*, target: str = "generic") -> QuantConfig:
-    """8-bit weights per channel; 8-bit activations with ranges found at run time, per token or, before
-    convolutions, per tensor.
+    """8-bit weights per channel and 8-bit activations with ranges determined at run time.
+
+    Activations are quantized per token. Inputs of convolutions are quantized per tensor.
 
     >>> int8_dynamic().default.input.granularity
     'token'
@@ -35,7 +36,9 @@ def int8_dynamic(*, target: str = "generic") -> QuantConfig:
 
 
 def int4_weight_only(group: int | None = 32, *, target: str = "generic") -> QuantConfig:
-    """4-bit weights in groups along the last axis; activations in float. Convolutions have a scale per channel.
+    """4-bit weights and float activations.
+
+    `group` neighbouring weights along the last axis share a scale. Convolutions have one scale per output channel.
 
     >>> int4_weight_only(64).default.weight.group_size
     64
@@ -45,9 +48,9 @@ def int4_weight_only(group: int | None = 32, *, target: str = "generic") -> Quan
 
 
 def w4a8(*, target: str = "generic", first_last_bits: int | None = 8) -> QuantConfig:
-    """4-bit weights per channel and 8-bit activations per tensor; the first and the last layer with 8-bit weights.
+    """4-bit weights per channel and 8-bit activations per tensor.
 
-    `first_last_bits=None` gives these two 4-bit weights as well.
+    The first and the last layer have 8-bit weights. With `first_last_bits=None` they have 4-bit weights too.
 
     >>> w4a8().default.weight.bits, w4a8().default.input.bits, w4a8().first_last_bits
     (4, 8, 8)
@@ -59,10 +62,14 @@ def w4a8(*, target: str = "generic", first_last_bits: int | None = 8) -> QuantCo
 def lsq(
     bits: int, *, activation_bits: int | None = None, target: str = "generic", first_last_bits: int | None = 8
 ) -> QuantConfig:
-    """Weights per channel and activations per tensor at few bits, with learned scales (LSQ) and zero points (LSQ+).
+    """Few-bit weights per channel and activations per tensor, with learned scales (LSQ) and zero points (LSQ+).
 
-    The weights and inputs of the first and the last layer have 8 bits; `first_last_bits=None` gives them as many
-    as the others have.
+    Args:
+        bits: The number of bits of weights.
+        activation_bits: The number of bits of activations. If None, `bits`.
+        target: The runtime that the model is trained for.
+        first_last_bits: The minimum number of bits in the first and the last layer. If None, `bits` and
+            `activation_bits` apply to them too.
 
     >>> lsq(2).default.learned, lsq(2).default.weight.bits, lsq(2).first_last_bits
     (True, 2, 8)

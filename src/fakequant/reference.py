@@ -1,10 +1,9 @@
-"""The numeric contract as NumPy code, written to be read rather than to be fast.
+"""The numeric contract as NumPy code, written to be read, not to be fast.
 
-Every function states its formula in evaluation order. Arithmetic happens in the
-*compute dtype*: float64 for float64 input, float32 for float32, bfloat16 and
-float16. The native kernels are compared with this file bit for bit: it is an
-oracle, and shares no code with them on purpose. `_backends/torch/formula.py`, the
-same formulas in torch's operations for other devices, is compared with the kernels.
+Every docstring states its formula in evaluation order. Arithmetic is done in the *compute dtype*: float64 for
+float64 input, float32 for float32, bfloat16 and float16. The tests compare the native kernels with this file bit
+for bit, so it deliberately shares no code with them. `_backends/torch/formula.py`, the same formulas in torch
+operations for other devices, is compared with the kernels.
 """
 
 import math
@@ -19,20 +18,20 @@ NUMERICS = ("torch", "onnx", "half_away")
 GRANULARITIES = ("tensor", "channel")
 
 FLOAT32_EPS = np.finfo(np.float32).eps
-# A float32 constant also where it meets doubles.
+# A float32 constant, even in expressions with doubles.
 SMALL_SCALE = np.float32(6.1e-5)
 
 MinMax = namedtuple("MinMax", "min max nan posinf neginf")
 
-# `np.ndarray` is an array of any dtype. NumPy's types do not follow such arrays through arithmetic, so some results
-# are named together with their type before they are returned.
+# NumPy's annotations lose the type of an `np.ndarray` of any dtype in arithmetic. Some results are therefore annotated
+# before they are returned.
 
-# Overflow, 0/0 and NaN are results here, not accidents.
+# Overflow, 0/0 and NaN are expected results here.
 _quiet = np.errstate(all="ignore")
 
 
 def compute_dtype(dtype: DTypeLike) -> np.dtype:
-    """The dtype in which values of `dtype` are computed: float64 for float64, else float32.
+    """Returns the dtype for computing with values of `dtype`: float64 for float64, otherwise float32.
 
     >>> compute_dtype(np.float16)
     dtype('float32')
@@ -42,7 +41,7 @@ def compute_dtype(dtype: DTypeLike) -> np.dtype:
 
 @_quiet
 def fma(a: ArrayLike, b: ArrayLike, c: ArrayLike) -> np.ndarray:
-    """`a * b + c` with a single rounding, for float32 and float64.
+    """Returns `a * b + c` with a single rounding, for float32 and float64.
 
         fma(a, b, c) = round(a * b + c)
 
@@ -52,8 +51,8 @@ def fma(a: ArrayLike, b: ArrayLike, c: ArrayLike) -> np.ndarray:
     """
     a, b, c = np.broadcast_arrays(a, b, c)
     if a.dtype == np.float32:
-        # The double product of two floats is exact. Rounding the double sum to odd
-        # keeps the trace of what was lost, so the second rounding is the only one.
+        # The product of two floats is exact in double. The double sum is rounded to odd, so that rounding it to
+        # float32 gives the same result as rounding the exact sum.
         product, addend = a.astype(np.float64) * b, c.astype(np.float64)
         total = product + addend
         back = total - product
@@ -62,10 +61,10 @@ def fma(a: ArrayLike, b: ArrayLike, c: ArrayLike) -> np.ndarray:
         odd = np.nextafter(total, np.copysign(np.inf, error))
         rounded: np.ndarray = np.where(lossy, odd, total)
         return rounded.astype(np.float32)
-    # An infinite c decides, even where the rounded product a * b would overflow.
+    # With an infinite c the sum is c, even where the rounded product a * b would overflow.
     finite = np.isfinite(a) & np.isfinite(b)
     out = np.where(finite & np.isinf(c), c, a * b + c)
-    # A product with a zero factor is exact, and its zero has the right sign.
+    # With a zero factor, a * b + c above is already exact and its zero has the right sign.
     hard = finite & np.isfinite(c) & (a != 0) & (b != 0)
     terms = zip(a[hard].tolist(), b[hard].tolist(), c[hard].tolist(), strict=True)
     out[hard] = [_nearest_double(Fraction(i) * Fraction(j) + Fraction(k)) for i, j, k in terms]
@@ -81,14 +80,14 @@ def _nearest_double(exact: Fraction | int) -> float:
 
 @_quiet
 def round_half_away(v: ArrayLike) -> np.ndarray:
-    """Round to the nearest integer, ties away from zero.
+    """Rounds to the nearest integer, ties away from zero.
 
-        t = trunc(v);  t + copysign(1, v) if |v - t| >= 1/2 else t
+        t = trunc(v);  t + copysign(1, v) if |v - t| >= 1/2, otherwise t
 
     >>> round_half_away(np.float32([-2.5, -0.5, 0.49999997, 0.5, 2.5]))
     array([-3., -1.,  0.,  1.,  3.], dtype=float32)
     """
-    # v - trunc(v) is exact; adding 1/2 first is not: 0.49999997 + 0.5 is 1.
+    # v - trunc(v) is exact. Adding 1/2 first would not be: 0.49999997 + 0.5 is 1.
     v = np.asarray(v)
     whole = np.trunc(v)
     up = np.abs(v - whole) >= 0.5
@@ -100,15 +99,22 @@ def round_half_away(v: ArrayLike) -> np.ndarray:
 def unclamped_code(
     x: ArrayLike, scale: ArrayLike, zero_point: ArrayLike, numerics: str, *, granularity: str = "tensor"
 ) -> np.ndarray:
-    """The integer code of `x` before clamping, as a float of the compute dtype.
+    """Returns the integer code of `x` before clamping, as a float of the compute dtype.
 
         torch              zero_point + rint(x * inv)        inv = 1 / scale in float32
         torch, float zp    rint(fma(x, inv, zero_point))     float16 zp: two roundings
         onnx               rint(x / scale) + zero_point
         half_away          round_half_away(x / scale + zero_point)
 
-    With granularity "channel", torch casts the code to int64 first, and on x86 NaN
-    and everything beyond int64 becomes -2**63. Those are returned as -inf.
+    With granularity "channel", torch first casts the code to int64. On x86, NaN and codes beyond int64 become
+    -2**63. This function returns -inf for them.
+
+    Args:
+        x: The data.
+        scale: Scales that broadcast against `x`.
+        zero_point: Zero points that broadcast against `x`.
+        numerics: "torch", "onnx" or "half_away".
+        granularity: "tensor" or "channel". Only "torch" distinguishes them.
 
     >>> x = np.float32([0.5, 1.5, 2.5, np.inf])
     >>> unclamped_code(x, 1.0, 1, "onnx")
@@ -133,7 +139,7 @@ def unclamped_code(
     else:
         single_rounding = z.dtype == np.float32
         total = fma(x, inv, z.astype(dtype)) if single_rounding else z.astype(dtype) + x * inv
-        # The sum is rounded by a float32 function, also when x is float64.
+        # torch rounds the sum with a float32 function even if x is float64.
         code = np.rint(total.astype(np.float32)).astype(dtype)
     if granularity == "channel":
         code = np.where(np.abs(code) < 2.0**63, code, dtype.type(-np.inf))
@@ -151,17 +157,24 @@ def fake_quantize(
     *,
     granularity: str = "tensor",
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Round `x` to the quantized grid. Returns `(y, mask)`; mask is True where not clipped.
+    """Rounds `x` to the grid. Returns `(y, mask)`; the mask is True where `x` was not clipped.
 
         code = unclamped_code(x, scale, zero_point, numerics)
         q    = clamp(code, qmin, qmax)
         y    = (q - zero_point) * scale
         mask = qmin <= code <= qmax
 
-    `scale` and `zero_point` are broadcast against `x`. In torch numerics `y` is
-    computed in float32 per tensor (also for float64) and in float64 per channel.
-    In onnx and half_away numerics NaN stays NaN, and the integer steps are exact
-    for ranges within +-2**52.
+    In torch numerics `y` is computed in float32 per tensor (even for float64) and in float64 per channel. In onnx
+    and half_away numerics NaN stays NaN, and codes are exact for ranges within +-2**52.
+
+    Args:
+        x: The data.
+        scale: Scales that broadcast against `x`.
+        zero_point: Zero points that broadcast against `x`.
+        qmin: The lowest code.
+        qmax: The highest code.
+        numerics: "torch", "onnx" or "half_away".
+        granularity: "tensor" or "channel". Only "torch" distinguishes them.
 
     >>> x = np.float32([-0.3, 0.05, 0.15, 9.0, np.nan])
     >>> y, mask = fake_quantize(x, 0.1, 0, -8, 7, "onnx")
@@ -188,7 +201,7 @@ def fake_quantize(
         y = steps.astype(np.float32) * _cast(scale, np.float32)
     else:
         y = (q - z.astype(np.float64)) * _cast(scale, np.float32).astype(np.float64)
-    # double -> bfloat16 and float16 go through float32: two roundings, as in torch.
+    # From double to bfloat16 or float16 through float32: two roundings, as in torch.
     return y.astype(dtype).astype(x.dtype), mask
 
 
@@ -203,11 +216,20 @@ def quantize(
     *,
     granularity: str = "tensor",
 ) -> np.ndarray:
-    """The integer codes of `x`, as int64.
+    """Returns the integer codes of `x` as int64.
 
         q = clamp(unclamped_code(x, scale, zero_point, numerics), qmin, qmax)
 
     NaN becomes qmin (torch, onnx) or 0 clamped into the range (half_away).
+
+    Args:
+        x: The data.
+        scale: Scales that broadcast against `x`.
+        zero_point: Zero points that broadcast against `x`.
+        qmin: The lowest code.
+        qmax: The highest code.
+        numerics: "torch", "onnx" or "half_away".
+        granularity: "tensor" or "channel". Only "torch" distinguishes them.
 
     >>> quantize(np.float32([0.5, 1.5, -200, np.nan]), 1.0, 0, -128, 127, "onnx")
     array([   0,    2, -128, -128])
@@ -225,9 +247,15 @@ def quantize(
 
 @_quiet
 def dequantize(q: ArrayLike, scale: ArrayLike, zero_point: ArrayLike, dtype: DTypeLike = np.float32) -> np.ndarray:
-    """The real numbers that the codes `q` stand for.
+    """Returns the values of the codes `q`.
 
         y = (q - zero_point) * scale        in the compute dtype, rounded once to dtype
+
+    Args:
+        q: The codes.
+        scale: Scales that broadcast against `q`.
+        zero_point: Zero points that broadcast against `q`.
+        dtype: The float dtype of the result.
 
     >>> dequantize(np.int8([-128, 3, 127]), 0.5, 3)
     array([-65.5,   0. ,  62. ], dtype=float32)
@@ -240,10 +268,10 @@ def dequantize(q: ArrayLike, scale: ArrayLike, zero_point: ArrayLike, dtype: DTy
 
 @_quiet
 def fake_quantize_backward(dy: ArrayLike, mask: ArrayLike, numerics: str) -> np.ndarray:
-    """The gradient with respect to `x` of `fake_quantize`.
+    """Returns the gradient of `fake_quantize` with respect to `x`.
 
         torch               dx = dy * mask
-        onnx, half_away     dx = dy where mask else 0
+        onnx, half_away     dx = dy where mask, otherwise 0
 
     >>> fake_quantize_backward(np.float32([-1, np.inf]), np.array([False, False]), "torch")
     array([-0., nan], dtype=float32)
@@ -271,21 +299,32 @@ def learned_backward(
     grad_factor: float = 1.0,
     granularity: str = "tensor",
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Gradients of fake quantization with learned scale and zero point, per element.
+    """Returns the gradients of fake quantization with learned scale and zero point, per element.
 
-    Returns `(dx, ds, dz)` in the compute dtype, before any summation. `zero_point`
-    is the raw float parameter, z its rounded value, bound the end that clipped.
+    The result is `(dx, ds, dz)` in the compute dtype, before summation over blocks. In the formulas, z is the
+    rounded zero point and bound is qmin or qmax, whichever clipped the element.
 
         torch: z = backward_zero_point_per_tensor(zero_point); channel: clamp(rint(...))
-            code = rint(fma(x, inv, z)); NaN and +-inf count as below the range
+            code = rint(fma(x, inv, z)), below the range for NaN and +-inf
             dx = dy * (qmin <= code <= qmax)
             inside    ds = ((dy * fma(code - z, scale, -x)) * inv) * grad_factor    dz = 0
             outside   ds = (dy * (bound - z)) * grad_factor
                       dz = (-dy * scale) * grad_factor
         onnx, half_away: z = clamp(rint(zero_point)); code as in fake_quantize
-            dx = dy where qmin <= code <= qmax else 0
+            dx = dy where qmin <= code <= qmax, otherwise 0
             inside    ds = (dy * ((code - z) - x / scale)) * grad_factor    dz = 0
-            outside   ds, dz as above; x not finite: all three are 0
+            outside   ds, dz as above; all three are 0 if x is not finite
+
+    Args:
+        dy: The gradient of the result.
+        x: The data of the forward.
+        scale: Scales that broadcast against `x`.
+        zero_point: The learned zero points before rounding.
+        qmin: The lowest code.
+        qmax: The highest code.
+        numerics: "torch", "onnx" or "half_away".
+        grad_factor: Multiplies ds and dz.
+        granularity: "tensor" or "channel". Only "torch" distinguishes them.
 
     >>> x, dy = np.float32([0.375, 9.0]), np.float32([1, 1])
     >>> [term.tolist() for term in learned_backward(dy, x, 0.5, 0.0, -8, 7, "onnx")]
@@ -324,9 +363,15 @@ def learned_backward(
 
 
 def forward_zero_point(zero_point: ArrayLike, qmin: int, qmax: int, *, granularity: str = "tensor") -> np.ndarray:
-    """The integer zero point that torch's learnable forward uses.
+    """Returns the integer zero point that torch's learnable forward uses.
 
         z = int(clamp(rint(zero_point), qmin, qmax))        clamped in float32
+
+    Args:
+        zero_point: The learned zero points before rounding.
+        qmin: The lowest code.
+        qmax: The highest code.
+        granularity: "tensor" for int64 zero points, "channel" for int32.
 
     >>> forward_zero_point(np.float32([0.5, -0.7, 1.5, 900]), -128, 127)
     array([  0,  -1,   2, 127])
@@ -336,11 +381,11 @@ def forward_zero_point(zero_point: ArrayLike, qmin: int, qmax: int, *, granulari
 
 
 def backward_zero_point_per_tensor(zero_point: ArrayLike, qmin: int, qmax: int) -> np.ndarray:
-    """The integer zero point that torch's learnable per-tensor backward uses.
+    """Returns the integer zero point that torch's learnable per-tensor backward uses.
 
         z = int(clamp(zero_point + 0.5, qmin, qmax))
 
-    The cast truncates, so below zero this is one more than the forward's.
+    The cast truncates, so a negative result is one more than in the forward.
 
     >>> backward_zero_point_per_tensor(np.float32([0.5, -0.7, -57, 900]), -128, 127)
     array([  1,   0, -56, 127])
@@ -350,7 +395,7 @@ def backward_zero_point_per_tensor(zero_point: ArrayLike, qmin: int, qmax: int) 
 
 
 def exact_sum(terms: ArrayLike, axis: int | Sequence[int] | None = None) -> np.ndarray:
-    """The float64 nearest to the exact sum of `terms` over `axis`.
+    """Returns the float64 nearest to the exact sum of `terms` over `axis`.
 
     >>> float(exact_sum(np.float32([1e30, 1.0, -1e30])))
     1.0
@@ -371,14 +416,14 @@ def _sum_row(row: np.ndarray) -> float:
         return special
     try:
         return math.fsum(row)
-    except OverflowError:  # an intermediate sum, not necessarily the result
+    except OverflowError:  # an intermediate sum overflowed; the result may still be finite
         return _nearest_double(sum(map(Fraction, row.tolist())))
 
 
 def min_max(x: ArrayLike) -> MinMax:
-    """The range of the finite values of `x`, with a count of the others.
+    """Returns the range of the finite values of `x`, and counts of the non-finite ones.
 
-    Without finite values the range is `(inf, -inf)`. A zero is always +0.0.
+    Without finite values the range is `(inf, -inf)`. A zero in the range is always +0.0.
 
     >>> m = min_max(np.float32([3, np.nan, -2, np.inf]))
     >>> float(m.min), float(m.max), m.nan, m.posinf, m.neginf
@@ -395,13 +440,21 @@ def min_max(x: ArrayLike) -> MinMax:
 def choose_qparams(
     lo: ArrayLike, hi: ArrayLike, qmin: int, qmax: int, *, symmetric: bool, eps: float | np.float32 = FLOAT32_EPS
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Scale (float32) and zero point (int32) for values in `[lo, hi]`, as torch's observers.
+    """Returns scale (float32) and zero point (int32) for values in `[lo, hi]`, as torch's observers compute them.
 
         lo, hi = min(lo, 0), max(hi, 0)
         symmetric   scale = max(max(-lo, hi) / ((qmax - qmin) / 2), eps)
                     zero_point = 0, or the upper middle of a range without negative codes
         affine      scale = max((hi - lo) / (qmax - qmin), eps)
                     zero_point = clamp(qmin - rint(lo / scale), qmin, qmax)
+
+    Args:
+        lo: The lower ends of the ranges.
+        hi: The upper ends of the ranges.
+        qmin: The lowest code.
+        qmax: The highest code.
+        symmetric: Whether the zero point is fixed.
+        eps: The smallest scale.
 
     >>> [v.item() for v in choose_qparams(-1.0, 3.0, 0, 255, symmetric=False)]
     [0.01568627543747425, 64]
@@ -417,7 +470,7 @@ def choose_qparams(
         return scale, np.full(scale.shape, middle, np.int32)
     levels = np.float32(qmax - qmin)
     width = high - low
-    # The width of a range may be beyond float32 where its scale is not.
+    # The width of a range may overflow float32 although the scale does not.
     wide = ((high.astype(np.float64) - low) / levels).astype(np.float32)
     scale = np.maximum(np.where(np.isinf(width) & np.isfinite(low) & np.isfinite(high), wide, width / levels), eps)
     steps = _cast_integer(np.rint(low / scale), np.int64)
@@ -428,7 +481,7 @@ def choose_qparams(
 def choose_qparams_fused(
     lo: ArrayLike, hi: ArrayLike, qmin: int, qmax: int, symmetric: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Scale (float32) and zero point (int32) as torch's fused observer op chooses them.
+    """Returns scale (float32) and zero point (int32) as torch's fused observer operator computes them.
 
         symmetric and lo < 0 < hi
                     half = (qmax - qmin) // 2
@@ -445,6 +498,13 @@ def choose_qparams_fused(
         otherwise   zero_point = qmax - hi / scale
         zero_point = rint(clamp(zero_point, qmin, qmax))
 
+    Args:
+        lo: The lower ends of the ranges.
+        hi: The upper ends of the ranges.
+        qmin: The lowest code.
+        qmax: The highest code.
+        symmetric: Whether the range is made symmetric around 0.
+
     >>> [v.tolist() for v in choose_qparams_fused([-1.0, 0.0], [3.0, 0.0], 0, 255, False)]
     [[0.01568627543747425, 0.10000000149011612], [64, 0]]
     """
@@ -457,7 +517,7 @@ def choose_qparams_fused(
         both = (lo < 0) & (hi > 0)
         lo = np.where(both, (widest * -(half + 1)).astype(np.float32), lo)
         hi = np.where(both, (widest * half).astype(np.float32), hi)
-    # Not minimum and maximum: NaN has to stay, whichever side it is on.
+    # Not np.minimum and np.maximum: NaN at either end must stay NaN.
     lo, hi = np.where(lo > 0, np.float32(0), lo), np.where(hi < 0, np.float32(0), hi)
     scale = ((hi.astype(np.float64) - lo) / levels).astype(np.float32)
     useless = (scale == 0) | np.isinf(np.float32(1) / scale)
@@ -470,7 +530,7 @@ def choose_qparams_fused(
     lo, hi = np.where(small, new_lo, lo), np.where(small, new_hi, hi)
     scale = np.where(small, SMALL_SCALE, scale)
     lo_steps, hi_steps = lo / scale.astype(np.float64), hi / scale.astype(np.float64)
-    # The magnitude is taken in 32 bits, where -2**31 has none.
+    # torch computes abs(qmin) in 32 bits, where abs(-2**31) overflows to -2**31.
     low_end = qmin if qmin == -(2**31) else abs(qmin)
     from_lo = low_end + np.abs(lo_steps) < abs(qmax) + np.abs(hi_steps)
     zero_point = np.where(from_lo, qmin - lo_steps, qmax - hi_steps)
@@ -481,9 +541,9 @@ def choose_qparams_fused(
 
 @_quiet
 def moving_average(running: ArrayLike, value: ArrayLike, averaging_constant: float) -> np.ndarray:
-    """One step of an exponential moving average, in float32.
+    """Returns the moving average after one more value, in float32.
 
-        value if running is infinite else running + averaging_constant * (value - running)
+        value if running is infinite, otherwise running + averaging_constant * (value - running)
 
     >>> float(moving_average(1.0, 3.0, 0.25)), float(moving_average(np.inf, 3.0, 0.25))
     (1.5, 3.0)
@@ -505,12 +565,12 @@ def _cast(value: ArrayLike, dtype: DTypeLike) -> np.ndarray:
 
 
 def _bound(value: int, dtype: DTypeLike) -> np.generic:
-    # One rounding; dtype(value) of a Python int would round to double first.
+    # Rounds once: dtype(value) would round a Python int to double first.
     return np.int64(value).astype(dtype)
 
 
 def _exact_code(x: np.ndarray, scale: ArrayLike, zero_point: ArrayLike, numerics: str) -> np.ndarray:
-    """The onnx or half_away code in float64, which holds every 52-bit code exactly."""
+    """Returns the onnx or half_away code in float64, in which every 52-bit code is exact."""
     dtype = compute_dtype(x.dtype)
     ratio = x.astype(dtype) / _cast(scale, dtype)
     if numerics == "onnx":
@@ -522,7 +582,7 @@ def _exact_code(x: np.ndarray, scale: ArrayLike, zero_point: ArrayLike, numerics
 def _torch_codes(
     x: np.ndarray, scale: ArrayLike, zero_point: ArrayLike, qmin: int, qmax: int, granularity: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Clamped codes as float64, and the mask."""
+    """Returns the clamped codes as float64, and the mask."""
     code = unclamped_code(x, scale, zero_point, "torch", granularity=granularity)
     if granularity == "tensor":
         mask = (_bound(qmin, code.dtype) <= code) & (code <= _bound(qmax, code.dtype))
@@ -542,7 +602,7 @@ def _round_and_clamp(zero_point: ArrayLike, qmin: int, qmax: int) -> np.ndarray:
 
 
 def _minus(code: np.ndarray, zero_point: np.ndarray, dtype: DTypeLike) -> np.ndarray:
-    """`code - zero_point`, in integers if both are, else in the zero point's float dtype."""
+    """Returns `code - zero_point`, computed in integers if both are integers, otherwise in the zero point's dtype."""
     if zero_point.dtype.kind == "f":
         code = code.astype(zero_point.dtype)
     steps: np.ndarray = code - zero_point
@@ -550,7 +610,7 @@ def _minus(code: np.ndarray, zero_point: np.ndarray, dtype: DTypeLike) -> np.nda
 
 
 def _cast_integer(v: np.ndarray, dtype: type[np.signedinteger]) -> np.ndarray:
-    """Float to integer as x86 converts: what does not fit becomes the smallest integer."""
+    """Converts floats to integers as x86 does: values that do not fit become the smallest integer."""
     smallest = np.dtype(dtype).type(np.iinfo(dtype).min)
     fits = np.abs(v) < -float(smallest)
     codes: np.ndarray = np.where(fits, np.where(fits, v, 0).astype(dtype), smallest)

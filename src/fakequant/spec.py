@@ -1,4 +1,4 @@
-"""`QuantSpec`: the integer grid of one tensor, and which of its elements share a scale."""
+"""`QuantSpec`: the grid of one tensor, and which of its elements share a scale."""
 
 import dataclasses
 import json
@@ -11,13 +11,13 @@ Granularity = Literal["tensor", "channel", "group", "token"]
 
 NUMERICS: tuple[Numerics, ...] = ("torch", "onnx", "half_away")
 WHOLE_AXIS = -1
-_ABSENT = -(2**31)  # for None where there are only integers
-_NAME = 100  # what a message has room for
+_ABSENT = -(2**31)  # stands for None in `to_numbers`
+_MAX_IN_MESSAGE = 100  # characters of a value that a message quotes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class QuantSpec:
-    """How one tensor is quantized: the grid, and which elements share a scale.
+    """The grid of one tensor, and which of its elements share a scale.
 
         granularity   axis   group_size   one scale per
         tensor        None   None         tensor
@@ -36,17 +36,17 @@ class QuantSpec:
 
     # 2 to 32 for a signed grid, 1 to 31 for an unsigned one: every code fits int32.
     bits: int = 8
-    # Codes from -2^(bits-1); else from 0.
+    # Whether codes start at -2^(bits-1) rather than at 0.
     signed: bool = True
-    # The zero point is always 0. Needs a signed grid.
+    # Whether the zero point is always 0. Needs a signed grid.
     symmetric: bool = True
-    # Leaves out the lowest code of a signed grid, so that the range is its own mirror image.
+    # Whether a signed grid leaves out its lowest code, so that every code can change its sign.
     narrow_range: bool = False
-    # The axis along which scales differ; None: one scale for the tensor. May be negative.
+    # The axis along which scales differ, or None for one scale per tensor. May be negative.
     axis: int | None = None
-    # Elements along `axis` that share a scale; None: one index each, -1: all of them.
+    # How many elements along `axis` share a scale: None for a scale per index, -1 for the whole axis.
     group_size: int | None = None
-    # How an element becomes a code; see docs/numerics.md.
+    # How values are rounded to codes; see docs/numerics.md.
     numerics: Numerics = "onnx"
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class QuantSpec:
 
     @property
     def levels(self) -> int:
-        """How many codes there are.
+        """The number of codes.
 
         >>> QuantSpec(bits=4, narrow_range=True).levels
         15
@@ -120,7 +120,7 @@ class QuantSpec:
         return f"{'int' if self.signed else 'uint'}{width}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field by its name: numbers, strings and None only.
+        """Returns all fields by name. The values are numbers, strings and None.
 
         >>> QuantSpec(bits=4, axis=0).to_dict()["bits"]
         4
@@ -129,7 +129,9 @@ class QuantSpec:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "QuantSpec":
-        """The spec with these fields; those that are absent have their defaults.
+        """Returns the spec with these fields. Missing fields have their defaults.
+
+        Raises ValueError for a field that a QuantSpec does not have.
 
         >>> QuantSpec.from_dict({"bits": 4, "axis": 0}) == QuantSpec(bits=4, axis=0)
         True
@@ -139,8 +141,9 @@ class QuantSpec:
         names = [field.name for field in dataclasses.fields(cls)]
         for name in fields:
             if name not in names:
-                # Of a long name it would take long, and there is nothing near it.
-                near = get_close_matches(name, names, n=1) if isinstance(name, str) and len(name) <= _NAME else []
+                # Matching is slow for long names, and they match nothing.
+                is_short = isinstance(name, str) and len(name) <= _MAX_IN_MESSAGE
+                near = get_close_matches(name, names, n=1) if is_short else []
                 hint = f", did you mean {near[0]!r}?" if near else "."
                 raise ValueError(
                     f"A QuantSpec has no field {shortened(repr(name))}{hint}\nThe fields are {', '.join(names)}."
@@ -148,7 +151,7 @@ class QuantSpec:
         return cls(**fields)
 
     def to_json(self) -> str:
-        """The same as JSON.
+        """Returns the spec as a JSON object.
 
         >>> QuantSpec.from_json(QuantSpec(bits=4).to_json()) == QuantSpec(bits=4)
         True
@@ -157,14 +160,14 @@ class QuantSpec:
 
     @classmethod
     def from_json(cls, text: str) -> "QuantSpec":
-        """The spec that `to_json` wrote."""
+        """Returns the spec that `to_json` wrote."""
         fields = read_json(text)
         if not isinstance(fields, dict):
             raise TypeError(f"A QuantSpec in JSON is an object with its fields, got {type(fields).__name__}.")
         return cls.from_dict(fields)
 
     def to_numbers(self) -> list[int]:
-        """The same as integers, for places that hold nothing else: buffers, operators.
+        """Returns the spec as a list of integers, for buffers and arguments of operators.
 
         >>> QuantSpec.from_numbers(QuantSpec(bits=4, axis=0).to_numbers()) == QuantSpec(bits=4, axis=0)
         True
@@ -175,7 +178,7 @@ class QuantSpec:
 
     @classmethod
     def from_numbers(cls, numbers: list[int]) -> "QuantSpec":
-        """The spec that `to_numbers` wrote."""
+        """Returns the spec that `to_numbers` wrote."""
         bits, signed, symmetric, narrow_range, axis, group_size, numerics = numbers
         return cls(
             bits=bits,
@@ -188,7 +191,7 @@ class QuantSpec:
         )
 
     def __str__(self) -> str:
-        """What a table has room for.
+        """Returns a short description, for tables.
 
         >>> print(QuantSpec(bits=4, narrow_range=True, axis=-1, group_size=32))
         int4 narrow, per group of 32 on axis -1
@@ -204,8 +207,8 @@ class QuantSpec:
         return f"{kind}, {where}" + (f", {self.numerics} numerics" if self.numerics != "onnx" else "")
 
 
-def shortened(text: str, length: int = _NAME) -> str:
-    """A text that fits into a message.
+def shortened(text: str, length: int = _MAX_IN_MESSAGE) -> str:
+    """Returns `text`, cut to at most `length` characters.
 
     >>> shortened("x" * 1000, 10)
     'xxxxxxx...'
@@ -214,16 +217,16 @@ def shortened(text: str, length: int = _NAME) -> str:
 
 
 def read_json(text: str | bytes) -> Any:
-    """What JSON says; text that is none, also because it is nested too deep, is a ValueError.
+    """Returns the value of a JSON text. Raises ValueError if it is not valid JSON or is nested too deeply.
 
     >>> read_json("[" * 100000)
     Traceback (most recent call last):
-    ValueError: The text is nested too deep to be read as JSON.
+    ValueError: The text is nested too deeply to be read as JSON.
     """
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("The text is nested too deep to be read as JSON.") from None
+        raise ValueError("The text is nested too deeply to be read as JSON.") from None
 
 
 def _require_int(name: str, value: object) -> None:

@@ -1,12 +1,11 @@
 """Functions with torch's names, arguments, results and errors.
 
-They return what torch 2.13's CPU operators return, bit for bit, oddities included; docs/numerics.md says what
-torch does on purpose or by accident. For new code use `fake_quantize` and a `QuantSpec`, which have one rule for
-all special values.
+They return what torch 2.13's CPU operators return, bit for bit, including their oddities, which docs/numerics.md
+lists. For new code use `fake_quantize` with a `QuantSpec`, which has one rule for all special values.
 
 Per tensor, with `inv = 1 / float32(scale)`:
 
-    code = zero_point + rint(x * inv)                      (in float64 for float64 input, else in float32)
+    code = zero_point + rint(x * inv)                      (in float64 for float64 input, otherwise in float32)
     q    = clamp(code, quant_min, quant_max)               (NaN becomes quant_min)
     y    = (q - zero_point) * scale                        (float32, also for float64 input)
     mask = quant_min <= code <= quant_max
@@ -18,25 +17,25 @@ Per channel, with one scale and zero point per index on an axis:
     y    = (clamp(code, quant_min, quant_max) - zero_point) * scale       (in float64, then rounded)
     mask = quant_min <= code <= quant_max
 
-There the conversion to int64 comes before the clamp: NaN, infinities and codes that do not fit become the
-smallest int64, so all of them, +inf included, end at quant_min.
+Per channel, the conversion to int64 comes before the clamp. NaN, infinities and codes that do not fit int64 become
+the smallest int64, so all of them, including +inf, end at quant_min.
 
-Learnable, with a leading `_` in torch. The forward rounds the zero point half to even; the per-tensor backward
-cuts off the fraction of `zero_point + 0.5` instead, and both backwards add the zero point before rounding:
+Learnable (these names have a leading `_` in torch). The forward rounds the zero point half to even. The per-tensor
+backward truncates `zero_point + 0.5` instead. Both backwards add the zero point before rounding:
 
     code = rint(fma(x, 1 / scale, z))
     inside     dx = dy       dscale += ((dy * fma(q - z, scale, -x)) * inv) * grad_factor      dz += 0
     outside    dx = dy * 0   dscale += (dy * (quant_min - z or quant_max - z)) * grad_factor
                              dz     += (-dy * scale) * grad_factor
 
-The terms have torch's bits. Their sums are taken in float64, in an order that depends only on the shape, and
-rounded once; torch's depend on its number of threads.
+The terms have torch's bits. They are summed in float64, in an order that depends only on the shape, and rounded
+once. torch's own sums depend on its number of threads.
 
-Fused, with a moving average of the range. NaN and infinities enter the running range and stay:
+Fused, with a moving average of the range. NaN and infinities enter the running range and stay there:
 
-    running = value where running is infinite, else running + averaging_const * (value - running)
+    running = value if running is infinite, otherwise running + averaging_const * (value - running)
 
-The parameters come from another rule than torch's observers use, see `fakequant.reference.choose_qparams_fused`.
+Scale and zero point follow `fakequant.reference.choose_qparams_fused`, not the rule of torch's observers.
 """
 
 import numpy as np  # noqa: F401 - for the examples
@@ -68,7 +67,7 @@ def fake_quantize_per_tensor_affine(
 def fake_quantize_per_tensor_affine_cachemask(
     input: Array, scale: float, zero_point: int, quant_min: int, quant_max: int
 ) -> OutputAndMask[Array]:
-    """`fake_quantize_per_tensor_affine` together with its mask.
+    """Returns `fake_quantize_per_tensor_affine` and its mask.
 
     Args:
         input: The data, a float array or tensor.
@@ -92,15 +91,16 @@ def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
     quant_min: int,
     quant_max: int,
 ) -> OutputAndMask[Array]:
-    """The same with one-element arrays; `fake_quant_enabled` 0 returns a copy and a mask of ones.
+    """Returns `fake_quantize_per_tensor_affine` and its mask, with parameters in one-element arrays.
 
-    The zero point may lie outside the range here.
+    If `fake_quant_enabled` is 0, returns a copy of the input and a mask of ones. Here the zero point may lie
+    outside the range.
 
     Args:
         input: The data, a float array or tensor.
         scale: One scale, as an array with one element.
         zero_point: One zero point, as an array with one element.
-        fake_quant_enabled: One element; 0 switches fake quantization off.
+        fake_quant_enabled: One element. 0 switches fake quantization off.
         quant_min: The lowest code.
         quant_max: The highest code.
 
@@ -115,7 +115,7 @@ def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
 
 
 def fake_quantize_per_tensor_affine_cachemask_backward(grad: Array, mask: Array) -> Array:
-    """The gradient of `fake_quantize_per_tensor_affine`.
+    """Returns the gradient of `fake_quantize_per_tensor_affine`.
 
         dx = grad * mask      (a product: inf and NaN do not become 0, and 0 keeps the sign of grad)
 
@@ -149,7 +149,7 @@ def fake_quantize_per_channel_affine(
 def fake_quantize_per_channel_affine_cachemask(
     input: Array, scale: Array, zero_point: Array, axis: int, quant_min: int, quant_max: int
 ) -> OutputAndMask[Array]:
-    """`fake_quantize_per_channel_affine` together with its mask.
+    """Returns `fake_quantize_per_channel_affine` and its mask.
 
     Args:
         input: The data, a float array or tensor.
@@ -169,7 +169,7 @@ def fake_quantize_per_channel_affine_cachemask(
 
 
 def fake_quantize_per_channel_affine_cachemask_backward(grad: Array, mask: Array) -> Array:
-    """The gradient of `fake_quantize_per_channel_affine`: `grad * mask`.
+    """Returns the gradient of `fake_quantize_per_channel_affine`, `grad * mask`.
 
     >>> fake_quantize_per_channel_affine_cachemask_backward(np.float32([2, 3]), np.array([True, False]))
     array([2., 0.], dtype=float32)
@@ -185,9 +185,7 @@ def fake_quantize_learnable_per_tensor_affine(
     quant_max: int,
     grad_factor: float = 1.0,
 ) -> Array:
-    """Forward with `scale[0]` and `clamp(rint(zero_point[0]), quant_min, quant_max)`.
-
-    `grad_factor` only matters to the backward.
+    """Fake-quantizes with `scale[0]` and the zero point `clamp(rint(zero_point[0]), quant_min, quant_max)`.
 
     Args:
         input: The data, a float array or tensor.
@@ -195,7 +193,7 @@ def fake_quantize_learnable_per_tensor_affine(
         zero_point: One zero point, as an array with one element.
         quant_min: The lowest code.
         quant_max: The highest code.
-        grad_factor: A factor of the gradients of scale and zero point.
+        grad_factor: Multiplies the gradients of scale and zero point. The forward ignores it.
 
     >>> x, s, z = np.float32([0.26, 9.0]), np.float32([0.1]), np.float32([0.5])
     >>> fake_quantize_learnable_per_tensor_affine(x, s, z, -8, 7)
@@ -215,9 +213,9 @@ def fake_quantize_learnable_per_tensor_affine_backward(
     quant_max: int,
     grad_factor: float = 1.0,
 ) -> LearnedGradients[Array]:
-    """Gradients of `fake_quantize_learnable_per_tensor_affine`; dscale and dzero_point have shape (1,).
+    """Returns the gradients of `fake_quantize_learnable_per_tensor_affine`; dscale and dzero_point have shape (1,).
 
-    16-bit input is computed in float32 and dx is float32, as torch returns it for bfloat16.
+    16-bit input is computed in float32, and dx is float32, as torch returns it for bfloat16.
 
     Args:
         grad: The gradient of the result.
@@ -226,7 +224,7 @@ def fake_quantize_learnable_per_tensor_affine_backward(
         zero_point: One zero point, as an array with one element.
         quant_min: The lowest code.
         quant_max: The highest code.
-        grad_factor: A factor of the gradients of scale and zero point.
+        grad_factor: Multiplies the gradients of scale and zero point.
 
     >>> x, s, z = np.float32([9.0]), np.float32([0.1]), np.float32([0.0])
     >>> fake_quantize_learnable_per_tensor_affine_backward(np.float32([2.0]), x, s, z, -8, 7).dscale
@@ -246,7 +244,7 @@ def fake_quantize_learnable_per_channel_affine(
     quant_max: int,
     grad_factor: float = 1.0,
 ) -> Array:
-    """Forward with one scale and one rounded, clamped zero point per index on `axis`.
+    """Fake-quantizes with one scale and one rounded and clamped zero point per index on `axis`.
 
     Args:
         input: The data, a float array or tensor.
@@ -255,7 +253,7 @@ def fake_quantize_learnable_per_channel_affine(
         axis: The axis along which scales differ.
         quant_min: The lowest code.
         quant_max: The highest code.
-        grad_factor: A factor of the gradients of scale and zero point.
+        grad_factor: Multiplies the gradients of scale and zero point. The forward ignores it.
 
     >>> x, s, z = np.float32([[0.26], [0.26]]), np.float32([0.1, 1.0]), np.float32([0.0, 0.0])
     >>> fake_quantize_learnable_per_channel_affine(x, s, z, 0, -8, 7)
@@ -277,9 +275,9 @@ def fake_quantize_learnable_per_channel_affine_backward(
     quant_max: int,
     grad_factor: float = 1.0,
 ) -> LearnedGradients[Array]:
-    """Gradients of `fake_quantize_learnable_per_channel_affine`; dscale and dzero_point per channel.
+    """Returns the gradients of `fake_quantize_learnable_per_channel_affine`; dscale and dzero_point per channel.
 
-    For a 1-D input torch adds up all channels and returns 0-d gradients, and so does this.
+    For 1-D input torch sums over all channels and returns 0-d gradients. This function does the same.
 
     Args:
         grad: The gradient of the result.
@@ -289,7 +287,7 @@ def fake_quantize_learnable_per_channel_affine_backward(
         axis: The axis along which scales differ.
         quant_min: The lowest code.
         quant_max: The highest code.
-        grad_factor: A factor of the gradients of scale and zero point.
+        grad_factor: Multiplies the gradients of scale and zero point.
 
     >>> x, s, z = np.float32([[9.0], [9.0]]), np.float32([0.1, 10.0]), np.float32([0.0, 0.0])
     >>> fake_quantize_learnable_per_channel_affine_backward(np.ones_like(x), x, s, z, 0, -8, 7).dx
@@ -318,21 +316,20 @@ def fused_moving_avg_obs_fake_quant(
 ) -> Array:
     """Updates `running_min`, `running_max`, `scale` and `zero_point` in place and fake-quantizes.
 
-    `observer_on` 0 leaves the running range as it is; `fake_quant_on` 0 returns a copy of the input
-    and leaves scale and zero point as they are. An empty input changes nothing.
+    An empty input changes nothing.
 
     Args:
         input: The data, a float array or tensor.
-        observer_on: One element; 0 leaves the running range as it is.
-        fake_quant_on: One element; 0 returns a copy of the input.
-        running_min: Float32, updated in place; starts at +inf.
-        running_max: Float32, updated in place; starts at -inf.
+        observer_on: One element. 0 leaves the running range unchanged.
+        fake_quant_on: One element. 0 returns a copy of the input and leaves scale and zero point unchanged.
+        running_min: Float32, updated in place. Start it at +inf.
+        running_max: Float32, updated in place. Start it at -inf.
         scale: Float32, updated in place.
         zero_point: Int32, updated in place.
-        averaging_const: How far the running range moves towards that of the input.
+        averaging_const: The weight of the input's range in the moving average.
         quant_min: The lowest code.
         quant_max: The highest code.
-        ch_axis: The axis of channels: 0 for `per_row_fake_quant`.
+        ch_axis: The axis of the channels. Must be 0 with `per_row_fake_quant`.
         per_row_fake_quant: Whether every row has its own range.
         symmetric_quant: Whether the range is made symmetric around 0.
 
@@ -375,20 +372,20 @@ def fused_moving_avg_obs_fq_helper(
     per_row_fake_quant: bool = False,
     symmetric_quant: bool = False,
 ) -> OutputAndMask[Array]:
-    """`fused_moving_avg_obs_fake_quant` together with its mask.
+    """Returns `fused_moving_avg_obs_fake_quant` and its mask.
 
     Args:
         input: The data, a float array or tensor.
-        observer_on: One element; 0 leaves the running range as it is.
-        fake_quant_on: One element; 0 returns a copy of the input.
-        running_min: Float32, updated in place; starts at +inf.
-        running_max: Float32, updated in place; starts at -inf.
+        observer_on: One element. 0 leaves the running range unchanged.
+        fake_quant_on: One element. 0 returns a copy of the input and leaves scale and zero point unchanged.
+        running_min: Float32, updated in place. Start it at +inf.
+        running_max: Float32, updated in place. Start it at -inf.
         scale: Float32, updated in place.
         zero_point: Int32, updated in place.
-        averaging_const: How far the running range moves towards that of the input.
+        averaging_const: The weight of the input's range in the moving average.
         quant_min: The lowest code.
         quant_max: The highest code.
-        ch_axis: The axis of channels: 0 for `per_row_fake_quant`.
+        ch_axis: The axis of the channels. Must be 0 with `per_row_fake_quant`.
         per_row_fake_quant: Whether every row has its own range.
         symmetric_quant: Whether the range is made symmetric around 0.
 

@@ -1,4 +1,4 @@
-"""bench and demo."""
+"""The commands `bench` and `demo`."""
 
 import dataclasses
 import importlib
@@ -29,7 +29,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(bench_command, "best_times", best_times)
 
 
-def test_bench(quick, capsys):
+def test_bench_reports_every_operation_with_one_and_all_threads(quick, capsys):
     fakequant.set_num_threads(2)
     torchs = torch.get_num_threads()
     assert main(["bench", "--json"]) == 0
@@ -42,7 +42,7 @@ def test_bench(quick, capsys):
     assert (fakequant.get_num_threads(), torch.get_num_threads()) == (2, torchs)
 
 
-def test_bench_uses_the_threads_it_says(quick, monkeypatch, capsys):
+def test_bench_runs_with_the_threads_it_reports(quick, monkeypatch, capsys):
     seen = []
 
     def watch(case):
@@ -58,7 +58,7 @@ def test_bench_uses_the_threads_it_says(quick, monkeypatch, capsys):
     assert "forward + packed mask, per channel | 3       |" in text
 
 
-def test_bench_without_torch(quick, monkeypatch, capsys):
+def test_bench_without_torch_leaves_out_the_comparison(quick, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch", None)
     fakequant.set_num_threads(1)
     assert main(["bench"]) == 0
@@ -67,7 +67,7 @@ def test_bench_without_torch(quick, monkeypatch, capsys):
     assert len([line for line in text.splitlines() if line.endswith("| -                 | -")]) == len(OPERATIONS)
 
 
-def test_other_bits_than_torchs_are_a_no(quick, monkeypatch, capsys):
+def test_bench_exits_with_1_if_bits_differ_from_torchs(quick, monkeypatch, capsys):
     def with_a_negative_zero(elements, torch):
         cases = contenders_of(elements, torch)
         wrong = lambda: np.negative(np.zeros(2, np.float32))  # noqa: E731
@@ -84,7 +84,7 @@ def test_other_bits_than_torchs_are_a_no(quick, monkeypatch, capsys):
 
 @pytest.fixture
 def demo(monkeypatch):
-    """Stands for fakequant._demo.run."""
+    """Replaces fakequant._demo.run and records its calls."""
     calls = []
 
     class Result:
@@ -99,7 +99,7 @@ def demo(monkeypatch):
     def run(*args, **named):
         signature.bind(*args, **named)
         calls.append((str(args[0]), named["seed"]))
-        print("a line of its own")
+        print("a line of progress")
         return Result()
 
     module = types.ModuleType("fakequant._demo.run")
@@ -109,15 +109,15 @@ def demo(monkeypatch):
     return calls
 
 
-def test_demo(demo, tmp_path, capsys):
+def test_demo_prints_its_table_and_passes_folder_and_seed(demo, tmp_path, capsys):
     assert main(["demo"]) == 0
-    assert capsys.readouterr() == ("a table\n", "a line of its own\n")
+    assert capsys.readouterr() == ("a table\n", "a line of progress\n")
     assert main(["demo", "--out", str(tmp_path), "--seed", "7", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"rows": []}
     assert demo == [("fakequant-demo", 0), (str(tmp_path), 7)]
 
 
-def test_demo_into_a_folder_that_cannot_be_written(demo, tmp_path, capsys):
+def test_demo_refuses_a_folder_that_cannot_be_written(demo, tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main(["demo", "--out", str(tmp_path / "file")]) == 2
     out, err = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""What all commands have in common: help, wrong use, errors, pipes."""
+"""Common behaviour of all commands: help, wrong arguments, errors, pipes."""
 
 import contextlib
 import functools
@@ -32,7 +32,7 @@ def start(*arguments, **kwargs):
 
 @pytest.fixture
 def failing(monkeypatch):
-    """`fakequant info` with another body."""
+    """Replaces the body of `fakequant info`."""
     return lambda body: monkeypatch.setattr(info_command, "run", body)
 
 
@@ -47,7 +47,7 @@ def raising(error):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_shows_an_example_and_the_exit_codes(command, capsys):
+def test_help_of_a_command_shows_an_example_and_the_exit_codes(command, capsys):
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out
     assert f"\n  fakequant {command}" in text.split("example")[1]
@@ -56,13 +56,13 @@ def test_help_shows_an_example_and_the_exit_codes(command, capsys):
     assert "--debug" in text
 
 
-def test_the_help_names_all_commands(capsys):
+def test_help_lists_all_commands(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert [line.split()[0] for line in text.splitlines() if line.startswith("    ") and line[4] != " "] == COMMANDS
 
 
-def test_version(capsys):
+def test_version_prints_the_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"fakequant {fakequant.__version__}\n"
 
@@ -80,7 +80,7 @@ def test_version(capsys):
         (["report", "a.py:m", "--out", "x"], "--data"),
     ],
 )
-def test_wrong_use_is_one_line_and_exit_code_2(arguments, message, capsys):
+def test_wrong_arguments_give_one_line_and_exit_code_2(arguments, message, capsys):
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -91,7 +91,7 @@ def test_wrong_use_is_one_line_and_exit_code_2(arguments, message, capsys):
 # --- info -----------------------------------------------------------------------------------------------
 
 
-def test_info_says_what_is_installed(capsys):
+def test_info_lists_installed_packages(capsys):
     assert main(["info"]) == 0
     text = capsys.readouterr().out
     assert fakequant.__version__ in text
@@ -102,7 +102,7 @@ def test_info_says_what_is_installed(capsys):
     assert found["torch"].startswith("2.")
 
 
-def test_a_package_that_is_not_installed_is_none(capsys, monkeypatch):
+def test_info_gives_null_for_a_package_that_is_not_installed(capsys, monkeypatch):
     monkeypatch.setattr(info_command, "PACKAGES", ("numpy", "no-such-package"))
     assert main(["info", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["installed"]["no-such-package"] is None
@@ -111,7 +111,7 @@ def test_a_package_that_is_not_installed_is_none(capsys, monkeypatch):
 # --- errors ---------------------------------------------------------------------------------------------
 
 
-def test_an_error_is_one_line_and_with_debug_a_traceback(failing, capsys):
+def test_an_error_gives_one_line_or_a_traceback_with_debug(failing, capsys):
     failing(raising(KeyError("x")))
     assert main(["info"]) == 2
     assert capsys.readouterr() == ("", "fakequant info: KeyError: 'x'; --debug shows where\n")
@@ -138,7 +138,7 @@ def test_an_error_is_one_line_and_with_debug_a_traceback(failing, capsys):
         (ValueError("Two lines.\n\n   Keep  them:\none"), "ValueError: Two lines; Keep them: one; --debug"),
     ],
 )
-def test_messages(error, message, failing, capsys):
+def test_error_messages_are_shortened_to_one_line(error, message, failing, capsys):
     failing(raising(error))
     assert main(["info"]) == 2
     err = capsys.readouterr().err
@@ -156,23 +156,23 @@ def test_messages(error, message, failing, capsys):
         ("onnx", "demo", "demo"),
     ],
 )
-def test_one_extra_brings_all_that_a_command_needs(package, command, extra):
+def test_a_missing_package_names_the_extra_that_installs_all_a_command_needs(package, command, extra):
     assert short_errors.one_line(ModuleNotFoundError(name=package), command).endswith(f'"fakequant[{extra}]"')
 
 
-def test_messages_of_the_library_need_no_type(failing, capsys):
+def test_errors_of_the_library_are_printed_without_their_type(failing, capsys):
     failing(lambda options: fakequant.set_num_threads(0))
     assert main(["info"]) == 2
     assert capsys.readouterr().err == "fakequant info: `n` must be a whole number of at least 1, got 0\n"
 
 
-def test_long_messages_are_cut(failing, capsys):
+def test_long_error_messages_are_cut(failing, capsys):
     failing(raising(short_errors.Problem("x" * 5000)))
     assert main(["info"]) == 2
     assert len(capsys.readouterr().err) < 700
 
 
-def test_extras_are_those_that_bring_the_packages():
+def test_extras_in_error_messages_install_the_packages_they_name():
     file = Path(__file__).parents[2] / "pyproject.toml"
     extras = tomllib.loads(file.read_text())["project"]["optional-dependencies"]
     for module, extra in short_errors.EXTRAS.items():
@@ -180,7 +180,7 @@ def test_extras_are_those_that_bring_the_packages():
         assert any(re.match(rf"{package}\b", requirement) for requirement in extras[extra]), module
 
 
-def test_an_interruption_is_130_and_no_traceback(failing, capsys):
+def test_an_interrupt_gives_exit_code_130_without_a_traceback(failing, capsys):
     failing(raising(KeyboardInterrupt()))
     assert main(["info"]) == 130
     assert capsys.readouterr() == ("", "fakequant info: interrupted\n")
@@ -189,7 +189,7 @@ def test_an_interruption_is_130_and_no_traceback(failing, capsys):
 # --- stdout ---------------------------------------------------------------------------------------------
 
 
-def test_what_others_print_goes_to_stderr(failing, capsys):
+def test_output_of_other_python_code_goes_to_stderr(failing, capsys):
     def body(options):
         print("loading")
         return Answer("text", {"largest": float("inf"), "rows": [float("nan"), 1.5]})
@@ -201,7 +201,7 @@ def test_what_others_print_goes_to_stderr(failing, capsys):
     assert err == "loading\n"
 
 
-def test_what_c_code_prints_goes_to_stderr_too(failing, capfd):
+def test_output_of_c_code_goes_to_stderr(failing, capfd):
     def body(options):
         os.write(1, b"from C\n")
         return Answer("text", {})
@@ -212,7 +212,7 @@ def test_what_c_code_prints_goes_to_stderr_too(failing, capfd):
     assert capfd.readouterr() == ("text\n", "from C\n")
 
 
-def test_a_closed_pipe_is_no_error():
+def test_a_closed_pipe_is_not_an_error():
     for arguments in (["info"], ["--help"]):
         process = start("-m", "fakequant", *arguments)
         process.stdout.close()
@@ -251,7 +251,7 @@ def test_starting_imports_nothing_heavy():
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
-def test_both_ways_to_start_are_equal():
+def test_the_script_and_the_module_behave_alike():
     from fakequant import __main__
 
     assert __main__.main is main
@@ -263,10 +263,10 @@ def test_both_ways_to_start_are_equal():
     assert results[0][2] == 2
 
 
-@pytest.mark.skipif(os.name == "nt", reason="signals of POSIX")
-def test_ctrl_c(tmp_path):
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+def test_ctrl_c_ends_a_running_command_with_exit_code_130(tmp_path):
     (tmp_path / "slow.py").write_text("import pathlib, time\npathlib.Path('here').touch()\ntime.sleep(60)\nmodel = 1\n")
-    # Where the tests themselves run in the background, the signal is ignored, and children would ignore it too.
+    # Tests that run in the background ignore the signal, and child processes would inherit that.
     listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = start("-m", "fakequant", "summary", "slow.py:model", cwd=tmp_path, preexec_fn=listen)
     end = time.monotonic() + 60

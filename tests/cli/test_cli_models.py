@@ -1,4 +1,4 @@
-"""summary, verify and report: on models and data of users, good and bad."""
+"""The commands `summary`, `verify` and `report` on models and data of users."""
 
 import inspect
 import json
@@ -58,14 +58,14 @@ def exported(tmp_path_factory):
 
 @pytest.fixture
 def here(exported, monkeypatch):
-    """In that folder."""
+    """Changes into that folder."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(exported)
     return exported
 
 
 def fails(arguments, capsys, *parts):
-    """Exit code 2, nothing on stdout, and one last line on stderr with all parts, which is returned."""
+    """Asserts exit code 2, empty stdout and one line on stderr with all parts; returns the line."""
     code = main(list(map(str, arguments)))
     out, err = capsys.readouterr()
     lines = [line for line in err.splitlines() if line != "noise on stdout"]
@@ -81,7 +81,7 @@ def fails(arguments, capsys, *parts):
 
 @pytest.mark.parametrize("model", ["good.py:model", "good.py:make", "good:make"])
 @pytest.mark.parametrize("data", ["good.py:data", "good.py:batches"])
-def test_verify(model, data, here, capsys):
+def test_verify_exits_with_0_if_all_codes_are_equal(model, data, here, capsys):
     assert main(["verify", model, "model.onnx", data, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] is True
@@ -90,26 +90,26 @@ def test_verify(model, data, here, capsys):
     assert "The runtime computes what was trained." in capsys.readouterr().out
 
 
-def test_differing_codes_are_1(here, capsys, monkeypatch):
+def test_verify_exits_with_1_if_codes_differ(here, capsys, monkeypatch):
     monkeypatch.setattr(Verification, "ok", False)
     assert main(["verify", "good.py:model", "model.onnx", "good.py:data", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["ok"] is False
 
 
 @pytest.mark.parametrize("content", [b"", b"not a model" * 50, b"\x08\x07"])
-def test_a_corrupt_onnx_file(content, here, tmp_path, capsys):
+def test_verify_refuses_a_corrupt_onnx_file(content, here, tmp_path, capsys):
     (tmp_path / "bad.onnx").write_bytes(content)
     line = fails(["verify", "good.py:model", tmp_path / "bad.onnx", "good.py:data"], capsys, "bad.onnx", "; use a file")
     assert "fakequant.export_onnx" in line
 
 
-def test_a_cut_onnx_file(here, tmp_path, capsys):
+def test_verify_refuses_a_truncated_onnx_file(here, tmp_path, capsys):
     whole = (here / "model.onnx").read_bytes()
     (tmp_path / "cut.onnx").write_bytes(whole[: len(whole) // 2])
     fails(["verify", "good.py:model", tmp_path / "cut.onnx", "good.py:data"], capsys, "cut.onnx", "; use a file")
 
 
-def test_a_foreign_onnx_file(here, tmp_path, capsys):
+def test_verify_refuses_an_onnx_file_of_another_model(here, tmp_path, capsys):
     onnx = pytest.importorskip("onnx")
     value = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None, 6]) for name in "xy"]
     graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "g", value[:1], value[1:])
@@ -119,24 +119,24 @@ def test_a_foreign_onnx_file(here, tmp_path, capsys):
     fails(arguments, capsys, "foreign.onnx does not belong to the model", "; export the model again")
 
 
-def test_a_missing_onnx_file_and_a_folder(here, capsys):
+def test_verify_refuses_a_missing_onnx_file_and_a_folder(here, capsys):
     fails(["verify", "good.py:model", "none.onnx", "good.py:data"], capsys, "There is no file 'none.onnx'")
     fails(["verify", "good.py:model", ".", "good.py:data"], capsys, "There is no file '.'")
 
 
 @pytest.mark.parametrize("data", ["good.py:empty", "good.py:no_batches"])
-def test_an_empty_dataset(data, here, capsys):
+def test_verify_refuses_an_empty_dataset(data, here, capsys):
     fails(["verify", "good.py:model", "model.onnx", data], capsys, "no batches")
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxruntime"])
-def test_a_missing_package_names_the_install_command(package, here, capsys, monkeypatch):
+def test_verify_without_a_package_names_the_install_command(package, here, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     arguments = ["verify", "good.py:model", "model.onnx", "good.py:data"]
     fails(arguments, capsys, f"{package}, which is not installed", 'pip install "fakequant[')
 
 
-def test_missing_torch_names_the_install_command(here, capsys, monkeypatch):
+def test_commands_without_torch_name_the_install_command(here, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     fails(["summary", "good.py:model"], capsys, 'torch, which is not installed; use: pip install "fakequant[torch]"')
     arguments = ["verify", "good.py:model", "model.onnx", "good.py:data"]
@@ -162,7 +162,7 @@ def test_missing_torch_names_the_install_command(here, capsys, monkeypatch):
         ("good.py:leaves", ["good.py:leaves called sys.exit(4)"]),
     ],
 )
-def test_names_that_are_no_models(model, parts, here, capsys):
+def test_names_that_do_not_give_a_model_are_refused(model, parts, here, capsys):
     fails(["summary", model], capsys, *parts)
     fails(["verify", model, "model.onnx", "good.py:data"], capsys, *parts)
 
@@ -177,7 +177,7 @@ def test_names_that_are_no_models(model, parts, here, capsys):
         ("import argparse\nargparse.ArgumentParser().parse_args()\n", "bad.py has no 'model'"),
     ],
 )
-def test_files_that_fail(code, message, tmp_path, monkeypatch, capsys):
+def test_a_model_file_that_fails_is_reported_in_one_line(code, message, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", ["fakequant", "summary", "bad.py:model"])
     monkeypatch.chdir(tmp_path)
@@ -188,29 +188,29 @@ def test_files_that_fail(code, message, tmp_path, monkeypatch, capsys):
         assert "_fakequant_bad" not in sys.modules
 
 
-def test_debug_shows_where_a_file_failed(here, capsys):
+def test_debug_shows_where_a_model_file_failed(here, capsys):
     assert main(["summary", "good.py:divides", "--debug"]) == 2
     err = capsys.readouterr().err
     assert "return 1 / 0" in err
     assert "ZeroDivisionError" in err
 
 
-def test_data_that_is_none(here, capsys):
+def test_verify_refuses_data_that_is_not_iterable(here, capsys):
     fails(["verify", "good.py:model", "model.onnx", "good.py:config"], capsys, "good.py:config is of type QuantConfig")
 
 
 # --- --state --------------------------------------------------------------------------------------------
 
 
-def test_states_that_cannot_be_loaded(here, tmp_path, capsys):
+def test_a_state_that_cannot_be_loaded_is_refused_with_a_reason(here, tmp_path, capsys):
     def fails_with(path, *parts):
         fails(["verify", "good.py:make", "model.onnx", "good.py:data", "--state", path], capsys, *parts)
 
     path = tmp_path / "other.pt"
     fails_with(path, "There is no file", "other.pt")
-    path.write_bytes(b"nothing of torch's")
+    path.write_bytes(b"not a checkpoint")
     fails_with(path, "cannot be read as a checkpoint", "torch.save(model.state_dict(), FILE)")
-    torch.save(torch.nn.Linear(2, 2), path)  # needs code to be loaded
+    torch.save(torch.nn.Linear(2, 2), path)  # would run code when loaded
     fails_with(path, "cannot be read as a checkpoint")
     torch.save([1], path)
     fails_with(path, "other.pt holds list")
@@ -224,7 +224,7 @@ def test_states_that_cannot_be_loaded(here, tmp_path, capsys):
 # --- summary --------------------------------------------------------------------------------------------
 
 
-def test_summary(here, capsys):
+def test_summary_prints_the_library_summary(here, capsys):
     assert main(["summary", "good.py:model"]) == 0
     assert capsys.readouterr().out == f"{fq.summary(sys.modules['_fakequant_good'].model)}\n"
     assert main(["summary", "good.py:model", "--json"]) == 0
@@ -241,13 +241,13 @@ def test_summary(here, capsys):
         ("good.py:config", "int4, per channel on axis 0"),
     ],
 )
-def test_summary_of_what_a_recipe_would_quantize(recipe, weight, here, capsys):
+def test_summary_with_a_recipe_shows_what_it_would_quantize(recipe, weight, here, capsys):
     assert main(["summary", "good.py:float_model", "--recipe", recipe, "--json"]) == 0
     layers = json.loads(capsys.readouterr().out)["layers"]
     assert layers[0]["weight"].startswith(weight)
 
 
-def test_a_recipe_leaves_the_model_as_it_is(tmp_path, monkeypatch, capsys):
+def test_summary_with_a_recipe_leaves_the_model_unchanged(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "plain.py").write_text("from torch import nn\nmodel = nn.Sequential(nn.Linear(4, 4))\n")
     assert main(["summary", f"{tmp_path}/plain.py:model", "--recipe", "int8"]) == 0
@@ -255,7 +255,7 @@ def test_a_recipe_leaves_the_model_as_it_is(tmp_path, monkeypatch, capsys):
     assert type(sys.modules["_fakequant_plain"].model[0]) is torch.nn.Linear
 
 
-def test_a_recipe_that_quantizes_nothing_is_an_error_with_reasons(here, capsys):
+def test_summary_with_a_recipe_that_quantizes_nothing_gives_reasons(here, capsys):
     arguments = ["summary", "good.py:float_model", "--recipe", "int4_weight_only"]
     fails(arguments, capsys, "Nothing in the model would be quantized; 0: `group_size` 32 does not divide")
 
@@ -273,7 +273,7 @@ def test_summary_needs_a_recipe_or_a_prepared_model(here, capsys):
 
 @pytest.fixture
 def reported(monkeypatch):
-    """What fakequant.report is called with."""
+    """Replaces fakequant.report and records its calls."""
     calls = []
     signature = inspect.signature(fq.report)
 
@@ -289,7 +289,7 @@ def reported(monkeypatch):
     return calls
 
 
-def test_report(here, tmp_path, reported, capsys):
+def test_report_passes_model_data_and_options_to_the_library(here, tmp_path, reported, capsys):
     out = tmp_path / "new" / "report"
     arguments = ["report", "good.py:model", "--data", "good.py:data", "--float", "good.py:float_model"]
     arguments += ["--state", "state.pt", "--out", str(out), "--title", "T", "--steps", "2", "--json"]
@@ -303,7 +303,7 @@ def test_report(here, tmp_path, reported, capsys):
     assert named == {"title": "T", "steps": 2, "progress": False}
 
 
-def test_a_state_is_loaded_into_the_model(here, tmp_path, reported, capsys):
+def test_report_loads_the_state_into_the_model(here, tmp_path, reported, capsys):
     state = torch.load(here / "state.pt")
     torch.save({**state, "0.bias": torch.full((8,), 7.0)}, tmp_path / "sevens.pt")
     arguments = ["good.py:make", "--data", "good.py:data", "--state", str(tmp_path / "sevens.pt")]
@@ -311,7 +311,7 @@ def test_a_state_is_loaded_into_the_model(here, tmp_path, reported, capsys):
     assert reported[0][0][0].bias.tolist() == [7.0] * 8
 
 
-def test_the_float_model_has_a_state_of_its_own(here, tmp_path, reported, capsys):
+def test_report_loads_a_separate_state_into_the_float_model(here, tmp_path, reported, capsys):
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
     torch.save(model.state_dict(), tmp_path / "float.pt")
     arguments = ["report", "good.py:make", "--data", "good.py:data", "--out", str(tmp_path / "r")]
@@ -325,19 +325,19 @@ def test_the_float_model_has_a_state_of_its_own(here, tmp_path, reported, capsys
     fails([*arguments, "state.pt"], capsys, "saved before fakequant.prepare")
 
 
-def test_report_prints_where_it_is(here, tmp_path, reported, capsys):
+def test_report_prints_the_path_of_the_page(here, tmp_path, reported, capsys):
     assert main(["report", "good.py:model", "--data", "good.py:data", "--out", str(tmp_path / "r")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'r' / 'report.html'}\n"
     assert reported[0][3] == {"float_model": None, "title": None, "steps": None, "progress": False}
 
 
 @pytest.mark.parametrize("data", ["good.py:empty", "good.py:model"])
-def test_report_needs_data(data, here, tmp_path, reported, capsys):
+def test_report_refuses_empty_or_wrong_data(data, here, tmp_path, reported, capsys):
     fails(["report", "good.py:model", "--data", data, "--out", tmp_path], capsys, data)
     assert reported == []
 
 
-def test_a_folder_that_cannot_be_written_is_found_before_anything_is_loaded(tmp_path, monkeypatch, capsys):
+def test_report_checks_its_folder_before_it_loads_anything(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "below" / "it"):
         arguments = ["report", "none.py:model", "--data", "none.py:data", "--out", out]

@@ -1,4 +1,4 @@
-"""The same calls of torch with its own kernels and with ours. Used by `test_accelerate*.py`."""
+"""Calls of torch's operators with torch's kernels and with ours, for `test_accelerate*.py`."""
 
 import contextlib
 
@@ -15,6 +15,7 @@ by_operator = pytest.mark.parametrize("operator", OPERATORS)
 
 @pytest.fixture(autouse=True)
 def decelerated():
+    """Undoes `accelerate` after every test."""
     yield
     fakequant.decelerate()
     assert not override_aten.is_accelerated()
@@ -22,7 +23,7 @@ def decelerated():
 
 @contextlib.contextmanager
 def counted_kernels():
-    """(operator, whether our kernel took the arguments) for every call that gets to our functions."""
+    """Yields a list that collects (operator, whether our kernel handled it) for every call of our functions."""
     calls = []
 
     def counted(name, function):
@@ -40,14 +41,14 @@ def counted_kernels():
 
 
 def assert_same_tensors(expected, actual, *what):
-    """The same dtypes, shapes, bits and strides."""
+    """Asserts equal dtypes, shapes, bits and strides."""
     for i, (e, a) in enumerate(zip(expected, actual, strict=True)):
         assert_same_bits(to_numpy(e.detach()), to_numpy(a.detach()), f"result {i}", *what)
         assert e.stride() == a.stride(), (f"result {i}", *what)
 
 
 def compare(function, *arguments):
-    """Calls `function`, which returns tensors, without and with acceleration."""
+    """Asserts that `function` returns the same tensors with and without acceleration."""
     expected = function(*arguments)
     with fakequant.accelerate():
         actual = function(*arguments)
@@ -55,7 +56,7 @@ def compare(function, *arguments):
 
 
 def float32(*values):
-    """Like NumPy: what is too large becomes infinite."""
+    """Returns a float32 tensor. Values that are too large become infinite, as in NumPy."""
     return torch.tensor(values, dtype=torch.float64).float()
 
 
@@ -102,5 +103,5 @@ ORDINARY = {
 
 
 def copies(arguments):
-    """Copies of the tensors, some of which are changed in place."""
+    """Returns the arguments with tensors copied, because operators change some of them in place."""
     return [a.clone() if isinstance(a, torch.Tensor) and not a.requires_grad else a for a in arguments.values()]

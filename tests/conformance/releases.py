@@ -1,7 +1,7 @@
-"""Where a torch release refuses, accepts or reports other arguments than torch 2.13, which fakequant follows.
+"""Arguments on which other torch releases differ from torch 2.13, which fakequant follows.
 
-docs/numerics.md has the same as a table. `test_release_differences.py` runs every example on the torch at hand, so a
-line that is no longer true fails there; a difference that is not listed fails in `test_aten_errors.py`.
+docs/numerics.md has them as a table. `test_release_differences.py` runs every example on the installed torch, so an
+outdated entry fails there; a difference that is not listed fails in `test_aten_errors.py`.
 """
 
 import re
@@ -12,18 +12,18 @@ import torch
 
 RELEASE = tuple(int(n) for n in re.match(r"(\d+)\.(\d+)", torch.__version__).groups())
 
-# An exception's type and the beginning of its text; None: the call succeeds.
+# The type and the start of the message of an exception; None if the call succeeds.
 Outcome = tuple[str, str] | None
 
 
 class Difference(NamedTuple):
-    """What torch does from release `first` on; `before` is what older releases and fakequant do."""
+    """A change of outcome in torch release `first`: `since` replaces `before`, which fakequant keeps."""
 
     first: tuple[int, int]
     functions: tuple[str, ...]
     before: Outcome
     since: Outcome
-    example: dict[str, Any]  # changed arguments, the others are those of an ordinary call
+    example: dict[str, Any]  # arguments that differ from those of an ordinary call
 
 
 FUSED = ("fused_moving_avg_obs_fake_quant", "fused_moving_avg_obs_fq_helper")
@@ -74,9 +74,9 @@ def matches(outcome: Outcome, expected: Outcome) -> bool:
 
 
 def is_known(function: str, ours: Outcome, torchs: Outcome) -> bool:
-    """Whether the torch at hand is known to differ in this way.
+    """Returns True if the installed torch is known to differ in this way.
 
-    A call with two mistakes may be refused because of the other one; then what torch says is free.
+    A call with two mistakes may be refused because of either. Where torch now accepts one, its error may be any.
     """
     for difference in DIFFERENCES.values():
         if difference.first > RELEASE or function not in difference.functions:

@@ -1,4 +1,4 @@
-"""Hostile values in tensors of every memory layout, and what NumPy makes of the same values."""
+"""Difficult values in tensors of every memory layout, and comparisons with NumPy results."""
 
 import functools
 import itertools
@@ -13,7 +13,7 @@ from fakequant.testing import cases
 from fakequant.testing.assertions import assert_same_bits
 from torch_bridge import aten, to_numpy, to_torch, torch
 
-# Every axis is even, so that groups of two fit whatever the order of axes.
+# Every axis is even, so that groups of two fit in any order of axes.
 SHAPE = (4, 6, 2, 8)
 BLOCKS = {
     "tensor": {},
@@ -41,7 +41,7 @@ def channels_last(t):
     return t.contiguous(memory_format=torch.channels_last)
 
 
-# Dense and in C order: what NumPy works on.
+# Dense and in C order, as NumPy functions compute.
 IN_C_ORDER = {
     "contiguous": lambda t: t,
     "at an offset": at_an_offset,
@@ -60,7 +60,7 @@ LAYOUTS = DENSE | {
     "overlapping": lambda t: t.as_strided(SHAPE, (3, 1, 5, 2)),
     "lazily negated": torch._neg_view,
 }
-# A gradient has the shape of x, but any layout.
+# Layouts of gradients, which need not match the layout of x.
 DY_LAYOUTS = {
     "contiguous": lambda t: t,
     "channels last": channels_last,
@@ -73,13 +73,13 @@ DY_LAYOUTS = {
 
 
 def rules(where, **options):
-    """Every numerics with every dtype."""
+    """Yields every numerics with every dtype."""
     for numerics, dtype in itertools.product(reference.NUMERICS, cases.DTYPES.values()):
         yield fq.QuantSpec(numerics=numerics, **where, **{"symmetric": False, **options}), dtype
 
 
 def few_rules(where, **options):
-    """Every numerics and every dtype at least once."""
+    """Returns a few combinations, with every numerics and every dtype at least once."""
     return [r for i, r in enumerate(rules(where, **options)) if i in (0, 3, 5, 10)]
 
 
@@ -99,18 +99,18 @@ def data(layout, dtype, seed=0):
 
 
 def differentiable(layout, dtype):
-    """A leaf with that layout."""
+    """Returns a leaf tensor in that layout that requires a gradient."""
     x = data(layout, dtype).resolve_neg()
     return (x.clone() if x.is_inference() else x).detach().requires_grad_()
 
 
 def gradient(x, layout, dtype):
-    """A gradient for `x` with signed zeros, infinities and NaN."""
+    """Returns a gradient for `x` with signed zeros, infinities and NaN."""
     return DY_LAYOUTS[layout](to_torch(cases.gradients(x.numel(), dtype, seed=3).reshape(x.shape)))
 
 
 def grid(x, spec):
-    """Scale and zero point of every block, as arrays."""
+    """Returns the scale and zero point of every block, as arrays."""
     rng = np.random.default_rng(1)
     parameters = blocks_of(tuple(x.shape), spec).parameters
     allowed = [0] if spec.symmetric else [z for z in (-7, 0, 2, 5) if spec.qmin <= z <= spec.qmax]
@@ -118,18 +118,18 @@ def grid(x, spec):
 
 
 def array(t):
-    """The values of a tensor in C order."""
+    """Returns the values of a tensor in C order."""
     return to_numpy(t.detach().resolve_neg().contiguous())
 
 
 def assert_like(expected, actual, x, *names):
-    """The bits of an array, and the strides of a result computed from `x`."""
+    """Asserts the bits of `expected` and the strides of a result computed from `x`."""
     assert_same_bits(expected, array(actual), *names)
     assert actual.stride() == torch.empty_like(x).stride(), names
 
 
 def assert_same(expected, actual, *names):
-    """Bits, dtypes, strides and whether a gradient is wanted; of one tensor or several."""
+    """Asserts equal bits, dtypes, strides and `requires_grad`, for one tensor or several."""
     if isinstance(expected, torch.Tensor):
         expected, actual = (expected,), (actual,)
     for e, a in zip(expected, actual, strict=True):
@@ -138,7 +138,7 @@ def assert_same(expected, actual, *names):
 
 
 def torchs(name):
-    """torch's function of that name, whether it is public or not."""
+    """Returns torch's function of that name, public or private."""
     for place, known_as in itertools.product((torch, aten), (name, f"_{name}")):
         if hasattr(place, known_as):
             return getattr(place, known_as)
@@ -146,7 +146,7 @@ def torchs(name):
 
 
 def saved_bytes(call, *args, **options):
-    """Bytes of every tensor that is kept for the backward pass."""
+    """Returns the sizes in bytes of the tensors saved for the backward pass."""
     sizes = []
 
     def pack(t):
@@ -160,7 +160,7 @@ def saved_bytes(call, *args, **options):
 
 @pytest.fixture
 def unchanged():
-    """Remembers tensors, and fails if one of them has other values afterwards."""
+    """Records tensors and fails if the test changes one of them."""
     remembered = []
 
     def remember(*tensors):
@@ -174,7 +174,7 @@ def unchanged():
 
 @pytest.fixture(params=["compiled nodes", "Python nodes"])
 def each_nodes(request, monkeypatch):
-    """Both implementations of the short way and of the nodes in the graph."""
+    """Runs a test with compiled autograd nodes and with those written in Python."""
     from fakequant._backends.torch import compiled_nodes
 
     if request.param == "Python nodes":

@@ -1,4 +1,4 @@
-"""`accelerate` replaces the kernels of torch's operators, compares them first, and can be taken back.
+"""`accelerate` compares kernels with torch's, replaces those of torch's operators, and can be undone.
 
 That no bit changes is tested in `test_accelerate_operators.py` and `test_accelerate_models.py`.
 """
@@ -26,7 +26,7 @@ from torch_bridge import aten, torch
 
 
 def registered():
-    """What torch's dispatcher has for the operators."""
+    """Returns the kernels that torch's dispatcher holds, by operator."""
     return {name: torch._C._dispatch_dump(f"aten::{name}") for name in OPERATORS}
 
 
@@ -35,7 +35,7 @@ TORCHS_OWN = registered()
 
 @pytest.fixture
 def unverified(monkeypatch):
-    """As before the first `accelerate` of a process."""
+    """Makes the next `accelerate` compare the kernels, as the first one of a process does."""
     monkeypatch.setattr(override_aten._switch, "left", None)
 
 
@@ -43,7 +43,7 @@ ORDINARY_CALLS = [*ORDINARY.items(), ("_fused_moving_avg_obs_fq_helper", FUSED_R
 
 
 @pytest.mark.parametrize(("operator", "arguments"), ORDINARY_CALLS, ids=[name for name, _ in ORDINARY_CALLS])
-def test_ordinary_arguments_run_on_our_kernels_and_only_while_it_is_on(operator, arguments):
+def test_accelerated_operators_run_our_kernels_until_accelerate_is_undone(operator, arguments):
     function = getattr(aten, operator)
     with counted_kernels() as calls:
         function(*copies(arguments))
@@ -55,7 +55,7 @@ def test_ordinary_arguments_run_on_our_kernels_and_only_while_it_is_on(operator,
         assert len(calls) == 1
 
 
-def test_the_kernels_are_native(monkeypatch):
+def test_accelerated_operators_call_native_kernels(monkeypatch):
     class NoKernels:
         def __getattr__(self, name):
             raise AssertionError(f"native {name}")
@@ -68,7 +68,7 @@ def test_the_kernels_are_native(monkeypatch):
                 getattr(aten, operator)(*copies(arguments))
 
 
-def test_replaced_names_the_operators_while_it_is_on():
+def test_handle_lists_the_replaced_operators_until_it_is_undone():
     handle = fakequant.accelerate()
     assert handle.replaced == tuple(f"aten::{name}" for name in ORDINARY)
     assert "fake_quantize_per_tensor_affine_cachemask" in repr(handle)
@@ -77,7 +77,7 @@ def test_replaced_names_the_operators_while_it_is_on():
     assert registered() == TORCHS_OWN
 
 
-def test_twice_is_once():
+def test_accelerating_twice_is_undone_by_one_undo():
     first = fakequant.accelerate()
     once = registered()
     assert all(once[name] != TORCHS_OWN[name] for name in OPERATORS)
@@ -96,7 +96,7 @@ def test_decelerate_without_accelerate_does_nothing():
     assert registered() == TORCHS_OWN
 
 
-def test_nested_contexts_end_with_the_outermost():
+def test_nested_accelerate_contexts_end_with_the_outermost():
     with fakequant.accelerate() as outer:
         with fakequant.accelerate() as inner:
             assert inner.replaced
@@ -107,7 +107,7 @@ def test_nested_contexts_end_with_the_outermost():
     assert registered() == TORCHS_OWN
 
 
-def test_a_context_leaves_on_what_was_on():
+def test_an_accelerate_context_does_not_undo_an_earlier_or_inner_accelerate():
     handle = fakequant.accelerate()
     with fakequant.accelerate():
         pass
@@ -118,7 +118,7 @@ def test_a_context_leaves_on_what_was_on():
     assert handle.replaced
 
 
-def test_a_handle_serves_as_context_later_and_again():
+def test_an_accelerate_handle_can_be_entered_as_a_context_repeatedly():
     handle = fakequant.accelerate()
     for _ in range(2):
         with handle:
@@ -126,7 +126,7 @@ def test_a_handle_serves_as_context_later_and_again():
         assert registered() == TORCHS_OWN
 
 
-def test_a_context_on_an_old_handle_leaves_on_what_was_switched_on_since():
+def test_a_context_of_an_old_handle_does_not_undo_a_later_accelerate():
     old = fakequant.accelerate()
     fakequant.accelerate()
     with old:
@@ -134,13 +134,13 @@ def test_a_context_on_an_old_handle_leaves_on_what_was_switched_on_since():
     assert old.replaced
 
 
-def test_an_exception_in_a_context_passes_and_ends_it():
+def test_an_exception_leaves_the_accelerate_context_and_undoes_it():
     with pytest.raises(KeyError, match="mine"), fakequant.accelerate():
         raise KeyError("mine")
     assert registered() == TORCHS_OWN
 
 
-def test_nothing_is_written_or_warned(unverified, capfd, recwarn):
+def test_accelerate_prints_nothing_and_warns_of_nothing(unverified, capfd, recwarn):
     filters = warnings.filters.copy()
     with fakequant.accelerate():
         pass
@@ -166,7 +166,7 @@ def kernel_names(operators):
 
 
 @by_operator
-def test_an_operator_with_another_bit_stays_torchs(operator, monkeypatch, unverified):
+def test_an_operator_whose_bits_differ_is_not_replaced(operator, monkeypatch, unverified):
     name = override_aten.REPLACED[operator].__name__
     left = {o for o, function in override_aten.REPLACED.items() if function.__name__ == name}
     with monkeypatch.context() as patch:
@@ -178,12 +178,12 @@ def test_an_operator_with_another_bit_stays_torchs(operator, monkeypatch, unveri
     assert changed == set(OPERATORS) - left
     assert set(handle.left) == {f"aten::{o}" for o in left}
     assert set(handle.replaced) == {f"aten::{o}" for o in changed}
-    fakequant.accelerate()  # compared once, said once
+    fakequant.accelerate()  # neither compares nor warns again
     handle.undo()
     assert registered() == TORCHS_OWN
 
 
-def test_other_bits_in_all_operators_are_refused_and_nothing_replaced(monkeypatch, unverified):
+def test_accelerate_raises_and_replaces_nothing_if_all_operators_differ(monkeypatch, unverified):
     with monkeypatch.context() as patch:
         for name in kernel_names(OPERATORS):
             patch.setattr(aten_kernels, name, with_another_bit(getattr(aten_kernels, name)))
@@ -197,7 +197,7 @@ def test_other_bits_in_all_operators_are_refused_and_nothing_replaced(monkeypatc
 
 
 def answers_what_torch_refuses(function):
-    """A kernel that takes every argument: the first tensor is its result."""
+    """Returns a kernel that accepts all arguments and returns the first one where torch raises."""
 
     def careless(*arguments):
         result = function(*arguments)
@@ -207,7 +207,7 @@ def answers_what_torch_refuses(function):
 
 
 @by_operator
-def test_an_operator_that_takes_what_torch_refuses_stays_torchs(operator, monkeypatch, unverified):
+def test_an_operator_that_accepts_arguments_torch_refuses_is_not_replaced(operator, monkeypatch, unverified):
     name = override_aten.REPLACED[operator].__name__
     with monkeypatch.context() as patch:
         patch.setattr(aten_kernels, name, answers_what_torch_refuses(getattr(aten_kernels, name)))
@@ -217,7 +217,7 @@ def test_an_operator_that_takes_what_torch_refuses_stays_torchs(operator, monkey
 
 
 @pytest.mark.parametrize("default", ["dtype", "device"])
-def test_it_can_be_switched_on_under_other_defaults(default, unverified):
+def test_accelerate_works_under_other_default_dtypes_and_devices(default, unverified):
     before = torch.get_default_dtype()
     try:
         if default == "dtype":
@@ -230,7 +230,7 @@ def test_it_can_be_switched_on_under_other_defaults(default, unverified):
         torch.set_default_dtype(before)
 
 
-def test_a_failed_replacement_leaves_nothing_behind(monkeypatch):
+def test_accelerate_that_fails_replaces_nothing(monkeypatch):
     impl = torch.library.Library.impl
 
     def failing(self, name, *arguments, **options):
@@ -268,7 +268,7 @@ def run_threads(*functions):
     assert errors == []
 
 
-def test_contexts_of_several_threads():
+def test_accelerate_contexts_of_several_threads_keep_torchs_bits():
     data = torch.linspace(-1, 1, 1000)
     expected = torch.fake_quantize_per_tensor_affine(data, 0.1, 0, -8, 7)
 
@@ -286,7 +286,7 @@ def test_contexts_of_several_threads():
             computes()
 
     run_threads(*[enters_and_leaves] * 4)
-    # The kernels are only taken out when no other thread can be about to call them.
+    # `accelerate` contexts remove kernels only if no other thread could be about to call them.
     fakequant.decelerate()
     assert registered() == TORCHS_OWN
     with fakequant.accelerate():
@@ -317,6 +317,6 @@ sys.exit(str(wrong[0]) if wrong else 0)
 """
 
 
-def test_switching_while_other_threads_compute():
+def test_accelerating_while_other_threads_compute_keeps_torchs_bits():
     done = subprocess.run([sys.executable, "-c", SWITCHING_WHILE_OTHERS_COMPUTE], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-500:]

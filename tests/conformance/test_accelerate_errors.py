@@ -1,4 +1,4 @@
-"""What torch refuses is refused by torch, with its exception and text, under `accelerate` as well."""
+"""Under `accelerate`, arguments that torch refuses still raise torch's own exception and message."""
 
 import math
 
@@ -49,7 +49,7 @@ def outcome(operator, arguments):
 
 
 def works_where_torch_refuses(operator, argument, value):
-    """Float dtypes that torch refuses without need: docs/numerics.md."""
+    """Whether this is a float dtype that only torch refuses; see docs/numerics.md."""
     if not isinstance(value, torch.Tensor) or value.dtype not in OTHER_FLOATS:
         return False
     return "learnable" in operator
@@ -66,7 +66,7 @@ def makes_torch_write_outside_its_arrays(argument, value, rows):
 
 
 def is_0d_scale_of_the_fused_observer(operator, argument, value):
-    """Has a test of its own."""
+    """Whether this is the case tested separately below."""
     is_0d = isinstance(value, torch.Tensor) and value.dim() == 0
     return is_0d and "fused" in operator and argument in ("scale", "zero_point")
 
@@ -95,20 +95,20 @@ def assert_same_outcomes(operator, arguments):
 
 @pytest.mark.filterwarnings("ignore")
 @by_operator
-def test_wrong_arguments_are_refused_as_by_torch(operator):
+def test_accelerated_operators_refuse_wrong_arguments_with_torchs_errors(operator):
     assert_same_outcomes(operator, ORDINARY[operator])
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("base", [FUSED, FUSED_ROWS], ids=["per_tensor", "per_row"])
 @pytest.mark.parametrize("switches", [(1, 1), (1, 0), (0, 1), (0, 0)], ids=str)
-def test_wrong_arguments_of_the_fused_observer(switches, base):
+def test_the_accelerated_fused_observer_refuses_wrong_arguments_with_torchs_errors(switches, base):
     flags = dict(zip(("observer_on", "fake_quant_on"), map(int64, switches), strict=True))
     assert_same_outcomes("_fused_moving_avg_obs_fq_helper", base | flags)
 
 
 @pytest.mark.parametrize("operator", [name for name in OPERATORS if name.endswith("_backward")])
-def test_none_for_a_tensor_is_refused_as_by_torch(operator):
+def test_accelerated_backward_operators_refuse_none_with_torchs_errors(operator):
     for argument in ("grad", "mask", "input"):
         if argument in ORDINARY[operator]:
             changed = ORDINARY[operator] | {argument: None}
@@ -118,7 +118,7 @@ def test_none_for_a_tensor_is_refused_as_by_torch(operator):
 
 
 @pytest.mark.parametrize("argument", ["scale", "zero_point"])
-def test_a_0d_scale_of_the_fused_observer_is_refused_as_by_torch(argument):
+def test_the_accelerated_fused_observer_refuses_0d_scales_with_torchs_errors(argument):
     changed = FUSED | {argument: FUSED[argument].reshape(())}
     expected = outcome("_fused_moving_avg_obs_fq_helper", changed)
     with fakequant.accelerate():
@@ -135,7 +135,7 @@ REFUSED_FLOATS = [
 
 @pytest.mark.parametrize(("argument", "dtype"), REFUSED_FLOATS, ids=str)
 @pytest.mark.parametrize("operator", [name for name in OPERATORS if "learnable" in name])
-def test_learned_gradients_take_float_dtypes_that_torch_refuses(operator, argument, dtype):
+def test_accelerated_learned_gradients_accept_float_dtypes_that_torch_refuses(operator, argument, dtype):
     changed = ORDINARY[operator] | {argument: ORDINARY[operator][argument].to(dtype)}
     assert outcome(operator, changed) != "accepted"
     with fakequant.accelerate():

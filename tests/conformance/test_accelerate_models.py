@@ -1,4 +1,4 @@
-"""Under `accelerate` modules, whole models and torch's tools on top of autograd do what they did."""
+"""Under `accelerate`, modules, whole models and torch's tools on top of autograd compute the same bits."""
 
 import pytest
 
@@ -18,12 +18,12 @@ from torch.ao import quantization as tq  # isort: skip
 from torch.ao.quantization._learnable_fake_quantize import _LearnableFakeQuantize  # isort: skip
 from torch.ao.quantization.quantize_fx import prepare_qat_fx  # isort: skip
 
-# torch.ao is deprecated and says so in many ways.
+# torch.ao is deprecated and warns in many ways.
 pytestmark = [pytest.mark.usefixtures("torch_on_one_thread"), pytest.mark.filterwarnings("ignore")]
 
 
 def batches(*shape, count=6):
-    """Batches of changing ranges, the last one in another memory format."""
+    """Yields batches of changing ranges, the last one in another memory format."""
     generator = torch.Generator().manual_seed(3)
     for step in range(count):
         x = torch.randn(shape, generator=generator) * (0.1, 1, 30)[step % 3]
@@ -43,7 +43,7 @@ MODULES = {
 
 
 def module_steps(make):
-    """Outputs, gradients and state over steps that observe, quantize, do both or neither."""
+    """Returns outputs, gradients and states of steps that observe, quantize, do both or neither."""
     module, results = make(), []
     switches = [(1, 1), (1, 1), (1, 0), (0, 1), (0, 0), (1, 1)]
     for x, (observe, quantize) in zip(batches(8, 6), switches, strict=True):
@@ -57,14 +57,14 @@ def module_steps(make):
 
 
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
-def test_modules(make):
+def test_accelerated_torch_ao_modules_keep_their_bits(make):
     compare(module_steps, make)
 
 
 @pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
-def test_modules_run_on_our_kernels(make):
+def test_accelerated_torch_ao_modules_run_on_our_kernels(make):
     module = make()
-    module(x)  # torch starts empty state
+    module(x)  # torch initializes empty state itself
     with counted_kernels() as calls, fakequant.accelerate():
         with_gradient(module)
     assert len(calls) == 2
@@ -82,7 +82,10 @@ def learnable(per_channel, **options):
 
 
 def learnable_steps(per_channel, options):
-    """Steps that estimate scale and zero point, then steps that learn them; the gradients that are sums, apart."""
+    """Runs steps that estimate scale and zero point, then steps that learn them.
+
+    Returns outputs, input gradients and states, and separately the gradients that are sums.
+    """
     module, results, sums = learnable(per_channel, **options), [], []
     for step, x in enumerate(batches(8, 6)):
         if step == 3:
@@ -104,7 +107,7 @@ LEARNABLE = [
 
 @pytest.mark.parametrize("options", LEARNABLE)
 @pytest.mark.parametrize("per_channel", [False, True], ids=["per_tensor", "per_channel"])
-def test_learnable_module(per_channel, options):
+def test_an_accelerated_learnable_module_keeps_its_bits_and_nearly_its_sums(per_channel, options):
     expected, expected_sums = learnable_steps(per_channel, options)
     with fakequant.accelerate():
         actual, actual_sums = learnable_steps(per_channel, options)
@@ -127,7 +130,7 @@ def convolutions():
 
 
 def train(make, shape, prepare):
-    """20 steps of SGD on fixed data: the losses, and all parameters and buffers at the end."""
+    """Returns the losses of 20 SGD steps on fixed data, and all parameters and buffers at the end."""
     torch.manual_seed(0)
     data, labels = torch.randn(32, *shape), torch.randint(4, (32,))
     model = prepare(make().train(), data)
@@ -148,18 +151,18 @@ def prepared_by_fx(model, data):
 
 
 @pytest.mark.parametrize(("make", "shape"), [(mlp, (8,)), (convolutions, (1, 4, 4))], ids=["mlp", "convolutions"])
-def test_training_a_prepared_model(make, shape):
+def test_training_an_fx_prepared_model_gives_the_same_bits_when_accelerated(make, shape):
     compare(train, make, shape, prepared_by_fx)
 
 
-def test_a_prepared_model_trains_on_our_kernels():
+def test_an_fx_prepared_model_trains_on_our_kernels():
     with counted_kernels() as calls, fakequant.accelerate():
         train(mlp, (8,), prepared_by_fx)
-    # torch starts the empty state of the two weights.
+    # torch initializes the empty state of the two weights itself.
     assert [name for name, ours in calls if not ours] == ["_fused_moving_avg_obs_fq_helper"] * 2
 
 
-def test_training_a_model_prepared_by_pt2e():
+def test_training_a_pt2e_prepared_model_gives_the_same_bits_when_accelerated():
     quantize = pytest.importorskip("torchao.quantization.pt2e.quantize_pt2e")
     x86 = pytest.importorskip("torchao.quantization.pt2e.quantizer.x86_inductor_quantizer")
 
@@ -205,7 +208,7 @@ def with_gradient(function):
 
 
 @by_masked_function
-def test_saved_mask(function):
+def test_accelerated_functions_save_torchs_mask(function):
     def mask():
         return [function(x.clone().requires_grad_()).grad_fn._saved_mask]
 
@@ -213,7 +216,7 @@ def test_saved_mask(function):
 
 
 @by_function
-def test_hooks_on_saved_tensors(function):
+def test_saved_tensor_hooks_see_the_same_tensors_when_accelerated(function):
     seen = []
 
     def run():
@@ -227,12 +230,12 @@ def test_hooks_on_saved_tensors(function):
 
 
 @by_function
-def test_checkpointing(function):
+def test_checkpointed_accelerated_functions_keep_their_bits(function):
     compare(with_gradient, lambda x: torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False))
 
 
 @by_masked_function
-def test_double_backward(function):
+def test_double_backward_of_accelerated_functions_keeps_its_bits(function):
     def run():
         leaf, gradient = x.clone().requires_grad_(), dy.clone().requires_grad_()
         (dx,) = torch.autograd.grad(function(leaf), leaf, gradient, create_graph=True)
@@ -241,7 +244,7 @@ def test_double_backward(function):
     compare(run)
 
 
-def test_a_second_derivative_that_torch_refuses():
+def test_a_second_derivative_that_torch_refuses_raises_the_same_error_when_accelerated():
     def run():
         leaf = x.clone().requires_grad_()
         (dx,) = torch.autograd.grad(learned(leaf).square().sum(), leaf, create_graph=True)
@@ -255,7 +258,7 @@ def test_a_second_derivative_that_torch_refuses():
 
 
 @by_function
-def test_compiled(function):
+def test_compiled_accelerated_functions_keep_their_bits(function):
     def run():
         torch._dynamo.reset()
         return with_gradient(torch.compile(lambda x: function(x * 2) + 1, backend="aot_eager", fullgraph=True))
@@ -264,14 +267,14 @@ def test_compiled(function):
 
 
 @pytest.mark.parametrize("function", [per_tensor, per_channel], ids=lambda f: f.__name__)
-def test_functional_transforms(function):
+def test_functional_transforms_of_accelerated_functions_keep_their_bits(function):
     compare(lambda: [torch.func.grad(lambda x: (function(x) * dy).sum())(x)])
     compare(lambda: [torch.vmap(function)(torch.stack([x, x * 0.3]))])
     compare(lambda: [torch.func.jacrev(function)(x)])
 
 
 @by_function
-def test_inference_mode_and_tracing(function):
+def test_accelerated_functions_keep_their_bits_in_inference_mode_and_traced(function):
     def inferred():
         with torch.inference_mode():
             return [function(x.clone())]

@@ -1,4 +1,4 @@
-"""Under `accelerate` torch's fake-quantize operators keep their bits and strides, and the observer its state."""
+"""Under `accelerate`, torch's operators keep their bits and strides, and the fused observer its state."""
 
 import itertools
 import math
@@ -36,7 +36,7 @@ def elements(layout, dtype):
 
 
 def gradients_of(x, dtype):
-    """In the order of the memory of x, with the axes in reverse order, and as `sum` gives it."""
+    """Returns gradients in the memory order of x, with reversed axes, and expanded as from `sum`."""
     dy = to_torch(cases.gradients(x.numel(), dtype).reshape(x.shape))
     axes = list(reversed(range(x.dim())))
     return (
@@ -52,7 +52,7 @@ def zero_points(count):
 
 
 def forwards(shape):
-    """The public functions, with their arguments."""
+    """Yields the public functions with their arguments."""
     yield torch.fake_quantize_per_tensor_affine, (0.1, 3, *cases.INT8)
     yield torch.fake_quantize_per_tensor_affine, (float32(0.1), int32(300), *cases.UINT8)
     for axis, size in enumerate(shape):
@@ -68,7 +68,7 @@ def output_and_gradient(forward, x, arguments, dy):
 
 @each_dtype
 @by_layout
-def test_public_functions_in_every_layout(layout, dtype):
+def test_accelerated_public_functions_keep_bits_and_strides_in_every_layout(layout, dtype):
     x = elements(layout, dtype)
     for forward, arguments in forwards(x.shape):
         for dy in gradients_of(x, dtype):
@@ -77,7 +77,7 @@ def test_public_functions_in_every_layout(layout, dtype):
 
 @each_dtype
 @by_layout
-def test_aten_operators_in_every_layout(layout, dtype):
+def test_accelerated_aten_operators_keep_bits_and_strides_in_every_layout(layout, dtype):
     x = elements(layout, dtype)
     one = float32(1 / 3), int32(-5)
     compare(aten.fake_quantize_per_tensor_affine_cachemask, x, 0.1, 3, *cases.INT8)
@@ -93,13 +93,13 @@ def test_aten_operators_in_every_layout(layout, dtype):
         compare(lambda *a: [aten.fake_quantize_per_channel_affine_cachemask_backward(*a)], dy, mask)
 
 
-def test_strides_of_axes_of_length_1_in_a_gradient():
+def test_accelerated_gradients_keep_strides_of_axes_of_length_1():
     x = torch.linspace(-1, 1, 14).as_strided((2, 7, 1, 1), (7, 1, 7, 7))
     compare(output_and_gradient, torch.fake_quantize_per_tensor_affine, x, (0.1, 0, -8, 7), torch.ones_like(x))
 
 
 @each_dtype
-def test_every_scale_and_many_ranges(dtype):
+def test_accelerated_functions_keep_bits_on_every_scale_and_many_ranges(dtype):
     scales = cases.SCALES + cases.EXTREME_SCALES + cases.BROKEN_SCALES
     ranges = cases.INT8, cases.UINT8, (5, 5), (-(2**31), 2**31 - 1), *cases.INT64_RANGES[:4]
     for i, (scale, (qmin, qmax)) in enumerate(itertools.product(scales, ranges)):
@@ -132,7 +132,7 @@ def learned_per_channel(dy, x, scale, zero_point, axis, bounds, factor=0.3):
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
 @by_layout
-def test_gradient_of_the_input_beside_learned_parameters(layout, name):
+def test_accelerated_learned_backward_keeps_the_bits_of_the_input_gradient(layout, name):
     x = elements(layout, cases.DTYPES[name])
     for dy in gradients_of(x.float(), cases.DTYPES["float32"]):
         compare(lambda *a: learned_per_tensor(*a)[:1], dy, x, float32(0.1), float32(2.3), (-8, 7))
@@ -143,8 +143,8 @@ def test_gradient_of_the_input_beside_learned_parameters(layout, name):
 
 @pytest.mark.parametrize("scale", [0.1, 1 / 3, 12345.678, 1e-40, 0.0, -0.1, np.inf, np.nan])
 @pytest.mark.parametrize("bounds", [cases.INT8, cases.UINT8, (-8, 7), (0, 0)], ids=str)
-def test_terms_of_learned_gradients(bounds, scale):
-    """One channel per element, so that nothing is summed."""
+def test_accelerated_learned_gradients_of_single_elements_keep_their_bits(bounds, scale):
+    """There is one channel per element, so that nothing is summed."""
     for z in ZEROS:
         x = to_torch(cases.values(scale, 0, *bounds, cases.DTYPES["float32"]))[None]
         dy = to_torch(cases.gradients(x.numel(), cases.DTYPES["float32"]))[None]
@@ -154,7 +154,7 @@ def test_terms_of_learned_gradients(bounds, scale):
             compare(learned_per_tensor, dy[:, at], x[:, at], float32(scale), float32(z), bounds)
 
 
-def test_sums_are_at_least_as_close_as_torchs():
+def test_accelerated_learned_gradient_sums_are_at_least_as_exact_as_torchs():
     rng = np.random.default_rng(0)
     closer = 0
     for trial in range(20):
@@ -172,7 +172,7 @@ def test_sums_are_at_least_as_close_as_torchs():
             closer += error < torchs_error
             assert ours[gradient].shape == torchs[gradient].shape
             assert ours[gradient].dtype == torchs[gradient].dtype
-    assert closer, "every sum was torch's: have these kernels run?"
+    assert closer, "every sum equals torch's: did our kernels run?"
 
 
 def learned_output_and_gradients(function, x, scale, zero_point, dy, *arguments):
@@ -187,7 +187,7 @@ FACTORS = [pytest.param(factor, id=f"factor {factor}") for factor in (0.3, 0.0)]
 
 
 @pytest.mark.parametrize("factor", FACTORS)
-def test_public_functions_with_learned_parameters(factor):
+def test_accelerated_learnable_functions_keep_bits_of_single_elements(factor):
     pool = torch.linspace(-3, 3, 61)
     for i, z in itertools.product(range(0, 61, 4), ZEROS):
         x, dy = pool[i : i + 1].reshape(1, 1), float32(-0.7).reshape(1, 1)
@@ -211,7 +211,7 @@ def seen_state(rows):
 
 
 def fused_steps(inputs, switches, state, per_row, symmetric, bounds):
-    """Outputs, masks, gradients, texts of refusals, and the state after each of two calls per step."""
+    """Returns outputs, masks, gradients, error messages, and the state after each of two calls per step."""
     state, results = [t.clone() for t in state], []
     for step, (x, flags) in enumerate(zip(inputs, switches, strict=True)):
         flags = [int64(on) for on in flags]
@@ -242,18 +242,18 @@ ALL_SWITCHES = [(1, 1), (1, 1), (1, 0), (0, 1), (0, 0), (1, 1), (0, 1), (1, 1), 
 
 @pytest.mark.parametrize("symmetric", [False, True], ids=["affine", "symmetric"])
 @pytest.mark.parametrize("start", ["per tensor", "per tensor, 0-d", "per row", "per row, empty"])
-def test_steps_of_the_fused_observer(start, symmetric):
+def test_the_accelerated_fused_observer_keeps_the_bits_of_every_step(start, symmetric):
     rows = {"per row": 4, "per row, empty": 0}.get(start, 1)
     state = fresh_state(rows)
     if start == "per tensor, 0-d":
-        state[:2] = [running.reshape(()) for running in state[:2]]  # as torch.ao has it
+        state[:2] = [running.reshape(()) for running in state[:2]]  # the shape torch.ao uses
     for bounds in (cases.INT8, cases.UINT8, (0, 127), (-8, 7), (-(2**31), 2**31 - 1)):
         compare(fused_steps, list(observed_inputs()), ALL_SWITCHES, state, rows != 1, symmetric, bounds)
 
 
 @pytest.mark.parametrize("per_row", [False, True], ids=["per_tensor", "per_row"])
-def test_the_first_zero_seen_by_the_fused_observer(per_row):
-    """Its sign is that of one of the zeros, and which one depends on how torch looks for the smallest value."""
+def test_the_accelerated_fused_observer_keeps_the_sign_of_the_first_zero(per_row):
+    """Which zero gives the sign depends on how torch searches for the smallest value."""
     rng = np.random.default_rng(9)
     for size in (*range(1, 40), 255, 1000):
         x = rng.uniform(1, 2, (2, size)).astype(np.float32) * rng.choice(np.float32([1, -1]))
@@ -266,7 +266,7 @@ def test_the_first_zero_seen_by_the_fused_observer(per_row):
 
 @each_dtype
 @pytest.mark.parametrize("per_row", [False, True], ids=["per_tensor", "per_row"])
-def test_the_fused_observer_switched_off(per_row, dtype):
+def test_the_accelerated_fused_observer_keeps_bits_of_every_dtype_when_off(per_row, dtype):
     x = elements("contiguous", dtype)
     inputs = [x, x.transpose(1, 3), x[:, ::2], torch.nan_to_num(x) / 8]
     state = seen_state(4 if per_row else 1)
@@ -274,7 +274,7 @@ def test_the_fused_observer_switched_off(per_row, dtype):
 
 
 @each_dtype
-def test_every_dtype_runs_on_our_kernels(dtype):
+def test_accelerated_operators_run_our_kernels_for_every_dtype(dtype):
     x = elements("channels last", dtype)
     with counted_kernels() as calls, fakequant.accelerate():
         for forward, arguments in forwards(x.shape):

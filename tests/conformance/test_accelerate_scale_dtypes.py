@@ -1,4 +1,4 @@
-"""Scales of every dtype under `accelerate`: the result or the error that torch has without it."""
+"""Under `accelerate`, scales of every dtype give the result or the error that torch gives without it."""
 
 import pytest
 
@@ -12,7 +12,7 @@ ZERO_POINTS = (torch.int32, torch.float32, torch.float16, torch.int64, torch.bfl
 
 
 def run(function, *arguments):
-    """Output and gradient, or the error."""
+    """Returns output and gradient, or the type and message of the error."""
     x, *rest = arguments
     x = x.clone().requires_grad_()
     try:
@@ -37,7 +37,7 @@ def assert_same(function, *arguments):
 @each_dtype
 @pytest.mark.parametrize("zero_point", ZERO_POINTS, ids=str)
 @pytest.mark.parametrize("axis", [0, 1])
-def test_per_channel(dtype, zero_point, axis):
+def test_accelerated_per_channel_quantization_treats_every_scale_dtype_as_torch_does(dtype, zero_point, axis):
     x = torch.linspace(-4, 4, 20).reshape(4, 5)
     channels = x.shape[axis]
     scale, zeros = torch.linspace(0.5, 1.5, channels).to(dtype), torch.zeros(channels, dtype=zero_point)
@@ -47,15 +47,15 @@ def test_per_channel(dtype, zero_point, axis):
 
 @each_dtype
 @pytest.mark.parametrize("zero_point", ZERO_POINTS, ids=str)
-def test_per_tensor(dtype, zero_point):
+def test_accelerated_per_tensor_quantization_treats_every_scale_dtype_as_torch_does(dtype, zero_point):
     scale, zeros = torch.ones(1).to(dtype), torch.zeros(1, dtype=zero_point)
     assert_same(torch.fake_quantize_per_tensor_affine, torch.linspace(-4, 4, 20), scale, zeros, -8, 7)
 
 
 @each_dtype
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_learnable_forward(dtype, per_channel):
-    """The gradient takes float dtypes that torch refuses: docs/numerics.md."""
+def test_accelerated_learnable_forward_treats_every_scale_dtype_as_torch_does(dtype, per_channel):
+    """Only the forward pass: our gradient accepts float dtypes that torch refuses (docs/numerics.md)."""
     x, scale, zeros = torch.linspace(-4, 4, 20).reshape(4, 5), torch.ones(4).to(dtype), torch.zeros(4)
     if per_channel:
         call = lambda: torch._fake_quantize_learnable_per_channel_affine(x, scale, zeros, 0, -8, 7)  # noqa: E731
@@ -77,7 +77,7 @@ def test_learnable_forward(dtype, per_channel):
         assert_same_tensors(expected, actual)
 
 
-def test_fakequants_own_functions_take_bfloat16_scales():
+def test_fakequant_per_channel_accepts_bfloat16_scales():
     x, scale = torch.linspace(-4, 4, 20).reshape(4, 5), torch.tensor([0.5, 0.25, 1.0, 2.0])
     zeros = torch.zeros(4, dtype=torch.int32)
     expected = torch.fake_quantize_per_channel_affine(x, scale, zeros, 0, -8, 7)

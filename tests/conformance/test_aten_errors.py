@@ -1,16 +1,16 @@
-"""What torch refuses is refused with torch's exception, text and order of checks.
+"""Arguments that torch refuses raise torch's exception and message, with the same order of checks.
 
-Arrays are called `Tensor` in the texts, as in torch. Three things differ on purpose:
+Messages call arrays `Tensor`, as torch's do. Three things differ on purpose:
 
-* functions that torch only has under `torch.ops.aten` report a wrong type of argument as TypeError, as
-  its other functions do, not as the dispatcher's RuntimeError with the schema in it;
+* functions that torch has only under `torch.ops.aten` raise TypeError for an argument of a wrong type, like
+  torch's other functions, instead of the dispatcher's RuntimeError with the schema;
 * a wrong number of arguments is reported by Python;
-* a call to the fused observer that is refused because of its arguments leaves the state alone.
+* a call of the fused observer with wrong arguments leaves the state unchanged.
 
-What another release than torch 2.13 refuses otherwise is listed in `releases.py`.
+Differences in releases other than torch 2.13 are listed in `releases.py`.
 
-Where torch fails an internal assertion, refuses a float dtype it could compute, or writes outside its
-arrays, the last tests of this file say what happens instead.
+The last tests of this file cover calls in which torch fails an internal assertion, refuses a float dtype it could
+compute, or writes outside its arrays.
 """
 
 import numpy as np
@@ -18,90 +18,24 @@ import pytest
 
 import fakequant
 import releases
-from torch_bridge import BF16, aten, torch
-
-x = np.linspace(-1, 1, 6).reshape(2, 3).astype(np.float32)
-mask = np.ones((2, 3), bool)
-
-
-def f32(*values):
-    return np.array(values, np.float32)
-
-
-def i32(*values):
-    return np.array(values, np.int32)
-
-
-def i64(*values):
-    return np.array(values, np.int64)
-
-
-def ones(*shape, dtype="float32"):
-    return np.ones(shape, dtype)
-
-
-PER_TENSOR = {"input": x, "scale": 0.1, "zero_point": 0, "quant_min": -8, "quant_max": 7}
-QPARAMS = {
-    "input": x,
-    "scale": f32(1),
-    "zero_point": i32(0),
-    "fake_quant_enabled": i64(1),
-    "quant_min": -8,
-    "quant_max": 7,
-}
-PER_CHANNEL = {"input": x, "scale": f32(0.1, 0.2), "zero_point": i32(0, 1), "axis": 0, "quant_min": -8, "quant_max": 7}
-BACKWARD = {"grad": x, "mask": mask}
-LEARNABLE = {"input": x, "scale": f32(0.1), "zero_point": f32(0), "quant_min": -8, "quant_max": 7, "grad_factor": 1.0}
-LEARNABLE_CHANNEL = {**PER_CHANNEL, "zero_point": f32(0, 1.2), "grad_factor": 1.0}
-FUSED = {
-    "input": x, "observer_on": i64(1), "fake_quant_on": i64(1), "running_min": f32(np.inf), "running_max": f32(-np.inf),
-    "scale": f32(1), "zero_point": i32(0), "averaging_const": 0.01, "quant_min": 0, "quant_max": 255, "ch_axis": -1,
-    "per_row_fake_quant": False, "symmetric_quant": False,
-}  # fmt: skip
-FUSED_ROWS = FUSED | {
-    "running_min": f32(np.inf, np.inf), "running_max": f32(-np.inf, -np.inf), "scale": f32(1, 1),
-    "zero_point": i32(0, 0), "ch_axis": 0, "per_row_fake_quant": True,
-}  # fmt: skip
-
-FUNCTIONS = {
-    "fake_quantize_per_tensor_affine": PER_TENSOR,
-    "fake_quantize_per_tensor_affine_cachemask": PER_TENSOR,
-    "fake_quantize_per_tensor_affine_cachemask_tensor_qparams": QPARAMS,
-    "fake_quantize_per_tensor_affine_cachemask_backward": BACKWARD,
-    "fake_quantize_per_channel_affine": PER_CHANNEL,
-    "fake_quantize_per_channel_affine_cachemask": PER_CHANNEL,
-    "fake_quantize_per_channel_affine_cachemask_backward": BACKWARD,
-    "fake_quantize_learnable_per_tensor_affine": LEARNABLE,
-    "fake_quantize_learnable_per_tensor_affine_backward": {"grad": x, **LEARNABLE},
-    "fake_quantize_learnable_per_channel_affine": LEARNABLE_CHANNEL,
-    "fake_quantize_learnable_per_channel_affine_backward": {"grad": x, **LEARNABLE_CHANNEL},
-    "fused_moving_avg_obs_fake_quant": FUSED,
-    "fused_moving_avg_obs_fq_helper": FUSED,
-}
-
-
-def torch_function(name):
-    for place in (torch, aten):
-        for spelling in (name, f"_{name}"):
-            if hasattr(place, spelling):
-                return getattr(place, spelling)
-    raise AttributeError(name)
-
-
-def to_torch(a):
-    if not isinstance(a, np.ndarray):
-        return a
-    a = np.array(a)
-    return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16) if a.dtype == BF16 else torch.from_numpy(a)
-
-
-def outcome(function, arguments):
-    """`(exception type, text)`, or None if the call succeeds."""
-    try:
-        function(*arguments)
-    except Exception as error:
-        return type(error).__name__, str(error).strip().removeprefix("_")
-    return None
+from aten_calls import (
+    FUNCTIONS,
+    FUSED,
+    FUSED_ROWS,
+    LEARNABLE,
+    LEARNABLE_CHANNEL,
+    PER_CHANNEL,
+    QPARAMS,
+    f32,
+    i32,
+    i64,
+    ones,
+    outcome,
+    to_torch,
+    torch_function,
+    x,
+)
+from torch_bridge import BF16, torch
 
 
 def assert_same_outcome(name, changed, base=None):
@@ -122,14 +56,14 @@ def assert_same_outcome(name, changed, base=None):
     assert actual == expected or releases.is_known(name, actual, expected), changed
 
 
-# --- wrong types ------------------------------------------------------------------------
+# --- wrong types -----------------------------------------------------------------------------
 
 NOT_TENSORS = ("a", 1, 1.5, True, [1.0], 1j)
 NOT_FLOATS = (None, "a", 1j, [1.0], f32(0.1, 0.2), np.array([1]), np.array(1 + 1j), 2**2000)
 NOT_INTS = (None, "a", 1.5, True, [3], np.float32(3), np.bool_(1), np.array([3]), np.array(3.0), np.array(True))
 NOT_INTS += (2**63, -(2**63) - 1, 2**70)
 NOT_BOOLS = (None, "a", 1, 0, 1.0, np.bool_(1), np.array(True), np.array(1))
-# Not wrong, though one might think so.
+# Accepted, although they are not Python ints.
 NUMBERS = (np.int32(3), np.int64(3), np.uint8(3), np.array(3))
 
 
@@ -144,7 +78,7 @@ def wrong_types(good):
 @pytest.mark.parametrize(
     ("name", "argument"), [(name, argument) for name, base in FUNCTIONS.items() for argument in base]
 )
-def test_wrong_types_are_refused_as_by_torch(name, argument):
+def test_arguments_of_wrong_types_raise_torchs_errors(name, argument):
     only_aten = not (hasattr(torch, name) or hasattr(torch, f"_{name}"))
     for value in wrong_types(FUNCTIONS[name][argument]):
         if only_aten and (isinstance(value, (np.ndarray, np.generic, bool)) or value == 2**2000):
@@ -153,14 +87,14 @@ def test_wrong_types_are_refused_as_by_torch(name, argument):
 
 
 @pytest.mark.parametrize("name", [name for name, base in FUNCTIONS.items() if "input" in base])
-def test_unsupported_dtypes_of_the_input_are_refused_as_by_torch(name):
+def test_inputs_of_unsupported_dtypes_raise_torchs_errors(name):
     for kind in ("int8", "uint8", "int16", "int32", "int64", "bool", "complex64", "complex128", "uint16"):
         assert_same_outcome(name, {"input": x.astype(kind)})
         if "per_channel" not in name:
             assert_same_outcome(name, {"input": np.zeros(0, kind)})
 
 
-def test_mixed_numbers_and_arrays_as_in_torch():
+def test_mixed_number_and_array_parameters_succeed_or_fail_as_in_torch():
     arrays = (f32(0.1), f32(0.1)[0:1].reshape(()), i32(0), i32(0).reshape(()), np.array(1 + 0j), f32(1, 2))
     for scale in (0.1, 1, True, None, "a", np.float32(0.1), *arrays):
         for zero_point in (0, 1.5, True, None, 2**63, np.int64(3), *arrays):
@@ -169,11 +103,11 @@ def test_mixed_numbers_and_arrays_as_in_torch():
                 assert_same_outcome("fake_quantize_per_tensor_affine", changed)
 
 
-# --- wrong values -----------------------------------------------------------------------
+# --- wrong values ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["fake_quantize_per_tensor_affine", "fake_quantize_per_tensor_affine_cachemask"])
-def test_wrong_numbers_per_tensor(name):
+def test_wrong_per_tensor_numbers_raise_torchs_errors(name):
     for data in (x, x.astype("int32"), np.zeros(0, "float32")):
         for zero_point in (0, -9, 9, 2**31):
             for bounds in ((-8, 7), (8, 7), (0, 0), (-(2**63), 2**63 - 1)):
@@ -188,7 +122,7 @@ ZEROS += [np.array([v]) for v in (1e39, np.nan, np.inf, -0.5, 1 + 1j, 1 + 0j, Tr
 ZEROS += [np.array([v]) for v in (2147483648.0, 2147483647.5, -2147483648.5, -2147483649.0)]
 
 
-def test_wrong_arrays_per_tensor():
+def test_wrong_per_tensor_arrays_raise_torchs_errors():
     name = "fake_quantize_per_tensor_affine_cachemask_tensor_qparams"
     for data, quant_max in ((x, 7), (x, -9), (x.astype("int32"), 7)):
         base = QPARAMS | {"input": data, "quant_max": quant_max}
@@ -198,13 +132,13 @@ def test_wrong_arrays_per_tensor():
             assert_same_outcome("fake_quantize_per_tensor_affine", {"scale": scale}, public)
         for zero_point in ZEROS:
             assert_same_outcome(name, {"zero_point": zero_point}, base)
-            # The zero point is looked at before the scale.
+            # The zero point is checked before the scale.
             assert_same_outcome(name, {"zero_point": zero_point, "scale": np.array([1e39])}, base)
             assert_same_outcome(name, {"fake_quant_enabled": zero_point, "scale": np.array([1e39])}, base)
 
 
 @pytest.mark.parametrize("per", ["tensor", "channel"])
-def test_wrong_masks(per):
+def test_wrong_masks_raise_torchs_errors(per):
     name = f"fake_quantize_per_{per}_affine_cachemask_backward"
     shapes = [(2, 3), (3, 2), (6,), (1, 6), (6, 1), (2, 3, 1), (1, 2, 3), (0,), (0, 3), (2, 2), (4, 1), (1, 4), ()]
     for grad_shape in shapes:
@@ -221,7 +155,7 @@ CHANNEL_ARRAYS += [f32(1), f32(), ones(3), ones(2, 1), ones(), i32(9, 0), i32(0,
 
 
 @pytest.mark.parametrize("name", ["fake_quantize_per_channel_affine", "fake_quantize_per_channel_affine_cachemask"])
-def test_wrong_channels(name):
+def test_wrong_channel_parameters_raise_torchs_errors(name):
     for axis in (-3, -2, -1, 0, 1, 2, 2**63 - 1):
         for bounds in ((-8, 7), (8, 7)):
             base = PER_CHANNEL | {"axis": axis, "quant_min": bounds[0], "quant_max": bounds[1]}
@@ -237,7 +171,7 @@ def test_wrong_channels(name):
                     assert_same_outcome(name, {"input": ones(*shape), **parameters})
 
 
-def test_wrong_learned_parameters_per_tensor():
+def test_wrong_learned_per_tensor_parameters_raise_torchs_errors():
     name = "fake_quantize_learnable_per_tensor_affine"
     arrays = [
         f32(),
@@ -266,7 +200,7 @@ def test_wrong_learned_parameters_per_tensor():
             assert_same_outcome(f"{name}_backward", {argument: FUNCTIONS[f"{name}_backward"][argument].astype(kind)})
 
 
-def test_wrong_learned_parameters_per_channel():
+def test_wrong_learned_per_channel_parameters_raise_torchs_errors():
     name = "fake_quantize_learnable_per_channel_affine"
     arrays = [f32(1), f32(), ones(3), ones(2, 1), ones(), f32(9, 9)]
     arrays += [f32(v, 0) for v in (np.nan, np.inf, -9, 2**31, 2.0**63)]
@@ -290,7 +224,7 @@ def test_wrong_learned_parameters_per_channel():
 @pytest.mark.parametrize("base", [FUSED, FUSED_ROWS], ids=["per_tensor", "per_row"])
 @pytest.mark.parametrize("switches", [(1, 1), (1, 0), (0, 1), (0, 0)], ids=str)
 @pytest.mark.parametrize("name", ["fused_moving_avg_obs_fake_quant", "fused_moving_avg_obs_fq_helper"])
-def test_wrong_state_of_the_fused_observer(name, switches, base):
+def test_wrong_state_of_the_fused_observer_raises_torchs_errors(name, switches, base):
     observe, quantize = switches
     base = base | {"observer_on": i64(observe), "fake_quant_on": i64(quantize)}
     states = [f32(1, 2), f32(1, 2, 3), ones(), ones(1, 1), ones(2, 1)]
@@ -315,10 +249,10 @@ def test_wrong_state_of_the_fused_observer(name, switches, base):
     assert_same_outcome(name, {"input": np.where(x > 0.5, np.float32(np.nan), x)}, base)
 
 
-# --- where torch is not the model -------------------------------------------------------
+# --- deliberate differences from torch -------------------------------------------------------
 
 
-def test_a_bfloat16_scale_works_per_channel():
+def test_per_channel_functions_accept_a_bfloat16_scale():
     scale = np.array([0.1, 0.2]).astype(BF16)
     y = fakequant.fake_quantize_per_channel_affine(x, scale, i32(0, 1), 0, -8, 7)
     same = fakequant.fake_quantize_per_channel_affine(x, scale.astype(np.float32), i32(0, 1), 0, -8, 7)
@@ -328,7 +262,7 @@ def test_a_bfloat16_scale_works_per_channel():
 @pytest.mark.parametrize("kind", ["float16", "float64", BF16])
 @pytest.mark.parametrize("argument", ["grad", "input", "scale", "zero_point"])
 @pytest.mark.parametrize("per", ["tensor", "channel"])
-def test_learned_gradients_take_every_float_dtype(per, argument, kind):
+def test_learned_gradients_accept_every_float_dtype(per, argument, kind):
     name = f"fake_quantize_learnable_per_{per}_affine_backward"
     arguments = FUNCTIONS[name] | {argument: FUNCTIONS[name][argument].astype(kind)}
     dx, dscale, dzero_point = getattr(fakequant, name)(*arguments.values())
@@ -337,7 +271,7 @@ def test_learned_gradients_take_every_float_dtype(per, argument, kind):
 
 
 @pytest.mark.parametrize("per", ["tensor", "channel"])
-def test_learned_gradients_of_nothing_are_zero(per):
+def test_learned_gradients_of_an_empty_input_are_zero(per):
     name = f"fake_quantize_learnable_per_{per}_affine_backward"
     arguments = FUNCTIONS[name] | {"input": ones(2, 0), "grad": ones(2, 0)}
     dx, dscale, dzero_point = getattr(fakequant, name)(*arguments.values())
@@ -345,7 +279,7 @@ def test_learned_gradients_of_nothing_are_zero(per):
     assert dscale.tolist() == dzero_point.tolist() == [0] * arguments["scale"].size
 
 
-def test_numpy_scalars_are_data():
+def test_a_numpy_scalar_is_accepted_as_input():
     y = fakequant.fake_quantize_per_tensor_affine(np.float32(0.26), 0.1, 0, -8, 7)
     assert type(y) is np.ndarray
 
@@ -359,7 +293,7 @@ def test_the_fused_observer_refuses_a_running_range_that_is_too_short():
         fakequant.fused_moving_avg_obs_fake_quant(*(FUSED_ROWS | {"ch_axis": -1}).values())
 
 
-def test_a_refused_call_leaves_the_state_of_the_fused_observer_alone():
+def test_an_error_leaves_the_state_of_the_fused_observer_unchanged():
     state = {k: v.copy() for k, v in FUSED.items() if isinstance(v, np.ndarray)}
     arguments = FUSED | state | {"quant_min": 9, "quant_max": 7}
     with pytest.raises(RuntimeError):

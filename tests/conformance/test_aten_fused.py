@@ -1,4 +1,4 @@
-"""The fused observer leaves torch's bits in its state and returns torch's bits, step by step."""
+"""The fused observer has torch's bits in its results and its state after every step."""
 
 import functools
 
@@ -16,7 +16,7 @@ RANGES = [r for r in cases.ranges(31) if r[0] < r[1]] + [(5, 300), (-300, -5), (
 
 
 def outcome(function, arguments):
-    """The results of a call as arrays, or the text of its exception."""
+    """Returns the results of a call as arrays, or the message of its exception."""
     try:
         results = function(*arguments)
     except RuntimeError as error:
@@ -45,7 +45,7 @@ def fresh_state(n):
 
 
 def awkward_rows(rng, rows, levels):
-    """Rows whose ends are ordinary, one-sided, zero, wild, or make a scale around the smallest, 6.1e-5."""
+    """Returns rows with ordinary, one-sided, zero or extreme ends, or a scale near the smallest, 6.1e-5."""
     with np.errstate(all="ignore"):
         wild = (np.exp(rng.uniform(-103, 88, (rows, 2))) * rng.choice([-1, 1], (rows, 2))).astype(np.float32)
         ordinary = (rng.standard_normal((rows, 2)) * 10.0 ** rng.integers(-8, 4, (rows, 1))).astype(np.float32)
@@ -63,14 +63,14 @@ def awkward_rows(rng, rows, levels):
 
 @functools.cache
 def torch_steps(bounds, symmetric, per_row):
-    """Steps of (x, options, torch's outcome, the state after it): the observer, the quantizer or both are on."""
+    """Returns steps (x and switches, options, torch's outcome, the state after it)."""
     rng = np.random.default_rng(abs(bounds[0]) % 1000 + symmetric)
     n = 24 if per_row else 1
     state, steps = to_torch(fresh_state(n)), []
     for step in range(8):
         x = awkward_rows(rng, n, bounds[1] - bounds[0])
         if step == 7:
-            x[rng.integers(n), 0] = np.nan  # at the end, because it stays
+            x[rng.integers(n), 0] = np.nan  # in the last step, because NaN stays in the state
         x = np.concatenate([x, x * np.float32(0.3)], axis=1)
         switches = [np.int64([on]) for on in ((1, 0) if step == 5 else (0, 1) if step == 6 else (1, 1))]
         constant = (0.01, 0.1, 1 / 3, 1.0, 0.5)[step % 5]
@@ -82,7 +82,7 @@ def torch_steps(bounds, symmetric, per_row):
 
 @pytest.mark.parametrize("per_row", [False, True], ids=["per_tensor", "per_row"])
 @pytest.mark.parametrize("symmetric", [False, True], ids=["affine", "symmetric"])
-def test_steps_and_state_equal_torch(symmetric, per_row):
+def test_the_fused_observer_has_torchs_results_and_state_after_every_step(symmetric, per_row):
     refused = 0
     for bounds in RANGES:
         state = fresh_state(24 if per_row else 1)
@@ -96,7 +96,7 @@ def test_steps_and_state_equal_torch(symmetric, per_row):
 
 
 @pytest.mark.parametrize("per_row", [False, True], ids=["per_tensor", "per_row"])
-def test_large_inputs_equal_torch(per_row):
+def test_the_fused_observer_has_torchs_results_on_large_inputs(per_row):
     rng = np.random.default_rng(4)
     for shape in ((3, 4096), (70, 1000), (2, 40_000), (40_000, 2)):
         x = (rng.standard_normal(shape) * 3).astype(np.float32)
@@ -113,8 +113,8 @@ def test_large_inputs_equal_torch(per_row):
 
 
 @pytest.mark.parametrize("per_row", [False, True], ids=["per_tensor", "per_row"])
-def test_the_first_zero_seen_has_the_sign_it_has_in_torch(per_row):
-    """Not compared: beyond 32768 elements, where torch's choice among zeros of both signs depends on its threads."""
+def test_the_fused_observer_keeps_the_sign_of_the_first_zero_as_torch_does(per_row):
+    """Beyond 32768 elements torch's choice between zeros of both signs depends on its threads."""
     rng = np.random.default_rng(9)
     flags = np.int64([1]), np.int64([0])
     options = 0.01, 0, 255, 0 if per_row else -1, per_row, False
@@ -125,7 +125,7 @@ def test_the_first_zero_seen_has_the_sign_it_has_in_torch(per_row):
             zeros = rng.random((2, n)) < share
             x[zeros] = rng.choice(np.float32([0.0, -0.0]), zeros.sum())
             x = x if per_row else x[0]
-            for a in (x, np.asfortranarray(x)):  # what counts is the order of the axes, not of the memory
+            for a in (x, np.asfortranarray(x)):  # the order of the axes counts, not that of the memory
                 state = fresh_state(len(a) if per_row else 1)
                 expected = to_torch(state)
                 TORCH(*to_torch([a, *flags]), *expected, *options)
@@ -133,7 +133,7 @@ def test_the_first_zero_seen_has_the_sign_it_has_in_torch(per_row):
                 assert_same([s.numpy() for s in expected], state, n, share)
 
 
-def test_ranges_beyond_int32_wrap_as_in_torch():
+def test_ranges_beyond_int32_wrap_in_the_fused_observer_as_in_torch():
     x, on = np.float32([-1.5, 0.25, 3.0]), np.int64([1])
     for bounds in ((-(2**31), 2**31 - 1), (0, 2**32 - 1), (-(2**40), 2**40 + 5), (-5, 2**31 - 1), (-(2**31), 5)):
         for symmetric in (False, True):
@@ -148,7 +148,7 @@ def test_ranges_beyond_int32_wrap_as_in_torch():
 
 
 @pytest.mark.parametrize("kinds", [("float32", "int64"), ("float64", "float32"), ("float16", "uint8")], ids=str)
-def test_scale_and_zero_point_of_other_dtypes_count_as_rounded(kinds):
+def test_the_fused_observer_rounds_scale_and_zero_point_to_their_dtypes(kinds):
     x, on = (np.random.default_rng(2).standard_normal(50) * 3).astype(np.float32), np.int64([1])
     state = [a.astype(kind) for a, kind in zip(fresh_state(1), ("float32", "float32", *kinds), strict=True)]
     expected_state = to_torch(state)
@@ -167,7 +167,7 @@ def test_scale_and_zero_point_of_other_dtypes_count_as_rounded(kinds):
 
 
 @pytest.mark.parametrize("kind", ["float64", "float16"])
-def test_without_the_observer_every_float_dtype_and_axis_works(kind):
+def test_the_fused_observer_accepts_every_float_dtype_and_axis_when_off(kind):
     x = (np.random.default_rng(2).standard_normal((3, 4, 5)) * 3).astype(kind)
     flags = np.int64([0]), np.int64([1])
     for axis, per_row in ((-1, False), (0, True), (1, True), (2, True)):
@@ -186,7 +186,7 @@ def empty_state():
 
 
 @pytest.mark.parametrize("switches", [(1, 1), (1, 0), (0, 0)])
-def test_per_row_state_may_start_empty(switches):
+def test_the_fused_observer_accepts_empty_state_per_row(switches):
     x = np.linspace(-1, 2, 12, dtype=np.float32).reshape(3, 4)
     on = [np.array([s]) for s in switches]
     ours, theirs = empty_state(), [torch.from_numpy(a).clone() for a in empty_state()]
@@ -196,19 +196,19 @@ def test_per_row_state_may_start_empty(switches):
 
     for e, a in zip(expected, actual, strict=True):
         assert_same_bits(e.numpy(), a)
-    written = 4 if switches[1] else 2  # torch leaves the rest as it came from the allocator
+    written = 4 if switches[1] else 2  # torch leaves the rest uninitialized
     for e, a in zip(theirs[:written], ours[:written], strict=True):
         assert_same_bits(e.numpy(), a)
 
 
-def test_a_refused_call_leaves_the_state_alone():
+def test_a_refused_call_leaves_the_fused_observers_state_unchanged():
     x, on = np.ones((3, 4), np.float32), np.array([1])
     state = empty_state()
     with pytest.raises(RuntimeError, match="quant_min"):
         OURS(x, on, on, *state, 0.01, 127, -128, 0, True, False)
     assert [a.size for a in state] == [0] * 4
 
-    # There may be views of arrays that are not empty.
+    # Arrays that are not empty cannot be resized, because views of them may exist.
     state[2] = np.ones(1, np.float32)
     with pytest.raises(RuntimeError, match=r"`scale` has shape \(1,\) and cannot be"):
         OURS(x, on, on, *state, 0.01, -128, 127, 0, True, False)

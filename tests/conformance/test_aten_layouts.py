@@ -1,4 +1,4 @@
-"""Results have torch's strides and torch's values whatever the strides of the input.
+"""Results have torch's strides and values for inputs of any strides.
 
 Dense inputs give results with exactly their strides, axes of length 1 included. Inputs with gaps or
 overlaps give dense results whose axes keep their order.
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("machine")
 
 
 def assert_same(expected, actual, x):
-    """`expected` are torch's tensors, `actual` our arrays; single ones or tuples of them."""
+    """Compares torch's tensors with our arrays, single ones or tuples of them."""
     if isinstance(actual, np.ndarray):
         expected, actual = (expected,), (actual,)
     for e, a in zip(expected, actual, strict=True):
@@ -34,12 +34,12 @@ def elements(*shape, dtype=np.float32):
 
 
 def expand(x, shape):
-    """`np.broadcast_to`, but writable: torch warns about the others."""
+    """Like `np.broadcast_to`, but writable, because torch warns about read-only arrays."""
     return as_strided(x, shape, [0 if m != n else s for m, n, s in zip(x.shape, shape, x.strides, strict=True)])
 
 
 def random_layouts(count, dtype):
-    """Permuted, sliced, broadcast and reshaped views, with many axes of length 1."""
+    """Yields permuted, sliced, broadcast and reshaped views with many axes of length 1."""
     rng = np.random.default_rng(3)
     for _ in range(count):
         ndim = int(rng.integers(1, 6))
@@ -62,7 +62,7 @@ def named_layouts(dtype):
     yield from (image.transpose(order) for order in itertools.permutations(range(4)))
     yield np.ascontiguousarray(image.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)  # channels last
     yield elements(2, 4, 5, 6, 3, dtype=dtype).transpose(0, 4, 1, 2, 3)
-    yield elements(2, 1, 1, 7, dtype=dtype).transpose(0, 3, 1, 2)  # channels last or not: both fit
+    yield elements(2, 1, 1, 7, dtype=dtype).transpose(0, 3, 1, 2)  # both channels last and contiguous
     yield elements(2, 4, 5, 1, dtype=dtype).transpose(0, 3, 1, 2)
     yield image[:, :, ::2, 1:-1]
     yield image[..., ::2].transpose(3, 1, 0, 2)
@@ -83,7 +83,7 @@ def all_layouts(dtype):
 
 
 @each_dtype
-def test_per_tensor_keeps_the_layout(dtype):
+def test_per_tensor_functions_have_torchs_strides_in_every_layout(dtype):
     on, off = np.int64([1]), np.int64([0])
     for x in all_layouts(dtype):
         expected = aten.fake_quantize_per_tensor_affine_cachemask(same_memory(x), 0.1, 3, *cases.INT8)
@@ -99,7 +99,7 @@ def test_per_tensor_keeps_the_layout(dtype):
 
 
 @each_dtype
-def test_per_channel_keeps_the_layout_on_every_axis(dtype):
+def test_per_channel_functions_have_torchs_strides_in_every_layout_and_axis(dtype):
     rng = np.random.default_rng(1)
     for x in all_layouts(dtype):
         for axis, count in enumerate(x.shape):
@@ -112,7 +112,7 @@ def test_per_channel_keeps_the_layout_on_every_axis(dtype):
 
 
 @each_dtype
-def test_backward_has_the_layout_of_a_product(dtype):
+def test_backward_functions_have_the_strides_of_torchs_product(dtype):
     rng = np.random.default_rng(2)
     for dy in all_layouts(dtype):
         mask = rng.random(dy.shape) < 0.5
@@ -126,7 +126,7 @@ def test_backward_has_the_layout_of_a_product(dtype):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
-def test_learned_functions_keep_the_layout(dtype):
+def test_learnable_functions_have_torchs_strides_in_every_layout(dtype):
     rng = np.random.default_rng(3)
     for x in all_layouts(dtype):
         dy = np.asfortranarray(rng.standard_normal(x.shape).astype(dtype))
@@ -149,7 +149,7 @@ def test_learned_functions_keep_the_layout(dtype):
 
 
 @pytest.mark.parametrize("switches", [(1, 1), (1, 0), (0, 1), (0, 0)], ids=str)
-def test_the_fused_observer_keeps_the_layout(switches):
+def test_the_fused_observer_has_torchs_strides_in_every_layout(switches):
     for x in all_layouts(np.float32):
         np.nan_to_num(x, copy=False, nan=1)  # NaN per row is an error
         for per_row in (False, True) if x.ndim > 1 else (False,):

@@ -1,7 +1,7 @@
 """Every function with a torch name returns torch's bits: values, masks and gradients.
 
-Each test runs on every instruction set of this machine, with one and with two threads. Torch's
-answers do not depend on that, so they are computed once.
+Each test runs on every instruction set of this machine, with one and with two threads. Torch's results do not
+depend on them and are computed once.
 """
 
 import functools
@@ -13,18 +13,17 @@ import fakequant
 from fakequant import reference
 from fakequant.testing import cases
 from fakequant.testing.assertions import assert_same_bits
-from torch_bridge import aten, each_dtype, to_numpy, to_torch, torch
+from torch_bridge import ALL_SCALES, aten, each_dtype, to_numpy, to_torch, torch
 
 pytestmark = pytest.mark.usefixtures("machine")
 F32, F64, BF16, F16 = cases.DTYPES.values()
 INT32 = (-(2**31), 2**31 - 1)
-ALL_SCALES = cases.SCALES + cases.EXTREME_SCALES + cases.BROKEN_SCALES
-# Around the vector widths and their tails, the blocks of work, and the size from which on threads are used.
+# Around vector widths and their tails, blocks of work, and the size at which threads are used.
 LENGTHS = [*range(71), *(n + d for n in (4096, 32768, 65536) for d in (-1, 0, 1, 63))]
 
 
 def assert_same(expected, actual, *what):
-    """`expected` are torch's tensors, `actual` our arrays; single ones or tuples of them."""
+    """Compares torch's tensors with our arrays, single ones or tuples of them."""
     if isinstance(actual, np.ndarray):
         expected, actual = (expected,), (actual,)
     for i, (e, a) in enumerate(zip(expected, actual, strict=True)):
@@ -40,12 +39,12 @@ def one(value, dtype=np.float32):
 
 
 def zero_points(qmin, qmax):
-    """Both ends, the middle, and the values next to zero that fit."""
+    """Returns both ends, the middle, and values next to zero, clamped to the range."""
     return sorted({qmin, qmax, (qmin + qmax) // 2, *(min(max(z, qmin), qmax) for z in (0, 3))})
 
 
 def grids():
-    """Every scale on a few ranges, a few scales on every range."""
+    """Yields every scale on a few ranges and a few scales on every range."""
     for qmin, qmax in (cases.INT8, cases.UINT8, (5, 5), INT32):
         for scale in ALL_SCALES:
             yield from ((scale, z, qmin, qmax) for z in zero_points(qmin, qmax))
@@ -58,7 +57,7 @@ GRIDS = list(grids())
 
 
 def mixed(size, dtype, seed=0):
-    """`size` adversarial values for the scales 0.1 and 1/3 and the range int8."""
+    """Returns `size` adversarial values for the scales 0.1 and 1/3 and the range int8."""
     pool = np.concatenate([cases.values(s, z, *cases.INT8, dtype) for s in (0.1, 1 / 3) for z in (0, 3)])
     return np.random.default_rng(seed).choice(pool, size)
 
@@ -77,14 +76,14 @@ def torch_per_tensor(dtype):
 
 
 @each_dtype
-def test_per_tensor_equals_torch_on_every_scale_and_range(dtype):
+def test_per_tensor_functions_equal_torch_on_every_scale_and_range(dtype):
     for grid, x, expected in torch_per_tensor(dtype):
         assert_same(expected, fakequant.fake_quantize_per_tensor_affine_cachemask(x, *grid), grid)
         assert_same(expected[0], fakequant.fake_quantize_per_tensor_affine(x, *grid), grid)
 
 
 @each_dtype
-def test_array_parameters_allow_any_zero_point(dtype):
+def test_per_tensor_functions_accept_any_zero_point_as_an_array(dtype):
     op = torch._fake_quantize_per_tensor_affine_cachemask_tensor_qparams
     for z in (-(2**31), -500, -1, 300, 2**24 + 1, 2**31 - 1):
         for scale in (0.1, -0.1, 0.0, np.inf, np.nan, 1e-45):
@@ -96,14 +95,14 @@ def test_array_parameters_allow_any_zero_point(dtype):
 
 
 @pytest.mark.parametrize("kind", ["float64", "float16", "int32", "uint8", "bool", "bfloat16"])
-def test_array_parameters_may_have_any_dtype_and_shape(kind):
+def test_per_tensor_functions_accept_parameter_arrays_of_any_dtype_and_shape(kind):
     x = mixed(300, F32)
     kind = cases.DTYPES.get(kind, np.dtype(kind))
     for s, z in ((1, 0), (1, 1), (0.7, 1.9)):
         scale, zero_point = one(s, kind), one(z, kind).reshape(1, 1)
         expected = torch.fake_quantize_per_tensor_affine(to_torch(x), to_torch(scale), to_torch(zero_point), -8, 7)
         assert_same(expected, fakequant.fake_quantize_per_tensor_affine(x, scale, zero_point, -8, 7), s, z)
-        # One number and one 0-d array: whichever of the two signatures fits.
+        # One number and one 0-d array fit either of the two signatures.
         expected = torch.fake_quantize_per_tensor_affine(to_torch(x), to_torch(scale[0]), 1, -8, 7)
         assert_same(expected, fakequant.fake_quantize_per_tensor_affine(x, scale[0:1].reshape(()), 1, -8, 7), s)
 
@@ -127,14 +126,14 @@ def torch_per_channel(dtype, zero_dtype):
 
 @pytest.mark.parametrize("zero_dtype", [np.int32, np.float32, np.float16])
 @each_dtype
-def test_per_channel_equals_torch_on_every_scale_and_range(dtype, zero_dtype):
+def test_per_channel_functions_equal_torch_on_every_scale_and_range(dtype, zero_dtype):
     for arrays, integers, expected in torch_per_channel(dtype, zero_dtype):
         actual = fakequant.fake_quantize_per_channel_affine_cachemask(*arrays, *integers)
         assert_same(expected, actual, *arrays[1:], *integers)
 
 
 @each_dtype
-def test_per_channel_equals_torch_with_special_float_zero_points(dtype):
+def test_per_channel_functions_equal_torch_with_special_float_zero_points(dtype):
     z = np.float32([np.nan, np.inf, -np.inf, 1e30, -1e30, 1e-45, -0.0, 0.49999997, 2**31])
     for scale in (0.1, np.nan, np.inf, 0.0, -1e-45):
         x = np.stack([cases.values(scale, 0, -8, 7, dtype)] * len(z))
@@ -146,7 +145,7 @@ def test_per_channel_equals_torch_with_special_float_zero_points(dtype):
 
 @pytest.mark.parametrize("zero_dtype", [np.int32, np.float32, np.float16])
 @each_dtype
-def test_per_channel_equals_torch_on_every_axis_and_block_size(dtype, zero_dtype):
+def test_per_channel_functions_equal_torch_on_every_axis_and_block_size(dtype, zero_dtype):
     rng = np.random.default_rng(1)
     shapes = [(6, 5, 12), (3, 70, 1), (40, 1, 3), (7, 33), (1, 1), (2, 3, 2, 5, 2), (0, 3), (64,), (5, 4099)]
     for shape in shapes:
@@ -165,7 +164,7 @@ def test_per_channel_equals_torch_on_every_axis_and_block_size(dtype, zero_dtype
 
 
 @each_dtype
-def test_all_lengths_equal_torch(dtype):
+def test_forward_and_backward_equal_torch_on_arrays_of_all_lengths(dtype):
     everything = mixed(max(LENGTHS), dtype)
     gradients = cases.gradients(max(LENGTHS), dtype)
     for n in LENGTHS:
@@ -186,7 +185,7 @@ def test_all_lengths_equal_torch(dtype):
 
 
 @each_dtype
-def test_an_array_without_dimensions_equals_torch(dtype):
+def test_per_tensor_functions_equal_torch_on_0d_arrays(dtype):
     for x in mixed(200, dtype):
         x = np.array(x)
         expected = aten.fake_quantize_per_tensor_affine_cachemask(to_torch(x), 0.1, 3, *cases.INT8)
@@ -200,7 +199,7 @@ def test_an_array_without_dimensions_equals_torch(dtype):
 
 
 def learned_zero_points(qmin, qmax):
-    """Zero points that stay in the range when torch clamps them in float32."""
+    """Returns zero points that stay in the range when torch clamps them in float32."""
     candidates = [float(qmin), (qmin + qmax) / 2, 0.0, 0.5, 1.5, -2.5, -0.7, -57.0, 3.3, float(qmax), 1e9, -1e9]
     ends = np.float32(qmin), np.float32(qmax)
     return [z for z in candidates if qmin <= int(np.clip(np.float32(z), *ends)) <= qmax]
@@ -231,7 +230,7 @@ def torch_learned_forward(dtype):
 
 
 @each_dtype
-def test_learned_forward_equals_torch(dtype):
+def test_learnable_forward_equals_torch(dtype):
     for arrays, bounds, per_tensor, per_channel in torch_learned_forward(dtype):
         actual = fakequant.fake_quantize_learnable_per_tensor_affine(*arrays, *bounds)
         assert_same(per_tensor, actual, "tensor", *arrays[1:], *bounds)
@@ -251,7 +250,7 @@ def torch_learned_backward(dtype):
         per_tensor = aten._fake_quantize_learnable_per_tensor_affine_backward(
             *tensors, *map(to_torch, parameters), *integers
         )
-        # As many channels as elements: the sums are the terms themselves.
+        # One channel per element, so that the sums are the terms themselves.
         each = np.full(x.size, scale, np.float32), np.full(x.size, z, np.float32)
         per_channel = aten._fake_quantize_learnable_per_channel_affine_backward(
             *tensors, *map(to_torch, each), 0, *integers
@@ -312,7 +311,7 @@ SUMS += [(0, (8, 5003)), (1, (5003, 8)), (1, (3, 33, 40)), (0, (1, 70_000)), (2,
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize(("axis", "shape"), SUMS)
-def test_learned_sums_are_at_least_as_exact_as_torchs_and_never_vary(axis, shape, dtype):
+def test_learned_gradient_sums_are_at_least_as_exact_as_torchs_for_any_threads(axis, shape, dtype):
     arguments, torchs, exact = torch_sums(axis, shape, dtype)
     per = "per_tensor" if axis is None else "per_channel"
     backward = getattr(fakequant, f"fake_quantize_learnable_{per}_affine_backward")
@@ -328,7 +327,7 @@ def test_learned_sums_are_at_least_as_exact_as_torchs_and_never_vary(axis, shape
 
 
 @pytest.mark.parametrize("dtype", [F16, F64], ids=str)
-def test_learned_gradients_exist_where_torch_refuses_the_dtype(dtype):
+def test_learned_gradients_of_float16_and_float64_equal_the_reference(dtype):
     x, dy = mixed(400, dtype)[:, None], cases.gradients(400, dtype)[:, None]
     arrays = dy, x, np.full(400, 0.1, np.float32), np.full(400, 1.2, np.float32)
     actual = fakequant.fake_quantize_learnable_per_channel_affine_backward(*arrays, 0, -8, 7, 0.3)
@@ -340,7 +339,7 @@ def test_learned_gradients_exist_where_torch_refuses_the_dtype(dtype):
             assert_same_bits((expected[:, 0] + expected.dtype.type(0)).astype(np.float32), sums)
 
 
-def test_learned_zero_points_far_below_int32():
+def test_learned_zero_points_far_below_int32_equal_torch():
     x, dy = np.float32([3.0]), np.float32([1.0])
     scale, zero_point = np.float32([0.5]), np.float32([-1e30])
     limits = (-(2**63), 2**62)

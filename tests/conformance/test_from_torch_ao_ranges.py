@@ -1,4 +1,4 @@
-"""What `from_torch_ao` makes of data without axes, and of histories that are not finite."""
+"""`from_torch_ao` of modules that saw 0-d tensors or whose ranges are not finite."""
 
 import pytest
 
@@ -8,14 +8,14 @@ from torch_bridge import to_numpy, torch
 
 from torch.ao import quantization as tq  # isort: skip
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch.ao says that it is deprecated
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch.ao is deprecated and warns
 
 CHANNELS = tq.MovingAveragePerChannelMinMaxObserver
 CHANNEL_OPTIONS = dict(quant_min=-128, quant_max=127, dtype=torch.qint8, qscheme=torch.per_channel_affine)
 
 
 @pytest.mark.parametrize("kind", [tq.FakeQuantize, tq.FusedMovingAvgObsFakeQuantize])
-def test_tensors_without_axes(kind):
+def test_modules_taken_over_have_torchs_bits_on_0d_tensors(kind):
     theirs = kind(tq.MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
     theirs(torch.tensor([-1.0, 2.0]))
     ours = from_torch_ao(theirs)
@@ -43,14 +43,14 @@ def taken_over(lo, hi):
         (-torch.inf, torch.inf, (torch.inf, -torch.inf)),
     ],
 )
-def test_the_finite_end_of_a_range_is_kept(lo, hi, kept):
+def test_from_torch_ao_keeps_the_finite_end_of_a_range(lo, hi, kept):
     ours = taken_over(lo, hi)
     assert (ours.running_min.item(), ours.running_max.item()) == kept
     assert ours.scale.isnan()
     with pytest.raises(RuntimeError, match="has not observed a finite value"):
         ours.eval()(torch.zeros(3))
     ours.train()(torch.tensor([-3.0, 4.0]))
-    # A known end has moved by the averaging constant, 0.01; an unknown one is what was seen.
+    # A finite end moves by the averaging constant, 0.01; the other takes the observed value.
     expected = [
         known + torch.tensor(0.01) * (seen - known) if torch.isfinite(known := torch.tensor(end)) else seen
         for end, seen in zip(kept, torch.tensor([-3.0, 4.0]), strict=True)
@@ -58,7 +58,7 @@ def test_the_finite_end_of_a_range_is_kept(lo, hi, kept):
     assert [ours.running_min.item(), ours.running_max.item()] == [e.item() for e in expected]
 
 
-def test_the_other_channels_keep_range_and_scale():
+def test_from_torch_ao_keeps_finite_channels_beside_a_nonfinite_one():
     theirs = tq.FakeQuantize(CHANNELS, **CHANNEL_OPTIONS)
     theirs(torch.tensor([[-1.0, 1.0], [-2.0, 3.0], [0.0, 5.0]]))
     observer = theirs.activation_post_process
@@ -71,7 +71,7 @@ def test_the_other_channels_keep_range_and_scale():
     assert torch.equal(ours.zero_point[::2], theirs.zero_point[::2].int())
 
 
-def test_a_scale_of_another_grid_is_found_in_the_channels_that_are_known():
+def test_from_torch_ao_checks_scales_of_channels_with_a_finite_range():
     theirs = tq.FakeQuantize(CHANNELS, **CHANNEL_OPTIONS)
     theirs(torch.tensor([[-1.0, 1.0], [-2.0, 3.0]]))
     theirs.activation_post_process.max_val[0] = torch.inf

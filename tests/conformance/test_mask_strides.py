@@ -1,4 +1,4 @@
-"""The strides of `grad * mask` are torch's, also those of axes of length 1, which mean nothing."""
+"""`grad * mask` has torch's strides, including the arbitrary strides of axes of length 1."""
 
 import random
 
@@ -11,14 +11,14 @@ NAMES = [f"fake_quantize_per_{kind}_affine_cachemask_backward" for kind in ("ten
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_gradient_without_gaps_and_a_mask_with_some(name):
+def test_backward_of_a_dense_gradient_and_a_mask_with_gaps_has_torchs_strides(name):
     gradient = torch.empty_strided((2, 1), (1, 2)).fill_(1.0)
     mask = torch.ones(6, 2, dtype=torch.bool)[::3, ::2]
     assert getattr(fq, name)(gradient, mask).stride() == getattr(aten, name)(gradient, mask).stride() == (1, 1)
 
 
 def in_some_layout(shape, dtype, choose):
-    """A view of memory with its axes in any order, with gaps, or repeated."""
+    """Returns a view with axes in any order, with gaps, or repeated elements."""
     axes = list(range(len(shape)))
     choose.shuffle(axes)
     steps = [choose.choice([1, 1, 1, 2, 3]) for _ in shape]
@@ -35,8 +35,8 @@ def in_some_layout(shape, dtype, choose):
     return x
 
 
-@pytest.mark.parametrize("accelerated", [False, True], ids=["", "accelerated"])
-def test_any_layouts(accelerated):
+@pytest.mark.parametrize("accelerated", [False, True], ids=["fakequant", "accelerated torch"])
+def test_backward_has_torchs_strides_for_any_layouts(accelerated):
     choose = random.Random(0)
     for _ in range(3000):
         shape = tuple(choose.choice([1, 1, 2, 3]) for _ in range(choose.randint(0, 4)))

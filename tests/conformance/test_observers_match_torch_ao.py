@@ -1,4 +1,4 @@
-"""Our min-max and moving-average observers have the ranges and parameters of torch.ao's, bit for bit."""
+"""MinMax and MovingAverage observers have the ranges and qparams of torch.ao's, bit for bit."""
 
 import itertools
 
@@ -13,10 +13,10 @@ from torch_bridge import to_numpy, torch
 
 from torch.ao.quantization import observer as ao  # isort: skip
 
-# torch.ao is deprecated and says so in many ways.
+# torch.ao is deprecated and warns in many ways.
 pytestmark = [pytest.mark.usefixtures("torch_on_one_thread"), pytest.mark.filterwarnings("ignore")]
 
-# A grid, and what torch.ao calls it: dtype, whether it is symmetric, and the range where it is not the dtype's own.
+# The options of a spec, torch.ao's dtype for it, and the range if it is not that of the dtype.
 GRIDS = {
     "quint8 affine": (dict(signed=False, symmetric=False), "quint8", {}),
     "qint8 affine": (dict(symmetric=False), "qint8", {}),
@@ -43,7 +43,7 @@ by_kind = pytest.mark.parametrize("constant", KINDS.values(), ids=KINDS)
 
 
 def pair(grid, constant, channel=None, eps=EPS):
-    """Ours with its spec, and torch.ao's."""
+    """Returns our observer, its spec, and torch.ao's observer."""
     options, dtype, limits = grid
     spec = QuantSpec(axis=channel, **options)
     where = "per_tensor" if channel is None else "per_channel"
@@ -63,7 +63,7 @@ def pair(grid, constant, channel=None, eps=EPS):
 
 
 def compare(grid, constant, batches, *, channel=None, eps=EPS, ranges=True, name=""):
-    """Both see the batches; after each, range and parameters have the same bits."""
+    """Asserts that both observers have equal ranges and qparams after every batch."""
     case = (name, constant, channel)
     ours, spec, theirs = pair(grid, constant, channel, eps)
     assert (theirs.quant_min, theirs.quant_max) == (spec.qmin, spec.qmax)
@@ -85,7 +85,7 @@ def compare(grid, constant, batches, *, channel=None, eps=EPS, ranges=True, name
 
 
 def random_batches(count=8, shape=(6, 5, 4), low=-6, high=6):
-    """Ranges that change by orders of magnitude, on both sides and on one."""
+    """Yields two-sided and one-sided batches whose ranges change by orders of magnitude."""
     rng = np.random.default_rng(11)
     for step in range(count):
         x = rng.standard_normal(shape) * 10.0 ** rng.uniform(low, high)
@@ -94,23 +94,23 @@ def random_batches(count=8, shape=(6, 5, 4), low=-6, high=6):
 
 @by_grid
 @by_kind
-def test_several_batches_per_tensor(constant, grid):
+def test_per_tensor_observers_have_torch_aos_bits_after_every_batch(constant, grid):
     compare(grid, constant, random_batches())
 
 
 @by_grid
 @by_kind
-def test_several_batches_per_channel(constant, grid):
+def test_per_channel_observers_have_torch_aos_bits_after_every_batch(constant, grid):
     for channel in range(3):
         compare(grid, constant, random_batches(), channel=channel)
 
 
 SHAPES_OF_DATA = {
     "zeros": [[0, 0], [0, 0]],
-    "zeros, then not": [[0, 0], [-1, 2], [0, 0]],
+    "zeros, then a range, then zeros": [[0, 0], [-1, 2], [0, 0]],
     "a positive constant": [[0.3, 0.3], [0.3, 0.3]],
     "a negative constant": [[-0.3, -0.3], [-0.3, -0.3]],
-    "constants that change": [[0.3, 0.3], [-7, -7], [0.1, 0.1]],
+    "changing constants": [[0.3, 0.3], [-7, -7], [0.1, 0.1]],
     "positive": [[0.1, 5], [0.2, 6.1], [1e-3, 2]],
     "negative": [[-0.1, -5], [-0.2, -6.1], [-1e-3, -2]],
     "positive, then negative": [[1, 3], [-3, -1]],
@@ -136,14 +136,14 @@ FEW_CONSTANTS = (None, 0.01, 1 / 3, 1.0)
 
 
 @by_grid
-def test_edges_per_tensor(grid):
+def test_per_tensor_observers_have_torch_aos_bits_on_edge_cases(grid):
     for (name, data), constant in itertools.product(SHAPES_OF_DATA.items(), FEW_CONSTANTS):
         compare(grid, constant, [float32(x) for x in data], name=name)
 
 
 @by_grid
-def test_edges_per_channel(grid):
-    """One channel with the data, one with its mirror image, one that is harmless."""
+def test_per_channel_observers_have_torch_aos_bits_on_edge_cases(grid):
+    """The channels are the data, its negative, and ordinary values."""
     for (name, data), constant in itertools.product(SHAPES_OF_DATA.items(), FEW_CONSTANTS):
         batches = [torch.stack([float32(x), 0.0 - float32(x), torch.linspace(-1, 3, len(x))]) for x in data]
         compare(grid, constant, batches, channel=0, name=name)
@@ -151,7 +151,7 @@ def test_edges_per_channel(grid):
 
 @by_few_grids
 @pytest.mark.parametrize("eps", [EPS, 2.0**-12, 1e-10, 1e-38, 1.0, 1e30], ids=str)
-def test_other_smallest_scales(eps, grid):
+def test_observers_have_torch_aos_bits_with_other_values_of_eps(eps, grid):
     for constant, channel in itertools.product((None, 0.1), (None, 1)):
         compare(grid, constant, random_batches(low=-12, high=4), channel=channel, eps=eps)
         compare(grid, constant, [torch.zeros(2, 3), torch.full((2, 3), 1e-30)], channel=channel, eps=eps)
@@ -159,8 +159,8 @@ def test_other_smallest_scales(eps, grid):
 
 @by_few_grids
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
-def test_other_dtypes_of_data(dtype, grid):
-    """torch.ao converts to float32 first; the ends of the range are the same."""
+def test_observers_have_torch_aos_bits_on_other_dtypes(dtype, grid):
+    """torch.ao converts to float32 first, which gives the same ranges."""
     low, high = (-3, 3) if dtype == "float16" else (-12, 12)
     for constant, channel in itertools.product((None, 1 / 3), (None, 0, 2)):
         batches = [x.double() * 1.1 for x in random_batches(low=low, high=high)]
@@ -177,28 +177,28 @@ LAYOUTS = {
 
 @by_few_grids
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_layouts(layout, grid):
+def test_observers_have_torch_aos_bits_in_every_layout(layout, grid):
     for constant, channel in itertools.product((None, 0.01), (None, 0, 1, 3)):
         compare(grid, constant, [layout(x) for x in random_batches(3, (2, 3, 4, 5))], channel=channel)
 
 
 @by_few_grids
-def test_empty_batches_change_nothing(grid):
+def test_observers_ignore_empty_batches_as_torch_ao_does(grid):
     for constant in (None, 0.5):
         compare(grid, constant, [torch.tensor([-1.0, 2.0]), torch.empty(0), torch.tensor([-3.0, 1.0])])
 
 
 @by_few_grids
-def test_negative_zeros_have_the_same_parameters(grid):
-    """Which zero is the smaller of two is chance in torch; in ours the zeros of a range are positive."""
+def test_observers_have_torch_aos_qparams_on_negative_zeros(grid):
+    """Ranges are not compared: ours end in positive zeros, and torch's sign of a zero is arbitrary."""
     for constant, channel in itertools.product((None, 0.3), (None, 0)):
         batches = [torch.tensor([[-0.0, 0.0, -0.0]]), torch.tensor([[-0.0, 5.0, 0.0]]), torch.tensor([[-5.0, -0.0, 0]])]
         compare(grid, constant, batches, channel=channel, ranges=False)
 
 
 @by_few_grids
-def test_many_channels_of_every_magnitude(grid):
-    """More channels than a vector register has places, with a remainder."""
+def test_observers_have_torch_aos_bits_on_many_channels_of_every_magnitude(grid):
+    """The channels do not fill a whole number of vector registers."""
     rng = np.random.default_rng(5)
     size = 10.0 ** rng.uniform(-44, 38, (1003, 1))
     batches = [torch.from_numpy((rng.uniform(-1, 1, (1003, 3)) * size).astype(np.float32)) + 0.0 for _ in range(4)]
@@ -206,8 +206,8 @@ def test_many_channels_of_every_magnitude(grid):
         compare(grid, constant, batches, channel=0)
 
 
-def test_a_large_tensor():
-    """Over more than one tile and more than one of torch's chunks."""
+def test_observers_have_torch_aos_bits_on_a_large_tensor():
+    """The tensor spans several tiles of our kernel and several chunks of torch's."""
     x = torch.from_numpy(np.random.default_rng(2).standard_normal(200_003).astype(np.float32))
     compare(GRIDS["quint8 affine"], 0.01, [x, x * 1.7, -x])
     compare(GRIDS["qint8 symmetric"], None, [x[:200_000].reshape(8, -1), x[3:].reshape(8, -1) * 3], channel=0)

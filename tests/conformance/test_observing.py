@@ -1,4 +1,4 @@
-"""Ranges, parameters and the fused observing call against the reference."""
+"""`min_max`, `choose_qparams` and `observe_fake_quantize` equal the reference."""
 
 import dataclasses
 import itertools
@@ -30,7 +30,7 @@ by_layout = pytest.mark.parametrize(("shape", "where"), LAYOUTS.values(), ids=LA
 
 
 def blocks(x, spec):
-    """The elements of every block, in the order of the parameters."""
+    """Returns the elements of every block, in the order of the parameters."""
     if spec.axis is None:
         return [x.reshape(-1)]
     if spec.group_size is None:
@@ -43,7 +43,7 @@ def blocks(x, spec):
 
 @by_dtype
 @by_layout
-def test_range_ignores_and_counts_what_is_not_finite(shape, where, dtype):
+def test_min_max_ignores_and_counts_nonfinite_values(shape, where, dtype):
     spec = fq.QuantSpec(**where)
     for specials in (0, 0.001, 0.3, 1):
         rng = np.random.default_rng(0)
@@ -62,19 +62,19 @@ def test_range_ignores_and_counts_what_is_not_finite(shape, where, dtype):
                 assert_same_bits(values.astype(actual.dtype), actual, field, specials, threads)
 
 
-def test_a_zero_of_either_sign_is_positive_zero():
+def test_min_max_returns_positive_zeros():
     for x in (np.float32([-0.0, 1]), np.float32([0.0, -0.0] * 40), np.full((9, 30), -0.0, np.float32)):
         seen = fq.min_max(x)
         assert not np.signbit(seen.min)
         assert not np.signbit(seen.max)
 
 
-def test_absmax():
+def test_min_max_gives_absmax_of_finite_values():
     assert fq.min_max(np.float32([-3, 2])).absmax == 3
     assert fq.min_max(np.float32([[-3, 2], [1, np.inf]]), fq.QuantSpec(axis=0)).absmax.tolist() == [3, 1]
 
 
-def test_an_empty_array_has_no_range():
+def test_min_max_of_an_empty_array_is_infinite():
     seen = fq.min_max(np.zeros((0, 3), np.float32))
     assert (seen.min, seen.max, seen.nan) == (np.inf, -np.inf, 0)
     assert fq.min_max(np.zeros((0, 3), np.float32), fq.QuantSpec(axis=1)).min.tolist() == [np.inf] * 3
@@ -104,7 +104,7 @@ def ranges_to_try():
 
 @pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_parameters_equal_the_reference(spec):
+def test_choose_qparams_equals_the_reference(spec):
     lo, hi = ranges_to_try()
     scale, zero_point = reference.choose_qparams(lo, hi, spec.qmin, spec.qmax, symmetric=spec.symmetric)
 
@@ -117,7 +117,7 @@ def test_parameters_equal_the_reference(spec):
 
 @by_dtype
 @by_layout
-def test_observing_fused_equals_its_three_steps(shape, where, dtype):
+def test_observe_fake_quantize_equals_its_three_separate_steps(shape, where, dtype):
     for spec, update in itertools.product(SPECS[:5], ("moving_average", "min_max", "dynamic")):
         check_observing_fused(dataclasses.replace(spec, **where), update, shape, dtype)
 
@@ -155,7 +155,7 @@ def check_observing_fused(spec, update, shape, dtype):
         assert result.nonfinite == int((~np.isfinite(x)).sum()), case
 
 
-def test_a_block_without_finite_values_keeps_its_range():
+def test_observing_keeps_the_range_of_a_block_without_finite_values():
     spec = fq.QuantSpec(axis=0)
     lo, hi = np.float32([-1, -2]), np.float32([1, 2])
 
@@ -165,7 +165,7 @@ def test_a_block_without_finite_values_keeps_its_range():
     assert hi.tolist() == [1, 3]
 
 
-def test_the_latest_range_of_nothing_finite_is_zero_and_of_something_forgets_what_was_before():
+def test_dynamic_observing_forgets_earlier_ranges_and_gives_0_without_finite_values():
     spec = fq.QuantSpec(axis=0)
     lo, hi = np.float32([-1, 1e8]), np.float32([1, 3e8])
 
@@ -177,7 +177,7 @@ def test_the_latest_range_of_nothing_finite_is_zero_and_of_something_forgets_wha
 
 
 @pytest.mark.parametrize("x", [np.float32([-3e38, 3e38]), np.float64([-1e300, 1e300])], ids=["float32", "float64"])
-def test_the_widest_range_still_has_a_finite_scale(x):
+def test_observing_the_widest_range_gives_a_finite_scale(x):
     lo, hi = np.float32([np.inf]), np.float32([-np.inf])
     result = fq.observe_fake_quantize(x, fq.QuantSpec(symmetric=False), lo, hi)
     assert np.isfinite(result.scale)
@@ -185,7 +185,7 @@ def test_the_widest_range_still_has_a_finite_scale(x):
     assert np.isfinite([lo, hi]).all()
 
 
-def test_nothing_is_written_if_some_block_has_no_range():
+def test_observing_that_fails_leaves_the_running_range_unchanged():
     spec = fq.QuantSpec(axis=0)
     lo, hi = np.full(2, np.inf, np.float32), np.full(2, -np.inf, np.float32)
     with pytest.raises(ValueError, match="1 of 2 blocks have not seen a finite value"):

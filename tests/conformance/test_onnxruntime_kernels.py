@@ -1,4 +1,4 @@
-"""The golden model's arithmetic against the kernels of ONNX Runtime themselves, code by code and at ties."""
+"""The golden model's arithmetic gives the codes of ONNX Runtime's kernels, at ties too."""
 
 import platform
 
@@ -19,14 +19,16 @@ pytestmark = pytest.mark.skipif(
 
 SPEC = QuantSpec(bits=8, signed=False, symmetric=False)
 OURS = arithmetic.OnnxRuntime()
-TENTHS = np.float32([0.1, 0.3, 0.7, 1.1, 1.3])  # none is a binary number: quotients that are ties on paper are not here
+TENTHS = np.float32(
+    [0.1, 0.3, 0.7, 1.1, 1.3]
+)  # not exact in binary: quotients that are ties on paper are not ties in float32
 
 
 def kernel(op, inputs, domain="com.microsoft", **attributes):
-    """A function that runs one kernel; `inputs` are names with types and ranks."""
+    """Returns a function that runs one kernel. `inputs` maps names to type and rank; an empty name is left out."""
     kinds = {"u": onnx.TensorProto.UINT8, "i": onnx.TensorProto.INT8, "f": onnx.TensorProto.FLOAT}
     shapes = {"0": [], "1": [None], "2": [None, None], "4": [None] * 4}
-    given = {name: kind for name, kind in inputs.items() if name}  # one without a name is left out
+    given = {name: kind for name, kind in inputs.items() if name}
     takes = [onnx.helper.make_tensor_value_info(n, kinds[k[0]], shapes[k[1]]) for n, k in given.items()]
     gives = [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.UINT8, None)]
     node = onnx.helper.make_node(op, list(inputs), ["y"], domain=domain, **attributes)
@@ -56,7 +58,7 @@ def same(mine, theirs):
     assert wrong == 0, f"{wrong} of {theirs.size} codes differ"
 
 
-def test_addition():
+def test_golden_additions_have_the_codes_of_onnx_runtime():
     run = kernel(
         "QLinearAdd", {"a": "u1", "as": "f0", "az": "u0", "b": "u1", "bs": "f0", "bz": "u0"} | {"s": "f0", "z": "u0"}
     )
@@ -71,7 +73,7 @@ def test_addition():
 
 
 @pytest.mark.parametrize("size", [(8, 8), (7, 7), (3, 5), (1, 1)], ids=str)
-def test_average(size):
+def test_golden_averages_have_the_codes_of_onnx_runtime(size):
     run = kernel("QLinearGlobalAveragePool", {"x": "u4", "xs": "f0", "xz": "u0", "s": "f0", "z": "u0"}, channels_last=0)
     number = size[0] * size[1]
     sums = np.arange(0, 255 * number, max(1, number // 8))
@@ -80,7 +82,7 @@ def test_average(size):
     rng = np.random.default_rng(1)
     for scale in TENTHS:
         for factor in (1, 3, 9, 10):
-            for steps in (0.5, 1, 2, 3):  # sums of so many steps are in the middle between two codes
+            for steps in (0.5, 1, 2, 3):  # sums of this many steps lie between two codes
                 gx = grid(scale, rng.integers(0, 256))
                 gy = grid(np.float32(scale * 2 * steps * factor / number), rng.integers(0, 256))
                 theirs = run(codes, gx.scale, gx.zero_point, gy.scale, gy.zero_point)
@@ -88,11 +90,11 @@ def test_average(size):
 
 
 @pytest.mark.parametrize(("op", "rank"), [("QGemm", 2), ("QLinearMatMul", 2), ("QLinearConv", 4)])
-def test_layers(op, rank):
-    """Of one input: the sums are all products of a code and a weight of 7 bits."""
+def test_golden_layers_have_the_codes_of_onnx_runtime(op, rank):
+    """The layers have one input, so that the sums are all products of a code and a 7-bit weight."""
     inputs = {"x": f"u{rank}", "xs": "f0", "xz": "u0", "w": f"i{rank}", "ws": "f0", "wz": "i0", "": "-"}
     if op != "QGemm":
-        del inputs[""]  # its bias
+        del inputs[""]  # the bias
     inputs |= {"s": "f0", "z": "u0"}
     run = kernel(
         op, inputs, domain="com.microsoft" if op == "QGemm" else "", **({"transB": 1} if op == "QGemm" else {})

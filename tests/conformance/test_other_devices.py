@@ -1,4 +1,4 @@
-"""`formula`, which runs on other devices, has the bits of `kernels`; both are called on the same CPU tensors."""
+"""`formula`, which runs on other devices, has the bits of the CPU kernels, compared on CPU tensors."""
 
 import inspect
 import itertools
@@ -18,7 +18,7 @@ kernels = pytest.importorskip("fakequant._backends.torch.tensor_kernels")
 pytestmark = pytest.mark.usefixtures("torch_on_one_thread")
 NUMERICS = ("torch_tensor", "torch_channel", "onnx", "half_away")
 BOUNDS = {"int8": cases.INT8, "uint4": (0, 15), "int24": (-(2**23), 2**23 - 1), "int32": (-(2**31), 2**31 - 1)}
-# How the axes of x are cut into blocks of one scale each.
+# The axes along which x is split into blocks with one scale each.
 CUTS = {
     "one": None,
     "first": (0,),
@@ -40,7 +40,7 @@ def blocks(shape, cut):
 
 
 def grids(x, cut, numerics, bounds):
-    """Every kind of zero point, and in torch's numerics scales that are none."""
+    """Yields grids with every kind of zero point and, in torch's numerics, invalid scales."""
     rng = np.random.default_rng(7)
     shape = blocks(x.shape, cut)
     own = numerics in ("onnx", "half_away")
@@ -60,7 +60,7 @@ def grids(x, cut, numerics, bounds):
 
 
 def integer_grids(x, cut, numerics, bounds):
-    """Those that the library's own functions let through."""
+    """Yields the grids that the library's own functions accept."""
     for grid in grids(x, cut, numerics, bounds):
         z = grid.zero_point
         if z is None or not z.is_floating_point():
@@ -72,7 +72,7 @@ def inputs(*layouts):
         yield data(layout, dtype).resolve_neg().detach()
 
 
-def test_the_same_signatures():
+def test_formula_functions_have_the_signatures_of_the_kernels():
     for name, function in vars(kernels).items():
         if inspect.isfunction(function) and hasattr(formula, name) and function.__module__ == kernels.__name__:
             assert inspect.signature(getattr(formula, name)) == inspect.signature(function), name
@@ -82,7 +82,7 @@ def test_the_same_signatures():
 @by_bounds
 @by_cut
 @by_numerics
-def test_forward_and_masks(numerics, cut, bounds):
+def test_formula_forward_and_masks_have_the_bits_of_the_kernels(numerics, cut, bounds):
     for x in inputs("contiguous", "channels last", "expanded"):
         for grid, kind in itertools.product(grids(x, cut, numerics, bounds), MASKS):
             expected, actual = (m.fake_quantize(x, grid, kind) for m in (kernels, formula))
@@ -93,7 +93,7 @@ def test_forward_and_masks(numerics, cut, bounds):
 
 
 def masks_and_gradients(layout):
-    """A mask as bytes and as bits in two orders, for gradients of every layout and dtype."""
+    """Yields gradients of every layout and dtype with a mask as bytes, and as bits in two orders."""
     like = LAYOUTS[layout](elements(SHAPE, np.float32)).resolve_neg().detach()
     mask = torch.empty_like(like, dtype=torch.bool).copy_(like > 0)
     order = kernels.order_of(mask)
@@ -103,7 +103,7 @@ def masks_and_gradients(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_backward_from_a_mask(layout):
+def test_formula_backward_has_the_bits_of_the_kernels(layout):
     for dy, mask, order in masks_and_gradients(layout):
         for multiply in (True, False):
             expected, actual = (m.mask_backward(dy, mask, order, multiply) for m in (kernels, formula))
@@ -111,7 +111,7 @@ def test_backward_from_a_mask(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_strides_of_the_backward(layout):
+def test_formula_backward_has_the_strides_of_the_kernels(layout):
     for dy, mask, order in masks_and_gradients(layout):
         expected, actual = (m.mask_backward(dy, mask, order, True) for m in (kernels, formula))
         assert expected.stride() == actual.stride(), (dy.stride(), mask.dtype, order)
@@ -119,8 +119,8 @@ def test_strides_of_the_backward(layout):
 
 @by_cut
 @by_numerics
-def test_learned_gradients(numerics, cut):
-    """Close: a term is rounded three times, in another order; that is more than float64 sums can differ by."""
+def test_formula_learned_gradients_are_close_to_those_of_the_kernels(numerics, cut):
+    """Sums are only close, because the three roundings of each term happen in another order."""
     for x, bounds in itertools.product(inputs("contiguous", "channels last"), (cases.INT8, BOUNDS["int24"])):
         hostile = gradient(x, "axes reversed", array(x).dtype)
         dy = torch.nan_to_num(hostile, 1, 2, -3)
@@ -159,7 +159,7 @@ def code_bounds(bits, signed):
 
 @by_cut
 @by_numerics
-def test_codes(numerics, cut):
+def test_formula_codes_and_values_have_the_bits_of_the_kernels(numerics, cut):
     for x in inputs("channels last"):
         for bits, signed in CODES:
             for grid in integer_grids(x, cut, numerics, code_bounds(bits, signed)):
@@ -168,14 +168,14 @@ def test_codes(numerics, cut):
 
 @pytest.mark.parametrize(("bits", "signed"), [(31, False), (32, True)])
 @by_numerics
-def test_codes_of_wide_ranges(numerics, bits, signed):
+def test_formula_codes_of_wide_ranges_have_the_bits_of_the_kernels(numerics, bits, signed):
     for x in inputs("contiguous"):
         for grid in integer_grids(x, None, numerics, code_bounds(bits, signed)):
             assert_same_codes(x, grid, bits, signed)
 
 
 def assert_same_values(expected, actual, *names):
-    """Parameters: the strides of axes of length 1 say nothing."""
+    """Compares parameters without strides, which are arbitrary for axes of length 1."""
     for e, a in zip(expected, actual, strict=True):
         assert_same_bits(array(e), array(a), *names)
 
@@ -186,21 +186,21 @@ by_place = pytest.mark.parametrize(
 
 
 @by_place
-def test_ranges(cut):
+def test_formula_ranges_have_the_bits_of_the_kernels(cut):
     for x in inputs():
         for values in (x + 0.0, x[:, :0]):
             shape = blocks(values.shape, cut)
             assert_same_values(*(m.min_max(values, shape) for m in (kernels, formula)), x.dtype)
 
 
-def test_a_zero_of_a_range_is_positive():
+def test_formula_ranges_end_in_positive_zeros_as_in_the_kernels():
     zeros = torch.full((4,), -0.0)
     assert_same_values(*(m.min_max(zeros, ()) for m in (kernels, formula)))
 
 
 @by_bounds
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_parameters_from_a_range(bounds, symmetric):
+def test_formula_qparams_have_the_bits_of_the_kernels(bounds, symmetric):
     pool = elements((4000,), np.float32)
     pool = torch.cat([pool[pool.isfinite()], torch.tensor([0.0, -0.0, 3.4e38, -3.4e38, 1e-45])])
     ends = pool[torch.randint(len(pool), (2, 50, 40), generator=torch.Generator().manual_seed(0))]
@@ -213,7 +213,7 @@ def test_parameters_from_a_range(bounds, symmetric):
 @by_place
 @by_numerics
 @pytest.mark.parametrize("update", ["moving_average", "min_max", "dynamic"])
-def test_observing_step_by_step(update, numerics, cut):
+def test_formula_observing_has_the_bits_of_the_kernels_after_every_step(update, numerics, cut):
     for layout, dtype in itertools.product(("contiguous", "channels last", "sliced"), cases.DTYPES.values()):
         states = []
         for step in range(3):

@@ -1,6 +1,6 @@
-"""Functions on tensors that are not in the CPU's memory: meta tensors, and a device that is simulated.
+"""Functions on meta tensors and on tensors of a simulated device.
 
-Own functions run our operators there, functions with a torch name torch's own.
+There, fakequant's own functions run our operators, and functions with torch's names run torch's.
 """
 
 import itertools
@@ -30,7 +30,7 @@ WHERE = {
 
 
 def calls(x, spec):
-    """Every function on tensors, by name."""
+    """Yields every function on tensors with its arguments."""
     parameters = fq.min_max(x, spec).min.shape
     dtype = torch.float64 if x.dtype == torch.float64 and spec.numerics != "torch" else torch.float32
     scale, zero_point = torch.full(parameters, 0.1), torch.full(parameters, 1, dtype=torch.int32)
@@ -66,8 +66,7 @@ def calls(x, spec):
 
 @pytest.mark.parametrize("layout", [n for n in LAYOUTS if n != "lazily negated"])
 @pytest.mark.parametrize("where", WHERE.values(), ids=WHERE)
-def test_on_meta_tensors(where, layout):
-    """Shapes, dtypes and strides, without values."""
+def test_functions_on_meta_tensors_give_the_shapes_dtypes_and_strides_of_cpu_tensors(where, layout):
     for dtype in (np.float32, np.float64):
         x = data(layout, dtype)
         x = torch.where(x.isfinite(), x, 1) if layout == "contiguous" else torch.zeros_like(x)
@@ -85,12 +84,12 @@ def test_on_meta_tensors(where, layout):
 
 
 def on_meta(t):
-    """The same strides, whatever they are; `.to` would make a dense copy."""
+    """Returns a meta tensor with the same strides; `.to` would make a dense one."""
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
 @pytest.mark.parametrize("layout", [n for n in LAYOUTS if n != "lazily negated"])
-def test_strides_of_a_gradient_on_meta_tensors(layout):
+def test_backward_on_meta_tensors_gives_the_strides_of_cpu_tensors(layout):
     mask = LAYOUTS[layout](torch.ones(4, 6, 2, 8) > 0)
     packed = torch.zeros((mask.numel() + 7) // 8, dtype=torch.uint8)
     for dy_layout, form in itertools.product(DY_LAYOUTS, (mask, packed)):
@@ -129,14 +128,14 @@ X = torch.nan_to_num(data("contiguous", np.float32))
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    """Tensors are taken to be on a device for which torch has kernels and we have none."""
+    """Makes tensors appear to be on a device for which only torch has kernels."""
     monkeypatch.setattr(nodes, "compiled", None)
     for name in ("_is_direct", "_is_here"):
         monkeypatch.setattr(aten, name, lambda x: False)
 
 
 class Namespaces(torch.utils._python_dispatch.TorchDispatchMode):
-    """Whose operators run."""
+    """Records the namespaces of the operators that run."""
 
     def __init__(self):
         super().__init__()
@@ -149,7 +148,7 @@ class Namespaces(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.mark.usefixtures("elsewhere", "torch_on_one_thread")
 @pytest.mark.parametrize("name", NAMED)
-def test_functions_with_a_torch_name_run_torchs_operator(name):
+def test_functions_with_torchs_names_run_torchs_operators_on_other_devices(name):
     arguments, same = NAMED[name](), NAMED[name]()
     with Namespaces() as namespaces:
         actual = getattr(fq, name)(X, *arguments)
@@ -160,7 +159,7 @@ def test_functions_with_a_torch_name_run_torchs_operator(name):
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_their_gradients_are_torchs():
+def test_functions_with_torchs_names_have_torchs_autograd_nodes_on_other_devices():
     x = X.clone().requires_grad_()
     for name in ("fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine"):
         y = getattr(fq, name)(x, *NAMED[name]())
@@ -169,7 +168,7 @@ def test_their_gradients_are_torchs():
 
 @pytest.mark.parametrize("name", [n for n in NAMED if n.endswith(("affine", "affine_cachemask"))])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_with_a_dispatch_mode_they_run_our_operator(device, name):
+def test_functions_with_torchs_names_run_our_operators_under_a_dispatch_mode(device, name):
     with Namespaces() as namespaces:
         getattr(fq, name)(X.to(device), *(a.to(device) if isinstance(a, torch.Tensor) else a for a in NAMED[name]()))
     assert "fakequant" in namespaces.seen

@@ -1,4 +1,4 @@
-"""`fake_quantize` and its relatives against the reference, bit for bit, on every instruction set."""
+"""fakequant's own functions equal the reference, bit for bit, on every instruction set."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ SPECS = {
     "int32": INT32,
     "uint31": UINT31,
 }
-# The scales a checked function accepts.
+# The scales that functions with checked arguments accept.
 SCALES = cases.SCALES + cases.EXTREME_SCALES
 
 by_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -62,7 +62,7 @@ def per_tensor_inputs(spec, dtype):
 @by_dtype
 @by_numerics
 @by_spec
-def test_forward_and_both_masks_per_tensor(spec, numerics, dtype, each_target):
+def test_per_tensor_forward_and_masks_equal_the_reference(spec, numerics, dtype, each_target):
     spec = dataclasses.replace(spec, numerics=numerics)
     for scale, zero_point, x in per_tensor_inputs(spec, dtype):
         expected, inside = reference.fake_quantize(x, scale, zero_point, spec.qmin, spec.qmax, numerics)
@@ -82,11 +82,11 @@ def test_forward_and_both_masks_per_tensor(spec, numerics, dtype, each_target):
 @by_dtype
 @by_numerics
 @by_spec
-def test_codes_and_their_values_per_tensor(spec, numerics, dtype, each_target):
+def test_per_tensor_codes_and_values_equal_the_reference(spec, numerics, dtype, each_target):
     spec = dataclasses.replace(spec, numerics=numerics)
     for scale, zero_point, x in per_tensor_inputs(spec, dtype):
         expected = reference.quantize(x, scale, zero_point, spec.qmin, spec.qmax, numerics)
-        # torch multiplies in float32, also for float64.
+        # torch multiplies in float32 for float64 data too.
         value_dtype = np.float32 if numerics == "torch" and dtype == np.float64 else dtype
         values = reference.dequantize(expected, scale, zero_point, value_dtype).astype(dtype)
         for target in each_target():
@@ -104,7 +104,7 @@ BLOCKED = {
     "channel, middle axis": ((3, 4, 17), dict(axis=1)),
     "channel, last axis": ((7, 37), dict(axis=-1)),
     "channel, one long": ((1, 133), dict(axis=0)),
-    # Runs of 64 and more that do not start at a multiple of 64.
+    # Blocks of at least 64 elements that do not start at a multiple of 64.
     "channel, several long": ((3, 133), dict(axis=0)),
     "group, last axis": ((3, 60), dict(axis=-1, group_size=15)),
     "group, first axis": ((6, 11), dict(axis=0, group_size=2)),
@@ -117,14 +117,14 @@ by_blocks = pytest.mark.parametrize(("shape", "where"), BLOCKED.values(), ids=BL
 
 
 def expand(parameters, shape, spec):
-    """One entry per block as one entry per element, by NumPy's own means."""
+    """Expands one entry per block to one per element, independently of fakequant."""
     if spec.group_size is None:
         return np.expand_dims(parameters, [d for d in range(len(shape)) if d != spec.axis % len(shape)])
     return np.repeat(parameters, shape[spec.axis] // parameters.shape[spec.axis], axis=spec.axis)
 
 
 def blocked_inputs(shape, spec, dtype):
-    """The same for all numerics."""
+    """Returns x, scales and zero points, the same for all numerics."""
     return _blocked_inputs(shape, dataclasses.replace(spec, numerics=INT8.numerics), dtype)
 
 
@@ -142,14 +142,14 @@ def _blocked_inputs(shape, spec, dtype, seed=0):
         s, z = scales[index], zeros[index]
         x[index] = rng.choice(cases.values(float(s), int(z), spec.qmin, spec.qmax, dtype, seed=1))
     for array in (x, scale, zero_point):
-        array.flags.writeable = False  # other tests use them too
+        array.flags.writeable = False  # shared by tests
     return x, scale, zero_point
 
 
 @by_dtype
 @by_numerics
 @by_blocks
-def test_every_granularity(shape, where, numerics, dtype, each_target):
+def test_fake_quantize_and_codes_equal_the_reference_in_every_granularity(shape, where, numerics, dtype, each_target):
     spec = fq.QuantSpec(symmetric=False, numerics=numerics, **where)
     x, scale, zero_point = blocked_inputs(shape, spec, dtype)
     s, z = expand(scale, shape, spec), expand(zero_point, shape, spec)
@@ -170,7 +170,7 @@ def test_every_granularity(shape, where, numerics, dtype, each_target):
 
 @on_each_target
 @pytest.mark.parametrize("length", [*range(70), 97, 127, 128, 129, 1000, 4095, 4097, 32769, 65600])
-def test_lengths_around_vector_widths_and_thread_chunks(length):
+def test_fake_quantize_equals_the_reference_at_lengths_around_vector_widths_and_chunks(length):
     x = np.resize(cases.values(0.1, 3, -128, 127, np.float32), length)
     expected, inside = reference.fake_quantize(x, 0.1, 3, -128, 127, "onnx")
     for threads in (1, 2, 3):
@@ -185,7 +185,7 @@ def test_lengths_around_vector_widths_and_thread_chunks(length):
 @on_each_target
 @by_dtype
 @by_numerics
-def test_backward_from_either_mask(numerics, dtype):
+def test_backward_from_either_mask_equals_the_reference(numerics, dtype):
     spec = dataclasses.replace(INT8, numerics=numerics)
     for length in (0, 1, 7, 8, 9, 31, 33, 64, 1000, 70000):
         dy = cases.gradients(length, dtype)
@@ -202,7 +202,7 @@ def test_backward_from_either_mask(numerics, dtype):
 @pytest.mark.parametrize(
     ("shape", "where"), [*BLOCKED.values(), ((731,), {}), ((), {})], ids=[*BLOCKED, "tensor", "0-d"]
 )
-def test_learned_gradients(shape, where, numerics, dtype, each_target):
+def test_learned_backward_equals_the_reference_up_to_the_order_of_sums(shape, where, numerics, dtype, each_target):
     spec = fq.QuantSpec(symmetric=False, numerics=numerics, **where)
     granularity = "channel" if where else "tensor"
     if where:
@@ -233,7 +233,7 @@ def test_learned_gradients(shape, where, numerics, dtype, each_target):
 
 
 def assert_close_to_exact_sums(terms, results, parameters):
-    """Each is the float64 sum of the terms, rounded once.
+    """Asserts that each result is the float64 sum of its terms, rounded once.
 
     Adding n float64 numbers in any order is off by at most n * 2^-53 of the sum of magnitudes.
     """
@@ -301,7 +301,7 @@ def test_packed_codes_are_in_onnx_order(bits, signed, length):
 
 
 @on_each_target
-def test_packed_codes_of_blocks_that_start_inside_a_byte():
+def test_packed_codes_are_right_for_blocks_that_start_inside_a_byte():
     spec = fq.QuantSpec(bits=4, axis=0)
     x = np.random.default_rng(0).uniform(-9, 9, (5, 7)).astype(np.float32)
     scale = np.float32([0.5, 1, 1.5, 2, 3])
@@ -327,7 +327,7 @@ def test_packed_codes_of_blocks_that_start_inside_a_byte():
     ],
     ids=["every other row", "reversed", "transposed", "Fortran", "misaligned", "broadcast"],
 )
-def test_any_layout_gives_the_values_of_its_c_ordered_copy(layout):
+def test_an_array_in_any_layout_gives_the_values_of_its_c_ordered_copy(layout):
     x = layout(np.resize(cases.values(0.1, 0, -8, 7, np.float32), (24, 13)))
     copy = np.array(x, order="C")
     spec = fq.QuantSpec(bits=4, axis=1)

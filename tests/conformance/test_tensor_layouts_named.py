@@ -1,4 +1,4 @@
-"""Sparse, MKL-DNN and nested tensors given to functions with torch's names: torch's own errors."""
+"""Functions with torch's names raise torch's errors for sparse, MKL-DNN and nested tensors."""
 
 import pytest
 
@@ -27,7 +27,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_the_error_is_torchs(name, layout):
+def test_sparse_mkldnn_and_nested_tensors_raise_torchs_errors(name, layout):
     x, arguments = LAYOUTS[layout](), FUNCTIONS[name]
     with pytest.raises(NotImplementedError) as expected:
         getattr(torch, name)(x, *arguments)

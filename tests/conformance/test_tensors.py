@@ -1,4 +1,4 @@
-"""The library's own functions on tensors have the bits they have on NumPy arrays, whatever the memory looks like."""
+"""fakequant's own functions have the same bits on tensors of any layout as on NumPy arrays."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def packbits(inside):
 
 @by_blocks
 @by_layout
-def test_forward_and_masks(layout, where, unchanged):
+def test_forward_and_masks_of_tensors_equal_those_of_arrays(layout, where, unchanged):
     for spec, dtype in rules(where):
         x = data(layout, dtype)
         s, z = grid(x, spec)
@@ -56,7 +56,7 @@ def test_forward_and_masks(layout, where, unchanged):
 
 
 @by_layout
-def test_backward_from_either_mask(layout, unchanged):
+def test_backward_of_tensors_from_either_mask_equals_that_of_arrays(layout, unchanged):
     for spec, dtype in rules({}):
         (dy,) = unchanged(LAYOUTS[layout](to_torch(cases.gradients(np.prod(SHAPE), dtype).reshape(SHAPE))))
         inside = np.random.default_rng(2).random(dy.shape) < 0.6
@@ -78,7 +78,7 @@ CODES = {
 
 @by_blocks
 @by_layout
-def test_codes_and_their_values(layout, where, unchanged):
+def test_codes_and_values_of_tensors_equal_those_of_arrays(layout, where, unchanged):
     for kind in CODES.values():
         for spec, dtype in (rules if kind == CODES["int4"] else few_rules)(where, **kind):
             x = data(layout, dtype)
@@ -95,7 +95,7 @@ def test_codes_and_their_values(layout, where, unchanged):
                 assert_same_bits(values, to_numpy(y), "values of packed codes", spec, dtype)
             codes = np.random.default_rng(5).integers(spec.qmin, spec.qmax, SHAPE, spec.storage, endpoint=True)
             if layout == "lazily negated" and spec.storage == "uint16":
-                continue  # torch cannot negate those
+                continue  # torch cannot negate uint16
             (q,) = unchanged(LAYOUTS[layout](torch.from_numpy(codes)))
             y = fq.dequantize(q, scale, zero_point, spec, dtype=x.dtype)
             assert_like(fq.dequantize(array(q), s, z, spec, dtype=dtype), y, q, "values", spec, dtype)
@@ -103,7 +103,7 @@ def test_codes_and_their_values(layout, where, unchanged):
 
 
 def copied(call, shape):
-    """The operations that moved a tensor of `shape` while `call` ran."""
+    """Returns the names of the operations that copied a tensor of `shape` while `call` ran."""
     with torch.autograd.profiler.profile(record_shapes=True) as profile:
         call()
     moves = [e for e in profile.function_events if e.name in ("aten::copy_", "aten::clone")]
@@ -111,7 +111,7 @@ def copied(call, shape):
 
 
 @pytest.mark.parametrize("layout", DENSE)
-def test_dense_memory_is_not_copied(layout):
+def test_functions_do_not_copy_dense_tensors(layout):
     spec = fq.QuantSpec(axis=1)
     x = data(layout, np.float32).detach()
     scale = torch.full((x.shape[1],), 0.1)
@@ -128,11 +128,11 @@ def test_dense_memory_is_not_copied(layout):
     }
     assert {name: copied(call, x.shape) for name, call in calls.items()} == {name: [] for name in calls}
     gaps = x[..., ::2]
-    assert copied(lambda: fq.fake_quantize(gaps, scale, 0, spec), gaps.shape), "the test sees copies"
+    assert copied(lambda: fq.fake_quantize(gaps, scale, 0, spec), gaps.shape), "copies are detected"
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0, 2), (1,), (1, 1, 1)], ids=str)
-def test_a_number_and_nothing_at_all(shape):
+def test_functions_on_0d_and_empty_tensors_equal_those_on_arrays(shape):
     for where in ({}, dict(axis=0), dict(axis=-1), dict(axis=-1, group_size=-1)):
         if not shape and where:
             continue
@@ -155,7 +155,7 @@ def test_a_number_and_nothing_at_all(shape):
 
 
 @by_layout
-def test_inside_inference_mode(layout):
+def test_functions_in_inference_mode_equal_those_on_arrays(layout):
     spec = fq.QuantSpec(axis=1)
     outside = data(layout, np.float32)
     s, _ = grid(outside, spec)

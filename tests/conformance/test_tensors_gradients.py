@@ -1,4 +1,4 @@
-"""Gradients through autograd are those that the NumPy functions compute, whatever the layouts of x and dy."""
+"""Gradients through autograd equal those of the NumPy functions for any layouts of x and dy."""
 
 import math
 
@@ -36,7 +36,7 @@ def strides_of_product(dy, x):
 
 @pytest.mark.parametrize("dy_layout", DY_LAYOUTS)
 @by_layout
-def test_clipped_or_passed_through(layout, dy_layout):
+def test_clipped_and_passed_gradients_equal_those_of_arrays_in_every_layout(layout, dy_layout):
     for spec, dtype in few_rules(dict(axis=1)):
         x = differentiable(layout, dtype)
         dy = gradient(x, dy_layout, dtype)
@@ -58,7 +58,7 @@ def test_clipped_or_passed_through(layout, dy_layout):
 
 @by_blocks
 @by_layout
-def test_clipped_in_every_granularity(layout, where):
+def test_clipped_gradients_equal_those_of_arrays_in_every_granularity(layout, where):
     for spec, dtype in few_rules(where):
         x = differentiable(layout, dtype)
         dy = gradient(x, "contiguous", dtype)
@@ -70,7 +70,7 @@ def test_clipped_in_every_granularity(layout, where):
 
 @pytest.mark.parametrize("dy_layout", DY_LAYOUTS)
 @by_layout
-def test_through_an_observed_range(layout, dy_layout):
+def test_gradients_through_observe_fake_quantize_equal_those_of_arrays(layout, dy_layout):
     for spec, dtype in few_rules(dict(axis=1)):
         x = differentiable(layout, dtype)
         dy = gradient(x, dy_layout, dtype)
@@ -83,7 +83,7 @@ def test_through_an_observed_range(layout, dy_layout):
         assert not any(t.requires_grad for t in result[2:])
 
 
-def test_passed_through_an_observed_range():
+def test_observe_fake_quantize_with_gradient_pass_saves_nothing_and_passes_dy():
     x, dy = torch.tensor([-9.0, 0.3], requires_grad=True), torch.tensor([1.0, -2.0])
     state = -torch.ones(1), torch.ones(1)
     assert saved_bytes(fq.observe_fake_quantize, x, fq.QuantSpec(), *state, gradient="pass") == []
@@ -91,8 +91,7 @@ def test_passed_through_an_observed_range():
     assert torch.autograd.grad(y, x, dy)[0].tolist() == dy.tolist()
 
 
-def test_in_place_sums_and_leaves():
-    """The usual way: `.backward()` on a sum, twice, into `.grad`."""
+def test_backward_accumulates_gradients_in_leaves():
     x = torch.tensor([-0.3, 0.05, 9.0], requires_grad=True)
     for kind, expected in (("clipped", [2, 2, 0]), ("pass", [2, 2, 2])):
         x.grad = None
@@ -119,7 +118,10 @@ def block_sums(terms, spec):
 
 
 def assert_sum_of(terms, actual, spec, *names):
-    """Two sums of n float64 numbers in different order are at most 2 * n * 2^-53 of the sum of magnitudes apart."""
+    """Asserts equal sums up to their order.
+
+    Sums of n float64 numbers in two orders differ by at most 2 * n * 2^-53 of the sum of magnitudes.
+    """
     total, slack = block_sums(terms, spec), 2.0**-52 * terms.size * block_sums(np.abs(terms), spec)
     low, high = (np.asarray(total + d).astype(actual.dtype) for d in (-slack, slack))
     assert ((low <= actual) & (actual <= high)).all(), names
@@ -127,7 +129,7 @@ def assert_sum_of(terms, actual, spec, *names):
 
 @by_blocks
 @by_layout
-def test_learned_scale_and_zero_point(layout, where):
+def test_learned_gradients_equal_those_of_arrays_in_every_layout_and_granularity(layout, where):
     for spec, dtype in few_rules(where):
         x = differentiable(layout, dtype)
         s, z = grid(x, spec)
@@ -160,7 +162,7 @@ def test_learned_scale_and_zero_point(layout, where):
 
 @pytest.mark.parametrize("dy_layout", DY_LAYOUTS)
 @by_layout
-def test_learned_with_a_gradient_of_another_layout(layout, dy_layout):
+def test_learned_gradients_equal_those_of_arrays_for_dy_of_every_layout(layout, dy_layout):
     for spec, dtype in few_rules(dict(axis=-1), bits=4, symmetric=True):
         x = differentiable(layout, dtype)
         s, _ = grid(x, spec)
@@ -173,7 +175,7 @@ def test_learned_with_a_gradient_of_another_layout(layout, dy_layout):
 
 
 @pytest.mark.parametrize("learned", ["x", "scale", "zero point"])
-def test_what_is_not_learned_has_no_gradient(learned):
+def test_only_inputs_that_require_a_gradient_get_one(learned):
     spec = fq.QuantSpec(bits=4, symmetric=False)
     values = {"x": torch.tensor([0.26, 9.0]), "scale": torch.tensor(0.1), "zero point": torch.tensor(1.4)}
     values[learned].requires_grad_()
@@ -182,7 +184,7 @@ def test_what_is_not_learned_has_no_gradient(learned):
 
 
 @pytest.mark.parametrize("changed", [0, 1, 2], ids=["x", "scale", "zero point"])
-def test_what_was_saved_must_not_change(changed):
+def test_changing_a_saved_input_in_place_is_an_error_in_the_backward_pass(changed):
     spec = fq.QuantSpec(bits=4, symmetric=False)
     leaves = [torch.tensor(v, requires_grad=True) for v in ([0.26, 9.0], 0.1, 1.4)]
     inputs = [leaf.clone() for leaf in leaves]
@@ -193,11 +195,11 @@ def test_what_was_saved_must_not_change(changed):
         y.sum().backward()
     y = fq.fake_quantize(inputs[0], 0.1, 0, spec)
     inputs[0].detach().add_(1)
-    y.sum().backward()  # a mask is no x
+    y.sum().backward()  # only a mask was saved, not x
 
 
 @pytest.mark.parametrize("n", [0, 1, 8, 9, 1000])
-def test_what_is_kept_for_the_backward_pass(n):
+def test_functions_save_only_a_mask_or_their_inputs_for_the_backward_pass(n):
     bits = math.ceil(n / 8)
     for spec, dtype in rules({}):
         x = to_torch(np.zeros(n, dtype)).requires_grad_()
@@ -217,7 +219,7 @@ def test_what_is_kept_for_the_backward_pass(n):
 
 
 @pytest.mark.parametrize("bits", [26, 32])
-def test_learned_zero_points_of_wide_ranges(bits):
+def test_learned_zero_points_of_wide_ranges_give_the_bits_of_arrays(bits):
     spec = fq.QuantSpec(bits=bits, symmetric=False)
     x, z = np.float32([1e9, -5, 0]), np.float32(1e10)
     y = fq.fake_quantize_learned(to_torch(x), torch.tensor(1.0), torch.tensor(z), spec)

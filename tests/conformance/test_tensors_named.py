@@ -1,4 +1,4 @@
-"""Functions with torch's names on tensors: torch's bits, strides, masks, gradients, state and errors."""
+"""Functions with torch's names have torch's bits, strides, masks, gradients and state on tensors."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("each_nodes", "torch_on_one_thread")
 by_layout = pytest.mark.parametrize("layout", LAYOUTS)
 by_dy_layout = pytest.mark.parametrize("dy_layout", DY_LAYOUTS)
 NUMBERS = [(0.1, 3), (1 / 3, -7), (1e-40, 0), (0.0, 0), (-0.1, 2), (np.inf, 0), (np.nan, 0), (1, 1)]
-# Every layout of a gradient, and every dtype.
+# Every layout of a gradient and every dtype, in pairs.
 GRADIENTS = list(zip(DY_LAYOUTS, itertools.cycle(cases.DTYPES.values()), strict=False))
 ZERO_DTYPES = (torch.int32, torch.float32, torch.float16)
 
@@ -47,7 +47,7 @@ def learnable(x, axis):
 
 
 @by_layout
-def test_forward_per_tensor(layout):
+def test_per_tensor_functions_on_tensors_equal_torch_in_every_layout(layout):
     for dtype in cases.DTYPES.values():
         x = data(layout, dtype)
         for scale, zero_point in NUMBERS:
@@ -67,7 +67,7 @@ def test_forward_per_tensor(layout):
 
 
 @by_layout
-def test_forward_per_channel(layout):
+def test_per_channel_functions_on_tensors_equal_torch_in_every_layout(layout):
     for dtype, axis, zero_dtype in itertools.product(cases.DTYPES.values(), range(4), ZERO_DTYPES):
         x = data(layout, dtype)
         arguments = x, *channels(x, axis, zero_dtype), axis, *cases.INT8
@@ -78,7 +78,7 @@ def test_forward_per_channel(layout):
 
 @by_dy_layout
 @by_layout
-def test_backward_from_a_mask(layout, dy_layout):
+def test_backward_functions_on_tensors_equal_torch_in_every_layout(layout, dy_layout):
     mask = LAYOUTS[layout if layout != "lazily negated" else "contiguous"](torch.rand(4, 6, 2, 8) < 0.6)
     for dtype in cases.DTYPES.values():
         dy = gradient(mask, dy_layout, dtype)
@@ -121,7 +121,7 @@ def first(result):
 
 @by_function
 @by_layout
-def test_gradients_through_autograd(layout, name, arguments):
+def test_gradients_of_functions_with_torchs_names_equal_torchs(layout, name, arguments):
     for dy_layout, dtype in GRADIENTS:
         x = differentiable(layout, dtype)
         dy = gradient(x, dy_layout, dtype)
@@ -133,7 +133,7 @@ def test_gradients_through_autograd(layout, name, arguments):
 
 @by_function
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (3, 3, 3, 3), (2, 2, 2, 100)], ids=str)
-def test_what_is_kept_for_the_backward_pass(shape, name, arguments):
+def test_functions_with_torchs_names_save_only_a_mask_for_the_backward_pass(shape, name, arguments):
     x = torch.zeros(shape, requires_grad=True)
     returns_bytes = "mask" in name or name.endswith("helper")
     size = x.numel() if returns_bytes else math.ceil(x.numel() / 8)
@@ -141,7 +141,7 @@ def test_what_is_kept_for_the_backward_pass(shape, name, arguments):
 
 
 def learnable_call(x, axis):
-    """Scale and zero point, the arguments after them, and the function's name."""
+    """Returns scale and zero point, the arguments after them, and the function's name."""
     kind = "tensor" if axis is None else "channel"
     rest = (() if axis is None else (axis,)) + (*cases.INT4, 0.25)
     return learnable(x, axis), rest, f"fake_quantize_learnable_per_{kind}_affine"
@@ -149,11 +149,11 @@ def learnable_call(x, axis):
 
 @pytest.mark.parametrize("axis", [None, 0, 1, 3])
 @by_layout
-def test_learnable(layout, axis):
-    """Also in the dtypes for which torch has no backward.
+def test_learnable_functions_on_tensors_equal_torch_up_to_the_order_of_sums(layout, axis):
+    """Includes dtypes for which torch has no backward.
 
-    torch sums in float32: n terms in any order are at most n * 2^-24 of the sum of their magnitudes off. Ours are
-    rounded once from float64, on arrays and on tensors, but not added in the same order.
+    torch sums n terms in float32, with an error of at most n * 2^-24 of the sum of their magnitudes. Our sums are
+    rounded once from float64; arrays and tensors are summed in different orders.
     """
     for dy_layout, dtype in GRADIENTS:
         x = differentiable(layout, dtype)
@@ -181,7 +181,7 @@ def test_learnable(layout, axis):
                 np.testing.assert_allclose(array(ours[i]), array(expected[i]), rtol=0, atol=atol)
 
 
-def test_learnable_keeps_its_inputs_and_nothing_else():
+def test_learnable_functions_save_only_their_inputs_for_the_backward_pass():
     x = torch.zeros(5, 6, dtype=torch.float16, requires_grad=True)
     for axis in (None, 0, 1):
         parameters, rest, name = learnable_call(x, axis)
@@ -191,8 +191,8 @@ def test_learnable_keeps_its_inputs_and_nothing_else():
 
 @pytest.mark.parametrize("per_row", [False, True], ids=["tensor", "rows"])
 @by_layout
-def test_the_fused_observer_step_by_step(layout, per_row):
-    """The observer is switched off in one step, the quantizer in another, as training does."""
+def test_the_fused_observer_on_tensors_equals_torch_after_every_step(layout, per_row):
+    """One step runs without the observer and one without the quantizer."""
     for name, symmetric in itertools.product(("fake_quant", "fq_helper"), (False, True)):
         name = f"fused_moving_avg_obs_{name}"
         states = []
@@ -215,7 +215,7 @@ def test_the_fused_observer_step_by_step(layout, per_row):
 
 
 @by_layout
-def test_the_first_zero_seen_has_the_sign_it_has_in_torch(layout):
+def test_the_fused_observer_on_tensors_keeps_the_sign_of_the_first_zero_as_torch_does(layout):
     for seed, per_row in itertools.product(range(4), (False, True)):
         rng = np.random.default_rng(seed)
         x = LAYOUTS[layout](torch.from_numpy(rng.choice(np.float32([0.0, -0.0]), (4, 6, 2, 8))))

@@ -1,4 +1,4 @@
-"""Arguments that torch refuses are refused in its words; odd ones that it takes have its results."""
+"""Unusual arguments of functions with torch's names give torch's result or torch's error."""
 
 from typing import NamedTuple
 
@@ -57,7 +57,7 @@ ODD = [
     ("fused_moving_avg_obs_fake_quant", X, ZEROS + 1, ZEROS + 1, INF, -INF, S, ZEROS, 0.01, 0, 255, 5),
     ("fused_moving_avg_obs_fake_quant", X, ZEROS + 1, ZEROS + 1, INF, -INF, S, ZEROS, "0.01", 0, 255, -1),
 ]
-ODD_FOR_THE_SHORT_WAY = [
+ODD_FOR_THE_FAST_PATH = [
     (PER_TENSOR, X, 0.5, 0, False, True),
     (PER_CHANNEL, X, S[0], ZEROS, 0, -8, 7),
     (PER_CHANNEL, X, S, ZEROS[0], 0, -8, 7),
@@ -100,10 +100,10 @@ def assert_same_outcome(name, arguments):
 
 
 @pytest.mark.parametrize("call", ODD, ids=brief)
-def test_odd_arguments(call):
+def test_unusual_arguments_give_torchs_result_or_error(call):
     assert_same_outcome(call[0], call[1:])
 
 
-@pytest.mark.parametrize("call", ODD_FOR_THE_SHORT_WAY, ids=brief)
-def test_odd_arguments_of_one_channel(call):
+@pytest.mark.parametrize("call", ODD_FOR_THE_FAST_PATH, ids=brief)
+def test_unusual_arguments_beside_the_fast_path_give_torchs_result_or_error(call):
     assert_same_outcome(call[0], call[1:])

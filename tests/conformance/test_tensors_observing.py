@@ -1,4 +1,4 @@
-"""Ranges, parameters, observing and `FakeQuantizer` on tensors have the bits they have on NumPy arrays."""
+"""Ranges, qparams, observing and `FakeQuantizer` have the same bits on tensors as on NumPy arrays."""
 
 import itertools
 
@@ -45,7 +45,7 @@ def packbits(inside):
 
 @by_blocks
 @by_layout
-def test_ranges(layout, where, unchanged):
+def test_min_max_of_tensors_equals_that_of_arrays(layout, where, unchanged):
     for dtype in cases.DTYPES.values():
         spec = fq.QuantSpec(**where)
         (x,) = unchanged(data(layout, dtype))
@@ -56,11 +56,12 @@ def test_ranges(layout, where, unchanged):
         zeros = LAYOUTS[layout](torch.full(SHAPE, -0.0 if layout != "lazily negated" else 0.0, dtype=x.dtype))
         assert not np.signbit(array(fq.min_max(zeros, spec).min)).any()
 
+
 NARROW = dict(narrow_range=True)
 
 
 @pytest.mark.parametrize("kind", [{}, NARROW, *({"symmetric": False, **k} for k in KINDS.values())], ids=str)
-def test_parameters_from_a_range(kind):
+def test_choose_qparams_of_tensors_equals_that_of_arrays(kind):
     spec = fq.QuantSpec(**kind)
     pool = np.concatenate([np.float32([0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38]), elements((300,), np.float32).numpy()])
     ends = np.random.default_rng(6).choice(pool[np.isfinite(pool)], (2, 40, 10))
@@ -83,7 +84,7 @@ def test_parameters_from_a_range(kind):
 
 
 def steps(layout, dtype):
-    """Finite values first: then every block has a range. Later ones hold NaN, infinities and huge values."""
+    """Yields finite values first, to give every block a range, then NaN, infinities and huge values."""
     for seed in range(4):
         x = elements(SHAPE, dtype, seed)
         if seed < 2:
@@ -94,7 +95,7 @@ def steps(layout, dtype):
 @by_blocks
 @by_layout
 @pytest.mark.parametrize("update", ["moving_average", "min_max", "dynamic"])
-def test_observing_step_by_step(update, layout, where, unchanged):
+def test_observe_fake_quantize_of_tensors_equals_that_of_arrays_after_every_step(update, layout, where, unchanged):
     for spec, dtype in itertools.chain(rules(where), few_rules(where, symmetric=True, bits=4)):
         for i, x in enumerate(steps(layout, dtype)):
             unchanged(x)
@@ -122,7 +123,7 @@ def test_observing_step_by_step(update, layout, where, unchanged):
         assert addresses == [t.data_ptr() for t in tensors]
 
 
-def test_a_running_range_may_be_a_view():
+def test_observe_fake_quantize_updates_a_running_range_that_is_a_view():
     spec = fq.QuantSpec(axis=1, symmetric=False)
     x = next(steps("channels last", np.float32))
     plain = torch.full((6,), np.inf), torch.full((6,), -np.inf)
@@ -133,7 +134,7 @@ def test_a_running_range_may_be_a_view():
 
 
 @pytest.mark.parametrize("layout", [*DENSE, pytest.param("lazily negated")])
-def test_autograd_knows_that_a_running_range_has_changed(layout):
+def test_observe_fake_quantize_increments_the_version_of_the_running_range(layout):
     state = torch.full((1,), np.inf), torch.full((1,), -np.inf)
     for x in steps(layout, np.float32):
         before = [t._version for t in state]
@@ -146,7 +147,7 @@ CONFIGS = [fq.FakeQuantConfig.of(bits=b, symmetric=s) for b, s in ((4, True), (8
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @by_layout
-def test_the_quantizer_object(layout, config, unchanged):
+def test_fake_quantizer_on_tensors_equals_that_on_arrays(layout, config, unchanged):
     for numerics, dtype in itertools.product(reference.NUMERICS, cases.DTYPES.values()):
         (x,) = unchanged(data(layout, dtype))
         on_arrays, on_tensors = (fq.FakeQuantizer(config, numerics=numerics) for _ in range(2))
@@ -172,7 +173,7 @@ def test_the_quantizer_object(layout, config, unchanged):
     ],
     ids=str,
 )
-def test_the_clamped_gradient_of_the_quantizer_object(dtype):
+def test_backward_clamped_of_fake_quantizer_equals_that_on_arrays(dtype):
     for config, layout in itertools.product(CONFIGS, LAYOUTS):
         quantizer = fq.FakeQuantizer(config)
         quantizer.calibrate(np.float32([-7.3, 12.7]))
@@ -185,13 +186,13 @@ def test_the_clamped_gradient_of_the_quantizer_object(dtype):
 
 
 @pytest.mark.parametrize("x", [0.4, pytest.param(np.nan)])
-def test_a_range_of_the_quantizer_object_without_zero(x):
+def test_fake_quantizer_with_a_range_without_zero_equals_that_on_arrays(x):
     quantizer = fq.FakeQuantizer(fq.FakeQuantConfig(4, False, 3, 9))
     quantizer.calibrate(np.float32([-7.3, 12.7]))
     assert_same_bits(quantizer.forward(np.float32([x])), array(quantizer.forward(torch.tensor([x]))))
 
 
-def test_calibrating_on_a_lazily_negated_tensor():
+def test_fake_quantizer_calibrates_on_a_lazily_negated_tensor():
     on_arrays, on_tensors = fq.FakeQuantizer.q8(), fq.FakeQuantizer.q8()
     x = torch._neg_view(torch.tensor([1.0, -5.0]))
     on_arrays.calibrate(array(x))
@@ -200,7 +201,7 @@ def test_calibrating_on_a_lazily_negated_tensor():
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_zero_points_are_rounded_alike(kind):
+def test_round_zero_point_of_tensors_equals_that_of_arrays(kind):
     spec = fq.QuantSpec(symmetric=False, **kind)
     values = np.float32([-0.5, 0.5, 1.5, 2.5, 1e9, -1e9, np.inf, -np.inf, spec.qmax + 0.5, spec.qmin - 0.5, 3])
     expected = fq.round_zero_point(values, spec)
@@ -209,13 +210,13 @@ def test_zero_points_are_rounded_alike(kind):
 
 
 @pytest.mark.parametrize(("bits", "dtype"), [(32, "float32"), (16, "float16"), (12, "bfloat16")])
-def test_zero_points_beyond_the_precision_of_their_dtype(bits, dtype):
+def test_round_zero_point_clamps_values_beyond_the_precision_of_their_dtype_as_for_arrays(bits, dtype):
     spec = fq.QuantSpec(bits=bits, symmetric=False)
     values = np.array([6e4, -6e4] if dtype == "float16" else [3e9, -3e9]).astype(cases.DTYPES[dtype])
     assert_same_bits(fq.round_zero_point(values, spec), to_numpy(fq.round_zero_point(to_torch(values), spec)))
 
 
-def test_observing_no_channels_at_all():
+def test_observe_fake_quantize_accepts_tensors_without_channels():
     empty = np.empty(0, np.float32)
     expected = fq.observe_fake_quantize(np.empty((0, 3), np.float32), fq.QuantSpec(axis=0), empty, empty)
     running = torch.empty(0), torch.empty(0)

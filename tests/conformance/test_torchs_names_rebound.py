@@ -1,4 +1,4 @@
-"""Programs may bind torch's names to fakequant's functions: what those leave to torch still gets to torch."""
+"""After a program rebinds torch's names to fakequant's functions, calls left to torch still reach torch."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from torch_bridge import aten, torch
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 SCALES, ZEROS = torch.full((2,), 0.1), torch.zeros(2, dtype=torch.int32)
 ON, STATE = torch.ones(1, dtype=torch.int64), (torch.zeros(1), torch.zeros(1), torch.ones(1), torch.zeros(1).int())
-# Arguments that torch refuses, by the names of both.
+# Arguments that torch refuses, by function name.
 REFUSED = {
     "fake_quantize_per_tensor_affine": (torch, (X, 0.1, 0, 7, -8)),
     "fake_quantize_per_channel_affine": (torch, (X, SCALES, ZEROS, 0, 7, -8)),
@@ -39,8 +39,8 @@ def outcome(function, arguments):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("accelerated", [False, True], ids=["", "accelerated"])
-def test_what_torch_refuses_is_refused_by_torch(name, accelerated, monkeypatch):
+@pytest.mark.parametrize("accelerated", [False, True], ids=["not accelerated", "accelerated"])
+def test_a_rebound_torch_name_raises_torchs_errors(name, accelerated, monkeypatch):
     namespace, arguments = REFUSED[name]
     expected = outcome(getattr(namespace, name), arguments)
     ours = getattr(fq, name.lstrip("_"))
@@ -51,8 +51,8 @@ def test_what_torch_refuses_is_refused_by_torch(name, accelerated, monkeypatch):
     assert outcome(getattr(namespace, name), arguments) == expected
 
 
-def test_names_bound_before_the_first_call_on_a_tensor():
-    """Which is when the torch front end is imported."""
+def test_torch_names_rebound_before_the_first_call_raise_torchs_errors():
+    """The first call on a tensor imports the torch front end, which must still find torch's functions."""
     code = """
         import fakequant as fq, torch
         for name in ("fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine"):

@@ -1,4 +1,4 @@
-"""`History`: health over training, as it was added."""
+"""`History`: the health of a model over training."""
 
 import json
 
@@ -18,7 +18,7 @@ def health(**values):
     return Health([QuantizerHealth(path, **{**fields, **some}) for path, some in values.items()])
 
 
-def test_series_have_the_steps_at_which_something_is_known():
+def test_history_series_contain_only_steps_with_a_value():
     history = History()
     history.add(0, health(a={"clipped": 0.5}))
     history.add(10, health(a={"clipped": 0.25, "scale_drift": 0.125}, b={"clipped": 0.0}))
@@ -30,7 +30,7 @@ def test_series_have_the_steps_at_which_something_is_known():
     assert history.series("b", "oscillating") == ([], [])
 
 
-def test_it_is_made_of_plain_things():
+def test_history_to_dict_is_json_serializable():
     history = History()
     history.add(3, health(a={"clipped": 0.5, "nonfinite": 2}))
     found = json.loads(json.dumps(history.to_dict()))
@@ -39,14 +39,14 @@ def test_it_is_made_of_plain_things():
     assert found["a"]["oscillating"] == {"steps": [], "values": []}
 
 
-def test_it_prints_where_things_began_and_where_they_are():
+def test_history_prints_first_and_last_values():
     history = History()
     history.add(0, health(a={"clipped": 0.5}))
     history.add(1, health(a={"clipped": 0.25}))
     assert "50.00% to 25.00%" in str(history)
 
 
-def test_steps_grow():
+def test_history_refuses_steps_that_do_not_increase():
     history = History()
     history.add(5, health(a={}))
     for step in (5, 4):
@@ -63,14 +63,14 @@ def test_steps_grow():
         (0, {}, r"what fakequant.health\(model\) returns, got dict"),
     ],
 )
-def test_what_is_added_is_checked(step, value, message):
+def test_history_refuses_steps_and_healths_of_wrong_types(step, value, message):
     history = History()
     with pytest.raises(TypeError, match=message):
         history.add(step, value)
     assert history.paths == []
 
 
-def test_names_and_paths_are_checked():
+def test_history_series_refuses_unknown_names_and_paths():
     history = History()
     history.add(0, health(a={}))
     with pytest.raises(ValueError, match="one of clipped, levels_used"):
@@ -79,7 +79,7 @@ def test_names_and_paths_are_checked():
         history.series("b", "clipped")
 
 
-def test_it_follows_a_training():
+def test_history_records_the_health_of_a_training_model():
     torch.manual_seed(0)
     model = fq.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4)), fq.recipes.lsq(2))
     model = fq.calibrate(model, [torch.randn(16, 4)], progress=False).train()
@@ -94,7 +94,7 @@ def test_it_follows_a_training():
     assert history.series("0.input_quantizer", "clipped")[0] == [0, 1, 2, 3]
 
 
-def test_steps_may_be_numpys():
+def test_history_accepts_numpy_integers_as_steps():
     history = History()
     history.add(np.int64(3), health(a={"clipped": 0.5}))
     assert json.dumps(history.series("a", "clipped")) == "[[3], [0.5]]"

@@ -1,16 +1,15 @@
-"""`report`: what is counted, what is on the page, and what is left behind."""
+"""`report`: the content of the page, its side effects and its errors."""
 
 import copy
-import math
 import re
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from small_reports import batches, small, write
 
 import fakequant as fq
-from fakequant import observers, recipes
+from fakequant import recipes
 
 torch = pytest.importorskip("torch")
 matplotlib = pytest.importorskip("matplotlib")
@@ -18,156 +17,11 @@ pytest.importorskip("jinja2")
 nn = torch.nn
 
 from fakequant._diagnosis.history import History  # noqa: E402
-from fakequant._diagnosis.report.advice import judge  # noqa: E402
-from fakequant._diagnosis.report.tensors import TensorCounts, counting  # noqa: E402
-from fakequant._diagnosis.report.writing import report  # noqa: E402
-from fakequant._train.health import QuantizerHealth  # noqa: E402
-
-
-def small(config=None, seed=0):
-    torch.manual_seed(seed)
-    model = fq.prepare(nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4)), config or recipes.w4a8())
-    return fq.calibrate(model, [torch.rand(32, 8)], progress=False)
-
-
-def batches(n=2):
-    generator = torch.Generator().manual_seed(1)
-    return [torch.rand(16, 8, generator=generator) * 1.5 for _ in range(n)]
-
-
-def write(model, folder, data=None, **options):
-    return report(model, folder, data, progress=False, **options)
-
-
-# --- what is counted --------------------------------------------------------------------------------
-
-
-def test_values_are_counted_where_they_are_on_the_grid():
-    spec = fq.QuantSpec(bits=2)  # -2 to 1
-    counts = TensorCounts("w", "weight", spec)
-    x = torch.tensor([-9.0, -2.75, -2.0, -0.26, 0.0, 0.24, 1.25, 1.75, 4.0, 100.0]) * 0.5
-    counts.add(x, torch.tensor(0.5), torch.tensor(0, dtype=torch.int32))
-    edges, bins = counts.edges.tolist(), counts.bins.tolist()
-    assert (edges[counts.inside], edges[2 * counts.inside]) == (-2.5, 1.5)
-    inside = [v for v in (x / 0.5).tolist() if edges[0] <= v < edges[-1]]
-    expected = [sum(lo <= v < hi for v in inside) for lo, hi in pairwise(edges)]
-    assert bins == expected
-    assert (counts.under, counts.over, counts.total) == (1, 1, 10)
-    assert (counts.below, counts.above) == (2, 3)
-    assert counts.codes.tolist() == [3, 0, 3, 4]
-    assert counts.used == 3
-    assert counts.one_grid == (0.5, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("spec", "shape", "scale_shape"),
-    [
-        (fq.QuantSpec(bits=4, axis=0), (3, 8), (3, 1)),
-        (fq.QuantSpec(bits=4, axis=-1), (3, 8), (1, 8)),
-        (fq.QuantSpec(bits=4, axis=1, group_size=4), (3, 8), (3, 2, 1)),
-        (fq.QuantSpec(bits=8, axis=-1, group_size=-1), (2, 3, 8), (2, 3, 1)),
-        (fq.QuantSpec(bits=12, signed=False, symmetric=False), (5, 7), ()),
-        (fq.QuantSpec(bits=20), (5, 7), ()),
-    ],
-    ids=str,
-)
-def test_every_value_is_divided_by_its_own_scale(spec, shape, scale_shape):
-    generator = torch.Generator().manual_seed(3)
-    codes = torch.randint(spec.qmin, spec.qmax + 1, shape, generator=generator)
-    scale = 2.0 ** torch.randint(-3, 4, scale_shape, generator=generator)
-    blocks = codes.reshape(*scale_shape[:2], -1) if len(scale_shape) == 3 and len(shape) == 2 else codes
-    zero_point = 7 if not spec.symmetric else 0
-    x = ((blocks - zero_point) * scale).reshape(shape).float()
-    counts = TensorCounts("x", "activation", spec)
-    found = scale.reshape(fq._backends.blocks.blocks_of(shape, spec).parameters)
-    counts.add(x, found, torch.full(found.shape, zero_point, dtype=torch.int32))
-    width = spec.levels / counts.inside
-    places = torch.floor((codes.flatten() - spec.qmin + 0.5) / width).long() + counts.inside
-    assert torch.equal(counts.bins, torch.bincount(places, minlength=3 * counts.inside))
-    assert int(counts.codes.sum()) == x.numel() == counts.total
-    assert (counts.clipped, counts.under, counts.over) == (0, 0, 0)
-    assert counts.sqnr == math.inf
-
-
-def test_what_is_not_finite_is_counted_and_spoils_nothing():
-    counts = TensorCounts("x", "activation", fq.QuantSpec(bits=4))
-    counts.add(torch.tensor([1.0, math.nan, math.inf, -math.inf]), torch.tensor(1.0), torch.tensor(0))
-    assert counts.nonfinite == 3
-    assert (int(counts.bins.sum()), counts.under, counts.over) == (1, 1, 1)
-    assert counts.sqnr == math.inf
-
-
-@pytest.mark.parametrize("recipe", [recipes.w4a8(), recipes.int8_dynamic(), recipes.lsq(2)], ids=["w4a8", "dyn", "lsq"])
-def test_shares_are_those_of_health(recipe):
-    model, data = small(recipe), batches()
-    with counting(model) as counts:
-        found = fq.health(model, data)
-    for quantizer, counted in zip(found.quantizers, counts, strict=True):
-        assert counted.path == quantizer.path
-        assert counted.clipped == quantizer.clipped
-        assert counted.used / counted.spec.levels == pytest.approx(quantizer.levels_used, abs=1e-6)
-    assert counts[0].kind == "weight"
-    assert counts[1].kind == "activation"
-    assert counts[1].total == 256
-    assert all(not module._forward_pre_hooks for module in model.modules())
-
-
-def test_a_range_of_the_tensor_at_hand_has_no_values_on_its_axis():
-    config = recipes.int8().rule(activation_observer=observers.Dynamic())
-    model = small(config)
-    with counting(model) as counts:
-        fq.health(model, batches())
-    assert {c.path: c.one_grid is None for c in counts}["0.input_quantizer"]
-
-
-# --- what is wrong ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("values", "mark", "words"),
-    [
-        ({"clipped": 0.2}, "clips", "20.0% of the values"),
-        ({"scale_drift": 0.5}, "drifts", "50.0%"),
-        ({"oscillating": 0.25}, "oscillates", "25.0% of the weights"),
-        ({"nonfinite": 3}, "not finite", "3 values"),
-    ],
-)
-def test_findings_say_what_is_wrong(values, mark, words):
-    fields = dict(clipped=0.0, levels_used=1.0, scale_drift=0.0, oscillating=0.0, nonfinite=0)
-    counts = TensorCounts("x", "activation", fq.QuantSpec(bits=4))
-    counts.add(torch.arange(-8.0, 8.0), torch.tensor(1.0), torch.tensor(0))
-    counts.add(torch.full((4,), 7.75), torch.tensor(1.0), torch.tensor(0))  # clipped, by less than a step
-    assert (counts.above, counts.far) == (4, 0)
-    assert judge(QuantizerHealth("x", **{**fields, "clipped": 0.2}), counts, True).findings == []
-    if mark == "clips":
-        counts.add(torch.full((5,), 9.0), torch.tensor(1.0), torch.tensor(0))
-    assert counts.far == (5 if mark == "clips" else 0)
-    (finding,) = judge(QuantizerHealth("x", **{**fields, **values}), counts, True).findings
-    assert finding.mark == mark
-    assert words in finding.why
-    assert finding.what_to_do
-
-
-def test_a_range_for_an_outlier_is_a_finding_and_a_few_values_are_not():
-    health = QuantizerHealth("x", 0.0, None, None, None, 0)
-    counts = TensorCounts("x", "weight", fq.QuantSpec(bits=8))
-    counts.add(torch.tensor([1.0, 2.0, 3.0]), torch.tensor(1.0), torch.tensor(0))
-    assert judge(health, counts, True).findings == []
-    counts.add(torch.randn(1000, generator=torch.Generator().manual_seed(0)), torch.tensor(1.0), torch.tensor(0))
-    assert [f.mark for f in judge(health, counts, True).findings] == ["few codes"]
-
-
-def test_a_quantizer_that_saw_nothing_is_a_finding(tmp_path):
-    model = fq.prepare(nn.Sequential(nn.Linear(8, 4)), recipes.int8())
-    text = write(model, tmp_path).read_text()
-    assert "nothing was observed" in text
-    assert "fakequant.calibrate(model, data)" in text
-
 
 # --- the page ---------------------------------------------------------------------------------------
 
 
-def test_everything_that_is_given_is_on_the_page(tmp_path):
+def test_report_has_a_section_and_figures_for_everything_given(tmp_path):
     model, data, history = small(), batches(), History()
     float_model = fq.unprepare(copy.deepcopy(model))
     for step in range(4):
@@ -193,7 +47,7 @@ def test_everything_that_is_given_is_on_the_page(tmp_path):
     assert not list(tmp_path.rglob("*unfinished*"))
 
 
-def test_what_is_not_given_is_not_on_the_page(tmp_path):
+def test_report_omits_sections_of_what_is_not_given(tmp_path):
     page = write(small(), tmp_path)
     text = page.read_text(encoding="utf-8")
     for part in ("compared", "sensitivity", "history", "verification"):
@@ -204,7 +58,7 @@ def test_what_is_not_given_is_not_on_the_page(tmp_path):
     assert "Nothing was shown of 2 quantizers" in text
 
 
-def test_a_verification_is_shown(tmp_path):
+def test_report_shows_a_verification(tmp_path):
     verify = pytest.importorskip("fakequant._verify.verdict")
     tensors = [verify.TensorReport("0.input_quantizer", 1000, runtime_differ=7, runtime_steps=2, why_runtime="odd")]
     found = verify.Verification("generic", tensors, {"0": "QGemm"}, verify.OutputReport(), {"2.input": "no scale"})
@@ -214,7 +68,7 @@ def test_a_verification_is_shown(tmp_path):
     assert "first at 0.input_quantizer" in text
 
 
-def test_nothing_is_loaded_and_every_id_is_used_once(tmp_path):
+def test_the_report_loads_nothing_and_uses_every_id_once(tmp_path):
     text = write(small(), tmp_path, batches()).read_text(encoding="utf-8")
     assert not re.search(r"https?:|//\w+\.|@import|url\((?!#)", text)
     assert "default-src 'none'" in text
@@ -222,23 +76,23 @@ def test_nothing_is_loaded_and_every_id_is_used_once(tmp_path):
     assert len(ids) == len(set(ids))
     used = re.findall(r'(?:href="#|url\(#)([^")]+)', text)
     assert set(used) <= set(ids)
-    # No colour is left in a figure that would stay the same in the dark.
+    # Figures contain no fixed colours, which would not follow the dark theme.
     for svg in re.findall(r"<svg .*?</svg>", text, flags=re.DOTALL):
         assert not re.search(r"#[0-9a-fA-F]{6}\b", svg)
 
 
-def test_the_same_model_gives_the_same_bytes(tmp_path):
+def test_report_writes_the_same_bytes_for_the_same_model(tmp_path):
     model, data = small(), batches()
     first, second = (write(model, tmp_path / name, data, max_tensors=1) for name in "ab")
     files = sorted(p.relative_to(tmp_path / "a") for p in (tmp_path / "a").rglob("*") if p.is_file())
     assert len(files) == 3
     for file in files:
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
-    write(small(seed=1), tmp_path / "a", data, max_tensors=0)  # over what is there
+    write(small(seed=1), tmp_path / "a", data, max_tensors=0)  # overwrites the first report
     assert first.read_bytes() != second.read_bytes()
 
 
-def test_a_quantizer_that_is_switched_off_is_a_finding(tmp_path):
+def test_report_lists_quantizers_that_are_switched_off(tmp_path):
     model = small()
     assert "switched off" not in write(model, tmp_path, batches(), max_tensors=0).read_text(encoding="utf-8")
     model[0].input_quantizer.quantizing = False
@@ -247,28 +101,28 @@ def test_a_quantizer_that_is_switched_off_is_a_finding(tmp_path):
 
 
 @pytest.mark.parametrize("data", [batches(), iter(batches())], ids=["list", "iterator"])
-def test_steps_are_checked(tmp_path, data):
+def test_report_refuses_negative_steps(tmp_path, data):
     with pytest.raises(ValueError, match="`steps` must be a number of batches"):
         write(small(), tmp_path / "r", data, steps=-1)
 
 
-def test_a_model_of_one_layer_has_a_name(tmp_path):
+def test_report_names_a_model_that_is_a_single_layer(tmp_path):
     model = nn.Linear(8, 4)
     prepared = fq.calibrate(fq.prepare(copy.deepcopy(model), recipes.int8()), batches(), progress=False)
     text = write(prepared, tmp_path, batches(), float_model=model, max_tensors=0).read_text(encoding="utf-8")
     assert "at the model" in text
 
 
-def test_figures_of_an_earlier_report_go(tmp_path):
+def test_report_removes_figures_of_an_earlier_report_only(tmp_path):
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "mine.png").touch()
     write(small(), tmp_path, batches())
-    assert (tmp_path / "figures" / "mine.png").exists()  # there was no report
+    assert (tmp_path / "figures" / "mine.png").exists()  # because there was no earlier report
     write(small(), tmp_path, max_tensors=1)
     assert len(list((tmp_path / "figures").iterdir())) == 2
 
 
-def test_a_title_and_paths_are_text(tmp_path):
+def test_report_escapes_titles_and_paths(tmp_path):
     model = nn.Sequential()
     model.add_module("<b>$x$", nn.Linear(4, 2))
     model = fq.prepare(model, recipes.int4_weight_only(4))
@@ -279,7 +133,7 @@ def test_a_title_and_paths_are_text(tmp_path):
     assert (tmp_path / "figures" / "_b_x_.weight_quantizer-values.png").is_file()
 
 
-def test_the_worst_tensors_are_drawn_if_there_are_too_many(tmp_path):
+def test_report_draws_the_worst_tensors_if_there_are_too_many(tmp_path):
     model, data = small(), [batch * 100 for batch in batches()]
     text = write(model, tmp_path, data, max_tensors=1).read_text(encoding="utf-8")
     drawn = {p.name.rsplit("-", 1)[0] for p in (tmp_path / "figures").iterdir()}
@@ -289,11 +143,13 @@ def test_the_worst_tensors_are_drawn_if_there_are_too_many(tmp_path):
     assert "max_tensors=None" in text
 
 
-# --- what is left as it was -------------------------------------------------------------------------
+# --- side effects -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", [recipes.w4a8(), recipes.int8_dynamic(), recipes.lsq(4)], ids=["w4a8", "dyn", "lsq"])
-def test_the_model_is_as_before(recipe, tmp_path):
+@pytest.mark.parametrize(
+    "recipe", [recipes.w4a8(), recipes.int8_dynamic(), recipes.lsq(4)], ids=["w4a8", "int8_dynamic", "lsq"]
+)
+def test_report_leaves_the_model_unchanged(recipe, tmp_path):
     model = small(recipe).train()
     model[1].eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -307,15 +163,17 @@ def test_the_model_is_as_before(recipe, tmp_path):
     assert all(not m._forward_pre_hooks and not m._forward_hooks for m in model.modules())
     if recipe.default.learned:
         return
-    # And what `health` remembers: drift is since the user's last call.
+    # The drift that `health` reports is still since the user's last call.
     assert fq.health(model).to_dict()["0.weight_quantizer"]["scale_drift"] == pytest.approx(0.5)
 
 
 def settings():
-    return {name: matplotlib.rcParams[name] for name in matplotlib.rcParams if name != "backend"}  # which loads it
+    return {
+        name: matplotlib.rcParams[name] for name in matplotlib.rcParams if name != "backend"
+    }  # reading the backend would load it
 
 
-def test_settings_of_the_user_are_neither_used_nor_changed(tmp_path):
+def test_report_neither_uses_nor_changes_matplotlib_settings(tmp_path):
     model, had_pyplot = small(), "matplotlib.pyplot" in sys.modules
     plain = write(model, tmp_path / "a", max_tensors=1).read_bytes()
     with matplotlib.rc_context(
@@ -327,7 +185,7 @@ def test_settings_of_the_user_are_neither_used_nor_changed(tmp_path):
     assert ("matplotlib.pyplot" in sys.modules) == had_pyplot
 
 
-def test_data_that_can_be_read_only_once_are_enough(tmp_path):
+def test_report_accepts_data_that_can_be_read_only_once(tmp_path):
     model = small()
     float_model = fq.unprepare(copy.deepcopy(model))
     text = write(model, tmp_path, iter(batches(1)), float_model=float_model, max_tensors=0).read_text()
@@ -337,20 +195,20 @@ def test_data_that_can_be_read_only_once_are_enough(tmp_path):
 # --- errors -----------------------------------------------------------------------------------------
 
 
-def test_a_model_that_is_not_prepared(tmp_path):
+def test_report_refuses_a_model_that_is_not_prepared(tmp_path):
     with pytest.raises(ValueError, match="not prepared"):
         write(nn.Linear(2, 2), tmp_path / "r")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("data", [[], lambda model: None], ids=["batches", "function"])
-def test_no_data(tmp_path, data):
+def test_report_refuses_empty_data(tmp_path, data):
     with pytest.raises(ValueError, match="`data` has no batches"):
         write(small(), tmp_path / "r", data)
     assert not list(tmp_path.iterdir())
 
 
-def test_data_that_do_not_fit_leave_nothing_behind(tmp_path):
+def test_report_that_fails_on_data_leaves_no_files_and_hooks(tmp_path):
     model = small()
     with pytest.raises(RuntimeError):
         write(model, tmp_path / "r", [torch.rand(2, 9)])
@@ -359,7 +217,7 @@ def test_data_that_do_not_fit_leave_nothing_behind(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["", "figures"])
-def test_a_file_in_its_place(tmp_path, place):
+def test_report_refuses_a_file_in_place_of_its_folder(tmp_path, place):
     file = tmp_path / "r" / place if place else tmp_path / "r"
     file.parent.mkdir(exist_ok=True)
     file.write_text("mine")
@@ -368,13 +226,13 @@ def test_a_file_in_its_place(tmp_path, place):
     assert file.read_text() == "mine"
 
 
-def test_a_file_on_the_way(tmp_path):
+def test_report_refuses_a_file_as_parent_folder(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(NotADirectoryError, match="is a file, where a folder is needed"):
         write(small(), tmp_path / "file" / "r")
 
 
-def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+def test_report_says_why_a_folder_cannot_be_written(tmp_path, monkeypatch):
     def refuse(self, *args, **kwargs):
         raise PermissionError(13, "Permission denied")
 
@@ -384,7 +242,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("module", ["matplotlib", "jinja2"])
-def test_a_package_that_is_missing(tmp_path, monkeypatch, module):
+def test_report_without_its_packages_names_the_install_command(tmp_path, monkeypatch, module):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=r'pip install "fakequant\[report\]"'):
         write(small(), tmp_path / "r")
@@ -403,7 +261,7 @@ def test_a_package_that_is_missing(tmp_path, monkeypatch, module):
         ({"max_tensors": -1}, ValueError, "`max_tensors` must be a number of tensors or None, got -1"),
     ],
 )
-def test_options_are_checked(tmp_path, options, error, message):
+def test_report_refuses_wrong_options(tmp_path, options, error, message):
     with pytest.raises(error, match=message):
         write(small(), tmp_path / "r", **options)
     assert not list(tmp_path.iterdir())

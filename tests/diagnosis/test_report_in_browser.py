@@ -1,4 +1,4 @@
-"""The report in a real browser: nothing is wrong, everything can be seen, nothing leaves the page."""
+"""The report in a real browser: no errors, everything visible, no requests."""
 
 import copy
 import json
@@ -21,9 +21,9 @@ from fakequant._diagnosis.report.writing import report  # noqa: E402
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next((path for path in map(shutil.which, NAMES) if path), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"there is no browser: none of {', '.join(NAMES)} is installed")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"needs one of {', '.join(NAMES)}")
 
-# What a reader could do and see, done by the page itself, which writes down what it finds.
+# Runs in the page: does what a reader can do and writes what it finds into the page.
 LOOK = """
 <script>
 const problems = [];
@@ -113,9 +113,9 @@ def page(tmp_path_factory):
 
 
 def browse(text, folder, *, dark, width):
-    """What the page wrote down, and what the console said."""
-    copy_of_it = folder / "copy.html"
-    copy_of_it.write_text(text.replace("</body>", LOOK + "</body>"), encoding="utf-8")
+    """Returns what the script in the page found, and the lines of the console."""
+    copy_path = folder / "copy.html"
+    copy_path.write_text(text.replace("</body>", LOOK + "</body>"), encoding="utf-8")
     command = [
         *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
         *(
@@ -125,7 +125,7 @@ def browse(text, folder, *, dark, width):
             f"--user-data-dir={folder}/user",
         ),
         *(f"--window-size={width},900", f"--blink-settings=preferredColorScheme={0 if dark else 1}"),
-        *("--virtual-time-budget=2000", "--dump-dom", copy_of_it.as_uri()),
+        *("--virtual-time-budget=2000", "--dump-dom", copy_path.as_uri()),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     written = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, flags=re.DOTALL)
@@ -135,14 +135,14 @@ def browse(text, folder, *, dark, width):
 
 
 @pytest.mark.parametrize(("dark", "width"), [(False, 1280), (True, 500)], ids=["light", "dark and narrow"])
-def test_everything_can_be_seen_and_nothing_is_wrong(page, tmp_path, dark, width):
+def test_the_report_is_fully_visible_and_free_of_errors_in_a_browser(page, tmp_path, dark, width):
     text = page.read_text(encoding="utf-8")
     found, console = browse(text, tmp_path, dark=dark, width=width)
     assert console == []
     assert found["problems"] == []
     assert found["requests"] == []
     assert found["dark"] == dark
-    for look in (found["first"], found["other"]):  # as the system says, and after the button
+    for look in (found["first"], found["other"]):  # with the system's theme, and after the theme button
         assert look["figures"] == look["visible"] == text.count("<svg ") == len(list(page.parent.glob("figures/*.png")))
         assert look["unnamed"] == 0
         assert look["cut"] == []
@@ -151,7 +151,7 @@ def test_everything_can_be_seen_and_nothing_is_wrong(page, tmp_path, dark, width
         assert min(look["contrast"].values()) >= 4.5, look["contrast"]
     assert found["first"]["paper"] != found["other"]["paper"]
     assert not set(found["first"]["fills"]) & set(found["other"]["fills"])
-    # Tables are sorted by the number, and by the name.
+    # Tables are sorted by number and by name.
     values = [float(value) for value in found["ascending"] if value]
     assert len(values) > 2
     assert values == sorted(values)
@@ -159,7 +159,7 @@ def test_everything_can_be_seen_and_nothing_is_wrong(page, tmp_path, dark, width
     assert found["names"] == sorted(found["names"])
 
 
-def test_a_page_with_something_wrong_would_be_noticed(page, tmp_path):
+def test_the_browser_check_detects_a_broken_page(page, tmp_path):
     text = page.read_text(encoding="utf-8")
     wrong = (
         '<img src="http://example.com/a.png"><script>undefined_function()</script><script>console.error("no")</script>'

@@ -1,4 +1,4 @@
-"""What the report calls bad: the right cause of unused codes, low layers only, and cards that say what they count."""
+"""What the report marks as bad, and the text of its cards."""
 
 import copy
 
@@ -18,8 +18,8 @@ QuantizerHealth = pytest.importorskip("fakequant._train.health").QuantizerHealth
 
 GRIDS = {
     "int8": (fq.QuantSpec(), 0),
-    "uint8 from zero": (fq.QuantSpec(signed=False, symmetric=False), 0),
-    "uint8": (fq.QuantSpec(signed=False, symmetric=False), 128),
+    "uint8, zero point 0": (fq.QuantSpec(signed=False, symmetric=False), 0),
+    "uint8, zero point 128": (fq.QuantSpec(signed=False, symmetric=False), 128),
 }
 
 
@@ -31,9 +31,9 @@ def findings(x, scale, spec, zero_point):
 
 
 @pytest.mark.parametrize(("spec", "zero_point"), GRIDS.values(), ids=GRIDS)
-def test_unused_codes_have_their_cause_named(spec, zero_point):
+def test_judge_names_the_cause_of_unused_codes(spec, zero_point):
     x = torch.randn(5000, generator=torch.Generator().manual_seed(0)).abs()
-    (finding,) = findings(x, x.max().item() / 20, spec, zero_point)  # no value is near an end
+    (finding,) = findings(x, x.max().item() / 20, spec, zero_point)  # no value is near an end of the range
     assert "scale is much too large" in finding.why
     assert "not an outlier" in finding.what_to_do
     outlier = torch.cat([x / 20, x.max()[None]])
@@ -49,7 +49,7 @@ def two_layers(config, data):
     return fq.unprepare(copy.deepcopy(prepared)), prepared
 
 
-def test_the_lowest_layer_is_bad_only_if_it_is_low(tmp_path):
+def test_report_marks_the_layer_with_the_lowest_sqnr_only_if_it_is_low(tmp_path):
     data = [torch.randn(8, 1, 6, 6, generator=torch.Generator().manual_seed(1))]
     for config, is_bad in ((recipes.int8(), False), (recipes.lsq(2, first_last_bits=None), True)):
         found = fq.compare(*two_layers(config, data), data, progress=False)
@@ -65,10 +65,10 @@ def test_the_lowest_layer_is_bad_only_if_it_is_low(tmp_path):
         assert ("bad" in section) == is_bad
 
 
-def test_cards_say_what_they_count():
+def test_report_cards_count_layers_with_weights_and_name_the_score():
     data = [torch.randn(8, 1, 6, 6)]
     model, prepared = two_layers(recipes.int8(), data)
-    assert len(fq.summary(prepared).layers) == 3  # the result of the ReLU is quantized, too
+    assert len(fq.summary(prepared).layers) == 3  # the result of the ReLU is quantized too
     found = fq.sensitivity(
         model, recipes.int8(), lambda m: -float(m(data[0]).square().sum()), data=data, progress=False
     )

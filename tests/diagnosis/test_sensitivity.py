@@ -1,31 +1,27 @@
-"""`sensitivity`: scores of single layers are those of models prepared that way, and the broken layer comes first."""
+"""`sensitivity`: scores of single layers and their ranking."""
 
 import copy
-import dataclasses
 import math
 
 import numpy as np
 import pytest
+from sensitivity_models import INT4, Block
 
 import fakequant as fq
-from fakequant import LayerConfig, QuantConfig, QuantSpec, presets, recipes
-from fakequant._diagnosis.sensitivity import LayerSensitivity, Sensitivity
+from fakequant import LayerConfig, QuantConfig, presets, recipes
 from fakequant.observers import MSE
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
 F = nn.functional
 
-# One scale for a whole weight.
-INT4 = QuantConfig(default=LayerConfig(weight=QuantSpec(bits=4, narrow_range=True), input=presets.uint8()))
 
-
-# --- the layer that goes wrong --------------------------------------------------------------------
+# --- a broken layer -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def digits():
-    """Images and labels, to train on and to test with."""
+    """Images and labels for training and for testing."""
     datasets = pytest.importorskip("sklearn.datasets")
     images, labels = datasets.load_digits(return_X_y=True)
     x = torch.from_numpy(images).float().reshape(-1, 1, 8, 8) / 16
@@ -35,7 +31,7 @@ def digits():
 
 @pytest.fixture(scope="module")
 def cnn(digits):
-    """Trained in float for a second."""
+    """A model trained briefly in float."""
     x, y, *_ = digits
     torch.manual_seed(0)
     model = nn.Sequential()
@@ -48,7 +44,7 @@ def cnn(digits):
     for _ in range(4):
         for batch in torch.randperm(len(x)).split(50):
             loss = F.cross_entropy(model(x[batch]), y[batch])
-            # torch's optimizers import its compiler, which takes longer than all this.
+            # torch's optimizers import its compiler, which is slower than this training.
             gradients = torch.autograd.grad(loss, list(model.parameters()))
             with torch.no_grad():
                 for parameter, gradient in zip(model.parameters(), gradients):
@@ -57,7 +53,7 @@ def cnn(digits):
 
 
 def broken(model, layer, norm):
-    """The same function, with channels of a weight so unlike that one scale has room for few of them."""
+    """Returns an equivalent model whose weight channels differ too much in size for one scale."""
     model = copy.deepcopy(model)
     conv, norm = model.get_submodule(layer), model.get_submodule(norm)
     factor = torch.logspace(-3, 0, conv.out_channels)
@@ -78,7 +74,7 @@ def negative_loss(images, labels):
 
 @pytest.mark.parametrize("name", ["a", "b", "c"])
 @pytest.mark.parametrize("score", [accuracy, negative_loss])
-def test_the_broken_layer_comes_first(cnn, digits, name, score):
+def test_sensitivity_ranks_the_broken_layer_first(cnn, digits, name, score):
     train, _, *test = digits
     model = broken(cnn, f"conv_{name}", f"norm_{name}")
     assert torch.allclose(model(test[0]), cnn(test[0]), atol=1e-3)
@@ -90,7 +86,7 @@ def test_the_broken_layer_comes_first(cnn, digits, name, score):
     assert {layer.path for layer in found.layers} == {"conv_a", "conv_b", "conv_c", "head"}
     prepared = fq.calibrate(fq.prepare(copy.deepcopy(model), INT4), [train], progress=False)
     assert fq.compare(model, prepared, [test[0]], progress=False).worst == f"conv_{name}"
-    # With it in higher precision the score is nearly that of the float model.
+    # With that layer in higher precision the score is close to that of the float model.
     lost = found.float_score - found.quantized_score
     for precision in (None, LayerConfig(weight=presets.int8(), input=presets.uint8())):
         config = found.suggest(keep=1, precision=precision)
@@ -100,27 +96,11 @@ def test_the_broken_layer_comes_first(cnn, digits, name, score):
     assert found.suggest(keep=1).rules[0].path == f"conv_{name}"
 
 
-# --- scores are those of models that are prepared so ----------------------------------------------
-
-
-class Block(nn.Module):
-    """With results that are quantized, and a layer whose input is on the grid of another module."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(1, 4, 3, padding=1)
-        self.relu = nn.ReLU()
-        self.conv = nn.Conv2d(4, 4, 3, padding=1)
-        self.norm = nn.BatchNorm2d(4)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x):
-        x = self.relu(self.stem(x))
-        return self.head((x + self.norm(self.conv(x))).mean((2, 3)))
+# --- scores ---------------------------------------------------------------------------------------
 
 
 def only(config, path):
-    """Everything else stays in float; modules that quantize results too."""
+    """Returns a config that quantizes only the module at `path`."""
     return config.skip().rule(path)
 
 
@@ -130,7 +110,7 @@ def scored(model, config, data, evaluate):
         return float(evaluate(fq.calibrate(prepared, data, progress=False).eval()))
 
 
-def test_scores_are_those_of_models_prepared_that_way():
+def test_sensitivity_scores_equal_those_of_models_prepared_that_way():
     torch.manual_seed(0)
     model, data = Block().eval(), [torch.randn(8, 1, 6, 6)]
     config = recipes.w4a8(first_last_bits=None)
@@ -154,7 +134,7 @@ def test_scores_are_those_of_models_prepared_that_way():
     assert found.quantized_score == quantized
     for path, row in rows.items():
         assert row.gain == scored(model, config.skip(path), data, evaluate) - quantized, path
-        if row.weights:  # a model with nothing but a quantized result is not prepared
+        if row.weights:  # `prepare` refuses a model without quantized weights
             assert row.cost == in_float - scored(model, only(config, path), data, evaluate), path
     assert [row.cost for row in found.layers] == sorted((row.cost for row in found.layers), reverse=True)
     assert (rows["relu"].kind, rows["relu"].weights, rows["relu"].bits) == ("ReLU", 0, 8)
@@ -162,7 +142,7 @@ def test_scores_are_those_of_models_prepared_that_way():
     assert (rows["conv"].kind, rows["conv"].weights, rows["conv"].bits) == ("Conv2d", 144, 4)
 
 
-def test_the_model_stays_as_it_is():
+def test_sensitivity_leaves_the_model_unchanged():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).train()
     model[1].eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -176,7 +156,7 @@ def test_the_model_stays_as_it_is():
 
 
 def ranked(model, config, scores):
-    """With scores that are given one after the other."""
+    """Returns the sensitivity of a model whose evaluations give `scores` in order."""
     x, scores = torch.ones(1, 2), iter(scores)
 
     def evaluate(model):
@@ -186,9 +166,9 @@ def ranked(model, config, scores):
     return fq.sensitivity(model, config, evaluate, data=[x], progress=False)
 
 
-def test_ties_are_ranked_by_gain_then_by_order():
+def test_sensitivity_ranks_ties_by_gain_then_by_order():
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
-    #        float, all, then alone and left out of each
+    # The scores are in float, with all quantized, then for each layer alone and left out.
     found = ranked(model, INT4, [1.0, 0.5, 0.75, 0.5, 0.75, 0.625, 0.5, 0.5, 0.75, 0.5])
     assert [(x.path, x.cost, x.gain) for x in found.layers] == [
         ("2", 0.5, 0.0),
@@ -205,13 +185,13 @@ def test_ties_are_ranked_by_gain_then_by_order():
 
 
 @pytest.mark.parametrize("number", [1, 0.5, np.float32(0.5), np.array(0.5), torch.tensor([0.5])])
-def test_scores_are_numbers_of_any_kind(number):
+def test_sensitivity_accepts_scores_of_any_number_type(number):
     found = ranked(nn.Sequential(nn.Linear(2, 2)), INT4, [number] * 4)
     assert type(found.float_score) is float
     assert found.layers[0].cost == 0.0
 
 
-def test_data_is_needed_where_a_range_has_to_be_seen():
+def test_sensitivity_needs_data_only_for_quantizers_that_observe():
     model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(3, 4)
 
     def evaluate(model):
@@ -227,7 +207,7 @@ def test_data_is_needed_where_a_range_has_to_be_seen():
     assert fq.sensitivity(model, searched, evaluate, data=[x], progress=False).layers[0].bits == 8
 
 
-def test_a_bar_counts_evaluations(capsys):
+def test_sensitivity_shows_a_progress_bar_of_evaluations(capsys):
     model, x = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
     fq.sensitivity(model, recipes.int4_weight_only(2), lambda model: model(x).sum(), progress=False)
     assert capsys.readouterr().err == ""
@@ -235,10 +215,24 @@ def test_a_bar_counts_evaluations(capsys):
     assert "/4 [" in capsys.readouterr().err
 
 
+def test_sensitivity_starts_every_evaluation_from_the_same_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
+    x, states = torch.randn(8, 4), []
+
+    def evaluate(model):
+        states.append({n: v.clone() for n, v in model.state_dict().items() if "switches" not in n})
+        return model.train()(10 * x).sum()  # changes ranges and batch norm statistics
+
+    fq.sensitivity(model, recipes.int8(), evaluate, data=[x], progress=False)
+    assert len(states) == 6
+    assert all(torch.equal(state[name], value) for state in states for name, value in states[0].items())
+
+
 # --- bad input ------------------------------------------------------------------------------------
 
 
-def test_a_score_that_is_no_number_is_told_with_its_layer():
+def test_sensitivity_names_the_layer_whose_score_is_not_a_number():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(ValueError, match="nan with only 1 quantized"):
         ranked(model, INT4, [1.0, 0.5, 0.5, 0.5, math.nan])
@@ -251,7 +245,7 @@ def test_a_score_that_is_no_number_is_told_with_its_layer():
             ranked(model, INT4, [1.0, score])
 
 
-def test_wrong_arguments():
+def test_sensitivity_refuses_wrong_arguments():
     model = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="function of a model"):
         fq.sensitivity(model, INT4, 0.9)
@@ -263,166 +257,3 @@ def test_wrong_arguments():
         fq.sensitivity(model, INT4, lambda model: 0.0, data=[], progress=False)
     with pytest.raises(ValueError, match="did not run the model"):
         fq.sensitivity(model, INT4, lambda _: model(torch.ones(1, 2)).sum(), data=[torch.ones(1, 2)], progress=False)
-
-
-# --- suggestions ----------------------------------------------------------------------------------
-
-
-SIZES = {"a": (8, 8), "b": (8, 16), "c": (16, 4), "d": (4, 4)}
-ORDER = ["b", "d", "a", "c"]  # the worst first
-RULED = INT4.rule("?", weight=QuantSpec(bits=4))  # rules of its own come after those of a suggestion
-
-
-@pytest.fixture
-def found():
-    rows = [
-        LayerSensitivity(path, "Linear", SIZES[path][0] * SIZES[path][1], 4, 0.5 - 0.1 * i, 0.1)
-        for i, path in enumerate(ORDER)
-    ]
-    return Sensitivity(rows, 0.9, 0.1, RULED)
-
-
-def named():
-    model = nn.Sequential()
-    for name, (before, after) in SIZES.items():
-        model.add_module(name, nn.Linear(before, after))
-    return model
-
-
-def bits_of(config):
-    """What the weights really have when a model is prepared with the config; None: float."""
-    prepared = fq.prepare(named(), config)
-    return {
-        name: None if not hasattr(layer, "weight_quantizer") else layer.weight_quantizer.spec.bits
-        for name, layer in prepared.named_children()
-    }
-
-
-INT8 = LayerConfig(weight=presets.int8(), input=presets.uint8())
-
-
-@pytest.mark.parametrize("keep", range(4))
-def test_the_worst_are_prepared_in_higher_precision(found, keep):
-    assert bits_of(found.suggest(keep=keep)) == {p: None if p in ORDER[:keep] else 4 for p in SIZES}
-    config = found.suggest(keep=keep, precision=INT8)
-    assert bits_of(config) == {p: 8 if p in ORDER[:keep] else 4 for p in SIZES}
-    assert QuantConfig.from_json(config.to_json()) == config
-    assert config.rules[keep:] == RULED.rules
-
-
-def test_all_may_be_kept_in_higher_precision(found):
-    assert set(bits_of(found.suggest(keep=4, precision=INT8)).values()) == {8}
-    assert found.suggest(keep=0) == RULED
-
-
-def sizes_of_prefixes(high):
-    def weights(path):
-        return SIZES[path][0] * SIZES[path][1]
-
-    return [sum(weights(p) * (high if p in ORDER[:n] else 4) for p in SIZES) for n in range(5)]
-
-
-@pytest.mark.parametrize(("precision", "high"), [(INT8, 8), (None, 32)])
-def test_a_budget_is_met_by_the_longest_prefix(found, precision, high):
-    totals = sizes_of_prefixes(high)
-    for n, total in enumerate(totals):
-        for budget, expected in ((total, n), (total + 1, n), (total - 1, n - 1)):
-            if expected < 0 or (precision is None and expected == 4):  # nothing would be quantized
-                continue
-            bits = bits_of(found.suggest(bits=budget, precision=precision))
-            assert [p for p in ORDER if bits[p] != 4] == ORDER[:expected]
-            assert sum(SIZES[p][0] * SIZES[p][1] * (bits[p] or 32) for p in SIZES) <= budget
-    with pytest.raises(ValueError, match=f"have {totals[0]:,} bits as the config has them"):
-        found.suggest(bits=totals[0] - 1, precision=precision)
-
-
-def test_the_bits_are_those_of_the_target(found):
-    found = dataclasses.replace(found, config=dataclasses.replace(RULED, target="onnxruntime-x86"))
-    config = found.suggest(bits=sizes_of_prefixes(7)[4], precision=INT8)
-    assert set(bits_of(config).values()) == {7}
-
-
-def test_suggestions_that_make_no_sense(found):
-    for arguments in ({}, {"keep": 1, "bits": 5000}, {"precision": INT8}):
-        with pytest.raises(ValueError, match="either `keep`"):
-            found.suggest(**arguments)
-    for keep in (5, -1, 1.0, True):
-        with pytest.raises(ValueError, match="number of layers, 0 to 4, got"):
-            found.suggest(keep=keep)
-    for bits in (-1, 1e6, True):
-        with pytest.raises(ValueError, match="at least 0, got"):
-            found.suggest(bits=bits)
-    with pytest.raises(TypeError, match="must be a LayerConfig"):
-        found.suggest(keep=1, precision=presets.int8())
-    with pytest.raises(ValueError, match=r"weights of 2 bits, and b has 4 already"):
-        found.suggest(keep=1, precision=LayerConfig(weight=QuantSpec(bits=2)))
-
-
-def test_an_attention_in_float_takes_the_layer_in_it_along():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention, self.fc = nn.MultiheadAttention(4, 2), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.fc(self.attention(x, x, x)[0])
-
-    torch.manual_seed(0)
-    model, x = Model(), torch.randn(5, 2, 4)
-    scores = iter([1.0, 0.0, 0.0, 0.0, 0.5, 0.0, 0.75, 0.0])
-
-    def evaluate(model):
-        model(x)
-        return next(scores)
-
-    found = fq.sensitivity(model, recipes.w4a8(first_last_bits=None), evaluate, data=[x], progress=False)
-    assert [(row.path, row.weights, row.part_of) for row in found.layers] == [
-        ("attention", 48, None),
-        ("attention.out_proj", 16, "attention"),
-        ("fc", 16, None),
-    ]
-    # 48 + 16 weights in float, not 48.
-    enough = 64 * 32 + 16 * 4
-    assert found.suggest(bits=enough - 1).rules == ()
-    config = found.suggest(bits=enough)
-    assert [rule.path for rule in config.rules] == ["attention", "attention.out_proj"]
-    assert [layer.path for layer in fq.summary(fq.prepare(copy.deepcopy(model), config)).layers] == ["fc"]
-    # In 8 bits each is counted by itself.
-    precision = LayerConfig(weight=presets.int8(), input=presets.uint8())
-    assert len(found.suggest(bits=48 * 8 + 32 * 4, precision=precision).rules) == 1
-
-
-def test_a_module_without_weights_costs_no_bits_and_stays_in_float():
-    rows = [LayerSensitivity("relu", "ReLU", 0, 8, 0.5, 0.5), LayerSensitivity("conv", "Conv2d", 144, 4, 0.1, 0.1)]
-    found = Sensitivity(rows, 0.9, 0.1, recipes.w4a8())
-    config = found.suggest(bits=144 * 4, precision=INT8)
-    assert [(rule.path, rule.use) for rule in config.rules] == [("relu", None)]
-    prepared = fq.prepare(Block(), config)
-    assert not hasattr(prepared.relu, "output_quantizer")
-    assert prepared.conv.input_quantizer is not None
-
-
-def test_paths_are_no_patterns():
-    model = nn.ModuleDict({"a*": nn.Linear(2, 2), "ab": nn.Linear(2, 2), "[c]": nn.Linear(2, 2)})
-    rows = [LayerSensitivity(path, "Linear", 4, 4, 0.1, 0.1) for path in ("a*", "[c]", "ab")]
-    prepared = fq.prepare(model, Sensitivity(rows, 0.9, 0.1, INT4).suggest(keep=2))
-    assert [layer.path for layer in fq.summary(prepared).layers] == ["ab"]
-
-
-def test_numbers_may_be_numpys(found):
-    assert found.suggest(keep=np.int64(1)) == found.suggest(keep=1)
-    assert found.suggest(bits=np.int64(10**6)) == found.suggest(bits=10**6)
-
-
-def test_every_evaluation_starts_from_the_same_model():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
-    x, states = torch.randn(8, 4), []
-
-    def evaluate(model):
-        states.append({n: v.clone() for n, v in model.state_dict().items() if "switches" not in n})
-        return model.train()(10 * x).sum()  # moves ranges, and statistics of the batch norm
-
-    fq.sensitivity(model, recipes.int8(), evaluate, data=[x], progress=False)
-    assert len(states) == 6
-    assert all(torch.equal(state[name], value) for state in states for name, value in states[0].items())

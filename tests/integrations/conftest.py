@@ -1,4 +1,4 @@
-"""Tiny models on one thread: several are slower."""
+"""Runs the tests of integrations on one thread, which is fastest for tiny models."""
 
 import pytest
 
@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """More threads would wait for each other most of the time."""
+    """Sets torch to one thread during a test."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

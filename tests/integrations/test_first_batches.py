@@ -1,4 +1,4 @@
-"""Batches for calibration are those that training begins with, and reading them changes nothing."""
+"""Calibration reads the first batches of training without side effects."""
 
 import random
 
@@ -28,7 +28,7 @@ DATA = TensorDataset(torch.arange(40.0))
 
 
 class Counting(Dataset):
-    """Rows that depend on a random number, as augmented pictures do."""
+    """Rows that depend on random numbers, like augmented images."""
 
     def __len__(self):
         return 40
@@ -54,7 +54,7 @@ class Once(IterableDataset):
 
 
 class Buckets:
-    """A sampler of batches that remembers where it is."""
+    """A batch sampler that counts epochs."""
 
     def __init__(self):
         self.epoch = 0
@@ -69,18 +69,18 @@ LOADERS = {
     "shuffled": lambda: DataLoader(DATA, 4, shuffle=True),
     "with a generator": lambda: DataLoader(DATA, 4, shuffle=True, generator=torch.Generator().manual_seed(3)),
     "weighted": lambda: DataLoader(DATA, 4, sampler=WeightedRandomSampler(torch.ones(40), 32)),
-    "batches": lambda: DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, True)),
-    "buckets": lambda: DataLoader(DATA, batch_sampler=Buckets()),
-    "rows": lambda: DataLoader(DATA, None, sampler=SequentialSampler(DATA)),
+    "batch sampler": lambda: DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, True)),
+    "stateful batch sampler": lambda: DataLoader(DATA, batch_sampler=Buckets()),
+    "no batching": lambda: DataLoader(DATA, None, sampler=SequentialSampler(DATA)),
     "random rows": lambda: DataLoader(Counting(), 4, shuffle=True),
-    "a stream": lambda: DataLoader(Stream(), 4),
-    "workers": lambda: DataLoader(DATA, 4, shuffle=True, num_workers=1, persistent_workers=True),
-    "a list": lambda: [torch.arange(4.0), torch.arange(4.0, 8.0)],
+    "iterable dataset": lambda: DataLoader(Stream(), 4),
+    "worker processes": lambda: DataLoader(DATA, 4, shuffle=True, num_workers=1, persistent_workers=True),
+    "list": lambda: [torch.arange(4.0), torch.arange(4.0, 8.0)],
 }
 
 
 def read(loader):
-    """Two epochs of a loader."""
+    """Returns the batches of two epochs."""
     found = [batch for _ in range(2) for batch in loader]
     return [batch[0] if isinstance(batch, list) else batch for batch in found]
 
@@ -92,7 +92,7 @@ def seed():
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_reading_changes_nothing(kind):
+def test_reading_first_batches_does_not_change_training_data(kind):
     seed()
     expected = read(LOADERS[kind]())
     seed()
@@ -103,11 +103,11 @@ def test_reading_changes_nothing(kind):
     found = read(loader)
     assert len(found) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    if kind != "workers":  # where random numbers are drawn in another order
+    if kind != "worker processes":  # workers draw random numbers in another order
         assert all(torch.equal(a, b) for a, b in zip(first, expected[:2], strict=True))
 
 
-def test_data_are_not_copied():
+def test_first_batches_does_not_copy_the_dataset():
     class Rows(Dataset):
         def __len__(self):
             return 8
@@ -122,18 +122,18 @@ def test_data_are_not_copied():
 
 
 @pytest.mark.parametrize("data", [DataLoader(Once(), 4), iter([torch.ones(2)])], ids=["dataset", "generator"])
-def test_what_can_be_read_only_once_is_refused(data):
+def test_first_batches_refuses_data_that_can_be_read_only_once(data):
     with pytest.raises(TypeError, match=r"can be read only once.*\n.*fakequant\.calibrate\(model, batches\)"):
         next(first_batches(data, 2))
 
 
-def test_samplers_that_cannot_be_copied_are_refused():
+def test_first_batches_refuses_samplers_that_cannot_be_copied():
     loader = DataLoader(DATA, 4, sampler=(i for i in range(40)))
     with pytest.raises(TypeError, match=r"BatchSampler cannot be copied .*\n.*QATCallback\(calibrate=None\)"):
         next(first_batches(loader, 2))
 
 
-def test_random_states_come_back_after_an_error():
+def test_random_states_are_restored_after_an_error():
     seed()
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
 
@@ -161,9 +161,9 @@ def prepared(config):
         (fq.recipes.int4_weight_only(4), False),
         (fq.recipes.int8().rule(activation_observer=fq.observers.Fixed(-1.0, 1.0)), False),
     ],
-    ids=["int8", "lsq", "dynamic", "weights", "fixed"],
+    ids=["int8", "lsq", "int8_dynamic", "int4_weight_only", "fixed range"],
 )
-def test_what_needs_calibration(config, needed):
+def test_needs_calibration_is_true_for_observed_and_learned_scales_without_data(config, needed):
     model = prepared(config)
     assert needs_calibration(model) == needed
     if needed:
@@ -172,13 +172,13 @@ def test_what_needs_calibration(config, needed):
 
 
 @pytest.mark.filterwarnings("ignore:No data reached the quantizers of 1")
-def test_a_layer_that_no_data_reaches_is_no_reason():
+def test_needs_calibration_ignores_layers_that_no_data_reaches():
     model = prepared(fq.recipes.int8())
     calibrate_without_trace(model, lambda: model[0](torch.randn(8, 4)))
     assert not needs_calibration(model)
 
 
-def test_a_part_that_is_prepared():
+def test_calibrate_without_trace_handles_a_model_with_a_prepared_part():
     model = torch.nn.Sequential(torch.nn.Dropout(0.5), prepared(fq.recipes.lsq(4)))
     calibrate_without_trace(model, lambda: model(torch.randn(8, 4)))
     assert not needs_calibration(model)

@@ -1,11 +1,11 @@
-"""Prepared models of transformers in folders: saved, loaded, and the same to the bit."""
+"""Prepared transformers models are saved to folders and loaded with the same bits."""
 
 import json
 
 import pytest
 
-pytest.importorskip("transformers", reason="the folders are its")
-pytest.importorskip("accelerate", reason="the module needs it")
+pytest.importorskip("transformers", reason="tests its folders")
+pytest.importorskip("accelerate", reason="needed by the integration")
 import tiny_models as tiny
 import torch
 import transformers
@@ -18,7 +18,7 @@ every_model = pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__na
 
 
 def trained(make, config):
-    """A prepared model after two steps, and a batch."""
+    """Returns a prepared model after two training steps, and a batch."""
     transformers.set_seed(0)
     model = fq.prepare(make(), config)
     batch = transformers.default_data_collator(tiny.data_for(make)[:8])
@@ -38,13 +38,13 @@ def assert_same_when_converted(one, other, batch):
         one, other = fq.convert(one), fq.convert(other)
         tiny.assert_same_bits(one, other)
         if isinstance(one, transformers.ViTForImageClassification):
-            return  # its code reads the weight of a layer, which a converted layer does not have
+            return  # ViT reads the weight of a layer, which a converted layer does not have
         assert torch.equal(one(**batch).logits, other(**batch).logits)
 
 
 @every_model
 @pytest.mark.parametrize("config", [fq.recipes.int8(), fq.recipes.lsq(4)], ids=["int8", "lsq"])
-def test_saved_and_loaded(make, config, tmp_path):
+def test_a_saved_model_loads_with_the_same_bits(make, config, tmp_path):
     model, batch = trained(make, config)
     save_pretrained(model, tmp_path)
     loaded = from_pretrained(type(model), tmp_path)
@@ -54,8 +54,8 @@ def test_saved_and_loaded(make, config, tmp_path):
 
 
 @every_model
-def test_saved_by_the_model_itself(make, tmp_path):
-    """Its names may be those of older versions."""
+def test_a_model_saved_by_transformers_loads_with_a_given_config(make, tmp_path):
+    """transformers may save tensors under names of older versions."""
     config = fq.recipes.int8()
     model, _ = trained(make, config)
     model.save_pretrained(tmp_path)
@@ -64,11 +64,11 @@ def test_saved_by_the_model_itself(make, tmp_path):
         from_pretrained(type(model), tmp_path)
 
 
-def test_saved_again_by_a_model_that_was_loaded(tmp_path):
+def test_a_loaded_model_saved_by_transformers_keeps_its_config(tmp_path):
     model, _ = trained(tiny.vit, fq.recipes.int8())
     save_pretrained(model, tmp_path / "one")
     loaded = from_pretrained(transformers.ViTForImageClassification, tmp_path / "one")
-    loaded.save_pretrained(tmp_path / "two")  # its config knows how it was prepared
+    loaded.save_pretrained(tmp_path / "two")  # its config contains the QuantConfig
     tiny.assert_same_bits(model, from_pretrained(transformers.ViTForImageClassification, tmp_path / "two"))
 
 
@@ -80,7 +80,7 @@ def test_tied_weights_are_saved_once_and_stay_tied(tmp_path):
     assert loaded.lm_head.weight_quantizer is not loaded.transformer.wte.weight_quantizer
 
 
-def test_auto_classes_and_several_files(tmp_path):
+def test_auto_classes_load_a_model_from_several_files(tmp_path):
     model, batch = trained(tiny.bert, fq.recipes.lsq(4))
     save_pretrained(model, tmp_path, max_shard_size="4KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
@@ -89,7 +89,7 @@ def test_auto_classes_and_several_files(tmp_path):
     assert_same_when_converted(model, loaded, batch)
 
 
-def test_float_classes_load_the_weights_as_ever(tmp_path):
+def test_float_classes_load_the_weights_of_a_prepared_model(tmp_path):
     model, _ = trained(tiny.bert, fq.recipes.int8())
     save_pretrained(model, tmp_path)
     loaded = transformers.BertForSequenceClassification.from_pretrained(tmp_path)
@@ -97,7 +97,7 @@ def test_float_classes_load_the_weights_as_ever(tmp_path):
     assert all(torch.equal(value, weights[name]) for name, value in loaded.named_parameters())
 
 
-def test_bfloat16_models(tmp_path):
+def test_a_bfloat16_model_loads_with_the_same_bits(tmp_path):
     model, _ = trained(tiny.bert, fq.recipes.int8())
     model.bfloat16()
     save_pretrained(model, tmp_path)
@@ -106,7 +106,7 @@ def test_bfloat16_models(tmp_path):
     tiny.assert_same_bits(model, loaded)
 
 
-def test_says_nothing_about_tensors_of_quantizers(tmp_path, caplog):
+def test_loading_a_model_logs_no_unexpected_tensors(tmp_path, caplog):
     model, _ = trained(tiny.bert, fq.recipes.int8())
     save_pretrained(model, tmp_path)
     before = transformers.logging.get_verbosity()
@@ -115,7 +115,7 @@ def test_says_nothing_about_tensors_of_quantizers(tmp_path, caplog):
     assert transformers.logging.get_verbosity() == before
 
 
-def test_the_config_is_beside_the_weights(tmp_path):
+def test_the_quant_config_is_saved_in_config_json(tmp_path):
     config = fq.recipes.int8(target="onnxruntime-x86").skip("classifier")
     model, _ = trained(tiny.bert, config)
     save_pretrained(model, tmp_path)
@@ -124,12 +124,12 @@ def test_the_config_is_beside_the_weights(tmp_path):
     assert not isinstance(from_pretrained(type(model), tmp_path).classifier, fq.nn.QuantizedLayer)
 
 
-def test_models_that_are_not_prepared(tmp_path):
+def test_save_pretrained_refuses_a_model_that_is_not_prepared(tmp_path):
     with pytest.raises(ValueError, match=r"not prepared.*\n.*given to fakequant\.prepare"):
         save_pretrained(tiny.bert(), tmp_path)
 
 
-def test_folders_that_do_not_fit(tmp_path):
+def test_from_pretrained_refuses_folders_that_do_not_fit(tmp_path):
     config = fq.recipes.int8()
     with pytest.raises(FileNotFoundError, match=r"no folder 'google/bert'.*\n.*snapshot_download"):
         from_pretrained(transformers.BertModel, "google/bert")

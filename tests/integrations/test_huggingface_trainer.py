@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-pytest.importorskip("transformers", reason="the callback is for it")
+pytest.importorskip("transformers", reason="tests its Trainer")
 pytest.importorskip("accelerate", reason="transformers.Trainer needs it")
 import tiny_models as tiny
 import torch
@@ -22,7 +22,7 @@ FIGURES = {
 
 
 class Recorder(transformers.TrainerCallback):
-    """What the other callbacks of a trainer are shown, and the model when training begins."""
+    """Records the logs shown to callbacks, and the model at the start of training."""
 
     def __init__(self):
         self.logs, self.begun = [], None
@@ -53,7 +53,7 @@ def trainer_of(model, folder, *callbacks, data=None, **options):
     [(tiny.bert, fq.recipes.int8()), (tiny.gpt2, fq.recipes.lsq(4)), (tiny.vit, fq.recipes.int8())],
     ids=["bert", "gpt2", "vit"],
 )
-def test_resuming_gives_the_same_bits(make, config, tmp_path):
+def test_a_resumed_huggingface_training_gives_the_same_bits(make, config, tmp_path):
     def train(resume):
         model, callback = prepared(make, config), QATCallback(**SCHEDULE)
         trainer = trainer_of(
@@ -73,22 +73,22 @@ def test_resuming_gives_the_same_bits(make, config, tmp_path):
 
 
 def assert_same_state(one, other):
-    """What is saved: whether layers add rounded biases in training is set by the schedule, on resuming."""
+    """Compares saved state. Whether layers deploy their bias is not saved; the schedule sets it on resuming."""
     a, b = (tiny.everything(model) for model in (one, other))
     assert [name for name in a if "deploys" not in name and not torch.equal(a[name], b[name])] == []
 
 
-def test_one_step_of_the_schedule_per_optimizer_step(tmp_path):
+def test_huggingface_optimizer_steps_advance_the_schedule_once(tmp_path):
     model, callback, batches = prepared(tiny.bert), QATCallback(**SCHEDULE), []
     model.register_forward_pre_hook(lambda module, _: batches.append(module.training))
-    # 12 batches in an epoch: two steps of 5 batches and one of 2.
+    # An epoch has 12 batches, which make two steps of 5 batches and one of 2.
     trainer = trainer_of(model, tmp_path, callback, data=tiny.data_for(tiny.bert), gradient_accumulation_steps=5)
     trainer.train()
     assert sum(batches) == 24
     assert callback.schedule.steps == trainer.state.global_step == 6
 
 
-def test_figures_are_logged_with_the_loss(tmp_path):
+def test_huggingface_callback_logs_health_with_the_loss(tmp_path):
     recorder = Recorder()
     trainer = trainer_of(
         prepared(tiny.bert), tmp_path, recorder, data=tiny.data_for(tiny.bert), eval_strategy="steps", eval_steps=3
@@ -104,15 +104,15 @@ def test_figures_are_logged_with_the_loss(tmp_path):
     assert {name: history[-3][name] for name in FIGURES} == {name: last[name] for name in FIGURES}
 
 
-def test_no_figures(tmp_path):
+def test_huggingface_callback_logs_no_health_if_switched_off(tmp_path):
     recorder = Recorder()
     model, data = prepared(tiny.bert), tiny.data_for(tiny.bert)
     trainer_of(model, tmp_path, QATCallback(log_health=False), recorder, data=data, max_steps=2).train()
     assert [name for logs in recorder.logs for name in logs if name.startswith("quant/")] == []
 
 
-def test_calibration_leaves_no_trace(tmp_path):
-    """Batches, dropout and all results are those of a model that was calibrated before."""
+def test_huggingface_calibration_leaves_batches_and_random_states_unchanged(tmp_path):
+    """Batches, dropout and results equal those of a model calibrated beforehand."""
 
     def train(callback, state=None):
         model, batches, recorder = prepared(tiny.bert), [], Recorder()
@@ -137,7 +137,7 @@ def test_calibration_leaves_no_trace(tmp_path):
     assert states[2] == same_states[2]
 
 
-def test_calibrates_with_the_first_batches_before_the_first_evaluation(tmp_path):
+def test_huggingface_callback_calibrates_with_the_first_batches_before_evaluation(tmp_path):
     shown = []
 
     class Watching(QATCallback):
@@ -154,7 +154,7 @@ def test_calibrates_with_the_first_batches_before_the_first_evaluation(tmp_path)
     class Before(transformers.TrainerCallback):
         def on_train_begin(self, args, state, control, model=None, **_):
             model.train()
-            model.dropout.eval()  # a part that is in another mode stays in it
+            model.dropout.eval()  # a module in another mode must stay in it
             modes.append([module.training for module in model.modules()])
 
     class After(transformers.TrainerCallback):
@@ -173,7 +173,7 @@ def test_calibrates_with_the_first_batches_before_the_first_evaluation(tmp_path)
     assert "eval_loss" in trainer.state.log_history[0]
 
 
-def test_scales_that_are_there_stay(tmp_path):
+def test_huggingface_callback_keeps_existing_scales(tmp_path):
     model = prepared(tiny.bert, fq.recipes.lsq(8))
     data = tiny.data_for(tiny.bert)
     batch = transformers.default_data_collator(data[:4])
@@ -183,7 +183,7 @@ def test_scales_that_are_there_stay(tmp_path):
     assert [name for name in before if not torch.equal(before[name], recorder.begun[name])] == []
 
 
-def test_training_twice_starts_the_schedule_again(tmp_path):
+def test_a_second_huggingface_training_restarts_the_schedule(tmp_path):
     model, callback = prepared(tiny.bert), QATCallback(**SCHEDULE)
     trainer = trainer_of(model, tmp_path, callback, data=tiny.data_for(tiny.bert))
     trainer.train()
@@ -194,7 +194,7 @@ def test_training_twice_starts_the_schedule_again(tmp_path):
     assert not any(quantizer.frozen for _, quantizer in fq.nn.quantizers(model))
 
 
-def test_bfloat16(tmp_path):
+def test_huggingface_bfloat16_training_keeps_scales_in_float32(tmp_path):
     model, callback = prepared(tiny.bert, fq.recipes.lsq(4)), QATCallback(**SCHEDULE)
     trainer = trainer_of(model, tmp_path, callback, data=tiny.data_for(tiny.bert), bf16=True, torch_compile=False)
     trainer.train()
@@ -203,7 +203,7 @@ def test_bfloat16(tmp_path):
     assert all(quantizer.scale.isfinite().all() for _, quantizer in fq.nn.quantizers(model))
 
 
-def test_the_best_model_at_the_end(tmp_path):
+def test_huggingface_loads_the_best_model_at_the_end_with_its_scales(tmp_path):
     model, best = prepared(tiny.bert), []
 
     class Best(transformers.TrainerCallback):
@@ -217,23 +217,23 @@ def test_the_best_model_at_the_end(tmp_path):
         metric_for_best_model="eval_loss",
     )  # fmt: skip
     trainer.train()
-    assert trainer.state.best_global_step < 6  # another than the last
+    assert trainer.state.best_global_step < 6  # not the last one
     after = tiny.everything(model.eval())
     assert [name for name in after if "deploys" not in name and not torch.equal(after[name], best[-1][name])] == []
 
 
-def test_a_float_model_is_refused(tmp_path):
+def test_huggingface_callback_refuses_a_float_model(tmp_path):
     with pytest.raises(ValueError, match=r"no quantizers in the model, a BertForS.*\n.*fakequant\.prepare"):
         trainer_of(tiny.bert(), tmp_path, QATCallback(), data=tiny.data_for(tiny.bert))
 
 
 @pytest.mark.parametrize("bad", [0, -1, True, 2.0, "8"])
-def test_numbers_of_batches_that_are_none(bad):
+def test_huggingface_callback_refuses_invalid_numbers_of_batches(bad):
     with pytest.raises(ValueError, match="`calibrate` must be a number of batches, 1 or more, or None"):
         QATCallback(calibrate=bad)
 
 
-def test_options_that_are_wrong(tmp_path):
+def test_huggingface_callback_refuses_wrong_options(tmp_path):
     with pytest.raises(TypeError, match="`log_health` must be True or False, got 10"):
         QATCallback(log_health=10)
     trainer = trainer_of(prepared(tiny.bert), tmp_path, QATCallback(quantize_from=0.5), data=tiny.data_for(tiny.bert))

@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 
-pytest.importorskip("lightning", reason="the callback is for it")
+pytest.importorskip("lightning", reason="tests its Trainer")
 import lightning
 import torch
 from torch import nn
@@ -16,9 +16,9 @@ from fakequant.integrations.lightning import QATCallback
 
 SCHEDULE = {"quantize_from": 1, "freeze_ranges_at": 5, "freeze_norms_at": 7}
 pytestmark = [
-    # Loaders of so little data have no workers.
+    # Loaders of tiny data have no workers.
     pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),
-    # Lightning asks torch for what this torch calls otherwise.
+    # Lightning uses a name that this torch has deprecated.
     pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.* is deprecated:FutureWarning"),
 ]
 
@@ -30,7 +30,7 @@ def make_net(config=None):
 
 
 def make_modules(pl):
-    """Two kinds of module of one of Lightning's two packages: with a `forward`, and without."""
+    """Returns module classes of one of Lightning's two packages, without and with a `forward`."""
 
     class Stepping(pl.LightningModule):
         def __init__(self, net):
@@ -95,10 +95,10 @@ def assert_same_bits(one, other):
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
-# A training that resumes has its checkpoints there.
+# A resumed training finds its checkpoints there.
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 @pytest.mark.parametrize("config", [fq.recipes.int8(), fq.recipes.lsq(4)], ids=["int8", "lsq"])
-def test_resuming_gives_the_same_bits(config, tmp_path):
+def test_a_resumed_lightning_training_gives_the_same_bits(config, tmp_path):
     def train(ckpt_path=None):
         net, callback = make_net(config), QATCallback(**SCHEDULE)
         net[3] = nn.Identity()  # Lightning does not save random states
@@ -120,7 +120,7 @@ def test_resuming_gives_the_same_bits(config, tmp_path):
 
 
 @pytest.mark.parametrize("make", [Stepping, Calling])
-def test_the_sanity_check_finds_ranges(make, tmp_path):
+def test_lightning_callback_calibrates_before_the_sanity_check(make, tmp_path):
     with pytest.raises(RuntimeError, match="has not observed a finite value"):
         fit(make(make_net()), QATCallback(calibrate=None), tmp_path)
     callback = QATCallback(**SCHEDULE)
@@ -130,7 +130,7 @@ def test_the_sanity_check_finds_ranges(make, tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-def test_one_step_of_the_schedule_per_optimizer_step(precision, tmp_path):
+def test_lightning_optimizer_steps_advance_the_schedule_once(precision, tmp_path):
     net, callback = make_net(fq.recipes.lsq(4)), QATCallback(**SCHEDULE)
     module = Calling(net)
     trainer = fit(module, callback, tmp_path, precision=precision, accumulate_grad_batches=2, max_steps=5)
@@ -139,7 +139,7 @@ def test_one_step_of_the_schedule_per_optimizer_step(precision, tmp_path):
     assert {quantizer.scale.dtype for _, quantizer in fq.nn.quantizers(net)} == {torch.float32}
 
 
-def test_figures_are_logged(tmp_path):
+def test_lightning_callback_logs_health(tmp_path):
     logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
     trainer = fit(Calling(make_net()), QATCallback(**SCHEDULE), tmp_path, logger=logger, accumulate_grad_batches=2)
     names = {name for name in trainer.logged_metrics if name.startswith("quant/")}
@@ -151,16 +151,16 @@ def test_figures_are_logged(tmp_path):
     assert all(0 < float(row["quant/levels_used_worst"]) <= 1 for row in logged)
 
 
-def test_no_figures(tmp_path):
+def test_lightning_callback_logs_no_health_if_switched_off(tmp_path):
     trainer = fit(Calling(make_net()), QATCallback(log_health=False), tmp_path, max_steps=4)
     assert [name for name in trainer.logged_metrics if name.startswith("quant/")] == []
 
 
-# It says so of every part that is.
+# Lightning warns about modules in eval mode.
 @pytest.mark.filterwarnings("ignore:Found 1 module.* in eval mode at the start of training")
 @pytest.mark.parametrize("make", [Stepping, Calling])
-def test_calibration_leaves_no_trace(make, tmp_path):
-    """Batches, dropout and all results are those of a model that was calibrated before."""
+def test_lightning_calibration_leaves_batches_and_random_states_unchanged(make, tmp_path):
+    """Batches, dropout and results equal those of a model calibrated beforehand."""
     begun = []
 
     class Recorder(lightning.pytorch.Callback):
@@ -188,23 +188,23 @@ def test_calibration_leaves_no_trace(make, tmp_path):
     assert torch.equal(random_state, same_random_state)
 
 
-def test_frozen_from_the_first_step(tmp_path):
+def test_lightning_callback_can_freeze_ranges_from_the_first_step(tmp_path):
     net = make_net()
     fit(Calling(net), QATCallback(freeze_ranges_at=0), tmp_path, max_steps=2)
     assert all(quantizer.frozen for _, quantizer in fq.nn.quantizers(net))
 
 
-def test_fitting_twice(tmp_path):
+def test_a_second_lightning_fit_restarts_the_schedule(tmp_path):
     net, callback = make_net(), QATCallback(**SCHEDULE)
     fit(Calling(net), callback, tmp_path, max_steps=6)
     assert callback.state_dict() == {"steps": 6}
-    fit(Calling(net), callback, tmp_path, max_steps=2)  # another trainer, which begins at 0
+    fit(Calling(net), callback, tmp_path, max_steps=2)  # another trainer, which starts at 0
     assert callback.state_dict() == {"steps": 2}
     assert not any(quantizer.frozen for _, quantizer in fq.nn.quantizers(net))
 
 
-def test_the_other_package(tmp_path):
-    """Both are often installed, and their classes are not the same."""
+def test_lightning_callback_works_with_pytorch_lightning_too(tmp_path):
+    """Both packages are often installed, with different classes."""
     pl = pytest.importorskip("pytorch_lightning")
     assert pl.Callback is not lightning.pytorch.Callback
     _, calling = make_modules(pl)
@@ -214,19 +214,19 @@ def test_the_other_package(tmp_path):
     assert isinstance(callback, (pl.Callback, lightning.pytorch.Callback))
 
 
-def test_a_float_model_is_refused(tmp_path):
+def test_lightning_callback_refuses_a_float_model(tmp_path):
     with pytest.raises(ValueError, match=r"no quantizers in the model, a Calling.*\n.*fakequant\.prepare"):
         fit(Calling(make_net(False)), QATCallback(), tmp_path)
 
 
-def test_manual_optimization_without_forward(tmp_path):
+def test_lightning_callback_refuses_manual_optimization_without_forward(tmp_path):
     module = Stepping(make_net())
     module.automatic_optimization = False
     with pytest.raises(ValueError, match=r"Stepping has no `forward`.*\nDefine `forward`, override `calibration_step`"):
         fit(module, QATCallback(), tmp_path)
 
 
-def test_several_loaders(tmp_path):
+def test_lightning_callback_refuses_several_loaders(tmp_path):
     trainer = lightning.pytorch.Trainer(
         accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, callbacks=[QATCallback()], default_root_dir=tmp_path,
@@ -236,14 +236,14 @@ def test_several_loaders(tmp_path):
         trainer.fit(Calling(make_net()), loaders, DataLoader(make_data(), 8))
 
 
-def test_options_that_are_wrong(tmp_path):
+def test_lightning_callback_refuses_wrong_options(tmp_path):
     with pytest.raises(ValueError, match="`calibrate` must be a number of batches, 1 or more, or None"):
         QATCallback(calibrate=0)
     with pytest.raises(ValueError, match="`freeze_ranges_at` must be a number of steps or None"):
         fit(Calling(make_net()), QATCallback(freeze_ranges_at=-1), tmp_path)
 
 
-def test_the_module_needs_lightning(monkeypatch):
+def test_lightning_integration_without_lightning_names_the_install_command(monkeypatch):
     module = importlib.import_module("fakequant.integrations.lightning")
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r'needs lightning.*\n.*pip install "fakequant\[lightning\]"'):

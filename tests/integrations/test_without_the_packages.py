@@ -1,4 +1,4 @@
-"""Without the libraries, the callbacks say how to get them; `import fakequant` never imports these."""
+"""Integrations say how to install missing packages, and `import fakequant` does not import them."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ def output_of(code):
     return subprocess.check_output([sys.executable, "-c", code], text=True)
 
 
-def test_says_how_to_install_them():
+def test_integrations_without_their_packages_name_the_install_command():
     assert output_of(IMPORT).splitlines() == [
         "This needs transformers, which is not installed.",
         'Use: pip install "fakequant[transformers]"',
@@ -28,6 +28,6 @@ def test_says_how_to_install_them():
     ]
 
 
-def test_the_library_imports_neither():
+def test_importing_fakequant_imports_no_integration_package():
     code = "import sys, fakequant as fq; fq.prepare, fq.Schedule, fq.health, fq.nn; import fakequant.integrations; "
     assert output_of(f"{code}print(sorted({set(PACKAGES)} & sys.modules.keys()))").strip() == "[]"

@@ -1,4 +1,4 @@
-"""Tiny models of transformers, data for them, and a comparison of bits."""
+"""Tiny transformers models, their data, and a comparison of all their bits."""
 
 import torch
 import transformers
@@ -9,14 +9,14 @@ ROWS, WORDS = 24, 50
 
 
 def bits(tensor):
-    """A tensor as bytes."""
+    """Returns a tensor as bytes."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def everything(model):
-    """Every parameter and every buffer of a model, saved or not, as bytes; and what schedules set besides."""
+    """Returns all parameters and buffers of a model as bytes, and the switches that schedules set."""
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    # What a learned scale started from is not kept with it.
+    # The data a learned scale was initialized from is not saved.
     found = {name: bits(tensor) for name, tensor in tensors if ".seen_" not in name}
     for path, layer in model.named_modules():
         if isinstance(layer, fq.nn.QuantizedLayer) and hasattr(layer._fakequant, "deploys_bias"):

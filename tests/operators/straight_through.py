@@ -1,4 +1,4 @@
-"""Examples in every granularity, and their derivatives in torch's own operations."""
+"""Example data in every granularity, and the expected derivatives written in torch operations."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ def make(spec, shape=(5, 6), batch=(), dtype=torch.float32, fraction=False):
 
 
 def spread(parameter, x, spec):
-    """One value per block as one per element."""
+    """Expands one value per block to one per element."""
     parameter = parameter.reshape(block_shape(tuple(x.shape), spec) or [1] * x.dim())
     for axis, length in enumerate(x.shape):
         parameter = parameter.repeat_interleave(length // parameter.shape[axis], axis)
@@ -52,7 +52,7 @@ def spread(parameter, x, spec):
 
 
 def straight_through(x, scale, zero_point, spec):
-    """Learned fake quantization in torch's operations: rounding has derivative 1, a bound has 0."""
+    """Learned fake quantization in torch operations, with derivative 1 for rounding and 0 for clipping."""
     s, z = spread(scale, x, spec), spread(zero_point, x, spec)
     z = z + (z.round().clamp(spec.qmin, spec.qmax) - z).detach()
     v = x / s

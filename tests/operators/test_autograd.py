@@ -1,4 +1,4 @@
-"""Autograd's own machinery around the functions: what is kept, hooks, changes in place, modes, tracing."""
+"""The functions under autograd's features: saved tensors, hooks, changes in place, modes, tracing."""
 
 from functools import partial
 
@@ -43,8 +43,8 @@ def dy():
 
 
 @pytest.mark.parametrize(("name", "kept"), [("clipped", 4), ("pass", 0), ("learned", 30 * 4 + 5 * 4 + 5 * 4)])
-def test_what_is_kept(case, dy, name, kept):
-    """Bytes, through hooks that take the tensors away and bring copies back."""
+def test_functions_save_the_documented_number_of_bytes_for_the_backward_pass(case, dy, name, kept):
+    """The hooks replace saved tensors by copies."""
     store = []
 
     def pack(t):
@@ -59,7 +59,7 @@ def test_what_is_kept(case, dy, name, kept):
 
 
 @each_function
-def test_graphs_and_hooks(case, dy, name):
+def test_hooks_and_retained_graphs_work_on_results(case, dy, name):
     expected = gradient(name, case, dy)
     x = leaf(case.x)
     y = forward(name, x * 2 / 2, case)
@@ -79,7 +79,7 @@ def test_graphs_and_hooks(case, dy, name):
             y.backward(dy)
 
 
-def test_accumulation(case, dy):
+def test_gradients_of_repeated_backward_passes_accumulate(case, dy):
     x, scale = leaf(case.x), leaf(case.scale)
     for _ in range(3):
         fq.fake_quantize_learned(x, scale, case.zero_point, SPEC).backward(dy)
@@ -89,7 +89,7 @@ def test_accumulation(case, dy):
 
 
 @pytest.mark.parametrize("changed", ["x", "scale", "mask"])
-def test_changes_in_place_are_noticed(case, dy, changed):
+def test_changing_a_saved_tensor_in_place_is_an_error_in_the_backward_pass(case, dy, changed):
     x, scale = leaf(case.x), leaf(case.scale)
     if changed == "mask":
         y, mask = fq.fake_quantize(x, case.scale, case.zero_point, SPEC, mask="packed")
@@ -101,8 +101,7 @@ def test_changes_in_place_are_noticed(case, dy, changed):
         y.backward(dy)
 
 
-def test_changes_in_place_that_do_not_matter(case, dy):
-    """Only the mask is kept."""
+def test_changing_x_and_scale_in_place_is_allowed_if_only_the_mask_is_saved(case, dy):
     x, scale = leaf(case.x), case.scale.clone()
     y = fq.fake_quantize(x, scale, case.zero_point, SPEC)
     with torch.no_grad():
@@ -112,7 +111,7 @@ def test_changes_in_place_that_do_not_matter(case, dy):
     assert torch.equal(x.grad, gradient("clipped", case, 3 * dy))
 
 
-def test_the_observing_operator_counts_its_changes():
+def test_the_observing_operator_increments_the_version_of_its_running_range():
     low, high = torch.full((1,), torch.inf), torch.full((1,), -torch.inf)
     torch.ops.fakequant.observe_fake_quantize(
         torch.ones(3), low, high, -8, 7, "onnx", True, "moving_average", 0.01, 1e-7, False
@@ -124,7 +123,7 @@ def test_the_observing_operator_counts_its_changes():
 
 
 @each_function
-def test_without_a_graph(case, name):
+def test_results_without_a_graph_equal_those_with_one(case, name):
     x = leaf(case.x)
     expected = forward(name, x, case)
     assert expected.requires_grad
@@ -142,7 +141,7 @@ def test_without_a_graph(case, name):
 
 @each_function
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_autocast(name, dtype):
+def test_autocast_does_not_change_results_and_gradients(name, dtype):
     case = make(SPEC)._replace(scale=torch.linspace(0.1001, 0.2003, 5))
     case, dy = case._replace(x=case.x.to(dtype)), torch.randn(5, 6).to(dtype)
     assert not torch.equal(case.scale.bfloat16().float(), case.scale)
@@ -157,7 +156,7 @@ def test_autocast(name, dtype):
 
 
 @each_function
-def test_anomaly_mode(case, dy, name):
+def test_anomaly_mode_keeps_gradients_and_reports_nan(case, dy, name):
     expected = gradient(name, case, dy)
     with torch.autograd.set_detect_anomaly(True):
         assert torch.equal(gradient(name, case, dy), expected)
@@ -181,7 +180,7 @@ ALLOCATING = {
 
 
 @pytest.mark.parametrize("function", ALLOCATING.values(), ids=ALLOCATING)
-def test_default_device(function):
+def test_results_are_on_the_device_of_the_input_not_on_the_default_device(function):
     with torch.device("meta"):
         result = function()
     assert {t.device.type for t in (result if isinstance(result, tuple) else (result,))} == {"cpu"}
@@ -189,7 +188,7 @@ def test_default_device(function):
 
 @each_function
 @each_spec
-def test_batched_gradients(name, spec):
+def test_batched_gradients_equal_a_loop(name, spec):
     case, many = make(spec), torch.randn(4, 5, 6)
     leaves = [v.clone().requires_grad_() for v in case[: 2 if name == "learned" else 1]]
     y = FUNCTIONS[name](*leaves, *case[len(leaves) :], spec)
@@ -202,14 +201,14 @@ def test_batched_gradients(name, spec):
 # --- torch.jit.trace ------------------------------------------------------------------------------
 
 TRACED = {
-    "own": lambda x: fq.fake_quantize(x, torch.linspace(0.1, 0.2, 5), 0, fq.QuantSpec(bits=4, axis=0)),
-    "number": lambda x: fq.fake_quantize(x, 0.1, 1, AFFINE()),
+    "channels": lambda x: fq.fake_quantize(x, torch.linspace(0.1, 0.2, 5), 0, fq.QuantSpec(bits=4, axis=0)),
+    "scale as a number": lambda x: fq.fake_quantize(x, 0.1, 1, AFFINE()),
     "learned": lambda x: fq.fake_quantize_learned(x, torch.tensor(0.1), torch.tensor(0.4), AFFINE()),
     "quantize": lambda x: fq.quantize(x, 0.1, 1, AFFINE()),
-    "range": lambda x: fq.fake_quantize(x, *fq.choose_qparams(*fq.min_max(x)[:2], AFFINE()), AFFINE()),
-    "ranges": lambda x: fq.min_max(x, fq.QuantSpec(axis=0)).min,
-    "torch's name": lambda x: fq.fake_quantize_per_tensor_affine(x, 0.1, 1, -8, 7),
-    "torch's channels": lambda x: fq.fake_quantize_per_channel_affine(
+    "dynamic range": lambda x: fq.fake_quantize(x, *fq.choose_qparams(*fq.min_max(x)[:2], AFFINE()), AFFINE()),
+    "min_max": lambda x: fq.min_max(x, fq.QuantSpec(axis=0)).min,
+    "torch's per tensor": lambda x: fq.fake_quantize_per_tensor_affine(x, 0.1, 1, -8, 7),
+    "torch's per channel": lambda x: fq.fake_quantize_per_channel_affine(
         x, torch.linspace(0.1, 0.2, 5), torch.zeros(5, dtype=torch.int32), 0, -8, 7
     ),
     "torch's learnable": lambda x: fq.fake_quantize_learnable_per_tensor_affine(

@@ -1,4 +1,4 @@
-"""Compiled, exported and traced functions are one graph with our operators in it, and have eager's bits."""
+"""Compiled, exported and traced functions are one graph with our operators, and have eager's bits."""
 
 import shutil
 
@@ -35,7 +35,7 @@ def compiled(function, backend="aot_eager", **options):
 
 
 def assert_same(expected, actual):
-    """Bits, strides and which results can be differentiated."""
+    """Asserts equal bits, strides and `requires_grad`."""
     for e, a in zip(*((r if isinstance(r, tuple) else (r,)) for r in (expected, actual)), strict=True):
         assert (e.dtype, e.shape, e.stride(), e.requires_grad) == (a.dtype, a.shape, a.stride(), a.requires_grad)
         e, a = (t.detach().contiguous().flatten().view(torch.uint8) for t in (e, a))
@@ -58,7 +58,7 @@ def fused(function):
 
 
 OWN = {
-    "number": lambda x: fq.fake_quantize(x, 0.1, 1, AFFINE()),
+    "scale as a number": lambda x: fq.fake_quantize(x, 0.1, 1, AFFINE()),
     "tensor": lambda x: fq.fake_quantize(x, ONE, ONE_ZERO, AFFINE()),
     "channel": lambda x: fq.fake_quantize(x, SCALE, ZERO, CHANNEL),
     "group": lambda x: fq.fake_quantize(x, GROUPS, 0, GROUP),
@@ -100,7 +100,7 @@ FUNCTIONS = OWN | NAMED
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_forward_and_backward(name):
+def test_compiled_functions_have_eager_bits_forward_and_backward(name):
     function = FUNCTIONS[name]
     x, other = (X.clone().requires_grad_() for _ in range(2))
     expected, actual = function(x), compiled(function)(other)
@@ -118,8 +118,8 @@ def test_forward_and_backward(name):
         (fq.fake_quantize_learnable_per_channel_affine_backward, (SCALE, ZERO.float(), 0)),
     ],
 )
-def test_learnable_backward(function, grid):
-    """torch's own operators when compiled: their sums may end in another bit."""
+def test_compiled_learnable_backward_has_eager_dx_and_nearly_its_sums(function, grid):
+    """Compiled code runs torch's operators, whose sums may differ in the last bit."""
     expected, actual = (run(DY, X, *grid, -8, 7, 0.5) for run in (function, compiled(function)))
     assert_same(expected[0], actual[0])
     torch.testing.assert_close(actual, expected)
@@ -129,7 +129,7 @@ needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="inductor ne
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
-def test_gradients_of_learned_scales(backend):
+def test_compiled_gradients_of_learned_scales_have_eager_bits(backend):
     def function(x, scale, zero_point):
         return torch.relu(fq.fake_quantize_learned(OWN["channel"](x * 2), scale, zero_point, CHANNEL))
 
@@ -141,21 +141,21 @@ def test_gradients_of_learned_scales(backend):
 
 EIGHT = torch.linspace(0.1, 0.3, 8)
 DYNAMIC = {
-    "tensor": OWN["number"],
+    "tensor": OWN["scale as a number"],
     "channel": lambda x: fq.fake_quantize(x, EIGHT, 0, LAST),
     "learned": lambda x: fq.fake_quantize_learned(x, EIGHT, 0, LAST),
-    "static scale": lambda x: fq.fake_quantize(x, torch.full((8,), 0.1), 0, LAST),  # as a parameter of a module is
+    "static scale": lambda x: fq.fake_quantize(x, torch.full((8,), 0.1), 0, LAST),
     "range per token": OWN["dynamic"],
     "packed codes": lambda x: fq.dequantize(
         fq.quantize(x, 0.1, 0, AFFINE(), packed=True), 0.1, 0, AFFINE(), shape=tuple(x.shape)
     ),
-    "torch's": NAMED["per_tensor"],
-    "torch's channel": lambda x: fq.fake_quantize_per_channel_affine(x, EIGHT, torch.zeros(8).int(), 1, -8, 7),
+    "torch's per tensor": NAMED["per_tensor"],
+    "torch's per channel": lambda x: fq.fake_quantize_per_channel_affine(x, EIGHT, torch.zeros(8).int(), 1, -8, 7),
 }
 
 
 @pytest.mark.parametrize("name", DYNAMIC)
-def test_other_batches_are_not_compiled_again(name):
+def test_functions_are_not_recompiled_for_other_batch_sizes(name):
     counter, counts = CompileCounter("aot_eager"), []
     run = compiled(DYNAMIC[name], counter, dynamic=True)
     for batch in (2, 3, 17, 64):
@@ -188,7 +188,7 @@ def train(layer, step):
     return tuple(p.detach().clone() for p in layer.parameters())
 
 
-def test_training():
+def test_training_a_compiled_layer_gives_eager_parameters():
     torch.manual_seed(3)
     eager, other = Layer(), Layer()
     other.load_state_dict(eager.state_dict())
@@ -196,9 +196,13 @@ def test_training():
     assert (eager.scale != 0.1).all()
 
 
-# torch does not compile reentrant ones.
-@pytest.mark.parametrize(("reentrant", "wrap"), [(False, lambda f: f), (True, lambda f: f), (False, compiled)])
-def test_activation_checkpointing(reentrant, wrap):
+# torch does not compile reentrant checkpoints.
+@pytest.mark.parametrize(
+    ("reentrant", "wrap"),
+    [(False, lambda f: f), (True, lambda f: f), (False, compiled)],
+    ids=["eager", "eager reentrant", "compiled"],
+)
+def test_activation_checkpointing_keeps_gradients(reentrant, wrap):
     torch.manual_seed(4)
     layer, x = Layer(), X.clone().requires_grad_()
     inputs = (x, *layer.parameters())
@@ -207,7 +211,7 @@ def test_activation_checkpointing(reentrant, wrap):
     assert_same(expected, tuple(t.grad for t in inputs))
 
 
-def test_channels_last():
+def test_compiled_functions_keep_channels_last_bits_and_strides():
     scale = torch.linspace(0.1, 0.3, 3)
     function = lambda x: fq.fake_quantize(x, scale, 0, AFFINE(axis=1), mask="packed")  # noqa: E731
     x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last).requires_grad_()
@@ -221,7 +225,7 @@ def test_channels_last():
 
 # --- export and tracing ---------------------------------------------------------------------------
 
-EXPORTED = ["number", "channel", "learned", "dynamic", "per_tensor", "per_channel", "learnable_per_tensor"]
+EXPORTED = ["scale as a number", "channel", "learned", "dynamic", "per_tensor", "per_channel", "learnable_per_tensor"]
 
 
 class Module(torch.nn.Module):
@@ -234,10 +238,10 @@ def our_operators(graph):
     return [node.target.name() for node in graph.nodes if "fakequant" in str(node.target)]
 
 
-# torch's own, in `run_decompositions`.
+# Raised by torch in `run_decompositions`.
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", EXPORTED)
-def test_export(name):
+def test_exported_functions_have_eager_bits_and_keep_our_operators(name):
     function = FUNCTIONS[name]
     program = torch.export.export(Module(function), (X,))
     assert_same(function(DY), program.module()(DY))
@@ -245,8 +249,8 @@ def test_export(name):
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
-@pytest.mark.parametrize("name", ["tensor", "channel", "learned", "torch's", "torch's channel"])
-def test_export_with_a_dynamic_batch(name, strict):
+@pytest.mark.parametrize("name", ["tensor", "channel", "learned", "torch's per tensor", "torch's per channel"])
+def test_functions_exported_with_a_dynamic_batch_have_eager_bits(name, strict):
     shapes = {"x": {0: torch.export.Dim("batch", min=2)}}
     program = torch.export.export(Module(DYNAMIC[name]), (X,), dynamic_shapes=shapes, strict=strict)
     assert our_operators(program.graph)
@@ -256,7 +260,7 @@ def test_export_with_a_dynamic_batch(name, strict):
 
 
 @pytest.mark.parametrize("name", EXPORTED)
-def test_make_fx_and_fake_tensors(name):
+def test_functions_under_make_fx_and_fake_tensors_keep_our_operators_and_shapes(name):
     function = FUNCTIONS[name]
     traced, real = make_fx(function)(X), function(DY)
     assert our_operators(traced.graph)
@@ -269,7 +273,7 @@ def test_make_fx_and_fake_tensors(name):
 # --- errors ---------------------------------------------------------------------------------------
 
 
-def test_values_are_checked_at_run_time():
+def test_compiled_functions_check_scale_and_zero_point_at_run_time():
     run = compiled(lambda x, s, z: fq.fake_quantize(x, s, z, CHANNEL))
     assert_same(run(X, SCALE, ZERO), fq.fake_quantize(X, SCALE, ZERO, CHANNEL))
     with pytest.raises(ValueError, match="`scale` must be finite and greater than 0 in float32, got 0"):
@@ -278,7 +282,7 @@ def test_values_are_checked_at_run_time():
         run(X, SCALE, ZERO + 9)
 
 
-def test_a_range_that_is_none_is_refused_at_run_time():
+def test_compiled_choose_qparams_refuses_an_infinite_range_at_run_time():
     def choose(low, high):
         return fq.choose_qparams(low, high, AFFINE()).scale
 

@@ -1,4 +1,4 @@
-"""Compiled models: one graph wherever the float model is one, with eager's bits, compiled once for each state."""
+"""Prepared models compile to one graph if the float model does, with eager's bits, once per state."""
 
 import copy
 import dataclasses
@@ -21,7 +21,7 @@ CompileCounter = pytest.importorskip("torch._dynamo.testing").CompileCounterWith
 
 
 def load_zoo():
-    """The models of the zoo, which live with its other tests."""
+    """Returns the module with the zoo of models, which is a test file of another folder."""
     path = Path(__file__).parents[1] / "unit" / "test_zoo.py"
     spec = importlib.util.spec_from_file_location("zoo", path)
     zoo = importlib.util.module_from_spec(spec)
@@ -35,7 +35,7 @@ ZOO, RECIPES = zoo.ZOO, zoo.RECIPES
 UNCOMPILED = ("branches", "LSTM")
 
 pytestmark = [
-    # Said by dynamo of every autograd function, and by inductor.
+    # Raised by dynamo for every autograd function, and by inductor.
     pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning"),
 ]
@@ -47,7 +47,7 @@ def nothing_compiled_before(torch_on_one_thread):
 
 
 class SmallResidual(nn.Module):
-    """A batch norm and a sum, and little to compile."""
+    """A small model with a batch norm and an addition, quick to compile."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ class SmallResidual(nn.Module):
 
 MODELS = {
     **ZOO,
-    # Its layers are all alike: one is enough to compile.
+    # All layers are alike, so one is enough.
     "TransformerEncoder": (partial(zoo.transformer_encoder, layers=1), ZOO["TransformerEncoder"][1]),
     "small residual": (SmallResidual, zoo.randn(3, 4)),
 }
@@ -76,7 +76,7 @@ def ready(name, recipe="int8", save_codes=True):
 
 
 def other_batch(x, number):
-    """Of the same shape, beyond the range of those before."""
+    """Returns a batch of the same shape with values beyond the range of earlier ones."""
     return x * (1 + number) if x.is_floating_point() else x.roll(number, 0)
 
 
@@ -87,7 +87,7 @@ def assert_same(expected, actual, *names):
 
 
 def assert_same_model(expected, actual, *names):
-    """Every buffer, also those that are not saved, every parameter with its gradient, every switch."""
+    """Asserts equal buffers, saved or not, parameters, gradients and switches."""
     for kind in ("named_buffers", "named_parameters"):
         for (name, e), (_, a) in zip(getattr(expected, kind)(), getattr(actual, kind)(), strict=True):
             assert_same(e, a, *names, name)
@@ -107,7 +107,7 @@ def run_seeded(run, x):
 
 
 def assert_same_step(eager, model, run, x, *names):
-    """`run` is `model` compiled, and `eager` a copy of it."""
+    """Asserts that a step of `run`, which is `model` compiled, equals one of its copy `eager`."""
     expected, actual = run_seeded(eager, x), run_seeded(run, x)
     assert_same(expected, actual, *names, "y")
     for y in (expected, actual):
@@ -121,13 +121,13 @@ def assert_same_step(eager, model, run, x, *names):
 
 
 @pytest.mark.parametrize("name", UNCOMPILED)
-def test_what_is_not_compiled_in_float_is_all_that_is_left_out(name):
+def test_models_left_out_do_not_compile_in_float_either(name):
     make, x = ZOO[name]
     with pytest.raises(torch._dynamo.exc.Unsupported):
         compiled(zoo.build(make, x), "eager")(x)
 
 
-# Every model and every recipe, in pairs: compiling takes long.
+# Every model and every recipe occurs, but not every combination, because compiling is slow.
 PAIRS = [
     ("residual", "int8"),
     ("depthwise-separable", "int8_dynamic"),
@@ -141,13 +141,13 @@ PAIRS = [
 ]
 
 
-def test_every_model_that_compiles_and_every_recipe_is_here():
+def test_pairs_cover_every_model_that_compiles_and_every_recipe():
     assert {name for name, _ in PAIRS} == ZOO.keys() - set(UNCOMPILED)
     assert {recipe for _, recipe in PAIRS} == RECIPES.keys()
 
 
 @pytest.mark.parametrize(("name", "recipe"), PAIRS, ids=map(", ".join, PAIRS))
-def test_a_compiled_model_is_the_eager_one_to_the_bit(name, recipe):
+def test_a_compiled_model_has_eager_bits_in_training_and_evaluation(name, recipe):
     model, x = ready(name, recipe)
     eager, run = copy.deepcopy(model), compiled(model)
     for training in (True, False):
@@ -159,9 +159,11 @@ def test_a_compiled_model_is_the_eager_one_to_the_bit(name, recipe):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "save_codes"), [("int8", True), ("int8", False), ("lsq", True)], ids=["codes", "floats", "learned codes"]
+    ("recipe", "save_codes"),
+    [("int8", True), ("int8", False), ("lsq", True)],
+    ids=["codes", "floats", "codes of learned scales"],
 )
-def test_codes_kept_in_eager_and_compiled_code_give_the_same_gradients(recipe, save_codes, monkeypatch):
+def test_saved_codes_give_the_same_gradients_compiled_and_eager(recipe, save_codes, monkeypatch):
     monkeypatch.setattr(saved_codes, "_SMALLEST", 1)
     model, x = ready("weight-normed", recipe, save_codes)
     eager, run = copy.deepcopy(model), compiled(model)
@@ -170,13 +172,13 @@ def test_codes_kept_in_eager_and_compiled_code_give_the_same_gradients(recipe, s
 
 
 @pytest.mark.parametrize("recipe", ["int8", "lsq"])
-def test_training_gives_the_same_model(recipe):
+def test_training_a_compiled_model_gives_the_eager_parameters(recipe):
     model, x = ready("a module used twice", recipe)
     eager, run = copy.deepcopy(model), compiled(model)
     for m, forward in ((eager, eager), (model, run)):
         optimizer = torch.optim.SGD(fqnn.param_groups(m), lr=0.05, momentum=0.9)
         for number in range(4):
-            m.train()  # when compiled code corrects learned numbers that left their range; eager does it in every pass
+            m.train()  # makes compiled code correct learned values out of range, which eager code does in every pass
             optimizer.zero_grad()
             forward(other_batch(x, number)).square().mean().backward()
             optimizer.step()
@@ -185,7 +187,7 @@ def test_training_gives_the_same_model(recipe):
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize(("name", "recipe"), [("parametrized", "int8"), ("a module used twice", "lsq")])
-def test_inductor_finds_the_same_scales(name, recipe):
+def test_a_model_compiled_by_inductor_has_eager_scales(name, recipe):
     model, x = ready(name, recipe)
     eager, run = copy.deepcopy(model), compiled(model, "inductor")
     expected, actual = eager(x), run(x)
@@ -194,7 +196,7 @@ def test_inductor_finds_the_same_scales(name, recipe):
     code = layers[-1].input_quantizer.scale.detach() * layers[-1].weight.detach().abs().sum(1).max()
     torch.testing.assert_close(actual, expected, rtol=0, atol=float(code))
     for (path, e), (_, a) in zip(fqnn.quantizers(eager), fqnn.quantizers(model), strict=True):
-        if e is layers[0].input_quantizer or path.endswith("weight_quantizer"):  # of what is no sum
+        if e is layers[0].input_quantizer or path.endswith("weight_quantizer"):  # observes no sums
             for (field, value), (_, found) in zip(e.named_buffers(), a.named_buffers(), strict=True):
                 assert_same(value, found, path, field)
 
@@ -206,11 +208,11 @@ STATES = ["observe", "quantize", "frozen ranges", "frozen norms"]
 
 
 class Training:
-    """A loop as anybody would write it, and the number of compilations so far."""
+    """An ordinary training loop that counts compilations."""
 
     def __init__(self, name, recipe, **plan):
         self.model, self.x = ready(name, recipe)
-        self.counter = CompileCounter("eager")  # what dynamo does is counted; the backend does not matter
+        self.counter = CompileCounter("eager")  # only dynamo's graphs are counted; any backend will do
         self.run = compiled(self.model, self.counter)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.schedule = fq.Schedule(self.model, **plan)
@@ -235,33 +237,33 @@ class Training:
 
 
 @pytest.mark.parametrize(("name", "recipe"), [("small residual", "int8"), ("a module used twice", "lsq")])
-def test_each_state_is_compiled_once_in_training_and_once_in_evaluation(name, recipe):
+def test_each_state_of_a_schedule_is_compiled_once_in_training_and_once_in_evaluation(name, recipe):
     training, counts = Training(name, recipe, **PLAN), []
-    for there_and_back in range(2):
+    for again in range(2):
         training.schedule.load_state_dict({"steps": 0})
         for number, state in enumerate(STATES):
             training.train()
             training.evaluate()
             counts.append(training.compilations)
-            if not there_and_back:
+            if not again:
                 assert training.compilations <= 2 * (number + 1), state
             for _ in range(2):
                 training.train()
                 training.evaluate()
-            assert training.compilations == counts[-1], f"{state}: compiled again for what was compiled before"
+            assert training.compilations == counts[-1], f"{state}: recompiled"
             training.schedule.step()
-    # Other switches are another program: had nothing been compiled, the switches would have been ignored.
+    # Each of the first three states needs another program; otherwise the switches would have no effect.
     assert len(set(counts[:3])) == 3
     assert counts[len(STATES) :] == counts[len(STATES) - 1 : len(STATES)] * len(STATES)
 
 
-def test_a_whole_schedule_stays_below_dynamos_limit_of_compilations():
-    """Above it a model that is compiled with fullgraph=True fails."""
+def test_a_whole_schedule_stays_below_dynamos_recompile_limit():
+    """Beyond the limit, a model compiled with fullgraph=True fails."""
     assert 2 * len(STATES) <= torch._dynamo.config.recompile_limit
 
 
 @pytest.mark.parametrize("recipe", ["int8", "lsq"])
-def test_looking_at_a_model_compiles_nothing_afterwards(recipe):
+def test_health_summary_and_state_dicts_cause_no_recompilation(recipe):
     training = Training("a module used twice", recipe)
     training.train()
     training.evaluate()
@@ -284,8 +286,8 @@ def test_looking_at_a_model_compiles_nothing_afterwards(recipe):
 # --- the schedule in compiled code --------------------------------------------------------------------
 
 
-def test_a_schedule_switches_compiled_code_as_it_switches_eager():
-    """Ranges and statistics of norms stay where the schedule says so, also after `model.train()`."""
+def test_a_schedule_switches_compiled_code_as_it_switches_eager_code():
+    """Frozen ranges and statistics stay frozen after `model.train()`."""
     model, x = ready("residual")
     eager, run = copy.deepcopy(model), compiled(model, "eager")
     schedules = [fq.Schedule(m, **PLAN) for m in (eager, model)]
@@ -297,7 +299,7 @@ def test_a_schedule_switches_compiled_code_as_it_switches_eager():
             schedule.step()
 
 
-def test_norms_that_were_compiled_before_they_were_frozen_keep_their_statistics():
+def test_batch_norms_frozen_after_compilation_keep_their_statistics():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     fq.prepare(model, recipes.int8())
     schedule, run = fq.Schedule(model, freeze_norms_at=1), compiled(model, "eager")
@@ -312,7 +314,7 @@ def test_norms_that_were_compiled_before_they_were_frozen_keep_their_statistics(
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["model.compile()", "torch.compile(model)"])
 @pytest.mark.parametrize("ran_before", [True, False], ids=["compiled before", "not yet compiled"])
-def test_health_of_a_compiled_model_is_that_of_the_model(in_place, ran_before):
+def test_health_of_a_compiled_model_equals_that_of_the_eager_model(in_place, ran_before):
     model, x = ready("a module used twice")
     expected = fq.health(copy.deepcopy(model), [x]).to_dict()
     if in_place:

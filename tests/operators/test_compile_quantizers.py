@@ -1,4 +1,4 @@
-"""Compiled quantizers: one graph in every state, with eager's bits in results, gradients and buffers."""
+"""Compiled quantizers are one graph in every state, with eager's bits in results, gradients and buffers."""
 
 import copy
 import itertools
@@ -16,7 +16,7 @@ observers = pytest.importorskip("fakequant.observers")
 CompileCounter = pytest.importorskip("torch._dynamo.testing").CompileCounterWithBackend
 
 pytestmark = [
-    # Said by dynamo of every autograd function, and by inductor.
+    # Raised by dynamo for every autograd function, and by inductor.
     pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning"),
 ]
 torch.manual_seed(0)
@@ -40,7 +40,8 @@ LEARNED = {
     "fixed offset": lambda: fqnn.LearnedFakeQuantize(AFFINE, learn_zero_point=False, grad_factor=0.3),
     "PACT": lambda: fqnn.PACT(4, 0.7),
 }
-# training, observing, quantizing, frozen: everything that differs. Learned quantizers do not quantize while observing.
+# (training, observing, quantizing, frozen) for all states that differ. Learned quantizers do not quantize while
+# they observe.
 STATES = [
     (True, True, True, False),
     (True, True, False, False),
@@ -80,7 +81,7 @@ def assert_same(expected, actual, name):
 
 
 def assert_same_module(expected, actual):
-    """Every buffer, also those that are not saved, and every parameter with its gradient."""
+    """Asserts equal buffers, saved or not, parameters and gradients."""
     for kind in ("named_buffers", "named_parameters"):
         for (name, e), (_, a) in zip(getattr(expected, kind)(), getattr(actual, kind)(), strict=True):
             assert_same(e, a, name)
@@ -89,7 +90,7 @@ def assert_same_module(expected, actual):
 
 
 def assert_same_step(module, run, x):
-    """`run` is `module` compiled; a copy of it is run as it is. What the two do must be the same."""
+    """Asserts that a step of `run`, which is `module` compiled, equals one of an eager copy."""
     eager = copy.deepcopy(module)
     expected, actual = x.clone().requires_grad_(), x.clone().requires_grad_()
     y, z = eager(expected), run(actual)
@@ -104,7 +105,7 @@ def assert_same_step(module, run, x):
 
 
 def batches(shape=(4, 8)):
-    """Each wider than the last: beyond the range, and another one."""
+    """Yields batches, each with a wider range than the last."""
     for width in itertools.count(1):
         yield torch.randn(shape) * width
 
@@ -118,11 +119,11 @@ ALL = OBSERVED | LEARNED
 
 
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
-def test_every_state_has_the_bits_of_eager_and_is_compiled_once(make):
+def test_a_compiled_quantizer_has_eager_bits_in_every_state_and_compiles_each_once(make):
     module = ready(make)
     counter, data, counts = CompileCounter("aot_eager"), batches(), []
     run = compiled(module, counter)
-    for _ in range(2):  # there and back again
+    for _ in range(2):  # the second round must not compile anything
         for state in STATES:
             switch(module, *state)
             assert_same_step(module, run, next(data))
@@ -145,7 +146,7 @@ DYNAMIC = {
 
 
 @pytest.mark.parametrize("make", DYNAMIC.values(), ids=DYNAMIC)
-def test_other_batches_are_not_compiled_again(make):
+def test_quantizers_are_not_recompiled_for_other_batch_sizes(make):
     module = ready(make)
     counter, counts = CompileCounter("aot_eager"), []
     run = compiled(module, counter, dynamic=True)
@@ -161,7 +162,7 @@ COUNTING = {name: OBSERVED[name] for name in ("MovingAverage", "Dynamic group", 
 
 
 @pytest.mark.parametrize("make", COUNTING.values(), ids=COUNTING)
-def test_values_that_are_not_finite_are_counted_and_told_of_once(make):
+def test_a_compiled_quantizer_counts_nonfinite_values_and_warns_once(make):
     module, eager = ready(make), ready(make)
     module.path = "blocks.0"
     run = compiled(module)
@@ -181,7 +182,7 @@ def test_values_that_are_not_finite_are_counted_and_told_of_once(make):
 
 
 @pytest.mark.parametrize("numerics", ["onnx", "torch", "half_away"])
-def test_a_scale_that_is_not_there_is_an_error_or_shows(numerics):
+def test_a_compiled_quantizer_without_a_scale_raises_or_returns_nan(numerics):
     module = fqnn.FakeQuantize(fq.QuantSpec(numerics=numerics)).eval()
     try:
         y = compiled(module)(X)
@@ -192,18 +193,18 @@ def test_a_scale_that_is_not_there_is_an_error_or_shows(numerics):
 
 
 @pytest.mark.parametrize("make", [OBSERVED["MovingAverage"], OBSERVED["MinMax channel"]], ids=["tensor", "channel"])
-def test_a_first_batch_of_nothing_is_an_error_and_changes_nothing(make):
+def test_a_compiled_quantizer_refuses_a_first_batch_of_nan_and_stays_unchanged(make):
     module, new = make(), make()
     with pytest.raises(ValueError, match="have not seen a finite value"):
         compiled(module)(torch.full((4, 8), torch.nan))
     assert_same_module(new, module)
 
 
-# --- learned scales that an optimizer sent too far ------------------------------------------------
+# --- learned scales out of range ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["LSQ+ channel", "PACT"])
-def test_useless_parameters_are_corrected_as_in_eager(name):
+def test_compiled_learned_quantizers_correct_invalid_parameters_as_eager_ones_do(name):
     module = ready(LEARNED[name])
     eager, run = copy.deepcopy(module), compiled(module)
     assert_same(eager(X), run(X), "before")
@@ -253,7 +254,7 @@ def train(layer, run):
 
 
 @pytest.mark.parametrize("learned", [True, False], ids=["learned", "observed"])
-def test_training(learned):
+def test_training_a_layer_with_compiled_quantizers_gives_eager_bits(learned):
     torch.manual_seed(3)
     layer = Layer(learned)
     eager = copy.deepcopy(layer)
@@ -267,7 +268,7 @@ def test_training(learned):
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize("name", ["MinMax channel", "token", "LSQ+ channel"])
-def test_inductor(name):
+def test_quantizers_compiled_by_inductor_have_eager_bits(name):
     module = ready(ALL[name])
     run = compiled(module, "inductor")
     for x in (X, X * 3):
@@ -282,7 +283,7 @@ OTHER_DTYPES = {
 
 
 @pytest.mark.parametrize(("make", "dtype"), OTHER_DTYPES.values(), ids=OTHER_DTYPES)
-def test_other_dtypes(make, dtype):
+def test_compiled_quantizers_have_eager_bits_in_other_dtypes(make, dtype):
     module = ready(make).to(dtype)
     run = compiled(module)
     for training in (True, False):
@@ -290,7 +291,7 @@ def test_other_dtypes(make, dtype):
         assert_same_step(module, run, (X * 3).to(dtype))
 
 
-def test_a_loaded_state_is_used_by_what_was_compiled_before():
+def test_a_compiled_quantizer_uses_a_state_loaded_later():
     module, other = ready(OBSERVED["MovingAverage"]), ready(OBSERVED["MovingAverage"])
     other(X * 50)
     counter = CompileCounter("aot_eager")

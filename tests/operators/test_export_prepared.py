@@ -1,4 +1,4 @@
-"""`torch.export` of prepared models: the program can be saved, loaded, run and decomposed."""
+"""Programs that `torch.export` makes from prepared models can be saved, loaded, run and decomposed."""
 
 import copy
 import io
@@ -10,7 +10,7 @@ from fakequant.testing.assertions import assert_same_bits
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's exporter warns about itself
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's exporter warns about its own code
 
 RECIPES = {
     "int8": fq.recipes.int8(),
@@ -29,11 +29,11 @@ def saved_and_loaded(program):
 
 
 WAYS = [(recipe, frozen, False) for recipe in RECIPES for frozen in (False, True)]
-WAYS += [("int8", False, True), ("lsq", True, True)]  # which takes long
+WAYS += [("int8", False, True), ("lsq", True, True)]  # strict export is slow
 
 
 @pytest.mark.parametrize(("recipe", "frozen", "strict"), WAYS)
-def test_in_evaluation_nothing_is_changed(recipe, frozen, strict):
+def test_a_model_exported_in_evaluation_has_eager_bits_and_mutates_no_buffers(recipe, frozen, strict):
     torch.manual_seed(0)
     x = torch.randn(5, 3, 6, 6)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4))
@@ -47,12 +47,12 @@ def test_in_evaluation_nothing_is_changed(recipe, frozen, strict):
     decomposed = program.run_decompositions()
     assert_same_bits(expected, decomposed.module()(x).detach().numpy())
     saved_and_loaded(decomposed)
-    if recipe != "lsq":  # whose parameters are corrected wherever they are used
+    if recipe != "lsq":  # lsq corrects its parameters in place in every pass
         assert not program.graph_signature.buffers_to_mutate
 
 
 @pytest.mark.parametrize("recipe", ["int8", "w4a8"])
-def test_in_training_ranges_follow_and_the_program_can_be_saved(recipe):
+def test_a_model_exported_in_training_is_saved_and_updates_its_ranges(recipe):
     torch.manual_seed(0)
     x = torch.randn(5, 8)
     model = fq.prepare(nn.Sequential(nn.Linear(8, 4)), RECIPES[recipe])

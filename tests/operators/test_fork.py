@@ -1,4 +1,4 @@
-"""A child process that is forked while another thread of its parent imports the torch front end."""
+"""A child process forked while another thread of its parent imports the torch front end works."""
 
 import os
 import subprocess
@@ -8,9 +8,9 @@ import textwrap
 import pytest
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 
-# Imports one module slowly and forks meanwhile; the child does the same as the thread, in time or not at all.
+# A thread imports one module slowly. The process forks meanwhile, and the child must make the same call in time.
 PROGRAM = """
     import importlib.abc, os, signal, sys, threading, time
     import torch, fakequant as fq
@@ -58,10 +58,10 @@ USES = {
 
 
 @pytest.mark.parametrize(("module", "use"), USES.values(), ids=USES)
-def test_the_child_does_not_hang(module, use):
+def test_a_child_forked_while_fakequant_is_imported_does_not_hang(module, use):
     program = textwrap.dedent(PROGRAM).format(module=module, use=use)
-    # Once in a while the fork meets the thread inside torch, after the import, while it has a lock of torch's. An
-    # import that the child waits for hangs every time.
+    # Rarely, the fork happens after the import, while the thread holds a lock of torch's, and the child hangs. Retry,
+    # because a child that waits for an import hangs every time.
     for _ in range(3):
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180)
         if done.returncode == 0:

@@ -1,4 +1,4 @@
-"""Inductor fuses the forward operators with what surrounds them, and the bits are those of eager code."""
+"""Inductor fuses the forward operators with surrounding code and keeps eager's bits."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ run_and_get_code = pytest.importorskip("torch._inductor.utils").run_and_get_code
 
 pytestmark = [
     pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler"),
-    # Said by dynamo and inductor themselves.
+    # Raised by dynamo and inductor themselves.
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning"),
 ]
 BYTES = {
@@ -33,7 +33,7 @@ SCALES = (0.02, 1 / 3, 12345.678, 1e-38, 3e-39)
 
 
 def bits(y):
-    """As integers, with one NaN."""
+    """Returns the bits as integers, with all NaN made equal."""
     return torch.where(y.isnan(), torch.nan, y).view(BYTES[y.dtype])
 
 
@@ -47,9 +47,9 @@ def compiled(function, *args):
 
 
 def edges(dtype, rows):
-    """Ties, clip boundaries and special values, once for every scale."""
+    """Returns rows of ties, ends of the range and special values."""
     numpy_dtype = cases.DTYPES[str(dtype)[6:]]
-    with np.errstate(over="ignore"):  # what float16 cannot hold is infinite
+    with np.errstate(over="ignore"):  # values too large for float16 become infinite
         found = [cases.special_values(numpy_dtype)]
         found += [cases.ties(s, z, 0, 255, numpy_dtype) for s in SCALES for z in (0, ZERO_POINT)]
     values = np.concatenate(found)
@@ -58,7 +58,7 @@ def edges(dtype, rows):
 
 
 @pytest.mark.parametrize("dtype", BYTES, ids=str)
-def test_bits(dtype):
+def test_fused_functions_have_eager_bits(dtype):
     x = edges(dtype, len(SCALES))
     scales, zeros = torch.tensor(SCALES), torch.full((len(SCALES),), ZERO_POINT, dtype=torch.int32)
 
@@ -86,7 +86,7 @@ def test_bits(dtype):
         assert torch.equal(bits(e), bits(a)) if e.is_floating_point() else torch.equal(e, a)
 
 
-def test_torchs_rules_keep_their_kernel():
+def test_functions_with_torch_numerics_are_not_fused():
     x = edges(torch.float32, 1)[0]
     scale, zero = torch.tensor([1 / 3]), torch.tensor([ZERO_POINT], dtype=torch.int32)
 
@@ -104,7 +104,7 @@ def test_torchs_rules_keep_their_kernel():
         assert torch.equal(bits(e), bits(a))
 
 
-def test_training_keeps_packed_masks():
+def test_compiled_training_saves_packed_masks():
     x = torch.randn(64, 8, requires_grad=True)
     function = lambda x: fq.fake_quantize(x.relu(), 0.02, 0, AFFINE()).square()  # noqa: E731
     y, code = compiled(function, x)
@@ -114,7 +114,7 @@ def test_training_keeps_packed_masks():
     assert torch.equal(x.grad, expected)
 
 
-def test_values_are_checked_at_run_time():
+def test_fused_functions_check_scale_and_zero_point_at_run_time():
     x, scale, zero = torch.randn(6, 8), torch.full((6,), 0.1), torch.zeros(6, dtype=torch.int32)
     function = torch.compile(lambda x, s, z: fq.fake_quantize(x, s, z, AFFINE(axis=0)), fullgraph=True)
     with torch.no_grad():
@@ -126,7 +126,7 @@ def test_values_are_checked_at_run_time():
             function(x, scale, zero + 9)
 
 
-def test_a_model_prepared_and_evaluated():
+def test_a_prepared_model_in_evaluation_is_fused_and_has_eager_bits():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     x = torch.randn(32, 8)
@@ -135,12 +135,12 @@ def test_a_model_prepared_and_evaluated():
     with torch.no_grad():
         expected = model(x)
         actual, code = compiled(model, x)
-    assert "fake_quantize" not in operators_in(code)  # those of activations; weights are observed
+    assert "fake_quantize" not in operators_in(code)  # of activations; weights are still observed
     assert torch.equal(expected, actual)
 
 
-def test_other_formulas_are_compiled_again(monkeypatch):
-    """Inductor's files are found by operators' names, and by this key."""
+def test_inductors_cache_key_changes_with_the_decompositions(monkeypatch):
+    """Inductor finds cached code by operator names and this key."""
     config = private.inductor().config
     with config.patch(unsafe_marked_cacheable_functions={"someone.elses": "1"}):
         fusion.offer({})
@@ -184,7 +184,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_decompositions_are_there_whatever_came_first(order):
+def test_decompositions_are_registered_in_any_order_of_imports(order):
     lines = (PROGRAM, ORDERS[order], 'print("fakequant.fake_quantize.default" in code_of(Module(), x))')
     program = "\n".join(map(textwrap.dedent, lines))
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)

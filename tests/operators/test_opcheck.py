@@ -1,7 +1,7 @@
 """`torch.library.opcheck` for every operator of `torch.ops.fakequant`.
 
-It compares schema, fake tensors (shapes, strides, dtypes), autograd and ahead-of-time compilation with
-dynamic shapes against what the operator does on real tensors.
+It compares an operator's schema, fake tensors (shapes, strides, dtypes), autograd and ahead-of-time compilation with
+dynamic shapes with its results on real tensors.
 """
 
 import pytest
@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 library = pytest.importorskip("fakequant._backends.torch.operators")
 observers = pytest.importorskip("fakequant.observers")
 
-# From torch 2.15 on its check asks every tensor for its gradient, and warns where that is none of a leaf.
+# From torch 2.15 on, opcheck reads `.grad` of every tensor, which warns if the tensor is not a leaf.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 ops = torch.ops.fakequant
@@ -20,9 +20,9 @@ INT4 = (-8, 7)
 ONNX = (*INT4, "onnx")
 TENSOR = (*INT4, "torch_tensor")
 CHANNEL = (*INT4, "torch_channel")
-# The searches of observers, which are operators so that compilers need not look into them.
+# Range searches of observers, which are operators so that compilers treat them as opaque.
 SEARCHES = {"errors_on_bins", "errors_on_data", "divergence_on_bins"}
-# What decompositions for Inductor call.
+# Called by the decompositions for Inductor.
 CHECKS = {"checked_scale"}
 NAMES = {schema.split("(")[0] for schema in library.SCHEMAS} | SEARCHES | CHECKS
 GRID = QuantSpec(bits=4, symmetric=False).to_numbers()
@@ -30,7 +30,6 @@ ROWS = QuantSpec(bits=4, axis=0).to_numbers()
 
 
 def floats(*shape, dtype=torch.float32, grad=True):
-    # A tensor's values depend on its shape only.
     values = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
     return values.to(dtype).requires_grad_(grad)
 
@@ -48,7 +47,7 @@ def channels_last(*shape, **options):
 
 
 def leaf(view):
-    """The view as a leaf of the graph, with its strides."""
+    """Returns the view as a leaf of the graph with the same strides."""
     return view.detach().requires_grad_()
 
 
@@ -65,13 +64,13 @@ def expanded():
 
 
 def candidates(*blocks):
-    """Three ranges per block."""
+    """Returns three candidate ranges per block."""
     hi = scales(3, *blocks)
     return -hi, hi
 
 
 def bins(*blocks):
-    """Counts, and the middles of the bins."""
+    """Returns counts and middles of the bins."""
     counts = torch.arange(torch.Size(blocks).numel() * 8).reshape(*blocks, 8)
     return counts, (torch.arange(8) - 3.5).expand(*blocks, 8).contiguous()
 
@@ -213,7 +212,7 @@ CASES = {
 }
 
 
-def test_every_operator_has_a_case():
+def test_every_registered_operator_has_an_opcheck_case():
     assert CASES.keys() == NAMES
     registered = torch._C._dispatch_get_all_op_names()
     assert {name.split("::")[1] for name in registered if name.startswith("fakequant::")} == NAMES
@@ -223,5 +222,5 @@ def test_every_operator_has_a_case():
     ("name", "case"),
     [pytest.param(name, case, id=f"{name}: {case}") for name, cases in CASES.items() for case in cases],
 )
-def test_opcheck(name, case):
+def test_operators_pass_opcheck(name, case):
     torch.library.opcheck(getattr(ops, name).default, CASES[name][case])

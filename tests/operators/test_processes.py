@@ -1,4 +1,4 @@
-"""The functions in copied and pickled modules, in several threads, and in child processes."""
+"""The functions work in copied and pickled modules, in several threads and in child processes."""
 
 import copy
 import pickle
@@ -31,7 +31,7 @@ class Layer(torch.nn.Linear):
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
-def test_modules_are_copied_and_pickled(duplicate):
+def test_copied_and_pickled_modules_give_equal_results_and_gradients(duplicate):
     layer, x = Layer(), torch.randn(3, 6)
     layer(x).sum().backward()
     other = duplicate(layer)
@@ -52,7 +52,7 @@ def results_of_large_tensors():
     return y.detach(), *torch.autograd.grad(y, leaves, case.x), clipped.grad, *fq.min_max(case.x, SPEC)
 
 
-def test_the_number_of_threads_changes_nothing():
+def test_results_do_not_depend_on_the_number_of_threads():
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
@@ -64,8 +64,8 @@ def test_the_number_of_threads_changes_nothing():
         assert all(torch.equal(one, other) for other in others)
 
 
-def test_backward_in_several_threads():
-    """Everybody through the same graph, and through one of their own."""
+def test_backward_passes_in_several_threads_give_equal_gradients():
+    """The threads share one graph and have a separate one each."""
     case, dy = make(SPEC, (5, 600)), torch.randn(4, 5, 600)
     x, scale = leaf(case.x), leaf(case.scale)
     clipped = fq.fake_quantize(x, case.scale, case.zero_point, SPEC)
@@ -86,14 +86,14 @@ def test_backward_in_several_threads():
 
 
 def run(script):
-    """In a fresh interpreter, which must not hang."""
+    """Runs a script in a new interpreter and fails if it hangs."""
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60
     )
 
 
-def test_forked_children():
-    """After the parent has used its threads. A large operation of torch itself would hang in such a child."""
+def test_forked_children_compute_the_parents_bits():
+    """The parent has used its threads before. A large operation of torch itself would hang in such a child."""
     done = run("""
         import os, hashlib, signal
         import torch, fakequant as fq
@@ -173,6 +173,6 @@ def good_first_uses():
 
 
 @pytest.mark.parametrize("use", ["eager", "autocast", "inference_mode", "vmap", "grad", "fake", "meta"])
-def test_where_the_first_call_is_made(good_first_uses, use):
-    """The torch front end is imported by it, and must not take its surroundings for ordinary."""
+def test_eager_tensors_are_recognized_after_a_first_call_in_any_mode(good_first_uses, use):
+    """The first call imports the torch front end, which must not mistake the active mode for eager."""
     assert use in good_first_uses

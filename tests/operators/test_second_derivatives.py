@@ -1,4 +1,4 @@
-"""Derivatives of derivatives: rounding counts as straight-through once more."""
+"""Second derivatives, in which rounding is straight-through again."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ grad, jacfwd, jacrev = torch.func.grad, torch.func.jacfwd, torch.func.jacrev
 
 @pytest.mark.parametrize("gradient", ["clipped", "pass"])
 @each_spec
-def test_double_backward(spec, gradient):
+def test_double_backward_equals_the_straight_through_formula(spec, gradient):
     case, c = make(spec), torch.randn(5, 6)
     x = case.x.clone().requires_grad_()
     y = fq.fake_quantize(x, *case[1:], spec, gradient=gradient)
@@ -23,7 +23,7 @@ def test_double_backward(spec, gradient):
 
 
 @each_spec
-def test_learned_double_backward(spec):
+def test_learned_double_backward_equals_straight_through_autograd(spec):
     case = make(spec, dtype=torch.float64, fraction=True)
     weights = Case(*(torch.randn_like(v) for v in case))
 
@@ -47,13 +47,13 @@ HESSIANS = {
 
 
 @pytest.mark.parametrize("hessian", HESSIANS.values(), ids=HESSIANS)
-def test_nested_transforms(hessian):
+def test_hessians_by_any_nesting_of_transforms_are_equal(hessian):
     case, spec = make(AFFINE()), AFFINE()
     result = hessian(lambda x: fq.fake_quantize(x, *case[1:], spec).square().sum())(case.x)
     assert torch.equal(result.reshape(30, 30), 2 * torch.diag(inside(case, spec).flatten().float()))
 
 
-def test_nested_learned():
+def test_learned_hessians_equal_straight_through_autograd():
     case, spec = make(AFFINE(), dtype=torch.float64, fraction=True), AFFINE()
 
     def hessian(function):

@@ -1,4 +1,4 @@
-"""`torch.func` and forward mode. A batch is one kernel call; derivatives are the straight-through formulas."""
+"""`torch.func` and forward mode: a batch is one kernel call, and derivatives are straight-through."""
 
 from functools import partial
 
@@ -13,20 +13,20 @@ grad, jacfwd, jacrev, jvp, vjp, vmap = (
     getattr(torch.func, name) for name in ("grad", "jacfwd", "jacrev", "jvp", "vjp", "vmap")
 )
 
-# torch warns about itself: `linearize` folds constants.
+# torch's `linearize` warns about constants it folds.
 pytestmark = pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
 
 BATCH = 6
 
 
 def clipped(case, spec):
-    """As a function of x alone."""
+    """Returns clipped fake quantization as a function of x."""
     return lambda x: fq.fake_quantize(x, case.scale, case.zero_point, spec)
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The names of the kernels that run."""
+    """Collects the names of the kernels that run."""
     names, native = [], kernels._native
 
     class Counting:
@@ -57,7 +57,7 @@ FUNCTIONS = {
 @each_spec
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 @pytest.mark.parametrize("batched", ["x", "scale", "x scale", "x zero_point", "x scale zero_point"])
-def test_vmap_is_a_loop_in_one_call(calls, function, spec, batched):
+def test_vmap_equals_a_loop_in_one_kernel_call(calls, function, spec, batched):
     in_dims = tuple(0 if name in batched.split() else None for name in Case._fields)
     case = Case(*(v if at == 0 else v[0] for v, at in zip(make(spec, batch=(BATCH,)), in_dims)))
     expected = [function(*(v if at is None else v[i] for v, at in zip(case, in_dims)), spec) for i in range(BATCH)]
@@ -68,7 +68,7 @@ def test_vmap_is_a_loop_in_one_call(calls, function, spec, batched):
 
 @each_spec
 @pytest.mark.parametrize("at", [0, 1, 2, -1])
-def test_vmap_over_any_axis(calls, spec, at):
+def test_vmap_over_any_axis_equals_a_loop(calls, spec, at):
     case, many = make(spec), torch.randn(BATCH, 5, 6)
     expected = torch.stack([clipped(case, spec)(x) for x in many], at)
     calls.clear()
@@ -78,7 +78,7 @@ def test_vmap_over_any_axis(calls, spec, at):
 
 @each_spec
 @pytest.mark.parametrize("function", [fq.fake_quantize, fq.fake_quantize_learned], ids=["clipped", "learned"])
-def test_nested_vmap(calls, function, spec):
+def test_nested_vmap_equals_a_loop_in_one_kernel_call(calls, function, spec):
     many = make(spec, batch=(3, 2))
     expected = torch.stack([function(*many.at((i, j)), spec) for i in range(3) for j in range(2)])
     calls.clear()
@@ -87,7 +87,7 @@ def test_nested_vmap(calls, function, spec):
     assert len(calls) == 1
 
 
-def test_vmap_of_ranges_and_packed_codes(calls):
+def test_vmap_of_ranges_and_packed_codes_equals_a_loop(calls):
     spec, many = AFFINE(axis=0), torch.randn(BATCH, 4, 6)
 
     def round_trip(x):
@@ -114,7 +114,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("function", NAMED.values(), ids=NAMED)
-def test_functions_with_torchs_names(calls, function):
+def test_vmap_of_functions_with_torchs_names_equals_a_loop(calls, function):
     many, dy = torch.randn(BATCH, 5, 6), torch.randn(5, 6)
     outputs, gradients = zip(*(vjp_by_backward(function, x, dy) for x in many))
     calls.clear()
@@ -130,7 +130,7 @@ def vjp_by_backward(function, x, dy):
 
 
 @pytest.mark.parametrize("elements", [64, pytest.param(60)])
-def test_vmap_over_stacked_packed_masks(elements):
+def test_vmap_of_backward_over_packed_masks_equals_a_loop(elements):
     spec, x, dy = AFFINE(), torch.randn(10, elements), torch.randn(10, elements)
     masks = [fq.fake_quantize(v, 0.2, 0, spec, mask="packed")[1] for v in x]
     expected = [fq.fake_quantize_backward(d, m, spec) for d, m in zip(dy, masks)]
@@ -140,13 +140,13 @@ def test_vmap_over_stacked_packed_masks(elements):
 
 
 @pytest.mark.parametrize("elements", [64, 60])
-def test_packed_masks_of_every_example(elements):
+def test_packed_masks_under_vmap_equal_a_loop(elements):
     x, spec = torch.randn(7, elements), AFFINE()
     pack = lambda v: fq.fake_quantize(v, 0.2, 0, spec, mask="packed")[1]  # noqa: E731
     assert torch.equal(vmap(pack)(x), torch.stack([pack(v) for v in x]))
 
 
-def test_what_has_no_batched_form_says_so():
+def test_vmap_of_functions_without_a_batched_form_raises():
     x, spec = torch.randn(2, 5), fq.QuantSpec(bits=4)
     with pytest.raises(NotImplementedError, match="share one running range"):
         vmap(lambda v: fq.observe_fake_quantize(v, spec, torch.ones(1), torch.ones(1)).y)(x)
@@ -159,7 +159,7 @@ def test_what_has_no_batched_form_says_so():
 
 @each_spec
 @each_shape
-def test_clipped(spec, shape):
+def test_derivatives_of_clipped_fake_quantization_are_straight_through(spec, shape):
     case = make(spec, shape)
     f, x, t, keep = clipped(case, spec), case.x, torch.randn(shape), inside(case, spec)
     assert keep.any()
@@ -176,14 +176,14 @@ def test_clipped(spec, shape):
     assert torch.equal(tangent, expected)
 
 
-def test_vjp():
+def test_vjp_of_fake_quantize_gives_its_result_and_clipped_gradient():
     case, spec, t = make(AFFINE()), AFFINE(), torch.randn(5, 6)
     y, pull_back = vjp(clipped(case, spec), case.x)
     assert torch.equal(y, clipped(case, spec)(case.x))
     assert torch.equal(pull_back(t)[0], torch.where(inside(case, spec), t, 0))
 
 
-def test_pass_through():
+def test_derivatives_with_gradient_pass_are_the_identity():
     x, t = torch.randn(5, 6), torch.randn(5, 6)
     f = partial(fq.fake_quantize, scale=0.1, zero_point=0, spec=AFFINE(), gradient="pass")
     assert torch.equal(grad(lambda x: (f(x) * t).sum())(x), t)
@@ -194,7 +194,7 @@ def test_pass_through():
 
 @each_spec
 @each_shape
-def test_per_example_gradients(calls, spec, shape):
+def test_per_example_gradients_take_two_kernel_calls(calls, spec, shape):
     many, dy = make(spec, shape, batch=(BATCH,)), torch.randn(BATCH, *shape)
     keep = torch.stack([inside(many.at(i), spec) for i in range(BATCH)])
     product = lambda x, s, z, dy: (fq.fake_quantize(x, s, z, spec) * dy).sum()  # noqa: E731
@@ -205,7 +205,7 @@ def test_per_example_gradients(calls, spec, shape):
 
 
 @each_spec
-def test_learned_jacobians(spec):
+def test_learned_jacobians_equal_straight_through_autograd(spec):
     case = make(spec, dtype=torch.float64, fraction=True)
     f = partial(fq.fake_quantize_learned, spec=spec)
     expected = jacrev(partial(straight_through, spec=spec), argnums=(0, 1, 2))(*case)
@@ -219,7 +219,7 @@ def test_learned_jacobians(spec):
 
 @pytest.mark.parametrize("batched", [(0, 0, 0), (0, None, None), (None, 0, None)], ids=str)
 @each_spec
-def test_learned_per_example_gradients(calls, spec, batched):
+def test_learned_per_example_gradients_equal_a_loop_in_two_kernel_calls(calls, spec, batched):
     case = make(spec, batch=(BATCH,), fraction=True)
     case = Case(*(v if at == 0 else v[0] for v, at in zip(case, batched)))
     every = grad(lambda *a: fq.fake_quantize_learned(*a, spec).square().sum(), argnums=(0, 1, 2))
@@ -232,7 +232,7 @@ def test_learned_per_example_gradients(calls, spec, batched):
 
 @pytest.mark.parametrize("scale", [(), (1,)], ids=str)
 @pytest.mark.parametrize("zero_point", [(), (1,)], ids=str)
-def test_one_scale_in_either_shape(scale, zero_point):
+def test_gradients_of_one_scale_have_its_shape(scale, zero_point):
     shapes = [
         g.shape
         for g in grad(lambda s, z: fq.fake_quantize_learned(torch.ones(3), s, z, AFFINE()).sum(), argnums=(0, 1))(
@@ -247,17 +247,17 @@ def test_one_scale_in_either_shape(scale, zero_point):
     [grad, pytest.param(jacfwd)],
     ids=["reverse", "forward"],
 )
-def test_no_derivative_in_a_fixed_scale(mode):
+def test_differentiating_a_fixed_scale_raises(mode):
     with pytest.raises(RuntimeError, match="Use `fake_quantize_learned`"):
         mode(lambda s: fq.fake_quantize(torch.ones(3), s, 0, AFFINE()).sum())(torch.tensor(0.1))
 
 
-def test_no_tangent_of_a_fixed_scale():
+def test_a_forward_tangent_of_a_fixed_scale_raises():
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="Use `fake_quantize_learned`"):
         fq.fake_quantize(torch.ones(3), forward_ad.make_dual(torch.tensor(0.1), torch.tensor(1.0)), 0, AFFINE())
 
 
-def test_functional_call():
+def test_functional_call_gives_the_per_example_gradients_of_a_loop():
     class Layer(torch.nn.Linear):
         def forward(self, x):
             return torch.nn.functional.linear(x, fq.fake_quantize(self.weight, 0.1, 0, fq.QuantSpec(bits=3)), self.bias)
@@ -272,6 +272,6 @@ def test_functional_call():
 
 
 @pytest.mark.parametrize("transform", [grad, jacrev, jacfwd], ids=["grad", "jacrev", "jacfwd"])
-def test_quantizer(transform):
+def test_transforms_of_fake_quantizer_give_gradients_of_one(transform):
     x = torch.randn(5, 6)
     assert torch.equal(transform(lambda v: fq.FakeQuantizer.q4().forward(v).sum())(x), torch.ones(5, 6))

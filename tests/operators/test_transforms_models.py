@@ -14,9 +14,9 @@ functional_call, grad, jacrev, jvp, vmap = (
     getattr(torch.func, name) for name in ("functional_call", "grad", "jacrev", "jvp", "vmap")
 )
 pytestmark = [
-    # In training the quantizers say that they remember nothing; a test of its own looks at that.
+    # Quantizers warn in training that they keep no state; one test checks the warning.
     pytest.mark.filterwarnings("ignore:Quantizers that observe under a transform:RuntimeWarning"),
-    # torch warns about itself in forward mode.
+    # torch's forward mode warns about its own code.
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
 ]
 
@@ -31,7 +31,7 @@ each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 each_mode = pytest.mark.parametrize("mode", ["train", "eval"])
 each_freezing = pytest.mark.parametrize("frozen", [False, True], ids=["live", "frozen"])
 each_layer = pytest.mark.parametrize("layer", ["linear", "conv"])
-# Products of a batch of matrices are summed in another order than those of one.
+# Batched matrix products are summed in another order than single ones.
 SUMMED_IN_ANOTHER_ORDER = 1e-6
 
 
@@ -75,7 +75,7 @@ def assert_unchanged(before, model):
 @each_mode
 @each_freezing
 @each_layer
-def test_gradients_have_the_bits_of_backward(recipe, layer, mode, frozen):
+def test_torch_func_gradients_of_prepared_models_have_the_bits_of_backward(recipe, layer, mode, frozen):
     model, x, y = make(recipe, layer, mode, frozen)
     before = copy.deepcopy(model.state_dict())
     actual = grad(loss_of(model))(*state(model), x, y)
@@ -88,7 +88,7 @@ def test_gradients_have_the_bits_of_backward(recipe, layer, mode, frozen):
 @each_mode
 @each_freezing
 @each_layer
-def test_gradients_per_example(recipe, layer, mode, frozen):
+def test_per_example_gradients_of_prepared_models_equal_a_loop(recipe, layer, mode, frozen):
     model, x, y = make(recipe, layer, mode, frozen)
     before = copy.deepcopy(model.state_dict())
     one = lambda p, b, x, y: loss_of(model)(p, b, x[None], y[None])  # noqa: E731
@@ -98,13 +98,13 @@ def test_gradients_per_example(recipe, layer, mode, frozen):
         looped = grad(one)(*state(model), x[i], y[i])
         for name, expected in gradients_by_backward(model, x[i : i + 1], y[i : i + 1]).items():
             assert_same_bits(expected.numpy(), looped[name].numpy(), name)
-            if mode == "train":  # in evaluation sums are integers, ties are usual, and their rounding is by chance
+            if mode == "train":  # in evaluation sums of integers often tie, and the order of sums decides the rounding
                 torch.testing.assert_close(actual[name][i], expected, rtol=0, atol=SUMMED_IN_ANOTHER_ORDER)
 
 
 @each_recipe
 @each_mode
-def test_other_transforms(recipe, mode):
+def test_jvp_and_jacrev_of_prepared_models_agree(recipe, mode):
     model, x, _ = make(recipe, "linear", mode, False)
     call = functools.partial(functional_call, model, state(model))
     value, tangent = jvp(lambda x: call((x,)), (x,), (torch.ones_like(x),))
@@ -115,7 +115,7 @@ def test_other_transforms(recipe, mode):
 
 
 @each_recipe
-def test_functional_call_with_other_parameters(recipe):
+def test_functional_call_of_a_prepared_model_uses_other_parameters(recipe):
     model, x, _ = make(recipe, "linear", "eval", True)
     parameters, buffers = state(model)
     other = {n: p * 0.5 if n.endswith("weight") else p for n, p in parameters.items()}
@@ -126,8 +126,8 @@ def test_functional_call_with_other_parameters(recipe):
 
 
 @each_mode
-def test_an_ensemble(mode):
-    """Stacked parameters and buffers: scales have a batch axis too."""
+def test_an_ensemble_of_prepared_models_under_vmap_equals_a_loop(mode):
+    """Stacked scales have a batch axis too."""
     models = [make("int8", "linear", mode, frozen=True)[0] for _ in range(3)]
     x = torch.randn(5, 32)
     with torch.no_grad():
@@ -140,7 +140,7 @@ def test_an_ensemble(mode):
         torch.testing.assert_close(y, model(x), rtol=0, atol=1e-5)
 
 
-def test_pact():
+def test_pact_under_torch_func_has_the_gradients_of_backward():
     pact = fq.nn.PACT(4, alpha=1.5)
     x = torch.linspace(-1, 3, 24).reshape(4, 6)
     loss = lambda p, x: functional_call(pact, p, (x,)).square().sum()  # noqa: E731
@@ -154,10 +154,10 @@ def test_pact():
     assert torch.equal(tangent, ((x >= 0) & (x <= 1.5)).float())
 
 
-# --- what is said ---------------------------------------------------------------------------------
+# --- warnings and errors ---------------------------------------------------------------------------------
 
 
-def test_observing_in_training_says_that_nothing_is_remembered():
+def test_a_quantizer_that_observes_under_a_transform_warns_and_keeps_its_state():
     quantizer = fq.nn.FakeQuantize(fq.presets.uint8())
     with pytest.warns(
         RuntimeWarning, match=r"do not remember what they see.\n.*freeze the ranges: fakequant.nn.switch_quantizers"
@@ -166,15 +166,15 @@ def test_observing_in_training_says_that_nothing_is_remembered():
     assert quantizer.scale.isnan()
 
 
-def test_what_is_not_finite_is_not_counted():
+def test_nonfinite_values_under_a_transform_are_not_counted():
     quantizer = fq.nn.FakeQuantize(fq.presets.int8_per_token())
     grad(lambda x: quantizer(x).nan_to_num().sum())(torch.tensor([[1.0, torch.nan]]))
     assert quantizer.nonfinite == 0
 
 
 REFUSED = {
-    "a search": (lambda: fq.nn.FakeQuantize(fq.presets.uint8(), fq.observers.Histogram()), "cannot observe under"),
-    "fused": (
+    "range search": (lambda: fq.nn.FakeQuantize(fq.presets.uint8(), fq.observers.Histogram()), "cannot observe under"),
+    "fused operator": (
         lambda: fq.nn.FusedFakeQuantize(fq.QuantSpec(symmetric=False, numerics="torch")),
         "torch's fused operator changes the ranges",
     ),
@@ -182,7 +182,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_run_under_a_transform_says_what_to_do(make, message):
+def test_quantizers_that_cannot_run_under_a_transform_raise_with_a_fix(make, message):
     quantizer = make()
     x = torch.randn(3, 6)
     with pytest.raises(
@@ -194,7 +194,7 @@ def test_what_cannot_run_under_a_transform_says_what_to_do(make, message):
     assert_same_bits(quantizer(x).numpy(), vmap(quantizer)(x).numpy())
 
 
-def test_a_learned_scale_that_is_not_there_yet():
+def test_a_learned_quantizer_cannot_be_initialized_under_a_transform():
     quantizer = fq.nn.LearnedFakeQuantize(fq.QuantSpec(bits=4))
     quantizer.observing = True
     with pytest.raises(

@@ -1,8 +1,8 @@
-"""Two processes on this machine that train together, and what they found.
+"""Runs checks in two processes on this machine that train together, and collects their results.
 
-A test module has a `CHECKS = Checks()` with functions that take a `Seat`. Both processes start once and run
-every one of them. After one that hangs or fails they begin anew with another process group, so that it leaves
-the others alone. The same functions run in the test process, on the joined batches, where they take `Seat()`.
+A test module has a `CHECKS = Checks()` with functions that take a `Seat`. Both processes start once and run all of
+them. After a check that hangs or fails they create a new process group, so that later checks are not affected. The
+same functions run in the test process on the joined batches, with `Seat()`.
 """
 
 import importlib
@@ -19,7 +19,7 @@ import pytest
 from fakequant.testing.assertions import assert_same_bits
 from straight_through import torch
 
-# How DistributedDataParallel is told not to send buffers; torch 2.13 has a new name for it.
+# The option that stops DistributedDataParallel from sending buffers, which torch 2.13 has renamed.
 _OPTIONS = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
 OWN_BUFFERS = {"forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers": False}
 
@@ -31,12 +31,12 @@ FileLock = pytest.importorskip("filelock").FileLock
 mp = pytest.importorskip("torch.multiprocessing")
 
 RANKS = 2
-PATIENCE = 15.0  # seconds that one rank waits for the other in a check: a hang is an error after them
-ALL_PATIENCE = 240.0  # seconds after which the processes are ended
+PATIENCE = 15.0  # seconds that one rank waits for the other in a check before a hang becomes an error
+ALL_PATIENCE = 240.0  # seconds after which the processes are killed
 
 
 class Seat:
-    """Which rows of a batch are here: those of one rank, or without a rank all of them."""
+    """Selects the rows of a batch that a rank sees, or all rows without a rank."""
 
     def __init__(self, rank=None):
         self.rank = rank
@@ -46,7 +46,7 @@ class Seat:
 
 
 class Checks(dict):
-    """Functions to run on both ranks, by name: that of the function and what tells it from others."""
+    """Functions to run on both ranks, by the name of the function and of the case."""
 
     def __call__(self, *names, **options):
         def register(function):
@@ -56,18 +56,22 @@ class Checks(dict):
         return register
 
     def names(self, function):
-        """Parametrizes a test by the checks that run `function`."""
+        """Returns a decorator that parametrizes a test by the checks that run `function`."""
         return pytest.mark.parametrize("name", [name for name, check in self.items() if check.func is function])
 
+    def alone(self, name, **options):
+        """Returns the result of a check in this process, on whole batches."""
+        return self[name](Seat(), **options)
 
-# --- running them ---------------------------------------------------------------------------------
+
+# --- running --------------------------------------------------------------------------------------
 
 
 def work(rank, module, folder, barrier, failed):
-    """A process: the outcome of every check goes into a file. A warning is an error here too."""
+    """Runs all checks in one process and writes their outcomes to a file. Warnings are errors."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    # Of torch's own, when it compiles a function with a derivative of its own.
+    # Raised by torch when it compiles a custom autograd function.
     warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
     seat, outcomes = Seat(rank), {}
     for number, (name, function) in enumerate(importlib.import_module(module).CHECKS.items()):
@@ -76,7 +80,7 @@ def work(rank, module, folder, barrier, failed):
             dist.init_process_group("gloo", where, timeout=patience, rank=rank, world_size=RANKS)
         try:
             outcomes[name] = {"result": function(seat)}
-        except Exception:  # of any check: the others are run too
+        except Exception:  # later checks still run
             outcomes[name] = {"error": traceback.format_exc()}
             failed.value = number
         barrier.wait(ALL_PATIENCE)
@@ -86,7 +90,7 @@ def work(rank, module, folder, barrier, failed):
 
 
 def start(module, folder):
-    """Both processes, which end by themselves or are ended."""
+    """Runs both processes and kills them if they do not end in time."""
     added = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
@@ -108,7 +112,7 @@ def start(module, folder):
 
 
 def outcomes_of(module, tmp_path_factory):
-    """What both ranks found in the checks of a module. Test processes that run side by side share it."""
+    """Returns the outcomes of a module's checks by rank. Parallel test processes share them."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -121,7 +125,7 @@ def outcomes_of(module, tmp_path_factory):
 
 
 def results_of(outcomes, name):
-    """Of one check, by rank."""
+    """Returns the results of one check by rank."""
     for rank, outcome in enumerate(outcomes):
         assert "error" not in outcome[name], f"rank {rank}: {outcome[name]['error']}"
     return [outcome[name]["result"] for outcome in outcomes]

@@ -1,4 +1,4 @@
-"""Changes of one thing at a time in an exported file."""
+"""Exported files with one change each, to test that `verify` notices it."""
 
 import copy
 from collections.abc import Iterator
@@ -8,13 +8,13 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-# Attributes that a runtime does not compute with, or that only say what is so anyway.
-# ONNX Runtime aborts if a Split says a wrong number of outputs.
+# Attributes that do not affect the computation, or repeat what other parts of the file say.
+# ONNX Runtime aborts if `num_outputs` of a Split is wrong.
 IDLE = {"storage_order", "stash_type", "saturate", "allowzero", "noop_with_empty_axes", "auto_pad", "num_outputs"}
 
 
 def replaced(model: Any, name: str, array: Any) -> Any:
-    """A copy of the model with other values in one tensor."""
+    """Returns a copy of the model with other values in one tensor."""
     made = copy.deepcopy(model)
     tensor = next(t for t in made.graph.initializer if t.name == name)
     kind = tensor.data_type
@@ -27,7 +27,7 @@ def replaced(model: Any, name: str, array: Any) -> Any:
 
 
 def of_tensors(model: Any, rng: Any, per_tensor: int = 1) -> Iterator[tuple[str, Any, str, Any]]:
-    """What is changed, the changed model, the name of the tensor and its new values."""
+    """Yields a description of the change, the changed model, the tensor's name and its new values."""
     for tensor in model.graph.initializer:
         array = numpy_helper.to_array(tensor)
         if array.dtype == np.int64 or array.size == 0:
@@ -65,10 +65,10 @@ def of_tensors(model: Any, rng: Any, per_tensor: int = 1) -> Iterator[tuple[str,
 
 
 def of_nodes(model: Any) -> Iterator[tuple[str, Any]]:
-    """What is changed, and the changed model: operations taken out, swapped, with other attributes."""
+    """Yields a description and the changed model, with an operation removed, replaced or altered."""
     for number, node in enumerate(model.graph.node):
         if node.op_type in ("Relu", "Clip", "Tanh", "Softmax", "LayerNormalization", "Gelu", "Sigmoid", "Mul", "Add"):
-            yield f"{node.op_type} {number} taken out", without(model, number)
+            yield f"{node.op_type} {number} removed", without(model, number)
         if node.op_type in OTHERS:
             made = copy.deepcopy(model)
             made.graph.node[number].op_type = OTHERS[node.op_type]
@@ -90,7 +90,7 @@ OTHERS = {"Relu": "Abs", "Add": "Sub", "Mul": "Add", "Sub": "Add", "Div": "Mul",
 
 
 def without(model: Any, number: int) -> Any:
-    """A copy of the model in which the readers of a node read its first input."""
+    """Returns a copy of the model in which consumers of a node read the node's first input."""
     made = copy.deepcopy(model)
     node = made.graph.node[number]
     for reader in made.graph.node:
@@ -103,7 +103,7 @@ def without(model: Any, number: int) -> Any:
 
 
 def other_values(attribute: Any) -> list[Any]:
-    """Values near that of an attribute."""
+    """Returns values near that of an attribute."""
     if attribute.name in IDLE:
         return []
     value = helper.get_attribute_value(attribute)

@@ -1,4 +1,4 @@
-"""Models that `verify` once refused, or computed wrong numbers for, although the runtime computes what was trained."""
+"""Models that are exported correctly but that `verify` once refused."""
 
 import copy
 import dataclasses
@@ -45,7 +45,7 @@ def verified(model, x, folder, example=None):
 
 
 class PooledUNet(nn.Module):
-    """A MaxPool whose result reaches an addition and a convolution, behind a ReLU that others read too."""
+    """A MaxPool feeds an addition and a convolution, after a ReLU with other consumers."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ class PooledUNet(nn.Module):
         return self.fc(z.mean((2, 3))), torch.cat([f, self.skip(f)], 1)
 
 
-def test_the_grid_of_an_input_is_that_of_the_nearest_quantizer(tmp_path):
+def test_the_input_grid_of_a_layer_is_that_of_the_nearest_quantizer(tmp_path):
     x = randn(8, 3, 16, 16)
     torch.manual_seed(0)
     model = trained(PooledUNet(), x, recipes.int8(target=X86), steps=12)
@@ -71,8 +71,8 @@ def test_the_grid_of_an_input_is_that_of_the_nearest_quantizer(tmp_path):
     assert sum(t.runtime_differ for t in found.tensors) == 0
 
 
-def test_keeping_codes_changes_no_gradient_behind_a_pool_with_a_quantizer():
-    x = randn(8, 3, 128, 128, seed=1)  # large enough for codes to be kept
+def test_saving_codes_keeps_gradients_after_a_pool_with_a_quantizer():
+    x = randn(8, 3, 128, 128, seed=1)  # large enough to be saved as codes
 
     def gradients(save_codes):
         torch.manual_seed(0)
@@ -87,7 +87,7 @@ def test_keeping_codes_changes_no_gradient_behind_a_pool_with_a_quantizer():
 
 
 class Shuffle(nn.Module):
-    """Channels are shuffled straight after a convolution."""
+    """Shuffles channels directly after a convolution."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ class Shuffle(nn.Module):
 
 
 class TiedAndUnused(nn.Module):
-    """An embedding that is never called shares its weight with one that is."""
+    """An embedding that is never called shares its weight with one that is called."""
 
     def __init__(self):
         super().__init__()
@@ -112,7 +112,7 @@ class TiedAndUnused(nn.Module):
 
 
 class Gated(nn.Module):
-    """Float operations between grids: codes after them are at ties now and then."""
+    """Float operations between grids, after which codes are at ties now and then."""
 
     def __init__(self):
         super().__init__()
@@ -141,13 +141,13 @@ CONFIGS = {"int8": recipes.int8, "int8_dynamic": recipes.int8_dynamic, "w4a8": r
 @pytest.mark.filterwarnings("ignore:No data reached the quantizers of shared:UserWarning")
 @pytest.mark.parametrize("recipe", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize(("make", "x"), MODELS.values(), ids=MODELS)
-def test_no_false_alarm(make, x, recipe, tmp_path):
+def test_verify_is_ok_for_models_that_once_gave_false_alarms(make, x, recipe, tmp_path):
     torch.manual_seed(0)
     model = fq.calibrate(fq.prepare(make(), recipe(target=X86)), [x], progress=False).eval()
     verified(model, x, tmp_path)
 
 
-def test_deep_dynamic_models_differ_by_what_flipped_codes_can_do(tmp_path):
+def test_verify_tolerates_the_effect_of_flipped_codes_in_deep_dynamic_models(tmp_path):
     torch.manual_seed(0)
     layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())]
     x = randn(64, 64)
@@ -155,8 +155,8 @@ def test_deep_dynamic_models_differ_by_what_flipped_codes_can_do(tmp_path):
     verified(model, x, tmp_path)
 
 
-def test_a_tie_is_a_tie_before_it_is_anything_else():
-    """One step apart and within rounding of the middle, although a reciprocal would give the same code."""
+def test_a_code_at_a_tie_is_explained_as_a_tie_even_if_a_reciprocal_explains_it():
+    """The codes are one step apart and within rounding of the middle."""
     grid = values.GridOf(
         torch.tensor(0.7), torch.tensor(0, dtype=torch.int32), fq.QuantSpec(bits=8, signed=False, symmetric=False)
     )
@@ -171,7 +171,7 @@ def test_a_tie_is_a_tie_before_it_is_anything_else():
     assert not explain.ties(x + 0.01, grid, tolerance, divided, multiplied).any()  # not at the middle
 
 
-def test_two_batches_with_ties_are_one_reason_and_the_verdict_names_what_failed():
+def test_the_verdict_names_the_first_failure_and_not_tensors_with_ties():
     ties = verification.TensorReport("early", codes=100_000, runtime_differ=2, runtime_steps=1, runtime_ties=2)
     wrong = verification.TensorReport("late", codes=100_000, prepared_differ=3, prepared_steps=1, why_prepared="odd")
     out = verification.OutputReport(numbers=1)
@@ -183,7 +183,7 @@ def test_two_batches_with_ties_are_one_reason_and_the_verdict_names_what_failed(
 
 
 class OwnCode(nn.Module):
-    """A layer whose weight other code uses, and one that is never called."""
+    """Uses the weight of a layer without calling it, and has a layer that is never called."""
 
     def __init__(self):
         super().__init__()
@@ -194,7 +194,7 @@ class OwnCode(nn.Module):
         return self.out(F.linear(x, self.qkv.weight, self.bias))
 
 
-def test_layers_that_no_data_reaches_stay_in_float_and_are_named(tmp_path):
+def test_layers_that_no_data_reaches_stay_in_float_with_a_warning(tmp_path):
     torch.manual_seed(0)
     x = randn(32, 4)
     model = fq.prepare(OwnCode(), recipes.int8(target=X86))
@@ -208,7 +208,7 @@ def test_layers_that_no_data_reaches_stay_in_float_and_are_named(tmp_path):
         verified(model, x, tmp_path)
 
 
-def test_advice_about_the_batch_is_given_only_where_it_helps(tmp_path):
+def test_an_export_error_advises_on_dynamic_batch_only_if_that_helps(tmp_path):
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -216,7 +216,7 @@ def test_advice_about_the_batch_is_given_only_where_it_helps(tmp_path):
 
         def forward(self, x):
             y = self.fc(x)
-            return y if float(y.sum()) > 0 else -y  # which no exporter follows
+            return y if float(y.sum()) > 0 else -y  # a branch on data cannot be exported
 
     x = randn(8, 4)
     model = fq.calibrate(fq.prepare(Odd(), recipes.int8()), [x], progress=False)

@@ -1,4 +1,4 @@
-"""Models and data on which `verify` once said ok, or said nothing, although the runtime computes something else."""
+"""Models and data on which the runtime differs and which `verify` once accepted."""
 
 import collections
 import dataclasses
@@ -20,7 +20,7 @@ X86 = "onnxruntime-x86"
 
 
 def has_vnni():
-    with open("/proc/cpuinfo") as file:  # these kernels are of x86 on Linux
+    with open("/proc/cpuinfo") as file:  # exists on Linux only, like the x86 kernels tested here
         return "vnni" in file.read()
 
 
@@ -52,9 +52,9 @@ class Masked(nn.Module):
 FILLS = {"-inf": -torch.inf, "the lowest float": torch.finfo(torch.float32).min, "-1e9": -1e9, "nothing": 0.0}
 
 
-@pytest.mark.skipif(has_vnni(), reason="this CPU does not saturate")
+@pytest.mark.skipif(has_vnni(), reason="sums do not saturate on this CPU")
 @pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
-def test_masked_results_hide_nothing(fill, tmp_path):
+def test_verify_finds_differences_beside_masked_results(fill, tmp_path):
     torch.manual_seed(0)
     x = torch.rand(32, 64) * 0.2 + 0.8
     model = ready(Masked(fill), x, recipes.int8(target="onnxruntime-vnni"))
@@ -80,7 +80,7 @@ OFF = {
 
 
 @pytest.mark.parametrize("path", OFF.values(), ids=OFF)
-def test_what_is_switched_off_stays_in_float_and_is_said(path, tmp_path):
+def test_a_quantizer_that_is_switched_off_stays_in_float_with_a_warning(path, tmp_path):
     x = randn(64, 16)
     config = recipes.int8(target=X86).rule("*", weight=fq.QuantSpec(bits=2, axis=0))
     model = ready(mlp(), x, config)
@@ -101,8 +101,8 @@ def test_a_model_with_all_quantizers_off_is_not_converted():
         fq.convert(model)
 
 
-def test_results_of_the_prepared_model_count_after_the_last_quantizer(tmp_path, monkeypatch):
-    """A prepared model that computes something else after the last quantizer than the golden model does."""
+def test_verify_compares_results_after_the_last_quantizer(tmp_path, monkeypatch):
+    """Makes the prepared model differ from the golden model after the last quantizer."""
     x = randn(32, 16)
     model = ready(mlp(), x)
     path = exported(model, x, tmp_path)
@@ -121,7 +121,7 @@ def test_results_of_the_prepared_model_count_after_the_last_quantizer(tmp_path, 
 
 
 @pytest.mark.parametrize("rows", [slice(None), slice(3, 4)], ids=["everywhere", "one row"])
-def test_a_nan_is_a_difference_and_its_quantizer_is_named(rows, tmp_path):
+def test_verify_reports_a_nan_that_only_the_runtime_quantizes_and_names_its_quantizer(rows, tmp_path):
     x = randn(64, 16)
     model = ready(mlp(), x)
     path = exported(model, x, tmp_path)
@@ -133,7 +133,7 @@ def test_a_nan_is_a_difference_and_its_quantizer_is_named(rows, tmp_path):
     assert f"first at 0.input_quantizer: {explain.NAN}" in found.verdict()
 
 
-def test_a_nan_that_all_have_is_no_difference(tmp_path):
+def test_verify_accepts_a_nan_that_all_models_return(tmp_path):
     class Log(nn.Module):
         def __init__(self):
             super().__init__()
@@ -149,7 +149,7 @@ def test_a_nan_that_all_have_is_no_difference(tmp_path):
     assert torch.isnan(model.eval()(x)).any()
 
 
-def test_empty_data_is_an_error(tmp_path):
+def test_verify_refuses_empty_data(tmp_path):
     model = ready(mlp(), randn(8, 16))
     path = exported(model, randn(8, 16), tmp_path)
     with pytest.raises(ValueError, match="empty: there was nothing to compare"):
@@ -185,7 +185,7 @@ class Returns(nn.Module):
 
 
 @pytest.mark.parametrize(("result", "number"), RETURNS.values(), ids=RETURNS)
-def test_every_leaf_of_the_result_is_compared(result, number, tmp_path):
+def test_verify_compares_every_leaf_of_the_result(result, number, tmp_path):
     torch.manual_seed(0)
     x = randn(32, 16)
     model = ready(Returns(result), x)
@@ -195,7 +195,7 @@ def test_every_leaf_of_the_result_is_compared(result, number, tmp_path):
     assert found.outputs.numbers == sum(
         y.numel() for y in torch.utils._pytree.tree_leaves(model.eval()(x)) if y is not None
     )
-    # One number of one result at a time.
+    # Change one number of one result at a time.
     file = onnx.load(path)
     for place in range(number):
         changed = onnx.ModelProto()
@@ -228,7 +228,7 @@ def change_first_element(file, name):
     file.graph.node.extend([shape, number, flat, line, one, put, back, cast, change])
 
 
-def test_a_result_that_cannot_be_looked_into_is_an_error():
+def test_verify_refuses_results_of_unknown_types():
     leaves = pytest.importorskip("fakequant._verify.result_leaves")
 
     class Odd:
@@ -238,7 +238,7 @@ def test_a_result_that_cannot_be_looked_into_is_an_error():
         leaves.tensors((torch.ones(1), Odd()))
 
 
-def test_another_number_of_results_is_an_error(tmp_path):
+def test_verify_refuses_a_file_with_another_number_of_results(tmp_path):
     x = randn(8, 16)
     model = ready(Returns(lambda y: (y, torch.tanh(y))), x)
     file = onnx.load(exported(model, x, tmp_path))
@@ -248,7 +248,7 @@ def test_another_number_of_results_is_an_error(tmp_path):
         fq.verify(model, tmp_path / "fewer.onnx", [x])
 
 
-def test_sums_that_overflow_have_a_name_of_their_own(tmp_path):
+def test_verify_names_sums_that_overflow_32_bits(tmp_path):
     """140,000 products of 255 and 64 are more than 2^31."""
     model = nn.Sequential(nn.Linear(140_000, 1, bias=False), nn.Linear(1, 1))
     nn.init.ones_(model[0].weight)
@@ -261,7 +261,7 @@ def test_sums_that_overflow_have_a_name_of_their_own(tmp_path):
     assert "do not fit 32 bits" in found.verdict()
 
 
-def test_another_length_of_a_sequence_is_an_error_that_says_what_the_file_takes(tmp_path):
+def test_verify_names_the_shape_a_file_accepts_if_a_batch_does_not_fit(tmp_path):
     x = randn(2, 5, 16)
     model = ready(Returns(lambda y: y), x)
     path = exported(model, x, tmp_path)
@@ -271,7 +271,7 @@ def test_another_length_of_a_sequence_is_an_error_that_says_what_the_file_takes(
         fq.verify(model, path, [randn(2, 7, 16)])
 
 
-def test_notes_that_are_incomplete_are_an_error(tmp_path):
+def test_verify_refuses_a_file_with_incomplete_metadata(tmp_path):
     x = randn(2, 16)
     model = ready(mlp(), x)
     file = onnx.load(exported(model, x, tmp_path))
@@ -284,7 +284,7 @@ def test_notes_that_are_incomplete_are_an_error(tmp_path):
         fq.verify(model, tmp_path / "odd.onnx", [x])
 
 
-def test_inside_autocast_verify_computes_in_float32(tmp_path):
+def test_verify_computes_in_float32_inside_autocast(tmp_path):
     x = randn(32, 16)
     model = ready(mlp(), x)
     path = exported(model, x, tmp_path)

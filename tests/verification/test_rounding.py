@@ -1,4 +1,4 @@
-"""What rounding can explain: tolerances element by element, from repetitions with rounding errors."""
+"""Tolerances for rounding, found per element by repeating a computation with rounding errors."""
 
 import pytest
 
@@ -17,8 +17,8 @@ def randn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_sums_may_be_off_by_a_share_of_what_is_added_not_of_the_result():
-    """The terms cancel: the result is nothing beside them."""
+def test_the_tolerance_of_a_sum_is_relative_to_its_terms_not_to_its_result():
+    """The terms cancel, so the result is far smaller than they are."""
     x = torch.cat([randn(64, 500), -randn(64, 500)], 1) * 1000
     y = torch.ones(1000, 1)
     found = tolerance(lambda: [x @ y])
@@ -37,14 +37,14 @@ EXACT = {
 
 
 @pytest.mark.parametrize("function", EXACT.values(), ids=EXACT)
-def test_what_is_not_computed_does_not_move(function):
+def test_operations_that_only_move_or_select_have_no_tolerance(function):
     x = randn(8, 8)
     found = rounding.Rounding(lambda: [function(x)], [function(x)])
     assert not found.changes[0].any()
 
 
-def test_a_mask_hides_nothing():
-    """Each element has its own tolerance, whatever its neighbours are."""
+def test_masked_elements_do_not_change_the_tolerance_of_others():
+    """Each element has a tolerance independent of its neighbours."""
     x, weight = randn(16, 32), randn(32, 4)
     mask = torch.tensor([False, True, False, True])
 
@@ -75,14 +75,14 @@ OTHERS = {
 
 @pytest.mark.parametrize(("one", "other"), OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize("seed", range(3))
-def test_another_way_to_compute_the_same_is_within_it(one, other, seed):
+def test_another_formula_for_the_same_function_is_within_the_tolerance(one, other, seed):
     x = randn(64, 64, seed=seed) * 3
     found = tolerance(lambda: [one(x)])
     assert bool(((one(x) - other(x)).abs().double() <= found).all())
 
 
 @pytest.mark.parametrize(("one", "other"), OTHERS.values(), ids=OTHERS)
-def test_a_change_of_a_thousandth_is_not(one, other):
+def test_a_change_of_a_thousandth_exceeds_the_tolerance(one, other):
     x = randn(64, 64) * 3
     found = tolerance(lambda: [one(x)])
     y = one(x)
@@ -90,13 +90,13 @@ def test_a_change_of_a_thousandth_is_not(one, other):
     assert bool((((y * 1.001 - y).abs().double() > found)[large]).all())
 
 
-def test_integers_that_rounding_changes_are_known():
+def test_integers_that_rounding_could_change_are_marked_unsteady():
     x = torch.tensor([[1.0, 1.0], [1.0, 2.0]])
     found = rounding.Rounding(lambda: [(x * 1.1).argmax(1)], [(x * 1.1).argmax(1)])
     assert found.unsteady[0].tolist() == [True, False]
 
 
-def test_it_is_the_same_every_time():
+def test_the_tolerance_is_reproducible():
     x = randn(32, 32)
     first, second = (tolerance(lambda: [torch.tanh(x @ x)]) for _ in range(2))
     assert torch.equal(first, second)

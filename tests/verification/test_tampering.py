@@ -1,4 +1,4 @@
-"""`verify` on files in which one thing was changed: it must not say ok unless every code and result is bit-equal."""
+"""`verify` accepts a file with one change only if every code and result has the same bits."""
 
 import pytest
 
@@ -16,7 +16,7 @@ notes = pytest.importorskip("fakequant._onnx.metadata_keys")
 verify_module = pytest.importorskip("fakequant._verify.verify")
 tampers = pytest.importorskip("tampers")
 
-# Small models, run a thousand times.
+# The models are small and run a thousand times.
 pytestmark = pytest.mark.usefixtures("torch_on_one_thread")
 
 
@@ -48,7 +48,7 @@ class Encoder(nn.Module):
 
 
 class MaskedLogits(nn.Module):
-    """The largest numbers of the output say nothing about the others."""
+    """Fills part of its output with a large number, which must not hide errors elsewhere."""
 
     def __init__(self, fill):
         super().__init__()
@@ -79,7 +79,7 @@ def rows(n, *shape):
 
 
 X86 = "onnxruntime-x86"
-# Of the changes of one kind in one file, so many are tried.
+# The number of changes of one kind that are tried in one file.
 MOST = 40
 MODELS = {
     "MLP": (lambda: nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 5)), rows(16, 12), recipes.int8),
@@ -106,7 +106,7 @@ def make(name):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """Each model with its file, exported once."""
+    """A function that returns a model, its exported file and data, exported once."""
     made = {}
 
     def get(name):
@@ -122,7 +122,7 @@ def exported(tmp_path_factory):
 
 
 def run(file, x):
-    """All results and codes of a file as bytes; None if ONNX Runtime refuses it."""
+    """Returns all results and codes of a file as bytes, or None if ONNX Runtime refuses it."""
     watched = onnx.ModelProto()
     watched.CopyFrom(file)
     known = {output.name for output in watched.graph.output}
@@ -134,7 +134,7 @@ def run(file, x):
     try:
         session = ort.InferenceSession(watched.SerializeToString(), options, providers=["CPUExecutionProvider"])
         values = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    except Exception:  # of classes without a common base
+    except Exception:  # ONNX Runtime's exceptions have no common base class
         return None
     return [(value.shape, value.tobytes()) for value in values]
 
@@ -148,7 +148,7 @@ def says_ok(model, file, x, path):
 
 
 def refreshed(file):
-    """The file as if it had been exported like this: with a fingerprint that fits."""
+    """Gives a changed file a matching fingerprint, as if it had been exported like this."""
     for note in file.metadata_props:
         if note.key == notes.GRAPH:
             note.value = digest.digest_of_graph(file)
@@ -156,7 +156,7 @@ def refreshed(file):
 
 
 def misses(model, file, x, path, changed_files):
-    """How many changed files there were, and which of them `verify` took although they compute something else."""
+    """Returns the number of files tried, the changes `verify` missed, and the number of files it accepted."""
     expected = run(file, x)
     number, missed, accepted = 0, [], 0
     every = max(1, len(changed_files) // MOST)
@@ -173,7 +173,7 @@ def misses(model, file, x, path, changed_files):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_changed_tensors(name, exported, tmp_path, record_property):
+def test_verify_refuses_files_with_changed_tensors(name, exported, tmp_path, record_property):
     model, file, x = exported(name)
     rng = np.random.default_rng(0)
     changed = [(what, made) for what, made, _, _ in tampers.of_tensors(file, rng)]
@@ -185,8 +185,8 @@ def test_changed_tensors(name, exported, tmp_path, record_property):
 
 
 @pytest.mark.parametrize("name", ["MLP, 4 bits", "CNN"])
-def test_changed_tensors_with_a_fingerprint_that_fits(name, exported, tmp_path, record_property):
-    """As if the exporter had written them: the tensors themselves are compared."""
+def test_verify_refuses_changed_tensors_with_a_matching_fingerprint(name, exported, tmp_path, record_property):
+    """The fingerprint is right, so the tensors themselves must be compared."""
     model, file, x = exported(name)
     rng = np.random.default_rng(1)
     owned = ("_scale", "_codes", "_zero_point", ".weight", ".bias")
@@ -200,7 +200,7 @@ def test_changed_tensors_with_a_fingerprint_that_fits(name, exported, tmp_path, 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_changed_operations(name, exported, tmp_path, record_property):
+def test_verify_refuses_files_with_changed_operations(name, exported, tmp_path, record_property):
     model, file, x = exported(name)
     number, missed, _ = misses(model, file, x, tmp_path / "m.onnx", list(tampers.of_nodes(file)))
     record_property("tampers", number)
@@ -209,8 +209,8 @@ def test_changed_operations(name, exported, tmp_path, record_property):
 
 
 @pytest.mark.parametrize("name", ["CNN", "encoder", "-1e9", "several"])
-def test_changed_operations_with_a_fingerprint_that_fits(name, exported, tmp_path, record_property):
-    """As if the exporter had written them. What one ulp of a factor changes cannot be told from rounding."""
+def test_verify_refuses_changed_operations_with_a_matching_fingerprint(name, exported, tmp_path, record_property):
+    """Changes of a factor by one ulp are left out, because they look like rounding."""
     model, file, x = exported(name)
     changed = [(what, refreshed(made)) for what, made in tampers.of_nodes(file) if "a little more" not in what]
     number, missed, _ = misses(model, file, x, tmp_path / "m.onnx", changed)
@@ -219,7 +219,7 @@ def test_changed_operations_with_a_fingerprint_that_fits(name, exported, tmp_pat
 
 
 def of_golden(golden):
-    """Changes of one tensor of a golden model by the smallest step: its path, the module, the name, and the tensor."""
+    """Yields path, module, name and new value of one tensor at a time, changed by the smallest step."""
     for path, module in golden.named_modules():
         for name, buffer in list(module._buffers.items()):
             if buffer is None or name not in ("weight_scale", "bias_codes", "weight_codes", "scale", "zero_point"):
@@ -232,8 +232,8 @@ def of_golden(golden):
 
 
 @pytest.mark.parametrize("name", ["MLP, 4 bits", "CNN", "encoder", "several"])
-def test_a_changed_golden_model(name, exported, tmp_path, monkeypatch, record_property):
-    """Whether or not the file was made of it: with a file that has the same change, and with one that has not."""
+def test_verify_refuses_changed_golden_models(name, exported, tmp_path, monkeypatch, record_property):
+    """Tries each change once without comparing the file's parameters and once without checking the conversion."""
     model, file, x = exported(name)
     original, number, missed = verify_module.convert, 0, []
     for what, _, _, _ in list(of_golden(original(model, target=X86))):

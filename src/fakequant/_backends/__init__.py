@@ -1,8 +1,8 @@
-"""One folder per array library, and the one place that chooses between them.
+"""One folder per array library, and `backend_of`, which chooses between them.
 
-Every folder implements the names of `fakequant.functional`, `fakequant.qparams` and `fakequant.torch_names` with
-the same parameters. The functions there document each name and call `backend_of(x)`. What the libraries share is
-beside the folders: `checks`, `blocks`, `kernel_types`, `results`. `backend` is the type of a folder.
+Every folder implements the functions of `fakequant.functional`, `fakequant.qparams` and `fakequant.torch_names` with
+the same parameters. Those modules document the functions and call `backend_of(x)`. Code that the libraries share is
+in `checks`, `blocks`, `argument_types`, `kernel_types` and `results`. `backend.Backend` is the type of a folder.
 """
 
 import importlib
@@ -15,13 +15,12 @@ from fakequant._fork_safe_locks import importing
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from typing_extensions import TypeIs
 
     from fakequant._backends import torch as torch_folder
     from fakequant._backends.backend import Backend
     from fakequant._backends.results import Array
 
-    # Both folders offer the same.
+    # Checks that both folders implement the protocol.
     _numpy: Backend[np.ndarray] = numpy_backend
     _torch: Backend[Tensor] = torch_folder
 
@@ -29,7 +28,7 @@ _imported: set[str] = set()
 
 
 def import_whole(module: str) -> bool:
-    """Imports a module of the package, if it is not imported yet, such that no fork falls into that."""
+    """Imports a module of the package on demand. A fork in another thread waits until the import has finished."""
     if module not in _imported:
         with importing:
             importlib.import_module(f"fakequant.{module}")
@@ -37,17 +36,8 @@ def import_whole(module: str) -> bool:
     return True
 
 
-# torch.compile calls it while it traces, and does not look into it.
+# torch.compile calls the function while tracing and treats its result as a constant, instead of tracing into it.
 import_whole._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def is_tensor(x: object) -> "TypeIs[Tensor]":
-    """Whether `x` is a torch tensor, or a subclass or stand-in of one.
-
-    >>> is_tensor(np.zeros(2)), is_tensor(1.0)
-    (False, False)
-    """
-    return type(x) is not np.ndarray and hasattr(x, "__torch_function__")
 
 
 @overload
@@ -55,9 +45,10 @@ def backend_of(x: "Array", /) -> "Backend[Array]": ...
 @overload
 def backend_of(x: object, y: object, /, *others: object) -> "Backend[Any]": ...
 def backend_of(*values: object) -> "Backend[Any]":
-    """The folder that implements the functions for `values`, as a module. torch is imported when a tensor arrives.
+    """Returns the backend for `values`, which is a module: torch's if one of them is a tensor, otherwise NumPy's.
 
-    Numbers and lists belong to NumPy, but one tensor makes it torch's call.
+    Subclasses of tensors, and other objects that torch's functions accept, count as tensors. torch is imported when
+    the first of them arrives.
 
     >>> backend_of(np.zeros(2)).__name__, backend_of(1.0, [2.0]).__name__
     ('fakequant._backends.numpy', 'fakequant._backends.numpy')

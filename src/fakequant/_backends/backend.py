@@ -1,24 +1,33 @@
-"""What a folder of an array library offers: the type of what `backend_of` returns. Only for type checkers."""
+"""The type of a backend, for type checkers."""
 
-from typing import Any, Protocol
+from typing import Protocol, overload
 
+import numpy as np
+
+from fakequant._backends.argument_types import DType, Numbers
 from fakequant._backends.kernel_types import Gradient, MaskForm, Update
 from fakequant._backends.results import Array, LearnedGradients, ObservedFakeQuantize, OutputAndMask, QParams, Range
 from fakequant.spec import QuantSpec
 
-# Numbers, or arrays of either library: the folder checks them.
-Numbers = Any
-# The libraries' dtypes have no type in common.
-DType = Any
-
 
 class Backend(Protocol[Array]):
-    """The functions of a folder. `fakequant.functional`, `qparams` and `torch_names` document them."""
+    """The functions of a backend. `fakequant.functional`, `qparams` and `torch_names` document them."""
 
-    # --- fakequant.functional and fakequant.qparams ---
+    # --- fakequant.FakeQuantizer ---
 
     def as_data(self, x: object, name: str = "x") -> Array: ...
 
+    def as_float32_array(self, x: object, name: str) -> np.ndarray: ...
+
+    def copy(self, x: Array, name: str) -> Array: ...
+
+    def overwrite(self, y: Array, where: Array, value: float) -> None: ...
+
+    def zero_outside(self, dy: Array, x: Array, lo: np.float32, hi: np.float32) -> Array: ...
+
+    # --- fakequant.functional and fakequant.qparams ---
+
+    @overload
     def fake_quantize(
         self,
         x: Array,
@@ -26,9 +35,21 @@ class Backend(Protocol[Array]):
         zero_point: Numbers,
         spec: QuantSpec,
         *,
-        mask: MaskForm | None = None,
+        mask: None = None,
         gradient: Gradient = "clipped",
-    ) -> Array | tuple[Array, Array]: ...
+    ) -> Array: ...
+
+    @overload
+    def fake_quantize(
+        self,
+        x: Array,
+        scale: Numbers,
+        zero_point: Numbers,
+        spec: QuantSpec,
+        *,
+        mask: MaskForm,
+        gradient: Gradient = "clipped",
+    ) -> tuple[Array, Array]: ...
 
     def fake_quantize_backward(self, dy: Array, mask: Array, spec: QuantSpec) -> Array: ...
 

@@ -1,7 +1,7 @@
-"""Which elements of an array share parameters, in the terms the kernels understand.
+"""Which elements of an array share a scale, in the form that the kernels take.
 
-The kernels see `batch * outer * blocks * inner` elements in C order with one scale per
-(batch, block); see csrc/kernels.h. Everything about axes, groups and strides ends here.
+The kernels see `batch * outer * blocks * inner` elements in C order with one scale per (batch, block); see
+csrc/kernels.h. They know nothing about axes, groups and strides.
 """
 
 from math import prod
@@ -13,7 +13,7 @@ KernelShape = tuple[int, int, int, int]
 
 
 class Blocks(NamedTuple):
-    """How an array is cut into blocks of one scale each."""
+    """How an array is divided into blocks that share a scale."""
 
     kernel: KernelShape
     # The shape of the array of scales.
@@ -21,7 +21,7 @@ class Blocks(NamedTuple):
 
 
 def normalize_axis(axis: int, ndim: int) -> int:
-    """`axis` counted from the front.
+    """Returns `axis` as a non-negative number. Raises IndexError if it is out of range.
 
     >>> normalize_axis(-1, 3)
     2
@@ -35,7 +35,7 @@ def normalize_axis(axis: int, ndim: int) -> int:
 
 
 def channel_shape(shape: tuple[int, ...], axis: int) -> KernelShape:
-    """One block per index on `axis`.
+    """Returns the kernel shape for one block per index on `axis`.
 
     >>> channel_shape((8, 3, 5, 5), 1)
     (1, 8, 3, 25)
@@ -44,7 +44,9 @@ def channel_shape(shape: tuple[int, ...], axis: int) -> KernelShape:
 
 
 def blocks_of(shape: tuple[int, ...], spec: QuantSpec) -> Blocks:
-    """The blocks of an array of `shape` under `spec`.
+    """Returns the blocks of an array of `shape` under `spec`.
+
+    Raises IndexError if the array has no such axis, and ValueError if the group size does not divide it.
 
     >>> blocks_of((8, 64), QuantSpec(axis=-1, group_size=32))
     Blocks(kernel=(1, 1, 16, 32), parameters=(8, 2))
@@ -72,12 +74,12 @@ def blocks_of(shape: tuple[int, ...], spec: QuantSpec) -> Blocks:
 
 
 def memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The axes of dense data from the outermost in memory to the innermost; None: C order.
+    """Returns the axes of dense data from the outermost in memory to the innermost, or None for C order.
 
     >>> memory_order((2, 3, 4, 5), (60, 1, 15, 3))
     (0, 2, 3, 1)
     """
-    # An axis of length 1 goes anywhere: it keeps its place among the neighbours it has.
+    # The stride of an axis of length 1 means nothing, so it must not move the axis.
     order = sorted(range(len(shape)), key=lambda axis: (-abs(strides[axis]) if shape[axis] > 1 else 0, axis))
     long = [axis for axis in order if shape[axis] > 1]
     if long == sorted(long):
@@ -86,11 +88,15 @@ def memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int,
 
 
 def order_of_result(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes of a new array computed from others of one shape, from the outermost in memory to the innermost.
+    """Returns the axes of an elementwise result from the outermost in memory to the innermost, as torch orders them.
 
-    An insertion sort from the last axis to the first: the first input whose strides of two axes are
-    both not 0 decides, among equal strides the shorter axis goes inside. A stride of 0 decides
-    nothing, so this is not a sort by any key.
+    This is an insertion sort from the last axis to the first. Two axes are compared by the first input that has
+    non-zero strides on both. Among equal strides the shorter axis goes inside. Because strides of 0 are skipped, the
+    comparison is not transitive and no sort key would give the same order.
+
+    Args:
+        shape: The common shape of the inputs.
+        strides: The strides of every input.
 
     >>> order_of_result((3, 4, 2), (16, 0, 8))
     (0, 1, 2)

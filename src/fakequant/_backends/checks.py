@@ -1,11 +1,12 @@
-"""The checks of arguments: one exception type and one text per mistake, for every array library.
+"""Argument checks: one exception type and one message per mistake, for every array library.
 
-The functions take shapes, names of dtypes and values. `kind` is what the text calls the data: "array" or
-"tensor". Functions with a torch name have torch's errors instead.
+`check_*` raises if an argument is wrong, `refuse_*` always raises. The functions take shapes, names of dtypes and
+values. `kind` is the word for the data in the message, "array" or "tensor". Functions with torch's names have torch's
+errors instead.
 """
 
 from math import prod
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from fakequant import _kernels
 from fakequant._backends.blocks import blocks_of
@@ -14,7 +15,7 @@ from fakequant.spec import QuantSpec
 
 Shape = tuple[int, ...]
 
-# Numbers up to the first are 0 in float32, numbers from the second on are infinite (ties go to the even neighbour).
+# Positive numbers up to ZERO_IN_F32 round to 0 in float32. Numbers from INF_IN_F32 round to infinity.
 ZERO_IN_F32 = 2.0**-150
 INF_IN_F32 = 2.0**128 - 2.0**103
 
@@ -30,7 +31,7 @@ def _a(kind: str) -> str:
 
 
 def check_spec(spec: object, order: str = "the array, then scale, zero_point, spec") -> None:
-    """Refuses what is not a spec, e.g. because arguments are in the wrong order."""
+    """Raises TypeError if `spec` is not a QuantSpec. The message reminds of the `order` of the arguments."""
     if not isinstance(spec, QuantSpec):
         raise TypeError(
             f"`spec` must be a QuantSpec, got {spec!r}.\nThe order of arguments is {order}.\n"
@@ -39,7 +40,7 @@ def check_spec(spec: object, order: str = "the array, then scale, zero_point, sp
 
 
 def check_gradient(gradient: object, mask: object = None) -> bool:
-    """Returns whether the gradient is clipped. A mask only makes sense if it is."""
+    """Returns True for "clipped" and False for "pass". Raises ValueError otherwise, or for "pass" with a mask."""
     if gradient == "clipped":
         return True
     if gradient != "pass":
@@ -50,7 +51,7 @@ def check_gradient(gradient: object, mask: object = None) -> bool:
 
 
 def check_update(update: object, averaging_constant: float) -> None:
-    """Refuses unknown ways to update a range, and averaging constants outside 0 to 1."""
+    """Raises ValueError if `update` is unknown or the averaging constant is not between 0 and 1."""
     if update not in UPDATES:
         raise ValueError(f"`update` must be one of {', '.join(UPDATES)}, got {update!r}.")
     if not 0 <= averaging_constant <= 1:
@@ -58,13 +59,13 @@ def check_update(update: object, averaging_constant: float) -> None:
 
 
 def check_eps(eps: float) -> None:
-    """Refuses a smallest scale that is not finite and positive in float32."""
+    """Raises ValueError if `eps`, the smallest scale, is not finite and positive in float32."""
     if not ZERO_IN_F32 < eps < INF_IN_F32:
         raise ValueError(f"`eps` must be finite and greater than 0 in float32, got {eps}.")
 
 
-def mask_kind(form: Any) -> int:
-    """The kernels' number for the form of mask that is asked for; None is no mask."""
+def mask_kind(form: str | None) -> int:
+    """Returns the kernels' number for a form of mask. None means no mask."""
     if form is None:
         return _kernels.MASK_NONE
     if form not in MASK_KINDS:
@@ -76,30 +77,37 @@ def mask_kind(form: Any) -> int:
 
 
 def refuse_data_dtype(name: str, dtype: str, kind: str) -> NoReturn:
-    """The error for data that is not of a float dtype the kernels know."""
+    """Raises TypeError for data whose dtype has no kernel."""
     raise TypeError(
         f"`{name}` must be {_a(kind)} of {_FLOATS}, got {dtype}.\nConvert it first, e.g. `{name}.{_CONVERSIONS[kind]}`."
     )
 
 
 def refuse_result_dtype(dtype: object) -> NoReturn:
-    """The error for a `dtype` that results cannot have."""
+    """Raises TypeError for a result dtype that has no kernel."""
     raise TypeError(f"`dtype` must be {_FLOATS}, got {dtype}.")
 
 
 def check_same(shape: Shape, dtype: str, dy_shape: Shape, dy_dtype: str) -> None:
-    """Refuses a gradient that is not like the data it belongs to."""
+    """Raises ValueError if the gradient `dy` does not have the shape and dtype of the data."""
     if dy_shape != shape or dy_dtype != dtype:
         raise ValueError(f"`dy` must have the shape and dtype of `x`, {shape} {dtype}, got {dy_shape} {dy_dtype}.")
 
 
 def packed_mask_shape(shape: Shape) -> Shape:
-    """The shape of a packed mask for data of `shape`."""
+    """Returns the shape of a packed mask for data of `shape`."""
     return ((prod(shape) + 7) // 8,)
 
 
 def check_mask(shape: Shape, dtype: str, mask_shape: Shape, kind: str) -> int:
-    """The kernels' number for a mask of `dtype` and `mask_shape` that belongs to data of `shape`."""
+    """Returns the kernels' number for a mask. Raises ValueError if it does not fit the data.
+
+    Args:
+        shape: The shape of the data.
+        dtype: The dtype of the mask.
+        mask_shape: The shape of the mask.
+        kind: "array" or "tensor".
+    """
     if dtype == "bool" and mask_shape == shape:
         return _kernels.MASK_BYTES
     if dtype == "uint8" and mask_shape == packed_mask_shape(shape):
@@ -108,7 +116,7 @@ def check_mask(shape: Shape, dtype: str, mask_shape: Shape, kind: str) -> int:
 
 
 def refuse_mask(shape: Shape, received: str, kind: str) -> NoReturn:
-    """The error for a mask that does not belong to data of `shape`."""
+    """Raises ValueError for a mask that does not fit data of `shape`."""
     raise ValueError(
         f"`mask` must be the one `fake_quantize` returned for {_a(kind)} of shape {shape}: bool of that shape, "
         f"or packed uint8 of shape {packed_mask_shape(shape)}; got {received}."
@@ -119,12 +127,12 @@ def refuse_mask(shape: Shape, received: str, kind: str) -> NoReturn:
 
 
 def refuse_scale_type(name: str, received: str, kind: str) -> NoReturn:
-    """The error for a scale that is not a number, nor numbers."""
+    """Raises TypeError for a scale that is not made of real numbers."""
     raise TypeError(f"`{name}` must be a real number or {_a(kind)} of real numbers, got {received}.")
 
 
 def refuse_zero_point_type(received: str) -> NoReturn:
-    """The error for zero points that are not integers."""
+    """Raises TypeError for zero points that are not integers."""
     raise TypeError(
         f"`zero_point` must hold integers, got {received}.\n"
         "Round a learned zero point first, `round_zero_point(zero_point, spec)`, or use `fake_quantize_learned`."
@@ -132,16 +140,17 @@ def refuse_zero_point_type(received: str) -> NoReturn:
 
 
 def check_parameter_shape(name: str, given: Shape, shape: Shape, spec: QuantSpec, kind: str) -> None:
-    """Refuses a scale or zero point that does not have one entry per block.
+    """Raises ValueError if a scale or zero point does not have one entry per block.
 
     Args:
         name: "scale" or "zero_point".
-        given: Its shape.
+        given: The shape of the scale or zero point.
         shape: The shape of the data.
+        spec: The spec that defines the blocks.
         kind: "array" or "tensor".
     """
     wanted = blocks_of(shape, spec).parameters
-    if given == wanted:  # not `in`, which a compiler does not see through for sizes
+    if given == wanted:  # not `in`, which torch.compile cannot trace for symbolic sizes
         return
     if spec.axis is None:
         if given == (1,):
@@ -158,7 +167,7 @@ def check_parameter_shape(name: str, given: Shape, shape: Shape, spec: QuantSpec
 
 
 def check_scale_number(scale: float, is_f64: bool) -> None:
-    """Refuses a scale, given as a number, that is not finite and positive in its dtype."""
+    """Raises ValueError if a scale is not finite and positive after rounding to float64 or float32."""
     low, high = (0.0, float("inf")) if is_f64 else (ZERO_IN_F32, INF_IN_F32)
     if not low < scale < high:
         if not is_f64:
@@ -166,8 +175,8 @@ def check_scale_number(scale: float, is_f64: bool) -> None:
         refuse_scale(scale, "float64" if is_f64 else "float32")
 
 
-def refuse_scale(scale: Any, dtype: str, where: str = "") -> NoReturn:
-    """The error for a scale that is not finite and positive."""
+def refuse_scale(scale: object, dtype: str, where: str = "") -> NoReturn:
+    """Raises ValueError for a scale that is not finite and positive. `where` names its index among several."""
     raise ValueError(
         f"`scale` must be finite and greater than 0 in {dtype}, got {scale}{where}.\n"
         "Observe finite data first: `choose_qparams` never returns such a scale."
@@ -175,13 +184,13 @@ def refuse_scale(scale: Any, dtype: str, where: str = "") -> NoReturn:
 
 
 def check_zero_point_number(zero_point: int, spec: QuantSpec) -> None:
-    """Refuses a zero point, given as a number, that the spec does not allow. 0 is always allowed."""
+    """Raises ValueError if the spec does not allow the zero point. 0 is always allowed."""
     if zero_point != 0 and (spec.symmetric or not spec.qmin <= zero_point <= spec.qmax):
         refuse_zero_point(zero_point, spec.qmin, spec.qmax, symmetric=spec.symmetric)
 
 
 def refuse_zero_point(bad: int, qmin: int, qmax: int, *, symmetric: bool = False) -> NoReturn:
-    """The error for a zero point that is outside the range, or not 0 where it has to be."""
+    """Raises ValueError for a zero point outside the range, or other than 0 in a symmetric spec."""
     raise ValueError(
         f"`zero_point` must be 0 for a symmetric spec, got {bad}.\nUse QuantSpec(symmetric=False) for other values."
         if symmetric
@@ -190,7 +199,7 @@ def refuse_zero_point(bad: int, qmin: int, qmax: int, *, symmetric: bool = False
 
 
 def refuse_nan_zero_point() -> NoReturn:
-    """The error for a learned zero point that is not a number."""
+    """Raises ValueError for a learned zero point that is NaN."""
     raise ValueError("`zero_point` must not be NaN.")
 
 
@@ -198,7 +207,7 @@ def refuse_nan_zero_point() -> NoReturn:
 
 
 def packed_code_type(spec: QuantSpec) -> int:
-    """The kernels' number for packed codes of `spec`, which must have 2 or 4 bits."""
+    """Returns the kernels' number for packed codes of `spec`. Raises ValueError if it has other than 2 or 4 bits."""
     code = PACKED_CODE_TYPES.get((spec.bits, spec.signed))
     if code is None:
         raise ValueError(f"Only 4-bit and 2-bit codes can be packed, got a spec of {spec.bits} bits.")
@@ -206,16 +215,18 @@ def packed_code_type(spec: QuantSpec) -> int:
 
 
 def packed_code_shape(shape: Shape, bits: int) -> Shape:
-    """The shape of the packed codes of data of `shape`."""
+    """Returns the shape of the packed codes of data of `shape`."""
     return ((prod(shape) * bits + 7) // 8,)
 
 
 def check_codes(dtype: str, q_shape: Shape, shape: Shape | None, spec: QuantSpec, kind: str) -> None:
-    """Refuses codes of another dtype than the spec's and packed codes of another shape.
+    """Raises TypeError if codes do not have the dtype of the spec, ValueError if packed codes have a wrong shape.
 
     Args:
-        dtype, q_shape: Of the codes.
-        shape: Of the data that packed codes were made from; None: codes are not packed.
+        dtype: The dtype of the codes.
+        q_shape: The shape of the codes.
+        shape: The shape of the data if the codes are packed, otherwise None.
+        spec: The spec of the codes.
         kind: "array" or "tensor".
     """
     wanted = "uint8" if shape is not None else spec.storage
@@ -238,8 +249,8 @@ def check_codes(dtype: str, q_shape: Shape, shape: Shape | None, spec: QuantSpec
 # --- ranges ---------------------------------------------------------------------------------------
 
 
-def refuse_range(lo: Any, hi: Any, index: int | None) -> NoReturn:
-    """The error for a range without finite ends in order; `index` says which of several it is."""
+def refuse_range(lo: object, hi: object, index: int | None) -> NoReturn:
+    """Raises ValueError for a range that is not finite with lo <= hi. `index` is its position among several."""
     raise ValueError(
         f"`lo` and `hi` must be finite with lo <= hi, got lo={lo}, hi={hi}"
         f"{f' at index {index}' if index is not None else ''}.\n"
@@ -248,14 +259,14 @@ def refuse_range(lo: Any, hi: Any, index: int | None) -> NoReturn:
 
 
 def refuse_running(name: str, parameters: Shape, received: str, kind: str) -> NoReturn:
-    """The error for a running range that is not float32 with one entry per block."""
+    """Raises ValueError for a running range that is not float32 with one entry per block."""
     raise ValueError(
         f"`{name}` must be a float32 {kind} with one entry per block, shape {parameters or (1,)}, got {received}."
     )
 
 
 def refuse_unseen(unseen: int, count: int) -> NoReturn:
-    """The error for blocks that have no range yet."""
+    """Raises ValueError for blocks that have no range yet."""
     raise ValueError(
         f"{unseen} of {count} blocks have not seen a finite value, so there is no range to choose a scale from.\n"
         "Observe data before quantizing."

@@ -1,4 +1,4 @@
-"""The kernels' numbers for dtypes, codes, masks and numerics, by the names that every array library uses."""
+"""The kernels' numbers for dtypes, codes, masks and numerics, by name."""
 
 from typing import Literal
 
@@ -6,9 +6,9 @@ from fakequant import _kernels
 from fakequant.spec import QuantSpec
 
 MaskForm = Literal["packed", "bool"]
-# What autograd makes of a tensor: 0 outside the range, or everything passed through.
+# The straight-through gradient: 0 outside the range, or passed everywhere.
 Gradient = Literal["clipped", "pass"]
-# How a range that is seen changes the running one.
+# How an observed range changes the running range.
 Update = Literal["moving_average", "min_max", "dynamic"]
 
 DTYPES = {"float32": _kernels.F32, "float64": _kernels.F64, "bfloat16": _kernels.BF16, "float16": _kernels.F16}
@@ -20,7 +20,7 @@ CODE_TYPES = {
     "int32": _kernels.I32,
     "uint32": _kernels.U32,
 }
-# By bits, and whether codes are signed.
+# By (bits, signed).
 PACKED_CODE_TYPES = {
     (4, True): _kernels.I4X2,
     (4, False): _kernels.U4X2,
@@ -33,7 +33,7 @@ UPDATES: dict[str, int] = {
     "min_max": _kernels.RANGE_MIN_MAX,
     "dynamic": _kernels.RANGE_DYNAMIC,
 }
-# The numerics of a spec, where those of torch are two: one rule per tensor and one per channel.
+# Like the numerics of a spec, but torch has one rule per tensor and another per channel.
 NUMERICS = {
     "torch_tensor": _kernels.TORCH_TENSOR,
     "torch_channel": _kernels.TORCH_CHANNEL,
@@ -41,8 +41,7 @@ NUMERICS = {
     "half_away": _kernels.HALF_AWAY,
 }
 
-
-# The key of `NUMERICS` by the numerics of a spec, and whether it has one scale for the tensor.
+# The key of `NUMERICS` by (numerics of a spec, whether it has one scale per tensor).
 NUMERICS_NAMES = {
     ("torch", True): "torch_tensor",
     ("torch", False): "torch_channel",
@@ -54,7 +53,7 @@ NUMERICS_NAMES = {
 
 
 def numerics_name(spec: QuantSpec) -> str:
-    """The key of `NUMERICS` for a spec.
+    """Returns the key of `NUMERICS` for a spec.
 
     >>> numerics_name(QuantSpec(numerics="torch", axis=0)), numerics_name(QuantSpec())
     ('torch_channel', 'onnx')
@@ -63,10 +62,10 @@ def numerics_name(spec: QuantSpec) -> str:
 
 
 def is_own(numerics: str) -> bool:
-    """Whether the rules are fakequant's: one for all special values, scales in the compute dtype."""
+    """Returns True for fakequant's own rules, "onnx" and "half_away", and False for torch's."""
     return not numerics.startswith("torch")
 
 
 def has_wide_scale(is_f64: bool, numerics: str) -> bool:
-    """Whether scales are float64: those of float64 data, but torch's rules know float32 scales only."""
+    """Returns True if scales are float64, i.e. for float64 data. torch's rules round them to float32 even then."""
     return is_f64 and is_own(numerics)

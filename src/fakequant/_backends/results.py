@@ -1,4 +1,4 @@
-"""What the functions return, and the array type they return it in."""
+"""The named tuples that the functions return, generic in the array type."""
 
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -7,12 +7,12 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What goes in comes out: arrays for arrays, tensors for tensors.
+# Functions return arrays for arrays and tensors for tensors.
 Array = TypeVar("Array", np.ndarray, "Tensor")
 
 
 class OutputAndMask(NamedTuple, Generic[Array]):
-    """The fake-quantized values, and which elements were inside the range."""
+    """The fake-quantized values, and the mask of the elements inside the range."""
 
     output: Array
     mask: Array
@@ -34,7 +34,7 @@ class QParams(NamedTuple, Generic[Array]):
 
 
 class Range(NamedTuple, Generic[Array]):
-    """The smallest and largest finite value of every block, and how many values were not finite."""
+    """The smallest and largest finite value of every block, and the numbers of NaN, +inf and -inf."""
 
     min: Array
     max: Array
@@ -49,11 +49,11 @@ class Range(NamedTuple, Generic[Array]):
 
 
 class ObservedFakeQuantize(NamedTuple, Generic[Array]):
-    """What `observe_fake_quantize` returns."""
+    """The result of `observe_fake_quantize`."""
 
     y: Array
     mask: Array | None
     scale: Array
     zero_point: Array
-    # How many elements of x were not finite: a number, for tensors as a tensor.
+    # The number of non-finite elements: an int for arrays, a 0-d tensor for tensors.
     nonfinite: Any

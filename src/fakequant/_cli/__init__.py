@@ -1,9 +1,9 @@
-"""The command line `fakequant`. Starting it imports nothing that is slow to import; commands do."""
+"""The command line `fakequant`. Slow imports happen only in the commands that need them."""
 
 import traceback
 
 from fakequant._cli import bench_command, demo_command, info_command, report_command, summary_command, verify_command
-from fakequant._cli.command import make_parser
+from fakequant._cli.command import Answer, make_parser
 from fakequant._cli.output import complain, flush, only_for_results, write
 from fakequant._cli.short_errors import one_line
 
@@ -13,7 +13,7 @@ UNKNOWN, INTERRUPTED = 2, 130
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line and returns its exit code.
 
-    0: fine; 1: the answer is no; 2: it could not be found out; 130: interrupted.
+    The codes are 0 for success, 1 if the answer is no, 2 for an error, and 130 if interrupted.
 
     >>> main(["info", "--json", "--wrong"])
     2
@@ -26,12 +26,12 @@ def main(arguments: list[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else UNKNOWN
     try:
         with only_for_results():
-            answer = options.run(options)
+            answer: Answer = options.run(options)
         write(answer.as_json() if options.json else answer.text)
     except KeyboardInterrupt:
         complain(traceback.format_exc() if options.debug else f"{options.prog}: interrupted")
         return INTERRUPTED
-    except (Exception, SystemExit) as error:  # whatever it is, the exit code must not be that of an answer
+    except (Exception, SystemExit) as error:  # exit code 1 is an answer, so every error must map to 2
         complain(traceback.format_exc() if options.debug else f"{options.prog}: {one_line(error, options.extra)}")
         return UNKNOWN
     return answer.code

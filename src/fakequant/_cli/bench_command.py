@@ -5,6 +5,7 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import fakequant
@@ -14,26 +15,26 @@ from fakequant._util.text_table import table
 from fakequant.testing.timing import best_times
 
 ELEMENTS = 1 << 20
-SECONDS = 0.4  # of each row
+SECONDS = 0.4  # per row
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One operation with a number of threads."""
+    """The times of one operation with a number of threads."""
 
     operation: str
     threads: int
     microseconds: float
-    # Our time over that of a copy of the same array, and torch's over ours.
+    # fakequant's time relative to a copy of the array, and torch's time relative to fakequant's.
     over_copy: float
     torch_over_ours: float | None
-    # Whether results have torch's bits.
+    # Whether results equal torch's bit by bit. None if torch is not installed.
     same_bits: bool | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """What `bench` measured; prints as a table."""
+    """The result of `fakequant bench`. Prints as a table."""
 
     elements: int
     torch: str | None
@@ -41,11 +42,11 @@ class Bench:
     rows: list[Row]
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as dicts, lists, numbers and strings."""
+        """Returns the result as dicts, lists, numbers and strings."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        header = ["float32", "threads", "microseconds", "over a copy's", "torch's over ours", "torch's bits"]
+        header = ["float32", "threads", "microseconds", "relative to a copy", "torch / fakequant", "same bits as torch"]
         rows = [
             [
                 row.operation,
@@ -59,7 +60,7 @@ class Bench:
         ]
         torch = f"torch {self.torch or 'not installed'}"
         on = f"{self.elements:,} elements, {self.info.target} on {self.info.machine}, {torch}"
-        how = "The shortest of many calls, taken in turns. Other work on the machine makes figures worse."
+        how = "Shortest of many calls, in alternation. Other load on the machine makes the times worse."
         return f"{on}\n\n{table(header, rows)}\n\n{how}"
 
 
@@ -67,24 +68,24 @@ def add(commands: Commands) -> None:
     parser = commands.add(
         "bench",
         run,
-        "a quick look at the speed on this machine, beside a copy and beside torch",
-        about="It takes less than 20 seconds.",
+        "measure the speed on this machine, compared with a copy and with torch",
+        about="Takes less than 20 seconds.",
         examples=["", "--threads 4 --json"],
-        no="results are not torch's to the bit",
+        no="results differ from torch's",
     )
     parser.add_argument(
-        "--threads", metavar="N", type=whole_number(1), help="measure 1 and N threads (N: as many as are in use)"
+        "--threads", metavar="N", type=whole_number(1), help="measure 1 and N threads (default: the current number)"
     )
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """A table of times."""
+    """Answers with a table of times."""
     found = measure(options.threads or fakequant.get_num_threads())
     return Answer(str(found), found.to_dict(), 1 if any(row.same_bits is False for row in found.rows) else 0)
 
 
 def measure(threads: int) -> Bench:
-    """All operations with one thread and with `threads`."""
+    """Measures all operations with one thread and with `threads`."""
     torch = _torch()
     cases = make_cases(ELEMENTS, torch)
     plan = [(case, n) for n in sorted({1, threads}) for case in cases]
@@ -108,8 +109,8 @@ def _measure(case: Case, threads: int) -> Row:
 
 
 @contextmanager
-def _threads(n: int, torch: Any) -> Iterator[None]:
-    """For us and for torch; then as many as before."""
+def _threads(n: int, torch: ModuleType | None) -> Iterator[None]:
+    """Sets the number of threads of fakequant and torch, and restores it at the end."""
     before = fakequant.get_num_threads()
     torchs = 1 if torch is None else torch.get_num_threads()
     try:
@@ -122,7 +123,7 @@ def _threads(n: int, torch: Any) -> Iterator[None]:
             torch.set_num_threads(torchs)
 
 
-def _torch() -> Any:
+def _torch() -> ModuleType | None:
     try:
         import torch
     except ImportError:
@@ -131,7 +132,7 @@ def _torch() -> Any:
 
 
 def _show(text: str) -> None:
-    """Where it is, to people who wait for it."""
+    """Shows the progress, on a terminal only."""
     if sys.stderr is not None and sys.stderr.isatty():
         sys.stderr.write(f"\r{text:<60}" if text else f"\r{'':<60}\r")
         sys.stderr.flush()

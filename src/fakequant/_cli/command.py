@@ -1,31 +1,33 @@
-"""What all commands have in common: how they are declared, and what they answer."""
+"""Shared by all commands: their declaration and their answer."""
 
 import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from types import ModuleType
 from typing import Any, NoReturn
 
 from fakequant._cli.output import complain
 
 EXIT_CODES = """exit codes:
   0    {yes}{no}
-  2    wrong use, or it could not be found out: one line on stderr says why
+  2    wrong usage or an error: one line on stderr says why
   130  interrupted"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a command found: for people, for machines, and as an exit code."""
+    """The result of a command: as text, as data for JSON, and as an exit code."""
 
     text: str
+    # Anything that JSON has; values of other types are written as strings.
     data: Any
     code: int = 0
 
     def as_json(self) -> str:
-        """JSON has no NaN and no infinities: they are null.
+        """Returns the data as JSON. NaN and infinities become null.
 
         >>> print(Answer("", {"largest": float("inf"), "ok": False}).as_json())
         {
@@ -37,10 +39,10 @@ class Answer:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """An argument parser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends with exit code 2."""
+        """Prints the message and exits with code 2."""
         complain(f"{self.prog}: {message}; see {self.prog} --help")
         raise SystemExit(2)
 
@@ -56,18 +58,26 @@ class Commands:
     def add(
         self,
         name: str,
-        run: Any,
+        run: Callable[[argparse.Namespace], Answer],
         help: str,
         *,
         examples: Sequence[str],
         about: str = "",
-        yes: str = "fine",
+        yes: str = "success",
         no: str = "",
         extra: str = "torch",
     ) -> Parser:
-        """A command that `run(options)` answers.
+        """Adds a command and returns its parser.
 
-        `yes` and `no` say what exit codes 0 and 1 mean; `extra` brings all packages that the command needs.
+        Args:
+            name: The name of the command.
+            run: A function that takes the parsed options and returns an `Answer`.
+            help: One line about the command, starting with a lower-case letter.
+            examples: The arguments of example calls.
+            about: More sentences for the command's own help.
+            yes: The meaning of exit code 0.
+            no: The meaning of exit code 1. Empty if the command does not use it.
+            extra: The extra of fakequant that installs all packages that the command needs.
         """
         codes = EXIT_CODES.format(yes=yes, no=no and f"\n  1    {no}")
         title = "examples" if len(examples) > 1 else "example"
@@ -80,14 +90,14 @@ class Commands:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        parser.add_argument("--json", action="store_true", help="print JSON; all else goes to stderr")
-        _add_debug(parser, default=argparse.SUPPRESS)  # may also stand before the command
+        parser.add_argument("--json", action="store_true", help="print JSON; everything else goes to stderr")
+        _add_debug(parser, default=argparse.SUPPRESS)  # may also come before the command
         parser.set_defaults(run=run, prog=parser.prog, extra=extra)
         return parser
 
 
-def make_parser(modules: Sequence[Any]) -> Parser:
-    """The parser of the whole command line."""
+def make_parser(modules: Sequence[ModuleType]) -> Parser:
+    """Returns the parser of the whole command line."""
     parser = Parser(
         prog="fakequant",
         description="Fake quantization for quantization-aware training.",
@@ -103,12 +113,12 @@ def make_parser(modules: Sequence[Any]) -> Parser:
     return parser
 
 
-def _add_debug(parser: Parser, default: Any) -> None:
+def _add_debug(parser: Parser, default: bool | str) -> None:
     parser.add_argument("--debug", action="store_true", default=default, help="show tracebacks of errors")
 
 
-def whole_number(least: int) -> Any:
-    """The type of an argument that is a whole number of at least `least`."""
+def whole_number(least: int) -> Callable[[str], int]:
+    """Returns an argparse type that accepts whole numbers of at least `least`."""
 
     def convert(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -120,24 +130,24 @@ def whole_number(least: int) -> Any:
 
 def add_model(parser: Parser, *, prepared: str = "a prepared model") -> None:
     parser.add_argument(
-        "model", metavar="MODEL", help=f"FILE.py:NAME or MODULE:NAME, {prepared} or a function that returns it"
+        "model", metavar="MODEL", help=f"FILE.py:NAME or MODULE:NAME of {prepared} or a function that returns one"
     )
 
 
 def add_state(parser: Parser) -> None:
     parser.add_argument(
-        "--state", metavar="FILE", help="a file of torch.save(model.state_dict(), FILE) to load into the model first"
+        "--state", metavar="FILE", help="a file written by torch.save(model.state_dict(), FILE), loaded into the model"
     )
 
 
 def add_float_state(parser: Parser) -> None:
     parser.add_argument(
-        "--float-state", metavar="FILE", help="the same for the float model: --state is not loaded into that"
+        "--float-state", metavar="FILE", help="a file like that of --state, loaded into the float model"
     )
 
 
 def add_steps(parser: Parser) -> None:
-    parser.add_argument("--steps", metavar="N", type=whole_number(1), help="use at most so many batches")
+    parser.add_argument("--steps", metavar="N", type=whole_number(1), help="use at most N batches")
 
 
 def _finite(value: Any) -> Any:

@@ -1,13 +1,17 @@
-"""The operations that `fakequant bench` measures: ours, torch's, and a copy of the same array."""
+"""The operations that `fakequant bench` measures: fakequant's, torch's, and a copy of the same array."""
 
 import dataclasses
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 import fakequant as fq
 from fakequant.testing.timing import Contender
+
+Array = npt.NDArray[Any]
 
 SCALE, ZERO, QMIN, QMAX = 0.05, 3, -128, 127
 CHANNELS = 64
@@ -15,7 +19,7 @@ CHANNELS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One operation. Results to compare come first in what contenders return."""
+    """One operation. If contenders return tuples, their first elements are compared."""
 
     operation: str
     ours: Contender
@@ -23,15 +27,15 @@ class Case:
     torch: Contender | None
 
     def has_torchs_bits(self) -> bool | None:
-        """None: there is no torch."""
+        """Returns True if the results equal torch's bit by bit. None if torch is not installed."""
         if self.torch is None:
             return None
         ours, theirs = _first(self.ours()), _first(self.torch()).numpy()
         return bool(np.array_equal(ours.view(np.uint32), theirs.view(np.uint32)))
 
 
-def make_cases(elements: int, torch: Any) -> list[Case]:
-    """For float32 arrays of so many elements; `torch` is the module or None.
+def make_cases(elements: int, torch: ModuleType | None) -> list[Case]:
+    """Returns all cases, for float32 arrays with this number of elements. `torch` is the module or None.
 
     >>> [case.has_torchs_bits() for case in make_cases(1 << 10, None)]
     [None, None, None, None, None]
@@ -61,7 +65,26 @@ def make_cases(elements: int, torch: Any) -> list[Case]:
     return [Case(name, run, x.copy, theirs.get(name)) for name, run in ours.items()]
 
 
-def _of_torch(torch: Any, x: Any, dy: Any, scales: Any, zeros: Any, one: Any, many: Any) -> dict[str, Contender]:
+def _of_torch(
+    torch: ModuleType | None,
+    x: Array,
+    dy: Array,
+    scales: Array,
+    zeros: Array,
+    one: tuple[Array, Array],
+    many: tuple[Array, Array],
+) -> dict[str, Contender]:
+    """Returns torch's operators by the names of the operations, empty without torch.
+
+    Args:
+        torch: The module or None.
+        x: The input.
+        dy: The gradient of the output.
+        scales: One scale per channel.
+        zeros: One zero point per channel.
+        one: A learned scale and zero point for the whole tensor.
+        many: Learned scales and zero points per channel.
+    """
     if torch is None:
         return {}
     aten, tensor = torch.ops.aten, torch.from_numpy

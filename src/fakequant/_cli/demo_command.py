@@ -11,16 +11,20 @@ def add(commands: Commands) -> None:
         "demo",
         run,
         "train, quantize, export and verify a small network on real data, and write a report",
-        about='It takes up to two minutes. It needs pip install "fakequant[demo]".',
+        about='Takes up to two minutes. Needs pip install "fakequant[demo]".',
         extra="demo",
         examples=["", "--out results --seed 1 --json"],
     )
-    parser.add_argument("--out", metavar="FOLDER", default="fakequant-demo", help="where to write (%(default)s)")
-    parser.add_argument("--seed", metavar="N", type=whole_number(0), default=0, help="of all random numbers (0)")
+    parser.add_argument(
+        "--out", metavar="FOLDER", default="fakequant-demo", help="the folder to write to (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", metavar="N", type=whole_number(0), default=0, help="the seed of all random numbers (default: 0)"
+    )
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """The whole story in one table."""
+    """Runs the demo and answers with its table."""
     folder = folder_to_write(options.out)
     from fakequant._demo.run import run as run_demo
 

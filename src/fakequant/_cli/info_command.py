@@ -7,16 +7,16 @@ from importlib.metadata import PackageNotFoundError, version
 from fakequant._cli.command import Answer, Commands
 from fakequant._info import info
 
-# Packages that some parts need. Their versions are read, nothing is imported.
+# Optional packages. Their versions are read without importing them.
 PACKAGES = ("onnx", "onnxruntime", "onnxscript", "safetensors", "matplotlib", "scikit-learn")
 
 
 def add(commands: Commands) -> None:
-    commands.add("info", run, "versions, instruction set and threads: for bug reports", examples=["", "--json"])
+    commands.add("info", run, "show versions, instruction set and threads, for bug reports", examples=["", "--json"])
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """What is installed and what runs."""
+    """Answers with the installed versions and the kernels in use."""
     found, installed = info(), _installed()
     names = ", ".join(f"{name} {number}" for name, number in installed.items() if number is not None)
     return Answer(f"{found}\n{'installed':<10} {names or '-'}", {**dataclasses.asdict(found), "installed": installed})

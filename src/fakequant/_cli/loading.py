@@ -1,4 +1,4 @@
-"""Models, data and configs by name: FILE.py:NAME or MODULE:NAME."""
+"""Loads models, data and configs by name: FILE.py:NAME or MODULE:NAME."""
 
 import contextlib
 import difflib
@@ -8,24 +8,30 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from fakequant._cli.short_errors import Problem, called_exit, join, missing_extra
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fakequant.config import QuantConfig
 
 HOW = "use FILE.py:NAME or MODULE:NAME"
 
 
 def find(where: str) -> Any:
-    """What FILE.py:NAME or MODULE:NAME stands for.
+    """Returns the object that FILE.py:NAME or MODULE:NAME names.
 
     >>> find("math:pi")
     3.141592653589793
     """
     place, _, name = where.rpartition(":")
     if not place or not name:
-        raise Problem(f"{where!r} does not say what to load; {HOW}")
+        raise Problem(f"{where!r} is not a name to load; {HOW}")
     module = _module(place)
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, [n for n in vars(module) if not n.startswith("_")])
@@ -33,8 +39,8 @@ def find(where: str) -> Any:
     return getattr(module, name)
 
 
-def load_model(where: str) -> Any:
-    """The module, or what the function returns."""
+def load_model(where: str) -> "nn.Module":
+    """Returns the named module, or the module that the named function returns."""
     found = find(where)
     import torch
 
@@ -49,27 +55,27 @@ def load_model(where: str) -> Any:
     return found
 
 
-def load_data(where: str) -> Any:
-    """The batches, or what the function returns."""
+def load_data(where: str) -> Iterable[Any]:
+    """Returns the named batches, or the batches that the named function returns."""
     found = find(where)
     import torch
 
     if callable(found) and not isinstance(found, Iterable):
         found = _call(where, found)
-    # Some modules can be iterated over, too.
+    # A torch module may be iterable too.
     if not isinstance(found, Iterable) or isinstance(found, (str, bytes, Mapping, torch.nn.Module)):
         raise Problem(
             f"{where} is of type {type(found).__name__}; name batches, such as a DataLoader or a list of tensors, or a "
             "function that returns them"
         )
-    with contextlib.suppress(TypeError):  # the number is unknown
-        if len(found) == 0:  # type: ignore[arg-type]
+    with contextlib.suppress(TypeError):  # the length is unknown
+        if isinstance(found, Sized) and len(found) == 0:
             raise Problem(f"{where} has no batches; give it at least one")
     return found
 
 
-def load_config(where: str) -> Any:
-    """A QuantConfig, or what the function returns."""
+def load_config(where: str) -> "QuantConfig":
+    """Returns the named QuantConfig, or the one that the named function returns."""
     from fakequant.config import QuantConfig
 
     found = find(where)
@@ -79,13 +85,15 @@ def load_config(where: str) -> Any:
     return found
 
 
-def load_state(model: Any, path: str, prepared: bool = True) -> None:
-    """Loads a file of `torch.save(model.state_dict(), path)` into the model."""
+def load_state(model: "nn.Module", path: str, prepared: bool = True) -> None:
+    """Loads a file that `torch.save(model.state_dict(), path)` wrote into the model."""
     import torch
 
     if not Path(path).is_file():
         option = "--state" if prepared else "--float-state"
-        raise Problem(f"There is no file {path!r}; {option} needs one of torch.save(model.state_dict(), FILE)")
+        raise Problem(
+            f"There is no file {path!r}; {option} needs a file written by torch.save(model.state_dict(), FILE)"
+        )
     try:
         state = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:
@@ -104,8 +112,8 @@ def load_state(model: Any, path: str, prepared: bool = True) -> None:
         ) from error
 
 
-def _misfit(model: Any, state: Mapping[Any, Any], error: Exception) -> str:
-    """Names that only one of both has, or torch's words."""
+def _misfit(model: "nn.Module", state: Mapping[Any, Any], error: Exception) -> str:
+    """Returns the names that only the model or only the state has, or torch's message if there are none."""
     there, here = list(map(str, state)), list(model.state_dict())
     lacking = [name for name in here if name not in there]
     unknown = [name for name in there if name not in here]
@@ -119,7 +127,7 @@ def _some(names: list[str]) -> str:
 
 
 def folder_to_write(path: str) -> Path:
-    """The folder, which need not be there yet; that it can be written is asked before anything is computed.
+    """Returns the path of a folder that may not exist yet. Raises Problem if it cannot be written.
 
     >>> folder_to_write("results/today").name
     'today'
@@ -129,21 +137,21 @@ def folder_to_write(path: str) -> Path:
     if not there.is_dir():
         raise Problem(f"{path!r} cannot be written: {str(there)!r} is a file; use another folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise Problem(f"{path!r} cannot be written: there is no permission; use a folder that you may write to")
+        raise Problem(f"{path!r} cannot be written: permission denied; use a writable folder")
     return folder
 
 
-def _module(place: str) -> Any:
+def _module(place: str) -> ModuleType:
     if place.endswith(".py"):
         path = Path(place).resolve()
         if not path.is_file():
             raise Problem(f"There is no file {place!r}; {HOW}")
-        with _code_of_others(place):
+        with _user_code(place):
             return _run(path)
     if not all(part.isidentifier() for part in place.split(".")):
-        raise Problem(f"{place!r} is neither a file that ends with .py nor the name of a module; {HOW}")
+        raise Problem(f"{place!r} is neither a .py file nor the name of a module; {HOW}")
     _look_in(Path.cwd())
-    with _code_of_others(place):
+    with _user_code(place):
         try:
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
@@ -153,8 +161,8 @@ def _module(place: str) -> Any:
 
 
 @functools.cache
-def _run(path: Path) -> Any:
-    """A file as a module, once; its neighbours can be imported, as if it were run by itself."""
+def _run(path: Path) -> ModuleType:
+    """Runs a file once and returns it as a module. It can import files next to it, like a script."""
     _look_in(path.parent)
     spec = importlib.util.spec_from_file_location(f"_fakequant_{path.stem}", path)
     assert spec is not None
@@ -174,14 +182,14 @@ def _look_in(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def _call(where: str, function: Any) -> Any:
-    with _code_of_others(where):
+def _call(where: str, function: Callable[[], object]) -> object:
+    with _user_code(where):
         return function()
 
 
 @contextlib.contextmanager
-def _code_of_others(where: str) -> Iterator[None]:
-    """Runs it without our arguments, which it would read as its own; says where it failed."""
+def _user_code(where: str) -> Iterator[None]:
+    """Hides this command's sys.argv from the user's code, and turns its errors into a Problem that says where."""
     place = where.rpartition(":")[0] if ":" in where else where
     arguments, sys.argv = sys.argv, [place]
     try:
@@ -190,8 +198,8 @@ def _code_of_others(where: str) -> Iterator[None]:
         raise
     except SystemExit as error:
         raise Problem(
-            f"{where} called {called_exit(error)}; put what only a script does under "
-            'if __name__ == "__main__":, or leave it out'
+            f"{where} called {called_exit(error)}; move the code that only a script needs under "
+            'if __name__ == "__main__":, or remove it'
         ) from error
     except Exception as error:
         if missing_extra(error) is not None:

@@ -1,4 +1,4 @@
-"""stdout is for results, stderr for all else; a closed pipe does not end in a traceback."""
+"""Output: stdout is for results only, stderr for everything else. A closed pipe does not cause a traceback."""
 
 import contextlib
 import errno
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def only_for_results() -> Iterator[None]:
-    """While it lasts, what anyone prints goes to stderr, also if it is printed from C.
+    """Redirects everything that is printed to stderr, including output from C.
 
     >>> with only_for_results():
     ...     print("loading")
@@ -25,20 +25,23 @@ def only_for_results() -> Iterator[None]:
 
 
 def _redirect_descriptor() -> int | None:
-    """A copy of descriptor 1, which is that of stderr now. None: stdout is not 1, because someone captures it."""
+    """Points descriptor 1 at stderr and returns a copy of the old one.
+
+    Returns None if stdout is not descriptor 1, because it is captured.
+    """
     try:
         if sys.stdout.fileno() != 1:
             return None
         sys.stdout.flush()
         kept = os.dup(1)
         os.dup2(2, 1)
-    except (AttributeError, OSError):  # closed, or not of the operating system
+    except (AttributeError, OSError):  # closed, or without a descriptor
         return None
     return kept
 
 
 def write(text: str) -> None:
-    """To stdout, in what it can encode."""
+    """Prints to stdout, with escapes for characters that it cannot encode."""
     if sys.stdout is None:
         return
     try:
@@ -49,13 +52,13 @@ def write(text: str) -> None:
         sys.stdout.flush()
     except OSError as error:
         _let_go()
-        # A closed pipe is not an error: the exit code says the rest. Windows calls it an invalid argument.
+        # A closed pipe is not an error. Windows reports it as EINVAL.
         if error.errno not in (errno.EPIPE, errno.EINVAL):
             raise
 
 
 def flush() -> None:
-    """What was written before, by argparse."""
+    """Flushes what argparse has written."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -70,7 +73,7 @@ def complain(text: str) -> None:
 
 
 def _let_go() -> None:
-    """The interpreter flushes stdout once more when it ends, and must not fail."""
+    """Points stdout at the null device, because the interpreter flushes it once more at exit and must not fail."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

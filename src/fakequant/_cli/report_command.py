@@ -12,32 +12,32 @@ def add(commands: Commands) -> None:
     parser = commands.add(
         "report",
         run,
-        "write an HTML page about a prepared model: histograms over the grids, clipping, use of levels",
-        about='It needs pip install "fakequant[report]".',
+        "write an HTML page about a prepared model: histograms, clipping, used codes",
+        about='Needs pip install "fakequant[report]".',
         extra="report",
         examples=["train.py:make_model --data train.py:test_data --state model.pt --out report"],
     )
     add_model(parser)
-    data = "FILE.py:NAME or MODULE:NAME, batches or a function that returns them"
+    data = "FILE.py:NAME or MODULE:NAME of batches or a function that returns them"
     parser.add_argument("--data", metavar="DATA", required=True, help=data)
-    parser.add_argument("--float", metavar="MODEL", help="the float model, to compare layers with")
+    parser.add_argument("--float", metavar="MODEL", help="the float model to compare layers with")
     add_state(parser)
     add_float_state(parser)
-    parser.add_argument("--out", metavar="FOLDER", required=True, help="where to write report.html and figures")
-    parser.add_argument("--title", help="of the page")
+    parser.add_argument("--out", metavar="FOLDER", required=True, help="the folder for report.html and its figures")
+    parser.add_argument("--title", help="the title of the page")
     add_steps(parser)
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """The path of the page."""
+    """Writes the report and answers with the path of the page."""
     folder = folder_to_write(options.out)
     if options.float_state and not options.float:
-        raise Problem("--float-state is for the float model, and there is none; use --float MODEL too")
+        raise Problem("--float-state needs a float model; use --float MODEL too")
     model = load_model(options.model)
     if options.state:
         load_state(model, options.state)
     float_model = load_model(options.float) if options.float else None
-    if options.float_state:
+    if float_model is not None and options.float_state:
         load_state(float_model, options.float_state, prepared=False)
     data = load_data(options.data)
     import fakequant

@@ -1,14 +1,14 @@
-"""Errors in one line: what is wrong; what to do."""
+"""Formats errors in one line: what is wrong; what to do."""
 
 import re
 from pathlib import Path
 
 import fakequant
 
-# Of a message; the rest is for --debug.
+# The maximum length of a message.
 LONGEST = 600
 PACKAGE = str(Path(fakequant.__file__).parent)
-# Extras that bring packages, by the names under which these are imported.
+# The extras that install packages, by import name.
 EXTRAS = {
     "torch": "torch",
     "tqdm": "torch",
@@ -22,12 +22,16 @@ EXTRAS = {
 }
 
 
+# The verbs with which the fix in an error message may begin.
+_FIRST_VERB = r"^(Use|Pass|Export|Give|Make|Move|Install|Create|Remove|Run|Call)\b"
+
+
 class Problem(Exception):
-    """What a command cannot go on with, in words that need no traceback."""
+    """An error of the user, with a message that needs no traceback."""
 
 
 def one_line(error: BaseException, needed: str = "torch") -> str:
-    """The message of an error; `needed` is the extra of the command that failed.
+    """Returns the message of an error in one line. `needed` is the extra of the command that failed.
 
     >>> one_line(Problem("There is no file 'a.py'.\\nUse another path."))
     "There is no file 'a.py'; use another path"
@@ -37,7 +41,7 @@ def one_line(error: BaseException, needed: str = "torch") -> str:
     extra = missing_extra(error)
     if extra is not None:
         name = getattr(error, "name", "")
-        # All others bring torch too; that of the demo brings everything.
+        # Every extra installs torch, and "demo" installs everything.
         extra = needed if extra == "torch" or needed == "demo" else extra
         return f'This needs {name}, which is not installed; use: pip install "fakequant[{extra}]"'
     if isinstance(error, SystemExit):
@@ -52,13 +56,14 @@ def one_line(error: BaseException, needed: str = "torch") -> str:
 
 
 def missing_extra(error: BaseException) -> str | None:
-    """The extra that brings the package whose absence is the error."""
-    is_absence = isinstance(error, ModuleNotFoundError) and error.name is not None
-    return EXTRAS.get(error.name) if is_absence else None  # type: ignore[attr-defined]
+    """Returns the extra that installs the missing package, or None if the error has another cause."""
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        return EXTRAS.get(error.name)
+    return None
 
 
 def called_exit(error: SystemExit) -> str:
-    """As in the code.
+    """Returns the call that raised the error, as source code.
 
     >>> called_exit(SystemExit(3))
     'sys.exit(3)'
@@ -67,7 +72,7 @@ def called_exit(error: SystemExit) -> str:
 
 
 def join(message: str, longest: int = LONGEST) -> str:
-    """Lines of a message as parts of one sentence.
+    """Joins the lines of a message into one sentence.
 
     >>> join("Two scales were given:\\n  a\\n  b\\nUse one.")
     'Two scales were given: a; b; use one'
@@ -79,15 +84,15 @@ def join(message: str, longest: int = LONGEST) -> str:
         elif joined.endswith((":", ",", ";")):
             joined += f" {line}"
         else:
-            # Words that begin a sentence no longer do; names stay what they are.
-            lower = re.sub(r"^(Use|Pass|Export|Give|Make|Move|Install)\b", lambda word: word[0].lower(), line)
+            # A verb that began a sentence is lowered. Names keep their case.
+            lower = re.sub(_FIRST_VERB, lambda word: word[0].lower(), line)
             joined = f"{joined.rstrip('.')}; {lower}"
     joined = joined if joined.endswith("...") else joined.rstrip(".")
     return joined if len(joined) <= longest else f"{joined[:longest]} ... (--debug shows all)"
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether this library raised it, with a message that is meant for its users."""
+    """Returns True if fakequant raised the error, so that its message is meant for users."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:
         place = place.tb_next

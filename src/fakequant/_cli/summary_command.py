@@ -3,11 +3,14 @@
 import argparse
 import copy
 import re
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fakequant._cli.command import Answer, Commands, add_model
 from fakequant._cli.loading import load_config, load_model
 from fakequant._cli.short_errors import Problem
+
+if TYPE_CHECKING:
+    from fakequant.config import QuantConfig
 
 RECIPES = ("int8", "int8_dynamic", "int4_weight_only", "w4a8")
 ALL_RECIPES = f"{', '.join(RECIPES)}, lsq2 to lsq8"
@@ -17,32 +20,32 @@ def add(commands: Commands) -> None:
     parser = commands.add(
         "summary",
         run,
-        "what is quantized in a model, what is not and why",
+        "show what is quantized in a model, what is not, and why",
         examples=["train.py:make_model", "package.models:make_model --recipe int8"],
     )
-    add_model(parser, prepared="a prepared model (or a float model, with --recipe)")
+    add_model(parser, prepared="a prepared model (a float model with --recipe)")
     parser.add_argument(
         "--recipe",
         metavar="RECIPE",
         type=_recipe,
-        help=f"show what this would quantize in a float model: {ALL_RECIPES}, or FILE.py:NAME of a QuantConfig",
+        help=f"show what a recipe would quantize in a float model: {ALL_RECIPES}, or FILE.py:NAME of a QuantConfig",
     )
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """The tables of fakequant.summary."""
+    """Answers with the tables of `fakequant.summary`."""
     model = load_model(options.model)
     from fakequant._prepare.prepare import is_prepared, prepare
     from fakequant._prepare.summary import summary
 
     if options.recipe is None and not is_prepared(model):
         raise Problem(
-            f"{options.model} is not prepared; name the module that was given to fakequant.prepare, or use "
+            f"{options.model} is not prepared; name the module that was passed to fakequant.prepare, or use "
             "--recipe int8 to see what would be quantized"
         )
     if options.recipe is not None:
         if is_prepared(model):
-            raise Problem(f"{options.model} is prepared already; leave out --recipe")
+            raise Problem(f"{options.model} is already prepared; remove --recipe")
         model = prepare(copy.deepcopy(model), _config(options.recipe))
     found = summary(model)
     return Answer(str(found), found.to_dict())
@@ -54,7 +57,7 @@ def _recipe(text: str) -> str:
     raise argparse.ArgumentTypeError(f"expected {ALL_RECIPES} or FILE.py:NAME, got {text!r}")
 
 
-def _config(recipe: str) -> Any:
+def _config(recipe: str) -> "QuantConfig":
     if ":" in recipe:
         return load_config(recipe)
     from fakequant import recipes

@@ -10,21 +10,23 @@ def add(commands: Commands) -> None:
     parser = commands.add(
         "verify",
         run,
-        "whether an exported model computes what was trained, code by code",
+        "check, code by code, that an exported model computes what was trained",
         examples=["train.py:make_model model.onnx train.py:test_data --state model.pt"],
-        yes="it computes what was trained",
+        yes="the file computes what was trained",
         no="codes or results differ",
         extra="onnx",
     )
     add_model(parser)
     parser.add_argument("onnx", metavar="ONNX", help="the exported file")
-    parser.add_argument("data", metavar="DATA", help="FILE.py:NAME or MODULE:NAME, batches or a function of them")
+    parser.add_argument(
+        "data", metavar="DATA", help="FILE.py:NAME or MODULE:NAME of batches or a function that returns them"
+    )
     add_state(parser)
     add_steps(parser)
 
 
 def run(options: argparse.Namespace) -> Answer:
-    """The tables of fakequant.verify."""
+    """Answers with the tables of `fakequant.verify`."""
     model = load_model(options.model)
     if options.state:
         load_state(model, options.state)

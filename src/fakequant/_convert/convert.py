@@ -1,8 +1,8 @@
-"""`convert`: a prepared model as integers."""
+"""`convert`: turns a prepared model into the golden model, which computes with integers."""
 
 import copy
 import dataclasses
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,8 @@ from torch.nn.utils import parametrize
 from fakequant import _targets
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.tensor_checks import block_shape
-from fakequant._convert.fold_batch_norm import can_fold, fold, reason_not_foldable, remove_norm
+from fakequant._convert.fold_batch_norm import BatchNorm, can_fold, find_norm, fold, reason_not_foldable
+from fakequant._convert.folded_norm import remove_norm
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import (
     IntegerLayer,
@@ -27,29 +28,45 @@ from fakequant._convert.left_in_float import leave_in_float
 from fakequant._prepare.attach import attach_layer, forget_preparation, record_of
 from fakequant._prepare.prepare import preparation
 from fakequant.nn._batch_norm import bias_codes, widened_scale
+from fakequant.nn._fake_quantize import FakeQuantize
+from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize
+from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._quantized_layer import Quantization, QuantizedLayer, input_grid_of
-from fakequant.nn._quantizer import Quantizer, quantizers
+from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import find_record
 from fakequant.spec import QuantSpec
+
+# A layer whose class changes, from `QuantizedLayer` to `IntegerLayer`.
+ChangingLayer: TypeAlias = Any
 
 
 @dataclasses.dataclass
 class Conversion:
-    """What was done to a model, kept with it."""
+    """What `convert` did to a model. It is stored in the record of the golden model."""
 
     target: str
-    # Batch norms that are part of a layer now.
+    # Paths of batch norms that were folded.
     folded: list[str]
+    # Tensors that stay in float and batch norms that were not folded, and why.
     notes: list[str]
 
 
 def convert(model: nn.Module, *, target: str | None = None) -> nn.Module:
-    """A copy of a prepared model that holds integer codes and computes with them: the golden model.
+    """Returns the golden model: a copy of a prepared model that stores integer codes and computes with them.
 
-    Weights are codes and scales, biases are integers at the scale of the sums they are added to, batch
-    batch norms are part of the layers before them, and scales stay as they are. Products of codes are
-    summed without rounding and brought to the next grid as the kernels of the target do it, so that codes
-    can be compared with those of the runtime one by one. `target` is that of the config, unless given.
+    Weights become codes and scales. Biases become integers with the scale of the sums that they are added to. Batch
+    norms are folded into the layers before them. Scales of activations do not change.
+
+    Products of codes are summed without rounding. The sums become codes of the next grid exactly as in the kernels of
+    the target, so that codes can be compared with those of the runtime one by one.
+
+    Args:
+        model: A prepared and calibrated model. It is not changed.
+        target: The runtime. If None, the target of the config.
+
+    Raises:
+        ValueError: If the model is not prepared, or was not trained for the target.
+        RuntimeError: If the model is not calibrated, or all quantizers are switched off.
 
     >>> import fakequant as fq
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8())
@@ -64,7 +81,7 @@ def convert(model: nn.Module, *, target: str | None = None) -> nn.Module:
     notes = leave_in_float(copied)
     pairs = {layer: norm for layer, norm in made.norms.items() if can_fold(copied, layer, norm)}
     grids = _make_grids(copied, goal)
-    norms = {layer: copied.get_submodule(norm) for layer, norm in pairs.items()}
+    norms = {layer: find_norm(copied, norm) for layer, norm in pairs.items()}
     kept = _replace(copied, grids, norms, goal)
     folded = [norm for layer, norm in pairs.items() if layer not in kept]
     for path in folded:
@@ -77,7 +94,7 @@ def convert(model: nn.Module, *, target: str | None = None) -> nn.Module:
 
 
 def conversion(model: nn.Module) -> Conversion:
-    """What was done to a converted model."""
+    """Returns what `convert` did to a model. Raises ValueError if the model is not converted."""
     found = find_conversion(model)
     if found is None:
         raise ValueError("The model is not converted.\nUse fakequant.convert(model).")
@@ -85,19 +102,19 @@ def conversion(model: nn.Module) -> Conversion:
 
 
 def find_conversion(model: nn.Module) -> Conversion | None:
-    """What was done to a converted model; None if it is not one."""
+    """Returns what `convert` did to a model, or None if the model is not converted."""
     record = find_record(model)
     return None if record is None else record.conversion
 
 
 def _require_target(model: nn.Module, target: _targets.Target) -> None:
-    """That the target can compute what was trained."""
+    """Raises ValueError if the target cannot compute with a grid of the model exactly."""
     wrong = []
     for path, module in model.named_modules():
         if isinstance(module, Grid):
             reason = target.reason_against_activation(module.spec)
             if module.spec.numerics != "onnx":
-                reason = f"has the numerics {module.spec.numerics!r}, and runtimes compute 'onnx'"
+                reason = f"has the numerics {module.spec.numerics!r}, but runtimes compute 'onnx'"
         elif isinstance(module, IntegerLayer) and is_integer(module):
             reason = target.reason_against_weight(module._fakequant.weight_spec, weight_levels(module))
         else:
@@ -113,26 +130,34 @@ def _require_target(model: nn.Module, target: _targets.Target) -> None:
 
 
 def _make_grids(model: nn.Module, target: _targets.Target) -> dict[Quantizer, Grid]:
+    """Returns a fixed grid for every quantizer of an activation."""
     weights = {module.weight_quantizer for module in model.modules() if isinstance(module, QuantizedLayer)}
     made = {}
     for path, quantizer in quantizers(model):
         if quantizer in weights:
             continue
-        options: dict[str, Any] = {"arithmetic": target.arithmetic, "path": path}
-        if quantizer.is_dynamic:
-            grid = Grid(quantizer.spec, None, None, eps=quantizer.eps, **options)  # type: ignore[arg-type]
+        arithmetic = target.arithmetic
+        if isinstance(quantizer, FakeQuantize) and quantizer.is_dynamic:
+            grid = Grid(quantizer.spec, None, None, arithmetic=arithmetic, eps=quantizer.eps, path=path)
         else:
-            grid = Grid(quantizer.spec, *quantizer.qparams(), **options)
+            grid = Grid(quantizer.spec, *quantizer.qparams(), arithmetic=arithmetic, path=path)
         made[quantizer] = grid
     return made
 
 
 def _replace(
-    model: nn.Module, grids: dict[Quantizer, Grid], norms: dict[str, nn.Module], target: _targets.Target
+    model: nn.Module, grids: dict[Quantizer, Grid], norms: dict[str, BatchNorm], target: _targets.Target
 ) -> dict[str, str]:
-    """Makes every quantized layer an integer layer, and every other quantizer a grid.
+    """Replaces quantized layers by integer layers, and quantizers of activations by grids.
 
-    Returns the layers whose batch norm could not be folded, and why.
+    Args:
+        model: The copy of the prepared model.
+        grids: The grids that replace quantizers.
+        norms: The batch norms to fold, by the path of the layer.
+        target: The runtime.
+
+    Returns:
+        Why batch norms could not be folded, by the path of the layer.
     """
     kept = {}
     for path, module in list(model.named_modules()):
@@ -149,8 +174,18 @@ def _replace(
 
 
 @torch.no_grad()
-def _make_integer(layer: Any, path: str, norm: nn.Module | None, target: _targets.Target) -> str | None:
-    """Makes a quantized layer an integer layer, with its batch norm if that can be folded; returns why not."""
+def _make_integer(layer: ChangingLayer, path: str, norm: BatchNorm | None, target: _targets.Target) -> str | None:
+    """Turns a quantized layer into an integer layer, and folds its batch norm if possible.
+
+    Args:
+        layer: The quantized layer.
+        path: Its path in the model.
+        norm: The batch norm that follows it, or None.
+        target: The runtime.
+
+    Returns:
+        Why the batch norm could not be folded. None if it was folded, or if `norm` is None.
+    """
     before: Quantization = layer._fakequant
     kind, quantizer = before.kind, layer.weight_quantizer
     weight = getattr(layer, kind.weight_name).detach()
@@ -182,15 +217,17 @@ def _make_integer(layer: Any, path: str, norm: nn.Module | None, target: _target
     return reason
 
 
-def _scales_of(quantizer: Any, weight: Tensor) -> tuple[QuantSpec, Tensor, Tensor]:
-    """The grid of a weight; of a quantizer that finds its range at run time: now."""
+def _scales_of(quantizer: FakeQuantize | LearnedFakeQuantize, weight: Tensor) -> tuple[QuantSpec, Tensor, Tensor]:
+    """Returns the spec, the scale and the zero point of a weight."""
     spec, shape = quantizer.spec, tuple(weight.shape)
     if spec.granularity != "token":
-        quantizer(weight)
+        quantizer(weight)  # a dynamic quantizer computes its scale now
         return spec, *quantizer.qparams()
-    # One scale for a whole axis: per channel, if there is one other axis, else in groups as long as the axis.
+    # One scale per whole axis is the same as one per channel if there is only one other axis. Otherwise it is the
+    # same as groups as long as the axis.
     seen = tensor_functions.min_max(weight, spec)
     scale, zero_point = tensor_functions.choose_qparams(seen.min, seen.max, spec, eps=quantizer.eps)
+    assert spec.axis is not None
     axis = spec.axis % len(shape)
     others = sorted((a for a in range(len(shape)) if a != axis), key=lambda a: shape[a] == 1)
     if all(shape[a] == 1 for a in others[1:]):
@@ -200,8 +237,8 @@ def _scales_of(quantizer: Any, weight: Tensor) -> tuple[QuantSpec, Tensor, Tenso
     return spec, scale.reshape(blocks), zero_point.reshape(blocks)
 
 
-def _set_bias(layer: Any, bias: Tensor | None) -> None:
-    """As integers, if the scale of the sums is known; else as a float."""
+def _set_bias(layer: IntegerLayer, bias: Tensor | None) -> None:
+    """Stores the bias of a layer, as integers if the scale of the sums is known and otherwise as floats."""
     name = layer._fakequant.kind.bias_name
     if name in layer._parameters:
         layer._parameters[name] = None
@@ -215,8 +252,11 @@ def _set_bias(layer: Any, bias: Tensor | None) -> None:
         layer._parameters[name] = nn.Parameter(bias.detach().float(), requires_grad=False)
 
 
-def _widen(layer: Any, x_scale: Tensor, bias: Tensor) -> None:
-    """Gives channels whose bias would not fit 32 bits a larger scale; their weights are nothing beside it."""
+def _widen(layer: IntegerLayer, x_scale: Tensor, bias: Tensor) -> None:
+    """Increases the weight scale of channels whose bias would not fit in 32 bits.
+
+    Only needed if the bias is so much larger than the weights that losing bits of them makes no difference.
+    """
     record = layer._fakequant
     if record.kind.channel_axis != 0:
         return
@@ -224,7 +264,9 @@ def _widen(layer: Any, x_scale: Tensor, bias: Tensor) -> None:
     if not bool((needed > layer.weight_scale).any()):
         return
     if layer.weight_zero_point is not None:
-        raise ValueError(f"The bias of {record.path} does not fit 32 bits beside its weights.\nUse symmetric weights.")
+        raise ValueError(
+            f"The bias of {record.path} does not fit in 32 bits at the scale of its sums.\nUse symmetric weights."
+        )
     before = layer.weight_scale.expand_as(needed)
     levels = weight_levels(layer) * (before / needed).reshape(-1, *[1] * (len(record.weight_shape) - 1))
     record.weight_spec = dataclasses.replace(record.weight_spec, axis=0)
@@ -233,7 +275,7 @@ def _widen(layer: Any, x_scale: Tensor, bias: Tensor) -> None:
 
 
 def return_tensors(model: nn.Module) -> None:
-    """Makes a converted model return ordinary tensors; between its layers they remember where they come from."""
+    """Adds hooks with which a golden model returns ordinary tensors instead of tracked ones."""
     model.register_forward_pre_hook(_strip_last)
     model.register_forward_hook(_strip)
 
@@ -243,7 +285,10 @@ def _strip(module: nn.Module, args: Any, result: Any) -> Any:
 
 
 def _strip_last(module: nn.Module, args: Any) -> None:
-    """Hooks that were added later see what the model's own code returned: `verify` looks at a model of one layer."""
+    """Moves `_strip` behind hooks that were added later, so that they still see tracked tensors.
+
+    `verify` needs this for models that are a single layer.
+    """
     for number, hook in module._forward_hooks.items():
         if hook is _strip:
             module._forward_hooks.move_to_end(number)  # type: ignore[attr-defined]

@@ -1,15 +1,18 @@
-"""Converted models on disk: safetensors, with a description of every tensor as JSON."""
+"""`save_converted` and `load_converted`: converted models as safetensors files.
+
+The tensors are those of the model's state_dict. The metadata describes every tensor as JSON and has a checksum.
+"""
 
 import copy
 import dataclasses
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +22,7 @@ from fakequant._backends.blocks import blocks_of
 from fakequant._backends.torch.torch_private import EXTRA_STATE_SUFFIX
 from fakequant._convert.convert import Conversion, conversion, find_conversion, return_tensors
 from fakequant._convert.file_checks import check_eps, check_grid, check_same_dtype, check_weight, checksum
-from fakequant._convert.fold_batch_norm import Folded, remove_norm
+from fakequant._convert.folded_norm import Folded, remove_norm
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer, Integers
 from fakequant._convert.golden.sums_to_codes import ARITHMETICS
@@ -29,15 +32,21 @@ from fakequant._util.optional_packages import require, writing
 from fakequant.nn._layer_kinds import find_kind
 from fakequant.spec import QuantSpec, shortened
 
+File: TypeAlias = str | os.PathLike[str]
+# A part of the metadata: what JSON can hold.
+Description: TypeAlias = dict[str, Any]
+# A state_dict: tensors, and extra states of any type.
+State: TypeAlias = dict[str, Any]
+
 _FORMAT = 2
-# Without a checksum.
+# The format before files had checksums.
 _OLD_FORMAT = 1
 
 
 def save_converted(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Writes a converted model: codes, scales, what stays in float, and the spec of every tensor.
+    """Writes a converted model to a file: codes, scales, specs, and the tensors that stay in float.
 
-    The file is complete or not there, and has a checksum. Needs safetensors (`pip install "fakequant[onnx]"`).
+    The file is written atomically and has a checksum. Needs safetensors (`pip install "fakequant[onnx]"`).
 
     >>> import tempfile, fakequant as fq
     >>> def make():
@@ -60,10 +69,15 @@ def save_converted(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def load_converted(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
-    """Makes a float model of the same architecture, in place, the converted one that was saved; returns it.
+    """Turns a float model into the converted model that was saved, in place, and returns it.
 
-    What the float model's parameters were does not matter. A file that does not fit, or is damaged, is refused and
-    leaves it as it was. A file from before there were checksums loads with a warning.
+    The float model must have the same architecture. The values of its parameters do not matter. If the file is
+    damaged or does not fit, the model is left unchanged. Files without a checksum, from older versions, load with a
+    warning.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the file is damaged or does not fit the model.
 
     >>> import tempfile, fakequant as fq
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int4_weight_only(4))
@@ -78,45 +92,49 @@ def load_converted(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     with _unchanged_on_failure(model, described["layers"]):
         try:
             _apply(model, described, state, path)
-        except _NotOfThis:
+        except _WrongModelError:
             raise
         except (ValueError, LookupError, TypeError, AttributeError, AssertionError, RecursionError) as error:
             words = shortened(str(error).partition("\n")[0].rstrip("."), 500)
             raise ValueError(
-                f"{path} is damaged: what it says about the model makes no sense ({type(error).__name__}: {words}).\n"
+                f"{path} is damaged: its description of the model is not valid ({type(error).__name__}: {words}).\n"
                 f"{_AGAIN}"
             ) from error
     return model
 
 
-class _NotOfThis(ValueError):
-    """A file and a model that do not belong together."""
+class _WrongModelError(ValueError):
+    """A file was saved from another model."""
 
 
 _AGAIN = "Write it again with fakequant.save_converted."
 
 
-def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a file says about its tensors, and the state that is in it."""
+def _read(path: File) -> tuple[Description, State]:
+    """Returns the description of a file and its state_dict."""
     safetensors = require("safetensors", "safetensors")
     if not Path(path).is_file():
-        raise FileNotFoundError(f"There is no file {str(path)!r} to load.\nPass what fakequant.save_converted wrote.")
+        raise FileNotFoundError(
+            f"There is no file {str(path)!r} to load.\nPass a file that fakequant.save_converted wrote."
+        )
     try:
         with safetensors.safe_open(Path(path), framework="pt") as file:
             metadata = file.metadata() or {}
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{path} is damaged, or no safetensors file at all: {error}.\n{_AGAIN}") from error
+        raise ValueError(f"{path} is damaged, or is not a safetensors file: {error}.\n{_AGAIN}") from error
     text = metadata.get("fakequant")
     if text is None:
         raise ValueError(
-            f"{path} was not written by fakequant.save_converted: it describes no quantized tensors.\n"
+            f"{path} was not written by fakequant.save_converted: it has no description of quantized tensors.\n"
             "Pass a file that was, or load this one with model.load_state_dict."
         )
     try:
         described = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: what describes its tensors is no JSON ({error}).\n{_AGAIN}") from error
+        raise ValueError(
+            f"{path} is damaged: the description of its tensors is not JSON ({error}).\n{_AGAIN}"
+        ) from error
     if not isinstance(described, dict) or described.get("format") not in (_OLD_FORMAT, _FORMAT):
         found = shortened(repr(described.get("format") if isinstance(described, dict) else described))
         raise ValueError(
@@ -127,7 +145,7 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]
     described.setdefault("extra_states", {})
     missing = [name for name, kind in _PARTS.items() if not isinstance(described.get(name), kind)]
     if missing:
-        raise ValueError(f"{path} is damaged: it does not say {', '.join(missing)}.\n{_AGAIN}")
+        raise ValueError(f"{path} is damaged: its description lacks {', '.join(missing)}.\n{_AGAIN}")
     return described, {**state, **described["extra_states"]}
 
 
@@ -137,23 +155,23 @@ _PARTS = {
 }  # fmt: skip
 
 
-def _compare_checksum(path: Any, version: int, saved: str | None, found: str) -> None:
+def _compare_checksum(path: File, version: int, saved: str | None, found: str) -> None:
     if version == _OLD_FORMAT and saved is None:
         warnings.warn(
-            f"{path} has no checksum: it was written before there were any. Whether it is damaged cannot be told.\n"
-            f"{_AGAIN}",
+            f"{path} has no checksum, because an older version wrote it: damage cannot be detected.\n{_AGAIN}",
             UserWarning,
             stacklevel=4,
         )
     elif saved != found:
-        raise ValueError(f"{path} is damaged: its checksum is not that of what is in it.\n{_AGAIN}")
+        raise ValueError(f"{path} is damaged: its checksum does not match its contents.\n{_AGAIN}")
 
 
 @contextmanager
-def _unchanged_on_failure(model: nn.Module, layers: Any) -> Iterator[None]:
-    """Puts every module and every tensor back as it was if something goes wrong.
+def _unchanged_on_failure(model: nn.Module, layers: Container[str]) -> Iterator[None]:
+    """Context that restores all modules and tensors of a model if the body raises.
 
-    The tensors of `layers` are replaced, not written into: no copy of them is needed.
+    Tensors of modules in `layers`, which holds paths, are not copied, because loading replaces them instead of
+    writing to them.
     """
     modules = [(module, module.__class__, _shallow(module.__dict__)) for module in model.modules()]
     others = [module for path, module in model.named_modules() if path not in layers]
@@ -179,7 +197,7 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def _shallow(fields: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which parameters, buffers, children and hooks may come and go."""
+    """Returns a copy in which the dicts of parameters, buffers, children and hooks are copies too."""
     return {name: copy.copy(value) if isinstance(value, (dict, set)) else value for name, value in fields.items()}
 
 
@@ -187,8 +205,8 @@ def _has_extra_state(module: nn.Module) -> bool:
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
-def _describe(model: nn.Module) -> dict[str, Any]:
-    """Everything that is not in the state."""
+def _describe(model: nn.Module) -> Description:
+    """Returns everything that is needed to rebuild the model and is not a tensor of its state_dict."""
     grids = {module: path for path, module in model.named_modules() if isinstance(module, Grid)}
     layers, sources = {}, {}
     for path, module in model.named_modules():
@@ -212,7 +230,7 @@ def _describe(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _describe_weight(record: Integers) -> dict[str, Any] | None:
+def _describe_weight(record: Integers) -> Description | None:
     if record.weight_spec is None:
         return None
     return {
@@ -222,8 +240,8 @@ def _describe_weight(record: Integers) -> dict[str, Any] | None:
     }
 
 
-def _extra_states(model: nn.Module) -> dict[str, Any]:
-    """What modules keep in their states that is no tensor: what JSON can hold."""
+def _extra_states(model: nn.Module) -> State:
+    """Returns the entries of the state_dict that are not tensors. Raises TypeError if JSON cannot hold one."""
     found = {name: value for name, value in model.state_dict().items() if not isinstance(value, Tensor)}
     for name, value in found.items():
         try:
@@ -232,13 +250,13 @@ def _extra_states(model: nn.Module) -> dict[str, Any]:
             same = False
         if not same:
             raise TypeError(
-                f"{name} is {type(value).__name__}, which cannot be written: a file has tensors, and numbers, strings, "
+                f"{name} is {type(value).__name__}, which cannot be written: a file holds tensors, numbers, strings, "
                 "None, and lists and dicts of them.\nReturn one of these from get_extra_state."
             )
     return found
 
 
-def _apply(model: nn.Module, described: dict[str, Any], state: dict[str, Any], file: Any) -> None:
+def _apply(model: nn.Module, described: Description, state: State, file: File) -> None:
     _require_same_model(model, described, file)
     target = _targets.find(described["target"]).name
     modules = dict(model.named_modules())
@@ -263,10 +281,10 @@ def _apply(model: nn.Module, described: dict[str, Any], state: dict[str, Any], f
     return_tensors(model)
 
 
-def _require_same_model(model: nn.Module, described: dict[str, Any], file: Any) -> None:
-    """That every layer there is one here, with a weight of the same shape."""
+def _require_same_model(model: nn.Module, described: Description, file: File) -> None:
+    """Raises ValueError if a layer or module in the file is missing in the model or has another type or shape."""
     if find_conversion(model) is not None or find_preparation(model) is not None:
-        raise _NotOfThis("The model is prepared or converted already.\nPass a float model, as it was before prepare.")
+        raise _WrongModelError("The model is prepared or converted already.\nPass the float model.")
     modules = dict(model.named_modules())
     for path, layer in described["layers"].items():
         here, there = _kind(modules.get(path)), layer["kind"]
@@ -287,18 +305,18 @@ def _kind(module: nn.Module | None) -> str:
     return "absent" if module is None else type(module).__name__
 
 
-def _refuse(file: Any, path: str, there: str, here: str) -> NoReturn:
-    raise _NotOfThis(
-        f"{file} does not belong to the model: {path!r} is {there} there and {here} here.\n"
+def _refuse(file: File, path: str, there: str, here: str) -> NoReturn:
+    raise _WrongModelError(
+        f"{file} does not fit the model: {path!r} is {there} in the file but {here} in the model.\n"
         "Pass a float model of the architecture that was converted."
     )
 
 
-def _make_layer(layer: Any, path: str, described: dict[str, Any]) -> None:
+def _make_layer(layer: nn.Module, path: str, described: Description) -> None:
     cls, weight = type(layer), described["weight"]
     kind = find_kind(cls)
     if kind is None:
-        raise TypeError(f"{cls.__name__} is not a layer that can be quantized")
+        raise TypeError(f"{cls.__name__} is not a supported layer type")
     takes_vectors = bool(described.get("takes_vectors", False))
     record = Integers(kind=kind, float_class=cls, path=path, takes_vectors=takes_vectors)
     attach_layer(layer, record, dict.fromkeys(("input_quantizer", "output_quantizer", "projection_quantizer")))
@@ -314,7 +332,7 @@ def _make_layer(layer: Any, path: str, described: dict[str, Any]) -> None:
         layer._parameters[kind.bias_name] = None
 
 
-def _make_grid(path: str, grid: dict[str, Any], state: dict[str, Any]) -> Grid:
+def _make_grid(path: str, grid: Description, state: State) -> Grid:
     values = [state.get(f"{path}.{name}") for name in ("scale", "zero_point")]
     if (values[0] is None) != (values[1] is None):
         raise KeyError(f"{path}.{'scale' if values[0] is None else 'zero_point'}")
@@ -326,42 +344,43 @@ def _make_grid(path: str, grid: dict[str, Any], state: dict[str, Any]) -> Grid:
     return Grid(spec, *values, arithmetic=grid["arithmetic"], eps=grid["eps"], path=path)
 
 
-def _fill(model: nn.Module, state: dict[str, Any], file: Any) -> None:
-    """Every tensor to its place, with the shape it has in the file."""
+def _fill(model: nn.Module, state: State, file: File) -> None:
+    """Loads the state_dict of the file into the rebuilt model. Raises an error if names, shapes or dtypes differ."""
     for path, module in model.named_modules():
         if isinstance(module, IntegerLayer):
             _fill_layer(module, f"{path}." if path else "", state, file)
     places = model.state_dict()
     for name in (*places, *state):
         if name not in state or name not in places:
-            here, there = ("absent" if name not in where else "there" for where in (places, state))
+            here, there = ("absent" if name not in where else "present" for where in (places, state))
             _refuse(file, name, there, here)
         found, place = state[name], places[name]
         if isinstance(place, Tensor) and isinstance(found, Tensor) and found.shape != place.shape:
             if name.endswith(EXTRA_STATE_SUFFIX):
-                continue  # the module knows what it takes
+                continue  # `set_extra_state` of the module decides what it accepts
             _refuse(file, name, f"of shape {tuple(found.shape)}", f"of {tuple(place.shape)}")
         if isinstance(place, Tensor) and not name.endswith(EXTRA_STATE_SUFFIX):
             if not isinstance(found, Tensor):
-                raise TypeError(f"{name} is no tensor")
+                raise TypeError(f"{name} is not a tensor")
             check_same_dtype(name, found, place)
     with torch.no_grad():
         model.load_state_dict(state)
 
 
-def _fill_layer(layer: Any, start: str, state: dict[str, Any], file: Any) -> None:
-    """The tensors of an integer layer; a batch norm that was folded may have brought it a bias."""
+def _fill_layer(layer: IntegerLayer, start: str, state: State, file: File) -> None:
+    """Assigns the tensors of an integer layer. It may have a bias that the float layer does not, from a batch norm."""
     shapes = _shapes(layer)
-    for own in (layer._buffers, layer._parameters):
+    tensors: list[dict[str, Any]] = [layer._buffers, layer._parameters]
+    for own in tensors:
         for last in own:
             value = state.get(start + last)
             if value is None:
                 continue
             if not isinstance(value, Tensor):
-                raise TypeError(f"{start}{last} is no tensor")
-            allowed = shapes.get(last, [None if own[last] is None else tuple(own[last].shape)])
-            if tuple(value.shape) not in allowed:
-                _refuse(file, start + last, f"of shape {tuple(value.shape)}", f"of {allowed[0]}")
+                raise TypeError(f"{start}{last} is not a tensor")
+            expected = shapes.get(last, None if own[last] is None else tuple(own[last].shape))
+            if tuple(value.shape) != expected:
+                _refuse(file, start + last, f"of shape {tuple(value.shape)}", f"of {expected}")
             own[last] = nn.Parameter(value, requires_grad=False) if own is layer._parameters else value
     if layer.bias_codes is not None:
         layer._parameters.pop(layer._fakequant.kind.bias_name, None)
@@ -372,16 +391,19 @@ def _fill_layer(layer: Any, start: str, state: dict[str, Any], file: Any) -> Non
         check_weight(start.rstrip("."), layer)
 
 
-def _shapes(layer: Any) -> dict[str, list[Any]]:
-    """The shapes that tensors of an integer layer may have, by name."""
+def _shapes(layer: IntegerLayer) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes that the tensors of an integer layer must have, by name."""
     record, kind = layer._fakequant, layer._fakequant.kind
     if record.weight_spec is None:
         return {}
     spec, shape = record.weight_spec, record.weight_shape
     scales = blocks_of(shape, spec).parameters
-    codes: list[Any] = [shape]
-    if spec.bits in (2, 4):
-        codes = [(-(-prod(shape) * spec.bits // 8),)]
+    codes = (-(-prod(shape) * spec.bits // 8),) if spec.bits in (2, 4) else shape  # packed or not
     outputs = (shape[kind.channel_axis] * (getattr(layer, "groups", 1) if kind.channel_axis == 1 else 1),)
-    names = {"weight_codes": codes, "bias_codes": [outputs], kind.bias_name: [outputs]}
-    return {**names, "weight_scale": [scales], "weight_zero_point": [scales]}
+    return {
+        "weight_codes": codes,
+        "weight_scale": scales,
+        "weight_zero_point": scales,
+        "bias_codes": outputs,
+        kind.bias_name: outputs,
+    }

@@ -1,20 +1,20 @@
-"""Whether what a file of a converted model says can be: dtypes, ranges, and a checksum of everything in it."""
+"""Checks of the contents of a converted model's file: dtypes, ranges and a checksum."""
 
 import hashlib
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fakequant._backends.blocks import blocks_of
 from fakequant._backends.torch import tensor_functions
+from fakequant._convert.golden.integer_layer import IntegerLayer
 from fakequant.spec import QuantSpec
 
 
 def checksum(described: str, tensors: Mapping[str, Tensor]) -> str:
-    """Of a description and of tensors with their names, dtypes and shapes: SHA-256 in hexadecimal digits.
+    """Returns the SHA-256, in hexadecimal, of a description and of tensors with their names, dtypes and shapes.
 
     >>> len(checksum("{}", {"x": torch.ones(2)}))
     64
@@ -37,7 +37,7 @@ def check_zero_point(name: str, zero_point: Tensor, scale: Tensor, spec: QuantSp
     """Raises ValueError unless zero points are codes of the grid, one per scale."""
     _require_dtype(name, zero_point, torch.int32)
     if zero_point.shape != scale.shape:
-        raise ValueError(f"{name} has shape {tuple(zero_point.shape)}, and its scale {tuple(scale.shape)}")
+        raise ValueError(f"{name} has shape {tuple(zero_point.shape)}, but its scale has {tuple(scale.shape)}")
     lowest, highest = (0, 0) if spec.symmetric else (spec.qmin, spec.qmax)
     _require(name, zero_point, (zero_point >= lowest) & (zero_point <= highest), f"from {lowest} to {highest}")
 
@@ -47,7 +47,8 @@ def check_codes(name: str, codes: Tensor, shape: tuple[int, ...], spec: QuantSpe
     packed = tuple(codes.shape) != shape
     _require_dtype(name, codes, torch.uint8 if packed else getattr(torch, spec.storage))
     if packed:
-        whole = QuantSpec(bits=spec.bits, signed=spec.signed, symmetric=spec.symmetric)  # every code that can be packed
+        # A spec without narrow range, in which every packed code is valid.
+        whole = QuantSpec(bits=spec.bits, signed=spec.signed, symmetric=spec.symmetric)
         zero_point = 0 if spec.symmetric else torch.zeros((), dtype=torch.int32)
         values = tensor_functions.dequantize(codes, torch.ones(()), zero_point, whole, shape=shape)
     else:
@@ -65,13 +66,13 @@ def check_bias(name: str, bias: Tensor) -> None:
 def check_same_dtype(name: str, found: Tensor, place: Tensor) -> None:
     """Raises ValueError unless a tensor has the dtype of its place in the model."""
     if found.dtype != place.dtype:
-        raise ValueError(f"{name} is {_word(found.dtype)} there and {_word(place.dtype)} in the model")
+        raise ValueError(f"{name} is {_word(found.dtype)} in the file but {_word(place.dtype)} in the model")
 
 
 def check_eps(name: str, eps: object) -> None:
     """Raises ValueError unless `eps` is a positive, finite float."""
     if not isinstance(eps, float) or not 0 < eps < math.inf:
-        raise ValueError(f"{name} has `eps` {eps!r}, which must be a positive, finite number")
+        raise ValueError(f"{name} has `eps` {eps!r}, but it must be a positive, finite number")
 
 
 def check_grid(name: str, spec: QuantSpec, scale: Tensor | None, zero_point: Tensor | None) -> None:
@@ -82,10 +83,10 @@ def check_grid(name: str, spec: QuantSpec, scale: Tensor | None, zero_point: Ten
     check_zero_point(f"{name}.zero_point", zero_point, scale, spec)
     wanted = 0 if spec.axis is None else len(blocks_of((1,) * 8, spec).parameters)
     if spec.granularity in ("tensor", "channel") and scale.dim() != wanted:
-        raise ValueError(f"{name}.scale has shape {tuple(scale.shape)}, with the spec ({spec})")
+        raise ValueError(f"{name}.scale has shape {tuple(scale.shape)}, which does not fit the spec ({spec})")
 
 
-def check_weight(name: str, layer: Any) -> None:
+def check_weight(name: str, layer: IntegerLayer) -> None:
     """Raises ValueError unless the codes, scales, zero points and biases of an integer layer are valid."""
     record, bias_name = layer._fakequant, layer._fakequant.kind.bias_name
     spec = record.weight_spec
@@ -94,7 +95,7 @@ def check_weight(name: str, layer: Any) -> None:
     if layer.weight_zero_point is not None:
         check_zero_point(f"{start}weight_zero_point", layer.weight_zero_point, layer.weight_scale, spec)
     elif not spec.symmetric:
-        raise ValueError(f"{start}weight_zero_point is missing, with the spec ({spec})")
+        raise ValueError(f"{start}weight_zero_point is missing, but the spec ({spec}) needs it")
     check_codes(f"{start}weight_codes", layer.weight_codes, record.weight_shape, spec)
     if layer.bias_codes is not None:
         _require_dtype(f"{start}bias_codes", layer.bias_codes, torch.int32)
@@ -105,13 +106,13 @@ def check_weight(name: str, layer: Any) -> None:
 
 def _require_dtype(name: str, value: Tensor, dtype: torch.dtype) -> None:
     if value.dtype != dtype:
-        raise ValueError(f"{name} is {_word(value.dtype)}, which must be {_word(dtype)}")
+        raise ValueError(f"{name} is {_word(value.dtype)}, but must be {_word(dtype)}")
 
 
 def _require(name: str, value: Tensor, holds: Tensor, words: str) -> None:
     if not bool(holds.all()):
         bad = value.reshape(-1)[holds.reshape(-1).int().argmin()].item()
-        raise ValueError(f"{name} has a value of {bad:g}, which must be {words}")
+        raise ValueError(f"{name} has the value {bad:g}, but values must be {words}")
 
 
 def _word(dtype: torch.dtype) -> str:

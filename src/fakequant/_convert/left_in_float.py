@@ -1,18 +1,21 @@
-"""Quantizers that `convert` leaves out, because the prepared model computes in float there too."""
+"""Quantizers that `convert` removes, because the prepared model computes in float at that point too."""
 
 import warnings
-from typing import Any
 
 from torch import nn
 
+from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._quantized_layer import QUANTIZERS, QuantizedLayer, input_grid_of
-from fakequant.nn._quantizer import Quantizer, quantizers
+from fakequant.nn._quantizer import Quantizer
 
 
 def leave_in_float(model: nn.Module) -> list[str]:
-    """Takes out of a copy of a prepared model the quantizers that do not quantize; returns notes about them, and warns.
+    """Removes the quantizers that do not quantize from a copy of a prepared model, in place.
 
-    These are quantizers that are switched off, and those of layers that no data has reached.
+    These are quantizers that are switched off, and quantizers that no data has reached. Warns about them.
+
+    Returns:
+        One note per removed quantizer.
     """
     _require_any(model)
     reasons = {path: "is switched off" for path, quantizer in quantizers(model) if not quantizer.quantizing}
@@ -22,23 +25,23 @@ def leave_in_float(model: nn.Module) -> list[str]:
             quantizer = layer._modules.get(name)
             if isinstance(quantizer, Quantizer) and quantizer not in out:
                 out.add(quantizer)
-                reasons[f"{path}.{name}" if path else name] = "was reached by no data"
+                reasons[f"{path}.{name}" if path else name] = "has seen no data"
     of_weights = _weight_quantizers(model)
     for path, quantizer in quantizers(model):
         if quantizer not in out and quantizer not in of_weights and not _has_scale(quantizer):
             out.add(quantizer)
-            reasons[path] = "was reached by no data"
+            reasons[path] = "has seen no data"
     for module in model.modules():
         for name, child in list(module._modules.items()):
             if child in out:
                 module._modules[name] = None
         if isinstance(module, QuantizedLayer) and module._fakequant.input_grid in out:
             module._fakequant.input_grid = None
-    notes = [f"{path} {reason}: that tensor stays in float" for path, reason in reasons.items()]
+    notes = [f"{path} {reason}: its tensor stays in float" for path, reason in reasons.items()]
     if notes:
         more = f"\n  and {len(notes) - 5} more" if len(notes) > 5 else ""
         warnings.warn(
-            "Some tensors are not quantized in the converted model, as in the prepared one:\n  "
+            "Some tensors are not quantized in the converted model, just as in the prepared model:\n  "
             + "\n  ".join(notes[:5])
             + more
             + "\nSwitch quantizers on with fakequant.nn.switch_quantizers(model, quantizing=True). Layers that are "
@@ -50,7 +53,7 @@ def leave_in_float(model: nn.Module) -> list[str]:
 
 
 def unreached_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
-    """Layers whose input has no scale although other quantizers of activations have one: no data has reached them."""
+    """Returns the layers whose input has no scale, by path. In a calibrated model, no data has reached them."""
     found = {}
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLayer):
@@ -61,11 +64,11 @@ def unreached_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
 
 
 def _require_any(model: nn.Module) -> None:
-    """Raises an error if nothing would be quantized, or if the model is not calibrated at all."""
+    """Raises RuntimeError if all quantizers are switched off, or if no activation has a scale."""
     found = dict(quantizers(model))
     if not any(quantizer.quantizing for quantizer in found.values()):
         raise RuntimeError(
-            "Every quantizer of the model is switched off: the converted model would be the float model.\n"
+            "All quantizers of the model are switched off: the converted model would be the float model.\n"
             "Use fakequant.nn.switch_quantizers(model, quantizing=True) first."
         )
     of_weights = _weight_quantizers(model)
@@ -75,7 +78,7 @@ def _require_any(model: nn.Module) -> None:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise RuntimeError(
             f"The model is not calibrated: {', '.join(missing[:3])}{more} have no scale.\n"
-            "Use fakequant.calibrate(model, data), or train it, before it is converted."
+            "Use fakequant.calibrate(model, data), or train the model, before you convert it."
         )
 
 
@@ -83,7 +86,7 @@ def _weight_quantizers(model: nn.Module) -> set[Quantizer | None]:
     return {module.weight_quantizer for module in model.modules() if isinstance(module, QuantizedLayer)}
 
 
-def _has_scale(quantizer: Any) -> bool:
+def _has_scale(quantizer: Quantizer) -> bool:
     if quantizer.is_dynamic:
         return True
     try:

@@ -1,1 +1,1 @@
-"""`fakequant demo`: from training in float to integers in ONNX Runtime, on handwritten digits, in a minute."""
+"""`fakequant demo`: from float training to integer inference in ONNX Runtime, on handwritten digits."""

@@ -1,4 +1,4 @@
-"""Handwritten digits: 1,797 images of 8 × 8 pixels, which scikit-learn has on board."""
+"""Handwritten digits: the 1,797 images of 8 × 8 pixels that come with scikit-learn."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ BATCH = 64
 
 @dataclasses.dataclass(frozen=True)
 class Digits:
-    """Images with values from 0 to 1, in random order; one half to train on, one half to test."""
+    """Images with values from 0 to 1, in random order: one half for training, one half for testing."""
 
     train_images: Tensor
     train_labels: Tensor
@@ -20,12 +20,12 @@ class Digits:
     test_labels: Tensor
 
     def batches(self) -> list[Tensor]:
-        """The images to train on."""
+        """Returns the training images in batches."""
         return list(self.train_images.split(BATCH))
 
 
 def load(seed: int = 0, images: int | None = None) -> Digits:
-    """The digits in the order that `seed` gives; at most so many `images`.
+    """Loads the digits, shuffled with `seed`, at most `images` of them.
 
     >>> digits = load()
     >>> digits.train_images.shape, digits.test_images.shape

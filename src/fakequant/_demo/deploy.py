@@ -1,4 +1,4 @@
-"""From a prepared model to a file, and what ONNX Runtime makes of it."""
+"""Exports a prepared model and runs it in ONNX Runtime."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -17,28 +17,28 @@ from fakequant._verify.verify import verify
 
 @dataclasses.dataclass(frozen=True)
 class Deployed:
-    """What is known of a model that was exported."""
+    """An exported model: its accuracy, size and verification."""
 
-    # Percent of the test images, in ONNX Runtime.
+    # On the test images in ONNX Runtime, in percent.
     accuracy: float
-    # Codes, scales and biases.
+    # The size of codes, scales and biases.
     bytes: int
     onnx_bytes: int
     verification: Verification
 
     @property
     def codes(self) -> int:
-        """How many codes were compared."""
+        """The number of compared codes."""
         return sum(tensor.codes for tensor in self.verification.tensors)
 
     @property
     def differing_codes(self) -> int:
-        """Codes of the runtime that are not those of the golden model."""
+        """The number of codes of the runtime that differ from the golden model's."""
         return sum(tensor.runtime_differ for tensor in self.verification.tensors)
 
     @property
     def why(self) -> str:
-        """Why the integer model is not quite what was trained; empty: it is, but for a few ties."""
+        """Why the integer model differs from the prepared one. Empty if they are equal, except for a few ties."""
         reasons = [t.why_prepared for t in self.verification.tensors if not t.is_equal_but_for_ties]
         return "; ".join(dict.fromkeys(reasons))
 
@@ -47,8 +47,8 @@ def export(model: nn.Module, path: Path, digits: Digits) -> None:
     export_onnx(model, path, digits.test_images[:2])
 
 
-def look_at(model: nn.Module, path: Path, digits: Digits, batches: Iterable[Tensor]) -> Deployed:
-    """Runs the file on the test images, in `batches`, and compares every code."""
+def check(model: nn.Module, path: Path, digits: Digits, batches: Iterable[Tensor]) -> Deployed:
+    """Runs the file on the test images and compares every code. `batches` are the same images in batches."""
     found = verify(model, path, batches)
     _, (scores, *_), _ = Runtime(path).run((digits.test_images.numpy(),), {})
     right = np.mean(scores.argmax(1) == digits.test_labels.numpy())

@@ -1,4 +1,4 @@
-"""What makes a run the same every time, and a caller's process the same after it."""
+"""Makes runs reproducible, and restores the settings of the process."""
 
 import os
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ import torch
 
 @contextmanager
 def reproducible(seed: int) -> Iterator[None]:
-    """One thread, deterministic algorithms, float32 and seeded random numbers; afterwards everything is as it was.
+    """Sets one thread, deterministic algorithms, float32 and a seed. Restores all settings at the end.
 
-    Float sums of several threads depend on how many there are.
+    One thread, because float sums depend on the number of threads.
 
     >>> before = torch.get_num_threads()
     >>> with reproducible(0):
@@ -38,15 +38,15 @@ def reproducible(seed: int) -> Iterator[None]:
 
 
 def writable_folder(folder: str | os.PathLike[str]) -> Path:
-    """The folder, made if need be; that files can be written is found out before any work is done.
+    """Creates the folder if necessary and returns its path. Raises OSError if it cannot be written.
 
     >>> writable_folder(__file__)
     Traceback (most recent call last):
-    NotADirectoryError: ...environment.py' is a file: no folder for the results can be there. Use another path.
+    NotADirectoryError: ...environment.py' is a file, not a folder for the results. Use another path.
     """
     path = Path(folder)
     if path.exists() and not path.is_dir():
-        raise NotADirectoryError(f"{str(path)!r} is a file: no folder for the results can be there. Use another path.")
+        raise NotADirectoryError(f"{str(path)!r} is a file, not a folder for the results. Use another path.")
     trial = path / f"trial.{os.getpid()}.unfinished"
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -54,6 +54,6 @@ def writable_folder(folder: str | os.PathLike[str]) -> Path:
         trial.unlink()
     except OSError as error:
         raise type(error)(
-            f"The folder {str(path)!r} cannot be written: {error.strerror}. Use one that you may write to."
+            f"The folder {str(path)!r} cannot be written: {error.strerror}. Use a writable folder."
         ) from error
     return path

@@ -1,6 +1,6 @@
-"""What is seen while the demo works: one line for every stage, and a bar until it is there.
+"""The progress of the demo: a bar for the running stage, and one line for every finished stage.
 
-All of it goes to stderr: stdout is for results, which a machine may read.
+Everything goes to stderr, because stdout is for results that a machine may read.
 """
 
 import shutil
@@ -8,49 +8,51 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar
 
 from fakequant._train.running import Bar
 
+_Item = TypeVar("_Item")
+
 
 class Stage:
-    """A piece of work with a bar, which is there on a terminal only."""
+    """A stage of the demo, with a progress bar if stderr is a terminal."""
 
     def __init__(self, name: str, total: int, show: bool) -> None:
-        self._bar: Any = Bar(
+        self._bar = Bar(
             total=total,
-            disable=None if show else True,  # None: on a terminal only, where carriage returns mean something
+            disable=None if show else True,  # None disables it unless stderr is a terminal
             leave=False,
             ncols=min(94, shutil.get_terminal_size().columns - 1),
             bar_format="  {desc:<24} {bar} {percentage:3.0f} % {elapsed}",
         )
         self._name = name
-        # What came out, for the line.
+        # The result to print in the line of the stage.
         self.result = ""
 
     def doing(self, what: str) -> None:
-        """What is being done now."""
+        """Shows what is being done now."""
         self._bar.set_description_str(f"{self._name}: {what}", refresh=True)
 
     def step(self, number: int = 1) -> None:
-        """A part of the total is done."""
+        """Advances the bar."""
         self._bar.update(number)
 
-    def each(self, items: Iterable[Any]) -> Iterator[Any]:
-        """The items, a step after each."""
+    def each(self, items: Iterable[_Item]) -> Iterator[_Item]:
+        """Yields the items and advances the bar after each."""
         for item in items:
             yield item
             self.step()
 
     def close(self) -> bool:
-        """Takes the bar away; returns whether it could be seen, so that others may have theirs in its place."""
+        """Removes the bar. Returns True if it was visible, so that other bars may replace it."""
         shown = not self._bar.disable
         self._bar.close()
         return shown
 
 
 class Progress:
-    """Prints a heading, and a line when a stage is done; nothing at all if `show` is False.
+    """Prints a heading and a line for every finished stage, or nothing if `show` is False.
 
     >>> progress = Progress(show=False)
     >>> with progress.stage("train", total=2) as stage:
@@ -61,7 +63,7 @@ class Progress:
 
     def __init__(self, show: bool) -> None:
         self.show = show
-        # Of every stage.
+        # The duration of every stage.
         self.seconds: dict[str, float] = {}
 
     def heading(self, text: str) -> None:
@@ -70,7 +72,7 @@ class Progress:
 
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[Stage]:
-        """A stage with so many steps."""
+        """Times a stage with `total` steps and prints its line."""
         start = time.perf_counter()
         stage = Stage(name, total, self.show)
         try:
@@ -82,6 +84,6 @@ class Progress:
             print(f"  {name:<12}{stage.result:<72}{self.seconds[name]:6.1f} s", file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """A blank line before what follows."""
+        """Prints a blank line."""
         if self.show:
             print(file=sys.stderr, flush=True)

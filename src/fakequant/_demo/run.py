@@ -1,4 +1,4 @@
-"""`run`: the whole story, from training in float to integers in ONNX Runtime."""
+"""`run`: the whole workflow, from float training to integer inference in ONNX Runtime."""
 
 import copy
 import dataclasses
@@ -28,11 +28,11 @@ from fakequant._train.calibrate import calibrate
 from fakequant._util.optional_packages import require
 from fakequant.testing.timing import Contender, best_times
 
-# The model that the report is about.
+# The model for which the report is written.
 _REPORTED = "QAT int4"
-# Images of a batch in which codes are compared.
+# The batch size when codes are compared.
 _COMPARED = 100
-# What an export counts in a bar, beside steps of training; about so many rounds of step times fit in.
+# Lengths in progress bars: of an export, in training steps, and of the step times, in rounds.
 _EXPORT_STEPS, _ROUNDS = 40, 150
 _PACKAGES = {
     "sklearn": "scikit-learn",
@@ -55,16 +55,23 @@ def run(
 ) -> Result:
     """Trains a residual CNN on digits, quantizes it in four ways, exports and verifies each, and writes a report.
 
-    Into `folder`: `report.html`, its figures, an ONNX file of each model, `result.json` and `times.json`. Two runs
-    with the same `seed` have the same files, bit for bit, but for what is measured. `epochs` are those of the
-    training in float and of each one with quantizers; `images` are how many are used at most; `timing` are the
-    most seconds for the step times. It runs in one thread and leaves torch's settings and random numbers as they were.
+    The folder gets `report.html`, its figures, an ONNX file of each model, `result.json` and `times.json`. Two runs
+    with the same seed write the same bits, except for measured times. The demo runs in one thread and restores torch's
+    settings and random state.
+
+    Args:
+        folder: The folder to write. It is created if necessary.
+        seed: The seed of all random numbers.
+        progress: Whether to show progress on stderr.
+        epochs: The epochs of the float training, and of each training with quantizers.
+        images: The maximum number of images. None for all.
+        timing: The maximum time for measuring training steps, in seconds.
 
     Needs `pip install "fakequant[demo]"`. On the command line: `fakequant demo`.
 
     >>> run(__file__)
     Traceback (most recent call last):
-    NotADirectoryError: ...run.py' is a file: no folder for the results can be there. Use another path.
+    NotADirectoryError: ...run.py' is a file, not a folder for the results. Use another path.
     """
     _check(seed=seed, epochs=epochs, images=images, timing=timing)
     goal = writable_folder(folder)
@@ -83,7 +90,7 @@ def _check(*, seed: int, epochs: int, images: int | None, timing: float) -> None
 
 
 class _Made(NamedTuple):
-    """A quantized model, its row without a step time, what was found of its file, its health in training."""
+    """A quantized model, its row without a step time, its exported file, and its health over training."""
 
     model: nn.Module
     row: Row
@@ -147,7 +154,7 @@ class _Run:
                 def after_step(number: int) -> None:
                     stage.step()
                     if variant.name == _REPORTED:
-                        watch.look(number)
+                        watch.after_step(number)
 
                 train(made, digits, self.epochs, QUANTIZED_RATE, self.seed, after_step)
             found = accuracy(made, digits.test_images, digits.test_labels)
@@ -156,7 +163,7 @@ class _Run:
             deploy.export(made, path, digits)
             stage.step(_EXPORT_STEPS)
             stage.doing("verify")
-            deployed = deploy.look_at(made, path, digits, stage.each(compared))
+            deployed = deploy.check(made, path, digits, stage.each(compared))
             row = self._row(variant, found, deployed)
             stage.result = (
                 f"{found:.2f} %   {variant.file}: {row.differing_codes:,} of {row.codes:,} codes differ in ONNX Runtime"
@@ -187,7 +194,7 @@ class _Run:
         )
 
     def _time_steps(self, model: nn.Module) -> dict[str, float]:
-        """Times of training steps over that of the float model; they take turns."""
+        """Returns the times of training steps relative to the float model, measured in alternation."""
         trained = [variant for variant in variants() if variant.trained]
         with self.progress.stage("step times", _ROUNDS) as stage:
             stage.doing("measure")
@@ -201,7 +208,7 @@ class _Run:
         return times
 
     def _report(self, model: nn.Module, made: _Made) -> None:
-        # Here, because the pictures take time to import.
+        # Imported here, because Matplotlib takes time to import.
         from fakequant._demo import diagnosis
 
         with self.progress.stage("report", 1) as stage:

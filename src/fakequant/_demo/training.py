@@ -1,4 +1,4 @@
-"""An ordinary training loop, for float and prepared models alike."""
+"""An ordinary training loop for float and prepared models."""
 
 from collections.abc import Callable
 
@@ -7,24 +7,33 @@ from torch import Tensor, nn
 
 from fakequant._demo.data import BATCH, Digits
 from fakequant._train.schedule import Schedule
+from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._param_groups import param_groups
-from fakequant.nn._quantizer import quantizers
 
-# Of SGD, down to 0 along half a cosine: for the first training, and for the second one with quantizers.
+# Learning rates of SGD with cosine decay, for the float training and for the training with quantizers.
 FLOAT_RATE, QUANTIZED_RATE = 0.1, 0.02
-# The last part of the second training, in which ranges and statistics of batch norms stay as they are.
+# The last part of the training with quantizers, in which ranges and batch norm statistics are frozen.
 FROZEN = 0.25
 
 
 def steps_of(digits: Digits, epochs: int) -> int:
-    """How many steps `train` takes."""
+    """Returns the number of training steps."""
     return epochs * max(1, len(digits.train_images) // BATCH)
 
 
 def train(
     model: nn.Module, digits: Digits, epochs: int, rate: float, seed: int, after_step: Callable[[int], object]
 ) -> None:
-    """Trains a model, which is calibrated if it is prepared; `after_step` is told how many steps were done."""
+    """Trains a float model, or a prepared and calibrated one.
+
+    Args:
+        model: The model. It is in evaluation mode afterwards.
+        digits: The data.
+        epochs: The number of epochs.
+        rate: The initial learning rate.
+        seed: The seed for the order of the images.
+        after_step: Called after every step with the number of steps so far.
+    """
     images, labels = digits.train_images, digits.train_labels
     generator = torch.Generator().manual_seed(seed)
     steps = steps_of(digits, epochs)
@@ -50,7 +59,7 @@ def train(
 
 
 def training_step(model: nn.Module, digits: Digits) -> Callable[[], None]:
-    """One step on one batch, to be timed; the model is trained by it."""
+    """Returns a function that trains the model by one step on a fixed batch, for timing."""
     images, labels = digits.train_images[:BATCH], digits.train_labels[:BATCH]
     optimizer = _optimizer(model, QUANTIZED_RATE)
     model.train()
@@ -65,14 +74,14 @@ def training_step(model: nn.Module, digits: Digits) -> Callable[[], None]:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Percent of the images whose digit a model finds; it is in evaluation mode afterwards."""
+    """Returns the accuracy in percent. The model is in evaluation mode afterwards."""
     model.eval()
     return float((model(images).argmax(1) == labels).double().mean()) * 100
 
 
 @torch.no_grad()
 def certainty(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """The probability that a model gives the right digit, in percent: it changes before any image is read wrong."""
+    """Returns the mean probability of the right digit in percent, which changes before the accuracy does."""
     model.eval()
     return float(model(images).double().softmax(1)[torch.arange(len(labels)), labels].mean()) * 100
 

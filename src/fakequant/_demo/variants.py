@@ -6,7 +6,7 @@ import fakequant.recipes as recipes
 from fakequant.config import LayerConfig, QuantConfig
 from fakequant.spec import QuantSpec
 
-# Integer kernels of any x86: 8-bit weights have 7 bits, so that sums of products cannot saturate.
+# For any x86 CPU: int8 weights use 7 bits, so that sums of products cannot saturate.
 TARGET = "onnxruntime-x86"
 
 
@@ -15,18 +15,17 @@ class Variant:
     """One row of the table."""
 
     name: str
-    # Of its ONNX file.
+    # The name of its ONNX file.
     file: str
     config: QuantConfig
-    # After training in float only calibrated, or trained with quantizers.
+    # Whether it is trained with quantizers. Otherwise it is only calibrated.
     trained: bool
 
 
 def int4() -> QuantConfig:
-    """Weights per channel and activations per tensor in 4 bits, with observed ranges.
+    """Returns a config with 4-bit weights per channel and 4-bit activations per tensor, with observed ranges.
 
-    Codes of weights are -7 to 7: a range that is its own mirror image, so that a batch norm becomes part of a
-    layer without a change.
+    Weights use the narrow range -7 to 7, so that batch norms with negative factors can be folded.
 
     >>> int4().default.weight.qmin, int4().default.input.bits
     (-7, 4)
@@ -37,7 +36,7 @@ def int4() -> QuantConfig:
 
 
 def variants() -> list[Variant]:
-    """In the order of the table.
+    """Returns all variants, in the order of the table.
 
     >>> [variant.name for variant in variants()]
     ['PTQ int8', 'QAT int8', 'QAT int4', 'LSQ 2-bit']

@@ -1,4 +1,4 @@
-"""The health of a model while it is trained."""
+"""Records the health of a model during training."""
 
 from torch import nn
 
@@ -6,19 +6,19 @@ from fakequant._demo.data import BATCH, Digits
 from fakequant._diagnosis.history import History
 from fakequant._train.health import health
 
-# So many points make a curve.
-_LOOKS = 24
+# The number of points in a curve.
+_POINTS = 24
 
 
 class Watch:
-    """Looks at a model now and then, with the first batch."""
+    """Records the health of a model on the first batch, at regular steps."""
 
     def __init__(self, model: nn.Module, digits: Digits, steps: int) -> None:
         self.history = History()
         self._model, self._images = model, digits.train_images[:BATCH]
-        self._every = max(1, steps // _LOOKS)
+        self._every = max(1, steps // _POINTS)
 
-    def look(self, step: int) -> None:
-        """After a step, if it is time."""
+    def after_step(self, step: int) -> None:
+        """Records the health if the step is due."""
         if step % self._every == 0:
             self.history.add(step, health(self._model, [self._images]))

@@ -1,1 +1,1 @@
-"""Where accuracy is lost: layer by layer, tensor by tensor, over training."""
+"""Tools that find where accuracy is lost: by layer, by tensor, and over training."""

@@ -1,4 +1,4 @@
-"""`compare`: how far every layer of a quantized model is from the float model, by itself and in the model."""
+"""`compare`: measures how far each layer of a quantized model is from the float model."""
 
 import dataclasses
 import math
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant._convert.fold_batch_norm import Folded
+from fakequant._convert.folded_norm import Folded
 from fakequant._convert.golden.integer_layer import IntegerLayer
 from fakequant._diagnosis.inputs import changed_inputs, inputs_of
 from fakequant._diagnosis.pairs import Pair, find_pairs, has_quantized_weight, reference
 from fakequant._diagnosis.sums import Errors, Sums, decibels, exact
-from fakequant._diagnosis.watching import Call, first_tensor, in_single_steps, recording, watching
+from fakequant._diagnosis.watching import Args, Call, Kwargs, Result, first_tensor, in_single_steps, recording, watching
 from fakequant._prepare.prepare import link_norms
 from fakequant._train.model_snapshot import unchanged
 from fakequant._train.running import Data, check_module, copied, evaluating, run
@@ -26,34 +26,34 @@ from fakequant.nn._quantized_layer import QuantizedLayer, quantized_weight
 
 @dataclasses.dataclass(frozen=True)
 class LayerComparison:
-    """One layer of the quantized model beside that of the float model."""
+    """The differences between one layer of the quantized model and the same layer of the float model."""
 
     path: str
     kind: str
-    # As `sqnr`, of the weight; None: it is not quantized.
+    # SQNR of the weight in dB. None if it is not quantized.
     weight_sqnr: float | None
-    # The layer's result over what rounding its bias adds to it, in dB; None: no bias will be an integer, or the model
-    # is converted.
+    # SQNR of the layer's result with respect to the rounding of its bias, in dB. None if the bias stays a float or the
+    # model is converted.
     bias_sqnr: float | None
-    # Given what the float model's layer is given.
+    # With the inputs that the layer has in the float model.
     isolated: Errors
-    # In the quantized model, after all that went wrong before.
+    # With the inputs that the layer has in the quantized model, which include the errors of earlier layers.
     accumulated: Errors
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What `compare` found; prints as a table."""
+    """The result of `compare`. Prints as a table."""
 
     layers: list[LayerComparison]
 
     @property
     def worst(self) -> str:
-        """The path of the layer with the lowest SQNR by itself."""
+        """The path of the layer with the lowest SQNR in isolation."""
         return min((layer for layer in self.layers if layer.isolated.sqnr is not None), key=_sqnr).path
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as dicts, lists, numbers and strings."""
+        """Returns the result as dicts, lists, numbers and strings."""
         return {**dataclasses.asdict(self), "worst": self.worst}
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Comparison:
 
 
 def _sqnr(layer: LayerComparison) -> float:
-    """For ranking: what is not a number is worse than any."""
+    """Returns a sort key that ranks NaN below every number."""
     value = layer.isolated.sqnr
     assert value is not None
     return -math.inf if math.isnan(value) else value
@@ -98,22 +98,25 @@ def compare(
     steps: int | None = None,
     progress: bool = True,
 ) -> Comparison:
-    """Runs both models on data, and measures how far every quantized layer is from the float one.
+    """Runs both models on data and measures how far each quantized layer is from the float one.
 
-    Each layer is looked at twice. By itself it is given what the float model's layer is given: this finds the
-    layer that goes wrong. In the quantized model it is given what the layers before made of it: this shows
-    where the errors grow. Sums are over all batches, of which at most `steps` are used.
+    Each layer is measured twice. In isolation it gets the inputs of the float model, which shows the layers that lose
+    accuracy. In the quantized model it gets the results of the quantized layers before it, which shows where errors
+    grow. Both models run in evaluation mode and are not changed.
 
-    `quantized_model` is prepared and calibrated or trained, or converted; `float_model` is what it was made
-    from: a copy from before `prepare`, or `unprepare(copy.deepcopy(model))`.
+    If a batch norm follows a layer and will be folded into it, the result after the batch norm is compared, and weights
+    are multiplied by its factors, because these enlarge the errors of small channels. The result of an attention
+    includes its `out_proj`, which also has its own row. For a module that only quantizes its result, steps and clipped
+    share are those of the result; in isolation it quantizes the result of the float model. If another module quantizes
+    the input of a layer, the input is put on that grid in isolation, and cannot be clipped again in the model.
 
-    Where a batch norm takes a layer's result and will be part of it, results are those after it and
-    weights have its factors: it makes small channels as large as the others, and their errors with them. An
-    attention's results include its `out_proj`, which has a row too. A module that quantizes only its result has the
-    steps and the clipped share of that; by itself it quantizes the float model's result, whatever is in it. An input
-    that another module puts on a grid is put on that grid; in the model nothing of it is left to clip.
-
-    Both models run in evaluation mode, and nothing in them is changed.
+    Args:
+        float_model: The model from which `quantized_model` was made: a copy from before `prepare`, or
+            `unprepare(copy.deepcopy(model))`.
+        quantized_model: A prepared model, calibrated or trained, or a converted model.
+        data: Batches, such as a DataLoader or a list.
+        steps: The number of batches to use. None for all.
+        progress: Whether to show a progress bar.
 
     >>> import copy, fakequant as fq
     >>> model = nn.Sequential(nn.Linear(4, 2))
@@ -127,30 +130,30 @@ def compare(
     check_module(quantized_model, "quantized_model")
     pairs = find_pairs(float_model, quantized_model)
     if callable(data) and not isinstance(data, Iterable):
-        raise TypeError("`data` must be batches here, which both models are run on, not a function.")
+        raise TypeError("`data` must be an iterable of batches, because both models run on it, not a function.")
     link_norms(quantized_model)
     comparison = _Comparison(float_model, quantized_model, pairs)
     with unchanged(float_model, quantized_model), evaluating(float_model), evaluating(quantized_model):
         run(float_model, data, steps, "compare" if progress else None, comparison.add)
         if not comparison.batches:
-            raise ValueError("`data` has no batches: there was nothing to compare.")
+            raise ValueError("`data` has no batches, so there is nothing to compare.")
         return comparison.result()
 
 
 class _Comparison:
-    """Sums over batches."""
+    """Runs both models batch by batch and sums the errors."""
 
     def __init__(self, float_model: nn.Module, quantized_model: nn.Module, pairs: list[Pair]) -> None:
         self.float_model, self.quantized_model = float_model, quantized_model
         self.pairs = {pair.path: pair for pair in pairs}
         self.folded = {path: m for path, m in quantized_model.named_modules() if isinstance(m, Folded)}
         self.batches = 0
-        # What came to the quantizers of modules that have nothing else.
+        # The last inputs of the output quantizers of modules that quantize nothing else.
         self._given: dict[nn.Module, Tensor] = {}
 
     def add(self, *args: Any, **kwargs: Any) -> None:
         self.batches += 1
-        given = copied(args, kwargs)  # a model may change its input in place, and each one gets the same
+        given = copied(args, kwargs)  # a model may change its input in place
         if self.folded:
             self._find_norms(*copied(*given))
         calls = self._run_float(args, kwargs)
@@ -163,14 +166,14 @@ class _Comparison:
                     self._add_isolated(pair, reference(pair, calls, number))
             self._run_quantized(*given, calls)
 
-    def _keep_given(self, quantizer: nn.Module, args: Any) -> None:
+    def _keep_given(self, quantizer: nn.Module, args: Args) -> None:
         self._given[quantizer] = args[0]
 
-    def _find_norms(self, args: Any, kwargs: Any) -> None:
-        """Which layers batch norms are part of now: those whose very result comes to their place."""
-        results: list[tuple[Any, str]] = []
+    def _find_norms(self, args: Args, kwargs: Kwargs) -> None:
+        """Finds the layer of each folded batch norm: the one whose result is the input of the remaining identity."""
+        results: list[tuple[Result, str]] = []
 
-        def look(path: str, args: Any, kwargs: Any, result: Any) -> None:
+        def look(path: str, args: Args, kwargs: Kwargs, result: Result) -> None:
             if path in self.folded:
                 layer = next((p for y, p in reversed(results) if args and y is args[0]), None)
                 if layer is not None:
@@ -181,7 +184,7 @@ class _Comparison:
         with watching({**{p: pair.module for p, pair in self.pairs.items()}, **self.folded}, look):
             self.quantized_model(*args, **kwargs)
 
-    def _run_float(self, args: Any, kwargs: Any) -> dict[str, list[Call]]:
+    def _run_float(self, args: Args, kwargs: Kwargs) -> dict[str, list[Call]]:
         modules = {path: pair.before for path, pair in self.pairs.items()}
         norms = {pair.norm for pair in self.pairs.values() if pair.norm is not None}
         modules.update({path: self.float_model.get_submodule(path) for path in norms | self.folded.keys()})
@@ -191,7 +194,7 @@ class _Comparison:
         return calls
 
     def _add_isolated(self, pair: Pair, call: Call) -> None:
-        if pair.output_grid is not None:  # layers in the module have rows of their own
+        if pair.output_grid is not None:  # layers inside the module have their own rows
             result = None if call.result is None else pair.output_grid(call.result)
             return self._add(pair, pair.isolated, call, call.args, call.kwargs, result)
         args, kwargs = call.args, call.kwargs
@@ -201,22 +204,32 @@ class _Comparison:
         result = pair.module(*args, **kwargs)
         self._add(pair, pair.isolated, call, call.args, call.kwargs, result)
 
-    def _run_quantized(self, args: Any, kwargs: Any, calls: dict[str, list[Call]]) -> None:
+    def _run_quantized(self, args: Args, kwargs: Kwargs, calls: dict[str, list[Call]]) -> None:
         numbers: dict[str, int] = {}
 
-        def look(path: str, args: Any, kwargs: Any, result: Any) -> None:
+        def look(path: str, args: Args, kwargs: Kwargs, result: Result) -> None:
             number = numbers[path] = numbers.get(path, -1) + 1
-            if number < len(calls.get(path, ())):  # else the float model went another way
+            if number < len(calls.get(path, ())):  # otherwise the float model took another path
                 pair = self.pairs[path]
                 self._add(pair, pair.accumulated, reference(pair, calls, number), args, kwargs, result)
 
         with watching({path: pair.module for path, pair in self.pairs.items()}, look):
             self.quantized_model(*args, **kwargs)
 
-    def _add(self, pair: Pair, sums: Sums, call: Call, args: Any, kwargs: Any, result: Any) -> None:
+    def _add(self, pair: Pair, sums: Sums, call: Call, args: Args, kwargs: Kwargs, result: Result) -> None:
+        """Adds the errors of one call of a quantized layer to `sums`.
+
+        Args:
+            pair: The layer.
+            sums: The sums of the pair, isolated or accumulated.
+            call: The call of the float model's layer.
+            args: The positional arguments of the quantized layer.
+            kwargs: The keyword arguments of the quantized layer.
+            result: The result of the quantized layer.
+        """
         y = first_tensor(result)
         if pair.norm_to_come is not None and y is not None:
-            y = pair.norm_to_come.forward(y)  # without its hooks: its own result may be quantized
+            y = pair.norm_to_come.forward(y)  # not called, because a hook may quantize its result
         sums.add_result(call.result, y)
         if pair.output_grid is not None:
             given = self._given.pop(pair.output_grid, None)
@@ -228,10 +241,10 @@ class _Comparison:
                 sums.add_quantized(pair.input_grid, x, expected)
 
     def result(self) -> Comparison:
-        """What was summed up."""
+        """Returns the errors of all layers."""
         if all(pair.isolated.errors().sqnr is None for pair in self.pairs.values()):
             raise ValueError(
-                "No quantized layer was given values while `data` was run through `float_model`: there is nothing to "
+                "No quantized layer received values while `float_model` ran on `data`, so there is nothing to "
                 "compare.\nPass batches that are not empty and that reach the layers."
             )
         return Comparison(
@@ -260,7 +273,7 @@ class _Comparison:
 
 
 def _bias_sqnr(pair: Pair) -> float | None:
-    """Of a prepared layer: its result over the rounding of its bias."""
+    """Returns the SQNR of a prepared layer's result with respect to the rounding of its bias, or None."""
     is_prepared = isinstance(pair.module, QuantizedLayer) and not isinstance(pair.module, IntegerLayer)
     found = bias_error(pair.module) if is_prepared else None
     if found is None or not pair.isolated.results:
@@ -269,6 +282,6 @@ def _bias_sqnr(pair: Pair) -> float | None:
 
 
 def _scaled(weight: Tensor, norm: nn.Module, axis: int) -> Tensor:
-    """A weight with the factors of a batch norm in it."""
+    """Returns a weight multiplied by the factors of a batch norm."""
     factor = factor_of(norm).to(weight.device)
     return weight * factor.reshape([-1 if a == axis else 1 for a in range(weight.dim())])

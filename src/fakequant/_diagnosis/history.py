@@ -7,13 +7,13 @@ from typing import Any
 from fakequant._train.health import Health, QuantizerHealth
 from fakequant._util.text_table import table
 
-# What is known of a quantizer at a step; those of `QuantizerHealth`.
+# The recorded fields of `QuantizerHealth`.
 NAMES = ("clipped", "levels_used", "scale_drift", "oscillating", "nonfinite")
 
 
 @dataclasses.dataclass
 class History:
-    """What `health` found at several steps; `fakequant.report` draws it.
+    """The results of `health` at several training steps. `fakequant.report` plots them.
 
     >>> import torch, fakequant as fq
     >>> model = fq.prepare(torch.nn.Sequential(torch.nn.Linear(4, 2)), fq.recipes.int8())
@@ -25,14 +25,14 @@ class History:
     """
 
     steps: list[int] = dataclasses.field(default_factory=list)
-    # By path: steps, and what was found then.
+    # By path: the steps and the health at each step.
     quantizers: dict[str, list[tuple[int, QuantizerHealth]]] = dataclasses.field(default_factory=dict)
 
     def add(self, step: int, health: Health) -> None:
-        """What `health` found at `step`; steps grow."""
+        """Adds the result of `health` at `step`, which must be larger than the last one."""
         if isinstance(step, bool) or not isinstance(step, Integral):
             raise TypeError(f"`step` must be a whole number of steps, got {step!r}.")
-        step = int(step)  # NumPy's are no JSON
+        step = int(step)  # NumPy integers cannot be written as JSON
         if not isinstance(health, Health):
             raise TypeError(
                 f"`health` must be what fakequant.health(model) returns, got {type(health).__name__}.\n"
@@ -41,7 +41,7 @@ class History:
         if self.steps and step <= self.steps[-1]:
             raise ValueError(
                 f"`step` must be larger than the last one, {self.steps[-1]}, got {step}.\n"
-                "Use one History for each training."
+                "Use a new History for each training run."
             )
         self.steps.append(step)
         for quantizer in health.quantizers:
@@ -53,7 +53,12 @@ class History:
         return list(self.quantizers)
 
     def series(self, path: str, name: str) -> tuple[list[int], list[float]]:
-        """The steps at which something is known of a quantizer, and what; `name` is a field of `QuantizerHealth`."""
+        """Returns the steps at which a value of a quantizer is known, and the values.
+
+        Args:
+            path: The path of the quantizer.
+            name: A field of `QuantizerHealth`, such as "clipped".
+        """
         if name not in NAMES:
             raise ValueError(f"`name` must be one of {', '.join(NAMES)}, got {name!r}.")
         if path not in self.quantizers:
@@ -63,7 +68,7 @@ class History:
         return [step for step, _ in found], [value for _, value in found]
 
     def to_dict(self) -> dict[str, dict[str, dict[str, list[Any]]]]:
-        """By path and name: {"steps": [...], "values": [...]}."""
+        """Returns {"steps": [...], "values": [...]} by path and name."""
         return {
             path: {name: dict(zip(("steps", "values"), self.series(path, name), strict=True)) for name in NAMES}
             for path in self.paths
@@ -77,7 +82,7 @@ class History:
         return table(header, rows)
 
     def _change(self, path: str, name: str) -> str:
-        """The first value and the last."""
+        """Returns the first and the last value as text."""
         _, values = self.series(path, name)
         if not values:
             return "-"

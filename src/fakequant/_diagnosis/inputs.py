@@ -1,4 +1,4 @@
-"""What layers are given: which arguments are quantized, and on what grid."""
+"""Finds the arguments of a layer that are quantized, and their grids."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,15 +8,17 @@ from torch import Tensor, nn
 
 from fakequant._backends.torch import tensor_functions
 from fakequant._convert.golden.fixed_grid import Grid
+from fakequant._diagnosis.watching import Args, Kwargs
 from fakequant._train.health import qparams_at_hand
+from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._quantized_layer import QuantizedLayer, input_grid_of as grid_of_layer
 from fakequant.nn._quantizer import Quantizer
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-
-def changed_inputs(layer: nn.Module, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> Arguments:
-    """The arguments with every tensor changed that the layer would quantize; one that is given twice stays one.
+def changed_inputs(
+    layer: nn.Module, args: Args, kwargs: Kwargs, change: Callable[[Tensor], Tensor]
+) -> tuple[Args, Kwargs]:
+    """Returns the arguments with `change` applied once to each tensor that the layer quantizes.
 
     >>> changed_inputs(nn.Linear(2, 2), (torch.ones(2),), {}, torch.neg)
     ((tensor([-1., -1.]),), {})
@@ -35,8 +37,8 @@ def changed_inputs(layer: nn.Module, args: Any, kwargs: Any, change: Callable[[T
     return positional, {name: once(x) if name in names else x for name, x in kwargs.items()}
 
 
-def inputs_of(layer: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that the layer would quantize, each once."""
+def inputs_of(layer: nn.Module, args: Args, kwargs: Kwargs) -> list[Tensor]:
+    """Returns the tensors that the layer quantizes, each once."""
     found: list[Tensor] = []
 
     def keep(x: Tensor) -> Tensor:
@@ -48,26 +50,26 @@ def inputs_of(layer: nn.Module, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def input_grid_of(layer: nn.Module) -> Quantizer | Grid | None:
-    """What puts the input of a layer on a grid: its own quantizer, or that of the module it comes from."""
+    """Returns the quantizer of a layer's input: its own, or that of the module that produces the input."""
     return grid_of_layer(layer) if isinstance(layer, QuantizedLayer) else None
 
 
 def is_on(quantizer: Quantizer | Grid) -> bool:
-    """Whether it quantizes what passes."""
+    """Returns True if the quantizer is switched on."""
     return isinstance(quantizer, Grid) or quantizer.quantizing
 
 
-def qparams_for(quantizer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale and zero point with which `x` is quantized."""
+def qparams_for(quantizer: Quantizer | Grid, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the scale and zero point with which `x` is quantized."""
     if isinstance(quantizer, Grid) and quantizer.scale is not None and quantizer.zero_point is not None:
         return quantizer.scale, quantizer.zero_point
-    if isinstance(quantizer, Quantizer) and not quantizer.is_dynamic:
-        return quantizer.qparams()
-    return qparams_at_hand(quantizer, x)
+    if isinstance(quantizer, Grid) or (isinstance(quantizer, FakeQuantize) and quantizer.is_dynamic):
+        return qparams_at_hand(quantizer, x)
+    return quantizer.qparams()
 
 
-def step_of(quantizer: Any, scale: Tensor, x: Tensor) -> Tensor:
-    """The scale of every element of `x`: what the code 1 stands for."""
+def step_of(quantizer: Quantizer | Grid, scale: Tensor, x: Tensor) -> Tensor:
+    """Returns the scale of each element of `x`, computed by dequantizing the code 1."""
     spec = quantizer.spec
     ones = torch.ones(x.shape, dtype=getattr(torch, spec.storage), device=x.device)
     return tensor_functions.dequantize(ones, scale, 0, spec)

@@ -1,11 +1,11 @@
-"""Layers that are in two models: in float in one, quantized in the other."""
+"""Pairs the quantized layers of a model with the layers of the float model."""
 
 import dataclasses
 from typing import Any
 
 from torch import nn
 
-from fakequant._convert.fold_batch_norm import Folded
+from fakequant._convert.folded_norm import Folded, FoldedNorm, normalized
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
 from fakequant._diagnosis.inputs import input_grid_of
@@ -17,25 +17,25 @@ from fakequant.nn._quantizer import Quantizer
 
 
 class Pair:
-    """A layer in both models, and what is summed up about it."""
+    """A layer in both models, with the sums of its errors."""
 
     def __init__(self, path: str, before: nn.Module, module: nn.Module) -> None:
         self.path, self.kind, self.before, self.module = path, type(before).__name__, before, module
         self.input_grid = input_grid_of(module)
-        is_layer = isinstance(module, QuantizedLayer)
-        # Of a module that has nothing else.
-        self.output_grid: Any = None if is_layer else module._modules["output_quantizer"]
-        # The batch norm that is part of the layer, or will be.
+        # The output quantizer of a module that quantizes nothing else.
+        output, is_layer = module._modules.get("output_quantizer"), isinstance(module, QuantizedLayer)
+        self.output_grid = output if isinstance(output, (Quantizer, Grid)) and not is_layer else None
+        # The path of the batch norm that is or will be folded into the layer.
         self.norm: str | None = None
-        # Where it is not yet, it has to be applied to the layer's result.
+        # The batch norm to apply to the layer's result, if it is not folded yet.
         self.norm_to_come: nn.Module | None = None
-        # How many axes its input has.
+        # The number of axes of the layer's input.
         self.input_dims: int | None = None
         self.isolated, self.accumulated = Sums(), Sums()
 
 
 def find_pairs(float_model: nn.Module, quantized_model: nn.Module) -> list[Pair]:
-    """What is quantized in one model, with what it is in the other; an error if they are not the same model."""
+    """Returns the quantized modules with their float counterparts. Raises ValueError if the models do not match."""
     floats = dict(float_model.named_modules())
     for path, module in floats.items():
         if _is_quantized(module):
@@ -46,15 +46,15 @@ def find_pairs(float_model: nn.Module, quantized_model: nn.Module) -> list[Pair]
     found = {path: module for path, module in quantized_model.named_modules() if _is_quantized(module)}
     if not found:
         raise ValueError(
-            "`quantized_model` has no quantized layers to look at.\n"
+            "`quantized_model` has no quantized layers.\n"
             "Use compare(float_model, fakequant.prepare(model, config), data), in this order."
         )
     missing = [path for path in found if path not in floats]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(
-            f"The models are not the same: `float_model` has no {', '.join(missing[:3])}{more}.\n"
-            "Pass the model that the quantized one was made from, both without wrappers such as "
+            f"The models do not match: `float_model` has no {', '.join(missing[:3])}{more}.\n"
+            "Pass the model from which the quantized one was made, both without wrappers such as "
             "DistributedDataParallel or torch.compile."
         )
     pairs = [Pair(path, floats[path], module) for path, module in found.items()]
@@ -83,23 +83,25 @@ def _check_shapes(pair: Pair) -> None:
     if there is None or tuple(there.shape) != shape:
         has = "no weight" if there is None else f"a weight of shape {tuple(there.shape)}"
         raise ValueError(
-            f"The models are not the same: {pair.path or 'the layer'} has {has} in `float_model` and one of shape "
-            f"{shape} in `quantized_model`.\nPass the model that the quantized one was made from."
+            f"The models do not match: {pair.path or 'the layer'} has {has} in `float_model` and one of shape "
+            f"{shape} in `quantized_model`.\nPass the model from which the quantized one was made."
         )
 
 
-def has_quantized_weight(module: Any) -> bool:
-    """Whether a layer computes with codes of its weight, or with what they stand for."""
+def has_quantized_weight(module: nn.Module) -> bool:
+    """Returns True if the weight of a layer is quantized."""
     if isinstance(module, IntegerLayer):
         return module._fakequant.weight_spec is not None
     return isinstance(module, QuantizedLayer) and module.weight_quantizer is not None
 
 
 def reference(pair: Pair, calls: dict[str, list[Call]], number: int) -> Call:
-    """What the float model's layer was given and made of it; with the batch norm that belongs to it."""
+    """Returns a call of the float model's layer, with the result after its batch norm if it has one."""
     call = calls[pair.path][number]
-    if isinstance(pair.module, Folded):  # which gets what was normalized already
+    if isinstance(pair.module, Folded):  # its input is already normalized
         return Call((call.result,), {}, call.result)
+    if isinstance(pair.module, FoldedNorm):
+        return Call((normalized(pair.before, call.args[0]),), {}, call.result)
     if pair.norm is None or number >= len(calls.get(pair.norm, ())):
         return call
     return dataclasses.replace(call, result=calls[pair.norm][number].result)

@@ -1,4 +1,4 @@
-"""`sensitivity`: what each layer costs when it is quantized, and what is won when it is not."""
+"""`sensitivity`: scores a model with each layer quantized alone, and with each layer left in float."""
 
 import copy
 import dataclasses
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fakequant._diagnosis.suggestion import suggested
 from fakequant._diagnosis.units import Switches, Unit, find_units
+from fakequant._diagnosis.watching import Args
 from fakequant._prepare.prepare import prepare
 from fakequant._train.calibrate import calibrate, without_scale
 from fakequant._train.model_snapshot import unchanged
@@ -24,29 +25,29 @@ from fakequant.config import LayerConfig, QuantConfig
 
 @dataclasses.dataclass(frozen=True)
 class LayerSensitivity:
-    """One layer with all its quantizers, or a module that only quantizes its result: it has no weights."""
+    """The sensitivity of one layer, or of a module without weights that only quantizes its result."""
 
     path: str
     kind: str
-    # How many, and the bits of each; of a module without weights the bits of its result.
+    # The number of weights and the bits of each; the bits of the result for a module without weights.
     weights: int
     bits: int
-    # Score in float minus score with only this layer quantized.
+    # The score in float minus the score with only this layer quantized.
     cost: float
-    # Score with all but this layer quantized minus score with all quantized.
+    # The score with all but this layer quantized minus the score with all quantized.
     gain: float
-    # Bits of a weight in float.
+    # The bits of a weight in float.
     float_bits: int = 32
-    # The attention that the layer is in: where that stays in float, so does the layer.
+    # The path of the attention that contains the layer. If the attention stays in float, so does the layer.
     part_of: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Sensitivity:
-    """What `sensitivity` found, the worst layer first; prints as a table."""
+    """The result of `sensitivity`, the most sensitive layer first. Prints as a table."""
 
     layers: list[LayerSensitivity]
-    # Scores with nothing and with everything quantized.
+    # The scores with nothing and with everything quantized.
     float_score: float
     quantized_score: float
     config: QuantConfig
@@ -54,12 +55,16 @@ class Sensitivity:
     def suggest(
         self, *, keep: int | None = None, bits: int | None = None, precision: LayerConfig | None = None
     ) -> QuantConfig:
-        """The config with the worst layers in a higher precision; None: in float.
+        """Returns the config with rules that give the most sensitive layers a higher precision.
 
-        `keep` is how many. Or `bits` is what the weights of all layers in the table may have together: as many
-        of the worst are kept as that allows, in the order of the table and without a gap. Where an attention stays
-        in float its `out_proj` does too, which is counted. A module without weights stays in float in any case:
-        there is nothing between that and `QuantConfig.operands`.
+        Pass either `keep` or `bits`.
+
+        Args:
+            keep: The number of layers in higher precision.
+            bits: A limit for the bits of all weights in the table together. The first layers of the table are kept in
+                higher precision, up to the first one that would exceed the limit. If an attention stays in float, its
+                `out_proj` does too and is counted.
+            precision: The higher precision. None for float. A module without weights always stays in float.
 
         >>> from fakequant import presets, recipes
         >>> rows = [LayerSensitivity("b", "Linear", 100, 4, 0.5, 0.4), LayerSensitivity("a", "Linear", 10, 4, 0.1, 0.1)]
@@ -70,7 +75,7 @@ class Sensitivity:
         return suggested(self.config, self.layers, keep, bits, precision)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as dicts, lists, numbers and strings."""
+        """Returns the result as dicts, lists, numbers and strings."""
         return {**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)}, **self._parts()}
 
     def _parts(self) -> dict[str, Any]:
@@ -86,26 +91,30 @@ class Sensitivity:
 def sensitivity(
     model: nn.Module,
     config: QuantConfig,
-    evaluate: Callable[[nn.Module], Any],
+    evaluate: Callable[[nn.Module], object],
     *,
     data: Data | None = None,
     progress: bool = True,
 ) -> Sensitivity:
-    """Scores a model with each layer quantized alone, and with each one left out; ranks the layers.
+    """Ranks layers by their effect on a score: each layer quantized alone, and each layer left in float.
 
         cost = score in float - score with only this layer quantized
         gain = score with all but this layer quantized - score with all quantized
 
-    The worst layer is the one with the highest cost; of equal costs the one with the higher gain, then the first
-    in the model. Costs show a layer by itself; gains show it beside the others, which may hide its errors.
+    Layers are sorted by cost, then by gain, then by their order in the model. The cost shows a layer alone. The gain
+    shows it together with the other layers, whose errors may hide its own.
 
-    `model` is in float and stays as it is: a copy of it is prepared, and calibrated with `data`, once. Then
-    quantizers are switched on and off. `evaluate(model)` is called 2 + 2 * layers times, with the copy in
-    evaluation mode and without gradients, and returns a number that is larger for a better model: an accuracy, or
-    a loss with a minus. `data` may be left out if no activation needs it (ranges found at run time, weights only).
+    A copy of the model is prepared and calibrated once. Then its quantizers are switched on and off. A layer is
+    quantized with all its quantizers: weight, input, projections and result. If another module quantizes its input, the
+    input is put on that module's grid whenever the layer is quantized, even if that module is not.
 
-    A layer is quantized with all it has: weight, input, projections, result. An input that comes from a module
-    which quantizes it is on that module's grid whenever the layer is quantized, whether that module is or not.
+    Args:
+        model: A float model. It is not changed.
+        config: Which layers to quantize, and how.
+        evaluate: A function that takes a model and returns a score, larger for a better model: an accuracy, or a
+            negative loss. It is called 2 + 2 * layers times with the copy, in evaluation mode and without gradients.
+        data: Batches for the calibration. None if no activation needs it (dynamic ranges, or weights only).
+        progress: Whether to show a progress bar.
 
     >>> import fakequant as fq
     >>> model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
@@ -121,9 +130,9 @@ def sensitivity(
     check_module(model)
     if not callable(evaluate):
         raise TypeError(
-            f"`evaluate` must be a function of a model that returns a number, got {type(evaluate).__name__}."
+            f"`evaluate` must be a function that takes a model and returns a number, got {type(evaluate).__name__}."
         )
-    model = getattr(model, "_orig_mod", model)  # of a compiled one: its layers have the paths that rules speak of
+    model = getattr(model, "_orig_mod", model)  # inside a compiled model, paths are those that rules use
     prepared = prepare(copy.deepcopy(model), config).eval()
     if data is not None:
         calibrate(prepared, data, progress=progress)
@@ -140,7 +149,7 @@ def sensitivity(
             alone = score.with_only([unit], f"only {name}")
             without = score.with_only([u for u in units if u is not unit], f"all but {name}")
             rows.append(_row(unit, in_float - alone, without - quantized))
-    rows.sort(key=lambda row: (-row.cost, -row.gain))  # of equal ones the first in the model
+    rows.sort(key=lambda row: (-row.cost, -row.gain))  # stable: equal rows stay in the model's order
     return Sensitivity(rows, in_float, quantized, config)
 
 
@@ -152,42 +161,49 @@ def _require_scales(model: nn.Module) -> None:
     missing = without_scale(model)
     if missing is not None:
         raise ValueError(
-            f"{missing} have no scale: ranges of these have to be seen first.\n"
-            "Pass `data`, some batches that run through every layer, as to fakequant.calibrate."
+            f"{missing} have no scale, because they have not observed any data.\n"
+            "Pass `data`: some batches that reach every layer, as for fakequant.calibrate."
         )
 
 
 class _Scorer:
-    """Calls `evaluate` with some layers quantized."""
+    """Calls `evaluate` with selected layers quantized."""
 
-    def __init__(self, model: nn.Module, evaluate: Any, units: list[Unit], switches: Switches, bar: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        evaluate: Callable[[nn.Module], object],
+        units: list[Unit],
+        switches: Switches,
+        bar: Bar,
+    ) -> None:
         self.model, self.evaluate, self.units, self.switches, self.bar = model, evaluate, units, switches, bar
         self.was_run = False
 
     def with_only(self, units: list[Unit], words: str) -> float:
-        """The score with these quantized."""
+        """Returns the score with only these units quantized; `words` describes them in errors."""
         self.switches.set(units)
         self.model.eval()
         with ExitStack() as undo:
             if not self.was_run:
                 for unit in self.units:
                     undo.callback(unit.module.register_forward_pre_hook(self._note).remove)
-            # Who runs it in training mode moves ranges and statistics: not for the next one.
+            # `evaluate` may use training mode, which changes ranges and statistics: restore them for the next call.
             with torch.no_grad(), unchanged(self.model):
                 score = _number(self.evaluate(self.model), words)
         if not self.was_run:
             raise ValueError(
                 "`evaluate` did not run the model that it was given: none of its quantized layers was called.\n"
-                "Use the argument, a prepared copy, as in evaluate=lambda model: accuracy(model, images)."
+                "Run the function's argument, a prepared copy, as in evaluate=lambda model: accuracy(model, images)."
             )
         self.bar.update()
         return score
 
-    def _note(self, module: nn.Module, args: Any) -> None:
+    def _note(self, module: nn.Module, args: Args) -> None:
         self.was_run = True
 
 
-def _number(score: Any, words: str) -> float:
+def _number(score: object, words: str) -> float:
     if isinstance(score, (Tensor, np.ndarray)) and math.prod(score.shape) == 1:
         score = score.item()
     if not isinstance(score, Real) or isinstance(score, bool):

@@ -1,23 +1,38 @@
-"""A config that spends more bits on the layers that need them."""
+"""Builds a config that gives more bits to the most sensitive layers."""
 
 import dataclasses
 import re
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 from fakequant import _targets
 from fakequant.config import LayerConfig, QuantConfig, Rule
 
+if TYPE_CHECKING:
+    from fakequant._diagnosis.sensitivity import LayerSensitivity
+
 
 def suggested(
-    config: QuantConfig, layers: Sequence[Any], keep: int | None, bits: int | None, precision: LayerConfig | None
+    config: QuantConfig,
+    layers: "Sequence[LayerSensitivity]",
+    keep: int | None,
+    bits: int | None,
+    precision: LayerConfig | None,
 ) -> QuantConfig:
-    """The config with the first of `layers` in `precision`: `keep` of them, or as many as `bits` allow."""
+    """Returns the config with the first of `layers` in `precision`.
+
+    Args:
+        config: The config to extend. Its rules come after the new ones.
+        layers: `LayerSensitivity` rows, the most sensitive first.
+        keep: The number of layers in `precision`. None if `bits` decides.
+        bits: A limit for the bits of all weights together. None if `keep` decides.
+        precision: The precision of these layers. None for float.
+    """
     if (keep is None) == (bits is None):
         raise ValueError(
-            "Give either `keep`, how many layers are kept in higher precision, or `bits`, what all weights may have "
-            f"together; got keep={keep!r}, bits={bits!r}."
+            "Pass either `keep`, the number of layers in higher precision, or `bits`, a limit for the bits of all "
+            f"weights together, got keep={keep!r}, bits={bits!r}."
         )
     if precision is not None and not isinstance(precision, LayerConfig):
         raise TypeError(f"`precision` must be a LayerConfig, or None for float, got {precision!r}.")
@@ -27,15 +42,21 @@ def suggested(
     for layer in layers[:number]:
         if higher_bits is not None and layer.weights and higher_bits < layer.bits:
             raise ValueError(
-                f"`precision` has weights of {higher_bits} bits, and {layer.path or 'the layer'} has {layer.bits} "
-                "already.\nUse a LayerConfig with more bits, or None for float."
+                f"`precision` has weights of {higher_bits} bits, but {layer.path or 'the layer'} already has "
+                f"{layer.bits}.\nUse a LayerConfig with more bits, or None for float."
             )
     rules = [Rule(path=_literal(layer.path), use=precision if layer.weights else None) for layer in layers[:number]]
     return dataclasses.replace(config, rules=(*rules, *config.rules))
 
 
-def total_bits(layers: Sequence[Any], number: int, higher_bits: int | None, in_float: bool) -> int:
-    """What all weights have together, with the first `number` layers in higher precision.
+def total_bits(layers: "Sequence[LayerSensitivity]", number: int, higher_bits: int | None, in_float: bool) -> int:
+    """Returns the bits of all weights together, with the first `number` layers in higher precision.
+
+    Args:
+        layers: `LayerSensitivity` rows.
+        number: The number of layers in higher precision.
+        higher_bits: The bits of a weight in higher precision. None for those of its float type.
+        in_float: Whether higher precision means float, also for layers inside a kept attention.
 
     >>> from types import SimpleNamespace as Layer
     >>> rows = [Layer(path=p, weights=10, bits=4, float_bits=32, part_of=None) for p in "ab"]
@@ -48,34 +69,34 @@ def total_bits(layers: Sequence[Any], number: int, higher_bits: int | None, in_f
         bits = layer.bits
         if layer.path in kept:
             bits = layer.float_bits if higher_bits is None else higher_bits
-        elif in_float and layer.part_of in kept:  # it stays in float with its attention
+        elif in_float and layer.part_of in kept:  # stays in float with its attention
             bits = layer.float_bits
         total += layer.weights * bits
     return total
 
 
-def _within(layers: Sequence[Any], higher_bits: int | None, in_float: bool, budget: Any) -> int:
+def _within(layers: "Sequence[LayerSensitivity]", higher_bits: int | None, in_float: bool, budget: int | None) -> int:
     if not _is_whole(budget) or budget < 0:
         raise ValueError(f"`bits` must be a whole number of bits for all weights together, at least 0, got {budget!r}.")
     totals = [total_bits(layers, number, higher_bits, in_float) for number in range(len(layers) + 1)]
     if totals[0] > budget:
         raise ValueError(
-            f"The weights have {totals[0]:,} bits as the config has them, and `bits` is {budget:,}.\n"
+            f"The weights have {totals[0]:,} bits with the config alone, more than `bits`, which is {budget:,}.\n"
             "Use a config with fewer bits, or a larger budget."
         )
     return max(number for number, total in enumerate(totals) if total <= budget)
 
 
-def _checked(keep: Any, layers: int) -> int:
+def _checked(keep: object, layers: int) -> int:
     if not _is_whole(keep) or not 0 <= keep <= layers:
         raise ValueError(f"`keep` must be a whole number of layers, 0 to {layers}, got {keep!r}.")
     return int(keep)
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _literal(path: str) -> str:
-    """A path as a pattern that matches nothing else."""
+    """Returns a pattern that matches only this path."""
     return re.sub(r"([*?[])", r"[\1]", path)

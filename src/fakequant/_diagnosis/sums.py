@@ -1,26 +1,27 @@
-"""How far tensors are from those they should be, summed up over calls."""
+"""Errors of tensors with respect to expected ones, summed over calls."""
 
 import dataclasses
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fakequant._backends.torch import tensor_functions
+from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.tracked_codes import plain
 from fakequant._diagnosis.inputs import is_on, qparams_for, step_of
+from fakequant.nn._quantizer import Quantizer
 
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """How far a layer is from the float model's. None: it was not called, or has no grid for its input."""
+    """The errors of a layer. A field is None if the layer was not called, or if its input has no grid."""
 
-    # 10 log10(sum y^2 / sum (y - y_quantized)^2) of its result, in dB; infinite: equal.
+    # 10 log10(sum y^2 / sum (y - y_quantized)^2) of the result, in dB. Infinite if both are equal.
     sqnr: float | None
-    # The largest |x - x_quantized| / scale of its input; rounding alone makes it 0.5.
+    # The largest |x - x_quantized| / scale of the input. Rounding alone gives at most 0.5.
     max_steps: float | None
-    # Share of values of its input outside the range.
+    # The share of input values outside the range.
     clipped: float | None
 
 
@@ -33,16 +34,16 @@ class Sums:
         self.steps: float | None = None
 
     def add_result(self, expected: Tensor | None, result: Tensor | None) -> None:
-        """A result that should be another."""
+        """Adds the error of a result."""
         if expected is None or result is None or expected.shape != result.shape:
-            return  # the models went different ways
+            return  # the models took different paths
         y, z = exact(expected), exact(result)
         self.results += y.numel()
         self.signal += float(y.square().sum())
         self.noise += float(torch.where(y == z, 0, y - z).square().sum())
 
-    def add_quantized(self, quantizer: Any, x: Tensor, expected: Tensor | None) -> None:
-        """A tensor that is quantized, and should be another."""
+    def add_quantized(self, quantizer: Quantizer | Grid, x: Tensor, expected: Tensor | None) -> None:
+        """Adds the clipped share and the error of quantizing `x`, with respect to `expected`."""
         if expected is None or expected.shape != x.shape or not x.numel() or not is_on(quantizer):
             return
         numbers = plain(x).detach()
@@ -52,17 +53,17 @@ class Sums:
         self.clipped += int((~inside).sum())
         difference = (exact(quantizer(x)) - exact(expected)).abs()
         steps = float((difference / exact(step_of(quantizer, scale, numbers))).max())
-        if self.steps is None or steps > self.steps or math.isnan(steps):  # nothing is larger than a NaN
+        if self.steps is None or steps > self.steps or math.isnan(steps):  # NaN stays the largest
             self.steps = steps
 
     def errors(self) -> Errors:
-        """What the sums come to."""
+        """Returns the errors over all calls so far."""
         clipped = self.clipped / self.total if self.total else None
         return Errors(decibels(self.signal, self.noise) if self.results else None, self.steps, clipped)
 
 
 def decibels(signal: float, noise: float) -> float:
-    """10 log10(signal / noise); infinite without noise."""
+    """Returns 10 log10(signal / noise), infinity if there is no noise."""
     if noise == 0:
         return math.inf
     ratio = signal / noise
@@ -70,6 +71,6 @@ def decibels(signal: float, noise: float) -> float:
 
 
 def exact(x: Tensor) -> Tensor:
-    """In float64, which Apple's GPUs do not have."""
+    """Returns a float64 copy, on the CPU if the device has no float64 (Apple GPUs)."""
     x = plain(x).detach()
     return (x.cpu() if x.device.type == "mps" else x).double()

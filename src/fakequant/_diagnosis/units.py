@@ -1,12 +1,12 @@
-"""Layers with all their quantizers, switched on and off as one."""
+"""Layers whose quantizers are switched on and off together."""
 
 import dataclasses
 from contextlib import ExitStack
-from typing import Any
 
 from torch import nn
 
 from fakequant._diagnosis.inputs import changed_inputs
+from fakequant._diagnosis.watching import Args, Kwargs, Result
 from fakequant._prepare.prepare import preparation
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
@@ -23,12 +23,12 @@ class Unit:
     weights: int
     bits: int
     float_bits: int
-    # The attention that the layer is in.
+    # The path of the attention that contains the layer, if any.
     part_of: str | None
 
 
 def find_units(model: nn.Module) -> list[Unit]:
-    """All of a prepared model, in its order."""
+    """Returns all units of a prepared model, in its order."""
     outputs = set(preparation(model).outputs)
     attentions = {
         module.out_proj: path for path, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)
@@ -40,9 +40,10 @@ def find_units(model: nn.Module) -> list[Unit]:
     ]
 
 
-def _unit(path: str, module: Any, part_of: str | None) -> Unit:
+def _unit(path: str, module: nn.Module, part_of: str | None) -> Unit:
     if not isinstance(module, QuantizedLayer):
-        quantizer = module.output_quantizer
+        quantizer = module.get_submodule("output_quantizer")
+        assert isinstance(quantizer, Quantizer)
         return Unit(path, type(module).__name__, module, [quantizer], 0, quantizer.spec.bits, 0, part_of)
     own = [child for child in module._modules.values() if isinstance(child, Quantizer)]
     weight = getattr(module, module._fakequant.kind.weight_name)
@@ -52,21 +53,21 @@ def _unit(path: str, module: Any, part_of: str | None) -> Unit:
 
 
 class Switches:
-    """Which units quantize.
+    """Switches the quantizers of units on and off.
 
-    The input of a layer that comes from a module which quantizes it is on the grid whenever the layer quantizes:
-    without that module the layer would have a quantizer of its own.
+    If another module quantizes the input of a layer, that quantizer is also applied while the layer quantizes, even if
+    the other module is off. Without that module the layer would have had its own input quantizer.
     """
 
     def __init__(self, units: list[Unit]) -> None:
         self._units = units
         self._on: set[nn.Module] = set()
         self._undo = ExitStack()
-        # Grids that are on while a layer is called, and off otherwise.
+        # Input quantizers of other modules that are on during the call of a layer.
         self._borrowed: dict[nn.Module, Quantizer] = {}
 
     def set(self, units: list[Unit]) -> None:
-        """Only these quantize from now on."""
+        """Switches these units on and all others off."""
         self._on = {unit.module for unit in units}
         for unit in self._units:
             for quantizer in unit.quantizers:
@@ -81,10 +82,10 @@ class Switches:
                 self._undo.callback(after.remove)
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._undo.close()
 
-    def _borrow(self, layer: Any, args: Any, kwargs: Any) -> Any:
+    def _borrow(self, layer: QuantizedLayer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
         grid = layer._fakequant.input_grid
         if layer not in self._on or grid.quantizing:
             return None
@@ -92,7 +93,7 @@ class Switches:
         self._borrowed[layer] = grid
         return changed_inputs(layer, args, kwargs, grid)
 
-    def _give_back(self, layer: nn.Module, args: Any, result: Any) -> None:
+    def _give_back(self, layer: nn.Module, args: Args, result: Result) -> None:
         grid = self._borrowed.pop(layer, None)
         if grid is not None:
             grid.quantizing = False

@@ -1,9 +1,9 @@
-"""Running models to look at what passes their layers, and leaving them as they were."""
+"""Context managers that observe the calls of modules with temporary hooks."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -12,33 +12,38 @@ from fakequant._train.running import copied
 from fakequant.nn._layer_kinds import find_kind
 from fakequant.nn._quantized_layer import QUANTIZERS, Quantization, QuantizedLayer
 
+# The arguments and the result of a module are any nesting of tensors and constants.
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
+Result: TypeAlias = Any
+
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a module: copies, because others may change tensors in place."""
+    """Copies of the arguments and the result of one call of a module."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    # The first tensor of the result; None: there is none.
+    args: Args
+    kwargs: Kwargs
+    # The first float tensor of the result. None if there is none.
     result: Tensor | None
 
 
-def first_tensor(result: Any) -> Tensor | None:
-    """The numbers that a module returns; attentions return their weights too."""
+def first_tensor(result: Result) -> Tensor | None:
+    """Returns the first float tensor of a result, or None. Attentions return their weights as a second one."""
     values = result if isinstance(result, (tuple, list)) else (result,)
     return next((v for v in values if isinstance(v, Tensor) and v.is_floating_point()), None)
 
 
 @contextmanager
 def recording(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[Call]]]:
-    """While it lasts, all calls of the modules are kept."""
+    """Records all calls of the modules, by path."""
     calls: dict[str, list[Call]] = {}
-    given: dict[nn.Module, tuple[Any, Any]] = {}
+    given: dict[nn.Module, tuple[Args, Kwargs]] = {}
 
-    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
-        given[module] = copied(args, kwargs)  # now: the module may change it in place
+    def keep(module: nn.Module, args: Args, kwargs: Kwargs) -> None:
+        given[module] = copied(args, kwargs)  # before the module can change it in place
 
-    def look(path: str, args: Any, kwargs: Any, result: Any) -> None:
+    def look(path: str, args: Args, kwargs: Kwargs, result: Result) -> None:
         y = first_tensor(result)
         calls.setdefault(path, []).append(Call(*given.pop(modules[path]), None if y is None else y.detach().clone()))
 
@@ -49,8 +54,8 @@ def recording(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[Call]]]:
 
 
 @contextmanager
-def watching(modules: dict[str, nn.Module], look: Callable[[str, Any, Any, Any], None]) -> Iterator[None]:
-    """While it lasts, `look(path, args, kwargs, result)` is called after every call of the modules."""
+def watching(modules: dict[str, nn.Module], look: Callable[[str, Args, Kwargs, Result], None]) -> Iterator[None]:
+    """Calls `look(path, args, kwargs, result)` after every call of the modules."""
 
     def hook(path: str) -> Callable[..., None]:
         return lambda module, args, kwargs, result: look(path, args, kwargs, result)
@@ -63,9 +68,9 @@ def watching(modules: dict[str, nn.Module], look: Callable[[str, Any, Any, Any],
 
 @contextmanager
 def in_single_steps(model: nn.Module, like: dict[str, nn.Module]) -> Iterator[None]:
-    """While it lasts, a float model computes with its layers one by one, as the quantized layers `like` it do.
+    """Makes a float model call the same layers as the quantized modules `like`.
 
-    torch's attention does not call the layer that is in it, and its encoder may pack tokens.
+    torch's attention computes without calling its `out_proj`, and its encoder may use nested tensors.
     """
     with ExitStack() as undo:
         for path, module in list(model.named_modules()):
@@ -79,7 +84,7 @@ def in_single_steps(model: nn.Module, like: dict[str, nn.Module]) -> Iterator[No
 
 
 def _open(attention: nn.MultiheadAttention, undo: ExitStack) -> None:
-    """Makes an attention a prepared layer without quantizers."""
+    """Turns an attention into a prepared layer without quantizers."""
     cls = type(attention)
     kind = find_kind(cls)
     if kind is None or kind.unsupported_reason(attention) is not None:

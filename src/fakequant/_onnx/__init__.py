@@ -1,1 +1,1 @@
-"""From a converted model to ONNX: operators that export as one node each, and what they become."""
+"""ONNX export of converted models."""

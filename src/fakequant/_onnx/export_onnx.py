@@ -1,4 +1,4 @@
-"""`export_onnx`: a model as an ONNX file with integer weights and quantizers that runtimes know."""
+"""`export_onnx`: writes a model to an ONNX file with integer weights and QuantizeLinear/DequantizeLinear nodes."""
 
 import copy
 import inspect
@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,42 +24,52 @@ from fakequant._onnx.fingerprint import digest_of_graph, digest_of_parameters
 from fakequant._train.running import check_module
 from fakequant._util.optional_packages import require, writing
 
-# The lowest opset with scales per channel, and the highest that this was tested with.
+if TYPE_CHECKING:
+    from onnx_ir import Model, Value
+
+# Arguments of a model are any nesting of tensors and constants.
+Args: TypeAlias = tuple[Any, ...]
+Kwargs: TypeAlias = dict[str, Any]
+# The `dynamic_shapes` of torch.onnx.export: nested as the arguments are, with a dict from axes to names per tensor.
+DynamicShapes: TypeAlias = tuple[Any, ...] | dict[str, Any]
+
+# The lowest opset with per-channel scales, and the highest one that is tested.
 LOWEST, HIGHEST = 13, 25
-# The lowest that torch's exporter writes.
+# The lowest opset that torch's exporter writes.
 _TORCHS_LOWEST = 18
 
 
 def export_onnx(
     model: nn.Module,
     path: str | os.PathLike[str],
-    example_inputs: Any,
+    example_inputs: Tensor | Sequence[Any] | Mapping[str, Any],
     *,
     target: str | None = None,
     opset: int = 21,
     dynamic_batch: bool = True,
-    dynamic_shapes: Any = None,
+    dynamic_shapes: DynamicShapes | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
 ) -> None:
-    """Writes a prepared or converted model as ONNX; the model stays as it is, and trainable.
+    """Writes a prepared or converted model to an ONNX file. The model is not changed.
 
-    Weights are integer initializers with DequantizeLinear, biases int32, activations QuantizeLinear and
-    DequantizeLinear with a Clip where the range is not all of the type's. 4-bit codes and scales per group need
-    opset 21, 2-bit codes have a type of their own from 25. Batch norms are part of the layers
-    before them. Tensors have the paths of their modules. Autocast is off while the model is exported.
+    Weights become integer initializers followed by DequantizeLinear; biases are int32. Activations become
+    QuantizeLinear and DequantizeLinear, with a Clip if the quantizer does not use the whole range of the integer type.
+    4-bit codes and scales per group need opset 21; 2-bit codes get a 2-bit type in opset 25. Batch norms are
+    folded into the layers before them. Tensors are named after the paths of their modules. Autocast is disabled during
+    the export.
 
     Args:
-        model: A prepared model with its scales, or a converted one.
-        path: The file to write. It is checked, and there only if it is complete.
+        model: A prepared and calibrated model, or a converted one.
+        path: The file to write. It appears only when it is complete and onnx.checker has accepted it.
         example_inputs: A tensor, a tuple of tensors, or a dict of keyword arguments.
-        target: What the file is for; None for the target of the config.
-        opset: The version of ONNX's operators, 13 to 25.
-        dynamic_batch: Whether the first axis of every input may have any length later.
-        dynamic_shapes: The axes that may have any length, as `torch.export` takes them: for every input, in a tuple
-            or by name in a dict, a dict from axes to names. Instead of `dynamic_batch`.
-        input_names: Names for the inputs of the file, in the order of the model's arguments.
-        output_names: Names for the results, in their order.
+        target: The target of the file. None for the target of the model's config.
+        opset: The ONNX opset version, 13 to 25.
+        dynamic_batch: Whether the first axis of every input may have any length at run time.
+        dynamic_shapes: The axes that may have any length, in the format of `torch.export`: a tuple or dict with one
+            entry per input, each a dict from axis to name. Overrides `dynamic_batch`.
+        input_names: Names of the file's inputs, in the order of the model's arguments.
+        output_names: Names of the file's outputs, in the order of the model's results.
 
     Needs `pip install "fakequant[onnx]"`.
 
@@ -110,17 +120,17 @@ def _converted(model: nn.Module, target: str | None) -> nn.Module:
     return golden
 
 
-def _require_float32(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _require_float32(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
     inputs = {**{f"example input {number}": x for number, x in enumerate(args)}, **kwargs}
     for name, value in (*model.named_parameters(), *model.named_buffers(), *inputs.items()):
         if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float32:
             raise ValueError(
-                f"{name} is {str(value.dtype)[6:]}; only float32 models are exported.\n"
-                "Use model.float(), and such inputs."
+                f"{name} is {str(value.dtype)[6:]}; only float32 models can be exported.\n"
+                "Use model.float() and float32 inputs."
             )
 
 
-def _rename(values: Sequence[Any], names: Sequence[str] | None, argument: str) -> None:
+def _rename(values: "Sequence[Value]", names: Sequence[str] | None, argument: str) -> None:
     if names is None:
         return
     if isinstance(names, str) or len(names) != len(values) or len(set(names)) != len(names):
@@ -139,18 +149,18 @@ def _without_autocast() -> Iterator[None]:
 
 
 class _Autocast(ValueError):
-    """The model computes in another dtype than float32."""
+    """The model's forward pass switches autocast on."""
 
 
-def _require_no_autocast(model: nn.Module, args: Any, kwargs: Any) -> None:
-    """Runs the model once, to find out whether its own code switches autocast on."""
+def _require_no_autocast(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    """Runs the model once and raises _Autocast if its forward pass switches autocast on."""
 
-    def look(module: nn.Module, inputs: Any) -> None:
+    def look(module: nn.Module, inputs: Args) -> None:
         if torch.is_autocast_enabled("cpu"):
             raise _Autocast(
-                "The model's forward pass switches torch.autocast on, and only float32 models are exported.\n"
-                "Take the wrapper off first: accelerator.unwrap_model(model, keep_fp32_wrapper=False), or a forward "
-                "pass without torch.autocast."
+                "The model's forward pass switches torch.autocast on, but only float32 models can be exported.\n"
+                "Remove the autocast wrapper first, e.g. with "
+                "accelerator.unwrap_model(model, keep_fp32_wrapper=False)."
             )
 
     handles = [m.register_forward_pre_hook(look) for m in model.modules() if isinstance(m, (IntegerLayer, Grid))]
@@ -161,7 +171,7 @@ def _require_no_autocast(model: nn.Module, args: Any, kwargs: Any) -> None:
         raise
     except Exception as error:
         raise ValueError(
-            f"The model cannot be run on the example inputs, and so not be exported: {_reason(error)}"
+            f"The model cannot be exported because it fails on the example inputs: {_reason(error)}"
         ) from error
     finally:
         for handle in handles:
@@ -172,18 +182,20 @@ def _copied(inputs: Any) -> Any:
     return pytree.tree_map_only(Tensor, torch.clone, inputs)
 
 
-def _inputs(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _inputs(example: Any) -> tuple[Args, Kwargs]:
     if isinstance(example, Tensor):
         return (example,), {}
     if isinstance(example, Mapping):
         return (), dict(example)
     if isinstance(example, (tuple, list)):
         return tuple(example), {}
-    raise TypeError(f"`example_inputs` must be a tensor, a tuple or a dict of them, got {type(example).__name__}.")
+    raise TypeError(
+        f"`example_inputs` must be a tensor, a tuple of tensors or a dict of tensors, got {type(example).__name__}."
+    )
 
 
-def _export(model: nn.Module, args: Any, kwargs: Any, opset: int, shapes: Any) -> Any:
-    """The model as torch's exporter writes it, with one node for every grid and every stored weight."""
+def _export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: DynamicShapes | None) -> "Model":
+    """Returns the ONNX program from torch's exporter, with one node per grid and per stored weight."""
     _require_no_autocast(model.eval(), args, kwargs)
     make_exportable(model)
     with _quiet(), torch.no_grad():
@@ -194,12 +206,12 @@ def _export(model: nn.Module, args: Any, kwargs: Any, opset: int, shapes: Any) -
                 raise ValueError(f"torch's exporter cannot export the model: {_reason(error)}") from error
             try:
                 _torch_export(model, args, kwargs, opset, None)
-            except Exception as first:  # it is not about the lengths of axes
+            except Exception as first:  # fails with fixed shapes too
                 raise ValueError(f"torch's exporter cannot export the model: {_reason(first)}") from first
             raise ValueError(_FIXED.format(_reason(error), *_lengths(args, kwargs))) from error
 
 
-def _torch_export(model: nn.Module, args: Any, kwargs: Any, opset: int, shapes: Any) -> Any:
+def _torch_export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: DynamicShapes | None) -> "Model":
     from fakequant._onnx.lowering import TRANSLATIONS
 
     program = torch.onnx.export(
@@ -209,7 +221,7 @@ def _torch_export(model: nn.Module, args: Any, kwargs: Any, opset: int, shapes: 
         dynamo=True,
         opset_version=opset,
         dynamic_shapes=shapes,
-        custom_translation_table=TRANSLATIONS,  # type: ignore[arg-type]
+        custom_translation_table=TRANSLATIONS,
         verbose=False,
     )
     assert program is not None
@@ -218,45 +230,45 @@ def _torch_export(model: nn.Module, args: Any, kwargs: Any, opset: int, shapes: 
 
 _FIXED = (
     "The model cannot be exported for batches of any length: {}\n"
-    "Use export_onnx(..., dynamic_batch=False) for batches of the example's length only, which is {}, or take the "
-    "length from the input in the model's code."
+    "Use export_onnx(..., dynamic_batch=False) for batches of the example's length ({}) only, or change the model's "
+    "code to read the length from the input's shape."
 )
 
 
-def _batches(args: Any, kwargs: Any) -> Any:
-    """The first axis of every input, as torch's exporter wants to be told."""
+def _batches(args: Args, kwargs: Kwargs) -> DynamicShapes:
+    """Returns the `dynamic_shapes` that mark the first axis of every input as dynamic."""
     return tuple(_batch_of(x) for x in args) if args else {name: _batch_of(x) for name, x in kwargs.items()}
 
 
 def _fresh(inputs: Any) -> Any:
-    """The same inputs as other tensors: torch marks those it is given, for good, as having a batch of any length."""
-    made: dict[int, Tensor] = {}  # what is given twice is one tensor still
+    """Returns aliases of the input tensors, because torch's exporter permanently marks its inputs as dynamic."""
+    made: dict[int, Tensor] = {}  # an input that is passed twice stays one tensor
     return pytree.tree_map_only(Tensor, lambda x: made.setdefault(id(x), x.detach()), inputs)
 
 
 def _reason(error: BaseException) -> str:
-    """What torch found first, without what it says to everybody."""
+    """Returns the start of the root cause's message, without torch's general advice."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) if lines else type(error).__name__
 
 
-def _lengths(args: Any, kwargs: Any) -> list[str]:
+def _lengths(args: Args, kwargs: Kwargs) -> list[str]:
     found = {str(len(x)) for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > 0}
     return [" and ".join(sorted(found)) or "none"]
 
 
-def _batch_of(x: Any) -> Any:
+def _batch_of(x: object) -> dict[int, str] | None:
     return {0: "batch"} if isinstance(x, Tensor) and x.dim() > 0 else None
 
 
-def _finish(program: Any, opset: int, target: _targets.Target) -> None:
+def _finish(program: "Model", opset: int, target: _targets.Target) -> None:
     from fakequant._onnx import graph_forms, lowering, old_opsets
     from fakequant._onnx.gather_codes import gather_codes
 
     graph_forms.rewrite(program)
-    # What may be written depends on the opset of the file, not on that of torch's exporter.
+    # Lowering must use the features of the file's opset, which may be lower than the exporter's.
     exported = program.opset_imports[""]
     program.opset_imports[""] = opset
     lowering.Lowering(program, unsigned=target.unsigned_activations).run()
@@ -269,7 +281,7 @@ def _finish(program: Any, opset: int, target: _targets.Target) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hides messages a user cannot act on: torchvision is absent, torch calls its own deprecated functions."""
+    """Hides messages that users cannot act on: torchvision is missing, torch calls its own deprecated functions."""
     names = ("torch.onnx._internal.exporter._registration", "onnxscript.optimizer._constant_folding")
     loggers = [(logging.getLogger(name), logging.getLogger(name).level) for name in names]
     for logger, _ in loggers:

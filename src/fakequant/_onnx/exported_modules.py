@@ -1,11 +1,10 @@
-"""A converted model as torch's exporter is shown it: with one operator for every grid and every stored tensor.
+"""Forward passes for export: one operator per grid and per stored tensor.
 
-`make_exportable` gives the grids and the layers of a converted model forward passes in the operators of
-`onnx_operators`. The golden model itself does not know of ONNX.
+`make_exportable` changes the grids and layers of a converted model so that they call the operators of
+`onnx_operators`. The golden model itself does not depend on ONNX.
 """
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +27,9 @@ from fakequant.nn._quantized_layer import Operator
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """The tensors of one layer in a file. Scales have one entry per block and broadcast by blocks."""
+    """The tensors of one layer in a file. Scales and zero points have one entry per block."""
 
-    # The width of the type in which the file holds the codes.
+    # Bit width of the codes' type in the file.
     bits: int
     codes: Tensor
     scale: Tensor
@@ -38,12 +37,12 @@ class Stored:
     bias_scale: Tensor | None
 
 
-def stored_tensors(layer: Any, bits: int) -> Stored:
-    """The tensors that a file holds of a converted layer whose weight is quantized, with codes in `bits` bits."""
+def stored_tensors(layer: IntegerLayer, bits: int) -> Stored:
+    """Returns the tensors that a file stores for a converted layer with a quantized weight and codes of `bits` bits."""
     record = layer._fakequant
     spec = record.weight_spec
     scale = layer.weight_scale * 2.0**record.weight_shift
-    zero_point: Any = 0 if layer.weight_zero_point is None else layer.weight_zero_point
+    zero_point = 0 if layer.weight_zero_point is None else layer.weight_zero_point
     codes = tensor_functions.quantize(float_weight(layer), scale, zero_point, spec)
     blocks = block_shape(record.weight_shape, spec) if spec.axis is not None else ()
     return Stored(
@@ -59,38 +58,39 @@ def stored_tensors(layer: Any, bits: int) -> Stored:
 class ExportedIntegers(Integers):
     """The record of a converted layer that is being exported."""
 
-    # Made before the model is traced; None: the weight is a float.
+    # Computed before the model is traced. None if the weight is a float.
     stored: Stored | None = None
 
-    def quantized_weight(self, layer: Any) -> Tensor:
-        """The weight, as an operator that holds its codes."""
+    def quantized_weight(self, layer: IntegerLayer) -> Tensor:
+        """Returns the weight as the result of the operator that stores its codes."""
         if self.stored is None:
             return super().quantized_weight(layer)
         file = self.stored
         return onnx_operators.stored(file.codes, file.scale, file.zero_point, file.bits, self.name("weight"))
 
-    def quantized_bias(self, layer: Any) -> Tensor | None:
-        """The bias, as an operator that holds its codes if it has any."""
+    def quantized_bias(self, layer: IntegerLayer) -> Tensor | None:
+        """Returns the bias, as an operator that holds its codes if it has any."""
         if layer.bias_codes is None:
             return super().quantized_bias(layer)
         assert self.stored is not None
+        assert self.stored.bias_scale is not None
         return onnx_operators.stored(layer.bias_codes, self.stored.bias_scale, None, 32, self.name("bias"))
 
-    def result(self, layer: Any, operator: Operator, input: Tensor, rows: slice) -> Tensor:
-        """`operator` of floats: runtimes know an integer kernel by the operators around it."""
+    def result(self, layer: IntegerLayer, operator: Operator, input: Tensor, rows: slice) -> Tensor:
+        """Applies `operator` to floats. Runtimes fuse it with the DQ and Q nodes around it into an integer kernel."""
         x = self.quantize_input(layer, input)
         weight, bias = self.quantized_weight(layer), self.quantized_bias(layer)
         weight, bias = weight[rows] if rows != slice(None) else weight, part_of(bias, rows)
-        if operator is linear and x.dim() > 2:  # a product of two matrices, with its bias, is one kernel
-            return operator(x.flatten(0, -2), weight, bias).unflatten(0, (-1, *x.shape[1:-1]))
+        if operator is linear and x.dim() > 2:  # runtimes have one kernel for a 2-D product with bias
+            return torch.unflatten(operator(x.flatten(0, -2), weight, bias), 0, (-1, *x.shape[1:-1]))
         return operator(x, weight, bias)
 
 
 class ExportedGrid(Grid):
-    """A grid that is being exported."""
+    """A grid of a model that is being exported."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` on the grid, as one operator if the scale is fixed."""
+        """Rounds `x` to the grid, with a single operator if the scale is fixed."""
         spec = self.spec
         if self.scale is None or self.zero_point is None:
             return onnx_operators.dynamic_grid(x, spec, self.eps)
@@ -101,7 +101,7 @@ class ExportedGrid(Grid):
 
 @torch.no_grad()
 def make_exportable(golden: nn.Module) -> None:
-    """Changes a converted model in place into one for torch's exporter. It cannot be changed back."""
+    """Prepares a converted model, in place and irreversibly, for torch's exporter."""
     for module in golden.modules():
         if isinstance(module, Grid):
             module.__class__ = ExportedGrid
@@ -110,6 +110,6 @@ def make_exportable(golden: nn.Module) -> None:
             stored = None
             if record.weight_spec is not None:
                 bits = record.weight_spec.bits
-                # Integer kernels take bytes, also of weights with fewer bits.
+                # Integer kernels read 8-bit weights, even if the codes have fewer bits.
                 stored = stored_tensors(module, max(bits, 8) if is_integer(module) else bits)
             module.__dict__["_fakequant"] = ExportedIntegers(**vars(record), stored=stored)

@@ -1,7 +1,7 @@
-"""Fingerprints in an exported file: whether it was changed since, and of which parameters it was made."""
+"""Hashes stored in an exported file, to detect later changes and to identify the exported parameters."""
 
 import hashlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor, nn
@@ -9,9 +9,12 @@ from torch import Tensor, nn
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
 
+if TYPE_CHECKING:
+    import onnx
 
-def digest_of_graph(model: Any) -> str:
-    """A hash of everything in an ONNX model that a runtime computes with: nodes, tensors, inputs, outputs, opsets."""
+
+def digest_of_graph(model: "onnx.ModelProto") -> str:
+    """Returns a hash of everything in an ONNX model that affects results: nodes, tensors, inputs, outputs, opsets."""
     import onnx
 
     seen = hashlib.sha256()
@@ -36,7 +39,7 @@ def digest_of_graph(model: Any) -> str:
 
 
 def digest_of_parameters(golden: nn.Module) -> str:
-    """A hash of the codes, scales, biases and float parameters of a converted model."""
+    """Returns a hash of the codes, scales, biases and float parameters of a converted model."""
     seen = hashlib.sha256()
     for path, module in golden.named_modules():
         own: dict[str, Tensor | None] = dict(module._parameters)
@@ -49,7 +52,7 @@ def digest_of_parameters(golden: nn.Module) -> str:
     return seen.hexdigest()
 
 
-def _add(seen: Any, *parts: str | bytes) -> None:
+def _add(seen: "hashlib._Hash", *parts: str | bytes) -> None:
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
         seen.update(len(data).to_bytes(8, "little"))

@@ -1,25 +1,27 @@
-"""The forms of a graph that runtimes have integer kernels for; each changes no code.
+"""Rewrites a graph into forms that runtimes have integer kernels for, without changing any code.
 
-A mean over all places is a GlobalAveragePool. A quantizer after something that only moves or selects elements is
-repeated before it, so that the layer before ends in codes. A ReLU before a quantizer whose zero point is not
-its lowest code is a clip of the codes: the code of 0 is the zero point. Between two quantizers with different grids
-stands a Clip that clips nothing: ONNX Runtime would make one quantizer of them, with a scale of its own. So it does
-before a layer with a float weight, which ONNX Runtime would quantize.
+- A mean over all spatial positions becomes a GlobalAveragePool.
+- A quantizer after an operator that only moves or selects elements is repeated before that operator, so that the
+  layer before it ends in codes.
+- A ReLU before a quantizer whose zero point is not qmin becomes a clip of the codes at the zero point.
+- A Clip that clips nothing is inserted between two quantizers with different grids. ONNX Runtime would otherwise
+  merge them into one quantizer with a new scale.
+- The same Clip is inserted before a layer with a float weight, which ONNX Runtime would otherwise quantize.
 """
-
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from fakequant._moves import ONNX_MOVES
-from fakequant._onnx.lowering import DOMAIN
+from fakequant._onnx.lowering import DOMAIN, constant_of, input_of
 
 _LAYERS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
+# The shapes and bytes of a grid's scale and zero point.
+_QParams = tuple[tuple[tuple[int, ...], bytes] | None, ...]
 
 
 def rewrite(model: ir.Model) -> None:
-    """All of them, while the quantizers are still our nodes."""
+    """Applies all rewrites. Runs before lowering, while quantizers are still Grid nodes."""
     for node in list(model.graph):
         if node.op_type == "ReduceMean" and not node.domain:
             _pool(node)
@@ -29,17 +31,33 @@ def rewrite(model: ir.Model) -> None:
         _merge(model)
         for change in (_take_in_relu, _repeat_before_moves):
             for node in list(model.graph):
-                if node.domain == DOMAIN and node.op_type == "Grid":
+                if _is_grid(node):
                     change(node)
     for node in list(model.graph):
-        if node.domain == DOMAIN and node.op_type == "Grid":
-            _keep_apart(node)
+        if _is_grid(node):
+            _separate_from_previous_grid(node)
         elif not node.domain and node.op_type in _LAYERS:
             _keep_float_weights(node)
 
 
-def _pool(node: Any) -> None:
-    """A mean over all axes but the first two."""
+def _is_grid(node: ir.Node) -> bool:
+    return node.domain == DOMAIN and node.op_type == "Grid"
+
+
+def _is_move(node: ir.Node) -> bool:
+    return not node.domain and node.op_type in ONNX_MOVES
+
+
+def _producer_behind_moves(value: ir.Value) -> ir.Node | None:
+    """Returns the node that computes a value, skipping operators that only move or select elements."""
+    node = value.producer()
+    while node is not None and _is_move(node):
+        node = input_of(node, 0).producer()
+    return node
+
+
+def _pool(node: ir.Node) -> None:
+    """Replaces a mean over all axes but the first two by GlobalAveragePool."""
     x = node.inputs[0]
     axes = node.inputs[1].const_value if len(node.inputs) > 1 and node.inputs[1] is not None else None
     if axes is None or x is None or x.shape is None or len(x.shape) != 4:
@@ -63,62 +81,57 @@ def _pool(node: Any) -> None:
     graph.remove(node, safe=True)
 
 
-def _keep_apart(node: Any) -> None:
-    source = node.inputs[0].producer()
-    while source is not None and not source.domain and source.op_type in ONNX_MOVES:
-        source = source.inputs[0].producer()
-    if source is None or source.domain != DOMAIN or source.op_type != "Grid" or _holds(node, source):
+def _separate_from_previous_grid(node: ir.Node) -> None:
+    source = _producer_behind_moves(input_of(node, 0))
+    if source is not None and _is_grid(source) and not _holds(node, source):
+        _clip_nothing_before(node, node.attributes["name"].as_string())
+
+
+def _keep_float_weights(node: ir.Node) -> None:
+    """Stops ONNX Runtime from quantizing the float weight of a layer between quantizers."""
+    source = _producer_behind_moves(input_of(node, 0))
+    if source is None or not _is_grid(source):
         return
-    _clip_nothing_before(node, node.attributes["name"].as_string())
+    weight = input_of(node, 1)
+    producer = weight.producer()
+    while producer is not None and producer.op_type in ("Transpose", "Reshape", "Identity"):
+        weight = input_of(producer, 0)
+        producer = weight.producer()
+    if producer is None and weight.const_value is not None:
+        _clip_nothing_before(node, str(node.outputs[0].name))
 
 
-def _keep_float_weights(node: Any) -> None:
-    """Keeps ONNX Runtime from quantizing the float weight of a layer between quantizers, with a scale of its own."""
-    source = node.inputs[0].producer()
-    while source is not None and not source.domain and source.op_type in ONNX_MOVES:
-        source = source.inputs[0].producer()
-    if source is None or source.domain != DOMAIN or source.op_type != "Grid":
-        return
-    weight = node.inputs[1]
-    while weight.producer() is not None and weight.producer().op_type in ("Transpose", "Reshape", "Identity"):
-        weight = weight.producer().inputs[0]
-    if weight.producer() is None and weight.const_value is not None:
-        _clip_nothing_before(node, node.outputs[0].name)
-
-
-def _clip_nothing_before(node: Any, name: str) -> None:
-    """Puts a Clip between a node and its first input that leaves every number as it is."""
+def _clip_nothing_before(node: ir.Node, name: str) -> None:
+    """Inserts a Clip over the full float range before the first input of a node."""
+    graph = node.graph
+    assert graph is not None
     bounds = []
     for end, value in (("lowest", np.finfo(np.float32).min), ("highest", np.finfo(np.float32).max)):
         bound = ir.Value(name=f"{name}_{end}", shape=ir.Shape([]), type=ir.TensorType(ir.DataType.FLOAT))
         bound.const_value = ir.tensor(np.array(value, dtype=np.float32), name=bound.name)
-        node.graph.register_initializer(bound)
+        graph.register_initializer(bound)
         bounds.append(bound)
-    x = node.inputs[0]
+    x = input_of(node, 0)
     out = ir.Value(name=f"{name}_apart", shape=x.shape, type=ir.TensorType(ir.DataType.FLOAT))
-    node.graph.insert_before(node, ir.Node("", "Clip", [x, *bounds], outputs=[out], name=f"{name}_apart/Clip"))
+    graph.insert_before(node, ir.Node("", "Clip", [x, *bounds], outputs=[out], name=f"{name}_apart/Clip"))
     node.replace_input_with(0, out)
 
 
-def _holds(node: Any, source: Any) -> bool:
-    """Whether a grid leaves everything as it is that is on the grid before it: it has all the codes of that one."""
-    if [_bytes(value) for value in node.inputs[1:]] != [_bytes(value) for value in source.inputs[1:]]:
+def _holds(node: ir.Node, source: ir.Node) -> bool:
+    """Returns True if the grid of `node` has the same qparams as that of `source` and contains all its codes."""
+    if _qparams(node) != _qparams(source):
         return False
-    (low, high), (first, last) = ([one.attributes[end].as_int() for end in ("qmin", "qmax")] for one in (node, source))
+    (low, high), (first, last) = _range(node), _range(source)
     return low <= first and last <= high
 
 
 def _merge(model: ir.Model) -> None:
-    """Quantizers of the same tensor with equal grids are one: else the layer before would have two readers."""
-    seen: dict[Any, Any] = {}
+    """Merges quantizers of the same tensor that have equal grids, so that the layer before has a single consumer."""
+    seen: dict[tuple[ir.Value, _QParams, tuple[int, int]], ir.Node] = {}
     for node in list(model.graph):
-        if node.domain != DOMAIN or node.op_type != "Grid":
+        if not _is_grid(node):
             continue
-        key = (
-            node.inputs[0],
-            *(_bytes(v) for v in node.inputs[1:]),
-            *(node.attributes[k].as_int() for k in ("qmin", "qmax")),
-        )
+        key = (input_of(node, 0), _qparams(node), _range(node))
         if key in seen:
             also = seen[key].attributes.get("also")
             paths = (also.as_string() if also is not None else "") + "\n" + node.attributes["name"].as_string()
@@ -129,51 +142,56 @@ def _merge(model: ir.Model) -> None:
             seen[key] = node
 
 
-def _bytes(value: Any) -> Any:
-    if value is None:
-        return None
-    array = value.const_value.numpy()
-    return array.shape, array.tobytes()
+def _qparams(node: ir.Node) -> _QParams:
+    """Returns the scale and the zero point of a grid in a form that can be compared."""
+    arrays = [None if value is None else constant_of(value) for value in node.inputs[1:]]
+    return tuple(None if array is None else (array.shape, array.tobytes()) for array in arrays)
 
 
-def _is_per_tensor(node: Any) -> bool:
+def _range(node: ir.Node) -> tuple[int, int]:
+    return node.attributes["qmin"].as_int(), node.attributes["qmax"].as_int()
+
+
+def _is_per_tensor(node: ir.Node) -> bool:
     scale = node.inputs[1]
     return scale is not None and scale.const_value is not None and scale.const_value.numpy().size == 1
 
 
-def _repeat_before_moves(node: Any) -> None:
+def _repeat_before_moves(node: ir.Node) -> None:
     at = node
     while _is_per_tensor(node):
-        value = at.inputs[0]
-        producer = None if value is None else value.producer()
-        if value is None or producer is None or producer.domain or producer.op_type not in ONNX_MOVES:
+        value = input_of(at, 0)
+        producer = value.producer()
+        if producer is None or not _is_move(producer):
             return
         if len(value.uses()) != 1 or value.is_graph_output():
             return  # the float has another consumer
-        source = producer.inputs[0]
-        if source is None or (source.producer() is not None and source.producer().domain == DOMAIN):
-            return  # it is on a grid already
+        source = input_of(producer, 0)
+        before, graph = source.producer(), producer.graph
+        if before is not None and before.domain == DOMAIN:
+            return  # the source is already on a grid
+        assert graph is not None
         attributes = {key: attribute.value for key, attribute in node.attributes.items()}
         attributes.pop("also", None)
         attributes["name"] = f"{attributes['name']}.before_{producer.op_type.lower()}"
         out = ir.Value(name=f"{source.name}_moved", shape=source.shape, type=ir.TensorType(ir.DataType.FLOAT))
         made = ir.convenience.convert_attributes(attributes)
         copy = ir.Node(DOMAIN, "Grid", [source, *node.inputs[1:]], made, outputs=[out])
-        producer.graph.insert_before(producer, copy)
+        graph.insert_before(producer, copy)
         producer.replace_input_with(0, out)
         at = copy
 
 
-def _take_in_relu(node: Any) -> None:
-    value = node.inputs[0]
-    producer = None if value is None else value.producer()
-    if value is None or producer is None or producer.op_type != "Relu" or producer.domain or not _is_per_tensor(node):
+def _take_in_relu(node: ir.Node) -> None:
+    value = input_of(node, 0)
+    producer = value.producer()
+    if producer is None or producer.op_type != "Relu" or producer.domain or not _is_per_tensor(node):
         return
-    zero_point = int(node.inputs[2].const_value.numpy().reshape(()))
-    source = producer.inputs[0].producer()
+    zero_point = int(constant_of(input_of(node, 2)).reshape(()))
+    source = input_of(producer, 0).producer()
     if zero_point == node.attributes["qmin"].as_int() and (source is None or source.op_type not in ONNX_MOVES):
         return  # runtimes fuse this form already
-    node.replace_input_with(0, producer.inputs[0])
+    node.replace_input_with(0, input_of(producer, 0))
     node.attributes["qmin"] = ir.AttrInt64("qmin", zero_point)
     if not value.uses() and not value.is_graph_output() and producer.graph is not None:
         producer.graph.remove(producer, safe=True)

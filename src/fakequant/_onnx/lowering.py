@@ -1,17 +1,18 @@
-"""What stands for our operators in ONNX: QuantizeLinear, Clip and DequantizeLinear.
+"""Replaces the nodes of fakequant's export operators by QuantizeLinear, Clip and DequantizeLinear.
 
-    grid, 8 bits or fewer       Q -> DQ, with an integer Clip between them if the range is not all of the type
-    grid, 9 to 16 bits          Clip -> Q -> DQ: ONNX Runtime has no Clip for 16-bit integers
-    stored codes                DQ of an integer initializer; 2 and 4 bits packed where the opset has such types
+    grid, up to 8 bits      Q -> DQ, with an integer Clip between them if the grid does not use the type's whole range
+    grid, 9 to 16 bits      Clip -> Q -> DQ, because ONNX Runtime has no Clip for 16-bit integers
+    stored codes            DQ of an integer initializer; 2 and 4 bits are packed if the opset has such types
 
-It runs when torch's exporter is done, because only then is it known what else is in the file, because torch has no
-4-bit tensors, and because nothing may fold or merge what is made here. Everything gets its name from the path of
-the module it belongs to.
+This runs after torch's exporter, for three reasons: the rest of the file must be known, torch has no 4-bit tensors, and
+the exporter's optimizer must not fold or merge these nodes. Values are named after the paths of their modules.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 from onnxscript.values import Op, Opset
@@ -21,14 +22,17 @@ from fakequant._onnx.metadata_keys import OFFSET, QUANTIZER
 
 DOMAIN = "fakequant.export"
 
-# --- while torch exports: one node each -----------------------------------------------------------
+Array = npt.NDArray[Any]  # of any dtype that ONNX has
+Attributes = dict[str, int]
+
+# --- during torch's export: one node each -----------------------------------------------------------
 
 _OPSET = Opset(DOMAIN, 1)
 _FLOATS = ("F", ["tensor(float)", "tensor(float16)", "tensor(double)", "tensor(bfloat16)"], "")
 _INTEGERS = [f"tensor({kind})" for kind in ("int8", "uint8", "int16", "uint16", "int32", "int64")]
 
 
-def _op(name: str, first: str, constraints: list[Any], numbers: list[str]) -> Op:
+def _op(name: str, first: str, constraints: list[tuple[str, list[str], str]], numbers: list[str]) -> Op:
     schema, kinds = onnx.defs.OpSchema, onnx.defs.OpSchema.AttrType
     parameter = schema.FormalParameter
     optional = schema.FormalParameterOption.Optional
@@ -45,11 +49,13 @@ def _op(name: str, first: str, constraints: list[Any], numbers: list[str]) -> Op
     return Op(_OPSET, name, made)
 
 
-# `lowest` and `highest` are the range of the quantizer, by which codes are stored; they are clipped to qmin and qmax.
+# `lowest` and `highest` are the quantizer's full range, which decides the storage type. Codes are clipped to
+# `qmin` and `qmax`.
 _GRID = _op("Grid", "F", [("Z", _INTEGERS, "")], ["qmin", "qmax", "lowest", "highest"])
 _STORED = _op("Stored", "Q", [("Z", _INTEGERS, ""), ("Q", _INTEGERS, "")], ["bits"])
 
-TRANSLATIONS = {
+# For torch's exporter: operators and the functions that emit their nodes.
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     onnx_operators.grid: lambda x, scale, zero_point, qmin, qmax, name: _GRID(
         x, scale, zero_point, qmin=qmin, qmax=qmax, lowest=qmin, highest=qmax, name=name
     ),
@@ -58,7 +64,7 @@ TRANSLATIONS = {
     ),
 }
 
-# --- afterwards -----------------------------------------------------------------------------------
+# --- after torch's export --------------------------------------------------------------------------
 
 _INT8, _UINT8, _INT16, _UINT16 = ir.DataType.INT8, ir.DataType.UINT8, ir.DataType.INT16, ir.DataType.UINT16
 _OWN_RANGES = {_UINT8: (0, 255), _INT8: (-128, 127), _UINT16: (0, 65535), _INT16: (-32768, 32767)}
@@ -66,13 +72,15 @@ _SINCE = {_INT16: 21, _UINT16: 21}
 
 
 class UnsupportedOpset(ValueError):
-    """The opset has no way to write something."""
+    """The model needs an operator or type that the opset does not have."""
 
 
 class Lowering:
-    """Replaces our nodes in a model.
+    """Replaces the Grid and Stored nodes of a model.
 
-    `unsigned`: codes of activations are stored as unsigned numbers, which kernels on x86 take.
+    Args:
+        model: The program from torch's exporter. It is changed in place.
+        unsigned: Whether to store activation codes as unsigned integers, as x86 kernels expect.
     """
 
     def __init__(self, model: ir.Model, *, unsigned: bool) -> None:
@@ -88,14 +96,14 @@ class Lowering:
         self.model.opset_imports.pop(DOMAIN, None)
         remove_unused(self.graph)
 
-    def _grid(self, node: Any) -> None:
+    def _grid(self, node: ir.Node) -> None:
         path = node.attributes["name"].as_string()
         name = self._unique(path)
         lowest, highest = (node.attributes[end].as_int() for end in ("lowest", "highest"))
         dtype, offset = self._storage(path, lowest, highest)
         lo, hi = (node.attributes[end].as_int() + offset for end in ("qmin", "qmax"))
         scale, zero_point, attributes = self._parameters(node, path, dtype, offset)
-        x, is_full = node.inputs[0], (lo, hi) == _OWN_RANGES[dtype]
+        x, is_full = input_of(node, 0), (lo, hi) == _OWN_RANGES[dtype]
         if not is_full and dtype in (_INT16, _UINT16):
             x, is_full = self._clipped(node, path, name, x, scale, zero_point, lo, hi, attributes), True
         quantized = f"{name}_quantized"
@@ -120,10 +128,10 @@ class Lowering:
         self._replace(node, y)
 
     def _storage(self, path: str, lo: int, hi: int) -> tuple[ir.DataType, int]:
-        """The type that holds the codes, and what is added to them."""
+        """Returns the type that stores the codes and the offset that is added to them."""
         dtype = next((t for t, (low, high) in _OWN_RANGES.items() if low <= lo and hi <= high), None)
         if dtype is None:
-            raise ValueError(f"{path}: no type of ONNX has the range {lo} to {hi}; at most 16 bits can be exported.")
+            raise ValueError(f"{path}: no ONNX type holds the range {lo} to {hi}; at most 16 bits can be exported.")
         self._require(path, dtype)
         if self.unsigned and dtype == _INT8:
             return _UINT8, 128 if lo == -128 else -lo
@@ -132,36 +140,49 @@ class Lowering:
     def _require(self, path: str, dtype: ir.DataType) -> None:
         if _SINCE.get(dtype, 0) > self.opset:
             raise UnsupportedOpset(
-                f"{path}: {dtype.name.lower()} needs opset {_SINCE[dtype]}, but this is opset {self.opset}.\n"
+                f"{path}: {dtype.name.lower()} needs opset {_SINCE[dtype]}, got opset {self.opset}.\n"
                 f"Use opset={_SINCE[dtype]}, or at most 8 bits."
             )
 
     def _clipped(
-        self, node: Any, path: str, name: str, x: Any, scale: Any, zero_point: Any, lo: int, hi: int, attributes: Any
+        self,
+        node: ir.Node,
+        path: str,
+        name: str,
+        x: ir.Value,
+        scale: ir.Value,
+        zero_point: ir.Value,
+        lo: int,
+        hi: int,
+        attributes: Attributes,
     ) -> ir.Value:
-        """Exact: what lies beyond the value of the last code has that code, and that value has it too."""
+        """Emits a float Clip to the values of the codes `lo` and `hi`.
+
+        This is exact: a value beyond the last code's value is quantized to the last code, as that value itself is.
+        """
         if attributes:
             raise ValueError(f"{path}: the range {lo} to {hi} per channel or group cannot be exported in 16 bits.")
-        s, z = scale.const_value.numpy(), zero_point.const_value.numpy().astype(np.float32)
+        s, z = constant_of(scale), constant_of(zero_point).astype(np.float32)
         low, high = (
             self._constant(f"{name}_{end}", (np.float32(v) - z) * s, ir.DataType.FLOAT)
             for end, v in (("low", lo), ("high", hi))
         )
         return self._emit(node, "Clip", [x, low, high], f"{name}_clipped", ir.DataType.FLOAT, {})
 
-    def _stored(self, node: Any) -> None:
+    def _stored(self, node: ir.Node) -> None:
         path = node.attributes["name"].as_string()
-        dtype, bits = node.inputs[0].dtype, node.attributes["bits"].as_int()
+        dtype, bits = input_of(node, 0).dtype, node.attributes["bits"].as_int()
+        assert dtype is not None
         self._require(path, dtype)
         for width, since in ((2, 25), (4, 21)):
             if bits <= width and self.opset >= since:
                 dtype = getattr(ir.DataType, f"{'UINT' if dtype == _UINT8 else 'INT'}{width}")
                 break
-        # The optimizer may have merged equal tensors of two layers: a new one, under this layer's name.
-        codes = self._constant(f"{path}_codes", _value(node.inputs[0]), dtype)
+        # The optimizer may have merged equal tensors of two layers, so the codes get a tensor named after this layer.
+        codes = self._constant(f"{path}_codes", constant_of(input_of(node, 0)), dtype)
         scale, zero_point, attributes = self._parameters(node, path, dtype, 0)
-        # ONNX Runtime makes no integer kernel of a weight without a zero point. Left out where it would cost and
-        # helps nothing, beside scales of groups, and with int32, which must have none.
+        # ONNX Runtime needs a zero point to choose an integer kernel, so it is written even if it is 0. It is left out
+        # for symmetric scales per group, which have no such kernel, and for int32, which does not allow one.
         is_symmetric = len(node.inputs) < 3 or node.inputs[2] is None
         left_out = dtype == ir.DataType.INT32 or (is_symmetric and "block_size" in attributes)
         inputs = [codes, scale] if left_out else [codes, scale, zero_point]
@@ -171,23 +192,26 @@ class Lowering:
     # --- pieces -----------------------------------------------------------------------------------
 
     def _parameters(
-        self, node: Any, path: str, dtype: ir.DataType, offset: int
-    ) -> tuple[ir.Value, ir.Value, dict[str, Any]]:
-        """Scale, zero point, and the attributes that say how they are spread."""
-        shape = node.inputs[0].shape
-        scale = _value(node.inputs[1])
+        self, node: ir.Node, path: str, dtype: ir.DataType, offset: int
+    ) -> tuple[ir.Value, ir.Value, Attributes]:
+        """Returns scale, zero point, and the axis and block size attributes."""
+        shape = input_of(node, 0).shape
+        assert shape is not None
+        scale = constant_of(input_of(node, 1))
         has_zero = len(node.inputs) > 2 and node.inputs[2] is not None
-        points = _value(node.inputs[2]) if has_zero else np.zeros_like(scale, dtype=np.int32)
+        points = constant_of(input_of(node, 2)) if has_zero else np.zeros_like(scale, dtype=np.int32)
         long = [axis for axis, n in enumerate(scale.shape) if n > 1]
         grouped = [axis for axis in long if scale.shape[axis] != shape[axis]] or (long[1:] and long[-1:])  # groups of 1
-        attributes: dict[str, Any] = {}
+        attributes: Attributes = {}
         if grouped:
             if self.opset < 21:
                 raise UnsupportedOpset(
-                    f"{path}: scales per group need opset 21, but this is opset {self.opset}.\nUse opset=21."
+                    f"{path}: scales per group need opset 21, got opset {self.opset}.\nUse opset=21."
                 )
             axis = grouped[0]
-            attributes = {"axis": axis, "block_size": shape[axis] // scale.shape[axis]}
+            length = shape[axis]
+            assert isinstance(length, int), "the axis of groups has a fixed length"
+            attributes = {"axis": axis, "block_size": length // scale.shape[axis]}
         elif long:
             attributes = {"axis": long[0]}
             scale, points = scale.reshape(-1), points.reshape(-1)
@@ -200,14 +224,14 @@ class Lowering:
         )
 
     def _unique(self, name: str) -> str:
-        """A module that is called twice has two tensors: the second gets a number."""
+        """Returns the name, with a number appended from the second call of a module."""
         count = self.calls[name] = self.calls.get(name, 0) + 1
         return name if count == 1 else f"{name}_{count}"
 
-    def _constant(self, name: str, array: Any, dtype: ir.DataType) -> ir.Value:
+    def _constant(self, name: str, array: Array, dtype: ir.DataType) -> ir.Value:
         if name in self.made:
             return self.made[name]
-        # A buffer of the model may have this name, in another shape: ours takes its place.
+        # A buffer of the model may have the same name but another shape: it is replaced.
         self.graph.initializers.pop(name, None)
         array = np.asarray(array).astype(dtype.numpy())
         value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(dtype))
@@ -217,32 +241,50 @@ class Lowering:
         return value
 
     def _emit(
-        self, at: Any, op: str, inputs: list[Any], name: str, dtype: ir.DataType, attributes: dict[str, Any]
+        self, at: ir.Node, op: str, inputs: list[ir.Value], name: str, dtype: ir.DataType, attributes: Attributes
     ) -> ir.Value:
+        """Inserts a node before `at` and returns its output, which has the shape of `at`'s output.
+
+        Args:
+            at: The node before which the new one is inserted.
+            op: The ONNX operator.
+            inputs: The inputs of the node.
+            name: The name of the output.
+            dtype: The type of the output.
+            attributes: The attributes of the node.
+        """
         value = ir.Value(name=name, shape=at.outputs[0].shape, type=ir.TensorType(dtype))
         made = ir.convenience.convert_attributes(attributes)
         self.graph.insert_before(at, ir.Node("", op, inputs, made, outputs=[value], name=f"{name}/{op}"))
         return value
 
-    def _replace(self, node: Any, value: ir.Value) -> None:
+    def _replace(self, node: ir.Node, value: ir.Value) -> None:
         ir.convenience.replace_all_uses_with(node.outputs[0], value, replace_graph_outputs=True)
         self.graph.remove(node, safe=True)
 
 
-def _value(value: Any) -> Any:
+def input_of(node: ir.Node, number: int) -> ir.Value:
+    """Returns an input of a node that is not optional."""
+    value = node.inputs[number]
+    assert value is not None, f"{node.name} has no input {number}"
+    return value
+
+
+def constant_of(value: ir.Value) -> Array:
+    """Returns the array of a constant value."""
     assert value.const_value is not None, f"{value.name} is not a constant"
     return value.const_value.numpy()
 
 
 def remove_unused(graph: ir.Graph) -> None:
-    """Initializers that no node reads."""
+    """Removes initializers that no node reads."""
     for name, value in list(graph.initializers.items()):
         if not value.uses() and not value.is_graph_output():
             del graph.initializers[name]
 
 
 def strip(model: ir.Model) -> None:
-    """Takes out what torch notes for debugging: stack traces with paths of this machine, half a kilobyte a node."""
+    """Removes torch's debug metadata: stack traces with local paths, about half a kilobyte per node."""
     graph = model.graph
     for item in (*graph, *graph.inputs, *graph.outputs, *graph.initializers.values(), graph):
         for key in [k for k in item.metadata_props if k.startswith("pkg.") or k == "namespace"]:

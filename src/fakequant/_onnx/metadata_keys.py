@@ -1,8 +1,8 @@
-"""Keys of the metadata that exported files have."""
+"""Keys of the metadata in exported files."""
 
-# Of the file: its target, the arguments of the model that its inputs are, as JSON, and fingerprints of its graph and of
-# the parameters it was made of.
+# Of the file: its target; the names of the model's arguments for its inputs, as JSON; hashes of its graph and of the
+# exported parameters.
 TARGET, INPUTS = "fakequant.target", "fakequant.inputs"
 GRAPH, PARAMETERS = "fakequant.graph", "fakequant.parameters"
-# Of a node that makes codes: the quantizers they are of, a line each, and the number that was added to them.
+# Of a node that outputs codes: the paths of their quantizers, one per line, and the offset that was added to them.
 QUANTIZER, OFFSET = "fakequant.quantizer", "fakequant.offset"

@@ -1,17 +1,15 @@
-"""Opsets below 18, the lowest that torch's translations are written in.
+"""Downgrades a model to an opset below 18, the lowest one that torch's exporter writes.
 
-onnx's own converter stops at the first operator without an adapter (Relu), so the few that differ are treated
-here. A node whose schema is the same in both opsets needs nothing.
+onnx's version converter stops at the first operator without an adapter (Relu), so the few operators that differ are
+handled here. A node whose schema is the same in both opsets is not changed.
 """
-
-from typing import Any
 
 import onnx
 import onnx_ir as ir
 
-from fakequant._onnx.lowering import UnsupportedOpset, remove_unused
+from fakequant._onnx.lowering import UnsupportedOpset, constant_of, input_of, remove_unused
 
-# Newer versions added types of elements, or an attribute that is taken out, and nothing else.
+# Newer versions only added element types, or an attribute that can be removed.
 _WIDENED = {
     "Add", "BatchNormalization", "CumSum", "Div", "Equal", "Greater", "GreaterOrEqual", "Identity", "LeakyRelu", "Less",
     "LessOrEqual", "Mul", "PRelu", "Pad", "Pow", "Relu", "Reshape", "Shape", "Split", "Sqrt", "Sub", "Where",
@@ -20,7 +18,7 @@ _REDUCTIONS = {"ReduceL1", "ReduceL2", "ReduceMax", "ReduceMean", "ReduceMin", "
 
 
 def downgrade(model: ir.Model, opset: int) -> None:
-    """Rewrites the model for a lower opset, or says which operator forbids it."""
+    """Rewrites the model for a lower opset. Raises UnsupportedOpset if an operator does not exist there."""
     now = model.opset_imports[""]
     for node in list(model.graph):
         if node.domain or _since(node.op_type, opset) == _since(node.op_type, now):
@@ -36,18 +34,18 @@ def downgrade(model: ir.Model, opset: int) -> None:
     model.opset_imports[""] = opset
 
 
-def _downgrade(node: Any, opset: int, now: int) -> None:
+def _downgrade(node: ir.Node, opset: int, now: int) -> None:
     op = node.op_type
     if op in _REDUCTIONS:
         if len(node.inputs) > 1 and node.inputs[1] is not None:
-            node.attributes["axes"] = ir.AttrInt64s("axes", node.inputs[1].const_value.numpy().tolist())
+            node.attributes["axes"] = ir.AttrInt64s("axes", constant_of(input_of(node, 1)).tolist())
             node.resize_inputs(1)
         node.attributes.pop("noop_with_empty_axes", None)
     elif op not in _WIDENED:
         raise UnsupportedOpset(f"{op}, which the model needs, cannot be written in opset {opset}.\nUse opset={now}.")
     if op == "Reshape":
         allows_zero = node.attributes.pop("allowzero", None)
-        if allows_zero is not None and allows_zero.as_int() and 0 in node.inputs[1].const_value.numpy():
+        if allows_zero is not None and allows_zero.as_int() and 0 in constant_of(input_of(node, 1)):
             raise UnsupportedOpset(f"A Reshape to a length of 0 cannot be written in opset {opset}.\nUse opset={now}.")
     if op == "Split":
         node.attributes.pop("num_outputs", None)

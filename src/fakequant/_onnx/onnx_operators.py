@@ -1,12 +1,14 @@
-"""The operators of a model that is being exported: a grid, stored codes, and a grid that is found at run time.
+"""The operators of a model that is being exported: a fixed grid, stored codes, and a dynamic grid.
 
-This is the one place where the rules of `quantize`, `dequantize` and `choose_qparams` are spelled in operations that
-export. `exported_modules` calls them.
+This is the only place that writes the rules of `quantize`, `dequantize` and `choose_qparams` in exportable operations.
+`exported_modules` calls them.
 
-torch's exporter carries the first two through as single nodes, which nothing folds or rewrites; `lowering.py` then
-writes QuantizeLinear and DequantizeLinear in their place. Scales have one entry per block and broadcast by blocks:
-() or (1, C, 1, 1) or (rows, groups).
+torch's exporter keeps `grid` and `stored` as single nodes, which it neither folds nor rewrites. `lowering.py` then
+replaces them by QuantizeLinear and DequantizeLinear. Scales have one entry per block, in the shape (), (1, C, 1, 1) or
+(rows, groups).
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ _LIBRARY.define("stored(Tensor codes, Tensor scale, Tensor? zero_point, int bits
 
 
 def _spread(value: Tensor, shape: torch.Size) -> Tensor:
-    """Values per block as values per element, or in a shape that broadcasts."""
+    """Repeats values per block so that they broadcast to `shape`."""
     for axis, n in enumerate(value.shape):
         if n not in (1, shape[axis]):
             value = value.repeat_interleave(shape[axis] // n, axis)
@@ -43,14 +45,14 @@ torch.library.register_fake(
     "fakequant_export::stored", lambda codes, *rest: torch.empty_like(codes, dtype=torch.float32), lib=_LIBRARY
 )
 
-grid = torch.ops.fakequant_export.grid.default
-stored = torch.ops.fakequant_export.stored.default
+grid: Callable[[Tensor, Tensor, Tensor, int, int, str], Tensor] = torch.ops.fakequant_export.grid.default
+stored: Callable[[Tensor, Tensor, Tensor | None, int, str], Tensor] = torch.ops.fakequant_export.stored.default
 
 
 def dynamic_grid(x: Tensor, spec: QuantSpec, eps: float) -> Tensor:
-    """`x` on a grid that is found at run time, in operations that ONNX has.
+    """Fake-quantizes `x` with a scale that is computed at run time, in operations that ONNX has.
 
-    The same as `min_max`, `choose_qparams` and `fake_quantize` of a tensor that is finite and not empty.
+    Equals `min_max`, `choose_qparams` and `fake_quantize` for a finite tensor that is not empty.
     """
     axes = tuple(range(x.dim())) if spec.axis is None else (spec.axis,)
     lo, hi = x.amin(axes, keepdim=True).clamp(max=0), x.amax(axes, keepdim=True).clamp(min=0)

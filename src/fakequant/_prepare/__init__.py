@@ -1,1 +1,1 @@
-"""Whole models: prepare, calibrate, train."""
+"""Adding quantizers to a model: `prepare`, `unprepare` and `summary`."""

@@ -1,14 +1,14 @@
-"""Everything that fakequant adds to modules of a user's model, and how it leaves again.
+"""Everything that fakequant adds to the modules of a user's model, and how it is removed.
 
-    module                           what is added                                               by
-    a layer                          a class derived from its own, quantizers as children        prepare, convert
-    a module whose result is added   the child `output_quantizer`, a forward hook                prepare
-    nn.TransformerEncoderLayer       a forward pre-hook that does nothing                        prepare
-    nn.TransformerEncoder            `use_nested_tensor = False`                                 prepare
-    the model itself                 its `Preparation`, a hook on loading a state if needed      prepare
-    a batch norm            a class derived from its own                                Schedule
+    module                             what is added                                             by
+    a layer                            a class derived from the layer's class, child quantizers  prepare, convert
+    a module that computes an operand  the child `output_quantizer`, a forward hook              prepare
+    nn.TransformerEncoderLayer         a forward pre-hook that does nothing                      prepare
+    nn.TransformerEncoder              `use_nested_tensor = False`                               prepare
+    the model                          its `Preparation`, a load_state_dict pre-hook if needed   prepare
+    a batch norm                       a class derived from its class                            Schedule
 
-Every one of these modules has one more attribute, the record `_fakequant`, which holds what is needed to undo this.
+Each of these modules also gets one attribute, `_fakequant`. It is a record of what is needed to undo the changes.
 `detach_all` removes everything. Parameters, buffers, other hooks, attributes and methods are not touched.
 """
 
@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fakequant.config import QuantConfig
 from fakequant.nn._frozen_norm import FrozenNorm, frozen_class
@@ -29,25 +30,25 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Preparation:
-    """What was done to a model, kept with it."""
+    """What `prepare` did to a model. It is stored in the record of the model."""
 
     config: QuantConfig
-    # Paths of modules that stay in float, and why.
+    # Why modules stay in float, by path.
     floats: dict[str, str]
-    # Rules that matched nothing, and paths that are like theirs.
+    # Rules that matched nothing, each with similar paths.
     unmatched: list[tuple[str, list[str]]]
-    # Modules that are not prepared layers but whose results are quantized.
+    # Paths of modules that are not quantized layers but have quantized outputs.
     outputs: list[str]
-    # What the analysis of the model's own code could not do.
+    # Operands that could not be quantized, and why.
     notes: list[str]
-    # Batch norms that will be part of layers, by the paths of those.
+    # Batch norms that `convert` will fold: {path of the layer: path of the batch norm}.
     norms: dict[str, str] = dataclasses.field(default_factory=dict)
-    # Which layers have the bits of the first and the last; None: the config asks for none.
+    # The layers with `first_last_bits`. None if the config does not set it.
     first_last: "FirstLast | None" = None
 
 
 def record_of(module: nn.Module) -> Record:
-    """The record of a module; an empty one is made if there is none."""
+    """Returns the record of a module, and creates an empty one if it has none."""
     found = find_record(module)
     if found is None:
         check_name(module)
@@ -56,10 +57,10 @@ def record_of(module: nn.Module) -> Record:
 
 
 def check_name(module: nn.Module) -> None:
-    """Raises an error if a module uses the name of the record for something else."""
+    """Raises ValueError if a module has a different attribute with the name of the record."""
     if hasattr(module, NAME) and find_record(module) is None:
         raise ValueError(
-            f"{type(module).__name__} has an attribute `{NAME}` of its own, which fakequant needs.\nRename it."
+            f"{type(module).__name__} has an attribute `{NAME}`, a name that fakequant reserves.\nRename the attribute."
         )
 
 
@@ -67,11 +68,11 @@ def check_name(module: nn.Module) -> None:
 
 
 def attach_layer(layer: nn.Module, record: LayerRecord, quantizers: Mapping[str, nn.Module | None]) -> None:
-    """Makes a layer a prepared or a converted one, by the type of its record.
+    """Turns a layer into a prepared or a converted layer, depending on the type of its new record.
 
     Args:
-        layer: A float layer; or a prepared one, which becomes a converted one.
-        record: The new record. It takes over the hooks of the record before it.
+        layer: A float layer, or a prepared layer that becomes a converted one.
+        record: The new record. It takes over the hooks of the previous record.
         quantizers: Children to add, by name.
     """
     before = find_record(layer)
@@ -84,7 +85,7 @@ def attach_layer(layer: nn.Module, record: LayerRecord, quantizers: Mapping[str,
 
 
 def detach_layer(layer: nn.Module) -> None:
-    """Makes a prepared layer the float layer it was. Its quantizers and its hooks go too."""
+    """Turns a prepared layer back into the float layer, without quantizers and hooks."""
     record = layer.__dict__.pop(NAME)
     for handle in record.hooks:
         handle.remove()
@@ -97,7 +98,7 @@ def detach_layer(layer: nn.Module) -> None:
 
 
 def attach_output(module: nn.Module, quantizer: nn.Module) -> None:
-    """Lets a hook pass the results of a module through a quantizer, which becomes a child."""
+    """Adds a quantizer as a child of a module, and a forward hook that applies it to the module's output."""
     record = record_of(module)
     module.register_module("output_quantizer", quantizer)
     record.hooks.append(module.register_forward_hook(quantize_output))
@@ -105,13 +106,13 @@ def attach_output(module: nn.Module, quantizer: nn.Module) -> None:
 
 
 def quantize_output(module: Any, args: Any, output: Any) -> Any:
-    """The forward hook of `attach_output`."""
-    is_number = isinstance(output, Tensor) and output.is_floating_point()
-    return module.output_quantizer(output) if is_number and module.output_quantizer is not None else output
+    """The forward hook of `attach_output`. Outputs that are not float tensors pass unchanged."""
+    is_float = isinstance(output, Tensor) and output.is_floating_point()
+    return module.output_quantizer(output) if is_float and module.output_quantizer is not None else output
 
 
 def close_shortcuts(model: nn.Module) -> None:
-    """Makes torch's encoders call their layers in evaluation, where they would compute each in one operator."""
+    """Disables the fused evaluation path of torch's transformer encoders, which bypasses their layers."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
             record_of(module).nested = module.use_nested_tensor
@@ -123,28 +124,29 @@ def close_shortcuts(model: nn.Module) -> None:
 
 
 def _no_shortcut(module: Any, args: Any) -> None:
-    """Does nothing. A layer that has any hook does not take torch's shortcut."""
+    """Does nothing. Any forward pre-hook disables the fused path of nn.TransformerEncoderLayer."""
 
 
 # --- the model itself -----------------------------------------------------------------------------
 
 
 def attach_preparation(model: nn.Module, made: Preparation, on_loading: Callable[..., None] | None) -> None:
-    """Keeps with a model what was done to it.
+    """Stores in a model what `prepare` did to it.
 
     Args:
         model: The model that was given to `prepare`.
-        made: What was done.
-        on_loading: A hook to call before the model loads a state.
+        made: What `prepare` did.
+        on_loading: If not None, a hook to call before the model loads a state_dict.
     """
     record = record_of(model)
     record.preparation = made
     if on_loading is not None:
-        record.hooks.append(model.register_load_state_dict_pre_hook(on_loading))
+        register: Callable[[Callable[..., None]], RemovableHandle] = model.register_load_state_dict_pre_hook
+        record.hooks.append(register(on_loading))
 
 
 def find_preparation(model: nn.Module) -> Preparation | None:
-    """What was done to a prepared model; None if it is not one."""
+    """Returns what `prepare` did to a model, or None if the model is not prepared."""
     record = find_record(model)
     return None if record is None else record.preparation
 
@@ -164,16 +166,16 @@ def forget_preparation(model: nn.Module) -> None:
 
 
 def freeze_norm(norm: nn.Module) -> None:
-    """Puts a batch norm in evaluation mode for good. `model.train()` does not change that."""
+    """Puts a batch norm in evaluation mode permanently, so that `model.train()` has no effect on it."""
     if not isinstance(norm, FrozenNorm):
-        # Neither a hook, which compiled code ignores if it comes later, nor another `train` for this one object.
+        # Not a hook, because code that is compiled already would ignore it.
         record_of(norm).float_class = type(norm)
         norm.__class__ = frozen_class(type(norm))
     norm.training = False
 
 
 def release_norms(model: nn.Module) -> None:
-    """Lets batch norms that `freeze_norm` froze follow their batches again, and biases be floats in training."""
+    """Undoes `freeze_norm` for all batch norms of a model, and lets layers train with float biases again."""
     deploy_biases(model, on=False)
     for module in model.modules():
         if isinstance(module, FrozenNorm):
@@ -186,7 +188,7 @@ def release_norms(model: nn.Module) -> None:
 
 
 def deploy_biases(model: nn.Module, *, on: bool) -> None:
-    """Makes layers add, in training too, the biases that will run; or, with `on=False`, those they have."""
+    """Sets whether layers add their biases in training as they will be deployed, rounded to the scale of the sums."""
     for module in model.modules():
         record = find_record(module)
         if isinstance(record, Quantization):
@@ -197,7 +199,7 @@ def deploy_biases(model: nn.Module, *, on: bool) -> None:
 
 
 def detach_all(model: nn.Module) -> None:
-    """Removes everything from a prepared model that is listed above."""
+    """Removes everything that this file adds to a prepared model."""
     release_norms(model)
     for module in list(model.modules()):
         record = find_record(module)

@@ -1,13 +1,13 @@
-"""The first and the last layer of a model in more bits than the others: `QuantConfig.first_last_bits`.
+"""`QuantConfig.first_last_bits`: more bits for the first and the last layer of a model.
 
-First and last are by the order in which layers are called. torch.fx finds it where it can trace the model. Where it
-cannot, the order in which the modules were registered is a guess, which the first batch of `calibrate` or a loaded
-state corrects.
+First and last refer to the order in which layers are called, which torch.fx finds by tracing the model. If tracing
+fails, the order in which the modules were registered is used as a guess. The first batch of `calibrate`, or a
+state_dict that is loaded, corrects it.
 """
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 from fakequant import _targets
 from fakequant._prepare.attach import find_preparation
-from fakequant._prepare.plan import Plan, _read
+from fakequant._prepare.plan import Plan, read_weight
 from fakequant._train.model_snapshot import unchanged
 from fakequant._train.running import copied
 from fakequant.config import QuantConfig
 from fakequant.nn._layer_kinds import find_kind
 from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize
+from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._quantized_layer import QuantizedLayer
-from fakequant.nn._quantizer import Quantizer, quantizers
+from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._respec import change_spec
 from fakequant.spec import QuantSpec
 
@@ -32,64 +33,71 @@ _NAMES = ("weight_quantizer", "input_quantizer")
 
 @dataclasses.dataclass
 class FirstLast:
-    """What a prepared model knows about its first and its last layer."""
+    """The first and the last layer of a prepared model, and what is needed to correct a guess."""
 
-    # The paths of both, or of one if they are the same; without those that a rule speaks of.
+    # Paths of the layers that have `first_last_bits`: first and last, except those that a rule matches.
     wide: list[str]
-    # The order of the modules stands for the order of execution, which is not known.
+    # True if the order of execution is unknown and the order of the modules was used instead.
     is_guess: bool
-    # All layers that count, also those that a rule leaves in float.
+    # Paths of all layers that can be first or last. Layers that a rule leaves in float are included.
     layers: list[str]
-    # Of layers without a rule: the spec of a quantizer by its path, as others have it and as the first and the last.
+    # For quantizers of layers without a rule, by path: the ordinary spec, and the spec in the first and the last layer.
     specs: dict[str, tuple[QuantSpec, QuantSpec]]
-    # Learned scales of weights as they were at the start, by the quantizer's path.
+    # Initial values of the learned scales of weights, by the quantizer's path.
     starts: dict[str, Tensor]
 
 
 def widen_first_and_last(model: nn.Module, config: QuantConfig, plan: Plan, calls: list[str]) -> FirstLast | None:
-    """Gives the first and the last layer of the plan their bits; None: the config asks for none."""
+    """Gives the first and the last layer of a plan `first_last_bits`. Returns None if the config does not set it.
+
+    Args:
+        model: The float model.
+        config: Says how many bits these layers have, and which layers have rules.
+        plan: The layers that will be quantized.
+        calls: The modules in the order in which the model calls them. Empty if that is unknown.
+    """
     if config.first_last_bits is None:
         return None
     planned = {layer.path: layer for layer in plan.layers}
-    layers, free = [], []
+    layers, without_rule = [], []
     for path, module in model.named_modules():
         use, rule = config.find(path, module)
-        left_out = use is None and rule is not None and find_kind(type(module)) is not None
-        if path in planned or left_out:
+        left_in_float = use is None and rule is not None and find_kind(type(module)) is not None
+        if path in planned or left_in_float:
             layers.append(path)
         if path in planned and rule is None:
-            free.append(path)
+            without_rule.append(path)
     specs = {
         _join(path, name): (quantizer.spec, _wider(quantizer.spec, name, config))
-        for path in free
-        for name, quantizer in _own(planned[path].quantizers)
+        for path in without_rule
+        for name, quantizer in _weight_and_input(planned[path].quantizers)
     }
     order = _in_order(calls, layers)
-    ends = _ends(order or layers, free)
+    ends = _ends(order or layers, without_rule)
     for path in ends:
-        for name, quantizer in _own(planned[path].quantizers):
+        for name, quantizer in _weight_and_input(planned[path].quantizers):
             _respec(quantizer, specs[_join(path, name)][1], planned[path].module, name)
     starts = {
         _join(path, name): quantizer.step_size.detach().clone()
-        for path in free
-        for name, quantizer in _own(planned[path].quantizers)
+        for path in without_rule
+        for name, quantizer in _weight_and_input(planned[path].quantizers)
         if not order and isinstance(quantizer, LearnedFakeQuantize) and name == "weight_quantizer"
     }
     return FirstLast(ends, not order, layers, specs, starts)
 
 
 def adopting_hook(found: FirstLast | None) -> Callable[..., None] | None:
-    """The hook by which a model takes over the first and the last layer of a state; None if they are no guess."""
+    """Returns a hook that adopts the first and the last layer of a loaded state_dict, or None if they are known."""
     return _adopt if found is not None and found.is_guess else None
 
 
 @contextmanager
 def settled_by_first_batch(model: nn.Module) -> Iterator[None]:
-    """While it lasts, the first call of the model settles which its first and last layer are, if that is a guess.
+    """Context in which the first call of the model determines its first and last layer, if they are a guess.
 
-    On failure the specs are as before; values are for the caller to restore.
+    If the body raises, the specs are restored. The caller restores parameters and buffers.
     """
-    found = _found(model)
+    found = _first_last_of(model)
     if found is None or not found.is_guess:
         yield
         return
@@ -109,7 +117,7 @@ def settled_by_first_batch(model: nn.Module) -> Iterator[None]:
 
 
 class _FirstCall:
-    """A hook: before the model is called for the first time, it is called once to see the order of its layers."""
+    """A forward pre-hook. On the first call it runs the model once more to record the order of its layers."""
 
     def __init__(self, found: FirstLast) -> None:
         self.found = found
@@ -119,15 +127,15 @@ class _FirstCall:
         if self.is_done:
             return
         self.is_done = True
-        order = _in_order(_calls(model, self.found.layers, args, kwargs), self.found.layers)
-        free = {path.rpartition(".")[0] for path in self.found.specs}
-        ends = _ends(order, free)
-        if order and _move(model, self.found, ends):
+        order = _in_order(_called_layers(model, self.found.layers, args, kwargs), self.found.layers)
+        without_rule = {path.rpartition(".")[0] for path in self.found.specs}
+        ends = _ends(order, without_rule)
+        if order and _move_bits(model, self.found, ends):
             self.found.wide, self.found.is_guess = ends, False
 
 
-def _calls(model: nn.Module, layers: list[str], args: Any, kwargs: Any) -> list[str]:
-    """The layers in the order in which the model calls them; the model is what it was before."""
+def _called_layers(model: nn.Module, layers: list[str], args: Any, kwargs: Any) -> list[str]:
+    """Returns the layers in the order in which the model calls them. Leaves the model unchanged."""
     called: list[str] = []
     switches = [(q, q.observing, q.quantizing) for _, q in quantizers(model)]
     with ExitStack() as undo:
@@ -146,40 +154,42 @@ def _calls(model: nn.Module, layers: list[str], args: Any, kwargs: Any) -> list[
     return called
 
 
-def _move(model: nn.Module, found: FirstLast, ends: list[str]) -> bool:
-    """Makes `ends` the layers with more bits, unless something was learned already."""
+def _move_bits(model: nn.Module, found: FirstLast, ends: list[str]) -> bool:
+    """Makes `ends` the layers with more bits. Warns and returns False if a quantizer has a scale already."""
     changed = sorted(set(ends) ^ set(found.wide))
-    layers: dict[str, Any] = {path: model.get_submodule(path) for path in changed}
-    own = [(path, name, q) for path, layer in layers.items() for name, q in _own(layer._modules)]
-    if any(_has_learned(_join(path, name), quantizer, found) for path, name, quantizer in own):
+    layers = {path: model.get_submodule(path) for path in changed}
+    own = [(path, name, q) for path, layer in layers.items() for name, q in _weight_and_input(layer._modules)]
+    if any(_has_changed(_join(path, name), quantizer, found) for path, name, quantizer in own):
         warnings.warn(
-            f"The first and the last layer of the model are {_words(ends)}, and those with `first_last_bits` are "
-            f"{_words(found.wide)}: the model could not be traced when it was prepared. Quantizers have scales "
-            "already, so they stay as they are.\n"
-            "Prepare the model again and calibrate it before it is trained, or name the layers in rules.",
+            f"The first and the last layer of the model are {_words(ends)}, but those with `first_last_bits` are "
+            f"{_words(found.wide)}, because the model could not be traced when it was prepared. Their bits are not "
+            "changed, because their quantizers already have scales.\n"
+            "Prepare the model again and calibrate it before training, or name the layers in rules.",
             UserWarning,
             stacklevel=2,
         )
         return False
     for path, name, quantizer in own:
-        plain, wide = found.specs[_join(path, name)]
-        _respec(quantizer, wide if path in ends else plain, layers[path], name)
+        ordinary, wide = found.specs[_join(path, name)]
+        _respec(quantizer, wide if path in ends else ordinary, layers[path], name)
     return True
 
 
-def _has_learned(path: str, quantizer: Any, found: FirstLast) -> bool:
-    """Whether a quantizer is not as `prepare` left it: it has a scale, or another scale than it had."""
+def _has_changed(path: str, quantizer: Quantizer, found: FirstLast) -> bool:
+    """Returns True if a quantizer has changed since `prepare`: it got a scale, or its initial scale changed."""
     if quantizer.frozen or any(p.grad is not None or hasattr(p, "full_tensor") for p in quantizer.parameters()):
-        return True  # a sharded one has an optimizer that knows its shards
+        return True  # the optimizer of a sharded parameter already refers to its shards
     if path.endswith("weight_quantizer"):
         start = found.starts.get(path)
-        return start is not None and not torch.equal(start, quantizer.step_size.detach().to(start.device))
+        if start is None or not isinstance(quantizer, LearnedFakeQuantize):
+            return False
+        return not torch.equal(start, quantizer.step_size.detach().to(start.device))
     return not quantizer.is_dynamic and not bool(torch.as_tensor(quantizer.scale).isnan().any())
 
 
 def _adopt(model: nn.Module, state: Any, prefix: str, *others: Any) -> None:
-    """Before a state is loaded: quantizers whose bits are a guess have those of the state."""
-    found = _found(model)
+    """A load_state_dict pre-hook: gives quantizers whose bits are a guess the specs that the state was saved with."""
+    found = _first_last_of(model)
     if found is None or not found.is_guess:
         return
     wide: dict[str, None] = {}
@@ -188,62 +198,64 @@ def _adopt(model: nn.Module, state: Any, prefix: str, *others: Any) -> None:
         saved = state.get(f"{prefix}{path}.grid")
         if not isinstance(saved, Tensor) or saved.is_meta:
             continue
-        layer, _, name = path.rpartition(".")
+        layer = path.rpartition(".")[0]
         for spec in specs:
             if saved.tolist()[1:] == spec.to_numbers():
                 seen += 1
-                module: Any = model.get_submodule(layer)
-                if module._modules[name].spec != spec:
-                    change_spec(module._modules[name], spec)
+                quantizer = model.get_submodule(path)
+                assert isinstance(quantizer, Quantizer)
+                if quantizer.spec != spec:
+                    change_spec(quantizer, spec)
                 if spec == specs[1] != specs[0]:
                     wide[layer] = None
     if seen:
         found.wide, found.is_guess = list(wide), False
 
 
-def _found(model: nn.Module) -> FirstLast | None:
+def _first_last_of(model: nn.Module) -> FirstLast | None:
     made = find_preparation(model)
     return None if made is None else made.first_last
 
 
-def _own(children: Any) -> list[tuple[str, Any]]:
-    """The quantizers of weight and input, by name."""
-    return [(name, children[name]) for name in _NAMES if children.get(name) is not None]
+def _weight_and_input(children: Mapping[str, nn.Module | None]) -> list[tuple[str, Quantizer]]:
+    """Returns the quantizers of weight and input among the children of a layer, with their names."""
+    found = [(name, children.get(name)) for name in _NAMES]
+    return [(name, quantizer) for name, quantizer in found if isinstance(quantizer, Quantizer)]
 
 
 def _wider(spec: QuantSpec, name: str, config: QuantConfig) -> QuantSpec:
-    """The spec with as many bits at least as the first and the last layer have, as far as the target lets it."""
+    """Returns `spec` with at least `first_last_bits` bits, as far as the target allows."""
     bits, target = config.first_last_bits, _targets.find(config.target)
     assert bits is not None
     if bits <= spec.bits or spec.granularity == "token":
         return spec
     if name == "input_quantizer":
         return target.fit_activation(dataclasses.replace(spec, bits=bits))
-    # With 8 bits as `presets.int8` has them: a batch norm then folds into the weights whatever its factors are.
+    # Narrow range, as in `presets.int8`, so that a batch norm with negative factors can be folded.
     narrow = spec.narrow_range or (spec.symmetric and bits >= 8)
     wide = target.fit_weight(dataclasses.replace(spec, bits=bits, narrow_range=narrow))
     return wide if wide.bits > spec.bits else spec
 
 
-def _respec(quantizer: Quantizer, spec: QuantSpec, layer: Any, name: str) -> None:
+def _respec(quantizer: Quantizer, spec: QuantSpec, layer: nn.Module, name: str) -> None:
     if quantizer.spec == spec:
         return
     change_spec(quantizer, spec)
     if name == "weight_quantizer" and isinstance(quantizer, LearnedFakeQuantize):
         kind = layer._fakequant.kind if isinstance(layer, QuantizedLayer) else find_kind(type(layer))
         assert kind is not None
-        quantizer.initialize(_read(layer, kind.weight_name))
+        quantizer.initialize(read_weight(layer, kind.weight_name))
 
 
 def _in_order(calls: list[str], layers: list[str]) -> list[str]:
-    """The layers that calls of modules stand for; a call of an attention is one of the layers in it, too."""
+    """Returns the called layers, in order. A call of an attention module also counts as a call of its layers."""
     return [path for call in calls for path in layers if path == call or path.startswith(f"{call}.")]
 
 
-def _ends(order: list[str], free: Any) -> list[str]:
-    """The first and the last, without those that a rule speaks of."""
+def _ends(order: list[str], without_rule: Container[str]) -> list[str]:
+    """Returns the first and the last layer, except those that a rule matches, which are not in `without_rule`."""
     ends = dict.fromkeys((order[0], order[-1])) if order else {}
-    return [path for path in ends if path in free]
+    return [path for path in ends if path in without_rule]
 
 
 def _join(path: str, name: str) -> str:

@@ -1,11 +1,11 @@
-"""What `prepare` will do to a model, before anything is done."""
+"""The plan of `prepare`: which layers get which quantizers. Making it does not change the model."""
 
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fakequant import _targets
 from fakequant._prepare.plan_warnings import near_names
@@ -21,13 +21,13 @@ from fakequant.spec import QuantSpec
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
-# Recipes say what convolutions get, whether a model has any or not.
+# The path and type of a rule that recipes contain. It need not match: not every model has convolutions.
 OF_RECIPES = ("*", "_ConvNd")
 
 
 @dataclasses.dataclass
 class Layer:
-    """One layer to quantize, and the quantizers it gets by name."""
+    """A layer to quantize, and its new quantizers by name."""
 
     path: str
     module: nn.Module
@@ -36,26 +36,26 @@ class Layer:
 
 @dataclasses.dataclass
 class Plan:
-    """Everything that `prepare` will do, and what it will not do."""
+    """The layers that `prepare` will quantize, and those that it will leave in float."""
 
     layers: list[Layer]
-    # Paths of modules that stay in float, and why.
+    # Why modules stay in float, by path.
     floats: dict[str, str]
-    # Rules that matched nothing, and paths that are like theirs.
+    # Rules that matched nothing, each with similar paths.
     unmatched: list[tuple[str, list[str]]]
-    # Of those in float: the layers that were to be quantized with a spec that does not fit them.
+    # The part of `floats` that stays in float because a spec does not fit the layer.
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-class _Left(ValueError):
-    """A layer stays in float, and not because a spec does not fit it."""
+class _LeftInFloat(ValueError):
+    """A layer stays in float for another reason than a spec that does not fit it."""
 
 
 def make_plan(model: nn.Module, config: QuantConfig) -> Plan:
-    """Which layers get which quantizers."""
+    """Decides for every module of a model whether it is quantized, and creates the quantizers."""
     plan = Plan([], {}, [])
     used: set[int] = set()
-    attentions: dict[nn.Module, nn.Module] = {}  # by the layer in it that projects the result
+    attentions: dict[nn.Module, nn.Module] = {}  # attention modules by their output projections
     for path, module in model.named_modules():
         config_of_layer, number = config.find(path, module)
         if number is not None:
@@ -73,10 +73,10 @@ def make_plan(model: nn.Module, config: QuantConfig) -> Plan:
                 plan.layers.append(_layer(path, module, config_of_layer, config))
             except (ValueError, IndexError) as error:
                 reason = str(error).split("\n")[0]
-                if not isinstance(error, _Left):
+                if not isinstance(error, _LeftInFloat):
                     plan.refused[path] = reason
-        meant = number is not None and config_of_layer is not None
-        if reason is not None and (_owns_parameters(module) or meant):
+        has_rule = number is not None and config_of_layer is not None
+        if reason is not None and (_owns_parameters(module) or has_rule):
             plan.floats[path] = reason
     for number, rule in enumerate(config.rules):
         if number not in used and (rule.path, rule.type) != OF_RECIPES:
@@ -90,17 +90,17 @@ def _owns_parameters(module: nn.Module) -> bool:
 
 
 def _unsupported_reason(module: nn.Module, config: LayerConfig | None) -> str | None:
-    """Why a module is not quantized, if it is not."""
+    """Returns why a module cannot be quantized, or None if it can."""
     if config is None:
         return "the config says so"
     if isinstance(module, _NORMS):
-        return "batch norm"
+        return "batch norm" if isinstance(module, nn.modules.batchnorm._BatchNorm) else "normalization layer"
     if isinstance(module, _RECURRENT):
-        return "recurrent layers compute in one operator that takes no quantized weights"
+        return "recurrent layers run as one operator that does not accept quantized weights"
     kind = find_kind(type(module))
     if kind is None:
         if is_known(type(module)):
-            return f"{type(module).__name__} has a forward pass of its own"
+            return f"{type(module).__name__} overrides the forward pass of a supported layer type"
         return f"{type(module).__name__} is not a supported layer type"
     if any(nn.parameter.is_lazy(p) for p in module._parameters.values() if p is not None):
         return "its parameters have no shape yet; run the model once first"
@@ -110,12 +110,12 @@ def _unsupported_reason(module: nn.Module, config: LayerConfig | None) -> str | 
 def _unsupported_derived_class(cls: type[nn.Module]) -> str | None:
     try:
         quantized_class(cls)
-    except Exception as error:  # whatever a class does that is derived from
+    except Exception as error:  # deriving a class can run user code, such as __init_subclass__
         return f"no class can be derived from {cls.__name__}: {error}".split("\n")[0]
     return None
 
 
-def _layer(path: str, module: Any, layer: LayerConfig, config: QuantConfig) -> Layer:
+def _layer(path: str, module: nn.Module, layer: LayerConfig, config: QuantConfig) -> Layer:
     kind = find_kind(type(module))
     assert kind is not None
     target = _targets.find(config.target)
@@ -128,7 +128,7 @@ def _layer(path: str, module: Any, layer: LayerConfig, config: QuantConfig) -> L
     if kind is MultiheadAttention:
         quantizers["projection_quantizer"] = make.activation("projection", config.operands)
     if not any(quantizers.values()):
-        raise _Left("the config has no spec for any of its tensors")
+        raise _LeftInFloat("the config has no spec for any of its tensors")
     check_free(module, (*quantizers, *RESERVED))
     for quantizer in quantizers.values():
         if quantizer is not None:
@@ -137,10 +137,10 @@ def _layer(path: str, module: Any, layer: LayerConfig, config: QuantConfig) -> L
 
 
 def check_free(module: nn.Module, names: Iterable[str]) -> None:
-    """That a module has no attributes of its own where quantizers are to be."""
+    """Raises ValueError if a module already has an attribute with one of these names."""
     for name in names:
         if hasattr(module, name):
-            raise _Left(f"it has an attribute `{name}` of its own")
+            raise _LeftInFloat(f"it already has an attribute `{name}`")
 
 
 @dataclasses.dataclass
@@ -156,7 +156,7 @@ class _Maker:
         spec = self.config.weight
         if spec is None:
             return None
-        weight = _read(self.module, kind.weight_name)
+        weight = read_weight(self.module, kind.weight_name)
         if spec.granularity == "channel" and spec.axis == 0:
             spec = dataclasses.replace(spec, axis=kind.channel_axis)
         spec = self.target.fit_weight(spec)
@@ -176,22 +176,34 @@ class _Maker:
         return f"{self.path}.{name}" if self.path else name
 
 
-def make_activation_quantizer(config: LayerConfig, spec: QuantSpec, path: str, device: Any) -> Quantizer:
-    """A quantizer for an activation, learned or observed."""
+def make_activation_quantizer(
+    config: LayerConfig, spec: QuantSpec, path: str, device: torch.device | None
+) -> Quantizer:
+    """Returns a new quantizer for an activation, with a learned scale or an observer as the config says.
+
+    Args:
+        config: The config of the layer.
+        spec: The spec of the activation, adapted to the target.
+        path: The name of the activation in messages.
+        device: The device of the quantizer's parameters and buffers.
+    """
     if config.learned and spec.granularity != "token":
         return LearnedFakeQuantize(spec, init=config.activation_observer, path=path, device=device)
     observer = Dynamic() if spec.granularity == "token" else config.activation_observer or MovingAverage()
     return FakeQuantize(spec, observer, path=path, device=device)
 
 
-def _read(module: Any, name: str) -> torch.Tensor:
-    """A weight, also one that is computed when it is read, without changing what it is computed from."""
-    parts = list(module.parametrizations.modules()) if hasattr(module, "parametrizations") else []
+def read_weight(module: nn.Module, name: str) -> Tensor:
+    """Returns a weight. If it is parametrized, reading it does not update the state of the parametrization."""
+    # In training mode, parametrizations such as spectral_norm update their buffers whenever the weight is read.
+    parametrizations = getattr(module, "parametrizations", None)
+    parts = list(parametrizations.modules()) if isinstance(parametrizations, nn.Module) else []
     modes = [part.training for part in parts]
     for part in parts:
         part.training = False
     try:
-        return getattr(module, name)
+        weight: Tensor = getattr(module, name)
     finally:
         for part, training in zip(parts, modes, strict=True):
             part.training = training
+    return weight

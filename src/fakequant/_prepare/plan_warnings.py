@@ -1,4 +1,4 @@
-"""What `prepare` says about a config that does less than it seems to: rules without a match, specs that do not fit."""
+"""Warnings of `prepare` about rules that match nothing and specs that do not fit their layers."""
 
 import warnings
 from collections.abc import Iterable
@@ -8,12 +8,12 @@ from torch import nn
 
 from fakequant.config import QuantConfig, Rule
 
-# Of a longer pattern it would take long, and there is nothing near it.
+# Longer patterns are not compared with names: it would be slow, and nothing would be similar.
 _LONGEST = 200
 
 
 def near_names(rule: Rule, modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
-    """Paths that are like that of a rule, or types that are like its type."""
+    """Returns types that are similar to the type of a rule if no module has it, otherwise paths similar to its path."""
     named = list(modules)
     if rule.type is not None:
         types = {cls.__name__ for _, module in named for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
@@ -23,9 +23,9 @@ def near_names(rule: Rule, modules: Iterable[tuple[str, nn.Module]]) -> list[str
 
 
 def warn_about_rules(model: nn.Module, config: QuantConfig, ignored: tuple[str, str | None]) -> None:
-    """Warns once about rules that match no module, with names that are like theirs.
+    """Warns once about rules that match no module, and suggests similar names.
 
-    `ignored` is the path and type of rules that recipes have for models of any kind.
+    `ignored` is the path and type of a rule that need not match, because recipes contain it for all models.
     """
     named = list(model.named_modules())
     unmatched = [
@@ -39,7 +39,9 @@ def warn_about_rules(model: nn.Module, config: QuantConfig, ignored: tuple[str, 
         f"\n  {_words(rule)}; near: {', '.join(near_names(rule, named)) or 'nothing'}" for rule in unmatched
     )
     warnings.warn(
-        f"Rules of the config match no module of the model:{lines}\nCorrect or remove them.", UserWarning, stacklevel=3
+        f"Rules of the config match no module of the model:{lines}\nCorrect or remove them.",
+        UserWarning,
+        stacklevel=3,
     )
 
 

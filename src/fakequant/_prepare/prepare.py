@@ -1,6 +1,6 @@
-"""`prepare`: quantizers into a model, in place and without tracing it; `unprepare`: out again."""
+"""`prepare` adds quantizers to a model, in place. `unprepare` removes them."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -25,26 +25,36 @@ from fakequant._prepare.quantized_results import holder, results_to_quantize
 from fakequant._train.running import check_module
 from fakequant.config import QuantConfig
 from fakequant.nn._layer_kinds import find_kind
+from fakequant.nn._model_quantizers import name_quantizers
 from fakequant.nn._quantized_layer import Quantization, QuantizedLayer
-from fakequant.nn._quantizer import Quantizer, name_quantizers
+from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import NAME, find_record
+
+# A module that is a `QuantizedLayer`, by its path.
+PreparedLayer: TypeAlias = Any
 
 
 def prepare(model: nn.Module, config: QuantConfig, example: Any = None) -> nn.Module:
-    """Adds quantizers to a model, in place, and returns it.
+    """Adds quantizers to the layers of a model as `config` says, in place, and returns the model.
 
-    The class of a layer becomes one derived from its own. Parameters, their names, hooks and tied weights stay. A state
-    of the float model loads strictly. Weights have scales at once; activations need data, from `calibrate` or from
-    training.
+    Each quantized layer gets a class derived from its own class and keeps its parameters, their names, its hooks
+    and tied weights. A state_dict of the float model loads strictly.
 
-    Results of modules are quantized too where the target needs codes (`config.operands`). These places are found by
-    running the model once on `example`, in evaluation mode. Without an example the model is traced by torch.fx, which
-    fails on much Python code; the summary says what was not found.
+    If `config.operands` is set, modules also quantize outputs where the target needs codes: operands of additions,
+    concatenations, products and means, and for some targets the outputs of convolutions. These places are found by
+    running the model once on `example`, in evaluation mode. Without an example the model is traced with torch.fx, which
+    fails on much Python code. What was not found is listed by `summary`.
+
+    Scales of weights are known immediately. Scales of activations need data, from `calibrate` or from training.
 
     Args:
-        model: The float model.
+        model: The float model. Prepare it before it is compiled or distributed.
         config: Which layers are quantized, and how.
         example: A batch, as `calibrate` takes them: a tensor, a dict of keyword arguments, or a tuple.
+
+    Raises:
+        ValueError: If the model is prepared, compiled or distributed already, is on the meta device, or has no
+            layer that `config` quantizes.
 
     >>> from fakequant import recipes
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -55,13 +65,13 @@ def prepare(model: nn.Module, config: QuantConfig, example: Any = None) -> nn.Mo
     _check(model, config)
     plan = make_plan(model, config)
     if not plan.layers:
-        raise ValueError(_nothing(plan))
+        raise ValueError(_nothing_to_quantize(plan))
     warn_about_rules(model, config, OF_RECIPES)
     warn_about_refused(plan.refused)
     flow = find_flow(model, example)
     first_last = widen_first_and_last(model, config, plan, call_order(flow))
     outputs, notes = _plan_outputs(model, config, plan, flow)
-    on_a_grid = {} if config.operands is None else _without_repetition(plan, outputs, sources(model, flow))
+    on_a_grid = {} if config.operands is None else _drop_repeated(plan, outputs, sources(model, flow))
     for layer in plan.layers:
         attach_layer(layer.module, _record(layer, config), layer.quantizers)
     hooked = []
@@ -73,8 +83,8 @@ def prepare(model: nn.Module, config: QuantConfig, example: Any = None) -> nn.Mo
             attach_output(module, quantizer)
             hooked.append(path)
     for path, source in on_a_grid.items():
-        # Not as a child: it is one of the source.
-        reader: Any = model.get_submodule(path)
+        # Not registered as a child, because it is already a child of the source.
+        reader: PreparedLayer = model.get_submodule(path)
         reader._fakequant.input_grid = model.get_submodule(source).output_quantizer
     norms = {layer: norm for layer, norm in norm_pairs(model, flow) if can_fold(model, layer, norm)}
     close_shortcuts(model)
@@ -93,7 +103,7 @@ def _record(layer: Layer, config: QuantConfig) -> Quantization:
 
 
 def unprepare(model: nn.Module) -> nn.Module:
-    """Takes everything out of a model that `prepare` put in, in place, and returns the float model.
+    """Removes everything that `prepare` added to a model, in place, and returns the float model.
 
     >>> from fakequant import recipes
     >>> model = nn.Sequential(nn.Linear(4, 8))
@@ -108,27 +118,30 @@ def unprepare(model: nn.Module) -> nn.Module:
 
 
 def is_prepared(model: nn.Module) -> bool:
-    """Whether it is what `prepare` returned."""
+    """Returns True if `model` was returned by `prepare`."""
     return find_preparation(model) is not None
 
 
 def preparation(model: nn.Module) -> Preparation:
-    """What was done to a prepared model."""
+    """Returns what `prepare` did to a model. Raises ValueError if the model is not prepared."""
     check_module(model)
     found = find_preparation(model)
     if found is None:
         raise ValueError(
-            "The model is not prepared, or it is a part or a wrapper of one that is.\n"
+            "The model is not prepared, or it is a part or a wrapper of a prepared model.\n"
             "Pass the module that was given to fakequant.prepare."
         )
     return found
 
 
 def link_norms(model: nn.Module) -> None:
-    """Shows layers the batch norms that will be part of them: again, if others are in their places by now."""
+    """Stores in each layer the batch norm that `convert` will fold into it.
+
+    Call it again before use, because the user may have replaced batch norms, for example by SyncBatchNorm.
+    """
     made = find_preparation(model)
     for path, norm in () if made is None else made.norms.items():
-        layer: Any = model.get_submodule(path)
+        layer: PreparedLayer = model.get_submodule(path)
         layer._fakequant.norm = model.get_submodule(norm)
 
 
@@ -144,7 +157,7 @@ def _check(model: nn.Module, config: QuantConfig) -> None:
         if isinstance(module, nn.parallel.DistributedDataParallel) or _is_sharded(module):
             raise ValueError(
                 f"{path or 'The model'} is distributed already, by {_wrapper(module)}; the quantizers would not be.\n"
-                "Use prepare(model, config) first, then distribute it, then make the optimizer."
+                "Use prepare(model, config) first, then distribute the model, then create the optimizer."
             )
         if type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod"):
             raise ValueError(
@@ -171,7 +184,7 @@ def _wrapper(module: nn.Module) -> str:
     return "fully_shard" if _is_sharded(module) else type(module).__name__
 
 
-def _nothing(plan: Plan) -> str:
+def _nothing_to_quantize(plan: Plan) -> str:
     reasons = "".join(f"\n  {path or 'the model'}: {reason}" for path, reason in list(plan.floats.items())[:10])
     rules = "".join(
         f"\n  {rule} matches nothing; near: {', '.join(near) or 'nothing'}" for rule, near in plan.unmatched
@@ -179,41 +192,46 @@ def _nothing(plan: Plan) -> str:
     return f"Nothing in the model would be quantized.{reasons}{rules}"
 
 
-def _without_repetition(plan: Plan, outputs: dict[str, Any], ways: dict[str, tuple[str, ...]]) -> dict[str, str]:
-    """Drops input quantizers that repeat the producer's, and returns {layer: producer} by path.
+def _drop_repeated(plan: Plan, outputs: dict[str, Quantizer], sources_of: dict[str, tuple[str, ...]]) -> dict[str, str]:
+    """Drops input quantizers that would repeat an output quantizer before them; returns {layer: producer} by path.
 
-    The module that counts is the last one on the way to the layer that quantizes its result.
+    The producer is the nearest module before the layer that quantizes its output.
     """
     layers = {layer.path: layer for layer in plan.layers}
-    whose = {}
-    for path, way in ways.items():
-        mine = layers[path].quantizers["input_quantizer"] if path in layers else None
+    producers = {}
+    for path, way in sources_of.items():
+        reader = layers[path].quantizers["input_quantizer"] if path in layers else None
         for source in way:
-            there = layers[source].quantizers["output_quantizer"] if source in layers else None
-            there = there or outputs.get(source)
-            if there is None:
+            writer = layers[source].quantizers["output_quantizer"] if source in layers else None
+            writer = writer or outputs.get(source)
+            if writer is None:
                 continue
-            # A grid found anew for every tensor may be another one behind a transposition, say.
-            if mine is not None and mine.is_like(there) and not mine.is_dynamic:
+            # A dynamic quantizer may choose another grid after a move, for example a transposition of tokens.
+            if reader is not None and reader.is_like(writer) and not reader.is_dynamic:
                 layers[path].quantizers["input_quantizer"] = None
-                whose[path] = source
+                producers[path] = source
             break
-    return whose
+    return producers
 
 
 def _plan_outputs(
     model: nn.Module, config: QuantConfig, plan: Plan, flow: DataFlow
 ) -> tuple[dict[str, Quantizer], list[str]]:
-    """Returns quantizers for results of modules, by path, and notes about results that have none."""
+    """Creates the quantizers of outputs, by the path of the module.
+
+    Also returns notes on the results that stay in float.
+    """
     if config.operands is None:
         return {}, []
     if flow.problem is not None:
-        return {}, [f"the model's own code could not be traced ({flow.problem}): results have no quantizers"]
+        return {}, [
+            f"the model could not be traced ({flow.problem}): operands are not quantized. "
+            "Pass an example: prepare(model, config, example)"
+        ]
     target = _targets.find(config.target)
-    outputs: dict[str, Quantizer] = {}
-    notes: list[str] = []
-    in_float: list[str] = []
     quantized = {layer.path for layer in plan.layers}
+    outputs: dict[str, Quantizer] = {}
+    notes, in_float = [], []
     for call in results_to_quantize(model, flow, plan, target):
         path = holder(model, call)
         if path is None:
@@ -229,10 +247,13 @@ def _plan_outputs(
             try:
                 check_free(module, ["output_quantizer"] if find_record(module) else ["output_quantizer", NAME])
             except ValueError as error:
-                notes.append(f"{path} cannot quantize its result: {error}")
+                notes.append(f"{path} cannot quantize its output: {error}")
                 continue
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         quantizer = make_activation_quantizer(use, target.fit_activation(config.operands), f"{path}.output", device)
         outputs[path] = quantizer.train(module.training)
-    notes += [f"{name} is the result of a function: no module holds a quantizer for it" for name in in_float]
+    notes += [
+        f"{name} is computed by a function: it stays in float, because no module can hold its quantizer"
+        for name in in_float
+    ]
     return outputs, notes

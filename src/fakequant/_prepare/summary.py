@@ -1,6 +1,7 @@
-"""`summary`: what is quantized in a prepared model, what is not and why."""
+"""`summary`: which tensors of a prepared model are quantized, and why the other ones are not."""
 
 import dataclasses
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -8,13 +9,14 @@ from torch import nn
 from fakequant._convert.left_in_float import unreached_layers
 from fakequant._prepare.prepare import preparation
 from fakequant._util.text_table import table
+from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._quantized_layer import QuantizedLayer, input_grid_of
-from fakequant.nn._quantizer import Quantizer, quantizers
+from fakequant.nn._quantizer import Quantizer
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSummary:
-    """One quantized layer: its specs in words, "-" for what stays in float."""
+    """One quantized layer, with its specs as text. "-" stands for a tensor that stays in float."""
 
     path: str
     kind: str
@@ -25,20 +27,24 @@ class LayerSummary:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What `summary` found; prints as tables."""
+    """The result of `summary`. It prints as tables."""
 
     layers: list[LayerSummary]
-    # Paths of modules that stay in float, and why.
+    # Why modules stay in float, by path.
     floats: dict[str, str]
-    # Rules that matched nothing, and paths that are like theirs.
+    # Rules that matched nothing, each with similar paths.
     unmatched: list[tuple[str, list[str]]]
+    # Operands that are not quantized, and layers that no data has reached.
     notes: list[str]
+    # The number of parameters of the float model.
     parameters: int
+    # The size of the parameters in float.
     bytes_before: int
+    # The size of the parameters with quantized weights stored as codes and scales.
     bytes_after: int
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as dicts, lists, numbers and strings."""
+        """Returns all fields by name, as dicts, lists, numbers and strings."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
@@ -48,7 +54,7 @@ class Summary:
             parts.append(table(["in float", "why"], list(self.floats.items())))
         if self.unmatched:
             rows = [[rule, ", ".join(near) or "-"] for rule, near in self.unmatched]
-            parts.append(table(["rule that matches nothing", "paths like that"], rows))
+            parts.append(table(["rule that matches nothing", "similar paths"], rows))
         parts += self.notes
         parts.append(
             f"{self.parameters:,} parameters, {self.bytes_before:,} bytes in float, {self.bytes_after:,} with "
@@ -58,7 +64,7 @@ class Summary:
 
 
 def summary(model: nn.Module) -> Summary:
-    """What is quantized in a prepared model and with what spec, what stays in float and why; print it.
+    """Returns a printable summary of a prepared model: the specs of its layers, and why other modules stay in float.
 
     >>> import fakequant as fq
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), fq.recipes.int8())
@@ -68,7 +74,7 @@ def summary(model: nn.Module) -> Summary:
     0         | Linear | int8 narrow, per channel on axis 0 | uint8, per tensor | -
     <BLANKLINE>
     in float | why
-    ---------+-----------------------------------------------------------
+    ---------+--------------------------------------------------------
     1        | batch norm; it folds into 0 when the model is converted
     <BLANKLINE>
     56 parameters, 224 bytes in float, 160 with quantized weights (71%)
@@ -105,13 +111,13 @@ def summary(model: nn.Module) -> Summary:
 
 
 def _unreached(model: nn.Module) -> list[str]:
-    """Notes on layers whose input has no scale although that of another layer has one."""
+    """Returns notes on layers whose input has no scale, although the inputs of other layers have one."""
     unreached = unreached_layers(model)
     layers = [m for m in model.modules() if isinstance(m, QuantizedLayer) and input_grid_of(m) is not None]
     if len(unreached) == len(layers):
         return []  # the model is not calibrated
     return [
-        f"no data has reached {path}: it computes in float, or other code uses its weight, which is not quantized"
+        f"no data has reached {path}: it computes in float, or other code uses its weight without quantizing it"
         for path in unreached
     ]
 
@@ -129,16 +135,13 @@ def _float_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _bytes(model: nn.Module) -> tuple[int, int]:
-    """Of all parameters in float, and with quantized weights as codes and scales."""
+    """Returns the size of all parameters in float, and with quantized weights stored as codes and scales."""
     sizes = {id(p): p.numel() * p.element_size() for p in _float_parameters(model)}
     before = sum(sizes.values())
     for module in model.modules():
         quantizer = getattr(module, "weight_quantizer", None)
         if isinstance(module, QuantizedLayer) and isinstance(quantizer, Quantizer):
             weight = getattr(module, module._fakequant.kind.weight_name)
-            scales = quantizer._blocks or ()
-            number = 1
-            for n in scales:
-                number *= n
-            sizes[id(weight)] = -(-weight.numel() * quantizer.spec.bits // 8) + 4 * number
+            scales = prod(quantizer._blocks or ())
+            sizes[id(weight)] = -(-weight.numel() * quantizer.spec.bits // 8) + 4 * scales
     return before, sum(sizes.values())

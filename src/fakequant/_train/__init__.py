@@ -1,0 +1,1 @@
+"""Running and training a prepared model: `calibrate`, `Schedule` and `health`."""

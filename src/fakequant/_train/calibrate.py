@@ -1,4 +1,4 @@
-"""`calibrate`: shows a prepared model some data, so that its activations have scales."""
+"""`calibrate`: runs data through a prepared model to find the scales of its activations."""
 
 import warnings
 from contextlib import ExitStack
@@ -12,24 +12,33 @@ from fakequant._prepare.prepare import link_norms
 from fakequant._train.model_snapshot import Snapshot
 from fakequant._train.running import Data, check_module, evaluating, explaining_ranks, run
 from fakequant.nn._fake_quantize import FakeQuantize
+from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._quantized_layer import QuantizedLayer
-from fakequant.nn._quantizer import Quantizer, quantizers
+from fakequant.nn._quantizer import Quantizer
 
 
 @torch.no_grad()
 def calibrate(model: nn.Module, data: Data, steps: int | None = None, *, progress: bool = True) -> nn.Module:
-    """Runs `data` through the model, in float, and lets its quantizers observe; returns the model.
+    """Runs data through a prepared model in float, lets its quantizers observe, and returns the model.
 
-    This is post-training quantization in one call, and the start of training with quantizers. `data` is
-    a DataLoader or any iterable of batches, of which at most `steps` are used, or one tensor, which is a
-    batch. A batch is a tensor, a dict of keyword arguments, or a tuple; of a tuple as many elements are
-    passed as `forward` needs, so that labels may be there, and a warning says if one may have been meant
-    for an optional argument. Or `data` is a function that runs the model itself.
+    This is all that post-training quantization needs, and the first step of quantization-aware training.
 
-    A moving average is the mean over the batches here, so that the first counts no more than the last.
-    Frozen quantizers, and learned ones that have a scale, stay as they are. The model is in evaluation
-    mode while it runs, and afterwards in the mode it was in. If anything fails, nothing has changed. A
-    warning names the layers that no data reached.
+    Observers that keep a moving average use the mean over all batches here, so that every batch has the same weight.
+    Frozen quantizers, and learned quantizers that have a scale already, do not change. The model runs in evaluation
+    mode; its previous mode is restored afterwards. If an error occurs, the model is left unchanged. A warning names
+    layers that no data reached.
+
+    Args:
+        model: A prepared model.
+        data: A DataLoader or another iterable of batches; a single tensor, which is one batch; or a function that
+            takes the model and runs it. A batch is a tensor, a dict of keyword arguments, or a tuple. From a tuple,
+            only the arguments that `forward` requires are passed, so that it may also contain labels. A warning is
+            given if one of the other elements may be meant for an optional argument.
+        steps: The maximum number of batches. If None, all are used.
+        progress: Whether to show a progress bar.
+
+    Raises:
+        ValueError: If the model has no quantizer to calibrate, or `data` has no values.
 
     >>> import fakequant as fq
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8())
@@ -66,7 +75,10 @@ def calibrate(model: nn.Module, data: Data, steps: int | None = None, *, progres
 
 
 def without_scale(model: nn.Module, *, weights: bool = True) -> str | None:
-    """Which quantizers, also those of weights, still have to see their ranges, in words; None: all have them."""
+    """Returns the paths of quantizers without a scale, as text, or None if all have one.
+
+    With `weights=False`, quantizers of weights are ignored.
+    """
     of_weights = {module.weight_quantizer for module in model.modules() if isinstance(module, QuantizedLayer)}
     missing = []
     for path, quantizer in quantizers(model):
@@ -87,31 +99,31 @@ def _restore(switches: list[tuple[Quantizer, bool, bool]]) -> None:
 
 
 def _nothing_to_do(model: nn.Module) -> str:
-    there = [module for _, module in quantizers(model)]
-    if not there:
+    found = [module for _, module in quantizers(model)]
+    if not found:
         return "The model has no quantizers to calibrate.\nUse fakequant.prepare(model, config) first."
-    frozen = sum(module.frozen for module in there)
+    frozen = sum(module.frozen for module in found)
     return (
-        f"There is nothing to calibrate: of {len(there)} quantizers {frozen} are frozen, and {len(there) - frozen} "
+        f"There is nothing to calibrate: of {len(found)} quantizers {frozen} are frozen, and {len(found) - frozen} "
         "have a learned scale.\n"
-        "Use fakequant.nn.switch_quantizers(model, frozen=False), or reset_parameters() of the quantizers."
+        "Use fakequant.nn.switch_quantizers(model, frozen=False), or call reset_parameters() of the quantizers."
     )
 
 
 def _watch(found: list[Quantizer], undo: ExitStack) -> dict[Quantizer, bool]:
-    """Which quantizers were shown values."""
+    """Returns a dict that will say which quantizers were given values. `undo` removes the hooks that fill it."""
     shown = dict.fromkeys(found, False)
 
-    def look(quantizer: Any, args: tuple[Any, ...]) -> None:
+    def note(quantizer: Quantizer, args: tuple[Any, ...]) -> None:
         shown[quantizer] = shown[quantizer] or args[0].numel() > 0
 
     for quantizer in found:
-        undo.callback(quantizer.register_forward_pre_hook(look).remove)
+        undo.callback(quantizer.register_forward_pre_hook(note).remove)
     return shown
 
 
 def _warn_about_unseen(model: nn.Module, shown: dict[Quantizer, bool]) -> None:
-    """Names the modules whose quantizers saw nothing although the model ran."""
+    """Warns about modules whose quantizers were given no values, although the model ran."""
     unseen = []
     for path, module in model.named_modules():
         own = [child for child in module.children() if child in shown and not child.is_initialized]
@@ -123,15 +135,18 @@ def _warn_about_unseen(model: nn.Module, shown: dict[Quantizer, bool]) -> None:
     warnings.warn(
         f"No data reached the quantizers of {', '.join(unseen[:5])}{more}: the model does not call these layers, or "
         "other code uses their weights. These layers stay in float.\n"
-        "Leave them out, config.skip(path), or calibrate with data that reach them.",
+        "Leave them out with config.skip(path), or calibrate with data that reaches them.",
         UserWarning,
         stacklevel=4,
     )
 
 
 def _require_any(model: nn.Module, shown: dict[Quantizer, bool]) -> None:
-    """That values came to a quantizer of activations, if there is one; weights are always there."""
+    """Raises ValueError if no quantizer of an activation was given values.
+
+    Quantizers of weights always have values. They count only if the model has no others.
+    """
     of_weights = {module.weight_quantizer for module in model.modules() if isinstance(module, QuantizedLayer)}
     activations = [q for q in shown if q not in of_weights]
     if not any(shown[q] for q in activations or shown):
-        raise ValueError("`data` has no batches with values in them: there was nothing to calibrate with.")
+        raise ValueError("`data` has no batches with values: there was nothing to calibrate with.")

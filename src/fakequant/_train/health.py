@@ -1,9 +1,9 @@
-"""`health`: how well the grids of a model fit what they quantize."""
+"""`health`: how well the grids of a model fit the tensors they quantize."""
 
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,42 +15,46 @@ from fakequant._train.running import Data, check_module, evaluating, run
 from fakequant._util.text_table import table
 from fakequant.nn._bounded_parameters import whole
 from fakequant.nn._deployed_bias import bias_error
+from fakequant.nn._fake_quantize import FakeQuantize
+from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._quantized_layer import QuantizedLayer
-from fakequant.nn._quantizer import Quantizer, quantizers
+from fakequant.nn._quantizer import Quantizer
+from fakequant.spec import QuantSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizerHealth:
-    """One quantizer. None: not known, because nothing was shown to it or there is nothing to compare with."""
+    """The health of one quantizer. Fields are None if it was given no data, or on the first call of `health`."""
 
     path: str
-    # Share of values outside the range; by less than a step, too: a symmetric grid ends half a step early.
+    # Share of values outside the range. Values less than a step outside count too: a symmetric grid can end half a
+    # step before the largest value.
     clipped: float | None
     # Share of codes that occur.
     levels_used: float | None
-    # The largest change of a scale since the last call, relative to what it was.
+    # Largest relative change of a scale since the previous call.
     scale_drift: float | None
-    # Share of weights whose code changed, and changed back, over the last two calls.
+    # Share of weights whose code changed and changed back over the last two calls.
     oscillating: float | None
-    # Values that were NaN or infinite since the quantizer was made.
+    # Number of NaN and infinite values since the quantizer was created.
     nonfinite: int
-    # Of a weight: how far rounding the bias moves the layer's result, in standard deviations of a channel, behind a
-    # batch norm that will be folded; the root of the mean square over channels.
+    # For weights followed by a batch norm that will be folded: the error that rounding the bias causes in the batch
+    # norm's output, in standard deviations of a channel, as root mean square over the channels.
     bias_error: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Health:
-    """What `health` found; prints as a table."""
+    """The result of `health`. It prints as a table."""
 
     quantizers: list[QuantizerHealth]
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """By path."""
+        """Returns the fields of each `QuantizerHealth`, by the path of the quantizer."""
         return {q.path: dataclasses.asdict(q) for q in self.quantizers}
 
     def log(self, writer: Any, step: int) -> None:
-        """Into anything with `add_scalar(name, value, step)`, such as TensorBoard's SummaryWriter."""
+        """Writes all values to `writer`, e.g. TensorBoard's SummaryWriter, by `add_scalar(name, value, step)`."""
         for quantizer in self.quantizers:
             for name, value in dataclasses.asdict(quantizer).items():
                 if name != "path" and value is not None:
@@ -70,11 +74,11 @@ class Health:
 
 
 class _Memory:
-    """What is kept of a quantizer between calls."""
+    """The state of a quantizer at earlier calls of `health`."""
 
     def __init__(self) -> None:
-        self.scale: Tensor | None = None
-        self.codes: list[Tensor] = []  # of the last two calls
+        self.scale: Tensor | None = None  # at the last call
+        self.codes: list[Tensor] = []  # at the last two calls
 
 
 _MEMORY: "WeakKeyDictionary[Quantizer, _Memory]" = WeakKeyDictionary()
@@ -82,7 +86,7 @@ _MEMORY: "WeakKeyDictionary[Quantizer, _Memory]" = WeakKeyDictionary()
 
 @contextmanager
 def memory_as_before(model: nn.Module) -> Iterator[None]:
-    """Restores the drift baseline afterwards: drift counts from the user's own calls of `health`."""
+    """Context after which the drift baseline is restored, so that drift counts from the user's calls of `health`."""
     before = {}
     for _, quantizer in quantizers(model):
         memory = _MEMORY.get(quantizer)
@@ -99,11 +103,15 @@ def memory_as_before(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def health(model: nn.Module, data: Data | None = None, steps: int | None = None) -> Health:
-    """Clip rates, codes in use, drift of scales, oscillating weights and rounded biases of a prepared model.
+    """Measures clip rates, codes in use, drift of scales, oscillating weights and errors of rounded biases.
 
-    Weights are looked at as they are. Activations are looked at while `data` is passed through the model
-    in evaluation mode; without it only their scales are. Nothing is counted between calls, and training
-    costs nothing more.
+    Weights are measured as they are. Activations are measured while `data` runs through the model in evaluation
+    mode. Nothing is measured between calls, so training is not slowed down.
+
+    Args:
+        model: A prepared model.
+        data: Batches as for `calibrate`. If None, only the scales of activations are compared.
+        steps: The maximum number of batches. If None, all are used.
 
     >>> import fakequant as fq
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8())
@@ -114,7 +122,7 @@ def health(model: nn.Module, data: Data | None = None, steps: int | None = None)
     """
     check_module(model)
     if next(quantizers(model), None) is None:
-        raise ValueError("The model has no quantizers to look at.\nUse fakequant.prepare(model, config) first.")
+        raise ValueError("The model has no quantizers to measure.\nUse fakequant.prepare(model, config) first.")
     weights = {
         module.weight_quantizer: whole(getattr(module, module._fakequant.kind.weight_name))
         for module in model.modules()
@@ -133,7 +141,7 @@ def health(model: nn.Module, data: Data | None = None, steps: int | None = None)
     return Health([_health_of(path, q, counts[q], weights.get(q), errors.get(q)) for path, q in quantizers(model)])
 
 
-def _bias_error(layer: Any) -> float | None:
+def _bias_error(layer: QuantizedLayer) -> float | None:
     found = bias_error(layer)
     if found is None or found[1] is None:
         return None
@@ -143,13 +151,13 @@ def _bias_error(layer: Any) -> float | None:
     return float(share.square().mean().sqrt()) if share.numel() else None
 
 
-def _watch(model: nn.Module, data: Any, steps: int | None, counts: "dict[Quantizer, _Counts]") -> None:
-    """Counts what passes the quantizers of activations while the model runs."""
+def _watch(model: nn.Module, data: Data, steps: int | None, counts: "dict[Quantizer, _Counts]") -> None:
+    """Runs data through the model and counts the values that its activation quantizers receive."""
     handles = [
         quantizer.register_forward_pre_hook(lambda module, args: counts[module].add(args[0])) for quantizer in counts
     ]
     try:
-        with evaluating(model), unchanged(model):  # a quantizer with the range of the tensor at hand keeps the last one
+        with evaluating(model), unchanged(model):  # `unchanged`: dynamic quantizers write their buffers
             run(model, data, steps)
     finally:
         for handle in handles:
@@ -157,7 +165,7 @@ def _watch(model: nn.Module, data: Any, steps: int | None, counts: "dict[Quantiz
 
 
 class _Counts:
-    """What was counted of one quantizer's tensors."""
+    """Counts of the values that one quantizer has received."""
 
     def __init__(self, quantizer: Quantizer) -> None:
         self.quantizer = quantizer
@@ -180,17 +188,24 @@ class _Counts:
             self.used = used if self.used is None else self.used | used
 
 
-def qparams_at_hand(quantizer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The scale and zero point for the range of `x` itself."""
+class _Dynamic(Protocol):
+    """A dynamic quantizer of a prepared model, or a dynamic `Grid` of a golden model."""
+
+    spec: QuantSpec
+    eps: float
+
+
+def qparams_at_hand(quantizer: _Dynamic, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the scale and zero point that a dynamic quantizer computes from `x`."""
     seen = tensor_functions.min_max(x, quantizer.spec)
     empty = seen.min > seen.max
     lo, hi = seen.min.masked_fill(empty, 0), seen.max.masked_fill(empty, 0)
     return tensor_functions.choose_qparams(lo, hi, quantizer.spec, eps=quantizer.eps)
 
 
-def qparams_for(quantizer: Any, x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The scale and zero point with which `x` would be quantized; None: there are none yet."""
-    if quantizer.is_dynamic:
+def qparams_for(quantizer: Quantizer, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Returns the scale and zero point that `x` would be quantized with, or None if there are none yet."""
+    if isinstance(quantizer, FakeQuantize) and quantizer.is_dynamic:
         return qparams_at_hand(quantizer, x)
     try:
         return quantizer.qparams()

@@ -1,12 +1,12 @@
-"""Running data through a model, and leaving the model as it was."""
+"""Running data through a model in evaluation mode, and checks of what users pass for it."""
 
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,14 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from fakequant._backends.torch.torch_private import pytree
 
-Data = Iterable[Any] | Callable[[nn.Module], Any]
+# What a model takes. Only the model knows: see `call_arguments`.
+Batch: TypeAlias = Any
+# Batches, or a function that runs the model.
+Data: TypeAlias = Iterable[Batch] | Callable[[nn.Module], object]
 
 
-class Bar(tqdm):
-    """Without the thread that watches over slow bars, which would live as long as the process."""
+class Bar(tqdm):  # type: ignore[misc]  # tqdm has no annotations
+    """A progress bar without tqdm's monitor thread, which would live as long as the process."""
 
     monitor_interval = 0
 
@@ -30,14 +33,14 @@ def check_module(model: Any, name: str = "model") -> None:
 
 
 def check_steps(steps: Any) -> None:
-    """Raises ValueError unless it is a number of batches, or None for all of them."""
+    """Raises ValueError unless `steps` is a number of batches, or None for all of them."""
     if steps is not None and (type(steps) is not int or steps < 0):
         raise ValueError(f"`steps` must be a number of batches or None, got {steps!r}.")
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """While it lasts, the model is in evaluation mode and not compiled; then every module is in the mode it was in."""
+    """Context in which the model is in evaluation mode and runs uncompiled. Restores the mode of every module."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -50,7 +53,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def explaining_ranks() -> Iterator[None]:
-    """While it lasts, an error of communication between ranks says what its cause is likely to be."""
+    """Context that adds the likely cause to errors of the communication between ranks."""
     try:
         yield
     except RuntimeError as error:
@@ -61,19 +64,22 @@ def explaining_ranks() -> Iterator[None]:
             raise
         raise RuntimeError(
             f"The ranks could not exchange what they have seen: {str(error).splitlines()[0]}\n"
-            "Another rank has likely ended with an error, or has fewer batches. See the first error of any rank, and "
-            "give every rank as many batches: `steps`, or DataLoader(drop_last=True) with a DistributedSampler."
+            "Another rank has probably failed, or has fewer batches. Look for the first error of any rank, and give "
+            "all ranks the same number of batches: `steps`, or DataLoader(drop_last=True) with a DistributedSampler."
         ) from error
 
 
 _OF_RANKS = ("gloo", "nccl", "timed out", "timeout", "connection closed", "connection reset", "broken pipe")
 
 
-def _not_compiled() -> AbstractContextManager[Any]:
-    """Compiled code does not run hooks that were added later, and has nothing to wait for data with."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes long
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+@contextmanager
+def _not_compiled() -> Iterator[None]:
+    """Context in which compiled models run eagerly, because compiled code ignores hooks that are added later."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it is slow
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def run(
@@ -83,12 +89,20 @@ def run(
     progress: str | None = None,
     call: Callable[..., Any] | None = None,
 ) -> None:
-    """Passes batches, at most `steps`, through the model, or to `call`; `progress` is what a bar is called."""
+    """Calls a model with every batch of `data`.
+
+    Args:
+        model: The model.
+        data: Batches, or a function that runs the model, which is then called once.
+        steps: The maximum number of batches. If None, all are used.
+        progress: The title of a progress bar. If None, no bar is shown.
+        call: If not None, what to call with the arguments of each batch instead of `model`.
+    """
     check_steps(steps)
     if isinstance(data, Tensor) and data.dim() > 0:
         data = [data]
     if isinstance(data, Mapping):
-        raise TypeError("`data` must be batches, got one dict.\nUse [batch] if it is one.")
+        raise TypeError("`data` must be batches, got one dict.\nUse [batch] if the dict is a batch.")
     if isinstance(data, Tensor) or not (callable(data) or isinstance(data, Iterable)):
         raise TypeError(
             "`data` must be batches, such as a DataLoader or a list, or a function that runs the model, got "
@@ -103,22 +117,25 @@ def run(
         total = None
     if steps is not None:
         total = steps if total is None else min(steps, total)
-    told = False
+    warned = False
     for batch in Bar(islice(data, steps), total=total, desc=progress, disable=progress is None, leave=False):
         args, kwargs = call_arguments(model, batch)
-        if not told and isinstance(batch, (tuple, list)) and len(batch) > len(args):
-            told = _warn_about_dropped(model, batch, len(args))
+        if not warned and isinstance(batch, (tuple, list)) and len(batch) > len(args):
+            warned = _warn_about_dropped(model, batch, len(args))
         (call or model)(*args, **kwargs)
 
 
-def call_arguments(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What to call the model with for a batch: a tensor, a dict, or a tuple that may hold labels too."""
+def call_arguments(model: nn.Module, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the positional and keyword arguments of a model for a batch.
+
+    A batch is a tensor, a dict of keyword arguments, or a tuple or list, which may also contain labels.
+    """
     if isinstance(batch, Tensor):
         return (batch,), {}
     if isinstance(batch, Mapping):
         return (), dict(batch)
     if isinstance(batch, (tuple, list)):
-        return tuple(batch[: _needed(model, len(batch))]), {}
+        return tuple(batch[: _number_of_arguments(model, len(batch))]), {}
     raise TypeError(f"A batch must be a tensor, a dict, a tuple or a list, got {type(batch).__name__}.")
 
 
@@ -127,17 +144,17 @@ def _positional(model: nn.Module) -> list[inspect.Parameter]:
     return [p for p in inspect.signature(model.forward).parameters.values() if p.kind in kinds]
 
 
-def _needed(model: nn.Module, available: int) -> int:
-    """How many positional arguments `forward` needs."""
-    needed = [p for p in _positional(model) if p.default is inspect.Parameter.empty]
-    return min(max(len(needed), 1), available)
+def _number_of_arguments(model: nn.Module, available: int) -> int:
+    """Returns how many elements of a batch to pass: those that `forward` requires, but at least one."""
+    required = [p for p in _positional(model) if p.default is inspect.Parameter.empty]
+    return min(max(len(required), 1), available)
 
 
-def _warn_about_dropped(model: nn.Module, batch: Any, passed: int) -> bool:
-    """Warns if what is left out of a batch may be meant for an optional argument; whether it did.
+def _warn_about_dropped(model: nn.Module, batch: Sequence[Any], passed: int) -> bool:
+    """Warns if an element of a batch that is not passed may be meant for an optional argument of `forward`.
 
-    Labels are not: integers in one row, or for an argument that is called so. Nor is anything for an argument whose
-    default is a number or a switch.
+    Elements that look like labels are ignored: one-dimensional integers, and elements at the position of an argument
+    called label, target or y. So are arguments whose default is not None. Returns True if it warned.
     """
     optional = _positional(model)[passed : len(batch)]
     for parameter, value in zip(optional, batch[passed:], strict=False):
@@ -152,9 +169,10 @@ def _warn_about_dropped(model: nn.Module, batch: Any, passed: int) -> bool:
             names = [p.name for p in _positional(model)]
             pairs = ", ".join(f'"{name}": ...' for name in names[: len(batch)])
             warnings.warn(
-                f"Batches have {len(batch)} elements, and `forward` needs {passed} of its arguments "
-                f"({', '.join(names)}): what may be meant for `{parameter.name}` is left out, as labels are.\n"
-                f"If it is no label, pass dicts, {{{pairs}}}; if it is one, pass batches without it.",
+                f"Batches have {len(batch)} elements, but `forward` requires only {passed} of its arguments "
+                f"({', '.join(names)}). An element that may be meant for `{parameter.name}` is not passed, because it "
+                "may be a label.\n"
+                f"If it is not a label, use dicts as batches: {{{pairs}}}. If it is, remove it from the batches.",
                 UserWarning,
                 stacklevel=5,
             )
@@ -163,7 +181,10 @@ def _warn_about_dropped(model: nn.Module, batch: Any, passed: int) -> bool:
 
 
 def copied(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Copies of what a model is given, which it may change in place; what is one tensor stays one."""
+    """Returns copies of the arguments of a model, which the model may then change in place.
+
+    A tensor that occurs several times is copied once.
+    """
     copies: dict[int, Tensor] = {}
 
     def copy(x: Any) -> Any:

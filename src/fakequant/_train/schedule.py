@@ -1,4 +1,4 @@
-"""`Schedule`: when quantizers begin, and when they stop to move."""
+"""`Schedule`: when quantization starts, and when ranges and batch norms are frozen."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,22 +7,28 @@ from torch import nn
 
 from fakequant._prepare.attach import deploy_biases, freeze_norm, release_norms
 from fakequant._train.running import check_module
-from fakequant._train.unmoved_scales import Unmoved
-from fakequant.nn._quantizer import quantizers, switch_quantizers
+from fakequant._train.unmoved_scales import UnmovedScales
+from fakequant.nn._model_quantizers import quantizers, switch_quantizers
 
 
 class Schedule:
-    """Switches the quantizers of a model as training goes on; call `step()` after every optimizer step.
+    """Switches the quantizers of a model during training. Call `step()` after every optimizer step.
 
-        before quantize_from         observe only: activations are in float
-        from freeze_ranges_at on     scales and zero points stay as they are
-        from freeze_norms_at on      batch norms use their running statistics, and keep them
+        before quantize_from         quantizers only observe; the model computes in float
+        from freeze_ranges_at on     scales and zero points do not change
+        from freeze_norms_at on      batch norms use their running statistics and do not update them
 
-    Once batch norms are frozen, or ranges if batch norms are not to be, training adds the biases that will run,
-    rounded to the scale of the sums, as evaluation always does. The gradient passes.
+    When batch norms are frozen (or ranges, if `freeze_norms_at` is None), layers start to add their biases rounded to
+    the scale of the sums, as they always do in evaluation. Gradients pass the rounding unchanged.
 
-    None leaves something out. The steps are saved with `state_dict()`. A new schedule of the same model
-    begins a new training: batch norms that another one froze are released, as they are by `unprepare`.
+    `state_dict()` saves the number of steps. A new schedule for the same model starts a new training: it releases
+    batch norms that an earlier schedule froze.
+
+    Args:
+        model: A prepared model.
+        quantize_from: The step from which quantizers quantize. If None, this is not switched.
+        freeze_ranges_at: The step from which ranges are frozen. If None, they are not.
+        freeze_norms_at: The step from which batch norms are frozen. If None, they are not.
 
     >>> import fakequant as fq
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8())
@@ -54,20 +60,20 @@ class Schedule:
         if (quantize_from, freeze_ranges_at) != (None, None) and next(quantizers(model), None) is None:
             raise ValueError(
                 "The model has no quantizers to switch.\n"
-                "Use fakequant.prepare(model, config) before the schedule is made."
+                "Use fakequant.prepare(model, config) before you create the schedule."
             )
         self.model = model
         self.quantize_from = quantize_from
         self.freeze_ranges_at = freeze_ranges_at
         self.freeze_norms_at = freeze_norms_at
         self.steps = 0
-        self._unmoved = Unmoved(model)
+        self._unmoved_scales = UnmovedScales(model)
         release_norms(model)
         self._apply()
 
     def step(self) -> None:
-        """One training step is done."""
-        self._unmoved.look()
+        """Counts one training step, and makes the switches that are due."""
+        self._unmoved_scales.check_step()
         self.steps += 1
         self._apply()
 
@@ -91,14 +97,14 @@ class Schedule:
                 freeze_norm(module)
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of steps."""
+        """Returns the number of steps."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state_dict` was taken; the switches are as they were then."""
+        """Continues from a saved number of steps, and sets all switches accordingly."""
         steps = state.get("steps") if isinstance(state, Mapping) else None
         if type(steps) is not int or steps < 0:
-            raise ValueError(f"The state of a schedule is {{'steps': a number of steps}}, got {state!r}.")
+            raise ValueError(f"The state of a schedule must be {{'steps': number of steps}}, got {state!r}.")
         self.steps = steps
         if self.quantize_from is not None:
             switch_quantizers(self.model, quantizing=self.steps >= self.quantize_from)

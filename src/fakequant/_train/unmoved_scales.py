@@ -1,27 +1,29 @@
-"""Learned scales that no optimizer has: found by whether anything writes to them while weights are written to."""
+"""A warning about learned scales that no optimizer updates."""
 
 import warnings
 
 from torch import nn
 
-from fakequant.nn._quantizer import quantizers
+from fakequant.nn._model_quantizers import quantizers
 
-# Steps in which weights changed and no learned scale did. Another optimizer may have the scales, and step less often.
+# Warn after this many steps that changed weights but no scale. It is not 1, because a second optimizer may update the
+# scales less often.
 _STEPS = 20
 
 
-class Unmoved:
-    """Looks after every training step; warns once."""
+class UnmovedScales:
+    """Checks after every training step whether weights and learned scales have changed, and warns once."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.steps = 0
         self.is_done = False
+        # Version numbers after the last step, by the id of the parameter.
         self._weights: dict[int, int] = {}
         self._scales: dict[int, int] = {}
 
-    def look(self) -> None:
-        """One step is done: tensors that an optimizer changed in place have a new version."""
+    def check_step(self) -> None:
+        """Checks one training step. Tensors that an optimizer changed in place have a new version number."""
         if self.is_done:
             return
         learned = [
@@ -29,14 +31,14 @@ class Unmoved:
             if p.requires_grad and p.grad is not None
         ]  # fmt: skip
         own = {id(p) for _, q in quantizers(self.model) for p in q.parameters()}
-        others = [p for p in self.model.parameters() if id(p) not in own and p.requires_grad]
-        weights, scales = {id(p): p._version for p in others}, {id(p): p._version for p in learned}
-        moved = any(self._scales.get(key, version) != version for key, version in scales.items())
-        trained = any(self._weights.get(key, version) != version for key, version in weights.items())
+        weights = {id(p): p._version for p in self.model.parameters() if id(p) not in own and p.requires_grad}
+        scales = {id(p): p._version for p in learned}
+        scales_changed = any(self._scales.get(key, version) != version for key, version in scales.items())
+        weights_changed = any(self._weights.get(key, version) != version for key, version in weights.items())
         self._weights, self._scales = weights, scales
-        if moved:
+        if scales_changed:
             self.is_done = True
-        elif trained and scales:
+        elif weights_changed and scales:
             self.steps += 1
             if self.steps >= _STEPS:
                 self._warn()
@@ -44,8 +46,8 @@ class Unmoved:
     def _warn(self) -> None:
         self.is_done = True
         warnings.warn(
-            f"The weights were changed in {_STEPS} steps, and no learned scale was: the optimizer does not have them.\n"
-            "Make it after prepare and calibrate, from fakequant.nn.param_groups(model).",
+            f"Weights changed in {_STEPS} steps, but no learned scale did: no optimizer has the scales.\n"
+            "Create the optimizer after prepare and calibrate, with fakequant.nn.param_groups(model).",
             UserWarning,
             stacklevel=4,
         )

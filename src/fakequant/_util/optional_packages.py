@@ -1,4 +1,4 @@
-"""Packages that only some need, and the files that are written with them."""
+"""Imports of optional packages, and files that are written completely or not at all."""
 
 import importlib
 import os
@@ -11,7 +11,12 @@ from typing import Any
 
 
 def require(module: str, package: str, extra: str = "onnx") -> Any:
-    """The module, or an error that says how to get it.
+    """Imports and returns a module. Raises ImportError with the command that installs it if it is missing.
+
+    Args:
+        module: The name of the module.
+        package: The name of the package that contains it, for the message.
+        extra: The extra of fakequant that installs the package.
 
     >>> require("json", "json").__name__
     'json'
@@ -26,40 +31,41 @@ def require(module: str, package: str, extra: str = "onnx") -> Any:
 
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Where to write a file that is to be at `path`: it gets there when it is complete, or not at all.
+    """Yields a temporary path that is moved to `path` on success and deleted on failure.
 
-    That it can be written is found out first, by beginning it.
+    The temporary file is created first, so a path that cannot be written raises OSError before any work is done.
     """
     goal = Path(path)
     if goal.is_dir():
-        raise IsADirectoryError(f"{str(goal)!r} is a folder, not a file to write.\nUse a path with a file's name.")
+        raise IsADirectoryError(f"{str(goal)!r} is a folder, not a file.\nUse a path that ends in a file name.")
     if not goal.parent.is_dir():
         raise FileNotFoundError(
-            f"There is no folder {str(goal.parent)!r} to write {goal.name!r} into.\nMake it first, or use another path."
+            f"There is no folder {str(goal.parent)!r} to write {goal.name!r} into.\n"
+            "Create it first, or use another path."
         )
     if goal.exists() and not goal.is_file():
-        raise OSError(f"{str(goal)!r} is neither a file nor a name for one.\nUse another path.")
+        raise OSError(f"{str(goal)!r} exists and is not a regular file.\nUse another path.")
     try:
         unfinished = begun(goal.parent, goal.name)
     except OSError as error:
         raise OSError(
             error.errno,
-            f"{str(goal)!r} cannot be written: {error.strerror}.\nUse a path in a folder that you may write to",
+            f"{str(goal)!r} cannot be written: {error.strerror}.\nUse a path in a writable folder",
         ) from error
     mode = unfinished.stat().st_mode
     try:
         yield unfinished
-        unfinished.chmod(stat.S_IMODE(mode))  # what wrote it may have put another file in its place
+        unfinished.chmod(stat.S_IMODE(mode))  # the writer may have replaced the file
         unfinished.replace(goal)
     finally:
         unfinished.unlink(missing_ok=True)
 
 
 def begun(folder: Path, name: str) -> Path:
-    """A new, empty file in a folder, for what will be called `name`.
+    """Creates an empty file in a folder, for a file that will be called `name`, and returns its path.
 
-    Its own name cannot be guessed, and it is nothing that was there before: no file of another thread or process, no
-    link to another place. It has the permissions that `open` gives.
+    Its name is random. It is always a new file, never one of another thread or process and never a link. It has the
+    permissions that `open` gives.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
     while True:
@@ -72,5 +78,5 @@ def begun(folder: Path, name: str) -> Path:
 
 
 def unfinished_name(name: str) -> str:
-    """A name that nothing else has, for what will be called `name`."""
+    """Returns a unique temporary name for a file that will be called `name`."""
     return f"{name[:80]}.{secrets.token_hex(8)}.unfinished"

@@ -1,10 +1,10 @@
-"""Plain tables for terminals."""
+"""Plain-text tables."""
 
 from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns as wide as they need to be.
+    """Formats rows as a table whose columns are as wide as their longest cell.
 
     >>> print(table(["layer", "bits"], [["fc", 8]]))
     layer | bits

@@ -1,4 +1,4 @@
-"""Why two codes of the same number differ, where rounding does not explain it."""
+"""Finds the reason why two models have different codes, if it is not a tie."""
 
 from typing import Any
 
@@ -13,22 +13,30 @@ from fakequant.nn._quantized_layer import input_grid_of
 
 OVERFLOW = "overflow: sums of products do not fit 32 bits; use fewer bits, or split the layer"
 SATURATION = "saturation: the kernels of this CPU add pairs of products in 16 bits; use 7-bit weights (onnxruntime-x86)"
-NOT_FUSED = "fusion: the runtime computed the operations one by one, in float32"
+NOT_FUSED = "fusion: the runtime computed layer and quantizer separately, in float32"
 FUSED = "fusion: the runtime computed layer and quantizer as one kernel"
 RECIPROCAL = "reciprocal: the runtime multiplied by 1 / scale instead of dividing"
-TIE = "rounding tie: a float sum in another order fell on the other side"
-BIAS = "bias: it is an integer at the scale of the sums, and was a float"
-NAN = "NaN: the quantizer was given a NaN, and no code stands for it"
+TIE = "rounding tie: the input lies between two codes, and float rounding decided"
+BIAS = "bias: it was rounded to an integer in the conversion"
+NAN = "NaN: the quantizer's input has NaNs, which have no code"
 UNKNOWN = "not explained"
 
 _INT32 = 2**31
 
 
-def ties(x: Tensor, grid: GridOf, tolerance: Tensor, mine: Tensor, theirs: Tensor) -> Tensor:
-    """Which codes are at a tie: one step apart, with `x` no further from the middle than `tolerance`."""
+def ties(x: Tensor, grid: GridOf, tolerance: Tensor, golden: Tensor, other: Tensor) -> Tensor:
+    """Returns a mask of the codes at a tie: one step apart, and `x` within `tolerance` of the midpoint.
+
+    Args:
+        x: The input of the grid.
+        grid: The grid.
+        tolerance: How far rounding may move each element of `x`.
+        golden: The codes of the golden model.
+        other: The codes of the other model.
+    """
     steps = x.double() / grid.scale.double()
     distance = (steps - steps.floor() - 0.5).abs()
-    return ((mine - theirs).abs() == 1) & (distance <= tolerance / grid.scale.double())
+    return ((golden - other).abs() == 1) & (distance <= tolerance / grid.scale.double())
 
 
 def why_runtime(
@@ -40,9 +48,16 @@ def why_runtime(
     runtime: Tensor,
     differ: Tensor | None = None,
 ) -> str:
-    """Why the runtime has other codes for what the golden model was given too.
+    """Returns the reason why the runtime's codes differ from the golden model's, given equal codes before.
 
-    `before` are the sums of the layers that ran since the last quantizer; `differ` says which codes to explain.
+    Args:
+        origin: How the grid's input was computed. None if unknown.
+        x: The input of the grid in the golden model.
+        grid: The grid.
+        before: The sums of the layers that ran since the previous grid.
+        golden: The codes of the golden model.
+        runtime: The codes of the runtime.
+        differ: A mask of the codes to explain. None for all that differ.
     """
     differ = golden != runtime if differ is None else differ
     if bool(x.isnan()[differ].any()):
@@ -72,13 +87,13 @@ def why_prepared(
     prepared: Tensor,
     differ: Tensor | None = None,
 ) -> str:
-    """Why the prepared model has other codes for what the golden model was given too."""
+    """Returns the reason why the prepared model's codes differ from the golden model's. See `why_runtime`."""
     differ = golden != prepared if differ is None else differ
     if bool((golden.isnan() != prepared.isnan())[differ].any()):
         return NAN
     source = _source(origin)
     if isinstance(source, Accumulated):
-        # A little more than half a step: the numbers themselves are rounded too.
+        # A little more than half a step of the bias, because the sums themselves are rounded too.
         reach = 1.01 * float(source.scale.max()) / 2
         steps = (x.double() / grid.scale.double())[differ]
         if bool(((steps - steps.floor() - 0.5).abs() <= reach / grid.scale.double()).all()):
@@ -87,14 +102,14 @@ def why_prepared(
 
 
 def why_sums(sums: list[Accumulated]) -> str | None:
-    """Whether the kernels of a runtime overflow or saturate on sums of products, as a reason."""
+    """Returns OVERFLOW or SATURATION if these sums overflow or saturate in a runtime, otherwise None."""
     if any(_wrapped(one) is not None for one in sums):
         return OVERFLOW
     return SATURATION if any(did_saturate(one) for one in sums) else None
 
 
 def did_saturate(sums: Accumulated) -> bool:
-    """Whether the kernels of an x86 without VNNI would have saturated on these sums."""
+    """Returns True if kernels for x86 without VNNI would saturate on these sums."""
     saturated = _saturated(sums)
     return saturated is not None and not torch.equal(saturated, sums.sums.double())
 
@@ -111,7 +126,7 @@ def _codes_of_sums(sums: Tensor, source: Accumulated, origin: Origin, grid: Grid
 
 
 def _wrapped(sums: Accumulated) -> Tensor | None:
-    """What is left of sums in 32 bits; None if they fit."""
+    """Returns the sums wrapped to 32 bits. None if they fit."""
     exact = sums.sums.double()
     if not exact.numel() or float(exact.abs().max()) < _INT32:
         return None
@@ -126,7 +141,7 @@ def _saturated(sums: Accumulated) -> Tensor | None:
     if not can_saturate(levels) or sums.zero_point_in.numel() != 1 or input_grid_of(layer) is None:
         return None
     bias = None if layer.bias_codes is None else layer.bias_codes.double()
-    # Stored as unsigned numbers: a signed code is larger by 2^(bits - 1).
+    # Kernels read unsigned codes: signed ones are stored with an offset of 2^(bits - 1).
     grid = input_grid_of(layer).spec
     offset = -grid.qmin if grid.qmin < 0 else 0
     codes = sums.codes_in.double() + offset

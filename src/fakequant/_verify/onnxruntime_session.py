@@ -1,23 +1,32 @@
-"""An exported model in ONNX Runtime: its codes, and the kernels that compute them."""
+"""Runs an exported model in ONNX Runtime and reads its codes and kernels."""
 
 import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fakequant._onnx.fingerprint import digest_of_graph
 from fakequant._onnx.metadata_keys import GRAPH, INPUTS, OFFSET, PARAMETERS, QUANTIZER, TARGET
 from fakequant._util.optional_packages import require
 
-# What ONNX Runtime makes of layers; everything else computes in float.
+if TYPE_CHECKING:
+    import onnx
+
+Array = npt.NDArray[Any]  # of any dtype that ONNX has
+
+# The kernels of layers that compute with integers. All others compute in float.
 INTEGER_KERNELS = ("QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloat", "MatMulInteger", "ConvInteger")
 
 
 class Runtime:
-    """A session with all optimizations, that also returns the codes of every quantizer."""
+    """An exported file in two sessions with all optimizations. One of them also outputs the codes of quantizers."""
+
+    model: "onnx.ModelProto"
 
     def __init__(self, path: str | os.PathLike[str], threads: int = 1) -> None:
         onnx, ort = require("onnx", "onnx"), require("onnxruntime", "onnxruntime")
@@ -29,7 +38,7 @@ class Runtime:
             raise ValueError(
                 f"{path} is not an ONNX model: {error}\nUse a file that fakequant.export_onnx wrote."
             ) from error
-        # Values that hold codes, the quantizers they are of, and what was added to them.
+        # By the name of a value that holds codes: the paths of its quantizers and the offset of the codes.
         self.codes: dict[str, tuple[list[str], int]] = {}
         for node in self.model.graph.node:
             notes = {p.key: p.value for p in node.metadata_props}
@@ -54,29 +63,31 @@ class Runtime:
         self.inputs = [value.name for value in self.session.get_inputs()]
         self.outputs = [value.name for value in self.model.graph.output]
 
-    def initializer(self, name: str) -> Any:
-        """The values of a tensor in the file; None: there is no such tensor."""
+    def initializer(self, name: str) -> Array | None:
+        """Returns the value of a tensor in the file. None if there is no such tensor."""
         onnx = require("onnx", "onnx")
-        found = next((t for t in self.model.graph.initializer if t.name == name), None)
-        return None if found is None else onnx.numpy_helper.to_array(found)
+        for tensor in self.model.graph.initializer:
+            if tensor.name == name:
+                return np.asarray(onnx.numpy_helper.to_array(tensor))
+        return None
 
     @property
     def target(self) -> str | None:
-        """What the file was exported for."""
+        """The target for which the file was exported. None if the file does not say."""
         return self._noted(TARGET)
 
     @property
     def parameters(self) -> str | None:
-        """The hash of the parameters that the file was made of; None in files of older versions."""
+        """The hash of the exported parameters. None in files of older versions."""
         return self._noted(PARAMETERS)
 
     @property
     def is_as_written(self) -> bool:
-        """Whether the file is as `export_onnx` wrote it. Files of older versions do not say."""
+        """Whether the file is unchanged since `export_onnx` wrote it. False for files of older versions."""
         return self._noted(GRAPH) == digest_of_graph(self.model)
 
     def _arguments(self) -> list[str]:
-        """The arguments of the model that the inputs are, in their order."""
+        """Returns the names of the model's arguments, in the order of the file's inputs."""
         noted = self._noted(INPUTS)
         names = None if noted is None else json.loads(noted)
         return names if isinstance(names, list) and len(names) == len(self.inputs) else self.inputs
@@ -84,11 +95,13 @@ class Runtime:
     def _noted(self, key: str) -> str | None:
         return next((p.value for p in self.model.metadata_props if p.key == key), None)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[Any], dict[str, list[Any]]]:
-        """The results with codes watched, the results without, and the codes.
+    def run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Array], list[Array], dict[str, list[Array]]]:
+        """Returns the results of the session that outputs codes, the results of the other session, and the codes.
 
-        Codes are by quantizer, once for every time that it was called. Watching them keeps the runtime from some
-        optimizations, so both results are returned.
+        Codes are lists by quantizer path, with one entry per call. Outputting codes prevents some optimizations of the
+        runtime, so the results of both sessions are returned.
         """
         arguments = dict(zip(self.inputs, self._arguments(), strict=True))
         feed = {name: np.asarray(kwargs[key]) for name, key in arguments.items() if key in kwargs}
@@ -103,29 +116,29 @@ class Runtime:
             results = self.unwatched.run(self.outputs, feed)
         except Exception as error:  # of classes without a common base
             raise ValueError(self._cannot_run(feed, error)) from error
-        codes: dict[str, list[Any]] = {}
+        codes: dict[str, list[Array]] = {}
         for name, value in zip(names, found[len(self.outputs) :], strict=True):
             paths, offset = self.codes[name]
             for path in paths:
                 codes.setdefault(path, []).append(value.astype(np.int32) - offset)
         return found[: len(self.outputs)], results, codes
 
-    def _cannot_run(self, feed: dict[str, Any], error: Exception) -> str:
+    def _cannot_run(self, feed: dict[str, Array], error: Exception) -> str:
         takes = ", ".join(f"{value.name} of shape {value.shape}" for value in self.session.get_inputs())
         got = ", ".join(f"{name} of shape {list(value.shape)}" for name, value in feed.items())
         reason = str(error).strip().split("\n")[0]
         return (
             f"ONNX Runtime cannot run the file on this batch: {reason}\nThe file takes {takes}; the batch has {got}.\n"
-            "Use batches with the shapes of the example that was exported; only the length of the batch may differ."
+            "Use batches with the shapes of the exported example; only the batch size may differ."
         )
 
 
-def _offset(notes: dict[str, str], path: Any) -> int:
+def _offset(notes: dict[str, str], path: str | os.PathLike[str]) -> int:
     try:
         return int(notes[OFFSET])
     except (KeyError, ValueError) as error:
         raise ValueError(
-            f"{path} is damaged: the notes of a quantizer have no {OFFSET!r}.\n"
+            f"{path} is damaged: the metadata of a quantizer has no {OFFSET!r}.\n"
             "Use a file that fakequant.export_onnx wrote."
         ) from error
 
@@ -133,7 +146,7 @@ def _offset(notes: dict[str, str], path: Any) -> int:
 _PROVIDERS = ["CPUExecutionProvider"]
 
 
-def _options(ort: Any, threads: int) -> Any:
+def _options(ort: ModuleType, threads: int) -> Any:
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.intra_op_num_threads = threads
@@ -141,8 +154,8 @@ def _options(ort: Any, threads: int) -> Any:
     return options
 
 
-def _kernels(model: Any, ort: Any, threads: int) -> dict[str, str]:
-    """The operator that computes each layer after all optimizations, by the path of the layer."""
+def _kernels(model: "onnx.ModelProto", ort: ModuleType, threads: int) -> dict[str, str]:
+    """Returns the operator that computes each layer after all optimizations, by the path of the layer."""
     onnx = require("onnx", "onnx")
     with tempfile.TemporaryDirectory() as folder:
         options = _options(ort, threads)
@@ -154,7 +167,7 @@ def _kernels(model: Any, ort: Any, threads: int) -> dict[str, str]:
     readers = {name: node for node in graph.node for name in node.input}
     found = {}
     for layer in layers:
-        # Its codes may have been packed under another name; its scale keeps its own.
+        # The codes may have been packed under another name. The scale keeps its name.
         node = readers.get(f"{layer}weight_codes") or readers.get(f"{layer}weight_scale")
         while node is not None and node.op_type in ("DequantizeLinear", "Transpose", "Reshape", "Slice", "Cast"):
             node = readers.get(node.output[0])

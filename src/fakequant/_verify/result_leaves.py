@@ -1,4 +1,4 @@
-"""The tensors in what a model returns: any nesting of tuples, lists, dicts, named tuples and dataclasses."""
+"""Finds the tensors in a model's result: any nesting of tuples, lists, dicts, named tuples and dataclasses."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ _CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
 
 
 def tensors(result: Any) -> list[Tensor]:
-    """All tensors of a result, in the order in which torch's exporter has them.
+    """Returns all tensors of a result, in the order of torch's exporter.
 
     >>> import torch
     >>> tensors({"logits": torch.ones(1), "states": (torch.zeros(1), None)})
@@ -23,7 +23,7 @@ def tensors(result: Any) -> list[Tensor]:
 
 
 def constants(result: Any) -> list[Any]:
-    """All numbers, strings and None of a result."""
+    """Returns all leaves of a result that are not tensors: numbers, strings and None."""
     return [leaf for leaf in _leaves(result) if not isinstance(leaf, Tensor)]
 
 
@@ -34,7 +34,7 @@ def _leaves(result: Any) -> Iterator[Any]:
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             for field in dataclasses.fields(leaf):
                 yield from _leaves(getattr(leaf, field.name, None))
-        elif isinstance(leaf, dict):  # a class derived from dict that torch does not know
+        elif isinstance(leaf, dict):  # a subclass of dict that is not a registered pytree
             for value in leaf.values():
                 yield from _leaves(value)
         elif isinstance(leaf, (tuple, list)):
@@ -42,7 +42,7 @@ def _leaves(result: Any) -> Iterator[Any]:
                 yield from _leaves(value)
         else:
             raise TypeError(
-                f"The model returns a {type(leaf).__name__}, whose tensors cannot be found to be compared.\n"
+                f"The model returns a {type(leaf).__name__}, in which tensors to compare cannot be found.\n"
                 "Return tensors, tuples, lists, dicts or dataclasses, or register the class with "
                 "torch.utils._pytree.register_pytree_node."
             )

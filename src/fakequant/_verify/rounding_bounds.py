@@ -1,16 +1,16 @@
-"""What rounding can change: a computation is repeated with every float operation a little off.
+"""Measures the effect of rounding by repeating a computation with random rounding errors.
 
-Two programs that compute the same in float32 differ, because they add in another order or approximate functions
-otherwise. How far they may be apart is different for every element of a result: it depends on the numbers that were
-added to make it. `Perturbed` finds it out by experiment. While it is active, every operation that rounds returns
+Two programs that compute the same function in float32 may differ, because they add in a different order or approximate
+functions differently. The possible difference depends on the numbers that were added, so every element of a result has
+its own bound. `Perturbed` finds it by experiment. While it is active, every operation that rounds returns
 
     y + _AMPLITUDE * 2^-24 * magnitude * (+1 or -1, at random)
 
-where `magnitude` is |y|, or for sums the sum of the magnitudes of what is added. What differs between repetitions,
-rounding can explain. Elements that are selected, masked or filled with a constant do not move.
+where `magnitude` is |y|, or for a sum the sum of the magnitudes of its terms. Rounding explains a difference that is no
+larger than those between repetitions. Elements that are selected, masked or filled with a constant do not change.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count, islice
 from typing import Any
 
@@ -19,16 +19,16 @@ from torch import Tensor
 
 from fakequant._backends.torch.torch_private import TorchDispatchMode
 
-# In units of the rounding error of one float32 operation. Kernels of runtimes add some thousand numbers in blocks and
-# have approximations of functions that are off by a few units in the last place.
+# In units of the rounding error of one float32 operation. Runtime kernels add thousands of numbers in blocks and
+# approximate functions to a few units in the last place.
 _AMPLITUDE = 32
 _UNIT = 2.0**-24
 _REPETITIONS = 4
-# Results are within rounding if they are no further apart than this many times the largest change seen.
+# Results are within rounding if they differ by at most this factor times the largest change seen.
 _MARGIN = 2
 
 aten: Any = torch.ops.aten
-# Sums of products: the sum of magnitudes is the operation on magnitudes.
+# Sums of products. The sum of magnitudes is the same operation on the magnitudes of the arguments.
 _SUMS = {
     aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.addbmm, aten.addmv, aten.mv, aten.dot, aten.linear, aten.matmul,
     aten.convolution, aten._convolution, aten.mkldnn_convolution, aten.convolution_overrideable, aten.sum, aten.mean,
@@ -37,18 +37,18 @@ _SUMS = {
 }  # fmt: skip
 # Sums of their arguments.
 _ADDITIONS = {aten.add, aten.sub, aten.rsub, aten.addcmul, aten.addcdiv, aten.lerp}
-# Differences of numbers that are of the size of the deviation.
+# Normalizations subtract numbers whose size is about one standard deviation.
 _NORMS = {
     aten.native_layer_norm, aten.native_batch_norm, aten.native_group_norm, aten._native_batch_norm_legit,
     aten._native_batch_norm_legit_no_training, aten.cudnn_batch_norm,
 }  # fmt: skip
-# Smooth steps, which are differences of numbers that are of the size of their input.
+# Smooth functions that may be computed as differences of numbers as large as the input.
 _STEPS = {
     aten.gelu, aten.silu, aten.mish, aten.elu, aten.celu, aten.selu, aten.softplus, aten.tanh, aten.sigmoid, aten.erf,
     aten.log_sigmoid_forward, aten.hardswish, aten.hardsigmoid, aten.erfc, aten.expm1, aten.log1p, aten.sin, aten.cos,
 }  # fmt: skip
 _STEP_SIZE = 8.0
-# These select, move or fill elements.
+# Operations that only select, move or fill elements.
 _EXACT = {
     aten.relu, aten.clamp, aten.clamp_min, aten.clamp_max, aten.hardtanh, aten.where, aten.masked_fill, aten.cat,
     aten.stack, aten.index, aten.index_select, aten.index_put, aten.gather, aten.scatter, aten.embedding, aten.abs,
@@ -64,10 +64,10 @@ _EXACT = {
 
 
 class Perturbed(TorchDispatchMode):
-    """While it is active, every float operation is off by a random rounding error; `seed` says by which."""
+    """A mode that adds a random rounding error to the result of every float operation."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,7 +81,7 @@ class Perturbed(TorchDispatchMode):
             return result
         if isinstance(result, Tensor):
             return self._moved(packet, func, args, kwargs, inputs, result)
-        if isinstance(result, (tuple, list)):  # the first is the result, the others are statistics and indices
+        if isinstance(result, (tuple, list)):  # the first is the result, the rest are statistics or indices
             first, *rest = result
             if isinstance(first, Tensor):
                 first = self._moved(packet, func, args, kwargs, inputs, first)
@@ -120,25 +120,25 @@ def _magnitudes(value: Any) -> Any:
     return value
 
 
-def _first(result: Any) -> Tensor:
-    return result[0] if isinstance(result, (tuple, list)) else result
+def _first(result: Tensor | Sequence[Tensor]) -> Tensor:
+    return result if isinstance(result, Tensor) else result[0]
 
 
 class Rounding:
-    """How far results of a computation change when it is repeated with rounding errors."""
+    """The largest change of each result when a computation is repeated with rounding errors."""
 
     def __init__(self, compute: Callable[[], list[Tensor]], results: list[Tensor]) -> None:
-        """`compute` is called with errors; `results` are what it returns without."""
+        """`compute` is repeated with errors; `results` are its results without errors."""
         self._compute = compute
         self._exact = results
         self._seeds = count()
         self.changes = [torch.zeros(x.shape, dtype=torch.float64) for x in self._exact]
-        # Integers and bools that were not the same every time.
+        # Integers and bools that changed in a repetition.
         self.unsteady = [torch.zeros(x.shape, dtype=torch.bool) for x in self._exact]
         self.repeat(_REPETITIONS)
 
     def repeat(self, times: int) -> None:
-        """Computes so many times more, each with other errors."""
+        """Repeats the computation `times` times, each time with different errors."""
         for seed in islice(self._seeds, times):
             with Perturbed(seed):
                 again = self._compute()
@@ -151,6 +151,6 @@ class Rounding:
                 self.changes[number] = torch.maximum(self.changes[number], change.nan_to_num(0.0, torch.inf))
 
     def tolerance(self, number: int) -> Tensor:
-        """How far another program's result may be from this one, element by element."""
+        """Returns how far another program's result may be from result `number`, element by element."""
         last_place = (self._exact[number].double().abs() * 4 * _UNIT).nan_to_num(0.0, 0.0, 0.0)
         return _MARGIN * self.changes[number] + last_place

@@ -1,7 +1,7 @@
-"""Whether an exported file is of a model: equal codes, scales, zero points, biases and float parameters, bit by bit."""
+"""Checks that a file was exported from a model: all codes, scales, biases and float parameters must be equal."""
 
 import os
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 from torch import Tensor, nn
@@ -10,29 +10,31 @@ from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
 from fakequant._onnx.exported_modules import stored_tensors
 from fakequant._onnx.fingerprint import digest_of_parameters
-from fakequant._verify.onnxruntime_session import Runtime
+from fakequant._verify.onnxruntime_session import Array, Runtime
 
 
 def require_same_parameters(golden: nn.Module, runtime: Runtime, path: str | os.PathLike[str]) -> None:
-    """Raises ValueError if a tensor of the file is not that of the golden model."""
+    """Raises ValueError if a tensor of the file differs from that of the golden model."""
     found = False
     for module_path, module in golden.named_modules():
         for name, value in _tensors_of(module, module_path).items():
             there = runtime.initializer(name)
-            # A tensor that is absent was not computed with, or an equal one has its place.
+            # A tensor is absent if it is not used, or was merged with an equal one.
             if there is not None and not _same_bits(there, value):
-                _refuse(path, f"{name} is another there")
+                _refuse(path, f"{name} is different in the file")
             found |= there is not None
     if not found:
-        _refuse(path, "it has none of the model's tensors")
+        _refuse(path, "it contains none of the model's tensors")
     if runtime.parameters is not None and runtime.parameters != digest_of_parameters(golden):
-        _refuse(path, "one of the parameters is another there")
+        _refuse(path, "a parameter is different in the file")
 
 
-def _tensors_of(module: Any, path: str) -> dict[str, Tensor]:
-    """The tensors of a module by the names they have in a file."""
+def _tensors_of(module: nn.Module, path: str) -> dict[str, Tensor]:
+    """Returns the tensors of a module by their names in a file."""
     start = f"{path}." if path else ""
-    found = {f"{start}{name}": value for name, value in module._parameters.items() if value is not None}
+    found: dict[str, Tensor] = {
+        f"{start}{name}": value for name, value in module._parameters.items() if value is not None
+    }
     if isinstance(module, Grid):
         if module.scale is not None and module.zero_point is not None:
             found[f"{path}_scale"] = module.scale
@@ -42,12 +44,12 @@ def _tensors_of(module: Any, path: str) -> dict[str, Tensor]:
         found |= {f"{start}weight_codes": exported.codes, f"{start}weight_scale": module.weight_scale}
         if module.weight_zero_point is not None:
             found[f"{start}weight_zero_point"] = module.weight_zero_point
-        if module.bias_codes is not None:
+        if module.bias_codes is not None and exported.bias_scale is not None:
             found |= {f"{start}bias_codes": module.bias_codes, f"{start}bias_scale": exported.bias_scale}
     return found
 
 
-def _same_bits(there: Any, here: Tensor) -> bool:
+def _same_bits(there: Array, here: Tensor) -> bool:
     array = here.detach().cpu().numpy()
     if there.size != array.size:
         return False
@@ -57,7 +59,7 @@ def _same_bits(there: Any, here: Tensor) -> bool:
     return np.array_equal(there, array)
 
 
-def _refuse(path: Any, reason: str) -> NoReturn:
+def _refuse(path: str | os.PathLike[str], reason: str) -> NoReturn:
     raise ValueError(
         f"{path} does not belong to the model: {reason}.\n"
         "Export the model again with fakequant.export_onnx, or pass the model that was exported."

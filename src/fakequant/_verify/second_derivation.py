@@ -1,13 +1,9 @@
-"""A second derivation of what `convert` makes, to check it against: `verify` trusts neither.
+"""A check of `convert`: derives the golden model's parameters a second time and compares them.
 
-Codes, scales and biases of a golden model follow from the parameters of the prepared model:
-
-    weight             scale * code, equal to the quantized weight of the prepared model, bit by bit
-    with a norm        scale * |factor| and code * sign(factor)
-    bias               rint(bias / (x_scale * weight_scale))
+weight                   scale * code equals the prepared model's quantized weight, bit by bit
+with a folded norm       scale * |factor| and code * sign(factor)
+bias                     rint(bias / (x_scale * weight_scale))
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +15,17 @@ from fakequant.nn._bounded_parameters import whole
 from fakequant.nn._quantized_layer import QuantizedLayer, quantized_weight
 from fakequant.nn._quantizer import Quantizer
 
-# Beyond it a bias makes `convert` give its channel a larger scale, and with it other codes.
+# For a larger bias, `convert` increases the scale of the channel, which changes its codes.
 _LARGE_BIAS = 2**29
-# The product of a float32 scale and a float64 factor, rounded once to float32, over the product itself.
+# The relative error of a product that is rounded once to float32.
 _ONE_ROUNDING = 2.0**-24
 
 
 @torch.no_grad()
 def require_converted(model: nn.Module, golden: nn.Module, norms: dict[str, str]) -> None:
-    """Raises RuntimeError if the golden model does not hold what follows from the prepared model.
+    """Raises RuntimeError if the golden model's parameters do not follow from those of the prepared model.
 
-    `norms` are the paths of the batch norms that were folded, by the paths of the layers.
+    `norms` maps the paths of layers to the paths of the batch norms that were folded into them.
     """
     converted = dict(golden.named_modules())
     for path, module in model.named_modules():
@@ -48,8 +44,9 @@ def _require_grid(path: str, quantizer: Quantizer, made: Grid) -> None:
         _demand(torch.equal(zero_point, made.zero_point), path, "zero point")
 
 
-def _require_layer(path: str, layer: Any, made: Any, norm: nn.Module | None) -> None:
+def _require_layer(path: str, layer: QuantizedLayer, made: IntegerLayer, norm: nn.Module | None) -> None:
     kind = made._fakequant.kind
+    axis: int = kind.channel_axis
     bias = getattr(layer, kind.bias_name, None)
     bias = None if bias is None else whole(bias)
     if norm is not None:
@@ -66,30 +63,30 @@ def _require_layer(path: str, layer: Any, made: Any, norm: nn.Module | None) -> 
         return
     here, there = quantized_weight(layer).detach(), float_weight(made)
     if norm is None:
-        _demand(bool((_along(usual, here, kind).logical_not() | (here == there)).all()), path, "weight")
+        _demand(bool((_along(usual, here, axis).logical_not() | (here == there)).all()), path, "weight")
         return
     factor, tiny = factor_of(norm), torch.finfo(torch.float32).tiny
-    exact = here.double() * _along(factor, here, kind)
+    exact = here.double() * _along(factor, here, axis)
     close = (there.double() - exact).abs() <= exact.abs() * 4 * _ONE_ROUNDING + tiny
-    _demand(bool((_along(usual, here, kind).logical_not() | close).all()), path, "weight")
-    scale = layer.weight_quantizer.scale  # None where every token has its own
-    if scale is not None:
+    _demand(bool((_along(usual, here, axis).logical_not() | close).all()), path, "weight")
+    scale = None if layer.weight_quantizer is None else layer.weight_quantizer.scale
+    if isinstance(scale, Tensor):  # None if every token has its own scale
         exact = scale.double() * 2.0**-made._fakequant.weight_shift * factor.abs().reshape(-1, *[1] * (scale.dim() - 1))
         same = exact.clamp(min=tiny).float() == made.weight_scale
         _demand(bool((usual.reshape(-1, *[1] * (same.dim() - 1)).logical_not() | same).all()), path, "scale")
 
 
-def _along(value: Tensor, weight: Tensor, kind: Any) -> Tensor:
-    """Values per output channel in a shape that broadcasts with the weight."""
-    channels = weight.shape[kind.channel_axis]
-    if value.dim() == 0 or value.numel() != channels:  # groups of a transposed convolution share their weights' axis
+def _along(value: Tensor, weight: Tensor, axis: int) -> Tensor:
+    """Reshapes values per output channel so that they broadcast with the weight."""
+    channels = weight.shape[axis]
+    if value.dim() == 0 or value.numel() != channels:  # transposed convolution: its groups share the channel axis
         return value.all() if value.dtype == torch.bool else value
-    return value.reshape([-1 if a == kind.channel_axis else 1 for a in range(weight.dim())])
+    return value.reshape([-1 if a == axis else 1 for a in range(weight.dim())])
 
 
 def _demand(condition: bool, path: str, what: str) -> None:
     if not condition:
         raise RuntimeError(
-            f"The converted model has another {what} at {path} than the prepared model: this is a fault of fakequant.\n"
-            "Please report it, with the model's config."
+            f"The {what} of {path} differs between the converted and the prepared model. This is a bug in fakequant.\n"
+            "Please report it with the model's config."
         )

@@ -1,4 +1,4 @@
-"""What `verify` found: counts per quantizer, the results, and the verdict."""
+"""The result of `verify`: counts per quantizer, differences of the model's results, and the verdict."""
 
 import dataclasses
 from typing import Any
@@ -7,12 +7,12 @@ from fakequant._util.text_table import table
 from fakequant._verify.explain_codes import OVERFLOW, SATURATION
 from fakequant._verify.onnxruntime_session import INTEGER_KERNELS
 
-# How many codes of a whole model may lie on the other side of a tie: some, and a share of all codes.
+# Codes of a whole model that may differ at ties: a constant number plus a share of all codes.
 _SOME, _SHARE = 4, 1e-4
 
 
 def tolerated_ties(codes: int) -> int:
-    """How many of a model's codes may differ at ties.
+    """Returns how many of a model's codes may differ at ties.
 
     >>> tolerated_ties(1_000), tolerated_ties(1_000_000)
     (4, 104)
@@ -22,92 +22,91 @@ def tolerated_ties(codes: int) -> int:
 
 @dataclasses.dataclass
 class TensorReport:
-    """The codes of one quantizer, its layer by itself: the one before it started from equal codes."""
+    """The differences between the codes of one quantizer, counted with equal codes at the inputs of its layer."""
 
     path: str
     codes: int = 0
-    # Prepared model and golden model: how many differ, by how many steps at most, and how many of them are ties.
+    # Prepared and golden model: the number of codes that differ, the largest difference in steps, the number of ties.
     prepared_differ: int = 0
     prepared_steps: int = 0
     prepared_ties: int = 0
-    # Golden model and runtime.
+    # The same for golden model and runtime.
     runtime_differ: int = 0
     runtime_steps: int = 0
     runtime_ties: int = 0
-    # Why, where they differ.
+    # The reasons for the differences; empty if there are none.
     why_prepared: str = ""
     why_runtime: str = ""
 
     @property
     def why(self) -> str:
-        """Why there are differences, those of the runtime first."""
+        """The reasons for the differences, those of the runtime first."""
         return "; ".join(dict.fromkeys(reason for reason in (self.why_runtime, self.why_prepared) if reason))
 
     @property
     def is_equal_but_for_ties(self) -> bool:
-        """Whether every code that differs is at a tie: one step apart, and within rounding of the middle."""
+        """Whether every code that differs is at a tie: one step apart, and within rounding of the midpoint."""
         return self.prepared_differ == self.prepared_ties and self.runtime_differ == self.runtime_ties
 
 
 @dataclasses.dataclass
 class OutputReport:
-    """The results of the model."""
+    """The differences between the results of the models."""
 
-    # How many numbers were compared.
+    # The number of compared elements.
     numbers: int = 0
-    # The largest differences, each model by itself on the data.
+    # The largest differences from the golden model, each model run on its own codes.
     prepared_difference: float = 0.0
     runtime_difference: float = 0.0
     # The largest finite result of the golden model.
     largest: float = 0.0
-    # From the codes of the prepared model: how many of its results rounding cannot explain, and why they differ.
+    # Results of the prepared model that rounding does not explain, with the golden model run on its codes, and why.
     prepared_unexplained: int = 0
     why_prepared: str = ""
-    # The same of the runtime, from its codes.
+    # The same for the runtime.
     runtime_unexplained: int = 0
     why: str = ""
-    # Whether the runtime's results are those of the golden model, bit by bit.
+    # Whether the runtime's results equal those of the golden model bit by bit.
     runtime_is_equal: bool = True
-    # How far the runtime's results change, beyond rounding, when its codes are looked at.
+    # The largest change of the runtime's results, beyond rounding, when it also outputs its codes.
     disturbance: float = 0.0
-    # Rows of two-dimensional results, and how many have their largest number in the same place in prepared model and
-    # runtime.
+    # The number of rows of two-dimensional results, and of rows with the same argmax in prepared model and runtime.
     rows: int = 0
     agreeing: int = 0
 
 
 @dataclasses.dataclass
 class Verification:
-    """What `verify` found; prints as tables."""
+    """The result of `verify`. Prints as tables."""
 
     target: str
     tensors: list[TensorReport]
-    # The kernel of every layer in the runtime.
+    # The runtime's kernel for each layer, by path.
     kernels: dict[str, str]
     outputs: OutputReport
-    # Quantizers that are not compared, and why.
+    # Quantizers that are not compared, with the reason.
     skipped: dict[str, str]
-    # The file is not as `export_onnx` wrote it, or it was written before files said so.
+    # Whether the file was changed after `export_onnx` wrote it, or comes from a version that stored no hash.
     is_changed: bool = False
 
     @property
     def ok(self) -> bool:
-        """Whether the runtime computes what was trained.
+        """Whether the runtime computes the same as the prepared model.
 
-        The parameters are equal, or the file would not belong to the model. All codes are equal, but for a few that
-        rounding put on the other side of a tie. All results are equal up to what rounding can explain, element by
-        element. In a file that was changed after it was written, codes and results are equal bit by bit.
+        If True, all codes are equal except for a few ties, and every element of the results is equal up to rounding.
+        For a file that was changed after the export, all codes and results are equal bit by bit. Parameters are always
+        equal: `verify` raises ValueError if they are not.
         """
         return self.problem is None
 
     @property
     def problem(self) -> str | None:
-        """What is wrong, in a sentence; None if all is well."""
+        """A sentence that says why `ok` is False. None if it is True."""
         out = self.outputs
         codes = sum(t.codes for t in self.tensors)
         failed = next((t for t in self.tensors if t.runtime_differ > t.runtime_ties), None)
         if failed is not None:
-            return f"The runtime computes something else, first at {failed.path}: {failed.why_runtime}."
+            return f"The runtime's codes differ from the golden model's, first at {failed.path}: {failed.why_runtime}."
         failed = next((t for t in self.tensors if t.prepared_differ > t.prepared_ties), None)
         if failed is not None:
             return (
@@ -116,26 +115,26 @@ class Verification:
             )
         if out.disturbance:
             return (
-                f"The runtime's results change by {out.disturbance:.3g} when its codes are looked at: it merges "
+                f"The runtime's results change by {out.disturbance:.3g} when its codes are read, because it merges "
                 "quantizers that follow each other.\nGive them the same spec and observer."
             )
         if out.runtime_unexplained:
-            return f"The runtime has other results after the last quantizer: {out.why}."
+            return f"The runtime's results differ from the golden model's after the last quantizer: {out.why}."
         if out.prepared_unexplained:
-            return f"The golden model has other results than the prepared one: {out.why_prepared}."
+            return f"The golden model's results differ from the prepared model's: {out.why_prepared}."
         for whose, name in (("runtime", "runtime and golden model"), ("prepared", "prepared and golden model")):
             ties = sum(getattr(t, f"{whose}_ties") for t in self.tensors)
             if ties > tolerated_ties(codes):
                 most = max(self.tensors, key=lambda t: getattr(t, f"{whose}_ties"))
                 return (
-                    f"{ties} of {codes} codes of {name} are on other sides of ties, most of them at {most.path}; "
-                    f"{tolerated_ties(codes)} would be usual."
+                    f"{ties} of {codes} codes of {name} differ at ties, most of them at {most.path}; at most "
+                    f"{tolerated_ties(codes)} are tolerated."
                 )
         if self.is_changed and not (self.first_difference is None and out.runtime_is_equal):
             return (
                 "The file was changed after fakequant.export_onnx wrote it, or an older version wrote it, and its "
-                "results are not equal bit by bit: what was changed cannot be told from rounding.\n"
-                "Export the model again, and verify that file."
+                "results are not equal bit by bit, so a change cannot be distinguished from rounding.\n"
+                "Export the model again and verify the new file."
             )
         return None
 
@@ -146,12 +145,12 @@ class Verification:
 
     @property
     def saturates(self) -> bool:
-        """Whether the kernels of this CPU saturated."""
+        """Whether kernels saturated on this CPU."""
         return self._is_named(SATURATION)
 
     @property
     def overflows(self) -> bool:
-        """Whether sums did not fit 32 bits."""
+        """Whether sums of products did not fit in 32 bits."""
         return self._is_named(OVERFLOW)
 
     def _is_named(self, reason: str) -> bool:
@@ -159,7 +158,7 @@ class Verification:
 
     @property
     def first_difference(self) -> str | None:
-        """The first quantizer, in the order of the model, where runtime and golden model differ; ties count."""
+        """The first quantizer, in the model's order, at which runtime and golden model differ, ties included."""
         return next((t.path for t in self.tensors if t.runtime_differ), None)
 
     @property
@@ -168,7 +167,7 @@ class Verification:
         return [path for path, kernel in self.kernels.items() if kernel not in INTEGER_KERNELS]
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as dicts, lists, numbers and strings."""
+        """Returns the result as dicts, lists, numbers and strings."""
         return {**dataclasses.asdict(self), "ok": self.ok, "first_difference": self.first_difference}
 
     def __str__(self) -> str:
@@ -189,24 +188,24 @@ class Verification:
         return "\n\n".join(parts)
 
     def verdict(self) -> str:
-        """In words: whether all codes are equal, and how far results are apart."""
+        """Returns a summary in words: the differences of the results, and `problem` if there is one."""
         out = self.outputs
         lines = [
             f"results: prepared / golden differ by {out.prepared_difference:.3g} at most, golden / runtime by "
             f"{out.runtime_difference:.3g}"
         ]
         if out.rows:
-            lines.append(f"largest number of a row: the same in {out.agreeing} of {out.rows} rows")
+            lines.append(f"argmax: the same in {out.agreeing} of {out.rows} rows")
         if self.problem is not None:
             lines.append(self.problem)
         elif not self.tensors:
             lines.append(
-                "No activation has a fixed scale: the weights have the same codes, and the results agree up to "
+                "No activation has a fixed scale. The weights have the same codes, and the results agree up to "
                 "rounding."
             )
         else:
             ties = sum(t.runtime_differ for t in self.tensors)
-            lines.append("The runtime computes what was trained" + (f", but for {ties} ties." if ties else "."))
+            lines.append("The runtime computes what was trained" + (f", except for {ties} ties." if ties else "."))
         return "\n".join(lines)
 
 

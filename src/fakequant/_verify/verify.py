@@ -1,4 +1,4 @@
-"""`verify`: whether what was trained, what was converted and what runs have the same codes and results."""
+"""`verify`: compares the codes and results of a prepared model, its golden model and an exported file."""
 
 import dataclasses
 import os
@@ -25,10 +25,12 @@ from fakequant._verify.second_derivation import require_converted
 from fakequant._verify.verdict import OutputReport, TensorReport, Verification
 from fakequant.nn._quantizer import Quantizer
 
-# Codes by the paths of quantizers, once for every time that one was called.
+# Codes by quantizer path, one tensor per call of the quantizer.
 Codes = dict[str, list[Tensor]]
 _Whose = Literal["prepared", "runtime"]
-# An error puts a number at a tie on either side: that all leave it on one side has a chance of 2^-32.
+# Positional and keyword arguments of a model, which are any nesting of tensors and constants.
+_Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+# 32 repetitions in all, with the first 4. The chance that errors leave a tie on the same side every time is 2^-32.
 _MORE_REPETITIONS = 28
 
 
@@ -38,21 +40,21 @@ def verify(
 ) -> Verification:
     """Runs a prepared model, its golden model and an exported file on data, and compares every code and result.
 
-    Each quantizer is looked at by itself: the golden model is given the codes of the prepared model, and in a
-    second pass those of the runtime, before every layer, so that a difference is counted where it arises and
-    not in everything after it. Results after the last quantizers are compared in the same way. Codes may differ at
-    ties, and results by rounding; how far that can go is found out for every element by repeating the computation
-    with rounding errors. Other differences have a reason, which is found by computing what would be if: with sums
-    that overflow or saturate, with operations one by one, with a reciprocal.
+    Each quantizer is compared separately. The golden model runs once with every layer's input replaced by the codes of
+    the prepared model, and once with those of the runtime, so a difference is counted only where it arises. Results
+    after the last quantizers are compared in the same way. Codes may differ at ties, and results by rounding. The
+    rounding allowed for each element is measured by repeating the computation with random rounding errors. Any other
+    difference is explained, if possible, by simulating its likely causes: sums that overflow or saturate, unfused
+    operations, multiplication by a reciprocal.
 
     Args:
-        model: A prepared model, with its scales.
-        onnx_path: A file that `export_onnx` wrote of this model.
+        model: A prepared and calibrated model.
+        onnx_path: The file that `export_onnx` wrote for this model.
         data: Batches, such as a DataLoader or a list. A batch is a tensor, a dict of keyword arguments, or a tuple.
         steps: The number of batches to use; None for all.
 
     Returns:
-        A `Verification`, whose `ok` says whether the file computes what was trained.
+        A `Verification`. Its `ok` is True if the file computes the same as the prepared model.
 
     Needs `pip install "fakequant[onnx]"`.
 
@@ -76,56 +78,56 @@ def verify(
     require_same_parameters(golden, runtime, onnx_path)
     comparison = _Comparison(model, golden, runtime)
     if callable(data) and not isinstance(data, Iterable):
-        raise TypeError("`data` must be batches here, which all three models are run on, not a function.")
+        raise TypeError("`data` must be an iterable of batches, because three models run on it, not a function.")
     with evaluating(model), torch.autocast("cpu", enabled=False):
         run(model, data, steps, call=comparison.compare)
     if not comparison.batches:
-        raise ValueError("`data` has no batches: there was nothing to compare.")
+        raise ValueError("`data` has no batches, so there is nothing to compare.")
     found = comparison.result()
     if not found.outputs.numbers and not any(t.codes for t in found.tensors):
-        raise ValueError("The batches of `data` are empty: there was nothing to compare.")
+        raise ValueError("The batches of `data` are empty, so there is nothing to compare.")
     return found
 
 
 @dataclasses.dataclass
 class _Difference:
-    """Codes of the golden model and of another one that differ at one call of a grid."""
+    """Codes of the golden model and another model that differ at one call of a grid."""
 
     path: str
     call: int
     grid: GridOf
-    # What the grid was given, where it comes from, and the sums of layers that ran since the last grid.
+    # The grid's input, the origin of that input, and the sums of the layers that ran since the previous grid.
     x: Tensor
     origin: Origin | None
     before: list[Accumulated]
-    mine: Tensor
-    theirs: Tensor
+    golden: Tensor
+    other: Tensor
 
 
 @dataclasses.dataclass
 class _Pass:
-    """What the golden model computed from the codes of another one."""
+    """A run of the golden model on the codes of another model."""
 
     results: list[Tensor]
-    # How many codes were compared, by path.
+    # The number of compared codes, by quantizer path.
     compared: dict[str, int]
     differences: list[_Difference]
-    # Sums of layers after the last grid.
+    # The sums of the layers after the last grid.
     sums: list[Accumulated]
 
 
 class _Comparison:
-    """Counts over batches."""
+    """Runs the three models batch by batch and collects the differences."""
 
     def __init__(self, model: nn.Module, golden: nn.Module, runtime: Runtime) -> None:
         self.model, self.golden, self.runtime = model, golden, runtime
         self.grids = {path: module for path, module in golden.named_modules() if isinstance(module, Grid)}
         self.reports: dict[str, TensorReport] = {}
-        # Why codes differ, in the order found, by quantizer and by whose codes they are.
+        # Reasons for differing codes, in the order found, by quantizer path and model.
         self.reasons: dict[tuple[str, _Whose], dict[str, None]] = {}
         self.skipped: dict[str, str] = {}
-        # Whether there are grids whose codes are not compared: there, rounding may change a code, and much after it.
-        self.flips = not all(grid.has_one_scale for grid in self.grids.values())
+        # Whether some grids are not compared. Rounding may change a code there, and with it all later results.
+        self.has_uncompared_grids = not all(grid.has_one_scale for grid in self.grids.values())
         self.outputs = OutputReport()
         self.batches = 0
 
@@ -136,17 +138,19 @@ class _Comparison:
         watched, results, codes = self.runtime.run(args, kwargs)
         runtime_codes = {path: [torch.from_numpy(c).float() for c in arrays] for path, arrays in codes.items()}
         own, given = copied(*inputs)
-        free = self.golden(*own, **given)
-        if result_leaves.constants(prepared) != result_leaves.constants(free):
-            raise ValueError("The prepared and the golden model return different constants: they cannot be compared.")
+        golden = self.golden(*own, **given)
+        if result_leaves.constants(prepared) != result_leaves.constants(golden):
+            raise ValueError(
+                "The prepared and the golden model return different constants, so they cannot be compared."
+            )
         ran = [torch.from_numpy(np.array(value)) for value in results]
-        _require_as_many(result_leaves.tensors(free), ran)
+        _require_comparable(result_leaves.tensors(golden), ran)
         self._judge("prepared", prepared_codes, result_leaves.tensors(prepared), None, inputs)
         seen = [torch.from_numpy(np.array(value)) for value in watched]
         self._judge("runtime", runtime_codes, ran, seen, inputs)
-        self._note_outputs(result_leaves.tensors(prepared), result_leaves.tensors(free), ran)
+        self._compare_outputs(result_leaves.tensors(prepared), result_leaves.tensors(golden), ran)
 
-    def _run_prepared(self, args: Any, kwargs: Any) -> tuple[Any, Codes]:
+    def _run_prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Codes]:
         codes: Codes = {}
 
         def keep(path: str, grid: GridOf) -> Callable[..., None]:
@@ -163,25 +167,26 @@ class _Comparison:
             for handle in handles:
                 handle.remove()
 
-    # --- the golden model with the codes of another one --------------------------------------------
+    # --- the golden model on the codes of another model --------------------------------------------
 
-    def _forced(self, codes: Codes, inputs: Any, whose: _Whose) -> _Pass:
-        """Runs the golden model, compares at every grid, and goes on with the codes of the other model."""
+    def _run_golden_on(self, codes: Codes, inputs: _Inputs, whose: _Whose) -> _Pass:
+        """Runs the golden model, compares the codes at every grid, and continues with those of the other model."""
         found = _Pass([], {}, [], [])
 
-        def look(path: str, call: int, grid: GridOf, x: Tensor, y: Tensor, theirs: Tensor) -> None:
-            mine = codes_of(plain(y), grid)
-            theirs = theirs.reshape(mine.shape)
-            found.compared[path] = found.compared.get(path, 0) + mine.numel()
+        def visit(path: str, call: int, grid: GridOf, x: Tensor, y: Tensor, other: Tensor) -> None:
+            golden = codes_of(plain(y), grid)
+            other = other.reshape(golden.shape)
+            found.compared[path] = found.compared.get(path, 0) + golden.numel()
             before, found.sums = found.sums, []
-            if not bool(((mine == theirs) | (mine.isnan() & theirs.isnan())).all()):
-                found.differences.append(_Difference(path, call, grid, plain(x), origin_of(x), before, mine, theirs))
+            if not bool(((golden == other) | (golden.isnan() & other.isnan())).all()):
+                found.differences.append(_Difference(path, call, grid, plain(x), origin_of(x), before, golden, other))
 
-        def remember(module: Any, args: Any, y: Any) -> None:
-            if isinstance(y, Tensor) and isinstance(origin_of(y), Accumulated):
-                found.sums.append(origin_of(y))  # type: ignore[arg-type]
+        def remember(module: nn.Module, args: Any, y: Any) -> None:
+            origin = origin_of(y) if isinstance(y, Tensor) else None
+            if isinstance(origin, Accumulated):
+                found.sums.append(origin)
 
-        with self._taking_codes(codes, look, whose):
+        with self._substituting(codes, visit, whose):
             handles = [m.register_forward_hook(remember) for m in self.golden.modules() if isinstance(m, IntegerLayer)]
             try:
                 args, kwargs = copied(*inputs)
@@ -192,27 +197,29 @@ class _Comparison:
         return found
 
     @contextmanager
-    def _taking_codes(self, codes: Codes, look: Callable[..., None], whose: _Whose) -> Iterator[None]:
-        """While it lasts, every grid of the golden model returns what the codes of another model stand for.
+    def _substituting(self, codes: Codes, visit: Callable[..., None], whose: _Whose) -> Iterator[None]:
+        """Makes every grid of the golden model return the dequantized codes of another model.
 
-        `look` is called at every grid whose codes are known, before they take the place of its result.
+        `visit` is called at every grid for which there are codes, before they replace its result.
         """
         calls: dict[str, int] = {}
 
-        def hook(path: str) -> Callable[..., Any]:
-            def take(module: Any, args: Any, y: Tensor) -> Any:
+        def hook(path: str) -> Callable[[Grid, tuple[Tensor], Tensor], Tensor | None]:
+            def take(module: Grid, args: tuple[Tensor], y: Tensor) -> Tensor | None:
                 call = calls[path] = calls.get(path, -1) + 1
-                theirs = codes.get(path)
+                other = codes.get(path)
                 if not module.has_one_scale:
-                    self.skipped[path] = "its scale is found at run time, or there are several"
+                    self.skipped[path] = "it has a scale that is computed at run time, or more than one scale"
                     return None
-                if theirs is None or call >= len(theirs):
+                if other is None or call >= len(other):
                     if whose == "runtime":
-                        self.skipped[path] = "the file has no codes of its own for it: another quantizer has the same"
+                        self.skipped[path] = (
+                            "the file has no separate codes for it: it was merged with an equal quantizer"
+                        )
                     return None
                 grid = module.grid_for(args[0])
-                look(path, call, grid, args[0], y, theirs[call])
-                return on_grid((theirs[call].reshape(y.shape) - grid.zero_point) * grid.scale, grid)
+                visit(path, call, grid, args[0], y, other[call])
+                return on_grid((other[call].reshape(y.shape) - grid.zero_point) * grid.scale, grid)
 
             return take
 
@@ -226,13 +233,18 @@ class _Comparison:
     # --- judging ------------------------------------------------------------------------------------
 
     def _judge(
-        self, whose: _Whose, codes: Codes, results: list[Tensor], watched: list[Tensor] | None, inputs: Any
+        self, whose: _Whose, codes: Codes, results: list[Tensor], watched: list[Tensor] | None, inputs: _Inputs
     ) -> None:
-        """Counts the differences between the golden model and another one, from the codes of that one.
+        """Counts the differences between another model and the golden model run on that model's codes.
 
-        `watched` are the runtime's results when its codes are looked at.
+        Args:
+            whose: Which model is compared with the golden model.
+            codes: The codes of that model.
+            results: The results of that model.
+            watched: The runtime's results in the session that also outputs codes. None for the prepared model.
+            inputs: The positional and keyword arguments of the batch.
         """
-        found = self._forced(codes, inputs, whose)
+        found = self._run_golden_on(codes, inputs, whose)
         for path, number in found.compared.items():
             report = self.reports.setdefault(path, TensorReport(path))
             report.codes += number if whose == "prepared" else 0
@@ -243,7 +255,7 @@ class _Comparison:
         if same and is_steady and not found.differences:
             return
         rounding = self._rounding(codes, inputs, found)
-        if self.flips and not self._is_explained(found, results, rounding):
+        if self.has_uncompared_grids and not self._is_explained(found, results, rounding):
             rounding.repeat(_MORE_REPETITIONS)
         for number, difference in enumerate(found.differences):
             self._count(whose, difference, rounding.tolerance(number))
@@ -255,25 +267,25 @@ class _Comparison:
                 self.outputs.disturbance = max(self.outputs.disturbance, _largest(a, b))
 
     def _is_explained(self, found: _Pass, results: list[Tensor], rounding: Rounding) -> bool:
-        """Whether rounding explains all results."""
+        """Returns True if rounding explains all differences between the results."""
         first = len(found.differences)
         return not any(
             bool(_beyond(a, b, rounding.tolerance(first + number), rounding.unsteady[first + number]).any())
             for number, (a, b) in enumerate(zip(found.results, results, strict=True))
         )
 
-    def _rounding(self, codes: Codes, inputs: Any, found: _Pass) -> Rounding:
-        """What rounding can change in the inputs of grids that differ, and in the results."""
+    def _rounding(self, codes: Codes, inputs: _Inputs, found: _Pass) -> Rounding:
+        """Measures the effect of rounding on the inputs of the grids that differ and on the results."""
         wanted = {(d.path, d.call): number for number, d in enumerate(found.differences)}
 
         def compute() -> list[Tensor]:
             kept: dict[int, Tensor] = {}
 
-            def look(path: str, call: int, grid: GridOf, x: Tensor, y: Tensor, theirs: Tensor) -> None:
+            def visit(path: str, call: int, grid: GridOf, x: Tensor, y: Tensor, other: Tensor) -> None:
                 if (path, call) in wanted:
                     kept[wanted[path, call]] = plain(x)
 
-            with self._taking_codes(codes, look, "prepared"):
+            with self._substituting(codes, visit, "prepared"):
                 args, kwargs = copied(*inputs)
                 results = result_leaves.tensors(self.golden(*args, **kwargs))
             return [*(kept[number] for number in range(len(wanted))), *results]
@@ -282,10 +294,10 @@ class _Comparison:
 
     def _count(self, whose: _Whose, found: _Difference, tolerance: Tensor) -> None:
         report = self.reports[found.path]
-        mine, theirs = found.mine, found.theirs
-        differ = (mine != theirs) & ~(mine.isnan() & theirs.isnan())
-        at_tie = differ & ties(found.x, found.grid, tolerance, mine, theirs)
-        steps = (mine - theirs).abs()[differ].nan_to_num(0)
+        golden, other = found.golden, found.other
+        differ = (golden != other) & ~(golden.isnan() & other.isnan())
+        at_tie = differ & ties(found.x, found.grid, tolerance, golden, other)
+        steps = (golden - other).abs()[differ].nan_to_num(0)
         _add(report, f"{whose}_differ", int(differ.sum()))
         _add(report, f"{whose}_ties", int(at_tie.sum()))
         most = max(getattr(report, f"{whose}_steps"), int(steps.max()))
@@ -293,10 +305,10 @@ class _Comparison:
         rest, reason = differ & ~at_tie, TIE
         if bool(rest.any()):
             why = why_runtime if whose == "runtime" else why_prepared
-            reason = why(found.origin, found.x, found.grid, found.before, mine, theirs, rest)
+            reason = why(found.origin, found.x, found.grid, found.before, golden, other, rest)
         reasons = self.reasons.setdefault((found.path, whose), {})
         reasons[reason] = None
-        # Ties are worth a word only where there is nothing else.
+        # Ties are mentioned only if there is no other reason.
         setattr(report, f"why_{whose}", "; ".join([one for one in reasons if one != TIE] or [TIE]))
 
     def _count_results(
@@ -312,7 +324,7 @@ class _Comparison:
             name = "why" if whose == "runtime" else "why_prepared"
             setattr(self.outputs, name, getattr(self.outputs, name) or reason)
 
-    def _note_outputs(self, prepared: list[Tensor], golden: list[Tensor], runtime: list[Tensor]) -> None:
+    def _compare_outputs(self, prepared: list[Tensor], golden: list[Tensor], runtime: list[Tensor]) -> None:
         out = self.outputs
         for a, b, c in zip(prepared, golden, runtime, strict=True):
             out.numbers += b.numel()
@@ -326,22 +338,22 @@ class _Comparison:
                 out.agreeing += int((a.argmax(1) == c.argmax(1)).sum())
 
     def result(self) -> Verification:
-        """Everything that was counted, in the order of the model."""
+        """Returns all counts, in the order of the model."""
         target, tensors = self.runtime.target or "generic", list(self.reports.values())
         changed = not self.runtime.is_as_written
         return Verification(target, tensors, self.runtime.kernels, self.outputs, self.skipped, changed)
 
 
-def _require_as_many(golden: list[Tensor], runtime: list[Tensor]) -> None:
+def _require_comparable(golden: list[Tensor], runtime: list[Tensor]) -> None:
     if len(golden) != len(runtime):
         raise ValueError(
-            f"The model returns {len(golden)} tensors and the file {len(runtime)}: they cannot be compared.\n"
+            f"The model returns {len(golden)} tensors and the file {len(runtime)}, so they cannot be compared.\n"
             "Export the model again with fakequant.export_onnx."
         )
     for number, (a, b) in enumerate(zip(golden, runtime, strict=True)):
         if a.shape != b.shape or a.is_floating_point() != b.is_floating_point():
             raise ValueError(
-                f"Result {number} is {_kind(a)} in the model and {_kind(b)} in the file: they cannot be compared.\n"
+                f"Result {number} is {_kind(a)} in the model and {_kind(b)} in the file, so they cannot be compared.\n"
                 "Export the model again with fakequant.export_onnx."
             )
 
@@ -350,28 +362,28 @@ def _kind(x: Tensor) -> str:
     return f"{str(x.dtype)[6:]} of shape {tuple(x.shape)}"
 
 
-def _add(report: Any, name: str, number: int) -> None:
+def _add(report: TensorReport | OutputReport, name: str, number: int) -> None:
     setattr(report, name, getattr(report, name) + number)
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
-    """Whether all numbers are equal; a NaN is equal to a NaN."""
+    """Returns True if all elements are equal. NaN equals NaN."""
     if a.is_floating_point():
         return bool(((a == b) | (a.isnan() & b.isnan())).all())
     return torch.equal(a.to(b.dtype), b)
 
 
 def _beyond(a: Tensor, b: Tensor, tolerance: Tensor, unsteady: Tensor) -> Tensor:
-    """Which elements differ by more than the tolerance; integers that rounding changes may differ."""
+    """Returns a mask of the elements that differ by more than the tolerance. Unsteady integers may differ."""
     if not a.is_floating_point():
         return (a != b) & ~unsteady
     differ = (a != b) & ~(a.isnan() & b.isnan())
     far = (a.double() - b.double()).abs()
-    return differ & ~(far <= tolerance)  # what is not finite on one side only is no number
+    return differ & ~(far <= tolerance)  # also True if only one side is finite: `far` is inf or NaN
 
 
 def _largest(a: Tensor, b: Tensor) -> float:
-    """The largest difference; what is NaN on one side only is infinitely far."""
+    """Returns the largest difference, infinity if only one side is NaN."""
     if not a.numel():
         return 0.0
     a, b = a.double(), b.double()

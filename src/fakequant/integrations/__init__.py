@@ -1,1 +1,1 @@
-"""Callbacks for trainers of other libraries; each file needs its library."""
+"""Callbacks for the trainers of other libraries. Each module needs its library to be installed."""

@@ -1,4 +1,4 @@
-"""What the callbacks for all trainers share: calibration that leaves no trace, and figures of health."""
+"""Shared by the callbacks for all trainers: calibration without side effects, and health metrics."""
 
 import copy
 import random
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,11 +17,17 @@ from fakequant._prepare.prepare import is_prepared
 from fakequant._train.calibrate import calibrate
 from fakequant._train.health import health
 from fakequant._train.running import evaluating
+from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._quantized_layer import QuantizedLayer
-from fakequant.nn._quantizer import Quantizer, quantizers
+from fakequant.nn._quantizer import Quantizer
 
-_BY_HAND = "Calibrate before training, fakequant.calibrate(model, batches), and use QATCallback(calibrate=None)."
-# What `health` finds for a quantizer, and which of two values is the worse.
+# Whatever the model's forward pass takes.
+Batch: TypeAlias = Any
+# A generator or None, and a sampler of rows or of batches.
+_State: TypeAlias = tuple[torch.Generator | None, Any]
+
+_BY_HAND = "Call fakequant.calibrate(model, batches) before training, and use QATCallback(calibrate=None)."
+# The logged fields of `QuantizerHealth`, each with the function that finds the worst value.
 _WORST: dict[str, Callable[[Iterable[float]], float]] = {
     "clipped": max,
     "levels_used": min,
@@ -31,8 +37,8 @@ _WORST: dict[str, Callable[[Iterable[float]], float]] = {
 }
 
 
-def check_options(calibrate: Any, log_health: Any) -> None:
-    """That the options of a callback are a number of batches or None, and a bool."""
+def check_options(calibrate: object, log_health: object) -> None:
+    """Raises an error unless `calibrate` is a positive int or None, and `log_health` is a bool."""
     if calibrate is not None and (type(calibrate) is not int or calibrate < 1):
         raise ValueError(
             f"`calibrate` must be a number of batches, 1 or more, or None for no calibration, got {calibrate!r}."
@@ -46,7 +52,7 @@ def require_quantizers(model: nn.Module) -> None:
     if next(quantizers(model), None) is None:
         raise ValueError(
             f"QATCallback found no quantizers in the model, a {type(model).__name__}: it is a float model.\n"
-            "Use fakequant.prepare(model, config) before the model is given to the trainer, or leave out the callback."
+            "Use fakequant.prepare(model, config) before you pass the model to the trainer, or remove the callback."
         )
 
 
@@ -54,16 +60,16 @@ def require_quantizers(model: nn.Module) -> None:
 
 
 def needs_calibration(model: nn.Module) -> bool:
-    """Whether no quantizer of an activation has a scale yet, and there is one that needs data for it.
+    """Returns True if some activation quantizers need data for a scale, and none of them has one yet.
 
-    A layer that no data reaches never gets a scale: it is no reason to calibrate again.
+    One quantizer without a scale is not a reason to calibrate again: data may never reach its layer.
     """
     of_weights = {module.weight_quantizer for module in model.modules() if isinstance(module, QuantizedLayer)}
     waiting = [q for _, q in quantizers(model) if q not in of_weights and _needs_data(q)]
     return bool(waiting) and not any(map(_has_scale, waiting))
 
 
-def _needs_data(quantizer: Any) -> bool:
+def _needs_data(quantizer: Quantizer) -> bool:
     return not quantizer.is_dynamic and getattr(getattr(quantizer, "observer", None), "needs_data", True)
 
 
@@ -76,7 +82,7 @@ def _has_scale(quantizer: Quantizer) -> bool:
 
 
 def calibrate_without_trace(model: nn.Module, run: Callable[[], None]) -> None:
-    """Calibrates a model by what `run` passes through it; random states and modes are what they were."""
+    """Calibrates a model with the data that `run` passes through it. Random states and modes are restored."""
     roots = [module for module in model.modules() if is_prepared(module)]
     with random_states_kept(), evaluating(model):
         calibrate(roots[0] if len(roots) == 1 else model, lambda _: run(), progress=False)
@@ -84,7 +90,7 @@ def calibrate_without_trace(model: nn.Module, run: Callable[[], None]) -> None:
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Afterwards the random states of Python, NumPy and torch, on the CPU and on CUDA, are what they were."""
+    """Restores the random states of Python, NumPy and torch, on the CPU and on CUDA, at the end."""
     python, array = random.getstate(), np.random.get_state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     try:
@@ -95,52 +101,52 @@ def random_states_kept() -> Iterator[None]:
         np.random.set_state(array)
 
 
-def first_batches(loader: Any, number: int) -> Iterator[Any]:
-    """The batches that `loader` will begin with, read past it: its samplers, generators and workers are not used.
+def first_batches(loader: Iterable[Batch], number: int) -> Iterator[Batch]:
+    """Yields the first batches of `loader` without changing the state of its samplers, generators and workers.
 
-    Nothing happens before the first one is asked for: a loader draws random numbers when its iterator is made.
+    Nothing happens before the first batch is requested, because creating a loader's iterator draws random numbers.
     """
     yield from islice(_another(loader) if isinstance(loader, DataLoader) else _restartable(loader), number)
 
 
-def _another(loader: "DataLoader[Any]") -> "DataLoader[Any]":
-    """A loader of the same batches, in this process, with copies of all that remembers a position."""
+def _another(loader: "DataLoader[Batch]") -> "DataLoader[Batch]":
+    """Returns a loader of the same batches, without workers, and with copies of the sampler and the generator."""
     dataset, size = loader.dataset, loader.batch_size
     if isinstance(dataset, IterableDataset):
         _restartable(dataset)
         drop_last = size is not None and loader.drop_last
         return DataLoader(dataset, size, collate_fn=loader.collate_fn, drop_last=drop_last)
     by_rows = loader.batch_sampler is None
-    # Together: the loader and its sampler may share a generator.
+    # Copied together, because the loader and its sampler may share a generator.
     generator, sampler = _copied((loader.generator, loader.sampler if by_rows else loader.batch_sampler), dataset)
     how = {"batch_size": None, "sampler": sampler} if by_rows else {"batch_sampler": sampler}
     return DataLoader(dataset, collate_fn=loader.collate_fn, generator=generator, **how)
 
 
-def _copied(state: tuple[Any, Any], dataset: Any) -> tuple[Any, Any]:
+def _copied(state: _State, dataset: object) -> _State:
     try:
-        return copy.deepcopy(state, {id(dataset): dataset})  # a sampler may know its data, which stay one
+        return copy.deepcopy(state, {id(dataset): dataset})  # the dataset itself is not copied
     except TypeError as error:
         raise TypeError(
-            f"{type(state[1]).__name__} cannot be copied ({error}), and calibration must not use up its batches.\n"
+            f"{type(state[1]).__name__} cannot be copied ({error}), but calibration must not consume its batches.\n"
             f"{_BY_HAND}"
         ) from error
 
 
-def _restartable(data: Any) -> Any:
+def _restartable(data: Iterable[Batch]) -> Iterable[Batch]:
     if isinstance(data, Iterator):
         raise TypeError(
-            f"The training data are a {type(data).__name__}, which can be read only once: training would not see the "
+            f"The training data is a {type(data).__name__}, which can be read only once: training would not see the "
             f"batches used for calibration.\n{_BY_HAND}"
         )
     return data
 
 
-# --- figures ----------------------------------------------------------------------------------------
+# --- metrics ----------------------------------------------------------------------------------------
 
 
 def figures(model: nn.Module) -> dict[str, float]:
-    """What `fakequant.health` finds without data, as a mean and the worst over quantizers, by name."""
+    """Returns the result of `fakequant.health` without data as metrics: mean and worst value over all quantizers."""
     found = health(model).quantizers
     named: dict[str, float] = {}
     for name, worst in _WORST.items():

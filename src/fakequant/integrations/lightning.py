@@ -1,14 +1,16 @@
-"""For Lightning: a callback for its `Trainer`."""
+"""Lightning: a callback for its `Trainer`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fakequant._train.running import call_arguments
 from fakequant._train.schedule import Schedule
 from fakequant.integrations._training import (
+    Batch,
     calibrate_without_trace,
     check_options,
     figures,
@@ -18,8 +20,8 @@ from fakequant.integrations._training import (
 )
 
 
-def _packages() -> list[Any]:
-    """Those of `lightning.pytorch` and `pytorch_lightning`, two copies of one library, that are installed."""
+def _packages() -> list[ModuleType]:
+    """Returns the installed ones of `lightning.pytorch` and `pytorch_lightning`, two copies of the same library."""
     found = [
         import_module(name)
         for name in ("lightning.pytorch", "pytorch_lightning")
@@ -31,21 +33,33 @@ def _packages() -> list[Any]:
 
 
 _PACKAGES = _packages()
-# Each copy knows its own callbacks only.
-_Callbacks: Any = type("_Callbacks", tuple(package.Callback for package in _PACKAGES), {})
+# Classes of either copy, which have no common base.
+Trainer: TypeAlias = Any
+LightningModule: TypeAlias = Any
+# Each copy accepts only instances of its own Callback class.
+if TYPE_CHECKING:
+    _Callbacks = object  # the classes are known at run time only
+else:
+    _Callbacks = type("_Callbacks", tuple(package.Callback for package in _PACKAGES), {})
 
 
 class QATCallback(_Callbacks):
-    """Drives quantization-aware training in a Lightning `Trainer`; the model, or a part of it, is prepared.
+    """Drives quantization-aware training in a Lightning `Trainer`. The model, or a part of it, must be prepared.
 
-        when `fit` starts         calibrates with `calibrate` batches of the training data, if no quantizer of an
-                                  activation has a scale; None: never. The sanity check comes later
-        after optimizer steps     one step of a `fakequant.Schedule` with `quantize_from`, `freeze_ranges_at` and
-                                  `freeze_norms_at`, as `trainer.global_step` counts them
-        when the trainer logs     adds what `fakequant.health` finds, named `quant/...`, if `log_health`
-        in checkpoints            the state of the schedule, as the callback's state
+        when `fit` starts         calibrates with the first training batches, if no activation quantizer has a scale;
+                                  this happens before the sanity check
+        after optimizer steps     advances a `fakequant.Schedule`, in steps of `trainer.global_step`
+        when the trainer logs     adds the metrics of `fakequant.health`, named `quant/...`
+        in checkpoints            saves the state of the schedule as the callback's state
 
-    Calibration changes neither the order of the data, nor random states, nor the mode of the model.
+    Calibration does not change the order of the data, random states or the mode of the model.
+
+    Args:
+        quantize_from: The step at which quantizers are switched on. See `fakequant.Schedule`.
+        freeze_ranges_at: The step at which ranges are frozen.
+        freeze_norms_at: The step at which the statistics of batch norms are frozen.
+        calibrate: The number of batches for the calibration. None for no calibration.
+        log_health: Whether to log the metrics of `fakequant.health`.
 
     >>> import lightning
     >>> callback = QATCallback(freeze_ranges_at=800, calibrate=16)
@@ -68,14 +82,14 @@ class QATCallback(_Callbacks):
         self.calibrate = calibrate
         self.log_health = log_health
         self.schedule: Schedule | None = None
-        self._loaded: dict[str, Any] | None = None  # a state that waits for the schedule
-        self._global_step = 0  # of the trainer, when the schedule was last brought up to date
+        self._loaded: dict[str, Any] | None = None  # a loaded state, until the schedule exists
+        self._global_step = 0  # trainer.global_step at the last update of the schedule
 
-    def calibration_step(self, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Passes one batch through the model; for another way, override it.
+    def calibration_step(self, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
+        """Passes one batch through the model. Override it if the model needs another call.
 
-        `forward` is given as much of a batch as it needs, so that labels may be there. A module without a `forward` of
-        its own runs `training_step`, in which `log` does nothing.
+        Calls `forward` with the part of the batch that it takes, so a batch may contain labels. If the module does not
+        define `forward`, calls `training_step` with logging disabled.
         """
         if not any(type(pl_module).forward is package.LightningModule.forward for package in _PACKAGES):
             args, kwargs = call_arguments(pl_module, batch)
@@ -84,20 +98,20 @@ class QATCallback(_Callbacks):
         if not pl_module.automatic_optimization:
             raise ValueError(
                 f"{type(pl_module).__name__} has no `forward`, and its `training_step` steps its optimizers itself "
-                "(automatic_optimization=False): neither can be used for calibration.\n"
+                "(automatic_optimization=False), so neither can be used for calibration.\n"
                 "Define `forward`, override `calibration_step` of the callback, or use QATCallback(calibrate=None) and "
                 "fakequant.calibrate before `fit`."
             )
         with _not_logging(pl_module):
             pl_module.training_step(batch, batch_idx)
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Every `fit` has a schedule of its own."""
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Resets the schedule: every `fit` has a new one."""
         if stage == "fit":
             self.schedule = self._loaded = None
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Calibrates if that is due, and makes the schedule."""
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Calibrates the model if necessary, and creates the schedule."""
         require_quantizers(pl_module)
         if self.calibrate is not None and needs_calibration(pl_module):
             trainer.fit_loop.setup_data()
@@ -112,21 +126,23 @@ class QATCallback(_Callbacks):
         self.schedule.load_state_dict(self._loaded or {"steps": trainer.global_step})
         self._loaded = None
 
-    def _show(self, trainer: Any, pl_module: Any, batches: Iterator[Any]) -> None:
+    def _show(self, trainer: Trainer, pl_module: LightningModule, batches: Iterator[Batch]) -> None:
         for index, batch in enumerate(batches):
-            # As in training.
+            # The same steps as in training.
             batch = trainer.precision_plugin.convert_input(batch)
             batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
             batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
             with trainer.precision_plugin.forward_context():
                 self.calibration_step(pl_module, batch, index)
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """By now the trainer knows at which step it resumes."""
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stores the step at which the trainer starts or resumes, which is known only now."""
         self._global_step = trainer.global_step
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """One step of the schedule for every optimizer step that the trainer counted, and figures if it logs."""
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: object, batch: Batch, batch_idx: int
+    ) -> None:
+        """Advances the schedule by the optimizer steps of the batch, and logs metrics when the trainer logs."""
         assert self.schedule is not None
         made = trainer.global_step - self._global_step
         for _ in range(made):
@@ -136,30 +152,30 @@ class QATCallback(_Callbacks):
             pl_module.log_dict(figures(pl_module), on_step=True, on_epoch=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the schedule."""
+        """Returns the state of the schedule."""
         return {} if self.schedule is None else self.schedule.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues with the schedule of a checkpoint."""
+        """Restores the state of the schedule from a checkpoint."""
         if self.schedule is None:
             self._loaded = state_dict or None
         else:
             self.schedule.load_state_dict(state_dict)
 
 
-def _loader(trainer: Any) -> Any:
-    loader = trainer.train_dataloader
+def _loader(trainer: Trainer) -> Iterable[Batch]:
+    loader: Iterable[Batch] = trainer.train_dataloader
     if isinstance(loader, (dict, list, tuple)):
         raise TypeError(
-            f"The training data are a {type(loader).__name__} of loaders, and QATCallback calibrates with one.\n"
+            f"The training data is a {type(loader).__name__} of loaders, but QATCallback can calibrate with only one.\n"
             "Use fakequant.calibrate(model, batches) before `fit`, and QATCallback(calibrate=None)."
         )
     return loader
 
 
 @contextmanager
-def _not_logging(pl_module: Any) -> Iterator[None]:
-    """While it lasts, `log` and `log_dict` do nothing: the trainer takes no figures at this point."""
+def _not_logging(pl_module: LightningModule) -> Iterator[None]:
+    """Disables `log` and `log_dict`, because the trainer does not accept metrics at this point."""
     names = ("log", "log_dict")
     for name in names:
         pl_module.__dict__[name] = lambda *_, **__: None

@@ -1,4 +1,4 @@
-"""For Hugging Face transformers: a callback for its `Trainer`, and prepared models in its folders."""
+"""Hugging Face transformers: a callback for its `Trainer`, and saving and loading of prepared models."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from fakequant._train.schedule import Schedule
 from fakequant._util.optional_packages import require
 from fakequant.config import QuantConfig
 from fakequant.integrations._training import (
+    Batch,
     calibrate_without_trace,
     check_options,
     figures,
@@ -24,27 +25,41 @@ from fakequant.integrations._training import (
     needs_calibration,
     require_quantizers,
 )
-from fakequant.nn._quantizer import quantizers
+from fakequant.nn._model_quantizers import quantizers
 
 _transformers: Any = require("transformers", "transformers", "transformers")
 _accelerate: Any = require("accelerate.utils", "accelerate", "transformers")
 _safetensors: Any = require("safetensors.torch", "safetensors", "transformers")
-_TrainerCallback: Any = _transformers.TrainerCallback
-_FIELD = "fakequant_config"  # of config.json
+if TYPE_CHECKING:
+    _TrainerCallback = object  # the optional package has no types to derive from
+else:
+    _TrainerCallback = _transformers.TrainerCallback
+# Classes of the optional package.
+Trainer: TypeAlias = Any
+TrainingArguments: TypeAlias = Any
+TrainerState: TypeAlias = Any
+TrainerControl: TypeAlias = Any
+PreTrainedModel: TypeAlias = Any
+_FIELD = "fakequant_config"  # the key in config.json
 
 
 class QATCallback(_TrainerCallback):
     """Drives quantization-aware training in `transformers.Trainer`.
 
-        before the first step     calibrates with `calibrate` batches of the training data, if no quantizer of an
-                                  activation has a scale; None: never
-        after optimizer steps     one step of a `fakequant.Schedule` with `quantize_from`, `freeze_ranges_at` and
-                                  `freeze_norms_at`, in the trainer's steps (`state.global_step`)
-        when the loss is logged   adds what `fakequant.health` finds, named `quant/...`, if `log_health`
-        in checkpoints            the model is saved by `save_pretrained` of this module
+        before the first step     calibrates with the first training batches, if no activation quantizer has a scale
+        after optimizer steps     advances a `fakequant.Schedule`, in steps of `state.global_step`
+        when the loss is logged   adds the metrics of `fakequant.health`, named `quant/...`
+        in checkpoints            saves the model with `save_pretrained` of this module
 
-    The trainer's checkpoints have its number of steps, so a resumed training goes on with the same schedule.
-    Calibration changes neither the order of the data, nor random states, nor the mode of the model.
+    A checkpoint contains the trainer's step, so a resumed training continues the same schedule. Calibration does not
+    change the order of the data, random states or the mode of the model.
+
+    Args:
+        quantize_from: The step at which quantizers are switched on. See `fakequant.Schedule`.
+        freeze_ranges_at: The step at which ranges are frozen.
+        freeze_norms_at: The step at which the statistics of batch norms are frozen.
+        calibrate: The number of batches for the calibration. None for no calibration.
+        log_health: Whether to log the metrics of `fakequant.health`.
 
     >>> from transformers import Trainer
     >>> callback = QATCallback(freeze_ranges_at=800, calibrate=16)
@@ -68,29 +83,37 @@ class QATCallback(_TrainerCallback):
         self.log_health = log_health
         self.schedule: Schedule | None = None
 
-    def add_to(self, trainer: Any) -> None:
+    def add_to(self, trainer: Trainer) -> None:
         """Adds the callback to a trainer, before all others.
 
-        The callbacks of `report_to`, such as TensorBoard's, come before those in `Trainer(callbacks=...)` and see the
-        logs before these add to them.
+        With `Trainer(callbacks=...)`, the callbacks of `report_to`, such as TensorBoard's, run before this one and do
+        not see its metrics.
         """
         trainer.callback_handler.callbacks.insert(0, self)
 
-    def calibration_step(self, model: nn.Module, batch: Any) -> None:
-        """Passes one batch through the model; for other models than those that take `**batch`, override it."""
+    def calibration_step(self, model: nn.Module, batch: Batch) -> None:
+        """Calls `model(**batch)`. Override it for a model that is called differently."""
         model(**batch)
 
-    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Checks that the model is prepared."""
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+    ) -> None:
+        """Raises ValueError if the model is not prepared."""
         require_quantizers(model)
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: Any = None, train_dataloader: Any = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        train_dataloader: Any = None,
+        **_: Any,
     ) -> None:
-        """Calibrates if that is due, and makes the schedule."""
+        """Calibrates the model if necessary, and creates the schedule."""
         require_quantizers(model)
         if isinstance(model, _transformers.PreTrainedModel) and is_prepared(model):
-            # The trainer calls it for checkpoints.
+            # The trainer calls this method to write checkpoints.
             model.save_pretrained = MethodType(save_pretrained, model)
         if self.calibrate is not None and needs_calibration(model):
             batches = first_batches(train_dataloader, self.calibrate)
@@ -103,19 +126,25 @@ class QATCallback(_TrainerCallback):
         )
         self.schedule.load_state_dict({"steps": state.global_step})
 
-    def _show(self, model: nn.Module, batches: Iterator[Any], device: Any) -> None:
+    def _show(self, model: nn.Module, batches: Iterator[Batch], device: torch.device) -> None:
         for batch in batches:
             self.calibration_step(model, _accelerate.send_to_device(batch, device))
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """One step of the schedule: the optimizer has made one, however many batches it took."""
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Advances the schedule by one optimizer step."""
         assert self.schedule is not None
         self.schedule.step()
 
     def on_log(
-        self, args: Any, state: Any, control: Any, model: Any = None, logs: dict[str, Any] | None = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
     ) -> None:
-        """Adds figures to what the trainer logs about training."""
+        """Adds metrics to the trainer's log of the training loss."""
         if not self.log_health or logs is None or "loss" not in logs:
             return
         found = figures(model)
@@ -124,11 +153,11 @@ class QATCallback(_TrainerCallback):
             state.log_history[-1].update(found)
 
 
-def save_pretrained(model: Any, folder: str | os.PathLike[str], **options: Any) -> None:
-    """`model.save_pretrained(folder, **options)` of a prepared model, with its `QuantConfig` in config.json.
+def save_pretrained(model: PreTrainedModel, folder: str | os.PathLike[str], **options: Any) -> None:
+    """Calls `model.save_pretrained(folder, **options)` of a prepared model, with its `QuantConfig` in config.json.
 
-    Tensors have the names they have in the model, not those of older versions (`save_original_format=False`): these
-    are what `Trainer` needs to resume.
+    Tensors are saved under their names in the model, which `Trainer` needs to resume, not under those of older versions
+    of transformers (`save_original_format=False`).
 
     >>> import tempfile
     >>> import fakequant as fq
@@ -147,13 +176,17 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], **options: Any) 
 
 def from_pretrained(
     cls: Any, folder: str | os.PathLike[str], *, quant_config: QuantConfig | None = None, **options: Any
-) -> Any:
-    """The prepared model in a folder that `save_pretrained` or a checkpoint of `Trainer` with `QATCallback` made.
+) -> PreTrainedModel:
+    """Loads a prepared model from a folder that `save_pretrained` or a `Trainer` with `QATCallback` wrote.
 
-    `cls` is the class that was saved, or an `AutoModelFor...`, and `options` are those of `cls.from_pretrained`. The
-    model has the bits that were saved, in every parameter and every quantizer, and is in evaluation mode. A folder that
-    was written by the model's own `save_pretrained` has no `QuantConfig`: pass the one that the model was prepared
-    with.
+    Every parameter and every quantizer has exactly the saved values. The model is in evaluation mode.
+
+    Args:
+        cls: The class of the saved model, or an `AutoModelFor...`.
+        folder: The folder with the model.
+        quant_config: The config with which the model was prepared. None to read it from the folder, which is not
+            possible if the model's own `save_pretrained` wrote it.
+        **options: Options of `cls.from_pretrained`.
 
     >>> import tempfile
     >>> import fakequant as fq
@@ -170,11 +203,11 @@ def from_pretrained(
     if not path.is_dir():
         raise FileNotFoundError(
             f"There is no folder {str(folder)!r} to load a prepared model from.\n"
-            "Pass a folder on this machine; huggingface_hub.snapshot_download(name) gives one for a name on the Hub."
+            "Pass a local folder; huggingface_hub.snapshot_download(name) returns one for a name on the Hub."
         )
     if quant_config is None:
         quant_config = _saved_config(path)
-    with _quiet():  # a float model has no place for the tensors of quantizers; what that means is said below
+    with _quiet():  # transformers warns about the tensors of quantizers, which are checked below
         model, report = cls.from_pretrained(path, output_loading_info=True, **options)
     model = prepare(model, quant_config)
     own = [f"{place}.{name}" for place, quantizer in quantizers(model) for name in quantizer.state_dict()]
@@ -188,9 +221,9 @@ def _saved_config(folder: Path) -> QuantConfig:
     fields = json.loads(file.read_text(encoding="utf-8")).get(_FIELD) if file.is_file() else None
     if fields is None:
         raise ValueError(
-            f"{file} has no {_FIELD!r}, which says how the model was prepared: it was not saved by "
-            "fakequant.integrations.transformers.save_pretrained, nor by a Trainer with QATCallback.\n"
-            "Pass `quant_config`, the QuantConfig that the model was prepared with."
+            f"{file} has no {_FIELD!r}, which says how the model was prepared: it was saved neither by "
+            "fakequant.integrations.transformers.save_pretrained nor by a Trainer with QATCallback.\n"
+            "Pass `quant_config`, the QuantConfig with which the model was prepared."
         )
     return QuantConfig.from_dict(fields)
 
@@ -207,29 +240,30 @@ def _quiet() -> Iterator[None]:
 
 
 def _require_same_model(folder: Path, cls: type, report: Mapping[str, Any], own: set[str]) -> None:
-    """That the folder has everything that the class has, and nothing else."""
+    """Raises ValueError unless the folder has exactly the tensors of the prepared model."""
     missing, unknown = sorted(report["missing_keys"]), sorted(set(report["unexpected_keys"]) - own)
     mismatched = sorted(map(str, report["mismatched_keys"]))
-    for names, problem in ((missing, "is not in it"), (mismatched, "has another shape"), (unknown, "is only in it")):
+    for names, problem in ((missing, "it lacks"), (mismatched, "it has other shapes of"), (unknown, "it also has")):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ValueError(
-                f"{folder} does not hold a {cls.__name__} prepared in this way: {names[0]}{more} {problem}.\n"
+                f"{folder} does not hold a {cls.__name__} that was prepared with this config: {problem} "
+                f"{names[0]}{more}.\n"
                 "Pass the class and the `quant_config` of the model that was saved."
             )
 
 
-def _read_quantizers(model: Any, folder: Path, own: list[str]) -> dict[str, Tensor]:
-    """The tensors of quantizers in a folder, by the names they have in the model."""
+def _read_quantizers(model: PreTrainedModel, folder: Path, own: list[str]) -> dict[str, Tensor]:
+    """Returns the tensors of quantizers in a folder, by their names in the model."""
     files = _files(folder)
     absent = [name for name in own if name not in files]
     renamed = _names_on_saving(model, absent) if absent else {}
     lost = [name for name in absent if renamed.get(name) not in files]
     if lost:
         raise ValueError(
-            f"{folder} has no {lost[0]}, nor {len(lost) - 1} others of {len(own)} tensors of quantizers.\n"
+            f"{folder} lacks {len(lost)} of {len(own)} tensors of quantizers, such as {lost[0]}.\n"
             "Save the prepared model with fakequant.integrations.transformers.save_pretrained, and pass the "
-            "`quant_config` that it was prepared with."
+            "`quant_config` with which it was prepared."
         )
     saved = {name: renamed.get(name, name) for name in own}
     found: dict[str, Tensor] = {}
@@ -240,10 +274,10 @@ def _read_quantizers(model: Any, folder: Path, own: list[str]) -> dict[str, Tens
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """In which file of a folder a tensor is, by its name."""
+    """Returns the name of the file that contains each tensor of a folder, by tensor name."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     file = folder / "model.safetensors"
     if not file.is_file():
         raise FileNotFoundError(f"{folder} has no model.safetensors.\nPass a folder that save_pretrained wrote.")
@@ -251,8 +285,8 @@ def _files(folder: Path) -> dict[str, str]:
         return dict.fromkeys(opened.keys(), file.name)
 
 
-def _names_on_saving(model: Any, names: list[str]) -> dict[str, str]:
-    """How the model's own `save_pretrained` calls tensors: for some classes as older versions did."""
+def _names_on_saving(model: PreTrainedModel, names: list[str]) -> dict[str, str]:
+    """Returns the names under which the model's own `save_pretrained` saves tensors, for some classes old names."""
     numbers = {name: torch.tensor(number) for number, name in enumerate(names)}
     with tempfile.TemporaryDirectory() as folder:
         type(model).save_pretrained(model, folder, state_dict=numbers)

@@ -1,6 +1,6 @@
-"""Modules that quantize a tensor in the forward pass, and learn or observe how."""
+"""Modules that quantize a tensor in the forward pass, with observed or learned scales, and functions on them."""
 
-# Each says which layers of torch it is for.
+# Importing these registers the layer kinds for torch's layers.
 from fakequant.nn import (
     _attention as _attention,
     _conv as _conv,
@@ -11,6 +11,11 @@ from fakequant.nn import (
 from fakequant.nn._fake_quantize import FakeQuantize as FakeQuantize
 from fakequant.nn._layer_kinds import LayerKind as LayerKind, quantizes as quantizes
 from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize as LearnedFakeQuantize
+from fakequant.nn._model_quantizers import (
+    name_quantizers as name_quantizers,
+    quantizers as quantizers,
+    switch_quantizers as switch_quantizers,
+)
 from fakequant.nn._pact import PACT as PACT
 from fakequant.nn._param_groups import param_groups as param_groups
 from fakequant.nn._quantized_layer import (
@@ -20,10 +25,5 @@ from fakequant.nn._quantized_layer import (
     quantize_output as quantize_output,
     quantized_weight as quantized_weight,
 )
-from fakequant.nn._quantizer import (
-    Quantizer as Quantizer,
-    name_quantizers as name_quantizers,
-    quantizers as quantizers,
-    switch_quantizers as switch_quantizers,
-)
+from fakequant.nn._quantizer import Quantizer as Quantizer
 from fakequant.nn._torch_ao import FusedFakeQuantize as FusedFakeQuantize, from_torch_ao as from_torch_ao

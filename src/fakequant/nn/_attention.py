@@ -1,40 +1,41 @@
 """Quantized attention."""
 
 from math import sqrt
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fakequant.nn._layer_kinds import LayerKind, quantizes
+from fakequant.nn._layer_kinds import AnyLayer, LayerKind, quantizes
 from fakequant.nn._linear import linear
 from fakequant.nn._quantized_layer import compute, compute_rows, quantize_output
+from fakequant.nn._quantizer import Quantizer
 
 
 @quantizes(nn.MultiheadAttention)
 class MultiheadAttention(LayerKind):
     """Multi-head attention with quantized inputs, projections and weights.
 
-    The projection of the results is the layer `out_proj`, quantized like any other. What the products of
-    queries, keys and values are computed from goes through `projection_quantizer`.
+    The output projection is the layer `out_proj`, which is quantized like any other layer. `projection_quantizer`
+    quantizes the projected queries, keys and values, which are multiplied with each other.
     """
 
     weight_name: ClassVar[str] = "in_proj_weight"
     bias_name: ClassVar[str] = "in_proj_bias"
 
     @classmethod
-    def unsupported_reason(cls, module: Any) -> str | None:
-        """Only what nearly everybody uses."""
+    def unsupported_reason(cls, module: AnyLayer) -> str | None:
+        """Rejects options that are rarely used: `kdim`, `vdim`, `add_bias_kv` and `add_zero_attn`."""
         if not module._qkv_same_embed_dim:
-            return "keys or values have a size of their own (kdim, vdim)"
+            return "keys or values have another size than queries (kdim, vdim)"
         if module.bias_k is not None or module.add_zero_attn:
             return "add_bias_kv and add_zero_attn are not supported"
         return None
 
     @staticmethod
     def forward(
-        layer: Any,
+        layer: AnyLayer,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -44,7 +45,7 @@ class MultiheadAttention(LayerKind):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As in `nn.MultiheadAttention`."""
+        """Takes and returns the same as `nn.MultiheadAttention`."""
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
         batched = query.dim() == 3
@@ -53,7 +54,8 @@ class MultiheadAttention(LayerKind):
             q, k, v = (t.unsqueeze(0) for t in (q, k, v))
         elif not layer.batch_first:
             q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-        q, k, v = (t.unflatten(-1, (layer.num_heads, layer.head_dim)).transpose(1, 2) for t in (q, k, v))
+        heads = (layer.num_heads, layer.head_dim)
+        q, k, v = (torch.unflatten(t, -1, heads).transpose(1, 2) for t in (q, k, v))
         mask = _joined_mask(attn_mask, key_padding_mask, q, k)
         dropout = layer.dropout if layer.training else 0.0
         weights = None
@@ -73,34 +75,35 @@ class MultiheadAttention(LayerKind):
         return quantize_output(layer, layer.out_proj(y)), weights
 
 
-def _project(layer: Any, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """Queries, keys and values, on the grid of `projection_quantizer`."""
+def _project(layer: AnyLayer, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """Returns the projected queries, keys and values on the grid of `projection_quantizer`."""
     if key is query and value is query:
-        return list(_between(layer, compute(layer, linear, query)).chunk(3, dim=-1))
-    return [_between(layer, y) for y in compute_rows(layer, linear, [query, key, value])]
+        return list(_quantize_projection(layer, compute(layer, linear, query)).chunk(3, dim=-1))
+    return [_quantize_projection(layer, y) for y in compute_rows(layer, linear, [query, key, value])]
 
 
-def _between(layer: Any, x: Tensor) -> Tensor:
-    return x if layer.projection_quantizer is None else layer.projection_quantizer(x)
+def _quantize_projection(layer: AnyLayer, x: Tensor) -> Tensor:
+    quantizer: Quantizer | None = layer.projection_quantizer
+    return x if quantizer is None else quantizer(x)
 
 
 def _joined_mask(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """Both masks as one that is added to the scores, of (batch, head, query, key)."""
+    """Returns both masks as one float mask to add to the scores, which have axes (batch, head, query, key)."""
     (batch, heads, queries), keys = q.shape[:3], k.shape[2]
     masks = []
     allowed: tuple[tuple[int, ...], ...]
     if attn_mask is not None:
         allowed = ((queries, keys), (batch * heads, queries, keys))
-        mask = _added("attn_mask", attn_mask, allowed, q)
+        mask = _float_mask("attn_mask", attn_mask, allowed, q)
         masks.append(mask.reshape(batch, heads, queries, keys) if mask.dim() == 3 else mask)
     if padding is not None:
         allowed = ((batch, keys), (keys,)) if batch == 1 else ((batch, keys),)
-        masks.append(_added("key_padding_mask", padding, allowed, q).reshape(batch, 1, 1, keys))
+        masks.append(_float_mask("key_padding_mask", padding, allowed, q).reshape(batch, 1, 1, keys))
     return None if not masks else masks[0] if len(masks) == 1 else masks[0] + masks[1]
 
 
-def _added(name: str, mask: Tensor, allowed: tuple[tuple[int, ...], ...], q: Tensor) -> Tensor:
-    """A mask of what is left out, as numbers to be added."""
+def _float_mask(name: str, mask: Tensor, allowed: tuple[tuple[int, ...], ...], q: Tensor) -> Tensor:
+    """Returns a checked mask as floats to add to the scores: -inf where a bool mask is True."""
     if tuple(mask.shape) not in allowed:
         raise RuntimeError(f"`{name}` must have shape {' or '.join(map(str, allowed))}, got {tuple(mask.shape)}.")
     if mask.dtype != torch.bool and not mask.is_floating_point():

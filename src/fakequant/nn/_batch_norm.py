@@ -1,40 +1,58 @@
-"""Batch norm as part of the layer before it.
+"""Folding of a batch norm into the layer before it.
 
 y = (x w + b - mean) * factor + beta         factor = gamma / sqrt(variance + eps)
 
 weight_scale' = weight_scale * |factor|      b' = (b - mean) * factor + beta
 """
 
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from fakequant.nn._bounded_parameters import whole
 
-# The most that a bias may be at the scale of the sums: with the sums themselves it fits 32 bits.
+# The largest magnitude of a bias as an integer. Added to the sums, it still fits in 32 bits.
 _LARGEST = 2**30
 
 
-def factor_of(norm: Any) -> Tensor:
-    """gamma / sqrt(variance + eps), in float64."""
-    deviation = (_exact(norm.running_var) + norm.eps).sqrt()
-    return (1.0 if norm.weight is None else _exact(norm.weight)) / deviation
+class BatchNorm(Protocol):
+    """A batch norm of torch with running statistics."""
+
+    training: bool
+    eps: float
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor
+    running_var: Tensor
+
+
+# A `BatchNorm`. Functions that walk a model have it as an `nn.Module`, whose attributes have no types.
+AnyNorm: TypeAlias = Any
+
+
+def factor_of(norm: AnyNorm) -> Tensor:
+    """Returns gamma / sqrt(variance + eps), in float64."""
+    deviation = _exact(norm.running_var).add(norm.eps).sqrt()
+    return deviation.reciprocal() if norm.weight is None else _exact(norm.weight) / deviation
 
 
 def _exact(value: Tensor) -> Tensor:
-    """All values of a tensor in float64, which Apple's GPUs do not have."""
+    """Returns all values of a tensor in float64; on the CPU if the device is an Apple GPU, which has no float64."""
     value = whole(value) if hasattr(value, "full_tensor") else value.detach()
     return (value.cpu() if value.device.type == "mps" else value).double()
 
 
 def lacks_opposite(lowest: Tensor, qmin: int, factor: Tensor) -> Tensor:
-    """True for channels that folding would negate and that use the lowest code; `lowest` are their lowest levels."""
+    """Returns a bool tensor: whether folding would negate a channel that uses `qmin`, whose negative is not a code.
+
+    `lowest` holds the lowest code of every channel.
+    """
     return ((factor < 0) & (lowest == qmin)).any()
 
 
-def folded_bias(bias: Tensor | None, norm: Any) -> Tensor:
-    """The bias of layer and batch norm together, in float64."""
+def folded_bias(bias: Tensor | None, norm: AnyNorm) -> Tensor:
+    """Returns the bias of layer and batch norm together, in float64."""
     factor = factor_of(norm)
     before = torch.zeros_like(factor) if bias is None else _exact(bias)
     beta = torch.zeros_like(factor) if norm.bias is None else _exact(norm.bias)
@@ -42,25 +60,32 @@ def folded_bias(bias: Tensor | None, norm: Any) -> Tensor:
 
 
 def folded_scale(scale: Tensor, factor: Tensor) -> Tensor:
-    """The scale of a weight, or of its products, with the batch norm in it: positive, in float32."""
+    """Returns the scale of a weight, or of its products, after folding: positive, in float32."""
     return (scale.double() * factor.abs()).clamp(min=torch.finfo(torch.float32).tiny).float()
 
 
 def bias_codes(bias: Tensor, scale: Tensor) -> Tensor:
-    """The bias as integers at the scale of the sums, in float64."""
+    """Returns the bias as integers at the scale of the sums, in float64."""
     return (bias.double() / scale.double()).round()
 
 
 def widened_scale(weight_scale: Tensor, x_scale: Tensor, bias: Tensor) -> Tensor:
-    """Scales of a weight that are large enough for the bias to be an integer beside the sums.
+    """Returns the scales of a weight, increased where the bias would not fit in 32 bits.
 
-    Smaller scales occur only where the bias dwarfs the weights, e.g. before a batch norm with a factor of 0.
+    This only happens where the bias dwarfs the weights, e.g. before a batch norm with a factor of 0.
     """
     return torch.maximum(weight_scale.double(), bias.double().abs() / (x_scale.double() * _LARGEST)).float()
 
 
-def bias_rounding(bias: Tensor | None, x_scale: Tensor, weight_scale: Tensor, norm: Any) -> Tensor:
-    """What rounding the bias adds to the result, after the batch norm if there is one; per channel, in float64."""
+def bias_rounding(bias: Tensor | None, x_scale: Tensor, weight_scale: Tensor, norm: BatchNorm | None) -> Tensor:
+    """Returns the error that rounding the bias adds to the result, per channel, in float64.
+
+    Args:
+        bias: The bias of the layer. Only None if there is a batch norm.
+        x_scale: The scale of the input.
+        weight_scale: The scales of the weight.
+        norm: The batch norm that will be folded into the layer. The error is that of its result.
+    """
     if norm is None:
         assert bias is not None
         return _rounding(_exact(bias), _exact(x_scale * weight_scale))
@@ -75,11 +100,17 @@ def _rounding(exact: Tensor, step: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def rounded_bias(bias: Tensor | None, x_scale: Tensor, weight_scale: Tensor, norm: Any) -> Tensor:
-    """What the layer has to add, before a batch norm if there is one, so that the sum is that of integers.
+def rounded_bias(bias: Tensor | None, x_scale: Tensor, weight_scale: Tensor, norm: BatchNorm | None) -> Tensor:
+    """Returns the bias with which a float layer, followed by its batch norm, computes what integers will.
 
-    In float64, on a device that has it. A bias that is too large for its scale stays as it is: the scale will be
-    another, see `widened_scale`.
+    In float64, on a device that supports it. A bias that is too large for its scale is not rounded, because
+    `convert` will increase the scale (`widened_scale`).
+
+    Args:
+        bias: The bias of the layer. Only None if there is a batch norm.
+        x_scale: The scale of the input.
+        weight_scale: The scales of the weight.
+        norm: The batch norm that will be folded into the layer.
     """
     if norm is None:
         assert bias is not None

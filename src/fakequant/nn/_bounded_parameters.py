@@ -1,18 +1,37 @@
-"""Learned numbers that stay where they make sense, whatever an optimizer does to them."""
+"""Learned parameters that stay within bounds, whatever an optimizer does to them."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fakequant import _native
 from fakequant._backends.torch import compiled_nodes
 from fakequant._backends.torch.plain_memory import is_eager, is_transformed
-from fakequant._kernels import _native
+from fakequant._backends.torch.torch_annotations import Function
+
+
+class FunctionContext(Protocol):
+    """The `ctx` of an autograd function, as far as it saves tensors."""
+
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Saves tensors for `backward`."""
+
+    def save_for_forward(self, *tensors: Tensor) -> None:
+        """Saves tensors for `jvp`."""
 
 
 def within(value: Tensor, before: Tensor, low: float, high: float) -> Tensor:
-    """`value` clamped to [low, high]; what is not finite is what it was `before`.
+    """Returns `value` clamped to [low, high], with elements of `before` where it is not finite.
+
+    Args:
+        value: The values.
+        before: Their last valid values.
+        low: The lower bound.
+        high: The upper bound.
 
     >>> within(torch.tensor([-3.0, 0.5, torch.nan]), torch.tensor([1.0, 1.0, 0.25]), 0.125, 8.0)
     tensor([0.1250, 0.5000, 0.2500])
@@ -20,8 +39,8 @@ def within(value: Tensor, before: Tensor, low: float, high: float) -> Tensor:
     return torch.where(value.isfinite(), value.clamp(low, high), before)
 
 
-class _Within(torch.autograd.Function):
-    """The same with the gradient passed through: a value that was sent too far can come back."""
+class _Within(Function):
+    """`within` with a straight-through gradient, so that a value beyond the bounds can come back."""
 
     generate_vmap_rule = True
 
@@ -30,40 +49,46 @@ class _Within(torch.autograd.Function):
         return within(value, before, low, high)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Nothing is kept."""
+    def setup_context(ctx: FunctionContext, inputs: tuple[Tensor | float, ...], output: Tensor) -> None:
+        """Saves nothing."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return gradient, None, None, None
 
 
 class _WithinForward(_Within):
-    """The same with a forward-mode derivative, of which torch.compile wants to know nothing."""
+    """`_Within` with a forward-mode derivative, which torch.compile does not support."""
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
+    def jvp(ctx: FunctionContext, tangent: Tensor, *_: None) -> Tensor:
         return tangent.clone()
 
 
 def keep_within(value: Tensor, before: Tensor, low: float, high: float) -> Tensor:
-    """A learned `value` as it may be used, differentiable; `before` becomes that.
+    """Returns a learned `value` within its bounds, differentiable, and copies it to `before`.
 
-    In ordinary memory the value itself is corrected. This is no change that autograd counts: a value
-    needs correcting only after an optimizer has changed it, when nothing saved of it is used any more.
+    In ordinary memory `value` itself is corrected, without changing its version counter: it only needs correction
+    after an optimizer step, when no graph that has saved it is used again.
+
+    Args:
+        value: The parameter.
+        before: Its last valid value. Updated in place.
+        low: The lower bound.
+        high: The upper bound.
     """
     if not torch.compiler.is_compiling() and _kept_in_memory(value, before, low, high):
         return value
     function = _Within if torch.compiler.is_compiling() else _WithinForward
-    kept = function.apply(value, before, low, high)
-    if not is_transformed():
-        before.copy_(kept.detach())  # which a transform of torch.func does not allow
+    kept: Tensor = function.apply(value, before, low, high)
+    if not is_transformed():  # torch.func does not allow changes in place
+        before.copy_(kept.detach())
     return kept
 
 
 def _kept_in_memory(value: Tensor, before: Tensor, low: float, high: float) -> bool:
     if compiled_nodes.compiled is not None:
-        return compiled_nodes.compiled.keep_within(value, before, low, high)
+        return bool(compiled_nodes.compiled.keep_within(value, before, low, high))
     if not (_is_memory(value) and _is_memory(before)):
         return False
     _native.keep_within(value.data_ptr(), before.data_ptr(), value.numel(), low, high)
@@ -75,19 +100,19 @@ def _is_memory(value: Tensor) -> bool:
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """The values of a parameter, also of one that is spread over several devices."""
+    """Returns all values of a parameter, also if it is sharded over several devices."""
     value = parameter.detach()
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def put(parameter: Tensor, value: Tensor) -> None:
-    """Copies values into a parameter, also into one that is spread over several devices."""
+    """Copies values into a parameter, also if it is sharded over several devices."""
     if hasattr(parameter, "full_tensor"):
         from torch.distributed.tensor import distribute_tensor
 
-        spread: Any = parameter
-        # Every rank has the values: nothing has to be sent.
-        value = distribute_tensor(value, spread.device_mesh, spread.placements, src_data_rank=None)
+        sharded: Any = parameter  # a DTensor, a class that exists only in builds with torch.distributed
+        # Every rank has the values, so nothing has to be sent.
+        value = distribute_tensor(value, sharded.device_mesh, sharded.placements, src_data_rank=None)
     parameter.copy_(value)
 
 
@@ -97,31 +122,30 @@ def write_back(parameter: Tensor, value: Tensor) -> None:
         put(parameter, value)
 
 
-class _Kept(torch.autograd.Function):
+class _Kept(Function):
+    """Returns `x`, with gradients of 0 for the parameters."""
+
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, *parameters: Tensor) -> Tensor:
-        """`x`, which may be changed in place."""
-        return x.detach()
+        return x.detach()  # a view, so that the result may be changed in place
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """The parameters, of which only the shapes matter."""
+    def setup_context(ctx: FunctionContext, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
-        """Zeros for the parameters."""
+    def backward(ctx: FunctionContext, dy: Tensor) -> tuple[Tensor, ...]:
         return dy, *map(torch.zeros_like, ctx.saved_tensors)
 
 
 def keep_in_graph(x: Tensor, *parameters: Tensor | None) -> Tensor:
-    """`x`, as if it depended on parameters that are not in use at the moment.
+    """Returns `x` with a graph in which it depends on `parameters`, which get gradients of 0.
 
-    DistributedDataParallel waits for a gradient of every parameter; these get zeros.
+    DistributedDataParallel waits for a gradient of every parameter, also of those not in use at the moment.
     """
     waiting = [p for p in parameters if p is not None and p.requires_grad]
     if waiting and torch.is_grad_enabled() and dist.is_available() and dist.is_initialized():
-        return _Kept.apply(x, *waiting)
+        x = _Kept.apply(x, *waiting)
     return x

@@ -1,22 +1,22 @@
 """Quantized convolutions."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fakequant.nn._layer_kinds import LayerKind, quantizes
+from fakequant.nn._layer_kinds import AnyLayer, LayerKind, quantizes
 from fakequant.nn._quantized_layer import compute, quantize_output
 
 
 @quantizes(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class Conv(LayerKind):
-    """A convolution of x with w, both quantized."""
+    """A convolution with quantized input and weight."""
 
     @staticmethod
-    def forward(layer: Any, input: Tensor) -> Tensor:
-        """As in `nn.Conv2d`."""
+    def forward(layer: AnyLayer, input: Tensor) -> Tensor:
+        """Takes and returns the same as `nn.Conv2d`."""
         return quantize_output(layer, compute(layer, layer._conv_forward, input))
 
 
@@ -26,8 +26,8 @@ class _Transposed(LayerKind):
     dimensions: ClassVar[int]
 
     @staticmethod
-    def forward(layer: Any, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        """As in `nn.ConvTranspose2d`."""
+    def forward(layer: AnyLayer, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Takes and returns the same as `nn.ConvTranspose2d`."""
         if layer.padding_mode != "zeros":
             raise ValueError(f"Only padding_mode='zeros' is supported, got {layer.padding_mode!r}.")
         kind = layer._fakequant.kind

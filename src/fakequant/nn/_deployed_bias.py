@@ -1,27 +1,45 @@
-"""The bias that will run: an integer at the scale of the sums it is added to.
+"""The bias that will be deployed: an integer at the scale of the sums it is added to.
 
-An integer runtime adds the bias to sums of products of codes, so it is rounded to a multiple of
+An integer runtime adds the bias to sums of products of codes, so the bias is rounded to a multiple of
 
     x_scale * weight_scale / 2^weight_shift
 
-With a batch norm folded in, the bias holds the mean and beta of the batch norm too. Evaluation adds this
-bias, so that it shows what will run. Training does once batch norms are frozen.
+If a batch norm will be folded into the layer, the deployed bias includes its mean and beta. Evaluation adds the
+deployed bias, so that its results are those of the deployed model. Training adds it once batch norms are frozen.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from fakequant.nn._batch_norm import bias_rounding, factor_of, lacks_opposite, rounded_bias
+from fakequant.nn._batch_norm import AnyNorm, BatchNorm, bias_rounding, factor_of, lacks_opposite, rounded_bias
+from fakequant.nn._layer_kinds import AnyLayer
+from fakequant.nn._quantizer import Quantizer
+from fakequant.nn._records import RecordedLayer
 from fakequant.spec import QuantSpec
 
+if TYPE_CHECKING:
+    from fakequant.nn._quantized_layer import Quantization
 
-def bias_to_add(layer: Any, x: Tensor, weight: Tensor) -> Tensor | None:
-    """The bias that a prepared layer adds: as it will be in integers, or in training as it is; None if there is none.
 
-    A bias that will be a float is returned as it is. Before a batch norm that will be folded, what the rounding
-    changes is added here. The gradient passes to the bias of the layer.
+class PreparedLayer(Protocol):
+    """A layer that `prepare` has changed."""
+
+    training: bool
+    weight_quantizer: Quantizer | None
+    input_quantizer: Quantizer | None
+
+    @property
+    def _fakequant(self) -> "Quantization": ...
+
+
+def bias_to_add(layer: PreparedLayer, x: Tensor, weight: Tensor) -> Tensor | None:
+    """Returns the bias that a prepared layer adds, or None.
+
+    In training this is the layer's bias. In evaluation, and once its batch norm is frozen, it is the deployed bias.
+    If a batch norm follows that will be folded, the result compensates for the rounding of the folded bias. A bias
+    that will be deployed as a float is not changed. Gradients pass straight through to the layer's bias.
 
     Args:
         layer: The prepared layer.
@@ -29,7 +47,8 @@ def bias_to_add(layer: Any, x: Tensor, weight: Tensor) -> Tensor | None:
         weight: Its quantized weight.
     """
     record = layer._fakequant
-    bias, norm = getattr(layer, record.kind.bias_name), record.norm
+    bias: Tensor | None = getattr(layer, record.kind.bias_name)
+    norm = record.norm
     norm_is_frozen = norm is not None and not norm.training
     if layer.training and not record.deploys_bias and not norm_is_frozen:
         return bias
@@ -42,7 +61,7 @@ def bias_to_add(layer: Any, x: Tensor, weight: Tensor) -> Tensor | None:
         return bias
     rounded = rounded_bias(bias, *scales, norm)
     if norm is not None and not _is_narrow(layer):
-        # A batch norm that cannot be folded stays behind the layer, and the bias is the layer's own.
+        # If the batch norm cannot be folded, it stays behind the layer, and only the layer's bias is rounded.
         own = torch.zeros_like(rounded) if bias is None else rounded_bias(bias, *scales, None)
         rounded = torch.where(_stays_behind(layer, norm, weight), own, rounded)
     rounded = rounded.to(weight.device, weight.dtype)
@@ -50,15 +69,18 @@ def bias_to_add(layer: Any, x: Tensor, weight: Tensor) -> Tensor | None:
 
 
 @torch.no_grad()
-def bias_error(layer: Any) -> tuple[Tensor, Any] | None:
-    """What rounding the bias adds to the result of a prepared layer, per channel, and the batch norm it is behind.
+def bias_error(layer: AnyLayer) -> tuple[Tensor, AnyNorm] | None:
+    """Returns the error that rounding the bias adds to the result of a prepared layer, per channel.
 
-    None if the bias will be a float, or if there is none.
+    Also returns the batch norm after which the error is measured, or None if it is measured after the layer. Returns
+    None instead of both if the bias will be a float or there is no bias.
     """
-    kind, norm = layer._fakequant.kind, layer._fakequant.norm
+    record: Quantization = layer._fakequant
+    kind, norm = record.kind, record.norm
     if layer.weight_quantizer is None:
         return None
-    weight, bias = getattr(layer, kind.weight_name), getattr(layer, kind.bias_name, None)
+    weight: Tensor = getattr(layer, kind.weight_name)
+    bias: Tensor | None = getattr(layer, kind.bias_name, None)
     if norm is not None and weight.dim() == 2 and layer.weight_quantizer.has_tokens:
         norm = None
     scales = scales_of_sums(layer, weight.dim())
@@ -67,46 +89,52 @@ def bias_error(layer: Any) -> tuple[Tensor, Any] | None:
     return bias_rounding(bias, *scales, norm), norm
 
 
-def will_fold(norm: Any, x: Tensor, weight: Tensor) -> bool:
-    """Whether `convert` will fold `norm` into a layer with input `x`: it has the layer's channels, and its device."""
+def will_fold(norm: BatchNorm | None, x: Tensor, weight: Tensor) -> bool:
+    """Returns True if `convert` will fold `norm` into a layer with input `x`.
+
+    The batch norm must be in evaluation mode, on the same device, and normalize the output channels of the layer.
+    """
     if norm is None or norm.training or norm.running_mean.device != x.device:
         return False
-    return weight.dim() > 2 or x.dim() == 2  # behind a linear layer, it normalizes another axis of tokens
+    return weight.dim() > 2 or x.dim() == 2  # after a linear layer on tokens it normalizes another axis
 
 
-def scales_of_sums(layer: Any, weight_dims: int) -> tuple[Tensor, Tensor] | None:
-    """The scales of input and weight, the second per output channel; None if they vary within a sum of products."""
-    x: Any = layer.input_quantizer or layer._fakequant.input_grid
-    weight: Any = layer.weight_quantizer
-    for quantizer in (x, weight):
-        if quantizer is None or not quantizer._quantizing or quantizer._blocks is None:
-            return None
+def scales_of_sums(layer: PreparedLayer, weight_dims: int) -> tuple[Tensor, Tensor] | None:
+    """Returns the scale of the input, and of the weight per output channel; None if they vary within a sum."""
+    x = layer.input_quantizer or layer._fakequant.input_grid
+    weight = layer.weight_quantizer
+    if x is None or not x._quantizing or x._blocks is None:
+        return None
+    if weight is None or not weight._quantizing or weight._blocks is None:
+        return None
     if x.spec.axis is not None or x.is_dynamic or not has_one_scale_per_sum(layer, weight.spec, weight_dims):
         return None
     scale = weight.scale if layer._fakequant.kind.channel_axis == 0 else along_outputs(layer, weight.scale)
     return x.scale, scale * 2.0 ** -layer._fakequant.weight_shift(weight.spec)
 
 
-def has_one_scale_per_sum(layer: Any, spec: QuantSpec, weight_dims: int) -> bool:
-    """Whether all weights in a sum of products have the same scale."""
+def has_one_scale_per_sum(layer: RecordedLayer, spec: QuantSpec, weight_dims: int) -> bool:
+    """Returns True if all weights in a sum of products have the same scale."""
     axis = layer._fakequant.kind.channel_axis
     return spec.group_size is None and (spec.axis is None or spec.axis % weight_dims == axis)
 
 
-def along_outputs(layer: Any, scale: Tensor) -> Tensor:
-    """Scales of a weight for all channels of the result: groups of a transposed convolution share theirs."""
-    groups = getattr(layer, "groups", 1) if layer._fakequant.kind.channel_axis == 1 else 1
+def along_outputs(layer: RecordedLayer, scale: Tensor) -> Tensor:
+    """Returns the scales of a weight per output channel: the groups of a transposed convolution share them."""
+    groups: int = getattr(layer, "groups", 1) if layer._fakequant.kind.channel_axis == 1 else 1
     return scale.repeat(groups) if groups > 1 and scale.dim() == 1 else scale
 
 
-def _is_narrow(layer: Any) -> bool:
+def _is_narrow(layer: PreparedLayer) -> bool:
+    assert layer.weight_quantizer is not None  # `scales_of_sums` has checked it
     spec = layer.weight_quantizer.spec
     return spec.qmin == -spec.qmax
 
 
 @torch.no_grad()
-def _stays_behind(layer: Any, norm: Any, weight: Tensor) -> Tensor:
-    """As `convert` will find it out."""
+def _stays_behind(layer: PreparedLayer, norm: BatchNorm, weight: Tensor) -> Tensor:
+    """Returns, as a bool tensor, whether `convert` will find that `norm` cannot be folded."""
+    assert layer.weight_quantizer is not None
     scale = along_outputs(layer, layer.weight_quantizer.scale)
     lowest = torch.round(weight.movedim(layer._fakequant.kind.channel_axis, 0).flatten(1).amin(1) / scale)
     factor = factor_of(norm)

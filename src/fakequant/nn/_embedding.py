@@ -1,11 +1,11 @@
-"""Quantized tables: only the weight is quantized, inputs are indices."""
+"""Quantized embeddings. Only the weight is quantized: inputs are indices."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fakequant.nn._layer_kinds import LayerKind, quantizes
+from fakequant.nn._layer_kinds import AnyLayer, LayerKind, quantizes
 from fakequant.nn._quantized_layer import quantize_output, quantized_weight
 
 
@@ -13,20 +13,20 @@ class _Table(LayerKind):
     has_input: ClassVar[bool] = False
 
     @classmethod
-    def unsupported_reason(cls, module: Any) -> str | None:
-        """`max_norm` changes the table in the forward pass, and `sparse` its gradient."""
+    def unsupported_reason(cls, module: AnyLayer) -> str | None:
+        """Rejects `max_norm`, which changes the weight in the forward pass, and sparse gradients."""
         if module.max_norm is not None:
             return "max_norm changes the weight in the forward pass"
-        return "sparse gradients are not those of a quantized weight" if module.sparse else None
+        return "sparse gradients are not supported" if module.sparse else None
 
 
 @quantizes(nn.Embedding)
 class Embedding(_Table):
-    """Rows of a quantized table."""
+    """`nn.Embedding` with a quantized weight."""
 
     @staticmethod
-    def forward(layer: Any, input: Tensor) -> Tensor:
-        """As in `nn.Embedding`."""
+    def forward(layer: AnyLayer, input: Tensor) -> Tensor:
+        """Takes and returns the same as `nn.Embedding`."""
         y = F.embedding(
             input,
             quantized_weight(layer),
@@ -41,13 +41,13 @@ class Embedding(_Table):
 
 @quantizes(nn.EmbeddingBag)
 class EmbeddingBag(_Table):
-    """Sums or means of rows of a quantized table."""
+    """`nn.EmbeddingBag` with a quantized weight."""
 
     @staticmethod
     def forward(
-        layer: Any, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+        layer: AnyLayer, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """As in `nn.EmbeddingBag`."""
+        """Takes and returns the same as `nn.EmbeddingBag`."""
         y = F.embedding_bag(
             input, quantized_weight(layer), offsets, None, layer.norm_type, layer.scale_grad_by_freq,
             layer.mode, False, per_sample_weights, layer.include_last_offset, layer.padding_idx,

@@ -1,6 +1,6 @@
 """Batch norms that stay in evaluation mode while the model around them trains."""
 
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
@@ -10,28 +10,33 @@ _CLASSES: "dict[type[nn.Module], type[FrozenNorm]]" = {}
 
 
 class FrozenNorm(nn.Module):
-    """The base of frozen batch norms, for `isinstance`. Running statistics are used and kept."""
+    """The base of frozen batch norms, for `isinstance`. They use their running statistics and do not update them."""
+
+    if TYPE_CHECKING:
+
+        def __getstate__(self) -> dict[str, Any]:
+            """Returns the attributes to pickle."""
 
     def train(self, mode: bool = True) -> Self:
-        """Stays in evaluation mode. Children, such as a quantizer of the result, are set to `mode`."""
+        """Keeps the batch norm in evaluation mode. Its children, such as an output quantizer, are set to `mode`."""
         self.training = False
         for child in self.children():
             child.train(mode)
         return self
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The class is made at run time, so pickle cannot find it by its name.
+        # Pickle cannot find the class, which is made at run time.
         return _rebuild, (self.__dict__[NAME].float_class,), self.__getstate__()
 
 
 def frozen_class(cls: type[nn.Module]) -> type[FrozenNorm]:
-    """The class of frozen batch norms for a class of batch norms.
+    """Returns the class of frozen batch norms for a class of batch norms.
 
     >>> issubclass(frozen_class(nn.BatchNorm2d), nn.BatchNorm2d)
     True
     """
     if cls not in _CLASSES:
-        # With the module of `cls`: torch.compile and torch.fx know torch's own modules by it.
+        # The same `__module__`, by which torch.compile and torch.fx recognize torch's modules.
         _CLASSES[cls] = type(f"Frozen{cls.__name__}", (FrozenNorm, cls), {"__module__": cls.__module__})
     return _CLASSES[cls]
 

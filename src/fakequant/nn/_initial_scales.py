@@ -1,12 +1,13 @@
-"""Where learned scales start: by LSQ's rule, at an observer's range, or with the smaller error of both."""
+"""Rules for the first value of a learned scale: LSQ's rule, an observer's range, or whichever has the smaller error."""
 
 import abc
 import dataclasses
 from math import sqrt
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from fakequant._backends.torch import formula, tensor_functions
 from fakequant._backends.torch.process_ranks import Ranks
@@ -22,43 +23,42 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def largest_scale(spec: QuantSpec) -> float:
-    """The largest scale with which every value on the grid is finite."""
+    """Returns the largest scale for which every value on the grid is finite."""
     return _LARGEST / spec.levels
 
 
 @dataclasses.dataclass(frozen=True)
 class Start(abc.ABC):
-    """A rule for the first scale. What it has seen is in a state, as with observers."""
+    """A rule for the first scale. As with observers, everything it has seen is in a state."""
 
     spec: QuantSpec
     eps: float
 
     @abc.abstractmethod
-    def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
-        """The state before anything was seen."""
+    def init(self, blocks: tuple[int, ...], device: Device = None) -> State:
+        """Returns the state before anything was seen."""
 
     @abc.abstractmethod
     def update(self, state: State, x: Tensor, ranks: Ranks) -> Tensor:
-        """Changes `state` by what is in `x` on every rank; how many values here were not finite."""
+        """Updates `state` with the `x` of all ranks. Returns the number of non-finite values on this rank."""
 
     @abc.abstractmethod
     def qparams(self, state: State) -> QParams[Tensor]:
-        """Scale and zero point; the scale is NaN where nothing was seen."""
+        """Returns scale and zero point. The scale is NaN where nothing was seen."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LSQRule(Start):
-    """`2 * mean(|x|) / sqrt(qmax)` over everything seen; the zero point is 0."""
+    """LSQ's rule: `2 * mean(|x|) / sqrt(qmax)` over everything seen, with zero point 0."""
 
-    def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
-        """Sums and numbers of 0."""
+    def init(self, blocks: tuple[int, ...], device: Device = None) -> State:
         return {
             "total": torch.zeros(blocks, dtype=torch.float64, device=device),
             "number": torch.zeros(blocks, dtype=torch.int64, device=device),
         }
 
     def update(self, state: State, x: Tensor, ranks: Ranks) -> Tensor:
-        """Adds the magnitudes of the finite values per block, and their number."""
+        """Adds the magnitudes of the finite values of each block to `total`, and their number to `number`."""
         blocks = state["total"].shape
         finite = x.isfinite()
         like = state["total"].reshape(block_shape(tuple(x.shape), self.spec))
@@ -81,14 +81,13 @@ class ObservedStart(Start):
 
     observer: Observer
 
-    def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
+    def init(self, blocks: tuple[int, ...], device: Device = None) -> State:
         return self.observer.init(blocks, device)
 
     def update(self, state: State, x: Tensor, ranks: Ranks) -> Tensor:
         return self.observer.update(state, x, self.spec, ranks)
 
     def qparams(self, state: State) -> QParams[Tensor]:
-        """Those of the range."""
         lo, hi = self.observer.range(state, self.spec)
         known = lo <= hi
         scale, zero_point = tensor_functions.choose_qparams(
@@ -99,9 +98,9 @@ class ObservedStart(Start):
 
 @dataclasses.dataclass(frozen=True)
 class _Better(Start):
-    """Per scale, LSQ's rule or the range of least squared error: whichever has the smaller squared error.
+    """LSQ's rule or the range found by a search, per scale: whichever has the smaller squared error.
 
-    For symmetric grids, whose zero point is 0 by both.
+    For symmetric grids, where both have zero point 0.
     """
 
     @property
@@ -111,13 +110,13 @@ class _Better(Start):
 
 @dataclasses.dataclass(frozen=True)
 class BetterOnBins(_Better):
-    """The better of both over everything seen, by a histogram."""
+    """Compares the errors over everything seen, on a histogram."""
 
     @property
     def searched(self) -> ObservedStart:
         return ObservedStart(self.spec, self.eps, Histogram())
 
-    def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
+    def init(self, blocks: tuple[int, ...], device: Device = None) -> State:
         return {**self.lsq.init(blocks, device), **self.searched.init(blocks, device)}
 
     def update(self, state: State, x: Tensor, ranks: Ranks) -> Tensor:
@@ -125,32 +124,30 @@ class BetterOnBins(_Better):
         return self.lsq.update(state, x, ranks)
 
     def qparams(self, state: State) -> QParams[Tensor]:
-        """The better of both."""
         scales = torch.stack([self.lsq.qparams(state).scale, self.searched.qparams(state).scale])
         counts, centers, _ = Histogram().binned(state)
-        valid = scales.nan_to_num(nan=1.0)  # nothing seen: there are no counts
+        valid = scales.nan_to_num(nan=1.0)  # NaN if nothing was seen; then all counts are 0
         lsq_error, searched_error = squared_errors_on_bins(counts, centers, valid, self.spec)
         return _symmetric(torch.where(searched_error < lsq_error, scales[1], scales[0]))
 
 
 @dataclasses.dataclass(frozen=True)
 class BetterOnData(_Better):
-    """The better of both on the latest tensor, for many scales, of which histograms would be large.
+    """Compares the errors on the latest tensor. For many scales, whose histograms would be large.
 
-    LSQ's mean is over everything seen.
+    LSQ's mean is still over everything seen.
     """
 
     @property
     def searched(self) -> ObservedStart:
         return ObservedStart(self.spec, self.eps, MSE())
 
-    def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
-        """That of both, and the better of them."""
+    def init(self, blocks: tuple[int, ...], device: Device = None) -> State:
         better = torch.full(blocks, torch.nan, dtype=torch.float32, device=device)
         return {**self.lsq.init(blocks, device), **self.searched.init(blocks, device), "better": better}
 
     def update(self, state: State, x: Tensor, ranks: Ranks) -> Tensor:
-        """That of both; where `x` has values, the better of them on `x`."""
+        """Updates both rules, and `better` in the blocks where `x` has finite values."""
         before = state["number"].clone()
         self.searched.update(state, x, ranks)
         nonfinite = self.lsq.update(state, x, ranks)
@@ -167,7 +164,13 @@ class BetterOnData(_Better):
 
 
 def start_for(init: Init, spec: QuantSpec, eps: float, *, learn_zero_point: bool) -> Start:
-    """The rule that `init` stands for; None is the one with the least squared error.
+    """Returns the rule for a value of `init`, as described in `LearnedFakeQuantize`.
+
+    Args:
+        init: "lsq", an observer, or None for the least squared error.
+        spec: The grid.
+        eps: The smallest scale.
+        learn_zero_point: Whether the zero point of an affine grid is learned.
 
     >>> type(start_for(None, QuantSpec(bits=4, axis=0), 1e-6, learn_zero_point=False)).__name__
     'BetterOnData'

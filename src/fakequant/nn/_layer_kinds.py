@@ -1,11 +1,15 @@
-"""Kinds of layers: how the layers of a class compute with quantized tensors, and the registry of them."""
+"""Layer kinds: how the layers of a class compute with quantized tensors, and the registry of kinds."""
 
 import contextlib
 import importlib
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from torch import nn
+
+# A layer of the class for which a kind is registered. A prepared or converted layer is also a `QuantizedLayer`. Python
+# has no type for an instance of two classes, of which one is chosen at run time.
+AnyLayer: TypeAlias = Any
 
 # By class, or by the full name of a class that need not be imported.
 _KINDS: "dict[type[nn.Module] | str, type[LayerKind]]" = {}
@@ -15,35 +19,35 @@ _Kind = TypeVar("_Kind", bound="type[LayerKind]")
 class LayerKind:
     """How layers of one kind compute with quantized tensors. Derive from it and register with `quantizes`.
 
-    A kind is never instantiated. Its `forward` becomes the forward pass of prepared and converted layers, which are
-    instances of the layer's own class in every other respect.
+    A kind is never instantiated. Its `forward` becomes the forward pass of prepared and converted layers. In every
+    other respect they remain instances of their original class.
     """
 
     # The axis of the weight that holds the output channels.
     channel_axis: ClassVar[int] = 0
-    # Whether the input holds numbers to quantize. False for indices.
+    # Whether the input can be quantized. False for indices.
     has_input: ClassVar[bool] = True
     # The attributes of the layer that hold its weight and its bias.
     weight_name: ClassVar[str] = "weight"
     bias_name: ClassVar[str] = "bias"
 
     @classmethod
-    def unsupported_reason(cls, module: Any) -> str | None:
-        """The reason why `module` cannot be quantized, or None if it can."""
+    def unsupported_reason(cls, module: AnyLayer) -> str | None:
+        """Returns the reason why `module` cannot be quantized, or None if it can."""
         return None
 
     @staticmethod
-    def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        """The forward pass of `layer`: call `compute` and `quantize_output` here."""
+    def forward(layer: AnyLayer, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass of `layer`, with its arguments and results. Call `compute` and `quantize_output` here."""
         raise NotImplementedError
 
 
 def quantizes(*classes: type[nn.Module] | str) -> Callable[[_Kind], _Kind]:
-    """Registers a `LayerKind` for layers of these classes. The last registration of a class counts.
+    """Registers a `LayerKind` for layers of these classes. A later registration replaces an earlier one.
 
     Args:
-        classes: Classes of layers. A class of another library can be given by its full name, such as
-            "transformers.pytorch_utils.Conv1D": it is not imported.
+        classes: Classes of layers. A class can also be given by its full name, such as
+            "transformers.pytorch_utils.Conv1D", so that its package need not be installed.
 
     >>> import torch, fakequant as fq
     >>> class Scaled(nn.Linear):
@@ -68,27 +72,36 @@ def quantizes(*classes: type[nn.Module] | str) -> Callable[[_Kind], _Kind]:
 
 
 def find_kind(cls: type[nn.Module]) -> type[LayerKind] | None:
-    """The kind of layers of class `cls`; None if there is none, or if `cls` has a forward pass that no kind knows."""
+    """Returns the kind of layers of class `cls`, or None if there is none.
+
+    A class that overrides the forward pass of a registered class has no kind unless it is registered too.
+    """
     for base in cls.__mro__:
-        kind = _registered(base)
+        kind = _registered_kind(base)
         if kind is not None:
             return kind if cls.forward is base.forward else None
     return None
 
 
-def _registered(cls: type) -> "type[LayerKind] | None":
+def _registered_kind(cls: type) -> "type[LayerKind] | None":
     return _KINDS.get(cls) or _KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
 def is_known(cls: type[nn.Module]) -> bool:
-    """Whether `cls` is, or derives from, a class with a kind."""
-    return any(_registered(base) is not None for base in cls.__mro__)
+    """Returns True if `cls` has a kind or derives from a class that has one."""
+    return any(_registered_kind(base) is not None for base in cls.__mro__)
 
 
 def load_kind(cls: type[nn.Module], module: str, name: str) -> type[LayerKind]:
-    """The kind of a layer that is being unpickled. Imports `module`, which registered it when it was pickled."""
+    """Returns the kind of a layer that is being unpickled.
+
+    Args:
+        cls: The class of the float layer.
+        module: The module in which the kind was defined when the layer was pickled. Imported if necessary.
+        name: The name of the kind in that module, for the error message.
+    """
     if find_kind(cls) is None:
-        with contextlib.suppress(ImportError):  # the error below says more
+        with contextlib.suppress(ImportError):  # the error below is more helpful
             importlib.import_module(module)
     kind = find_kind(cls)
     if kind is None:

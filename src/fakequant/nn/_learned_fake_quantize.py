@@ -1,17 +1,20 @@
-"""`LearnedFakeQuantize`: a quantizer whose scale, and zero point, are parameters of the model."""
+"""`LearnedFakeQuantize`: a quantizer whose scale and zero point are parameters of the model."""
 
 from math import inf
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.types import Device
 
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.plain_memory import is_transformed
 from fakequant._backends.torch.tensor_checks import check_data, check_device
 from fakequant.nn._bounded_parameters import keep_in_graph, keep_within, put, whole, within, write_back
 from fakequant.nn._initial_scales import Init, largest_scale, start_for
-from fakequant.nn._quantizer import Quantizer, parameter_shape
+from fakequant.nn._quantizer import Quantizer, Settings, fake_quantize
+from fakequant.nn._scale_shape import scale_shape
+from fakequant.nn._state_checks import StateDict
 from fakequant.observers._observer import State
 from fakequant.qparams import EPS, QParams, check_eps
 from fakequant.spec import QuantSpec
@@ -27,27 +30,33 @@ class LearnedFakeQuantize(Quantizer):
         inside     dx = dy    dscale = dy * ((q - zero_point) - x / scale)    dzero_point = 0
         outside    dx = 0     dscale = dy * (bound - zero_point)              dzero_point = -dy * scale
 
-    the last two summed over what shares a scale and multiplied by `grad_factor`, which is
-    `1 / sqrt(x.numel() * qmax)` unless given.
+    dscale and dzero_point are summed over the elements that share a scale and multiplied by `grad_factor`.
 
-    The optimizer moves `step_size` and `offset`; `scale` and `zero_point` are what they stand for: a
-    scale that is never smaller than `eps`, never infinite or NaN, and an integer zero point within the
-    range. A step size that an optimizer made useless is corrected, one that it made NaN is what it was
-    before: in ordinary memory at the next forward pass, in compiled code and on other devices when the
-    mode is changed or the state is saved, and until then a valid one is used in its place. A symmetric
-    grid has no offset; `learn_zero_point=False` keeps that of an affine one fixed.
+    The optimizer changes the parameters `step_size` and `offset`. `scale` and `zero_point` are their valid values:
+    a finite scale of at least `eps`, and an integer zero point within the range of codes. A step size that leaves
+    these bounds is clamped; one that is NaN or infinite is reset to its last valid value. In ordinary memory this
+    happens in the next forward pass. In compiled code and on other devices the forward pass uses the valid value, and
+    the parameter is corrected when the mode changes or the state is saved. A symmetric grid has no offset.
 
-    There is no scale until `initialize(x)` was called, or data was passed through while `observing` (it
-    passes as it is meanwhile). `init` says how it is found:
+    The scale is initialized by `initialize(x)`, or by data passed while `observing` is True, which is returned
+    unchanged. Quantizing before that is an error. Initialize before building the optimizer, so that it sees the final
+    parameters; `param_groups(model)` puts them in a separate group.
 
-        None        the least squared error: on a symmetric grid, per scale, LSQ's rule or a search for the
-                    best range, whichever has the smaller error; on an affine grid the search (`Histogram`;
-                    `MSE` if there are many scales). With a fixed zero point of an affine grid, LSQ's rule
-        "lsq"       LSQ's rule, `2 * mean(|x|) / sqrt(qmax)`, and zero point 0
-        observer    the range of that observer
-
-    Quantizing before there is a scale is an error. Initialize before the optimizer is built, so that it
-    finds the parameters as they will be; `param_groups(model)` gives them a group of their own.
+    Args:
+        spec: The grid.
+        shape: The shape of the tensors, with None for lengths that vary. Required if there is a scale per channel
+            or group.
+        init: How the first scale is found. "lsq" is LSQ's rule, `2 * mean(|x|) / sqrt(qmax)`, with zero point 0. An
+            observer gives its range. None is the least squared error. On a symmetric grid this is, per scale, LSQ's
+            rule or a search for the best range, whichever has the smaller error. On an affine grid it is the search
+            (`Histogram`, or `MSE` if there are many scales), or LSQ's rule if the zero point is fixed.
+        learn_zero_point: Whether to learn the zero point of an affine grid. The default is True for affine grids.
+        grad_factor: The factor of dscale and dzero_point. The default is LSQ's, `1 / sqrt(x.numel() * qmax)`.
+        eps: The smallest scale.
+        sync: Whether the batches of all ranks count as one in the initialization.
+        process_group: The ranks that do; None for all.
+        path: The path of the module in its model, for messages.
+        device: The device of parameters and buffers.
 
     >>> from fakequant import QuantSpec
     >>> fq = LearnedFakeQuantize(QuantSpec(bits=4)).initialize(torch.tensor([-1.0, 0.5, 3.0]))
@@ -60,7 +69,7 @@ class LearnedFakeQuantize(Quantizer):
 
     _scale_name = "step_size"
     step_size: nn.Parameter
-    # A parameter if it is learned, a buffer if it is fixed; None: the zero point is 0.
+    # A parameter if it is learned, a buffer if it is fixed, None if the grid is symmetric.
     offset: Tensor | None
     last_scale: Tensor
     _blocks: tuple[int, ...]
@@ -76,22 +85,22 @@ class LearnedFakeQuantize(Quantizer):
         grad_factor: float | None = None,
         eps: float = EPS,
         sync: bool = True,
-        process_group: Any = None,
+        process_group: "dist.ProcessGroup | None" = None,
         path: str | None = None,
-        device: Any = None,
+        device: Device = None,
     ) -> None:
         super().__init__(spec, observing=False, sync=sync, process_group=process_group, path=path, device=device)
         if learn_zero_point is None:
             learn_zero_point = not spec.symmetric
         if learn_zero_point and spec.symmetric:
             raise ValueError(
-                "A symmetric grid has its zero point at 0: there is none to learn.\n"
+                "The zero point of a symmetric grid is 0 and cannot be learned.\n"
                 "Use QuantSpec(symmetric=False) to learn one."
             )
         check_eps(eps)
         if grad_factor is not None and not (isinstance(grad_factor, (int, float)) and 0 <= grad_factor < inf):
             raise ValueError(f"`grad_factor` must be a finite number >= 0, or None for LSQ's, got {grad_factor!r}.")
-        blocks = parameter_shape(spec, shape)
+        blocks = scale_shape(spec, shape)
         if blocks is None:
             raise ValueError(
                 "Scales per token are dynamic, computed for each input; they cannot be learned.\nUse FakeQuantize."
@@ -102,7 +111,7 @@ class LearnedFakeQuantize(Quantizer):
         self.eps = float(eps)
         self._set_start()
         self._blocks = blocks
-        # One axis at least: what shards parameters over devices does not take scalars.
+        # At least one axis: FSDP does not accept scalar parameters.
         self._shape = blocks or (1,)
         unknown = torch.full(self._shape, torch.nan, dtype=torch.float32, device=device)
         self.step_size = nn.Parameter(unknown)
@@ -122,7 +131,7 @@ class LearnedFakeQuantize(Quantizer):
             self.register_buffer(f"seen_{name}", value, persistent=False)
 
     def _set_start(self) -> None:
-        """The rule for the first scale on the grid of `spec`."""
+        """Sets the rule for the first scale, on the grid of `spec`."""
         self._start = start_for(self.init, self.spec, self.eps, learn_zero_point=self.learn_zero_point)
 
     def _switch(self, name: str, on: bool) -> None:
@@ -135,14 +144,14 @@ class LearnedFakeQuantize(Quantizer):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether there is a scale."""
+        """Whether the scale is initialized."""
         return not bool(self.scale.isnan().any())
 
     # --- scale and zero point ---------------------------------------------------------------------
 
     @property
     def scale(self) -> Tensor:
-        """The scale in use: float32, positive and finite; NaN before it is initialized."""
+        """The scale: float32, positive and finite, or NaN before it is initialized."""
         if self._stale:
             self.refresh()
         if self._frozen:
@@ -152,7 +161,7 @@ class LearnedFakeQuantize(Quantizer):
 
     @property
     def zero_point(self) -> Tensor:
-        """The zero point in use: int32, within the range of codes."""
+        """The zero point: int32, within the range of codes."""
         if self.offset is None:
             return torch.zeros(self._blocks, dtype=torch.int32, device=self.last_scale.device)
         value = self.last_offset if self._frozen else whole(self.offset)
@@ -160,7 +169,7 @@ class LearnedFakeQuantize(Quantizer):
         return tensor_functions.round_zero_point(value, self.spec).reshape(self._blocks)
 
     def qparams(self) -> QParams[Tensor]:
-        """Scale (float32) and zero point (int32).
+        """Returns scale (float32) and zero point (int32).
 
         >>> fq = LearnedFakeQuantize(QuantSpec(bits=2)).initialize(torch.tensor([-1.0, 3.0]))
         >>> fq.qparams()
@@ -172,7 +181,7 @@ class LearnedFakeQuantize(Quantizer):
 
     @property
     def _offsets(self) -> tuple[float, float]:
-        """Where an offset may be. torch lets its own wander, and clamps where it is used."""
+        """The lowest and highest valid offset. torch's numerics do not bound the parameter, only its use."""
         return (-_LARGEST, _LARGEST) if self.spec.numerics == "torch" else (self.spec.qmin, self.spec.qmax)
 
     @property
@@ -183,7 +192,7 @@ class LearnedFakeQuantize(Quantizer):
         if not self.last_scale.is_meta and not self.is_initialized:
             raise RuntimeError(
                 f"{self.where} has no scale yet.\n"
-                "Use fakequant.calibrate(model, data) before the optimizer is built; for a quantizer by itself "
+                "Use fakequant.calibrate(model, data) before the optimizer is built. For a single quantizer, use "
                 "`initialize(x)`, or pass data while `observing` is True."
             )
 
@@ -193,7 +202,7 @@ class LearnedFakeQuantize(Quantizer):
         if self._observing and self.training and not self._frozen:
             if is_transformed():
                 raise RuntimeError(
-                    "a scale cannot be initialized under a transform of torch.func, which keeps nothing.\n"
+                    "a scale cannot be initialized under a transform of torch.func, which stores nothing.\n"
                     "Call `initialize(x)`, or `fakequant.calibrate`, before it."
                 )
             self._observe(x)
@@ -213,12 +222,12 @@ class LearnedFakeQuantize(Quantizer):
     def _quantize(self, x: Tensor) -> Tensor:
         if self._frozen:
             x = keep_in_graph(x, self.step_size, self.offset)
-            if self.spec.numerics == "torch":  # whose gradient of x is another one where the scale is learned
-                offset: Any = 0 if self.offset is None else self.last_offset
+            if self.spec.numerics == "torch":  # its learnable operator has another gradient of x
+                offset = 0 if self.offset is None else self.last_offset
                 return tensor_functions.fake_quantize_learned(x, self.last_scale, offset, self.spec)
-            return tensor_functions.fake_quantize(x, self.scale, self.zero_point, self.spec)
+            return fake_quantize(x, self.scale, self.zero_point, self.spec)
         scale = keep_within(self.step_size, self.last_scale, self.eps, self._largest)
-        zero_point: Any = 0
+        zero_point: Tensor | int = 0
         if self.offset is not None:
             zero_point = keep_within(self.offset, self.last_offset, *self._offsets)
         return tensor_functions.fake_quantize_learned(x, scale, zero_point, self.spec, grad_factor=self.grad_factor)
@@ -226,18 +235,18 @@ class LearnedFakeQuantize(Quantizer):
     # --- initialization ---------------------------------------------------------------------------
 
     def initialize(self, x: Tensor) -> "LearnedFakeQuantize":
-        """Sets scale and zero point from `x` alone, in every rank's `x` if there are several.
+        """Sets scale and zero point from `x` alone, or from the `x` of all ranks. Returns the module.
 
         >>> LearnedFakeQuantize(QuantSpec(bits=2)).initialize(torch.tensor([-1.0, 3.0])).scale
         tensor(4.)
         """
         if self._frozen:
-            raise RuntimeError(f"{self.where} is frozen: set `frozen` to False before it is initialized anew.")
+            raise RuntimeError(f"{self.where} is frozen: set `frozen` to False before it is initialized again.")
         try:
             check_data(x)
             return self._initialize(x)
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
-            self._refuse(error)
+            self._raise_with_path(error)
 
     def _initialize(self, x: Tensor) -> "LearnedFakeQuantize":
         before = [value.clone() for value in (self.last_scale, *self._statistics().values())]
@@ -248,11 +257,11 @@ class LearnedFakeQuantize(Quantizer):
             for value, old in zip((self.last_scale, *self._statistics().values()), before, strict=True):
                 value.copy_(old)
             self._set_stale(False)
-            raise RuntimeError("`x` has blocks without a finite value: there is nothing to initialize a scale from.")
+            raise RuntimeError("`x` has blocks without a finite value, so their scales cannot be initialized.")
         self.run_deferred()
         return self
 
-    def _new_statistics(self, device: Any) -> State:
+    def _new_statistics(self, device: Device) -> State:
         return self._start.init(self._blocks, device)
 
     def _statistics(self) -> State:
@@ -265,12 +274,12 @@ class LearnedFakeQuantize(Quantizer):
         ranks = self.ranks()
         if x.numel() == 0 and not ranks.several:
             return
-        self._count(self._start.update(self._statistics(), x.detach(), ranks))
+        self._count_nonfinite(self._start.update(self._statistics(), x.detach(), ranks))
         self._set_stale(True)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Scale and zero point from what was observed."""
+        """Sets scale and zero point from everything observed."""
         scale, zero_point = self._found()
         for value in (self.step_size, self.last_scale):
             put(value, scale.reshape(self._shape))
@@ -280,14 +289,13 @@ class LearnedFakeQuantize(Quantizer):
         self._set_stale(False)
 
     def _found(self) -> QParams[Tensor]:
-        """By the rule; NaN where nothing was seen."""
         return self._start.qparams(self._statistics())
 
     # --- state ------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def run_deferred(self) -> None:
-        """Initializes if data was observed, and undoes what an optimizer did to a frozen or a broken scale."""
+        """Initializes the scale if data was observed, and corrects parameters that are frozen or invalid."""
         if self._stale:
             self.refresh()
         if not self._frozen:
@@ -302,7 +310,7 @@ class LearnedFakeQuantize(Quantizer):
         if self.offset is not None:
             self.last_offset.copy_(within(whole(self.offset), self.last_offset, *self._offsets))
 
-    def _invalid(self, state_dict: Any, prefix: str) -> str | None:
+    def _find_bad_qparams(self, state_dict: StateDict, prefix: str) -> str | None:
         offset = state_dict.get(prefix + "offset")
         if offset is not None and not offset.is_meta:
             low, high = self._offsets
@@ -310,18 +318,18 @@ class LearnedFakeQuantize(Quantizer):
             if not bool(((offset >= low) & (offset <= high)).all()):
                 return (
                     f"`offset` is {offset.tolist()} in the state, but it must be finite, and between {low:g} and "
-                    f"{high:g} ({self.spec}).\nThe state is damaged: use another, or calibrate anew."
+                    f"{high:g} ({self.spec}).\nThe state is damaged: use another, or calibrate again."
                 )
-        return super()._invalid(state_dict, prefix)
+        return super()._find_bad_qparams(state_dict, prefix)
 
     @torch.no_grad()
-    def _loaded(self) -> None:
+    def _after_load(self) -> None:
         self.last_scale.fill_(torch.nan)
         self._remember()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Forgets scale and zero point: they have to be initialized again."""
+        """Forgets scale and zero point. They must be initialized again."""
         super().reset_parameters()
         for name, value in self._new_statistics(self.last_scale.device).items():
             getattr(self, f"seen_{name}").copy_(value)
@@ -333,22 +341,22 @@ class LearnedFakeQuantize(Quantizer):
 
     def _from_torch_ao(self, old: dict[str, Tensor]) -> dict[str, Tensor]:
         if "learning_enabled" not in old:
-            raise ValueError("the state is of a torch.ao module that does not learn its scale.\nUse FakeQuantize.")
+            raise ValueError("the state is from a torch.ao module that does not learn its scale.\nUse FakeQuantize.")
         if bool(old["static_enabled"]):
             raise ValueError(
-                "the state is of a torch.ao module that still takes its scale from an observer.\n"
+                "the state is from a torch.ao module that still takes its scale from an observer.\n"
                 "Call its enable_param_learning() before it is saved."
             )
         switches = [False, bool(old["fake_quant_enabled"]), not bool(old["learning_enabled"]), False]
         new = {"grid": self.grid, "switches": torch.tensor(switches, dtype=torch.uint8), "step_size": old["scale"]}
-        # Of a symmetric grid torch resets it before it is used.
+        # torch resets the zero point of a symmetric grid before using it.
         return new if self.offset is None else {**new, "offset": old["zero_point"].to(torch.float32)}
 
-    def settings(self) -> tuple[Any, ...]:
-        """Also what is learned and how. `init` is not among them: it only says where the scale starts."""
+    def settings(self) -> Settings:
+        """Adds what is learned and how, but not `init`, which only decides where the scale starts."""
         return *super().settings(), self.learn_zero_point, self.grad_factor, self.eps
 
     def extra_repr(self) -> str:
-        """The spec, what is switched on, and what is learned."""
+        """Returns the spec, the switches that are on, and what is learned."""
         learned = "scale and zero point" if self.learn_zero_point else "scale"
         return f"{super().extra_repr()}; learns {learned}"

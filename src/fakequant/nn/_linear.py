@@ -1,25 +1,23 @@
 """Quantized `nn.Linear`."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fakequant._backends.torch import compiled_nodes
-from fakequant.nn._layer_kinds import LayerKind, quantizes
+from fakequant.nn._layer_kinds import AnyLayer, LayerKind, quantizes
 from fakequant.nn._quantized_layer import quantize_output
 from fakequant.nn._saved_codes import is_saving
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear`; where it saves codes, its backward pass restores the input and the weight one after the other.
+    """Computes `F.linear`. If codes are saved, the backward pass restores input and weight one after the other.
 
     >>> linear(torch.ones(1, 2), torch.ones(3, 2), None)
     tensor([[2., 2., 2.]])
     """
     if not torch.compiler.is_compiling() and compiled_nodes.compiled is not None and is_saving():
-        y = compiled_nodes.compiled.linear(x, weight, bias)
+        y: Tensor | None = compiled_nodes.compiled.linear(x, weight, bias)
         if y is not None:
             return y
     return F.linear(x, weight, bias)
@@ -27,9 +25,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @quantizes(nn.Linear)
 class Linear(LayerKind):
-    """y = x w^T + b, with x and w quantized."""
+    """`nn.Linear` with quantized input and weight."""
 
     @staticmethod
-    def forward(layer: Any, input: Tensor) -> Tensor:
-        """As in `nn.Linear`."""
+    def forward(layer: AnyLayer, input: Tensor) -> Tensor:
+        """Takes and returns the same as `nn.Linear`."""
         return quantize_output(layer, layer._fakequant.compute(layer, linear, input))

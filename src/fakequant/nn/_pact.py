@@ -1,35 +1,32 @@
-"""`PACT`: activations clipped at a learned value."""
-
-from typing import Any
+"""`PACT`: clips activations at a learned value."""
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
-from fakequant._backends.torch import tensor_functions
-from fakequant.nn._bounded_parameters import keep_in_graph, keep_within, whole, within, write_back
-from fakequant.nn._quantizer import Quantizer
+from fakequant._backends.torch.torch_annotations import Function
+from fakequant.nn._bounded_parameters import FunctionContext, keep_in_graph, keep_within, whole, within, write_back
+from fakequant.nn._quantizer import Quantizer, fake_quantize
+from fakequant.nn._state_checks import StateDict
 from fakequant.qparams import EPS, QParams, check_eps
 from fakequant.spec import QuantSpec
 
 
-class _Clip(torch.autograd.Function):
-    """clamp(x, 0, alpha), with the gradient of alpha summed in more than the data's precision."""
+class _Clip(Function):
+    """clamp(x, 0, alpha). The gradient of alpha is summed in float64."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor, alpha: Tensor) -> Tensor:
-        """The clamp."""
         return torch.minimum(x.clamp(min=0), alpha.to(x.dtype))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Both are kept."""
+    def setup_context(ctx: FunctionContext, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        """Inside to x, above to alpha."""
+    def backward(ctx: FunctionContext, dy: Tensor) -> tuple[Tensor, Tensor]:
         x, alpha = ctx.saved_tensors
         above = x > alpha.to(x.dtype)
         dx = torch.where((x >= 0) & ~above, dy, 0)
@@ -37,17 +34,15 @@ class _Clip(torch.autograd.Function):
 
 
 class _ClipForward(_Clip):
-    """The same with a forward-mode derivative, of which torch.compile wants to know nothing."""
+    """`_Clip` with a forward-mode derivative, which torch.compile does not support."""
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Both are kept, for both directions."""
+    def setup_context(ctx: FunctionContext, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
         ctx.save_for_forward(*inputs)
 
     @staticmethod
-    def jvp(ctx: Any, x_t: Tensor | None, alpha_t: Tensor | None) -> Tensor:
-        """The tangent of x inside, of alpha above."""
+    def jvp(ctx: FunctionContext, x_t: Tensor | None, alpha_t: Tensor | None) -> Tensor:
         x, alpha = ctx.saved_tensors
         above = x > alpha.to(x.dtype)
         inside = torch.zeros_like(x) if x_t is None else torch.where((x >= 0) & ~above, x_t, 0)
@@ -55,14 +50,21 @@ class _ClipForward(_Clip):
 
 
 class PACT(Quantizer):
-    """Activations clipped at a learned `alpha` and quantized to the codes 0 to 2^bits - 1, in place of a ReLU.
+    """Clips activations at a learned `alpha` and quantizes them to the codes 0 to 2^bits - 1. Replaces a ReLU.
 
         y = fake_quantize(clamp(x, 0, alpha), scale = alpha / qmax, zero_point = 0)
 
         dx = dy where 0 <= x <= alpha, else 0        dalpha = sum of dy where x > alpha
 
-    `alpha` starts at a value and needs no data. It stays at least `eps`, and finite, whatever the
-    learning rate. It is meant to be decayed like a weight: `param_groups` leaves it among them.
+    `alpha` has a given initial value and needs no data. It stays finite and at least `eps`, whatever the learning
+    rate. It should have weight decay, so `param_groups` leaves it with the weights.
+
+    Args:
+        bits: The bit width.
+        alpha: The initial value.
+        eps: The smallest alpha.
+        path: The path of the module in its model, for messages.
+        device: The device of parameters and buffers.
 
     >>> fq = PACT(2, alpha=3.0)
     >>> fq(torch.tensor([-1.0, 1.2, 9.0]))
@@ -74,7 +76,7 @@ class PACT(Quantizer):
     last_alpha: Tensor
 
     def __init__(
-        self, bits: int = 8, alpha: float = 10.0, *, eps: float = EPS, path: str | None = None, device: Any = None
+        self, bits: int = 8, alpha: float = 10.0, *, eps: float = EPS, path: str | None = None, device: Device = None
     ) -> None:
         spec = QuantSpec(bits=bits, signed=False, symmetric=False)
         super().__init__(spec, observing=False, sync=False, process_group=None, path=path, device=device)
@@ -90,16 +92,16 @@ class PACT(Quantizer):
 
     @property
     def scale(self) -> Tensor:
-        """alpha / qmax."""
+        """The scale, alpha / qmax."""
         return (self._current() / self.spec.qmax).reshape(())
 
     @property
     def zero_point(self) -> Tensor:
-        """0."""
+        """The zero point, always 0."""
         return torch.zeros((), dtype=torch.int32, device=self.last_alpha.device)
 
     def qparams(self) -> QParams[Tensor]:
-        """Scale (float32) and zero point (int32).
+        """Returns scale (float32) and zero point (int32).
 
         >>> PACT(8, alpha=2.55).qparams()
         QParams(scale=tensor(0.0100), zero_point=tensor(0, dtype=torch.int32))
@@ -121,28 +123,30 @@ class PACT(Quantizer):
         clip = _Clip if torch.compiler.is_compiling() else _ClipForward
         clipped = clip.apply(x, alpha)
         scale = alpha.detach() / self.spec.qmax
-        return tensor_functions.fake_quantize(clipped, scale, 0, self.spec, gradient="pass")
+        return fake_quantize(clipped, scale, 0, self.spec, gradient="pass")
 
     @torch.no_grad()
     def run_deferred(self) -> None:
-        """Undoes what an optimizer did to a frozen or a broken alpha."""
+        """Corrects an alpha that is frozen or invalid."""
         self.last_alpha.copy_(self._current())
         write_back(self.alpha, self.last_alpha)
         super().run_deferred()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Starts again with the first alpha."""
+        """Sets alpha to its initial value."""
         super().reset_parameters()
         self.alpha.fill_(self._start)
         self.last_alpha.fill_(self._start)
 
-    def _misfit(self, state_dict: Any, prefix: str) -> str | None:
+    def _find_mismatch(self, state_dict: StateDict, prefix: str) -> str | None:
         alpha = state_dict.get(prefix + "alpha")
         if alpha is not None and not bool(alpha.isfinite().all()):
-            return f"`alpha` is {alpha.tolist()} in the state."
-        return super()._misfit(state_dict, prefix)
+            return (
+                f"`alpha` is {alpha.tolist()} in the state, but it must be finite.\nThe state is damaged: use another."
+            )
+        return super()._find_mismatch(state_dict, prefix)
 
     @torch.no_grad()
-    def _loaded(self) -> None:
+    def _after_load(self) -> None:
         self.last_alpha.copy_(within(whole(self.alpha), self.last_alpha, self.eps, self._largest))

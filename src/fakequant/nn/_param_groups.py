@@ -1,4 +1,4 @@
-"""Parameters for an optimizer, the learned scales by themselves."""
+"""Parameter groups for an optimizer, with learned scales in a separate group."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize
 
 
 def param_groups(model: nn.Module, **scale_options: Any) -> list[dict[str, Any]]:
-    """The parameters of `model` in two groups: everything else, then step sizes and offsets.
+    """Returns the parameters of `model` in two groups: all others, and the step sizes and offsets of quantizers.
 
-    The second group has no weight decay, which would pull scales towards 0, and the options given, such
-    as a learning rate of its own. A group without parameters is left out.
+    The second group has no weight decay, which would pull scales towards 0. `scale_options` are its other
+    options, e.g. a learning rate. A group without parameters is left out.
 
     >>> import torch
     >>> from fakequant import QuantSpec

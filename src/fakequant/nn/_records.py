@@ -1,51 +1,70 @@
-"""The record: the one attribute, `_fakequant`, that fakequant adds to modules of a user's model.
+"""Records: the one attribute, `_fakequant`, that fakequant adds to modules of a user's model.
 
-`fakequant._prepare.attach` lists everything else that is added, and takes it away again.
+`fakequant._prepare.attach` lists everything else that is added, and removes it again.
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fakequant.nn._layer_kinds import LayerKind, find_kind
+from fakequant.nn._layer_kinds import AnyLayer, LayerKind, find_kind
 
 NAME = "_fakequant"
+# Computes the result of a layer from its input, weight and bias.
+Operator: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Record:
-    """What any module may have. Copies of a module have copies of it."""
+    """The record of any module. Copying a module copies its record."""
 
-    # The class that the module had before it was given another one.
+    # The class of the module before it was changed.
     float_class: type[nn.Module] | None = None
     # The hooks that were added to the module.
     hooks: list[RemovableHandle] = dataclasses.field(default_factory=list)
-    # Of a module whose result is quantized by a hook: True.
+    # Whether a hook quantizes the result of the module.
     has_output_hook: bool = False
-    # Of an `nn.TransformerEncoder`: `use_nested_tensor` as it was.
+    # The original `use_nested_tensor` of an `nn.TransformerEncoder`.
     nested: bool | None = None
-    # Of the module that was given to `prepare`: what was done, a `Preparation`.
+    # The `Preparation`, on the module that was passed to `prepare`. (Its package imports this one.)
     preparation: Any = None
-    # Of the module that `convert` returned: what was done, a `Conversion`.
+    # The `Conversion`, on the module that `convert` returned. (Its package imports this one.)
     conversion: Any = None
 
     def is_empty(self) -> bool:
-        """Whether nothing is recorded."""
+        """Returns True if nothing is recorded."""
         rest = (self.float_class, self.nested, self.preparation, self.conversion)
         return not self.hooks and all(value is None for value in rest)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class LayerRecord(Record):
-    """What prepared and converted layers have. The kind is looked up again when a record is copied."""
+    """The record of a prepared or converted layer. Copying or unpickling it looks up the kind again."""
 
     # The base of the layer's class: `QuantizedLayer`, or a class derived from it.
     base: ClassVar[Any]
 
     kind: type[LayerKind]
     float_class: type[nn.Module]
+
+    def compute(self, layer: AnyLayer, operator: Operator, input: Tensor) -> Tensor:
+        """Returns `operator` of the quantized input, the quantized weight and the bias."""
+        raise NotImplementedError
+
+    def compute_rows(self, layer: AnyLayer, operator: Operator, inputs: list[Tensor]) -> list[Tensor]:
+        """Returns `operator` of each input with its part of weight and bias, cut into equal parts along axis 0."""
+        raise NotImplementedError
+
+    def quantize_input(self, layer: AnyLayer, x: Tensor) -> Tensor:
+        """Returns `x` on the grid of the layer's input."""
+        raise NotImplementedError
+
+    def quantized_weight(self, layer: AnyLayer) -> Tensor:
+        """Returns the weight on its grid."""
+        raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "kind"}
@@ -54,8 +73,15 @@ class LayerRecord(Record):
         self.__dict__.update(state, kind=find_kind(state["float_class"]))
 
 
+class RecordedLayer(Protocol):
+    """A prepared or converted layer."""
+
+    @property
+    def _fakequant(self) -> LayerRecord: ...
+
+
 def find_record(module: nn.Module) -> Record | None:
-    """The record of a module; None if it has none.
+    """Returns the record of a module, or None if it has none.
 
     >>> find_record(nn.Linear(2, 2)) is None
     True

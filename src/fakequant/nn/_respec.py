@@ -1,4 +1,4 @@
-"""Another spec for a quantizer that stays the same module."""
+"""Changing the spec of a quantizer in place."""
 
 import torch
 
@@ -10,9 +10,9 @@ from fakequant.spec import QuantSpec
 
 @torch.no_grad()
 def change_spec(quantizer: Quantizer, spec: QuantSpec) -> None:
-    """Gives a quantizer a spec with as many scales; what it has observed or learned is forgotten.
+    """Gives a quantizer another spec with the same number of scales, and resets it.
 
-    Parameters and buffers stay the same tensors, so that an optimizer keeps them.
+    Parameters and buffers remain the same tensors, so an optimizer that holds them stays valid.
 
     >>> quantizer = FakeQuantize(QuantSpec(bits=2))
     >>> change_spec(quantizer, QuantSpec(bits=8))
@@ -22,7 +22,9 @@ def change_spec(quantizer: Quantizer, spec: QuantSpec) -> None:
     before = quantizer.spec
     kept = ("signed", "symmetric", "axis", "group_size")
     if any(getattr(before, name) != getattr(spec, name) for name in kept):
-        raise ValueError(f"A quantizer with the spec ({before}) cannot become one with the spec ({spec}).")
+        raise ValueError(
+            f"The spec of a quantizer cannot change from ({before}) to ({spec}): sign, symmetry and axes must stay."
+        )
     quantizer.spec = spec
     if isinstance(quantizer, FakeQuantize):
         quantizer._set_observer(quantizer.observer)

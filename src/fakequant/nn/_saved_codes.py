@@ -1,14 +1,14 @@
-"""What a quantized layer keeps for the backward pass: no floats.
+"""Codes instead of floats, saved by a quantized layer for the backward pass.
 
-A layer's operator saves its quantized input and weight. The input is `(q - zero_point) * scale`: its codes
-`q` say the same in 1 byte per element instead of 4, or less below 8 bits, and give the same bits back.
-The weight is there anyway, in the model: it is quantized again. What has a NaN in it, which no code
-stands for, is saved as it is.
+A layer's operator saves its quantized input and weight. The input is `(q - zero_point) * scale`. Its codes `q` take
+1 byte per element or less instead of 4, and restore the same bits. The weight is in the model anyway, so it is
+quantized again in the backward pass. A tensor with a NaN, which has no code, is saved as floats.
 """
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,22 +16,23 @@ from torch import Tensor
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.plain_memory import is_eager
 from fakequant._backends.torch.torch_private import saved_tensor_hooks
-from fakequant.nn._quantizer import Quantizer
+from fakequant.nn._quantizer import Quantizer, fake_quantize
 from fakequant.spec import QuantSpec
 
-# Fewer elements are not worth another pass: 1 MB. Of a weight whose input is smaller, 4 MB.
+# Smaller tensors are not worth another pass: 1 MB in float32. For a weight whose input is smaller, 4 MB.
 _SMALLEST = 1 << 18
-_View = tuple[tuple[int, ...], tuple[int, ...], int]
+# Shape, strides and offset of a view.
+_View: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class _Codes(NamedTuple):
-    """A tensor that lies on a grid, and how the operator looked at its memory."""
+    """A tensor on a grid, as codes, and the view of it that the operator saved."""
 
     codes: Tensor
     scale: Tensor
-    zero_point: Any
+    zero_point: Tensor | int
     spec: QuantSpec
-    shape: tuple[int, ...] | None  # of packed codes
+    shape: tuple[int, ...] | None  # None if the codes are not packed
     dtype: torch.dtype
     view: _View
 
@@ -43,12 +44,12 @@ class _Codes(NamedTuple):
 
 
 class _Again(NamedTuple):
-    """A weight that can be quantized once more, as long as it is what it was."""
+    """A weight to quantize again, and the view of the result that the operator saved."""
 
     weight: Tensor
     version: int
     scale: Tensor
-    zero_point: Any
+    zero_point: Tensor | int
     spec: QuantSpec
     view: _View
 
@@ -59,12 +60,12 @@ class _Again(NamedTuple):
                 f"{self.weight._version}, expected version {self.version}.\n"
                 "Run the backward pass before the optimizer step, or prepare the model with save_codes=False."
             )
-        y = tensor_functions.fake_quantize(self.weight.detach(), self.scale, self.zero_point, self.spec)
+        y = fake_quantize(self.weight.detach(), self.scale, self.zero_point, self.spec)
         return y.as_strided(*self.view)
 
 
 class _Saving(threading.local):
-    """How many `saved_as_codes` are active in this thread."""
+    """The number of `saved_as_codes` contexts that are active in this thread."""
 
     depth = 0
 
@@ -72,20 +73,27 @@ class _Saving(threading.local):
 _saving = _Saving()
 
 
-class saved_as_codes(torch.autograd.graph.saved_tensors_hooks):
-    """While it is active, an operator saves of some tensors not their memory but what stands for it.
+class _Replaced(NamedTuple):
+    """A tensor, and a function that returns what to save for a view of it, or None to save the view."""
 
-    `known` has, by the address of their memory, the tensors and what makes something to save of a view.
+    tensor: Tensor
+    save: Callable[[_View], _Codes | _Again | None]
+
+
+class saved_as_codes(torch.autograd.graph.saved_tensors_hooks):
+    """A context in which operators do not save the tensors in `replaced`, but what their `save` returns.
+
+    The keys of `replaced` are the addresses of the tensors' memory.
     """
 
-    def __init__(self, known: dict[int, Any]) -> None:
-        def pack(saved: Tensor) -> Any:
-            tensor, save = known.get(saved.untyped_storage().data_ptr(), (None, None))
-            if save is None or saved.numel() != tensor.numel() or saved.dtype != tensor.dtype:
+    def __init__(self, replaced: dict[int, _Replaced]) -> None:
+        def pack(saved: Tensor) -> Tensor | _Codes | _Again:
+            found = replaced.get(saved.untyped_storage().data_ptr())
+            if found is None or saved.numel() != found.tensor.numel() or saved.dtype != found.tensor.dtype:
                 return saved
-            return save((tuple(saved.shape), tuple(saved.stride()), saved.storage_offset())) or saved
+            return found.save((tuple(saved.shape), tuple(saved.stride()), int(saved.storage_offset()))) or saved
 
-        self._known = known
+        self._replaced = replaced
         super().__init__(pack, _unpack)
 
     def __enter__(self) -> None:
@@ -95,61 +103,69 @@ class saved_as_codes(torch.autograd.graph.saved_tensors_hooks):
     def __exit__(self, *exception: Any) -> None:
         _saving.depth -= 1
         super().__exit__(*exception)
-        self._known.clear()  # what is saved must not keep the tensors themselves
+        self._replaced.clear()  # `pack` stays alive with the graph, and must not keep the tensors alive
 
 
-def _unpack(saved: Any) -> Tensor:
+def _unpack(saved: Tensor | _Codes | _Again) -> Tensor:
     return saved.restore() if isinstance(saved, (_Codes, _Again)) else saved
 
 
 def saving_codes(
     x: Tensor, x_quantizer: Quantizer | None, weight: Tensor, quantizer: Quantizer | None, source: Tensor
 ) -> AbstractContextManager[Any]:
-    """The context in which an operator saves the codes of `x`, and of `weight` how to compute it from `source`.
+    """Returns the context in which an operator saves codes of `x`, and `source` instead of `weight`.
 
-    Both are results of quantizers, given with them; a quantizer that is None was not there. Where there is
-    nothing to gain, or other hooks decide what is saved, it does nothing.
+    The context does nothing if that would not save memory, or if other hooks on saved tensors are active.
+
+    Args:
+        x: The input of the operator.
+        x_quantizer: The quantizer that returned `x`, or None.
+        weight: The weight of the operator.
+        quantizer: The quantizer that returned `weight`, or None.
+        source: The weight before it was quantized.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return nullcontext()
-    known: dict[int, Any] = {}
-    large = x.numel() >= _SMALLEST
-    if large and _fits(x, x_quantizer):
-        known[x.untyped_storage().data_ptr()] = (x, lambda view: _encode(x, x_quantizer, view))
-    if weight.numel() >= (_SMALLEST if large else 4 * _SMALLEST) and _fits(weight, quantizer):
-        known[weight.untyped_storage().data_ptr()] = (weight, lambda view: _again(source, quantizer, view))
-    if not known or saved_tensor_hooks() is not None:
+    replaced: dict[int, _Replaced] = {}
+    is_large = x.numel() >= _SMALLEST
+    if is_large and x_quantizer is not None and _can_save(x, x_quantizer):
+        encoded = _Replaced(x, lambda view: _encode(x, x_quantizer, view))
+        replaced[x.untyped_storage().data_ptr()] = encoded
+    smallest = _SMALLEST if is_large else 4 * _SMALLEST
+    if weight.numel() >= smallest and quantizer is not None and _can_save(weight, quantizer):
+        recomputed = _Replaced(weight, lambda view: _again(source, quantizer, view))
+        replaced[weight.untyped_storage().data_ptr()] = recomputed
+    if not replaced or saved_tensor_hooks() is not None:
         return nullcontext()
-    return saved_as_codes(known)
+    return saved_as_codes(replaced)
 
 
 def is_saving() -> bool:
-    """Whether an operator called now would save codes."""
+    """Returns True if an operator called now would save codes."""
     return _saving.depth > 0
 
 
-def _fits(x: Tensor, quantizer: Quantizer | None) -> bool:
-    if quantizer is None or not quantizer.quantizing or quantizer.spec.bits > 8 or quantizer._blocks is None:
+def _can_save(x: Tensor, quantizer: Quantizer) -> bool:
+    if not quantizer.quantizing or quantizer.spec.bits > 8 or quantizer._blocks is None:
         return False
     return x.dtype != torch.float64 and x.is_contiguous() and is_eager(x)
 
 
-def _parameters(quantizer: Any) -> tuple[Tensor, Any]:
-    """Scale and zero point, which the next step may change."""
-    spec = quantizer.spec
-    return quantizer.scale.clone(), 0 if spec.symmetric else quantizer.zero_point.clone()
+def _copied_qparams(quantizer: Quantizer) -> tuple[Tensor, Tensor | int]:
+    """Returns copies of scale and zero point, which the next step may change."""
+    return quantizer.scale.clone(), 0 if quantizer.spec.symmetric else quantizer.zero_point.clone()
 
 
-def _encode(x: Tensor, quantizer: Any, view: _View) -> _Codes | None:
+def _encode(x: Tensor, quantizer: Quantizer, view: _View) -> _Codes | None:
     x = x.detach()
-    if not quantizer.saw_only_finite and bool(x.sum().isnan()):  # NaN, or too large to tell
+    if not quantizer.saw_only_finite and bool(x.sum().isnan()):  # a NaN, or a sum that overflowed
         return None
     spec = quantizer.spec
-    scale, zero_point = _parameters(quantizer)
+    scale, zero_point = _copied_qparams(quantizer)
     packed = spec.bits in (2, 4)
     codes = tensor_functions.quantize(x, scale, zero_point, spec, packed=packed)
     return _Codes(codes, scale, zero_point, spec, tuple(x.shape) if packed else None, x.dtype, view)
 
 
-def _again(weight: Tensor, quantizer: Any, view: _View) -> _Again:
-    return _Again(weight, weight._version, *_parameters(quantizer), quantizer.spec, view)
+def _again(weight: Tensor, quantizer: Quantizer, view: _View) -> _Again:
+    return _Again(weight, weight._version, *_copied_qparams(quantizer), quantizer.spec, view)

@@ -1,14 +1,14 @@
-"""From torch.ao: its fake-quantize modules and their states as ours, with the same bits.
+"""Conversion of torch.ao's fake-quantize modules and their states, with bit-identical results.
 
     torch.ao                          here
     FakeQuantize                      FakeQuantize, numerics "torch"
     FusedMovingAvgObsFakeQuantize     FusedFakeQuantize, torch's own rule for the scale
     _LearnableFakeQuantize            LearnedFakeQuantize, numerics "torch"
 
-torch is not asked for `torch.ao`, which may be gone: modules are told by what they have.
+`torch.ao` is not imported, as releases of torch may lack it: its modules are recognized by their attributes.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,19 +17,29 @@ from fakequant._backends.torch import tensor_torch_names
 from fakequant._backends.torch.process_ranks import Ranks
 from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize
-from fakequant.nn._quantizer import Quantizer
+from fakequant.nn._quantizer import Quantizer, Settings
+from fakequant.nn._state_checks import StateDict
 from fakequant.observers._min_max import MinMax
 from fakequant.observers._moving_average import MovingAverage
 from fakequant.observers._observer import Observer
 from fakequant.spec import QuantSpec
 
+# A module or observer of torch.ao. Its class cannot be imported, see above.
+TorchAoModule: TypeAlias = Any
+
 
 class FusedFakeQuantize(FakeQuantize):
     """`FakeQuantize` with the arithmetic of torch's fused operator, for models that were trained with it.
 
-    torch's fused operator chooses scales by another rule than its observers do, and than we do: a
-    symmetric grid has its zero point in the middle only if the data has both signs, and a very small
-    range is widened. It also learns from NaN and infinities. For everything else use `FakeQuantize`.
+    torch's fused operator chooses scales by another rule than torch's observers and fakequant. A symmetric grid has
+    its zero point in the middle only if the data has both signs, and a very small range is widened. NaN and
+    infinities change the range. Use `FakeQuantize` for everything else.
+
+    Args:
+        spec: The grid: affine, with numerics "torch", per tensor or per channel of axis 0.
+        observer: A `MovingAverage`.
+        symmetric: Whether torch's scheme is symmetric.
+        options: Other arguments of `FakeQuantize`, except `gradient` and `eps`.
 
     >>> fq = FusedFakeQuantize(QuantSpec(symmetric=False, numerics="torch"), symmetric=True)
     >>> fq(torch.tensor([0.5, 1.0, 2.0]))
@@ -41,17 +51,22 @@ class FusedFakeQuantize(FakeQuantize):
     observer: MovingAverage
 
     def __init__(
-        self, spec: QuantSpec, observer: MovingAverage | None = None, *, symmetric: bool = False, **options: Any
+        self,
+        spec: QuantSpec,
+        observer: Observer | None = None,
+        *,
+        symmetric: bool = False,
+        **options: Any,  # of several types, checked by `FakeQuantize`
     ) -> None:
         observer = observer or MovingAverage()
         if spec.symmetric or spec.numerics != "torch" or spec.group_size is not None:
             raise ValueError(
                 'The fused operator needs QuantSpec(symmetric=False, numerics="torch") without groups: its zero point '
-                f"may be anywhere also for `symmetric=True`, got {spec!r}."
+                f"can be any code, also with `symmetric=True`. Got {spec!r}."
             )
         if spec.axis not in (None, 0) or not isinstance(observer, MovingAverage):
             raise ValueError(
-                "The fused operator has a scale per tensor or per channel of axis 0, and a moving average; "
+                "The fused operator supports scales per tensor or per channel of axis 0, and a moving average; "
                 f"got {spec!r} and {observer}."
             )
         if {"gradient", "eps"} & options.keys():
@@ -61,18 +76,18 @@ class FusedFakeQuantize(FakeQuantize):
         super().__init__(spec, observer, **options)
         self.symmetric = symmetric
 
-    def _check_scale(self, *_: Tensor) -> None:
-        """The scale is computed anew when a state was loaded."""
+    def _check_scale(self, observed: dict[str, Tensor]) -> None:
+        """Accepts any scale: it is computed again after a state was loaded."""
 
-    def _invalid(self, *_: Any) -> None:
-        """The same: and what torch's operator has learned from may not be finite."""
+    def _find_bad_qparams(self, state_dict: StateDict, prefix: str) -> None:
+        """Accepts any scale, as above. It may not be finite, because torch observes non-finite values too."""
 
-    def settings(self) -> tuple[Any, ...]:
-        """Also whether it is symmetric where the data has both signs."""
+    def settings(self) -> Settings:
+        """Adds whether torch's scheme is symmetric."""
         return *super().settings(), self.symmetric
 
     def extra_repr(self) -> str:
-        """The same, and whether it is symmetric where the data has both signs."""
+        """Returns that of `FakeQuantize`, and whether torch's scheme is symmetric."""
         return f"{super().extra_repr()}; fused{', symmetric' if self.symmetric else ''}"
 
     def _observe_and_quantize(self, x: Tensor) -> Tensor:
@@ -87,20 +102,20 @@ class FusedFakeQuantize(FakeQuantize):
 
     def _run_purely(self, x: Tensor, ranks: Ranks) -> Tensor:
         raise RuntimeError(
-            "torch's fused operator changes the ranges it keeps, which a transform of torch.func does not allow.\n"
-            "Freeze them: fakequant.nn.switch_quantizers(model, frozen=True), or use FakeQuantize."
+            "torch's fused operator changes its running range in place, which transforms of torch.func do not allow.\n"
+            "Freeze the range: fakequant.nn.switch_quantizers(model, frozen=True), or use FakeQuantize."
         )
 
     def refresh(self) -> None:
-        """Scale and zero point from the running range, by torch's rule."""
+        """Computes scale and zero point from the running range, by torch's rule."""
         with torch.no_grad():
             self._operate(torch.zeros(self.scale.numel(), 1, device=self.scale.device), observe=False)
             unseen = self.running_min > self.running_max
             self.scale.copy_(torch.where(unseen, torch.nan, self.scale))
             self.zero_point.copy_(torch.where(unseen, 0, self.zero_point))
 
-    def _loaded(self) -> None:
-        # torch computes both from the running range whenever it quantizes; saved ones may be older.
+    def _after_load(self) -> None:
+        # Saved scales may be outdated: torch computes them from the running range whenever it quantizes.
         self.refresh()
 
     def _operate(self, x: Tensor, *, observe: bool) -> Tensor:
@@ -114,18 +129,18 @@ class FusedFakeQuantize(FakeQuantize):
         )  # fmt: skip
 
 
-def from_torch_ao(module: Any) -> Quantizer:
-    """A fakequant quantizer from a fake-quantize module of torch.ao, with its state.
+def from_torch_ao(module: TorchAoModule) -> Quantizer:
+    """Returns a quantizer with the settings and the state of a torch.ao fake-quantize module.
 
-    Takes `FakeQuantize` with a min-max or moving-average observer, `FusedMovingAvgObsFakeQuantize` and
-    `_LearnableFakeQuantize`. On finite data it gives the same bits. Two differences are meant:
+    `module` is a `FakeQuantize` with a min-max or moving-average observer, a `FusedMovingAvgObsFakeQuantize` or a
+    `_LearnableFakeQuantize`. On finite data the results are bit-identical. Two differences are intended:
 
-    - In evaluation mode it does not observe.
-    - `FakeQuantize` never learns from NaN and infinities, where torch's does. An end of a range that is not
-      finite in the state counts as not seen yet, the other end is kept; there is no scale until both are known.
+    - In evaluation mode the quantizer does not observe.
+    - `FakeQuantize` ignores NaN and infinities, whereas torch.ao observes them. An end of the saved range that is
+      not finite counts as not observed. The other end is kept. There is no scale until both ends are known.
 
     >>> import warnings
-    >>> warnings.simplefilter("ignore")  # torch.ao says that it is deprecated
+    >>> warnings.simplefilter("ignore")  # torch.ao warns that it is deprecated
     >>> from torch.ao import quantization as ao
     >>> theirs = ao.FakeQuantize(ao.MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
     >>> x = torch.randn(100)
@@ -144,8 +159,7 @@ def from_torch_ao(module: Any) -> Quantizer:
     axis = observer.ch_axis if "per_channel" in scheme else None
     channels = (None,) * (axis or 0) + (_channels(module, observer),) if axis is not None else None
     learned = hasattr(module, "learning_enabled")
-    if not learned:
-        follows = _observer(observer)
+    follows = None if learned else _observer(observer)
     eps = float(module.eps if learned else observer.eps)
     options: dict[str, Any] = {"shape": channels, "eps": eps, "device": module.scale.device}
     bounds = (int(module.quant_min), int(module.quant_max))
@@ -156,15 +170,15 @@ def from_torch_ao(module: Any) -> Quantizer:
     elif hasattr(module, "is_symmetric_quant"):
         options["symmetric"] = symmetric
         del options["eps"]
-        ours = FusedFakeQuantize(_spec(*bounds, False, axis), follows, **options)  # type: ignore[arg-type]
+        ours = FusedFakeQuantize(_spec(*bounds, False, axis), follows, **options)
     else:
         ours = FakeQuantize(_spec(*bounds, symmetric, axis), follows, **options)
     ours.load_state_dict(module.state_dict())
     return ours.train(module.training)
 
 
-def _channels(module: Any, observer: Any) -> int:
-    number = module.scale.numel() if hasattr(module, "learning_enabled") else observer.min_val.numel()
+def _channels(module: TorchAoModule, observer: TorchAoModule) -> int:
+    number: int = module.scale.numel() if hasattr(module, "learning_enabled") else observer.min_val.numel()
     if number == 0:
         raise ValueError(
             "The torch.ao module has not seen data, so it does not know how many channels there are.\n"
@@ -173,7 +187,7 @@ def _channels(module: Any, observer: Any) -> int:
     return number
 
 
-def _observer(observer: Any) -> Observer:
+def _observer(observer: TorchAoModule) -> Observer:
     name = type(observer).__name__
     constant = getattr(observer, "averaging_constant", None)
     if name in ("MovingAverageMinMaxObserver", "MovingAveragePerChannelMinMaxObserver") and constant is not None:
@@ -181,13 +195,13 @@ def _observer(observer: Any) -> Observer:
     if name in ("MinMaxObserver", "PerChannelMinMaxObserver"):
         return MinMax()
     raise ValueError(
-        f"The state of {name} cannot be converted. Only min-max and moving-average observers can be taken "
-        "over.\nBuild FakeQuantize with an observer of fakequant.observers and calibrate it."
+        f"The state of {name} cannot be converted. Only min-max and moving-average observers are "
+        "supported.\nBuild FakeQuantize with an observer of fakequant.observers and calibrate it."
     )
 
 
 def _spec(qmin: int, qmax: int, symmetric: bool, axis: int | None) -> QuantSpec:
-    """The spec with this range of codes."""
+    """Returns the spec with this range of codes. Raises ValueError if there is none."""
     bits = qmax.bit_length() + (qmin < 0)
     if symmetric and qmin >= 0:
         raise ValueError(
@@ -203,5 +217,5 @@ def _spec(qmin: int, qmax: int, symmetric: bool, axis: int | None) -> QuantSpec:
             return spec
     raise ValueError(
         f"The codes {qmin} to {qmax} are not the full range of a bit width.\nA QuantSpec has codes 0 to 2^bits - 1, or "
-        "-2^(bits-1) to 2^(bits-1) - 1, without the lowest if it is narrow."
+        "-2^(bits-1) to 2^(bits-1) - 1, without the lowest if narrow_range is True."
     )

@@ -1,13 +1,13 @@
-"""Observers: what range do the values of a tensor have?
+"""Observers decide on the range of a tensor.
 
-MinMax          everything ever seen
-MovingAverage   an average over the recent tensors; activations in training
-Dynamic      the tensor at hand; weights, and activations quantized dynamically
-Percentile      without the outermost values
-Histogram       with the least error over everything seen; activations in calibration
-MSE             with the least error on the latest tensor; weights, once
-Entropy         with the least loss of information over everything seen
-Fixed           known beforehand
+MinMax          the minimum and maximum of all tensors
+MovingAverage   an average over recent tensors; for activations in training
+Dynamic         the current tensor only; for weights, and for dynamic quantization of activations
+Percentile      all tensors without their outermost values
+Histogram       the least error over all tensors; for activations in calibration
+MSE             the least error on the latest tensor; for weights, once before training
+Entropy         the least loss of information over all tensors
+Fixed           a range known in advance
 """
 
 from fakequant._backends.torch.process_ranks import ALONE as ALONE, Ranks as Ranks

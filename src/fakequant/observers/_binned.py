@@ -1,20 +1,20 @@
-"""A histogram that can be merged exactly, and what the observers built on it share.
+"""The base of observers that keep a histogram. Histograms can be merged exactly.
 
-A bin is 2^exponent wide and the bins are counted outwards from zero:
+A bin is 2^exponent wide. Bins are numbered outwards from zero, separately for each sign:
 
-    bin of x  =  floor(|x| / 2^exponent), on the side of its sign
+    bin of x  =  floor(|x| / 2^exponent)
 
-When a value does not fit, the exponent grows and neighbours are added up. Since bins of one width
-nest in those of the next, the counts depend on the values only: not on their order, on the batches
-they came in, or on the ranks that saw them.
+If a value does not fit, the exponent grows and neighbouring bins are merged. Every bin lies within one bin of the next
+width, so the counts depend only on the values: not on their order, their batches, or the ranks that saw them.
 """
 
 import dataclasses
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from fakequant._backends.torch import formula, tensor_kernels
 from fakequant._backends.torch.plain_memory import is_eager
@@ -26,24 +26,24 @@ from fakequant.qparams import min_max
 from fakequant.spec import QuantSpec
 
 _WIDEST = Observation("min_max", 1.0, 0.0, False)
-# The narrowest bin: 1 / width is a float32, and anything smaller is as good as zero.
+# The exponent of the narrowest bins. 1 / width still fits in float32; smaller values are practically zero.
 _SMALLEST_EXPONENT = -126
-_MOST_COUNTS = 1 << 25  # 256 MB
+_MOST_COUNTS = 1 << 25  # 256 MB in int64
 
 
 class Bins(NamedTuple):
-    """How often values were seen, from the lowest bin to the highest, in the last axis."""
+    """A histogram per block. The last axis holds the bins, from the lowest to the highest."""
 
     counts: Tensor
     # The middle of every bin, in float32.
     centers: Tensor
-    # The left edge of every bin and, one more, the right edge of the last.
+    # The left edge of every bin, followed by the right edge of the last.
     edges: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
 class _Binned(Observer):
-    # How many bins there are, half of them for each sign: a power of two.
+    # The number of bins, half of them for each sign. A power of two.
     bins: int = dataclasses.field(default=4096, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -55,8 +55,8 @@ class _Binned(Observer):
         ):
             raise ValueError(f"`bins` must be a power of two and at least 4, got {self.bins!r}.")
 
-    def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
-        """No counts, and the narrowest bins."""
+    def init(self, blocks: tuple[int, ...], device: Device = None) -> State:
+        """Returns counts of 0 in the narrowest bins."""
         number = prod(blocks) * self.bins
         if number > _MOST_COUNTS:
             raise ValueError(
@@ -70,7 +70,7 @@ class _Binned(Observer):
         }
 
     def update(self, state: State, x: Tensor, spec: QuantSpec, ranks: Ranks = ALONE) -> Tensor:
-        """Counts the values, in bins wide enough for all of them."""
+        """Counts the values of all ranks, in bins wide enough for all values seen."""
         x = x.detach()
         seen = min_max(x, spec)
         lo, hi = ranks.range(seen.min, seen.max)
@@ -83,7 +83,7 @@ class _Binned(Observer):
         return (seen.nan + seen.posinf + seen.neginf).sum()
 
     def binned(self, state: State) -> Bins:
-        """The counts with their places on the number line."""
+        """Returns the counts with the centers and edges of their bins."""
         half = self.bins // 2
         width = torch.ldexp(torch.ones_like(state["running_min"], dtype=torch.float64), state["exponent"])[..., None]
         edges = torch.arange(-half, half + 1, device=width.device) * width
@@ -91,13 +91,13 @@ class _Binned(Observer):
         return Bins(state["counts"], centers, edges.to(torch.float32))
 
     def _exponent_for(self, absmax: Tensor) -> Tensor:
-        """The smallest with absmax < bins / 2 * 2^exponent."""
-        _, exponent = torch.frexp(absmax.clamp(min=0))  # -inf: nothing seen
+        """Returns the smallest exponent with absmax < bins / 2 * 2^exponent."""
+        _, exponent = torch.frexp(absmax.clamp(min=0))  # -inf if nothing was seen
         log_half = (self.bins // 2).bit_length() - 1
         return torch.where(absmax > 0, exponent - log_half, _SMALLEST_EXPONENT).clamp(_SMALLEST_EXPONENT).int()
 
     def _merged(self, counts: Tensor, shift: Tensor) -> Tensor:
-        """The counts in bins 2^shift times as wide."""
+        """Returns the counts in bins that are 2^shift times as wide."""
         half = self.bins // 2
         places = torch.arange(-half, half, device=counts.device)
         distance = torch.where(places < 0, -1 - places, places)  # from zero, on either side
@@ -106,11 +106,11 @@ class _Binned(Observer):
         return torch.zeros_like(counts).scatter_add_(-1, target, counts)
 
     def _counts(self, x: Tensor, exponent: Tensor, spec: QuantSpec) -> Tensor:
-        """How many finite values of `x` are in every bin."""
+        """Returns the number of finite values of `x` in every bin."""
         limit = torch.finfo(torch.float32).max
         shape = block_shape(tuple(x.shape), spec)
         inverse = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), -exponent)
-        if x.dtype == torch.float64:  # which may lie beyond float32, in which ranges are kept
+        if x.dtype == torch.float64:  # values may exceed the limits of float32, the dtype of ranges
             x = torch.where(x.isinf(), x, x.clamp(-limit, limit))
         x = x.to(torch.float32)
         if torch.compiler.is_compiling() or not is_eager(x):

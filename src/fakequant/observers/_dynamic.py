@@ -1,4 +1,4 @@
-"""The range of the tensor at hand."""
+"""The range of the current tensor."""
 
 import dataclasses
 from typing import ClassVar
@@ -8,18 +8,17 @@ from fakequant.observers._observer import InKernel, _Running
 
 @dataclasses.dataclass(frozen=True)
 class Dynamic(_Running):
-    """The smallest and largest value of the tensor at hand, and of no other.
+    """The smallest and largest value of the current tensor only.
 
         lo = min(x)        hi = max(x)
 
-    For weights, whose range is known exactly at every step, and for activations that are quantized
-    dynamically, such as per token. A quantizer with this observer looks at the tensor in evaluation
-    too, until it is frozen.
+    For weights, whose exact range is known at every step, and for activations that are quantized dynamically, e.g. per
+    token. A quantizer with this observer also observes in evaluation mode, until it is frozen.
 
-    An empty tensor has the range 0 to 0. NaN and infinities are left out; a block with nothing else has
-    the range 0 to 0. Zeros give the range 0 to 0, a constant c the range c to c, and positive data a
-    range that starts above 0: `choose_qparams` extends it to hold 0. Over several ranks: the minimum of
-    lo and the maximum of hi; but ranges per token are those of the rank's own tokens.
+    Empty tensors and blocks without a finite value have the range 0 to 0. NaN and infinities are ignored. Zeros give
+    the range 0 to 0, a constant c the range c to c, and positive data a range that starts above 0, which
+    `choose_qparams` extends to include 0. Ranks share the minimum of lo and the maximum of hi, except for ranges per
+    token: they are those of each rank's tokens.
 
     >>> import torch
     >>> from fakequant import QuantSpec

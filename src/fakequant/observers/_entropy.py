@@ -15,34 +15,30 @@ from fakequant.observers._search import candidates_at_once, check_steps, search_
 from fakequant.qparams import choose_qparams
 from fakequant.spec import WHOLE_AXIS, QuantSpec
 
-# A bin that the quantized histogram leaves empty; it must cost something finite.
+# The probability of a bin that the quantized histogram leaves empty, so that the divergence stays finite.
 _EMPTY = 1e-12
-
-
-# The error that a range may have, relative to the least: 3 dB.
+# The largest allowed error of a range, relative to the least error: 3 dB.
 _MOST_ERROR = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Entropy(_Binned):
-    """The range whose codes tell the most about the values: the least Kullback-Leibler divergence.
+    """The range whose codes preserve the most information: the least Kullback-Leibler divergence.
 
         minimize  sum of p * log(p / q)
-        p         the histogram with everything outside the range moved to its outermost bins
-        q         the histogram inside the range, spread evenly over the bins in use of every code
+        p         the histogram, with everything outside the range moved to its outermost bins
+        q         the histogram inside the range, spread evenly over the non-empty bins of every code
 
-    over ranges between that of the data and that of `Histogram()`, the least squared error, with the ends
-    cut at `steps` thresholds. A divergence knows no distances: for a peak, such as the zeros after a ReLU,
-    it would give up everything else. So a range clips nothing that `Histogram()` keeps, and its squared
-    error on the bins is at most twice the least. For activations with long tails: 3 dB are given for a range
-    that clips less.
+    The candidates lie between the range of the data and that of `Histogram()`, which has the least squared error. Their
+    ends are cut at `steps` thresholds. A divergence ignores distances: for data with a peak, such as the zeros after a
+    ReLU, it would clip everything else. So a candidate clips nothing that `Histogram()` keeps, and its squared error on
+    the bins is at most twice the least. For activations with long tails: the range clips less, at a cost of up to 3 dB.
 
-    A range with fewer bins than the grid has levels says nothing about the grid and is not considered, except
-    that of the data. If none is left, the range is that of `Histogram()`.
+    A range with fewer bins than the grid has levels is not a candidate, because its divergence does not depend on the
+    grid. The range of the data always is. If no candidate is left, the range is that of `Histogram()`.
 
-    An empty tensor changes nothing. NaN and infinities are left out. Zeros give the range 0 to 0, a
-    constant c a range between 0 and c, one-sided data a range from 0 on that side. Over several ranks: the
-    histograms are summed, which is exact.
+    Empty tensors change nothing. NaN and infinities are ignored. Zeros give the range 0 to 0, a constant c a range
+    between 0 and c, one-sided data a range that starts at 0. The histograms of all ranks are summed, which is exact.
 
     >>> generator = torch.Generator().manual_seed(0)
     >>> x = torch.cat([torch.randn(10000, generator=generator), torch.tensor([30.0])])
@@ -62,12 +58,12 @@ class Entropy(_Binned):
         check_steps(self.steps)
 
     def range(self, state: State, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-        """A search over the bins."""
+        """Searches for the range with the least divergence on the bins."""
         counts, centers, _ = self.binned(state)
         grid = spec.to_numbers()
         outer = state["running_min"], state["running_max"]
         inner = Histogram(bins=self.bins).range(state, spec)
-        ends = (torch.where(outer[0] <= outer[1], end, 0)[None] for end in inner)  # of nothing there is no error
+        ends = (torch.where(outer[0] <= outer[1], end, 0)[None] for end in inner)  # valid ends where nothing was seen
         limit = _MOST_ERROR * errors_on_bins(counts, centers, *ends, grid, 2.0)
 
         def errors(lo: Tensor, hi: Tensor) -> Tensor:
@@ -77,20 +73,28 @@ class Entropy(_Binned):
         return search_between(errors, inner, outer, self.steps)
 
 
-# One operator, so that a compiler does not see the loop.
+# An operator, so that compilers do not unroll the loop.
 @operators.add(
     "divergence_on_bins(Tensor counts, Tensor centers, Tensor lo, Tensor hi, int[] spec) -> Tensor",
     lambda counts, centers, lo, *_: lo.new_empty(lo.shape, dtype=torch.float64),
 )
 def divergence_on_bins(counts: Tensor, centers: Tensor, lo: Tensor, hi: Tensor, spec: list[int]) -> Tensor:
-    """The divergence of the quantized histogram for every candidate range; `spec` as numbers."""
+    """Returns the divergence of the quantized histogram for every candidate range.
+
+    Args:
+        counts: The counts, with the bins in the last axis.
+        centers: The centers of the bins.
+        lo: The lower ends. The first axis counts the candidates; the first is the range of the data.
+        hi: The upper ends.
+        spec: The spec, encoded by `QuantSpec.to_numbers`.
+    """
     grid = QuantSpec.from_numbers(spec)
     errors = torch.empty(lo.shape, dtype=torch.float64, device=lo.device)
     for part in candidates_at_once(len(lo), counts):
         low, high = lo[part], hi[part]
         shape = (len(low), *counts.shape)
         errors[part] = _divergence(counts.expand(shape), centers.expand(shape), low, high, grid)
-    # The first candidate is the range of the data, which is considered in any case.
+    # The first candidate is the range of the data, which is always allowed.
     width = centers[..., 1] - centers[..., 0]
     errors[1:].masked_fill_((hi - lo)[1:] < grid.levels * width, torch.inf)
     return errors
@@ -100,7 +104,7 @@ def _divergence(counts: Tensor, centers: Tensor, lo: Tensor, hi: Tensor, spec: Q
     scale, zero_point = choose_qparams(lo, hi, spec)
     rows = dataclasses.replace(spec, axis=-1, group_size=WHOLE_AXIS)
     q = quantize(centers, scale[..., None], zero_point[..., None], rows).to(torch.int64) - spec.qmin
-    # A bin that an end of the range cuts is inside: the smallest and the largest value are in such bins.
+    # A bin that contains an end of the range counts as inside: it holds the smallest or the largest value.
     half = (centers[..., 1:2] - centers[..., :1]) / 2
     below, above = centers + half < lo[..., None], centers - half > hi[..., None]
     inside = ~(below | above)
@@ -109,7 +113,7 @@ def _divergence(counts: Tensor, centers: Tensor, lo: Tensor, hi: Tensor, spec: Q
     p = kept.double()
     p.scatter_add_(-1, first, torch.where(below, counts, 0).sum(-1, keepdim=True).double())
     p.scatter_add_(-1, last, torch.where(above, counts, 0).sum(-1, keepdim=True).double())
-    # More levels than bins: every bin is a code of its own.
+    # With more levels than bins, every bin has its own code.
     codes = min(spec.levels, counts.shape[-1])
     if spec.levels > codes:
         q = torch.arange(codes, device=q.device).expand_as(q)
@@ -123,7 +127,7 @@ def _divergence(counts: Tensor, centers: Tensor, lo: Tensor, hi: Tensor, spec: Q
 
 
 def _outermost(inside: Tensor) -> tuple[Tensor, Tensor]:
-    """The places of the first and last bin inside."""
+    """Returns the indices of the first and the last bin inside."""
     places = torch.arange(inside.shape[-1], device=inside.device)
     first = torch.where(inside, places, inside.shape[-1] - 1).amin(-1, keepdim=True)
     return first, torch.where(inside, places, 0).amax(-1, keepdim=True)

@@ -1,10 +1,11 @@
-"""A range that is known beforehand."""
+"""A range that is known in advance."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from fakequant._backends.torch.process_ranks import ALONE, Ranks
 from fakequant.observers._observer import Observer, State, number
@@ -13,10 +14,10 @@ from fakequant.spec import QuantSpec
 
 @dataclasses.dataclass(frozen=True)
 class Fixed(Observer):
-    """A range that is known beforehand, such as 0 to 1 after a sigmoid or a softmax.
+    """A range that is known in advance, e.g. 0 to 1 after a sigmoid or a softmax.
 
-    The data is never looked at: empty tensors, NaN, infinities, zeros, constants and one-sided data
-    change nothing, and nothing is counted. Every rank has the same range.
+    The data is ignored: empty tensors, NaN, infinities, zeros, constants and one-sided data change nothing, and
+    nothing is counted. Every rank has the same range.
 
     >>> from fakequant import QuantSpec
     >>> observer = Fixed(0.0, 1.0)
@@ -36,15 +37,15 @@ class Fixed(Observer):
         if not -limit <= self.lo <= self.hi <= limit:
             raise ValueError(f"`lo` and `hi` must be finite in float32 with lo <= hi, got lo={self.lo}, hi={self.hi}.")
 
-    def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
-        """The range itself, once per block."""
+    def init(self, blocks: tuple[int, ...], device: Device = None) -> State:
+        """Returns the fixed range, once per block."""
         ends = {"running_min": self.lo, "running_max": self.hi}
         return {name: torch.full(blocks, end, dtype=torch.float32, device=device) for name, end in ends.items()}
 
     def update(self, state: State, x: Tensor, spec: QuantSpec, ranks: Ranks = ALONE) -> Tensor:
-        """Nothing happens."""
+        """Returns 0 and changes nothing."""
         return torch.zeros((), dtype=torch.int64, device=x.device)
 
     def range(self, state: State, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-        """The range itself."""
+        """Returns the fixed range."""
         return state["running_min"], state["running_max"]

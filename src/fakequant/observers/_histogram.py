@@ -22,12 +22,11 @@ class Histogram(_Binned):
 
         minimize  sum of counts * |fake_quantize(centers) - centers|^norm
 
-    over ranges cut at `steps` thresholds, and for an affine grid each end then by itself. The error is
-    that of the spec's own grid at the middle of the bins. For activations in calibration.
+    First both ends of the range are cut at `steps` thresholds. On an affine grid, each end is then moved separately.
+    The error is computed with the grid of the spec, at the centers of the bins. For activations in calibration.
 
-    An empty tensor changes nothing. NaN and infinities are left out. Zeros give the range 0 to 0, a
-    constant c a range between 0 and c, one-sided data a range from 0 on that side. Over several ranks: the
-    histograms are summed, which is exact.
+    Empty tensors change nothing. NaN and infinities are ignored. Zeros give the range 0 to 0, a constant c a range
+    between 0 and c, one-sided data a range that starts at 0. The histograms of all ranks are summed, which is exact.
 
     >>> x = torch.cat([torch.linspace(-1, 1, 1001), torch.tensor([20.0])])
     >>> observer, spec = Histogram(), QuantSpec(bits=4)
@@ -50,7 +49,7 @@ class Histogram(_Binned):
         check_steps(self.steps)
 
     def range(self, state: State, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-        """A search over the bins."""
+        """Searches for the range with the least error on the bins."""
         counts, centers, _ = self.binned(state)
         grid = spec.to_numbers()
         return search(
@@ -59,13 +58,22 @@ class Histogram(_Binned):
         )  # fmt: skip
 
 
-# One operator, so that a compiler does not see the loop.
+# An operator, so that compilers do not unroll the loop.
 @operators.add(
     "errors_on_bins(Tensor counts, Tensor centers, Tensor lo, Tensor hi, int[] spec, float norm) -> Tensor",
     lambda counts, centers, lo, *_: lo.new_empty(lo.shape, dtype=torch.float64),
 )
 def errors_on_bins(counts: Tensor, centers: Tensor, lo: Tensor, hi: Tensor, spec: list[int], norm: float) -> Tensor:
-    """The error of quantizing the bins' centers within every candidate range; `spec` as numbers."""
+    """Returns the error of quantizing the centers of the bins, for every candidate range.
+
+    Args:
+        counts: The counts, with the bins in the last axis.
+        centers: The centers of the bins.
+        lo: The lower ends. The first axis counts the candidates.
+        hi: The upper ends.
+        spec: The spec, encoded by `QuantSpec.to_numbers`.
+        norm: The power of the distances.
+    """
     grid = QuantSpec.from_numbers(spec)
     errors = torch.empty(lo.shape, dtype=torch.float64, device=lo.device)
     for part in candidates_at_once(len(lo), counts):
@@ -74,18 +82,22 @@ def errors_on_bins(counts: Tensor, centers: Tensor, lo: Tensor, hi: Tensor, spec
 
 
 def squared_errors_on_bins(counts: Tensor, centers: Tensor, scales: Tensor, spec: QuantSpec) -> Tensor:
-    """The squared error of quantizing the bins' centers on symmetric grids with `scales`, in widths of a bin.
+    """Returns the squared error of quantizing the centers of the bins on symmetric grids, in units of bin widths.
 
-    The first axis of `scales` counts the candidates.
+    Args:
+        counts: The counts, with the bins in the last axis.
+        centers: The centers of the bins.
+        scales: The candidates, along the first axis.
+        spec: The grid.
     """
     return _errors(counts, centers, QParams(scales, torch.zeros_like(scales, dtype=torch.int32)), spec, 2.0)
 
 
-def _errors(counts: Tensor, centers: Tensor, qparams: QParams, spec: QuantSpec, norm: float) -> Tensor:
+def _errors(counts: Tensor, centers: Tensor, qparams: QParams[Tensor], spec: QuantSpec, norm: float) -> Tensor:
     scale, zero_point = qparams
     rows = dataclasses.replace(spec, axis=-1, group_size=WHOLE_AXIS)
     y = fake_quantize(centers.expand(len(scale), *centers.shape), scale[..., None], zero_point[..., None], rows)
-    # In bins, so that no power of it is too large; their width is a power of two.
+    # In units of bin widths, which are powers of two, so that powers of it do not overflow.
     distance = (y - centers).abs().double() / (centers[..., 1:2] - centers[..., :1])
     power = distance.square() if norm == 2 else distance**norm
     return torch.where(counts > 0, counts * power, 0).sum(-1)

@@ -11,12 +11,11 @@ class MinMax(_Running):
 
         lo = min(lo, min(x))        hi = max(hi, max(x))
 
-    For calibration on data that is all worth keeping: nothing seen is ever clipped, and one outlier
-    widens the range for good.
+    For calibration data without outliers: nothing is ever clipped, and a single outlier widens the range for good.
 
-    An empty tensor changes nothing. NaN and infinities are left out. Zeros give the range 0 to 0, a
-    constant c the range c to c, and positive data a range that starts above 0: `choose_qparams`
-    extends it to hold 0. Over several ranks: the minimum of lo, the maximum of hi.
+    Empty tensors change nothing. NaN and infinities are ignored. Zeros give the range 0 to 0, a constant c the range
+    c to c, and positive data a range that starts above 0, which `choose_qparams` extends to include 0. Ranks share the
+    minimum of lo and the maximum of hi.
 
     >>> import torch
     >>> from fakequant import QuantSpec

@@ -1,4 +1,4 @@
-"""A range that follows the data slowly."""
+"""A range that follows the data as a moving average."""
 
 import dataclasses
 
@@ -9,17 +9,16 @@ from fakequant.observers._observer import InKernel, _Running, number
 
 @dataclasses.dataclass(frozen=True)
 class MovingAverage(_Running):
-    """The ends of the range, each an exponential moving average over the tensors seen.
+    """Exponential moving averages of the minimum and maximum of the tensors seen.
 
         lo = lo + constant * (min(x) - lo)        hi = hi + constant * (max(x) - hi)
 
-    in float32, as torch's `MovingAverageMinMaxObserver` computes it. The first tensor is taken as it
-    is. For activations in training: an outlier is forgotten after some 1 / constant steps.
+    computed in float32, as in torch's `MovingAverageMinMaxObserver`. The first tensor sets the range. For activations
+    in training: the effect of an outlier fades after about 1 / constant steps.
 
-    An empty tensor changes nothing. NaN and infinities are left out; a tensor with nothing else changes
-    nothing. Zeros give the range 0 to 0, a constant c moves it to c to c, and positive data gives a
-    range that starts above 0: `choose_qparams` extends it to hold 0. Over several ranks: the minimum
-    and maximum of the ranks' tensors are averaged, as if they were one.
+    Empty tensors and tensors without a finite value change nothing. NaN and infinities are ignored. Zeros give the
+    range 0 to 0, a constant c moves it towards c to c, and positive data gives a range that starts above 0, which
+    `choose_qparams` extends to include 0. The tensors of all ranks in a step count as one tensor.
 
     >>> import torch
     >>> from fakequant import QuantSpec

@@ -1,10 +1,10 @@
 """The range with the least squared error, found on the tensor itself."""
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from fakequant._backends.torch import formula, operators
 from fakequant._backends.torch.process_ranks import ALONE, Ranks
@@ -22,13 +22,13 @@ class MSE(Observer):
 
         minimize  sum of (fake_quantize(x) - x)^2
 
-    over ranges cut at `steps` thresholds, and for an affine grid each end then by itself: `steps` or
-    three times `steps` passes over the tensor. For weights, once before training; to search over many
-    tensors use `Histogram`.
+    First both ends of the range are cut at `steps` thresholds. On an affine grid, each end is then moved separately. A
+    search takes `steps` or three times `steps` passes over the tensor. For weights, once before training. Use
+    `Histogram` to search over many tensors.
 
-    An empty tensor changes nothing. NaN and infinities are left out; a tensor with nothing else changes
-    nothing. Zeros give the range 0 to 0, a constant c a range between 0 and c, one-sided data a range from
-    0 on that side. Over several ranks: the errors are summed in float64; every rank takes the same one.
+    Empty tensors and tensors without a finite value change nothing. NaN and infinities are ignored. Zeros give the
+    range 0 to 0, a constant c a range between 0 and c, one-sided data a range that starts at 0. The errors of all ranks
+    are summed in float64, so that all ranks choose the same range.
 
     >>> x = torch.cat([torch.linspace(-1, 1, 1001), torch.tensor([5.0])])
     >>> observer, spec = MSE(), QuantSpec(bits=4)
@@ -43,17 +43,17 @@ class MSE(Observer):
     def __post_init__(self) -> None:
         check_steps(self.steps)
 
-    def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
-        """+inf and -inf."""
+    def init(self, blocks: tuple[int, ...], device: Device = None) -> State:
+        """Returns an empty range, +inf to -inf."""
         return no_range(blocks, device)
 
     def update(self, state: State, x: Tensor, spec: QuantSpec, ranks: Ranks = ALONE) -> Tensor:
-        """The best range for `x`."""
+        """Searches for the best range for `x`."""
         x = x.detach()
         seen = min_max(x, spec)
         limit = torch.finfo(torch.float32).max
         lo, hi = ranks.range(seen.min, seen.max)
-        # A float64 may lie beyond float32, in which ranges are kept.
+        # Values of float64 may exceed the limits of float32, the dtype of ranges.
         lo, hi = (torch.where(lo <= hi, end.clamp(-limit, limit), end).float() for end in (lo, hi))
         grid = spec.to_numbers()
         found = search(
@@ -65,19 +65,26 @@ class MSE(Observer):
         return (seen.nan + seen.posinf + seen.neginf).sum()
 
     def range(self, state: State, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-        """What the search found."""
+        """Returns the range found by the latest search."""
         return state["running_min"], state["running_max"]
 
 
-# One operator, so that a compiler does not see the loop.
+# An operator, so that compilers do not unroll the loop.
 @operators.add(
     "errors_on_data(Tensor x, Tensor lo, Tensor hi, int[] spec) -> Tensor",
     lambda x, lo, *_: lo.new_empty(lo.shape, dtype=torch.float64),
 )
 def errors_on_data(x: Tensor, lo: Tensor, hi: Tensor, spec: list[int]) -> Tensor:
-    """The squared error of quantizing `x` within every candidate range, per block; `spec` as numbers."""
+    """Returns the squared error of quantizing `x`, per block, for every candidate range.
+
+    Args:
+        x: The tensor. Values that are not finite are ignored.
+        lo: The lower ends. The first axis counts the candidates.
+        hi: The upper ends.
+        spec: The spec, encoded by `QuantSpec.to_numbers`.
+    """
     grid = QuantSpec.from_numbers(spec)
-    x = x.masked_fill(~x.isfinite(), 0)  # which has no error
+    x = x.masked_fill(~x.isfinite(), 0)  # 0 has no error
     shape = block_shape(tuple(x.shape), grid)
     errors = torch.empty(lo.shape, dtype=torch.float64, device=lo.device)
     for error, low, high in zip(errors, lo, hi, strict=True):
@@ -87,7 +94,7 @@ def errors_on_data(x: Tensor, lo: Tensor, hi: Tensor, spec: list[int]) -> Tensor
 
 
 def squared_error(x: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
-    """The squared error of quantizing `x`, which is finite, on a symmetric grid, per block in float64.
+    """Returns the squared error of quantizing a finite `x` on a symmetric grid, per block, in float64.
 
     >>> squared_error(torch.tensor([0.25, 3.0]), torch.tensor(0.5), QuantSpec(bits=2))
     tensor(6.3125, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What an observer is: the answer to one question about the tensors it is shown. What range?"""
+"""`Observer`: the base of all observers."""
 
 import abc
 import dataclasses
@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from fakequant._backends.torch.process_ranks import ALONE, Ranks
 from fakequant._backends.torch.tensor_kernels import Observation, updated_range
@@ -15,34 +16,35 @@ from fakequant.functional import Update
 from fakequant.qparams import min_max
 from fakequant.spec import QuantSpec, shortened
 
-# The tensors an observer keeps, by name. Their shapes never change.
+# The tensors of an observer, by name. Their shapes never change.
 State = dict[str, Tensor]
 _KINDS: "dict[str, type[Observer]]" = {}
 
 
 class InKernel(NamedTuple):
-    """How the fused kernel updates a range: a rule, and the weight of the latest tensor for `"moving_average"`."""
+    """How the fused kernel updates a range."""
 
     update: Update
+    # The weight of the latest tensor in a moving average.
     constant: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Observer(abc.ABC):
-    """What range do the values of a tensor have, block by block?
+    """Decides on the range of a tensor, block by block.
 
-    An observer is a description: it compares, hashes, prints and goes to JSON. What it has seen is in
-    a state, a dict of tensors that `init` makes, `update` changes in place, and `range` reads. It knows
-    nothing of bits and scales, except that a search asks the spec what its grid would do.
+    An observer only has settings: it can be compared, hashed, printed and written as JSON. Everything it has seen is
+    in a state, a dict of tensors. `init` makes the state, `update` changes it in place, and `range` reads it. Bits
+    and scales do not matter to an observer, unless it searches for the range with the least error on a grid.
 
-    Values that are not finite are never learned from, only counted.
+    Values that are not finite are counted, but do not change the range.
     """
 
-    # The range is always that of the tensor at hand, in evaluation too: there is nothing to remember.
+    # Whether the range is always that of the current tensor, in evaluation too.
     dynamic: ClassVar[bool] = False
-    # The range is searched for, which takes longer than looking it up: it is done when a scale is needed.
+    # Whether `range` is an expensive search. It is called only when a scale is needed.
     searches: ClassVar[bool] = False
-    # There is a range before anything was seen.
+    # Whether data must be seen before there is a range.
     needs_data: ClassVar[bool] = True
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -51,33 +53,47 @@ class Observer(abc.ABC):
             return
         known = _KINDS.get(cls.__name__)
         if known is not None and known.__module__.startswith("fakequant.") and known.__module__ != cls.__module__:
-            raise TypeError(f"There is an observer called {cls.__name__} in {known.__module__}; choose another name.")
+            raise TypeError(
+                f"There is already an observer called {cls.__name__} in {known.__module__}; choose another name."
+            )
         _KINDS[cls.__name__] = cls
 
     @abc.abstractmethod
-    def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
-        """The state before anything was seen, for a range per block."""
+    def init(self, blocks: tuple[int, ...], device: Device = None) -> State:
+        """Returns the state before anything was seen.
+
+        Args:
+            blocks: The shape of the range: one entry per scale.
+            device: The device of the state.
+        """
 
     @abc.abstractmethod
     def update(self, state: State, x: Tensor, spec: QuantSpec, ranks: Ranks = ALONE) -> Tensor:
-        """Changes `state` by what is in `x`, and in that of the other ranks; how many values here were not finite."""
+        """Updates `state` with a tensor. Returns the number of values of `x` that are not finite.
+
+        Args:
+            state: The state, changed in place.
+            x: The tensor.
+            spec: The grid. Its granularity says which elements share a range.
+            ranks: The processes whose tensors count as one.
+        """
 
     @abc.abstractmethod
     def range(self, state: State, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-        """The lowest and highest value of every block; +inf and -inf where nothing was seen."""
+        """Returns the lower and upper end of the range of every block: +inf and -inf where nothing was seen."""
 
     @property
     def _in_kernel(self) -> "InKernel | None":
-        """How the fused kernel observes in the same way; None: it cannot, and `update` and `range` are called."""
+        """The equivalent rule of the fused kernel, or None, in which case `update` and `range` are called."""
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """The kind and its settings: numbers and strings only."""
+        """Returns the name of the class and the settings. All values are numbers or strings."""
         return {"kind": type(self).__name__, **dataclasses.asdict(self)}
 
 
 def number(name: str, value: object) -> float:
-    """A setting that is a number, as a float.
+    """Returns a setting as a float. Raises TypeError if it is not a number.
 
     >>> number("constant", 1)
     1.0
@@ -88,14 +104,16 @@ def number(name: str, value: object) -> float:
 
 
 def from_dict(fields: Mapping[str, Any]) -> Observer:
-    """The observer that `to_dict` described.
+    """Returns the observer that `to_dict` has written.
 
     >>> from fakequant.observers import MovingAverage
     >>> from_dict({"kind": "MovingAverage", "constant": 0.1}) == MovingAverage(0.1)
     True
     """
     if not isinstance(fields, Mapping):
-        raise TypeError(f"An observer is read from a dict with its `kind` and settings, got {shortened(repr(fields))}.")
+        raise TypeError(
+            f"`fields` must be a dict with the `kind` and settings of an observer, got {shortened(repr(fields))}."
+        )
     settings = dict(fields)
     kind = settings.pop("kind", None)
     if not isinstance(kind, str) or kind not in _KINDS:
@@ -114,29 +132,29 @@ def from_dict(fields: Mapping[str, Any]) -> Observer:
     return _KINDS[kind](**settings)
 
 
-def no_range(blocks: tuple[int, ...], device: Any) -> State:
-    """The running range of nothing."""
+def no_range(blocks: tuple[int, ...], device: Device) -> State:
+    """Returns the running range before anything was seen: +inf to -inf."""
     lo = torch.full(blocks, torch.inf, dtype=torch.float32, device=device)
     return {"running_min": lo, "running_max": -lo}
 
 
 class _Running(Observer):
-    """Follows the ends of the range, in the way the fused kernel can."""
+    """The base of observers that the fused kernel implements. Their state is the running range."""
 
     @property
     @abc.abstractmethod
     def _in_kernel(self) -> InKernel:
-        """What `update` does, for the kernel."""
+        """The rule of `update`."""
 
-    def init(self, blocks: tuple[int, ...], device: Any = None) -> State:
-        """+inf and -inf."""
+    def init(self, blocks: tuple[int, ...], device: Device = None) -> State:
+        """Returns an empty range, +inf to -inf."""
         return no_range(blocks, device)
 
     def update(self, state: State, x: Tensor, spec: QuantSpec, ranks: Ranks = ALONE) -> Tensor:
-        """The ends move by those of `x`."""
+        """Updates the running range with the minimum and maximum of `x`."""
         seen = min_max(x, spec)
         lo, hi = seen.min, seen.max
-        if spec.granularity != "token":  # tokens are the rank's own
+        if spec.granularity != "token":  # every rank has its own tokens
             lo, hi = ranks.range(lo, hi)
         new = updated_range(
             state["running_min"], state["running_max"], lo, hi, Observation(*self._in_kernel, 0.0, False)
@@ -146,5 +164,5 @@ class _Running(Observer):
         return (seen.nan + seen.posinf + seen.neginf).sum()
 
     def range(self, state: State, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-        """The ends."""
+        """Returns the running range."""
         return state["running_min"], state["running_max"]

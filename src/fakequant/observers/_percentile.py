@@ -1,4 +1,4 @@
-"""The range without its outermost values."""
+"""The range between two percentiles."""
 
 import dataclasses
 
@@ -16,12 +16,11 @@ class Percentile(_Binned):
 
         lo = percentile(x, 100 - percent)        hi = percentile(x, percent)
 
-    read from a histogram, so outwards to the edge of a bin: at most 4 / bins of the largest magnitude
-    away. The range is never wider than the data. For activations with rare outliers.
+    The percentiles are read from a histogram and rounded outwards to the edge of a bin, by at most 4 / bins of the
+    largest magnitude. The range is never wider than the data. For activations with rare outliers.
 
-    An empty tensor changes nothing. NaN and infinities are left out. Zeros give the range 0 to 0, a
-    constant c the range c to c. Of one-sided data each end is cut alike. Over several ranks: the
-    histograms are summed, which is exact.
+    Empty tensors change nothing. NaN and infinities are ignored. Zeros give the range 0 to 0, a constant c the range
+    c to c. Both ends of one-sided data are cut. The histograms of all ranks are summed, which is exact.
 
     >>> import torch
     >>> from fakequant import QuantSpec
@@ -42,11 +41,11 @@ class Percentile(_Binned):
             raise ValueError(f"`percent` must be greater than 50 and at most 100, got {self.percent}.")
 
     def range(self, state: State, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-        """The outermost bins that are not all tail."""
+        """Returns the outer edges of the outermost bins that are not entirely within the tails."""
         counts, _, edges = self.binned(state)
         below = counts.cumsum(-1)
         total = below[..., -1:]
-        # A little more: a whole number of values must not be missed by a rounded product.
+        # Slightly more, so that rounding does not turn a whole number of values into fewer.
         tail = total.double() * (100 - self.percent) / 100 * (1 + 1e-12)
         first = (below <= tail).sum(-1, keepdim=True)
         last = self.bins - (total - below + counts <= tail).sum(-1, keepdim=True)

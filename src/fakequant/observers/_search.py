@@ -1,27 +1,35 @@
-"""Searching a range: candidates, and the one with the least error in every block."""
+"""Search for the range with the least error among candidates, block by block."""
 
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from fakequant._backends.torch.torch_annotations import broadcast_tensors
+
 Ends = tuple[Tensor, Tensor]
-# The errors of candidates, whose number is the length of the first axis; the other axes are the blocks.
+# Returns the errors of candidate ranges. The first axis counts the candidates; the other axes are the blocks.
 Errors = Callable[[Tensor, Tensor], Tensor]
 
 
 def check_steps(steps: object) -> None:
-    """A number of candidates."""
+    """Raises ValueError if `steps` is not a positive int."""
     if type(steps) is not int or steps < 1:
         raise ValueError(f"`steps` must be an int of at least 1, got {steps!r}.")
 
 
 def search(errors: Errors, lo: Tensor, hi: Tensor, steps: int, *, each_end: bool) -> Ends:
-    """The range within `lo` to `hi` with the least error, block by block.
+    """Returns the range within `lo` to `hi` with the least error, block by block.
 
-    First both ends are cut at the same magnitude, from the largest in `steps` equal steps down; then,
-    with `each_end`, each is moved inwards alone. The range always holds 0; one without values stays as
-    it is.
+    First both ends are cut at the same magnitude, from the largest magnitude downwards. The range always includes 0.
+    An empty range (lo > hi) is not changed.
+
+    Args:
+        errors: Computes the errors of candidates.
+        lo: The lower ends.
+        hi: The upper ends.
+        steps: The number of candidates, in equal steps.
+        each_end: Whether each end is then moved inwards separately.
     """
     seen = lo <= hi
     low, high = torch.where(seen, lo, 0).clamp(max=0), torch.where(seen, hi, 0).clamp(min=0)
@@ -29,17 +37,23 @@ def search(errors: Errors, lo: Tensor, hi: Tensor, steps: int, *, each_end: bool
     threshold = torch.maximum(-low, high) * fractions
     low, high = _best(errors, torch.maximum(low, -threshold), torch.minimum(high, threshold))
     if each_end:
-        low, high = _best(errors, *torch.broadcast_tensors(low * fractions, high))
-        low, high = _best(errors, *torch.broadcast_tensors(low, high * fractions))
-    # + 0.0: the zeros of a range are positive.
+        low, high = _best(errors, *broadcast_tensors(low * fractions, high))
+        low, high = _best(errors, *broadcast_tensors(low, high * fractions))
+    # + 0.0 turns -0.0 into 0.0.
     return torch.where(seen, low, lo) + 0.0, torch.where(seen, high, hi) + 0.0
 
 
 def search_between(errors: Errors, inner: Ends, outer: Ends, steps: int) -> Ends:
-    """The range within `outer` that holds `inner` with the least error, block by block.
+    """Returns the range between `inner` and `outer` with the least error, block by block.
 
-    Both ends of `outer` are cut at the same magnitude, from the largest in `steps` equal steps down, as far as
-    `inner` lets them. Where no candidate has a finite error, the range is `inner`.
+    Both ends of `outer` are cut at the same magnitude, from the largest magnitude downwards, but not below the ends of
+    `inner`. If no candidate has a finite error, the range is `inner`.
+
+    Args:
+        errors: Computes the errors of candidates.
+        inner: The narrowest range.
+        outer: The widest range.
+        steps: The number of candidates, in equal steps.
     """
     seen = outer[0] <= outer[1]
     low, high = torch.where(seen, outer[0], 0).clamp(max=0), torch.where(seen, outer[1], 0).clamp(min=0)
@@ -49,19 +63,19 @@ def search_between(errors: Errors, inner: Ends, outer: Ends, steps: int) -> Ends
     found = errors(lo, hi)
     low, high = _least(found, lo, hi)
     possible = seen & (found < torch.inf).any(0)
-    # + 0.0: the zeros of a range are positive.
+    # + 0.0 turns -0.0 into 0.0.
     return torch.where(possible, low, inner[0]) + 0.0, torch.where(possible, high, inner[1]) + 0.0
 
 
 def candidates_at_once(number: int, counts: Tensor) -> Iterator[slice]:
-    """The candidates in parts whose histograms together are no burden."""
+    """Yields slices of the candidates that are small enough to limit memory: `counts` is copied for each candidate."""
     size = max(1, (1 << 16) // max(1, counts.numel()))
     for start in range(0, number, size):
         yield slice(start, min(start + size, number))
 
 
 def _fractions(steps: int, like: Tensor) -> Tensor:
-    """From 1 in equal steps down, for candidates of blocks."""
+    """Returns `steps` fractions from 1 downwards, along a new first axis before the axes of `like`."""
     numbers = torch.arange(steps, 0, -1, dtype=torch.float32, device=like.device)
     return numbers.reshape(-1, *[1] * like.dim()) / steps
 
@@ -71,8 +85,8 @@ def _best(errors: Errors, lo: Tensor, hi: Tensor) -> Ends:
 
 
 def _least(errors: Tensor, lo: Tensor, hi: Tensor) -> Ends:
-    """The first of the candidates with the least error."""
-    found = errors.nan_to_num(nan=torch.inf)  # where values on the grid are infinite
+    """Returns the first of the candidates with the least error, block by block."""
+    found = errors.nan_to_num(nan=torch.inf)  # NaN if values on the grid are infinite
     number = torch.arange(len(lo), device=lo.device).reshape(-1, *[1] * (lo.dim() - 1))
     best = torch.where(found == found.amin(0), number, len(lo) - 1).amin(0, keepdim=True)
     return lo.gather(0, best)[0], hi.gather(0, best)[0]

@@ -1,1 +1,1 @@
-"""Adversarial data, bit-exact assertions and timing, for our tests and for yours. NumPy only."""
+"""Adversarial data, bit-exact assertions and timing, for tests of fakequant and of other code. Needs only NumPy."""

@@ -5,7 +5,7 @@ from numpy.typing import ArrayLike
 
 
 def bits(a: ArrayLike) -> np.ndarray:
-    """The array as unsigned integers, with every NaN replaced by one and the same NaN.
+    """Returns the bits of the array as unsigned integers, after replacing every NaN by the same NaN.
 
     >>> bits(np.float32([1, -0.0])).tolist() == [0x3F800000, 0x80000000]
     True
@@ -13,16 +13,15 @@ def bits(a: ArrayLike) -> np.ndarray:
     a = np.asarray(a)
     if a.dtype.kind in "iub":
         return a.astype(np.uint8) if a.dtype == bool else a.view(f"u{a.itemsize}")
-    # ml_dtypes types have kind "V" but know isnan.
+    # The types of ml_dtypes have kind "V", but np.isnan accepts them.
     one_nan = np.full((), np.nan, a.dtype)
     return np.where(np.isnan(a), one_nan, a).view(f"u{a.itemsize}")
 
 
 def assert_same_bits(expected: ArrayLike, actual: ArrayLike, *names: object) -> None:
-    """Raise AssertionError unless both arrays have the same dtype, shape and bits.
+    """Raises AssertionError unless both arrays have the same dtype, shape and bits.
 
-    -0.0 differs from +0.0; NaN equals NaN whatever its payload. `names` say in
-    the message what was compared.
+    -0.0 differs from +0.0. NaN equals NaN, whatever its payload. The message starts with `names`.
 
     >>> assert_same_bits(np.float16([0.0]), np.float16([-0.0]), "y")
     Traceback (most recent call last):

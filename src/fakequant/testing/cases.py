@@ -1,7 +1,7 @@
 """Inputs on which implementations of fake quantization disagree.
 
-Random numbers almost never hit a tie, a clip boundary or a special value. These
-builders aim at them. Everything is deterministic.
+Random numbers almost never hit a tie, a clip boundary or a special value. These functions produce them. All results
+are deterministic.
 """
 
 from collections.abc import Callable
@@ -18,20 +18,20 @@ DTYPES = {
     "float16": np.dtype(np.float16),
 }
 
-# ml_dtypes gives it no types.
+# ml_dtypes does not annotate it.
 _finfo: Callable[[DTypeLike], Any] = ml_dtypes.finfo
 
-# Reciprocals that round up, down and not at all; the ends of the float32 range.
+# Their reciprocals round up, down or are exact. EXTREME_SCALES are near the ends of the float32 range.
 SCALES = (1.0, 0.5, 0.1, 0.02, 1 / 3, 1 / 255, 0.7, 3.0517578e-05, 1.1920929e-07, 12345.678, 1e30)
 EXTREME_SCALES = (1e-38, 1.1754942e-38, 1e-40, 3e-39, 1e-45, 2e38, 3.4028235e38)
-# Nothing that a model should use, but torch computes with all of them.
+# Invalid scales, which torch accepts nevertheless.
 BROKEN_SCALES = (0.0, -0.0, -0.1, -1.0, -1e-45, np.inf, -np.inf, np.nan, 1e39, 1e-46)
 
 INT8, UINT8, INT4, NARROW_INT8 = (-128, 127), (0, 255), (-8, 7), (-127, 127)
 
 
 def ranges(max_bits: int = 32) -> list[tuple[int, int]]:
-    """Signed, unsigned and narrow `(qmin, qmax)` of 1 to `max_bits` bits, and one-level ranges."""
+    """Returns signed, unsigned and narrow `(qmin, qmax)` of 1 to `max_bits` bits, and ranges with one code."""
     out = [(0, 0), (-1, -1), (5, 5)]
     for bits in range(1, max_bits + 1):
         half = 2 ** (bits - 1)
@@ -52,7 +52,7 @@ INT64_RANGES = (
 
 
 def neighbours(x: ArrayLike, ulps: int) -> np.ndarray:
-    """`x` moved by `ulps` representable values.
+    """Returns the values that are `ulps` representable values above `x`, or below for a negative number.
 
     >>> neighbours(np.float32([0.0, 1.0]), -1)
     array([-1.4012985e-45,  9.9999994e-01], dtype=float32)
@@ -67,7 +67,7 @@ def neighbours(x: ArrayLike, ulps: int) -> np.ndarray:
 
 
 def special_values(dtype: DTypeLike) -> np.ndarray:
-    """Signed zeros, subnormals, limits of float, int32 and int64 with neighbours, inf, NaN."""
+    """Returns signed zeros, subnormals, inf, NaN, and the limits of float, int32 and int64 with their neighbours."""
     info = _finfo(dtype)
     positive = [0.0, 0.5, 1.0, 1.5, 2.5, float(info.smallest_subnormal), float(info.tiny)]
     positive += [float(info.tiny) / 2, float(info.max), np.inf]
@@ -79,7 +79,15 @@ def special_values(dtype: DTypeLike) -> np.ndarray:
 
 
 def ties(scale: float, zero_point: int, qmin: int, qmax: int, dtype: DTypeLike, count: int = 64) -> np.ndarray:
-    """Half steps `(k + 1/2) * scale` and their neighbours, with both clip boundaries.
+    """Returns ties `(k + 1/2) * scale` and grid values `k * scale` with their neighbours, on both sides of the range.
+
+    Args:
+        scale: The scale of the grid.
+        zero_point: The zero point of the grid.
+        qmin: The lowest code.
+        qmax: The highest code.
+        dtype: The float dtype of the result.
+        count: How many steps to sample from a range with more codes.
 
     >>> ties(0.1, 0, 0, 1, np.float32)[:4]
     array([-0.35, -0.25, -0.15, -0.05], dtype=float32)
@@ -98,7 +106,16 @@ def ties(scale: float, zero_point: int, qmin: int, qmax: int, dtype: DTypeLike, 
 
 
 def values(scale: float, zero_point: int, qmin: int, qmax: int, dtype: DTypeLike, seed: int = 0) -> np.ndarray:
-    """Ties, specials and random values over three times the range, as one array."""
+    """Returns ties, special values and random values over three times the range, as one array.
+
+    Args:
+        scale: The scale of the grid.
+        zero_point: The zero point of the grid.
+        qmin: The lowest code.
+        qmax: The highest code.
+        dtype: The float dtype of the result.
+        seed: The seed of the random values.
+    """
     rng = np.random.default_rng(seed)
     scale32 = float(np.float32(scale)) if abs(scale) < 3e38 else 1.0
     middle = (int(qmin) + int(qmax)) / 2 - int(zero_point)
@@ -117,7 +134,7 @@ def values(scale: float, zero_point: int, qmin: int, qmax: int, dtype: DTypeLike
 
 
 def gradients(size: int | tuple[int, ...], dtype: DTypeLike, seed: int = 0) -> np.ndarray:
-    """Normal gradients sprinkled with signed zeros, subnormals, inf and NaN."""
+    """Returns normally distributed gradients, a quarter of them replaced by signed zeros, inf, NaN and the like."""
     rng = np.random.default_rng(seed)
     dy = rng.standard_normal(size).astype(dtype)
     specials = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-6, -3.0]).astype(dtype)

@@ -1,8 +1,7 @@
 """Timing on a noisy machine: contenders take turns, and the best of many rounds counts.
 
-Other people's work on the machine only ever adds time, so the minimum is the figure nearest to the
-truth; taking turns means that a slow second hurts all contenders alike. Ratios are formed from
-minima of one run.
+Other processes can only add time, so the minimum is the best estimate. Because contenders take turns, a slow second
+affects all of them alike. Compare only minima of the same run.
 """
 
 import gc
@@ -21,7 +20,14 @@ def best_times(
     clock: Callable[[], float] = time.perf_counter,
     after_round: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
-    """The shortest time of each contender, in seconds per call, by a clock: that of the CPU leaves out others' work.
+    """Returns the shortest time of each contender, in seconds per call.
+
+    Args:
+        contenders: The functions to time, by name.
+        seconds: How long to repeat rounds.
+        min_rounds: The least number of rounds, even if they take longer than `seconds`.
+        clock: Measures a sample. `time.process_time` leaves out the time of other processes.
+        after_round: Called after every round.
 
     >>> best = best_times({"list": lambda: [0] * 100, "set": lambda: set(range(100))}, seconds=0.01, min_rounds=1)
     >>> best["list"] < best["set"] < 1
@@ -29,15 +35,15 @@ def best_times(
     """
     calls = {name: _calls_per_sample(run) for name, run in contenders.items()}
     best = dict.fromkeys(contenders, float("inf"))
-    order, shuffle = list(contenders), random.Random().shuffle  # not the numbers of the program that is timed
+    order, shuffle = list(contenders), random.Random().shuffle  # leaves the global generator alone
     gc.collect()
     gc.disable()
     try:
         end = time.perf_counter() + seconds
         rounds = 0
         while rounds < min_rounds or time.perf_counter() < end:
-            # Who comes after whom changes from round to round: a contender may leave the caches and
-            # the memory allocator in a state that favours or harms the next one.
+            # Every round has another order, because a contender may leave the caches and the memory allocator
+            # in a state that favours or harms the next one.
             shuffle(order)
             for name in order:
                 best[name] = min(best[name], _turn(contenders[name], calls[name], clock))
@@ -49,7 +55,7 @@ def best_times(
 
 
 def _turn(run: Contender, calls: int, clock: Callable[[], float], duration: float = 5e-3) -> float:
-    """The best of the samples that fit into a turn. Turns take the same time for slow and fast contenders."""
+    """Returns the best of the samples in one turn. Turns take the same time for slow and fast contenders."""
     best = float("inf")
     end = time.perf_counter() + duration
     while True:
@@ -62,7 +68,7 @@ def _turn(run: Contender, calls: int, clock: Callable[[], float], duration: floa
 
 
 def _calls_per_sample(run: Contender, shortest: float = 20e-6) -> int:
-    """So many calls that a sample is long against the clock's resolution."""
+    """Returns how many calls make a sample long enough for the clock's resolution."""
     run()
     start = time.perf_counter()
     run()

@@ -2,7 +2,9 @@
 
 from fakequant._backends.numpy.functions import (
     as_data as as_data,
+    as_float32_array as as_float32_array,
     choose_qparams as choose_qparams,
+    copy as copy,
     dequantize as dequantize,
     fake_quantize as fake_quantize,
     fake_quantize_backward as fake_quantize_backward,
@@ -10,8 +12,10 @@ from fakequant._backends.numpy.functions import (
     fake_quantize_learned_backward as fake_quantize_learned_backward,
     min_max as min_max,
     observe_fake_quantize as observe_fake_quantize,
+    overwrite as overwrite,
     quantize as quantize,
     round_zero_point as round_zero_point,
+    zero_outside as zero_outside,
 )
 from fakequant._backends.numpy.fused_observer import (
     fused_moving_avg_obs_fake_quant as fused_moving_avg_obs_fake_quant,

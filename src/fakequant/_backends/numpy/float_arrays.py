@@ -1,4 +1,4 @@
-"""The arrays that the functions accept as data: those of the kernels' float dtypes."""
+"""The float dtypes that the kernels accept, and the conversion of data to arrays."""
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +13,9 @@ KERNEL_DTYPES = {BFLOAT16 if name == "bfloat16" else np.dtype(name): number for 
 
 
 def as_float_array(x: object, name: str = "x") -> tuple[np.ndarray, int]:
-    """`x` as an array and the kernels' number for its dtype. Integers are refused, not converted.
+    """Returns `x` as an array and the kernels' number for its dtype.
+
+    Raises TypeError for other dtypes: integers are not converted.
 
     >>> as_float_array(np.float32([1, 2]))[1] == _kernels.F32
     True
@@ -26,5 +28,5 @@ def as_float_array(x: object, name: str = "x") -> tuple[np.ndarray, int]:
 
 
 def parameter_dtype(dtype: int) -> np.dtype:
-    """The dtype of scales for data of kernel dtype `dtype`: float64 for float64, else float32."""
+    """Returns the dtype of ranges for data of the kernel dtype `dtype`: float64 for float64, otherwise float32."""
     return np.dtype(np.float64) if dtype == _kernels.F64 else np.dtype(np.float32)

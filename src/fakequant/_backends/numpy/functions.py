@@ -1,14 +1,15 @@
 """The library's own functions on NumPy arrays. `fakequant.functional` and `fakequant.qparams` document them."""
 
 from math import prod
-from typing import Any
+from typing import overload
 
 import numpy as np
 
 from fakequant import _kernels, _native
 from fakequant._backends import checks
+from fakequant._backends.argument_types import DType, Numbers, Unchecked
 from fakequant._backends.blocks import blocks_of
-from fakequant._backends.kernel_types import CODE_TYPES, UPDATES
+from fakequant._backends.kernel_types import CODE_TYPES, UPDATES, Gradient, MaskForm, Update
 from fakequant._backends.numpy.float_arrays import KERNEL_DTYPES, as_float_array, parameter_dtype
 from fakequant._backends.numpy.grid import check_numbers, kernel_numerics, resolve, scale_dtype
 from fakequant._backends.numpy.zero_points import round_backward, round_forward
@@ -16,12 +17,33 @@ from fakequant._backends.results import LearnedGradients, ObservedFakeQuantize, 
 from fakequant.spec import QuantSpec
 
 
-def as_data(x: Any, name: str = "x") -> np.ndarray:
-    """`x` as an array of floats; other data is refused."""
+def as_data(x: Unchecked, name: str = "x") -> np.ndarray:
+    """Returns `x` as an array. Raises TypeError if its dtype has no kernel."""
     return as_float_array(x, name)[0]
 
 
-def _empty_mask(form: Any, shape: tuple[int, ...]) -> tuple[np.ndarray | None, int]:
+def as_float32_array(x: Unchecked, name: str) -> np.ndarray:
+    """Returns `x` rounded to float32. Raises TypeError if its dtype has no kernel."""
+    with np.errstate(over="ignore"):  # a float64 beyond float32 becomes infinite
+        return as_data(x, name).astype(np.float32)
+
+
+def copy(x: Unchecked, name: str) -> np.ndarray:
+    """Returns a copy of `x`. Raises TypeError if its dtype has no kernel."""
+    return np.array(as_data(x, name))
+
+
+def overwrite(y: np.ndarray, where: np.ndarray, value: float) -> None:
+    """Writes `value` into the elements of `y` where `where` is True."""
+    y[where] = value
+
+
+def zero_outside(dy: np.ndarray, x: np.ndarray, lo: np.float32, hi: np.float32) -> np.ndarray:
+    """Returns `dy`, with 0 where `x` is less than `lo` or greater than `hi`."""
+    return np.where((x < lo) | (x > hi), np.zeros((), dy.dtype), dy)
+
+
+def _empty_mask(form: MaskForm | None, shape: tuple[int, ...]) -> tuple[np.ndarray | None, int]:
     kind = checks.mask_kind(form)
     if kind == _kernels.MASK_NONE:
         return None, kind
@@ -30,9 +52,35 @@ def _empty_mask(form: Any, shape: tuple[int, ...]) -> tuple[np.ndarray | None, i
     return np.empty(shape, np.bool_), kind
 
 
+@overload
 def fake_quantize(
-    x: Any, scale: Any, zero_point: Any, spec: QuantSpec, *, mask: Any = None, gradient: Any = "clipped"
-) -> Any:
+    x: Unchecked,
+    scale: Numbers,
+    zero_point: Numbers,
+    spec: QuantSpec,
+    *,
+    mask: None = None,
+    gradient: Gradient = "clipped",
+) -> np.ndarray: ...
+@overload
+def fake_quantize(
+    x: Unchecked,
+    scale: Numbers,
+    zero_point: Numbers,
+    spec: QuantSpec,
+    *,
+    mask: MaskForm,
+    gradient: Gradient = "clipped",
+) -> tuple[np.ndarray, np.ndarray]: ...
+def fake_quantize(
+    x: Unchecked,
+    scale: Numbers,
+    zero_point: Numbers,
+    spec: QuantSpec,
+    *,
+    mask: MaskForm | None = None,
+    gradient: Gradient = "clipped",
+) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
     """See `fakequant.fake_quantize`."""
     x, dtype = as_float_array(x)
     checks.check_spec(spec)
@@ -40,7 +88,7 @@ def fake_quantize(
     bits, kind = _empty_mask(mask, x.shape)
     x = np.asarray(x, order="C")
     if spec.axis is None and isinstance(scale, float) and type(zero_point) is int:
-        # Two numbers need no arrays: this is most of the cost of a call on a few elements.
+        # Making arrays of the two numbers would be most of the cost of a call on a few elements.
         check_numbers(scale, zero_point, dtype, spec)
         y = np.empty(x.shape, x.dtype)
         _native.fake_quantize_scalar(
@@ -53,10 +101,10 @@ def fake_quantize(
             x, y, bits, kind, dtype, grid.shape, grid.numerics, grid.scale, grid.scale_is_f64,
             grid.zero_point, grid.zero_kind, grid.qmin, grid.qmax,
         )  # fmt: skip
-    return y if mask is None else (y, bits)
+    return y if bits is None else (y, bits)
 
 
-def fake_quantize_backward(dy: Any, mask: Any, spec: QuantSpec) -> np.ndarray:
+def fake_quantize_backward(dy: Unchecked, mask: Unchecked, spec: QuantSpec) -> np.ndarray:
     """See `fakequant.fake_quantize_backward`."""
     dy, dtype = as_float_array(dy, "dy")
     checks.check_spec(spec)
@@ -70,25 +118,24 @@ def fake_quantize_backward(dy: Any, mask: Any, spec: QuantSpec) -> np.ndarray:
     return dx
 
 
-def round_zero_point(zero_point: Any, spec: QuantSpec) -> np.ndarray:
+def round_zero_point(zero_point: Numbers, spec: QuantSpec) -> np.ndarray:
     """See `fakequant.round_zero_point`."""
     checks.check_spec(spec, "zero_point, spec")
     return round_forward(zero_point, spec)
 
 
 def fake_quantize_learned(
-    x: Any, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float | None = 1.0
+    x: Unchecked, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, grad_factor: float | None = 1.0
 ) -> np.ndarray:
     """See `fakequant.fake_quantize_learned`."""
     checks.check_spec(spec)
     if grad_factor is not None:
         float(grad_factor)
-    y: np.ndarray = fake_quantize(x, scale, round_zero_point(zero_point, spec), spec)
-    return y
+    return fake_quantize(x, scale, round_zero_point(zero_point, spec), spec)
 
 
 def fake_quantize_learned_backward(
-    dy: Any, x: Any, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float = 1.0
+    dy: Unchecked, x: Unchecked, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, grad_factor: float = 1.0
 ) -> LearnedGradients[np.ndarray]:
     """See `fakequant.fake_quantize_learned_backward`."""
     x, dtype = as_float_array(x)
@@ -103,12 +150,12 @@ def fake_quantize_learned_backward(
         dy, x, dx, dtype, dtype, grid.shape, grid.numerics, grid.scale, grid.scale_is_f64, grid.zero_point,
         grid.zero_kind, grid.qmin, grid.qmax, float(grad_factor), sums[0], sums[1],
     )  # fmt: skip
-    with np.errstate(over="ignore"):  # a sum beyond float32 is infinite
+    with np.errstate(over="ignore"):  # a sum beyond float32 becomes infinite
         dscale, dzero_point = sums.reshape(2, *grid.parameters).astype(scale_dtype(dtype, spec))
     return LearnedGradients(dx, np.asarray(dscale), np.asarray(dzero_point))
 
 
-def quantize(x: Any, scale: Any, zero_point: Any, spec: QuantSpec, *, packed: bool = False) -> np.ndarray:
+def quantize(x: Unchecked, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, packed: bool = False) -> np.ndarray:
     """See `fakequant.quantize`."""
     x, dtype = as_float_array(x)
     grid = resolve(x.shape, dtype, scale, zero_point, spec)
@@ -126,13 +173,13 @@ def quantize(x: Any, scale: Any, zero_point: Any, spec: QuantSpec, *, packed: bo
 
 
 def dequantize(
-    q: Any,
-    scale: Any,
-    zero_point: Any,
+    q: Unchecked,
+    scale: Numbers,
+    zero_point: Numbers,
     spec: QuantSpec,
     *,
     shape: tuple[int, ...] | None = None,
-    dtype: Any = None,
+    dtype: DType = None,
 ) -> np.ndarray:
     """See `fakequant.dequantize`."""
     checks.check_spec(spec)
@@ -157,16 +204,16 @@ def dequantize(
 
 
 def observe_fake_quantize(
-    x: Any,
+    x: Unchecked,
     spec: QuantSpec,
-    running_min: Any,
-    running_max: Any,
+    running_min: Unchecked,
+    running_max: Unchecked,
     *,
-    update: Any,
+    update: Update,
     averaging_constant: float,
     eps: float,
-    mask: Any = None,
-    gradient: Any = "clipped",
+    mask: MaskForm | None = None,
+    gradient: Gradient = "clipped",
 ) -> ObservedFakeQuantize[np.ndarray]:
     """See `fakequant.observe_fake_quantize`."""
     x, dtype = as_float_array(x)
@@ -198,7 +245,7 @@ def observe_fake_quantize(
     return ObservedFakeQuantize(y, bits, scale, zero_point, nan + posinf + neginf)
 
 
-def min_max(x: Any, spec: QuantSpec | None = None) -> Range[np.ndarray]:
+def min_max(x: Unchecked, spec: QuantSpec | None = None) -> Range[np.ndarray]:
     """See `fakequant.min_max`."""
     x, dtype = as_float_array(x)
     spec = QuantSpec() if spec is None else spec
@@ -212,7 +259,7 @@ def min_max(x: Any, spec: QuantSpec | None = None) -> Range[np.ndarray]:
     return Range(lo, hi, *(c.reshape(blocks.parameters) for c in counts))
 
 
-def choose_qparams(lo: Any, hi: Any, spec: QuantSpec, *, eps: float) -> QParams[np.ndarray]:
+def choose_qparams(lo: Numbers, hi: Numbers, spec: QuantSpec, *, eps: float) -> QParams[np.ndarray]:
     """See `fakequant.choose_qparams`."""
     checks.check_spec(spec, "lo, hi, spec")
     shape = np.broadcast_shapes(np.shape(lo), np.shape(hi))

@@ -1,4 +1,4 @@
-"""torch's fused observer and fake-quantize: moving average, parameters and forward in one call."""
+"""torch's fused observer: moving average, scale and zero point, and fake quantization in one call."""
 
 import numpy as np
 
@@ -106,7 +106,7 @@ def _fused(
     observe = torch_checks.item_as_int(observer_on) != 0
     if per_row:
         torch_checks.axis_length(x, 1)
-        # Only the observer looks at the axis. A negative one makes torch write beyond its arrays.
+        # torch checks the axis only when observing. With a negative axis it writes out of bounds, so that is an error.
         torch_checks.check(ch_axis == 0 or (ch_axis > 0 and not observe), _AXIS_0)
     if observe:
         _check_observable(x, running_min, running_max, per_row)
@@ -151,13 +151,13 @@ def _fused(
     if not quantize:
         return OutputAndMask(p.restore(y), p.restore(mask))
     if any(a.dtype != dtype for a, dtype in zip(originals[2:], _STATE_DTYPES[2:], strict=True)):
-        # Scale or zero point were rounded to another dtype, and count as they are now.
+        # Writing them to another dtype has rounded scale or zero point: quantize with the rounded ones.
         if per_row:
             return checked_forward(x, scale, zero_point, ch_axis, quant_min, quant_max)
         on = np.ones(1, np.int64)
         return fake_quantize_per_tensor_affine_cachemask_tensor_qparams(x, scale, zero_point, on, quant_min, quant_max)
     if per_row:
-        # NaN has become a zero point far below every range.
+        # A NaN has become a zero point far below the range.
         check_zero_points(zero_point, quant_min, quant_max)
     return OutputAndMask(p.restore(y), p.restore(mask))
 
@@ -195,7 +195,7 @@ def _check_quantizable(
     if per_row:
         _check_float32(running_min, running_max)
         if running_min.size:
-            # One parameter after the other is written; the first that is missing is the one reported.
+            # torch writes the parameters one by one and reports the first index that is missing.
             last = min(running_min.size - 1, *(len(np.atleast_1d(a)) for a in (scale, zero_point)))
             torch_checks.select(scale, last), torch_checks.select(zero_point, last)
         check_parameters(x, scale, zero_point, ch_axis, quant_min, quant_max)
@@ -209,7 +209,7 @@ def _check_quantizable(
 
 
 def _as_int32(value: int) -> int:
-    """The low 32 bits: torch hands the range on as a C int."""
+    """Returns the low 32 bits, because torch passes the range on as a C int."""
     return (value + 2**31) % 2**32 - 2**31
 
 
@@ -222,13 +222,16 @@ def _check_writeable(*state: np.ndarray) -> None:
 
 
 def _check_empty(*state: np.ndarray) -> None:
-    """torch resizes per-row state that starts empty. Of an array with elements there may be views, which
-    would be left without memory; so here all of the state has to be empty, or none of it."""
+    """Raises RuntimeError unless all of the state can be resized.
+
+    torch resizes per-row state that starts empty. Resizing an array that has elements could leave its views without
+    memory, so either all of the state must be empty or none of it.
+    """
     for name, array in zip(_STATE_NAMES, state, strict=True):
         torch_checks.check(
             array.size == 0 and array.flags.owndata,
-            f"`running_min` is empty, so the state is to be resized to one entry per row, but `{name}` has shape "
-            f"{array.shape} and cannot be. Start with empty arrays, or with one entry per row",
+            f"`running_min` is empty, so the state is resized to one entry per row, but `{name}` of shape "
+            f"{array.shape} cannot be resized. Start with empty arrays, or with one entry per row",
         )
 
 
@@ -240,17 +243,23 @@ def _start_per_row(rows: int, *state: np.ndarray) -> tuple[np.ndarray, ...]:
     return state
 
 
-# An eight-lane minimum takes the later of two zeros, in each lane and then between lanes that are
-# 4, 2 and 1 apart. So the lane that is largest with its bits reversed wins.
+# torch's eight-lane minimum returns the later of two zeros, first within each lane and then between lanes that are 4,
+# 2 and 1 apart. So among the lanes with a zero, the one with the largest bit-reversed index wins.
 _LANE_RANK = np.array([0, 4, 2, 6, 1, 5, 3, 7])
 
 
 def sign_zeros(running: np.ndarray, unseen: np.ndarray, x: np.ndarray, per_row: bool) -> None:
-    """Where the first value seen is a zero, gives it the sign it has in torch.
+    """Gives a zero in a range that was just initialized the sign that torch gives it.
 
-    With both signs in the data either is right; torch's own choice for more than 32768 elements
-    depends on its number of threads, and this is the one of a single thread. Later steps of the
-    moving average lose the sign.
+    If the data has zeros of both signs, the order of torch's reduction decides. For more than 32768 elements that
+    depends on torch's number of threads; this is the result of a single thread. Later steps of the moving average do
+    not keep the sign.
+
+    Args:
+        running: The running minimum or maximum, changed in place.
+        unseen: Which entries were infinite before this call.
+        x: The data.
+        per_row: Whether there is one entry per row.
     """
     running = running.reshape(-1)
     for i in np.flatnonzero(unseen.reshape(-1) & (running == 0)):

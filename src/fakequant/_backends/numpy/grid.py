@@ -1,4 +1,4 @@
-"""Scale, zero point and spec, checked and in the form the kernels take."""
+"""Checks scale and zero point, and converts them with the spec to the form that the kernels take."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from fakequant.spec import QuantSpec
 
 
 class Grid(NamedTuple):
-    """One scale and zero point per block."""
+    """One scale and zero point per block, in the form that the kernels take."""
 
     shape: KernelShape
     parameters: tuple[int, ...]
@@ -27,7 +27,7 @@ class Grid(NamedTuple):
 
 
 def kernel_numerics(spec: QuantSpec) -> int:
-    """The kernels' number for the spec's numerics."""
+    """Returns the kernels' number for the spec's numerics."""
     return NUMERICS[numerics_name(spec)]
 
 
@@ -36,17 +36,19 @@ def _has_f64_scale(dtype: int, spec: QuantSpec) -> bool:
 
 
 def scale_dtype(dtype: int, spec: QuantSpec) -> np.dtype:
-    """The dtype of scales for data of kernel dtype `dtype`."""
+    """Returns the dtype of scales for data of the kernel dtype `dtype`."""
     return np.dtype(np.float64 if _has_f64_scale(dtype, spec) else np.float32)
 
 
 def resolve(shape: tuple[int, ...], dtype: int, scale: ArrayLike, zero_point: ArrayLike, spec: QuantSpec) -> Grid:
-    """Checks scale and zero point and returns them as the kernels take them.
+    """Checks scale and zero point, and returns them in the form that the kernels take.
 
     Args:
-        shape, dtype: Of the data; the dtype is the kernels' number.
-        scale, zero_point: Numbers or arrays with one entry per block.
-        spec: Which blocks there are.
+        shape: The shape of the data.
+        dtype: The kernels' number for the dtype of the data.
+        scale: A number, or an array with one entry per block.
+        zero_point: A number, or an array with one entry per block.
+        spec: The spec that defines the range and the blocks.
     """
     checks.check_spec(spec)
     blocks = blocks_of(shape, spec)
@@ -66,7 +68,7 @@ def resolve(shape: tuple[int, ...], dtype: int, scale: ArrayLike, zero_point: Ar
 
 
 def check_numbers(scale: float, zero_point: int, dtype: int, spec: QuantSpec) -> None:
-    """The checks of `resolve` for one scale and zero point given as numbers."""
+    """Checks one scale and zero point, like `resolve`, without making arrays of them."""
     checks.check_scale_number(scale, _has_f64_scale(dtype, spec))
     checks.check_zero_point_number(zero_point, spec)
 
@@ -76,7 +78,7 @@ def _scales(value: ArrayLike, shape: tuple[int, ...], spec: QuantSpec, dtype: np
     if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
         checks.refuse_scale_type("scale", str(array.dtype), "array")
     checks.check_parameter_shape("scale", array.shape, shape, spec, "array")
-    with np.errstate(over="ignore"):  # a scale that overflows is refused below
+    with np.errstate(over="ignore"):  # a scale that overflows is an error below
         scales = np.asarray(array, dtype=dtype, order="C")
     bad = _native.first_invalid_scale(scales, scales.dtype == np.float64, scales.size)
     if bad >= 0:

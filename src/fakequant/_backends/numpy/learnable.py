@@ -121,13 +121,13 @@ def fake_quantize_learnable_per_channel_affine_backward(
 
 
 def _check_floats(dy: np.ndarray, x: np.ndarray, scale: np.ndarray, zero_point: np.ndarray) -> None:
-    """torch takes float32, and bfloat16 data; there is no reason to refuse other floats, so this does not."""
+    """Raises torch's error for other dtypes than floats. torch itself accepts only float32, and bfloat16 data."""
     for name, array in (("dY", dy), ("X", x), ("scale", scale), ("zero_point", zero_point)):
         torch_checks.expect(array.dtype in KERNEL_DTYPES, f"{name}_.scalar_type() == ScalarType::Float")
 
 
 def _rounded_per_channel(zero_point: np.ndarray, quant_min: int, quant_max: int) -> np.ndarray:
-    """`zero_point.round().clamp(quant_min, quant_max)`, in float32, float64 or int64."""
+    """Returns `zero_point.round().clamp(quant_min, quant_max)` in float32, float64 or int64."""
     dtype = zero_point.dtype
     if dtype.kind in "bc":
         raise NotImplementedError(f"\"round_vml_cpu\" not implemented for '{torch_checks.type_name(dtype)}'")
@@ -140,7 +140,7 @@ def _rounded_per_channel(zero_point: np.ndarray, quant_min: int, quant_max: int)
 
 
 def _to_int(z: np.ndarray, dtype: type) -> np.ndarray:
-    """As x86 converts: what does not fit, NaN included, becomes the smallest integer."""
+    """Converts to integers as x86 does: values that do not fit, and NaN, become the smallest integer."""
     if z.dtype.kind == "i":
         return z.astype(dtype)
     smallest = float(np.iinfo(dtype).min)
@@ -161,7 +161,7 @@ def _backward(
     dx_dtype = _kernels.F64 if dtype == _kernels.F64 else _kernels.F32
     wide = np.float64 if dtype == _kernels.F64 else np.float32
     if dy.dtype != x.dtype:
-        # Nothing is lost by computing in float32 what arrives in 16 bits.
+        # float32 represents every 16-bit value exactly.
         x, dy, dtype = x.astype(wide), dy.astype(wide), dx_dtype
     p = placed(x)
     dy = np.asarray(dy.transpose(p.order or range(x.ndim)), order="C")

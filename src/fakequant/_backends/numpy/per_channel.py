@@ -22,7 +22,16 @@ _SIGNATURE = (
 def check_parameters(
     x: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, axis: int, quant_min: int, quant_max: int
 ) -> None:
-    """Everything but the values of the zero points."""
+    """Raises torch's error for wrong dtypes, lengths or ranges. Does not check the values of the zero points.
+
+    Args:
+        x: The data.
+        scale: One scale per channel.
+        zero_point: One zero point per channel.
+        axis: The axis of the channels.
+        quant_min: The lowest code.
+        quant_max: The highest code.
+    """
     torch_checks.check(
         scale.dtype in (np.float32, BFLOAT16),
         f"Scale must be Float or BFloat16, found {torch_checks.type_name(scale.dtype)}",
@@ -36,7 +45,7 @@ def check_parameters(
 
 
 def check_lengths(x: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, axis: int) -> None:
-    """One scale and one zero point per index on `axis`."""
+    """Raises torch's error unless there is one scale and one zero point per index on `axis`."""
     torch_checks.check(scale.ndim == 1, "scale should be a 1-D tensor")
     torch_checks.check(zero_point.ndim == 1, "zero point should be a 1-D tensor")
     torch_checks.check(scale.size == zero_point.size, "scale and zero-point need to have the same dimensions")
@@ -47,7 +56,7 @@ def check_lengths(x: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, axis
 
 
 def check_zero_points(zero_point: np.ndarray, quant_min: int, quant_max: int) -> None:
-    """Only integers have to be inside the range."""
+    """Raises torch's error if a zero point is outside the range. torch checks only integers."""
     torch_checks.check(
         zero_point.size > 0,
         "min(): Expected reduction dim to be specified for input.numel() == 0. "
@@ -77,7 +86,16 @@ def fake_quantize_per_channel_affine_cachemask(
 def checked_forward(
     x: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, axis: int, quant_min: int, quant_max: int
 ) -> OutputAndMask[np.ndarray]:
-    """All checks but those of argument types, then the forward."""
+    """Runs the forward after all checks except those of argument types.
+
+    Args:
+        x: The data.
+        scale: One scale per channel.
+        zero_point: One zero point per channel.
+        axis: The axis of the channels.
+        quant_min: The lowest code.
+        quant_max: The highest code.
+    """
     check_parameters(x, scale, zero_point, axis, quant_min, quant_max)
     if zero_point.dtype == np.int32:
         check_zero_points(zero_point, quant_min, quant_max)

@@ -1,9 +1,8 @@
 """Per-tensor fake quantization under torch's names. `fakequant.torch_names` has the formulas."""
 
-from typing import Any
-
 import numpy as np
 
+from fakequant._backends.argument_types import Unchecked
 from fakequant._backends.numpy import strided_arrays, torch_checks
 from fakequant._backends.numpy.float_arrays import KERNEL_DTYPES
 from fakequant._backends.results import OutputAndMask
@@ -19,14 +18,10 @@ _TENSORS = (
 _NUMBERS = (("Tensor", "input"), ("float", "scale"), ("int", "zero_point"), ("int", "quant_min"), ("int", "quant_max"))
 
 
-# Checked below, and refused with torch's texts: until then it may be anything.
-Unchecked = Any
-
-
 def checked_numbers(
     scale: Unchecked, zero_point: Unchecked, quant_min: Unchecked, quant_max: Unchecked
 ) -> tuple[float, int, int, int]:
-    """The four numbers of the forward, refused if the range is empty or the zero point outside."""
+    """Returns scale, zero point and range. Raises torch's error if the range is empty or the zero point outside it."""
     quant_min, quant_max, zero_point = map(torch_checks.as_int64, (quant_min, quant_max, zero_point))
     torch_checks.check(quant_min <= quant_max, torch_checks.RANGE)
     torch_checks.check(quant_min <= zero_point <= quant_max, torch_checks.ZERO_POINT)
@@ -42,8 +37,7 @@ def _checked_tensors(
     return torch_checks.item_as_float(scale), zero_point, quant_min, quant_max
 
 
-# The usual types of arguments, recognised at once: working out a signature takes longer than the
-# rest of a small call.
+# The usual argument types. Matching signatures takes longer than the rest of a small call, so they skip it.
 _PLAIN = (np.ndarray, float, int, int, int)
 
 
@@ -99,7 +93,7 @@ def fake_quantize_per_tensor_affine_cachemask_backward(grad: np.ndarray, mask: n
 
 
 def masked_backward(function: str, grad: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """`grad * mask` after torch's checks, which compare the sizes, not the shapes."""
+    """Returns `grad * mask` after torch's checks, which compare sizes, not shapes."""
     grad, mask = torch_checks.as_tensor(grad), torch_checks.as_tensor(mask)
     torch_checks.check_types(function, (grad, mask), (("Tensor", "grad"), ("Tensor", "mask")))
     torch_checks.expect(mask.dtype == np.bool_, "mask.scalar_type() == ScalarType::Bool")

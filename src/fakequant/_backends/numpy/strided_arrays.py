@@ -1,4 +1,7 @@
-"""The shared part of all functions with torch's names: layout in, kernel, layout out."""
+"""The kernels on arrays of any memory layout, for the functions with torch's names.
+
+Results have the strides that torch's results have.
+"""
 
 from typing import NamedTuple
 
@@ -12,16 +15,16 @@ from fakequant._backends.results import OutputAndMask
 
 
 class Placed(NamedTuple):
-    """An array's elements in C order, with the axes in the order they have in the memory of the result."""
+    """An array as C-contiguous elements, with its axes in the order of the result's memory."""
 
     elements: np.ndarray
-    order: tuple[int, ...] | None = None  # None: C order
-    # The strides of the result in elements; only needed if there are axes of length 1, whose
-    # strides mean nothing but are copied.
+    order: tuple[int, ...] | None = None  # None for C order
+    # The strides of the result, counted in elements. Only set if there are axes of length 1: their strides mean
+    # nothing, but torch copies them.
     steps: tuple[int, ...] | None = None
 
     def restore(self, result: np.ndarray) -> np.ndarray:
-        """`result`, computed in memory order, with its axes where the caller expects them."""
+        """Returns `result`, which has the axes of `elements`, with the axes of the original array."""
         if self.order is not None:
             result = result.transpose(np.argsort(self.order))
         if self.steps is not None:
@@ -31,18 +34,18 @@ class Placed(NamedTuple):
         return result
 
     def axis(self, axis: int) -> int:
-        """Where `axis` of the original is in `elements`."""
+        """Returns the position in `elements` of `axis` of the original array."""
         return axis if self.order is None else self.order.index(axis)
 
 
 def placed(x: np.ndarray) -> Placed:
-    """`x` with the layout of results: its own strides if it is dense, else none but its order of axes.
+    """Returns `x` with the layout of a result: the strides of `x` if it is dense, otherwise its order of axes.
 
     >>> placed(np.zeros((2, 4, 3)).transpose(0, 2, 1)[:, :, ::2]).order
     (0, 2, 1)
     """
     if x.ndim <= 1 and x.strides in ((), (x.itemsize,)):
-        return Placed(x)  # nothing to work out for the most common small case
+        return Placed(x)  # the most common small case
     steps = tuple(s // x.itemsize for s in x.strides) if 1 in x.shape else None
     if x.flags.c_contiguous:
         return Placed(x, None, steps)
@@ -54,9 +57,10 @@ def placed(x: np.ndarray) -> Placed:
 
 
 def placed_pair(a: np.ndarray, b: np.ndarray) -> tuple[Placed, np.ndarray]:
-    """Two arrays of one shape with the layout of their product: what they agree on, else `a` first.
+    """Returns two arrays of one shape with the layout of their product.
 
-    `b` counts with the layout it has after a conversion to the dtype of `a`.
+    That is the layout they share; otherwise `a` decides before `b`. torch converts `b` to the dtype of `a` first, so
+    the layout after that conversion counts.
     """
     converted = placed(b)
     b = converted.restore(converted.elements)
@@ -73,7 +77,7 @@ def placed_pair(a: np.ndarray, b: np.ndarray) -> tuple[Placed, np.ndarray]:
 
 
 def _in_order(x: np.ndarray, order: tuple[int, ...]) -> Placed:
-    # asarray: unlike ascontiguousarray it leaves an array without dimensions as it is.
+    # Not ascontiguousarray, which gives a 0-d array a dimension.
     return Placed(np.asarray(x.transpose(order), order="C"), order)
 
 
@@ -83,7 +87,16 @@ def _in_order(x: np.ndarray, order: tuple[int, ...]) -> Placed:
 def per_tensor(
     x: np.ndarray, dtype: int, scale: float, zero_point: int, qmin: int, qmax: int
 ) -> OutputAndMask[np.ndarray]:
-    """The formula of `per_tensor.py` on checked arguments."""
+    """Runs the per-tensor kernel on checked arguments. Returns the result and its mask.
+
+    Args:
+        x: The data.
+        dtype: The kernels' number for its dtype.
+        scale: The scale.
+        zero_point: The zero point.
+        qmin: The lowest code.
+        qmax: The highest code.
+    """
     p = placed(x)
     y = np.empty(p.elements.shape, x.dtype)
     mask = np.empty(p.elements.shape, np.bool_)
@@ -104,7 +117,7 @@ def per_tensor(
 
 
 def per_tensor_value(x: np.ndarray, dtype: int, scale: float, zero_point: int, qmin: int, qmax: int) -> np.ndarray:
-    """The same without a mask."""
+    """Runs the per-tensor kernel on checked arguments, without a mask. See `per_tensor` for the arguments."""
     p = placed(x)
     y = np.empty(p.elements.shape, x.dtype)
     _native.fake_quantize_scalar(
@@ -126,7 +139,17 @@ def per_tensor_value(x: np.ndarray, dtype: int, scale: float, zero_point: int, q
 def per_channel(
     x: np.ndarray, dtype: int, scale: np.ndarray, zero_point: np.ndarray, axis: int, qmin: int, qmax: int
 ) -> OutputAndMask[np.ndarray]:
-    """The formula of `per_channel.py` on checked arguments."""
+    """Runs the per-channel kernel on checked arguments. Returns the result and its mask.
+
+    Args:
+        x: The data.
+        dtype: The kernels' number for its dtype.
+        scale: One scale per channel.
+        zero_point: One zero point per channel.
+        axis: The axis of the channels.
+        qmin: The lowest code.
+        qmax: The highest code.
+    """
     p = placed(x)
     y = np.empty(p.elements.shape, x.dtype)
     mask = np.empty(p.elements.shape, np.bool_)
@@ -144,13 +167,13 @@ def per_channel(
 
 
 def unchanged(x: np.ndarray) -> OutputAndMask[np.ndarray]:
-    """A copy and a mask of ones: what a switched-off fake-quantize returns."""
+    """Returns a copy and a mask of ones, the result of disabled fake quantization."""
     p = placed(x)
     return OutputAndMask(p.restore(p.elements.copy()), p.restore(np.ones(p.elements.shape, np.bool_)))
 
 
 def masked_gradient(grad: np.ndarray, mask: np.ndarray, dtype: int | None) -> np.ndarray:
-    """`grad * mask`. Dtypes that have no kernel (`None`) are left to NumPy."""
+    """Returns `grad * mask`. `dtype` is the kernels' number, or None to compute in NumPy for lack of a kernel."""
     p, mask = placed_pair(grad, mask)
     if dtype is None:
         return p.restore(np.asarray(p.elements * mask))

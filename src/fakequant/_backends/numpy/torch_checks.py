@@ -1,18 +1,18 @@
-"""Argument checks in torch's order, with torch's exception types and texts.
+"""Argument checks in torch's order, with torch's exception types and messages.
 
-People match on these texts, so they are part of what "the same as torch" means. An array counts as
-a `Tensor` in them.
+Programs match on these messages, so they have to be the same. They call an array a `Tensor`.
 """
 
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 
+from fakequant._backends.argument_types import Unchecked
 from fakequant._backends.numpy.float_arrays import BFLOAT16, KERNEL_DTYPES
 
-# The spaces are torch's: a line continuation inside a string literal.
+# The spaces are in torch's message: its source has a line continuation inside a string literal.
 RANGE = "`quant_min` should be less than or         equal to `quant_max`."
 ZERO_POINT = "`zero_point` must be between `quant_min` and `quant_max`."
 
@@ -36,17 +36,17 @@ _TYPE_NAMES = {
 
 
 def type_name(dtype: np.dtype) -> str:
-    """torch's name for a dtype: `float32` is `Float`, `int64` is `Long`.
+    """Returns torch's name for a dtype: `Float` for float32, `Long` for int64.
 
     >>> type_name(np.dtype(np.int64))
     'Long'
     """
-    # Not .get(dtype, str(dtype)): the names are put into messages that are seldom shown, and str is slow.
+    # Not .get(dtype, str(dtype)): str is slow, and most callers discard the message.
     return _TYPE_NAMES[dtype] if dtype in _TYPE_NAMES else str(dtype)
 
 
 def kernel_dtype(x: np.ndarray, kernel: str) -> int:
-    """The kernels' number for x's dtype, or the error of torch's dispatch macro."""
+    """Returns the kernels' number for the dtype of `x`, or raises the error of torch's dispatch macro."""
     dtype = KERNEL_DTYPES.get(x.dtype)
     if dtype is None:
         raise NotImplementedError(f"\"{kernel}\" not implemented for '{type_name(x.dtype)}'")
@@ -54,13 +54,13 @@ def kernel_dtype(x: np.ndarray, kernel: str) -> int:
 
 
 def check(condition: bool | np.bool_, message: str) -> None:
-    """RuntimeError with `message` unless `condition`."""
+    """Raises RuntimeError with `message` unless `condition`."""
     if not condition:
         raise RuntimeError(message)
 
 
 def expect(condition: bool | np.bool_, text: str) -> None:
-    """torch's text for a check that has none of its own."""
+    """Raises torch's error for a failed check that has no message."""
     check(
         condition,
         f"Expected {text} to be true, but got false.  "
@@ -69,7 +69,7 @@ def expect(condition: bool | np.bool_, text: str) -> None:
 
 
 def broadcast(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both arrays in their common shape."""
+    """Returns both arrays broadcast to their common shape, or raises torch's error."""
     if a.shape == b.shape:
         return a, b
     for back, (m, n) in enumerate(zip(reversed(a.shape), reversed(b.shape), strict=False), start=1):
@@ -83,14 +83,14 @@ def broadcast(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def item(x: np.ndarray) -> np.generic:
-    """The only element of an array."""
+    """Returns the only element of an array."""
     check(x.size == 1, f"a Tensor with {x.size} elements cannot be converted to Scalar")
     element: np.generic = x.reshape(-1)[0]
     return element
 
 
 def item_as_int(x: np.ndarray) -> int:
-    """The only element as a C int: fractions are cut off, what does not fit is refused."""
+    """Returns the only element truncated to a C int. Raises RuntimeError if it does not fit."""
     value = item(x)
     if value.dtype.kind == "c":
         value = value.real if value.imag == 0 else np.float64("nan")
@@ -101,7 +101,7 @@ def item_as_int(x: np.ndarray) -> int:
 
 
 def item_as_float(x: np.ndarray) -> float:
-    """The only element as a float32 value: infinities pass, finite values beyond its range are refused."""
+    """Returns the only element rounded to float32. Raises RuntimeError if it is finite but overflows."""
     value = item(x)
     wide = _real(value, "float")
     if np.isfinite(wide) and abs(wide) > float(np.finfo(np.float32).max):
@@ -109,8 +109,8 @@ def item_as_float(x: np.ndarray) -> float:
     return float(np.float32(wide))
 
 
-def as_float(value: Any) -> float:
-    """A Python or NumPy number, or an array without dimensions, as a float."""
+def as_float(value: Unchecked) -> float:
+    """Returns a Python or NumPy number, or a 0-d array, as a float."""
     return _real(value.reshape(-1)[0], "double") if isinstance(value, np.ndarray) else float(value)
 
 
@@ -125,8 +125,8 @@ def _real(value: np.generic, kind: str) -> float:
 # --- argument types -------------------------------------------------------------------------------
 
 
-def as_tensor(value: object) -> Any:
-    """NumPy's scalars of a data argument as 0-d arrays; everything else as it is."""
+def as_tensor(value: object) -> Unchecked:
+    """Returns a NumPy scalar as a 0-d array, and any other value unchanged."""
     return np.asarray(value) if isinstance(value, np.generic) else value
 
 
@@ -135,7 +135,7 @@ _USUAL = {"float": (float, int), "int": (int,), "bool": (bool,), "Tensor": (np.n
 
 def _matches(kind: str, value: object) -> bool:
     if type(value) in _USUAL[kind]:
-        return True  # the abstract number types below are slow to ask
+        return True  # isinstance with the abstract number types below is slow
     if kind == "Tensor":
         return isinstance(value, np.ndarray)
     if kind == "float":
@@ -155,7 +155,7 @@ def _received(value: object) -> str:
 
 
 def _marked(kind: str, received: str) -> str:
-    """Marks by the name of the type alone, so also what would have been accepted, as torch does."""
+    """Marks a type name that differs from the expected one. Like torch, also if the value would be accepted."""
     return received if received == kind or (kind, received) == ("float", "int") else f"!{received}!"
 
 
@@ -163,7 +163,7 @@ Signature = Sequence[tuple[str, str]]
 
 
 def choose_signature(function: str, values: Sequence[object], signatures: Sequence[Signature]) -> int:
-    """The index of the first signature that fits `values`; torch's TypeError if none does."""
+    """Returns the index of the first signature that fits `values`. Raises torch's TypeError if none does."""
     for index, signature in enumerate(signatures):
         if all(_matches(kind, value) for (kind, _), value in zip(signature, values, strict=True)):
             return index
@@ -181,7 +181,7 @@ def choose_signature(function: str, values: Sequence[object], signatures: Sequen
 
 
 def check_types(function: str, values: Sequence[object], signature: Signature) -> None:
-    """torch's TypeError if `values` do not fit the only signature of `function`."""
+    """Raises torch's TypeError if `values` do not fit the only signature of `function`."""
     choose_signature(function, values, (signature,))
 
 
@@ -195,7 +195,7 @@ def _one_signature_error(function: str, values: Sequence[object], signature: Sig
 
 
 def axis_length(x: np.ndarray, axis: int) -> int:
-    """`x.shape[axis]`, or torch's error if `x` has no such axis. Negative axes count from the end."""
+    """Returns `x.shape[axis]`, or raises torch's IndexError. Negative axes count from the end."""
     if x.ndim == 0:
         raise IndexError(f"Dimension specified as {axis} but tensor has no dimensions")
     if not -x.ndim <= axis < x.ndim:
@@ -207,7 +207,7 @@ def axis_length(x: np.ndarray, axis: int) -> int:
 
 
 def select(x: np.ndarray, index: int) -> np.ndarray:
-    """`x[index]` as an array."""
+    """Returns `x[index]` as an array, or raises torch's IndexError."""
     if x.ndim == 0:
         raise IndexError("select() cannot be applied to a 0-dim tensor.")
     if index >= x.shape[0]:
@@ -215,8 +215,8 @@ def select(x: np.ndarray, index: int) -> np.ndarray:
     return np.asarray(x[index])
 
 
-def as_int64(value: Any) -> int:
-    """A Python or NumPy integer that fits int64."""
+def as_int64(value: Unchecked) -> int:
+    """Returns a Python or NumPy integer as an int. Raises ValueError if it does not fit int64."""
     integer = int(value)
     if not -(2**63) <= integer < 2**63:
         raise ValueError("Overflow when unpacking long long")

@@ -1,18 +1,20 @@
-"""The functions of fakequant on torch tensors, differentiable, as real torch operators.
+"""The functions of fakequant on torch tensors, differentiable.
 
-Importing this makes the operators `torch.ops.fakequant`.
+Importing this package registers the operators `torch.ops.fakequant`.
 """
 
 import torch
 
 from fakequant._torch_releases import check_release
 
-check_release(torch.__version__)  # before anything asks torch for names that an old release does not have
+check_release(torch.__version__)  # before the imports below, which fail with old releases
 
 from fakequant._backends.torch import operators as operators  # noqa: E402
 from fakequant._backends.torch.tensor_functions import (  # noqa: E402
     as_data as as_data,
+    as_float32_array as as_float32_array,
     choose_qparams as choose_qparams,
+    copy as copy,
     dequantize as dequantize,
     fake_quantize as fake_quantize,
     fake_quantize_backward as fake_quantize_backward,
@@ -20,8 +22,10 @@ from fakequant._backends.torch.tensor_functions import (  # noqa: E402
     fake_quantize_learned_backward as fake_quantize_learned_backward,
     min_max as min_max,
     observe_fake_quantize as observe_fake_quantize,
+    overwrite as overwrite,
     quantize as quantize,
     round_zero_point as round_zero_point,
+    zero_outside as zero_outside,
 )
 from fakequant._backends.torch.tensor_torch_names import (  # noqa: E402
     fake_quantize_learnable_per_channel_affine as fake_quantize_learnable_per_channel_affine,

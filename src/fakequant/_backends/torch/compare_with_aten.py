@@ -1,7 +1,8 @@
-"""A quick comparison of torch's operators with fakequant's kernels, on the inputs where implementations part.
+"""A quick comparison of torch's operators with fakequant's kernels, on inputs where implementations differ.
 
-Values: ties, the ends of the range, infinities, NaN, subnormal and huge ones, in every dtype. Arguments that releases
-of torch refuse: the kernels must decline them, or do as torch does. An operator that differs may not be replaced.
+The values are ties, ends of the range, infinities, NaN, subnormal and huge numbers in every dtype. For arguments that
+some release of torch rejects, the kernels must return None or raise the same error. `accelerate` does not replace an
+operator that differs.
 """
 
 import warnings
@@ -15,17 +16,17 @@ from fakequant._backends.torch import aten_kernels, torch_originals
 from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES
 from fakequant._backends.torch.torch_annotations import Operator
 
-# A call of an operator, its arguments bound as defaults. What comes back is open: that is what is compared.
+# A call of an operator with its arguments bound as defaults. It returns a tensor, several, or None.
 _Call: TypeAlias = Callable[..., Any]
 
 
 def disagreements() -> list[str]:
-    """The operators of this torch that have other bits or errors than the kernels.
+    """Returns the names of torch's operators whose bits or errors differ from the kernels'.
 
     >>> disagreements()
     []
     """
-    # Whatever the caller has set as defaults. What torch warns of is not refused.
+    # Independent of the caller's default device and grad mode. Warnings of torch are not errors.
     with torch.device("cpu"), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = {name for name, ours, theirs in _comparisons() if not _same(ours, theirs)}
@@ -36,13 +37,13 @@ def disagreements() -> list[str]:
 def _same(ours: _Call, theirs: _Call) -> bool:
     try:
         a, b = ((r,) if isinstance(r, Tensor) else tuple(r) for r in (ours(), theirs()))
-    except Exception:  # whatever it was, it was not agreement
+    except Exception:  # any error is a difference
         return False
     return all(_same_bits(p, q) for p, q in zip(a, b, strict=True))
 
 
 def _same_refusal(ours: _Call, theirs: _Call) -> bool:
-    """Whether the kernel declines the arguments, in which case torch's runs, or fails in torch's words."""
+    """Returns True if the kernel returns None, so that torch's operator runs, or raises torch's error."""
     try:
         if ours() is None:
             return True
@@ -61,7 +62,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     if not a.is_floating_point():
         return torch.equal(a, b)
     bits = {8: torch.int64, 4: torch.int32, 2: torch.int16}[a.element_size()]
-    # NaN is NaN, whatever is in its lower bits.
+    # NaN equals NaN, whatever its payload.
     a, b = (torch.where(t.isnan(), torch.full_like(t, torch.nan), t).contiguous().view(bits) for t in (a, b))
     return torch.equal(a, b)
 
@@ -118,7 +119,7 @@ def _comparisons() -> Iterator[tuple[str, _Call, _Call]]:
 
 
 def _learnable() -> Iterator[tuple[str, _Call, _Call]]:
-    """One element at a time: the terms have torch's bits, long sums may differ in the last place."""
+    """Compares one element at a time: terms have torch's bits, but long sums may differ in the last place."""
     for value in _values(torch.float32).flatten().tolist():
         x, dy = _floats(value)[:, None], _floats(0.7)[:, None]
         tensors = (dy, x, _floats(0.1), _floats(-1.5))
@@ -162,7 +163,7 @@ def _fused() -> Iterator[tuple[str, _Call, _Call]]:
 
 
 def _refusals() -> Iterator[tuple[str, _Call, _Call]]:
-    """Calls that some release of torch refuses."""
+    """Yields calls that some release of torch rejects."""
     x, bounds = _values(torch.float32).reshape(4, 21), (-8, 7)
     scale, zeros = _floats(0.1), torch.zeros(1, dtype=torch.int32)
     scales, channel_zeros = _floats(0.1, 0.2, 0.3, 0.4), torch.zeros(4, dtype=torch.int32)

@@ -1,6 +1,7 @@
-"""The functions and autograd nodes that are compiled for this release of torch, if any (csrc/torch/autograd.cc).
+"""The functions and autograd nodes compiled for this release of torch, if there are any (csrc/torch/autograd.cc).
 
-The compiled functions return None for arguments they do not handle; Python then handles them or says what is wrong.
+The compiled functions return None for arguments they do not handle. The Python code then handles them or raises an
+error.
 """
 
 import importlib
@@ -8,15 +9,41 @@ import os
 import sys
 import warnings
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from fakequant import _kernels, _native
+from fakequant._backends.argument_types import Numbers, Unchecked
 from fakequant._backends.kernel_types import NUMERICS, NUMERICS_NAMES
 from fakequant._torch_releases import NEWEST, OLDEST, describe, is_tested
 from fakequant.spec import QuantSpec
+
+
+class CompiledNodes(Protocol):
+    """The compiled module; see the end of csrc/torch/autograd.cc.
+
+    Functions whose result may be None return it for arguments that they do not handle.
+    """
+
+    def use_kernels(self, address: int) -> None: ...
+    def fake_quantize(
+        self, x: Unchecked, scale: Numbers, zero_point: Numbers, qmin: int, qmax: int, numerics: int, axis: int | None,
+        group: int | None, lowest_zero: int, highest_zero: int, has_torchs_name: bool, clipped: bool,
+    ) -> Tensor | None: ...  # fmt: skip
+    def observe(
+        self, x: Tensor, running_min: Tensor, running_max: Tensor, scale: Tensor, zero_point: Tensor, *options: Any
+    ) -> tuple[Any, int] | None: ...
+    def fake_quantize_learned(
+        self, x: Unchecked, scale: Numbers, zero_point: Numbers, qmin: int, qmax: int, numerics_name: str,
+        numerics: int, axis: int | None, has_torchs_name: bool, grad_factor: float,
+    ) -> Tensor | None: ...  # fmt: skip
+    def keep_within(self, value: Tensor, before: Tensor, low: float, high: float) -> bool: ...
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None: ...
+    def clipped(self, x: Tensor, y: Tensor, mask: Tensor, order: tuple[int, ...] | None, multiply: bool) -> None: ...
+    def pass_through(self, x: Tensor, y: Tensor) -> None: ...
+
 
 _HOW = (
     "To compile them: pip install scikit-build-core nanobind cmake ninja, then install fakequant once more with "
@@ -24,20 +51,21 @@ _HOW = (
 )
 
 
-def _load() -> Any:
-    if os.environ.get("FAKEQUANT_PYTHON_NODES") == "1":  # to test without compiled ones, or to hear nothing of them
+def _load() -> CompiledNodes | None:
+    if os.environ.get("FAKEQUANT_PYTHON_NODES") == "1":  # for tests, and to silence the warning below
         return None
     version = torch.__version__.split("+")[0]
     try:
         module = importlib.import_module(f"fakequant._autograd_{version.replace('.', '_')}")
     except ModuleNotFoundError:
-        _say(_why_missing(version))
+        _warn(_why_missing(version))
         return None
     except ImportError as error:  # compiled for another build of the same release
-        _say(f"those compiled for torch {version} cannot be loaded: {error}. {_HOW}")
+        _warn(f"those compiled for torch {version} cannot be loaded: {error}. {_HOW}")
         return None
-    module.use_kernels(_native.kernel_api())
-    return module
+    nodes = cast("CompiledNodes", module)
+    nodes.use_kernels(_native.kernel_api())
+    return nodes
 
 
 def _why_missing(version: str) -> str:
@@ -47,8 +75,8 @@ def _why_missing(version: str) -> str:
     return f"this installation has none compiled for torch {version}. {_HOW}"
 
 
-def _say(why: str) -> None:
-    """Warns, once per process, where compiled nodes could be had: not on Windows, where they are not built yet."""
+def _warn(why: str) -> None:
+    """Warns that there are no compiled nodes, once per process. Not on Windows, where they are not built yet."""
     if sys.platform == "win32":
         return
     warnings.warn(
@@ -59,28 +87,32 @@ def _say(why: str) -> None:
     )
 
 
-# None: the functions and nodes written in Python are used, which give the same results and take longer to call.
-compiled: Any = _load()
+# None if there is no compiled module. The functions and nodes in Python then give the same results, more slowly.
+compiled: CompiledNodes | None = _load()
 
 
-# --- functions with torch's names -----------------------------------------------------------------
+# --- functions ------------------------------------------------------------------------------------
 #
-# The callers have checked that the numbers are ints that fit int64, and floats.
+# Callers have to check that integer arguments fit int64 and that factors are floats.
 
 
 @lru_cache(maxsize=1024)
 def _codes_of(spec: QuantSpec) -> tuple[int, int, int, int, int]:
-    """qmin, qmax, the kernels' number of the rounding rule, and the lowest and highest zero point of a spec."""
+    """Returns qmin, qmax, the kernels' number of the numerics, and the lowest and highest zero point of a spec."""
     qmin, qmax = spec.qmin, spec.qmax
     numerics = NUMERICS[NUMERICS_NAMES[spec.numerics, spec.axis is None]]
     return qmin, qmax, numerics, *((0, 0) if spec.symmetric else (qmin, qmax))
 
 
-def fake_quantize(x: Any, scale: Any, zero_point: Any, spec: QuantSpec, clipped: bool) -> Tensor | None:
-    """`fakequant.fake_quantize` on ordinary arguments; None for all others.
+def fake_quantize(x: Unchecked, scale: Numbers, zero_point: Numbers, spec: QuantSpec, clipped: bool) -> Tensor | None:
+    """Runs `fakequant.fake_quantize`, or returns None for arguments that the compiled function does not handle.
 
-    x, scale, zero_point, spec    as in `fakequant.fake_quantize`
-    clipped                       whether the gradient is 0 outside the range
+    Args:
+        x: The data.
+        scale: As in `fakequant.fake_quantize`.
+        zero_point: As in `fakequant.fake_quantize`.
+        spec: As in `fakequant.fake_quantize`.
+        clipped: Whether the gradient is 0 outside the range.
     """
     if compiled is None or torch.compiler.is_compiling() or not isinstance(x, Tensor):
         return None
@@ -88,40 +120,58 @@ def fake_quantize(x: Any, scale: Any, zero_point: Any, spec: QuantSpec, clipped:
     axis = spec.axis
     if axis is not None and axis < 0:
         axis += x.dim()
-    y: Tensor | None = compiled.fake_quantize(
+    return compiled.fake_quantize(
         x, scale, zero_point, qmin, qmax, numerics, axis, spec.group_size, lowest_zero, highest_zero, False, clipped
     )
-    return y
 
 
 def fake_quantize_affine(
-    x: Any, scale: Any, zero_point: Any, quant_min: int, quant_max: int, *, axis: int | None = None
+    x: Unchecked, scale: Numbers, zero_point: Numbers, quant_min: int, quant_max: int, *, axis: int | None = None
 ) -> Tensor | None:
-    """torch's `fake_quantize_per_tensor_affine`, or per channel on `axis`, on ordinary arguments; else None."""
+    """Runs torch's per-tensor fake-quantize, or per channel on `axis`. Returns None for arguments it does not handle.
+
+    Args:
+        x: The data.
+        scale: A number or tensor.
+        zero_point: A number or tensor.
+        quant_min: The lowest code.
+        quant_max: The highest code.
+        axis: The axis of the channels, or None for one scale per tensor.
+    """
     if compiled is None or torch.compiler.is_compiling():
         return None
     numerics = _kernels.TORCH_TENSOR if axis is None else _kernels.TORCH_CHANNEL
-    y: Tensor | None = compiled.fake_quantize(
+    return compiled.fake_quantize(
         x, scale, zero_point, quant_min, quant_max, numerics, axis, None, quant_min, quant_max, True, True
     )
-    return y
 
 
 def fake_quantize_learnable_affine(
-    x: Any,
-    scale: Any,
-    zero_point: Any,
+    x: Unchecked,
+    scale: Numbers,
+    zero_point: Numbers,
     quant_min: int,
     quant_max: int,
     grad_factor: float,
     *,
     axis: int | None = None,
 ) -> Tensor | None:
-    """torch's learnable fake-quantize per tensor, or per channel on `axis`, on ordinary arguments; else None."""
+    """Runs torch's learnable fake-quantize per tensor, or per channel on `axis`.
+
+    Returns None for arguments that the compiled function does not handle.
+
+    Args:
+        x: The data.
+        scale: A tensor.
+        zero_point: A tensor.
+        quant_min: The lowest code.
+        quant_max: The highest code.
+        grad_factor: Multiplies the gradients of scale and zero point.
+        axis: The axis of the channels, or None for one scale per tensor.
+    """
     if compiled is None or torch.compiler.is_compiling():
         return None
     name = "torch_tensor" if axis is None else "torch_channel"
-    y: Tensor | None = compiled.fake_quantize_learned(
+    return compiled.fake_quantize_learned(
         x, scale, zero_point, quant_min, quant_max, name, NUMERICS[name], axis, True, grad_factor
     )
-    return y

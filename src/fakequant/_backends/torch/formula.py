@@ -1,8 +1,8 @@
-"""The kernels' formulas in torch's own operations, for tensors that are not in the CPU's memory.
+"""The kernels' formulas in torch operations, for tensors that are not in CPU memory.
 
-Same functions as `kernels`, same arguments. They run on any device, allocate as ordinary operations
-do and read no values back, so scales are not checked here. Results have the kernels' bits wherever
-the device computes float32 as IEEE 754 says; sums are taken in the device's order.
+The functions have the names and arguments of those in `tensor_kernels`. They run on any device. They never read
+values back to the CPU, so they do not check scales. Results have the kernels' bits on every device whose float32
+arithmetic follows IEEE 754, except that the device chooses the order of sums.
 """
 
 from math import prod
@@ -25,12 +25,12 @@ from fakequant._backends.torch.tensor_kernels import (
 )
 from fakequant._backends.torch.tensor_zero_points import wide_dtype
 
-# Below this every sum of a code and a zero point is exact in float32.
+# In ranges up to this bound, every sum of a code and a zero point is exact in float32.
 _EXACT_IN_F32 = 2**22
 
 
 class _Split:
-    """A tensor with every axis cut in two: which block, and where in it. Scales broadcast against it."""
+    """Reshapes a tensor so that scales broadcast: every axis is split into (block, position within the block)."""
 
     def __init__(self, x: Tensor, scale: Tensor):
         self.shape = x.shape
@@ -69,7 +69,7 @@ def _is_exact_in_f32(grid: Grid) -> bool:
 
 
 def _code(x: Tensor, scale: Tensor, z: Tensor | int, grid: Grid) -> Tensor:
-    """The code before clamping, in a float dtype that holds it; NaN if it has none."""
+    """Returns the code before clamping, in a float dtype that represents it exactly. NaN stays NaN."""
     compute = _compute_dtype(x)
     wide = compute if _is_exact_in_f32(grid) else wide_dtype(x)
     x = x.to(compute)
@@ -82,7 +82,7 @@ def _code(x: Tensor, scale: Tensor, z: Tensor | int, grid: Grid) -> Tensor:
         return torch.where(away, whole + torch.copysign(torch.ones_like(v), v), whole).to(wide)
     inverse = (1.0 / scale).to(compute)
     if isinstance(z, Tensor):
-        if z.is_floating_point():  # the sum is rounded once, and float16 zero points are added after the product
+        if z.is_floating_point():  # float32: one rounding; float16: the product is rounded first
             total = (x * inverse + z.to(compute)) if z.dtype == torch.float16 else fma(x, inverse, z.to(compute))
             code = torch.round(total.float()).to(compute)
         else:
@@ -95,12 +95,12 @@ def _code(x: Tensor, scale: Tensor, z: Tensor | int, grid: Grid) -> Tensor:
 
 
 def _with_positive_zeros(x: Tensor) -> Tensor:
-    """`x` with 0.0 for -0.0. Not `x + 0.0`, which compilers take for `x`."""
+    """Returns `x` with 0.0 instead of -0.0. Not `x + 0.0`, which compilers simplify to `x`."""
     return torch.where(x == 0, 0.0, x)
 
 
 def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor | None]:
-    """The forward and, if asked for, its mask."""
+    """Returns the fake-quantized values, and a mask unless `mask_kind` is MASK_NONE."""
     assert isinstance(grid.scale, Tensor)
     split = _Split(x, grid.scale)
     scale, z = _scale_and_zero(x, grid, split)
@@ -126,13 +126,13 @@ def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor
 
 
 def _like(values: Tensor, x: Tensor) -> Tensor:
-    """`values` with the strides that results computed from `x` have."""
+    """Returns `values` with the strides of `torch.empty_like(x)`."""
     out = torch.empty_like(x, dtype=values.dtype)
     return values if values.stride() == out.stride() else out.copy_(values)
 
 
 def pack_bits(mask: Tensor, order: Order) -> Tensor:
-    """One bit per element, element 8*i + j in bit j of byte i.
+    """Packs a bool mask into bytes: element 8*i + j goes to bit j of byte i. `order` is the order of the axes.
 
     >>> pack_bits(torch.tensor([True, False, True, True, False, False, False, False, True]), None)
     tensor([13,  1], dtype=torch.uint8)
@@ -143,7 +143,9 @@ def pack_bits(mask: Tensor, order: Order) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, shape: torch.Size, order: Order) -> Tensor:
-    """The bool mask of `shape` whose bits are in the given order of axes; of several masks, one per row.
+    """Returns the bool mask of `shape` whose bits are packed in the given order of axes.
+
+    Leading axes of `packed` are a batch of masks.
 
     >>> unpack_bits(torch.tensor([13, 1], dtype=torch.uint8), torch.Size([9]), None).int().tolist()
     [1, 0, 1, 1, 0, 0, 0, 0, 1]
@@ -157,7 +159,7 @@ def unpack_bits(packed: Tensor, shape: torch.Size, order: Order) -> Tensor:
 
 
 def mask_backward(dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> Tensor:
-    """`dy` where the mask is set."""
+    """Returns `dy` where the mask is set, otherwise 0. With `multiply`, returns `dy * mask`."""
     dx = empty_gradient(dy, mask, order)
     if mask.dtype == torch.uint8:
         mask = unpack_bits(mask, dy.shape, order)
@@ -166,17 +168,21 @@ def mask_backward(dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> Ten
 
 
 def learned_terms(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
-    """Where x is inside the range, dy/dscale and dy/dzero_point, per element and in the compute dtype.
+    """Returns the derivatives of y with respect to x, scale and zero point, per element.
 
-    inside     1    (q - z) - x / scale        0
-    outside    0    qmin - z or qmax - z       -scale
+                dy/dx    dy/dscale                  dy/dzero_point
+    inside      True     (q - z) - x / scale        0
+    outside     False    qmin - z or qmax - z       -scale
     """
     inside, ds, factor, dz = _learned_factors(x, grid)
     return inside, ds if factor is None else ds * factor, dz
 
 
 def _learned_factors(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """The same with dy/dscale as two factors, of which the kernels multiply dy with one after the other; None: 1."""
+    """Returns dy/dx, dy/dscale as two factors, and dy/dzero_point; see `learned_terms`.
+
+    Like the kernels, the caller multiplies dy by one factor and then by the other. The second is None if it is 1.
+    """
     assert isinstance(grid.scale, Tensor)
     split = _Split(x, grid.scale)
     scale, z = _scale_and_zero(x, grid, split)
@@ -206,50 +212,57 @@ def _learned_factors(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor | No
 
 
 def block_sums(values: Tensor, like: Tensor) -> Tensor:
-    """The sum of every block, in the shape and dtype of the scales."""
+    """Returns the sum of every block, in the shape and dtype of the scales `like`."""
     return _Split(values, like).block_sums(values, like).to(like.dtype)
 
 
 def spread(values: Tensor, x: Tensor) -> Tensor:
-    """One value per block as one per element of `x`."""
+    """Repeats one value per block for every element of `x`. A single value stays 0-d."""
     split = _Split(x, values)
     return split.parameter(values) if split.one else split.join(split.parameter(values).expand(split.pairs))
 
 
 def learned_backward(dy: Tensor, x: Tensor, grid: Grid, grad_factor: float) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dscale and dzero_point."""
+    """Returns dx, dscale and dzero_point.
+
+    Args:
+        dy: The gradient of the result.
+        x: The data of the forward.
+        grid: Scales, integer zero points and range.
+        grad_factor: Multiplies dscale and dzero_point.
+    """
     assert isinstance(grid.scale, Tensor)
     inside, ds, factor, dz = _learned_factors(x, grid)
     multiply = not is_own(grid.numerics)
     wide = dy.to(ds.dtype)
     dx = _like(dy * inside if multiply else torch.where(inside, dy, 0), x)
-    keep = ds != 0  # an infinite dy at an element that counts for nothing must not make a NaN
+    keep = ds != 0  # not multiplied: an infinite dy times 0 would be NaN
     dscale = torch.where(keep, wide * ds if factor is None else (wide * ds) * factor, 0) * grad_factor
     dzero_point = torch.where(dz != 0, wide * dz, 0) * grad_factor
     return dx, block_sums(dscale, grid.scale), block_sums(dzero_point, grid.scale)
 
 
 def _codes(x: Tensor, grid: Grid) -> Tensor:
-    """The codes of `x` as int32, or as int64 where the range is wide."""
+    """Returns the codes of `x` as int32, or as int64 for a wide range."""
     assert isinstance(grid.scale, Tensor)
     split = _Split(x, grid.scale)
     scale, z = _scale_and_zero(x, grid, split)
     code = _code(split.data(x), scale, z, grid)
     nan_code = grid.qmin if grid.numerics != "half_away" else min(max(0, grid.qmin), grid.qmax)
     narrow = _is_exact_in_f32(grid)
-    if not narrow:  # the end of a wide range may be rounded in float32 to a number outside it
+    if not narrow:  # float32 may round the end of a wide range to a number outside it
         code = code.to(wide_dtype(x))
     bounded = torch.where(code.isnan(), nan_code, code.clamp(grid.qmin, grid.qmax))
     return split.join(bounded.to(torch.int32 if narrow else torch.int64))
 
 
 def quantize(x: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
-    """The codes of `x`."""
+    """Returns the codes of `x`."""
     return _like(_codes(x, grid).to(dtype), x)
 
 
 def quantize_packed(x: Tensor, grid: Grid, bits: int) -> Tensor:
-    """The codes of `x` in C order, two or four to a byte."""
+    """Returns the codes of `x` in C order, two or four to a byte."""
     per_byte = 8 // bits
     codes = (_codes(x, grid) & ((1 << bits) - 1)).reshape(-1)
     codes = torch.nn.functional.pad(codes, (0, -codes.numel() % per_byte)).view(-1, per_byte)
@@ -257,7 +270,7 @@ def quantize_packed(x: Tensor, grid: Grid, bits: int) -> Tensor:
 
 
 def dequantize(q: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
-    """The values the codes `q` stand for."""
+    """Returns the values of the codes `q`."""
     assert isinstance(grid.scale, Tensor)
     split = _Split(q, grid.scale)
     compute = torch.float64 if dtype == torch.float64 else torch.float32
@@ -270,7 +283,15 @@ def dequantize(q: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
 
 
 def dequantize_packed(q: Tensor, grid: Grid, shape: tuple[int, ...], bits: int, dtype: torch.dtype) -> Tensor:
-    """The same for packed codes of a tensor of `shape`."""
+    """Returns the values of the packed codes of a tensor of `shape`.
+
+    Args:
+        q: The packed codes, uint8.
+        grid: Scales, zero points and range.
+        shape: The shape of the result.
+        bits: The bits of a code, 2 or 4.
+        dtype: The dtype of the result.
+    """
     codes = (q.to(torch.int64)[:, None] >> (bits * torch.arange(8 // bits, device=q.device))) & ((1 << bits) - 1)
     codes = codes.reshape(-1)[: prod(shape)].reshape(shape)
     if grid.qmin < 0:
@@ -279,7 +300,7 @@ def dequantize_packed(q: Tensor, grid: Grid, shape: tuple[int, ...], bits: int, 
 
 
 def min_max(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Lowest and highest finite value of every block, and how many were NaN, +inf and -inf."""
+    """Returns the lowest and highest finite value of every block, and the numbers of NaN, +inf and -inf."""
     compute = _compute_dtype(x)
     if x.numel() == 0:
         lo = torch.full(blocks, torch.inf, dtype=compute, device=x.device)
@@ -295,7 +316,16 @@ def min_max(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]
 
 
 def choose_qparams(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool, eps: float) -> tuple[Tensor, Tensor]:
-    """Scale and zero point for every range."""
+    """Returns scale and zero point of every range. See `fakequant.choose_qparams` for the formulas.
+
+    Args:
+        lo: The lower ends of the ranges.
+        hi: The upper ends of the ranges.
+        qmin: The lowest code.
+        qmax: The highest code.
+        symmetric: Whether the zero point is always 0.
+        eps: The smallest scale.
+    """
     lo, hi = lo.float().clamp(max=0.0), hi.float().clamp(min=0.0)
     levels = (qmax - qmin) / (2 if symmetric else 1)
     if symmetric:
@@ -303,7 +333,7 @@ def choose_qparams(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool
         return scale, torch.zeros_like(scale, dtype=torch.int32)
     width = hi - lo
     wide = wide_dtype(lo)
-    # The width of a range may be beyond float32 where its scale is not.
+    # The width of a range may overflow float32 although the scale does not.
     beyond = ((hi.to(wide) - lo.to(wide)) / float(torch.tensor(levels, dtype=torch.float32))).float()
     scale = torch.where(width.isinf(), beyond, width / levels).clamp(min=eps)
     zero_point = (qmin - torch.round(lo / scale).to(torch.int64)).clamp(qmin, qmax)
@@ -313,7 +343,16 @@ def choose_qparams(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool
 def observe_fake_quantize(
     x: Tensor, running_min: Tensor, running_max: Tensor, how: Observation, grid: Grid, mask_kind: int
 ) -> Observed:
-    """Updates the running range in place, chooses scales, quantizes."""
+    """Updates the running range in place, chooses scales and fake-quantizes.
+
+    Args:
+        x: The data.
+        running_min: The lower ends of the ranges. Updated in place.
+        running_max: The upper ends of the ranges. Updated in place.
+        how: How ranges are updated and turned into scales.
+        grid: The range and numerics. Its scale and zero point are ignored.
+        mask_kind: The kernels' number for the form of the mask.
+    """
     lo, hi, counts = min_max(x, tuple(running_min.shape))
     for running, new in zip(
         (running_min, running_max),

@@ -1,9 +1,9 @@
-"""Decompositions of forward operators, with which Inductor fuses them into the operations around them.
+"""Decompositions that let Inductor fuse forward operators with the operations around them.
 
-Inductor cannot look into an operator: the input is written to memory, read by the kernel, and the result written again.
-A decomposed operator is computed where its input is. The bits are the same.
+Inductor cannot fuse a custom operator: its input has to be written to memory, and its result too. A decomposed operator
+becomes part of the loop that computes its input. The bits are the same.
 
-Decomposed are `fake_quantize`, `fake_quantize_learned` and `min_max`. The others keep their kernels:
+`fake_quantize`, `fake_quantize_learned` and `min_max` are decomposed. The other operators keep their kernels:
 
     masks, gradients, observing    Inductor graphs that return a mask are several times slower than the kernel.
     quantize, dequantize           Inductor's conversions to and from bytes are slower than the kernels.
@@ -26,21 +26,20 @@ from fakequant._backends.torch.torch_annotations import Operator
 
 
 def decompositions(formulas: Mapping[str, Operator]) -> dict[Any, Operator]:
-    """Decompositions by operator, from the implementations in torch's operations by name."""
+    """Returns the decompositions by operator. `formulas` are the implementations in torch operations by name."""
     fake_quantize: Callable[..., Tensor] = formulas["fake_quantize"]
     learned: Callable[..., Tensor] = formulas["fake_quantize_learned"]
-    masked: Callable[..., tuple[Tensor, Tensor]] = ops.fake_quantize_masked
 
     def decompose(x: Tensor, *grid_and_clipped: Any) -> Tensor:
         *grid, _ = grid_and_clipped
         if _is_left_to_the_kernel(x, *grid):
-            return masked(x, *grid, True)[0]
+            return ops.fake_quantize_masked(x, *grid, True)[0]
         return fake_quantize(x, *_checked(x, *grid), False)
 
     def decompose_learned(x: Tensor, *grid_and_factor: Any) -> Tensor:
         *grid, factor = grid_and_factor
         if _is_left_to_the_kernel(x, *grid):
-            return masked(x, *forward_grid(*grid), True)[0]
+            return ops.fake_quantize_masked(x, *forward_grid(*grid), True)[0]
         return learned(x, *_checked(x, *grid), factor)
 
     return {
@@ -51,7 +50,10 @@ def decompositions(formulas: Mapping[str, Operator]) -> dict[Any, Operator]:
 
 
 def _is_left_to_the_kernel(x: Tensor, scale: Tensor, zero_point: Tensor | None, *range_and_numerics: Any) -> bool:
-    """On the CPU, torch's rules: they go through int64 and float64. The kernel is faster, even with an unused mask."""
+    """Returns True for torch's rules on the CPU: they use int64 and float64, and the kernel is faster.
+
+    The masked operator runs that kernel. It has no decomposition, and its unused mask costs little.
+    """
     *_, numerics = range_and_numerics
     return x.device.type == "cpu" and not is_own(numerics)
 
@@ -59,7 +61,10 @@ def _is_left_to_the_kernel(x: Tensor, scale: Tensor, zero_point: Tensor | None, 
 def _checked(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, numerics: str
 ) -> tuple[Tensor, Tensor | None, int, int, str]:
-    """The grid, checked by its values when the graph runs, as the kernels do it. Other devices would have to wait."""
+    """Returns the grid, with a check of its values that runs in the graph, as in the kernels.
+
+    Only on the CPU: other devices would have to synchronize.
+    """
     if x.device.type == "cpu":
         integers = None if zero_point is None or zero_point.is_floating_point() else zero_point
         scale = ops.checked_scale(scale.to(scale_dtype(x.dtype, numerics)), integers, qmin, qmax)
@@ -67,9 +72,9 @@ def _checked(
 
 
 def offer(table: Mapping[Any, Operator]) -> None:
-    """Adds decompositions to Inductor's tables if Inductor is imported.
+    """Adds the decompositions to Inductor's tables if Inductor is imported and does not have them yet.
 
-    Call it before a graph is lowered. Nothing happens if they are there already.
+    Has to be called before a graph is lowered.
     """
     inductor = torch_private.inductor()
     if inductor is None:
@@ -77,7 +82,8 @@ def offer(table: Mapping[Any, Operator]) -> None:
     for known in inductor.tables:
         if not known.keys() >= table.keys():
             known.update(table)
-    # Inductor keeps compiled graphs on disk by the names of operators in them: other formulas need another key.
+    # Inductor caches compiled graphs on disk by the names of their operators. The digest makes it recompile them if the
+    # formulas change.
     keys = inductor.config.unsafe_marked_cacheable_functions
     if keys.get("torch.ops.fakequant") != _digest():
         inductor.config.unsafe_marked_cacheable_functions = {**keys, "torch.ops.fakequant": _digest()}
@@ -85,7 +91,7 @@ def offer(table: Mapping[Any, Operator]) -> None:
 
 @cache
 def _digest() -> str:
-    """A digest of the files that the decompositions are made from."""
+    """Returns a digest of the files that define the decompositions."""
     digest = hashlib.sha256()
     for name in ("inductor", "operators", "formula", "fused_multiply_add", "gradients", "tensor_kernels"):
         digest.update(pkgutil.get_data("fakequant._backends.torch", f"{name}.py") or b"")

@@ -1,9 +1,9 @@
-"""`torch.ops.fakequant`: the operators that compilers, transforms and other devices see.
+"""`torch.ops.fakequant`: the operators that compilers, transforms and other devices use.
 
-Every operator has a schema, a CPU kernel, a formula for all other devices, a shape rule for fake and
-meta tensors, a rule for `vmap` that calls the kernel once, and, where it has one, a derivative.
-Scales have one entry per block, see `fakequant._backends.torch.tensor_blocks`. Under autocast tensors keep their
-dtype: the kernels compute in float32 whatever the dtype of the data, and a scale must not be rounded.
+Every operator has a schema, a CPU kernel, a formula for all other devices, a shape rule for fake and meta tensors, a
+`vmap` rule that calls the kernel once, and an autograd rule. Scales have one entry per block, see `tensor_blocks`.
+Autocast does not change the dtype of their arguments: the kernels compute in float32 anyway, and a scale must not be
+rounded.
 """
 
 from collections.abc import Callable
@@ -58,7 +58,7 @@ for _schema in SCHEMAS:
 
 
 class _Kernels(Protocol):
-    """`tensor_kernels` or `formula`: modules with the same functions."""
+    """The module `tensor_kernels` or `formula`, which have the same functions."""
 
     def fake_quantize(self, x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor | None]: ...
     def mask_backward(self, dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> Tensor: ...
@@ -79,7 +79,7 @@ class _Kernels(Protocol):
 
 
 def _implementations(run: _Kernels) -> dict[str, Operator]:
-    """The operators by name."""
+    """Returns the implementations of the operators by name, in terms of the functions of `run`."""
 
     def fake_quantize(
         x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, numerics: str, clipped: bool
@@ -222,7 +222,10 @@ _DECOMPOSITIONS = inductor.decompositions(_implementations(formula))
 
 
 def _fake_and_decomposed(fake: Operator) -> Operator:
-    """Compilers ask for shapes before they lower a graph: by then Inductor must know the decompositions."""
+    """Returns a shape rule that also gives Inductor the decompositions.
+
+    Compilers call shape rules before they lower a graph, which is when Inductor needs the decompositions.
+    """
 
     def run(*args: Any) -> Results:
         inductor.offer(_DECOMPOSITIONS)
@@ -239,7 +242,7 @@ for _name, _function in _FAKE.items():
 
 
 def _apply(function: type[SingleLevelFunction], *args: Any) -> Results:
-    """Here a transform of `torch.func` has already been taken apart: one level of derivatives is left."""
+    """Applies an autograd function. The dispatcher has already split nested transforms into single levels."""
     with single_level_functions():
         return function.apply(*args)
 
@@ -290,7 +293,7 @@ def _autograd_observe(x: Tensor, running_min: Tensor, running_max: Tensor, *rest
 
 
 def _constant(name: str, has_grid: bool) -> Operator:
-    """Codes and ranges are numbers to compute with, not functions to differentiate."""
+    """Returns the autograd rule of an operator without a derivative, for codes and ranges."""
     operator = getattr(ops, name).default
 
     def run(*args: Any) -> Results:
@@ -329,7 +332,7 @@ _LIBRARY.impl("observe_fake_quantize", _count_changes, "ADInplaceOrView")
 
 
 def add(schema: str, fake: Operator) -> Callable[[Operator], Operator]:
-    """Defines one more operator, in torch's operations only and without a derivative."""
+    """Returns a decorator that defines one more operator, for all devices and without a derivative."""
     name = schema.split("(")[0]
 
     def decorate(function: Operator) -> Operator:

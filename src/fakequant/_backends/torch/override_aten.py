@@ -1,22 +1,27 @@
-"""`accelerate`: torch's own fake-quantize operators on our kernels, for code that is already written.
+"""The implementation of `accelerate`.
 
-The CPU kernels of the aten operators are replaced in torch's dispatcher, below autograd, so torch.ao,
-torchao and anything else that calls them runs on ours: same bits, same saved masks, same errors.
+It replaces the CPU kernels of aten operators in torch's dispatcher, below autograd. torch.ao, torchao and all other
+callers then run on fakequant's kernels, with the same bits, saved masks and errors.
 """
 
 import threading
 import warnings
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from fakequant._backends.torch import aten_kernels
 from fakequant._backends.torch.compare_with_aten import disagreements
 from fakequant._backends.torch.gradients import is_differentiating
-from fakequant._backends.torch.torch_annotations import Library, Operator
+from fakequant._backends.torch.torch_annotations import Library, Operator, Results
 from fakequant._backends.torch.torch_private import destroy
 from fakequant._fork_safe_locks import accelerating
+
+# A kernel of torch's dispatcher, and a set of dispatch keys. torch has no public types for them.
+Kernel: TypeAlias = Any
+Keys: TypeAlias = Any
 
 REPLACED: dict[str, Operator] = {
     "fake_quantize_per_tensor_affine_cachemask": aten_kernels.cachemask,
@@ -31,17 +36,17 @@ REPLACED: dict[str, Operator] = {
 
 
 class _Switch:
-    """On while `accelerate()` is in force, or a context is open.
+    """On between `accelerate()` and `decelerate()`, and within a context.
 
-    torch's dispatcher may not lose a kernel that another thread is about to call. So while there are
-    other threads, replaced kernels that are switched off stay where they are and call torch's.
+    A kernel must not be removed from torch's dispatcher while another thread may be about to call it. While there are
+    other threads, kernels that are switched off therefore stay registered and call torch's kernels.
     """
 
     def __init__(self) -> None:
         self.lock = accelerating
         self.library: Library | None = None
         self.on = False
-        self.left: frozenset[str] | None = None  # operators that stay torch's; None: not compared yet
+        self.left: frozenset[str] | None = None  # operators that are not replaced; None before the comparison
         self.for_good = False
         self.calls = 0  # of accelerate()
         self.contexts = 0
@@ -60,30 +65,30 @@ _switch = _Switch()
 
 
 class Acceleration:
-    """What `accelerate` returns: what was replaced, a way back, and a context manager."""
+    """The result of `accelerate`: lists the replaced operators, and is a context manager."""
 
     def __init__(self, call: int | None) -> None:
-        # The call of accelerate() that switched it on; None: it was on before.
+        # The number of the accelerate() call that switched it on, or None if it was on before.
         self._call = call
 
     @property
     def replaced(self) -> tuple[str, ...]:
-        """The operators that run on fakequant's kernels now."""
+        """The operators that currently run on fakequant's kernels."""
         left = _switch.left or ()
         return tuple(f"aten::{name}" for name in REPLACED if name not in left) if is_accelerated() else ()
 
     @property
     def left(self) -> tuple[str, ...]:
-        """The operators that stay torch's, because the torch at hand has other bits or errors."""
+        """The operators that are not replaced, because the installed torch has other bits or errors."""
         return tuple(f"aten::{name}" for name in REPLACED if name in (_switch.left or ()))
 
     def undo(self) -> None:
-        """Gives torch its own kernels back, as `decelerate` does."""
+        """Restores torch's own kernels, like `decelerate`."""
         decelerate()
 
     def __enter__(self) -> "Acceleration":
         with _switch.lock:
-            # What this very call switched on lasts as long as the context, unless it was asked for again.
+            # If this call switched it on, it ends with the context, unless accelerate() was called again since.
             mine = self._call == _switch.calls
             _switch.set(for_good=_switch.for_good and not mine, contexts=_switch.contexts + 1)
         return self
@@ -116,12 +121,12 @@ def decelerate() -> None:
 
 
 def is_accelerated() -> bool:
-    """Whether torch's operators run on our kernels at the moment."""
+    """Returns True if torch's operators currently run on fakequant's kernels."""
     return _switch.on
 
 
 def _compare() -> frozenset[str]:
-    """The operators of this torch that must stay its own. Warns if there are some; raises if all are."""
+    """Returns the operators that must not be replaced. Warns if there are any, raises RuntimeError if all differ."""
     found = disagreements()
     if not found:
         return frozenset()
@@ -137,7 +142,7 @@ def _replace_kernels(left: frozenset[str]) -> Library:
     library = Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
-            # That a kernel is overridden is the point.
+            # torch warns that a kernel is overridden, which is intended.
             warnings.filterwarnings("ignore", category=UserWarning, message="(?s).*[Oo]verrid")
             for name, function in REPLACED.items():
                 if name in left:
@@ -146,7 +151,7 @@ def _replace_kernels(left: frozenset[str]) -> Library:
                 kernel = _or_original(function, original)
                 library.impl(name, kernel, "CPU", with_keyset=True, allow_override=True)
                 if name.endswith("cachemask_backward"):
-                    # In torch this is a formula, differentiated as such. A kernel alone would have no derivative.
+                    # torch implements this operator with differentiable operations. A kernel has no derivative.
                     kernel = _unless_differentiating(kernel, original)
                     library.impl(name, kernel, "AutogradCPU", with_keyset=True, allow_override=True)
     except BaseException:
@@ -155,18 +160,18 @@ def _replace_kernels(left: frozenset[str]) -> Library:
     return library
 
 
-def _or_original(function: Operator, original: Any) -> Operator:
-    """Ours where it applies, torch's where it does not."""
+def _or_original(function: Operator, original: Kernel) -> Operator:
+    """Returns a kernel that calls `function`, or torch's kernel if that returns None or is switched off."""
 
-    def kernel(keys: Any, *args: Any) -> Any:
+    def kernel(keys: Keys, *args: Any) -> Results:
         result = function(*args) if _switch.on else None
         return original.call_boxed(keys, *args) if result is None else result
 
     return kernel
 
 
-def _unless_differentiating(kernel: Operator, original: Any) -> Operator:
-    def differentiable(keys: Any, grad: Any, *rest: Any) -> Any:
+def _unless_differentiating(kernel: Operator, original: Kernel) -> Operator:
+    def differentiable(keys: Keys, grad: Tensor, *rest: Any) -> Results:
         return (original.call_boxed if is_differentiating(grad) else kernel)(keys, grad, *rest)
 
     return differentiable

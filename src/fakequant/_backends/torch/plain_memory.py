@@ -1,4 +1,4 @@
-"""Whether a tensor is ordinary memory that a kernel may be pointed at."""
+"""Whether a tensor is plain CPU memory, so that a kernel may be called on its address."""
 
 import torch
 
@@ -19,15 +19,15 @@ def _set_of(*names: str) -> int:
     return keys.raw_repr()
 
 
-# What says so is the set of dispatch keys: a subclass, a fake or batched tensor, another device or
-# layout, a lazily negated view, a mode or a transform all add to it. Not asked of a new tensor here,
-# because this may be imported inside a mode. The second of each is that of `torch.inference_mode`.
+# Plain tensors are recognized by their set of dispatch keys: a subclass, a fake or batched tensor, another device or
+# layout, a lazily negated view, a mode or a transform all add keys. The sets are spelled out rather than read from a
+# new tensor, because this module may be imported inside a mode. The second of each is for `torch.inference_mode`.
 _PLAIN = (_set_of("CPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU"), _set_of("CPU", "AutocastCPU"))
 _NO_MODES = (_set_of("BackendSelect", "ADInplaceOrView"), _set_of("BackendSelect"))
 
 
 def is_memory(x: torch.Tensor) -> bool:
-    """Whether `x` is a strided CPU tensor with its values in memory.
+    """Returns True if `x` is a strided CPU tensor with its values in memory.
 
     >>> is_memory(torch.zeros(2)), is_memory(torch.zeros(2, device="meta"))
     (True, False)
@@ -36,7 +36,7 @@ def is_memory(x: torch.Tensor) -> bool:
 
 
 def is_eager(x: torch.Tensor) -> bool:
-    """Whether `x` is ordinary memory and no mode, transform or tracer is active.
+    """Returns True if `x` is plain memory and no mode, transform or tracer is active.
 
     >>> is_eager(torch.zeros(2)), torch.func.vmap(lambda x: x * is_eager(x))(torch.ones(2))
     (True, tensor([0., 0.]))
@@ -45,7 +45,7 @@ def is_eager(x: torch.Tensor) -> bool:
 
 
 def is_direct(x: torch.Tensor) -> bool:
-    """Whether a kernel may be called on `x` here and now: `is_eager(x)`, and no compiler traces this code.
+    """Returns True if a kernel may be called on `x`: `is_eager(x)`, and torch.compile is not tracing.
 
     >>> is_direct(torch.zeros(2))
     True
@@ -54,9 +54,9 @@ def is_direct(x: torch.Tensor) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether this runs under a transform of `torch.func`, where tensors from outside must not be changed.
+    """Returns True under a transform of `torch.func`, where tensors from outside must not be changed.
 
-    Dynamo traces transforms itself.
+    Returns False while torch.compile is tracing, because Dynamo handles transforms itself.
 
     >>> is_transformed(), torch.func.vmap(lambda x: x * is_transformed())(torch.ones(2))
     (False, tensor([1., 1.]))

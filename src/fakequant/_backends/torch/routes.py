@@ -1,4 +1,4 @@
-"""The two ways from a derivative to the kernels: directly, or through torch's dispatcher."""
+"""The two ways in which derivatives call the kernels: directly, or through torch's dispatcher."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from fakequant._backends.torch.tensor_zero_points import round_backward, round_f
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The functions that derivatives are computed with; see `operator_calls` for their arguments."""
+    """The functions that derivatives call. `operator_calls` documents their arguments."""
 
     fake_quantize: Callable[..., tuple[Tensor, Tensor | None]]
     mask_backward: Callable[..., Tensor]
@@ -27,26 +27,29 @@ class Route:
 
 
 def learned_factor(grad_factor: float | None, x: Tensor, qmax: int) -> float:
-    """The factor of the gradients of scale and zero point; None stands for LSQ's `1 / sqrt(numel * qmax)`."""
+    """Returns the factor of the gradients of scale and zero point. None means LSQ's `1 / sqrt(numel * qmax)`."""
     return 1 / sqrt(max(x.numel(), 1) * qmax) if grad_factor is None else grad_factor
 
 
-def forward_grid(scale: Any, zero_point: Any, qmin: int, qmax: int, numerics: str) -> Grid:
-    """The grid with the zero point rounded half to even."""
+def forward_grid(scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, numerics: str) -> Grid:
+    """Returns the grid of the forward, with a learned zero point rounded half to even."""
     if zero_point is not None and zero_point.is_floating_point():
         zero_point = round_forward(zero_point, qmin, qmax)
     return Grid(scale, zero_point, qmin, qmax, numerics)
 
 
-def backward_grid(scale: Any, zero_point: Any, qmin: int, qmax: int, numerics: str) -> Grid:
-    """The grid with the zero point rounded as the backward does it."""
+def backward_grid(scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, numerics: str) -> Grid:
+    """Returns the grid of the backward, with a learned zero point rounded by its rule."""
     if zero_point is not None and zero_point.is_floating_point():
         zero_point = round_backward(zero_point, qmin, qmax, numerics)
     return Grid(scale, zero_point, qmin, qmax, numerics)
 
 
 def count_changes(*tensors: Tensor) -> None:
-    """What was saved of a tensor that changes must not be used any more. Inference tensors are not counted."""
+    """Tells autograd that tensors were changed in place, so that it rejects stale saved tensors.
+
+    Inference tensors have no version counter.
+    """
     torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
 
@@ -68,7 +71,7 @@ def _observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, 
     return tensor_kernels.observe_fake_quantize(x, running_min, running_max, how, grid, kind)
 
 
-# For tensors that are ordinary memory.
+# For tensors that are plain memory.
 DIRECT = Route(
     tensor_kernels.fake_quantize,
     tensor_kernels.mask_backward,

@@ -1,11 +1,11 @@
-"""Which elements of a tensor share a scale, whatever the order of its memory.
+"""Which elements of a tensor share a scale, for any memory layout.
 
-A scale tensor has as many axes as the data, and along each of them its length divides the data's:
+A scale tensor has the same number of axes as the data, and its length on each axis divides that of the data:
 
-    block of x[i, j, ...]  =  scale[i // (x.shape[0] // scale.shape[0]), j // ..., ...]
+    scale of x[i, j, ...]  =  scale[i // (x.shape[0] // scale.shape[0]), j // ..., ...]
 
-One scale for the tensor is `()`, per channel `(1, C, 1, 1)`, per group `(rows, columns // group)`. A
-batched scale under `vmap` is one more axis and needs no rule of its own.
+Scales have shape `()` per tensor, `(1, C, 1, 1)` per channel, and `(rows, columns // group)` per group. Under `vmap` a
+batched scale has one more axis and follows the same rule.
 """
 
 from functools import lru_cache
@@ -18,18 +18,18 @@ from fakequant._backends.blocks import KernelShape, memory_order
 
 
 class Placement(NamedTuple):
-    """How the kernels walk over a dense tensor."""
+    """How the kernels traverse a dense tensor."""
 
     shape: KernelShape
-    # The axes from the outermost in memory to the innermost; None: C order.
+    # The axes from the outermost in memory to the innermost, or None for C order.
     order: tuple[int, ...] | None
-    # What the scale has to be expanded to first; None: nothing.
+    # The shape to which scales have to be expanded first, or None.
     expand: tuple[int, ...] | None
 
 
 @lru_cache(maxsize=4096)
 def place(shape: tuple[int, ...], strides: tuple[int, ...], blocks: tuple[int, ...]) -> Placement:
-    """How to walk over a dense tensor of `shape` and `strides` with one scale per block.
+    """Returns how the kernels traverse a dense tensor of `shape` and `strides` with scales of the shape `blocks`.
 
     >>> place((8, 64), (64, 1), (8, 2))
     Placement(shape=(1, 1, 16, 32), order=None, expand=None)
@@ -45,19 +45,19 @@ def place(shape: tuple[int, ...], strides: tuple[int, ...], blocks: tuple[int, .
         kernel = _collapse([(expanded[a], shape[a] // expanded[a] if expanded[a] else 0) for a in axes])
         if kernel is not None:
             return Placement(kernel, order, None if expanded == blocks else expanded)
-        # The outermost shared axis does not fit: its elements get scales of their own.
+        # The blocks do not fit the kernels' shape: give every index on this axis its own scale.
         expanded = (*expanded[:axis], shape[axis], *expanded[axis + 1 :])
     return Placement((1, 1, prod(shape), 1), order, shape)
 
 
 def along(values: Tensor, x: Tensor, axis: int) -> Tensor:
-    """One value per index on `axis` of `x`, as blocks of it."""
+    """Returns one value per index on `axis` of `x`, reshaped to the shape of a scale."""
     return values.view([-1 if a == axis else 1 for a in range(x.dim())])
 
 
 def _collapse(factors: list[tuple[int, int]]) -> KernelShape | None:
-    """The kernels' `batch * outer * blocks * inner` for axes of (blocks, elements per block)."""
-    runs: list[list[int]] = []  # [1: the scale varies, 0: it is shared; length]
+    """Returns the kernels' `(batch, outer, blocks, inner)` for axes of (blocks, elements per block), or None."""
+    runs: list[list[int]] = []  # [1 if the scale varies along it, 0 if it is shared; length]
     for varying, shared in factors:
         for kind, length in ((1, varying), (0, shared)):
             if length == 1:

@@ -1,7 +1,6 @@
-"""Which tensors the functions accept, and scales and zero points in the form the operators take."""
+"""Checks of tensor arguments, and the conversion of scales and zero points to the form that the operators take."""
 
 from numbers import Integral, Real
-from typing import Any
 
 import numpy as np
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from fakequant import _kernels, _native
 from fakequant._backends import checks
+from fakequant._backends.argument_types import Numbers
 from fakequant._backends.blocks import blocks_of
 from fakequant._backends.kernel_types import numerics_name as kernel_numerics
 from fakequant._backends.torch.plain_memory import is_direct, is_memory
@@ -18,8 +18,8 @@ from fakequant.spec import QuantSpec
 __all__ = ["block_shape", "check_data", "check_device", "kernel_numerics", "make_grid"]
 
 
-def check_data(x: Any, name: str = "x") -> None:
-    """Refuses everything but a strided tensor of floats."""
+def check_data(x: object, name: str = "x") -> None:
+    """Raises TypeError or NotImplementedError unless `x` is a strided tensor of a dtype that has a kernel."""
     if not isinstance(x, Tensor):
         raise TypeError(f"`{name}` must be a tensor, like the other arguments, got {type(x).__name__}.")
     if x.dtype in KERNEL_DTYPES and x.layout == torch.strided and not x.is_nested:
@@ -39,7 +39,7 @@ def check_data(x: Any, name: str = "x") -> None:
 
 
 def check_device(x: Tensor, name: str, value: Tensor) -> None:
-    """Everything on the device of `x`; numbers on the CPU with one element are not moved silently either."""
+    """Raises RuntimeError if `value` is not on the device of `x`. Not even one-element tensors are moved silently."""
     if value.device != x.device:
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but `x` is on {x.device} and `{name}` on {value.device}.\n"
@@ -48,7 +48,7 @@ def check_device(x: Tensor, name: str, value: Tensor) -> None:
 
 
 def block_shape(shape: tuple[int, ...], spec: QuantSpec) -> tuple[int, ...]:
-    """The shape of a scale that broadcasts by blocks: () per tensor, (1, C, 1, 1) per channel."""
+    """Returns the shape of a scale with the axes of the data: () per tensor, (1, C, 1, 1) per channel."""
     blocks = blocks_of(shape, spec).parameters
     if spec.axis is None or spec.group_size is not None:
         return blocks
@@ -56,13 +56,15 @@ def block_shape(shape: tuple[int, ...], spec: QuantSpec) -> tuple[int, ...]:
     return tuple(blocks[0] if a == axis else 1 for a in range(len(shape)))
 
 
-def make_grid(x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, learned: bool = False) -> Grid:
-    """Checks scale and zero point and returns them as tensors with one entry per block, on the device of `x`.
+def make_grid(x: Tensor, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, learned: bool = False) -> Grid:
+    """Checks scale and zero point, and returns them as tensors with one entry per block, on the device of `x`.
 
     Args:
-        scale, zero_point: Numbers, arrays or tensors.
-        spec: Which blocks there are.
-        learned: Whether the zero point may have a fraction.
+        x: The data.
+        scale: A number, array or tensor.
+        zero_point: A number, array or tensor.
+        spec: The spec that defines the range and the blocks.
+        learned: Whether the zero point may be a float tensor.
     """
     numerics = kernel_numerics(spec)
     scales = _scales(scale, x, spec, scale_dtype(x.dtype, numerics))
@@ -72,16 +74,16 @@ def make_grid(x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, learne
     return grid
 
 
-def _integers(zero_point: Any) -> Any:
-    """A learned zero point is rounded and clamped wherever it is used."""
-    return None if zero_point is not None and zero_point.is_floating_point() else zero_point
+def _integers(zero_point: Tensor | int | None) -> Tensor | int | None:
+    """Returns integer zero points, or None for learned ones: those are clamped to the range before use."""
+    return None if isinstance(zero_point, Tensor) and zero_point.is_floating_point() else zero_point
 
 
 def _is_not_real(value: Tensor) -> bool:
     return value.is_complex() or value.dtype == torch.bool
 
 
-def _scales(value: Any, x: Tensor, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
+def _scales(value: Numbers, x: Tensor, spec: QuantSpec, dtype: torch.dtype) -> Tensor:
     if isinstance(value, Tensor):
         check_device(x, "scale", value)
         if _is_not_real(value):
@@ -100,7 +102,7 @@ def _in_block_shape(name: str, tensor: Tensor, x: Tensor, spec: QuantSpec) -> Te
     return tensor if spec.axis is None else tensor.reshape(block_shape(shape, spec))
 
 
-def _zero_points(value: Any, scale: Tensor, x: Tensor, spec: QuantSpec, learned: bool) -> Tensor | None:
+def _zero_points(value: Numbers, scale: Tensor, x: Tensor, spec: QuantSpec, learned: bool) -> Tensor | None:
     if type(value) is int or isinstance(value, Integral):
         checks.check_zero_point_number(int(value), spec)
         if value == 0 and spec.qmin <= 0:

@@ -1,17 +1,20 @@
-"""The library's own functions on tensors. `fakequant.functional` and `fakequant.qparams` come here.
+"""The library's own functions on tensors. `fakequant.functional` and `fakequant.qparams` document them.
 
-A tensor that is ordinary CPU memory goes straight to the kernels. Everything else (another device, a
-fake tensor, a transform, a compiler) goes through `torch.ops.fakequant`, with the same results.
+A tensor that is plain CPU memory goes directly to the kernels. Other tensors (on another device, fake, or under a
+transform or compiler) go through `torch.ops.fakequant`, with the same results.
 """
 
+from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fakequant import _kernels
 from fakequant._backends import checks
+from fakequant._backends.argument_types import Numbers, Unchecked
 from fakequant._backends.blocks import blocks_of
 from fakequant._backends.kernel_types import (
     NUMERICS,
@@ -23,19 +26,20 @@ from fakequant._backends.kernel_types import (
 )
 from fakequant._backends.results import LearnedGradients, ObservedFakeQuantize, QParams, Range
 from fakequant._backends.torch import compiled_nodes, formula, gradients, routes, tensor_kernels
+from fakequant._backends.torch.gradients import ThreeTensors
 from fakequant._backends.torch.operator_calls import ops
 from fakequant._backends.torch.plain_memory import is_direct
 from fakequant._backends.torch.tensor_checks import block_shape, check_data, check_device, make_grid
-from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid, dtype_name
+from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid, Observed, dtype_name
 from fakequant._backends.torch.tensor_zero_points import round_forward
 from fakequant._backends.torch.torch_annotations import broadcast_tensors, is_tracing
 from fakequant.spec import QuantSpec
 
 
 def _compiled_fake_quantize_learned(
-    x: Any, scale: Any, zero_point: Any, spec: QuantSpec, grad_factor: float | None
+    x: Unchecked, scale: Numbers, zero_point: Numbers, spec: QuantSpec, grad_factor: float | None
 ) -> Tensor | None:
-    """`fake_quantize_learned` on ordinary arguments; None for all others."""
+    """Runs `fake_quantize_learned`, or returns None for arguments that the compiled function does not handle."""
     if compiled_nodes.compiled is None or torch.compiler.is_compiling() or not isinstance(x, Tensor):
         return None
     if type(zero_point) is int and zero_point == 0 and spec.qmin <= 0:
@@ -45,30 +49,65 @@ def _compiled_fake_quantize_learned(
     if spec.group_size is not None:
         return None
     name, axis = numerics_name(spec), spec.axis
-    y: Tensor | None = compiled_nodes.compiled.fake_quantize_learned(
+    return compiled_nodes.compiled.fake_quantize_learned(
         x, scale, zero_point, spec.qmin, spec.qmax, name, NUMERICS[name],
         axis + x.dim() if axis is not None and axis < 0 else axis, False,
         float(routes.learned_factor(grad_factor, x, spec.qmax)),
     )  # fmt: skip
-    return y
 
 
-def as_data(x: Any, name: str = "x") -> Tensor:
-    """`x`, if it is a strided tensor of floats; other data is refused."""
+def as_data(x: Unchecked, name: str = "x") -> Tensor:
+    """Returns `x`. Raises TypeError or NotImplementedError unless it is a strided tensor of floats."""
     check_data(x, name)
     data: Tensor = x
     return data
 
 
+def as_float32_array(x: Unchecked, name: str) -> np.ndarray:
+    """Returns the values of `x`, rounded to float32, as an array."""
+    values: Tensor = x
+    return values.detach().resolve_neg().float().cpu().numpy()
+
+
+def copy(x: Tensor, name: str) -> Tensor:
+    """Returns a copy of `x`, through which gradients flow."""
+    return x.clone()
+
+
+def overwrite(y: Tensor, where: Tensor, value: float) -> None:
+    """Writes `value` into the elements of `y` where `where` is True. Does not change the gradient of `y`."""
+    y.detach().masked_fill_(where, value)
+
+
+def zero_outside(dy: Tensor, x: Tensor, lo: np.float32, hi: np.float32) -> Tensor:
+    """Returns `dy`, with 0 where `x` is less than `lo` or greater than `hi`."""
+    wide = x if x.dtype == torch.float64 else x.float()  # otherwise the bounds would be rounded to 16 bits
+    return dy.where(~((wide < float(lo)) | (wide > float(hi))), 0)
+
+
+@overload
 def fake_quantize(
     x: Tensor,
-    scale: Any,
-    zero_point: Any,
+    scale: Numbers,
+    zero_point: Numbers,
+    spec: QuantSpec,
+    *,
+    mask: None = None,
+    gradient: Gradient = "clipped",
+) -> Tensor: ...
+@overload
+def fake_quantize(
+    x: Tensor, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, mask: MaskForm, gradient: Gradient = "clipped"
+) -> tuple[Tensor, Tensor]: ...
+def fake_quantize(
+    x: Tensor,
+    scale: Numbers,
+    zero_point: Numbers,
     spec: QuantSpec,
     *,
     mask: MaskForm | None = None,
     gradient: Gradient = "clipped",
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """See `fakequant.fake_quantize`."""
     checks.check_spec(spec)
     clipped = checks.check_gradient(gradient, mask)
@@ -98,12 +137,12 @@ def _with_mask(x: Tensor, grid: Grid, kind: int, direct: bool) -> tuple[Tensor, 
     else:
         y, bits = ops.fake_quantize_masked(x, *grid, kind == _kernels.MASK_PACKED)
         if kind == _kernels.MASK_PACKED and bits.dtype == torch.bool:
-            return y, formula.pack_bits(bits, None)  # under vmap, where examples do not end at whole bytes
+            return y, formula.pack_bits(bits, None)  # vmap returns bools if an example does not fill whole bytes
     return y, _in_c_order(bits, x)
 
 
 def _observed_mask(bits: Tensor, x: Tensor, kind: int) -> Tensor | None:
-    """The mask in the form that was asked for; an operator that keeps none returns an empty one."""
+    """Returns the packed mask `bits` in the form `kind`, or None if no mask was requested."""
     if kind == _kernels.MASK_NONE:
         return None
     return (
@@ -114,7 +153,7 @@ def _observed_mask(bits: Tensor, x: Tensor, kind: int) -> Tensor | None:
 
 
 def _in_c_order(mask: Tensor, x: Tensor) -> Tensor:
-    """A packed mask of `x`, whose bits are in the order of its memory, with the order of its indices."""
+    """Returns a mask of `x` with packed bits in C order instead of the order of the memory of `x`."""
     order = tensor_kernels.order_of(x)
     if mask.dtype == torch.bool or order is None:
         return mask
@@ -129,11 +168,10 @@ def fake_quantize_backward(dy: Tensor, mask: Tensor, spec: QuantSpec) -> Tensor:
     multiply = spec.numerics == "torch"
     if is_direct(dy):
         return gradients.masked(dy, mask, None, multiply)
-    dx: Tensor = ops.mask_backward(dy, mask, None, multiply)
-    return dx
+    return ops.mask_backward(dy, mask, None, multiply)
 
 
-def _check_mask(mask: Any, dy: Tensor) -> None:
+def _check_mask(mask: object, dy: Tensor) -> None:
     if not isinstance(mask, Tensor):
         checks.refuse_mask(tuple(dy.shape), type(mask).__name__, "tensor")
     check_device(dy, "mask", mask)
@@ -143,7 +181,7 @@ def _check_mask(mask: Any, dy: Tensor) -> None:
 
 
 def fake_quantize_learned(
-    x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float | None = 1.0
+    x: Tensor, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, grad_factor: float | None = 1.0
 ) -> Tensor:
     """See `fakequant.fake_quantize_learned`."""
     checks.check_spec(spec)
@@ -152,12 +190,12 @@ def fake_quantize_learned(
         return y
     check_data(x)
     grid = make_grid(x, scale, zero_point, spec, learned=True)
-    run = gradients.learned if is_direct(x) else ops.fake_quantize_learned
+    run: Callable[..., Tensor] = gradients.learned if is_direct(x) else ops.fake_quantize_learned
     return run(x, *grid, None if grad_factor is None else float(grad_factor))
 
 
 def fake_quantize_learned_backward(
-    dy: Tensor, x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, grad_factor: float = 1.0
+    dy: Tensor, x: Tensor, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, grad_factor: float = 1.0
 ) -> LearnedGradients[Tensor]:
     """See `fakequant.fake_quantize_learned_backward`."""
     checks.check_spec(spec)
@@ -166,9 +204,8 @@ def fake_quantize_learned_backward(
     check_device(x, "dy", dy)
     checks.check_same(tuple(x.shape), dtype_name(x.dtype), tuple(dy.shape), dtype_name(dy.dtype))
     grid = make_grid(x, scale, zero_point, spec, learned=True)
-    arguments: tuple[Any, ...] = (dy, x, *grid, float(grad_factor))
-    run = gradients.learned_gradients if is_direct(x) else ops.learned_backward
-    dx, dscale, dzero_point = run(*arguments)
+    run: Callable[..., ThreeTensors] = gradients.learned_gradients if is_direct(x) else ops.learned_backward
+    dx, dscale, dzero_point = run(dy, x, *grid, float(grad_factor))
     shape = blocks_of(tuple(x.shape), spec).parameters
     return LearnedGradients(dx, dscale.reshape(shape), dzero_point.reshape(shape))
 
@@ -179,7 +216,7 @@ def round_zero_point(zero_point: Tensor, spec: QuantSpec) -> Tensor:
     return round_forward(zero_point, spec.qmin, spec.qmax)
 
 
-def quantize(x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, packed: bool = False) -> Tensor:
+def quantize(x: Tensor, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, packed: bool = False) -> Tensor:
     """See `fakequant.quantize`."""
     check_data(x)
     checks.check_spec(spec)
@@ -198,8 +235,8 @@ def quantize(x: Tensor, scale: Any, zero_point: Any, spec: QuantSpec, *, packed:
 
 def dequantize(
     q: Tensor,
-    scale: Any,
-    zero_point: Any,
+    scale: Numbers,
+    zero_point: Numbers,
     spec: QuantSpec,
     *,
     shape: tuple[int, ...] | None = None,
@@ -222,8 +259,7 @@ def dequantize(
     grid = make_grid(q.new_empty(shape, dtype=dtype), scale, zero_point, spec)
     if is_direct(q):
         return tensor_kernels.dequantize_packed(q, grid, shape, spec.bits, dtype)
-    y: Tensor = ops.dequantize_packed(q, *grid, shape, spec.bits, dtype)
-    return y
+    return ops.dequantize_packed(q, *grid, shape, spec.bits, dtype)
 
 
 def min_max(x: Tensor, spec: QuantSpec | None = None) -> Range[Tensor]:
@@ -234,20 +270,22 @@ def min_max(x: Tensor, spec: QuantSpec | None = None) -> Range[Tensor]:
     x = x.detach()
     blocks = block_shape(tuple(x.shape), spec)
     if is_tracing():
-        blocks = tuple(int(n) for n in blocks)  # sizes are tensors there
+        blocks = tuple(int(n) for n in blocks)  # torch.jit.trace has tensors for sizes
     lo, hi, counts = tensor_kernels.min_max(x, blocks) if is_direct(x) else ops.min_max(x, blocks)
     shape = blocks_of(tuple(x.shape), spec).parameters
     return Range(*(v.reshape(shape) for v in (lo, hi, *counts)))
 
 
-def choose_qparams(lo: Any, hi: Any, spec: QuantSpec, *, eps: float) -> QParams[Tensor]:
+def choose_qparams(lo: Numbers, hi: Numbers, spec: QuantSpec, *, eps: float) -> QParams[Tensor]:
     """See `fakequant.choose_qparams`."""
     checks.check_spec(spec, "lo, hi, spec")
     tensor = lo if isinstance(lo, Tensor) else hi
     low, high = (torch.as_tensor(v, dtype=torch.float32, device=tensor.device).detach() for v in (lo, hi))
     low, high = broadcast_tensors(low, high)
     checks.check_eps(eps)
-    run = tensor_kernels.choose_qparams if is_direct(tensor) else ops.choose_qparams
+    run: Callable[..., tuple[Tensor, Tensor]] = (
+        tensor_kernels.choose_qparams if is_direct(tensor) else ops.choose_qparams
+    )
     return QParams(*run(low, high, spec.qmin, spec.qmax, spec.symmetric, eps))
 
 
@@ -289,7 +327,7 @@ def observe_fake_quantize(
     if is_direct(x):
         result = gradients.observe(x, running[0], running[1], options)
     else:
-        result = ops.observe_fake_quantize(x, *running, *options)
+        result = Observed(*ops.observe_fake_quantize(x, *running, *options))
     y, bits, scale, zero_point, nonfinite = result
     return ObservedFakeQuantize(
         y,

@@ -1,7 +1,7 @@
-"""The native kernels on CPU tensors. No autograd here: tensors in, new tensors out.
+"""The native kernels on CPU tensors, without autograd.
 
-Where the elements of a tensor lie next to each other, in whatever order of axes, the kernel runs on
-its memory; else on a dense copy. Results have the strides `torch.empty_like` gives them.
+The kernels run on the memory of a dense tensor, whatever the order of its axes. Other tensors are copied first. Results
+have the strides of `torch.empty_like(x)`.
 """
 
 from math import prod
@@ -32,7 +32,7 @@ Order = tuple[int, ...] | None
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype as NumPy has it.
+    """Returns NumPy's name for a dtype.
 
     >>> dtype_name(torch.float32)
     'float32'
@@ -41,24 +41,24 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class Grid(NamedTuple):
-    """Scales and range of a tensor: two numbers, or tensors with one entry per block (see `blocks`)."""
+    """Scale, zero point and range. The first two are numbers, or tensors of blocks as in `tensor_blocks`."""
 
     scale: "Tensor | float"
-    zero_point: "Tensor | int | None"  # None: 0
+    zero_point: "Tensor | int | None"  # None means 0
     qmin: int
     qmax: int
     numerics: str
 
 
 def dense(x: Tensor, like: Tensor) -> Tensor:
-    """`x`, or a copy of it, with the elements in the order of `like`, which has no gaps."""
+    """Returns `x`, or a copy of it, with the memory layout of `like`, which is dense."""
     if x.stride() == like.stride() or (x.is_contiguous() and like.is_contiguous()):
         return x
     return torch.empty_like(like, dtype=x.dtype).copy_(x)
 
 
 class _Parameters(NamedTuple):
-    """A grid in the form the kernels take."""
+    """A grid in the form that the kernels take."""
 
     shape: tuple[int, int, int, int]
     numerics: int
@@ -73,12 +73,12 @@ class _Parameters(NamedTuple):
 
 
 def scale_dtype(dtype: torch.dtype, numerics: str) -> torch.dtype:
-    """The dtype of scales for data of `dtype`."""
+    """Returns the dtype of scales for data of `dtype`."""
     return torch.float64 if has_wide_scale(dtype == torch.float64, numerics) else torch.float32
 
 
 def _parameters(x: Tensor, grid: Grid) -> _Parameters:
-    """The grid's scales in the order of the memory of `x`, which is dense."""
+    """Returns scale and zero point in the memory order of `x`, which is dense."""
     scale, zero_point = grid.scale, grid.zero_point
     assert isinstance(scale, Tensor)
     blocks = () if scale.numel() == 1 and x.numel() else tuple(scale.shape)
@@ -92,7 +92,7 @@ def _parameters(x: Tensor, grid: Grid) -> _Parameters:
             numerics = _kernels.TORCH_CHANNEL_HALF if half else _kernels.TORCH_CHANNEL_FLOAT
             zero_point = zero_point.float()
         elif zero_point.dtype == torch.int64 and -(2**31) <= grid.qmin <= grid.qmax < 2**31:
-            # Beyond 32 bits the kernels compute one element at a time. What does not fit is no code either.
+            # The kernels are slow for 64-bit zero points. Clamping changes only zero points that are not codes.
             zero_point = zero_point.clamp(-(2**31), 2**31 - 1).to(torch.int32)
         zero_kind = _ZERO_KINDS[zero_point.dtype]
         zero_point = _in_order(zero_point, zero_point.dtype, order, expand)
@@ -115,12 +115,12 @@ def _in_order(values: Tensor, dtype: torch.dtype, order: Order, expand: tuple[in
 
 
 def check_values(x: Tensor, grid: Grid) -> None:
-    """Scales that are finite and positive, zero points within the range."""
+    """Raises ValueError unless scales are finite and positive, and zero points within the range."""
     _check_values(_parameters(x, grid), grid)
 
 
 def _check_own_values(p: _Parameters, grid: Grid) -> None:
-    """In torch's rules the operators take any scale, as torch's do."""
+    """Checks the values unless torch's rules apply: torch's operators accept any scale."""
     if is_own(grid.numerics):
         _check_values(p, grid)
 
@@ -144,7 +144,7 @@ def _check_zero_point(zero_point: Tensor, kind: int, qmin: int, qmax: int) -> No
 
 
 def checked_scale(scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
-    """A copy of a float32 or float64 scale, after the checks that the kernels make of it and of integer zero points."""
+    """Returns a copy of the scale after checking its values and those of integer zero points, like the kernels."""
     checked = scale.detach().clone(memory_format=torch.contiguous_format)
     _check_scale(checked, checked.dtype == torch.float64)
     if zero_point is not None:
@@ -153,7 +153,7 @@ def checked_scale(scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int
 
 
 def empty_mask(y: Tensor, kind: int) -> tuple[Tensor | None, int | None]:
-    """Memory for a mask, and its address."""
+    """Returns an uninitialized mask for `y` and its address, or None for both if `kind` is MASK_NONE."""
     if kind == _kernels.MASK_NONE:
         return None, None
     if kind == _kernels.MASK_PACKED:
@@ -164,7 +164,10 @@ def empty_mask(y: Tensor, kind: int) -> tuple[Tensor | None, int | None]:
 
 
 def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor | None]:
-    """The forward and, if asked for, its mask: packed in the order of the memory of y, or bytes like y."""
+    """Returns the fake-quantized values, and a mask unless `mask_kind` is MASK_NONE.
+
+    The mask is packed in the memory order of the result, or bytes like the result.
+    """
     y = torch.empty_like(x)
     mask, mask_address = empty_mask(y, mask_kind)
     size = x.numel()
@@ -190,14 +193,14 @@ def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor
 
 
 def order_of(x: Tensor) -> Order:
-    """The order of axes in the memory of `torch.empty_like(x)`; None: C order."""
+    """Returns the order of axes in the memory of `torch.empty_like(x)`, or None for C order."""
     if x.is_contiguous():
         return None
     return memory_order(tuple(x.shape), torch.empty_like(x, device="meta").stride())
 
 
 def mask_backward(dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> Tensor:
-    """`dy` where the mask is set. A packed mask has its bits in the given order of axes."""
+    """Returns `dy` where the mask is set, otherwise 0. See `gradients.masked` for the arguments."""
     dx = empty_gradient(dy, mask, order)
     if dy.numel() == 0:
         return dx
@@ -213,14 +216,14 @@ def mask_backward(dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> Ten
 
 
 def _in_bit_order(dx: Tensor, order: Order) -> Tensor:
-    """`dx` itself if its elements are in the order of the mask's bits, else other memory that is."""
+    """Returns `dx` if its memory has the order of the mask's bits, otherwise a new tensor that has it."""
     ordered = empty_in_order(dx, order)
     return dx if ordered.stride() == dx.stride() else ordered
 
 
 def empty_gradient(dy: Tensor, mask: Tensor, order: Order) -> Tensor:
-    """Memory for a gradient, with the strides of `dy * mask`: those of dy, or the mask's where dy has none."""
-    # The product is of floats, so a mask of bools counts with the strides it has after a conversion.
+    """Returns an uninitialized gradient with the strides of `dy * mask`."""
+    # torch converts a bool mask to floats first, which may change its strides.
     converted = mask.dtype == torch.bool
     mask = torch.empty_like(mask, device="meta") if converted else empty_in_order(dy.to("meta"), order)
     for layout in (torch.contiguous_format, torch.channels_last)[: 2 if dy.dim() == 4 else 1]:
@@ -237,14 +240,21 @@ def _like_product(dy: Tensor, other: tuple[int, ...]) -> Tensor:
 
 
 def empty_in_order(x: Tensor, order: Order) -> Tensor:
-    """A new tensor like `x` with its axes in the given order in memory."""
+    """Returns an uninitialized tensor like `x` with its axes in the given order in memory."""
     if order is None:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     return torch.empty_permuted(x.shape, order, dtype=x.dtype, device=x.device)
 
 
 def learned_backward(dy: Tensor, x: Tensor, grid: Grid, grad_factor: float) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, and the sums of dscale and dzero_point over each block, in the dtype of the scale."""
+    """Returns dx, dscale and dzero_point. The last two have the shape and dtype of the scale.
+
+    Args:
+        dy: The gradient of the result.
+        x: The data of the forward.
+        grid: Scales, integer zero points and range.
+        grad_factor: Multiplies dscale and dzero_point.
+    """
     dx = torch.empty_like(x)
     assert isinstance(grid.scale, Tensor)
     if x.numel() == 0:
@@ -264,7 +274,7 @@ def learned_backward(dy: Tensor, x: Tensor, grid: Grid, grad_factor: float) -> t
 
 
 def _by_block(values: Tensor, x: Tensor, like: Tensor) -> Tensor:
-    """One value per kernel block, added up in the shape of the scales: the way back from `_in_order`."""
+    """Sums one value per kernel block to the shape of the scales `like`. The inverse of `_in_order`."""
     if like.numel() == 1:
         return values.reshape(like.shape)
     _, order, expand = place(tuple(x.shape), x.stride(), tuple(like.shape))
@@ -277,7 +287,7 @@ def _by_block(values: Tensor, x: Tensor, like: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
-    """The codes of `x`."""
+    """Returns the codes of `x`."""
     q = torch.empty_like(x, dtype=dtype)
     if x.numel() == 0:
         return q
@@ -286,7 +296,7 @@ def quantize(x: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_packed(x: Tensor, grid: Grid, bits: int) -> Tensor:
-    """The codes of `x` in C order, two or four to a byte."""
+    """Returns the codes of `x` in C order, two or four to a byte."""
     q = torch.empty((x.numel() * bits + 7) // 8, dtype=torch.uint8, device="cpu")
     if x.numel() == 0:
         return q
@@ -304,7 +314,7 @@ def _quantize_into(q: Tensor, x: Tensor, grid: Grid, code: int) -> Tensor:
 
 
 def dequantize(q: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
-    """The values the codes `q` stand for."""
+    """Returns the values of the codes `q`."""
     y = torch.empty_like(q, dtype=dtype)
     if q.numel():
         _dequantize_into(y, dense(q, y), grid, _CODE_TYPES[q.dtype])
@@ -312,7 +322,15 @@ def dequantize(q: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
 
 
 def dequantize_packed(q: Tensor, grid: Grid, shape: tuple[int, ...], bits: int, dtype: torch.dtype) -> Tensor:
-    """The same for packed codes of a tensor of `shape`."""
+    """Returns the values of the packed codes of a tensor of `shape`.
+
+    Args:
+        q: The packed codes, uint8.
+        grid: Scales, zero points and range.
+        shape: The shape of the result.
+        bits: The bits of a code, 2 or 4.
+        dtype: The dtype of the result.
+    """
     y = torch.empty(shape, dtype=dtype, device="cpu")
     if prod(shape):
         _dequantize_into(y, q.contiguous(), grid, PACKED_CODE_TYPES[bits, grid.qmin < 0])
@@ -329,7 +347,10 @@ def _dequantize_into(y: Tensor, q: Tensor, grid: Grid, code: int) -> None:
 
 
 def _observable(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, tuple[int, int, int, int], Order]:
-    """`x` dense, with every block in one place: a block cannot be observed in parts."""
+    """Returns `x` in a layout whose blocks need no expanding, with the kernels' shape and the order of axes.
+
+    Blocks cannot be expanded here, because then a block would be observed in parts.
+    """
     if not x.is_contiguous():
         x = dense(x, torch.empty_like(x))
     shape, order, expand = place(tuple(x.shape), x.stride(), blocks)
@@ -342,7 +363,7 @@ def _observable(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, tuple[int, 
 
 
 def min_max(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Lowest and highest finite value of every block, and how many were NaN, +inf and -inf."""
+    """Returns the lowest and highest finite value of every block, and the numbers of NaN, +inf and -inf."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     if x.numel() == 0:
         lo = torch.full(blocks, torch.inf, dtype=dtype, device="cpu")
@@ -360,7 +381,7 @@ def min_max(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]
 
 
 def histogram(x: Tensor, inverse_width: Tensor, bins: int) -> Tensor:
-    """How many finite float32 of every block are in each of its bins; see csrc/histogram.cc."""
+    """Returns the histogram of the finite values of every block; see csrc/histogram.cc."""
     x, shape, order = _observable(x, tuple(inverse_width.shape))
     counts = torch.zeros((inverse_width.numel(), bins), dtype=torch.int64, device="cpu")
     inverse = _in_order(inverse_width, torch.float32, order, None)
@@ -380,7 +401,16 @@ def _from_order(values: Tensor, blocks: tuple[int, ...], order: Order) -> Tensor
 
 
 def choose_qparams(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool, eps: float) -> tuple[Tensor, Tensor]:
-    """Scale and zero point for every range."""
+    """Returns scale and zero point of every range. See `fakequant.choose_qparams` for the formulas.
+
+    Args:
+        lo: The lower ends of the ranges.
+        hi: The upper ends of the ranges.
+        qmin: The lowest code.
+        qmax: The highest code.
+        symmetric: Whether the zero point is always 0.
+        eps: The smallest scale.
+    """
     lo, hi = (v.to(torch.float32).contiguous() for v in (lo, hi))
     ordered = (lo <= hi) & lo.isfinite() & hi.isfinite()
     if not ordered.all():
@@ -404,7 +434,7 @@ def choose_qparams(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool
 
 
 class Observation(NamedTuple):
-    """How a range is followed and turned into a scale."""
+    """How a range is updated and turned into a scale."""
 
     update: str  # "moving_average", "min_max" or "dynamic"
     averaging_constant: float
@@ -413,19 +443,28 @@ class Observation(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """What observing and quantizing returns."""
+    """The result of `observe_fake_quantize`."""
 
     y: Tensor
     mask: Tensor | None
     scale: Tensor
     zero_point: Tensor
-    nonfinite: Tensor  # how many values were not finite
+    nonfinite: Tensor  # the number of non-finite values
 
 
 def observe_fake_quantize(
     x: Tensor, running_min: Tensor, running_max: Tensor, how: Observation, grid: Grid, mask_kind: int
 ) -> Observed:
-    """Updates the running range in place, chooses scales, quantizes. Of `grid` only range and numerics count."""
+    """Updates the running range in place, chooses scales and fake-quantizes, in one call of the kernel.
+
+    Args:
+        x: The data.
+        running_min: The lower ends of the ranges. Updated in place.
+        running_max: The upper ends of the ranges. Updated in place.
+        how: How ranges are updated and turned into scales.
+        grid: The range and numerics. Its scale and zero point are ignored.
+        mask_kind: The kernels' number for the form of the mask.
+    """
     blocks = tuple(running_min.shape)
     placed = x if x.is_contiguous() else dense(x, torch.empty_like(x))
     shape, order, expand = place(tuple(x.shape), placed.stride(), () if running_min.numel() == 1 else blocks)
@@ -454,7 +493,7 @@ def observe_fake_quantize(
 def observe_in_steps(
     x: Tensor, running_min: Tensor, running_max: Tensor, how: Observation, grid: Grid, mask_kind: int
 ) -> Observed:
-    """The same one step after the other, for layouts in which a block does not lie in one piece."""
+    """Does the same as `observe_fake_quantize` in separate steps, for layouts in which blocks have to be expanded."""
     lo, hi, counts = min_max(x, tuple(running_min.shape))
     new_min, new_max = updated_range(running_min, running_max, lo, hi, how)
     unseen = int((~(new_min <= new_max)).sum())
@@ -468,17 +507,27 @@ def observe_in_steps(
 
 
 def _f32(value: float) -> float:
-    """The float32 next to `value`, which is what a kernel computes with."""
+    """Returns `value` rounded to float32, as in the kernels."""
     return float(np.float32(value))
 
 
 def updated_range(
     running_min: Tensor, running_max: Tensor, lo: Tensor, hi: Tensor, how: Observation
 ) -> tuple[Tensor, Tensor]:
-    """The running range after a range was seen; no value changes nothing, but the latest range is then 0 to 0."""
+    """Returns the running range after observing the range `lo` to `hi`.
+
+    A block without finite values (lo > hi) keeps its running range. With "dynamic" its range becomes 0 to 0.
+
+    Args:
+        running_min: The lower ends so far.
+        running_max: The upper ends so far.
+        lo: The lower ends of the observed ranges.
+        hi: The upper ends of the observed ranges.
+        how: How ranges are updated.
+    """
     limit = torch.finfo(torch.float32).max
     nothing = lo > hi
-    # A float64 may lie beyond float32, in which ranges are kept.
+    # Ranges are float32, and a float64 may lie beyond it.
     lo, hi = (seen.clamp(-limit, limit).float() for seen in (lo, hi))
     if how.update == "dynamic":
         return lo.masked_fill(nothing, 0), hi.masked_fill(nothing, 0)
@@ -489,7 +538,7 @@ def updated_range(
 
     def average(running: Tensor, seen: Tensor) -> Tensor:
         moved = running + how.averaging_constant * (seen - running)
-        # The way from one end of float32 to the other is not finite, but a part of it is.
+        # The difference may overflow float32 although the average does not.
         wide = (running.double() + _f32(how.averaging_constant) * (seen.double() - running.double())).float()
         moved = torch.where(moved.isfinite(), moved, wide)
         return torch.where(nothing, running, torch.where(running.isinf(), seen, moved))

@@ -1,36 +1,37 @@
-"""Functions with torch's names on tensors: torch's bits and errors, our kernels, one bit saved per element.
+"""The functions with torch's names on tensors: torch's bits and errors, with one bit saved per element.
 
-On the CPU a call that torch would accept runs on the kernels. Everything else is handed to torch's own
-operator: another device, because that is where its kernels are, and arguments that it refuses,
-because then the error is torch's.
+On the CPU, calls that torch would accept run on fakequant's kernels. All other calls go to torch's own operators: on
+other devices because the kernels for them are torch's, and with wrong arguments because the errors are torch's.
 """
 
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from fakequant import _kernels
+from fakequant._backends.argument_types import Unchecked
 from fakequant._backends.results import LearnedGradients, OutputAndMask
 from fakequant._backends.torch import aten_kernels, compiled_nodes, gradients, torch_originals
 from fakequant._backends.torch.operator_calls import ops
 from fakequant._backends.torch.plain_memory import is_direct
 from fakequant._backends.torch.tensor_blocks import along
 from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid
-from fakequant._backends.torch.torch_annotations import Function
+from fakequant._backends.torch.torch_annotations import Context, Function, Operator
 from fakequant._backends.torch.torch_private import is_forward_mode
 
 
 def _is_direct(x: object) -> bool:
-    """Whether the kernels can be called on `x`."""
+    """Returns True if the kernels can be called on `x`."""
     return isinstance(x, Tensor) and x.dtype in KERNEL_DTYPES and is_direct(x)
 
 
 def _is_here(x: object) -> bool:
-    """Whether `x` is a strided CPU or meta tensor. Under a compiler or transform `torch.ops.fakequant` takes it.
+    """Returns True if `x` is a strided CPU or meta tensor of a dtype that has a kernel.
 
-    torch's own operators have no rules for transforms. Sparse, MKL-DNN and nested tensors are left to torch, whose
-    error says which operations they lack.
+    Under a compiler or transform such tensors go to `torch.ops.fakequant`, because torch's operators have no rules for
+    transforms. Sparse, MKL-DNN and nested tensors go to torch, which raises its own errors.
     """
     if not isinstance(x, Tensor) or x.dtype not in KERNEL_DTYPES or x.device.type not in ("cpu", "meta"):
         return False
@@ -38,23 +39,25 @@ def _is_here(x: object) -> bool:
 
 
 def _are_ints(*values: object) -> bool:
-    """Whether all values are ints that fit int64. Bools are not: torch refuses them."""
+    """Returns True if all values are ints that fit int64. Bools do not count: torch rejects them."""
     return all(type(v) is int and -(2**63) <= v < 2**63 for v in values)
 
 
 def _is_number(value: object) -> bool:
-    """Whether `value` is a number that fits a double."""
+    """Returns True if `value` is a float, or an int that fits int64."""
     return type(value) is float or (isinstance(value, (int, float)) and -(2**63) <= value < 2**63)
 
 
-def _learns(*parameters: object) -> bool:
+def _requires_grad(*parameters: object) -> bool:
     return torch.is_grad_enabled() and any(isinstance(p, Tensor) and p.requires_grad for p in parameters)
 
 
 # --- per tensor -----------------------------------------------------------------------------------
 
 
-def fake_quantize_per_tensor_affine(input: Any, scale: Any, zero_point: Any, quant_min: Any, quant_max: Any) -> Tensor:
+def fake_quantize_per_tensor_affine(
+    input: Unchecked, scale: Unchecked, zero_point: Unchecked, quant_min: Unchecked, quant_max: Unchecked
+) -> Tensor:
     """See `fakequant.fake_quantize_per_tensor_affine`."""
     numbers = (scale, zero_point, quant_min, quant_max)
     if _are_ints(quant_min, quant_max):
@@ -63,20 +66,19 @@ def fake_quantize_per_tensor_affine(input: Any, scale: Any, zero_point: Any, qua
             return y
     if _is_direct(input):
         grid = aten_kernels.number_grid(*numbers)
-        if grid is None and not _learns(scale, zero_point):
+        if grid is None and not _requires_grad(scale, zero_point):
             grid = aten_kernels.one_element_grid(*numbers)
         if grid is not None:
             return gradients.clipped(input, grid)
     elif _is_here(input) and (grid := _tensor_grid(input, *numbers)) is not None:
-        dispatched: Tensor = ops.fake_quantize(input, *grid, True)
-        return dispatched
+        return ops.fake_quantize(input, *grid, True)
     return torch_originals.fake_quantize_per_tensor_affine(input, scale, zero_point, quant_min, quant_max)
 
 
-def _tensor_grid(x: Tensor, scale: Any, zero_point: Any, qmin: Any, qmax: Any) -> Grid | None:
-    """The grid with tensors in place of numbers: what an operator takes."""
+def _tensor_grid(x: Tensor, scale: Unchecked, zero_point: Unchecked, qmin: Unchecked, qmax: Unchecked) -> Grid | None:
+    """Returns the grid with tensors instead of numbers, as operators take it, or None if torch would reject it."""
     if isinstance(scale, Tensor) and isinstance(zero_point, Tensor):
-        if scale.numel() != 1 or zero_point.numel() != 1 or _learns(scale, zero_point):
+        if scale.numel() != 1 or zero_point.numel() != 1 or _requires_grad(scale, zero_point):
             return None
         return Grid(scale.float(), zero_point.to(torch.int32), qmin, qmax, "torch_tensor")
     if isinstance(scale, Tensor) or isinstance(zero_point, Tensor) or not qmin <= zero_point <= qmax:
@@ -87,7 +89,7 @@ def _tensor_grid(x: Tensor, scale: Any, zero_point: Any, qmin: Any, qmax: Any) -
 
 
 def fake_quantize_per_tensor_affine_cachemask(
-    input: Any, scale: Any, zero_point: Any, quant_min: Any, quant_max: Any
+    input: Unchecked, scale: Unchecked, zero_point: Unchecked, quant_min: Unchecked, quant_max: Unchecked
 ) -> OutputAndMask[Tensor]:
     """See `fakequant.fake_quantize_per_tensor_affine_cachemask`."""
     grid = aten_kernels.number_grid(scale, zero_point, quant_min, quant_max)
@@ -99,10 +101,15 @@ def fake_quantize_per_tensor_affine_cachemask(
 
 
 def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
-    input: Any, scale: Any, zero_point: Any, fake_quant_enabled: Any, quant_min: Any, quant_max: Any
+    input: Unchecked,
+    scale: Unchecked,
+    zero_point: Unchecked,
+    fake_quant_enabled: Unchecked,
+    quant_min: Unchecked,
+    quant_max: Unchecked,
 ) -> OutputAndMask[Tensor]:
     """See `fakequant.fake_quantize_per_tensor_affine_cachemask_tensor_qparams`."""
-    if _is_direct(input) and not _learns(scale, zero_point) and isinstance(fake_quant_enabled, Tensor):
+    if _is_direct(input) and not _requires_grad(scale, zero_point) and isinstance(fake_quant_enabled, Tensor):
         grid = aten_kernels.one_element_grid(scale, zero_point, quant_min, quant_max)
         if grid is not None and fake_quant_enabled.numel() == 1 and fake_quant_enabled.item() == 1:
             return OutputAndMask(*gradients.clipped_and_mask(input, grid, _kernels.MASK_BYTES))
@@ -111,7 +118,7 @@ def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
     )
 
 
-def fake_quantize_per_tensor_affine_cachemask_backward(grad: Any, mask: Any) -> Tensor:
+def fake_quantize_per_tensor_affine_cachemask_backward(grad: Unchecked, mask: Unchecked) -> Tensor:
     """See `fakequant.fake_quantize_per_tensor_affine_cachemask_backward`."""
     if _is_maskable(grad, mask):
         return gradients.masked(grad, mask, None, True)
@@ -119,7 +126,7 @@ def fake_quantize_per_tensor_affine_cachemask_backward(grad: Any, mask: Any) -> 
     return dx
 
 
-def _is_maskable(grad: Any, mask: Any) -> bool:
+def _is_maskable(grad: Unchecked, mask: Unchecked) -> bool:
     if not (_is_direct(grad) and isinstance(mask, Tensor)) or grad.numel() == 0:
         return False
     return mask.dtype == torch.bool and mask.shape == grad.shape and mask.device == grad.device
@@ -128,8 +135,10 @@ def _is_maskable(grad: Any, mask: Any) -> bool:
 # --- per channel ----------------------------------------------------------------------------------
 
 
-def _channel_grid(x: Any, scale: Any, zero_point: Any, axis: Any, qmin: Any, qmax: Any) -> Grid | None:
-    if not (isinstance(scale, Tensor) and isinstance(zero_point, Tensor)) or _learns(scale, zero_point):
+def _channel_grid(
+    x: Unchecked, scale: Unchecked, zero_point: Unchecked, axis: Unchecked, qmin: Unchecked, qmax: Unchecked
+) -> Grid | None:
+    if not (isinstance(scale, Tensor) and isinstance(zero_point, Tensor)) or _requires_grad(scale, zero_point):
         return None
     if not is_direct(x):
         if not 0 <= axis < x.dim() or not scale.shape == zero_point.shape == x.shape[axis : axis + 1]:
@@ -139,7 +148,12 @@ def _channel_grid(x: Any, scale: Any, zero_point: Any, axis: Any, qmin: Any, qma
 
 
 def fake_quantize_per_channel_affine(
-    input: Any, scale: Any, zero_point: Any, axis: Any, quant_min: Any, quant_max: Any
+    input: Unchecked,
+    scale: Unchecked,
+    zero_point: Unchecked,
+    axis: Unchecked,
+    quant_min: Unchecked,
+    quant_max: Unchecked,
 ) -> Tensor:
     """See `fakequant.fake_quantize_per_channel_affine`."""
     if _are_ints(axis, quant_min, quant_max):
@@ -154,7 +168,12 @@ def fake_quantize_per_channel_affine(
 
 
 def fake_quantize_per_channel_affine_cachemask(
-    input: Any, scale: Any, zero_point: Any, axis: Any, quant_min: Any, quant_max: Any
+    input: Unchecked,
+    scale: Unchecked,
+    zero_point: Unchecked,
+    axis: Unchecked,
+    quant_min: Unchecked,
+    quant_max: Unchecked,
 ) -> OutputAndMask[Tensor]:
     """See `fakequant.fake_quantize_per_channel_affine_cachemask`."""
     arguments = (scale, zero_point, axis, quant_min, quant_max)
@@ -166,7 +185,7 @@ def fake_quantize_per_channel_affine_cachemask(
     return OutputAndMask(*ops.fake_quantize_masked(input, *grid, False))
 
 
-def fake_quantize_per_channel_affine_cachemask_backward(grad: Any, mask: Any) -> Tensor:
+def fake_quantize_per_channel_affine_cachemask_backward(grad: Unchecked, mask: Unchecked) -> Tensor:
     """See `fakequant.fake_quantize_per_channel_affine_cachemask_backward`."""
     if _is_maskable(grad, mask):
         return gradients.masked(grad, mask, None, True)
@@ -178,7 +197,12 @@ def fake_quantize_per_channel_affine_cachemask_backward(grad: Any, mask: Any) ->
 
 
 def fake_quantize_learnable_per_tensor_affine(
-    input: Any, scale: Any, zero_point: Any, quant_min: Any, quant_max: Any, grad_factor: Any = 1.0
+    input: Unchecked,
+    scale: Unchecked,
+    zero_point: Unchecked,
+    quant_min: Unchecked,
+    quant_max: Unchecked,
+    grad_factor: Unchecked = 1.0,
 ) -> Tensor:
     """See `fakequant.fake_quantize_learnable_per_tensor_affine`."""
     arguments = (input, scale, zero_point, quant_min, quant_max)
@@ -188,14 +212,20 @@ def fake_quantize_learnable_per_tensor_affine(
             return y
         if _is_learnable(*arguments[:3]) and scale.shape == zero_point.shape == (1,):
             return _learnable(*arguments, "torch_tensor", float(grad_factor))
-    if _has_a_sum(*arguments[:3], quant_min, quant_max):
+    if _takes_kernel_gradients(*arguments[:3], quant_min, quant_max):
         wide: Tensor = _WidePerTensor.apply(*arguments, grad_factor)
         return wide
     return torch_originals.fake_quantize_learnable_per_tensor_affine(*arguments, grad_factor)
 
 
 def fake_quantize_learnable_per_channel_affine(
-    input: Any, scale: Any, zero_point: Any, axis: Any, quant_min: Any, quant_max: Any, grad_factor: Any = 1.0
+    input: Unchecked,
+    scale: Unchecked,
+    zero_point: Unchecked,
+    axis: Unchecked,
+    quant_min: Unchecked,
+    quant_max: Unchecked,
+    grad_factor: Unchecked = 1.0,
 ) -> Tensor:
     """See `fakequant.fake_quantize_learnable_per_channel_affine`."""
     if _is_range_with_zero(quant_min, quant_max) and _are_ints(axis) and _is_number(grad_factor):
@@ -209,61 +239,63 @@ def fake_quantize_learnable_per_channel_affine(
             parameters = along(scale, input, axis), along(zero_point, input, axis)
             return _learnable(input, *parameters, *ends, "torch_channel", float(grad_factor))
     arguments = (input, scale, zero_point, axis, quant_min, quant_max, grad_factor)
-    if _has_a_sum(input, scale, zero_point, quant_min, quant_max):
+    if _takes_kernel_gradients(input, scale, zero_point, quant_min, quant_max):
         wide: Tensor = _WidePerChannel.apply(*arguments)
         return wide
     return torch_originals.fake_quantize_learnable_per_channel_affine(*arguments)
 
 
-def _has_a_sum(x: Any, scale: Any, zero_point: Any, qmin: Any, qmax: Any) -> bool:
-    """Whether torch's forward, run for its bits and errors, is to be followed by gradients from the kernels.
+def _takes_kernel_gradients(
+    x: Unchecked, scale: Unchecked, zero_point: Unchecked, qmin: Unchecked, qmax: Unchecked
+) -> bool:
+    """Returns True if torch computes the forward and the kernels compute the gradients.
 
-    torch's sums depend on its number of threads.
+    torch has the bits and errors of the forward, but its sums in the backward depend on its number of threads.
     """
     return (
         _is_direct(x)
         and _are_tensors(scale, zero_point)
         and _are_ints(qmin, qmax)
         and qmin <= 0 <= qmax
-        and _learns(x, scale, zero_point)
+        and _requires_grad(x, scale, zero_point)
         and not is_forward_mode()
     )
 
 
 class _WidePerTensor(Function):
-    """A range beyond 2^24: torch's forward, and the gradients of the kernels."""
+    """torch's per-tensor forward with the gradients of the kernels, for ranges beyond 2^24."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """`arguments` of the function."""
+    def forward(ctx: Context, *arguments: Unchecked) -> Tensor:
+        """`arguments` are those of the function."""
         ctx.save_for_backward(*arguments[:3])
         ctx.rest = arguments[3:]
         return torch_originals.fake_quantize_learnable_per_tensor_affine(*arguments)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """dx, dscale and dzero_point."""
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns dx, dscale and dzero_point."""
         return _once(fake_quantize_learnable_per_tensor_affine_backward, ctx, dy)
 
 
 class _WidePerChannel(Function):
-    """The same with a scale per channel."""
+    """torch's per-channel forward with the gradients of the kernels, for ranges beyond 2^24."""
 
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """`arguments` of the function."""
+    def forward(ctx: Context, *arguments: Unchecked) -> Tensor:
+        """`arguments` are those of the function."""
         ctx.save_for_backward(*arguments[:3])
         ctx.rest = arguments[3:]
         return torch_originals.fake_quantize_learnable_per_channel_affine(*arguments)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """dx, dscale and dzero_point."""
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns dx, dscale and dzero_point."""
         return _once(fake_quantize_learnable_per_channel_affine_backward, ctx, dy)
 
 
-def _once(backward: Any, ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of a function; like torch's, they cannot be differentiated again."""
+def _once(backward: Operator, ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """Returns gradients that cannot be differentiated again, like torch's."""
     with torch.no_grad():
         found = backward(dy, *ctx.saved_tensors, *ctx.rest)
     if torch.is_grad_enabled():
@@ -272,34 +304,34 @@ def _once(backward: Any, ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 class _NotTwice(Function):
-    """Three gradients, as functions of what they were computed from."""
+    """Three gradients that depend on their sources but have no derivative."""
 
     @staticmethod
-    def forward(ctx: Any, *gradients_and_sources: Tensor) -> tuple[Tensor, ...]:
-        """The gradients."""
+    def forward(ctx: Context, *gradients_and_sources: Tensor) -> tuple[Tensor, ...]:
+        """Returns the gradients, detached."""
         return tuple(t.detach() for t in gradients_and_sources[:3])
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> NoReturn:
-        """There is no second derivative."""
+    def backward(ctx: Context, *_: Tensor) -> NoReturn:
+        """Raises RuntimeError: there is no second derivative."""
         raise RuntimeError(
             "Gradients of a learnable fake-quantize cannot be differentiated again for a range beyond 2^24.\n"
             "Use a range within -2^24 and 2^24, or `fakequant.fake_quantize_learned`."
         )
 
 
-def _fits(scale: Tensor, zero_point: Tensor, x: Tensor, axis: Any) -> bool:
-    """For one axis torch adds up the gradients of all channels."""
+def _fits(scale: Tensor, zero_point: Tensor, x: Tensor, axis: Unchecked) -> bool:
+    """Returns True if scale and zero point fit the axis. For 1-D input torch sums over channels, so it does not fit."""
     return 1 < x.dim() > axis >= 0 and scale.shape == zero_point.shape == (x.shape[axis],)
 
 
-def _is_range_with_zero(qmin: Any, qmax: Any) -> bool:
-    """What torch's backward asks for. Beyond 2^24 a zero point is rounded on its way through float32."""
+def _is_range_with_zero(qmin: Unchecked, qmax: Unchecked) -> bool:
+    """Returns True for a range that includes 0, as torch's backward needs, and is exact in float32."""
     return _are_ints(qmin, qmax) and -(2**24) <= qmin <= 0 <= qmax <= 2**24
 
 
-def _is_learnable(x: Any, scale: Any, zero_point: Any) -> bool:
-    """Whether the kernels can do it."""
+def _is_learnable(x: Unchecked, scale: Unchecked, zero_point: Unchecked) -> bool:
+    """Returns True if the kernels, or `torch.ops.fakequant`, can run the learnable forward."""
     return (
         _is_here(x)
         and isinstance(scale, Tensor)
@@ -310,13 +342,19 @@ def _is_learnable(x: Any, scale: Any, zero_point: Any) -> bool:
     )
 
 
-def _learnable(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Any) -> Tensor:
-    run = gradients.learned if _is_direct(x) else ops.fake_quantize_learned
+def _learnable(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Unchecked) -> Tensor:
+    run: Callable[..., Tensor] = gradients.learned if _is_direct(x) else ops.fake_quantize_learned
     return run(x, scale, zero_point, *rest)
 
 
 def fake_quantize_learnable_per_tensor_affine_backward(
-    grad: Any, input: Any, scale: Any, zero_point: Any, quant_min: Any, quant_max: Any, grad_factor: Any = 1.0
+    grad: Unchecked,
+    input: Unchecked,
+    scale: Unchecked,
+    zero_point: Unchecked,
+    quant_min: Unchecked,
+    quant_max: Unchecked,
+    grad_factor: Unchecked = 1.0,
 ) -> LearnedGradients[Tensor]:
     """See `fakequant.fake_quantize_learnable_per_tensor_affine_backward`."""
     arguments = (grad, input, scale, zero_point, quant_min, quant_max, grad_factor)
@@ -330,14 +368,14 @@ def fake_quantize_learnable_per_tensor_affine_backward(
 
 
 def fake_quantize_learnable_per_channel_affine_backward(
-    grad: Any,
-    input: Any,
-    scale: Any,
-    zero_point: Any,
-    axis: Any,
-    quant_min: Any,
-    quant_max: Any,
-    grad_factor: Any = 1.0,
+    grad: Unchecked,
+    input: Unchecked,
+    scale: Unchecked,
+    zero_point: Unchecked,
+    axis: Unchecked,
+    quant_min: Unchecked,
+    quant_max: Unchecked,
+    grad_factor: Unchecked = 1.0,
 ) -> LearnedGradients[Tensor]:
     """See `fakequant.fake_quantize_learnable_per_channel_affine_backward`."""
     arguments = (grad, input, scale, zero_point, axis, quant_min, quant_max, grad_factor)
@@ -351,16 +389,19 @@ def fake_quantize_learnable_per_channel_affine_backward(
 
 
 def _no_gradients(
-    operator: Any, grad: Any, x: Any, scale: Any, zero_point: Any, *rest: Any
+    operator: Operator, grad: Unchecked, x: Unchecked, scale: Unchecked, zero_point: Unchecked, *rest: Unchecked
 ) -> LearnedGradients[Tensor]:
-    """Of an empty input, once torch's operator has accepted it. That returns the scale itself as its gradient."""
-    # The kernels take floats that torch refuses.
+    """Returns the gradients of an empty input after calling torch's operator for its checks.
+
+    torch's operator would return the scale itself as its gradient.
+    """
+    # The kernels accept float dtypes that torch rejects.
     operator(*(t.float() if t.dtype in KERNEL_DTYPES else t for t in (grad, x, scale, zero_point)), *rest)
     dscale, dzero_point = (torch.zeros_like(t, dtype=torch.float32, requires_grad=False) for t in (scale, zero_point))
     return LearnedGradients(x, dscale, dzero_point)
 
 
-def _are_tensors(*values: Any) -> bool:
+def _are_tensors(*values: Unchecked) -> bool:
     return all(isinstance(v, Tensor) for v in values)
 
 
@@ -368,19 +409,19 @@ def _are_tensors(*values: Any) -> bool:
 
 
 def fused_moving_avg_obs_fake_quant(
-    input: Any,
-    observer_on: Any,
-    fake_quant_on: Any,
-    running_min: Any,
-    running_max: Any,
-    scale: Any,
-    zero_point: Any,
-    averaging_const: Any,
-    quant_min: Any,
-    quant_max: Any,
-    ch_axis: Any,
-    per_row_fake_quant: Any = False,
-    symmetric_quant: Any = False,
+    input: Unchecked,
+    observer_on: Unchecked,
+    fake_quant_on: Unchecked,
+    running_min: Unchecked,
+    running_max: Unchecked,
+    scale: Unchecked,
+    zero_point: Unchecked,
+    averaging_const: Unchecked,
+    quant_min: Unchecked,
+    quant_max: Unchecked,
+    ch_axis: Unchecked,
+    per_row_fake_quant: Unchecked = False,
+    symmetric_quant: Unchecked = False,
 ) -> Tensor:
     """See `fakequant.fused_moving_avg_obs_fake_quant`."""
     arguments = (
@@ -396,19 +437,19 @@ def fused_moving_avg_obs_fake_quant(
 
 
 def fused_moving_avg_obs_fq_helper(
-    input: Any,
-    observer_on: Any,
-    fake_quant_on: Any,
-    running_min: Any,
-    running_max: Any,
-    scale: Any,
-    zero_point: Any,
-    averaging_const: Any,
-    quant_min: Any,
-    quant_max: Any,
-    ch_axis: Any,
-    per_row_fake_quant: Any = False,
-    symmetric_quant: Any = False,
+    input: Unchecked,
+    observer_on: Unchecked,
+    fake_quant_on: Unchecked,
+    running_min: Unchecked,
+    running_max: Unchecked,
+    scale: Unchecked,
+    zero_point: Unchecked,
+    averaging_const: Unchecked,
+    quant_min: Unchecked,
+    quant_max: Unchecked,
+    ch_axis: Unchecked,
+    per_row_fake_quant: Unchecked = False,
+    symmetric_quant: Unchecked = False,
 ) -> OutputAndMask[Tensor]:
     """See `fakequant.fused_moving_avg_obs_fq_helper`."""
     arguments = (
@@ -421,8 +462,8 @@ def fused_moving_avg_obs_fq_helper(
     return OutputAndMask(*gradients.fused(input, call, _kernels.MASK_BYTES))
 
 
-def _fused_call(x: Any, arguments: tuple[Any, ...]) -> aten_kernels.Fused | None:
-    if not _is_direct(x) or not _are_tensors(*arguments[:6]) or _learns(*arguments[2:6]):
+def _fused_call(x: Unchecked, arguments: tuple[Unchecked, ...]) -> aten_kernels.Fused | None:
+    if not _is_direct(x) or not _are_tensors(*arguments[:6]) or _requires_grad(*arguments[2:6]):
         return None
     if not all(type(a) is int for a in arguments[7:10]) or type(arguments[6]) is not float:
         return None

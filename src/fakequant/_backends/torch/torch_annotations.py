@@ -1,4 +1,4 @@
-"""Public names of torch that it has not annotated, with types. At runtime they are torch's own objects."""
+"""Typed versions of public names that torch does not annotate. At runtime they are torch's own objects."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["Function", "Library", "Operator", "Results", "broadcast_tensors", "is_tracing", "unpack_dual"]
+__all__ = ["Context", "Function", "Library", "Operator", "Results", "broadcast_tensors", "is_tracing", "unpack_dual"]
 
-# What an operator returns: its schema says what that is.
+# The results of an operator. Its schema says what they are.
 Results: TypeAlias = Any
-# An operator, its kernel or a rule for it. They differ in what they take and return.
+# The `ctx` of an autograd function. Functions set their own attributes on it.
+Context: TypeAlias = Any
+# An operator, a kernel or a rule for it. Their arguments and results differ.
 Operator: TypeAlias = Callable[..., Results]
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
         @classmethod
         def apply(cls, *args: Any, **kwargs: Any) -> Any:
-            """What `forward` returns, whatever that is."""
+            """Returns the results of `forward`."""
 
     class Library(torch.library.Library):
         """`torch.library.Library`."""
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
         def __init__(self, ns: str, kind: str, dispatch_key: str = "") -> None: ...
 
         def define(self, schema: str, alias_analysis: str = "", *, tags: Sequence[torch.Tag] = ()) -> str:
-            """The name of the new operator."""
+            """Defines an operator and returns its name."""
 
         def impl(
             self,
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
             """Registers a kernel."""
 
     def is_tracing() -> bool:
-        """Whether `torch.jit.trace` is at work."""
+        """Returns True inside `torch.jit.trace`."""
 
 else:
     from torch.autograd import Function

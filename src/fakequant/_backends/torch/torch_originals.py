@@ -1,7 +1,7 @@
-"""torch's own fake-quantize functions and operators, whatever their names are bound to by now.
+"""torch's own fake-quantize functions and operators, even if their public names have been rebound.
 
-Programs may bind torch's names to fakequant's functions, also before this module is imported. The names
-here do not follow: they are taken from where torch itself takes them, not from its public modules.
+Programs may rebind torch's names to fakequant's functions, possibly before this module is imported. So the functions
+here are taken from torch's private modules, not from its public ones.
 """
 
 from fakequant._backends.torch.torch_private import OperatorNamespace, functions
@@ -12,7 +12,7 @@ fake_quantize_learnable_per_tensor_affine = functions._fake_quantize_learnable_p
 fake_quantize_learnable_per_channel_affine = functions._fake_quantize_learnable_per_channel_affine
 fused_moving_avg_obs_fake_quant = functions.fused_moving_avg_obs_fake_quant
 
-# A namespace of its own: attributes that were set on `torch.ops.aten` are not in it.
+# A new namespace, without attributes that programs have set on `torch.ops.aten`.
 _aten = OperatorNamespace("aten")
 cachemask = _aten.fake_quantize_per_tensor_affine_cachemask
 cachemask_tensor_qparams = _aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams

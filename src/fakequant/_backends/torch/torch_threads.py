@@ -1,4 +1,4 @@
-"""Runs the kernels on torch's threads where the data is torch's: two pools would compete for the CPUs."""
+"""Runs the kernels on torch's threads if the data is torch's, because two thread pools would compete for the CPUs."""
 
 import ctypes
 from pathlib import Path
@@ -9,10 +9,10 @@ from fakequant import _native
 
 
 def lend_torchs_threads() -> bool:
-    """Whether torch's stable C interface was found; without it the kernels keep their own threads."""
+    """Makes the kernels use torch's threads. Returns False if torch's stable C interface was not found."""
     library = next(Path(torch.__file__).parent.glob("lib/*torch_cpu.*"), None)
     try:
-        # Already in the process: this only finds it.
+        # The library is already loaded; this only looks it up.
         symbols = ctypes.CDLL(str(library))
         addresses = [
             ctypes.cast(symbols[name], ctypes.c_void_p).value or 0

@@ -1,7 +1,7 @@
-"""`vmap` rules. A batch is one more axis in front of data and scales, so the kernel is still called once.
+"""`vmap` rules. A batch is one more axis in front of data and scales, so the kernel is called once for all examples.
 
-A rule gets the physical tensors and where their batch axis is (None: they have none), and returns the
-physical results with their batch axes.
+A rule takes tensors and the positions of their batch axes (None for tensors without one), and returns results and the
+positions of their batch axes.
 """
 
 from math import prod
@@ -24,21 +24,21 @@ _Triple: TypeAlias = tuple[tuple[Tensor, Tensor, Tensor], tuple[int, int, int]]
 
 
 class _Info(Protocol):
-    """What torch tells a rule of the batch, as far as it is used."""
+    """The part of torch's batch information that the rules use."""
 
     @property
     def batch_size(self) -> int: ...
 
 
 def _front(x: Tensor, at: int | None, size: int) -> Tensor:
-    """`x` with a batch axis in front; one that has none is repeated."""
+    """Returns `x` with its batch axis in front. A tensor without one is expanded."""
     return x.expand(size, *x.shape) if at is None else x.movedim(at, 0)
 
 
 def _parameters(
     size: int, ndim: int, tensors: tuple[Tensor, Tensor | None], dims: Dims
 ) -> tuple[Tensor, Tensor | None]:
-    """Per-block tensors for data of 1 + ndim axes. One of them batched makes all of them batched."""
+    """Returns scale and zero point for data with 1 + ndim axes. If one of them is batched, both results are."""
     batched = any(at is not None for at in dims)
     result: list[Tensor | None] = []
     for p, at in zip(tensors, dims, strict=True):
@@ -51,7 +51,7 @@ def _parameters(
             continue
         p = _front(p, at, size)
         result.append(p.reshape(size, *[1] * ndim) if per_example == 1 else p)
-    return cast("tuple[Tensor, Tensor | None]", tuple(result))  # the scale is a tensor, as it was
+    return cast("tuple[Tensor, Tensor | None]", tuple(result))  # only zero points can be None
 
 
 def _grid(info: _Info, in_dims: Dims, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> _Grid:
@@ -61,7 +61,7 @@ def _grid(info: _Info, in_dims: Dims, x: Tensor, scale: Tensor, zero_point: Tens
 
 
 def _elementwise(name: str) -> Operator:
-    """For operators from (x, scale, zero_point, ...) to a tensor like x."""
+    """Returns the rule of an operator that takes (x, scale, zero_point, ...) and returns a tensor like x."""
 
     def rule(info: _Info, in_dims: Dims, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any) -> _Single:
         return getattr(ops, name)(*_grid(info, in_dims, x, scale, zero_point), *rest), 0
@@ -73,7 +73,7 @@ def _masked(info: _Info, in_dims: Dims, x: Tensor, scale: Tensor, zero_point: Te
     *range_and_numerics, packed = rest
     x, scale, zero_point = _grid(info, in_dims, x, scale, zero_point)
     length = x.shape[1:].numel()
-    # The bits of an example must not start inside another's byte: a byte for each element then.
+    # The packed masks of two examples must not share a byte. If they would, use one byte per element.
     packed = packed and length % 8 == 0 and x.is_contiguous()
     y, mask = ops.fake_quantize_masked(x, scale, zero_point, *range_and_numerics, packed)
     return (y, mask.reshape(info.batch_size, length // 8) if packed else mask), (0, 0)
@@ -97,11 +97,11 @@ def _learned_backward(
 ) -> _Triple:
     size = info.batch_size
     *range_and_numerics, grad_factor = rest
-    if grad_factor is None:  # LSQ's counts the elements of one example
+    if grad_factor is None:  # LSQ's factor depends on the number of elements of one example
         example = x if in_dims[1] is None else x.select(in_dims[1], 0)
         grad_factor = routes.learned_factor(None, example, range_and_numerics[1])
     blocks = scale.shape if in_dims[2] is None else scale.movedim(in_dims[2], 0).shape[1:]
-    # Every example has its own sums, so its own scales.
+    # Every example has its own sums, so every example needs its own scales.
     scale = _front(scale, in_dims[2], size)
     ndim = x.dim() - (in_dims[1] is not None)
     scale, zero_point = _parameters(size, ndim, (scale, zero_point), (0, in_dims[3]))

@@ -1,1 +1,1 @@
-"""Models that hold integer codes and compute with them exactly: what `fakequant.convert` makes."""
+"""The golden model: layers and quantizers that store integer codes and compute with them exactly."""

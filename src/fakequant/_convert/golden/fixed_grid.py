@@ -1,6 +1,4 @@
-"""`Grid`: a quantizer with its scale and zero point for good."""
-
-from typing import Any
+"""`Grid`: the quantizer of activations in a golden model."""
 
 import torch
 from torch import Tensor, nn
@@ -8,14 +6,21 @@ from torch import Tensor, nn
 from fakequant._backends.torch import tensor_functions
 from fakequant._convert.golden.sums_to_codes import ARITHMETICS
 from fakequant._convert.golden.tracked_codes import GridOf, on_grid, origin_of, plain, quantized
+from fakequant.functional import fake_quantize
 from fakequant.qparams import EPS
 from fakequant.spec import QuantSpec
 
 
 class Grid(nn.Module):
-    """Puts a tensor on a grid, by the codes that the runtime has there.
+    """Quantizes activations with a fixed scale and zero point, to the same codes as the runtime.
 
-    `scale` and `zero_point` are None where they are found for every tensor anew.
+    Args:
+        spec: The spec of the activation.
+        scale: The scale. If None, the grid is dynamic: scale and zero point are computed from each tensor.
+        zero_point: The zero point. None if `scale` is None.
+        arithmetic: How sums become codes: a key of `ARITHMETICS`.
+        eps: The smallest scale of a dynamic grid.
+        path: The path of the quantizer in the model.
 
     >>> grid = Grid(QuantSpec(bits=4), torch.tensor(0.5), torch.tensor(0, dtype=torch.int32))
     >>> grid(torch.tensor([0.3, 9.0]))
@@ -42,27 +47,26 @@ class Grid(nn.Module):
 
     @property
     def has_one_scale(self) -> bool:
-        """Whether a code stands for the same number everywhere in a tensor, whatever tensor it is."""
+        """Whether the scale is fixed and the same for all elements of a tensor."""
         return self.scale is not None and self.scale.dim() == 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` on the grid."""
+        """Returns `x` on the grid, as a tracked tensor unless scales vary along an axis."""
         with torch.no_grad():
             return self._quantized(x)
 
     def _quantized(self, x: Tensor) -> Tensor:
         if self.scale is not None and self.spec.axis is not None:
-            zero_point: Any = 0 if self.spec.symmetric else self.zero_point
-            return tensor_functions.fake_quantize(plain(x), self.scale, zero_point, self.spec)
+            return fake_quantize(plain(x), self.scale, 0 if self.spec.symmetric else self.zero_point, self.spec)
         grid = self.grid_for(x)
         origin = origin_of(x)
         codes = quantized(x, grid) if origin is None else origin.codes(ARITHMETICS[self.arithmetic], grid)
         value = (codes - grid.zero_point) * grid.scale
-        # As in training; a runtime has no code for it.
+        # NaN stays NaN as in training. Runtimes have no code for it.
         return on_grid(torch.where(plain(x).isnan(), plain(x), value) if x.isnan().any() else value, grid)
 
     def grid_for(self, x: Tensor) -> GridOf:
-        """The grid of `x`: in the shape of its tokens, if each has its own."""
+        """Returns the grid for `x`. Scales per token broadcast with `x`."""
         if self.scale is not None and self.zero_point is not None:
             return GridOf(self.scale, self.zero_point, self.spec)
         x = plain(x)
@@ -76,5 +80,5 @@ class Grid(nn.Module):
         return GridOf(found.scale, found.zero_point, self.spec)
 
     def extra_repr(self) -> str:
-        """The spec and where the scale comes from."""
-        return f"{self.spec}; {'found at run time' if self.scale is None else 'fixed'}"
+        """Returns the spec, and whether the scale is fixed."""
+        return f"{self.spec}; {'dynamic' if self.scale is None else 'fixed'}"

@@ -1,49 +1,51 @@
-"""Converted layers: layers that hold codes instead of weights, and compute with them.
+"""Converted layers: they store codes instead of weights, and compute with them.
 
-Like a prepared layer, a converted layer is an instance of a class derived from the layer's own, with the forward pass
-of its `LayerKind`. It has buffers for codes and scales, and an `Integers` record in `_fakequant`.
+Like a prepared layer, a converted layer has a class derived from the float layer's class, with the forward pass of its
+`LayerKind`. It has buffers for codes and scales, and an `Integers` record in `_fakequant`.
 """
 
 import dataclasses
 import platform
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from fakequant._backends.torch import tensor_functions
 from fakequant._convert.golden.fixed_grid import Grid
-from fakequant._convert.golden.tracked_codes import Accumulated, OnGrid, origin_of, plain, track
+from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, OnGrid, origin_of, plain, track
 from fakequant.nn._deployed_bias import along_outputs, has_one_scale_per_sum
 from fakequant.nn._quantized_layer import Operator, QuantizedLayer, input_grid_of, reduced
 from fakequant.nn._records import LayerRecord
 from fakequant.spec import QuantSpec
 
-# Whether the CPU's convolutions sum products as they are: on ARM some are transformed first, which rounds.
+# True if float32 convolutions of integers are exact. On ARM, some use a transform that rounds.
 _DIRECT_CONVOLUTIONS = platform.machine().lower() in ("x86_64", "amd64")
-# Integers up to here are exact in float32, and so are all sums of them that stay below it.
+# All integers up to this limit are exact in float32, and so are sums of integers that stay below it.
 _EXACT_IN_FLOAT32 = 2**24
 
 
 class IntegerLayer(QuantizedLayer):
-    """The base of all converted layers, for `isinstance`.
+    """The base class of all converted layers, for `isinstance`.
+
+    A linear layer computes, without rounding, the sum
 
         sum_j (x_codes_j - x_zero_point) * (weight_codes_j - weight_zero_point) * 2^weight_shift  +  bias_codes
 
-    without rounding, times `x_scale * weight_scale`. Where the input is not on a grid of one scale, or scales of
-    the weight vary along the sum, the layer computes with the numbers that the codes stand for, in float.
+    and multiplies it by `x_scale * weight_scale`. If the input is not on a grid, or the scale of the weight varies
+    within a sum, the layer computes in float with the dequantized weight.
     """
 
-    # Packed below 8 bits, where the spec can be packed.
+    # Codes of 2 or 4 bits are packed into bytes.
     weight_codes: Tensor
-    # What one unit of `weight_levels` stands for: the scale of training over 2^weight_shift.
+    # The scale of `weight_levels`: the scale in training divided by 2^weight_shift.
     weight_scale: Tensor
     weight_zero_point: Tensor | None
-    # At the scale of the sums; None: there is no bias, or it is a float.
+    # The bias at the scale of the sums. None if there is no bias or it is a float.
     bias_codes: Tensor | None
 
     def __getattr__(self, name: str) -> Any:
-        """Returns the weight and the bias as floats, for model code that reads them; they are not stored."""
+        """Returns the weight and the bias as floats for model code that reads them. They are not stored."""
         record = self.__dict__.get("_fakequant")
         if isinstance(record, Integers):
             if name == record.kind.weight_name and record.weight_spec is not None:
@@ -64,56 +66,66 @@ class Integers(LayerRecord):
 
     # The path of the layer in its model, for names in files and messages.
     path: str
-    # None: the weight is a float.
+    # None if the weight is a float.
     weight_spec: QuantSpec | None = None
     weight_shape: tuple[int, ...] = ()
-    # Codes times 2^weight_shift are what a byte in a file holds, at a scale that is 2^weight_shift smaller.
+    # Exported codes are multiplied by 2^weight_shift, at a scale that is 2^weight_shift times smaller.
+    # See `Target.weight_shift`.
     weight_shift: int = 0
     # The grid of the module that computes the input, if the layer has no `input_quantizer`.
-    input_grid: Any = None
-    # A batch norm was folded in that normalizes the channels of vectors, not of tokens.
+    input_grid: Grid | None = None
+    # True if a batch norm was folded into a linear layer, which is only correct for inputs of shape (batch, features).
     takes_vectors: bool = False
 
-    def quantize_input(self, layer: Any, x: Tensor) -> Tensor:
-        """`x` on the grid of the layer's input."""
+    def quantize_input(self, layer: IntegerLayer, x: Tensor) -> Tensor:
+        """Returns `x` on the grid of the layer's input."""
         return x if layer.input_quantizer is None else layer.input_quantizer(x)
 
-    def quantized_weight(self, layer: Any) -> Tensor:
-        """The numbers that the codes of the weight stand for."""
-        if self.weight_spec is None:
-            return getattr(layer, self.kind.weight_name)
-        return float_weight(layer)
+    def quantized_weight(self, layer: IntegerLayer) -> Tensor:
+        """Returns the dequantized weight, or the weight itself if it is a float."""
+        if self.weight_spec is not None:
+            return float_weight(layer)
+        weight: Tensor = getattr(layer, self.kind.weight_name)
+        return weight
 
-    def quantized_bias(self, layer: Any) -> Tensor | None:
-        """The bias as a float; None if there is none."""
+    def quantized_bias(self, layer: IntegerLayer) -> Tensor | None:
+        """Returns the bias as a float, or None if the layer has none."""
         return float_bias(layer)
 
-    def compute(self, layer: Any, operator: Operator, input: Tensor, rows: slice = slice(None)) -> Tensor:
-        """`operator` of codes if input and weight have one scale per sum, else of floats.
+    def compute(self, layer: IntegerLayer, operator: Operator, input: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Quantizes the input and applies `operator` to it, the weight and the bias.
 
-        `rows` selects a part of the weight and the bias.
+        Args:
+            layer: The layer of this record.
+            operator: A function of input, weight and bias, such as `F.linear`. It is given integers if sums have one
+                scale, otherwise floats.
+            input: The input, which need not be quantized.
+            rows: The part of the weight and the bias to use.
         """
         if self.takes_vectors and input.dim() != 2:
             raise ValueError(
-                f"{self.path or 'The layer'} has a batch norm folded into it, which holds for inputs of shape "
-                f"(batch, features); it was given {tuple(input.shape)}, where the batch norm is of another axis.\n"
-                f"Leave the layer in float: config.skip({self.path!r})."
+                f"{self.path or 'The layer'} has a batch norm folded into it and takes inputs of shape (batch, "
+                f"features), got {tuple(input.shape)}. With more axes, the batch norm would normalize another axis.\n"
+                f"Leave the layer in float with config.skip({self.path!r})."
             )
         return self.result(layer, operator, input, rows)
 
-    def compute_rows(self, layer: Any, operator: Operator, inputs: list[Tensor]) -> list[Tensor]:
-        """`operator` of each input with its part of the weight and the bias, cut into equal parts along axis 0."""
+    def compute_rows(self, layer: IntegerLayer, operator: Operator, inputs: list[Tensor]) -> list[Tensor]:
+        """Applies `operator` to each input and its part of the weight and the bias.
+
+        Weight and bias are split along axis 0 into equal parts, one per input.
+        """
         rows = self.weight_shape[0] if self.weight_spec is not None else len(getattr(layer, self.kind.weight_name))
         size = rows // len(inputs)
         return [self.compute(layer, operator, x, slice(i * size, (i + 1) * size)) for i, x in enumerate(inputs)]
 
     def name(self, tensor: str) -> str:
-        """The name of one of the layer's tensors in a file."""
+        """Returns the name of one of the layer's tensors in a file."""
         return f"{self.path}.{tensor}" if self.path else tensor
 
     @torch.no_grad()
-    def result(self, layer: Any, operator: Operator, input: Tensor, rows: slice) -> Tensor:
-        """`compute`, when the input has been checked."""
+    def result(self, layer: IntegerLayer, operator: Operator, input: Tensor, rows: slice) -> Tensor:
+        """Does the work of `compute`, whose arguments it takes, after the input was checked."""
         x = self.quantize_input(layer, input)
         origin = origin_of(x)
         if self.weight_spec is None or not isinstance(origin, OnGrid) or not _sums_have_one_scale(layer):
@@ -132,80 +144,82 @@ class Integers(LayerRecord):
         return track(value, Accumulated(sums, scale, layer, levels + grid.zero_point, grid.zero_point))
 
     def _along_channels(self, value: Tensor) -> Tensor:
-        """Values per output channel in a shape that broadcasts with the sums."""
+        """Reshapes values per output channel so that they broadcast with the sums."""
         spatial = len(self.weight_shape) - 2
         return value if value.dim() == 0 or spatial == 0 else value.reshape(-1, *[1] * spatial)
 
 
-def weight_levels(layer: Any) -> Tensor:
-    """Codes minus zero point times 2^weight_shift, in float32, in the shape of the weight."""
+def weight_levels(layer: IntegerLayer) -> Tensor:
+    """Returns (codes - zero point) * 2^weight_shift, in float32 and in the shape of the weight."""
     return _dequantized(layer, torch.full_like(layer.weight_scale, 2.0**layer._fakequant.weight_shift))
 
 
-def float_weight(layer: Any) -> Tensor:
-    """The numbers that the codes of the weight stand for: `weight_levels * weight_scale`."""
+def float_weight(layer: IntegerLayer) -> Tensor:
+    """Returns the dequantized weight: `weight_levels * weight_scale`."""
     return _dequantized(layer, layer.weight_scale * 2.0**layer._fakequant.weight_shift)
 
 
-def set_weight(layer: Any, weight: Tensor) -> None:
-    """Stores the codes of a weight, packed if several fit in a byte."""
+def set_weight(layer: IntegerLayer, weight: Tensor) -> None:
+    """Quantizes a weight and stores its codes, packed if they have 2 or 4 bits."""
     spec = layer._fakequant.weight_spec
     scale = layer.weight_scale * 2.0**layer._fakequant.weight_shift
-    zero_point: Any = 0 if layer.weight_zero_point is None else layer.weight_zero_point
+    zero_point = 0 if layer.weight_zero_point is None else layer.weight_zero_point
     layer.weight_codes = tensor_functions.quantize(weight, scale, zero_point, spec, packed=spec.bits in (2, 4))
 
 
-def set_levels(layer: Any, levels: Tensor) -> None:
-    """Stores codes of a symmetric grid that are given as `weight_levels` returns them."""
+def set_levels(layer: IntegerLayer, levels: Tensor) -> None:
+    """Stores the codes of a symmetric weight. `levels` are as `weight_levels` returns them."""
     spec = dataclasses.replace(layer._fakequant.weight_spec, axis=None, group_size=None)
     step = torch.tensor(2.0**layer._fakequant.weight_shift)
     layer.weight_codes = tensor_functions.quantize(levels, step, 0, spec, packed=spec.bits in (2, 4))
 
 
-def is_packed(layer: Any) -> bool:
-    """Whether several codes of the weight share a byte."""
-    return tuple(layer.weight_codes.shape) != layer._fakequant.weight_shape
+def is_packed(layer: IntegerLayer) -> bool:
+    """Returns True if several codes of the weight share a byte."""
+    shape: tuple[int, ...] = layer._fakequant.weight_shape
+    return layer.weight_codes.shape != shape
 
 
-def _dequantized(layer: Any, scale: Tensor) -> Tensor:
+def _dequantized(layer: IntegerLayer, scale: Tensor) -> Tensor:
     record = layer._fakequant
-    zero_point: Any = 0 if layer.weight_zero_point is None else layer.weight_zero_point
+    zero_point = 0 if layer.weight_zero_point is None else layer.weight_zero_point
     shape = record.weight_shape if is_packed(layer) else None
     return tensor_functions.dequantize(layer.weight_codes, scale, zero_point, record.weight_spec, shape=shape)
 
 
-def is_integer(layer: Any) -> bool:
-    """Whether a layer computes with integers: input and weight have scales that do not vary within a sum."""
+def is_integer(layer: IntegerLayer) -> bool:
+    """Returns True if a layer computes with integers: the scales of input and weight do not vary within a sum."""
     grid = input_grid_of(layer)
     has_scale = isinstance(grid, Grid) and grid.has_one_scale
     return has_scale and layer._fakequant.weight_spec is not None and _sums_have_one_scale(layer)
 
 
-def _sums_have_one_scale(layer: Any) -> bool:
+def _sums_have_one_scale(layer: IntegerLayer) -> bool:
     record = layer._fakequant
     return has_one_scale_per_sum(layer, record.weight_spec, len(record.weight_shape))
 
 
-def sum_scale(layer: Any, x_scale: Tensor) -> Tensor:
-    """The scale of sums of products, in float32, as runtimes multiply it."""
+def sum_scale(layer: IntegerLayer, x_scale: Tensor) -> Tensor:
+    """Returns the scale of the sums of products. Runtimes compute this product in float32 too."""
     return x_scale * layer.weight_scale
 
 
-def bias_scale(layer: Any) -> Tensor:
-    """The scale of `bias_codes`, per output channel."""
+def bias_scale(layer: IntegerLayer) -> Tensor:
+    """Returns the scale of `bias_codes`, per output channel."""
     grid = input_grid_of(layer)
     return along_outputs(layer, sum_scale(layer, grid.scale))
 
 
-def float_bias(layer: Any) -> Tensor | None:
-    """The bias as a float; None if there is none."""
-    if layer.bias_codes is None:
-        return getattr(layer, layer._fakequant.kind.bias_name, None)
-    return layer.bias_codes.float() * bias_scale(layer)
+def float_bias(layer: IntegerLayer) -> Tensor | None:
+    """Returns the bias as floats, or None if there is no bias."""
+    if layer.bias_codes is not None:
+        return layer.bias_codes.float() * bias_scale(layer)
+    bias: Tensor | None = getattr(layer, layer._fakequant.kind.bias_name, None)
+    return bias
 
 
-def _wide_enough(layer: Any, grid: Any, weight: Tensor) -> torch.dtype:
-    """A float type in which no partial sum is rounded."""
+def _wide_enough(layer: IntegerLayer, grid: GridOf, weight: Tensor) -> torch.dtype:
+    """Returns a float type in which no partial sum is rounded."""
     zero = int(grid.zero_point) if grid.zero_point.numel() == 1 else None
     spec = grid.spec
     largest = spec.levels if zero is None else max(spec.qmax - zero, zero - spec.qmin)
@@ -213,15 +227,18 @@ def _wide_enough(layer: Any, grid: Any, weight: Tensor) -> torch.dtype:
     bound = largest * float(weight.abs().double().sum(axes).max())
     if layer.bias_codes is not None:
         bound += float(layer.bias_codes.abs().max())
-    # On other devices products of float32 may be of fewer bits.
-    plainly = weight.is_cpu and (weight.dim() == 2 or _DIRECT_CONVOLUTIONS)
-    plainly = plainly and torch.get_float32_matmul_precision() == "highest"
-    narrow = bound < _EXACT_IN_FLOAT32 and plainly
-    return torch.float32 if narrow else torch.float64
+    # Other devices may multiply float32 with fewer bits, for example TF32.
+    is_exact = weight.is_cpu and (weight.dim() == 2 or _DIRECT_CONVOLUTIONS)
+    is_exact = is_exact and torch.get_float32_matmul_precision() == "highest"
+    return torch.float32 if is_exact and bound < _EXACT_IN_FLOAT32 else torch.float64
 
 
-def part_of(value: Any, rows: slice) -> Any:
-    """The rows of a bias, or of scales per output channel; None of None."""
-    if value is None or value.dim() == 0 or rows == slice(None):  # all of it: a slice would hide its name in a file
+@overload
+def part_of(value: Tensor, rows: slice) -> Tensor: ...
+@overload
+def part_of(value: Tensor | None, rows: slice) -> Tensor | None: ...
+def part_of(value: Tensor | None, rows: slice) -> Tensor | None:
+    """Returns some rows of a bias, or of scales per output channel. None and scalars are returned unchanged."""
+    if value is None or value.dim() == 0 or rows == slice(None):  # no slice of all rows: exported tensors keep names
         return value
     return value[..., rows]

@@ -1,12 +1,14 @@
-"""How runtimes come from sums of products to codes.
+"""The arithmetic of runtimes: how sums of products, additions and means become codes.
 
-The reference computes what the graph says, one operation after the other, in float32. ONNX Runtime runs a
-layer and the quantizer after it as one kernel, and an addition or a mean between quantizers too; where its
-codes are others, they are so by one step, at a tie. `clamped` is
+The reference runs the operators of the ONNX graph one after the other, in float32. ONNX Runtime fuses a layer, an
+addition or a mean with the quantizer that follows it into one kernel. Its codes differ from those of the reference
+only at ties, and by one.
+
+The docstrings below give the formulas, which are computed in float32 in the order written. They use
 
     clamped(v) = rint(clip(v, qmin - zero_point, qmax - zero_point)) + zero_point
 
-All of it in float32, in the order written. Codes are integers in float32.
+Codes are integers in float32.
 """
 
 import torch
@@ -17,7 +19,7 @@ from fakequant._convert.golden.tracked_codes import Arithmetic, GridOf, codes_of
 
 
 class Reference:
-    """The operations of the graph."""
+    """The operators of the graph, one after the other."""
 
     def from_sums(self, sums: Tensor, scale: Tensor, grid: GridOf) -> Tensor:
         """quantize(sums * scale)."""
@@ -40,9 +42,9 @@ class OnnxRuntime(Reference):
         return _clamped(sums.float() * (scale / grid.scale), grid)
 
     def from_addition(self, a: Tensor, a_grid: GridOf, b: Tensor, b_grid: GridOf, grid: GridOf) -> Tensor:
-        """clip(rint(fma(a, ra, fma(b, rb, zero_point - fma(ra, za, rb * zb))))), of codes a and b.
+        """clip(rint(fma(a, ra, fma(b, rb, zero_point - fma(ra, za, rb * zb))))), where a and b are codes.
 
-        ra and rb are the scales of a and b over that of the result; za and zb their zero points.
+        ra and rb are the scales of a and b divided by `grid.scale`. za and zb are their zero points.
         """
         ra, rb = a_grid.scale / grid.scale, b_grid.scale / grid.scale
         za, zb = a_grid.zero_point.float(), b_grid.zero_point.float()
@@ -51,7 +53,10 @@ class OnnxRuntime(Reference):
         return q.clamp(grid.spec.qmin, grid.spec.qmax)
 
     def from_average(self, x: Tensor, x_grid: GridOf, axes: tuple[int, ...], grid: GridOf) -> Tensor:
-        """clamped(sum(codes - zero_point) * (scale / (grid.scale * number))), over the axes of an image."""
+        """clamped(sum(codes - zero_point) * (scale / (grid.scale * number))), for means over height and width.
+
+        Other means are computed as in the reference.
+        """
         if axes != (2, 3) or x.dim() != 4:
             return super().from_average(x, x_grid, axes, grid)
         number = x.shape[2] * x.shape[3]

@@ -1,24 +1,40 @@
-"""Floats in a converted model that remember the integers they stand for.
+"""Float tensors of the golden model that know from which integers they were computed.
 
-Between two layers a converted model passes floats, so that the model's own code runs as it is. A runtime
-passes integers, and where a quantizer follows a layer it never computes the float at all: it goes from the
-sum of products straight to the next code. A `TrackedTensor` tensor is such a float together with what the runtime
-has in its place, its origin. A quantizer asks the origin for codes; other code sees an ordinary tensor.
+The golden model must produce the same codes as a runtime. A runtime passes codes from layer to layer. Where a quantizer
+follows a layer, it turns the layer's sums of products directly into codes and never computes the floats in between.
+These codes cannot be computed from the floats exactly: at a tie they may differ by one.
 
-    OnGrid         (q - zero_point) * scale    what a quantizer returned
-    Accumulated    sum * scale                 what a layer returned: a sum of products of codes
-    Added          a + b                       both on grids
-    Averaged       mean of a over some axes    a on a grid
+The golden model however runs the user's code between its layers, which expects floats. Therefore its layers and
+quantizers return a `TrackedTensor`: a float tensor with an additional attribute `origin`, which describes the integers
+that the float was computed from. The user's code sees the float. The next quantizer asks the origin for codes:
 
-Operations that only move or select elements keep a grid, and so does a ReLU: it is the same on codes. Of sums, only
-moves that the exporter passes a quantizer through keep the origin: behind others a runtime has floats.
-Everything else gives a tensor without one.
+    step          float value            origin of the result
+    layer         sums * scale           Accumulated(sums, scale)
+    ReLU          max(value, 0)          Rectified(Accumulated(sums, scale))
+    quantizer     codes = origin.codes(arithmetic, grid)
+                        = max(arithmetic.from_sums(sums, scale, grid), grid.zero_point)
+
+These are all kinds of origins:
+
+    OnGrid         (code - zero_point) * scale      the output of a quantizer
+    Accumulated    sum * scale                      the output of a layer: sums of products of codes
+    Added          a + b                            a and b are on grids
+    Averaged       mean of a over some axes         a is on a grid
+    Rectified      max(a, 0)                        a has an origin that is not a grid
+    Moved          elements of a, in other places   a has an origin that is not a grid
+
+Torch calls `TrackedTensor.__torch_function__` for every function of a tracked tensor. It computes the ordinary result,
+and a rule in `_RULES` determines the origin of the result. A function without a rule returns an ordinary tensor, which
+the next quantizer quantizes as a runtime quantizes floats.
+
+An origin refers to other tensors. If one of them was changed in place after the origin was made, the origin is wrong.
+This is detected by torch's version numbers of tensors: `origin_of` then returns None.
 """
 
 import copy
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -27,13 +43,16 @@ from torch import Tensor
 from fakequant._backends.blocks import blocks_of
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.torch_private import pytree
-from fakequant._moves import MOVES_OF_CODES, MOVES_OF_VALUES, SAME_VALUES, named
+from fakequant._moves import MOVES_OF_CODES, MOVES_OF_VALUES, SAME_VALUES, TorchFunction, named
 from fakequant.spec import QuantSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class GridOf:
-    """Scale (float32) and zero point (int32) of a tensor that has one of each."""
+    """The grid of one tensor: its spec, scale (float32) and zero point (int32).
+
+    Scale and zero point are scalars, or broadcast with the tensor if it has a scale per token.
+    """
 
     scale: Tensor
     zero_point: Tensor
@@ -41,51 +60,55 @@ class GridOf:
 
 
 class Arithmetic(Protocol):
-    """How a runtime comes to codes on a grid. Codes are integers in float32."""
+    """How a runtime computes codes. All methods return codes on `grid`, as integers in float32."""
 
     def from_sums(self, sums: Tensor, scale: Tensor, grid: GridOf) -> Tensor:
-        """Of `sums * scale`."""
+        """Returns the codes of `sums * scale`."""
 
     def from_addition(self, a: Tensor, a_grid: GridOf, b: Tensor, b_grid: GridOf, grid: GridOf) -> Tensor:
-        """Of `a + b`, which are on grids."""
+        """Returns the codes of `a + b`. Both operands are on their grids."""
 
     def from_average(self, x: Tensor, x_grid: GridOf, axes: tuple[int, ...], grid: GridOf) -> Tensor:
-        """Of the mean of `x`, which is on a grid, with its axes kept."""
+        """Returns the codes of the mean of `x`, which is on its grid, over `axes`. The axes are kept with length 1."""
+
+
+# --- origins --------------------------------------------------------------------------------------
 
 
 class Origin(Protocol):
-    """Where a value comes from."""
+    """How a float tensor was computed from integers."""
 
     def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
-        """The codes of the value on a grid, as integers in float32."""
+        """Returns the codes of the tensor on `grid`, as integers in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OnGrid:
-    """The value is on a grid."""
+    """The tensor is on a grid."""
 
     value: Tensor
     grid: GridOf
-    # Of the value's memory: who computes with it later must know whether it was changed.
+    # The version of `value` when this object was made. It tells whether `value` was changed in place since.
     version: int = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "version", _version(self.value))
 
     def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
-        """By the rule of ONNX."""
+        """Quantizes the value. All runtimes do this by the rule of ONNX."""
         return quantized(self.value, grid)
 
 
 @dataclasses.dataclass(frozen=True)
 class Accumulated:
-    """Exact sums, in floats that are wide enough, and their scale; the two broadcast.
+    """The tensor is `sums * scale`, the output of a layer."""
 
-    `layer` computed them from `codes` of its input, with a zero point, for those who want to know more.
-    """
-
+    # Exact sums of products, in a float type that is wide enough.
     sums: Tensor
+    # Broadcasts with `sums`.
     scale: Tensor
+    # For `verify`, to explain differences: the layer, and the codes and the zero point of its input. The layer is an
+    # `IntegerLayer`, whose module imports this one.
     layer: Any = None
     codes_in: Tensor | None = None
     zero_point_in: Tensor | None = None
@@ -96,7 +119,7 @@ class Accumulated:
 
 @dataclasses.dataclass(frozen=True)
 class Added:
-    """The sum of two tensors on grids."""
+    """The tensor is the sum of two tensors of the same shape that are on grids."""
 
     a: OnGrid
     b: OnGrid
@@ -107,7 +130,7 @@ class Added:
 
 @dataclasses.dataclass(frozen=True)
 class Averaged:
-    """The mean over some axes of a tensor on a grid."""
+    """The tensor is the mean over some axes of a tensor that is on a grid."""
 
     x: OnGrid
     axes: tuple[int, ...]
@@ -120,29 +143,29 @@ class Averaged:
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """Elements of something else: in other places, or the largest of some."""
+    """The tensor consists of elements of another tensor, moved or selected, for example by a max pool."""
 
     of: Origin
     move: Callable[[Tensor], Tensor]
 
     def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
-        """The codes of the source, with the move applied."""
+        """Returns the codes of the other tensor with the same move applied."""
         return self.move(self.of.codes(arithmetic, grid))
 
 
 @dataclasses.dataclass(frozen=True)
 class Rectified:
-    """A ReLU of something else: the code of 0 is the zero point."""
+    """The tensor is the ReLU of another tensor."""
 
     of: Origin
 
     def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
-        """The codes of the source, none below the zero point."""
+        """Returns the codes of the other tensor, but at least the zero point, which is the code of 0."""
         return torch.maximum(self.of.codes(arithmetic, grid), grid.zero_point)
 
 
 def quantized(x: Tensor, grid: GridOf) -> Tensor:
-    """The codes of `x` by the rule of ONNX, as integers in float32."""
+    """Returns the codes of any tensor on `grid` by the rule of ONNX, as integers in float32."""
     x = plain(x).float()
     blocks = blocks_of(tuple(x.shape), grid.spec).parameters
     codes = tensor_functions.quantize(x, grid.scale.reshape(blocks), grid.zero_point.reshape(blocks), grid.spec)
@@ -150,43 +173,50 @@ def quantized(x: Tensor, grid: GridOf) -> Tensor:
 
 
 def codes_of(x: Tensor, grid: GridOf) -> Tensor:
-    """The codes of what is on the grid."""
+    """Returns the codes of a tensor that is already on `grid`, as integers in float32."""
     return torch.round(x / grid.scale) + grid.zero_point
 
 
-class TrackedTensor(torch.Tensor):
-    """A float tensor with an origin; None if it was changed in a way that is not known."""
+# --- tracked tensors ------------------------------------------------------------------------------
 
+
+class TrackedTensor(torch.Tensor):
+    """A float tensor with an origin. Use `origin_of` to read the origin, because it may be outdated."""
+
+    # None if an operation without a rule has changed the tensor in place.
     origin: Origin | None
+    # The version of this tensor when its origin was set.
     version: int
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: TorchFunction, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if not args and "input" in kwargs:
             args = (kwargs.pop("input"),)
         if kwargs.get("out") is not None:
-            return func(*_without(args), **_without(kwargs))  # what it was is seen by its version
+            # This increases the version of the `out` tensor, which makes its origin outdated.
+            return func(*_with_plain_tensors(args), **_with_plain_tensors(kwargs))
         changed = args[0] if args and isinstance(args[0], TrackedTensor) and _is_in_place(func, kwargs) else None
         if changed is not None:
             changed.origin = origin_of(changed)
         if changed is not None and isinstance(changed.origin, OnGrid):
-            # What it was is an operand of what it becomes.
+            # The origin's value shares memory with `changed`, which is overwritten. The old value may be an operand in
+            # the origin of the result, as in `x += y`.
             changed.origin = OnGrid(changed.origin.value.clone(), changed.origin.grid)
-        plain_args = _without(args)
-        result = func(*plain_args, **_without(kwargs))
+        plain_args = _with_plain_tensors(args)
+        result = func(*plain_args, **_with_plain_tensors(kwargs))
         if changed is not None:
-            changed.version = _version(changed)  # its origin is asked for once more
-        rule = _RULES.get(func, _forgotten)
-        if changed is None and type(result) in (tuple, list):  # pieces, or the largest and where they were
-            return type(result)(_followed(rule, func, args, plain_args, kwargs, part) for part in result)
-        result = _followed(rule, func, args, plain_args, kwargs, result)
+            changed.version = _version(changed)  # so that the rule can still read the old origin
+        rule = _RULES.get(func, _no_origin)
+        if changed is None and type(result) in (tuple, list):  # e.g. from chunk, or a max pool that returns indices
+            return type(result)(_tracked(rule, _Call(func, args, plain_args, kwargs, part)) for part in result)
+        result = _tracked(rule, _Call(func, args, plain_args, kwargs, result))
         if changed is not None:
             changed.origin, changed.version = origin_of(result), _version(changed)
         return result
 
 
-def _is_in_place(func: Any, kwargs: dict[str, Any]) -> bool:
+def _is_in_place(func: TorchFunction, kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name in _IN_PLACE or bool(kwargs.get("inplace"))
@@ -196,121 +226,142 @@ _IN_PLACE = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__"}
 
 
 def track(value: Tensor, origin: Origin) -> TrackedTensor:
-    """`value` with an origin."""
+    """Returns `value` as a tracked tensor with this origin. They share memory."""
     made = value.as_subclass(TrackedTensor)
     made.origin, made.version = origin, _version(value)
     return made
 
 
-def _version(value: Tensor) -> int:
-    """How often the memory of a tensor was changed; also through other names for it."""
-    return 0 if value.is_inference() else value._version
-
-
 def on_grid(value: Tensor, grid: GridOf) -> TrackedTensor:
-    """`value`, which is on a grid."""
+    """Returns `value`, which must be on `grid`, as a tracked tensor."""
     return track(value, OnGrid(value, grid))
 
 
-def origin_of(value: Any) -> Origin | None:
-    """The origin of a tensor, if it has one and both are what they were."""
+def plain(value: Tensor) -> Tensor:
+    """Returns a tensor without its origin. They share memory."""
+    return value.as_subclass(Tensor) if isinstance(value, TrackedTensor) else value
+
+
+def origin_of(value: object) -> Origin | None:
+    """Returns the origin of a tensor.
+
+    Returns None if `value` is not a tracked tensor, or if it, or a tensor in its origin, was changed in place.
+    """
     if not isinstance(value, TrackedTensor) or value.version != _version(value):
         return None
-    return value.origin if value.origin is not None and _holds(value.origin) else None
+    return value.origin if value.origin is not None and _is_current(value.origin) else None
 
 
-def _holds(origin: Any) -> bool:
-    """Whether the tensors that a value was computed from are what they were."""
+def _version(value: Tensor) -> int:
+    """Returns how often the memory of a tensor was changed, also through views of it."""
+    return 0 if value.is_inference() else value._version
+
+
+def _is_current(origin: Origin) -> bool:
+    """Returns True if no tensor in the origin was changed in place."""
     match origin:
         case OnGrid():
             return origin.version == _version(origin.value)
         case Added():
-            return _holds(origin.a) and _holds(origin.b)
+            return _is_current(origin.a) and _is_current(origin.b)
         case Averaged():
-            return _holds(origin.x)
+            return _is_current(origin.x)
         case Moved() | Rectified():
-            return _holds(origin.of)
-    return True  # sums are not shared with other tensors
+            return _is_current(origin.of)
+    return True  # the user's code cannot reach the sums in `Accumulated`
 
 
-def plain(value: Tensor) -> Tensor:
-    """The tensor without its origin."""
-    return value.as_subclass(Tensor) if isinstance(value, TrackedTensor) else value
-
-
-def _without(value: Any) -> Any:
+def _with_plain_tensors(value: Any) -> Any:
+    """Returns arguments of a function with ordinary tensors instead of tracked ones."""
     if isinstance(value, Tensor):
         return plain(value)
     if isinstance(value, (tuple, list)):
-        parts = [_without(v) for v in value]
+        parts = [_with_plain_tensors(v) for v in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, dict):
-        return {k: _without(v) for k, v in value.items()}
+        return {k: _with_plain_tensors(v) for k, v in value.items()}
     return value
 
 
-# --- what an operation makes of an origin; None: nothing is known any more ---------------------------
+# --- rules: the origin of a function's result, or None if it has none -----------------------------
 
 
-def _followed(rule: Callable[..., Any], func: Any, args: Any, plain_args: Any, kwargs: Any, result: Any) -> Any:
-    """A result with the origin it has by a rule, if it has one."""
-    if not isinstance(result, Tensor) or not result.is_floating_point():
-        return result
-    origin = rule(func, args, plain_args, kwargs, result)
-    return result if origin is None else track(result, origin)
+class _Call(NamedTuple):
+    """A call of a function of torch with a tracked tensor."""
+
+    func: TorchFunction
+    args: tuple[Any, ...]
+    # `args` with ordinary tensors instead of tracked ones.
+    plain_args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    # What the function returned for the ordinary tensors, or one element of it if it returned a tuple or a list.
+    result: Any
 
 
-def _forgotten(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
+_Rule: TypeAlias = Callable[[_Call], Origin | None]
+
+
+def _tracked(rule: _Rule, call: _Call) -> Any:
+    """Returns the result of a call, with the origin that the rule gives it."""
+    if not isinstance(call.result, Tensor) or not call.result.is_floating_point():
+        return call.result
+    origin = rule(call)
+    return call.result if origin is None else track(call.result, origin)
+
+
+def _no_origin(call: _Call) -> Origin | None:
     return None
 
 
-def _selected(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
-    """Elements of what is on a grid. Codes of sums are not known: a runtime has made floats of them by then."""
-    origin = origin_of(args[0])
-    if not isinstance(origin, OnGrid) or origin.grid.scale.dim() > 0:  # tokens have scales of their own
+def _selected(call: _Call) -> Origin | None:
+    """For functions before which runtimes dequantize sums. Only tensors on a grid keep their origin."""
+    origin = origin_of(call.args[0])
+    if not isinstance(origin, OnGrid) or origin.grid.scale.dim() > 0:  # scales per token would have to move too
         return None
-    return OnGrid(result, origin.grid)
+    return OnGrid(call.result, origin.grid)
 
 
-def _moved(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
-    """The same where the exporter repeats a quantizer before the move: sums become codes first, and then move."""
-    origin = origin_of(args[0])
+def _moved(call: _Call) -> Origin | None:
+    """For functions that runtimes apply to codes: they quantize sums before the move."""
+    origin = origin_of(call.args[0])
     if origin is None or isinstance(origin, OnGrid):
-        return _selected(func, args, plain_args, kwargs, result)
-    # In memory of its own: a view of codes may be asked for where the model made the value contiguous first.
-    return Moved(origin, lambda codes: _first(func(codes.contiguous(), *plain_args[1:], **kwargs)))
+        return _selected(call)
+    func, others, kwargs = call.func, call.plain_args[1:], call.kwargs
+    # The codes must be contiguous for `view`, even if the user's code made the float contiguous before it.
+    return Moved(origin, lambda codes: _without_indices(func(codes.contiguous(), *others, **kwargs)))
 
 
-def _first(result: Any) -> Tensor:
-    """Without the places that the largest elements were in."""
+def _without_indices(result: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """Returns the first element of what a max pool with indices returns."""
     return result[0] if isinstance(result, tuple) else result
 
 
-def _rectified(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
-    origin = origin_of(args[0])
+def _rectified(call: _Call) -> Origin | None:
+    origin = origin_of(call.args[0])
     if isinstance(origin, OnGrid):
-        return OnGrid(result, origin.grid)
+        return OnGrid(call.result, origin.grid)
     return None if origin is None else Rectified(origin)
 
 
-def _same(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
-    origin = origin_of(args[0])
-    return OnGrid(result, origin.grid) if isinstance(origin, OnGrid) else origin
+def _same(call: _Call) -> Origin | None:
+    origin = origin_of(call.args[0])
+    return OnGrid(call.result, origin.grid) if isinstance(origin, OnGrid) else origin
 
 
-# In torch's signatures; all others are in training unless told.
+# Functions whose parameter `training` has the default False. All other dropouts have the default True.
 _NOT_IN_TRAINING = {F.alpha_dropout, F.feature_alpha_dropout}
 
 
-def _dropped(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
-    given = args[2] if len(args) > 2 else func not in _NOT_IN_TRAINING
-    training = kwargs.get("training", kwargs.get("train", given))
-    return None if training else _same(func, args, plain_args, kwargs, result)
+def _dropped(call: _Call) -> Origin | None:
+    default = call.func not in _NOT_IN_TRAINING
+    given = call.args[2] if len(call.args) > 2 else default
+    training = call.kwargs.get("training", call.kwargs.get("train", given))
+    return None if training else _same(call)
 
 
-def _added(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
-    origins = [origin_of(x) for x in args]
-    if len(origins) != 2 or kwargs.get("alpha", 1) != 1:
+def _added(call: _Call) -> Origin | None:
+    origins = [origin_of(x) for x in call.args]
+    if len(origins) != 2 or call.kwargs.get("alpha", 1) != 1:
         return None
     a, b = origins
     if not (isinstance(a, OnGrid) and isinstance(b, OnGrid)) or a.value.shape != b.value.shape:
@@ -318,15 +369,17 @@ def _added(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -
     return Added(a, b)
 
 
-def _added_from_the_right(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
-    return _added(func, args[::-1], plain_args[::-1], kwargs, result)
+def _added_from_the_right(call: _Call) -> Origin | None:
+    """For `__radd__`, whose arguments are in reverse order. The order of operands matters for rounding."""
+    return _added(call._replace(args=call.args[::-1], plain_args=call.plain_args[::-1]))
 
 
-def _averaged(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor) -> Origin | None:
-    origin, x = origin_of(args[0]), plain_args[0]
+def _averaged(call: _Call) -> Origin | None:
+    args, kwargs = call.args, call.kwargs
+    origin, x = origin_of(args[0]), call.plain_args[0]
     if not isinstance(origin, OnGrid) or origin.grid.scale.dim() > 0:
         return None
-    if func is F.adaptive_avg_pool2d:
+    if call.func is F.adaptive_avg_pool2d:
         size = args[1] if len(args) > 1 else kwargs["output_size"]
         return Averaged(origin, (x.dim() - 2, x.dim() - 1), True) if size in (1, (1, 1), [1, 1]) else None
     axes = args[1] if len(args) > 1 else kwargs.get("dim")
@@ -339,7 +392,7 @@ def _averaged(func: Any, args: Any, plain_args: Any, kwargs: Any, result: Tensor
     return Averaged(origin, tuple(sorted(axis % x.dim() for axis in axes)), keepdim)
 
 
-_RULES: dict[Any, Callable[..., Any]] = {
+_RULES: dict[TorchFunction, _Rule] = {
     **dict.fromkeys(MOVES_OF_VALUES, _selected),
     **dict.fromkeys(MOVES_OF_CODES, _moved),
     **dict.fromkeys((F.relu, torch.relu, Tensor.relu, torch.relu_, Tensor.relu_), _rectified),
@@ -357,13 +410,19 @@ _RULES: dict[Any, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+# --- results of a model ---------------------------------------------------------------------------
+
+
 def stripped(result: Any) -> Any:
-    """The result of a model with ordinary tensors in it, so that callers do not hold on to the sums."""
+    """Returns the result of a model with ordinary tensors, so that callers do not keep the sums alive."""
     return pytree.tree_map(_stripped_leaf, result)
 
 
 def _stripped_leaf(value: Any) -> Any:
-    """Also of classes that torch does not look into: records, and kinds of lists and dicts of the model's own."""
+    """Handles one leaf of the result.
+
+    Torch's pytree treats dataclasses and subclasses of list and dict as leaves. Their elements are stripped here.
+    """
     if isinstance(value, Tensor):
         return plain(value)
     is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
@@ -377,5 +436,5 @@ def _stripped_leaf(value: Any) -> Any:
         made[:] = [stripped(part) for part in value]
     if is_record:
         for name in (field.name for field in dataclasses.fields(value) if hasattr(value, field.name)):
-            object.__setattr__(made, name, stripped(getattr(value, name)))  # it may be frozen
+            object.__setattr__(made, name, stripped(getattr(value, name)))  # works for frozen dataclasses too
     return made

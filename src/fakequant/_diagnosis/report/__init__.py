@@ -1,1 +1,1 @@
-"""The report: numbers, tables and figures of a prepared model in one file."""
+"""The report: an HTML page with tables and figures of a prepared model."""

@@ -1,4 +1,4 @@
-"""From a Matplotlib figure to an SVG that follows the colours of its page, and to a PNG."""
+"""Renders Matplotlib figures as PNGs, and as SVGs that use the colours of their page."""
 
 import io
 import re
@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-# In PNGs and on light pages. Every colour is another: in an SVG it becomes a variable of the page with this name.
+# The colours of PNGs and light pages. All differ, because an SVG replaces each by the CSS variable named below.
 INK, MUTED, GRID, BAND = "#1f2933", "#5b6672", "#dce1e7", "#e8f0f8"
 ACCENT, WARN, THIRD, PAPER = "#2a6cb2", "#c0430d", "#7b4fc4", "#fefefe"
 _VARIABLES = {
@@ -37,7 +37,7 @@ _STYLE: dict[str, Any] = {
     "axes.titlelocation": "left",
     "axes.axisbelow": True,
     "text.color": INK,
-    "text.parse_math": False,  # a path is no formula
+    "text.parse_math": False,  # module paths are not formulas
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "xtick.labelsize": 8.0,
@@ -56,19 +56,19 @@ _STYLE: dict[str, Any] = {
     "svg.hashsalt": "fakequant",
     "path.simplify": False,
 }
-# Inches: what is readable at the width of a telephone, and two beside each other on a screen.
+# In inches: readable on a phone, and narrow enough for two figures side by side on a screen.
 WIDTH = 4.7
 
 
 @contextmanager
 def own_style() -> Iterator[None]:
-    """While it lasts, figures look the same whatever the user has set."""
+    """Makes figures independent of the user's Matplotlib settings."""
     with matplotlib.style.context(["default", _STYLE]):
         yield
 
 
 def new_figure(height: float, left: float = 0.62, bottom: float = 0.5, top: float = 0.12) -> tuple[Figure, Axes]:
-    """A figure with one plot; margins in inches."""
+    """Returns a figure with one plot. All lengths are in inches."""
     figure = Figure(figsize=(WIDTH, height))
     axes = figure.add_axes((left / WIDTH, bottom / height, 1 - (left + 0.12) / WIDTH, 1 - (bottom + top) / height))
     axes.grid(axis="y", color=GRID, linewidth=0.7)
@@ -76,9 +76,14 @@ def new_figure(height: float, left: float = 0.62, bottom: float = 0.5, top: floa
 
 
 def to_svg(figure: Figure, prefix: str, label: str) -> str:
-    """Markup for a page: colours are its variables, ids begin with `prefix`, `label` is read aloud.
+    """Returns the figure as SVG markup for a page.
 
-    The text stays text, in the font of the page. There is no date and no address in it.
+    Colours become CSS variables, and text stays text in the page's font. The markup contains no date and no URL.
+
+    Args:
+        figure: The figure.
+        prefix: A prefix for all ids, to keep them unique on the page.
+        label: A description for screen readers.
     """
     file = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -92,7 +97,7 @@ def to_svg(figure: Figure, prefix: str, label: str) -> str:
     text = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{prefix}-", text)
     for color, name in _VARIABLES.items():
         text = text.replace(color, f"var({name})")
-    # Size and weight of the text as drawn, the family is that of the page.
+    # Keep the size of the text, and drop its font family to use that of the page.
     text = re.sub(r"font: ([^;\"]*?)([\d.]+px)[^;\"]*", r"font-size: \2", text)
     viewbox = re.search(r'viewBox="[^"]*"', text)
     assert viewbox is not None
@@ -101,7 +106,7 @@ def to_svg(figure: Figure, prefix: str, label: str) -> str:
 
 
 def to_png(figure: Figure, title: str) -> bytes:
-    """The same with a title, for places where there is no page around it."""
+    """Returns the figure as a PNG, with a title because there is no page around it."""
     figure.set_size_inches(figure.get_figwidth(), figure.get_figheight() + 0.3)
     high = figure.get_figheight()
     for axes in figure.axes:
@@ -118,7 +123,7 @@ def to_png(figure: Figure, title: str) -> bytes:
 
 
 def shortened(path: str, length: int = 30) -> str:
-    """A path that fits beside a bar: its end tells more than its beginning.
+    """Returns the last `length` characters of a path, which tell more than the first ones.
 
     >>> shortened("encoder.layers.11.attention.out_proj", 20)
     '…1.attention.out_proj'

@@ -1,4 +1,4 @@
-"""A folder that gets its files when all of them are complete."""
+"""Fills a folder with files when all of them are complete."""
 
 import os
 import shutil
@@ -11,20 +11,20 @@ from fakequant._util.optional_packages import unfinished_name
 
 @contextmanager
 def filling(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """Where to write files that are to be in `folder`: they get there when it ends well, or not at all.
+    """Yields a temporary folder whose files are moved to `folder` on success and deleted on failure.
 
-    That they can be written is found out first, by making a folder on the same file system. Figures of an earlier
-    report there go: they may be of another model.
+    The temporary folder is created first, on the same file system, so a folder that cannot be written raises OSError
+    before any work is done. Figures of an earlier report in `folder` are deleted, as they may be of another model.
     """
     goal = Path(folder)
     for path in (goal, goal / "figures"):
         if path.exists() and not path.is_dir():
-            raise NotADirectoryError(f"{str(path)!r} is a file, where a folder is needed.\nUse another folder.")
+            raise NotADirectoryError(f"{str(path)!r} is a file, not a folder.\nUse another folder.")
     there = goal
     while not there.exists() and there != there.parent:
         there = there.parent
     if not there.is_dir():
-        raise NotADirectoryError(f"{str(there)!r} is a file, where a folder is needed.\nUse another folder.")
+        raise NotADirectoryError(f"{str(there)!r} is a file, not a folder.\nUse another folder.")
     had_report = (goal / "report.html").is_file()
     unfinished = there / unfinished_name(f".{goal.name}")
     try:
@@ -32,11 +32,11 @@ def filling(folder: str | os.PathLike[str]) -> Iterator[Path]:
     except OSError as error:
         raise OSError(
             error.errno,
-            f"{str(goal)!r} cannot be written: {error.strerror}.\nUse a folder that you may write to",
+            f"{str(goal)!r} cannot be written: {error.strerror}.\nUse a writable folder",
         ) from error
     try:
         yield unfinished
-        # Files of deeper folders first: whoever sees the page finds its figures.
+        # Deeper folders first, so that the figures are complete when the page appears.
         files = sorted((f for f in unfinished.rglob("*") if f.is_file()), key=lambda f: (-len(f.parts), f))
         for file in files:
             place = goal / file.relative_to(unfinished)

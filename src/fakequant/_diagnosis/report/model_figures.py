@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from fakequant._diagnosis.compare import Comparison, LayerComparison
     from fakequant._diagnosis.sensitivity import LayerSensitivity
 
-# Rows of a figure, and lines with a name.
+# The maximum numbers of rows in a figure, and of lines with a name.
 ROWS = 40
 _NAMED = 3
-# Inches: a row, a letter of its name, a legend above.
+# In inches: the height of a row, the width of a letter, the height of the legend.
 _ROW, _LETTER, _LEGEND = 0.235, 0.066, 0.36
 _LABELS = {
     "clipped": "clipped values",
@@ -40,7 +40,7 @@ _LABELS = {
 
 
 def layers_to_draw(found: "Comparison") -> "list[LayerComparison]":
-    """Those with the lowest SQNR if there are too many, in the order of the model."""
+    """Returns the layers with the lowest SQNR, at most `ROWS`, in the order of the model."""
     worst = sorted((layer for layer in found.layers if layer.isolated.sqnr is not None), key=_sqnr)[:ROWS]
     return [layer for layer in found.layers if layer in worst]
 
@@ -51,14 +51,14 @@ def _sqnr(layer: "LayerComparison") -> float:
 
 
 def draw_comparison(layers: "Sequence[LayerComparison]", bad: str | None) -> Figure:
-    """SQNR per layer, by itself and inside the quantized model; the one that is too low stands out."""
+    """Draws the SQNR of each layer, alone and inside the quantized model. The layer `bad` is highlighted."""
     figure, axes = _rows([layer.path for layer in layers])
     known = [e.sqnr for layer in layers for e in (layer.isolated, layer.accumulated) if e.sqnr is not None]
     finite = [value for value in known if math.isfinite(value)]
     low, high = min([0.0, *finite]), max([10.0, *finite])
     for row, layer in enumerate(layers):
         color = WARN if layer.path == bad else ACCENT
-        # What is infinite is at the edge; what is not known, or no number, is not drawn.
+        # Infinite values are drawn at the edge. Unknown values and NaN are not drawn.
         both = (math.nan if e.sqnr is None else e.sqnr for e in (layer.accumulated, layer.isolated))
         ends = [value if math.isnan(value) else min(max(value, low), high) for value in both]
         axes.plot(ends, [row, row], color=MUTED, linewidth=0.9, zorder=2)
@@ -77,7 +77,7 @@ def draw_comparison(layers: "Sequence[LayerComparison]", bad: str | None) -> Fig
 
 
 def draw_sensitivity(layers: "Sequence[LayerSensitivity]") -> Figure:
-    """Two bars per layer: what quantizing it alone costs, and what leaving it alone gains."""
+    """Draws two bars per layer: the cost of quantizing only it, and the gain of leaving only it in float."""
     figure, axes = _rows([layer.path for layer in layers], row=0.31)
     rows = range(len(layers))
     axes.barh(
@@ -95,11 +95,11 @@ def draw_sensitivity(layers: "Sequence[LayerSensitivity]") -> Figure:
 
 
 def draw_history(history: History, name: str) -> Figure:
-    """One line per quantizer; those with the worst last values have a colour and a name."""
+    """Draws one line per quantizer. Those with the worst last values have a colour and a name."""
     figure, axes = new_figure(2.6, top=0.14)
     lines = {path: history.series(path, name) for path in history.paths}
     lines = {path: line for path, line in lines.items() if line[1]}
-    sign = 1 if name == "levels_used" else -1  # the fewest codes are the worst, of the others the most
+    sign = 1 if name == "levels_used" else -1  # few used codes are bad, all other values are bad if high
     worst = [p for p in sorted(lines, key=lambda p: sign * lines[p][1][-1]) if sign > 0 or max(lines[p][1]) > 0][
         :_NAMED
     ]
@@ -110,7 +110,7 @@ def draw_history(history: History, name: str) -> Figure:
         style: dict[str, Any] = {"marker": marker, "markersize": 3.2} if len(lines[path][0]) <= 30 else {}
         axes.plot(*lines[path], color=color, linewidth=1.6, zorder=3, label=shortened(path, 34), **style)
     top = max((max(values) for _, values in lines.values()), default=0.0)
-    # Names are above the lines.
+    # Leave room for the names above the lines.
     axes.set_ylim(0, (1.0 if name == "levels_used" else top or 0.01) * (1.12 + 0.16 * len(worst)))
     axes.yaxis.set_major_locator(FixedLocator([0, 0.25, 0.5, 0.75, 1]) if name == "levels_used" else MaxNLocator(4))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{float(f'{100 * value:.3g}'):g}%"))
@@ -124,7 +124,7 @@ def draw_history(history: History, name: str) -> Figure:
 
 
 def _rows(paths: Sequence[str], row: float = _ROW) -> tuple[Figure, Axes]:
-    """A figure with a row for every path, from the top to the bottom."""
+    """Returns a figure with one row per path, from top to bottom."""
     names = [shortened(path or "(the model)") for path in paths]
     left = 0.2 + _LETTER * max(map(len, names), default=0)
     figure, axes = new_figure(0.95 + row * len(names), left=left, top=_LEGEND)
@@ -138,7 +138,7 @@ def _rows(paths: Sequence[str], row: float = _ROW) -> tuple[Figure, Axes]:
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
-    """Above the plot, from the left edge of the figure on."""
+    """Places the legend above the plot, at the left edge of the figure."""
     box, high = axes.get_position(), figure.get_figheight()
     axes.legend(
         loc="lower left",

@@ -1,8 +1,8 @@
-"""What is on the page, as the template wants it: rows of text, numbers to sort by, figures."""
+"""The data that the template shows: rows of text, numbers to sort by, figures."""
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fakequant._diagnosis.history import History
 from fakequant._diagnosis.report.advice import LOW_SQNR, Judged
@@ -15,33 +15,38 @@ from fakequant._diagnosis.report.model_figures import (
 )
 from fakequant._diagnosis.report.pieces import Cell, Figures, decibel, number, percent
 from fakequant._diagnosis.report.tensor_figures import draw_levels, draw_values
+from fakequant._prepare.summary import Summary
 
 if TYPE_CHECKING:
     from fakequant._diagnosis.compare import Comparison
     from fakequant._diagnosis.sensitivity import Sensitivity
+    from fakequant._verify.verdict import Verification
+
+# Variables of the template: text, cells, figures, and lists and dicts of them.
+Entry: TypeAlias = dict[str, Any]
+# Title, value, explanation, whether it is bad.
+Tile = tuple[str, str, str, bool]
 
 
-def tensor_entry(figures: Figures, judged: Judged) -> dict[str, Any]:
-    """The figures of one tensor and what there is to say of it."""
+def tensor_entry(figures: Figures, judged: Judged) -> Entry:
+    """Returns the figures, numbers and findings of one tensor."""
     counts, path = judged.counts, judged.path
     what = "a weight" if counts.kind == "weight" else "activations"
-    scaled = (
-        "" if counts.one_grid else " Every value is divided by its own scale, so that one histogram shows them all."
-    )
+    scaled = "" if counts.one_grid else " Every value is divided by its scale, so that one histogram shows all of them."
     values = figures.draw(
         f"{path}-values",
         f"{path}: values",
-        f"Values of {what} over the grid.{scaled} Look for values outside the shaded range, which are clipped, and for "
-        "a range that is much wider than most of the values.",
+        f"Values of {what} on the grid.{scaled} Look for values outside the shaded range, which are clipped, and for a "
+        "range that is much wider than most values need.",
         draw_values,
         counts,
     )
-    mean = "" if counts.spec.levels <= 64 else " Neighbouring codes are drawn together."
+    mean = "" if counts.spec.levels <= 64 else " Bars are means over neighbouring codes."
     levels = figures.draw(
         f"{path}-codes",
         f"{path}: codes",
-        f"How often every code occurs.{mean} Look for codes that never occur, and for bars at the ends, where clipped "
-        "values are.",
+        f"How often each code occurs.{mean} Look for codes that never occur, and for bars at the ends, which contain "
+        "the clipped values.",
         draw_levels,
         counts,
     )
@@ -60,8 +65,8 @@ def tensor_entry(figures: Figures, judged: Judged) -> dict[str, Any]:
     }
 
 
-def quantizer_row(judged: Judged, has_figure: bool) -> dict[str, Any]:
-    """One quantizer in the table."""
+def quantizer_row(judged: Judged, has_figure: bool) -> Entry:
+    """Returns the table row of one quantizer."""
     health, counts = judged.health, judged.counts
     marks = {finding.mark for finding in judged.findings}
     used: Cell = Cell("–", None)
@@ -83,8 +88,8 @@ def quantizer_row(judged: Judged, has_figure: bool) -> dict[str, Any]:
     }
 
 
-def grouped(judged: Sequence[Judged]) -> list[dict[str, Any]]:
-    """Findings by what helps: the same advice is given once."""
+def grouped(judged: Sequence[Judged]) -> list[Entry]:
+    """Groups findings by advice, so that each advice is shown once."""
     groups: dict[tuple[str, str], list[dict[str, str]]] = {}
     for one in judged:
         for finding in one.findings:
@@ -94,18 +99,19 @@ def grouped(judged: Sequence[Judged]) -> list[dict[str, Any]]:
 
 
 def anchor(path: str) -> str:
-    """The id of a tensor on the page."""
+    """Returns the id of a tensor on the page."""
     return "tensor-" + re.sub(r"[^A-Za-z0-9_.-]", "_", path)
 
 
-def comparison_entry(figures: Figures, found: "Comparison") -> dict[str, Any]:
-    """Layers against the float model."""
+def comparison_entry(figures: Figures, found: "Comparison") -> Entry:
+    """Returns the figure and the rows of the comparison with the float model."""
     drawn, worst, bad = layers_to_draw(found), found.worst, low_layer(found)
     figure = figures.draw(
         "layers-sqnr",
         "SQNR of every layer's result",
-        "Signal to noise of every layer against the float model. Look for a full dot far to the left: that layer loses "
-        "it by itself. A hollow dot far from its full dot has its noise from layers before it.",
+        "Signal-to-noise ratio of each layer's result with respect to the float model. Look for a filled dot far to "
+        "the left: that layer adds the noise itself. A hollow dot far from its filled dot shows noise from earlier "
+        "layers.",
         draw_comparison,
         drawn,
         bad,
@@ -131,7 +137,7 @@ def comparison_entry(figures: Figures, found: "Comparison") -> dict[str, Any]:
 
 
 def low_layer(found: "Comparison") -> str | None:
-    """The layer with the lowest SQNR by itself, if that is low; None: all is well."""
+    """Returns the layer with the lowest SQNR in isolation, or None if that is not below `LOW_SQNR`."""
     worst = next(layer for layer in found.layers if layer.path == found.worst)
     sqnr = worst.isolated.sqnr
     return worst.path if sqnr is not None and not sqnr >= LOW_SQNR else None
@@ -141,13 +147,13 @@ def _or_dash(value: float | None) -> Cell:
     return Cell("–", None) if value is None else number(float(value), 3)
 
 
-def sensitivity_entry(figures: Figures, found: "Sensitivity") -> dict[str, Any]:
-    """Layers by what it costs to quantize them."""
+def sensitivity_entry(figures: Figures, found: "Sensitivity") -> Entry:
+    """Returns the figure and the rows of the sensitivity analysis."""
     figure = figures.draw(
         "sensitivity",
         "Sensitivity of layers",
-        "What every layer does to the score. Look for the few longest bars: those layers are worth more bits. Layers "
-        "without a bar can do with fewer.",
+        "The effect of each layer on the score. Look for the few longest bars: those layers are worth more bits. "
+        "Layers without a bar need fewer.",
         draw_sensitivity,
         found.layers[:ROWS],
     )
@@ -172,12 +178,12 @@ def _signed(value: float) -> Cell:
     return Cell(f"{value:+.4g}".replace("-", "−") if value else "0", value)
 
 
-def history_entry(figures: Figures, history: History) -> dict[str, Any]:
+def history_entry(figures: Figures, history: History) -> Entry:
     captions = {
         "clipped": "Share of values outside the range. Look for a line that rises: its range no longer fits.",
-        "scale_drift": "The largest change of a scale since the look before. It should go to 0 before training ends.",
+        "scale_drift": "The largest change of a scale since the last check. It should go to 0 before training ends.",
         "levels_used": "Share of codes that occur. Look for a line that falls: the range has become too wide.",
-        "oscillating": "Share of weights whose code changed and changed back. Look for lines that stay up at the end.",
+        "oscillating": "Share of weights whose code changed and changed back. Look for lines that are high at the end.",
     }
     titles = {
         "clipped": "Clipped values",
@@ -190,11 +196,11 @@ def history_entry(figures: Figures, history: History) -> dict[str, Any]:
         for name in captions
         if any(history.series(path, name)[1] for path in history.paths)
     ]
-    return {"figures": drawn, "looks": len(history.steps)}
+    return {"figures": drawn, "checks": len(history.steps)}
 
 
-def verification_entry(found: Any) -> dict[str, Any]:
-    """Codes compared with a runtime's."""
+def verification_entry(found: "Verification") -> Entry:
+    """Returns the rows and the verdict of the comparison with a runtime."""
     rows = [
         {
             "path": t.path,
@@ -221,11 +227,17 @@ def _differ(count: int, steps: int) -> str:
     return "equal" if count == 0 else f"{count:,} differ, by {steps}"
 
 
-def overview(summary: Any, judged: Sequence[Judged], comparison: Any, sensitivity: Any, verification: Any) -> list[Any]:
-    """The numbers at the top: (what, number, in words, whether it is bad)."""
+def overview(
+    summary: Summary,
+    judged: Sequence[Judged],
+    comparison: "Comparison | None",
+    sensitivity: "Sensitivity | None",
+    verification: "Verification | None",
+) -> list[Tile]:
+    """Returns the tiles at the top of the page."""
     bad = sum(bool(j.findings) for j in judged)
     ratio = summary.bytes_after / max(summary.bytes_before, 1)
-    tiles = [
+    tiles: list[Tile] = [
         _layers_tile(summary),
         (
             "Size of parameters",
@@ -246,7 +258,7 @@ def overview(summary: Any, judged: Sequence[Judged], comparison: Any, sensitivit
         is_low = low_layer(comparison) is not None
         tiles.append(("Lowest SQNR of a layer", decibel(worst.isolated.sqnr).text, where, is_low))
     if sensitivity is not None:
-        words = f"by the function given to sensitivity, before training. In float: {sensitivity.float_score:.4g}"
+        words = f"from fakequant.sensitivity, before training. In float: {sensitivity.float_score:.4g}"
         tiles.append(("Score after calibration", f"{sensitivity.quantized_score:.4g}", words, False))
     if verification is not None:
         verdict = "same codes" if verification.ok else "differs"
@@ -254,8 +266,8 @@ def overview(summary: Any, judged: Sequence[Judged], comparison: Any, sensitivit
     return tiles
 
 
-def _layers_tile(summary: Any) -> tuple[str, str, str, bool]:
-    """Layers with quantized weights; modules that only quantize their results are no layers."""
+def _layers_tile(summary: Summary) -> Tile:
+    """Returns the tile that counts layers with quantized weights, and modules that only quantize their result."""
     with_weights = sum(layer.weight != "-" for layer in summary.layers)
     others = len(summary.layers) - with_weights
     words = f"with their weights. In float: {len(summary.floats)} modules"
@@ -265,7 +277,7 @@ def _layers_tile(summary: Any) -> tuple[str, str, str, bool]:
 
 
 def _bytes(count: int) -> str:
-    """Bytes as people read them.
+    """Formats a number of bytes with a decimal unit.
 
     >>> _bytes(512), _bytes(23738 * 4), _bytes(44_000_000)
     ('512 B', '95.0 kB', '44.0 MB')

@@ -1,10 +1,9 @@
-"""Pieces of the page: cells of tables, and figures with their names."""
+"""Parts of the page: table cells and named figures."""
 
 import dataclasses
 import math
 import re
 from collections.abc import Callable
-from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -13,7 +12,7 @@ from fakequant._diagnosis.report.drawing import own_style, to_png, to_svg
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What is written in a table, and what it is sorted by."""
+    """The text of a table cell, and the value it is sorted by."""
 
     text: str
     value: float | None = None
@@ -22,7 +21,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """A figure on the page; the PNG with the same name is beside it."""
+    """A figure on the page. Its PNG has the same name."""
 
     name: str
     svg: str
@@ -30,14 +29,22 @@ class Drawn:
 
 
 class Figures:
-    """Draws figures, each with a name of its own, and keeps the PNGs until they are written."""
+    """Draws figures under unique names, and keeps the PNGs until they are written."""
 
-    def __init__(self, on_drawn: Callable[[], Any]) -> None:
+    def __init__(self, on_drawn: Callable[[], object]) -> None:
         self.pngs: dict[str, bytes] = {}
         self._on_drawn = on_drawn
 
-    def draw(self, name: str, title: str, caption: str, make: Callable[..., Figure], *args: Any) -> Drawn:
-        """`make(*args)` for the page and as a PNG."""
+    def draw(self, name: str, title: str, caption: str, make: Callable[..., Figure], *args: object) -> Drawn:
+        """Draws the figure that `make(*args)` returns, for the page and as a PNG.
+
+        Args:
+            name: The name of the file, changed if necessary to make it valid and unique.
+            title: The title of the PNG.
+            caption: The caption on the page.
+            make: A function that returns a figure.
+            *args: The arguments of `make`.
+        """
         name = _file_name(name, self.pngs)
         with own_style():
             figure = make(*args)
@@ -48,7 +55,7 @@ class Figures:
 
 
 def _file_name(name: str, taken: dict[str, bytes]) -> str:
-    """A name that any file system takes and that no other figure has."""
+    """Returns a unique name that is valid on every file system."""
     safe = re.sub(r"[^A-Za-z0-9.-]+", "_", name)[-100:].lstrip(".") or "figure"
     lower = {other.lower() for other in taken}
     number, found = 1, safe
@@ -63,12 +70,12 @@ def percent(value: float | None, bad: bool = False) -> Cell:
 
 
 def decibel(value: float | None, bad: bool = False) -> Cell:
-    """A signal to noise ratio."""
+    """Returns a cell with a signal-to-noise ratio."""
     if value is None or math.isnan(value):
         return Cell("–", None)
     return Cell("exact" if value == math.inf else f"{value:.1f} dB", min(max(value, -1e9), 1e9), bad)
 
 
 def number(value: float, digits: int = 4, bad: bool = False) -> Cell:
-    """A number of any size."""
+    """Returns a cell with a number."""
     return Cell(f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}", value, bad)

@@ -1,5 +1,5 @@
 "use strict";
-// The page is complete without this: it sorts tables, opens and closes tensors, and switches light and dark.
+// Sorts tables, opens and closes tensors, and switches the theme. The page is readable without it.
 (function () {
   const root = document.documentElement;
 
@@ -13,7 +13,7 @@
   theme.addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; name(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", name);
 
-  // What is not known comes last, in either direction.
+  // Unknown values come last in both directions.
   const key = (row, column) => {
     const cell = row.cells[column];
     if (!("value" in cell.dataset)) return cell.textContent.trim();

@@ -1,4 +1,6 @@
-"""The two figures of a quantized tensor: its values over the grid, and how often every code occurs."""
+"""The two figures of a quantized tensor: the histogram of its values, and the frequency of each code."""
+
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,15 +12,15 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 from fakequant._diagnosis.report.drawing import ACCENT, BAND, INK, MUTED, WARN, new_figure
 from fakequant._diagnosis.report.tensors import TensorCounts
 
-# Levels that are drawn one by one; more are drawn in as many bins.
+# The maximum number of bars. More levels are drawn as this many bins.
 DRAWN = 64
-# A bin that is this much lower than the highest cannot be seen beside it.
+# A bar below this share of the highest one is hardly visible.
 _TOO_LOW = 0.05
 _HEIGHT = 2.4
 
 
 def draw_values(counts: TensorCounts) -> Figure:
-    """The histogram over the grid: its range is shaded, what is clipped is in another colour."""
+    """Draws the histogram of values. The range of the grid is shaded, and clipped values have another colour."""
     figure, axes = new_figure(_HEIGHT)
     edges, heights = counts.edges.numpy(), counts.bins.numpy().astype(float)
     n = counts.inside
@@ -46,7 +48,7 @@ def draw_values(counts: TensorCounts) -> Figure:
 
 
 def draw_levels(counts: TensorCounts) -> Figure:
-    """How often every code occurs; of many levels, the mean over neighbours."""
+    """Draws how often each code occurs. With many levels, bars are means over neighbouring codes."""
     figure, axes = new_figure(_HEIGHT)
     spec = counts.spec
     shares = counts.codes.numpy().astype(float) / max(counts.total, 1)
@@ -61,7 +63,7 @@ def draw_levels(counts: TensorCounts) -> Figure:
     left = starts - 0.5 + widths * gap / 2
     right = left + widths * (1 - gap)
     _bars(axes, left, right, np.full(len(heights), floor), heights, ACCENT)
-    # Of the ends, the part that came there by clipping.
+    # The clipped values, as the top parts of the first and last bar.
     clipped = np.zeros(len(heights))
     clipped[0] += counts.below / widths[0]
     clipped[-1] += counts.above / widths[-1]
@@ -77,7 +79,7 @@ def draw_levels(counts: TensorCounts) -> Figure:
 
 
 def _bars(axes: Axes, left: np.ndarray, right: np.ndarray, bottom: np.ndarray, top: np.ndarray, color: str) -> None:
-    """Bars that are one shape, which is drawn many times faster than one shape each."""
+    """Draws all bars as one path, which is many times faster than one path each."""
     some = top > bottom
     corners = [(left, bottom), (left, top), (right, top), (right, bottom), (left, bottom)]
     points = np.stack([np.stack([x[some], y[some]], axis=-1) for x, y in corners], axis=1)
@@ -87,7 +89,7 @@ def _bars(axes: Axes, left: np.ndarray, right: np.ndarray, bottom: np.ndarray, t
 
 
 def _occupied(heights: np.ndarray, n: int) -> tuple[int, int]:
-    """The bins to show: the range with a little around it, and every bin with something in it."""
+    """Returns the first and last bin to show: the range with a margin, and all bins that are not empty."""
     some = np.flatnonzero(heights)
     around = max(1, n // 16)
     low = min(n, int(some[0]) if len(some) else n)
@@ -96,13 +98,13 @@ def _occupied(heights: np.ndarray, n: int) -> tuple[int, int]:
 
 
 def _use_log(shares: np.ndarray) -> bool:
-    """Whether bars of some weight could not be seen beside the highest."""
+    """Returns True if the median bar would be hardly visible on a linear scale."""
     some = np.sort(shares[shares > 0])
     return bool(len(some)) and float(some[len(some) // 2]) < _TOO_LOW * float(some[-1])
 
 
 def _set_scale(axes: Axes, shares: np.ndarray, use_log: bool) -> float:
-    """Room for a line of text above, and where bars begin."""
+    """Sets the y axis, with room for a line of text, and returns the bottom of the bars."""
     some = shares[shares > 0]
     top = float(some.max()) if len(some) else 1.0
     if not use_log:
@@ -134,7 +136,7 @@ def _write_tails(axes: Axes, counts: TensorCounts) -> None:
         axes.text(1, 0.985, "nothing is clipped", **_at_top(axes, "right", MUTED))
 
 
-def _at_top(axes: Axes, side: str, color: str) -> dict:
+def _at_top(axes: Axes, side: str, color: str) -> dict[str, Any]:
     return {"transform": axes.transAxes, "va": "top", "ha": side, "color": color, "size": 8.5, "linespacing": 1.3}
 
 
@@ -146,7 +148,7 @@ def _position_label(counts: TensorCounts) -> str:
 
 
 def _percent(share: float) -> str:
-    """As many digits as say something.
+    """Formats a share as a percentage with two significant digits.
 
     >>> _percent(0.25), _percent(0.0123), _percent(0.000012), _percent(0)
     ('25%', '1.2%', '1.2e-3%', '0%')

@@ -1,4 +1,4 @@
-"""What is counted of the tensors that are quantized: where their values are on the grid, and which codes occur."""
+"""Counts the values of quantized tensors: their positions on the grid, and the codes that occur."""
 
 import dataclasses
 import math
@@ -11,21 +11,22 @@ from torch import Tensor, nn
 from fakequant._backends.torch import tensor_functions
 from fakequant._train.health import qparams_for
 from fakequant.nn._bounded_parameters import whole
+from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._quantized_layer import QuantizedLayer
-from fakequant.nn._quantizer import Quantizer, quantizers
+from fakequant.nn._quantizer import Quantizer
 from fakequant.spec import QuantSpec
 
-# Bins of the histogram inside the range, at least; as many again are on either side of it.
+# The minimum number of histogram bins inside the range. There are as many on either side of it.
 BINS = 96
-# Levels that are counted one by one; more are counted in as many bins of neighbours.
+# The maximum number of counters for codes. More levels are counted in this many bins.
 COUNTED = 1 << 16
 
 
 @dataclasses.dataclass
 class TensorCounts:
-    """One quantized tensor, over everything that was shown of it.
+    """The counts of one quantized tensor, over all batches.
 
-    position of a value  =  value / scale + zero point       its code before it is rounded and clipped
+    The position of a value is value / scale + zero point: its code before it is rounded and clipped.
     """
 
     path: str
@@ -35,18 +36,18 @@ class TensorCounts:
     total: int = 0
     below: int = 0
     above: int = 0
-    # Of these, those more than a step out: a symmetric grid cuts half a step off its largest value, which is no fault.
+    # Values more than one step outside. A symmetric grid clips its largest value by half a step, which is harmless.
     far: int = 0
     nonfinite: int = 0
-    # Values per bin of positions, and those further out on either side.
+    # The number of values per bin of positions, and of those beyond the first and the last bin.
     bins: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0))
     under: int = 0
     over: int = 0
-    # How often every code occurs, from qmin on.
+    # How often each code occurs, starting at qmin.
     codes: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0))
     signal: float = 0.0
     noise: float = 0.0
-    # Scale and zero point, if there is one of each for everything.
+    # Scale and zero point, if all values share them.
     one_grid: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
@@ -55,35 +56,35 @@ class TensorCounts:
 
     @property
     def inside(self) -> int:
-        """Bins inside the range: a whole number of them to every step, or one for several steps."""
+        """The number of bins inside the range. A step has a whole number of bins, unless a bin covers several steps."""
         levels = self.spec.levels
         return levels * max(1, round(BINS / levels)) if levels <= 2 * BINS else BINS
 
     @property
     def edges(self) -> Tensor:
-        """Where bins of positions begin and end; the range is the middle third."""
+        """The edges of the bins of positions. The range is the middle third."""
         spec, width = self.spec, self.spec.levels / self.inside
         return spec.qmin - 0.5 + width * (torch.arange(3 * self.inside + 1, dtype=torch.float64) - self.inside)
 
     @property
     def clipped(self) -> float:
-        """Share of values outside the range."""
+        """The share of values outside the range."""
         return (self.below + self.above) / max(self.total, 1)
 
     @property
     def used(self) -> int:
-        """How many codes occur, of those that are counted one by one."""
+        """The number of codes, or bins of codes, that occur."""
         return int((self.codes > 0).sum())
 
     @property
     def sqnr(self) -> float | None:
-        """10 log10(sum x^2 / sum (x - y)^2) in dB; None: there is no signal; infinite: every value is on the grid."""
+        """10 log10(sum x^2 / sum (x - y)^2) in dB. None if all values are 0, infinite if all are on the grid."""
         if not self.signal:
             return None
         return 10 * math.log10(self.signal / self.noise) if self.noise else math.inf
 
     def add(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> None:
-        """Counts one tensor that is quantized with these."""
+        """Counts one tensor, quantized with this scale and zero point."""
         x = x.detach()
         self.shape = tuple(x.shape)
         y, inside = tensor_functions.fake_quantize(x, scale, zero_point, self.spec, mask="bool")
@@ -99,7 +100,7 @@ class TensorCounts:
         self.signal += float(torch.where(finite, x, 0).double().square().sum())
         self.noise += float(torch.where(finite, x.double() - y.double(), 0).square().sum())
         grid = (float(scale), float(zero_point)) if scale.dim() == 0 else None
-        # A range of the tensor at hand is another for the next one.
+        # A dynamic quantizer may have another grid for each tensor.
         self.one_grid = grid if self.total == x.numel() or grid == self.one_grid else None
 
     def _index(self, codes: Tensor) -> Tensor:
@@ -121,7 +122,7 @@ class TensorCounts:
 
 
 def _along(values: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
-    """Scales or zero points in a shape that goes with `x`."""
+    """Returns scales or zero points in a shape that broadcasts with `x`."""
     if spec.axis is None:
         return values
     axis = spec.axis % x.dim()
@@ -132,10 +133,10 @@ def _along(values: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
 
 @contextmanager
 def counting(model: nn.Module) -> Iterator[list[TensorCounts]]:
-    """Counts the weights of a model, and while it lasts what passes the other quantizers.
+    """Counts the weights of a model, and the activations that pass its quantizers inside the context.
 
-    Nothing of an activation is kept but counts. In the list are those that have a scale; of those that nothing
-    passed through, the total is 0.
+    Yields the counts of all quantizers. Activations themselves are not kept. The total is 0 for a quantizer without
+    scale, or one that received no data.
     """
     weights = {
         module.weight_quantizer: whole(getattr(module, module._fakequant.kind.weight_name))

@@ -1,4 +1,4 @@
-"""`report`: everything there is to see of a prepared model, on one page."""
+"""`report`: writes an HTML page about a prepared model."""
 
 import dataclasses
 import os
@@ -16,12 +16,12 @@ from fakequant._diagnosis.report.advice import Judged, judge
 from fakequant._diagnosis.report.folder import filling
 from fakequant._diagnosis.report.tensors import counting
 from fakequant._info import info
-from fakequant._prepare.summary import summary
+from fakequant._prepare.summary import Summary, summary
 from fakequant._train.health import QuantizerHealth, health, memory_as_before, qparams_for
 from fakequant._train.model_snapshot import unchanged
 from fakequant._train.running import Bar, Data, check_steps
 from fakequant._util.optional_packages import require
-from fakequant.nn._quantizer import quantizers
+from fakequant.nn._model_quantizers import quantizers
 
 if TYPE_CHECKING:
     from fakequant._diagnosis.compare import Comparison
@@ -43,15 +43,28 @@ def report(
     max_tensors: int | None = 40,
     progress: bool = True,
 ) -> Path:
-    """Writes `report.html`, which needs nothing else and opens offline, and its figures as PNGs in `folder/figures`.
+    """Writes `report.html`, a page that works offline, and its figures as PNGs in `folder/figures`.
 
-    On the page: what is quantized, which quantizers are not healthy, why, and what helps; for every tensor the
-    histogram of its values over the grid and how often every code occurs. Weights are looked at as they are,
-    activations while `data` (at most `steps` batches) passes through the model in evaluation mode. The rest is shown if
-    it is given: `float_model` to compare every layer with, on `data`; what `sensitivity` and `verify` returned; a
-    `History`. Figures of tensors are those of the `max_tensors` worst; None: of all.
+    The page shows what is quantized, which quantizers have problems, and what helps. For each tensor it shows the
+    histogram of its values and how often each code occurs.
 
-    The model stays as it is. Returns the path of the page. Needs `pip install "fakequant[report]"`.
+    Args:
+        model: A prepared model. It is not changed.
+        folder: The folder to write. It is created if necessary.
+        data: Batches for the activations, on which the model runs in evaluation mode. None for weights only.
+        float_model: The float model to compare each layer with, on `data`.
+        sensitivity: The result of `fakequant.sensitivity`.
+        history: The health of the model over its training.
+        verification: The result of `fakequant.verify`.
+        title: The title of the page.
+        steps: The number of batches to use. None for all.
+        max_tensors: The number of tensors with figures, those with problems first. None for all.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The path of the page.
+
+    Needs `pip install "fakequant[report]"`.
 
     >>> import tempfile, fakequant as fq
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8())
@@ -66,10 +79,10 @@ def report(
     _check(data, float_model, sensitivity, history, verification, title, max_tensors)
     made = summary(model)
     check_steps(steps)
-    if isinstance(data, Iterator):  # it is needed more than once
+    if isinstance(data, Iterator):  # the data is read more than once
         data = list(islice(data, steps))
     with filling(folder) as unfinished:
-        judged = _look(model, data, steps, history)
+        judged = _judged(model, data, steps, history)
         comparison = None
         if float_model is not None:
             from fakequant._diagnosis.compare import compare
@@ -85,13 +98,19 @@ def report(
 
 
 def _check(
-    data: Any, float_model: Any, sensitivity: Any, history: Any, verification: Any, title: Any, max_tensors: Any
+    data: object,
+    float_model: object,
+    sensitivity: object,
+    history: object,
+    verification: object,
+    title: object,
+    max_tensors: object,
 ) -> None:
     if float_model is not None and not isinstance(float_model, nn.Module):
         raise TypeError(f"`float_model` must be a torch.nn.Module, got {type(float_model).__name__}.")
     if float_model is not None and data is None:
         raise ValueError(
-            "`float_model` is compared on data, and there are none.\nPass `data`, batches for both models."
+            "`float_model` needs `data` to be compared on, got None.\nPass `data`: batches for both models."
         )
     if history is not None and not isinstance(history, History):
         raise TypeError(f"`history` must be a fakequant.History, got {type(history).__name__}.")
@@ -104,13 +123,13 @@ def _check(
             f"`verification` must be what fakequant.verify(...) returns, got {type(verification).__name__}."
         )
     if title is not None and not isinstance(title, str):
-        raise TypeError(f"`title` must be a text, got {title!r}.")
+        raise TypeError(f"`title` must be a string, got {title!r}.")
     if max_tensors is not None and (type(max_tensors) is not int or max_tensors < 0):
         raise ValueError(f"`max_tensors` must be a number of tensors or None, got {max_tensors!r}.")
 
 
-def _look(model: nn.Module, data: Data | None, steps: int | None, history: History | None) -> list[Judged]:
-    """Every quantizer, after one pass over the data."""
+def _judged(model: nn.Module, data: Data | None, steps: int | None, history: History | None) -> list[Judged]:
+    """Returns the findings for every quantizer, after one pass over the data."""
     calls: list[None] = []
     handle = model.register_forward_pre_hook(lambda *_: calls.append(None))
     try:
@@ -119,7 +138,9 @@ def _look(model: nn.Module, data: Data | None, steps: int | None, history: Histo
     finally:
         handle.remove()
     if data is not None and not calls:
-        raise ValueError("`data` has no batches: there was nothing to look at.\nPass at least one batch, or data=None.")
+        raise ValueError(
+            "`data` has no batches, so there are no activations to show.\nPass at least one batch, or data=None."
+        )
     is_on = {path: q.quantizing for path, q in quantizers(model)}
     has_scale = {path: q.is_dynamic or qparams_for(q, torch.zeros(0)) is not None for path, q in quantizers(model)}
     return [
@@ -129,19 +150,19 @@ def _look(model: nn.Module, data: Data | None, steps: int | None, history: Histo
 
 
 def _completed(found: QuantizerHealth, history: History | None) -> QuantizerHealth:
-    """With what a history says last of drift and oscillation: both need several looks."""
+    """Returns the health with the last drift and oscillation of the history, as both need several checks."""
     if history is None or found.path not in history.quantizers:
         return found
-    last: dict[str, Any] = {}
-    for name in ("scale_drift", "oscillating"):
-        _, values = history.series(found.path, name)
-        if values:
-            last[name] = values[-1]
-    return dataclasses.replace(found, **last)
+    drift, oscillating = (history.series(found.path, name)[1] for name in ("scale_drift", "oscillating"))
+    return dataclasses.replace(
+        found,
+        scale_drift=drift[-1] if drift else found.scale_drift,
+        oscillating=oscillating[-1] if oscillating else found.oscillating,
+    )
 
 
 def _page(
-    made: Any,
+    made: Summary,
     judged: list[Judged],
     comparison: "Comparison | None",
     sensitivity: "Sensitivity | None",
@@ -151,7 +172,7 @@ def _page(
     max_tensors: int | None,
     progress: bool,
 ) -> tuple[str, dict[str, bytes]]:
-    """The text of the page, and the figures as PNGs."""
+    """Returns the text of the page, and the figures as PNGs."""
     from fakequant._diagnosis.report import page, pieces
 
     seen = [j for j in judged if j.counts.total]

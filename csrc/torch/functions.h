@@ -1,0 +1,69 @@
+// The functions of the Python module (autograd.cc), grouped by the file that defines them.
+//
+// They handle the common case: ordinary CPU memory; one scale per tensor, channel or group; first derivatives. Unless
+// stated otherwise they return None for anything else, without having changed anything. Python then handles the call
+// or raises the error.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace fakequant::autograd {
+
+namespace nb = nanobind;
+
+// --- straight_through.cc: fixed scale and zero point, straight-through gradient -------------------
+
+// Returns y, fake-quantized from x.
+//   numerics          a value of the enum Numerics
+//   axis, group       None, or as in QuantSpec; axis is not negative
+//   lowest_zero,      the zero points allowed
+//   highest_zero
+//   has_torchs_name   accept and reject arguments as torch's function of the same name does
+//   clipped           gradient 0 outside [qmin, qmax]; otherwise the gradient passes through unchanged
+nb::object fake_quantize(nb::handle x, nb::handle scale, nb::handle zero_point, int64_t qmin, int64_t qmax,
+                         int numerics, std::optional<int64_t> axis, std::optional<int64_t> group, int64_t lowest_zero,
+                         int64_t highest_zero, bool has_torchs_name, bool clipped);
+
+// Updates the running range with x, writes scale and zero point and, if `quantize`, fake-quantizes x. Returns
+// (y, count), where y is None unless `quantize` and count is the number of values that are not finite. Returns None
+// also if a block has no range to quantize with; the running range is then unchanged, scale and zero point may not be.
+//   running_min, running_max, scale   float32 buffers, one value per block
+//   zero_point                        int32 buffer, one value per block
+//   update                            a value of the enum RangeUpdate
+nb::object observe(nb::handle x, nb::handle running_min, nb::handle running_max, nb::handle scale,
+                   nb::handle zero_point, int64_t qmin, int64_t qmax, int numerics, bool symmetric, int update,
+                   double averaging_constant, double eps, std::optional<int64_t> axis, std::optional<int64_t> group,
+                   bool quantize, bool clipped);
+
+// Records that y, computed from x without autograd, has a clipped gradient.
+//   mask       uint8, one bit per element in memory order, or bool of y's shape and strides
+//   order      memory order of a packed mask: axes from outermost to innermost, or None for C order
+//   multiply   dx is dy * mask, as in torch, instead of mask ? dy : 0
+void clipped(nb::handle x, nb::handle y, nb::handle mask, nb::handle order, bool multiply);
+
+// Records that y, computed from x without autograd, passes its gradient through unchanged.
+void pass_through(nb::handle x, nb::handle y);
+
+// --- learned_scale.cc: scale and zero point are parameters ----------------------------------------
+
+// Returns y, fake-quantized from x and differentiable in x, scale and zero_point.
+//   numerics_name, numerics   the rule, by its Python name and as a value of the enum Numerics
+//   grad_factor               factor of the gradients of scale and zero_point
+nb::object fake_quantize_learned(nb::handle x, nb::handle scale, nb::handle zero_point, int64_t qmin, int64_t qmax,
+                                 std::string numerics_name, int numerics, std::optional<int64_t> axis,
+                                 bool has_torchs_name, double grad_factor);
+
+// Clamps `value` in place; see bounded.h. Returns false, and does nothing, unless both are plain float32 tensors of the
+// same size.
+bool keep_within(nb::handle value, nb::handle before, double low, double high);
+
+// --- linear.cc ------------------------------------------------------------------------------------
+
+// Returns x @ weight.T + bias. Its backward pass unpacks one saved tensor at a time.
+nb::object linear(nb::handle x, nb::handle weight, nb::handle bias);
+
+}  // namespace fakequant::autograd
