@@ -81,10 +81,7 @@ def named(*names: str) -> list[TorchFunction]:
 
 
 _TRACED = [name for move in MOVES for name in move.traced]
-TRACED_FUNCTIONS = {
-    getattr(place, name) for name in _TRACED for place in (F if hasattr(F, name) else torch,) if hasattr(place, name)
-}
-TRACED_METHODS = {name for name in _TRACED if hasattr(Tensor, name)} | {"contiguous"}
+TRACED_NAMES = {*_TRACED, "contiguous"}
 TRACED_MODULES: tuple[type[nn.Module], ...] = (nn.Identity, *(module for move in MOVES for module in move.modules))
 ONNX_MOVES = {name for move in MOVES for name in move.onnx}
 # The functions that `__torch_function__` receives: those that move codes of sums, and those that only move codes of

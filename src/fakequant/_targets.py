@@ -32,6 +32,8 @@ class Target:
     arithmetic: str = "reference"
     # If True, exported activations have unsigned codes, because the kernels of the runtime require them.
     unsigned_activations: bool = False
+    # It computes convolutions, additions and the like in integers only if their results are quantized too.
+    needs_results: bool = False
 
     def fit_weight(self, spec: QuantSpec) -> QuantSpec:
         """Returns `spec` adapted to the weights of this target: unchanged, with fewer bits, or symmetric.
@@ -96,12 +98,13 @@ TARGETS = {
     target.name: target
     for target in (
         Target(name="generic"),
-        Target(name="onnxruntime-vnni", arithmetic="onnxruntime", unsigned_activations=True),
+        Target(name="onnxruntime-vnni", arithmetic="onnxruntime", unsigned_activations=True, needs_results=True),
         Target(
             name="onnxruntime-x86",
             weight_bits=7,
             arithmetic="onnxruntime",
             unsigned_activations=True,
+            needs_results=True,
         ),
         Target(name="tensorrt", symmetric_int8=True),
     )

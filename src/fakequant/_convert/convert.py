@@ -11,7 +11,8 @@ from torch.nn.utils import parametrize
 from fakequant import _targets
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.tensor_checks import block_shape
-from fakequant._convert.fold_batch_norm import BatchNorm, Folded, find_norm, find_pairs, fold, reason_not_foldable
+from fakequant._convert.fold_batch_norm import BatchNorm, can_fold, find_norm, fold, reason_not_foldable
+from fakequant._convert.folded_norm import remove_norm
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import (
     IntegerLayer,
@@ -78,17 +79,15 @@ def convert(model: nn.Module, *, target: str | None = None) -> nn.Module:
     copied = copy.deepcopy(model).eval().requires_grad_(False)
     forget_preparation(copied)
     notes = leave_in_float(copied)
-    pairs, problem = find_pairs(copied)
-    if problem is not None:
-        notes.append(f"the model could not be traced ({problem}): check which batch norms were folded")
+    pairs = {layer: norm for layer, norm in made.norms.items() if can_fold(copied, layer, norm)}
     grids = _make_grids(copied, goal)
-    norms = {pair.layer: find_norm(copied, pair) for pair in pairs}
+    norms = {layer: find_norm(copied, norm) for layer, norm in pairs.items()}
     kept = _replace(copied, grids, norms, goal)
-    folded = [pair.norm for pair in pairs if pair.layer not in kept]
+    folded = [norm for layer, norm in pairs.items() if layer not in kept]
     for path in folded:
-        replace_by_identity(copied, path)
+        remove_norm(copied, path)
     _require_target(copied, goal)
-    notes += [f"{pair.norm} stays a batch norm: {kept[pair.layer]}" for pair in pairs if pair.layer in kept]
+    notes += [f"{norm} stays a batch norm: {kept[layer]}" for layer, norm in pairs.items() if layer in kept]
     record_of(copied).conversion = Conversion(goal.name, folded, notes)
     return_tensors(copied)
     return copied
@@ -246,6 +245,7 @@ def _set_bias(layer: IntegerLayer, bias: Tensor | None) -> None:
     if bias is None:
         return
     if is_integer(layer):
+        layer._parameters.pop(name, None)  # it is computed from the codes when it is read
         _widen(layer, input_grid_of(layer).scale, bias.detach())
         layer.bias_codes = bias_codes(bias.detach(), bias_scale(layer)).to(torch.int32)
     else:
@@ -272,13 +272,6 @@ def _widen(layer: IntegerLayer, x_scale: Tensor, bias: Tensor) -> None:
     record.weight_spec = dataclasses.replace(record.weight_spec, axis=0)
     layer.weight_scale = needed
     set_levels(layer, levels.round())
-
-
-def replace_by_identity(model: nn.Module, path: str) -> None:
-    """Replaces a folded batch norm by an identity, which keeps its output quantizer."""
-    parent, _, name = path.rpartition(".")
-    norm = model.get_submodule(path)
-    setattr(model.get_submodule(parent), name, Folded(norm._modules.get("output_quantizer")))
 
 
 def return_tensors(model: nn.Module) -> None:

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from fakequant import _targets
 from fakequant._backends.blocks import blocks_of
 from fakequant._backends.torch.torch_private import EXTRA_STATE_SUFFIX
-from fakequant._convert.convert import Conversion, conversion, find_conversion, replace_by_identity, return_tensors
+from fakequant._convert.convert import Conversion, conversion, find_conversion, return_tensors
 from fakequant._convert.file_checks import check_eps, check_grid, check_same_dtype, check_weight, checksum
-from fakequant._convert.fold_batch_norm import Folded
+from fakequant._convert.folded_norm import Folded, remove_norm
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer, Integers
 from fakequant._convert.golden.sums_to_codes import ARITHMETICS
@@ -261,7 +261,7 @@ def _apply(model: nn.Module, described: Description, state: State, file: File) -
     target = _targets.find(described["target"]).name
     modules = dict(model.named_modules())
     for path in described["folded"]:
-        replace_by_identity(model, path)
+        remove_norm(model, path)
     for path, layer in described["layers"].items():
         _make_layer(modules[path], path, layer)
     grids = {path: _make_grid(path, grid, state) for path, grid in described["grids"].items()}
@@ -382,6 +382,8 @@ def _fill_layer(layer: IntegerLayer, start: str, state: State, file: File) -> No
             if tuple(value.shape) != expected:
                 _refuse(file, start + last, f"of shape {tuple(value.shape)}", f"of {expected}")
             own[last] = nn.Parameter(value, requires_grad=False) if own is layer._parameters else value
+    if layer.bias_codes is not None:
+        layer._parameters.pop(layer._fakequant.kind.bias_name, None)
     missing = [last for last in ("weight_codes", "weight_scale") if last in shapes and layer._buffers[last] is None]
     if missing:
         raise ValueError(f"{file} is damaged: it has no {start}{missing[0]}.\n{_AGAIN}")

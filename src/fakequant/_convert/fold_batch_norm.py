@@ -9,106 +9,26 @@ Codes of a symmetric grid with narrow range can change their sign, so the weight
 """
 
 import dataclasses
-from collections import Counter
-from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import TypeAlias
 
-import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from fakequant._convert.golden.integer_layer import IntegerLayer, set_levels, weight_levels
-from fakequant._prepare.data_flow import copy_for_tracing
 from fakequant.nn._batch_norm import factor_of, folded_bias, folded_scale, lacks_opposite
 from fakequant.nn._layer_kinds import LayerKind
 from fakequant.nn._quantized_layer import QuantizedLayer
-from fakequant.nn._quantizer import Quantizer
 
 BatchNorm: TypeAlias = nn.modules.batchnorm._BatchNorm
 
 
-class Pair(NamedTuple):
-    """The paths of a layer and of the batch norm that is the only consumer of its output."""
+def can_fold(model: nn.Module, path: str, norm_path: str) -> bool:
+    """Returns True if the batch norm at `norm_path` can be folded into the layer at `path`.
 
-    layer: str
-    norm: str
-
-
-class Folded(nn.Module):
-    """The identity that replaces a folded batch norm. It keeps the batch norm's output quantizer."""
-
-    output_quantizer: Any
-
-    def __init__(self, output_quantizer: nn.Module | None = None) -> None:
-        super().__init__()
-        self.register_module("output_quantizer", output_quantizer)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if self.output_quantizer is None else self.output_quantizer(x)
-
-
-class _Tracer(fx.Tracer):
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if isinstance(m, (QuantizedLayer, Quantizer)):
-            return True
-        if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
-            return False
-        return m.__module__.startswith(("torch.nn", "torch.ao.nn"))
-
-
-def find_pairs(model: nn.Module) -> tuple[list[Pair], str | None]:
-    """Returns the layers whose output is only used by a batch norm that can be folded into them.
-
-    Also returns why the model could not be traced, or None if it was. Without tracing, only neighbours in an
-    `nn.Sequential` are found.
+    The weight must have, or can be given, one scale or group of scales per channel of the batch norm.
     """
-    try:
-        with torch.random.fork_rng(devices=[]):
-            graph = _Tracer().trace(copy_for_tracing(model).eval())
-    except Exception as error:  # tracing runs the model's code, which can raise anything
-        first = str(error).strip().split("\n")[0]
-        return _pairs_in_sequentials(model), f"{type(error).__name__}: {first}"
-    calls: dict[str, int] = {}
-    for node in graph.nodes:
-        if node.op == "call_module":
-            calls[str(node.target)] = calls.get(str(node.target), 0) + 1
-    found = []
-    for node in graph.nodes:
-        if node.op != "call_module" or not _is_norm(model.get_submodule(str(node.target))):
-            continue
-        source = node.args[0] if node.args else None
-        if not isinstance(source, fx.Node) or source.op != "call_module" or len(source.users) != 1:
-            continue
-        pair = Pair(str(source.target), str(node.target))
-        if calls[pair.layer] == calls[pair.norm] == 1 and _can_fold(model, pair):
-            found.append(pair)
-    return found, None
-
-
-def _pairs_in_sequentials(model: nn.Module) -> list[Pair]:
-    """Returns the pairs that are neighbours in an `nn.Sequential` and are not used anywhere else."""
-    found = []
-    places = Counter(child for module in model.modules() for child in module._modules.values())
-    for path, module in model.named_modules():
-        if type(module).forward is nn.Sequential.forward:
-            names = [f"{path}.{name}" if path else name for name in module._modules]
-            pairs = [Pair(a, b) for a, b in pairwise(names)]
-            for pair in pairs:
-                both = [model.get_submodule(path) for path in pair]
-                if all(places[module] == 1 for module in both) and _is_norm(both[1]) and _can_fold(model, pair):
-                    found.append(pair)
-    return found
-
-
-def _is_norm(module: nn.Module) -> bool:
-    if not isinstance(module, BatchNorm) or module.running_mean is None:
+    layer, norm = model.get_submodule(path), model.get_submodule(norm_path)
+    if not isinstance(norm, BatchNorm) or norm.running_mean is None:
         return False
-    return type(module).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward)
-
-
-def _can_fold(model: nn.Module, pair: Pair) -> bool:
-    """Returns True if the weight has, or can be given, one scale or group of scales per channel of the batch norm."""
-    layer = model.get_submodule(pair.layer)
-    norm = find_norm(model, pair)
     if not isinstance(layer, QuantizedLayer) or layer.output_quantizer is not None or layer.weight_quantizer is None:
         return False
     kind: type[LayerKind] = layer._fakequant.kind
@@ -123,9 +43,9 @@ def _can_fold(model: nn.Module, pair: Pair) -> bool:
     return scale_axis == axis if spec.group_size is None else scale_axis != 0 and axis == 0
 
 
-def find_norm(model: nn.Module, pair: Pair) -> BatchNorm:
-    """Returns the batch norm of a pair."""
-    norm = model.get_submodule(pair.norm)
+def find_norm(model: nn.Module, path: str) -> BatchNorm:
+    """Returns the batch norm at `path`."""
+    norm = model.get_submodule(path)
     assert isinstance(norm, BatchNorm)
     return norm
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant._convert.fold_batch_norm import Folded
+from fakequant._convert.folded_norm import Folded
 from fakequant._convert.golden.integer_layer import IntegerLayer
 from fakequant._diagnosis.inputs import changed_inputs, inputs_of
 from fakequant._diagnosis.pairs import Pair, find_pairs, has_quantized_weight, reference

@@ -5,12 +5,13 @@ from typing import Any
 
 from torch import nn
 
-from fakequant._convert import fold_batch_norm
+from fakequant._convert.folded_norm import Folded, FoldedNorm, normalized
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
 from fakequant._diagnosis.inputs import input_grid_of
 from fakequant._diagnosis.sums import Sums
 from fakequant._diagnosis.watching import Call
+from fakequant._prepare.attach import find_preparation
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
 
@@ -58,7 +59,8 @@ def find_pairs(float_model: nn.Module, quantized_model: nn.Module) -> list[Pair]
         )
     pairs = [Pair(path, floats[path], module) for path, module in found.items()]
     is_converted = any(isinstance(module, IntegerLayer) for module in found.values())
-    norms = {} if is_converted else dict(fold_batch_norm.find_pairs(quantized_model)[0])
+    made = find_preparation(quantized_model)
+    norms = {} if is_converted or made is None else made.norms
     for pair in pairs:
         _check_shapes(pair)
         norm = norms.get(pair.path)
@@ -96,8 +98,10 @@ def has_quantized_weight(module: nn.Module) -> bool:
 def reference(pair: Pair, calls: dict[str, list[Call]], number: int) -> Call:
     """Returns a call of the float model's layer, with the result after its batch norm if it has one."""
     call = calls[pair.path][number]
-    if isinstance(pair.module, fold_batch_norm.Folded):  # its input is already normalized
+    if isinstance(pair.module, Folded):  # its input is already normalized
         return Call((call.result,), {}, call.result)
+    if isinstance(pair.module, FoldedNorm):
+        return Call((normalized(pair.before, call.args[0]),), {}, call.result)
     if pair.norm is None or number >= len(calls.get(pair.norm, ())):
         return call
     return dataclasses.replace(call, result=calls[pair.norm][number].result)

@@ -265,12 +265,14 @@ def _batch_of(x: object) -> dict[int, str] | None:
 
 def _finish(program: "Model", opset: int, target: _targets.Target) -> None:
     from fakequant._onnx import graph_forms, lowering, old_opsets
+    from fakequant._onnx.gather_codes import gather_codes
 
     graph_forms.rewrite(program)
     # Lowering must use the features of the file's opset, which may be lower than the exporter's.
     exported = program.opset_imports[""]
     program.opset_imports[""] = opset
     lowering.Lowering(program, unsigned=target.unsigned_activations).run()
+    gather_codes(program.graph)
     program.opset_imports[""] = exported
     if opset < exported:
         old_opsets.downgrade(program, opset)

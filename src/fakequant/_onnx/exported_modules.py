@@ -68,14 +68,18 @@ class ExportedIntegers(Integers):
         file = self.stored
         return onnx_operators.stored(file.codes, file.scale, file.zero_point, file.bits, self.name("weight"))
 
+    def quantized_bias(self, layer: IntegerLayer) -> Tensor | None:
+        """Returns the bias, as an operator that holds its codes if it has any."""
+        if layer.bias_codes is None:
+            return super().quantized_bias(layer)
+        assert self.stored is not None
+        assert self.stored.bias_scale is not None
+        return onnx_operators.stored(layer.bias_codes, self.stored.bias_scale, None, 32, self.name("bias"))
+
     def result(self, layer: IntegerLayer, operator: Operator, input: Tensor, rows: slice) -> Tensor:
         """Applies `operator` to floats. Runtimes fuse it with the DQ and Q nodes around it into an integer kernel."""
         x = self.quantize_input(layer, input)
-        weight, bias = self.quantized_weight(layer), getattr(layer, self.kind.bias_name, None)
-        if layer.bias_codes is not None:
-            assert self.stored is not None
-            assert self.stored.bias_scale is not None
-            bias = onnx_operators.stored(layer.bias_codes, self.stored.bias_scale, None, 32, self.name("bias"))
+        weight, bias = self.quantized_weight(layer), self.quantized_bias(layer)
         weight, bias = weight[rows] if rows != slice(None) else weight, part_of(bias, rows)
         if operator is linear and x.dim() > 2:  # runtimes have one kernel for a 2-D product with bias
             return torch.unflatten(operator(x.flatten(0, -2), weight, bias), 0, (-1, *x.shape[1:-1]))

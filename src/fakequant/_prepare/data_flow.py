@@ -1,141 +1,129 @@
-"""Finds the modules whose outputs are operands of additions, concatenations, products and means, or inputs of layers.
+"""What a config needs to know about the data flow of a model: operands, sources, batch norms, the order of layers.
 
-The model is traced with torch.fx for analysis only and never replaced by the traced graph.
+All of it is read from flow graphs. With an example the model is run and every call is seen. Without one the model is
+traced with torch.fx, which fails on much Python code; then batch norms are only found in `nn.Sequential`.
 """
 
-import copy
-import operator
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import fx, nn
+from torch import nn
 
-from fakequant._moves import TRACED_FUNCTIONS, TRACED_METHODS, TRACED_MODULES
-from fakequant.nn._layer_kinds import find_kind
-
-# The operations whose operands `QuantConfig.operands` quantizes.
-_FUNCTIONS = {
-    operator.add, operator.iadd, operator.mul, operator.imul, operator.matmul, operator.sub, operator.isub,
-    torch.add, torch.mul, torch.sub, torch.cat, torch.concat, torch.stack, torch.matmul, torch.bmm, torch.einsum,
-    F.scaled_dot_product_attention, torch.mean, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d, F.adaptive_avg_pool1d,
-    F.adaptive_avg_pool2d, F.adaptive_avg_pool3d,
-}  # fmt: skip
-_METHODS = {"add", "add_", "mul", "mul_", "sub", "sub_", "matmul", "bmm", "__add__", "__mul__", "__matmul__", "mean"}
-_MODULES = (
-    nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
-)  # fmt: skip
+from fakequant._moves import TRACED_MODULES, TRACED_NAMES
+from fakequant._prepare.flow_graph import Call, FlowGraph
+from fakequant._prepare.record_flow import record_flow
+from fakequant._prepare.trace_flow import trace_flow
 
 
-class DataFlow(NamedTuple):
-    """The result of `find_operands`."""
+@dataclasses.dataclass
+class DataFlow:
+    """The data flow of a model.
 
-    # Paths of modules whose outputs are operands, in the order of computation.
-    producers: list[str]
-    # Operands computed by functions. They stay in float, because no module can hold their quantizer.
-    without_module: list[str]
-    # For each module with a single input: the paths of the modules that the input comes through, nearest first.
-    # All of them only move elements, except the last, which may compute them.
-    sources: dict[str, tuple[str, ...]]
-    # Why the model could not be traced. None if it was traced.
-    problem: str | None
-
-
-class LayerTracer(fx.Tracer):
-    """A tracer that enters containers, but neither torch's other modules nor layers that can be quantized."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Returns True if a call of the module is one node of the graph."""
-        if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
-            return False
-        return m.__module__.startswith(("torch.nn", "torch.ao.nn")) or find_kind(type(m)) is not None
-
-
-def find_operands(model: nn.Module) -> DataFlow:
-    """Returns the modules of a model whose outputs are operands. Both modes, training and evaluation, are traced.
-
-    >>> class Residual(nn.Module):
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.fc = nn.Linear(2, 2)
-    ...     def forward(self, x):
-    ...         return x + self.fc(x)
-    >>> find_operands(Residual()).producers
-    ['fc']
+    Attributes:
+        graphs: Flow graphs: one of a recorded run, or one per mode if the model was traced.
+        problem: Why there is no graph; None if there is.
+        is_recorded: Whether the model was run on an example.
     """
+
+    graphs: list[FlowGraph]
+    problem: str | None = None
+    is_recorded: bool = False
+
+
+def find_flow(model: nn.Module, example: Any = None) -> DataFlow:
+    """Returns the data flow of `model`, from a run on `example` if it is given."""
+    if example is not None:
+        return DataFlow([record_flow(model, example)], is_recorded=True)
     try:
-        with torch.random.fork_rng(devices=[]):
-            traced = copy_for_tracing(model)
-            graphs = [LayerTracer().trace(traced.train(mode)) for mode in (not model.training, model.training)]
-    except Exception as error:  # tracing runs the model's code, which can raise anything
+        return DataFlow(trace_flow(model))
+    except Exception as error:  # whatever a model's own code raises when it is traced
         first = str(error).strip().split("\n")[0]
-        return DataFlow([], [], {}, f"{type(error).__name__}: {first}")
-    producers: dict[str, None] = {}
-    without_module: dict[str, None] = {}
-    for node in (node for graph in graphs for node in graph.nodes):
-        if not _takes_operands(model, node):
-            continue
-        for operand in node.all_input_nodes:
-            if operand.op == "call_module":
-                producers[str(operand.target)] = None
-            elif operand.op in ("call_function", "call_method") and not _takes_operands(model, operand):
-                without_module[f"{operand.name} into {node.name}"] = None
-    sources = [_input_sources(traced, graph) for graph in graphs]
-    return DataFlow(list(producers), list(without_module), dict(sources[0].items() & sources[1].items()), None)
+        return DataFlow([], f"{type(error).__name__}: {first}")
 
 
-def copy_for_tracing(model: nn.Module) -> nn.Module:
-    """Returns a copy that shares the parameters: tracing may change buffers and attributes, but not parameters."""
-    shared: dict[int, Any] = {id(p): p for p in model.parameters()}
-    return copy.deepcopy(model, shared)
+def sources(model: nn.Module, flow: DataFlow) -> dict[str, tuple[str, ...]]:
+    """Returns for modules with one input the modules that it passes through, the nearest one first.
 
-
-def _input_sources(model: nn.Module, graph: fx.Graph) -> dict[str, tuple[str, ...]]:
-    calls = [node for node in graph.nodes if node.op == "call_module"]
-    times_called = Counter(str(node.target) for node in calls)
-    found: dict[str, set[tuple[str, ...]]] = {}
-    for node in calls:
-        inputs = node.all_input_nodes
-        sources: tuple[str, ...] = ()
-        for path in _modules_behind(model, inputs[0]) if len(inputs) == 1 else ():
-            if times_called[path] > 1:  # called several times: it is unknown which of its outputs this is
-                break
-            sources = (*sources, path)
-        found.setdefault(str(node.target), set()).add(sources)
-    return {target: next(iter(ways)) for target, ways in found.items() if len(ways) == 1 and () not in ways}
-
-
-def _modules_behind(model: nn.Module, node: fx.Node) -> Iterator[str]:
-    """Yields the modules that a value came through, back to the one that computed its elements.
-
-    Stops early at a value that is modified in place.
+    All of these but the last only move elements. A module is left out if its calls differ in this.
     """
-    while not any(_changes_input_in_place(model, user) for user in node.users):
-        if node.op == "call_module":
-            yield str(node.target)
-            moves = isinstance(model.get_submodule(str(node.target)), TRACED_MODULES)
+    if not flow.graphs:
+        return {}
+    found = [_sources(model, graph) for graph in flow.graphs]
+    return {path: way for path, way in found[0].items() if all(other.get(path) == way for other in found)}
+
+
+def call_order(flow: DataFlow) -> list[str]:
+    """Returns the modules in the order in which they are called in evaluation; empty if that is unknown."""
+    return [call.path for call in flow.graphs[-1].modules()] if flow.graphs else []
+
+
+def norm_pairs(model: nn.Module, flow: DataFlow) -> list[tuple[str, str]]:
+    """Returns (layer, batch norm) for layers whose result goes to a batch norm and nowhere else."""
+    if not flow.graphs:
+        return _neighbours_in_sequences(model)
+    graph = flow.graphs[-1]
+    modules = graph.count()
+    # A class derived from a batch norm with a forward pass of its own calls the function.
+    norms = [call for call in graph.calls if _is_norm(model, call)]
+    number = Counter(call.path for call in norms)
+    found = []
+    for call in norms:
+        source = call.inputs[0]
+        is_only_user = source.kind == "module" and source.users == [call] and source not in graph.results
+        if is_only_user and modules[source.path] == number[call.path] == 1:
+            found.append((source.path, call.path))
+    return found
+
+
+def _is_norm(model: nn.Module, call: Call) -> bool:
+    """Whether a call is one of a batch norm of the model, or of the function in its forward pass."""
+    if not call.inputs or not isinstance(model.get_submodule(call.path), nn.modules.batchnorm._BatchNorm):
+        return False
+    return call.kind == "module" or call.function_name == "batch_norm"
+
+
+def _neighbours_in_sequences(model: nn.Module) -> list[tuple[str, str]]:
+    """Neighbours in an `nn.Sequential`, which pass their results on, unless they are used elsewhere too."""
+    found = []
+    places = Counter(child for module in model.modules() for child in module._modules.values())
+    for path, module in model.named_modules():
+        if type(module).forward is nn.Sequential.forward:
+            names = [f"{path}.{name}" if path else name for name in module._modules]
+            for pair in pairwise(names):
+                layer, norm = (model.get_submodule(path) for path in pair)
+                is_norm = isinstance(norm, nn.modules.batchnorm._BatchNorm)
+                if is_norm and places[layer] == places[norm] == 1:
+                    found.append(pair)
+    return found
+
+
+def _sources(model: nn.Module, graph: FlowGraph) -> dict[str, tuple[str, ...]]:
+    number = graph.count()
+    found: dict[str, set[tuple[str, ...]]] = {}
+    for call in graph.modules():
+        way: tuple[str, ...] = ()
+        for path in _moved_from(model, call.inputs[0]) if len(call.inputs) == 1 else ():
+            if number[path] > 1:  # the result of which call this is would have to be known
+                break
+            way = (*way, path)
+        found.setdefault(call.path, set()).add(way)
+    return {path: next(iter(ways)) for path, ways in found.items() if len(ways) == 1 and () not in ways}
+
+
+def _moved_from(model: nn.Module, call: Call) -> Iterator[str]:
+    """Yields the modules that a value passed through, back to the one that computed its elements.
+
+    Stops early if the value was changed on the way.
+    """
+    while not any(user.in_place and user.inputs[0] is call for user in call.users):
+        if call.kind == "module":
+            yield call.path
+            moves = isinstance(model.get_submodule(call.path), TRACED_MODULES)
         else:
-            moves = (node.op == "call_function" and node.target in TRACED_FUNCTIONS) or (
-                node.op == "call_method" and node.target in TRACED_METHODS
-            )
-        if not moves or not node.args or not isinstance(node.args[0], fx.Node):
+            moves = call.kind == "function" and call.function_name in TRACED_NAMES
+        if not moves or not call.inputs:
             return
-        node = node.args[0]
-
-
-def _changes_input_in_place(model: nn.Module, node: fx.Node) -> bool:
-    if node.op == "call_module":
-        return bool(getattr(model.get_submodule(str(node.target)), "inplace", False))
-    name = node.target if isinstance(node.target, str) else node.target.__name__
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in ("iadd", "imul", "isub", "setitem") or bool(node.kwargs.get("inplace"))
-
-
-def _takes_operands(model: nn.Module, node: fx.Node) -> bool:
-    if node.op == "call_module":
-        return isinstance(model.get_submodule(str(node.target)), _MODULES)
-    if node.op == "call_function":
-        return node.target in _FUNCTIONS
-    return node.op == "call_method" and node.target in _METHODS
+        call = call.inputs[0]

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from fakequant import _targets
 from fakequant._prepare.attach import find_preparation
-from fakequant._prepare.data_flow import LayerTracer, copy_for_tracing
 from fakequant._prepare.plan import Plan, read_weight
 from fakequant._train.model_snapshot import unchanged
 from fakequant._train.running import copied
@@ -48,8 +47,15 @@ class FirstLast:
     starts: dict[str, Tensor]
 
 
-def widen_first_and_last(model: nn.Module, config: QuantConfig, plan: Plan) -> FirstLast | None:
-    """Gives the first and the last layer of a plan `first_last_bits`. Returns None if the config does not set it."""
+def widen_first_and_last(model: nn.Module, config: QuantConfig, plan: Plan, calls: list[str]) -> FirstLast | None:
+    """Gives the first and the last layer of a plan `first_last_bits`. Returns None if the config does not set it.
+
+    Args:
+        model: The float model.
+        config: Says how many bits these layers have, and which layers have rules.
+        plan: The layers that will be quantized.
+        calls: The modules in the order in which the model calls them. Empty if that is unknown.
+    """
     if config.first_last_bits is None:
         return None
     planned = {layer.path: layer for layer in plan.layers}
@@ -66,7 +72,7 @@ def widen_first_and_last(model: nn.Module, config: QuantConfig, plan: Plan) -> F
         for path in without_rule
         for name, quantizer in _weight_and_input(planned[path].quantizers)
     }
-    order = _in_order(_traced_calls(model), layers)
+    order = _in_order(calls, layers)
     ends = _ends(order or layers, without_rule)
     for path in ends:
         for name, quantizer in _weight_and_input(planned[path].quantizers):
@@ -239,16 +245,6 @@ def _respec(quantizer: Quantizer, spec: QuantSpec, layer: nn.Module, name: str) 
         kind = layer._fakequant.kind if isinstance(layer, QuantizedLayer) else find_kind(type(layer))
         assert kind is not None
         quantizer.initialize(read_weight(layer, kind.weight_name))
-
-
-def _traced_calls(model: nn.Module) -> list[str]:
-    """Returns the modules that the model calls in evaluation mode, in order. Empty if it cannot be traced."""
-    try:
-        with torch.random.fork_rng(devices=[]):
-            graph = LayerTracer().trace(copy_for_tracing(model).eval())
-    except Exception:  # tracing runs the model's code, which can raise anything
-        return []
-    return [str(node.target) for node in graph.nodes if node.op == "call_module"]
 
 
 def _in_order(calls: list[str], layers: list[str]) -> list[str]:

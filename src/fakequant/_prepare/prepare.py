@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fakequant import _targets
-from fakequant._convert.fold_batch_norm import find_pairs
+from fakequant._convert.fold_batch_norm import can_fold
 from fakequant._prepare.attach import (
     Preparation,
     attach_layer,
@@ -17,10 +17,11 @@ from fakequant._prepare.attach import (
     detach_all,
     find_preparation,
 )
-from fakequant._prepare.data_flow import DataFlow, find_operands
+from fakequant._prepare.data_flow import DataFlow, call_order, find_flow, norm_pairs, sources
 from fakequant._prepare.first_last import adopting_hook, widen_first_and_last
 from fakequant._prepare.plan import OF_RECIPES, Layer, Plan, check_free, make_activation_quantizer, make_plan
 from fakequant._prepare.plan_warnings import warn_about_refused, warn_about_rules
+from fakequant._prepare.quantized_results import holder, results_to_quantize
 from fakequant._train.running import check_module
 from fakequant.config import QuantConfig
 from fakequant.nn._layer_kinds import find_kind
@@ -33,20 +34,23 @@ from fakequant.nn._records import NAME, find_record
 PreparedLayer: TypeAlias = Any
 
 
-def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
+def prepare(model: nn.Module, config: QuantConfig, example: Any = None) -> nn.Module:
     """Adds quantizers to the layers of a model as `config` says, in place, and returns the model.
 
     Each quantized layer gets a class derived from its own class and keeps its parameters, their names, its hooks
     and tied weights. A state_dict of the float model loads strictly.
 
-    If `config.operands` is set, modules also quantize outputs that are operands of an addition, a concatenation, a
-    product or a mean. torch.fx finds these modules. Operands that it cannot find are listed by `summary`.
+    If `config.operands` is set, modules also quantize outputs where the target needs codes: operands of additions,
+    concatenations, products and means, and for some targets the outputs of convolutions. These places are found by
+    running the model once on `example`, in evaluation mode. Without an example the model is traced with torch.fx, which
+    fails on much Python code. What was not found is listed by `summary`.
 
     Scales of weights are known immediately. Scales of activations need data, from `calibrate` or from training.
 
     Args:
         model: The float model. Prepare it before it is compiled or distributed.
         config: Which layers are quantized, and how.
+        example: A batch, as `calibrate` takes them: a tensor, a dict of keyword arguments, or a tuple.
 
     Raises:
         ValueError: If the model is prepared, compiled or distributed already, is on the meta device, or has no
@@ -64,10 +68,10 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
         raise ValueError(_nothing_to_quantize(plan))
     warn_about_rules(model, config, OF_RECIPES)
     warn_about_refused(plan.refused)
-    first_last = widen_first_and_last(model, config, plan)
-    flow = DataFlow([], [], {}, None) if config.operands is None else find_operands(model)
+    flow = find_flow(model, example)
+    first_last = widen_first_and_last(model, config, plan, call_order(flow))
     outputs, notes = _plan_outputs(model, config, plan, flow)
-    on_a_grid = _drop_repeated(plan, outputs, flow)
+    on_a_grid = {} if config.operands is None else _drop_repeated(plan, outputs, sources(model, flow))
     for layer in plan.layers:
         attach_layer(layer.module, _record(layer, config), layer.quantizers)
     hooked = []
@@ -82,7 +86,7 @@ def prepare(model: nn.Module, config: QuantConfig) -> nn.Module:
         # Not registered as a child, because it is already a child of the source.
         reader: PreparedLayer = model.get_submodule(path)
         reader._fakequant.input_grid = model.get_submodule(source).output_quantizer
-    norms = {pair.layer: pair.norm for pair in find_pairs(model)[0]}
+    norms = {layer: norm for layer, norm in norm_pairs(model, flow) if can_fold(model, layer, norm)}
     close_shortcuts(model)
     name_quantizers(model)
     made = Preparation(config, plan.floats, plan.unmatched, hooked, notes, norms, first_last)
@@ -188,16 +192,16 @@ def _nothing_to_quantize(plan: Plan) -> str:
     return f"Nothing in the model would be quantized.{reasons}{rules}"
 
 
-def _drop_repeated(plan: Plan, outputs: dict[str, Quantizer], flow: DataFlow) -> dict[str, str]:
+def _drop_repeated(plan: Plan, outputs: dict[str, Quantizer], sources_of: dict[str, tuple[str, ...]]) -> dict[str, str]:
     """Drops input quantizers that would repeat an output quantizer before them; returns {layer: producer} by path.
 
     The producer is the nearest module before the layer that quantizes its output.
     """
     layers = {layer.path: layer for layer in plan.layers}
     producers = {}
-    for path, sources in flow.sources.items():
+    for path, way in sources_of.items():
         reader = layers[path].quantizers["input_quantizer"] if path in layers else None
-        for source in sources:
+        for source in way:
             writer = layers[source].quantizers["output_quantizer"] if source in layers else None
             writer = writer or outputs.get(source)
             if writer is None:
@@ -213,23 +217,28 @@ def _drop_repeated(plan: Plan, outputs: dict[str, Quantizer], flow: DataFlow) ->
 def _plan_outputs(
     model: nn.Module, config: QuantConfig, plan: Plan, flow: DataFlow
 ) -> tuple[dict[str, Quantizer], list[str]]:
-    """Creates the quantizers of operands, by the path of the module that computes them.
+    """Creates the quantizers of outputs, by the path of the module.
 
-    Also returns notes on the operands that stay in float.
+    Also returns notes on the results that stay in float.
     """
     if config.operands is None:
         return {}, []
     if flow.problem is not None:
-        return {}, [f"the model could not be traced ({flow.problem}): operands are not quantized"]
-    notes = [
-        f"{name} is computed by a function: it stays in float, because no module can hold its quantizer"
-        for name in flow.without_module
-    ]
-    quantized = {layer.path: layer for layer in plan.layers}
-    outputs = {}
-    for path in flow.producers:
+        return {}, [
+            f"the model could not be traced ({flow.problem}): operands are not quantized. "
+            "Pass an example: prepare(model, config, example)"
+        ]
+    target = _targets.find(config.target)
+    quantized = {layer.path for layer in plan.layers}
+    outputs: dict[str, Quantizer] = {}
+    notes, in_float = [], []
+    for call in results_to_quantize(model, flow, plan, target):
+        path = holder(model, call)
+        if path is None:
+            in_float += [str(call)] if call.kind == "function" else []
+            continue
         module = model.get_submodule(path)
-        if isinstance(module, (nn.Embedding, nn.Identity, nn.MultiheadAttention)) and path not in quantized:
+        if path in outputs or (isinstance(module, (nn.Embedding, nn.MultiheadAttention)) and path not in quantized):
             continue
         use, _ = config.find(path, module)
         if use is None:
@@ -241,7 +250,10 @@ def _plan_outputs(
                 notes.append(f"{path} cannot quantize its output: {error}")
                 continue
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        spec = _targets.find(config.target).fit_activation(config.operands)
-        quantizer = make_activation_quantizer(use, spec, f"{path}.output", device)
+        quantizer = make_activation_quantizer(use, target.fit_activation(config.operands), f"{path}.output", device)
         outputs[path] = quantizer.train(module.training)
+    notes += [
+        f"{name} is computed by a function: it stays in float, because no module can hold its quantizer"
+        for name in in_float
+    ]
     return outputs, notes

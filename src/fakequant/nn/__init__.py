@@ -1,7 +1,13 @@
 """Modules that quantize a tensor in the forward pass, with observed or learned scales, and functions on them."""
 
 # Importing these registers the layer kinds for torch's layers.
-from fakequant.nn import _attention as _attention, _conv as _conv, _embedding as _embedding, _linear as _linear
+from fakequant.nn import (
+    _attention as _attention,
+    _conv as _conv,
+    _embedding as _embedding,
+    _linear as _linear,
+    _transposed_linear as _transposed_linear,
+)
 from fakequant.nn._fake_quantize import FakeQuantize as FakeQuantize
 from fakequant.nn._layer_kinds import LayerKind as LayerKind, quantizes as quantizes
 from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize as LearnedFakeQuantize

@@ -11,7 +11,8 @@ from torch import nn
 # has no type for an instance of two classes, of which one is chosen at run time.
 AnyLayer: TypeAlias = Any
 
-_KINDS: "dict[type[nn.Module], type[LayerKind]]" = {}
+# By class, or by the full name of a class that need not be imported.
+_KINDS: "dict[type[nn.Module] | str, type[LayerKind]]" = {}
 _Kind = TypeVar("_Kind", bound="type[LayerKind]")
 
 
@@ -41,8 +42,12 @@ class LayerKind:
         raise NotImplementedError
 
 
-def quantizes(*classes: type[nn.Module]) -> Callable[[_Kind], _Kind]:
+def quantizes(*classes: type[nn.Module] | str) -> Callable[[_Kind], _Kind]:
     """Registers a `LayerKind` for layers of these classes. A later registration replaces an earlier one.
+
+    Args:
+        classes: Classes of layers. A class can also be given by its full name, such as
+            "transformers.pytorch_utils.Conv1D", so that its package need not be installed.
 
     >>> import torch, fakequant as fq
     >>> class Scaled(nn.Linear):
@@ -72,14 +77,19 @@ def find_kind(cls: type[nn.Module]) -> type[LayerKind] | None:
     A class that overrides the forward pass of a registered class has no kind unless it is registered too.
     """
     for base in cls.__mro__:
-        if base in _KINDS:
-            return _KINDS[base] if cls.forward is base.forward else None
+        kind = _registered_kind(base)
+        if kind is not None:
+            return kind if cls.forward is base.forward else None
     return None
+
+
+def _registered_kind(cls: type) -> "type[LayerKind] | None":
+    return _KINDS.get(cls) or _KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
 def is_known(cls: type[nn.Module]) -> bool:
     """Returns True if `cls` has a kind or derives from a class that has one."""
-    return any(base in _KINDS for base in cls.__mro__)
+    return any(_registered_kind(base) is not None for base in cls.__mro__)
 
 
 def load_kind(cls: type[nn.Module], module: str, name: str) -> type[LayerKind]:

@@ -44,6 +44,16 @@ class IntegerLayer(QuantizedLayer):
     # The bias at the scale of the sums. None if there is no bias or it is a float.
     bias_codes: Tensor | None
 
+    def __getattr__(self, name: str) -> Any:
+        """Returns the weight and the bias as floats for model code that reads them. They are not stored."""
+        record = self.__dict__.get("_fakequant")
+        if isinstance(record, Integers):
+            if name == record.kind.weight_name and record.weight_spec is not None:
+                return record.quantized_weight(self)
+            if name == record.kind.bias_name and self._buffers.get("bias_codes") is not None:
+                return record.quantized_bias(self)
+        return super().__getattr__(name)
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return reduced(self, IntegerLayer)
 
@@ -77,6 +87,10 @@ class Integers(LayerRecord):
             return float_weight(layer)
         weight: Tensor = getattr(layer, self.kind.weight_name)
         return weight
+
+    def quantized_bias(self, layer: IntegerLayer) -> Tensor | None:
+        """Returns the bias as a float, or None if the layer has none."""
+        return float_bias(layer)
 
     def compute(self, layer: IntegerLayer, operator: Operator, input: Tensor, rows: slice = slice(None)) -> Tensor:
         """Quantizes the input and applies `operator` to it, the weight and the bias.

@@ -1,0 +1,79 @@
+"""`FlowGraph`: which modules and functions a forward pass called, in order, and on whose results.
+
+The graph only describes a model. It is never run, and never replaces the model. There are two ways to get one:
+`record_flow` runs the model on an example, and `trace_flow` traces it with torch.fx, without data.
+"""
+
+import dataclasses
+from collections import Counter
+from typing import Any, Literal
+
+from torch import nn
+
+from fakequant.nn._layer_kinds import find_kind
+
+Kind = Literal["module", "function", "parameter", "input"]
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """One call of a module or a function, or a value that no call computed.
+
+    Attributes:
+        kind: "module", "function", "parameter" (of the model), or "input" for anything else.
+        path: The path of the module or the parameter. Of a function: the path of the module whose code calls it.
+        function: The function that was called, or the name of the method (torch.fx); None unless `kind` is "function".
+        number: The number of this call among the calls of functions of the same name in one call of the module.
+        inputs: The calls whose results are operands, in the order of the arguments.
+        users: The calls that have this one among their inputs.
+        in_place: Whether the call changes its first input.
+        shape: The shape of the first result; None if the model was traced without data.
+        input_shapes: The shapes of the operands, likewise.
+        returned_by: Paths of modules that returned the result of this call as theirs, the innermost first.
+    """
+
+    kind: Kind
+    path: str
+    function: Any = None
+    number: int = 0
+    inputs: "list[Call]" = dataclasses.field(default_factory=list)
+    users: "list[Call]" = dataclasses.field(default_factory=list)
+    in_place: bool = False
+    shape: tuple[int, ...] | None = None
+    input_shapes: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
+    returned_by: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def function_name(self) -> str:
+        """The name of the function, without underscores."""
+        name = self.function if isinstance(self.function, str) else getattr(self.function, "__name__", "")
+        return name.strip("_")
+
+    def __str__(self) -> str:
+        name = f"{self.function_name} {self.number}"
+        return self.path if self.kind != "function" else f"{self.path}: {name}" if self.path else name
+
+
+@dataclasses.dataclass
+class FlowGraph:
+    """The calls of one forward pass, in order."""
+
+    calls: list[Call]
+    # The calls whose results the model returned.
+    results: list[Call] = dataclasses.field(default_factory=list)
+
+    def modules(self) -> list[Call]:
+        """The calls of modules, in order."""
+        return [call for call in self.calls if call.kind == "module"]
+
+    def count(self) -> Counter[str]:
+        """How often every module was called, by path."""
+        return Counter(call.path for call in self.modules())
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a call of `module` is one call in a graph, and not the calls that its code makes."""
+    if find_kind(type(module)) is not None:
+        return True
+    has_children = next(module.children(), None) is not None
+    return not has_children and module.__module__.startswith(("torch.nn", "torch.ao.nn"))

@@ -1,0 +1,72 @@
+"""How many multiplications a model computes in layers and in products of matrices, and in which calls."""
+
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from fakequant._prepare.flow_graph import Call, FlowGraph
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+# Functions that compute a product, by the numbers of the operands that are multiplied.
+_PRODUCTS = {"matmul": (0, 1), "rmatmul": (0, 1), "bmm": (0, 1), "mm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
+_CONVOLUTION_NAMES = {"conv1d", "conv2d", "conv3d"}
+
+
+def count_multiplications(model: nn.Module, graph: FlowGraph) -> dict[str, int]:
+    """Returns the number of multiplications of every call that computes products, by the name of the call.
+
+    The name of a call of a module is its path. Elementwise products, and graphs that were traced without data, do not
+    count.
+
+    >>> import torch
+    >>> from fakequant._prepare.record_flow import record_flow
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 10))
+    >>> count_multiplications(model, record_flow(model, torch.ones(1, 3, 4, 4)))
+    {'0': 864, '3': 320}
+    """
+    found: dict[str, int] = {}
+    for call in graph.calls:
+        number = _of_module(model.get_submodule(call.path), call) if call.kind == "module" else _of_function(call)
+        if number:
+            found[str(call)] = found.get(str(call), 0) + number
+    return found
+
+
+def _of_module(module: Any, call: Call) -> int:
+    if call.shape is None or not call.input_shapes:
+        return 0
+    if isinstance(module, nn.MultiheadAttention):
+        return _of_attention(module, call.input_shapes)
+    weight = getattr(module, "weight", None)
+    if isinstance(module, _CONVOLUTIONS):
+        return prod(call.shape) * prod(weight.shape[1:])
+    if isinstance(module, _TRANSPOSED):
+        return prod(call.input_shapes[0]) * prod(weight.shape[1:])
+    is_product = getattr(weight, "ndim", 0) == 2 and call.input_shapes[0][-1:] and not isinstance(module, nn.Embedding)
+    return prod(call.shape) * call.input_shapes[0][-1] if is_product else 0
+
+
+def _of_attention(module: nn.MultiheadAttention, shapes: list[tuple[int, ...]]) -> int:
+    query, key, value = (*shapes[:3], *[shapes[-1]] * 3)[:3]
+    width = module.embed_dim
+    batch, length = (prod(query[:-2]), query[-2]) if module.batch_first else (prod(query[1:-1]), query[0])
+    seen = key[-2] if module.batch_first else key[0]
+    inputs = sum(prod(shape) for shape in (query, key, value))
+    return inputs * width + prod(query[:-1]) * width * width + 2 * batch * length * seen * width
+
+
+def _of_function(call: Call) -> int:
+    name, shapes = call.function_name, call.input_shapes
+    if call.shape is None or len(shapes) < 2:
+        return 0
+    if name in _PRODUCTS and len(shapes) > _PRODUCTS[name][1]:
+        return prod(call.shape) * shapes[_PRODUCTS[name][0]][-1]
+    if name == "linear":
+        return prod(call.shape) * shapes[0][-1]
+    if name in _CONVOLUTION_NAMES:
+        return prod(call.shape) * prod(shapes[1][1:])
+    if name == "scaled_dot_product_attention":
+        return prod(shapes[0]) * shapes[1][-2] + prod(call.shape) * shapes[1][-2]
+    return 0

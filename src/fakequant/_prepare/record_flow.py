@@ -1,0 +1,138 @@
+"""`record_flow`: the flow graph of a model, seen while it runs on an example."""
+
+import dataclasses
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fakequant._backends.torch.torch_private import pytree
+from fakequant._prepare.flow_graph import Call, FlowGraph, is_leaf
+from fakequant._train.model_snapshot import unchanged
+from fakequant._train.running import call_arguments, copied, evaluating
+
+
+def record_flow(model: nn.Module, example: Any) -> FlowGraph:
+    """Runs `model` on one batch, in evaluation mode and without gradients, and returns the calls that were made.
+
+    Any Python code can be recorded. Buffers, modes and random numbers are as before afterwards.
+
+    Args:
+        model: The model.
+        example: A batch, as `calibrate` takes them: a tensor, a dict of keyword arguments, or a tuple.
+
+    >>> graph = record_flow(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2))
+    >>> [str(call) for call in graph.modules()]
+    ['0', '1']
+    """
+    args, kwargs = copied(*call_arguments(model, example))
+    recorder = _Recorder(model)
+    with ExitStack() as undo:
+        undo.enter_context(torch.random.fork_rng(devices=[]))
+        undo.enter_context(unchanged(model))
+        undo.enter_context(evaluating(model))
+        undo.enter_context(torch.no_grad())
+        for path, module in model.named_modules():
+            # Hooks also keep torch's encoder layers from computing everything in one operator.
+            undo.callback(module.register_forward_pre_hook(recorder.enter, with_kwargs=True, prepend=True).remove)
+            undo.callback(module.register_forward_hook(recorder.leave, always_call=True).remove)
+            recorder.paths.setdefault(module, path)
+            if isinstance(module, nn.TransformerEncoder):
+                undo.callback(setattr, module, "use_nested_tensor", module.use_nested_tensor)
+                module.use_nested_tensor = False
+        with recorder:
+            result = model(*args, **kwargs)
+    return FlowGraph(recorder.calls, [recorder.producer(leaf) for leaf in _tensors(result)])
+
+
+@dataclasses.dataclass
+class _Frame:
+    """A call of a module that has not returned yet."""
+
+    path: str
+    is_leaf: bool
+    inputs: list[Call]
+    input_shapes: list[tuple[int, ...]]
+    # How often each function was called by the module's own code.
+    numbers: Counter[str] = dataclasses.field(default_factory=Counter)
+
+
+class _Recorder(TorchFunctionMode):
+    """Sees every call of a function on tensors; `enter` and `leave` are hooks of all modules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.paths: dict[nn.Module, str] = {}
+        self.frames: list[_Frame] = []
+        # What computed a tensor, and how often its memory had been changed by then.
+        self.producers: Any = WeakIdKeyDictionary()
+        for path, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter not in self.producers:
+                self.producers[parameter] = Call("parameter", path), parameter._version
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        inside_leaf = bool(self.frames) and self.frames[-1].is_leaf
+        leaf = is_leaf(module) or inside_leaf
+        operands = _tensors((args, kwargs)) if leaf and not inside_leaf else []
+        shapes = [tuple(x.shape) for x in operands]
+        self.frames.append(_Frame(self.paths[module], leaf, [self.producer(x) for x in operands], shapes))
+
+    def leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        frame = self.frames.pop()
+        if self.frames and self.frames[-1].is_leaf:
+            return
+        if not frame.is_leaf:
+            if isinstance(result, Tensor):
+                self.producer(result).returned_by.append(frame.path)
+            return
+        in_place = any(result is x for x in _tensors(args)) and bool(getattr(module, "inplace", False))
+        call = Call("module", frame.path, inputs=frame.inputs, input_shapes=frame.input_shapes, in_place=in_place)
+        self._add(call, _tensors(result))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.frames and self.frames[-1].is_leaf:
+            return func(*args, **kwargs)
+        # Before the call: it may change its operands.
+        operands = [(x, self.producer(x)) for x in _tensors((args, kwargs))]
+        versions = [_version(x) for x, _ in operands[:1]]
+        result = func(*args, **kwargs)
+        made = [x for x in _tensors(result) if x.is_floating_point()]
+        if made and operands and self.frames:
+            in_place = [_version(x) for x, _ in operands[:1]] != versions
+            frame = self.frames[-1]
+            call = Call("function", frame.path, func, inputs=[source for _, source in operands], in_place=in_place)
+            call.input_shapes = [tuple(x.shape) for x, _ in operands]
+            call.number = frame.numbers[call.function_name]
+            frame.numbers[call.function_name] += 1
+            self._add(call, made)
+        return result
+
+    def producer(self, x: Tensor) -> Call:
+        """The call that computed `x`; a new input if it is unknown, or if `x` was changed through another name."""
+        call, version = self.producers.get(x, (None, 0))
+        if call is None or version != _version(x):
+            call = Call("input", "")
+            self.producers[x] = call, _version(x)
+        return call
+
+    def _add(self, call: Call, results: list[Tensor]) -> None:
+        call.shape = tuple(results[0].shape) if results else None
+        for source in dict.fromkeys(call.inputs):
+            source.users.append(call)
+        self.calls.append(call)
+        for x in results:
+            self.producers[x] = call, _version(x)
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -1,0 +1,207 @@
+"""`prepare(model, config, example)`: the model is run on an example, and every call is seen."""
+
+import copy
+import pickle
+
+import pytest
+
+import fakequant as fq
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+F = torch.nn.functional
+record_flow = pytest.importorskip("fakequant._prepare.record_flow").record_flow
+trace_flow = pytest.importorskip("fakequant._prepare.trace_flow").trace_flow
+data_flow = pytest.importorskip("fakequant._prepare.data_flow")
+
+X86 = "onnxruntime-x86"
+
+
+class Residual(nn.Module):
+    """A convolution, a batch norm and an addition, behind a branch on values that torch.fx cannot trace."""
+
+    def __init__(self, traceable=False):
+        super().__init__()
+        self.traceable = traceable
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.relu = nn.ReLU()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.last = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x):
+        if not self.traceable and x.isnan().any():
+            raise ValueError("NaN")
+        y = self.relu(self.stem(x))
+        return self.last(F.relu(y + self.norm(self.conv(y))))
+
+
+def image(seed=0):
+    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def quantizer_paths(model):
+    return [path for path, _ in fq.nn.quantizers(model)]
+
+
+@pytest.mark.parametrize("target", ["generic", X86])
+def test_an_example_shows_what_tracing_shows(target):
+    config = fq.recipes.int8(target=target)
+    traced = fq.prepare(Residual(traceable=True), config)
+    recorded = fq.prepare(Residual(traceable=False), config, image())
+    assert quantizer_paths(recorded) == quantizer_paths(traced)
+    assert fq._prepare.prepare.preparation(recorded).norms == fq._prepare.prepare.preparation(traced).norms
+
+
+def test_an_example_adds_what_tracing_misses():
+    config = fq.recipes.int8(target=X86)
+    blind, seeing = fq.prepare(Residual(), config), fq.prepare(Residual(), config, image())
+    assert fq._prepare.prepare.preparation(blind).norms == {}
+    assert fq._prepare.prepare.preparation(seeing).norms == {"conv": "norm"}
+    assert "norm.output_quantizer" not in quantizer_paths(blind)
+    assert {"relu.output_quantizer", "norm.output_quantizer"} <= set(quantizer_paths(seeing))
+
+
+def test_recording_leaves_the_model_unchanged():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5)).train()
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
+    state, nested = copy.deepcopy(model.state_dict()), encoder.use_nested_tensor
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    record_flow(model, image())
+    record_flow(encoder, torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(torch.rand(1), expected)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
+    assert model.training
+    assert encoder.use_nested_tensor == nested
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in (*model.modules(), *encoder.modules()))
+
+
+def test_a_failing_run_raises_and_leaves_no_hooks():
+    model = Residual()
+    with pytest.raises(ValueError, match="NaN"):
+        fq.prepare(model, fq.recipes.int8(), image() * torch.nan)
+    assert quantizer_paths(model) == []
+    assert all(not module._forward_hooks for module in model.modules())
+
+
+class ChangedInPlace(nn.Module):
+    """The result of `a` is changed through a view before `b` reads it."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.a, self.b, self.change = nn.Linear(4, 4), nn.Linear(4, 4), change
+
+    def forward(self, x):
+        y = self.a(x)
+        if self.change:
+            y.view(-1).relu_()
+        return self.b(y)
+
+
+@pytest.mark.parametrize("change", [False, True], ids=["unchanged", "changed through a view"])
+def test_a_value_changed_through_a_view_has_no_source(change):
+    model = ChangedInPlace(change)
+    flow = data_flow.find_flow(model, torch.ones(2, 4))
+    assert data_flow.sources(model, flow) == ({} if change else {"b": ("a",)})
+
+
+def test_torchs_encoder_layers_are_seen_call_by_call():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()
+    graph = record_flow(model, torch.zeros(2, 3, 8))
+    assert [str(call) for call in graph.calls if call.function_name == "add"] == ["layers.0: add 0", "layers.0: add 1"]
+    assert graph.calls[-1].path == "layers.0.norm2"
+
+
+def test_functions_are_numbered_in_every_call_of_a_module():
+    class Twice(nn.Module):
+        def forward(self, x):
+            return x + 1 + x
+
+    graph = record_flow(nn.Sequential(Twice(), Twice()), torch.ones(2))
+    assert [str(call) for call in graph.calls] == ["0: add 0", "0: add 1", "1: add 0", "1: add 1"]
+
+
+# --- batch norms with more than a normalization -----------------------------------------------------
+
+
+class NormAct(nn.BatchNorm2d):
+    """A batch norm with an activation in its forward pass, as timm has it."""
+
+    def __init__(self, channels, act):
+        super().__init__(channels)
+        self.drop, self.act = nn.Identity(), act
+
+    def forward(self, x):
+        y = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, self.eps)
+        return self.act(self.drop(y))
+
+
+def with_norms(act):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), NormAct(4, act()), nn.Conv2d(4, 4, 3))
+    for seed in range(3):
+        model.train()(image(seed) * 3 + 1)
+    return model.eval()
+
+
+def prepared_with_norms(act=nn.ReLU, target=X86):
+    model = fq.prepare(with_norms(act), fq.recipes.int8(target=target), image())
+    return fq.calibrate(model, [image(1)], progress=False)
+
+
+@pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU, nn.Identity])
+def test_a_batch_norm_with_an_activation_folds(act):
+    model = prepared_with_norms(act)
+    golden = fq.convert(model)
+    assert fq._convert.convert.conversion(golden).folded == ["1"]
+    assert isinstance(golden[1], NormAct)
+    assert golden[1].running_mean is None
+    y, expected = golden(image(2)), model(image(2))
+    step = float(golden[2].output_quantizer.scale)
+    assert (y - expected).abs().max() <= 2 * step  # a code may differ at a tie
+
+
+@pytest.mark.parametrize("travel", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_a_folded_norm_with_an_activation_survives(travel, tmp_path):
+    golden = fq.convert(prepared_with_norms())
+    expected = golden(image(2))
+    assert torch.equal(travel(golden)(image(2)), expected)
+    fq.save_converted(golden, tmp_path / "model.safetensors")
+    loaded = fq.load_converted(with_norms(nn.ReLU), tmp_path / "model.safetensors")
+    assert torch.equal(loaded(image(2)), expected)
+
+
+@pytest.mark.parametrize("act", [nn.ReLU, nn.SiLU])
+def test_convolutions_before_any_activation_run_in_integers(act, tmp_path):
+    pytest.importorskip("onnxruntime")
+    model = prepared_with_norms(act)
+    fq.export_onnx(model, tmp_path / "model.onnx", image())
+    found = fq.verify(model, tmp_path / "model.onnx", [image(3)])
+    assert found.ok
+    assert set(found.kernels.values()) == {"QLinearConv"}
+
+
+def test_only_targets_that_need_them_get_quantizers_after_convolutions():
+    assert "1.drop.output_quantizer" in quantizer_paths(prepared_with_norms(nn.SiLU))
+    assert not any("output" in path for path in quantizer_paths(prepared_with_norms(nn.SiLU, "generic")))
+
+
+def test_operands_stay_in_float_where_the_sum_does():
+    """ONNX Runtime adds codes only if the sum is quantized: before a layer norm it is not."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+        def forward(self, x):
+            y = self.fc(x)
+            return self.norm(y + self.fc(y))
+
+    x = torch.ones(2, 4)
+    generic = fq.prepare(Block(), fq.recipes.int8(), x)
+    runtime = fq.prepare(Block(), fq.recipes.int8(target=X86), x)
+    assert "fc.output_quantizer" in quantizer_paths(generic)
+    assert "fc.output_quantizer" not in quantizer_paths(runtime)
