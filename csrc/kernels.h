@@ -205,8 +205,7 @@ struct ObserveArgs {
 
 struct ObserveResult {
   int64_t nan_count = 0, posinf_count = 0, neginf_count = 0;
-  // Number of blocks without a range. If not 0 (RangeRule::own only), the running range was not updated, but scale and
-  // zero_point of other blocks may have been written.
+  // Number of blocks without a range. If not 0 (RangeRule::own only), the range, scale and zero_point are as before.
   int64_t unseen = 0;
 };
 

@@ -145,7 +145,10 @@ int64_t rows_per_chunk(const FakeQuantizeArgs& a) {
 ObserveResult observe_by_rows(const ObserveArgs& o, const FakeQuantizeArgs& a, int64_t rows) {
   const Shape& s = a.shape;
   const int64_t chunks = (s.blocks + rows - 1) / rows;
+  // Copies, because nothing may change if a later chunk has a row without a range.
   std::vector<float> lo(o.running_min, o.running_min + s.blocks), hi(o.running_max, o.running_max + s.blocks);
+  std::vector<float> scale(size_t(s.blocks));
+  std::vector<int32_t> zero_point(size_t(s.blocks));
   std::vector<ObserveResult> results(static_cast<size_t>(chunks));
   prepare_output(a.y, size_t(s.size() * bytes_of(a.dtype)));
   run_tasks(chunks, [&](int64_t c) {
@@ -153,8 +156,8 @@ ObserveResult observe_by_rows(const ObserveArgs& o, const FakeQuantizeArgs& a, i
     ObserveArgs part = o;
     part.running_min = lo.data() + row;
     part.running_max = hi.data() + row;
-    part.scale += row;
-    part.zero_point += row;
+    part.scale = scale.data() + row;
+    part.zero_point = zero_point.data() + row;
     FakeQuantizeArgs piece = a;
     piece.shape.blocks = std::min(rows, s.blocks - row);
     piece.x = static_cast<const char*>(a.x) + element * bytes_of(a.dtype);
@@ -172,6 +175,8 @@ ObserveResult observe_by_rows(const ObserveArgs& o, const FakeQuantizeArgs& a, i
   if (total.unseen == 0) {
     std::copy(lo.begin(), lo.end(), o.running_min);
     std::copy(hi.begin(), hi.end(), o.running_max);
+    std::copy(scale.begin(), scale.end(), o.scale);
+    std::copy(zero_point.begin(), zero_point.end(), o.zero_point);
   }
   return total;
 }

@@ -121,3 +121,12 @@ def test_dynamic_observer_compiles_to_the_same_result():
     compiled = torch.compile(copy.deepcopy(quantizer), backend="aot_eager", fullgraph=True)
     for x in BATCHES[:2]:
         same(quantizer(x), compiled(x))
+
+
+def test_convert_refuses_a_dynamic_observer_that_no_runtime_has():
+    config = fq.QuantConfig(
+        default=fq.LayerConfig(weight=presets.int8(), input=presets.uint8(), activation_observer=HalfRange())
+    )
+    model = fq.prepare(torch.nn.Sequential(torch.nn.Linear(6, 2)), config)
+    with pytest.raises(ValueError, match=r"0\.input_quantizer has the dynamic observer HalfRange\(\)"):
+        fq.convert(model)

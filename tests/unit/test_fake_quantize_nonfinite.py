@@ -27,6 +27,7 @@ from fake_quantize_cases import (
 
 import fakequant as fq
 from fakequant import presets
+from fakequant.testing.assertions import assert_same_bits
 
 torch = pytest.importorskip("torch")
 fqnn = pytest.importorskip("fakequant.nn")
@@ -236,3 +237,15 @@ def test_empty_tensor_per_token_gives_an_empty_result(way):
     with way():
         for shape in ((0, 8), (8, 0)):
             assert module(torch.empty(shape)).shape == shape
+
+
+def test_scales_of_other_rows_stay_if_one_row_of_many_has_no_range():
+    """With many rows the kernel observes and quantizes them chunk by chunk."""
+    quantizer = fqnn.FakeQuantize(fq.QuantSpec(axis=0), observers.MovingAverage(), shape=(64, 1024))
+    x = torch.ones(64, 1024)
+    x[50] = torch.nan
+    before = {name: value.clone() for name, value in quantizer.state_dict().items()}
+    with pytest.raises(ValueError, match="1 of 64 blocks"):
+        quantizer(x)
+    for name, value in quantizer.state_dict().items():
+        assert_same_bits(value.numpy(), before[name].numpy())

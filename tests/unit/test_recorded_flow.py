@@ -205,3 +205,49 @@ def test_operands_stay_in_float_where_the_sum_does():
     runtime = fq.prepare(Block(), fq.recipes.int8(target=X86), x)
     assert "fc.output_quantizer" in quantizer_paths(generic)
     assert "fc.output_quantizer" not in quantizer_paths(runtime)
+
+
+# --- multiplications ---------------------------------------------------------------------------------
+
+
+class Products(nn.Module):
+    """A convolution, a linear layer, attention by hand, and torch's attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv1d(2, 4, 3, groups=2), nn.Linear(4, 6)
+        self.transposed, self.attention = nn.ConvTranspose1d(2, 4, 3), nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):  # (3, 2, 7)
+        y = self.conv(x).transpose(1, 2)  # (3, 5, 4)
+        z = F.scaled_dot_product_attention(y, y, y)  # two products of 3 * 5 * 5 * 4
+        return self.fc(y @ y.transpose(1, 2) @ y), self.transposed(x), self.attention(y, y, y), z
+
+
+def test_multiplications_are_counted():
+    count = pytest.importorskip("fakequant._prepare.multiplications").count_multiplications
+    model = Products()
+    expected = {
+        "conv": 3 * 4 * 5 * (1 * 3),
+        "scaled_dot_product_attention 0": 2 * 3 * 5 * 5 * 4,
+        "matmul 0": 3 * 5 * 5 * 4,
+        "matmul 1": 3 * 5 * 5 * 4,
+        "fc": 3 * 5 * 4 * 6,
+        "transposed": 3 * 2 * 7 * (4 * 3),
+        "attention": 3 * 5 * 4 * 4 * 4 + 2 * 3 * 5 * 5 * 4,
+    }
+    assert count(model, record_flow(model, torch.ones(3, 2, 7))) == expected
+
+
+def test_summary_opens_with_the_share_of_quantized_multiplications():
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    fq.prepare(model, fq.recipes.int8().skip("1"), torch.ones(1, 4))
+    assert str(fq.summary(model)).startswith("66.7% of 18 multiplications have quantized weights and inputs")
+    found = fq.summary(model)
+    assert (found.quantized_multiplications, found.multiplications) == (12, 18)
+
+
+def test_products_of_functions_count_as_float():
+    model = fq.prepare(Products(), fq.recipes.int8(), torch.ones(3, 2, 7))
+    found = fq.summary(model)
+    assert found.multiplications - found.quantized_multiplications == 4 * 3 * 5 * 5 * 4

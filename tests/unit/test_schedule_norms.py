@@ -97,3 +97,12 @@ def test_batch_norm_over_tokens_does_not_change_the_bias_before_it():
     with torch.no_grad():
         model[1].running_mean.normal_()
     assert torch.equal(model[0].train()(x), model.eval()[0](x))
+
+
+def test_schedule_that_cannot_freeze_a_norm_changes_nothing():
+    model = fq.prepare(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4)), fq.recipes.int8())
+    model[2]._fakequant = "mine"
+    with pytest.raises(ValueError, match="_fakequant"):
+        fq.Schedule(model, quantize_from=1, freeze_norms_at=0)
+    assert all(quantizer.quantizing for _, quantizer in fq.nn.quantizers(model))
+    assert type(model[1]) is nn.BatchNorm1d

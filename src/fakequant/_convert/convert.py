@@ -34,6 +34,7 @@ from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._quantized_layer import Quantization, QuantizedLayer, input_grid_of
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import find_record
+from fakequant.observers import Dynamic
 from fakequant.spec import QuantSpec
 
 # A layer whose class changes, from `QuantizedLayer` to `IntegerLayer`.
@@ -138,11 +139,21 @@ def _make_grids(model: nn.Module, target: _targets.Target) -> dict[Quantizer, Gr
             continue
         arithmetic = target.arithmetic
         if isinstance(quantizer, FakeQuantize) and quantizer.is_dynamic:
+            _require_min_max(path, quantizer)
             grid = Grid(quantizer.spec, None, None, arithmetic=arithmetic, eps=quantizer.eps, path=path)
         else:
             grid = Grid(quantizer.spec, *quantizer.qparams(), arithmetic=arithmetic, path=path)
         made[quantizer] = grid
     return made
+
+
+def _require_min_max(path: str, quantizer: FakeQuantize) -> None:
+    """Raises ValueError if a dynamic quantizer has another range than the minimum and maximum of the tensor."""
+    if type(quantizer.observer) is not Dynamic:
+        raise ValueError(
+            f"{path} has the dynamic observer {quantizer.observer}, and runtimes compute dynamic ranges as minimum and "
+            "maximum only.\nUse observers.Dynamic(), or an observer that is not dynamic."
+        )
 
 
 def _replace(

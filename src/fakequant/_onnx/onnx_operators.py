@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fakequant._backends.torch.formula import onnx_steps
 from fakequant.spec import QuantSpec
 
 _LIBRARY = torch.library.Library("fakequant_export", "DEF")
@@ -30,7 +31,7 @@ def _spread(value: Tensor, shape: torch.Size) -> Tensor:
 
 def _grid(x: Tensor, scale: Tensor, zero_point: Tensor, qmin: int, qmax: int, name: str) -> Tensor:
     s, z = _spread(scale, x.shape), _spread(zero_point, x.shape)
-    return (torch.clamp(torch.round(x / s) + z, qmin, qmax) - z) * s
+    return (torch.clamp(onnx_steps(x, s) + z, qmin, qmax) - z) * s
 
 
 def _stored(codes: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int, name: str) -> Tensor:
@@ -61,5 +62,5 @@ def dynamic_grid(x: Tensor, spec: QuantSpec, eps: float) -> Tensor:
         zero = torch.zeros(())
     else:
         scale = ((hi - lo) / (spec.qmax - spec.qmin)).clamp(min=eps)
-        zero = (spec.qmin - torch.round(lo / scale)).clamp(spec.qmin, spec.qmax)
-    return (torch.clamp(torch.round(x / scale) + zero, spec.qmin, spec.qmax) - zero) * scale
+        zero = (spec.qmin - onnx_steps(lo, scale)).clamp(spec.qmin, spec.qmax)
+    return (torch.clamp(onnx_steps(x, scale) + zero, spec.qmin, spec.qmax) - zero) * scale

@@ -45,6 +45,8 @@ class Preparation:
     norms: dict[str, str] = dataclasses.field(default_factory=dict)
     # The layers with `first_last_bits`. None if the config does not set it.
     first_last: "FirstLast | None" = None
+    # Multiplications of each call of a layer or a function on the example. Empty without an example.
+    multiplications: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 def record_of(module: nn.Module) -> Record:

@@ -19,6 +19,7 @@ from fakequant._prepare.attach import (
 )
 from fakequant._prepare.data_flow import DataFlow, call_order, find_flow, norm_pairs, sources
 from fakequant._prepare.first_last import adopting_hook, widen_first_and_last
+from fakequant._prepare.multiplications import count_multiplications
 from fakequant._prepare.plan import OF_RECIPES, Layer, Plan, check_free, make_activation_quantizer, make_plan
 from fakequant._prepare.plan_warnings import warn_about_refused, warn_about_rules
 from fakequant._prepare.quantized_results import holder, results_to_quantize
@@ -90,6 +91,8 @@ def prepare(model: nn.Module, config: QuantConfig, example: Any = None) -> nn.Mo
     close_shortcuts(model)
     name_quantizers(model)
     made = Preparation(config, plan.floats, plan.unmatched, hooked, notes, norms, first_last)
+    if flow.is_recorded:
+        made.multiplications = count_multiplications(model, flow.graphs[-1])
     attach_preparation(model, made, adopting_hook(first_last))
     link_norms(model)
     return model

@@ -42,6 +42,10 @@ class Summary:
     bytes_before: int
     # The size of the parameters with quantized weights stored as codes and scales.
     bytes_after: int
+    # Multiplications in layers and matrix products on the example of `prepare`, and how many of them have a quantized
+    # weight and a quantized input. 0 without an example.
+    multiplications: int = 0
+    quantized_multiplications: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all fields by name, as dicts, lists, numbers and strings."""
@@ -49,7 +53,11 @@ class Summary:
 
     def __str__(self) -> str:
         header = ["quantized", "kind", "weight", "input", "output"]
-        parts = [table(header, [dataclasses.astuple(layer) for layer in self.layers])]
+        parts = []
+        if self.multiplications:
+            share = self.quantized_multiplications / self.multiplications
+            parts.append(f"{share:.1%} of {self.multiplications:,} multiplications have quantized weights and inputs")
+        parts += [table(header, [dataclasses.astuple(layer) for layer in self.layers])]
         if self.floats:
             parts.append(table(["in float", "why"], list(self.floats.items())))
         if self.unmatched:
@@ -95,6 +103,7 @@ def summary(model: nn.Module) -> Summary:
         from_elsewhere = None if grid is None else f"that of {grid.path}"
         layers.append(LayerSummary(path, kind, _words(weight), from_elsewhere or _words(input), _words(output)))
     before, after = _bytes(model)
+    modules = dict(model.named_modules())
     floats = {
         path: f"{reason}; it folds into {folded[path]} when the model is converted" if path in folded else reason
         for path, reason in made.floats.items()
@@ -107,7 +116,14 @@ def summary(model: nn.Module) -> Summary:
         sum(p.numel() for p in _float_parameters(model)),
         before,
         after,
+        sum(made.multiplications.values()),
+        sum(n for call, n in made.multiplications.items() if _has_quantized_product(modules.get(call))),
     )
+
+
+def _has_quantized_product(module: nn.Module | None) -> bool:
+    """Returns True for a layer with a quantized weight and a quantized input."""
+    return isinstance(module, QuantizedLayer) and None not in (module.weight_quantizer, input_grid_of(module))
 
 
 def _unreached(model: nn.Module) -> list[str]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from fakequant._prepare.attach import deploy_biases, freeze_norm, release_norms
+from fakequant._prepare.attach import check_name, deploy_biases, freeze_norm, release_norms
 from fakequant._train.running import check_module
 from fakequant._train.unmoved_scales import UnmovedScales
 from fakequant.nn._model_quantizers import quantizers, switch_quantizers
@@ -68,6 +68,9 @@ class Schedule:
         self.freeze_norms_at = freeze_norms_at
         self.steps = 0
         self._unmoved_scales = UnmovedScales(model)
+        if freeze_norms_at is not None:
+            for norm in self._norms():
+                check_name(norm)
         release_norms(model)
         self._apply()
 
@@ -92,9 +95,11 @@ class Schedule:
         return self.freeze_ranges_at if self.freeze_norms_at is None else self.freeze_norms_at
 
     def _freeze_norms(self) -> None:
-        for module in self.model.modules():
-            if isinstance(module, nn.modules.batchnorm._NormBase):
-                freeze_norm(module)
+        for norm in self._norms():
+            freeze_norm(norm)
+
+    def _norms(self) -> list[nn.Module]:
+        return [m for m in self.model.modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the number of steps."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from fakequant._backends.torch.formula import onnx_steps
 from fakequant.nn._batch_norm import AnyNorm, BatchNorm, bias_rounding, factor_of, lacks_opposite, rounded_bias
 from fakequant.nn._layer_kinds import AnyLayer
 from fakequant.nn._quantizer import Quantizer
@@ -136,6 +137,6 @@ def _stays_behind(layer: PreparedLayer, norm: BatchNorm, weight: Tensor) -> Tens
     """Returns, as a bool tensor, whether `convert` will find that `norm` cannot be folded."""
     assert layer.weight_quantizer is not None
     scale = along_outputs(layer, layer.weight_quantizer.scale)
-    lowest = torch.round(weight.movedim(layer._fakequant.kind.channel_axis, 0).flatten(1).amin(1) / scale)
+    lowest = onnx_steps(weight.movedim(layer._fakequant.kind.channel_axis, 0).flatten(1).amin(1), scale)
     factor = factor_of(norm)
     return lacks_opposite(lowest.to(factor.device), layer.weight_quantizer.spec.qmin, factor)

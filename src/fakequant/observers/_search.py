@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from fakequant._backends.torch.formula import with_positive_zeros
 from fakequant._backends.torch.torch_annotations import broadcast_tensors
 
 Ends = tuple[Tensor, Tensor]
@@ -39,8 +40,7 @@ def search(errors: Errors, lo: Tensor, hi: Tensor, steps: int, *, each_end: bool
     if each_end:
         low, high = _best(errors, *broadcast_tensors(low * fractions, high))
         low, high = _best(errors, *broadcast_tensors(low, high * fractions))
-    # + 0.0 turns -0.0 into 0.0.
-    return torch.where(seen, low, lo) + 0.0, torch.where(seen, high, hi) + 0.0
+    return with_positive_zeros(torch.where(seen, low, lo)), with_positive_zeros(torch.where(seen, high, hi))
 
 
 def search_between(errors: Errors, inner: Ends, outer: Ends, steps: int) -> Ends:
@@ -63,8 +63,8 @@ def search_between(errors: Errors, inner: Ends, outer: Ends, steps: int) -> Ends
     found = errors(lo, hi)
     low, high = _least(found, lo, hi)
     possible = seen & (found < torch.inf).any(0)
-    # + 0.0 turns -0.0 into 0.0.
-    return torch.where(possible, low, inner[0]) + 0.0, torch.where(possible, high, inner[1]) + 0.0
+    low, high = torch.where(possible, low, inner[0]), torch.where(possible, high, inner[1])
+    return with_positive_zeros(low), with_positive_zeros(high)
 
 
 def candidates_at_once(number: int, counts: Tensor) -> Iterator[slice]:

@@ -68,13 +68,18 @@ def _is_exact_in_f32(grid: Grid) -> bool:
     return max(-grid.qmin, grid.qmax) <= _EXACT_IN_F32
 
 
+def onnx_steps(x: Tensor, scale: Tensor) -> Tensor:
+    """Returns the number of steps of the grid from 0 to `x`, by ONNX's rule: divide, and round ties to even."""
+    return torch.round(x / scale)
+
+
 def _code(x: Tensor, scale: Tensor, z: Tensor | int, grid: Grid) -> Tensor:
     """Returns the code before clamping, in a float dtype that represents it exactly. NaN stays NaN."""
     compute = _compute_dtype(x)
     wide = compute if _is_exact_in_f32(grid) else wide_dtype(x)
     x = x.to(compute)
     if grid.numerics == "onnx":
-        return torch.round(x / scale).to(wide) + z
+        return onnx_steps(x, scale).to(wide) + z
     if is_own(grid.numerics):
         v = x / scale + (z.to(compute) if isinstance(z, Tensor) else z)
         whole = torch.trunc(v)
@@ -94,7 +99,7 @@ def _code(x: Tensor, scale: Tensor, z: Tensor | int, grid: Grid) -> Tensor:
     return code
 
 
-def _with_positive_zeros(x: Tensor) -> Tensor:
+def with_positive_zeros(x: Tensor) -> Tensor:
     """Returns `x` with 0.0 instead of -0.0. Not `x + 0.0`, which compilers simplify to `x`."""
     return torch.where(x == 0, 0.0, x)
 
@@ -107,7 +112,7 @@ def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor
     code = _code(split.data(x), scale, z, grid)
     if is_own(grid.numerics):
         compute = _compute_dtype(x)
-        steps = _with_positive_zeros(code.clamp(grid.qmin, grid.qmax) - z)
+        steps = with_positive_zeros(code.clamp(grid.qmin, grid.qmax) - z)
         y = steps.to(compute) * scale
     else:
         bounded = torch.where(code.isnan(), grid.qmin, code.clamp(grid.qmin, grid.qmax))
@@ -309,8 +314,8 @@ def min_max(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]
     data = split.data(x).to(compute)
     within = tuple(range(data.dim())) if split.one else tuple(range(1, len(split.pairs), 2))
     finite = data.isfinite()
-    lo = _with_positive_zeros(torch.where(finite, data, torch.inf).amin(within).reshape(blocks))
-    hi = _with_positive_zeros(torch.where(finite, data, -torch.inf).amax(within).reshape(blocks))
+    lo = with_positive_zeros(torch.where(finite, data, torch.inf).amin(within).reshape(blocks))
+    hi = with_positive_zeros(torch.where(finite, data, -torch.inf).amax(within).reshape(blocks))
     counts = [found.sum(within).reshape(blocks) for found in (data.isnan(), data == torch.inf, data == -torch.inf)]
     return lo, hi, torch.stack(counts)
 

@@ -89,10 +89,16 @@ def offer(table: Mapping[Any, Operator]) -> None:
         inductor.config.unsafe_marked_cacheable_functions = {**keys, "torch.ops.fakequant": _digest()}
 
 
+_DEFINING_FILES = (
+    "kernel_types.py", "torch/inductor.py", "torch/operators.py", "torch/formula.py", "torch/fused_multiply_add.py",
+    "torch/gradients.py", "torch/routes.py", "torch/tensor_kernels.py", "torch/tensor_zero_points.py",
+)  # fmt: skip
+
+
 @cache
 def _digest() -> str:
     """Returns a digest of the files that define the decompositions."""
     digest = hashlib.sha256()
-    for name in ("inductor", "operators", "formula", "fused_multiply_add", "gradients", "tensor_kernels"):
-        digest.update(pkgutil.get_data("fakequant._backends.torch", f"{name}.py") or b"")
+    for name in _DEFINING_FILES:
+        digest.update(pkgutil.get_data("fakequant._backends", name) or b"")
     return digest.hexdigest()

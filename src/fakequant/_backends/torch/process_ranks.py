@@ -4,6 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fakequant._backends.torch.formula import with_positive_zeros
+
 
 class Ranks:
     """Reductions over a process group. With a single process they return their arguments.
@@ -26,7 +28,7 @@ class Ranks:
             return lo, hi
         ends = torch.stack([-lo, hi])
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.group)
-        return -ends[0] + 0.0, ends[1]  # + 0.0 turns -0.0 into 0.0
+        return with_positive_zeros(-ends[0]), ends[1]
 
     def total(self, value: Tensor) -> Tensor:
         """Returns the sum over all ranks."""

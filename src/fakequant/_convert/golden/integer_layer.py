@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fakequant._backends.torch import tensor_functions
+from fakequant._backends.torch.formula import onnx_steps
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, OnGrid, origin_of, plain, track
 from fakequant.nn._deployed_bias import along_outputs, has_one_scale_per_sum
@@ -131,7 +132,7 @@ class Integers(LayerRecord):
         if self.weight_spec is None or not isinstance(origin, OnGrid) or not _sums_have_one_scale(layer):
             return operator(plain(x), self.quantized_weight(layer)[rows], part_of(float_bias(layer), rows))
         grid = origin.grid
-        levels = torch.round(plain(x) / grid.scale)
+        levels = onnx_steps(plain(x), grid.scale)
         weight = weight_levels(layer)
         dtype = _wide_enough(layer, grid, weight)
         bias = None if layer.bias_codes is None else layer.bias_codes.to(dtype)

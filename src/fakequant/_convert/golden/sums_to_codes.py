@@ -14,6 +14,7 @@ Codes are integers in float32.
 import torch
 from torch import Tensor
 
+from fakequant._backends.torch.formula import onnx_steps
 from fakequant._backends.torch.fused_multiply_add import fma
 from fakequant._convert.golden.tracked_codes import Arithmetic, GridOf, codes_of, quantized
 
@@ -60,7 +61,7 @@ class OnnxRuntime(Reference):
         if axes != (2, 3) or x.dim() != 4:
             return super().from_average(x, x_grid, axes, grid)
         number = x.shape[2] * x.shape[3]
-        sums = torch.round(x.double() / x_grid.scale).sum(axes, keepdim=True)
+        sums = onnx_steps(x.double(), x_grid.scale).sum(axes, keepdim=True)
         return _clamped(sums.float() * (x_grid.scale / (grid.scale * number)), grid)
 
 

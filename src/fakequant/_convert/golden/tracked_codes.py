@@ -42,6 +42,7 @@ from torch import Tensor
 
 from fakequant._backends.blocks import blocks_of
 from fakequant._backends.torch import tensor_functions
+from fakequant._backends.torch.formula import onnx_steps
 from fakequant._backends.torch.torch_private import pytree
 from fakequant._moves import MOVES_OF_CODES, MOVES_OF_VALUES, SAME_VALUES, TorchFunction, named
 from fakequant.spec import QuantSpec
@@ -174,7 +175,7 @@ def quantized(x: Tensor, grid: GridOf) -> Tensor:
 
 def codes_of(x: Tensor, grid: GridOf) -> Tensor:
     """Returns the codes of a tensor that is already on `grid`, as integers in float32."""
-    return torch.round(x / grid.scale) + grid.zero_point
+    return onnx_steps(x, grid.scale) + grid.zero_point
 
 
 # --- tracked tensors ------------------------------------------------------------------------------
