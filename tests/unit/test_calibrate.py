@@ -4,9 +4,9 @@ import copy
 import threading
 
 import pytest
-from calibration_cases import BATCHES, calibrate, calibrated, make, same
 
 import fakequant as fq
+from calibration_cases import BATCHES, calibrate, calibrated, make, same
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

@@ -1,9 +1,9 @@
 """`calibrate`, `Schedule` and `health` on bad data: an error with the fix, and an unchanged model."""
 
 import pytest
-from model_snapshots import Snapshot, X, assert_refused, calibrate, prepared, randn, small
 
 import fakequant as fq
+from model_snapshots import Snapshot, X, assert_refused, calibrate, prepared, randn, small
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

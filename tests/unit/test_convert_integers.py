@@ -3,9 +3,9 @@
 import copy
 
 import pytest
-from convert_cases import grid, same
 
 import fakequant as fq
+from convert_cases import grid, same
 from fakequant import QuantSpec
 
 torch = pytest.importorskip("torch")

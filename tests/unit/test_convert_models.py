@@ -4,9 +4,9 @@ import copy
 import json
 
 import pytest
-from convert_cases import same
 
 import fakequant as fq
+from convert_cases import same
 from fakequant import QuantSpec, presets
 
 torch = pytest.importorskip("torch")

@@ -1,8 +1,8 @@
 """Tensors that remember their codes: which operations keep them and which do not."""
 
 import pytest
-from convert_cases import grid, same
 
+from convert_cases import grid, same
 from fakequant import presets
 
 torch = pytest.importorskip("torch")

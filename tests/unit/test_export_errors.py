@@ -5,10 +5,10 @@ import sys
 
 import numpy as np
 import pytest
-from onnx_models import X86, calibrated, code_tensors, exported, randn, run, session
 
 import fakequant as fq
 from fakequant import presets
+from onnx_models import X86, calibrated, code_tensors, exported, randn, run, session
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnxscript")

@@ -5,6 +5,9 @@ import sys
 
 import numpy as np
 import pytest
+
+import fakequant as fq
+from fakequant.testing.assertions import assert_same_bits
 from onnx_models import (
     X86,
     calibrated,
@@ -18,9 +21,6 @@ from onnx_models import (
     session,
     with_trained_norms,
 )
-
-import fakequant as fq
-from fakequant.testing.assertions import assert_same_bits
 
 torch = pytest.importorskip("torch")
 onnx = pytest.importorskip("onnx")

@@ -7,6 +7,10 @@ import copy
 
 import numpy as np
 import pytest
+
+import fakequant as fq
+from fakequant import QuantSpec, presets
+from fakequant.testing.assertions import assert_same_bits
 from onnx_models import (
     calibrated,
     code_tensors,
@@ -21,10 +25,6 @@ from onnx_models import (
     signed,
     unsigned,
 )
-
-import fakequant as fq
-from fakequant import QuantSpec, presets
-from fakequant.testing.assertions import assert_same_bits
 
 torch = pytest.importorskip("torch")
 onnx = pytest.importorskip("onnx")

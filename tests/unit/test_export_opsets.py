@@ -5,6 +5,9 @@ import warnings
 
 import numpy as np
 import pytest
+
+import fakequant as fq
+from fakequant import QuantSpec, presets
 from onnx_models import (
     X86,
     calibrated,
@@ -17,9 +20,6 @@ from onnx_models import (
     unsigned,
     with_trained_norms,
 )
-
-import fakequant as fq
-from fakequant import QuantSpec, presets
 
 torch = pytest.importorskip("torch")
 onnx = pytest.importorskip("onnx")

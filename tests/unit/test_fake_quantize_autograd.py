@@ -4,6 +4,7 @@ import copy
 from contextlib import nullcontext
 
 import pytest
+
 from fake_quantize_cases import (
     AFFINE,
     BATCHES,

@@ -1,9 +1,9 @@
 """`nn.FakeQuantize` refuses tensors and arguments that do not fit, and changes nothing."""
 
 import pytest
-from fake_quantize_cases import AFFINE, BATCHES, OBSERVERS, assert_unchanged, each_running, same, same_state, state_of
 
 import fakequant as fq
+from fake_quantize_cases import AFFINE, BATCHES, OBSERVERS, assert_unchanged, each_running, same, same_state, state_of
 from fakequant import presets
 
 torch = pytest.importorskip("torch")

@@ -4,6 +4,8 @@ import itertools
 from contextlib import nullcontext
 
 import pytest
+
+import fakequant as fq
 from fake_quantize_cases import (
     AFFINE,
     BATCHES,
@@ -16,8 +18,6 @@ from fake_quantize_cases import (
     state_of,
     without_compiled_nodes,
 )
-
-import fakequant as fq
 from fakequant import presets
 
 torch = pytest.importorskip("torch")

@@ -5,6 +5,8 @@ import warnings
 from contextlib import nullcontext
 
 import pytest
+
+import fakequant as fq
 from fake_quantize_cases import (
     AFFINE,
     BATCHES,
@@ -24,8 +26,6 @@ from fake_quantize_cases import (
     state_of,
     ways_of,
 )
-
-import fakequant as fq
 from fakequant import presets
 from fakequant.testing.assertions import assert_same_bits
 

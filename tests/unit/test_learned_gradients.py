@@ -6,6 +6,11 @@ import math
 
 import numpy as np
 import pytest
+
+import fakequant as fq
+from fakequant import QuantSpec, reference
+from fakequant.qparams import EPS
+from fakequant.testing.assertions import assert_same_bits
 from learned_cases import (
     GRIDS,
     INT4,
@@ -20,11 +25,6 @@ from learned_cases import (
     initialized,
     make_step_size,
 )
-
-import fakequant as fq
-from fakequant import QuantSpec, reference
-from fakequant.qparams import EPS
-from fakequant.testing.assertions import assert_same_bits
 
 torch = pytest.importorskip("torch")
 observers = pytest.importorskip("fakequant.observers")

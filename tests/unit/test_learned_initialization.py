@@ -5,6 +5,9 @@ import math
 
 import numpy as np
 import pytest
+
+from fakequant import QuantSpec
+from fakequant.testing.assertions import assert_same_bits
 from learned_cases import (
     GRIDS,
     INT4,
@@ -20,9 +23,6 @@ from learned_cases import (
     lsq,
     whole_numbers,
 )
-
-from fakequant import QuantSpec
-from fakequant.testing.assertions import assert_same_bits
 
 torch = pytest.importorskip("torch")
 observers = pytest.importorskip("fakequant.observers")

@@ -4,11 +4,11 @@ import math
 
 import numpy as np
 import pytest
-from learned_cases import INT4, UINT4, X, all_usable, bits, by_broken, by_optimizer, initialized, make_step_size
 
 from fakequant import QuantSpec
 from fakequant.qparams import EPS
 from fakequant.testing.assertions import assert_same_bits
+from learned_cases import INT4, UINT4, X, all_usable, bits, by_broken, by_optimizer, initialized, make_step_size
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

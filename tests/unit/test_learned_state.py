@@ -6,10 +6,10 @@ import math
 import pickle
 
 import pytest
-from learned_cases import INT4, SHAPE, UINT4, X, all_usable, bits, by_where, initialized, make_step_size, whole_numbers
 
 from fakequant import QuantSpec
 from fakequant.testing.assertions import assert_same_bits
+from learned_cases import INT4, SHAPE, UINT4, X, all_usable, bits, by_where, initialized, make_step_size, whole_numbers
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

@@ -3,11 +3,11 @@
 import math
 
 import pytest
-from learned_cases import INT4, SHAPE, UINT4, WHERE, X, bits, by_optimizer, initialized, lsq, make_step_size
 
 import fakequant as fq
 from fakequant import QuantSpec, reference
 from fakequant.testing.assertions import assert_same_bits
+from learned_cases import INT4, SHAPE, UINT4, WHERE, X, bits, by_optimizer, initialized, lsq, make_step_size
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

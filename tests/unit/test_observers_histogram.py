@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+
 from observer_cases import LARGEST, assert_same_range, assert_same_state, bell, by, counted, range_of, state_after
 
 torch = pytest.importorskip("torch")

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+
 from observer_cases import INT4, INT8, SEARCHES, UINT4, UINT8, assert_same_range, bell, by, counted, range_of
 
 torch = pytest.importorskip("torch")

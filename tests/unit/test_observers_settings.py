@@ -8,6 +8,7 @@ import pickle
 
 import numpy as np
 import pytest
+
 from observer_cases import ALL, INT8, LARGEST, assert_same_range, bell, range_of
 
 torch = pytest.importorskip("torch")

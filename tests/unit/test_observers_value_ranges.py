@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+
 from observer_cases import (
     ALL,
     BINNED,

@@ -4,11 +4,11 @@ import math
 
 import numpy as np
 import pytest
-from learned_cases import X, all_usable, bits, by_optimizer
 
 import fakequant as fq
 from fakequant import reference
 from fakequant.testing.assertions import assert_same_bits
+from learned_cases import X, all_usable, bits, by_optimizer
 
 torch = pytest.importorskip("torch")
 PACT = pytest.importorskip("fakequant.nn").PACT

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from learned_cases import INT4, UINT4, bits, initialized
 
 torch = pytest.importorskip("torch")

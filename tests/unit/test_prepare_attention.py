@@ -3,10 +3,10 @@
 import copy
 
 import pytest
-from prepare_cases import off, randn, same
 
 import fakequant as fq
 from fakequant import presets
+from prepare_cases import off, randn, same
 
 torch = pytest.importorskip("torch")
 nn, F = torch.nn, torch.nn.functional

@@ -1,10 +1,10 @@
 """`prepare` on configs and models it cannot use: an error or a listing with the fix, and an unchanged model."""
 
 import pytest
-from model_snapshots import Snapshot, X, assert_refused, calibrate, prepared, small
 
 import fakequant as fq
 from fakequant import presets
+from model_snapshots import Snapshot, X, assert_refused, calibrate, prepared, small
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

@@ -3,10 +3,10 @@
 import copy
 
 import pytest
-from prepare_cases import each_recipe, randn, same_state
 
 import fakequant as fq
 from fakequant import presets
+from prepare_cases import each_recipe, randn, same_state
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

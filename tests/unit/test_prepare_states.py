@@ -5,9 +5,9 @@ import io
 import pickle
 
 import pytest
-from prepare_cases import Mixed, each_recipe, randint, same, same_state
 
 import fakequant as fq
+from prepare_cases import Mixed, each_recipe, randint, same, same_state
 
 torch = pytest.importorskip("torch")
 recipes = pytest.importorskip("fakequant.recipes")

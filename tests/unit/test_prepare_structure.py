@@ -3,10 +3,10 @@
 import pickle
 
 import pytest
-from prepare_cases import Mixed, each_recipe, off, quantized_weight, randint, randn, same
 
 import fakequant as fq
 from fakequant import presets
+from prepare_cases import Mixed, each_recipe, off, quantized_weight, randint, randn, same
 
 torch = pytest.importorskip("torch")
 nn, F = torch.nn, torch.nn.functional

@@ -4,6 +4,10 @@ import copy
 import pickle
 
 import pytest
+
+import fakequant as fq
+from fakequant import presets
+from fakequant.testing.assertions import assert_same_bits
 from quantizer_kinds import (
     AFFINE,
     HISTOGRAM,
@@ -17,10 +21,6 @@ from quantizer_kinds import (
     snapshot,
     trained,
 )
-
-import fakequant as fq
-from fakequant import presets
-from fakequant.testing.assertions import assert_same_bits
 
 torch = pytest.importorskip("torch")
 fqnn = pytest.importorskip("fakequant.nn")

@@ -3,6 +3,9 @@
 import warnings
 
 import pytest
+
+import fakequant as fq
+from fakequant import presets
 from quantizer_kinds import (
     AFFINE,
     KINDS,
@@ -16,9 +19,6 @@ from quantizer_kinds import (
     through_a_file,
     trained,
 )
-
-import fakequant as fq
-from fakequant import presets
 
 torch = pytest.importorskip("torch")
 fqnn = pytest.importorskip("fakequant.nn")

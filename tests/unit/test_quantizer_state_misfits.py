@@ -1,6 +1,9 @@
 """States that do not fit a quantizer are refused with the reason."""
 
 import pytest
+
+import fakequant as fq
+from fakequant import presets
 from quantizer_kinds import (
     AFFINE,
     CHANNEL,
@@ -14,9 +17,6 @@ from quantizer_kinds import (
     through_a_file,
     trained,
 )
-
-import fakequant as fq
-from fakequant import presets
 
 torch = pytest.importorskip("torch")
 fqnn = pytest.importorskip("fakequant.nn")

@@ -3,9 +3,9 @@
 import copy
 
 import pytest
-from calibration_cases import BATCHES, calibrated, make, same
 
 import fakequant as fq
+from calibration_cases import BATCHES, calibrated, make, same
 
 torch = pytest.importorskip("torch")
 fqnn = pytest.importorskip("fakequant.nn")

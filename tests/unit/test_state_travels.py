@@ -9,10 +9,10 @@ import io
 import pickle
 
 import pytest
-from test_zoo import RECIPES, ZOO, build, train
 
 import fakequant as fq
 from fakequant.testing.assertions import assert_same_bits
+from test_zoo import RECIPES, ZOO, build, train
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

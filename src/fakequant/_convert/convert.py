@@ -177,20 +177,23 @@ def _replace(
                 module._modules[name] = grids[quantizer]
         if isinstance(module, QuantizedLayer):
             source = module._fakequant.input_grid
-            module._fakequant.input_grid = None if source is None else grids[source]
-            reason = _make_integer(module, path, norms.get(path), target)
+            input_grid = None if source is None else grids[source]
+            reason = _make_integer(module, path, input_grid, norms.get(path), target)
             if reason is not None:
                 kept[path] = reason
     return kept
 
 
 @torch.no_grad()
-def _make_integer(layer: ChangingLayer, path: str, norm: BatchNorm | None, target: _targets.Target) -> str | None:
+def _make_integer(
+    layer: ChangingLayer, path: str, input_grid: Grid | None, norm: BatchNorm | None, target: _targets.Target
+) -> str | None:
     """Turns a quantized layer into an integer layer, and folds its batch norm if possible.
 
     Args:
         layer: The quantized layer.
         path: Its path in the model.
+        input_grid: The grid of the module that computes the input, if the layer has no input quantizer.
         norm: The batch norm that follows it, or None.
         target: The runtime.
 
@@ -207,7 +210,7 @@ def _make_integer(layer: ChangingLayer, path: str, norm: BatchNorm | None, targe
         cls = cls.__bases__[0]
         del layer._modules["parametrizations"]
         layer._parameters[kind.weight_name] = nn.Parameter(weight, requires_grad=False)
-    record = Integers(kind=kind, float_class=cls, path=path, input_grid=before.input_grid)
+    record = Integers(kind=kind, float_class=cls, path=path, input_grid=input_grid)
     attach_layer(layer, record, {})
     layer.register_buffer("bias_codes", None)
     if quantizer is None:

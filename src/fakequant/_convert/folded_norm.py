@@ -1,6 +1,6 @@
 """What is left of a batch norm in a converted model, after it was folded into the layer before it."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,11 @@ class FoldedNorm(nn.Module):
 
     The class of such a module is derived from the batch norm's class. Its forward pass does everything but normalize.
     """
+
+    if TYPE_CHECKING:
+
+        def __getstate__(self) -> dict[str, Any]:
+            """Returns the attributes to pickle."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with _WithoutNormalization():

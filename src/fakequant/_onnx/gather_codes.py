@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-_BYTES = (ir.DataType.INT8, ir.DataType.UINT8)
-
 
 def gather_codes(graph: ir.Graph) -> None:
     """Rewrites every Gather of rows from a dequantized table."""
@@ -22,9 +20,14 @@ def gather_codes(graph: ir.Graph) -> None:
         if node.op_type == "Gather" and not node.domain and _axis(node) == 0:
             table = node.inputs[0].producer() if node.inputs[0] is not None else None
             if table is not None and table.op_type == "DequantizeLinear" and not table.domain:
-                codes = table.inputs[0]
-                if codes.const_value is not None and codes.dtype in _BYTES and len(codes.shape) == 2:
+                if _is_table_of_bytes(table.inputs[0]):
                     _Rewrite(graph, node, table).run()
+
+
+def _is_table_of_bytes(codes: ir.Value | None) -> bool:
+    if codes is None or codes.const_value is None or codes.shape is None:
+        return False
+    return codes.dtype in (ir.DataType.INT8, ir.DataType.UINT8) and len(codes.shape) == 2
 
 
 def _axis(node: Any) -> int:

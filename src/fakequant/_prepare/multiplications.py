@@ -1,8 +1,6 @@
 """How many multiplications a model computes in layers and in products of matrices, and in which calls."""
 
 from math import prod
-from typing import Any
-
 from torch import nn
 
 from fakequant._prepare.flow_graph import Call, FlowGraph
@@ -34,23 +32,23 @@ def count_multiplications(model: nn.Module, graph: FlowGraph) -> dict[str, int]:
     return found
 
 
-def _of_module(module: Any, call: Call) -> int:
+def _of_module(module: nn.Module, call: Call) -> int:
     if call.shape is None or not call.input_shapes:
         return 0
     if isinstance(module, nn.MultiheadAttention):
         return _of_attention(module, call.input_shapes)
-    weight = getattr(module, "weight", None)
     if isinstance(module, _CONVOLUTIONS):
-        return prod(call.shape) * prod(weight.shape[1:])
+        return prod(call.shape) * prod(module.weight.shape[1:])
     if isinstance(module, _TRANSPOSED):
-        return prod(call.input_shapes[0]) * prod(weight.shape[1:])
-    is_product = getattr(weight, "ndim", 0) == 2 and call.input_shapes[0][-1:] and not isinstance(module, nn.Embedding)
+        return prod(call.input_shapes[0]) * prod(module.weight.shape[1:])
+    has_matrix = getattr(getattr(module, "weight", None), "ndim", 0) == 2
+    is_product = has_matrix and bool(call.input_shapes[0]) and not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
     return prod(call.shape) * call.input_shapes[0][-1] if is_product else 0
 
 
 def _of_attention(module: nn.MultiheadAttention, shapes: list[tuple[int, ...]]) -> int:
     query, key, value = (*shapes[:3], *[shapes[-1]] * 3)[:3]
-    width = module.embed_dim
+    width: int = module.embed_dim
     batch, length = (prod(query[:-2]), query[-2]) if module.batch_first else (prod(query[1:-1]), query[0])
     seen = key[-2] if module.batch_first else key[0]
     inputs = sum(prod(shape) for shape in (query, key, value))

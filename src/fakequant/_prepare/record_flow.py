@@ -115,10 +115,11 @@ class _Recorder(TorchFunctionMode):
 
     def producer(self, x: Tensor) -> Call:
         """The call that computed `x`; a new input if it is unknown, or if `x` was changed through another name."""
-        call, version = self.producers.get(x, (None, 0))
-        if call is None or version != _version(x):
-            call = Call("input", "")
-            self.producers[x] = call, _version(x)
+        known: tuple[Call, int] | None = self.producers.get(x)
+        if known is not None and known[1] == _version(x):
+            return known[0]
+        call = Call("input", "")
+        self.producers[x] = call, _version(x)
         return call
 
     def _add(self, call: Call, results: list[Tensor]) -> None:

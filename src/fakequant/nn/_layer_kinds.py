@@ -79,6 +79,7 @@ def find_kind(cls: type[nn.Module]) -> type[LayerKind] | None:
     for base in cls.__mro__:
         kind = _registered_kind(base)
         if kind is not None:
+            assert issubclass(base, nn.Module)
             return kind if cls.forward is base.forward else None
     return None
 
