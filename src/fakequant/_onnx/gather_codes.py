@@ -17,14 +17,15 @@ import onnx_ir as ir
 def gather_codes(graph: ir.Graph) -> None:
     """Rewrites every Gather of rows from a dequantized table."""
     for node in list(graph):
-        if node.op_type == "Gather" and not node.domain and _axis(node) == 0:
-            table = node.inputs[0].producer() if node.inputs[0] is not None else None
-            if table is not None and table.op_type == "DequantizeLinear" and not table.domain:
-                if _is_table_of_bytes(table.inputs[0]):
-                    _Rewrite(graph, node, table).run()
+        if node.op_type != "Gather" or node.domain or _axis(node) != 0 or node.inputs[0] is None:
+            continue
+        table = node.inputs[0].producer()
+        if table is not None and _dequantizes_bytes(table):
+            _Rewrite(graph, node, table).run()
 
 
-def _is_table_of_bytes(codes: ir.Value | None) -> bool:
+def _dequantizes_bytes(table: ir.Node) -> bool:
+    codes = table.inputs[0] if table.op_type == "DequantizeLinear" and not table.domain else None
     if codes is None or codes.const_value is None or codes.shape is None:
         return False
     return codes.dtype in (ir.DataType.INT8, ir.DataType.UINT8) and len(codes.shape) == 2

@@ -1,6 +1,7 @@
 """How many multiplications a model computes in layers and in products of matrices, and in which calls."""
 
 from math import prod
+
 from torch import nn
 
 from fakequant._prepare.flow_graph import Call, FlowGraph
