@@ -14,7 +14,7 @@ import numpy as np  # noqa: F401 - for the examples
 from fakequant._backends import backend_of
 from fakequant._backends.argument_types import DType, Numbers
 from fakequant._backends.checks import check_gradient as check_gradient
-from fakequant._backends.kernel_types import (
+from fakequant._backends.kernel_enums import (
     UPDATES as UPDATES,
     Gradient as Gradient,
     MaskForm as MaskForm,

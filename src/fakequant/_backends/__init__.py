@@ -2,7 +2,7 @@
 
 Every folder implements the functions of `fakequant.functional`, `fakequant.qparams` and `fakequant.torch_names` with
 the same parameters. Those modules document the functions and call `backend_of(x)`. Code that the libraries share is
-in `checks`, `blocks`, `argument_types`, `kernel_types` and `results`. `backend.Backend` is the type of a folder.
+in `checks`, `blocks`, `argument_types`, `kernel_enums` and `results`. `backend.Backend` is the type of a folder.
 """
 
 import importlib

@@ -5,7 +5,7 @@ from typing import Protocol, overload
 import numpy as np
 
 from fakequant._backends.argument_types import DType, Numbers
-from fakequant._backends.kernel_types import Gradient, MaskForm, Update
+from fakequant._backends.kernel_enums import Gradient, MaskForm, Update
 from fakequant._backends.results import Array, LearnedGradients, ObservedFakeQuantize, OutputAndMask, QParams, Range
 from fakequant.spec import QuantSpec
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from fakequant import _kernels
 from fakequant._backends.blocks import blocks_of
-from fakequant._backends.kernel_types import DTYPES, MASK_KINDS, PACKED_CODE_TYPES, UPDATES
+from fakequant._backends.kernel_enums import DTYPES, MASK_KINDS, PACKED_CODE_TYPES, UPDATES
 from fakequant.spec import QuantSpec
 
 Shape = tuple[int, ...]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.types import Device
 
-from fakequant._backends.kernel_types import NUMERICS
+from fakequant._backends.kernel_enums import NUMERICS
 from fakequant._backends.torch import compiled_nodes, gradients, tensor_functions
 from fakequant._backends.torch.operator_calls import ops
 from fakequant._backends.torch.plain_memory import is_eager

@@ -5,7 +5,7 @@ import numpy as np
 
 from fakequant import _kernels
 from fakequant._backends.checks import refuse_data_dtype
-from fakequant._backends.kernel_types import DTYPES
+from fakequant._backends.kernel_enums import DTYPES
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

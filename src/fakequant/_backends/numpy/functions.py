@@ -9,7 +9,7 @@ from fakequant import _kernels, _native
 from fakequant._backends import checks
 from fakequant._backends.argument_types import DType, Numbers, Unchecked
 from fakequant._backends.blocks import blocks_of
-from fakequant._backends.kernel_types import CODE_TYPES, UPDATES, Gradient, MaskForm, Update
+from fakequant._backends.kernel_enums import CODE_TYPES, UPDATES, Gradient, MaskForm, Update
 from fakequant._backends.numpy.float_arrays import KERNEL_DTYPES, as_float_array, parameter_dtype
 from fakequant._backends.numpy.grid import check_numbers, kernel_numerics, resolve, scale_dtype
 from fakequant._backends.numpy.zero_points import round_backward, round_forward

@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 from fakequant import _kernels, _native
 from fakequant._backends import checks
 from fakequant._backends.blocks import Blocks, KernelShape, blocks_of
-from fakequant._backends.kernel_types import NUMERICS, has_wide_scale, numerics_name
+from fakequant._backends.kernel_enums import NUMERICS, has_wide_scale, numerics_name
 from fakequant.spec import QuantSpec
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fakequant import _kernels, _native
 from fakequant._backends.argument_types import Numbers, Unchecked
-from fakequant._backends.kernel_types import NUMERICS, NUMERICS_NAMES
+from fakequant._backends.kernel_enums import NUMERICS, NUMERICS_NAMES
 from fakequant._torch_releases import NEWEST, OLDEST, describe, is_tested
 from fakequant.spec import QuantSpec
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fakequant import _kernels
-from fakequant._backends.kernel_types import is_own
+from fakequant._backends.kernel_enums import is_own
 from fakequant._backends.torch.fused_multiply_add import fma
 from fakequant._backends.torch.tensor_kernels import (
     Grid,

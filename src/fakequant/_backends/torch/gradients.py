@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fakequant import _kernels
-from fakequant._backends.kernel_types import is_own
+from fakequant._backends.kernel_enums import is_own
 from fakequant._backends.torch import compiled_nodes, formula, operator_calls, tensor_kernels
 from fakequant._backends.torch.aten_kernels import Fused as FusedCall
 from fakequant._backends.torch.compiled_nodes import CompiledNodes

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fakequant._backends.kernel_types import is_own
+from fakequant._backends.kernel_enums import is_own
 from fakequant._backends.torch import torch_private
 from fakequant._backends.torch.operator_calls import ops
 from fakequant._backends.torch.routes import forward_grid
@@ -90,7 +90,7 @@ def offer(table: Mapping[Any, Operator]) -> None:
 
 
 _DEFINING_FILES = (
-    "kernel_types.py", "torch/inductor.py", "torch/operators.py", "torch/formula.py", "torch/fused_multiply_add.py",
+    "kernel_enums.py", "torch/inductor.py", "torch/operators.py", "torch/formula.py", "torch/fused_multiply_add.py",
     "torch/gradients.py", "torch/routes.py", "torch/tensor_kernels.py", "torch/tensor_zero_points.py",
 )  # fmt: skip
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fakequant import _kernels
-from fakequant._backends.kernel_types import Update
+from fakequant._backends.kernel_enums import Update
 from fakequant._backends.torch.tensor_kernels import Grid, Observed, Order
 from fakequant._backends.torch.torch_annotations import Operator
 from fakequant._backends.torch.torch_private import BelowAutograd, set_forward_mode_enabled

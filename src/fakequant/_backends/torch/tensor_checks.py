@@ -10,7 +10,7 @@ from fakequant import _kernels, _native
 from fakequant._backends import checks
 from fakequant._backends.argument_types import Numbers
 from fakequant._backends.blocks import blocks_of
-from fakequant._backends.kernel_types import numerics_name as kernel_numerics
+from fakequant._backends.kernel_enums import numerics_name as kernel_numerics
 from fakequant._backends.torch.plain_memory import is_direct, is_memory
 from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid, check_values, dtype_name, scale_dtype
 from fakequant.spec import QuantSpec

@@ -16,7 +16,7 @@ from fakequant import _kernels
 from fakequant._backends import checks
 from fakequant._backends.argument_types import Numbers, Unchecked
 from fakequant._backends.blocks import blocks_of
-from fakequant._backends.kernel_types import (
+from fakequant._backends.kernel_enums import (
     NUMERICS,
     Gradient,
     MaskForm,

@@ -14,7 +14,7 @@ from torch import Tensor
 from fakequant import _kernels, _native
 from fakequant._backends import checks
 from fakequant._backends.blocks import memory_order, order_of_result
-from fakequant._backends.kernel_types import (
+from fakequant._backends.kernel_enums import (
     CODE_TYPES,
     DTYPES,
     NUMERICS,
