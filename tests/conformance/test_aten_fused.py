@@ -210,7 +210,7 @@ def test_a_refused_call_leaves_the_fused_observers_state_unchanged():
 
     # Arrays that are not empty cannot be resized, because views of them may exist.
     state[2] = np.ones(1, np.float32)
-    with pytest.raises(RuntimeError, match=r"`scale` has shape \(1,\) and cannot be"):
+    with pytest.raises(RuntimeError, match=r"`scale` of shape \(1,\) cannot be resized"):
         OURS(x, on, on, *state, 0.01, -128, 127, 0, True, False)
     assert [a.size for a in state] == [0, 0, 1, 0]
 

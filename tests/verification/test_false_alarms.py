@@ -51,11 +51,12 @@ class PooledUNet(nn.Module):
         super().__init__()
         self.stem, self.relu, self.pool = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
         self.conv, self.skip, self.fc = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1), nn.Linear(8, 4)
+        self.after = nn.ReLU()
 
     def forward(self, x):
         f = self.relu(self.stem(x))
         y = self.pool(f)
-        z = self.conv(y) + y
+        z = self.after(self.conv(y) + y)
         return self.fc(z.mean((2, 3))), torch.cat([f, self.skip(f)], 1)
 
 

@@ -28,7 +28,8 @@ _POOLS = (
 )  # fmt: skip
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 # Modules that return their input in evaluation.
-_PASSED = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_PASSED = (nn.Identity, *_DROPOUTS)
 # What a kernel computes together with the operation before it.
 _RELUS = (nn.ReLU, nn.ReLU6)
 _RELU_NAMES = {"relu", "relu6"}
@@ -73,7 +74,7 @@ def holder(model: nn.Module, call: Call) -> str | None:
     passed = None
     while True:
         if call.kind == "module":
-            if not isinstance(model.get_submodule(call.path), _PASSED):
+            if not isinstance(model.get_submodule(call.path), nn.Identity):
                 return call.path
             passed = passed or call.path
         own = [path for path in call.returned_by if path]
