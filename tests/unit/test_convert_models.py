@@ -164,7 +164,7 @@ def test_failed_save_leaves_no_file(tmp_path):
 
 def test_load_converted_refuses_a_file_of_another_model_and_says_where(tmp_path):
     fq.save_converted(fq.convert(prepared(*MODELS["perceptron"], recipes.int8())), tmp_path / "m.safetensors")
-    with pytest.raises(ValueError, match=r"'0' is Linear there and Conv2d here"):
+    with pytest.raises(ValueError, match=r"'0' is Linear in the file but Conv2d in the model"):
         fq.load_converted(nn.Sequential(nn.Conv2d(1, 1, 1), nn.ReLU(), nn.Linear(32, 4)), tmp_path / "m.safetensors")
 
 

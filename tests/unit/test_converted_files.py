@@ -115,9 +115,15 @@ def test_extra_state_that_is_not_json_is_refused_by_name(state, tmp_path):
 
 
 OTHERS = {
-    "a layer of another size": (lambda: make(out=6), r"'7' is Linear of shape \(5, 4\) there and .*\(6, 4\) here"),
-    "fewer modules": (lambda: make()[:5], r"'7' is Linear there and absent here"),
-    "another layer type": (lambda: nn.Sequential(nn.Linear(3, 3)), r"'0' is Conv2d there and Linear here"),
+    "a layer of another size": (
+        lambda: make(out=6),
+        r"'7' is Linear of shape \(5, 4\) in the file but .*\(6, 4\) in the model",
+    ),
+    "fewer modules": (lambda: make()[:5], r"'7' is Linear in the file but absent in the model"),
+    "another layer type": (
+        lambda: nn.Sequential(nn.Linear(3, 3)),
+        r"'0' is Conv2d in the file but Linear in the model",
+    ),
     "a converted model": (lambda: converted(make()), r"converted already(.|\n)*float model"),
     "a prepared model": (lambda: fq.prepare(make(), fq.recipes.int8()), r"prepared or(.|\n)*float model"),
 }
@@ -131,7 +137,7 @@ def test_loading_into_another_model_is_refused_and_leaves_it_unchanged(model, me
 def test_float_tensor_of_another_shape_is_refused_before_any_change(good):
     model = make()
     model[3] = nn.GroupNorm(2, 6)
-    refused(model, good, r"'3\.weight' is of shape \(4,\) there and of \(6,\) here(.|\n)*architecture")
+    refused(model, good, r"'3\.weight' is of shape \(4,\) in the file but of \(6,\) in the model(.|\n)*architecture")
 
 
 def put(name, value):
@@ -153,30 +159,33 @@ def say(*path, value):
 
 
 DAMAGED = {
-    "a missing tensor": (drop("3.weight"), r"'3\.weight' is absent there"),
+    "a missing tensor": (drop("3.weight"), r"'3\.weight' is absent in the file"),
     "missing codes": (drop("0.weight_codes"), r"it has no 0\.weight_codes(.|\n)*save_converted"),
     "a missing scale": (drop("0.input_quantizer.scale"), r"0\.input_quantizer\.scale(.|\n)*save_converted"),
-    "an extra tensor": (put("8.weight", torch.ones(1)), r"'8\.weight' is there there and absent here"),
+    "an extra tensor": (put("8.weight", torch.ones(1)), r"'8\.weight' is present in the file but absent in the model"),
     "codes of another shape": (put("7.weight_codes", torch.zeros(5, 3, dtype=torch.int8)), r"'7\.weight_codes'"),
     "scales of another shape": (put("7.weight_scale", torch.ones(2)), r"'7\.weight_scale' is of shape \(2,\)"),
     "a bias of another shape": (put("7.bias_codes", torch.ones(2, dtype=torch.int32)), r"'7\.bias_codes'"),
-    "invalid JSON": (lambda tensors, described: "{", r"no JSON(.|\n)*save_converted"),
+    "invalid JSON": (lambda tensors, described: "{", r"is not JSON(.|\n)*save_converted"),
     "JSON that is not an object": (
         lambda tensors, described: "3",
         r"has format 3; this version of fakequant reads 1 and 2",
     ),
     "another format": (say("format", value=9), r"has format 9; this version of fakequant reads 1 and 2"),
-    "missing layers": (say("layers", value=None), r"does not say layers"),
+    "missing layers": (say("layers", value=None), r"its description lacks layers"),
     "an unknown target": (say("target", value="toaster"), r"damaged(.|\n)*toaster"),
     "an unknown arithmetic": (say("grids", "7.input_quantizer", "arithmetic", value="odd"), r"damaged(.|\n)*odd"),
     "an invalid spec": (say("layers", "7", "weight", "spec", value={"bits": 99}), r"damaged(.|\n)*bits"),
     "an input from nowhere": (say("inputs_from", value={"7": "x"}), r"damaged(.|\n)*'x'"),
-    "a missing batch norm": (say("folded", value=["99"]), r"'99' is a module there and absent"),
+    "a missing batch norm": (say("folded", value=["99"]), r"'99' is a module in the file but absent"),
     "a layer without a kind": (say("layers", "7", value={}), r"damaged(.|\n)*kind"),
-    "invalid extra states": (say("extra_states", value=5), r"does not say extra_states"),
-    "a number in place of a tensor": (say("extra_states", "3.weight", value=5), r"3\.weight is no tensor"),
-    "a scale in place of a tensor": (say("extra_states", "7.weight_scale", value=5), r"7\.weight_scale is no tensor"),
-    "deeply nested JSON": (lambda tensors, described: "[" * 100_000, r"no JSON(.|\n)*save_converted"),
+    "invalid extra states": (say("extra_states", value=5), r"its description lacks extra_states"),
+    "a number in place of a tensor": (say("extra_states", "3.weight", value=5), r"3\.weight is not a tensor"),
+    "a scale in place of a tensor": (
+        say("extra_states", "7.weight_scale", value=5),
+        r"7\.weight_scale is not a tensor",
+    ),
+    "deeply nested JSON": (lambda tensors, described: "[" * 100_000, r"is not JSON(.|\n)*save_converted"),
 }
 
 
@@ -204,32 +213,35 @@ SCALES = ("0.weight_scale", "7.weight_scale", "0.input_quantizer.scale")
 POINTS = ("0.input_quantizer.zero_point", "7.input_quantizer.zero_point")
 BAD_VALUES = {
     **{
-        f"{name} {number}": (of(name, first(number)), rf"{name} has a value of .*must be positive and finite")
+        f"{name} {number}": (of(name, first(number)), rf"{name} has the value .*must be positive and finite")
         for name in SCALES
         for number in (float("nan"), float("inf"), 0.0, -0.01)
     },
     **{
-        f"{name} {dtype}": (of(name, to(dtype)), rf"{name} is {str(dtype)[6:]}, which must be float32")
+        f"{name} {dtype}": (of(name, to(dtype)), rf"{name} is {str(dtype)[6:]}, but must be float32")
         for name in SCALES
         for dtype in (torch.int8, torch.bool, torch.float16, torch.float64)
     },
     **{
-        f"{name} {number}": (of(name, first(number)), rf"{name} has a value of .*must be from 0 to 255")
+        f"{name} {number}": (of(name, first(number)), rf"{name} has the value .*must be from 0 to 255")
         for name in POINTS
         for number in (2**31 - 1, -(2**31), -1, 256)
     },
-    **{f"{name} int64": (of(name, to(torch.int64)), rf"{name} is int64, which must be int32") for name in POINTS},
+    **{f"{name} int64": (of(name, to(torch.int64)), rf"{name} is int64, but must be int32") for name in POINTS},
     "zero points of another shape": (of(POINTS[0], lambda v: v.reshape(1)), r"zero_point has shape \(1,\)"),
     "grid per channel": (
         lambda t, d: [t.__setitem__(f"0.input_quantizer.{n}", t[f"0.input_quantizer.{n}"].reshape(1)) for n in
                       ("scale", "zero_point")] and None, r"0\.input_quantizer\.scale has shape \(1,\)",
     ),
-    "code out of range": (of("7.weight_codes", first(-128)), r"7\.weight_codes has a value of -128.*from -127 to 127"),
-    "codes of another dtype": (of("7.weight_codes", to(torch.int32)), r"7\.weight_codes is int32, which must be int8"),
-    "fewer bits": (say("layers", "7", "weight", "spec", "bits", value=7), r"7\.weight_codes has a value of"),
-    "a bias in float": (of("7.bias_codes", to(torch.float32)), r"7\.bias_codes is float32, which must be int32"),
-    "a bias of 64 bits": (of("7.bias_codes", to(torch.int64)), r"7\.bias_codes is int64, which must be int32"),
-    "a float of another dtype": (of("3.weight", to(torch.float16)), r"3\.weight is float16 there and float32 in the"),
+    "code out of range": (of("7.weight_codes", first(-128)), r"7\.weight_codes has the value -128.*from -127 to 127"),
+    "codes of another dtype": (of("7.weight_codes", to(torch.int32)), r"7\.weight_codes is int32, but must be int8"),
+    "fewer bits": (say("layers", "7", "weight", "spec", "bits", value=7), r"7\.weight_codes has the value"),
+    "a bias in float": (of("7.bias_codes", to(torch.float32)), r"7\.bias_codes is float32, but must be int32"),
+    "a bias of 64 bits": (of("7.bias_codes", to(torch.int64)), r"7\.bias_codes is int64, but must be int32"),
+    "a float of another dtype": (
+        of("3.weight", to(torch.float16)),
+        r"3\.weight is float16 in the file but float32 in the model",
+    ),
     "a grid of fewer bits": (say("grids", "0.input_quantizer", "spec", "bits", value=2), r"must be from 0 to 3"),
     **{
         f"eps {eps!r}": (say("grids", "0.input_quantizer", "eps", value=eps), r"0\.input_quantizer has `eps`")
@@ -249,7 +261,7 @@ def test_packed_codes_outside_the_range_are_refused(tmp_path):
     path = tmp_path / "m.safetensors"
     fq.save_converted(fq.convert(fq.prepare(make(), config)), path)
     fq.load_converted(make(), path)
-    refused(make(), changed(path, tmp_path, of("7.weight_codes", first(0x88))), r"7\.weight_codes has a value of -8")
+    refused(make(), changed(path, tmp_path, of("7.weight_codes", first(0x88))), r"7\.weight_codes has the value -8")
 
 
 @pytest.mark.parametrize(("change", "message"), DAMAGED.values(), ids=DAMAGED)
@@ -265,9 +277,9 @@ def test_module_that_refuses_its_state_leaves_the_model_unchanged(good, tmp_path
 def test_truncated_foreign_and_missing_files_are_refused(good, tmp_path):
     path = tmp_path / "m.safetensors"
     path.write_bytes(good.read_bytes()[:-10])
-    refused(make(), path, r"is damaged, or no safetensors file(.|\n)*save_converted")
+    refused(make(), path, r"is damaged, or is not a safetensors file(.|\n)*save_converted")
     path.write_bytes(b"not at all")
-    refused(make(), path, r"is damaged, or no safetensors file")
+    refused(make(), path, r"is damaged, or is not a safetensors file")
     save_file({"0.weight": torch.zeros(4, 3, 3, 3)}, path)
     refused(make(), path, r"not written by fakequant\.save_converted(.|\n)*load_state_dict")
     refused(make(), tmp_path / "missing.safetensors", r"There is no file .*missing", FileNotFoundError)

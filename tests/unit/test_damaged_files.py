@@ -82,5 +82,5 @@ def test_format_1_file_without_checksum_loads_with_a_warning(saved, tmp_path):
 
 def test_format_2_file_without_checksum_is_refused(saved, tmp_path):
     without_checksum(saved, tmp_path / "new.safetensors", 2)
-    with pytest.raises(ValueError, match="its checksum is not that of what is in it"):
+    with pytest.raises(ValueError, match="its checksum does not match its contents"):
         fq.load_converted(make(), tmp_path / "new.safetensors")

@@ -142,10 +142,10 @@ def test_demo_lines_fit_a_terminal():
 def test_demo_result_prints_the_reason_for_differing_codes():
     row = result.Row(model="LSQ 2-bit", weight_bits=2, activation_bits=2, accuracy=95.0, bytes=1, why="bias: it is")
     lines = str(result.Result("here", [row], 900)).splitlines()
-    assert "LSQ 2-bit        in integers: bias: it is" in lines
+    assert "LSQ 2-bit        integer model differs: bias: it is" in lines
     same = dataclasses.replace(row, why="")
-    assert "in integers" not in str(result.Result("here", [same], 900))
-    assert len("LSQ 2-bit        in integers: " + explain.BIAS) <= 100
+    assert "integer model differs" not in str(result.Result("here", [same], 900))
+    assert len("LSQ 2-bit        integer model differs: " + explain.BIAS) <= 100
 
 
 def test_demo_result_prints_a_dash_for_missing_values():

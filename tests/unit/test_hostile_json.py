@@ -14,7 +14,7 @@ READERS = {"spec": QuantSpec.from_json, "config": fq.QuantConfig.from_json}
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"bits":' * 100_000], ids=["lists", "objects"])
 def test_deeply_nested_json_is_refused_in_one_line(read, text):
-    with pytest.raises(ValueError, match=r"^The text is nested too deep to be read as JSON\.$"):
+    with pytest.raises(ValueError, match=r"^The text is nested too deeply to be read as JSON\.$"):
         read(text)
 
 

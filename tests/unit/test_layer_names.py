@@ -83,7 +83,7 @@ def test_layer_with_a_reserved_attribute_stays_in_float(name):
     layer = nn.Linear(8, 4)
     setattr(layer, name, "mine")
     model = fq.prepare(nn.Sequential(layer, nn.Linear(4, 2)), recipes.int8())
-    assert fq.summary(model).floats["0"] == f"it has an attribute `{name}` of its own"
+    assert fq.summary(model).floats["0"] == f"it already has an attribute `{name}`"
     assert getattr(model[0], name) == "mine"
 
 
@@ -104,7 +104,7 @@ def test_activation_with_a_reserved_attribute_is_not_quantized_and_keeps_it(name
     setattr(model.act, name, "mine")
     fq.prepare(model, recipes.int8())
     assert [path for path, _ in fq.nn.quantizers(model) if "output" in path] == ["b.output_quantizer"]
-    assert f"act cannot quantize its result: it has an attribute `{name}` of its own" in str(fq.summary(model))
+    assert f"act cannot quantize its output: it already has an attribute `{name}`" in str(fq.summary(model))
     fq.calibrate(model, [torch.randn(3, 4)], progress=False)
     assert getattr(fq.unprepare(model).act, name) == "mine"
 
@@ -112,7 +112,7 @@ def test_activation_with_a_reserved_attribute_is_not_quantized_and_keeps_it(name
 def test_schedule_refuses_a_batch_norm_with_a_reserved_attribute_with_the_fix():
     model = fq.prepare(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), recipes.int8())
     model[1]._fakequant = "mine"
-    with pytest.raises(ValueError, match=r"`_fakequant` of its own.*\nRename it"):
+    with pytest.raises(ValueError, match=r"`_fakequant`, a name that fakequant reserves.*\nRename the attribute"):
         fq.Schedule(model, quantize_from=1, freeze_norms_at=0)
     assert type(model[1]) is nn.BatchNorm1d
     assert model[1]._fakequant == "mine"

@@ -195,7 +195,7 @@ BAD = {
     "spec is a string": (dict(spec="int8"), "`spec` must be a QuantSpec"),
     "unknown init": (dict(init="mean"), '`init` must be "lsq" or an observer'),
     "observer class": (dict(init=observers.MinMax), '`init` must be "lsq" or an observer'),
-    "zero point of a symmetric grid": (dict(learn_zero_point=True), "there is none to learn"),
+    "zero point of a symmetric grid": (dict(learn_zero_point=True), "symmetric grid is 0 and cannot be learned"),
     "per token": (dict(spec=QuantSpec(axis=-1, group_size=-1)), "cannot be learned"),
     "missing shape": (dict(spec=QuantSpec(axis=0)), "pass `shape`"),
     "unknown number of channels": (dict(spec=QuantSpec(axis=0), shape=(None, 3)), "no fixed shape"),

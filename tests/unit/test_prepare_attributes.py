@@ -147,6 +147,6 @@ def test_convert_adds_only_the_record_attribute():
 def test_model_with_an_attribute_named_fakequant_is_refused():
     model = nn.Sequential(nn.Linear(4, 2))
     model._fakequant = "mine"
-    with pytest.raises(ValueError, match=r"`_fakequant` of its own.*\nRename it"):
+    with pytest.raises(ValueError, match=r"`_fakequant`, a name that fakequant reserves.*\nRename the attribute"):
         fq.prepare(model, recipes.int8())
     assert type(model[0]) is nn.Linear

@@ -99,7 +99,7 @@ def test_lazy_layers_are_refused_until_they_have_a_shape():
 
 def test_layer_with_an_attribute_named_output_quantizer_stays_in_float():
     model = fq.prepare(nn.Sequential(nn.Linear(4, 4), Taken(4, 4)), recipes.int8())
-    assert fq.summary(model).floats == {"1": "it has an attribute `output_quantizer` of its own"}
+    assert fq.summary(model).floats == {"1": "it already has an attribute `output_quantizer`"}
     assert type(model[1]) is Taken
 
 

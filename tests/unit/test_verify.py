@@ -106,7 +106,7 @@ def test_verify_refuses_a_file_with_a_changed_scale(good, tmp_path):
     array = onnx.numpy_helper.to_array(scale) * 2
     scale.CopyFrom(onnx.numpy_helper.from_array(array, scale.name))
     onnx.save(changed, tmp_path / "changed.onnx")
-    with pytest.raises(ValueError, match=r"act\.output_quantizer_scale is another"):
+    with pytest.raises(ValueError, match=r"act\.output_quantizer_scale is different in the file"):
         fq.verify(model, tmp_path / "changed.onnx", DATA)
 
 
@@ -118,7 +118,7 @@ def test_verify_refuses_a_file_with_changed_weight_codes(good, tmp_path):
     array[3] = -array[3]
     codes.CopyFrom(onnx.numpy_helper.from_array(array, codes.name))
     onnx.save(changed, tmp_path / "changed.onnx")
-    with pytest.raises(ValueError, match=r"conv\.weight_codes is another"):
+    with pytest.raises(ValueError, match=r"conv\.weight_codes is different in the file"):
         fq.verify(model, tmp_path / "changed.onnx", DATA)
 
 
@@ -137,7 +137,7 @@ def test_verify_refuses_a_file_with_a_changed_bias(good, tmp_path):
     array = onnx.numpy_helper.to_array(bias) + 1
     bias.CopyFrom(onnx.numpy_helper.from_array(array, bias.name))
     onnx.save(changed, tmp_path / "changed.onnx")
-    with pytest.raises(ValueError, match=r"conv\.bias_codes is another"):
+    with pytest.raises(ValueError, match=r"conv\.bias_codes is different in the file"):
         fq.verify(model, tmp_path / "changed.onnx", DATA)
 
 
@@ -254,7 +254,7 @@ def test_verify_compares_results_where_activations_have_no_codes(config, tmp_pat
     bias = next(i for i in file.graph.initializer if i.name == "0.bias")  # its path in the model
     bias.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(bias) + 0.1, bias.name))
     onnx.save(file, path)
-    with pytest.raises(ValueError, match=r"0\.bias is another"):
+    with pytest.raises(ValueError, match=r"0\.bias is different in the file"):
         fq.verify(model, path, [x])
 
 

@@ -64,9 +64,9 @@ CLEAR = {
 def test_batch_element_for_an_optional_argument_is_left_out_with_one_warning(signature, batch):
     model = taking(signature)
     (words,) = said(lambda: calibrate(model, [batch, batch]))
-    assert "is left out, as labels are" in words
-    assert 'pass dicts, {"x": ..., ' in words
-    with pytest.warns(UserWarning, match="is left out"):
+    assert "is not passed, because it may be a label" in words
+    assert 'use dicts as batches: {"x": ..., ' in words
+    with pytest.warns(UserWarning, match="is not passed"):
         fq.health(model, [batch])
 
 
@@ -171,7 +171,7 @@ def trained(*, optimizer_first, kind=torch.optim.Adam, steps=30, config=None, **
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD], ids=["Adam", "SGD"])
 def test_scales_missing_from_the_optimizer_warn_once(kind):
     (words,) = said(lambda: trained(optimizer_first=True, kind=kind, lr=1e-3, steps=60))
-    assert "the optimizer does not have them" in words
+    assert "no optimizer has the scales" in words
     assert "param_groups" in words
 
 

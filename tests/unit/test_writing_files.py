@@ -66,7 +66,7 @@ def test_read_only_folder_is_refused_before_any_work(monkeypatch):
 
 @pytest.mark.skipif(not os.path.exists("/dev/null"), reason="needs a device file")
 def test_device_file_is_not_replaced():
-    with pytest.raises(OSError, match="neither a file"), optional.writing("/dev/null"):
+    with pytest.raises(OSError, match="not a regular file"), optional.writing("/dev/null"):
         pass
 
 
