@@ -153,7 +153,7 @@ def test_commands_without_torch_name_the_install_command(here, capsys, monkeypat
         ("no_such_module:model", ["There is no module 'no_such_module'"]),
         ("good.none:model", ["There is no module 'good.none'"]),
         ("../good:model", ["'../good' is neither"]),
-        ("good.py", ["'good.py' does not say what to load"]),
+        ("good.py", ["'good.py' is not a name to load"]),
         ("good.py:modle", ["good.py has no 'modle'; near: model"]),
         ("good.py:data", ["good.py:data is of type list; name a torch.nn.Module"]),
         ("good.py:batches", ["good.py:batches() returned generator"]),
@@ -262,7 +262,7 @@ def test_summary_with_a_recipe_that_quantizes_nothing_gives_reasons(here, capsys
 
 def test_summary_needs_a_recipe_or_a_prepared_model(here, capsys):
     fails(["summary", "good.py:float_model"], capsys, "good.py:float_model is not prepared; ", "--recipe int8")
-    fails(["summary", "good.py:model", "--recipe", "int8"], capsys, "is prepared already; leave out --recipe")
+    fails(["summary", "good.py:model", "--recipe", "int8"], capsys, "is already prepared; remove --recipe")
     fails(
         ["summary", "good.py:float_model", "--recipe", "good.py:data"], capsys, "good.py:data is of type list; name a"
     )
@@ -344,6 +344,8 @@ def test_report_checks_its_folder_before_it_loads_anything(tmp_path, monkeypatch
         fails(arguments, capsys, f"{str(out)!r} cannot be written: ", "file' is a file; use another folder")
     monkeypatch.setattr("os.access", lambda path, mode: False)
     fails(
-        ["report", "none.py:model", "--data", "none.py:data", "--out", tmp_path / "new"], capsys, "no permission; use"
+        ["report", "none.py:model", "--data", "none.py:data", "--out", tmp_path / "new"],
+        capsys,
+        "permission denied; use",
     )
     assert not (tmp_path / "new").exists()

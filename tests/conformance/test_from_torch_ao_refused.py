@@ -76,7 +76,7 @@ STATES = {
     "observed state into a learned quantizer": (
         tq.default_fake_quant, lambda: LearnedFakeQuantize(QuantSpec(numerics="torch")), "Use FakeQuantize",
     ),
-    "observed state into PACT": (tq.default_fake_quant, PACT, "nothing like PACT"),
+    "observed state into PACT": (tq.default_fake_quant, PACT, "no module like PACT"),
     "min-max state into a histogram observer": (
         tq.default_fake_quant, lambda: FakeQuantize(QuantSpec(symmetric=False), Histogram()), "Histogram",
     ),

@@ -130,7 +130,7 @@ def test_compare_refuses_wrong_models_and_data():
         fq.compare(model, copy.deepcopy(model), data)
     with pytest.raises(ValueError, match=r"`float_model` is quantized: 0 has(.|\n)*unprepare"):
         fq.compare(prepared, prepared, data)
-    with pytest.raises(ValueError, match=r"not the same: `float_model` has no 0, 1\.(.|\n)*without wrappers"):
+    with pytest.raises(ValueError, match=r"do not match: `float_model` has no 0, 1\.(.|\n)*without wrappers"):
         fq.compare(nn.ModuleDict({"module": model}), prepared, data)
     other = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     with pytest.raises(ValueError, match=r"0 has a weight of shape \(3, 4\)(.|\n)*\(4, 4\)"):
@@ -161,7 +161,7 @@ def test_compare_raises_if_no_data_reaches_a_quantized_layer():
             return x
 
     model = Idle()
-    with pytest.raises(ValueError, match="No quantized layer was given values"):
+    with pytest.raises(ValueError, match="No quantized layer received values"):
         fq.compare(*pair(model), [torch.ones(1, 2)], progress=False)
 
 

@@ -55,7 +55,7 @@ def test_report_omits_sections_of_what_is_not_given(tmp_path):
     assert sorted(p.name for p in (tmp_path / "figures").iterdir()) == sorted(
         f"{layer}.weight_quantizer-{what}.png" for layer in (0, 2) for what in ("values", "codes")
     )
-    assert "Nothing was shown of 2 quantizers" in text
+    assert "2 activation quantizers received no data" in text
 
 
 def test_report_shows_a_verification(tmp_path):
@@ -63,7 +63,7 @@ def test_report_shows_a_verification(tmp_path):
     tensors = [verify.TensorReport("0.input_quantizer", 1000, runtime_differ=7, runtime_steps=2, why_runtime="odd")]
     found = verify.Verification("generic", tensors, {"0": "QGemm"}, verify.OutputReport(), {"2.input": "no scale"})
     text = write(small(), tmp_path, verification=found, max_tensors=0).read_text(encoding="utf-8")
-    for words in ("Not the same codes", "7 differ, by 2", "odd", "QGemm", "2.input</span> is not compared: no scale"):
+    for words in ("Different codes", "7 differ, by 2", "odd", "QGemm", "2.input</span> is not compared: no scale"):
         assert words in text
     assert "first at 0.input_quantizer" in text
 
@@ -221,14 +221,14 @@ def test_report_refuses_a_file_in_place_of_its_folder(tmp_path, place):
     file = tmp_path / "r" / place if place else tmp_path / "r"
     file.parent.mkdir(exist_ok=True)
     file.write_text("mine")
-    with pytest.raises(NotADirectoryError, match="is a file, where a folder is needed"):
+    with pytest.raises(NotADirectoryError, match="is a file, not a folder"):
         write(small(), tmp_path / "r")
     assert file.read_text() == "mine"
 
 
 def test_report_refuses_a_file_as_parent_folder(tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(NotADirectoryError, match="is a file, where a folder is needed"):
+    with pytest.raises(NotADirectoryError, match="is a file, not a folder"):
         write(small(), tmp_path / "file" / "r")
 
 
@@ -253,11 +253,11 @@ def test_report_without_its_packages_names_the_install_command(tmp_path, monkeyp
     ("options", "error", "message"),
     [
         ({"float_model": 3}, TypeError, "`float_model` must be a torch.nn.Module, got int"),
-        ({"float_model": nn.Linear(2, 2)}, ValueError, "`float_model` is compared on data"),
+        ({"float_model": nn.Linear(2, 2)}, ValueError, "`float_model` needs `data` to be compared on"),
         ({"history": []}, TypeError, "`history` must be a fakequant.History, got list"),
         ({"sensitivity": 1.0}, TypeError, "`sensitivity` must be what fakequant.sensitivity"),
         ({"verification": True}, TypeError, "`verification` must be what fakequant.verify"),
-        ({"title": 5}, TypeError, "`title` must be a text, got 5"),
+        ({"title": 5}, TypeError, "`title` must be a string, got 5"),
         ({"max_tensors": -1}, ValueError, "`max_tensors` must be a number of tensors or None, got -1"),
     ],
 )

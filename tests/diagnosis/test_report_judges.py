@@ -75,4 +75,4 @@ def test_report_cards_count_layers_with_weights_and_name_the_score():
     tiles = {tile[0]: tile for tile in page.overview(fq.summary(prepared), [], None, found, None)}
     assert tiles["Layers quantized"][1] == "2"
     assert "Results only: 1." in tiles["Layers quantized"][2]
-    assert "the function given to sensitivity" in tiles["Score after calibration"][2]
+    assert "from fakequant.sensitivity" in tiles["Score after calibration"][2]

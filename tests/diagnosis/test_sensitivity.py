@@ -247,7 +247,7 @@ def test_sensitivity_names_the_layer_whose_score_is_not_a_number():
 
 def test_sensitivity_refuses_wrong_arguments():
     model = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="function of a model"):
+    with pytest.raises(TypeError, match="function that takes a model"):
         fq.sensitivity(model, INT4, 0.9)
     with pytest.raises(TypeError, match="QuantConfig"):
         fq.sensitivity(model, "int4", lambda model: 0.0)

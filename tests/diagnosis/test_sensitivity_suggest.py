@@ -76,7 +76,7 @@ def test_suggest_keeps_as_many_of_the_worst_layers_as_fit_the_budget(found, prec
             bits = bits_of(found.suggest(bits=budget, precision=precision))
             assert [p for p in ORDER if bits[p] != 4] == ORDER[:expected]
             assert sum(SIZES[p][0] * SIZES[p][1] * (bits[p] or 32) for p in SIZES) <= budget
-    with pytest.raises(ValueError, match=f"have {totals[0]:,} bits as the config has them"):
+    with pytest.raises(ValueError, match=f"have {totals[0]:,} bits with the config alone"):
         found.suggest(bits=totals[0] - 1, precision=precision)
 
 
@@ -98,7 +98,7 @@ def test_suggest_refuses_wrong_arguments(found):
             found.suggest(bits=bits)
     with pytest.raises(TypeError, match="must be a LayerConfig"):
         found.suggest(keep=1, precision=presets.int8())
-    with pytest.raises(ValueError, match=r"weights of 2 bits, and b has 4 already"):
+    with pytest.raises(ValueError, match=r"weights of 2 bits, but b already has 4"):
         found.suggest(keep=1, precision=LayerConfig(weight=QuantSpec(bits=2)))
 
 

@@ -176,7 +176,7 @@ REFUSED = {
     "range search": (lambda: fq.nn.FakeQuantize(fq.presets.uint8(), fq.observers.Histogram()), "cannot observe under"),
     "fused operator": (
         lambda: fq.nn.FusedFakeQuantize(fq.QuantSpec(symmetric=False, numerics="torch")),
-        "torch's fused operator changes the ranges",
+        "torch's fused operator changes its running range",
     ),
 }
 

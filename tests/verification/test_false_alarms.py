@@ -202,10 +202,10 @@ def test_layers_that_no_data_reaches_stay_in_float_with_a_warning(tmp_path):
     with pytest.warns(UserWarning, match=r"qkv(.|\n)*unused"):
         model = fq.calibrate(model, [x], progress=False).eval()
     expected = copy.deepcopy(model)(x)
-    with pytest.warns(UserWarning, match=r"qkv\.weight_quantizer was reached by no data(.|\n)*config\.skip"):
+    with pytest.warns(UserWarning, match=r"qkv\.weight_quantizer has seen no data(.|\n)*config\.skip"):
         golden = fq.convert(model)
     torch.testing.assert_close(golden(x), expected, rtol=1e-5, atol=1e-6)  # sums in another order
-    with pytest.warns(UserWarning, match="reached by no data"):
+    with pytest.warns(UserWarning, match="has seen no data"):
         verified(model, x, tmp_path)
 
 

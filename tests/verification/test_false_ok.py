@@ -85,7 +85,7 @@ def test_a_quantizer_that_is_switched_off_stays_in_float_with_a_warning(path, tm
     config = recipes.int8(target=X86).rule("*", weight=fq.QuantSpec(bits=2, axis=0))
     model = ready(mlp(), x, config)
     model.get_submodule(path).quantizing = False
-    with pytest.warns(UserWarning, match=rf"{path} is switched off: that tensor stays in float"):
+    with pytest.warns(UserWarning, match=rf"{path} is switched off: its tensor stays in float"):
         golden = fq.convert(model)
     torch.testing.assert_close(golden(x), model.eval()(x), rtol=1e-5, atol=1e-6)  # sums in another order
     with pytest.warns(UserWarning, match="switched off"):
@@ -97,7 +97,7 @@ def test_a_quantizer_that_is_switched_off_stays_in_float_with_a_warning(path, tm
 def test_a_model_with_all_quantizers_off_is_not_converted():
     model = ready(mlp(), randn(8, 16))
     fq.nn.switch_quantizers(model, quantizing=False)
-    with pytest.raises(RuntimeError, match=r"Every quantizer(.|\n)*switch_quantizers\(model, quantizing=True\)"):
+    with pytest.raises(RuntimeError, match=r"All quantizers(.|\n)*switch_quantizers\(model, quantizing=True\)"):
         fq.convert(model)
 
 
@@ -117,7 +117,7 @@ def test_verify_compares_results_after_the_last_quantizer(tmp_path, monkeypatch)
     found = fq.verify(model, path, [x])
     assert not found.ok
     assert found.outputs.prepared_unexplained > 0
-    assert "than the prepared one" in found.verdict()
+    assert "differ from the prepared model's" in found.verdict()
 
 
 @pytest.mark.parametrize("rows", [slice(None), slice(3, 4)], ids=["everywhere", "one row"])
@@ -152,7 +152,7 @@ def test_verify_accepts_a_nan_that_all_models_return(tmp_path):
 def test_verify_refuses_empty_data(tmp_path):
     model = ready(mlp(), randn(8, 16))
     path = exported(model, randn(8, 16), tmp_path)
-    with pytest.raises(ValueError, match="empty: there was nothing to compare"):
+    with pytest.raises(ValueError, match="empty, so there is nothing to compare"):
         fq.verify(model, path, [torch.empty(0, 16)])
     assert fq.verify(model, path, [torch.empty(0, 16), randn(4, 16)]).ok
 
