@@ -90,6 +90,7 @@ WHOLE_MODELS = [
     "Rule",
     "Schedule",
     "calibrate",
+    "check",
     "compare",
     "convert",
     "export_onnx",

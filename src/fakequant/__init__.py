@@ -45,6 +45,7 @@ _WHOLE_MODELS = {
     "Rule": "config",
     "Schedule": "_train.schedule",
     "calibrate": "_train.calibrate",
+    "check": "_diagnosis.check",
     "compare": "_diagnosis.compare",
     "convert": "_convert.convert",
     "export_onnx": "_onnx.export_onnx",

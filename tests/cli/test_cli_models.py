@@ -268,6 +268,23 @@ def test_summary_needs_a_recipe_or_a_prepared_model(here, capsys):
     )
 
 
+# --- check ----------------------------------------------------------------------------------------------
+
+
+def test_check_tries_the_whole_flow(here, capsys):
+    assert main(["check", "good.py:float_model", "good.py:batches", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["target"] == "onnxruntime-x86"
+    assert found["integer_multiplications"] == found["multiplications"] == 8 * (6 * 8 + 8 * 3)
+    assert main(["check", "good.py:float_model", "good.py:data", "--recipe", "good.py:config"]) == 0
+    assert "verify        | ok" in capsys.readouterr().out
+
+
+def test_check_exits_with_1_if_a_stage_fails(here, capsys):
+    assert main(["check", "good.py:model", "good.py:data"]) == 1
+    assert "prepare | FAILED | ValueError: The model is prepared already" in capsys.readouterr().out
+
+
 # --- report ---------------------------------------------------------------------------------------------
 
 

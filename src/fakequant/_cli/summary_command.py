@@ -27,7 +27,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--recipe",
         metavar="RECIPE",
-        type=_recipe,
+        type=recipe_name,
         help=f"show what a recipe would quantize in a float model: {ALL_RECIPES}, or FILE.py:NAME of a QuantConfig",
     )
 
@@ -46,18 +46,20 @@ def run(options: argparse.Namespace) -> Answer:
     if options.recipe is not None:
         if is_prepared(model):
             raise Problem(f"{options.model} is already prepared; remove --recipe")
-        model = prepare(copy.deepcopy(model), _config(options.recipe))
+        model = prepare(copy.deepcopy(model), find_recipe(options.recipe))
     found = summary(model)
     return Answer(str(found), found.to_dict())
 
 
-def _recipe(text: str) -> str:
+def recipe_name(text: str) -> str:
+    """The argparse type of recipes: returns `text` if it names one, or a config to load."""
     if text in RECIPES or ":" in text or re.fullmatch("lsq[2-8]", text):
         return text
     raise argparse.ArgumentTypeError(f"expected {ALL_RECIPES} or FILE.py:NAME, got {text!r}")
 
 
-def _config(recipe: str) -> "QuantConfig":
+def find_recipe(recipe: str) -> "QuantConfig":
+    """Returns the config of a recipe."""
     if ":" in recipe:
         return load_config(recipe)
     from fakequant import recipes

@@ -1,0 +1,202 @@
+"""`check`: a dry run of the whole flow on a copy of a model, from `prepare` to `verify`."""
+
+import copy
+import dataclasses
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant import recipes
+from fakequant._convert.convert import convert
+from fakequant._onnx.export_onnx import export_onnx
+from fakequant._prepare.prepare import preparation, prepare, unprepare
+from fakequant._prepare.summary import Summary, summary
+from fakequant._train.calibrate import calibrate
+from fakequant._train.running import call_arguments, check_module, copied
+from fakequant._util.text_table import table
+from fakequant._verify.result_leaves import tensors
+from fakequant._verify.verdict import INTEGER_KERNELS, Verification
+from fakequant._verify.verify import verify
+from fakequant.config import QuantConfig
+from fakequant.spec import shortened
+
+# Kernels of layers that compute no products.
+_LOOKUPS = ("Gather", "?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One stage of the flow: whether it succeeded, and a note, which is the error if it failed."""
+
+    name: str
+    ok: bool
+    note: str = ""
+
+
+@dataclasses.dataclass
+class Check:
+    """The result of `check`. Prints as tables."""
+
+    target: str
+    stages: list[Stage] = dataclasses.field(default_factory=list)
+    # Multiplications in layers and matrix products on the example: all, those of quantized weights and inputs, and
+    # those of layers that the runtime computes in integers.
+    multiplications: int = 0
+    quantized_multiplications: int = 0
+    integer_multiplications: int = 0
+    # Why modules stay in float, by path.
+    floats: dict[str, str] = dataclasses.field(default_factory=dict)
+    # Layers that are quantized but run in float in the runtime, with their kernel.
+    float_kernels: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether all stages succeeded."""
+        return all(stage.ok for stage in self.stages)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns all fields by name, as dicts, lists, numbers and strings."""
+        return {**dataclasses.asdict(self), "ok": self.ok}
+
+    def __str__(self) -> str:
+        rows = [[stage.name, "ok" if stage.ok else "FAILED", stage.note] for stage in self.stages]
+        parts = [table(["stage", "result", "note"], rows)]
+        if self.multiplications:
+            share = self.quantized_multiplications / self.multiplications
+            text = f"{share:.1%} of {self.multiplications:,} multiplications have quantized weights and inputs"
+            if any(stage.name == "verify" and stage.ok for stage in self.stages):
+                text += f", {self.integer_multiplications / self.multiplications:.1%} run in integers"
+            parts.append(text)
+        if self.float_kernels:
+            parts.append(table(["quantized, but runs in float", "kernel"], list(self.float_kernels.items())))
+        if self.floats:
+            parts.append(table(["in float", "why"], list(self.floats.items())))
+        return "\n\n".join(parts)
+
+
+def check(model: nn.Module, example: Any, config: QuantConfig | None = None) -> Check:
+    """Tries the whole flow on a copy of a float model: prepare, calibrate, train, save, convert, export, verify.
+
+    The model itself is not changed. A stage that fails is reported with its error, and the stages that need it are left
+    out. Scales come from the example alone, so accuracy says nothing here.
+
+    Args:
+        model: The float model.
+        example: A batch, as `calibrate` takes them: a tensor, a dict of keyword arguments, or a tuple.
+        config: How the model is quantized. If None, `recipes.int8(target="onnxruntime-x86")`.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.SiLU(), nn.Linear(8, 2))
+    >>> found = check(model, torch.ones(2, 4))
+    >>> found.ok, found.integer_multiplications == found.multiplications
+    (True, True)
+    """
+    check_module(model)
+    if config is None:
+        config = recipes.int8(target="onnxruntime-x86")
+    found = Check(config.target)
+    run = _Run(found, copy.deepcopy(model).eval(), example, config)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run.all_stages()
+    return found
+
+
+class _Run:
+    """The stages, in order. Each method is one stage and returns its note."""
+
+    def __init__(self, found: Check, model: nn.Module, example: Any, config: QuantConfig) -> None:
+        self.found, self.model, self.example, self.config = found, model, example, config
+        # Loads the state of the first copy.
+        self.other = copy.deepcopy(model)
+
+    def all_stages(self) -> None:
+        for name, stage in (
+            ("prepare", self._prepare),
+            ("calibrate", self._calibrate),
+            ("train", self._train),
+            ("save and load", self._save_and_load),
+            ("convert", self._convert),
+        ):
+            if not self._try(name, stage):
+                return
+        with tempfile.TemporaryDirectory() as folder:
+            self.path = Path(folder) / "model.onnx"
+            if self._try("export", self._export):
+                self._try("verify", self._verify)
+        self._try("unprepare", self._unprepare)
+
+    def _try(self, name: str, stage: Callable[[], str]) -> bool:
+        try:
+            self.found.stages.append(Stage(name, True, stage()))
+        except Exception as error:  # any error of any stage is a finding
+            first = str(error).strip().split("\n")[0]
+            self.found.stages.append(Stage(name, False, shortened(f"{type(error).__name__}: {first}", 120)))
+        return self.found.stages[-1].ok
+
+    def _prepare(self) -> str:
+        self.before = {name: value.clone() for name, value in self.model.state_dict().items()}
+        prepare(self.model, self.config, self.example)
+        prepare(self.other, self.config, self.example)
+        seen: Summary = summary(self.model)
+        self.found.floats = seen.floats
+        self.found.multiplications = seen.multiplications
+        self.found.quantized_multiplications = seen.quantized_multiplications
+        return f"{len(seen.layers)} layers and results quantized, {len(seen.floats)} modules in float"
+
+    def _calibrate(self) -> str:
+        calibrate(self.model, [self.example], progress=False)
+        return ""
+
+    def _train(self) -> str:
+        trained = copy.deepcopy(self.model).train()
+        args, kwargs = copied(*call_arguments(trained, self.example))
+        results = [y for y in tensors(trained(*args, **kwargs)) if y.requires_grad]
+        loss = sum(y.float().square().mean() for y in results)
+        if not isinstance(loss, Tensor):
+            return "no result has a gradient"
+        loss.backward()
+        learned = [p for p in trained.parameters() if p.grad is not None]
+        torch.optim.SGD(learned, lr=1e-3).step()
+        return f"{len(learned)} of {sum(1 for _ in trained.parameters())} parameters have a gradient"
+
+    def _save_and_load(self) -> str:
+        self.other.load_state_dict(self.model.state_dict())
+        return ""
+
+    def _convert(self) -> str:
+        convert(self.model)
+        return ""
+
+    def _export(self) -> str:
+        export_onnx(self.model, self.path, self.example)
+        return ""
+
+    def _verify(self) -> str:
+        verified: Verification = verify(self.model, self.path, [self.example])
+        if not verified.ok:
+            raise ValueError(verified.problem)
+        counts = preparation(self.model).multiplications
+        self.found.integer_multiplications = sum(
+            counts.get(path, 0) for path, kernel in verified.kernels.items() if kernel in INTEGER_KERNELS
+        )
+        self.found.float_kernels = {
+            path: kernel
+            for path, kernel in verified.kernels.items()
+            if kernel not in INTEGER_KERNELS and kernel not in _LOOKUPS
+        }
+        return f"{sum(t.codes for t in verified.tensors):,} codes compared"
+
+    def _unprepare(self) -> str:
+        state = unprepare(self.model).state_dict()
+        if list(state) != list(self.before) or not all(_same(state[name], old) for name, old in self.before.items()):
+            raise ValueError("The model is not what it was before prepare.")
+        return ""
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())

@@ -1,0 +1,93 @@
+"""`check`: a dry run of the whole flow."""
+
+import copy
+import json
+
+import pytest
+
+import fakequant as fq
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("onnxruntime")
+nn = torch.nn
+STAGES = ["prepare", "calibrate", "train", "save and load", "convert", "export", "verify", "unprepare"]
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), nn.Flatten(), nn.Linear(288, 10))
+
+
+def image():
+    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def test_check_runs_all_stages_and_counts_multiplications():
+    found = fq.check(network(), image())
+    assert [stage.name for stage in found.stages] == STAGES
+    assert found.ok
+    assert found.multiplications == 2 * (8 * 36 * 27 + 288 * 10)
+    assert found.integer_multiplications == found.quantized_multiplications == found.multiplications
+    assert found.floats == {"1": "batch norm; it folds into 0 when the model is converted"}
+    assert json.loads(json.dumps(found.to_dict()))["ok"] is True
+
+
+def test_check_leaves_the_model_and_the_random_numbers_unchanged():
+    model = network().train()
+    state, modules = copy.deepcopy(model.state_dict()), [type(module) for module in model.modules()]
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    fq.check(model, image())
+    assert torch.equal(torch.rand(1), expected)
+    assert [type(module) for module in model.modules()] == modules
+    assert model.training
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+
+
+def test_layers_in_float_lower_the_share_of_multiplications():
+    config = fq.recipes.int8(target="onnxruntime-x86").skip("4")
+    found = fq.check(network(), image(), config)
+    assert found.ok
+    assert found.multiplications - found.quantized_multiplications == 2 * 288 * 10
+    assert found.floats["4"] == "the config says so"
+
+
+def test_quantized_layers_that_run_in_float_are_named():
+    found = fq.check(network(), image(), fq.recipes.int8())  # the target needs no quantizer after a convolution
+    assert found.ok
+    assert found.float_kernels == {"0": "Conv"}
+    assert found.integer_multiplications == 2 * 288 * 10
+    assert "quantized, but runs in float" in str(found)
+
+
+class Branches(nn.Module):
+    """torch cannot export it, because the branch depends on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.fc(x) if x.sum() > 0 else self.fc(-x)
+
+
+def test_a_stage_that_fails_is_reported_and_later_ones_still_run():
+    found = fq.check(Branches(), torch.ones(2, 4))
+    assert not found.ok
+    assert [stage.name for stage in found.stages if not stage.ok] == ["export"]
+    assert [stage.name for stage in found.stages] == [name for name in STAGES if name != "verify"]
+    assert "exporter cannot export" in found.stages[5].note
+    assert "run in integers" not in str(found)
+
+
+def test_a_model_without_layers_fails_in_prepare():
+    found = fq.check(nn.Sequential(nn.ReLU()), torch.ones(2, 4))
+    assert [(stage.name, stage.ok) for stage in found.stages] == [("prepare", False)]
+    assert "Nothing in the model would be quantized" in found.stages[0].note
+
+
+def test_check_refuses_what_is_not_a_module():
+    with pytest.raises(TypeError, match=r"`model` must be a torch\.nn\.Module"):
+        fq.check("model", torch.ones(2, 4))
