@@ -19,14 +19,12 @@ from fakequant._prepare.summary import Summary, summary
 from fakequant._train.calibrate import calibrate
 from fakequant._train.running import call_arguments, check_module, copied
 from fakequant._util.text_table import table
+from fakequant._verify.onnxruntime_session import INTEGER_KERNELS, LOOKUP_KERNELS
 from fakequant._verify.result_leaves import tensors
-from fakequant._verify.verdict import INTEGER_KERNELS, Verification
+from fakequant._verify.verdict import Verification
 from fakequant._verify.verify import verify
 from fakequant.config import QuantConfig
 from fakequant.spec import shortened
-
-# Kernels of layers that compute no products.
-_LOOKUPS = ("Gather", "?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +185,7 @@ class _Run:
         self.found.float_kernels = {
             path: kernel
             for path, kernel in verified.kernels.items()
-            if kernel not in INTEGER_KERNELS and kernel not in _LOOKUPS
+            if kernel not in (*INTEGER_KERNELS, *LOOKUP_KERNELS)
         }
         return f"{sum(t.codes for t in verified.tensors):,} codes compared"
 

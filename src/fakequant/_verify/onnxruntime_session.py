@@ -21,6 +21,8 @@ Array = npt.NDArray[Any]  # of any dtype that ONNX has
 
 # The kernels of layers that compute with integers. All others compute in float.
 INTEGER_KERNELS = ("QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloat", "MatMulInteger", "ConvInteger")
+# The kernels of embeddings, which compute no products. "?" stands for a layer that the runtime computed in advance.
+LOOKUP_KERNELS = ("Gather", "?")
 
 
 class Runtime:

@@ -5,7 +5,7 @@ from typing import Any
 
 from fakequant._util.text_table import table
 from fakequant._verify.explain_codes import OVERFLOW, SATURATION
-from fakequant._verify.onnxruntime_session import INTEGER_KERNELS
+from fakequant._verify.onnxruntime_session import INTEGER_KERNELS, LOOKUP_KERNELS
 
 # Codes of a whole model that may differ at ties: a constant number plus a share of all codes.
 _SOME, _SHARE = 4, 1e-4
@@ -194,6 +194,13 @@ class Verification:
             f"results: prepared / golden differ by {out.prepared_difference:.3g} at most, golden / runtime by "
             f"{out.runtime_difference:.3g}"
         ]
+        products = [path for path, kernel in self.kernels.items() if kernel not in LOOKUP_KERNELS]
+        floats = [path for path in self.floats if path in products]
+        if floats:
+            more = f" and {len(floats) - 5} more" if len(floats) > 5 else ""
+            lines.append(
+                f"{len(floats)} of {len(products)} layers run in float in this runtime: {', '.join(floats[:5])}{more}"
+            )
         if out.rows:
             lines.append(f"argmax: the same in {out.agreeing} of {out.rows} rows")
         if self.problem is not None:
