@@ -1,5 +1,7 @@
 """The float dtypes that the kernels accept, and the conversion of data to arrays."""
 
+from functools import cache
+
 import ml_dtypes
 import numpy as np
 
@@ -25,6 +27,12 @@ def as_float_array(x: object, name: str = "x") -> tuple[np.ndarray, int]:
     if dtype is None:
         refuse_data_dtype(name, str(array.dtype), "array")
     return array, dtype
+
+
+@cache
+def dtype_name(dtype: np.dtype) -> str:
+    """Returns the name of a dtype. NumPy computes it anew every time, which takes longer than a small kernel."""
+    return str(dtype)
 
 
 def parameter_dtype(dtype: int) -> np.dtype:

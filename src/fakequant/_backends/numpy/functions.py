@@ -10,11 +10,14 @@ from fakequant._backends import checks
 from fakequant._backends.argument_types import DType, Numbers, Unchecked
 from fakequant._backends.blocks import blocks_of
 from fakequant._backends.kernel_enums import CODE_TYPES, UPDATES, Gradient, MaskForm, Update
-from fakequant._backends.numpy.float_arrays import KERNEL_DTYPES, as_float_array, parameter_dtype
+from fakequant._backends.numpy.float_arrays import KERNEL_DTYPES, as_float_array, dtype_name, parameter_dtype
 from fakequant._backends.numpy.grid import check_numbers, kernel_numerics, resolve, scale_dtype
 from fakequant._backends.numpy.zero_points import round_backward, round_forward
 from fakequant._backends.results import LearnedGradients, ObservedFakeQuantize, QParams, Range
 from fakequant.spec import QuantSpec
+
+
+_FLOAT32 = np.dtype(np.float32)
 
 
 def as_data(x: Unchecked, name: str = "x") -> np.ndarray:
@@ -110,7 +113,7 @@ def fake_quantize_backward(dy: Unchecked, mask: Unchecked, spec: QuantSpec) -> n
     checks.check_spec(spec)
     if not isinstance(mask, np.ndarray):
         checks.refuse_mask(dy.shape, type(mask).__name__, "array")
-    kind = checks.check_mask(dy.shape, str(mask.dtype), mask.shape, "array")
+    kind = checks.check_mask(dy.shape, dtype_name(mask.dtype), mask.shape, "array")
     dy = np.asarray(dy, order="C")
     dx = np.empty(dy.shape, dy.dtype)
     mask = np.asarray(mask, order="C")
@@ -140,7 +143,7 @@ def fake_quantize_learned_backward(
     """See `fakequant.fake_quantize_learned_backward`."""
     x, dtype = as_float_array(x)
     dy, _ = as_float_array(dy, "dy")
-    checks.check_same(x.shape, str(x.dtype), dy.shape, str(dy.dtype))
+    checks.check_same(x.shape, dtype_name(x.dtype), dy.shape, dtype_name(dy.dtype))
     checks.check_spec(spec)
     grid = resolve(x.shape, dtype, scale, round_backward(zero_point, spec), spec)
     x, dy = np.asarray(x, order="C"), np.asarray(dy, order="C")
@@ -183,13 +186,13 @@ def dequantize(
 ) -> np.ndarray:
     """See `fakequant.dequantize`."""
     checks.check_spec(spec)
-    dtype = np.dtype(np.float32 if dtype is None else dtype)
+    dtype = _FLOAT32 if dtype is None else np.dtype(dtype)
     kernel_dtype = KERNEL_DTYPES.get(dtype)
     if kernel_dtype is None:
         checks.refuse_result_dtype(dtype)
     q = np.asarray(q)
     shape = None if shape is None else tuple(shape)
-    checks.check_codes(str(q.dtype), q.shape, shape, spec, "array")
+    checks.check_codes(dtype_name(q.dtype), q.shape, shape, spec, "array")
     y_shape, code = (q.shape, CODE_TYPES[spec.storage]) if shape is None else (shape, checks.packed_code_type(spec))
     grid = resolve(y_shape, kernel_dtype, scale, zero_point, spec)
     if spec.numerics == "torch" and spec.axis is None and kernel_dtype == _kernels.F64:
