@@ -16,7 +16,6 @@ from fakequant._backends.numpy.zero_points import round_backward, round_forward
 from fakequant._backends.results import LearnedGradients, ObservedFakeQuantize, QParams, Range
 from fakequant.spec import QuantSpec
 
-
 _FLOAT32 = np.dtype(np.float32)
 
 
