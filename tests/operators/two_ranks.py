@@ -1,8 +1,8 @@
 """Runs checks in two processes on this machine that train together, and collects their results.
 
-A test module has a `CHECKS = Checks()` with functions that take a `Seat`. Both processes start once and run all of
-them. After a check that hangs or fails they create a new process group, so that later checks are not affected. The
-same functions run in the test process on the joined batches, with `Seat()`.
+A test module has a `CHECKS = Checks()` with functions that take a `Seat`. Both processes start once and run those of
+all collected modules. After a check that hangs or fails they create a new process group, so that later checks are not
+affected. The same functions run in the test process on the joined batches, with `Seat()`.
 """
 
 import importlib
@@ -32,7 +32,7 @@ mp = pytest.importorskip("torch.multiprocessing")
 
 RANKS = 2
 PATIENCE = 15.0  # seconds that one rank waits for the other in a check before a hang becomes an error
-ALL_PATIENCE = 240.0  # seconds after which the processes are killed
+ALL_PATIENCE = 480.0  # seconds after which the processes are killed
 
 
 class Seat:
@@ -67,21 +67,22 @@ class Checks(dict):
 # --- running --------------------------------------------------------------------------------------
 
 
-def work(rank, module, folder, barrier, failed):
-    """Runs all checks in one process and writes their outcomes to a file. Warnings are errors."""
+def work(rank, modules, folder, barrier, failed):
+    """Runs the checks of modules in one process and writes their outcomes to a file. Warnings are errors."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     # Raised by torch when it compiles a custom autograd function.
     warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
-    seat, outcomes = Seat(rank), {}
-    for number, (name, function) in enumerate(importlib.import_module(module).CHECKS.items()):
+    seat, outcomes = Seat(rank), {module: {} for module in modules}
+    checks = [(module, *item) for module in modules for item in importlib.import_module(module).CHECKS.items()]
+    for number, (module, name, function) in enumerate(checks):
         if not dist.is_initialized():
             where, patience = f"file://{folder}/store{number}", timedelta(seconds=PATIENCE)
             dist.init_process_group("gloo", where, timeout=patience, rank=rank, world_size=RANKS)
         try:
-            outcomes[name] = {"result": function(seat)}
+            outcomes[module][name] = {"result": function(seat)}
         except Exception:  # later checks still run
-            outcomes[name] = {"error": traceback.format_exc()}
+            outcomes[module][name] = {"error": traceback.format_exc()}
             failed.value = number
         barrier.wait(ALL_PATIENCE)
         if failed.value == number:
@@ -89,13 +90,13 @@ def work(rank, module, folder, barrier, failed):
     torch.save(outcomes, f"{folder}/rank{rank}")
 
 
-def start(module, folder):
+def start(modules, folder):
     """Runs both processes and kills them if they do not end in time."""
     added = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
     context = mp.get_context("spawn")
-    shared = module, str(folder), context.Barrier(RANKS), context.Value("i", -1)
+    shared = modules, str(folder), context.Barrier(RANKS), context.Value("i", -1)
     try:
         processes = mp.start_processes(work, shared, RANKS, join=False, daemon=True, start_method="spawn")
     finally:
@@ -111,16 +112,16 @@ def start(module, folder):
                 process.kill()
 
 
-def outcomes_of(module, tmp_path_factory):
-    """Returns the outcomes of a module's checks by rank. Parallel test processes share them."""
+def outcomes_of(modules, tmp_path_factory):
+    """Returns the outcomes of the checks of modules, by rank and by module. Parallel test processes share them."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
-    folder = folder / module
+    folder = folder / "two_ranks"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             folder.mkdir()
-            start(module, folder)
+            start(modules, folder)
     return [torch.load(folder / f"rank{rank}") for rank in range(RANKS)]
 
 
