@@ -21,6 +21,9 @@ with contextlib.suppress(ModuleNotFoundError):
 
     tqdm.tqdm.monitor_interval = 0
 
+# They have no examples, and modules of the same name cannot be collected together.
+collect_ignore_glob = ["*/conftest.py"]
+
 # Without torch (`make test-python`), collect only the files that can be imported without it.
 if find_spec("torch") is None:
     _NEEDS_TORCH = re.compile(
