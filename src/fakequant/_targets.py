@@ -10,10 +10,12 @@ at most 64. With larger weights the sums are silently wrong.
 """
 
 import dataclasses
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from fakequant.spec import QuantSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Largest |weight code| for which a sum of two products with 8-bit activations fits in 16 bits.
 _EXACT_WITHOUT_VNNI = 64
@@ -72,7 +74,7 @@ class Target:
             shift += 1
         return shift
 
-    def reason_against_weight(self, spec: QuantSpec, levels: Tensor) -> str | None:
+    def reason_against_weight(self, spec: QuantSpec, levels: "Tensor") -> str | None:
         """Returns why this target cannot compute with a weight, or None if it can.
 
         `levels` are the codes of the weight minus its zero point.
