@@ -274,7 +274,7 @@ def all_saved_bytes() -> dict[str, float]:
 
 
 def without_ao_warnings() -> None:
-    """Ignores torch.ao's warnings that it is deprecated and that an option used by its own defaults is deprecated."""
+    """Silences the deprecation warnings of torch.ao."""
     warnings.filterwarnings("ignore", "torch.ao.quantization is deprecated", DeprecationWarning)
     warnings.filterwarnings("ignore", "Please use quant_min and quant_max", UserWarning, "torch.ao.quantization")
 

@@ -207,6 +207,43 @@ def test_operands_stay_in_float_where_the_sum_does():
     assert "fc.output_quantizer" not in quantizer_paths(runtime)
 
 
+class Both:
+    """An object that holds two tensors and that torch knows nothing about."""
+
+    def __init__(self, before, after):
+        self.before, self.after = before, after
+
+
+@pytest.mark.parametrize("returns_both", [False, True], ids=["norm only", "layer and norm"])
+def test_a_batch_norm_does_not_fold_if_the_model_also_returns_the_layers_result(returns_both):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            y = self.conv(x)
+            return Both(y, self.norm(y)) if returns_both else Both(None, self.norm(y))
+
+    model = fq.prepare(Model(), fq.recipes.int8(), image())
+    assert fq._prepare.prepare.preparation(model).norms == ({} if returns_both else {"conv": "norm"})
+
+
+@pytest.mark.parametrize("other", ["number", "tensor"])
+def test_a_product_with_a_number_needs_no_quantizer_for_onnxruntime(other):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.a(x)
+            return self.b(y * 0.5 if other == "number" else y * y)
+
+    model = fq.prepare(Model(), fq.recipes.int8(target=X86), torch.ones(2, 4))
+    assert ("a.output_quantizer" in quantizer_paths(model)) == (other == "tensor")
+
+
 # --- multiplications ---------------------------------------------------------------------------------
 
 

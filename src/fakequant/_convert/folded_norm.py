@@ -75,7 +75,7 @@ def _rebuild(cls: type[nn.Module]) -> nn.Module:
 
 
 def normalized(norm: nn.Module, x: Tensor) -> Tensor:
-    """Returns what a batch norm makes of `x` in evaluation mode, without what its class adds to that."""
+    """Returns the batch norm of `x` in evaluation mode, without anything that its class adds."""
     assert isinstance(norm, BatchNorm)
     return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps)
 

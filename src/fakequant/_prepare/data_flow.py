@@ -1,7 +1,7 @@
-"""What a config needs to know about the data flow of a model: operands, sources, batch norms, the order of layers.
+"""The data flow of a model: where inputs of layers come from, which batch norms fold, the order of layers.
 
-All of it is read from flow graphs. With an example the model is run and every call is seen. Without one the model is
-traced with torch.fx, which fails on much Python code; then batch norms are only found in `nn.Sequential`.
+All of it is read from flow graphs. With an example the model is run, and every call is recorded. Without one the model
+is traced with torch.fx. If that fails, batch norms are only found in `nn.Sequential`.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ class DataFlow:
 
     Attributes:
         graphs: Flow graphs: one of a recorded run, or one per mode if the model was traced.
-        problem: Why there is no graph; None if there is.
-        is_recorded: Whether the model was run on an example.
+        problem: Why the model could not be traced. None if there are graphs.
+        is_recorded: True if the model was run on an example.
     """
 
     graphs: list[FlowGraph]
@@ -39,15 +39,16 @@ def find_flow(model: nn.Module, example: Any = None) -> DataFlow:
         return DataFlow([record_flow(model, example)], is_recorded=True)
     try:
         return DataFlow(trace_flow(model))
-    except Exception as error:  # whatever a model's own code raises when it is traced
+    except Exception as error:  # tracing runs the model's code, which can raise anything
         first = str(error).strip().split("\n")[0]
         return DataFlow([], f"{type(error).__name__}: {first}")
 
 
 def sources(model: nn.Module, flow: DataFlow) -> dict[str, tuple[str, ...]]:
-    """Returns for modules with one input the modules that it passes through, the nearest one first.
+    """Returns the modules that the input of a module comes through, nearest first, by the path of the module.
 
-    All of these but the last only move elements. A module is left out if its calls differ in this.
+    All of them only move elements, except the last, which may compute them. Modules with several inputs, or whose calls
+    differ in this, are left out.
     """
     if not flow.graphs:
         return {}
@@ -56,17 +57,17 @@ def sources(model: nn.Module, flow: DataFlow) -> dict[str, tuple[str, ...]]:
 
 
 def call_order(flow: DataFlow) -> list[str]:
-    """Returns the modules in the order in which they are called in evaluation; empty if that is unknown."""
+    """Returns the modules in the order in which they are called in evaluation. Empty if it is unknown."""
     return [call.path for call in flow.graphs[-1].modules()] if flow.graphs else []
 
 
 def norm_pairs(model: nn.Module, flow: DataFlow) -> list[tuple[str, str]]:
-    """Returns (layer, batch norm) for layers whose result goes to a batch norm and nowhere else."""
+    """Returns (layer, batch norm) for layers whose result is only used by a batch norm."""
     if not flow.graphs:
         return _neighbours_in_sequences(model)
     graph = flow.graphs[-1]
     modules = graph.count()
-    # A class derived from a batch norm with a forward pass of its own calls the function.
+    # A batch norm class that overrides the forward pass is not one call: its code calls F.batch_norm.
     norms = [call for call in graph.calls if _is_norm(model, call)]
     number = Counter(call.path for call in norms)
     found = []
@@ -79,14 +80,14 @@ def norm_pairs(model: nn.Module, flow: DataFlow) -> list[tuple[str, str]]:
 
 
 def _is_norm(model: nn.Module, call: Call) -> bool:
-    """Whether a call is one of a batch norm of the model, or of the function in its forward pass."""
+    """Returns True for a call of a batch norm, or of `F.batch_norm` in the code of one."""
     if not call.inputs or not isinstance(model.get_submodule(call.path), nn.modules.batchnorm._BatchNorm):
         return False
     return call.kind == "module" or call.function_name == "batch_norm"
 
 
 def _neighbours_in_sequences(model: nn.Module) -> list[tuple[str, str]]:
-    """Neighbours in an `nn.Sequential`, which pass their results on, unless they are used elsewhere too."""
+    """Returns the pairs that are neighbours in an `nn.Sequential` and are not used anywhere else."""
     found = []
     places = Counter(child for module in model.modules() for child in module._modules.values())
     for path, module in model.named_modules():
@@ -106,7 +107,7 @@ def _sources(model: nn.Module, graph: FlowGraph) -> dict[str, tuple[str, ...]]:
     for call in graph.modules():
         way: tuple[str, ...] = ()
         for path in _moved_from(model, call.inputs[0]) if len(call.inputs) == 1 else ():
-            if number[path] > 1:  # the result of which call this is would have to be known
+            if number[path] > 1:  # called several times: it is unknown which of its results this is
                 break
             way = (*way, path)
         found.setdefault(call.path, set()).add(way)

@@ -59,20 +59,20 @@ class FlowGraph:
     """The calls of one forward pass, in order."""
 
     calls: list[Call]
-    # The calls whose results the model returned.
+    # The calls whose results the model returned or stored, so that they are visible outside.
     results: list[Call] = dataclasses.field(default_factory=list)
 
     def modules(self) -> list[Call]:
-        """The calls of modules, in order."""
+        """Returns the calls of modules, in order."""
         return [call for call in self.calls if call.kind == "module"]
 
     def count(self) -> Counter[str]:
-        """How often every module was called, by path."""
+        """Returns how often every module was called, by path."""
         return Counter(call.path for call in self.modules())
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether a call of `module` is one call in a graph, and not the calls that its code makes."""
+    """Returns True if a graph has one call for `module`, and not the calls that its code makes."""
     if find_kind(type(module)) is not None:
         return True
     has_children = next(module.children(), None) is not None

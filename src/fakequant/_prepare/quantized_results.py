@@ -23,6 +23,8 @@ _OPERATIONS = {
     "matmul", "rmatmul", "bmm", "einsum", "scaled_dot_product_attention", "mean",
     "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
 }  # fmt: skip
+# Those of which one operand may be a number.
+_BINARY = {"add", "iadd", "radd", "mul", "imul", "rmul", "sub", "isub", "rsub"}
 _POOLS = (
     nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
 )  # fmt: skip
@@ -67,9 +69,10 @@ def results_to_quantize(model: nn.Module, flow: DataFlow, plan: Plan, target: _t
 
 
 def holder(model: nn.Module, call: Call) -> str | None:
-    """Returns the path of a module that can quantize the result of `call`; None if only functions handle it.
+    """Returns the path of a module that can quantize the result of `call`, or None if no module can.
 
-    That is the module itself, one that returns the result of the function, or one that the elements come from.
+    It is the called module, a module that returns the result of the called function, or the module that computed the
+    elements if the function only moves them.
     """
     passed = None
     while True:
@@ -98,15 +101,17 @@ class _Search:
         self.reads_codes = cache(self._reads_codes)
 
     def is_operation(self, call: Call) -> bool:
-        """Whether the operands of a call are to be quantized."""
+        """Returns True if the operands of a call should be quantized."""
         if call.kind == "module":
             return isinstance(self.model.get_submodule(call.path), _POOLS)
         return call.kind == "function" and call.function_name in _OPERATIONS
 
     def runs_in_integers(self, operation: Call) -> bool:
-        """Whether the target computes an operation in integers if its operands are quantized."""
+        """Returns True if the target computes an operation in integers once its operands are quantized."""
         if not self.target.needs_results:
             return True
+        if len(operation.inputs) < 2 and operation.function_name in _BINARY:  # the other operand is a Python number
+            return False
         has_holders = all(holder(self.model, operand) is not None for operand in operation.inputs)
         return has_holders and self._is_read_as_codes(operation)
 
@@ -114,7 +119,7 @@ class _Search:
         return isinstance(self.model.get_submodule(call.path), _CONVOLUTIONS) and self._is_static(call)
 
     def unquantized_end(self, layer: Call, done: set[str]) -> Call | None:
-        """The last call that one kernel computes together with a layer; None if its result is quantized already.
+        """Returns the last call that one kernel computes together with a layer, or None if a quantizer follows it.
 
         Args:
             layer: A call of a layer.
@@ -142,7 +147,7 @@ class _Search:
         return is_own and (is_norm or isinstance(self.model.get_submodule(user.path), (*_RELUS, *_PASSED)))
 
     def _is_static(self, call: Call) -> bool:
-        """Whether a call is one of a layer that computes with codes of its input and its weight."""
+        """Returns True for a call of a layer whose input and weight have fixed scales."""
         quantizers = self.layers.get(call.path)
         if call.kind != "module" or quantizers is None or quantizers["weight_quantizer"] is None:
             return False
@@ -153,7 +158,7 @@ class _Search:
         return call not in self.results and bool(call.users) and all(map(self.reads_codes, call.users))
 
     def _reads_codes(self, user: Call) -> bool:
-        """Whether a call quantizes its operands, or passes them on to calls that do."""
+        """Returns True if a call quantizes its operands, or passes them on to calls that do."""
         if self._is_static(user):
             return True
         if self.is_operation(user):

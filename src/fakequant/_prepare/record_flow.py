@@ -46,7 +46,9 @@ def record_flow(model: nn.Module, example: Any) -> FlowGraph:
                 module.use_nested_tensor = False
         with recorder:
             result = model(*args, **kwargs)
-    return FlowGraph(recorder.calls, [recorder.producer(leaf) for leaf in _tensors(result)])
+    kept = recorder.kept()
+    del result  # not before: its tensors are kept, in whatever object the model returned them
+    return FlowGraph(recorder.calls, kept)
 
 
 @dataclasses.dataclass
@@ -62,7 +64,7 @@ class _Frame:
 
 
 class _Recorder(TorchFunctionMode):
-    """Sees every call of a function on tensors; `enter` and `leave` are hooks of all modules."""
+    """Sees every call of a function on tensors. `enter` and `leave` are hooks of all modules."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -114,13 +116,18 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def producer(self, x: Tensor) -> Call:
-        """The call that computed `x`; a new input if it is unknown, or if `x` was changed through another name."""
+        """Returns the call that computed `x`, or a new input if it is unknown or `x` was changed through a view."""
         known: tuple[Call, int] | None = self.producers.get(x)
         if known is not None and known[1] == _version(x):
             return known[0]
         call = Call("input", "")
         self.producers[x] = call, _version(x)
         return call
+
+    def kept(self) -> list[Call]:
+        """Returns the calls whose results still exist: the model returned them, or stored them somewhere."""
+        alive = [call for call, _ in self.producers.values() if call.kind in ("module", "function")]
+        return list(dict.fromkeys(alive))
 
     def _add(self, call: Call, results: list[Tensor]) -> None:
         call.shape = tuple(results[0].shape) if results else None

@@ -140,7 +140,7 @@ def from_torch_ao(module: TorchAoModule) -> Quantizer:
       not finite counts as not observed. The other end is kept. There is no scale until both ends are known.
 
     >>> import warnings
-    >>> warnings.simplefilter("ignore")  # torch.ao warns that it is deprecated
+    >>> warnings.simplefilter("ignore")  # the deprecation warning of torch.ao
     >>> from torch.ao import quantization as ao
     >>> theirs = ao.FakeQuantize(ao.MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
     >>> x = torch.randn(100)
