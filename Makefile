@@ -9,7 +9,7 @@ INSTALL = -m pip install -q --no-build-isolation --no-deps -e . -C build-dir=$(B
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cc' -o -name '*.h') \
            $(shell find src -name '*.py')
 
-.PHONY: test demo docs bench build wheel-test lint stub test-kernels test-neon test-torch test-python clean
+.PHONY: test zoo demo docs bench build wheel-test lint stub test-kernels test-neon test-torch test-python clean
 
 # The second run uses the Python nodes, as users of other torch releases do. Two test processes share the CPUs, so
 # torch's threads must not spin while they wait.
@@ -20,6 +20,11 @@ test: build lint test-kernels $(VENV)/.docs
 	  --ignore-glob "tests/operators/test_ranks_*" \
 	  --ignore tests/operators/test_compile_models.py --ignore tests/operators/test_compile_quantizers.py \
 	  --ignore tests/operators/test_export_prepared.py --ignore tests/operators/test_fork.py
+
+# Runs the whole flow on all models of tests/zoo; `make test` runs some of them.
+zoo: export OMP_WAIT_POLICY = PASSIVE
+zoo: build
+	FAKEQUANT_ZOO=all $(PY) -m pytest -n 2 --dist worksteal tests/zoo
 
 demo: build
 	$(VENV)/bin/fakequant demo
@@ -47,15 +52,19 @@ bench: build
 	$(PY) benchmarks/digits.py --json benchmarks/results/latest-digits.json
 	$(PY) benchmarks/digits_cnn.py --json benchmarks/results/latest-digits-cnn.json
 	$(PY) benchmarks/digits_depthwise.py --json benchmarks/results/latest-digits-depthwise.json
+	$(PY) benchmarks/digits_recurrent.py --json benchmarks/results/latest-digits-recurrent.json
 	$(PY) benchmarks/bench_deploy.py --json benchmarks/results/latest-deploy.json
+	$(PY) benchmarks/bench_zoo.py --json benchmarks/results/latest-zoo.json
 
 build: $(VENV)/.built
 
 # torch is installed first and with its exact version, so that no dependency replaces a CPU build by another one.
-$(VENV)/.installed: requirements-dev.txt
+# torchvision asks for another build, and is installed without its dependencies, where only the zoo looks for it.
+$(VENV)/.installed: requirements-dev.txt requirements-zoo.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q torch==2.13.0
 	$(PY) -m pip install -q -r requirements-dev.txt
+	$(PY) -m pip install -q --no-deps --target $(VENV)/zoo -r requirements-zoo.txt
 	touch $@
 
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)

@@ -1,6 +1,6 @@
 """Accuracy of a perceptron at 4, 3 and 2 bits: min-max ranges, compared with learned scales (LSQ, LSQ+) and with float.
 
-    python benchmarks/digits.py [--json FILE] [--seeds N] [--epochs N]
+    python benchmarks/digits.py [--json FILE] [--quick] [--seeds N] [--epochs N]
 
 A multilayer perceptron, 64-64-64-10, is trained on scikit-learn's digits: 897 training images, 900 test images, with
 another split and initialization for every seed. It is trained in float. Each method then starts from that model and
@@ -195,7 +195,10 @@ def measure(
     parser.add_argument(
         "--epochs", type=int, default=epochs, help="of training in float, and again of training with quantizers"
     )
+    parser.add_argument("--quick", action="store_true", help="one seed and a quarter of the epochs")
     options = parser.parse_args()
+    if options.quick:
+        options.seeds, options.epochs = 1, max(options.epochs // 4, 1)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
 

@@ -1,6 +1,6 @@
 """Accuracy of a small CNN through `prepare`, `calibrate` and training: PTQ and QAT, compared with float.
 
-    python benchmarks/digits_cnn.py [--json FILE] [--seeds N] [--epochs N]
+    python benchmarks/digits_cnn.py [--json FILE] [--quick] [--seeds N] [--epochs N]
 
 The network has a convolution of 16 channels, one of 32 with stride 2 and a residual block of 32, each convolution
 with batch norm and ReLU, then the mean over the image and a linear layer: 23,738 parameters. The data are those of

@@ -1,6 +1,6 @@
 """Accuracy lost by rounding the biases of a 2-bit depthwise-separable CNN, compared with float biases.
 
-    python benchmarks/digits_depthwise.py [--json FILE] [--seeds N] [--epochs N]
+    python benchmarks/digits_depthwise.py [--json FILE] [--quick] [--seeds N] [--epochs N]
 
 The network has a convolution of 16 channels and two depthwise-separable blocks, each convolution with batch norm
 and ReLU, then the mean over the image and a linear layer. The data are those of `digits.py`. The network is trained

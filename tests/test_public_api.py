@@ -63,6 +63,7 @@ NN = [
     "quantizes",
     "switch_quantizers",
 ]
+KINDS = ["Linear", "TransposedLinear"]
 OBSERVERS = [
     "ALONE",
     "Entropy",
@@ -112,6 +113,7 @@ INTEGRATIONS = {
 PLACES = {
     "fakequant": PUBLIC,
     "fakequant.nn": NN,
+    "fakequant.nn.kinds": KINDS,
     "fakequant.observers": OBSERVERS,
     "fakequant.presets": PRESETS,
     "fakequant.recipes": RECIPES,

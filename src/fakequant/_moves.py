@@ -82,6 +82,8 @@ def named(*names: str) -> list[TorchFunction]:
 
 _TRACED = [name for move in MOVES for name in move.traced]
 TRACED_NAMES = {*_TRACED, "contiguous"}
+# Operations whose results contain elements of their operand only. Runtimes move floats there.
+SELECTING_NAMES = {name.strip("_") for move in MOVES for name in move.golden_only}
 TRACED_MODULES: tuple[type[nn.Module], ...] = (nn.Identity, *(module for move in MOVES for module in move.modules))
 ONNX_MOVES = {name for move in MOVES for name in move.onnx}
 # The functions that `__torch_function__` receives: those that move codes of sums, and those that only move codes of

@@ -124,9 +124,14 @@ class QuantConfig:
     default: LayerConfig | None = None
     # Exceptions from the default, in order of precedence.
     rules: tuple[Rule, ...] = ()
-    # If set, quantize the outputs of modules that are operands of an addition, a concatenation, a product or a mean.
-    # Integer runtimes compute these operations with codes too. If None, the operands stay in float.
+    # If set, quantize the operands of additions, concatenations, products and means, where the target then computes
+    # these operations in integers too. If None, the operands stay in float.
     operands: QuantSpec | None = None
+    # If True, attention is computed as two products of matrices with quantized queries, keys, values and attention
+    # weights, so that a runtime can compute them in integers. Training then needs memory for all attention weights. If
+    # False, `F.scaled_dot_product_attention` and `nn.MultiheadAttention` use one operator, in float. Ignored if
+    # `operands` is None.
+    attention: bool = False
     # If True, quantized layers save codes instead of floats for the backward pass. Gradients are identical and need
     # less memory.
     save_codes: bool = True
@@ -148,8 +153,9 @@ class QuantConfig:
             raise TypeError(f"`default` must be a LayerConfig or None, got {self.default!r}.")
         if self.operands is not None and not isinstance(self.operands, QuantSpec):
             raise TypeError(f"`operands` must be a QuantSpec or None, got {self.operands!r}.")
-        if not isinstance(self.save_codes, bool):
-            raise TypeError(f"`save_codes` must be True or False, got {self.save_codes!r}.")
+        for name in ("save_codes", "attention"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"`{name}` must be True or False, got {getattr(self, name)!r}.")
         bits = self.first_last_bits
         if bits is not None and (type(bits) is not int or not 2 <= bits <= 16):
             raise ValueError(
@@ -188,6 +194,7 @@ class QuantConfig:
             "default": self.default and self.default.to_dict(),
             "rules": [{"path": r.path, "type": r.type, "use": r.use and r.use.to_dict()} for r in self.rules],
             "operands": self.operands and self.operands.to_dict(),
+            "attention": self.attention,
             "save_codes": self.save_codes,
             "target": self.target,
             "first_last_bits": self.first_last_bits,

@@ -68,6 +68,28 @@ def test_report_shows_a_verification(tmp_path):
     assert "first at 0.input_quantizer" in text
 
 
+def test_report_opens_with_the_shares_in_integers(tmp_path):
+    verify = pytest.importorskip("fakequant._verify.verdict")
+    text = write(small(), tmp_path, max_tensors=0).read_text(encoding="utf-8")
+    first = re.search(r"<dl class=.tiles.>\s*<div>(.*?)</div>", text)[1]
+    assert "<dt>Quantized</dt>" in first
+    found = fq.summary(small())
+    share = f"{found.quantized_multiplications / found.multiplications:.1%}"
+    assert share in first
+    assert f"{found.parameters:,} parameters</dd>" in first
+    assert "In integers in the runtime" not in text
+    said = verify.Verification("generic", [], {"0": "QGemm", "2": "Gemm"}, verify.OutputReport(numbers=1), {})
+    said.floats = {"2": "its input is not quantized", "4": "Own is not a supported layer type"}
+    said.parameters, said.integer_parameters = found.parameters, found.parameters // 3
+    said.multiplications, said.integer_multiplications = found.multiplications, found.multiplications // 2
+    text = write(small(), tmp_path, max_tensors=0, verification=said).read_text(encoding="utf-8")
+    tile = re.search(r"<div><dt>In integers in the runtime.*?</div>", text)[0]
+    assert "2 of 3 layers run in float" in tile
+    assert 'class="number bad">50.0%' in tile
+    assert '<td class="path">2</td><td>Gemm</td><td>its input is not quantized</td>' in text
+    assert '<td class="path">4</td><td>–</td><td>Own is not a supported layer type</td>' in text
+
+
 def test_the_report_loads_nothing_and_uses_every_id_once(tmp_path):
     text = write(small(), tmp_path, batches()).read_text(encoding="utf-8")
     assert not re.search(r"https?:|//\w+\.|@import|url\((?!#)", text)

@@ -142,7 +142,7 @@ def test_from_pretrained_refuses_folders_that_do_not_fit(tmp_path):
     save_pretrained(model, tmp_path / "prepared")
     with pytest.raises(ValueError, match=r"does not hold a BertForMaskedLM .*it lacks .*\.\nPass the class and"):
         from_pretrained(transformers.BertForMaskedLM, tmp_path / "prepared")
-    with pytest.raises(ValueError, match=r"does not hold a BertModel .*: it also has \S+ and \d+ more\."):
+    with pytest.raises(ValueError, match=r"does not hold a BertModel .*: .*`bert`"):
         from_pretrained(transformers.BertModel, tmp_path / "prepared")
     with pytest.raises(RuntimeError, match="the state is of a quantizer with the spec"):
         from_pretrained(type(model), tmp_path / "prepared", quant_config=fq.recipes.int8(target="onnxruntime-x86"))

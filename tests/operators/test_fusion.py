@@ -183,6 +183,19 @@ ORDERS = {
 }
 
 
+def test_a_prepared_model_compiles_in_a_process_that_has_not_imported_inductor():
+    program = """
+        import torch, fakequant as fq
+        model = fq.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4)), fq.recipes.int8()).eval()
+        x = torch.ones(2, 4)
+        fq.calibrate(model, [x], progress=False)
+        print(torch.equal(torch.compile(model, fullgraph=True)(x), model(x)))
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.stdout.split() == ["True"], run.stderr
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_decompositions_are_registered_in_any_order_of_imports(order):
     lines = (PROGRAM, ORDERS[order], 'print("fakequant.fake_quantize.default" in code_of(Module(), x))')

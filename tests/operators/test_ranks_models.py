@@ -22,8 +22,10 @@ from rank_models import (
     train,
 )
 from straight_through import torch
-from two_ranks import Checks, Seat, assert_same_tensors
+from two_ranks import RANKS, Checks, Seat, assert_same_tensors, dist
 
+fully_shard = pytest.importorskip("torch.distributed.fsdp").fully_shard
+init_device_mesh = pytest.importorskip("torch.distributed.device_mesh").init_device_mesh
 fqnn = pytest.importorskip("fakequant.nn")
 nn = torch.nn
 F = nn.functional
@@ -119,6 +121,44 @@ def compiled(seat, backend):
     return state_of(model)
 
 
+class Attention(nn.Module):
+    """Computes attention weights by a function, and uses the weight of a layer that it does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        weights = torch.softmax(self.query(x) @ self.key(x).transpose(-1, -2), -1)
+        return F.linear(weights @ self.value(x), self.out.weight, self.out.bias).tanh()
+
+
+def functions(seat, recipe, wrapper):
+    torch.manual_seed(12)
+    data = [torch.randn(4, 3, 8) for _ in range(3)]
+    model = fq.prepare(nn.Sequential(Attention(), Attention()), RECIPES[recipe](), data[0])
+    fq.calibrate(model, [seat.part(x) for x in data], progress=False)
+    optimizer = torch.optim.SGD(fqnn.param_groups(model), lr=0.05)
+    # `fully_shard` gathers the weight of a layer when the layer or a module around it is called.
+    wrapped = ddp(model) if wrapper == "ddp" else shard_blocks(model)
+    state = train(seat, wrapped, [(x, x) for x in data], optimizer if wrapper == "ddp" else None, F.mse_loss)
+    return {"state": state, "keys": [path for path, _ in fqnn.quantizers(model) if "function" in path]}
+
+
+def shard_blocks(model):
+    if not dist.is_initialized():
+        return model
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+for _recipe in ("int8", "lsq"):
+    for _wrapper in WRAPPERS:
+        check(_recipe, _wrapper, recipe=_recipe, wrapper=_wrapper)(functions)
+
+
 # --- codes for the backward pass ------------------------------------------------------------------
 
 
@@ -161,6 +201,13 @@ def test_training_keeps_weights_and_ranges_equal_on_both_ranks(ranks, name):
     assert_same_tensors(first, second)
     parameters = [path for path, _ in residual(Seat(), RECIPES[CHECKS[name].keywords["recipe"]]()).named_parameters()]
     assert all(first[path].isfinite().all() for path in parameters)
+
+
+@CHECKS.names(functions)
+def test_results_of_functions_are_quantized_alike_on_both_ranks(ranks, name):
+    first, second = ranks(name)
+    assert first["keys"] == second["keys"] == [f"{block}.function_quantizers.softmax_0" for block in (0, 1)]
+    assert_same_tensors(of_the_model(first["state"]), of_the_model(second["state"]))
 
 
 @CHECKS.names(sum_in_place)

@@ -104,7 +104,7 @@ def test_activation_with_a_reserved_attribute_is_not_quantized_and_keeps_it(name
     setattr(model.act, name, "mine")
     fq.prepare(model, recipes.int8())
     assert [path for path, _ in fq.nn.quantizers(model) if "output" in path] == ["b.output_quantizer"]
-    assert f"act cannot quantize its output: it already has an attribute `{name}`" in str(fq.summary(model))
+    assert f"act.output cannot be quantized: it already has an attribute `{name}`" in str(fq.summary(model))
     fq.calibrate(model, [torch.randn(3, 4)], progress=False)
     assert getattr(fq.unprepare(model).act, name) == "mine"
 

@@ -105,7 +105,7 @@ def test_onnx_files_hold_shifted_codes_that_verify(tmp_path):
         found = fq.verify(model, tmp_path / "m.onnx", [x])
         assert found.ok
         assert sum(t.runtime_differ for t in found.tensors) == 0
-        assert found.floats == []
+        assert found.floats == {}
 
 
 # --- training ---------------------------------------------------------------------------------------------

@@ -68,13 +68,18 @@ EXPECTED = {
     "conv": {**LAYER, "class": "QuantizedConv1d"},
     f"{HERE}.linear1": LINEAR,
     f"{HERE}.linear2": LINEAR,
-    f"{HERE}.self_attn": {**RECORD, **ATTENTION, "_modules": QUANTIZERS | {"projection_quantizer"}},
+    f"{HERE}.self_attn": {
+        **RECORD,
+        **ATTENTION,
+        "_modules": QUANTIZERS | {"projection_quantizer", "attention_quantizer"},
+    },
     f"{HERE}.self_attn.out_proj": {**LAYER, "class": "QuantizedNonDynamicallyQuantizableLinear"},
     HERE: {**RECORD, "_forward_pre_hooks": 1},
     "encoder": {**RECORD, "use_nested_tensor": False},
 }
-TRACED = {"act": {**RECORD, "_modules": {"output_quantizer"}, "_forward_hooks": 1}, "": RECORD}
-GUESSED = {"": {**RECORD, "_load_state_dict_pre_hooks": 1}}
+TRACED = {"act": {**RECORD, "_modules": {"output_quantizer"}, "_forward_hooks": 1}}
+TRACED[""] = {**RECORD, "_load_state_dict_pre_hooks": 1}
+GUESSED = {"": {**RECORD, "_load_state_dict_pre_hooks": 2}}
 
 
 @pytest.mark.parametrize("traceable", [True, False])

@@ -105,12 +105,12 @@ def test_model_of_lazy_layers_only_is_refused_with_the_fix(make):
 
 def with_others():
     return nn.ModuleDict(
-        {"fc": nn.Linear(4, 4), "lstm": nn.LSTM(4, 4), "norm": nn.BatchNorm2d(4), "relu": nn.ReLU(), "own": Own()}
+        {"fc": nn.Linear(4, 4), "two": nn.Bilinear(4, 4, 4), "norm": nn.BatchNorm2d(4), "relu": nn.ReLU(), "own": Own()}
     )
 
 
 CANNOT = {
-    "LSTM": ("lstm", "recurrent"),
+    "Bilinear": ("two", "Bilinear is not a supported layer type"),
     "BatchNorm2d": ("norm", "batch norm"),
     "Own": ("own", "Own is not a supported layer type"),
     "ReLU": ("relu", "ReLU"),

@@ -42,7 +42,7 @@ def small():
 BAD = {
     "a rule matches nothing": (small, fq.QuantConfig().rule("haed", weight=presets.int8()), ValueError, "haed"),
     "no quantizable layer": (lambda: nn.Sequential(nn.ReLU(), nn.LayerNorm(4)), recipes.int8(), ValueError, "Nothing"),
-    "only an LSTM": (lambda: nn.Sequential(nn.LSTM(4, 4)), recipes.int8(), ValueError, "recurrent"),
+    "only a Bilinear": (lambda: nn.Sequential(nn.Bilinear(4, 4, 4)), recipes.int8(), ValueError, "not a supported"),
     "an empty model": (nn.Identity, recipes.int8(), ValueError, "Nothing"),
     "everything is skipped": (small, recipes.int8().skip(), ValueError, "the config says so"),
     "already prepared": (lambda: fq.prepare(small(), recipes.w4a8()), recipes.int8(), ValueError, "already"),
@@ -119,13 +119,18 @@ class OwnForward(nn.Linear):
         return super().forward(x) + 1
 
 
+class OwnLSTM(nn.LSTM):
+    def forward(self, x, hx=None):
+        return super().forward(x, hx)
+
+
 FLOATS = {
     "max_norm": lambda: nn.Embedding(4, 4, max_norm=1.0),
     "sparse": lambda: nn.EmbeddingBag(4, 4, sparse=True),
     "overridden forward": lambda: OwnForward(4, 4),
     "Bilinear": lambda: nn.Bilinear(4, 4, 4),
-    "LSTM": lambda: nn.LSTM(4, 4),
-    "GRUCell": lambda: nn.GRUCell(4, 4),
+    "LSTM, overridden forward": lambda: OwnLSTM(4, 4),
+    "GRUCell, parametrized": lambda: parametrizations.weight_norm(nn.GRUCell(4, 4), "weight_hh"),
     "LayerNorm": lambda: nn.LayerNorm(4),
     "BatchNorm": lambda: nn.BatchNorm1d(4),
 }

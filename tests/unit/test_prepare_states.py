@@ -29,10 +29,10 @@ def test_float_state_loads_strictly_into_a_prepared_model(config):
         name: value + 0.5 if value.is_floating_point() else value + 1 for name, value in Mixed().state_dict().items()
     }
     model = mixed(config)
-    quantizers = {n: v.clone() for n, v in model.state_dict().items() if "quantizer" in n}
+    added = {n: v.clone() for n, v in model.state_dict().items() if "quant" in n}
     assert model.load_state_dict(saved, strict=True) == ([], [])
     for name, value in model.state_dict().items():
-        same(quantizers[name] if "quantizer" in name else saved[name], value, name)
+        same(added[name] if "quant" in name else saved[name], value, name)
 
 
 @each_recipe
@@ -77,7 +77,7 @@ def test_unprepare_keeps_the_trained_weights():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(TOKENS).square().mean().backward()
     optimizer.step()
-    trained = {n: v.clone() for n, v in model.state_dict().items() if "quantizer" not in n}
+    trained = {n: v.clone() for n, v in model.state_dict().items() if "quant" not in n}
     same_state(trained, fq.unprepare(model).state_dict())
 
 

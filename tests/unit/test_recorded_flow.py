@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 nn = torch.nn
 F = torch.nn.functional
 record_flow = pytest.importorskip("fakequant._prepare.record_flow").record_flow
+Place = pytest.importorskip("fakequant._prepare.places").Place
 trace_flow = pytest.importorskip("fakequant._prepare.trace_flow").trace_flow
 data_flow = pytest.importorskip("fakequant._prepare.data_flow")
 
@@ -104,7 +105,7 @@ class ChangedInPlace(nn.Module):
 def test_a_value_changed_through_a_view_has_no_source(change):
     model = ChangedInPlace(change)
     flow = data_flow.find_flow(model, torch.ones(2, 4))
-    assert data_flow.sources(model, flow) == ({} if change else {"b": ("a",)})
+    assert data_flow.sources(model, flow) == ({} if change else {"b": (Place("a"),)})
 
 
 def test_torchs_encoder_layers_are_seen_call_by_call():
@@ -279,12 +280,15 @@ def test_multiplications_are_counted():
 def test_summary_opens_with_the_share_of_quantized_multiplications():
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     fq.prepare(model, fq.recipes.int8().skip("1"), torch.ones(1, 4))
-    assert str(fq.summary(model)).startswith("66.7% of 18 multiplications have quantized weights and inputs")
+    assert str(fq.summary(model)).startswith("quantized: 66.7% of 18 multiplications, 52.2% of 23 parameters")
     found = fq.summary(model)
     assert (found.quantized_multiplications, found.multiplications) == (12, 18)
 
 
-def test_products_of_functions_count_as_float():
-    model = fq.prepare(Products(), fq.recipes.int8(), torch.ones(3, 2, 7))
-    found = fq.summary(model)
-    assert found.multiplications - found.quantized_multiplications == 4 * 3 * 5 * 5 * 4
+def test_products_of_functions_count_as_quantized_if_their_operands_are():
+    found = fq.summary(fq.prepare(Products(), fq.recipes.int8(), torch.ones(3, 2, 7)))
+    attention = 2 * 3 * 5 * 5 * 4  # as one operator, whose weights are floats
+    assert found.multiplications - found.quantized_multiplications == attention
+    config = fq.QuantConfig(**{**vars(fq.recipes.int8()), "operands": None})
+    found = fq.summary(fq.prepare(Products(), config, torch.ones(3, 2, 7)))
+    assert found.multiplications - found.quantized_multiplications == 2 * attention

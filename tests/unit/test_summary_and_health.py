@@ -38,6 +38,28 @@ def test_summary_lists_quantized_float_and_unmatched_modules():
     assert found.to_dict()["parameters"] == sum(p.numel() for p in Residual().parameters())
 
 
+def test_summary_opens_with_the_shares_that_are_quantized():
+    x = torch.ones(2, 3, 4, 4)
+    config = recipes.int8().skip("head")
+    found = fq.summary(fq.prepare(Residual(), config, x))
+    assert found.multiplications == 2 * (3 * 16 * 27 + 3 * 2)
+    assert found.quantized_multiplications == 2 * 3 * 16 * 27
+    assert found.quantized_parameters == 3 * 27
+    assert found.parameters == 3 * 27 + 3 + 6 + 3 * 2 + 2
+    assert str(found).startswith("quantized: 99.5% of 2,604 multiplications, 82.7% of 98 parameters\n\n")
+    without = fq.summary(fq.prepare(Residual(), config))
+    assert without.multiplications == 0
+    assert str(without).startswith("quantized: 82.7% of 98 parameters\n\n")
+    assert found.to_dict()["quantized_parameters"] == 81
+
+
+def test_summary_counts_a_shared_weight_once():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    found = fq.summary(fq.prepare(model, recipes.int8()))
+    assert (found.parameters, found.quantized_parameters) == (24, 16)
+
+
 def test_summary_bytes_count_codes_and_scales():
     model = fq.prepare(nn.Sequential(nn.Linear(64, 10, bias=False)), recipes.int4_weight_only(32))
     found = fq.summary(model)

@@ -215,9 +215,8 @@ def test_model_is_prepared_trained_saved_and_restored(make, x, config):
 
     model.eval()
     y = model(x)
-    if make is not Recurrent:  # torch uses another LSTM kernel without gradients
-        with torch.no_grad():
-            same(y, model(x), "without gradients")
+    with torch.no_grad():
+        same(y, model(x), "without gradients")
     other = copy.deepcopy(model)
     same(y, other(x), "deepcopy")
 
@@ -253,7 +252,8 @@ def test_model_with_quantizers_off_computes_in_float(make, x):
     floats, model = build(make, x).eval(), fq.prepare(build(make, x), recipes.int8()).eval()
     fqnn.switch_quantizers(model, observing=False, quantizing=False)
     # Attention adds its mask outside the product, which rounds differently.
-    tolerance = 1e-5 if make in (GPT, transformer_encoder) else 0
+    # A recurrent layer adds the products of input and hidden state in another order than torch's kernel.
+    tolerance = 1e-5 if make in (GPT, transformer_encoder, Recurrent) else 0
     torch.testing.assert_close(model(x), floats(x), rtol=tolerance, atol=tolerance)
 
 

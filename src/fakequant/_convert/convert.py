@@ -25,7 +25,7 @@ from fakequant._convert.golden.integer_layer import (
 )
 from fakequant._convert.golden.tracked_codes import stripped
 from fakequant._convert.left_in_float import leave_in_float
-from fakequant._prepare.attach import attach_layer, forget_preparation, record_of
+from fakequant._prepare.attach import attach_layer, forget_preparation, record_of, watch_callees
 from fakequant._prepare.prepare import preparation
 from fakequant.nn._batch_norm import bias_codes, widened_scale
 from fakequant.nn._fake_quantize import FakeQuantize
@@ -34,6 +34,7 @@ from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._quantized_layer import Quantization, QuantizedLayer, input_grid_of
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import find_record
+from fakequant.nn._recurrent_product import release_from_owner
 from fakequant.observers import Dynamic
 from fakequant.spec import QuantSpec
 
@@ -52,7 +53,7 @@ class Conversion:
     notes: list[str]
 
 
-def convert(model: nn.Module, *, target: str | None = None) -> nn.Module:
+def convert(model: nn.Module, *, target: str | None = None, strict: bool = False) -> nn.Module:
     """Returns the golden model: a copy of a prepared model that stores integer codes and computes with them.
 
     Weights become codes and scales. Biases become integers with the scale of the sums that they are added to. Batch
@@ -64,9 +65,11 @@ def convert(model: nn.Module, *, target: str | None = None) -> nn.Module:
     Args:
         model: A prepared and calibrated model. It is not changed.
         target: The runtime. If None, the target of the config.
+        strict: If True, raise an error if a quantizer is switched off or has seen no data. If False, warn about it and
+            leave its tensor in float.
 
     Raises:
-        ValueError: If the model is not prepared, or was not trained for the target.
+        ValueError: If the model is not prepared, or was not trained for the target, or as `strict` says.
         RuntimeError: If the model is not calibrated, or all quantizers are switched off.
 
     >>> import fakequant as fq
@@ -79,7 +82,7 @@ def convert(model: nn.Module, *, target: str | None = None) -> nn.Module:
     goal = _targets.find(made.config.target if target is None else target)
     copied = copy.deepcopy(model).eval().requires_grad_(False)
     forget_preparation(copied)
-    notes = leave_in_float(copied)
+    notes = leave_in_float(copied, strict=strict)
     pairs = {layer: norm for layer, norm in made.norms.items() if can_fold(copied, layer, norm)}
     grids = _make_grids(copied, goal)
     norms = {layer: find_norm(copied, norm) for layer, norm in pairs.items()}
@@ -87,6 +90,7 @@ def convert(model: nn.Module, *, target: str | None = None) -> nn.Module:
     folded = [norm for layer, norm in pairs.items() if layer not in kept]
     for path in folded:
         remove_norm(copied, path)
+    watch_callees(copied)
     _require_target(copied, goal)
     notes += [f"{norm} stays a batch norm: {kept[layer]}" for layer, norm in pairs.items() if layer in kept]
     record_of(copied).conversion = Conversion(goal.name, folded, notes)
@@ -202,7 +206,7 @@ def _make_integer(
     """
     before: Quantization = layer._fakequant
     kind, quantizer = before.kind, layer.weight_quantizer
-    weight = getattr(layer, kind.weight_name).detach()
+    weight = kind.read_weight(layer).detach()
     bias = getattr(layer, kind.bias_name, None)
     layer._modules.pop("weight_quantizer", None)
     cls = before.float_class
@@ -217,6 +221,7 @@ def _make_integer(
         return None
     spec, scale, zero_point = _scales_of(quantizer.eval(), weight)
     layer._parameters.pop(kind.weight_name, None)
+    release_from_owner(layer, kind.weight_name)
     record.weight_shape, record.weight_spec = tuple(weight.shape), spec
     if is_integer(layer):
         record.weight_shift = min(_targets.find(before.target).weight_shift(spec), target.weight_shift(spec))
@@ -254,6 +259,7 @@ def _scales_of(quantizer: FakeQuantize | LearnedFakeQuantize, weight: Tensor) ->
 def _set_bias(layer: IntegerLayer, bias: Tensor | None) -> None:
     """Stores the bias of a layer, as integers if the scale of the sums is known and otherwise as floats."""
     name = layer._fakequant.kind.bias_name
+    release_from_owner(layer, name)
     if name in layer._parameters:
         layer._parameters[name] = None
     if bias is None:

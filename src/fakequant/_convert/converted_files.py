@@ -26,10 +26,23 @@ from fakequant._convert.folded_norm import Folded, remove_norm
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer, Integers
 from fakequant._convert.golden.sums_to_codes import ARITHMETICS
-from fakequant._prepare.attach import attach_layer, attach_output, close_shortcuts, find_preparation, record_of
+from fakequant._prepare.attach import (
+    attach_functions,
+    attach_layer,
+    attach_output,
+    close_shortcuts,
+    find_preparation,
+    record_of,
+    watch_callees,
+)
 from fakequant._train.running import check_module
 from fakequant._util.optional_packages import require, writing
+from fakequant.nn._function_calls import CHILD, CallingModule, FunctionQuantizers
 from fakequant.nn._layer_kinds import find_kind
+from fakequant.nn._quantized_layer import ATTENTION_QUANTIZERS
+from fakequant.nn._records import find_record
+from fakequant.nn._recurrent import Recurrence, is_recurrent, products_of, recurrence_of
+from fakequant.nn._recurrent_product import RecurrentProduct, release_from_owner
 from fakequant.spec import QuantSpec, shortened
 
 File: TypeAlias = str | os.PathLike[str]
@@ -143,6 +156,8 @@ def _read(path: File) -> tuple[Description, State]:
         )
     _compare_checksum(path, described["format"], metadata.get("checksum"), checksum(text, state))
     described.setdefault("extra_states", {})
+    described.setdefault("functions", {})
+    described.setdefault("recurrent", {})  # files of older versions have none
     missing = [name for name, kind in _PARTS.items() if not isinstance(described.get(name), kind)]
     if missing:
         raise ValueError(f"{path} is damaged: its description lacks {', '.join(missing)}.\n{_AGAIN}")
@@ -151,7 +166,7 @@ def _read(path: File) -> tuple[Description, State]:
 
 _PARTS = {
     "target": str, "folded": list, "notes": list, "layers": dict, "grids": dict, "inputs_from": dict,
-    "extra_states": dict,
+    "functions": dict, "extra_states": dict, "recurrent": dict,
 }  # fmt: skip
 
 
@@ -221,13 +236,36 @@ def _describe(model: nn.Module) -> Description:
         "format": _FORMAT,
         **dataclasses.asdict(conversion(model)),
         "layers": layers,
+        "recurrent": {
+            path: record.float_class.__name__
+            for path, module in model.named_modules()
+            for record in (find_record(module),)
+            if isinstance(record, Recurrence)
+        },
         "grids": {
             path: {"spec": grid.spec.to_dict(), "arithmetic": grid.arithmetic, "eps": grid.eps}
             for grid, path in grids.items()
         },
         "inputs_from": sources,
+        "functions": _describe_functions(model),
         "extra_states": _extra_states(model),
     }
+
+
+def _describe_functions(model: nn.Module) -> Description:
+    """Returns, by the path of a module, what `FunctionQuantizers` are made of, and which modules its code calls."""
+    paths = {module: path for path, module in model.named_modules()}
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, CallingModule):
+            own = module.function_quantizers
+            found[path] = {
+                "grids": [key for key, grid in own.items() if grid is not None],
+                "layers": {key: paths[layer] for key, layer in own.layers.items()},
+                "counts": own.counts,
+                "callees": own.callees,
+            }
+    return found
 
 
 def _describe_weight(record: Integers) -> Description | None:
@@ -257,6 +295,7 @@ def _extra_states(model: nn.Module) -> State:
 
 
 def _apply(model: nn.Module, described: Description, state: State, file: File) -> None:
+    _add_products(model, described["recurrent"], file)
     _require_same_model(model, described, file)
     target = _targets.find(described["target"]).name
     modules = dict(model.named_modules())
@@ -265,13 +304,19 @@ def _apply(model: nn.Module, described: Description, state: State, file: File) -
     for path, layer in described["layers"].items():
         _make_layer(modules[path], path, layer)
     grids = {path: _make_grid(path, grid, state) for path, grid in described["grids"].items()}
+    of_functions = {path for path in grids if path.split(".")[-2:-1] == [CHILD]}
     for path, grid in grids.items():
+        if path in of_functions:
+            continue
         parent, _, name = path.rpartition(".")
         module = model.get_submodule(parent)
         if isinstance(module, (IntegerLayer, Folded)) or name in module._modules:
             module._modules[name] = grid
         else:
             attach_output(module, grid)
+    for path, functions in described["functions"].items():
+        _make_functions(model, path, functions, grids)
+    watch_callees(model)
     for path, grid_path in described["inputs_from"].items():
         model.get_submodule(path)._fakequant.input_grid = grids[grid_path]  # type: ignore[union-attr]
     close_shortcuts(model)
@@ -279,6 +324,19 @@ def _apply(model: nn.Module, described: Description, state: State, file: File) -
     model.eval().requires_grad_(False)
     record_of(model).conversion = Conversion(target, described["folded"], described["notes"])
     return_tensors(model)
+
+
+def _add_products(model: nn.Module, recurrent: Description, file: File) -> None:
+    """Gives the recurrent layers of a float model their products. Raises ValueError if a layer has another type."""
+    modules = dict(model.named_modules())
+    for path, there in recurrent.items():
+        module = modules.get(path)
+        if module is None or _kind(module) != there or not is_recurrent(module):
+            _refuse(file, path, there, _kind(module))
+        kind = find_kind(type(module))
+        if kind is None:
+            raise TypeError(f"{there} is not a supported layer type")
+        attach_layer(module, recurrence_of(module), {**products_of(module, kind), "output_quantizer": None})
 
 
 def _require_same_model(model: nn.Module, described: Description, file: File) -> None:
@@ -295,8 +353,8 @@ def _require_same_model(model: nn.Module, described: Description, file: File) ->
             there = f"{there} of shape {tuple(layer['weight']['shape'])}"
         if here != there:
             _refuse(file, path, there, here)
-    parents = [path.rpartition(".")[0] for path in described["grids"]]
-    for path in (*described["folded"], *parents, *described["inputs_from"]):
+    parents = [path.rpartition(".")[0].removesuffix(CHILD).rstrip(".") for path in described["grids"]]
+    for path in (*described["folded"], *parents, *described["inputs_from"], *described["functions"]):
         if path not in modules:
             _refuse(file, path, "a module", "absent")
 
@@ -319,17 +377,28 @@ def _make_layer(layer: nn.Module, path: str, described: Description) -> None:
         raise TypeError(f"{cls.__name__} is not a supported layer type")
     takes_vectors = bool(described.get("takes_vectors", False))
     record = Integers(kind=kind, float_class=cls, path=path, takes_vectors=takes_vectors)
-    attach_layer(layer, record, dict.fromkeys(("input_quantizer", "output_quantizer", "projection_quantizer")))
+    attach_layer(layer, record, dict.fromkeys(("input_quantizer", "output_quantizer", *ATTENTION_QUANTIZERS)))
     layer.register_buffer("bias_codes", None)
     if weight is None:
         return
     layer._parameters.pop(kind.weight_name, None)
+    release_from_owner(layer, kind.weight_name)
     record.weight_spec = QuantSpec.from_dict(weight["spec"])
     record.weight_shape, record.weight_shift = tuple(weight["shape"]), int(weight.get("shift", 0))
     for name in ("weight_codes", "weight_scale", "weight_zero_point"):
         layer.register_buffer(name, None)
-    if kind.bias_name in layer._parameters:
+    if kind.bias_name in layer._parameters or isinstance(layer, RecurrentProduct):
         layer._parameters[kind.bias_name] = None
+        release_from_owner(layer, kind.bias_name)
+
+
+def _make_functions(model: nn.Module, path: str, described: Description, grids: dict[str, Grid]) -> None:
+    """Adds the `FunctionQuantizers` of the module at `path`."""
+    own = {key: grids[".".join(part for part in (path, CHILD, key) if part)] for key in described["grids"]}
+    layers = {key: model.get_submodule(layer) for key, layer in described["layers"].items()}
+    callees = [str(callee) for callee in described["callees"]]
+    quantizers = FunctionQuantizers(own, layers, described["counts"], callees)
+    attach_functions(model.get_submodule(path), quantizers)
 
 
 def _make_grid(path: str, grid: Description, state: State) -> Grid:

@@ -4,15 +4,16 @@ import warnings
 
 from torch import nn
 
-from fakequant.nn._model_quantizers import quantizers
-from fakequant.nn._quantized_layer import QUANTIZERS, QuantizedLayer, input_grid_of
+from fakequant.nn._model_quantizers import has_scale, quantizers
+from fakequant.nn._quantized_layer import ATTENTION_QUANTIZERS, QUANTIZERS, QuantizedLayer, input_grid_of
 from fakequant.nn._quantizer import Quantizer
 
 
-def leave_in_float(model: nn.Module) -> list[str]:
+def leave_in_float(model: nn.Module, *, strict: bool) -> list[str]:
     """Removes the quantizers that do not quantize from a copy of a prepared model, in place.
 
-    These are quantizers that are switched off, and quantizers that no data has reached. Warns about them.
+    These are quantizers that are switched off, and quantizers that no data has reached. Warns about them, or raises
+    ValueError if `strict` is True.
 
     Returns:
         One note per removed quantizer.
@@ -21,14 +22,14 @@ def leave_in_float(model: nn.Module) -> list[str]:
     reasons = {path: "is switched off" for path, quantizer in quantizers(model) if not quantizer.quantizing}
     out = {model.get_submodule(path) for path in reasons}
     for path, layer in unreached_layers(model).items():
-        for name in (*QUANTIZERS, "projection_quantizer"):
+        for name in (*QUANTIZERS, *ATTENTION_QUANTIZERS):
             quantizer = layer._modules.get(name)
             if isinstance(quantizer, Quantizer) and quantizer not in out:
                 out.add(quantizer)
                 reasons[f"{path}.{name}" if path else name] = "has seen no data"
     of_weights = _weight_quantizers(model)
     for path, quantizer in quantizers(model):
-        if quantizer not in out and quantizer not in of_weights and not _has_scale(quantizer):
+        if quantizer not in out and quantizer not in of_weights and not has_scale(quantizer):
             out.add(quantizer)
             reasons[path] = "has seen no data"
     for module in model.modules():
@@ -40,16 +41,22 @@ def leave_in_float(model: nn.Module) -> list[str]:
     notes = [f"{path} {reason}: its tensor stays in float" for path, reason in reasons.items()]
     if notes:
         more = f"\n  and {len(notes) - 5} more" if len(notes) > 5 else ""
+        shown = "\n  ".join(notes[:5]) + more
+        if strict:
+            raise ValueError(f"Some tensors would not be quantized in the converted model:\n  {shown}\n{_ADVICE}")
         warnings.warn(
-            "Some tensors are not quantized in the converted model, just as in the prepared model:\n  "
-            + "\n  ".join(notes[:5])
-            + more
-            + "\nSwitch quantizers on with fakequant.nn.switch_quantizers(model, quantizing=True). Layers that are "
-            "never called, or whose weight is used by other code, cannot be quantized: use config.skip(path).",
+            f"Some tensors are not quantized in the converted model, just as in the prepared model:\n  {shown}\n"
+            f"{_ADVICE}",
             UserWarning,
             stacklevel=3,
         )
     return notes
+
+
+_ADVICE = (
+    "Switch quantizers on with fakequant.nn.switch_quantizers(model, quantizing=True). Layers that are never called "
+    "cannot be quantized: use config.skip(path)."
+)
 
 
 def unreached_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
@@ -58,7 +65,7 @@ def unreached_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLayer):
             grid = input_grid_of(module)
-            if isinstance(grid, Quantizer) and not _has_scale(grid):
+            if isinstance(grid, Quantizer) and not has_scale(grid):
                 found[path] = module
     return found
 
@@ -73,7 +80,7 @@ def _require_any(model: nn.Module) -> None:
         )
     of_weights = _weight_quantizers(model)
     static = {path: q for path, q in found.items() if not q.is_dynamic and q not in of_weights}
-    missing = [path for path, quantizer in static.items() if not _has_scale(quantizer)]
+    missing = [path for path, quantizer in static.items() if not has_scale(quantizer)]
     if missing and len(missing) == len(static):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise RuntimeError(
@@ -84,13 +91,3 @@ def _require_any(model: nn.Module) -> None:
 
 def _weight_quantizers(model: nn.Module) -> set[Quantizer | None]:
     return {module.weight_quantizer for module in model.modules() if isinstance(module, QuantizedLayer)}
-
-
-def _has_scale(quantizer: Quantizer) -> bool:
-    if quantizer.is_dynamic:
-        return True
-    try:
-        quantizer.qparams()
-    except RuntimeError:
-        return False
-    return True

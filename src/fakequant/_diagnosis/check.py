@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from fakequant import recipes
 from fakequant._convert.convert import convert
 from fakequant._onnx.export_onnx import export_onnx
-from fakequant._prepare.prepare import preparation, prepare, unprepare
+from fakequant._prepare.prepare import prepare, unprepare
+from fakequant._prepare.shares import Amount, shares_in_words
 from fakequant._prepare.summary import Summary, summary
 from fakequant._train.calibrate import calibrate
 from fakequant._train.running import call_arguments, check_module, copied
 from fakequant._util.text_table import table
-from fakequant._verify.onnxruntime_session import INTEGER_KERNELS, LOOKUP_KERNELS
 from fakequant._verify.result_leaves import tensors
 from fakequant._verify.verdict import Verification
 from fakequant._verify.verify import verify
@@ -47,10 +47,14 @@ class Check:
     multiplications: int = 0
     quantized_multiplications: int = 0
     integer_multiplications: int = 0
+    # Parameters: all, quantized weights, and those of layers that do not run in float in the runtime.
+    parameters: int = 0
+    quantized_parameters: int = 0
+    integer_parameters: int = 0
     # Why modules stay in float, by path.
     floats: dict[str, str] = dataclasses.field(default_factory=dict)
-    # Layers that are quantized but run in float in the runtime, with their kernel.
-    float_kernels: dict[str, str] = dataclasses.field(default_factory=dict)
+    # Layers that are quantized but run in float in the runtime, with their kernel and the reason.
+    float_kernels: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -64,14 +68,18 @@ class Check:
     def __str__(self) -> str:
         rows = [[stage.name, "ok" if stage.ok else "FAILED", stage.note] for stage in self.stages]
         parts = [table(["stage", "result", "note"], rows)]
-        if self.multiplications:
-            share = self.quantized_multiplications / self.multiplications
-            text = f"{share:.1%} of {self.multiplications:,} multiplications have quantized weights and inputs"
-            if any(stage.name == "verify" and stage.ok for stage in self.stages):
-                text += f", {self.integer_multiplications / self.multiplications:.1%} run in integers"
-            parts.append(text)
+        if self.parameters:
+            is_verified = any(stage.name == "verify" and stage.ok for stage in self.stages)
+            parts.append(
+                shares_in_words(
+                    Amount(self.multiplications, self.parameters),
+                    Amount(self.quantized_multiplications, self.quantized_parameters),
+                    Amount(self.integer_multiplications, self.integer_parameters) if is_verified else None,
+                )
+            )
         if self.float_kernels:
-            parts.append(table(["quantized, but runs in float", "kernel"], list(self.float_kernels.items())))
+            rows = [[path, *found] for path, found in self.float_kernels.items()]
+            parts.append(table(["quantized, but runs in float", "kernel", "why"], rows))
         if self.floats:
             parts.append(table(["in float", "why"], list(self.floats.items())))
         return "\n\n".join(parts)
@@ -144,6 +152,7 @@ class _Run:
         self.found.floats = seen.floats
         self.found.multiplications = seen.multiplications
         self.found.quantized_multiplications = seen.quantized_multiplications
+        self.found.parameters, self.found.quantized_parameters = seen.parameters, seen.quantized_parameters
         return f"{len(seen.layers)} layers and results quantized, {len(seen.floats)} modules in float"
 
     def _calibrate(self) -> str:
@@ -178,14 +187,12 @@ class _Run:
         verified: Verification = verify(self.model, self.path, [self.example])
         if not verified.ok:
             raise ValueError(verified.problem)
-        counts = preparation(self.model).multiplications
-        self.found.integer_multiplications = sum(
-            counts.get(path, 0) for path, kernel in verified.kernels.items() if kernel in INTEGER_KERNELS
-        )
+        self.found.integer_multiplications = verified.integer_multiplications
+        self.found.integer_parameters = verified.integer_parameters
         self.found.float_kernels = {
-            path: kernel
-            for path, kernel in verified.kernels.items()
-            if kernel not in (*INTEGER_KERNELS, *LOOKUP_KERNELS)
+            path: (verified.kernels.get(path, "-"), why)
+            for path, why in verified.floats.items()
+            if path not in self.found.floats
         }
         return f"{sum(t.codes for t in verified.tensors):,} codes compared"
 

@@ -14,8 +14,18 @@ from fakequant._convert.golden.integer_layer import IntegerLayer
 from fakequant._diagnosis.inputs import changed_inputs, inputs_of
 from fakequant._diagnosis.pairs import Pair, find_pairs, has_quantized_weight, reference
 from fakequant._diagnosis.sums import Errors, Sums, decibels, exact
-from fakequant._diagnosis.watching import Args, Call, Kwargs, Result, first_tensor, in_single_steps, recording, watching
-from fakequant._prepare.prepare import link_norms
+from fakequant._diagnosis.watching import (
+    Args,
+    Call,
+    Kwargs,
+    Result,
+    first_tensor,
+    in_single_steps,
+    recording,
+    watching,
+    with_products,
+)
+from fakequant._prepare.attach import link_norms
 from fakequant._train.model_snapshot import unchanged
 from fakequant._train.running import Data, check_module, copied, evaluating, run
 from fakequant._util.text_table import table
@@ -128,11 +138,17 @@ def compare(
     """
     check_module(float_model, "float_model")
     check_module(quantized_model, "quantized_model")
-    pairs = find_pairs(float_model, quantized_model)
     if callable(data) and not isinstance(data, Iterable):
         raise TypeError("`data` must be an iterable of batches, because both models run on it, not a function.")
     link_norms(quantized_model)
-    comparison = _Comparison(float_model, quantized_model, pairs)
+    with with_products(float_model, quantized_model):
+        return _compare(float_model, quantized_model, data, steps, progress)
+
+
+def _compare(
+    float_model: nn.Module, quantized_model: nn.Module, data: Data, steps: int | None, progress: bool
+) -> Comparison:
+    comparison = _Comparison(float_model, quantized_model, find_pairs(float_model, quantized_model))
     with unchanged(float_model, quantized_model), evaluating(float_model), evaluating(quantized_model):
         run(float_model, data, steps, "compare" if progress else None, comparison.add)
         if not comparison.batches:
@@ -261,7 +277,7 @@ class _Comparison:
         if not has_quantized_weight(layer):
             return None
         kind = layer._fakequant.kind
-        weight, quantized = exact(getattr(pair.before, kind.weight_name)), exact(quantized_weight(layer))
+        weight, quantized = exact(kind.read_weight(pair.before)), exact(quantized_weight(layer))
         of_channels = pair.norm_to_come is None or weight.dim() > 2 or pair.input_dims == 2  # not of tokens
         if pair.norm is not None and of_channels:
             weight = _scaled(weight, self.float_model.get_submodule(pair.norm), kind.channel_axis)

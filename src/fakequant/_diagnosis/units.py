@@ -8,13 +8,15 @@ from torch import nn
 from fakequant._diagnosis.inputs import changed_inputs
 from fakequant._diagnosis.watching import Args, Kwargs, Result
 from fakequant._prepare.prepare import preparation
+from fakequant.nn._function_calls import CallingModule
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
+from fakequant.nn._records import float_class_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unit:
-    """A quantized layer, or a module that only quantizes its result."""
+    """A quantized layer, or another module that quantizes its result or results of functions in its code."""
 
     path: str
     kind: str
@@ -36,20 +38,25 @@ def find_units(model: nn.Module) -> list[Unit]:
     return [
         _unit(path, module, attentions.get(module))
         for path, module in model.named_modules()
-        if isinstance(module, QuantizedLayer) or path in outputs
+        if isinstance(module, QuantizedLayer) or path in outputs or _quantizers_of_functions(module)
     ]
 
 
 def _unit(path: str, module: nn.Module, part_of: str | None) -> Unit:
     if not isinstance(module, QuantizedLayer):
-        quantizer = module.get_submodule("output_quantizer")
-        assert isinstance(quantizer, Quantizer)
-        return Unit(path, type(module).__name__, module, [quantizer], 0, quantizer.spec.bits, 0, part_of)
+        output = module._modules.get("output_quantizer")
+        found = [*_quantizers_of_functions(module), *([output] if isinstance(output, Quantizer) else [])]
+        return Unit(path, float_class_of(module).__name__, module, found, 0, found[0].spec.bits, 0, part_of)
     own = [child for child in module._modules.values() if isinstance(child, Quantizer)]
     weight = getattr(module, module._fakequant.kind.weight_name)
     float_bits = 8 * weight.element_size()
     bits = float_bits if module.weight_quantizer is None else module.weight_quantizer.spec.bits
     return Unit(path, module._fakequant.float_class.__name__, module, own, weight.numel(), bits, float_bits, part_of)
+
+
+def _quantizers_of_functions(module: nn.Module) -> list[Quantizer]:
+    found = module.function_quantizers.values() if isinstance(module, CallingModule) else ()
+    return [quantizer for quantizer in found if isinstance(quantizer, Quantizer)]
 
 
 class Switches:

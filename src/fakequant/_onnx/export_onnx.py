@@ -19,7 +19,7 @@ from fakequant._convert.convert import conversion, convert, find_conversion
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
 from fakequant._onnx import metadata_keys
-from fakequant._onnx.exported_modules import make_exportable
+from fakequant._onnx.exported_modules import DynamicLength, make_exportable
 from fakequant._onnx.fingerprint import digest_of_graph, digest_of_parameters
 from fakequant._train.running import check_module
 from fakequant._util.optional_packages import require, writing
@@ -50,6 +50,7 @@ def export_onnx(
     dynamic_shapes: DynamicShapes | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
+    strict: bool = False,
 ) -> None:
     """Writes a prepared or converted model to an ONNX file. The model is not changed.
 
@@ -70,6 +71,7 @@ def export_onnx(
             entry per input, each a dict from axis to name. Overrides `dynamic_batch`.
         input_names: Names of the file's inputs, in the order of the model's arguments.
         output_names: Names of the file's outputs, in the order of the model's results.
+        strict: As in `convert`. Ignored if the model is converted already.
 
     Needs `pip install "fakequant[onnx]"`.
 
@@ -90,7 +92,7 @@ def export_onnx(
     kwargs = dict(sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
     shapes = dynamic_shapes if dynamic_shapes is not None else _batches(args, kwargs) if dynamic_batch else None
     with writing(path) as unfinished, _without_autocast():
-        golden = _converted(model, target)
+        golden = _converted(model, target, strict)
         goal = _targets.find(conversion(golden).target)
         _require_float32(golden, args, kwargs)
         program = _export(golden, args, kwargs, max(opset, _TORCHS_LOWEST), shapes)
@@ -107,9 +109,9 @@ def export_onnx(
         onnx.checker.check_model(str(unfinished), full_check=True)
 
 
-def _converted(model: nn.Module, target: str | None) -> nn.Module:
+def _converted(model: nn.Module, target: str | None, strict: bool) -> nn.Module:
     if find_conversion(model) is None:
-        golden = convert(model, target=target)
+        golden = convert(model, target=target, strict=strict)
     elif target is None or target == conversion(model).target:
         golden = copy.deepcopy(model)
     else:
@@ -202,6 +204,9 @@ def _export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: Dy
         try:
             return _torch_export(model, args, kwargs, opset, shapes)
         except Exception as error:
+            root = _root(error)
+            if isinstance(root, DynamicLength):
+                raise root from None
             if shapes is None:
                 raise ValueError(f"torch's exporter cannot export the model: {_reason(error)}") from error
             try:
@@ -248,10 +253,15 @@ def _fresh(inputs: Any) -> Any:
 
 def _reason(error: BaseException) -> str:
     """Returns the start of the root cause's message, without torch's general advice."""
-    while error.__cause__ is not None:
-        error = error.__cause__
+    error = _root(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2]) if lines else type(error).__name__
+
+
+def _root(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _lengths(args: Args, kwargs: Kwargs) -> list[str]:

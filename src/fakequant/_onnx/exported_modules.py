@@ -21,8 +21,10 @@ from fakequant._convert.golden.integer_layer import (
     part_of,
 )
 from fakequant._onnx import onnx_operators
-from fakequant.nn._linear import linear
+from fakequant.nn._linear_function import linear
 from fakequant.nn._quantized_layer import Operator
+from fakequant.nn._records import NAME, find_record
+from fakequant.nn._recurrent import Recurrence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,14 +78,39 @@ class ExportedIntegers(Integers):
         assert self.stored.bias_scale is not None
         return onnx_operators.stored(layer.bias_codes, self.stored.bias_scale, None, 32, self.name("bias"))
 
-    def result(self, layer: IntegerLayer, operator: Operator, input: Tensor, rows: slice) -> Tensor:
+    def result(
+        self, layer: IntegerLayer, operator: Operator, input: Tensor, rows: slice, given: Tensor | None = None
+    ) -> Tensor:
         """Applies `operator` to floats. Runtimes fuse it with the DQ and Q nodes around it into an integer kernel."""
         x = self.quantize_input(layer, input)
-        weight, bias = self.quantized_weight(layer), self.quantized_bias(layer)
+        weight, bias = self.float_weight(layer, given), self.quantized_bias(layer)
         weight, bias = weight[rows] if rows != slice(None) else weight, part_of(bias, rows)
         if operator is linear and x.dim() > 2:  # runtimes have one kernel for a 2-D product with bias
             return torch.unflatten(operator(x.flatten(0, -2), weight, bias), 0, (-1, *x.shape[1:-1]))
         return operator(x, weight, bias)
+
+
+class DynamicLength(ValueError):
+    """The length of a sequence is dynamic, and the steps of a recurrent layer cannot be written one by one."""
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class ExportedRecurrence(Recurrence):
+    """The record of a recurrent layer that is being exported."""
+
+    path: str
+
+    def length(self, x: Tensor, axis: int) -> int:
+        """Returns the number of steps. Raises DynamicLength if it is not fixed."""
+        steps = x.shape[axis]
+        if isinstance(steps, torch.SymInt):
+            raise DynamicLength(
+                f"The length of the sequences of {self.path or 'the recurrent layer'} is dynamic (axis {axis} of its "
+                "input), but a file has one node for each step, so the length is that of the example.\n"
+                "Use dynamic_batch=False, or `dynamic_shapes` that leave the axis of time out, such as "
+                f"{{{1 - axis}: 'batch'}} for this input."
+            )
+        return steps
 
 
 class ExportedGrid(Grid):
@@ -102,7 +129,10 @@ class ExportedGrid(Grid):
 @torch.no_grad()
 def make_exportable(golden: nn.Module) -> None:
     """Prepares a converted model, in place and irreversibly, for torch's exporter."""
-    for module in golden.modules():
+    for path, module in golden.named_modules():
+        record = find_record(module)
+        if isinstance(record, Recurrence):
+            module.__dict__[NAME] = ExportedRecurrence(**vars(record), path=path)
         if isinstance(module, Grid):
             module.__class__ = ExportedGrid
         elif isinstance(module, IntegerLayer):
@@ -112,4 +142,4 @@ def make_exportable(golden: nn.Module) -> None:
                 bits = record.weight_spec.bits
                 # Integer kernels read 8-bit weights, even if the codes have fewer bits.
                 stored = stored_tensors(module, max(bits, 8) if is_integer(module) else bits)
-            module.__dict__["_fakequant"] = ExportedIntegers(**vars(record), stored=stored)
+            module.__dict__[NAME] = ExportedIntegers(**vars(record), stored=stored)

@@ -2,10 +2,15 @@
 
     module                             what is added                                             by
     a layer                            a class derived from the layer's class, child quantizers  prepare, convert
+    a recurrent layer                  the same, and a child layer for each of its products      prepare
     a module that computes an operand  the child `output_quantizer`, a forward hook              prepare
+    a module whose code calls          the child `function_quantizers`, a derived class          prepare
+      functions that are quantized
+    modules that it calls              hooks that pause the watching of functions                prepare
     nn.TransformerEncoderLayer         a forward pre-hook that does nothing                      prepare
     nn.TransformerEncoder              `use_nested_tensor = False`                               prepare
-    the model                          its `Preparation`, a load_state_dict pre-hook if needed   prepare
+    the model                          its `Preparation`, load_state_dict pre-hooks, the buffer  prepare, calibrate
+                                       `fakequant_flow` if the data flow was recorded
     a batch norm                       a class derived from its class                            Schedule
 
 Each of these modules also gets one attribute, `_fakequant`. It is a record of what is needed to undo the changes.
@@ -13,7 +18,7 @@ Each of these modules also gets one attribute, `_fakequant`. It is a record of w
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -21,11 +26,31 @@ from torch.utils.hooks import RemovableHandle
 
 from fakequant.config import QuantConfig
 from fakequant.nn._frozen_norm import FrozenNorm, frozen_class
-from fakequant.nn._quantized_layer import QUANTIZERS, Quantization, QuantizedLayer, quantized_class
+from fakequant.nn._function_calls import (
+    CHILD,
+    CallingModule,
+    FunctionQuantizers,
+    calling_class,
+    has_pause,
+    pause_calls,
+    resume_calls,
+)
+from fakequant.nn._quantized_layer import (
+    ATTENTION_QUANTIZERS,
+    QUANTIZERS,
+    Quantization,
+    QuantizedLayer,
+    quantized_class,
+)
 from fakequant.nn._records import NAME, LayerRecord, Record, find_record
+from fakequant.nn._recurrent_product import RecurrentProduct
 
 if TYPE_CHECKING:
     from fakequant._prepare.first_last import FirstLast
+
+
+# The buffer of the model that describes what a recorded data flow added; see `fakequant._prepare.saved_flow`.
+FLOW_BUFFER = "fakequant_flow"
 
 
 @dataclasses.dataclass
@@ -45,8 +70,12 @@ class Preparation:
     norms: dict[str, str] = dataclasses.field(default_factory=dict)
     # The layers with `first_last_bits`. None if the config does not set it.
     first_last: "FirstLast | None" = None
+    # Whether the data flow was recorded on an example, or on the first batch of `calibrate`.
+    is_recorded: bool = False
     # Multiplications of each call of a layer or a function on the example. Empty without an example.
     multiplications: dict[str, int] = dataclasses.field(default_factory=dict)
+    # The names of calls of functions that multiply two quantized results.
+    products: list[str] = dataclasses.field(default_factory=list)
 
 
 def record_of(module: nn.Module) -> Record:
@@ -92,7 +121,8 @@ def detach_layer(layer: nn.Module) -> None:
     for handle in record.hooks:
         handle.remove()
     layer.__class__ = record.float_class
-    for name in (*QUANTIZERS, "projection_quantizer"):
+    products = [name for name, child in layer._modules.items() if isinstance(child, RecurrentProduct)]
+    for name in (*QUANTIZERS, *ATTENTION_QUANTIZERS, *products):
         layer._modules.pop(name, None)
 
 
@@ -107,10 +137,44 @@ def attach_output(module: nn.Module, quantizer: nn.Module) -> None:
     record.has_output_hook = True
 
 
+def detach_output(module: nn.Module) -> None:
+    """Removes what `attach_output` added."""
+    record = record_of(module)
+    for handle in list(record.hooks):
+        if module._forward_hooks.get(handle.id) is quantize_output:
+            handle.remove()
+            record.hooks.remove(handle)
+    record.has_output_hook = False
+    del module._modules["output_quantizer"]
+    _drop_if_empty(module, record)
+
+
 def quantize_output(module: Any, args: Any, output: Any) -> Any:
     """The forward hook of `attach_output`. Outputs that are not float tensors pass unchanged."""
     is_float = isinstance(output, Tensor) and output.is_floating_point()
     return module.output_quantizer(output) if is_float and module.output_quantizer is not None else output
+
+
+def attach_functions(module: nn.Module, quantizers: FunctionQuantizers) -> None:
+    """Makes a module quantize the results of functions that its code calls. Call `watch_callees` after it."""
+    record_of(module).calling_class = type(module)
+    module.register_module(CHILD, quantizers)
+    module.__class__ = calling_class(type(module))
+
+
+def watch_callees(model: nn.Module) -> None:
+    """Adds hooks to modules whose code must not be taken for the code of the module that calls them.
+
+    Call it again after modules were replaced. The hooks must come after those of `attach_output`.
+    """
+    modules = dict(model.named_modules())
+    own = [module.function_quantizers for module in modules.values() if isinstance(module, CallingModule)]
+    for path in dict.fromkeys(callee for quantizers in own for callee in quantizers.callees):
+        callee = modules.get(path)
+        if callee is not None and not has_pause(callee):
+            before = callee.register_forward_pre_hook(pause_calls)
+            after = callee.register_forward_hook(resume_calls, always_call=True)
+            record_of(callee).hooks += [before, after]
 
 
 def close_shortcuts(model: nn.Module) -> None:
@@ -132,19 +196,18 @@ def _no_shortcut(module: Any, args: Any) -> None:
 # --- the model itself -----------------------------------------------------------------------------
 
 
-def attach_preparation(model: nn.Module, made: Preparation, on_loading: Callable[..., None] | None) -> None:
+def attach_preparation(model: nn.Module, made: Preparation, on_loading: Iterable[Callable[..., None]]) -> None:
     """Stores in a model what `prepare` did to it.
 
     Args:
         model: The model that was given to `prepare`.
         made: What `prepare` did.
-        on_loading: If not None, a hook to call before the model loads a state_dict.
+        on_loading: Hooks to call before the model loads a state_dict.
     """
     record = record_of(model)
     record.preparation = made
-    if on_loading is not None:
-        register: Callable[[Callable[..., None]], RemovableHandle] = model.register_load_state_dict_pre_hook
-        record.hooks.append(register(on_loading))
+    register: Callable[[Callable[..., None]], RemovableHandle] = model.register_load_state_dict_pre_hook
+    record.hooks += [register(hook) for hook in on_loading]
 
 
 def find_preparation(model: nn.Module) -> Preparation | None:
@@ -157,11 +220,25 @@ def forget_preparation(model: nn.Module) -> None:
     """Removes what `attach_preparation` added."""
     record = record_of(model)
     record.preparation = None
+    model._buffers.pop(FLOW_BUFFER, None)
     for handle in list(record.hooks):
         if handle.id in model._load_state_dict_pre_hooks:
             handle.remove()
             record.hooks.remove(handle)
     _drop_if_empty(model, record)
+
+
+def link_norms(model: nn.Module) -> None:
+    """Stores in each layer the batch norm that `convert` will fold into it.
+
+    Also adds the hooks that the module calls need, see `watch_callees`. Call it again before use, because the user may
+    have replaced batch norms, for example by SyncBatchNorm.
+    """
+    watch_callees(model)
+    made = find_preparation(model)
+    for path, norm in () if made is None else made.norms.items():
+        layer: Any = model.get_submodule(path)
+        layer._fakequant.norm = model.get_submodule(norm)
 
 
 # --- batch norms -------------------------------------------------------------------------------
@@ -203,8 +280,12 @@ def deploy_biases(model: nn.Module, *, on: bool) -> None:
 def detach_all(model: nn.Module) -> None:
     """Removes everything that this file adds to a prepared model."""
     release_norms(model)
+    model._buffers.pop(FLOW_BUFFER, None)
     for module in list(model.modules()):
         record = find_record(module)
+        if record is not None and record.calling_class is not None:
+            module.__class__ = record.calling_class
+            del module._modules[CHILD]
         if isinstance(record, LayerRecord):
             detach_layer(module)
         elif record is not None:

@@ -6,14 +6,13 @@ is traced with torch.fx. If that fails, batch norms are only found in `nn.Sequen
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 from torch import nn
 
-from fakequant._moves import TRACED_MODULES, TRACED_NAMES
 from fakequant._prepare.flow_graph import Call, FlowGraph
+from fakequant._prepare.places import Place, places_before
 from fakequant._prepare.record_flow import record_flow
 from fakequant._prepare.trace_flow import trace_flow
 
@@ -44,11 +43,10 @@ def find_flow(model: nn.Module, example: Any = None) -> DataFlow:
         return DataFlow([], f"{type(error).__name__}: {first}")
 
 
-def sources(model: nn.Module, flow: DataFlow) -> dict[str, tuple[str, ...]]:
-    """Returns the modules that the input of a module comes through, nearest first, by the path of the module.
+def sources(model: nn.Module, flow: DataFlow) -> dict[str, tuple[Place, ...]]:
+    """Returns where the input of a module may have been quantized, nearest first, by the path of the module.
 
-    All of them only move elements, except the last, which may compute them. Modules with several inputs, or whose calls
-    differ in this, are left out.
+    Modules with several inputs, or whose calls differ in this, are left out.
     """
     if not flow.graphs:
         return {}
@@ -101,30 +99,9 @@ def _neighbours_in_sequences(model: nn.Module) -> list[tuple[str, str]]:
     return found
 
 
-def _sources(model: nn.Module, graph: FlowGraph) -> dict[str, tuple[str, ...]]:
-    number = graph.count()
-    found: dict[str, set[tuple[str, ...]]] = {}
+def _sources(model: nn.Module, graph: FlowGraph) -> dict[str, tuple[Place, ...]]:
+    found: dict[str, set[tuple[Place, ...]]] = {}
     for call in graph.modules():
-        way: tuple[str, ...] = ()
-        for path in _moved_from(model, call.inputs[0]) if len(call.inputs) == 1 else ():
-            if number[path] > 1:  # called several times: it is unknown which of its results this is
-                break
-            way = (*way, path)
+        way = tuple(places_before(model, call)) if len(call.inputs) == 1 else ()
         found.setdefault(call.path, set()).add(way)
     return {path: next(iter(ways)) for path, ways in found.items() if len(ways) == 1 and () not in ways}
-
-
-def _moved_from(model: nn.Module, call: Call) -> Iterator[str]:
-    """Yields the modules that a value passed through, back to the one that computed its elements.
-
-    Stops early if the value was changed on the way.
-    """
-    while not any(user.in_place and user.inputs[0] is call for user in call.users):
-        if call.kind == "module":
-            yield call.path
-            moves = isinstance(model.get_submodule(call.path), TRACED_MODULES)
-        else:
-            moves = call.kind == "function" and call.function_name in TRACED_NAMES
-        if not moves or not call.inputs:
-            return
-        call = call.inputs[0]

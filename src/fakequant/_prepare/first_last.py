@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from fakequant import _targets
 from fakequant._prepare.attach import find_preparation
-from fakequant._prepare.plan import Plan, read_weight
+from fakequant._prepare.plan import Plan, config_of, read_weight
 from fakequant._train.model_snapshot import unchanged
 from fakequant._train.running import copied
 from fakequant.config import QuantConfig
-from fakequant.nn._layer_kinds import find_kind
 from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize
 from fakequant.nn._model_quantizers import quantizers
-from fakequant.nn._quantized_layer import QuantizedLayer
+from fakequant.nn._quantized_layer import is_layer, kind_of
 from fakequant.nn._quantizer import Quantizer
+from fakequant.nn._recurrent_product import RecurrentProduct
 from fakequant.nn._respec import change_spec
 from fakequant.spec import QuantSpec
 
@@ -60,9 +60,9 @@ def widen_first_and_last(model: nn.Module, config: QuantConfig, plan: Plan, call
         return None
     planned = {layer.path: layer for layer in plan.layers}
     layers, without_rule = [], []
-    for path, module in model.named_modules():
-        use, rule = config.find(path, module)
-        left_in_float = use is None and rule is not None and find_kind(type(module)) is not None
+    for path, module in _with_products(model, plan):
+        use, rule = config_of(path, module, config)
+        left_in_float = use is None and rule is not None and is_layer(module)
         if path in planned or left_in_float:
             layers.append(path)
         if path in planned and rule is None:
@@ -86,9 +86,19 @@ def widen_first_and_last(model: nn.Module, config: QuantConfig, plan: Plan, call
     return FirstLast(ends, not order, layers, specs, starts)
 
 
-def adopting_hook(found: FirstLast | None) -> Callable[..., None] | None:
-    """Returns a hook that adopts the first and the last layer of a loaded state_dict, or None if they are known."""
-    return _adopt if found is not None and found.is_guess else None
+def _with_products(model: nn.Module, plan: Plan) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules of a float model by path, and after each recurrent layer its planned products."""
+    products = [layer for layer in plan.layers if isinstance(layer.module, RecurrentProduct)]
+    for path, module in model.named_modules():
+        yield path, module
+        for product in products:
+            if product.module.owner is module:
+                yield product.path, product.module
+
+
+def adopting_hooks(found: FirstLast | None) -> list[Callable[..., None]]:
+    """Returns a hook that adopts the first and the last layer of a loaded state_dict; none if they are known."""
+    return [_adopt] if found is not None and found.is_guess else []
 
 
 @contextmanager
@@ -242,9 +252,9 @@ def _respec(quantizer: Quantizer, spec: QuantSpec, layer: nn.Module, name: str) 
         return
     change_spec(quantizer, spec)
     if name == "weight_quantizer" and isinstance(quantizer, LearnedFakeQuantize):
-        kind = layer._fakequant.kind if isinstance(layer, QuantizedLayer) else find_kind(type(layer))
+        kind = kind_of(layer)
         assert kind is not None
-        quantizer.initialize(read_weight(layer, kind.weight_name))
+        quantizer.initialize(read_weight(layer, kind))
 
 
 def _in_order(calls: list[str], layers: list[str]) -> list[str]:

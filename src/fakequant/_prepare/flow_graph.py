@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from fakequant.nn._layer_kinds import find_kind
+from fakequant.nn._function_calls import call_key
+from fakequant.nn._function_names import function_name
+from fakequant.nn._quantized_layer import is_layer
 
 Kind = Literal["module", "function", "parameter", "input"]
 
@@ -29,7 +31,12 @@ class Call:
         in_place: Whether the call changes its first input.
         shape: The shape of the first result; None if the model was traced without data.
         input_shapes: The shapes of the operands, likewise.
-        returned_by: Paths of modules that returned the result of this call as theirs, the innermost first.
+        returned_by: Paths of modules that returned the result of this call as theirs, the innermost first. Modules that
+            are called several times are left out.
+        is_repeated: Whether the module at `path` is called several times.
+        results: The number of tensors that the call returned.
+        caller: For a function that was called with the weight of a layer: the path of the module whose code calls
+            it, and the key of the call. `kind` is then "module", and `path` is that of the layer.
     """
 
     kind: Kind
@@ -42,12 +49,19 @@ class Call:
     shape: tuple[int, ...] | None = None
     input_shapes: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     returned_by: list[str] = dataclasses.field(default_factory=list)
+    is_repeated: bool = False
+    results: int = 1
+    caller: tuple[str, str] | None = None
 
     @property
     def function_name(self) -> str:
-        """The name of the function, without underscores."""
-        name = self.function if isinstance(self.function, str) else getattr(self.function, "__name__", "")
-        return name.strip("_")
+        """The name of the function. All spellings of one operation have the same."""
+        return "" if self.function is None else function_name(self.function)
+
+    @property
+    def key(self) -> str:
+        """The name of the function and the number of the call."""
+        return call_key(self.function, self.number)
 
     def __str__(self) -> str:
         name = f"{self.function_name} {self.number}"
@@ -61,6 +75,10 @@ class FlowGraph:
     calls: list[Call]
     # The calls whose results the model returned or stored, so that they are visible outside.
     results: list[Call] = dataclasses.field(default_factory=list)
+    # How often the code of a module calls each function in one call of the module, by path. Empty if it was traced.
+    counts: dict[str, Counter[str]] = dataclasses.field(default_factory=dict)
+    # The modules that the code of a module calls, by path. Empty if it was traced.
+    callees: dict[str, set[str]] = dataclasses.field(default_factory=dict)
 
     def modules(self) -> list[Call]:
         """Returns the calls of modules, in order."""
@@ -72,8 +90,11 @@ class FlowGraph:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Returns True if a graph has one call for `module`, and not the calls that its code makes."""
-    if find_kind(type(module)) is not None:
+    """Returns True if a graph has one call for `module`, and not the calls that its code makes.
+
+    This can run the code of the module. Call it before the model is recorded or traced.
+    """
+    if is_layer(module):
         return True
     has_children = next(module.children(), None) is not None
     return not has_children and module.__module__.startswith(("torch.nn", "torch.ao.nn"))

@@ -5,6 +5,7 @@ from math import prod
 from torch import nn
 
 from fakequant._prepare.flow_graph import Call, FlowGraph
+from fakequant.nn._recurrent import is_recurrent
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -16,7 +17,8 @@ _CONVOLUTION_NAMES = {"conv1d", "conv2d", "conv3d"}
 def count_multiplications(model: nn.Module, graph: FlowGraph) -> dict[str, int]:
     """Returns the number of multiplications of every call that computes products, by the name of the call.
 
-    The name of a call of a module is its path. Elementwise products, and graphs that were traced without data, do not
+    The name of a call of a module is its path. A recurrent layer has one entry per product, by the product's path.
+    Elementwise products, and graphs that were traced without data, do not
     count.
 
     >>> import torch
@@ -27,7 +29,12 @@ def count_multiplications(model: nn.Module, graph: FlowGraph) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     for call in graph.calls:
-        number = _of_module(model.get_submodule(call.path), call) if call.kind == "module" else _of_function(call)
+        module = model.get_submodule(call.path) if call.kind == "module" else None
+        if module is not None and is_recurrent(module):
+            for path, number in _of_recurrent(module, call).items():
+                found[path] = found.get(path, 0) + number
+            continue
+        number = _of_function(call) if module is None else _of_module(module, call)
         if number:
             found[str(call)] = found.get(str(call), 0) + number
     return found
@@ -45,6 +52,16 @@ def _of_module(module: nn.Module, call: Call) -> int:
     has_matrix = getattr(getattr(module, "weight", None), "ndim", 0) == 2
     is_product = has_matrix and bool(call.input_shapes[0]) and not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
     return prod(call.shape) * call.input_shapes[0][-1] if is_product else 0
+
+
+def _of_recurrent(module: nn.Module, call: Call) -> dict[str, int]:
+    """Returns the multiplications of every product: each weight is used once per step of each sequence."""
+    if not call.input_shapes or not call.input_shapes[0]:
+        return {}
+    positions = prod(call.input_shapes[0][:-1])
+    weights = {name: p for name, p in module.named_parameters(recurse=False) if name.startswith("weight_")}
+    start = f"{call.path}." if call.path else ""
+    return {f"{start}{name.removeprefix('weight_')}": positions * p.numel() for name, p in weights.items()}
 
 
 def _of_attention(module: nn.MultiheadAttention, shapes: list[tuple[int, ...]]) -> int:

@@ -16,11 +16,13 @@ from fakequant.nn._layer_kinds import LayerKind, find_kind, is_known
 from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize
 from fakequant.nn._quantized_layer import RESERVED, quantized_class
 from fakequant.nn._quantizer import Quantizer
+from fakequant.nn._records import NAME as RECORD
+from fakequant.nn._recurrent import is_recurrent, products_of
+from fakequant.nn._recurrent_product import RecurrentProduct
 from fakequant.observers import Dynamic, MovingAverage
 from fakequant.spec import QuantSpec
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 # The path and type of a rule that recipes contain. It need not match: not every model has convolutions.
 OF_RECIPES = ("*", "_ConvNd")
 
@@ -32,6 +34,20 @@ class Layer:
     path: str
     module: nn.Module
     quantizers: dict[str, Quantizer | None]
+    # Whether the layer changes its input before it quantizes it.
+    changes_input: bool = False
+
+
+@dataclasses.dataclass
+class Owner:
+    """A recurrent layer, and its new children by name: its products, and the quantizer of its result or None.
+
+    The products that will be quantized are also in `Plan.layers`.
+    """
+
+    path: str
+    module: nn.Module
+    children: dict[str, nn.Module | None]
 
 
 @dataclasses.dataclass
@@ -45,6 +61,10 @@ class Plan:
     unmatched: list[tuple[str, list[str]]]
     # The part of `floats` that stays in float because a spec does not fit the layer.
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
+    # The recurrent layers with a product that will be quantized.
+    owners: list[Owner] = dataclasses.field(default_factory=list)
+    # All products that rules can name, also those that stay in float, by path.
+    products: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
 
 
 class _LeftInFloat(ValueError):
@@ -62,6 +82,9 @@ def make_plan(model: nn.Module, config: QuantConfig) -> Plan:
             used.add(number)
         if isinstance(module, nn.MultiheadAttention):
             attentions[module.out_proj] = module
+        if is_recurrent(module):
+            used |= _add_products(plan, path, module, config)
+            continue
         reason = _unsupported_reason(module, config_of_layer)
         if module in attentions and all(layer.module is not attentions[module] for layer in plan.layers):
             reason = reason or "the attention it belongs to stays in float"
@@ -69,24 +92,83 @@ def make_plan(model: nn.Module, config: QuantConfig) -> Plan:
             reason = _unsupported_derived_class(type(module))
         if reason is None:
             assert config_of_layer is not None
-            try:
-                plan.layers.append(_layer(path, module, config_of_layer, config))
-            except (ValueError, IndexError) as error:
-                reason = str(error).split("\n")[0]
-                if not isinstance(error, _LeftInFloat):
-                    plan.refused[path] = reason
+            reason = _add_layer(plan, path, module, config_of_layer, config)
         has_rule = number is not None and config_of_layer is not None
         if reason is not None and (_owns_parameters(module) or has_rule):
             plan.floats[path] = reason
     for number, rule in enumerate(config.rules):
         if number not in used and (rule.path, rule.type) != OF_RECIPES:
             words = f"Rule(path={rule.path!r}, type={rule.type!r})"
-            plan.unmatched.append((words, near_names(rule, model.named_modules())))
+            plan.unmatched.append((words, near_names(rule, (*model.named_modules(), *plan.products.items()))))
     return plan
 
 
+def _add_layer(plan: Plan, path: str, module: nn.Module, layer: LayerConfig, config: QuantConfig) -> str | None:
+    """Adds a layer to the plan, or returns why it stays in float."""
+    try:
+        plan.layers.append(_layer(path, module, layer, config))
+    except (ValueError, IndexError) as error:
+        reason = str(error).split("\n")[0]
+        if not isinstance(error, _LeftInFloat):
+            plan.refused[path] = reason
+        return reason
+    return None
+
+
+def _add_products(plan: Plan, path: str, module: nn.Module, config: QuantConfig) -> set[int]:
+    """Adds a recurrent layer and its products to the plan. Returns the numbers of the rules that were used."""
+    reason = _unsupported_reason(module, LayerConfig()) or _unsupported_derived_class(type(module))
+    if reason is not None:
+        plan.floats[path] = reason
+        return set()
+    kind = find_kind(type(module))
+    assert kind is not None
+    products = products_of(module, kind)
+    try:
+        check_free(module, (*products, "output_quantizer", RECORD))
+    except _LeftInFloat as error:
+        plan.floats[path] = str(error)
+        return set()
+    used: set[int] = set()
+    reasons: dict[str, str] = {}
+    for name, product in products.items():
+        where = f"{path}.{name}" if path else name
+        plan.products[where] = product
+        use, number = config_of(where, product, config)
+        used |= set() if number is None else {number}
+        # The config's `output` is for the result of the layer, not of a product.
+        use = None if use is None else dataclasses.replace(use, output=None)
+        reason = "the config says so" if use is None else _add_layer(plan, where, product, use, config)
+        if reason is not None:
+            reasons[where] = reason
+    if len(reasons) == len(products):
+        plan.floats[path] = next(iter(reasons.values()))
+        return used
+    plan.floats.update(reasons)
+    use, _ = config.find(path, module)
+    maker = None if use is None else _Maker(path, use, module, _targets.find(config.target))
+    output = None if maker is None else maker.activation("output", maker.config.output)
+    if output is not None:
+        output.train(module.training)
+    plan.owners.append(Owner(path, module, {**products, "output_quantizer": output}))
+    return used
+
+
+def config_of(path: str, module: nn.Module, config: QuantConfig) -> tuple[LayerConfig | None, int | None]:
+    """Returns the config of a layer, and the index of the rule that matched or None for the default.
+
+    A rule for a recurrent layer is one for its products too: the first rule decides that matches a product or its
+    owner.
+    """
+    found = config.find(path, module)
+    if not isinstance(module, RecurrentProduct):
+        return found
+    of_owner = config.find(path.rpartition(".")[0], module.owner)
+    return min(found, of_owner, key=lambda one: len(config.rules) if one[1] is None else one[1])
+
+
 def _owns_parameters(module: nn.Module) -> bool:
-    return any(p is not None for p in module._parameters.values()) or isinstance(module, _RECURRENT)
+    return any(p is not None for p in module._parameters.values())
 
 
 def _unsupported_reason(module: nn.Module, config: LayerConfig | None) -> str | None:
@@ -95,8 +177,6 @@ def _unsupported_reason(module: nn.Module, config: LayerConfig | None) -> str | 
         return "the config says so"
     if isinstance(module, _NORMS):
         return "batch norm" if isinstance(module, nn.modules.batchnorm._BatchNorm) else "normalization layer"
-    if isinstance(module, _RECURRENT):
-        return "recurrent layers run as one operator that does not accept quantized weights"
     kind = find_kind(type(module))
     if kind is None:
         if is_known(type(module)):
@@ -127,13 +207,14 @@ def _layer(path: str, module: nn.Module, layer: LayerConfig, config: QuantConfig
     }
     if kind is MultiheadAttention:
         quantizers["projection_quantizer"] = make.activation("projection", config.operands)
+        quantizers["attention_quantizer"] = make.activation("attention", config.operands if config.attention else None)
     if not any(quantizers.values()):
         raise _LeftInFloat("the config has no spec for any of its tensors")
     check_free(module, (*quantizers, *RESERVED))
     for quantizer in quantizers.values():
         if quantizer is not None:
             quantizer.train(module.training)
-    return Layer(path, module, quantizers)
+    return Layer(path, module, quantizers, kind.changes_input(module))
 
 
 def check_free(module: nn.Module, names: Iterable[str]) -> None:
@@ -156,7 +237,7 @@ class _Maker:
         spec = self.config.weight
         if spec is None:
             return None
-        weight = read_weight(self.module, kind.weight_name)
+        weight = read_weight(self.module, kind)
         if spec.granularity == "channel" and spec.axis == 0:
             spec = dataclasses.replace(spec, axis=kind.channel_axis)
         spec = self.target.fit_weight(spec)
@@ -169,7 +250,8 @@ class _Maker:
     def activation(self, name: str, spec: QuantSpec | None) -> Quantizer | None:
         if spec is None:
             return None
-        device = next((p.device for p in self.module.parameters()), None)
+        owner = self.module.owner if isinstance(self.module, RecurrentProduct) else self.module
+        device = next((p.device for p in owner.parameters()), None)
         return make_activation_quantizer(self.config, self.target.fit_activation(spec), self._where(name), device)
 
     def _where(self, name: str) -> str:
@@ -193,8 +275,8 @@ def make_activation_quantizer(
     return FakeQuantize(spec, observer, path=path, device=device)
 
 
-def read_weight(module: nn.Module, name: str) -> Tensor:
-    """Returns a weight. If it is parametrized, reading it does not update the state of the parametrization."""
+def read_weight(module: nn.Module, kind: type[LayerKind]) -> Tensor:
+    """Returns the weight of a layer that it multiplies by. Reading it does not update the state of parametrizations."""
     # In training mode, parametrizations such as spectral_norm update their buffers whenever the weight is read.
     parametrizations = getattr(module, "parametrizations", None)
     parts = list(parametrizations.modules()) if isinstance(parametrizations, nn.Module) else []
@@ -202,7 +284,7 @@ def read_weight(module: nn.Module, name: str) -> Tensor:
     for part in parts:
         part.training = False
     try:
-        weight: Tensor = getattr(module, name)
+        weight = kind.read_weight(module)
     finally:
         for part, training in zip(parts, modes, strict=True):
             part.training = training

@@ -22,12 +22,17 @@ def near_names(rule: Rule, modules: Iterable[tuple[str, nn.Module]]) -> list[str
     return _near(rule.path, [path for path, _ in named], 0.3)
 
 
-def warn_about_rules(model: nn.Module, config: QuantConfig, ignored: tuple[str, str | None]) -> None:
+def warn_about_rules(
+    modules: Iterable[tuple[str, nn.Module]], config: QuantConfig, ignored: tuple[str, str | None]
+) -> None:
     """Warns once about rules that match no module, and suggests similar names.
 
-    `ignored` is the path and type of a rule that need not match, because recipes contain it for all models.
+    Args:
+        modules: The modules that a rule can match, by path.
+        config: The rules.
+        ignored: The path and type of a rule that need not match, because recipes contain it for all models.
     """
-    named = list(model.named_modules())
+    named = list(modules)
     unmatched = [
         rule
         for rule in config.rules

@@ -1,38 +1,34 @@
 """`prepare` adds quantizers to a model, in place. `unprepare` removes them."""
 
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
 from torch import nn
 
-from fakequant import _targets
 from fakequant._convert.fold_batch_norm import can_fold
 from fakequant._prepare.attach import (
     Preparation,
     attach_layer,
-    attach_output,
     attach_preparation,
     check_name,
     close_shortcuts,
     detach_all,
     find_preparation,
+    link_norms,
 )
-from fakequant._prepare.data_flow import DataFlow, call_order, find_flow, norm_pairs, sources
-from fakequant._prepare.first_last import adopting_hook, widen_first_and_last
+from fakequant._prepare.data_flow import call_order, find_flow, norm_pairs, sources
+from fakequant._prepare.first_last import adopting_hooks, widen_first_and_last
 from fakequant._prepare.multiplications import count_multiplications
-from fakequant._prepare.plan import OF_RECIPES, Layer, Plan, check_free, make_activation_quantizer, make_plan
+from fakequant._prepare.plan import OF_RECIPES, Layer, Plan, make_plan
+from fakequant._prepare.plan_results import attach_results, plan_results
 from fakequant._prepare.plan_warnings import warn_about_refused, warn_about_rules
-from fakequant._prepare.quantized_results import holder, results_to_quantize
+from fakequant._prepare.saved_flow import load_flow, save_flow
+from fakequant._prepare.shared_grids import drop_repeated, share_grids
 from fakequant._train.running import check_module
 from fakequant.config import QuantConfig
 from fakequant.nn._layer_kinds import find_kind
 from fakequant.nn._model_quantizers import name_quantizers
 from fakequant.nn._quantized_layer import Quantization, QuantizedLayer
-from fakequant.nn._quantizer import Quantizer
-from fakequant.nn._records import NAME, find_record
-
-# A module that is a `QuantizedLayer`, by its path.
-PreparedLayer: TypeAlias = Any
+from fakequant.nn._recurrent import recurrence_of
 
 
 def prepare(model: nn.Module, config: QuantConfig, example: Any = None) -> nn.Module:
@@ -44,7 +40,8 @@ def prepare(model: nn.Module, config: QuantConfig, example: Any = None) -> nn.Mo
     If `config.operands` is set, modules also quantize outputs where the target needs codes: operands of additions,
     concatenations, products and means, and for some targets the outputs of convolutions. These places are found by
     running the model once on `example`, in evaluation mode. Without an example the model is traced with torch.fx, which
-    fails on much Python code. What was not found is listed by `summary`.
+    fails on much Python code and does not show results of functions. `summary` lists what is missing, and `calibrate`
+    adds it when it sees its first batch. Pass the example if you load a state_dict instead.
 
     Scales of weights are known immediately. Scales of activations need data, from `calibrate` or from training.
 
@@ -67,33 +64,29 @@ def prepare(model: nn.Module, config: QuantConfig, example: Any = None) -> nn.Mo
     plan = make_plan(model, config)
     if not plan.layers:
         raise ValueError(_nothing_to_quantize(plan))
-    warn_about_rules(model, config, OF_RECIPES)
+    warn_about_rules((*model.named_modules(), *plan.products.items()), config, OF_RECIPES)
     warn_about_refused(plan.refused)
     flow = find_flow(model, example)
     first_last = widen_first_and_last(model, config, plan, call_order(flow))
-    outputs, notes = _plan_outputs(model, config, plan, flow)
-    on_a_grid = {} if config.operands is None else _drop_repeated(plan, outputs, sources(model, flow))
+    results = plan_results(model, config, plan, flow)
+    on_a_grid = {} if config.operands is None else drop_repeated(plan, results, sources(model, flow))
+    for owner in plan.owners:
+        attach_layer(owner.module, recurrence_of(owner.module), owner.children)
     for layer in plan.layers:
         attach_layer(layer.module, _record(layer, config), layer.quantizers)
-    hooked = []
-    for path, quantizer in outputs.items():
-        module = model.get_submodule(path)
-        if isinstance(module, QuantizedLayer):
-            module.output_quantizer = module.output_quantizer or quantizer
-        else:
-            attach_output(module, quantizer)
-            hooked.append(path)
-    for path, source in on_a_grid.items():
-        # Not registered as a child, because it is already a child of the source.
-        reader: PreparedLayer = model.get_submodule(path)
-        reader._fakequant.input_grid = model.get_submodule(source).output_quantizer
+    hooked = [owner.path for owner in plan.owners if owner.children["output_quantizer"] is not None]
+    hooked += attach_results(model, results)
+    share_grids(model, on_a_grid)
     norms = {layer: norm for layer, norm in norm_pairs(model, flow) if can_fold(model, layer, norm)}
     close_shortcuts(model)
     name_quantizers(model)
-    made = Preparation(config, plan.floats, plan.unmatched, hooked, notes, norms, first_last)
+    made = Preparation(config, plan.floats, plan.unmatched, hooked, results.notes, norms, first_last)
+    made.is_recorded, made.products = flow.is_recorded, results.products
     if flow.is_recorded:
         made.multiplications = count_multiplications(model, flow.graphs[-1])
-    attach_preparation(model, made, adopting_hook(first_last))
+    attach_preparation(model, made, [load_flow, *adopting_hooks(first_last)])
+    if flow.is_recorded:
+        save_flow(model, made)
     link_norms(model)
     return model
 
@@ -135,17 +128,6 @@ def preparation(model: nn.Module) -> Preparation:
             "Pass the module that was given to fakequant.prepare."
         )
     return found
-
-
-def link_norms(model: nn.Module) -> None:
-    """Stores in each layer the batch norm that `convert` will fold into it.
-
-    Call it again before use, because the user may have replaced batch norms, for example by SyncBatchNorm.
-    """
-    made = find_preparation(model)
-    for path, norm in () if made is None else made.norms.items():
-        layer: PreparedLayer = model.get_submodule(path)
-        layer._fakequant.norm = model.get_submodule(norm)
 
 
 def _check(model: nn.Module, config: QuantConfig) -> None:
@@ -193,70 +175,3 @@ def _nothing_to_quantize(plan: Plan) -> str:
         f"\n  {rule} matches nothing; near: {', '.join(near) or 'nothing'}" for rule, near in plan.unmatched
     )
     return f"Nothing in the model would be quantized.{reasons}{rules}"
-
-
-def _drop_repeated(plan: Plan, outputs: dict[str, Quantizer], sources_of: dict[str, tuple[str, ...]]) -> dict[str, str]:
-    """Drops input quantizers that would repeat an output quantizer before them; returns {layer: producer} by path.
-
-    The producer is the nearest module before the layer that quantizes its output.
-    """
-    layers = {layer.path: layer for layer in plan.layers}
-    producers = {}
-    for path, way in sources_of.items():
-        reader = layers[path].quantizers["input_quantizer"] if path in layers else None
-        for source in way:
-            writer = layers[source].quantizers["output_quantizer"] if source in layers else None
-            writer = writer or outputs.get(source)
-            if writer is None:
-                continue
-            # A dynamic quantizer may choose another grid after a move, for example a transposition of tokens.
-            if reader is not None and reader.is_like(writer) and not reader.is_dynamic:
-                layers[path].quantizers["input_quantizer"] = None
-                producers[path] = source
-            break
-    return producers
-
-
-def _plan_outputs(
-    model: nn.Module, config: QuantConfig, plan: Plan, flow: DataFlow
-) -> tuple[dict[str, Quantizer], list[str]]:
-    """Creates the quantizers of outputs, by the path of the module.
-
-    Also returns notes on the results that stay in float.
-    """
-    if config.operands is None:
-        return {}, []
-    if flow.problem is not None:
-        return {}, [
-            f"the model could not be traced ({flow.problem}): operands are not quantized. "
-            "Pass an example: prepare(model, config, example)"
-        ]
-    target = _targets.find(config.target)
-    quantized = {layer.path for layer in plan.layers}
-    outputs: dict[str, Quantizer] = {}
-    notes, in_float = [], []
-    for call in results_to_quantize(model, flow, plan, target):
-        path = holder(model, call)
-        if path is None:
-            in_float += [str(call)] if call.kind == "function" else []
-            continue
-        module = model.get_submodule(path)
-        if path in outputs or (isinstance(module, (nn.Embedding, nn.MultiheadAttention)) and path not in quantized):
-            continue
-        use, _ = config.find(path, module)
-        if use is None:
-            continue
-        if path not in quantized:
-            try:
-                check_free(module, ["output_quantizer"] if find_record(module) else ["output_quantizer", NAME])
-            except ValueError as error:
-                notes.append(f"{path} cannot quantize its output: {error}")
-                continue
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        quantizer = make_activation_quantizer(use, target.fit_activation(config.operands), f"{path}.output", device)
-        outputs[path] = quantizer.train(module.training)
-    notes += [
-        f"{name} is computed by a function: it stays in float, because no module can hold its quantizer"
-        for name in in_float
-    ]
-    return outputs, notes

@@ -12,19 +12,23 @@ from functools import cache
 from torch import nn
 
 from fakequant import _targets
-from fakequant._moves import TRACED_MODULES, TRACED_NAMES
+from fakequant._moves import SELECTING_NAMES, TRACED_MODULES, TRACED_NAMES
 from fakequant._prepare.data_flow import DataFlow, norm_pairs
 from fakequant._prepare.flow_graph import Call, FlowGraph
+from fakequant._prepare.places import Place, find_place
 from fakequant._prepare.plan import Plan
+from fakequant.config import QuantConfig
 from fakequant.nn._quantizer import Quantizer
 
 _OPERATIONS = {
-    "add", "iadd", "radd", "mul", "imul", "rmul", "sub", "isub", "rsub", "cat", "concat", "concatenate", "stack",
-    "matmul", "rmatmul", "bmm", "einsum", "scaled_dot_product_attention", "mean",
+    "add", "mul", "sub", "cat", "stack", "matmul", "bmm", "einsum", "mean", "scaled_dot_product_attention",
     "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
 }  # fmt: skip
 # Those of which one operand may be a number.
-_BINARY = {"add", "iadd", "radd", "mul", "imul", "rmul", "sub", "isub", "rsub"}
+_BINARY = {"add", "mul", "sub"}
+_ATTENTION = "scaled_dot_product_attention"
+# Products of two activations, and the number of their operands. The others are masks.
+_PRODUCTS = {"matmul": 2, "bmm": 2, _ATTENTION: 3}
 _POOLS = (
     nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
 )  # fmt: skip
@@ -37,7 +41,7 @@ _RELUS = (nn.ReLU, nn.ReLU6)
 _RELU_NAMES = {"relu", "relu6"}
 
 
-def results_to_quantize(model: nn.Module, flow: DataFlow, plan: Plan, target: _targets.Target) -> list[Call]:
+def results_to_quantize(model: nn.Module, flow: DataFlow, plan: Plan, config: QuantConfig) -> list[Call]:
     """Returns the calls whose results need a quantizer, in order.
 
     Every module appears once, and so does every call of a function.
@@ -46,21 +50,21 @@ def results_to_quantize(model: nn.Module, flow: DataFlow, plan: Plan, target: _t
         model: The float model.
         flow: Its data flow.
         plan: The quantizers that layers will have.
-        target: What the model will run on.
+        config: What the model will run on, and whether products of attention are quantized.
     """
     found: dict[str, Call] = {}
-    norms = dict(norm_pairs(model, flow))
+    target = _targets.find(config.target)
     for graph in flow.graphs:
-        search = _Search(model, graph, plan, norms, target)
+        search = _Search(model, flow, graph, plan, config)
         for call in graph.calls:
             if search.is_operation(call) and search.runs_in_integers(call):
-                for operand in call.inputs:
+                for operand in operands_of(call):
                     is_computed = operand.kind in ("module", "function")
                     if is_computed and (target.needs_results or not search.is_operation(operand)):
                         found.setdefault(str(operand), operand)
     if target.needs_results and flow.graphs:
-        done = {path for call in found.values() for path in (holder(model, call),) if path is not None}
-        search = _Search(model, flow.graphs[-1], plan, norms, target)
+        done = {place for call in found.values() for place in (find_place(model, call),) if place is not None}
+        search = _Search(model, flow, flow.graphs[-1], plan, config)
         for call in flow.graphs[-1].modules():
             end = search.unquantized_end(call, done) if search.is_convolution(call) else None
             if end is not None:
@@ -68,37 +72,41 @@ def results_to_quantize(model: nn.Module, flow: DataFlow, plan: Plan, target: _t
     return list(found.values())
 
 
-def holder(model: nn.Module, call: Call) -> str | None:
-    """Returns the path of a module that can quantize the result of `call`, or None if no module can.
+def quantized_products(model: nn.Module, flow: DataFlow, plan: Plan, config: QuantConfig) -> list[Call]:
+    """Returns the calls of functions that multiply two results, and whose operands `results_to_quantize` covers."""
+    if not flow.is_recorded:
+        return []
+    search = _Search(model, flow, flow.graphs[-1], plan, config)
+    calls = [call for call in flow.graphs[-1].calls if call.function_name in _PRODUCTS]
+    # Attention as one operator has weights inside, which are not quantized.
+    calls = [call for call in calls if call.function_name != _ATTENTION or config.attention]
+    return [call for call in calls if search.runs_in_integers(call) and search.has_places(call)]
 
-    It is the called module, a module that returns the result of the called function, or the module that computed the
-    elements if the function only moves them.
-    """
-    passed = None
-    while True:
-        if call.kind == "module":
-            if not isinstance(model.get_submodule(call.path), nn.Identity):
-                return call.path
-            passed = passed or call.path
-        own = [path for path in call.returned_by if path]
-        if own:
-            return own[0]
-        moves = call.kind == "module" or (call.kind == "function" and call.function_name in TRACED_NAMES)
-        if not moves or not call.inputs or any(user.in_place for user in call.inputs[0].users):
-            return passed
-        call = call.inputs[0]
+
+def attention_to_quantize(model: nn.Module, flow: DataFlow, plan: Plan, config: QuantConfig) -> list[Call]:
+    """Returns the calls of `F.scaled_dot_product_attention` whose attention weights need a quantizer."""
+    if not config.attention or not flow.is_recorded:
+        return []
+    search = _Search(model, flow, flow.graphs[-1], plan, config)
+    calls = [call for call in flow.graphs[-1].calls if call.function_name == _ATTENTION]
+    return [call for call in calls if search.runs_in_integers(call)]
+
+
+def operands_of(operation: Call) -> list[Call]:
+    """Returns the operands of an operation that should be quantized: all but masks."""
+    return operation.inputs[: _PRODUCTS.get(operation.function_name)]
 
 
 class _Search:
     """Questions about the calls of one graph."""
 
-    def __init__(
-        self, model: nn.Module, graph: FlowGraph, plan: Plan, norms: dict[str, str], target: _targets.Target
-    ) -> None:
-        self.model, self.norms, self.target = model, norms, target
+    def __init__(self, model: nn.Module, flow: DataFlow, graph: FlowGraph, plan: Plan, config: QuantConfig) -> None:
+        self.model, self.config = model, config
+        self.norms, self.target = dict(norm_pairs(model, flow)), _targets.find(config.target)
         self.number, self.results = graph.count(), set(graph.results)
         self.layers = {layer.path: layer.quantizers for layer in plan.layers}
-        self.reads_codes = cache(self._reads_codes)
+        self.changing = {layer.path for layer in plan.layers if layer.changes_input}
+        self.reads_codes, self.gives_codes = cache(self._reads_codes), cache(self._gives_codes)
 
     def is_operation(self, call: Call) -> bool:
         """Returns True if the operands of a call should be quantized."""
@@ -112,18 +120,23 @@ class _Search:
             return True
         if len(operation.inputs) < 2 and operation.function_name in _BINARY:  # the other operand is a Python number
             return False
-        has_holders = all(holder(self.model, operand) is not None for operand in operation.inputs)
-        return has_holders and self._is_read_as_codes(operation)
+        if operation.function_name == _ATTENTION and not self.config.attention:
+            return False
+        if not self.has_places(operation):
+            return False
+        if operation.function_name in _PRODUCTS:  # their results may be floats
+            return True
+        return any(map(self.gives_codes, operation.inputs)) and self._is_read_as_codes(operation)
 
     def is_convolution(self, call: Call) -> bool:
         return isinstance(self.model.get_submodule(call.path), _CONVOLUTIONS) and self._is_static(call)
 
-    def unquantized_end(self, layer: Call, done: set[str]) -> Call | None:
+    def unquantized_end(self, layer: Call, done: set[Place]) -> Call | None:
         """Returns the last call that one kernel computes together with a layer, or None if a quantizer follows it.
 
         Args:
             layer: A call of a layer.
-            done: Paths of modules whose results will be quantized anyway.
+            done: Where results will be quantized anyway.
         """
         end = layer
         while not self._is_quantized(end, done):
@@ -133,11 +146,12 @@ class _Search:
             end = fused[0]
         return None
 
-    def _is_quantized(self, call: Call, done: set[str]) -> bool:
-        if any(path in done for path in call.returned_by):
+    def _is_quantized(self, call: Call, done: set[Place]) -> bool:
+        if any(Place(path) in done for path in call.returned_by):
             return True
-        quantizers = self.layers.get(call.path, {})
-        return call.kind == "module" and (call.path in done or quantizers.get("output_quantizer") is not None)
+        if call.kind == "function":
+            return Place(call.path, call.key) in done
+        return Place(call.path) in done or self.layers.get(call.path, {}).get("output_quantizer") is not None
 
     def _is_fused(self, layer: Call, user: Call) -> bool:
         is_norm = user.path == self.norms.get(layer.path)
@@ -154,17 +168,37 @@ class _Search:
         quantizer = quantizers["input_quantizer"]
         return isinstance(quantizer, Quantizer) and not quantizer.is_dynamic and quantizer.spec.axis is None
 
+    def _gives_codes(self, call: Call) -> bool:
+        """Returns True if a kernel computes a result in integers, unless its operands are floats.
+
+        An operation on results of float operations would need a quantizer for each of them, and gain nothing.
+        """
+        if self._is_static(call):
+            return True
+        is_quantizable = self.is_operation(call) and self.has_places(call)
+        passes = is_quantizable or self._passes(call) or self._is_norm(call)
+        return passes and any(map(self.gives_codes, call.inputs))
+
+    def has_places(self, operation: Call) -> bool:
+        return all(find_place(self.model, operand) is not None for operand in operands_of(operation))
+
+    def _is_norm(self, call: Call) -> bool:
+        return call.path in self.norms.values() and (call.kind == "module" or call.function_name == "batch_norm")
+
+    def _passes(self, call: Call) -> bool:
+        """Returns True for calls that move elements, return their input, or are computed together with the kernel."""
+        if call.kind == "function":
+            return call.function_name in TRACED_NAMES | SELECTING_NAMES | _RELU_NAMES
+        is_module = call.kind == "module"
+        return is_module and isinstance(self.model.get_submodule(call.path), (*TRACED_MODULES, *_RELUS, *_PASSED))
+
     def _is_read_as_codes(self, call: Call) -> bool:
         return call not in self.results and bool(call.users) and all(map(self.reads_codes, call.users))
 
     def _reads_codes(self, user: Call) -> bool:
         """Returns True if a call quantizes its operands, or passes them on to calls that do."""
         if self._is_static(user):
-            return True
+            return user.path not in self.changing
         if self.is_operation(user):
             return self.runs_in_integers(user)
-        if user.kind == "function":
-            passes = user.function_name in TRACED_NAMES | _RELU_NAMES
-        else:
-            passes = isinstance(self.model.get_submodule(user.path), (*TRACED_MODULES, *_RELUS, *_PASSED))
-        return passes and self._is_read_as_codes(user)
+        return self._passes(user) and self._is_read_as_codes(user)

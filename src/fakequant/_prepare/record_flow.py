@@ -12,8 +12,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fakequant._backends.torch.torch_private import pytree
 from fakequant._prepare.flow_graph import Call, FlowGraph, is_leaf
+from fakequant._prepare.layer_calls import find_layer_calls
 from fakequant._train.model_snapshot import unchanged
 from fakequant._train.running import call_arguments, copied, evaluating
+from fakequant.nn._function_calls import is_counted
+from fakequant.nn._function_names import function_name
+from fakequant.nn._quantizer import Quantizer
 
 
 def record_flow(model: nn.Module, example: Any) -> FlowGraph:
@@ -37,10 +41,14 @@ def record_flow(model: nn.Module, example: Any) -> FlowGraph:
         undo.enter_context(evaluating(model))
         undo.enter_context(torch.no_grad())
         for path, module in model.named_modules():
+            if isinstance(module, Quantizer):
+                continue  # the modules of a prepared model compute the same results as before
             # Hooks also keep torch's encoder layers from computing everything in one operator.
-            undo.callback(module.register_forward_pre_hook(recorder.enter, with_kwargs=True, prepend=True).remove)
+            undo.callback(module.register_forward_pre_hook(recorder.enter, with_kwargs=True).remove)
             undo.callback(module.register_forward_hook(recorder.leave, always_call=True).remove)
             recorder.paths.setdefault(module, path)
+            if is_leaf(module):
+                recorder.leaves.add(module)
             if isinstance(module, nn.TransformerEncoder):
                 undo.callback(setattr, module, "use_nested_tensor", module.use_nested_tensor)
                 module.use_nested_tensor = False
@@ -48,7 +56,12 @@ def record_flow(model: nn.Module, example: Any) -> FlowGraph:
             result = model(*args, **kwargs)
     kept = recorder.kept()
     del result  # not before: its tensors are kept, in whatever object the model returned them
-    return FlowGraph(recorder.calls, kept)
+    for call in recorder.calls:
+        call.is_repeated = recorder.entered[call.path] > 1
+        call.returned_by = [path for path in call.returned_by if recorder.entered[path] == 1]
+    graph = FlowGraph(recorder.calls, kept, recorder.counts, recorder.callees)
+    find_layer_calls(model, graph)
+    return graph
 
 
 @dataclasses.dataclass
@@ -70,7 +83,11 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.calls: list[Call] = []
         self.paths: dict[nn.Module, str] = {}
+        self.leaves: set[nn.Module] = set()
         self.frames: list[_Frame] = []
+        self.entered: Counter[str] = Counter()
+        self.counts: dict[str, Counter[str]] = {}
+        self.callees: dict[str, set[str]] = {}
         # What computed a tensor, and how often its memory had been changed by then.
         self.producers: Any = WeakIdKeyDictionary()
         for path, parameter in model.named_parameters(remove_duplicate=False):
@@ -79,7 +96,10 @@ class _Recorder(TorchFunctionMode):
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         inside_leaf = bool(self.frames) and self.frames[-1].is_leaf
-        leaf = is_leaf(module) or inside_leaf
+        self.entered[self.paths[module]] += 1
+        if self.frames:
+            self.callees.setdefault(self.frames[-1].path, set()).add(self.paths[module])
+        leaf = module in self.leaves or inside_leaf
         operands = _tensors((args, kwargs)) if leaf and not inside_leaf else []
         shapes = [tuple(x.shape) for x in operands]
         self.frames.append(_Frame(self.paths[module], leaf, [self.producer(x) for x in operands], shapes))
@@ -89,6 +109,8 @@ class _Recorder(TorchFunctionMode):
         if self.frames and self.frames[-1].is_leaf:
             return
         if not frame.is_leaf:
+            known = self.counts.setdefault(frame.path, Counter())
+            known |= frame.numbers
             if isinstance(result, Tensor):
                 self.producer(result).returned_by.append(frame.path)
             return
@@ -105,13 +127,17 @@ class _Recorder(TorchFunctionMode):
         versions = [_version(x) for x, _ in operands[:1]]
         result = func(*args, **kwargs)
         made = [x for x in _tensors(result) if x.is_floating_point()]
-        if made and operands and self.frames:
+        if not self.frames or not is_counted(result):
+            return result
+        frame, name = self.frames[-1], function_name(func)
+        number = frame.numbers[name]
+        frame.numbers[name] += 1
+        if operands:
             in_place = [_version(x) for x, _ in operands[:1]] != versions
-            frame = self.frames[-1]
-            call = Call("function", frame.path, func, inputs=[source for _, source in operands], in_place=in_place)
-            call.input_shapes = [tuple(x.shape) for x, _ in operands]
-            call.number = frame.numbers[call.function_name]
-            frame.numbers[call.function_name] += 1
+            sources = [source for _, source in operands]
+            shapes = [tuple(x.shape) for x, _ in operands]
+            call = Call("function", frame.path, func, number, sources, in_place=in_place, input_shapes=shapes)
+            call.results = 1 if isinstance(result, Tensor) else len(result)
             self._add(call, made)
         return result
 

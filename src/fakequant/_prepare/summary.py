@@ -8,15 +8,18 @@ from torch import nn
 
 from fakequant._convert.left_in_float import unreached_layers
 from fakequant._prepare.prepare import preparation
+from fakequant._prepare.shares import Amount, quantized_parameters, shares_in_words
 from fakequant._util.text_table import table
+from fakequant.nn._function_calls import FunctionQuantizers
 from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._quantized_layer import QuantizedLayer, input_grid_of
 from fakequant.nn._quantizer import Quantizer
+from fakequant.nn._records import float_class_of
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerSummary:
-    """One quantized layer, with its specs as text. "-" stands for a tensor that stays in float."""
+    """A quantized layer or result, with its specs as text. "-" stands for a tensor that stays in float."""
 
     path: str
     kind: str
@@ -46,6 +49,8 @@ class Summary:
     # weight and a quantized input. 0 without an example.
     multiplications: int = 0
     quantized_multiplications: int = 0
+    # The number of parameters that are quantized weights.
+    quantized_parameters: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all fields by name, as dicts, lists, numbers and strings."""
@@ -53,11 +58,13 @@ class Summary:
 
     def __str__(self) -> str:
         header = ["quantized", "kind", "weight", "input", "output"]
-        parts = []
-        if self.multiplications:
-            share = self.quantized_multiplications / self.multiplications
-            parts.append(f"{share:.1%} of {self.multiplications:,} multiplications have quantized weights and inputs")
-        parts += [table(header, [dataclasses.astuple(layer) for layer in self.layers])]
+        parts = [
+            shares_in_words(
+                Amount(self.multiplications, self.parameters),
+                Amount(self.quantized_multiplications, self.quantized_parameters),
+            ),
+            table(header, [dataclasses.astuple(layer) for layer in self.layers]),
+        ]
         if self.floats:
             parts.append(table(["in float", "why"], list(self.floats.items())))
         if self.unmatched:
@@ -77,6 +84,8 @@ def summary(model: nn.Module) -> Summary:
     >>> import fakequant as fq
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), fq.recipes.int8())
     >>> print(summary(model))
+    quantized: 57.1% of 56 parameters
+    <BLANKLINE>
     quantized | kind   | weight                             | input             | output
     ----------+--------+------------------------------------+-------------------+-------
     0         | Linear | int8 narrow, per channel on axis 0 | uint8, per tensor | -
@@ -94,7 +103,14 @@ def summary(model: nn.Module) -> Summary:
         if isinstance(module, QuantizedLayer):
             kind = module._fakequant.float_class.__name__
         elif path in made.outputs:
-            kind = type(module).__name__
+            kind = float_class_of(module).__name__
+        elif isinstance(module, FunctionQuantizers):
+            layers += [
+                LayerSummary(f"{path}.{key}", "function", "-", "-", _words(quantizer))
+                for key, quantizer in module.items()
+                if isinstance(quantizer, Quantizer)
+            ]
+            continue
         else:
             continue
         weight, input, output = (getattr(module, f"{name}_quantizer", None) for name in ("weight", "input", "output"))
@@ -117,7 +133,12 @@ def summary(model: nn.Module) -> Summary:
         before,
         after,
         sum(made.multiplications.values()),
-        sum(n for call, n in made.multiplications.items() if _has_quantized_product(modules.get(call))),
+        sum(
+            n
+            for call, n in made.multiplications.items()
+            if call in made.products or _has_quantized_product(modules.get(call))
+        ),
+        quantized_parameters(model),
     )
 
 

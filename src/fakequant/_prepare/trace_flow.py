@@ -11,10 +11,14 @@ from fakequant._prepare.flow_graph import Call, FlowGraph, is_leaf
 
 
 class _Tracer(fx.Tracer):
+    def __init__(self, leaves: set[nn.Module]) -> None:
+        super().__init__()
+        self.leaves = leaves
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
             return False
-        return m.__module__.startswith(("torch.nn", "torch.ao.nn")) or is_leaf(m)
+        return m.__module__.startswith(("torch.nn", "torch.ao.nn")) or m in self.leaves
 
 
 def trace_flow(model: nn.Module) -> list[FlowGraph]:
@@ -26,7 +30,8 @@ def trace_flow(model: nn.Module) -> list[FlowGraph]:
     shared: dict[int, Any] = {id(p): p for p in model.parameters()}
     with torch.random.fork_rng(devices=[]):
         copied = copy.deepcopy(model, shared)
-        return [_flow_graph(copied, _Tracer().trace(copied.train(mode))) for mode in (True, False)]
+        leaves = {module for module in copied.modules() if is_leaf(module)}
+        return [_flow_graph(copied, _Tracer(leaves).trace(copied.train(mode))) for mode in (True, False)]
 
 
 def _flow_graph(model: nn.Module, graph: fx.Graph) -> FlowGraph:
@@ -46,7 +51,11 @@ def _flow_graph(model: nn.Module, graph: fx.Graph) -> FlowGraph:
             for source in inputs:
                 source.users.append(call)
             calls.append(call)
-    return FlowGraph(calls, results)
+    flow = FlowGraph(calls, results)
+    number = flow.count()
+    for call in calls:
+        call.is_repeated = number[call.path] > 1
+    return flow
 
 
 def _call(model: nn.Module, node: fx.Node, inputs: list[Call]) -> Call:

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fakequant._prepare.attach import link_norms
+from fakequant._prepare.complete import completed
 from fakequant._prepare.first_last import settled_by_first_batch
-from fakequant._prepare.prepare import link_norms
 from fakequant._train.model_snapshot import Snapshot
-from fakequant._train.running import Data, check_module, evaluating, explaining_ranks, run
+from fakequant._train.running import Data, check_module, check_steps, evaluating, explaining_ranks, run
 from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._quantized_layer import QuantizedLayer
@@ -22,6 +23,9 @@ def calibrate(model: nn.Module, data: Data, steps: int | None = None, *, progres
     """Runs data through a prepared model in float, lets its quantizers observe, and returns the model.
 
     This is all that post-training quantization needs, and the first step of quantization-aware training.
+
+    If the model was prepared without an example, its first batch serves as one: see `prepare`. This needs batches, not
+    a function that runs the model.
 
     Observers that keep a moving average use the mean over all batches here, so that every batch has the same weight.
     Frozen quantizers, and learned quantizers that have a scale already, do not change. The model runs in evaluation
@@ -47,6 +51,8 @@ def calibrate(model: nn.Module, data: Data, steps: int | None = None, *, progres
     tensor(0.0039)
     """
     check_module(model)
+    check_steps(steps)
+    data, undo_completion = completed(model, data) if steps != 0 else (data, lambda: None)
     found = [module for _, module in quantizers(model) if not module.frozen]
     if all(module.is_initialized for module in found):
         raise ValueError(_nothing_to_do(model))
@@ -69,6 +75,7 @@ def calibrate(model: nn.Module, data: Data, steps: int | None = None, *, progres
                 _require_any(model, shown)
         except BaseException:
             before.restore()
+            undo_completion()
             raise
     _warn_about_unseen(model, shown)
     return model

@@ -16,6 +16,7 @@ from fakequant._util.text_table import table
 from fakequant.nn._bounded_parameters import whole
 from fakequant.nn._deployed_bias import bias_error
 from fakequant.nn._fake_quantize import FakeQuantize
+from fakequant.nn._function_calls import unseen_calls
 from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
@@ -48,6 +49,9 @@ class Health:
     """The result of `health`. It prints as a table."""
 
     quantizers: list[QuantizerHealth]
+    # Calls of functions whose results stay in float, because the model's code makes more of them than in the example:
+    # the largest number in one call of the module, by the path of the module and the name of the function.
+    unseen_calls: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Returns the fields of each `QuantizerHealth`, by the path of the quantizer."""
@@ -70,7 +74,11 @@ class Health:
             ]
             for q in self.quantizers
         ]
-        return table(header, rows)
+        notes = [
+            f"{number} calls of {name} stay in float: they did not occur in the example of `prepare`"
+            for name, number in self.unseen_calls.items()
+        ]
+        return "\n\n".join([table(header, rows), *notes])
 
 
 class _Memory:
@@ -124,7 +132,7 @@ def health(model: nn.Module, data: Data | None = None, steps: int | None = None)
     if next(quantizers(model), None) is None:
         raise ValueError("The model has no quantizers to measure.\nUse fakequant.prepare(model, config) first.")
     weights = {
-        module.weight_quantizer: whole(getattr(module, module._fakequant.kind.weight_name))
+        module.weight_quantizer: whole(module._fakequant.kind.read_weight(module))
         for module in model.modules()
         if isinstance(module, QuantizedLayer) and module.weight_quantizer is not None
     }
@@ -138,7 +146,10 @@ def health(model: nn.Module, data: Data | None = None, steps: int | None = None)
         for module in model.modules()
         if isinstance(module, QuantizedLayer) and module.weight_quantizer is not None
     }
-    return Health([_health_of(path, q, counts[q], weights.get(q), errors.get(q)) for path, q in quantizers(model)])
+    return Health(
+        [_health_of(path, q, counts[q], weights.get(q), errors.get(q)) for path, q in quantizers(model)],
+        unseen_calls(model.named_modules()),
+    )
 
 
 def _bias_error(layer: QuantizedLayer) -> float | None:

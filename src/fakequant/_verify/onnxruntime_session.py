@@ -88,6 +88,16 @@ class Runtime:
         """Whether the file is unchanged since `export_onnx` wrote it. False for files of older versions."""
         return self._noted(GRAPH) == digest_of_graph(self.model)
 
+    def quantizes_result_of(self, layer: str) -> bool:
+        """Returns True if all that reads the result of a layer in the file quantizes it, also after a ReLU."""
+        node = _layer_node(self.model.graph, f"{layer}." if layer else "")
+        while node is not None:
+            users = [other for other in self.model.graph.node if node.output[0] in other.input]
+            if users and all(user.op_type == "QuantizeLinear" for user in users):
+                return True
+            node = users[0] if len(users) == 1 and users[0].op_type in ("Relu", "Clip") else None
+        return False
+
     def _arguments(self) -> list[str]:
         """Returns the names of the model's arguments, in the order of the file's inputs."""
         noted = self._noted(INPUTS)
@@ -166,12 +176,18 @@ def _kernels(model: "onnx.ModelProto", ort: ModuleType, threads: int) -> dict[st
         graph = onnx.load(options.optimized_model_filepath).graph
     ends = "weight_codes"
     layers = [t.name[: -len(ends)] for t in model.graph.initializer if t.name.endswith(ends)]
-    readers = {name: node for node in graph.node for name in node.input}
     found = {}
     for layer in layers:
-        # The codes may have been packed under another name. The scale keeps its name.
-        node = readers.get(f"{layer}weight_codes") or readers.get(f"{layer}weight_scale")
-        while node is not None and node.op_type in ("DequantizeLinear", "Transpose", "Reshape", "Slice", "Cast"):
-            node = readers.get(node.output[0])
+        node = _layer_node(graph, layer)
         found[layer.rstrip(".")] = "?" if node is None else node.op_type
     return found
+
+
+def _layer_node(graph: "onnx.GraphProto", layer: str) -> "onnx.NodeProto | None":
+    """Returns the node that computes with the weight of a layer, given its path and a dot. None if there is none."""
+    readers = {name: node for node in graph.node for name in node.input}
+    # The codes may have been packed under another name. The scale keeps its name.
+    node = readers.get(f"{layer}weight_codes") or readers.get(f"{layer}weight_scale")
+    while node is not None and node.op_type in ("DequantizeLinear", "Transpose", "Reshape", "Slice", "Cast"):
+        node = readers.get(node.output[0])
+    return node

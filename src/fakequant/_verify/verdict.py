@@ -3,9 +3,10 @@
 import dataclasses
 from typing import Any
 
+from fakequant._prepare.shares import Amount, shares_in_words
 from fakequant._util.text_table import table
 from fakequant._verify.explain_codes import OVERFLOW, SATURATION
-from fakequant._verify.onnxruntime_session import INTEGER_KERNELS, LOOKUP_KERNELS
+from fakequant._verify.onnxruntime_session import INTEGER_KERNELS
 
 # Codes of a whole model that may differ at ties: a constant number plus a share of all codes.
 _SOME, _SHARE = 4, 1e-4
@@ -88,6 +89,17 @@ class Verification:
     skipped: dict[str, str]
     # Whether the file was changed after `export_onnx` wrote it, or comes from a version that stored no hash.
     is_changed: bool = False
+    # Layers that compute products in float in the runtime, by path, each with the reason. Some are not quantized.
+    floats: dict[str, str] = dataclasses.field(default_factory=dict)
+    # Multiplications on the example of `prepare`: all, those with a quantized weight and input, and those that the
+    # runtime computes in integers. 0 without an example.
+    multiplications: int = 0
+    quantized_multiplications: int = 0
+    integer_multiplications: int = 0
+    # Parameters of the float model: all, quantized weights, and those of layers that do not run in float.
+    parameters: int = 0
+    quantized_parameters: int = 0
+    integer_parameters: int = 0
 
     @property
     def ok(self) -> bool:
@@ -162,13 +174,29 @@ class Verification:
         return next((t.path for t in self.tensors if t.runtime_differ), None)
 
     @property
-    def floats(self) -> list[str]:
-        """Layers that the runtime computes in float."""
-        return [path for path, kernel in self.kernels.items() if kernel not in INTEGER_KERNELS]
+    def layers(self) -> int:
+        """The number of layers that compute products, in integers or in float."""
+        return len(self.floats) + sum(kernel in INTEGER_KERNELS for kernel in self.kernels.values())
+
+    def shares(self) -> str:
+        """Returns the shares of the model that are quantized and run in integers, and how many layers do not."""
+        words = shares_in_words(
+            Amount(self.multiplications, self.parameters),
+            Amount(self.quantized_multiplications, self.quantized_parameters),
+            Amount(self.integer_multiplications, self.integer_parameters),
+        )
+        if self.floats:
+            words += f"\n{len(self.floats)} OF {self.layers} LAYERS RUN IN FLOAT HERE"
+        return words
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the result as dicts, lists, numbers and strings."""
-        return {**dataclasses.asdict(self), "ok": self.ok, "first_difference": self.first_difference}
+        return {
+            **dataclasses.asdict(self),
+            "ok": self.ok,
+            "layers": self.layers,
+            "first_difference": self.first_difference,
+        }
 
     def __str__(self) -> str:
         rows = [
@@ -181,7 +209,11 @@ class Verification:
             ]
             for t in self.tensors
         ]
-        parts = [table(["quantizer", "codes", "prepared / golden", "golden / runtime", "why"], rows)]
+        parts = [self.shares()]
+        if self.floats:
+            floats = [[path, self.kernels.get(path, "-"), why] for path, why in self.floats.items()]
+            parts.append(table(["runs in float", "kernel", "why"], floats))
+        parts.append(table(["quantizer", "codes", "prepared / golden", "golden / runtime", "why"], rows))
         parts.append(table(["layer", "kernel"], [[path, kernel] for path, kernel in self.kernels.items()]))
         parts += [f"{path} is not compared: {reason}" for path, reason in self.skipped.items()]
         parts.append(self.verdict())
@@ -194,13 +226,6 @@ class Verification:
             f"results: prepared / golden differ by {out.prepared_difference:.3g} at most, golden / runtime by "
             f"{out.runtime_difference:.3g}"
         ]
-        products = [path for path, kernel in self.kernels.items() if kernel not in LOOKUP_KERNELS]
-        floats = [path for path in self.floats if path in products]
-        if floats:
-            more = f" and {len(floats) - 5} more" if len(floats) > 5 else ""
-            lines.append(
-                f"{len(floats)} of {len(products)} layers run in float in this runtime: {', '.join(floats[:5])}{more}"
-            )
         if out.rows:
             lines.append(f"argmax: the same in {out.agreeing} of {out.rows} rows")
         if self.problem is not None:

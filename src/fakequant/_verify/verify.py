@@ -14,16 +14,21 @@ from fakequant._convert.convert import conversion, convert
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
 from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, Origin, codes_of, on_grid, origin_of, plain
-from fakequant._prepare.prepare import link_norms, preparation
+from fakequant._prepare.attach import link_norms
+from fakequant._prepare.prepare import preparation
+from fakequant._prepare.shares import quantized_parameters
+from fakequant._prepare.summary import summary
 from fakequant._train.running import Data, check_module, copied, evaluating, run
 from fakequant._verify import result_leaves
 from fakequant._verify.explain_codes import NAN, TIE, UNKNOWN, ties, why_prepared, why_runtime, why_sums
-from fakequant._verify.onnxruntime_session import Runtime
+from fakequant._verify.float_layers import layers_in_float
+from fakequant._verify.onnxruntime_session import INTEGER_KERNELS, Runtime
 from fakequant._verify.rounding_bounds import Rounding
 from fakequant._verify.same_parameters import require_same_parameters
 from fakequant._verify.second_derivation import require_converted
 from fakequant._verify.verdict import OutputReport, TensorReport, Verification
 from fakequant.nn._quantizer import Quantizer
+from fakequant.nn._recurrent_product import RecurrentProduct
 
 # Codes by quantizer path, one tensor per call of the quantizer.
 Codes = dict[str, list[Tensor]]
@@ -177,7 +182,9 @@ class _Comparison:
             golden = codes_of(plain(y), grid)
             other = other.reshape(golden.shape)
             found.compared[path] = found.compared.get(path, 0) + golden.numel()
-            before, found.sums = found.sums, []
+            before = found.sums
+            # Products of recurrent layers have an effect on all later steps.
+            found.sums = [one for one in before if isinstance(one.layer, RecurrentProduct)]
             if not bool(((golden == other) | (golden.isnan() & other.isnan())).all()):
                 found.differences.append(_Difference(path, call, grid, plain(x), origin_of(x), before, golden, other))
 
@@ -341,7 +348,24 @@ class _Comparison:
         """Returns all counts, in the order of the model."""
         target, tensors = self.runtime.target or "generic", list(self.reports.values())
         changed = not self.runtime.is_as_written
-        return Verification(target, tensors, self.runtime.kernels, self.outputs, self.skipped, changed)
+        seen, kernels = summary(self.model), self.runtime.kernels
+        floats = layers_in_float(self.model, self.golden, self.runtime)
+        counts = preparation(self.model).multiplications
+        return Verification(
+            target,
+            tensors,
+            kernels,
+            self.outputs,
+            self.skipped,
+            changed,
+            floats,
+            seen.multiplications,
+            seen.quantized_multiplications,
+            sum(counts.get(path, 0) for path, kernel in kernels.items() if kernel in INTEGER_KERNELS),
+            seen.parameters,
+            seen.quantized_parameters,
+            quantized_parameters(self.model, without=floats),
+        )
 
 
 def _require_comparable(golden: list[Tensor], runtime: list[Tensor]) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from fakequant._prepare.attach import FLOW_BUFFER
 from fakequant._prepare.prepare import is_prepared, preparation, prepare
 from fakequant._train.schedule import Schedule
 from fakequant._util.optional_packages import require
@@ -210,10 +211,23 @@ def from_pretrained(
     with _quiet():  # transformers warns about the tensors of quantizers, which are checked below
         model, report = cls.from_pretrained(path, output_loading_info=True, **options)
     model = prepare(model, quant_config)
+    _add_results(model, path)
     own = [f"{place}.{name}" for place, quantizer in quantizers(model) for name in quantizer.state_dict()]
     _require_same_model(path, type(model), report, set(own))
     model.load_state_dict(_read_quantizers(model, path, own), strict=False)
     return model
+
+
+def _add_results(model: PreTrainedModel, folder: Path) -> None:
+    """Adds the quantizers of results that the saved model had because it was run on an example."""
+    file = _files(folder).get(FLOW_BUFFER)
+    if file is not None:
+        with _safetensors.safe_open(folder / file, framework="pt") as opened:
+            saved = opened.get_tensor(FLOW_BUFFER)
+        try:
+            model.load_state_dict({FLOW_BUFFER: saved}, strict=False)
+        except ValueError as error:
+            raise ValueError(_not_of(folder, type(model), f"{error.__cause__}")) from error
 
 
 def _saved_config(folder: Path) -> QuantConfig:
@@ -241,16 +255,19 @@ def _quiet() -> Iterator[None]:
 
 def _require_same_model(folder: Path, cls: type, report: Mapping[str, Any], own: set[str]) -> None:
     """Raises ValueError unless the folder has exactly the tensors of the prepared model."""
-    missing, unknown = sorted(report["missing_keys"]), sorted(set(report["unexpected_keys"]) - own)
+    missing, unknown = sorted(report["missing_keys"]), sorted(set(report["unexpected_keys"]) - own - {FLOW_BUFFER})
     mismatched = sorted(map(str, report["mismatched_keys"]))
     for names, problem in ((missing, "it lacks"), (mismatched, "it has other shapes of"), (unknown, "it also has")):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise ValueError(
-                f"{folder} does not hold a {cls.__name__} that was prepared with this config: {problem} "
-                f"{names[0]}{more}.\n"
-                "Pass the class and the `quant_config` of the model that was saved."
-            )
+            raise ValueError(_not_of(folder, cls, f"{problem} {names[0]}{more}"))
+
+
+def _not_of(folder: Path, cls: type, problem: str) -> str:
+    return (
+        f"{folder} does not hold a {cls.__name__} that was prepared with this config: {problem}.\n"
+        "Pass the class and the `quant_config` of the model that was saved."
+    )
 
 
 def _read_quantizers(model: PreTrainedModel, folder: Path, own: list[str]) -> dict[str, Tensor]:

@@ -1,12 +1,14 @@
 """Modules that quantize a tensor in the forward pass, with observed or learned scales, and functions on them."""
 
-# Importing these registers the layer kinds for torch's layers.
+# Importing these registers the layer kinds.
 from fakequant.nn import (
     _attention as _attention,
     _conv as _conv,
     _embedding as _embedding,
     _linear as _linear,
-    _transposed_linear as _transposed_linear,
+    _recurrent_cells as _recurrent_cells,
+    _transformers_layers as _transformers_layers,
+    kinds as kinds,
 )
 from fakequant.nn._fake_quantize import FakeQuantize as FakeQuantize
 from fakequant.nn._layer_kinds import LayerKind as LayerKind, quantizes as quantizes

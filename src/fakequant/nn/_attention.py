@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fakequant.nn._layer_kinds import AnyLayer, LayerKind, quantizes
-from fakequant.nn._linear import linear
+from fakequant.nn._linear_function import linear
 from fakequant.nn._quantized_layer import compute, compute_rows, quantize_output
 from fakequant.nn._quantizer import Quantizer
+from fakequant.nn._scaled_dot_product import scaled_dot_product_attention
 
 
 @quantizes(nn.MultiheadAttention)
@@ -18,7 +19,8 @@ class MultiheadAttention(LayerKind):
     """Multi-head attention with quantized inputs, projections and weights.
 
     The output projection is the layer `out_proj`, which is quantized like any other layer. `projection_quantizer`
-    quantizes the projected queries, keys and values, which are multiplied with each other.
+    quantizes the projected queries, keys and values, which are multiplied with each other, and `attention_quantizer`
+    the attention weights.
     """
 
     weight_name: ClassVar[str] = "in_proj_weight"
@@ -58,15 +60,17 @@ class MultiheadAttention(LayerKind):
         q, k, v = (torch.unflatten(t, -1, heads).transpose(1, 2) for t in (q, k, v))
         mask = _joined_mask(attn_mask, key_padding_mask, q, k)
         dropout = layer.dropout if layer.training else 0.0
-        weights = None
+        weights, quantizer = None, layer.attention_quantizer
         if need_weights:
-            scores = q * sqrt(1.0 / layer.head_dim) @ k.transpose(-2, -1)
+            scores = q @ k.transpose(-2, -1) * sqrt(1.0 / layer.head_dim)
             weights = torch.softmax(scores if mask is None else scores + mask, dim=-1)
-            weights = F.dropout(weights, dropout)
+            weights = F.dropout(weights if quantizer is None else quantizer(weights), dropout)
             y = weights @ v
             weights = weights.mean(dim=1) if average_attn_weights else weights
-        else:
+        elif quantizer is None:
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        else:
+            y = scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, quantize=quantizer)
         y = y.transpose(1, 2).flatten(-2)
         if not batched:
             y, weights = y.squeeze(0), None if weights is None else weights.squeeze(0)

@@ -7,12 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fakequant.nn._layer_kinds import AnyLayer, LayerKind, quantizes
+from fakequant.nn._own_forward import OwnForwardConv
 from fakequant.nn._quantized_layer import compute, quantize_output
 
 
 @quantizes(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class Conv(LayerKind):
     """A convolution with quantized input and weight."""
+
+    own_forward: ClassVar[type[LayerKind] | None] = OwnForwardConv
 
     @staticmethod
     def forward(layer: AnyLayer, input: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def bias_to_add(layer: PreparedLayer, x: Tensor, weight: Tensor) -> Tensor | Non
         weight: Its quantized weight.
     """
     record = layer._fakequant
-    bias: Tensor | None = getattr(layer, record.kind.bias_name)
+    bias: Tensor | None = getattr(layer, record.kind.bias_name, None)
     norm = record.norm
     norm_is_frozen = norm is not None and not norm.training
     if layer.training and not record.deploys_bias and not norm_is_frozen:

@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 # A layer of the class for which a kind is registered. A prepared or converted layer is also a `QuantizedLayer`. Python
 # has no type for an instance of two classes, of which one is chosen at run time.
@@ -30,11 +30,29 @@ class LayerKind:
     # The attributes of the layer that hold its weight and its bias.
     weight_name: ClassVar[str] = "weight"
     bias_name: ClassVar[str] = "bias"
+    # The kind of classes that derive from a class of this kind and override its forward pass. None if they have none.
+    own_forward: "ClassVar[type[LayerKind] | None]" = None
+    # Whether `forward` runs the forward pass of the layer's class, which may change the input and the weight.
+    runs_float_forward: ClassVar[bool] = False
 
     @classmethod
     def unsupported_reason(cls, module: AnyLayer) -> str | None:
         """Returns the reason why `module` cannot be quantized, or None if it can."""
         return None
+
+    @classmethod
+    def read_weight(cls, layer: AnyLayer) -> Tensor:
+        """Returns the weight of a float or prepared layer by which its input is multiplied, before it is quantized.
+
+        Override it if `forward` passes a weight of its own to `compute`.
+        """
+        weight: Tensor = getattr(layer, cls.weight_name)
+        return weight
+
+    @classmethod
+    def changes_input(cls, layer: AnyLayer) -> bool:
+        """Returns True if `forward` changes its input before it passes it to `compute`."""
+        return False
 
     @staticmethod
     def forward(layer: AnyLayer, *args: Any, **kwargs: Any) -> Any:
@@ -74,13 +92,14 @@ def quantizes(*classes: type[nn.Module] | str) -> Callable[[_Kind], _Kind]:
 def find_kind(cls: type[nn.Module]) -> type[LayerKind] | None:
     """Returns the kind of layers of class `cls`, or None if there is none.
 
-    A class that overrides the forward pass of a registered class has no kind unless it is registered too.
+    The kind of a class that overrides the forward pass of a registered class is the `own_forward` of that class's kind,
+    unless the class is registered too.
     """
     for base in cls.__mro__:
         kind = _registered_kind(base)
         if kind is not None:
             assert issubclass(base, nn.Module)
-            return kind if cls.forward is base.forward else None
+            return kind if cls.forward is base.forward else kind.own_forward
     return None
 
 
@@ -101,10 +120,10 @@ def load_kind(cls: type[nn.Module], module: str, name: str) -> type[LayerKind]:
         module: The module in which the kind was defined when the layer was pickled. Imported if necessary.
         name: The name of the kind in that module, for the error message.
     """
-    if find_kind(cls) is None:
+    if _loadable_kind(cls, name) is None:
         with contextlib.suppress(ImportError):  # the error below is more helpful
             importlib.import_module(module)
-    kind = find_kind(cls)
+    kind = _loadable_kind(cls, name)
     if kind is None:
         raise ImportError(
             f"A quantized {cls.__name__} is being loaded, and no kind is registered for this class.\n"
@@ -112,3 +131,9 @@ def load_kind(cls: type[nn.Module], module: str, name: str) -> type[LayerKind]:
             "@fakequant.nn.quantizes, before you load the model."
         )
     return kind
+
+
+def _loadable_kind(cls: type[nn.Module], name: str) -> type[LayerKind] | None:
+    kind = find_kind(cls)
+    # The kind of classes that are not registered does not replace one that was registered.
+    return None if kind is not None and kind.runs_float_forward and kind.__qualname__ != name else kind

@@ -1,31 +1,44 @@
-"""Quantized `nn.Linear`."""
+"""Quantized linear layers."""
 
-import torch
-import torch.nn.functional as F
+from typing import ClassVar
+
 from torch import Tensor, nn
 
-from fakequant._backends.torch import compiled_nodes
 from fakequant.nn._layer_kinds import AnyLayer, LayerKind, quantizes
+from fakequant.nn._linear_function import linear
+from fakequant.nn._own_forward import OwnForwardLinear
 from fakequant.nn._quantized_layer import quantize_output
-from fakequant.nn._saved_codes import is_saving
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Computes `F.linear`. If codes are saved, the backward pass restores input and weight one after the other.
+def reason_against_matrix(module: AnyLayer) -> str | None:
+    """Returns why a module cannot be a linear layer, or None if its `weight` is a matrix.
 
-    >>> linear(torch.ones(1, 2), torch.ones(3, 2), None)
-    tensor([[2., 2., 2.]])
+    >>> reason_against_matrix(nn.Conv1d(1, 1, 1))
+    'the `weight` of Conv1d is not a matrix'
     """
-    if not torch.compiler.is_compiling() and compiled_nodes.compiled is not None and is_saving():
-        y: Tensor | None = compiled_nodes.compiled.linear(x, weight, bias)
-        if y is not None:
-            return y
-    return F.linear(x, weight, bias)
+    if isinstance(module, nn.Linear):  # not read: reading a parametrized weight can change its state
+        return None
+    if getattr(getattr(module, "weight", None), "ndim", None) == 2:
+        return None
+    return f"the `weight` of {type(module).__name__} is not a matrix"
 
 
 @quantizes(nn.Linear)
 class Linear(LayerKind):
-    """`nn.Linear` with quantized input and weight."""
+    """A layer that computes y = x w^T + b, with x and w quantized, such as `nn.Linear`.
+
+    `weight` has the shape (outputs, inputs), and `bias` has the shape (outputs,), is None or is absent.
+
+    >>> import fakequant as fq
+    >>> kind = fq.nn.quantizes("package.module.Dense")(Linear)
+    """
+
+    own_forward: ClassVar[type[LayerKind] | None] = OwnForwardLinear
+
+    @classmethod
+    def unsupported_reason(cls, module: AnyLayer) -> str | None:
+        """Returns why `module` is no such layer, or None if it is."""
+        return reason_against_matrix(module)
 
     @staticmethod
     def forward(layer: AnyLayer, input: Tensor) -> Tensor:

@@ -21,6 +21,22 @@ def quantizers(model: nn.Module) -> Iterator[tuple[str, Quantizer]]:
             yield path, module
 
 
+def has_scale(quantizer: Quantizer) -> bool:
+    """Returns True if a quantizer can quantize: it has a scale, or computes one from each tensor.
+
+    >>> from fakequant import nn as fqnn, presets
+    >>> has_scale(fqnn.FakeQuantize(presets.uint8()))
+    False
+    """
+    if quantizer.is_dynamic:
+        return True
+    try:
+        quantizer.qparams()
+    except RuntimeError:
+        return False
+    return True
+
+
 def name_quantizers(model: nn.Module) -> None:
     """Sets the `path` of every quantizer in a model. Error messages quote it.
 

@@ -15,15 +15,17 @@ from fakequant.nn._batch_norm import BatchNorm
 from fakequant.nn._deployed_bias import bias_to_add
 from fakequant.nn._layer_kinds import AnyLayer, LayerKind, find_kind, load_kind
 from fakequant.nn._quantizer import Quantizer
-from fakequant.nn._records import LayerRecord, Operator as Operator, RecordedLayer
+from fakequant.nn._records import LayerRecord, Operands, Operator as Operator, RecordedLayer, find_record
 from fakequant.nn._saved_codes import saving_codes
 from fakequant.spec import QuantSpec
 
 QUANTIZERS = ("weight_quantizer", "input_quantizer", "output_quantizer")
+# Those that only `nn.MultiheadAttention` has.
+ATTENTION_QUANTIZERS = ("projection_quantizer", "attention_quantizer")
 # Attributes that prepared and converted layers add. A user's layer must not have them.
 RESERVED = ("_fakequant", "weight_codes", "weight_scale", "weight_zero_point", "bias_codes")
 
-_CLASSES: "dict[tuple[type[nn.Module], type[LayerKind], type[QuantizedLayer]], type[QuantizedLayer]]" = {}
+_CLASSES: "dict[tuple[type[nn.Module], type[LayerKind], type[nn.Module]], type[nn.Module]]" = {}
 
 
 class QuantizedLayer(nn.Module):
@@ -79,13 +81,35 @@ class Quantization(LayerRecord):
 
     def quantized_weight(self, layer: AnyLayer) -> Tensor:
         """Returns the weight on its grid."""
-        weight: Tensor = getattr(layer, self.kind.weight_name)
+        weight = self.kind.read_weight(layer)
         quantizer: Quantizer | None = layer.weight_quantizer
         return weight if quantizer is None else quantizer(weight)
 
-    def compute(self, layer: AnyLayer, operator: Operator, input: Tensor) -> Tensor:
+    def operands(self, layer: AnyLayer) -> Operands:
+        """Returns the quantized weight and the bias, for several calls of `compute`. No batch norm may follow."""
+        assert self.norm is None
+        weight = self.quantized_weight(layer)
+        return weight, bias_to_add(layer, weight, weight)
+
+    def compute(
+        self,
+        layer: AnyLayer,
+        operator: Operator,
+        input: Tensor,
+        operands: Operands | None = None,
+        weight: Tensor | None = None,
+    ) -> Tensor:
         """Returns `operator` of the quantized input, the quantized weight and the bias."""
-        source: Tensor = getattr(layer, self.kind.weight_name)  # once: reading a parametrized weight computes it
+        if operands is not None:
+            x = self.quantize_input(layer, input)
+            if not self.save_codes:
+                return operator(x, *operands)
+            # The calls share the weight, so it is kept once and not quantized again in the backward pass of each.
+            with saving_codes(x, layer.input_quantizer or self.input_grid, operands[0], None, operands[0]):
+                return operator(x, *operands)
+        # Read once, because reading a parametrized weight computes it.
+        source: Tensor = getattr(layer, self.kind.weight_name) if weight is None else weight
+        is_given = weight is not None
         quantize_input: Quantizer | None = layer.input_quantizer
         quantize_weight: Quantizer | None = layer.weight_quantizer
         x = input if quantize_input is None else quantize_input(input)
@@ -93,6 +117,8 @@ class Quantization(LayerRecord):
         if self.norm is not None and weight.dim() == 2 and not torch.compiler.is_compiling():
             layer.weight_quantizer.note_tokens(x.dim() > 2)
         bias = bias_to_add(layer, x, weight)
+        if is_given and bias is not None:
+            bias = bias.to(weight.dtype)  # code that computes a weight may have cast it
         if not self.save_codes:
             return operator(x, weight, bias)
         with saving_codes(x, quantize_input or self.input_grid, weight, quantize_weight, source):
@@ -110,12 +136,19 @@ class Quantization(LayerRecord):
         return [operator(x, w, b) for x, w, b in zip(quantized, weight.chunk(len(inputs)), biases, strict=True)]
 
 
-def compute(layer: RecordedLayer, operator: Operator, input: Tensor) -> Tensor:
+def compute(layer: RecordedLayer, operator: Operator, input: Tensor, weight: Tensor | None = None) -> Tensor:
     """Returns `operator(x, weight, bias)` of the quantized input and weight of a layer.
 
     A prepared layer keeps codes for the backward pass. A converted layer computes with integers.
+
+    Args:
+        layer: A prepared or converted layer.
+        operator: A function of input, weight and bias that computes sums of products.
+        input: The input, which need not be quantized.
+        weight: The weight to quantize, if it is computed from the parameters of the layer. The kind of the layer must
+            then also have a `read_weight` that returns it. None for the weight itself. A converted layer ignores it.
     """
-    return layer._fakequant.compute(layer, operator, input)
+    return layer._fakequant.compute(layer, operator, input, None, weight)
 
 
 def compute_rows(layer: RecordedLayer, operator: Operator, inputs: list[Tensor]) -> list[Tensor]:
@@ -147,7 +180,31 @@ def input_grid_of(layer: AnyLayer) -> Any:
     return layer.input_quantizer or layer._fakequant.input_grid
 
 
-def quantized_class(cls: type[nn.Module], base: type[QuantizedLayer] = QuantizedLayer) -> type[QuantizedLayer]:
+def kind_of(layer: nn.Module) -> type[LayerKind] | None:
+    """Returns the kind of a float, prepared or converted layer, or None if the module is no such layer.
+
+    >>> kind_of(nn.Linear(2, 2)).__name__, kind_of(nn.ReLU())
+    ('Linear', None)
+    """
+    record = find_record(layer)
+    return record.kind if isinstance(record, LayerRecord) else find_kind(type(layer))
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Returns True if `module` is, or could be, quantized as one layer, whatever its code does.
+
+    >>> is_layer(nn.Linear(2, 2)), is_layer(nn.ReLU())
+    (True, False)
+    """
+    if isinstance(find_record(module), LayerRecord):
+        return True
+    kind = find_kind(type(module))
+    if kind is None:
+        return False
+    return not kind.runs_float_forward or kind.unsupported_reason(module) is None
+
+
+def quantized_class(cls: type[nn.Module], base: type[nn.Module] = QuantizedLayer) -> type[nn.Module]:
     """Returns the class of quantized layers for a class of float layers, with the kind registered for it.
 
     >>> issubclass(quantized_class(nn.Linear), nn.Linear)
@@ -165,13 +222,13 @@ def quantized_class(cls: type[nn.Module], base: type[QuantizedLayer] = Quantized
     return _CLASSES[key]
 
 
-def reduced(layer: QuantizedLayer, base: type[QuantizedLayer]) -> tuple[Any, ...]:
+def reduced(layer: AnyLayer, base: type[nn.Module]) -> tuple[Any, ...]:
     """Returns the value of `__reduce_ex__`. Pickle cannot find the class of a layer, which is made at run time."""
     record, kind = layer._fakequant, layer._fakequant.kind
     return _rebuild, (base, record.float_class, kind.__module__, kind.__qualname__), layer.__getstate__()
 
 
-def _rebuild(base: type[QuantizedLayer], cls: type[nn.Module], module: str, name: str) -> nn.Module:
+def _rebuild(base: type[nn.Module], cls: type[nn.Module], module: str, name: str) -> nn.Module:
     load_kind(cls, module, name)
     made = quantized_class(cls, base)
     return made.__new__(made)

@@ -15,6 +15,8 @@ from fakequant.nn._layer_kinds import AnyLayer, LayerKind, find_kind
 NAME = "_fakequant"
 # Computes the result of a layer from its input, weight and bias.
 Operator: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# The quantized weight and the bias of a layer, for several calls.
+Operands: TypeAlias = tuple[Tensor, Tensor | None]
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -27,6 +29,8 @@ class Record:
     hooks: list[RemovableHandle] = dataclasses.field(default_factory=list)
     # Whether a hook quantizes the result of the module.
     has_output_hook: bool = False
+    # The class of the module before it was given `function_quantizers`.
+    calling_class: type[nn.Module] | None = None
     # The original `use_nested_tensor` of an `nn.TransformerEncoder`.
     nested: bool | None = None
     # The `Preparation`, on the module that was passed to `prepare`. (Its package imports this one.)
@@ -36,7 +40,7 @@ class Record:
 
     def is_empty(self) -> bool:
         """Returns True if nothing is recorded."""
-        rest = (self.float_class, self.nested, self.preparation, self.conversion)
+        rest = (self.float_class, self.calling_class, self.nested, self.preparation, self.conversion)
         return not self.hooks and all(value is None for value in rest)
 
 
@@ -50,8 +54,27 @@ class LayerRecord(Record):
     kind: type[LayerKind]
     float_class: type[nn.Module]
 
-    def compute(self, layer: AnyLayer, operator: Operator, input: Tensor) -> Tensor:
-        """Returns `operator` of the quantized input, the quantized weight and the bias."""
+    def operands(self, layer: AnyLayer) -> Operands | None:
+        """Returns what several calls of `compute` can share, or None if they share nothing."""
+        return None
+
+    def compute(
+        self,
+        layer: AnyLayer,
+        operator: Operator,
+        input: Tensor,
+        operands: Operands | None = None,
+        weight: Tensor | None = None,
+    ) -> Tensor:
+        """Returns `operator` of the quantized input, the quantized weight and the bias.
+
+        Args:
+            layer: The layer of this record.
+            operator: A function of input, weight and bias.
+            input: The input.
+            operands: What the method of this name returned, or None.
+            weight: The weight to quantize, or None for the layer's own. A layer with codes ignores it.
+        """
         raise NotImplementedError
 
     def compute_rows(self, layer: AnyLayer, operator: Operator, inputs: list[Tensor]) -> list[Tensor]:
@@ -78,6 +101,16 @@ class RecordedLayer(Protocol):
 
     @property
     def _fakequant(self) -> LayerRecord: ...
+
+
+def float_class_of(module: nn.Module) -> type[nn.Module]:
+    """Returns the class of a module, or the one that it had before it was changed.
+
+    >>> float_class_of(nn.Linear(2, 2)).__name__
+    'Linear'
+    """
+    record = find_record(module)
+    return type(module) if record is None or record.float_class is None else record.float_class
 
 
 def find_record(module: nn.Module) -> Record | None:

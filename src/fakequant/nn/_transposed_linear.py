@@ -1,12 +1,12 @@
-"""Linear layers of other libraries, known by name: transformers' `Conv1D`, whose weight is transposed, and others."""
+"""Linear layers whose weight is transposed: its output channels are on axis 1."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fakequant.nn._layer_kinds import LayerKind, quantizes
-from fakequant.nn._linear import Linear
+from fakequant.nn._layer_kinds import AnyLayer, LayerKind
+from fakequant.nn._linear import reason_against_matrix
 from fakequant.nn._quantized_layer import compute, quantize_output
 
 
@@ -21,16 +21,23 @@ def transposed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y.reshape(*x.shape[:-1], -1)
 
 
-@quantizes("transformers.pytorch_utils.Conv1D")
 class TransposedLinear(LayerKind):
-    """y = x w + b, with x and w quantized."""
+    """A layer that computes y = x w + b, with x and w quantized.
+
+    `weight` has the shape (inputs, outputs), and `bias` has the shape (outputs,), is None or is absent.
+
+    >>> import fakequant as fq
+    >>> kind = fq.nn.quantizes("package.module.Conv1D")(TransposedLinear)
+    """
 
     channel_axis: ClassVar[int] = 1
 
+    @classmethod
+    def unsupported_reason(cls, module: AnyLayer) -> str | None:
+        """Returns why `module` is no such layer, or None if it is."""
+        return reason_against_matrix(module)
+
     @staticmethod
-    def forward(layer: Any, x: Tensor) -> Tensor:
-        """As in `Conv1D` of transformers."""
+    def forward(layer: AnyLayer, x: Tensor) -> Tensor:
+        """Takes and returns a tensor with features on the last axis."""
         return quantize_output(layer, compute(layer, transposed_linear, x))
-
-
-quantizes("transformers.models.falcon.modeling_falcon.FalconLinear")(Linear)

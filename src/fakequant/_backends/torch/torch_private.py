@@ -6,6 +6,7 @@ names it. Private attributes that modules and tensors have had for many releases
 `_forward_hooks`, `_version`) are not listed here.
 """
 
+import importlib
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -129,10 +130,22 @@ class Inductor(NamedTuple):
     config: Any
 
 
+def _is_imported(name: str) -> bool:
+    """Returns True if a module is imported, and not in the middle of being imported."""
+    module = sys.modules.get(name)
+    return module is not None and not getattr(module.__spec__, "_initializing", False)
+
+
 def inductor() -> Inductor | None:
-    """Returns Inductor, or None if it is not imported. Without it: compiled code would not fuse the operators."""
-    module = sys.modules.get("torch._inductor.decomposition")
-    if module is None or getattr(module.__spec__, "_initializing", False):
+    """Returns Inductor, or None if nothing is compiled yet. Without it: compiled code would not fuse the operators.
+
+    Inductor copies its tables when it is imported, in the middle of a compilation. It is imported before that, as soon
+    as the compiler in front of it is.
+    """
+    if not _is_imported("torch._dynamo"):
+        return None
+    module = importlib.import_module("torch._inductor.decomposition")
+    if not _is_imported("torch._inductor.decomposition"):
         return None
     # The second table is a cached, extended copy of the first, so both have to be updated.
     return Inductor((module.decompositions, module.fast_random_decomps()), sys.modules["torch._inductor.config"])

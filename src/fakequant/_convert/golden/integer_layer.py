@@ -14,16 +14,23 @@ from torch import Tensor
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.formula import onnx_steps
 from fakequant._convert.golden.fixed_grid import Grid
-from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, OnGrid, origin_of, plain, track
+from fakequant._convert.golden.tracked_codes import (
+    EXACT_IN_FLOAT32,
+    Accumulated,
+    GridOf,
+    OnGrid,
+    origin_of,
+    plain,
+    track,
+)
 from fakequant.nn._deployed_bias import along_outputs, has_one_scale_per_sum
+from fakequant.nn._function_calls import not_watched
 from fakequant.nn._quantized_layer import Operator, QuantizedLayer, input_grid_of, reduced
-from fakequant.nn._records import LayerRecord
+from fakequant.nn._records import LayerRecord, Operands
 from fakequant.spec import QuantSpec
 
 # True if float32 convolutions of integers are exact. On ARM, some use a transform that rounds.
 _DIRECT_CONVOLUTIONS = platform.machine().lower() in ("x86_64", "amd64")
-# All integers up to this limit are exact in float32, and so are sums of integers that stay below it.
-_EXACT_IN_FLOAT32 = 2**24
 
 
 class IntegerLayer(QuantizedLayer):
@@ -50,9 +57,11 @@ class IntegerLayer(QuantizedLayer):
         record = self.__dict__.get("_fakequant")
         if isinstance(record, Integers):
             if name == record.kind.weight_name and record.weight_spec is not None:
-                return record.quantized_weight(self)
+                with not_watched():
+                    return record.quantized_weight(self)
             if name == record.kind.bias_name and self._buffers.get("bias_codes") is not None:
-                return record.quantized_bias(self)
+                with not_watched():
+                    return record.quantized_bias(self)
         return super().__getattr__(name)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -89,11 +98,22 @@ class Integers(LayerRecord):
         weight: Tensor = getattr(layer, self.kind.weight_name)
         return weight
 
+    def float_weight(self, layer: IntegerLayer, given: Tensor | None) -> Tensor:
+        """Returns the weight with which a layer computes in float: `given` if there is one and no codes."""
+        return self.quantized_weight(layer) if given is None or self.weight_spec is not None else given
+
     def quantized_bias(self, layer: IntegerLayer) -> Tensor | None:
         """Returns the bias as a float, or None if the layer has none."""
         return float_bias(layer)
 
-    def compute(self, layer: IntegerLayer, operator: Operator, input: Tensor, rows: slice = slice(None)) -> Tensor:
+    def compute(
+        self,
+        layer: IntegerLayer,
+        operator: Operator,
+        input: Tensor,
+        operands: Operands | None = None,
+        weight: Tensor | None = None,
+    ) -> Tensor:
         """Quantizes the input and applies `operator` to it, the weight and the bias.
 
         Args:
@@ -101,15 +121,22 @@ class Integers(LayerRecord):
             operator: A function of input, weight and bias, such as `F.linear`. It is given integers if sums have one
                 scale, otherwise floats.
             input: The input, which need not be quantized.
-            rows: The part of the weight and the bias to use.
+            operands: None: calls share nothing but the codes.
+            weight: Used instead of the layer's weight if that has no codes.
         """
+        return self._compute_part(layer, operator, input, slice(None), weight)
+
+    def _compute_part(
+        self, layer: IntegerLayer, operator: Operator, input: Tensor, rows: slice, weight: Tensor | None = None
+    ) -> Tensor:
+        """Does the work of `compute` with some rows of the weight and the bias."""
         if self.takes_vectors and input.dim() != 2:
             raise ValueError(
                 f"{self.path or 'The layer'} has a batch norm folded into it and takes inputs of shape (batch, "
                 f"features), got {tuple(input.shape)}. With more axes, the batch norm would normalize another axis.\n"
                 f"Leave the layer in float with config.skip({self.path!r})."
             )
-        return self.result(layer, operator, input, rows)
+        return self.result(layer, operator, input, rows, weight)
 
     def compute_rows(self, layer: IntegerLayer, operator: Operator, inputs: list[Tensor]) -> list[Tensor]:
         """Applies `operator` to each input and its part of the weight and the bias.
@@ -118,19 +145,21 @@ class Integers(LayerRecord):
         """
         rows = self.weight_shape[0] if self.weight_spec is not None else len(getattr(layer, self.kind.weight_name))
         size = rows // len(inputs)
-        return [self.compute(layer, operator, x, slice(i * size, (i + 1) * size)) for i, x in enumerate(inputs)]
+        return [self._compute_part(layer, operator, x, slice(i * size, (i + 1) * size)) for i, x in enumerate(inputs)]
 
     def name(self, tensor: str) -> str:
         """Returns the name of one of the layer's tensors in a file."""
         return f"{self.path}.{tensor}" if self.path else tensor
 
     @torch.no_grad()
-    def result(self, layer: IntegerLayer, operator: Operator, input: Tensor, rows: slice) -> Tensor:
+    def result(
+        self, layer: IntegerLayer, operator: Operator, input: Tensor, rows: slice, given: Tensor | None = None
+    ) -> Tensor:
         """Does the work of `compute`, whose arguments it takes, after the input was checked."""
         x = self.quantize_input(layer, input)
         origin = origin_of(x)
         if self.weight_spec is None or not isinstance(origin, OnGrid) or not _sums_have_one_scale(layer):
-            return operator(plain(x), self.quantized_weight(layer)[rows], part_of(float_bias(layer), rows))
+            return operator(plain(x), self.float_weight(layer, given)[rows], part_of(float_bias(layer), rows))
         grid = origin.grid
         levels = onnx_steps(plain(x), grid.scale)
         weight = weight_levels(layer)
@@ -231,7 +260,7 @@ def _wide_enough(layer: IntegerLayer, grid: GridOf, weight: Tensor) -> torch.dty
     # Other devices may multiply float32 with fewer bits, for example TF32.
     is_exact = weight.is_cpu and (weight.dim() == 2 or _DIRECT_CONVOLUTIONS)
     is_exact = is_exact and torch.get_float32_matmul_precision() == "highest"
-    return torch.float32 if is_exact and bound < _EXACT_IN_FLOAT32 else torch.float64
+    return torch.float32 if is_exact and bound < EXACT_IN_FLOAT32 else torch.float64
 
 
 @overload

@@ -307,6 +307,8 @@ def _tracked(rule: _Rule, call: _Call) -> Any:
     if not isinstance(call.result, Tensor) or not call.result.is_floating_point():
         return call.result
     origin = rule(call)
+    if isinstance(origin, Accumulated):
+        return track(origin.sums.float() * origin.scale, origin)
     return call.result if origin is None else track(call.result, origin)
 
 
@@ -393,6 +395,22 @@ def _averaged(call: _Call) -> Origin | None:
     return Averaged(origin, tuple(sorted(axis % x.dim() for axis in axes)), keepdim)
 
 
+# All integers up to this limit are exact in float32, and so are sums of integers that stay below it.
+EXACT_IN_FLOAT32 = 2**24
+
+
+def _multiplied(call: _Call) -> Origin | None:
+    """For products of two tensors that are on grids. Integer kernels sum products of codes without rounding."""
+    origins = [origin_of(x) for x in call.args[:2]]
+    if len(origins) < 2 or not all(isinstance(x, OnGrid) and x.grid.scale.dim() == 0 for x in origins):
+        return None
+    a, b = (x for x in origins if isinstance(x, OnGrid))
+    levels = [onnx_steps(x.value, x.grid.scale) for x in (a, b)]
+    largest = a.value.shape[-1] * a.grid.spec.levels * b.grid.spec.levels
+    dtype = torch.float32 if largest < EXACT_IN_FLOAT32 else torch.float64
+    return Accumulated(call.func(*(x.to(dtype) for x in levels)), a.grid.scale * b.grid.scale)
+
+
 _RULES: dict[TorchFunction, _Rule] = {
     **dict.fromkeys(MOVES_OF_VALUES, _selected),
     **dict.fromkeys(MOVES_OF_CODES, _moved),
@@ -408,6 +426,7 @@ _RULES: dict[TorchFunction, _Rule] = {
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__iadd__, Tensor.add_), _added),
     Tensor.__radd__: _added_from_the_right,
     **dict.fromkeys((torch.mean, Tensor.mean, F.adaptive_avg_pool2d), _averaged),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm), _multiplied),
 }  # fmt: skip
 
 

@@ -218,7 +218,8 @@ def verification_entry(found: "Verification") -> Entry:
         "target": found.target,
         "verdict": [f"{line[:1].upper()}{line[1:].rstrip('.')}." for line in found.verdict().splitlines()],
         "rows": rows,
-        "kernels": list(found.kernels.items()),
+        "kernels": [(path, kernel, found.floats.get(path, "")) for path, kernel in found.kernels.items()]
+        + [(path, "–", why) for path, why in found.floats.items() if path not in found.kernels],
         "skipped": list(found.skipped.items()),
     }
 
@@ -238,6 +239,7 @@ def overview(
     bad = sum(bool(j.findings) for j in judged)
     ratio = summary.bytes_after / max(summary.bytes_before, 1)
     tiles: list[Tile] = [
+        *_share_tiles(summary, verification),
         _layers_tile(summary),
         (
             "Size of parameters",
@@ -264,6 +266,28 @@ def overview(
         verdict = "same codes" if verification.ok else "differs"
         tiles.append(("Runtime", verdict, f"target {verification.target}", not verification.ok))
     return tiles
+
+
+def _share_tiles(summary: Summary, verification: "Verification | None") -> list[Tile]:
+    """Returns tiles with the shares that are quantized and, if the runtime is known, that run in integers."""
+    tiles = [_share_tile("Quantized", summary.quantized_multiplications, summary.quantized_parameters, summary, "")]
+    if verification is not None and verification.parameters:
+        floats = len(verification.floats)
+        words = f". {floats} of {verification.layers} layers run in float" if floats else ""
+        amounts = verification.integer_multiplications, verification.integer_parameters
+        tiles.append(_share_tile("In integers in the runtime", *amounts, summary, words, floats > 0))
+    return tiles
+
+
+def _share_tile(
+    title: str, multiplications: int, parameters: int, summary: Summary, words: str, is_bad: bool = False
+) -> Tile:
+    of_parameters = f"{parameters / max(summary.parameters, 1):.1%}"
+    if not summary.multiplications:
+        return (title, of_parameters, f"of {summary.parameters:,} parameters{words}", is_bad)
+    share = f"{multiplications / summary.multiplications:.1%}"
+    of = f"of {summary.multiplications:,} multiplications, {of_parameters} of {summary.parameters:,} parameters"
+    return (title, share, f"{of}{words}", is_bad)
 
 
 def _layers_tile(summary: Summary) -> Tile:

@@ -139,7 +139,7 @@ def counting(model: nn.Module) -> Iterator[list[TensorCounts]]:
     scale, or one that received no data.
     """
     weights = {
-        module.weight_quantizer: whole(getattr(module, module._fakequant.kind.weight_name))
+        module.weight_quantizer: whole(module._fakequant.kind.read_weight(module))
         for module in model.modules()
         if isinstance(module, QuantizedLayer) and module.weight_quantizer is not None
     }

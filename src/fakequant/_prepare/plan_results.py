@@ -1,0 +1,194 @@
+"""The part of `prepare` that quantizes results: outputs of modules, and results of functions that their code calls."""
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from fakequant import _targets
+from fakequant._prepare.attach import Preparation, attach_functions, attach_output, detach_output
+from fakequant._prepare.data_flow import DataFlow
+from fakequant._prepare.flow_graph import FlowGraph
+from fakequant._prepare.places import Place, find_place
+from fakequant._prepare.plan import Plan, check_free, make_activation_quantizer
+from fakequant._prepare.quantized_results import attention_to_quantize, quantized_products, results_to_quantize
+from fakequant.config import QuantConfig
+from fakequant.nn._function_calls import CHILD, WEIGHTS, FunctionQuantizers, calling_class
+from fakequant.nn._quantized_layer import QuantizedLayer
+from fakequant.nn._quantizer import Quantizer
+from fakequant.nn._records import NAME, find_record
+from fakequant.nn._recurrent import is_recurrent
+
+
+@dataclasses.dataclass
+class FunctionPlan:
+    """What `FunctionQuantizers` of one module will be made of. Layers are given by their paths."""
+
+    quantizers: dict[str, Quantizer] = dataclasses.field(default_factory=dict)
+    layers: dict[str, str] = dataclasses.field(default_factory=dict)
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    callees: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Results:
+    """The quantizers of results that `prepare` will add.
+
+    Attributes:
+        outputs: The quantizers of outputs, by the path of the module.
+        functions: The quantizers of function calls, by the path of the module whose code calls them.
+        notes: Why other results stay in float.
+        products: The names of calls that multiply two quantized results.
+    """
+
+    outputs: dict[str, Quantizer] = dataclasses.field(default_factory=dict)
+    functions: dict[str, FunctionPlan] = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    products: list[str] = dataclasses.field(default_factory=list)
+
+    def find(self, place: Place) -> Quantizer | None:
+        """Returns the quantizer of a place, or None if it has none."""
+        if place.key is None:
+            return self.outputs.get(place.path)
+        return self.functions[place.path].quantizers.get(place.key) if place.path in self.functions else None
+
+    def add(self, place: Place, quantizer: Quantizer) -> None:
+        """Adds a quantizer."""
+        if place.key is None:
+            self.outputs[place.path] = quantizer
+        else:
+            self.functions.setdefault(place.path, FunctionPlan()).quantizers[place.key] = quantizer
+
+
+def plan_results(model: nn.Module, config: QuantConfig, plan: Plan, flow: DataFlow) -> Results:
+    """Creates the quantizers of results, without changing the model.
+
+    Args:
+        model: The float model.
+        config: Says whether operands are quantized, and how.
+        plan: The quantizers that layers will have.
+        flow: The data flow of the model.
+    """
+    results = Results()
+    if config.operands is not None and flow.problem is not None:
+        results.notes.append(
+            f"the model could not be traced ({flow.problem}): operands are not quantized. "
+            "Pass an example: prepare(model, config, example)"
+        )
+    elif config.operands is not None:
+        quantized = {layer.path for layer in plan.layers}
+        for place in _find_places(model, config, plan, flow, results):
+            add_quantizer(model, config, results, place, is_layer=place.path in quantized)
+        results.products = [str(call) for call in quantized_products(model, flow, plan, config)]
+    if flow.is_recorded:
+        _describe_calls({layer.path for layer in plan.layers}, results, flow.graphs[-1])
+    return results
+
+
+def _find_places(
+    model: nn.Module, config: QuantConfig, plan: Plan, flow: DataFlow, results: Results
+) -> dict[Place, None]:
+    """Returns where results need a quantizer. Adds notes on results that cannot have one."""
+    places: dict[Place, None] = {}
+    for call in results_to_quantize(model, flow, plan, config):
+        place = find_place(model, call)
+        if place is not None:
+            places[place] = None
+        elif call.kind == "function":
+            results.notes.append(f"{call} is computed by a function: it stays in float. {_advice(flow)}")
+    for call in attention_to_quantize(model, flow, plan, config):
+        places[Place(call.path, call.key + WEIGHTS)] = None
+    return places
+
+
+def add_quantizer(model: nn.Module, config: QuantConfig, results: Results, place: Place, *, is_layer: bool) -> None:
+    """Adds a new quantizer for a place to `results`, or a note on why there is none.
+
+    Args:
+        model: The model.
+        config: Says how the result is quantized.
+        results: What to add to.
+        place: Where the result is quantized.
+        is_layer: Whether the place is the output of a quantized layer.
+    """
+    module = model.get_submodule(place.path)
+    use, _ = config.find(place.path, module)
+    problem = None if is_layer else _problem(place, module)
+    if problem is not None:
+        results.notes.append(f"{place} cannot be quantized: {problem}")
+    elif use is not None:
+        assert config.operands is not None
+        spec = _targets.find(config.target).fit_activation(config.operands)
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        results.add(place, make_activation_quantizer(use, spec, str(place), device).train(module.training))
+
+
+def _describe_calls(layers: set[str], results: Results, graph: FlowGraph) -> None:
+    """Adds to the plans of functions which layers compute calls, and how the code of the modules was seen to run."""
+    for call in graph.modules():
+        if call.caller is not None and call.path in layers:
+            path, key = call.caller
+            results.functions.setdefault(path, FunctionPlan()).layers[key] = call.path
+    for path, plan in results.functions.items():
+        plan.counts, plan.callees = dict(graph.counts[path]), sorted(graph.callees.get(path, ()))
+
+
+def attach_results(model: nn.Module, results: Results) -> list[str]:
+    """Adds the quantizers of results to a model. Returns the paths of modules that are no layers and have outputs."""
+    hooked = []
+    for path, quantizer in results.outputs.items():
+        module = model.get_submodule(path)
+        if isinstance(module, QuantizedLayer):
+            module.output_quantizer = module.output_quantizer or quantizer
+        else:
+            attach_output(module, quantizer)
+            hooked.append(path)
+    for path, plan in results.functions.items():
+        layers = {key: model.get_submodule(layer) for key, layer in plan.layers.items()}
+        made = FunctionQuantizers(plan.quantizers, layers, plan.counts, plan.callees)
+        attach_functions(model.get_submodule(path), made)
+    return hooked
+
+
+def withdraw_results(model: nn.Module, made: Preparation) -> None:
+    """Removes the quantizers of results from a model, so that a new plan can be made for them.
+
+    Layers that shared the grid of such a quantizer get an input quantizer of their own.
+    """
+    for path, module in model.named_modules():
+        if path in made.outputs and not is_recurrent(module):
+            detach_output(module)
+        if isinstance(module, QuantizedLayer):
+            use, _ = made.config.find(path, module)
+            assert use is not None
+            record = module._fakequant
+            if record.input_grid is not None:
+                where = f"{path}.input" if path else "input"
+                device = record.input_grid.grid.device
+                own = make_activation_quantizer(use, record.input_grid.spec, where, device)
+                module.input_quantizer, record.input_grid = own.train(module.training), None
+            if use.output is None:
+                module.output_quantizer = None
+    made.outputs = [path for path in made.outputs if is_recurrent(model.get_submodule(path))]
+
+
+def _problem(place: Place, module: nn.Module) -> str | None:
+    """Returns why the result of a module that is not a quantized layer cannot be quantized, or None if it can."""
+    if isinstance(module, (nn.Embedding, nn.MultiheadAttention)):
+        return "its layer stays in float"
+    if is_recurrent(module):
+        return "it may be a state of a recurrent layer, which stays in float"
+    name = "output_quantizer" if place.key is None else CHILD
+    try:
+        check_free(module, [name] if find_record(module) else [name, NAME])
+        if place.key is not None:
+            calling_class(type(module))
+    except Exception as error:  # deriving a class can run user code, such as __init_subclass__
+        return str(error).split("\n")[0]
+    return None
+
+
+def _advice(flow: DataFlow) -> str:
+    if flow.is_recorded:
+        return "No module returns it, and its function cannot be watched"
+    return "Pass an example: prepare(model, config, example)"

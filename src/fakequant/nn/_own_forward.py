@@ -1,0 +1,163 @@
+"""Layers with a forward pass of their own: classes that derive from a supported class and override its forward pass.
+
+    class Standardized(nn.Conv2d):
+        def forward(self, x):
+            return F.conv2d(x, standardized(self.weight), self.bias)
+
+Such code may compute the weight, pad the input or cast both, and then calls one function that multiplies them. A
+quantized layer runs the code, and computes that one call with quantized tensors. The weight that reaches the function
+is the one that is quantized.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from fakequant.nn._dry_run import DryRun, dry_run
+from fakequant.nn._layer_calls import PRODUCTS, compute_product, split_arguments
+from fakequant.nn._layer_kinds import AnyLayer, LayerKind
+from fakequant.nn._quantized_layer import quantize_output
+from fakequant.nn._records import float_class_of
+
+
+class OwnForward(LayerKind):
+    """The base of the kinds of layers with a forward pass of their own."""
+
+    runs_float_forward: ClassVar[bool] = True
+
+    @classmethod
+    def input_shape(cls, layer: AnyLayer, extra: int) -> tuple[int, ...]:
+        """Returns the shape of the smallest input of a layer, with `extra` more elements on all axes but channels."""
+        raise NotImplementedError
+
+    @classmethod
+    def unsupported_reason(cls, module: AnyLayer) -> str | None:
+        """Returns what the code of a layer does that cannot be quantized, or None. Runs the code on two small inputs.
+
+        The code must call one function, with a weight that does not depend on the input and with the layer's bias,
+        and return its result.
+        """
+        reason = cls._unsupported_reason(module)
+        name = float_class_of(module).__name__
+        return None if reason is None else f"{name} overrides the forward pass of a supported layer type: {reason}"
+
+    @classmethod
+    def _unsupported_reason(cls, module: AnyLayer) -> str | None:
+        if next(module.children(), None) is not None:
+            return "it has child modules"
+        try:
+            runs = [dry_run(module, cls.bias_name, cls._example(module, extra)) for extra in (0, 1)]
+            shape = tuple(getattr(module, cls.weight_name).shape)
+        except Exception as error:  # the code of the layer can raise anything
+            words = str(error).strip().split("\n")[0]
+            return f"it fails on a small input with {type(error).__name__}: {words}"
+        reason = next((reason for run in runs if (reason := cls._reason_against(run, shape)) is not None), None)
+        if reason is not None:
+            return reason
+        first, second = (run.calls[0].given.weight for run in runs)
+        is_same = first.dtype == second.dtype and torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
+        return None if is_same else "its weight depends on the input"
+
+    @classmethod
+    def _reason_against(cls, run: DryRun, shape: tuple[int, ...]) -> str | None:
+        if len(run.calls) != 1:
+            return f"it calls F.linear and convolutions {len(run.calls)} times instead of once"
+        call = run.calls[0]
+        if tuple(call.given.weight.shape) != shape:
+            return f"{call.function} gets a weight of shape {tuple(call.given.weight.shape)}, not {shape}"
+        if not run.has_own_bias:
+            return f"{call.function} does not get the layer's bias"
+        if not run.returns_result:
+            return f"it does not return the result of {call.function}"
+        return None
+
+    @classmethod
+    def read_weight(cls, layer: AnyLayer) -> Tensor:
+        """Returns the weight that the code of a layer multiplies by, without gradient."""
+        run = dry_run(layer, cls.bias_name, cls._example(layer, 0), stop=True)
+        if not run.calls:
+            raise RuntimeError(_changed(layer, 0))
+        return run.calls[0].given.weight
+
+    @classmethod
+    def changes_input(cls, layer: AnyLayer) -> bool:
+        """Returns True unless the code of a layer multiplies the layer's input as it is."""
+        runs = [dry_run(layer, cls.bias_name, cls._example(layer, extra), stop=True) for extra in (0, 1)]
+        return not all(run.passes_input for run in runs)
+
+    @classmethod
+    def _example(cls, layer: AnyLayer, extra: int) -> Tensor:
+        """Returns an input for a dry run. Its values depend on `extra`, too."""
+        weight: Tensor = getattr(layer, cls.weight_name)
+        shape = cls.input_shape(layer, extra)
+        steps = torch.arange(torch.Size(shape).numel(), dtype=torch.float32)
+        return torch.cos(steps + extra).reshape(shape).to(weight.device, weight.dtype)
+
+    @staticmethod
+    def forward(layer: AnyLayer, *args: Any, **kwargs: Any) -> Any:
+        """Takes and returns the same as the forward pass of the layer's class."""
+        product = _Product(layer, (*args, *kwargs.values()))
+        with product:
+            y = layer._fakequant.float_class.forward(layer, *args, **kwargs)
+        if product.calls != 1:
+            raise RuntimeError(_changed(layer, product.calls))
+        return quantize_output(layer, y)
+
+
+class OwnForwardLinear(OwnForward):
+    """A class derived from `nn.Linear` with a forward pass of its own."""
+
+    @classmethod
+    def input_shape(cls, layer: AnyLayer, extra: int) -> tuple[int, ...]:
+        """Returns (batch, features)."""
+        return 1 + extra, layer.weight.shape[1]
+
+
+class OwnForwardConv(OwnForward):
+    """A class derived from `nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d` with a forward pass of its own."""
+
+    @classmethod
+    def input_shape(cls, layer: AnyLayer, extra: int) -> tuple[int, ...]:
+        """Returns (batch, channels, ...), where the kernel fits exactly if `extra` is 0."""
+        sizes = zip(layer.kernel_size, layer.dilation, strict=True)
+        return 1 + extra, layer.in_channels, *((k - 1) * dilation + 1 + extra for k, dilation in sizes)
+
+
+class _Product(TorchFunctionMode):
+    """Computes the call of `F.linear` or a convolution in the code of a layer with quantized tensors."""
+
+    def __init__(self, layer: AnyLayer, inputs: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.layer, self.inputs = layer, inputs
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if PRODUCTS.get(func) is None:
+            return func(*args, **kwargs)
+        self.calls += 1
+        given = split_arguments(args, kwargs)
+        if self.layer.input_quantizer is None and self.layer._fakequant.input_grid is not None:
+            self._require_input(given.input)
+        return compute_product(self.layer, func, given)
+
+    def _require_input(self, x: Tensor) -> None:
+        """Raises RuntimeError if `x` has not the shape of an argument, and so is not what the producer quantized."""
+        if not any(isinstance(one, Tensor) and one.shape == x.shape for one in self.inputs):
+            name = self.layer._fakequant.float_class.__name__
+            raise RuntimeError(
+                f"{name} multiplies an input of shape {tuple(x.shape)}, which is not the shape of its own input. It "
+                "did not change the small inputs on which `prepare` ran it, so it has no input quantizer of its own.\n"
+                f"Register a kind for {name} with @fakequant.nn.quantizes, or leave the layer in float with a rule."
+            )
+
+
+def _changed(layer: AnyLayer, calls: int) -> str:
+    name = float_class_of(layer).__name__
+    return (
+        f"The forward pass of {name} called F.linear and convolutions {calls} times, but once when the model was "
+        "prepared. Its one product is quantized.\n"
+        f"Register a kind for {name} with @fakequant.nn.quantizes, or leave the layer in float with a rule."
+    )

@@ -1,0 +1,249 @@
+"""Quantized `nn.LSTM`, `nn.GRU` and `nn.RNN`.
+
+A prepared recurrent layer has one child per product, a `RecurrentProduct`:
+
+    ih_l0             the input of layer 0        with weight_ih_l0 and bias_ih_l0
+    hh_l0             its hidden state            with weight_hh_l0 and bias_hh_l0
+    hr_l0             with `proj_size`, what becomes the hidden state, with weight_hr_l0
+    ih_l0_reverse     the same for the other direction
+
+Inputs and weights of the products are quantized. Gates, cell states and the elementwise operations stay in float. The
+product of the input is computed for all steps at once, that of the hidden state step by step.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from fakequant.nn._layer_kinds import AnyLayer, LayerKind, find_kind, quantizes
+from fakequant.nn._product_steps import Steps
+from fakequant.nn._quantized_layer import quantize_output, reduced
+from fakequant.nn._records import LayerRecord
+from fakequant.nn._recurrent_formulas import FORMULAS, State
+from fakequant.nn._recurrent_product import Names, RecurrentProduct
+
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+
+
+class QuantizedRecurrentLayer(nn.Module):
+    """The base of prepared and converted recurrent layers. Their products are the quantized layers."""
+
+    _fakequant: Any
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return reduced(self, QuantizedRecurrentLayer)
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Recurrence(LayerRecord):
+    """The record of a prepared or converted recurrent layer: `layer._fakequant`."""
+
+    base = QuantizedRecurrentLayer
+
+    def length(self, x: Tensor, axis: int) -> int:
+        """Returns the number of steps."""
+        return x.shape[axis]
+
+
+class RecurrentKind(LayerKind):
+    """The base of kinds of recurrent layers."""
+
+    @classmethod
+    def products(cls, module: AnyLayer) -> dict[str, Names]:
+        """Returns the products of a layer: their names as children, with the names of weight and bias."""
+        names = [name for name, _ in module.named_parameters(recurse=False) if name.startswith("weight_")]
+        parts = [name.removeprefix("weight_") for name in names]
+        return {part: (f"weight_{part}", f"bias_{part}") for part in parts}
+
+    @classmethod
+    def unsupported_reason(cls, module: AnyLayer) -> str | None:
+        """Rejects layers with weights that are not parameters, because a parametrization or a hook computes them."""
+        expected = (
+            module._flat_weights_names if isinstance(module, nn.RNNBase) else ("weight_ih", "weight_hh")
+        )  # a list of torch's, with all names
+        computed = [name for name in expected if name not in module._parameters]
+        return f"{computed[0]} is not a parameter: it is computed" if computed else None
+
+
+def recurrence_of(module: nn.Module) -> Recurrence:
+    """Returns the record with which a float layer becomes a prepared or converted one."""
+    kind = find_kind(type(module))
+    assert kind is not None
+    return Recurrence(kind=kind, float_class=type(module))
+
+
+def is_recurrent(module: nn.Module) -> bool:
+    """Returns True for recurrent layers and cells of torch, quantized or not."""
+    return isinstance(module, _RECURRENT)
+
+
+def products_of(module: nn.Module, kind: type[LayerKind]) -> dict[str, RecurrentProduct]:
+    """Returns new products for a float layer, by name. Empty if it is not recurrent."""
+    if not issubclass(kind, RecurrentKind):
+        return {}
+    return {name: RecurrentProduct(module, *names) for name, names in kind.products(module).items()}
+
+
+@quantizes(nn.LSTM, nn.GRU, nn.RNN)
+class Recurrent(RecurrentKind):
+    """A recurrent layer with quantized products."""
+
+    @staticmethod
+    # As in float: Dynamo does not compile these classes, and would compile each step by itself.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(layer: AnyLayer, input: Tensor | PackedSequence, hx: Any = None) -> tuple[Any, Any]:
+        """Takes and returns the same as the layer in float."""
+        if isinstance(input, PackedSequence):
+            return _forward_packed(layer, input, hx)
+        if input.dim() not in (2, 3):
+            raise ValueError(f"{layer.mode}: Expected input to be 2D or 3D, got {input.dim()}D instead")
+        is_batched = input.dim() == 3
+        axis = 1 if layer.batch_first and is_batched else 0  # of time
+        x = input if is_batched else input.unsqueeze(1)
+        steps = layer._fakequant.length(x, axis)
+        if not steps:
+            raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
+        states = _first_states(layer, x, x.shape[1 - axis], hx, 3 if is_batched else 2)
+        y, last = _run(layer, x, states, _Whole(steps, axis))
+        if not is_batched:
+            y, last = y.squeeze(1), tuple(state.squeeze(1) for state in last)
+        return quantize_output(layer, y), last if layer.mode == "LSTM" else last[0]
+
+
+def _forward_packed(layer: AnyLayer, input: PackedSequence, hx: Any) -> tuple[PackedSequence, Any]:
+    x, batch_sizes, order, back = input
+    sizes = batch_sizes.tolist()
+    if hx is not None:
+        hx = layer.permute_hidden(hx, order)
+    states = _first_states(layer, x, sizes[0], hx, 3)
+    y, last = _run(layer, x, states, _Packed(sizes))
+    hidden = layer.permute_hidden(last if layer.mode == "LSTM" else last[0], back)
+    return PackedSequence(quantize_output(layer, y), batch_sizes, order, back), hidden
+
+
+def _first_states(layer: AnyLayer, x: Tensor, batch: int, hx: Any, dims: int) -> list[State]:
+    """Returns the first state of every layer and direction. `dims` is the number of axes that `hx` must have."""
+    if x.shape[-1] != layer.input_size:
+        raise RuntimeError(
+            f"input.size(-1) must be equal to input_size. Expected {layer.input_size}, got {x.shape[-1]}"
+        )
+    number = layer.num_layers * (2 if layer.bidirectional else 1)
+    sizes = [layer.proj_size or layer.hidden_size, *([layer.hidden_size] if layer.mode == "LSTM" else [])]
+    if hx is None:
+        return [tuple(x.new_zeros(batch, size) for size in sizes)] * number
+    given = tuple(hx) if layer.mode == "LSTM" else (hx,)
+    for state, size in zip(given, sizes, strict=True):
+        expected = (number, batch, size) if dims == 3 else (number, size)
+        if tuple(state.shape) != expected:
+            raise RuntimeError(f"Expected hidden size {expected}, got {list(state.shape)}")
+    given = tuple(state if dims == 3 else state.unsqueeze(1) for state in given)
+    return [tuple(state[place] for state in given) for place in range(number)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Whole:
+    """A batch of sequences of the same length."""
+
+    length: int
+    # The axis of time in the input and the result of the layer. In between it is 0.
+    axis: int
+
+    def split(self, products: Tensor, *, first: bool) -> list[Tensor]:
+        axis = self.axis if first else 0
+        return [products.select(axis, step) for step in range(self.length)]
+
+    def join(self, results: list[Tensor], *, last: bool) -> Tensor:
+        return torch.stack(results, self.axis if last else 0)
+
+    def run(self, advance: "_Advance", products: list[Tensor], state: State, *, reverse: bool) -> tuple[Any, State]:
+        results: list[Any] = [None] * self.length
+        for step in range(self.length)[:: -1 if reverse else 1]:
+            state = advance(products[step], state)
+            results[step] = state[0]
+        return results, state
+
+
+@dataclasses.dataclass(frozen=True)
+class _Packed:
+    """A packed batch of sequences, the longest first."""
+
+    # The number of sequences that have each step.
+    sizes: list[int]
+
+    def split(self, products: Tensor, *, first: bool) -> list[Tensor]:
+        return list(products.split(self.sizes))
+
+    def join(self, results: list[Tensor], *, last: bool) -> Tensor:
+        return torch.cat(results)
+
+    def run(self, advance: "_Advance", products: list[Tensor], state: State, *, reverse: bool) -> tuple[Any, State]:
+        if reverse:
+            return self._backward(advance, products, state)
+        results, ended = [], []
+        for product, size in zip(products, self.sizes, strict=True):
+            if size < len(state[0]):  # the others have ended
+                ended.append(tuple(part[size:] for part in state))
+                state = tuple(part[:size] for part in state)
+            state = advance(product, state)
+            results.append(state[0])
+        parts = [state, *reversed(ended)]
+        return results, tuple(torch.cat(values) for values in zip(*parts, strict=True))
+
+    def _backward(self, advance: "_Advance", products: list[Tensor], first: State) -> tuple[Any, State]:
+        results: list[Any] = [None] * len(self.sizes)
+        state = tuple(part[:0] for part in first)
+        for step in range(len(self.sizes))[::-1]:
+            size = self.sizes[step]
+            if size > len(state[0]):  # the others start here
+                starting = (part[len(state[0]) : size] for part in first)
+                state = tuple(torch.cat(parts) for parts in zip(state, starting, strict=True))
+            state = advance(products[step], state)
+            results[step] = state[0]
+        return results, state
+
+
+class _Advance:
+    """One direction of one layer. A call returns the next state. Use it in a `with` statement."""
+
+    def __init__(self, layer: AnyLayer, suffix: str) -> None:
+        self._formula = FORMULAS[layer.mode]
+        self._hidden = Steps(getattr(layer, f"hh_{suffix}"))
+        self._projection = Steps(getattr(layer, f"hr_{suffix}")) if layer.proj_size else None
+
+    def __enter__(self) -> "_Advance":
+        for steps in (self._hidden, self._projection):
+            if steps is not None:
+                steps.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for steps in (self._hidden, self._projection):
+            if steps is not None:
+                steps.__exit__(*error)
+
+    def __call__(self, x_product: Tensor, state: State) -> State:
+        h, *rest = self._formula(x_product, self._hidden(state[0]), state)
+        return (h if self._projection is None else self._projection(h), *rest)
+
+
+def _run(layer: AnyLayer, x: Tensor, states: list[State], batch: _Whole | _Packed) -> tuple[Tensor, State]:
+    """Returns the results of the last layer, and the last states of all layers and directions."""
+    directions = ("", "_reverse") if layer.bidirectional else ("",)
+    ends: list[State] = []
+    for number in range(layer.num_layers):
+        results = []
+        for direction in directions:
+            suffix = f"l{number}{direction}"
+            products = batch.split(getattr(layer, f"ih_{suffix}")(x), first=number == 0)
+            with _Advance(layer, suffix) as advance:
+                found, end = batch.run(advance, products, states[len(ends)], reverse=bool(direction))
+            results.append(batch.join(found, last=number == layer.num_layers - 1))
+            ends.append(end)
+        x = results[0] if len(results) == 1 else torch.cat(results, -1)
+        if layer.dropout and number < layer.num_layers - 1:
+            x = F.dropout(x, layer.dropout, layer.training)
+    return x, tuple(torch.stack(values) for values in zip(*ends, strict=True))

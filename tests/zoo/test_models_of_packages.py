@@ -1,0 +1,49 @@
+"""Models of transformers, timm and torchvision, with random weights, through the whole flow from `prepare` to `verify`.
+
+`make test` runs some of them, `make zoo` all (FAKEQUANT_ZOO=all).
+"""
+
+import os
+import re
+
+import pytest
+import torch
+
+import fakequant as fq
+from fakequant._prepare.multiplications import count_multiplications
+from fakequant._prepare.record_flow import record_flow
+from vision_packages import find_vision_packages
+from zoo_models import MODELS, SOME
+
+pytest.importorskip("onnxruntime")
+find_vision_packages()
+
+ALL = os.environ.get("FAKEQUANT_ZOO") == "all"
+# Functions that multiply two activations, as attention does. No layer computes these.
+PRODUCTS = re.compile(r"(^|: )(r?matmul|bmm|baddbmm|scaled_dot_product_attention) \d+$")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(torch_on_one_thread):
+    """One thread is fastest for small models."""
+
+
+def made(entry):
+    package, make = entry
+    pytest.importorskip(package)
+    torch.manual_seed(0)
+    return make()
+
+
+def multiplications_of_layers(model, example):
+    counts = count_multiplications(model, record_flow(model.eval(), example))
+    return sum(number for call, number in counts.items() if not PRODUCTS.search(call))
+
+
+@pytest.mark.parametrize("name", MODELS if ALL else SOME)
+def test_layers_of_a_model_run_in_integers(name):
+    model, example = made(MODELS[name])
+    found = fq.check(model, example)
+    assert found.ok, str(found)
+    assert found.float_kernels == {}
+    assert found.integer_multiplications >= 0.95 * multiplications_of_layers(model, example), str(found)
