@@ -67,6 +67,15 @@ def threads_as_before():
     fakequant.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled_before():
+    """Forgets what earlier tests compiled: torch compiles one function at most 8 times in a process."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and dynamo.utils.counters["frames"]:
+        dynamo.reset()
+        dynamo.utils.counters.clear()
+
+
 @pytest.fixture
 def torch_on_one_thread():
     """Runs torch on one thread, because its sums depend on the number of threads."""

@@ -25,11 +25,6 @@ QUANTIZER = fq.FakeQuantizer.q4()
 QUANTIZER.calibrate(X)
 
 
-@pytest.fixture(autouse=True)
-def nothing_compiled_before():
-    torch._dynamo.reset()
-
-
 def compiled(function, backend="aot_eager", **options):
     return torch.compile(function, fullgraph=True, backend=backend, **options)
 

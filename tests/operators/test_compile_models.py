@@ -42,8 +42,8 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiled_before(torch_on_one_thread):
-    torch._dynamo.reset()
+def one_thread(torch_on_one_thread):
+    """One thread is fastest for small models."""
 
 
 class SmallResidual(nn.Module):

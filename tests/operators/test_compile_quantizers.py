@@ -52,11 +52,6 @@ STATES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def nothing_compiled_before():
-    torch._dynamo.reset()
-
-
 def compiled(module, backend="aot_eager", **options):
     return torch.compile(module, fullgraph=True, backend=backend, **options)
 
