@@ -31,10 +31,10 @@ from fakequant.nn._batch_norm import bias_codes, widened_scale
 from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize
 from fakequant.nn._model_quantizers import quantizers
+from fakequant.nn._owned_product import release_from_owner
 from fakequant.nn._quantized_layer import Quantization, QuantizedLayer, input_grid_of
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import find_record
-from fakequant.nn._recurrent_product import release_from_owner
 from fakequant.observers import Dynamic
 from fakequant.spec import QuantSpec
 

@@ -39,10 +39,10 @@ from fakequant._train.running import check_module
 from fakequant._util.optional_packages import require, writing
 from fakequant.nn._function_calls import CHILD, CallingModule, FunctionQuantizers
 from fakequant.nn._layer_kinds import find_kind
+from fakequant.nn._owned_product import OwnedProduct, release_from_owner
+from fakequant.nn._owners import OwnerKind, is_owner, owner_record, products_of
 from fakequant.nn._quantized_layer import ATTENTION_QUANTIZERS
-from fakequant.nn._records import find_record
-from fakequant.nn._recurrent import Recurrence, is_recurrent, products_of, recurrence_of
-from fakequant.nn._recurrent_product import RecurrentProduct, release_from_owner
+from fakequant.nn._records import LayerRecord, find_record
 from fakequant.spec import QuantSpec, shortened
 
 File: TypeAlias = str | os.PathLike[str]
@@ -157,7 +157,7 @@ def _read(path: File) -> tuple[Description, State]:
     _compare_checksum(path, described["format"], metadata.get("checksum"), checksum(text, state))
     described.setdefault("extra_states", {})
     described.setdefault("functions", {})
-    described.setdefault("recurrent", {})  # files of older versions have none
+    described.setdefault("owners", {})  # files of older versions have none
     missing = [name for name, kind in _PARTS.items() if not isinstance(described.get(name), kind)]
     if missing:
         raise ValueError(f"{path} is damaged: its description lacks {', '.join(missing)}.\n{_AGAIN}")
@@ -166,7 +166,7 @@ def _read(path: File) -> tuple[Description, State]:
 
 _PARTS = {
     "target": str, "folded": list, "notes": list, "layers": dict, "grids": dict, "inputs_from": dict,
-    "functions": dict, "extra_states": dict, "recurrent": dict,
+    "functions": dict, "extra_states": dict, "owners": dict,
 }  # fmt: skip
 
 
@@ -236,11 +236,11 @@ def _describe(model: nn.Module) -> Description:
         "format": _FORMAT,
         **dataclasses.asdict(conversion(model)),
         "layers": layers,
-        "recurrent": {
+        "owners": {
             path: record.float_class.__name__
             for path, module in model.named_modules()
             for record in (find_record(module),)
-            if isinstance(record, Recurrence)
+            if isinstance(record, LayerRecord) and issubclass(record.kind, OwnerKind)
         },
         "grids": {
             path: {"spec": grid.spec.to_dict(), "arithmetic": grid.arithmetic, "eps": grid.eps}
@@ -295,7 +295,7 @@ def _extra_states(model: nn.Module) -> State:
 
 
 def _apply(model: nn.Module, described: Description, state: State, file: File) -> None:
-    _add_products(model, described["recurrent"], file)
+    _add_products(model, described["owners"], file)
     _require_same_model(model, described, file)
     target = _targets.find(described["target"]).name
     modules = dict(model.named_modules())
@@ -326,17 +326,16 @@ def _apply(model: nn.Module, described: Description, state: State, file: File) -
     return_tensors(model)
 
 
-def _add_products(model: nn.Module, recurrent: Description, file: File) -> None:
-    """Gives the recurrent layers of a float model their products. Raises ValueError if a layer has another type."""
+def _add_products(model: nn.Module, owners: Description, file: File) -> None:
+    """Gives the layers of a float model that own products these products. Raises ValueError if a type differs."""
     modules = dict(model.named_modules())
-    for path, there in recurrent.items():
+    for path, there in owners.items():
         module = modules.get(path)
-        if module is None or _kind(module) != there or not is_recurrent(module):
+        if module is None or _kind(module) != there:
             _refuse(file, path, there, _kind(module))
-        kind = find_kind(type(module))
-        if kind is None:
+        if not is_owner(module):
             raise TypeError(f"{there} is not a supported layer type")
-        attach_layer(module, recurrence_of(module), {**products_of(module, kind), "output_quantizer": None})
+        attach_layer(module, owner_record(module), {**products_of(module), "output_quantizer": None})
 
 
 def _require_same_model(model: nn.Module, described: Description, file: File) -> None:
@@ -387,7 +386,7 @@ def _make_layer(layer: nn.Module, path: str, described: Description) -> None:
     record.weight_shape, record.weight_shift = tuple(weight["shape"]), int(weight.get("shift", 0))
     for name in ("weight_codes", "weight_scale", "weight_zero_point"):
         layer.register_buffer(name, None)
-    if kind.bias_name in layer._parameters or isinstance(layer, RecurrentProduct):
+    if kind.bias_name in layer._parameters or isinstance(layer, OwnedProduct):
         layer._parameters[kind.bias_name] = None
         release_from_owner(layer, kind.bias_name)
 

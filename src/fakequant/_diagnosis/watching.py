@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from fakequant._prepare.attach import attach_layer, detach_layer
 from fakequant._train.running import copied
 from fakequant.nn._layer_kinds import find_kind
+from fakequant.nn._owners import is_owner, owner_record, products_of
 from fakequant.nn._quantized_layer import ATTENTION_QUANTIZERS, QUANTIZERS, Quantization, QuantizedLayer
 from fakequant.nn._records import find_record
-from fakequant.nn._recurrent import is_recurrent, products_of, recurrence_of
 
 # The arguments and the result of a module are any nesting of tensors and constants.
 Args: TypeAlias = tuple[Any, ...]
@@ -87,16 +87,14 @@ def in_single_steps(model: nn.Module, like: dict[str, nn.Module]) -> Iterator[No
 
 @contextmanager
 def with_products(model: nn.Module, like: nn.Module) -> Iterator[None]:
-    """Makes the recurrent layers of a float model call the same products as those of the quantized model `like`."""
+    """Makes recurrent layers and experts of a float model call the same products as those of the quantized model `like`."""
     floats = dict(model.named_modules())
     with ExitStack() as undo:
         for path, quantized in like.named_modules():
             module, record = floats.get(path), find_record(quantized)
-            if module is None or type(module) is not getattr(record, "float_class", None) or not is_recurrent(module):
+            if module is None or type(module) is not getattr(record, "float_class", None) or not is_owner(module):
                 continue
-            kind = find_kind(type(module))
-            assert kind is not None
-            attach_layer(module, recurrence_of(module), {**products_of(module, kind), "output_quantizer": None})
+            attach_layer(module, owner_record(module), {**products_of(module), "output_quantizer": None})
             undo.callback(detach_layer, module)
         yield
 

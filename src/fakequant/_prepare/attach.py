@@ -2,7 +2,7 @@
 
     module                             what is added                                             by
     a layer                            a class derived from the layer's class, child quantizers  prepare, convert
-    a recurrent layer                  the same, and a child layer for each of its products      prepare
+    a recurrent layer, experts         the same, and a child layer for each of its products      prepare
     a module that computes an operand  the child `output_quantizer`, a forward hook              prepare
     a module whose code calls          the child `function_quantizers`, a derived class          prepare
       functions that are quantized
@@ -35,6 +35,7 @@ from fakequant.nn._function_calls import (
     pause_calls,
     resume_calls,
 )
+from fakequant.nn._owned_product import OwnedProduct
 from fakequant.nn._quantized_layer import (
     ATTENTION_QUANTIZERS,
     QUANTIZERS,
@@ -43,7 +44,6 @@ from fakequant.nn._quantized_layer import (
     quantized_class,
 )
 from fakequant.nn._records import NAME, LayerRecord, Record, find_record
-from fakequant.nn._recurrent_product import RecurrentProduct
 
 if TYPE_CHECKING:
     from fakequant._prepare.first_last import FirstLast
@@ -121,7 +121,7 @@ def detach_layer(layer: nn.Module) -> None:
     for handle in record.hooks:
         handle.remove()
     layer.__class__ = record.float_class
-    products = [name for name, child in layer._modules.items() if isinstance(child, RecurrentProduct)]
+    products = [name for name, child in layer._modules.items() if isinstance(child, OwnedProduct)]
     for name in (*QUANTIZERS, *ATTENTION_QUANTIZERS, *products):
         layer._modules.pop(name, None)
 

@@ -24,7 +24,6 @@ from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize
 from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._quantized_layer import is_layer, kind_of
 from fakequant.nn._quantizer import Quantizer
-from fakequant.nn._recurrent_product import RecurrentProduct
 from fakequant.nn._respec import change_spec
 from fakequant.spec import QuantSpec
 
@@ -87,8 +86,8 @@ def widen_first_and_last(model: nn.Module, config: QuantConfig, plan: Plan, call
 
 
 def _with_products(model: nn.Module, plan: Plan) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules of a float model by path, and after each recurrent layer its planned products."""
-    products = [layer for layer in plan.layers if isinstance(layer.module, RecurrentProduct)]
+    """Yields the modules of a float model by path, and after each layer that owns products those that are planned."""
+    products = [layer for layer in plan.layers if isinstance(layer.module, OwnedProduct)]
     for path, module in model.named_modules():
         yield path, module
         for product in products:

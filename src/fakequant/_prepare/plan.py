@@ -14,11 +14,11 @@ from fakequant.nn._attention import MultiheadAttention
 from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._layer_kinds import LayerKind, find_kind, is_known
 from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize
+from fakequant.nn._owned_product import OwnedProduct
+from fakequant.nn._owners import is_owner, products_of
 from fakequant.nn._quantized_layer import RESERVED, quantized_class
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import NAME as RECORD
-from fakequant.nn._recurrent import is_recurrent, products_of
-from fakequant.nn._recurrent_product import RecurrentProduct
 from fakequant.observers import Dynamic, MovingAverage
 from fakequant.spec import QuantSpec
 
@@ -40,7 +40,7 @@ class Layer:
 
 @dataclasses.dataclass
 class Owner:
-    """A recurrent layer, and its new children by name: its products, and the quantizer of its result or None.
+    """A layer that owns products, and its new children by name: its products, and the quantizer of its result or None.
 
     The products that will be quantized are also in `Plan.layers`.
     """
@@ -61,7 +61,7 @@ class Plan:
     unmatched: list[tuple[str, list[str]]]
     # The part of `floats` that stays in float because a spec does not fit the layer.
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
-    # The recurrent layers with a product that will be quantized.
+    # The layers that own a product that will be quantized.
     owners: list[Owner] = dataclasses.field(default_factory=list)
     # All products that rules can name, also those that stay in float, by path.
     products: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
@@ -82,7 +82,7 @@ def make_plan(model: nn.Module, config: QuantConfig) -> Plan:
             used.add(number)
         if isinstance(module, nn.MultiheadAttention):
             attentions[module.out_proj] = module
-        if is_recurrent(module):
+        if is_owner(module):
             used |= _add_products(plan, path, module, config)
             continue
         reason = _unsupported_reason(module, config_of_layer)
@@ -116,14 +116,12 @@ def _add_layer(plan: Plan, path: str, module: nn.Module, layer: LayerConfig, con
 
 
 def _add_products(plan: Plan, path: str, module: nn.Module, config: QuantConfig) -> set[int]:
-    """Adds a recurrent layer and its products to the plan. Returns the numbers of the rules that were used."""
+    """Adds a layer that owns products to the plan, with them. Returns the numbers of the rules that were used."""
     reason = _unsupported_reason(module, LayerConfig()) or _unsupported_derived_class(type(module))
     if reason is not None:
         plan.floats[path] = reason
         return set()
-    kind = find_kind(type(module))
-    assert kind is not None
-    products = products_of(module, kind)
+    products = products_of(module)
     try:
         check_free(module, (*products, "output_quantizer", RECORD))
     except _LeftInFloat as error:
@@ -157,11 +155,11 @@ def _add_products(plan: Plan, path: str, module: nn.Module, config: QuantConfig)
 def config_of(path: str, module: nn.Module, config: QuantConfig) -> tuple[LayerConfig | None, int | None]:
     """Returns the config of a layer, and the index of the rule that matched or None for the default.
 
-    A rule for a recurrent layer is one for its products too: the first rule decides that matches a product or its
+    A rule for a layer that owns products is one for them too: the first rule decides that matches a product or its
     owner.
     """
     found = config.find(path, module)
-    if not isinstance(module, RecurrentProduct):
+    if not isinstance(module, OwnedProduct):
         return found
     of_owner = config.find(path.rpartition(".")[0], module.owner)
     return min(found, of_owner, key=lambda one: len(config.rules) if one[1] is None else one[1])
@@ -250,7 +248,7 @@ class _Maker:
     def activation(self, name: str, spec: QuantSpec | None) -> Quantizer | None:
         if spec is None:
             return None
-        owner = self.module.owner if isinstance(self.module, RecurrentProduct) else self.module
+        owner = self.module.owner if isinstance(self.module, OwnedProduct) else self.module
         device = next((p.device for p in owner.parameters()), None)
         return make_activation_quantizer(self.config, self.target.fit_activation(spec), self._where(name), device)
 

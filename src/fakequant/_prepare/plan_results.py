@@ -14,6 +14,7 @@ from fakequant._prepare.plan import Plan, check_free, make_activation_quantizer
 from fakequant._prepare.quantized_results import attention_to_quantize, quantized_products, results_to_quantize
 from fakequant.config import QuantConfig
 from fakequant.nn._function_calls import CHILD, WEIGHTS, FunctionQuantizers, calling_class
+from fakequant.nn._owners import is_owner
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import NAME, find_record
@@ -156,7 +157,7 @@ def withdraw_results(model: nn.Module, made: Preparation) -> None:
     Layers that shared the grid of such a quantizer get an input quantizer of their own.
     """
     for path, module in model.named_modules():
-        if path in made.outputs and not is_recurrent(module):
+        if path in made.outputs and not is_owner(module):
             detach_output(module)
         if isinstance(module, QuantizedLayer):
             use, _ = made.config.find(path, module)
@@ -169,7 +170,7 @@ def withdraw_results(model: nn.Module, made: Preparation) -> None:
                 module.input_quantizer, record.input_grid = own.train(module.training), None
             if use.output is None:
                 module.output_quantizer = None
-    made.outputs = [path for path in made.outputs if is_recurrent(model.get_submodule(path))]
+    made.outputs = [path for path in made.outputs if is_owner(model.get_submodule(path))]
 
 
 def _problem(place: Place, module: nn.Module) -> str | None:

@@ -27,8 +27,8 @@ from fakequant._train.running import check_module
 from fakequant.config import QuantConfig
 from fakequant.nn._layer_kinds import find_kind
 from fakequant.nn._model_quantizers import name_quantizers
+from fakequant.nn._owners import owner_record
 from fakequant.nn._quantized_layer import Quantization, QuantizedLayer
-from fakequant.nn._recurrent import recurrence_of
 
 
 def prepare(model: nn.Module, config: QuantConfig, example: Any = None) -> nn.Module:
@@ -71,7 +71,7 @@ def prepare(model: nn.Module, config: QuantConfig, example: Any = None) -> nn.Mo
     results = plan_results(model, config, plan, flow)
     on_a_grid = {} if config.operands is None else drop_repeated(plan, results, sources(model, flow))
     for owner in plan.owners:
-        attach_layer(owner.module, recurrence_of(owner.module), owner.children)
+        attach_layer(owner.module, owner_record(owner.module), owner.children)
     for layer in plan.layers:
         attach_layer(layer.module, _record(layer, config), layer.quantizers)
     hooked = [owner.path for owner in plan.owners if owner.children["output_quantizer"] is not None]

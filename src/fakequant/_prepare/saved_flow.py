@@ -19,7 +19,7 @@ from fakequant.nn._function_calls import CallingModule
 from fakequant.nn._model_quantizers import name_quantizers
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
-from fakequant.nn._recurrent import is_recurrent
+from fakequant.nn._owners import is_owner
 
 
 def save_flow(model: nn.Module, made: Preparation) -> None:
@@ -98,7 +98,7 @@ def _apply(model: nn.Module, made: Preparation, saved: Tensor) -> None:
 
 def _has_output(made: Preparation, path: str, module: nn.Module) -> bool:
     """Returns True if a module quantizes its output because of the data flow, not because the config says so."""
-    if not isinstance(module._modules.get("output_quantizer"), Quantizer) or is_recurrent(module):
+    if not isinstance(module._modules.get("output_quantizer"), Quantizer) or is_owner(module):
         return False
     use, _ = made.config.find(path, module)
     return not isinstance(module, QuantizedLayer) or use is None or use.output is None

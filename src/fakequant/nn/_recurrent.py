@@ -19,12 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fakequant.nn._layer_kinds import AnyLayer, LayerKind, find_kind, quantizes
+from fakequant.nn._layer_kinds import AnyLayer, quantizes
+from fakequant.nn._owned_product import OwnedProduct
+from fakequant.nn._owners import OwnerKind
 from fakequant.nn._product_steps import Steps
 from fakequant.nn._quantized_layer import quantize_output, reduced
 from fakequant.nn._records import LayerRecord
 from fakequant.nn._recurrent_formulas import FORMULAS, State
-from fakequant.nn._recurrent_product import Names, RecurrentProduct
+from fakequant.nn._recurrent_product import RecurrentProduct
 
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
@@ -49,15 +51,17 @@ class Recurrence(LayerRecord):
         return x.shape[axis]
 
 
-class RecurrentKind(LayerKind):
+class RecurrentKind(OwnerKind):
     """The base of kinds of recurrent layers."""
 
+    record = Recurrence
+
     @classmethod
-    def products(cls, module: AnyLayer) -> dict[str, Names]:
-        """Returns the products of a layer: their names as children, with the names of weight and bias."""
+    def products(cls, module: AnyLayer) -> dict[str, OwnedProduct]:
+        """Returns one product per weight, with the bias that belongs to it."""
         names = [name for name, _ in module.named_parameters(recurse=False) if name.startswith("weight_")]
         parts = [name.removeprefix("weight_") for name in names]
-        return {part: (f"weight_{part}", f"bias_{part}") for part in parts}
+        return {part: RecurrentProduct(module, f"weight_{part}", f"bias_{part}") for part in parts}
 
     @classmethod
     def unsupported_reason(cls, module: AnyLayer) -> str | None:
@@ -69,23 +73,9 @@ class RecurrentKind(LayerKind):
         return f"{computed[0]} is not a parameter: it is computed" if computed else None
 
 
-def recurrence_of(module: nn.Module) -> Recurrence:
-    """Returns the record with which a float layer becomes a prepared or converted one."""
-    kind = find_kind(type(module))
-    assert kind is not None
-    return Recurrence(kind=kind, float_class=type(module))
-
-
 def is_recurrent(module: nn.Module) -> bool:
     """Returns True for recurrent layers and cells of torch, quantized or not."""
     return isinstance(module, _RECURRENT)
-
-
-def products_of(module: nn.Module, kind: type[LayerKind]) -> dict[str, RecurrentProduct]:
-    """Returns new products for a float layer, by name. Empty if it is not recurrent."""
-    if not issubclass(kind, RecurrentKind):
-        return {}
-    return {name: RecurrentProduct(module, *names) for name, names in kind.products(module).items()}
 
 
 @quantizes(nn.LSTM, nn.GRU, nn.RNN)
