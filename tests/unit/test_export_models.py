@@ -257,3 +257,16 @@ def test_existing_file_is_replaced_and_export_is_deterministic(mlp, folder, tmp_
     (tmp_path / "model.onnx").write_bytes(b"old")
     fq.export_onnx(mlp[0], str(tmp_path / "model.onnx"), randn(5, 16))  # another batch size
     assert (tmp_path / "model.onnx").read_bytes() == (folder / "mlp.onnx").read_bytes()
+
+
+def test_padding_before_a_max_pool_takes_part_in_the_maximum(tmp_path):
+    """ONNX Runtime merges a Pad with a MaxPool, which then ignores the padded zeros."""
+    torch.manual_seed(0)
+    pooled = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ConstantPad2d(1, 0.0), nn.MaxPool2d(3, 2), nn.GroupNorm(1, 4))
+    x = torch.randn(4, 2, 9, 9)
+    with torch.no_grad():
+        pooled[0].bias.fill_(-3.0)  # so that most results are negative
+    model = fq.calibrate(fq.prepare(pooled, recipes.int8(target=X86), x), [x], progress=False)
+    fq.export_onnx(model, tmp_path / "model.onnx", x)
+    found = fq.verify(model, tmp_path / "model.onnx", [x])
+    assert found.ok, found.verdict()

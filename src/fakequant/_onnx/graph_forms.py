@@ -7,6 +7,8 @@
 - A Clip that clips nothing is inserted between two quantizers with different grids. ONNX Runtime would otherwise
   merge them into one quantizer with a new scale.
 - The same Clip is inserted before a layer with a float weight, which ONNX Runtime would otherwise quantize.
+- The same Clip is inserted between a Pad and a MaxPool. ONNX Runtime would otherwise merge them into a MaxPool whose
+  padding is ignored, although a padded 0 is larger than a negative element.
 """
 
 import numpy as np
@@ -38,6 +40,8 @@ def rewrite(model: ir.Model) -> None:
             _separate_from_previous_grid(node)
         elif not node.domain and node.op_type in _LAYERS:
             _keep_float_weights(node)
+        elif not node.domain and node.op_type == "MaxPool":
+            _keep_padding(node)
 
 
 def _is_grid(node: ir.Node) -> bool:
@@ -98,6 +102,13 @@ def _keep_float_weights(node: ir.Node) -> None:
         weight = input_of(producer, 0)
         producer = weight.producer()
     if producer is None and weight.const_value is not None:
+        _clip_nothing_before(node, str(node.outputs[0].name))
+
+
+def _keep_padding(node: ir.Node) -> None:
+    """Stops ONNX Runtime from merging a MaxPool with a Pad before it."""
+    producer = input_of(node, 0).producer()
+    if producer is not None and producer.op_type == "Pad" and not producer.domain:
         _clip_nothing_before(node, str(node.outputs[0].name))
 
 
