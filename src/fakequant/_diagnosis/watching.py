@@ -87,7 +87,7 @@ def in_single_steps(model: nn.Module, like: dict[str, nn.Module]) -> Iterator[No
 
 @contextmanager
 def with_products(model: nn.Module, like: nn.Module) -> Iterator[None]:
-    """Makes recurrent layers and experts of a float model call the same products as those of the quantized model `like`."""
+    """Makes a float model call the products of its recurrent layers and experts, as the quantized model `like` does."""
     floats = dict(model.named_modules())
     with ExitStack() as undo:
         for path, quantized in like.named_modules():

@@ -5,6 +5,8 @@
 """
 
 import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +18,17 @@ from fakequant._convert.golden.integer_layer import (
     IntegerLayer,
     Integers,
     bias_scale,
+    float_bias,
     float_weight,
     is_integer,
     part_of,
 )
 from fakequant._onnx import onnx_operators
+from fakequant.nn._expert_groups import Groups
+from fakequant.nn._expert_product import ExpertProduct
 from fakequant.nn._linear_function import linear
 from fakequant.nn._quantized_layer import Operator
-from fakequant.nn._records import NAME, find_record
+from fakequant.nn._records import NAME, Operands, find_record
 from fakequant.nn._recurrent import Recurrence
 
 
@@ -37,6 +42,23 @@ class Stored:
     scale: Tensor
     zero_point: Tensor | None
     bias_scale: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredPart:
+    """The tensors of a part of a layer's weight in a file: the arguments of the operator `stored`, without the name."""
+
+    weight: tuple[Tensor, Tensor, Tensor | None, int]
+    bias: tuple[Tensor, Tensor, None, int] | None
+
+
+def part_name(number: int) -> str:
+    """Returns what is added to the name of a tensor if a file stores it in parts.
+
+    >>> part_name(3)
+    '[3]'
+    """
+    return f"[{number}]"
 
 
 def stored_tensors(layer: IntegerLayer, bits: int) -> Stored:
@@ -56,12 +78,29 @@ def stored_tensors(layer: IntegerLayer, bits: int) -> Stored:
     )
 
 
+def stored_parts(layer: IntegerLayer, stored: Stored, number: int) -> tuple[StoredPart, ...]:
+    """Returns the tensors of a layer cut into equal parts along the first axis of its weight."""
+
+    def cut(value: Tensor | None) -> list[Any]:
+        if value is None or value.dim() == 0 or len(value) == 1:
+            return [value] * number
+        return [part.clone() for part in value.chunk(number)]
+
+    weights = zip(cut(stored.codes), cut(stored.scale), cut(stored.zero_point), [stored.bits] * number, strict=True)
+    biases: Iterable[Any] = [None] * number
+    if layer.bias_codes is not None:
+        biases = zip(cut(layer.bias_codes), cut(stored.bias_scale), [None] * number, [32] * number, strict=True)
+    return tuple(StoredPart(weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class ExportedIntegers(Integers):
     """The record of a converted layer that is being exported."""
 
     # Computed before the model is traced. None if the weight is a float.
     stored: Stored | None = None
+    # The same, cut into one part per expert. Empty for other layers.
+    parts: tuple[StoredPart, ...] = ()
 
     def quantized_weight(self, layer: IntegerLayer) -> Tensor:
         """Returns the weight as the result of the operator that stores its codes."""
@@ -77,6 +116,36 @@ class ExportedIntegers(Integers):
         assert self.stored is not None
         assert self.stored.bias_scale is not None
         return onnx_operators.stored(layer.bias_codes, self.stored.bias_scale, None, 32, self.name("bias"))
+
+    def compute_groups(self, layer: IntegerLayer, input: Tensor, groups: Groups) -> Tensor:
+        """Multiplies the rows of each group by themselves, with a part of the weight that the file stores by itself.
+
+        Runtimes have integer kernels for these products.
+        """
+        x = self.quantize_input(layer, input)
+        grid = layer.input_quantizer if isinstance(layer.input_quantizer, Grid) else None
+        results = []
+        for number, (weight, bias) in enumerate(self._operands_of_groups(layer, groups.number)):
+            rows = x[(groups.experts == number).nonzero().squeeze(1)]
+            if grid is not None and grid.has_one_scale:
+                # Again, because runtimes look for the quantizer right before the product.
+                rows = onnx_operators.grid(*grid_of(grid, rows), f"{grid.path}.{part_name(number)}")
+            results.append(linear(rows, weight, bias))
+        return torch.cat(results)
+
+    def _operands_of_groups(self, layer: IntegerLayer, number: int) -> Iterator[Operands]:
+        """Yields the weight and the bias of each group."""
+        if self.stored is None:
+            bias = float_bias(layer)
+            biases = [None] * number if bias is None else bias.chunk(number)
+            yield from zip(self.quantized_weight(layer).chunk(number), biases, strict=True)
+        floating = None if layer.bias_codes is not None else float_bias(layer)
+        for i, part in enumerate(self.parts):
+            weight = onnx_operators.stored(*part.weight, self.name(f"weight{part_name(i)}"))
+            if part.bias is not None:
+                yield weight, onnx_operators.stored(*part.bias, self.name(f"bias{part_name(i)}"))
+            else:
+                yield weight, None if floating is None else floating.chunk(number)[i]
 
     def result(
         self, layer: IntegerLayer, operator: Operator, input: Tensor, rows: slice, given: Tensor | None = None
@@ -121,9 +190,16 @@ class ExportedGrid(Grid):
         spec = self.spec
         if self.scale is None or self.zero_point is None:
             return onnx_operators.dynamic_grid(x, spec, self.eps)
-        shape = block_shape(tuple(x.shape), spec) if spec.axis is not None else ()
-        scale, zero_point = self.scale.reshape(shape), self.zero_point.reshape(shape)
-        return onnx_operators.grid(x, scale, zero_point, spec.qmin, spec.qmax, self.path)
+        return onnx_operators.grid(*grid_of(self, x), self.path)
+
+
+def grid_of(grid: Grid, x: Tensor) -> tuple[Tensor, Tensor, Tensor, int, int]:
+    """Returns the arguments of the operator that rounds `x` to a grid with a fixed scale, without the name."""
+    assert grid.scale is not None
+    assert grid.zero_point is not None
+    spec = grid.spec
+    shape = block_shape(tuple(x.shape), spec) if spec.axis is not None else ()
+    return x, grid.scale.reshape(shape), grid.zero_point.reshape(shape), spec.qmin, spec.qmax
 
 
 @torch.no_grad()
@@ -142,4 +218,7 @@ def make_exportable(golden: nn.Module) -> None:
                 bits = record.weight_spec.bits
                 # Integer kernels read 8-bit weights, even if the codes have fewer bits.
                 stored = stored_tensors(module, max(bits, 8) if is_integer(module) else bits)
-            module.__dict__[NAME] = ExportedIntegers(**vars(record), stored=stored)
+            parts: tuple[StoredPart, ...] = ()
+            if isinstance(module, ExpertProduct) and stored is not None:
+                parts = stored_parts(module, stored, module.owner.num_experts)
+            module.__dict__[NAME] = ExportedIntegers(**vars(record), stored=stored, parts=parts)

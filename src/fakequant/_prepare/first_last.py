@@ -22,6 +22,7 @@ from fakequant._train.running import copied
 from fakequant.config import QuantConfig
 from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize
 from fakequant.nn._model_quantizers import quantizers
+from fakequant.nn._owned_product import OwnedProduct
 from fakequant.nn._quantized_layer import is_layer, kind_of
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._respec import change_spec

@@ -5,7 +5,9 @@ from math import prod
 from torch import nn
 
 from fakequant._prepare.flow_graph import Call, FlowGraph
-from fakequant.nn._recurrent import is_recurrent
+from fakequant.nn._expert_product import ExpertProduct
+from fakequant.nn._owned_product import OwnedProduct, stored_weight
+from fakequant.nn._owners import is_owner, products_of
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -17,9 +19,8 @@ _CONVOLUTION_NAMES = {"conv1d", "conv2d", "conv3d"}
 def count_multiplications(model: nn.Module, graph: FlowGraph) -> dict[str, int]:
     """Returns the number of multiplications of every call that computes products, by the name of the call.
 
-    The name of a call of a module is its path. A recurrent layer has one entry per product, by the product's path.
-    Elementwise products, and graphs that were traced without data, do not
-    count.
+    The name of a call of a module is its path. A layer that owns products has one entry for each, by its path.
+    Elementwise products, and graphs that were traced without data, do not count.
 
     >>> import torch
     >>> from fakequant._prepare.record_flow import record_flow
@@ -30,8 +31,8 @@ def count_multiplications(model: nn.Module, graph: FlowGraph) -> dict[str, int]:
     found: dict[str, int] = {}
     for call in graph.calls:
         module = model.get_submodule(call.path) if call.kind == "module" else None
-        if module is not None and is_recurrent(module):
-            for path, number in _of_recurrent(module, call).items():
+        if module is not None and is_owner(module):
+            for path, number in _of_owner(module, call).items():
                 found[path] = found.get(path, 0) + number
             continue
         number = _of_function(call) if module is None else _of_module(module, call)
@@ -54,14 +55,27 @@ def _of_module(module: nn.Module, call: Call) -> int:
     return prod(call.shape) * call.input_shapes[0][-1] if is_product else 0
 
 
-def _of_recurrent(module: nn.Module, call: Call) -> dict[str, int]:
-    """Returns the multiplications of every product: each weight is used once per step of each sequence."""
+def _of_owner(module: nn.Module, call: Call) -> dict[str, int]:
+    """Returns the multiplications of every product of a recurrent layer or of experts."""
     if not call.input_shapes or not call.input_shapes[0]:
         return {}
-    positions = prod(call.input_shapes[0][:-1])
-    weights = {name: p for name, p in module.named_parameters(recurse=False) if name.startswith("weight_")}
     start = f"{call.path}." if call.path else ""
-    return {f"{start}{name.removeprefix('weight_')}": positions * p.numel() for name, p in weights.items()}
+    return {f"{start}{name}": _of_product(part, call.input_shapes) for name, part in _products(module).items()}
+
+
+def _products(module: nn.Module) -> dict[str, OwnedProduct]:
+    """Returns the products of a prepared layer, or new ones of a float layer."""
+    own = {name: child for name, child in module.named_children() if isinstance(child, OwnedProduct)}
+    return own or products_of(module)
+
+
+def _of_product(product: OwnedProduct, shapes: list[tuple[int, ...]]) -> int:
+    """A weight is used once per step of each sequence, or by experts once per token and expert that it is routed to."""
+    numbers = stored_weight(product, "weight").numel()
+    if not isinstance(product, ExpertProduct):
+        return prod(shapes[0][:-1]) * numbers
+    pairs = prod(shapes[1]) if len(shapes) > 1 else 0
+    return pairs * numbers // int(product.owner.num_experts)
 
 
 def _of_attention(module: nn.MultiheadAttention, shapes: list[tuple[int, ...]]) -> int:

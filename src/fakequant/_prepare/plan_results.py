@@ -179,6 +179,8 @@ def _problem(place: Place, module: nn.Module) -> str | None:
         return "its layer stays in float"
     if is_recurrent(module):
         return "it may be a state of a recurrent layer, which stays in float"
+    if is_owner(module):
+        return "it is a sum over experts, which stays in float"
     name = "output_quantizer" if place.key is None else CHILD
     try:
         check_free(module, [name] if find_record(module) else [name, NAME])

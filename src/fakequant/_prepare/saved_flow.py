@@ -17,9 +17,9 @@ from fakequant._prepare.plan_results import Results, add_quantizer, attach_resul
 from fakequant._prepare.shared_grids import share_grids
 from fakequant.nn._function_calls import CallingModule
 from fakequant.nn._model_quantizers import name_quantizers
+from fakequant.nn._owners import is_owner
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
-from fakequant.nn._owners import is_owner
 
 
 def save_flow(model: nn.Module, made: Preparation) -> None:

@@ -12,6 +12,7 @@ from fakequant._prepare.shares import Amount, quantized_parameters, shares_in_wo
 from fakequant._util.text_table import table
 from fakequant.nn._function_calls import FunctionQuantizers
 from fakequant.nn._model_quantizers import quantizers
+from fakequant.nn._owned_product import stored_weight
 from fakequant.nn._quantized_layer import QuantizedLayer, input_grid_of
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import float_class_of
@@ -178,7 +179,7 @@ def _bytes(model: nn.Module) -> tuple[int, int]:
     for module in model.modules():
         quantizer = getattr(module, "weight_quantizer", None)
         if isinstance(module, QuantizedLayer) and isinstance(quantizer, Quantizer):
-            weight = getattr(module, module._fakequant.kind.weight_name)
+            weight = stored_weight(module, module._fakequant.kind.weight_name)
             scales = prod(quantizer._blocks or ())
             sizes[id(weight)] = -(-weight.numel() * quantizer.spec.bits // 8) + 4 * scales
     return before, sum(sizes.values())

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 from types import ModuleType
@@ -174,20 +175,38 @@ def _kernels(model: "onnx.ModelProto", ort: ModuleType, threads: int) -> dict[st
         options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
         ort.InferenceSession(model.SerializeToString(), options, providers=_PROVIDERS)
         graph = onnx.load(options.optimized_model_filepath).graph
-    ends = "weight_codes"
-    layers = [t.name[: -len(ends)] for t in model.graph.initializer if t.name.endswith(ends)]
-    found = {}
-    for layer in layers:
-        node = _layer_node(graph, layer)
-        found[layer.rstrip(".")] = "?" if node is None else node.op_type
+    matches = [_WEIGHT.fullmatch(t.name) for t in model.graph.initializer]
+    readers = _readers(graph)
+    found: dict[str, str] = {}
+    for match in matches:
+        if match is None:
+            continue
+        node = _weight_node(readers, match["weight"])
+        layer = match["layer"] or ""
+        kernel, before = "?" if node is None else node.op_type, found.get(layer)
+        # If the parts of a weight have different kernels, one in float is reported.
+        found[layer] = kernel if before is None or before in INTEGER_KERNELS else before
     return found
+
+
+# The codes of a weight, or of a part of it.
+_WEIGHT = re.compile(r"(?P<weight>((?P<layer>.*)\.)?weight(\[\d+\])?)_codes")
 
 
 def _layer_node(graph: "onnx.GraphProto", layer: str) -> "onnx.NodeProto | None":
     """Returns the node that computes with the weight of a layer, given its path and a dot. None if there is none."""
-    readers = {name: node for node in graph.node for name in node.input}
+    return _weight_node(_readers(graph), f"{layer}weight")
+
+
+def _readers(graph: "onnx.GraphProto") -> "dict[str, onnx.NodeProto]":
+    """Returns a node that reads each value, by the name of the value."""
+    return {name: node for node in graph.node for name in node.input}
+
+
+def _weight_node(readers: "dict[str, onnx.NodeProto]", weight: str) -> "onnx.NodeProto | None":
+    """Returns the node that computes with a weight, or None if there is none."""
     # The codes may have been packed under another name. The scale keeps its name.
-    node = readers.get(f"{layer}weight_codes") or readers.get(f"{layer}weight_scale")
+    node = readers.get(f"{weight}_codes") or readers.get(f"{weight}_scale")
     while node is not None and node.op_type in ("DequantizeLinear", "Transpose", "Reshape", "Slice", "Cast"):
         node = readers.get(node.output[0])
     return node

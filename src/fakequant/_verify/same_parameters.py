@@ -1,16 +1,17 @@
 """Checks that a file was exported from a model: all codes, scales, biases and float parameters must be equal."""
 
 import os
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from torch import Tensor, nn
 
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
-from fakequant._onnx.exported_modules import stored_tensors
+from fakequant._onnx.exported_modules import Stored, part_name, stored_parts, stored_tensors
 from fakequant._onnx.fingerprint import digest_of_parameters
 from fakequant._verify.onnxruntime_session import Array, Runtime
+from fakequant.nn._expert_product import ExpertProduct
 
 
 def require_same_parameters(golden: nn.Module, runtime: Runtime, path: str | os.PathLike[str]) -> None:
@@ -41,11 +42,24 @@ def _tensors_of(module: nn.Module, path: str) -> dict[str, Tensor]:
         return found
     if isinstance(module, IntegerLayer) and module._fakequant.weight_spec is not None:
         exported = stored_tensors(module, 8)
+        if isinstance(module, ExpertProduct):
+            return found | _parts_of(module, exported, start)
         found |= {f"{start}weight_codes": exported.codes, f"{start}weight_scale": module.weight_scale}
         if module.weight_zero_point is not None:
             found[f"{start}weight_zero_point"] = module.weight_zero_point
         if module.bias_codes is not None and exported.bias_scale is not None:
             found |= {f"{start}bias_codes": module.bias_codes, f"{start}bias_scale": exported.bias_scale}
+    return found
+
+
+def _parts_of(product: Any, exported: Stored, start: str) -> dict[str, Tensor]:
+    """Returns the tensors of a product of experts by name. A file stores them for each expert by itself."""
+    found: dict[str, Tensor] = {}
+    for number, part in enumerate(stored_parts(product, exported, product.owner.num_experts)):
+        for tensor, values in (("weight", part.weight), ("bias", part.bias)):
+            for name, value in zip(("codes", "scale", "zero_point"), values or (), strict=False):
+                if isinstance(value, Tensor):
+                    found[f"{start}{tensor}{part_name(number)}_{name}"] = value
     return found
 
 

@@ -13,6 +13,8 @@ AnyLayer: TypeAlias = Any
 
 # By class, or by the full name of a class that need not be imported.
 _KINDS: "dict[type[nn.Module] | str, type[LayerKind]]" = {}
+# By a function that tells whether a class has the kind, for classes without a common base or a list of names.
+_RECOGNIZED: "list[tuple[Callable[[type], bool], type[LayerKind]]]" = []
 _Kind = TypeVar("_Kind", bound="type[LayerKind]")
 
 
@@ -103,8 +105,14 @@ def find_kind(cls: type[nn.Module]) -> type[LayerKind] | None:
     return None
 
 
+def quantizes_if(is_such_class: Callable[[type], bool], kind: "type[LayerKind]") -> None:
+    """Registers a kind for all classes for which a function returns True, and that are not registered themselves."""
+    _RECOGNIZED.append((is_such_class, kind))
+
+
 def _registered_kind(cls: type) -> "type[LayerKind] | None":
-    return _KINDS.get(cls) or _KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
+    named = _KINDS.get(cls) or _KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
+    return named or next((kind for is_such_class, kind in _RECOGNIZED if is_such_class(cls)), None)
 
 
 def is_known(cls: type[nn.Module]) -> bool:

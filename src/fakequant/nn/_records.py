@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fakequant.nn._expert_groups import Groups
 from fakequant.nn._layer_kinds import AnyLayer, LayerKind, find_kind
 
 NAME = "_fakequant"
@@ -80,6 +81,10 @@ class LayerRecord(Record):
     def compute_rows(self, layer: AnyLayer, operator: Operator, inputs: list[Tensor]) -> list[Tensor]:
         """Returns `operator` of each input with its part of weight and bias, cut into equal parts along axis 0."""
         raise NotImplementedError
+
+    def compute_groups(self, layer: AnyLayer, input: Tensor, groups: Groups) -> Tensor:
+        """Returns the products of the rows of `input`, each with the part of the weight that `groups` says."""
+        return self.compute(layer, groups.linear, input)
 
     def quantize_input(self, layer: AnyLayer, x: Tensor) -> Tensor:
         """Returns `x` on the grid of the layer's input."""

@@ -1,10 +1,13 @@
-"""Layer kinds for linear layers of other libraries. Register them with `fakequant.nn.quantizes`.
+"""Layer kinds for layers of other libraries. Register them with `fakequant.nn.quantizes`.
 
     Linear              y = x @ weight.T + bias
     TransposedLinear    y = x @ weight + bias
+    Experts             the experts of a mixture, whose weights are 3-D parameters
 
-The layer may be any module with these attributes and a forward pass that takes one tensor.
+A linear layer may be any module with these attributes and a forward pass that takes one tensor. `Experts` lists the
+attributes that it needs.
 """
 
+from fakequant.nn._experts import Experts as Experts
 from fakequant.nn._linear import Linear as Linear
 from fakequant.nn._transposed_linear import TransposedLinear as TransposedLinear

@@ -24,6 +24,7 @@ from fakequant._convert.golden.tracked_codes import (
     track,
 )
 from fakequant.nn._deployed_bias import along_outputs, has_one_scale_per_sum
+from fakequant.nn._expert_groups import Groups
 from fakequant.nn._function_calls import not_watched
 from fakequant.nn._quantized_layer import Operator, QuantizedLayer, input_grid_of, reduced
 from fakequant.nn._records import LayerRecord, Operands
@@ -146,6 +147,24 @@ class Integers(LayerRecord):
         rows = self.weight_shape[0] if self.weight_spec is not None else len(getattr(layer, self.kind.weight_name))
         size = rows // len(inputs)
         return [self._compute_part(layer, operator, x, slice(i * size, (i + 1) * size)) for i, x in enumerate(inputs)]
+
+    @torch.no_grad()
+    def compute_groups(self, layer: IntegerLayer, input: Tensor, groups: Groups) -> Tensor:
+        """Multiplies each row with the part of the weight that `groups` says. The result is an ordinary tensor.
+
+        Runtimes join the results of the parts as floats, so that no sums reach the next quantizer.
+        """
+        x = self.quantize_input(layer, input)
+        origin = origin_of(x)
+        if self.weight_spec is None or not isinstance(origin, OnGrid) or not _sums_have_one_scale(layer):
+            return groups.linear(plain(x), self.quantized_weight(layer), float_bias(layer))
+        grid, weight = origin.grid, weight_levels(layer)
+        dtype = _wide_enough(layer, grid, weight)
+        bias = None if layer.bias_codes is None else layer.bias_codes.to(dtype)
+        sums = groups.linear(onnx_steps(plain(x), grid.scale).to(dtype), weight.to(dtype), bias)
+        value = sums.float() * (grid.scale * groups.rows_of(layer.weight_scale))
+        floating = None if layer.bias_codes is not None else getattr(layer, self.kind.bias_name, None)
+        return value if floating is None else value + groups.rows_of(floating)
 
     def name(self, tensor: str) -> str:
         """Returns the name of one of the layer's tensors in a file."""
