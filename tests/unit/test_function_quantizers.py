@@ -10,6 +10,7 @@ import pytest
 import fakequant as fq
 from function_cases import X86, Attention, F, batch, nn, prepared, same, torch
 
+checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 function_calls = pytest.importorskip("fakequant.nn._function_calls")
 
 
@@ -241,3 +242,37 @@ def test_a_module_that_is_called_twice_leaves_its_second_result_to_the_block():
     assert model[1].a.input_quantizer is None
     assert model[1].a._fakequant.input_grid is model[0].output_quantizer
     assert model[1].b.input_quantizer is not None
+
+
+class Checkpointed(Attention):
+    """Computes parts of its code again in the backward pass."""
+
+    reentrant = None
+
+    def forward(self, x):
+        if self.reentrant is None:
+            return self.part(self.part(x))
+        for _ in range(2):
+            x = checkpoint(self.part, x, use_reentrant=self.reentrant)
+        return x
+
+    def part(self, x):
+        weights = torch.softmax(self.query(x) @ self.key(x).transpose(-1, -2) * 0.3, -1)
+        return self.out(weights @ self.value(x))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_code_has_the_bits_of_the_forward_pass(reentrant):
+    model = prepared(Checkpointed).train()
+    assert keys(model)[:2] == ["0.function_quantizers.softmax_0", "0.function_quantizers.softmax_1"]
+    fq.nn.switch_quantizers(model, observing=False)  # which recomputed code does twice
+    found = []
+    for choice in (None, reentrant):
+        x = batch(2).requires_grad_()
+        for block in model:
+            block.reentrant = choice
+        model.zero_grad()
+        model(x).square().sum().backward()
+        found.append([x.grad, *(p.grad for p in model.parameters())])
+    for plain, recomputed in zip(*found, strict=True):
+        same(recomputed, plain)

@@ -16,13 +16,14 @@ attention weights, `scaled_dot_product_attention_0_weights`, is computed as two 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from fakequant._backends.torch.torch_private import on_checkpoint
 from fakequant.nn._function_names import TorchFunction, function_name, functions_named
 from fakequant.nn._layer_calls import compute_call
 from fakequant.nn._records import NAME
@@ -109,6 +110,7 @@ def calling_class(cls: type[nn.Module]) -> type[CallingModule]:
     True
     """
     if cls not in _CLASSES:
+        _watch_checkpoints()
         plain: TorchFunction = cls.forward
 
         @wraps(plain)
@@ -192,6 +194,35 @@ class _Calls(TorchFunctionMode):
         if quantize_weights is not None:
             return scaled_dot_product_attention(*args, **kwargs, quantize=quantize_weights)
         return func(*args, **kwargs)
+
+
+@cache
+def _watch_checkpoints() -> None:
+    """Lets `torch.utils.checkpoint` quantize what it recomputes, once and for all."""
+    on_checkpoint(_recomputable)
+
+
+def _recomputable(function: TorchFunction) -> TorchFunction:
+    """Returns `function`, such that its calls count as those of the module whose code calls it now, also later."""
+    mode = _running.modes[-1] if _running.modes else None
+    if mode is None or mode.paused:
+        return function  # the code of a module that has no quantizers for function calls
+    before = dict(mode.numbers)
+
+    @wraps(function)
+    def recompute(*args: Any, **kwargs: Any) -> Any:
+        if _running.modes and _running.modes[-1] is mode:  # this is the forward pass
+            return function(*args, **kwargs)
+        again = _Calls(mode.quantizers)
+        again.numbers.update(before)
+        _running.modes.append(again)
+        try:
+            with again:
+                return function(*args, **kwargs)
+        finally:
+            _running.modes.pop()
+
+    return recompute
 
 
 def pause_calls(module: nn.Module, args: Any) -> None:

@@ -29,7 +29,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_SUFFI
 
 # Flattens nested lists, tuples, dicts and data classes; torch has no public function for it. Without it: inputs and
 # results of models could only be tensors and tuples.
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree as pytree, checkpoint
 
 # Intercepts every operation. Without it: `verify` could not tell rounding errors from wrong results.
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,6 +51,7 @@ __all__ = [
     "inductor",
     "innermost_transform",
     "is_forward_mode",
+    "on_checkpoint",
     "pytree",
     "saved_tensor_hooks",
     "set_forward_mode_enabled",
@@ -115,6 +116,25 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
     Without it: codes could not be saved for backward instead of floats, because other hooks must not be replaced.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def on_checkpoint(change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Makes `torch.utils.checkpoint` run `change(function)` in the backward pass, for every function that it is given.
+
+    If the checkpoint is reentrant, it runs `change(function)` in the forward pass too. Without it: functions that a
+    module's code calls inside a checkpoint would not be quantized in the backward pass.
+    """
+    module: Any = checkpoint
+    begin, apply = module._checkpoint_without_reentrant_generator, module.CheckpointFunction.apply
+
+    def begin_changed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return begin(change(function), *args, **kwargs)
+
+    def apply_changed(function: Callable[..., Any], *args: Any) -> Any:
+        return apply(change(function), *args)
+
+    module._checkpoint_without_reentrant_generator = begin_changed
+    module.CheckpointFunction.apply = staticmethod(apply_changed)
 
 
 def destroy(library: torch.library.Library) -> None:
