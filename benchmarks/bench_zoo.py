@@ -6,7 +6,8 @@ Convolutional networks of torchvision, timm and transformers at 224x224, one ima
 128 tokens, one and 16 sequences. All have random weights; batch norms have the statistics of the data. Contenders:
 
     float    the float file
-    ours     recipes.int8(target="onnxruntime-x86"), prepared with an example and calibrated
+    ours     recipes.int8, prepared with an example and calibrated; the target is "onnxruntime-vnni" on a CPU with VNNI, and
+             otherwise "onnxruntime-x86", which has 7-bit weights
     theirs   onnxruntime.quantization: quant_pre_process, then quantize_static with QDQ, 8-bit unsigned activations and
              8-bit weights per channel (7 bits on a CPU without VNNI, `reduce_range`), calibrated with MinMax
 
@@ -157,7 +158,8 @@ def write_files(task: Task, folder: Path, vnni: bool, seed: int) -> dict[str, Pa
     example = batches[0]
     torch.onnx.export(copy.deepcopy(model), (example,), paths["float"], dynamo=True, external_data=False, verbose=False)
 
-    ours = fq.prepare(copy.deepcopy(model), fq.recipes.int8(target="onnxruntime-x86"), example)
+    target = "onnxruntime-vnni" if vnni else "onnxruntime-x86"
+    ours = fq.prepare(copy.deepcopy(model), fq.recipes.int8(target=target), example)
     fq.calibrate(ours, [torch.cat(batches)], progress=False)
     fq.export_onnx(ours, paths["ours"], example, dynamic_batch=False)
 
