@@ -16,6 +16,7 @@ Made = tuple[nn.Module, Any]
 Entry = tuple[str, Callable[[], Made]]
 
 WIDTH = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 BOS = dict(vocab_size=60, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 
@@ -70,6 +71,11 @@ TRANSFORMERS: dict[str, Entry] = {
     "GPT-2": hugging_face("GPT2", TEXT, n_embd=32, n_layer=2, n_head=2, use_cache=False, **BOS),
     "Llama": hugging_face("Llama", TEXT, use_cache=False, **BOS, **WIDTH),
     "Qwen2": hugging_face("Qwen2", TEXT, use_cache=False, num_key_value_heads=1, **BOS, **WIDTH),
+    # The weights of their experts are 3-D parameters. Those of GPT-OSS are transposed, with biases.
+    "Mixtral": hugging_face("Mixtral", TEXT, num_key_value_heads=1, use_cache=False, **EXPERTS, **BOS, **WIDTH),
+    "GPT-OSS": hugging_face(
+        "GptOss", TEXT, num_key_value_heads=1, head_dim=16, sliding_window=4, use_cache=False, **EXPERTS, **BOS, **WIDTH
+    ),
     "T5": hugging_face(
         "T5",
         BOTH,

@@ -24,10 +24,12 @@ from fakequant._convert.golden.integer_layer import (
     part_of,
 )
 from fakequant._onnx import onnx_operators
+from fakequant._prepare.attach import attach_layer
 from fakequant.nn._expert_groups import Groups
 from fakequant.nn._expert_product import ExpertProduct
+from fakequant.nn._layer_kinds import find_kind
 from fakequant.nn._linear_function import linear
-from fakequant.nn._quantized_layer import Operator
+from fakequant.nn._quantized_layer import QUANTIZERS, Operator
 from fakequant.nn._records import NAME, Operands, find_record
 from fakequant.nn._recurrent import Recurrence
 
@@ -126,7 +128,7 @@ class ExportedIntegers(Integers):
         grid = layer.input_quantizer if isinstance(layer.input_quantizer, Grid) else None
         results = []
         for number, (weight, bias) in enumerate(self._operands_of_groups(layer, groups.number)):
-            rows = x[(groups.experts == number).nonzero().squeeze(1)]
+            rows = x.index_select(0, (groups.experts == number).nonzero().squeeze(1))
             if grid is not None and grid.has_one_scale:
                 # Again, because runtimes look for the quantizer right before the product.
                 rows = onnx_operators.grid(*grid_of(grid, rows), f"{grid.path}.{part_name(number)}")
@@ -209,6 +211,8 @@ def make_exportable(golden: nn.Module) -> None:
         record = find_record(module)
         if isinstance(record, Recurrence):
             module.__dict__[NAME] = ExportedRecurrence(**vars(record), path=path)
+        if isinstance(module, ExpertProduct) and not isinstance(module, IntegerLayer):
+            _make_layer(module, path)  # its float function has no form in ONNX
         if isinstance(module, Grid):
             module.__class__ = ExportedGrid
         elif isinstance(module, IntegerLayer):
@@ -222,3 +226,11 @@ def make_exportable(golden: nn.Module) -> None:
             if isinstance(module, ExpertProduct) and stored is not None:
                 parts = stored_parts(module, stored, module.owner.num_experts)
             module.__dict__[NAME] = ExportedIntegers(**vars(record), stored=stored, parts=parts)
+
+
+def _make_layer(product: ExpertProduct, path: str) -> None:
+    """Turns a product that stays in float into a converted layer without codes and grids."""
+    kind = find_kind(type(product))
+    assert kind is not None
+    attach_layer(product, Integers(kind=kind, float_class=type(product), path=path), dict.fromkeys(QUANTIZERS))
+    product.register_buffer("bias_codes", None)

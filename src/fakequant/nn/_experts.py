@@ -60,8 +60,8 @@ class Experts(OwnerKind):
         _apply_gate(y)   with a gate: what is computed from the first product
         act_fn(y)        without a gate: the same
 
-    Its forward pass takes `hidden_states` of the shape (tokens, features), `top_k_index` with the experts of every token,
-    and `top_k_weights` with their routing weights. The last two have the shape (tokens, experts per token).
+    Its forward pass takes `hidden_states` of the shape (tokens, features), `top_k_index` with the experts of each
+    token, and `top_k_weights` with their routing weights. The last two have the shape (tokens, experts per token).
 
     >>> import fakequant as fq
     >>> kind = fq.nn.quantizes("package.module.Experts")(Experts)
