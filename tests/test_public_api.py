@@ -63,7 +63,7 @@ NN = [
     "quantizes",
     "switch_quantizers",
 ]
-KINDS = ["Linear", "TransposedLinear"]
+KINDS = ["Experts", "Linear", "TransposedLinear"]
 OBSERVERS = [
     "ALONE",
     "Entropy",

@@ -494,6 +494,31 @@ def test_other_configs_export_too(name, tmp_path):
     assert found.ok, found.problem
 
 
+class Large(nn.Module):
+    """Experts whose sums of products in float are rounded. Their result is that of the model."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = Experts()
+        self.experts.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 128, 64) / 3)
+        self.experts.down_proj = nn.Parameter(torch.randn(EXPERTS, 64, 64) / 3)
+
+    def forward(self, x):
+        index = torch.arange(len(x)).reshape(-1, 1) % EXPERTS
+        return self.experts(x, index, torch.ones(len(x), 1))
+
+
+def test_rounding_of_the_float_products_is_explained(tmp_path):
+    pytest.importorskip("onnxruntime")
+    x = randn(64, 64)
+    model = calibrated(Large(), x=x)
+    fq.export_onnx(model, tmp_path / "model.onnx", x, dynamic_batch=False)
+    found = fq.verify(model, tmp_path / "model.onnx", [x])
+    assert not torch.equal(model(x), fq.convert(model)(x))
+    assert found.ok, found.problem
+
+
 def test_file_of_another_model_is_refused(tmp_path):
     pytest.importorskip("onnxruntime")
     model = calibrated(Mixture())
