@@ -24,7 +24,9 @@ CHANNEL = (*INT4, "torch_channel")
 SEARCHES = {"errors_on_bins", "errors_on_data", "divergence_on_bins"}
 # Called by the decompositions for Inductor.
 CHECKS = {"checked_scale"}
-NAMES = {schema.split("(")[0] for schema in library.SCHEMAS} | SEARCHES | CHECKS
+# Products of experts, whose numbers of rows are only known at run time.
+PRODUCTS = {"grouped_linear", "grouped_outer"}
+NAMES = {schema.split("(")[0] for schema in library.SCHEMAS} | SEARCHES | CHECKS | PRODUCTS
 GRID = QuantSpec(bits=4, symmetric=False).to_numbers()
 ROWS = QuantSpec(bits=4, axis=0).to_numbers()
 
@@ -189,6 +191,16 @@ CASES = {
     "checked_scale": {
         "one": (scales(), None, *INT4),
         "rows": (scales(3, 4, dtype=torch.float64).t(), zeros(3, 4).t(), *INT4),
+    },
+    "grouped_linear": {
+        "one group empty": (floats(7, 3), floats(4, 2, 3), torch.tensor([2, 2, 6, 7])),
+        "rows behind the last group": (floats(7, 3), floats(2, 2, 3), torch.tensor([1, 5], dtype=torch.int32)),
+        "transposed": (leaf(floats(3, 7).t()), leaf(floats(4, 3, 2).transpose(1, 2)), torch.tensor([2, 2, 6, 7])),
+        "no rows": (floats(0, 3), floats(2, 2, 3), torch.tensor([0, 0])),
+    },
+    "grouped_outer": {
+        "one group empty": (floats(7, 2), floats(7, 3), torch.tensor([2, 2, 6, 7])),
+        "transposed": (leaf(floats(2, 7).t()), leaf(floats(3, 7).t()), torch.tensor([2, 7])),
     },
     "errors_on_bins": {
         "one": (*bins(), *candidates(), GRID, 2.0),
