@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fakequant._backends.torch import grouped_linear as grouped_linear  # registers the operator
 from fakequant._backends.torch.torch_private import TorchDispatchMode
 
 # In units of the rounding error of one float32 operation. Runtime kernels add thousands of numbers in blocks and
