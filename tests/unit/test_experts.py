@@ -150,6 +150,22 @@ def test_products_of_equal_sums_have_equal_bits():
     same(floats(*args), off(fq.prepare(copy.deepcopy(floats), recipes.int8()))(*args))
 
 
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+def test_experts_of_transformers_are_recognized_and_keep_every_bit(name):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=WIDTH, intermediate_size=8, num_local_experts=EXPERTS, num_hidden_layers=1,
+        num_attention_heads=1, num_key_value_heads=1, vocab_size=8, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}Model")(config).eval()
+    experts, args = model.layers[0].mlp.experts, routed()
+    y = experts(*args)
+    off(fq.prepare(model, recipes.int8()))
+    assert [n for n, child in experts.named_children() if isinstance(child, fqnn.QuantizedLayer)] == names({})
+    same(y, experts(*args))
+
+
 def test_no_tokens_give_an_empty_result():
     model = off(fq.prepare(build(), recipes.int8()))
     x, index, weights = routed()
