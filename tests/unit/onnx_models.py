@@ -20,12 +20,14 @@ nn = torch.nn
 X86 = "onnxruntime-x86"
 
 
-def session(model, *, optimized=True, save_to=None):
+def session(model, *, optimized=True, save_to=None, level=1):
     options = ort.SessionOptions()
     levels = ort.GraphOptimizationLevel
     options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
+    if level is not None:
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", str(level))
     if save_to is not None:
         options.optimized_model_filepath = str(save_to)
     source = model if isinstance(model, (str, bytes)) else model.SerializeToString()

@@ -74,6 +74,28 @@ def test_every_opset_computes_the_same_results(opset, two_inputs, tmp_path):
         assert np.median(np.abs(found - expected)) < 1e-5
 
 
+class Heads(nn.Module):
+    """Its code reads the lengths of two axes."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 12)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        return self.fc(x).view(batch, length, 3, 4).transpose(1, 2).reshape(batch, 3, length * 4)
+
+
+@pytest.mark.parametrize("opset", [13, 14, 15])
+def test_lengths_that_are_read_at_run_time_exist_in_every_opset(opset, tmp_path):
+    x = randn(2, 5, 8)
+    model = calibrated(Heads(), recipes.int8(target=X86), x)
+    path = tmp_path / "model.onnx"
+    fq.export_onnx(model, path, x, opset=opset, dynamic_shapes=({0: "batch", 1: "length"},))
+    found = fq.verify(model, path, [x, randn(3, 4, 8)])
+    assert found.ok, found.verdict()
+
+
 @pytest.mark.parametrize("opset", [12, 26, 0, -1, 21.0, "21", None, True])
 def test_unsupported_opset_is_refused(opset, two_inputs, tmp_path):
     with pytest.raises((ValueError, TypeError), match=r"`opset` must be a number from 13 to 25, got"):

@@ -91,7 +91,7 @@ def test_a_quantizer_that_is_switched_off_stays_in_float_with_a_warning(path, tm
     with pytest.warns(UserWarning, match="switched off"):
         file = exported(model, x, tmp_path)
     with pytest.warns(UserWarning, match="switched off"):
-        assert fq.verify(model, file, [x]).ok
+        assert fq.verify(model, file, [x], accuracy_level=1).ok  # a layer without input quantizer is weight-only
 
 
 def test_a_model_with_all_quantizers_off_is_not_converted():

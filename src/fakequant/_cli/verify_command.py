@@ -2,7 +2,7 @@
 
 import argparse
 
-from fakequant._cli.command import Answer, Commands, add_model, add_state, add_steps
+from fakequant._cli.command import Answer, Commands, add_model, add_state, add_steps, whole_number
 from fakequant._cli.loading import load_data, load_model, load_state
 
 
@@ -23,6 +23,12 @@ def add(commands: Commands) -> None:
     )
     add_state(parser)
     add_steps(parser)
+    parser.add_argument(
+        "--accuracy-level",
+        metavar="N",
+        type=whole_number(1),
+        help="1 if sessions will have session.qdq_matmulnbits_accuracy_level=1, for weight-only models",
+    )
 
 
 def run(options: argparse.Namespace) -> Answer:
@@ -33,5 +39,5 @@ def run(options: argparse.Namespace) -> Answer:
     data = load_data(options.data)
     from fakequant._verify.verify import verify
 
-    found = verify(model, options.onnx, data, steps=options.steps)
+    found = verify(model, options.onnx, data, steps=options.steps, accuracy_level=options.accuracy_level)
     return Answer(str(found), found.to_dict(), 0 if found.ok else 1)

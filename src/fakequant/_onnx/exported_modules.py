@@ -29,14 +29,18 @@ from fakequant.nn._expert_groups import Groups
 from fakequant.nn._expert_product import ExpertProduct
 from fakequant.nn._layer_kinds import find_kind
 from fakequant.nn._linear_function import linear
-from fakequant.nn._quantized_layer import QUANTIZERS, Operator
+from fakequant.nn._quantized_layer import QUANTIZERS, Operator, input_grid_of
 from fakequant.nn._records import NAME, Operands, find_record
 from fakequant.nn._recurrent import Recurrence
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """The tensors of one layer in a file. Scales and zero points have one entry per block."""
+    """The tensors of one layer in a file. Scales and zero points have one entry per block.
+
+    The weight of a linear layer with a float input is stored transposed, with the shape (inputs, outputs): only for a
+    product with such a matrix has ONNX Runtime a kernel that reads codes.
+    """
 
     # Bit width of the codes' type in the file.
     bits: int
@@ -44,6 +48,22 @@ class Stored:
     scale: Tensor
     zero_point: Tensor | None
     bias_scale: Tensor | None
+    is_transposed: bool = False
+
+    def transposed(self) -> "Stored":
+        """Returns the same with codes, scales and zero points transposed."""
+        zero_point = None if self.zero_point is None else _transposed(self.zero_point)
+        return dataclasses.replace(
+            self,
+            codes=_transposed(self.codes),
+            scale=_transposed(self.scale),
+            zero_point=zero_point,
+            is_transposed=not self.is_transposed,
+        )
+
+
+def _transposed(value: Tensor) -> Tensor:
+    return value if value.dim() < 2 else value.T.contiguous()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,13 +91,21 @@ def stored_tensors(layer: IntegerLayer, bits: int) -> Stored:
     zero_point = 0 if layer.weight_zero_point is None else layer.weight_zero_point
     codes = tensor_functions.quantize(float_weight(layer), scale, zero_point, spec)
     blocks = block_shape(record.weight_shape, spec) if spec.axis is not None else ()
-    return Stored(
+    made = Stored(
         bits=bits,
         codes=codes * 2**record.weight_shift if record.weight_shift else codes,
         scale=layer.weight_scale.reshape(blocks),
         zero_point=None if layer.weight_zero_point is None else layer.weight_zero_point.reshape(blocks),
         bias_scale=None if layer.bias_codes is None else bias_scale(layer),
     )
+    return made.transposed() if _is_linear_with_float_input(layer) else made
+
+
+def _is_linear_with_float_input(layer: IntegerLayer) -> bool:
+    record = layer._fakequant
+    is_linear = record.kind.has_input and record.kind.channel_axis == 0 and len(record.weight_shape) == 2
+    # The weights of experts are stored one by one.
+    return is_linear and not isinstance(layer, ExpertProduct) and input_grid_of(layer) is None
 
 
 def stored_parts(layer: IntegerLayer, stored: Stored, number: int) -> tuple[StoredPart, ...]:
@@ -108,7 +136,10 @@ class ExportedIntegers(Integers):
         """Returns the weight as the result of the operator that stores its codes."""
         if self.stored is None:
             return super().quantized_weight(layer)
-        file = self.stored
+        weight = self._stored_weight(self.stored)
+        return weight.T if self.stored.is_transposed else weight
+
+    def _stored_weight(self, file: Stored) -> Tensor:
         return onnx_operators.stored(file.codes, file.scale, file.zero_point, file.bits, self.name("weight"))
 
     def quantized_bias(self, layer: IntegerLayer) -> Tensor | None:
@@ -154,6 +185,13 @@ class ExportedIntegers(Integers):
     ) -> Tensor:
         """Applies `operator` to floats. Runtimes fuse it with the DQ and Q nodes around it into an integer kernel."""
         x = self.quantize_input(layer, input)
+        if operator is linear and self.stored is not None and self.stored.is_transposed:
+            weight, bias = self._stored_weight(self.stored), part_of(self.quantized_bias(layer), rows)
+            # With three axes at least: ONNX Runtime merges a 2-D product with what follows it, and then reads no codes.
+            y = x if x.dim() > 2 else x.unsqueeze(0)
+            y = y @ (weight if rows == slice(None) else weight[:, rows])
+            y = y if bias is None else y + bias
+            return y if x.dim() > 2 else y.squeeze(0)
         weight, bias = self.float_weight(layer, given), self.quantized_bias(layer)
         weight, bias = weight[rows] if rows != slice(None) else weight, part_of(bias, rows)
         if operator is linear and x.dim() > 2:  # runtimes have one kernel for a 2-D product with bias
@@ -219,13 +257,21 @@ def make_exportable(golden: nn.Module) -> None:
             record = module._fakequant
             stored = None
             if record.weight_spec is not None:
-                bits = record.weight_spec.bits
-                # Integer kernels read 8-bit weights, even if the codes have fewer bits.
-                stored = stored_tensors(module, max(bits, 8) if is_integer(module) else bits)
+                stored = stored_tensors(module, _stored_bits(module))
             parts: tuple[StoredPart, ...] = ()
             if isinstance(module, ExpertProduct) and stored is not None:
                 parts = stored_parts(module, stored, module.owner.num_experts)
             module.__dict__[NAME] = ExportedIntegers(**vars(record), stored=stored, parts=parts)
+
+
+def _stored_bits(layer: IntegerLayer) -> int:
+    """Returns the width of the type that stores the codes of a layer's weight."""
+    bits: int = layer._fakequant.weight_spec.bits
+    if is_integer(layer):
+        return max(bits, 8)  # integer kernels read 8-bit weights, even if the codes have fewer bits
+    if bits <= 2 and _is_linear_with_float_input(layer) and layer._fakequant.weight_shape[0] % 4:
+        return 4  # ONNX Runtime 1.31 multiplies wrongly by 2-bit matrices unless their width is a multiple of 4
+    return bits
 
 
 def _make_layer(product: ExpertProduct, path: str) -> None:

@@ -4,6 +4,7 @@ onnx's version converter stops at the first operator without an adapter (Relu), 
 handled here. A node whose schema is the same in both opsets is not changed.
 """
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
@@ -45,10 +46,36 @@ def _downgrade(node: ir.Node, opset: int, now: int) -> None:
         raise UnsupportedOpset(f"{op}, which the model needs, cannot be written in opset {opset}.\nUse opset={now}.")
     if op == "Reshape":
         allows_zero = node.attributes.pop("allowzero", None)
-        if allows_zero is not None and allows_zero.as_int() and 0 in constant_of(input_of(node, 1)):
+        # A shape that is computed at run time has a 0 only if the tensor is empty.
+        is_fixed = input_of(node, 1).const_value is not None
+        if allows_zero is not None and allows_zero.as_int() and is_fixed and 0 in constant_of(input_of(node, 1)):
             raise UnsupportedOpset(f"A Reshape to a length of 0 cannot be written in opset {opset}.\nUse opset={now}.")
     if op == "Split":
         node.attributes.pop("num_outputs", None)
+    if op == "Shape" and opset < 15:
+        _take_part_of_shape(node)
+
+
+def _take_part_of_shape(node: ir.Node) -> None:
+    """Replaces the attributes `start` and `end` of a Shape by a Slice of its result."""
+    ends = {"start": 0, "end": 2**31 - 1}
+    for name in ends:
+        given = node.attributes.pop(name, None)
+        ends[name] = ends[name] if given is None else given.as_int()
+    if ends == {"start": 0, "end": 2**31 - 1}:
+        return
+    graph, result = node.graph, node.outputs[0]
+    assert graph is not None
+    bounds = []
+    for name, number in ends.items():
+        bound = ir.Value(name=f"{result.name}_{name}", shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT64))
+        bound.const_value = ir.tensor(np.array([number], dtype=np.int64), name=bound.name)
+        graph.register_initializer(bound)
+        bounds.append(bound)
+    part = ir.Value(name=f"{result.name}_part", shape=result.shape, type=ir.TensorType(ir.DataType.INT64))
+    ir.convenience.replace_all_uses_with(result, part, replace_graph_outputs=True)
+    result.shape = None
+    graph.insert_after(node, ir.Node("", "Slice", [result, *bounds], outputs=[part], name=f"{part.name}/Slice"))
 
 
 def _since(op: str, opset: int) -> int | None:

@@ -24,10 +24,22 @@ Array = npt.NDArray[Any]  # of any dtype that ONNX has
 INTEGER_KERNELS = ("QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloat", "MatMulInteger", "ConvInteger")
 # The kernels of embeddings, which compute no products. "?" stands for a layer that the runtime computed in advance.
 LOOKUP_KERNELS = ("Gather", "?")
+# The kernel that multiplies a float input by codes. Its accuracy level is that of the session: at level 4, the default,
+# it rounds its input to 8 bits, in blocks along the last axis. At level 1 it does not.
+CODES_KERNEL = "MatMulNBits"
+_EXACT_LEVEL = 1
 
 
 class Runtime:
-    """An exported file in two sessions with all optimizations. One of them also outputs the codes of quantizers."""
+    """An exported file in two sessions with all optimizations. One of them also outputs the codes of quantizers.
+
+    Both have accuracy level 1 (see `CODES_KERNEL`). If the default level would compute something else, a third session
+    has that.
+
+    Args:
+        path: The file.
+        threads: The number of threads of each session.
+    """
 
     model: "onnx.ModelProto"
 
@@ -48,11 +60,14 @@ class Runtime:
             if QUANTIZER in notes:
                 self.codes[node.output[0]] = (notes[QUANTIZER].split("\n"), _offset(notes, path))
         try:
-            self.kernels = _kernels(self.model, ort, threads)
+            nodes = _layer_nodes(self.model, ort, threads)
         except Exception as error:  # of classes without a common base
             raise ValueError(
                 f"ONNX Runtime cannot load {path}: {error}\nUse a file that fakequant.export_onnx wrote."
             ) from error
+        self.kernels = {path: "?" if node is None else node.op_type for path, node in nodes.items()}
+        # The layers whose inputs a session with the default accuracy level rounds.
+        self.rounded = [path for path, node in nodes.items() if node is not None and _rounds_input(node)]
         watched = onnx.ModelProto()
         watched.CopyFrom(self.model)
         there = {output.name for output in watched.graph.output}
@@ -60,9 +75,11 @@ class Runtime:
             if name not in there:
                 watched.graph.output.append(onnx.helper.make_empty_tensor_value_info(name))
         self.session = ort.InferenceSession(watched.SerializeToString(), _options(ort, threads), providers=_PROVIDERS)
-        self.unwatched = ort.InferenceSession(
-            self.model.SerializeToString(), _options(ort, threads), providers=_PROVIDERS
-        )
+        written = self.model.SerializeToString()
+        self.unwatched = ort.InferenceSession(written, _options(ort, threads), providers=_PROVIDERS)
+        self.default = None
+        if self.rounded:
+            self.default = ort.InferenceSession(written, _options(ort, threads, level=None), providers=_PROVIDERS)
         self.inputs = [value.name for value in self.session.get_inputs()]
         self.outputs = [value.name for value in self.model.graph.output]
 
@@ -116,14 +133,7 @@ class Runtime:
         Codes are lists by quantizer path, with one entry per call. Outputting codes prevents some optimizations of the
         runtime, so the results of both sessions are returned.
         """
-        arguments = dict(zip(self.inputs, self._arguments(), strict=True))
-        feed = {name: np.asarray(kwargs[key]) for name, key in arguments.items() if key in kwargs}
-        others = [name for name, key in arguments.items() if key not in kwargs]
-        if len(others) != len(args) or len(feed) != len(kwargs):
-            got = ", ".join([f"{len(args)} by position", *kwargs])
-            raise ValueError(f"The file has the inputs {', '.join(self.inputs)}; the batch has {got}.")
-        feed |= {name: np.asarray(value) for name, value in zip(others, args, strict=True)}
-        names = list(self.codes)
+        feed, names = self._feed(args, kwargs), list(self.codes)
         try:
             found = self.session.run([*self.outputs, *names], feed)
             results = self.unwatched.run(self.outputs, feed)
@@ -135,6 +145,20 @@ class Runtime:
             for path in paths:
                 codes.setdefault(path, []).append(value.astype(np.int32) - offset)
         return found[: len(self.outputs)], results, codes
+
+    def run_at_default_level(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Array] | None:
+        """Returns the results at the default accuracy level. None if no layer is computed differently there."""
+        return None if self.default is None else self.default.run(self.outputs, self._feed(args, kwargs))
+
+    def _feed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Array]:
+        """Returns the inputs of the file by name."""
+        arguments = dict(zip(self.inputs, self._arguments(), strict=True))
+        feed = {name: np.asarray(kwargs[key]) for name, key in arguments.items() if key in kwargs}
+        others = [name for name, key in arguments.items() if key not in kwargs]
+        if len(others) != len(args) or len(feed) != len(kwargs):
+            got = ", ".join([f"{len(args)} by position", *kwargs])
+            raise ValueError(f"The file has the inputs {', '.join(self.inputs)}; the batch has {got}.")
+        return feed | {name: np.asarray(value) for name, value in zip(others, args, strict=True)}
 
     def _cannot_run(self, feed: dict[str, Array], error: Exception) -> str:
         takes = ", ".join(f"{value.name} of shape {value.shape}" for value in self.session.get_inputs())
@@ -159,34 +183,42 @@ def _offset(notes: dict[str, str], path: str | os.PathLike[str]) -> int:
 _PROVIDERS = ["CPUExecutionProvider"]
 
 
-def _options(ort: ModuleType, threads: int) -> Any:
+def _options(ort: ModuleType, threads: int, level: int | None = _EXACT_LEVEL) -> Any:
     options = ort.SessionOptions()
+    if level is not None:
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", str(level))
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.intra_op_num_threads = threads
     options.log_severity_level = 3  # no warnings
     return options
 
 
-def _kernels(model: "onnx.ModelProto", ort: ModuleType, threads: int) -> dict[str, str]:
-    """Returns the operator that computes each layer after all optimizations, by the path of the layer."""
+def _layer_nodes(model: "onnx.ModelProto", ort: ModuleType, threads: int) -> "dict[str, onnx.NodeProto | None]":
+    """Returns the node that computes each layer after all optimizations, by the path of the layer."""
     onnx = require("onnx", "onnx")
     with tempfile.TemporaryDirectory() as folder:
-        options = _options(ort, threads)
+        options = _options(ort, threads, level=None)
         options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
         ort.InferenceSession(model.SerializeToString(), options, providers=_PROVIDERS)
         graph = onnx.load(options.optimized_model_filepath).graph
     matches = [_WEIGHT.fullmatch(t.name) for t in model.graph.initializer]
     readers = _readers(graph)
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     for match in matches:
         if match is None:
             continue
-        node = _weight_node(readers, match["weight"])
-        layer = match["layer"] or ""
-        kernel, before = "?" if node is None else node.op_type, found.get(layer)
+        node, layer = _weight_node(readers, match["weight"]), match["layer"] or ""
+        before = found.get(layer)
         # If the parts of a weight have different kernels, one in float is reported.
-        found[layer] = kernel if before is None or before in INTEGER_KERNELS else before
+        if layer not in found or (before is not None and before.op_type in INTEGER_KERNELS):
+            found[layer] = node
     return found
+
+
+def _rounds_input(node: "onnx.NodeProto") -> bool:
+    """Returns True if a kernel rounds its float input to 8 bits."""
+    levels = [attribute.i for attribute in node.attribute if attribute.name == "accuracy_level"]
+    return node.op_type == CODES_KERNEL and levels == [4]
 
 
 # The codes of a weight, or of a part of it.
@@ -205,8 +237,9 @@ def _readers(graph: "onnx.GraphProto") -> "dict[str, onnx.NodeProto]":
 
 def _weight_node(readers: "dict[str, onnx.NodeProto]", weight: str) -> "onnx.NodeProto | None":
     """Returns the node that computes with a weight, or None if there is none."""
-    # The codes may have been packed under another name. The scale keeps its name.
-    node = readers.get(f"{weight}_codes") or readers.get(f"{weight}_scale")
+    # The codes may have been packed under another name. The scale keeps its name, unless both are transposed.
+    names = (f"{weight}_codes", f"{weight}_scale", f"{weight}_codes_T")
+    node = next((readers[name] for name in names if name in readers), None)
     while node is not None and node.op_type in ("DequantizeLinear", "Transpose", "Reshape", "Slice", "Cast"):
         node = readers.get(node.output[0])
     return node

@@ -44,9 +44,9 @@ def _tensors_of(module: nn.Module, path: str) -> dict[str, Tensor]:
         exported = stored_tensors(module, 8)
         if isinstance(module, ExpertProduct):
             return found | _parts_of(module, exported, start)
-        found |= {f"{start}weight_codes": exported.codes, f"{start}weight_scale": module.weight_scale}
-        if module.weight_zero_point is not None:
-            found[f"{start}weight_zero_point"] = module.weight_zero_point
+        found |= {f"{start}weight_codes": exported.codes, f"{start}weight_scale": exported.scale}
+        if exported.zero_point is not None:
+            found[f"{start}weight_zero_point"] = exported.zero_point
         if module.bias_codes is not None and exported.bias_scale is not None:
             found |= {f"{start}bias_codes": module.bias_codes, f"{start}bias_scale": exported.bias_scale}
     return found

@@ -71,6 +71,8 @@ class OutputReport:
     runtime_is_equal: bool = True
     # The largest change of the runtime's results, beyond rounding, when it also outputs its codes.
     disturbance: float = 0.0
+    # The largest change of the runtime's results at its default accuracy level.
+    level_difference: float = 0.0
     # The number of rows of two-dimensional results, and of rows with the same argmax in prepared model and runtime.
     rows: int = 0
     agreeing: int = 0
@@ -100,6 +102,9 @@ class Verification:
     parameters: int = 0
     quantized_parameters: int = 0
     integer_parameters: int = 0
+    # Layers whose float inputs the runtime rounds to 8 bits at its default accuracy level. Empty if `verify` was told
+    # that the session has accuracy level 1.
+    rounded: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -142,6 +147,13 @@ class Verification:
                     f"{ties} of {codes} codes of {name} differ at ties, most of them at {most.path}; at most "
                     f"{tolerated_ties(codes)} are tolerated."
                 )
+        if self.rounded and out.level_difference:
+            return (
+                f"The runtime rounds the float inputs of {len(self.rounded)} layers to 8 bits, first of "
+                f"{self.rounded[0]}: MatMulNBits does so at accuracy level 4, the default of a session. Results differ "
+                f"by {out.level_difference:.3g}; the largest is {out.largest:.3g}.\nSet the session's config entry "
+                "session.qdq_matmulnbits_accuracy_level to 1 and use verify(..., accuracy_level=1)."
+            )
         if self.is_changed and not (self.first_difference is None and out.runtime_is_equal):
             return (
                 "The file was changed after fakequant.export_onnx wrote it, or an older version wrote it, and its "

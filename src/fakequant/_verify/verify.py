@@ -41,7 +41,12 @@ _MORE_REPETITIONS = 28
 
 @torch.no_grad()
 def verify(
-    model: nn.Module, onnx_path: str | os.PathLike[str], data: Data, *, steps: int | None = None
+    model: nn.Module,
+    onnx_path: str | os.PathLike[str],
+    data: Data,
+    *,
+    steps: int | None = None,
+    accuracy_level: int | None = None,
 ) -> Verification:
     """Runs a prepared model, its golden model and an exported file on data, and compares every code and result.
 
@@ -57,6 +62,8 @@ def verify(
         onnx_path: The file that `export_onnx` wrote for this model.
         data: Batches, such as a DataLoader or a list. A batch is a tensor, a dict of keyword arguments, or a tuple.
         steps: The number of batches to use; None for all.
+        accuracy_level: 1 if sessions will have the config entry `session.qdq_matmulnbits_accuracy_level` 1. None for
+            the default of ONNX Runtime, level 4, at which it rounds the inputs of weight-only layers to 8 bits.
 
     Returns:
         A `Verification`. Its `ok` is True if the file computes the same as the prepared model.
@@ -73,6 +80,8 @@ def verify(
     (True, {'0': 'QGemm'})
     """
     check_module(model)
+    if accuracy_level not in (None, 1):
+        raise ValueError(f"`accuracy_level` must be 1, or None for the default of the runtime, got {accuracy_level!r}.")
     link_norms(model)
     runtime = Runtime(onnx_path)
     golden = convert(model, target=runtime.target)
@@ -81,7 +90,7 @@ def verify(
     with evaluating(model):
         require_converted(model, golden, norms)
     require_same_parameters(golden, runtime, onnx_path)
-    comparison = _Comparison(model, golden, runtime)
+    comparison = _Comparison(model, golden, runtime, is_exact_level=accuracy_level is not None)
     if callable(data) and not isinstance(data, Iterable):
         raise TypeError("`data` must be an iterable of batches, because three models run on it, not a function.")
     with evaluating(model), torch.autocast("cpu", enabled=False):
@@ -124,8 +133,9 @@ class _Pass:
 class _Comparison:
     """Runs the three models batch by batch and collects the differences."""
 
-    def __init__(self, model: nn.Module, golden: nn.Module, runtime: Runtime) -> None:
+    def __init__(self, model: nn.Module, golden: nn.Module, runtime: Runtime, *, is_exact_level: bool) -> None:
         self.model, self.golden, self.runtime = model, golden, runtime
+        self.rounded = [] if is_exact_level else runtime.rounded
         self.grids = {path: module for path, module in golden.named_modules() if isinstance(module, Grid)}
         self.reports: dict[str, TensorReport] = {}
         # Reasons for differing codes, in the order found, by quantizer path and model.
@@ -154,6 +164,10 @@ class _Comparison:
         seen = [torch.from_numpy(np.array(value)) for value in watched]
         self._judge("runtime", runtime_codes, ran, seen, inputs)
         self._compare_outputs(result_leaves.tensors(prepared), result_leaves.tensors(golden), ran)
+        if self.rounded:
+            for a, b in zip(results, self.runtime.run_at_default_level(args, kwargs) or [], strict=True):
+                difference = _largest(torch.from_numpy(np.array(a)), torch.from_numpy(np.array(b)))
+                self.outputs.level_difference = max(self.outputs.level_difference, difference)
 
     def _run_prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Codes]:
         codes: Codes = {}
@@ -365,6 +379,7 @@ class _Comparison:
             seen.parameters,
             seen.quantized_parameters,
             quantized_parameters(self.model, without=floats),
+            self.rounded,
         )
 
 

@@ -1,0 +1,126 @@
+"""Weight-only linear layers in ONNX Runtime: products of floats with codes, compared with float64."""
+
+import numpy as np
+import pytest
+
+import fakequant as fq
+from fakequant import QuantSpec
+from fakequant.config import LayerConfig, QuantConfig
+
+torch = pytest.importorskip("torch")
+onnx = pytest.importorskip("onnx")
+ort = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+nn = torch.nn
+
+SPECS = {
+    "4 bits": QuantSpec(bits=4, axis=0),
+    "4 bits, groups of 16": QuantSpec(bits=4, axis=1, group_size=16),
+    "4 bits, groups of 32": QuantSpec(bits=4, axis=1, group_size=32),
+    "4 bits, affine": QuantSpec(bits=4, signed=False, symmetric=False, axis=1, group_size=32),
+    "3 bits": QuantSpec(bits=3, axis=1, group_size=32),
+    "8 bits": QuantSpec(bits=8, axis=0, narrow_range=True),
+    "8 bits, groups of 32": QuantSpec(bits=8, axis=1, group_size=32),
+    "2 bits, groups of 32": QuantSpec(bits=2, axis=1, group_size=32),
+}
+LEVEL = "session.qdq_matmulnbits_accuracy_level"
+
+
+def layer(spec, outputs, bias=True):
+    torch.manual_seed(0)
+    model = fq.prepare(nn.Sequential(nn.Linear(64, outputs, bias=bias)), QuantConfig(default=LayerConfig(weight=spec)))
+    return model.eval()
+
+
+def run(path, x, level=None):
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1
+    if level is not None:
+        options.add_session_config_entry(LEVEL, str(level))
+    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
+
+
+def exact(model, x):
+    """Returns the products of float64 numbers, and the sums of their magnitudes."""
+    weight = fq.nn.quantized_weight(model[0]).detach().double()
+    y = x.double() @ weight.T
+    if model[0].bias is not None:
+        y = y + model[0].bias.double()
+    return y, x.double().abs() @ weight.abs().T
+
+
+def rounded_in_blocks(x, block):
+    """Returns `x` as the kernel rounds it at level 4: to 8 bits, with one scale per block."""
+    blocks = x.unflatten(-1, (-1, block))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    return (torch.round(blocks * (127 / largest)) * (largest / 127)).flatten(-2)
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (5, 64), (2, 3, 64)], ids=str)
+@pytest.mark.parametrize("outputs", [1, 7, 33, 34, 36, 64])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_products_equal_those_of_float64_up_to_rounding(spec, outputs, shape, tmp_path):
+    model, x = layer(spec, outputs), torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    path = tmp_path / "model.onnx"
+    fq.export_onnx(model, path, x, opset=25 if spec.bits == 2 else 21)
+    y, magnitude = exact(model, x)
+    # 64 products are rounded and added: each rounding is at most 2^-24 of a partial sum.
+    assert bool(((run(path, x, level=1) - y).abs() <= 64 * 2.0**-24 * magnitude).all())
+    # At level 4 the inputs are rounded to 8 bits: by at most half of 1/127 of the largest of a block.
+    assert bool(((run(path, x) - y).abs() <= magnitude.amax() / 127).all())
+
+
+@pytest.mark.parametrize("spec", [SPECS["4 bits, groups of 16"], SPECS["4 bits, groups of 32"]], ids=str)
+def test_level_4_multiplies_inputs_that_are_rounded_in_the_blocks_of_the_weight(spec, tmp_path):
+    model, x = layer(spec, 32), torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+    fq.export_onnx(model, tmp_path / "model.onnx", x)
+    y, magnitude = exact(model, rounded_in_blocks(x, spec.group_size))
+    assert bool(((run(tmp_path / "model.onnx", x) - y).abs() <= 64 * 2.0**-24 * magnitude).all())
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_every_weight_only_layer_is_computed_from_its_codes(spec, tmp_path):
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 64, bias=False), nn.GELU(), nn.Linear(64, 8))
+    model = fq.prepare(model, QuantConfig(default=LayerConfig(weight=spec))).eval()
+    for number, x in enumerate((torch.randn(4, 64), torch.randn(2, 3, 64))):
+        path = tmp_path / f"{number}.onnx"
+        fq.export_onnx(model, path, x, opset=25 if spec.bits == 2 else 21)
+        found = fq.verify(model, path, [x], accuracy_level=1)
+        assert found.ok, found.verdict()
+        assert set(found.kernels.values()) == {"MatMulNBits"}
+
+
+def test_verify_says_what_the_default_accuracy_level_costs(tmp_path):
+    model, x = layer(SPECS["4 bits, groups of 32"], 32), torch.randn(8, 64)
+    path = tmp_path / "model.onnx"
+    fq.export_onnx(model, path, x)
+    found = fq.verify(model, path, [x])
+    assert found.rounded == ["0"]
+    assert not found.ok
+    difference = float((run(path, x) - run(path, x, level=1)).abs().max())
+    assert found.outputs.level_difference == difference > 0
+    assert f"differ by {difference:.3g}" in found.verdict()
+    assert "session.qdq_matmulnbits_accuracy_level to 1" in found.verdict()
+    assert fq.verify(model, path, [x], accuracy_level=1).ok
+
+
+def test_accuracy_levels_that_round_are_refused(tmp_path):
+    model, x = layer(SPECS["4 bits"], 8), torch.randn(2, 64)
+    with pytest.raises(ValueError, match="`accuracy_level` must be 1, or None for the default of the runtime, got 4"):
+        fq.verify(model, tmp_path / "model.onnx", [x], accuracy_level=4)
+
+
+def test_a_changed_weight_of_a_weight_only_layer_is_refused(tmp_path):
+    model, x = layer(SPECS["8 bits"], 8), torch.randn(4, 64)
+    path = tmp_path / "model.onnx"
+    fq.export_onnx(model, path, x)
+    proto = onnx.load(path)
+    codes = next(tensor for tensor in proto.graph.initializer if tensor.name == "0.weight_codes")
+    changed = onnx.numpy_helper.to_array(codes).copy()
+    assert changed.shape == (64, 8)  # transposed
+    changed[3, 2] ^= 1
+    codes.CopyFrom(onnx.numpy_helper.from_array(np.ascontiguousarray(changed), codes.name))
+    onnx.save(proto, path)
+    with pytest.raises(ValueError, match=r"0\.weight_codes is different in the file"):
+        fq.verify(model, path, [x], accuracy_level=1)
