@@ -36,6 +36,8 @@ class Target:
     unsigned_activations: bool = False
     # It computes convolutions, additions and the like in integers only if their results are quantized too.
     needs_results: bool = False
+    # Scales that its integer kernels compute at run time are those of a whole tensor, with unsigned 8-bit codes.
+    has_one_dynamic_scale: bool = False
 
     def fit_weight(self, spec: QuantSpec) -> QuantSpec:
         """Returns `spec` adapted to the weights of this target: unchanged, with fewer bits, or symmetric.
@@ -53,6 +55,10 @@ class Target:
         >>> print(TARGETS["tensorrt"].fit_activation(QuantSpec(signed=False, symmetric=False)))
         int8, per tensor
         """
+        if self.has_one_dynamic_scale and spec.granularity == "token" and spec.bits == 8:
+            return dataclasses.replace(
+                spec, signed=False, symmetric=False, narrow_range=False, axis=None, group_size=None
+            )
         if not self.symmetric_int8:
             return spec
         return dataclasses.replace(spec, bits=8, signed=True, symmetric=True, narrow_range=False)
@@ -100,13 +106,20 @@ TARGETS = {
     target.name: target
     for target in (
         Target(name="generic"),
-        Target(name="onnxruntime-vnni", arithmetic="onnxruntime", unsigned_activations=True, needs_results=True),
+        Target(
+            name="onnxruntime-vnni",
+            arithmetic="onnxruntime",
+            unsigned_activations=True,
+            needs_results=True,
+            has_one_dynamic_scale=True,
+        ),
         Target(
             name="onnxruntime-x86",
             weight_bits=7,
             arithmetic="onnxruntime",
             unsigned_activations=True,
             needs_results=True,
+            has_one_dynamic_scale=True,
         ),
         Target(name="tensorrt", symmetric_int8=True),
     )

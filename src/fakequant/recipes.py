@@ -26,7 +26,8 @@ def int8(*, target: str = "generic") -> QuantConfig:
 def int8_dynamic(*, target: str = "generic") -> QuantConfig:
     """8-bit weights per channel and 8-bit activations with ranges determined at run time.
 
-    Activations are quantized per token. Inputs of convolutions are quantized per tensor.
+    Activations are quantized per token. Inputs of convolutions are quantized per tensor, and so are all activations for
+    the targets of ONNX Runtime, whose kernels have one scale per tensor.
 
     >>> int8_dynamic().default.input.granularity
     'token'

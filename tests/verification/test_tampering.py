@@ -89,6 +89,11 @@ MODELS = {
     "-inf": (lambda: MaskedLogits(float("-inf")), rows(16, 12), recipes.int8),
     "-1e9": (lambda: MaskedLogits(-1e9), rows(16, 12), recipes.int8),
     "several": (SeveralOutputs, rows(16, 12), recipes.int8),
+    "dynamic": (
+        lambda: nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 5)),
+        rows(16, 12),
+        recipes.int8_dynamic,
+    ),
 }
 
 

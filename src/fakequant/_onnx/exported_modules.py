@@ -38,8 +38,8 @@ from fakequant.nn._recurrent import Recurrence
 class Stored:
     """The tensors of one layer in a file. Scales and zero points have one entry per block.
 
-    The weight of a linear layer with a float input is stored transposed, with the shape (inputs, outputs): only for a
-    product with such a matrix has ONNX Runtime a kernel that reads codes.
+    The weight of a linear layer whose input has no fixed scale is stored transposed, with the shape (inputs, outputs):
+    ONNX Runtime has kernels that read codes only for products with such a matrix.
     """
 
     # Bit width of the codes' type in the file.
@@ -98,14 +98,27 @@ def stored_tensors(layer: IntegerLayer, bits: int) -> Stored:
         zero_point=None if layer.weight_zero_point is None else layer.weight_zero_point.reshape(blocks),
         bias_scale=None if layer.bias_codes is None else bias_scale(layer),
     )
-    return made.transposed() if _is_linear_with_float_input(layer) else made
+    return made.transposed() if _has_float_input(layer) or _has_dynamic_kernel(layer) else made
 
 
-def _is_linear_with_float_input(layer: IntegerLayer) -> bool:
+def _is_linear(layer: IntegerLayer) -> bool:
     record = layer._fakequant
     is_linear = record.kind.has_input and record.kind.channel_axis == 0 and len(record.weight_shape) == 2
-    # The weights of experts are stored one by one.
-    return is_linear and not isinstance(layer, ExpertProduct) and input_grid_of(layer) is None
+    return is_linear and not isinstance(layer, ExpertProduct)  # the weights of experts are stored one by one
+
+
+def _has_float_input(layer: IntegerLayer) -> bool:
+    """Returns True for a linear layer with a quantized weight only."""
+    return _is_linear(layer) and input_grid_of(layer) is None
+
+
+def _has_dynamic_kernel(layer: IntegerLayer) -> bool:
+    """Returns True for a linear layer with a dynamic input for which runtimes have an integer kernel."""
+    grid = layer.input_quantizer
+    if not isinstance(grid, Grid) or grid.scale is not None or grid.spec != onnx_operators.DYNAMIC_SPEC:
+        return False
+    spec = layer._fakequant.weight_spec
+    return _is_linear(layer) and spec.bits <= 8 and spec.group_size is None
 
 
 def stored_parts(layer: IntegerLayer, stored: Stored, number: int) -> tuple[StoredPart, ...]:
@@ -184,9 +197,14 @@ class ExportedIntegers(Integers):
         self, layer: IntegerLayer, operator: Operator, input: Tensor, rows: slice, given: Tensor | None = None
     ) -> Tensor:
         """Applies `operator` to floats. Runtimes fuse it with the DQ and Q nodes around it into an integer kernel."""
+        file = self.stored
+        if operator is linear and file is not None and rows == slice(None) and _has_dynamic_kernel(layer):
+            names, bias = (self.name("weight"), layer.input_quantizer.path), self.quantized_bias(layer)
+            y = onnx_operators.dynamic_product(input, file.codes, file.scale, file.zero_point, *names)
+            return y if bias is None else y + bias
         x = self.quantize_input(layer, input)
-        if operator is linear and self.stored is not None and self.stored.is_transposed:
-            weight, bias = self._stored_weight(self.stored), part_of(self.quantized_bias(layer), rows)
+        if operator is linear and file is not None and file.is_transposed:
+            weight, bias = self._stored_weight(file), part_of(self.quantized_bias(layer), rows)
             # With three axes at least: ONNX Runtime merges a 2-D product with what follows it, and then reads no codes.
             y = x if x.dim() > 2 else x.unsqueeze(0)
             y = y @ (weight if rows == slice(None) else weight[:, rows])
@@ -269,7 +287,7 @@ def _stored_bits(layer: IntegerLayer) -> int:
     bits: int = layer._fakequant.weight_spec.bits
     if is_integer(layer):
         return max(bits, 8)  # integer kernels read 8-bit weights, even if the codes have fewer bits
-    if bits <= 2 and _is_linear_with_float_input(layer) and layer._fakequant.weight_shape[0] % 4:
+    if bits <= 2 and _has_float_input(layer) and layer._fakequant.weight_shape[0] % 4:
         return 4  # ONNX Runtime 1.31 multiplies wrongly by 2-bit matrices unless their width is a multiple of 4
     return bits
 

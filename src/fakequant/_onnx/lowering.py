@@ -3,6 +3,7 @@
     grid, up to 8 bits      Q -> DQ, with an integer Clip between them if the grid does not use the type's whole range
     grid, 9 to 16 bits      Clip -> Q -> DQ, because ONNX Runtime has no Clip for 16-bit integers
     stored codes            DQ of an integer initializer; 2 and 4 bits are packed if the opset has such types
+    dynamic product         DynamicQuantizeLinear -> MatMulInteger -> Cast -> Mul, by both scales
 
 This runs after torch's exporter, for three reasons: the rest of the file must be known, torch has no 4-bit tensors, and
 the exporter's optimizer must not fold or merge these nodes. Values are named after the paths of their modules.
@@ -54,6 +55,25 @@ def _op(name: str, first: str, constraints: list[tuple[str, list[str], str]], nu
 _GRID = _op("Grid", "F", [("Z", _INTEGERS, "")], ["qmin", "qmax", "lowest", "highest"])
 _STORED = _op("Stored", "Q", [("Z", _INTEGERS, ""), ("Q", _INTEGERS, "")], ["bits"])
 
+
+def _dynamic_op() -> Op:
+    schema, kinds = onnx.defs.OpSchema, onnx.defs.OpSchema.AttrType
+    parameter, optional = schema.FormalParameter, schema.FormalParameterOption.Optional
+    inputs = [parameter("x", "F"), parameter("codes", "Q"), parameter("scale", "F")]
+    made = schema(
+        "DynamicProduct",
+        DOMAIN,
+        1,
+        inputs=[*inputs, parameter("zero_point", "Z", param_option=optional)],
+        outputs=[parameter("y", "F")],
+        type_constraints=[_FLOATS, ("Q", _INTEGERS, ""), ("Z", _INTEGERS, "")],
+        attributes=[schema.Attribute("name", kinds.STRING), schema.Attribute("grid", kinds.STRING)],
+    )
+    return Op(_OPSET, "DynamicProduct", made)
+
+
+_DYNAMIC = _dynamic_op()
+
 # For torch's exporter: operators and the functions that emit their nodes.
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     onnx_operators.grid: lambda x, scale, zero_point, qmin, qmax, name: _GRID(
@@ -61,6 +81,9 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     ),
     onnx_operators.stored: lambda codes, scale, zero_point, bits, name: _STORED(
         codes, scale, zero_point, bits=bits, name=name
+    ),
+    onnx_operators.dynamic_product: lambda x, codes, scale, zero_point, name, grid: _DYNAMIC(
+        x, codes, scale, zero_point, name=name, grid=grid
     ),
 }
 
@@ -90,9 +113,10 @@ class Lowering:
         self.made: dict[str, ir.Value] = {}
 
     def run(self) -> None:
+        replace = {"Grid": self._grid, "Stored": self._stored, "DynamicProduct": self._dynamic_product}
         for node in list(self.graph):
             if node.domain == DOMAIN:
-                (self._grid if node.op_type == "Grid" else self._stored)(node)
+                replace[node.op_type](node)
         self.model.opset_imports.pop(DOMAIN, None)
         remove_unused(self.graph)
 
@@ -189,6 +213,37 @@ class Lowering:
         y = self._emit(node, "DequantizeLinear", inputs, f"{path}_dequantized", ir.DataType.FLOAT, attributes)
         self._replace(node, y)
 
+    def _dynamic_product(self, node: ir.Node) -> None:
+        """Emits the form that ONNX Runtime merges into DynamicQuantizeMatMul or MatMulIntegerToFloat."""
+        path, name = node.attributes["name"].as_string(), self._unique(node.attributes["grid"].as_string())
+        x, given = input_of(node, 0), constant_of(input_of(node, 2))
+        has_zero = len(node.inputs) > 3 and node.inputs[3] is not None
+        points = constant_of(input_of(node, 3)) if has_zero else np.zeros_like(given, dtype=np.int32)
+        shape = (-1,) if given.size > 1 else ()
+        codes = self._constant(f"{path}_codes", constant_of(input_of(node, 1)), _storage_of(node))
+        scale = self._constant(f"{path}_scale", given.reshape(shape), ir.DataType.FLOAT)
+        zero_point = self._constant(f"{path}_zero_point", points.reshape(shape), _storage_of(node))
+        quantized, own_scale, own_zero_point = (
+            ir.Value(name=f"{name}_{kind}", shape=of, type=ir.TensorType(dtype))
+            for kind, of, dtype in (
+                ("quantized", x.shape, _UINT8),
+                ("scale", ir.Shape([]), ir.DataType.FLOAT),
+                ("zero_point", ir.Shape([]), _UINT8),
+            )
+        )
+        outputs = [quantized, own_scale, own_zero_point]
+        made = ir.Node("", "DynamicQuantizeLinear", [x], outputs=outputs, name=f"{name}/DynamicQuantizeLinear")
+        made.metadata_props.update({QUANTIZER: node.attributes["grid"].as_string(), OFFSET: "0"})
+        self.graph.insert_before(node, made)
+        factors = [quantized, codes, own_zero_point, zero_point]
+        sums = self._emit(node, "MatMulInteger", factors, f"{name}_sums", ir.DataType.INT32, {})
+        to_float = {"to": int(ir.DataType.FLOAT)}
+        floats = self._emit(node, "Cast", [sums], f"{name}_float_sums", ir.DataType.FLOAT, to_float)
+        both = self._emit(node, "Mul", [own_scale, scale], f"{name}_sum_scale", ir.DataType.FLOAT, {})
+        both.shape = scale.shape
+        y = self._emit(node, "Mul", [floats, both], f"{name}_product", ir.DataType.FLOAT, {})
+        self._replace(node, y)
+
     # --- pieces -----------------------------------------------------------------------------------
 
     def _parameters(
@@ -261,6 +316,11 @@ class Lowering:
     def _replace(self, node: ir.Node, value: ir.Value) -> None:
         ir.convenience.replace_all_uses_with(node.outputs[0], value, replace_graph_outputs=True)
         self.graph.remove(node, safe=True)
+
+
+def _storage_of(node: ir.Node) -> ir.DataType:
+    """Returns the 8-bit type of the codes of a dynamic product."""
+    return _UINT8 if input_of(node, 1).dtype == _UINT8 else _INT8
 
 
 def input_of(node: ir.Node, number: int) -> ir.Value:

@@ -25,6 +25,8 @@ from fakequant.spec import QuantSpec
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 # The path and type of a rule that recipes contain. It need not match: not every model has convolutions.
 OF_RECIPES = ("*", "_ConvNd")
+# Runtimes that compute the scale of a whole tensor have no lower limit for it.
+_SMALLEST_SCALE = 2.0**-126
 
 
 @dataclasses.dataclass
@@ -250,7 +252,10 @@ class _Maker:
             return None
         owner = self.module.owner if isinstance(self.module, OwnedProduct) else self.module
         device = next((p.device for p in owner.parameters()), None)
-        return make_activation_quantizer(self.config, self.target.fit_activation(spec), self._where(name), device)
+        fitted, where = self.target.fit_activation(spec), self._where(name)
+        if spec.granularity == "token" and fitted.granularity != "token":
+            return FakeQuantize(fitted, Dynamic(), eps=_SMALLEST_SCALE, path=where, device=device)
+        return make_activation_quantizer(self.config, fitted, where, device)
 
     def _where(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name

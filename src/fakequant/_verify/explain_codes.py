@@ -19,6 +19,7 @@ RECIPROCAL = "reciprocal: the runtime multiplied by 1 / scale instead of dividin
 TIE = "rounding tie: the input lies between two codes, and float rounding decided"
 BIAS = "bias: it was rounded to an integer in the conversion"
 NAN = "NaN: the quantizer's input has NaNs, which have no code"
+SCALE = "scale: the range of the tensor is another one"
 UNKNOWN = "not explained"
 
 _INT32 = 2**31

@@ -6,7 +6,7 @@ import re
 import tempfile
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +21,29 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]  # of any dtype that ONNX has
 
 # The kernels of layers that compute with integers. All others compute in float.
-INTEGER_KERNELS = ("QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloat", "MatMulInteger", "ConvInteger")
+INTEGER_KERNELS = (
+    "QLinearConv", "QGemm", "QLinearMatMul", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulInteger",
+    "ConvInteger",
+)  # fmt: skip
 # The kernels of embeddings, which compute no products. "?" stands for a layer that the runtime computed in advance.
 LOOKUP_KERNELS = ("Gather", "?")
 # The kernel that multiplies a float input by codes. Its accuracy level is that of the session: at level 4, the default,
 # it rounds its input to 8 bits, in blocks along the last axis. At level 1 it does not.
 CODES_KERNEL = "MatMulNBits"
 _EXACT_LEVEL = 1
+
+
+class Run(NamedTuple):
+    """What a file computed from one batch."""
+
+    # The results of the session that also outputs codes, and of the other one. Outputting codes prevents some
+    # optimizations of the runtime.
+    watched: list[Array]
+    results: list[Array]
+    # Codes by the path of the quantizer, with one entry per call.
+    codes: dict[str, list[Array]]
+    # The scales and zero points that were computed at run time, likewise.
+    qparams: dict[str, list[tuple[Array, Array]]]
 
 
 class Runtime:
@@ -55,10 +71,14 @@ class Runtime:
             ) from error
         # By the name of a value that holds codes: the paths of its quantizers and the offset of the codes.
         self.codes: dict[str, tuple[list[str], int]] = {}
+        # By the same name: the names of the scale and the zero point, if they are computed at run time.
+        self.dynamic: dict[str, tuple[str, str]] = {}
         for node in self.model.graph.node:
             notes = {p.key: p.value for p in node.metadata_props}
             if QUANTIZER in notes:
                 self.codes[node.output[0]] = (notes[QUANTIZER].split("\n"), _offset(notes, path))
+                if node.op_type == "DynamicQuantizeLinear":
+                    self.dynamic[node.output[0]] = node.output[1], node.output[2]
         try:
             nodes = _layer_nodes(self.model, ort, threads)
         except Exception as error:  # of classes without a common base
@@ -71,7 +91,7 @@ class Runtime:
         watched = onnx.ModelProto()
         watched.CopyFrom(self.model)
         there = {output.name for output in watched.graph.output}
-        for name in self.codes:
+        for name in (*self.codes, *(name for names in self.dynamic.values() for name in names)):
             if name not in there:
                 watched.graph.output.append(onnx.helper.make_empty_tensor_value_info(name))
         self.session = ort.InferenceSession(watched.SerializeToString(), _options(ort, threads), providers=_PROVIDERS)
@@ -125,26 +145,29 @@ class Runtime:
     def _noted(self, key: str) -> str | None:
         return next((p.value for p in self.model.metadata_props if p.key == key), None)
 
-    def run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Array], list[Array], dict[str, list[Array]]]:
-        """Returns the results of the session that outputs codes, the results of the other session, and the codes.
+    @property
+    def dynamic_paths(self) -> set[str]:
+        """The paths of the quantizers whose scales are computed at run time."""
+        return {path for name in self.dynamic for path in self.codes[name][0]}
 
-        Codes are lists by quantizer path, with one entry per call. Outputting codes prevents some optimizations of the
-        runtime, so the results of both sessions are returned.
-        """
-        feed, names = self._feed(args, kwargs), list(self.codes)
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
+        """Runs the file on a batch, with and without codes as outputs."""
+        feed = self._feed(args, kwargs)
+        names = [*self.codes, *(name for names in self.dynamic.values() for name in names)]
         try:
             found = self.session.run([*self.outputs, *names], feed)
             results = self.unwatched.run(self.outputs, feed)
         except Exception as error:  # of classes without a common base
             raise ValueError(self._cannot_run(feed, error)) from error
-        codes: dict[str, list[Array]] = {}
-        for name, value in zip(names, found[len(self.outputs) :], strict=True):
-            paths, offset = self.codes[name]
+        values = dict(zip(names, found[len(self.outputs) :], strict=True))
+        run = Run(found[: len(self.outputs)], results, {}, {})
+        for name, (paths, offset) in self.codes.items():
             for path in paths:
-                codes.setdefault(path, []).append(value.astype(np.int32) - offset)
-        return found[: len(self.outputs)], results, codes
+                run.codes.setdefault(path, []).append(values[name].astype(np.int32) - offset)
+                if name in self.dynamic:
+                    scale, zero_point = self.dynamic[name]
+                    run.qparams.setdefault(path, []).append((values[scale], values[zero_point]))
+        return run
 
     def run_at_default_level(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Array] | None:
         """Returns the results at the default accuracy level. None if no layer is computed differently there."""

@@ -4,7 +4,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,9 +20,9 @@ from fakequant._prepare.shares import quantized_parameters
 from fakequant._prepare.summary import summary
 from fakequant._train.running import Data, check_module, copied, evaluating, run
 from fakequant._verify import result_leaves
-from fakequant._verify.explain_codes import NAN, TIE, UNKNOWN, ties, why_prepared, why_runtime, why_sums
+from fakequant._verify.explain_codes import NAN, SCALE, TIE, UNKNOWN, ties, why_prepared, why_runtime, why_sums
 from fakequant._verify.float_layers import layers_in_float
-from fakequant._verify.onnxruntime_session import INTEGER_KERNELS, Runtime
+from fakequant._verify.onnxruntime_session import INTEGER_KERNELS, Run, Runtime
 from fakequant._verify.rounding_bounds import Rounding
 from fakequant._verify.same_parameters import require_same_parameters
 from fakequant._verify.second_derivation import require_converted
@@ -30,11 +30,20 @@ from fakequant._verify.verdict import OutputReport, TensorReport, Verification
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._recurrent_product import RecurrentProduct
 
-# Codes by quantizer path, one tensor per call of the quantizer.
-Codes = dict[str, list[Tensor]]
+
+class Coded(NamedTuple):
+    """The codes of a tensor, and their grid."""
+
+    codes: Tensor
+    grid: GridOf
+
+
+# Codes by quantizer path, with one entry per call of the quantizer.
+Codes = dict[str, list[Coded]]
 _Whose = Literal["prepared", "runtime"]
 # Positional and keyword arguments of a model, which are any nesting of tensors and constants.
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+_MERGED = "the file has no separate codes for it: it was merged with an equal quantizer"
 # 32 repetitions in all, with the first 4. The chance that errors leave a tie on the same side every time is 2^-32.
 _MORE_REPETITIONS = 28
 
@@ -115,7 +124,10 @@ class _Difference:
     origin: Origin | None
     before: list[Accumulated]
     golden: Tensor
+    # The codes of the other model, with the zero point of `grid`.
     other: Tensor
+    # The scale of the other model, which differs from that of `grid` if both were computed at run time.
+    scale: Tensor
 
 
 @dataclasses.dataclass
@@ -142,7 +154,9 @@ class _Comparison:
         self.reasons: dict[tuple[str, _Whose], dict[str, None]] = {}
         self.skipped: dict[str, str] = {}
         # Whether some grids are not compared. Rounding may change a code there, and with it all later results.
-        self.has_uncompared_grids = not all(grid.has_one_scale for grid in self.grids.values())
+        self.has_uncompared_grids = not all(
+            grid.has_one_scale or path in runtime.dynamic_paths for path, grid in self.grids.items()
+        )
         self.outputs = OutputReport()
         self.batches = 0
 
@@ -150,41 +164,58 @@ class _Comparison:
         self.batches += 1
         inputs = args, kwargs
         prepared, prepared_codes = self._run_prepared(*copied(*inputs))
-        watched, results, codes = self.runtime.run(args, kwargs)
-        runtime_codes = {path: [torch.from_numpy(c).float() for c in arrays] for path, arrays in codes.items()}
+        run = self.runtime.run(args, kwargs)
         own, given = copied(*inputs)
         golden = self.golden(*own, **given)
         if result_leaves.constants(prepared) != result_leaves.constants(golden):
             raise ValueError(
                 "The prepared and the golden model return different constants, so they cannot be compared."
             )
-        ran = [torch.from_numpy(np.array(value)) for value in results]
+        ran = [torch.from_numpy(np.array(value)) for value in run.results]
         _require_comparable(result_leaves.tensors(golden), ran)
         self._judge("prepared", prepared_codes, result_leaves.tensors(prepared), None, inputs)
-        seen = [torch.from_numpy(np.array(value)) for value in watched]
-        self._judge("runtime", runtime_codes, ran, seen, inputs)
+        seen = [torch.from_numpy(np.array(value)) for value in run.watched]
+        self._judge("runtime", self._codes_of(run), ran, seen, inputs)
         self._compare_outputs(result_leaves.tensors(prepared), result_leaves.tensors(golden), ran)
         if self.rounded:
-            for a, b in zip(results, self.runtime.run_at_default_level(args, kwargs) or [], strict=True):
+            for a, b in zip(run.results, self.runtime.run_at_default_level(args, kwargs) or [], strict=True):
                 difference = _largest(torch.from_numpy(np.array(a)), torch.from_numpy(np.array(b)))
                 self.outputs.level_difference = max(self.outputs.level_difference, difference)
 
     def _run_prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Codes]:
         codes: Codes = {}
 
-        def keep(path: str, grid: GridOf) -> Callable[..., None]:
-            return lambda module, inputs, y: codes.setdefault(path, []).append(codes_of(y.detach().float(), grid))
+        def keep(path: str) -> Callable[..., None]:
+            def hook(module: nn.Module, inputs: tuple[Tensor], y: Tensor) -> None:
+                grid = self.grids[path].grid_for(inputs[0].detach().float())
+                codes.setdefault(path, []).append(Coded(codes_of(y.detach().float(), grid), grid))
+
+            return hook
 
         handles = []
         for path, module in self.model.named_modules():
-            if isinstance(module, Quantizer) and path in self.grids and self.grids[path].has_one_scale:
-                grid = self.grids[path].grid_for(torch.zeros(1))
-                handles.append(module.register_forward_hook(keep(path, grid)))
+            if isinstance(module, Quantizer) and path in self.grids and _has_one_scale(self.grids[path]):
+                handles.append(module.register_forward_hook(keep(path)))
         try:
             return self.model(*args, **kwargs), codes
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _codes_of(self, run: Run) -> Codes:
+        """Returns the codes of the runtime with their grids."""
+        codes: Codes = {}
+        for path, arrays in run.codes.items():
+            if path not in self.grids:
+                continue  # a copy of a quantizer that the export has added
+            grids = [self.grids[path].grid_for(torch.zeros(1))] * len(arrays)
+            if path in run.qparams:
+                spec = self.grids[path].spec
+                grids = [
+                    GridOf(torch.from_numpy(np.array(s)), torch.tensor(int(z)), spec) for s, z in run.qparams[path]
+                ]
+            codes[path] = [Coded(torch.from_numpy(c).float(), grid) for c, grid in zip(arrays, grids, strict=True)]
+        return codes
 
     # --- the golden model on the codes of another model --------------------------------------------
 
@@ -192,15 +223,18 @@ class _Comparison:
         """Runs the golden model, compares the codes at every grid, and continues with those of the other model."""
         found = _Pass([], {}, [], [])
 
-        def visit(path: str, call: int, grid: GridOf, x: Tensor, y: Tensor, other: Tensor) -> None:
+        def visit(path: str, call: int, grid: GridOf, x: Tensor, y: Tensor, theirs: Coded) -> None:
             golden = codes_of(plain(y), grid)
-            other = other.reshape(golden.shape)
+            other = theirs.codes.reshape(golden.shape) + (grid.zero_point - theirs.grid.zero_point)
             found.compared[path] = found.compared.get(path, 0) + golden.numel()
             before = found.sums
             # Products of recurrent layers have an effect on all later steps.
             found.sums = [one for one in before if isinstance(one.layer, RecurrentProduct)]
-            if not bool(((golden == other) | (golden.isnan() & other.isnan())).all()):
-                found.differences.append(_Difference(path, call, grid, plain(x), origin_of(x), before, golden, other))
+            is_same = bool(((golden == other) | (golden.isnan() & other.isnan())).all())
+            scale = theirs.grid.scale
+            if not (is_same and torch.equal(scale, grid.scale)):
+                seen = path, call, grid, plain(x), origin_of(x), before, golden, other, scale
+                found.differences.append(_Difference(*seen))
 
         def remember(module: nn.Module, args: Any, y: Any) -> None:
             origin = origin_of(y) if isinstance(y, Tensor) else None
@@ -228,19 +262,18 @@ class _Comparison:
         def hook(path: str) -> Callable[[Grid, tuple[Tensor], Tensor], Tensor | None]:
             def take(module: Grid, args: tuple[Tensor], y: Tensor) -> Tensor | None:
                 call = calls[path] = calls.get(path, -1) + 1
-                other = codes.get(path)
-                if not module.has_one_scale:
-                    self.skipped[path] = "it has a scale that is computed at run time, or more than one scale"
+                others = codes.get(path)
+                if not _has_one_scale(module):
+                    self.skipped[path] = "it has more than one scale"
                     return None
-                if other is None or call >= len(other):
+                if others is None or call >= len(others):
                     if whose == "runtime":
-                        self.skipped[path] = (
-                            "the file has no separate codes for it: it was merged with an equal quantizer"
-                        )
+                        is_merged = module.has_one_scale
+                        self.skipped[path] = _MERGED if is_merged else "its scale is computed at run time, in float"
                     return None
-                grid = module.grid_for(args[0])
-                visit(path, call, grid, args[0], y, other[call])
-                return on_grid((other[call].reshape(y.shape) - grid.zero_point) * grid.scale, grid)
+                other = others[call]
+                visit(path, call, module.grid_for(args[0]), args[0], y, other)
+                return on_grid((other.codes.reshape(y.shape) - other.grid.zero_point) * other.grid.scale, other.grid)
 
             return take
 
@@ -302,7 +335,7 @@ class _Comparison:
         def compute() -> list[Tensor]:
             kept: dict[int, Tensor] = {}
 
-            def visit(path: str, call: int, grid: GridOf, x: Tensor, y: Tensor, other: Tensor) -> None:
+            def visit(path: str, call: int, grid: GridOf, x: Tensor, y: Tensor, other: Coded) -> None:
                 if (path, call) in wanted:
                     kept[wanted[path, call]] = plain(x)
 
@@ -317,6 +350,13 @@ class _Comparison:
         report = self.reports[found.path]
         golden, other = found.golden, found.other
         differ = (golden != other) & ~(golden.isnan() & other.isnan())
+        off = (found.scale.double() - found.grid.scale.double()).abs()
+        has_other_scale = bool(off > _scale_tolerance(found, tolerance))
+        if has_other_scale:
+            differ = torch.ones_like(differ)  # every code stands for another value
+        if not bool(differ.any()):
+            return
+        tolerance = tolerance + found.x.double().abs() * (off / found.grid.scale.double())
         at_tie = differ & ties(found.x, found.grid, tolerance, golden, other)
         steps = (golden - other).abs()[differ].nan_to_num(0)
         _add(report, f"{whose}_differ", int(differ.sum()))
@@ -324,7 +364,9 @@ class _Comparison:
         most = max(getattr(report, f"{whose}_steps"), int(steps.max()))
         setattr(report, f"{whose}_steps", most)
         rest, reason = differ & ~at_tie, TIE
-        if bool(rest.any()):
+        if has_other_scale:
+            reason = SCALE
+        elif bool(rest.any()):
             why = why_runtime if whose == "runtime" else why_prepared
             reason = why(found.origin, found.x, found.grid, found.before, golden, other, rest)
         reasons = self.reasons.setdefault((found.path, whose), {})
@@ -381,6 +423,17 @@ class _Comparison:
             quantized_parameters(self.model, without=floats),
             self.rounded,
         )
+
+
+def _has_one_scale(grid: Grid) -> bool:
+    """Returns True if all elements of a tensor have the same scale, fixed or computed at run time."""
+    return grid.has_one_scale or (grid.scale is None and grid.spec.axis is None)
+
+
+def _scale_tolerance(found: _Difference, tolerance: Tensor) -> Tensor:
+    """Returns by how much rounding may change the scale of a tensor: by that of its range, and its own."""
+    moved = 2 * tolerance.max() / (found.grid.spec.qmax - found.grid.spec.qmin)
+    return moved + found.grid.scale.double() * 2.0**-22
 
 
 def _require_comparable(golden: list[Tensor], runtime: list[Tensor]) -> None:
