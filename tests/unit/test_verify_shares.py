@@ -99,7 +99,7 @@ def switch_all_off(model):
 REASONS = {
     "groups": (perceptron, X86.rule("1", weight=fq.presets.int4(group=8)), "its weight has groups"),
     "weight only": (perceptron, X86.rule("1", input=None), "its input is not quantized"),
-    "dynamic": (perceptron, X86.rule("1", input=fq.presets.int8_per_token()), "computed at run time"),
+    "dynamic": (perceptron, X86.rule("1", input=fq.QuantSpec(bits=4, axis=-1, group_size=-1)), "computed at run time"),
     "skipped": (perceptron, X86.skip("1"), "the config says so"),
     "subclass": (lambda: perceptron(Doubled(16, 16)), X86, "Doubled"),
     "own weight": (lambda: perceptron(Own()), X86, "Own is not a supported layer type"),

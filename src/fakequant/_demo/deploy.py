@@ -50,7 +50,7 @@ def export(model: nn.Module, path: Path, digits: Digits) -> None:
 def check(model: nn.Module, path: Path, digits: Digits, batches: Iterable[Tensor]) -> Deployed:
     """Runs the file on the test images and compares every code. `batches` are the same images in batches."""
     found = verify(model, path, batches)
-    _, (scores, *_), _ = Runtime(path).run((digits.test_images.numpy(),), {})
+    scores = Runtime(path).run((digits.test_images.numpy(),), {}).results[0]
     right = np.mean(scores.argmax(1) == digits.test_labels.numpy())
     tensors = convert(model).state_dict().values()
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
