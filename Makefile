@@ -55,6 +55,7 @@ bench: build
 	$(PY) benchmarks/digits_recurrent.py --json benchmarks/results/latest-digits-recurrent.json
 	$(PY) benchmarks/bench_deploy.py --json benchmarks/results/latest-deploy.json
 	$(PY) benchmarks/bench_zoo.py --json benchmarks/results/latest-zoo.json
+	$(PY) benchmarks/bench_linear.py --json benchmarks/results/latest-linear.json
 
 build: $(VENV)/.built
 

@@ -13,6 +13,8 @@ the same meaning as in bench_torch.py. Limits apply to two threads; figures for 
 
     int8           recipes.int8(): weights per channel, activations per tensor, observed in every step
     int8, floats   the same with save_codes=False
+    int8, x86      recipes.int8(target="onnxruntime-x86"), prepared with an example: also the results that this target
+                   computes in integers are quantized
     lsq(8)         recipes.lsq(8), calibrated: all scales learned
     torch.ao FX    prepare_qat_fx: weights per channel, activations per tensor by moving average
     torchao        int8 weights per channel, int8 activations per token; it has no activations per tensor
@@ -61,7 +63,7 @@ from fakequant import recipes
 from fakequant.nn import _saved_codes as saved_codes
 from fakequant.testing.timing import Contender
 
-FLOAT, INT8, FLOATS, LSQ = "float", "int8", "int8, floats", "lsq(8)"
+FLOAT, INT8, FLOATS, X86, LSQ = "float", "int8", "int8, floats", "int8, x86", "lsq(8)"
 FX, TORCHAO, BREVITAS = "torch.ao FX", "torchao", "brevitas"
 PEERS = (FX, TORCHAO, BREVITAS)
 ASKED_AT = 2  # the number of threads that limits apply to
@@ -141,14 +143,15 @@ class Task:
     shape: tuple[int, ...]  # of a batch
     seconds: float  # to measure for, with two threads
     int8: float  # limits: time over that of the float step
+    x86: float
     lsq: float
     memory: float | None = None  # limit: peak memory over that of the float step; None if not measured
 
 
 TASKS = (
-    Task("MLP", mlp, (128, 784), 6, int8=1.30, lsq=1.45),
-    Task("CNN", cnn, (32, 3, 32, 32), 16, int8=1.15, lsq=1.25, memory=1.25),
-    Task("encoder", Encoder, (16, 64, 384), 26, int8=1.15, lsq=1.25, memory=1.05),
+    Task("MLP", mlp, (128, 784), 6, int8=1.30, x86=1.30, lsq=1.45),
+    Task("CNN", cnn, (32, 3, 32, 32), 16, int8=1.15, x86=1.15, lsq=1.25, memory=1.25),
+    Task("encoder", Encoder, (16, 64, 384), 26, int8=1.15, x86=1.20, lsq=1.25, memory=1.05),
 )
 
 
@@ -230,6 +233,7 @@ def contenders(model: nn.Module, x: Tensor) -> tuple[dict[str, nn.Module], dict[
         FLOAT: copy.deepcopy(model),
         INT8: ours(int8, model, x),
         FLOATS: ours(dataclasses.replace(int8, save_codes=False), model, x),
+        X86: fq.prepare(copy.deepcopy(model), recipes.int8(target="onnxruntime-x86"), x),
         LSQ: ours(recipes.lsq(8), model, x),
     }
     missing = {}
@@ -347,6 +351,7 @@ class Figures:
         found = {
             "gradients": Bar(task.name, "gradients", "equal bits", self.equal_gradients, self.equal_gradients),
             INT8: at_most(task.name, INT8, self.x_float(INT8, ASKED_AT), task.int8, doubtful),
+            X86: at_most(task.name, X86, self.x_float(X86, ASKED_AT), task.x86, doubtful),
             LSQ: at_most(task.name, LSQ, self.x_float(LSQ, ASKED_AT), task.lsq, doubtful),
         }
         ratio = self.x_fastest_peer(ASKED_AT)
@@ -395,7 +400,7 @@ def print_steps(figures: list[Figures]) -> None:
     print_heading([cell for n in THREADS for cell in (f"ms, {n} thr.", "x float")])
     for f in figures:
         bars, model = f.bars(), f.task.name
-        for name in (FLOAT, INT8, FLOATS, LSQ, *PEERS):
+        for name in (FLOAT, INT8, FLOATS, X86, LSQ, *PEERS):
             cells = []
             for n in THREADS:
                 doubt = " " if f.rows[n].repeated else "?"
@@ -416,7 +421,7 @@ def print_memory(figures: list[Figures]) -> None:
     if figures:
         print_heading(["peak MB", "x float"])
     for f in figures:
-        for name in (FLOAT, INT8, FLOATS, LSQ, *PEERS):
+        for name in (FLOAT, INT8, FLOATS, X86, LSQ, *PEERS):
             peak = f.peaks.get(name)
             cells = ["-", "-"] if peak is None else [f"{peak / 1e6:.2f}", f"{peak / f.peaks[FLOAT]:.3f}"]
             print(line(f.task.name, name, cells, f.bars()["memory"] if name == INT8 else None))
