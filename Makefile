@@ -61,10 +61,11 @@ build: $(VENV)/.built
 
 # torch is installed first and with its exact version, so that no dependency replaces a CPU build by another one.
 # torchvision asks for another build, and is installed without its dependencies, where only the zoo looks for it.
-$(VENV)/.installed: requirements-dev.txt requirements-zoo.txt
+$(VENV)/.installed: requirements-dev.txt requirements-runtimes.txt requirements-zoo.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q torch==2.13.0
 	$(PY) -m pip install -q -r requirements-dev.txt
+	$(PY) -m pip install -q --no-deps -r requirements-runtimes.txt
 	$(PY) -m pip install -q --no-deps --target $(VENV)/zoo -r requirements-zoo.txt
 	touch $@
 
