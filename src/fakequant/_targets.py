@@ -17,6 +17,11 @@ from fakequant.spec import QuantSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
+# The grid of a tensor whose scale integer kernels compute at run time, and the smallest scale that training uses for
+# it: the kernels have no lower limit.
+DYNAMIC_SPEC = QuantSpec(bits=8, signed=False, symmetric=False)
+SMALLEST_DYNAMIC_SCALE = 2.0**-126
+
 # Largest |weight code| for which a sum of two products with 8-bit activations fits in 16 bits.
 _EXACT_WITHOUT_VNNI = 64
 
@@ -36,7 +41,7 @@ class Target:
     unsigned_activations: bool = False
     # It computes convolutions, additions and the like in integers only if their results are quantized too.
     needs_results: bool = False
-    # Scales that its integer kernels compute at run time are those of a whole tensor, with unsigned 8-bit codes.
+    # Scales that its integer kernels compute at run time are those of a whole tensor; see `DYNAMIC_SPEC`.
     has_one_dynamic_scale: bool = False
 
     def fit_weight(self, spec: QuantSpec) -> QuantSpec:
@@ -56,9 +61,7 @@ class Target:
         int8, per tensor
         """
         if self.has_one_dynamic_scale and spec.granularity == "token" and spec.bits == 8:
-            return dataclasses.replace(
-                spec, signed=False, symmetric=False, narrow_range=False, axis=None, group_size=None
-            )
+            return dataclasses.replace(DYNAMIC_SPEC, numerics=spec.numerics)
         if not self.symmetric_int8:
             return spec
         return dataclasses.replace(spec, bits=8, signed=True, symmetric=True, narrow_range=False)

@@ -16,7 +16,7 @@ pytest.importorskip("onnxscript")
 recipes = pytest.importorskip("fakequant.recipes")
 grids = pytest.importorskip("fakequant._convert.golden.fixed_grid")
 values = pytest.importorskip("fakequant._convert.golden.tracked_codes")
-plan = pytest.importorskip("fakequant._prepare.plan")
+targets = pytest.importorskip("fakequant._targets")
 nn = torch.nn
 
 pytestmark = pytest.mark.skipif(
@@ -64,7 +64,7 @@ def test_a_dynamic_grid_has_the_scale_zero_point_and_codes_of_dynamic_quantize_l
     )
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     codes, scale, zero_point = session.run(None, {"x": x})
-    made = grids.Grid(SPEC, None, None, eps=plan._SMALLEST_SCALE)
+    made = grids.Grid(SPEC, None, None, eps=targets.SMALLEST_DYNAMIC_SCALE)
     found = made.grid_for(torch.from_numpy(x))
     assert int(found.zero_point) == zero_point
     if x.any():  # the scale of zeros is arbitrary
@@ -119,6 +119,22 @@ def test_few_bit_and_affine_weights_are_stored_in_bytes(tmp_path):
         found = fq.verify(model, tmp_path / "model.onnx", [x])
         assert found.ok, found.verdict()
         assert set(found.kernels.values()) == {"DynamicQuantizeMatMul"}
+
+
+def test_dynamic_layers_without_such_a_kernel_run_in_float_with_the_same_codes(tmp_path):
+    """Scales along the inputs vary within a sum, and the target `generic` has a smallest scale."""
+    x = randn(8, 32)
+    per_tensor = fq.QuantConfig(
+        default=fq.LayerConfig(weight=QuantSpec(bits=7, axis=0), input=SPEC, activation_observer=fq.observers.Dynamic())
+    )
+    along_inputs = recipes.int8_dynamic(target=X86).rule("*", weight=QuantSpec(bits=7, axis=1))
+    for config in (per_tensor, along_inputs):
+        torch.manual_seed(0)
+        model = fq.prepare(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)), config).eval()
+        fq.export_onnx(model, tmp_path / "model.onnx", x)
+        found = fq.verify(model, tmp_path / "model.onnx", [x, 1e-7 * x], accuracy_level=1)
+        assert found.ok, found.verdict()
+        assert len(found.floats) == 2
 
 
 def test_the_target_decides_whether_tokens_have_scales_of_their_own():

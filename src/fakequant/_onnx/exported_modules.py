@@ -22,9 +22,11 @@ from fakequant._convert.golden.integer_layer import (
     float_weight,
     is_integer,
     part_of,
+    sums_have_one_scale,
 )
 from fakequant._onnx import onnx_operators
 from fakequant._prepare.attach import attach_layer
+from fakequant._targets import DYNAMIC_SPEC, SMALLEST_DYNAMIC_SCALE
 from fakequant.nn._expert_groups import Groups
 from fakequant.nn._expert_product import ExpertProduct
 from fakequant.nn._layer_kinds import find_kind
@@ -115,10 +117,10 @@ def _has_float_input(layer: IntegerLayer) -> bool:
 def _has_dynamic_kernel(layer: IntegerLayer) -> bool:
     """Returns True for a linear layer with a dynamic input for which runtimes have an integer kernel."""
     grid = layer.input_quantizer
-    if not isinstance(grid, Grid) or grid.scale is not None or grid.spec != onnx_operators.DYNAMIC_SPEC:
+    if not isinstance(grid, Grid) or grid.scale is not None or grid.spec != DYNAMIC_SPEC:
         return False
-    spec = layer._fakequant.weight_spec
-    return _is_linear(layer) and spec.bits <= 8 and spec.group_size is None
+    has_limit = grid.eps > SMALLEST_DYNAMIC_SCALE  # the kernels have none
+    return not has_limit and _is_linear(layer) and layer._fakequant.weight_spec.bits <= 8 and sums_have_one_scale(layer)
 
 
 def stored_parts(layer: IntegerLayer, stored: Stored, number: int) -> tuple[StoredPart, ...]:

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 
 from fakequant._backends.torch.formula import onnx_steps
-from fakequant.qparams import EPS
+from fakequant._targets import DYNAMIC_SPEC, SMALLEST_DYNAMIC_SCALE
 from fakequant.spec import QuantSpec
 
-# The grid of ONNX's DynamicQuantizeLinear. Its scale has no lower limit.
-DYNAMIC_SPEC = QuantSpec(bits=8, signed=False, symmetric=False)
 _LIBRARY = torch.library.Library("fakequant_export", "DEF")
 _LIBRARY.define("grid(Tensor x, Tensor scale, Tensor zero_point, int qmin, int qmax, str name) -> Tensor")
 _LIBRARY.define("stored(Tensor codes, Tensor scale, Tensor? zero_point, int bits, str name) -> Tensor")
@@ -48,7 +46,7 @@ def _stored(codes: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int, 
 def _dynamic_product(
     x: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, name: str, grid: str
 ) -> Tensor:
-    return dynamic_grid(x, DYNAMIC_SPEC, EPS) @ _stored(codes, scale, zero_point, 8, name)
+    return dynamic_grid(x, DYNAMIC_SPEC, SMALLEST_DYNAMIC_SCALE) @ _stored(codes, scale, zero_point, 8, name)
 
 
 _LIBRARY.impl("grid", _grid, "CompositeExplicitAutograd")

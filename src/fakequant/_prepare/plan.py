@@ -20,13 +20,12 @@ from fakequant.nn._quantized_layer import RESERVED, quantized_class
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import NAME as RECORD
 from fakequant.observers import Dynamic, MovingAverage
+from fakequant.qparams import EPS
 from fakequant.spec import QuantSpec
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 # The path and type of a rule that recipes contain. It need not match: not every model has convolutions.
 OF_RECIPES = ("*", "_ConvNd")
-# Runtimes that compute the scale of a whole tensor have no lower limit for it.
-_SMALLEST_SCALE = 2.0**-126
 
 
 @dataclasses.dataclass
@@ -253,8 +252,10 @@ class _Maker:
         owner = self.module.owner if isinstance(self.module, OwnedProduct) else self.module
         device = next((p.device for p in owner.parameters()), None)
         fitted, where = self.target.fit_activation(spec), self._where(name)
-        if spec.granularity == "token" and fitted.granularity != "token":
-            return FakeQuantize(fitted, Dynamic(), eps=_SMALLEST_SCALE, path=where, device=device)
+        is_dynamic = isinstance(self.config.activation_observer, Dynamic) and not self.config.learned
+        if (spec.granularity == "token" or is_dynamic) and fitted == _targets.DYNAMIC_SPEC:
+            eps = _targets.SMALLEST_DYNAMIC_SCALE if self.target.has_one_dynamic_scale else EPS
+            return FakeQuantize(fitted, Dynamic(), eps=eps, path=where, device=device)
         return make_activation_quantizer(self.config, fitted, where, device)
 
     def _where(self, name: str) -> str:

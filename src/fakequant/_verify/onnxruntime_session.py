@@ -80,14 +80,16 @@ class Runtime:
                 if node.op_type == "DynamicQuantizeLinear":
                     self.dynamic[node.output[0]] = node.output[1], node.output[2]
         try:
-            nodes = _layer_nodes(self.model, ort, threads)
+            optimized = _optimized(self.model, ort, threads)
         except Exception as error:  # of classes without a common base
             raise ValueError(
                 f"ONNX Runtime cannot load {path}: {error}\nUse a file that fakequant.export_onnx wrote."
             ) from error
+        nodes = _layer_nodes(self.model, optimized)
         self.kernels = {path: "?" if node is None else node.op_type for path, node in nodes.items()}
-        # The layers whose inputs a session with the default accuracy level rounds.
-        self.rounded = [path for path, node in nodes.items() if node is not None and _rounds_input(node)]
+        # The layers, or nodes of none, whose inputs a session with the default accuracy level rounds.
+        paths = {node.output[0]: path for path, node in nodes.items() if node is not None}
+        self.rounded = [paths.get(node.output[0], node.name) for node in optimized.node if _rounds_input(node)]
         watched = onnx.ModelProto()
         watched.CopyFrom(self.model)
         there = {output.name for output in watched.graph.output}
@@ -216,17 +218,21 @@ def _options(ort: ModuleType, threads: int, level: int | None = _EXACT_LEVEL) ->
     return options
 
 
-def _layer_nodes(model: "onnx.ModelProto", ort: ModuleType, threads: int) -> "dict[str, onnx.NodeProto | None]":
-    """Returns the node that computes each layer after all optimizations, by the path of the layer."""
-    onnx = require("onnx", "onnx")
+def _optimized(model: "onnx.ModelProto", ort: ModuleType, threads: int) -> "onnx.GraphProto":
+    """Returns the graph that a session with the default accuracy level runs, after all optimizations."""
     with tempfile.TemporaryDirectory() as folder:
         options = _options(ort, threads, level=None)
         options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
         ort.InferenceSession(model.SerializeToString(), options, providers=_PROVIDERS)
-        graph = onnx.load(options.optimized_model_filepath).graph
+        graph: onnx.GraphProto = require("onnx", "onnx").load(options.optimized_model_filepath).graph
+        return graph
+
+
+def _layer_nodes(model: "onnx.ModelProto", graph: "onnx.GraphProto") -> "dict[str, onnx.NodeProto | None]":
+    """Returns the node of an optimized graph that computes each layer of a file, by the path of the layer."""
     matches = [_WEIGHT.fullmatch(t.name) for t in model.graph.initializer]
     readers = _readers(graph)
-    found: dict[str, Any] = {}
+    found: dict[str, onnx.NodeProto | None] = {}
     for match in matches:
         if match is None:
             continue

@@ -156,7 +156,7 @@ class Integers(LayerRecord):
         """
         x = self.quantize_input(layer, input)
         origin = origin_of(x)
-        if self.weight_spec is None or not isinstance(origin, OnGrid) or not _sums_have_one_scale(layer):
+        if self.weight_spec is None or not isinstance(origin, OnGrid) or not sums_have_one_scale(layer):
             return groups.linear(plain(x), self.quantized_weight(layer), float_bias(layer))
         grid, weight = origin.grid, weight_levels(layer)
         dtype = _wide_enough(layer, grid, weight)
@@ -177,7 +177,7 @@ class Integers(LayerRecord):
         """Does the work of `compute`, whose arguments it takes, after the input was checked."""
         x = self.quantize_input(layer, input)
         origin = origin_of(x)
-        if self.weight_spec is None or not isinstance(origin, OnGrid) or not _sums_have_one_scale(layer):
+        if self.weight_spec is None or not isinstance(origin, OnGrid) or not sums_have_one_scale(layer):
             return operator(plain(x), self.float_weight(layer, given)[rows], part_of(float_bias(layer), rows))
         grid = origin.grid
         levels = onnx_steps(plain(x), grid.scale)
@@ -240,10 +240,11 @@ def is_integer(layer: IntegerLayer) -> bool:
     """Returns True if a layer computes with integers: the scales of input and weight do not vary within a sum."""
     grid = input_grid_of(layer)
     has_scale = isinstance(grid, Grid) and grid.has_one_scale
-    return has_scale and layer._fakequant.weight_spec is not None and _sums_have_one_scale(layer)
+    return has_scale and layer._fakequant.weight_spec is not None and sums_have_one_scale(layer)
 
 
-def _sums_have_one_scale(layer: IntegerLayer) -> bool:
+def sums_have_one_scale(layer: IntegerLayer) -> bool:
+    """Returns True if the scale of a layer's weight does not vary within a sum of products."""
     record = layer._fakequant
     return has_one_scale_per_sum(layer, record.weight_spec, len(record.weight_shape))
 
