@@ -125,7 +125,9 @@ def on_checkpoint(change: Callable[[Callable[..., Any]], Callable[..., Any]]) ->
     module's code calls inside a checkpoint would not be quantized in the backward pass.
     """
     module: Any = checkpoint
-    begin, apply = module._checkpoint_without_reentrant_generator, module.CheckpointFunction.apply
+    name = "_checkpoint_without_reentrant_generator"
+    name = f"{name}_impl" if hasattr(module, f"{name}_impl") else name  # from torch 2.14 on
+    begin, apply = getattr(module, name), module.CheckpointFunction.apply
 
     def begin_changed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return begin(change(function), *args, **kwargs)
@@ -133,7 +135,7 @@ def on_checkpoint(change: Callable[[Callable[..., Any]], Callable[..., Any]]) ->
     def apply_changed(function: Callable[..., Any], *args: Any) -> Any:
         return apply(change(function), *args)
 
-    module._checkpoint_without_reentrant_generator = begin_changed
+    setattr(module, name, begin_changed)
     module.CheckpointFunction.apply = staticmethod(apply_changed)
 
 
