@@ -119,7 +119,7 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
 
 
 def on_checkpoint(change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Makes `torch.utils.checkpoint` run `change(function)` in the backward pass, for every function that it is given.
+    """Makes `torch.utils.checkpoint` run `change(function)` instead of `function` in the backward pass.
 
     If the checkpoint is reentrant, it runs `change(function)` in the forward pass too. Without it: functions that a
     module's code calls inside a checkpoint would not be quantized in the backward pass.
