@@ -70,7 +70,7 @@ def _products(module: nn.Module) -> dict[str, OwnedProduct]:
 
 
 def _of_product(product: OwnedProduct, shapes: list[tuple[int, ...]]) -> int:
-    """Returns the multiplications of a product, whose weight is used once per step of a sequence or per routed token."""
+    """Returns the multiplications of a product. Its weight is used once per step of a sequence, or per routed token."""
     numbers = stored_weight(product, "weight").numel()
     if not isinstance(product, ExpertProduct):
         return prod(shapes[0][:-1]) * numbers
