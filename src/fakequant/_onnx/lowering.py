@@ -9,7 +9,7 @@ This runs after torch's exporter, for three reasons: the rest of the file must b
 the exporter's optimizer must not fold or merge these nodes. Values are named after the paths of their modules.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,18 +33,30 @@ _FLOATS = ("F", ["tensor(float)", "tensor(float16)", "tensor(double)", "tensor(b
 _INTEGERS = [f"tensor({kind})" for kind in ("int8", "uint8", "int16", "uint16", "int32", "int64")]
 
 
-def _op(name: str, first: str, constraints: list[tuple[str, list[str], str]], numbers: list[str]) -> Op:
+def _op(name: str, inputs: dict[str, str], numbers: Sequence[str] = (), texts: Sequence[str] = ("name",)) -> Op:
+    """Returns an operator whose further inputs are a scale and an optional zero point.
+
+    Args:
+        name: The name of the operator.
+        inputs: The types of its first inputs, by name: "F" for floats, "Q" for codes.
+        numbers: The names of attributes that are integers.
+        texts: The names of attributes that are strings.
+    """
     schema, kinds = onnx.defs.OpSchema, onnx.defs.OpSchema.AttrType
-    parameter = schema.FormalParameter
-    optional = schema.FormalParameterOption.Optional
-    attributes = [*((number, kinds.INT) for number in numbers), ("name", kinds.STRING)]
+    parameter, optional = schema.FormalParameter, schema.FormalParameterOption.Optional
+    attributes = [*((number, kinds.INT) for number in numbers), *((text, kinds.STRING) for text in texts)]
+    constraints = {"F": _FLOATS, "Q": ("Q", _INTEGERS, ""), "Z": ("Z", _INTEGERS, "")}
     made = schema(
         name,
         DOMAIN,
         1,
-        inputs=[parameter("x", first), parameter("scale", "F"), parameter("zero_point", "Z", param_option=optional)],
+        inputs=[
+            *(parameter(one, kind) for one, kind in inputs.items()),
+            parameter("scale", "F"),
+            parameter("zero_point", "Z", param_option=optional),
+        ],
         outputs=[parameter("y", "F")],
-        type_constraints=[_FLOATS, *constraints],
+        type_constraints=[constraints[kind] for kind in sorted({"F", "Z", *inputs.values()})],
         attributes=[schema.Attribute(*attribute) for attribute in attributes],
     )
     return Op(_OPSET, name, made)
@@ -52,27 +64,10 @@ def _op(name: str, first: str, constraints: list[tuple[str, list[str], str]], nu
 
 # `lowest` and `highest` are the quantizer's full range, which decides the storage type. Codes are clipped to
 # `qmin` and `qmax`.
-_GRID = _op("Grid", "F", [("Z", _INTEGERS, "")], ["qmin", "qmax", "lowest", "highest"])
-_STORED = _op("Stored", "Q", [("Z", _INTEGERS, ""), ("Q", _INTEGERS, "")], ["bits"])
-
-
-def _dynamic_op() -> Op:
-    schema, kinds = onnx.defs.OpSchema, onnx.defs.OpSchema.AttrType
-    parameter, optional = schema.FormalParameter, schema.FormalParameterOption.Optional
-    inputs = [parameter("x", "F"), parameter("codes", "Q"), parameter("scale", "F")]
-    made = schema(
-        "DynamicProduct",
-        DOMAIN,
-        1,
-        inputs=[*inputs, parameter("zero_point", "Z", param_option=optional)],
-        outputs=[parameter("y", "F")],
-        type_constraints=[_FLOATS, ("Q", _INTEGERS, ""), ("Z", _INTEGERS, "")],
-        attributes=[schema.Attribute("name", kinds.STRING), schema.Attribute("grid", kinds.STRING)],
-    )
-    return Op(_OPSET, "DynamicProduct", made)
-
-
-_DYNAMIC = _dynamic_op()
+_GRID = _op("Grid", {"x": "F"}, ["qmin", "qmax", "lowest", "highest"])
+_STORED = _op("Stored", {"x": "Q"}, ["bits"])
+# `name` is that of the weight, and `grid` that of the input's quantizer.
+_DYNAMIC = _op("DynamicProduct", {"x": "F", "codes": "Q"}, texts=["name", "grid"])
 
 # For torch's exporter: operators and the functions that emit their nodes.
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
