@@ -35,7 +35,7 @@ class Target:
     weight_bits: int = 8
     # If True, zero points must be 0, weights have at most 8 bits, and activations have the full range of 8 bits.
     symmetric_int8: bool = False
-    # How sums of products become codes: a key of `ARITHMETICS` in _convert/golden/sums_to_codes.py.
+    # How sums of products become codes: a key of `ARITHMETICS` in _convert/golden/arithmetics.py.
     arithmetic: str = "reference"
     # If True, exported activations have unsigned codes, because the kernels of the runtime require them.
     unsigned_activations: bool = False

@@ -237,7 +237,7 @@ def test_golden_layers_have_the_codes_of_openvino(kind, zero_point):
         graph = Graph()
         codes, _ = graph.quantizer(layer.written(graph), of)
         graph.output(codes)
-        same(OURS.from_layer(layer.sums(), of), graph.run(layer.x, kernel=layer.kernel)[0])
+        same(OURS.from_layer_sums(layer.sums(), of), graph.run(layer.x, kernel=layer.kernel)[0])
 
 
 @pytest.mark.parametrize("kind", ["Gemm", "Conv"])
@@ -248,7 +248,7 @@ def test_watching_codes_does_not_change_them(kind):
         graph = Graph()
         codes, read = graph.quantizer(layer.written(graph), of)
         graph.output(graph.identity(read, layer.rank))
-        mine = OURS.from_layer(layer.sums(), of)
+        mine = OURS.from_layer_sums(layer.sums(), of)
         same(mine, codes_seen(graph.run(layer.x, kernel=layer.kernel)[0], of))
         graph.output(codes)
         seen, watched = graph.run(layer.x, kernel=layer.kernel)
@@ -263,11 +263,11 @@ def test_golden_layers_before_other_kernels_have_the_codes_of_openvino(kind):
         of = grid(layer.tie_scale * 6, 0)
         graph = Graph()
         graph.output(graph.quantizer(layer.written(graph), of)[1])
-        same(OURS.from_layer(layer.sums(), of, is_stored=False), codes_seen(graph.run(layer.x)[0], of))
+        same(OURS.from_layer_sums(layer.sums(), of, is_stored=False), codes_seen(graph.run(layer.x)[0], of))
         of = grid(layer.tie_scale * 6, -9, signed=True)
         graph = Graph()
         graph.output(graph.identity(graph.quantizer(layer.written(graph), of)[1], layer.rank))
-        mine = OURS.from_layer(layer.sums(), of, is_shifted=kind == "Conv")
+        mine = OURS.from_layer_sums(layer.sums(), of, is_shifted=kind == "Conv")
         same(mine, codes_seen(graph.run(layer.x, kernel=layer.kernel)[0], of))
 
 
@@ -280,7 +280,7 @@ def test_golden_layers_have_the_codes_of_openvino_with_few_levels(kind, bits):
         graph = Graph()
         codes, read = graph.quantizer(layer.written(graph), of)
         graph.output(graph.identity(read, layer.rank), codes)
-        same(OURS.from_layer(layer.sums(), of), graph.run(layer.x, kernel=layer.kernel)[1])
+        same(OURS.from_layer_sums(layer.sums(), of), graph.run(layer.x, kernel=layer.kernel)[1])
 
 
 @pytest.mark.parametrize("signed", [False, True])
@@ -307,7 +307,7 @@ def test_golden_linear_layers_with_large_sums_have_the_codes_of_openvino(has_bia
         result = layer.written(graph)
         codes, _ = graph.quantizer(result, of)
         graph.output(codes)
-        same(OURS.from_layer(layer.sums(), of), graph.run(layer.x, kernel=layer.kernel)[0])
+        same(OURS.from_layer_sums(layer.sums(), of), graph.run(layer.x, kernel=layer.kernel)[0])
         graph = Graph()
         graph.output(layer.written(graph))
         same(OURS.value(layer.sums()), graph.run(layer.x, kernel=layer.kernel)[0])
@@ -386,7 +386,7 @@ def test_golden_additions_of_layers_have_the_codes_of_openvino(kind, is_read_aga
         layer = Layer(kind, trial, 100, has_bias=True, is_rectified=False)
         grids = residual_grids(layer, trial, zero_points)
         graph, b = residual(layer, grids, False, is_read_again)
-        mine = OURS.from_layer_addition(layer.sums(), value(b, grids[1]), grids[1], grids[2])
+        mine = OURS.from_layer_sums_addition(layer.sums(), value(b, grids[1]), grids[1], grids[2])
         theirs = graph.run(layer.x, value(b, grids[1]), kernel=layer.kernel)[0]
         same(mine, codes_seen(theirs, grids[2]))
 
@@ -398,7 +398,7 @@ def test_golden_additions_of_quantized_layers_have_the_codes_of_openvino():
         if grids[0].scale == grids[1].scale:  # the first quantizer is changed too
             continue
         graph, b = residual(layer, grids, True, is_read_again=True)
-        a = OURS.from_layer(layer.sums(), grids[0], is_stored=False)
+        a = OURS.from_layer_sums(layer.sums(), grids[0], is_stored=False)
         a = (a - grids[0].zero_point) * grids[0].scale
         mine = OURS.from_addition(a, grids[0], value(b, grids[1]), grids[1], grids[2])
         same(mine, codes_seen(graph.run(layer.x, value(b, grids[1]), kernel="Convolution")[0], grids[2]))
@@ -408,7 +408,7 @@ def test_openvino_does_not_round_before_an_addition_in_the_kernel_of_a_convoluti
     layer = Layer("Conv", 1, 100, has_bias=True, is_rectified=False)
     grids = residual_grids(layer, 1, (128, 0, 0))
     graph, b = residual(layer, grids, True, is_read_again=False)
-    a = (OURS.from_layer(layer.sums(), grids[0], is_stored=False) - grids[0].zero_point) * grids[0].scale
+    a = (OURS.from_layer_sums(layer.sums(), grids[0], is_stored=False) - grids[0].zero_point) * grids[0].scale
     mine = OURS.from_addition(a, grids[0], value(b, grids[1]), grids[1], grids[2]).numpy()
     theirs = codes_seen(graph.run(layer.x, value(b, grids[1]), kernel="Convolution")[0], grids[2])
     assert 0.01 < (mine != theirs).mean() < 0.5

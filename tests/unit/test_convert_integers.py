@@ -13,7 +13,7 @@ integer = pytest.importorskip("fakequant._convert.golden.integer_layer")
 nn = torch.nn
 recipes = pytest.importorskip("fakequant.recipes")
 values = pytest.importorskip("fakequant._convert.golden.tracked_codes")
-arithmetic = pytest.importorskip("fakequant._convert.golden.sums_to_codes")
+arithmetic = pytest.importorskip("fakequant._convert.golden.arithmetics")
 
 
 def linear_with(weight, bias, x_scale, x_zero, config=None):

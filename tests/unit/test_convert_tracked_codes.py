@@ -8,7 +8,7 @@ from fakequant import presets
 torch = pytest.importorskip("torch")
 nn = torch.nn
 values = pytest.importorskip("fakequant._convert.golden.tracked_codes")
-arithmetic = pytest.importorskip("fakequant._convert.golden.sums_to_codes")
+arithmetic = pytest.importorskip("fakequant._convert.golden.arithmetics")
 Grid = pytest.importorskip("fakequant._convert.golden.fixed_grid").Grid
 
 

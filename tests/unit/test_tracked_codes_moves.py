@@ -9,7 +9,7 @@ from fakequant.testing.assertions import assert_same_bits
 torch = pytest.importorskip("torch")
 nn, F = torch.nn, torch.nn.functional
 values = pytest.importorskip("fakequant._convert.golden.tracked_codes")
-arithmetic = pytest.importorskip("fakequant._convert.golden.sums_to_codes")
+arithmetic = pytest.importorskip("fakequant._convert.golden.arithmetics")
 Grid = pytest.importorskip("fakequant._convert.golden.fixed_grid").Grid
 
 

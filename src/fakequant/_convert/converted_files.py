@@ -23,9 +23,9 @@ from fakequant._backends.torch.torch_private import EXTRA_STATE_SUFFIX
 from fakequant._convert.convert import Conversion, conversion, find_conversion, return_tensors
 from fakequant._convert.file_checks import check_eps, check_grid, check_same_dtype, check_weight, checksum
 from fakequant._convert.folded_norm import Folded, remove_norm
+from fakequant._convert.golden.arithmetics import ARITHMETICS
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer, Integers
-from fakequant._convert.golden.sums_to_codes import ARITHMETICS
 from fakequant._prepare.attach import (
     attach_functions,
     attach_layer,

@@ -1,13 +1,15 @@
 """Finds the reason why two models have different codes, if it is not a tie."""
 
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fakequant._convert.golden.arithmetics import ARITHMETICS
 from fakequant._convert.golden.integer_layer import weight_levels
 from fakequant._convert.golden.saturation import can_saturate, saturated_sums
-from fakequant._convert.golden.sums_to_codes import ARITHMETICS
 from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, Moved, Origin, Rectified
 from fakequant.nn._quantized_layer import input_grid_of
 
@@ -66,14 +68,16 @@ def why_runtime(
     source = _source(origin)
     if isinstance(source, Accumulated) and isinstance(origin, (Accumulated, Rectified)):
         for sums, reason in ((_wrapped(source), OVERFLOW), (_saturated(source), SATURATION)):
-            if sums is not None and torch.equal(_codes_of_sums(sums, source, origin, grid)[differ], runtime[differ]):
+            if sums is not None and any(
+                torch.equal(codes[differ], runtime[differ]) for codes in _codes_of_sums(sums, source, origin, grid)
+            ):
                 return reason
     reason_before = why_sums(before)
     if reason_before is not None:
         return reason_before
-    for name, reason in (("reference", NOT_FUSED), ("onnxruntime", FUSED)):
-        if origin is not None and torch.equal(origin.codes(ARITHMETICS[name], grid)[differ], runtime[differ]):
-            return reason
+    for name, arithmetic in ARITHMETICS.items():
+        if origin is not None and torch.equal(origin.codes(arithmetic, grid)[differ], runtime[differ]):
+            return NOT_FUSED if name == "reference" else FUSED
     inverse = 1 / grid.scale
     by_inverse = (torch.round(x * inverse) + grid.zero_point).clamp(grid.spec.qmin, grid.spec.qmax)
     return RECIPROCAL if torch.equal(by_inverse[differ], runtime[differ]) else UNKNOWN
@@ -121,9 +125,11 @@ def _source(origin: Origin | None) -> Origin | None:
     return origin
 
 
-def _codes_of_sums(sums: Tensor, source: Accumulated, origin: Origin, grid: GridOf) -> Tensor:
-    codes = ARITHMETICS["onnxruntime"].from_sums(sums, source.scale, grid)
-    return torch.maximum(codes, grid.zero_point) if isinstance(origin, Rectified) else codes
+def _codes_of_sums(sums: Tensor, source: Accumulated, origin: Origin, grid: GridOf) -> Iterator[Tensor]:
+    """Yields the codes of other sums of a layer in the arithmetic of each runtime."""
+    for arithmetic in ARITHMETICS.values():
+        codes = arithmetic.from_layer(dataclasses.replace(source, sums=sums), grid)
+        yield torch.maximum(codes, grid.zero_point) if isinstance(origin, Rectified) else codes
 
 
 def _wrapped(sums: Accumulated) -> Tensor | None:

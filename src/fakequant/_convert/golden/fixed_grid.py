@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from fakequant._backends.torch import tensor_functions
-from fakequant._convert.golden.sums_to_codes import ARITHMETICS
-from fakequant._convert.golden.tracked_codes import GridOf, on_grid, origin_of, plain, quantized
+from fakequant._convert.golden.arithmetics import ARITHMETICS
+from fakequant._convert.golden.tracked_codes import GridOf, on_grid, origin_of, plain
 from fakequant.functional import fake_quantize
 from fakequant.qparams import EPS
 from fakequant.spec import QuantSpec
@@ -58,9 +58,10 @@ class Grid(nn.Module):
     def _quantized(self, x: Tensor) -> Tensor:
         if self.scale is not None and self.spec.axis is not None:
             return fake_quantize(plain(x), self.scale, 0 if self.spec.symmetric else self.zero_point, self.spec)
-        grid = self.grid_for(x)
-        origin = origin_of(x)
-        codes = quantized(x, grid) if origin is None else origin.codes(ARITHMETICS[self.arithmetic], grid)
+        # Files compute scales at run time operator by operator.
+        arithmetic = ARITHMETICS["reference" if self.scale is None else self.arithmetic]
+        grid, origin = self.grid_for(x), origin_of(x)
+        codes = arithmetic.from_float(x, grid) if origin is None else origin.codes(arithmetic, grid)
         value = (codes - grid.zero_point) * grid.scale
         # NaN stays NaN as in training. Runtimes have no code for it.
         return on_grid(torch.where(plain(x).isnan(), plain(x), value) if x.isnan().any() else value, grid)

@@ -26,6 +26,7 @@ from fakequant._convert.golden.tracked_codes import (
 from fakequant.nn._deployed_bias import along_outputs, has_one_scale_per_sum
 from fakequant.nn._expert_groups import Groups
 from fakequant.nn._function_calls import not_watched
+from fakequant.nn._linear_function import linear
 from fakequant.nn._quantized_layer import Operator, QuantizedLayer, input_grid_of, reduced
 from fakequant.nn._records import LayerRecord, Operands
 from fakequant.spec import QuantSpec
@@ -190,7 +191,10 @@ class Integers(LayerRecord):
         floating = None if layer.bias_codes is not None else getattr(layer, self.kind.bias_name, None)
         if floating is not None:
             return value + self._along_channels(floating[rows])
-        return track(value, Accumulated(sums, scale, layer, levels + grid.zero_point, grid.zero_point))
+        added = None if bias is None else self._along_channels(part_of(bias, rows))
+        totals = weight[rows].sum(1) if operator is linear else None
+        codes = levels + grid.zero_point
+        return track(value, Accumulated(sums, scale, layer, codes, grid.zero_point, added, totals))
 
     def _along_channels(self, value: Tensor) -> Tensor:
         """Reshapes values per output channel so that they broadcast with the sums."""

@@ -36,7 +36,9 @@ from torch import Tensor
 
 from fakequant._backends.torch.fused_multiply_add import fma
 from fakequant._convert.golden.sums_to_codes import Reference
-from fakequant._convert.golden.tracked_codes import GridOf, codes_of, plain
+from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, codes_of, plain, quantized
+from fakequant.nn._quantized_layer import input_grid_of
+from fakequant.spec import QuantSpec
 
 _STEPS = 255.0
 # OpenVINO's limits for shifts that it takes for 0, in parts of the range of codes, and for equal.
@@ -76,12 +78,32 @@ class _Line:
 class OpenVino(Reference):
     """The kernels of OpenVINO for x86: FakeQuantize, Convolution, FullyConnected, MatMul, Eltwise and Reduce."""
 
+    def from_layer(self, layer: Accumulated, grid: GridOf) -> Tensor:
+        """Returns the codes of the output of a layer, which are stored as uint8. See `from_layer_sums`."""
+        if not _has_kernels(grid):
+            return quantized(self.value(_sums_of(layer)), grid)
+        unsigned, offset = _unsigned(grid)
+        codes = self.from_layer_sums(_sums_of(layer), unsigned, is_stored=not _has_clip(grid))
+        return _on(grid, codes - offset)
+
+    def from_layer_addition(self, layer: Accumulated, b: Tensor, b_grid: GridOf, grid: GridOf) -> Tensor:
+        """Returns the codes of the sum of a layer's output and `b`. See `from_layer_sums_addition`."""
+        if not (_has_kernels(b_grid) and _has_kernels(grid)):
+            return quantized(self.value(_sums_of(layer)) + b, grid)
+        unsigned, offset = _unsigned(grid)
+        codes = self.from_layer_sums_addition(_sums_of(layer), b, _unsigned(b_grid)[0], unsigned, not _has_clip(grid))
+        return _on(grid, codes - offset)
+
     def from_float(self, x: Tensor, grid: GridOf, has_fixed_shape: bool = False) -> Tensor:
         """rint(fma(clip(x, low, high), k, c)) + lowest.
+
+        Scales per token and more than 8 bits follow the rule of ONNX.
 
         If all dimensions of the tensor are fixed in the file, another kernel is used. It computes
         rint(clip(x, low, high) * k - low * k) + lowest.
         """
+        if not _has_kernels(grid):
+            return quantized(x, grid)
         low, high = _ends(grid)
         line = _line(low, high)
         x = torch.minimum(torch.maximum(plain(x).float(), low), high)
@@ -91,9 +113,9 @@ class OpenVino(Reference):
     def from_sums(self, sums: Tensor, scale: Tensor, grid: GridOf) -> Tensor:
         """fused(sums, k(low / scale, high / scale), c(low / scale, high / scale)): a convolution without a bias.
 
-        The sums must not contain a bias. Use `from_layer` for layers with a bias and for linear layers.
+        The sums must not contain a bias. Use `from_layer_sums` for layers with a bias and for linear layers.
         """
-        return self.from_layer(LayerSums(sums, scale), grid)
+        return self.from_layer_sums(LayerSums(sums, scale), grid)
 
     def value(self, layer: LayerSums) -> Tensor:
         """products * scale + bias: the float result of a layer that no quantizer follows."""
@@ -101,7 +123,9 @@ class OpenVino(Reference):
         value = value if layer.bias is None else value + layer.bias
         return value.clamp_min(0) if layer.is_rectified else value
 
-    def from_layer(self, layer: LayerSums, grid: GridOf, *, is_stored: bool = True, is_shifted: bool = False) -> Tensor:
+    def from_layer_sums(
+        self, layer: LayerSums, grid: GridOf, *, is_stored: bool = True, is_shifted: bool = False
+    ) -> Tensor:
         """Returns the codes of the result of a layer.
 
         Without a bias:
@@ -152,15 +176,20 @@ class OpenVino(Reference):
         This holds if another operator reads the codes of `b`. Otherwise OpenVINO computes the addition in the kernel of
         the convolution, and drops the rounding of the quantizer between the convolution and the addition.
         """
+        if not all(map(_has_kernels, (a_grid, b_grid, grid))):
+            return quantized(a + b, grid)
+        of, ((a_grid, _), (b_grid, _), (grid, moved_by)) = grid, map(_unsigned, (a_grid, b_grid, grid))
         za, zb = a_grid.zero_point.float(), b_grid.zero_point.float()
         offset, ratio = za + zb * b_grid.scale / a_grid.scale, a_grid.scale / b_grid.scale
         first, last = (0 - offset) * ratio, (_STEPS - offset) * ratio
         moved = _fma(codes_of(plain(a), a_grid), _Line((last - first) / _STEPS, first))
         low, high = (end / b_grid.scale for end in _ends(grid))
         total = torch.minimum(torch.maximum(moved + codes_of(plain(b), b_grid), low), high)
-        return _on(grid, torch.round(_fma(total, _line(low, high))) + _lowest(grid))
+        return _on(of, torch.round(_fma(total, _line(low, high))) - moved_by)
 
-    def from_layer_addition(self, layer: LayerSums, b: Tensor, b_grid: GridOf, grid: GridOf) -> Tensor:
+    def from_layer_sums_addition(
+        self, layer: LayerSums, b: Tensor, b_grid: GridOf, grid: GridOf, is_stored: bool = True
+    ) -> Tensor:
         """fused((value(layer) - zb * sb) * (1 / sb) + b, k(low / sb, high / sb), c(low / sb, high / sb)).
 
         The result of a layer is added to `b` without a quantizer in between. `b` are codes, and `zb` and `sb` are their
@@ -171,19 +200,50 @@ class OpenVino(Reference):
         total = value + codes_of(plain(b), b_grid)
         total = total.clamp_min(0) if layer.is_rectified else total
         low, high = (end / b_grid.scale for end in _ends(grid))
-        return _on(grid, _fused(total, _line(low, high), _lowest(grid), is_last=not _has_clip(grid)))
+        is_last = is_stored and not _has_clip(grid)
+        return _on(grid, _fused(total, _line(low, high), _lowest(grid), is_last))
 
     def from_average(self, x: Tensor, x_grid: GridOf, axes: tuple[int, ...], grid: GridOf) -> Tensor:
         """clip(rint(fma(sum(codes) / number, k, c - zero_point * k)) + lowest).
 
         `k` and `c` are k(low / scale, high / scale) and c(low / scale, high / scale), with the scale of `x`.
         """
+        if not (_has_kernels(x_grid) and _has_kernels(grid)):
+            return super().from_average(x, x_grid, axes, grid)
+        of, ((x_grid, _), (grid, moved_by)) = grid, map(_unsigned, (x_grid, grid))
         sums = codes_of(plain(x), x_grid).double().sum(axes, keepdim=True).float()
         number = torch.tensor(float(x.numel() // sums.numel()))
         low, high = (end / x_grid.scale for end in _ends(grid))
         line = _line(low, high)
         shifted = _Line(line.k, line.c - x_grid.zero_point.float() * line.k)
-        return _on(grid, torch.round(_fma(sums / number, shifted)) + _lowest(grid))
+        return _on(of, torch.round(_fma(sums / number, shifted)) - moved_by)
+
+
+def _sums_of(layer: Accumulated) -> LayerSums:
+    """Returns what the kernel of a layer computes with. Products of two activations have no layer."""
+    products = layer.sums if layer.bias is None else layer.sums - layer.bias
+    bias = None if layer.bias is None else layer.bias.float() * layer.scale
+    zero_point, offset = layer.zero_point_in, None
+    if layer.weight_sums is not None and zero_point is not None:
+        _, moved_by = _unsigned(GridOf(layer.scale, zero_point, input_grid_of(layer.layer).spec))
+        offset = ((zero_point + moved_by) * layer.weight_sums).float()
+    return LayerSums(products, layer.scale, bias, offset, is_linear=layer.weight_sums is not None)
+
+
+def _has_kernels(grid: GridOf) -> bool:
+    """Returns True for one fixed scale and at most 8 bits. Other tensors are quantized as the graph says."""
+    return grid.scale.dim() == 0 and grid.spec.bits <= 8
+
+
+def _unsigned(grid: GridOf) -> tuple[GridOf, int]:
+    """Returns the grid that a file stores instead of a signed one, and by how much its codes are larger.
+
+    It may have one more code than a signed grid with a narrow range.
+    """
+    if not grid.spec.signed:
+        return grid, 0
+    spec = QuantSpec(bits=grid.spec.bits, signed=False, symmetric=False)
+    return GridOf(grid.scale, grid.zero_point - grid.spec.qmin, spec), -grid.spec.qmin
 
 
 def _fused_line(layer: LayerSums, low: Tensor, high: Tensor) -> tuple[Tensor, _Line]:

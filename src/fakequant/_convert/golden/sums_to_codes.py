@@ -1,4 +1,4 @@
-"""The arithmetic of runtimes: how sums of products, additions and means become codes.
+"""The arithmetic of runtimes: how floats, sums of products, additions and means become codes.
 
 The reference runs the operators of the ONNX graph one after the other, in float32. ONNX Runtime fuses a layer, an
 addition or a mean with the quantizer that follows it into one kernel. Its codes differ from those of the reference
@@ -16,11 +16,23 @@ from torch import Tensor
 
 from fakequant._backends.torch.formula import onnx_steps
 from fakequant._backends.torch.fused_multiply_add import fma
-from fakequant._convert.golden.tracked_codes import Arithmetic, GridOf, codes_of, quantized
+from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, codes_of, quantized
 
 
 class Reference:
     """The operators of the graph, one after the other."""
+
+    def from_float(self, x: Tensor, grid: GridOf) -> Tensor:
+        """quantize(x), by the rule of ONNX."""
+        return quantized(x, grid)
+
+    def from_layer(self, layer: Accumulated, grid: GridOf) -> Tensor:
+        """Returns the codes of the output of a layer."""
+        return self.from_sums(layer.sums, layer.scale, grid)
+
+    def from_layer_addition(self, layer: Accumulated, b: Tensor, b_grid: GridOf, grid: GridOf) -> Tensor:
+        """quantize(sums * scale + b)."""
+        return self.from_float(layer.sums.float() * layer.scale + b, grid)
 
     def from_sums(self, sums: Tensor, scale: Tensor, grid: GridOf) -> Tensor:
         """quantize(sums * scale)."""
@@ -68,6 +80,3 @@ class OnnxRuntime(Reference):
 def _clamped(levels: Tensor, grid: GridOf) -> Tensor:
     low, high = grid.spec.qmin - grid.zero_point, grid.spec.qmax - grid.zero_point
     return torch.round(torch.minimum(torch.maximum(levels, low.float()), high.float())) + grid.zero_point
-
-
-ARITHMETICS: dict[str, Arithmetic] = {"reference": Reference(), "onnxruntime": OnnxRuntime()}

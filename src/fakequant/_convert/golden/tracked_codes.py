@@ -12,13 +12,14 @@ that the float was computed from. The user's code sees the float. The next quant
     layer         sums * scale           Accumulated(sums, scale)
     ReLU          max(value, 0)          Rectified(Accumulated(sums, scale))
     quantizer     codes = origin.codes(arithmetic, grid)
-                        = max(arithmetic.from_sums(sums, scale, grid), grid.zero_point)
+                        = max(arithmetic.from_layer(sums, scale, grid), grid.zero_point)
 
 These are all kinds of origins:
 
     OnGrid         (code - zero_point) * scale      the output of a quantizer
     Accumulated    sum * scale                      the output of a layer: sums of products of codes
     Added          a + b                            a and b are on grids
+    LayerAdded     sum * scale + b                  b is on a grid
     Averaged       mean of a over some axes         a is on a grid
     Rectified      max(a, 0)                        a has an origin that is not a grid
     Moved          elements of a, in other places   a has an origin that is not a grid
@@ -63,8 +64,14 @@ class GridOf:
 class Arithmetic(Protocol):
     """How a runtime computes codes. All methods return codes on `grid`, as integers in float32."""
 
-    def from_sums(self, sums: Tensor, scale: Tensor, grid: GridOf) -> Tensor:
-        """Returns the codes of `sums * scale`."""
+    def from_float(self, x: Tensor, grid: GridOf) -> Tensor:
+        """Returns the codes of a tensor of which only the floats are known."""
+
+    def from_layer(self, layer: "Accumulated", grid: GridOf) -> Tensor:
+        """Returns the codes of the output of a layer."""
+
+    def from_layer_addition(self, layer: "Accumulated", b: Tensor, b_grid: GridOf, grid: GridOf) -> Tensor:
+        """Returns the codes of the sum of a layer's output and `b`, which is on its grid."""
 
     def from_addition(self, a: Tensor, a_grid: GridOf, b: Tensor, b_grid: GridOf, grid: GridOf) -> Tensor:
         """Returns the codes of `a + b`. Both operands are on their grids."""
@@ -96,26 +103,29 @@ class OnGrid:
         object.__setattr__(self, "version", _version(self.value))
 
     def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
-        """Quantizes the value. All runtimes do this by the rule of ONNX."""
-        return quantized(self.value, grid)
+        return arithmetic.from_float(self.value, grid)
 
 
 @dataclasses.dataclass(frozen=True)
 class Accumulated:
     """The tensor is `sums * scale`, the output of a layer."""
 
-    # Exact sums of products, in a float type that is wide enough.
+    # Exact sums of products and of the bias, in a float type that is wide enough.
     sums: Tensor
     # Broadcasts with `sums`.
     scale: Tensor
-    # For `verify`, to explain differences: the layer, and the codes and the zero point of its input. The layer is an
-    # `IntegerLayer`, whose module imports this one.
+    # The layer, and the codes and the zero point of its input. The layer is an `IntegerLayer`, whose module imports
+    # this one. None for products of two activations.
     layer: Any = None
     codes_in: Tensor | None = None
     zero_point_in: Tensor | None = None
+    # The part of the sums that is the bias. Broadcasts with `sums`.
+    bias: Tensor | None = None
+    # For linear layers, the sums of the weights that each output is computed with, in the scale of `sums`.
+    weight_sums: Tensor | None = None
 
     def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
-        return arithmetic.from_sums(self.sums, self.scale, grid)
+        return arithmetic.from_layer(self, grid)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +137,17 @@ class Added:
 
     def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
         return arithmetic.from_addition(self.a.value, self.a.grid, self.b.value, self.b.grid, grid)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerAdded:
+    """The tensor is the sum of a layer's output and a tensor of the same shape that is on a grid."""
+
+    layer: Accumulated
+    b: OnGrid
+
+    def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
+        return arithmetic.from_layer_addition(self.layer, self.b.value, self.b.grid, grid)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,6 +286,8 @@ def _is_current(origin: Origin) -> bool:
             return origin.version == _version(origin.value)
         case Added():
             return _is_current(origin.a) and _is_current(origin.b)
+        case LayerAdded():
+            return _is_current(origin.b)
         case Averaged():
             return _is_current(origin.x)
         case Moved() | Rectified():
@@ -366,10 +389,14 @@ def _added(call: _Call) -> Origin | None:
     origins = [origin_of(x) for x in call.args]
     if len(origins) != 2 or call.kwargs.get("alpha", 1) != 1:
         return None
-    a, b = origins
-    if not (isinstance(a, OnGrid) and isinstance(b, OnGrid)) or a.value.shape != b.value.shape:
+    if None in origins or call.args[0].shape != call.args[1].shape:
         return None
-    return Added(a, b)
+    match origins:
+        case OnGrid() as a, OnGrid() as b:
+            return Added(a, b)
+        case (Accumulated() as layer, OnGrid() as b) | (OnGrid() as b, Accumulated() as layer):
+            return LayerAdded(layer, b)
+    return None
 
 
 def _added_from_the_right(call: _Call) -> Origin | None:
