@@ -1,0 +1,116 @@
+"""The arithmetic of XNNPACK, the CPU backend of ExecuTorch: how floats, sums, additions and means become codes.
+
+XNNPACK computes with int8. It multiplies floats by the reciprocal of the scale instead of dividing, and it fuses a
+layer, an addition or a mean with the quantizer that follows it into one kernel. Its codes differ from those of the
+reference only at ties, and by one.
+
+A quantizer with fewer levels is a quantizer to int8 behind a hardtanh: XNNPACK ignores the limits of codes that the
+file gives, and the hardtanh limits the codes instead.
+
+The docstrings below give the formulas. They are computed in float32, in the order written, unless integers are
+mentioned. They use
+
+    clamped(v) = clip(rint(min(v, 127 - zero_point)) + zero_point, qmin, qmax)
+
+The formulas were determined with ExecuTorch 1.5 on x86 with AVX-512. Codes are integers in float32.
+"""
+
+import torch
+from torch import Tensor
+
+from fakequant._convert.golden.sums_to_codes import Reference
+from fakequant._convert.golden.tracked_codes import GridOf, codes_of, plain
+
+_LOWEST, _HIGHEST = -128, 127
+# The number of bits of the larger multiplier of an addition, without the first one.
+_MULTIPLIER_BITS = 20
+
+
+class Xnnpack(Reference):
+    """The kernels of XNNPACK for x86: convert, convolution, fully connected, add, subtract, multiply and mean."""
+
+    def from_float(self, x: Tensor, grid: GridOf) -> Tensor:
+        """clamped(x * (1 / scale)). NaN becomes the highest code."""
+        return _clamped(plain(x).float() * (1 / grid.scale), grid)
+
+    def from_regrid(self, x: Tensor, x_grid: GridOf, grid: GridOf) -> Tensor:
+        """clamped(((codes - x_grid.zero_point) * x_grid.scale) * (1 / scale)): `from_float` of the dequantized tensor.
+
+        No kernel computes codes from codes of another grid.
+        """
+        return self.from_float((codes_of(plain(x), x_grid) - x_grid.zero_point) * x_grid.scale, grid)
+
+    def bias_codes(self, bias: Tensor, x_scale: Tensor, weight_scale: Tensor) -> Tensor:
+        """rint(bias * (1 / (weight_scale * x_scale))): the int32 codes that are added to the sums of a layer.
+
+        If the weight has one scale, `1 / (weight_scale * x_scale)` is computed in float64 and rounded to float32.
+        """
+        if weight_scale.dim() == 0:
+            return torch.round(bias * (1 / (weight_scale.double() * x_scale.double())).float())
+        return torch.round(bias * (1 / (weight_scale * x_scale)))
+
+    def from_sums(self, sums: Tensor, scale: Tensor, grid: GridOf) -> Tensor:
+        """clamped(sums * (scale / grid.scale)). The sums include the codes of the bias."""
+        return _clamped(plain(sums).float() * (scale / grid.scale), grid)
+
+    def from_addition(self, a: Tensor, a_grid: GridOf, b: Tensor, b_grid: GridOf, grid: GridOf) -> Tensor:
+        """clip(((a - za) * ma + (b - zb) * mb + 2^(shift - 1)) >> shift) + zero_point, in integers.
+
+        `a` and `b` are codes, `za` and `zb` are their zero points. The multipliers are integers of at most 21 bits:
+
+            ra, rb = a_grid.scale / grid.scale, b_grid.scale / grid.scale
+            shift  = 20 - floor(log2(max(ra, rb)))
+            ma, mb = rint(ra * 2^shift), rint(rb * 2^shift)
+        """
+        return _weighted_sum(a, a_grid, b, b_grid, grid, sign=1)
+
+    def from_subtraction(self, a: Tensor, a_grid: GridOf, b: Tensor, b_grid: GridOf, grid: GridOf) -> Tensor:
+        """Returns what `from_addition` returns with -mb instead of mb."""
+        return _weighted_sum(a, a_grid, b, b_grid, grid, sign=-1)
+
+    def from_product(self, a: Tensor, a_grid: GridOf, b: Tensor, b_grid: GridOf, grid: GridOf) -> Tensor:
+        """clamped((a - za) * (b - zb) * ((a_grid.scale * b_grid.scale) / grid.scale)), elementwise."""
+        levels = (codes_of(plain(a), a_grid) - a_grid.zero_point) * (codes_of(plain(b), b_grid) - b_grid.zero_point)
+        return _clamped(levels * (a_grid.scale * b_grid.scale / grid.scale), grid)
+
+    def from_average(self, x: Tensor, x_grid: GridOf, axes: tuple[int, ...], grid: GridOf) -> Tensor:
+        """clip(rint(sum(codes) * k + (zero_point - (number * x_grid.zero_point) * k))), for means over (2, 3).
+
+        The factor is k = (x_grid.scale / grid.scale) * (1 / number). The codes and zero points are those in the file,
+        so 8-bit unsigned ones are 128 smaller here. Other means are computed in float32, and quantized by `from_float`.
+        """
+        x = plain(x)
+        if axes != (2, 3) or x.dim() != 4:
+            return self.from_float(x.float().mean(axes, keepdim=True), grid)
+        number = torch.tensor(float(x.shape[2] * x.shape[3]))
+        factor = x_grid.scale / grid.scale * (1 / number)
+        sums = (codes_of(x, x_grid) - _shift_in_file(x_grid)).double().sum(axes, keepdim=True).float()
+        offset = number * (x_grid.zero_point - _shift_in_file(x_grid)).float() * factor
+        zero_point = (grid.zero_point - _shift_in_file(grid)).float()
+        return _on(grid, torch.round(sums * factor + (zero_point - offset)) + _shift_in_file(grid))
+
+
+def _weighted_sum(a: Tensor, a_grid: GridOf, b: Tensor, b_grid: GridOf, grid: GridOf, sign: int) -> Tensor:
+    ratios = torch.stack([a_grid.scale / grid.scale, b_grid.scale / grid.scale]).double()
+    shift = _MULTIPLIER_BITS + 1 - int(torch.frexp(ratios.max()).exponent)
+    ma, mb = (int(m) for m in torch.round(ratios * 2.0**shift))
+    a_levels, b_levels = (codes_of(plain(x), of).long() - of.zero_point for x, of in ((a, a_grid), (b, b_grid)))
+    total = a_levels * ma + b_levels * (sign * mb) + 2 ** (shift - 1)
+    return _on(grid, ((total >> shift) + grid.zero_point).float())
+
+
+def _clamped(levels: Tensor, grid: GridOf) -> Tensor:
+    """Returns clamped(levels) as the module's docstring defines it."""
+    zero_point = grid.zero_point - _shift_in_file(grid)
+    low, high = (_LOWEST - zero_point).float(), (_HIGHEST - zero_point).float()
+    levels = torch.where(levels.isnan(), high, levels)
+    return _on(grid, torch.round(torch.minimum(torch.maximum(levels, low), high)) + grid.zero_point)
+
+
+def _shift_in_file(grid: GridOf) -> int:
+    """Returns by how much the codes in the file are smaller: unsigned 8-bit codes are stored as int8."""
+    return 128 if grid.spec.qmax > _HIGHEST else 0
+
+
+def _on(grid: GridOf, codes: Tensor) -> Tensor:
+    return codes.clamp(grid.spec.qmin, grid.spec.qmax)
