@@ -125,8 +125,8 @@ def near_ties(scale):
 
 def test_golden_inputs_have_the_codes_of_xnnpack():
     rng = np.random.default_rng(0)
-    grids = [grid(2.0 ** rng.uniform(-8, 3), z) for z in [-128, 127, 0, -1, 5, -77]]
-    grids += [grid(s, z) for s, z in zip(TENTHS, itertools.cycle(ZERO_POINTS), strict=False)] + [grid(1e-37)]
+    grids = [grid(2.0 ** rng.uniform(-8, 3), z) for z in [-128, 127, -77]]
+    grids += [grid(s, z) for s, z in zip(TENTHS[:5], ZERO_POINTS, strict=True)] + [grid(1e-37)]
     inputs = [near_ties(of.scale.item()) for of in grids]
     for of, x, theirs in zip(
         grids, inputs, run([Case(lambda _, x, of=of: quantize(x, of)) for of in grids], inputs), strict=True
@@ -134,11 +134,9 @@ def test_golden_inputs_have_the_codes_of_xnnpack():
         same(OURS.from_float(x, of), theirs)
 
 
-@pytest.mark.parametrize("bits", [2, 4])
-def test_golden_inputs_have_the_codes_of_xnnpack_with_few_levels(bits):
-    grids = [
-        grid(s, z, bits, signed) for s, z, signed in zip(TENTHS, [0, 1, 3, -1] * 2, [False, True] * 4, strict=True)
-    ]
+def test_golden_inputs_have_the_codes_of_xnnpack_with_few_levels():
+    kinds = [(2, False, 0), (2, False, 1), (2, True, -2), (4, False, 3), (4, True, -1), (7, False, 100)]
+    grids = [grid(scale, z, bits, signed) for scale, (bits, signed, z) in zip(TENTHS, kinds, strict=False)]
     inputs = [near_ties(of.scale.item()) for of in grids]
     inputs = [x[~x.isnan()] for x in inputs]
     cases = [Case(lambda _, x, of=of: quantize(F.hardtanh(x, *ends(of)), of)) for of in grids]
@@ -153,7 +151,7 @@ def ends(of):
 
 def test_golden_codes_on_another_grid_have_the_codes_of_xnnpack():
     codes = int8(np.arange(-128, 128))
-    scales = list(itertools.product(TENTHS[:4], TENTHS[2:5]))
+    scales = list(itertools.product(TENTHS[:2], TENTHS[2:5]))
     zero_points = itertools.cycle(itertools.product(ZERO_POINTS, ZERO_POINTS))
     pairs = [(grid(s, z), grid(t, y)) for (s, t), (z, y) in zip(scales, zero_points, strict=False)]
     pairs += [(grid(0.1, 3), grid(0.2, -5)), (grid(0.3, -128), grid(0.6, -128))]
@@ -236,7 +234,8 @@ class Layer(Case):
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_golden_layers_have_the_codes_of_xnnpack(kind):
-    layers = [Layer(kind, trial) for trial in range(8)]
+    first = 4 * LAYERS.index(kind)
+    layers = [Layer(kind, trial) for trial in range(first, first + 4)]
     for layer, theirs in zip(layers, run(layers, [layer.codes for layer in layers]), strict=True):
         same(layer.golden(), theirs)
 
@@ -269,10 +268,10 @@ def test_golden_elementwise_operations_have_the_codes_of_xnnpack(name):
     operation, golden = OPERATIONS[name]
     a, b = (int8(codes) for codes in np.meshgrid(np.arange(-128, 128), np.arange(-128, 128)))
     rng = np.random.default_rng(0)
-    scales = [np.float32([p, q, 2 * p]) for p, q in itertools.product(TENTHS[:2], TENTHS[2:5])]
+    scales = [np.float32([0.1, q, 0.2]) for q in TENTHS[2:5]]
     scales += [np.float32(s) for s in ([1, 1, 2], [0.5, 100, 0.5], [0.001, 0.9, 1])]
-    scales += list(np.float32(2.0 ** rng.uniform(-3, 3, (4, 3))))
-    zero_points = [(-128,) * 3, (127,) * 3, (0,) * 3, (-128, 127, -128), *rng.integers(-128, 128, (9, 3))]
+    scales += list(np.float32(2.0 ** rng.uniform(-3, 3, (2, 3))))
+    zero_points = [(-128,) * 3, (127,) * 3, (0,) * 3, (-128, 127, -128), *rng.integers(-128, 128, (4, 3))]
     grids = [[grid(s, z) for s, z in zip(*pair, strict=True)] for pair in zip(scales, zero_points, strict=True)]
     cases = [Case(lambda _, *x, of=of: _computed(operation, x, of), inputs=2) for of in grids]
     outputs = run(cases, [codes.clone() for _ in cases for codes in (a, b)])
@@ -288,9 +287,7 @@ def _computed(operation, operands, of):
 def test_golden_averages_have_the_codes_of_xnnpack():
     rng = np.random.default_rng(1)
     cases, inputs, grids = [], [], []
-    for size, (steps, factor) in itertools.product(
-        [(8, 8), (7, 7), (3, 5), (1, 7), (1, 1)], [(0.5, 1), (1, 3), (2, 9), (3, 10)]
-    ):
+    for size, (steps, factor) in itertools.product([(7, 7), (3, 5), (1, 7), (1, 1)], [(1, 3), (2, 9), (3, 10)]):
         number = size[0] * size[1]
         sums = np.arange(-128 * number, 127 * number, max(1, number // 8))
         codes = sums[:, None] // number + (np.arange(number) < sums[:, None] % number)
@@ -302,3 +299,109 @@ def test_golden_averages_have_the_codes_of_xnnpack():
         cases.append(Case(lambda _, x, of=grids[-1]: quantize(dequantize(x, of[0]).mean((2, 3), keepdim=True), of[1])))
     for x, (gx, gy), theirs in zip(inputs, grids, run(cases, inputs), strict=True):
         same(OURS.from_average(value(x, gx), gx, (2, 3), gy), theirs)
+
+
+# --- dynamic quantization -------------------------------------------------------------------------
+
+
+def dynamic_per_token(x):
+    """Quantizes and dequantizes with a scale per row."""
+    operators = torch.ops.quantized_decomposed
+    scale, zero_point = operators.choose_qparams_per_token_asymmetric(x, torch.int8)
+    codes = operators.quantize_per_token(x, scale, zero_point, -128, 127, torch.int8)
+    return operators.dequantize_per_token(codes, scale, zero_point, -128, 127, torch.int8, torch.float32)
+
+
+def dynamic_per_tensor(x):
+    """Quantizes and dequantizes with one scale. XNNPACK takes one per row or image."""
+    operators = torch.ops.quantized_decomposed
+    scale, zero_point = operators.choose_qparams.tensor(x, -128, 127, 1e-7, torch.int8)
+    codes = operators.quantize_per_tensor.tensor(x, scale, zero_point, -128, 127, torch.int8)
+    return operators.dequantize_per_tensor.tensor(codes, scale, zero_point, -128, 127, torch.int8)
+
+
+def tokens(rows, length):
+    """Returns rows with different ranges, with ties among them, and rows of zeros and of one sign."""
+    rng = np.random.default_rng(rows)
+    x = rng.standard_normal((rows, length)) * np.exp(2 * rng.standard_normal((rows, 1))) + rng.standard_normal(
+        (rows, 1)
+    )
+    x[0], x[1], x[2] = np.resize(np.arange(-128, 128) / 2, length), np.resize(np.arange(511) / 2, length), 0
+    x[3], x[4], x[5] = np.resize(0.1 * np.arange(-20, 490) / 2, length), x[3] * 1e-30, x[4] * 1e30
+    x[6], x[7] = np.abs(x[6]), -np.abs(x[7])
+    return torch.from_numpy(x.astype(np.float32))
+
+
+class DynamicLinear(Case):
+    """A linear layer with dynamic inputs. The weight has a scale per output or per group."""
+
+    def __init__(self, bits, inputs, quantizer=dynamic_per_token, group_size=None, has_bias=True):
+        rng = np.random.default_rng(bits + inputs)
+        outputs, lowest = 24, -(2 ** (bits - 1))
+        shape = (outputs,) if group_size is None else (outputs, inputs // group_size)
+        # Most weights are positive, so that the sums are large.
+        weight = int8(np.maximum(rng.integers(lowest, -lowest, (outputs, inputs)), rng.integers(lowest, 1)))
+        scales = torch.from_numpy(np.exp(2 * rng.standard_normal(shape)).astype(np.float32))
+        buffers = {"weight": weight, "scales": scales, "zeros": torch.zeros(shape, dtype=torch.int64)}
+        if has_bias:
+            buffers["bias"] = torch.from_numpy(rng.standard_normal(outputs).astype(np.float32))
+        super().__init__(type(self).compute, **buffers)
+        self.lowest, self.group_size, self.quantizer, self.has_bias = lowest, group_size, quantizer, has_bias
+
+    def compute(self, x):
+        operators, limits = torch.ops.quantized_decomposed, (self.lowest, -self.lowest - 1, torch.int8)
+        if self.group_size is None:
+            weight = operators.dequantize_per_channel(self.weight, self.scales, self.zeros, 0, *limits)
+        else:
+            rest = self.group_size, torch.float32
+            weight = operators.dequantize_per_channel_group(self.weight, self.scales, self.zeros, *limits, *rest)
+        return F.linear(self.quantizer(x), weight, self.bias if self.has_bias else None)
+
+    def golden(self, x):
+        scale, zero_point = OURS.token_qparams(x)
+        codes, bias = OURS.from_tokens(x), self.bias if self.has_bias else torch.zeros(())
+        if self.group_size is not None:
+            return OURS.dynamic_grouped_value(codes, scale, zero_point, self.weight, self.scales, bias)
+        sums = (codes.double() - zero_point) @ self.weight.double().T
+        return OURS.dynamic_value(sums, scale, self.scales, bias)
+
+
+def same_bits(mine, theirs):
+    wrong = int((mine.numpy().view(np.int32) != theirs.view(np.int32)).sum())
+    assert wrong == 0, f"{wrong} of {theirs.size} results differ"
+
+
+def test_golden_dynamic_layers_have_the_results_of_xnnpack():
+    x = tokens(40, 512)
+    layers = [DynamicLinear(8, 512), DynamicLinear(8, 512, dynamic_per_tensor, has_bias=False), DynamicLinear(4, 512)]
+    layers += [DynamicLinear(4, 512, group_size=32), DynamicLinear(4, 512, group_size=256, has_bias=False)]
+    for layer, theirs in zip(layers, run(layers, [x.clone() for _ in layers]), strict=True):
+        same_bits(layer.golden(x), theirs)
+
+
+def test_golden_dynamic_codes_are_those_of_xnnpack():
+    """A layer without effect, with weights 0 and 1, shows its input."""
+    x = tokens(64, 96)
+    layer = DynamicLinear(8, 96, has_bias=False)
+    layer.weight, layer.scales, layer.zeros = torch.eye(96).to(torch.int8), torch.ones(96), torch.zeros(96).long()
+    theirs = run([layer], [x])[0]
+    scale, zero_point = OURS.token_qparams(x)
+    same_bits((OURS.from_tokens(x) - zero_point) * scale, theirs)
+
+
+def test_golden_dynamic_convolutions_have_the_results_of_xnnpack():
+    x = tokens(12, 8 * 36).reshape(12, 8, 6, 6)
+    rng = np.random.default_rng(3)
+    weight, scales = int8(rng.integers(-127, 128, (8, 8, 3, 3))), torch.from_numpy(TENTHS)
+    buffers = {"weight": weight, "scales": scales, "zeros": torch.zeros(8).long(), "bias": torch.from_numpy(TENTHS * 3)}
+
+    def compute(case, x):
+        dequantized = dequantize_channels(case.weight, case.scales, case.zeros)
+        return F.conv2d(dynamic_per_tensor(x), dequantized, case.bias, padding=1)
+
+    theirs = run([Case(compute, **buffers)], [x])[0]
+    scale, zero_point = OURS.token_qparams(x, (1, 2, 3))
+    codes = OURS.from_tokens(x, (1, 2, 3))
+    sums = F.conv2d(codes.double() - zero_point, weight.double(), padding=1)
+    bias = buffers["bias"].reshape(-1, 1, 1)
+    same_bits(OURS.dynamic_value(sums, scale, scales.reshape(-1, 1, 1), bias), theirs)

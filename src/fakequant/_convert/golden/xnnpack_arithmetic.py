@@ -12,18 +12,23 @@ mentioned. They use
 
     clamped(v) = clip(rint(min(v, 127 - zero_point)) + zero_point, qmin, qmax)
 
-The formulas were determined with ExecuTorch 1.5 on x86 with AVX-512. Codes are integers in float32.
+XNNPACK takes subnormal floats for 0. The formulas do not.
+
+The formulas were determined with ExecuTorch 1.5 on x86 with AVX-512 and VNNI. Codes are integers in float32.
 """
 
 import torch
 from torch import Tensor
 
+from fakequant._backends.torch.fused_multiply_add import fma
 from fakequant._convert.golden.sums_to_codes import Reference
 from fakequant._convert.golden.tracked_codes import GridOf, codes_of, plain
 
 _LOWEST, _HIGHEST = -128, 127
 # The number of bits of the larger multiplier of an addition, without the first one.
 _MULTIPLIER_BITS = 20
+# The number of weights whose sum XNNPACK multiplies by the scale of their group at once.
+_WEIGHTS_AT_ONCE = 16
 
 
 class Xnnpack(Reference):
@@ -88,6 +93,86 @@ class Xnnpack(Reference):
         offset = number * (x_grid.zero_point - _shift_in_file(x_grid)).float() * factor
         zero_point = (grid.zero_point - _shift_in_file(grid)).float()
         return _on(grid, torch.round(sums * factor + (zero_point - offset)) + _shift_in_file(grid))
+
+    # --- dynamic quantization: the grid comes from the tensor ---
+
+    def token_qparams(self, x: Tensor, axes: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
+        """Returns scale (float32) and zero point (int32) of each token. The axes are kept with length 1.
+
+            low, high  = min(x, 0), max(x, 0)        over the axes
+            k          = 255 / (high - low), or 1 if both are 0
+            scale      = 1 / k
+            zero_point = rint(clip(-128 - low * k))  if (-128 + low * k) + (127 + high * k) > 0
+                         rint(clip(127 - high * k))  otherwise
+
+        The axes are (-1,) for the input of a linear layer, and (1, 2, 3) for that of a convolution. XNNPACK uses them
+        even if the file asks for one scale for the whole tensor.
+        """
+        low, high, factor = _token_range(plain(x), axes)
+        first, last = low * factor, high * factor
+        is_low = (_LOWEST + first) + (_HIGHEST + last) > 0
+        zero_point = torch.where(is_low, _LOWEST - first, _HIGHEST - last).clamp(_LOWEST, _HIGHEST)
+        return 1 / factor, torch.round(zero_point).int()
+
+    def from_tokens(self, x: Tensor, axes: tuple[int, ...] = (-1,)) -> Tensor:
+        """clip(rint(x * k) + zero_point), with `k` and the zero point as in `token_qparams`."""
+        _, zero_point = self.token_qparams(x, axes)
+        _, _, factor = _token_range(plain(x), axes)
+        return (torch.round(plain(x) * factor) + zero_point).clamp(_LOWEST, _HIGHEST)
+
+    def dynamic_value(self, sums: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor) -> Tensor:
+        """fma(sums * x_scale, weight_scale, bias): the float result of a layer with a dynamic input.
+
+        The sums are those of the products of (code - zero point) and weights. Without a bias it is 0.
+        """
+        return fma(*torch.broadcast_tensors(plain(sums).float() * x_scale, weight_scale, bias))
+
+    def dynamic_grouped_value(
+        self, codes: Tensor, x_scale: Tensor, zero_point: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor
+    ) -> Tensor:
+        """Returns the float result of a linear layer with a dynamic input and a weight scale per group of inputs.
+
+            total  = 0 - (zero_point + 128) * offset
+            total  = fma(sum((codes + 128) * weight), weight_scale, total)    for each group, from the first to the last
+            result = total * x_scale + bias
+
+        The weight scales are rounded to bfloat16. The offset is that of all weights, computed 16 inputs at a time:
+
+            offset = offset + sum(weight) * weight_scale                      for each 16 inputs
+
+        This is the kernel for VNNI. Others add 128 to no code, or sum another number of weights.
+
+        Args:
+            codes: The codes of the input, of shape (tokens, inputs).
+            x_scale: The scales of the tokens, of shape (tokens, 1).
+            zero_point: The zero points of the tokens, of shape (tokens, 1).
+            weight: The codes of the weight, of shape (outputs, inputs).
+            weight_scale: The scales of the weight, of shape (outputs, groups).
+            bias: The bias. Without a bias it is 0.
+        """
+        scales = weight_scale.bfloat16().float()
+        offset = torch.zeros(len(weight))
+        for part, scale in _parts(weight, scales, _WEIGHTS_AT_ONCE):
+            offset = offset + part.double().sum(1).float() * scale
+        total = -((zero_point + 128).float() * offset)
+        groups = _parts(weight, scales, weight.shape[1] // scales.shape[1])
+        levels = (codes.double() + 128).split(groups[0][0].shape[1], dim=1)
+        for x, (part, scale) in zip(levels, groups, strict=True):
+            total = fma(*torch.broadcast_tensors((x @ part.double().T).float(), scale, total))
+        return total * x_scale + bias
+
+
+def _token_range(x: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the lowest and the highest float of each token, and how many steps a difference of 1 is."""
+    low, high = x.amin(axes, keepdim=True).clamp_max(0), x.amax(axes, keepdim=True).clamp_min(0)
+    steps = torch.tensor(255.0)  # torch computes `number / tensor` as a product with the reciprocal
+    return low, high, torch.where(low == high, 1.0, steps / (high - low))
+
+
+def _parts(weight: Tensor, scales: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
+    """Splits a weight into parts with this number of inputs. Returns each part with the scales of its group."""
+    in_group = weight.shape[1] // scales.shape[1]
+    return [(part, scales[:, i * size // in_group]) for i, part in enumerate(weight.split(size, dim=1))]
 
 
 def _weighted_sum(a: Tensor, a_grid: GridOf, b: Tensor, b_grid: GridOf, grid: GridOf, sign: int) -> Tensor:
