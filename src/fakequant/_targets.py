@@ -3,6 +3,8 @@
     generic             any grid; computed as the ONNX graph says, operator by operator
     onnxruntime-vnni    ONNX Runtime on x86 CPUs with VNNI: full 8-bit weights
     onnxruntime-x86     ONNX Runtime on all x86 CPUs: at most 7-bit weights with 8-bit activations
+    openvino-vnni       OpenVINO on x86 CPUs with VNNI: symmetric weights of at most 8 bits
+    openvino            OpenVINO on all x86 CPUs: symmetric weights of at most 7 bits with 8-bit activations
     tensorrt            symmetric 8-bit activations; symmetric weights of at most 8 bits, stored in bytes
 
 x86 CPUs without VNNI add pairs of 8-bit products in 16 bits and saturate. 255 * w + 255 * w fits in 16 bits if |w| is
@@ -35,12 +37,21 @@ class Target:
     weight_bits: int = 8
     # If True, zero points must be 0, weights have at most 8 bits, and activations have the full range of 8 bits.
     symmetric_int8: bool = False
+    # If True, the zero points of weights must be 0.
+    symmetric_weights: bool = False
     # How sums of products become codes: a key of `ARITHMETICS` in _convert/golden/arithmetics.py.
     arithmetic: str = "reference"
+    # The runtime that `verify` runs a file of this target in.
+    runtime: str = "onnxruntime"
     # If True, exported activations have unsigned codes, because the kernels of the runtime require them.
     unsigned_activations: bool = False
-    # It computes convolutions, additions and the like in integers only if their results are quantized too.
+    # It computes additions, means and the like in integers only if their results are quantized too.
     needs_results: bool = False
+    # It computes convolutions in integers only if their results are quantized too.
+    needs_convolution_results: bool = False
+    # It adds a tensor to the result of a layer in the kernel of that layer, which rounds only once. Then only the
+    # other operand is quantized.
+    adds_in_layers: bool = False
     # Scales that its integer kernels compute at run time are those of a whole tensor; see `DYNAMIC_SPEC`.
     has_one_dynamic_scale: bool = False
 
@@ -52,6 +63,8 @@ class Target:
         """
         if self.symmetric_int8:
             return dataclasses.replace(spec, bits=min(spec.bits, 8), signed=True, symmetric=True)
+        if self.symmetric_weights:
+            spec = dataclasses.replace(spec, signed=True, symmetric=True)
         return dataclasses.replace(spec, bits=self.weight_bits) if self.weight_bits < spec.bits <= 8 else spec
 
     def fit_activation(self, spec: QuantSpec) -> QuantSpec:
@@ -90,6 +103,8 @@ class Target:
         """
         if self.symmetric_int8 and (spec.bits > 8 or not spec.symmetric):
             return f"has weights in {spec}, but {self.name} needs symmetric weights of at most 8 bits"
+        if self.symmetric_weights and not spec.symmetric:
+            return f"has weights in {spec}, but {self.name} needs symmetric weights"
         largest = int(levels.abs().max()) if levels.numel() else 0
         limit = 2 ** (self.weight_bits - 1)
         if self.weight_bits < 8 and largest > limit:
@@ -114,6 +129,7 @@ TARGETS = {
             arithmetic="onnxruntime",
             unsigned_activations=True,
             needs_results=True,
+            needs_convolution_results=True,
             has_one_dynamic_scale=True,
         ),
         Target(
@@ -122,7 +138,27 @@ TARGETS = {
             arithmetic="onnxruntime",
             unsigned_activations=True,
             needs_results=True,
+            needs_convolution_results=True,
             has_one_dynamic_scale=True,
+        ),
+        Target(
+            name="openvino-vnni",
+            runtime="openvino",
+            arithmetic="openvino",
+            symmetric_weights=True,
+            unsigned_activations=True,
+            needs_results=True,
+            adds_in_layers=True,
+        ),
+        Target(
+            name="openvino",
+            runtime="openvino",
+            weight_bits=7,
+            arithmetic="openvino",
+            symmetric_weights=True,
+            unsigned_activations=True,
+            needs_results=True,
+            adds_in_layers=True,
         ),
         Target(name="tensorrt", symmetric_int8=True),
     )

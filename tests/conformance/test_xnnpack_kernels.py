@@ -268,10 +268,14 @@ def test_golden_elementwise_operations_have_the_codes_of_xnnpack(name):
     operation, golden = OPERATIONS[name]
     a, b = (int8(codes) for codes in np.meshgrid(np.arange(-128, 128), np.arange(-128, 128)))
     rng = np.random.default_rng(0)
-    scales = [np.float32([0.1, q, 0.2]) for q in TENTHS[2:5]]
-    scales += [np.float32(s) for s in ([1, 1, 2], [0.5, 100, 0.5], [0.001, 0.9, 1])]
-    scales += list(np.float32(2.0 ** rng.uniform(-3, 3, (2, 3))))
-    zero_points = [(-128,) * 3, (127,) * 3, (0,) * 3, (-128, 127, -128), *rng.integers(-128, 128, (4, 3))]
+    if name == "mul":
+        scales = [
+            [p, q, p * q * ties] for p, q, ties in ((0.1, 0.9, 14), (0.3, 0.3, 18), (0.1, 0.7, 6), (0.21, 0.1, 2))
+        ]
+    else:
+        scales = [[0.1, 0.7, 0.2], [0.3, 1.3, 0.6], [300, 0.5, 1], [0.5, 2**-11, 1]]
+    scales = [*np.float32(scales), *np.float32(2.0 ** rng.uniform(-3, 3, (3, 3)))]
+    zero_points = [(-128,) * 3, (127,) * 3, (0,) * 3, (-128, 127, -128), *rng.integers(-128, 128, (3, 3))]
     grids = [[grid(s, z) for s, z in zip(*pair, strict=True)] for pair in zip(scales, zero_points, strict=True)]
     cases = [Case(lambda _, *x, of=of: _computed(operation, x, of), inputs=2) for of in grids]
     outputs = run(cases, [codes.clone() for _ in cases for codes in (a, b)])
@@ -339,8 +343,8 @@ class DynamicLinear(Case):
         rng = np.random.default_rng(bits + inputs)
         outputs, lowest = 24, -(2 ** (bits - 1))
         shape = (outputs,) if group_size is None else (outputs, inputs // group_size)
-        # Most weights are positive, so that the sums are large.
-        weight = int8(np.maximum(rng.integers(lowest, -lowest, (outputs, inputs)), rng.integers(lowest, 1)))
+        # Weights of groups are positive, so that the sums are large.
+        weight = int8(rng.integers(lowest if group_size is None else 0, -lowest, (outputs, inputs)))
         scales = torch.from_numpy(np.exp(2 * rng.standard_normal(shape)).astype(np.float32))
         buffers = {"weight": weight, "scales": scales, "zeros": torch.zeros(shape, dtype=torch.int64)}
         if has_bias:
@@ -380,10 +384,13 @@ def test_golden_dynamic_layers_have_the_results_of_xnnpack():
 
 
 def test_golden_dynamic_codes_are_those_of_xnnpack():
-    """A layer without effect, with weights 0 and 1, shows its input."""
-    x = tokens(64, 96)
-    layer = DynamicLinear(8, 96, has_bias=False)
-    layer.weight, layer.scales, layer.zeros = torch.eye(96).to(torch.int8), torch.ones(96), torch.zeros(96).long()
+    """A layer without effect, with weights 0 and 1, shows its input. Zero points are at ties."""
+    x, rng = tokens(4096, 8), np.random.default_rng(0)
+    steps = torch.from_numpy(rng.integers(0, 255, len(x) - 8) + 0.5)
+    x[8:, 0] = torch.from_numpy(rng.uniform(0.1, 3, len(x) - 8))
+    x[8:, 1:] = (-x[8:, 0].double() * steps / (255 - steps)).float()[:, None] / torch.arange(1, 8)
+    layer = DynamicLinear(8, 8, has_bias=False)
+    layer.weight, layer.scales, layer.zeros = torch.eye(8).to(torch.int8), torch.ones(8), torch.zeros(8).long()
     theirs = run([layer], [x])[0]
     scale, zero_point = OURS.token_qparams(x)
     same_bits((OURS.from_tokens(x) - zero_point) * scale, theirs)

@@ -153,7 +153,7 @@ def test_file_of_another_model_is_refused(tmp_path):
 def test_kernel_of_every_expert_is_looked_at(tmp_path):
     """The file is changed so that one expert multiplies floats."""
     onnx, _ = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
-    from fakequant._verify.onnxruntime_session import Runtime
+    from fakequant._verify.runtimes.onnxruntime import OnnxRuntime
 
     model = calibrated(Mixture())
     fq.export_onnx(model, tmp_path / "model.onnx", randn(5, WIDTH))
@@ -166,7 +166,7 @@ def test_kernel_of_every_expert_is_looked_at(tmp_path):
             file.graph.node.insert(number, node)
             break
     onnx.save(file, tmp_path / "model.onnx")
-    kernels = Runtime(tmp_path / "model.onnx").kernels
+    kernels = OnnxRuntime(tmp_path / "model.onnx").kernels
     assert kernels["experts.gate_up_product"] == "QGemm"
     assert kernels["experts.down_product"] not in ("QGemm", "MatMulIntegerToFloat")
 

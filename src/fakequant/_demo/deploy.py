@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fakequant._convert.convert import convert
 from fakequant._demo.data import Digits
 from fakequant._onnx.export_onnx import export_onnx
-from fakequant._verify.onnxruntime_session import Runtime
+from fakequant._verify.runtimes.onnxruntime import OnnxRuntime
 from fakequant._verify.verdict import Verification
 from fakequant._verify.verify import verify
 
@@ -50,7 +50,7 @@ def export(model: nn.Module, path: Path, digits: Digits) -> None:
 def check(model: nn.Module, path: Path, digits: Digits, batches: Iterable[Tensor]) -> Deployed:
     """Runs the file on the test images and compares every code. `batches` are the same images in batches."""
     found = verify(model, path, batches)
-    scores = Runtime(path).run((digits.test_images.numpy(),), {}).results[0]
+    scores = OnnxRuntime(path).run((digits.test_images.numpy(),), {}).results[0]
     right = np.mean(scores.argmax(1) == digits.test_labels.numpy())
     tensors = convert(model).state_dict().values()
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)

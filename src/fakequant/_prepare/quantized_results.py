@@ -4,7 +4,11 @@
     convolutions      whose result a float operation reads, such as a SiLU
 
 Some targets compute an operation in integers only if its result is quantized too (`Target.needs_results`). For these,
-operands are quantized only if all of them can be and the result is, and results of convolutions always are.
+operands are quantized only if all of them can be and the result is. Some compute convolutions only in this way too
+(`Target.needs_convolution_results`).
+
+Some targets add a tensor to the result of a layer in the kernel of the layer (`Target.adds_in_layers`). That result is
+not quantized.
 """
 
 from functools import cache
@@ -58,11 +62,11 @@ def results_to_quantize(model: nn.Module, flow: DataFlow, plan: Plan, config: Qu
         search = _Search(model, flow, graph, plan, config)
         for call in graph.calls:
             if search.is_operation(call) and search.runs_in_integers(call):
-                for operand in operands_of(call):
+                for operand in search.operands_to_quantize(call):
                     is_computed = operand.kind in ("module", "function")
                     if is_computed and (target.needs_results or not search.is_operation(operand)):
                         found.setdefault(str(operand), operand)
-    if target.needs_results and flow.graphs:
+    if target.needs_convolution_results and flow.graphs:
         done = {place for call in found.values() for place in (find_place(model, call),) if place is not None}
         search = _Search(model, flow, flow.graphs[-1], plan, config)
         for call in flow.graphs[-1].modules():
@@ -127,6 +131,25 @@ class _Search:
         if operation.function_name in _PRODUCTS:  # their results may be floats
             return True
         return any(map(self.gives_codes, operation.inputs)) and self._is_read_as_codes(operation)
+
+    def operands_to_quantize(self, operation: Call) -> list[Call]:
+        """Returns the operands of an operation, without the one to which a kernel adds the other."""
+        operands = operands_of(operation)
+        if self.target.adds_in_layers and operation.function_name == "add":
+            inside = next((operand for operand in operands if self._is_layer_result(operand)), None)
+            return [operand for operand in operands if operand is not inside]
+        return operands
+
+    def _is_layer_result(self, call: Call) -> bool:
+        """Returns True if a call computes the result of a layer, or normalizes it, and has no other use."""
+        if call in self.results or len(call.users) != 1:
+            return False
+        if self._is_static(call):
+            return True
+        return (self._is_norm(call) or self._returns_input(call)) and all(map(self._is_layer_result, call.inputs))
+
+    def _returns_input(self, call: Call) -> bool:
+        return call.kind == "module" and isinstance(self.model.get_submodule(call.path), _PASSED)
 
     def is_convolution(self, call: Call) -> bool:
         return isinstance(self.model.get_submodule(call.path), _CONVOLUTIONS) and self._is_static(call)

@@ -8,12 +8,10 @@ from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
 from fakequant._convert.left_in_float import unreached_layers
 from fakequant._prepare.prepare import preparation
-from fakequant._verify.onnxruntime_session import INTEGER_KERNELS, LOOKUP_KERNELS, Runtime
+from fakequant._verify.runtimes.interface import Runtime
 from fakequant.nn._layer_kinds import find_kind, is_known
 from fakequant.nn._quantized_layer import QuantizedLayer, input_grid_of
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 # Functions that compute what a layer does, in the code of a module that has the weight.
 _FUNCTIONS = ("linear", "conv1d", "conv2d", "conv3d")
@@ -29,7 +27,7 @@ def layers_in_float(model: nn.Module, golden: nn.Module, runtime: Runtime) -> di
     found = {}
     for path, module in model.named_modules():
         kernel = runtime.kernels.get(path)
-        if kernel in (*INTEGER_KERNELS, *LOOKUP_KERNELS):
+        if path in runtime.integers | runtime.lookups:
             continue
         if kernel is not None:
             found[path] = _why(path, model, golden, runtime)
@@ -58,11 +56,7 @@ def _why(path: str, model: nn.Module, golden: nn.Module, runtime: Runtime) -> st
     for name, spec in (("weight", weight), ("input", grid.spec)):
         if spec.bits > _BITS:
             return f"its {name} has {spec.bits} bits; integer kernels take at most {_BITS}"
-    if isinstance(layer, _TRANSPOSED):
-        return "there is no integer kernel for transposed convolutions"
-    if isinstance(layer, _CONVOLUTIONS) and not runtime.quantizes_result_of(path):
-        return "its result is not quantized, and there is no integer kernel for such a convolution"
-    return "the runtime chose a float kernel; fakequant does not know why"
+    return runtime.why_float(path) or "the runtime chose a float kernel; fakequant does not know why"
 
 
 def _why_without_input(path: str, model: nn.Module) -> str:

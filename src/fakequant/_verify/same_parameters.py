@@ -10,7 +10,7 @@ from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
 from fakequant._onnx.exported_modules import Stored, part_name, stored_parts, stored_tensors
 from fakequant._onnx.fingerprint import digest_of_parameters
-from fakequant._verify.onnxruntime_session import Array, Runtime
+from fakequant._verify.runtimes.interface import Array, Runtime
 from fakequant.nn._expert_product import ExpertProduct
 
 

@@ -6,7 +6,6 @@ from typing import Any
 from fakequant._prepare.shares import Amount, shares_in_words
 from fakequant._util.text_table import table
 from fakequant._verify.explain_codes import OVERFLOW, SATURATION
-from fakequant._verify.onnxruntime_session import INTEGER_KERNELS
 
 # Codes of a whole model that may differ at ties: a constant number plus a share of all codes.
 _SOME, _SHARE = 4, 1e-4
@@ -105,6 +104,10 @@ class Verification:
     # Layers whose float inputs the runtime rounds to 8 bits at its default accuracy level. Empty if `verify` was told
     # that the session has accuracy level 1.
     rounded: list[str] = dataclasses.field(default_factory=list)
+    # Layers that the runtime computes in integers.
+    integers: list[str] = dataclasses.field(default_factory=list)
+    # The runtime: "onnxruntime", "openvino" or "executorch".
+    runtime: str = "onnxruntime"
 
     @property
     def ok(self) -> bool:
@@ -188,7 +191,7 @@ class Verification:
     @property
     def layers(self) -> int:
         """The number of layers that compute products, in integers or in float."""
-        return len(self.floats) + sum(kernel in INTEGER_KERNELS for kernel in self.kernels.values())
+        return len(self.floats) + len(self.integers)
 
     def shares(self) -> str:
         """Returns the shares of the model that are quantized and run in integers, and how many layers do not."""

@@ -22,8 +22,9 @@ from fakequant._train.running import Data, check_module, copied, evaluating, run
 from fakequant._verify import result_leaves
 from fakequant._verify.explain_codes import NAN, SCALE, TIE, UNKNOWN, ties, why_prepared, why_runtime, why_sums
 from fakequant._verify.float_layers import layers_in_float
-from fakequant._verify.onnxruntime_session import INTEGER_KERNELS, Run, Runtime
 from fakequant._verify.rounding_bounds import Rounding
+from fakequant._verify.runtimes.interface import Run, Runtime
+from fakequant._verify.runtimes.opening import open_file
 from fakequant._verify.same_parameters import require_same_parameters
 from fakequant._verify.second_derivation import require_converted
 from fakequant._verify.verdict import OutputReport, TensorReport, Verification
@@ -51,10 +52,11 @@ _MORE_REPETITIONS = 28
 @torch.no_grad()
 def verify(
     model: nn.Module,
-    onnx_path: str | os.PathLike[str],
+    path: str | os.PathLike[str],
     data: Data,
     *,
     steps: int | None = None,
+    runtime: str | None = None,
     accuracy_level: int | None = None,
 ) -> Verification:
     """Runs a prepared model, its golden model and an exported file on data, and compares every code and result.
@@ -68,9 +70,10 @@ def verify(
 
     Args:
         model: A prepared and calibrated model.
-        onnx_path: The file that `export_onnx` wrote for this model.
+        path: The file that `export_onnx` wrote for this model.
         data: Batches, such as a DataLoader or a list. A batch is a tensor, a dict of keyword arguments, or a tuple.
         steps: The number of batches to use; None for all.
+        runtime: "onnxruntime" or "openvino". None for the runtime of the file's target.
         accuracy_level: 1 if sessions will have the config entry `session.qdq_matmulnbits_accuracy_level` 1. None for
             the default of ONNX Runtime, level 4, at which it rounds the inputs of weight-only layers to 8 bits.
 
@@ -92,14 +95,14 @@ def verify(
     if accuracy_level not in (None, 1):
         raise ValueError(f"`accuracy_level` must be 1, or None for the default of the runtime, got {accuracy_level!r}.")
     link_norms(model)
-    runtime = Runtime(onnx_path)
-    golden = convert(model, target=runtime.target)
+    file = open_file(path, runtime)
+    golden = convert(model, target=file.target)
     folded = set(conversion(golden).folded)
     norms = {layer: norm for layer, norm in preparation(model).norms.items() if norm in folded}
     with evaluating(model):
         require_converted(model, golden, norms)
-    require_same_parameters(golden, runtime, onnx_path)
-    comparison = _Comparison(model, golden, runtime, is_exact_level=accuracy_level is not None)
+    require_same_parameters(golden, file, path)
+    comparison = _Comparison(model, golden, file, is_exact_level=accuracy_level is not None)
     if callable(data) and not isinstance(data, Iterable):
         raise TypeError("`data` must be an iterable of batches, because three models run on it, not a function.")
     with evaluating(model), torch.autocast("cpu", enabled=False):
@@ -153,12 +156,16 @@ class _Comparison:
         # Reasons for differing codes, in the order found, by quantizer path and model.
         self.reasons: dict[tuple[str, _Whose], dict[str, None]] = {}
         self.skipped: dict[str, str] = {}
-        # Whether some grids are not compared. Rounding may change a code there, and with it all later results.
-        self.has_uncompared_grids = not all(
-            grid.has_one_scale or path in runtime.dynamic_paths for path, grid in self.grids.items()
-        )
         self.outputs = OutputReport()
         self.batches = 0
+
+    @property
+    def has_uncompared_grids(self) -> bool:
+        """Whether some grids are not compared. Rounding may change a code there, and with it all later results."""
+        return not all(
+            (grid.has_one_scale or path in self.runtime.dynamic_paths) and path not in self.runtime.unwatched
+            for path, grid in self.grids.items()
+        )
 
     def compare(self, *args: Any, **kwargs: Any) -> None:
         self.batches += 1
@@ -178,7 +185,7 @@ class _Comparison:
         self._judge("runtime", self._codes_of(run), ran, seen, inputs)
         self._compare_outputs(result_leaves.tensors(prepared), result_leaves.tensors(golden), ran)
         if self.rounded:
-            for a, b in zip(run.results, self.runtime.run_at_default_level(args, kwargs) or [], strict=True):
+            for a, b in zip(run.results, self.runtime.run_with_rounding(args, kwargs) or [], strict=True):
                 difference = _largest(torch.from_numpy(np.array(a)), torch.from_numpy(np.array(b)))
                 self.outputs.level_difference = max(self.outputs.level_difference, difference)
 
@@ -269,7 +276,8 @@ class _Comparison:
                 if others is None or call >= len(others):
                     if whose == "runtime":
                         is_merged = module.has_one_scale
-                        self.skipped[path] = _MERGED if is_merged else "its scale is computed at run time, in float"
+                        reason = _MERGED if is_merged else "its scale is computed at run time, in float"
+                        self.skipped[path] = self.runtime.unwatched.get(path, reason)
                     return None
                 other = others[call]
                 visit(path, call, module.grid_for(args[0]), args[0], y, other)
@@ -417,11 +425,13 @@ class _Comparison:
             floats,
             seen.multiplications,
             seen.quantized_multiplications,
-            sum(counts.get(path, 0) for path, kernel in kernels.items() if kernel in INTEGER_KERNELS),
+            sum(counts.get(path, 0) for path in self.runtime.integers),
             seen.parameters,
             seen.quantized_parameters,
             quantized_parameters(self.model, without=floats),
             self.rounded,
+            [path for path in kernels if path in self.runtime.integers],
+            self.runtime.key,
         )
 
 

@@ -1,0 +1,1 @@
+"""Runtimes that `verify` can run a file in, one module each. `opening.py` chooses one."""

@@ -1,0 +1,56 @@
+"""`Runtime`: what `verify` needs from a runtime, whatever its files look like."""
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]  # of any dtype that a file has
+
+
+class Run(NamedTuple):
+    """What a file computed from one batch."""
+
+    # The results of the run that also outputs codes, and of the other one. Outputting codes prevents some
+    # optimizations of a runtime.
+    watched: list[Array]
+    results: list[Array]
+    # Codes by the path of the quantizer, with one entry per call.
+    codes: dict[str, list[Array]]
+    # The scales and zero points that were computed at run time, likewise.
+    qparams: dict[str, list[tuple[Array, Array]]]
+
+
+class Runtime(Protocol):
+    """An exported file that is loaded in a runtime, with all optimizations."""
+
+    # The runtime as an argument of `verify`, and in messages.
+    key: str
+    name: str
+    # What the file says about itself: its target, and the hash of the exported parameters. None if it does not say.
+    target: str | None
+    parameters: str | None
+    # Whether the file is unchanged since it was exported.
+    is_as_written: bool
+    # The kernel of each layer, by path; the layers whose kernel computes with integers; and those that compute no
+    # products, such as embeddings.
+    kernels: dict[str, str]
+    integers: set[str]
+    lookups: set[str]
+    # The paths of the quantizers whose scales are computed at run time.
+    dynamic_paths: set[str]
+    # Why codes of quantizers cannot be read, by path. Other quantizers without codes were merged with equal ones.
+    unwatched: dict[str, str]
+    # The layers whose float inputs the runtime rounds, unless it is told not to.
+    rounded: list[str]
+
+    def initializer(self, name: str) -> Array | None:
+        """Returns the value of a tensor in the file. None if there is no such tensor."""
+
+    def why_float(self, layer: str) -> str | None:
+        """Returns why a layer that could run in integers has a float kernel. None if that is not known."""
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
+        """Runs the file on a batch, with and without codes as outputs."""
+
+    def run_with_rounding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Array] | None:
+        """Returns the results with the rounding that `rounded` is about. None if there is none."""

@@ -1,0 +1,194 @@
+"""An ONNX file that `export_onnx` wrote: its metadata, its tensors, and the values in it that hold codes."""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fakequant._onnx.fingerprint import digest_of_graph
+from fakequant._onnx.metadata_keys import GRAPH, INPUTS, OFFSET, PARAMETERS, QUANTIZER, TARGET
+from fakequant._util.optional_packages import require
+from fakequant._verify.runtimes.interface import Array, Run
+
+if TYPE_CHECKING:
+    import onnx
+
+_ADVICE = "Use a file that fakequant.export_onnx wrote."
+
+
+class OnnxFile:
+    """The part of a `Runtime` that all runtimes of ONNX files share.
+
+    Args:
+        path: The file.
+    """
+
+    # The runtime as an argument of `verify`, and in messages.
+    key, name = "", "ONNX"
+    model: "onnx.ModelProto"
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        onnx = require("onnx", "onnx")
+        self.path = path
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"There is no file {str(path)!r}.")
+        try:
+            self.model = onnx.load(path)
+        except Exception as error:
+            raise ValueError(f"{path} is not an ONNX model: {error}\n{_ADVICE}") from error
+        # By the name of a value that holds codes: the paths of its quantizers and the offset of the codes.
+        self.codes: dict[str, tuple[list[str], int]] = {}
+        # By the same name: the names of the scale and the zero point, if they are computed at run time.
+        self.dynamic: dict[str, tuple[str, str]] = {}
+        for node in self.model.graph.node:
+            notes = {p.key: p.value for p in node.metadata_props}
+            if QUANTIZER in notes:
+                self.codes[node.output[0]] = (notes[QUANTIZER].split("\n"), _offset(notes, path))
+                if node.op_type == "DynamicQuantizeLinear":
+                    self.dynamic[node.output[0]] = node.output[1], node.output[2]
+        self.dynamic_paths = {path for name in self.dynamic for path in self.codes[name][0]}
+        constants = {tensor.name for tensor in self.model.graph.initializer}
+        self.inputs = [value.name for value in self.model.graph.input if value.name not in constants]
+        self.outputs = [value.name for value in self.model.graph.output]
+        self.target, self.parameters = self._noted(TARGET), self._noted(PARAMETERS)
+        self.is_as_written = self._noted(GRAPH) == digest_of_graph(self.model)
+        self.kernels: dict[str, str] = {}
+        self.integers: set[str] = set()
+        self.lookups: set[str] = set()
+        self.unwatched: dict[str, str] = {}
+        self.rounded: list[str] = []
+
+    def initializer(self, name: str) -> Array | None:
+        """Returns the value of a tensor in the file. None if there is no such tensor."""
+        onnx = require("onnx", "onnx")
+        for tensor in self.model.graph.initializer:
+            if tensor.name == name:
+                return np.asarray(onnx.numpy_helper.to_array(tensor))
+        return None
+
+    def operator_of(self, layer: str) -> str | None:
+        """Returns the operator that computes a layer. None if no operator reads the codes of its weight."""
+        node = self.node_of(layer)
+        return None if node is None else str(node.op_type)
+
+    def node_of(self, layer: str) -> "onnx.NodeProto | None":
+        """Returns the node that computes with the weight of a layer. None if there is none."""
+        return weight_node(readers_of(self.model.graph), f"{layer}.weight" if layer else "weight")
+
+    def quantizes_result_of(self, layer: str) -> bool:
+        """Returns True if all that reads the result of a layer in the file quantizes it, also after a ReLU."""
+        node = self.node_of(layer)
+        while node is not None:
+            users = [other for other in self.model.graph.node if node.output[0] in other.input]
+            if users and all(user.op_type == "QuantizeLinear" for user in users):
+                return True
+            node = users[0] if len(users) == 1 and users[0].op_type in ("Relu", "Clip") else None
+        return False
+
+    def watched_names(self, codes: Iterable[str]) -> list[str]:
+        """Returns the names of values to watch: codes, and their scales and zero points if those are computed."""
+        codes = list(codes)
+        return [*codes, *(name for one in codes for name in self.dynamic.get(one, ()))]
+
+    def watching(self, codes: Iterable[str]) -> bytes:
+        """Returns the file with codes as additional outputs."""
+        onnx = require("onnx", "onnx")
+        model = onnx.ModelProto()
+        model.CopyFrom(self.model)
+        for name in self.watched_names(codes):
+            if name not in self.outputs:
+                model.graph.output.append(onnx.helper.make_empty_tensor_value_info(name))
+        written: bytes = model.SerializeToString()
+        return written
+
+    def collected(self, watched: Sequence[Array], results: Sequence[Array], values: dict[str, Array]) -> Run:
+        """Returns a run. `values` has the watched values by name."""
+        run = Run(list(watched), list(results), {}, {})
+        for name, (paths, offset) in self.codes.items():
+            if name not in values:
+                continue
+            for path in paths:
+                run.codes.setdefault(path, []).append(values[name].astype(np.int32) - offset)
+                if name in self.dynamic:
+                    scale, zero_point = self.dynamic[name]
+                    run.qparams.setdefault(path, []).append((values[scale], values[zero_point]))
+        return run
+
+    def feed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Array]:
+        """Returns the inputs of the file by name."""
+        arguments = dict(zip(self.inputs, self._arguments(), strict=True))
+        feed = {name: np.asarray(kwargs[key]) for name, key in arguments.items() if key in kwargs}
+        others = [name for name, key in arguments.items() if key not in kwargs]
+        if len(others) != len(args) or len(feed) != len(kwargs):
+            got = ", ".join([f"{len(args)} by position", *kwargs])
+            raise ValueError(f"The file has the inputs {', '.join(self.inputs)}; the batch has {got}.")
+        return feed | {name: np.asarray(value) for name, value in zip(others, args, strict=True)}
+
+    def cannot_load(self, error: Exception) -> ValueError:
+        """Returns the error to raise if the runtime refuses the file."""
+        return ValueError(f"{self.name} cannot load {self.path}: {error}\n{_ADVICE}")
+
+    def cannot_run(self, feed: dict[str, Array], error: Exception) -> ValueError:
+        """Returns the error to raise if the runtime refuses a batch."""
+        shapes = {value.name: _shape(value) for value in self.model.graph.input}
+        takes = ", ".join(f"{name} of shape {shapes[name]}" for name in self.inputs)
+        got = ", ".join(f"{name} of shape {list(value.shape)}" for name, value in feed.items())
+        reason = str(error).strip().split("\n")[0]
+        return ValueError(
+            f"{self.name} cannot run the file on this batch: {reason}\nThe file takes {takes}; the batch has {got}.\n"
+            "Use batches with the shapes of the exported example; only the batch size may differ."
+        )
+
+    def _arguments(self) -> list[str]:
+        """Returns the names of the model's arguments, in the order of the file's inputs."""
+        noted = self._noted(INPUTS)
+        names = None if noted is None else json.loads(noted)
+        return names if isinstance(names, list) and len(names) == len(self.inputs) else self.inputs
+
+    def _noted(self, key: str) -> str | None:
+        return next((p.value for p in self.model.metadata_props if p.key == key), None)
+
+
+def _offset(notes: dict[str, str], path: str | os.PathLike[str]) -> int:
+    try:
+        return int(notes[OFFSET])
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"{path} is damaged: the metadata of a quantizer has no {OFFSET!r}.\n{_ADVICE}"
+        ) from error
+
+
+def _shape(value: "onnx.ValueInfoProto") -> list[int | str]:
+    sizes = value.type.tensor_type.shape.dim
+    return [size.dim_param or size.dim_value for size in sizes]
+
+
+# The codes of a weight, or of a part of it.
+_WEIGHT = re.compile(r"(?P<weight>((?P<layer>.*)\.)?weight(\[\d+\])?)_codes")
+
+
+def layers_of_weights(model: "onnx.ModelProto") -> Iterator[tuple[str, str]]:
+    """Yields the name of each weight, or part of a weight, that a file stores as codes, and the path of its layer."""
+    for tensor in model.graph.initializer:
+        match = _WEIGHT.fullmatch(tensor.name)
+        if match is not None:
+            yield match["weight"], match["layer"] or ""
+
+
+def readers_of(graph: "onnx.GraphProto") -> "dict[str, onnx.NodeProto]":
+    """Returns a node that reads each value, by the name of the value."""
+    return {name: node for node in graph.node for name in node.input}
+
+
+def weight_node(readers: "dict[str, onnx.NodeProto]", weight: str) -> "onnx.NodeProto | None":
+    """Returns the node that computes with a weight, or None if there is none. See `readers_of`."""
+    # The codes may have been packed under another name. The scale keeps its name, unless both are transposed.
+    names = (f"{weight}_codes", f"{weight}_scale", f"{weight}_codes_T")
+    node = next((readers[name] for name in names if name in readers), None)
+    while node is not None and node.op_type in ("DequantizeLinear", "Transpose", "Reshape", "Slice", "Cast"):
+        node = readers.get(node.output[0])
+    return node

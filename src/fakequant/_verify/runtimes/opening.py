@@ -1,0 +1,31 @@
+"""Opens an exported file in the runtime that its target is for, or in another one."""
+
+import os
+
+from fakequant import _targets
+from fakequant._verify.runtimes.interface import Runtime
+from fakequant._verify.runtimes.onnx_file import OnnxFile
+from fakequant._verify.runtimes.onnxruntime import OnnxRuntime
+from fakequant._verify.runtimes.openvino import OpenVino
+
+RUNTIMES = {"onnxruntime": OnnxRuntime, "openvino": OpenVino}
+
+
+def open_file(path: str | os.PathLike[str], runtime: str | None = None) -> Runtime:
+    """Loads a file in a runtime.
+
+    Args:
+        path: The file.
+        runtime: A key of `RUNTIMES`. None for the runtime of the file's target.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the runtime is unknown, or cannot load the file.
+        ImportError: If the runtime is not installed.
+    """
+    if runtime is None:
+        target = OnnxFile(path).target
+        runtime = _targets.TARGETS[target].runtime if target in _targets.TARGETS else "onnxruntime"
+    if runtime not in RUNTIMES:
+        raise ValueError(f"`runtime` must be one of {', '.join(RUNTIMES)}, or None, got {runtime!r}.")
+    return RUNTIMES[runtime](path)

@@ -1,0 +1,159 @@
+"""OpenVINO: runs an ONNX file in its CPU plug-in, and says which kernels it uses."""
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fakequant._util.optional_packages import require
+from fakequant._verify.runtimes.interface import Array, Run
+from fakequant._verify.runtimes.onnx_file import OnnxFile, layers_of_weights, readers_of, weight_node
+
+if TYPE_CHECKING:
+    import onnx
+
+_LAYERS = ("Convolution", "Deconvolution", "FullyConnected", "MatMul", "Gather")
+
+
+class _Kernel(NamedTuple):
+    """A kernel of a compiled model: its kind and type, and the names of the operators that were merged into it."""
+
+    kind: str
+    dtype: str
+    merged: set[str]
+
+
+class OpenVino(OnnxFile):
+    """An ONNX file, compiled twice for the CPU. One of the two models also outputs the codes of quantizers.
+
+    Args:
+        path: The file.
+        threads: The number of threads.
+    """
+
+    key, name = "openvino", "OpenVINO"
+
+    def __init__(self, path: str | os.PathLike[str], threads: int = 1) -> None:
+        self.core = import_openvino().Core()
+        super().__init__(path)
+        # Kernels compute with floats of 32 bits, also on CPUs that have shorter ones.
+        self.settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads}
+        try:
+            self.plain = self._compiled([])
+            self.watched = self._compiled(self.codes)
+        except Exception as error:  # of classes without a common base
+            raise self.cannot_load(error) from error
+        self.single: dict[str, Any] = {}
+        kernels, readers = list(_kernels(self.plain)), readers_of(self.model.graph)
+        for weight, layer in layers_of_weights(self.model):
+            node = weight_node(readers, weight)
+            kernel = None if node is None else _kernel_of(node, kernels)
+            if node is not None and node.op_type == "Gather":
+                self.lookups.add(layer)
+            if layer in self.kernels and layer not in self.integers:
+                continue  # if the parts of a weight have different kernels, one in float is reported
+            self.kernels[layer] = "?" if kernel is None else f"{kernel.kind} {kernel.dtype}"
+            self.integers.discard(layer)
+            if kernel is not None and kernel.dtype == "I8":
+                self.integers.add(layer)
+
+    def why_float(self, layer: str) -> str | None:
+        """Returns why a layer that could run in integers has a float kernel. None if that is not known."""
+        if self.operator_of(layer) == "ConvTranspose":
+            return "there is no integer kernel for transposed convolutions"
+        weight = self.initializer(f"{layer}.weight_zero_point" if layer else "weight_zero_point")
+        if weight is not None and weight.any():
+            return "its weight has a zero point, for which there is no integer kernel"
+        node = self.node_of(layer)
+        if node is not None and _is_strided_pointwise(node):
+            return "it has a 1x1 kernel and a stride, and no other layer reads its input"
+        return None
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
+        """Runs the file on a batch, with and without codes as outputs."""
+        feed = self.feed(args, kwargs)
+        try:
+            results, _ = self._run(self.plain, [], feed)
+            watched, values = self._run(self.watched, self.codes, feed)
+            if not _are_equal(watched, results):
+                watched, values = results, self._run_one_by_one(results, feed)
+        except Exception as error:  # of classes without a common base
+            raise self.cannot_run(feed, error) from error
+        return self.collected(watched, results, values)
+
+    def _run_one_by_one(self, results: list[Array], feed: dict[str, Array]) -> dict[str, Array]:
+        """Reads the codes of one quantizer at a time, and returns the watched values by name.
+
+        Reading codes can change how OpenVINO merges float operations, and with it their rounding. Codes of a run whose
+        results differ from those without watched codes are not used.
+
+        Args:
+            results: The results of the model without watched codes.
+            feed: The inputs by name.
+        """
+        values: dict[str, Array] = {}
+        for name, (paths, _) in self.codes.items():
+            if name not in self.single:
+                self.single[name] = self._compiled([name])
+            found, seen = self._run(self.single[name], [name], feed)
+            if _are_equal(found, results):
+                values |= seen
+            else:
+                self.unwatched |= dict.fromkeys(paths, "reading its codes changes the results of some batches")
+        return values
+
+    def _compiled(self, codes: Iterable[str]) -> Any:
+        return self.core.compile_model(self.core.read_model(self.watching(codes), b""), "CPU", self.settings)
+
+    def _run(
+        self, model: Any, codes: Iterable[str], feed: dict[str, Array]
+    ) -> tuple[list[Array], dict[str, Array]]:
+        """Returns the results of a compiled model, and its watched values by name."""
+        found = [np.array(value) for value in model(feed).values()]
+        count = len(self.outputs)
+        return found[:count], dict(zip(self.watched_names(codes), found[count:], strict=True))
+
+    def run_with_rounding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Array] | None:
+        """Returns None: OpenVINO does not round the float inputs of layers."""
+        return None
+
+
+def _are_equal(some: list[Array], others: list[Array]) -> bool:
+    return all(np.array_equal(a, b, equal_nan=True) for a, b in zip(some, others, strict=True))
+
+
+def import_openvino() -> Any:
+    """Imports OpenVINO without its telemetry, which starts a thread and sends statistics."""
+    name = "openvino_telemetry"
+    if name in sys.modules:
+        return require("openvino", "openvino", "openvino")
+    sys.modules[name] = None  # type: ignore[assignment]  # this makes the import of the telemetry fail
+    try:
+        return require("openvino", "openvino", "openvino")
+    finally:
+        del sys.modules[name]
+
+
+def _is_strided_pointwise(node: "onnx.NodeProto") -> bool:
+    """Returns True if OpenVINO moves the stride of a convolution to a pooling before it."""
+    sizes = {attribute.name: list(attribute.ints) for attribute in node.attribute}
+    return node.op_type == "Conv" and set(sizes.get("kernel_shape", [])) == {1} and max(sizes.get("strides", [1])) > 1
+
+
+def _kernels(compiled: Any) -> Iterator[_Kernel]:
+    for op in compiled.get_runtime_model().get_ops():
+        notes = op.get_rt_info()
+        if "layerType" not in notes or "primitiveType" not in notes:
+            continue
+        names = notes["originalLayersNames"].astype(str) if "originalLayersNames" in notes else ""
+        # Operators that OpenVINO has made from an operator of the file have its name and a suffix.
+        merged = {name.split("/")[0] for name in names.split(",")}
+        yield _Kernel(notes["layerType"].astype(str), notes["primitiveType"].astype(str).rsplit("_")[-1], merged)
+
+
+def _kernel_of(node: "onnx.NodeProto", kernels: list[_Kernel]) -> _Kernel | None:
+    names = {node.name, *node.output}
+    found = [kernel for kernel in kernels if kernel.merged & names]
+    return next((kernel for kernel in found if kernel.kind in _LAYERS), found[0] if found else None)
