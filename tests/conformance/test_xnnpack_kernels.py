@@ -221,11 +221,14 @@ class Layer(Case):
     def groups(self):
         return {"depthwise": CHANNELS, "grouped": 2}.get(self.kind, 1)
 
-    def golden(self):
+    def sums(self):
         sums = self.layer(self.codes.double() - int(self.grid.zero_point), self.weight.double(), None)
         if self.has_bias:
             sums = sums + self._along_channels(OURS.bias_codes(self.bias, self.grid.scale, self.weight_scale)).double()
-        codes = OURS.from_sums(sums, self._along_channels(self.grid.scale * self.weight_scale), self.result)
+        return sums
+
+    def golden(self):
+        codes = OURS.from_sums(self.sums(), self._along_channels(self.grid.scale * self.weight_scale), self.result)
         return torch.maximum(codes, self.result.zero_point) if self.activation == "relu" else codes
 
     def _along_channels(self, tensor):
@@ -241,14 +244,18 @@ def test_golden_layers_have_the_codes_of_xnnpack(kind):
 
 
 def test_golden_layers_with_large_sums_have_the_codes_of_xnnpack():
-    """Sums above 2^24 are rounded when they become float32."""
-    rng = np.random.default_rng(0)
-    layers = [Layer("linear", trial) for trial in (0, 3, 8)]
-    for layer in layers:
-        layer.weight = int8(rng.integers(64, 128, (CHANNELS, 4096)))
-        layer.codes = int8(rng.integers(64, 128, (32, 4096)))
-        layer.result = grid(layer.grid.scale.item() * 0.001 * 3e6, 0)
-    for layer, theirs in zip(layers, run(layers, [layer.codes for layer in layers]), strict=True):
+    """Sums above 2^24 are rounded when they become float32. These lie at ties and beside them."""
+    sums = (np.arange(131, 251, 2)[:, None] * 2**18 + np.arange(-2, 3)).ravel()
+    total, last = np.divmod(sums, 127)
+    codes = total[:, None] // 4095 + (np.arange(4095) < total[:, None] % 4095)
+    layers = [Layer("linear", trial) for trial in (3, 3)]
+    for layer, zero_point in zip(layers, (0, -9), strict=True):
+        layer.has_bias, layer.activation, layer.result = False, "none", grid(2**10, zero_point)
+        layer.grid, layer.weight_grid, layer.weight_scale = grid(2**-4), grid(2**-5), torch.tensor(2.0**-5)
+        layer.codes = int8(np.concatenate([codes, last[:, None]], axis=1))
+        layer.weight = int8(np.resize([127] * 4095 + [1], (CHANNELS, 4096)))
+        assert (layer.sums().numpy() == sums[:, None]).all()
+    for layer, theirs in zip(layers, run(layers, [layer.codes.clone() for layer in layers]), strict=True):
         same(layer.golden(), theirs)
 
 
@@ -386,9 +393,11 @@ def test_golden_dynamic_layers_have_the_results_of_xnnpack():
 def test_golden_dynamic_codes_are_those_of_xnnpack():
     """A layer without effect, with weights 0 and 1, shows its input. Zero points are at ties."""
     x, rng = tokens(4096, 8), np.random.default_rng(0)
-    steps = torch.from_numpy(rng.integers(0, 255, len(x) - 8) + 0.5)
-    x[8:, 0] = torch.from_numpy(rng.uniform(0.1, 3, len(x) - 8))
-    x[8:, 1:] = (-x[8:, 0].double() * steps / (255 - steps)).float()[:, None] / torch.arange(1, 8)
+    highest, steps = rng.uniform(0.1, 3, len(x)).astype(np.float32), rng.integers(0, 255, len(x)) + 0.5
+    steps[::4] = 127.5
+    lowest = (-highest * steps / (255 - steps)).astype(np.float32)
+    lowest[::2] = np.nextafter(lowest[::2], np.float32(0))
+    x[8:, 0], x[8:, 1:] = torch.from_numpy(highest[8:]), torch.from_numpy(lowest[8:])[:, None] / torch.arange(1, 8)
     layer = DynamicLinear(8, 8, has_bias=False)
     layer.weight, layer.scales, layer.zeros = torch.eye(8).to(torch.int8), torch.ones(8), torch.zeros(8).long()
     theirs = run([layer], [x])[0]
