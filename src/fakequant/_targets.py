@@ -41,6 +41,8 @@ class Target:
     symmetric_weights: bool = False
     # How sums of products become codes: a key of `ARITHMETICS` in _convert/golden/arithmetics.py.
     arithmetic: str = "reference"
+    # How its kernels round floats at ties: a key of `runtime_rounding.RULES`, or None for the rule of ONNX.
+    rounding: str | None = None
     # The runtime that `verify` runs a file of this target in.
     runtime: str = "onnxruntime"
     # If True, exported activations have unsigned codes, because the kernels of the runtime require them.
@@ -145,6 +147,7 @@ TARGETS = {
             name="openvino-vnni",
             runtime="openvino",
             arithmetic="openvino",
+            rounding="openvino",
             symmetric_weights=True,
             unsigned_activations=True,
             needs_results=True,
@@ -155,6 +158,7 @@ TARGETS = {
             runtime="openvino",
             weight_bits=7,
             arithmetic="openvino",
+            rounding="openvino",
             symmetric_weights=True,
             unsigned_activations=True,
             needs_results=True,

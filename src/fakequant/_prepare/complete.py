@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fakequant._convert.fold_batch_norm import can_fold
 from fakequant._prepare.attach import Preparation, find_preparation, link_norms
 from fakequant._prepare.data_flow import find_flow, norm_pairs, sources
+from fakequant._prepare.input_rounding import round_inputs
 from fakequant._prepare.multiplications import count_multiplications
 from fakequant._prepare.plan import Layer, Plan
 from fakequant._prepare.plan_results import attach_results, plan_results, withdraw_results
@@ -96,6 +97,7 @@ def _complete(model: nn.Module, made: Preparation, example: Any) -> None:
     grids = {} if made.config.operands is None else drop_repeated(plan, results, sources(model, flow))
     made.outputs += attach_results(model, results)
     share_grids(model, grids)
+    round_inputs(model, flow, made.config.target)
     name_quantizers(model)
     made.notes, made.products, made.is_recorded = results.notes, results.products, True
     made.norms = {layer: norm for layer, norm in norm_pairs(model, flow) if can_fold(model, layer, norm)}

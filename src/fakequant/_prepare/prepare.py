@@ -17,6 +17,7 @@ from fakequant._prepare.attach import (
 )
 from fakequant._prepare.data_flow import call_order, find_flow, norm_pairs, sources
 from fakequant._prepare.first_last import adopting_hooks, widen_first_and_last
+from fakequant._prepare.input_rounding import round_inputs
 from fakequant._prepare.multiplications import count_multiplications
 from fakequant._prepare.plan import OF_RECIPES, Layer, Plan, make_plan
 from fakequant._prepare.plan_results import attach_results, plan_results
@@ -77,6 +78,7 @@ def prepare(model: nn.Module, config: QuantConfig, example: Any = None) -> nn.Mo
     hooked = [owner.path for owner in plan.owners if owner.children["output_quantizer"] is not None]
     hooked += attach_results(model, results)
     share_grids(model, on_a_grid)
+    round_inputs(model, flow, config.target)
     norms = {layer: norm for layer, norm in norm_pairs(model, flow) if can_fold(model, layer, norm)}
     close_shortcuts(model)
     name_quantizers(model)

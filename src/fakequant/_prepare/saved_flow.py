@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant._prepare.attach import FLOW_BUFFER, Preparation, find_preparation, link_norms
+from fakequant._prepare.input_rounding import rounded_layers, set_rounding
 from fakequant._prepare.places import Place
 from fakequant._prepare.plan_results import Results, add_quantizer, attach_results, withdraw_results
 from fakequant._prepare.shared_grids import share_grids
@@ -49,6 +50,7 @@ def describe_flow(model: nn.Module, made: Preparation) -> dict[str, Any]:
         "grids": grids,
         "norms": made.norms,
         "products": made.products,
+        "rounded": rounded_layers(model),
     }
 
 
@@ -87,6 +89,7 @@ def _apply(model: nn.Module, made: Preparation, saved: Tensor) -> None:
         name_quantizers(model)
         share_grids(model, {path: _quantizer_at(model, grid) for path, grid in described["grids"].items()})
         made.norms = described["norms"]
+        set_rounding(model, described.get("rounded", []), made.config.target)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"The state was saved from another model: {error}.\n"

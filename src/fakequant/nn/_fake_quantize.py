@@ -15,6 +15,7 @@ from fakequant._backends.torch import compiled_nodes, gradients, tensor_function
 from fakequant._backends.torch.operator_calls import ops
 from fakequant._backends.torch.plain_memory import is_eager
 from fakequant._backends.torch.process_ranks import ALONE, Ranks
+from fakequant._backends.torch.runtime_rounding import moved_from_ties
 from fakequant._backends.torch.tensor_checks import block_shape, check_device, kernel_numerics
 from fakequant._backends.torch.tensor_kernels import Observation, Observed, updated_range
 from fakequant._backends.torch.torch_private import innermost_transform
@@ -189,7 +190,7 @@ class FakeQuantize(Quantizer):
             return self._quantize_by_observer(x, ranks)
         if self._blocks is None or not self.training:
             return self._quantize_with_own_range(x)
-        if ranks.several or self._in_kernel is None:
+        if ranks.several or self._in_kernel is None or self.rounding is not None:
             self._observe(x, ranks)
             return self._quantize(x, self._following)
         return self._observe_and_quantize(x)
@@ -213,6 +214,8 @@ class FakeQuantize(Quantizer):
             self.refresh()
         self.saw_only_finite = False
         zero_point = 0 if self.spec.symmetric else self.zero_point
+        if self.rounding is not None:
+            x = moved_from_ties(x, self.scale, self.zero_point, self.spec, self.rounding)
         if torch.compiler.is_compiling():
             return fake_quantize(x, self.scale, zero_point, self.spec, gradient=gradient)
         if self.spec.numerics == "torch":  # which accepts any scale, NaN too

@@ -9,6 +9,7 @@ from torch.types import Device
 
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.plain_memory import is_transformed
+from fakequant._backends.torch.runtime_rounding import moved_from_ties
 from fakequant._backends.torch.tensor_checks import check_data, check_device
 from fakequant.nn._bounded_parameters import keep_in_graph, keep_within, put, whole, within, write_back
 from fakequant.nn._initial_scales import Init, largest_scale, start_for
@@ -220,6 +221,8 @@ class LearnedFakeQuantize(Quantizer):
             raise
 
     def _quantize(self, x: Tensor) -> Tensor:
+        if self.rounding is not None:
+            x = moved_from_ties(x, self.scale, self.zero_point, self.spec, self.rounding)
         if self._frozen:
             x = keep_in_graph(x, self.step_size, self.offset)
             if self.spec.numerics == "torch":  # its learnable operator has another gradient of x

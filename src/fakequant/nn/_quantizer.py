@@ -63,6 +63,9 @@ class Quantizer(Switched):
     _blocks: tuple[int, ...] | None
     # The name of the scale in a state.
     _scale_name = "scale"
+    # How the runtime rounds at ties: a key of `runtime_rounding.RULES`. None if it follows the rule of ONNX.
+    # `prepare` sets it for quantizers of the model's inputs.
+    rounding: str | None = None
 
     if TYPE_CHECKING:  # nn.Module's accepts and returns anything
 

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from fakequant._backends.torch.fused_multiply_add import fma
+from fakequant._backends.torch.runtime_rounding import openvino_codes, openvino_ends, openvino_line
 from fakequant._convert.golden.sums_to_codes import Reference
 from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, codes_of, plain, quantized
 from fakequant.nn._quantized_layer import input_grid_of
@@ -104,11 +105,12 @@ class OpenVino(Reference):
         """
         if not _has_kernels(grid):
             return quantized(x, grid)
+        if not has_fixed_shape:
+            return _on(grid, openvino_codes(plain(x), grid.scale, grid.zero_point, grid.spec))
         low, high = _ends(grid)
         line = _line(low, high)
         x = torch.minimum(torch.maximum(plain(x).float(), low), high)
-        steps = x * line.k - low * line.k if has_fixed_shape else _fma(x, line)
-        return _on(grid, torch.round(steps) + _lowest(grid))
+        return _on(grid, torch.round(x * line.k - low * line.k) + _lowest(grid))
 
     def from_sums(self, sums: Tensor, scale: Tensor, grid: GridOf) -> Tensor:
         """fused(sums, k(low / scale, high / scale), c(low / scale, high / scale)): a convolution without a bias.
@@ -308,14 +310,12 @@ def _offset(layer: LayerSums) -> Tensor | None:
 
 def _ends(grid: GridOf) -> tuple[Tensor, Tensor]:
     """Returns the floats of the lowest and of the highest code of the 8-bit type."""
-    lowest = _lowest(grid)
-    return grid.scale * (lowest - grid.zero_point).float(), grid.scale * (lowest + 255 - grid.zero_point).float()
+    return openvino_ends(grid.scale, grid.zero_point, _lowest(grid))
 
 
 def _line(low: Tensor, high: Tensor) -> _Line:
     """Returns k(low, high) and c(low, high)."""
-    steps = torch.tensor(_STEPS)  # torch computes `number / tensor` as a product with the reciprocal
-    return _Line(steps / (high - low), -low * steps / (high - low))
+    return _Line(*openvino_line(low, high))
 
 
 def _lowest(grid: GridOf) -> int:

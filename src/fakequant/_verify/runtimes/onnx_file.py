@@ -157,9 +157,7 @@ def _offset(notes: dict[str, str], path: str | os.PathLike[str]) -> int:
     try:
         return int(notes[OFFSET])
     except (KeyError, ValueError) as error:
-        raise ValueError(
-            f"{path} is damaged: the metadata of a quantizer has no {OFFSET!r}.\n{_ADVICE}"
-        ) from error
+        raise ValueError(f"{path} is damaged: the metadata of a quantizer has no {OFFSET!r}.\n{_ADVICE}") from error
 
 
 def _shape(value: "onnx.ValueInfoProto") -> list[int | str]:

@@ -107,9 +107,7 @@ class OpenVino(OnnxFile):
     def _compiled(self, codes: Iterable[str]) -> Any:
         return self.core.compile_model(self.core.read_model(self.watching(codes), b""), "CPU", self.settings)
 
-    def _run(
-        self, model: Any, codes: Iterable[str], feed: dict[str, Array]
-    ) -> tuple[list[Array], dict[str, Array]]:
+    def _run(self, model: Any, codes: Iterable[str], feed: dict[str, Array]) -> tuple[list[Array], dict[str, Array]]:
         """Returns the results of a compiled model, and its watched values by name."""
         found = [np.array(value) for value in model(feed).values()]
         count = len(self.outputs)

@@ -1,0 +1,53 @@
+"""Makes the quantizers of a model's inputs round at ties as the target does.
+
+A tie between two codes is rare in computed values, but data can be full of them. There, training must see the codes
+that the runtime will compute.
+"""
+
+from torch import nn
+
+from fakequant import _targets
+from fakequant._moves import SELECTING_NAMES, TRACED_MODULES, TRACED_NAMES
+from fakequant._prepare.data_flow import DataFlow
+from fakequant._prepare.flow_graph import Call
+from fakequant.nn._quantized_layer import QuantizedLayer
+from fakequant.nn._quantizer import Quantizer
+
+
+def round_inputs(model: nn.Module, flow: DataFlow, target: str) -> None:
+    """Sets the rounding of the quantizers that read an input of a prepared model, also after a move."""
+    if _targets.find(target).rounding is None:
+        return
+    calls = [call for graph in flow.graphs for call in graph.modules()]
+    set_rounding(model, {call.path for call in calls if _reads_input(model, call)}, target)
+
+
+def set_rounding(model: nn.Module, layers: "set[str] | list[str]", target: str) -> None:
+    """Sets the rounding of the input quantizers of layers, given by their paths."""
+    rule = _targets.find(target).rounding
+    for path in layers:
+        layer = model.get_submodule(path)
+        quantizer = layer.input_quantizer if isinstance(layer, QuantizedLayer) else None
+        if isinstance(quantizer, Quantizer) and quantizer.spec.granularity == "tensor" and quantizer.spec.bits <= 8:
+            quantizer.rounding = rule
+
+
+def rounded_layers(model: nn.Module) -> list[str]:
+    """Returns the paths of the layers whose input quantizers have a rounding of their own."""
+    return [
+        path
+        for path, layer in model.named_modules()
+        if isinstance(layer, QuantizedLayer) and getattr(layer.input_quantizer, "rounding", None) is not None
+    ]
+
+
+def _reads_input(model: nn.Module, call: Call) -> bool:
+    while call.inputs:
+        call = call.inputs[0]
+        if call.kind == "function":
+            moves = call.function_name in TRACED_NAMES | SELECTING_NAMES
+        else:
+            moves = call.kind == "module" and isinstance(model.get_submodule(call.path), TRACED_MODULES)
+        if not moves:
+            return call.kind == "input"
+    return False
