@@ -14,7 +14,9 @@ mentioned. They use
 
 XNNPACK takes subnormal floats for 0. The formulas do not.
 
-The formulas were determined with ExecuTorch 1.5 on x86 with AVX-512 and VNNI. Codes are integers in float32.
+The formulas were determined with ExecuTorch 1.5 on x86 with AVX-512 and VNNI. Static kernels have the same codes with
+AVX2 and with SSE4, and so have dynamic grids. Results of layers with dynamic inputs have other last bits with SSE4, and
+those of weights with groups with AVX2 too. Grids have at most 8 bits. Codes are integers in float32.
 """
 
 import torch
@@ -140,7 +142,9 @@ class Xnnpack(Reference):
 
             offset = offset + sum(weight) * weight_scale                      for each 16 inputs
 
-        This is the kernel for VNNI. Others add 128 to no code, or sum another number of weights.
+        This is the kernel for AVX-512 with VNNI. That for AVX2 adds no 128. It has four totals, one for the inputs with
+        each value of index % 8 // 2, of which only the first one starts with the offset. The result is
+        fma((total0 + total1) + (total2 + total3), x_scale, bias).
 
         Args:
             codes: The codes of the input, of shape (tokens, inputs).
