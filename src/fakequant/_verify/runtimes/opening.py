@@ -1,6 +1,7 @@
 """Opens an exported file in the runtime that its target is for, or in another one."""
 
 import os
+from collections.abc import Callable
 
 from fakequant import _targets
 from fakequant._verify.runtimes.interface import Runtime
@@ -8,7 +9,7 @@ from fakequant._verify.runtimes.onnx_file import OnnxFile
 from fakequant._verify.runtimes.onnxruntime import OnnxRuntime
 from fakequant._verify.runtimes.openvino import OpenVino
 
-RUNTIMES = {"onnxruntime": OnnxRuntime, "openvino": OpenVino}
+RUNTIMES: dict[str, Callable[[str | os.PathLike[str]], Runtime]] = {"onnxruntime": OnnxRuntime, "openvino": OpenVino}
 
 
 def open_file(path: str | os.PathLike[str], runtime: str | None = None) -> Runtime:

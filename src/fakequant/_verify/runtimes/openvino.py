@@ -14,6 +14,10 @@ from fakequant._verify.runtimes.onnx_file import OnnxFile, layers_of_weights, re
 if TYPE_CHECKING:
     import onnx
 
+# Why the codes of a quantizer are not read.
+_ADDED = "its codes are not read, because OpenVINO would compute the addition after it differently"
+_CHANGES = "reading its codes changes the results of some batches"
+# The kernels that compute layers.
 _LAYERS = ("Convolution", "Deconvolution", "FullyConnected", "MatMul", "Gather")
 
 
@@ -40,9 +44,12 @@ class OpenVino(OnnxFile):
         super().__init__(path)
         # Kernels compute with floats of 32 bits, also on CPUs that have shorter ones.
         self.settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads}
+        self.readable = [name for name in self.codes if not self._is_added(name)]
+        for name in self.codes.keys() - set(self.readable):
+            self.unwatched |= dict.fromkeys(self.codes[name][0], _ADDED)
         try:
             self.plain = self._compiled([])
-            self.watched = self._compiled(self.codes)
+            self.watched = self._compiled(self.readable)
         except Exception as error:  # of classes without a common base
             raise self.cannot_load(error) from error
         self.single: dict[str, Any] = {}
@@ -76,7 +83,7 @@ class OpenVino(OnnxFile):
         feed = self.feed(args, kwargs)
         try:
             results, _ = self._run(self.plain, [], feed)
-            watched, values = self._run(self.watched, self.codes, feed)
+            watched, values = self._run(self.watched, self.readable, feed)
             if not _are_equal(watched, results):
                 watched, values = results, self._run_one_by_one(results, feed)
         except Exception as error:  # of classes without a common base
@@ -94,15 +101,21 @@ class OpenVino(OnnxFile):
             feed: The inputs by name.
         """
         values: dict[str, Array] = {}
-        for name, (paths, _) in self.codes.items():
+        for name in self.readable:
             if name not in self.single:
                 self.single[name] = self._compiled([name])
             found, seen = self._run(self.single[name], [name], feed)
             if _are_equal(found, results):
                 values |= seen
             else:
-                self.unwatched |= dict.fromkeys(paths, "reading its codes changes the results of some batches")
+                self.unwatched |= dict.fromkeys(self.codes[name][0], _CHANGES)
         return values
+
+    def _is_added(self, codes: str) -> bool:
+        """Returns True if an addition reads the floats of these codes."""
+        nodes = self.model.graph.node
+        floats = {n.output[0] for n in nodes if n.op_type == "DequantizeLinear" and n.input[0] == codes}
+        return any(node.op_type == "Add" and floats & set(node.input) for node in nodes)
 
     def _compiled(self, codes: Iterable[str]) -> Any:
         return self.core.compile_model(self.core.read_model(self.watching(codes), b""), "CPU", self.settings)
