@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any, Literal
 
+from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Node
 
@@ -86,11 +87,11 @@ def find_delegation(program: ExportedProgram) -> Delegation:
     for node, is_delegated in _operators(program):
         name = node.target.__name__  # type: ignore[union-attr]
         kind, word = _kind(node, name)
-        if kind == "others" and (is_delegated or any(part in name for part in _FREE)):
+        if kind == "others" and (is_delegated or any(part in name for part in _FREE) or not _returns_tensors(node)):
             continue
         how: How = "not delegated" if not is_delegated else "int8" if _is_quantized(node, kind) else "float"
         count = 0 if kind in ("additions", "others") else _multiplications(node)
-        found[kind].append(Operation(_path(node), word, how, count))
+        found[kind].append(Operation(path_of(node), word, how, count))
     return Delegation(**{kind: tuple(operations) for kind, operations in found.items()})
 
 
@@ -104,6 +105,12 @@ def _operators(program: ExportedProgram) -> Iterator[tuple[Node, bool]]:
             yield node, False
 
 
+def _returns_tensors(node: Node) -> bool:
+    """Returns False for operators on lengths of axes."""
+    value = node.meta.get("val")
+    return isinstance(value, (Tensor, tuple, list))
+
+
 def _kind(node: Node, name: str) -> tuple[str, str]:
     """Returns the field of `Delegation` for a call, and the name of the operator in reports."""
     if name in _LAYERS:
@@ -113,9 +120,16 @@ def _kind(node: Node, name: str) -> tuple[str, str]:
         is_layer = isinstance(weight, Node) and _is_constant(weight)
         return ("layers", "linear") if is_layer else ("products", "matmul")
     operands = [arg for arg in node.args[:2] if isinstance(arg, Node)]
-    if name in _ADDITIONS and len(operands) == 2 and not any(map(_is_constant, operands)):
+    is_own = _is_in_quantizer(node)
+    if name in _ADDITIONS and len(operands) == 2 and not is_own and not any(map(_is_constant, operands)):
         return "additions", "add"
     return "others", name.removesuffix(".default").replace("aten.", "")
+
+
+def _is_in_quantizer(node: Node) -> bool:
+    """Returns True for the operators that compute a scale at run time."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return any(str(kind).endswith("DelegatedGrid") for _, kind in stack.values())
 
 
 def _is_constant(node: Node) -> bool:
@@ -159,7 +173,7 @@ def _length(size: Any) -> int:
     return size if isinstance(size, int) else int(size.node.hint)
 
 
-def _path(node: Node) -> str:
+def path_of(node: Node) -> str:
     """Returns the path of the module whose code calls an operator."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values() if isinstance(path, str) and not path.startswith("_empty")]

@@ -16,6 +16,8 @@ LAYERS = {
 }  # fmt: skip
 # Operators that XNNPACK computes in integers between quantizers.
 OPERATIONS = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mean.dim, aten.cat.default}
+# Operators that limit values.
+CLAMPS = {aten.relu.default, aten.relu6.default, aten.hardtanh.default, aten.clamp.default}
 # Operators that only move or select elements, like those of `fakequant._moves` that move codes.
 MOVES = {
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int,

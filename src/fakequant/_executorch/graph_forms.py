@@ -2,7 +2,7 @@
 
 - A mean over all positions of an image keeps its axes, and a view removes them.
 - Quantizers of the same tensor with equal grids become one.
-- A ReLU before a quantizer becomes a limit of the codes at the zero point.
+- A ReLU or another clamp before a quantizer becomes limits of its codes.
 - A quantizer after an operator that only moves elements is repeated before it, so that a layer ends in codes.
 - The grid of an operator that moves elements of a grid is repeated after it, so that the next layer starts with codes.
 - The length of the batch in the shape of a view becomes -1.
@@ -12,7 +12,18 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from fakequant._executorch.graph import GRID, LAYERS, MOVES, OPERATIONS, aten, called, insert, is_call, source_of
+from fakequant._executorch.graph import (
+    CLAMPS,
+    GRID,
+    LAYERS,
+    MOVES,
+    OPERATIONS,
+    aten,
+    called,
+    insert,
+    is_call,
+    source_of,
+)
 
 
 def rewrite(graph: Graph) -> None:
@@ -24,7 +35,7 @@ def rewrite(graph: Graph) -> None:
         before = len(graph.nodes)
         _merge(graph)
         for node in called(graph, GRID):
-            _take_in_relu(graph, node)
+            _take_in_clamp(graph, node)
             _repeat_before_moves(graph, node)
     for node in called(graph, *MOVES):
         _repeat_after_move(graph, node)
@@ -66,13 +77,29 @@ def _settings(node: Node) -> tuple[Any, ...]:
     return tuple(node.args[1:5])
 
 
-def _take_in_relu(graph: Graph, node: Node) -> None:
-    relu = source_of(node)
-    if not is_call(relu, {aten.relu.default}) or len(relu.users) > 1:
+def _take_in_clamp(graph: Graph, node: Node) -> None:
+    """Removes a clamp before a quantizer. Clamping and rounding can be exchanged, because rounding is monotonic."""
+    clamp = source_of(node)
+    if not is_call(clamp, CLAMPS) or len(clamp.users) > 1:
         return
-    _, scale, zero_point, _, qmax, name = node.args
-    node.args = (source_of(relu), scale, zero_point, zero_point, qmax, name)
-    graph.erase_node(relu)
+    low, high = _bounds(clamp)
+    _, scale, zero_point, qmin, qmax, name = node.args
+    limits = [
+        code if bound is None else min(max(round(bound * (1.0 / scale)) + zero_point, qmin), qmax)  # type: ignore
+        for code, bound in ((qmin, low), (qmax, high))
+    ]
+    node.args = (source_of(clamp), scale, zero_point, *limits, name)
+    graph.erase_node(clamp)
+
+
+def _bounds(clamp: Node) -> tuple[float | None, float | None]:
+    if clamp.target is aten.relu.default:
+        return 0.0, None
+    if clamp.target is aten.relu6.default:
+        return 0.0, 6.0
+    defaults: tuple[Any, ...] = (-1.0, 1.0) if clamp.target is aten.hardtanh.default else (None, None)
+    given = (*clamp.args[1:3], *defaults[len(clamp.args) - 1 :])
+    return given[0], given[1]
 
 
 def _repeat_before_moves(graph: Graph, node: Node) -> None:

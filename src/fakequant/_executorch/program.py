@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 from typing import Any
 
 import torch
@@ -9,8 +10,10 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from fakequant._executorch.delegation import Delegation, find_delegation
+from fakequant._executorch.available_kernels import require_kernels
 from fakequant._executorch.exported_modules import Seen, make_exportable
 from fakequant._executorch.quiet import import_executorch, quiet
+from fakequant._onnx.metadata_keys import INPUTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +74,18 @@ def make_program(
         args: Its positional arguments, as an example.
         kwargs: Its keyword arguments.
         shapes: The axes that may have any length, as in `torch.export`, or None.
-        notes: Strings that the program contains, by name.
+        notes: Strings that the program contains, by name, together with the names of its inputs. None for neither.
         watched: Whether the program also returns the dequantized values of all quantizers with a fixed scale.
     """
     graph, paths = make_graph(golden, args, kwargs, shapes, watched=watched)
+    if notes is not None:
+        notes = {**notes, INPUTS: json.dumps(list(graph.graph_signature.user_inputs))}
     with quiet(), torch.no_grad():
         edge = _to_edge(graph, notes)
         delegation = find_delegation(edge.exported_program())
-        data = edge.to_executorch().buffer
+        made = edge.to_executorch()
+        require_kernels(made.exported_program())
+        data = made.buffer
     return Program(bytes(data), delegation, paths)
 
 

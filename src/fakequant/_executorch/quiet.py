@@ -1,22 +1,27 @@
 """executorch without its messages, and without what importing it changes in the process."""
 
+import io
 import logging
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any
 
 from fakequant._util.optional_packages import require
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hides warnings and log messages below errors, and restores the settings of `logging` and `warnings`."""
+    """Hides warnings, log messages and printed graphs, and restores the settings of `logging` and `warnings`.
+
+    Errors are raised as usual.
+    """
     root = logging.getLogger()
     handlers, disabled, level = list(root.handlers), root.manager.disable, root.level
-    logging.disable(logging.WARNING)
+    logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -24,6 +29,13 @@ def quiet() -> Iterator[None]:
         for handler in [handler for handler in root.handlers if handler not in handlers]:
             root.removeHandler(handler)
         root.setLevel(level)
+
+
+def import_runtime() -> Any:
+    """Returns the module that runs programs. Raises ImportError if executorch is not installed."""
+    import_executorch()
+    with quiet():
+        return require("executorch.runtime", "executorch", "executorch")
 
 
 def import_executorch() -> None:
