@@ -77,8 +77,7 @@ class Target:
         if self.at_most_int8:
             if spec.granularity == "token":
                 return dataclasses.replace(TOKEN_SPEC, numerics=spec.numerics)
-            narrow = spec.narrow_range and spec.bits <= 8
-            return dataclasses.replace(spec, bits=min(spec.bits, 8), narrow_range=narrow, axis=None, group_size=None)
+            return dataclasses.replace(spec, bits=min(spec.bits, 8), axis=None, group_size=None)
         if not self.symmetric_int8:
             return spec
         return dataclasses.replace(spec, bits=8, signed=True, symmetric=True, narrow_range=False)

@@ -11,8 +11,8 @@ from torch.nn.utils import parametrize
 from fakequant import _targets
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.tensor_checks import block_shape
-from fakequant._convert.fold_batch_norm import BatchNorm, can_fold, find_norm, fold, reason_not_foldable
 from fakequant._convert.float_biases import codes_of_float, float_of_codes
+from fakequant._convert.fold_batch_norm import BatchNorm, can_fold, find_norm, fold, reason_not_foldable
 from fakequant._convert.folded_norm import remove_norm
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import (

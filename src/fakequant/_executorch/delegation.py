@@ -1,7 +1,7 @@
 """`Delegation`: which layers of an exported program XNNPACK computes, in integers or in float."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any, Literal
 
@@ -156,16 +156,20 @@ def _is_call_of(node: Node, *names: str) -> bool:
     return node.op == "call_function" and any(name in node.target.__name__ for name in names)  # type: ignore[union-attr]
 
 
-def _multiplications(node: Node) -> int:
-    name = node.target.__name__  # type: ignore[union-attr]
-    number = prod(map(_length, node.meta["val"].shape))
+def _multiplications(node: Any) -> int:
+    """Returns the number of multiplications of a layer or a product."""
+    name = node.target.__name__
     if name == "aten.convolution.default":
-        weight = node.args[1].meta["val"]  # type: ignore[union-attr]
-        is_transposed = bool(node.args[6])
-        number = prod(map(_length, node.args[0].meta["val"].shape)) if is_transposed else number  # type: ignore[union-attr]
-        return number * prod(map(int, weight.shape[1:]))
-    x = node.args[1 if name == "aten.addmm.default" else 0].meta["val"]  # type: ignore[union-attr]
-    return number * _length(x.shape[-1])
+        x, weight = (arg.meta["val"].shape for arg in node.args[:2])
+        is_transposed = node.args[6]
+        return _number(x if is_transposed else node.meta["val"].shape) * _number(weight[1:])
+    x = node.args[1 if name == "aten.addmm.default" else 0].meta["val"].shape
+    return _number(node.meta["val"].shape) * _number(x[-1:])
+
+
+def _number(shape: Iterable[Any]) -> int:
+    """Returns the number of elements of a tensor."""
+    return prod([_length(size) for size in shape])
 
 
 def _length(size: Any) -> int:
@@ -178,5 +182,3 @@ def path_of(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values() if isinstance(path, str) and not path.startswith("_empty")]
     return paths[-1] if paths else ""
-
-

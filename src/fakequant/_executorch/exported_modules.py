@@ -1,8 +1,8 @@
 """Forward passes for the export to ExecuTorch: one operator per quantizer, and weights as constants.
 
-    weight of an integer layer      int8 codes and a dequantize operator, with one scale per output channel
-    other weights                   floats: XNNPACK multiplies them in float
-    biases                          floats, which XNNPACK quantizes to the codes of the golden model
+weight of an integer layer      int8 codes and a dequantize operator, with one scale per output channel
+other weights                   floats: XNNPACK multiplies them in float
+biases                          floats, which XNNPACK quantizes to the codes of the golden model
 """
 
 import dataclasses
@@ -22,8 +22,7 @@ from fakequant._convert.golden.integer_layer import (
     sums_have_one_scale,
 )
 from fakequant._executorch import operators
-from fakequant._onnx import exported_modules as onnx_modules
-from fakequant._onnx import onnx_operators
+from fakequant._onnx import exported_modules as onnx_modules, onnx_operators
 from fakequant._targets import TOKEN_SPEC
 from fakequant.nn._expert_product import ExpertProduct
 from fakequant.nn._linear_function import linear
@@ -81,9 +80,10 @@ class Constants:
         """Returns the weight as the result of the operator that dequantizes its codes."""
         if self.scale is None:
             return self.weight
-        return torch.ops.quantized_decomposed.dequantize_per_channel.default(
+        weight: Tensor = torch.ops.quantized_decomposed.dequantize_per_channel.default(
             self.weight, self.scale, self.zero_point, self.axis, self.qmin, self.qmax, torch.int8
         )
+        return weight
 
     def rows(self, rows: slice) -> "Constants":
         """Returns the constants of some rows of the weight."""
@@ -173,12 +173,16 @@ def make_exportable(golden: nn.Module) -> Seen:
                 layer._buffers[name] = None
     for module in golden.modules():
         if isinstance(module, Grid):
-            scale, zero_point = module.scale, module.zero_point
-            module.__class__ = DelegatedGrid
-            module.seen = seen
-            module.fixed = None if scale is None or zero_point is None else (float(scale), int(zero_point))
-            module.scale = module.zero_point = None
+            _delegate(module, seen)
     return seen
+
+
+def _delegate(grid: Any, seen: Seen) -> None:
+    """Turns a grid into a `DelegatedGrid`. Its scale becomes a number, so that it is not stored as a tensor."""
+    has_scale = grid.scale is not None
+    grid.__class__ = DelegatedGrid
+    grid.seen, grid.fixed = seen, (float(grid.scale), int(grid.zero_point)) if has_scale else None
+    grid.scale = grid.zero_point = None
 
 
 def _constants(layer: IntegerLayer, record: DelegatedIntegers) -> Constants:

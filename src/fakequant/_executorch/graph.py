@@ -25,6 +25,7 @@ MOVES = {
     aten.slice.Tensor, aten.select.int, aten.flip.default, aten.max_pool2d.default, aten.clone.default,
     aten.alias.default,
 }  # fmt: skip
+PADS = {aten.pad.default, aten.constant_pad_nd.default}
 
 
 def called(graph: Graph, *targets: Any) -> list[Node]:
@@ -35,6 +36,17 @@ def called(graph: Graph, *targets: Any) -> list[Node]:
 def is_call(node: object, targets: Any) -> bool:
     """Returns True if `node` calls one of the operators."""
     return isinstance(node, Node) and node.op == "call_function" and node.target in targets
+
+
+def keeps_grid(node: Node) -> bool:
+    """Returns True if the elements of the result are elements of the first argument, or zeros."""
+    if not is_call(node, PADS):
+        return is_call(node, MOVES)
+    # The arguments of `pad` are the tensor, the lengths, the mode and the constant. Others have no mode.
+    others = list(node.args[2:])
+    if node.target is aten.pad.default and others and others.pop(0) != "constant":
+        return True
+    return not others or others[0] in (0, None)
 
 
 def source_of(node: Node) -> Node:

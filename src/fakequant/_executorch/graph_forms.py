@@ -18,10 +18,12 @@ from fakequant._executorch.graph import (
     LAYERS,
     MOVES,
     OPERATIONS,
+    PADS,
     aten,
     called,
     insert,
     is_call,
+    keeps_grid,
     source_of,
 )
 
@@ -37,7 +39,7 @@ def rewrite(graph: Graph) -> None:
         for node in called(graph, GRID):
             _take_in_clamp(graph, node)
             _repeat_before_moves(graph, node)
-    for node in called(graph, *MOVES):
+    for node in called(graph, *MOVES, *PADS):
         _repeat_after_move(graph, node)
     for node in called(graph, aten.view.default):
         _infer_length(node)
@@ -116,7 +118,7 @@ def _repeat_before_moves(graph: Graph, node: Node) -> None:
 
 def _repeat_after_move(graph: Graph, move: Node) -> None:
     grid = source_of(move)
-    if not is_call(grid, {GRID}) or not _leads_to_codes(move):
+    if not is_call(grid, {GRID}) or not keeps_grid(move) or not _leads_to_codes(move):
         return
     users = list(move.users)
     if len(users) == 1 and is_call(users[0], {GRID}):
@@ -133,7 +135,7 @@ def _leads_to_codes(node: Node) -> bool:
 
 
 def _moves_on(user: Node) -> bool:
-    return is_call(user, MOVES) and _leads_to_codes(user)
+    return keeps_grid(user) and _leads_to_codes(user)
 
 
 def _infer_length(view: Node) -> None:
@@ -147,5 +149,3 @@ def _infer_length(view: Node) -> None:
 def _replace(graph: Graph, node: Node, by: Node) -> None:
     node.replace_all_uses_with(by)
     graph.erase_node(node)
-
-

@@ -6,7 +6,7 @@
     reader of a grid         has its own dequantize operator
     grid of tokens           choose_qparams -> quantize -> dequantize, per token
 
-Where an addition or the like does not take limits, its codes are limited afterwards: dequantize -> hardtanh -> quantize.
+An addition or the like takes no other limits. Its codes are limited afterwards: dequantize -> hardtanh -> quantize.
 """
 
 import operator
@@ -118,8 +118,6 @@ def _has_integer_form(layer: Node) -> bool:
     x = source_of(layer)
     if is_call(x, {_quantized.dequantize_per_token.default}):
         return True
-    if is_call(x, {aten.constant_pad_nd.default, aten.pad.default}) and len(x.users) == 1:
-        x = source_of(x)
     if not is_call(x, {_quantized.dequantize_per_tensor.default}) or len(layer.users) > 1:
         return False
     (user,) = layer.users

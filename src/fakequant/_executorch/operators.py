@@ -21,13 +21,16 @@ def _grid(x: Tensor, scale: float, zero_point: int, qmin: int, qmax: int, name: 
     offset = offset_of(qmax)
     settings = (scale, zero_point + offset, qmin + offset, qmax + offset, torch.int8)
     ops = torch.ops.quantized_decomposed
-    return ops.dequantize_per_tensor.default(ops.quantize_per_tensor.default(x, *settings), *settings)
+    y: Tensor = ops.dequantize_per_tensor.default(ops.quantize_per_tensor.default(x, *settings), *settings)
+    return y
 
 
 def _token_grid(x: Tensor, name: str) -> Tensor:
     ops = torch.ops.quantized_decomposed
     settings = (*ops.choose_qparams_per_token_asymmetric.default(x, torch.int8), LOW, HIGH, torch.int8)
-    return ops.dequantize_per_token.default(ops.quantize_per_token.default(x, *settings), *settings, torch.float32)
+    codes = ops.quantize_per_token.default(x, *settings)
+    y: Tensor = ops.dequantize_per_token.default(codes, *settings, torch.float32)
+    return y
 
 
 _LIBRARY.impl("grid", _grid, "CompositeExplicitAutograd")

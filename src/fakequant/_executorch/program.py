@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from fakequant._executorch.delegation import Delegation, find_delegation
 from fakequant._executorch.available_kernels import require_kernels
+from fakequant._executorch.delegation import Delegation, find_delegation
 from fakequant._executorch.exported_modules import Seen, make_exportable
 from fakequant._executorch.quiet import import_executorch, quiet
 from fakequant._onnx.metadata_keys import INPUTS
+from fakequant._util.optional_packages import require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +91,11 @@ def make_program(
 
 
 def _to_edge(traced: ExportedProgram, notes: dict[str, str] | None) -> Any:
-    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
-
-    return to_edge_transform_and_lower(
+    exir = require("executorch.exir", "executorch", "executorch")
+    xnnpack = require("executorch.backends.xnnpack.partition.xnnpack_partitioner", "executorch", "executorch")
+    return exir.to_edge_transform_and_lower(
         traced,
-        partitioner=[XnnpackPartitioner()],
+        partitioner=[xnnpack.XnnpackPartitioner()],
         constant_methods=notes,
-        compile_config=EdgeCompileConfig(_check_ir_validity=False),
+        compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),  # kernels are checked at the end
     )
