@@ -14,12 +14,12 @@ from fakequant._executorch.notes import FILE, UNSEALED, sealed
 from fakequant._executorch.program import Program, make_program
 from fakequant._executorch.quiet import import_executorch
 from fakequant._onnx.export_onnx import (
-    _converted,
-    _inputs,
-    _reason,
-    _require_float32,
-    _require_no_autocast,
-    _without_autocast,
+    converted,
+    inputs_of,
+    reason_of,
+    require_float32,
+    require_no_autocast,
+    without_autocast,
 )
 from fakequant._onnx.exported_modules import DynamicLength
 from fakequant._onnx.fingerprint import digest_of_parameters
@@ -70,15 +70,15 @@ def export_executorch(
     layers in integers: 1 of 1
     """
     check_module(model)
-    args, kwargs = _inputs(example_inputs)
+    args, kwargs = inputs_of(example_inputs)
     order = list(inspect.signature(model.forward).parameters)
     kwargs = dict(sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
     shapes = dynamic_shapes if dynamic_shapes is not None else _batches(args, kwargs, max_batch)
     import_executorch()
-    with writing(path) as unfinished, _without_autocast():
-        golden = _converted(model, _TARGET, strict).eval()
-        _require_float32(golden, args, kwargs)
-        _require_no_autocast(golden, args, kwargs)
+    with writing(path) as unfinished, without_autocast():
+        golden = converted(model, _TARGET, strict).eval()
+        require_float32(golden, args, kwargs)
+        require_no_autocast(golden, args, kwargs)
         notes = {TARGET: _TARGET, PARAMETERS: digest_of_parameters(golden), FILE: UNSEALED}
         program = _program(golden, args, kwargs, shapes, notes)
         unfinished.write_bytes(sealed(program.data))
@@ -113,4 +113,4 @@ def _program(
     except (DynamicLength, MissingKernel):
         raise
     except Exception as error:
-        raise ValueError(f"The model cannot be exported to ExecuTorch: {_reason(error)}") from error
+        raise ValueError(f"The model cannot be exported to ExecuTorch: {reason_of(error)}") from error
