@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn, randn
 
 import fakequant as fq
-from fakequant import recipes
+from fakequant import presets, recipes
 from fakequant._convert.float_biases import codes_of_float, float_of_codes
 from fakequant._convert.golden.tracked_codes import plain
 from fakequant._targets import TOKEN_SPEC
@@ -68,6 +68,11 @@ def depthwise() -> nn.Module:
     )  # fmt: skip
 
 
+def dynamic_w4(target: str) -> fq.QuantConfig:
+    layer = fq.LayerConfig(weight=presets.int4(group=None), input=presets.int8_per_token())
+    return fq.QuantConfig(default=layer, target=target)
+
+
 SHAPES = {"mlp": (4, 64), "residual": (4, 1, 8, 8), "depthwise": (4, 3, 8, 8), "encoder": (2, 5, 8)}
 MAKE = {"mlp": mlp, "residual": Residual, "depthwise": depthwise, "encoder": Encoder}
 # Where all layers and additions must be computed in integers.
@@ -77,7 +82,7 @@ INTEGERS = {
     "w4a8-mlp": ("mlp", recipes.w4a8),
     "lsq-residual": ("residual", lambda target: recipes.lsq(2, target=target)),
     "lsq-depthwise": ("depthwise", lambda target: recipes.lsq(2, target=target)),
-    "dynamic-mlp": ("mlp", recipes.int8_dynamic),
+    "dynamic-mlp": ("mlp", dynamic_w4),
 }
 
 

@@ -42,8 +42,8 @@ def export_executorch(
     """Writes a prepared or converted model to an ExecuTorch program (.pte). The model is not changed.
 
     XNNPACK computes a layer in integers if its input and its result are quantized, so prepare the model for the target
-    "xnnpack". Weights are stored in int8, those with dynamic inputs and 4 bits in 4 bits, and those of layers in float
-    as floats. Batch norms are folded into the layers before them. Autocast is disabled during the export.
+    "xnnpack". Weights of integer layers are stored in int8, others as floats. Batch norms are folded into the layers
+    before them. Autocast is disabled during the export.
 
     Args:
         model: A prepared and calibrated model, or one that was converted for the target "xnnpack".

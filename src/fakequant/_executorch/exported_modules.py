@@ -71,9 +71,6 @@ class Constants:
     scale: Tensor | None = None
     zero_point: Tensor | None = None
     axis: int = 0
-    # The range of codes. XNNPACK stores codes with the range of 4 bits in 4 bits.
-    qmin: int = operators.LOW
-    qmax: int = operators.HIGH
     bias: Tensor | None = None
 
     def float_weight(self) -> Tensor:
@@ -81,7 +78,7 @@ class Constants:
         if self.scale is None:
             return self.weight
         weight: Tensor = torch.ops.quantized_decomposed.dequantize_per_channel.default(
-            self.weight, self.scale, self.zero_point, self.axis, self.qmin, self.qmax, torch.int8
+            self.weight, self.scale, self.zero_point, self.axis, operators.LOW, operators.HIGH, torch.int8
         )
         return weight
 
@@ -203,7 +200,4 @@ def _constants(layer: IntegerLayer, record: DelegatedIntegers) -> Constants:
         bias = float_of_codes(layer.bias_codes, bias_scale(layer).expand(len(layer.bias_codes)))
     if _is_transposed_linear(record):
         codes, axis = codes.T.contiguous(), 0
-    in_4_bits = has_tokens and record.weight_spec is not None and record.weight_spec.bits <= 4
-    qmin, qmax = (-8, 7) if in_4_bits else (operators.LOW, operators.HIGH)
-    zeros = torch.zeros(len(scale), dtype=torch.int64)
-    return Constants(codes, scale, zeros, axis, qmin, qmax, bias)
+    return Constants(codes, scale, torch.zeros(len(scale), dtype=torch.int64), axis, bias)
