@@ -94,6 +94,7 @@ WHOLE_MODELS = [
     "check",
     "compare",
     "convert",
+    "export_executorch",
     "export_onnx",
     "health",
     "load_converted",

@@ -6,6 +6,7 @@
     openvino-vnni       OpenVINO on x86 CPUs with VNNI: symmetric weights of at most 8 bits
     openvino            OpenVINO on all x86 CPUs: symmetric weights of at most 7 bits with 8-bit activations
     tensorrt            symmetric 8-bit activations; symmetric weights of at most 8 bits, stored in bytes
+    xnnpack             ExecuTorch with XNNPACK: activations of at most 8 bits per tensor, symmetric weights likewise
 
 x86 CPUs without VNNI add pairs of 8-bit products in 16 bits and saturate. 255 * w + 255 * w fits in 16 bits if |w| is
 at most 64. With larger weights the sums are silently wrong.
@@ -14,7 +15,7 @@ at most 64. With larger weights the sums are silently wrong.
 import dataclasses
 from typing import TYPE_CHECKING
 
-from fakequant.spec import QuantSpec
+from fakequant.spec import WHOLE_AXIS, QuantSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 # it: the kernels have no lower limit.
 DYNAMIC_SPEC = QuantSpec(bits=8, signed=False, symmetric=False)
 SMALLEST_DYNAMIC_SCALE = 2.0**-126
+# The grid of a token whose scale XNNPACK's kernels compute at run time.
+TOKEN_SPEC = QuantSpec(bits=8, signed=True, symmetric=False, axis=-1, group_size=WHOLE_AXIS)
 
 # Largest |weight code| for which a sum of two products with 8-bit activations fits in 16 bits.
 _EXACT_WITHOUT_VNNI = 64
@@ -56,6 +59,15 @@ class Target:
     adds_in_layers: bool = False
     # Scales that its integer kernels compute at run time are those of a whole tensor; see `DYNAMIC_SPEC`.
     has_one_dynamic_scale: bool = False
+    # Weights are symmetric, activations have one scale per tensor, both have at most 8 bits. Scales that are computed
+    # at run time are those of tokens; see `TOKEN_SPEC`.
+    at_most_int8: bool = False
+    # It computes every layer and addition in integers only if its result is quantized too, by a single quantizer.
+    needs_all_results: bool = False
+    # It multiplies two activations, as attention does, in integers.
+    has_integer_products: bool = True
+    # It takes biases as floats and quantizes them itself; see `_convert/float_biases.py`.
+    has_float_biases: bool = False
 
     def fit_weight(self, spec: QuantSpec) -> QuantSpec:
         """Returns `spec` adapted to the weights of this target: unchanged, with fewer bits, or symmetric.
@@ -63,7 +75,7 @@ class Target:
         >>> TARGETS["onnxruntime-x86"].fit_weight(QuantSpec(narrow_range=True)).qmax
         63
         """
-        if self.symmetric_int8:
+        if self.symmetric_int8 or self.at_most_int8:
             return dataclasses.replace(spec, bits=min(spec.bits, 8), signed=True, symmetric=True)
         if self.symmetric_weights:
             spec = dataclasses.replace(spec, signed=True, symmetric=True)
@@ -77,6 +89,10 @@ class Target:
         """
         if self.has_one_dynamic_scale and spec.granularity == "token" and spec.bits == 8:
             return dataclasses.replace(DYNAMIC_SPEC, numerics=spec.numerics)
+        if self.at_most_int8:
+            if spec.granularity == "token":
+                return dataclasses.replace(TOKEN_SPEC, numerics=spec.numerics)
+            return dataclasses.replace(spec, bits=min(spec.bits, 8), axis=None, group_size=None)
         if not self.symmetric_int8:
             return spec
         return dataclasses.replace(spec, bits=8, signed=True, symmetric=True, narrow_range=False)
@@ -103,7 +119,7 @@ class Target:
 
         `levels` are the codes of the weight minus its zero point.
         """
-        if self.symmetric_int8 and (spec.bits > 8 or not spec.symmetric):
+        if (self.symmetric_int8 or self.at_most_int8) and (spec.bits > 8 or not spec.symmetric):
             return f"has weights in {spec}, but {self.name} needs symmetric weights of at most 8 bits"
         if self.symmetric_weights and not spec.symmetric:
             return f"has weights in {spec}, but {self.name} needs symmetric weights"
@@ -119,6 +135,8 @@ class Target:
             return f"is affine ({spec}), but {self.name} needs symmetric activations"
         if self.symmetric_int8 and (spec.bits != 8 or spec.narrow_range):
             return f"is {spec}, but {self.name} needs activations with the full range of 8 bits"
+        if self.at_most_int8 and (spec.bits > 8 or spec.granularity not in ("tensor", "token")):
+            return f"is {spec}, but {self.name} needs activations of at most 8 bits per tensor or per token"
         return None
 
 
@@ -152,6 +170,7 @@ TARGETS = {
             unsigned_activations=True,
             needs_results=True,
             adds_in_layers=True,
+            has_integer_products=False,
         ),
         Target(
             name="openvino",
@@ -163,8 +182,20 @@ TARGETS = {
             unsigned_activations=True,
             needs_results=True,
             adds_in_layers=True,
+            has_integer_products=False,
         ),
         Target(name="tensorrt", symmetric_int8=True),
+        Target(
+            name="xnnpack",
+            runtime="executorch",
+            at_most_int8=True,
+            arithmetic="xnnpack",
+            rounding="xnnpack",
+            needs_results=True,
+            needs_all_results=True,
+            has_integer_products=False,
+            has_float_biases=True,
+        ),
     )
 }
 

@@ -55,12 +55,13 @@ def test_extras_contain_the_documented_packages():
     assert names["demo"] == names["onnx"] | names["report"] | {"scikit-learn"}
     assert names["transformers"] == torch | {"transformers", "accelerate", "safetensors"}
     assert names["lightning"] == torch | {"lightning"}
+    assert names["executorch"] == torch | {"executorch"}
     assert names["all"] == names["demo"]
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_tested_versions_are_within_the_declared_ranges(extra):
-    pinned = pins("requirements-dev.txt")
+    pinned = {**pins("requirements-runtimes.txt"), **pins("requirements-dev.txt")}
     for requirement in requirements(extra):
         tested = TORCH_VERSIONS if requirement.name == "torch" else [pinned[canonical(requirement.name)]]
         assert all(map(requirement.specifier.contains, tested)), requirement

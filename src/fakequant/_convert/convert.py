@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 from fakequant import _targets
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.tensor_checks import block_shape
+from fakequant._convert.float_biases import codes_of_float, float_of_codes
 from fakequant._convert.fold_batch_norm import BatchNorm, can_fold, find_norm, fold, reason_not_foldable
 from fakequant._convert.folded_norm import remove_norm
 from fakequant._convert.golden.fixed_grid import Grid
@@ -232,7 +233,7 @@ def _make_integer(
     reason = None if norm is None else reason_not_foldable(layer, norm, quantizer.has_tokens)
     if norm is not None and reason is None:
         bias = fold(layer, bias, norm)
-    _set_bias(layer, bias)
+    _set_bias(layer, bias, target)
     return reason
 
 
@@ -256,7 +257,7 @@ def _scales_of(quantizer: FakeQuantize | LearnedFakeQuantize, weight: Tensor) ->
     return spec, scale.reshape(blocks), zero_point.reshape(blocks)
 
 
-def _set_bias(layer: IntegerLayer, bias: Tensor | None) -> None:
+def _set_bias(layer: IntegerLayer, bias: Tensor | None, target: _targets.Target) -> None:
     """Stores the bias of a layer, as integers if the scale of the sums is known and otherwise as floats."""
     name = layer._fakequant.kind.bias_name
     release_from_owner(layer, name)
@@ -267,7 +268,10 @@ def _set_bias(layer: IntegerLayer, bias: Tensor | None) -> None:
     if is_integer(layer):
         layer._parameters.pop(name, None)  # it is computed from the codes when it is read
         _widen(layer, input_grid_of(layer).scale, bias.detach())
-        layer.bias_codes = bias_codes(bias.detach(), bias_scale(layer)).to(torch.int32)
+        scale = bias_scale(layer)
+        layer.bias_codes = bias_codes(bias.detach(), scale).to(torch.int32)
+        if target.has_float_biases:
+            layer.bias_codes = codes_of_float(float_of_codes(layer.bias_codes, scale), scale)
     else:
         layer._parameters[name] = nn.Parameter(bias.detach().float(), requires_grad=False)
 

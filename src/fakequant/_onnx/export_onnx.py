@@ -87,14 +87,14 @@ def export_onnx(
     onnx = require("onnx", "onnx")
     ir = require("onnx_ir", "onnxscript")
     require("onnxscript", "onnxscript")
-    args, kwargs = _inputs(example_inputs)
+    args, kwargs = inputs_of(example_inputs)
     order = list(inspect.signature(model.forward).parameters)
     kwargs = dict(sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
     shapes = dynamic_shapes if dynamic_shapes is not None else _batches(args, kwargs) if dynamic_batch else None
-    with writing(path) as unfinished, _without_autocast():
-        golden = _converted(model, target, strict)
+    with writing(path) as unfinished, without_autocast():
+        golden = converted(model, target, strict)
         goal = _targets.find(conversion(golden).target)
-        _require_float32(golden, args, kwargs)
+        require_float32(golden, args, kwargs)
         program = _export(golden, args, kwargs, max(opset, _TORCHS_LOWEST), shapes)
         _finish(program, opset, goal)
         program.metadata_props[metadata_keys.INPUTS] = json.dumps([value.name for value in program.graph.inputs])
@@ -109,7 +109,8 @@ def export_onnx(
         onnx.checker.check_model(str(unfinished), full_check=True)
 
 
-def _converted(model: nn.Module, target: str | None, strict: bool) -> nn.Module:
+def converted(model: nn.Module, target: str | None, strict: bool) -> nn.Module:
+    """Returns the golden model of a prepared model, or a copy of a model that was converted for the target."""
     if find_conversion(model) is None:
         golden = convert(model, target=target, strict=strict)
     elif target is None or target == conversion(model).target:
@@ -122,7 +123,8 @@ def _converted(model: nn.Module, target: str | None, strict: bool) -> nn.Module:
     return golden
 
 
-def _require_float32(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
+def require_float32(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
+    """Raises ValueError if the model or an input has floats of another type than float32."""
     inputs = {**{f"example input {number}": x for number, x in enumerate(args)}, **kwargs}
     for name, value in (*model.named_parameters(), *model.named_buffers(), *inputs.items()):
         if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float32:
@@ -145,7 +147,8 @@ def _rename(values: "Sequence[Value]", names: Sequence[str] | None, argument: st
 
 
 @contextmanager
-def _without_autocast() -> Iterator[None]:
+def without_autocast() -> Iterator[None]:
+    """Context in which autocast is off."""
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         yield
 
@@ -154,7 +157,7 @@ class _Autocast(ValueError):
     """The model's forward pass switches autocast on."""
 
 
-def _require_no_autocast(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
+def require_no_autocast(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
     """Runs the model once and raises _Autocast if its forward pass switches autocast on."""
 
     def look(module: nn.Module, inputs: Args) -> None:
@@ -173,7 +176,7 @@ def _require_no_autocast(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
         raise
     except Exception as error:
         raise ValueError(
-            f"The model cannot be exported because it fails on the example inputs: {_reason(error)}"
+            f"The model cannot be exported because it fails on the example inputs: {reason_of(error)}"
         ) from error
     finally:
         for handle in handles:
@@ -184,7 +187,8 @@ def _copied(inputs: Any) -> Any:
     return pytree.tree_map_only(Tensor, torch.clone, inputs)
 
 
-def _inputs(example: Any) -> tuple[Args, Kwargs]:
+def inputs_of(example: Any) -> tuple[Args, Kwargs]:
+    """Returns positional and keyword arguments from `example_inputs`. Raises TypeError if they are neither."""
     if isinstance(example, Tensor):
         return (example,), {}
     if isinstance(example, Mapping):
@@ -198,7 +202,7 @@ def _inputs(example: Any) -> tuple[Args, Kwargs]:
 
 def _export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: DynamicShapes | None) -> "Model":
     """Returns the ONNX program from torch's exporter, with one node per grid and per stored weight."""
-    _require_no_autocast(model.eval(), args, kwargs)
+    require_no_autocast(model.eval(), args, kwargs)
     make_exportable(model)
     with _quiet(), torch.no_grad():
         try:
@@ -208,12 +212,12 @@ def _export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: Dy
             if isinstance(root, DynamicLength):
                 raise root from None
             if shapes is None:
-                raise ValueError(f"torch's exporter cannot export the model: {_reason(error)}") from error
+                raise ValueError(f"torch's exporter cannot export the model: {reason_of(error)}") from error
             try:
                 _torch_export(model, args, kwargs, opset, None)
             except Exception as first:  # fails with fixed shapes too
-                raise ValueError(f"torch's exporter cannot export the model: {_reason(first)}") from first
-            raise ValueError(_FIXED.format(_reason(error), *_lengths(args, kwargs))) from error
+                raise ValueError(f"torch's exporter cannot export the model: {reason_of(first)}") from first
+            raise ValueError(_FIXED.format(reason_of(error), *_lengths(args, kwargs))) from error
 
 
 def _torch_export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: DynamicShapes | None) -> "Model":
@@ -251,7 +255,7 @@ def _fresh(inputs: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda x: made.setdefault(id(x), x.detach()), inputs)
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """Returns the start of the root cause's message, without torch's general advice."""
     error = _root(error)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

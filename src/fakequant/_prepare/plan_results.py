@@ -78,8 +78,8 @@ def plan_results(model: nn.Module, config: QuantConfig, plan: Plan, flow: DataFl
         )
     elif config.operands is not None:
         quantized = {layer.path for layer in plan.layers}
-        for place in _find_places(model, config, plan, flow, results):
-            add_quantizer(model, config, results, place, is_layer=place.path in quantized)
+        for place, bits in _find_places(model, config, plan, flow, results).items():
+            add_quantizer(model, config, results, place, is_layer=place.path in quantized, bits=bits)
         results.products = [str(call) for call in quantized_products(model, flow, plan, config)]
     if flow.is_recorded:
         _describe_calls({layer.path for layer in plan.layers}, results, flow.graphs[-1])
@@ -88,21 +88,26 @@ def plan_results(model: nn.Module, config: QuantConfig, plan: Plan, flow: DataFl
 
 def _find_places(
     model: nn.Module, config: QuantConfig, plan: Plan, flow: DataFlow, results: Results
-) -> dict[Place, None]:
-    """Returns where results need a quantizer. Adds notes on results that cannot have one."""
-    places: dict[Place, None] = {}
-    for call in results_to_quantize(model, flow, plan, config):
+) -> dict[Place, int]:
+    """Returns where results need a quantizer, and of how many bits at least. Adds notes on those that cannot have one.
+
+    Results that are read as floats get 8 bits, because layers of few bits are not meant to have results of few bits.
+    """
+    places: dict[Place, int] = {}
+    for call, is_read_as_float in results_to_quantize(model, flow, plan, config).items():
         place = find_place(model, call)
         if place is not None:
-            places[place] = None
+            places.setdefault(place, 8 if is_read_as_float else 0)
         elif call.kind == "function":
             results.notes.append(f"{call} is computed by a function: it stays in float. {_advice(flow)}")
     for call in attention_to_quantize(model, flow, plan, config):
-        places[Place(call.path, call.key + WEIGHTS)] = None
+        places[Place(call.path, call.key + WEIGHTS)] = 0
     return places
 
 
-def add_quantizer(model: nn.Module, config: QuantConfig, results: Results, place: Place, *, is_layer: bool) -> None:
+def add_quantizer(
+    model: nn.Module, config: QuantConfig, results: Results, place: Place, *, is_layer: bool, bits: int = 0
+) -> None:
     """Adds a new quantizer for a place to `results`, or a note on why there is none.
 
     Args:
@@ -111,6 +116,7 @@ def add_quantizer(model: nn.Module, config: QuantConfig, results: Results, place
         results: What to add to.
         place: Where the result is quantized.
         is_layer: Whether the place is the output of a quantized layer.
+        bits: The lowest number of bits.
     """
     module = model.get_submodule(place.path)
     use, _ = config.find(place.path, module)
@@ -119,7 +125,8 @@ def add_quantizer(model: nn.Module, config: QuantConfig, results: Results, place
         results.notes.append(f"{place} cannot be quantized: {problem}")
     elif use is not None:
         assert config.operands is not None
-        spec = _targets.find(config.target).fit_activation(config.operands)
+        spec = dataclasses.replace(config.operands, bits=max(bits, config.operands.bits))
+        spec = _targets.find(config.target).fit_activation(spec)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         results.add(place, make_activation_quantizer(use, spec, str(place), device).train(module.training))
 

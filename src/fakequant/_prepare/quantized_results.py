@@ -5,7 +5,8 @@
 
 Some targets compute an operation in integers only if its result is quantized too (`Target.needs_results`). For these,
 operands are quantized only if all of them can be and the result is. Some compute convolutions only in this way too
-(`Target.needs_convolution_results`).
+(`Target.needs_convolution_results`). With `Target.needs_all_results`, the results of all layers and operations with
+codes are quantized, each by one quantizer.
 
 Some targets add a tensor to the result of a layer in the kernel of the layer (`Target.adds_in_layers`). That result is
 not quantized.
@@ -45,10 +46,11 @@ _RELUS = (nn.ReLU, nn.ReLU6)
 _RELU_NAMES = {"relu", "relu6"}
 
 
-def results_to_quantize(model: nn.Module, flow: DataFlow, plan: Plan, config: QuantConfig) -> list[Call]:
+def results_to_quantize(model: nn.Module, flow: DataFlow, plan: Plan, config: QuantConfig) -> dict[Call, bool]:
     """Returns the calls whose results need a quantizer, in order.
 
-    Every module appears once, and so does every call of a function.
+    Every module appears once, and so does every call of a function. The value is True for results that only the target
+    needs as codes: they are read as floats, or returned by the model.
 
     Args:
         model: The float model.
@@ -57,6 +59,7 @@ def results_to_quantize(model: nn.Module, flow: DataFlow, plan: Plan, config: Qu
         config: What the model will run on, and whether products of attention are quantized.
     """
     found: dict[str, Call] = {}
+    read_as_floats: set[Call] = set()
     target = _targets.find(config.target)
     for graph in flow.graphs:
         search = _Search(model, flow, graph, plan, config)
@@ -66,14 +69,14 @@ def results_to_quantize(model: nn.Module, flow: DataFlow, plan: Plan, config: Qu
                     is_computed = operand.kind in ("module", "function")
                     if is_computed and (target.needs_results or not search.is_operation(operand)):
                         found.setdefault(str(operand), operand)
-    if target.needs_convolution_results and flow.graphs:
+    if (target.needs_convolution_results or target.needs_all_results) and flow.graphs:
         done = {place for call in found.values() for place in (find_place(model, call),) if place is not None}
         search = _Search(model, flow, flow.graphs[-1], plan, config)
-        for call in flow.graphs[-1].modules():
-            end = search.unquantized_end(call, done) if search.is_convolution(call) else None
-            if end is not None:
-                found.setdefault(str(end), end)
-    return list(found.values())
+        for call in flow.graphs[-1].calls:
+            end = search.unquantized_end(call, done) if search.needs_result(call) else None
+            if end is not None and found.setdefault(str(end), end) is end and target.needs_all_results:
+                read_as_floats.add(end)
+    return {call: call in read_as_floats for call in found.values()}
 
 
 def quantized_products(model: nn.Module, flow: DataFlow, plan: Plan, config: QuantConfig) -> list[Call]:
@@ -89,7 +92,7 @@ def quantized_products(model: nn.Module, flow: DataFlow, plan: Plan, config: Qua
 
 def attention_to_quantize(model: nn.Module, flow: DataFlow, plan: Plan, config: QuantConfig) -> list[Call]:
     """Returns the calls of `F.scaled_dot_product_attention` whose attention weights need a quantizer."""
-    if not config.attention or not flow.is_recorded:
+    if not config.attention or not flow.is_recorded or not _targets.find(config.target).has_integer_products:
         return []
     search = _Search(model, flow, flow.graphs[-1], plan, config)
     calls = [call for call in flow.graphs[-1].calls if call.function_name == _ATTENTION]
@@ -116,6 +119,9 @@ class _Search:
         """Returns True if the operands of a call should be quantized."""
         if call.kind == "module":
             return isinstance(self.model.get_submodule(call.path), _POOLS)
+        is_product = call.function_name in _PRODUCTS or call.function_name == "einsum"
+        if is_product and not self.target.has_integer_products:
+            return False
         return call.kind == "function" and call.function_name in _OPERATIONS
 
     def runs_in_integers(self, operation: Call) -> bool:
@@ -130,7 +136,10 @@ class _Search:
             return False
         if operation.function_name in _PRODUCTS:  # their results may be floats
             return True
-        return any(map(self.gives_codes, operation.inputs)) and self._is_read_as_codes(operation)
+        has_codes = any(map(self.gives_codes, operation.inputs))
+        if self.target.needs_all_results:
+            return has_codes and find_place(self.model, operation) is not None
+        return has_codes and self._is_read_as_codes(operation)
 
     def operands_to_quantize(self, operation: Call) -> list[Call]:
         """Returns the operands of an operation, without the one to which a kernel adds the other."""
@@ -151,8 +160,12 @@ class _Search:
     def _returns_input(self, call: Call) -> bool:
         return call.kind == "module" and isinstance(self.model.get_submodule(call.path), _PASSED)
 
-    def is_convolution(self, call: Call) -> bool:
-        return isinstance(self.model.get_submodule(call.path), _CONVOLUTIONS) and self._is_static(call)
+    def needs_result(self, call: Call) -> bool:
+        """Returns True for calls that are computed in integers only if their result is quantized."""
+        if self.target.needs_all_results:
+            return self._is_static(call) or (self.is_operation(call) and self.runs_in_integers(call))
+        is_convolution = call.kind == "module" and isinstance(self.model.get_submodule(call.path), _CONVOLUTIONS)
+        return is_convolution and self._is_static(call)
 
     def unquantized_end(self, layer: Call, done: set[Place]) -> Call | None:
         """Returns the last call that one kernel computes together with a layer, or None if a quantizer follows it.
@@ -165,9 +178,19 @@ class _Search:
         while not self._is_quantized(end, done):
             fused = [user for user in end.users if self._is_fused(layer, user)]
             if end in self.results or len(end.users) != 1 or not fused:
-                return None if self._is_read_as_codes(end) else end
+                is_read = self._has_one_quantizer(end) if self.target.needs_all_results else self._is_read_as_codes(end)
+                return None if is_read else end
             end = fused[0]
         return None
+
+    def _has_one_quantizer(self, call: Call) -> bool:
+        """Returns True if a single quantizer reads a result: that of a layer's input."""
+        if call in self.results or len(call.users) != 1:
+            return False
+        (user,) = call.users
+        if self._is_static(user):
+            return user.path not in self.changing and self.number[user.path] == 1
+        return self._passes(user) and self._has_one_quantizer(user)
 
     def _is_quantized(self, call: Call, done: set[Place]) -> bool:
         if any(Place(path) in done for path in call.returned_by):

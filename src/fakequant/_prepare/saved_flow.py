@@ -44,14 +44,30 @@ def describe_flow(model: nn.Module, made: Preparation) -> dict[str, Any]:
             own = module.function_quantizers
             layers = {key: paths[layer] for key, layer in own.layers.items()}
             functions[path] = {"keys": list(own), "layers": layers, "counts": own.counts, "callees": own.callees}
-    return {
-        "outputs": [path for path, module in model.named_modules() if _has_output(made, path, module)],
+    outputs = [path for path, module in model.named_modules() if _has_output(made, path, module)]
+    described = {
+        "outputs": outputs,
         "functions": functions,
         "grids": grids,
         "norms": made.norms,
         "products": made.products,
         "rounded": rounded_layers(model),
     }
+    bits = _bits(model, made, [Place(path) for path in outputs], functions)
+    return {**described, "bits": bits} if bits else described
+
+
+def _bits(model: nn.Module, made: Preparation, outputs: list[Place], functions: dict[str, Any]) -> dict[str, int]:
+    """Returns the numbers of bits of results that have more bits than the config says, by place."""
+    usual = made.config.operands
+    found: dict[str, int] = {}
+    if usual is not None:
+        for place in (*outputs, *(Place(path, key) for path, own in functions.items() for key in own["keys"])):
+            module: Any = model.get_submodule(place.path)
+            quantizer = module.output_quantizer if place.key is None else module.function_quantizers[place.key]
+            if quantizer.spec.bits > usual.bits:
+                found[str(place)] = quantizer.spec.bits
+    return found
 
 
 def load_flow(model: nn.Module, state: Any, prefix: str, *others: Any) -> None:
@@ -77,12 +93,15 @@ def _apply(model: nn.Module, made: Preparation, saved: Tensor) -> None:
         described = json.loads(bytes(saved.cpu().tolist()))
         results = Results(notes=described["notes"], products=described["products"])
         withdraw_results(model, made)
+        bits: dict[str, int] = described.get("bits", {})  # absent in states of older versions
         for path in described["outputs"]:
             is_layer = isinstance(model.get_submodule(path), QuantizedLayer)
-            add_quantizer(model, made.config, results, Place(path), is_layer=is_layer)
+            place = Place(path)
+            add_quantizer(model, made.config, results, place, is_layer=is_layer, bits=bits.get(str(place), 0))
         for path, functions in described["functions"].items():
             for key in functions["keys"]:
-                add_quantizer(model, made.config, results, Place(path, key), is_layer=False)
+                place = Place(path, key)
+                add_quantizer(model, made.config, results, place, is_layer=False, bits=bits.get(str(place), 0))
             plan = results.functions[path]
             plan.layers, plan.counts, plan.callees = functions["layers"], functions["counts"], functions["callees"]
         made.outputs += attach_results(model, results)

@@ -102,6 +102,7 @@ def verify(
     with evaluating(model):
         require_converted(model, golden, norms)
     require_same_parameters(golden, file, path)
+    file.watch(golden)
     comparison = _Comparison(model, golden, file, is_exact_level=accuracy_level is not None)
     if callable(data) and not isinstance(data, Iterable):
         raise TypeError("`data` must be an iterable of batches, because three models run on it, not a function.")

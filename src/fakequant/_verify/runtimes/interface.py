@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
+from torch import nn
 
 Array = npt.NDArray[Any]  # of any dtype that a file has
 
@@ -42,6 +43,12 @@ class Runtime(Protocol):
     unwatched: dict[str, str]
     # The layers whose float inputs the runtime rounds, unless it is told not to.
     rounded: list[str]
+
+    # Whether the tensors of the file can be read.
+    has_tensors: bool
+
+    def watch(self, golden: nn.Module) -> None:
+        """Takes the golden model of the file, before the first run."""
 
     def initializer(self, name: str) -> Array | None:
         """Returns the value of a tensor in the file. None if there is no such tensor."""

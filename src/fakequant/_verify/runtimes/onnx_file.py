@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import nn
 
 from fakequant._onnx.fingerprint import digest_of_graph
 from fakequant._onnx.metadata_keys import GRAPH, INPUTS, OFFSET, PARAMETERS, QUANTIZER, TARGET
@@ -29,6 +30,7 @@ class OnnxFile:
 
     # The runtime as an argument of `verify`, and in messages.
     key, name = "", "ONNX"
+    has_tensors = True
     model: "onnx.ModelProto"
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -61,6 +63,9 @@ class OnnxFile:
         self.lookups: set[str] = set()
         self.unwatched: dict[str, str] = {}
         self.rounded: list[str] = []
+
+    def watch(self, golden: nn.Module) -> None:
+        """Does nothing: the codes are read from the file itself."""
 
     def initializer(self, name: str) -> Array | None:
         """Returns the value of a tensor in the file. None if there is no such tensor."""

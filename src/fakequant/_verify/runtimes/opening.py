@@ -4,12 +4,18 @@ import os
 from collections.abc import Callable
 
 from fakequant import _targets
+from fakequant._executorch.notes import is_program
+from fakequant._verify.runtimes.executorch import ExecuTorch
 from fakequant._verify.runtimes.interface import Runtime
 from fakequant._verify.runtimes.onnx_file import OnnxFile
 from fakequant._verify.runtimes.onnxruntime import OnnxRuntime
 from fakequant._verify.runtimes.openvino import OpenVino
 
-RUNTIMES: dict[str, Callable[[str | os.PathLike[str]], Runtime]] = {"onnxruntime": OnnxRuntime, "openvino": OpenVino}
+RUNTIMES: dict[str, Callable[[str | os.PathLike[str]], Runtime]] = {
+    "onnxruntime": OnnxRuntime,
+    "openvino": OpenVino,
+    "executorch": ExecuTorch,
+}
 
 
 def open_file(path: str | os.PathLike[str], runtime: str | None = None) -> Runtime:
@@ -24,6 +30,8 @@ def open_file(path: str | os.PathLike[str], runtime: str | None = None) -> Runti
         ValueError: If the runtime is unknown, or cannot load the file.
         ImportError: If the runtime is not installed.
     """
+    if runtime is None and is_program(path):
+        runtime = "executorch"
     if runtime is None:
         target = OnnxFile(path).target
         runtime = _targets.TARGETS[target].runtime if target in _targets.TARGETS else "onnxruntime"

@@ -1,0 +1,1 @@
+"""Export of converted models to ExecuTorch with XNNPACK."""

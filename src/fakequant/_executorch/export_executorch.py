@@ -1,0 +1,124 @@
+"""`export_executorch`: writes a model to a program for ExecuTorch, with integer kernels of XNNPACK."""
+
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant._backends.torch.torch_private import pytree
+from fakequant._executorch.available_kernels import MissingKernel
+from fakequant._executorch.delegation import Delegation
+from fakequant._executorch.notes import FILE, UNSEALED, sealed
+from fakequant._executorch.program import Program, make_program
+from fakequant._executorch.quiet import import_executorch
+from fakequant._onnx.export_onnx import (
+    converted,
+    inputs_of,
+    reason_of,
+    require_float32,
+    require_no_autocast,
+    without_autocast,
+)
+from fakequant._onnx.exported_modules import DynamicLength
+from fakequant._onnx.fingerprint import digest_of_parameters
+from fakequant._onnx.metadata_keys import PARAMETERS, TARGET
+from fakequant._train.running import check_module
+from fakequant._util.optional_packages import writing
+
+_TARGET = "xnnpack"
+
+
+def export_executorch(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    example_inputs: Tensor | Sequence[Any] | Mapping[str, Any],
+    *,
+    max_batch: int | None = None,
+    dynamic_shapes: Any = None,
+    strict: bool = False,
+) -> Delegation:
+    """Writes a prepared or converted model to an ExecuTorch program (.pte). The model is not changed.
+
+    XNNPACK computes a layer in integers if its input and its result are quantized, so prepare the model for the target
+    "xnnpack". Weights of integer layers are stored in int8, others as floats. Batch norms are folded into the layers
+    before them. Autocast is disabled during the export.
+
+    Args:
+        model: A prepared and calibrated model, or one that was converted for the target "xnnpack".
+        path: The file to write. It appears only when it is complete.
+        example_inputs: A tensor, a tuple of tensors, or a dict of keyword arguments.
+        max_batch: The largest length of the first axis of every input. The program reserves memory for it. If None,
+            the length is that of the example.
+        dynamic_shapes: The axes that may have other lengths, in the format of `torch.export`: a tuple or dict with one
+            entry per input, each a dict from axis to `torch.export.Dim` with a maximum. Overrides `max_batch`.
+        strict: As in `convert`. Ignored if the model is converted already.
+
+    Returns:
+        Which layers XNNPACK computes, in integers or in float. Print it.
+
+    Needs `pip install "fakequant[executorch]"`.
+
+    >>> import tempfile, fakequant as fq
+    >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8(target="xnnpack"), torch.ones(1, 4))
+    >>> model = fq.calibrate(model, [torch.ones(3, 4)], progress=False)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     print(export_executorch(model, f"{folder}/model.pte", torch.ones(1, 4)))
+    8 multiplications:
+      100.0% in integers
+    layers in integers: 1 of 1
+    """
+    check_module(model)
+    args, kwargs = inputs_of(example_inputs)
+    order = list(inspect.signature(model.forward).parameters)
+    kwargs = dict(sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+    shapes = dynamic_shapes
+    if dynamic_shapes is None and max_batch is not None:
+        shapes = _batches(args, kwargs, max_batch)
+        # The example must be as long: torch limits an axis to lengths for which it would choose the same convolution.
+        args, kwargs = pytree.tree_map_only(Tensor, lambda x: _repeated(x, max_batch), (args, kwargs))
+    import_executorch()
+    with writing(path) as unfinished, without_autocast():
+        golden = converted(model, _TARGET, strict).eval()
+        require_float32(golden, args, kwargs)
+        require_no_autocast(golden, args, kwargs)
+        notes = {TARGET: _TARGET, PARAMETERS: digest_of_parameters(golden), FILE: UNSEALED}
+        program = _program(golden, args, kwargs, shapes, notes)
+        unfinished.write_bytes(sealed(program.data))
+    return program.delegation
+
+
+def _repeated(x: Tensor, length: int) -> Tensor:
+    """Returns a tensor with this number of rows, which are those of `x`."""
+    return x[torch.arange(length) % len(x)] if x.dim() > 0 and len(x) else x
+
+
+def _batches(args: tuple[Any, ...], kwargs: dict[str, Any], max_batch: int) -> Any:
+    """Returns the `dynamic_shapes` that let the first axis of every input have any length up to `max_batch`."""
+    inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() > 0]
+    longest = max((len(x) for x in inputs), default=2)
+    if type(max_batch) is not int or max_batch < max(longest, 2):
+        raise ValueError(
+            f"`max_batch` must be a number from {max(longest, 2)}, the length of the example, or None, "
+            f"got {max_batch!r}."
+        )
+    batch = torch.export.Dim("batch", min=1, max=max_batch)
+
+    def of(x: object) -> Any:
+        return {0: batch} if isinstance(x, Tensor) and x.dim() > 0 else None
+
+    return tuple(map(of, args)) if args else {name: of(x) for name, x in kwargs.items()}
+
+
+def _program(
+    golden: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any, notes: dict[str, str]
+) -> Program:
+    """Returns the program. Raises ValueError with the reason if torch or ExecuTorch cannot make it."""
+    try:
+        return make_program(golden, args, kwargs, shapes, notes=notes)
+    except (DynamicLength, MissingKernel):
+        raise
+    except Exception as error:
+        raise ValueError(f"The model cannot be exported to ExecuTorch: {reason_of(error)}") from error

@@ -1,0 +1,203 @@
+"""Forward passes for the export to ExecuTorch: one operator per quantizer, and weights as constants.
+
+weight of an integer layer      int8 codes and a dequantize operator, with one scale per output channel
+other weights                   floats: XNNPACK multiplies them in float
+biases                          floats, which XNNPACK quantizes to the codes of the golden model
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fakequant._convert.float_biases import float_of_codes
+from fakequant._convert.golden.fixed_grid import Grid
+from fakequant._convert.golden.integer_layer import (
+    IntegerLayer,
+    bias_scale,
+    float_bias,
+    float_weight,
+    is_integer,
+    sums_have_one_scale,
+)
+from fakequant._executorch import operators
+from fakequant._onnx import exported_modules as onnx_modules, onnx_operators
+from fakequant._targets import TOKEN_SPEC
+from fakequant.nn._expert_product import ExpertProduct
+from fakequant.nn._linear_function import linear
+from fakequant.nn._quantized_layer import Operator, input_grid_of
+from fakequant.nn._records import NAME
+from fakequant.nn._transposed_linear import transposed_linear
+
+# The values of quantizers in one forward pass, in the order of their calls: the path of the quantizer and its result.
+Seen = list[tuple[str, Tensor]]
+
+
+class DelegatedGrid(onnx_modules.ExportedGrid):
+    """A quantizer of a model that is being exported."""
+
+    # Scale and zero point, or None if they are computed at run time.
+    fixed: tuple[float, int] | None
+    # Whether XNNPACK computes them, together with the layer that follows.
+    is_delegated: bool = False
+    # Where results are added if the scale is fixed.
+    seen: Seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rounds `x` to the grid, with a single operator if there is one."""
+        if self.fixed is not None:
+            y = operators.grid(x, *self.fixed, self.spec.qmin, self.spec.qmax, self.path)
+            self.seen.append((self.path, y))
+        elif self.is_delegated:
+            y = operators.token_grid(x, self.path)
+        else:
+            y = onnx_operators.dynamic_grid(x, self.spec, self.eps)
+        return y
+
+
+def _has_tokens(grid: Grid | None) -> bool:
+    """Returns True for a grid that XNNPACK computes for every token."""
+    return grid is not None and grid.scale is None and grid.spec == TOKEN_SPEC
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """The tensors of a layer in the file."""
+
+    # Codes in int8, or floats if the layer computes in float.
+    weight: Tensor
+    # One scale per output channel along `axis`, or None for floats.
+    scale: Tensor | None = None
+    zero_point: Tensor | None = None
+    axis: int = 0
+    bias: Tensor | None = None
+
+    def float_weight(self) -> Tensor:
+        """Returns the weight as the result of the operator that dequantizes its codes."""
+        if self.scale is None:
+            return self.weight
+        weight: Tensor = torch.ops.quantized_decomposed.dequantize_per_channel.default(
+            self.weight, self.scale, self.zero_point, self.axis, operators.LOW, operators.HIGH, torch.int8
+        )
+        return weight
+
+    def rows(self, rows: slice) -> "Constants":
+        """Returns the constants of some rows of the weight."""
+        if rows == slice(None):
+            return self
+        scale, zero_point = (v if v is None else v[rows].clone() for v in (self.scale, self.zero_point))
+        bias = None if self.bias is None else self.bias[rows].clone()
+        return dataclasses.replace(
+            self, weight=self.weight[rows].clone(), scale=scale, zero_point=zero_point, bias=bias
+        )
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class DelegatedIntegers(onnx_modules.ExportedIntegers):
+    """The record of a layer of a model that is being exported."""
+
+    # By the first and the last row: (None, None) for the whole layer. Empty if the weight is a float parameter. Parts
+    # are added when the layer is first called, which must happen before the model is traced.
+    constants: dict[tuple[Any, Any], Constants] = dataclasses.field(default_factory=dict)
+
+    def quantized_weight(self, layer: IntegerLayer) -> Tensor:
+        """Returns the weight, in the shape of the layer's."""
+        if not self.constants:
+            return super().quantized_weight(layer)
+        weight = self._part(slice(None)).float_weight()
+        return weight.T if self._is_transposed else weight
+
+    def quantized_bias(self, layer: IntegerLayer) -> Tensor | None:
+        """Returns the bias, or None."""
+        return self._part(slice(None)).bias if self.constants else float_bias(layer)
+
+    def result(
+        self, layer: IntegerLayer, operator: Operator, input: Tensor, rows: slice, given: Tensor | None = None
+    ) -> Tensor:
+        """Applies `operator` to floats. XNNPACK fuses it with the operators around it into an integer kernel."""
+        x = self.quantize_input(layer, input)
+        if not self.constants:
+            weight, bias = self.float_weight(layer, given), float_bias(layer)
+            return operator(x, weight[rows], None if bias is None else bias[rows])
+        part = self._part(rows)
+        return (linear if operator is transposed_linear else operator)(x, part.float_weight(), part.bias)
+
+    @property
+    def _is_transposed(self) -> bool:
+        return _is_transposed_linear(self)
+
+    def _part(self, rows: slice) -> Constants:
+        key = (rows.start, rows.stop)
+        if key not in self.constants:
+            self.constants[key] = self.constants[None, None].rows(rows)
+        return self.constants[key]
+
+
+def _is_transposed_linear(record: Any) -> bool:
+    return len(record.weight_shape) == 2 and record.kind.channel_axis == 1
+
+
+@torch.no_grad()
+def make_exportable(golden: nn.Module) -> Seen:
+    """Prepares a converted model, in place and irreversibly, for torch's exporter.
+
+    Returns a list to which the quantizers add their results whenever the model is called.
+    """
+    for path, module in golden.named_modules():
+        if isinstance(module, ExpertProduct):
+            raise ValueError(  # noqa: TRY004
+                f"{path} multiplies tokens by the weights of experts, which ExecuTorch has no form for.\n"
+                "Use fakequant.export_onnx."
+            )
+    onnx_modules.make_exportable(golden)
+    seen: Seen = []
+    layers = [module for module in golden.modules() if isinstance(module, IntegerLayer)]
+    for layer in layers:
+        record = DelegatedIntegers(**vars(layer._fakequant))
+        if record.stored is not None:
+            made = record.constants[None, None] = _constants(layer, record)
+            if _has_tokens(layer.input_quantizer):
+                layer.input_quantizer.is_delegated = made.scale is not None
+        layer.__dict__[NAME] = record
+    for layer in layers:
+        record = layer._fakequant
+        if record.constants:
+            layer._parameters.pop(record.kind.bias_name, None)
+            layer.__dict__[record.kind.bias_name] = record.quantized_bias(layer)
+        for name in ("weight_codes", "weight_scale", "weight_zero_point", "bias_codes"):  # they are in the constants
+            if name in layer._buffers:
+                layer._buffers[name] = None
+    for module in golden.modules():
+        if isinstance(module, Grid):
+            _delegate(module, seen)
+    return seen
+
+
+def _delegate(grid: Any, seen: Seen) -> None:
+    """Turns a grid into a `DelegatedGrid`. Its scale becomes a number, so that it is not stored as a tensor."""
+    has_scale = grid.scale is not None
+    grid.__class__ = DelegatedGrid
+    grid.seen, grid.fixed = seen, (float(grid.scale), int(grid.zero_point)) if has_scale else None
+    grid.scale = grid.zero_point = None
+
+
+def _constants(layer: IntegerLayer, record: DelegatedIntegers) -> Constants:
+    """Returns the constants of a layer with a quantized weight."""
+    assert record.stored is not None
+    stored = record.stored.transposed() if record.stored.is_transposed else record.stored
+    axis, bias = record.kind.channel_axis, float_bias(layer)
+    has_tokens = _has_tokens(input_grid_of(layer)) and axis == 0 and len(record.weight_shape) == 2
+    in_integers = is_integer(layer) or (has_tokens and sums_have_one_scale(layer))
+    if len(record.weight_shape) > (3 if axis == 0 else 2):  # a convolution in two dimensions, or a transposed one
+        in_integers &= len(record.weight_shape) == 4 and (axis == 0 or layer.groups == 1)
+    if not in_integers or stored.codes.dtype != torch.int8 or stored.zero_point is not None:
+        weight = float_weight(layer)
+        return Constants(weight.T.contiguous() if _is_transposed_linear(record) else weight, bias=bias)
+    codes = stored.codes
+    scale = stored.scale.reshape(-1).expand(codes.shape[axis]).contiguous()
+    if layer.bias_codes is not None:
+        bias = float_of_codes(layer.bias_codes, bias_scale(layer).expand(len(layer.bias_codes)))
+    if _is_transposed_linear(record):
+        codes, axis = codes.T.contiguous(), 0
+    return Constants(codes, scale, torch.zeros(len(scale), dtype=torch.int64), axis, bias)

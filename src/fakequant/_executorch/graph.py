@@ -1,0 +1,65 @@
+"""What the graph passes share: kinds of operators, and new nodes."""
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fakequant._executorch import operators
+
+aten = torch.ops.aten
+GRID, TOKEN_GRID = operators.grid, operators.token_grid
+# Operators that multiply by a weight, which is their second argument.
+LAYERS = {
+    aten.linear.default, aten.conv1d.default, aten.conv1d.padding, aten.conv2d.default, aten.conv2d.padding,
+    aten.conv_transpose2d.input, aten.convolution.default,
+}  # fmt: skip
+# Operators that XNNPACK computes in integers between quantizers.
+OPERATIONS = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mean.dim, aten.cat.default}
+# Operators that limit values.
+CLAMPS = {aten.relu.default, aten.relu6.default, aten.hardtanh.default, aten.clamp.default}
+# Operators that only move or select elements, like those of `fakequant._moves` that move codes.
+MOVES = {
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int,
+    aten.t.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
+    aten.slice.Tensor, aten.select.int, aten.flip.default, aten.max_pool2d.default, aten.clone.default,
+    aten.alias.default,
+}  # fmt: skip
+PADS = {aten.pad.default, aten.constant_pad_nd.default}
+
+
+def called(graph: Graph, *targets: Any) -> list[Node]:
+    """Returns the calls of some operators, in order."""
+    return [node for node in graph.nodes if node.op == "call_function" and node.target in targets]
+
+
+def is_call(node: object, targets: Any) -> bool:
+    """Returns True if `node` calls one of the operators."""
+    return isinstance(node, Node) and node.op == "call_function" and node.target in targets
+
+
+def keeps_grid(node: Node) -> bool:
+    """Returns True if the elements of the result are elements of the first argument, or zeros."""
+    if not is_call(node, PADS):
+        return is_call(node, MOVES)
+    # The arguments of `pad` are the tensor, the lengths, the mode and the constant. Others have no mode.
+    others = list(node.args[2:])
+    if node.target is aten.pad.default and others and others.pop(0) != "constant":
+        return True
+    return not others or others[0] in (0, None)
+
+
+def source_of(node: Node) -> Node:
+    """Returns the node that computes the first argument of a call."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return source
+
+
+def insert(graph: Graph, target: Any, args: tuple[Any, ...], like: Node, dtype: torch.dtype | None = None) -> Node:
+    """Inserts a call that returns a tensor of the shape of `like`'s, at the current place. Returns the new node."""
+    made = graph.call_function(target, args)
+    made.meta = {key: like.meta[key] for key in ("nn_module_stack", "stack_trace") if key in like.meta}
+    value = like.meta["val"]
+    made.meta["val"] = value if dtype is None else value.to(dtype)
+    return made

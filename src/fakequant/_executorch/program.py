@@ -1,0 +1,101 @@
+"""From a golden model to the bytes of an ExecuTorch program."""
+
+import copy
+import dataclasses
+import json
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from fakequant._executorch.available_kernels import require_kernels
+from fakequant._executorch.delegation import Delegation, find_delegation
+from fakequant._executorch.exported_modules import Seen, make_exportable
+from fakequant._executorch.quiet import import_executorch, quiet
+from fakequant._onnx.metadata_keys import INPUTS
+from fakequant._util.optional_packages import require
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program for ExecuTorch, before notes are completed."""
+
+    data: bytes
+    delegation: Delegation
+    # The paths of the quantizers whose values are additional outputs, behind those of the model. One per call.
+    watched: list[str]
+
+
+def _watch(model: nn.Module, seen: Seen) -> None:
+    """Makes a model return its result together with those of its quantizers."""
+    model.register_forward_pre_hook(lambda *_: seen.clear())
+    model.register_forward_hook(lambda module, args, result: (result, [value for _, value in seen]))
+
+
+@torch.no_grad()
+def make_graph(
+    golden: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any = None, *, watched: bool = False
+) -> tuple[ExportedProgram, list[str]]:
+    """Returns a golden model as a graph of operators that ExecuTorch knows, and the paths of watched quantizers.
+
+    The arguments are those of `make_program`.
+    """
+    import_executorch()
+    from fakequant._executorch.graph_forms import rewrite
+    from fakequant._executorch.lowering import lower
+
+    model = copy.deepcopy(golden).eval()
+    seen = make_exportable(model)
+    with quiet():
+        model(*args, **kwargs)  # makes the parts of weights that are used by themselves
+        paths = [path for path, _ in seen]
+        if watched:
+            _watch(model, seen)
+        graph = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False).run_decompositions({})
+        seen.clear()
+        rewrite(graph.graph)
+        lower(graph)
+    return graph, paths if watched else []
+
+
+def make_program(
+    golden: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    shapes: Any = None,
+    *,
+    notes: dict[str, str] | None = None,
+    watched: bool = False,
+) -> Program:
+    """Returns the program of a golden model, which is not changed.
+
+    Args:
+        golden: The converted model.
+        args: Its positional arguments, as an example.
+        kwargs: Its keyword arguments.
+        shapes: The axes that may have any length, as in `torch.export`, or None.
+        notes: Strings that the program contains, by name, together with the names of its inputs. None for neither.
+        watched: Whether the program also returns the dequantized values of all quantizers with a fixed scale.
+    """
+    graph, paths = make_graph(golden, args, kwargs, shapes, watched=watched)
+    if notes is not None:
+        notes = {**notes, INPUTS: json.dumps(list(graph.graph_signature.user_inputs))}
+    with quiet(), torch.no_grad():
+        edge = _to_edge(graph, notes)
+        delegation = find_delegation(edge.exported_program())
+        made = edge.to_executorch()
+        require_kernels(made.exported_program())
+        data = made.buffer
+    return Program(bytes(data), delegation, paths)
+
+
+def _to_edge(traced: ExportedProgram, notes: dict[str, str] | None) -> Any:
+    exir = require("executorch.exir", "executorch", "executorch")
+    xnnpack = require("executorch.backends.xnnpack.partition.xnnpack_partitioner", "executorch", "executorch")
+    return exir.to_edge_transform_and_lower(
+        traced,
+        partitioner=[xnnpack.XnnpackPartitioner()],
+        constant_methods=notes,
+        compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),  # kernels are checked at the end
+    )

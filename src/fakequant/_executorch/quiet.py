@@ -1,0 +1,52 @@
+"""executorch without its messages, and without what importing it changes in the process."""
+
+import io
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from typing import Any
+
+from fakequant._util.optional_packages import require
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Hides warnings, log messages and printed graphs, and restores the settings of `logging` and `warnings`.
+
+    Errors are raised as usual.
+    """
+    root = logging.getLogger()
+    handlers, disabled, level = list(root.handlers), root.manager.disable, root.level
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        for handler in [handler for handler in root.handlers if handler not in handlers]:
+            root.removeHandler(handler)
+        root.setLevel(level)
+
+
+def import_runtime() -> Any:
+    """Returns the module that runs programs. Raises ImportError if executorch is not installed."""
+    import_executorch()
+    with quiet():
+        return require("executorch.runtime", "executorch", "executorch")
+
+
+def import_executorch() -> None:
+    """Imports what exports need. Raises ImportError with the command that installs it if it is missing.
+
+    Importing executorch would add a handler to the root logger, change the filters of warnings, and set the folder of
+    torch's compiler cache in the environment. This is undone.
+    """
+    environment = dict(os.environ)
+    with quiet():
+        for module in ("exir", "backends.xnnpack.partition.xnnpack_partitioner"):
+            require(f"executorch.{module}", "executorch", "executorch")
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]

@@ -1,0 +1,157 @@
+"""ExecuTorch: runs a program (.pte) with XNNPACK, and says which layers are computed in integers.
+
+The codes of a program cannot be read. They are read from a second program, which is made from the same golden model and
+also returns the values of its quantizers. `verify` requires that both programs have the same results.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from fakequant._backends.torch.torch_private import pytree
+from fakequant._convert.golden.fixed_grid import Grid
+from fakequant._convert.golden.tracked_codes import GridOf, codes_of
+from fakequant._executorch.delegation import Delegation, How
+from fakequant._executorch.notes import read_notes
+from fakequant._executorch.program import Program, make_program
+from fakequant._executorch.quiet import import_runtime
+from fakequant._verify.runtimes.interface import Array, Run
+
+# Layers by how they are computed, as `Verification.kernels` says it.
+_KERNELS: dict[How, str] = {"int8": "XNNPACK int8", "float": "XNNPACK float", "not delegated": "portable float"}
+
+
+class ExecuTorch:
+    """A program, and a second one that also returns the values of quantizers.
+
+    Args:
+        path: The file.
+    """
+
+    key, name = "executorch", "ExecuTorch"
+    has_tensors = False
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"There is no file {str(path)!r}.")
+        self.path = path
+        self.notes = read_notes(path)
+        self.target: str | None = self.notes.target
+        self.parameters: str | None = self.notes.parameters
+        self.is_as_written = self.notes.is_unchanged
+        self.kernels: dict[str, str] = {}
+        self.integers: set[str] = set()
+        self.lookups: set[str] = set()
+        self.dynamic_paths: set[str] = set()
+        self.unwatched: dict[str, str] = {}
+        self.rounded: list[str] = []
+        self._file = _Loaded(Path(path).read_bytes(), path)
+        self._golden: nn.Module | None = None
+        self._grids: dict[str, Grid] = {}
+        # By the shapes of a batch: the program that also returns the values of quantizers, loaded, and their paths.
+        self._watched: dict[Any, tuple[_Loaded, list[str]]] = {}
+
+    def watch(self, golden: nn.Module) -> None:
+        """Takes the golden model, from which programs with watched codes are made."""
+        self._golden = golden
+        self._grids = {path: module for path, module in golden.named_modules() if isinstance(module, Grid)}
+        embeddings = (path for path, module in golden.named_modules() if isinstance(module, nn.Embedding))
+        self.lookups = set(embeddings)
+
+    def initializer(self, name: str) -> Array | None:
+        """Returns None: the tensors of a program cannot be read."""
+        return None
+
+    def why_float(self, layer: str) -> str | None:
+        """Returns why a layer that could run in integers has a float kernel. None if that is not known."""
+        if self.kernels.get(layer) == _KERNELS["float"]:
+            return "XNNPACK computes it in integers only if a single quantizer reads its result"
+        return None
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
+        """Runs the file on a batch, and the program with watched codes."""
+        inputs = self._inputs(args, kwargs)
+        results = self._file(inputs)
+        program, paths = self._program_for(args, kwargs, inputs)
+        found = program(inputs)
+        count = len(found) - len(paths)
+        run = Run([_array(value) for value in found[:count]], [_array(value) for value in results], {}, {})
+        for path, value in zip(paths, found[count:], strict=True):
+            grid = self._grids[path]
+            assert grid.scale is not None
+            assert grid.zero_point is not None
+            codes = codes_of(value, GridOf(grid.scale, grid.zero_point, grid.spec))
+            run.codes.setdefault(path, []).append(codes.numpy().astype(np.int32))
+        return run
+
+    def run_with_rounding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Array] | None:
+        """Returns None: XNNPACK does not round the float inputs of layers."""
+        return None
+
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """Returns the tensors of a batch in the order of the program's inputs."""
+        tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if kwargs and not args and set(kwargs) == set(self.notes.inputs):
+            tensors = [kwargs[name] for name in self.notes.inputs]
+        if len(tensors) != len(self.notes.inputs):
+            raise ValueError(
+                f"The file has the inputs {', '.join(self.notes.inputs)}; the batch has {len(tensors)} tensors."
+            )
+        return [tensor.contiguous() for tensor in tensors]
+
+    def _program_for(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]
+    ) -> tuple[Any, list[str]]:
+        """Returns a program that takes this batch and returns the values of quantizers, and the paths of these."""
+        key = tuple((tuple(value.shape), value.dtype) for value in inputs)
+        if key not in self._watched:
+            assert self._golden is not None, "watch was called"
+            made: Program = make_program(self._golden, args, kwargs, watched=True)
+            self._watched[key] = _Loaded(made.data, self.path), made.watched
+            self._set_kernels(made.delegation)
+        return self._watched[key]
+
+    def _set_kernels(self, delegation: Delegation) -> None:
+        for layer in delegation.layers:
+            self.kernels[layer.path] = _KERNELS[layer.how]
+        worst = {layer.path for layer in delegation.layers if layer.how != "int8"}
+        self.integers = set(self.kernels) - worst
+
+
+class _Loaded:
+    """A program that can be run. It keeps the bytes alive that the method reads.
+
+    Args:
+        data: The bytes of the program.
+        path: The file, for messages.
+    """
+
+    def __init__(self, data: bytes, path: str | os.PathLike[str]) -> None:
+        runtime = import_runtime()
+        self.data = data
+        try:
+            self.program = runtime.Runtime.get().load_program(data)
+            self.method = self.program.load_method("forward")
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"ExecuTorch cannot load {path}: {str(error).strip().splitlines()[0]}\n"
+                "Use a file that fakequant.export_executorch wrote."
+            ) from error
+
+    def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
+        try:
+            # Results share the memory of the program, which the next run overwrites.
+            return [value.clone() for value in self.method.execute(inputs)]
+        except RuntimeError as error:
+            got = ", ".join(str(tuple(value.shape)) for value in inputs)
+            raise ValueError(
+                f"ExecuTorch cannot run the file on a batch of shape {got}: {str(error).strip().splitlines()[0]}\n"
+                "Use batches with the shapes of the exported example, or export_executorch(..., max_batch=...)."
+            ) from error
+
+
+def _array(value: Tensor) -> Array:
+    return value.numpy()

@@ -1,0 +1,242 @@
+"""`export_executorch`: programs run in ExecuTorch, and their codes are those of the golden model."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn, randn
+
+import fakequant as fq
+from fakequant import presets, recipes
+from fakequant._convert.float_biases import codes_of_float, float_of_codes
+from fakequant._convert.golden.tracked_codes import plain
+from fakequant._targets import TOKEN_SPEC
+
+pytest.importorskip("executorch.exir")
+
+from fakequant._executorch.notes import read_notes
+from fakequant._executorch.program import make_graph, make_program
+from fakequant._executorch.quiet import import_runtime
+from fakequant._onnx.fingerprint import digest_of_parameters
+
+
+class Residual(nn.Module):
+    """Convolutions with batch norms, two additions, pools and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.first_norm = nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.same, self.same_norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.wide, self.wide_norm = nn.Conv2d(4, 8, 3, padding=1, stride=2), nn.BatchNorm2d(8)
+        self.shortcut, self.fc = nn.Conv2d(4, 8, 1, stride=2), nn.Linear(8, 10)
+        self.relus, self.pool = nn.ModuleList(nn.ReLU() for _ in range(3)), nn.AdaptiveAvgPool2d(1)
+        for norm in (self.first_norm, self.same_norm, self.wide_norm):
+            nn.init.uniform_(norm.running_var, 0.5, 2)
+            nn.init.normal_(norm.running_mean)
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+        nn.init.normal_(self.first_norm.weight)  # factors of both signs: its layer has 8 bits in all recipes
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(self.relus[0](self.first_norm(self.first(x))), 2)
+        x = self.relus[1](x + self.same_norm(self.same(x)))
+        x = self.relus[2](self.shortcut(x) + self.wide_norm(self.wide(x)))
+        return self.fc(self.pool(x).flatten(1))
+
+
+class Encoder(nn.Module):
+    """A transformer encoder whose residual stream begins with a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, activation="gelu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.layer(self.embed(x)).mean(1))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def depthwise() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, stride=2), nn.BatchNorm2d(8), nn.ReLU6(),
+        nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8), nn.ReLU6(),
+        nn.Conv2d(8, 16, 1), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(256, 10),
+    )  # fmt: skip
+
+
+def dynamic_w4(target: str) -> fq.QuantConfig:
+    layer = fq.LayerConfig(weight=presets.int4(group=None), input=presets.int8_per_token())
+    return fq.QuantConfig(default=layer, target=target)
+
+
+SHAPES = {"mlp": (4, 64), "residual": (4, 1, 8, 8), "depthwise": (4, 3, 8, 8), "encoder": (2, 5, 8)}
+MAKE = {"mlp": mlp, "residual": Residual, "depthwise": depthwise, "encoder": Encoder}
+# Where all layers and additions must be computed in integers.
+INTEGERS = {
+    "int8-residual": ("residual", recipes.int8),
+    "int8-encoder": ("encoder", recipes.int8),
+    "w4a8-mlp": ("mlp", recipes.w4a8),
+    "lsq-residual": ("residual", lambda target: recipes.lsq(2, target=target)),
+    "lsq-depthwise": ("depthwise", lambda target: recipes.lsq(2, target=target)),
+    "dynamic-mlp": ("mlp", dynamic_w4),
+}
+
+
+class Exported:
+    """A golden model, its program, and its program with watched quantizers."""
+
+    def __init__(self, name: str, recipe) -> None:
+        torch.manual_seed(0)
+        self.x = randn(SHAPES[name])
+        model = fq.prepare(MAKE[name]().eval(), recipe(target="xnnpack"), self.x)
+        self.prepared = fq.calibrate(model, [self.x, self.x * 1.1], progress=False).eval()
+        self.golden = fq.convert(self.prepared)
+        self.program = make_program(self.golden, (self.x,), {})
+
+    def watch(self) -> tuple[dict[str, list[Tensor]], list[Tensor]]:
+        """Returns the values of quantizers by path, and the results, in the program with watched quantizers."""
+        made = make_program(self.golden, (self.x,), {}, watched=True)
+        assert made.delegation == self.program.delegation
+        outputs = run(made.data, self.x)
+        first = len(outputs) - len(made.watched)
+        found: dict[str, list[Tensor]] = {}
+        for path, value in zip(made.watched, outputs[first:], strict=True):
+            found.setdefault(path, []).append(value)
+        return found, outputs[:first]
+
+
+def run(data: bytes, *inputs: Tensor) -> list[Tensor]:
+    return import_runtime().Runtime.get().load_program(data).load_method("forward").execute(list(inputs))
+
+
+@functools.cache
+def exported_as(case: str) -> Exported:
+    return Exported(*INTEGERS[case])
+
+
+@pytest.fixture(params=INTEGERS)
+def exported(request) -> Exported:
+    return exported_as(request.param)
+
+
+def test_all_layers_and_additions_are_integer_kernels(exported):
+    found = exported.program.delegation
+    assert found.share == 1
+    assert {one.how for one in (*found.layers, *found.additions)} == {"int8"}
+    paths = {name for name, module in exported.golden.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))}
+    assert {one.path for one in found.layers} >= paths - {"layer.self_attn.out_proj"}
+
+
+def test_results_are_those_of_the_golden_model(exported):
+    (y,) = run(exported.program.data, exported.x)
+    want = exported.golden(exported.x)
+    if exported.program.delegation.layers[-1].path == "4" and exported.golden[4].input_quantizer.spec == TOKEN_SPEC:
+        torch.testing.assert_close(y, want)  # floats, after sums at scales that are found at run time
+    else:
+        assert torch.equal(y, want)
+
+
+def test_watched_quantizers_have_the_codes_of_the_golden_model(exported):
+    values, results = exported.watch()
+    assert torch.equal(results[0], run(exported.program.data, exported.x)[0])
+    seen: dict[str, list[Tensor]] = {}
+    for path, grid in exported.golden.named_modules():
+        if type(grid).__name__ == "Grid" and grid.scale is not None:
+            grid.register_forward_hook(lambda m, a, y, path=path: seen.setdefault(path, []).append(plain(y)))
+    exported.golden(exported.x)
+    assert list(values) == list(seen)
+    for path, want in seen.items():
+        assert all(torch.equal(a, b) for a, b in zip(values[path], want, strict=True)), path
+
+
+def test_products_of_attention_are_floats():
+    found = exported_as("int8-encoder").program.delegation
+    assert {(one.path, one.how) for one in found.products} == {("layer.self_attn", "float")}
+    assert "layer.self_attn | matmul " in str(found)
+    assert "layers in integers: 6 of 6\nadditions in integers: 2 of 2" in str(found)
+
+
+def test_weights_of_4_bits_only_are_multiplied_in_float_with_the_same_results():
+    made = Exported("mlp", recipes.int4_weight_only)
+    assert {one.how for one in made.program.delegation.layers} == {"float"}
+    assert made.program.delegation.share == 0
+    torch.testing.assert_close(run(made.program.data, made.x)[0], made.golden(made.x))
+
+
+def test_layer_without_quantized_result_is_computed_in_float():
+    model = fq.prepare(mlp(), recipes.int8(), randn(4, 64))
+    model = fq.calibrate(model, [randn(4, 64)], progress=False)
+    found = make_program(fq.convert(model, target="xnnpack"), (randn(4, 64),), {}).delegation
+    assert [one.how for one in found.layers] == ["int8", "int8", "float"]
+
+
+def test_batches_of_any_length_up_to_the_maximum(tmp_path):
+    model = fq.prepare(depthwise().eval(), recipes.int8(target="xnnpack"), randn(4, 3, 8, 8))
+    model = fq.calibrate(model, [randn(4, 3, 8, 8)], progress=False)
+    found = fq.export_executorch(model, tmp_path / "m.pte", randn(4, 3, 8, 8), max_batch=8)
+    assert found.share == 1
+    golden, data = fq.convert(model), (tmp_path / "m.pte").read_bytes()
+    for length in (1, 3, 8):
+        x = randn(length, 3, 8, 8)
+        assert torch.equal(run(data, x)[0], golden(x))
+
+
+def test_notes_tell_target_inputs_and_parameters_and_whether_the_file_has_changed(tmp_path):
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, *, left: Tensor, right: Tensor) -> Tensor:
+            return self.fc(left) + right
+
+    inputs = {"right": randn(2, 4), "left": randn(2, 4)}
+    model = fq.prepare(Named(), recipes.int8(target="xnnpack"), inputs)
+    model, path = fq.calibrate(model, [inputs], progress=False), tmp_path / "m.pte"
+    fq.export_executorch(model, path, inputs)
+    notes = read_notes(path)
+    assert (notes.target, notes.inputs, notes.is_unchanged) == ("xnnpack", ("left", "right"), True)
+    assert notes.parameters == digest_of_parameters(fq.convert(model))
+    y = run(path.read_bytes(), inputs["left"], inputs["right"])[0]
+    torch.testing.assert_close(y, fq.convert(model)(**inputs))
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+    assert not read_notes(path).is_unchanged
+
+
+def test_graph_computes_the_same_in_torch():
+    made = exported_as("int8-residual")
+    graph, _ = make_graph(made.golden, (made.x,), {})
+    assert torch.equal(graph.module()(made.x), run(made.program.data, made.x)[0])
+
+
+def test_results_that_only_floats_read_have_8_bits():
+    model = fq.prepare(mlp(), recipes.lsq(2, target="xnnpack"), randn(4, 64))
+    assert model[2].input_quantizer.spec.bits == 2
+    assert model[4].output_quantizer.spec.bits == 8
+    again = fq.prepare(mlp(), recipes.lsq(2, target="xnnpack"))
+    again.load_state_dict(model.state_dict())
+    assert again[4].output_quantizer.spec == model[4].output_quantizer.spec
+
+
+@pytest.mark.parametrize("exponent", [10, 21, 28])
+def test_biases_are_stored_with_the_codes_of_the_golden_model(exponent):
+    layer = nn.Linear(4, 64)
+    with torch.no_grad():
+        layer.bias.copy_(torch.linspace(0.5, 1, 64) * 2.0**exponent * 1e-4)
+    model = fq.prepare(nn.Sequential(layer), recipes.int8(target="xnnpack"), randn(2, 4))
+    golden = fq.convert(fq.calibrate(model, [randn(2, 4)], progress=False))
+    codes = golden[0].bias_codes
+    assert codes.abs().max() > 2**exponent
+    assert codes.numpy().tobytes() in make_program(golden, (randn(2, 4),), {}).data
+
+
+def test_codes_of_biases_below_2_to_the_22_are_exact():
+    codes = torch.cat([torch.arange(-5000, 5000), torch.randint(-(2**22) + 1, 2**22, (20000,))])
+    scale = torch.rand(len(codes)) + 1e-6
+    assert torch.equal(codes_of_float(float_of_codes(codes, scale), scale).long(), codes)

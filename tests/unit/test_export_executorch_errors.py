@@ -1,0 +1,149 @@
+"""Errors of `export_executorch`: they say what to do, and nothing is written."""
+
+import logging
+import os
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn, randn
+
+import fakequant as fq
+from fakequant import presets, recipes
+from fakequant._util import optional_packages
+
+pytest.importorskip("executorch.exir")
+
+from fakequant._executorch.notes import read_notes
+
+
+class Calling(nn.Module):
+    """A linear layer, and a function of its result."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.fc, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.fc(x))
+
+
+def prepared(model: nn.Module | None = None, recipe=recipes.int8, target: str = "xnnpack") -> nn.Module:
+    model = fq.prepare(nn.Sequential(nn.Linear(4, 4)) if model is None else model, recipe(target=target), randn(2, 4))
+    return fq.calibrate(model, [randn(2, 4)], progress=False)
+
+
+def refused(error: type[Exception], message: str, folder, model: nn.Module, inputs=None, **settings) -> None:
+    with pytest.raises(error, match=message):
+        fq.export_executorch(model, folder / "m.pte", randn(2, 4) if inputs is None else inputs, **settings)
+    assert os.listdir(folder) == []
+
+
+def test_wrong_inputs(tmp_path):
+    refused(ValueError, "fails on the example inputs: mat1 and mat2", tmp_path, prepared(), randn(2, 5))
+    refused(TypeError, "`example_inputs` must be a tensor", tmp_path, prepared(), 3)
+    refused(ValueError, "example input 0 is float64; only float32", tmp_path, prepared(), randn(2, 4).double())
+
+
+def test_float16_model(tmp_path):
+    model = prepared(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))
+    message = r"1.weight is float16; only float32 models.*\nUse model.float\(\)"
+    refused(ValueError, message, tmp_path, model.half(), randn(2, 4).half())
+
+
+def test_model_that_is_not_prepared(tmp_path):
+    refused(ValueError, "not prepared", tmp_path, nn.Linear(4, 4))
+
+
+def test_model_converted_for_another_target(tmp_path):
+    golden = fq.convert(prepared(target="generic"))
+    message = r"(?s)converted for the target 'generic', not for 'xnnpack'.*convert\(model, target='xnnpack'\)"
+    refused(ValueError, message, tmp_path, golden)
+
+
+@pytest.mark.parametrize("max_batch", [1, 0, True, 2.0, "2"])
+def test_wrong_max_batch(tmp_path, max_batch):
+    refused(ValueError, "`max_batch` must be a number from 2, the length", tmp_path, prepared(), max_batch=max_batch)
+
+
+def test_operator_without_a_kernel(tmp_path):
+    model = prepared(Calling(torch.special.bessel_j0))
+    refused(ValueError, r"no kernel for torch.special_bessel_j0.*\nUse other operations", tmp_path, model)
+
+
+def test_control_flow_that_depends_on_data(tmp_path, capfd):
+    model = prepared(Calling(lambda x: x if x.sum() > 0 else -x))
+    refused(ValueError, "cannot be exported to ExecuTorch: Could not guard on data-dependent", tmp_path, model)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_folder_that_does_not_exist(tmp_path):
+    with pytest.raises(FileNotFoundError, match="There is no folder"):
+        fq.export_executorch(prepared(), tmp_path / "none" / "m.pte", randn(2, 4))
+
+
+def test_executorch_is_not_installed(tmp_path, monkeypatch):
+    def missing(name: str):
+        raise ImportError(name)
+
+    model = prepared()
+    monkeypatch.setattr(optional_packages.importlib, "import_module", missing)
+    refused(ImportError, r'needs executorch.*\nUse: pip install "fakequant\[executorch\]"', tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "message"),
+    [
+        (
+            presets.int8(),
+            presets.int16(),
+            "0.input_quantizer is int16, per tensor, but xnnpack needs activations",
+        ),
+        (fq.QuantSpec(bits=16, axis=0), presets.uint8(), "0 has weights in int16.*but xnnpack needs symmetric weights"),
+        (
+            fq.QuantSpec(signed=False, symmetric=False, axis=0),
+            presets.uint8(),
+            "0 has weights in uint8.*but xnnpack needs symmetric weights",
+        ),
+    ],
+)
+def test_grids_that_xnnpack_cannot_hold(tmp_path, weight, activation, message):
+    config = fq.QuantConfig(default=fq.LayerConfig(weight=weight, input=activation))
+    model = fq.calibrate(fq.prepare(nn.Sequential(nn.Linear(4, 4)), config), [randn(2, 4)], progress=False)
+    refused(ValueError, f"(?s){message}.*Use prepare with a config that has target='xnnpack'", tmp_path, model)
+
+
+def test_prepare_fits_grids_to_xnnpack():
+    weight = fq.QuantSpec(bits=16, signed=False, symmetric=False, axis=0)
+    config = fq.QuantConfig(default=fq.LayerConfig(weight=weight, input=presets.int16()), target="xnnpack")
+    layer = fq.prepare(nn.Sequential(nn.Linear(4, 4)), config)[0]
+    assert str(layer.weight_quantizer.spec) == "int8, per channel on axis 0"
+    assert str(layer.input_quantizer.spec) == "int8, per tensor"
+    layer = fq.prepare(nn.Sequential(nn.Linear(4, 4)), recipes.int8_dynamic(target="xnnpack"))[0]
+    assert str(layer.input_quantizer.spec) == "int8 affine, per token over axis -1"
+
+
+def test_damaged_files(tmp_path):
+    path = tmp_path / "m.pte"
+    fq.export_executorch(prepared(), path, randn(2, 4))
+    whole = path.read_bytes()
+    for data, message in (
+        (b"", "is empty"),
+        (b"# no program", "is no ExecuTorch program"),
+        (whole[: len(whole) // 2], "is damaged"),
+        (whole[:40], "is damaged"),
+        (whole[:8] + bytes(range(256)) * 10, "is damaged"),
+        (whole.replace(b"fakequant.target", b"fakequant.tarxxx"), "was not written by fakequant.export_executorch"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=message):
+            read_notes(path)
+
+
+def test_export_prints_nothing_and_leaves_the_process_as_it_was(tmp_path, capfd):
+    model = prepared()
+    before = (dict(os.environ), logging.getLogger().handlers[:], warnings.filters[:], logging.root.manager.disable)
+    fq.export_executorch(model, tmp_path / "m.pte", randn(2, 4))
+    after = (dict(os.environ), logging.getLogger().handlers[:], warnings.filters[:], logging.root.manager.disable)
+    assert before == after
+    assert capfd.readouterr() == ("", "")
