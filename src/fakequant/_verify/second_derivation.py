@@ -2,12 +2,14 @@
 
 weight                   scale * code equals the prepared model's quantized weight, bit by bit
 with a folded norm       scale * |factor| and code * sign(factor)
-bias                     rint(bias / (x_scale * weight_scale))
+bias                     rint(bias / (x_scale * weight_scale)), within rounding if the runtime takes floats
 """
 
 import torch
 from torch import Tensor, nn
 
+from fakequant import _targets
+from fakequant._convert.convert import conversion
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer, bias_scale, float_weight, is_integer
 from fakequant.nn._batch_norm import factor_of, folded_bias
@@ -28,13 +30,14 @@ def require_converted(model: nn.Module, golden: nn.Module, norms: dict[str, str]
     `norms` maps the paths of layers to the paths of the batch norms that were folded into them.
     """
     converted = dict(golden.named_modules())
+    has_float_biases = _targets.find(conversion(golden).target).has_float_biases
     for path, module in model.named_modules():
         made = converted.get(path)
         if isinstance(module, Quantizer) and isinstance(made, Grid):
             _require_grid(path, module, made)
         if isinstance(module, QuantizedLayer) and isinstance(made, IntegerLayer):
             norm = model.get_submodule(norms[path]) if path in norms else None
-            _require_layer(path, module, made, norm)
+            _require_layer(path, module, made, norm, 4 * _ONE_ROUNDING if has_float_biases else 0.0)
 
 
 def _require_grid(path: str, quantizer: Quantizer, made: Grid) -> None:
@@ -44,7 +47,9 @@ def _require_grid(path: str, quantizer: Quantizer, made: Grid) -> None:
         _demand(torch.equal(zero_point, made.zero_point), path, "zero point")
 
 
-def _require_layer(path: str, layer: QuantizedLayer, made: IntegerLayer, norm: nn.Module | None) -> None:
+def _require_layer(
+    path: str, layer: QuantizedLayer, made: IntegerLayer, norm: nn.Module | None, rounding: float
+) -> None:
     kind = made._fakequant.kind
     axis: int = kind.channel_axis
     bias = getattr(layer, kind.bias_name, None)
@@ -56,7 +61,8 @@ def _require_layer(path: str, layer: QuantizedLayer, made: IntegerLayer, norm: n
         usual = made.bias_codes.abs() < _LARGE_BIAS
         assert bias is not None
         expected = (bias.double() / bias_scale(made).double()).round()
-        _demand(bool((expected == made.bias_codes)[usual].all()), path, "bias")
+        near = (expected - made.bias_codes).abs() <= (expected.abs() * rounding).floor()
+        _demand(bool(near[usual].all()), path, "bias")
     elif bias is not None and not is_integer(made):
         _demand(torch.equal(bias.float(), getattr(made, kind.bias_name)), path, "bias")
     if made._fakequant.weight_spec is None:

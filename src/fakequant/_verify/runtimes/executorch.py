@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from fakequant._backends.torch.torch_private import pytree
 from fakequant._convert.golden.fixed_grid import Grid
+from fakequant._convert.golden.integer_layer import Integers
 from fakequant._convert.golden.tracked_codes import GridOf, codes_of
 from fakequant._executorch.delegation import Delegation, How
 from fakequant._executorch.notes import read_notes
 from fakequant._executorch.program import Program, make_program
 from fakequant._executorch.quiet import import_runtime
 from fakequant._verify.runtimes.interface import Array, Run
+from fakequant.nn._records import find_record
 
 # Layers by how they are computed, as `Verification.kernels` says it.
 _KERNELS: dict[How, str] = {"int8": "XNNPACK int8", "float": "XNNPACK float", "not delegated": "portable float"}
@@ -115,10 +117,14 @@ class ExecuTorch:
         return self._watched[key]
 
     def _set_kernels(self, delegation: Delegation) -> None:
-        for layer in delegation.layers:
-            self.kernels[layer.path] = _KERNELS[layer.how]
-        worst = {layer.path for layer in delegation.layers if layer.how != "int8"}
-        self.integers = set(self.kernels) - worst
+        """Sets the kernels of layers with codes. If a layer has several, one in float is reported."""
+        assert self._golden is not None
+        layers = [(path, find_record(module)) for path, module in self._golden.named_modules()]
+        coded = {path for path, record in layers if isinstance(record, Integers) and record.weight_spec is not None}
+        for layer in sorted(delegation.layers, key=lambda layer: layer.how != "int8"):
+            if layer.path in coded:
+                self.kernels[layer.path] = _KERNELS[layer.how]
+        self.integers = {path for path, kernel in self.kernels.items() if kernel == _KERNELS["int8"]}
 
 
 class _Loaded:
