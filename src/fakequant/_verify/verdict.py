@@ -88,7 +88,7 @@ class Verification:
     outputs: OutputReport
     # Quantizers that are not compared, with the reason.
     skipped: dict[str, str]
-    # Whether the file was changed after `export_onnx` wrote it, or comes from a version that stored no hash.
+    # Whether the file was changed after it was exported, or comes from a version that stored no hash.
     is_changed: bool = False
     # Layers that compute products in float in the runtime, by path, each with the reason. Some are not quantized.
     floats: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -159,7 +159,7 @@ class Verification:
             )
         if self.is_changed and not (self.first_difference is None and out.runtime_is_equal):
             return (
-                "The file was changed after fakequant.export_onnx wrote it, or an older version wrote it, and its "
+                "The file was changed after it was exported, or an older version exported it, and its "
                 "results are not equal bit by bit, so a change cannot be distinguished from rounding.\n"
                 "Export the model again and verify the new file."
             )

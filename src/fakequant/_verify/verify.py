@@ -70,17 +70,17 @@ def verify(
 
     Args:
         model: A prepared and calibrated model.
-        path: The file that `export_onnx` wrote for this model.
+        path: The file that `export_onnx` or `export_executorch` wrote for this model.
         data: Batches, such as a DataLoader or a list. A batch is a tensor, a dict of keyword arguments, or a tuple.
         steps: The number of batches to use; None for all.
-        runtime: "onnxruntime" or "openvino". None for the runtime of the file's target.
+        runtime: "onnxruntime", "openvino" or "executorch". None for the runtime of the file's target.
         accuracy_level: 1 if sessions will have the config entry `session.qdq_matmulnbits_accuracy_level` 1. None for
             the default of ONNX Runtime, level 4, at which it rounds the inputs of weight-only layers to 8 bits.
 
     Returns:
         A `Verification`. Its `ok` is True if the file computes the same as the prepared model.
 
-    Needs `pip install "fakequant[onnx]"`.
+    Needs `pip install "fakequant[onnx]"`, and the extra `openvino` or `executorch` for files of these runtimes.
 
     >>> import tempfile, fakequant as fq
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8(target="onnxruntime-x86"))
@@ -451,13 +451,13 @@ def _require_comparable(golden: list[Tensor], runtime: list[Tensor]) -> None:
     if len(golden) != len(runtime):
         raise ValueError(
             f"The model returns {len(golden)} tensors and the file {len(runtime)}, so they cannot be compared.\n"
-            "Export the model again with fakequant.export_onnx."
+            "Export the model again."
         )
     for number, (a, b) in enumerate(zip(golden, runtime, strict=True)):
         if a.shape != b.shape or a.is_floating_point() != b.is_floating_point():
             raise ValueError(
                 f"Result {number} is {_kind(a)} in the model and {_kind(b)} in the file, so they cannot be compared.\n"
-                "Export the model again with fakequant.export_onnx."
+                "Export the model again."
             )
 
 

@@ -33,7 +33,7 @@ class Reference:
         x = plain(x)
         seen = tensor_functions.min_max(x, spec)
         empty = seen.min > seen.max
-        lo, hi = (end.masked_fill(empty, 0) for end in seen)
+        lo, hi = seen.min.masked_fill(empty, 0), seen.max.masked_fill(empty, 0)
         scale, zero_point = tensor_functions.choose_qparams(lo, hi, spec, eps=eps)
         shape = (*x.shape[:-1], 1) if spec.granularity == "token" else scale.shape
         return GridOf(scale.reshape(shape), zero_point.reshape(shape), spec)
