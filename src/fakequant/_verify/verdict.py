@@ -104,6 +104,8 @@ class Verification:
     # Layers whose float inputs the runtime rounds to 8 bits at its default accuracy level. Empty if `verify` was told
     # that the session has accuracy level 1.
     rounded: list[str] = dataclasses.field(default_factory=list)
+    # The setting of the runtime that prevents it.
+    exact_setting: str = ""
     # Layers that the runtime computes in integers.
     integers: list[str] = dataclasses.field(default_factory=list)
     # The runtime: "onnxruntime", "openvino" or "executorch".
@@ -152,10 +154,9 @@ class Verification:
                 )
         if self.rounded and out.level_difference:
             return (
-                f"The runtime rounds the float inputs of {len(self.rounded)} layers to 8 bits, first of "
-                f"{self.rounded[0]}: MatMulNBits does so at accuracy level 4, the default of a session. Results differ "
-                f"by {out.level_difference:.3g}; the largest is {out.largest:.3g}.\nSet the session's config entry "
-                "session.qdq_matmulnbits_accuracy_level to 1 and use verify(..., accuracy_level=1)."
+                f"The runtime rounds the float inputs of {len(self.rounded)} layers to 8 bits by default, first of "
+                f"{self.rounded[0]}. Results differ by {out.level_difference:.3g}; the largest is {out.largest:.3g}.\n"
+                f"Set {self.exact_setting}, and use verify(..., accuracy_level=1)."
             )
         if self.is_changed and not (self.first_difference is None and out.runtime_is_equal):
             return (

@@ -74,8 +74,9 @@ def verify(
         data: Batches, such as a DataLoader or a list. A batch is a tensor, a dict of keyword arguments, or a tuple.
         steps: The number of batches to use; None for all.
         runtime: "onnxruntime", "openvino" or "executorch". None for the runtime of the file's target.
-        accuracy_level: 1 if sessions will have the config entry `session.qdq_matmulnbits_accuracy_level` 1. None for
-            the default of ONNX Runtime, level 4, at which it rounds the inputs of weight-only layers to 8 bits.
+        accuracy_level: None for the default settings of the runtime. ONNX Runtime and OpenVINO then round the float
+            inputs of weight-only layers to 8 bits. 1 if you will prevent that, with the session's config entry
+            `session.qdq_matmulnbits_accuracy_level` 1, or OpenVINO's property `DYNAMIC_QUANTIZATION_GROUP_SIZE` 0.
 
     Returns:
         A `Verification`. Its `ok` is True if the file computes the same as the prepared model.
@@ -431,6 +432,7 @@ class _Comparison:
             seen.quantized_parameters,
             quantized_parameters(self.model, without=floats),
             self.rounded,
+            self.runtime.exact_setting,
             [path for path in kernels if path in self.runtime.integers],
             self.runtime.key,
         )

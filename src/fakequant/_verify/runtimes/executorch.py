@@ -39,6 +39,7 @@ class ExecuTorch:
 
     key, name = "executorch", "ExecuTorch"
     has_tensors = False
+    exact_setting = ""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not Path(path).is_file():
