@@ -155,7 +155,7 @@ class _Search:
             return False
         if self._is_static(call):
             return True
-        return (self._is_norm(call) or self._returns_input(call)) and all(map(self._is_layer_result, call.inputs))
+        return (self._is_norm(call) or self._returns_input(call)) and self._is_layer_result(call.inputs[0])
 
     def _returns_input(self, call: Call) -> bool:
         return call.kind == "module" and isinstance(self.model.get_submodule(call.path), _PASSED)
