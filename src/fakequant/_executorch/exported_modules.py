@@ -48,7 +48,7 @@ class DelegatedGrid(onnx_modules.ExportedGrid):
         """Rounds `x` to the grid, with a single operator if there is one."""
         if self.fixed is not None:
             y = operators.grid(x, *self.fixed, self.spec.qmin, self.spec.qmax, self.path)
-            self.seen.append((self.path, y))
+            self.seen.append((self.path, y.clone()))  # the model's code may change `y` in place
         elif self.is_delegated:
             y = operators.token_grid(x, self.path)
         else:

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.fx import Graph
 
 from fakequant._executorch.available_kernels import require_kernels
 from fakequant._executorch.delegation import Delegation, find_delegation
 from fakequant._executorch.exported_modules import Seen, make_exportable
+from fakequant._executorch.graph import aten, is_call
 from fakequant._executorch.quiet import import_executorch, quiet
 from fakequant._onnx.metadata_keys import INPUTS
 from fakequant._util.optional_packages import require
@@ -31,6 +33,14 @@ def _watch(model: nn.Module, seen: Seen) -> None:
     """Makes a model return its result together with those of its quantizers."""
     model.register_forward_pre_hook(lambda *_: seen.clear())
     model.register_forward_hook(lambda module, args, result: (result, [value for _, value in seen]))
+
+
+def _remove_copies_of_results(graph: Graph) -> None:
+    """Makes a graph return the values that it has copied only to return them."""
+    for node in list(graph.nodes):
+        if is_call(node, {aten.clone.default}) and all(user.op == "output" for user in node.users):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
 
 
 @torch.no_grad()
@@ -54,6 +64,7 @@ def make_graph(
             _watch(model, seen)
         graph = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False).run_decompositions({})
         seen.clear()
+        _remove_copies_of_results(graph.graph)
         rewrite(graph.graph)
         lower(graph)
     return graph, paths if watched else []
