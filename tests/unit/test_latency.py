@@ -117,12 +117,14 @@ def test_only_the_session_that_is_timed_is_made(int8, monkeypatch):
     model, path = int8
     made = []
     plain = opening.OnnxRuntime._session
-    monkeypatch.setattr(opening.OnnxRuntime, "_session", lambda self, *args: made.append(args) or plain(self, *args))
-    fq.latency(model, path, X, seconds=SHORT)
-    assert len(made) == 2  # the file and the float model
-    assert not any(
-        b"_quantized" in onnx.ModelProto.FromString(data).graph.output.__str__().encode() for data, _ in made
-    )
+
+    def session(self, data, level):
+        made.append((self.threads, len(onnx.ModelProto.FromString(data).graph.output)))
+        return plain(self, data, level)
+
+    monkeypatch.setattr(opening.OnnxRuntime, "_session", session)
+    fq.latency(model, path, X, threads=2, seconds=SHORT)
+    assert made == [(2, 1), (2, 1)]  # the file and the float model, without codes as outputs
 
 
 def test_unwatched_results_are_those_that_verify_compares(int8):

@@ -45,12 +45,14 @@ def times_of_programs(
 
 
 def _measure(folder: Path) -> None:
-    from fakequant._verify.runtimes.executorch import Loaded, set_thread_count
+    from fakequant._verify.runtimes.executorch import Loaded, set_thread_count, thread_count
 
     task = json.loads((folder / _TASK).read_text())
     inputs = torch.load(folder / _INPUTS, weights_only=True)
     torch.set_num_threads(1)
     set_thread_count(task["threads"])
+    if thread_count() != task["threads"]:
+        raise RuntimeError(f"ExecuTorch uses {thread_count()} threads instead of {task['threads']}.")
     loaded = {name: Loaded(Path(path).read_bytes(), path) for name, path in task["programs"].items()}
     contenders: dict[str, Contender] = {name: partial(program, inputs) for name, program in loaded.items()}
     (folder / _TIMES).write_text(json.dumps(all_times(contenders, seconds=task["seconds"])))
