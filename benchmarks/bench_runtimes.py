@@ -9,8 +9,8 @@ targets are those for VNNI on a CPU that has it. Contenders, as far as a runtime
     float                    the float model in the same runtime
     int8, w4a8               static grids
     int8_dynamic             grids found at run time
-    int4_weight_only         4-bit weights in groups of 32, activations in float; in ONNX Runtime at accuracy level 1
-    the same, rounded        at ONNX Runtime's default accuracy level, which rounds activations to 8 bits
+    int4_weight_only         4-bit weights in groups of 32, activations in float, which the runtime does not round
+    the same, rounded        with the default settings of ONNX Runtime and OpenVINO, which round activations to 8 bits
 
 Columns:
 
@@ -85,7 +85,7 @@ def configs(target: str) -> dict[str, QuantConfig]:
     if "openvino" not in target:
         found["int8_dynamic"] = recipes.int8_dynamic(target=target)
     found["int4_weight_only"] = recipes.int4_weight_only(target=target)
-    if "onnxruntime" in target:
+    if target != "xnnpack":
         found[ROUNDED] = found["int4_weight_only"]
     return found
 

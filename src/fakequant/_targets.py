@@ -57,6 +57,8 @@ class Target:
     # It adds a tensor to the result of a layer in the kernel of that layer, which rounds only once. Then only the
     # other operand is quantized.
     adds_in_layers: bool = False
+    # It has kernels for scales that are computed at run time.
+    has_dynamic_scales: bool = True
     # Scales that its integer kernels compute at run time are those of a whole tensor; see `DYNAMIC_SPEC`.
     has_one_dynamic_scale: bool = False
     # Weights are symmetric, activations have one scale per tensor, both have at most 8 bits. Scales that are computed
@@ -171,6 +173,7 @@ TARGETS = {
             needs_results=True,
             adds_in_layers=True,
             has_integer_products=False,
+            has_dynamic_scales=False,
         ),
         Target(
             name="openvino",
@@ -183,6 +186,7 @@ TARGETS = {
             needs_results=True,
             adds_in_layers=True,
             has_integer_products=False,
+            has_dynamic_scales=False,
         ),
         Target(name="tensorrt", symmetric_int8=True),
         Target(

@@ -135,8 +135,8 @@ class QuantConfig:
     # If True, quantized layers save codes instead of floats for the backward pass. Gradients are identical and need
     # less memory.
     save_codes: bool = True
-    # The runtime that the model is trained for: "generic", "onnxruntime-vnni", "onnxruntime-x86", "tensorrt"
-    # or "xnnpack".
+    # The runtime that the model is trained for: "generic", "onnxruntime-vnni", "onnxruntime-x86", "openvino-vnni",
+    # "openvino", "tensorrt" or "xnnpack".
     # Specs that it cannot compute exactly are adapted to it.
     target: str = "generic"
     # If set, the minimum number of bits for the weights and inputs of the first and the last layer, in the order in

@@ -126,7 +126,7 @@ def test_verify_refuses_the_file_of_a_model_trained_further(good):
     model, path = make("onnxruntime-x86"), good[1]
     with torch.no_grad():
         model.head.weight.mul_(1.5)
-    with pytest.raises(ValueError, match=r"head\.weight_scale(.|\n)*export_onnx"):
+    with pytest.raises(ValueError, match=r"head\.weight_scale(.|\n)*Export the model again"):
         fq.verify(model, path, DATA)
 
 

@@ -40,7 +40,7 @@ def add(commands: Commands) -> None:
         "--accuracy-level",
         metavar="N",
         type=whole_number(1),
-        help="1 if sessions will have session.qdq_matmulnbits_accuracy_level=1, for weight-only models",
+        help="1 if the runtime will not round the float inputs of weight-only layers; fakequant.verify says how",
     )
     parser.add_argument(
         "--time", action="store_true", help="also measure the time for the first batch, beside that of the float model"

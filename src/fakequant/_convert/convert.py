@@ -119,6 +119,8 @@ def _require_target(model: nn.Module, target: _targets.Target) -> None:
     for path, module in model.named_modules():
         if isinstance(module, Grid):
             reason = target.reason_against_activation(module.spec)
+            if module.scale is None and not target.has_dynamic_scales:
+                reason = f"computes its scale at run time, and {target.name} has integer kernels for fixed ones only"
             if module.spec.numerics != "onnx":
                 reason = f"has the numerics {module.spec.numerics!r}, but runtimes compute 'onnx'"
         elif isinstance(module, IntegerLayer) and is_integer(module):

@@ -43,7 +43,8 @@ def export_executorch(
     """Writes a prepared or converted model to an ExecuTorch program (.pte). The model is not changed.
 
     XNNPACK computes a layer in integers if its input and its result are quantized, so prepare the model for the target
-    "xnnpack". Weights of integer layers are stored in int8, others as floats. Batch norms are folded into the layers
+    "xnnpack". Weights of integer layers are stored in bytes, or in 4 bits if they have no more and the scales of
+    the input are computed at run time; others are stored as floats. Batch norms are folded into the layers
     before them. Autocast is disabled during the export.
 
     Args:

@@ -1,6 +1,6 @@
 """Forward passes for the export to ExecuTorch: one operator per quantizer, and weights as constants.
 
-weight of an integer layer      int8 codes and a dequantize operator, with one scale per output channel
+weight of an integer layer      codes and a dequantize operator, with one scale per output channel
 other weights                   floats: XNNPACK multiplies them in float
 biases                          floats, which XNNPACK quantizes to the codes of the golden model
 """
@@ -72,13 +72,15 @@ class Constants:
     zero_point: Tensor | None = None
     axis: int = 0
     bias: Tensor | None = None
+    # The range of the codes. ExecuTorch stores codes from -8 to 7 in 4 bits.
+    limits: tuple[int, int] = (operators.LOW, operators.HIGH)
 
     def float_weight(self) -> Tensor:
         """Returns the weight as the result of the operator that dequantizes its codes."""
         if self.scale is None:
             return self.weight
         weight: Tensor = torch.ops.quantized_decomposed.dequantize_per_channel.default(
-            self.weight, self.scale, self.zero_point, self.axis, operators.LOW, operators.HIGH, torch.int8
+            self.weight, self.scale, self.zero_point, self.axis, *self.limits, torch.int8
         )
         return weight
 
@@ -200,4 +202,7 @@ def _constants(layer: IntegerLayer, record: DelegatedIntegers) -> Constants:
         bias = float_of_codes(layer.bias_codes, bias_scale(layer).expand(len(layer.bias_codes)))
     if _is_transposed_linear(record):
         codes, axis = codes.T.contiguous(), 0
-    return Constants(codes, scale, torch.zeros(len(scale), dtype=torch.int64), axis, bias)
+    # ExecuTorch 1.5 multiplies wrongly by 4-bit weights with an odd number of inputs.
+    is_packed = has_tokens and record.stored.bits <= 4 and codes.shape[1] % 2 == 0
+    limits = (-8, 7) if is_packed else (operators.LOW, operators.HIGH)
+    return Constants(codes, scale, torch.zeros(len(scale), dtype=torch.int64), axis, bias, limits)

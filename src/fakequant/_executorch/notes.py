@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fakequant._executorch.quiet import import_runtime
+from fakequant._executorch.quiet import collecting_messages, import_runtime
 from fakequant._onnx.metadata_keys import INPUTS, PARAMETERS, TARGET
 
 FILE = "fakequant.file"
@@ -84,9 +84,10 @@ def _methods(data: bytes, path: object) -> dict[str, Any]:
     """Returns the results of the methods that are notes, by name."""
     runtime = import_runtime()
     try:
-        program = runtime.Runtime.get().load_program(data, verification=runtime.Verification.InternalConsistency)
-        names = [name for name in (TARGET, INPUTS, PARAMETERS, FILE) if name in program.method_names]
-        return {name: program.load_method(name).execute([])[0] for name in names}
+        with collecting_messages():
+            program = runtime.Runtime.get().load_program(data, verification=runtime.Verification.InternalConsistency)
+            names = [name for name in (TARGET, INPUTS, PARAMETERS, FILE) if name in program.method_names]
+            return {name: program.load_method(name).execute([])[0] for name in names}
     except (RuntimeError, ValueError) as error:
         raise ValueError(
             f"{str(path)!r} is damaged, or was written by another version of ExecuTorch: it cannot be loaded.\n"

@@ -3,6 +3,8 @@
 import io
 import logging
 import os
+import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -29,6 +31,26 @@ def quiet() -> Iterator[None]:
         for handler in [handler for handler in root.handlers if handler not in handlers]:
             root.removeHandler(handler)
         root.setLevel(level)
+
+
+@contextmanager
+def collecting_messages() -> Iterator[list[str]]:
+    """Collects what ExecuTorch's compiled code writes to the standard error stream, and yields the list of lines.
+
+    The list is filled at the end, also if there was an error.
+    """
+    lines: list[str] = []
+    with tempfile.TemporaryFile() as file:
+        sys.stderr.flush()
+        before = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+            file.seek(0)
+            lines += file.read().decode(errors="replace").splitlines()
 
 
 def import_runtime() -> Any:

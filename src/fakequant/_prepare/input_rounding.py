@@ -1,8 +1,11 @@
 """Makes the quantizers of a model's inputs round at ties as the target does.
 
 A tie between two codes is rare in computed values, but data can be full of them. There, training must see the codes
-that the runtime will compute.
+that the runtime will compute. Scales that XNNPACK computes for tokens at run time have a rule of their own, which all
+their quantizers follow.
 """
+
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -16,19 +19,23 @@ from fakequant.nn._quantizer import Quantizer
 
 def round_inputs(model: nn.Module, flow: DataFlow, target: str) -> None:
     """Sets the rounding of the quantizers that read an input of a prepared model, also after a move."""
-    if _targets.find(target).rounding is None:
+    rule = _targets.find(target).rounding
+    if rule is None:
         return
+    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
+    tokens = [path for path, layer in layers.items() if layer.input_quantizer is not None]
+    tokens = [path for path in tokens if _is_token_grid(layers[path].input_quantizer, rule)]
     calls = [call for graph in flow.graphs for call in graph.modules()]
-    set_rounding(model, {call.path for call in calls if _reads_input(model, call)}, target)
+    set_rounding(model, [*tokens, *(call.path for call in calls if _reads_input(model, call))], target)
 
 
-def set_rounding(model: nn.Module, layers: "set[str] | list[str]", target: str) -> None:
+def set_rounding(model: nn.Module, layers: Iterable[str], target: str) -> None:
     """Sets the rounding of the input quantizers of layers, given by their paths."""
     rule = _targets.find(target).rounding
     for path in layers:
         layer = model.get_submodule(path)
         quantizer = layer.input_quantizer if isinstance(layer, QuantizedLayer) else None
-        if isinstance(quantizer, Quantizer) and quantizer.spec.granularity == "tensor" and quantizer.spec.bits <= 8:
+        if isinstance(quantizer, Quantizer) and (_is_fixed(quantizer) or _is_token_grid(quantizer, rule)):
             quantizer.rounding = rule
 
 
@@ -39,6 +46,16 @@ def rounded_layers(model: nn.Module) -> list[str]:
         for path, layer in model.named_modules()
         if isinstance(layer, QuantizedLayer) and getattr(layer.input_quantizer, "rounding", None) is not None
     ]
+
+
+def _is_fixed(quantizer: Quantizer) -> bool:
+    spec = quantizer.spec
+    return spec.granularity == "tensor" and spec.bits <= 8 and not quantizer.is_dynamic
+
+
+def _is_token_grid(quantizer: Quantizer, rule: str | None) -> bool:
+    """Returns True if XNNPACK computes the scales of the quantizer's tokens."""
+    return rule == "xnnpack" and quantizer.spec == _targets.TOKEN_SPEC
 
 
 def _reads_input(model: nn.Module, call: Call) -> bool:

@@ -253,6 +253,11 @@ class _Maker:
         device = next((p.device for p in owner.parameters()), None)
         fitted, where = self.target.fit_activation(spec), self._where(name)
         is_dynamic = isinstance(self.config.activation_observer, Dynamic) and not self.config.learned
+        if (spec.granularity == "token" or is_dynamic) and not self.target.has_dynamic_scales:
+            raise ValueError(
+                f"{where}: {self.target.name} has no integer kernels for scales that are computed at run time.\n"
+                "Use a fixed scale, as recipes.int8 does, or quantize only weights."
+            )
         if (spec.granularity == "token" or is_dynamic) and fitted == _targets.DYNAMIC_SPEC:
             eps = _targets.SMALLEST_DYNAMIC_SCALE if self.target.has_one_dynamic_scale else EPS
             return FakeQuantize(fitted, Dynamic(), eps=eps, path=where, device=device)

@@ -14,7 +14,10 @@ from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, Moved, 
 from fakequant.nn._quantized_layer import input_grid_of
 
 OVERFLOW = "overflow: sums of products do not fit 32 bits; use fewer bits, or split the layer"
-SATURATION = "saturation: the kernels of this CPU add pairs of products in 16 bits; use 7-bit weights (onnxruntime-x86)"
+SATURATION = (
+    "saturation: the kernels of this CPU add pairs of products in 16 bits; use 7-bit weights "
+    "(target onnxruntime-x86 or openvino)"
+)
 NOT_FUSED = "fusion: the runtime computed layer and quantizer separately, in float32"
 FUSED = "fusion: the runtime computed layer and quantizer as one kernel"
 RECIPROCAL = "reciprocal: the runtime multiplied by 1 / scale instead of dividing"

@@ -117,7 +117,7 @@ def latency(
         threads: The number of threads. The pool of ExecuTorch cannot be changed safely once programs are loaded, so
             its programs are timed in a new process.
         seconds: How long to measure. There are at least five rounds, even if they take longer.
-        accuracy_level: As in `verify`: 1 to time weight-only layers in ONNX Runtime that do not round their inputs.
+        accuracy_level: As in `verify`: 1 to time weight-only layers that do not round their inputs.
 
     Returns:
         A `Latency`. Print it.
@@ -125,7 +125,7 @@ def latency(
     Raises:
         ValueError: If the file does not belong to the model, as in `verify`.
 
-    Needs `pip install "fakequant[onnx]"`, with `openvino` or `executorch` for these runtimes.
+    Needs `pip install "fakequant[onnx]"`, and the extra `openvino` or `executorch` for files of these runtimes.
 
     >>> import tempfile, torch, fakequant as fq
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8(target="onnxruntime-x86"), torch.ones(1, 4))

@@ -54,7 +54,9 @@ def _measure(folder: Path) -> None:
     if thread_count() != task["threads"]:
         raise RuntimeError(f"ExecuTorch uses {thread_count()} threads instead of {task['threads']}.")
     loaded = {name: Loaded(Path(path).read_bytes(), path) for name, path in task["programs"].items()}
-    contenders: dict[str, Contender] = {name: partial(program, inputs) for name, program in loaded.items()}
+    contenders: dict[str, Contender] = {
+        name: partial(program.method.execute, inputs) for name, program in loaded.items()
+    }
     (folder / _TIMES).write_text(json.dumps(all_times(contenders, seconds=task["seconds"])))
 
 

@@ -75,6 +75,5 @@ def _same_bits(there: Array, here: Tensor) -> bool:
 
 def _refuse(path: str | os.PathLike[str], reason: str) -> NoReturn:
     raise ValueError(
-        f"{path} does not belong to the model: {reason}.\n"
-        "Export the model again with fakequant.export_onnx, or pass the model that was exported."
+        f"{path} does not belong to the model: {reason}.\nExport the model again, or pass the model that was exported."
     )

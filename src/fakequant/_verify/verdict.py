@@ -88,7 +88,7 @@ class Verification:
     outputs: OutputReport
     # Quantizers that are not compared, with the reason.
     skipped: dict[str, str]
-    # Whether the file was changed after `export_onnx` wrote it, or comes from a version that stored no hash.
+    # Whether the file was changed after it was exported, or comes from a version that stored no hash.
     is_changed: bool = False
     # Layers that compute products in float in the runtime, by path, each with the reason. Some are not quantized.
     floats: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -104,6 +104,8 @@ class Verification:
     # Layers whose float inputs the runtime rounds to 8 bits at its default accuracy level. Empty if `verify` was told
     # that the session has accuracy level 1.
     rounded: list[str] = dataclasses.field(default_factory=list)
+    # The setting of the runtime that prevents it.
+    exact_setting: str = ""
     # Layers that the runtime computes in integers.
     integers: list[str] = dataclasses.field(default_factory=list)
     # The runtime: "onnxruntime", "openvino" or "executorch".
@@ -152,14 +154,13 @@ class Verification:
                 )
         if self.rounded and out.level_difference:
             return (
-                f"The runtime rounds the float inputs of {len(self.rounded)} layers to 8 bits, first of "
-                f"{self.rounded[0]}: MatMulNBits does so at accuracy level 4, the default of a session. Results differ "
-                f"by {out.level_difference:.3g}; the largest is {out.largest:.3g}.\nSet the session's config entry "
-                "session.qdq_matmulnbits_accuracy_level to 1 and use verify(..., accuracy_level=1)."
+                f"The runtime rounds the float inputs of {len(self.rounded)} layers to 8 bits by default, first of "
+                f"{self.rounded[0]}. Results differ by {out.level_difference:.3g}; the largest is {out.largest:.3g}.\n"
+                f"Set {self.exact_setting}, and use verify(..., accuracy_level=1)."
             )
         if self.is_changed and not (self.first_difference is None and out.runtime_is_equal):
             return (
-                "The file was changed after fakequant.export_onnx wrote it, or an older version wrote it, and its "
+                "The file was changed after it was exported, or an older version exported it, and its "
                 "results are not equal bit by bit, so a change cannot be distinguished from rounding.\n"
                 "Export the model again and verify the new file."
             )

@@ -69,15 +69,15 @@ def verify(
         path: The file that `export_onnx` or `export_executorch` wrote for this model.
         data: Batches, such as a DataLoader or a list. A batch is a tensor, a dict of keyword arguments, or a tuple.
         steps: The number of batches to use; None for all.
-        runtime: "onnxruntime" or "openvino" for ONNX files, "executorch" for programs. None for the runtime of the
-            file's target.
-        accuracy_level: 1 if sessions will have the config entry `session.qdq_matmulnbits_accuracy_level` 1. None for
-            the default of ONNX Runtime, level 4, at which it rounds the inputs of weight-only layers to 8 bits.
+        runtime: "onnxruntime", "openvino" or "executorch". None for the runtime of the file's target.
+        accuracy_level: None for the default settings of the runtime. ONNX Runtime and OpenVINO then round the float
+            inputs of weight-only layers to 8 bits. 1 if you will prevent that, with the session's config entry
+            `session.qdq_matmulnbits_accuracy_level` 1, or OpenVINO's property `DYNAMIC_QUANTIZATION_GROUP_SIZE` 0.
 
     Returns:
         A `Verification`. Its `ok` is True if the file computes the same as the prepared model.
 
-    Needs `pip install "fakequant[onnx]"`, with `openvino` or `executorch` for these runtimes.
+    Needs `pip install "fakequant[onnx]"`, and the extra `openvino` or `executorch` for files of these runtimes.
 
     >>> import tempfile, fakequant as fq
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8(target="onnxruntime-x86"))
@@ -420,6 +420,7 @@ class _Comparison:
             seen.quantized_parameters,
             quantized_parameters(self.model, without=floats),
             self.rounded,
+            self.runtime.exact_setting,
             [path for path in kernels if path in self.runtime.integers],
             self.runtime.key,
         )
@@ -440,13 +441,13 @@ def _require_comparable(golden: list[Tensor], runtime: list[Tensor]) -> None:
     if len(golden) != len(runtime):
         raise ValueError(
             f"The model returns {len(golden)} tensors and the file {len(runtime)}, so they cannot be compared.\n"
-            "Export the model again with fakequant.export_onnx."
+            "Export the model again."
         )
     for number, (a, b) in enumerate(zip(golden, runtime, strict=True)):
         if a.shape != b.shape or a.is_floating_point() != b.is_floating_point():
             raise ValueError(
                 f"Result {number} is {_kind(a)} in the model and {_kind(b)} in the file, so they cannot be compared.\n"
-                "Export the model again with fakequant.export_onnx."
+                "Export the model again."
             )
 
 

@@ -15,7 +15,7 @@ from fakequant._backends.torch import compiled_nodes, gradients, tensor_function
 from fakequant._backends.torch.operator_calls import ops
 from fakequant._backends.torch.plain_memory import is_eager
 from fakequant._backends.torch.process_ranks import ALONE, Ranks
-from fakequant._backends.torch.runtime_rounding import moved_from_ties
+from fakequant._backends.torch.runtime_rounding import moved_from_ties, xnnpack_tokens
 from fakequant._backends.torch.tensor_checks import block_shape, check_device, kernel_numerics
 from fakequant._backends.torch.tensor_kernels import Observation, Observed, updated_range
 from fakequant._backends.torch.torch_private import innermost_transform
@@ -175,6 +175,8 @@ class FakeQuantize(Quantizer):
     # --- forward ----------------------------------------------------------------------------------
 
     def _run(self, x: Tensor) -> Tensor:
+        if self._blocks is None and self.rounding is not None:
+            return xnnpack_tokens(x) if self._quantizing else x
         if not self._observes_now():
             return self._quantize(x, self._fixed) if self._quantizing else x
         # In evaluation a rank may run by itself; waiting for the other ranks would block.

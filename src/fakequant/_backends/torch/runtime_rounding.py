@@ -3,6 +3,8 @@
     openvino    rint(fma(clip(x, low, high), k, c)) + lowest      see `openvino_line`
     xnnpack     rint(x * (1 / scale)) + zero_point
 
+Scales that XNNPACK computes at run time, one per token, are in `xnnpack_token_qparams`.
+
 Their codes differ from those of ONNX only at ties, and by one. Data can have many ties: pixels are multiples of 1/255.
 Scales are scalars, and codes are integers in float32 that are not clipped to the range of the spec.
 """
@@ -77,3 +79,39 @@ def moved_from_ties(x: Tensor, scale: Tensor, zero_point: Tensor, spec: QuantSpe
         target = ((theirs - zero_point) * scale).to(x.dtype)
         step = torch.where((theirs != ours) & x.isfinite(), target - x, 0)
     return x + step
+
+
+def xnnpack_token_qparams(x: Tensor, axes: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the scale, the zero point and the factor `k` of each token. The axes are kept with length 1.
+
+    low, high  = min(x, 0), max(x, 0)        over the axes
+    k          = 255 / (high - low), or 1 if both are 0
+    scale      = 1 / k
+    zero_point = rint(clip(-128 - low * k))  if (-128 + low * k) + (127 + high * k) > 0
+                 rint(clip(127 - high * k))  otherwise
+    """
+    low, high = x.amin(axes, keepdim=True).clamp_max(0), x.amax(axes, keepdim=True).clamp_min(0)
+    steps = torch.tensor(_STEPS, device=x.device)  # torch computes `number / tensor` with the reciprocal
+    k = torch.where(low == high, 1.0, steps / (high - low))
+    first, last = low * k, high * k
+    zero_point = torch.where((-128 + first) + (127 + last) > 0, -128 - first, 127 - last).clamp(-128, 127)
+    return 1 / k, torch.round(zero_point), k
+
+
+def xnnpack_token_codes(x: Tensor, axes: tuple[int, ...] = (-1,)) -> Tensor:
+    """Returns clip(rint(x * k) + zero_point): the codes of tokens whose scales are computed at run time."""
+    _, zero_point, k = xnnpack_token_qparams(x, axes)
+    return (torch.round(x * k) + zero_point).clamp(-128, 127)
+
+
+def xnnpack_tokens(x: Tensor) -> Tensor:
+    """Fake-quantizes a tensor per token, as XNNPACK does. The gradient is that of the identity.
+
+    >>> xnnpack_tokens(torch.tensor([[0.0, 1.0, 2.55]]))
+    tensor([[0.0000, 1.0000, 2.5500]])
+    """
+    with torch.no_grad():
+        data = x.float()
+        scale, zero_point, _ = xnnpack_token_qparams(data)
+        y = ((xnnpack_token_codes(data) - zero_point) * scale).to(x.dtype)
+    return y + (x - x.detach())

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from fakequant._backends.torch import tensor_functions
 from fakequant._convert.golden.arithmetics import ARITHMETICS
-from fakequant._convert.golden.tracked_codes import GridOf, on_grid, origin_of, plain
+from fakequant._convert.golden.tracked_codes import Arithmetic, GridOf, on_grid, origin_of, plain
 from fakequant.functional import fake_quantize
 from fakequant.qparams import EPS
 from fakequant.spec import QuantSpec
@@ -58,9 +57,7 @@ class Grid(nn.Module):
     def _quantized(self, x: Tensor) -> Tensor:
         if self.scale is not None and self.spec.axis is not None:
             return fake_quantize(plain(x), self.scale, 0 if self.spec.symmetric else self.zero_point, self.spec)
-        # Files compute scales at run time operator by operator.
-        arithmetic = ARITHMETICS["reference" if self.scale is None else self.arithmetic]
-        grid, origin = self.grid_for(x), origin_of(x)
+        grid, origin, arithmetic = self.grid_for(x), origin_of(x), self._arithmetic
         codes = arithmetic.from_float(x, grid) if origin is None else origin.codes(arithmetic, grid)
         value = (codes - grid.zero_point) * grid.scale
         # NaN stays NaN as in training. Runtimes have no code for it.
@@ -70,15 +67,13 @@ class Grid(nn.Module):
         """Returns the grid for `x`. Scales per token broadcast with `x`."""
         if self.scale is not None and self.zero_point is not None:
             return GridOf(self.scale, self.zero_point, self.spec)
-        x = plain(x)
-        seen = tensor_functions.min_max(x, self.spec)
-        empty = seen.min > seen.max
-        found = tensor_functions.choose_qparams(
-            seen.min.masked_fill(empty, 0), seen.max.masked_fill(empty, 0), self.spec, eps=self.eps
-        )
-        if self.spec.granularity == "token":
-            return GridOf(found.scale.reshape(*x.shape[:-1], 1), found.zero_point.reshape(*x.shape[:-1], 1), self.spec)
-        return GridOf(found.scale, found.zero_point, self.spec)
+        return self._arithmetic.dynamic_grid(x, self.spec, self.eps)
+
+    @property
+    def _arithmetic(self) -> Arithmetic:
+        """How codes are computed. Files compute the scale of a whole tensor operator by operator."""
+        is_whole = self.scale is None and self.spec.granularity != "token"
+        return ARITHMETICS["reference" if is_whole else self.arithmetic]
 
     def extra_repr(self) -> str:
         """Returns the spec, and whether the scale is fixed."""

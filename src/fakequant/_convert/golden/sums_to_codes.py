@@ -14,9 +14,11 @@ Codes are integers in float32.
 import torch
 from torch import Tensor
 
+from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.formula import onnx_steps
 from fakequant._backends.torch.fused_multiply_add import fma
-from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, codes_of, quantized
+from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, codes_of, plain, quantized
+from fakequant.spec import QuantSpec
 
 
 class Reference:
@@ -25,6 +27,16 @@ class Reference:
     def from_float(self, x: Tensor, grid: GridOf) -> Tensor:
         """quantize(x), by the rule of ONNX."""
         return quantized(x, grid)
+
+    def dynamic_grid(self, x: Tensor, spec: QuantSpec, eps: float) -> GridOf:
+        """Returns choose_qparams(min(x), max(x)), or that of each token."""
+        x = plain(x)
+        seen = tensor_functions.min_max(x, spec)
+        empty = seen.min > seen.max
+        lo, hi = seen.min.masked_fill(empty, 0), seen.max.masked_fill(empty, 0)
+        scale, zero_point = tensor_functions.choose_qparams(lo, hi, spec, eps=eps)
+        shape = (*x.shape[:-1], 1) if spec.granularity == "token" else scale.shape
+        return GridOf(scale.reshape(shape), zero_point.reshape(shape), spec)
 
     def from_layer(self, layer: Accumulated, grid: GridOf) -> Tensor:
         """Returns the codes of the output of a layer."""

@@ -67,6 +67,9 @@ class Arithmetic(Protocol):
     def from_float(self, x: Tensor, grid: GridOf) -> Tensor:
         """Returns the codes of a tensor of which only the floats are known."""
 
+    def dynamic_grid(self, x: Tensor, spec: QuantSpec, eps: float) -> GridOf:
+        """Returns a grid that is computed from `x`. Scales per token broadcast with `x`."""
+
     def from_layer(self, layer: "Accumulated", grid: GridOf) -> Tensor:
         """Returns the codes of the output of a layer."""
 

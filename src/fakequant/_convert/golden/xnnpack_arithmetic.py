@@ -23,8 +23,11 @@ import torch
 from torch import Tensor
 
 from fakequant._backends.torch.fused_multiply_add import fma
+from fakequant._backends.torch.runtime_rounding import xnnpack_token_codes, xnnpack_token_qparams
 from fakequant._convert.golden.sums_to_codes import Reference
 from fakequant._convert.golden.tracked_codes import GridOf, codes_of, plain
+from fakequant._targets import TOKEN_SPEC
+from fakequant.spec import QuantSpec
 
 _LOWEST, _HIGHEST = -128, 127
 # The number of bits of the larger multiplier of an addition, without the first one.
@@ -37,7 +40,12 @@ class Xnnpack(Reference):
     """The kernels of XNNPACK for x86: convert, convolution, fully connected, add, subtract, multiply and mean."""
 
     def from_float(self, x: Tensor, grid: GridOf) -> Tensor:
-        """clamped(x * (1 / scale)). NaN becomes the highest code."""
+        """clamped(x * (1 / scale)). NaN becomes the highest code.
+
+        The codes of tokens, whose grid must be `dynamic_grid(x)`, are those of `from_tokens`.
+        """
+        if grid.scale.dim() > 0:
+            return self.from_tokens(x)
         return _clamped(plain(x).float() * (1 / grid.scale), grid)
 
     def from_regrid(self, x: Tensor, x_grid: GridOf, grid: GridOf) -> Tensor:
@@ -98,29 +106,24 @@ class Xnnpack(Reference):
 
     # --- dynamic quantization: the grid comes from the tensor ---
 
+    def dynamic_grid(self, x: Tensor, spec: QuantSpec, eps: float) -> GridOf:
+        """Returns the grid of `x`, or of each of its tokens."""
+        if spec != TOKEN_SPEC:
+            return super().dynamic_grid(x, spec, eps)
+        return GridOf(*self.token_qparams(x), spec)
+
     def token_qparams(self, x: Tensor, axes: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
         """Returns scale (float32) and zero point (int32) of each token. The axes are kept with length 1.
 
-            low, high  = min(x, 0), max(x, 0)        over the axes
-            k          = 255 / (high - low), or 1 if both are 0
-            scale      = 1 / k
-            zero_point = rint(clip(-128 - low * k))  if (-128 + low * k) + (127 + high * k) > 0
-                         rint(clip(127 - high * k))  otherwise
-
         The axes are (-1,) for the input of a linear layer, and (1, 2, 3) for that of a convolution. XNNPACK uses them
-        even if the file asks for one scale for the whole tensor.
+        even if the file asks for one scale for the whole tensor. `xnnpack_token_qparams` has the formula.
         """
-        low, high, factor = _token_range(plain(x), axes)
-        first, last = low * factor, high * factor
-        is_low = (_LOWEST + first) + (_HIGHEST + last) > 0
-        zero_point = torch.where(is_low, _LOWEST - first, _HIGHEST - last).clamp(_LOWEST, _HIGHEST)
-        return 1 / factor, torch.round(zero_point).int()
+        scale, zero_point, _ = xnnpack_token_qparams(plain(x).float(), axes)
+        return scale, zero_point.int()
 
     def from_tokens(self, x: Tensor, axes: tuple[int, ...] = (-1,)) -> Tensor:
         """clip(rint(x * k) + zero_point), with `k` and the zero point as in `token_qparams`."""
-        _, zero_point = self.token_qparams(x, axes)
-        _, _, factor = _token_range(plain(x), axes)
-        return (torch.round(plain(x) * factor) + zero_point).clamp(_LOWEST, _HIGHEST)
+        return xnnpack_token_codes(plain(x).float(), axes)
 
     def dynamic_value(self, sums: Tensor, x_scale: Tensor, weight_scale: Tensor, bias: Tensor) -> Tensor:
         """fma(sums * x_scale, weight_scale, bias): the float result of a layer with a dynamic input.
@@ -164,13 +167,6 @@ class Xnnpack(Reference):
         for x, (part, scale) in zip(levels, groups, strict=True):
             total = fma(*torch.broadcast_tensors((x @ part.double().T).float(), scale, total))
         return total * x_scale + bias
-
-
-def _token_range(x: Tensor, axes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the lowest and the highest float of each token, and how many steps a difference of 1 is."""
-    low, high = x.amin(axes, keepdim=True).clamp_max(0), x.amax(axes, keepdim=True).clamp_min(0)
-    steps = torch.tensor(255.0)  # torch computes `number / tensor` as a product with the reciprocal
-    return low, high, torch.where(low == high, 1.0, steps / (high - low))
 
 
 def _parts(weight: Tensor, scales: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:

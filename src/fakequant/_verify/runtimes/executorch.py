@@ -6,6 +6,8 @@ also returns the values of its quantizers. `verify` requires that both programs 
 
 import importlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,13 @@ from fakequant._convert.golden.tracked_codes import GridOf, codes_of
 from fakequant._executorch.delegation import Delegation, How
 from fakequant._executorch.notes import read_notes
 from fakequant._executorch.program import Program, make_program
-from fakequant._executorch.quiet import import_runtime
+from fakequant._executorch.quiet import collecting_messages, import_runtime
 from fakequant._verify.runtimes.interface import Array, Run
 from fakequant.nn._records import find_record
 
 _PYBINDINGS = "executorch.extension.pybindings.portable_lib"
+_ADVICE = "Use a file that fakequant.export_executorch wrote."
+_SHAPES = "Use batches with the shapes of the exported example, or export_executorch(..., max_batch=...)."
 # Layers by how they are computed, as `Verification.kernels` says it.
 _KERNELS: dict[How, str] = {"int8": "XNNPACK int8", "float": "XNNPACK float", "not delegated": "portable float"}
 
@@ -41,6 +45,7 @@ class ExecuTorch:
 
     key, name = "executorch", "ExecuTorch"
     has_tensors = False
+    exact_setting = ""
 
     def __init__(self, path: str | os.PathLike[str], threads: int = 1) -> None:
         if not Path(path).is_file():
@@ -154,26 +159,29 @@ class Loaded:
 
     def __init__(self, data: bytes, path: str | os.PathLike[str]) -> None:
         runtime = import_runtime()
-        self.data = data
-        try:
+        self.data, self.path = data, path
+        with self._explaining(f"ExecuTorch cannot load {path}", _ADVICE):
             self.program = runtime.Runtime.get().load_program(data)
             self.method = self.program.load_method("forward")
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(
-                f"ExecuTorch cannot load {path}: {str(error).strip().splitlines()[0]}\n"
-                "Use a file that fakequant.export_executorch wrote."
-            ) from error
 
     def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
-        try:
+        """Runs the program."""
+        got = ", ".join(str(tuple(value.shape)) for value in inputs)
+        with self._explaining(f"ExecuTorch cannot run {self.path} on a batch of shape {got}", _SHAPES):
             # Results share the memory of the program, which the next run overwrites.
             return [value.clone() for value in self.method.execute(inputs)]
-        except RuntimeError as error:
-            got = ", ".join(str(tuple(value.shape)) for value in inputs)
-            raise ValueError(
-                f"ExecuTorch cannot run the file on a batch of shape {got}: {str(error).strip().splitlines()[0]}\n"
-                "Use batches with the shapes of the exported example, or export_executorch(..., max_batch=...)."
-            ) from error
+
+    @contextmanager
+    def _explaining(self, problem: str, advice: str) -> Iterator[None]:
+        """Turns errors of ExecuTorch into ValueErrors, with the message that it writes to the standard error stream."""
+        messages: list[str] = []
+        try:
+            with collecting_messages() as messages:
+                yield
+        except (RuntimeError, ValueError) as error:
+            reasons = [line.split("] ", 1)[-1] for line in messages if "cpuinfo" not in line]
+            reason = reasons[0] if reasons else str(error).strip().splitlines()[0]
+            raise ValueError(f"{problem}: {reason}\n{advice}") from error
 
 
 def set_thread_count(threads: int) -> None:

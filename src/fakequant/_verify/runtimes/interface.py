@@ -41,8 +41,9 @@ class Runtime(Protocol):
     dynamic_paths: set[str]
     # Why codes of quantizers cannot be read, by path. Other quantizers without codes were merged with equal ones.
     unwatched: dict[str, str]
-    # The layers whose float inputs the runtime rounds, unless it is told not to.
+    # The layers whose float inputs the runtime rounds by default, and the setting that prevents it.
     rounded: list[str]
+    exact_setting: str
 
     # The number of threads that runs use.
     threads: int

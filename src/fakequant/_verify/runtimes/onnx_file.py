@@ -32,6 +32,7 @@ class OnnxFile:
     # The runtime as an argument of `verify`, and in messages.
     key, name = "", "ONNX"
     has_tensors = True
+    exact_setting = ""
     model: "onnx.ModelProto"
 
     def __init__(self, path: str | os.PathLike[str], threads: int = 1) -> None:

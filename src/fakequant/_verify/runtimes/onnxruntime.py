@@ -39,6 +39,7 @@ class OnnxRuntime(OnnxFile):
     """
 
     key, name = "onnxruntime", "ONNX Runtime"
+    exact_setting = "the session's config entry session.qdq_matmulnbits_accuracy_level to 1"
 
     def __init__(self, path: str | os.PathLike[str], threads: int = 1) -> None:
         self.ort = require("onnxruntime", "onnxruntime")

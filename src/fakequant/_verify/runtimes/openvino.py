@@ -41,21 +41,27 @@ class OpenVino(OnnxFile):
     """
 
     key, name = "openvino", "OpenVINO"
+    exact_setting = "the property DYNAMIC_QUANTIZATION_GROUP_SIZE of the compiled model to 0"
 
     def __init__(self, path: str | os.PathLike[str], threads: int = 1) -> None:
         self.core = import_openvino().Core()
         super().__init__(path, threads)
-        # Kernels compute with floats of 32 bits, also on CPUs that have shorter ones.
-        self.settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads}
+        # Kernels compute with floats of 32 bits, also on CPUs that have shorter ones. They do not round float inputs.
+        self.default = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads}
+        self.settings = {**self.default, "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
         self.readable = [name for name in self.codes if not self._is_added(name)]
         for name in self.codes.keys() - set(self.readable):
             self.unwatched |= dict.fromkeys(self.codes[name][0], _ADDED)
         self.plain = self._compiled([])
         self.single: dict[str, Any] = {}
+        self._find_kernels()
+
+    def _find_kernels(self) -> None:
+        """Finds the kernel of each layer."""
         kernels, readers = list(_kernels(self.plain)), readers_of(self.model.graph)
         for weight, layer in layers_of_weights(self.model):
             node = weight_node(readers, weight)
-            kernel = None if node is None else _kernel_of(node, kernels)
+            kernel = None if node is None else _kernel_of(node, readers, kernels)
             if node is not None and node.op_type == "Gather":
                 self.lookups.add(layer)
             if layer in self.kernels and layer not in self.integers:
@@ -64,6 +70,13 @@ class OpenVino(OnnxFile):
             self.integers.discard(layer)
             if kernel is not None and kernel.dtype == "I8":
                 self.integers.add(layer)
+            elif node is not None and node.op_type in ("Gemm", "MatMul"):
+                self.rounded.append(layer)
+
+    @cached_property
+    def rounding(self) -> Any:
+        """The model that is compiled with the default settings. None if these make no difference."""
+        return self._compiled([], self.default) if self.rounded else None
 
     @cached_property
     def watched(self) -> Any:
@@ -123,9 +136,10 @@ class OpenVino(OnnxFile):
         floats = {n.output[0] for n in nodes if n.op_type == "DequantizeLinear" and n.input[0] == codes}
         return any(node.op_type == "Add" and floats & set(node.input) for node in nodes)
 
-    def _compiled(self, codes: Iterable[str]) -> Any:
+    def _compiled(self, codes: Iterable[str], settings: dict[str, Any] | None = None) -> Any:
         try:
-            return self.core.compile_model(self.core.read_model(self.watching(codes), b""), "CPU", self.settings)
+            model = self.core.read_model(self.watching(codes), b"")
+            return self.core.compile_model(model, "CPU", settings or self.settings)
         except Exception as error:  # of classes without a common base
             raise self.cannot_load(error) from error
 
@@ -139,8 +153,8 @@ class OpenVino(OnnxFile):
         return found[:count], dict(zip(self.watched_names(codes), found[count:], strict=True))
 
     def run_with_rounding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Array] | None:
-        """Returns None: OpenVINO does not round the float inputs of layers."""
-        return None
+        """Returns the results with the default settings, at which inputs of weight-only layers are rounded."""
+        return None if self.rounding is None else self._run(self.rounding, [], self.feed(args, kwargs))[0]
 
 
 def _are_equal(some: list[Array], others: list[Array]) -> bool:
@@ -176,7 +190,10 @@ def _kernels(compiled: Any) -> Iterator[_Kernel]:
         yield _Kernel(notes["layerType"].astype(str), notes["primitiveType"].astype(str).rsplit("_")[-1], merged)
 
 
-def _kernel_of(node: "onnx.NodeProto", kernels: list[_Kernel]) -> _Kernel | None:
+def _kernel_of(node: "onnx.NodeProto", readers: "dict[str, onnx.NodeProto]", kernels: list[_Kernel]) -> _Kernel | None:
     names = {node.name, *node.output}
+    bias = readers.get(node.output[0])
+    if bias is not None and bias.op_type == "Add":  # kernels with a bias have its name
+        names |= {bias.name, *bias.output}
     found = [kernel for kernel in kernels if kernel.merged & names]
     return next((kernel for kernel in found if kernel.kind in _LAYERS), found[0] if found else None)
