@@ -218,6 +218,9 @@ def main() -> int:
                 with tempfile.TemporaryDirectory() as folder:
                     found.append(measure(task, target, Path(folder), 1.0 if options.quick else 10.0))
                 print(f"{target}, {task.name}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+                if options.json:  # also what was measured if the rest fails
+                    written = {"versions": versions, "vnni": vnni, "networks": found}
+                    Path(options.json).write_text(json.dumps(written, indent=1))
     for one in found:
         for name, figure in one["figures"].items():
             print(f"{one['target']}, {one['model']}, {name}: {figure['kernels']}{_remarks(figure)}")
