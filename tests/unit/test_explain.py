@@ -43,7 +43,8 @@ def test_codes_of_saturated_sums_are_explained_by_saturation():
     assert why(sums, sums.sums, to, [], [[127.0]], [[65.0]]) == explain.UNKNOWN
 
 
-def test_saturation_before_a_float_operation_is_explained():
+def test_saturation_before_a_float_operation_is_explained(monkeypatch):
+    monkeypatch.setattr(explain, "cpu_saturates", lambda: True)
     x = torch.tensor([[1.0]])
     assert why(None, x, grid(0.1), [saturating()], [[10.0]], [[3.0]]) == explain.SATURATION
     assert why(None, x, grid(0.1), [], [[10.0]], [[3.0]]) == explain.UNKNOWN

@@ -69,6 +69,9 @@ def results_to_quantize(model: nn.Module, flow: DataFlow, plan: Plan, config: Qu
                     is_computed = operand.kind in ("module", "function")
                     if is_computed and (target.needs_results or not search.is_operation(operand)):
                         found.setdefault(str(operand), operand)
+    if target.adds_in_layers and flow.graphs:
+        search = _Search(model, flow, flow.graphs[-1], plan, config)
+        found |= {str(call): call for call in flow.graphs[-1].calls if search.is_read_in_both_ways(call)}
     if (target.needs_convolution_results or target.needs_all_results) and flow.graphs:
         done = {place for call in found.values() for place in (find_place(model, call),) if place is not None}
         search = _Search(model, flow, flow.graphs[-1], plan, config)
@@ -149,13 +152,22 @@ class _Search:
             return [operand for operand in operands if operand is not inside]
         return operands
 
+    def is_read_in_both_ways(self, call: Call) -> bool:
+        """Returns True if the result of a layer, or of its norm, is read as codes and as floats.
+
+        OpenVINO 2026.4 multiplies such a result by its scale twice. If it is quantized, all readers read codes.
+        """
+        if not (self._is_static(call) or (self._is_norm(call) and self._is_static(call.inputs[0]))):
+            return False
+        return any(map(self.reads_codes, call.users)) and not self._is_read_as_codes(call)
+
     def _is_layer_result(self, call: Call) -> bool:
         """Returns True if a call computes the result of a layer, or normalizes it, and has no other use."""
         if call in self.results or len(call.users) != 1:
             return False
         if self._is_static(call):
             return True
-        return (self._is_norm(call) or self._returns_input(call)) and all(map(self._is_layer_result, call.inputs))
+        return (self._is_norm(call) or self._returns_input(call)) and self._is_layer_result(call.inputs[0])
 
     def _returns_input(self, call: Call) -> bool:
         return call.kind == "module" and isinstance(self.model.get_submodule(call.path), _PASSED)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fakequant._convert.golden.arithmetics import ARITHMETICS
 from fakequant._convert.golden.integer_layer import weight_levels
-from fakequant._convert.golden.saturation import can_saturate, saturated_sums
+from fakequant._convert.golden.saturation import can_saturate, cpu_saturates, saturated_sums
 from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, Moved, Origin, Rectified
 from fakequant.nn._quantized_layer import input_grid_of
 
@@ -113,7 +113,7 @@ def why_sums(sums: list[Accumulated]) -> str | None:
     """Returns OVERFLOW or SATURATION if these sums overflow or saturate in a runtime, otherwise None."""
     if any(_wrapped(one) is not None for one in sums):
         return OVERFLOW
-    return SATURATION if any(did_saturate(one) for one in sums) else None
+    return SATURATION if cpu_saturates() and any(did_saturate(one) for one in sums) else None
 
 
 def did_saturate(sums: Accumulated) -> bool:

@@ -9,6 +9,9 @@ Products are neighbours along the axis that is summed over. In a convolution, th
 the kernel, with the input channels of each position in a row. Depthwise convolutions do not saturate.
 """
 
+import re
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _LOW, _HIGH = -(2**15), 2**15 - 1
+
+
+@cache
+def cpu_saturates() -> bool:
+    """Returns True unless this CPU is known to have VNNI."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return True
+    return not re.search(r"\b(avx512_vnni|avx_vnni)\b", flags)
 
 
 def can_saturate(levels: Tensor, largest_code: int = 255) -> bool:

@@ -45,6 +45,7 @@ class ExecuTorch:
 
     key, name = "executorch", "ExecuTorch"
     has_tensors = False
+    may_misread = False
     exact_setting = ""
 
     def __init__(self, path: str | os.PathLike[str], threads: int = 1) -> None:
@@ -78,6 +79,10 @@ class ExecuTorch:
     def initializer(self, name: str) -> Array | None:
         """Returns None: the tensors of a program cannot be read."""
         return None
+
+    def read_one_by_one(self) -> bool:
+        """Returns False: codes are read together."""
+        return False
 
     def why_float(self, layer: str) -> str | None:
         """Returns why a layer that could run in integers has a float kernel. None if that is not known."""

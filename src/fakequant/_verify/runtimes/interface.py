@@ -41,6 +41,8 @@ class Runtime(Protocol):
     dynamic_paths: set[str]
     # Why codes of quantizers cannot be read, by path. Other quantizers without codes were merged with equal ones.
     unwatched: dict[str, str]
+    # Whether the runtime can output wrong codes if it outputs those of many quantizers.
+    may_misread: bool
     # The layers whose float inputs the runtime rounds by default, and the setting that prevents it.
     rounded: list[str]
     exact_setting: str
@@ -68,6 +70,9 @@ class Runtime(Protocol):
 
     def run_unwatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Array]:
         """Runs only the file as it is on a batch, and returns its results."""
+
+    def read_one_by_one(self) -> bool:
+        """Makes runs read the codes of one quantizer at a time. Returns False if they do so already."""
 
     def run_with_rounding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Array] | None:
         """Returns the results with the rounding that `rounded` is about. None if there is none."""

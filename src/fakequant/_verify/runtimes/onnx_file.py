@@ -32,6 +32,7 @@ class OnnxFile:
     # The runtime as an argument of `verify`, and in messages.
     key, name = "", "ONNX"
     has_tensors = True
+    may_misread = False
     exact_setting = ""
     model: "onnx.ModelProto"
 
@@ -79,6 +80,10 @@ class OnnxFile:
             if tensor.name == name:
                 return np.asarray(onnx.numpy_helper.to_array(tensor))
         return None
+
+    def read_one_by_one(self) -> bool:
+        """Returns False: codes are read together."""
+        return False
 
     def operator_of(self, layer: str) -> str | None:
         """Returns the operator that computes a layer. None if no operator reads the codes of its weight."""
