@@ -56,6 +56,7 @@ bench: build
 	$(PY) benchmarks/bench_deploy.py --json benchmarks/results/latest-deploy.json
 	$(PY) benchmarks/bench_zoo.py --json benchmarks/results/latest-zoo.json
 	$(PY) benchmarks/bench_linear.py --json benchmarks/results/latest-linear.json
+	$(PY) benchmarks/bench_runtimes.py --json benchmarks/results/latest-runtimes.json
 
 build: $(VENV)/.built
 

@@ -97,6 +97,7 @@ WHOLE_MODELS = [
     "export_executorch",
     "export_onnx",
     "health",
+    "latency",
     "load_converted",
     "prepare",
     "report",

@@ -51,6 +51,7 @@ _WHOLE_MODELS = {
     "export_executorch": "_executorch.export_executorch",
     "export_onnx": "_onnx.export_onnx",
     "health": "_train.health",
+    "latency": "_verify.latency",
     "load_converted": "_convert.converted_files",
     "prepare": "_prepare.prepare",
     "report": "_diagnosis.report.writing",

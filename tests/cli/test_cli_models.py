@@ -36,6 +36,7 @@ def divides():
     return 1 / 0
 def leaves():
     raise SystemExit(4)
+tensor = data[0]
 """
 
 
@@ -141,6 +142,61 @@ def test_commands_without_torch_name_the_install_command(here, capsys, monkeypat
     fails(["summary", "good.py:model"], capsys, 'torch, which is not installed; use: pip install "fakequant[torch]"')
     arguments = ["verify", "good.py:model", "model.onnx", "good.py:data"]
     fails(arguments, capsys, 'torch, which is not installed; use: pip install "fakequant[onnx]"')
+
+
+# --- verify --time, --runtime -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", ["good.py:data", "good.py:batches", "good.py:tensor"])
+def test_verify_with_time_adds_the_latency_of_the_first_batch(data, here, capsys):
+    assert main(["verify", "good.py:model", "model.onnx", data, "--time", "--threads", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"]
+    assert sum(t["codes"] for t in found["tensors"]) == 8 * 6 + 8 * 8  # the first batch is verified too
+    time = found["latency"]
+    assert (time["runtime"], time["threads"], time["shapes"]) == ("onnxruntime", 2, [[8, 6]])
+    assert time["median_ms"] > 0
+    assert time["float_median_ms"] > 0
+
+
+def test_verify_with_time_prints_the_latency_below_the_verdict(here, capsys):
+    assert main(["verify", "good.py:model", "model.onnx", "good.py:data", "--time"]) == 0
+    verdict, _, below = capsys.readouterr().out.partition("The runtime computes what was trained.")
+    assert verdict
+    assert below.startswith("\n\nonnxruntime, 1 thread, batch of 8x6\n")
+    assert "time over float: " in below
+
+
+def test_verify_without_time_has_no_latency(here, capsys):
+    assert main(["verify", "good.py:model", "model.onnx", "good.py:data", "--json"]) == 0
+    assert "latency" not in json.loads(capsys.readouterr().out)
+
+
+def test_verify_runs_the_file_in_the_chosen_runtime(here, capsys):
+    pytest.importorskip("openvino")
+    arguments = ["verify", "good.py:model", "model.onnx", "good.py:data", "--runtime", "openvino", "--time", "--json"]
+    assert main(arguments) in (0, 1)  # the file is for another runtime
+    found = json.loads(capsys.readouterr().out)
+    assert (found["runtime"], found["latency"]["runtime"]) == ("openvino", "openvino")
+
+
+def test_verify_refuses_wrong_options_of_time_and_runtime(here, capsys):
+    call = ["verify", "good.py:model", "model.onnx", "good.py:data"]
+    fails([*call, "--threads", "2"], capsys, "--threads is for measuring the time; use it with --time")
+    fails([*call, "--time", "--threads", "0"], capsys, "expected a whole number of at least 1, got '0'")
+    fails([*call, "--runtime", "tflite"], capsys, "invalid choice: 'tflite'")
+    fails([*call, "--runtime", "executorch"], capsys, "is no ExecuTorch program; use a .pte file")
+
+
+@pytest.mark.parametrize("data", ["good.py:empty", "good.py:no_batches"])
+def test_verify_with_time_refuses_an_empty_dataset(data, here, capsys):
+    fails(["verify", "good.py:model", "model.onnx", data, "--time"], capsys, "no batches; give it at least one")
+
+
+def test_verify_without_openvino_names_the_install_command(here, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    arguments = ["verify", "good.py:model", "model.onnx", "good.py:data", "--runtime", "openvino"]
+    fails(arguments, capsys, "openvino, which is not installed", 'pip install "fakequant[openvino]"')
 
 
 # --- FILE.py:NAME ---------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ def test_extras_contain_the_documented_packages():
     assert names["demo"] == names["onnx"] | names["report"] | {"scikit-learn"}
     assert names["transformers"] == torch | {"transformers", "accelerate", "safetensors"}
     assert names["lightning"] == torch | {"lightning"}
+    assert names["openvino"] == torch | onnx | {"openvino"}
     assert names["executorch"] == torch | {"executorch"}
     assert names["all"] == names["demo"]
 

@@ -13,7 +13,7 @@ pytest.importorskip("onnxscript")
 recipes = pytest.importorskip("fakequant.recipes")
 digest = pytest.importorskip("fakequant._onnx.fingerprint")
 notes = pytest.importorskip("fakequant._onnx.metadata_keys")
-verify_module = pytest.importorskip("fakequant._verify.verify")
+opening = pytest.importorskip("fakequant._verify.file_of_model")
 tampers = pytest.importorskip("tampers")
 
 # The models are small and run a thousand times.
@@ -240,7 +240,7 @@ def of_golden(golden):
 def test_verify_refuses_changed_golden_models(name, exported, tmp_path, monkeypatch, record_property):
     """Tries each change once without comparing the file's parameters and once without checking the conversion."""
     model, file, x = exported(name)
-    original, number, missed = verify_module.convert, 0, []
+    original, number, missed = opening.convert, 0, []
     for what, _, _, _ in list(of_golden(original(model, target=X86))):
 
         def converted(*args, wanted=what, **options):
@@ -249,17 +249,17 @@ def test_verify_refuses_changed_golden_models(name, exported, tmp_path, monkeypa
             module._buffers[tensor] = changed
             return golden
 
-        monkeypatch.setattr(verify_module, "convert", converted)
+        monkeypatch.setattr(opening, "convert", converted)
         without_parameters = onnx.ModelProto()
         without_parameters.CopyFrom(file)
         kept = [p for p in file.metadata_props if p.key != notes.PARAMETERS]
         del without_parameters.metadata_props[:]
         without_parameters.metadata_props.extend(kept)
-        monkeypatch.setattr(verify_module, "require_same_parameters", lambda *args: None)
+        monkeypatch.setattr(opening, "require_same_parameters", lambda *args: None)
         missed += [what] if says_ok(model, without_parameters, x, tmp_path / "m.onnx") else []
         monkeypatch.undo()
-        monkeypatch.setattr(verify_module, "convert", converted)
-        monkeypatch.setattr(verify_module, "require_converted", lambda *args: None)
+        monkeypatch.setattr(opening, "convert", converted)
+        monkeypatch.setattr(opening, "require_converted", lambda *args: None)
         missed += [what] if says_ok(model, file, x, tmp_path / "m.onnx") else []
         monkeypatch.undo()
         number += 2

@@ -16,6 +16,8 @@ EXTRAS = {
     "onnxruntime": "onnx",
     "onnxscript": "onnx",
     "safetensors": "onnx",
+    "openvino": "openvino",
+    "executorch": "executorch",
     "matplotlib": "report",
     "jinja2": "report",
     "sklearn": "demo",

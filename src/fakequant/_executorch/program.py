@@ -101,6 +101,17 @@ def make_program(
     return Program(bytes(data), delegation, paths)
 
 
+def make_float_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: dict[str, str]) -> bytes:
+    """Returns the program of a float model, with as much of it in XNNPACK as possible. See `make_program`."""
+    import_executorch()
+    with quiet(), torch.no_grad():
+        graph = torch.export.export(model, args, kwargs, strict=False).run_decompositions({})
+        notes = {**notes, INPUTS: json.dumps(list(graph.graph_signature.user_inputs))}
+        made = _to_edge(graph, notes).to_executorch()
+        require_kernels(made.exported_program())
+        return bytes(made.buffer)
+
+
 def _to_edge(traced: ExportedProgram, notes: dict[str, str] | None) -> Any:
     exir = require("executorch.exir", "executorch", "executorch")
     xnnpack = require("executorch.backends.xnnpack.partition.xnnpack_partitioner", "executorch", "executorch")

@@ -36,7 +36,7 @@ DynamicShapes: TypeAlias = tuple[Any, ...] | dict[str, Any]
 # The lowest opset with per-channel scales, and the highest one that is tested.
 LOWEST, HIGHEST = 13, 25
 # The lowest opset that torch's exporter writes.
-_TORCHS_LOWEST = 18
+TORCHS_LOWEST = 18
 
 
 def export_onnx(
@@ -95,7 +95,7 @@ def export_onnx(
         golden = converted(model, target, strict)
         goal = _targets.find(conversion(golden).target)
         require_float32(golden, args, kwargs)
-        program = _export(golden, args, kwargs, max(opset, _TORCHS_LOWEST), shapes)
+        program = _export(golden, args, kwargs, max(opset, TORCHS_LOWEST), shapes)
         _finish(program, opset, goal)
         program.metadata_props[metadata_keys.INPUTS] = json.dumps([value.name for value in program.graph.inputs])
         _rename(program.graph.inputs, input_names, "input_names")
@@ -204,9 +204,9 @@ def _export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: Dy
     """Returns the ONNX program from torch's exporter, with one node per grid and per stored weight."""
     require_no_autocast(model.eval(), args, kwargs)
     make_exportable(model)
-    with _quiet(), torch.no_grad():
+    with quiet_exporter(), torch.no_grad():
         try:
-            return _torch_export(model, args, kwargs, opset, shapes)
+            return torch_export(model, args, kwargs, opset, shapes)
         except Exception as error:
             root = _root(error)
             if isinstance(root, DynamicLength):
@@ -214,13 +214,14 @@ def _export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: Dy
             if shapes is None:
                 raise ValueError(f"torch's exporter cannot export the model: {reason_of(error)}") from error
             try:
-                _torch_export(model, args, kwargs, opset, None)
+                torch_export(model, args, kwargs, opset, None)
             except Exception as first:  # fails with fixed shapes too
                 raise ValueError(f"torch's exporter cannot export the model: {reason_of(first)}") from first
             raise ValueError(_FIXED.format(reason_of(error), *_lengths(args, kwargs))) from error
 
 
-def _torch_export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: DynamicShapes | None) -> "Model":
+def torch_export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: DynamicShapes | None) -> "Model":
+    """Returns the ONNX program that torch's exporter makes of a model."""
     from fakequant._onnx.lowering import TRANSLATIONS
 
     program = torch.onnx.export(
@@ -294,7 +295,7 @@ def _finish(program: "Model", opset: int, target: _targets.Target) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_exporter() -> Iterator[None]:
     """Hides messages that users cannot act on: torchvision is missing, torch calls its own deprecated functions."""
     names = ("torch.onnx._internal.exporter._registration", "onnxscript.optimizer._constant_folding")
     loggers = [(logging.getLogger(name), logging.getLogger(name).level) for name in names]

@@ -10,23 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fakequant._convert.convert import conversion, convert
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
 from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, Origin, codes_of, on_grid, origin_of, plain
-from fakequant._prepare.attach import link_norms
 from fakequant._prepare.prepare import preparation
 from fakequant._prepare.shares import quantized_parameters
 from fakequant._prepare.summary import summary
 from fakequant._train.running import Data, check_module, copied, evaluating, run
 from fakequant._verify import result_leaves
 from fakequant._verify.explain_codes import NAN, SCALE, TIE, UNKNOWN, ties, why_prepared, why_runtime, why_sums
+from fakequant._verify.file_of_model import open_file_of
 from fakequant._verify.float_layers import layers_in_float
 from fakequant._verify.rounding_bounds import Rounding
 from fakequant._verify.runtimes.interface import Run, Runtime
-from fakequant._verify.runtimes.opening import open_file
-from fakequant._verify.same_parameters import require_same_parameters
-from fakequant._verify.second_derivation import require_converted
 from fakequant._verify.verdict import OutputReport, TensorReport, Verification
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._recurrent_product import RecurrentProduct
@@ -95,15 +91,7 @@ def verify(
     check_module(model)
     if accuracy_level not in (None, 1):
         raise ValueError(f"`accuracy_level` must be 1, or None for the default of the runtime, got {accuracy_level!r}.")
-    link_norms(model)
-    file = open_file(path, runtime)
-    golden = convert(model, target=file.target)
-    folded = set(conversion(golden).folded)
-    norms = {layer: norm for layer, norm in preparation(model).norms.items() if norm in folded}
-    with evaluating(model):
-        require_converted(model, golden, norms)
-    require_same_parameters(golden, file, path)
-    file.watch(golden)
+    file, golden = open_file_of(model, path, runtime)
     comparison = _Comparison(model, golden, file, is_exact_level=accuracy_level is not None)
     if callable(data) and not isinstance(data, Iterable):
         raise TypeError("`data` must be an iterable of batches, because three models run on it, not a function.")

@@ -4,6 +4,7 @@ The codes of a program cannot be read. They are read from a second program, whic
 also returns the values of its quantizers. `verify` requires that both programs have the same results.
 """
 
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from fakequant._executorch.quiet import collecting_messages, import_runtime
 from fakequant._verify.runtimes.interface import Array, Run
 from fakequant.nn._records import find_record
 
+_PYBINDINGS = "executorch.extension.pybindings.portable_lib"
 _ADVICE = "Use a file that fakequant.export_executorch wrote."
 _SHAPES = "Use batches with the shapes of the exported example, or export_executorch(..., max_batch=...)."
 # Layers by how they are computed, as `Verification.kernels` says it.
@@ -33,8 +35,12 @@ _KERNELS: dict[How, str] = {"int8": "XNNPACK int8", "float": "XNNPACK float", "n
 class ExecuTorch:
     """A program, and a second one that also returns the values of quantizers.
 
+    Programs run on the threads of a pool that ExecuTorch makes once per process, one per core. Programs keep the pool
+    they were loaded with, so replacing it (`_unsafe_reset_threadpool`) is safe only before the first one is loaded.
+
     Args:
         path: The file.
+        threads: Ignored. `ExecuTorch.threads` is the number of threads of the pool.
     """
 
     key, name = "executorch", "ExecuTorch"
@@ -42,7 +48,7 @@ class ExecuTorch:
     may_misread = False
     exact_setting = ""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], threads: int = 1) -> None:
         if not Path(path).is_file():
             raise FileNotFoundError(f"There is no file {str(path)!r}.")
         self.path = path
@@ -56,11 +62,12 @@ class ExecuTorch:
         self.dynamic_paths: set[str] = set()
         self.unwatched: dict[str, str] = {}
         self.rounded: list[str] = []
-        self._file = _Loaded(Path(path).read_bytes(), path)
+        self._file = Loaded(Path(path).read_bytes(), path)
+        self.threads = thread_count()
         self._golden: nn.Module | None = None
         self._grids: dict[str, Grid] = {}
         # By the shapes of a batch: the program that also returns the values of quantizers, loaded, and their paths.
-        self._watched: dict[Any, tuple[_Loaded, list[str]]] = {}
+        self._watched: dict[Any, tuple[Loaded, list[str]]] = {}
 
     def watch(self, golden: nn.Module) -> None:
         """Takes the golden model, from which programs with watched codes are made."""
@@ -83,14 +90,20 @@ class ExecuTorch:
             return "XNNPACK computes it in integers only if a single quantizer reads its result"
         return None
 
+    def find_kernels(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Makes the program again for this batch, because the file does not say how layers are computed."""
+        assert self._golden is not None, "watch was called"
+        if not self.kernels:
+            self._set_kernels(make_program(self._golden, args, kwargs).delegation)
+
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         """Runs the file on a batch, and the program with watched codes."""
-        inputs = self._inputs(args, kwargs)
-        results = self._file(inputs)
+        inputs = self.inputs(args, kwargs)
+        results = self.run_unwatched(args, kwargs)
         program, paths = self._program_for(args, kwargs, inputs)
         found = program(inputs)
         count = len(found) - len(paths)
-        run = Run([_array(value) for value in found[:count]], [_array(value) for value in results], {}, {})
+        run = Run([_array(value) for value in found[:count]], results, {}, {})
         for path, value in zip(paths, found[count:], strict=True):
             grid = self._grids[path]
             assert grid.scale is not None
@@ -99,11 +112,15 @@ class ExecuTorch:
             run.codes.setdefault(path, []).append(codes.numpy().astype(np.int32))
         return run
 
+    def run_unwatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Array]:
+        """Runs only the file on a batch, and returns its results."""
+        return [_array(value) for value in self._file(self.inputs(args, kwargs))]
+
     def run_with_rounding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Array] | None:
         """Returns None: XNNPACK does not round the float inputs of layers."""
         return None
 
-    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """Returns the tensors of a batch in the order of the program's inputs."""
         tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         if kwargs and not args and set(kwargs) == set(self.notes.inputs):
@@ -122,7 +139,7 @@ class ExecuTorch:
         if key not in self._watched:
             assert self._golden is not None, "watch was called"
             made: Program = make_program(self._golden, args, kwargs, watched=True)
-            self._watched[key] = _Loaded(made.data, self.path), made.watched
+            self._watched[key] = Loaded(made.data, self.path), made.watched
             self._set_kernels(made.delegation)
         return self._watched[key]
 
@@ -137,7 +154,7 @@ class ExecuTorch:
         self.integers = {path for path, kernel in self.kernels.items() if kernel == _KERNELS["int8"]}
 
 
-class _Loaded:
+class Loaded:
     """A program that can be run. It keeps the bytes alive that the method reads.
 
     Args:
@@ -170,6 +187,18 @@ class _Loaded:
             reasons = [line.split("] ", 1)[-1] for line in messages if "cpuinfo" not in line]
             reason = reasons[0] if reasons else str(error).strip().splitlines()[0]
             raise ValueError(f"{problem}: {reason}\n{advice}") from error
+
+
+def set_thread_count(threads: int) -> None:
+    """Replaces ExecuTorch's pool by one with this number of threads. No program may have been loaded before."""
+    import_runtime()
+    importlib.import_module(_PYBINDINGS)._unsafe_reset_threadpool(threads)
+
+
+def thread_count() -> int:
+    """Returns the number of threads of ExecuTorch's pool."""
+    import_runtime()
+    return int(importlib.import_module(_PYBINDINGS)._threadpool_get_thread_count())
 
 
 def _array(value: Tensor) -> Array:

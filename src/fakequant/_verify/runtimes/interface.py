@@ -47,6 +47,9 @@ class Runtime(Protocol):
     rounded: list[str]
     exact_setting: str
 
+    # The number of threads that runs use.
+    threads: int
+
     # Whether the tensors of the file can be read.
     has_tensors: bool
 
@@ -59,8 +62,14 @@ class Runtime(Protocol):
     def why_float(self, layer: str) -> str | None:
         """Returns why a layer that could run in integers has a float kernel. None if that is not known."""
 
+    def find_kernels(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Sets `kernels` and `integers` for a batch like this one, if they are not known yet. `run` does so too."""
+
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         """Runs the file on a batch, with and without codes as outputs."""
+
+    def run_unwatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Array]:
+        """Runs only the file as it is on a batch, and returns its results."""
 
     def read_one_by_one(self) -> bool:
         """Makes runs read the codes of one quantizer at a time. Returns False if they do so already."""

@@ -26,6 +26,7 @@ class OnnxFile:
 
     Args:
         path: The file.
+        threads: The number of threads of the runtime.
     """
 
     # The runtime as an argument of `verify`, and in messages.
@@ -35,9 +36,9 @@ class OnnxFile:
     exact_setting = ""
     model: "onnx.ModelProto"
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], threads: int = 1) -> None:
         onnx = require("onnx", "onnx")
-        self.path = path
+        self.path, self.threads = path, threads
         if not Path(path).is_file():
             raise FileNotFoundError(f"There is no file {str(path)!r}.")
         try:
@@ -68,6 +69,9 @@ class OnnxFile:
 
     def watch(self, golden: nn.Module) -> None:
         """Does nothing: the codes are read from the file itself."""
+
+    def find_kernels(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Does nothing: the kernels are those that the runtime chose when it loaded the file."""
 
     def initializer(self, name: str) -> Array | None:
         """Returns the value of a tensor in the file. None if there is no such tensor."""
@@ -128,6 +132,20 @@ class OnnxFile:
                     scale, zero_point = self.dynamic[name]
                     run.qparams.setdefault(path, []).append((values[scale], values[zero_point]))
         return run
+
+    @property
+    def opset(self) -> int:
+        """The version of the ONNX operators in the file."""
+        return next((int(one.version) for one in self.model.opset_import if one.domain == ""), 0)
+
+    def dynamic_axes(self) -> dict[str, dict[int, str]]:
+        """Returns the axes that may have any length, with their names, by the name of the model's argument."""
+        shapes = {value.name: _shape(value) for value in self.model.graph.input}
+        arguments = zip(self.inputs, self._arguments(), strict=True)
+        return {
+            key: {axis: size for axis, size in enumerate(shapes[name]) if isinstance(size, str)}
+            for name, key in arguments
+        }
 
     def feed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Array]:
         """Returns the inputs of the file by name."""

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ class OnnxRuntime(OnnxFile):
     """An ONNX file in two sessions with all optimizations. One of them also outputs the codes of quantizers.
 
     Both have accuracy level 1 (see `CODES_KERNEL`). If the default level would compute something else, a third session
-    has that.
+    has that. Each session is made when it is first used.
 
     Args:
         path: The file.
@@ -41,10 +42,10 @@ class OnnxRuntime(OnnxFile):
     exact_setting = "the session's config entry session.qdq_matmulnbits_accuracy_level to 1"
 
     def __init__(self, path: str | os.PathLike[str], threads: int = 1) -> None:
-        ort = require("onnxruntime", "onnxruntime")
-        super().__init__(path)
+        self.ort = require("onnxruntime", "onnxruntime")
+        super().__init__(path, threads)
         try:
-            optimized = _optimized(self.model, ort, threads)
+            optimized = _optimized(self.model, self.ort, threads)
         except Exception as error:  # of classes without a common base
             raise self.cannot_load(error) from error
         nodes = _layer_nodes(self.model, optimized)
@@ -54,12 +55,24 @@ class OnnxRuntime(OnnxFile):
         # The layers, or nodes of none, whose inputs a session with the default accuracy level rounds.
         paths = {node.output[0]: path for path, node in nodes.items() if node is not None}
         self.rounded = [paths.get(node.output[0], node.name) for node in optimized.node if _rounds_input(node)]
-        watched, written = self.watching(self.codes), self.model.SerializeToString()
-        self.session = ort.InferenceSession(watched, _options(ort, threads), providers=_PROVIDERS)
-        self.plain = ort.InferenceSession(written, _options(ort, threads), providers=_PROVIDERS)
-        self.default = None
-        if self.rounded:
-            self.default = ort.InferenceSession(written, _options(ort, threads, level=None), providers=_PROVIDERS)
+
+    @cached_property
+    def session(self) -> Any:
+        """The session that also outputs codes."""
+        return self._session(self.watching(self.codes), _EXACT_LEVEL)
+
+    @cached_property
+    def plain(self) -> Any:
+        """The session that runs the file as it is."""
+        return self._session(self.model.SerializeToString(), _EXACT_LEVEL)
+
+    @cached_property
+    def default(self) -> Any:
+        """The session with the default accuracy level. None if that makes no difference."""
+        return self._session(self.model.SerializeToString(), None) if self.rounded else None
+
+    def _session(self, written: bytes, level: int | None) -> Any:
+        return self.ort.InferenceSession(written, _options(self.ort, self.threads, level), providers=_PROVIDERS)
 
     def why_float(self, layer: str) -> str | None:
         """Returns why a layer that could run in integers has a float kernel. None if that is not known."""
@@ -71,19 +84,25 @@ class OnnxRuntime(OnnxFile):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         """Runs the file on a batch, with and without codes as outputs."""
-        feed = self.feed(args, kwargs)
-        names = self.watched_names(self.codes)
-        try:
-            found = self.session.run([*self.outputs, *names], feed)
-            results = self.plain.run(self.outputs, feed)
-        except Exception as error:  # of classes without a common base
-            raise self.cannot_run(feed, error) from error
+        names, feed = self.watched_names(self.codes), self.feed(args, kwargs)
+        found = self._run(self.session, [*self.outputs, *names], feed)
         values = dict(zip(names, found[len(self.outputs) :], strict=True))
-        return self.collected(found[: len(self.outputs)], results, values)
+        return self.collected(found[: len(self.outputs)], self.run_unwatched(args, kwargs), values)
+
+    def run_unwatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Array]:
+        """Runs only the file as it is on a batch, and returns its results."""
+        return self._run(self.plain, self.outputs, self.feed(args, kwargs))
 
     def run_with_rounding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Array] | None:
         """Returns the results at the default accuracy level. None if no layer is computed differently there."""
-        return None if self.default is None else self.default.run(self.outputs, self.feed(args, kwargs))
+        return None if self.default is None else self._run(self.default, self.outputs, self.feed(args, kwargs))
+
+    def _run(self, session: Any, names: list[str], feed: dict[str, Array]) -> list[Array]:
+        try:
+            found: list[Array] = session.run(names, feed)
+        except Exception as error:  # of classes without a common base
+            raise self.cannot_run(feed, error) from error
+        return found
 
 
 _PROVIDERS = ["CPUExecutionProvider"]
@@ -96,6 +115,8 @@ def _options(ort: ModuleType, threads: int, level: int | None = _EXACT_LEVEL) ->
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.intra_op_num_threads = threads
     options.log_severity_level = 3  # no warnings
+    # Threads that wait would slow down other sessions, which are timed in turn.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     return options
 
 

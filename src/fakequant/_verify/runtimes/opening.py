@@ -11,19 +11,20 @@ from fakequant._verify.runtimes.onnx_file import OnnxFile
 from fakequant._verify.runtimes.onnxruntime import OnnxRuntime
 from fakequant._verify.runtimes.openvino import OpenVino
 
-RUNTIMES: dict[str, Callable[[str | os.PathLike[str]], Runtime]] = {
+RUNTIMES: dict[str, Callable[[str | os.PathLike[str], int], Runtime]] = {
     "onnxruntime": OnnxRuntime,
     "openvino": OpenVino,
     "executorch": ExecuTorch,
 }
 
 
-def open_file(path: str | os.PathLike[str], runtime: str | None = None) -> Runtime:
+def open_file(path: str | os.PathLike[str], runtime: str | None = None, threads: int = 1) -> Runtime:
     """Loads a file in a runtime.
 
     Args:
         path: The file.
         runtime: A key of `RUNTIMES`. None for the runtime of the file's target.
+        threads: The number of threads. ExecuTorch uses those of its pool instead.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -37,4 +38,4 @@ def open_file(path: str | os.PathLike[str], runtime: str | None = None) -> Runti
         runtime = _targets.TARGETS[target].runtime if target in _targets.TARGETS else "onnxruntime"
     if runtime not in RUNTIMES:
         raise ValueError(f"`runtime` must be one of {', '.join(RUNTIMES)}, or None, got {runtime!r}.")
-    return RUNTIMES[runtime](path)
+    return RUNTIMES[runtime](path, threads)

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,8 @@ class _Kernel(NamedTuple):
 class OpenVino(OnnxFile):
     """An ONNX file, compiled twice for the CPU. One of the two models also outputs the codes of quantizers.
 
+    That one is compiled when it is first used.
+
     Args:
         path: The file.
         threads: The number of threads.
@@ -43,22 +46,17 @@ class OpenVino(OnnxFile):
 
     def __init__(self, path: str | os.PathLike[str], threads: int = 1) -> None:
         self.core = import_openvino().Core()
-        super().__init__(path)
+        super().__init__(path, threads)
         # Kernels compute with floats of 32 bits, also on CPUs that have shorter ones. They do not round float inputs.
         self.default = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads}
         self.settings = {**self.default, "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
         self.readable = [name for name in self.codes if not self._is_added(name)]
         for name in self.codes.keys() - set(self.readable):
             self.unwatched |= dict.fromkeys(self.codes[name][0], _ADDED)
-        try:
-            self.plain = self._compiled([])
-            self.watched = self._compiled(self.readable)
-        except Exception as error:  # of classes without a common base
-            raise self.cannot_load(error) from error
+        self.plain = self._compiled([])
         self.single: dict[str, Any] = {}
         self.reads_one_by_one = False
         self._find_kernels()
-        self.rounding = self._compiled([], self.default) if self.rounded else None
 
     def _find_kernels(self) -> None:
         """Finds the kernel of each layer."""
@@ -76,6 +74,16 @@ class OpenVino(OnnxFile):
                 self.integers.add(layer)
             elif node is not None and node.op_type in ("Gemm", "MatMul"):
                 self.rounded.append(layer)
+
+    @cached_property
+    def rounding(self) -> Any:
+        """The model that is compiled with the default settings. None if these make no difference."""
+        return self._compiled([], self.default) if self.rounded else None
+
+    @cached_property
+    def watched(self) -> Any:
+        """The compiled model that also outputs codes."""
+        return self._compiled(self.readable)
 
     def read_one_by_one(self) -> bool:
         """Makes runs read the codes of one quantizer at a time.
@@ -100,14 +108,16 @@ class OpenVino(OnnxFile):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         """Runs the file on a batch, with and without codes as outputs."""
         feed = self.feed(args, kwargs)
-        try:
-            results, _ = self._run(self.plain, [], feed)
-            watched, values = self._run(self.watched, self.readable, feed)
-            if self.reads_one_by_one or not _are_equal(watched, results):
-                watched, values = results, self._run_one_by_one(results, feed)
-        except Exception as error:  # of classes without a common base
-            raise self.cannot_run(feed, error) from error
+        results = self.run_unwatched(args, kwargs)
+        watched, values = self._run(self.watched, self.readable, feed)
+        if self.reads_one_by_one or not _are_equal(watched, results):
+            watched, values = results, self._run_one_by_one(results, feed)
         return self.collected(watched, results, values)
+
+    def run_unwatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Array]:
+        """Runs only the file as it is on a batch, and returns its results."""
+        results, _ = self._run(self.plain, [], self.feed(args, kwargs))
+        return results
 
     def _run_one_by_one(self, results: list[Array], feed: dict[str, Array]) -> dict[str, Array]:
         """Reads the codes of one quantizer at a time, and returns the watched values by name.
@@ -137,12 +147,18 @@ class OpenVino(OnnxFile):
         return any(node.op_type == "Add" and floats & set(node.input) for node in nodes)
 
     def _compiled(self, codes: Iterable[str], settings: dict[str, Any] | None = None) -> Any:
-        model = self.core.read_model(self.watching(codes), b"")
-        return self.core.compile_model(model, "CPU", settings or self.settings)
+        try:
+            model = self.core.read_model(self.watching(codes), b"")
+            return self.core.compile_model(model, "CPU", settings or self.settings)
+        except Exception as error:  # of classes without a common base
+            raise self.cannot_load(error) from error
 
     def _run(self, model: Any, codes: Iterable[str], feed: dict[str, Array]) -> tuple[list[Array], dict[str, Array]]:
         """Returns the results of a compiled model, and its watched values by name."""
-        found = [np.array(value) for value in model(feed).values()]
+        try:
+            found = [np.array(value) for value in model(feed).values()]
+        except Exception as error:  # of classes without a common base
+            raise self.cannot_run(feed, error) from error
         count = len(self.outputs)
         return found[:count], dict(zip(self.watched_names(codes), found[count:], strict=True))
 
