@@ -1,5 +1,7 @@
 """Small models for images like those of scikit-learn's digits, whose pixels are multiples of 1/16: full of ties."""
 
+import sys
+
 import pytest
 
 import fakequant as fq
@@ -82,11 +84,34 @@ def prepared(name, recipe, target, *, example=True):
     return fq.prepare(float_model(name), RECIPES[recipe](target=target), *args)
 
 
-def calibrated(name, recipe, target):
-    return fq.calibrate(prepared(name, recipe, target), [digits(32, 1)], progress=False).eval()
+def calibrated(name, recipe, target, brightest=1.0):
+    """Returns a prepared model in eval mode. The scale of its input comes from its brightest pixel."""
+    return fq.calibrate(prepared(name, recipe, target), [digits(32, 1) * brightest], progress=False).eval()
 
 
 def layers_of(model):
-    """Returns the paths of the layers that compute products. Attention has two in one module."""
-    kinds = (nn.Linear, nn.Conv2d)
+    """Returns the paths of the layers with weights. Attention has one for queries, keys and values."""
+    kinds = (nn.Linear, nn.Conv2d, nn.MultiheadAttention)
     return {path for path, module in model.named_modules() if isinstance(module, kinds)}
+
+
+def assert_verified(found, model, runtime, target):
+    """Asserts that `verify` found no difference, and that all layers run in integers."""
+    assert found.ok, found.verdict()
+    assert (found.runtime, found.target, found.is_changed) == (runtime, target, False)
+    assert set(found.integers) == layers_of(model)
+    assert found.floats == {}
+    assert found.outputs.agreeing == found.outputs.rows > 0
+    assert found.outputs.runtime_unexplained == 0
+    # Between the codes of an encoder there are float operations, whose last bits may differ.
+    allowed = 2 if isinstance(model, Encoder) else 0
+    assert sum(t.runtime_differ for t in found.tensors) <= allowed, str(found)
+    assert sum(t.prepared_differ for t in found.tensors) <= 4
+    assert sum(t.codes for t in found.tensors) > 1000
+
+
+def without(monkeypatch, package):
+    """Makes every import of a package fail, as if it were not installed."""
+    for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, package, None)
