@@ -297,3 +297,28 @@ def test_golden_model_has_the_input_codes_of_the_prepared_model(target):
         first_quantizer(one, "mlp").register_forward_hook(lambda module, args, y: seen.append(values.plain(y)))
         one.eval()(MANY)
     assert_same_bits(seen[0].detach().numpy(), seen[1].detach().numpy())
+
+
+class Branching(torch.nn.Module):
+    """A model that cannot be traced: only an example shows what its layers read."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(64, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.first(x.flatten(1))
+        return self.second(torch.relu(x) if x.sum() > -1e9 else x)
+
+
+@pytest.mark.parametrize("target", ["openvino", "xnnpack"])
+def test_rule_of_a_model_that_cannot_be_traced_is_saved(target):
+    config = fq.recipes.int8(target=target)
+    model = fq.prepare(Branching(), config, MANY)
+    fq.calibrate(model, [MANY], progress=False)
+    assert input_rounding.rounded_layers(model) == ["first"]
+    again = fq.prepare(Branching(), config)
+    again.load_state_dict(model.state_dict())
+    assert input_rounding.rounded_layers(again) == ["first"]
+    with torch.no_grad():
+        assert_same_bits(again.eval()(MANY).numpy(), model.eval()(MANY).numpy())
