@@ -118,3 +118,22 @@ def exporter_reads_its_operators_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registration.ONNXRegistry, "from_torchlib", staticmethod(from_torchlib))
         yield
+
+
+@pytest.fixture(scope="module")
+def programs_made_once():
+    """Makes `verify` reuse the programs with watched codes that it makes for ExecuTorch, most of its time."""
+    executorch = pytest.importorskip("fakequant._verify.runtimes.executorch")
+    fingerprint = pytest.importorskip("fakequant._onnx.fingerprint")
+    make, made = executorch.make_program, {}
+
+    def make_program(golden, args, kwargs, **options):
+        shapes = [tuple(x.shape) for x in (*args, *kwargs.values())]
+        key = fingerprint.digest_of_parameters(golden), str(golden), str(shapes), str(options)
+        if key not in made:
+            made[key] = make(golden, args, kwargs, **options)
+        return made[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executorch, "make_program", make_program)
+        yield

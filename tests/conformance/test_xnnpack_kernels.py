@@ -238,10 +238,22 @@ class Layer(Case):
         return tensor if tensor.dim() == 0 else tensor.reshape(-1, *[1] * (self.rank - 2))
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-def test_golden_layers_have_the_codes_of_xnnpack(kind):
-    first = 4 * LAYERS.index(kind)
-    layers = [Layer(kind, trial) for trial in range(first, first + 4)]
+# Layers in one program, with the number of trials of each.
+PROGRAMS = {
+    "linear": (["linear"], 4),
+    "conv": (["conv"], 4),
+    "depthwise": (["depthwise"], 4),
+    "other convolutions": (["pointwise", "grouped", "conv1d", "transposed", "strided"], 2),
+}
+
+
+@pytest.mark.parametrize(("kinds", "number"), PROGRAMS.values(), ids=PROGRAMS)
+def test_golden_layers_have_the_codes_of_xnnpack(kinds, number):
+    layers = []
+    for kind in kinds:
+        first = 4 * LAYERS.index(kind)
+        # The last one has one scale for its weight, the others have a scale per channel.
+        layers += [Layer(kind, first + trial) for trial in (range(4) if number == 4 else (first % 3, 3))]
     for layer, theirs in zip(layers, run(layers, [layer.codes for layer in layers]), strict=True):
         same(layer.golden(), theirs)
 
@@ -287,6 +299,8 @@ def test_golden_elementwise_operations_have_the_codes_of_xnnpack(name):
     scales = [*np.float32(scales), *np.float32(2.0 ** rng.uniform(-3, 3, (1, 3)))]
     zero_points = [(-128,) * 3, (127,) * 3, (0,) * 3, (-128, 127, -128), *rng.integers(-128, 128, (1, 3))]
     grids = [[grid(s, z) for s, z in zip(*pair, strict=True)] for pair in zip(scales, zero_points, strict=True)]
+    if name in ("add with ReLU", "sub"):  # the kernel of the addition
+        grids = grids[1::2]
     cases = [Case(lambda _, *x, of=of: _computed(operation, x, of), inputs=2) for of in grids]
     outputs = run(cases, [codes.clone() for _ in cases for codes in (a, b)])
     for (ga, gb, gy), theirs in zip(grids, outputs, strict=True):
@@ -301,7 +315,8 @@ def _computed(operation, operands, of):
 def test_golden_averages_have_the_codes_of_xnnpack():
     rng = np.random.default_rng(1)
     cases, inputs, grids = [], [], []
-    for size, (steps, factor) in itertools.product([(7, 7), (3, 5), (1, 7), (1, 1)], [(1, 3), (2, 9), (3, 10)]):
+    sizes, factors = [(7, 7), (3, 5), (1, 7), (1, 1)], [(1, 3), (2, 9), (3, 10)]
+    for size, (steps, factor) in zip(sizes + sizes[:2], factors + factors, strict=True):
         number = size[0] * size[1]
         sums = np.arange(-128 * number, 127 * number, max(1, number // 8))
         codes = sums[:, None] // number + (np.arange(number) < sums[:, None] % number)
@@ -386,22 +401,21 @@ def same_bits(mine, theirs):
 
 
 def test_golden_dynamic_layers_have_the_results_of_xnnpack():
-    x = tokens(40, 512)
+    """One program, with a convolution, and with a layer that shows the codes of its input."""
+    x, images, (identity, shown) = tokens(40, 512), tokens(12, 8 * 36).reshape(12, 8, 6, 6), identity_and_tokens()
     layers = [DynamicLinear(8, 512), DynamicLinear(8, 512, dynamic_per_tensor, has_bias=False), DynamicLinear(4, 512)]
-    for layer, theirs in zip(layers, run(layers, [x.clone() for _ in layers]), strict=True):
+    convolution = DynamicConvolution()
+    inputs = [*(x.clone() for _ in layers), shown, images]
+    *results, codes, convolved = run([*layers, identity, convolution], inputs)
+    for layer, theirs in zip(layers, results, strict=True):
         same_bits(layer.golden(x), theirs)
+    scale, zero_point = OURS.token_qparams(shown)
+    same_bits((OURS.from_tokens(shown) - zero_point) * scale, codes)
+    same_bits(convolution.golden(images), convolved)
 
 
-@pytest.mark.skipif(not HAS_VNNI, reason="the order of additions is that of the kernel for AVX-512 with VNNI")
-def test_golden_dynamic_layers_with_groups_have_the_results_of_xnnpack():
-    x = tokens(40, 512)
-    layers = [DynamicLinear(4, 512, group_size=32), DynamicLinear(4, 512, group_size=256, has_bias=False)]
-    for layer, theirs in zip(layers, run(layers, [x.clone() for _ in layers]), strict=True):
-        same_bits(layer.golden(x), theirs)
-
-
-def test_golden_dynamic_codes_are_those_of_xnnpack():
-    """A layer without effect, with weights 0 and 1, shows its input. Zero points are at ties."""
+def identity_and_tokens():
+    """Returns a layer without effect, with weights 0 and 1, and tokens whose zero points are at ties."""
     x, rng = tokens(4096, 8), np.random.default_rng(0)
     highest, steps = rng.uniform(0.1, 3, len(x)).astype(np.float32), rng.integers(0, 255, len(x)) + 0.5
     steps[::4] = 127.5
@@ -410,24 +424,30 @@ def test_golden_dynamic_codes_are_those_of_xnnpack():
     x[8:, 0], x[8:, 1:] = torch.from_numpy(highest[8:]), torch.from_numpy(lowest[8:])[:, None] / torch.arange(1, 8)
     layer = DynamicLinear(8, 8, has_bias=False)
     layer.weight, layer.scales, layer.zeros = torch.eye(8).to(torch.int8), torch.ones(8), torch.zeros(8).long()
-    theirs = run([layer], [x])[0]
-    scale, zero_point = OURS.token_qparams(x)
-    same_bits((OURS.from_tokens(x) - zero_point) * scale, theirs)
+    return layer, x
 
 
-def test_golden_dynamic_convolutions_have_the_results_of_xnnpack():
-    x = tokens(12, 8 * 36).reshape(12, 8, 6, 6)
-    rng = np.random.default_rng(3)
-    weight, scales = int8(rng.integers(-127, 128, (8, 8, 3, 3))), torch.from_numpy(TENTHS)
-    buffers = {"weight": weight, "scales": scales, "zeros": torch.zeros(8).long(), "bias": torch.from_numpy(TENTHS * 3)}
+class DynamicConvolution(Case):
+    """A convolution with dynamic inputs, which have a scale per image."""
 
-    def compute(case, x):
-        dequantized = dequantize_channels(case.weight, case.scales, case.zeros)
-        return F.conv2d(dynamic_per_tensor(x), dequantized, case.bias, padding=1)
+    def __init__(self):
+        weight = int8(np.random.default_rng(3).integers(-127, 128, (8, 8, 3, 3)))
+        scales, bias = torch.from_numpy(TENTHS), torch.from_numpy(TENTHS * 3)
+        super().__init__(type(self).compute, weight=weight, scales=scales, zeros=torch.zeros(8).long(), bias=bias)
 
-    theirs = run([Case(compute, **buffers)], [x])[0]
-    scale, zero_point = OURS.token_qparams(x, (1, 2, 3))
-    codes = OURS.from_tokens(x, (1, 2, 3))
-    sums = F.conv2d(codes.double() - zero_point, weight.double(), padding=1)
-    bias = buffers["bias"].reshape(-1, 1, 1)
-    same_bits(OURS.dynamic_value(sums, scale, scales.reshape(-1, 1, 1), bias), theirs)
+    def compute(self, x):
+        dequantized = dequantize_channels(self.weight, self.scales, self.zeros)
+        return F.conv2d(dynamic_per_tensor(x), dequantized, self.bias, padding=1)
+
+    def golden(self, x):
+        scale, zero_point = OURS.token_qparams(x, (1, 2, 3))
+        sums = F.conv2d(OURS.from_tokens(x, (1, 2, 3)).double() - zero_point, self.weight.double(), padding=1)
+        return OURS.dynamic_value(sums, scale, self.scales.reshape(-1, 1, 1), self.bias.reshape(-1, 1, 1))
+
+
+@pytest.mark.skipif(not HAS_VNNI, reason="the order of additions is that of the kernel for AVX-512 with VNNI")
+def test_golden_dynamic_layers_with_groups_have_the_results_of_xnnpack():
+    x = tokens(40, 512)
+    layers = [DynamicLinear(4, 512, group_size=32), DynamicLinear(4, 512, group_size=256, has_bias=False)]
+    for layer, theirs in zip(layers, run(layers, [x.clone() for _ in layers]), strict=True):
+        same_bits(layer.golden(x), theirs)

@@ -73,15 +73,16 @@ def dynamic_w4(target: str) -> fq.QuantConfig:
     return fq.QuantConfig(default=layer, target=target)
 
 
-SHAPES = {"mlp": (4, 64), "residual": (4, 1, 8, 8), "depthwise": (4, 3, 8, 8), "encoder": (2, 5, 8)}
-MAKE = {"mlp": mlp, "residual": Residual, "depthwise": depthwise, "encoder": Encoder}
+# Codes of biases have more bits than this.
+EXPONENTS = [10, 21, 28]
+SHAPES = {"mlp": (4, 64), "residual": (4, 1, 8, 8), "encoder": (2, 5, 8)}
+MAKE = {"mlp": mlp, "residual": Residual, "encoder": Encoder}
 # Where all layers and additions must be computed in integers.
 INTEGERS = {
     "int8-residual": ("residual", recipes.int8),
     "int8-encoder": ("encoder", recipes.int8),
     "w4a8-mlp": ("mlp", recipes.w4a8),
     "lsq-residual": ("residual", lambda target: recipes.lsq(2, target=target)),
-    "lsq-depthwise": ("depthwise", lambda target: recipes.lsq(2, target=target)),
     "dynamic-mlp": ("mlp", dynamic_w4),
 }
 
@@ -140,7 +141,9 @@ def test_results_are_those_of_the_golden_model(exported):
         assert torch.equal(y, want)
 
 
-def test_watched_quantizers_have_the_codes_of_the_golden_model(exported):
+def test_watched_quantizers_have_the_codes_of_the_golden_model():
+    """`verify` reads the codes of other models in this way."""
+    exported = exported_as("int8-residual")
     values, results = exported.watch()
     assert torch.equal(results[0], run(exported.program.data, exported.x)[0])
     seen: dict[str, list[Tensor]] = {}
@@ -161,24 +164,28 @@ def test_products_of_attention_are_floats():
 
 
 def test_weights_of_4_bits_only_are_multiplied_in_float_with_the_same_results():
-    made = Exported("mlp", recipes.int4_weight_only)
-    assert {one.how for one in made.program.delegation.layers} == {"float"}
-    assert made.program.delegation.share == 0
-    torch.testing.assert_close(run(made.program.data, made.x)[0], made.golden(made.x))
+    x = randn(4, 64)
+    model = fq.prepare(nn.Sequential(nn.Linear(64, 8)), recipes.int4_weight_only(target="xnnpack"), x)
+    golden = fq.convert(fq.calibrate(model, [x], progress=False))
+    program = make_program(golden, (x,), {})
+    assert {one.how for one in program.delegation.layers} == {"float"}
+    assert program.delegation.share == 0
+    torch.testing.assert_close(run(program.data, x)[0], golden(x))
 
 
 def test_layer_without_quantized_result_is_computed_in_float():
-    model = fq.prepare(mlp(), recipes.int8(), randn(4, 64))
-    model = fq.calibrate(model, [randn(4, 64)], progress=False)
-    found = make_program(fq.convert(model, target="xnnpack"), (randn(4, 64),), {}).delegation
-    assert [one.how for one in found.layers] == ["int8", "int8", "float"]
+    x, model = randn(4, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    model = fq.calibrate(fq.prepare(model, recipes.int8(), x), [x], progress=False)
+    found = make_program(fq.convert(model, target="xnnpack"), (x,), {}).delegation
+    assert [one.how for one in found.layers] == ["int8", "float"]
 
 
 def test_batches_of_any_length_up_to_the_maximum(tmp_path):
-    model = fq.prepare(depthwise().eval(), recipes.int8(target="xnnpack"), randn(4, 3, 8, 8))
+    model = fq.prepare(depthwise().eval(), recipes.lsq(2, target="xnnpack"), randn(4, 3, 8, 8))
     model = fq.calibrate(model, [randn(4, 3, 8, 8)], progress=False)
     found = fq.export_executorch(model, tmp_path / "m.pte", randn(4, 3, 8, 8), max_batch=8)
     assert found.share == 1
+    assert {one.how for one in found.layers} == {"int8"}
     golden, data = fq.convert(model), (tmp_path / "m.pte").read_bytes()
     for length in (1, 3, 8):
         x = randn(length, 3, 8, 8)
@@ -224,16 +231,25 @@ def test_results_that_only_floats_read_have_8_bits():
     assert again[4].output_quantizer.spec == model[4].output_quantizer.spec
 
 
-@pytest.mark.parametrize("exponent", [10, 21, 28])
-def test_biases_are_stored_with_the_codes_of_the_golden_model(exponent):
-    layer = nn.Linear(4, 64)
+def test_biases_are_stored_with_the_codes_of_the_golden_model():
+    class Several(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 64) for _ in EXPONENTS)
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            return [layer(x) for layer in self.layers]
+
+    model = Several()
     with torch.no_grad():
-        layer.bias.copy_(torch.linspace(0.5, 1, 64) * 2.0**exponent * 1e-4)
-    model = fq.prepare(nn.Sequential(layer), recipes.int8(target="xnnpack"), randn(2, 4))
+        for layer, exponent in zip(model.layers, EXPONENTS, strict=True):
+            layer.bias.copy_(torch.linspace(0.5, 1, 64) * 2.0**exponent * 1e-4)
+    model = fq.prepare(model, recipes.int8(target="xnnpack"), randn(2, 4))
     golden = fq.convert(fq.calibrate(model, [randn(2, 4)], progress=False))
-    codes = golden[0].bias_codes
-    assert codes.abs().max() > 2**exponent
-    assert codes.numpy().tobytes() in make_program(golden, (randn(2, 4),), {}).data
+    data = make_program(golden, (randn(2, 4),), {}).data
+    for layer, exponent in zip(golden.layers, EXPONENTS, strict=True):
+        assert layer.bias_codes.abs().max() > 2**exponent
+        assert layer.bias_codes.numpy().tobytes() in data, exponent
 
 
 def test_codes_of_biases_below_2_to_the_22_are_exact():

@@ -11,25 +11,13 @@ onnx = pytest.importorskip("onnx")
 ort = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 recipes = pytest.importorskip("fakequant.recipes")
-digest = pytest.importorskip("fakequant._onnx.fingerprint")
 notes = pytest.importorskip("fakequant._onnx.metadata_keys")
 opening = pytest.importorskip("fakequant._verify.file_of_model")
 tampers = pytest.importorskip("tampers")
+trials = pytest.importorskip("tamper_trials")
 
 # The models are small and run a thousand times.
 pytestmark = pytest.mark.usefixtures("torch_on_one_thread")
-
-
-class ResidualCNN(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU())
-        self.conv, self.norm, self.act = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()
-        self.pool, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(8, 10)
-
-    def forward(self, x):
-        x = self.stem(x)
-        return self.head(self.pool(self.act(x + self.norm(self.conv(x)))).flatten(1))
 
 
 class Encoder(nn.Module):
@@ -70,43 +58,23 @@ class SeveralOutputs(nn.Module):
         return {"logits": z, "parts": (y, torch.tanh(z)), "class": z.argmax(1), "sure": z > 0}
 
 
-def image(n):
-    return torch.randn(n, 3, 8, 8, generator=torch.Generator().manual_seed(n))
-
-
-def rows(n, *shape):
-    return torch.randn(n, *shape, generator=torch.Generator().manual_seed(n))
-
-
 X86 = "onnxruntime-x86"
 # The number of changes of one kind that are tried in one file.
 MOST = 40
 MODELS = {
-    "MLP": (lambda: nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 5)), rows(16, 12), recipes.int8),
-    "MLP, 4 bits": (lambda: nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 5)), rows(16, 12), recipes.w4a8),
-    "CNN": (ResidualCNN, image(8), recipes.int8),
-    "encoder": (Encoder, rows(8, 5, 16), recipes.int8),
-    "-inf": (lambda: MaskedLogits(float("-inf")), rows(16, 12), recipes.int8),
-    "-1e9": (lambda: MaskedLogits(-1e9), rows(16, 12), recipes.int8),
-    "several": (SeveralOutputs, rows(16, 12), recipes.int8),
+    "MLP": (trials.mlp, trials.rows(16, 12), recipes.int8),
+    "MLP, 4 bits": (trials.mlp, trials.rows(16, 12), recipes.w4a8),
+    "CNN": (trials.ResidualCNN, trials.image(8), recipes.int8),
+    "encoder": (Encoder, trials.rows(8, 5, 16), recipes.int8),
+    "-inf": (lambda: MaskedLogits(float("-inf")), trials.rows(16, 12), recipes.int8),
+    "-1e9": (lambda: MaskedLogits(-1e9), trials.rows(16, 12), recipes.int8),
+    "several": (SeveralOutputs, trials.rows(16, 12), recipes.int8),
     "dynamic": (
         lambda: nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 5)),
-        rows(16, 12),
+        trials.rows(16, 12),
         recipes.int8_dynamic,
     ),
 }
-
-
-def make(name):
-    build, x, recipe = MODELS[name]
-    torch.manual_seed(0)
-    model = build()
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.normal_(module.weight)
-            nn.init.normal_(module.bias)
-            module.running_var.uniform_(0.5, 2.0)
-    return fq.calibrate(fq.prepare(model, recipe(target=X86)), [x], progress=False), x
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +84,8 @@ def exported(tmp_path_factory):
 
     def get(name):
         if name not in made:
-            model, x = make(name)
+            build, x, recipe = MODELS[name]
+            model = trials.make(build, x, recipe, X86)
             path = tmp_path_factory.mktemp("exported") / "model.onnx"
             fq.export_onnx(model, path, x[:2])
             assert fq.verify(model, path, [x]).ok, name
@@ -132,7 +101,7 @@ def run(file, x):
     watched.CopyFrom(file)
     known = {output.name for output in watched.graph.output}
     for node in file.graph.node:
-        if any(p.key == notes.QUANTIZER for p in node.metadata_props) and node.output[0] not in known:
+        if trials.is_quantizer(node) and node.output[0] not in known:
             watched.graph.output.append(onnx.helper.make_empty_tensor_value_info(node.output[0]))
     options = ort.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 4, 1
@@ -144,45 +113,12 @@ def run(file, x):
     return [(value.shape, value.tobytes()) for value in values]
 
 
-def says_ok(model, file, x, path):
-    onnx.save(file, path)
-    try:
-        return fq.verify(model, path, [x]).ok
-    except (ValueError, RuntimeError):
-        return False
-
-
-def refreshed(file):
-    """Gives a changed file a matching fingerprint, as if it had been exported like this."""
-    for note in file.metadata_props:
-        if note.key == notes.GRAPH:
-            note.value = digest.digest_of_graph(file)
-    return file
-
-
-def misses(model, file, x, path, changed_files):
-    """Returns the number of files tried, the changes `verify` missed, and the number of files it accepted."""
-    expected = run(file, x)
-    number, missed, accepted = 0, [], 0
-    every = max(1, len(changed_files) // MOST)
-    for what, changed in changed_files[::every]:
-        found = run(changed, x)
-        if found is None:
-            continue  # the runtime refuses it
-        number += 1
-        if says_ok(model, changed, x, path):
-            accepted += 1
-            if found != expected:
-                missed.append(what)
-    return number, missed, accepted
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_verify_refuses_files_with_changed_tensors(name, exported, tmp_path, record_property):
     model, file, x = exported(name)
     rng = np.random.default_rng(0)
     changed = [(what, made) for what, made, _, _ in tampers.of_tensors(file, rng)]
-    number, missed, accepted = misses(model, file, x, tmp_path / "m.onnx", changed)
+    number, missed, accepted = trials.misses(run, model, file, x, tmp_path / "m.onnx", changed, MOST)
     record_property("tampers", number)
     assert missed == []
     assert number > 20
@@ -194,11 +130,12 @@ def test_verify_refuses_changed_tensors_with_a_matching_fingerprint(name, export
     """The fingerprint is right, so the tensors themselves must be compared."""
     model, file, x = exported(name)
     rng = np.random.default_rng(1)
-    owned = ("_scale", "_codes", "_zero_point", ".weight", ".bias")
     changed = [
-        (what, refreshed(made)) for what, made, tensor, _ in tampers.of_tensors(file, rng) if tensor.endswith(owned)
+        (what, trials.refreshed(made))
+        for what, made, tensor, _ in tampers.of_tensors(file, rng)
+        if tensor.endswith(trials.OWNED)
     ]
-    number, missed, _ = misses(model, file, x, tmp_path / "m.onnx", changed)
+    number, missed, _ = trials.misses(run, model, file, x, tmp_path / "m.onnx", changed, MOST)
     record_property("tampers", number)
     assert missed == []
     assert number > 20
@@ -207,7 +144,7 @@ def test_verify_refuses_changed_tensors_with_a_matching_fingerprint(name, export
 @pytest.mark.parametrize("name", MODELS)
 def test_verify_refuses_files_with_changed_operations(name, exported, tmp_path, record_property):
     model, file, x = exported(name)
-    number, missed, _ = misses(model, file, x, tmp_path / "m.onnx", list(tampers.of_nodes(file)))
+    number, missed, _ = trials.misses(run, model, file, x, tmp_path / "m.onnx", list(tampers.of_nodes(file)), MOST)
     record_property("tampers", number)
     assert missed == []
     assert number > 3
@@ -217,8 +154,8 @@ def test_verify_refuses_files_with_changed_operations(name, exported, tmp_path, 
 def test_verify_refuses_changed_operations_with_a_matching_fingerprint(name, exported, tmp_path, record_property):
     """Changes of a factor by one ulp are left out, because they look like rounding."""
     model, file, x = exported(name)
-    changed = [(what, refreshed(made)) for what, made in tampers.of_nodes(file) if "a little more" not in what]
-    number, missed, _ = misses(model, file, x, tmp_path / "m.onnx", changed)
+    changed = [(what, trials.refreshed(made)) for what, made in tampers.of_nodes(file) if "a little more" not in what]
+    number, missed, _ = trials.misses(run, model, file, x, tmp_path / "m.onnx", changed, MOST)
     record_property("tampers", number)
     assert missed == []
 
@@ -256,11 +193,11 @@ def test_verify_refuses_changed_golden_models(name, exported, tmp_path, monkeypa
         del without_parameters.metadata_props[:]
         without_parameters.metadata_props.extend(kept)
         monkeypatch.setattr(opening, "require_same_parameters", lambda *args: None)
-        missed += [what] if says_ok(model, without_parameters, x, tmp_path / "m.onnx") else []
+        missed += [what] if trials.says_ok(model, without_parameters, x, tmp_path / "m.onnx") else []
         monkeypatch.undo()
         monkeypatch.setattr(opening, "convert", converted)
         monkeypatch.setattr(opening, "require_converted", lambda *args: None)
-        missed += [what] if says_ok(model, file, x, tmp_path / "m.onnx") else []
+        missed += [what] if trials.says_ok(model, file, x, tmp_path / "m.onnx") else []
         monkeypatch.undo()
         number += 2
     record_property("tampers", number)

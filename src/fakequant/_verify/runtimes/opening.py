@@ -36,6 +36,6 @@ def open_file(path: str | os.PathLike[str], runtime: str | None = None, threads:
     if runtime is None:
         target = OnnxFile(path).target
         runtime = _targets.TARGETS[target].runtime if target in _targets.TARGETS else "onnxruntime"
-    if runtime not in RUNTIMES:
+    if not isinstance(runtime, str) or runtime not in RUNTIMES:
         raise ValueError(f"`runtime` must be one of {', '.join(RUNTIMES)}, or None, got {runtime!r}.")
     return RUNTIMES[runtime](path, threads)

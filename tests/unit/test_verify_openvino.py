@@ -1,0 +1,192 @@
+"""`verify` runs ONNX files in OpenVINO: its codes are those of the golden model, at ties too."""
+
+import platform
+
+import pytest
+
+import fakequant as fq
+from fakequant import presets
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxscript")
+recipes = pytest.importorskip("fakequant.recipes")
+opening = pytest.importorskip("fakequant._verify.runtimes.opening")
+module = pytest.importorskip("fakequant._verify.runtimes.openvino")
+digit_models = pytest.importorskip("digit_models")
+
+try:
+    module.import_openvino()
+except ImportError:
+    pytest.skip("OpenVINO is not installed", allow_module_level=True)
+pytestmark = [
+    pytest.mark.usefixtures("torch_on_one_thread"),
+    pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="the target is for x86"),
+]
+
+DATA = [digit_models.digits(48, 2), digit_models.digits(5, 3)]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A function that returns a model and its file, exported once."""
+    made = {}
+
+    def get(name, recipe, target="openvino"):
+        if (name, recipe, target) not in made:
+            model = digit_models.calibrated(name, recipe, target)
+            path = tmp_path_factory.mktemp("exported") / "model.onnx"
+            fq.export_onnx(model, path, DATA[0][:2])
+            made[name, recipe, target] = model, path
+        return made[name, recipe, target]
+
+    return get
+
+
+# --- the same codes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "recipe"), digit_models.CASES)
+def test_openvino_has_the_codes_of_the_golden_model(name, recipe, exported):
+    model, path = exported(name, recipe)
+    found = fq.verify(model, path, DATA)
+    digit_models.assert_verified(found, digit_models.float_model(name), "openvino", "openvino")
+    assert all(kernel.endswith(" I8") for kernel in found.kernels.values())
+    assert found.outputs.rows == 53
+
+
+def test_codes_of_added_operands_are_not_read_and_that_is_said(exported):
+    found = fq.verify(*exported("residual", "int8"), DATA[:1])
+    assert set(found.skipped) == {"relus.0.output_quantizer", "down_norm.output_quantizer"}
+    assert set(found.skipped.values()) == {module._ADDED}
+    assert f"down_norm.output_quantizer is not compared: {module._ADDED}" in str(found)
+
+
+def test_inputs_without_the_rule_of_openvino_are_noticed(exported):
+    """The prepared model would see other codes at ties than the file."""
+    model, path = exported("mlp", "int8")
+    quantizer = model[1].input_quantizer
+    assert fq.verify(model, path, DATA).ok
+    quantizer.rounding = None
+    try:
+        found = fq.verify(model, path, DATA)
+    finally:
+        quantizer.rounding = "openvino"
+    assert sum(t.prepared_differ for t in found.tensors) > 100
+    assert not found.ok
+
+
+# --- the choice of the runtime --------------------------------------------------------------------
+
+
+def test_runtime_is_that_of_the_files_target(exported):
+    assert fq.verify(*exported("mlp", "int8"), DATA[1:]).runtime == "openvino"
+    other = exported("mlp", "int8", "onnxruntime-vnni")
+    assert fq.verify(*other, DATA[1:]).runtime == "onnxruntime"
+    assert fq.verify(*other, DATA[1:], runtime="openvino").runtime == "openvino"
+
+
+@pytest.mark.parametrize(("target", "runtime"), [("onnxruntime-vnni", "openvino"), ("openvino", "onnxruntime")])
+def test_file_of_another_runtime_is_ok_only_if_the_codes_are_the_same(target, runtime, exported):
+    """The golden model has the arithmetic of the file's target, which is not that of the runtime."""
+    found = fq.verify(*exported("residual", "int8", target), DATA, runtime=runtime)
+    assert (found.runtime, found.target) == (runtime, target)
+    beyond = sum(t.runtime_differ - t.runtime_ties for t in found.tensors)
+    ties = sum(t.runtime_ties for t in found.tensors)
+    assert found.ok == (found.problem is None)
+    if found.ok:
+        assert beyond == 0
+        assert ties <= 4 + sum(t.codes for t in found.tensors) // 10_000
+        assert found.outputs.agreeing == found.outputs.rows
+    else:
+        assert beyond > 0 or ties > 4 or found.outputs.disturbance or found.outputs.runtime_unexplained
+        assert found.problem in str(found)
+
+
+@pytest.mark.parametrize("runtime", ["openvinoo", "", "OpenVINO", "tensorrt", 3])
+def test_wrong_runtime(runtime, exported):
+    with pytest.raises(ValueError, match="`runtime` must be one of onnxruntime, openvino, executorch, or None, got"):
+        fq.verify(*exported("mlp", "int8"), DATA, runtime=runtime)
+
+
+def test_openvino_is_not_installed(exported, monkeypatch):
+    model, path = exported("mlp", "int8")
+    digit_models.without(monkeypatch, "openvino")
+    for runtime in (None, "openvino"):
+        with pytest.raises(ImportError, match=r'needs openvino.*\nUse: pip install "fakequant\[openvino\]"'):
+            fq.verify(model, path, DATA, runtime=runtime)
+
+
+# --- files that do not fit ------------------------------------------------------------------------
+
+
+def test_damaged_files(exported, tmp_path):
+    model, path = exported("mlp", "int8")
+    whole, bad = path.read_bytes(), tmp_path / "m.onnx"
+    for data in (b"", b"# no model", whole[: len(whole) // 2], whole[:100], bytes(1000)):
+        bad.write_bytes(data)
+        with pytest.raises(ValueError, match=r"Use a file that fakequant\.export_onnx wrote|does not belong to the"):
+            fq.verify(model, bad, DATA, runtime="openvino")
+    with pytest.raises(FileNotFoundError, match="There is no file"):
+        fq.verify(model, tmp_path / "none.onnx", DATA, runtime="openvino")
+
+
+def test_operator_that_openvino_does_not_know(exported, tmp_path):
+    model, path = exported("mlp", "int8")
+    file = onnx.load(path)
+    next(node for node in file.graph.node if node.op_type == "Relu").op_type = "NoSuchOperator"
+    onnx.save(file, tmp_path / "m.onnx")
+    with pytest.raises(ValueError, match=r"OpenVINO cannot load .*m\.onnx"):
+        fq.verify(model, tmp_path / "m.onnx", DATA)
+
+
+def test_file_of_another_model(exported):
+    with pytest.raises(ValueError, match=r"does not belong to the model: (?s:.)*export_onnx"):
+        fq.verify(exported("mlp", "lsq")[0], exported("mlp", "int8")[1], DATA)
+    with pytest.raises(ValueError, match="does not belong to the model: "):
+        fq.verify(exported("depthwise", "w4a8")[0], exported("mlp", "int8")[1], DATA)
+
+
+def test_batch_that_openvino_cannot_run(exported):
+    model = nn.Sequential(nn.Flatten(0, -2), nn.Linear(8, 4))  # takes any image whose rows have 8 pixels
+    model = fq.calibrate(fq.prepare(model, recipes.int8(target="openvino")), [DATA[0]], progress=False)
+    path = exported("mlp", "int8")[1].with_name("rows.onnx")
+    fq.export_onnx(model, path, DATA[0][:2])
+    with pytest.raises(
+        ValueError, match=r"OpenVINO cannot run the file on this batch(?s:.)*Use batches with the shapes"
+    ):
+        fq.verify(model, path, [torch.ones(2, 1, 4, 8)])
+
+
+def test_onnx_file_in_executorch(exported):
+    pytest.importorskip("executorch.exir")
+    with pytest.raises(ValueError, match=r"is no ExecuTorch program\.\nUse a \.pte file"):
+        fq.verify(*exported("mlp", "int8"), DATA, runtime="executorch")
+
+
+# --- grids that OpenVINO cannot compute -----------------------------------------------------------
+
+
+def generic(weight, activation):
+    config = fq.QuantConfig(default=fq.LayerConfig(weight=weight, input=activation))
+    model = fq.prepare(digit_models.mlp(), config, DATA[0])
+    return fq.calibrate(model, DATA[:1], progress=False)
+
+
+@pytest.mark.parametrize("target", ["openvino", "openvino-vnni"])
+def test_affine_weights_name_the_layer(target, tmp_path):
+    model = generic(fq.QuantSpec(signed=False, symmetric=False, axis=0), presets.uint8())
+    message = rf"(?s)1 has weights in uint8.*but {target} needs symmetric weights.*target='{target}'"
+    with pytest.raises(ValueError, match=message):
+        fq.convert(model, target=target)
+    with pytest.raises(ValueError, match=message):
+        fq.export_onnx(model, tmp_path / "m.onnx", DATA[0], target=target)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_of_8_bits_name_the_layer_without_vnni():
+    model = generic(presets.int8(), presets.uint8())
+    with pytest.raises(ValueError, match=r"1 has weights up to 12\d, but openvino sums them exactly only up to 64"):
+        fq.convert(model, target="openvino")
+    fq.convert(model, target="openvino-vnni")
