@@ -54,6 +54,7 @@ bench: build
 	$(PY) benchmarks/digits_depthwise.py --json benchmarks/results/latest-digits-depthwise.json
 	$(PY) benchmarks/digits_recurrent.py --json benchmarks/results/latest-digits-recurrent.json
 	$(PY) benchmarks/bench_deploy.py --json benchmarks/results/latest-deploy.json
+	$(PY) benchmarks/digits_runtimes.py --json benchmarks/results/latest-digits-runtimes.json
 	$(PY) benchmarks/bench_zoo.py --json benchmarks/results/latest-zoo.json
 	$(PY) benchmarks/bench_linear.py --json benchmarks/results/latest-linear.json
 	$(PY) benchmarks/bench_runtimes.py --json benchmarks/results/latest-runtimes.json

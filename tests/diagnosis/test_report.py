@@ -79,6 +79,7 @@ def test_report_opens_with_the_shares_in_integers(tmp_path):
     assert f"{found.parameters:,} parameters</dd>" in first
     assert "In integers in the runtime" not in text
     said = verify.Verification("generic", [], {"0": "QGemm", "2": "Gemm"}, verify.OutputReport(numbers=1), {})
+    said.integers = ["0"]
     said.floats = {"2": "its input is not quantized", "4": "Own is not a supported layer type"}
     said.parameters, said.integer_parameters = found.parameters, found.parameters // 3
     said.multiplications, said.integer_multiplications = found.multiplications, found.multiplications // 2

@@ -142,7 +142,7 @@ def test_operator_that_openvino_does_not_know(exported, tmp_path):
 
 
 def test_file_of_another_model(exported):
-    with pytest.raises(ValueError, match=r"does not belong to the model: (?s:.)*export_onnx"):
+    with pytest.raises(ValueError, match=r"does not belong to the model: (?s:.)*Export the model again"):
         fq.verify(exported("mlp", "lsq")[0], exported("mlp", "int8")[1], DATA)
     with pytest.raises(ValueError, match="does not belong to the model: "):
         fq.verify(exported("depthwise", "w4a8")[0], exported("mlp", "int8")[1], DATA)
@@ -190,3 +190,42 @@ def test_weights_of_8_bits_name_the_layer_without_vnni():
     with pytest.raises(ValueError, match=r"1 has weights up to 12\d, but openvino sums them exactly only up to 64"):
         fq.convert(model, target="openvino")
     fq.convert(model, target="openvino-vnni")
+
+
+class ReadTwice(nn.Module):
+    """A convolution whose result is read as codes by another one, and as floats by an addition."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1, groups=4)
+
+    def forward(self, x):
+        y = self.first(x)
+        return torch.tanh(self.second(y)) + y
+
+
+def test_results_that_are_read_as_codes_and_as_floats_are_right(tmp_path):
+    torch.manual_seed(0)
+    model = fq.prepare(ReadTwice(), recipes.int8(target="openvino"), DATA[0][:2])
+    fq.calibrate(model, DATA, progress=False).eval()
+    fq.export_onnx(model, tmp_path / "model.onnx", DATA[0][:2])
+    found = fq.verify(model, tmp_path / "model.onnx", DATA)
+    assert found.ok, str(found)
+    assert found.integers == ["first", "second"]
+    assert model.first.output_quantizer is not None
+
+
+def test_rounding_of_float_inputs_is_named(tmp_path):
+    torch.manual_seed(0)
+    model = fq.prepare(nn.Sequential(nn.Linear(64, 32)), recipes.int4_weight_only(target="openvino")).eval()
+    x = torch.randn(8, 64)
+    fq.export_onnx(model, tmp_path / "model.onnx", x)
+    found = fq.verify(model, tmp_path / "model.onnx", [x])
+    assert found.rounded == ["0"]
+    assert "DYNAMIC_QUANTIZATION_GROUP_SIZE" in (found.problem or "")
+    assert fq.verify(model, tmp_path / "model.onnx", [x], accuracy_level=1).ok
+
+
+def test_dynamic_scales_are_refused():
+    with pytest.raises(ValueError, match="openvino has no integer kernels for scales that are computed at run time"):
+        fq.prepare(nn.Sequential(nn.Linear(4, 4)), recipes.int8_dynamic(target="openvino"))

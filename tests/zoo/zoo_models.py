@@ -206,4 +206,4 @@ TORCHVISION: dict[str, Entry] = {
 
 MODELS = TRANSFORMERS | TIMM | TORCHVISION
 # What `make test` runs.
-SOME = ("GPT-2", "Llama", "Mixtral", "ViT", "convnext_atto", "test_nfnet")
+SOME = ("GPT-2", "Llama", "Mixtral", "convnext_atto")

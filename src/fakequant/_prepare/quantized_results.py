@@ -153,11 +153,12 @@ class _Search:
         return operands
 
     def is_read_in_both_ways(self, call: Call) -> bool:
-        """Returns True if the result of a layer, or of its norm, is read as codes and as floats.
+        """Returns True if the result of a convolution, or of its norm, is read as codes and as floats.
 
         OpenVINO 2026.4 multiplies such a result by its scale twice. If it is quantized, all readers read codes.
         """
-        if not (self._is_static(call) or (self._is_norm(call) and self._is_static(call.inputs[0]))):
+        layer = call.inputs[0] if self._is_norm(call) else call
+        if not (self._is_static(layer) and isinstance(self.model.get_submodule(layer.path), _CONVOLUTIONS)):
             return False
         return any(map(self.reads_codes, call.users)) and not self._is_read_as_codes(call)
 
