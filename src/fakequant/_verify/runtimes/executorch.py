@@ -53,6 +53,11 @@ class ExecuTorch:
             raise FileNotFoundError(f"There is no file {str(path)!r}.")
         self.path = path
         self.notes = read_notes(path)
+        if not self.notes.is_unchanged:
+            raise ValueError(
+                f"{path} was changed after fakequant.export_executorch wrote it. Running it could end the process.\n"
+                "Export the model again."
+            )
         self.target: str | None = self.notes.target
         self.parameters: str | None = self.notes.parameters
         self.is_as_written = self.notes.is_unchanged
