@@ -189,7 +189,14 @@ def tables(found: list[dict[str, Any]]) -> str:
             figures = [one["figures"][name] for one in of]
             shares = " / ".join(f"{figure['share']:.0%}" for figure in figures)
             start = f"| `{target}` | `{name.split(',')[0]}`{''.join(name.partition(',')[1:])} |"
-            times = {threads: " | ".join(over_float(one, name, threads) for one in of) for threads in THREADS}
+            by_model = {one["model"]: one for one in of}
+            times = {
+                threads: " | ".join(
+                    over_float(by_model[model], name, threads) if model in by_model else "not measured"
+                    for model in names
+                )
+                for threads in THREADS
+            }
             lines.append(f"{start} {differing(figures)} | {shares} | {times[1]} |")
             twice.append(f"{start} {times[2]} |")
     return "\n".join(["Time over float, 1 thread:", "", *lines, "", "Time over float, 2 threads:", "", *twice])
