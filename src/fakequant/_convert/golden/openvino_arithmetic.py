@@ -222,9 +222,13 @@ class OpenVino(Reference):
 
 
 def _sums_of(layer: Accumulated) -> LayerSums:
-    """Returns what the kernel of a layer computes with. Products of two activations have no layer."""
+    """Returns what the kernel of a layer computes with. Products of two activations have no layer.
+
+    OpenVINO removes a bias that is 0 in all channels.
+    """
+    has_bias = layer.bias is not None and bool(layer.bias.any())
     products = layer.sums if layer.bias is None else layer.sums - layer.bias
-    bias = None if layer.bias is None else layer.bias.float() * layer.scale
+    bias = layer.bias.float() * layer.scale if layer.bias is not None and has_bias else None
     zero_point, offset = layer.zero_point_in, None
     if layer.weight_sums is not None and zero_point is not None:
         _, moved_by = _unsigned(GridOf(layer.scale, zero_point, input_grid_of(layer.layer).spec))

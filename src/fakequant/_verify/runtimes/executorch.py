@@ -60,7 +60,7 @@ class ExecuTorch:
             )
         self.target: str | None = self.notes.target
         self.parameters: str | None = self.notes.parameters
-        self.is_as_written = self.notes.is_unchanged
+        self.is_as_written: bool = self.notes.is_unchanged
         self.kernels: dict[str, str] = {}
         self.integers: set[str] = set()
         self.lookups: set[str] = set()
