@@ -177,7 +177,7 @@ def make_exportable(golden: nn.Module) -> Seen:
 
 
 def _delegate(grid: Any, seen: Seen) -> None:
-    """Turns a grid into a `DelegatedGrid`. Its scale becomes a number, so that it is not stored as a tensor."""
+    """Turns a grid into a `DelegatedGrid`, whose scale is a Python number. The file does not store it as a tensor."""
     has_scale = grid.scale is not None
     grid.__class__ = DelegatedGrid
     grid.seen, grid.fixed = seen, (float(grid.scale), int(grid.zero_point)) if has_scale else None
