@@ -64,13 +64,13 @@ _WHOLE_MODELS = {
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHOLE_MODELS, "__version__", "nn", "observers", "recipes"})
+    return sorted({*globals(), *_WHOLE_MODELS, "__version__", "nn", "observers", "ptq", "recipes"})
 
 
 def __getattr__(name: str) -> _Any:
     if name == "__version__":  # reading the metadata takes longer than importing the package
         return _import_module("importlib.metadata").version("fakequant")
-    if name in ("nn", "observers", "recipes"):
+    if name in ("nn", "observers", "ptq", "recipes"):
         module = name
     elif name in _WHOLE_MODELS:
         module = _WHOLE_MODELS[name]
