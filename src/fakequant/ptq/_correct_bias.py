@@ -1,0 +1,186 @@
+"""`correct_bias`: moves the mean error of each layer's result into its bias."""
+
+import dataclasses
+import warnings
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fakequant._diagnosis.sums import decibels
+from fakequant._train.running import Bar, Data
+from fakequant.nn._batch_norm import BatchNorm
+from fakequant.nn._layer_kinds import AnyLayer
+from fakequant.nn._owned_product import OwnedProduct
+from fakequant.nn._quantizer import fake_quantize
+from fakequant.ptq._changes import Changes, LayerChange
+from fakequant.ptq._layer_products import Product
+from fakequant.ptq._paired_runs import Pair, PairedRuns
+from fakequant.ptq._rounding import kind_name, layer_filter, listed
+from fakequant.ptq._undoing import undone_on_error
+from fakequant.ptq._weight_grids import weight_grid
+
+
+def correct_bias(
+    model: nn.Module,
+    data: Data,
+    *,
+    layers: str | Sequence[str] = "*",
+    steps: int | None = None,
+    reference: nn.Module | None = None,
+    progress: bool = True,
+) -> Changes:
+    """Moves the mean error of each layer's result into its bias, in place, without labels.
+
+    Rounding the weights of a layer, and clipping its input, shift the mean of its result. The shift is the difference
+    between the means of the result in the quantized and in the float model, per channel:
+
+        bias = bias - (mean of y - mean of y in the float model)
+
+    Layers are corrected in the order in which they run, each with the inputs that it has after all layers before it
+    were corrected. If a batch norm follows that `convert` will fold, its running mean changes instead, which has the
+    same effect on the folded bias. Layers with neither are left as they are.
+
+    Args:
+        model: A prepared and calibrated model.
+        data: Batches, as for `fakequant.calibrate`. A few hundred samples suffice.
+        layers: Patterns of the paths of the layers to correct, such as "encoder.*".
+        steps: The maximum number of batches. If None, all are used.
+        reference: The float model. If None, `model` with quantizers off, as it is when the function is called. Pass
+            it if the weights are points of their grids, as `adaround` and `gptq` leave them.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The SQNR of each layer's result before and after.
+
+    >>> import fakequant as fq
+    >>> config = fq.QuantConfig(default=fq.LayerConfig(weight=fq.presets.int8()))
+    >>> model = fq.prepare(nn.Sequential(nn.Linear(2, 1)), config)
+    >>> with torch.no_grad():
+    ...     _ = model[0].weight.copy_(torch.tensor([[127.0, 0.25]]))  # 0.25 is rounded to 0
+    ...     _ = model[0].bias.zero_()
+    >>> changes = fq.ptq.correct_bias(model, [torch.tensor([[1.0, 1.0], [2.0, 3.0]])], progress=False)
+    >>> model[0].bias
+    Parameter containing:
+    tensor([0.5000], requires_grad=True)
+    """
+    chosen = layer_filter(layers)
+    with undone_on_error(model), PairedRuns(model, data, steps, reference) as runs:
+        if reference is None:
+            _warn_if_rounded(runs.layers)
+        reasons = {path: why for path, layer in runs.layers.items() if (why := _reason(layer)) is not None}
+        changes: dict[str, LayerChange] = {}
+        with Bar(total=len(runs.called), desc="correct_bias", disable=not progress, leave=False) as bar:
+            for wave in runs.waves:
+                paths = [path for path in wave if path not in reasons and chosen(path)]
+                for path, means in (_means_of(runs.pairs(paths), runs) if paths else {}).items():
+                    layer = runs.layers[path]
+                    _subtract(layer, means.shift())
+                    changes[path] = LayerChange(path, kind_name(layer), *means.decibels())
+                bar.update(len(wave))
+    return Changes("correct_bias", "SQNR dB", listed(runs, changes, reasons, chosen))
+
+
+@dataclasses.dataclass
+class _Means:
+    """Sums over the positions of a result, per channel, in float64."""
+
+    count: Tensor
+    error: Tensor
+    square: Tensor
+    signal: float = 0.0
+
+    def shift(self) -> Tensor:
+        return self.error / self.count.clamp(min=1)
+
+    def decibels(self) -> tuple[float, float]:
+        left = self.square - self.shift().square() * self.count
+        return decibels(self.signal, float(self.square.sum())), decibels(self.signal, float(left.clamp(min=0).sum()))
+
+
+def _means_of(pairs: Iterable[Pair], runs: PairedRuns) -> dict[str, _Means]:
+    found: dict[str, _Means] = {}
+    for path, product, reference in pairs:
+        expected = runs.float_result(path, product) if reference is None else reference.y
+        y, z = (product.channels_last(t).double() for t in (product.y, expected))
+        channels = _channels(product, runs.layers[path])
+        if path not in found:
+            zeros = torch.zeros(channels.total, dtype=torch.float64, device=y.device)
+            found[path] = _Means(zeros, zeros.clone(), zeros.clone())
+        means = found[path]
+        means.signal += float(z.square().sum())
+        means.count += channels.add(torch.ones_like(y))
+        means.error += channels.add(y - z)
+        means.square += channels.add((y - z).square())
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Channels:
+    """Which elements of a layer's bias the channels of a product belong to."""
+
+    product: Product
+    total: int
+
+    def add(self, rows: Tensor) -> Tensor:
+        """Returns the sums of rows of channels, with one element for each element of the bias."""
+        groups, part = self.product.groups, self.product.part
+        if groups is not None:
+            sums = rows.new_zeros(groups.number, rows.shape[1]).index_add_(0, groups.experts, rows)
+            return sums.flatten()
+        sums = rows.sum(0)
+        if part is None:
+            return sums
+        whole = rows.new_zeros(self.total)
+        whole.view(-1, len(sums))[part] = sums
+        return whole
+
+
+def _channels(product: Product, layer: AnyLayer) -> _Channels:
+    bias = getattr(layer, layer._fakequant.kind.bias_name, None)
+    norm: BatchNorm | None = layer._fakequant.norm
+    where = norm.running_mean if norm is not None else bias
+    assert where is not None
+    return _Channels(product, where.numel())
+
+
+def _reason(layer: AnyLayer) -> str | None:
+    if layer.weight_quantizer is None and layer.input_quantizer is None and layer._fakequant.input_grid is None:
+        return "it is not quantized"
+    if not layer._fakequant.kind.has_input:
+        return "it looks up rows of its weight"
+    if layer._fakequant.norm is not None:
+        return None
+    if getattr(layer, layer._fakequant.kind.bias_name, None) is None:
+        return "it has no bias, and no batch norm follows"
+    return None
+
+
+@torch.no_grad()
+def _subtract(layer: AnyLayer, shift: Tensor) -> None:
+    norm: BatchNorm | None = layer._fakequant.norm
+    if norm is not None:
+        norm.running_mean += shift.to(norm.running_mean.dtype)
+        return
+    bias = _stored_bias(layer)
+    bias -= shift.to(bias.dtype).view(bias.shape)
+
+
+def _stored_bias(layer: AnyLayer) -> Tensor:
+    name: str = layer._fakequant.kind.bias_name
+    bias: Tensor = getattr(layer.owner, layer.names[name]) if isinstance(layer, OwnedProduct) else getattr(layer, name)
+    return bias
+
+
+def _warn_if_rounded(layers: dict[str, AnyLayer]) -> None:
+    """Warns if all weights are on their grids, so that the model does not show its own rounding errors."""
+    grids = [
+        weight_grid(x) for x in layers.values() if x.weight_quantizer is not None and x.weight_quantizer.quantizing
+    ]
+    if grids and all(torch.equal(fake_quantize(g.weight, *g.qparams, g.quantizer.spec), g.weight) for g in grids):
+        warnings.warn(
+            "All weights are on their grids already, as after `adaround` or `gptq`, so the errors of rounding them "
+            "cannot be seen.\nPass the float model: correct_bias(model, data, reference=float_model).",
+            UserWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,233 @@
+"""Runs of a prepared model and of its float reference, layer by layer from the front."""
+
+import copy
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fakequant._prepare.attach import FLOW_BUFFER, link_norms
+from fakequant._prepare.prepare import preparation
+from fakequant._train.calibrate import without_scale
+from fakequant._train.running import Data, call_arguments, check_steps, copied, evaluating, run
+from fakequant.nn._layer_kinds import AnyLayer
+from fakequant.nn._model_quantizers import quantizers, switch_quantizers
+from fakequant.nn._quantized_layer import QuantizedLayer
+from fakequant.ptq._layer_products import Product, watching_products
+
+# Products of the reference are kept for the next layers up to this number of bytes.
+_CACHE = 1 << 30
+
+
+class _Enough(BaseException):
+    """Ends a run of a model in which all products of interest were seen."""
+
+
+class Pair(NamedTuple):
+    """The same product in the prepared model and in the reference."""
+
+    path: str
+    quantized: Product
+    # None if the reference did not compute it: the models took different paths.
+    reference: Product | None
+
+
+class PairedRuns:
+    """Runs a prepared model and its float reference on the same batches, and pairs their products.
+
+    Use it in a `with` statement, in which both models are in evaluation mode.
+
+    Args:
+        model: A prepared and calibrated model.
+        data: Batches.
+        steps: The maximum number of batches. None for all.
+        reference: A float model, or None for `model` with quantizers off, as it is now.
+    """
+
+    def __init__(self, model: nn.Module, data: Data, steps: int | None, reference: nn.Module | None) -> None:
+        preparation(model)
+        self.model = model
+        self._batches = _collected(model, data, steps)
+        missing = without_scale(model)
+        if missing is not None:
+            raise ValueError(
+                f"{missing} have no scale, because they have not observed any data.\n"
+                "Call fakequant.calibrate(model, data) first."
+            )
+        link_norms(model)
+        self._reference = _reference_of(model, reference)
+        self.layers: dict[str, AnyLayer] = {p: m for p, m in model.named_modules() if isinstance(m, QuantizedLayer)}
+        # The paths of layers in the order of their first call; layers with the same input together.
+        self.waves: list[list[str]] = []
+        # How often each layer was called, per batch.
+        self._calls: list[Counter[str]] = []
+        # Products of the reference, per batch and path. Empty if they would need too much memory.
+        self._kept: list[dict[str, list[Product]]] = []
+
+    def __enter__(self) -> "PairedRuns":
+        self._undo = ExitStack()
+        with ExitStack() as undo:
+            undo.enter_context(torch.no_grad())
+            undo.enter_context(evaluating(self.model))
+            undo.enter_context(evaluating(self._reference))
+            self._explore()
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._kept.clear()
+        self._undo.close()
+
+    def reference_weight(self, path: str) -> Tensor:
+        """Returns the weight of a layer in the reference."""
+        layer: AnyLayer = self._reference.get_submodule(path)
+        weight: Tensor = layer._fakequant.kind.read_weight(layer)
+        return weight.detach()
+
+    def float_result(self, path: str, product: Product) -> Tensor:
+        """Returns what the layer of the reference computes from the float input that it has in the quantized model."""
+        layer: AnyLayer = self._reference.get_submodule(path)
+        weight = self.reference_weight(path)
+        bias: Tensor | None = getattr(layer, layer._fakequant.kind.bias_name, None)
+        if product.part is not None:
+            assert product.form is not None
+            weight = weight.chunk(product.form.matrices)[product.part]
+            bias = None if bias is None else bias.chunk(product.form.matrices)[product.part]
+        return product.operator(product.source, weight, bias)
+
+    @property
+    def called(self) -> list[str]:
+        """The paths of all layers that were called, in order."""
+        return [path for wave in self.waves for path in wave]
+
+    def _explore(self) -> None:
+        order: list[tuple[str, Any]] = []
+        size = 0
+        for batch in self._batches:
+            seen = _products(self._reference, batch, None, None)
+            self._calls.append(Counter(path for path, _ in seen))
+            known = {path for path, _ in order}
+            for path, product in seen:
+                if path not in known:
+                    known.add(path)
+                    order.append((path, product.source))
+            size += sum(product.x.nbytes + product.y.nbytes for _, product in seen)
+            if size <= _CACHE:
+                self._kept.append(_by_path(seen))
+            else:
+                self._kept.clear()
+        last: Any = None
+        for path, source in order:
+            if source is last:
+                self.waves[-1].append(path)
+            else:
+                self.waves.append([path])
+            last = source
+
+    def pairs(self, paths: list[str]) -> Iterator[Pair]:
+        """Runs both models on all batches, and yields the products of some layers. The models run no further."""
+        is_kept = len(self._kept) == len(self._batches)
+        for number, batch in enumerate(self._batches):
+            wanted = Counter({path: self._calls[number][path] for path in paths})
+            expected = self._kept[number] if is_kept else _by_path(_products(self._reference, batch, paths, wanted))
+            found = _by_path(_products(self.model, batch, paths, wanted))
+            for path in paths:
+                others = expected.get(path, [])
+                for index, product in enumerate(found.get(path, [])):
+                    other = others[index] if index < len(others) else None
+                    yield Pair(path, product, other if other is not None and _is_same(product, other) else None)
+
+
+def _products(
+    model: nn.Module, batch: Any, paths: list[str] | None, wanted: Counter[str] | None
+) -> list[tuple[str, Product]]:
+    """Runs a model on a batch, and returns the products of its layers, in order.
+
+    Args:
+        model: The prepared model.
+        batch: The batch.
+        paths: The layers to watch. None for all.
+        wanted: If not None, the run ends after this number of products of each layer.
+    """
+    layers = {module: path for path, module in model.named_modules() if isinstance(module, QuantizedLayer)}
+    watched = [module for module, path in layers.items() if paths is None or path in paths]
+    found: list[tuple[str, Product]] = []
+    left = None if wanted is None else wanted.copy()
+
+    def see(layer: AnyLayer, product: Product) -> None:
+        path = layers[layer]
+        found.append((path, product))
+        if left is not None:
+            left[path] -= 1
+            if all(number <= 0 for number in left.values()):
+                raise _Enough
+
+    args, kwargs = copied(*call_arguments(model, batch))
+    with watching_products(watched, see), suppress(_Enough):
+        model(*args, **kwargs)
+    return found
+
+
+def _by_path(products: list[tuple[str, Product]]) -> dict[str, list[Product]]:
+    found: dict[str, list[Product]] = {}
+    for path, product in products:
+        found.setdefault(path, []).append(product)
+    return found
+
+
+def _is_same(product: Product, other: Product) -> bool:
+    """Returns True if the rows of two products belong together."""
+    if product.x.shape != other.x.shape or product.part != other.part:
+        return False
+    if product.groups is None or other.groups is None:
+        return product.groups is other.groups
+    return torch.equal(product.groups.experts, other.groups.experts)
+
+
+def _collected(model: nn.Module, data: Data, steps: int | None) -> list[Any]:
+    """Returns the batches as a list, because several models run on them, several times."""
+    check_steps(steps)
+    if callable(data) and not isinstance(data, Iterable):
+        raise TypeError("`data` must be an iterable of batches, because the model runs on it several times.")
+    batches: list[Any] = []
+
+    def keep(*args: Any, **kwargs: Any) -> None:
+        batches.append(kwargs if kwargs else args)
+
+    run(model, data, steps, call=keep)
+    if not batches:
+        raise ValueError("`data` has no batches, so there is nothing to measure.")
+    return batches
+
+
+def _reference_of(model: nn.Module, reference: nn.Module | None) -> nn.Module:
+    """Returns a copy of a prepared model that computes in float, with the weights of `reference`."""
+    made = copy.deepcopy(model)
+    link_norms(made)
+    switch_quantizers(made, quantizing=False)
+    if reference is None:
+        return made
+    if not isinstance(reference, nn.Module):
+        raise TypeError(f"`reference` must be a float model or None, got {type(reference).__name__}.")
+    given, own = dict(_named_tensors(reference)), dict(_named_tensors(made))
+    odd = next((name for name, t in given.items() if name not in own or own[name].shape != t.shape), None)
+    if odd is not None or not given:
+        raise ValueError(
+            f"`reference` is not the float model of `model`: {odd or 'a parameter'} has no counterpart of the same "
+            "shape.\nPass the model from before fakequant.prepare, or a copy of it."
+        )
+    with torch.no_grad():
+        for name, tensor in given.items():
+            own[name].copy_(tensor)
+    return made
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters and buffers of a model, without those of its quantizers."""
+    of_quantizers = {id(t) for _, q in quantizers(model) for t in (*q.parameters(), *q.buffers())}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) not in of_quantizers and name != FLOW_BUFFER:
+            yield name, tensor
