@@ -1,6 +1,5 @@
 """`adaround`: learns for each weight whether it is rounded up or down."""
 
-import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -8,22 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from fakequant._train.running import Data
+from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.ptq._changes import Changes
-from fakequant.ptq._rounding import Problem, round_layers
-
-# The rectified sigmoid h(v) = clip(sigmoid(v) * (1 + 2 * _STRETCH) - _STRETCH, 0, 1) reaches 0 and 1.
-_STRETCH = 0.1
-_RATE = 0.1
-# The weight of the regularization, relative to the error of the nearest codes, and the share of iterations before it.
-_REGULARIZATION, _WARM_UP = 0.1, 0.2
-# The exponent of the regularization is lowered from the first to the second.
-_EXPONENTS = (20.0, 2.0)
+from fakequant.ptq._rounding import Blocks, Problem, layer_filter, round_layers
+from fakequant.ptq._soft_rounding import RATE, REGULARIZATION, STRETCH, exponent_at, initial_rounding, soft_rounding
 
 
 def adaround(
     model: nn.Module,
     data: Data,
     *,
+    blocks: str | Sequence[str] = (),
     iterations: int = 500,
     damping: float = 0.01,
     layers: str | Sequence[str] = "*",
@@ -49,7 +43,10 @@ def adaround(
     Args:
         model: A prepared and calibrated model.
         data: Batches, as for `fakequant.calibrate`. A few hundred samples suffice.
-        iterations: The number of steps of the optimizer per layer.
+        blocks: Patterns of the paths of modules, such as "layers.*", whose layers are rounded together, so that the
+            result of the module stays close to that of the float model (BRECQ). They are rounded one by one first.
+            This takes longer: every step runs the module on a batch, forward and backward.
+        iterations: The number of steps of the optimizer per layer or block.
         damping: How strongly weights are kept near those of the float model, relative to the mean square of the inputs.
         layers: Patterns of the paths of the layers to round, such as "encoder.*".
         steps: The maximum number of batches. If None, all are used.
@@ -75,6 +72,7 @@ def adaround(
         data,
         "adaround",
         solve,
+        blocks=_find_blocks(model, blocks, iterations),
         damping=damping,
         layers=layers,
         steps=steps,
@@ -83,28 +81,21 @@ def adaround(
     )
 
 
-def soft_rounding(v: Tensor) -> Tensor:
-    """Returns h(v), between 0 and 1.
-
-    >>> soft_rounding(torch.tensor([-9.0, 0.0, 9.0]))
-    tensor([0.0000, 0.5000, 1.0000])
-    """
-    return (torch.sigmoid(v) * (1 + 2 * _STRETCH) - _STRETCH).clamp(0, 1)
-
-
-def initial_rounding(fraction: Tensor) -> Tensor:
-    """Returns v with h(v) = fraction."""
-    inner = (fraction.clamp(0.01, 0.99) + _STRETCH) / (1 + 2 * _STRETCH)
-    return torch.log(inner / (1 - inner))
-
-
-def exponent_at(progress: float) -> float | None:
-    """Returns beta after a share of the iterations. None before the regularization starts."""
-    if progress < _WARM_UP:
-        return None
-    first, last = _EXPONENTS
-    done = (progress - _WARM_UP) / (1 - _WARM_UP)
-    return last + (first - last) * 0.5 * (1 + math.cos(math.pi * done))
+def _find_blocks(model: nn.Module, patterns: str | Sequence[str], iterations: int) -> Blocks:
+    """Returns the outermost modules that match one of the patterns, with their layers."""
+    matches = layer_filter("blocks", patterns)
+    found: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        if matches(path) and not any(path.startswith(f"{outer}.") or outer == "" for outer in found):
+            layers = [name for name, m in module.named_modules(prefix=path) if isinstance(m, QuantizedLayer)]
+            if layers:
+                found[path] = layers
+    if patterns and not found:
+        raise ValueError(
+            f"`blocks` matches no module with quantized layers: {patterns!r}.\n"
+            "Use patterns of paths as in `model.named_modules()`, such as 'layers.*'."
+        )
+    return Blocks(found, iterations)
 
 
 def _learn_rounding(problem: Problem, iterations: int) -> Tensor:
@@ -115,10 +106,10 @@ def _learn_rounding(problem: Problem, iterations: int) -> Tensor:
     least = problem.moments.error(problem.values(problem.nearest()))
     unit = torch.where(least > 0, least, 1.0)[..., None].float()
     v = nn.Parameter(initial_rounding(problem.weight / scale - down))
-    optimizer = torch.optim.Adam([v], lr=_RATE)
+    optimizer = torch.optim.Adam([v], lr=RATE)
     for iteration in range(iterations):
         s = torch.sigmoid(v.detach())
-        stretched = s * (1 + 2 * _STRETCH) - _STRETCH
+        stretched = s * (1 + 2 * STRETCH) - STRETCH
         h = stretched.clamp(0, 1)
         codes = down + h + zero_point
         inside = (codes >= problem.qmin) & (codes <= problem.qmax)
@@ -126,7 +117,7 @@ def _learn_rounding(problem: Problem, iterations: int) -> Tensor:
         beta = exponent_at(iteration / iterations)
         if beta is not None:
             u = 2 * h - 1
-            slope = slope - _REGULARIZATION * 2 * beta * u.abs() ** (beta - 1) * u.sign()
-        v.grad = slope * (h == stretched) * (1 + 2 * _STRETCH) * s * (1 - s)
+            slope = slope - REGULARIZATION * 2 * beta * u.abs() ** (beta - 1) * u.sign()
+        v.grad = slope * (h == stretched) * (1 + 2 * STRETCH) * s * (1 - s)
         optimizer.step()
     return (down + (soft_rounding(v.detach()) >= 0.5) + zero_point).clamp(problem.qmin, problem.qmax)

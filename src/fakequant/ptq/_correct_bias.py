@@ -64,7 +64,7 @@ def correct_bias(
     Parameter containing:
     tensor([0.5000], requires_grad=True)
     """
-    chosen = layer_filter(layers)
+    chosen = layer_filter("layers", layers)
     with undone_on_error(model), PairedRuns(model, data, steps, reference) as runs:
         if reference is None:
             _warn_if_rounded(runs.layers)

@@ -16,6 +16,7 @@ from fakequant._train.running import Data, call_arguments, check_steps, copied, 
 from fakequant.nn._layer_kinds import AnyLayer
 from fakequant.nn._model_quantizers import quantizers, switch_quantizers
 from fakequant.nn._quantized_layer import QuantizedLayer
+from fakequant.ptq._block_rounding import BlockCall, tensors_of
 from fakequant.ptq._layer_products import Product, watching_products
 
 # Products of the reference are kept for the next layers up to this number of bytes.
@@ -139,6 +140,36 @@ class PairedRuns:
                 for index, product in enumerate(found.get(path, [])):
                     other = others[index] if index < len(others) else None
                     yield Pair(path, product, other if other is not None and _is_same(product, other) else None)
+
+    def block_calls(self, path: str) -> list[BlockCall]:
+        """Returns the calls of a module, in all batches."""
+        found = []
+        for batch in self._batches:
+            given = _calls_of(self.model, path, batch)
+            expected = _calls_of(self._reference, path, batch)
+            for (args, kwargs, _), (*_, result) in zip(given, expected, strict=False):
+                found.append(BlockCall(args, kwargs, result))
+        return found
+
+
+def _calls_of(model: nn.Module, path: str, batch: Any) -> list[tuple[Any, Any, list[Tensor]]]:
+    """Runs a model on a batch, and returns arguments and results of the calls of a module."""
+    given: list[tuple[Any, Any]] = []
+    results: list[list[Tensor]] = []
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        given.append(copied(args, kwargs))
+
+    def after(module: nn.Module, args: Any, result: Any) -> None:
+        results.append([tensor.detach().clone() for tensor in tensors_of(result)])
+
+    module = model.get_submodule(path)
+    with ExitStack() as undo:
+        undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        undo.callback(module.register_forward_hook(after).remove)
+        args, kwargs = copied(*call_arguments(model, batch))
+        model(*args, **kwargs)
+    return [(*pair, result) for pair, result in zip(given, results, strict=True)]
 
 
 def _products(

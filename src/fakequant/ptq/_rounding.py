@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from fakequant._train.running import Bar, Data
 from fakequant.nn._layer_kinds import AnyLayer
+from fakequant.nn._records import float_class_of
+from fakequant.ptq._block_rounding import round_block
 from fakequant.ptq._changes import Changes, LayerChange
 from fakequant.ptq._coordinate_descent import descend
 from fakequant.ptq._moments import Moments, moments_of
@@ -52,6 +54,31 @@ class Problem:
         return (torch.round(self.weight / self.scale) + self.zero_point).clamp(self.qmin, self.qmax)
 
 
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Layers that are rounded together.
+
+    Attributes:
+        layers: The paths of the layers of each block, by the path of the block.
+        iterations: The number of steps of the optimizer per block.
+    """
+
+    layers: dict[str, list[str]]
+    iterations: int
+
+    def of(self, path: str) -> str:
+        """Returns the path of the block that contains a layer, or of the layer if none does."""
+        return next((block for block, inner in self.layers.items() if path in inner), path)
+
+    def ended_by(self, wave: list[str], called: list[str]) -> list[str]:
+        """Returns the blocks whose last layer, in the order of the calls, is in a wave."""
+        last = {
+            block: max(inner, key=lambda p: called.index(p) if p in called else -1)
+            for block, inner in self.layers.items()
+        }
+        return [block for block, path in last.items() if path in wave]
+
+
 # Returns the codes of the weight, as floats.
 Solver: TypeAlias = Callable[[Problem], Tensor]
 
@@ -64,6 +91,7 @@ def round_layers(
     *,
     damping: float,
     layers: str | Sequence[str],
+    blocks: Blocks | None = None,
     steps: int | None,
     reference: nn.Module | None,
     progress: bool,
@@ -75,33 +103,55 @@ def round_layers(
     nearest are used.
     """
     _check_damping(damping)
-    chosen = layer_filter(layers)
+    chosen = layer_filter("layers", layers)
+    blocks = blocks or Blocks({}, 0)
     with undone_on_error(model), PairedRuns(model, data, steps, reference) as runs:
         reasons = reasons_against_rounding(model, runs.layers)
         changes: dict[str, LayerChange] = {}
+        grids: dict[str, WeightGrid] = {}
         with Bar(total=len(runs.called), desc=name, disable=not progress, leave=False) as bar:
             for wave in runs.waves:
                 paths = [path for path in wave if path not in reasons and chosen(path)]
                 weights = {path: runs.reference_weight(path) for path in paths}
                 found = moments_of(runs.pairs(paths), weights, _ROWS) if paths else {}
-                for path in wave:
+                for path in paths:
                     moments = found.get(path)
                     if moments is not None:
-                        before, after = _round(weight_grid(runs.layers[path]), moments, solve, damping)
-                        changes[path] = LayerChange(path, kind_name(runs.layers[path]), before, after)
-                    bar.update()
-    return Changes(name, "SQNR dB", listed(runs, changes, reasons, chosen))
+                        grids[path] = weight_grid(runs.layers[path])
+                        sqnr = _round(grids[path], moments, solve, damping)
+                        changes[path] = LayerChange(path, kind_name(runs.layers[path]), *sqnr)
+                for block in blocks.ended_by(wave, runs.called):
+                    own = [grids[path] for path in blocks.layers[block] if path in grids]
+                    changes[block] = _round_block(runs, block, own, blocks.iterations)
+                bar.update(len(wave))
+    return Changes(name, "SQNR dB", listed(runs, changes, reasons, chosen, blocks))
+
+
+def _round_block(runs: PairedRuns, path: str, grids: list[WeightGrid], iterations: int) -> LayerChange:
+    block = runs.model.get_submodule(path)
+    kind = float_class_of(block).__name__
+    if not grids:
+        return LayerChange(path, kind, reason="the weights of its layers cannot be rounded")
+    return LayerChange(path, kind, *round_block(block, grids, runs.block_calls(path), iterations))
 
 
 def listed(
-    runs: PairedRuns, changes: dict[str, LayerChange], reasons: dict[str, str], chosen: Callable[[str], bool]
+    runs: PairedRuns,
+    changes: dict[str, LayerChange],
+    reasons: dict[str, str],
+    chosen: Callable[[str], bool],
+    blocks: Blocks | None = None,
 ) -> list[LayerChange]:
-    """Returns a row for every layer, those that ran first, with the reason why a layer was not changed."""
-    rows = []
+    """Returns a row for every layer, those that ran first, with the reason why a layer was not changed.
+
+    Layers that were changed together have one row.
+    """
+    rows: list[LayerChange] = []
     for path in (*runs.called, *(p for p in runs.layers if p not in runs.called)):
         layer = runs.layers[path]
-        if path in changes:
-            rows.append(changes[path])
+        change = changes.get(path if blocks is None else blocks.of(path))
+        if change is not None:
+            rows += [change] if change not in rows else []
             continue
         reason = "not chosen by `layers`" if not chosen(path) else reasons.get(path)
         if reason is None and not layer._fakequant.kind.has_input:
@@ -118,12 +168,12 @@ def kind_name(layer: AnyLayer) -> str:
     return name
 
 
-def layer_filter(layers: str | Sequence[str]) -> Callable[[str], bool]:
-    """Returns a function that tells whether a path matches one of some patterns."""
-    patterns = [layers] if isinstance(layers, str) else list(layers)
+def layer_filter(name: str, patterns: str | Sequence[str]) -> Callable[[str], bool]:
+    """Returns a function that tells whether a path matches one of the patterns given as the argument `name`."""
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     for pattern in patterns:
         if not isinstance(pattern, str):
-            raise TypeError(f"`layers` must be a pattern of paths, such as 'encoder.*', or several, got {pattern!r}.")
+            raise TypeError(f"`{name}` must be a pattern of paths, such as 'encoder.*', or several, got {pattern!r}.")
     return lambda path: any(fnmatchcase(path, pattern) for pattern in patterns)
 
 

@@ -36,6 +36,11 @@ class WeightGrid:
         quantizer: Quantizer = self.layer.weight_quantizer
         return quantizer
 
+    def codes(self, weight: Tensor) -> Tensor:
+        """Returns the codes nearest to a weight, as floats."""
+        spec = self.quantizer.spec
+        return (torch.round(weight.float() / self.scale) + self.zero_point).clamp(spec.qmin, spec.qmax)
+
     @torch.no_grad()
     def write(self, codes: Tensor) -> None:
         """Sets the weight to the values of the codes, and keeps the scale from changing with it."""
