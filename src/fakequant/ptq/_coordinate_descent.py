@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from fakequant.ptq._rounding import Problem
 
 _SWEEPS = 4
+# Inputs that are changed before the gradient of all others is updated, in one product.
+_BLOCK = 64
 
 
 def descend(problem: "Problem", codes: Tensor) -> Tensor:
@@ -29,14 +31,21 @@ def descend(problem: "Problem", codes: Tensor) -> Tensor:
     a, scale, codes = problem.moments.a, problem.scale.double(), codes.double()
     diagonal = a.diagonal(dim1=1, dim2=2)
     slope = problem.values(codes) @ a - problem.moments.b  # half the gradient
+    inputs = codes.shape[2]
     for _ in range(_SWEEPS):
         before = codes.clone()
-        for k in range(codes.shape[2]):
-            step = scale[..., k]
-            wanted = codes[..., k] - torch.round(slope[..., k] / (diagonal[:, None, k] * step))
-            change = wanted.clamp(problem.qmin, problem.qmax) - codes[..., k]
-            codes[..., k] += change
-            slope += (change * step)[..., None] * a[:, None, k]
+        for start in range(0, inputs, _BLOCK):
+            end = min(start + _BLOCK, inputs)
+            changes = torch.zeros_like(codes[..., start:end])
+            for k in range(start, end):
+                step = scale[..., k]
+                wanted = codes[..., k] - torch.round(slope[..., k] / (diagonal[:, None, k] * step))
+                change = wanted.clamp(problem.qmin, problem.qmax) - codes[..., k]
+                codes[..., k] += change
+                changes[..., k - start] = change * step
+                slope[..., start:end] += changes[..., k - start, None] * a[:, None, k, start:end]
+            slope[..., :start] += changes @ a[:, start:end, :start]
+            slope[..., end:] += changes @ a[:, start:end, end:]
         if torch.equal(codes, before):
             break
     return codes.float()

@@ -80,29 +80,29 @@ def gptq(
 
 def _round_columns(problem: Problem, act_order: bool) -> Tensor:
     """Returns the codes that GPTQ chooses."""
-    moments = problem.moments
-    codes = torch.empty_like(problem.weight, dtype=torch.float64)
-    for number, (a, b) in enumerate(zip(moments.a, moments.b, strict=True)):
-        order = a.diagonal().argsort(descending=True) if act_order else torch.arange(len(a), device=a.device)
-        scale, zero_point = (t[number][:, order].double() for t in (problem.scale, problem.zero_point))
-        lower = torch.linalg.cholesky(a[order][:, order])
-        start = torch.cholesky_solve(b[:, order].t(), lower).t()
-        upper = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
-        codes[number][:, order] = _compensated(start, scale, zero_point, upper, problem.qmin, problem.qmax)
-    return codes.float()
+    a, b = problem.moments.a, problem.moments.b
+    diagonal = a.diagonal(dim1=1, dim2=2)
+    order = diagonal.argsort(1, descending=True) if act_order else torch.arange(a.shape[1], device=a.device)[None]
+    rows, columns = order[:, :, None], order[:, None, :]
+    lower = torch.linalg.cholesky(a.take_along_dim(rows, 1).take_along_dim(columns, 2))
+    start = torch.cholesky_solve(b.take_along_dim(columns, 2).transpose(1, 2), lower).transpose(1, 2)
+    upper = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
+    scale, zero_point = (t.double().take_along_dim(columns, 2) for t in (problem.scale, problem.zero_point))
+    codes = _compensated(start.contiguous(), scale, zero_point, upper, (problem.qmin, problem.qmax))
+    return codes.take_along_dim(columns.argsort(2), 2).float()
 
 
-def _compensated(w: Tensor, scale: Tensor, zero_point: Tensor, upper: Tensor, qmin: int, qmax: int) -> Tensor:
-    """Returns the codes of a matrix, rounded column by column. Changes `w`."""
+def _compensated(w: Tensor, scale: Tensor, zero_point: Tensor, upper: Tensor, limits: tuple[int, int]) -> Tensor:
+    """Returns the codes of matrices, rounded column by column. Changes `w`."""
     codes = torch.empty_like(w)
-    columns = w.shape[1]
+    columns = w.shape[2]
     for start in range(0, columns, _BLOCK):
         end = min(start + _BLOCK, columns)
-        errors = torch.empty_like(w[:, start:end])
+        errors = torch.empty_like(w[..., start:end])
         for k in range(start, end):
-            code = (torch.round(w[:, k] / scale[:, k]) + zero_point[:, k]).clamp(qmin, qmax)
-            error = (w[:, k] - (code - zero_point[:, k]) * scale[:, k]) / upper[k, k]
-            w[:, k:end] -= error[:, None] * upper[k, k:end]
-            codes[:, k], errors[:, k - start] = code, error
-        w[:, end:] -= errors @ upper[start:end, end:]
+            code = (torch.round(w[..., k] / scale[..., k]) + zero_point[..., k]).clamp(*limits)
+            error = (w[..., k] - (code - zero_point[..., k]) * scale[..., k]) / upper[:, None, k, k]
+            w[..., k:end] -= error[..., None] * upper[:, None, k, k:end]
+            codes[..., k], errors[..., k - start] = code, error
+        w[..., end:] -= errors @ upper[:, start:end, end:]
     return codes

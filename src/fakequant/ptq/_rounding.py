@@ -99,8 +99,7 @@ def round_layers(
     """Rounds the weights of a prepared model with a solver, in place, and returns the SQNR of the layers' results.
 
     Layers are rounded in the order in which they run, each with the inputs that it has after all layers before it
-    were rounded. The solver's codes are improved one by one. Where they are no better than the nearest codes, the
-    nearest are used.
+    were rounded.
     """
     _check_damping(damping)
     chosen = layer_filter("layers", layers)
@@ -188,12 +187,21 @@ def _round(grid: WeightGrid, moments: Moments, solve: Solver, damping: float) ->
         spec.qmax,
         moments.damped(damping),
     )
-    nearest = problem.nearest()
-    codes = descend(problem, solve(problem))
-    error, least = (problem.moments.error(problem.values(c)) for c in (codes, nearest))
-    codes = torch.where((error < least)[..., None], codes, nearest)
+    codes = best_codes(problem, solve)
     grid.write(form.weight(codes, grid.weight))
-    return moments.sqnr(problem.values(nearest)), moments.sqnr(problem.values(codes))
+    return moments.sqnr(problem.values(problem.nearest())), moments.sqnr(problem.values(codes))
+
+
+def best_codes(problem: Problem, solve: Solver) -> Tensor:
+    """Returns, for each output, the better of the solver's codes and the nearest codes, both improved one by one."""
+    nearest = problem.nearest()
+    best, least = nearest, problem.moments.error(problem.values(nearest))
+    for start in (nearest, solve(problem)):
+        codes = descend(problem, start)
+        error = problem.moments.error(problem.values(codes))
+        best = torch.where((error < least)[..., None], codes, best)
+        least = torch.minimum(error, least)
+    return best
 
 
 def _check_damping(damping: float) -> None:

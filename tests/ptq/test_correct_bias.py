@@ -1,0 +1,112 @@
+"""`correct_bias`: where the mean error of a layer goes."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from ptq_models import IMAGES, chain, config, output_error, randn, ready
+from torch import nn
+
+import fakequant as fq
+
+
+def mean_result(model, layer, data):
+    """Returns the mean of a layer's result per channel."""
+    seen = []
+    with torch.no_grad():
+        handle = layer.register_forward_hook(lambda module, args, y: seen.append(y.transpose(0, 1).flatten(1)))
+        for x in data:
+            model(x)
+        handle.remove()
+    return torch.cat(seen, 1).double().mean(1)
+
+
+def test_means_of_all_layers_are_those_of_the_float_model():
+    floats = chain()
+    model = ready(copy.deepcopy(floats), IMAGES)
+    before = output_error(model, floats, IMAGES)
+    changes = fq.ptq.correct_bias(model, IMAGES, progress=False)
+    assert changes.changed == ["0", "3", "6"]
+    assert output_error(model, floats, IMAGES) < before
+    for index in (1, 3, 6):  # after the batch norm, which takes the correction
+        expected = mean_result(floats, floats[index], IMAGES)
+        # The bias is rounded to an integer at the scale of the sums: half a step.
+        layer = model[index if index != 1 else 0]
+        scales = layer.weight_quantizer.scale * (layer.input_quantizer.scale if layer.input_quantizer else 1)
+        slack = float(scales.max()) * (4 if index == 1 else 0.51)
+        assert (mean_result(model, model[index], IMAGES) - expected).abs().max() < slack
+
+
+def test_correction_goes_into_the_running_mean_of_a_batch_norm_that_folds():
+    model = ready(chain(), IMAGES)
+    parameters = {name: p.clone() for name, p in model.named_parameters()}
+    mean = model[1].running_mean.clone()
+    fq.ptq.correct_bias(model, IMAGES, layers="0", progress=False)
+    assert all(torch.equal(p, parameters[name]) for name, p in model.named_parameters())
+    assert not torch.equal(model[1].running_mean, mean)
+
+
+def test_correction_is_exact_where_nothing_else_rounds():
+    """127 and 0.25 in one channel: the second is rounded to 0, so the bias takes a quarter of the mean input."""
+    used = fq.QuantConfig(default=fq.LayerConfig(weight=fq.presets.int8()))
+    model = fq.prepare(nn.Sequential(nn.Linear(2, 1)), used)
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[127.0, 0.25]]))
+        model[0].bias.fill_(1.0)
+    batches = [torch.tensor([[1.0, 8.0]]), torch.tensor([[3.0, 0.0], [5.0, 4.0]])]  # every row counts the same
+    change = fq.ptq.correct_bias(model, batches, progress=False).layers[0]
+    assert model[0].bias.tolist() == [2.0]
+    assert change.after > change.before
+
+
+def test_layers_are_corrected_with_the_inputs_of_corrected_layers():
+    """The second layer would see the error of the first, and correct it again."""
+    used = fq.QuantConfig(default=fq.LayerConfig(weight=fq.presets.int8()))
+    model = fq.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), used)
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[127.0, 0.25], [127.0, 0.0]]))
+        model[1].weight.copy_(torch.tensor([[1.0, 1.0]]))
+        for layer in model:
+            layer.bias.zero_()
+    fq.ptq.correct_bias(model, [torch.tensor([[0.0, 8.0], [0.0, 4.0]])], progress=False)
+    assert model[0].bias.tolist() == [1.5, 0.0]
+    assert model[1].bias.tolist() == [0.0]
+
+
+def test_rounded_weights_need_the_float_model():
+    floats = chain()
+    model = ready(copy.deepcopy(floats), IMAGES)
+    fq.ptq.gptq(model, IMAGES, progress=False)
+    with pytest.warns(UserWarning, match="reference=float_model"):
+        fq.ptq.correct_bias(copy.deepcopy(model), IMAGES, progress=False)
+    before = output_error(model, floats, IMAGES)
+    fq.ptq.correct_bias(model, IMAGES, reference=floats, progress=False)
+    assert output_error(model, floats, IMAGES) < before
+
+
+def test_attention_and_recurrent_layers():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.lstm = nn.LSTM(8, 4, batch_first=True)
+
+        def forward(self, x, memory):
+            y = self.attention(x, memory, memory, need_weights=False)[0]
+            return self.lstm(y + self.attention(x, x, x, need_weights=False)[0])[0]
+
+    torch.manual_seed(0)
+    data = [(randn(4, 5, 8), randn(4, 7, 8, seed=2) + 1), (randn(4, 3, 8, seed=3), randn(4, 6, 8, seed=4) + 1)]
+    floats = Model().eval()
+
+    @torch.no_grad()
+    def error(model):
+        return sum(float((model(*x) - floats(*x)).square().sum()) for x in data)
+
+    for method in (fq.ptq.correct_bias, fq.ptq.gptq, partial(fq.ptq.adaround, iterations=100)):
+        model = ready(copy.deepcopy(floats), data, config(bits=2))
+        before = error(model)
+        changes = method(model, data, progress=False)
+        assert changes.changed == ["attention", "attention.out_proj", "lstm.ih_l0", "lstm.hh_l0"]
+        assert error(model) < before
