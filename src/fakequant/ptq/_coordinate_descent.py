@@ -28,24 +28,23 @@ def descend(problem: "Problem", codes: Tensor) -> Tensor:
     >>> descend(Problem(w, torch.ones(1, 1, 2), torch.zeros(1, 1, 2), -8, 7, moments), torch.zeros(1, 1, 2))
     tensor([[[1., 0.]]])
     """
-    a, scale, codes = problem.moments.a, problem.scale.double(), codes.double()
-    diagonal = a.diagonal(dim1=1, dim2=2)
-    slope = problem.values(codes) @ a - problem.moments.b  # half the gradient
-    inputs = codes.shape[2]
+    a, qmin, qmax = problem.moments.a, problem.qmin, problem.qmax
+    slope = problem.values(codes.double()) @ a - problem.moments.b  # half the gradient
+    # With inputs on axis 1, the outputs of one input are neighbours in memory.
+    codes, slope, scale = (t.double().transpose(1, 2).contiguous() for t in (codes, slope, problem.scale))
+    curvature = a.diagonal(dim1=1, dim2=2)[..., None] * scale
     for _ in range(_SWEEPS):
         before = codes.clone()
-        for start in range(0, inputs, _BLOCK):
-            end = min(start + _BLOCK, inputs)
-            changes = torch.zeros_like(codes[..., start:end])
+        for start in range(0, codes.shape[1], _BLOCK):
+            end = min(start + _BLOCK, codes.shape[1])
+            changes = torch.zeros_like(codes[:, start:end])
             for k in range(start, end):
-                step = scale[..., k]
-                wanted = codes[..., k] - torch.round(slope[..., k] / (diagonal[:, None, k] * step))
-                change = wanted.clamp(problem.qmin, problem.qmax) - codes[..., k]
-                codes[..., k] += change
-                changes[..., k - start] = change * step
-                slope[..., start:end] += changes[..., k - start, None] * a[:, None, k, start:end]
-            slope[..., :start] += changes @ a[:, start:end, :start]
-            slope[..., end:] += changes @ a[:, start:end, end:]
+                wanted = (codes[:, k] - torch.round(slope[:, k] / curvature[:, k])).clamp(qmin, qmax)
+                change = (wanted - codes[:, k]) * scale[:, k]
+                codes[:, k], changes[:, k - start] = wanted, change
+                slope[:, start:end] += a[:, start:end, k, None] * change[:, None]
+            slope[:, :start] += a[:, :start, start:end] @ changes
+            slope[:, end:] += a[:, end:, start:end] @ changes
         if torch.equal(codes, before):
             break
-    return codes.float()
+    return codes.transpose(1, 2).float()
