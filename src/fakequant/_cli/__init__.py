@@ -7,6 +7,7 @@ from fakequant._cli import (
     check_command,
     demo_command,
     info_command,
+    ptq_command,
     report_command,
     summary_command,
     verify_command,
@@ -17,7 +18,8 @@ from fakequant._cli.short_errors import one_line
 
 UNKNOWN, INTERRUPTED = 2, 130
 _COMMANDS = (
-    info_command, demo_command, bench_command, check_command, summary_command, verify_command, report_command,
+    info_command, demo_command, bench_command, check_command, summary_command, ptq_command, verify_command,
+    report_command,
 )  # fmt: skip
 
 
