@@ -47,18 +47,20 @@ def test_moments_are_the_squared_error():
 @pytest.mark.parametrize("solve", [lambda p: _learn_rounding(p, 300), lambda p: _round_columns(p, True)])
 def test_codes_are_near_the_best_of_all_roundings(solve):
     """With 8 weights, all 256 ways to round up or down can be tried. Four fifths of what can be gained is gained."""
-    sums = torch.zeros(3, dtype=torch.float64)
+    sums = torch.zeros(4, dtype=torch.float64)
     for seed in range(8):
         given = problem(randn(40, 8, seed=seed) @ randn(8, 8, seed=seed + 10), randn(4, 8, seed=seed + 20))
         down = torch.floor(given.weight / given.scale)
         ways = (down + torch.tensor(way) for way in itertools.product((0.0, 1.0), repeat=8))
         best = torch.stack([error(given, codes.clamp(given.qmin, given.qmax)) for codes in ways]).amin(0)
-        found, nearest = (error(given, codes) for codes in (best_codes(given, solve), given.nearest()))
+        chosen = (best_codes(given, solve), solve(given), given.nearest())
+        found, alone, nearest = (error(given, codes) for codes in chosen)
         assert (found <= nearest).all()
-        sums += torch.stack([best.sum(), found.sum(), nearest.sum()])
-    best, found, nearest = sums.tolist()
+        sums += torch.stack([best.sum(), found.sum(), alone.sum(), nearest.sum()])
+    best, found, alone, nearest = sums.tolist()
     assert nearest > 1.5 * best
     assert found < best + 0.2 * (nearest - best)
+    assert alone < best + 0.5 * (nearest - best)  # before single codes are changed
 
 
 def test_uncorrelated_inputs_leave_nothing_to_compensate():

@@ -1,0 +1,88 @@
+"""The command `ptq`."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+import fakequant as fq
+from fakequant._cli import main
+
+SCRIPT = """
+import torch, fakequant as fq
+from torch import nn
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+def batches():
+    torch.manual_seed(1)
+    return [(torch.randn(32, 6), torch.zeros(32)) for _ in range(2)]
+@torch.no_grad()
+def score(model):
+    assert not model.training
+    return -float(model(torch.ones(1, 6)).square().sum())
+config = fq.QuantConfig(default=fq.LayerConfig(weight=fq.QuantSpec(bits=3, axis=0), input=fq.presets.uint8()))
+number = 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Changes into a folder with script.py."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+ARGUMENTS = ["ptq", "script.py:make", "script.py:batches", "--recipe", "script.py:config"]
+
+
+def test_ptq_shows_the_model_before_and_after_each_method(here, capsys):
+    assert main([*ARGUMENTS, "--method", "gptq", "--method", "correct_bias", "--evaluate", "script.py:score"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("|")[0].strip() for line in lines[2:]] == ["float", "nearest", "+ gptq", "+ correct_bias"]
+    assert lines[0].split() == ["model", "|", "SQNR", "dB", "|", "score", "|", "seconds"]
+
+
+def test_ptq_saves_a_state_that_a_prepared_model_loads(here, capsys):
+    assert main([*ARGUMENTS, "--out", "q.pt", "--json", "--steps", "1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    floats, nearest, after = found["stages"]
+    assert (floats["name"], nearest["name"], after["name"]) == ("float", "nearest", "adaround")
+    assert after["sqnr"] > nearest["sqnr"]
+    assert floats["score"] is None
+    assert [layer["path"] for layer in found["changes"][0]["layers"]] == ["0", "2"]
+    scope: dict = {}
+    exec(SCRIPT, scope)
+    model = fq.prepare(scope["make"](), scope["config"], torch.ones(1, 6))
+    model.load_state_dict(torch.load(here / "q.pt"))
+    assert model[0].weight_quantizer.frozen
+    assert torch.equal(model[0].weight_quantizer(model[0].weight), model[0].weight)
+
+
+def test_ptq_loads_a_float_state_and_changes_the_target(here, capsys):
+    scope: dict = {}
+    exec(SCRIPT, scope)
+    torch.save(scope["make"]().state_dict(), "float.pt")
+    assert main([*ARGUMENTS[:3], "--state", "float.pt", "--target", "onnxruntime-x86"]) == 0
+    assert "+ adaround" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--method", "magic"], "invalid choice: 'magic'"),
+        (["--evaluate", "script.py:number"], "is of type int; name a function that takes a model"),
+        (["--state", "none.pt"], "There is no file 'none.pt'"),
+        (["--out", "script.py/q.pt"], "cannot be written"),
+        (["--target", "abacus"], "abacus"),
+    ],
+)
+def test_ptq_refuses_wrong_arguments_in_one_line(arguments, part, here, capsys):
+    assert main([*ARGUMENTS, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert part in err
