@@ -4,4 +4,5 @@ All methods change the model in place, leave it unchanged if they fail, and retu
 """
 
 from fakequant.ptq._changes import Changes as Changes, LayerChange as LayerChange
+from fakequant.ptq._equalize import equalize as equalize
 from fakequant.ptq._smooth import smooth as smooth

@@ -54,7 +54,7 @@ def by_channel(layer: nn.Module, weight: Tensor | None = None) -> Tensor:
     torch.Size([2, 3, 2, 3])
     """
     weight = _weight(layer) if weight is None else weight
-    parts = weight.unflatten(0, (getattr(layer, "groups", 1), -1))
+    parts: Tensor = weight.unflatten(0, (getattr(layer, "groups", 1), -1))
     return parts.transpose(1, 2) if issubclass(_kind(layer), _TRANSPOSED) else parts
 
 

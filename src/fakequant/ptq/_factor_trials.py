@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from fakequant._diagnosis.inputs import changed_inputs, inputs_of

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fakequant._prepare.data_flow import find_flow
@@ -58,6 +59,7 @@ def as_batches(data: Any) -> Iterable[Batch]:
 
 def first_batch(batches: Iterable[Batch]) -> Batch:
     """Returns the first batch. Raises ValueError if there is none."""
-    for batch in batches:
-        return batch
+    with torch.random.fork_rng(devices=[]):  # a DataLoader draws a seed whenever it is iterated
+        for batch in batches:
+            return batch
     raise ValueError("`data` has no batches.")

@@ -23,7 +23,7 @@ from fakequant.ptq._channels import (
     scale_inputs,
     scale_outputs,
 )
-from fakequant.ptq._passing import Layout, passed
+from fakequant.ptq._passing import Layout, may_pass, passed
 
 
 @dataclasses.dataclass(eq=False)
@@ -157,7 +157,7 @@ class _Finder:
             call = waiting.pop(0)
             link.calls.append(call)
             if call in self.results:
-                reason = reason or f"the model also returns the result of {path or 'the model'}"
+                reason = reason or f"the model also returns the result of {path}"
             for user in call.users:
                 if user in layouts:
                     continue
@@ -166,11 +166,11 @@ class _Finder:
                     reached[user.path] += 1
                     reason = reason or problem
                     continue
-                layout = self._next(path, is_norm, user, call, layouts[call], channels)
-                if isinstance(layout, str):
-                    reason = reason or f"the result of {path} is also used elsewhere: {layout}"
+                after = self._next(path, is_norm, user, call, layouts[call], channels)
+                if isinstance(after, str):
+                    reason = reason or f"the result of {path} is also used elsewhere: {after}"
                 else:
-                    layouts[user] = layout
+                    layouts[user] = after
                     waiting.append(user)
         for user_path, number in reached.items():
             if self.count[user_path] != number:
@@ -180,9 +180,7 @@ class _Finder:
             reason = reason or f"two operands of a product depend on {path}"
         return link, reason
 
-    def _next(
-        self, path: str, is_norm: bool, user: Call, source: Call, layout: Layout, channels: int
-    ) -> Layout | str:
+    def _next(self, path: str, is_norm: bool, user: Call, source: Call, layout: Layout, channels: int) -> Layout | str:
         if is_norm and user.kind == "function" and user.path == path:  # the code of the norm itself
             own = _own_layout(self.model.get_submodule(path), user, channels)
             return own or f"it is not clear where the channels of {path} are"
@@ -233,18 +231,13 @@ class _Finder:
         if not calls[0].inputs:
             return "it has no input that could be scaled"
         source = calls[0].inputs[0]
-        while source.inputs and not isinstance(self._passed_back(source), str):
+        while source.inputs and may_pass(self.model, source):
             source = source.inputs[0]
         if source.kind in ("input", "parameter"):
             return "its input is an input of the model"
         if source.kind == "function":
             return f"its input is a result of {source.function_name}"
         return f"its input is a result of {source.path}, {type(self.model.get_submodule(source.path)).__name__}"
-
-    def _passed_back(self, call: Call) -> Layout | str:
-        last = None if call.shape is None else len(call.input_shapes[0]) - 1
-        channels = 0 if last is None else call.input_shapes[0][last]
-        return passed(self.model, call, 0, Layout(-1 if last is None else last), channels)
 
 
 def _is_norm(module: nn.Module) -> bool:

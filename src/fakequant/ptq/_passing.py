@@ -22,7 +22,7 @@ _KEEPING_MODULES = (
     nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
 )  # fmt: skip
 # Where the arguments decide whether factors pass. The sizes show the axis, and the check on an example the rest.
-_SIZED = {"mean", "sum", "amax", "pad", "to", "float", "type_as", "narrow", "getitem"}
+_SIZED = {"mean", "sum", "amax", "pad", "to", "float", "type_as", "narrow", "getitem", "roll", "flip", "interpolate"}
 _PRODUCTS = {"mul", "div"}
 _RESHAPING = {"flatten", "reshape", "view", "unflatten", "squeeze", "unsqueeze"}
 _RESHAPING_MODULES = (nn.Flatten, nn.Unflatten)
@@ -72,6 +72,13 @@ def passed(model: nn.Module, call: Call, position: int, layout: Layout, channels
     else:
         return no
     return found or f"it is not clear where {name} moves the channels"
+
+
+def may_pass(model: nn.Module, call: Call) -> bool:
+    """Returns True if a call passes on factors for some sizes and arguments."""
+    if call.kind == "module":
+        return isinstance(model.get_submodule(call.path), (*_KEEPING_MODULES, *_RESHAPING_MODULES))
+    return call.function_name in _KEEPING | _SIZED | _RESHAPING | _PERMUTING
 
 
 def _reshaped(before: tuple[int, ...], after: tuple[int, ...], layout: Layout, channels: int) -> Layout | None:

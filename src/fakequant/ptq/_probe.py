@@ -63,9 +63,9 @@ def _results(model: nn.Module, links: list[Link], example: Batch, factors: dict[
             found[path] = y.detach().flatten()[:: y.numel() // _SAMPLES | 1].clone()
 
     args, kwargs = copied(*call_arguments(model, example))
-    with torch.random.fork_rng(devices=[]), unchanged(model):
-        with watching({path: layer for link in links for path, layer in link.users.items()}, look):
-            model(*args, **kwargs)
+    users = {path: layer for link in links for path, layer in link.users.items()}
+    with torch.random.fork_rng(devices=[]), unchanged(model), watching(users, look):
+        model(*args, **kwargs)
     return found
 
 

@@ -13,7 +13,6 @@ from fakequant._diagnosis.inputs import inputs_of
 from fakequant._diagnosis.watching import Args, Kwargs
 from fakequant._prepare.prepare import preparation
 from fakequant._train.running import Batch, evaluating, run
-from fakequant.nn._owners import is_owner
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._records import float_class_of
 from fakequant.ptq._changes import Changes, LayerChange
@@ -21,6 +20,7 @@ from fakequant.ptq._channels import channel_axis, input_ranges
 from fakequant.ptq._factor_trials import LayerTrials, Trial
 from fakequant.ptq._factors import check_switch, finished_factors
 from fakequant.ptq._float_runs import as_batches, first_batch, in_float, recorded_flow
+from fakequant.ptq._layers import layers_in_order
 from fakequant.ptq._link_quantizers import reason_against_quantizers, refresh_weights, stored_ranges
 from fakequant.ptq._links import Link, Links, find_links
 from fakequant.ptq._probe import drop_wrong_links
@@ -72,8 +72,7 @@ def smooth(
     >>> import fakequant as fq
     >>> model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)).eval()
     >>> with torch.no_grad():
-    ...     model[0].weight.copy_(torch.tensor([50.0, 0.1, 0.1, 0.1]))  # an outlier
-    tensor([50.0000,  0.1000,  0.1000,  0.1000])
+    ...     _ = model[0].weight.copy_(torch.tensor([50.0, 0.1, 0.1, 0.1]))  # an outlier
     >>> data = [torch.randn(32, 4, generator=torch.Generator().manual_seed(0))]
     >>> expected = model(data[0])
     >>> model = fq.calibrate(fq.prepare(model, fq.recipes.int8(), data[0]), data, progress=False)
@@ -91,7 +90,6 @@ def smooth(
     title = "smooth" if progress else None
     with undone_on_error(model):
         graph = recorded_flow(model, example)
-        order = list(dict.fromkeys(call.path for call in graph.modules()))
         found = find_links(model, graph)
         _drop_unquantized(model, found)
         drop_wrong_links(model, found, example)
@@ -100,7 +98,9 @@ def smooth(
         if found.links:
             with evaluating(model), in_float(model):
                 largest = _largest_inputs(model, found.links, batches, title)
-                choices = [_choices(link, x, alpha, powers_of_two) for link, x in zip(found.links, largest, strict=True)]
+                choices = [
+                    _choices(link, x, alpha, powers_of_two) for link, x in zip(found.links, largest, strict=True)
+                ]
                 trials = _trials(found.links, choices)
                 _run_trials(model, trials, batches, title)
             for link, factors in zip(found.links, choices, strict=True):
@@ -109,7 +109,7 @@ def smooth(
                 link.rescale(factors[number])
             refresh_weights(found.links)
             recalibrate(model, stored_ranges(model, found.links), batches, title)
-    return Changes("smooth", "SQNR dB", _rows(model, order, found, trials, chosen))
+    return Changes("smooth", "SQNR dB", _rows(layers_in_order(model, graph), found, trials, chosen))
 
 
 def _check_alpha(alpha: Any) -> None:
@@ -176,9 +176,7 @@ def _trials(links: list[Link], choices: list[list[Tensor]]) -> dict[str, LayerTr
     }
 
 
-def _run_trials(
-    model: nn.Module, trials: dict[str, LayerTrials], data: Iterable[Batch], progress: str | None
-) -> None:
+def _run_trials(model: nn.Module, trials: dict[str, LayerTrials], data: Iterable[Batch], progress: str | None) -> None:
     with ExitStack() as undo:
         for of_layer in trials.values():
             undo.enter_context(of_layer.observing())
@@ -200,16 +198,11 @@ def _best(link: Link, trials: dict[str, LayerTrials]) -> int:
 
 
 def _rows(
-    model: nn.Module, order: list[str], found: Links, trials: dict[str, LayerTrials], chosen: dict[str, Trial]
+    layers: dict[str, QuantizedLayer], found: Links, trials: dict[str, LayerTrials], chosen: dict[str, Trial]
 ) -> list[LayerChange]:
-    layers = {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, QuantizedLayer) and module._fakequant.kind.has_input and not is_owner(module)
-    }
     rows = []
-    for path in dict.fromkeys([*(p for p in order if p in layers), *layers]):
-        kind = float_class_of(layers[path]).__name__
+    for path, layer in layers.items():
+        kind = float_class_of(layer).__name__
         if path in chosen:
             before, after = trials[path].trials[0], chosen[path]
             same = "no other factors have a smaller error" if before is after else None
