@@ -152,6 +152,7 @@ def _rescale(links: list[Link], *, powers_of_two: bool, progress: bool) -> None:
             for number, link in enumerate(links):
                 logs = _step(link)
                 total[number] += logs.cpu()
+                logs = logs.nan_to_num(nan=0.0)
                 largest = max(largest, float(logs.abs().max()))
                 link.rescale(torch.exp2(logs))
             bar.update()
@@ -164,7 +165,7 @@ def _rescale(links: list[Link], *, powers_of_two: bool, progress: bool) -> None:
 
 
 def _step(link: Link) -> Tensor:
-    """Returns log2 of the factors that make the ranges of a link equal: 0 for channels without values."""
+    """Returns log2 of the factors that make the ranges of a link equal: NaN for channels without values."""
     second = torch.stack(
         [link.per_channel(path, input_ranges(layer).double()) for path, layer in link.users.items()]
     ).amax(0)
@@ -176,7 +177,7 @@ def _step(link: Link) -> Tensor:
         first = output_ranges(link.module).double()
         valid = (first > 0) & (second > 0)
         logs = (torch.where(valid, first, 1.0).log2() - torch.where(valid, second, 1.0).log2()) / 2
-    return torch.where(valid & logs.isfinite(), logs, 0.0)
+    return torch.where(valid & logs.isfinite(), logs, torch.nan)
 
 
 def _weight_sqnr(layer: QuantizedLayer) -> float | None:

@@ -96,13 +96,14 @@ def find_links(model: nn.Module, graph: FlowGraph) -> Links:
     finder = _Finder(model, graph)
     links: list[Link] = []
     reasons: dict[str, str] = {}
-    for path, starts in finder.producers().items():
+    for path, starts in finder.starts.items():
         link, reason = finder.follow(path, starts)
         if reason is None and any(user in other.users for other in links for user in link.users):
             reason = "another module scales its input already"
         if reason is None and link.users:
             links.append(link)
         elif reason is not None:
+            finder.failures[path] = reason
             for user in link.users:
                 reasons.setdefault(user, reason)
     linked = {path for link in links for path in link.users}
@@ -115,6 +116,8 @@ class _Finder:
     def __init__(self, model: nn.Module, graph: FlowGraph) -> None:
         self.model, self.graph = model, graph
         self.results = set(graph.results)
+        # Why producers cannot be scaled, by path.
+        self.failures: dict[str, str] = {}
         self.count = graph.count()
         self.names = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
         # The functions that read a parameter, by its path.
@@ -124,7 +127,9 @@ class _Finder:
                 if source.kind == "parameter" and call.kind == "function":
                     self.readers.setdefault(source.path, []).append(call)
 
-    def producers(self) -> dict[str, list[Call]]:
+        self.starts = self._starts()
+
+    def _starts(self) -> dict[str, list[Call]]:
         """Returns the calls with which the results of each possible producer start, in the order of the calls."""
         found: dict[str, list[Call]] = {}
         for call in self.graph.calls:
@@ -168,7 +173,7 @@ class _Finder:
                     continue
                 after = self._next(path, is_norm, user, call, layouts[call], channels)
                 if isinstance(after, str):
-                    reason = reason or f"the result of {path} is also used elsewhere: {after}"
+                    reason = reason or f"the result of {path} cannot be scaled: {after}"
                 else:
                     layouts[user] = after
                     waiting.append(user)
@@ -235,6 +240,8 @@ class _Finder:
             source = source.inputs[0]
         if source.kind in ("input", "parameter"):
             return "its input is an input of the model"
+        if source.path in self.failures and source in self.starts[source.path]:
+            return self.failures[source.path]
         if source.kind == "function":
             return f"its input is a result of {source.function_name}"
         return f"its input is a result of {source.path}, {type(self.model.get_submodule(source.path)).__name__}"

@@ -64,6 +64,8 @@ def observing_copy(quantizer: Quantizer) -> Quantizer:
     made = copy.deepcopy(quantizer)
     made.eval()
     made.quantizing = True
+    if isinstance(made, FakeQuantize):
+        made.observing = True  # which dynamic ranges need
     return made
 
 
