@@ -121,8 +121,8 @@ def assert_travels(model, fresh, x):
     assert all(bool(p.isfinite().all()) for p in trained.parameters())
 
 
-def failing(batches):
-    """Batches that can be iterated several times, and fail after the first batch of the third time."""
+def failing(batches, time):
+    """Returns batches that can be iterated several times. The given time fails after the first batch."""
 
     class Batches(list):
         passes = 0
@@ -130,7 +130,7 @@ def failing(batches):
         def __iter__(self):
             self.passes += 1
             yield self[0]
-            if self.passes > 2:
+            if self.passes == time:
                 raise RuntimeError("no more data")
             yield from self[1:]
 
