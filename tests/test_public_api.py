@@ -82,6 +82,7 @@ OBSERVERS = [
 PRESETS = ["int16", "int2", "int4", "int8", "int8_per_token", "uint4", "uint8"]
 
 
+PTQ = ["Changes", "LayerChange", "adaround", "correct_bias", "equalize", "gptq", "smooth"]
 RECIPES = ["int4_weight_only", "int8", "int8_dynamic", "lsq", "w4a8"]
 # Imported on first use, because they need torch.
 WHOLE_MODELS = [
@@ -118,6 +119,7 @@ PLACES = {
     "fakequant.nn.kinds": KINDS,
     "fakequant.observers": OBSERVERS,
     "fakequant.presets": PRESETS,
+    "fakequant.ptq": PTQ,
     "fakequant.recipes": RECIPES,
     **INTEGRATIONS,
 }

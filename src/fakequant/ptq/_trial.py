@@ -19,11 +19,19 @@ from fakequant.ptq._adaround import adaround
 from fakequant.ptq._block_rounding import tensors_of
 from fakequant.ptq._changes import Changes
 from fakequant.ptq._correct_bias import correct_bias
+from fakequant.ptq._equalize import equalize
 from fakequant.ptq._gptq import gptq
+from fakequant.ptq._smooth import smooth
 
-METHODS: dict[str, Callable[..., Changes]] = {"correct_bias": correct_bias, "adaround": adaround, "gptq": gptq}
+METHODS: dict[str, Callable[..., Changes]] = {
+    "equalize": equalize,
+    "smooth": smooth,
+    "correct_bias": correct_bias,
+    "adaround": adaround,
+    "gptq": gptq,
+}
 # Methods that do not need the float model, because it computes the same after them.
-_EXACT: tuple[str, ...] = ()
+_EXACT = ("equalize", "smooth")
 
 
 @dataclasses.dataclass(frozen=True)

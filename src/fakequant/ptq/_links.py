@@ -1,0 +1,285 @@
+"""Links: a module whose result can be scaled per channel, and the layers that can undo it.
+
+    producer(x) / s  ->  operations that pass on factors  ->  layers with weight * s
+
+The product is the same as before. This holds only if nothing else sees the result of the producer.
+"""
+
+import dataclasses
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+
+from fakequant._prepare.flow_graph import Call, FlowGraph
+from fakequant.nn._layer_kinds import AnyLayer
+from fakequant.nn._quantized_layer import kind_of
+from fakequant.ptq._channels import (
+    channel_axis,
+    number_of_inputs,
+    number_of_outputs,
+    parameters_of,
+    reason_against_layer,
+    scale_inputs,
+    scale_outputs,
+)
+from fakequant.ptq._passing import Layout, may_pass, passed
+
+
+@dataclasses.dataclass(eq=False)
+class Link:
+    """A producer and its users."""
+
+    # The path and the module of the producer: a layer, or a norm with a weight per channel.
+    path: str
+    module: nn.Module
+    channels: int
+    # The users by path: each has `repeat` input channels for one of the producer.
+    users: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
+    repeats: dict[str, int] = dataclasses.field(default_factory=dict)
+    # The calls whose results have the factors.
+    calls: list[Call] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether the producer is a norm."""
+        return kind_of(self.module) is None
+
+    @torch.no_grad()
+    def rescale(self, factors: Tensor) -> None:
+        """Divides the result of the producer by a factor per channel, and multiplies the weights of the users by it."""
+        if self.is_norm:
+            for parameter in self._parameters():
+                parameter.div_(factors.to(parameter))
+        else:
+            scale_outputs(self.module, factors.reciprocal())
+        for path, layer in self.users.items():
+            scale_inputs(layer, self.factors_of(path, factors))
+
+    def factors_of(self, path: str, factors: Tensor) -> Tensor:
+        """Returns the factor of each input channel of a user."""
+        return factors.repeat_interleave(self.repeats[path])
+
+    def per_channel(self, path: str, values: Tensor) -> Tensor:
+        """Returns the largest of the values that a user has for each channel of the producer."""
+        return values.reshape(self.channels, self.repeats[path]).amax(1)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Returns all parameters that `rescale` changes."""
+        of_users = [parameters_of(layer)[0] for layer in self.users.values()]
+        return [*self._parameters(), *of_users]
+
+    def _parameters(self) -> list[nn.Parameter]:
+        if not self.is_norm:
+            return parameters_of(self.module)
+        own = (self.module._parameters.get(name) for name in ("weight", "bias"))
+        return [parameter for parameter in own if parameter is not None]
+
+
+@dataclasses.dataclass
+class Links:
+    """All links of a model, and why layers are in none, by path."""
+
+    links: list[Link]
+    reasons: dict[str, str]
+
+
+def find_links(model: nn.Module, graph: FlowGraph) -> Links:
+    """Returns the links of a model. A layer has at most one producer.
+
+    >>> from fakequant._prepare.record_flow import record_flow
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> found = find_links(model, record_flow(model, torch.ones(1, 2)))
+    >>> [(link.path, list(link.users)) for link in found.links], found.reasons
+    ([('0', ['2'])], {'0': 'its input is an input of the model'})
+    """
+    finder = _Finder(model, graph)
+    links: list[Link] = []
+    reasons: dict[str, str] = {}
+    for path, starts in finder.starts.items():
+        link, reason = finder.follow(path, starts)
+        if reason is None and any(user in other.users for other in links for user in link.users):
+            reason = "another module scales its input already"
+        if reason is None and link.users:
+            links.append(link)
+        elif reason is not None:
+            finder.failures[path] = reason
+            for user in link.users:
+                reasons.setdefault(user, reason)
+    linked = {path for link in links for path in link.users}
+    layers = {path: module for path, module in model.named_modules() if kind_of(module) is not None}
+    reasons = {path: reasons.get(path) or finder.reason_without_producer(path) for path in layers if path not in linked}
+    return Links(links, reasons)
+
+
+class _Finder:
+    def __init__(self, model: nn.Module, graph: FlowGraph) -> None:
+        self.model, self.graph = model, graph
+        self.results = set(graph.results)
+        # Why producers cannot be scaled, by path.
+        self.failures: dict[str, str] = {}
+        self.count = graph.count()
+        self.names = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+        # The functions that read a parameter, by its path.
+        self.readers: dict[str, list[Call]] = {}
+        for call in graph.calls:
+            for source in call.inputs:
+                if source.kind == "parameter" and call.kind == "function":
+                    self.readers.setdefault(source.path, []).append(call)
+
+        self.starts = self._starts()
+
+    def _starts(self) -> dict[str, list[Call]]:
+        """Returns the calls with which the results of each possible producer start, in the order of the calls."""
+        found: dict[str, list[Call]] = {}
+        for call in self.graph.calls:
+            module = self.model.get_submodule(call.path)
+            if call.kind == "module":
+                if kind_of(module) is not None or _is_norm(module):
+                    found.setdefault(call.path, []).append(call)
+            elif _is_norm(module) and any(_is_own(source, call.path) for source in call.inputs):
+                found.setdefault(call.path, []).append(call)
+        return found
+
+    def follow(self, path: str, starts: list[Call]) -> tuple[Link, str | None]:
+        """Returns a producer with the users of its results, and why it cannot be scaled, or None if it can."""
+        module = self.model.get_submodule(path)
+        is_norm = kind_of(module) is None
+        if not is_norm and (reason_against_layer(module) is not None or isinstance(module, nn.MultiheadAttention)):
+            return Link(path, module, 0), "its outputs cannot be scaled"
+        reason = self._reason_against_parameters(path, module)
+        channels = _norm_size(module) if is_norm else number_of_outputs(module)
+        link = Link(path, module, channels)
+        layouts: dict[Call, Layout] = {}
+        reached: Counter[str] = Counter()
+        waiting = list(starts)
+        for call in starts:
+            layout = _own_layout(module, call, channels)
+            if layout is None or call.results != 1:
+                return link, f"it is not clear where the channels of {path} are"
+            layouts[call] = layout
+        while waiting:
+            call = waiting.pop(0)
+            link.calls.append(call)
+            if call in self.results:
+                reason = reason or f"the model also returns the result of {path}"
+            for user in call.users:
+                if user in layouts:
+                    continue
+                if self._is_user(user):
+                    problem = self._add_user(link, user, call, layouts[call])
+                    reached[user.path] += 1
+                    reason = reason or problem
+                    continue
+                after = self._next(path, is_norm, user, call, layouts[call], channels)
+                if isinstance(after, str):
+                    reason = reason or f"the result of {path} cannot be scaled: {after}"
+                else:
+                    layouts[user] = after
+                    waiting.append(user)
+        for user_path, number in reached.items():
+            if self.count[user_path] != number:
+                reason = reason or "it is also called with other inputs"
+            reason = reason or self._reason_against_parameters(user_path, link.users[user_path], user=True)
+        if any(call.function_name in ("mul", "div") and _operands(call, layouts) > 1 for call in link.calls):
+            reason = reason or f"two operands of a product depend on {path}"
+        return link, reason
+
+    def _next(self, path: str, is_norm: bool, user: Call, source: Call, layout: Layout, channels: int) -> Layout | str:
+        if is_norm and user.kind == "function" and user.path == path:  # the code of the norm itself
+            own = _own_layout(self.model.get_submodule(path), user, channels)
+            return own or f"it is not clear where the channels of {path} are"
+        return passed(self.model, user, user.inputs.index(source), layout, channels)
+
+    def _is_user(self, call: Call) -> bool:
+        return call.kind == "module" and kind_of(self.model.get_submodule(call.path)) is not None
+
+    def _add_user(self, link: Link, user: Call, source: Call, layout: Layout) -> str | None:
+        """Adds a layer to a link. Returns why it cannot undo factors, or None if it can."""
+        layer = self.model.get_submodule(user.path)
+        link.users[user.path] = layer
+        link.repeats.setdefault(user.path, layout.repeat)
+        reason = reason_against_layer(layer)
+        if reason is not None:
+            return f"{user.path} cannot undo factors: {reason}"
+        if user.caller is not None:
+            return f"the code of {user.caller[0]} uses the weight of {user.path} in a function"
+        is_attention = isinstance(layer, nn.MultiheadAttention)
+        if user.inputs.count(source) != (3 if is_attention else len(user.inputs)):
+            return f"{user.path} has several inputs"
+        dims = None if not user.input_shapes else len(user.input_shapes[user.inputs.index(source)])
+        expected = _traced_axis(layer) if dims is None else channel_axis(layer, dims)
+        fits = layout.repeat * link.channels == number_of_inputs(layer)
+        if layout.axis != expected or not fits or link.repeats[user.path] != layout.repeat:
+            return f"the channels of {link.path} are not the input channels of {user.path}"
+        return None
+
+    def _reason_against_parameters(self, path: str, module: nn.Module, *, user: bool = False) -> str | None:
+        """Returns why the parameters of a producer or a user cannot be changed, or None if they can."""
+        if kind_of(module) is None:
+            own = [p for name in ("weight", "bias") if (p := module._parameters.get(name)) is not None]
+        else:
+            own = parameters_of(module)[: 1 if user else 2]
+        if any(self.names[id(parameter)] > 1 for parameter in own):
+            return f"{path} shares its parameters with another module"
+        for name in module._parameters:
+            readers = self.readers.get(f"{path}.{name}" if path else name, [])
+            if any(call.path != path or kind_of(module) is not None for call in readers):
+                return f"other code reads the parameters of {path}"
+        return None
+
+    def reason_without_producer(self, path: str) -> str:
+        """Returns why the input of a layer cannot be scaled."""
+        calls = [call for call in self.graph.modules() if call.path == path]
+        if not calls:
+            return "the example did not reach it, or another layer computes with it"
+        if not calls[0].inputs:
+            return "it has no input that could be scaled"
+        source = calls[0].inputs[0]
+        while source.inputs and may_pass(self.model, source):
+            source = source.inputs[0]
+        if source.kind in ("input", "parameter"):
+            return "its input is an input of the model"
+        if source.path in self.failures and source in self.starts[source.path]:
+            return self.failures[source.path]
+        if source.kind == "function":
+            return f"its input is a result of {source.function_name}"
+        return f"its input is a result of {source.path}, {type(self.model.get_submodule(source.path)).__name__}"
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Returns True if a module may be a norm: it has a weight per channel, and nothing else but a bias."""
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    if weight is None or weight.dim() != 1 or isinstance(module, nn.PReLU) or kind_of(module) is not None:
+        return False
+    return set(module._parameters) <= {"weight", "bias"} and (bias is None or bias.shape == weight.shape)
+
+
+def _norm_size(norm: AnyLayer) -> int:
+    return int(norm.weight.shape[0])
+
+
+def _is_own(source: Call, path: str) -> bool:
+    names = {f"{path}.{name}" if path else name for name in ("weight", "bias")}
+    return source.kind == "parameter" and source.path in names
+
+
+def _own_layout(module: nn.Module, call: Call, channels: int) -> Layout | None:
+    """Returns the layout of the result of a producer."""
+    if kind_of(module) is not None:
+        return Layout(_traced_axis(module) if call.shape is None else channel_axis(module, len(call.shape)))
+    normalizes_second = isinstance(module, (nn.modules.batchnorm._NormBase, nn.GroupNorm))
+    if call.shape is None:
+        return Layout(1 if normalizes_second else -1)
+    dims = len(call.shape)
+    axes = [1, dims - 1] if normalizes_second else [dims - 1, 1]
+    return next((Layout(axis) for axis in axes if axis < dims and call.shape[axis] == channels), None)
+
+
+def _traced_axis(layer: nn.Module) -> int:
+    """Returns the axis of the channels if the number of axes is unknown."""
+    return -1 if channel_axis(layer, 9) == 8 else 1
+
+
+def _operands(call: Call, layouts: dict[Call, Layout]) -> int:
+    return sum(source in layouts for source in call.inputs)

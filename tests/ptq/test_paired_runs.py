@@ -1,0 +1,69 @@
+"""Runs of a prepared model beside its float reference."""
+
+import torch
+from ptq_models import IMAGES, chain, config, randn, ready
+from torch import nn
+
+from fakequant.ptq import _paired_runs
+from fakequant.ptq._paired_runs import PairedRuns
+
+
+class Shared(nn.Module):
+    """Two layers with the same input, and one that is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.twice, self.last = (nn.Linear(4, 4) for _ in range(4))
+        self.runs = 0
+
+    def forward(self, x):
+        x = x * 1.0
+        y = self.twice(self.query(x) + self.key(x))
+        y = self.last(self.twice(y))
+        self.runs += 1
+        return y
+
+
+def test_layers_with_the_same_input_are_seen_together_and_calls_are_counted():
+    model = ready(Shared(), [randn(3, 4), randn(5, 4)])
+    with PairedRuns(model, [randn(3, 4), randn(5, 4)], None, None) as runs:
+        assert runs.waves == [["query", "key"], ["twice"], ["last"]]
+        pairs = list(runs.pairs(["twice"]))
+        assert [len(pair.quantized.x) for pair in pairs] == [3, 3, 5, 5]
+        assert all(pair.reference is not None for pair in pairs)
+        assert {pair.path for pair in runs.pairs(["query", "key"])} == {"query", "key"}
+
+
+def test_models_run_no_further_than_needed():
+    model = ready(Shared(), [randn(3, 4)])
+    with PairedRuns(model, [randn(3, 4)], None, None) as runs:
+        before = model.runs
+        assert len(list(runs.pairs(["query"]))) == 1
+        assert len(list(runs.pairs(["twice"]))) == 2
+        assert model.runs == before
+
+
+def test_reference_is_the_float_model_and_quantized_inputs_are_on_their_grid():
+    floats = chain()
+    inputs = []
+    floats[6].register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    with torch.no_grad():
+        floats(IMAGES[0])
+    model = ready(chain(), IMAGES)
+    with PairedRuns(model, IMAGES, 1, None) as runs:
+        (pair,) = runs.pairs(["6"])
+        assert torch.equal(pair.reference.x, inputs[0])
+        quantizer = model[6].input_quantizer
+        assert torch.equal(quantizer(pair.quantized.x), pair.quantized.x)
+        assert not torch.equal(pair.quantized.x, inputs[0])
+
+
+def test_pairs_are_the_same_without_memory_for_the_reference(monkeypatch):
+    model = ready(chain(), IMAGES, config(bits=8))
+    found = []
+    for limit in (1 << 30, 0):
+        monkeypatch.setattr(_paired_runs, "_CACHE", limit)
+        with PairedRuns(model, IMAGES, None, None) as runs:
+            found.append([pair.reference.y for path in runs.called for pair in runs.pairs([path])])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
