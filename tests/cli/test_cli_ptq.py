@@ -62,6 +62,15 @@ def test_ptq_saves_a_state_that_a_prepared_model_loads(here, capsys):
     assert torch.equal(model[0].weight_quantizer(model[0].weight), model[0].weight)
 
 
+def test_methods_after_equalize_compare_with_the_equalized_model(here, capsys):
+    found = {}
+    for methods in (["gptq"], ["equalize", "gptq"]):
+        options = [word for method in methods for word in ("--method", method)]
+        assert main([*ARGUMENTS, *options, "--json"]) == 0
+        found[methods[0]] = json.loads(capsys.readouterr().out)["stages"][-1]["sqnr"]
+    assert found["equalize"] > found["gptq"] - 3  # with the weights from before, it would be near 0
+
+
 def test_ptq_loads_a_float_state_and_changes_the_target(here, capsys):
     scope: dict = {}
     exec(SCRIPT, scope)
@@ -74,6 +83,7 @@ def test_ptq_loads_a_float_state_and_changes_the_target(here, capsys):
     ("arguments", "part"),
     [
         (["--method", "magic"], "invalid choice: 'magic'"),
+        (["--method", "gptq", "--method", "smooth"], "smooth must come before"),
         (["--evaluate", "script.py:number"], "is of type int; name a function that takes a model"),
         (["--state", "none.pt"], "There is no file 'none.pt'"),
         (["--out", "script.py/q.pt"], "cannot be written"),

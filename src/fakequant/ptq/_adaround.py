@@ -50,7 +50,8 @@ def adaround(
         damping: How strongly weights are kept near those of the float model, relative to the mean square of the inputs.
         layers: Patterns of the paths of the layers to round, such as "encoder.*".
         steps: The maximum number of batches. If None, all are used.
-        reference: The float model. If None, `model` with quantizers off, as it is when the function is called.
+        reference: The float model. If None, `model` with quantizers off, as it is when the function is called. After
+            `smooth` or `equalize`, it must have their weights: `unprepare(copy.deepcopy(model))`.
         progress: Whether to show a progress bar.
 
     Returns:

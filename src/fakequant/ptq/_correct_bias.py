@@ -47,7 +47,8 @@ def correct_bias(
         layers: Patterns of the paths of the layers to correct, such as "encoder.*".
         steps: The maximum number of batches. If None, all are used.
         reference: The float model. If None, `model` with quantizers off, as it is when the function is called. Pass
-            it if the weights are points of their grids, as `adaround` and `gptq` leave them.
+            it if the weights are points of their grids, as `adaround` and `gptq` leave them. After `smooth` or
+            `equalize`, it must have their weights: `unprepare(copy.deepcopy(model))`.
         progress: Whether to show a progress bar.
 
     Returns:

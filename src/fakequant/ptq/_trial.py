@@ -4,13 +4,14 @@ import copy
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
 from fakequant._diagnosis.sums import decibels
-from fakequant._prepare.prepare import prepare
+from fakequant._prepare.prepare import prepare, unprepare
 from fakequant._train.calibrate import calibrate
 from fakequant._train.running import call_arguments, copied, evaluating
 from fakequant._util.text_table import table
@@ -30,7 +31,7 @@ METHODS: dict[str, Callable[..., Changes]] = {
     "adaround": adaround,
     "gptq": gptq,
 }
-# Methods that do not need the float model, because it computes the same after them.
+# Methods after which the model computes the same in float, with other weights. The next methods need these.
 _EXACT = ("equalize", "smooth")
 
 
@@ -98,6 +99,12 @@ def try_methods(
     Returns:
         The quantized model, and the accuracy at each stage.
     """
+    late = next((name for before, name in pairwise(methods) if name in _EXACT and before not in _EXACT), None)
+    if late is not None:
+        raise ValueError(
+            f"{late} must come before methods that change the rounding or biases, got {', '.join(methods)}.\n"
+            f"Use {late} first."
+        )
     batches = [batch for number, batch in enumerate(data) if steps is None or number < steps]
     floats = copy.deepcopy(model)
     quantized = prepare(copy.deepcopy(model), config, batches[0])
@@ -109,10 +116,14 @@ def try_methods(
 
     stages = [stage("float", floats), stage("nearest", quantized)]
     changes = []
+    reference = floats
     for name in methods:
         start = time.perf_counter()
-        options = {} if name in _EXACT else {"reference": floats}
-        changes.append(METHODS[name](quantized, batches, progress=progress, **options))
+        if name in _EXACT:
+            changes.append(METHODS[name](quantized, batches, progress=progress))
+            reference = unprepare(copy.deepcopy(quantized))
+        else:
+            changes.append(METHODS[name](quantized, batches, progress=progress, reference=reference))
         stages.append(stage(name, quantized, time.perf_counter() - start))
     return quantized, Trial(stages, changes)
 
