@@ -24,7 +24,7 @@ from fakequant._diagnosis.report.drawing import (
 
 if TYPE_CHECKING:
     from fakequant._diagnosis.compare import Comparison, LayerComparison
-    from fakequant._diagnosis.sensitivity import LayerSensitivity
+    from fakequant._diagnosis.sensitivity_table import LayerSensitivity
 
 # The maximum numbers of rows in a figure, and of lines with a name.
 ROWS = 40

@@ -19,7 +19,7 @@ from fakequant._prepare.summary import Summary
 
 if TYPE_CHECKING:
     from fakequant._diagnosis.compare import Comparison
-    from fakequant._diagnosis.sensitivity import Sensitivity
+    from fakequant._diagnosis.sensitivity_table import Sensitivity
     from fakequant._verify.verdict import Verification
 
 # Variables of the template: text, cells, figures, and lists and dicts of them.

@@ -25,7 +25,7 @@ from fakequant.nn._model_quantizers import quantizers
 
 if TYPE_CHECKING:
     from fakequant._diagnosis.compare import Comparison
-    from fakequant._diagnosis.sensitivity import Sensitivity
+    from fakequant._diagnosis.sensitivity_table import Sensitivity
     from fakequant._verify.verdict import Verification
 
 
