@@ -40,7 +40,8 @@ class Scorer:
         return self._score(words)
 
     def _score(self, words: str) -> float:
-        self.model.eval()
+        if any(module.training for module in self.model.modules()):
+            self.model.eval()
         with ExitStack() as undo:
             if not self.was_run:
                 for unit in self.units:

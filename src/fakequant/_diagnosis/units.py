@@ -83,7 +83,8 @@ class Switches:
         self._on = {unit.module for unit in units}
         for unit in self._units:
             for quantizer in unit.quantizers:
-                quantizer.quantizing = unit.module in self._on
+                if quantizer.quantizing != (unit.module in self._on):  # setting a switch is slow
+                    quantizer.quantizing = not quantizer.quantizing
 
     def set_weights(self, units: list[Unit]) -> None:
         """Switches the quantizers of these units' weights on and all others off, also those of inputs and results."""
