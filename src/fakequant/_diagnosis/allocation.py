@@ -4,14 +4,19 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fakequant._util.optional_packages import require
 
 # Solutions that exceed the limit by the solver's tolerance are excluded one by one, up to this many.
 _RETRIES = 50
+# The largest cost that the solver sees. It stops at an absolute gap of 1e-6.
+_LARGEST_COST = 1e4
+
+Array: TypeAlias = NDArray[Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +38,9 @@ class Problem:
         return _total([options[k] for options, k in zip(self.sizes, solution, strict=True)])
 
     def smallest(self) -> list[int]:
-        """Returns the solution of the least size."""
-        return [min(range(len(options)), key=options.__getitem__) for options in self.sizes]
+        """Returns the solution of the least size, and of the least cost among those."""
+        pairs = [list(zip(*item, strict=True)) for item in zip(self.sizes, self.costs, strict=True)]
+        return [min(range(len(options)), key=options.__getitem__) for options in pairs]
 
     def solve(self, limit: float, known: Sequence[list[int]] = ()) -> list[int]:
         """Returns a solution of the least cost whose size is at most `limit`, which the smallest must be.
@@ -81,37 +87,50 @@ class Problem:
 
     def _solve_exactly(self, limit: float) -> list[int] | None:
         """Returns a solution of the least cost, or None if rounding kept the solver from finding one."""
-        scipy: Any = require("scipy.optimize", "SciPy", "search")
-        counts = [len(options) for options in self.costs]
-        starts = np.cumsum([0, *counts])
-        # Relative to the smallest option and to the room that is left, so that tolerances are relative too.
+        # Costs relative to the cheapest option, sizes to the smallest one. The rest is constant.
+        extra = np.concatenate([np.subtract(options, options[-1]) for options in self.costs])
         least = [min(options) for options in self.sizes]
         room = limit - _total(least)
         sizes = np.array([size - low for low, options in zip(least, self.sizes) for size in options], np.float64)
-        costs = np.array([cost - options[-1] for options in self.costs for cost in options])
-        one_each = np.zeros((len(counts), starts[-1]))
-        for item, count in enumerate(counts):
-            one_each[item, starts[item] : starts[item] + count] = 1
-        constraints = [scipy.LinearConstraint(one_each, 1, 1), scipy.LinearConstraint(sizes / max(room, 1e-300), ub=1)]
-        # An option that does not fit even alone is never chosen.
-        upper = (sizes <= room).astype(np.float64)
+        allowed = sizes <= room
+        found = None
+        while True:
+            solution = self._solved(extra, sizes / (room or 1), allowed, limit)
+            if solution is None:
+                return found
+            found = solution
+            # The solver stops at an absolute gap. Options that alone cost more than this solution are in no better
+            # one; without them costs have a smaller range, and the gap is smaller.
+            total = math.fsum(options[k] - options[-1] for options, k in zip(self.costs, found))
+            fewer = allowed & (extra <= total)
+            if 2 * extra[fewer].max() >= extra[allowed].max():
+                return found
+            allowed = fewer
+
+    def _solved(self, extra: Array, sizes: Array, allowed: Array, limit: float) -> list[int] | None:
+        """Solves the problem with scaled sizes, whose limit is 1, by integer programming."""
+        scipy: Any = require("scipy.optimize", "SciPy", "search")
+        starts = np.cumsum([0, *map(len, self.costs)])
+        one_each = np.zeros((len(self.costs), len(extra)))
+        for item, (start, stop) in enumerate(pairwise(starts)):
+            one_each[item, start:stop] = 1
+        constraints = [scipy.LinearConstraint(one_each, 1, 1), scipy.LinearConstraint(sizes, ub=1)]
         for _ in range(_RETRIES):
             result = scipy.milp(
-                # The solver stops at an absolute gap of 1e-6.
-                1e4 * costs / max(costs.max(), 1e-300),
-                integrality=np.ones(starts[-1]),
-                bounds=scipy.Bounds(0, upper),
+                np.where(allowed, extra, 0) * (_LARGEST_COST / (extra[allowed].max() or 1)),
+                integrality=np.ones(len(extra)),
+                bounds=scipy.Bounds(0, allowed.astype(np.float64)),
                 constraints=constraints,
                 options={"mip_rel_gap": 0},
             )
             if result.x is None:
                 return None
-            solution = [int(np.argmax(result.x[a:b])) for a, b in pairwise(starts)]
+            solution = [int(np.argmax(result.x[start:stop])) for start, stop in pairwise(starts)]
             if self.size(solution) <= limit:
                 return solution
-            chosen = np.zeros(starts[-1])
+            chosen = np.zeros(len(extra))
             chosen[[start + k for start, k in zip(starts, solution)]] = 1
-            constraints.append(scipy.LinearConstraint(chosen, ub=len(counts) - 1))
+            constraints.append(scipy.LinearConstraint(chosen, ub=len(solution) - 1))
         return None
 
 
