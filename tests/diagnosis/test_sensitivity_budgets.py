@@ -114,7 +114,10 @@ def test_more_bits_never_count_as_a_higher_cost():
     found = widths_of(table(noisy).suggest(bits=4))
     best = min(cost_of(w, noisy) for w in all_widths() if size_in_bits(w) <= 4 * TOTAL)
     assert cost_of(found, noisy) == pytest.approx(best, rel=1e-12)
-    assert table(noisy).pareto().points[-1].widths["a"] == 2  # nothing is gained by more
+    curve = table(noisy).pareto()
+    assert curve.points[-1].widths["a"] == 2  # nothing is gained by more
+    for bits in (4, 8):
+        assert curve.uniform[bits].cost == pytest.approx(cost_of(dict.fromkeys(SIZES, bits), noisy), rel=1e-12)
     equal = {path: {2: 0.0, 4: 0.0, 8: 0.0} for path in SIZES}
     assert set(widths_of(table(equal).suggest(bits=4)).values()) == {4}  # the budget is used
 
