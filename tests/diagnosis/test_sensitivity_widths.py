@@ -139,6 +139,21 @@ def test_the_estimate_is_exact_if_outputs_depend_on_one_weight_each():
     assert estimate.cost == estimate.gain == estimate.costs[4]
 
 
+def test_the_estimate_adds_up_the_calls_of_a_layer():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(1, 16, bias=False)
+
+        def forward(self, x):
+            return self.fc(x) + self.fc(2 * x)
+
+    torch.manual_seed(0)
+    model, data = Twice(), list(torch.randn(6, 1, 1))
+    exact, estimate = (measured(model, WEIGHTS, data, measure=m).layers[0] for m in ("output", "second_order"))
+    assert estimate.costs == pytest.approx(exact.costs, rel=1e-5)  # outputs are rounded to float32
+
+
 def test_the_estimate_is_near_the_measured_error_of_a_small_network():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
@@ -262,6 +277,13 @@ def test_a_rule_keeps_everything_but_the_bits(block):
     # Only 8 bits have a narrow range, as in the presets.
     full = dataclasses.replace(stem.weight, bits=2, narrow_range=False)
     assert uses["stem"] == dataclasses.replace(stem, weight=full)
+
+
+def test_a_rule_has_the_axis_of_the_config_not_that_of_the_stored_weight():
+    model, data = nn.Sequential(nn.ConvTranspose2d(2, 4, 3)), [torch.randn(1, 2, 4, 4)]
+    [rule] = measured(model, WEIGHTS, data).suggest(bits=8).rules
+    assert rule.use.weight == presets.int8()
+    assert specs_of(model, WEIGHTS.rule("0", weight=rule.use.weight), data)["0"]["weight_quantizer"].axis == 1
 
 
 # --- bad input --------------------------------------------------------------------------------------
