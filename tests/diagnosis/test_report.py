@@ -47,6 +47,23 @@ def test_report_has_a_section_and_figures_for_everything_given(tmp_path):
     assert not list(tmp_path.rglob("*unfinished*"))
 
 
+@pytest.mark.parametrize("measure", ["output", "second_order"])
+def test_report_shows_the_costs_of_widths(tmp_path, measure):
+    pytest.importorskip("scipy")
+    model, data = small(), batches()
+    float_model = fq.unprepare(copy.deepcopy(model))
+    config = recipes.w4a8(first_last_bits=None)
+    found = fq.sensitivity(float_model, config, data=data, candidates=(2, 8), measure=measure, progress=False)
+    page = write(model, tmp_path, sensitivity=found, max_tensors=0)
+    text = page.read_text(encoding="utf-8")
+    assert sorted(p.name for p in (tmp_path / "figures").iterdir()) == ["pareto.png", "sensitivity.png"]
+    for words in ("2-bit weight</th>", "8-bit weight</th>", "8 bits</text>", f"{found.layers[0].costs[2]:+.4g}<"):
+        assert words in text
+    assert ("an estimate" in text) == (measure == "second_order")
+    assert "Score after calibration" not in text
+    assert "$" not in re.search(r"<h3>Widths</h3>.*?</figure>", text, flags=re.DOTALL)[0]  # labels are not formulas
+
+
 def test_report_omits_sections_of_what_is_not_given(tmp_path):
     page = write(small(), tmp_path)
     text = page.read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ from sensitivity_models import INT4, INT8, Block
 
 import fakequant as fq
 from fakequant import LayerConfig, QuantConfig, QuantSpec, presets, recipes
-from fakequant._diagnosis.sensitivity import LayerSensitivity, Sensitivity
+from fakequant._diagnosis.sensitivity_table import LayerSensitivity, Sensitivity
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

@@ -51,7 +51,8 @@ def test_extras_contain_the_documented_packages():
     torch, onnx = {"torch", "tqdm"}, {"safetensors", "onnx", "onnxscript", "onnxruntime"}
     assert names["torch"] == torch
     assert names["onnx"] == torch | onnx
-    assert names["report"] == torch | {"matplotlib", "jinja2"}
+    assert names["search"] == torch | {"scipy"}
+    assert names["report"] == torch | {"scipy", "matplotlib", "jinja2"}
     assert names["demo"] == names["onnx"] | names["report"] | {"scikit-learn"}
     assert names["transformers"] == torch | {"transformers", "accelerate", "safetensors"}
     assert names["lightning"] == torch | {"lightning"}

@@ -28,6 +28,11 @@ class Unit:
     # The path of the attention that contains the layer, if any.
     part_of: str | None
 
+    @property
+    def weight_quantizer(self) -> Quantizer | None:
+        """The quantizer of the weight. None if the weight stays in float or there is none."""
+        return self.module.weight_quantizer if isinstance(self.module, QuantizedLayer) else None
+
 
 def find_units(model: nn.Module) -> list[Unit]:
     """Returns all units of a prepared model, in its order."""
@@ -78,7 +83,15 @@ class Switches:
         self._on = {unit.module for unit in units}
         for unit in self._units:
             for quantizer in unit.quantizers:
-                quantizer.quantizing = unit.module in self._on
+                if quantizer.quantizing != (unit.module in self._on):  # setting a switch is slow
+                    quantizer.quantizing = not quantizer.quantizing
+
+    def set_weights(self, units: list[Unit]) -> None:
+        """Switches the quantizers of these units' weights on and all others off, also those of inputs and results."""
+        self.set([])
+        for unit in units:
+            if unit.weight_quantizer is not None:
+                unit.weight_quantizer.quantizing = True
 
     def __enter__(self) -> "Switches":
         for unit in self._units:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fakequant import _targets
 from fakequant._prepare.attach import find_preparation
 from fakequant._prepare.plan import Plan, config_of, read_weight
+from fakequant._prepare.weight_widths import weight_at
 from fakequant._train.model_snapshot import unchanged
 from fakequant._train.running import copied
 from fakequant.config import QuantConfig
@@ -76,7 +77,7 @@ def widen_first_and_last(model: nn.Module, config: QuantConfig, plan: Plan, call
     ends = _ends(order or layers, without_rule)
     for path in ends:
         for name, quantizer in _weight_and_input(planned[path].quantizers):
-            _respec(quantizer, specs[_join(path, name)][1], planned[path].module, name)
+            give_spec(quantizer, specs[_join(path, name)][1], planned[path].module, name)
     starts = {
         _join(path, name): quantizer.step_size.detach().clone()
         for path in without_rule
@@ -181,7 +182,7 @@ def _move_bits(model: nn.Module, found: FirstLast, ends: list[str]) -> bool:
         return False
     for path, name, quantizer in own:
         ordinary, wide = found.specs[_join(path, name)]
-        _respec(quantizer, wide if path in ends else ordinary, layers[path], name)
+        give_spec(quantizer, wide if path in ends else ordinary, layers[path], name)
     return True
 
 
@@ -241,13 +242,12 @@ def _wider(spec: QuantSpec, name: str, config: QuantConfig) -> QuantSpec:
         return spec
     if name == "input_quantizer":
         return target.fit_activation(dataclasses.replace(spec, bits=bits))
-    # Narrow range, as in `presets.int8`, so that a batch norm with negative factors can be folded.
-    narrow = spec.narrow_range or (spec.symmetric and bits >= 8)
-    wide = target.fit_weight(dataclasses.replace(spec, bits=bits, narrow_range=narrow))
+    wide = weight_at(spec, bits, target)
     return wide if wide.bits > spec.bits else spec
 
 
-def _respec(quantizer: Quantizer, spec: QuantSpec, layer: nn.Module, name: str) -> None:
+def give_spec(quantizer: Quantizer, spec: QuantSpec, layer: nn.Module, name: str) -> None:
+    """Gives the quantizer of a layer that is called `name` another spec. A learned scale of a weight starts anew."""
     if quantizer.spec == spec:
         return
     change_spec(quantizer, spec)

@@ -9,6 +9,7 @@ from torch import nn
 from fakequant._convert.left_in_float import unreached_layers
 from fakequant._prepare.prepare import preparation
 from fakequant._prepare.shares import Amount, quantized_parameters, shares_in_words
+from fakequant._prepare.weight_widths import weight_bytes
 from fakequant._util.text_table import table
 from fakequant.nn._function_calls import FunctionQuantizers
 from fakequant.nn._model_quantizers import quantizers
@@ -181,5 +182,5 @@ def _bytes(model: nn.Module) -> tuple[int, int]:
         if isinstance(module, QuantizedLayer) and isinstance(quantizer, Quantizer):
             weight = stored_weight(module, module._fakequant.kind.weight_name)
             scales = prod(quantizer._blocks or ())
-            sizes[id(weight)] = -(-weight.numel() * quantizer.spec.bits // 8) + 4 * scales
+            sizes[id(weight)] = weight_bytes(weight.numel(), quantizer.spec.bits, scales)
     return before, sum(sizes.values())

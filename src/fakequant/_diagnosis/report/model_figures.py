@@ -1,4 +1,4 @@
-"""The figures of a whole model: layers compared, their sensitivity, health over training."""
+"""The figures of a whole model: layers compared, their sensitivity, costs of widths, health over training."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 
 from fakequant._diagnosis.history import History
 from fakequant._diagnosis.report.drawing import (
@@ -24,7 +24,8 @@ from fakequant._diagnosis.report.drawing import (
 
 if TYPE_CHECKING:
     from fakequant._diagnosis.compare import Comparison, LayerComparison
-    from fakequant._diagnosis.sensitivity import LayerSensitivity
+    from fakequant._diagnosis.pareto import Pareto
+    from fakequant._diagnosis.sensitivity_table import LayerSensitivity
 
 # The maximum numbers of rows in a figure, and of lines with a name.
 ROWS = 40
@@ -91,6 +92,31 @@ def draw_sensitivity(layers: "Sequence[LayerSensitivity]") -> Figure:
     axes.margins(x=0.04)
     _legend(figure, axes)
     axes.set_xlabel("change of the score")
+    return figure
+
+
+def draw_pareto(found: "Pareto") -> Figure:
+    """Draws the least cost over the average number of bits, and the costs of uniform widths."""
+    figure, axes = new_figure(2.9, left=0.72, top=_LEGEND)
+    bits, costs = ([getattr(point, name) for point in found.points] for name in ("bits", "cost"))
+    axes.plot(bits, costs, color=ACCENT, linewidth=1.4, drawstyle="steps-post", zorder=2)
+    axes.plot(bits, costs, "o", color=ACCENT, markersize=3.6, zorder=3, label="a width for each layer")
+    uniform = list(found.uniform.items())
+    x, y = [point.bits for _, point in uniform], [point.cost for _, point in uniform]
+    axes.plot(x, y, "s", color=PAPER, markersize=6, markeredgecolor=WARN, markeredgewidth=1.4, zorder=4,
+              label="the same width everywhere")  # fmt: skip
+    for width, point in uniform:
+        axes.annotate(f"{width} bits", (point.bits, point.cost), (6, 5), textcoords="offset points", size=8.0)
+    if min((*costs, *y)) > 0:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))  # not as a formula
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.margins(x=0.09, y=0.12)
+    _legend(figure, axes)
+    axes.set_xlabel("bits per weight on average")
+    axes.set_ylabel("sum of the layers' costs")
     return figure
 
 

@@ -10,16 +10,17 @@ from fakequant._diagnosis.report.model_figures import (
     ROWS,
     draw_comparison,
     draw_history,
+    draw_pareto,
     draw_sensitivity,
     layers_to_draw,
 )
-from fakequant._diagnosis.report.pieces import Cell, Figures, decibel, number, percent
+from fakequant._diagnosis.report.pieces import Cell, Drawn, Figures, decibel, number, percent
 from fakequant._diagnosis.report.tensor_figures import draw_levels, draw_values
 from fakequant._prepare.summary import Summary
 
 if TYPE_CHECKING:
     from fakequant._diagnosis.compare import Comparison
-    from fakequant._diagnosis.sensitivity import Sensitivity
+    from fakequant._diagnosis.sensitivity_table import Sensitivity
     from fakequant._verify.verdict import Verification
 
 # Variables of the template: text, cells, figures, and lists and dicts of them.
@@ -157,21 +158,42 @@ def sensitivity_entry(figures: Figures, found: "Sensitivity") -> Entry:
         draw_sensitivity,
         found.layers[:ROWS],
     )
+    widths = sorted({bits for layer in found.layers for bits in layer.costs or ()})
     rows = [
         {
             "path": layer.path,
             "kind": layer.kind,
-            "cells": [number(layer.weights), number(layer.bits), _signed(layer.cost), _signed(layer.gain)],
+            "cells": [number(layer.weights), number(layer.bits), _signed(layer.cost), _signed(layer.gain)]
+            + [_width_cost(layer.costs, bits) for bits in widths],
         }
         for layer in found.layers
     ]
     return {
         "rows": rows,
+        "widths": widths,
+        "measure": found.measure,
+        "error": f"{-found.quantized_score:.4g}",
+        "pareto": _pareto_figure(figures, found) if found.has_widths else None,
         "figure": figure,
         "left_out": max(0, len(found.layers) - ROWS),
         "float_score": f"{found.float_score:.4g}",
         "quantized_score": f"{found.quantized_score:.4g}",
     }
+
+
+def _pareto_figure(figures: Figures, found: "Sensitivity") -> Drawn:
+    return figures.draw(
+        "pareto",
+        "Cost of widths",
+        "The least sum of costs for each average width of the weights, and that of the same width everywhere. Look how "
+        "far the squares are above the line: so much is gained by a width for each layer.",
+        draw_pareto,
+        found.pareto(),
+    )
+
+
+def _width_cost(costs: dict[int, float] | None, bits: int) -> Cell:
+    return Cell("–", None) if costs is None or bits not in costs else _signed(costs[bits])
 
 
 def _signed(value: float) -> Cell:
@@ -259,7 +281,7 @@ def overview(
         where = f"at {worst.path or 'the model'}"
         is_low = low_layer(comparison) is not None
         tiles.append(("Lowest SQNR of a layer", decibel(worst.isolated.sqnr).text, where, is_low))
-    if sensitivity is not None:
+    if sensitivity is not None and sensitivity.measure == "score":
         words = f"from fakequant.sensitivity, before training. In float: {sensitivity.float_score:.4g}"
         tiles.append(("Score after calibration", f"{sensitivity.quantized_score:.4g}", words, False))
     if verification is not None:

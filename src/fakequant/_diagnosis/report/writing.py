@@ -25,7 +25,7 @@ from fakequant.nn._model_quantizers import quantizers
 
 if TYPE_CHECKING:
     from fakequant._diagnosis.compare import Comparison
-    from fakequant._diagnosis.sensitivity import Sensitivity
+    from fakequant._diagnosis.sensitivity_table import Sensitivity
     from fakequant._verify.verdict import Verification
 
 
@@ -178,6 +178,7 @@ def _page(
     seen = [j for j in judged if j.counts.total]
     drawn = sorted(seen, key=lambda j: j.order)[:max_tensors]
     total = 2 * len(drawn) + (comparison is not None) + (sensitivity is not None) + 4 * (history is not None)
+    total += sensitivity is not None and sensitivity.has_widths
     with Bar(total=total, desc="figures", disable=not progress, leave=False) as bar:
         figures = pieces.Figures(bar.update)
         context = {
