@@ -113,3 +113,27 @@ def test_attention_and_recurrent_layers():
         changes = method(model, data, progress=False)
         assert changes.changed == ["attention", "attention.out_proj", "lstm.ih_l0", "lstm.hh_l0"]
         assert error(model) < before
+
+
+def test_queries_keys_and_values_have_their_own_corrections():
+    """With three inputs, each third of the bias is corrected by the mean of its own product."""
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(4, 1, batch_first=True)
+    used = fq.QuantConfig(default=fq.LayerConfig(weight=fq.QuantSpec(bits=2, axis=0)))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = attention
+
+        def forward(self, q, k, v):
+            return self.attention(q, k, v, need_weights=False)[0]
+
+    inputs = tuple(randn(3, 5, 4, seed=seed) + seed for seed in (1, 2, 3))
+    model = fq.prepare(Model().eval(), used, inputs)
+    weight, bias = attention.in_proj_weight.detach().clone(), attention.in_proj_bias.detach().clone()
+    errors = (weight - model.attention.weight_quantizer(weight)).double().chunk(3)
+    fq.ptq.correct_bias(model, [inputs], layers="attention", progress=False)
+    expected = torch.cat([error @ x.double().flatten(0, 1).mean(0) for error, x in zip(errors, inputs, strict=True)])
+    # Sums of 20 products in float32.
+    torch.testing.assert_close(attention.in_proj_bias.detach() - bias, expected.float(), rtol=1e-4, atol=1e-5)

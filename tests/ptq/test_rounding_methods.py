@@ -63,6 +63,12 @@ def test_codes_are_near_the_best_of_all_roundings(solve):
     assert alone < best + 0.5 * (nearest - best)  # before single codes are changed
 
 
+def test_bad_codes_of_a_solver_are_replaced_by_improved_nearest_codes():
+    given = problem(randn(40, 8) @ randn(8, 8, seed=2), randn(4, 8, seed=3))
+    found = best_codes(given, lambda given: torch.full_like(given.weight, given.qmin))
+    assert (error(given, found) <= error(given, descend(given, given.nearest()))).all()
+
+
 def test_uncorrelated_inputs_leave_nothing_to_compensate():
     """If A is diagonal, the nearest codes are the best ones."""
     given = problem(torch.eye(6) * torch.arange(1.0, 7), randn(4, 6))
@@ -141,20 +147,6 @@ def test_groups_and_zero_points(name, spec):
     change = METHODS[name](model, [x], progress=False).layers[0]
     assert change.after > change.before + 1
     assert torch.equal(model[0].weight_quantizer(model[0].weight), model[0].weight)
-
-
-def test_blocks_are_rounded_together():
-    floats = nn.Sequential(nn.Sequential(*list(chain())[:5]), *list(chain())[5:]).eval()
-    data = [x for batch in IMAGES for x in batch.split(8)]
-    alone, together = (ready(copy.deepcopy(floats), data) for _ in range(2))
-    fq.ptq.adaround(alone, data, iterations=100, progress=False)
-    changes = fq.ptq.adaround(together, data, blocks="0", iterations=100, progress=False)
-    assert [layer.path for layer in changes.layers] == ["0", "2"]
-    assert changes.layers[0].after > changes.layers[0].before
-    assert output_error(together[0], floats[0], data) <= output_error(alone[0], floats[0], data)
-    assert all(p.grad is None for p in together.parameters())
-    assert together[0][0]._fakequant.save_codes
-    assert torch.equal(together[0][0].weight_quantizer(together[0][0].weight), together[0][0].weight)
 
 
 def test_layers_can_be_chosen():

@@ -1,0 +1,77 @@
+"""`adaround` with `blocks`: layers that are rounded together."""
+
+import copy
+
+import pytest
+import torch
+from ptq_models import IMAGES, chain, output_error, ready
+from torch import nn
+
+import fakequant as fq
+from fakequant.nn import _saved_codes
+from fakequant.ptq import _block_rounding
+
+DATA = [x for batch in IMAGES for x in batch.split(8)]
+
+
+@pytest.fixture(scope="module")
+def models():
+    """The float model, whose first five modules are one, and the model with layers rounded one by one."""
+    layers = list(chain())
+    floats = nn.Sequential(nn.Sequential(*layers[:5]), *layers[5:]).eval()
+    alone = ready(copy.deepcopy(floats), DATA)
+    fq.ptq.adaround(alone, DATA, iterations=100, progress=False)
+    return floats, alone
+
+
+def rounded(floats, **options):
+    model = ready(copy.deepcopy(floats), DATA)
+    return model, fq.ptq.adaround(model, DATA, progress=False, **options)
+
+
+def test_blocks_have_a_smaller_error_than_layers_alone(models):
+    floats, alone = models
+    model, changes = rounded(floats, blocks="0", iterations=100)
+    assert [(layer.path, layer.kind) for layer in changes.layers] == [("0", "Sequential"), ("2", "Linear")]
+    assert changes.layers[0].after > changes.layers[0].before
+    assert output_error(model[0], floats[0], DATA) < output_error(alone[0], floats[0], DATA)
+    for layer in (model[0][0], model[0][3], model[2]):
+        assert torch.equal(layer.weight_quantizer(layer.weight), layer.weight)
+
+
+def test_blocks_leave_gradients_and_settings_alone(models):
+    model, _ = rounded(models[0], blocks=["0"], iterations=2)
+    assert all(p.grad is None for p in model.parameters())
+    assert model[0][0]._fakequant.save_codes
+    assert not model[0][0].weight_quantizer._forward_hooks
+
+
+def test_saved_codes_do_not_replace_soft_weights(models, monkeypatch):
+    """A large layer would keep its own weight for the backward pass, and quantize it again."""
+    expected, _ = rounded(models[0], blocks="0", iterations=20)
+    monkeypatch.setattr(_saved_codes, "_SMALLEST", 1)
+    model, _ = rounded(models[0], blocks="0", iterations=20)
+    for layer, other in ((model[0][0], expected[0][0]), (model[0][3], expected[0][3])):
+        assert torch.equal(layer.weight, other.weight)
+
+
+def test_codes_that_are_worse_are_not_used(models, monkeypatch):
+    def spoil(block, weights, calls, unit, iterations):
+        for weight in weights:
+            weight.v.data.neg_()
+
+    monkeypatch.setattr(_block_rounding, "_learn", spoil)
+    floats, alone = models
+    model, _ = rounded(floats, blocks="0", iterations=100)
+    for layer, other in ((model[0][0], alone[0][0]), (model[0][3], alone[0][3])):
+        assert torch.equal(layer.weight, other.weight)
+
+
+def test_blocks_are_the_outermost_modules_that_match():
+    model = ready(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))), [torch.ones(2, 4)])
+    changes = fq.ptq.adaround(model, [torch.ones(2, 4)], blocks="0*", iterations=2, progress=False)
+    assert [layer.path for layer in changes.layers] == ["0"]
+    whole = fq.ptq.adaround(model, [torch.ones(2, 4)], blocks="", iterations=2, progress=False)
+    assert [layer.path for layer in whole.layers] == [""]
+    with pytest.raises(ValueError, match="`blocks` matches no module"):
+        fq.ptq.adaround(model, [torch.ones(2, 4)], blocks="layers.*")
