@@ -96,8 +96,8 @@ def test_attention_and_recurrent_layers():
             self.lstm = nn.LSTM(8, 4, batch_first=True)
 
         def forward(self, x, memory):
-            y = self.attention(x, memory, memory, need_weights=False)[0]
-            return self.lstm(y + self.attention(x, x, x, need_weights=False)[0])[0]
+            y = self.attention(x, x, x, need_weights=False)[0]
+            return self.lstm(y + self.attention(x, memory, memory, need_weights=False)[0])[0]
 
     torch.manual_seed(0)
     data = [(randn(4, 5, 8), randn(4, 7, 8, seed=2) + 1), (randn(4, 3, 8, seed=3), randn(4, 6, 8, seed=4) + 1)]

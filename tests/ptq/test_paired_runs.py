@@ -5,6 +5,7 @@ from ptq_models import IMAGES, chain, config, randn, ready
 from torch import nn
 
 from fakequant.ptq import _paired_runs
+from fakequant.ptq._moments import moments_of
 from fakequant.ptq._paired_runs import PairedRuns
 
 
@@ -67,3 +68,27 @@ def test_pairs_are_the_same_without_memory_for_the_reference(monkeypatch):
             found.append([pair.reference.y for path in runs.called for pair in runs.pairs([path])])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+def test_attention_has_three_matrices_however_it_is_called():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 1, batch_first=True)
+
+        def forward(self, x, memory):
+            y = self.attention(x, x, x, need_weights=False)[0]
+            return self.attention(y, memory, memory, need_weights=False)[0]
+
+    data = [(randn(2, 3, 4), randn(2, 5, 4, seed=2))]
+    model = ready(Model(), data)
+    with PairedRuns(model, data, None, None) as runs:
+        pairs = list(runs.pairs(["attention"]))
+        assert [pair.quantized.part for pair in pairs] == [None, 0, 1, 2]
+        assert all(pair.quantized.form.matrices == 3 for pair in pairs)
+        weight = runs.reference_weight("attention")
+        moments = moments_of(pairs, {"attention": weight}, 99)["attention"]
+        rows = [pair.quantized.x.reshape(-1, 4).double() for pair in pairs]
+        expected = [rows[0].t() @ rows[0] + x.t() @ x for x in rows[1:]]
+        # Sums of 16 products in float32.
+        torch.testing.assert_close(moments.a, torch.stack(expected), rtol=1e-5, atol=1e-5)
