@@ -94,6 +94,7 @@ WHOLE_MODELS = [
     "check",
     "compare",
     "convert",
+    "distill",
     "export_executorch",
     "export_onnx",
     "health",
