@@ -5,11 +5,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from fakequant._backends.torch.torch_private import pytree
 from fakequant._prepare.prepare import is_prepared, unprepare
 from fakequant._train.layer_results import LayerResults
 from fakequant._train.matched_results import matched
@@ -53,7 +55,7 @@ def distill(
     Args:
         student: The model that is trained. It may be wrapped for several ranks or compiled.
         teacher: The model that it should follow. If None, the float model that `student` was prepared from, as a copy
-            with its present weights: call `distill` before training then.
+            with its present weights: call `distill` before training then. The copy moves to the device of its inputs.
         outputs: How the results of the models are compared. If None, they are not.
         temperature: Divides the class scores. Above 1, the small probabilities of the teacher count for more.
         class_axis: The axis of the classes.
@@ -73,6 +75,7 @@ def distill(
     """
     check_module(student, "student")
     _check_numbers(outputs, temperature, class_axis, layer_weight)
+    is_own_copy = teacher is None
     if teacher is None:
         teacher = _float_copy(_unwrapped(student))
     check_module(teacher, "teacher")
@@ -86,7 +89,9 @@ def distill(
             "There is nothing to compare: `outputs` is None and `layers` is empty.\n"
             'Use outputs="kl" for class scores, outputs="mse" for other results, or name some layers.'
         )
-    return Distillation(student, teacher, outputs, float(temperature), class_axis, pairs, float(layer_weight))
+    return Distillation(
+        student, teacher, is_own_copy, outputs, float(temperature), class_axis, pairs, float(layer_weight)
+    )
 
 
 class Distillation:
@@ -101,14 +106,16 @@ class Distillation:
         self,
         student: nn.Module,
         teacher: nn.Module,
+        is_own_copy: bool,
         outputs: str | None,
         temperature: float,
         class_axis: int,
         layers: dict[str, str],
         layer_weight: float,
     ) -> None:
-        self._made_from = (student, teacher, outputs, temperature, class_axis, layers, layer_weight)
+        self._made_from = (student, teacher, is_own_copy, outputs, temperature, class_axis, layers, layer_weight)
         self.teacher = teacher
+        self._is_own_copy = is_own_copy
         self.outputs = outputs
         self.temperature = temperature
         self.class_axis = class_axis
@@ -129,6 +136,8 @@ class Distillation:
             raise TypeError("The inputs of the student are missing.\nPass them after its result: distillation(y, x).")
         # Taken before the teacher runs, so that nothing is left if it raises.
         of_student = self._of_student.take()
+        if self._is_own_copy:
+            _move_along(self.teacher, inputs, named_inputs)
         with torch.no_grad(), _evaluating(self.teacher):
             aim = self.teacher(*inputs, **named_inputs)
         of_teacher = self._of_teacher.take()
@@ -225,6 +234,14 @@ def _float_copy(student: nn.Module) -> nn.Module:
     for module in [module for module in teacher.modules() if is_prepared(module)]:
         unprepare(module)
     return teacher.requires_grad_(False).eval()
+
+
+def _move_along(teacher: nn.Module, *inputs: Any) -> None:
+    """Moves a teacher to the device of its inputs: the student may have been moved after `distill`."""
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    held = next(chain(teacher.parameters(), teacher.buffers()), None)
+    if tensors and held is not None and held.device != tensors[0].device:
+        teacher.to(tensors[0].device)
 
 
 def _check_numbers(outputs: Any, temperature: Any, class_axis: Any, layer_weight: Any) -> None:
