@@ -8,6 +8,7 @@ for every seed. The network is trained in float. Every row starts from a copy of
 the target `onnxruntime-x86`, and trains for the same number of steps with Adam and a cosine decay to 0:
 
     baseline        cross entropy
+    constant rate   the same, without the decay
     distilled       the same + `fakequant.distill` from the float model, at temperature 4
     progressive     8 bits in the first third of the steps, then 4 bits, then the bits of the row
     dampened        the same as the baseline + a loss that pulls weights to the middle of their codes, the sum of
@@ -48,7 +49,7 @@ from digits_cnn import train as train_with_sgd
 from digits_depthwise import accuracy, network
 
 BITS = (2, 3)
-METHODS = ("baseline", "distilled", "progressive", "dampened", "frozen")
+METHODS = ("baseline", "constant rate", "distilled", "progressive", "dampened", "frozen")
 NORMS = ("running", "re-estimated", "norms frozen")
 RATE, SCALE_RATE = 3e-3, 1e-4  # learning rates of Adam: of weights, and of learned scales
 LAST = 0.25  # the last part of the steps, in which ranges and batch norms are frozen
@@ -163,7 +164,7 @@ def train(
             turns = [Turns(layer) for layer in low_bit_layers(model)]
             rates = [group["lr"] for group in optimizer.param_groups]
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = cosine(rate, 0.0, step / steps)
+            group["lr"] = rate if method == "constant rate" else cosine(rate, 0.0, step / steps)
         optimizer.zero_grad()
         y = model(images)
         loss = nn.functional.cross_entropy(y, labels)
@@ -238,13 +239,13 @@ def cell(figures: dict[str, list[float]], bits: int, method: str, norms: str) ->
 
 
 def print_table(figures: dict[str, list[float]]) -> None:
-    print(f"\n{'':<20}" + "".join(f"| {norms:<26}" for norms in NORMS) + "| turning")
-    print(f"{'float':<20}| {formatted(figures['float'])}")
+    print(f"\n{'':<22}" + "".join(f"| {norms:<26}" for norms in NORMS) + "| turning")
+    print(f"{'float':<22}| {formatted(figures['float'])}")
     for bits in BITS:
         for method in METHODS:
             cells = "".join(f"| {cell(figures, bits, method, norms):<26}" for norms in NORMS)
             turned = statistics.mean(figures[f"{bits} bits, {method}, turning"])
-            print(f"{f'{bits} bits, {method}':<20}{cells}| {turned:.1f}")
+            print(f"{f'{bits} bits, {method}':<22}{cells}| {turned:.1f}")
 
 
 if __name__ == "__main__":
