@@ -30,7 +30,7 @@ code turned back at least once in the last quarter of the steps ("running").
 
 Rates, temperature, factor and threshold were chosen on four other seeds, with 250 of the training images for validation:
 rates of weights 0.001, 0.003 and 0.01, with and without decay; rates of scales 0.003 to 0.0001, of which only the last
-two let 8-bit scales survive Adam, which the progressive rows need; temperatures 1, 2 and 4; factors 0.01 and 0.1;
+two let 8-bit scales survive Adam, which the progressive rows need; temperatures 1, 2 and 4, in 60 epochs; factors 0.01 and 0.1;
 thresholds 0.04 to 0.01, 0.02 to 0.005 and 0.01 to 0.0025. Most of these choices differed by less than the spread.
 """
 
