@@ -52,6 +52,7 @@ bench: build
 	$(PY) benchmarks/digits.py --json benchmarks/results/latest-digits.json
 	$(PY) benchmarks/digits_cnn.py --json benchmarks/results/latest-digits-cnn.json
 	$(PY) benchmarks/digits_depthwise.py --json benchmarks/results/latest-digits-depthwise.json
+	$(PY) benchmarks/digits_last_points.py --json benchmarks/results/latest-digits-last-points.json
 	$(PY) benchmarks/digits_recurrent.py --json benchmarks/results/latest-digits-recurrent.json
 	$(PY) benchmarks/bench_deploy.py --json benchmarks/results/latest-deploy.json
 	$(PY) benchmarks/digits_runtimes.py --json benchmarks/results/latest-digits-runtimes.json

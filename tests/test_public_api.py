@@ -95,6 +95,7 @@ WHOLE_MODELS = [
     "check",
     "compare",
     "convert",
+    "distill",
     "export_executorch",
     "export_onnx",
     "health",

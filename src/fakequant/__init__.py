@@ -48,6 +48,7 @@ _WHOLE_MODELS = {
     "check": "_diagnosis.check",
     "compare": "_diagnosis.compare",
     "convert": "_convert.convert",
+    "distill": "_train.distill",
     "export_executorch": "_executorch.export_executorch",
     "export_onnx": "_onnx.export_onnx",
     "health": "_train.health",

@@ -1,1 +1,1 @@
-"""Running and training a prepared model: `calibrate`, `Schedule` and `health`."""
+"""Running and training a prepared model: `calibrate`, `Schedule`, `distill` and `health`."""
