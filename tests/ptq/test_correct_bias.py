@@ -11,6 +11,7 @@ from torch import nn
 import fakequant as fq
 from fakequant.nn._batch_norm import factor_of
 from fakequant.nn._quantized_layer import input_grid_of
+from fakequant.ptq import _paired_runs
 
 
 def mean_result(model, layer, data):
@@ -137,3 +138,27 @@ def test_queries_keys_and_values_have_their_own_corrections():
     expected = torch.cat([error @ x.double().flatten(0, 1).mean(0) for error, x in zip(errors, inputs, strict=True)])
     # Sums of 20 products in float32.
     torch.testing.assert_close(attention.in_proj_bias.detach() - bias, expected.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_batch_norm_over_tokens_does_not_take_the_correction():
+    """After a linear layer on tokens, a batch norm normalizes another axis, and does not fold."""
+    torch.manual_seed(0)
+    x = randn(8, 5, 4)
+    for bias in (True, False):
+        model = nn.Sequential(nn.Linear(4, 4, bias=bias), nn.BatchNorm1d(5))
+        model.train()(x)
+        model = ready(model, [x])
+        before = model[1].running_mean.clone()
+        change = fq.ptq.correct_bias(model, [x], progress=False).layers[0]
+        assert torch.equal(model[1].running_mean, before)
+        assert change.reason == (None if bias else "it has no bias, and no batch norm follows")
+
+
+def test_several_processes_are_refused(monkeypatch):
+    class Several:
+        several = True
+
+    model = ready(chain(), IMAGES)
+    monkeypatch.setattr(_paired_runs, "ranks_of", Several)
+    with pytest.raises(RuntimeError, match="Run this method in one process"):
+        fq.ptq.correct_bias(model, IMAGES)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from fakequant._diagnosis.sums import decibels
 from fakequant._train.running import Bar, Data
 from fakequant.nn._batch_norm import BatchNorm
+from fakequant.nn._deployed_bias import will_fold
 from fakequant.nn._layer_kinds import AnyLayer
 from fakequant.nn._owned_product import OwnedProduct
 from fakequant.nn._quantizer import fake_quantize
@@ -19,6 +20,8 @@ from fakequant.ptq._paired_runs import Pair, PairedRuns
 from fakequant.ptq._rounding import kind_name, layer_filter, listed
 from fakequant.ptq._undoing import undone_on_error
 from fakequant.ptq._weight_grids import weight_grid
+
+_NO_PLACE = "it has no bias, and no batch norm follows"
 
 
 def correct_bias(
@@ -74,75 +77,97 @@ def correct_bias(
         with Bar(total=len(runs.called), desc="correct_bias", disable=not progress, leave=False) as bar:
             for wave in runs.waves:
                 paths = [path for path in wave if path not in reasons and chosen(path)]
-                for path, means in (_means_of(runs.pairs(paths), runs) if paths else {}).items():
-                    layer = runs.layers[path]
-                    _subtract(layer, means.shift())
-                    changes[path] = LayerChange(path, kind_name(layer), *means.decibels())
+                found = _means_of(runs.pairs(paths), runs) if paths else {}
+                for path in paths:
+                    means = found.get(path)
+                    if means is None:
+                        reasons[path] = _NO_PLACE
+                        continue
+                    means.correct()
+                    changes[path] = LayerChange(path, kind_name(runs.layers[path]), *means.decibels())
                 bar.update(len(wave))
     return Changes("correct_bias", "SQNR dB", listed(runs, changes, reasons, chosen))
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where the correction of a layer goes: its bias, or the running mean of the batch norm that folds into it."""
+
+    value: Tensor
+    is_mean: bool
+
+    @torch.no_grad()
+    def subtract(self, shift: Tensor) -> None:
+        """Lowers the result of the layer by `shift`. A batch norm subtracts its running mean."""
+        change = shift.to(self.value.dtype).view(self.value.shape)
+        self.value.add_(change if self.is_mean else -change)
+
+
 class _Means:
     """Sums over the positions of a result, per channel, in float64."""
 
-    count: Tensor
-    error: Tensor
-    square: Tensor
-    signal: float = 0.0
+    def __init__(self, place: _Place) -> None:
+        self.place = place
+        self.signal = 0.0
+        channels, device = place.value.numel(), place.value.device
+        self.count, self.error, self.square = (
+            torch.zeros(channels, dtype=torch.float64, device=device) for _ in range(3)
+        )
 
-    def shift(self) -> Tensor:
-        return self.error / self.count.clamp(min=1)
+    def add(self, product: Product, expected: Tensor) -> None:
+        """Adds the errors of the result of a product."""
+        y, z = (product.channels_last(t).double() for t in (product.y, expected))
+        self.signal += float(z.square().sum())
+        self.count += self._sums(product, torch.ones_like(y))
+        self.error += self._sums(product, y - z)
+        self.square += self._sums(product, (y - z).square())
+
+    def _sums(self, product: Product, rows: Tensor) -> Tensor:
+        """Returns the sums of rows of channels, with one element for each element of the bias."""
+        if product.groups is not None:
+            experts = rows.new_zeros(product.groups.number, rows.shape[1])
+            return experts.index_add_(0, product.groups.experts, rows).flatten()
+        if product.part is None:
+            return rows.sum(0)
+        whole = torch.zeros_like(self.count)
+        whole.view(-1, rows.shape[1])[product.part] = rows.sum(0)
+        return whole
+
+    def correct(self) -> None:
+        """Moves the mean error into the bias."""
+        self.place.subtract(self._shift())
 
     def decibels(self) -> tuple[float, float]:
-        left = self.square - self.shift().square() * self.count
+        """Returns the SQNR before and after the correction."""
+        left = self.square - self._shift().square() * self.count
         return decibels(self.signal, float(self.square.sum())), decibels(self.signal, float(left.clamp(min=0).sum()))
+
+    def _shift(self) -> Tensor:
+        return self.error / self.count.clamp(min=1)
 
 
 def _means_of(pairs: Iterable[Pair], runs: PairedRuns) -> dict[str, _Means]:
+    """Returns the errors of layers by path, without layers that have no place for a correction."""
     found: dict[str, _Means] = {}
     for path, product, reference in pairs:
-        expected = runs.float_result(path, product) if reference is None else reference.y
-        y, z = (product.channels_last(t).double() for t in (product.y, expected))
-        channels = _channels(product, runs.layers[path])
         if path not in found:
-            zeros = torch.zeros(channels.total, dtype=torch.float64, device=y.device)
-            found[path] = _Means(zeros, zeros.clone(), zeros.clone())
-        means = found[path]
-        means.signal += float(z.square().sum())
-        means.count += channels.add(torch.ones_like(y))
-        means.error += channels.add(y - z)
-        means.square += channels.add((y - z).square())
+            place = _place(runs.layers[path], product)
+            if place is None:
+                continue
+            found[path] = _Means(place)
+        found[path].add(product, runs.float_result(path, product) if reference is None else reference.y)
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class _Channels:
-    """Which elements of a layer's bias the channels of a product belong to."""
-
-    product: Product
-    total: int
-
-    def add(self, rows: Tensor) -> Tensor:
-        """Returns the sums of rows of channels, with one element for each element of the bias."""
-        groups, part = self.product.groups, self.product.part
-        if groups is not None:
-            sums = rows.new_zeros(groups.number, rows.shape[1]).index_add_(0, groups.experts, rows)
-            return sums.flatten()
-        sums = rows.sum(0)
-        if part is None:
-            return sums
-        whole = rows.new_zeros(self.total)
-        whole.view(-1, len(sums))[part] = sums
-        return whole
-
-
-def _channels(product: Product, layer: AnyLayer) -> _Channels:
-    bias = getattr(layer, layer._fakequant.kind.bias_name, None)
+def _place(layer: AnyLayer, product: Product) -> _Place | None:
     norm: BatchNorm | None = layer._fakequant.norm
-    where = norm.running_mean if norm is not None else bias
-    assert where is not None
-    return _Channels(product, where.numel())
+    if norm is not None and will_fold(norm, product.x, layer._fakequant.kind.read_weight(layer)):
+        return _Place(norm.running_mean, is_mean=True)
+    name: str = layer._fakequant.kind.bias_name
+    bias = getattr(layer, name, None)
+    if bias is None:
+        return None
+    return _Place(getattr(layer.owner, layer.names[name]) if isinstance(layer, OwnedProduct) else bias, is_mean=False)
 
 
 def _reason(layer: AnyLayer) -> str | None:
@@ -150,27 +175,8 @@ def _reason(layer: AnyLayer) -> str | None:
         return "it is not quantized"
     if not layer._fakequant.kind.has_input:
         return "it looks up rows of its weight"
-    if layer._fakequant.norm is not None:
-        return None
-    if getattr(layer, layer._fakequant.kind.bias_name, None) is None:
-        return "it has no bias, and no batch norm follows"
-    return None
-
-
-@torch.no_grad()
-def _subtract(layer: AnyLayer, shift: Tensor) -> None:
-    norm: BatchNorm | None = layer._fakequant.norm
-    if norm is not None:
-        norm.running_mean += shift.to(norm.running_mean.dtype)
-        return
-    bias = _stored_bias(layer)
-    bias -= shift.to(bias.dtype).view(bias.shape)
-
-
-def _stored_bias(layer: AnyLayer) -> Tensor:
-    name: str = layer._fakequant.kind.bias_name
-    bias: Tensor = getattr(layer.owner, layer.names[name]) if isinstance(layer, OwnedProduct) else getattr(layer, name)
-    return bias
+    has_bias = getattr(layer, layer._fakequant.kind.bias_name, None) is not None
+    return None if has_bias or layer._fakequant.norm is not None else _NO_PLACE
 
 
 def _warn_if_rounded(layers: dict[str, AnyLayer]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fakequant._backends.torch.process_ranks import ranks_of
 from fakequant._prepare.attach import FLOW_BUFFER, link_norms
 from fakequant._prepare.prepare import preparation
 from fakequant._train.calibrate import without_scale
@@ -50,6 +51,11 @@ class PairedRuns:
 
     def __init__(self, model: nn.Module, data: Data, steps: int | None, reference: nn.Module | None) -> None:
         preparation(model)
+        if ranks_of().several:
+            raise RuntimeError(
+                "Several processes would choose different weights, because each has its own data.\n"
+                "Run this method in one process, save the state of the model, and load it in all of them."
+            )
         self.model = model
         self._batches = _collected(model, data, steps)
         missing = without_scale(model)

@@ -72,11 +72,9 @@ class Blocks:
 
     def ended_by(self, wave: list[str], called: list[str]) -> list[str]:
         """Returns the blocks whose last layer, in the order of the calls, is in a wave."""
-        last = {
-            block: max(inner, key=lambda p: called.index(p) if p in called else -1)
-            for block, inner in self.layers.items()
-        }
-        return [block for block, path in last.items() if path in wave]
+        position = {path: number for number, path in enumerate(called)}
+        ends = {block: max(inner, key=lambda path: position.get(path, -1)) for block, inner in self.layers.items()}
+        return [block for block, path in ends.items() if path in wave]
 
 
 # Returns the codes of the weight, as floats.
