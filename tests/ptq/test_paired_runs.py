@@ -5,8 +5,12 @@ from ptq_models import IMAGES, chain, config, randn, ready
 from torch import nn
 
 from fakequant.ptq import _paired_runs
-from fakequant.ptq._moments import moments_of
+from fakequant.ptq._moments import moments_of, rows_of
 from fakequant.ptq._paired_runs import PairedRuns
+
+
+def input_of(product):
+    return product.x
 
 
 class Shared(nn.Module):
@@ -27,7 +31,7 @@ class Shared(nn.Module):
 
 def test_layers_with_the_same_input_are_seen_together_and_calls_are_counted():
     model = ready(Shared(), [randn(3, 4), randn(5, 4)])
-    with PairedRuns(model, [randn(3, 4), randn(5, 4)], None, None) as runs:
+    with PairedRuns(model, [randn(3, 4), randn(5, 4)], None, None, input_of) as runs:
         assert runs.waves == [["query", "key"], ["twice"], ["last"]]
         pairs = list(runs.pairs(["twice"]))
         assert [len(pair.quantized.x) for pair in pairs] == [3, 3, 5, 5]
@@ -37,7 +41,7 @@ def test_layers_with_the_same_input_are_seen_together_and_calls_are_counted():
 
 def test_models_run_no_further_than_needed():
     model = ready(Shared(), [randn(3, 4)])
-    with PairedRuns(model, [randn(3, 4)], None, None) as runs:
+    with PairedRuns(model, [randn(3, 4)], None, None, input_of) as runs:
         before = model.runs
         assert len(list(runs.pairs(["query"]))) == 1
         assert len(list(runs.pairs(["twice"]))) == 2
@@ -51,9 +55,9 @@ def test_reference_is_the_float_model_and_quantized_inputs_are_on_their_grid():
     with torch.no_grad():
         floats(IMAGES[0])
     model = ready(chain(), IMAGES)
-    with PairedRuns(model, IMAGES, 1, None) as runs:
+    with PairedRuns(model, IMAGES, 1, None, input_of) as runs:
         (pair,) = runs.pairs(["6"])
-        assert torch.equal(pair.reference.x, inputs[0])
+        assert torch.equal(pair.reference, inputs[0])
         quantizer = model[6].input_quantizer
         assert torch.equal(quantizer(pair.quantized.x), pair.quantized.x)
         assert not torch.equal(pair.quantized.x, inputs[0])
@@ -64,8 +68,8 @@ def test_pairs_are_the_same_without_memory_for_the_reference(monkeypatch):
     found = []
     for limit in (1 << 30, 0):
         monkeypatch.setattr(_paired_runs, "_CACHE", limit)
-        with PairedRuns(model, IMAGES, None, None) as runs:
-            found.append([pair.reference.y for path in runs.called for pair in runs.pairs([path])])
+        with PairedRuns(model, IMAGES, None, None, input_of) as runs:
+            found.append([pair.reference for path in runs.called for pair in runs.pairs([path])])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
 
@@ -82,12 +86,12 @@ def test_attention_has_three_matrices_however_it_is_called():
 
     data = [(randn(2, 3, 4), randn(2, 5, 4, seed=2))]
     model = ready(Model(), data)
-    with PairedRuns(model, data, None, None) as runs:
+    with PairedRuns(model, data, None, None, rows_of) as runs:
         pairs = list(runs.pairs(["attention"]))
         assert [pair.quantized.part for pair in pairs] == [None, 0, 1, 2]
         assert all(pair.quantized.form.matrices == 3 for pair in pairs)
         weight = runs.reference_weight("attention")
-        moments = moments_of(pairs, {"attention": weight}, 99)["attention"]
+        moments = moments_of(pairs, {"attention": weight})["attention"]
         rows = [pair.quantized.x.reshape(-1, 4).double() for pair in pairs]
         expected = [rows[0].t() @ rows[0] + x.t() @ x for x in rows[1:]]
         # Sums of 16 products in float32.

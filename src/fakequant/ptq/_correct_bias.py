@@ -69,7 +69,7 @@ def correct_bias(
     tensor([0.5000], requires_grad=True)
     """
     chosen = layer_filter("layers", layers)
-    with undone_on_error(model), PairedRuns(model, data, steps, reference) as runs:
+    with undone_on_error(model), PairedRuns(model, data, steps, reference, _result_of) as runs:
         if reference is None:
             _warn_if_rounded(runs.layers)
         reasons = {path: why for path, layer in runs.layers.items() if (why := _reason(layer)) is not None}
@@ -146,6 +146,11 @@ class _Means:
         return self.error / self.count.clamp(min=1)
 
 
+def _result_of(product: Product) -> Tensor:
+    """Returns the result of a product."""
+    return product.y
+
+
 def _means_of(pairs: Iterable[Pair], runs: PairedRuns) -> dict[str, _Means]:
     """Returns the errors of layers by path, without layers that have no place for a correction."""
     found: dict[str, _Means] = {}
@@ -155,7 +160,7 @@ def _means_of(pairs: Iterable[Pair], runs: PairedRuns) -> dict[str, _Means]:
             if place is None:
                 continue
             found[path] = _Means(place)
-        found[path].add(product, runs.float_result(path, product) if reference is None else reference.y)
+        found[path].add(product, runs.float_result(path, product) if reference is None else reference)
     return found
 
 

@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from fakequant._diagnosis.sums import decibels
-from fakequant.ptq._layer_products import Form
+from fakequant.ptq._layer_products import Form, Product
 from fakequant.ptq._paired_runs import Pair
+
+# Rows of one product that are used at most. More hardly change the moments.
+_ROWS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +66,17 @@ class Moments:
         )
 
 
-def moments_of(pairs: Iterable[Pair], weights: dict[str, Tensor], limit: int) -> dict[str, Moments | None]:
+def rows_of(product: Product) -> Tensor:
+    """Returns the rows of a product's input that are used, in float32. Empty if it has no matrix form."""
+    return product.x.new_empty(0) if product.form is None else product.rows(_ROWS).float()
+
+
+def moments_of(pairs: Iterable[Pair], weights: dict[str, Tensor]) -> dict[str, Moments | None]:
     """Returns the moments of layers, by path. None for layers whose products have no matrix form.
 
     Args:
-        pairs: The products of the layers.
+        pairs: The products of the layers, with `rows_of` the products of the reference.
         weights: The weights of the float model, by path.
-        limit: The maximum number of rows of one product that are used.
     """
     found: dict[str, Moments | None] = {}
     for pair in pairs:
@@ -78,7 +85,7 @@ def moments_of(pairs: Iterable[Pair], weights: dict[str, Tensor], limit: int) ->
             found[pair.path] = None if form is None else _zeros(form, weights[pair.path])
         moments = found[pair.path]
         if moments is not None:
-            _add(moments, pair, limit)
+            _add(moments, pair)
     return found
 
 
@@ -89,9 +96,9 @@ def _zeros(form: Form, weight: Tensor) -> Moments:
     return Moments(form, reference, *(torch.zeros(s, dtype=torch.float64, device=weight.device) for s in shapes))
 
 
-def _add(moments: Moments, pair: Pair, limit: int) -> None:
-    x = pair.quantized.rows(limit).float()
-    expected = x if pair.reference is None else pair.reference.rows(limit).float()
+def _add(moments: Moments, pair: Pair) -> None:
+    x = rows_of(pair.quantized)
+    expected = x if pair.reference is None else pair.reference
     part = pair.quantized.part
     own = slice(None) if part is None else slice(part, part + 1)
     y = expected @ moments.reference[own].transpose(1, 2)

@@ -2,8 +2,9 @@
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +15,14 @@ from fakequant._prepare.attach import FLOW_BUFFER, link_norms
 from fakequant._prepare.prepare import preparation
 from fakequant._train.calibrate import without_scale
 from fakequant._train.running import Data, call_arguments, check_steps, copied, evaluating, run
+from fakequant.nn._expert_groups import Groups
 from fakequant.nn._layer_kinds import AnyLayer
 from fakequant.nn._model_quantizers import quantizers, switch_quantizers
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.ptq._block_rounding import BlockCall, tensors_of
 from fakequant.ptq._layer_products import Product, watching_products
 
-# Products of the reference are kept for the next layers up to this number of bytes.
+# What is kept of the reference may have this number of bytes. Otherwise the reference runs again for each layer.
 _CACHE = 1 << 30
 
 
@@ -33,8 +35,26 @@ class Pair(NamedTuple):
 
     path: str
     quantized: Product
-    # None if the reference did not compute it: the models took different paths.
-    reference: Product | None
+    # What `keep` returned for the product of the reference. None if the reference did not compute it: the models took
+    # different paths.
+    reference: Tensor | None
+
+
+class _Kept(NamedTuple):
+    """What is kept of a product of the reference, and what tells whether another product belongs to it."""
+
+    shape: torch.Size
+    part: int | None
+    groups: Groups | None
+    value: Tensor
+
+    def belongs_to(self, product: Product) -> bool:
+        """Returns True if a product multiplies the same rows of its input."""
+        if product.x.shape != self.shape or product.part != self.part:
+            return False
+        if product.groups is None or self.groups is None:
+            return product.groups is self.groups
+        return torch.equal(product.groups.experts, self.groups.experts)
 
 
 class PairedRuns:
@@ -47,9 +67,17 @@ class PairedRuns:
         data: Batches.
         steps: The maximum number of batches. None for all.
         reference: A float model, or None for `model` with quantizers off, as it is now.
+        keep: Returns what to keep of a product of the reference.
     """
 
-    def __init__(self, model: nn.Module, data: Data, steps: int | None, reference: nn.Module | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Data,
+        steps: int | None,
+        reference: nn.Module | None,
+        keep: Callable[[Product], Tensor],
+    ) -> None:
         preparation(model)
         if ranks_of().several:
             raise RuntimeError(
@@ -57,6 +85,7 @@ class PairedRuns:
                 "Run this method in one process, save the state of the model, and load it in all of them."
             )
         self.model = model
+        self._keep = keep
         self._batches = _collected(model, data, steps)
         missing = without_scale(model)
         if missing is not None:
@@ -71,8 +100,8 @@ class PairedRuns:
         self.waves: list[list[str]] = []
         # How often each layer was called, per batch.
         self._calls: list[Counter[str]] = []
-        # Products of the reference, per batch and path. Empty if they would need too much memory.
-        self._kept: list[dict[str, list[Product]]] = []
+        # What is kept of the reference, per batch and path. Empty if it would need too much memory.
+        self._kept: list[dict[str, list[_Kept]]] = []
 
     def __enter__(self) -> "PairedRuns":
         self._undo = ExitStack()
@@ -111,41 +140,61 @@ class PairedRuns:
         return [path for wave in self.waves for path in wave]
 
     def _explore(self) -> None:
-        order: list[tuple[str, Any]] = []
+        """Runs the reference once on all batches, to see which layers are called, and in which order."""
+        known: set[str] = set()
+        last: Tensor | None = None
         size = 0
+
+        def note(path: str, product: Product) -> None:
+            nonlocal last
+            if path not in known:
+                known.add(path)
+                if product.source is last:
+                    self.waves[-1].append(path)
+                else:
+                    self.waves.append([path])
+                last = product.source
+
         for batch in self._batches:
-            seen = _products(self._reference, batch, None, None)
-            self._calls.append(Counter(path for path, _ in seen))
-            known = {path for path, _ in order}
-            for path, product in seen:
-                if path not in known:
-                    known.add(path)
-                    order.append((path, product.source))
-            size += sum(product.x.nbytes + product.y.nbytes for _, product in seen)
+            kept = self._expected(batch, None, None, note)
+            self._calls.append(Counter({path: len(values) for path, values in kept.items()}))
+            size += sum(one.value.nbytes for values in kept.values() for one in values)
             if size <= _CACHE:
-                self._kept.append(_by_path(seen))
+                self._kept.append(kept)
             else:
                 self._kept.clear()
-        last: Any = None
-        for path, source in order:
-            if source is last:
-                self.waves[-1].append(path)
-            else:
-                self.waves.append([path])
-            last = source
 
     def pairs(self, paths: list[str]) -> Iterator[Pair]:
         """Runs both models on all batches, and yields the products of some layers. The models run no further."""
         is_kept = len(self._kept) == len(self._batches)
         for number, batch in enumerate(self._batches):
             wanted = Counter({path: self._calls[number][path] for path in paths})
-            expected = self._kept[number] if is_kept else _by_path(_products(self._reference, batch, paths, wanted))
-            found = _by_path(_products(self.model, batch, paths, wanted))
+            expected = self._kept[number] if is_kept else self._expected(batch, paths, wanted)
+            found: dict[str, list[Product]] = {}
+            _run(self.model, batch, paths, wanted, lambda path, p: found.setdefault(path, []).append(p))  # noqa: B023
             for path in paths:
-                others = expected.get(path, [])
-                for index, product in enumerate(found.get(path, [])):
-                    other = others[index] if index < len(others) else None
-                    yield Pair(path, product, other if other is not None and _is_same(product, other) else None)
+                for product, other in zip_longest(found.get(path, []), expected.get(path, [])):
+                    if product is not None:
+                        is_same = other is not None and other.belongs_to(product)
+                        yield Pair(path, product, other.value if is_same else None)
+
+    def _expected(
+        self,
+        batch: Any,
+        paths: list[str] | None,
+        wanted: Counter[str] | None,
+        note: Callable[[str, Product], None] = lambda path, product: None,
+    ) -> dict[str, list[_Kept]]:
+        """Runs the reference on a batch, and returns what is kept of its products."""
+        kept: dict[str, list[_Kept]] = {}
+
+        def see(path: str, product: Product) -> None:
+            note(path, product)
+            one = _Kept(product.x.shape, product.part, product.groups, self._keep(product))
+            kept.setdefault(path, []).append(one)
+
+        _run(self._reference, batch, paths, wanted, see)
+        return kept
 
     def block_calls(self, path: str) -> list[BlockCall]:
         """Returns the calls of a module, in all batches."""
@@ -178,50 +227,37 @@ def _calls_of(model: nn.Module, path: str, batch: Any) -> list[tuple[Any, Any, l
     return [(*pair, result) for pair, result in zip(given, results, strict=True)]
 
 
-def _products(
-    model: nn.Module, batch: Any, paths: list[str] | None, wanted: Counter[str] | None
-) -> list[tuple[str, Product]]:
-    """Runs a model on a batch, and returns the products of its layers, in order.
+def _run(
+    model: nn.Module,
+    batch: Any,
+    paths: list[str] | None,
+    wanted: Counter[str] | None,
+    see: Callable[[str, Product], None],
+) -> None:
+    """Runs a model on a batch, and calls `see(path, product)` for the products of its layers.
 
     Args:
         model: The prepared model.
         batch: The batch.
         paths: The layers to watch. None for all.
         wanted: If not None, the run ends after this number of products of each layer.
+        see: The function to call.
     """
     layers = {module: path for path, module in model.named_modules() if isinstance(module, QuantizedLayer)}
     watched = [module for module, path in layers.items() if paths is None or path in paths]
-    found: list[tuple[str, Product]] = []
     left = None if wanted is None else wanted.copy()
 
-    def see(layer: AnyLayer, product: Product) -> None:
+    def look(layer: AnyLayer, product: Product) -> None:
         path = layers[layer]
-        found.append((path, product))
+        see(path, product)
         if left is not None:
             left[path] -= 1
             if all(number <= 0 for number in left.values()):
                 raise _Enough
 
     args, kwargs = copied(*call_arguments(model, batch))
-    with watching_products(watched, see), suppress(_Enough):
+    with watching_products(watched, look), suppress(_Enough):
         model(*args, **kwargs)
-    return found
-
-
-def _by_path(products: list[tuple[str, Product]]) -> dict[str, list[Product]]:
-    found: dict[str, list[Product]] = {}
-    for path, product in products:
-        found.setdefault(path, []).append(product)
-    return found
-
-
-def _is_same(product: Product, other: Product) -> bool:
-    """Returns True if the rows of two products belong together."""
-    if product.x.shape != other.x.shape or product.part != other.part:
-        return False
-    if product.groups is None or other.groups is None:
-        return product.groups is other.groups
-    return torch.equal(product.groups.experts, other.groups.experts)
 
 
 def _collected(model: nn.Module, data: Data, steps: int | None) -> list[Any]:

@@ -14,13 +14,10 @@ from fakequant.nn._records import float_class_of
 from fakequant.ptq._block_rounding import round_block
 from fakequant.ptq._changes import Changes, LayerChange
 from fakequant.ptq._coordinate_descent import descend
-from fakequant.ptq._moments import Moments, moments_of
+from fakequant.ptq._moments import Moments, moments_of, rows_of
 from fakequant.ptq._paired_runs import PairedRuns
 from fakequant.ptq._undoing import undone_on_error
 from fakequant.ptq._weight_grids import WeightGrid, reasons_against_rounding, weight_grid
-
-# Rows of one product that are used at most. More hardly change the moments.
-_ROWS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +99,7 @@ def round_layers(
     _check_damping(damping)
     chosen = layer_filter("layers", layers)
     blocks = blocks or Blocks({}, 0)
-    with undone_on_error(model), PairedRuns(model, data, steps, reference) as runs:
+    with undone_on_error(model), PairedRuns(model, data, steps, reference, rows_of) as runs:
         reasons = reasons_against_rounding(model, runs.layers)
         changes: dict[str, LayerChange] = {}
         grids: dict[str, WeightGrid] = {}
@@ -110,7 +107,7 @@ def round_layers(
             for wave in runs.waves:
                 paths = [path for path in wave if path not in reasons and chosen(path)]
                 weights = {path: runs.reference_weight(path) for path in paths}
-                found = moments_of(runs.pairs(paths), weights, _ROWS) if paths else {}
+                found = moments_of(runs.pairs(paths), weights) if paths else {}
                 for path in paths:
                     moments = found.get(path)
                     if moments is not None:
