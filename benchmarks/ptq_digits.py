@@ -33,7 +33,7 @@ The accuracy is that on the test images, in percent: mean ± standard deviation 
 validation images were used for tuning. The limits apply to the best method with the ranges of the recipe. Which one
 that is, is determined on the validation images.
 
-Seconds are CPU time of the method alone, without `prepare` and `calibrate`, on one thread (means over the seeds, for w4a8
+Seconds are CPU time of the method alone, without `prepare` and `calibrate`, on one thread (means over the seeds, for w3a8
 all). Where a package does all in one call, they include the calibration; such rows are marked "*".
 """
 
@@ -127,7 +127,7 @@ def accuracy(model: Callable[[Tensor], Tensor], data: tuple[Tensor, Tensor]) -> 
 
 RECIPES = {"w4a8": Bits(4, 8), "w4a8 all": Bits(4, 4), "w3a8 all": Bits(3, 3)}
 LIMITS = {"w4a8": 1.0, "w4a8 all": 1.0, "w3a8 all": 3.0}  # points below float
-TIMED = "w4a8 all"
+TIMED = "w3a8 all"
 
 
 def config(bits: Bits, observer: fq.observers.Observer | None) -> fq.QuantConfig:
@@ -254,7 +254,7 @@ def measure(measured: Measured, seed: int, epochs: int, only: str) -> None:
                 try:
                     row = function(model, batches, bits)
                 except Unsupported as reason:
-                    measured.notes.setdefault(name, set()).add(f"{recipe}: {reason}")
+                    measured.notes.setdefault(name, set()).add(f"{network}, {recipe}: {reason}")
                 else:
                     measured.add((network, recipe, name), row.model, data, row.seconds)
 
