@@ -74,7 +74,7 @@ def bits_of(model: nn.Module, bits: Bits) -> dict[str, int]:
 def quiet_peers() -> None:
     """Silences what peers say when they are imported, and that torch.ao moves to torchao."""
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
-    for name in ("torchao", "aimet_torch", "Quant", "root"):
+    for name in ("torchao", "aimet_torch", "Quant", "onnx_ir", "onnxruntime", "onnxscript"):
         logging.getLogger(name).setLevel(logging.ERROR)
     for message in ("fast_hadamard_transform package not found", "torch.ao.quantization is deprecated"):
         warnings.filterwarnings("ignore", f".*{message}")
