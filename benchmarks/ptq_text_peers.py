@@ -53,18 +53,6 @@ def torchao_hqq(model: nn.Module, batches: Batches, bits: int) -> Row:
 # --- ONNX Runtime ---------------------------------------------------------------------------------
 
 
-def with_even_head(model: nn.Module) -> nn.Module:
-    """Returns a copy with one more row of zeros in the head if it is odd, because its GPTQ cannot pack odd numbers."""
-    made = copy.deepcopy(model)
-    if made.head.out_features % 2:
-        head = nn.Linear(made.head.in_features, made.head.out_features + 1)
-        with torch.no_grad():
-            head.weight.copy_(nn.functional.pad(made.head.weight, (0, 0, 0, 1)))
-            head.bias.copy_(nn.functional.pad(made.head.bias, (0, 1)))
-        made.head = head
-    return made
-
-
 def _onnx_runtime(model: nn.Module, batches: Batches, bits: int, algorithm: Callable[[Any, Any], Any]) -> Row:
     """Quantizes the exported file.
 
@@ -97,7 +85,7 @@ def _onnx_runtime(model: nn.Module, batches: Batches, bits: int, algorithm: Call
     folder = Path(tempfile.mkdtemp())
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         torch.onnx.export(
-            with_even_head(model), (batches[0],), folder / "float.onnx", input_names=["codes"], dynamo=True,
+            copy.deepcopy(model), (batches[0],), folder / "float.onnx", input_names=["codes"], dynamo=True,
             dynamic_shapes=({0: torch.export.Dim("batch")},), external_data=False, verbose=False,
         )  # fmt: skip
     layers = sum(isinstance(module, nn.Linear) for module in model.modules())
@@ -105,7 +93,10 @@ def _onnx_runtime(model: nn.Module, batches: Batches, bits: int, algorithm: Call
     try:
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             quantizer = matmul_nbits_quantizer.MatMulNBitsQuantizer(
-                onnx.load(folder / "float.onnx"), algo_config=algorithm(matmul_nbits_quantizer, Reader())
+                onnx.load(folder / "float.onnx"),
+                bits=bits,
+                block_size=GROUP,  # GPTQ does not take it from its config
+                algo_config=algorithm(matmul_nbits_quantizer, Reader()),
             )
             quantizer.process()
         seconds = time.process_time() - start
@@ -121,8 +112,7 @@ def _onnx_runtime(model: nn.Module, batches: Batches, bits: int, algorithm: Call
         session = onnxruntime.InferenceSession(folder / "quantized.onnx", options, providers=["CPUExecutionProvider"])
     except Exception as error:  # whatever the package raises for what it does not support
         raise Unsupported(f"{type(error).__name__}: {(str(error) or '?').splitlines()[0][:160]}") from error
-    outputs = model.head.out_features
-    return Row(lambda codes: torch.from_numpy(session.run(None, {"codes": codes.numpy()})[0][..., :outputs]), seconds)
+    return Row(lambda codes: torch.from_numpy(session.run(None, {"codes": codes.numpy()})[0]), seconds)
 
 
 def onnx_runtime(model: nn.Module, batches: Batches, bits: int) -> Row:
