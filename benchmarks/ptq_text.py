@@ -13,7 +13,9 @@ stay in float. Calibration inputs are the same for all rows: 128 windows of 64 c
     torchao, HQQ        the same with scales by its HQQ
     ONNX Runtime        `MatMulNBitsQuantizer`, blocks of 32, evaluated in ONNX Runtime: symmetric; nearest
     ..., asymmetric     with zero points, which the other rows do not have
-    ..., HQQ, GPTQ      its other algorithms, which have zero points too
+    ..., HQQ, GPTQ      its other algorithms, which have zero points too. In version 1.31, its GPTQ gives the same results as
+                        "asymmetric": the columns that are left do not change.
+    brevitas, GPTQ      groups of 32, symmetric with a narrow range; nearest, and its GPTQ with `act_order`
 
 A row is "-" if a package is not installed or does not have it; a note says why. torchao's GPTQ of 4 bits needs a package
 with kernels for GPUs.
@@ -231,7 +233,7 @@ def print_tables(measured: Measured) -> None:
 
 def as_data(measured: Measured, steps: int) -> dict[str, object]:
     return {
-        "versions": versions("fakequant", "torch", "torchao", "onnx", "onnxruntime"),
+        "versions": versions("fakequant", "torch", "torchao", "onnx", "onnxruntime", "brevitas"),
         "steps": steps,
         "rows": [{"bits": bits, "row": name, **f._asdict()} for (bits, name), f in measured.figures.items()],
         "not_available": {name: sorted(reasons) for name, reasons in measured.notes.items()},

@@ -138,6 +138,48 @@ def onnx_runtime_gptq(model: nn.Module, batches: Batches, bits: int) -> Row:
     )
 
 
+# --- brevitas -------------------------------------------------------------------------------------
+
+
+def _brevitas(model: nn.Module, batches: Batches, bits: int) -> nn.Module:
+    """Returns a model of brevitas with symmetric weights in groups."""
+    try:
+        import brevitas.nn as qnn
+        from brevitas.core.scaling.standalone import ParameterFromStatsFromParameterScaling
+        from brevitas.graph.quantize import layerwise_quantize
+        from brevitas_examples.common.generative.quantizers import IntWeightSymmetricGroupQuant
+    except ImportError as error:
+        raise Unsupported(f"not installed: {error}") from error
+    # Scales are kept while GPTQ changes weights, as in its examples.
+    weight = IntWeightSymmetricGroupQuant.let(
+        bit_width=bits, group_size=GROUP, scaling_impl=ParameterFromStatsFromParameterScaling
+    )
+    options = {"weight_quant": weight, "input_quant": None, "return_quant_tensor": False}
+    made = layerwise_quantize(copy.deepcopy(model), {nn.Linear: (qnn.QuantLinear, options)}).eval()
+    made(batches[0])  # initializes the scales of weights
+    return made
+
+
+@torch.no_grad()
+def brevitas(model: nn.Module, batches: Batches, bits: int) -> Row:
+    start = time.process_time()
+    return Row(_brevitas(model, batches, bits), time.process_time() - start)
+
+
+@torch.no_grad()
+def brevitas_gptq(model: nn.Module, batches: Batches, bits: int) -> Row:
+    made = _brevitas(model, batches, bits)
+    from brevitas.graph.gptq import gptq_mode
+
+    start = time.process_time()
+    with gptq_mode(made, act_order=True) as mode:
+        for _ in range(mode.num_layers):
+            for batch in batches:
+                mode.model(batch)
+            mode.update()
+    return Row(made, time.process_time() - start)
+
+
 PEERS: dict[str, Callable[[nn.Module, Batches, int], Row]] = {
     "torchao": torchao,
     "torchao, HQQ": torchao_hqq,
@@ -145,4 +187,6 @@ PEERS: dict[str, Callable[[nn.Module, Batches, int], Row]] = {
     "ONNX Runtime, asymmetric": onnx_runtime_asymmetric,
     "ONNX Runtime, HQQ": onnx_runtime_hqq,
     "ONNX Runtime, GPTQ": onnx_runtime_gptq,
+    "brevitas": brevitas,
+    "brevitas GPTQ": brevitas_gptq,
 }
