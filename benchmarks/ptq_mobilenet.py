@@ -7,7 +7,7 @@ torchvision's `mobilenet_v2` has random weights; its batch norms are fitted to r
 images, in batches of 16. No accuracy is measured: random weights have none. The SQNR is the median over layers, before
 and after.
 
-Seconds are wall-clock time, so the machine should do nothing else. The peak is that of the whole process, which only
+Seconds are wall-clock time, so the machine should do nothing else; CPU is that of all threads. The peak is that of the whole process, which only
 grows: a row shows what all rows up to it needed.
 """
 
@@ -47,6 +47,7 @@ class Figures(NamedTuple):
 
     method: str
     seconds: float
+    cpu_seconds: float  # of all threads
     before: float  # median SQNR of layers in dB
     after: float
     peak_gib: float
@@ -62,13 +63,13 @@ def mobilenet(images: Tensor) -> nn.Module:
 
 def measure(name: str, model: nn.Module, batches: list[Tensor]) -> Figures:
     made = copy.deepcopy(model)
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     changes = METHODS[name](made, batches)
-    seconds = time.perf_counter() - start
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     layers = [layer for layer in changes.layers if layer.before is not None and layer.after is not None]
     before, after = (statistics.median(getattr(layer, which) for layer in layers) for which in ("before", "after"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return Figures(name, seconds, before, after, peak)
+    return Figures(name, seconds, cpu_seconds, before, after, peak)
 
 
 def main() -> int:
@@ -89,12 +90,15 @@ def main() -> int:
     fq.calibrate(model, batches, progress=False)
     print(f"\n{len(images)} images, {options.threads} threads; calibrate: {time.perf_counter() - start:.1f} s")
     found: list[Figures] = []
-    print("\nmethod    | seconds | SQNR before | after | peak GiB")
+    print("\nmethod    | seconds |     CPU | SQNR before | after | peak GiB")
     for name in METHODS:
         if options.only in name:
             found.append(measure(name, model, batches))
             x = found[-1]
-            print(f"{name:<10}| {x.seconds:7.1f} | {x.before:8.1f} dB | {x.after:5.1f} | {x.peak_gib:.2f}", flush=True)
+            print(
+                f"{name:<10}| {x.seconds:7.1f} | {x.cpu_seconds:7.1f} | {x.before:8.1f} dB | {x.after:5.1f} | {x.peak_gib:.2f}",
+                flush=True,
+            )
     written: dict[str, Any] = {"versions": versions("fakequant", "torch", "torchvision"), "images": len(images)}
     written |= {"threads": options.threads, "rows": [figures._asdict() for figures in found]}
     for figures in found:
