@@ -56,6 +56,9 @@ bench: build
 	$(PY) benchmarks/digits_recurrent.py --json benchmarks/results/latest-digits-recurrent.json
 	$(PY) benchmarks/bench_deploy.py --json benchmarks/results/latest-deploy.json
 	$(PY) benchmarks/digits_runtimes.py --json benchmarks/results/latest-digits-runtimes.json
+	$(PY) benchmarks/ptq_digits.py --json benchmarks/results/latest-ptq-digits.json
+	$(PY) benchmarks/ptq_text.py --json benchmarks/results/latest-ptq-text.json
+	$(PY) benchmarks/ptq_mobilenet.py --json benchmarks/results/latest-ptq-mobilenet.json
 	$(PY) benchmarks/bench_zoo.py --json benchmarks/results/latest-zoo.json
 	$(PY) benchmarks/bench_linear.py --json benchmarks/results/latest-linear.json
 	$(PY) benchmarks/bench_runtimes.py --json benchmarks/results/latest-runtimes.json
