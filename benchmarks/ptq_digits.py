@@ -20,6 +20,10 @@ of 64, without labels.
     nearest             `prepare` and `calibrate`, with the ranges of the recipe (min-max of the weight)
     bias, adaround...   the methods of `fakequant.ptq` after that, with their defaults. In sums, the second method takes the
                         float model as reference.
+    equalize...         `ptq.equalize` first. In rows "tensor: ...", weights have one scale per tensor instead of one per
+                        channel.
+    mixed...            2, 4 or 8 bits for each weight, 4 on average, as `sensitivity(candidates=(2, 4, 8))` suggests from the
+                        error of the output; only for w4a8 all
     MSE: ...            the same after ranges of weights with the least square error (`observers.MSE()`)
     torch.ao FX         static quantization with histogram observers, evaluated with fake quantizers
     ONNX Runtime        `quantize_static`, evaluated in ONNX Runtime
@@ -130,11 +134,11 @@ LIMITS = {"w4a8": 1.0, "w4a8 all": 1.0, "w3a8 all": 3.0}  # points below float
 TIMED = "w3a8 all"
 
 
-def config(bits: Bits, observer: fq.observers.Observer | None) -> fq.QuantConfig:
-    """Returns the config for an observer of weights; None for that of the recipe."""
+def config(bits: Bits, observer: fq.observers.Observer | None, axis: int | None = 0) -> fq.QuantConfig:
+    """Returns the config for an observer of weights, None for that of the recipe, and the axis of their scales."""
     recipe = fq.recipes.w4a8(first_last_bits=None if bits.first_last == bits.inner else bits.first_last)
     assert recipe.default is not None
-    weight = fq.QuantSpec(bits=bits.inner, axis=0)
+    weight = fq.QuantSpec(bits=bits.inner, axis=axis)
     layer = dataclasses.replace(recipe.default, weight=weight, weight_observer=observer)
     return dataclasses.replace(recipe, default=layer)
 
@@ -166,6 +170,14 @@ def then_bias(first: Method) -> Method:
     return both
 
 
+def equalized(then: Method) -> Method:
+    def both(model: nn.Module, reference: nn.Module, batches: Batches) -> None:
+        fq.ptq.equalize(model, batches, progress=False)
+        then(model, reference, batches)
+
+    return both
+
+
 METHODS: dict[str, Method] = {
     "nearest": nearest,
     "bias": bias,
@@ -173,13 +185,30 @@ METHODS: dict[str, Method] = {
     "gptq": gptq,
     "adaround + bias": then_bias(adaround),
     "gptq + bias": then_bias(gptq),
+    "equalize": equalized(nearest),
+    "equalize + bias": equalized(bias),
 }
 
 
-def ours(model: nn.Module, batches: Batches, bits: Bits, method: Method, mse: bool) -> Row:
+def calibrated(model: nn.Module, batches: Batches, used: fq.QuantConfig) -> nn.Module:
+    made = fq.prepare(copy.deepcopy(model), used, batches[0])
+    return fq.calibrate(made, batches, progress=False)
+
+
+def mixed(model: nn.Module, batches: Batches, bits: Bits, method: Method) -> Row:
+    """Measures the cost of widths, and applies the method with the widths of the least cost."""
+    if bits != Bits(4, 4):
+        raise Unsupported("mixed precision is measured at 4 bits on average, with no other limits")
+    start = time.process_time()
+    found = fq.sensitivity(model, config(bits, None), data=batches, candidates=(2, 4, 8), progress=False)
+    made = calibrated(model, batches, found.suggest(bits=4))
+    method(made, model, batches)
+    return Row(made.eval(), time.process_time() - start)
+
+
+def ours(model: nn.Module, batches: Batches, bits: Bits, method: Method, mse: bool, axis: int | None = 0) -> Row:
     observer = fq.observers.MSE() if mse else None
-    made = fq.prepare(copy.deepcopy(model), config(bits, observer), batches[0])
-    fq.calibrate(made, batches, progress=False)
+    made = calibrated(model, batches, config(bits, observer, axis))
     widths = {name: made.get_submodule(name).weight_quantizer.spec.bits for name in layer_names(model)}
     assert widths == bits_of(model, bits), widths
     start = time.process_time()
@@ -193,8 +222,14 @@ def rows() -> dict[str, Callable[[nn.Module, Batches, Bits], Row]]:
     def row(method: Method, mse: bool) -> Callable[[nn.Module, Batches, Bits], Row]:
         return lambda model, batches, bits: ours(model, batches, bits, method, mse)
 
+    def per_tensor(method: Method) -> Callable[[nn.Module, Batches, Bits], Row]:
+        return lambda model, batches, bits: ours(model, batches, bits, method, mse=False, axis=None)
+
     return {
         **{name: row(method, mse=False) for name, method in METHODS.items()},
+        "mixed": lambda model, batches, bits: mixed(model, batches, bits, nearest),
+        "mixed, adaround": lambda model, batches, bits: mixed(model, batches, bits, adaround),
+        **{f"tensor: {name}": per_tensor(METHODS[name]) for name in ("nearest", "equalize", "bias", "equalize + bias")},
         **{f"MSE: {name}": row(method, mse=True) for name, method in METHODS.items()},
         **PEERS,
     }
