@@ -20,7 +20,7 @@ import fakequant
 from fakequant._cli import main, short_errors
 from fakequant._cli.command import Answer
 
-COMMANDS = ["info", "demo", "bench", "check", "summary", "verify", "report"]
+COMMANDS = ["info", "demo", "bench", "check", "summary", "ptq", "verify", "report"]
 info_command = importlib.import_module("fakequant._cli.info_command")
 
 

@@ -59,20 +59,25 @@ TRAIN = """
 import torch
 import fakequant as fq
 
-def make_model():
+def make_float():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
-    return fq.prepare(model, fq.recipes.int8(target="onnxruntime-x86"))
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+
+def make_model():
+    return fq.prepare(make_float(), fq.recipes.int8(target="onnxruntime-x86"))
 
 def test_data():
     torch.manual_seed(1)
     return [torch.randn(16, 8)]
+
+def accuracy(model):
+    return float((model(test_data()[0]).argmax(1) == make_float()(test_data()[0]).argmax(1)).double().mean())
 """
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the files that the commands use: train.py, model.pt, model.onnx and the examples."""
+    """A folder with the files that the commands use: train.py, model.pt, float.pt, model.onnx and the examples."""
     import torch
 
     import fakequant as fq
@@ -84,6 +89,7 @@ def folder(tmp_path_factory):
     exec(TRAIN, names)
     model = fq.calibrate(names["make_model"](), names["test_data"](), progress=False)
     torch.save(model.state_dict(), folder / "model.pt")
+    torch.save(names["make_float"]().state_dict(), folder / "float.pt")
     fq.export_onnx(model, folder / "model.onnx", names["test_data"]()[0])
     return folder
 
