@@ -8,6 +8,8 @@ stay in float. Calibration inputs are the same for all rows: 128 windows of 64 c
 
     nearest             `recipes.int4_weight_only(32)`, and the same with 3 bits: ranges of the recipe (min-max of the group)
     gptq, adaround...   the methods of `fakequant.ptq` after that, with their defaults
+    mixed...            2, 4 or 8 bits for each weight, 4 or 3 on average, as `sensitivity(candidates=(2, 4, 8))` suggests from
+                        the error of the output on 32 of the windows
     MSE: ...            the same after ranges of groups with the least square error (`observers.MSE()`)
     torchao             `IntxWeightOnlyConfig`, groups of 32, symmetric; nearest
     torchao, HQQ        the same with scales by its HQQ
@@ -49,6 +51,7 @@ from text_model import loss, text, trained
 GROUP = 32
 BITS = (4, 3)
 WINDOWS, BATCH = 128, 16  # of calibration
+MIXED = 2  # batches to measure the cost of widths
 RECOVERED = 0.5  # the share of the loss that the best method must recover
 FLOAT, NEAREST = "float", "nearest"
 
@@ -97,6 +100,15 @@ def ours(model: nn.Module, batches: Batches, bits: int, method: Method, mse: boo
     return Row(made.eval(), time.process_time() - start)
 
 
+def mixed(model: nn.Module, batches: Batches, bits: int, method: Method) -> Row:
+    """Measures the cost of widths, and applies the method with the widths of the least cost."""
+    start = time.process_time()
+    found = fq.sensitivity(model, config(bits, None), data=batches[:MIXED], candidates=(2, 4, 8), progress=False)
+    made = fq.prepare(copy.deepcopy(model), found.suggest(bits=bits), batches[0])
+    method(made, batches)
+    return Row(made.eval(), time.process_time() - start)
+
+
 def rows() -> dict[str, Callable[[nn.Module, Batches, int], Row]]:
     """Returns a function for each row of the table, by name."""
 
@@ -105,6 +117,8 @@ def rows() -> dict[str, Callable[[nn.Module, Batches, int], Row]]:
 
     return {
         **{name: row(method, mse=False) for name, method in METHODS.items()},
+        "mixed": lambda model, batches, bits: mixed(model, batches, bits, nearest),
+        "mixed, gptq": lambda model, batches, bits: mixed(model, batches, bits, METHODS["gptq"]),
         **{f"MSE: {name}": row(method, mse=True) for name, method in METHODS.items()},
         **PEERS,
     }
