@@ -33,9 +33,9 @@ of 64, without labels.
 
 Peers are described in `ptq_peers.py`. A row is "-" if a package is not installed or does not have it; a note says why.
 
-The accuracy is that on the test images, in percent: mean ± standard deviation over the seeds. Neither test nor
-validation images were used for tuning. The limits apply to the best method with the ranges of the recipe. Which one
-that is, is determined on the validation images.
+The accuracy is that on the test images, in percent: mean ± standard deviation over the seeds. The limits
+apply to the best method with the ranges of the recipe. Which one that is, is determined on the validation images; nothing
+is chosen by the test images.
 
 Seconds are CPU time of the method alone, without `prepare` and `calibrate`, on one thread (means over the seeds, for w3a8
 all). Where a package does all in one call, they include the calibration; such rows are marked "*".

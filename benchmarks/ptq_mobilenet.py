@@ -7,8 +7,8 @@ torchvision's `mobilenet_v2` has random weights; its batch norms are fitted to r
 images, in batches of 16. No accuracy is measured: random weights have none. The SQNR is the median over layers, before
 and after.
 
-Seconds are wall-clock time, so the machine should do nothing else; CPU is that of all threads. The peak is that of the whole process, which only
-grows: a row shows what all rows up to it needed.
+Seconds are wall-clock time, so the machine should do nothing else; CPU is that of all threads. The peak is
+that of the whole process, which only grows: a row shows what all rows up to it needed.
 """
 
 import argparse

@@ -5,7 +5,8 @@
 raises `Unsupported` if the package is not installed or does not have what is asked.
 
 All have weights per channel and unsigned 8-bit activations per tensor at the inputs of convolutions and linear layers.
-Batch norms are folded. To install the packages:
+Batch norms are folded. AIMET's default config quantizes more: the results of the pooling and of the last layer, and those
+of convolutions before the ReLU, where a folded batch norm stands between them. To install the packages:
 
     .venv/bin/python -m pip install --no-deps -r requirements-peers.txt
 
@@ -126,8 +127,10 @@ def onnx_runtime(model: nn.Module, batches: Batches, bits: Bits) -> Row:
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
     types = {4: quantization.QuantType.QInt4, 8: quantization.QuantType.QInt8}
-    if bits.inner not in types or bits.first_last != bits.inner:
-        raise Unsupported("quantize_static has one type of weights for all layers, of 4, 8 or 16 bits")
+    if bits.inner not in types:
+        raise Unsupported("quantize_static has weights of 4, 8 and 16 bits")
+    if bits.first_last != bits.inner:
+        raise Unsupported("left out: other bits for some layers need overrides for each of their tensors")
 
     class Reader(quantization.CalibrationDataReader):
         def __init__(self) -> None:
@@ -231,7 +234,7 @@ def _correct_bias(made: nn.Module, batches: Batches) -> None:
 
 @torch.no_grad()
 def brevitas_gptq(model: nn.Module, batches: Batches, bits: Bits) -> Row:
-    """Its GPTQ with the defaults of its example, which are those of the class except for `act_order`."""
+    """Its GPTQ with the defaults of the class, except for `act_order`."""
     made = _brevitas(model, batches, bits)
     from brevitas.graph.gptq import gptq_mode
 
@@ -253,7 +256,7 @@ def brevitas_gptq_bias(model: nn.Module, batches: Batches, bits: Bits) -> Row:
 
 
 def brevitas_learned_round(model: nn.Module, batches: Batches, bits: Bits) -> Row:
-    """AdaRound as in its example of ImageNet (the package brevitas_examples), layer by layer."""
+    """AdaRound as in its example of ImageNet (the package brevitas_examples), but with batches of 32 instead of 1."""
     if bits not in LONG_AT:
         raise Unsupported(TAKES_LONG)
     made = _brevitas(model, batches, bits)

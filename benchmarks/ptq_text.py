@@ -23,9 +23,9 @@ A row is "-" if a package is not installed or does not have it; a note says why.
 with kernels for GPUs.
 
 The figures are bits per character on the test text, mean ± standard deviation over the seeds, and the share of the loss
-that a method recovers: 1 - (row - float) / (nearest - float), of the means. Neither test nor validation text was used for
-tuning. The limits apply to the best method with the ranges of the recipe, as determined on the validation text. Seconds
-are CPU time of the method on one thread at 4 bits, without calibration (means over the seeds).
+that a method recovers: 1 - (row - float) / (nearest - float), of the means. The limits apply to the best method with
+the ranges of the recipe, as determined on the validation text; nothing is chosen by the test text. Seconds are CPU time
+of the method on one thread at 4 bits, without calibration (means over the seeds).
 """
 
 import argparse
