@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import fakequant as fq
-from fakequant._cli import main
+from fakequant._cli import main, ptq_command
+from fakequant.ptq._trial import METHODS
 
 SCRIPT = """
 import torch, fakequant as fq
@@ -77,6 +78,10 @@ def test_ptq_loads_a_float_state_and_changes_the_target(here, capsys):
     torch.save(scope["make"]().state_dict(), "float.pt")
     assert main([*ARGUMENTS[:3], "--state", "float.pt", "--target", "onnxruntime-x86"]) == 0
     assert "+ adaround" in capsys.readouterr().out
+
+
+def test_all_methods_can_be_named():
+    assert set(ptq_command._METHODS) == set(METHODS)
 
 
 @pytest.mark.parametrize(

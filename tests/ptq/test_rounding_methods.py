@@ -127,6 +127,17 @@ def test_weights_are_on_their_grids_and_stay_there(name, learned):
     assert all(p.grad is not None for p in trained.parameters())
 
 
+def test_a_rounded_model_is_rounded_again_from_its_float_weights():
+    """With the float model as reference, an earlier rounding leaves no trace."""
+    x = randn(64, 8) @ randn(8, 8, seed=2)
+    floats = nn.Sequential(nn.Linear(8, 4))
+    once, twice = (ready(copy.deepcopy(floats), [x]) for _ in range(2))
+    METHODS["adaround"](once, [x], progress=False)
+    fq.ptq.gptq(twice, [x], act_order=False, damping=10.0, progress=False)
+    METHODS["adaround"](twice, [x], reference=floats, progress=False)
+    assert torch.equal(once[0].weight, twice[0].weight)
+
+
 def test_rounded_model_converts_to_the_same_codes():
     model = ready(chain(), IMAGES)
     fq.ptq.adaround(model, IMAGES, iterations=100, progress=False)

@@ -10,6 +10,7 @@ from fakequant._cli.loading import find, folder_to_write, load_data, load_model,
 from fakequant._cli.short_errors import Problem
 from fakequant._cli.summary_command import ALL_RECIPES, find_recipe, recipe_name
 
+# The names of `fakequant.ptq._trial.METHODS`, which needs torch.
 _METHODS = ("equalize", "smooth", "correct_bias", "adaround", "gptq")
 
 

@@ -33,16 +33,16 @@ def adaround(
         code = floor(w / scale) + h(v) + zero_point        0 <= h(v) <= 1
         loss = error(code) / error(nearest) + r * sum(1 - |2 h(v) - 1|^beta)        beta falls from 20 to 2
 
-    The error is a quadratic form of the weights, so all data count in every iteration, at no cost. At last single codes
-    are changed where this lowers the error. Layers are rounded in the order in which they run, with the inputs of the
-    quantized model, so that a layer also compensates for errors before it.
+    The error is a quadratic form of the weights, so every iteration uses all data, and their number does not matter for
+    its time. Finally, single codes are changed where this lowers the error. Layers are rounded in the order in which
+    they run, with the inputs of the quantized model, so that a layer also compensates for errors before it.
 
     Weights become points of their grids, and scales of weights are frozen. The model trains, converts and exports as
     before.
 
     Args:
         model: A prepared and calibrated model.
-        data: Batches, as for `fakequant.calibrate`. A few hundred samples suffice.
+        data: Batches, as for `fakequant.calibrate`. The benchmarks use 512 images, or 128 lines of text.
         blocks: Patterns of the paths of modules, such as "layers.*", whose layers are rounded together, so that the
             result of the module stays close to that of the float model (BRECQ). They are rounded one by one first.
             This takes longer: every step runs the module on a batch, forward and backward.

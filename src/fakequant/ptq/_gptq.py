@@ -36,15 +36,15 @@ def gptq(
         w[j] = w[j] - e * U[k, j] for all j > k
 
     The start is not the weight of the float model, but the weight with the least error for the inputs of the quantized
-    model. So a layer also compensates for errors before it. At last single codes are changed where this lowers the
-    error. Scales, and scales of groups, are those of the float weight.
+    model. So a layer also compensates for errors before it. Finally, single codes are changed where this lowers
+    the error. Scales, and scales of groups, are those of the float weight.
 
     Weights become points of their grids, and scales of weights are frozen. The model trains, converts and exports as
     before.
 
     Args:
         model: A prepared and calibrated model.
-        data: Batches, as for `fakequant.calibrate`. A few hundred samples suffice.
+        data: Batches, as for `fakequant.calibrate`. The benchmarks use 512 images, or 128 lines of text.
         act_order: Whether to round columns with large inputs first. Otherwise their order is that of the weight.
         damping: How strongly weights are kept near those of the float model, relative to the mean square of the inputs.
         layers: Patterns of the paths of the layers to round, such as "encoder.*".

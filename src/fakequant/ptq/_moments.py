@@ -19,7 +19,7 @@ from fakequant._diagnosis.sums import decibels
 from fakequant.ptq._layer_products import Form, Product
 from fakequant.ptq._paired_runs import Pair
 
-# Rows of one product that are used at most. More hardly change the moments.
+# Rows of one product that are used at most. It bounds time and memory for large images.
 _ROWS = 4096
 
 

@@ -111,7 +111,7 @@ def round_layers(
                 for path in paths:
                     moments = found.get(path)
                     if moments is not None:
-                        grids[path] = weight_grid(runs.layers[path])
+                        grids[path] = weight_grid(runs.layers[path], weights[path])
                         sqnr = _round(grids[path], moments, solve, damping)
                         changes[path] = LayerChange(path, kind_name(runs.layers[path]), *sqnr)
                 for block in blocks.ended_by(wave, runs.called):

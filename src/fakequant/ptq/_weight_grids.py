@@ -38,8 +38,7 @@ class WeightGrid:
 
     def codes(self, weight: Tensor) -> Tensor:
         """Returns the codes nearest to a weight, as floats."""
-        spec = self.quantizer.spec
-        return (torch.round(weight.float() / self.scale) + self.zero_point).clamp(spec.qmin, spec.qmax)
+        return tensor_functions.quantize(weight, *self.qparams, self.quantizer.spec).float()
 
     @torch.no_grad()
     def write(self, codes: Tensor) -> None:
@@ -51,15 +50,21 @@ class WeightGrid:
         _write(self.layer, values)
 
 
-def weight_grid(layer: AnyLayer) -> WeightGrid:
-    """Returns the weight of a prepared layer and its grid, for which `reason_against_rounding` is None."""
+def weight_grid(layer: AnyLayer, float_weight: Tensor | None = None) -> WeightGrid:
+    """Returns the weight of a prepared layer and its grid, for which `reasons_against_rounding` has no reason.
+
+    Args:
+        layer: The layer.
+        float_weight: The weight to round. None for that of the layer, which may be rounded already.
+    """
     quantizer: Quantizer = layer.weight_quantizer
-    weight = layer._fakequant.kind.read_weight(layer).detach()
+    weight: Tensor = layer._fakequant.kind.read_weight(layer).detach()
     scale, zero_point = qparams_for(quantizer, weight)
     spec = quantizer.spec
     ones = torch.ones(weight.shape, dtype=getattr(torch, spec.storage), device=weight.device)
     steps = tensor_functions.dequantize(ones, scale, 0, spec)
     zeros = tensor_functions.quantize(torch.zeros_like(weight), scale, zero_point, spec)
+    weight = weight if float_weight is None else float_weight.to(weight.dtype)
     return WeightGrid(layer, weight.clone(), steps, zeros.float(), (scale.clone(), zero_point.clone()))
 
 
