@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -105,7 +105,7 @@ def try_methods(
             f"{late} must come before methods that change the rounding or biases, got {', '.join(methods)}.\n"
             f"Use {late} first."
         )
-    batches = [batch for number, batch in enumerate(data) if steps is None or number < steps]
+    batches = list(islice(data, steps))
     floats = copy.deepcopy(model)
     quantized = prepare(copy.deepcopy(model), config, batches[0])
     calibrate(quantized, batches, progress=progress)
