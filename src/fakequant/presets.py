@@ -2,10 +2,13 @@
 
     weights        int8   int4   int2     symmetric; only int8 has a narrow range, fewer bits need every code
     activations    uint8  uint4  int16    per tensor; int8_per_token for dynamic ranges
+    both           fp8_e4m3  fp8_e5m2                     one float32 scale per tensor, or per channel with `axis`
+                   mxfp8  mxfp6  mxfp4  mxint8  nvfp4     scales of few bits, one per block of 32 (NVFP4: 16)
 
 Each function returns a plain `QuantSpec`. Use `dataclasses.replace(int8(), bits=6)` to derive another.
 """
 
+from fakequant.formats import Format, ScaleRule
 from fakequant.spec import WHOLE_AXIS, QuantSpec
 
 
@@ -75,6 +78,75 @@ def int8_per_token() -> QuantSpec:
     'token'
     """
     return QuantSpec(bits=8, axis=-1, group_size=WHOLE_AXIS)
+
+
+def fp8_e4m3(*, axis: int | None = None) -> QuantSpec:
+    """Returns the spec of FP8 with more precision: e4m3fn, up to 448, one scale per tensor or per channel of `axis`.
+
+    >>> fp8_e4m3().largest, fp8_e4m3(axis=0).granularity
+    (448.0, 'channel')
+    """
+    return QuantSpec(format="e4m3fn", axis=axis)
+
+
+def fp8_e5m2(*, axis: int | None = None) -> QuantSpec:
+    """Returns the spec of FP8 with more range: e5m2, up to 57344, one scale per tensor or per channel of `axis`.
+
+    >>> fp8_e5m2().largest
+    57344.0
+    """
+    return QuantSpec(format="e5m2", axis=axis)
+
+
+def mxfp8(*, format: Format = "e4m3fn", axis: int = -1, scale_rule: ScaleRule = "floor") -> QuantSpec:
+    """Returns the spec of MXFP8: FP8 in blocks of 32 along `axis`, each with a power of two as scale.
+
+    >>> print(mxfp8())
+    e4m3fn, per group of 32 on axis -1, scales e8m0 (floor)
+    """
+    return _mx(format, ("e4m3fn", "e5m2"), axis, scale_rule)
+
+
+def mxfp6(*, format: Format = "e2m3", axis: int = -1, scale_rule: ScaleRule = "floor") -> QuantSpec:
+    """Returns the spec of MXFP6: e2m3 or e3m2 in blocks of 32 along `axis`, each with a power of two as scale.
+
+    >>> mxfp6().bits, mxfp6(format="e3m2").largest
+    (6, 28.0)
+    """
+    return _mx(format, ("e2m3", "e3m2"), axis, scale_rule)
+
+
+def mxfp4(*, axis: int = -1, scale_rule: ScaleRule = "floor") -> QuantSpec:
+    """Returns the spec of MXFP4: e2m1 in blocks of 32 along `axis`, each with a power of two as scale.
+
+    >>> mxfp4().bits, mxfp4().group_size
+    (4, 32)
+    """
+    return _mx("e2m1", ("e2m1",), axis, scale_rule)
+
+
+def mxint8(*, axis: int = -1, scale_rule: ScaleRule = "floor") -> QuantSpec:
+    """Returns the spec of MXINT8: codes -127 to 127 in blocks of 32 along `axis`, each with a power of two as scale.
+
+    >>> mxint8().qmin, mxint8().scale_format
+    (-127, 'e8m0')
+    """
+    return QuantSpec(narrow_range=True, axis=axis, group_size=32, scale_format="e8m0", scale_rule=scale_rule)
+
+
+def nvfp4(*, axis: int = -1) -> QuantSpec:
+    """Returns the spec of NVFP4: e2m1 in blocks of 16 along `axis`, with FP8 scales under one float32 scale.
+
+    >>> print(nvfp4())
+    e2m1, per group of 16 on axis -1, scales e4m3fn
+    """
+    return QuantSpec(format="e2m1", axis=axis, group_size=16, scale_format="e4m3fn")
+
+
+def _mx(format: Format, allowed: tuple[Format, ...], axis: int, scale_rule: ScaleRule) -> QuantSpec:
+    if format not in allowed:
+        raise ValueError(f"`format` must be {' or '.join(allowed)} here, got {format!r}.")
+    return QuantSpec(format=format, axis=axis, group_size=32, scale_format="e8m0", scale_rule=scale_rule)
 
 
 def _weights(bits: int, group: int | None, axis: int | None, *, narrow_range: bool) -> QuantSpec:

@@ -6,6 +6,17 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Literal
 
+from fakequant.formats import (
+    FLOAT_FORMATS,
+    FORMATS,
+    SCALE_FORMATS,
+    SCALE_RULES,
+    FloatFormat,
+    Format,
+    ScaleFormat,
+    ScaleRule,
+)
+
 Numerics = Literal["torch", "onnx", "half_away"]
 Granularity = Literal["tensor", "channel", "group", "token"]
 
@@ -32,9 +43,17 @@ class QuantSpec:
     (-7, 7, 'channel')
     >>> QuantSpec(signed=False, symmetric=False).qmax
     255
+
+    With a float `format`, the grid is that of the format, which also decides `bits`. Codes are its bit patterns:
+
+    >>> spec = QuantSpec(format="e2m1", scale_format="e8m0", axis=-1, group_size=32)
+    >>> print(spec)
+    e2m1, per group of 32 on axis -1, scales e8m0 (floor)
+    >>> spec.bits, spec.largest
+    (4, 6.0)
     """
 
-    # 2 to 32 for a signed grid, 1 to 31 for an unsigned one: every code fits int32.
+    # 2 to 32 for a signed grid, 1 to 31 for an unsigned one: every code fits int32. Follows from a float format.
     bits: int = 8
     # Whether codes start at -2^(bits-1) rather than at 0.
     signed: bool = True
@@ -48,8 +67,16 @@ class QuantSpec:
     group_size: int | None = None
     # How values are rounded to codes; see docs/numerics.md.
     numerics: Numerics = "onnx"
+    # "int" for equal steps, or a float format: see `fakequant.formats`.
+    format: Format = "int"
+    # "float32"; "e8m0" for powers of two (MX); "e4m3fn" for FP8 scales under one float32 scale per tensor (NVFP4).
+    # The last two follow the data: every tensor gets the scales of its own blocks.
+    scale_format: ScaleFormat = "float32"
+    # How a power of two is chosen for the largest magnitude of a block ("e8m0" only).
+    scale_rule: ScaleRule = "floor"
 
     def __post_init__(self) -> None:
+        self._check_formats()
         for name in ("signed", "symmetric", "narrow_range"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"`{name}` must be True or False, got {getattr(self, name)!r}.")
@@ -80,16 +107,87 @@ class QuantSpec:
                 raise ValueError(f"`group_size` must be at least 1, or -1 for the whole axis, got {self.group_size}.")
         if self.numerics not in NUMERICS:
             raise ValueError(f"`numerics` must be one of {', '.join(NUMERICS)}, got {self.numerics!r}.")
+        if self.has_block_scales:
+            self._check_block_scales()
+
+    def _check_formats(self) -> None:
+        """Checks the fields of formats, and sets `bits` to those of a float format."""
+        allowed = (("format", FORMATS), ("scale_format", SCALE_FORMATS), ("scale_rule", SCALE_RULES))
+        for name, values in allowed:
+            if getattr(self, name) not in values:
+                raise ValueError(
+                    f"`{name}` must be one of {', '.join(values)}, got {shortened(repr(getattr(self, name)))}."
+                )
+        if self.scale_rule != "floor" and self.scale_format != "e8m0":
+            raise ValueError(
+                f"`scale_rule={self.scale_rule!r}` chooses powers of two, which scales of the format "
+                f"{self.scale_format!r} are not.\nUse scale_format='e8m0', or leave out `scale_rule`."
+            )
+        float_format = self.float_format
+        if float_format is None and self.scale_format == "float32":
+            return
+        what = f"format={self.format!r}" if float_format is not None else f"scale_format={self.scale_format!r}"
+        if not (self.signed is True and self.symmetric is True):
+            raise ValueError(f"`{what}` needs signed=True and symmetric=True: its zero point is always 0.")
+        if self.numerics != "onnx":
+            raise ValueError(f"`{what}` has one rounding rule, numerics='onnx', got {self.numerics!r}.")
+        if float_format is None:
+            return
+        if self.narrow_range is not False:
+            raise ValueError(f"`narrow_range` leaves out a code of an integer grid; `{what}` needs narrow_range=False.")
+        if self.bits not in (8, float_format.bits):
+            raise ValueError(
+                f"`bits` must be {float_format.bits} for `{what}`, got {self.bits!r}.\n"
+                "Leave it out: it follows from the format."
+            )
+        object.__setattr__(self, "bits", float_format.bits)
+
+    def _check_block_scales(self) -> None:
+        if self.granularity != "group":
+            raise ValueError(
+                f"`scale_format={self.scale_format!r}` has one scale per block of neighbours, got {self.granularity!r} "
+                "granularity.\nUse axis=-1 and group_size=32 (MX) or 16 (NVFP4) for blocks along the last axis."
+            )
+        if self.scale_format == "e4m3fn" and self.format != "e2m1":
+            raise ValueError(
+                f"`scale_format='e4m3fn'` is defined for format='e2m1' (NVFP4), got {self.format!r}.\n"
+                "Use scale_format='e8m0' (MX) or 'float32'."
+            )
+
+    @property
+    def float_format(self) -> FloatFormat | None:
+        """The float format, or None for integers.
+
+        >>> QuantSpec(format="e4m3fn").float_format.mantissa_bits
+        3
+        """
+        return FLOAT_FORMATS.get(self.format)
+
+    @property
+    def has_block_scales(self) -> bool:
+        """Whether scales have a format of few bits, and so follow every tensor (MX, NVFP4)."""
+        return self.scale_format != "float32"
 
     @property
     def qmin(self) -> int:
-        """The lowest code."""
+        """The lowest code. A code of a float format is its bit pattern, a number from 0."""
+        if self.format != "int":
+            return 0
         return -(1 << (self.bits - 1)) + self.narrow_range if self.signed else 0
 
     @property
     def qmax(self) -> int:
         """The highest code."""
-        return (1 << (self.bits - self.signed)) - 1
+        return (1 << (self.bits - (self.signed and self.format == "int"))) - 1
+
+    @property
+    def largest(self) -> float:
+        """The largest value of the grid, in units of the scale: `qmax`, or the largest value of a float format.
+
+        >>> QuantSpec().largest, QuantSpec(format="e4m3fn").largest
+        (127.0, 448.0)
+        """
+        return float(self.qmax) if self.float_format is None else self.float_format.largest
 
     @property
     def levels(self) -> int:
@@ -117,7 +215,7 @@ class QuantSpec:
         ('int8', 'uint16')
         """
         width = 8 if self.bits <= 8 else 16 if self.bits <= 16 else 32
-        return f"{'int' if self.signed else 'uint'}{width}"
+        return f"{'int' if self.signed and self.format == 'int' else 'uint'}{width}"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all fields by name. The values are numbers, strings and None.
@@ -174,12 +272,17 @@ class QuantSpec:
         """
         flags = (self.signed, self.symmetric, self.narrow_range)
         where = (_ABSENT if v is None else v for v in (self.axis, self.group_size))
-        return [self.bits, *map(int, flags), *where, NUMERICS.index(self.numerics)]
+        numbers = [self.bits, *map(int, flags), *where, NUMERICS.index(self.numerics)]
+        if self.format == "int" and not self.has_block_scales:
+            return numbers  # as before there were other formats
+        formats = (FORMATS.index(self.format), SCALE_FORMATS.index(self.scale_format))
+        return [*numbers, *formats, SCALE_RULES.index(self.scale_rule)]
 
     @classmethod
     def from_numbers(cls, numbers: list[int]) -> "QuantSpec":
         """Returns the spec that `to_numbers` wrote."""
-        bits, signed, symmetric, narrow_range, axis, group_size, numerics = numbers
+        bits, signed, symmetric, narrow_range, axis, group_size, numerics, *formats = numbers
+        number_format, scale_format, scale_rule = formats or (0, 0, 0)
         return cls(
             bits=bits,
             signed=bool(signed),
@@ -188,6 +291,9 @@ class QuantSpec:
             axis=None if axis == _ABSENT else axis,
             group_size=None if group_size == _ABSENT else group_size,
             numerics=NUMERICS[numerics],
+            format=FORMATS[number_format],
+            scale_format=SCALE_FORMATS[scale_format],
+            scale_rule=SCALE_RULES[scale_rule],
         )
 
     def __str__(self) -> str:
@@ -196,7 +302,7 @@ class QuantSpec:
         >>> print(QuantSpec(bits=4, narrow_range=True, axis=-1, group_size=32))
         int4 narrow, per group of 32 on axis -1
         """
-        kind = f"{'int' if self.signed else 'uint'}{self.bits}"
+        kind = f"{'int' if self.signed else 'uint'}{self.bits}" if self.format == "int" else self.format
         kind += " narrow" * self.narrow_range + " affine" * (self.signed and not self.symmetric)
         where = {
             "tensor": "per tensor",
@@ -204,7 +310,9 @@ class QuantSpec:
             "group": f"per group of {self.group_size} on axis {self.axis}",
             "token": f"per token over axis {self.axis}",
         }[self.granularity]
-        return f"{kind}, {where}" + (f", {self.numerics} numerics" if self.numerics != "onnx" else "")
+        scales = f", scales {self.scale_format}" if self.has_block_scales else ""
+        scales += f" ({self.scale_rule})" if self.scale_format == "e8m0" else ""
+        return f"{kind}, {where}{scales}" + (f", {self.numerics} numerics" if self.numerics != "onnx" else "")
 
 
 def shortened(text: str, length: int = _MAX_IN_MESSAGE) -> str:
