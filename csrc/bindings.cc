@@ -177,8 +177,9 @@ template <class E> E checked(int value, E last) {
 
 DType to_dtype(int value) { return checked(value, DType::f16); }
 MaskKind to_mask_kind(int value) { return checked(value, MaskKind::bytes); }
-CodeType to_code(int value) { return checked(value, CodeType::u2x4); }
-Numerics to_numerics(int value) { return checked(value, Numerics::half_away); }
+ScaleRule to_scale_rule(int value) { return checked(value, ScaleRule::e4m3fn); }
+CodeType to_code(int value) { return checked(value, CodeType::u6x4); }
+Numerics to_numerics(int value) { return checked(value, Numerics::e2m1); }
 
 int64_t code_bytes(CodeType c, int64_t n) { return (n * bits_of(c) + 7) / 8; }
 
@@ -273,14 +274,14 @@ void py_quantize(In& x, Out& q, int dtype, int code, const ShapeTuple& shape, in
   without_gil(x, n, [&] { quantize(a); });
 }
 
-void py_dequantize(In& q, Out& y, int dtype, int code, const ShapeTuple& shape, In& scale, bool scale_is_f64,
-                   In& zero, int zero_kind, int64_t qmin, int64_t qmax) {
+void py_dequantize(In& q, Out& y, int dtype, int code, const ShapeTuple& shape, int numerics, In& scale,
+                   bool scale_is_f64, In& zero, int zero_kind, int64_t qmin, int64_t qmax) {
   const Shape s = to_shape(shape);
   const auto d = to_dtype(dtype);
   const auto c = to_code(code);
   const int64_t n = s.size();
   const DequantizeArgs a{d, c, s,
-                         to_grid(int(Numerics::onnx), scale, scale_is_f64, zero, zero_kind, qmin, qmax, s.parameters()),
+                         to_grid(numerics, scale, scale_is_f64, zero, zero_kind, qmin, qmax, s.parameters()),
                          q.bytes(code_bytes(c, n)), y.bytes(n * bytes_of(d))};
   without_gil(q, n, [&] { dequantize(a); });
 }
@@ -306,8 +307,8 @@ void py_histogram(In& x, const ShapeTuple& shape, In& inverse_width, int64_t hal
 
 std::tuple<int64_t, int64_t, int64_t, int64_t> py_observe_fake_quantize(
     In& x, Out& y, Out& mask, int mask_kind, int dtype, const ShapeTuple& shape, int numerics, int64_t qmin,
-    int64_t qmax, int rule, int update, bool observe, bool quantize, bool symmetric, double averaging_constant,
-    double eps, Out& running_min, Out& running_max, Out& scale, Out& zero_point) {
+    int64_t qmax, int rule, int update, bool observe, bool quantize, bool symmetric, int scale_rule,
+    double averaging_constant, double eps, Out& running_min, Out& running_max, Out& scale, Out& zero_point) {
   const Shape s = to_shape(shape);
   const auto d = to_dtype(dtype);
   const auto kind = to_mask_kind(mask_kind);
@@ -319,22 +320,32 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> py_observe_fake_quantize(
   const FakeQuantizeArgs a{d, s, g, x.bytes(n * bytes_of(d)), y.bytes(n * bytes_of(d)), kind,
                            mask.get<uint8_t>(mask_bytes(kind, n))};
   const ObserveArgs o{checked(rule, RangeRule::torch_fused), checked(update, RangeUpdate::dynamic), observe, quantize,
-                      symmetric, float(averaging_constant), float(eps), running_min.get<float>(p),
+                      symmetric, to_scale_rule(scale_rule), float(averaging_constant), float(eps), running_min.get<float>(p),
                       running_max.get<float>(p), scale.get<float>(p), zero_point.get<int32_t>(p)};
   ObserveResult r;
   without_gil(x, n, [&] { r = observe_fake_quantize(o, a); });
   return {r.nan_count, r.posinf_count, r.neginf_count, r.unseen};
 }
 
-void py_choose_qparams(In& lo, In& hi, int64_t n, int64_t qmin, int64_t qmax, bool symmetric, double eps, Out& scale,
-                       Out& zero_point) {
+void py_choose_qparams(In& lo, In& hi, int64_t n, int numerics, int64_t qmin, int64_t qmax, bool symmetric,
+                       int scale_rule, double eps, Out& scale, Out& zero_point) {
   checked_size(n);
+  Grid g;
+  g.numerics = to_numerics(numerics);
+  g.qmin = qmin;
+  g.qmax = qmax;
+  const auto rule = to_scale_rule(scale_rule);
   const float* l = lo.get<const float>(n);
   const float* h = hi.get<const float>(n);
   float* s = scale.get<float>(n);
   int32_t* z = zero_point.get<int32_t>(n);
+  if (rule != ScaleRule::any) {
+    choose_block_scales(l, h, n, rule, g, s);
+    std::fill_n(z, n, 0);
+    return;
+  }
   for (int64_t i = 0; i < n; ++i) {
-    const QParam p = choose_qparams(l[i], h[i], qmin, qmax, symmetric, float(eps));
+    const QParam p = choose_qparams(l[i], h[i], g, symmetric, float(eps));
     s[i] = p.scale;
     z[i] = p.zero_point;
   }
@@ -401,13 +412,16 @@ NB_MODULE(_native, m) {
       .value("torch_tensor", Numerics::torch_tensor).value("torch_channel", Numerics::torch_channel)
       .value("torch_channel_float", Numerics::torch_channel_float)
       .value("torch_channel_half", Numerics::torch_channel_half)
-      .value("onnx", Numerics::onnx).value("half_away", Numerics::half_away);
+      .value("onnx", Numerics::onnx).value("half_away", Numerics::half_away).value("e4m3fn", Numerics::e4m3fn)
+      .value("e5m2", Numerics::e5m2).value("e4m3fnuz", Numerics::e4m3fnuz).value("e5m2fnuz", Numerics::e5m2fnuz)
+      .value("e2m3", Numerics::e2m3).value("e3m2", Numerics::e3m2).value("e2m1", Numerics::e2m1);
   nb::enum_<MaskKind>(m, "MaskKind", nb::is_arithmetic())
       .value("none", MaskKind::none).value("packed", MaskKind::packed).value("bytes", MaskKind::bytes);
   nb::enum_<CodeType>(m, "CodeType", nb::is_arithmetic())
       .value("i8", CodeType::i8).value("u8", CodeType::u8).value("i16", CodeType::i16).value("u16", CodeType::u16)
       .value("i32", CodeType::i32).value("u32", CodeType::u32).value("i4x2", CodeType::i4x2)
-      .value("u4x2", CodeType::u4x2).value("i2x4", CodeType::i2x4).value("u2x4", CodeType::u2x4);
+      .value("u4x2", CodeType::u4x2).value("i2x4", CodeType::i2x4).value("u2x4", CodeType::u2x4)
+      .value("u6x4", CodeType::u6x4);
   nb::enum_<ZeroKind>(m, "ZeroKind", nb::is_arithmetic())
       .value("none", ZeroKind::none).value("i32", ZeroKind::i32).value("i64", ZeroKind::i64)
       .value("f32", ZeroKind::f32);
@@ -416,6 +430,9 @@ NB_MODULE(_native, m) {
   nb::enum_<RangeUpdate>(m, "RangeUpdate", nb::is_arithmetic())
       .value("moving_average", RangeUpdate::moving_average).value("min_max", RangeUpdate::min_max)
       .value("dynamic", RangeUpdate::dynamic);
+  nb::enum_<ScaleRule>(m, "ScaleRule", nb::is_arithmetic())
+      .value("any", ScaleRule::any).value("floor", ScaleRule::floor).value("ceil", ScaleRule::ceil)
+      .value("even", ScaleRule::even).value("rceil", ScaleRule::rceil).value("e4m3fn", ScaleRule::e4m3fn);
 
   m.def("fake_quantize", &py_fake_quantize, "x"_a, "y"_a, "mask"_a.none(), "mask_kind"_a, "dtype"_a, "shape"_a,
         "numerics"_a, "scale"_a, "scale_is_f64"_a, "zero_point"_a.none(), "zero_kind"_a, "qmin"_a, "qmax"_a);
@@ -428,15 +445,15 @@ NB_MODULE(_native, m) {
         "grad_factor"_a, "dscale"_a, "dzero_point"_a);
   m.def("quantize", &py_quantize, "x"_a, "q"_a, "dtype"_a, "code"_a, "shape"_a, "numerics"_a, "scale"_a,
         "scale_is_f64"_a, "zero_point"_a.none(), "zero_kind"_a, "qmin"_a, "qmax"_a);
-  m.def("dequantize", &py_dequantize, "q"_a, "y"_a, "dtype"_a, "code"_a, "shape"_a, "scale"_a, "scale_is_f64"_a,
-        "zero_point"_a.none(), "zero_kind"_a, "qmin"_a, "qmax"_a);
+  m.def("dequantize", &py_dequantize, "q"_a, "y"_a, "dtype"_a, "code"_a, "shape"_a, "numerics"_a, "scale"_a,
+        "scale_is_f64"_a, "zero_point"_a.none(), "zero_kind"_a, "qmin"_a, "qmax"_a);
   m.def("min_max", &py_min_max, "x"_a, "dtype"_a, "shape"_a, "lo"_a, "hi"_a, "counts"_a);
   m.def("histogram", &py_histogram, "x"_a, "shape"_a, "inverse_width"_a, "half"_a, "counts"_a);
   m.def("observe_fake_quantize", &py_observe_fake_quantize, "x"_a, "y"_a, "mask"_a.none(), "mask_kind"_a, "dtype"_a,
         "shape"_a, "numerics"_a, "qmin"_a, "qmax"_a, "rule"_a, "update"_a, "observe"_a, "quantize"_a, "symmetric"_a,
-        "averaging_constant"_a, "eps"_a, "running_min"_a, "running_max"_a, "scale"_a, "zero_point"_a);
-  m.def("choose_qparams", &py_choose_qparams, "lo"_a, "hi"_a, "n"_a, "qmin"_a, "qmax"_a, "symmetric"_a, "eps"_a,
-        "scale"_a, "zero_point"_a);
+        "scale_rule"_a, "averaging_constant"_a, "eps"_a, "running_min"_a, "running_max"_a, "scale"_a, "zero_point"_a);
+  m.def("choose_qparams", &py_choose_qparams, "lo"_a, "hi"_a, "n"_a, "numerics"_a, "qmin"_a, "qmax"_a,
+        "symmetric"_a, "scale_rule"_a, "eps"_a, "scale"_a, "zero_point"_a);
   m.def("first_invalid_scale", &py_first_invalid_scale, "scale"_a, "is_f64"_a, "n"_a);
   m.def("first_outside", &py_first_outside, "zero_point"_a.none(), "zero_kind"_a, "n"_a, "low"_a, "high"_a);
 

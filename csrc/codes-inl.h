@@ -1,6 +1,6 @@
-// Integer codes in memory: 8, 16 or 32 bits per code, or packed, with two or four codes per byte.
+// Codes in memory: 8, 16 or 32 bits per code, or packed, with two or four codes per byte or four codes in three bytes.
 //
-// Packed codes are in the order of the elements, with the first in the lowest bits, as in ONNX's int4.
+// Packed codes are a stream of bits in the order of the elements, with the first in the lowest bits, as in ONNX's int4.
 #pragma once
 
 #include "kernels.h"
@@ -29,11 +29,34 @@ template <class F> FQ_INLINE void with_code(CodeType code, F&& f) {
     case CodeType::u4x2: return f(CodeTag<uint8_t, 4>{});
     case CodeType::i2x4: return f(CodeTag<int8_t, 2>{});
     case CodeType::u2x4: return f(CodeTag<uint8_t, 2>{});
+    case CodeType::u6x4: return f(CodeTag<uint8_t, 6>{});
+  }
+}
+
+// Packs n codes of six bits. The unused bits of the last byte are 0.
+FQ_INLINE void pack_codes_of_6_bits(const uint8_t* codes, int64_t n, uint8_t* out) {
+  for (int64_t i = 0; i < n; i += 4) {
+    const int64_t count = n - i < 4 ? n - i : 4;
+    uint32_t word = 0;
+    for (int64_t k = 0; k < count; ++k) word |= uint32_t(codes[i + k] & 0x3F) << (6 * k);
+    for (int64_t b = 0; b < (6 * count + 7) / 8; ++b) *out++ = uint8_t(word >> (8 * b));
+  }
+}
+
+// Unpacks n codes of six bits, starting with that of element `start`.
+template <class Q> FQ_INLINE void unpack_codes_of_6_bits(const uint8_t* packed, int64_t start, int64_t n, Q* codes) {
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t bit = (start + i) * 6;
+    const int shift = int(bit % 8);
+    uint32_t bits = uint32_t(packed[bit / 8]) >> shift;
+    if (shift > 2) bits |= uint32_t(packed[bit / 8 + 1]) << (8 - shift);
+    codes[i] = Q(bits & 0x3F);
   }
 }
 
 // Packs n codes, given in the low bits of one byte each. The unused bits of the last byte are 0.
 template <int Bits> FQ_INLINE void pack_codes(const uint8_t* codes, int64_t n, uint8_t* out) {
+  if constexpr (Bits == 6) return pack_codes_of_6_bits(codes, n, out);
   constexpr int kPerByte = 8 / Bits;
   constexpr uint8_t kMask = (1 << Bits) - 1;
   int64_t i = 0;
@@ -56,6 +79,7 @@ template <class Q, int Bits> FQ_INLINE Q code_in_byte(uint8_t byte, int k) {
 
 // Unpacks n codes, starting with that of element `start`.
 template <class Q, int Bits> FQ_INLINE void unpack_codes(const uint8_t* packed, int64_t start, int64_t n, Q* codes) {
+  if constexpr (Bits == 6) return unpack_codes_of_6_bits(packed, start, n, codes);
   constexpr int kPerByte = 8 / Bits;
   int64_t i = 0;
   for (; i < n && (start + i) % kPerByte; ++i) {

@@ -21,6 +21,16 @@ void min_max(const MinMaxArgs&);
 // The scale and zero-point pointers of the grid are ignored; those of ObserveArgs are used.
 ObserveResult observe_fake_quantize(const ObserveArgs&, FakeQuantizeArgs);
 
+// --- scales of few bits (block_scales.cc) --------------------------------------------------------
+
+// Writes the scales of blocks with these largest magnitudes. `under` is the scale of the tensor (e4m3fn only). Only the
+// numerics and the range of the grid are used. `rule` is not `any`.
+void block_scales(const float* absmax, int64_t n, ScaleRule rule, const Grid& grid, float under, float* scale);
+// Writes the scales of the blocks of one tensor with these ranges.
+void choose_block_scales(const float* lo, const float* hi, int64_t n, ScaleRule rule, const Grid& grid, float* scale);
+// observe_fake_quantize() for a scale rule that is not `any`.
+ObserveResult observe_blocks(const ObserveArgs&, const FakeQuantizeArgs&);
+
 // --- histograms (histogram.cc) -------------------------------------------------------------------
 
 // Counts the finite values of each block in bins of equal width around zero.
@@ -50,8 +60,9 @@ struct QParam {
   int32_t zero_point;
 };
 
-// Returns the parameters for an observed range, by the rule of torch's observers.
-QParam choose_qparams(float lo, float hi, int64_t qmin, int64_t qmax, bool symmetric, float eps);
+// Returns the parameters for an observed range, by the rule of torch's observers. Only the numerics and the range of the
+// grid are used.
+QParam choose_qparams(float lo, float hi, const Grid& grid, bool symmetric, float eps);
 // Returns the parameters for an observed range, by the different rule of torch's fused moving-average operator.
 QParam choose_qparams_fused(float lo, float hi, int32_t qmin, int32_t qmax, bool symmetric);
 // Returns running + c * (value - running), or `value` if `running` is infinite, as it is before the first update.

@@ -11,7 +11,7 @@ namespace {
 
 #define FQ_TABLE(target)                                                                          \
   {#target, target::fake_quantize, target::mask_backward, target::quantize, target::dequantize,   \
-   target::learned_backward, target::min_max}
+   target::learned_backward, target::min_max, target::magnitudes}
 
 // Worst to best.
 const KernelTable kTables[] = {

@@ -76,8 +76,9 @@ struct ByteMask {
 };
 
 // Fake-quantizes N elements. Returns the lanes that were inside the range.
-template <class Rule, int N, class T, class V>
-FQ_INLINE auto step(const T* x, T* y, const Params<V>& p) {
+template <class Rule, int N, class T, class P>
+FQ_INLINE auto step(const T* x, T* y, const P& p) {
+  using V = Vec<Compute<T>, N>;
   const V rounded = Rule::round(load<N>(x), p);
   const V clamped = Rule::clamp(rounded, p);
   store<T, N>(y, Rule::value(clamped, p));
@@ -95,7 +96,7 @@ FQ_INLINE void run_with_one_scale(const T* x, T* y, int64_t n, const Grid& g, in
   const auto step_32 = [&](int64_t i) FQ_INLINE_LAMBDA {
     constexpr int K = 32 / N;
     V rounded[K], clamped[K];
-    decltype(inside_lanes<Rule>(p.lo, p.hi)) inside[K];
+    decltype(inside_lanes<Rule>(V{}, V{})) inside[K];
 #pragma GCC unroll 16
     for (int k = 0; k < K; ++k) rounded[k] = Rule::round(load<N>(x + i + k * N), p);
 #pragma GCC unroll 16

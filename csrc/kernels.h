@@ -28,6 +28,8 @@ enum class Numerics : int {
   torch_channel_half,   // rint(z + x * (1/s)) with a float16 zero point, value in double
   onnx,                 // rint(x / s) + z; NaN stays NaN
   half_away,            // round_half_away(x / s + z); NaN stays NaN
+  // The nearest value of a float format to x / s, half to even; see formats.h. Codes are bit patterns, z is 0.
+  e4m3fn, e5m2, e4m3fnuz, e5m2fnuz, e2m3, e3m2, e2m1,
 };
 
 enum class MaskKind : int {
@@ -36,8 +38,9 @@ enum class MaskKind : int {
   bytes,   // one byte per element, 0 or 1
 };
 
-// Integer types of codes in memory. i4x2 and u4x2 hold two codes per byte, i2x4 and u2x4 four.
-enum class CodeType : int { i8, u8, i16, u16, i32, u32, i4x2, u4x2, i2x4, u2x4 };
+// Integer types of codes in memory. i4x2 and u4x2 hold two codes per byte, i2x4 and u2x4 four; u6x4 holds four codes in
+// three bytes.
+enum class CodeType : int { i8, u8, i16, u16, i32, u32, i4x2, u4x2, i2x4, u2x4, u6x4 };
 
 inline int64_t bytes_of(DType dtype) { return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2; }
 
@@ -47,6 +50,7 @@ inline int bits_of(CodeType code) {
     case CodeType::i16: case CodeType::u16: return 16;
     case CodeType::i32: case CodeType::u32: return 32;
     case CodeType::i4x2: case CodeType::u4x2: return 4;
+    case CodeType::u6x4: return 6;
     default: return 2;
   }
 }
@@ -145,6 +149,15 @@ struct Tile {
   int64_t batch, o0, o1, k0, k1, j0, j1;
 };
 
+// The largest finite magnitude per block. The array is rows * inner elements with one block per row, or, if `outer` is
+// not 1, batch * outer * blocks elements with one block per (batch, block).
+struct MagnitudeArgs {
+  DType dtype;
+  Shape shape;  // outer == 1 or inner == 1
+  const void* x;
+  float* largest;  // shape.parameters() elements; 0 for a block without finite values
+};
+
 // Results of one tile: one element per block in [k0, k1).
 struct LearnedTile {
   double* dscale;
@@ -168,6 +181,9 @@ struct KernelTable {
   void (*dequantize)(const DequantizeArgs&, int64_t begin, int64_t end);
   void (*learned_backward)(const LearnedBackwardArgs&, const Tile&, const LearnedTile&);
   void (*min_max)(const MinMaxArgs&, const Tile&, const MinMaxTile&);
+  // Processes the parameters [begin, end), which are whole batches if `outer` is not 1. Returns the number of values
+  // that are not finite.
+  int64_t (*magnitudes)(const MagnitudeArgs&, int64_t begin, int64_t end);
 };
 
 inline constexpr int64_t kRangeAlignment = 64;
@@ -186,6 +202,13 @@ enum class RangeUpdate : int {
   dynamic,         // the range of x; [0, 0] for a block without finite values
 };
 
+// What scales may be.
+enum class ScaleRule : int {
+  any,                      // every float32 from eps on
+  floor, ceil, even, rceil, // powers of two, chosen by these rules (E8M0 scales)
+  e4m3fn,                   // e4m3fn values times one float32 per tensor
+};
+
 // Updates the running range from x, chooses scale and zero point from it, and fake-quantizes x. The output of
 // FakeQuantizeArgs may be nullptr if `quantize` is false.
 struct ObserveArgs {
@@ -194,6 +217,7 @@ struct ObserveArgs {
   bool observe;   // update the running range from x
   bool quantize;  // choose parameters and fake-quantize; otherwise y = x, if y is not nullptr
   bool symmetric;
+  ScaleRule scale_rule;  // other than `any`: `update` is dynamic, and the running range becomes -absmax to absmax
   float averaging_constant;
   float eps;
   float* running_min;  // one per parameter; +inf (and -inf for running_max) before the first update

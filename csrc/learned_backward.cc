@@ -53,13 +53,14 @@ struct TorchLearned {
 // The backward of fakequant's own rules.
 template <class Rule>
 struct OwnLearned : Rule {
-  template <class V> static FQ_INLINE Placed<V> place(V x, const Params<V>& p) {
+  template <class V, class P> static FQ_INLINE Placed<V> place(V x, const P& p) {
     const V rounded = Rule::round(x, p);
     const V clamped = clamp_nan_to_low(rounded, p);
-    return {Rule::kOnLevels ? clamped : clamped - p.zero, clamped == rounded};
+    if constexpr (Rule::kOnLevels) return {clamped, clamped == rounded};
+    else return {clamped - p.zero, clamped == rounded};
   }
-  template <class V, class Factor>
-  static FQ_INLINE Terms<V> terms(V dy, V x, const Placed<V>& at, const Params<V>& p, Factor factor) {
+  template <class V, class P, class Factor>
+  static FQ_INLINE Terms<V> terms(V dy, V x, const Placed<V>& at, const P& p, Factor factor) {
     const auto finite = magnitude(x) < splat<V>(Elem<V>(__builtin_inf()));
     const V ds = times(dy * (at.inside ? at.level - x / p.scale : at.level), factor);
     const V dz = times(dy * -p.scale, factor);
@@ -214,7 +215,9 @@ void learned_backward(const LearnedBackwardArgs& a, const Tile& t, const Learned
   switch (a.grid.numerics) {
     case Numerics::onnx: return backward_in_dtype<OwnLearned<Onnx>>(a, t, out);
     case Numerics::half_away: return backward_in_dtype<OwnLearned<HalfAway>>(a, t, out);
-    default: return backward_in_dtype<TorchLearned>(a, t, out);
+    case Numerics::torch_tensor: case Numerics::torch_channel: case Numerics::torch_channel_float:
+    case Numerics::torch_channel_half: return backward_in_dtype<TorchLearned>(a, t, out);
+    default: return backward_in_dtype<OwnLearned<FloatRule>>(a, t, out);
   }
 }
 

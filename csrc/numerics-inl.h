@@ -13,6 +13,7 @@
 // magnitude; wide.cc handles larger ones.
 #pragma once
 
+#include "formats-inl.h"
 #include "kernels.h"
 #include "simd.h"
 
@@ -27,10 +28,10 @@ struct Params {
 // Codes and levels are integers and have no negative zero; -0.0 + 0.0 is +0.0.
 template <class V> FQ_INLINE V without_negative_zero(V v) { return v + V{}; }
 
-template <class V> FQ_INLINE V clamp_nan_to_low(V v, const Params<V>& p) {
+template <class V, class P> FQ_INLINE V clamp_nan_to_low(V v, const P& p) {
   return min_or_second(max_or_second(v, p.lo), p.hi);
 }
-template <class V> FQ_INLINE V clamp_keep_nan(V v, const Params<V>& p) {
+template <class V, class P> FQ_INLINE V clamp_keep_nan(V v, const P& p) {
   return min_or_second(p.hi, max_or_second(p.lo, v));
 }
 
@@ -135,9 +136,11 @@ template <class Rule, class V> FQ_INLINE auto inside_lanes(V clamped, V rounded)
   else return equal_bit_lanes(clamped, rounded);
 }
 
-// Clamps the level or code and returns the code. NaN becomes 0 in half_away, qmin in all other rules.
-template <class Rule, class V> FQ_INLINE V to_code(V rounded, const Params<V>& p) {
-  if constexpr (kSame<Rule, HalfAway>) {
+// Clamps the level or code and returns the code. NaN becomes 0 in half_away, qmin in all other rules on integers.
+template <class Rule, class V, class P> FQ_INLINE auto to_code(V rounded, const P& p, const Grid& g) {
+  if constexpr (kIsFloatRule<Rule>) {
+    return codes_of_values(FloatRule::clamp(rounded, p), p, float_format(g.numerics));
+  } else if constexpr (kSame<Rule, HalfAway>) {
     const V q = HalfAway::clamp(rounded, p);
     return q == q ? q : V{};
   } else if constexpr (Rule::kOnLevels) {
@@ -162,14 +165,18 @@ template <class Rule, class V> FQ_INLINE V inverse_of(V scale) {
   }
 }
 
-template <class Rule, class V> FQ_INLINE Params<V> make_params(const Grid& g, V scale, V zero) {
-  const V shift = Rule::kOnLevels ? zero : V{};
+template <class Rule, class V> FQ_INLINE auto make_params(const Grid& g, V scale, V zero) {
   scale = quiet(scale);
-  return {scale, inverse_of<Rule>(scale), zero, splat<V>(Elem<V>(g.qmin)) - shift, splat<V>(Elem<V>(g.qmax)) - shift};
+  if constexpr (kIsFloatRule<Rule>) {
+    return float_params(g.numerics, scale);
+  } else {
+    const V shift = Rule::kOnLevels ? zero : V{};
+    return Params<V>{scale, inverse_of<Rule>(scale), zero, splat<V>(Elem<V>(g.qmin)) - shift, splat<V>(Elem<V>(g.qmax)) - shift};
+  }
 }
 
 // Returns the parameters of block i in every lane.
-template <class Rule, class V> FQ_INLINE Params<V> one_param(const Grid& g, int64_t i) {
+template <class Rule, class V> FQ_INLINE auto one_param(const Grid& g, int64_t i) {
   using C = Elem<V>;
   const C scale = g.scale_f64 ? C(g.scale_f64[i]) : C(g.scale_f32[i]);
   const C zero = g.zero_i32 ? C(g.zero_i32[i]) : g.zero_f32 ? C(g.zero_f32[i]) : C(0);
@@ -177,7 +184,7 @@ template <class Rule, class V> FQ_INLINE Params<V> one_param(const Grid& g, int6
 }
 
 // Returns the parameters of blocks i, i + 1, ..., one per lane.
-template <class Rule, class V> FQ_INLINE Params<V> params_per_element(const Grid& g, int64_t i) {
+template <class Rule, class V> FQ_INLINE auto params_per_element(const Grid& g, int64_t i) {
   const V scale = g.scale_f64 ? load_as<V>(g.scale_f64 + i) : load_as<V>(g.scale_f32 + i);
   const V zero = g.zero_i32 ? load_as<V>(g.zero_i32 + i) : g.zero_f32 ? load_as<V>(g.zero_f32 + i) : V{};
   return make_params<Rule>(g, scale, zero);
@@ -197,6 +204,7 @@ template <class F> FQ_INLINE void with_rule(Numerics numerics, F&& f) {
     case Numerics::torch_channel_half: return f(TorchChannelHalf{});
     case Numerics::onnx: return f(Onnx{});
     case Numerics::half_away: return f(HalfAway{});
+    default: return f(FloatRule{});
   }
 }
 

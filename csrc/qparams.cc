@@ -4,16 +4,22 @@
 #include <cstdlib>
 
 #include "core.h"
+#include "formats.h"
 
 namespace fakequant {
 
 // symmetric   s = max(absmax / ((qmax - qmin) / 2), eps)                     z = 0
+// float       s = max(absmax / largest, eps)                                 z = 0
 // affine      s = max((hi - lo) / (qmax - qmin), eps), lo <= 0 <= hi         z = clamp(qmin - rint(lo / s))
 //
 // All operations are in float32 and in this order.
-QParam choose_qparams(float lo, float hi, int64_t qmin, int64_t qmax, bool symmetric, float eps) {
+QParam choose_qparams(float lo, float hi, const Grid& grid, bool symmetric, float eps) {
+  const int64_t qmin = grid.qmin, qmax = grid.qmax;
   lo = std::min(lo, 0.0f);
   hi = std::max(hi, 0.0f);
+  if (is_float_format(grid.numerics)) {
+    return {std::max(std::max(-lo, hi) / float_format(grid.numerics).largest, eps), 0};
+  }
   const float levels = float(double(qmax - qmin) / (symmetric ? 2 : 1));
   if (symmetric) return {std::max(std::max(-lo, hi) / levels, eps), 0};
   // The width of a range may overflow float32 although its scale does not.

@@ -1,7 +1,9 @@
-// Float to integer codes and back.
+// Floats to codes and back.
 //
 //   quantize     q = clamp(code(x), qmin, qmax)       (NaN: 0 in half_away, qmin in all other rules)
 //   dequantize   y = (q - z) * s
+//
+// Codes of a float format are bit patterns, always unsigned.
 #include "codes-inl.h"
 #include "numerics-inl.h"
 #include "runs-inl.h"
@@ -23,7 +25,7 @@ struct CodeBuffer {
   int32_t codes[kBuffer + kLanes];
   CodeBuffer(Flush flush, int bits, void* q, int64_t begin)
       : flush(flush), bits(bits), out(static_cast<uint8_t*>(q) + begin * bits / 8) {}
-  template <class V> FQ_INLINE void put(V clamped) {
+  template <class V> FQ_INLINE void put(V clamped) {  // floats or integers
     constexpr int N = kWidth<V>;
     store_raw(codes + filled, convert<Vec<int32_t, N>>(clamped));
     filled += N;
@@ -55,7 +57,7 @@ void to_codes(const QuantizeArgs& a, int64_t begin, int64_t end, CodeBuffer sink
   constexpr int N = kLanesOf<C>;
   using V = Vec<C, N>;
   using V1 = Vec<C, 1>;
-  const auto put = [&](const auto& x, const auto& p) { sink.put(to_code<Rule>(Rule::round(x, p), p)); };
+  const auto put = [&](const auto& x, const auto& p) { sink.put(to_code<Rule>(Rule::round(x, p), p, a.grid)); };
   for_each_run(a.shape, begin, end, [&](const Run& run) {
     const T* x = static_cast<const T*>(a.x) + run.start;
     const int64_t n = run.length;
@@ -108,6 +110,49 @@ FQ_INLINE void run_from_codes(const Q* q, T* y, int64_t n, const Grid& g, int64_
   }
 }
 
+// The values of all codes of a float format.
+struct ValueTable {
+  float values[256];
+  explicit ValueTable(Numerics numerics) {
+    const FloatFormat f = float_format(numerics);
+    for (int code = 0; code < 256; ++code) values[code] = value_of_code(f, code & ((1 << f.bits) - 1));
+  }
+};
+
+template <class Code, class T>
+void from_float_codes(const DequantizeArgs& a, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  const ValueTable table(a.grid.numerics);
+  T* y = static_cast<T*>(a.y);
+  for_each_run(a.shape, begin, end, [&](const Run& run) {
+    uint8_t unpacked[kBuffer];
+    float levels[kBuffer];
+    for (int64_t i = 0; i < run.length; i += kBuffer) {
+      const int64_t n = run.length - i < kBuffer ? run.length - i : kBuffer;
+      const uint8_t* codes = static_cast<const uint8_t*>(a.q) + run.start + i;
+      if constexpr (Code::packed) {
+        unpack_codes<uint8_t, Code::bits>(static_cast<const uint8_t*>(a.q), run.start + i, n, unpacked);
+        codes = unpacked;
+      }
+      for (int64_t k = 0; k < n; ++k) levels[k] = table.values[codes[k]];
+      T* out = y + run.start + i;
+      const int64_t parameter = run.parameter + (run.per_element ? i : 0);
+      constexpr int N = kLanesOf<C>;
+      int64_t k = 0;
+      const auto one = one_param<FloatRule, Vec<C, N>>(a.grid, parameter);
+      for (; k + N <= n; k += N) {
+        const auto scale = run.per_element ? params_per_element<FloatRule, Vec<C, N>>(a.grid, parameter + k).scale
+                                           : one.scale;
+        store<T, N>(out + k, load_as<Vec<C, N>>(levels + k) * scale);
+      }
+      for (; k < n; ++k) {
+        const auto p = one_param<FloatRule, Vec<C, 1>>(a.grid, parameter + (run.per_element ? k : 0));
+        store<T, 1>(out + k, load_as<Vec<C, 1>>(levels + k) * p.scale);
+      }
+    }
+  });
+}
+
 template <class Code, class T>
 void from_codes(const DequantizeArgs& a, int64_t begin, int64_t end) {
   using Q = typename Code::type;
@@ -143,7 +188,13 @@ void quantize(const QuantizeArgs& a, int64_t begin, int64_t end) {
 void dequantize(const DequantizeArgs& a, int64_t begin, int64_t end) {
   with_dtype(a.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
-    with_code(a.code, [&](auto code) { from_codes<decltype(code), T>(a, begin, end); });
+    with_code(a.code, [&](auto code) {
+      using Code = decltype(code);
+      if constexpr (kSame<typename Code::type, uint8_t>) {
+        if (is_float_format(a.grid.numerics)) return from_float_codes<Code, T>(a, begin, end);
+      }
+      from_codes<Code, T>(a, begin, end);
+    });
   });
 }
 

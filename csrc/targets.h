@@ -12,6 +12,7 @@
   void dequantize(const DequantizeArgs&, int64_t begin, int64_t end);                  \
   void learned_backward(const LearnedBackwardArgs&, const Tile&, const LearnedTile&);  \
   void min_max(const MinMaxArgs&, const Tile&, const MinMaxTile&);                     \
+  int64_t magnitudes(const MagnitudeArgs&, int64_t begin, int64_t end);                \
   }
 
 namespace fakequant {

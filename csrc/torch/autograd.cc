@@ -43,8 +43,8 @@ NB_MODULE(FAKEQUANT_AUTOGRAD_MODULE, m) {
         "qmax"_a, "numerics"_a, "axis"_a.none(), "group"_a.none(), "lowest_zero"_a, "highest_zero"_a,
         "has_torchs_name"_a, "clipped"_a);
   m.def("observe", &observe, "x"_a, "running_min"_a, "running_max"_a, "scale"_a, "zero_point"_a, "qmin"_a, "qmax"_a,
-        "numerics"_a, "symmetric"_a, "update"_a, "averaging_constant"_a, "eps"_a, "axis"_a.none(), "group"_a.none(),
-        "quantize"_a, "clipped"_a);
+        "numerics"_a, "symmetric"_a, "scale_rule"_a, "update"_a, "averaging_constant"_a, "eps"_a, "axis"_a.none(),
+        "group"_a.none(), "quantize"_a, "clipped"_a);
   m.def("fake_quantize_learned", &fake_quantize_learned, "x"_a.none(), "scale"_a.none(),
         "zero_point"_a.none(), "qmin"_a, "qmax"_a, "numerics_name"_a, "numerics"_a, "axis"_a.none(),
         "has_torchs_name"_a, "grad_factor"_a);

@@ -33,10 +33,10 @@ nb::object fake_quantize(nb::handle x, nb::handle scale, nb::handle zero_point, 
 // also if a block has no range to quantize with; the running range is then unchanged, scale and zero point may not be.
 //   running_min, running_max, scale   float32 buffers, one value per block
 //   zero_point                        int32 buffer, one value per block
-//   update                            a value of the enum RangeUpdate
+//   scale_rule, update                values of the enums ScaleRule and RangeUpdate
 nb::object observe(nb::handle x, nb::handle running_min, nb::handle running_max, nb::handle scale,
-                   nb::handle zero_point, int64_t qmin, int64_t qmax, int numerics, bool symmetric, int update,
-                   double averaging_constant, double eps, std::optional<int64_t> axis, std::optional<int64_t> group,
+                   nb::handle zero_point, int64_t qmin, int64_t qmax, int numerics, bool symmetric, int scale_rule,
+                   int update, double averaging_constant, double eps, std::optional<int64_t> axis, std::optional<int64_t> group,
                    bool quantize, bool clipped);
 
 // Records that y, computed from x without autograd, has a clipped gradient.

@@ -131,8 +131,8 @@ nb::object fake_quantize(nb::handle x_object, nb::handle scale, nb::handle zero_
 }
 
 nb::object observe(nb::handle x_object, nb::handle running_min, nb::handle running_max, nb::handle scale,
-                   nb::handle zero_point, int64_t qmin, int64_t qmax, int numerics, bool symmetric, int update,
-                   double averaging_constant, double eps, std::optional<int64_t> axis, std::optional<int64_t> group,
+                   nb::handle zero_point, int64_t qmin, int64_t qmax, int numerics, bool symmetric, int scale_rule,
+                   int update, double averaging_constant, double eps, std::optional<int64_t> axis, std::optional<int64_t> group,
                    bool quantize, bool clipped) {
   if (!is_tensor(x_object)) return nb::none();
   const Tensor& x = tensor(x_object);
@@ -141,7 +141,7 @@ nb::object observe(nb::handle x_object, nb::handle running_min, nb::handle runni
   if (!blocks) return nb::none();
   const int64_t n = blocks->count;
   const ObserveArgs o{RangeRule::own, RangeUpdate(update), /*observe=*/true, quantize, symmetric,
-                      float(averaging_constant), float(eps),
+                      ScaleRule(scale_rule), float(averaging_constant), float(eps),
                       buffer<float>(running_min, n, at::kFloat), buffer<float>(running_max, n, at::kFloat),
                       buffer<float>(scale, n, at::kFloat), buffer<int32_t>(zero_point, n, at::kInt)};
   if (!o.running_min || !o.running_max || !o.scale || !o.zero_point) return nb::none();

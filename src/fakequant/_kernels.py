@@ -7,6 +7,8 @@ There is no Python fallback: if the kernels cannot be loaded, importing fakequan
 import os
 from numbers import Integral
 
+from fakequant.formats import FLOAT_FORMATS
+
 try:
     from fakequant import _native
 except ImportError as error:
@@ -57,6 +59,8 @@ TORCH_CHANNEL_FLOAT: int = _native.Numerics.torch_channel_float.value
 TORCH_CHANNEL_HALF: int = _native.Numerics.torch_channel_half.value
 ONNX: int = _native.Numerics.onnx.value
 HALF_AWAY: int = _native.Numerics.half_away.value
+# Those of float formats, by the name of the format.
+FLOAT_NUMERICS: dict[str, int] = {name: getattr(_native.Numerics, name).value for name in FLOAT_FORMATS}
 
 MASK_NONE: int = _native.MaskKind.none.value
 MASK_PACKED: int = _native.MaskKind.packed.value
@@ -72,6 +76,7 @@ I4X2: int = _native.CodeType.i4x2.value
 U4X2: int = _native.CodeType.u4x2.value
 I2X4: int = _native.CodeType.i2x4.value
 U2X4: int = _native.CodeType.u2x4.value
+U6X4: int = _native.CodeType.u6x4.value
 
 ZERO_NONE: int = _native.ZeroKind.none.value
 ZERO_I32: int = _native.ZeroKind.i32.value
@@ -83,6 +88,10 @@ RANGE_TORCH_FUSED: int = _native.RangeRule.torch_fused.value
 RANGE_MOVING_AVERAGE: int = _native.RangeUpdate.moving_average.value
 RANGE_MIN_MAX: int = _native.RangeUpdate.min_max.value
 RANGE_DYNAMIC: int = _native.RangeUpdate.dynamic.value
+
+SCALE_RULES: dict[str, int] = {
+    name: getattr(_native.ScaleRule, name).value for name in ("any", "floor", "ceil", "even", "rceil", "e4m3fn")
+}
 
 
 def get_num_threads() -> int:

@@ -4,6 +4,7 @@ The kernels see `batch * outer * blocks * inner` elements in C order with one sc
 csrc/kernels.h. They know nothing about axes, groups and strides.
 """
 
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ KernelShape = tuple[int, int, int, int]
 class Blocks(NamedTuple):
     """How an array is divided into blocks that share a scale."""
 
+    # If the last block of an axis is shorter, the kernels get one scale per element.
     kernel: KernelShape
     # The shape of the array of scales.
     parameters: tuple[int, ...]
@@ -46,7 +48,8 @@ def channel_shape(shape: tuple[int, ...], axis: int) -> KernelShape:
 def blocks_of(shape: tuple[int, ...], spec: QuantSpec) -> Blocks:
     """Returns the blocks of an array of `shape` under `spec`.
 
-    Raises IndexError if the array has no such axis, and ValueError if the group size does not divide it.
+    Raises IndexError if the array has no such axis, and ValueError if the group size does not divide it. With scales of
+    few bits (MX, NVFP4) it does not have to: the last block of an axis may be shorter.
 
     >>> blocks_of((8, 64), QuantSpec(axis=-1, group_size=32))
     Blocks(kernel=(1, 1, 16, 32), parameters=(8, 2))
@@ -59,8 +62,11 @@ def blocks_of(shape: tuple[int, ...], spec: QuantSpec) -> Blocks:
     if spec.group_size is None:
         return Blocks(channel_shape(shape, axis), (shape[axis],))
     length = shape[axis]
-    size = length if spec.group_size == WHOLE_AXIS else spec.group_size
+    size = group_length(length, spec)
     if size and length % size:
+        if spec.has_block_scales:
+            parameters = (*shape[:axis], -(-length // size), *shape[axis + 1 :])
+            return Blocks((1, 1, prod(shape), 1), parameters)
         raise ValueError(
             f"`group_size` {size} does not divide axis {spec.axis} of length {length} (array of shape {shape}).\n"
             f"Choose a divisor of {length}, or pad the axis to {-(-length // size) * size}."
@@ -71,6 +77,46 @@ def blocks_of(shape: tuple[int, ...], spec: QuantSpec) -> Blocks:
     if after == 1:
         return Blocks((1, 1, before * groups, size), parameters)
     return Blocks((before * groups, size, after, 1), parameters)
+
+
+def group_length(length: int, spec: QuantSpec) -> int:
+    """Returns how many elements of an axis of `length` share a scale under a spec with a group size.
+
+    >>> group_length(64, QuantSpec(axis=-1, group_size=32)), group_length(64, QuantSpec(axis=-1, group_size=-1))
+    (32, 64)
+    """
+    assert spec.group_size is not None
+    if spec.group_size == WHOLE_AXIS:
+        return length
+    return min(spec.group_size, length) if spec.has_block_scales else spec.group_size
+
+
+def has_short_block(shape: tuple[int, ...], spec: QuantSpec) -> bool:
+    """Returns True if the last block of the axis is shorter than the others.
+
+    >>> mx = QuantSpec(format="e2m1", scale_format="e8m0", axis=-1, group_size=32)
+    >>> has_short_block((4, 48), mx), has_short_block((4, 10), mx)
+    (True, False)
+    """
+    if not spec.has_block_scales or spec.axis is None:
+        return False
+    length = shape[spec.axis]
+    size = group_length(length, spec)
+    return bool(size) and length % size != 0
+
+
+def whole_and_rest(shape: tuple[int, ...], spec: QuantSpec) -> tuple[int, QuantSpec]:
+    """Returns how much of the axis its whole blocks take, and the spec of the shorter block after them.
+
+    >>> mx = QuantSpec(format="e2m1", scale_format="e8m0", axis=-1, group_size=32)
+    >>> whole, rest = whole_and_rest((4, 80), mx)
+    >>> whole, rest.group_size
+    (64, 16)
+    """
+    assert spec.axis is not None
+    length = shape[spec.axis]
+    rest = length % group_length(length, spec)
+    return length - rest, replace(spec, group_size=rest)
 
 
 def memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:

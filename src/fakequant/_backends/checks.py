@@ -50,10 +50,15 @@ def check_gradient(gradient: object, mask: object = None) -> bool:
     return False
 
 
-def check_update(update: object, averaging_constant: float) -> None:
-    """Raises ValueError if `update` is unknown or the averaging constant is not between 0 and 1."""
+def check_update(update: object, averaging_constant: float, spec: QuantSpec) -> None:
+    """Raises ValueError if `update` is unknown or does not fit, or the averaging constant is not between 0 and 1."""
     if update not in UPDATES:
         raise ValueError(f"`update` must be one of {', '.join(UPDATES)}, got {update!r}.")
+    if spec.has_block_scales and update != "dynamic":
+        raise ValueError(
+            f'`update` must be "dynamic" for scales of the format {spec.scale_format!r}, got {update!r}.\n'
+            "Their scales follow every tensor. Use scale_format='float32' for scales that are calibrated."
+        )
     if not 0 <= averaging_constant <= 1:
         raise ValueError(f"`averaging_constant` must be between 0 and 1, got {averaging_constant}.")
 
@@ -207,10 +212,12 @@ def refuse_nan_zero_point() -> NoReturn:
 
 
 def packed_code_type(spec: QuantSpec) -> int:
-    """Returns the kernels' number for packed codes of `spec`. Raises ValueError if it has other than 2 or 4 bits."""
-    code = PACKED_CODE_TYPES.get((spec.bits, spec.signed))
+    """Returns the kernels' number for packed codes of `spec`. Raises ValueError if they cannot be packed."""
+    code = PACKED_CODE_TYPES.get((spec.bits, spec.qmin < 0))
     if code is None:
-        raise ValueError(f"Only 4-bit and 2-bit codes can be packed, got a spec of {spec.bits} bits.")
+        raise ValueError(
+            f"Only 4-bit and 2-bit integers, 6-bit and 4-bit floats can be packed, got a spec of {spec.bits} bits."
+        )
     return code
 
 

@@ -3,6 +3,7 @@
 from typing import Literal
 
 from fakequant import _kernels
+from fakequant.formats import FLOAT_FORMATS
 from fakequant.spec import QuantSpec
 
 MaskForm = Literal["packed", "bool"]
@@ -26,6 +27,7 @@ PACKED_CODE_TYPES = {
     (4, False): _kernels.U4X2,
     (2, True): _kernels.I2X4,
     (2, False): _kernels.U2X4,
+    (6, False): _kernels.U6X4,
 }
 MASK_KINDS: dict[str, int] = {"packed": _kernels.MASK_PACKED, "bool": _kernels.MASK_BYTES}
 UPDATES: dict[str, int] = {
@@ -33,13 +35,16 @@ UPDATES: dict[str, int] = {
     "min_max": _kernels.RANGE_MIN_MAX,
     "dynamic": _kernels.RANGE_DYNAMIC,
 }
-# Like the numerics of a spec, but torch has one rule per tensor and another per channel.
+# Like the numerics of a spec, but torch has one rule per tensor and another per channel. A float format is a rule of its own.
 NUMERICS = {
     "torch_tensor": _kernels.TORCH_TENSOR,
     "torch_channel": _kernels.TORCH_CHANNEL,
     "onnx": _kernels.ONNX,
     "half_away": _kernels.HALF_AWAY,
+    **_kernels.FLOAT_NUMERICS,
 }
+# What scales may be: any float32 number, a power of two by one of the rules of MX, or NVFP4's.
+SCALE_RULES = _kernels.SCALE_RULES
 
 # The key of `NUMERICS` by (numerics of a spec, whether it has one scale per tensor).
 NUMERICS_NAMES = {
@@ -58,7 +63,26 @@ def numerics_name(spec: QuantSpec) -> str:
     >>> numerics_name(QuantSpec(numerics="torch", axis=0)), numerics_name(QuantSpec())
     ('torch_channel', 'onnx')
     """
-    return NUMERICS_NAMES[spec.numerics, spec.axis is None]
+    return NUMERICS_NAMES[spec.numerics, spec.axis is None] if spec.format == "int" else spec.format
+
+
+def scale_rule_name(spec: QuantSpec) -> str:
+    """Returns the key of `SCALE_RULES` for a spec.
+
+    >>> scale_rule_name(QuantSpec())
+    'any'
+    """
+    return {"float32": "any", "e8m0": spec.scale_rule, "e4m3fn": "e4m3fn"}[spec.scale_format]
+
+
+def largest_level(qmax: int, numerics: str) -> float:
+    """Returns the largest value of a grid in units of its scale.
+
+    >>> largest_level(127, "onnx"), largest_level(255, "e4m3fn")
+    (127, 448.0)
+    """
+    float_format = FLOAT_FORMATS.get(numerics)
+    return qmax if float_format is None else float_format.largest
 
 
 def is_own(numerics: str) -> bool:

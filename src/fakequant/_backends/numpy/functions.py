@@ -8,8 +8,16 @@ import numpy as np
 from fakequant import _kernels, _native
 from fakequant._backends import checks
 from fakequant._backends.argument_types import DType, Numbers, Unchecked
-from fakequant._backends.blocks import blocks_of
-from fakequant._backends.kernel_enums import CODE_TYPES, UPDATES, Gradient, MaskForm, Update
+from fakequant._backends.blocks import blocks_of, has_short_block, whole_and_rest
+from fakequant._backends.kernel_enums import (
+    CODE_TYPES,
+    SCALE_RULES,
+    UPDATES,
+    Gradient,
+    MaskForm,
+    Update,
+    scale_rule_name,
+)
 from fakequant._backends.numpy.float_arrays import KERNEL_DTYPES, as_float_array, dtype_name, parameter_dtype
 from fakequant._backends.numpy.grid import check_numbers, kernel_numerics, resolve, scale_dtype
 from fakequant._backends.numpy.zero_points import round_backward, round_forward
@@ -199,7 +207,7 @@ def dequantize(
         return dequantize(q, scale, zero_point, spec, shape=shape).astype(dtype)
     y = np.empty(y_shape, dtype)
     _native.dequantize(
-        np.asarray(q, order="C"), y, kernel_dtype, code, grid.shape, grid.scale, grid.scale_is_f64,
+        np.asarray(q, order="C"), y, kernel_dtype, code, grid.shape, grid.numerics, grid.scale, grid.scale_is_f64,
         grid.zero_point, grid.zero_kind, grid.qmin, grid.qmax,
     )  # fmt: skip
     return y
@@ -222,7 +230,7 @@ def observe_fake_quantize(
     checks.check_spec(spec)
     checks.check_eps(eps)
     checks.check_gradient(gradient, mask)
-    checks.check_update(update, averaging_constant)
+    checks.check_update(update, averaging_constant, spec)
     blocks = blocks_of(x.shape, spec)
     count = prod(blocks.parameters)
     for name, running in (("running_min", running_min), ("running_max", running_max)):
@@ -232,6 +240,8 @@ def observe_fake_quantize(
             checks.refuse_running(name, blocks.parameters, f"{running.dtype} of shape {running.shape}", "array")
         if not running.flags.c_contiguous or not running.flags.writeable:
             raise ValueError(f"`{name}` is updated in place and must be contiguous and writeable.")
+    if has_short_block(x.shape, spec):
+        return _observe_short_blocks(x, spec, running_min, running_max, mask)
     bits, kind = _empty_mask(mask, x.shape)
     x = np.asarray(x, order="C")
     y = np.empty(x.shape, x.dtype)
@@ -239,12 +249,26 @@ def observe_fake_quantize(
     zero_point = np.empty(blocks.parameters, np.int32)
     nan, posinf, neginf, unseen = _native.observe_fake_quantize(
         x, y, bits, kind, dtype, blocks.kernel, kernel_numerics(spec), spec.qmin, spec.qmax, _kernels.RANGE_OWN,
-        UPDATES[update], True, True, spec.symmetric, float(averaging_constant), float(eps), running_min, running_max,
-        scale, zero_point,
+        UPDATES[update], True, True, spec.symmetric, SCALE_RULES[scale_rule_name(spec)], float(averaging_constant),
+        float(eps), running_min, running_max, scale, zero_point,
     )  # fmt: skip
     if unseen:
         checks.refuse_unseen(unseen, count)
     return ObservedFakeQuantize(y, bits, scale, zero_point, nan + posinf + neginf)
+
+
+def _observe_short_blocks(
+    x: np.ndarray, spec: QuantSpec, running_min: np.ndarray, running_max: np.ndarray, mask: MaskForm | None
+) -> ObservedFakeQuantize[np.ndarray]:
+    """Does the same as `observe_fake_quantize` in separate steps, for data whose last blocks are shorter."""
+    seen = min_max(x, spec)
+    absmax = np.where(seen.min <= seen.max, np.maximum(-seen.min, seen.max), 0).clip(max=np.finfo(np.float32).max)
+    running_max[...] = absmax.reshape(running_max.shape)
+    running_min[...] = 0 - running_max
+    scale, zero_point = choose_qparams(running_min, running_max, spec, eps=1.0)  # which is not used
+    scale, zero_point = scale.reshape(seen.min.shape), zero_point.reshape(seen.min.shape)
+    y, bits = fake_quantize(x, scale, 0, spec, mask=mask) if mask else (fake_quantize(x, scale, 0, spec), None)
+    return ObservedFakeQuantize(y, bits, scale, zero_point, int(seen.nan.sum() + seen.posinf.sum() + seen.neginf.sum()))
 
 
 def min_max(x: Unchecked, spec: QuantSpec | None = None) -> Range[np.ndarray]:
@@ -253,12 +277,23 @@ def min_max(x: Unchecked, spec: QuantSpec | None = None) -> Range[np.ndarray]:
     spec = QuantSpec() if spec is None else spec
     checks.check_spec(spec, "x, spec")
     blocks = blocks_of(x.shape, spec)
+    if has_short_block(x.shape, spec):
+        return _joined_ranges(x, spec)
     count = prod(blocks.parameters)
     limits = np.empty((2, count), np.float64)
     counts = np.empty((3, count), np.int64)
     _native.min_max(np.asarray(x, order="C"), dtype, blocks.kernel, limits[0], limits[1], counts)
     lo, hi = limits.astype(parameter_dtype(dtype)).reshape(2, *blocks.parameters)
     return Range(lo, hi, *(c.reshape(blocks.parameters) for c in counts))
+
+
+def _joined_ranges(x: np.ndarray, spec: QuantSpec) -> Range[np.ndarray]:
+    """Returns the ranges of the whole blocks and of the shorter last ones."""
+    assert spec.axis is not None
+    whole, rest_spec = whole_and_rest(x.shape, spec)
+    parts = np.split(x, [whole], axis=spec.axis)
+    ranges = min_max(parts[0], spec), min_max(parts[1], rest_spec)
+    return Range(*(np.concatenate(pair, axis=spec.axis) for pair in zip(*ranges, strict=True)))
 
 
 def choose_qparams(lo: Numbers, hi: Numbers, spec: QuantSpec, *, eps: float) -> QParams[np.ndarray]:
@@ -274,5 +309,8 @@ def choose_qparams(lo: Numbers, hi: Numbers, spec: QuantSpec, *, eps: float) -> 
         checks.refuse_range(low.flat[bad], high.flat[bad], bad if low.size > 1 else None)
     checks.check_eps(eps)
     scale, zero_point = np.empty(shape, np.float32), np.empty(shape, np.int32)
-    _native.choose_qparams(low, high, low.size, spec.qmin, spec.qmax, spec.symmetric, float(eps), scale, zero_point)
+    _native.choose_qparams(
+        low, high, low.size, kernel_numerics(spec), spec.qmin, spec.qmax, spec.symmetric,
+        SCALE_RULES[scale_rule_name(spec)], float(eps), scale, zero_point,
+    )  # fmt: skip
     return QParams(scale, zero_point)

@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike
 
 from fakequant import _kernels, _native
 from fakequant._backends import checks
-from fakequant._backends.blocks import Blocks, KernelShape, blocks_of
+from fakequant._backends.blocks import Blocks, KernelShape, blocks_of, group_length, has_short_block
 from fakequant._backends.kernel_enums import NUMERICS, has_wide_scale, numerics_name
 from fakequant.spec import QuantSpec
 
@@ -55,6 +55,11 @@ def resolve(shape: tuple[int, ...], dtype: int, scale: ArrayLike, zero_point: Ar
     if spec.axis is None and isinstance(scale, float) and type(zero_point) is int:
         return _resolve_numbers(blocks, dtype, scale, zero_point, spec)
     scales = _scales(scale, blocks, shape, spec, scale_dtype(dtype, spec))
+    if has_short_block(shape, spec):
+        assert spec.axis is not None
+        length = shape[spec.axis]
+        repeated = np.repeat(scales, group_length(length, spec), axis=spec.axis)
+        scales = np.ascontiguousarray(np.take(repeated, np.arange(length), axis=spec.axis))
     zeros, kind = _zero_points(zero_point, blocks, shape, spec)
     return Grid(
         blocks.kernel,

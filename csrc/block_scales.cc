@@ -1,0 +1,171 @@
+// Scales of few bits, one per block, which follow the data: the largest magnitude of a block, its scale, and
+// fake quantization with it, in one call.
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "core.h"
+#include "formats.h"
+#include "memory.h"
+#include "parallel.h"
+
+namespace fakequant {
+namespace {
+
+uint32_t bits_of_float(float v) {
+  uint32_t bits;
+  std::memcpy(&bits, &v, 4);
+  return bits;
+}
+
+// Returns 2^(field - 127), which is subnormal if the field is 0.
+float power_of_field(int field) {
+  const uint32_t bits = field > 0 ? uint32_t(field) << 23 : uint32_t(1) << 22;
+  float v;
+  std::memcpy(&v, &bits, 4);
+  return v;
+}
+
+struct GridEnd {
+  float largest;
+  int exponent;       // of `largest`
+  int mantissa_bits;  // of the values of the highest binade
+};
+
+GridEnd grid_end(const Grid& g) {
+  if (is_float_format(g.numerics)) {
+    const FloatFormat f = float_format(g.numerics);
+    return {f.largest, std::ilogb(f.largest), f.mantissa_bits};
+  }
+  const float largest = float(g.qmax);
+  return {largest, std::ilogb(double(g.qmax)), std::ilogb(double(g.qmax))};
+}
+
+float power_scale(float absmax, ScaleRule rule, const GridEnd& end) {
+  uint32_t bits = bits_of_float(rule == ScaleRule::rceil ? absmax / end.largest : absmax);
+  if (rule == ScaleRule::even) bits += uint32_t(1) << (23 - end.mantissa_bits - 1);
+  int field = int(bits >> 23);
+  if ((rule == ScaleRule::ceil || rule == ScaleRule::rceil) && (bits & 0x7FFFFF) != 0) ++field;
+  if (rule != ScaleRule::rceil) field -= end.exponent;
+  return power_of_field(std::min(field, 254));
+}
+
+// Rounds a value between the smallest normal and the largest value of e4m3fn.
+float round_e4m3fn(float v) {
+  const float c = power_of_field(int(bits_of_float(v) >> 23)) * 0x1p20f;
+  return (v + c) - c;
+}
+
+// The scale of an NVFP4 tensor, under which the scales of its blocks are at most 448.
+float tensor_scale(const float* absmax, int64_t n) {
+  float largest = 0;
+  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, absmax[i]);
+  const float scale = largest / 2688.0f;
+  return scale == 0 ? 1.0f : scale;
+}
+
+// Few enough elements to still be in the cache when they are quantized after their scales were chosen.
+constexpr int64_t kChunkElements = 1 << 14;
+
+// A part of an array with whole blocks.
+struct Chunk {
+  Shape shape;
+  int64_t parameter, element;  // the first
+};
+
+// Divides an array into chunks of blocks that are together in memory, each starting at a whole byte of a packed mask.
+struct Chunks {
+  Shape shape;
+  int64_t blocks, size;  // of a unit that cannot be divided: a row, or a batch if blocks are columns
+  int64_t units, per_chunk;
+
+  Chunks(const Shape& s, bool has_packed_mask) : shape(s) {
+    const bool rows = s.outer == 1;
+    blocks = rows ? 1 : s.blocks;
+    size = std::max<int64_t>(rows ? s.inner : s.outer * s.blocks * s.inner, 1);
+    units = s.parameters() / std::max<int64_t>(blocks, 1);
+    const int64_t step = has_packed_mask ? kRangeAlignment / std::gcd(size, kRangeAlignment) : 1;
+    per_chunk = std::max(kChunkElements / size / step, int64_t(1)) * step;
+  }
+  int64_t count() const { return (units + per_chunk - 1) / per_chunk; }
+  Chunk operator[](int64_t c) const {
+    const int64_t first = c * per_chunk, here = std::min(per_chunk, units - first);
+    const Shape part = shape.outer == 1 ? Shape{1, 1, here, shape.inner} : Shape{here, shape.outer, blocks, shape.inner};
+    return {part, first * blocks, first * size};
+  }
+};
+
+// Writes the largest magnitude of every block of a chunk and returns the number of values that are not finite.
+int64_t chunk_magnitudes(DType dtype, const Chunk& chunk, const void* x, float* largest) {
+  const void* here = static_cast<const char*>(x) + chunk.element * bytes_of(dtype);
+  const Shape& s = chunk.shape;
+  const int64_t n = s.parameters();
+  if (s.outer == 1 || s.inner == 1) return kernels().magnitudes({dtype, s, here, largest + chunk.parameter}, 0, n);
+  std::vector<double> range(size_t(2 * n));
+  std::vector<int64_t> count(size_t(3 * n));
+  min_max({dtype, s, here, range.data(), range.data() + n, count.data(), count.data() + n, count.data() + 2 * n});
+  for (int64_t i = 0; i < n; ++i) {
+    const double absmax = std::max({-range[size_t(i)], range[size_t(n + i)], 0.0});
+    largest[chunk.parameter + i] = float(std::min(absmax, double(std::numeric_limits<float>::max())));
+  }
+  return std::accumulate(count.begin(), count.end(), int64_t(0));
+}
+
+void quantize_chunk(FakeQuantizeArgs a, const Chunk& chunk, const float* scale) {
+  a.shape = chunk.shape;
+  a.x = static_cast<const char*>(a.x) + chunk.element * bytes_of(a.dtype);
+  a.y = static_cast<char*>(a.y) + chunk.element * bytes_of(a.dtype);
+  if (a.mask_kind != MaskKind::none) a.mask += a.mask_kind == MaskKind::packed ? chunk.element / 8 : chunk.element;
+  a.grid.scale_f32 = scale + chunk.parameter;
+  fake_quantize(a);
+}
+
+}  // namespace
+
+void block_scales(const float* absmax, int64_t n, ScaleRule rule, const Grid& grid, float under, float* scale) {
+  if (rule == ScaleRule::e4m3fn) {
+    for (int64_t i = 0; i < n; ++i) {
+      scale[i] = round_e4m3fn(std::clamp((absmax[i] / 6.0f) / under, 0x1p-6f, 448.0f)) * under;
+    }
+    return;
+  }
+  const GridEnd end = grid_end(grid);
+  for (int64_t i = 0; i < n; ++i) scale[i] = power_scale(absmax[i], rule, end);
+}
+
+void choose_block_scales(const float* lo, const float* hi, int64_t n, ScaleRule rule, const Grid& grid, float* scale) {
+  std::vector<float> absmax(static_cast<size_t>(n));
+  for (int64_t i = 0; i < n; ++i) absmax[size_t(i)] = std::max({-lo[i], hi[i], 0.0f});
+  block_scales(absmax.data(), n, rule, grid, rule == ScaleRule::e4m3fn ? tensor_scale(absmax.data(), n) : 1, scale);
+}
+
+ObserveResult observe_blocks(const ObserveArgs& o, const FakeQuantizeArgs& a) {
+  const int64_t n = a.shape.parameters();
+  const Chunks chunks(a.shape, a.mask_kind == MaskKind::packed);
+  float* absmax = o.running_max;
+  std::vector<int64_t> nonfinite(size_t(chunks.count()));
+  if (o.quantize) prepare_output(a.y, size_t(a.shape.size() * bytes_of(a.dtype)));
+  const bool at_once = o.scale_rule != ScaleRule::e4m3fn;
+  const auto quantize = [&](const Chunk& chunk, float under) {
+    const int64_t p = chunk.parameter, count = chunk.shape.parameters();
+    block_scales(absmax + p, count, o.scale_rule, a.grid, under, o.scale + p);
+    if (o.quantize) quantize_chunk(a, chunk, o.scale);
+  };
+  run_tasks(chunks.count(), [&](int64_t c) {
+    nonfinite[size_t(c)] = chunk_magnitudes(a.dtype, chunks[c], a.x, absmax);
+    if (at_once) quantize(chunks[c], 1);
+  });
+  if (!at_once) {
+    const float under = tensor_scale(absmax, n);
+    run_tasks(chunks.count(), [&](int64_t c) { quantize(chunks[c], under); });
+  }
+  for (int64_t i = 0; i < n; ++i) o.running_min[i] = -absmax[i] + 0.0f;
+  std::fill_n(o.zero_point, n, 0);
+  ObserveResult result;
+  result.nan_count = std::accumulate(nonfinite.begin(), nonfinite.end(), int64_t(0));
+  return result;
+}
+
+}  // namespace fakequant
