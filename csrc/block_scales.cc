@@ -20,13 +20,14 @@ uint32_t bits_of_float(float v) {
   return bits;
 }
 
-// Returns 2^(field - 127), which is subnormal if the field is 0.
-float power_of_field(int field) {
-  const uint32_t bits = field > 0 ? uint32_t(field) << 23 : uint32_t(1) << 22;
+float float_of_bits(uint32_t bits) {
   float v;
   std::memcpy(&v, &bits, 4);
   return v;
 }
+
+// Returns 2^(field - 127), which is subnormal if the field is 0. Negative fields count as 0.
+float power_of_field(int field) { return float_of_bits(field > 0 ? uint32_t(field) << 23 : uint32_t(1) << 22); }
 
 struct GridEnd {
   float largest;
@@ -52,17 +53,23 @@ float power_scale(float absmax, ScaleRule rule, const GridEnd& end) {
   return power_of_field(std::min(field, 254));
 }
 
-// Rounds a value between the smallest normal and the largest value of e4m3fn.
+// Clamps a value that is not negative. Compared as integers, which have the same order: the compiler vectorizes that.
+float between(float v, float low, float high) {
+  const int32_t at_least = std::max(int32_t(bits_of_float(v)), int32_t(bits_of_float(low)));
+  return float_of_bits(uint32_t(std::min(at_least, int32_t(bits_of_float(high)))));
+}
+
+// Rounds a value between the smallest normal and the largest value of e4m3fn; see formats-inl.h.
 float round_e4m3fn(float v) {
-  const float c = power_of_field(int(bits_of_float(v) >> 23)) * 0x1p20f;
+  const float c = float_of_bits(bits_of_float(v) & 0x7F800000) * 0x1p20f;
   return (v + c) - c;
 }
 
 // The scale of an NVFP4 tensor, under which the scales of its blocks are at most 448.
 float tensor_scale(const float* absmax, int64_t n) {
-  float largest = 0;
-  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, absmax[i]);
-  const float scale = largest / 2688.0f;
+  int32_t largest = 0;  // bits, which have the order of the values
+  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, int32_t(bits_of_float(absmax[i])));
+  const float scale = float_of_bits(uint32_t(largest)) / 2688.0f;
   return scale == 0 ? 1.0f : scale;
 }
 
@@ -127,7 +134,7 @@ void quantize_chunk(FakeQuantizeArgs a, const Chunk& chunk, const float* scale) 
 void block_scales(const float* absmax, int64_t n, ScaleRule rule, const Grid& grid, float under, float* scale) {
   if (rule == ScaleRule::e4m3fn) {
     for (int64_t i = 0; i < n; ++i) {
-      scale[i] = round_e4m3fn(std::clamp((absmax[i] / 6.0f) / under, 0x1p-6f, 448.0f)) * under;
+      scale[i] = round_e4m3fn(between((absmax[i] / 6.0f) / under, 0x1p-6f, 448.0f)) * under;
     }
     return;
   }

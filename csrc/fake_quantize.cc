@@ -85,13 +85,13 @@ FQ_INLINE auto step(const T* x, T* y, const P& p) {
   return inside_lanes<Rule>(clamped, rounded);
 }
 
-template <class Rule, class T, class Mask>
-FQ_INLINE void run_with_one_scale(const T* x, T* y, int64_t n, const Grid& g, int64_t parameter, Mask& out) {
+template <class Rule, class T, class V, class Mask>
+FQ_INLINE void run_with_one_scale(const T* x, T* y, int64_t n, const GridParams<Rule, V>& params, int64_t parameter,
+                                  Mask& out) {
   using C = Compute<T>;
-  constexpr int N = kLanesOf<C>;
-  using V = Vec<C, N>;
+  constexpr int N = kWidth<V>;
   Mask mask = out;  // a local copy: stores to y might alias the members of `out`
-  const auto p = one_param<Rule, V>(g, parameter);
+  const auto p = params.one(parameter);
   // `step` for 32 elements. The stages are interleaved over several independent vectors to hide instruction latency.
   const auto step_32 = [&](int64_t i) FQ_INLINE_LAMBDA {
     constexpr int K = 32 / N;
@@ -123,18 +123,19 @@ FQ_INLINE void run_with_one_scale(const T* x, T* y, int64_t n, const Grid& g, in
   out = mask;
 }
 
-template <class Rule, class T, class Mask>
-FQ_INLINE void run_with_scale_per_element(const T* x, T* y, int64_t n, const Grid& g, int64_t parameter, Mask& out) {
-  using C = Compute<T>;
-  constexpr int N = kLanesOf<C>;
+template <class Rule, class T, class V, class Mask>
+FQ_INLINE void run_with_scale_per_element(const T* x, T* y, int64_t n, const GridParams<Rule, V>& params,
+                                          const GridParams<Rule, Vec<Elem<V>, 1>>& single, int64_t parameter,
+                                          Mask& out) {
+  constexpr int N = kWidth<V>;
   Mask mask = out;
   int64_t i = 0;
   for (; i + N <= n; i += N) {
-    const auto p = params_per_element<Rule, Vec<C, N>>(g, parameter + i);
+    const auto p = params.per_element(parameter + i);
     mask.put(lane_bits(step<Rule, N>(x + i, y + i, p)), N);
   }
   for (; i < n; ++i) {
-    const auto p = one_param<Rule, Vec<C, 1>>(g, parameter + i);
+    const auto p = single.one(parameter + i);
     mask.put(lane_bits(step<Rule, 1>(x + i, y + i, p)), 1);
   }
   out = mask;
@@ -145,12 +146,14 @@ void forward(const FakeQuantizeArgs& a, int64_t begin, int64_t end) {
   const T* x = static_cast<const T*>(a.x);
   T* y = static_cast<T*>(a.y);
   Mask mask(a.mask, begin);
+  using C = Compute<T>;
+  const GridParams<Rule, Vec<C, kLanesOf<C>>> params(a.grid);
+  const GridParams<Rule, Vec<C, 1>> single(a.grid);
   for_each_run(a.shape, begin, end, [&](const Run& run) {
-    if (run.per_element) {
-      run_with_scale_per_element<Rule>(x + run.start, y + run.start, run.length, a.grid, run.parameter, mask);
-    } else {
-      run_with_one_scale<Rule>(x + run.start, y + run.start, run.length, a.grid, run.parameter, mask);
-    }
+    const T* from = x + run.start;
+    T* to = y + run.start;
+    if (run.per_element) run_with_scale_per_element(from, to, run.length, params, single, run.parameter, mask);
+    else run_with_one_scale(from, to, run.length, params, run.parameter, mask);
   });
   mask.finish();
 }

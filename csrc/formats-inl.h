@@ -51,8 +51,7 @@ struct FloatRule {
   template <class V> static FQ_INLINE V value(V level, const FloatParams<V>& p) { return level * p.scale; }
 };
 
-template <class Rule> inline constexpr bool kIsFloatRule = requires { Rule::kIsFloat; };
-
+// Returns the constants of a format with this scale.
 template <class V> FQ_INLINE FloatParams<V> float_params(Numerics numerics, V scale) {
   using C = Elem<V>;
   const FloatFormat f = float_format(numerics);
@@ -65,6 +64,28 @@ template <class V> FQ_INLINE FloatParams<V> float_params(Numerics numerics, V sc
           splat<V>(f.has_negative_zero ? C(-0.0) : C(0.0))};
 }
 
+// The same rule for a format that is known when the kernel is compiled. With short blocks, the parameters of a block are
+// needed again every few vectors; here they are no more than its scale.
+template <class V, Numerics Format> struct FixedFloatParams {
+  V scale;
+  FQ_INLINE operator FloatParams<V>() const { return float_params(Format, scale); }
+};
+template <Numerics Format> struct FixedFloatRule : FloatRule {
+  static constexpr Numerics kFormat = Format;
+  template <class V> using P = FixedFloatParams<V, Format>;
+  template <class V> static FQ_INLINE V round(V x, const P<V>& p) { return FloatRule::round<V>(x, p); }
+  template <class V> static FQ_INLINE V clamp(V level, const P<V>& p) { return FloatRule::clamp<V>(level, p); }
+  template <class V> static FQ_INLINE V value(V level, const P<V>& p) { return level * p.scale; }
+};
+
+template <class Rule> inline constexpr bool kIsFloatRule = requires { Rule::kIsFloat; };
+template <class Rule> inline constexpr bool kIsFixedFloatRule = requires { Rule::kFormat; };
+
+template <class W, class V, Numerics Format>
+FQ_INLINE FixedFloatParams<W, Format> first_lane(const FixedFloatParams<V, Format>& p) {
+  return {splat<W>(p.scale[0])};
+}
+
 template <class W, class V> FQ_INLINE FloatParams<W> first_lane(const FloatParams<V>& p) {
   return {splat<W>(p.scale[0]), splat<W>(p.lo[0]), splat<W>(p.hi[0]), splat<W>(p.limit[0]),
           splat<W>(p.smallest_normal[0]), splat<W>(p.spacing[0]), splat<W>(p.added_zero[0])};
@@ -74,15 +95,15 @@ template <class W, class V> FQ_INLINE FloatParams<W> first_lane(const FloatParam
 //
 // The exponent and the upper mantissa bits of a normal value are its code, but for the bias. A value below the smallest
 // normal is a number of equal steps; adding the smallest normal gives all of them the same exponent.
-template <class V> FQ_INLINE auto codes_of_values(V q, const FloatParams<V>& p, const FloatFormat& f) {
+template <class V> FQ_INLINE auto codes_of_values(V q, const FloatFormat& f) {
   using C = Elem<V>;
   using I = Vec<typename Int<int(sizeof(C))>::type, kWidth<V>>;
   const int shift = kMantissaBits<C> - f.mantissa_bits;
   const Elem<I> bias = Elem<I>((sizeof(C) == 8 ? 1023 : 127) - f.bias) << f.mantissa_bits;
-  const V a = magnitude(q);
+  const V a = magnitude(q), smallest_normal = splat<V>(power_of_two<C>(1 - f.bias));
   const I normal = (bit_cast<I>(a) >> shift) - bias;
-  const I subnormal = (bit_cast<I>(a + p.smallest_normal) - bit_cast<I>(p.smallest_normal)) >> shift;
-  const I code = a < p.smallest_normal ? subnormal : normal;
+  const I subnormal = (bit_cast<I>(a + smallest_normal) - bit_cast<I>(smallest_normal)) >> shift;
+  const I code = a < smallest_normal ? subnormal : normal;
   const I sign = bit_cast<I>(bit_cast<Bits<V>>(q) >> (8 * int(sizeof(C)) - 1)) << (f.bits - 1);
   return q == q ? code | sign : splat<I>(Elem<I>(f.nan_code));
 }

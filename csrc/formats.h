@@ -16,9 +16,9 @@ struct FloatFormat {
   int first_special;  // magnitudes of codes from here on are not finite
 };
 
-inline bool is_float_format(Numerics n) { return n >= Numerics::e4m3fn; }
+constexpr bool is_float_format(Numerics n) { return n >= Numerics::e4m3fn; }
 
-inline FloatFormat float_format(Numerics n) {
+constexpr FloatFormat float_format(Numerics n) {
   switch (n) {
     case Numerics::e4m3fn: return {8, 3, 7, 448.0f, 0x7F, true, 0x7F};
     case Numerics::e5m2: return {8, 2, 15, 57344.0f, 0x7F, true, 0x7C};

@@ -99,7 +99,7 @@ FQ_INLINE void run_with_one_scale(const T* dy, const T* x, DX* dx, int64_t n, co
   using C = Compute<T>;
   using V = Vec<C, kSumLanes>;
   using V1 = Vec<C, 1>;
-  const auto p = one_param<Rule, V>(g, parameter);
+  const auto p = GridParams<Rule, V>(g).one(parameter);
   LaneSums ds_sums, dz_sums;
   const auto finish = [&](int64_t i, V x, const Placed<V>& at) FQ_INLINE_LAMBDA {
     const auto t = Rule::terms(load<kSumLanes>(dy + i), x, at, p, factor);
@@ -140,9 +140,11 @@ FQ_INLINE void row_with_scale_per_element(const T* dy, const T* x, DX* dx, int64
   using V = Vec<C, kSumLanes>;
   using V1 = Vec<C, 1>;
   using D = Vec<double, kSumLanes>;
+  const GridParams<Rule, V> params(g);
+  const GridParams<Rule, V1> single(g);
   int64_t i = 0;
   for (; i + kSumLanes <= n; i += kSumLanes) {
-    const auto p = params_per_element<Rule, V>(g, parameter + i);
+    const auto p = params.per_element(parameter + i);
     const V v = load<kSumLanes>(x + i);
     const auto t = Rule::terms(load<kSumLanes>(dy + i), v, Rule::place(v, p), p, factor);
     store<DX, kSumLanes>(dx + i, t.dx);
@@ -150,7 +152,7 @@ FQ_INLINE void row_with_scale_per_element(const T* dy, const T* x, DX* dx, int64
     if constexpr (HasZero) store_raw(dz + i, load_raw<D>(dz + i) + convert<D>(t.dz));
   }
   for (; i < n; ++i) {
-    const auto p = one_param<Rule, V1>(g, parameter + i);
+    const auto p = single.one(parameter + i);
     const V1 v = load<1>(x + i);
     const auto t = Rule::terms(load<1>(dy + i), v, Rule::place(v, p), p, factor);
     store<DX, 1>(dx + i, t.dx);

@@ -137,9 +137,9 @@ template <class Rule, class V> FQ_INLINE auto inside_lanes(V clamped, V rounded)
 }
 
 // Clamps the level or code and returns the code. NaN becomes 0 in half_away, qmin in all other rules on integers.
-template <class Rule, class V, class P> FQ_INLINE auto to_code(V rounded, const P& p, const Grid& g) {
+template <class Rule, class V, class P> FQ_INLINE auto to_code(V rounded, const P& p) {
   if constexpr (kIsFloatRule<Rule>) {
-    return codes_of_values(FloatRule::clamp(rounded, p), p, float_format(g.numerics));
+    return codes_of_values(Rule::clamp(rounded, p), float_format(Rule::kFormat));
   } else if constexpr (kSame<Rule, HalfAway>) {
     const V q = HalfAway::clamp(rounded, p);
     return q == q ? q : V{};
@@ -165,30 +165,43 @@ template <class Rule, class V> FQ_INLINE V inverse_of(V scale) {
   }
 }
 
-template <class Rule, class V> FQ_INLINE auto make_params(const Grid& g, V scale, V zero) {
-  scale = quiet(scale);
-  if constexpr (kIsFloatRule<Rule>) {
-    return float_params(g.numerics, scale);
-  } else {
-    const V shift = Rule::kOnLevels ? zero : V{};
-    return Params<V>{scale, inverse_of<Rule>(scale), zero, splat<V>(Elem<V>(g.qmin)) - shift, splat<V>(Elem<V>(g.qmax)) - shift};
+// The parameters of the blocks of a grid.
+template <class Rule, class V> class GridParams {
+ public:
+  explicit FQ_INLINE GridParams(const Grid& g) : g_(g) {}
+
+  // Returns the parameters of block i in every lane.
+  FQ_INLINE auto one(int64_t i) const {
+    const C scale = g_.scale_f64 ? C(g_.scale_f64[i]) : C(g_.scale_f32[i]);
+    const C zero = g_.zero_i32 ? C(g_.zero_i32[i]) : g_.zero_f32 ? C(g_.zero_f32[i]) : C(0);
+    return make(splat<V>(scale), splat<V>(zero));
   }
-}
 
-// Returns the parameters of block i in every lane.
-template <class Rule, class V> FQ_INLINE auto one_param(const Grid& g, int64_t i) {
+  // Returns the parameters of blocks i, i + 1, ..., one per lane.
+  FQ_INLINE auto per_element(int64_t i) const {
+    const V scale = g_.scale_f64 ? load_as<V>(g_.scale_f64 + i) : load_as<V>(g_.scale_f32 + i);
+    const V zero = g_.zero_i32 ? load_as<V>(g_.zero_i32 + i) : g_.zero_f32 ? load_as<V>(g_.zero_f32 + i) : V{};
+    return make(scale, zero);
+  }
+
+ private:
   using C = Elem<V>;
-  const C scale = g.scale_f64 ? C(g.scale_f64[i]) : C(g.scale_f32[i]);
-  const C zero = g.zero_i32 ? C(g.zero_i32[i]) : g.zero_f32 ? C(g.zero_f32[i]) : C(0);
-  return make_params<Rule>(g, splat<V>(scale), splat<V>(zero));
-}
 
-// Returns the parameters of blocks i, i + 1, ..., one per lane.
-template <class Rule, class V> FQ_INLINE auto params_per_element(const Grid& g, int64_t i) {
-  const V scale = g.scale_f64 ? load_as<V>(g.scale_f64 + i) : load_as<V>(g.scale_f32 + i);
-  const V zero = g.zero_i32 ? load_as<V>(g.zero_i32 + i) : g.zero_f32 ? load_as<V>(g.zero_f32 + i) : V{};
-  return make_params<Rule>(g, scale, zero);
-}
+  FQ_INLINE auto make(V scale, V zero) const {
+    scale = quiet(scale);
+    if constexpr (kIsFixedFloatRule<Rule>) {
+      return FixedFloatParams<V, Rule::kFormat>{scale};
+    } else if constexpr (kIsFloatRule<Rule>) {
+      return float_params(g_.numerics, scale);
+    } else {
+      const V shift = Rule::kOnLevels ? zero : V{};
+      return Params<V>{scale, inverse_of<Rule>(scale), zero, splat<V>(C(g_.qmin)) - shift,
+                       splat<V>(C(g_.qmax)) - shift};
+    }
+  }
+
+  const Grid& g_;
+};
 
 // Returns the parameters of the first lane in every lane of another vector type.
 template <class W, class V> FQ_INLINE Params<W> first_lane(const Params<V>& p) {
@@ -204,7 +217,13 @@ template <class F> FQ_INLINE void with_rule(Numerics numerics, F&& f) {
     case Numerics::torch_channel_half: return f(TorchChannelHalf{});
     case Numerics::onnx: return f(Onnx{});
     case Numerics::half_away: return f(HalfAway{});
-    default: return f(FloatRule{});
+    case Numerics::e4m3fn: return f(FixedFloatRule<Numerics::e4m3fn>{});
+    case Numerics::e5m2: return f(FixedFloatRule<Numerics::e5m2>{});
+    case Numerics::e4m3fnuz: return f(FixedFloatRule<Numerics::e4m3fnuz>{});
+    case Numerics::e5m2fnuz: return f(FixedFloatRule<Numerics::e5m2fnuz>{});
+    case Numerics::e2m3: return f(FixedFloatRule<Numerics::e2m3>{});
+    case Numerics::e3m2: return f(FixedFloatRule<Numerics::e3m2>{});
+    case Numerics::e2m1: return f(FixedFloatRule<Numerics::e2m1>{});
   }
 }
 

@@ -57,16 +57,18 @@ void to_codes(const QuantizeArgs& a, int64_t begin, int64_t end, CodeBuffer sink
   constexpr int N = kLanesOf<C>;
   using V = Vec<C, N>;
   using V1 = Vec<C, 1>;
-  const auto put = [&](const auto& x, const auto& p) { sink.put(to_code<Rule>(Rule::round(x, p), p, a.grid)); };
+  const GridParams<Rule, V> params(a.grid);
+  const GridParams<Rule, V1> single(a.grid);
+  const auto put = [&](const auto& x, const auto& p) { sink.put(to_code<Rule>(Rule::round(x, p), p)); };
   for_each_run(a.shape, begin, end, [&](const Run& run) {
     const T* x = static_cast<const T*>(a.x) + run.start;
     const int64_t n = run.length;
     int64_t i = 0;
     if (run.per_element) {
-      for (; i + N <= n; i += N) put(load<N>(x + i), params_per_element<Rule, V>(a.grid, run.parameter + i));
-      for (; i < n; ++i) put(load<1>(x + i), one_param<Rule, V1>(a.grid, run.parameter + i));
+      for (; i + N <= n; i += N) put(load<N>(x + i), params.per_element(run.parameter + i));
+      for (; i < n; ++i) put(load<1>(x + i), single.one(run.parameter + i));
     } else {
-      const auto p = one_param<Rule, V>(a.grid, run.parameter);
+      const auto p = params.one(run.parameter);
       for (; i + N <= n; i += N) put(load<N>(x + i), p);
       const auto p1 = first_lane<V1>(p);
       for (; i < n; ++i) put(load<1>(x + i), p1);
@@ -92,18 +94,20 @@ FQ_INLINE void run_from_codes(const Q* q, T* y, int64_t n, const Grid& g, int64_
   constexpr int N = kLanesOf<C>;
   using V = Vec<C, N>;
   using V1 = Vec<C, 1>;
+  const GridParams<TorchTensor, V> params(g);
   int64_t i = 0;
   if (per_element) {
+    const GridParams<TorchTensor, V1> single(g);
     for (; i + N <= n; i += N) {
-      const auto p = params_per_element<TorchTensor, V>(g, parameter + i);
+      const auto p = params.per_element(parameter + i);
       store<T, N>(y + i, level(q + i, p.zero) * p.scale);
     }
     for (; i < n; ++i) {
-      const auto p = one_param<TorchTensor, V1>(g, parameter + i);
+      const auto p = single.one(parameter + i);
       store<T, 1>(y + i, level(q + i, p.zero) * p.scale);
     }
   } else {
-    const auto p = one_param<TorchTensor, V>(g, parameter);
+    const auto p = params.one(parameter);
     for (; i + N <= n; i += N) store<T, N>(y + i, level(q + i, p.zero) * p.scale);
     const auto p1 = first_lane<V1>(p);
     for (; i < n; ++i) store<T, 1>(y + i, level(q + i, p1.zero) * p1.scale);
@@ -122,8 +126,12 @@ struct ValueTable {
 template <class Code, class T>
 void from_float_codes(const DequantizeArgs& a, int64_t begin, int64_t end) {
   using C = Compute<T>;
+  constexpr int N = kLanesOf<C>;
+  using V = Vec<C, N>;
+  using V1 = Vec<C, 1>;
+  const GridParams<FloatRule, V> params(a.grid);
+  const GridParams<FloatRule, V1> single(a.grid);
   const ValueTable table(a.grid.numerics);
-  T* y = static_cast<T*>(a.y);
   for_each_run(a.shape, begin, end, [&](const Run& run) {
     uint8_t unpacked[kBuffer];
     float levels[kBuffer];
@@ -135,19 +143,16 @@ void from_float_codes(const DequantizeArgs& a, int64_t begin, int64_t end) {
         codes = unpacked;
       }
       for (int64_t k = 0; k < n; ++k) levels[k] = table.values[codes[k]];
-      T* out = y + run.start + i;
-      const int64_t parameter = run.parameter + (run.per_element ? i : 0);
-      constexpr int N = kLanesOf<C>;
+      T* y = static_cast<T*>(a.y) + run.start + i;
       int64_t k = 0;
-      const auto one = one_param<FloatRule, Vec<C, N>>(a.grid, parameter);
-      for (; k + N <= n; k += N) {
-        const auto scale = run.per_element ? params_per_element<FloatRule, Vec<C, N>>(a.grid, parameter + k).scale
-                                           : one.scale;
-        store<T, N>(out + k, load_as<Vec<C, N>>(levels + k) * scale);
-      }
-      for (; k < n; ++k) {
-        const auto p = one_param<FloatRule, Vec<C, 1>>(a.grid, parameter + (run.per_element ? k : 0));
-        store<T, 1>(out + k, load_as<Vec<C, 1>>(levels + k) * p.scale);
+      if (run.per_element) {
+        const int64_t p = run.parameter + i;
+        for (; k + N <= n; k += N) store<T, N>(y + k, load_as<V>(levels + k) * params.per_element(p + k).scale);
+        for (; k < n; ++k) store<T, 1>(y + k, load_as<V1>(levels + k) * single.one(p + k).scale);
+      } else {
+        const V scale = params.one(run.parameter).scale;
+        for (; k + N <= n; k += N) store<T, N>(y + k, load_as<V>(levels + k) * scale);
+        for (; k < n; ++k) store<T, 1>(y + k, load_as<V1>(levels + k) * splat<V1>(scale[0]));
       }
     }
   });
