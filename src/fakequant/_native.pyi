@@ -25,6 +25,20 @@ class Numerics(enum.IntEnum):
 
     half_away = 5
 
+    e4m3fn = 6
+
+    e5m2 = 7
+
+    e4m3fnuz = 8
+
+    e5m2fnuz = 9
+
+    e2m3 = 10
+
+    e3m2 = 11
+
+    e2m1 = 12
+
 class MaskKind(enum.IntEnum):
     none = 0
 
@@ -53,6 +67,8 @@ class CodeType(enum.IntEnum):
 
     u2x4 = 9
 
+    u6x4 = 10
+
 class ZeroKind(enum.IntEnum):
     none = 0
 
@@ -74,6 +90,19 @@ class RangeUpdate(enum.IntEnum):
 
     dynamic = 2
 
+class ScaleRule(enum.IntEnum):
+    any = 0
+
+    floor = 1
+
+    ceil = 2
+
+    even = 3
+
+    rceil = 4
+
+    e4m3fn = 5
+
 def fake_quantize(x: object, y: object, mask: object | None, mask_kind: int, dtype: int, shape: tuple[int, int, int, int], numerics: int, scale: object, scale_is_f64: bool, zero_point: object | None, zero_kind: int, qmin: int, qmax: int) -> None: ...
 
 def fake_quantize_scalar(x: object, y: object, mask: object | None, mask_kind: int, dtype: int, size: int, numerics: int, scale: float, zero_point: int, qmin: int, qmax: int) -> None: ...
@@ -84,15 +113,15 @@ def learned_backward(dy: object, x: object, dx: object, dtype: int, dx_dtype: in
 
 def quantize(x: object, q: object, dtype: int, code: int, shape: tuple[int, int, int, int], numerics: int, scale: object, scale_is_f64: bool, zero_point: object | None, zero_kind: int, qmin: int, qmax: int) -> None: ...
 
-def dequantize(q: object, y: object, dtype: int, code: int, shape: tuple[int, int, int, int], scale: object, scale_is_f64: bool, zero_point: object | None, zero_kind: int, qmin: int, qmax: int) -> None: ...
+def dequantize(q: object, y: object, dtype: int, code: int, shape: tuple[int, int, int, int], numerics: int, scale: object, scale_is_f64: bool, zero_point: object | None, zero_kind: int, qmin: int, qmax: int) -> None: ...
 
 def min_max(x: object, dtype: int, shape: tuple[int, int, int, int], lo: object, hi: object, counts: object) -> None: ...
 
 def histogram(x: object, shape: tuple[int, int, int, int], inverse_width: object, half: int, counts: object) -> None: ...
 
-def observe_fake_quantize(x: object, y: object, mask: object | None, mask_kind: int, dtype: int, shape: tuple[int, int, int, int], numerics: int, qmin: int, qmax: int, rule: int, update: int, observe: bool, quantize: bool, symmetric: bool, averaging_constant: float, eps: float, running_min: object, running_max: object, scale: object, zero_point: object) -> tuple[int, int, int, int]: ...
+def observe_fake_quantize(x: object, y: object, mask: object | None, mask_kind: int, dtype: int, shape: tuple[int, int, int, int], numerics: int, qmin: int, qmax: int, rule: int, update: int, observe: bool, quantize: bool, symmetric: bool, scale_rule: int, averaging_constant: float, eps: float, running_min: object, running_max: object, scale: object, zero_point: object) -> tuple[int, int, int, int]: ...
 
-def choose_qparams(lo: object, hi: object, n: int, qmin: int, qmax: int, symmetric: bool, eps: float, scale: object, zero_point: object) -> None: ...
+def choose_qparams(lo: object, hi: object, n: int, numerics: int, qmin: int, qmax: int, symmetric: bool, scale_rule: int, eps: float, scale: object, zero_point: object) -> None: ...
 
 def first_invalid_scale(scale: object, is_f64: bool, n: int) -> int: ...
 

@@ -77,6 +77,8 @@ class Target:
         >>> TARGETS["onnxruntime-x86"].fit_weight(QuantSpec(narrow_range=True)).qmax
         63
         """
+        if self._is_left_alone(spec):
+            return spec
         if self.symmetric_int8 or self.at_most_int8:
             return dataclasses.replace(spec, bits=min(spec.bits, 8), signed=True, symmetric=True)
         if self.symmetric_weights:
@@ -89,6 +91,8 @@ class Target:
         >>> print(TARGETS["tensorrt"].fit_activation(QuantSpec(signed=False, symmetric=False)))
         int8, per tensor
         """
+        if self._is_left_alone(spec):
+            return spec
         if self.has_one_dynamic_scale and spec.granularity == "token" and spec.bits == 8:
             return dataclasses.replace(DYNAMIC_SPEC, numerics=spec.numerics)
         if self.at_most_int8:
@@ -98,6 +102,17 @@ class Target:
         if not self.symmetric_int8:
             return spec
         return dataclasses.replace(spec, bits=8, signed=True, symmetric=True, narrow_range=False)
+
+    def _is_left_alone(self, spec: QuantSpec) -> bool:
+        """Returns True for float formats and block scales. Raises ValueError if this target computes in integers."""
+        if spec.format == "int" and not spec.has_block_scales:
+            return False
+        if self.name != "generic":
+            raise ValueError(
+                f"The target {self.name!r} is for the integer kernels of its runtime, got the spec ({spec}).\n"
+                "Use target='generic' for float formats, MX and NVFP4."
+            )
+        return True
 
     def weight_shift(self, spec: QuantSpec) -> int:
         """Returns the largest k for which weight codes times 2^k are summed exactly on every CPU.

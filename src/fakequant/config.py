@@ -24,7 +24,8 @@ class LayerConfig:
     """
 
     # If set, quantize the weight. For a spec per channel, axis 0 means the output channels, even if the layer
-    # stores them on another axis, as transposed convolutions do.
+    # stores them on another axis, as transposed convolutions do. For block scales (MX, NVFP4), axis -1 means the input
+    # channels, in the weight and in the input of the layer: the axis that products sum over.
     weight: QuantSpec | None = None
     # If set, quantize the input. Ignored for layers whose input holds indices, such as embeddings.
     input: QuantSpec | None = None

@@ -71,7 +71,8 @@ class FloatFormat:
         magnitude = codes & (1 << (self.bits - 1)) - 1
         exponent, mantissa = magnitude >> self.mantissa_bits, magnitude & (1 << self.mantissa_bits) - 1
         steps = np.where(exponent == 0, mantissa, mantissa + (1 << self.mantissa_bits)).astype(np.float32)
-        values = np.ldexp(steps, np.maximum(exponent, 1) - self.bias - self.mantissa_bits).astype(np.float32)
+        powers = np.maximum(exponent, 1) - self.bias - self.mantissa_bits
+        values: np.ndarray = np.ldexp(steps, powers).astype(np.float32)
         values[codes >= 1 << (self.bits - 1)] *= -1
         finite = np.abs(values) <= self.largest
         if self.name == "e5m2":

@@ -5,10 +5,16 @@ int8_dynamic       8-bit weights per channel, 8-bit activations per token with r
 int4_weight_only   4-bit weights in groups, activations in float
 w4a8               4-bit weights per channel, 8-bit activations; 8-bit weights in the first and the last layer
 lsq                weights and activations of few bits with learned scales; 8 bits in the first and the last layer
+fp8                FP8 weights per channel, FP8 activations per tensor
+mxfp8, nvfp4       weights and inputs in blocks along the axis that products sum over, with scales of few bits
+mxfp4_weight_only  MXFP4 weights, activations in float
 """
+
+from typing import Literal
 
 from fakequant import presets
 from fakequant.config import LayerConfig, QuantConfig
+from fakequant.formats import ScaleRule
 from fakequant.observers import Dynamic
 from fakequant.spec import QuantSpec
 
@@ -78,3 +84,48 @@ def lsq(
     activations = QuantSpec(bits=activation_bits or bits, signed=False, symmetric=False)
     layer = LayerConfig(weight=QuantSpec(bits=bits, axis=0), input=activations, learned=True)
     return QuantConfig(default=layer, operands=activations, target=target, first_last_bits=first_last_bits)
+
+
+def fp8(*, format: Literal["e4m3fn", "e5m2"] = "e4m3fn") -> QuantConfig:
+    """FP8 weights per channel and FP8 activations per tensor.
+
+    `format` is that of activations and weights: "e4m3fn" has more precision, "e5m2" more range.
+
+    >>> print(fp8().default.weight)
+    e4m3fn, per channel on axis 0
+    """
+    activations = QuantSpec(format=format)
+    layer = LayerConfig(weight=QuantSpec(format=format, axis=0), input=activations)
+    return QuantConfig(default=layer, operands=activations)
+
+
+def mxfp8(*, scale_rule: ScaleRule = "floor") -> QuantConfig:
+    """MXFP8 weights and inputs: e4m3fn in blocks of 32 along the axis that products sum over.
+
+    Inputs follow the data: nothing has to be calibrated. Products of two activations, as in attention, stay in float.
+
+    >>> print(mxfp8().default.input)
+    e4m3fn, per group of 32 on axis -1, scales e8m0 (floor)
+    """
+    spec = presets.mxfp8(scale_rule=scale_rule)
+    return QuantConfig(default=LayerConfig(weight=spec, input=spec))
+
+
+def mxfp4_weight_only(*, scale_rule: ScaleRule = "floor") -> QuantConfig:
+    """MXFP4 weights, e2m1 in blocks of 32 along the axis that products sum over, and float activations.
+
+    >>> mxfp4_weight_only().default.weight.bits, mxfp4_weight_only().default.input
+    (4, None)
+    """
+    return QuantConfig(default=LayerConfig(weight=presets.mxfp4(scale_rule=scale_rule)))
+
+
+def nvfp4() -> QuantConfig:
+    """NVFP4 weights and inputs: e2m1 in blocks of 16 along the axis that products sum over.
+
+    Inputs follow the data: nothing has to be calibrated. Products of two activations, as in attention, stay in float.
+
+    >>> print(nvfp4().default.weight)
+    e2m1, per group of 16 on axis -1, scales e4m3fn
+    """
+    return QuantConfig(default=LayerConfig(weight=presets.nvfp4(), input=presets.nvfp4()))

@@ -35,7 +35,8 @@ UPDATES: dict[str, int] = {
     "min_max": _kernels.RANGE_MIN_MAX,
     "dynamic": _kernels.RANGE_DYNAMIC,
 }
-# Like the numerics of a spec, but torch has one rule per tensor and another per channel. A float format is a rule of its own.
+# Like the numerics of a spec, but torch has one rule per tensor and another per channel. A float format is a rule of
+# its own.
 NUMERICS = {
     "torch_tensor": _kernels.TORCH_TENSOR,
     "torch_channel": _kernels.TORCH_CHANNEL,

@@ -201,7 +201,7 @@ def _layer(path: str, module: nn.Module, layer: LayerConfig, config: QuantConfig
     make = _Maker(path, layer, module, target)
     quantizers: dict[str, Quantizer | None] = {
         "weight_quantizer": make.weight(kind),
-        "input_quantizer": make.activation("input", layer.input if kind.has_input else None),
+        "input_quantizer": make.input(kind),
         "output_quantizer": make.activation("output", layer.output),
     }
     if kind is MultiheadAttention:
@@ -239,12 +239,21 @@ class _Maker:
         weight = read_weight(self.module, kind)
         if spec.granularity == "channel" and spec.axis == 0:
             spec = dataclasses.replace(spec, axis=kind.channel_axis)
+        if spec.has_block_scales and spec.axis == -1:
+            spec = dataclasses.replace(spec, axis=1 - kind.channel_axis)
         spec = self.target.fit_weight(spec)
         where = self._where("weight")
         options: dict[str, Any] = {"shape": tuple(weight.shape), "path": where, "device": weight.device, "sync": False}
-        if self.config.learned:
+        if self.config.learned and not spec.has_block_scales:
             return LearnedFakeQuantize(spec, init=self.config.weight_observer, **options).initialize(weight)
         return FakeQuantize(spec, self.config.weight_observer or Dynamic(), gradient="auto", **options)
+
+    def input(self, kind: type[LayerKind]) -> Quantizer | None:
+        spec = self.config.input if kind.has_input else None
+        if spec is not None and spec.has_block_scales and spec.axis == -1:
+            # Channels are before the axes of a convolution, and are the last axis of every other input.
+            spec = dataclasses.replace(spec, axis=1 - read_weight(self.module, kind).dim())
+        return self.activation("input", spec)
 
     def activation(self, name: str, spec: QuantSpec | None) -> Quantizer | None:
         if spec is None:
@@ -278,9 +287,10 @@ def make_activation_quantizer(
         path: The name of the activation in messages.
         device: The device of the quantizer's parameters and buffers.
     """
-    if config.learned and spec.granularity != "token":
+    follows_data = spec.granularity == "token" or spec.has_block_scales
+    if config.learned and not follows_data:
         return LearnedFakeQuantize(spec, init=config.activation_observer, path=path, device=device)
-    observer = Dynamic() if spec.granularity == "token" else config.activation_observer or MovingAverage()
+    observer = Dynamic() if follows_data else config.activation_observer or MovingAverage()
     return FakeQuantize(spec, observer, path=path, device=device)
 
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.types import Device
 
-from fakequant._backends.kernel_enums import NUMERICS
+from fakequant._backends.blocks import group_length, has_short_block
+from fakequant._backends.kernel_enums import NUMERICS, SCALE_RULES, scale_rule_name
 from fakequant._backends.torch import compiled_nodes, gradients, tensor_functions
 from fakequant._backends.torch.operator_calls import ops
 from fakequant._backends.torch.plain_memory import is_eager
@@ -28,7 +29,7 @@ from fakequant.observers._dynamic import Dynamic
 from fakequant.observers._moving_average import MovingAverage
 from fakequant.observers._observer import Observer, State
 from fakequant.qparams import EPS, QParams, check_eps
-from fakequant.spec import WHOLE_AXIS, QuantSpec
+from fakequant.spec import QuantSpec
 
 
 class FakeQuantize(Quantizer):
@@ -55,7 +56,7 @@ class FakeQuantize(Quantizer):
             or group.
         gradient: "clipped" is 0 where the value was clipped and keeps 1 bit per element. "pass" keeps nothing.
             "auto" is "pass" while the range is that of the current tensor (`Dynamic`), which clips almost nothing,
-            and "clipped" otherwise.
+            and "clipped" otherwise. The default is "auto" for block scales (MX, NVFP4), "clipped" for all others.
         eps: The smallest scale.
         sync: Whether ranges are those of the batches of all ranks together, in the same step, if torch.distributed
             is initialized.
@@ -86,7 +87,7 @@ class FakeQuantize(Quantizer):
         observer: Observer | None = None,
         *,
         shape: tuple[int | None, ...] | None = None,
-        gradient: Gradient | Literal["auto"] = "clipped",
+        gradient: Gradient | Literal["auto"] | None = None,
         eps: float = EPS,
         sync: bool = True,
         process_group: "dist.ProcessGroup | None" = None,
@@ -99,11 +100,14 @@ class FakeQuantize(Quantizer):
             observer = MovingAverage() if is_activation else Dynamic()
         if not isinstance(observer, Observer):
             raise TypeError(f"`observer` must be an Observer, such as MovingAverage(), got {observer!r}.")
-        if spec.granularity == "token" and not isinstance(observer, Dynamic):
+        if (spec.granularity == "token" or spec.has_block_scales) and not isinstance(observer, Dynamic):
+            what = "Ranges per token" if spec.granularity == "token" else f"Scales of the format {spec.scale_format!r}"
             raise ValueError(
-                f"Ranges per token are computed for each tensor, but {observer} keeps a range for several.\n"
+                f"{what} are computed for each tensor, but {observer} keeps a range for several.\n"
                 "Use observer=Dynamic()."
             )
+        if gradient is None:
+            gradient = "auto" if spec.has_block_scales else "clipped"
         if gradient != "auto":
             check_gradient(gradient)
         check_eps(eps)
@@ -138,9 +142,11 @@ class FakeQuantize(Quantizer):
         # None if the kernel cannot update the range as this observer does.
         self._in_kernel = how = observer._in_kernel
         if how is not None:
-            self._options = (low, high, numerics, spec.symmetric, how.update, how.constant, self.eps)
+            rule = scale_rule_name(spec)
+            self._options = (low, high, numerics, spec.symmetric, rule, how.update, how.constant, self.eps)
             self._kernel_options = (
-                low, high, NUMERICS[numerics], spec.symmetric, UPDATES[how.update], how.constant, self.eps,
+                low, high, NUMERICS[numerics], spec.symmetric, SCALE_RULES[rule], UPDATES[how.update], how.constant,
+                self.eps,
             )  # fmt: skip
 
     @contextmanager
@@ -304,7 +310,7 @@ class FakeQuantize(Quantizer):
             )
         self._check_blocks(x)
         seen = tensor_functions.min_max(x, self.spec)
-        how = Observation(*self._in_kernel, self.eps, self.spec.symmetric)
+        how = Observation(*self._in_kernel, self.eps, self.spec.symmetric, scale_rule_name(self.spec))
         lo, hi = updated_range(*self._range_before(seen.min), seen.min, seen.max, how)
         scale, zero_point = tensor_functions.choose_qparams(lo, hi, self.spec, eps=self.eps)
         self.saw_only_finite = False
@@ -323,6 +329,8 @@ class FakeQuantize(Quantizer):
         """Quantizes `x` after updating the running range, scale and zero point with it, in place."""
         if self.spec.group_size is not None:
             self._check_blocks(x)
+        if has_short_block(tuple(x.shape), self.spec):
+            return self._fused_short_blocks(x, running_min, running_max, scale, zero_point)
         y = self._observe_compiled(x, running_min, running_max, scale, zero_point, quantize=True)
         if y is not None:
             return y
@@ -330,6 +338,19 @@ class FakeQuantize(Quantizer):
         self._count_nonfinite(result.nonfinite)
         scale.copy_(result.scale.reshape(scale.shape))
         zero_point.copy_(result.zero_point.reshape(zero_point.shape))
+        return result.y
+
+    def _fused_short_blocks(
+        self, x: Tensor, running_min: Tensor, running_max: Tensor, scale: Tensor, zero_point: Tensor
+    ) -> Tensor:
+        """Does the same as `_fused` for data whose last blocks are shorter than the others."""
+        result = tensor_functions.observe_fake_quantize(
+            x, self.spec, running_min, running_max, update="dynamic", averaging_constant=0.0, eps=self.eps,
+            gradient=self._following,
+        )  # fmt: skip
+        self._count_nonfinite(torch.as_tensor(result.nonfinite))
+        scale.copy_(result.scale)
+        zero_point.copy_(result.zero_point)
         return result.y
 
     def _observe_compiled(self, x: Tensor, *state: Tensor, quantize: bool) -> Tensor | None:
@@ -346,7 +367,7 @@ class FakeQuantize(Quantizer):
         clipped = self._following == "clipped"
         found: tuple[Tensor | None, int] | None = compiled_nodes.compiled.observe(
             x, *state, *self._kernel_options, axis + x.dim() if axis is not None and axis < 0 else axis,
-            x.shape[axis] if group == WHOLE_AXIS and axis is not None else group, quantize, clipped,
+            group if axis is None or group is None else group_length(x.shape[axis], self.spec), quantize, clipped,
         )  # fmt: skip
         if found is None:
             return None

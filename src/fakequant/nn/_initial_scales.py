@@ -49,7 +49,7 @@ class Start(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class LSQRule(Start):
-    """LSQ's rule: `2 * mean(|x|) / sqrt(qmax)` over everything seen, with zero point 0."""
+    """LSQ's rule: `2 * mean(|x|) / sqrt(largest)` over everything seen, with zero point 0."""
 
     def init(self, blocks: tuple[int, ...], device: Device = None) -> State:
         return {
@@ -70,7 +70,7 @@ class LSQRule(Start):
 
     def qparams(self, state: State) -> QParams[Tensor]:
         mean = state["total"] / state["number"].clamp(min=1)
-        scale = (2 * mean / sqrt(self.spec.qmax)).clamp(self.eps, largest_scale(self.spec)).float()
+        scale = (2 * mean / sqrt(self.spec.largest)).clamp(self.eps, largest_scale(self.spec)).float()
         zero_point = torch.zeros_like(scale).clamp(self.spec.qmin, self.spec.qmax)
         return QParams(torch.where(state["number"] > 0, scale, torch.nan), zero_point)
 

@@ -47,12 +47,12 @@ class LearnedFakeQuantize(Quantizer):
         spec: The grid.
         shape: The shape of the tensors, with None for lengths that vary. Required if there is a scale per channel
             or group.
-        init: How the first scale is found. "lsq" is LSQ's rule, `2 * mean(|x|) / sqrt(qmax)`, with zero point 0. An
+        init: How the first scale is found. "lsq" is LSQ's rule, `2 * mean(|x|) / sqrt(largest)`, with zero point 0. An
             observer gives its range. None is the least squared error. On a symmetric grid this is, per scale, LSQ's
             rule or a search for the best range, whichever has the smaller error. On an affine grid it is the search
             (`Histogram`, or `MSE` if there are many scales), or LSQ's rule if the zero point is fixed.
         learn_zero_point: Whether to learn the zero point of an affine grid. The default is True for affine grids.
-        grad_factor: The factor of dscale and dzero_point. The default is LSQ's, `1 / sqrt(x.numel() * qmax)`.
+        grad_factor: The factor of dscale and dzero_point. The default is LSQ's, `1 / sqrt(x.numel() * largest)`.
         eps: The smallest scale.
         sync: Whether the batches of all ranks count as one in the initialization.
         process_group: The ranks that do; None for all.
@@ -101,6 +101,11 @@ class LearnedFakeQuantize(Quantizer):
         check_eps(eps)
         if grad_factor is not None and not (isinstance(grad_factor, (int, float)) and 0 <= grad_factor < inf):
             raise ValueError(f"`grad_factor` must be a finite number >= 0, or None for LSQ's, got {grad_factor!r}.")
+        if spec.has_block_scales:
+            raise ValueError(
+                f"Scales of the format {spec.scale_format!r} follow every tensor; they cannot be learned.\n"
+                "Use FakeQuantize, or scale_format='float32' for a scale that is learned."
+            )
         blocks = scale_shape(spec, shape)
         if blocks is None:
             raise ValueError(

@@ -12,7 +12,7 @@ def scale_shape(spec: QuantSpec, shape: tuple[int | None, ...] | None) -> tuple[
     >>> scale_shape(QuantSpec(axis=1), (None, 64, None, None))
     (64,)
     """
-    if spec.granularity == "token":
+    if spec.granularity == "token" or (spec.has_block_scales and (shape is None or None in shape)):
         return None
     if spec.axis is None:
         return ()

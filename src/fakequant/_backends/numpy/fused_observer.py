@@ -140,8 +140,8 @@ def _fused(
         p.elements, y, mask, _kernels.MASK_BYTES, KERNEL_DTYPES[x.dtype],
         channel_shape(p.elements.shape, p.axis(ch_axis)) if per_row else (1, 1, 1, x.size),
         _kernels.TORCH_CHANNEL if per_row else _kernels.TORCH_TENSOR, quant_min, quant_max,
-        _kernels.RANGE_TORCH_FUSED, _kernels.RANGE_MOVING_AVERAGE, observe, quantize, symmetric, averaging_const, 0.0,
-        *state, *unused,
+        _kernels.RANGE_TORCH_FUSED, _kernels.RANGE_MOVING_AVERAGE, observe, quantize, symmetric,
+        _kernels.SCALE_RULES["any"], averaging_const, 0.0, *state, *unused,
     )  # fmt: skip
     for running, new in zip(state, unseen, strict=False):
         sign_zeros(running, new, x, per_row)

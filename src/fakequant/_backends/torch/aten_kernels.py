@@ -254,7 +254,7 @@ class Fused(NamedTuple):
             placed.data_ptr(), y.data_ptr(), mask_address, mask_kind, KERNEL_DTYPES[x.dtype], shape,
             _kernels.TORCH_CHANNEL if self.per_row else _kernels.TORCH_TENSOR, self.qmin, self.qmax,
             _kernels.RANGE_TORCH_FUSED, _kernels.RANGE_MOVING_AVERAGE, self.observe, self.quantize, self.symmetric,
-            self.averaging_const, 0.0,
+            _kernels.SCALE_RULES["any"], self.averaging_const, 0.0,
             *(t.data_ptr() for t in (*self.state[: 4 - len(unused)], *unused)),
         )  # fmt: skip
         for running, new in zip(self.state, unseen, strict=False):

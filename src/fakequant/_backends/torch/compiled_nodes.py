@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fakequant import _kernels, _native
 from fakequant._backends.argument_types import Numbers, Unchecked
-from fakequant._backends.kernel_enums import NUMERICS, NUMERICS_NAMES
+from fakequant._backends.blocks import group_length
+from fakequant._backends.kernel_enums import NUMERICS, numerics_name
 from fakequant._torch_releases import NEWEST, OLDEST, describe, is_tested
 from fakequant.spec import QuantSpec
 
@@ -100,7 +101,7 @@ compiled: CompiledNodes | None = _load()
 def _codes_of(spec: QuantSpec) -> tuple[int, int, int, int, int]:
     """Returns qmin, qmax, the kernels' number of the numerics, and the lowest and highest zero point of a spec."""
     qmin, qmax = spec.qmin, spec.qmax
-    numerics = NUMERICS[NUMERICS_NAMES[spec.numerics, spec.axis is None]]
+    numerics = NUMERICS[numerics_name(spec)]
     return qmin, qmax, numerics, *((0, 0) if spec.symmetric else (qmin, qmax))
 
 
@@ -117,11 +118,13 @@ def fake_quantize(x: Unchecked, scale: Numbers, zero_point: Numbers, spec: Quant
     if compiled is None or torch.compiler.is_compiling() or not isinstance(x, Tensor):
         return None
     qmin, qmax, numerics, lowest_zero, highest_zero = _codes_of(spec)
-    axis = spec.axis
+    axis, group = spec.axis, spec.group_size
     if axis is not None and axis < 0:
         axis += x.dim()
+    if spec.has_block_scales and axis is not None and 0 <= axis < x.dim():
+        group = group_length(x.shape[axis], spec)
     return compiled.fake_quantize(
-        x, scale, zero_point, qmin, qmax, numerics, axis, spec.group_size, lowest_zero, highest_zero, False, clipped
+        x, scale, zero_point, qmin, qmax, numerics, axis, group, lowest_zero, highest_zero, False, clipped
     )
 
 

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from fakequant import _kernels
-from fakequant._backends.kernel_enums import is_own
+from fakequant._backends.kernel_enums import is_own, largest_level
+from fakequant._backends.torch.float_formula import (
+    block_scales,
+    codes_of_values,
+    round_to_format,
+    values_of_codes,
+)
 from fakequant._backends.torch.fused_multiply_add import fma
 from fakequant._backends.torch.tensor_kernels import (
     Grid,
@@ -24,6 +30,7 @@ from fakequant._backends.torch.tensor_kernels import (
     updated_range,
 )
 from fakequant._backends.torch.tensor_zero_points import wide_dtype
+from fakequant.formats import FLOAT_FORMATS
 
 # In ranges up to this bound, every sum of a code and a zero point is exact in float32.
 _EXACT_IN_F32 = 2**22
@@ -64,6 +71,12 @@ def _scale_and_zero(x: Tensor, grid: Grid, split: _Split) -> tuple[Tensor, Tenso
     return scale, split.parameter(z) if isinstance(z, Tensor) else (z or 0)
 
 
+def _bounds(grid: Grid) -> tuple[float, float]:
+    """Returns the ends of the range: codes, or values of a float format."""
+    float_format = FLOAT_FORMATS.get(grid.numerics)
+    return (grid.qmin, grid.qmax) if float_format is None else (-float_format.largest, float_format.largest)
+
+
 def _is_exact_in_f32(grid: Grid) -> bool:
     return max(-grid.qmin, grid.qmax) <= _EXACT_IN_F32
 
@@ -74,10 +87,15 @@ def onnx_steps(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _code(x: Tensor, scale: Tensor, z: Tensor | int, grid: Grid) -> Tensor:
-    """Returns the code before clamping, in a float dtype that represents it exactly. NaN stays NaN."""
+    """Returns the code before clamping, in a float dtype that represents it exactly. NaN stays NaN.
+
+    With a float format, returns the value in units of the scale instead.
+    """
     compute = _compute_dtype(x)
     wide = compute if _is_exact_in_f32(grid) else wide_dtype(x)
     x = x.to(compute)
+    if grid.numerics in FLOAT_FORMATS:
+        return round_to_format(x / scale, FLOAT_FORMATS[grid.numerics])
     if grid.numerics == "onnx":
         return onnx_steps(x, scale).to(wide) + z
     if is_own(grid.numerics):
@@ -110,7 +128,10 @@ def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor
     split = _Split(x, grid.scale)
     scale, z = _scale_and_zero(x, grid, split)
     code = _code(split.data(x), scale, z, grid)
-    if is_own(grid.numerics):
+    low, high = _bounds(grid)
+    if grid.numerics in FLOAT_FORMATS:
+        y = code.clamp(low, high) * scale
+    elif is_own(grid.numerics):
         compute = _compute_dtype(x)
         steps = with_positive_zeros(code.clamp(grid.qmin, grid.qmax) - z)
         y = steps.to(compute) * scale
@@ -124,7 +145,7 @@ def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor
     y = _like(split.join(y.to(x.dtype)), x)
     if mask_kind == _kernels.MASK_NONE:
         return y, None
-    mask = split.join((code >= grid.qmin) & (code <= grid.qmax))
+    mask = split.join((code >= low) & (code <= high))
     if mask_kind == _kernels.MASK_BYTES:
         return y, _like(mask, x)
     return y, pack_bits(mask, order_of(x))
@@ -193,11 +214,12 @@ def _learned_factors(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor | No
     scale, z = _scale_and_zero(x, grid, split)
     compute = _compute_dtype(x)
     wide_x = split.data(x).to(compute)
+    low, high = _bounds(grid)
     factor = None
     if is_own(grid.numerics):
         code = _code(wide_x, scale, z, grid)
         finite = wide_x.isfinite()
-        below, above = finite & (code < grid.qmin), finite & (code > grid.qmax)
+        below, above = finite & (code < low), finite & (code > high)
         inside = finite & ~(below | above)
         ds_inside = (code - z).to(compute) - wide_x / scale
     else:
@@ -205,11 +227,11 @@ def _learned_factors(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor | No
         z = z.to(compute) if isinstance(z, Tensor) else torch.full_like(s, float(z))
         code = torch.round(fma(wide_x, inverse, z))
         code = torch.where(code.abs() < 2.0**63, code, -torch.inf)
-        below, above = code < grid.qmin, code > grid.qmax
+        below, above = code < low, code > high
         inside = ~(below | above)
         ds_inside = fma(code - z, s, -wide_x)
         factor = split.join(torch.where(inside, inverse, 1))
-    bound = torch.where(below, grid.qmin, grid.qmax)
+    bound = torch.where(below, low, high)
     zero = torch.zeros((), dtype=compute, device=x.device)
     ds = torch.where(inside, ds_inside, torch.where(below | above, (bound - z).to(compute), zero))
     dz = torch.where(below | above, -scale.to(compute), zero)
@@ -253,6 +275,8 @@ def _codes(x: Tensor, grid: Grid) -> Tensor:
     split = _Split(x, grid.scale)
     scale, z = _scale_and_zero(x, grid, split)
     code = _code(split.data(x), scale, z, grid)
+    if grid.numerics in FLOAT_FORMATS:
+        return split.join(codes_of_values(code.clamp(*_bounds(grid)), FLOAT_FORMATS[grid.numerics]))
     nan_code = grid.qmin if grid.numerics != "half_away" else min(max(0, grid.qmin), grid.qmax)
     narrow = _is_exact_in_f32(grid)
     if not narrow:  # float32 may round the end of a wide range to a number outside it
@@ -267,11 +291,26 @@ def quantize(x: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_packed(x: Tensor, grid: Grid, bits: int) -> Tensor:
-    """Returns the codes of `x` in C order, two or four to a byte."""
-    per_byte = 8 // bits
+    """Returns the codes of `x` in C order, two or four to a byte, or four codes of 6 bits to three bytes."""
     codes = (_codes(x, grid) & ((1 << bits) - 1)).reshape(-1)
+    if bits == 6:
+        return _pack_6_bits(codes)
+    per_byte = 8 // bits
     codes = torch.nn.functional.pad(codes, (0, -codes.numel() % per_byte)).view(-1, per_byte)
     return (codes << (bits * torch.arange(per_byte, device=x.device))).sum(1).to(torch.uint8)
+
+
+def _pack_6_bits(codes: Tensor) -> Tensor:
+    size = (codes.numel() * 6 + 7) // 8
+    four = torch.nn.functional.pad(codes, (0, -codes.numel() % 4)).view(-1, 4).to(torch.int64)
+    words = (four << (6 * torch.arange(4, device=codes.device))).sum(1)
+    return (words[:, None] >> (8 * torch.arange(3, device=codes.device)) & 0xFF).to(torch.uint8).reshape(-1)[:size]
+
+
+def _unpack_6_bits(q: Tensor) -> Tensor:
+    three = torch.nn.functional.pad(q, (0, -q.numel() % 3)).view(-1, 3).to(torch.int64)
+    words = (three << (8 * torch.arange(3, device=q.device))).sum(1)
+    return words[:, None] >> (6 * torch.arange(4, device=q.device)) & 0x3F
 
 
 def dequantize(q: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
@@ -280,6 +319,9 @@ def dequantize(q: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
     split = _Split(q, grid.scale)
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     scale = split.parameter(grid.scale.to(scale_dtype(dtype, grid.numerics)))
+    if grid.numerics in FLOAT_FORMATS:
+        levels = values_of_codes(split.data(q), FLOAT_FORMATS[grid.numerics]).to(compute)
+        return _like(split.join((levels * scale.to(compute)).to(dtype)), q)
     z = grid.zero_point
     integer = torch.int32 if _is_exact_in_f32(grid) else torch.int64
     zero = split.parameter(z).to(integer) if isinstance(z, Tensor) else (z or 0)
@@ -294,10 +336,13 @@ def dequantize_packed(q: Tensor, grid: Grid, shape: tuple[int, ...], bits: int, 
         q: The packed codes, uint8.
         grid: Scales, zero points and range.
         shape: The shape of the result.
-        bits: The bits of a code, 2 or 4.
+        bits: The bits of a code, 2, 4 or 6.
         dtype: The dtype of the result.
     """
-    codes = (q.to(torch.int64)[:, None] >> (bits * torch.arange(8 // bits, device=q.device))) & ((1 << bits) - 1)
+    if bits == 6:
+        codes = _unpack_6_bits(q)
+    else:
+        codes = (q.to(torch.int64)[:, None] >> (bits * torch.arange(8 // bits, device=q.device))) & ((1 << bits) - 1)
     codes = codes.reshape(-1)[: prod(shape)].reshape(shape)
     if grid.qmin < 0:
         codes = torch.where(codes >= 1 << (bits - 1), codes - (1 << bits), codes)
@@ -320,7 +365,9 @@ def min_max(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]
     return lo, hi, torch.stack(counts)
 
 
-def choose_qparams(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool, eps: float) -> tuple[Tensor, Tensor]:
+def choose_qparams(
+    lo: Tensor, hi: Tensor, qmin: int, qmax: int, numerics: str, symmetric: bool, scale_rule: str, eps: float
+) -> tuple[Tensor, Tensor]:
     """Returns scale and zero point of every range. See `fakequant.choose_qparams` for the formulas.
 
     Args:
@@ -328,11 +375,17 @@ def choose_qparams(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool
         hi: The upper ends of the ranges.
         qmin: The lowest code.
         qmax: The highest code.
+        numerics: A key of `NUMERICS`.
         symmetric: Whether the zero point is always 0.
+        scale_rule: A key of `SCALE_RULES`.
         eps: The smallest scale.
     """
     lo, hi = lo.float().clamp(max=0.0), hi.float().clamp(min=0.0)
-    levels = (qmax - qmin) / (2 if symmetric else 1)
+    if scale_rule != "any":
+        scale = block_scales(torch.maximum(0 - lo, hi), qmax, numerics, scale_rule)
+        return scale, torch.zeros_like(scale, dtype=torch.int32)
+    is_float = numerics in FLOAT_FORMATS
+    levels = largest_level(qmax, numerics) if is_float else (qmax - qmin) / (2 if symmetric else 1)
     if symmetric:
         scale = (torch.maximum(-lo, hi) / levels).clamp(min=eps)
         return scale, torch.zeros_like(scale, dtype=torch.int32)
@@ -365,6 +418,8 @@ def observe_fake_quantize(
         strict=True,
     ):
         running.copy_(new)
-    scale, zero_point = choose_qparams(running_min, running_max, grid.qmin, grid.qmax, how.symmetric, how.eps)
+    scale, zero_point = choose_qparams(
+        running_min, running_max, grid.qmin, grid.qmax, grid.numerics, how.symmetric, how.scale_rule, how.eps
+    )
     y, mask = fake_quantize(x, grid._replace(scale=scale, zero_point=zero_point), mask_kind)
     return Observed(y, mask, scale, zero_point, counts.sum())

@@ -418,7 +418,7 @@ class LearnedGradient(SingleLevelFunction):
         """Outside the range dscale = dy * (bound - z) depends on z, and dzero_point = -dy * scale on the scale."""
         dy, x, scale, zero_point = _kept(ctx)
         qmin, qmax, numerics, grad_factor = ctx.rest
-        factor = learned_factor(grad_factor, x, qmax)
+        factor = learned_factor(grad_factor, x, qmax, numerics)
         terms = formula.learned_terms(x, backward_grid(scale, zero_point, qmin, qmax, numerics))
         g_dy = _combine((g_dx, g_dscale * factor, g_dzero * factor), terms, x).to(dy.dtype)
         outside = torch.where(terms[2] != 0, -dy.to(terms[2].dtype) * factor, 0)

@@ -90,7 +90,8 @@ def offer(table: Mapping[Any, Operator]) -> None:
 
 
 _DEFINING_FILES = (
-    "kernel_enums.py", "torch/inductor.py", "torch/operators.py", "torch/formula.py", "torch/fused_multiply_add.py",
+    "kernel_enums.py", "torch/inductor.py", "torch/operators.py", "torch/formula.py", "torch/float_formula.py",
+    "torch/fused_multiply_add.py",
     "torch/gradients.py", "torch/routes.py", "torch/tensor_kernels.py", "torch/tensor_zero_points.py",
 )  # fmt: skip
 

@@ -50,8 +50,8 @@ class Operators(Protocol):
 ops = cast("Operators", torch.ops.fakequant)
 
 # The arguments after the running range in the schema of `observe_fake_quantize`: qmin, qmax, numerics, symmetric,
-# update, averaging_constant, eps, clipped.
-ObserverOptions: TypeAlias = tuple[int, int, str, bool, Update, float, float, bool]
+# scale_rule, update, averaging_constant, eps, clipped.
+ObserverOptions: TypeAlias = tuple[int, int, str, bool, str, Update, float, float, bool]
 
 
 def below_autograd(operator: Callable[..., Result], *args: Any) -> Result:

@@ -42,10 +42,10 @@ SCHEMAS = (
     f"dequantize(Tensor q, {_GRID}, ScalarType dtype) -> Tensor",
     f"dequantize_packed(Tensor q, {_GRID}, SymInt[] shape, int bits, ScalarType dtype) -> Tensor",
     "min_max(Tensor x, SymInt[] blocks) -> (Tensor lo, Tensor hi, Tensor counts)",
-    "choose_qparams(Tensor lo, Tensor hi, int qmin, int qmax, bool symmetric, float eps)"
+    "choose_qparams(Tensor lo, Tensor hi, int qmin, int qmax, str numerics, bool symmetric, str scale_rule, float eps)"
     " -> (Tensor scale, Tensor zero_point)",
     "observe_fake_quantize(Tensor x, Tensor(a!) running_min, Tensor(b!) running_max, int qmin, int qmax, str numerics,"
-    " bool symmetric, str update, float averaging_constant, float eps, bool clipped)"
+    " bool symmetric, str scale_rule, str update, float averaging_constant, float eps, bool clipped)"
     " -> (Tensor y, Tensor mask, Tensor scale, Tensor zero_point, Tensor nonfinite)",
 )
 
@@ -71,7 +71,7 @@ class _Kernels(Protocol):
     ) -> Tensor: ...
     def min_max(self, x: Tensor, blocks: tuple[int, ...]) -> ThreeTensors: ...
     def choose_qparams(
-        self, lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool, eps: float
+        self, lo: Tensor, hi: Tensor, qmin: int, qmax: int, numerics: str, symmetric: bool, scale_rule: str, eps: float
     ) -> tuple[Tensor, Tensor]: ...
     def observe_fake_quantize(
         self, x: Tensor, running_min: Tensor, running_max: Tensor, how: Observation, grid: Grid, mask_kind: int
@@ -99,7 +99,7 @@ def _implementations(run: _Kernels) -> dict[str, Operator]:
 
     def learned_backward(dy: Tensor, x: Tensor, *grid_and_factor: Any) -> ThreeTensors:
         *grid, grad_factor = grid_and_factor
-        factor = routes.learned_factor(grad_factor, x, grid[3])
+        factor = routes.learned_factor(grad_factor, x, *grid[3:])
         return run.learned_backward(dy, x, routes.backward_grid(*grid), factor)
 
     def quantize(x: Tensor, *grid_and_dtype: Any) -> Tensor:
@@ -121,17 +121,15 @@ def _implementations(run: _Kernels) -> dict[str, Operator]:
     def min_max(x: Tensor, blocks: list[int]) -> ThreeTensors:
         return run.min_max(x, tuple(blocks))
 
-    def choose_qparams(
-        lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return run.choose_qparams(lo, hi, qmin, qmax, symmetric, eps)
+    def choose_qparams(lo: Tensor, hi: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return run.choose_qparams(lo, hi, *rest)
 
     def observe_fake_quantize(
         x: Tensor, running_min: Tensor, running_max: Tensor, qmin: int, qmax: int, numerics: str, symmetric: bool,
-        *update_and_rest: Any,
+        *rule_and_rest: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        update, constant, eps, clipped = update_and_rest
-        how = Observation(update, constant, eps, symmetric)
+        scale_rule, update, constant, eps, clipped = rule_and_rest
+        how = Observation(update, constant, eps, symmetric, scale_rule)
         grid = Grid(running_min, None, qmin, qmax, numerics)
         kind = _kernels.MASK_PACKED if clipped else _kernels.MASK_NONE
         y, mask, *others = run.observe_fake_quantize(x, running_min, running_max, how, grid, kind)
@@ -193,7 +191,7 @@ def _fake_min_max(x: Tensor, blocks: list[int]) -> ThreeTensors:
 
 def _fake_observe(
     x: Tensor, running_min: Tensor, running_max: Tensor, qmin: int, qmax: int, numerics: str, symmetric: bool,
-    update: str, constant: float, eps: float, clipped: bool,
+    scale_rule: str, update: str, constant: float, eps: float, clipped: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     mask = _bytes_for(x, 1) if clipped else x.new_empty(0, dtype=torch.uint8)
     scale = x.new_empty(running_min.shape, dtype=torch.float32)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fakequant import _kernels
+from fakequant._backends.kernel_enums import largest_level
 from fakequant._backends.torch import operator_calls, tensor_kernels
 from fakequant._backends.torch.operator_calls import ObserverOptions
 from fakequant._backends.torch.tensor_kernels import Grid, Observation, Observed
@@ -26,9 +27,11 @@ class Route:
     observe_fake_quantize: Callable[..., Observed]
 
 
-def learned_factor(grad_factor: float | None, x: Tensor, qmax: int) -> float:
+def learned_factor(grad_factor: float | None, x: Tensor, qmax: int, numerics: str) -> float:
     """Returns the factor of the gradients of scale and zero point. None means LSQ's `1 / sqrt(numel * qmax)`."""
-    return 1 / sqrt(max(x.numel(), 1) * qmax) if grad_factor is None else grad_factor
+    if grad_factor is not None:
+        return grad_factor
+    return 1 / sqrt(max(x.numel(), 1) * largest_level(qmax, numerics))
 
 
 def forward_grid(scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, numerics: str) -> Grid:
@@ -59,14 +62,14 @@ def _fake_quantize_learned(x: Tensor, *grid_and_factor: Any) -> Tensor:
 
 def _learned_backward(dy: Tensor, x: Tensor, *grid_and_factor: Any) -> tuple[Tensor, Tensor, Tensor]:
     *grid, grad_factor = grid_and_factor
-    return tensor_kernels.learned_backward(dy, x, backward_grid(*grid), learned_factor(grad_factor, x, grid[3]))
+    return tensor_kernels.learned_backward(dy, x, backward_grid(*grid), learned_factor(grad_factor, x, *grid[3:]))
 
 
 def _observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, rest: ObserverOptions) -> Observed:
-    qmin, qmax, numerics, symmetric, update, averaging_constant, eps, clipped = rest
+    qmin, qmax, numerics, symmetric, scale_rule, update, averaging_constant, eps, clipped = rest
     grid = Grid(running_min, None, qmin, qmax, numerics)
     kind = _kernels.MASK_PACKED if clipped else _kernels.MASK_NONE
-    how = Observation(update, averaging_constant, eps, symmetric)
+    how = Observation(update, averaging_constant, eps, symmetric, scale_rule)
     count_changes(running_min, running_max)
     return tensor_kernels.observe_fake_quantize(x, running_min, running_max, how, grid, kind)
 

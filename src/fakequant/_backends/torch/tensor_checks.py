@@ -9,7 +9,7 @@ from torch import Tensor
 from fakequant import _kernels, _native
 from fakequant._backends import checks
 from fakequant._backends.argument_types import Numbers
-from fakequant._backends.blocks import blocks_of
+from fakequant._backends.blocks import blocks_of, group_length, has_short_block
 from fakequant._backends.kernel_enums import numerics_name as kernel_numerics
 from fakequant._backends.torch.plain_memory import is_direct, is_memory
 from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid, check_values, dtype_name, scale_dtype
@@ -99,6 +99,9 @@ def _scales(value: Numbers, x: Tensor, spec: QuantSpec, dtype: torch.dtype) -> T
 def _in_block_shape(name: str, tensor: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
     shape = tuple(x.shape)
     checks.check_parameter_shape(name, tuple(tensor.shape), shape, spec, "tensor")
+    if spec.axis is not None and has_short_block(shape, spec):
+        length = shape[spec.axis]
+        return tensor.repeat_interleave(group_length(length, spec), spec.axis).narrow(spec.axis, 0, length)
     return tensor if spec.axis is None else tensor.reshape(block_shape(shape, spec))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fakequant import _kernels
 from fakequant._backends import checks
 from fakequant._backends.argument_types import Numbers, Unchecked
-from fakequant._backends.blocks import blocks_of
+from fakequant._backends.blocks import blocks_of, has_short_block, whole_and_rest
 from fakequant._backends.kernel_enums import (
     NUMERICS,
     Gradient,
@@ -23,6 +23,7 @@ from fakequant._backends.kernel_enums import (
     Update,
     has_wide_scale,
     numerics_name,
+    scale_rule_name,
 )
 from fakequant._backends.results import LearnedGradients, ObservedFakeQuantize, QParams, Range
 from fakequant._backends.torch import compiled_nodes, formula, gradients, routes, tensor_kernels
@@ -30,10 +31,13 @@ from fakequant._backends.torch.gradients import ThreeTensors
 from fakequant._backends.torch.operator_calls import ops
 from fakequant._backends.torch.plain_memory import is_direct
 from fakequant._backends.torch.tensor_checks import block_shape, check_data, check_device, make_grid
-from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid, Observed, dtype_name
+from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid, Observation, Observed, dtype_name
 from fakequant._backends.torch.tensor_zero_points import round_forward
 from fakequant._backends.torch.torch_annotations import broadcast_tensors, is_tracing
 from fakequant.spec import QuantSpec
+
+# Scales of few bits have no smallest value.
+_NO_EPS = 1.0
 
 
 def _compiled_fake_quantize_learned(
@@ -52,7 +56,7 @@ def _compiled_fake_quantize_learned(
     return compiled_nodes.compiled.fake_quantize_learned(
         x, scale, zero_point, spec.qmin, spec.qmax, name, NUMERICS[name],
         axis + x.dim() if axis is not None and axis < 0 else axis, False,
-        float(routes.learned_factor(grad_factor, x, spec.qmax)),
+        float(routes.learned_factor(grad_factor, x, spec.qmax, name)),
     )  # fmt: skip
 
 
@@ -268,12 +272,23 @@ def min_max(x: Tensor, spec: QuantSpec | None = None) -> Range[Tensor]:
     spec = QuantSpec() if spec is None else spec
     checks.check_spec(spec, "x, spec")
     x = x.detach()
+    if has_short_block(tuple(x.shape), spec):
+        return _joined_ranges(x, spec)
     blocks = block_shape(tuple(x.shape), spec)
     if is_tracing():
         blocks = tuple(int(n) for n in blocks)  # torch.jit.trace has tensors for sizes
     lo, hi, counts = tensor_kernels.min_max(x, blocks) if is_direct(x) else ops.min_max(x, blocks)
     shape = blocks_of(tuple(x.shape), spec).parameters
     return Range(*(v.reshape(shape) for v in (lo, hi, *counts)))
+
+
+def _joined_ranges(x: Tensor, spec: QuantSpec) -> Range[Tensor]:
+    """Returns the ranges of the whole blocks and of the shorter last ones."""
+    assert spec.axis is not None
+    whole, rest = whole_and_rest(tuple(x.shape), spec)
+    parts = x.tensor_split([whole], spec.axis)
+    ranges = min_max(parts[0], spec), min_max(parts[1], rest)
+    return Range(*(torch.cat(pair, spec.axis) for pair in zip(*ranges, strict=True)))
 
 
 def choose_qparams(lo: Numbers, hi: Numbers, spec: QuantSpec, *, eps: float) -> QParams[Tensor]:
@@ -286,7 +301,8 @@ def choose_qparams(lo: Numbers, hi: Numbers, spec: QuantSpec, *, eps: float) -> 
     run: Callable[..., tuple[Tensor, Tensor]] = (
         tensor_kernels.choose_qparams if is_direct(tensor) else ops.choose_qparams
     )
-    return QParams(*run(low, high, spec.qmin, spec.qmax, spec.symmetric, eps))
+    rule = scale_rule_name(spec)
+    return QParams(*run(low, high, spec.qmin, spec.qmax, numerics_name(spec), spec.symmetric, rule, eps))
 
 
 def observe_fake_quantize(
@@ -306,7 +322,7 @@ def observe_fake_quantize(
     checks.check_spec(spec)
     checks.check_eps(eps)
     clipped = checks.check_gradient(gradient, mask)
-    checks.check_update(update, averaging_constant)
+    checks.check_update(update, averaging_constant, spec)
     kind = checks.mask_kind(mask)
     shape = tuple(x.shape)
     parameters = blocks_of(shape, spec).parameters
@@ -320,9 +336,11 @@ def observe_fake_quantize(
         if any(step == 0 and n > 1 for step, n in zip(value.stride(), value.shape, strict=True)):
             raise ValueError(f"`{name}` is updated in place, but its elements share memory: pass `{name}.clone()`.")
         running.append(value if prod(parameters) == 1 else value.view(block_shape(shape, spec)))
+    if has_short_block(shape, spec):
+        return _observe_short_blocks(x, spec, running_min, running_max, mask, gradient)
     options = (
-        spec.qmin, spec.qmax, numerics_name(spec), spec.symmetric, update, float(averaging_constant), float(eps),
-        clipped and (mask is not None or gradients.is_differentiating(x)),
+        spec.qmin, spec.qmax, numerics_name(spec), spec.symmetric, scale_rule_name(spec), update,
+        float(averaging_constant), float(eps), clipped and (mask is not None or gradients.is_differentiating(x)),
     )  # fmt: skip
     if is_direct(x):
         result = gradients.observe(x, running[0], running[1], options)
@@ -336,3 +354,22 @@ def observe_fake_quantize(
         zero_point.reshape(parameters),
         nonfinite,
     )
+
+
+def _observe_short_blocks(
+    x: Tensor, spec: QuantSpec, running_min: Tensor, running_max: Tensor, mask: MaskForm | None, gradient: Gradient
+) -> ObservedFakeQuantize[Tensor]:
+    """Does the same as `observe_fake_quantize` in separate steps, for data whose last blocks are shorter."""
+    seen = min_max(x, spec)
+    how = Observation("dynamic", 0.0, _NO_EPS, spec.symmetric, scale_rule_name(spec))
+    lo, hi = tensor_kernels.updated_range(seen.min, seen.max, seen.min, seen.max, how)
+    running_min.copy_(lo.reshape(running_min.shape))
+    running_max.copy_(hi.reshape(running_max.shape))
+    scale, zero_point = choose_qparams(lo, hi, spec, eps=_NO_EPS)
+    nonfinite = seen.nan.sum() + seen.posinf.sum() + seen.neginf.sum()
+    if mask is None:
+        return ObservedFakeQuantize(
+            fake_quantize(x, scale, 0, spec, gradient=gradient), None, scale, zero_point, nonfinite
+        )
+    y, bits = fake_quantize(x, scale, 0, spec, mask=mask, gradient=gradient)
+    return ObservedFakeQuantize(y, bits, scale, zero_point, nonfinite)

@@ -19,6 +19,7 @@ from fakequant._backends.kernel_enums import (
     DTYPES,
     NUMERICS,
     PACKED_CODE_TYPES,
+    SCALE_RULES,
     UPDATES,
     has_wide_scale,
     is_own,
@@ -341,8 +342,8 @@ def _dequantize_into(y: Tensor, q: Tensor, grid: Grid, code: int) -> None:
     p = _parameters(y, grid)
     _check_own_values(p, grid)
     _native.dequantize(
-        q.data_ptr(), y.data_ptr(), KERNEL_DTYPES[y.dtype], code, p.shape, p.scale.data_ptr(), p.scale_is_f64,
-        p.zero_address, p.zero_kind, grid.qmin, grid.qmax,
+        q.data_ptr(), y.data_ptr(), KERNEL_DTYPES[y.dtype], code, p.shape, p.numerics, p.scale.data_ptr(),
+        p.scale_is_f64, p.zero_address, p.zero_kind, grid.qmin, grid.qmax,
     )  # fmt: skip
 
 
@@ -400,7 +401,9 @@ def _from_order(values: Tensor, blocks: tuple[int, ...], order: Order) -> Tensor
     return values.reshape([blocks[a] for a in order]).permute(back).contiguous()
 
 
-def choose_qparams(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool, eps: float) -> tuple[Tensor, Tensor]:
+def choose_qparams(
+    lo: Tensor, hi: Tensor, qmin: int, qmax: int, numerics: str, symmetric: bool, scale_rule: str, eps: float
+) -> tuple[Tensor, Tensor]:
     """Returns scale and zero point of every range. See `fakequant.choose_qparams` for the formulas.
 
     Args:
@@ -408,7 +411,9 @@ def choose_qparams(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool
         hi: The upper ends of the ranges.
         qmin: The lowest code.
         qmax: The highest code.
+        numerics: A key of `NUMERICS`.
         symmetric: Whether the zero point is always 0.
+        scale_rule: A key of `SCALE_RULES`.
         eps: The smallest scale.
     """
     lo, hi = (v.to(torch.float32).contiguous() for v in (lo, hi))
@@ -423,9 +428,11 @@ def choose_qparams(lo: Tensor, hi: Tensor, qmin: int, qmax: int, symmetric: bool
             lo.data_ptr(),
             hi.data_ptr(),
             lo.numel(),
+            NUMERICS[numerics],
             qmin,
             qmax,
             symmetric,
+            SCALE_RULES[scale_rule],
             eps,
             scale.data_ptr(),
             zero_point.data_ptr(),
@@ -440,6 +447,7 @@ class Observation(NamedTuple):
     averaging_constant: float
     eps: float
     symmetric: bool
+    scale_rule: str = "any"
 
 
 class Observed(NamedTuple):
@@ -478,8 +486,8 @@ def observe_fake_quantize(
     *nonfinite, unseen = _native.observe_fake_quantize(
         placed.data_ptr(), y.data_ptr(), mask_address, mask_kind, KERNEL_DTYPES[x.dtype], shape,
         NUMERICS[grid.numerics], grid.qmin, grid.qmax, _kernels.RANGE_OWN, UPDATES[how.update], True, True,
-        how.symmetric, how.averaging_constant, how.eps, state[0].data_ptr(), state[1].data_ptr(), scale.data_ptr(),
-        zero_point.data_ptr(),
+        how.symmetric, SCALE_RULES[how.scale_rule], how.averaging_constant, how.eps, state[0].data_ptr(),
+        state[1].data_ptr(), scale.data_ptr(), zero_point.data_ptr(),
     )  # fmt: skip
     if unseen:
         checks.refuse_unseen(unseen, running_min.numel())
@@ -501,7 +509,9 @@ def observe_in_steps(
         checks.refuse_unseen(unseen, running_min.numel())
     running_min.copy_(new_min)
     running_max.copy_(new_max)
-    scale, zero_point = choose_qparams(running_min, running_max, grid.qmin, grid.qmax, how.symmetric, how.eps)
+    scale, zero_point = choose_qparams(
+        running_min, running_max, grid.qmin, grid.qmax, grid.numerics, how.symmetric, how.scale_rule, how.eps
+    )
     y, mask = fake_quantize(x, grid._replace(scale=scale, zero_point=zero_point), mask_kind)
     return Observed(y, mask, scale, zero_point, counts.sum())
 
@@ -516,7 +526,8 @@ def updated_range(
 ) -> tuple[Tensor, Tensor]:
     """Returns the running range after observing the range `lo` to `hi`.
 
-    A block without finite values (lo > hi) keeps its running range. With "dynamic" its range becomes 0 to 0.
+    A block without finite values (lo > hi) keeps its running range. With "dynamic" its range becomes 0 to 0. For scales
+    of few bits, the range becomes that of magnitudes, from -absmax to absmax.
 
     Args:
         running_min: The lower ends so far.
@@ -530,7 +541,11 @@ def updated_range(
     # Ranges are float32, and a float64 may lie beyond it.
     lo, hi = (seen.clamp(-limit, limit).float() for seen in (lo, hi))
     if how.update == "dynamic":
-        return lo.masked_fill(nothing, 0), hi.masked_fill(nothing, 0)
+        lo, hi = lo.masked_fill(nothing, 0), hi.masked_fill(nothing, 0)
+        if how.scale_rule == "any":
+            return lo, hi
+        absmax = torch.maximum(-lo, hi)  # all that matters for scales of few bits
+        return 0 - absmax, absmax
     if how.update == "min_max":
         return running_min.minimum(lo.masked_fill(nothing, torch.inf)), running_max.maximum(
             hi.masked_fill(nothing, -torch.inf)

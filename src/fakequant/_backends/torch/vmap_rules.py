@@ -99,7 +99,7 @@ def _learned_backward(
     *range_and_numerics, grad_factor = rest
     if grad_factor is None:  # LSQ's factor depends on the number of elements of one example
         example = x if in_dims[1] is None else x.select(in_dims[1], 0)
-        grad_factor = routes.learned_factor(None, example, range_and_numerics[1])
+        grad_factor = routes.learned_factor(None, example, *range_and_numerics[1:])
     blocks = scale.shape if in_dims[2] is None else scale.movedim(in_dims[2], 0).shape[1:]
     # Every example has its own sums, so every example needs its own scales.
     scale = _front(scale, in_dims[2], size)
@@ -148,7 +148,13 @@ def _min_max(info: _Info, in_dims: Dims, x: Tensor, blocks: list[int]) -> _Tripl
 
 def _choose_qparams(info: _Info, in_dims: Dims, lo: Tensor, hi: Tensor, *rest: Any) -> _Pair:
     lo, hi = (_front(v, at, info.batch_size) for v, at in zip((lo, hi), in_dims[:2], strict=True))
-    return ops.choose_qparams(lo, hi, *rest), (0, 0)
+    *_, scale_rule, _ = rest
+    if scale_rule != "e4m3fn":
+        return ops.choose_qparams(lo, hi, *rest), (0, 0)
+    # All blocks of an example together have one more scale.
+    examples = [ops.choose_qparams(low, high, *rest) for low, high in zip(lo, hi, strict=True)]
+    scales, zero_points = zip(*examples, strict=True)
+    return (torch.stack(scales), torch.stack(zero_points)), (0, 0)
 
 
 def _observe(info: _Info, in_dims: Dims, *_: Any) -> NoReturn:
