@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core.h"
+#include "formats.h"
 #include "parallel.h"
 
 using namespace fakequant;
@@ -107,7 +108,8 @@ struct Case {
 };
 
 const char* kDTypes[] = {"f32", "f64", "bf16", "f16"};
-const char* kNumerics[] = {"torch_tensor", "torch_channel", "torch_channel_float", "torch_channel_half", "onnx", "half_away"};
+const char* kNumerics[] = {"torch_tensor", "torch_channel", "torch_channel_float", "torch_channel_half", "onnx", "half_away",
+                           "e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e2m3", "e3m2", "e2m1"};
 
 struct Inputs {
   std::vector<uint8_t> x, dy;
@@ -136,6 +138,7 @@ Grid make_grid(const Case& c, const Inputs& in, bool integer_zero) {
   g.qmin = c.qmin;
   g.qmax = c.qmax;
   g.scale_f32 = in.scale.data();
+  if (is_float_format(c.numerics)) return g;
   const bool is_float = c.numerics == Numerics::torch_channel_float || c.numerics == Numerics::torch_channel_half;
   if (is_float && !integer_zero) g.zero_f32 = in.zero_float.data();
   else g.zero_i32 = in.zero.data();
@@ -188,7 +191,10 @@ std::vector<Named> run_case(const Case& c) {
   {
     Digest d;
     const bool is_signed = c.qmin < 0;
-    std::vector<CodeType> codes{is_signed ? CodeType::i32 : CodeType::u32};
+    const int float_bits = is_float_format(c.numerics) ? float_format(c.numerics).bits : 0;
+    std::vector<CodeType> codes{float_bits ? CodeType::u8 : is_signed ? CodeType::i32 : CodeType::u32};
+    if (float_bits == 6) codes.push_back(CodeType::u6x4);
+    if (float_bits == 4) codes.push_back(CodeType::u4x2);
     if (c.qmax <= 127) codes.push_back(is_signed ? CodeType::i8 : CodeType::u8);
     if (c.qmax <= 7 && c.qmin >= -8) codes.push_back(is_signed ? CodeType::i4x2 : CodeType::u4x2);
     std::vector<uint8_t> q(size_t(n) * 4);
@@ -200,6 +206,24 @@ std::vector<Named> run_case(const Case& c) {
       d.add_floats(c.dtype, y.data(), n);
     }
     results.push_back({"quantize", d.hash});
+  }
+  if (c.numerics >= Numerics::onnx) {
+    Digest d;
+    std::vector<float> lo(static_cast<size_t>(parameters)), hi(lo), scale(lo);
+    std::vector<int32_t> zero(static_cast<size_t>(parameters));
+    for (ScaleRule rule : {ScaleRule::floor, ScaleRule::ceil, ScaleRule::even, ScaleRule::rceil, ScaleRule::e4m3fn}) {
+      std::fill(bits.begin(), bits.end(), 0);
+      const ObserveArgs o{RangeRule::own, RangeUpdate::dynamic, true, true, true, rule, 0, 1,
+                          lo.data(), hi.data(), scale.data(), zero.data()};
+      const ObserveResult seen =
+          observe_fake_quantize(o, {c.dtype, c.shape, g, in.x.data(), y.data(), MaskKind::packed, bits.data()});
+      d.add(&seen.nan_count, sizeof seen.nan_count);
+      d.add_floats(c.dtype, y.data(), n);
+      d.add(bits.data(), bits.size());
+      d.add(scale.data(), scale.size() * 4);
+      d.add(lo.data(), lo.size() * 4);
+    }
+    results.push_back({"observe_blocks", d.hash});
   }
   {
     Digest d;
@@ -221,7 +245,11 @@ std::vector<Case> all_cases() {
                                {1, 1, 64, 32}, {1, 9, 3, 100}, {1, 2, 70000, 1}, {1, 1, 1, 140000}, {1, 300, 2, 150}});
   std::vector<Case> cases;
   for (int dtype = 0; dtype < 4; ++dtype) {
-    for (int numerics = 0; numerics < 6; ++numerics) {
+    for (int numerics = int(Numerics::e4m3fn); numerics <= int(Numerics::e2m1); ++numerics) {
+      const int64_t codes = int64_t(1) << float_format(Numerics(numerics)).bits;
+      for (const Shape& shape : shapes) cases.push_back({DType(dtype), Numerics(numerics), shape, 0, codes - 1});
+    }
+    for (int numerics = 0; numerics <= int(Numerics::half_away); ++numerics) {
       for (const Shape& shape : shapes) cases.push_back({DType(dtype), Numerics(numerics), shape, -128, 127});
       for (auto [lo, hi] : {std::pair<int64_t, int64_t>{-8, 7}, {0, 15}, {0, 65535}, {-2147483648LL, 2147483647LL}}) {
         cases.push_back({DType(dtype), Numerics(numerics), {1, 3, 4, 67}, lo, hi});
