@@ -13,10 +13,12 @@ from fakequant.functional import (
     dequantize as dequantize,
     fake_quantize as fake_quantize,
     fake_quantize_backward as fake_quantize_backward,
+    fake_quantize_dynamic as fake_quantize_dynamic,
     fake_quantize_learned as fake_quantize_learned,
     fake_quantize_learned_backward as fake_quantize_learned_backward,
     observe_fake_quantize as observe_fake_quantize,
     quantize as quantize,
+    quantize_dynamic as quantize_dynamic,
     round_zero_point as round_zero_point,
 )
 from fakequant.qparams import QParams as QParams, Range as Range, choose_qparams as choose_qparams, min_max as min_max

@@ -9,7 +9,7 @@ operators. For arrays, results are in C order, whatever the order of the input.
 
 from typing import Any, overload
 
-import numpy as np  # noqa: F401 - for the examples
+import numpy as np
 
 from fakequant._backends import backend_of
 from fakequant._backends.argument_types import DType, Numbers
@@ -25,8 +25,10 @@ from fakequant._backends.results import (
     LearnedGradients as LearnedGradients,
     ObservedFakeQuantize as ObservedFakeQuantize,
 )
-from fakequant.qparams import EPS
+from fakequant.qparams import EPS, QParams
 from fakequant.spec import QuantSpec
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @overload
@@ -50,6 +52,9 @@ def fake_quantize(
 
         q = clamp(rint(x / scale) + zero_point, qmin, qmax)        (numerics "onnx")
         y = (q - zero_point) * scale
+
+    With a float format, q is the nearest value of the format to `x / scale`, half to even, and at most
+    `spec.largest` in magnitude. The zero point is 0.
 
     With `mask`, also returns which elements were inside the range before clamping. "packed" is one bit per element
     (element 8*i + j in bit j of byte i, like `np.packbits(bitorder="little")`), "bool" is an array like `x`.
@@ -122,7 +127,8 @@ def fake_quantize_learned(
         scale: Positive numbers, one per block of `spec`.
         zero_point: Numbers, one per block. They are rounded, and may have a fraction.
         spec: The grid, and which elements share a scale.
-        grad_factor: Multiplies the gradients of scale and zero point. None means LSQ's, `1 / sqrt(x.numel() * qmax)`.
+        grad_factor: Multiplies the gradients of scale and zero point. None means LSQ's,
+            `1 / sqrt(x.numel() * spec.largest)`.
 
     >>> spec = QuantSpec(bits=4, symmetric=False)
     >>> fake_quantize_learned(np.float32([0.26, 9.0]), 0.1, np.float32(1.4), spec)
@@ -140,7 +146,9 @@ def fake_quantize_learned_backward(
         inside     dx = dy   dscale += dy * ((q - z) - x / scale)       dzero_point += 0
         outside    dx = 0    dscale += dy * (qmin - z or qmax - z)      dzero_point += -dy * scale
 
-    `dscale` and `dzero_point` are multiplied by `grad_factor` (LSQ: `1 / sqrt(numel * qmax)`), summed in float64 in
+    With a float format, q is the nearest value of the format, and outside the range dscale is that of `spec.largest`.
+
+    `dscale` and `dzero_point` are multiplied by `grad_factor` (LSQ: `1 / sqrt(numel * largest)`), summed in float64 in
     an order that depends only on the shape, and rounded once. Non-finite elements contribute 0.
 
     Args:
@@ -160,12 +168,15 @@ def fake_quantize_learned_backward(
 
 
 def quantize(x: Array, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, packed: bool = False) -> Array:
-    """Returns the integer codes of `x`.
+    """Returns the codes of `x`.
 
         q = clamp(rint(x / scale) + zero_point, qmin, qmax)        (numerics "onnx")
 
     NaN becomes `qmin` (code 0 in "half_away"). The result has the dtype `spec.storage` and the shape of `x`. With
     `packed`, it has two 4-bit or four 2-bit codes per byte, in C order, the first in the lowest bits, as in ONNX.
+
+    Codes of a float format are bit patterns, uint8. NaN becomes the format's NaN, or its lowest value if it has none.
+    With `packed`, four 6-bit codes take three bytes, the first in the lowest bits.
 
     Args:
         x: The data, a float array or tensor.
@@ -196,6 +207,8 @@ def dequantize(
 
         y = (q - zero_point) * scale
 
+    With a float format, q is the value whose bit pattern the code is.
+
     Args:
         q: Codes as `quantize` returns them.
         scale: Positive numbers, one per block of `spec`.
@@ -210,6 +223,59 @@ def dequantize(
     array([-0.3,  0. ,  0.2,  0.7], dtype=float32)
     """
     return backend_of(q).dequantize(q, scale, zero_point, spec, shape=shape, dtype=dtype)
+
+
+def fake_quantize_dynamic(x: Array, spec: QuantSpec, *, gradient: Gradient = "pass", eps: float = EPS) -> Array:
+    """Rounds `x` to the grid of `spec`, with the scales and zero points of its own blocks.
+
+        lo, hi             = the range of the finite values of every block
+        scale, zero_point  = choose_qparams(lo, hi, spec)
+        y                  = fake_quantize(x, scale, zero_point, spec)
+
+    This is how MX and NVFP4 are defined, and takes one pass over the data (NVFP4: two). The range of a block without
+    finite values is 0 to 0.
+
+    Args:
+        x: The data, a float array or tensor.
+        spec: The grid, and which elements share a scale.
+        gradient: The derivative on tensors, "pass" or "clipped".
+        eps: The smallest scale. Not used for block scales.
+
+    >>> from fakequant import presets
+    >>> x = np.float32([[0.1, -0.7, 3.2, 5.0], [0.1, 0.2, 0.3, 0.4]])
+    >>> fake_quantize_dynamic(x, presets.mxfp4()).round(3)
+    array([[ 0.   , -0.5  ,  3.   ,  4.   ],
+           [ 0.094,  0.188,  0.25 ,  0.375]], dtype=float32)
+    """
+    return backend_of(x).fake_quantize_dynamic(x, spec, gradient=gradient, eps=eps)
+
+
+def quantize_dynamic(
+    x: Array, spec: QuantSpec, *, packed: bool = False, eps: float = EPS
+) -> tuple[Array, QParams[Array]]:
+    """Returns the codes of `x` with the scales and zero points of its own blocks, and these.
+
+        scale, zero_point  = choose_qparams(lo, hi, spec), where lo, hi is the range of every block
+        codes              = quantize(x, scale, zero_point, spec)
+
+    Args:
+        x: The data, a float array or tensor.
+        spec: The grid, and which elements share a scale.
+        packed: Whether to pack several codes into a byte.
+        eps: The smallest scale. Not used for block scales.
+
+    >>> from fakequant import presets
+    >>> codes, qparams = quantize_dynamic(np.float32([0.5, -0.7, 3.2, 6.0]), presets.mxfp4())
+    >>> codes, qparams.scale
+    (array([1, 9, 5, 7], dtype=uint8), array([1.], dtype=float32))
+    """
+    backend = backend_of(x)
+    seen = backend.min_max(x, spec)
+    lo, hi = (end.clip(-_FLOAT32_MAX, _FLOAT32_MAX) for end in (seen.min, seen.max))
+    unseen = seen.min > seen.max
+    lo, hi = lo * ~unseen, hi * ~unseen
+    qparams = backend.choose_qparams(lo, hi, spec, eps=eps)
+    return backend.quantize(x, *qparams, spec, packed=packed), qparams
 
 
 def observe_fake_quantize(
@@ -231,7 +297,8 @@ def observe_fake_quantize(
         "dynamic"          running = observed                                      (0 to 0 without a finite value)
 
     `running_min` and `running_max` have the shape of the scales (`(1,)` or `()` per tensor). Start them at +inf and
-    -inf. Non-finite values do not enter the range; the result has their number.
+    -inf. Non-finite values do not enter the range; the result has their number. Block scales (MX, NVFP4) need
+    "dynamic", and their range is that of magnitudes: `running_min = -running_max`.
 
     Args:
         x: The data, a float array or tensor.

@@ -34,7 +34,20 @@ def choose_qparams(
         affine      s = max((hi - lo) / (qmax - qmin), eps)         z = clamp(qmin - rint(lo / s), qmin, qmax)
                     after extending the range to include 0
 
+        float       s = max(absmax / largest, eps)                  z = 0
+
     The arithmetic is float32, as in torch's observers.
+
+    Block scales are not more than a power of two (MX) or an e4m3fn value times one number per tensor (NVFP4). Here
+    e(v) is the exponent of v, and M the number of mantissa bits of the format:
+
+        floor   s = 2^(e(absmax) - e(largest))
+        ceil    + 1 in the exponent unless absmax is a power of two
+        even    floor, after adding half a unit of the last of M mantissa bits to absmax
+        rceil   s = absmax / largest, rounded up to a power of two
+        NVFP4   t = max(absmax of all blocks) / 2688;   s = e4m3fn(clamp(absmax / 6 / t, 2^-6, 448)) * t
+
+    All entries of `lo` and `hi` are blocks of one tensor for NVFP4. `eps` is not used for block scales.
 
     Args:
         lo: The lower ends of the ranges, finite.

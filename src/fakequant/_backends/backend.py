@@ -78,6 +78,8 @@ class Backend(Protocol[Array]):
         dtype: DType = None,
     ) -> Array: ...
 
+    def fake_quantize_dynamic(self, x: Array, spec: QuantSpec, *, gradient: Gradient, eps: float) -> Array: ...
+
     def observe_fake_quantize(
         self,
         x: Array,

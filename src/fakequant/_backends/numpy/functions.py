@@ -257,6 +257,15 @@ def observe_fake_quantize(
     return ObservedFakeQuantize(y, bits, scale, zero_point, nan + posinf + neginf)
 
 
+def fake_quantize_dynamic(x: Unchecked, spec: QuantSpec, *, gradient: Gradient, eps: float) -> np.ndarray:
+    """See `fakequant.fake_quantize_dynamic`."""
+    checks.check_spec(spec, "x, spec")
+    lo, hi = np.empty((2, *blocks_of(np.shape(x), spec).parameters), np.float32)
+    return observe_fake_quantize(
+        x, spec, np.asarray(lo), np.asarray(hi), update="dynamic", averaging_constant=0.0, eps=eps, gradient=gradient
+    ).y
+
+
 def _observe_short_blocks(
     x: np.ndarray, spec: QuantSpec, running_min: np.ndarray, running_max: np.ndarray, mask: MaskForm | None
 ) -> ObservedFakeQuantize[np.ndarray]:

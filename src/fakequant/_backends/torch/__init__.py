@@ -18,6 +18,7 @@ from fakequant._backends.torch.tensor_functions import (  # noqa: E402
     dequantize as dequantize,
     fake_quantize as fake_quantize,
     fake_quantize_backward as fake_quantize_backward,
+    fake_quantize_dynamic as fake_quantize_dynamic,
     fake_quantize_learned as fake_quantize_learned,
     fake_quantize_learned_backward as fake_quantize_learned_backward,
     min_max as min_max,

@@ -356,6 +356,22 @@ def observe_fake_quantize(
     )
 
 
+def fake_quantize_dynamic(x: Tensor, spec: QuantSpec, *, gradient: Gradient, eps: float) -> Tensor:
+    """See `fakequant.fake_quantize_dynamic`."""
+    checks.check_spec(spec, "x, spec")
+    check_data(x)
+    if is_direct(x) and not torch.compiler.is_compiling():
+        running = torch.empty((2, *blocks_of(tuple(x.shape), spec).parameters), device=x.device)
+        return observe_fake_quantize(
+            x, spec, running[0], running[1], update="dynamic", averaging_constant=0.0, eps=eps, gradient=gradient
+        ).y
+    seen = min_max(x, spec)
+    how = Observation("dynamic", 0.0, eps, spec.symmetric, scale_rule_name(spec))
+    lo, hi = tensor_kernels.updated_range(seen.min, seen.max, seen.min, seen.max, how)
+    scale, zero_point = choose_qparams(lo, hi, spec, eps=eps)
+    return fake_quantize(x, scale, 0 if spec.symmetric else zero_point, spec, gradient=gradient)
+
+
 def _observe_short_blocks(
     x: Tensor, spec: QuantSpec, running_min: Tensor, running_max: Tensor, mask: MaskForm | None, gradient: Gradient
 ) -> ObservedFakeQuantize[Tensor]:
