@@ -6,7 +6,8 @@ Measures time, time per element and bandwidth, and the ratios to a copy and to t
 Bandwidth counts the bytes that must be moved: each input read once, each output written once.
 
 Before a row is timed, its results are compared with torch's, which must have the same bits if torch has the
-operator. The last table compares the measured ratios with the limits this library is held to.
+operator. For float formats the peer is a clamp and a cast in torch, or torchao's function, as the row says. The last
+table compares the measured ratios with the limits this library is held to.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import platform
 import sys
 from collections.abc import Callable
 
+import format_cases
 import ml_dtypes
 import numpy as np
 import torch
@@ -254,6 +256,18 @@ def code_cases(size: int, dtype: str) -> list[Case]:
     ]  # fmt: skip
 
 
+def float_format_cases(size: int, dtype: str) -> list[Case]:
+    if dtype == "float64":
+        return []
+    x = data(size, dtype).reshape(-1, 1024)
+    t = to_torch(x)
+    cases = []
+    for op, moved, ours, peer, has_our_bits in format_cases.rows(x, t, dtype):
+        same = format_cases.compare(ours, peer, to_numpy) if peer is not None and has_our_bits else nothing_to_compare
+        cases.append(Case(op, dtype, size, moved, ours, peer, x.copy, same))
+    return cases
+
+
 def measure(case: Case, threads: int, seconds: float) -> Row:
     fq.set_num_threads(threads)
     torch.set_num_threads(threads)
@@ -340,6 +354,15 @@ def bars(rows: list[Row], small: dict[str, float]) -> list[Bar]:
         5,
         True,
     )
+    for what, limit in (("FP8, static (cast)", 2), ("MXFP4", 3), ("NVFP4", 3.5)):
+        bar(f"{what}, 2^20: copies", row(what), "times_copy", limit, False)
+    for what, limit in (
+        ("FP8, static (cast)", 10),
+        ("MXFP8 (cast)", 10),
+        ("MXFP8 (torchao)", 20),
+        ("MXFP4 (torchao)", 20),
+    ):
+        bar(f"{what}, 2^20: times the peer", row(what), "faster_than_torch", limit, True)
     one, two = (row("forward + packed mask", size=1 << 22, threads=n) for n in (1, 2))
     if one and two:
         result.append(Bar("forward, 2^22: two threads over one", one.microseconds / two.microseconds, 1.7, True))
@@ -374,7 +397,7 @@ def main() -> int:
     for dtype, size in plan:
         builders = [per_tensor_cases, observing_cases, code_cases]
         if size >= 1 << 16:
-            builders += [per_channel_cases, learned_cases]
+            builders += [per_channel_cases, learned_cases, float_format_cases]
         for build in builders:
             for case in build(size, dtype):
                 if options.only in case.op:

@@ -141,8 +141,41 @@ FQ_INLINE void run_with_scale_per_element(const T* x, T* y, int64_t n, const Gri
   out = mask;
 }
 
+// Short rows with one scale each, in a float format and without a mask: the blocks of MX and NVFP4. Does the same as
+// run_with_one_scale with less work between rows. Multiplying by the reciprocal of a power of two is the same as dividing
+// by it, and faster.
+template <class Rule, class T> FQ_INLINE void short_rows(const FakeQuantizeArgs& a, int64_t begin, int64_t end) {
+  constexpr int N = kLanesOf<float>;
+  using V = Vec<float, N>;
+  const int64_t length = a.shape.inner;
+  const T* x = static_cast<const T*>(a.x) + begin;
+  T* y = static_cast<T*>(a.y) + begin;
+  for (int64_t row = begin / length; row < end / length; ++row, x += length, y += length) {
+    const float scale = a.grid.scale_f32[row];
+    const FixedFloatParams<V, Rule::kFormat> p{splat<V>(scale)};
+    const auto store_rounded = [&](int64_t i, V t) FQ_INLINE_LAMBDA {
+      store<T, N>(y + i, Rule::value(Rule::clamp(Rule::template round_quotient<V>(t, p), p), p));
+    };
+    const float inverse = inverse_of_power(scale);
+    if (inverse != 0) {
+      for (int64_t i = 0; i < length; i += N) store_rounded(i, load<N>(x + i) * splat<V>(inverse));
+    } else {
+      for (int64_t i = 0; i < length; i += N) store_rounded(i, load<N>(x + i) / p.scale);
+    }
+  }
+}
+
+template <class T> bool has_short_rows(const FakeQuantizeArgs& a, int64_t begin, int64_t end) {
+  const Shape& s = a.shape;
+  return kSame<Compute<T>, float> && a.grid.scale_f32 && s.batch == 1 && s.outer == 1 && s.blocks > 1 &&
+         s.inner <= 256 && s.inner % kLanesOf<float> == 0 && begin % s.inner == 0 && end % s.inner == 0;
+}
+
 template <class Rule, class T, class Mask>
 void forward(const FakeQuantizeArgs& a, int64_t begin, int64_t end) {
+  if constexpr (kIsFixedFloatRule<Rule> && kSame<Compute<T>, float> && !Mask::kWanted) {
+    if (has_short_rows<T>(a, begin, end)) return short_rows<Rule, T>(a, begin, end);
+  }
   const T* x = static_cast<const T*>(a.x);
   T* y = static_cast<T*>(a.y);
   Mask mask(a.mask, begin);

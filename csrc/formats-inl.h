@@ -70,6 +70,13 @@ template <class V, Numerics Format> struct FixedFloatParams {
   V scale;
   FQ_INLINE operator FloatParams<V>() const { return float_params(Format, scale); }
 };
+// Returns 1 / v if v is a power of two and both are normal, otherwise 0.
+FQ_INLINE float inverse_of_power(float v) {
+  const uint32_t bits = bit_cast<uint32_t>(v), field = bits >> 23;
+  const bool is_power = (bits & 0x7FFFFF) == 0 && field >= 1 && field <= 253;
+  return is_power ? bit_cast<float>((254 - field) << 23) : 0.0f;
+}
+
 template <Numerics Format> struct FixedFloatRule : FloatRule {
   static constexpr Numerics kFormat = Format;
   template <class V> using P = FixedFloatParams<V, Format>;

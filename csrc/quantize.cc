@@ -132,30 +132,29 @@ void from_float_codes(const DequantizeArgs& a, int64_t begin, int64_t end) {
   const GridParams<FloatRule, V> params(a.grid);
   const GridParams<FloatRule, V1> single(a.grid);
   const ValueTable table(a.grid.numerics);
-  for_each_run(a.shape, begin, end, [&](const Run& run) {
-    uint8_t unpacked[kBuffer];
-    float levels[kBuffer];
-    for (int64_t i = 0; i < run.length; i += kBuffer) {
-      const int64_t n = run.length - i < kBuffer ? run.length - i : kBuffer;
-      const uint8_t* codes = static_cast<const uint8_t*>(a.q) + run.start + i;
-      if constexpr (Code::packed) {
-        unpack_codes<uint8_t, Code::bits>(static_cast<const uint8_t*>(a.q), run.start + i, n, unpacked);
-        codes = unpacked;
-      }
-      for (int64_t k = 0; k < n; ++k) levels[k] = table.values[codes[k]];
-      T* y = static_cast<T*>(a.y) + run.start + i;
+  uint8_t unpacked[kBuffer];
+  float levels[kBuffer];
+  for (int64_t start = begin; start < end; start += kBuffer) {
+    const int64_t count = end - start < kBuffer ? end - start : kBuffer;
+    const uint8_t* codes = static_cast<const uint8_t*>(a.q);
+    if constexpr (Code::packed) unpack_codes<uint8_t, Code::bits>(codes, start, count, unpacked);
+    codes = Code::packed ? unpacked : codes + start;
+    for (int64_t k = 0; k < count; ++k) levels[k] = table.values[codes[k]];
+    for_each_run(a.shape, start, start + count, [&](const Run& run) {
+      const float* level = levels + (run.start - start);
+      T* y = static_cast<T*>(a.y) + run.start;
+      const int64_t n = run.length, p = run.parameter;
       int64_t k = 0;
       if (run.per_element) {
-        const int64_t p = run.parameter + i;
-        for (; k + N <= n; k += N) store<T, N>(y + k, load_as<V>(levels + k) * params.per_element(p + k).scale);
-        for (; k < n; ++k) store<T, 1>(y + k, load_as<V1>(levels + k) * single.one(p + k).scale);
+        for (; k + N <= n; k += N) store<T, N>(y + k, load_as<V>(level + k) * params.per_element(p + k).scale);
+        for (; k < n; ++k) store<T, 1>(y + k, load_as<V1>(level + k) * single.one(p + k).scale);
       } else {
-        const V scale = params.one(run.parameter).scale;
-        for (; k + N <= n; k += N) store<T, N>(y + k, load_as<V>(levels + k) * scale);
-        for (; k < n; ++k) store<T, 1>(y + k, load_as<V1>(levels + k) * splat<V1>(scale[0]));
+        const V scale = params.one(p).scale;
+        for (; k + N <= n; k += N) store<T, N>(y + k, load_as<V>(level + k) * scale);
+        for (; k < n; ++k) store<T, 1>(y + k, load_as<V1>(level + k) * splat<V1>(scale[0]));
       }
-    }
-  });
+    });
+  }
 }
 
 template <class Code, class T>
