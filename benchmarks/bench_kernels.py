@@ -17,12 +17,12 @@ import platform
 import sys
 from collections.abc import Callable
 
-import format_cases
 import ml_dtypes
 import numpy as np
 import torch
 
 import fakequant as fq
+import format_cases
 from fakequant.testing.assertions import assert_same_bits
 from fakequant.testing.timing import best_times
 
