@@ -206,7 +206,7 @@ def test_formula_qparams_have_the_bits_of_the_kernels(bounds, symmetric):
     ends = pool[torch.randint(len(pool), (2, 50, 40), generator=torch.Generator().manual_seed(0))]
     ends[:, 0, 0] = torch.tensor([-3e38, 3e38])  # wider than float32
     for eps in (1.1920929e-07, 1e-30, 0.5):
-        arguments = ends.amin(0), ends.amax(0), *bounds, symmetric, eps
+        arguments = ends.amin(0), ends.amax(0), *bounds, "onnx", symmetric, "any", eps
         assert_same(*(m.choose_qparams(*arguments) for m in (kernels, formula)), eps)
 
 

@@ -114,7 +114,7 @@ def test_changing_x_and_scale_in_place_is_allowed_if_only_the_mask_is_saved(case
 def test_the_observing_operator_increments_the_version_of_its_running_range():
     low, high = torch.full((1,), torch.inf), torch.full((1,), -torch.inf)
     torch.ops.fakequant.observe_fake_quantize(
-        torch.ones(3), low, high, -8, 7, "onnx", True, "moving_average", 0.01, 1e-7, False
+        torch.ones(3), low, high, -8, 7, "onnx", True, "any", "moving_average", 0.01, 1e-7, False
     )
     assert (low._version, high._version) == (1, 1)
 

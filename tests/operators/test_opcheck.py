@@ -20,6 +20,8 @@ INT4 = (-8, 7)
 ONNX = (*INT4, "onnx")
 TENSOR = (*INT4, "torch_tensor")
 CHANNEL = (*INT4, "torch_channel")
+E4M3 = (0, 255, "e4m3fn")
+E2M1 = (0, 15, "e2m1")
 # Range searches of observers, which are operators so that compilers treat them as opaque.
 SEARCHES = {"errors_on_bins", "errors_on_data", "divergence_on_bins"}
 # Called by the decompositions for Inductor.
@@ -161,21 +163,25 @@ CASES = {
     },
     "quantize": {
         "tensor": (X, scales(), None, *ONNX, torch.int8),
+        "FP8": (X, scales(1, 5, 1), None, *E4M3, torch.uint8),
         "uint16": (X, scales(1, 5, 1), None, 0, 65535, "half_away", torch.uint16),
         "channels last": (channels_last(2, 3, 4, 5), scales(1, 3, 1, 1), None, *ONNX, torch.int8),
     },
     "quantize_packed": {
         "4 bits": (X, scales(1, 5, 1), zeros(1, 5, 1), *ONNX, 4),
         "2 bits": (with_gaps(), scales(), None, 0, 3, "onnx", 2),
+        "6 bits": (X, scales(1, 5, 1), None, 0, 63, "e2m3", 6),
     },
     "dequantize": {
         "channel": (codes(3, 5, 7), scales(1, 5, 1), zeros(1, 5, 1), *ONNX, torch.float32),
         "bfloat16": (codes(4, 8), scales(4, 2), None, *ONNX, torch.bfloat16),
         "permuted": (codes(8, 4).t(), scales(4, 2), None, *ONNX, torch.float64),
+        "FP8": (codes(3, 5, 7, dtype=torch.uint8), scales(1, 5, 1), None, *E4M3, torch.float32),
     },
     "dequantize_packed": {
         "4 bits": (codes(53, dtype=torch.uint8), scales(1, 5, 1), None, *ONNX, (3, 5, 7), 4, torch.float32),
         "2 bits": (codes(27, dtype=torch.uint8), scales(), None, 0, 3, "onnx", (3, 5, 7), 2, torch.float16),
+        "6 bits": (codes(79, dtype=torch.uint8), scales(), None, 0, 63, "e3m2", (3, 5, 7), 6, torch.float32),
     },
     "min_max": {
         "tensor": (X, ()),
@@ -185,8 +191,10 @@ CASES = {
         "empty": (floats(0, 5), (1, 5)),
     },
     "choose_qparams": {
-        "one": (torch.tensor(-0.1), torch.tensor(0.4), 0, 255, False, 1e-7),
-        "symmetric": (-scales(4, 3), scales(3, 4).t(), *INT4, True, 1e-7),
+        "one": (torch.tensor(-0.1), torch.tensor(0.4), 0, 255, "onnx", False, "any", 1e-7),
+        "symmetric": (-scales(4, 3), scales(3, 4).t(), *ONNX, True, "any", 1e-7),
+        "power of two": (-scales(4, 3), scales(3, 4).t(), *E2M1, True, "rceil", 1e-7),
+        "NVFP4": (-scales(4, 3), scales(3, 4).t(), *E2M1, True, "e4m3fn", 1e-7),
     },
     "checked_scale": {
         "one": (scales(), None, *INT4),
@@ -215,11 +223,13 @@ CASES = {
         "rows": (floats(5, 6, grad=False, dtype=torch.bfloat16), *candidates(5), ROWS),
     },
     "observe_fake_quantize": {
-        "clipped": (X, *running(1), *ONNX, True, "moving_average", 0.01, 1e-7, True),
-        "pass": (X, *running(1), *TENSOR, False, "moving_average", 0.01, 1e-7, False),
-        "channel": (channels_last(2, 3, 4, 5), *running(1, 3, 1, 1), *CHANNEL, True, "min_max", 0.01, 1e-7, True),
-        "group": (permuted(), *running(4, 6, 2), *ONNX, True, "moving_average", 0.01, 1e-7, True),
-        "inference": (X.detach(), *running(1, 5, 1), *ONNX, True, "dynamic", 0.01, 1e-7, False),
+        "clipped": (X, *running(1), *ONNX, True, "any", "moving_average", 0.01, 1e-7, True),
+        "pass": (X, *running(1), *TENSOR, False, "any", "moving_average", 0.01, 1e-7, False),
+        "channel": (channels_last(2, 3, 4, 5), *running(1, 3, 1, 1), *CHANNEL, True, "any", "min_max", 0.01, 1e-7, True),
+        "group": (permuted(), *running(4, 6, 2), *ONNX, True, "any", "moving_average", 0.01, 1e-7, True),
+        "inference": (X.detach(), *running(1, 5, 1), *ONNX, True, "any", "dynamic", 0.01, 1e-7, False),
+        "MXFP4": (permuted(), *running(4, 6, 2), *E2M1, True, "floor", "dynamic", 0.01, 1e-7, True),
+        "NVFP4": (X, *running(3, 5, 1), *E2M1, True, "e4m3fn", "dynamic", 0.01, 1e-7, False),
     },
 }
 

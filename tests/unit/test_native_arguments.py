@@ -20,8 +20,8 @@ OF_SHAPES = {
     "quantize": lambda shape: _native.quantize(
         X, np.empty(16, np.int8), native.F32, native.I8, shape, native.ONNX, ONE, False, None, native.ZERO_NONE, -8, 7),
     "dequantize": lambda shape: _native.dequantize(
-        np.zeros(16, np.int8), np.empty_like(X), native.F32, native.I8, shape, ONE, False, None, native.ZERO_NONE,
-        -8, 7),
+        np.zeros(16, np.int8), np.empty_like(X), native.F32, native.I8, shape, native.ONNX, ONE, False, None,
+        native.ZERO_NONE, -8, 7),
     "learned_backward": lambda shape: _native.learned_backward(
         X, X, np.empty_like(X), native.F32, native.F32, shape, native.ONNX, ONE, False, None, native.ZERO_NONE, -8, 7,
         1.0, np.empty(1), np.empty(1)),
@@ -29,7 +29,7 @@ OF_SHAPES = {
     "histogram": lambda shape: _native.histogram(X, shape, ONE, 4, np.zeros(8, np.int64)),
     "observe": lambda shape: _native.observe_fake_quantize(
         X, np.empty_like(X), None, native.MASK_NONE, native.F32, shape, native.ONNX, -8, 7, native.RANGE_OWN,
-        native.RANGE_MOVING_AVERAGE, True, True, True, 0.1, 1e-7, ONE.copy(), ONE.copy(), ONE.copy(), ZERO.copy()),
+        native.RANGE_MOVING_AVERAGE, True, True, True, 0, 0.1, 1e-7, ONE.copy(), ONE.copy(), ONE.copy(), ZERO.copy()),
 }  # fmt: skip
 
 
@@ -89,14 +89,18 @@ REFUSED = {
     "first_invalid_scale, None": lambda: _native.first_invalid_scale(None, False, 1),
     "first_invalid_scale, negative": lambda: _native.first_invalid_scale(ONE, False, -1),
     "choose_qparams, huge": lambda: _native.choose_qparams(
-        ONE, ONE, HUGE, -8, 7, True, 1e-7, ONE.copy(), ZERO.copy()),
+        ONE, ONE, HUGE, native.ONNX, -8, 7, True, 0, 1e-7, ONE.copy(), ZERO.copy()),
+    "choose_qparams, scale rule": lambda: _native.choose_qparams(
+        ONE, ONE, 1, native.ONNX, -8, 7, True, 6, 1e-7, ONE.copy(), ZERO.copy()),
+    "choose_qparams, numerics": lambda: _native.choose_qparams(
+        ONE, ONE, 1, 13, -8, 7, True, 0, 1e-7, ONE.copy(), ZERO.copy()),
     "keep_within, None": lambda: _native.keep_within(None, ONE.copy(), 1, 0.0, 1.0),
     "quantize, code": lambda: _native.quantize(
-        X, np.empty(16, np.int8), native.F32, 10, (1, 1, 1, 16), native.ONNX, ONE, False, None, native.ZERO_NONE,
+        X, np.empty(16, np.int8), native.F32, 11, (1, 1, 1, 16), native.ONNX, ONE, False, None, native.ZERO_NONE,
         -8, 7),
     "observe, update": lambda: _native.observe_fake_quantize(
         X, np.empty_like(X), None, native.MASK_NONE, native.F32, (1, 1, 1, 16), native.ONNX, -8, 7, native.RANGE_OWN,
-        3, True, True, True, 0.1, 1e-7, ONE.copy(), ONE.copy(), ONE.copy(), ZERO.copy()),
+        3, True, True, True, 0, 0.1, 1e-7, ONE.copy(), ONE.copy(), ONE.copy(), ZERO.copy()),
     **{
         f"histogram, half {half}": lambda half=half: _native.histogram(
             X, (1, 1, 1, 16), ONE, half, np.zeros(8, np.int64))
