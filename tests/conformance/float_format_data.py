@@ -67,6 +67,15 @@ def all_values(format):
     return frozen(np.concatenate([hard_values(format), bfloat16_values(), random_values()]))
 
 
+def next_to_ties_of_block_scales(largest):
+    """Returns magnitudes up to `largest` whose scales in NVFP4 are next to a tie, so that every rounding counts."""
+    grid = FLOAT_FORMATS["e4m3fn"].grid().astype(np.float64)
+    middle = (grid[1:] + grid[:-1])[grid[1:] > 2**-6] / 2
+    absmax = (middle * 6 * (largest / 2688)).astype(np.float32)
+    near = [neighbours(absmax, ulps) for ulps in (-2, -1, 0, 1, 2)]
+    return np.concatenate([np.float32([largest]), *near])
+
+
 def nearest(t, format):
     """Returns the magnitudes nearest to `|t|`, ties to even codes, and whether they fit: found on the grid of values.
 

@@ -10,7 +10,7 @@ from fakequant.formats import FLOAT_FORMATS, SCALE_RULES
 from fakequant.reference import FLOAT32_EPS
 from fakequant.testing import cases
 from fakequant.testing.assertions import assert_same_bits
-from float_format_data import by_format
+from float_format_data import by_format, next_to_ties_of_block_scales
 
 NAN, INF = np.nan, np.inf
 TINY, MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -150,17 +150,27 @@ def test_nvfp4_scales_of_zeros_and_of_values_too_small_for_a_quotient():
         assert s.scale.tolist() == [2**-6] * absmax.size
 
 
-def test_nvfp4_scales_round_after_every_operation():
-    absmax = np.random.default_rng(0).lognormal(0, 3, 4096).astype(np.float32)
+def nearest_float32(exact):
+    """Returns the float32 nearest to a fraction that is far from the middle of two float64 numbers."""
+    return np.float32(float(exact))
+
+
+@pytest.mark.parametrize("largest", np.float32([3.3, 1e-3, 777.77, 1e20]))
+def test_nvfp4_scales_round_after_every_operation(largest):
+    absmax = next_to_ties_of_block_scales(largest)
     s = formats.nvfp4_scales(absmax)
-    tensor_scale = np.float32(Fraction(float(absmax.max())) / 2688)
+    tensor_scale = nearest_float32(Fraction(float(largest)) / 2688)
     assert_same_bits(tensor_scale, s.tensor_scale)
-    for v, block_scale, scale in zip(absmax[:500], s.block_scale, s.scale, strict=False):
-        sixth = np.float32(float(Fraction(float(v)) / 6))
-        wanted = np.float32(float(Fraction(float(sixth)) / Fraction(float(tensor_scale))))
+    in_one_step = 0
+    for v, block_scale, scale in zip(absmax, s.block_scale, s.scale, strict=True):
+        sixth = nearest_float32(Fraction(float(v)) / 6)
+        wanted = nearest_float32(Fraction(float(sixth)) / Fraction(float(tensor_scale)))
         rounded, _ = formats.round_to_format(np.float32(min(max(wanted, 2**-6), 448)), "e4m3fn")
         assert block_scale == rounded
-        assert_same_bits(np.float32(float(Fraction(float(rounded)) * Fraction(float(tensor_scale)))), scale)
+        assert_same_bits(nearest_float32(Fraction(float(rounded)) * Fraction(float(tensor_scale))), scale)
+        other, _ = formats.round_to_format(v / (np.float32(6) * tensor_scale), "e4m3fn")
+        in_one_step += block_scale != other
+    assert in_one_step  # another order of operations would be seen
 
 
 # --- whole blocks -------------------------------------------------------------------------

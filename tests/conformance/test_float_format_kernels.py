@@ -26,7 +26,7 @@ from float_format_blocks import (
     static_case,
     static_inputs,
 )
-from float_format_data import all_values, by_format, hard_values
+from float_format_data import all_values, by_format, hard_values, next_to_ties_of_block_scales
 
 by_dtype = pytest.mark.parametrize("dtype", cases.DTYPES.values(), ids=cases.DTYPES)
 by_where = pytest.mark.parametrize("where", STATIC)
@@ -189,6 +189,7 @@ def test_choose_qparams_equals_the_reference(spec, each_target):
     lo, hi = ranges()
     if spec.scale_format == "e4m3fn":  # the largest block decides about all: leave out one end, then the other
         sets = [(lo, hi), (lo[hi < 1e30], hi[hi < 1e30]), (lo * 0, hi * 0), (lo[:1] * 0 - 1e-30, hi[:1] * 0)]
+        sets += [(-v, v) for v in map(next_to_ties_of_block_scales, np.float32([3.3, 1e-3, 777.77, 1e20]))]
     else:
         sets = [(lo, hi)]
     for lo, hi in sets:
