@@ -148,7 +148,7 @@ class Observed(NamedTuple):
 
 
 def observed_of(x, spec):
-    """Returns the float32 range of every block, 0 to 0 without a finite value, and the scale."""
+    """Returns the float32 range of every block, 0 to 0 without a finite value, and the scale. No zero is negative."""
     shape = parameter_shape(x.shape, spec)
     lo, hi = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     for index, block in blocks(x, spec):
@@ -156,6 +156,9 @@ def observed_of(x, spec):
         if seen.min <= seen.max:
             lo[index], hi[index] = seen.min, seen.max
     scale = np.asarray(formats.choose_scale(lo, hi, spec))
+    if spec.has_block_scales:  # their range is that of magnitudes
+        hi = np.maximum(-lo, hi) + np.float32(0)
+        lo = -hi + np.float32(0)
     return Observed(lo, hi, scale, int((~np.isfinite(x.astype(np.float64))).sum()))
 
 
