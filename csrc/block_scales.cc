@@ -46,7 +46,7 @@ GridEnd grid_end(const Grid& g) {
 
 float power_scale(float absmax, ScaleRule rule, const GridEnd& end) {
   uint32_t bits = bits_of_float(rule == ScaleRule::rceil ? absmax / end.largest : absmax);
-  if (rule == ScaleRule::even) bits += uint32_t(1) << (23 - end.mantissa_bits - 1);
+  if (rule == ScaleRule::even) bits += (uint32_t(1) << 22) >> end.mantissa_bits;
   int field = int(bits >> 23);
   if ((rule == ScaleRule::ceil || rule == ScaleRule::rceil) && (bits & 0x7FFFFF) != 0) ++field;
   if (rule != ScaleRule::rceil) field -= end.exponent;
@@ -114,7 +114,7 @@ int64_t chunk_magnitudes(DType dtype, const Chunk& chunk, const void* x, float* 
   std::vector<int64_t> count(size_t(3 * n));
   min_max({dtype, s, here, range.data(), range.data() + n, count.data(), count.data() + n, count.data() + 2 * n});
   for (int64_t i = 0; i < n; ++i) {
-    const double absmax = std::max({-range[size_t(i)], range[size_t(n + i)], 0.0});
+    const double absmax = std::max({0.0, -range[size_t(i)], range[size_t(n + i)]});
     largest[chunk.parameter + i] = float(std::min(absmax, double(std::numeric_limits<float>::max())));
   }
   return std::accumulate(count.begin(), count.end(), int64_t(0));
@@ -134,7 +134,8 @@ void quantize_chunk(FakeQuantizeArgs a, const Chunk& chunk, const float* scale) 
 void block_scales(const float* absmax, int64_t n, ScaleRule rule, const Grid& grid, float under, float* scale) {
   if (rule == ScaleRule::e4m3fn) {
     for (int64_t i = 0; i < n; ++i) {
-      scale[i] = round_e4m3fn(between((absmax[i] / 6.0f) / under, 0x1p-6f, 448.0f)) * under;
+      const float product = round_e4m3fn(between((absmax[i] / 6.0f) / under, 0x1p-6f, 448.0f)) * under;
+      scale[i] = between(product, 0x1p-149f, __FLT_MAX__);  // a product of tiny numbers may be 0
     }
     return;
   }
@@ -144,7 +145,7 @@ void block_scales(const float* absmax, int64_t n, ScaleRule rule, const Grid& gr
 
 void choose_block_scales(const float* lo, const float* hi, int64_t n, ScaleRule rule, const Grid& grid, float* scale) {
   std::vector<float> absmax(static_cast<size_t>(n));
-  for (int64_t i = 0; i < n; ++i) absmax[size_t(i)] = std::max({-lo[i], hi[i], 0.0f});
+  for (int64_t i = 0; i < n; ++i) absmax[size_t(i)] = std::max({0.0f, -lo[i], hi[i]});  // never -0.0
   block_scales(absmax.data(), n, rule, grid, rule == ScaleRule::e4m3fn ? tensor_scale(absmax.data(), n) : 1, scale);
 }
 

@@ -81,9 +81,12 @@ OBSERVERS = [
     "State",
     "from_dict",
 ]
-PRESETS = ["fp8_e4m3", "fp8_e5m2", "int16", "int2", "int4", "int8", "int8_per_token"]
-PRESETS += ["mxfp4", "mxfp6", "mxfp8", "mxint8", "nvfp4", "uint4", "uint8"]
-
+INTEGER_PRESETS = ["int16", "int2", "int4", "int8", "int8_per_token", "uint4", "uint8"]
+FLOAT_PRESETS = ["fp8_e4m3", "fp8_e5m2", "mxfp4", "mxfp6", "mxfp8", "mxint8", "nvfp4"]
+PRESETS = INTEGER_PRESETS + FLOAT_PRESETS
+NUMBER_FORMATS = ["FLOAT_FORMATS", "FloatFormat"]
+# Types and lists of the values that fields of a QuantSpec take.
+FIELD_VALUES = ["Format", "ScaleFormat", "ScaleRule", "FORMATS", "SCALE_FORMATS", "SCALE_RULES"]
 
 PTQ = ["Changes", "LayerChange", "adaround", "correct_bias", "equalize", "gptq", "smooth"]
 RECIPES = ["fp8", "int4_weight_only", "int8", "int8_dynamic", "lsq", "mxfp4_weight_only", "mxfp8", "nvfp4", "w4a8"]
@@ -119,6 +122,7 @@ INTEGRATIONS = {
 }
 PLACES = {
     "fakequant": PUBLIC,
+    "fakequant.formats": NUMBER_FORMATS,
     "fakequant.nn": NN,
     "fakequant.nn.kinds": KINDS,
     "fakequant.observers": OBSERVERS,
@@ -127,9 +131,20 @@ PLACES = {
     "fakequant.recipes": RECIPES,
     **INTEGRATIONS,
 }
-# Return types, base classes and a type alias; other names have their examples.
+# Return types, base classes, a type alias and a table; other names have their examples.
 WITHOUT_EXAMPLE = {
-    *("Info", "QParams", "Range", "Quantizer", "QuantizedLayer", "LayerKind", "Observer", "State", "ALONE"),
+    *(
+        "Info",
+        "QParams",
+        "Range",
+        "Quantizer",
+        "QuantizedLayer",
+        "LayerKind",
+        "Observer",
+        "State",
+        "ALONE",
+        "FLOAT_FORMATS",
+    ),
     *("compute", "quantize_input", "quantize_output", "quantized_weight"),
 }
 by_place = pytest.mark.parametrize("place", PLACES)
@@ -149,7 +164,8 @@ def names(place):
 @by_place
 def test_modules_export_exactly_the_public_names(place):
     imported = {
-        "fakequant.presets": {"Format", "QuantSpec", "ScaleRule", "WHOLE_AXIS"},
+        "fakequant.formats": {"Literal", *FIELD_VALUES},
+        "fakequant.presets": {"QuantSpec", "WHOLE_AXIS", "Format", "ScaleRule"},
         "fakequant.recipes": {"LayerConfig", "Dynamic", "Literal", "QuantConfig", "QuantSpec", "ScaleRule"},
     }.get(place, set())
     assert names(place).keys() - imported == set(PLACES[place])

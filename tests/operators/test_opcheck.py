@@ -176,7 +176,7 @@ CASES = {
         "channel": (codes(3, 5, 7), scales(1, 5, 1), zeros(1, 5, 1), *ONNX, torch.float32),
         "bfloat16": (codes(4, 8), scales(4, 2), None, *ONNX, torch.bfloat16),
         "permuted": (codes(8, 4).t(), scales(4, 2), None, *ONNX, torch.float64),
-        "FP8": (codes(3, 5, 7, dtype=torch.uint8), scales(1, 5, 1), None, *E4M3, torch.float32),
+        "FP8": (codes(3, 5, 7).abs().to(torch.uint8), scales(1, 5, 1), None, *E4M3, torch.float32),
     },
     "dequantize_packed": {
         "4 bits": (codes(53, dtype=torch.uint8), scales(1, 5, 1), None, *ONNX, (3, 5, 7), 4, torch.float32),
@@ -225,7 +225,17 @@ CASES = {
     "observe_fake_quantize": {
         "clipped": (X, *running(1), *ONNX, True, "any", "moving_average", 0.01, 1e-7, True),
         "pass": (X, *running(1), *TENSOR, False, "any", "moving_average", 0.01, 1e-7, False),
-        "channel": (channels_last(2, 3, 4, 5), *running(1, 3, 1, 1), *CHANNEL, True, "any", "min_max", 0.01, 1e-7, True),
+        "channel": (
+            channels_last(2, 3, 4, 5),
+            *running(1, 3, 1, 1),
+            *CHANNEL,
+            True,
+            "any",
+            "min_max",
+            0.01,
+            1e-7,
+            True,
+        ),
         "group": (permuted(), *running(4, 6, 2), *ONNX, True, "any", "moving_average", 0.01, 1e-7, True),
         "inference": (X.detach(), *running(1, 5, 1), *ONNX, True, "any", "dynamic", 0.01, 1e-7, False),
         "MXFP4": (permuted(), *running(4, 6, 2), *E2M1, True, "floor", "dynamic", 0.01, 1e-7, True),

@@ -11,9 +11,14 @@ import numpy as np
 import pytest
 
 from fakequant import QuantSpec, presets
+from fakequant.formats import FLOAT_FORMATS, FORMATS, SCALE_RULES
 from fakequant.spec import NUMERICS
 
-DEFAULTS = dict(bits=8, signed=True, symmetric=True, narrow_range=False, axis=None, group_size=None, numerics="onnx")
+DEFAULTS = dict(
+    bits=8, signed=True, symmetric=True, narrow_range=False, axis=None, group_size=None, numerics="onnx", format="int",
+    scale_format="float32", scale_rule="floor",
+)  # fmt: skip
+MX = dict(axis=-1, group_size=32, scale_format="e8m0")
 
 
 def every_kind():
@@ -25,6 +30,11 @@ def every_kind():
     for kind, place, numerics in itertools.product(kinds, places, NUMERICS):
         for bits in (2, 4, 8, 31, 32) if kind["signed"] else (1, 4, 8, 31):
             yield QuantSpec(bits=bits, numerics=numerics, **kind, **place)
+    for name, place in itertools.product(FLOAT_FORMATS, places):
+        yield QuantSpec(format=name, **place)
+    for name, rule, axis in itertools.product(FORMATS, SCALE_RULES, (0, -1)):
+        yield QuantSpec(format=name, scale_format="e8m0", scale_rule=rule, axis=axis, group_size=32)
+    yield presets.nvfp4()
 
 
 SPECS = list(every_kind())
@@ -33,9 +43,9 @@ SPECS = list(every_kind())
 def test_spec_dict_has_every_field():
     assert QuantSpec().to_dict() == DEFAULTS
     assert list(QuantSpec().to_dict()) == list(DEFAULTS)
-    assert QuantSpec(bits=3, axis=-1, group_size=16, narrow_range=True, numerics="torch").to_dict() == dict(
-        bits=3, signed=True, symmetric=True, narrow_range=True, axis=-1, group_size=16, numerics="torch"
-    )
+    assert QuantSpec(bits=3, axis=-1, group_size=16, narrow_range=True, numerics="torch").to_dict() == {
+        **DEFAULTS, "bits": 3, "narrow_range": True, "axis": -1, "group_size": 16, "numerics": "torch",
+    }  # fmt: skip
 
 
 def test_spec_dict_is_a_copy():
@@ -117,6 +127,8 @@ def test_spec_numbers_have_a_fixed_order():
     assert QuantSpec().to_numbers() == [8, 1, 1, 0, absent, absent, 1]
     token = QuantSpec(bits=4, symmetric=False, narrow_range=True, axis=-1, group_size=-1, numerics="half_away")
     assert token.to_numbers() == [4, 1, 0, 1, -1, -1, 2]
+    # Float formats and block scales append three numbers.
+    assert presets.mxfp4(scale_rule="even").to_numbers() == [4, 1, 1, 0, -1, 32, 1, 7, 1, 2]
     assert all(type(n) is int for spec in SPECS for n in spec.to_numbers())
 
 
@@ -132,6 +144,9 @@ def test_spec_numbers_have_a_fixed_order():
         (dict(axis=-1, group_size=32), "int8, per group of 32 on axis -1"),
         (dict(axis=-1, group_size=-1), "int8, per token over axis -1"),
         (dict(axis=1, numerics="torch"), "int8, per channel on axis 1, torch numerics"),
+        (dict(format="e5m2"), "e5m2, per tensor"),
+        (dict(format="e2m1", **MX), "e2m1, per group of 32 on axis -1, scales e8m0 (floor)"),
+        (dict(scale_rule="rceil", **MX), "int8, per group of 32 on axis -1, scales e8m0 (rceil)"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
@@ -172,6 +187,21 @@ PRESETS = {
     "uint4": (presets.uint4(), dict(bits=4, signed=False, symmetric=False), (0, 15)),
     "int16": (presets.int16(), dict(bits=16), (-32768, 32767)),
     "int8_per_token": (presets.int8_per_token(), dict(axis=-1, group_size=-1), (-128, 127)),
+    "fp8_e4m3": (presets.fp8_e4m3(), dict(format="e4m3fn"), (0, 255)),
+    "fp8_e4m3, axis": (presets.fp8_e4m3(axis=0), dict(format="e4m3fn", axis=0), (0, 255)),
+    "fp8_e5m2": (presets.fp8_e5m2(), dict(format="e5m2"), (0, 255)),
+    "mxfp8": (presets.mxfp8(), dict(format="e4m3fn", **MX), (0, 255)),
+    "mxfp8, e5m2": (presets.mxfp8(format="e5m2", axis=1), {**MX, "format": "e5m2", "axis": 1}, (0, 255)),
+    "mxfp6": (presets.mxfp6(), dict(format="e2m3", bits=6, **MX), (0, 63)),
+    "mxfp6, e3m2": (presets.mxfp6(format="e3m2"), dict(format="e3m2", bits=6, **MX), (0, 63)),
+    "mxfp4": (presets.mxfp4(), dict(format="e2m1", bits=4, **MX), (0, 15)),
+    "mxfp4, rule": (presets.mxfp4(scale_rule="even"), dict(format="e2m1", bits=4, scale_rule="even", **MX), (0, 15)),
+    "mxint8": (presets.mxint8(), dict(narrow_range=True, **MX), (-127, 127)),
+    "nvfp4": (
+        presets.nvfp4(),
+        dict(format="e2m1", bits=4, axis=-1, group_size=16, scale_format="e4m3fn"),
+        (0, 15),
+    ),
 }
 
 
@@ -200,6 +230,36 @@ def test_preset_takes_keyword_arguments_only():
 
 # --- bad input ----------------------------------------------------------------------------
 
+BAD_FORMATS = {
+    "unknown format": (dict(format="fp8"), "`format` must be one of int, e4m3fn"),
+    "unknown scale format": (dict(scale_format="e8m0fnu"), "`scale_format` must be one of float32, e8m0, e4m3fn"),
+    "unknown rule": (dict(scale_rule="round"), "`scale_rule` must be one of floor, ceil, even, rceil"),
+    "unsigned": (dict(format="e4m3fn", signed=False, symmetric=False), "needs signed=True and symmetric=True"),
+    "affine": (dict(format="e4m3fn", symmetric=False), "needs signed=True and symmetric=True"),
+    "narrow": (dict(format="e4m3fn", narrow_range=True), "needs narrow_range=False"),
+    "bits": (dict(format="e2m1", bits=5), "`bits` must be 4 for `format='e2m1'`, got 5"),
+    "numerics": (dict(format="e2m1", numerics="torch"), "has one rounding rule, numerics='onnx', got 'torch'"),
+    "rule without powers": (dict(scale_rule="ceil"), "which scales of the format 'float32' are not"),
+    "blocks per tensor": (dict(scale_format="e8m0"), "one scale per block of neighbours, got 'tensor'"),
+    "blocks per token": (dict(scale_format="e8m0", axis=-1, group_size=-1), "one scale per block of neighbours"),
+    "affine blocks": (dict(symmetric=False, **MX), "needs signed=True and symmetric=True"),
+    "NVFP4 in FP8": (
+        dict(format="e4m3fn", scale_format="e4m3fn", axis=-1, group_size=16), "is defined for format='e2m1'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_FORMATS.values(), ids=BAD_FORMATS)
+def test_formats_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        QuantSpec(**options)
+
+
+@pytest.mark.parametrize("make", [presets.mxfp8, presets.mxfp6])
+def test_preset_refuses_a_format_of_other_bits(make):
+    with pytest.raises(ValueError, match="`format` must be .* here, got 'e2m1'"):
+        make(format="e2m1")
+
 
 @pytest.mark.parametrize("bits", [-8, 0, 1, 33, 2**40])
 def test_bits_out_of_range_of_a_signed_grid_are_refused(bits):
@@ -227,7 +287,7 @@ def test_symmetric_unsigned_spec_is_refused_with_the_fix():
 def test_unknown_field_is_refused_with_the_nearest_name(name, near):
     with pytest.raises(ValueError, match=f"no field '{name}', did you mean '{near}'?") as caught:
         QuantSpec.from_dict({"bits": 4, name: 1})
-    assert "The fields are bits, signed, symmetric, narrow_range, axis, group_size, numerics." in str(caught.value)
+    assert f"The fields are {', '.join(DEFAULTS)}." in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["", "zzz", 3, None])

@@ -271,8 +271,8 @@ def _observe_short_blocks(
 ) -> ObservedFakeQuantize[np.ndarray]:
     """Does the same as `observe_fake_quantize` in separate steps, for data whose last blocks are shorter."""
     seen = min_max(x, spec)
-    absmax = np.where(seen.min <= seen.max, np.maximum(-seen.min, seen.max), 0).clip(max=np.finfo(np.float32).max)
-    running_max[...] = absmax.reshape(running_max.shape)
+    absmax = np.where(seen.min <= seen.max, np.abs(np.maximum(-seen.min, seen.max)), 0)
+    running_max[...] = absmax.clip(max=np.finfo(np.float32).max).reshape(running_max.shape)
     running_min[...] = 0 - running_max
     scale, zero_point = choose_qparams(running_min, running_max, spec, eps=1.0)  # which is not used
     scale, zero_point = scale.reshape(seen.min.shape), zero_point.reshape(seen.min.shape)

@@ -59,13 +59,13 @@ def block_scales(absmax: Tensor, qmax: int, numerics: str, scale_rule: str) -> T
         under = (absmax.max() if absmax.numel() else absmax.sum()) / 2688.0
         under = torch.where(under == 0, 1.0, under)
         wanted = (absmax / 6.0 / under).clamp(2.0**-6, 448.0)
-        return round_to_format(wanted, FLOAT_FORMATS["e4m3fn"]) * under
+        return (round_to_format(wanted, FLOAT_FORMATS["e4m3fn"]) * under).clamp(min=2.0**-149)
     largest = largest_level(qmax, numerics)
     exponent = frexp(largest)[1] - 1
     mantissa_bits = FLOAT_FORMATS[numerics].mantissa_bits if numerics in FLOAT_FORMATS else exponent
     bits = (absmax / largest if scale_rule == "rceil" else absmax).view(torch.int32)
     if scale_rule == "even":
-        bits = bits + (1 << (23 - mantissa_bits - 1))
+        bits = bits + ((1 << 22) >> mantissa_bits)
     field = bits >> 23
     if scale_rule in ("ceil", "rceil"):
         field = field + ((bits & 0x7FFFFF) != 0).to(torch.int32)

@@ -382,7 +382,7 @@ def choose_qparams(
     """
     lo, hi = lo.float().clamp(max=0.0), hi.float().clamp(min=0.0)
     if scale_rule != "any":
-        scale = block_scales(torch.maximum(0 - lo, hi), qmax, numerics, scale_rule)
+        scale = block_scales(torch.maximum(-lo, hi).abs(), qmax, numerics, scale_rule)
         return scale, torch.zeros_like(scale, dtype=torch.int32)
     is_float = numerics in FLOAT_FORMATS
     levels = largest_level(qmax, numerics) if is_float else (qmax - qmin) / (2 if symmetric else 1)

@@ -544,7 +544,7 @@ def updated_range(
         lo, hi = lo.masked_fill(nothing, 0), hi.masked_fill(nothing, 0)
         if how.scale_rule == "any":
             return lo, hi
-        absmax = torch.maximum(-lo, hi)  # all that matters for scales of few bits
+        absmax = torch.maximum(-lo, hi).abs()  # all that matters for scales of few bits; not -0.0
         return 0 - absmax, absmax
     if how.update == "min_max":
         return running_min.minimum(lo.masked_fill(nothing, torch.inf)), running_max.maximum(
