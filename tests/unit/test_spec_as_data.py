@@ -89,10 +89,14 @@ def test_different_specs_differ_in_every_form():
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_changing_one_field_makes_another_spec(name):
-    other = dict(bits=7, signed=False, symmetric=False, narrow_range=True, axis=1, group_size=4, numerics="torch")[name]
+    changes = dict(bits=7, signed=False, symmetric=False, narrow_range=True, axis=1, group_size=4, numerics="torch")
+    other = changes.get(name)
     base = QuantSpec(symmetric=False, axis=0)
     if name == "symmetric":
         base, other = QuantSpec(axis=0), False
+    if name in ("format", "scale_format", "scale_rule"):
+        base, other = presets.mxint8(), {"format": "e4m3fn", "scale_format": "float32", "scale_rule": "even"}[name]
+        base = dataclasses.replace(base, narrow_range=False)
     changed = dataclasses.replace(base, **{name: other})
     assert changed != base
     assert changed.to_numbers() != base.to_numbers()
@@ -257,7 +261,7 @@ def test_formats_that_do_not_fit_are_refused(options, message):
 
 @pytest.mark.parametrize("make", [presets.mxfp8, presets.mxfp6])
 def test_preset_refuses_a_format_of_other_bits(make):
-    with pytest.raises(ValueError, match="`format` must be .* here, got 'e2m1'"):
+    with pytest.raises(ValueError, match=r"`format` must be .* here, got 'e2m1'"):
         make(format="e2m1")
 
 
