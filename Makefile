@@ -49,6 +49,7 @@ bench: build
 	$(PY) benchmarks/bench_compile.py --json benchmarks/results/latest-compile.json
 	$(PY) benchmarks/bench_quantizers.py --json benchmarks/results/latest-quantizers.json
 	$(PY) benchmarks/bench_train_step.py --json benchmarks/results/latest-train-step.json
+	$(PY) benchmarks/bench_format_step.py --json benchmarks/results/latest-format-step.json
 	$(PY) benchmarks/digits.py --json benchmarks/results/latest-digits.json
 	$(PY) benchmarks/digits_cnn.py --json benchmarks/results/latest-digits-cnn.json
 	$(PY) benchmarks/digits_depthwise.py --json benchmarks/results/latest-digits-depthwise.json
@@ -58,6 +59,8 @@ bench: build
 	$(PY) benchmarks/digits_runtimes.py --json benchmarks/results/latest-digits-runtimes.json
 	$(PY) benchmarks/ptq_digits.py --json benchmarks/results/latest-ptq-digits.json
 	$(PY) benchmarks/ptq_text.py --json benchmarks/results/latest-ptq-text.json
+	$(PY) benchmarks/digits_formats.py --json benchmarks/results/latest-digits-formats.json
+	$(PY) benchmarks/text_formats.py --json benchmarks/results/latest-text-formats.json
 	$(PY) benchmarks/ptq_mobilenet.py --json benchmarks/results/latest-ptq-mobilenet.json
 	$(PY) benchmarks/bench_zoo.py --json benchmarks/results/latest-zoo.json
 	$(PY) benchmarks/bench_linear.py --json benchmarks/results/latest-linear.json
