@@ -196,9 +196,7 @@ VIEW = ((64, 64), (64, 1), 0)
 def test_values_at_the_edges_of_float_formats_are_restored():
     edges = [0.0, -0.0, 2.0**-9, -(2.0**-9), 2.0**-10, 448, -448, 464, 500, math.inf, -math.inf, 1e-45, 1e30]
     x = torch.tensor(edges).repeat(8, 8)
-    for spec in (
-        fq.QuantSpec(format=name) for name in ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e2m3", "e3m2", "e2m1")
-    ):
+    for spec in (fq.QuantSpec(format=name) for name in FLOAT_FORMATS):
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             quantizer = fq.nn.FakeQuantize(spec, fq.observers.Fixed(-spec.largest, spec.largest)).eval()
             y = quantizer(x.to(dtype))
