@@ -19,7 +19,7 @@ class Errors:
 
     # 10 log10(sum y^2 / sum (y - y_quantized)^2) of the result, in dB. Infinite if both are equal.
     sqnr: float | None
-    # The largest |x - x_quantized| / scale of the input. Rounding alone gives at most 0.5.
+    # The largest |x - x_quantized| of the input, in steps of the grid. Rounding alone gives at most 0.5.
     max_steps: float | None
     # The share of input values outside the range.
     clipped: float | None

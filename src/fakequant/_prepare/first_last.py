@@ -103,8 +103,8 @@ def notes_on_formats(found: FirstLast | None, config: QuantConfig) -> list[str]:
         return []
     specs = {_join(path, name): path for path in found.wide for name in _NAMES}
     return [
-        f"{name} stays in {found.specs[name][1]}: `first_last_bits` does not widen float formats and block scales. Use a "
-        f"rule, such as config.rule({specs[name]!r}, weight=..., input=...)"
+        f"{name} stays in {found.specs[name][1]}: `first_last_bits` does not widen float formats and block scales. Use "
+        f"a rule, such as config.rule({specs[name]!r}, weight=..., input=...)"
         for name in specs
         if name in found.specs
         and found.specs[name][1].bits < config.first_last_bits

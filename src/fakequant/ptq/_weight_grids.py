@@ -92,6 +92,8 @@ def _reason(layer: AnyLayer, users: Counter[int]) -> str | None:
     quantizer = layer.weight_quantizer
     if quantizer is None or not quantizer.quantizing:
         return "its weight is not quantized"
+    if quantizer.spec.float_format is not None:
+        return f"its weight is in {quantizer.spec.format}, whose steps are not equal"
     kind = layer._fakequant.kind
     stored = stored_weight(layer, kind.weight_name)
     if not isinstance(stored, nn.Parameter):
