@@ -52,7 +52,10 @@ class Sums:
         self.total += x.numel()
         self.clipped += int((~inside).sum())
         difference = (exact(quantizer(x)) - exact(expected)).abs()
-        steps = float((difference / exact(step_of(quantizer, scale, numbers))).max())
+        # Steps of a float format depend on the magnitude: those at the larger one count.
+        wanted = plain(expected).detach().to(numbers.dtype)
+        larger = torch.where(wanted.abs() > numbers.abs(), wanted, numbers)
+        steps = float((difference / exact(step_of(quantizer, scale, larger))).max())
         if self.steps is None or steps > self.steps or math.isnan(steps):  # NaN stays the largest
             self.steps = steps
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant._backends.torch import tensor_functions
+from fakequant._backends.torch.grid_values import scale_of_each
 from fakequant._diagnosis.inputs import qparams_for
 from fakequant.nn._expert_product import ExpertProduct
 from fakequant.nn._fake_quantize import FakeQuantize
@@ -61,8 +62,7 @@ def weight_grid(layer: AnyLayer, float_weight: Tensor | None = None) -> WeightGr
     weight: Tensor = layer._fakequant.kind.read_weight(layer).detach()
     scale, zero_point = qparams_for(quantizer, weight)
     spec = quantizer.spec
-    ones = torch.ones(weight.shape, dtype=getattr(torch, spec.storage), device=weight.device)
-    steps = tensor_functions.dequantize(ones, scale, 0, spec)
+    steps = scale_of_each(scale, weight, spec)
     zeros = tensor_functions.quantize(torch.zeros_like(weight), scale, zero_point, spec)
     weight = weight if float_weight is None else float_weight.to(weight.dtype)
     return WeightGrid(layer, weight.clone(), steps, zeros.float(), (scale.clone(), zero_point.clone()))

@@ -109,6 +109,7 @@ def _label_codes(axes: Axes, counts: TensorCounts) -> None:
     else:  # every second, fourth, ... power of two
         powers = np.flatnonzero(np.frexp(grid[middle + 1 :])[0] == 0.5) + 1
         powers = powers[:: -max(1, len(powers) // 4)][::-1]
+        powers = powers[powers > 0.08 * counts.levels]  # labels next to that of 0 would cover it
         places = np.concatenate([-powers[::-1], [0], powers])
     axes.set_xticks(places, [_short(float(grid[place + middle])) for place in places])
     axes.set_xlabel("value / scale, one bar per value of the format")
@@ -122,7 +123,7 @@ def _short(value: float) -> str:
     """
     if value and abs(value) < 0.1 and np.frexp(abs(value))[0] == 0.5:
         return f"{'-' if value < 0 else ''}2^{int(np.log2(abs(value)))}"
-    return f"{value:g}"
+    return f"{value + 0.0:g}"  # + 0.0: no negative zero
 
 
 def _bars(axes: Axes, left: np.ndarray, right: np.ndarray, bottom: np.ndarray, top: np.ndarray, color: str) -> None:
