@@ -11,6 +11,11 @@ from fakequant import presets, ptq, recipes
 torch = pytest.importorskip("torch")
 nn = torch.nn
 
+from fakequant.ptq._coordinate_descent import descend  # noqa: E402
+from fakequant.ptq._layer_products import Form  # noqa: E402
+from fakequant.ptq._moments import Moments  # noqa: E402
+from fakequant.ptq._rounding import Problem  # noqa: E402
+
 DATA = [randn(64, 48, seed=s) * torch.logspace(-1, 1, 48) for s in (1, 2)]
 MXINT8 = fq.QuantConfig(default=fq.LayerConfig(weight=presets.mxint8(), input=presets.mxint8()))
 
@@ -24,17 +29,66 @@ def state(model):
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("method", [ptq.adaround, ptq.gptq], ids=["adaround", "gptq"])
 @pytest.mark.parametrize(
     ("config", "format"), [(recipes.fp8(), "e4m3fn"), (recipes.nvfp4(), "e2m1")], ids=["fp8", "nvfp4"]
 )
-def test_rounding_leaves_float_formats_alone_and_says_why(method, config, format):
+def test_adaround_leaves_float_formats_alone_and_says_why(config, format):
     made = ready(model(), DATA, config)
     before = state(made)
-    found = method(made, DATA, progress=False)
+    found = ptq.adaround(made, DATA, progress=False)
     assert {row.reason for row in found.layers} == {f"its weight is in {format}, whose steps are not equal"}
     after = made.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+FLOATS = {
+    "fp8": recipes.fp8(),
+    "mxfp8": recipes.mxfp8(),
+    "nvfp4": recipes.nvfp4(),
+    "mxfp4": recipes.mxfp4_weight_only(),
+    "mxfp6": fq.QuantConfig(default=fq.LayerConfig(weight=presets.mxfp6())),
+    "fnuz": fq.QuantConfig(default=fq.LayerConfig(weight=fq.QuantSpec(format="e4m3fnuz", axis=0))),
+}
+
+
+@pytest.mark.parametrize("act_order", [True, False])
+@pytest.mark.parametrize("config", FLOATS.values(), ids=FLOATS)
+def test_gptq_rounds_to_values_of_a_float_format(config, act_order):
+    floats = model().eval()
+    made = ready(copy.deepcopy(floats), DATA, config)
+    before = output_error(made, floats, DATA)
+    layers = [layer for layer in made if isinstance(layer, nn.Linear)]
+    for layer in layers:
+        layer.weight_quantizer(layer.weight)  # its scales follow the weight until now
+    scales = [layer.weight_quantizer.scale.clone() for layer in layers]
+    found = ptq.gptq(made, DATA, act_order=act_order, progress=False)
+    assert all(row.after >= row.before for row in found.layers)
+    assert output_error(made, floats, DATA) < 0.7 * before
+    for layer, scale in zip(layers, scales, strict=True):
+        assert torch.equal(layer.weight_quantizer.scale, scale)
+        assert torch.equal(layer.weight_quantizer(layer.weight), layer.weight)
+    assert torch.equal(copy.deepcopy(made)(DATA[0]), made(DATA[0]))
+
+
+@pytest.mark.parametrize("format", ["e2m1", "e4m3fn"])
+def test_codes_changed_one_by_one_reach_the_best_single_changes(format):
+    """No weight can be moved to another value of the format with a smaller error."""
+    spec = fq.QuantSpec(format=format)
+    grid = torch.from_numpy(spec.float_format.grid()).double()
+    weight, scale = randn(1, 3, 6), torch.full((1, 3, 6), 0.5)
+    x = randn(40, 6, seed=2).double()
+    a = (x.T @ x)[None]
+    b = weight.double() @ a
+    moments = Moments(Form(), weight, a, b, (b * weight).sum(-1))
+    problem = Problem(weight, scale, torch.zeros_like(scale), 0, 0, moments, spec)
+    codes = descend(problem, problem.nearest()).double()
+    assert torch.isin(codes, grid).all()
+    least = moments.error(problem.values(codes))
+    for k in range(6):
+        for value in grid:
+            other = codes.clone()
+            other[..., k] = value
+            assert (moments.error(problem.values(other)) >= least * (1 - 1e-9)).all()
 
 
 @pytest.mark.parametrize("method", [ptq.adaround, ptq.gptq], ids=["adaround", "gptq"])
