@@ -75,6 +75,16 @@ def test_health_counts_values_that_saturate_and_values_of_the_grid_in_use():
     assert found["levels_used"] == pytest.approx(4 / 253)
 
 
+@pytest.mark.filterwarnings("ignore:.*NaN or infinite:RuntimeWarning")
+def test_nan_is_no_value_of_a_float_grid():
+    model = fq.prepare(nn.Sequential(nn.Linear(2, 1)), recipes.fp8())
+    fq.calibrate(model, [torch.tensor([[448.0, -448.0]])], progress=False)
+    found = fq.health(model, [torch.tensor([[math.nan, 1.0]])]).to_dict()["0.input_quantizer"]
+    assert found["levels_used"] == pytest.approx(1 / 253)
+    counts = counted(presets.fp8_e4m3(), torch.tensor([math.nan, 1.0]))
+    assert (int(counts.codes.sum()), counts.total, counts.nonfinite) == (1, 2, 1)
+
+
 @by_recipe
 def test_counts_of_a_report_agree_with_health(recipe):
     model, data = small(recipe), batches()

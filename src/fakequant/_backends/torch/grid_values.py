@@ -67,8 +67,7 @@ def step_of_each(scale: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
     if form is None:
         return scales
     y = tensor_functions.fake_quantize(x.detach().float(), scale, 0, spec)
-    # Half a step more than the exact quotient, so that rounding the quotient down does not halve the step.
-    _, exponent = torch.frexp((y / scales).abs() * (1 + 2.0 ** -(form.mantissa_bits + 2)))
+    _, exponent = torch.frexp((y / scales).abs())
     smallest = 1 - form.bias
     exponent = torch.where(y == 0, smallest, exponent - 1).clamp(min=smallest)
     return torch.ldexp(scales, exponent - form.mantissa_bits)
