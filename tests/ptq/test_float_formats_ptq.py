@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 nn = torch.nn
 
 from fakequant.ptq._coordinate_descent import descend  # noqa: E402
+from fakequant.ptq._gptq import _round_columns  # noqa: E402
 from fakequant.ptq._layer_products import Form  # noqa: E402
 from fakequant.ptq._moments import Moments  # noqa: E402
 from fakequant.ptq._rounding import Problem  # noqa: E402
@@ -70,17 +71,32 @@ def test_gptq_rounds_to_values_of_a_float_format(config, act_order):
     assert torch.equal(copy.deepcopy(made)(DATA[0]), made(DATA[0]))
 
 
-@pytest.mark.parametrize("format", ["e2m1", "e4m3fn"])
-def test_codes_changed_one_by_one_reach_the_best_single_changes(format):
-    """No weight can be moved to another value of the format with a smaller error."""
-    spec = fq.QuantSpec(format=format)
-    grid = torch.from_numpy(spec.float_format.grid()).double()
-    weight, scale = randn(1, 3, 6), torch.full((1, 3, 6), 0.5)
-    x = randn(40, 6, seed=2).double()
+def problem_of(format, inputs=6):
+    """A weight of three outputs, and inputs that depend on each other."""
+    spec, weight = fq.QuantSpec(format=format), randn(1, 3, inputs)
+    x = (randn(40, inputs, seed=2) + 2 * randn(40, 1, seed=3)).double()
     a = (x.T @ x)[None]
     b = weight.double() @ a
     moments = Moments(Form(), weight, a, b, (b * weight).sum(-1))
-    problem = Problem(weight, scale, torch.zeros_like(scale), 0, 0, moments, spec)
+    scale = torch.full(weight.shape, 0.5)
+    return Problem(weight, scale, torch.zeros_like(scale), 0, 0, moments, spec)
+
+
+@pytest.mark.parametrize("act_order", [True, False])
+@pytest.mark.parametrize("format", ["e2m1", "e3m2"])
+def test_compensation_alone_lowers_the_error_on_a_float_grid(format, act_order):
+    problem = problem_of(format, inputs=32)
+    codes = _round_columns(problem, act_order)
+    assert torch.isin(codes, torch.from_numpy(problem.float_grid.float_format.grid())).all()
+    least = problem.moments.error(problem.values(problem.nearest()))
+    assert problem.moments.error(problem.values(codes)).sum() < 0.9 * least.sum()
+
+
+@pytest.mark.parametrize("format", ["e2m1", "e4m3fn"])
+def test_codes_changed_one_by_one_reach_the_best_single_changes(format):
+    """No weight can be moved to another value of the format with a smaller error."""
+    problem = problem_of(format)
+    moments, grid = problem.moments, torch.from_numpy(problem.float_grid.float_format.grid()).double()
     codes = descend(problem, problem.nearest()).double()
     assert torch.isin(codes, grid).all()
     least = moments.error(problem.values(codes))
