@@ -294,6 +294,8 @@ def test_summary_prints_the_library_summary(here, capsys):
         ("int8_dynamic", "int8 narrow, per channel on axis 0"),
         ("w4a8", "int8 narrow, per channel on axis 0"),  # the first layer
         ("lsq2", "int8 narrow, per channel on axis 0, learned"),
+        ("fp8", "e4m3fn, per channel on axis 0"),
+        ("nvfp4", "e2m1, per group of 16 on axis 1, scales e4m3fn"),
         ("good.py:config", "int4, per channel on axis 0"),
     ],
 )

@@ -42,6 +42,16 @@ def assert_same_when_converted(one, other, batch):
         assert torch.equal(one(**batch).logits, other(**batch).logits)
 
 
+@pytest.mark.parametrize("config", [fq.recipes.fp8(), fq.recipes.nvfp4()], ids=["fp8", "nvfp4"])
+def test_a_saved_model_in_a_float_format_loads_with_the_same_bits(config, tmp_path):
+    model, batch = trained(tiny.bert, config)
+    save_pretrained(model, tmp_path)
+    loaded = from_pretrained(type(model), tmp_path)
+    tiny.assert_same_bits(model, loaded)
+    with torch.no_grad():
+        assert torch.equal(model(**batch).logits, loaded(**batch).logits)
+
+
 @every_model
 @pytest.mark.parametrize("config", [fq.recipes.int8(), fq.recipes.lsq(4)], ids=["int8", "lsq"])
 def test_a_saved_model_loads_with_the_same_bits(make, config, tmp_path):

@@ -138,6 +138,9 @@ PAIRS = [
     ("lists and dicts", "int8_dynamic"),
     ("parametrized", "int8"),
     ("weight-normed", "w4a8"),
+    ("depthwise-separable", "fp8"),
+    ("TransformerEncoder", "mxfp8"),
+    ("U-Net", "nvfp4"),
 ]
 
 

@@ -1,6 +1,7 @@
 """Compiled quantizers are one graph in every state, with eager's bits in results, gradients and buffers."""
 
 import copy
+import dataclasses
 import itertools
 import shutil
 import warnings
@@ -23,6 +24,8 @@ torch.manual_seed(0)
 X = torch.randn(4, 8)
 AFFINE = presets.uint4()
 LAST = fq.QuantSpec(bits=4, symmetric=False, axis=-1)
+SHORT = dataclasses.replace(presets.mxfp4(), group_size=3)
+SHORT_NVFP4 = dataclasses.replace(presets.nvfp4(), group_size=5)
 OBSERVED = {
     "MovingAverage": lambda: fqnn.FakeQuantize(AFFINE, observers.MovingAverage(0.3)),
     "MinMax channel": lambda: fqnn.FakeQuantize(LAST, observers.MinMax(), shape=(None, 8)),
@@ -33,9 +36,16 @@ OBSERVED = {
     "MSE": lambda: fqnn.FakeQuantize(AFFINE, observers.MSE(steps=8)),
     "Entropy": lambda: fqnn.FakeQuantize(AFFINE, observers.Entropy(bins=64, steps=8)),
     "Fixed": lambda: fqnn.FakeQuantize(AFFINE, observers.Fixed(-0.5, 1.0)),
+    "FP8": lambda: fqnn.FakeQuantize(presets.fp8_e4m3()),
+    "FP8 MSE": lambda: fqnn.FakeQuantize(presets.fp8_e5m2(), observers.MSE(steps=8)),
+    "MXFP6": lambda: fqnn.FakeQuantize(presets.mxfp6()),
+    "MXFP8 weight": lambda: fqnn.FakeQuantize(presets.mxfp8(axis=0), shape=(4, 8)),
+    "short blocks": lambda: fqnn.FakeQuantize(SHORT),
+    "NVFP4, short blocks": lambda: fqnn.FakeQuantize(SHORT_NVFP4, shape=(4, 8)),
 }
 LEARNED = {
     "LSQ group": lambda: fqnn.LearnedFakeQuantize(presets.int4(group=4), shape=(4, 8)),
+    "LSQ FP8 channel": lambda: fqnn.LearnedFakeQuantize(presets.fp8_e4m3(axis=0), shape=(4, 8)),
     "LSQ+ channel": lambda: fqnn.LearnedFakeQuantize(LAST, shape=(None, 8)),
     "fixed offset": lambda: fqnn.LearnedFakeQuantize(AFFINE, learn_zero_point=False, grad_factor=0.3),
     "PACT": lambda: fqnn.PACT(4, 0.7),

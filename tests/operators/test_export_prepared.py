@@ -18,6 +18,9 @@ RECIPES = {
     "int4_weight_only": fq.recipes.int4_weight_only(8),
     "w4a8": fq.recipes.w4a8(),
     "lsq": fq.recipes.lsq(4),
+    "fp8": fq.recipes.fp8(),
+    "mxfp8": fq.recipes.mxfp8(),
+    "nvfp4": fq.recipes.nvfp4(),
 }
 
 

@@ -9,6 +9,7 @@ import fakequant as fq
 from fakequant import recipes
 from rank_models import (
     BATCH_STATISTICS,
+    FLOATS,
     RECIPES,
     WRAPPERS,
     Residual,
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("torch_on_one_thread")  # as on the ranks
 
 def random_training(seat, recipe, wrapper="ddp", unused=False, schedule=None, **options):
     """Trains on random numbers, where the order of sums matters."""
-    model = residual(seat, RECIPES[recipe]())
+    model = residual(seat, (RECIPES | FLOATS)[recipe]())
     model.use_spare = not unused
     wrapped = WRAPPERS[wrapper](model, **options)
     optimizer = torch.optim.SGD(fqnn.param_groups(model), lr=0.05, momentum=0.9)
@@ -55,6 +56,8 @@ def random_training(seat, recipe, wrapper="ddp", unused=False, schedule=None, **
 for _recipe in RECIPES:
     for _wrapper in WRAPPERS:
         check(_recipe, _wrapper, recipe=_recipe, wrapper=_wrapper)(random_training)
+for _recipe in FLOATS:
+    check(_recipe, "ddp", recipe=_recipe)(random_training)
 for _recipe in ("int8", "lsq"):
     check(_recipe, "unused", recipe=_recipe, unused=True, find_unused_parameters=True)(random_training)
     check(_recipe, "static graph", recipe=_recipe, static_graph=True)(random_training)
@@ -199,7 +202,8 @@ def synchronized_norms(seat):
 def test_training_keeps_weights_and_ranges_equal_on_both_ranks(ranks, name):
     first, second = map(of_the_model, ranks(name))
     assert_same_tensors(first, second)
-    parameters = [path for path, _ in residual(Seat(), RECIPES[CHECKS[name].keywords["recipe"]]()).named_parameters()]
+    recipe = (RECIPES | FLOATS)[CHECKS[name].keywords["recipe"]]
+    parameters = [path for path, _ in residual(Seat(), recipe()).named_parameters()]
     assert all(first[path].isfinite().all() for path in parameters)
 
 

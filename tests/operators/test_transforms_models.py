@@ -26,6 +26,9 @@ RECIPES = {
     "int4_weight_only": fq.recipes.int4_weight_only,
     "w4a8": fq.recipes.w4a8,
     "lsq": functools.partial(fq.recipes.lsq, 4),
+    "fp8": fq.recipes.fp8,
+    "mxfp8": fq.recipes.mxfp8,
+    "nvfp4": fq.recipes.nvfp4,
 }
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 each_mode = pytest.mark.parametrize("mode", ["train", "eval"])

@@ -169,6 +169,9 @@ RECIPES = {
     "int4_weight_only": recipes.int4_weight_only(2),
     "w4a8": recipes.w4a8(target="onnxruntime-x86"),
     "lsq": recipes.lsq(4),
+    "fp8": recipes.fp8(),
+    "mxfp8": recipes.mxfp8(),
+    "nvfp4": recipes.nvfp4(),
 }
 each_recipe = pytest.mark.parametrize("config", RECIPES.values(), ids=RECIPES)
 each_model = pytest.mark.parametrize(("make", "x"), ZOO.values(), ids=ZOO)

@@ -211,6 +211,11 @@ def refuse_nan_zero_point() -> NoReturn:
 # --- codes ----------------------------------------------------------------------------------------
 
 
+def can_be_packed(spec: QuantSpec) -> bool:
+    """Returns True if codes of `spec` can be packed into fewer bits than a byte each."""
+    return (spec.bits, spec.qmin < 0) in PACKED_CODE_TYPES
+
+
 def packed_code_type(spec: QuantSpec) -> int:
     """Returns the kernels' number for packed codes of `spec`. Raises ValueError if they cannot be packed."""
     code = PACKED_CODE_TYPES.get((spec.bits, spec.qmin < 0))

@@ -5,7 +5,7 @@ import dataclasses
 
 from fakequant._cli.command import Answer, Commands, add_model
 from fakequant._cli.loading import load_data, load_model
-from fakequant._cli.summary_command import ALL_RECIPES, find_recipe, recipe_name
+from fakequant._cli.summary_command import ALL_RECIPES, FLOAT_RECIPES, find_recipe, recipe_name
 
 
 def add(commands: Commands) -> None:
@@ -30,7 +30,7 @@ def add(commands: Commands) -> None:
         help=f"how to quantize: {ALL_RECIPES}, or FILE.py:NAME of a QuantConfig (default: int8)",
     )
     parser.add_argument(
-        "--target", metavar="TARGET", help="what the model will run on (default: onnxruntime-x86 for recipes)"
+        "--target", metavar="TARGET", help="what the model will run on (default: onnxruntime-x86 for integer recipes)"
     )
 
 
@@ -41,6 +41,7 @@ def run(options: argparse.Namespace) -> Answer:
     from fakequant._diagnosis.check import check
 
     config = find_recipe(options.recipe)
-    target = options.target or (config.target if ":" in options.recipe else "onnxruntime-x86")
+    has_own_target = ":" in options.recipe or options.recipe in FLOAT_RECIPES
+    target = options.target or (config.target if has_own_target else "onnxruntime-x86")
     found = check(model, example, dataclasses.replace(config, target=target))
     return Answer(str(found), found.to_dict(), 0 if found.ok else 1)

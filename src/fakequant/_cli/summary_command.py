@@ -12,7 +12,9 @@ from fakequant._cli.short_errors import Problem
 if TYPE_CHECKING:
     from fakequant.config import QuantConfig
 
-RECIPES = ("int8", "int8_dynamic", "int4_weight_only", "w4a8")
+# Not for the integer kernels of a target.
+FLOAT_RECIPES = ("fp8", "mxfp8", "mxfp4_weight_only", "nvfp4")
+RECIPES = ("int8", "int8_dynamic", "int4_weight_only", "w4a8", *FLOAT_RECIPES)
 ALL_RECIPES = f"{', '.join(RECIPES)}, lsq2 to lsq8"
 
 

@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from fakequant._backends.torch import tensor_functions
+from fakequant._backends.torch.grid_values import step_of_each
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._diagnosis.watching import Args, Kwargs
 from fakequant._train.health import qparams_at_hand
@@ -20,6 +19,7 @@ def changed_inputs(
 ) -> tuple[Args, Kwargs]:
     """Returns the arguments with `change` applied once to each tensor that the layer quantizes.
 
+    >>> import torch
     >>> changed_inputs(nn.Linear(2, 2), (torch.ones(2),), {}, torch.neg)
     ((tensor([-1., -1.]),), {})
     """
@@ -69,7 +69,5 @@ def qparams_for(quantizer: Quantizer | Grid, x: Tensor) -> tuple[Tensor, Tensor]
 
 
 def step_of(quantizer: Quantizer | Grid, scale: Tensor, x: Tensor) -> Tensor:
-    """Returns the scale of each element of `x`, computed by dequantizing the code 1."""
-    spec = quantizer.spec
-    ones = torch.ones(x.shape, dtype=getattr(torch, spec.storage), device=x.device)
-    return tensor_functions.dequantize(ones, scale, 0, spec)
+    """Returns the distance between neighbouring values of the grid at each element of `x`."""
+    return step_of_each(scale, x, quantizer.spec)

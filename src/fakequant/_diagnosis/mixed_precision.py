@@ -37,7 +37,7 @@ class Widths:
     def in_bytes(self) -> Problem:
         """Returns the problem whose sizes are bytes, of weights and their scales."""
         pairs = zip(self.layers, self.widths)
-        return Problem(self.costs, [[weight_bytes(x.weights, bits, x.scales) for bits in ws] for x, ws in pairs])
+        return Problem(self.costs, [[_bytes(x, bits) for bits in ws] for x, ws in pairs])
 
     def in_time(self, times: Mapping[Any, Any]) -> Problem:
         """Returns the problem whose sizes are the times of layers. Layers that share a weight count together."""
@@ -92,6 +92,11 @@ def within_budget(
         )
     solution = problem.solve(limit, list(found.all_uniform().values()))
     return found.by_path(problem.filled(solution, limit, found.widths))
+
+
+def _bytes(layer: "LayerSensitivity", bits: int) -> int:
+    spec = None if layer.config is None else layer.config.weight
+    return weight_bytes(layer.weights, bits, layer.scales, "float32" if spec is None else spec.scale_format)
 
 
 def _falling(costs: list[float]) -> list[float]:

@@ -45,7 +45,8 @@ def sensitivity(
     `suggest` and `pareto` of the result choose widths by these costs. They add them up, as if errors of different
     layers did not influence each other. A grid of another width keeps the other fields of the layer's spec and its
     observer, and gets a new scale. A width that the target does not have becomes the one that it has instead. Layers
-    with `first_last_bits` keep at least those. Layers that share a weight are measured, and get their width, together.
+    with `first_last_bits` keep at least those. Weights in float formats and with block scales keep theirs. Layers that
+    share a weight are measured, and get their width, together.
 
     Without `evaluate` the score needs no labels. It is minus the error of the output of the model,
 

@@ -19,7 +19,7 @@ class Errors:
 
     # 10 log10(sum y^2 / sum (y - y_quantized)^2) of the result, in dB. Infinite if both are equal.
     sqnr: float | None
-    # The largest |x - x_quantized| / scale of the input. Rounding alone gives at most 0.5.
+    # The largest |x - x_quantized| of the input, in steps of the grid. Rounding alone gives at most 0.5.
     max_steps: float | None
     # The share of input values outside the range.
     clipped: float | None
@@ -52,7 +52,10 @@ class Sums:
         self.total += x.numel()
         self.clipped += int((~inside).sum())
         difference = (exact(quantizer(x)) - exact(expected)).abs()
-        steps = float((difference / exact(step_of(quantizer, scale, numbers))).max())
+        # Steps of a float format depend on the magnitude: those at the larger one count.
+        wanted = plain(expected).detach().to(numbers.dtype)
+        larger = torch.where(wanted.abs() > numbers.abs(), wanted, numbers)
+        steps = float((difference / exact(step_of(quantizer, scale, larger))).max())
         if self.steps is None or steps > self.steps or math.isnan(steps):  # NaN stays the largest
             self.steps = steps
 

@@ -12,7 +12,7 @@ from fakequant._diagnosis.units import Unit
 from fakequant._prepare.first_last import FirstLast, give_spec
 from fakequant._prepare.plan import config_of, read_weight
 from fakequant._prepare.prepare import preparation
-from fakequant._prepare.weight_widths import weight_at
+from fakequant._prepare.weight_widths import has_widths, weight_at
 from fakequant.config import LayerConfig, QuantConfig
 from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._layer_kinds import LayerKind
@@ -62,7 +62,8 @@ def find_choices(model: nn.Module, units: list[Unit], candidates: list[int]) -> 
     """Returns the choices of a prepared model, in its order, with the widths that each can have.
 
     A width that the target does not have becomes the one that it has instead. The layers that have `first_last_bits`
-    keep at least those; if no candidate has as many, they keep the width that they have.
+    keep at least those; if no candidate has as many, they keep the width that they have. So do weights in float formats
+    and with block scales. Raises ValueError if all are such.
     """
     made = preparation(model)
     target, first_last = _targets.find(made.config.target), made.first_last
@@ -72,6 +73,13 @@ def find_choices(model: nn.Module, units: list[Unit], candidates: list[int]) -> 
             weight = stored_weight(unit.module, _kind(unit).weight_name)
             # A weight that is computed anew whenever it is read is tied to no other.
             tied.setdefault(id(weight if isinstance(weight, nn.Parameter) else unit), []).append(unit)
+    if tied and not any(has_widths(quantizer_of(unit).spec) for group in tied.values() for unit in group):
+        raise ValueError(
+            f"`candidates` are widths of integer grids, and no weight is on one, got {candidates} for weights in "
+            f"{quantizer_of(next(iter(tied.values()))[0]).spec}.\n"
+            "The width of a float format, of MX and of NVFP4 follows from the format. Leave out `candidates`, and "
+            "compare configs with different formats instead."
+        )
     return [_choice(group, candidates, target, made.config, first_last) for group in tied.values()]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fakequant import _targets
 from fakequant._prepare.attach import find_preparation
 from fakequant._prepare.plan import Plan, config_of, read_weight
-from fakequant._prepare.weight_widths import weight_at
+from fakequant._prepare.weight_widths import has_widths, weight_at
 from fakequant._train.model_snapshot import unchanged
 from fakequant._train.running import copied
 from fakequant.config import QuantConfig
@@ -95,6 +95,21 @@ def _with_products(model: nn.Module, plan: Plan) -> Iterator[tuple[str, nn.Modul
         for product in products:
             if product.module.owner is module:
                 yield product.path, product.module
+
+
+def notes_on_formats(found: FirstLast | None, config: QuantConfig) -> list[str]:
+    """Returns notes on first and last layers with fewer bits than `first_last_bits`, because of their formats."""
+    if found is None or config.first_last_bits is None:
+        return []
+    specs = {_join(path, name): path for path in found.wide for name in _NAMES}
+    return [
+        f"{name} stays in {found.specs[name][1]}: `first_last_bits` does not widen float formats and block scales. Use "
+        f"a rule, such as config.rule({specs[name]!r}, weight=..., input=...)"
+        for name in specs
+        if name in found.specs
+        and found.specs[name][1].bits < config.first_last_bits
+        and not has_widths(found.specs[name][1])
+    ]
 
 
 def adopting_hooks(found: FirstLast | None) -> list[Callable[..., None]]:
@@ -238,7 +253,7 @@ def _wider(spec: QuantSpec, name: str, config: QuantConfig) -> QuantSpec:
     """Returns `spec` with at least `first_last_bits` bits, as far as the target allows."""
     bits, target = config.first_last_bits, _targets.find(config.target)
     assert bits is not None
-    if bits <= spec.bits or spec.granularity == "token":
+    if bits <= spec.bits or spec.granularity == "token" or not has_widths(spec):
         return spec
     if name == "input_quantizer":
         return target.fit_activation(dataclasses.replace(spec, bits=bits))

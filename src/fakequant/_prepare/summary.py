@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from fakequant._convert.left_in_float import unreached_layers
+from fakequant._prepare.first_last import notes_on_formats
 from fakequant._prepare.prepare import preparation
 from fakequant._prepare.shares import Amount, quantized_parameters, shares_in_words
 from fakequant._prepare.weight_widths import weight_bytes
@@ -39,7 +40,8 @@ class Summary:
     floats: dict[str, str]
     # Rules that matched nothing, each with similar paths.
     unmatched: list[tuple[str, list[str]]]
-    # Operands that are not quantized, and layers that no data has reached.
+    # Operands that are not quantized, formats that `first_last_bits` does not widen, and layers that no data has
+    # reached.
     notes: list[str]
     # The number of parameters of the float model.
     parameters: int
@@ -130,7 +132,7 @@ def summary(model: nn.Module) -> Summary:
         layers,
         floats,
         made.unmatched,
-        made.notes + _unreached(model),
+        made.notes + notes_on_formats(made.first_last, made.config) + _unreached(model),
         sum(p.numel() for p in _float_parameters(model)),
         before,
         after,
@@ -181,6 +183,6 @@ def _bytes(model: nn.Module) -> tuple[int, int]:
         quantizer = getattr(module, "weight_quantizer", None)
         if isinstance(module, QuantizedLayer) and isinstance(quantizer, Quantizer):
             weight = stored_weight(module, module._fakequant.kind.weight_name)
-            scales = prod(quantizer._blocks or ())
-            sizes[id(weight)] = weight_bytes(weight.numel(), quantizer.spec.bits, scales)
+            scales, spec = prod(quantizer._blocks or ()), quantizer.spec
+            sizes[id(weight)] = weight_bytes(weight.numel(), spec.bits, scales, spec.scale_format)
     return before, sum(sizes.values())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant._backends.torch import tensor_functions
+from fakequant._backends.torch.grid_values import number_of_values, places_of
 from fakequant._train.model_snapshot import unchanged
 from fakequant._train.running import Data, check_module, evaluating, run
 from fakequant._util.text_table import table
@@ -31,7 +32,7 @@ class QuantizerHealth:
     # Share of values outside the range. Values less than a step outside count too: a symmetric grid can end half a
     # step before the largest value.
     clipped: float | None
-    # Share of codes that occur.
+    # Share of codes that occur: of a float format, share of its finite values.
     levels_used: float | None
     # Largest relative change of a scale since the previous call.
     scale_drift: float | None
@@ -195,7 +196,8 @@ class _Counts:
         self.total += x.numel()
         self.clipped += int((~inside).sum())
         if spec.bits <= 16:
-            used = torch.bincount(self.codes.flatten().long() - spec.qmin, minlength=spec.levels) > 0
+            places = places_of(self.codes.flatten(), spec)
+            used = torch.bincount(places[places >= 0], minlength=number_of_values(spec)) > 0
             self.used = used if self.used is None else self.used | used
 
 

@@ -6,6 +6,7 @@ An integer runtime adds the bias to sums of products of codes, so the bias is ro
 
 If a batch norm will be folded into the layer, the deployed bias includes its mean and beta. Evaluation adds the
 deployed bias, so that its results are those of the deployed model. Training adds it once batch norms are frozen.
+Products of float formats are summed as floats, and so their bias stays a float.
 """
 
 from typing import TYPE_CHECKING, Protocol
@@ -101,12 +102,18 @@ def will_fold(norm: BatchNorm | None, x: Tensor, weight: Tensor) -> bool:
 
 
 def scales_of_sums(layer: PreparedLayer, weight_dims: int) -> tuple[Tensor, Tensor] | None:
-    """Returns the scale of the input, and of the weight per output channel; None if they vary within a sum."""
+    """Returns the scale of the input, and of the weight per output channel; None if the sums are not integers.
+
+    Sums are integers times a scale if the codes of input and weight are integers, and their scales do not vary within a
+    sum.
+    """
     x = layer.input_quantizer or layer._fakequant.input_grid
     weight = layer.weight_quantizer
     if x is None or not x._quantizing or x._blocks is None:
         return None
     if weight is None or not weight._quantizing or weight._blocks is None:
+        return None
+    if x.spec.float_format is not None or weight.spec.float_format is not None:
         return None
     if x.spec.axis is not None or x.is_dynamic or not has_one_scale_per_sum(layer, weight.spec, weight_dims):
         return None

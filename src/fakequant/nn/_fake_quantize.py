@@ -1,9 +1,10 @@
 """`FakeQuantize`: a quantizer whose scale comes from an observer."""
 
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -80,6 +81,9 @@ class FakeQuantize(Quantizer):
     running_max: Tensor
     # The number of tensors seen within `averaging_evenly`.
     _tensors: int | None = None
+    # The last result of a quantizer that stores no scales, and its scale and zero point. A thread that finds the result
+    # of another thread here finds no scales.
+    _last: tuple["weakref.ref[Tensor]", Tensor, Tensor] | None = None
 
     def __init__(
         self,
@@ -251,11 +255,24 @@ class FakeQuantize(Quantizer):
         scale, zero_point = torch.empty_like(lo), torch.empty_like(lo, dtype=torch.int32)
         hi = -lo
         y = self._fused(x, lo, hi, scale, zero_point)
+        if self._blocks is None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # Not by `setattr`, which is slow in a module.
+            self.__dict__["_last"] = weakref.ref(y, self._forget_last), scale, zero_point
         if self._blocks is not None:
             buffers = (self.running_min, self.running_max, self.scale, self.zero_point)
             for buffer, value in zip(buffers, (lo, hi, scale, zero_point), strict=True):
                 buffer.copy_(value)
         return y
+
+    def _forget_last(self, result: "weakref.ref[Tensor]") -> None:
+        if self._last is not None and self._last[0] is result:
+            self._last = None
+
+    def _qparams_for(self, y: Tensor) -> QParams[Tensor] | None:
+        last = self._last  # read once: another thread may replace it
+        if self._blocks is not None or last is None:
+            return super()._qparams_for(y)
+        return QParams(*last[1:]) if last[0]() is y else None
 
     def _quantize_by_observer(self, x: Tensor, ranks: Ranks, *, remember: bool = True) -> Tensor:
         """Quantizes with the range that the observer finds in `x` alone: 0 to 0 if there is no finite value."""
@@ -329,6 +346,7 @@ class FakeQuantize(Quantizer):
         """Quantizes `x` after updating the running range, scale and zero point with it, in place."""
         if self.spec.group_size is not None:
             self._check_blocks(x)
+        self.saw_only_finite = False  # unless the fast path finds that out
         if has_short_block(tuple(x.shape), self.spec):
             return self._fused_short_blocks(x, running_min, running_max, scale, zero_point)
         y = self._observe_compiled(x, running_min, running_max, scale, zero_point, quantize=True)
@@ -461,6 +479,9 @@ class FakeQuantize(Quantizer):
             )
 
     # --- state ------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in super().__getstate__().items() if name != "_last"}
 
     def run_deferred(self) -> None:
         """Updates the scale if necessary, and warns once of non-finite values."""

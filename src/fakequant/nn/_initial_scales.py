@@ -24,7 +24,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 def largest_scale(spec: QuantSpec) -> float:
     """Returns the largest scale for which every value on the grid is finite."""
-    return _LARGEST / spec.levels
+    return _LARGEST / max(spec.levels, 2 * spec.largest)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -170,6 +170,13 @@ class Quantizer(Switched):
         """Returns scale (float32) and zero point (int32)."""
         raise NotImplementedError
 
+    def _qparams_for(self, y: Tensor) -> QParams[Tensor] | None:
+        """Returns scale and zero point of `y`, a result of this quantizer that was just computed, or None if unknown.
+
+        They are tensors that later calls do not change.
+        """
+        return None if self._blocks is None else QParams(self.scale.clone(), self.zero_point.clone())
+
     def settings(self) -> Settings:
         """Returns everything that decides how tensors are quantized, except what was observed or learned."""
         return type(self), self.spec, self._observing, self._quantizing, self._frozen

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from fakequant._backends.checks import can_be_packed
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.plain_memory import is_eager
 from fakequant._backends.torch.torch_private import saved_tensor_hooks
@@ -133,7 +134,7 @@ def saving_codes(
         replaced[x.untyped_storage().data_ptr()] = encoded
     smallest = _SMALLEST if is_large else 4 * _SMALLEST
     if weight.numel() >= smallest and quantizer is not None and _can_save(weight, quantizer):
-        recomputed = _Replaced(weight, lambda view: _again(source, quantizer, view))
+        recomputed = _Replaced(weight, lambda view: _again(source, weight, quantizer, view))
         replaced[weight.untyped_storage().data_ptr()] = recomputed
     if not replaced or saved_tensor_hooks() is not None:
         return nullcontext()
@@ -146,26 +147,30 @@ def is_saving() -> bool:
 
 
 def _can_save(x: Tensor, quantizer: Quantizer) -> bool:
-    if not quantizer.quantizing or quantizer.spec.bits > 8 or quantizer._blocks is None:
+    if not quantizer.quantizing or quantizer.spec.bits > 8:
         return False
     return x.dtype != torch.float64 and x.is_contiguous() and is_eager(x)
 
 
-def _copied_qparams(quantizer: Quantizer) -> tuple[Tensor, Tensor | int]:
-    """Returns copies of scale and zero point, which the next step may change."""
-    return quantizer.scale.clone(), 0 if quantizer.spec.symmetric else quantizer.zero_point.clone()
+def _qparams_for(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor | int] | None:
+    """Returns scale and zero point of `x`, which the next step does not change, or None if they are not known."""
+    found = quantizer._qparams_for(x)
+    if found is None:
+        return None
+    return found.scale, 0 if quantizer.spec.symmetric else found.zero_point
 
 
 def _encode(x: Tensor, quantizer: Quantizer, view: _View) -> _Codes | None:
+    qparams = _qparams_for(x, quantizer)
     x = x.detach()
-    if not quantizer.saw_only_finite and bool(x.sum().isnan()):  # a NaN, or a sum that overflowed
+    if qparams is None or (not quantizer.saw_only_finite and bool(x.sum().isnan())):  # a NaN, or an overflow
         return None
     spec = quantizer.spec
-    scale, zero_point = _copied_qparams(quantizer)
-    packed = spec.bits in (2, 4)
-    codes = tensor_functions.quantize(x, scale, zero_point, spec, packed=packed)
-    return _Codes(codes, scale, zero_point, spec, tuple(x.shape) if packed else None, x.dtype, view)
+    packed = can_be_packed(spec)
+    codes = tensor_functions.quantize(x, *qparams, spec, packed=packed)
+    return _Codes(codes, *qparams, spec, tuple(x.shape) if packed else None, x.dtype, view)
 
 
-def _again(weight: Tensor, quantizer: Quantizer, view: _View) -> _Again:
-    return _Again(weight, weight._version, *_copied_qparams(quantizer), quantizer.spec, view)
+def _again(source: Tensor, weight: Tensor, quantizer: Quantizer, view: _View) -> _Again | None:
+    qparams = _qparams_for(weight, quantizer)
+    return None if qparams is None else _Again(source, source._version, *qparams, quantizer.spec, view)

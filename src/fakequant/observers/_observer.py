@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.types import Device
 
+from fakequant._backends.kernel_enums import scale_rule_name
 from fakequant._backends.torch.process_ranks import ALONE, Ranks
 from fakequant._backends.torch.tensor_kernels import Observation, updated_range
 from fakequant.functional import Update
@@ -156,9 +157,8 @@ class _Running(Observer):
         lo, hi = seen.min, seen.max
         if spec.granularity != "token":  # every rank has its own tokens
             lo, hi = ranks.range(lo, hi)
-        new = updated_range(
-            state["running_min"], state["running_max"], lo, hi, Observation(*self._in_kernel, 0.0, False)
-        )
+        how = Observation(*self._in_kernel, 0.0, False, scale_rule_name(spec))
+        new = updated_range(state["running_min"], state["running_max"], lo, hi, how)
         for name, value in zip(("running_min", "running_max"), new, strict=True):
             state[name].copy_(value)
         return (seen.nan + seen.posinf + seen.neginf).sum()

@@ -38,7 +38,7 @@ def adaround(
     they run, with the inputs of the quantized model, so that a layer also compensates for errors before it.
 
     Weights become points of their grids, and scales of weights are frozen. The model trains, converts and exports as
-    before.
+    before. Weights in float formats, whose steps are not equal, are not changed: `gptq` rounds them.
 
     Args:
         model: A prepared and calibrated model.
@@ -79,6 +79,7 @@ def adaround(
         steps=steps,
         reference=reference,
         progress=progress,
+        needs_equal_steps=True,
     )
 
 

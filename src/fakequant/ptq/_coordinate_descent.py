@@ -28,7 +28,7 @@ def descend(problem: "Problem", codes: Tensor) -> Tensor:
     >>> descend(Problem(w, torch.ones(1, 1, 2), torch.zeros(1, 1, 2), -8, 7, moments), torch.zeros(1, 1, 2))
     tensor([[[1., 0.]]])
     """
-    a, qmin, qmax = problem.moments.a, problem.qmin, problem.qmax
+    a, is_float = problem.moments.a, problem.float_grid is not None
     slope = problem.values(codes.double()) @ a - problem.moments.b  # half the gradient
     # With inputs on axis 1, the outputs of one input are neighbours in memory.
     codes, slope, scale = (t.double().transpose(1, 2).contiguous() for t in (codes, slope, problem.scale))
@@ -39,7 +39,11 @@ def descend(problem: "Problem", codes: Tensor) -> Tensor:
             end = min(start + _BLOCK, codes.shape[1])
             changes = torch.zeros_like(codes[:, start:end])
             for k in range(start, end):
-                wanted = (codes[:, k] - torch.round(slope[:, k] / curvature[:, k])).clamp(qmin, qmax)
+                best = slope[:, k] / curvature[:, k]  # how far the code is above the best number
+                if is_float:
+                    wanted = problem.rounded(codes[:, k] - best, codes[:, k])
+                else:
+                    wanted = (codes[:, k] - torch.round(best)).clamp(problem.qmin, problem.qmax)
                 change = (wanted - codes[:, k]) * scale[:, k]
                 codes[:, k], changes[:, k - start] = wanted, change
                 slope[:, start:end] += a[:, start:end, k, None] * change[:, None]

@@ -37,7 +37,8 @@ def gptq(
 
     The start is not the weight of the float model, but the weight with the least error for the inputs of the quantized
     model. So a layer also compensates for errors before it. Finally, single codes are changed where this lowers
-    the error. Scales, and scales of groups, are those of the float weight.
+    the error. Scales, and scales of groups and blocks, are those of the float weight. Weights in float formats, MX and
+    NVFP4 are rounded to the values of their format.
 
     Weights become points of their grids, and scales of weights are frozen. The model trains, converts and exports as
     before.
@@ -89,11 +90,11 @@ def _round_columns(problem: Problem, act_order: bool) -> Tensor:
     start = torch.cholesky_solve(b.take_along_dim(columns, 2).transpose(1, 2), lower).transpose(1, 2)
     upper = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
     scale, zero_point = (t.double().take_along_dim(columns, 2) for t in (problem.scale, problem.zero_point))
-    codes = _compensated(start.contiguous(), scale, zero_point, upper, (problem.qmin, problem.qmax))
+    codes = _compensated(start.contiguous(), scale, zero_point, upper, problem)
     return codes.take_along_dim(columns.argsort(2), 2).float()
 
 
-def _compensated(w: Tensor, scale: Tensor, zero_point: Tensor, upper: Tensor, limits: tuple[int, int]) -> Tensor:
+def _compensated(w: Tensor, scale: Tensor, zero_point: Tensor, upper: Tensor, problem: Problem) -> Tensor:
     """Returns the codes of matrices, rounded column by column. Changes `w`."""
     codes = torch.empty_like(w)
     columns = w.shape[2]
@@ -101,7 +102,7 @@ def _compensated(w: Tensor, scale: Tensor, zero_point: Tensor, upper: Tensor, li
         end = min(start + _BLOCK, columns)
         errors = torch.empty_like(w[..., start:end])
         for k in range(start, end):
-            code = (torch.round(w[..., k] / scale[..., k]) + zero_point[..., k]).clamp(*limits)
+            code = problem.rounded(w[..., k] / scale[..., k], zero_point[..., k])
             error = (w[..., k] - (code - zero_point[..., k]) * scale[..., k]) / upper[:, None, k, k]
             w[..., k:end] -= error[..., None] * upper[:, None, k, k:end]
             codes[..., k], errors[..., k - start] = code, error

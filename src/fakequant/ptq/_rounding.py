@@ -8,6 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from fakequant._backends.torch import tensor_functions
 from fakequant._train.running import Bar, Data
 from fakequant.nn._layer_kinds import AnyLayer
 from fakequant.nn._records import float_class_of
@@ -18,6 +19,7 @@ from fakequant.ptq._moments import Moments, moments_of, rows_of
 from fakequant.ptq._paired_runs import PairedRuns
 from fakequant.ptq._undoing import undone_on_error
 from fakequant.ptq._weight_grids import WeightGrid, reasons_against_rounding, weight_grid
+from fakequant.spec import QuantSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +28,8 @@ class Problem:
 
         weight = (codes - zero_point) * scale, qmin <= codes <= qmax
 
+    The codes of a float format are its values here, in units of the scale, instead of bit patterns.
+
     Attributes:
         weight: The float weight, as matrices.
         scale: The scale of each weight.
@@ -33,6 +37,7 @@ class Problem:
         qmin: The lowest code.
         qmax: The highest code.
         moments: The error of the layer's result, damped.
+        float_grid: The float format, for one scale per tensor. None for integers.
     """
 
     weight: Tensor
@@ -41,6 +46,13 @@ class Problem:
     qmin: int
     qmax: int
     moments: Moments
+    float_grid: QuantSpec | None = None
+
+    def rounded(self, steps: Tensor, zero_point: Tensor) -> Tensor:
+        """Returns the codes nearest to values in units of the scale."""
+        if self.float_grid is not None:
+            return tensor_functions.fake_quantize(steps, 1.0, 0, self.float_grid)
+        return (torch.round(steps) + zero_point).clamp(self.qmin, self.qmax)
 
     def values(self, codes: Tensor) -> Tensor:
         """Returns the weights of codes."""
@@ -48,7 +60,7 @@ class Problem:
 
     def nearest(self) -> Tensor:
         """Returns the codes nearest to the float weight."""
-        return (torch.round(self.weight / self.scale) + self.zero_point).clamp(self.qmin, self.qmax)
+        return self.rounded(self.weight / self.scale, self.zero_point)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +102,7 @@ def round_layers(
     steps: int | None,
     reference: nn.Module | None,
     progress: bool,
+    needs_equal_steps: bool = False,
 ) -> Changes:
     """Rounds the weights of a prepared model with a solver, in place, and returns the SQNR of the layers' results.
 
@@ -100,7 +113,7 @@ def round_layers(
     chosen = layer_filter("layers", layers)
     blocks = blocks or Blocks({}, 0)
     with undone_on_error(model), PairedRuns(model, data, steps, reference, rows_of) as runs:
-        reasons = reasons_against_rounding(model, runs.layers)
+        reasons = reasons_against_rounding(model, runs.layers, needs_equal_steps=needs_equal_steps)
         changes: dict[str, LayerChange] = {}
         grids: dict[str, WeightGrid] = {}
         with Bar(total=len(runs.called), desc=name, disable=not progress, leave=False) as bar:
@@ -181,6 +194,7 @@ def _round(grid: WeightGrid, moments: Moments, solve: Solver, damping: float) ->
         spec.qmin,
         spec.qmax,
         moments.damped(damping),
+        None if spec.float_format is None else QuantSpec(format=spec.format),
     )
     codes = best_codes(problem, solve)
     grid.write(form.weight(codes, grid.weight))

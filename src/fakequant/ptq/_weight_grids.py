@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant._backends.torch import tensor_functions
+from fakequant._backends.torch.grid_values import scale_of_each
 from fakequant._diagnosis.inputs import qparams_for
 from fakequant.nn._expert_product import ExpertProduct
 from fakequant.nn._fake_quantize import FakeQuantize
@@ -20,6 +21,8 @@ class WeightGrid:
     """The weight of a layer, with the scale and zero point of every element.
 
     weight ~ (code - zero_point) * scale, qmin <= code <= qmax
+
+    In a float format, codes are its values here, in units of the scale.
     """
 
     layer: AnyLayer
@@ -44,7 +47,10 @@ class WeightGrid:
     def write(self, codes: Tensor) -> None:
         """Sets the weight to the values of the codes, and keeps the scale from changing with it."""
         spec = self.quantizer.spec
-        stored = codes.to(getattr(torch, spec.storage))
+        if spec.float_format is None:
+            stored = codes.to(getattr(torch, spec.storage))
+        else:  # values of the format, in units of the scale
+            stored = tensor_functions.quantize(codes.float() * self.scale, *self.qparams, spec)
         values = tensor_functions.dequantize(stored, *self.qparams, spec, dtype=self.weight.dtype)
         keep_scale(self.quantizer, self.qparams)
         _write(self.layer, values)
@@ -61,8 +67,7 @@ def weight_grid(layer: AnyLayer, float_weight: Tensor | None = None) -> WeightGr
     weight: Tensor = layer._fakequant.kind.read_weight(layer).detach()
     scale, zero_point = qparams_for(quantizer, weight)
     spec = quantizer.spec
-    ones = torch.ones(weight.shape, dtype=getattr(torch, spec.storage), device=weight.device)
-    steps = tensor_functions.dequantize(ones, scale, 0, spec)
+    steps = scale_of_each(scale, weight, spec)
     zeros = tensor_functions.quantize(torch.zeros_like(weight), scale, zero_point, spec)
     weight = weight if float_weight is None else float_weight.to(weight.dtype)
     return WeightGrid(layer, weight.clone(), steps, zeros.float(), (scale.clone(), zero_point.clone()))
@@ -77,21 +82,31 @@ def keep_scale(quantizer: Quantizer, qparams: tuple[Tensor, Tensor]) -> None:
         quantizer.frozen = True
 
 
-def reasons_against_rounding(model: nn.Module, layers: dict[str, AnyLayer]) -> dict[str, str]:
-    """Returns why the weights of some layers cannot be rounded in place, by path."""
+def reasons_against_rounding(
+    model: nn.Module, layers: dict[str, AnyLayer], *, needs_equal_steps: bool
+) -> dict[str, str]:
+    """Returns why the weights of some layers cannot be rounded in place, by path.
+
+    Args:
+        model: The prepared model.
+        layers: Its layers, by path.
+        needs_equal_steps: Whether the method does not round weights in float formats.
+    """
     users = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     found = {}
     for path, layer in layers.items():
-        reason = _reason(layer, users)
+        reason = _reason(layer, users, needs_equal_steps)
         if reason is not None:
             found[path] = reason
     return found
 
 
-def _reason(layer: AnyLayer, users: Counter[int]) -> str | None:
+def _reason(layer: AnyLayer, users: Counter[int], needs_equal_steps: bool) -> str | None:
     quantizer = layer.weight_quantizer
     if quantizer is None or not quantizer.quantizing:
         return "its weight is not quantized"
+    if needs_equal_steps and quantizer.spec.float_format is not None:
+        return f"its weight is in {quantizer.spec.format}, whose steps are not equal"
     kind = layer._fakequant.kind
     stored = stored_weight(layer, kind.weight_name)
     if not isinstance(stored, nn.Parameter):

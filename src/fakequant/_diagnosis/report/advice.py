@@ -84,11 +84,16 @@ def _nonfinite(health: QuantizerHealth) -> Finding | None:
 
 
 def _clipped(health: QuantizerHealth, counts: TensorCounts) -> Finding | None:
-    limit = CLIPPED_OF_FEW if counts.spec.levels <= FEW else CLIPPED
+    limit = CLIPPED_OF_FEW if counts.levels <= FEW else CLIPPED
     # Symmetric grids clip the largest value by half a step, which is no worse than rounding: only `far` counts.
     if health.clipped is None or counts.far <= limit * counts.total:
         return None
-    if counts.kind == "weight":
+    if counts.spec.has_block_scales:
+        help = (
+            "Use scale_rule='rceil' or 'ceil': the power of two that 'floor' chooses can be too small for the largest "
+            "values of a block."
+        )
+    elif counts.kind == "weight":
         help = (
             "Use one scale per channel and the current range of the weights, or continue training with a learned "
             "scale. A learned scale that is much too small needs a different initial value (`weight_observer`) or a "
@@ -103,14 +108,16 @@ def _clipped(health: QuantizerHealth, counts: TensorCounts) -> Finding | None:
 
 
 def _unused(counts: TensorCounts) -> Finding | None:
-    possible = min(counts.spec.levels, counts.total, len(counts.codes))
-    limit = USED_OF_FEW if counts.spec.levels <= FEW else USED
-    if not possible or counts.used >= limit * possible or counts.spec.levels < 4:
+    if counts.spec.float_format is not None and counts.spec.bits == 8:
+        return None  # most of its values are close to zero: tensors are not expected to use them
+    possible = min(counts.levels, counts.total, len(counts.codes))
+    limit = USED_OF_FEW if counts.levels <= FEW else USED
+    if not possible or counts.used >= limit * possible or counts.levels < 4:
         return None
     if _nearest_to_an_end(counts) < FAR_FROM_ENDS:
         return Finding(
             "few codes",
-            f"{counts.used:,} of {counts.spec.levels:,} codes occur, and none near an end: the scale is much too large "
+            f"{counts.used:,} of {counts.levels:,} codes occur, and none near an end: the scale is much too large "
             "for all values.",
             "The cause is not an outlier. Give a learned scale a different initial value (`weight_observer` or "
             "`activation_observer`, such as observers.MSE()) or a lower learning rate. Calibrate an observed scale "
@@ -118,7 +125,7 @@ def _unused(counts: TensorCounts) -> Finding | None:
         )
     return Finding(
         "few codes",
-        f"{counts.used:,} of {counts.spec.levels:,} codes occur: the range is much wider than most of the values need.",
+        f"{counts.used:,} of {counts.levels:,} codes occur: the range is much wider than most of the values need.",
         "Look for outliers in the histogram. Use observers.Percentile() or observers.MSE(), one scale per channel or "
         "group, or fewer bits. Inputs with few different values, such as images with few grey levels, need no change.",
     )
@@ -127,6 +134,8 @@ def _unused(counts: TensorCounts) -> Finding | None:
 def _nearest_to_an_end(counts: TensorCounts) -> float:
     """Returns how close the used codes come to an end of the range: 0 is the zero point, 1 is the end."""
     spec = counts.spec
+    if spec.float_format is not None:
+        return float(abs(spec.float_format.grid()[counts.codes.numpy() > 0]).max()) / spec.largest
     if len(counts.codes) < spec.levels or (counts.one_grid is None and not spec.symmetric):
         return 1.0  # unknown
     zero = 0 if counts.one_grid is None else round(counts.one_grid[1])
@@ -147,7 +156,7 @@ def _drift(health: QuantizerHealth) -> Finding | None:
 
 
 def _oscillating(health: QuantizerHealth, counts: TensorCounts) -> Finding | None:
-    limit = OSCILLATING_OF_FEW if counts.spec.levels <= FEW else OSCILLATING
+    limit = OSCILLATING_OF_FEW if counts.levels <= FEW else OSCILLATING
     if health.oscillating is None or health.oscillating <= limit:
         return None
     return Finding(

@@ -16,6 +16,7 @@ from fakequant._diagnosis.report.model_figures import (
 )
 from fakequant._diagnosis.report.pieces import Cell, Drawn, Figures, decibel, number, percent
 from fakequant._diagnosis.report.tensor_figures import draw_levels, draw_values
+from fakequant._diagnosis.report.tensors import TensorCounts
 from fakequant._prepare.summary import Summary
 
 if TYPE_CHECKING:
@@ -37,12 +38,12 @@ def tensor_entry(figures: Figures, judged: Judged) -> Entry:
     values = figures.draw(
         f"{path}-values",
         f"{path}: values",
-        f"Values of {what} on the grid.{scaled} Look for values outside the shaded range, which are clipped, and for a "
-        "range that is much wider than most values need.",
+        f"Values of {what} on the grid.{scaled}{_lines(counts)} Look for values outside the shaded range, which are "
+        "clipped, and for a range that is much wider than most values need.",
         draw_values,
         counts,
     )
-    mean = "" if counts.spec.levels <= 64 else " Bars are means over neighbouring codes."
+    mean = "" if counts.levels <= 64 else " Bars are means over neighbouring codes."
     levels = figures.draw(
         f"{path}-codes",
         f"{path}: codes",
@@ -64,6 +65,14 @@ def tensor_entry(figures: Figures, judged: Judged) -> Entry:
         "findings": judged.findings,
         "figures": [values, levels],
     }
+
+
+def _lines(counts: TensorCounts) -> str:
+    if counts.spec.float_format is None:
+        return ""
+    if counts.levels <= 32:
+        return " Lines are the values of the format."
+    return " Lines are powers of two: there the steps of the format double."
 
 
 def quantizer_row(judged: Judged, has_figure: bool) -> Entry:

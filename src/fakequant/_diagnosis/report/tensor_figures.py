@@ -17,6 +17,8 @@ DRAWN = 64
 # A bar below this share of the highest one is hardly visible.
 _TOO_LOW = 0.05
 _HEIGHT = 2.4
+# The maximum number of values whose places on the grid are marked, and of powers of two.
+_LINES, _POWERS = 32, 5
 
 
 def draw_values(counts: TensorCounts) -> Figure:
@@ -29,11 +31,10 @@ def draw_values(counts: TensorCounts) -> Figure:
         scale, zero_point = counts.one_grid
         edges = (edges - zero_point) * scale
     axes.axvspan(edges[n], edges[2 * n], color=BAND, linewidth=0, zorder=0)
-    if counts.spec.levels <= 32:
-        middle = edges[n] + (np.arange(counts.spec.levels) + 0.5) * (edges[2 * n] - edges[n]) / counts.spec.levels
-        axes.vlines(
-            middle, 0, 0.86, transform=axes.get_xaxis_transform(), color=MUTED, alpha=0.45, linewidth=0.7, zorder=1
-        )
+    lines = _grid_lines(counts)
+    if counts.one_grid is not None:
+        lines = (lines - counts.one_grid[1]) * counts.one_grid[0]
+    axes.vlines(lines, 0, 0.86, transform=axes.get_xaxis_transform(), color=MUTED, alpha=0.45, linewidth=0.7, zorder=1)
     shares = heights / max(counts.total, 1)
     use_log = _use_log(shares)
     floor = _set_scale(axes, shares, use_log)
@@ -50,10 +51,12 @@ def draw_values(counts: TensorCounts) -> Figure:
 def draw_levels(counts: TensorCounts) -> Figure:
     """Draws how often each code occurs. With many levels, bars are means over neighbouring codes."""
     figure, axes = new_figure(_HEIGHT)
-    spec = counts.spec
+    levels = counts.levels
     shares = counts.codes.numpy().astype(float) / max(counts.total, 1)
-    first, width = float(spec.qmin), spec.levels / len(shares)
-    per_level = spec.levels <= DRAWN
+    # Values of a float format stand side by side, at equal distances, with 0 in the middle.
+    first = float(counts.spec.qmin if counts.spec.float_format is None else -(levels // 2))
+    width = levels / len(shares)
+    per_level = levels <= DRAWN
     cuts = np.linspace(0, len(shares), min(len(shares), DRAWN) + 1).round().astype(int)
     starts, widths = first + cuts[:-1] * width, np.diff(cuts) * width
     heights = np.add.reduceat(shares, cuts[:-1]) / widths
@@ -68,14 +71,59 @@ def draw_levels(counts: TensorCounts) -> Figure:
     clipped[0] += counts.below / widths[0]
     clipped[-1] += counts.above / widths[-1]
     _bars(axes, left, right, np.maximum(heights - clipped / max(counts.total, 1), floor), heights, WARN)
-    margin = 0.02 * spec.levels + 0.5
-    axes.set_xlim(spec.qmin - margin, spec.qmax + margin)
-    axes.xaxis.set_major_locator(MaxNLocator(9 if spec.levels < 10000 else 5, integer=True))
-    axes.set_xlabel("code")
+    margin = 0.02 * levels + 0.5
+    axes.set_xlim(first - margin, first + levels - 1 + margin)
+    _label_codes(axes, counts)
     axes.set_ylabel(("share of values" if per_level else "mean share per code") + (", log" if use_log else ""))
-    known = "" if spec.levels == len(shares) else " bins of codes"
+    known = "" if levels == len(shares) else " bins of codes"
     axes.text(1, 0.985, f"{counts.used:,} of {len(shares):,}{known or ' codes'} occur", **_at_top(axes, "right", INK))
     return figure
+
+
+def _grid_lines(counts: TensorCounts) -> np.ndarray:
+    """Returns the positions of all values of a grid with few of them.
+
+    With more, a float format has lines at powers of two, where its steps double, and an integer grid has none.
+    """
+    form = counts.spec.float_format
+    if form is None:
+        return np.arange(counts.spec.qmin, counts.spec.qmax + 1.0) if counts.levels <= _LINES else np.zeros(0)
+    if counts.levels <= _LINES:
+        return form.grid().astype(float)
+    highest = int(np.log2(form.largest))
+    lowest = max(highest - _POWERS, 1 - form.bias)  # closer ones cannot be told apart
+    powers = 2.0 ** np.arange(lowest, highest + 1)
+    return np.concatenate([-powers[::-1], powers])
+
+
+def _label_codes(axes: Axes, counts: TensorCounts) -> None:
+    """Labels the axis of codes: with codes, or with the values of a float format."""
+    form = counts.spec.float_format
+    if form is None:
+        axes.xaxis.set_major_locator(MaxNLocator(9 if counts.levels < 10000 else 5, integer=True))
+        axes.set_xlabel("code")
+        return
+    grid, middle = form.grid(), counts.levels // 2
+    if counts.levels <= _LINES:
+        places = np.arange(-middle, middle + 1)
+    else:  # every second, fourth, ... power of two
+        powers = np.flatnonzero(np.frexp(grid[middle + 1 :])[0] == 0.5) + 1
+        powers = powers[:: -max(1, len(powers) // 4)][::-1]
+        powers = powers[powers > 0.08 * counts.levels]  # labels next to that of 0 would cover it
+        places = np.concatenate([-powers[::-1], [0], powers])
+    axes.set_xticks(places, [_short(float(grid[place + middle])) for place in places])
+    axes.set_xlabel("value / scale, one bar per value of the format")
+
+
+def _short(value: float) -> str:
+    """Formats a value of a float format.
+
+    >>> _short(-1.5), _short(448.0), _short(2.0**-9)
+    ('-1.5', '448', '2^-9')
+    """
+    if value and abs(value) < 0.1 and np.frexp(abs(value))[0] == 0.5:
+        return f"{'-' if value < 0 else ''}2^{int(np.log2(abs(value)))}"
+    return f"{value + 0.0:g}"  # + 0.0: no negative zero
 
 
 def _bars(axes: Axes, left: np.ndarray, right: np.ndarray, bottom: np.ndarray, top: np.ndarray, color: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant._backends.torch import tensor_functions
+from fakequant._backends.torch.grid_values import number_of_values, places_of, scale_of_each
 from fakequant._train.health import qparams_for
 from fakequant.nn._bounded_parameters import whole
 from fakequant.nn._model_quantizers import quantizers
@@ -26,7 +27,8 @@ COUNTED = 1 << 16
 class TensorCounts:
     """The counts of one quantized tensor, over all batches.
 
-    The position of a value is value / scale + zero point: its code before it is rounded and clipped.
+    The position of a value is value / scale + zero point: before it is rounded and clipped, it is the code of an
+    integer grid, and a value of a float format.
     """
 
     path: str
@@ -43,7 +45,7 @@ class TensorCounts:
     bins: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0))
     under: int = 0
     over: int = 0
-    # How often each code occurs, starting at qmin.
+    # How often each value of the grid occurs, in ascending order.
     codes: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0))
     signal: float = 0.0
     noise: float = 0.0
@@ -52,19 +54,39 @@ class TensorCounts:
 
     def __post_init__(self) -> None:
         self.bins = torch.zeros(3 * self.inside, dtype=torch.int64)
-        self.codes = torch.zeros(min(self.spec.levels, COUNTED), dtype=torch.int64)
+        self.codes = torch.zeros(min(self.levels, COUNTED), dtype=torch.int64)
+
+    @property
+    def levels(self) -> int:
+        """The number of values of the grid."""
+        return number_of_values(self.spec)
+
+    @property
+    def ends(self) -> tuple[float, float, float]:
+        """The positions of the lowest and the highest value, and the last step before them."""
+        form = self.spec.float_format
+        if form is None:
+            return float(self.spec.qmin), float(self.spec.qmax), 1.0
+        return -form.largest, form.largest, form.largest - float(form.grid()[-2])
+
+    @property
+    def width(self) -> float:
+        """The width of the range in positions: half a step more than its values on either side."""
+        low, high, step = self.ends
+        return high - low + step
 
     @property
     def inside(self) -> int:
         """The number of bins inside the range. A step has a whole number of bins, unless a bin covers several steps."""
-        levels = self.spec.levels
-        return levels * max(1, round(BINS / levels)) if levels <= 2 * BINS else BINS
+        form = self.spec.float_format
+        steps = self.spec.levels if form is None else round(self.width / form.smallest)
+        return steps * max(1, round(BINS / steps)) if steps <= 2 * BINS else BINS
 
     @property
     def edges(self) -> Tensor:
         """The edges of the bins of positions. The range is the middle third."""
-        spec, width = self.spec, self.spec.levels / self.inside
-        return spec.qmin - 0.5 + width * (torch.arange(3 * self.inside + 1, dtype=torch.float64) - self.inside)
+        (low, _, step), width = self.ends, self.width / self.inside
+        return low - step / 2 + width * (torch.arange(3 * self.inside + 1, dtype=torch.float64) - self.inside)
 
     @property
     def clipped(self) -> float:
@@ -88,12 +110,12 @@ class TensorCounts:
         x = x.detach()
         self.shape = tuple(x.shape)
         y, inside = tensor_functions.fake_quantize(x, scale, zero_point, self.spec, mask="bool")
-        codes = tensor_functions.quantize(x, scale, zero_point, self.spec).flatten().long()
+        places = places_of(tensor_functions.quantize(x, scale, zero_point, self.spec).flatten(), self.spec)
         outside = ~inside.flatten()
         self.total += x.numel()
-        self.below += int((outside & (codes == self.spec.qmin)).sum())
-        self.above += int((outside & (codes == self.spec.qmax)).sum())
-        self.codes += torch.bincount(self._index(codes), minlength=len(self.codes)).cpu()
+        self.below += int((outside & (places == 0)).sum())
+        self.above += int((outside & (places == self.levels - 1)).sum())
+        self.codes += torch.bincount(self._index(places[places >= 0]), minlength=len(self.codes)).cpu()
         self._add_positions(x, scale, zero_point)
         finite = x.isfinite()
         self.nonfinite += int((~finite).sum())
@@ -103,16 +125,16 @@ class TensorCounts:
         # A dynamic quantizer may have another grid for each tensor.
         self.one_grid = grid if self.total == x.numel() or grid == self.one_grid else None
 
-    def _index(self, codes: Tensor) -> Tensor:
-        places = codes - self.spec.qmin
-        return places if self.spec.levels <= COUNTED else places * COUNTED // self.spec.levels
+    def _index(self, places: Tensor) -> Tensor:
+        return places if self.levels <= COUNTED else places * COUNTED // self.levels
 
     def _add_positions(self, x: Tensor, scale: Tensor, zero_point: Tensor) -> None:
-        at = x.double() / _along(scale, x, self.spec).double() + _along(zero_point, x, self.spec).double()
+        at = x.double() / scale_of_each(scale, x, self.spec).double() + _along(zero_point, x, self.spec).double()
         at = at.flatten()
         at = at[~at.isnan()]
-        self.far += int(((at < self.spec.qmin - 1) | (at > self.spec.qmax + 1)).sum())
-        first, width = float(self.edges[0]), self.spec.levels / self.inside
+        low, high, step = self.ends
+        self.far += int(((at < low - step) | (at > high + step)).sum())
+        first, width = float(self.edges[0]), self.width / self.inside
         n = len(self.bins)
         places = ((at - first) / width).floor().clamp(-1, n).long() + 1
         found = torch.bincount(places, minlength=n + 2).cpu()
@@ -122,7 +144,9 @@ class TensorCounts:
 
 
 def _along(values: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
-    """Returns scales or zero points in a shape that broadcasts with `x`."""
+    """Returns zero points in a shape that broadcasts with `x`."""
+    if spec.symmetric:
+        return values.new_zeros(())
     if spec.axis is None:
         return values
     axis = spec.axis % x.dim()
