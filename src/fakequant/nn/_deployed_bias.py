@@ -101,23 +101,29 @@ def will_fold(norm: BatchNorm | None, x: Tensor, weight: Tensor) -> bool:
 
 
 def scales_of_sums(layer: PreparedLayer, weight_dims: int) -> tuple[Tensor, Tensor] | None:
-    """Returns the scale of the input, and of the weight per output channel; None if they vary within a sum."""
+    """Returns the scale of the input, and of the weight per output channel.
+
+    Returns None if they vary within a sum, or if one of the two is not an integer grid: sums of floats are floats.
+    """
     x = layer.input_quantizer or layer._fakequant.input_grid
     weight = layer.weight_quantizer
     if x is None or not x._quantizing or x._blocks is None:
         return None
     if weight is None or not weight._quantizing or weight._blocks is None:
         return None
-    if x.spec.axis is not None or x.is_dynamic or not has_one_scale_per_sum(layer, weight.spec, weight_dims):
+    if x.spec.axis is not None or x.spec.format != "int" or x.is_dynamic:
+        return None
+    if not has_one_scale_per_sum(layer, weight.spec, weight_dims):
         return None
     scale = weight.scale if layer._fakequant.kind.channel_axis == 0 else along_outputs(layer, weight.scale)
     return x.scale, scale * 2.0 ** -layer._fakequant.weight_shift(weight.spec)
 
 
 def has_one_scale_per_sum(layer: RecordedLayer, spec: QuantSpec, weight_dims: int) -> bool:
-    """Returns True if all weights in a sum of products have the same scale."""
+    """Returns True if all weights in a sum of products are integers with the same scale."""
     axis = layer._fakequant.kind.channel_axis
-    return spec.group_size is None and (spec.axis is None or spec.axis % weight_dims == axis)
+    is_whole = spec.format == "int" and spec.group_size is None
+    return is_whole and (spec.axis is None or spec.axis % weight_dims == axis)
 
 
 def along_outputs(layer: RecordedLayer, scale: Tensor) -> Tensor:
