@@ -7,6 +7,8 @@
 - A Clip that clips nothing is inserted between two quantizers with different grids. ONNX Runtime would otherwise
   merge them into one quantizer with a new scale.
 - The same Clip is inserted before a layer with a float weight, which ONNX Runtime would otherwise quantize.
+- The same Clip is inserted between a node with operands in float formats and a quantizer to integers. ONNX Runtime
+  would otherwise merge them into an integer kernel, which does not take FP8, and refuse the file.
 - The same Clip is inserted between a Pad and a MaxPool. ONNX Runtime would otherwise merge them into a MaxPool whose
   padding is ignored, although a padded 0 is larger than a negative element.
 """
@@ -17,6 +19,8 @@ import onnx_ir as ir
 from fakequant._moves import ONNX_MOVES
 from fakequant._onnx.lowering import DOMAIN, constant_of, input_of
 
+# The nodes of `format_lowering`.
+FORMAT_NODES = {"FormatGrid", "Rounded", "StoredFormat"}
 _LAYERS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
 # The shapes and bytes of a grid's scale and zero point.
 _QParams = tuple[tuple[tuple[int, ...], bytes] | None, ...]
@@ -87,8 +91,17 @@ def _pool(node: ir.Node) -> None:
 
 def _separate_from_previous_grid(node: ir.Node) -> None:
     source = _producer_behind_moves(input_of(node, 0))
-    if source is not None and _is_grid(source) and not _holds(node, source):
+    is_other = source is not None and _is_grid(source) and not _holds(node, source)
+    if is_other or _has_float_formats(source):
         _clip_nothing_before(node, node.attributes["name"].as_string())
+
+
+def _has_float_formats(node: ir.Node | None) -> bool:
+    """Returns True if a node, or the one before a ReLU, reads tensors in float formats."""
+    if node is not None and node.op_type == "Relu":
+        node = _producer_behind_moves(input_of(node, 0))
+    sources = [_producer_behind_moves(x) for x in node.inputs if x is not None] if node is not None else []
+    return any(source is not None and source.op_type in FORMAT_NODES for source in sources)
 
 
 def _keep_float_weights(node: ir.Node) -> None:
