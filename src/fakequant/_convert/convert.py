@@ -119,11 +119,12 @@ def find_conversion(model: nn.Module) -> Conversion | None:
 
 def _require_target(model: nn.Module, target: _targets.Target) -> None:
     """Raises ValueError if the target cannot compute with a grid of the model exactly."""
-    wrong = []
+    wrong, has_format = [], True
     for path, module in model.named_modules():
         spec = module.spec if isinstance(module, Grid) else _weight_spec_of(module)
         if spec is not None and not target.has_format(spec):
             reason: str | None = f"is {spec}, but the kernels of {target.name} compute with integers"
+            has_format = False
         elif isinstance(module, Grid):
             reason = target.reason_against_activation(module.spec)
             if module.scale is None and not target.has_dynamic_scales:
@@ -138,9 +139,14 @@ def _require_target(model: nn.Module, target: _targets.Target) -> None:
             wrong.append(f"\n  {path} {reason}")
     if wrong:
         more = f"\n  and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        advice = f"Use prepare with a config that has target={target.name!r}, and train or calibrate it again."
+        if not has_format:
+            advice = (
+                "Float formats, MX and NVFP4 run where export_onnx with target='generic' takes them. Use an integer "
+                f"recipe, such as recipes.int8(target={target.name!r}), for this target."
+            )
         raise ValueError(
-            f"The model was not trained for the target {target.name!r}:{''.join(wrong[:5])}{more}\n"
-            f"Use prepare with a config that has target={target.name!r}, and train or calibrate it again."
+            f"The model was not trained for the target {target.name!r}:{''.join(wrong[:5])}{more}\n{advice}"
         )
 
 
