@@ -82,11 +82,16 @@ OBSERVERS = [
     "State",
     "from_dict",
 ]
-PRESETS = ["int16", "int2", "int4", "int8", "int8_per_token", "uint4", "uint8"]
+PRESETS = [
+    *("fp8_e4m3", "fp8_e5m2", "int16", "int2", "int4", "int8", "int8_per_token", "mxfp4", "mxfp6", "mxfp8", "mxint8"),
+    *("nvfp4", "uint4", "uint8"),
+]
 
 
 PTQ = ["Changes", "LayerChange", "adaround", "correct_bias", "equalize", "gptq", "smooth"]
-RECIPES = ["int4_weight_only", "int8", "int8_dynamic", "lsq", "w4a8"]
+RECIPES = [
+    *("fp8", "int4_weight_only", "int8", "int8_dynamic", "lsq", "mxfp4_weight_only", "mxfp8", "nvfp4", "w4a8"),
+]
 # Imported on first use, because they need torch.
 WHOLE_MODELS = [
     "History",
@@ -149,8 +154,8 @@ def names(place):
 @by_place
 def test_modules_export_exactly_the_public_names(place):
     imported = {
-        "fakequant.presets": {"QuantSpec", "WHOLE_AXIS"},
-        "fakequant.recipes": {"LayerConfig", "Dynamic", "QuantConfig", "QuantSpec"},
+        "fakequant.presets": {"Format", "QuantSpec", "ScaleRule", "WHOLE_AXIS"},
+        "fakequant.recipes": {"LayerConfig", "Dynamic", "Literal", "QuantConfig", "QuantSpec", "ScaleRule"},
     }.get(place, set())
     assert names(place).keys() - imported == set(PLACES[place])
 
