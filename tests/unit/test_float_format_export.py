@@ -196,7 +196,7 @@ def edges(size):
 def test_exported_operations_have_the_bits_of_the_golden_grid(spec):
     scales = (1.0, 2.0**-20, 2.0**100) if spec.scale_format == "e4m3fn" else (1.0, 2.0**-128, 2.0**-100, 2.0**100)
     grid = grids.Grid(spec, None, None)
-    for x in [edges(0) * scale for scale in scales] + [torch.randn(8, 80), torch.randn(3, 5)]:
+    for x in [edges(0) * scale for scale in scales] + [torch.randn(8, 80), torch.randn(3, 5), torch.zeros(2, 32)]:
         expected, found = grid(x), dynamic_formats.dynamic_format_grid(x, spec, grid.eps, "grid")
         assert_same_bits(expected.nan_to_num(7e7).numpy(), found.nan_to_num(7e7).numpy(), str(x.shape))
         assert torch.equal(expected.isnan(), found.isnan())

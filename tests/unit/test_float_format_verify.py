@@ -118,7 +118,7 @@ class Mixed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.c, self.d = (nn.Linear(16, 16) for _ in range(4))
+        self.a, self.b, self.c, self.d = (nn.Conv2d(16, 16, 1) for _ in range(4))
 
     def forward(self, x):
         x = torch.relu(self.b(torch.relu(self.a(x))))
@@ -129,13 +129,25 @@ def test_integers_fp8_and_fewer_bits_mix(tmp_path):
     torch.manual_seed(0)
     config = fp8("e5m2").rule(path="b", weight=presets.int8(), input=presets.uint8())
     config = config.rule(path="d", input=fq.QuantSpec(format="e2m1"), weight=fq.QuantSpec(format="e3m2", axis=0))
-    x = torch.randn(32, 16)
+    x = torch.randn(8, 16, 2, 2)
     model = fq.calibrate(fq.prepare(Mixed(), config, example=x), [x], progress=False).eval()
     fq.export_onnx(model, tmp_path / "m.onnx", x)
     found = fq.verify(model, tmp_path / "m.onnx", [x])
     assert found.ok, found
     assert [t.path for t in found.tensors] == ["a.input_quantizer", "b.input_quantizer", "c.input_quantizer"]
     assert found.skipped == {"d.input_quantizer": "the file rounds it in float: runtimes have no type with so few bits"}
+
+
+def test_fp8_weights_between_integers_run(tmp_path):
+    torch.manual_seed(0)
+    layer = fq.LayerConfig(weight=presets.fp8_e4m3(axis=0), input=presets.uint8())
+    x = torch.randn(4, 16, 2, 2)
+    model = nn.Sequential(nn.Conv2d(16, 16, 1), nn.ReLU(), nn.Conv2d(16, 4, 1))
+    model = fq.calibrate(fq.prepare(model, fq.QuantConfig(default=layer), example=x), [x], progress=False).eval()
+    fq.export_onnx(model, tmp_path / "m.onnx", x)
+    found = fq.verify(model, tmp_path / "m.onnx", [x])
+    assert found.ok, found
+    assert found.kernels == {"0": "FusedConv", "2": "Conv"}
 
 
 # --- positions and ties ---------------------------------------------------------------------------
