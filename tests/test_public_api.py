@@ -9,6 +9,7 @@ import pytest
 import fakequant
 
 PUBLIC = [
+    "EncodedScales",
     "FakeQuantConfig",
     "FakeQuantizer",
     "Info",
@@ -18,7 +19,9 @@ PUBLIC = [
     "accelerate",
     "choose_qparams",
     "decelerate",
+    "decode_scales",
     "dequantize",
+    "encode_scales",
     "fake_quantize",
     "fake_quantize_backward",
     "fake_quantize_dynamic",

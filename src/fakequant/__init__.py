@@ -21,7 +21,15 @@ from fakequant.functional import (
     quantize_dynamic as quantize_dynamic,
     round_zero_point as round_zero_point,
 )
-from fakequant.qparams import QParams as QParams, Range as Range, choose_qparams as choose_qparams, min_max as min_max
+from fakequant.qparams import (
+    EncodedScales as EncodedScales,
+    QParams as QParams,
+    Range as Range,
+    choose_qparams as choose_qparams,
+    decode_scales as decode_scales,
+    encode_scales as encode_scales,
+    min_max as min_max,
+)
 from fakequant.spec import QuantSpec as QuantSpec
 from fakequant.torch_names import (
     fake_quantize_learnable_per_channel_affine as fake_quantize_learnable_per_channel_affine,

@@ -107,12 +107,20 @@ class Target:
         """Returns True for float formats and block scales. Raises ValueError if this target computes in integers."""
         if spec.format == "int" and not spec.has_block_scales:
             return False
-        if self.name != "generic":
+        if not self.has_format(spec):
             raise ValueError(
                 f"The target {self.name!r} is for the integer kernels of its runtime, got the spec ({spec}).\n"
                 "Use target='generic' for float formats, MX and NVFP4."
             )
         return True
+
+    def has_format(self, spec: QuantSpec) -> bool:
+        """Returns True if this target computes with the format of a spec and of its scales.
+
+        >>> TARGETS["openvino"].has_format(QuantSpec(format="e4m3fn"))
+        False
+        """
+        return self.name == "generic" or (spec.format == "int" and not spec.has_block_scales)
 
     def weight_shift(self, spec: QuantSpec) -> int:
         """Returns the largest k for which weight codes times 2^k are summed exactly on every CPU.

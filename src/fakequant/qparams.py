@@ -1,4 +1,4 @@
-"""`min_max`, the range of data, and `choose_qparams`, scale and zero point of a range."""
+"""`min_max`, the range of data; `choose_qparams`, scale and zero point of a range; scales of few bits as bytes."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import numpy as np
 from fakequant._backends import backend_of
 from fakequant._backends.argument_types import Numbers
 from fakequant._backends.checks import check_eps as check_eps
-from fakequant._backends.results import Array, QParams as QParams, Range as Range
+from fakequant._backends.results import Array, EncodedScales as EncodedScales, QParams as QParams, Range as Range
 from fakequant.spec import QuantSpec
 
 EPS = float(np.finfo(np.float32).eps)
@@ -59,3 +59,45 @@ def choose_qparams(
     QParams(scale=array(0.01568628, dtype=float32), zero_point=array(64, dtype=int32))
     """
     return backend_of(lo, hi).choose_qparams(lo, hi, spec, eps=eps)
+
+
+def encode_scales(scale: Array, spec: QuantSpec) -> EncodedScales[Array]:
+    """Returns scales of few bits (MX, NVFP4) as bytes.
+
+        e8m0     scale = 2^(code - 127)                   for integers 2^(code - 127 - floor(log2(qmax))); NaN is 255
+        e4m3fn   scale = value(code) * tensor_scale       rounded to float32
+
+    `decode_scales` returns the same bits. For integers the code is the shared exponent of MX, which counts elements as
+    fractions: MXINT8 has steps of 2^-6. The tensor scale of NVFP4 is found from the scales alone. If several are
+    possible, the one is taken with which the largest scale has the largest code.
+
+    Args:
+        scale: The scales of one tensor, float32, as `choose_qparams` returns them.
+        spec: The grid, with `scale_format` "e8m0" or "e4m3fn".
+
+    Raises:
+        ValueError: If a scale is not of the format.
+
+    >>> from fakequant import presets
+    >>> encode_scales(np.float32([0.25, 1.0]), presets.mxfp8())
+    EncodedScales(codes=array([125, 127], dtype=uint8), tensor_scale=None)
+    >>> codes, tensor_scale = encode_scales(np.float32([1.0, 7.0]), presets.nvfp4())  # 64 and 448, times 2^-6
+    >>> codes, float(tensor_scale)
+    (array([104, 126], dtype=uint8), 0.015625)
+    """
+    return backend_of(scale).encode_scales(scale, spec)
+
+
+def decode_scales(codes: Array, tensor_scale: Numbers | None, spec: QuantSpec) -> Array:
+    """Returns the float32 scales of the bytes that `encode_scales` made.
+
+    Args:
+        codes: The codes, uint8.
+        tensor_scale: The scale of the whole tensor for NVFP4. None for MX.
+        spec: The grid, with `scale_format` "e8m0" or "e4m3fn".
+
+    >>> from fakequant import presets
+    >>> decode_scales(np.uint8([125, 127]), None, presets.mxfp8())
+    array([0.25, 1.  ], dtype=float32)
+    """
+    return backend_of(codes).decode_scales(codes, tensor_scale, spec)

@@ -6,7 +6,15 @@ import numpy as np
 
 from fakequant._backends.argument_types import DType, Numbers
 from fakequant._backends.kernel_enums import Gradient, MaskForm, Update
-from fakequant._backends.results import Array, LearnedGradients, ObservedFakeQuantize, OutputAndMask, QParams, Range
+from fakequant._backends.results import (
+    Array,
+    EncodedScales,
+    LearnedGradients,
+    ObservedFakeQuantize,
+    OutputAndMask,
+    QParams,
+    Range,
+)
 from fakequant.spec import QuantSpec
 
 
@@ -97,6 +105,10 @@ class Backend(Protocol[Array]):
     def min_max(self, x: Array, spec: QuantSpec | None = None) -> Range[Array]: ...
 
     def choose_qparams(self, lo: Numbers, hi: Numbers, spec: QuantSpec, *, eps: float) -> QParams[Array]: ...
+
+    def encode_scales(self, scale: Array, spec: QuantSpec) -> EncodedScales[Array]: ...
+
+    def decode_scales(self, codes: Array, tensor_scale: Numbers | None, spec: QuantSpec) -> Array: ...
 
     # --- fakequant.torch_names ---
 

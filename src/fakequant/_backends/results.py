@@ -33,6 +33,20 @@ class QParams(NamedTuple, Generic[Array]):
     zero_point: Array
 
 
+class EncodedScales(NamedTuple, Generic[Array]):
+    """Scales of few bits as bytes.
+
+    >>> from fakequant import encode_scales, presets
+    >>> encode_scales(np.float32([[0.5, 1.0]]), presets.mxfp4()).codes
+    array([[126, 127]], dtype=uint8)
+    """
+
+    # The codes of the scales (uint8), in their shape.
+    codes: Array
+    # The scale of the whole tensor (float32, no axes) for NVFP4. None for MX.
+    tensor_scale: Array | None
+
+
 class Range(NamedTuple, Generic[Array]):
     """The smallest and largest finite value of every block, and the numbers of NaN, +inf and -inf."""
 

@@ -63,6 +63,10 @@ def convert(model: nn.Module, *, target: str | None = None, strict: bool = False
     Products of codes are summed without rounding. The sums become codes of the next grid exactly as in the kernels of
     the target, so that codes can be compared with those of the runtime one by one.
 
+    Weights in a float format (FP8, MX, NVFP4) become codes too, but their layers compute in float, as runtimes do, and
+    their biases stay floats. Scales of MX and NVFP4 are those of the weight as it is now. A batch norm behind such a
+    weight stays, because folding would take the scales out of their format.
+
     Args:
         model: A prepared and calibrated model. It is not changed.
         target: The runtime. If None, the target of the config.
@@ -115,9 +119,13 @@ def find_conversion(model: nn.Module) -> Conversion | None:
 
 def _require_target(model: nn.Module, target: _targets.Target) -> None:
     """Raises ValueError if the target cannot compute with a grid of the model exactly."""
-    wrong = []
+    wrong, has_format = [], True
     for path, module in model.named_modules():
-        if isinstance(module, Grid):
+        spec = module.spec if isinstance(module, Grid) else _weight_spec_of(module)
+        if spec is not None and not target.has_format(spec):
+            reason: str | None = f"is {spec}, but the kernels of {target.name} compute with integers"
+            has_format = False
+        elif isinstance(module, Grid):
             reason = target.reason_against_activation(module.spec)
             if module.scale is None and not target.has_dynamic_scales:
                 reason = f"computes its scale at run time, and {target.name} has integer kernels for fixed ones only"
@@ -131,10 +139,19 @@ def _require_target(model: nn.Module, target: _targets.Target) -> None:
             wrong.append(f"\n  {path} {reason}")
     if wrong:
         more = f"\n  and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        advice = f"Use prepare with a config that has target={target.name!r}, and train or calibrate it again."
+        if not has_format:
+            advice = (
+                "Float formats, MX and NVFP4 run where export_onnx with target='generic' takes them. Use an integer "
+                f"recipe, such as recipes.int8(target={target.name!r}), for this target."
+            )
         raise ValueError(
-            f"The model was not trained for the target {target.name!r}:{''.join(wrong[:5])}{more}\n"
-            f"Use prepare with a config that has target={target.name!r}, and train or calibrate it again."
+            f"The model was not trained for the target {target.name!r}:{''.join(wrong[:5])}{more}\n{advice}"
         )
+
+
+def _weight_spec_of(module: nn.Module) -> QuantSpec | None:
+    return module._fakequant.weight_spec if isinstance(module, IntegerLayer) else None
 
 
 def _make_grids(model: nn.Module, target: _targets.Target) -> dict[Quantizer, Grid]:

@@ -1,6 +1,7 @@
 """`save_converted` and `load_converted`: converted models as safetensors files.
 
-The tensors are those of the model's state_dict. The metadata describes every tensor as JSON and has a checksum.
+The tensors are those of the model's state_dict, with scales of few bits (MX, NVFP4) as bytes. The metadata describes
+every tensor as JSON and has a checksum.
 """
 
 import copy
@@ -22,10 +23,11 @@ from fakequant._backends.blocks import blocks_of
 from fakequant._backends.torch.torch_private import EXTRA_STATE_SUFFIX
 from fakequant._convert.convert import Conversion, conversion, find_conversion, return_tensors
 from fakequant._convert.file_checks import check_eps, check_grid, check_same_dtype, check_weight, checksum
+from fakequant._convert.file_scales import decode_scales_of, encode_scales_of
 from fakequant._convert.folded_norm import Folded, remove_norm
 from fakequant._convert.golden.arithmetics import ARITHMETICS
 from fakequant._convert.golden.fixed_grid import Grid
-from fakequant._convert.golden.integer_layer import IntegerLayer, Integers
+from fakequant._convert.golden.integer_layer import IntegerLayer, Integers, packs_codes
 from fakequant._prepare.attach import (
     attach_functions,
     attach_layer,
@@ -77,6 +79,7 @@ def save_converted(model: nn.Module, path: str | os.PathLike[str]) -> None:
     with writing(path) as unfinished:
         state = model.state_dict()
         tensors = {n: v.detach().contiguous().clone() for n, v in state.items() if isinstance(v, Tensor)}
+        encode_scales_of(model, tensors)
         metadata = {"fakequant": described, "checksum": checksum(described, tensors)}
         safetensors.save_file(tensors, unfinished, metadata=metadata)
 
@@ -320,6 +323,7 @@ def _apply(model: nn.Module, described: Description, state: State, file: File) -
     for path, grid_path in described["inputs_from"].items():
         model.get_submodule(path)._fakequant.input_grid = grids[grid_path]  # type: ignore[union-attr]
     close_shortcuts(model)
+    decode_scales_of(model, state)
     _fill(model, state, file)
     model.eval().requires_grad_(False)
     record_of(model).conversion = Conversion(target, described["folded"], described["notes"])
@@ -466,7 +470,7 @@ def _shapes(layer: IntegerLayer) -> dict[str, tuple[int, ...]]:
         return {}
     spec, shape = record.weight_spec, record.weight_shape
     scales = blocks_of(shape, spec).parameters
-    codes = (-(-prod(shape) * spec.bits // 8),) if spec.bits in (2, 4) else shape  # packed or not
+    codes = (-(-prod(shape) * spec.bits // 8),) if packs_codes(spec) else shape
     outputs = (shape[kind.channel_axis] * (getattr(layer, "groups", 1) if kind.channel_axis == 1 else 1),)
     return {
         "weight_codes": codes,

@@ -43,9 +43,14 @@ def check_zero_point(name: str, zero_point: Tensor, scale: Tensor, spec: QuantSp
 
 
 def check_codes(name: str, codes: Tensor, shape: tuple[int, ...], spec: QuantSpec) -> None:
-    """Raises ValueError unless all codes of a weight are in the range of its spec."""
+    """Raises ValueError unless all codes of a weight are in the range of its spec, or are finite floats."""
     packed = tuple(codes.shape) != shape
     _require_dtype(name, codes, torch.uint8 if packed else getattr(torch, spec.storage))
+    if spec.float_format is not None:
+        if not packed:  # formats that are packed have neither NaN nor infinities
+            values = torch.from_numpy(spec.float_format.values())[codes.long()]
+            _require(name, values, values.isfinite(), "finite")
+        return
     if packed:
         # A spec without narrow range, in which every packed code is valid.
         whole = QuantSpec(bits=spec.bits, signed=spec.signed, symmetric=spec.symmetric)
@@ -79,6 +84,8 @@ def check_grid(name: str, spec: QuantSpec, scale: Tensor | None, zero_point: Ten
     """Raises ValueError unless the scale and zero point of a grid are valid for its spec."""
     if scale is None or zero_point is None:
         return
+    if spec.has_block_scales:
+        raise ValueError(f"{name} has a fixed scale, but the scales of its spec ({spec}) follow the data")
     check_scale(f"{name}.scale", scale)
     check_zero_point(f"{name}.zero_point", zero_point, scale, spec)
     wanted = 0 if spec.axis is None else len(blocks_of((1,) * 8, spec).parameters)

@@ -5,7 +5,8 @@
     weight_scale' = weight_scale * |factor|     codes' = -codes where factor < 0
     b'            = (b - mean) * factor + beta
 
-Codes of a symmetric grid with narrow range can change their sign, so the weights are not rounded again.
+Codes of a symmetric grid with narrow range can change their sign, and so can those of float formats, so the weights are
+not rounded again. Scales of few bits (MX, NVFP4) would leave their format: such a batch norm stays.
 """
 
 import dataclasses
@@ -59,7 +60,9 @@ def reason_not_foldable(layer: IntegerLayer, norm: BatchNorm, has_tokens: bool) 
     spec = record.weight_spec
     if len(record.weight_shape) == 2 and has_tokens:
         return "with inputs of more than two axes, it normalizes another axis than the layer's channels"
-    if spec.qmin == -spec.qmax:
+    if spec.has_block_scales:
+        return f"the scales of the weight have the format {spec.scale_format}, which folding would leave"
+    if spec.format != "int" or spec.qmin == -spec.qmax:
         return None
     lowest = weight_levels(layer).movedim(record.kind.channel_axis, 0).flatten(1).amin(1) / 2**record.weight_shift
     if bool(lacks_opposite(lowest, spec.qmin, factor_of(norm))):

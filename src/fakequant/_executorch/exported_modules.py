@@ -186,7 +186,7 @@ def _delegate(grid: Any, seen: Seen) -> None:
 
 def _constants(layer: IntegerLayer, record: DelegatedIntegers) -> Constants:
     """Returns the constants of a layer with a quantized weight."""
-    assert record.stored is not None
+    assert isinstance(record.stored, onnx_modules.Stored)  # no float formats: the target refuses them
     stored = record.stored.transposed() if record.stored.is_transposed else record.stored
     axis, bias = record.kind.channel_axis, float_bias(layer)
     has_tokens = _has_tokens(input_grid_of(layer)) and axis == 0 and len(record.weight_shape) == 2

@@ -60,6 +60,11 @@ def export_onnx(
     folded into the layers before them. Tensors are named after the paths of their modules. Autocast is disabled during
     the export.
 
+    FP8 needs opset 19, and scales per block 21. Up to opset 22, files run in ONNX Runtime: scales of MX and NVFP4 are
+    float32, and FP4 and FP6 codes are stored as FP8, which has all their values. From opset 23 FP4 codes have their own
+    type and NVFP4 has its two scales; from opset 24 MX has E8M0 scales. Scales that follow the data (MX, NVFP4) are
+    computed by standard operators, to the same bits.
+
     Args:
         model: A prepared and calibrated model, or a converted one.
         path: The file to write. It appears only when it is complete and onnx.checker has accepted it.
@@ -222,7 +227,7 @@ def _export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: Dy
 
 def torch_export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: DynamicShapes | None) -> "Model":
     """Returns the ONNX program that torch's exporter makes of a model."""
-    from fakequant._onnx.lowering import TRANSLATIONS
+    from fakequant._onnx import format_lowering, lowering
 
     program = torch.onnx.export(
         model,
@@ -231,7 +236,7 @@ def torch_export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shape
         dynamo=True,
         opset_version=opset,
         dynamic_shapes=shapes,
-        custom_translation_table=TRANSLATIONS,
+        custom_translation_table={**lowering.TRANSLATIONS, **format_lowering.TRANSLATIONS},
         verbose=False,
     )
     assert program is not None
@@ -279,14 +284,14 @@ def _batch_of(x: object) -> dict[int, str] | None:
 
 
 def _finish(program: "Model", opset: int, target: _targets.Target) -> None:
-    from fakequant._onnx import graph_forms, lowering, old_opsets
+    from fakequant._onnx import format_lowering, graph_forms, lowering, old_opsets
     from fakequant._onnx.gather_codes import gather_codes
 
     graph_forms.rewrite(program)
     # Lowering must use the features of the file's opset, which may be lower than the exporter's.
     exported = program.opset_imports[""]
     program.opset_imports[""] = opset
-    lowering.Lowering(program, unsigned=target.unsigned_activations).run()
+    format_lowering.FormatLowering(program, unsigned=target.unsigned_activations).run()
     gather_codes(program.graph)
     program.opset_imports[""] = exported
     if opset < exported:

@@ -24,7 +24,9 @@ from fakequant._convert.golden.integer_layer import (
     part_of,
     sums_have_one_scale,
 )
-from fakequant._onnx import onnx_operators
+from fakequant._onnx import format_operators, onnx_operators
+from fakequant._onnx.dynamic_formats import dynamic_format_grid, rounded
+from fakequant._onnx.stored_formats import StoredFormat, axis_and_block, is_stored_as_format, stored_format
 from fakequant._prepare.attach import attach_layer
 from fakequant._targets import DYNAMIC_SPEC, SMALLEST_DYNAMIC_SCALE
 from fakequant.nn._expert_groups import Groups
@@ -51,6 +53,10 @@ class Stored:
     zero_point: Tensor | None
     bias_scale: Tensor | None
     is_transposed: bool = False
+
+    def weight(self, name: str) -> Tensor:
+        """Returns the dequantized weight as the result of the operator that stores its codes."""
+        return onnx_operators.stored(self.codes, self.scale, self.zero_point, self.bits, name)
 
     def transposed(self) -> "Stored":
         """Returns the same with codes, scales and zero points transposed."""
@@ -143,19 +149,16 @@ class ExportedIntegers(Integers):
     """The record of a converted layer that is being exported."""
 
     # Computed before the model is traced. None if the weight is a float.
-    stored: Stored | None = None
-    # The same, cut into one part per expert. Empty for other layers.
+    stored: Stored | StoredFormat | None = None
+    # The same, cut into one part per expert. Empty for other layers, and for weights in float formats.
     parts: tuple[StoredPart, ...] = ()
 
     def quantized_weight(self, layer: IntegerLayer) -> Tensor:
         """Returns the weight as the result of the operator that stores its codes."""
         if self.stored is None:
             return super().quantized_weight(layer)
-        weight = self._stored_weight(self.stored)
+        weight = self.stored.weight(self.name("weight"))
         return weight.T if self.stored.is_transposed else weight
-
-    def _stored_weight(self, file: Stored) -> Tensor:
-        return onnx_operators.stored(file.codes, file.scale, file.zero_point, file.bits, self.name("weight"))
 
     def quantized_bias(self, layer: IntegerLayer) -> Tensor | None:
         """Returns the bias, as an operator that holds its codes if it has any."""
@@ -175,7 +178,7 @@ class ExportedIntegers(Integers):
         results = []
         for number, (weight, bias) in enumerate(self._operands_of_groups(layer, groups.number)):
             rows = x.index_select(0, (groups.experts == number).nonzero().squeeze(1))
-            if grid is not None and grid.has_one_scale:
+            if grid is not None and grid.has_one_scale and grid.spec.format == "int":
                 # Again, because runtimes look for the quantizer right before the product.
                 rows = onnx_operators.grid(*grid_of(grid, rows), f"{grid.path}.{part_name(number)}")
             results.append(linear(rows, weight, bias))
@@ -183,7 +186,7 @@ class ExportedIntegers(Integers):
 
     def _operands_of_groups(self, layer: IntegerLayer, number: int) -> Iterator[Operands]:
         """Yields the weight and the bias of each group."""
-        if self.stored is None:
+        if not self.parts:
             bias = float_bias(layer)
             biases = [None] * number if bias is None else bias.chunk(number)
             yield from zip(self.quantized_weight(layer).chunk(number), biases, strict=True)
@@ -206,7 +209,7 @@ class ExportedIntegers(Integers):
             return y if bias is None else y + bias
         x = self.quantize_input(layer, input)
         if operator is linear and file is not None and file.is_transposed:
-            weight, bias = self._stored_weight(file), part_of(self.quantized_bias(layer), rows)
+            weight, bias = file.weight(self.name("weight")), part_of(self.quantized_bias(layer), rows)
             # With three axes at least: ONNX Runtime merges a 2-D product with what follows it, and then reads no codes.
             y = x if x.dim() > 2 else x.unsqueeze(0)
             y = y @ (weight if rows == slice(None) else weight[:, rows])
@@ -248,9 +251,21 @@ class ExportedGrid(Grid):
     def forward(self, x: Tensor) -> Tensor:
         """Rounds `x` to the grid, with a single operator if the scale is fixed."""
         spec = self.spec
+        if spec.format != "int" or spec.has_block_scales:
+            return self._on_format(x)
         if self.scale is None or self.zero_point is None:
             return onnx_operators.dynamic_grid(x, spec, self.eps)
         return onnx_operators.grid(*grid_of(self, x), self.path)
+
+    def _on_format(self, x: Tensor) -> Tensor:
+        spec = self.spec
+        if self.scale is None:
+            return dynamic_format_grid(x, spec, self.eps, self.path)
+        axis, block = axis_and_block(spec, tuple(x.shape))
+        if spec.bits == 8:
+            return format_operators.format_grid(x, self.scale, spec.format, axis, block, self.path)
+        scale = format_operators.spread(self.scale, x.shape, axis, block)
+        return rounded(x / scale, spec, self.path) * scale
 
 
 def grid_of(grid: Grid, x: Tensor) -> tuple[Tensor, Tensor, Tensor, int, int]:
@@ -275,11 +290,13 @@ def make_exportable(golden: nn.Module) -> None:
             module.__class__ = ExportedGrid
         elif isinstance(module, IntegerLayer):
             record = module._fakequant
-            stored = None
-            if record.weight_spec is not None:
+            stored: Stored | StoredFormat | None = None
+            if record.weight_spec is not None and is_stored_as_format(record.weight_spec):
+                stored = stored_format(module)
+            elif record.weight_spec is not None:
                 stored = stored_tensors(module, _stored_bits(module))
             parts: tuple[StoredPart, ...] = ()
-            if isinstance(module, ExpertProduct) and stored is not None:
+            if isinstance(module, ExpertProduct) and isinstance(stored, Stored):
                 parts = stored_parts(module, stored, module.owner.num_experts)
             module.__dict__[NAME] = ExportedIntegers(**vars(record), stored=stored, parts=parts)
 

@@ -28,7 +28,8 @@ def _dequantizes_bytes(table: ir.Node) -> bool:
     codes = table.inputs[0] if table.op_type == "DequantizeLinear" and not table.domain else None
     if codes is None or codes.const_value is None or codes.shape is None:
         return False
-    return codes.dtype in (ir.DataType.INT8, ir.DataType.UINT8) and len(codes.shape) == 2
+    has_bytes = codes.dtype in (ir.DataType.INT8, ir.DataType.UINT8) and len(codes.shape) == 2
+    return has_bytes and table.inputs[1] is not None and table.inputs[1].dtype == ir.DataType.FLOAT
 
 
 def _axis(node: Any) -> int:

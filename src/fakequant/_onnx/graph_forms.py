@@ -7,6 +7,9 @@
 - A Clip that clips nothing is inserted between two quantizers with different grids. ONNX Runtime would otherwise
   merge them into one quantizer with a new scale.
 - The same Clip is inserted before a layer with a float weight, which ONNX Runtime would otherwise quantize.
+- A Max that changes no finite number is inserted between a node with operands in float formats and a quantizer to
+  integers. ONNX Runtime would otherwise merge a convolution of integers and FP8 weights into an integer kernel, and
+  refuse the file. It removes a Clip at this place.
 - The same Clip is inserted between a Pad and a MaxPool. ONNX Runtime would otherwise merge them into a MaxPool whose
   padding is ignored, although a padded 0 is larger than a negative element.
 """
@@ -17,6 +20,8 @@ import onnx_ir as ir
 from fakequant._moves import ONNX_MOVES
 from fakequant._onnx.lowering import DOMAIN, constant_of, input_of
 
+# The nodes of `format_lowering`.
+FORMAT_NODES = {"FormatGrid", "Rounded", "StoredFormat"}
 _LAYERS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
 # The shapes and bytes of a grid's scale and zero point.
 _QParams = tuple[tuple[tuple[int, ...], bytes] | None, ...]
@@ -87,8 +92,19 @@ def _pool(node: ir.Node) -> None:
 
 def _separate_from_previous_grid(node: ir.Node) -> None:
     source = _producer_behind_moves(input_of(node, 0))
-    if source is not None and _is_grid(source) and not _holds(node, source):
+    is_other = source is not None and _is_grid(source) and not _holds(node, source)
+    if _has_float_formats(source):
+        _insert_before(node, "Max", node.attributes["name"].as_string(), ("lowest",))
+    elif is_other:
         _clip_nothing_before(node, node.attributes["name"].as_string())
+
+
+def _has_float_formats(node: ir.Node | None) -> bool:
+    """Returns True if a node, or the one before a ReLU, reads tensors in float formats."""
+    if node is not None and node.op_type == "Relu":
+        node = _producer_behind_moves(input_of(node, 0))
+    sources = [_producer_behind_moves(x) for x in node.inputs if x is not None] if node is not None else []
+    return any(source is not None and source.op_type in FORMAT_NODES for source in sources)
 
 
 def _keep_float_weights(node: ir.Node) -> None:
@@ -114,17 +130,26 @@ def _keep_padding(node: ir.Node) -> None:
 
 def _clip_nothing_before(node: ir.Node, name: str) -> None:
     """Inserts a Clip over the full float range before the first input of a node."""
+    _insert_before(node, "Clip", name, ("lowest", "highest"))
+
+
+_ENDS = {"lowest": np.finfo(np.float32).min, "highest": np.finfo(np.float32).max}
+
+
+def _insert_before(node: ir.Node, op: str, name: str, ends: tuple[str, ...]) -> None:
+    """Inserts an operator of the first input of a node and of ends of the float range."""
     graph = node.graph
     assert graph is not None
     bounds = []
-    for end, value in (("lowest", np.finfo(np.float32).min), ("highest", np.finfo(np.float32).max)):
+    for end in ends:
+        value = _ENDS[end]
         bound = ir.Value(name=f"{name}_{end}", shape=ir.Shape([]), type=ir.TensorType(ir.DataType.FLOAT))
         bound.const_value = ir.tensor(np.array(value, dtype=np.float32), name=bound.name)
         graph.register_initializer(bound)
         bounds.append(bound)
     x = input_of(node, 0)
     out = ir.Value(name=f"{name}_apart", shape=x.shape, type=ir.TensorType(ir.DataType.FLOAT))
-    graph.insert_before(node, ir.Node("", "Clip", [x, *bounds], outputs=[out], name=f"{name}_apart/Clip"))
+    graph.insert_before(node, ir.Node("", op, [x, *bounds], outputs=[out], name=f"{name}_apart/{op}"))
     node.replace_input_with(0, out)
 
 

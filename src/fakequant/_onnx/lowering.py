@@ -33,7 +33,14 @@ _FLOATS = ("F", ["tensor(float)", "tensor(float16)", "tensor(double)", "tensor(b
 _INTEGERS = [f"tensor({kind})" for kind in ("int8", "uint8", "int16", "uint16", "int32", "int64")]
 
 
-def _op(name: str, inputs: dict[str, str], numbers: Sequence[str] = (), texts: Sequence[str] = ("name",)) -> Op:
+def operator_of(
+    name: str,
+    inputs: dict[str, str],
+    numbers: Sequence[str] = (),
+    texts: Sequence[str] = ("name",),
+    *,
+    has_scale: bool = True,
+) -> Op:
     """Returns an operator whose further inputs are a scale and an optional zero point.
 
     Args:
@@ -41,6 +48,7 @@ def _op(name: str, inputs: dict[str, str], numbers: Sequence[str] = (), texts: S
         inputs: The types of its first inputs, by name: "F" for floats, "Q" for codes.
         numbers: The names of attributes that are integers.
         texts: The names of attributes that are strings.
+        has_scale: Whether there are these further inputs.
     """
     schema, kinds = onnx.defs.OpSchema, onnx.defs.OpSchema.AttrType
     parameter, optional = schema.FormalParameter, schema.FormalParameterOption.Optional
@@ -52,11 +60,10 @@ def _op(name: str, inputs: dict[str, str], numbers: Sequence[str] = (), texts: S
         1,
         inputs=[
             *(parameter(one, kind) for one, kind in inputs.items()),
-            parameter("scale", "F"),
-            parameter("zero_point", "Z", param_option=optional),
+            *([parameter("scale", "F"), parameter("zero_point", "Z", param_option=optional)] if has_scale else []),
         ],
         outputs=[parameter("y", "F")],
-        type_constraints=[constraints[kind] for kind in sorted({"F", "Z", *inputs.values()})],
+        type_constraints=[constraints[kind] for kind in sorted({"F", *(["Z"] if has_scale else []), *inputs.values()})],
         attributes=[schema.Attribute(*attribute) for attribute in attributes],
     )
     return Op(_OPSET, name, made)
@@ -64,10 +71,10 @@ def _op(name: str, inputs: dict[str, str], numbers: Sequence[str] = (), texts: S
 
 # `lowest` and `highest` are the quantizer's full range, which decides the storage type. Codes are clipped to
 # `qmin` and `qmax`.
-_GRID = _op("Grid", {"x": "F"}, ["qmin", "qmax", "lowest", "highest"])
-_STORED = _op("Stored", {"x": "Q"}, ["bits"])
+_GRID = operator_of("Grid", {"x": "F"}, ["qmin", "qmax", "lowest", "highest"])
+_STORED = operator_of("Stored", {"x": "Q"}, ["bits"])
 # `name` is that of the weight, and `grid` that of the input's quantizer.
-_DYNAMIC = _op("DynamicProduct", {"x": "F", "codes": "Q"}, texts=["name", "grid"])
+_DYNAMIC = operator_of("DynamicProduct", {"x": "F", "codes": "Q"}, texts=["name", "grid"])
 
 # For torch's exporter: operators and the functions that emit their nodes.
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -107,8 +114,12 @@ class Lowering:
         self.calls: dict[str, int] = {}
         self.made: dict[str, ir.Value] = {}
 
+    def replacements(self) -> dict[str, Callable[[ir.Node], None]]:
+        """Returns the methods that replace nodes, by the operator of the node."""
+        return {"Grid": self._grid, "Stored": self._stored, "DynamicProduct": self._dynamic_product}
+
     def run(self) -> None:
-        replace = {"Grid": self._grid, "Stored": self._stored, "DynamicProduct": self._dynamic_product}
+        replace = self.replacements()
         for node in list(self.graph):
             if node.domain == DOMAIN:
                 replace[node.op_type](node)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fakequant._convert.golden.arithmetics import ARITHMETICS
+from fakequant._convert.golden.float_positions import positions, values_at
 from fakequant._convert.golden.integer_layer import weight_levels
 from fakequant._convert.golden.saturation import can_saturate, cpu_saturates, saturated_sums
 from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, Moved, Origin, Rectified
@@ -41,7 +42,11 @@ def ties(x: Tensor, grid: GridOf, tolerance: Tensor, golden: Tensor, other: Tens
         other: The codes of the other model.
     """
     steps = x.double() / grid.scale.double()
-    distance = (steps - steps.floor() - 0.5).abs()
+    if grid.spec.format == "int":
+        distance = (steps - steps.floor() - 0.5).abs()
+    else:
+        middle = (values_at(golden, grid.spec).double() + values_at(other, grid.spec).double()) / 2
+        distance = (steps - middle).abs()
     return ((golden - other).abs() == 1) & (distance <= tolerance / grid.scale.double())
 
 
@@ -82,6 +87,9 @@ def why_runtime(
         if origin is not None and torch.equal(origin.codes(arithmetic, grid)[differ], runtime[differ]):
             return NOT_FUSED if name == "reference" else FUSED
     inverse = 1 / grid.scale
+    if grid.spec.format != "int":
+        by_inverse = positions(x * inverse, torch.ones(()), grid.spec)
+        return RECIPROCAL if torch.equal(by_inverse[differ], runtime[differ]) else UNKNOWN
     by_inverse = (torch.round(x * inverse) + grid.zero_point).clamp(grid.spec.qmin, grid.spec.qmax)
     return RECIPROCAL if torch.equal(by_inverse[differ], runtime[differ]) else UNKNOWN
 

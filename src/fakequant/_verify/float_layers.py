@@ -45,6 +45,9 @@ def _why(path: str, model: nn.Module, golden: nn.Module, runtime: Runtime) -> st
     converted: Any = golden.get_submodule(path)
     weight = layer.weight_quantizer.spec
     grid = input_grid_of(converted) if isinstance(converted, IntegerLayer) else None
+    for name, spec in (("weight", weight), ("input", grid.spec if isinstance(grid, Grid) else None)):
+        if spec is not None and spec.format != "int":
+            return f"its {name} is {spec.format}; sums of products of floats are floats"
     if weight.group_size is not None:
         return "its weight has groups, for which there is no integer kernel"
     if not isinstance(grid, Grid):

@@ -10,6 +10,7 @@ from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
 from fakequant._onnx.exported_modules import Stored, part_name, stored_parts, stored_tensors
 from fakequant._onnx.fingerprint import digest_of_parameters
+from fakequant._onnx.stored_formats import is_stored_as_format, stored_format
 from fakequant._verify.runtimes.interface import Array, Runtime
 from fakequant.nn._expert_product import ExpertProduct
 
@@ -41,6 +42,10 @@ def _tensors_of(module: nn.Module, path: str) -> dict[str, Tensor]:
             found[f"{path}_scale"] = module.scale
         return found
     if isinstance(module, IntegerLayer) and module._fakequant.weight_spec is not None:
+        if is_stored_as_format(module._fakequant.weight_spec):
+            stored = stored_format(module)
+            # Codes are compared as values: some formats are stored in the type of another one.
+            return found | {f"{start}weight_codes": stored.values(), f"{start}weight_scale": stored.scale}
         exported = stored_tensors(module, 8)
         if isinstance(module, ExpertProduct):
             return found | _parts_of(module, exported, start)
@@ -68,6 +73,8 @@ def _same_bits(there: Array, here: Tensor) -> bool:
     if there.size != array.size:
         return False
     there, array = there.ravel(), array.ravel()
+    if array.dtype == np.float32 and there.dtype != np.float32:
+        there = there.astype(np.float32)  # exact: of a type with fewer bits
     if array.dtype == np.float32 and there.dtype == np.float32:
         there, array = there.view(np.int32), array.view(np.int32)
     return np.array_equal(there, array)

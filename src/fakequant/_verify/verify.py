@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
-from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, Origin, codes_of, on_grid, origin_of, plain
+from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, Origin, codes_of, dequantized, origin_of, plain
 from fakequant._prepare.prepare import preparation
 from fakequant._prepare.shares import quantized_parameters
 from fakequant._prepare.summary import summary
@@ -22,7 +22,7 @@ from fakequant._verify.explain_codes import NAN, SCALE, TIE, UNKNOWN, ties, why_
 from fakequant._verify.file_of_model import open_file_of
 from fakequant._verify.float_layers import layers_in_float
 from fakequant._verify.rounding_bounds import Rounding
-from fakequant._verify.runtimes.interface import Run, Runtime
+from fakequant._verify.runtimes.interface import Array, Run, Runtime
 from fakequant._verify.verdict import OutputReport, TensorReport, Verification
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._recurrent_product import RecurrentProduct
@@ -40,6 +40,8 @@ Codes = dict[str, list[Coded]]
 _Whose = Literal["prepared", "runtime"]
 # Positional and keyword arguments of a model, which are any nesting of tensors and constants.
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+_COMPUTED = "its scale is computed at run time, in float"
+_WITHOUT_TYPE = "the file rounds it in float: runtimes have no type with so few bits"
 _MERGED = "the file has no separate codes for it: it was merged with an equal quantizer"
 # 32 repetitions in all, with the first 4. The chance that errors leave a tie on the same side every time is 2^-32.
 _MORE_REPETITIONS = 28
@@ -63,6 +65,9 @@ def verify(
     rounding allowed for each element is measured by repeating the computation with random rounding errors. Any other
     difference is explained, if possible, by simulating its likely causes: sums that overflow or saturate, unfused
     operations, multiplication by a reciprocal.
+
+    Codes of FP8 are compared too; 0 and -0 count as the same code. Codes of activations with block scales (MX, NVFP4)
+    are not: their scales are computed in the file, and only the results are compared.
 
     Args:
         model: A prepared and calibrated model.
@@ -153,7 +158,8 @@ class _Comparison:
     def has_uncompared_grids(self) -> bool:
         """Whether some grids are not compared. Rounding may change a code there, and with it all later results."""
         return not all(
-            (grid.has_one_scale or path in self.runtime.dynamic_paths) and path not in self.runtime.unwatched
+            ((grid.has_one_scale and _why_not_comparable(grid) is None) or path in self.runtime.dynamic_paths)
+            and path not in self.runtime.unwatched
             for path, grid in self.grids.items()
         )
 
@@ -198,7 +204,7 @@ class _Comparison:
 
         handles = []
         for path, module in self.model.named_modules():
-            if isinstance(module, Quantizer) and path in self.grids and _has_one_scale(self.grids[path]):
+            if isinstance(module, Quantizer) and path in self.grids and _why_not_comparable(self.grids[path]) is None:
                 handles.append(module.register_forward_hook(keep(path)))
         try:
             return self.model(*args, **kwargs), codes
@@ -218,7 +224,7 @@ class _Comparison:
                 grids = [
                     GridOf(torch.from_numpy(np.array(s)), torch.tensor(int(z)), spec) for s, z in run.qparams[path]
                 ]
-            codes[path] = [Coded(torch.from_numpy(c).float(), grid) for c, grid in zip(arrays, grids, strict=True)]
+            codes[path] = [Coded(_codes_in(c, grid), grid) for c, grid in zip(arrays, grids, strict=True)]
         return codes
 
     # --- the golden model on the codes of another model --------------------------------------------
@@ -267,18 +273,18 @@ class _Comparison:
             def take(module: Grid, args: tuple[Tensor], y: Tensor) -> Tensor | None:
                 call = calls[path] = calls.get(path, -1) + 1
                 others = codes.get(path)
-                if not _has_one_scale(module):
-                    self.skipped[path] = "it has more than one scale"
+                why_not = _why_not_comparable(module)
+                if why_not is not None:
+                    self.skipped[path] = why_not
                     return None
                 if others is None or call >= len(others):
                     if whose == "runtime":
-                        is_merged = module.has_one_scale
-                        reason = _MERGED if is_merged else "its scale is computed at run time, in float"
+                        reason = _MERGED if module.has_one_scale else _COMPUTED
                         self.skipped[path] = self.runtime.unwatched.get(path, reason)
                     return None
                 other = others[call]
                 visit(path, call, module.grid_for(args[0]), args[0], y, other)
-                return on_grid((other.codes.reshape(y.shape) - other.grid.zero_point) * other.grid.scale, other.grid)
+                return dequantized(other.codes.reshape(y.shape), other.grid)
 
             return take
 
@@ -433,14 +439,29 @@ class _Comparison:
         )
 
 
-def _has_one_scale(grid: Grid) -> bool:
-    """Returns True if all elements of a tensor have the same scale, fixed or computed at run time."""
-    return grid.has_one_scale or (grid.scale is None and grid.spec.axis is None)
+def _codes_in(found: Array, grid: GridOf) -> Tensor:
+    """Returns the codes that a file output. It outputs those of a float format as values."""
+    value = torch.from_numpy(found).float()
+    return value if grid.spec.format == "int" else codes_of(value, grid)
+
+
+def _why_not_comparable(grid: Grid) -> str | None:
+    """Returns why the codes of a grid cannot be compared, or None if they can: all elements have the same scale.
+
+    The scale is fixed, or computed at run time if codes are integers. Files have no codes of FP6 and FP4.
+    """
+    if grid.spec.axis is not None and (grid.scale is None or grid.scale.dim() > 0):
+        return "it has more than one scale"
+    if grid.spec.format == "int":
+        return None
+    return _WITHOUT_TYPE if grid.spec.bits < 8 else _COMPUTED if grid.scale is None else None
 
 
 def _scale_tolerance(found: _Difference, tolerance: Tensor) -> Tensor:
     """Returns by how much rounding may change the scale of a tensor: by that of its range, and its own."""
-    moved = 2 * tolerance.max() / (found.grid.spec.qmax - found.grid.spec.qmin)
+    spec = found.grid.spec
+    width = spec.qmax - spec.qmin if spec.format == "int" else 2 * spec.largest
+    moved = 2 * tolerance.max() / width
     return moved + found.grid.scale.double() * 2.0**-22
 
 

@@ -122,9 +122,10 @@ def scales_of_sums(layer: PreparedLayer, weight_dims: int) -> tuple[Tensor, Tens
 
 
 def has_one_scale_per_sum(layer: RecordedLayer, spec: QuantSpec, weight_dims: int) -> bool:
-    """Returns True if all weights in a sum of products have the same scale."""
+    """Returns True if all weights in a sum of products are integers with the same scale."""
     axis = layer._fakequant.kind.channel_axis
-    return spec.group_size is None and (spec.axis is None or spec.axis % weight_dims == axis)
+    is_whole = spec.format == "int" and spec.group_size is None
+    return is_whole and (spec.axis is None or spec.axis % weight_dims == axis)
 
 
 def along_outputs(layer: RecordedLayer, scale: Tensor) -> Tensor:

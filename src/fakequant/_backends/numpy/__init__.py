@@ -39,3 +39,4 @@ from fakequant._backends.numpy.per_tensor import (
     fake_quantize_per_tensor_affine_cachemask_backward as fake_quantize_per_tensor_affine_cachemask_backward,
     fake_quantize_per_tensor_affine_cachemask_tensor_qparams as fake_quantize_per_tensor_affine_cachemask_tensor_qparams,  # noqa: E501
 )
+from fakequant._backends.numpy.scale_bytes import decode_scales as decode_scales, encode_scales as encode_scales

@@ -10,6 +10,10 @@ from fakequant._torch_releases import check_release
 check_release(torch.__version__)  # before the imports below, which fail with old releases
 
 from fakequant._backends.torch import grouped_linear as grouped_linear, operators as operators  # noqa: E402
+from fakequant._backends.torch.scale_bytes import (  # noqa: E402
+    decode_scales as decode_scales,
+    encode_scales as encode_scales,
+)
 from fakequant._backends.torch.tensor_functions import (  # noqa: E402
     as_data as as_data,
     as_float32_array as as_float32_array,

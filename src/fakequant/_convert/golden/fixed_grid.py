@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from fakequant._backends.blocks import blocks_of
+from fakequant._backends.torch import tensor_functions
 from fakequant._convert.golden.arithmetics import ARITHMETICS
 from fakequant._convert.golden.tracked_codes import Arithmetic, GridOf, on_grid, origin_of, plain
 from fakequant.functional import fake_quantize
@@ -50,18 +52,31 @@ class Grid(nn.Module):
         return self.scale is not None and self.scale.dim() == 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns `x` on the grid, as a tracked tensor unless scales vary along an axis."""
+        """Returns `x` on the grid, as a tracked tensor if it is an integer grid whose scales vary along no axis."""
         with torch.no_grad():
             return self._quantized(x)
 
     def _quantized(self, x: Tensor) -> Tensor:
         if self.scale is not None and self.spec.axis is not None:
             return fake_quantize(plain(x), self.scale, 0 if self.spec.symmetric else self.zero_point, self.spec)
+        if self.spec.format != "int" or self.spec.has_block_scales:
+            return self._rounded(plain(x))
         grid, origin, arithmetic = self.grid_for(x), origin_of(x), self._arithmetic
         codes = arithmetic.from_float(x, grid) if origin is None else origin.codes(arithmetic, grid)
         value = (codes - grid.zero_point) * grid.scale
         # NaN stays NaN as in training. Runtimes have no code for it.
         return on_grid(torch.where(plain(x).isnan(), plain(x), value) if x.isnan().any() else value, grid)
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        """Returns `x` on the grid of a float format, or with block scales: layers compute with these as floats."""
+        if self.scale is not None:
+            return fake_quantize(x, self.scale, 0, self.spec)
+        blocks = blocks_of(tuple(x.shape), self.spec).parameters
+        low = torch.full(blocks, torch.inf, dtype=torch.float32, device=x.device)
+        seen = tensor_functions.observe_fake_quantize(
+            x, self.spec, low, -low, update="dynamic", averaging_constant=1.0, eps=self.eps
+        )
+        return seen.y
 
     def grid_for(self, x: Tensor) -> GridOf:
         """Returns the grid for `x`. Scales per token broadcast with `x`."""

@@ -42,11 +42,11 @@ class IntegerLayer(QuantizedLayer):
 
         sum_j (x_codes_j - x_zero_point) * (weight_codes_j - weight_zero_point) * 2^weight_shift  +  bias_codes
 
-    and multiplies it by `x_scale * weight_scale`. If the input is not on a grid, or the scale of the weight varies
-    within a sum, the layer computes in float with the dequantized weight.
+    and multiplies it by `x_scale * weight_scale`. If the input is not on an integer grid, the weight has a float
+    format, or its scale varies within a sum, the layer computes in float with the dequantized weight.
     """
 
-    # Codes of 2 or 4 bits are packed into bytes.
+    # Codes of 2 and 4 bits, and of float formats of 6 bits, are packed into bytes.
     weight_codes: Tensor
     # The scale of `weight_levels`: the scale in training divided by 2^weight_shift.
     weight_scale: Tensor
@@ -213,18 +213,27 @@ def float_weight(layer: IntegerLayer) -> Tensor:
 
 
 def set_weight(layer: IntegerLayer, weight: Tensor) -> None:
-    """Quantizes a weight and stores its codes, packed if they have 2 or 4 bits."""
+    """Quantizes a weight and stores its codes, packed if `packs_codes` says so."""
     spec = layer._fakequant.weight_spec
     scale = layer.weight_scale * 2.0**layer._fakequant.weight_shift
     zero_point = 0 if layer.weight_zero_point is None else layer.weight_zero_point
-    layer.weight_codes = tensor_functions.quantize(weight, scale, zero_point, spec, packed=spec.bits in (2, 4))
+    layer.weight_codes = tensor_functions.quantize(weight, scale, zero_point, spec, packed=packs_codes(spec))
 
 
 def set_levels(layer: IntegerLayer, levels: Tensor) -> None:
     """Stores the codes of a symmetric weight. `levels` are as `weight_levels` returns them."""
     spec = dataclasses.replace(layer._fakequant.weight_spec, axis=None, group_size=None)
     step = torch.tensor(2.0**layer._fakequant.weight_shift)
-    layer.weight_codes = tensor_functions.quantize(levels, step, 0, spec, packed=spec.bits in (2, 4))
+    layer.weight_codes = tensor_functions.quantize(levels, step, 0, spec, packed=packs_codes(spec))
+
+
+def packs_codes(spec: QuantSpec) -> bool:
+    """Returns True if several codes of a weight are stored in a byte.
+
+    >>> packs_codes(QuantSpec(bits=4)), packs_codes(QuantSpec(bits=6)), packs_codes(QuantSpec(format="e3m2"))
+    (True, False, True)
+    """
+    return spec.bits in (2, 4) or (spec.bits == 6 and spec.format != "int")
 
 
 def is_packed(layer: IntegerLayer) -> bool:
@@ -243,12 +252,12 @@ def _dequantized(layer: IntegerLayer, scale: Tensor) -> Tensor:
 def is_integer(layer: IntegerLayer) -> bool:
     """Returns True if a layer computes with integers: the scales of input and weight do not vary within a sum."""
     grid = input_grid_of(layer)
-    has_scale = isinstance(grid, Grid) and grid.has_one_scale
+    has_scale = isinstance(grid, Grid) and grid.has_one_scale and grid.spec.format == "int"
     return has_scale and layer._fakequant.weight_spec is not None and sums_have_one_scale(layer)
 
 
 def sums_have_one_scale(layer: IntegerLayer) -> bool:
-    """Returns True if the scale of a layer's weight does not vary within a sum of products."""
+    """Returns True if a layer's weight is an integer with one scale in every sum of products."""
     record = layer._fakequant
     return has_one_scale_per_sum(layer, record.weight_spec, len(record.weight_shape))
 

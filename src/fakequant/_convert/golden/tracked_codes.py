@@ -45,6 +45,7 @@ from fakequant._backends.blocks import blocks_of
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.formula import onnx_steps
 from fakequant._backends.torch.torch_private import pytree
+from fakequant._convert.golden.float_positions import positions, values_at
 from fakequant._moves import MOVES_OF_CODES, MOVES_OF_VALUES, SAME_VALUES, TorchFunction, named
 from fakequant.spec import QuantSpec
 
@@ -198,8 +199,20 @@ def quantized(x: Tensor, grid: GridOf) -> Tensor:
 
 
 def codes_of(x: Tensor, grid: GridOf) -> Tensor:
-    """Returns the codes of a tensor that is already on `grid`, as integers in float32."""
+    """Returns the codes of a tensor that is already on `grid`, as integers in float32.
+
+    The codes of a float format are positions, see `float_positions`.
+    """
+    if grid.spec.format != "int":
+        return positions(x, grid.scale, grid.spec)
     return onnx_steps(x, grid.scale) + grid.zero_point
+
+
+def dequantized(codes: Tensor, grid: GridOf) -> Tensor:
+    """Returns the values of codes that `codes_of` returned, as a tracked tensor if they are integers."""
+    if grid.spec.format != "int":
+        return values_at(codes, grid.spec) * grid.scale
+    return on_grid((codes - grid.zero_point) * grid.scale, grid)
 
 
 # --- tracked tensors ------------------------------------------------------------------------------

@@ -18,6 +18,12 @@ from fakequant._verify.runtimes.interface import Array, Run
 if TYPE_CHECKING:
     import onnx
 
+# FLOAT4E2M1 and FLOAT8E8M0, as numbers in a file.
+_NEW_TYPES = {23, 24}
+_OLDER_TYPES = (
+    "The file has FP4 codes or E8M0 scales, for which runtimes may have no kernels.\nExport the model with opset=21 or "
+    "22, which stores the same values as FP8 codes and float32 scales, and verify that file."
+)
 _ADVICE = "Use a file that fakequant.export_onnx wrote."
 
 
@@ -127,7 +133,7 @@ class OnnxFile:
             if name not in values:
                 continue
             for path in paths:
-                run.codes.setdefault(path, []).append(values[name].astype(np.int32) - offset)
+                run.codes.setdefault(path, []).append(_as_codes(values[name], offset))
                 if name in self.dynamic:
                     scale, zero_point = self.dynamic[name]
                     run.qparams.setdefault(path, []).append((values[scale], values[zero_point]))
@@ -159,7 +165,9 @@ class OnnxFile:
 
     def cannot_load(self, error: Exception) -> ValueError:
         """Returns the error to raise if the runtime refuses the file."""
-        return ValueError(f"{self.name} cannot load {self.path}: {error}\n{_ADVICE}")
+        types = {tensor.data_type for tensor in self.model.graph.initializer}
+        advice = _OLDER_TYPES if types & _NEW_TYPES else _ADVICE
+        return ValueError(f"{self.name} cannot load {self.path}: {error}\n{advice}")
 
     def cannot_run(self, feed: dict[str, Array], error: Exception) -> ValueError:
         """Returns the error to raise if the runtime refuses a batch."""
@@ -180,6 +188,11 @@ class OnnxFile:
 
     def _noted(self, key: str) -> str | None:
         return next((p.value for p in self.model.metadata_props if p.key == key), None)
+
+
+def _as_codes(value: Array, offset: int) -> Array:
+    """Returns codes without their offset. Those of float formats are read as values."""
+    return value if value.dtype == np.float32 else value.astype(np.int32) - offset
 
 
 def _offset(notes: dict[str, str], path: str | os.PathLike[str]) -> int:
