@@ -55,12 +55,13 @@ def resolve(shape: tuple[int, ...], dtype: int, scale: ArrayLike, zero_point: Ar
     if spec.axis is None and isinstance(scale, float) and type(zero_point) is int:
         return _resolve_numbers(blocks, dtype, scale, zero_point, spec)
     scales = _scales(scale, blocks, shape, spec, scale_dtype(dtype, spec))
+    zeros, kind = _zero_points(zero_point, blocks, shape, spec)
     if has_short_block(shape, spec):
         assert spec.axis is not None
         length = shape[spec.axis]
         repeated = np.repeat(scales, group_length(length, spec), axis=spec.axis)
         scales = np.ascontiguousarray(np.take(repeated, np.arange(length), axis=spec.axis))
-    zeros, kind = _zero_points(zero_point, blocks, shape, spec)
+        zeros, kind = None, _kernels.ZERO_NONE  # always 0
     return Grid(
         blocks.kernel,
         blocks.parameters,
