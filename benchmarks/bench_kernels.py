@@ -356,12 +356,8 @@ def bars(rows: list[Row], small: dict[str, float]) -> list[Bar]:
     )
     for what, limit in (("FP8, static (cast)", 2), ("MXFP4", 3), ("NVFP4", 3.5)):
         bar(f"{what}, 2^20: copies", row(what), "times_copy", limit, False)
-    for what, limit in (
-        ("FP8, static (cast)", 10),
-        ("MXFP8 (cast)", 10),
-        ("MXFP8 (torchao)", 20),
-        ("MXFP4 (torchao)", 20),
-    ):
+    peers = {"FP8, static (cast)": 10, "MXFP8 (cast)": 10, "MXFP4 (torchao)": 20, "NVFP4 (torchao)": 20}
+    for what, limit in peers.items():
         bar(f"{what}, 2^20: times the peer", row(what), "faster_than_torch", limit, True)
     one, two = (row("forward + packed mask", size=1 << 22, threads=n) for n in (1, 2))
     if one and two:
