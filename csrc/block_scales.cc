@@ -74,7 +74,7 @@ float tensor_scale(const float* absmax, int64_t n) {
 }
 
 // Few enough elements to still be in the cache when they are quantized after their scales were chosen.
-constexpr int64_t kChunkElements = 1 << 14;
+constexpr int64_t kChunkElements = 1 << 12;
 
 // A part of an array with whole blocks.
 struct Chunk {

@@ -9,7 +9,7 @@ operators. For arrays, results are in C order, whatever the order of the input.
 
 from typing import Any, overload
 
-import numpy as np
+import numpy as np  # noqa: F401 - for the examples
 
 from fakequant._backends import backend_of
 from fakequant._backends.argument_types import DType, Numbers
@@ -27,8 +27,6 @@ from fakequant._backends.results import (
 )
 from fakequant.qparams import EPS, QParams
 from fakequant.spec import QuantSpec
-
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @overload
@@ -269,13 +267,7 @@ def quantize_dynamic(
     >>> codes, qparams.scale
     (array([1, 9, 5, 7], dtype=uint8), array([1.], dtype=float32))
     """
-    backend = backend_of(x)
-    seen = backend.min_max(x, spec)
-    lo, hi = (end.clip(-_FLOAT32_MAX, _FLOAT32_MAX) for end in (seen.min, seen.max))
-    unseen = seen.min > seen.max
-    lo, hi = lo * ~unseen, hi * ~unseen
-    qparams = backend.choose_qparams(lo, hi, spec, eps=eps)
-    return backend.quantize(x, *qparams, spec, packed=packed), qparams
+    return backend_of(x).quantize_dynamic(x, spec, packed=packed, eps=eps)
 
 
 def observe_fake_quantize(

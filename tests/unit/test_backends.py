@@ -21,7 +21,7 @@ FUNCTIONS = {
 
 
 def test_public_module_exports_all_backend_functions():
-    assert len(FUNCTIONS) == 25
+    assert len(FUNCTIONS) == 27
     assert all(getattr(fq, name) is function for name, function in FUNCTIONS.items())
 
 

@@ -86,7 +86,8 @@ def _scales(absmax: Tensor, spec: QuantSpec, eps: float, path: str) -> Tensor:
     under = absmax.amax(tuple(range(absmax.dim())), keepdim=True) / 2688.0
     under = torch.where(under == 0, 1.0, under)
     wanted = ((absmax / 6.0) / under).clamp(2.0**-6, 448.0)
-    return format_operators.rounded_to_format(wanted, "e4m3fn", f"{path}.block_scales") * under
+    scale = format_operators.rounded_to_format(wanted, "e4m3fn", f"{path}.block_scales") * under
+    return scale.clamp(min=2.0**-149)
 
 
 def _power_scales(absmax: Tensor, spec: QuantSpec) -> Tensor:

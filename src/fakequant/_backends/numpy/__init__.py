@@ -15,6 +15,7 @@ from fakequant._backends.numpy.functions import (
     observe_fake_quantize as observe_fake_quantize,
     overwrite as overwrite,
     quantize as quantize,
+    quantize_dynamic as quantize_dynamic,
     round_zero_point as round_zero_point,
     zero_outside as zero_outside,
 )

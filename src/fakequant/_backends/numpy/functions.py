@@ -257,7 +257,7 @@ def observe_fake_quantize(
     return ObservedFakeQuantize(y, bits, scale, zero_point, nan + posinf + neginf)
 
 
-def fake_quantize_dynamic(x: Unchecked, spec: QuantSpec, *, gradient: Gradient, eps: float) -> np.ndarray:
+def fake_quantize_dynamic(x: Unchecked, spec: QuantSpec, *, gradient: Gradient = "pass", eps: float) -> np.ndarray:
     """See `fakequant.fake_quantize_dynamic`."""
     checks.check_spec(spec, "x, spec")
     lo, hi = np.empty((2, *blocks_of(np.shape(x), spec).parameters), np.float32)
@@ -266,13 +266,29 @@ def fake_quantize_dynamic(x: Unchecked, spec: QuantSpec, *, gradient: Gradient, 
     ).y
 
 
+def quantize_dynamic(
+    x: Unchecked, spec: QuantSpec, *, packed: bool = False, eps: float
+) -> tuple[np.ndarray, QParams[np.ndarray]]:
+    """See `fakequant.quantize_dynamic`."""
+    seen = min_max(x, spec)
+    qparams = choose_qparams(*_dynamic_range(seen), spec, eps=eps)
+    return quantize(x, *qparams, spec, packed=packed), qparams
+
+
+def _dynamic_range(seen: Range[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the ends of ranges within float32, 0 to 0 without a finite value."""
+    limit, nothing = np.finfo(np.float32).max, seen.min > seen.max
+    lo, hi = (np.where(nothing, 0, end).clip(-limit, limit) for end in (seen.min, seen.max))
+    return lo, hi
+
+
 def _observe_short_blocks(
     x: np.ndarray, spec: QuantSpec, running_min: np.ndarray, running_max: np.ndarray, mask: MaskForm | None
 ) -> ObservedFakeQuantize[np.ndarray]:
     """Does the same as `observe_fake_quantize` in separate steps, for data whose last blocks are shorter."""
     seen = min_max(x, spec)
-    absmax = np.where(seen.min <= seen.max, np.abs(np.maximum(-seen.min, seen.max)), 0)
-    running_max[...] = absmax.clip(max=np.finfo(np.float32).max).reshape(running_max.shape)
+    lo, hi = _dynamic_range(seen)
+    running_max[...] = np.abs(np.maximum(-lo, hi)).reshape(running_max.shape)
     running_min[...] = 0 - running_max
     scale, zero_point = choose_qparams(running_min, running_max, spec, eps=1.0)  # which is not used
     scale, zero_point = scale.reshape(seen.min.shape), zero_point.reshape(seen.min.shape)

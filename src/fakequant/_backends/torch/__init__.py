@@ -29,6 +29,7 @@ from fakequant._backends.torch.tensor_functions import (  # noqa: E402
     observe_fake_quantize as observe_fake_quantize,
     overwrite as overwrite,
     quantize as quantize,
+    quantize_dynamic as quantize_dynamic,
     round_zero_point as round_zero_point,
     zero_outside as zero_outside,
 )

@@ -356,7 +356,7 @@ def observe_fake_quantize(
     )
 
 
-def fake_quantize_dynamic(x: Tensor, spec: QuantSpec, *, gradient: Gradient, eps: float) -> Tensor:
+def fake_quantize_dynamic(x: Tensor, spec: QuantSpec, *, gradient: Gradient = "pass", eps: float) -> Tensor:
     """See `fakequant.fake_quantize_dynamic`."""
     checks.check_spec(spec, "x, spec")
     check_data(x)
@@ -365,11 +365,23 @@ def fake_quantize_dynamic(x: Tensor, spec: QuantSpec, *, gradient: Gradient, eps
         return observe_fake_quantize(
             x, spec, running[0], running[1], update="dynamic", averaging_constant=0.0, eps=eps, gradient=gradient
         ).y
+    scale, zero_point = _dynamic_qparams(x, spec, eps)
+    return fake_quantize(x, scale, 0 if spec.symmetric else zero_point, spec, gradient=gradient)
+
+
+def quantize_dynamic(x: Tensor, spec: QuantSpec, *, packed: bool = False, eps: float) -> tuple[Tensor, QParams[Tensor]]:
+    """See `fakequant.quantize_dynamic`."""
+    checks.check_spec(spec, "x, spec")
+    qparams = _dynamic_qparams(x, spec, eps)
+    return quantize(x, *qparams, spec, packed=packed), qparams
+
+
+def _dynamic_qparams(x: Tensor, spec: QuantSpec, eps: float) -> QParams[Tensor]:
+    """Returns scale and zero point of the blocks of `x`. The range of a block without finite values is 0 to 0."""
     seen = min_max(x, spec)
     how = Observation("dynamic", 0.0, eps, spec.symmetric, scale_rule_name(spec))
     lo, hi = tensor_kernels.updated_range(seen.min, seen.max, seen.min, seen.max, how)
-    scale, zero_point = choose_qparams(lo, hi, spec, eps=eps)
-    return fake_quantize(x, scale, 0 if spec.symmetric else zero_point, spec, gradient=gradient)
+    return choose_qparams(lo, hi, spec, eps=eps)
 
 
 def _observe_short_blocks(
