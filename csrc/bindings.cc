@@ -320,7 +320,8 @@ std::tuple<int64_t, int64_t, int64_t, int64_t> py_observe_fake_quantize(
   const FakeQuantizeArgs a{d, s, g, x.bytes(n * bytes_of(d)), y.bytes(n * bytes_of(d)), kind,
                            mask.get<uint8_t>(mask_bytes(kind, n))};
   const ObserveArgs o{checked(rule, RangeRule::torch_fused), checked(update, RangeUpdate::dynamic), observe, quantize,
-                      symmetric, to_scale_rule(scale_rule), float(averaging_constant), float(eps), running_min.get<float>(p),
+                      symmetric, to_scale_rule(scale_rule), float(averaging_constant), float(eps),
+                      running_min.get<float>(p),
                       running_max.get<float>(p), scale.get<float>(p), zero_point.get<int32_t>(p)};
   ObserveResult r;
   without_gil(x, n, [&] { r = observe_fake_quantize(o, a); });

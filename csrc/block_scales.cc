@@ -99,8 +99,8 @@ struct Chunks {
   int64_t count() const { return (units + per_chunk - 1) / per_chunk; }
   Chunk operator[](int64_t c) const {
     const int64_t first = c * per_chunk, here = std::min(per_chunk, units - first);
-    const Shape part = shape.outer == 1 ? Shape{1, 1, here, shape.inner} : Shape{here, shape.outer, blocks, shape.inner};
-    return {part, first * blocks, first * size};
+    const Shape rows{1, 1, here, shape.inner}, batches{here, shape.outer, blocks, shape.inner};
+    return {shape.outer == 1 ? rows : batches, first * blocks, first * size};
   }
 };
 
@@ -120,13 +120,14 @@ int64_t chunk_magnitudes(DType dtype, const Chunk& chunk, const void* x, float* 
   return std::accumulate(count.begin(), count.end(), int64_t(0));
 }
 
-void quantize_chunk(FakeQuantizeArgs a, const Chunk& chunk, const float* scale) {
+void quantize_chunk(FakeQuantizeArgs a, const Chunk& chunk, const float* scale, bool alone) {
   a.shape = chunk.shape;
   a.x = static_cast<const char*>(a.x) + chunk.element * bytes_of(a.dtype);
   a.y = static_cast<char*>(a.y) + chunk.element * bytes_of(a.dtype);
   if (a.mask_kind != MaskKind::none) a.mask += a.mask_kind == MaskKind::packed ? chunk.element / 8 : chunk.element;
   a.grid.scale_f32 = scale + chunk.parameter;
-  fake_quantize(a);
+  if (alone) fake_quantize(a);  // the only task, so all threads are free
+  else fake_quantize_on_one_thread(a);
 }
 
 }  // namespace
@@ -159,7 +160,7 @@ ObserveResult observe_blocks(const ObserveArgs& o, const FakeQuantizeArgs& a) {
   const auto quantize = [&](const Chunk& chunk, float under) {
     const int64_t p = chunk.parameter, count = chunk.shape.parameters();
     block_scales(absmax + p, count, o.scale_rule, a.grid, under, o.scale + p);
-    if (o.quantize) quantize_chunk(a, chunk, o.scale);
+    if (o.quantize) quantize_chunk(a, chunk, o.scale, chunks.count() == 1);
   };
   run_tasks(chunks.count(), [&](int64_t c) {
     nonfinite[size_t(c)] = chunk_magnitudes(a.dtype, chunks[c], a.x, absmax);

@@ -119,6 +119,11 @@ void fake_quantize(const FakeQuantizeArgs& a) {
   over_elements(size, [&](int64_t begin, int64_t end) { kernel(a, begin, end); });
 }
 
+void fake_quantize_on_one_thread(const FakeQuantizeArgs& a) {
+  const auto kernel = needs_wide(a.grid, a.shape.parameters()) ? wide::fake_quantize : kernels().fake_quantize;
+  kernel(a, 0, a.shape.size());
+}
+
 void mask_backward(const MaskBackwardArgs& a) {
   prepare_output(a.dx, size_t(a.size * bytes_of(a.dtype)));
   const auto kernel = kernels().mask_backward;

@@ -10,6 +10,8 @@
 namespace fakequant {
 
 void fake_quantize(const FakeQuantizeArgs&);
+// The same on the calling thread alone, for tasks that are themselves parts of a call.
+void fake_quantize_on_one_thread(const FakeQuantizeArgs&);
 void mask_backward(const MaskBackwardArgs&);
 void quantize(const QuantizeArgs&);
 void dequantize(const DequantizeArgs&);
@@ -23,8 +25,8 @@ ObserveResult observe_fake_quantize(const ObserveArgs&, FakeQuantizeArgs);
 
 // --- scales of few bits (block_scales.cc) --------------------------------------------------------
 
-// Writes the scales of blocks with these largest magnitudes. `under` is the scale of the tensor (e4m3fn only). Only the
-// numerics and the range of the grid are used. `rule` is not `any`.
+// Writes the scales of blocks with these largest magnitudes. `under` is the scale of the tensor (e4m3fn only). Of the
+// grid, only the numerics and the range are used. `rule` is not `any`.
 void block_scales(const float* absmax, int64_t n, ScaleRule rule, const Grid& grid, float under, float* scale);
 // Writes the scales of the blocks of one tensor with these ranges.
 void choose_block_scales(const float* lo, const float* hi, int64_t n, ScaleRule rule, const Grid& grid, float* scale);
@@ -60,8 +62,8 @@ struct QParam {
   int32_t zero_point;
 };
 
-// Returns the parameters for an observed range, by the rule of torch's observers. Only the numerics and the range of the
-// grid are used.
+// Returns the parameters for an observed range, by the rule of torch's observers. Of the grid, only the numerics and the
+// range are used.
 QParam choose_qparams(float lo, float hi, const Grid& grid, bool symmetric, float eps);
 // Returns the parameters for an observed range, by the different rule of torch's fused moving-average operator.
 QParam choose_qparams_fused(float lo, float hi, int32_t qmin, int32_t qmax, bool symmetric);

@@ -142,8 +142,8 @@ FQ_INLINE void run_with_scale_per_element(const T* x, T* y, int64_t n, const Gri
 }
 
 // Short rows with one scale each, in a float format and without a mask: the blocks of MX and NVFP4. Does the same as
-// run_with_one_scale with less work between rows. Multiplying by the reciprocal of a power of two is the same as dividing
-// by it, and faster.
+// run_with_one_scale with less work between rows. Multiplying by the reciprocal of a power of two gives the same bits as
+// dividing by it, and is faster.
 template <class Rule, class T> FQ_INLINE void short_rows(const FakeQuantizeArgs& a, int64_t begin, int64_t end) {
   constexpr int N = kLanesOf<float>;
   using V = Vec<float, N>;

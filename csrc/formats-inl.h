@@ -64,12 +64,13 @@ template <class V> FQ_INLINE FloatParams<V> float_params(Numerics numerics, V sc
           splat<V>(f.has_negative_zero ? C(-0.0) : C(0.0))};
 }
 
-// The same rule for a format that is known when the kernel is compiled. With short blocks, the parameters of a block are
-// needed again every few vectors; here they are no more than its scale.
+// The same rule for a format that is known when the kernel is compiled. With short blocks, parameters are needed again
+// every few vectors; here they are no more than the scale.
 template <class V, Numerics Format> struct FixedFloatParams {
   V scale;
   FQ_INLINE operator FloatParams<V>() const { return float_params(Format, scale); }
 };
+
 // Returns 1 / v if v is a power of two and both are normal, otherwise 0.
 FQ_INLINE float inverse_of_power(float v) {
   const uint32_t bits = bit_cast<uint32_t>(v), field = bits >> 23;
