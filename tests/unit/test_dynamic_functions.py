@@ -5,6 +5,7 @@ import pytest
 
 import fakequant as fq
 from fakequant import presets, reference_formats
+from fakequant.formats import FLOAT_FORMATS
 from fakequant.testing.assertions import assert_same_bits
 
 SPECS = {
@@ -130,3 +131,21 @@ def test_running_ranges_of_blocks_must_be_dynamic():
     lo = np.zeros(1, np.float32)
     with pytest.raises(ValueError, match='`update` must be "dynamic"'):
         fq.observe_fake_quantize(np.ones(4, np.float32), presets.mxfp4(), lo, lo.copy())
+
+
+def test_nvfp4_divides_by_the_scale_also_at_ties():
+    """A product with the reciprocal of the scale would fall on the other side of some ties."""
+    values = FLOAT_FORMATS["e4m3fn"].grid()
+    block_scales = values[(values >= 2.0**-6) & (values <= 448)]
+    ties = np.float32([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    x = np.zeros((block_scales.size, 3, 16), np.float32)
+    for i, end in enumerate((-np.inf, 0, np.inf)):
+        exact = ties * block_scales[:, None]
+        x[:, i, :7] = exact if end == 0 else np.nextafter(exact, np.float32(end))
+    x[:, :, 15] = 6 * block_scales[:, None]  # the largest of each block; 2688 in all, so the tensor scale is 1
+    spec = presets.nvfp4()
+    y = fq.fake_quantize_dynamic(x.reshape(-1, 16), spec)
+    assert_same_bits(np.repeat(block_scales, 3)[:, None], fq.quantize_dynamic(x.reshape(-1, 16), spec)[1].scale)
+    assert_same_bits(reference_formats.fake_quantize_blocks(x.reshape(-1, 16), spec).y, y)
+    even = np.float32([0, 1, 1, 2, 2, 4, 4]) * block_scales[:, None]
+    assert_same_bits(even, y.reshape(x.shape)[:, 1, :7])
