@@ -149,3 +149,22 @@ def test_nvfp4_divides_by_the_scale_also_at_ties():
     assert_same_bits(reference_formats.fake_quantize_blocks(x.reshape(-1, 16), spec).y, y)
     even = np.float32([0, 1, 1, 2, 2, 4, 4]) * block_scales[:, None]
     assert_same_bits(even, y.reshape(x.shape)[:, 1, :7])
+
+
+@pytest.mark.parametrize("form", ["packed", "bool"])
+@pytest.mark.parametrize("shape", [(300, 64), (40, 7, 96), (999, 20), (64, 3, 300)], ids=str)
+@pytest.mark.parametrize("make", [presets.mxfp4, presets.nvfp4, presets.mxint8], ids=lambda make: make.__name__)
+def test_masks_of_many_blocks_are_those_of_the_found_scales(make, shape, form):
+    """Large arrays are processed in parts, each with its own part of the mask."""
+    x = np.random.default_rng(1).standard_normal(shape).astype(np.float32) * 3
+    for axis in (-1, 0):
+        spec = make(axis=axis)
+        scale = fq.quantize_dynamic(x, spec)[1].scale
+        lo = np.zeros(scale.shape, np.float32)
+        observed = fq.observe_fake_quantize(x, spec, lo, lo.copy(), update="dynamic", mask=form)
+        y, mask = fq.fake_quantize(x, scale, 0, spec, mask=form)
+        assert_same_bits(scale, observed.scale)
+        assert_same_bits(y, observed.y)
+        assert_same_bits(mask, observed.mask)
+        if make is presets.mxfp4:
+            assert not fq.fake_quantize(x, scale, 0, spec, mask="bool")[1].all()  # some values are clipped
