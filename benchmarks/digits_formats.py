@@ -8,7 +8,8 @@ of the row:
     int8               the recipe: weights per channel, activations per tensor
     int4               4 bits everywhere: weights per channel, activations per tensor with a moving average of the range
     FP8 e4m3, e5m2     the recipe `fp8`: weights per channel, activations per tensor with a moving average
-    MXFP8, 6, 4        blocks of 32 input channels with a power of two as scale: e4m3fn, e2m3, e2m1
+    MXFP8, 6, 4        blocks of 32 input channels with a power of two as scale: e4m3fn, e2m3, e2m1. The scale rule is
+                       `floor` unless another one is named
     NVFP4              blocks of 16 input channels: e2m1, FP8 scales
 
 The accuracy is that of the last step, on the test images, in percent: mean ± standard deviation over the seeds.
@@ -40,6 +41,8 @@ CONFIGS = {
     "MXFP8": recipes.mxfp8(),
     "MXFP6": blocks(presets.mxfp6()),
     "MXFP4": blocks(presets.mxfp4()),
+    "MXFP4, even": blocks(presets.mxfp4(scale_rule="even")),
+    "MXFP4, rceil": blocks(presets.mxfp4(scale_rule="rceil")),
     "NVFP4": recipes.nvfp4(),
 }
 
