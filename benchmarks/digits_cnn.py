@@ -132,8 +132,8 @@ def train(model: nn.Module, data: Split, epochs: int, rate: float, seed: int, fr
             schedule.step()
 
 
-def run_seed(seed: int, epochs: int) -> dict[str, float]:
-    """Returns accuracies by the names of the rows."""
+def train_in_float(seed: int, epochs: int) -> tuple[Split, nn.Module, dict[str, float]]:
+    """Returns the data, the float model that all rows start from, and accuracies in float by name."""
     data = split(seed)
     torch.manual_seed(seed)
     model = network()
@@ -143,7 +143,12 @@ def run_seed(seed: int, epochs: int) -> dict[str, float]:
     longer = copy.deepcopy(model)
     train(longer, data, epochs, QUANTIZED_RATE, seed, FROZEN)
     found["float, trained on"] = accuracy(longer, data)
+    return data, model, found
 
+
+def run_seed(seed: int, epochs: int) -> dict[str, float]:
+    """Returns accuracies by the names of the rows."""
+    data, model, found = train_in_float(seed, epochs)
     for row in ROWS:
         made = fq.prepare(copy.deepcopy(model), row.config)
         fq.calibrate(made, data[0].split(BATCH), progress=False)

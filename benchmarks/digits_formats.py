@@ -20,11 +20,9 @@ import copy
 import dataclasses
 import sys
 
-import torch
-
 import fakequant as fq
-from digits import BATCH, FLOAT_RATE, QUANTIZED_RATE, accuracy, formatted, measure, split
-from digits_cnn import FROZEN, min_max, network, train
+from digits import BATCH, QUANTIZED_RATE, accuracy, formatted, measure
+from digits_cnn import FROZEN, min_max, train, train_in_float
 from fakequant import presets, recipes
 
 
@@ -49,14 +47,7 @@ CONFIGS = {
 
 def run_seed(seed: int, epochs: int) -> dict[str, float]:
     """Returns accuracies by the names of the rows."""
-    data = split(seed)
-    torch.manual_seed(seed)
-    model = network()
-    train(model, data, epochs, FLOAT_RATE, seed)
-    found = {"float": accuracy(model, data)}
-    longer = copy.deepcopy(model)
-    train(longer, data, epochs, QUANTIZED_RATE, seed, FROZEN)
-    found["float, trained on"] = accuracy(longer, data)
+    data, model, found = train_in_float(seed, epochs)
     for name, config in CONFIGS.items():
         made = fq.prepare(copy.deepcopy(model), config)
         fq.calibrate(made, data[0].split(BATCH), progress=False)
