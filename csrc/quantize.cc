@@ -123,6 +123,15 @@ struct ValueTable {
   }
 };
 
+// The table is computed by the first call: for a few codes, it would take longer than everything else.
+const ValueTable& table_of(Numerics numerics) {
+  static const ValueTable tables[] = {
+      ValueTable(Numerics::e4m3fn),   ValueTable(Numerics::e5m2), ValueTable(Numerics::e4m3fnuz),
+      ValueTable(Numerics::e5m2fnuz), ValueTable(Numerics::e2m3), ValueTable(Numerics::e3m2),
+      ValueTable(Numerics::e2m1)};
+  return tables[int(numerics) - int(Numerics::e4m3fn)];
+}
+
 template <class Code, class T>
 void from_float_codes(const DequantizeArgs& a, int64_t begin, int64_t end) {
   using C = Compute<T>;
@@ -131,7 +140,7 @@ void from_float_codes(const DequantizeArgs& a, int64_t begin, int64_t end) {
   using V1 = Vec<C, 1>;
   const GridParams<FloatRule, V> params(a.grid);
   const GridParams<FloatRule, V1> single(a.grid);
-  const ValueTable table(a.grid.numerics);
+  const ValueTable& table = table_of(a.grid.numerics);
   uint8_t unpacked[kBuffer];
   float levels[kBuffer];
   for (int64_t start = begin; start < end; start += kBuffer) {

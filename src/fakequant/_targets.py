@@ -105,7 +105,7 @@ class Target:
 
     def _is_left_alone(self, spec: QuantSpec) -> bool:
         """Returns True for float formats and block scales. Raises ValueError if this target computes in integers."""
-        if spec.format == "int" and not spec.has_block_scales:
+        if spec.is_integer:
             return False
         if not self.has_format(spec):
             raise ValueError(
@@ -120,7 +120,7 @@ class Target:
         >>> TARGETS["openvino"].has_format(QuantSpec(format="e4m3fn"))
         False
         """
-        return self.name == "generic" or (spec.format == "int" and not spec.has_block_scales)
+        return self.name == "generic" or spec.is_integer
 
     def weight_shift(self, spec: QuantSpec) -> int:
         """Returns the largest k for which weight codes times 2^k are summed exactly on every CPU.

@@ -14,6 +14,7 @@ unsigned zero.
 """
 
 import dataclasses
+import functools
 from typing import Literal
 
 import numpy as np
@@ -67,21 +68,7 @@ class FloatFormat:
         >>> FLOAT_FORMATS["e2m1"].values()[:8]
         array([0. , 0.5, 1. , 1.5, 2. , 3. , 4. , 6. ], dtype=float32)
         """
-        codes = np.arange(1 << self.bits)
-        magnitude = codes & (1 << (self.bits - 1)) - 1
-        exponent, mantissa = magnitude >> self.mantissa_bits, magnitude & (1 << self.mantissa_bits) - 1
-        steps = np.where(exponent == 0, mantissa, mantissa + (1 << self.mantissa_bits)).astype(np.float32)
-        powers = np.maximum(exponent, 1) - self.bias - self.mantissa_bits
-        values: np.ndarray = np.ldexp(steps, powers).astype(np.float32)
-        values[codes >= 1 << (self.bits - 1)] *= -1
-        finite = np.abs(values) <= self.largest
-        if self.name == "e5m2":
-            values[(magnitude == 0x7C)] = np.where(codes[magnitude == 0x7C] < 0x80, np.inf, -np.inf)
-            finite |= np.isinf(values)
-        values[~finite] = np.nan
-        if not self.has_negative_zero:
-            values[1 << (self.bits - 1)] = np.nan
-        return values
+        return _values(self).copy()
 
     def grid(self) -> np.ndarray:
         """Returns the finite values in ascending order, each once, float32.
@@ -89,8 +76,33 @@ class FloatFormat:
         >>> FLOAT_FORMATS["e2m1"].grid().size
         15
         """
-        values = self.values()
-        return np.unique(values[np.isfinite(values)])
+        return _grid(self).copy()
+
+
+# Computed once per format; `values` and `grid` return copies.
+@functools.cache
+def _values(of: FloatFormat) -> np.ndarray:
+    codes = np.arange(1 << of.bits)
+    magnitude = codes & (1 << (of.bits - 1)) - 1
+    exponent, mantissa = magnitude >> of.mantissa_bits, magnitude & (1 << of.mantissa_bits) - 1
+    steps = np.where(exponent == 0, mantissa, mantissa + (1 << of.mantissa_bits)).astype(np.float32)
+    powers = np.maximum(exponent, 1) - of.bias - of.mantissa_bits
+    values: np.ndarray = np.ldexp(steps, powers).astype(np.float32)
+    values[codes >= 1 << (of.bits - 1)] *= -1
+    finite = np.abs(values) <= of.largest
+    if of.name == "e5m2":
+        values[(magnitude == 0x7C)] = np.where(codes[magnitude == 0x7C] < 0x80, np.inf, -np.inf)
+        finite |= np.isinf(values)
+    values[~finite] = np.nan
+    if not of.has_negative_zero:
+        values[1 << (of.bits - 1)] = np.nan
+    return values
+
+
+@functools.cache
+def _grid(of: FloatFormat) -> np.ndarray:
+    values = _values(of)
+    return np.unique(values[np.isfinite(values)])
 
 
 FLOAT_FORMATS: dict[str, FloatFormat] = {

@@ -38,8 +38,8 @@ def choose_qparams(
 
     The arithmetic is float32, as in torch's observers.
 
-    Block scales are not more than a power of two (MX) or an e4m3fn value times one number per tensor (NVFP4). Here
-    e(v) is the exponent of v, and M the number of mantissa bits of the format:
+    A block scale is a power of two (MX), or an e4m3fn value times one number per tensor (NVFP4). Here e(v) is the
+    exponent of v, and M the number of mantissa bits of the format:
 
         floor   s = 2^(e(absmax) - e(largest))
         ceil    + 1 in the exponent unless absmax is a power of two
@@ -68,8 +68,8 @@ def encode_scales(scale: Array, spec: QuantSpec) -> EncodedScales[Array]:
         e4m3fn   scale = value(code) * tensor_scale       rounded to float32
 
     `decode_scales` returns the same bits. For integers the code is the shared exponent of MX, which counts elements as
-    fractions: MXINT8 has steps of 2^-6. The tensor scale of NVFP4 is found from the scales alone. If several are
-    possible, the one is taken with which the largest scale has the largest code.
+    fractions: MXINT8 has steps of 2^-6. The tensor scale of NVFP4 is found from the scales alone. If several fit, the
+    result is the one that gives the largest scale the largest code.
 
     Args:
         scale: The scales of one tensor, float32, as `choose_qparams` returns them.

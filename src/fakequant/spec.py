@@ -164,6 +164,15 @@ class QuantSpec:
         return FLOAT_FORMATS.get(self.format)
 
     @property
+    def is_integer(self) -> bool:
+        """Whether codes are integers and scales are float32: what integer kernels compute with.
+
+        >>> QuantSpec().is_integer, QuantSpec(format="e4m3fn").is_integer
+        (True, False)
+        """
+        return self.format == "int" and self.scale_format == "float32"
+
+    @property
     def has_block_scales(self) -> bool:
         """Whether scales have a format of few bits, and so follow every tensor (MX, NVFP4)."""
         return self.scale_format != "float32"
@@ -273,7 +282,7 @@ class QuantSpec:
         flags = (self.signed, self.symmetric, self.narrow_range)
         where = (_ABSENT if v is None else v for v in (self.axis, self.group_size))
         numbers = [self.bits, *map(int, flags), *where, NUMERICS.index(self.numerics)]
-        if self.format == "int" and not self.has_block_scales:
+        if self.is_integer:
             return numbers  # as before there were other formats
         formats = (FORMATS.index(self.format), SCALE_FORMATS.index(self.scale_format))
         return [*numbers, *formats, SCALE_RULES.index(self.scale_rule)]

@@ -168,3 +168,9 @@ def test_masks_of_many_blocks_are_those_of_the_found_scales(make, shape, form):
         assert_same_bits(mask, observed.mask)
         if make is presets.mxfp4:
             assert not fq.fake_quantize(x, scale, 0, spec, mask="bool")[1].all()  # some values are clipped
+
+
+def test_six_bit_integers_are_not_packed():
+    for spec in (fq.QuantSpec(bits=6), fq.QuantSpec(bits=6, signed=False, symmetric=False)):
+        with pytest.raises(ValueError, match="6-bit and 4-bit floats can be packed, got the spec"):
+            fq.quantize_dynamic(np.ones(4, np.float32), spec, packed=True)

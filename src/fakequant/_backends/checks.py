@@ -212,18 +212,19 @@ def refuse_nan_zero_point() -> NoReturn:
 
 
 def can_be_packed(spec: QuantSpec) -> bool:
-    """Returns True if codes of `spec` can be packed into fewer bits than a byte each."""
-    return (spec.bits, spec.qmin < 0) in PACKED_CODE_TYPES
+    """Returns True if codes of `spec` can be packed: integers of 2 or 4 bits, floats of 4 or 6.
+
+    >>> can_be_packed(QuantSpec(bits=4)), can_be_packed(QuantSpec(bits=6)), can_be_packed(QuantSpec(format="e3m2"))
+    (True, False, True)
+    """
+    return spec.bits in (2, 4) or (spec.bits == 6 and spec.format != "int")
 
 
 def packed_code_type(spec: QuantSpec) -> int:
     """Returns the kernels' number for packed codes of `spec`. Raises ValueError if they cannot be packed."""
-    code = PACKED_CODE_TYPES.get((spec.bits, spec.qmin < 0))
-    if code is None:
-        raise ValueError(
-            f"Only 4-bit and 2-bit integers, 6-bit and 4-bit floats can be packed, got a spec of {spec.bits} bits."
-        )
-    return code
+    if not can_be_packed(spec):
+        raise ValueError(f"Only 4-bit and 2-bit integers, 6-bit and 4-bit floats can be packed, got the spec ({spec}).")
+    return PACKED_CODE_TYPES[spec.bits, spec.qmin < 0]
 
 
 def packed_code_shape(shape: Shape, bits: int) -> Shape:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fakequant import _targets
 from fakequant._backends.blocks import blocks_of
+from fakequant._backends.checks import can_be_packed
 from fakequant._backends.torch.torch_private import EXTRA_STATE_SUFFIX
 from fakequant._convert.convert import Conversion, conversion, find_conversion, return_tensors
 from fakequant._convert.file_checks import check_eps, check_grid, check_same_dtype, check_weight, checksum
@@ -27,7 +28,7 @@ from fakequant._convert.file_scales import decode_scales_of, encode_scales_of
 from fakequant._convert.folded_norm import Folded, remove_norm
 from fakequant._convert.golden.arithmetics import ARITHMETICS
 from fakequant._convert.golden.fixed_grid import Grid
-from fakequant._convert.golden.integer_layer import IntegerLayer, Integers, packs_codes
+from fakequant._convert.golden.integer_layer import IntegerLayer, Integers
 from fakequant._prepare.attach import (
     attach_functions,
     attach_layer,
@@ -470,7 +471,7 @@ def _shapes(layer: IntegerLayer) -> dict[str, tuple[int, ...]]:
         return {}
     spec, shape = record.weight_spec, record.weight_shape
     scales = blocks_of(shape, spec).parameters
-    codes = (-(-prod(shape) * spec.bits // 8),) if packs_codes(spec) else shape
+    codes = (-(-prod(shape) * spec.bits // 8),) if can_be_packed(spec) else shape
     outputs = (shape[kind.channel_axis] * (getattr(layer, "groups", 1) if kind.channel_axis == 1 else 1),)
     return {
         "weight_codes": codes,

@@ -12,7 +12,7 @@ from fakequant._diagnosis.units import Unit
 from fakequant._prepare.first_last import FirstLast, give_spec
 from fakequant._prepare.plan import config_of, read_weight
 from fakequant._prepare.prepare import preparation
-from fakequant._prepare.weight_widths import has_widths, weight_at
+from fakequant._prepare.weight_widths import weight_at
 from fakequant.config import LayerConfig, QuantConfig
 from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._layer_kinds import LayerKind
@@ -73,7 +73,7 @@ def find_choices(model: nn.Module, units: list[Unit], candidates: list[int]) -> 
             weight = stored_weight(unit.module, _kind(unit).weight_name)
             # A weight that is computed anew whenever it is read is tied to no other.
             tied.setdefault(id(weight if isinstance(weight, nn.Parameter) else unit), []).append(unit)
-    if tied and not any(has_widths(quantizer_of(unit).spec) for group in tied.values() for unit in group):
+    if tied and not any(quantizer_of(unit).spec.is_integer for group in tied.values() for unit in group):
         raise ValueError(
             f"`candidates` are widths of integer grids, and no weight is on one, got {candidates} for weights in "
             f"{quantizer_of(next(iter(tied.values()))[0]).spec}.\n"

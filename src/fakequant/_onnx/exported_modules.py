@@ -26,7 +26,7 @@ from fakequant._convert.golden.integer_layer import (
 )
 from fakequant._onnx import format_operators, onnx_operators
 from fakequant._onnx.dynamic_formats import dynamic_format_grid, rounded
-from fakequant._onnx.stored_formats import StoredFormat, axis_and_block, is_stored_as_format, stored_format
+from fakequant._onnx.stored_formats import StoredFormat, axis_and_block, stored_format
 from fakequant._prepare.attach import attach_layer
 from fakequant._targets import DYNAMIC_SPEC, SMALLEST_DYNAMIC_SCALE
 from fakequant.nn._expert_groups import Groups
@@ -251,7 +251,7 @@ class ExportedGrid(Grid):
     def forward(self, x: Tensor) -> Tensor:
         """Rounds `x` to the grid, with a single operator if the scale is fixed."""
         spec = self.spec
-        if spec.format != "int" or spec.has_block_scales:
+        if not spec.is_integer:
             return self._on_format(x)
         if self.scale is None or self.zero_point is None:
             return onnx_operators.dynamic_grid(x, spec, self.eps)
@@ -291,7 +291,7 @@ def make_exportable(golden: nn.Module) -> None:
         elif isinstance(module, IntegerLayer):
             record = module._fakequant
             stored: Stored | StoredFormat | None = None
-            if record.weight_spec is not None and is_stored_as_format(record.weight_spec):
+            if record.weight_spec is not None and not record.weight_spec.is_integer:
                 stored = stored_format(module)
             elif record.weight_spec is not None:
                 stored = stored_tensors(module, _stored_bits(module))

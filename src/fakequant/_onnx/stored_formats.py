@@ -36,11 +36,6 @@ class StoredFormat:
         return tensor_functions.dequantize(self.codes, 1.0, 0, _without_scales(self.spec))
 
 
-def is_stored_as_format(spec: QuantSpec) -> bool:
-    """Returns True if a weight of this spec is stored as a `StoredFormat`."""
-    return spec.format != "int" or spec.has_block_scales
-
-
 def stored_format(layer: IntegerLayer) -> StoredFormat:
     """Returns what a file stores for the weight of a converted layer."""
     spec = layer._fakequant.weight_spec

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fakequant import _targets
 from fakequant._prepare.attach import find_preparation
 from fakequant._prepare.plan import Plan, config_of, read_weight
-from fakequant._prepare.weight_widths import has_widths, weight_at
+from fakequant._prepare.weight_widths import weight_at
 from fakequant._train.model_snapshot import unchanged
 from fakequant._train.running import copied
 from fakequant.config import QuantConfig
@@ -108,7 +108,7 @@ def notes_on_formats(found: FirstLast | None, config: QuantConfig) -> list[str]:
         for name in specs
         if name in found.specs
         and found.specs[name][1].bits < config.first_last_bits
-        and not has_widths(found.specs[name][1])
+        and not found.specs[name][1].is_integer
     ]
 
 
@@ -253,7 +253,7 @@ def _wider(spec: QuantSpec, name: str, config: QuantConfig) -> QuantSpec:
     """Returns `spec` with at least `first_last_bits` bits, as far as the target allows."""
     bits, target = config.first_last_bits, _targets.find(config.target)
     assert bits is not None
-    if bits <= spec.bits or spec.granularity == "token" or not has_widths(spec):
+    if bits <= spec.bits or spec.granularity == "token" or not spec.is_integer:
         return spec
     if name == "input_quantizer":
         return target.fit_activation(dataclasses.replace(spec, bits=bits))

@@ -10,15 +10,6 @@ from fakequant.spec import QuantSpec
 _SCALE_BYTES: dict[ScaleFormat, int] = {"float32": 4, "e8m0": 1, "e4m3fn": 1}
 
 
-def has_widths(spec: QuantSpec) -> bool:
-    """Returns True if a grid exists in other widths: those of float formats and of MX follow from their format.
-
-    >>> has_widths(QuantSpec(bits=4)), has_widths(QuantSpec(format="e2m1"))
-    (True, False)
-    """
-    return spec.float_format is None and not spec.has_block_scales
-
-
 def weight_at(spec: QuantSpec, bits: int, target: Target) -> QuantSpec:
     """Returns the spec of a weight with another number of bits, as far as the target allows.
 
@@ -30,7 +21,7 @@ def weight_at(spec: QuantSpec, bits: int, target: Target) -> QuantSpec:
     >>> print(weight_at(QuantSpec(bits=4, axis=0), 8, _targets.find("generic")))
     int8 narrow, per channel on axis 0
     """
-    if not has_widths(spec):
+    if not spec.is_integer:
         return spec
     narrow = spec.narrow_range
     if bits != spec.bits:

@@ -10,7 +10,7 @@ from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
 from fakequant._onnx.exported_modules import Stored, part_name, stored_parts, stored_tensors
 from fakequant._onnx.fingerprint import digest_of_parameters
-from fakequant._onnx.stored_formats import is_stored_as_format, stored_format
+from fakequant._onnx.stored_formats import stored_format
 from fakequant._verify.runtimes.interface import Array, Runtime
 from fakequant.nn._expert_product import ExpertProduct
 
@@ -42,7 +42,7 @@ def _tensors_of(module: nn.Module, path: str) -> dict[str, Tensor]:
             found[f"{path}_scale"] = module.scale
         return found
     if isinstance(module, IntegerLayer) and module._fakequant.weight_spec is not None:
-        if is_stored_as_format(module._fakequant.weight_spec):
+        if not module._fakequant.weight_spec.is_integer:
             stored = stored_format(module)
             # Codes are compared as values: some formats are stored in the type of another one.
             return found | {f"{start}weight_codes": stored.values(), f"{start}weight_scale": stored.scale}

@@ -347,7 +347,7 @@ class FakeQuantize(Quantizer):
         if self.spec.group_size is not None:
             self._check_blocks(x)
         self.saw_only_finite = False  # unless the fast path finds that out
-        if has_short_block(tuple(x.shape), self.spec):
+        if self.spec.has_block_scales and has_short_block(tuple(x.shape), self.spec):
             return self._fused_short_blocks(x, running_min, running_max, scale, zero_point)
         y = self._observe_compiled(x, running_min, running_max, scale, zero_point, quantize=True)
         if y is not None:

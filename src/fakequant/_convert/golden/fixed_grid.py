@@ -59,7 +59,7 @@ class Grid(nn.Module):
     def _quantized(self, x: Tensor) -> Tensor:
         if self.scale is not None and self.spec.axis is not None:
             return fake_quantize(plain(x), self.scale, 0 if self.spec.symmetric else self.zero_point, self.spec)
-        if self.spec.format != "int" or self.spec.has_block_scales:
+        if not self.spec.is_integer:
             return self._rounded(plain(x))
         grid, origin, arithmetic = self.grid_for(x), origin_of(x), self._arithmetic
         codes = arithmetic.from_float(x, grid) if origin is None else origin.codes(arithmetic, grid)

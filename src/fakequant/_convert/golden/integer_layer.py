@@ -11,6 +11,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from fakequant._backends.checks import can_be_packed
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.formula import onnx_steps
 from fakequant._convert.golden.fixed_grid import Grid
@@ -213,27 +214,18 @@ def float_weight(layer: IntegerLayer) -> Tensor:
 
 
 def set_weight(layer: IntegerLayer, weight: Tensor) -> None:
-    """Quantizes a weight and stores its codes, packed if `packs_codes` says so."""
+    """Quantizes a weight and stores its codes, packed if they can be."""
     spec = layer._fakequant.weight_spec
     scale = layer.weight_scale * 2.0**layer._fakequant.weight_shift
     zero_point = 0 if layer.weight_zero_point is None else layer.weight_zero_point
-    layer.weight_codes = tensor_functions.quantize(weight, scale, zero_point, spec, packed=packs_codes(spec))
+    layer.weight_codes = tensor_functions.quantize(weight, scale, zero_point, spec, packed=can_be_packed(spec))
 
 
 def set_levels(layer: IntegerLayer, levels: Tensor) -> None:
     """Stores the codes of a symmetric weight. `levels` are as `weight_levels` returns them."""
     spec = dataclasses.replace(layer._fakequant.weight_spec, axis=None, group_size=None)
     step = torch.tensor(2.0**layer._fakequant.weight_shift)
-    layer.weight_codes = tensor_functions.quantize(levels, step, 0, spec, packed=packs_codes(spec))
-
-
-def packs_codes(spec: QuantSpec) -> bool:
-    """Returns True if several codes of a weight are stored in a byte.
-
-    >>> packs_codes(QuantSpec(bits=4)), packs_codes(QuantSpec(bits=6)), packs_codes(QuantSpec(format="e3m2"))
-    (True, False, True)
-    """
-    return spec.bits in (2, 4) or (spec.bits == 6 and spec.format != "int")
+    layer.weight_codes = tensor_functions.quantize(levels, step, 0, spec, packed=can_be_packed(spec))
 
 
 def is_packed(layer: IntegerLayer) -> bool:
