@@ -139,7 +139,7 @@ def test_codes_of_the_wrong_dtype_or_shape_are_refused():
         fq.dequantize(np.zeros(2, np.int8), 0.1, 0, fq.QuantSpec(bits=4), shape=(4,))
     with pytest.raises(ValueError, match=r"are uint8 of shape \(2,\), got shape \(3,\)"):
         fq.dequantize(np.zeros(3, np.uint8), 0.1, 0, fq.QuantSpec(bits=4), shape=(4,))
-    with pytest.raises(ValueError, match="6-bit and 4-bit floats can be packed, got the spec"):
+    with pytest.raises(ValueError, match="6-bit and 4-bit floats can be packed, got 3 bits of the format 'int'"):
         fq.quantize(X, 0.1, 0, fq.QuantSpec(bits=3), packed=True)
     with pytest.raises(TypeError, match="`dtype` must be float32, float64, bfloat16 or float16, got int32"):
         fq.dequantize(np.zeros(3, np.int8), 0.1, 0, SPEC, dtype=np.int32)

@@ -172,5 +172,5 @@ def test_masks_of_many_blocks_are_those_of_the_found_scales(make, shape, form):
 
 def test_six_bit_integers_are_not_packed():
     for spec in (fq.QuantSpec(bits=6), fq.QuantSpec(bits=6, signed=False, symmetric=False)):
-        with pytest.raises(ValueError, match="6-bit and 4-bit floats can be packed, got the spec"):
+        with pytest.raises(ValueError, match="6-bit and 4-bit floats can be packed, got 6 bits of the format 'int'"):
             fq.quantize_dynamic(np.ones(4, np.float32), spec, packed=True)

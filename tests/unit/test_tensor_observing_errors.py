@@ -91,7 +91,7 @@ def test_code_tensors_of_the_wrong_dtype_or_shape_are_refused():
         fq.dequantize(q, 0.1, 0, SPEC)
     with pytest.raises(ValueError, match=r"are uint8 of shape \(2,\), got shape \(3,\)"):
         fq.dequantize(q.to(torch.uint8), 0.1, 0, fq.QuantSpec(bits=4), shape=(4,))
-    with pytest.raises(ValueError, match="6-bit and 4-bit floats can be packed, got the spec"):
+    with pytest.raises(ValueError, match="6-bit and 4-bit floats can be packed, got 3 bits of the format 'int'"):
         fq.quantize(X, 0.1, 0, fq.QuantSpec(bits=3), packed=True)
     with pytest.raises(TypeError, match=r"`dtype` must be float32, float64, bfloat16 or float16, got int32"):
         fq.dequantize(q.to(torch.int8), 0.1, 0, SPEC, dtype=torch.int32)
