@@ -224,7 +224,8 @@ def packed_code_type(spec: QuantSpec) -> int:
     """Returns the kernels' number for packed codes of `spec`. Raises ValueError if they cannot be packed."""
     if not can_be_packed(spec):
         raise ValueError(
-            f"Only 4-bit and 2-bit integers, 6-bit and 4-bit floats can be packed, got {spec.bits} bits of the format {spec.format!r}."
+            "Only 4-bit and 2-bit integers, 6-bit and 4-bit floats can be packed, "
+            f"got {spec.bits} bits of the format {spec.format!r}."
         )
     return PACKED_CODE_TYPES[spec.bits, spec.qmin < 0]
 
