@@ -18,7 +18,8 @@ from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import (
     IntegerLayer,
     Integers,
-    bias_scale,
+    bias_scales,
+    has_call_grids,
     is_integer,
     set_levels,
     set_weight,
@@ -29,11 +30,12 @@ from fakequant._convert.left_in_float import leave_in_float
 from fakequant._prepare.attach import attach_layer, forget_preparation, record_of, watch_callees
 from fakequant._prepare.prepare import preparation
 from fakequant.nn._batch_norm import bias_codes, widened_scale
+from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize
 from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._owned_product import release_from_owner
-from fakequant.nn._quantized_layer import Quantization, QuantizedLayer, input_grid_of
+from fakequant.nn._quantized_layer import Quantization, QuantizedLayer, input_grids_of
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import find_record
 from fakequant.observers import Dynamic
@@ -199,6 +201,8 @@ def _replace(
         for name, quantizer in list(module._modules.items()):
             if isinstance(quantizer, Quantizer) and quantizer in grids:
                 module._modules[name] = grids[quantizer]
+        if isinstance(module, CallQuantizers):
+            module.borrowed = {turn: grids[quantizer] for turn, quantizer in module.borrowed.items()}
         if isinstance(module, QuantizedLayer):
             source = module._fakequant.input_grid
             input_grid = None if source is None else grids[source]
@@ -286,13 +290,17 @@ def _set_bias(layer: IntegerLayer, bias: Tensor | None, target: _targets.Target)
         return
     if is_integer(layer):
         layer._parameters.pop(name, None)  # it is computed from the codes when it is read
-        _widen(layer, input_grid_of(layer).scale, bias.detach())
-        scale = bias_scale(layer)
-        layer.bias_codes = bias_codes(bias.detach(), scale).to(torch.int32)
-        if target.has_float_biases:
-            layer.bias_codes = codes_of_float(float_of_codes(layer.bias_codes, scale), scale)
+        _widen(layer, min(grid.scale for grid in input_grids_of(layer)), bias.detach())
+        codes = [_rounded_bias(bias.detach(), scale, target) for scale in bias_scales(layer)]
+        layer.bias_codes = torch.stack(codes) if has_call_grids(layer) else codes[0]
     else:
         layer._parameters[name] = nn.Parameter(bias.detach().float(), requires_grad=False)
+
+
+def _rounded_bias(bias: Tensor, scale: Tensor, target: _targets.Target) -> Tensor:
+    """Returns the codes of a bias at the scale of the sums."""
+    codes = bias_codes(bias, scale).to(torch.int32)
+    return codes_of_float(float_of_codes(codes, scale), scale) if target.has_float_biases else codes
 
 
 def _widen(layer: IntegerLayer, x_scale: Tensor, bias: Tensor) -> None:

@@ -28,7 +28,7 @@ from fakequant._convert.file_scales import decode_scales_of, encode_scales_of
 from fakequant._convert.folded_norm import Folded, remove_norm
 from fakequant._convert.golden.arithmetics import ARITHMETICS
 from fakequant._convert.golden.fixed_grid import Grid
-from fakequant._convert.golden.integer_layer import IntegerLayer, Integers
+from fakequant._convert.golden.integer_layer import IntegerLayer, Integers, has_call_grids
 from fakequant._prepare.attach import (
     attach_functions,
     attach_layer,
@@ -38,13 +38,16 @@ from fakequant._prepare.attach import (
     record_of,
     watch_callees,
 )
+from fakequant._prepare.flow_graph import Repeated
+from fakequant._prepare.repeated_calls import RepeatedCalls, describe_repeated
 from fakequant._train.running import check_module
 from fakequant._util.optional_packages import require, writing
+from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._function_calls import CHILD, CallingModule, FunctionQuantizers
 from fakequant.nn._layer_kinds import find_kind
 from fakequant.nn._owned_product import OwnedProduct, release_from_owner
 from fakequant.nn._owners import OwnerKind, is_owner, owner_record, products_of
-from fakequant.nn._quantized_layer import ATTENTION_QUANTIZERS
+from fakequant.nn._quantized_layer import ATTENTION_QUANTIZERS, input_grids_of
 from fakequant.nn._records import LayerRecord, find_record
 from fakequant.spec import QuantSpec, shortened
 
@@ -251,6 +254,8 @@ def _describe(model: nn.Module) -> Description:
             for grid, path in grids.items()
         },
         "inputs_from": sources,
+        "repeated": describe_repeated(model),
+        "slots": _describe_slots(model, grids),
         "functions": _describe_functions(model),
         "extra_states": _extra_states(model),
     }
@@ -264,12 +269,36 @@ def _describe_functions(model: nn.Module) -> Description:
         if isinstance(module, CallingModule):
             own = module.function_quantizers
             found[path] = {
-                "grids": [key for key, grid in own.items() if grid is not None],
+                "keys": [key for key, grid in own.items() if grid is not None],
                 "layers": {key: paths[layer] for key, layer in own.layers.items()},
                 "counts": own.counts,
                 "callees": own.callees,
             }
     return found
+
+
+def _describe_slots(model: nn.Module, grids: dict[Grid, str]) -> Description:
+    """Returns, by path, what `CallQuantizers` are made of: their own grids and borrowed ones."""
+    found = {}
+    for path, slot in model.named_modules():
+        if isinstance(slot, CallQuantizers):
+            own = {turn: grids[grid] for turn, grid in slot._modules.items() if isinstance(grid, Grid)}
+            borrowed = {str(turn): grids[grid] for turn, grid in slot.borrowed.items()}
+            found[path] = {"own": own, "borrowed": borrowed}
+    return found
+
+
+def _make_slots(described: Description, grids: dict[str, Grid], repeated: RepeatedCalls) -> dict[str, nn.Module]:
+    """Returns the grids by path, with one `CallQuantizers` for all that belong to the same tensor of a module."""
+    found = {path: grid for path, grid in grids.items() if path.rpartition(".")[0] not in described}
+    slots = {
+        path: CallQuantizers(
+            repeated.of(_owner_of(path)),
+            *({int(turn): grids[grid] for turn, grid in slot[which].items()} for which in ("own", "borrowed")),
+        )
+        for path, slot in described.items()
+    }
+    return {**found, **slots}
 
 
 def _describe_weight(record: Integers) -> Description | None:
@@ -308,18 +337,21 @@ def _apply(model: nn.Module, described: Description, state: State, file: File) -
     for path, layer in described["layers"].items():
         _make_layer(modules[path], path, layer)
     grids = {path: _make_grid(path, grid, state) for path, grid in described["grids"].items()}
-    of_functions = {path for path in grids if path.split(".")[-2:-1] == [CHILD]}
-    for path, grid in grids.items():
+    repeated = RepeatedCalls({path: Repeated(*found) for path, found in described["repeated"].items()})
+    slots = _make_slots(described["slots"], grids, repeated)
+    of_functions = {path for path in slots if path.split(".")[-2:-1] == [CHILD]}
+    for path, slot in slots.items():
         if path in of_functions:
             continue
         parent, _, name = path.rpartition(".")
         module = model.get_submodule(parent)
         if isinstance(module, (IntegerLayer, Folded)) or name in module._modules:
-            module._modules[name] = grid
+            module._modules[name] = slot
         else:
-            attach_output(module, grid)
+            attach_output(module, slot)
     for path, functions in described["functions"].items():
-        _make_functions(model, path, functions, grids)
+        _make_functions(model, path, functions, slots)
+    repeated.attach(model)
     watch_callees(model)
     for path, grid_path in described["inputs_from"].items():
         model.get_submodule(path)._fakequant.input_grid = grids[grid_path]  # type: ignore[union-attr]
@@ -357,7 +389,9 @@ def _require_same_model(model: nn.Module, described: Description, file: File) ->
             there = f"{there} of shape {tuple(layer['weight']['shape'])}"
         if here != there:
             _refuse(file, path, there, here)
-    parents = [path.rpartition(".")[0].removesuffix(CHILD).rstrip(".") for path in described["grids"]]
+    slots = described["slots"]
+    alone = [path for path in described["grids"] if path.rpartition(".")[0] not in slots]
+    parents = map(_owner_of, (*alone, *slots))
     for path in (*described["folded"], *parents, *described["inputs_from"], *described["functions"]):
         if path not in modules:
             _refuse(file, path, "a module", "absent")
@@ -396,9 +430,18 @@ def _make_layer(layer: nn.Module, path: str, described: Description) -> None:
         release_from_owner(layer, kind.bias_name)
 
 
-def _make_functions(model: nn.Module, path: str, described: Description, grids: dict[str, Grid]) -> None:
+def _owner_of(slot: str) -> str:
+    """Returns the path of the module to which a quantizer or grid at a path belongs.
+
+    >>> _owner_of("block.relu.output_quantizer"), _owner_of("block.function_quantizers.add_0")
+    ('block.relu', 'block')
+    """
+    return slot.rpartition(".")[0].removesuffix(CHILD).rstrip(".")
+
+
+def _make_functions(model: nn.Module, path: str, described: Description, slots: dict[str, nn.Module]) -> None:
     """Adds the `FunctionQuantizers` of the module at `path`."""
-    own = {key: grids[".".join(part for part in (path, CHILD, key) if part)] for key in described["grids"]}
+    own = {key: slots[".".join(part for part in (path, CHILD, key) if part)] for key in described["keys"]}
     layers = {key: model.get_submodule(layer) for key, layer in described["layers"].items()}
     callees = [str(callee) for callee in described["callees"]]
     quantizers = FunctionQuantizers(own, layers, described["counts"], callees)
@@ -473,10 +516,11 @@ def _shapes(layer: IntegerLayer) -> dict[str, tuple[int, ...]]:
     scales = blocks_of(shape, spec).parameters
     codes = (-(-prod(shape) * spec.bits // 8),) if can_be_packed(spec) else shape
     outputs = (shape[kind.channel_axis] * (getattr(layer, "groups", 1) if kind.channel_axis == 1 else 1),)
+    calls = (len(input_grids_of(layer)),) if has_call_grids(layer) else ()
     return {
         "weight_codes": codes,
         "weight_scale": scales,
         "weight_zero_point": scales,
-        "bias_codes": outputs,
+        "bias_codes": (*calls, *outputs),
         kind.bias_name: outputs,
     }

@@ -4,8 +4,9 @@ import warnings
 
 from torch import nn
 
+from fakequant.nn._call_quantizers import CallQuantizers, quantizers_in
 from fakequant.nn._model_quantizers import has_scale, quantizers
-from fakequant.nn._quantized_layer import ATTENTION_QUANTIZERS, QUANTIZERS, QuantizedLayer, input_grid_of
+from fakequant.nn._quantized_layer import ATTENTION_QUANTIZERS, QUANTIZERS, QuantizedLayer, input_grids_of
 from fakequant.nn._quantizer import Quantizer
 
 
@@ -21,12 +22,13 @@ def leave_in_float(model: nn.Module, *, strict: bool) -> list[str]:
     _require_any(model)
     reasons = {path: "is switched off" for path, quantizer in quantizers(model) if not quantizer.quantizing}
     out = {model.get_submodule(path) for path in reasons}
+    paths = {quantizer: path for path, quantizer in quantizers(model)}
     for path, layer in unreached_layers(model).items():
         for name in (*QUANTIZERS, *ATTENTION_QUANTIZERS):
-            quantizer = layer._modules.get(name)
-            if isinstance(quantizer, Quantizer) and quantizer not in out:
-                out.add(quantizer)
-                reasons[f"{path}.{name}" if path else name] = "has seen no data"
+            for quantizer in quantizers_in(layer._modules.get(name)):
+                if quantizer not in out:
+                    out.add(quantizer)
+                    reasons[paths[quantizer]] = "has seen no data"
     of_weights = _weight_quantizers(model)
     for path, quantizer in quantizers(model):
         if quantizer not in out and quantizer not in of_weights and not has_scale(quantizer):
@@ -38,6 +40,8 @@ def leave_in_float(model: nn.Module, *, strict: bool) -> list[str]:
                 module._modules[name] = None
         if isinstance(module, QuantizedLayer) and module._fakequant.input_grid in out:
             module._fakequant.input_grid = None
+        if isinstance(module, CallQuantizers):
+            module.borrowed = {turn: quantizer for turn, quantizer in module.borrowed.items() if quantizer not in out}
     notes = [f"{path} {reason}: its tensor stays in float" for path, reason in reasons.items()]
     if notes:
         more = f"\n  and {len(notes) - 5} more" if len(notes) > 5 else ""
@@ -64,8 +68,8 @@ def unreached_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
     found = {}
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLayer):
-            grid = input_grid_of(module)
-            if isinstance(grid, Quantizer) and not has_scale(grid):
+            grids = [grid for grid in input_grids_of(module) if isinstance(grid, Quantizer)]
+            if grids and not any(map(has_scale, grids)):
                 found[path] = module
     return found
 

@@ -15,8 +15,10 @@ from fakequant._convert.float_biases import float_of_codes
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import (
     IntegerLayer,
-    bias_scale,
+    biases,
+    current_call,
     float_bias,
+    float_biases,
     float_weight,
     is_integer,
     sums_have_one_scale,
@@ -56,9 +58,9 @@ class DelegatedGrid(onnx_modules.ExportedGrid):
         return y
 
 
-def _has_tokens(grid: Grid | None) -> bool:
+def _has_tokens(grid: Any) -> bool:
     """Returns True for a grid that XNNPACK computes for every token."""
-    return grid is not None and grid.scale is None and grid.spec == TOKEN_SPEC
+    return isinstance(grid, Grid) and grid.scale is None and grid.spec == TOKEN_SPEC
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +73,8 @@ class Constants:
     scale: Tensor | None = None
     zero_point: Tensor | None = None
     axis: int = 0
-    bias: Tensor | None = None
+    # One for each call with an input grid of its own. Empty if there is no bias.
+    biases: tuple[Tensor, ...] = ()
     # The range of the codes. ExecuTorch stores codes from -8 to 7 in 4 bits.
     limits: tuple[int, int] = (operators.LOW, operators.HIGH)
 
@@ -89,10 +92,14 @@ class Constants:
         if rows == slice(None):
             return self
         scale, zero_point = (v if v is None else v[rows].clone() for v in (self.scale, self.zero_point))
-        bias = None if self.bias is None else self.bias[rows].clone()
+        biases = tuple(bias[rows].clone() for bias in self.biases)
         return dataclasses.replace(
-            self, weight=self.weight[rows].clone(), scale=scale, zero_point=zero_point, bias=bias
+            self, weight=self.weight[rows].clone(), scale=scale, zero_point=zero_point, biases=biases
         )
+
+    def bias(self, layer: IntegerLayer) -> Tensor | None:
+        """Returns the bias of the running call, or None."""
+        return self.biases[current_call(layer)] if self.biases else None
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -112,7 +119,7 @@ class DelegatedIntegers(onnx_modules.ExportedIntegers):
 
     def quantized_bias(self, layer: IntegerLayer) -> Tensor | None:
         """Returns the bias, or None."""
-        return self._part(slice(None)).bias if self.constants else float_bias(layer)
+        return self._part(slice(None)).bias(layer) if self.constants else float_bias(layer)
 
     def result(
         self, layer: IntegerLayer, operator: Operator, input: Tensor, rows: slice, given: Tensor | None = None
@@ -123,7 +130,7 @@ class DelegatedIntegers(onnx_modules.ExportedIntegers):
             weight, bias = self.float_weight(layer, given), float_bias(layer)
             return operator(x, weight[rows], None if bias is None else bias[rows])
         part = self._part(rows)
-        return (linear if operator is transposed_linear else operator)(x, part.float_weight(), part.bias)
+        return (linear if operator is transposed_linear else operator)(x, part.float_weight(), part.bias(layer))
 
     @property
     def _is_transposed(self) -> bool:
@@ -188,21 +195,22 @@ def _constants(layer: IntegerLayer, record: DelegatedIntegers) -> Constants:
     """Returns the constants of a layer with a quantized weight."""
     assert isinstance(record.stored, onnx_modules.Stored)  # no float formats: the target refuses them
     stored = record.stored.transposed() if record.stored.is_transposed else record.stored
-    axis, bias = record.kind.channel_axis, float_bias(layer)
+    axis = record.kind.channel_axis
     has_tokens = _has_tokens(input_grid_of(layer)) and axis == 0 and len(record.weight_shape) == 2
     in_integers = is_integer(layer) or (has_tokens and sums_have_one_scale(layer))
     if len(record.weight_shape) > (3 if axis == 0 else 2):  # a convolution in two dimensions, or a transposed one
         in_integers &= len(record.weight_shape) == 4 and (axis == 0 or layer.groups == 1)
     if not in_integers or stored.codes.dtype != torch.int8 or stored.zero_point is not None:
         weight = float_weight(layer)
-        return Constants(weight.T.contiguous() if _is_transposed_linear(record) else weight, bias=bias)
+        weight = weight.T.contiguous() if _is_transposed_linear(record) else weight
+        return Constants(weight, biases=tuple(float_biases(layer)))
     codes = stored.codes
     scale = stored.scale.reshape(-1).expand(codes.shape[axis]).contiguous()
-    if layer.bias_codes is not None:
-        bias = float_of_codes(layer.bias_codes, bias_scale(layer).expand(len(layer.bias_codes)))
+    added = tuple(float_of_codes(bias, step.expand(len(bias))) for bias, step in biases(layer))
+    added = added or tuple(float_biases(layer))
     if _is_transposed_linear(record):
         codes, axis = codes.T.contiguous(), 0
     # ExecuTorch 1.5 multiplies wrongly by 4-bit weights with an odd number of inputs.
     is_packed = has_tokens and record.stored.bits <= 4 and codes.shape[1] % 2 == 0
     limits = (-8, 7) if is_packed else (operators.LOW, operators.HIGH)
-    return Constants(codes, scale, torch.zeros(len(scale), dtype=torch.int64), axis, bias, limits)
+    return Constants(codes, scale, torch.zeros(len(scale), dtype=torch.int64), axis, added, limits)

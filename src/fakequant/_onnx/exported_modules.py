@@ -17,9 +17,11 @@ from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import (
     IntegerLayer,
     Integers,
-    bias_scale,
+    biases,
+    current_call,
     float_bias,
     float_weight,
+    has_call_grids,
     is_integer,
     part_of,
     sums_have_one_scale,
@@ -51,7 +53,8 @@ class Stored:
     codes: Tensor
     scale: Tensor
     zero_point: Tensor | None
-    bias_scale: Tensor | None
+    # Codes and scale of the bias for each call with an input grid of its own. Empty if the bias has no codes.
+    biases: tuple[tuple[Tensor, Tensor], ...] = ()
     is_transposed: bool = False
 
     def weight(self, name: str) -> Tensor:
@@ -91,6 +94,11 @@ def part_name(number: int) -> str:
     return f"[{number}]"
 
 
+def bias_name(layer: IntegerLayer, call: int) -> str:
+    """Returns the name of the bias of a call in a file."""
+    return f"bias{part_name(call)}" if has_call_grids(layer) else "bias"
+
+
 def stored_tensors(layer: IntegerLayer, bits: int) -> Stored:
     """Returns the tensors that a file stores for a converted layer with a quantized weight and codes of `bits` bits."""
     record = layer._fakequant
@@ -104,7 +112,8 @@ def stored_tensors(layer: IntegerLayer, bits: int) -> Stored:
         codes=codes * 2**record.weight_shift if record.weight_shift else codes,
         scale=layer.weight_scale.reshape(blocks),
         zero_point=None if layer.weight_zero_point is None else layer.weight_zero_point.reshape(blocks),
-        bias_scale=None if layer.bias_codes is None else bias_scale(layer),
+        # Copies: a row of another tensor would not be a constant of the traced program.
+        biases=tuple((codes.clone(), scale) for codes, scale in biases(layer)),
     )
     return made.transposed() if _has_float_input(layer) or _has_dynamic_kernel(layer) else made
 
@@ -138,10 +147,11 @@ def stored_parts(layer: IntegerLayer, stored: Stored, number: int) -> tuple[Stor
         return [part.clone() for part in value.chunk(number)]
 
     weights = zip(cut(stored.codes), cut(stored.scale), cut(stored.zero_point), [stored.bits] * number, strict=True)
-    biases: Iterable[Any] = [None] * number
-    if layer.bias_codes is not None:
-        biases = zip(cut(layer.bias_codes), cut(stored.bias_scale), [None] * number, [32] * number, strict=True)
-    return tuple(StoredPart(weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    parts: Iterable[Any] = [None] * number
+    if stored.biases:
+        (bias,) = stored.biases  # products of experts have one grid for their input
+        parts = zip(*map(cut, bias), [None] * number, [32] * number, strict=True)
+    return tuple(StoredPart(weight, bias) for weight, bias in zip(weights, parts, strict=True))
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -164,9 +174,9 @@ class ExportedIntegers(Integers):
         """Returns the bias, as an operator that holds its codes if it has any."""
         if layer.bias_codes is None:
             return super().quantized_bias(layer)
-        assert self.stored is not None
-        assert self.stored.bias_scale is not None
-        return onnx_operators.stored(layer.bias_codes, self.stored.bias_scale, None, 32, self.name("bias"))
+        assert isinstance(self.stored, Stored)
+        call = current_call(layer)
+        return onnx_operators.stored(*self.stored.biases[call], None, 32, self.name(bias_name(layer, call)))
 
     def compute_groups(self, layer: IntegerLayer, input: Tensor, groups: Groups) -> Tensor:
         """Multiplies the rows of each group by themselves, with a part of the weight that the file stores by itself.

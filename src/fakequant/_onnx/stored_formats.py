@@ -22,7 +22,7 @@ class StoredFormat:
     scale: Tensor
 
     zero_point: None = None
-    bias_scale: None = None
+    biases: tuple[()] = ()
     is_transposed: bool = False
 
     def weight(self, name: str) -> Tensor:

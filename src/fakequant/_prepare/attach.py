@@ -7,6 +7,8 @@
     a module whose code calls          the child `function_quantizers`, a derived class          prepare
       functions that are quantized
     modules that it calls              hooks that pause the watching of functions                prepare
+    a module that is called several    hooks that count its calls, also on the module in which   prepare
+      times                            these take place
     nn.TransformerEncoderLayer         a forward pre-hook that does nothing                      prepare
     nn.TransformerEncoder              `use_nested_tensor = False`                               prepare
     the model                          its `Preparation`, load_state_dict pre-hooks, the buffer  prepare, calibrate
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fakequant.config import QuantConfig
+from fakequant.nn._call_quantizers import Calls, count_call, start_counting, stop_counting
 from fakequant.nn._frozen_norm import FrozenNorm, frozen_class
 from fakequant.nn._function_calls import (
     CHILD,
@@ -109,6 +112,7 @@ def attach_layer(layer: nn.Module, record: LayerRecord, quantizers: Mapping[str,
     before = find_record(layer)
     if before is not None:
         record.hooks, record.nested, record.preparation = before.hooks, before.nested, before.preparation
+        record.calls, record.counted = before.calls, before.counted
     for name, quantizer in quantizers.items():
         layer.register_module(name, quantizer)
     layer.__dict__[NAME] = record
@@ -160,6 +164,33 @@ def attach_functions(module: nn.Module, quantizers: FunctionQuantizers) -> None:
     record_of(module).calling_class = type(module)
     module.register_module(CHILD, quantizers)
     module.__class__ = calling_class(type(module))
+
+
+def attach_calls(module: nn.Module, calls: Calls, scope: nn.Module) -> None:
+    """Makes a module count its calls, from 0 on whenever `scope` is called."""
+    record, outer = record_of(module), record_of(scope)
+    record.calls = calls
+    # Before the hooks that were added earlier: these may quantize.
+    record.hooks.append(module.register_forward_pre_hook(count_call, prepend=True))
+    if not outer.counted:
+        outer.hooks.append(scope.register_forward_pre_hook(start_counting, prepend=True))
+        outer.hooks.append(scope.register_forward_hook(stop_counting, always_call=True))
+    outer.counted.append(calls)
+
+
+def detach_calls(model: nn.Module) -> None:
+    """Removes what `attach_calls` added, from all modules of a model."""
+    added = (count_call, start_counting, stop_counting)
+    for module in model.modules():
+        record = find_record(module)
+        if record is None or (record.calls is None and not record.counted):
+            continue
+        record.calls, record.counted = None, []
+        for handle in list(record.hooks):
+            if {module._forward_pre_hooks.get(handle.id), module._forward_hooks.get(handle.id)} & {*added}:
+                handle.remove()
+                record.hooks.remove(handle)
+        _drop_if_empty(module, record)
 
 
 def watch_callees(model: nn.Module) -> None:

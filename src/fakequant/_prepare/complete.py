@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from fakequant._convert.fold_batch_norm import can_fold
 from fakequant._prepare.attach import Preparation, find_preparation, link_norms
-from fakequant._prepare.data_flow import find_flow, norm_pairs, sources
+from fakequant._prepare.data_flow import find_flow, norm_pairs, repeated_modules, sources
 from fakequant._prepare.input_rounding import round_inputs
 from fakequant._prepare.multiplications import count_multiplications
 from fakequant._prepare.plan import Layer, Plan
 from fakequant._prepare.plan_results import attach_results, plan_results, withdraw_results
 from fakequant._prepare.saved_flow import describe_flow, save_flow
-from fakequant._prepare.shared_grids import drop_repeated, share_grids
+from fakequant._prepare.repeated_calls import RepeatedCalls, split_calls
+from fakequant._prepare.shared_grids import find_repeated, share_grids
 from fakequant._train.running import Data
 from fakequant.nn._model_quantizers import has_scale, name_quantizers, quantizers
 from fakequant.nn._quantized_layer import ATTENTION_QUANTIZERS, QUANTIZERS, QuantizedLayer
@@ -93,9 +94,14 @@ def _complete(model: nn.Module, made: Preparation, example: Any) -> None:
     before = describe_flow(model, made)
     withdraw_results(model, made)
     plan = _existing_plan(model)
+    repeated = RepeatedCalls(repeated_modules(flow))
+    split_calls(plan, flow, repeated)
+    for layer in plan.layers:
+        layer.module._modules.update(layer.quantizers)
     results = plan_results(model, made.config, plan, flow)
-    grids = {} if made.config.operands is None else drop_repeated(plan, results, sources(model, flow))
-    made.outputs += attach_results(model, results)
+    grids = {} if made.config.operands is None else find_repeated(plan, results, sources(model, flow))
+    made.outputs += attach_results(model, results, repeated)
+    repeated.attach(model)
     share_grids(model, grids)
     round_inputs(model, flow, made.config.target)
     name_quantizers(model)
@@ -112,7 +118,8 @@ def _existing_plan(model: nn.Module) -> Plan:
     layers = []
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLayer):
-            own: dict[str, Any] = {name: module._modules.get(name) for name in (*QUANTIZERS, *ATTENTION_QUANTIZERS)}
+            names = [name for name in (*QUANTIZERS, *ATTENTION_QUANTIZERS) if name in module._modules]
+            own: dict[str, Any] = {name: module._modules[name] for name in names}
             layers.append(Layer(path, module, own, module._fakequant.kind.changes_input(module)))
     return Plan(layers, {}, [])
 

@@ -7,11 +7,11 @@ is traced with torch.fx. If that fails, batch norms are only found in `nn.Sequen
 import dataclasses
 from collections import Counter
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
-from fakequant._prepare.flow_graph import Call, FlowGraph
+from fakequant._prepare.flow_graph import Call, FlowGraph, Repeated
 from fakequant._prepare.places import Place, places_before
 from fakequant._prepare.record_flow import record_flow
 from fakequant._prepare.trace_flow import trace_flow
@@ -43,15 +43,24 @@ def find_flow(model: nn.Module, example: Any = None) -> DataFlow:
         return DataFlow([], f"{type(error).__name__}: {first}")
 
 
-def sources(model: nn.Module, flow: DataFlow) -> dict[str, tuple[Place, ...]]:
-    """Returns where the input of a module may have been quantized, nearest first, by the path of the module.
+# A call of a module: its path, and the number of the call. None if the module is called once.
+ModuleCall: TypeAlias = tuple[str, int | None]
 
-    Modules with several inputs, or whose calls differ in this, are left out.
+
+def sources(model: nn.Module, flow: DataFlow) -> dict[ModuleCall, tuple[Place, ...]]:
+    """Returns where the input of each call of a module may have been quantized, nearest first.
+
+    Modules with several inputs are left out.
     """
     if not flow.graphs:
         return {}
     found = [_sources(model, graph) for graph in flow.graphs]
-    return {path: way for path, way in found[0].items() if all(other.get(path) == way for other in found)}
+    return {call: way for call, way in found[0].items() if all(other.get(call) == way for other in found)}
+
+
+def repeated_modules(flow: DataFlow) -> dict[str, Repeated]:
+    """Returns the modules that are called several times in evaluation, by path."""
+    return flow.graphs[-1].repeated if flow.graphs else {}
 
 
 def call_order(flow: DataFlow) -> list[str]:
@@ -99,9 +108,6 @@ def _neighbours_in_sequences(model: nn.Module) -> list[tuple[str, str]]:
     return found
 
 
-def _sources(model: nn.Module, graph: FlowGraph) -> dict[str, tuple[Place, ...]]:
-    found: dict[str, set[tuple[Place, ...]]] = {}
-    for call in graph.modules():
-        way = tuple(places_before(model, call)) if len(call.inputs) == 1 else ()
-        found.setdefault(call.path, set()).add(way)
-    return {path: next(iter(ways)) for path, ways in found.items() if len(ways) == 1 and () not in ways}
+def _sources(model: nn.Module, graph: FlowGraph) -> dict[ModuleCall, tuple[Place, ...]]:
+    ways = {(call.path, call.turn): places_before(model, call) for call in graph.modules() if len(call.inputs) == 1}
+    return {call: tuple(way) for call, way in ways.items() if way}

@@ -6,7 +6,7 @@ The graph only describes a model. It is never run, and never replaces the model.
 
 import dataclasses
 from collections import Counter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -33,7 +33,8 @@ class Call:
         input_shapes: The shapes of the operands, likewise.
         returned_by: Paths of modules that returned the result of this call as theirs, the innermost first. Modules that
             are called several times are left out.
-        is_repeated: Whether the module at `path` is called several times.
+        turn: The number of the call of the module at `path`, in which a function was called or which this is. None if
+            the module is called once.
         results: The number of tensors that the call returned.
         caller: For a function that was called with the weight of a layer: the path of the module whose code calls
             it, and the key of the call. `kind` is then "module", and `path` is that of the layer.
@@ -49,7 +50,7 @@ class Call:
     shape: tuple[int, ...] | None = None
     input_shapes: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     returned_by: list[str] = dataclasses.field(default_factory=list)
-    is_repeated: bool = False
+    turn: int | None = None
     results: int = 1
     caller: tuple[str, str] | None = None
 
@@ -68,6 +69,13 @@ class Call:
         return self.path if self.kind != "function" else f"{self.path}: {name}" if self.path else name
 
 
+class Repeated(NamedTuple):
+    """How often a module is called, and the path of the innermost module in which all these calls take place."""
+
+    number: int
+    scope: str
+
+
 @dataclasses.dataclass
 class FlowGraph:
     """The calls of one forward pass, in order."""
@@ -79,6 +87,8 @@ class FlowGraph:
     counts: dict[str, Counter[str]] = dataclasses.field(default_factory=dict)
     # The modules that the code of a module calls, by path. Empty if it was traced.
     callees: dict[str, set[str]] = dataclasses.field(default_factory=dict)
+    # The modules that are called several times, by path.
+    repeated: dict[str, Repeated] = dataclasses.field(default_factory=dict)
 
     def modules(self) -> list[Call]:
         """Returns the calls of modules, in order."""

@@ -13,6 +13,8 @@ from fakequant import _targets
 from fakequant._moves import SELECTING_NAMES, TRACED_MODULES, TRACED_NAMES
 from fakequant._prepare.data_flow import DataFlow
 from fakequant._prepare.flow_graph import Call
+from fakequant.nn._call_quantizers import CallQuantizers, quantizers_in
+from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
 
@@ -23,29 +25,28 @@ def round_inputs(model: nn.Module, flow: DataFlow, target: str) -> None:
     if rule is None:
         return
     layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
-    tokens = [path for path, layer in layers.items() if layer.input_quantizer is not None]
-    tokens = [path for path in tokens if _is_token_grid(layers[path].input_quantizer, rule)]
-    calls = [call for graph in flow.graphs for call in graph.modules()]
-    set_rounding(model, [*tokens, *(call.path for call in calls if _reads_input(model, call))], target)
+    found = {q for layer in layers.values() for q in quantizers_in(layer.input_quantizer) if _is_token_grid(q, rule)}
+    for call in (call for graph in flow.graphs for call in graph.modules()):
+        if call.path in layers and _reads_input(model, call):
+            slot = layers[call.path].input_quantizer
+            own = slot._modules.get(str(call.turn)) if isinstance(slot, CallQuantizers) else slot
+            if isinstance(own, Quantizer) and _is_fixed(own):
+                found.add(own)
+    for quantizer in found:
+        quantizer.rounding = rule
 
 
-def set_rounding(model: nn.Module, layers: Iterable[str], target: str) -> None:
-    """Sets the rounding of the input quantizers of layers, given by their paths."""
-    rule = _targets.find(target).rounding
-    for path in layers:
-        layer = model.get_submodule(path)
-        quantizer = layer.input_quantizer if isinstance(layer, QuantizedLayer) else None
-        if isinstance(quantizer, Quantizer) and (_is_fixed(quantizer) or _is_token_grid(quantizer, rule)):
-            quantizer.rounding = rule
+def set_rounding(model: nn.Module, paths: Iterable[str], target: str) -> None:
+    """Sets the rounding of quantizers, given by their paths."""
+    for path in paths:
+        quantizer = model.get_submodule(path)
+        if isinstance(quantizer, Quantizer):
+            quantizer.rounding = _targets.find(target).rounding
 
 
-def rounded_layers(model: nn.Module) -> list[str]:
-    """Returns the paths of the layers whose input quantizers have a rounding of their own."""
-    return [
-        path
-        for path, layer in model.named_modules()
-        if isinstance(layer, QuantizedLayer) and getattr(layer.input_quantizer, "rounding", None) is not None
-    ]
+def rounded_quantizers(model: nn.Module) -> list[str]:
+    """Returns the paths of the quantizers with a rounding of their own."""
+    return [path for path, quantizer in quantizers(model) if quantizer.rounding is not None]
 
 
 def _is_fixed(quantizer: Quantizer) -> bool:

@@ -32,6 +32,8 @@ def find_layer_calls(model: nn.Module, graph: FlowGraph) -> None:
         if path is None or called[path] or len(used) > 1 or readers[call.inputs[1].path] != used[path]:
             continue
         call.caller = call.path, call.key
+        if call.path in graph.repeated:
+            graph.repeated[path] = graph.repeated[call.path]
         call.kind, call.path, call.function = "module", path, None
         # Other operands are parameters, or values of the calling code that a layer does not read.
         call.inputs, call.input_shapes = call.inputs[:1], call.input_shapes[:1]

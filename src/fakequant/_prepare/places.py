@@ -18,13 +18,23 @@ from fakequant.nn._function_names import functions_named
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The output of the module at `path`, or, if there is a key, the result of a function that its code calls."""
+    """The output of the module at `path`, or, if there is a key, the result of a function that its code calls.
+
+    If the module is called several times, each of its calls has places of its own. `turn` is the number of the call.
+    """
 
     path: str
     key: str | None = None
+    turn: int | None = None
+
+    @classmethod
+    def of(cls, call: Call) -> "Place":
+        """Returns where the result of a call of a module or a function arises."""
+        return cls(call.path, call.key if call.kind == "function" else None, call.turn)
 
     def __str__(self) -> str:
-        return ".".join(part for part in (self.path, "output" if self.key is None else f"{CHILD}.{self.key}") if part)
+        name = "output" if self.key is None else f"{CHILD}.{self.key}"
+        return ".".join(part for part in (self.path, name, "" if self.turn is None else str(self.turn)) if part)
 
 
 def find_place(model: nn.Module, call: Call) -> Place | None:
@@ -34,15 +44,15 @@ def find_place(model: nn.Module, call: Call) -> Place | None:
         own = [Place(path) for path in call.returned_by if path and not _is_container(model.get_submodule(path))]
         if call.kind == "module":
             if not isinstance(model.get_submodule(call.path), nn.Identity):
-                # The results of a module that is called several times would share a quantizer.
-                return own[0] if own and call.is_repeated else Place(call.path)
-            passed = passed or Place(call.path)
+                # A module that is called once need not count its calls.
+                return own[0] if own and call.turn is not None else Place.of(call)
+            passed = passed or Place.of(call)
         if own:
             return own[0]
         is_function = call.kind == "function"
         moves = call.kind == "module" or (is_function and call.function_name in TRACED_NAMES | SELECTING_NAMES)
         if not moves:
-            return passed or (Place(call.path, call.key) if is_function and _can_be_watched(model, call) else None)
+            return passed or (Place.of(call) if is_function and _can_be_watched(model, call) else None)
         if not call.inputs or any(user.in_place for user in call.inputs[0].users):
             return passed
         call = call.inputs[0]
@@ -59,13 +69,12 @@ def places_before(model: nn.Module, call: Call) -> list[Place]:
         if any(user.in_place and user.inputs[0] is source for user in source.users):
             break
         found += [Place(path) for path in reversed(source.returned_by) if path]
-        if source.is_repeated or source.kind not in ("module", "function"):
-            break  # it is unknown which of its results this is
-        is_function = source.kind == "function"
-        found.append(Place(source.path, source.key if is_function else None))
+        if source.kind not in ("module", "function"):
+            break
+        found.append(Place.of(source))
         moves = (
             source.function_name in TRACED_NAMES
-            if is_function
+            if source.kind == "function"
             else isinstance(model.get_submodule(source.path), TRACED_MODULES)
         )
         if not moves:

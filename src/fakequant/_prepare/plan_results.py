@@ -6,16 +6,18 @@ import torch
 from torch import nn
 
 from fakequant import _targets
-from fakequant._prepare.attach import Preparation, attach_functions, attach_output, detach_output
+from fakequant._prepare.attach import Preparation, attach_functions, attach_output, detach_calls, detach_output
 from fakequant._prepare.data_flow import DataFlow
 from fakequant._prepare.flow_graph import FlowGraph
 from fakequant._prepare.places import Place, find_place
 from fakequant._prepare.plan import Plan, check_free, make_activation_quantizer
 from fakequant._prepare.quantized_results import attention_to_quantize, quantized_products, results_to_quantize
+from fakequant._prepare.repeated_calls import RepeatedCalls
 from fakequant.config import QuantConfig
+from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._function_calls import CHILD, WEIGHTS, FunctionQuantizers, calling_class
 from fakequant.nn._owners import is_owner
-from fakequant.nn._quantized_layer import QuantizedLayer
+from fakequant.nn._quantized_layer import ATTENTION_QUANTIZERS, QUANTIZERS, QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import NAME, find_record
 from fakequant.nn._recurrent import is_recurrent
@@ -23,9 +25,8 @@ from fakequant.nn._recurrent import is_recurrent
 
 @dataclasses.dataclass
 class FunctionPlan:
-    """What `FunctionQuantizers` of one module will be made of. Layers are given by their paths."""
+    """What `FunctionQuantizers` of one module will be made of besides quantizers. Layers are given by their paths."""
 
-    quantizers: dict[str, Quantizer] = dataclasses.field(default_factory=dict)
     layers: dict[str, str] = dataclasses.field(default_factory=dict)
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     callees: list[str] = dataclasses.field(default_factory=list)
@@ -36,29 +37,29 @@ class Results:
     """The quantizers of results that `prepare` will add.
 
     Attributes:
-        outputs: The quantizers of outputs, by the path of the module.
-        functions: The quantizers of function calls, by the path of the module whose code calls them.
+        quantizers: The quantizers by their places.
+        functions: The modules whose code calls functions that are quantized, or computed by a layer, by path.
         notes: Why other results stay in float.
         products: The names of calls that multiply two quantized results.
     """
 
-    outputs: dict[str, Quantizer] = dataclasses.field(default_factory=dict)
+    quantizers: dict[Place, Quantizer] = dataclasses.field(default_factory=dict)
     functions: dict[str, FunctionPlan] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
     products: list[str] = dataclasses.field(default_factory=list)
 
-    def find(self, place: Place) -> Quantizer | None:
-        """Returns the quantizer of a place, or None if it has none."""
-        if place.key is None:
-            return self.outputs.get(place.path)
-        return self.functions[place.path].quantizers.get(place.key) if place.path in self.functions else None
-
     def add(self, place: Place, quantizer: Quantizer) -> None:
         """Adds a quantizer."""
-        if place.key is None:
-            self.outputs[place.path] = quantizer
-        else:
-            self.functions.setdefault(place.path, FunctionPlan()).quantizers[place.key] = quantizer
+        self.quantizers[place] = quantizer
+        if place.key is not None:
+            self.functions.setdefault(place.path, FunctionPlan())
+
+    def slots(self, repeated: RepeatedCalls) -> dict[tuple[str, str | None], nn.Module]:
+        """Returns what quantizes each output (path and None) and each function call (path and key)."""
+        found: dict[tuple[str, str | None], dict[int | None, Quantizer]] = {}
+        for place, quantizer in self.quantizers.items():
+            found.setdefault((place.path, place.key), {})[place.turn] = quantizer
+        return {where: repeated.slot(where[0], quantizers) for where, quantizers in found.items()}
 
 
 def plan_results(model: nn.Module, config: QuantConfig, plan: Plan, flow: DataFlow) -> Results:
@@ -101,7 +102,7 @@ def _find_places(
         elif call.kind == "function":
             results.notes.append(f"{call} is computed by a function: it stays in float. {_advice(flow)}")
     for call in attention_to_quantize(model, flow, plan, config):
-        places[Place(call.path, call.key + WEIGHTS)] = 0
+        places[Place(call.path, call.key + WEIGHTS, call.turn)] = 0
     return places
 
 
@@ -141,19 +142,22 @@ def _describe_calls(layers: set[str], results: Results, graph: FlowGraph) -> Non
         plan.counts, plan.callees = dict(graph.counts[path]), sorted(graph.callees.get(path, ()))
 
 
-def attach_results(model: nn.Module, results: Results) -> list[str]:
+def attach_results(model: nn.Module, results: Results, repeated: RepeatedCalls) -> list[str]:
     """Adds the quantizers of results to a model. Returns the paths of modules that are no layers and have outputs."""
     hooked = []
-    for path, quantizer in results.outputs.items():
+    of_functions: dict[str, dict[str, nn.Module]] = {}
+    for (path, key), slot in results.slots(repeated).items():
         module = model.get_submodule(path)
-        if isinstance(module, QuantizedLayer):
-            module.output_quantizer = module.output_quantizer or quantizer
+        if key is not None:
+            of_functions.setdefault(path, {})[key] = slot
+        elif isinstance(module, QuantizedLayer):
+            module.output_quantizer = module.output_quantizer or slot
         else:
-            attach_output(module, quantizer)
+            attach_output(module, slot)
             hooked.append(path)
     for path, plan in results.functions.items():
         layers = {key: model.get_submodule(layer) for key, layer in plan.layers.items()}
-        made = FunctionQuantizers(plan.quantizers, layers, plan.counts, plan.callees)
+        made = FunctionQuantizers(of_functions.get(path, {}), layers, plan.counts, plan.callees)
         attach_functions(model.get_submodule(path), made)
     return hooked
 
@@ -161,7 +165,8 @@ def attach_results(model: nn.Module, results: Results) -> list[str]:
 def withdraw_results(model: nn.Module, made: Preparation) -> None:
     """Removes the quantizers of results from a model, so that a new plan can be made for them.
 
-    Layers that shared the grid of such a quantizer get an input quantizer of their own.
+    Layers that shared the grid of such a quantizer get an input quantizer of their own, and those with quantizers for
+    each call get a single one.
     """
     for path, module in model.named_modules():
         if path in made.outputs and not is_owner(module):
@@ -170,13 +175,19 @@ def withdraw_results(model: nn.Module, made: Preparation) -> None:
             use, _ = made.config.find(path, module)
             assert use is not None
             record = module._fakequant
-            if record.input_grid is not None:
-                where = f"{path}.input" if path else "input"
-                device = record.input_grid.grid.device
-                own = make_activation_quantizer(use, record.input_grid.spec, where, device)
-                module.input_quantizer, record.input_grid = own.train(module.training), None
+            for name in (*QUANTIZERS, *ATTENTION_QUANTIZERS):
+                slot = module._modules.get(name)
+                before = record.input_grid if name == "input_quantizer" and slot is None else None
+                if isinstance(slot, CallQuantizers):
+                    before = next(quantizer for quantizer in slot.all() if quantizer is not None)
+                if before is not None:
+                    where = ".".join(part for part in (path, name.removesuffix("_quantizer")) if part)
+                    own = make_activation_quantizer(use, before.spec, where, before.grid.device)
+                    module._modules[name] = own.train(module.training)
+            record.input_grid = None
             if use.output is None:
                 module.output_quantizer = None
+    detach_calls(model)
     made.outputs = [path for path in made.outputs if is_owner(model.get_submodule(path))]
 
 

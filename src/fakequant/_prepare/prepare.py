@@ -15,7 +15,7 @@ from fakequant._prepare.attach import (
     find_preparation,
     link_norms,
 )
-from fakequant._prepare.data_flow import call_order, find_flow, norm_pairs, sources
+from fakequant._prepare.data_flow import call_order, find_flow, norm_pairs, repeated_modules, sources
 from fakequant._prepare.first_last import adopting_hooks, widen_first_and_last
 from fakequant._prepare.input_rounding import round_inputs
 from fakequant._prepare.multiplications import count_multiplications
@@ -23,7 +23,8 @@ from fakequant._prepare.plan import OF_RECIPES, Layer, Plan, make_plan
 from fakequant._prepare.plan_results import attach_results, plan_results
 from fakequant._prepare.plan_warnings import warn_about_refused, warn_about_rules
 from fakequant._prepare.saved_flow import load_flow, save_flow
-from fakequant._prepare.shared_grids import drop_repeated, share_grids
+from fakequant._prepare.repeated_calls import RepeatedCalls, split_calls
+from fakequant._prepare.shared_grids import find_repeated, share_grids
 from fakequant._train.running import check_module
 from fakequant.config import QuantConfig
 from fakequant.nn._layer_kinds import find_kind
@@ -69,14 +70,17 @@ def prepare(model: nn.Module, config: QuantConfig, example: Any = None) -> nn.Mo
     warn_about_refused(plan.refused)
     flow = find_flow(model, example)
     first_last = widen_first_and_last(model, config, plan, call_order(flow))
+    repeated = RepeatedCalls(repeated_modules(flow))
+    split_calls(plan, flow, repeated)
     results = plan_results(model, config, plan, flow)
-    on_a_grid = {} if config.operands is None else drop_repeated(plan, results, sources(model, flow))
+    on_a_grid = {} if config.operands is None else find_repeated(plan, results, sources(model, flow))
     for owner in plan.owners:
         attach_layer(owner.module, owner_record(owner.module), owner.children)
     for layer in plan.layers:
         attach_layer(layer.module, _record(layer, config), layer.quantizers)
     hooked = [owner.path for owner in plan.owners if owner.children["output_quantizer"] is not None]
-    hooked += attach_results(model, results)
+    hooked += attach_results(model, results, repeated)
+    repeated.attach(model)
     share_grids(model, on_a_grid)
     round_inputs(model, flow, config.target)
     norms = {layer: norm for layer, norm in norm_pairs(model, flow) if can_fold(model, layer, norm)}

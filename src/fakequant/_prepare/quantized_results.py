@@ -23,7 +23,7 @@ from fakequant._prepare.flow_graph import Call, FlowGraph
 from fakequant._prepare.places import Place, find_place
 from fakequant._prepare.plan import Plan
 from fakequant.config import QuantConfig
-from fakequant.nn._quantizer import Quantizer
+from fakequant.nn._call_quantizers import quantizers_in
 
 _OPERATIONS = {
     "add", "mul", "sub", "cat", "stack", "matmul", "bmm", "einsum", "mean", "scaled_dot_product_attention",
@@ -49,8 +49,8 @@ _RELU_NAMES = {"relu", "relu6"}
 def results_to_quantize(model: nn.Module, flow: DataFlow, plan: Plan, config: QuantConfig) -> dict[Call, bool]:
     """Returns the calls whose results need a quantizer, in order.
 
-    Every module appears once, and so does every call of a function. The value is True for results that only the target
-    needs as codes: they are read as floats, or returned by the model.
+    The value is True for results that only the target needs as codes: they are read as floats, or returned by the
+    model.
 
     Args:
         model: The float model.
@@ -58,7 +58,8 @@ def results_to_quantize(model: nn.Module, flow: DataFlow, plan: Plan, config: Qu
         plan: The quantizers that layers will have.
         config: What the model will run on, and whether products of attention are quantized.
     """
-    found: dict[str, Call] = {}
+    # By place, because there may be a graph for each mode.
+    found: dict[Place, Call] = {}
     read_as_floats: set[Call] = set()
     target = _targets.find(config.target)
     for graph in flow.graphs:
@@ -68,16 +69,16 @@ def results_to_quantize(model: nn.Module, flow: DataFlow, plan: Plan, config: Qu
                 for operand in search.operands_to_quantize(call):
                     is_computed = operand.kind in ("module", "function")
                     if is_computed and (target.needs_results or not search.is_operation(operand)):
-                        found.setdefault(str(operand), operand)
+                        found.setdefault(Place.of(operand), operand)
     if target.adds_in_layers and flow.graphs:
         search = _Search(model, flow, flow.graphs[-1], plan, config)
-        found |= {str(call): call for call in flow.graphs[-1].calls if search.is_read_in_both_ways(call)}
+        found |= {Place.of(call): call for call in flow.graphs[-1].calls if search.is_read_in_both_ways(call)}
     if (target.needs_convolution_results or target.needs_all_results) and flow.graphs:
         done = {place for call in found.values() for place in (find_place(model, call),) if place is not None}
         search = _Search(model, flow, flow.graphs[-1], plan, config)
         for call in flow.graphs[-1].calls:
             end = search.unquantized_end(call, done) if search.needs_result(call) else None
-            if end is not None and found.setdefault(str(end), end) is end and target.needs_all_results:
+            if end is not None and found.setdefault(Place.of(end), end) is end and target.needs_all_results:
                 read_as_floats.add(end)
     return {call: call in read_as_floats for call in found.values()}
 
@@ -113,7 +114,7 @@ class _Search:
     def __init__(self, model: nn.Module, flow: DataFlow, graph: FlowGraph, plan: Plan, config: QuantConfig) -> None:
         self.model, self.config = model, config
         self.norms, self.target = dict(norm_pairs(model, flow)), _targets.find(config.target)
-        self.number, self.results = graph.count(), set(graph.results)
+        self.results = set(graph.results)
         self.layers = {layer.path: layer.quantizers for layer in plan.layers}
         self.changing = {layer.path for layer in plan.layers if layer.changes_input}
         self.reads_codes, self.gives_codes = cache(self._reads_codes), cache(self._gives_codes)
@@ -202,30 +203,28 @@ class _Search:
             return False
         (user,) = call.users
         if self._is_static(user):
-            return user.path not in self.changing and self.number[user.path] == 1
+            return user.path not in self.changing
         return self._passes(user) and self._has_one_quantizer(user)
 
     def _is_quantized(self, call: Call, done: set[Place]) -> bool:
         if any(Place(path) in done for path in call.returned_by):
             return True
-        if call.kind == "function":
-            return Place(call.path, call.key) in done
-        return Place(call.path) in done or self.layers.get(call.path, {}).get("output_quantizer") is not None
+        own = self.layers.get(call.path, {}) if call.kind == "module" else {}
+        return Place.of(call) in done or own.get("output_quantizer") is not None
 
     def _is_fused(self, layer: Call, user: Call) -> bool:
         is_norm = user.path == self.norms.get(layer.path)
         if user.kind == "function":
             return is_norm or user.function_name in _RELU_NAMES
-        is_own = self.number[user.path] == 1  # the results of a module that is called twice have one quantizer
-        return is_own and (is_norm or isinstance(self.model.get_submodule(user.path), (*_RELUS, *_PASSED)))
+        return is_norm or isinstance(self.model.get_submodule(user.path), (*_RELUS, *_PASSED))
 
     def _is_static(self, call: Call) -> bool:
         """Returns True for a call of a layer whose input and weight have fixed scales."""
         quantizers = self.layers.get(call.path)
         if call.kind != "module" or quantizers is None or quantizers["weight_quantizer"] is None:
             return False
-        quantizer = quantizers["input_quantizer"]
-        return isinstance(quantizer, Quantizer) and not quantizer.is_dynamic and quantizer.spec.axis is None
+        own = quantizers_in(quantizers["input_quantizer"])
+        return bool(own) and not own[0].is_dynamic and own[0].spec.axis is None
 
     def _gives_codes(self, call: Call) -> bool:
         """Returns True if a kernel computes a result in integers, unless its operands are floats.

@@ -3,6 +3,7 @@
 import dataclasses
 from collections import Counter
 from contextlib import ExitStack
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fakequant._backends.torch.torch_private import pytree
-from fakequant._prepare.flow_graph import Call, FlowGraph, is_leaf
+from fakequant._prepare.flow_graph import Call, FlowGraph, Repeated, is_leaf
 from fakequant._prepare.layer_calls import find_layer_calls
 from fakequant._train.model_snapshot import unchanged
 from fakequant._train.running import call_arguments, copied, evaluating
+from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._function_calls import is_counted
 from fakequant.nn._function_names import function_name
 from fakequant.nn._quantizer import Quantizer
@@ -41,7 +43,7 @@ def record_flow(model: nn.Module, example: Any) -> FlowGraph:
         undo.enter_context(evaluating(model))
         undo.enter_context(torch.no_grad())
         for path, module in model.named_modules():
-            if isinstance(module, Quantizer):
+            if isinstance(module, (Quantizer, CallQuantizers)):
                 continue  # the modules of a prepared model compute the same results as before
             # Hooks also keep torch's encoder layers from computing everything in one operator.
             undo.callback(module.register_forward_pre_hook(recorder.enter, with_kwargs=True).remove)
@@ -56,10 +58,11 @@ def record_flow(model: nn.Module, example: Any) -> FlowGraph:
             result = model(*args, **kwargs)
     kept = recorder.kept()
     del result  # not before: its tensors are kept, in whatever object the model returned them
+    repeated = recorder.repeated()
     for call in recorder.calls:
-        call.is_repeated = recorder.entered[call.path] > 1
-        call.returned_by = [path for path in call.returned_by if recorder.entered[path] == 1]
-    graph = FlowGraph(recorder.calls, kept, recorder.counts, recorder.callees)
+        call.turn = call.turn if call.path in repeated else None
+        call.returned_by = [path for path in call.returned_by if path not in repeated]
+    graph = FlowGraph(recorder.calls, kept, recorder.counts, recorder.callees, repeated)
     find_layer_calls(model, graph)
     return graph
 
@@ -69,6 +72,8 @@ class _Frame:
     """A call of a module that has not returned yet."""
 
     path: str
+    # The number of this call among those of the module.
+    turn: int
     is_leaf: bool
     inputs: list[Call]
     input_shapes: list[tuple[int, ...]]
@@ -86,6 +91,8 @@ class _Recorder(TorchFunctionMode):
         self.leaves: set[nn.Module] = set()
         self.frames: list[_Frame] = []
         self.entered: Counter[str] = Counter()
+        # The frames in which all calls of a module took place, the outermost first.
+        self.enclosing: dict[str, list[_Frame]] = {}
         self.counts: dict[str, Counter[str]] = {}
         self.callees: dict[str, set[str]] = {}
         # What computed a tensor, and how often its memory had been changed by then.
@@ -96,13 +103,18 @@ class _Recorder(TorchFunctionMode):
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         inside_leaf = bool(self.frames) and self.frames[-1].is_leaf
-        self.entered[self.paths[module]] += 1
+        path = self.paths[module]
+        turn = self.entered[path]
+        self.entered[path] += 1
+        before = self.enclosing.get(path, self.frames)
+        common = takewhile(lambda pair: pair[0] is pair[1], zip(before, self.frames, strict=False))
+        self.enclosing[path] = [frame for frame, _ in common]
         if self.frames:
-            self.callees.setdefault(self.frames[-1].path, set()).add(self.paths[module])
+            self.callees.setdefault(self.frames[-1].path, set()).add(path)
         leaf = module in self.leaves or inside_leaf
         operands = _tensors((args, kwargs)) if leaf and not inside_leaf else []
         shapes = [tuple(x.shape) for x in operands]
-        self.frames.append(_Frame(self.paths[module], leaf, [self.producer(x) for x in operands], shapes))
+        self.frames.append(_Frame(path, turn, leaf, [self.producer(x) for x in operands], shapes))
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> None:
         frame = self.frames.pop()
@@ -116,6 +128,7 @@ class _Recorder(TorchFunctionMode):
             return
         in_place = any(result is x for x in _tensors(args)) and bool(getattr(module, "inplace", False))
         call = Call("module", frame.path, inputs=frame.inputs, input_shapes=frame.input_shapes, in_place=in_place)
+        call.turn = frame.turn
         self._add(call, _tensors(result))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,7 +150,7 @@ class _Recorder(TorchFunctionMode):
             sources = [source for _, source in operands]
             shapes = [tuple(x.shape) for x, _ in operands]
             call = Call("function", frame.path, func, number, sources, in_place=in_place, input_shapes=shapes)
-            call.results = 1 if isinstance(result, Tensor) else len(result)
+            call.turn, call.results = frame.turn, 1 if isinstance(result, Tensor) else len(result)
             self._add(call, made)
         return result
 
@@ -149,6 +162,14 @@ class _Recorder(TorchFunctionMode):
         call = Call("input", "")
         self.producers[x] = call, _version(x)
         return call
+
+    def repeated(self) -> dict[str, Repeated]:
+        """Returns the modules that were called several times."""
+        return {
+            path: Repeated(number, self.enclosing[path][-1].path if self.enclosing[path] else "")
+            for path, number in self.entered.items()
+            if number > 1
+        }
 
     def kept(self) -> list[Call]:
         """Returns the calls whose results still exist: the model returned them, or stored them somewhere."""

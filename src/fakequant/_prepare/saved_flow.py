@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from fakequant._prepare.attach import FLOW_BUFFER, Preparation, find_preparation, link_norms
-from fakequant._prepare.input_rounding import rounded_layers, set_rounding
+from fakequant._prepare.flow_graph import Repeated
+from fakequant._prepare.input_rounding import rounded_quantizers, set_rounding
 from fakequant._prepare.places import Place
-from fakequant._prepare.plan_results import Results, add_quantizer, attach_results, withdraw_results
+from fakequant._prepare.plan_results import FunctionPlan, Results, add_quantizer, attach_results, withdraw_results
+from fakequant._prepare.repeated_calls import RepeatedCalls, describe_repeated, describe_splits, split
 from fakequant._prepare.shared_grids import share_grids
+from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._function_calls import CallingModule
 from fakequant.nn._model_quantizers import name_quantizers
 from fakequant.nn._owners import is_owner
@@ -36,37 +39,43 @@ def describe_flow(model: nn.Module, made: Preparation) -> dict[str, Any]:
     Nothing in it depends on the sizes of the example, so that all ranks have the same.
     """
     paths = {module: path for path, module in model.named_modules()}
-    grids, functions = {}, {}
+    grids: list[tuple[str, int | None, str]] = []
+    functions, places = {}, []
     for path, module in model.named_modules():
-        if isinstance(module, QuantizedLayer) and module._fakequant.input_grid is not None:
-            grids[path] = paths[module._fakequant.input_grid]
+        if isinstance(module, QuantizedLayer):
+            slot, shared = module.input_quantizer, module._fakequant.input_grid
+            lent = slot.borrowed if isinstance(slot, CallQuantizers) else {} if shared is None else {None: shared}
+            grids += [(path, turn, paths[quantizer]) for turn, quantizer in lent.items()]
         if isinstance(module, CallingModule):
             own = module.function_quantizers
             layers = {key: paths[layer] for key, layer in own.layers.items()}
-            functions[path] = {"keys": list(own), "layers": layers, "counts": own.counts, "callees": own.callees}
-    outputs = [path for path, module in model.named_modules() if _has_output(made, path, module)]
-    described = {
-        "outputs": outputs,
+            functions[path] = {"layers": layers, "counts": own.counts, "callees": own.callees}
+            places += [found for key, slot in own.items() for found in _described(made, Place(path, key), slot)]
+        if _has_output(made, path, module):
+            places += _described(made, Place(path), module._modules["output_quantizer"])
+    return {
+        "places": places,
         "functions": functions,
         "grids": grids,
         "norms": made.norms,
         "products": made.products,
-        "rounded": rounded_layers(model),
+        "rounded": rounded_quantizers(model),
+        "repeated": describe_repeated(model),
+        "splits": describe_splits(model),
     }
-    bits = _bits(model, made, [Place(path) for path in outputs], functions)
-    return {**described, "bits": bits} if bits else described
 
 
-def _bits(model: nn.Module, made: Preparation, outputs: list[Place], functions: dict[str, Any]) -> dict[str, int]:
-    """Returns the numbers of bits of results that have more bits than the config says, by place."""
+def _described(made: Preparation, place: Place, slot: Any) -> list[list[Any]]:
+    """Returns the quantizers of an output or a function call: path, key, number of the call, and number of bits.
+
+    The number of bits is 0 if it is the usual one.
+    """
+    by_turn = slot._modules if isinstance(slot, CallQuantizers) else {None: slot}
     usual = made.config.operands
-    found: dict[str, int] = {}
-    if usual is not None:
-        for place in (*outputs, *(Place(path, key) for path, own in functions.items() for key in own["keys"])):
-            module: Any = model.get_submodule(place.path)
-            quantizer = module.output_quantizer if place.key is None else module.function_quantizers[place.key]
-            if quantizer.spec.bits > usual.bits:
-                found[str(place)] = quantizer.spec.bits
+    found = []
+    for turn, quantizer in by_turn.items():
+        bits = 0 if usual is None or quantizer.spec.bits <= usual.bits else quantizer.spec.bits
+        found.append([place.path, place.key, None if turn is None else int(turn), bits])
     return found
 
 
@@ -93,22 +102,23 @@ def _apply(model: nn.Module, made: Preparation, saved: Tensor) -> None:
         described = json.loads(bytes(saved.cpu().tolist()))
         results = Results(notes=described["notes"], products=described["products"])
         withdraw_results(model, made)
-        bits: dict[str, int] = described.get("bits", {})  # absent in states of older versions
-        for path in described["outputs"]:
-            is_layer = isinstance(model.get_submodule(path), QuantizedLayer)
-            place = Place(path)
-            add_quantizer(model, made.config, results, place, is_layer=is_layer, bits=bits.get(str(place), 0))
+        repeated = RepeatedCalls({path: Repeated(*found) for path, found in described["repeated"].items()})
+        for path, splits in described["splits"].items():
+            for name, firsts in splits.items():
+                slots = model.get_submodule(path)._modules
+                if isinstance(slots[name], Quantizer):
+                    slots[name] = split(slots[name], firsts, repeated.of(path))
+        for path, key, turn, bits in described["places"]:
+            is_layer = key is None and isinstance(model.get_submodule(path), QuantizedLayer)
+            add_quantizer(model, made.config, results, Place(path, key, turn), is_layer=is_layer, bits=bits)
         for path, functions in described["functions"].items():
-            for key in functions["keys"]:
-                place = Place(path, key)
-                add_quantizer(model, made.config, results, place, is_layer=False, bits=bits.get(str(place), 0))
-            plan = results.functions[path]
-            plan.layers, plan.counts, plan.callees = functions["layers"], functions["counts"], functions["callees"]
-        made.outputs += attach_results(model, results)
+            results.functions[path] = FunctionPlan(**functions)
+        made.outputs += attach_results(model, results, repeated)
+        repeated.attach(model)
         name_quantizers(model)
-        share_grids(model, {path: _quantizer_at(model, grid) for path, grid in described["grids"].items()})
+        share_grids(model, {(path, turn): _quantizer_at(model, grid) for path, turn, grid in described["grids"]})
         made.norms = described["norms"]
-        set_rounding(model, described.get("rounded", []), made.config.target)
+        set_rounding(model, described["rounded"], made.config.target)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"The state was saved from another model: {error}.\n"
@@ -120,7 +130,8 @@ def _apply(model: nn.Module, made: Preparation, saved: Tensor) -> None:
 
 def _has_output(made: Preparation, path: str, module: nn.Module) -> bool:
     """Returns True if a module quantizes its output because of the data flow, not because the config says so."""
-    if not isinstance(module._modules.get("output_quantizer"), Quantizer) or is_owner(module):
+    slot = module._modules.get("output_quantizer")
+    if not isinstance(slot, (Quantizer, CallQuantizers)) or is_owner(module):
         return False
     use, _ = made.config.find(path, module)
     return not isinstance(module, QuantizedLayer) or use is None or use.output is None

@@ -12,10 +12,11 @@ from fakequant._prepare.prepare import preparation
 from fakequant._prepare.shares import Amount, quantized_parameters, shares_in_words
 from fakequant._prepare.weight_widths import weight_bytes
 from fakequant._util.text_table import table
+from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._function_calls import FunctionQuantizers
 from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._owned_product import stored_weight
-from fakequant.nn._quantized_layer import QuantizedLayer, input_grid_of
+from fakequant.nn._quantized_layer import QuantizedLayer, input_grids_of
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import float_class_of
 
@@ -110,18 +111,16 @@ def summary(model: nn.Module) -> Summary:
             kind = float_class_of(module).__name__
         elif isinstance(module, FunctionQuantizers):
             layers += [
-                LayerSummary(f"{path}.{key}", "function", "-", "-", _words(quantizer))
-                for key, quantizer in module.items()
-                if isinstance(quantizer, Quantizer)
+                LayerSummary(f"{path}.{key}", "function", "-", "-", _words(slot))
+                for key, slot in module.items()
+                if isinstance(slot, (Quantizer, CallQuantizers))
             ]
             continue
         else:
             continue
         weight, input, output = (getattr(module, f"{name}_quantizer", None) for name in ("weight", "input", "output"))
-        has_source = isinstance(module, QuantizedLayer) and not isinstance(input, Quantizer)
-        grid = module._fakequant.input_grid if has_source else None
-        from_elsewhere = None if grid is None else f"that of {grid.path}"
-        layers.append(LayerSummary(path, kind, _words(weight), from_elsewhere or _words(input), _words(output)))
+        lent = module._fakequant.input_grid if isinstance(module, QuantizedLayer) and input is None else None
+        layers.append(LayerSummary(path, kind, _words(weight), _words(input, lent), _words(output)))
     before, after = _bytes(model)
     modules = dict(model.named_modules())
     floats = {
@@ -148,13 +147,13 @@ def summary(model: nn.Module) -> Summary:
 
 def _has_quantized_product(module: nn.Module | None) -> bool:
     """Returns True for a layer with a quantized weight and a quantized input."""
-    return isinstance(module, QuantizedLayer) and None not in (module.weight_quantizer, input_grid_of(module))
+    return isinstance(module, QuantizedLayer) and None not in (module.weight_quantizer, *input_grids_of(module))
 
 
 def _unreached(model: nn.Module) -> list[str]:
     """Returns notes on layers whose input has no scale, although the inputs of other layers have one."""
     unreached = unreached_layers(model)
-    layers = [m for m in model.modules() if isinstance(m, QuantizedLayer) and input_grid_of(m) is not None]
+    layers = [m for m in model.modules() if isinstance(m, QuantizedLayer) and any(input_grids_of(m))]
     if len(unreached) == len(layers):
         return []  # the model is not calibrated
     return [
@@ -163,9 +162,16 @@ def _unreached(model: nn.Module) -> list[str]:
     ]
 
 
-def _words(quantizer: Quantizer | None) -> str:
-    if quantizer is None:
-        return "-"
+def _words(slot: Quantizer | CallQuantizers | None, lent: Quantizer | None = None) -> str:
+    """Describes the quantizer of a tensor, which may belong to another module (`lent`), or those of all calls."""
+    if isinstance(slot, CallQuantizers):
+        every = [_words(slot._modules.get(str(turn)), slot.borrowed.get(turn)) for turn in range(slot.calls.recorded)]
+        if len(set(every)) == 1:
+            return f"{every[0]}; one for each of {len(every)} calls"
+        return "; ".join(f"call {turn}: {words}" for turn, words in enumerate(every))
+    if slot is None:
+        return "-" if lent is None else f"that of {lent.path}"
+    quantizer = slot
     learned = ", learned" if any(True for _ in quantizer.parameters()) else ""
     return f"{quantizer.spec}{learned}"
 

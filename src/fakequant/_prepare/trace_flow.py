@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fakequant._prepare.flow_graph import Call, FlowGraph, is_leaf
+from fakequant._prepare.flow_graph import Call, FlowGraph, Repeated, is_leaf
 
 
 class _Tracer(fx.Tracer):
@@ -52,9 +52,12 @@ def _flow_graph(model: nn.Module, graph: fx.Graph) -> FlowGraph:
                 source.users.append(call)
             calls.append(call)
     flow = FlowGraph(calls, results)
-    number = flow.count()
-    for call in calls:
-        call.is_repeated = number[call.path] > 1
+    flow.repeated = {path: Repeated(number, "") for path, number in flow.count().items() if number > 1}
+    turns: Counter[str] = Counter()
+    for call in flow.modules():
+        if call.path in flow.repeated:
+            call.turn = turns[call.path]
+            turns[call.path] += 1
     return flow
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
-from fakequant._onnx.exported_modules import Stored, part_name, stored_parts, stored_tensors
+from fakequant._onnx.exported_modules import bias_name, Stored, part_name, stored_parts, stored_tensors
 from fakequant._onnx.fingerprint import digest_of_parameters
 from fakequant._onnx.stored_formats import stored_format
 from fakequant._verify.runtimes.interface import Array, Runtime
@@ -52,8 +52,9 @@ def _tensors_of(module: nn.Module, path: str) -> dict[str, Tensor]:
         found |= {f"{start}weight_codes": exported.codes, f"{start}weight_scale": exported.scale}
         if exported.zero_point is not None:
             found[f"{start}weight_zero_point"] = exported.zero_point
-        if module.bias_codes is not None and exported.bias_scale is not None:
-            found |= {f"{start}bias_codes": module.bias_codes, f"{start}bias_scale": exported.bias_scale}
+        for call, (codes, scale) in enumerate(exported.biases):
+            bias = start + bias_name(module, call)
+            found |= {f"{bias}_codes": codes, f"{bias}_scale": scale}
     return found
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fakequant import _targets
 from fakequant._convert.convert import conversion
 from fakequant._convert.golden.fixed_grid import Grid
-from fakequant._convert.golden.integer_layer import IntegerLayer, bias_scale, float_weight, is_integer
+from fakequant._convert.golden.integer_layer import IntegerLayer, biases, float_weight, is_integer
 from fakequant.nn._batch_norm import factor_of, folded_bias
 from fakequant.nn._bounded_parameters import whole
 from fakequant.nn._quantized_layer import QuantizedLayer, quantized_weight
@@ -57,13 +57,14 @@ def _require_layer(
     if norm is not None:
         bias = folded_bias(bias, norm)
     usual = torch.ones((), dtype=torch.bool)
-    if made.bias_codes is not None:
-        usual = made.bias_codes.abs() < _LARGE_BIAS
+    for codes, step in biases(made):
+        is_usual = codes.abs() < _LARGE_BIAS
         assert bias is not None
-        expected = (bias.double() / bias_scale(made).double()).round()
-        near = (expected - made.bias_codes).abs() <= (expected.abs() * rounding).floor()
-        _demand(bool(near[usual].all()), path, "bias")
-    elif bias is not None and not is_integer(made):
+        expected = (bias.double() / step.double()).round()
+        near = (expected - codes).abs() <= (expected.abs() * rounding).floor()
+        _demand(bool(near[is_usual].all()), path, "bias")
+        usual = usual & is_usual
+    if made.bias_codes is None and bias is not None and not is_integer(made):
         _demand(torch.equal(bias.float(), getattr(made, kind.bias_name)), path, "bias")
     if made._fakequant.weight_spec is None:
         return

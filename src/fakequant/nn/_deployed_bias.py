@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fakequant._backends.torch.formula import onnx_steps
 from fakequant.nn._batch_norm import AnyNorm, BatchNorm, bias_rounding, factor_of, lacks_opposite, rounded_bias
+from fakequant.nn._call_quantizers import CallQuantizers, current_quantizer
 from fakequant.nn._layer_kinds import AnyLayer
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import RecordedLayer
@@ -30,7 +31,7 @@ class PreparedLayer(Protocol):
 
     training: bool
     weight_quantizer: Quantizer | None
-    input_quantizer: Quantizer | None
+    input_quantizer: Quantizer | CallQuantizers | None
 
     @property
     def _fakequant(self) -> "Quantization": ...
@@ -107,7 +108,7 @@ def scales_of_sums(layer: PreparedLayer, weight_dims: int) -> tuple[Tensor, Tens
     Sums are integers times a scale if the codes of input and weight are integers, and their scales do not vary within a
     sum.
     """
-    x = layer.input_quantizer or layer._fakequant.input_grid
+    x = current_quantizer(layer.input_quantizer) or layer._fakequant.input_grid
     weight = layer.weight_quantizer
     if x is None or not x._quantizing or x._blocks is None:
         return None

@@ -64,6 +64,8 @@ def compute_call(layer: AnyLayer, function: TorchFunction, args: Any, kwargs: An
         kwargs: The keyword arguments of the function.
     """
     given = split_arguments(args, kwargs)
+    if layer._fakequant.calls is not None:  # the layer itself is not called, so that its hook does not count
+        layer._fakequant.calls.next()
     y = compute_product(layer, function, given)
     if given.bias is not None and getattr(layer, layer._fakequant.kind.bias_name, None) is None:
         y = y + given.bias.reshape(-1, *[1] * (given.weight.dim() - 2))

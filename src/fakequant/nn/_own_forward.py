@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fakequant.nn._call_quantizers import quantizers_in
 from fakequant.nn._dry_run import DryRun, dry_run
 from fakequant.nn._layer_calls import PRODUCTS, compute_product, split_arguments
 from fakequant.nn._layer_kinds import AnyLayer, LayerKind
-from fakequant.nn._quantized_layer import quantize_output
+from fakequant.nn._quantized_layer import input_grid_of, quantize_output
 from fakequant.nn._records import float_class_of
 
 
@@ -139,7 +140,7 @@ class _Product(TorchFunctionMode):
             return func(*args, **kwargs)
         self.calls += 1
         given = split_arguments(args, kwargs)
-        if self.layer.input_quantizer is None and self.layer._fakequant.input_grid is not None:
+        if input_grid_of(self.layer) not in (None, *quantizers_in(self.layer.input_quantizer)):
             self._require_input(given.input)
         return compute_product(self.layer, func, given)
 

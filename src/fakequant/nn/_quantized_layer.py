@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fakequant import _targets
 from fakequant.nn._batch_norm import BatchNorm
+from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._deployed_bias import bias_to_add
 from fakequant.nn._layer_kinds import AnyLayer, LayerKind, find_kind, load_kind
 from fakequant.nn._quantizer import Quantizer
@@ -34,7 +35,7 @@ class QuantizedLayer(nn.Module):
     # A `Quantization`; of a converted layer another `LayerRecord`.
     _fakequant: Any
     weight_quantizer: Quantizer | None
-    # Quantizers; of a converted layer grids.
+    # Quantizers, or `CallQuantizers` if the layer is called several times; of a converted layer grids.
     input_quantizer: Any
     output_quantizer: Any
 
@@ -76,8 +77,8 @@ class Quantization(LayerRecord):
 
     def quantize_input(self, layer: AnyLayer, x: Tensor) -> Tensor:
         """Returns `x` on the grid of the layer's input."""
-        quantizer: Quantizer | None = layer.input_quantizer
-        return x if quantizer is None else quantizer(x)
+        quantized: Tensor = x if layer.input_quantizer is None else layer.input_quantizer(x)
+        return quantized
 
     def quantized_weight(self, layer: AnyLayer) -> Tensor:
         """Returns the weight on its grid."""
@@ -105,12 +106,12 @@ class Quantization(LayerRecord):
             if not self.save_codes:
                 return operator(x, *operands)
             # The calls share the weight, so it is kept once and not quantized again in the backward pass of each.
-            with saving_codes(x, layer.input_quantizer or self.input_grid, operands[0], None, operands[0]):
+            with saving_codes(x, input_grid_of(layer), operands[0], None, operands[0]):
                 return operator(x, *operands)
         # Read once, because reading a parametrized weight computes it.
         source: Tensor = getattr(layer, self.kind.weight_name) if weight is None else weight
         is_given = weight is not None
-        quantize_input: Quantizer | None = layer.input_quantizer
+        quantize_input = layer.input_quantizer
         quantize_weight: Quantizer | None = layer.weight_quantizer
         x = input if quantize_input is None else quantize_input(input)
         weight = source if quantize_weight is None else quantize_weight(source)
@@ -121,7 +122,7 @@ class Quantization(LayerRecord):
             bias = bias.to(weight.dtype)  # code that computes a weight may have cast it
         if not self.save_codes:
             return operator(x, weight, bias)
-        with saving_codes(x, quantize_input or self.input_grid, weight, quantize_weight, source):
+        with saving_codes(x, input_grid_of(layer), weight, quantize_weight, source):
             return operator(x, weight, bias)
 
     def compute_rows(self, layer: AnyLayer, operator: Operator, inputs: list[Tensor]) -> list[Tensor]:
@@ -175,9 +176,19 @@ def quantize_output(layer: AnyLayer, y: Tensor) -> Tensor:
 def input_grid_of(layer: AnyLayer) -> Any:
     """Returns the quantizer (of a converted layer: the grid) of a layer's input, or None.
 
-    It may belong to the layer or to the module that computes the input.
+    It may belong to the layer or to the module that computes the input. If the layer is called several times, it is
+    the one of the running call, or of the first call if none is running.
     """
-    return layer.input_quantizer or layer._fakequant.input_grid
+    own = layer.input_quantizer
+    if isinstance(own, CallQuantizers):
+        return own.current
+    return layer._fakequant.input_grid if own is None else own
+
+
+def input_grids_of(layer: AnyLayer) -> list[Any]:
+    """Returns the quantizers (of a converted layer: the grids) of a layer's input, or None, for every call."""
+    own = layer.input_quantizer
+    return own.all() if isinstance(own, CallQuantizers) else [input_grid_of(layer)]
 
 
 def kind_of(layer: nn.Module) -> type[LayerKind] | None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fakequant.nn._call_quantizers import Calls
 from fakequant.nn._expert_groups import Groups
 from fakequant.nn._layer_kinds import AnyLayer, LayerKind, find_kind
 
@@ -34,6 +35,10 @@ class Record:
     calling_class: type[nn.Module] | None = None
     # The original `use_nested_tensor` of an `nn.TransformerEncoder`.
     nested: bool | None = None
+    # The calls of a module with `CallQuantizers`.
+    calls: Calls | None = None
+    # The calls of other modules that all take place while this module runs.
+    counted: list[Calls] = dataclasses.field(default_factory=list)
     # The `Preparation`, on the module that was passed to `prepare`. (Its package imports this one.)
     preparation: Any = None
     # The `Conversion`, on the module that `convert` returned. (Its package imports this one.)

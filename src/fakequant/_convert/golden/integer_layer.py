@@ -24,11 +24,12 @@ from fakequant._convert.golden.tracked_codes import (
     plain,
     track,
 )
+from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._deployed_bias import along_outputs, has_one_scale_per_sum
 from fakequant.nn._expert_groups import Groups
 from fakequant.nn._function_calls import not_watched
 from fakequant.nn._linear_function import linear
-from fakequant.nn._quantized_layer import Operator, QuantizedLayer, input_grid_of, reduced
+from fakequant.nn._quantized_layer import Operator, QuantizedLayer, input_grids_of, reduced
 from fakequant.nn._records import LayerRecord, Operands
 from fakequant.spec import QuantSpec
 
@@ -52,7 +53,8 @@ class IntegerLayer(QuantizedLayer):
     # The scale of `weight_levels`: the scale in training divided by 2^weight_shift.
     weight_scale: Tensor
     weight_zero_point: Tensor | None
-    # The bias at the scale of the sums. None if there is no bias or it is a float.
+    # The bias at the scale of the sums. None if there is no bias or it is a float. If the layer has a grid for the input
+    # of each call, there is a row for each call.
     bias_codes: Tensor | None
 
     def __getattr__(self, name: str) -> Any:
@@ -185,7 +187,8 @@ class Integers(LayerRecord):
         levels = onnx_steps(plain(x), grid.scale)
         weight = weight_levels(layer)
         dtype = _wide_enough(layer, grid, weight)
-        bias = None if layer.bias_codes is None else layer.bias_codes.to(dtype)
+        bias = bias_codes_of(layer)
+        bias = None if bias is None else bias.to(dtype)
         sums = operator(levels.to(dtype), weight[rows].to(dtype), part_of(bias, rows))
         scale = self._along_channels(part_of(along_outputs(layer, sum_scale(layer, grid.scale)), rows))
         value = sums.float() * scale
@@ -243,9 +246,10 @@ def _dequantized(layer: IntegerLayer, scale: Tensor) -> Tensor:
 
 def is_integer(layer: IntegerLayer) -> bool:
     """Returns True if a layer computes with integers: the scales of input and weight do not vary within a sum."""
-    grid = input_grid_of(layer)
-    has_scale = isinstance(grid, Grid) and grid.has_one_scale and grid.spec.format == "int"
-    return has_scale and layer._fakequant.weight_spec is not None and sums_have_one_scale(layer)
+    have_scale = all(
+        isinstance(grid, Grid) and grid.has_one_scale and grid.spec.format == "int" for grid in input_grids_of(layer)
+    )
+    return have_scale and layer._fakequant.weight_spec is not None and sums_have_one_scale(layer)
 
 
 def sums_have_one_scale(layer: IntegerLayer) -> bool:
@@ -259,18 +263,47 @@ def sum_scale(layer: IntegerLayer, x_scale: Tensor) -> Tensor:
     return x_scale * layer.weight_scale
 
 
-def bias_scale(layer: IntegerLayer) -> Tensor:
-    """Returns the scale of `bias_codes`, per output channel."""
-    grid = input_grid_of(layer)
-    return along_outputs(layer, sum_scale(layer, grid.scale))
+def bias_scales(layer: IntegerLayer) -> list[Tensor]:
+    """Returns the scale of `bias_codes`, per output channel, for each call that has a grid for its input."""
+    return [along_outputs(layer, sum_scale(layer, grid.scale)) for grid in input_grids_of(layer)]
+
+
+def biases(layer: IntegerLayer) -> list[tuple[Tensor, Tensor]]:
+    """Returns the codes of the bias and their scale for each call. Empty if there are no codes."""
+    codes = layer.bias_codes
+    if codes is None:
+        return []
+    return list(zip(codes if has_call_grids(layer) else [codes], bias_scales(layer), strict=True))
+
+
+def has_call_grids(layer: IntegerLayer) -> bool:
+    """Returns True if a layer has a grid for the input of each call."""
+    return isinstance(layer.input_quantizer, CallQuantizers)
+
+
+def current_call(layer: IntegerLayer) -> int:
+    """Returns the number of the running call, which has its own bias. 0 if all calls have the same."""
+    return layer.input_quantizer.calls.current if has_call_grids(layer) else 0
+
+
+def bias_codes_of(layer: IntegerLayer) -> Tensor | None:
+    """Returns the codes of the bias in the running call."""
+    codes = layer.bias_codes
+    return codes[current_call(layer)] if codes is not None and has_call_grids(layer) else codes
+
+
+def float_biases(layer: IntegerLayer) -> list[Tensor]:
+    """Returns the bias as floats for each call that has a grid for its input. Empty if there is no bias."""
+    if layer.bias_codes is not None:
+        return [codes.float() * scale for codes, scale in biases(layer)]
+    bias: Tensor | None = getattr(layer, layer._fakequant.kind.bias_name, None)
+    return [] if bias is None else [bias] * len(input_grids_of(layer))
 
 
 def float_bias(layer: IntegerLayer) -> Tensor | None:
-    """Returns the bias as floats, or None if there is no bias."""
-    if layer.bias_codes is not None:
-        return layer.bias_codes.float() * bias_scale(layer)
-    bias: Tensor | None = getattr(layer, layer._fakequant.kind.bias_name, None)
-    return bias
+    """Returns the bias of the running call as floats, or None if there is no bias."""
+    found = float_biases(layer)
+    return found[current_call(layer)] if found else None
 
 
 def _wide_enough(layer: IntegerLayer, grid: GridOf, weight: Tensor) -> torch.dtype:

@@ -1,0 +1,175 @@
+"""Quantizers of a module that is called several times in one forward pass: one for each call.
+
+    def forward(self, x):
+        return self.conv2(self.relu(self.conv1(self.relu(x))))
+
+The two results of `relu` are different tensors with different ranges. So `relu` has a child `output_quantizer` that
+holds two quantizers, `output_quantizer.0` and `output_quantizer.1`. Hooks count the calls: the module in which all
+calls take place (here the whole model) starts counting at 0, and each call of `relu` is the next one.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_keys = count()
+
+
+class _Counts(threading.local):
+    """The number of the running call, or of the last one, in this thread, by `Calls.key`."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, int] = {}
+
+
+_counts = _Counts()
+
+
+class Calls:
+    """The calls of one module in a forward pass.
+
+    Args:
+        recorded: The number of calls when the data flow was recorded.
+
+    >>> calls = Calls(2)
+    >>> calls.start(), calls.next(), calls.next()
+    (None, None, None)
+    >>> calls.current
+    1
+    """
+
+    def __init__(self, recorded: int) -> None:
+        self.recorded = recorded
+        # By how much a forward pass exceeded the recorded number of calls.
+        self.unseen = 0
+        self.key = next(_keys)
+
+    @property
+    def current(self) -> int:
+        """The number of the running call. Calls beyond the recorded ones count as the last one."""
+        return min(max(_counts.numbers.get(self.key, 0), 0), self.recorded - 1)
+
+    def start(self) -> None:
+        """Starts counting."""
+        _counts.numbers[self.key] = -1
+
+    def stop(self) -> None:
+        """Stops counting. Calls count as the first one until counting starts again."""
+        number = _counts.numbers.pop(self.key, -1)
+        if number >= self.recorded and not torch.compiler.is_compiling():
+            self.unseen = max(self.unseen, number + 1 - self.recorded)
+
+    def next(self) -> None:
+        """Counts a call."""
+        if self.key in _counts.numbers:
+            _counts.numbers[self.key] += 1
+
+    @contextmanager
+    def at(self, number: int) -> Iterator[None]:
+        """Context in which the next call is the one with this number."""
+        before = _counts.numbers.get(self.key)
+        _counts.numbers[self.key] = number - 1
+        try:
+            yield
+        finally:
+            if before is None:
+                del _counts.numbers[self.key]
+            else:
+                _counts.numbers[self.key] = before
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "key"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, key=next(_keys))
+
+
+class CallQuantizers(nn.Module):
+    """The quantizers of one tensor of a module, by the number of the call.
+
+    Args:
+        calls: The calls of the module.
+        quantizers: Quantizers, or grids of a converted model, by the number of the call. Tensors of other calls are not
+            quantized here. Calls that see the same tensor have the same quantizer.
+        borrowed: Quantizers of other modules that have quantized the tensor already, by the number of the call.
+
+    >>> from fakequant import presets, nn as fqnn
+    >>> made = CallQuantizers(Calls(2), {1: fqnn.FakeQuantize(presets.uint8())})
+    >>> made.current is None, [name for name, _ in made.named_children()]
+    (True, ['1'])
+    """
+
+    def __init__(
+        self, calls: Calls, quantizers: Mapping[int, nn.Module], borrowed: Mapping[int, nn.Module] | None = None
+    ) -> None:
+        super().__init__()
+        self.calls = calls
+        for number, quantizer in sorted(quantizers.items()):
+            self.register_module(str(number), quantizer)
+        # Not registered as children, because they are children of other modules.
+        self.borrowed = dict(borrowed or {})
+
+    def at(self, number: int) -> Any:
+        """Returns the quantizer of a call, its own or a borrowed one. None if there is none."""
+        own = self._modules.get(str(number))
+        return self.borrowed.get(number) if own is None else own
+
+    @property
+    def current(self) -> Any:
+        """The quantizer of the running call, its own or a borrowed one. None if there is none."""
+        return self.at(self.calls.current)
+
+    def lend(self, number: int, quantizer: nn.Module) -> None:
+        """Makes a call use the quantizer of another module instead of its own."""
+        self._modules.pop(str(number), None)
+        self.borrowed[number] = quantizer
+
+    def all(self) -> list[Any]:
+        """Returns the quantizers of all calls, with None for calls that have none."""
+        return [self.at(number) for number in range(self.calls.recorded)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns `x`, quantized by the quantizer of the running call if it has its own."""
+        own = self._modules.get(str(self.calls.current))
+        if own is None:
+            return x
+        y: Tensor = own(x)
+        return y
+
+
+def count_call(module: Any, args: Any) -> None:
+    """A forward pre-hook of a module with `CallQuantizers`."""
+    module._fakequant.calls.next()
+
+
+def start_counting(module: Any, args: Any) -> None:
+    """A forward pre-hook of the module in which all calls of other modules take place."""
+    for calls in module._fakequant.counted:
+        calls.start()
+
+
+def stop_counting(module: Any, args: Any, result: Any) -> None:
+    """A forward hook: undoes `start_counting`."""
+    for calls in module._fakequant.counted:
+        calls.stop()
+
+
+def current_quantizer(quantizer: Any) -> Any:
+    """Returns the quantizer of the running call, if there is one for each call.
+
+    >>> current_quantizer(None) is None
+    True
+    """
+    return quantizer.current if isinstance(quantizer, CallQuantizers) else quantizer
+
+
+def quantizers_in(slot: Any) -> Sequence[Any]:
+    """Returns the quantizers that a child of a module holds: itself, or those of all calls. Empty for None."""
+    if isinstance(slot, CallQuantizers):
+        return [quantizer for quantizer in slot._modules.values() if quantizer is not None]
+    return [] if slot is None else [slot]
