@@ -81,7 +81,6 @@ class InTheInput(TwoUses):
 DIFFERENT = {
     "changed in place": ChangedBetween,
     "changed by a module": lambda: InTheInput(inplace=True),
-    "called twice": CalledTwice,
     "only in evaluation": OnlyInEvaluation,
 }
 
@@ -92,6 +91,15 @@ def test_layer_quantizes_an_input_that_may_have_changed(make, training):
     model = fq.prepare(make().train(training), recipes.int8())
     assert model.act.output_quantizer is not None
     assert model.fc.input_quantizer is not None
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_layer_reads_the_result_of_one_of_two_calls(training):
+    model = fq.prepare(CalledTwice().train(training), recipes.int8())
+    first, second = model.act.output_quantizer.children()
+    assert first is not second
+    assert model.fc.input_quantizer is None
+    assert model.fc._fakequant.input_grid is first
 
 
 def test_layer_with_another_spec_quantizes_its_input():

@@ -244,10 +244,10 @@ def input_codes(model, name):
 def test_only_quantizers_of_inputs_have_a_rule(name, target):
     for example in (True, False):
         model = digit_models.prepared(name, "int8", target, example=example)
-        assert input_rounding.rounded_layers(model) == [FIRST[name]]
+        assert input_rounding.rounded_quantizers(model) == [f"{FIRST[name]}.input_quantizer"]
         assert first_quantizer(model, name).rounding == TARGETS[target]
     for other in ("generic", "onnxruntime-x86", "onnxruntime-vnni", "tensorrt"):
-        assert input_rounding.rounded_layers(digit_models.prepared(name, "int8", other)) == []
+        assert input_rounding.rounded_quantizers(digit_models.prepared(name, "int8", other)) == []
 
 
 @pytest.mark.parametrize("target", ["openvino", "xnnpack"])
@@ -316,9 +316,9 @@ def test_rule_of_a_model_that_cannot_be_traced_is_saved(target):
     config = fq.recipes.int8(target=target)
     model = fq.prepare(Branching(), config, MANY)
     fq.calibrate(model, [MANY], progress=False)
-    assert input_rounding.rounded_layers(model) == ["first"]
+    assert input_rounding.rounded_quantizers(model) == ["first.input_quantizer"]
     again = fq.prepare(Branching(), config)
     again.load_state_dict(model.state_dict())
-    assert input_rounding.rounded_layers(again) == ["first"]
+    assert input_rounding.rounded_quantizers(again) == ["first.input_quantizer"]
     with torch.no_grad():
         assert_same_bits(again.eval()(MANY).numpy(), model.eval()(MANY).numpy())

@@ -260,10 +260,12 @@ def test_model_with_quantizers_off_computes_in_float(make, x):
     torch.testing.assert_close(model(x), floats(x), rtol=tolerance, atol=tolerance)
 
 
-def test_module_used_twice_has_one_set_of_quantizers():
+def test_module_used_twice_has_one_weight_and_a_quantizer_for_each_input():
     model = fq.prepare(Twice(), recipes.int8())
     assert model.again is model.fc
-    assert len(list(fqnn.quantizers(model))) == 4
+    paths = [path for path, _ in fqnn.quantizers(model)]
+    assert paths[:3] == ["fc.weight_quantizer", "fc.input_quantizer.0", "fc.input_quantizer.1"]
+    assert len(paths) == 5
 
 
 def test_tied_weights_are_trained_by_both_layers():

@@ -23,7 +23,7 @@ def leave_in_float(model: nn.Module, *, strict: bool) -> list[str]:
     reasons = {path: "is switched off" for path, quantizer in quantizers(model) if not quantizer.quantizing}
     out = {model.get_submodule(path) for path in reasons}
     paths = {quantizer: path for path, quantizer in quantizers(model)}
-    for path, layer in unreached_layers(model).items():
+    for layer in unreached_layers(model).values():
         for name in (*QUANTIZERS, *ATTENTION_QUANTIZERS):
             for quantizer in quantizers_in(layer._modules.get(name)):
                 if quantizer not in out:

@@ -30,6 +30,7 @@ from fakequant._train.model_snapshot import unchanged
 from fakequant._train.running import Data, check_module, copied, evaluating, run
 from fakequant._util.text_table import table
 from fakequant.nn._batch_norm import factor_of
+from fakequant.nn._call_quantizers import before_call, counting_from, quantizers_in
 from fakequant.nn._deployed_bias import bias_error
 from fakequant.nn._quantized_layer import QuantizedLayer, quantized_weight
 
@@ -175,11 +176,14 @@ class _Comparison:
         calls = self._run_float(args, kwargs)
         with ExitStack() as undo:
             for pair in self.pairs.values():
-                if pair.output_grid is not None:
-                    undo.callback(pair.output_grid.register_forward_pre_hook(self._keep_given).remove)
+                for quantizer in quantizers_in(pair.output_slot):
+                    undo.callback(quantizer.register_forward_pre_hook(self._keep_given).remove)
             for pair in self.pairs.values():
                 for number in range(len(calls.get(pair.path, ()))):
-                    self._add_isolated(pair, reference(pair, calls, number))
+                    # If only the quantizer of the output is called, no hook counts the call.
+                    counted = before_call(pair.module, number + (pair.output_slot is not None))
+                    with counting_from(counted):
+                        self._add_isolated(pair, reference(pair, calls, number))
             self._run_quantized(*given, calls)
 
     def _keep_given(self, quantizer: nn.Module, args: Args) -> None:
@@ -210,11 +214,11 @@ class _Comparison:
         return calls
 
     def _add_isolated(self, pair: Pair, call: Call) -> None:
-        if pair.output_grid is not None:  # layers inside the module have their own rows
-            result = None if call.result is None else pair.output_grid(call.result)
+        if pair.output_slot is not None:  # layers inside the module have their own rows
+            result = None if call.result is None else pair.output_slot(call.result)
             return self._add(pair, pair.isolated, call, call.args, call.kwargs, result)
         args, kwargs = call.args, call.kwargs
-        if pair.input_grid is not None and getattr(pair.module, "input_quantizer", None) is None:
+        if pair.input_grid not in (None, *quantizers_in(getattr(pair.module, "input_quantizer", None))):
             args, kwargs = changed_inputs(pair.module, args, kwargs, pair.input_grid)
         pair.input_dims = next((x.dim() for x in inputs_of(pair.module, args, kwargs)), None)
         result = pair.module(*args, **kwargs)
@@ -247,9 +251,9 @@ class _Comparison:
         if pair.norm_to_come is not None and y is not None:
             y = pair.norm_to_come.forward(y)  # not called, because a hook may quantize its result
         sums.add_result(call.result, y)
-        if pair.output_grid is not None:
+        if pair.output_slot is not None:
             given = self._given.pop(pair.output_grid, None)
-            if given is not None:
+            if given is not None and pair.output_grid is not None:
                 sums.add_quantized(pair.output_grid, given, call.result)
         elif pair.input_grid is not None:
             there, here = inputs_of(pair.module, call.args, call.kwargs), inputs_of(pair.module, args, kwargs)

@@ -12,6 +12,7 @@ from fakequant._diagnosis.inputs import input_grid_of
 from fakequant._diagnosis.sums import Sums
 from fakequant._diagnosis.watching import Call
 from fakequant._prepare.attach import find_preparation
+from fakequant.nn._call_quantizers import CallQuantizers, current_quantizer
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
 
@@ -21,10 +22,8 @@ class Pair:
 
     def __init__(self, path: str, before: nn.Module, module: nn.Module) -> None:
         self.path, self.kind, self.before, self.module = path, type(before).__name__, before, module
-        self.input_grid = input_grid_of(module)
-        # The output quantizer of a module that quantizes nothing else.
-        output, is_layer = module._modules.get("output_quantizer"), isinstance(module, QuantizedLayer)
-        self.output_grid = output if isinstance(output, (Quantizer, Grid)) and not is_layer else None
+        # What quantizes the output of a module that quantizes nothing else.
+        self.output_slot = None if isinstance(module, QuantizedLayer) else module._modules.get("output_quantizer")
         # The path of the batch norm that is or will be folded into the layer.
         self.norm: str | None = None
         # The batch norm to apply to the layer's result, if it is not folded yet.
@@ -32,6 +31,17 @@ class Pair:
         # The number of axes of the layer's input.
         self.input_dims: int | None = None
         self.isolated, self.accumulated = Sums(), Sums()
+
+    @property
+    def input_grid(self) -> Quantizer | Grid | None:
+        """The quantizer of the layer's input, in the running call if there are several. None if there is none."""
+        return input_grid_of(self.module)
+
+    @property
+    def output_grid(self) -> Quantizer | Grid | None:
+        """The quantizer of the module's output, in the running call. None if it has none, or is a layer."""
+        found: Quantizer | Grid | None = current_quantizer(self.output_slot)
+        return found
 
 
 def find_pairs(float_model: nn.Module, quantized_model: nn.Module) -> list[Pair]:
@@ -70,7 +80,8 @@ def find_pairs(float_model: nn.Module, quantized_model: nn.Module) -> list[Pair]
 
 
 def _is_quantized(module: nn.Module) -> bool:
-    return isinstance(module, QuantizedLayer) or isinstance(module._modules.get("output_quantizer"), (Quantizer, Grid))
+    slot = module._modules.get("output_quantizer")
+    return isinstance(module, QuantizedLayer) or isinstance(slot, (Quantizer, Grid, CallQuantizers))
 
 
 def _check_shapes(pair: Pair) -> None:

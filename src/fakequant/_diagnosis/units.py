@@ -8,8 +8,9 @@ from torch import nn
 from fakequant._diagnosis.inputs import changed_inputs
 from fakequant._diagnosis.watching import Args, Kwargs, Result
 from fakequant._prepare.prepare import preparation
+from fakequant.nn._call_quantizers import CallQuantizers, quantizers_in
 from fakequant.nn._function_calls import CallingModule
-from fakequant.nn._quantized_layer import QuantizedLayer
+from fakequant.nn._quantized_layer import QuantizedLayer, input_grid_of, input_grids_of
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import float_class_of
 
@@ -49,10 +50,10 @@ def find_units(model: nn.Module) -> list[Unit]:
 
 def _unit(path: str, module: nn.Module, part_of: str | None) -> Unit:
     if not isinstance(module, QuantizedLayer):
-        output = module._modules.get("output_quantizer")
-        found = [*_quantizers_of_functions(module), *([output] if isinstance(output, Quantizer) else [])]
+        found = [*_quantizers_of_functions(module), *quantizers_in(module._modules.get("output_quantizer"))]
         return Unit(path, float_class_of(module).__name__, module, found, 0, found[0].spec.bits, 0, part_of)
-    own = [child for child in module._modules.values() if isinstance(child, Quantizer)]
+    children = [child for child in module._modules.values() if isinstance(child, (Quantizer, CallQuantizers))]
+    own = [quantizer for child in children for quantizer in quantizers_in(child)]
     weight = getattr(module, module._fakequant.kind.weight_name)
     float_bits = 8 * weight.element_size()
     bits = float_bits if module.weight_quantizer is None else module.weight_quantizer.spec.bits
@@ -61,7 +62,7 @@ def _unit(path: str, module: nn.Module, part_of: str | None) -> Unit:
 
 def _quantizers_of_functions(module: nn.Module) -> list[Quantizer]:
     found = module.function_quantizers.values() if isinstance(module, CallingModule) else ()
-    return [quantizer for quantizer in found if isinstance(quantizer, Quantizer)]
+    return [quantizer for slot in found for quantizer in quantizers_in(slot)]
 
 
 class Switches:
@@ -95,7 +96,8 @@ class Switches:
 
     def __enter__(self) -> "Switches":
         for unit in self._units:
-            if isinstance(unit.module, QuantizedLayer) and unit.module._fakequant.input_grid is not None:
+            grids = input_grids_of(unit.module) if isinstance(unit.module, QuantizedLayer) else []
+            if any(grid is not None and grid not in unit.quantizers for grid in grids):
                 before = unit.module.register_forward_pre_hook(self._borrow, with_kwargs=True)
                 after = unit.module.register_forward_hook(self._give_back, always_call=True)
                 self._undo.callback(before.remove)
@@ -106,8 +108,8 @@ class Switches:
         self._undo.close()
 
     def _borrow(self, layer: QuantizedLayer, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-        grid = layer._fakequant.input_grid
-        if layer not in self._on or grid.quantizing:
+        grid = input_grid_of(layer)  # if it is the layer's own, it is on
+        if layer not in self._on or grid is None or grid.quantizing:
             return None
         grid.quantizing = True
         self._borrowed[layer] = grid

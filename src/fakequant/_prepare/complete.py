@@ -19,8 +19,8 @@ from fakequant._prepare.input_rounding import round_inputs
 from fakequant._prepare.multiplications import count_multiplications
 from fakequant._prepare.plan import Layer, Plan
 from fakequant._prepare.plan_results import attach_results, plan_results, withdraw_results
-from fakequant._prepare.saved_flow import describe_flow, save_flow
 from fakequant._prepare.repeated_calls import RepeatedCalls, split_calls
+from fakequant._prepare.saved_flow import describe_flow, save_flow
 from fakequant._prepare.shared_grids import find_repeated, share_grids
 from fakequant._train.running import Data
 from fakequant.nn._model_quantizers import has_scale, name_quantizers, quantizers

@@ -21,6 +21,7 @@ from fakequant._prepare.weight_widths import weight_at
 from fakequant._train.model_snapshot import unchanged
 from fakequant._train.running import copied
 from fakequant.config import QuantConfig
+from fakequant.nn._call_quantizers import quantizers_in
 from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize
 from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._owned_product import OwnedProduct
@@ -220,20 +221,20 @@ def _adopt(model: nn.Module, state: Any, prefix: str, *others: Any) -> None:
         return
     wide: dict[str, None] = {}
     seen = 0
-    for path, specs in found.specs.items():
-        saved = state.get(f"{prefix}{path}.grid")
-        if not isinstance(saved, Tensor) or saved.is_meta:
-            continue
-        layer = path.rpartition(".")[0]
-        for spec in specs:
-            if saved.tolist()[1:] == spec.to_numbers():
-                seen += 1
-                quantizer = model.get_submodule(path)
-                assert isinstance(quantizer, Quantizer)
-                if quantizer.spec != spec:
-                    change_spec(quantizer, spec)
-                if spec == specs[1] != specs[0]:
-                    wide[layer] = None
+    paths = {quantizer: path for path, quantizer in quantizers(model)}
+    for slot, specs in found.specs.items():
+        layer, _, name = slot.rpartition(".")
+        for quantizer in quantizers_in(model.get_submodule(layer)._modules.get(name)):
+            saved = state.get(f"{prefix}{paths[quantizer]}.grid")
+            if not isinstance(saved, Tensor) or saved.is_meta:
+                continue
+            for spec in specs:
+                if saved.tolist()[1:] == spec.to_numbers():
+                    seen += 1
+                    if quantizer.spec != spec:
+                        change_spec(quantizer, spec)
+                    if spec == specs[1] != specs[0]:
+                        wide[layer] = None
     if seen:
         found.wide, found.is_guess = list(wide), False
 
@@ -244,9 +245,8 @@ def _first_last_of(model: nn.Module) -> FirstLast | None:
 
 
 def _weight_and_input(children: Mapping[str, nn.Module | None]) -> list[tuple[str, Quantizer]]:
-    """Returns the quantizers of weight and input among the children of a layer, with their names."""
-    found = [(name, children.get(name)) for name in _NAMES]
-    return [(name, quantizer) for name, quantizer in found if isinstance(quantizer, Quantizer)]
+    """Returns the quantizers of weight and input among the children of a layer, with the names of the children."""
+    return [(name, quantizer) for name in _NAMES for quantizer in quantizers_in(children.get(name))]
 
 
 def _wider(spec: QuantSpec, name: str, config: QuantConfig) -> QuantSpec:

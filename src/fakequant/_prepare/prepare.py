@@ -22,8 +22,8 @@ from fakequant._prepare.multiplications import count_multiplications
 from fakequant._prepare.plan import OF_RECIPES, Layer, Plan, make_plan
 from fakequant._prepare.plan_results import attach_results, plan_results
 from fakequant._prepare.plan_warnings import warn_about_refused, warn_about_rules
-from fakequant._prepare.saved_flow import load_flow, save_flow
 from fakequant._prepare.repeated_calls import RepeatedCalls, split_calls
+from fakequant._prepare.saved_flow import load_flow, save_flow
 from fakequant._prepare.shared_grids import find_repeated, share_grids
 from fakequant._train.running import check_module
 from fakequant.config import QuantConfig

@@ -31,7 +31,24 @@ def trace_flow(model: nn.Module) -> list[FlowGraph]:
     with torch.random.fork_rng(devices=[]):
         copied = copy.deepcopy(model, shared)
         leaves = {module for module in copied.modules() if is_leaf(module)}
-        return [_flow_graph(copied, _Tracer(leaves).trace(copied.train(mode))) for mode in (True, False)]
+        graphs = [_flow_graph(copied, _Tracer(leaves).trace(copied.train(mode))) for mode in (True, False)]
+    _number_calls(graphs)
+    return graphs
+
+
+def _number_calls(graphs: list[FlowGraph]) -> None:
+    """Numbers the calls of modules that are called several times in one of the modes."""
+    most: Counter[str] = Counter()
+    for graph in graphs:
+        most |= graph.count()
+    repeated = {path: Repeated(number, "") for path, number in most.items() if number > 1}
+    for graph in graphs:
+        graph.repeated = repeated
+        turns: Counter[str] = Counter()
+        for call in graph.modules():
+            if call.path in repeated:
+                call.turn = turns[call.path]
+                turns[call.path] += 1
 
 
 def _flow_graph(model: nn.Module, graph: fx.Graph) -> FlowGraph:
@@ -51,14 +68,7 @@ def _flow_graph(model: nn.Module, graph: fx.Graph) -> FlowGraph:
             for source in inputs:
                 source.users.append(call)
             calls.append(call)
-    flow = FlowGraph(calls, results)
-    flow.repeated = {path: Repeated(number, "") for path, number in flow.count().items() if number > 1}
-    turns: Counter[str] = Counter()
-    for call in flow.modules():
-        if call.path in flow.repeated:
-            call.turn = turns[call.path]
-            turns[call.path] += 1
-    return flow
+    return FlowGraph(calls, results)
 
 
 def _call(model: nn.Module, node: fx.Node, inputs: list[Call]) -> Call:

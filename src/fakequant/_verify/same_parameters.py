@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
-from fakequant._onnx.exported_modules import bias_name, Stored, part_name, stored_parts, stored_tensors
+from fakequant._onnx.exported_modules import Stored, bias_name, part_name, stored_parts, stored_tensors
 from fakequant._onnx.fingerprint import digest_of_parameters
 from fakequant._onnx.stored_formats import stored_format
 from fakequant._verify.runtimes.interface import Array, Runtime

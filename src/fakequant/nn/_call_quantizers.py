@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,16 @@ from torch import Tensor, nn
 _keys = count()
 
 
+# The number of the last call that has begun, by `Calls.key`. A hook may run a model within a call of it, so there may
+# be several numbers, the innermost last.
+Counted: TypeAlias = dict[int, tuple[int, ...]]
+
+
 class _Counts(threading.local):
-    """The number of the running call, or of the last one, in this thread, by `Calls.key`."""
+    """How far calls are counted in this thread."""
 
     def __init__(self) -> None:
-        self.numbers: dict[int, int] = {}
+        self.numbers: Counted = {}
 
 
 _counts = _Counts()
@@ -52,41 +57,58 @@ class Calls:
     @property
     def current(self) -> int:
         """The number of the running call. Calls beyond the recorded ones count as the last one."""
-        return min(max(_counts.numbers.get(self.key, 0), 0), self.recorded - 1)
+        number = _counts.numbers[self.key][-1] if self.key in _counts.numbers else 0
+        return min(max(number, 0), self.recorded - 1)
 
     def start(self) -> None:
         """Starts counting."""
-        _counts.numbers[self.key] = -1
+        _counts.numbers[self.key] = (*_counts.numbers.get(self.key, ()), -1)
 
     def stop(self) -> None:
         """Stops counting. Calls count as the first one until counting starts again."""
-        number = _counts.numbers.pop(self.key, -1)
+        *outer, number = _counts.numbers.pop(self.key, (-1,))
+        if outer:
+            _counts.numbers[self.key] = tuple(outer)
         if number >= self.recorded and not torch.compiler.is_compiling():
             self.unseen = max(self.unseen, number + 1 - self.recorded)
 
     def next(self) -> None:
         """Counts a call."""
         if self.key in _counts.numbers:
-            _counts.numbers[self.key] += 1
-
-    @contextmanager
-    def at(self, number: int) -> Iterator[None]:
-        """Context in which the next call is the one with this number."""
-        before = _counts.numbers.get(self.key)
-        _counts.numbers[self.key] = number - 1
-        try:
-            yield
-        finally:
-            if before is None:
-                del _counts.numbers[self.key]
-            else:
-                _counts.numbers[self.key] = before
+            *outer, number = _counts.numbers[self.key]
+            _counts.numbers[self.key] = (*outer, number + 1)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "key"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, key=next(_keys))
+
+
+def counted_calls() -> Counted:
+    """Returns how far the calls of all modules are counted in this thread, for `counting_from`."""
+    return dict(_counts.numbers)
+
+
+@contextmanager
+def counting_from(numbers: Counted) -> Iterator[None]:
+    """Context in which a part of a forward pass can run again: calls are counted from where they were then."""
+    before, _counts.numbers = _counts.numbers, dict(numbers)
+    try:
+        yield
+    finally:
+        _counts.numbers = before
+
+
+def before_call(module: nn.Module, number: int) -> Counted:
+    """Returns what `counted_calls` returns right before a call of a module, which calls each module inside it once.
+
+    Args:
+        module: A module of a prepared or converted model.
+        number: The number of the call.
+    """
+    records = [part.__dict__.get("_fakequant") for part in module.modules()]
+    return {record.calls.key: (number - 1,) for record in records if getattr(record, "calls", None) is not None}
 
 
 class CallQuantizers(nn.Module):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fakequant._backends.torch.torch_private import pytree
 from fakequant._diagnosis.sums import decibels
 from fakequant._train.running import copied
+from fakequant.nn._call_quantizers import Counted, counting_from
 from fakequant.nn._quantizer import Quantizer
 from fakequant.ptq._soft_rounding import (
     RATE,
@@ -29,6 +30,8 @@ class BlockCall:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    # How far calls were counted before it, see `counted_calls`.
+    counted: Counted
     expected: list[Tensor]
 
 
@@ -132,7 +135,9 @@ def _error(block: nn.Module, weights: list[_SoftWeight], calls: list[BlockCall],
 
 def _error_of(block: nn.Module, call: BlockCall) -> Tensor:
     args, kwargs = copied(call.args, call.kwargs)
-    pairs = zip(tensors_of(block(*args, **kwargs)), call.expected, strict=False)
+    with counting_from(call.counted):
+        found = tensors_of(block(*args, **kwargs))
+    pairs = zip(found, call.expected, strict=False)
     return torch.stack([(y - z).float().square().sum() for y, z in pairs]).sum()
 
 

@@ -2,8 +2,9 @@
 
 from torch import nn
 
+from fakequant.nn._call_quantizers import quantizers_in
 from fakequant.nn._function_calls import CallingModule
-from fakequant.nn._quantized_layer import QuantizedLayer, input_grid_of
+from fakequant.nn._quantized_layer import QuantizedLayer, input_grids_of
 from fakequant.nn._quantizer import Quantizer
 from fakequant.ptq._links import Link
 from fakequant.ptq._ranges import has_stored_range, observe_again, reason_against_new_range
@@ -11,16 +12,16 @@ from fakequant.ptq._ranges import has_stored_range, observe_again, reason_agains
 
 def activation_quantizers(model: nn.Module, link: Link) -> list[Quantizer]:
     """Returns the quantizers of activations that have the factors of a link."""
-    found: list[Quantizer | None] = [
-        input_grid_of(layer) for layer in link.users.values() if isinstance(layer, QuantizedLayer)
-    ]
+    layers = [layer for layer in link.users.values() if isinstance(layer, QuantizedLayer)]
+    found: list[Quantizer | None] = [grid for layer in layers for grid in input_grids_of(layer)]
     for call in link.calls:
         if call.kind == "function":
             caller = model.get_submodule(call.path)
             functions = caller.function_quantizers._modules if isinstance(caller, CallingModule) else {}
-            found.append(_quantizer(functions.get(call.key)))
+            found += quantizers_in(functions.get(call.key))
         paths = [*call.returned_by, *([call.path] if call.kind == "module" else [])]
-        found += [_quantizer(model.get_submodule(path)._modules.get("output_quantizer")) for path in paths]
+        for path in paths:
+            found += quantizers_in(model.get_submodule(path)._modules.get("output_quantizer"))
     return list(dict.fromkeys(quantizer for quantizer in found if quantizer is not None))
 
 
@@ -52,7 +53,3 @@ def stored_ranges(model: nn.Module, links: list[Link]) -> list[Quantizer]:
     """Returns the quantizers of activations of links whose stored ranges no longer fit, each once."""
     found = [q for link in links for q in activation_quantizers(model, link)]
     return [quantizer for quantizer in dict.fromkeys(found) if has_stored_range(quantizer)]
-
-
-def _quantizer(module: nn.Module | None) -> Quantizer | None:
-    return module if isinstance(module, Quantizer) else None

@@ -15,6 +15,7 @@ from fakequant._prepare.attach import FLOW_BUFFER, link_norms
 from fakequant._prepare.prepare import preparation
 from fakequant._train.calibrate import without_scale
 from fakequant._train.running import Data, call_arguments, check_steps, copied, evaluating, run
+from fakequant.nn._call_quantizers import Counted, counted_calls
 from fakequant.nn._expert_groups import Groups
 from fakequant.nn._layer_kinds import AnyLayer
 from fakequant.nn._model_quantizers import quantizers, switch_quantizers
@@ -202,25 +203,26 @@ class PairedRuns:
         for batch in self._batches:
             given = _calls_of(self.model, path, batch)
             expected = _calls_of(self._reference, path, batch)
-            for (args, kwargs, _), (*_, result) in zip(given, expected, strict=False):
-                found.append(BlockCall(args, kwargs, result))
+            for (*before, _), (*_, result) in zip(given, expected, strict=False):
+                found.append(BlockCall(*before, result))
         return found
 
 
-def _calls_of(model: nn.Module, path: str, batch: Any) -> list[tuple[Any, Any, list[Tensor]]]:
-    """Runs a model on a batch, and returns arguments and results of the calls of a module."""
-    given: list[tuple[Any, Any]] = []
+def _calls_of(model: nn.Module, path: str, batch: Any) -> list[tuple[Any, Any, Counted, list[Tensor]]]:
+    """Runs a model on a batch, and returns arguments, `counted_calls` and results of the calls of a module."""
+    given: list[tuple[Any, Any, Counted]] = []
     results: list[list[Tensor]] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        given.append(copied(args, kwargs))
+        given.append((*copied(args, kwargs), counted_calls()))
 
     def after(module: nn.Module, args: Any, result: Any) -> None:
         results.append([tensor.detach().clone() for tensor in tensors_of(result)])
 
     module = model.get_submodule(path)
     with ExitStack() as undo:
-        undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        # First of all hooks: another one counts this call.
+        undo.callback(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
         undo.callback(module.register_forward_hook(after).remove)
         args, kwargs = copied(*call_arguments(model, batch))
         model(*args, **kwargs)

@@ -53,8 +53,8 @@ class IntegerLayer(QuantizedLayer):
     # The scale of `weight_levels`: the scale in training divided by 2^weight_shift.
     weight_scale: Tensor
     weight_zero_point: Tensor | None
-    # The bias at the scale of the sums. None if there is no bias or it is a float. If the layer has a grid for the input
-    # of each call, there is a row for each call.
+    # The bias at the scale of the sums. None if there is no bias or it is a float. A layer with a grid for the input of
+    # each call has a row for each call.
     bias_codes: Tensor | None
 
     def __getattr__(self, name: str) -> Any:
