@@ -188,7 +188,7 @@ def test_health_reports_the_bias_error_in_standard_deviations():
     gamma, beta = norm.weight.detach().double(), norm.bias.detach().double()
     factor = gamma / (norm.running_var.double() + norm.eps).sqrt()
     exact = beta - norm.running_mean.double() * factor
-    change = made.bias_codes.double() * integer.bias_scale(made).double() - exact
+    change = made.bias_codes.double() * integer.bias_scales(made)[0].double() - exact
     expected = float((change / gamma).square().mean().sqrt())
     assert found["0.weight_quantizer"]["bias_error"] == pytest.approx(expected, rel=1e-6)
     assert found["3.weight_quantizer"]["bias_error"] is None  # without a batch norm, the size of a channel is unknown
@@ -210,7 +210,9 @@ def test_compare_reports_the_sqnr_of_the_bias_rounding():
     found = {layer.path: layer for layer in fq.compare(float_model, model, [x], progress=False).layers}
     y = float_model.eval()[:4](x).detach().double()
     golden = fq.convert(model)
-    change = golden[3].bias_codes.double() * integer.bias_scale(golden[3]).double() - model[3].bias.detach().double()
+    change = (
+        golden[3].bias_codes.double() * integer.bias_scales(golden[3])[0].double() - model[3].bias.detach().double()
+    )
     expected = 10 * math.log10(float(y.square().mean()) / float(change.square().mean()))
     assert found["3"].bias_sqnr == pytest.approx(expected, rel=1e-6)
     converted = fq.compare(float_model, golden, [x], progress=False)

@@ -10,6 +10,7 @@ from fakequant._prepare.data_flow import DataFlow, repeated_modules
 from fakequant._prepare.flow_graph import Repeated
 from fakequant._prepare.plan import Plan
 from fakequant.nn._call_quantizers import CallQuantizers, Calls
+from fakequant.nn._owned_product import OwnedProduct
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import find_record
@@ -51,10 +52,13 @@ class RepeatedCalls:
 def split_calls(plan: Plan, flow: DataFlow, repeated: RepeatedCalls) -> None:
     """Gives the layers of a plan that are called several times one quantizer per call, for each of their activations.
 
-    Calls with the same input share the quantizer of the input. Quantizers with dynamic scales need not be split.
+    Calls with the same input share the quantizer of the input. Quantizers with dynamic scales need not be split. The
+    steps of recurrent layers have one range, whatever their number is.
     """
     inputs = inputs_of_calls(flow)
     for layer in plan.layers:
+        if isinstance(layer.module, OwnedProduct):
+            continue
         number = repeated_modules(flow).get(layer.path, Repeated(1, "")).number
         for name, quantizer in layer.quantizers.items():
             if number == 1 or name == "weight_quantizer" or quantizer is None or quantizer.is_dynamic:

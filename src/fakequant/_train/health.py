@@ -15,6 +15,7 @@ from fakequant._train.model_snapshot import unchanged
 from fakequant._train.running import Data, check_module, evaluating, run
 from fakequant._util.text_table import table
 from fakequant.nn._bounded_parameters import whole
+from fakequant.nn._call_quantizers import further_calls
 from fakequant.nn._deployed_bias import bias_error
 from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._function_calls import unseen_calls
@@ -53,6 +54,9 @@ class Health:
     # Calls of functions whose results stay in float, because the model's code makes more of them than in the example:
     # the largest number in one call of the module, by the path of the module and the name of the function.
     unseen_calls: dict[str, int] = dataclasses.field(default_factory=dict)
+    # By how much the number of calls of a module exceeds that in the example, by path. These calls have the quantizers
+    # of the last call in the example.
+    further_calls: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Returns the fields of each `QuantizerHealth`, by the path of the quantizer."""
@@ -78,6 +82,11 @@ class Health:
         notes = [
             f"{number} calls of {name} stay in float: they did not occur in the example of `prepare`"
             for name, number in self.unseen_calls.items()
+        ]
+        notes += [
+            f"{path} is called {number} times more than in the example of `prepare`: these calls have the quantizers of "
+            "the last call"
+            for path, number in self.further_calls.items()
         ]
         return "\n\n".join([table(header, rows), *notes])
 
@@ -150,6 +159,7 @@ def health(model: nn.Module, data: Data | None = None, steps: int | None = None)
     return Health(
         [_health_of(path, q, counts[q], weights.get(q), errors.get(q)) for path, q in quantizers(model)],
         unseen_calls(model.named_modules()),
+        further_calls(model.named_modules()),
     )
 
 

@@ -9,7 +9,7 @@ calls take place (here the whole model) starts counting at 0, and each call of `
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, TypeAlias
@@ -195,3 +195,9 @@ def quantizers_in(slot: Any) -> Sequence[Any]:
     if isinstance(slot, CallQuantizers):
         return [quantizer for quantizer in slot._modules.values() if quantizer is not None]
     return [] if slot is None else [slot]
+
+
+def further_calls(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, int]:
+    """Returns by how much the number of calls of modules exceeded the recorded one, by path."""
+    found = ((path, getattr(module.__dict__.get("_fakequant"), "calls", None)) for path, module in modules)
+    return {path: calls.unseen for path, calls in found if calls is not None and calls.unseen}
