@@ -196,13 +196,15 @@ def _replace(
     Returns:
         Why batch norms could not be folded, by the path of the layer.
     """
-    kept = {}
-    for path, module in list(model.named_modules()):
+    modules = list(model.named_modules())
+    for _, module in modules:
         for name, quantizer in list(module._modules.items()):
             if isinstance(quantizer, Quantizer) and quantizer in grids:
                 module._modules[name] = grids[quantizer]
         if isinstance(module, CallQuantizers):
             module.borrowed = {turn: grids[quantizer] for turn, quantizer in module.borrowed.items()}
+    kept = {}
+    for path, module in modules:
         if isinstance(module, QuantizedLayer):
             source = module._fakequant.input_grid
             input_grid = None if source is None else grids[source]

@@ -167,7 +167,7 @@ def _words(slot: Quantizer | CallQuantizers | None, lent: Quantizer | None = Non
     if isinstance(slot, CallQuantizers):
         every = [_words(slot._modules.get(str(turn)), slot.borrowed.get(turn)) for turn in range(slot.calls.recorded)]
         if len(set(every)) == 1:
-            return f"{every[0]}; one for each of {len(every)} calls"
+            return f"{every[0]}; {len(set(slot.all()))} quantizers for {len(every)} calls"
         return "; ".join(f"call {turn}: {words}" for turn, words in enumerate(every))
     if slot is None:
         return "-" if lent is None else f"that of {lent.path}"

@@ -84,8 +84,8 @@ class Health:
             for name, number in self.unseen_calls.items()
         ]
         notes += [
-            f"{path} is called {number} times more than in the example of `prepare`: these calls have the quantizers of "
-            "the last call"
+            f"{path} is called {number} times more than in the example of `prepare`: these calls have the quantizers "
+            "of the last call"
             for path, number in self.further_calls.items()
         ]
         return "\n\n".join([table(header, rows), *notes])

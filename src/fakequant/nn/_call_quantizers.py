@@ -164,18 +164,19 @@ class CallQuantizers(nn.Module):
         return y
 
 
-def count_call(module: Any, args: Any) -> None:
+# Hooks do not name their other arguments: torch.compile would look at these, and warn about their gradients.
+def count_call(module: Any, *others: Any) -> None:
     """A forward pre-hook of a module with `CallQuantizers`."""
     module._fakequant.calls.next()
 
 
-def start_counting(module: Any, args: Any) -> None:
+def start_counting(module: Any, *others: Any) -> None:
     """A forward pre-hook of the module in which all calls of other modules take place."""
     for calls in module._fakequant.counted:
         calls.start()
 
 
-def stop_counting(module: Any, args: Any, result: Any) -> None:
+def stop_counting(module: Any, *others: Any) -> None:
     """A forward hook: undoes `start_counting`."""
     for calls in module._fakequant.counted:
         calls.stop()
