@@ -252,10 +252,11 @@ def test_activation_checkpointing_keeps_models_equal_on_both_ranks(ranks, name):
     assert_same_tensors(first, second)
 
 
+@pytest.mark.parametrize("ranges", ["observing", "frozen"])
 @pytest.mark.parametrize("recipe", ["int8", "lsq"])
-def test_activation_checkpointing_with_frozen_ranges_keeps_every_bit_on_ranks(ranks, recipe):
+def test_activation_checkpointing_keeps_every_bit_on_ranks(ranks, recipe, ranges):
     plain, recomputed = (
-        of_the_model(ranks(f"checkpointing {recipe} frozen {how}")[0]) for how in ("plain", "checkpointed")
+        of_the_model(ranks(f"checkpointing {recipe} {ranges} {how}")[0]) for how in ("plain", "checkpointed")
     )
     counts = [path for path in plain if path.endswith("num_batches_tracked")]
     for state in (plain, recomputed):

@@ -265,9 +265,9 @@ class Checkpointed(Attention):
 def test_recomputed_code_has_the_bits_of_the_forward_pass(reentrant):
     model = prepared(Checkpointed).train()
     assert keys(model)[:2] == ["0.function_quantizers.softmax_0", "0.function_quantizers.softmax_1"]
-    fq.nn.switch_quantizers(model, observing=False)  # which recomputed code does twice
-    found = []
+    found, before = [], model
     for choice in (None, reentrant):
+        model = copy.deepcopy(before)
         x = batch(2).requires_grad_()
         for block in model:
             block.reentrant = choice

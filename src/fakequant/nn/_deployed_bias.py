@@ -19,6 +19,7 @@ from fakequant.nn._batch_norm import AnyNorm, BatchNorm, bias_rounding, factor_o
 from fakequant.nn._call_quantizers import CallQuantizers, current_quantizer
 from fakequant.nn._layer_kinds import AnyLayer
 from fakequant.nn._quantizer import Quantizer
+from fakequant.nn._recomputation import as_first, runs
 from fakequant.nn._records import RecordedLayer
 from fakequant.spec import QuantSpec
 
@@ -119,7 +120,10 @@ def scales_of_sums(layer: PreparedLayer, weight_dims: int) -> tuple[Tensor, Tens
     if x.spec.axis is not None or x.is_dynamic or not has_one_scale_per_sum(layer, weight.spec, weight_dims):
         return None
     scale = weight.scale if layer._fakequant.kind.channel_axis == 0 else along_outputs(layer, weight.scale)
-    return x.scale, scale * 2.0 ** -layer._fakequant.weight_shift(weight.spec)
+    x_scale = x.scale
+    if not torch.compiler.is_compiling() and runs.stack:
+        (x_scale,) = as_first((layer, "input scale"), x_scale)
+    return x_scale, scale * 2.0 ** -layer._fakequant.weight_shift(weight.spec)
 
 
 def has_one_scale_per_sum(layer: RecordedLayer, spec: QuantSpec, weight_dims: int) -> bool:

@@ -23,6 +23,7 @@ from fakequant._backends.torch.tensor_kernels import Observation, Observed, upda
 from fakequant._backends.torch.torch_private import innermost_transform
 from fakequant.functional import UPDATES, Gradient, check_gradient
 from fakequant.nn._quantizer import Quantizer, Settings, fake_quantize
+from fakequant.nn._recomputation import as_first, current_replay, in_compiled_code, runs
 from fakequant.nn._scale_shape import scale_shape
 from fakequant.nn._state_checks import StateDict
 from fakequant.nn._torch_ao_states import check_scale, observed_tensors
@@ -202,7 +203,7 @@ class FakeQuantize(Quantizer):
             return self._quantize_by_observer(x, ranks)
         if self._blocks is None or not self.training:
             return self._quantize_with_own_range(x)
-        if ranks.several or self._in_kernel is None or self.rounding is not None:
+        if ranks.several or self._in_kernel is None or self.rounding is not None or self._is_in_mode(x):
             self._observe(x, ranks)
             return self._quantize(x, self._following)
         return self._observe_and_quantize(x)
@@ -218,7 +219,64 @@ class FakeQuantize(Quantizer):
             return True
         if not self._observing or self._frozen or not self.observer.needs_data:
             return False
+        if torch.compiler.is_compiling() and in_compiled_code.recomputes and not self.observer.dynamic:
+            return False
         return self.training or self.observer.dynamic
+
+    @staticmethod
+    def _is_in_mode(x: Tensor) -> bool:
+        """Returns True in a checkpoint in which a mode compares the operations that run again with the first ones.
+
+        Quantizing is then an operation of its own, because observing does not run again.
+        """
+        return not torch.compiler.is_compiling() and bool(runs.stack) and not is_eager(x)
+
+    # Used in checkpoints. The buffers are replaced rather than changed, because graphs may have saved them.
+
+    def _follows_own_tensors(self) -> bool:
+        """Returns True if the scale depends on the current tensor of this rank only."""
+        return self.observer.dynamic and not (self.training and self.ranks().several)
+
+    def _used(self) -> tuple[Tensor, Tensor] | None:
+        return None if self._follows_own_tensors() else (self.scale.clone(), self.zero_point.clone())
+
+    def _begin_replay(self) -> dict[str, Any]:
+        names = (*self._names, "scale", "zero_point")
+        buffers = {name: self._buffers[name] for name in names}
+        before = {"buffers": buffers, "_nonfinite": self._nonfinite, "_stale": self._stale}
+        if self._follows_own_tensors():
+            self._buffers.update({name: None if value is None else value.clone() for name, value in buffers.items()})
+            self._nonfinite = self._nonfinite.clone()
+        return before
+
+    def _run_again(self, x: Tensor, used: tuple[Tensor, Tensor] | None) -> Tensor:
+        if used is None:
+            return self._run(x)
+        self._use(*used)
+        if not self._quantizing or (x.numel() == 0 and not self.ranks().several):
+            return x
+        return self._quantize(x, self._following)
+
+    def _use(self, scale: Tensor, zero_point: Tensor) -> None:
+        self._buffers["scale"], self._buffers["zero_point"] = scale, zero_point
+        self._stale = False
+
+    def restore_scale(self) -> None:
+        """In a checkpoint that runs again, sets scale and zero point to their values here in the first run."""
+        if not runs.stack or self._blocks is None:
+            return
+        if self._stale:
+            self.refresh()
+        first = as_first((self, "scale"), self.scale, self.zero_point)
+        replay = current_replay()
+        if replay is not None:
+            replay.until_the_end(self, self._begin_replay)
+            self._use(first[0], first[1])
+
+    def end_replay(self, before: dict[str, Any]) -> None:
+        """Puts back the buffers, the flag and the counter."""
+        self._buffers.update(before["buffers"])
+        self._nonfinite, self._stale = before["_nonfinite"], before["_stale"]
 
     def _quantize(self, x: Tensor, gradient: Gradient) -> Tensor:
         """Quantizes with the stored scale and zero point."""
@@ -269,6 +327,9 @@ class FakeQuantize(Quantizer):
             self._last = None
 
     def _qparams_for(self, y: Tensor) -> QParams[Tensor] | None:
+        replay = current_replay() if runs.stack else None
+        if replay is not None and self not in replay.changed and self._observes_now():
+            return None  # it has quantized `y` before the checkpoint, and may have observed other tensors since
         last = self._last  # read once: another thread may replace it
         if self._blocks is not None or last is None:
             return super()._qparams_for(y)

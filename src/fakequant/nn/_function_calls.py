@@ -16,16 +16,16 @@ attention weights, `scaled_dot_product_attention_0_weights`, is computed as two 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fakequant._backends.torch.torch_private import on_checkpoint
 from fakequant.nn._function_names import TorchFunction, function_name, functions_named
 from fakequant.nn._layer_calls import compute_call
+from fakequant.nn._recomputation import Restore, restore_in_recomputations, watch_checkpoints
 from fakequant.nn._records import NAME
 from fakequant.nn._scaled_dot_product import scaled_dot_product_attention
 
@@ -110,7 +110,7 @@ def calling_class(cls: type[nn.Module]) -> type[CallingModule]:
     True
     """
     if cls not in _CLASSES:
-        _watch_checkpoints()
+        watch_checkpoints()
         plain: TorchFunction = cls.forward
 
         @wraps(plain)
@@ -196,33 +196,28 @@ class _Calls(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@cache
-def _watch_checkpoints() -> None:
-    """Lets `torch.utils.checkpoint` quantize what it recomputes, once and for all."""
-    on_checkpoint(_recomputable)
-
-
-def _recomputable(function: TorchFunction) -> TorchFunction:
-    """Returns `function`, such that its calls count as those of the module whose code calls it now, also later."""
+def _capture() -> Restore:
+    """Returns a function whose context counts calls as those of the module whose code runs now, from here on."""
     mode = _running.modes[-1] if _running.modes else None
     if mode is None or mode.paused:
-        return function  # the code of a module that has no quantizers for function calls
-    before = dict(mode.numbers)
+        return not_watched  # the code of a module that has no quantizers for function calls
+    quantizers, before = mode.quantizers, dict(mode.numbers)
 
-    @wraps(function)
-    def recompute(*args: Any, **kwargs: Any) -> Any:
-        if _running.modes and _running.modes[-1] is mode:  # this is the forward pass
-            return function(*args, **kwargs)
-        again = _Calls(mode.quantizers)
+    @contextmanager
+    def restore() -> Iterator[None]:
+        again = _Calls(quantizers)
         again.numbers.update(before)
         _running.modes.append(again)
         try:
             with again:
-                return function(*args, **kwargs)
+                yield
         finally:
             _running.modes.pop()
 
-    return recompute
+    return restore
+
+
+restore_in_recomputations(_capture)
 
 
 def pause_calls(module: nn.Module, args: Any) -> None:
@@ -241,13 +236,15 @@ def resume_calls(module: nn.Module, args: Any, result: Any) -> None:
 def not_watched() -> Iterator[None]:
     """Context in which calls of functions do not count, for code that runs when a module reads an attribute."""
     mode = _running.modes[-1] if _running.modes else None
-    if mode is not None:
-        mode.paused += 1
+    if mode is None:
+        yield
+        return
+    before = mode.paused
+    mode.paused += 1
     try:
         yield
     finally:
-        if mode is not None:
-            mode.paused -= 1
+        mode.paused = before  # also if a call of a module has ended without its hook
 
 
 def has_pause(module: nn.Module) -> bool:

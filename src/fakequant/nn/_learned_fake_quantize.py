@@ -204,8 +204,14 @@ class LearnedFakeQuantize(Quantizer):
 
     # --- forward ----------------------------------------------------------------------------------
 
+    def _observes_now(self) -> bool:
+        return self._observing and self.training and not self._frozen
+
+    def _run_again(self, x: Tensor, used: None) -> Tensor:
+        return keep_in_graph(x, self.step_size, self.offset)
+
     def _run(self, x: Tensor) -> Tensor:
-        if self._observing and self.training and not self._frozen:
+        if self._observes_now():
             if is_transformed():
                 raise RuntimeError(
                     "a scale cannot be initialized under a transform of torch.func, which stores nothing.\n"

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import Operands
@@ -29,6 +30,8 @@ class Steps:
             quantizer = product.input_quantizer
             if isinstance(quantizer, Quantizer) and _observes(quantizer):
                 self._observing, self._quantizing = quantizer, quantizer.quantizing
+                if isinstance(quantizer, FakeQuantize):
+                    quantizer.restore_scale()
                 self._can_quantize = _has_scale(quantizer)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.plain_memory import is_memory, is_transformed
 from fakequant._backends.torch.process_ranks import ALONE, Ranks, ranks_of
 from fakequant._backends.torch.tensor_checks import check_data
+from fakequant._backends.torch.torch_private import without_modes
+from fakequant.nn._recomputation import AHEAD, current_replay, note, runs, watch_checkpoints
 from fakequant.nn._state_checks import (
     StateDict,
     encoded_spec,
@@ -102,6 +104,7 @@ class Quantizer(Switched):
             device: The device of the buffers.
         """
         super().__init__()
+        watch_checkpoints()
         if not isinstance(spec, QuantSpec):
             raise TypeError(
                 f"`spec` must be a QuantSpec, got {type(spec).__name__}.\nUse e.g. fakequant.presets.uint8()."
@@ -127,13 +130,17 @@ class Quantizer(Switched):
             return self._run(x)
         try:
             check_data(x)
-            return self._run(x)
+            return self._run_in_checkpoint(x) if runs.stack else self._run(x)
         except (ValueError, TypeError, IndexError, RuntimeError) as error:
             self._raise_with_path(error)
 
     def _run(self, x: Tensor) -> Tensor:
         """The forward pass of checked data. `forward` adds the path of the module to error messages."""
         raise NotImplementedError
+
+    def _observes_now(self) -> bool:
+        """Returns True if a call changes what is stored about the tensors seen."""
+        return False
 
     def _check_blocks(self, x: Tensor) -> tuple[int, ...]:
         """Returns the shape of the scales for `x`. Raises ValueError if the scales have another shape."""
@@ -153,6 +160,42 @@ class Quantizer(Switched):
     def ranks(self) -> Ranks:
         """Returns the processes whose batches count as one."""
         return ranks_of(self.process_group) if self.sync else ALONE
+
+    # --- in checkpoints ---------------------------------------------------------------------------
+
+    def _run_in_checkpoint(self, x: Tensor) -> Tensor:
+        """Runs inside `torch.utils.checkpoint`. What is computed again is quantized as before, and not observed."""
+        if is_transformed() or not self._observes_now():
+            return self._run(x)
+        replay = current_replay()
+        if replay is None:
+            y = self._run(x)
+            with without_modes():
+                used = self._used()
+        else:
+            used = replay.next(self)
+            if used is AHEAD:
+                return x
+            with without_modes():
+                replay.until_the_end(self, self._begin_replay)
+            y = self._run_again(x, used)
+        note(self, used)
+        return y
+
+    def _used(self) -> Any:
+        """Returns everything that `_run_again` needs to return what the last call of `_run` has returned."""
+        return None
+
+    def _begin_replay(self) -> Any:
+        """Called before the first `_run_again` in a checkpoint. Returns what `end_replay` puts back."""
+        return None
+
+    def _run_again(self, x: Tensor, used: Any) -> Tensor:
+        """Does what a call of `_run` has done, but observes nothing."""
+        raise NotImplementedError
+
+    def end_replay(self, before: Any) -> None:
+        """Puts back what `_run_again` has changed."""
 
     # --- properties -------------------------------------------------------------------------------
 
@@ -257,6 +300,10 @@ class Quantizer(Switched):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "process_group": None}  # which cannot leave its process
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        watch_checkpoints()  # in a process that has only loaded quantizers
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     def __copy__(self) -> "Quantizer":
         # A shallow copy would share the buffers but not the switches in Python.

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from fakequant._backends.torch.plain_memory import is_eager
+from fakequant.nn._recomputation import current_replay, runs
 from fakequant.nn._state_checks import is_readable
 
 SWITCHES = ("observing", "quantizing", "frozen")
@@ -77,6 +78,8 @@ class Switched(nn.Module):
     @torch.no_grad()
     def note_tokens(self, on: bool) -> None:
         """Records, in training and calibration, whether the layer's input has more than two axes."""
+        if runs.stack and current_replay() is not None:
+            return
         if self._has_tokens != on and self.training and not self._frozen and is_eager(self.switches):
             self._has_tokens = on
             self._write_flags()

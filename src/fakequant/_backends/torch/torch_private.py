@@ -9,7 +9,9 @@ names it. Private attributes that modules and tensors have had for many releases
 import importlib
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import AbstractContextManager
+from itertools import chain, repeat
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +34,9 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_SUFFI
 from torch.utils import _pytree as pytree, checkpoint
 
 # Intercepts every operation. Without it: `verify` could not tell rounding errors from wrong results.
-from torch.utils._python_dispatch import TorchDispatchMode
+# Within `_disable_current_modes`, no such mode sees an operation. Without it: modes that compare the operations of the
+# forward and the backward pass, such as those of selective checkpoints, would see what only one of them has to copy.
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes as without_modes
 
 __all__ = [
     "EXTRA_STATE_SUFFIX",
@@ -58,6 +62,7 @@ __all__ = [
     "single_level_functions",
     "tracing_state",
     "unwrap_dead_wrappers",
+    "without_modes",
 ]
 
 # The base of autograd functions that `torch.func` does not transform: it transforms the operators of `operators`
@@ -118,25 +123,60 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def on_checkpoint(change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Makes `torch.utils.checkpoint` run `change(function)` instead of `function` in the backward pass.
+class Segment(Protocol):
+    """One call of `torch.utils.checkpoint`."""
 
-    If the checkpoint is reentrant, it runs `change(function)` in the forward pass too. Without it: functions that a
-    module's code calls inside a checkpoint would not be quantized in the backward pass.
+    def first_run(self) -> AbstractContextManager[None]:
+        """Returns the context of its function in the forward pass."""
+
+    def recomputation(self) -> AbstractContextManager[None]:
+        """Returns the context of its function in the backward pass."""
+
+
+def on_checkpoint(begin: Callable[[], Segment]) -> None:
+    """Makes `torch.utils.checkpoint` call `begin()` first, and run its function in the contexts of the result.
+
+    Without it: code inside a checkpoint would be observed twice, and quantized in another way in the backward pass.
     """
     module: Any = checkpoint
-    name = "_checkpoint_without_reentrant_generator"
-    name = f"{name}_impl" if hasattr(module, f"{name}_impl") else name  # from torch 2.14 on
-    begin, apply = getattr(module, name), module.CheckpointFunction.apply
+    # The context of the first run, unless the checkpoint is reentrant. It gets everything about a checkpoint.
+    hook: Any = module._checkpoint_hook
+    apply = module.CheckpointFunction.apply
 
-    def begin_changed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return begin(change(function), *args, **kwargs)
+    class Hook(hook):  # type: ignore[misc]
+        def __init__(self, frame: Any) -> None:
+            super().__init__(frame)
+            segment, run_again = begin(), frame.recompute_fn
 
-    def apply_changed(function: Callable[..., Any], *args: Any) -> Any:
-        return apply(change(function), *args)
+            def recompute(*args: Any) -> None:
+                with segment.recomputation():
+                    run_again(*args)
 
-    setattr(module, name, begin_changed)
-    module.CheckpointFunction.apply = staticmethod(apply_changed)
+            frame.recompute_fn = recompute
+            self.first_run = segment.first_run()
+
+        def __enter__(self) -> None:
+            super().__enter__()
+            self.first_run.__enter__()
+
+        def __exit__(self, *exception: Any) -> None:
+            self.first_run.__exit__(*exception)
+            super().__exit__(*exception)
+
+    def apply_in_contexts(function: Callable[..., Any], *args: Any) -> Any:
+        if not torch.is_grad_enabled():  # it will not run again
+            return apply(function, *args)
+        segment = begin()
+        contexts = chain([segment.first_run], repeat(segment.recomputation))
+
+        def run(*args: Any) -> Any:
+            with next(contexts)():
+                return function(*args)
+
+        return apply(run, *args)
+
+    module._checkpoint_hook = Hook
+    module.CheckpointFunction.apply = staticmethod(apply_in_contexts)
 
 
 def destroy(library: torch.library.Library) -> None:
