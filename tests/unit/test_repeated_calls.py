@@ -155,10 +155,8 @@ def test_calls_with_the_same_input_share_its_quantizer():
 
 
 def test_scales_that_follow_the_data_are_not_split():
-    for recipe in (recipes.int8_dynamic(), recipes.int4_weight_only()):
-        assert not any(
-            isinstance(m, calls.CallQuantizers) for m in fq.prepare(Refined(), recipe, randn(8, 6)).modules()
-        )
+    model = fq.prepare(Refined(), recipes.int8_dynamic(), randn(8, 6))
+    assert not any(isinstance(module, calls.CallQuantizers) for module in model.modules())
 
 
 def test_summary_names_the_calls():
@@ -284,6 +282,26 @@ def test_counting_starts_again_after_an_error():
 
 def failing(*args):
     raise KeyError
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")  # `prepare` runs the model without gradients
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_counts_from_where_it_began(use_reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(Refined):
+        def forward(self, x):
+            x = self.step(self.first(x)) * 3
+            return self.last(checkpoint(self.step, x, use_reentrant=use_reentrant))
+
+    x, found = randn(8, 6), []
+    for make in (Refined, Checkpointed):
+        model = fq.prepare(build(make), recipes.int8(), x).train()
+        for _ in range(2):
+            model(x).square().sum().backward()
+        found.append([*(p.grad for p in model.parameters()), *model.state_dict().values()])
+    for a, b in zip(*found, strict=True):
+        assert_same_bits(a.detach().numpy(), b.detach().numpy())
 
 
 def test_threads_count_for_themselves():

@@ -17,6 +17,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from fakequant.nn._recomputation import Restore, restore_in_recomputations, watch_checkpoints
+
 _keys = count()
 
 
@@ -53,6 +55,7 @@ class Calls:
         # By how much a forward pass exceeded the recorded number of calls.
         self.unseen = 0
         self.key = next(_keys)
+        watch_checkpoints()
 
     @property
     def current(self) -> int:
@@ -83,6 +86,7 @@ class Calls:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, key=next(_keys))
+        watch_checkpoints()
 
 
 def counted_calls() -> Counted:
@@ -109,6 +113,14 @@ def before_call(module: nn.Module, number: int) -> Counted:
     """
     records = [part.__dict__.get("_fakequant") for part in module.modules()]
     return {record.calls.key: (number - 1,) for record in records if getattr(record, "calls", None) is not None}
+
+
+def _capture() -> Restore:
+    numbers = counted_calls()
+    return lambda: counting_from(numbers)
+
+
+restore_in_recomputations(_capture)
 
 
 class CallQuantizers(nn.Module):
