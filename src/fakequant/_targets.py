@@ -66,6 +66,8 @@ class Target:
     at_most_int8: bool = False
     # It computes every layer and addition in integers only if its result is quantized too, by a single quantizer.
     needs_all_results: bool = False
+    # It concatenates codes only if all operands are on the grid of the result.
+    joins_on_one_grid: bool = False
     # It multiplies two activations, as attention does, in integers.
     has_integer_products: bool = True
     # It takes biases as floats and quantizes them itself; see `_convert/float_biases.py`.
@@ -220,6 +222,7 @@ TARGETS = {
             rounding="xnnpack",
             needs_results=True,
             needs_all_results=True,
+            joins_on_one_grid=True,
             has_integer_products=False,
             has_float_biases=True,
         ),
