@@ -7,6 +7,7 @@
 - A quantizer after a concatenation is repeated before it, for each operand: XNNPACK takes one grid for all of them.
 - The grid of an operator that moves elements of a grid is repeated after it, so that the next layer starts with codes.
   XNNPACK would move the codes if another quantizer followed, as if its grid were the same.
+- A PReLU of other tensors than images becomes relu(x) - weight * relu(-x), which has the same values.
 - A stack becomes a concatenation, and one of a single tensor becomes that tensor.
 - The length of the batch in the shape of a view becomes -1.
 """
@@ -28,6 +29,7 @@ from fakequant._executorch.graph import (
     is_call,
     keeps_grid,
     source_of,
+    viewed,
 )
 from fakequant._executorch.operators import HIGH, LOW, offset_of
 
@@ -36,6 +38,8 @@ def rewrite(graph: Graph) -> None:
     """Applies all rewrites. Runs before lowering, while quantizers are single nodes."""
     for node in called(graph, aten.mean.dim, aten.adaptive_avg_pool2d.default):
         _keep_axes(graph, node)
+    for node in called(graph, aten.prelu.default):
+        _split_prelu(graph, node)
     for node in called(graph, aten.stack.default):
         _as_concatenation(graph, node)
     for node in called(graph, aten.cat.default):
@@ -128,13 +132,33 @@ def _repeat_before_moves(graph: Graph, node: Node) -> None:
         at = copy
 
 
+def _split_prelu(graph: Graph, node: Node) -> None:
+    x, weight = source_of(node), node.args[1]
+    assert isinstance(weight, Node)
+    axes = x.meta["val"].dim()
+    if axes == 4:
+        return
+    with graph.inserting_before(node):
+        if weight.meta["val"].numel() > 1 and axes > 2:
+            weight = viewed(graph, weight, weight.meta["val"].reshape(-1, *[1] * (axes - 2)))
+        positive = insert(graph, aten.relu.default, (x,), node)
+        negative = insert(graph, aten.relu.default, (insert(graph, aten.neg.default, (x,), node),), node)
+        scaled = insert(graph, aten.mul.Tensor, (negative, weight), node)
+        result = insert(graph, aten.sub.Tensor, (positive, scaled), node)
+    _replace(graph, node, result)
+
+
 def _as_concatenation(graph: Graph, node: Node) -> None:
     axis = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     with graph.inserting_before(node):
         parts = []
         for x in node.args[0]:  # type: ignore[union-attr]
-            parts.append(insert(graph, aten.unsqueeze.default, (x, axis), x))
-            parts[-1].meta["val"] = x.meta["val"].unsqueeze(axis)
+            value = x.meta["val"].unsqueeze(axis)
+            if sum(not isinstance(size, int) for size in value.shape) <= 1:
+                parts.append(viewed(graph, x, value))
+            else:  # XNNPACK does not add an axis before others
+                parts.append(insert(graph, aten.unsqueeze.default, (x, axis), x))
+                parts[-1].meta["val"] = value
         joined = insert(graph, aten.cat.default, (parts, axis), node)
     _replace(graph, node, joined)
 

@@ -54,6 +54,7 @@ def make_graph(
     import_executorch()
     from fakequant._executorch.graph_forms import rewrite
     from fakequant._executorch.lowering import lower
+    from fakequant._executorch.one_dimension import use_two_dimensions
 
     model = copy.deepcopy(golden).eval()
     seen = make_exportable(model)
@@ -65,6 +66,7 @@ def make_graph(
         graph = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False).run_decompositions({})
         seen.clear()
         _remove_copies_of_results(graph.graph)
+        use_two_dimensions(graph)
         rewrite(graph.graph)
         lower(graph)
     return graph, paths if watched else []
