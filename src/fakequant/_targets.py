@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from fakequant.spec import WHOLE_AXIS, QuantSpec
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 # The grid of a tensor whose scale integer kernels compute at run time, and the smallest scale that training uses for
 # it: the kernels have no lower limit.
@@ -48,6 +48,8 @@ class Target:
     rounding: str | None = None
     # The runtime that `verify` runs a file of this target in.
     runtime: str = "onnxruntime"
+    # Whether that is the runtime of the target itself. The runtime of other targets cannot be run here.
+    has_own_runtime: bool = True
     # If True, exported activations have unsigned codes, because the kernels of the runtime require them.
     unsigned_activations: bool = False
     # It computes additions, means and the like in integers only if their results are quantized too.
@@ -66,10 +68,25 @@ class Target:
     at_most_int8: bool = False
     # It computes every layer and addition in integers only if its result is quantized too, by a single quantizer.
     needs_all_results: bool = False
+    # It concatenates codes only if all operands are on the grid of the result.
+    joins_on_one_grid: bool = False
     # It multiplies two activations, as attention does, in integers.
     has_integer_products: bool = True
+    # It has kernels for convolutions along three axes, in integers or in float.
+    has_volumes: bool = True
     # It takes biases as floats and quantizes them itself; see `_convert/float_biases.py`.
     has_float_biases: bool = False
+
+    def require_layers(self, model: "nn.Module") -> None:
+        """Raises ValueError if the runtime cannot compute a layer of a model at all."""
+        for path, module in model.named_modules():
+            names = [cls.__name__ for cls in type(module).__mro__ if cls.__name__ in ("Conv3d", "ConvTranspose3d")]
+            if names and not self.has_volumes:
+                raise ValueError(
+                    f"{path or 'The model'} is a {names[0]}, and the runtime of the target {self.name!r} has no kernel "
+                    "for convolutions along three axes, in integers or in float.\n"
+                    "Use another target, such as 'onnxruntime-x86', or other layers."
+                )
 
     def fit_weight(self, spec: QuantSpec) -> QuantSpec:
         """Returns `spec` adapted to the weights of this target: unchanged, with fewer bits, or symmetric.
@@ -211,7 +228,7 @@ TARGETS = {
             has_integer_products=False,
             has_dynamic_scales=False,
         ),
-        Target(name="tensorrt", symmetric_int8=True),
+        Target(name="tensorrt", symmetric_int8=True, has_own_runtime=False),
         Target(
             name="xnnpack",
             runtime="executorch",
@@ -220,7 +237,9 @@ TARGETS = {
             rounding="xnnpack",
             needs_results=True,
             needs_all_results=True,
+            joins_on_one_grid=True,
             has_integer_products=False,
+            has_volumes=False,
             has_float_biases=True,
         ),
     )

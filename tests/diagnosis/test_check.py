@@ -49,6 +49,26 @@ def test_check_leaves_the_model_and_the_random_numbers_unchanged():
     assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
 
 
+TARGETS = {
+    "generic": "onnxruntime", "onnxruntime-x86": "onnxruntime", "openvino": "openvino", "tensorrt": "onnxruntime",
+    "xnnpack": "executorch",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("target", "runtime"), TARGETS.items())
+def test_check_writes_and_runs_the_file_of_the_target(target, runtime, tmp_path):
+    pytest.importorskip(runtime)
+    config = fq.recipes.int8(target=target)
+    found = fq.check(network(), image(), config)
+    model = fq.calibrate(fq.prepare(network().eval(), config, image()), [image()], progress=False)
+    path = tmp_path / ("m.pte" if target == "xnnpack" else "m.onnx")
+    (fq.export_executorch if target == "xnnpack" else fq.export_onnx)(model, path, image())
+    result = fq.verify(model, path, [image()])
+    assert result.runtime == runtime
+    assert (found.ok, found.integer_multiplications) == (result.ok, result.integer_multiplications)
+    assert ("tensorrt itself was not run" in str(found)) == (target == "tensorrt")
+
+
 def test_layers_in_float_lower_the_share_of_multiplications():
     config = fq.recipes.int8(target="onnxruntime-x86").skip("4")
     found = fq.check(network(), image(), config)

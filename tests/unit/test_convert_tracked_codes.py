@@ -50,6 +50,26 @@ def test_moving_elements_moves_their_sums(move):
     assert torch.equal(moved.origin.codes(rule, out), values.quantized(values.plain(moved), out))
 
 
+@pytest.mark.parametrize("join", [torch.cat, torch.stack, torch.concat], ids=["cat", "stack", "concat"])
+def test_joined_tensors_keep_their_sums(join):
+    """XNNPACK rounds sums before it concatenates codes, other runtimes round floats. At ties they differ."""
+    sums, scale = torch.arange(-300.0, 300).reshape(2, 300), torch.tensor(0.1)
+    x = values.track(sums * scale, values.Accumulated(sums, scale))
+    floats, out = torch.randn(2, 300) * 20, grid(0.2, 100)
+    for parts in ([x, floats], [on_grid(floats), x]):
+        joined = join(parts, 1)
+        for name, rule in arithmetic.ARITHMETICS.items():
+            split = [
+                rule.from_float(y, out) if values.origin_of(y) is None else y.origin.codes(rule, out) for y in parts
+            ]
+            whole = rule.from_float(values.plain(joined), out)
+            assert torch.equal(joined.origin.codes(rule, out), join(split, 1) if name == "xnnpack" else whole)
+        assert values.origin_of(join([floats, floats], 1)) is None
+    joined = join(tensors=[x, floats])
+    floats += 1
+    assert values.origin_of(joined) is None
+
+
 def add_in_place(x, y):
     x += y
     return x

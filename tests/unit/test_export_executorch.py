@@ -180,6 +180,26 @@ def test_layer_without_quantized_result_is_computed_in_float():
     assert [one.how for one in found.layers] == ["int8", "float"]
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_layers_along_one_axis_and_prelus(groups):
+    """With groups, transposed convolutions are computed in float. So is a layer that is not quantized."""
+    model = nn.Sequential(
+        nn.Conv1d(4, 4, 3, padding="same"), nn.PReLU(4), nn.ConvTranspose1d(4, 4, 3, stride=2, groups=groups), nn.PReLU(),
+        nn.Conv1d(4, 4, 3, dilation=2, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(52, 4), nn.PReLU(4),
+    )  # fmt: skip
+    x = randn(2, 4, 8)
+    config = recipes.int8(target="xnnpack")
+    model = fq.prepare(model.eval(), config if groups == 1 else config.skip("4"), x)
+    golden = fq.convert(fq.calibrate(model, [x], progress=False))
+    program = make_program(golden, (x,), {})
+    floats = {one.path for one in program.delegation.layers if one.how != "int8"}
+    assert floats == (set() if groups == 1 else {"2", "4"})
+    if groups == 1:
+        assert torch.equal(run(program.data, x)[0], golden(x))
+    else:
+        torch.testing.assert_close(run(program.data, x)[0], golden(x), atol=0.02, rtol=0)
+
+
 def test_batches_of_any_length_up_to_the_maximum(tmp_path):
     model = fq.prepare(depthwise().eval(), recipes.lsq(2, target="xnnpack"), randn(4, 3, 8, 8))
     model = fq.calibrate(model, [randn(4, 3, 8, 8)], progress=False)

@@ -1,5 +1,6 @@
 """Errors of `export_executorch`: they say what to do, and nothing is written."""
 
+import importlib
 import logging
 import os
 import warnings
@@ -14,7 +15,10 @@ from fakequant._util import optional_packages
 
 pytest.importorskip("executorch.exir")
 
+from fakequant._executorch import graph_forms
 from fakequant._executorch.notes import read_notes
+
+export = importlib.import_module("fakequant._executorch.export_executorch")
 
 
 class Calling(nn.Module):
@@ -69,6 +73,66 @@ def test_wrong_max_batch(tmp_path, max_batch):
 def test_operator_without_a_kernel(tmp_path):
     model = prepared(Calling(torch.special.bessel_j0))
     refused(ValueError, r"no kernel for torch.special_bessel_j0.*\nUse other operations", tmp_path, model)
+
+
+def test_convolution_along_three_axes(tmp_path):
+    """ExecuTorch has no kernel for it, not even in float."""
+    with pytest.raises(ValueError, match=r"1 is a Conv3d, .* 'xnnpack' has no kernel.*\nUse another target"):
+        fq.prepare(nn.Sequential(nn.Linear(4, 4), nn.Conv3d(2, 2, 1)), recipes.int8(target="xnnpack"))
+    other = fq.prepare(nn.Sequential(nn.Conv3d(2, 2, 1)), recipes.int8(target="generic"))
+    fq.calibrate(other, [randn(2, 2, 3, 3, 3)], progress=False)
+    refused(ValueError, "0 is a Conv3d", tmp_path, other, randn(2, 2, 3, 3, 3))
+    weight = randn(1, 1, 1, 1, 1)
+    model = prepared(Calling(lambda x: nn.functional.conv3d(x[:, None, None, None], weight)))
+    refused(ValueError, "no kernel for convolutions along three axes, which the model computes", tmp_path, model)
+
+
+def test_empty_inputs(tmp_path):
+    message = r"The example has an empty tensor, of shape \(0, 4\).*\nUse at least one row"
+    refused(ValueError, message, tmp_path, prepared(), randn(0, 4))
+
+
+def test_files_of_the_other_format(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"m\.onnx', and \.onnx files have another format.\nUse fakequant\.export_onnx"
+    ):
+        fq.export_executorch(prepared(), tmp_path / "m.onnx", randn(2, 4))
+    pytest.importorskip("onnxscript")
+    with pytest.raises(ValueError, match=r"m\.pte', and \.pte files.*\nUse fakequant\.export_executorch"):
+        fq.export_onnx(prepared(target="generic"), tmp_path / "m.pte", randn(2, 4))
+    message = r"target 'xnnpack' is for ExecuTorch, .*\nUse fakequant\.export_executorch"
+    with pytest.raises(ValueError, match=message):
+        fq.export_onnx(prepared(), tmp_path / "m.onnx", randn(2, 4))
+    assert os.listdir(tmp_path) == []
+
+
+def test_program_that_cannot_be_loaded_is_not_written(tmp_path, monkeypatch):
+    class Joining(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.c(torch.cat([self.a(x), self.b(x)], 0))
+
+    def with_another_grid(graph, node) -> None:
+        join = graph_forms.source_of(node)
+        if graph_forms.is_call(join, {torch.ops.aten.cat.default}) and join.args[0][0].target is not graph_forms.GRID:
+            with graph.inserting_before(join):
+                args = (node.args[1] * 2, *node.args[2:])
+                parts = [graph_forms.insert(graph, graph_forms.GRID, (x, *args), x) for x in join.args[0]]
+            join.args = (parts, *join.args[1:])
+
+    model = prepared(nn.Sequential(Joining()))
+    monkeypatch.setattr(graph_forms, "_repeat_before_join", with_another_grid)
+    message = r"ExecuTorch cannot run the program .* because of 0: .*cat2.*\nUse other operations"
+    refused(ValueError, message, tmp_path, model)
+
+
+def test_program_with_other_results_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "Loaded", lambda *args: lambda inputs: [randn(2, 3)])
+    message = r"returns float32 of shape \(2, 3\), and the golden model returns float32 of shape \(2, 4\)"
+    refused(ValueError, message, tmp_path, prepared())
 
 
 def test_control_flow_that_depends_on_data(tmp_path, capfd):

@@ -83,6 +83,12 @@ def test_batches_of_several_lengths(exported):
         fq.verify(model, path, [digit_models.digits(17)])
 
 
+def test_empty_batch(exported):
+    model, path = exported("mlp", "int8")
+    with pytest.raises(ValueError, match=r"The batch has an empty tensor, of shape \(0, 1, 8, 8\).*\nUse at least one"):
+        fq.verify(model, path, [DATA[0], DATA[0][:0]])
+
+
 # --- the choice of the runtime --------------------------------------------------------------------
 
 

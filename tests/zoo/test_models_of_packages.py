@@ -47,3 +47,22 @@ def test_layers_of_a_model_run_in_integers(name):
     assert found.ok, str(found)
     assert found.float_kernels == {}
     assert found.integer_multiplications >= 0.95 * multiplications_of_layers(model, example), str(found)
+
+
+@pytest.mark.parametrize("target", ["openvino", "xnnpack"])
+@pytest.mark.parametrize("name", MODELS if ALL else ("GPT-2", "convnext_atto"))
+def test_check_agrees_with_export_and_verify(name, target, tmp_path):
+    pytest.importorskip("executorch.exir" if target == "xnnpack" else "openvino")
+    model, example = made(MODELS[name])
+    config = fq.recipes.int8(target=target)
+    found = fq.check(model, example, config)
+    try:
+        prepared = fq.calibrate(fq.prepare(model.eval(), config, example), [example], progress=False)
+        path = tmp_path / ("m.pte" if target == "xnnpack" else "m.onnx")
+        (fq.export_executorch if target == "xnnpack" else fq.export_onnx)(prepared, path, example)
+        result = fq.verify(prepared, path, [example])
+    except (ValueError, TypeError) as error:
+        assert not found.ok
+        assert str(error).split("\n")[0][:60] in str(found)
+    else:
+        assert (found.ok, found.integer_multiplications) == (result.ok, result.integer_multiplications)

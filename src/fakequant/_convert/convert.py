@@ -87,6 +87,7 @@ def convert(model: nn.Module, *, target: str | None = None, strict: bool = False
     """
     made = preparation(model)
     goal = _targets.find(made.config.target if target is None else target)
+    goal.require_layers(model)
     copied = copy.deepcopy(model).eval().requires_grad_(False)
     forget_preparation(copied)
     notes = leave_in_float(copied, strict=strict)

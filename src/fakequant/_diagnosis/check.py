@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant import recipes
+from fakequant import _targets, recipes
 from fakequant._convert.convert import convert
+from fakequant._executorch.export_executorch import export_executorch
 from fakequant._onnx.export_onnx import export_onnx
 from fakequant._prepare.prepare import prepare, unprepare
 from fakequant._prepare.shares import Amount, shares_in_words
@@ -21,6 +22,7 @@ from fakequant._train.calibrate import calibrate
 from fakequant._train.running import call_arguments, check_module, copied
 from fakequant._util.text_table import table
 from fakequant._verify.result_leaves import tensors
+from fakequant._verify.runtimes.opening import NAMES
 from fakequant._verify.verdict import Verification
 from fakequant._verify.verify import verify
 from fakequant.config import QuantConfig
@@ -89,7 +91,8 @@ def check(model: nn.Module, example: Any, config: QuantConfig | None = None) -> 
     """Tries the whole flow on a copy of a float model: prepare, calibrate, train, save, convert, export, verify.
 
     The model itself is not changed. A stage that fails is reported with its error, and the stages that need it are left
-    out. Scales come from the example alone, so accuracy says nothing here.
+    out. The file is the one of the target, and it is run in the runtime of the target. TensorRT cannot be run here: its
+    files are run in ONNX Runtime. Scales come from the example alone, so accuracy says nothing here.
 
     Args:
         model: The float model.
@@ -117,6 +120,7 @@ class _Run:
 
     def __init__(self, found: Check, model: nn.Module, example: Any, config: QuantConfig) -> None:
         self.found, self.model, self.example, self.config = found, model, example, config
+        self.target = _targets.find(config.target)
         # Loads the state of the first copy.
         self.other = copy.deepcopy(model)
 
@@ -131,7 +135,7 @@ class _Run:
             if not self._try(name, stage):
                 return
         with tempfile.TemporaryDirectory() as folder:
-            self.path = Path(folder) / "model.onnx"
+            self.path = Path(folder) / ("model.pte" if self.target.runtime == "executorch" else "model.onnx")
             if self._try("export", self._export):
                 self._try("verify", self._verify)
         self._try("unprepare", self._unprepare)
@@ -180,7 +184,8 @@ class _Run:
         return ""
 
     def _export(self) -> str:
-        export_onnx(self.model, self.path, self.example)
+        export = export_executorch if self.target.runtime == "executorch" else export_onnx
+        export(self.model, self.path, self.example)
         return ""
 
     def _verify(self) -> str:
@@ -194,7 +199,8 @@ class _Run:
             for path, why in verified.floats.items()
             if path not in self.found.floats
         }
-        return f"{sum(t.codes for t in verified.tensors):,} codes compared"
+        codes = f"{sum(t.codes for t in verified.tensors):,} codes compared in {NAMES[verified.runtime]}"
+        return codes if self.target.has_own_runtime else f"{codes}; {self.target.name} itself was not run"
 
     def _unprepare(self) -> str:
         state = unprepare(self.model).state_dict()

@@ -17,6 +17,11 @@ def require_kernels(program: ExportedProgram) -> None:
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None:
             continue
+        if schema.name == "aten::convolution" and node.args[1].meta["val"].dim() > 4:
+            raise MissingKernel(
+                f"ExecuTorch has no kernel for convolutions along three axes, which {path_of(node) or 'the model'} "
+                "computes.\nUse other operations there."
+            )
         name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
         if name not in known:
             raise MissingKernel(

@@ -95,6 +95,16 @@ def find_delegation(program: ExportedProgram) -> Delegation:
     return Delegation(**{kind: tuple(operations) for kind, operations in found.items()})
 
 
+def find_callers(program: ExportedProgram) -> dict[int | str, list[str]]:
+    """Returns which modules call an operator, by its number in the messages of XNNPACK, or by its name."""
+    found: dict[int | str, list[str]] = {}
+    for node, is_delegated in _operators(program):
+        name = node.target.__name__.split(".")[-2] if "." in node.target.__name__ else ""  # type: ignore[union-attr]
+        key = node.meta.get("debug_handle", 0) if is_delegated else f"aten::{name}"
+        found.setdefault(key, []).append(path_of(node))
+    return found
+
+
 def _operators(program: ExportedProgram) -> Iterator[tuple[Node, bool]]:
     """Yields the calls of operators in a program and in its delegates, and whether they are in a delegate."""
     for node in program.graph.nodes:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fakequant._backends.torch.torch_private import pytree
 from fakequant._executorch.available_kernels import MissingKernel
 from fakequant._executorch.delegation import Delegation
+from fakequant._executorch.loaded import Loaded, RuntimeFailure, require_elements
 from fakequant._executorch.notes import FILE, UNSEALED, sealed
 from fakequant._executorch.program import Program, make_program
 from fakequant._executorch.quiet import import_executorch
@@ -26,7 +27,8 @@ from fakequant._onnx.exported_modules import DynamicLength
 from fakequant._onnx.fingerprint import digest_of_parameters
 from fakequant._onnx.metadata_keys import PARAMETERS, TARGET
 from fakequant._train.running import check_module
-from fakequant._util.optional_packages import writing
+from fakequant._util.optional_packages import require_suffix, writing
+from fakequant._verify.result_leaves import tensors
 
 _TARGET = "xnnpack"
 
@@ -72,6 +74,7 @@ def export_executorch(
     layers in integers: 1 of 1
     """
     check_module(model)
+    require_suffix(path, ".onnx", "fakequant.export_onnx")
     args, kwargs = inputs_of(example_inputs)
     order = list(inspect.signature(model.forward).parameters)
     kwargs = dict(sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
@@ -81,14 +84,45 @@ def export_executorch(
         # The example must be as long: torch limits an axis to lengths for which it would choose the same convolution.
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: _repeated(x, max_batch), (args, kwargs))
     import_executorch()
+    require_elements([x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)], "The example")
     with writing(path) as unfinished, without_autocast():
         golden = converted(model, _TARGET, strict).eval()
         require_float32(golden, args, kwargs)
         require_no_autocast(golden, args, kwargs)
         notes = {TARGET: _TARGET, PARAMETERS: digest_of_parameters(golden), FILE: UNSEALED}
         program = _program(golden, args, kwargs, shapes, notes)
-        unfinished.write_bytes(sealed(program.data))
+        data = sealed(program.data)
+        _require_running(golden, args, kwargs, program, data)
+        unfinished.write_bytes(data)
     return program.delegation
+
+
+def _require_running(
+    golden: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program, data: bytes
+) -> None:
+    """Raises ValueError if ExecuTorch cannot load or run a program, or if its results have other shapes."""
+    inputs = [x.contiguous() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    try:
+        found = Loaded(data, "the program")(inputs)
+    except RuntimeFailure as error:
+        where = error.caller(program.callers)
+        raise ValueError(
+            f"The model cannot be exported: ExecuTorch cannot run the program that was made of it"
+            f"{f', because of {where}' if where else ''}: {error.reasons[0]}\n"
+            f"Use other operations there, or leave the layer in float with config.skip(...)."
+        ) from error
+    with torch.no_grad():
+        wanted = tensors(golden(*args, **kwargs))
+    shapes, expected = ([(tuple(y.shape), y.dtype) for y in results] for results in (found, wanted))
+    if shapes != expected:
+        raise ValueError(
+            f"The model cannot be exported: the program returns {_in_words(shapes)}, and the golden model returns "
+            f"{_in_words(expected)}.\nReturn tensors only, each of them once."
+        )
+
+
+def _in_words(results: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    return ", ".join(f"{dtype} of shape {shape}".removeprefix("torch.") for shape, dtype in results) or "nothing"
 
 
 def _repeated(x: Tensor, length: int) -> Tensor:

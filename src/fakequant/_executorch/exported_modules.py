@@ -191,6 +191,12 @@ def _delegate(grid: Any, seen: Seen) -> None:
     grid.scale = grid.zero_point = None
 
 
+def has_transposed_groups(layer: IntegerLayer) -> bool:
+    """Returns True for a transposed convolution with groups, which XNNPACK computes in float only."""
+    record = layer._fakequant
+    return record.kind.channel_axis == 1 and len(record.weight_shape) > 2 and layer.groups > 1
+
+
 def _constants(layer: IntegerLayer, record: DelegatedIntegers) -> Constants:
     """Returns the constants of a layer with a quantized weight."""
     assert isinstance(record.stored, onnx_modules.Stored)  # no float formats: the target refuses them
@@ -198,8 +204,7 @@ def _constants(layer: IntegerLayer, record: DelegatedIntegers) -> Constants:
     axis = record.kind.channel_axis
     has_tokens = _has_tokens(input_grid_of(layer)) and axis == 0 and len(record.weight_shape) == 2
     in_integers = is_integer(layer) or (has_tokens and sums_have_one_scale(layer))
-    if len(record.weight_shape) > (3 if axis == 0 else 2):  # a convolution in two dimensions, or a transposed one
-        in_integers &= len(record.weight_shape) == 4 and (axis == 0 or layer.groups == 1)
+    in_integers &= not has_transposed_groups(layer)
     if not in_integers or stored.codes.dtype != torch.int8 or stored.zero_point is not None:
         weight = float_weight(layer)
         weight = weight.T.contiguous() if _is_transposed_linear(record) else weight

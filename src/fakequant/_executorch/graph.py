@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from fakequant._executorch import operators
@@ -12,7 +13,7 @@ GRID, TOKEN_GRID = operators.grid, operators.token_grid
 # Operators that multiply by a weight, which is their second argument.
 LAYERS = {
     aten.linear.default, aten.conv1d.default, aten.conv1d.padding, aten.conv2d.default, aten.conv2d.padding,
-    aten.conv_transpose2d.input, aten.convolution.default,
+    aten.conv_transpose2d.input, aten.conv_transpose1d.default, aten.convolution.default,
 }  # fmt: skip
 # Operators that XNNPACK computes in integers between quantizers.
 OPERATIONS = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mean.dim, aten.cat.default}
@@ -54,6 +55,13 @@ def source_of(node: Node) -> Node:
     source = node.args[0]
     assert isinstance(source, Node)
     return source
+
+
+def viewed(graph: Graph, x: Node, value: Tensor) -> Node:
+    """Inserts a view of `x` with the shape of `value`, of which at most one length is unknown."""
+    made = insert(graph, aten.view.default, (x, [size if isinstance(size, int) else -1 for size in value.shape]), x)
+    made.meta["val"] = value
+    return made
 
 
 def insert(graph: Graph, target: Any, args: tuple[Any, ...], like: Node, dtype: torch.dtype | None = None) -> Node:

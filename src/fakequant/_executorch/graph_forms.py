@@ -4,7 +4,11 @@
 - Quantizers of the same tensor with equal grids become one.
 - A ReLU or another clamp before a quantizer becomes limits of its codes.
 - A quantizer after an operator that only moves elements is repeated before it, so that a layer ends in codes.
+- A quantizer after a concatenation is repeated before it, for each operand: XNNPACK takes one grid for all of them.
 - The grid of an operator that moves elements of a grid is repeated after it, so that the next layer starts with codes.
+  XNNPACK would move the codes if another quantizer followed, as if its grid were the same.
+- A PReLU of other tensors than images becomes relu(x) - weight * relu(-x), which has the same values.
+- A stack becomes a concatenation, and one of a single tensor becomes that tensor.
 - The length of the batch in the shape of a view becomes -1.
 """
 
@@ -25,20 +29,32 @@ from fakequant._executorch.graph import (
     is_call,
     keeps_grid,
     source_of,
+    viewed,
 )
+from fakequant._executorch.operators import HIGH, LOW, offset_of
 
 
 def rewrite(graph: Graph) -> None:
     """Applies all rewrites. Runs before lowering, while quantizers are single nodes."""
     for node in called(graph, aten.mean.dim, aten.adaptive_avg_pool2d.default):
         _keep_axes(graph, node)
-    before = -1
-    while before != len(graph.nodes):  # repeat until nothing changes
-        before = len(graph.nodes)
+    for node in called(graph, aten.prelu.default):
+        _split_prelu(graph, node)
+    for node in called(graph, aten.stack.default):
+        _as_concatenation(graph, node)
+    for node in called(graph, aten.cat.default):
+        if len(node.args[0]) == 1:  # type: ignore[arg-type]
+            _replace(graph, node, node.args[0][0])  # type: ignore
+    before: list[Node] = []
+    while before != list(graph.nodes):  # repeat until nothing changes
+        before = list(graph.nodes)
         _merge(graph)
         for node in called(graph, GRID):
             _take_in_clamp(graph, node)
             _repeat_before_moves(graph, node)
+            _repeat_before_join(graph, node)
+    for node in called(graph, GRID):
+        _drop_limits_after_join(node)
     for node in called(graph, *MOVES, *PADS):
         _repeat_after_move(graph, node)
     for node in called(graph, aten.view.default):
@@ -116,12 +132,79 @@ def _repeat_before_moves(graph: Graph, node: Node) -> None:
         at = copy
 
 
+def _split_prelu(graph: Graph, node: Node) -> None:
+    x, weight = source_of(node), node.args[1]
+    assert isinstance(weight, Node)
+    axes = x.meta["val"].dim()
+    if axes == 4:
+        return
+    with graph.inserting_before(node):
+        if weight.meta["val"].numel() > 1 and axes > 2:
+            weight = viewed(graph, weight, weight.meta["val"].reshape(-1, *[1] * (axes - 2)))
+        positive = insert(graph, aten.relu.default, (x,), node)
+        negative = insert(graph, aten.relu.default, (insert(graph, aten.neg.default, (x,), node),), node)
+        scaled = insert(graph, aten.mul.Tensor, (negative, weight), node)
+        result = insert(graph, aten.sub.Tensor, (positive, scaled), node)
+    _replace(graph, node, result)
+
+
+def _as_concatenation(graph: Graph, node: Node) -> None:
+    axis = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    with graph.inserting_before(node):
+        parts = []
+        for x in node.args[0]:  # type: ignore[union-attr]
+            value = x.meta["val"].unsqueeze(axis)
+            if sum(not isinstance(size, int) for size in value.shape) <= 1:
+                parts.append(viewed(graph, x, value))
+            else:  # XNNPACK does not add an axis before others
+                parts.append(insert(graph, aten.unsqueeze.default, (x, axis), x))
+                parts[-1].meta["val"] = value
+        joined = insert(graph, aten.cat.default, (parts, axis), node)
+    _replace(graph, node, joined)
+
+
+def _repeat_before_join(graph: Graph, node: Node) -> None:
+    join = source_of(node)
+    if not is_call(join, {aten.cat.default}) or len(join.users) > 1:
+        return
+    operands: list[Node] = list(join.args[0])  # type: ignore[arg-type]
+    for position, operand in enumerate(operands):
+        if not _is_within(operand, node):
+            with graph.inserting_before(join):
+                operands[position] = insert(graph, GRID, (operand, *node.args[1:]), operand)
+    join.args = (operands, *join.args[1:])
+
+
+def _is_within(node: Node, other: Node) -> bool:
+    """Returns True if all codes of a grid are codes of another grid for the same values."""
+    if not is_call(node, {GRID}):
+        return False
+    (scale, zero_point, *limits), (other_scale, other_zero_point, *allowed) = map(_in_file, (node, other))
+    same = (scale, zero_point) == (other_scale, other_zero_point)
+    return same and allowed[0] <= limits[0] and limits[1] <= allowed[1]
+
+
+def _in_file(node: Node) -> tuple[Any, ...]:
+    """Returns scale, zero point and range of a grid, as they are in the file."""
+    scale, zero_point, qmin, qmax = _settings(node)
+    offset = offset_of(qmax)
+    return scale, zero_point + offset, qmin + offset, qmax + offset
+
+
+def _drop_limits_after_join(node: Node) -> None:
+    """Takes the limits away from the grid of a concatenation, because those of its operands have them."""
+    join = source_of(node)
+    if is_call(join, {aten.cat.default}) and all(_is_within(operand, node) for operand in join.args[0]):  # type: ignore
+        scale, zero_point, *_ = _in_file(node)
+        node.args = (join, scale, zero_point, LOW, HIGH, node.args[5])
+
+
 def _repeat_after_move(graph: Graph, move: Node) -> None:
     grid = source_of(move)
     if not is_call(grid, {GRID}) or not keeps_grid(move) or not _leads_to_codes(move):
         return
     users = list(move.users)
-    if len(users) == 1 and is_call(users[0], {GRID}):
+    if len(users) == 1 and is_call(users[0], {GRID}) and _in_file(users[0])[:2] == _in_file(grid)[:2]:
         return
     with graph.inserting_after(move):
         copy = insert(graph, GRID, (move, *grid.args[1:]), move)
@@ -130,8 +213,8 @@ def _repeat_after_move(graph: Graph, move: Node) -> None:
 
 
 def _leads_to_codes(node: Node) -> bool:
-    """Returns True if an integer kernel reads the result, or could after further moves."""
-    return any(is_call(user, LAYERS | OPERATIONS) or _moves_on(user) for user in node.users)
+    """Returns True if an integer kernel or a quantizer reads the result, or could after further moves."""
+    return any(is_call(user, LAYERS | OPERATIONS | {GRID}) or _moves_on(user) for user in node.users)
 
 
 def _moves_on(user: Node) -> bool:

@@ -2,11 +2,13 @@
 
     grid after a layer       layer -> ReLU or hardtanh, if not all codes of 8 bits are used -> quantize
     grid after an addition   addition -> ReLU, if codes start at the zero point -> quantize
+    grid after a grid        quantize
     grid after others        hardtanh, if not all codes are used -> quantize
     reader of a grid         has its own dequantize operator
     grid of tokens           choose_qparams -> quantize -> dequantize, per token
 
 An addition or the like takes no other limits. Its codes are limited afterwards: dequantize -> hardtanh -> quantize.
+So are codes of another grid: XNNPACK limits codes as if they were on the grid that follows.
 """
 
 import operator
@@ -64,7 +66,8 @@ class _Grid:
         x = source_of(self.node)
         is_own = len(x.users) == 1
         with self.graph.inserting_before(self.node):
-            if is_call(x, OPERATIONS) and is_own and self._is_limited():
+            is_after_grid = is_call(x, {_quantized.dequantize_per_tensor.default})
+            if (is_after_grid or (is_call(x, OPERATIONS) and is_own)) and self._is_limited():
                 if is_call(x, {aten.add.Tensor}) and self.low == self.zero_point:
                     x, self.low = insert(self.graph, aten.relu.default, (x,), x), LOW
                 codes = self._quantize(x)
@@ -73,7 +76,11 @@ class _Grid:
             else:
                 codes = self._quantize(self._limit(x) if self._is_limited() else x)
             for user in list(self.node.users):
-                user.replace_input_with(self.node, self._dequantize(codes))
+                if is_call(user, {aten.cat.default}):  # XNNPACK counts different operands only
+                    parts = [self._dequantize(codes) if part is self.node else part for part in user.args[0]]  # type: ignore
+                    user.args = (parts, *user.args[1:])
+                else:
+                    user.replace_input_with(self.node, self._dequantize(codes))
         self.graph.erase_node(self.node)
 
     def _is_limited(self) -> bool:

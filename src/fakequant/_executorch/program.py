@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 from torch.fx import Graph
 
 from fakequant._executorch.available_kernels import require_kernels
-from fakequant._executorch.delegation import Delegation, find_delegation
+from fakequant._executorch.delegation import Delegation, find_callers, find_delegation
 from fakequant._executorch.exported_modules import Seen, make_exportable
 from fakequant._executorch.graph import aten, is_call
 from fakequant._executorch.quiet import import_executorch, quiet
@@ -27,6 +27,8 @@ class Program:
     delegation: Delegation
     # The paths of the quantizers whose values are additional outputs, behind those of the model. One per call.
     watched: list[str]
+    # The operators by the numbers that XNNPACK's messages have for them, and by name: which modules call them.
+    callers: dict[int | str, list[str]]
 
 
 def _watch(model: nn.Module, seen: Seen) -> None:
@@ -54,6 +56,7 @@ def make_graph(
     import_executorch()
     from fakequant._executorch.graph_forms import rewrite
     from fakequant._executorch.lowering import lower
+    from fakequant._executorch.one_dimension import use_two_dimensions
 
     model = copy.deepcopy(golden).eval()
     seen = make_exportable(model)
@@ -65,6 +68,7 @@ def make_graph(
         graph = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False).run_decompositions({})
         seen.clear()
         _remove_copies_of_results(graph.graph)
+        use_two_dimensions(graph)
         rewrite(graph.graph)
         lower(graph)
     return graph, paths if watched else []
@@ -95,10 +99,11 @@ def make_program(
     with quiet(), torch.no_grad():
         edge = _to_edge(graph, notes)
         delegation = find_delegation(edge.exported_program())
+        callers = find_callers(edge.exported_program())
         made = edge.to_executorch()
         require_kernels(made.exported_program())
         data = made.buffer
-    return Program(bytes(data), delegation, paths)
+    return Program(bytes(data), delegation, paths, callers)
 
 
 def make_float_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: dict[str, str]) -> bytes:

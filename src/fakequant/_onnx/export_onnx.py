@@ -22,7 +22,7 @@ from fakequant._onnx import metadata_keys
 from fakequant._onnx.exported_modules import DynamicLength, make_exportable
 from fakequant._onnx.fingerprint import digest_of_graph, digest_of_parameters
 from fakequant._train.running import check_module
-from fakequant._util.optional_packages import require, writing
+from fakequant._util.optional_packages import require, require_suffix, writing
 
 if TYPE_CHECKING:
     from onnx_ir import Model, Value
@@ -89,6 +89,7 @@ def export_onnx(
     check_module(model)
     if type(opset) is not int or not LOWEST <= opset <= HIGHEST:
         raise ValueError(f"`opset` must be a number from {LOWEST} to {HIGHEST}, got {opset!r}.")
+    require_suffix(path, ".pte", "fakequant.export_executorch")
     onnx = require("onnx", "onnx")
     ir = require("onnx_ir", "onnxscript")
     require("onnxscript", "onnxscript")
@@ -99,6 +100,11 @@ def export_onnx(
     with writing(path) as unfinished, without_autocast():
         golden = converted(model, target, strict)
         goal = _targets.find(conversion(golden).target)
+        if goal.runtime == "executorch":
+            raise ValueError(
+                f"The target {goal.name!r} is for ExecuTorch, which does not read ONNX files.\n"
+                "Use fakequant.export_executorch, or prepare the model for another target."
+            )
         require_float32(golden, args, kwargs)
         program = _export(golden, args, kwargs, max(opset, TORCHS_LOWEST), shapes)
         _finish(program, opset, goal)

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from fakequant import _targets
 from fakequant._convert.fold_batch_norm import can_fold
 from fakequant._prepare.attach import (
     Preparation,
@@ -142,6 +143,7 @@ def _check(model: nn.Module, config: QuantConfig) -> None:
         raise TypeError(
             f"`config` must be a QuantConfig, got {type(config).__name__}.\nUse e.g. fakequant.recipes.int8()."
         )
+    _targets.find(config.target).require_layers(model)
     for path, module in model.named_modules():
         if module is model or isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
             check_name(module)

@@ -8,6 +8,10 @@ operands are quantized only if all of them can be and the result is. Some comput
 (`Target.needs_convolution_results`). With `Target.needs_all_results`, the results of all layers and operations with
 codes are quantized, each by one quantizer.
 
+Some targets concatenate codes only if all operands are on the grid of the result (`Target.joins_on_one_grid`). Rounding
+the result is the same as rounding each operand, so the quantizer of the result is also the operands' one. An operand
+that is read elsewhere too has a quantizer of its own, and its codes become codes of the result's grid.
+
 Some targets add a tensor to the result of a layer in the kernel of the layer (`Target.adds_in_layers`). That result is
 not quantized.
 """
@@ -17,7 +21,7 @@ from functools import cache
 from torch import nn
 
 from fakequant import _targets
-from fakequant._moves import SELECTING_NAMES, TRACED_MODULES, TRACED_NAMES
+from fakequant._moves import SELECTING_NAMES, SPLITTING_NAMES, TRACED_MODULES, TRACED_NAMES
 from fakequant._prepare.data_flow import DataFlow, norm_pairs
 from fakequant._prepare.flow_graph import Call, FlowGraph
 from fakequant._prepare.places import Place, find_place
@@ -32,6 +36,7 @@ _OPERATIONS = {
 # Those of which one operand may be a number.
 _BINARY = {"add", "mul", "sub"}
 _ATTENTION = "scaled_dot_product_attention"
+_JOINS = {"cat", "stack"}
 # Products of two activations, and the number of their operands. The others are masks.
 _PRODUCTS = {"matmul": 2, "bmm": 2, _ATTENTION: 3}
 _POOLS = (
@@ -136,7 +141,7 @@ class _Search:
             return False
         if operation.function_name == _ATTENTION and not self.config.attention:
             return False
-        if not self.has_places(operation):
+        if not self.has_places(operation) and not self._is_join_of_inputs(operation):
             return False
         if operation.function_name in _PRODUCTS:  # their results may be floats
             return True
@@ -146,12 +151,39 @@ class _Search:
         return has_codes and self._is_read_as_codes(operation)
 
     def operands_to_quantize(self, operation: Call) -> list[Call]:
-        """Returns the operands of an operation, without the one to which a kernel adds the other."""
+        """Returns the operands of an operation that need a quantizer of their own.
+
+        One to which a kernel adds the other needs none, and neither does one that the quantizer of a join quantizes.
+        """
         operands = operands_of(operation)
+        if self._is_join(operation):
+            return [operand for operand in operands if self.gives_codes(operand) and not self._is_joined(operand)]
         if self.target.adds_in_layers and operation.function_name == "add":
             inside = next((operand for operand in operands if self._is_layer_result(operand)), None)
             return [operand for operand in operands if operand is not inside]
         return operands
+
+    def _is_join(self, call: Call) -> bool:
+        """Returns True for a concatenation whose operands must be on the grid of its result."""
+        return self.target.joins_on_one_grid and call.kind == "function" and call.function_name in _JOINS
+
+    def _is_join_of_inputs(self, call: Call) -> bool:
+        """Returns True for a join of results that can be quantized, and of inputs of the model."""
+        return self._is_join(call) and all(
+            find_place(self.model, operand) is not None or self._is_input(operand) for operand in call.inputs
+        )
+
+    def _is_input(self, call: Call) -> bool:
+        return call.kind == "input" or (self._passes(call) and self._is_input(call.inputs[0]))
+
+    def _is_joined(self, call: Call) -> bool:
+        """Returns True if the quantizer of a join quantizes a result: nothing else reads it."""
+        if call in self.results or len(call.users) != 1:
+            return False
+        (user,) = call.users
+        if self._is_join(user):
+            return self.runs_in_integers(user)
+        return self._passes(user) and not self._splits(user) and self._is_joined(user)
 
     def is_read_in_both_ways(self, call: Call) -> bool:
         """Returns True if the result of a convolution, or of its norm, is read as codes and as floats.
@@ -198,13 +230,15 @@ class _Search:
         return None
 
     def _has_one_quantizer(self, call: Call) -> bool:
-        """Returns True if a single quantizer reads a result: that of a layer's input."""
+        """Returns True if a single quantizer reads a result: the one of a layer's input, or of a join."""
         if call in self.results or len(call.users) != 1:
             return False
         (user,) = call.users
+        if self._is_joined(call):
+            return True
         if self._is_static(user):
             return user.path not in self.changing
-        return self._passes(user) and self._has_one_quantizer(user)
+        return self._passes(user) and not self._splits(user) and self._has_one_quantizer(user)
 
     def _is_quantized(self, call: Call, done: set[Place]) -> bool:
         if any(Place(path) in done for path in call.returned_by):
@@ -249,6 +283,10 @@ class _Search:
             return call.function_name in TRACED_NAMES | SELECTING_NAMES | _RELU_NAMES
         is_module = call.kind == "module"
         return is_module and isinstance(self.model.get_submodule(call.path), (*TRACED_MODULES, *_RELUS, *_PASSED))
+
+    def _splits(self, call: Call) -> bool:
+        """Returns True for functions before which targets do not quantize the results of layers."""
+        return call.kind == "function" and call.function_name in SPLITTING_NAMES
 
     def _is_read_as_codes(self, call: Call) -> bool:
         return call not in self.results and bool(call.users) and all(map(self.reads_codes, call.users))

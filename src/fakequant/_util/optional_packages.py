@@ -29,6 +29,15 @@ def require(module: str, package: str, extra: str = "onnx") -> Any:
         ) from error
 
 
+def require_suffix(path: str | os.PathLike[str], other: str, writer: str) -> None:
+    """Raises ValueError if a path has the suffix of files of another format, which `writer` writes."""
+    if Path(path).suffix.lower() == other:
+        raise ValueError(
+            f"`path` is {str(path)!r}, and {other} files have another format.\n"
+            f"Use {writer}, or a path with another suffix."
+        )
+
+
 @contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary path that is moved to `path` on success and deleted on failure.

@@ -17,7 +17,7 @@ from torch import Tensor
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.formula import onnx_steps
 from fakequant._backends.torch.fused_multiply_add import fma
-from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, codes_of, plain, quantized
+from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, Joined, codes_of, plain, quantized
 from fakequant.spec import QuantSpec
 
 
@@ -57,6 +57,10 @@ class Reference:
     def from_average(self, x: Tensor, x_grid: GridOf, axes: tuple[int, ...], grid: GridOf) -> Tensor:
         """quantize(mean(x))."""
         return quantized(x.mean(axes, keepdim=True), grid)
+
+    def from_join(self, join: Joined, grid: GridOf) -> Tensor:
+        """quantize(cat(operands))."""
+        return self.from_float(join.value, grid)
 
 
 class OnnxRuntime(Reference):

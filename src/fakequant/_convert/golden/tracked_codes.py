@@ -23,6 +23,7 @@ These are all kinds of origins:
     Averaged       mean of a over some axes         a is on a grid
     Rectified      max(a, 0)                        a has an origin that is not a grid
     Moved          elements of a, in other places   a has an origin that is not a grid
+    Joined         elements of several tensors      at least one of them has an origin; others are Floats
 
 Torch calls `TrackedTensor.__torch_function__` for every function of a tracked tensor. It computes the ordinary result,
 and a rule in `_RULES` determines the origin of the result. A function without a rule returns an ordinary tensor, which
@@ -83,6 +84,9 @@ class Arithmetic(Protocol):
     def from_average(self, x: Tensor, x_grid: GridOf, axes: tuple[int, ...], grid: GridOf) -> Tensor:
         """Returns the codes of the mean of `x`, which is on its grid, over `axes`. The axes are kept with length 1."""
 
+    def from_join(self, join: "Joined", grid: GridOf) -> Tensor:
+        """Returns the codes of a concatenation."""
+
 
 # --- origins --------------------------------------------------------------------------------------
 
@@ -101,6 +105,21 @@ class OnGrid:
     value: Tensor
     grid: GridOf
     # The version of `value` when this object was made. It tells whether `value` was changed in place since.
+    version: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "version", _version(self.value))
+
+    def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
+        return arithmetic.from_float(self.value, grid)
+
+
+@dataclasses.dataclass(frozen=True)
+class Floats:
+    """Only the floats of the tensor are known. It is a part of a tensor of which more is known."""
+
+    value: Tensor
+    # As in `OnGrid`.
     version: int = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -177,6 +196,18 @@ class Moved:
     def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
         """Returns the codes of the other tensor with the same move applied."""
         return self.move(self.of.codes(arithmetic, grid))
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """The tensor is the concatenation of others."""
+
+    value: Tensor
+    parts: tuple[Origin, ...]
+    join: Callable[[list[Tensor]], Tensor]
+
+    def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
+        return arithmetic.from_join(self, grid)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,7 +329,7 @@ def _version(value: Tensor) -> int:
 def _is_current(origin: Origin) -> bool:
     """Returns True if no tensor in the origin was changed in place."""
     match origin:
-        case OnGrid():
+        case OnGrid() | Floats():
             return origin.version == _version(origin.value)
         case Added():
             return _is_current(origin.a) and _is_current(origin.b)
@@ -308,6 +339,8 @@ def _is_current(origin: Origin) -> bool:
             return _is_current(origin.x)
         case Moved() | Rectified():
             return _is_current(origin.of)
+        case Joined():
+            return all(map(_is_current, origin.parts))
     return True  # the user's code cannot reach the sums in `Accumulated`
 
 
@@ -420,6 +453,17 @@ def _added_from_the_right(call: _Call) -> Origin | None:
     return _added(call._replace(args=call.args[::-1], plain_args=call.plain_args[::-1]))
 
 
+def _joined(call: _Call) -> Origin | None:
+    """For concatenations. Some runtimes quantize the operands, others the result."""
+    func, others, kwargs = call.func, call.args[1:], dict(call.kwargs)
+    operands = call.args[0] if call.args else kwargs.pop("tensors")
+    origins = [origin_of(x) for x in operands]
+    if all(origin is None for origin in origins):
+        return None
+    parts = [Floats(plain(x)) if origin is None else origin for x, origin in zip(operands, origins, strict=True)]
+    return Joined(call.result, tuple(parts), lambda codes: func(codes, *others, **kwargs))
+
+
 def _averaged(call: _Call) -> Origin | None:
     args, kwargs = call.args, call.kwargs
     origin, x = origin_of(args[0]), call.plain_args[0]
@@ -468,6 +512,7 @@ _RULES: dict[TorchFunction, _Rule] = {
     ),
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__iadd__, Tensor.add_), _added),
     Tensor.__radd__: _added_from_the_right,
+    **dict.fromkeys(named("cat", "concat", "concatenate", "stack"), _joined),
     **dict.fromkeys((torch.mean, Tensor.mean, F.adaptive_avg_pool2d), _averaged),
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm), _multiplied),
 }  # fmt: skip

@@ -25,7 +25,7 @@ from torch import Tensor
 from fakequant._backends.torch.fused_multiply_add import fma
 from fakequant._backends.torch.runtime_rounding import xnnpack_token_codes, xnnpack_token_qparams
 from fakequant._convert.golden.sums_to_codes import Reference
-from fakequant._convert.golden.tracked_codes import GridOf, codes_of, plain
+from fakequant._convert.golden.tracked_codes import GridOf, Joined, codes_of, plain
 from fakequant._targets import TOKEN_SPEC
 from fakequant.spec import QuantSpec
 
@@ -103,6 +103,10 @@ class Xnnpack(Reference):
         offset = number * (x_grid.zero_point - _shift_in_file(x_grid)).float() * factor
         zero_point = (grid.zero_point - _shift_in_file(grid)).float()
         return _on(grid, torch.round(sums * factor + (zero_point - offset)) + _shift_in_file(grid))
+
+    def from_join(self, join: Joined, grid: GridOf) -> Tensor:
+        """cat(codes of the operands). All operands are on the grid of the result."""
+        return join.join([part.codes(self, grid) for part in join.parts])
 
     # --- dynamic quantization: the grid comes from the tensor ---
 

@@ -6,8 +6,6 @@ also returns the values of its quantizers. `verify` requires that both programs 
 
 import importlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +17,15 @@ from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import Integers
 from fakequant._convert.golden.tracked_codes import GridOf, codes_of
 from fakequant._executorch.delegation import Delegation, How
+from fakequant._executorch.exported_modules import has_transposed_groups
+from fakequant._executorch.loaded import Loaded, require_elements
 from fakequant._executorch.notes import read_notes
 from fakequant._executorch.program import Program, make_program
-from fakequant._executorch.quiet import collecting_messages, import_runtime
+from fakequant._executorch.quiet import import_runtime
 from fakequant._verify.runtimes.interface import Array, Run
 from fakequant.nn._records import find_record
 
 _PYBINDINGS = "executorch.extension.pybindings.portable_lib"
-_ADVICE = "Use a file that fakequant.export_executorch wrote."
-_SHAPES = "Use batches with the shapes of the exported example, or export_executorch(..., max_batch=...)."
 # Layers by how they are computed, as `Verification.kernels` says it.
 _KERNELS: dict[How, str] = {"int8": "XNNPACK int8", "float": "XNNPACK float", "not delegated": "portable float"}
 
@@ -92,6 +90,8 @@ class ExecuTorch:
     def why_float(self, layer: str) -> str | None:
         """Returns why a layer that could run in integers has a float kernel. None if that is not known."""
         if self.kernels.get(layer) == _KERNELS["float"]:
+            if self._golden is not None and has_transposed_groups(self._golden.get_submodule(layer)):
+                return "XNNPACK has no integer kernel for a transposed convolution with groups"
             return "XNNPACK computes it in integers only if a single quantizer reads its result"
         return None
 
@@ -134,6 +134,7 @@ class ExecuTorch:
             raise ValueError(
                 f"The file has the inputs {', '.join(self.notes.inputs)}; the batch has {len(tensors)} tensors."
             )
+        require_elements(tensors, "The batch")
         return [tensor.contiguous() for tensor in tensors]
 
     def _program_for(
@@ -157,41 +158,6 @@ class ExecuTorch:
             if layer.path in coded:
                 self.kernels[layer.path] = _KERNELS[layer.how]
         self.integers = {path for path, kernel in self.kernels.items() if kernel == _KERNELS["int8"]}
-
-
-class Loaded:
-    """A program that can be run. It keeps the bytes alive that the method reads.
-
-    Args:
-        data: The bytes of the program.
-        path: The file, for messages.
-    """
-
-    def __init__(self, data: bytes, path: str | os.PathLike[str]) -> None:
-        runtime = import_runtime()
-        self.data, self.path = data, path
-        with self._explaining(f"ExecuTorch cannot load {path}", _ADVICE):
-            self.program = runtime.Runtime.get().load_program(data)
-            self.method = self.program.load_method("forward")
-
-    def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Runs the program."""
-        got = ", ".join(str(tuple(value.shape)) for value in inputs)
-        with self._explaining(f"ExecuTorch cannot run {self.path} on a batch of shape {got}", _SHAPES):
-            # Results share the memory of the program, which the next run overwrites.
-            return [value.clone() for value in self.method.execute(inputs)]
-
-    @contextmanager
-    def _explaining(self, problem: str, advice: str) -> Iterator[None]:
-        """Turns errors of ExecuTorch into ValueErrors, with the message that it writes to the standard error stream."""
-        messages: list[str] = []
-        try:
-            with collecting_messages() as messages:
-                yield
-        except (RuntimeError, ValueError) as error:
-            reasons = [line.split("] ", 1)[-1] for line in messages if "cpuinfo" not in line]
-            reason = reasons[0] if reasons else str(error).strip().splitlines()[0]
-            raise ValueError(f"{problem}: {reason}\n{advice}") from error
 
 
 def set_thread_count(threads: int) -> None:

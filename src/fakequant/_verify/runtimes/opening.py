@@ -16,6 +16,8 @@ RUNTIMES: dict[str, Callable[[str | os.PathLike[str], int], Runtime]] = {
     "openvino": OpenVino,
     "executorch": ExecuTorch,
 }
+# Their names in text.
+NAMES = {runtime.key: runtime.name for runtime in (OnnxRuntime, OpenVino, ExecuTorch)}
 
 
 def open_file(path: str | os.PathLike[str], runtime: str | None = None, threads: int = 1) -> Runtime:

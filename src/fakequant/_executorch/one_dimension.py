@@ -1,0 +1,96 @@
+"""Turns convolutions along one axis into convolutions along two axes, of which the second has length 1.
+
+XNNPACK's own pass does so too, but takes a layer with floats for one with codes if its input was quantized. It has no
+form for transposed convolutions with codes.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.fx import Graph, Node
+from torch.nn import Parameter
+
+from fakequant._executorch.graph import aten, called, insert, viewed
+
+_FORMS = {
+    aten.conv1d.default: aten.conv2d.default,
+    aten.conv1d.padding: aten.conv2d.padding,
+    aten.conv_transpose1d.default: aten.conv_transpose2d.input,
+}
+# What the lists of settings have for the second axis, in the order of the arguments after the bias: strides, paddings
+# and dilations; strides, paddings, paddings of the result, the number of groups and dilations.
+_SETTINGS = {aten.conv_transpose1d.default: (1, 0, 0, None, 1)}
+_USUAL = (1, 0, 1)
+
+
+def use_two_dimensions(program: ExportedProgram) -> None:
+    """Rewrites a program, in place, if lengths of at most one axis of each input are unknown."""
+    calls = called(program.graph, *_FORMS)
+    weights = {_holder(call) for call in calls}
+    readers = {reader for weight in weights for reader in _readers(weight)}
+    if not readers <= set(calls) or not all(map(_is_known, calls)):
+        return
+    for weight in weights:
+        _add_axis(program, weight)
+    for call in calls:
+        _rewrite(program.graph, call)
+
+
+def _holder(call: Node) -> Node:
+    """Returns the placeholder of a layer's weight, or of its codes."""
+    node: Any = call.args[1]
+    while node.op == "call_function":
+        node = node.args[0]
+    assert isinstance(node, Node)
+    return node
+
+
+def _readers(weight: Node) -> list[Node]:
+    """Returns the calls that read a weight, or its dequantized codes."""
+    found: list[Node] = []
+    for user in weight.users:
+        is_dequantized = user.op == "call_function" and "dequantize" in str(user.target)
+        found += list(user.users) if is_dequantized else [user]
+    return found
+
+
+def _is_known(call: Node) -> bool:
+    x: Any = call.args[0]
+    is_weight = _holder(call).op == "placeholder"
+    values = (x.meta["val"], call.meta["val"])
+    is_fixed = all(sum(not isinstance(size, int) for size in value.shape) <= 1 for value in values)
+    return is_weight and is_fixed and x.meta["val"].dim() == 3 and not call.kwargs
+
+
+def _add_axis(program: ExportedProgram, weight: Node) -> None:
+    signature = program.graph_signature
+    for names, tensors in (
+        (signature.inputs_to_parameters, program.state_dict),
+        (signature.inputs_to_buffers, program.state_dict),
+        (signature.inputs_to_lifted_tensor_constants, program.constants),
+    ):
+        if weight.name in names:
+            value: Tensor = tensors[names[weight.name]]  # type: ignore[assignment]
+            longer = value.detach().unsqueeze(-1)
+            tensors[names[weight.name]] = Parameter(longer, False) if isinstance(value, Parameter) else longer
+    for node in (weight, *weight.users):
+        if node.meta["val"].dim() == 3:
+            node.meta["val"] = node.meta["val"].unsqueeze(-1)
+
+
+def _rewrite(graph: Graph, call: Node) -> None:
+    x: Any = call.args[0]
+    extra = _SETTINGS.get(call.target, _USUAL)
+    settings = [
+        [*given, more] if isinstance(given, (list, tuple)) else given
+        for given, more in zip(call.args[3:], extra[: len(call.args) - 3], strict=False)
+    ]
+    rest = call.args[3 + len(settings) :]
+    with graph.inserting_before(call):
+        image = viewed(graph, x, x.meta["val"].unsqueeze(-1))
+        made = insert(graph, _FORMS[call.target], (image, *call.args[1:3], *settings, *rest), call)
+        made.meta["val"] = call.meta["val"].unsqueeze(-1)
+        result = viewed(graph, made, call.meta["val"])
+    call.replace_all_uses_with(result)
+    graph.erase_node(call)
