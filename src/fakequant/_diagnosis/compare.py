@@ -218,8 +218,9 @@ class _Comparison:
             result = None if call.result is None else pair.output_slot(call.result)
             return self._add(pair, pair.isolated, call, call.args, call.kwargs, result)
         args, kwargs = call.args, call.kwargs
-        if pair.input_grid not in (None, *quantizers_in(getattr(pair.module, "input_quantizer", None))):
-            args, kwargs = changed_inputs(pair.module, args, kwargs, pair.input_grid)
+        grid = pair.input_grid
+        if grid is not None and grid not in quantizers_in(getattr(pair.module, "input_quantizer", None)):
+            args, kwargs = changed_inputs(pair.module, args, kwargs, grid)
         pair.input_dims = next((x.dim() for x in inputs_of(pair.module, args, kwargs)), None)
         result = pair.module(*args, **kwargs)
         self._add(pair, pair.isolated, call, call.args, call.kwargs, result)
@@ -252,9 +253,10 @@ class _Comparison:
             y = pair.norm_to_come.forward(y)  # not called, because a hook may quantize its result
         sums.add_result(call.result, y)
         if pair.output_slot is not None:
-            given = self._given.pop(pair.output_grid, None)
-            if given is not None and pair.output_grid is not None:
-                sums.add_quantized(pair.output_grid, given, call.result)
+            grid = pair.output_grid
+            given = None if grid is None else self._given.pop(grid, None)
+            if grid is not None and given is not None:
+                sums.add_quantized(grid, given, call.result)
         elif pair.input_grid is not None:
             there, here = inputs_of(pair.module, call.args, call.kwargs), inputs_of(pair.module, args, kwargs)
             for expected, x in zip(there, here, strict=False):

@@ -29,7 +29,7 @@ def round_inputs(model: nn.Module, flow: DataFlow, target: str) -> None:
     for call in (call for graph in flow.graphs for call in graph.modules()):
         if call.path in layers and _reads_input(model, call):
             slot = layers[call.path].input_quantizer
-            own = slot._modules.get(str(call.turn)) if isinstance(slot, CallQuantizers) else slot
+            own = slot.own(call.turn) if isinstance(slot, CallQuantizers) and call.turn is not None else slot
             if isinstance(own, Quantizer) and _is_fixed(own):
                 found.add(own)
     for quantizer in found:

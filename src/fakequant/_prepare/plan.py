@@ -11,6 +11,7 @@ from fakequant import _targets
 from fakequant._prepare.plan_warnings import near_names
 from fakequant.config import LayerConfig, QuantConfig
 from fakequant.nn._attention import MultiheadAttention
+from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._layer_kinds import LayerKind, find_kind, is_known
 from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize
@@ -34,7 +35,7 @@ class Layer:
 
     path: str
     module: nn.Module
-    quantizers: dict[str, Quantizer | None]
+    quantizers: dict[str, Quantizer | CallQuantizers | None]
     # Whether the layer changes its input before it quantizes it.
     changes_input: bool = False
 
@@ -199,7 +200,7 @@ def _layer(path: str, module: nn.Module, layer: LayerConfig, config: QuantConfig
     assert kind is not None
     target = _targets.find(config.target)
     make = _Maker(path, layer, module, target)
-    quantizers: dict[str, Quantizer | None] = {
+    quantizers: dict[str, Quantizer | CallQuantizers | None] = {
         "weight_quantizer": make.weight(kind),
         "input_quantizer": make.input(kind),
         "output_quantizer": make.activation("output", layer.output),

@@ -61,7 +61,9 @@ def split_calls(plan: Plan, flow: DataFlow, repeated: RepeatedCalls) -> None:
             continue
         number = repeated_modules(flow).get(layer.path, Repeated(1, "")).number
         for name, quantizer in layer.quantizers.items():
-            if number == 1 or name == "weight_quantizer" or quantizer is None or quantizer.is_dynamic:
+            if number == 1 or name == "weight_quantizer":
+                continue
+            if not isinstance(quantizer, Quantizer) or quantizer.is_dynamic:
                 continue
             same = inputs.get(layer.path, {}) if name == "input_quantizer" else {}
             firsts = [same.get(turn, turn) for turn in range(number)]

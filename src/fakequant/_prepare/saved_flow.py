@@ -70,7 +70,7 @@ def _described(made: Preparation, place: Place, slot: Any) -> list[list[Any]]:
 
     The number of bits is 0 if it is the usual one.
     """
-    by_turn = slot._modules if isinstance(slot, CallQuantizers) else {None: slot}
+    by_turn: dict[Any, Any] = {**slot._modules} if isinstance(slot, CallQuantizers) else {None: slot}
     usual = made.config.operands
     found = []
     for turn, quantizer in by_turn.items():
@@ -106,8 +106,9 @@ def _apply(model: nn.Module, made: Preparation, saved: Tensor) -> None:
         for path, splits in described["splits"].items():
             for name, firsts in splits.items():
                 slots = model.get_submodule(path)._modules
-                if isinstance(slots[name], Quantizer):
-                    slots[name] = split(slots[name], firsts, repeated.of(path))
+                quantizer = slots[name]
+                if isinstance(quantizer, Quantizer):
+                    slots[name] = split(quantizer, firsts, repeated.of(path))
         for path, key, turn, bits in described["places"]:
             is_layer = key is None and isinstance(model.get_submodule(path), QuantizedLayer)
             add_quantizer(model, made.config, results, Place(path, key, turn), is_layer=is_layer, bits=bits)

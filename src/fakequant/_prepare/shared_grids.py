@@ -57,7 +57,7 @@ def share_grids(model: nn.Module, grids: dict[ModuleCall, Quantizer]) -> None:
         layer: Any = model.get_submodule(path)
         slot = layer.input_quantizer
         # Not registered as a child, because it is already a child of another module.
-        if isinstance(slot, CallQuantizers):
+        if isinstance(slot, CallQuantizers) and turn is not None:
             slot.lend(turn, quantizer)
         else:
             layer.input_quantizer, layer._fakequant.input_grid = None, quantizer

@@ -165,7 +165,7 @@ def _unreached(model: nn.Module) -> list[str]:
 def _words(slot: Quantizer | CallQuantizers | None, lent: Quantizer | None = None) -> str:
     """Describes the quantizer of a tensor, which may belong to another module (`lent`), or those of all calls."""
     if isinstance(slot, CallQuantizers):
-        every = [_words(slot._modules.get(str(turn)), slot.borrowed.get(turn)) for turn in range(slot.calls.recorded)]
+        every = [_words(slot.own(turn), slot.borrowed.get(turn)) for turn in range(slot.calls.recorded)]
         if len(set(every)) == 1:
             return f"{every[0]}; {len(set(slot.all()))} quantizers for {len(every)} calls"
         return "; ".join(f"call {turn}: {words}" for turn, words in enumerate(every))

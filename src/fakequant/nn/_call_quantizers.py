@@ -111,8 +111,8 @@ def before_call(module: nn.Module, number: int) -> Counted:
         module: A module of a prepared or converted model.
         number: The number of the call.
     """
-    records = [part.__dict__.get("_fakequant") for part in module.modules()]
-    return {record.calls.key: (number - 1,) for record in records if getattr(record, "calls", None) is not None}
+    found = (getattr(part.__dict__.get("_fakequant"), "calls", None) for part in module.modules())
+    return {calls.key: (number - 1,) for calls in found if calls is not None}
 
 
 def _capture() -> Restore:
@@ -146,11 +146,15 @@ class CallQuantizers(nn.Module):
         for number, quantizer in sorted(quantizers.items()):
             self.register_module(str(number), quantizer)
         # Not registered as children, because they are children of other modules.
-        self.borrowed = dict(borrowed or {})
+        self.borrowed: dict[int, Any] = dict(borrowed or {})
+
+    def own(self, number: int) -> Any:
+        """Returns the quantizer of a call, or None if it has none of its own."""
+        return self._modules.get(str(number))
 
     def at(self, number: int) -> Any:
         """Returns the quantizer of a call, its own or a borrowed one. None if there is none."""
-        own = self._modules.get(str(number))
+        own = self.own(number)
         return self.borrowed.get(number) if own is None else own
 
     @property
@@ -169,10 +173,8 @@ class CallQuantizers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns `x`, quantized by the quantizer of the running call if it has its own."""
-        own = self._modules.get(str(self.calls.current))
-        if own is None:
-            return x
-        y: Tensor = own(x)
+        own = self.own(self.calls.current)
+        y: Tensor = x if own is None else own(x)
         return y
 
 

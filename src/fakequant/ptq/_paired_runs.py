@@ -203,8 +203,8 @@ class PairedRuns:
         for batch in self._batches:
             given = _calls_of(self.model, path, batch)
             expected = _calls_of(self._reference, path, batch)
-            for (*before, _), (*_, result) in zip(given, expected, strict=False):
-                found.append(BlockCall(*before, result))
+            for (args, kwargs, counted, _), (*_, result) in zip(given, expected, strict=False):
+                found.append(BlockCall(args, kwargs, counted, result))
         return found
 
 
