@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sources import Source
+
 # Elements of a sample that a tensor may have: networks stay fast.
 LARGEST = 2000
 # The batch that shapes are computed with. No other axis is likely to have this length.
@@ -127,19 +129,9 @@ class Draft:
             self._scope["self"]._modules, self._numbers = children, numbers
             self._scope["self"]._parameters = parameters
 
-    def source(self, result: str, sizes: tuple[int, int]) -> str:
+    def source(self, result: str, sizes: tuple[int, int]) -> Source:
         """Returns the source of the network."""
-        lines = ["import torch", "import torch.nn.functional as F", "from torch import nn", "", ""]
-        lines += ["class Network(nn.Module):", "    def __init__(self):", "        super().__init__()"]
-        lines += [f"        {line}" for line in self.modules]
-        lines += ["", f"    def forward(self, {', '.join(self.inputs)}):"]
-        lines += [f"        {line}" for statement in self.statements for line in statement.splitlines()]
-        lines += [f"        return {result}", "", "", "def inputs(batch):"]
-        lines += [f"    {name} = {expression}" for name, expression in self.inputs.items()]
-        given = ", ".join(self.inputs)
-        lines += [f"    return {given}{',' * (len(self.inputs) == 1)}", "", ""]
-        lines += [f"SIZES = {sizes}  # the batch of the example, and another one", ""]
-        return "\n".join(lines)
+        return Source(tuple(self.modules), dict(self.inputs), tuple(self.statements), result, sizes)
 
     def _name(self, kind: str) -> str:
         self._numbers[kind] = self._numbers.get(kind, 0) + 1

@@ -72,7 +72,9 @@ def _drawn(generator: random.Random) -> str:
         with draft.attempt():
             generator.choices(list(CONSTRUCTS), list(CONSTRUCTS.values()))[0](draft)
     example = generator.choice((1, 2, 3, 4, 5))
-    return draft.source(_result(draft), (example, generator.choice([n for n in (1, 2, 3, 5, 7) if n != example])))
+    return str(
+        draft.source(_result(draft), (example, generator.choice([n for n in (1, 2, 3, 5, 7) if n != example])))
+    )
 
 
 def _data(generator: random.Random) -> str:
