@@ -23,7 +23,7 @@ ACTIVATIONS = {
     "Mish": "F.mish",
 }
 IN_PLACE = ("ReLU", "ReLU6", "SiLU", "ELU", "LeakyReLU", "Hardswish", "Hardsigmoid", "Mish")
-WEIGHTS = (16, 3, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1)
+WEIGHTS = (14, 3, 3, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2)
 
 
 def construct(weight: float):
@@ -72,7 +72,9 @@ def tweak(draft: Draft, layer: str) -> None:
 def activate(draft: Draft, x: str) -> str:
     """Applies an activation: as a function, in place, with a module, or with one that the whole network shares."""
     kind = draft.random.choices(list(ACTIVATIONS), WEIGHTS)[0]
-    style = draft.random.choice(("function", "module", "shared", "shared", "in place"))
+    style = draft.random.choice(("function", "module", "shared", "in place"))
+    if draft.is_sharing and draft.chance(0.7):
+        kind, style = "ReLU", "shared"
     if kind == "PReLU":
         channels = draft.random.choice(("", str(draft.shape(x)[1])))
         return draft.let(f"{draft.module('prelu', f'nn.PReLU({channels})')}({x})")
@@ -117,6 +119,14 @@ def convolution(draft: Draft, x: str, outputs: int, *, same: bool = False) -> st
     layer = draft.module("conv", f"nn.Conv{axes}d({channels}, {outputs}, {', '.join([str(kernel), *options])})")
     tweak(draft, layer)
     return layer
+
+
+def steps(draft: Draft) -> str:
+    """Returns a sequence of few steps: exporters write every step of a recurrent layer."""
+    x = draft.pick(3)
+    if draft.shape(x)[1] > 7:
+        raise UnsuitableError
+    return x
 
 
 def any_layer(draft: Draft, x: str) -> str:
@@ -203,7 +213,7 @@ def function_with_parameters(draft: Draft) -> None:
     )
 
 
-@construct(1)
+@construct(2)
 def function_with_weight_of_layer(draft: Draft) -> None:
     """F.linear or F.conv2d with the weight of a layer that is called as well."""
     x = draft.pick(2, 3, 4)
@@ -262,7 +272,7 @@ def branches(draft: Draft) -> None:
     any_layer(draft, draft.let(joined))
 
 
-@construct(3)
+@construct(4)
 def gate(draft: Draft) -> None:
     x = draft.pick(2, 3, 4)
     a = draft.let(f"{same_shape_layer(draft, x)}({x})")
@@ -294,11 +304,13 @@ def square(draft: Draft) -> None:
     draft.let(draft.random.choice((f"{x} * {x}", f"{x} * {x}", f"{x} ** 2", f"{x} + {x}")))
 
 
-@construct(2)
+@construct(3)
 def scalar(draft: Draft) -> None:
     x = draft.pick(2, 3, 4, 5)
     draft.let(
-        draft.random.choice((f"{x} * 0.5", f"{x} + 1", f"1 - {x}", f"{x} / 3.0", f"-{x}", f"{x}.clamp(-1, 1)", f"2 * {x}"))
+        draft.random.choice(
+            (f"{x} * 0.5", f"{x} + 1", f"1 - {x}", f"{x} / 3.0", f"-{x}", f"{x}.clamp(-1, 1)", f"2 * {x}")
+        )
     )
 
 
@@ -351,7 +363,7 @@ def pad(draft: Draft) -> None:
         draft.let(f"F.pad({x}, {tuple(amounts)}, mode={mode!r})")
 
 
-@construct(4)
+@construct(6)
 def pool(draft: Draft) -> None:
     x = draft.pick(3, 4)
     axes = len(draft.shape(x)) - 2
@@ -370,10 +382,13 @@ def pool(draft: Draft) -> None:
             f"F.adaptive_avg_pool{axes}d({{}}, {size})",
         )
     )
-    if kind.startswith("F."):
+    if draft.is_sharing and draft.chance(0.7):
+        shared = draft.shared(f"pool{axes}d", f"nn.MaxPool{axes}d(2)")
+        h = draft.let(f"{shared}({x})")
+        if draft.chance(0.5):
+            draft.let(f"{shared}({convolution(draft, h, width(draft), same=True)}({h}))")
+    elif kind.startswith("F."):
         draft.let(kind.format(x))
-    elif kind == f"nn.MaxPool{axes}d(2)":
-        draft.let(f"{draft.shared(f'pool{axes}d', kind)}({x})")
     else:
         draft.let(f"{draft.module('pool', kind)}({x})")
 
@@ -395,14 +410,15 @@ def dropout(draft: Draft) -> None:
     draft.let(draft.random.choice((f"{module}({x})", f"F.dropout({x}, 0.2, self.training)")))
 
 
-@construct(2)
+@construct(4)
 def recurrent(draft: Draft) -> None:
-    x = draft.pick(3)
+    x = steps(draft)
     kind = draft.random.choice(("LSTM", "GRU", "RNN"))
     options = [str(draft.shape(x)[-1]), str(draft.random.randint(2, 8))]
     batch_first = draft.chance(0.7)
     options += ["batch_first=True"] * batch_first
-    options += ["bidirectional=True"] * draft.chance(0.3) + ["num_layers=2"] * draft.chance(0.3)
+    if draft.shape(x)[1] < 5:
+        options += ["bidirectional=True"] * draft.chance(0.4) + ["num_layers=2"] * draft.chance(0.4)
     module = draft.module(kind.lower(), f"nn.{kind}({', '.join(options)})")
     sequence = draft.fresh()
     if not batch_first:
@@ -420,9 +436,9 @@ def recurrent(draft: Draft) -> None:
         draft.let("last[-1]")
 
 
-@construct(1)
+@construct(2)
 def cells_in_a_loop(draft: Draft) -> None:
-    x = draft.pick(3)
+    x = steps(draft)
     kind = draft.random.choice(("LSTM", "LSTM", "GRU", "RNN"))
     hidden = draft.random.randint(2, 6)
     cell = draft.module("cell", f"nn.{kind}Cell({draft.shape(x)[-1]}, {hidden})")
@@ -437,7 +453,7 @@ def cells_in_a_loop(draft: Draft) -> None:
     draft.offer(state)
 
 
-@construct(2)
+@construct(3)
 def multihead_attention(draft: Draft) -> None:
     x = draft.pick(3)
     features = draft.shape(x)[-1]
@@ -455,7 +471,7 @@ def multihead_attention(draft: Draft) -> None:
         draft.let(f"{x} + {result}")
 
 
-@construct(2)
+@construct(4)
 def attention_by_hand(draft: Draft) -> None:
     x = draft.pick(3)
     features, length = draft.shape(x)[-1], draft.shape(x)[1]
@@ -464,7 +480,7 @@ def attention_by_hand(draft: Draft) -> None:
         q, k, v = (draft.let(f"{t}.reshape({t}.shape[0], {length}, 2, 4).transpose(1, 2)") for t in (q, k, v))
     if draft.chance(0.5):
         scores = draft.let(f"{q} @ {k}.transpose(-2, -1) / 2.0")
-        if draft.chance(0.5):
+        if draft.chance(0.6):
             mask = f"torch.ones({length}, {length}).tril() == 0"
             hidden = draft.random.choice(("-1e9", "float('-inf')"))
             scores = draft.let(f"{scores}.masked_fill({mask}, {hidden})")
@@ -486,11 +502,11 @@ def product_of_activations(draft: Draft) -> None:
     draft.let(draft.random.choice((f"{x} @ {x}.transpose(1, 2)", f"torch.bmm({x}.transpose(1, 2), {x})")))
 
 
-@construct(2.5)
+@construct(4)
 def embedding(draft: Draft) -> None:
     tokens = draft.pick(2, integers=True)
     features = width(draft)
-    if draft.chance(0.12):
+    if draft.chance(0.15):
         mode = draft.random.choice(("mean", "sum"))
         draft.let(f"{draft.module('bag', f'nn.EmbeddingBag(10, {features}, mode={mode!r})')}({tokens})")
         return
@@ -500,7 +516,7 @@ def embedding(draft: Draft) -> None:
         draft.let(f"{h} + {positions}(torch.arange({h}.shape[1]))")
 
 
-@construct(4)
+@construct(7)
 def moved(draft: Draft) -> None:
     """Elements that change only their places."""
     x = draft.pick(2, 3, 4)
@@ -512,7 +528,7 @@ def moved(draft: Draft) -> None:
         forms += [f"{x}.flatten(1)", f"{x}.reshape({x}.shape[0], -1)", f"{x}.transpose(1, 2)", f"{x}[:, -1]"]
         forms += [f"{x}.transpose(-1, -2).contiguous()", f"{x}[:, :, ::2]", f"{x}.view({x}.size(0), {shape[1]}, -1)"]
     if len(shape) == 4:
-        forms += [f"{x}.permute(0, 2, 3, 1)", f"{x}.flatten(2).transpose(1, 2)", f"{x}[:, :, 1:, ::2]"]
+        forms += 2 * [f"{x}.permute(0, 2, 3, 1)", f"{x}.flatten(2).transpose(1, 2)", f"{x}[:, :, 1:, ::2]"]
     draft.let(draft.random.choice(forms))
 
 
@@ -524,7 +540,7 @@ def reduced(draft: Draft) -> None:
     draft.let(f"{x}.{kind}({axis}{draft.random.choice(('', '', ', keepdim=True'))})")
 
 
-@construct(1.5)
+@construct(3)
 def interpolate(draft: Draft) -> None:
     x = draft.pick(4)
     draft.let(

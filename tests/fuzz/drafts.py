@@ -32,6 +32,8 @@ class Draft:
 
     def __init__(self, generator: random.Random) -> None:
         self.random = generator
+        # Whether the network calls one module wherever it needs an activation or a pool, as many networks do.
+        self.is_sharing = self.chance(0.4)
         # Statements of `__init__`, expressions of inputs by name, statements of `forward`.
         self.modules: list[str] = []
         self.inputs: dict[str, str] = {}

@@ -1,18 +1,22 @@
 """Random networks as Python source, from a seed."""
 
+import ast
 import random
 
 import torch
 
 from constructs import CONSTRUCTS, any_layer, embedding
 from drafts import Draft
+from sources import names
+
+MOST_STATEMENTS = 18
 
 
 def network(seed: int) -> str:
     """Returns the source of a random network. The same seed gives the same source.
 
-    The source needs only torch. It defines the class `Network`, the function `inputs(batch)`, which returns the arguments
-    of its `forward`, and `SIZES`: the length of the batch of an example, and another length that the network takes.
+    The source needs only torch. It defines the class `Network`, the function `inputs(batch)`, which returns the
+    arguments of its `forward`, and `SIZES`: the length of the batch of an example, and another one that it takes.
 
     A network that torch itself cannot run, train or copy is not returned, nor one with infinite results.
     """
@@ -58,28 +62,29 @@ def _drawn(generator: random.Random) -> str:
     draft = Draft(generator)
     for _ in range(generator.choices((1, 2, 3), (8, 2, 1))[0]):
         draft.input(_data(generator))
-    with draft.attempt():
-        embedding(draft) if all("randint(10" in given for given in draft.inputs.values()) else None
-    with draft.attempt():
-        any_layer(draft, draft.pick(2, 3, 4, 5))
-    if draft.chance(0.06):
-        draft.input("torch.randn(batch, 4)")
-        draft.names.pop()  # an input that nothing reads
-    wanted = len(draft.statements) + generator.randint(1, 10)
-    for _ in range(60):
-        if len(draft.statements) >= wanted:
-            break
+    for name in list(draft.inputs):
         with draft.attempt():
-            generator.choices(list(CONSTRUCTS), list(CONSTRUCTS.values()))[0](draft)
+            embedding(draft) if "randint(10" in draft.inputs[name] else any_layer(draft, name)
+    added, wanted = 0, generator.randint(2, 9)
+    for _ in range(30):
+        before = len(draft.statements)
+        if added < wanted and before < MOST_STATEMENTS:
+            with draft.attempt():
+                generator.choices(list(CONSTRUCTS), list(CONSTRUCTS.values()))[0](draft)
+            added += len(draft.statements) > before
+    result = _result(draft)
+    if draft.chance(0.9):  # otherwise there may be inputs that nothing reads, and one more
+        read = names("\n".join([*draft.statements, result]), ast.Load)
+        draft.inputs = {name: given for name, given in draft.inputs.items() if name in read}
+    elif len(draft.inputs) < 3:
+        draft.input("torch.randn(batch, 4)")
     example = generator.choice((1, 2, 3, 4, 5))
-    return str(
-        draft.source(_result(draft), (example, generator.choice([n for n in (1, 2, 3, 5, 7) if n != example])))
-    )
+    return str(draft.source(result, (example, generator.choice([n for n in (1, 2, 3, 5, 7) if n != example]))))
 
 
 def _data(generator: random.Random) -> str:
     """Returns the expression of an input: an image, a volume, a sequence, rows or tokens."""
-    kind = generator.choices(("image", "volume", "sequence", "rows", "tokens"), (10, 1, 6, 4, 3))[0]
+    kind = generator.choices(("image", "volume", "sequence", "rows", "tokens"), (12, 1, 8, 3, 4))[0]
     size, length = generator.randint(5, 12), generator.randint(3, 7)
     channels = generator.choice((1, 2, 3, 4, 8))
     shape = {
@@ -117,6 +122,6 @@ def _result(draft: Draft) -> str:
         f'{{"first": {last}, "second": {other}}}': 1.5,
         f'{last}, ({other}, {{"third": {draft.random.choice(found)}}})': 1,
         f"[{last}]": 0.3,
-        f"{last}, {constant}": 0.5,
+        f"{last}, {constant}": 1.5,
     }
     return draft.random.choices(list(forms), list(forms.values()))[0]

@@ -8,8 +8,8 @@ import dataclasses
 class Source:
     """The parts of a network's source; `str` gives the text.
 
-    >>> text = str(Source(("self.a = nn.Linear(2, 3)",), {"x": "torch.randn(batch, 2)"}, ("h = self.a(x)",), "h", (1, 2)))
-    >>> Source.parse(text).statements
+    >>> source = Source(("self.a = nn.ReLU()",), {"x": "torch.randn(batch, 2)"}, ("h = self.a(x)",), "h", (1, 2))
+    >>> Source.parse(str(source)).statements
     ('h = self.a(x)',)
     """
 

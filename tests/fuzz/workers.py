@@ -14,7 +14,7 @@ class Worker:
     """A process that runs trials, one after the other. It is started again when it has ended."""
 
     def __init__(self, limit: float = LIMIT) -> None:
-        self._limit = limit
+        self.limit = limit
         self._process = None
         self._trials = 0
 
@@ -26,9 +26,9 @@ class Worker:
             self._start()
         self._trials += 1
         self._pipe.send((source, target, recipe, copies))
-        if not self._pipe.poll(self._limit):
+        if not self._pipe.poll(self.limit):
             self.close()
-            return Outcome("crash", "process", f"no answer within {self._limit:.0f} s", self._limit)
+            return Outcome("crash", "process", f"no answer within {self.limit:.0f} s", self.limit)
         try:
             return self._pipe.recv()
         except EOFError:
