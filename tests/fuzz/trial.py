@@ -95,10 +95,8 @@ def pairs_of(seed: int) -> list[Pair]:
     >>> set(Counter(pair for seed in range(2 * len(PAIRS)) for pair in pairs_of(seed)).values())
     {3}
     """
-    first = PAIRS[seed % len(PAIRS)]
-    # Every second block of seeds gets a second pair, of another target.
-    has_second = (seed // len(PAIRS) + seed) % 2 == 0
-    return [first, PAIRS[(seed + 7) % len(PAIRS)]] if has_second else [first]
+    # The number of pairs is odd, so every pair meets even seeds, which have a second one, as often as odd ones.
+    return [PAIRS[seed % len(PAIRS)], PAIRS[(seed + 7) % len(PAIRS)]][: 2 - seed % 2]
 
 
 @dataclasses.dataclass(frozen=True)
