@@ -123,9 +123,10 @@ class Outcome:
     @property
     def key(self) -> tuple[str, str, str]:
         """What failures with one cause have in common: the message without names and numbers."""
-        text = re.sub(r"/\S+|first at \S+:|'[^']*'|`[^`]*`|\"[^\"]*\"|\([^)]*\)", "_", self.message.split("\n")[0])
+        text = re.sub(r"\b(The file takes|Use) .*", "", self.message)
+        text = re.sub(r"/\S+|first at \S+:|(?<!\w)'[^']*'|`[^`]*`|\"[^\"]*\"|\([^()]*\)|\[[^\[\]]*\]", "_", text)
         text = re.sub(r"\b[a-z]+\d+\b(\.\w+)*|[-+]?\d[\d.,e+-]*", "_", text)
-        return self.kind, self.step, text[:120]
+        return self.kind, self.step, " ".join(text.split())[:200]
 
 
 def run(source: str, target: str, recipe: str, *, copies: bool = False) -> Outcome:
@@ -153,7 +154,7 @@ def run(source: str, target: str, recipe: str, *, copies: bool = False) -> Outco
             except Exception as error:
                 kind = _kind_of(error, step, source)
                 name = type(error).__name__
-                where = "" if kind == "refused" else f" [{_place(error)}]"
+                where = "" if kind == "refused" else f"\nraised in {_place(error)}{_cause(error)}"
                 return Outcome(kind, step, f"{name}: {error}{where}", time.monotonic() - start)
             if step == "copies" and scope["different"]:
                 message = f"other codes after: {', '.join(scope['different'])}"
@@ -164,7 +165,8 @@ def run(source: str, target: str, recipe: str, *, copies: bool = False) -> Outco
 
 def script(source: str, target: str, recipe: str, outcome: Outcome) -> str:
     """Returns a script that reproduces a failure by itself."""
-    comment = "\n".join(f"# {line}" for line in f"{outcome.kind} ({outcome.step}): {outcome.message}".splitlines()[:4])
+    lines = f"{outcome.kind} ({outcome.step}): {outcome.message}".splitlines()[:8]
+    comment = "\n".join(f"# {line}"[:160].rstrip() for line in [f"{target}, {recipe}", *lines])
     texts = _steps(target, recipe, "/tmp/network")
     last = list(STEPS).index(outcome.step) if outcome.step in STEPS else len(STEPS)
     steps = [text for n, (step, text) in enumerate(texts.items()) if n <= last and (step != "copies" or n == last)]
@@ -207,6 +209,12 @@ def _is_ours(error: Exception) -> bool:
 def _place(error: Exception) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{Path(frame.filename).name}, {frame.name}"
+
+
+def _cause(error: Exception) -> str:
+    """Returns the last line of the error that led to an error: runtimes say there what they refuse."""
+    lines = str(error.__cause__ or "").strip().splitlines()
+    return f", because of: {lines[-1]}" if lines and lines[-1] not in str(error) else ""
 
 
 def _names_a_part(message: str, source: str) -> bool:
