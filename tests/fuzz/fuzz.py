@@ -42,7 +42,7 @@ def main() -> int:
 
         def tried(worker: Worker, job: tuple[int, Pair]) -> Trial:
             seed, pair = job
-            return Trial(seed, pair, worker.run(network(seed), *pair, seed % COPIED == 0))
+            return Trial(seed, pair, worker.run(network(seed), *pair, copies=seed % COPIED == 0))
 
         for trial in workers.map(tried, jobs):
             trials.append(trial)
@@ -96,15 +96,16 @@ class Workers:
 
 def smallest_script(worker: Worker, trial: Trial, seconds: float) -> str:
     """Returns a script that fails like a trial, with a network as small as could be found in this time."""
-    outcomes: dict[str, Outcome] = {}
+    whole, is_copied = network(trial.seed), trial.outcome.step == "copies"
+    outcomes: dict[str, Outcome] = {whole: trial.outcome}
 
-    def fails(source: str) -> bool:
-        found = worker.run(source, *trial.pair, trial.outcome.step == "copies")
-        outcomes[source] = found
-        return found.key == trial.outcome.key
+    def fails(source: str, train: bool) -> bool:
+        outcomes[source] = worker.run(source, *trial.pair, train=train, copies=is_copied)
+        return outcomes[source].key == trial.outcome.key
 
-    source = shrunk(network(trial.seed), fails, seconds)
-    return script(source, *trial.pair, outcomes.get(source, trial.outcome))
+    train = not fails(whole, train=False)
+    source = shrunk(whole, lambda text: fails(text, train), seconds)
+    return script(source, *trial.pair, outcomes.get(source, trial.outcome), train=train)
 
 
 def grouped(trials: list[Trial]) -> list[list[Trial]]:

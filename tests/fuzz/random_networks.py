@@ -112,12 +112,15 @@ def _result(draft: Draft) -> str:
     found = [name for name in draft.names if name not in draft.inputs] or draft.names
     last = found[-1]
     other = draft.random.choice(found)
-    unread = [name for name in found if not any(name in text.split(" = ", 1)[-1] for text in draft.statements)]
+    read = names("\n".join(draft.statements), ast.Load)
+    unread = [name for name in found if name not in read]
     if len(unread) > 1 and draft.chance(0.8):
         other = draft.random.choice(unread)
     constant = draft.random.choice(("None", "2.0", f"{last}.shape[1]", "'name'"))
+    if len(draft.inputs) > 1 and draft.chance(0.8):  # otherwise some inputs are likely not used
+        return ", ".join(dict.fromkeys([last, *unread]))
     forms = {
-        last: 12 if len(draft.inputs) == 1 else 3,  # otherwise the other inputs are likely not used
+        last: 12,
         f"{last}, {other}": 3,
         f'{{"first": {last}, "second": {other}}}': 1.5,
         f'{last}, ({other}, {{"third": {draft.random.choice(found)}}})': 1,

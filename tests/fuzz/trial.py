@@ -23,7 +23,8 @@ fq.prepare(model, fq.recipes.{recipe}, example)
     "calibrate": """\
 fq.calibrate(model, [inputs(SIZES[0]) for _ in range(4)], progress=False)
 """,
-    "train": """\
+    "train": """
+
 def tensors(y):
     parts = y.values() if isinstance(y, dict) else y if isinstance(y, list | tuple) else []
     return [y] if isinstance(y, torch.Tensor) else [leaf for part in parts for leaf in tensors(part)]
@@ -124,30 +125,33 @@ class Outcome:
     def key(self) -> tuple[str, str, str]:
         """What failures with one cause have in common: the message without names and numbers."""
         text = re.sub(r"\b(The file takes|Use) .*", "", self.message)
-        text = re.sub(r"/\S+|first at \S+:|(?<!\w)'[^']*'|`[^`]*`|\"[^\"]*\"|\([^()]*\)|\[[^\[\]]*\]", "_", text)
-        text = re.sub(r"\b[a-z]+\d+\b(\.\w+)*|[-+]?\d[\d.,e+-]*", "_", text)
+        text = re.sub(r"/\S+|(?<!\w)'[^']*'|`[^`]*`|\"[^\"]*\"|\([^()]*\)|\[[^\[\]]*\]", "_", text)
+        # The kind of a layer is kept: "linear2.input_quantizer" becomes "linear.input_quantizer".
+        text = re.sub(r"(?<=[a-z_])\d+\b|[-+]?\b\d[\d.,e+-]*|\b[xyzuvw]\b", "", text)
         return self.kind, self.step, " ".join(text.split())[:200]
 
 
-def run(source: str, target: str, recipe: str, *, copies: bool = False) -> Outcome:
+def run(source: str, target: str, recipe: str, *, train: bool = True, copies: bool = False) -> Outcome:
     """Runs the steps of a trial on the source of a network.
 
     Args:
         source: The source, as `random_networks.network` returns it.
         target: A name in `TARGETS`.
         recipe: A name in `RECIPES`.
+        train: Whether to train for a step before the export.
         copies: Whether to check that a copied, a pickled and a reloaded model convert to the same codes.
     """
     start = time.monotonic()
     module = types.ModuleType("fuzzed_network")
     sys.modules[module.__name__] = module  # pickle finds the class there
     scope = vars(module)
+    skipped = {step for step, is_wanted in (("train", train), ("copies", copies)) if not is_wanted}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         exec(HEAD + source, scope)
         texts = _steps(target, recipe, f"{folder}/network")
         for step, text in texts.items():
-            if step == "copies" and not copies:
+            if step in skipped:
                 continue
             try:
                 exec(text, scope)
@@ -163,13 +167,15 @@ def run(source: str, target: str, recipe: str, *, copies: bool = False) -> Outco
     return Outcome("not ok" if problem else "ok", "verify", problem or "", time.monotonic() - start)
 
 
-def script(source: str, target: str, recipe: str, outcome: Outcome) -> str:
+def script(source: str, target: str, recipe: str, outcome: Outcome, *, train: bool = True) -> str:
     """Returns a script that reproduces a failure by itself."""
     lines = f"{outcome.kind} ({outcome.step}): {outcome.message}".splitlines()[:8]
     comment = "\n".join(f"# {line}"[:160].rstrip() for line in [f"{target}, {recipe}", *lines])
+    wanted = list(STEPS)[: list(STEPS).index(outcome.step) + 1] if outcome.step in STEPS else list(STEPS)
     texts = _steps(target, recipe, "/tmp/network")
-    last = list(STEPS).index(outcome.step) if outcome.step in STEPS else len(STEPS)
-    steps = [text for n, (step, text) in enumerate(texts.items()) if n <= last and (step != "copies" or n == last)]
+    steps = [
+        texts[step] for step in wanted if (step != "train" or train) and (step != "copies" or outcome.step == "copies")
+    ]
     ending = {"verify": "print(found.verdict())\n", "copies": "print(different)\n"}.get(outcome.step, "")
     head = HEAD if outcome.step == "copies" else "import fakequant as fq\n"
     return f"{comment}\n{head}{source}\n\n{''.join(steps)}{ending}"

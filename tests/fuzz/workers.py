@@ -18,14 +18,14 @@ class Worker:
         self._process = None
         self._trials = 0
 
-    def run(self, source, target, recipe, copies=False):
+    def run(self, source, target, recipe, **options):
         """Returns the `Outcome` of a trial. A process that ends or does not answer in time is a crash."""
         from trial import Outcome
 
         if self._process is None or self._trials >= TRIALS_PER_PROCESS:
             self._start()
         self._trials += 1
-        self._pipe.send((source, target, recipe, copies))
+        self._pipe.send((source, target, recipe, options))
         if not self._pipe.poll(self.limit):
             self.close()
             return Outcome("crash", "process", f"no answer within {self.limit:.0f} s", self.limit)
@@ -66,7 +66,7 @@ def _serve(pipe) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            source, target, recipe, copies = pipe.recv()
+            source, target, recipe, options = pipe.recv()
         except (EOFError, OSError):
             sys.exit()
-        pipe.send(trial.run(source, target, recipe, copies=copies))
+        pipe.send(trial.run(source, target, recipe, **options))
