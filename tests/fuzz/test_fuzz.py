@@ -22,6 +22,8 @@ pytest.importorskip("onnxscript")
 
 # Steps through the pairs so that neighbouring seeds have other targets and other recipes.
 NETWORKS = [(seed, *PAIRS[7 * seed % len(PAIRS)]) for seed in range(20)]
+# Seeds of networks that their target cannot compute. At most one in twenty.
+REFUSED: set[int] = set()
 # Every pattern appears within so many networks.
 SEEDS = 300
 
@@ -36,7 +38,8 @@ def test_a_random_network_is_verified(seed, target, recipe):
     pytest.importorskip({"openvino": "openvino", "xnnpack": "executorch"}.get(target.split("-")[0], "onnxruntime"))
     source = network(seed)
     outcome = run(source, target, recipe, copies=seed % 3 == 0)
-    assert outcome.kind == "ok", f"{outcome.kind} ({outcome.step}): {outcome.message}\n\n{source}"
+    expected = "refused" if seed in REFUSED else "ok"
+    assert outcome.kind == expected, f"{outcome.kind} ({outcome.step}): {outcome.message}\n\n{source}"
 
 
 @pytest.mark.parametrize("target", ["openvino", "openvino-vnni"])
