@@ -9,7 +9,7 @@ INSTALL = -m pip install -q --no-build-isolation --no-deps -e . -C build-dir=$(B
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cc' -o -name '*.h') \
            $(shell find src -name '*.py')
 
-.PHONY: test zoo demo docs bench build wheel-test lint stub test-kernels test-neon test-torch test-python clean
+.PHONY: test zoo fuzz demo docs bench build wheel-test lint stub test-kernels test-neon test-torch test-python clean
 
 # The second run uses the Python nodes, as users of other torch releases do. Two test processes share the CPUs, so
 # torch's threads must not spin while they wait.
@@ -25,6 +25,14 @@ test: build lint test-kernels $(VENV)/.docs
 zoo: export OMP_WAIT_POLICY = PASSIVE
 zoo: build
 	FAKEQUANT_ZOO=all $(PY) -m pytest -n 2 --dist worksteal tests/zoo
+
+# Runs random networks through the whole flow; `make test` runs some. make fuzz N=500 SEED=0
+N    ?= 100
+SEED ?= 0
+
+fuzz: export OMP_WAIT_POLICY = PASSIVE
+fuzz: build
+	$(PY) tests/fuzz/fuzz.py --networks $(N) --seed $(SEED) --scripts build/fuzz
 
 demo: build
 	$(VENV)/bin/fakequant demo
