@@ -287,7 +287,7 @@ def _finish(program: "Model", opset: int, target: _targets.Target) -> None:
     from fakequant._onnx import format_lowering, graph_forms, lowering, old_opsets
     from fakequant._onnx.gather_codes import gather_codes
 
-    graph_forms.rewrite(program)
+    graph_forms.rewrite(program, target)
     # Lowering must use the features of the file's opset, which may be lower than the exporter's.
     exported = program.opset_imports[""]
     program.opset_imports[""] = opset
