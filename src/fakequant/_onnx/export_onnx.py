@@ -93,6 +93,9 @@ def export_onnx(
     onnx = require("onnx", "onnx")
     ir = require("onnx_ir", "onnxscript")
     require("onnxscript", "onnxscript")
+    from fakequant._onnx import trial_run
+    from fakequant._verify import result_leaves
+
     args, kwargs = inputs_of(example_inputs)
     order = list(inspect.signature(model.forward).parameters)
     kwargs = dict(sorted(kwargs.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
@@ -106,8 +109,9 @@ def export_onnx(
                 "Use fakequant.export_executorch, or prepare the model for another target."
             )
         require_float32(golden, args, kwargs)
+        results = require_no_autocast(golden.eval(), args, kwargs)
         program = _export(golden, args, kwargs, max(opset, TORCHS_LOWEST), shapes)
-        _finish(program, opset, goal)
+        modules = _finish(program, opset, goal)
         program.metadata_props[metadata_keys.INPUTS] = json.dumps([value.name for value in program.graph.inputs])
         _rename(program.graph.inputs, input_names, "input_names")
         _rename(program.graph.outputs, output_names, "output_names")
@@ -118,6 +122,7 @@ def export_onnx(
         onnx.helper.set_model_props(written, {**program.metadata_props, metadata_keys.GRAPH: digest_of_graph(written)})
         onnx.save(written, unfinished)
         onnx.checker.check_model(str(unfinished), full_check=True)
+        trial_run.require_runs(unfinished, goal, (args, kwargs), result_leaves.tensors(results), modules)
 
 
 def converted(model: nn.Module, target: str | None, strict: bool) -> nn.Module:
@@ -168,8 +173,8 @@ class _Autocast(ValueError):
     """The model's forward pass switches autocast on."""
 
 
-def require_no_autocast(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
-    """Runs the model once and raises _Autocast if its forward pass switches autocast on."""
+def require_no_autocast(model: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+    """Runs the model and returns its results. Raises _Autocast if its forward pass switches autocast on."""
 
     def look(module: nn.Module, inputs: Args) -> None:
         if torch.is_autocast_enabled("cpu"):
@@ -182,7 +187,7 @@ def require_no_autocast(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
     handles = [m.register_forward_pre_hook(look) for m in model.modules() if isinstance(m, (IntegerLayer, Grid))]
     try:
         with torch.no_grad():
-            model(*_copied(args), **_copied(kwargs))
+            return model(*_copied(args), **_copied(kwargs))
     except _Autocast:
         raise
     except Exception as error:
@@ -213,7 +218,6 @@ def inputs_of(example: Any) -> tuple[Args, Kwargs]:
 
 def _export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: DynamicShapes | None) -> "Model":
     """Returns the ONNX program from torch's exporter, with one node per grid and per stored weight."""
-    require_no_autocast(model.eval(), args, kwargs)
     make_exportable(model)
     with quiet_exporter(), torch.no_grad():
         try:
@@ -289,11 +293,12 @@ def _batch_of(x: object) -> dict[int, str] | None:
     return {0: "batch"} if isinstance(x, Tensor) and x.dim() > 0 else None
 
 
-def _finish(program: "Model", opset: int, target: _targets.Target) -> None:
-    from fakequant._onnx import format_lowering, graph_forms, lowering, old_opsets
+def _finish(program: "Model", opset: int, target: _targets.Target) -> dict[str, str]:
+    """Turns torch's program into that of the file. Returns the modules of nodes, see `trial_run`."""
+    from fakequant._onnx import format_lowering, graph_forms, lowering, old_opsets, trial_run
     from fakequant._onnx.gather_codes import gather_codes
 
-    graph_forms.rewrite(program)
+    graph_forms.rewrite(program, target)
     # Lowering must use the features of the file's opset, which may be lower than the exporter's.
     exported = program.opset_imports[""]
     program.opset_imports[""] = opset
@@ -302,7 +307,9 @@ def _finish(program: "Model", opset: int, target: _targets.Target) -> None:
     program.opset_imports[""] = exported
     if opset < exported:
         old_opsets.downgrade(program, opset)
+    modules = trial_run.modules_of_nodes(program.graph)
     lowering.strip(program)
+    return modules
 
 
 @contextmanager

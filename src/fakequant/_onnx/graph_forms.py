@@ -12,22 +12,42 @@
   refuse the file. It removes a Clip at this place.
 - The same Clip is inserted between a Pad and a MaxPool. ONNX Runtime would otherwise merge them into a MaxPool whose
   padding is ignored, although a padded 0 is larger than a negative element.
+
+For ONNX Runtime only:
+
+- The same Max is inserted between a quantizer and a Softmax. ONNX Runtime would otherwise compute it with a kernel that
+  rounds the inverse of the result's scale to an integer.
+- The same Max is inserted between a quantizer to a float format and an operator that ONNX Runtime applies to codes,
+  and has no kernel for if they are FP8.
+- A quantizer before an operator that selects elements is repeated after it, if an operator that reads codes follows.
+  ONNX Runtime would otherwise compute that operator in float. The quantizer is always repeated if its codes are signed:
+  ONNX Runtime would otherwise do so itself, with two types for the same codes, and refuse the file.
 """
+
+from collections.abc import Set
 
 import numpy as np
 import onnx_ir as ir
 
 from fakequant._moves import ONNX_MOVES
 from fakequant._onnx.lowering import DOMAIN, constant_of, input_of
+from fakequant._targets import Target
 
 # The nodes of `format_lowering`.
 FORMAT_NODES = {"FormatGrid", "Rounded", "StoredFormat"}
 _LAYERS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
+# Operators that ONNX Runtime has integer kernels for, and whose codes the golden model computes in integers.
+_READ_CODES = {"Conv", "Gemm", "MatMul", "Add", "Mul", "AveragePool", "GlobalAveragePool"}
+# Operators that only move or select elements: those before which ONNX Runtime moves quantizers itself, and others.
+_PASSED = {"MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice"}
+_SELECTING = {"Split", "Gather", "GatherElements", "Expand", "Tile", "DepthToSpace", "Flatten"}
+# Operators that ONNX Runtime applies to FP8 codes without having a kernel for them.
+_WITHOUT_FP8 = {"MaxPool", "Squeeze", "Unsqueeze", "Slice", "ArgMax"}
 # The shapes and bytes of a grid's scale and zero point.
 _QParams = tuple[tuple[tuple[int, ...], bytes] | None, ...]
 
 
-def rewrite(model: ir.Model) -> None:
+def rewrite(model: ir.Model, target: Target) -> None:
     """Applies all rewrites. Runs before lowering, while quantizers are still Grid nodes."""
     for node in list(model.graph):
         if node.op_type == "ReduceMean" and not node.domain:
@@ -47,6 +67,12 @@ def rewrite(model: ir.Model) -> None:
             _keep_float_weights(node)
         elif not node.domain and node.op_type == "MaxPool":
             _keep_padding(node)
+    if target.runtime == "onnxruntime":
+        for node in list(model.graph):
+            if _is_grid(node):
+                _repeat_after_moves(node, target)
+            elif not node.domain:
+                _keep_floats(node)
 
 
 def _is_grid(node: ir.Node) -> bool:
@@ -57,10 +83,10 @@ def _is_move(node: ir.Node) -> bool:
     return not node.domain and node.op_type in ONNX_MOVES
 
 
-def _producer_behind_moves(value: ir.Value) -> ir.Node | None:
+def _producer_behind_moves(value: ir.Value, moves: Set[str] = ONNX_MOVES) -> ir.Node | None:
     """Returns the node that computes a value, skipping operators that only move or select elements."""
     node = value.producer()
-    while node is not None and _is_move(node):
+    while node is not None and not node.domain and node.op_type in moves:
         node = input_of(node, 0).producer()
     return node
 
@@ -126,6 +152,27 @@ def _keep_padding(node: ir.Node) -> None:
     producer = input_of(node, 0).producer()
     if producer is not None and producer.op_type == "Pad" and not producer.domain:
         _clip_nothing_before(node, str(node.outputs[0].name))
+
+
+def _keep_floats(node: ir.Node) -> None:
+    """Stops ONNX Runtime from computing a node with codes, if it has no kernel for it or an inexact one."""
+    if not node.inputs or node.inputs[0] is None:
+        return
+    source = _producer_behind_moves(node.inputs[0], _PASSED)
+    if source is None:
+        return
+    is_fp8 = source.op_type in FORMAT_NODES
+    is_inexact = node.op_type == "Softmax" and _is_grid(source)
+    if is_inexact or (is_fp8 and (node.op_type in _WITHOUT_FP8 or _is_product_of_formats(node))):
+        _insert_before(node, "Max", str(node.outputs[0].name), ("lowest",))
+
+
+def _is_product_of_formats(node: ir.Node) -> bool:
+    """Returns True for a product of two tensors that are quantized to float formats, and not stored."""
+    if node.op_type != "MatMul":
+        return False
+    sources = [_producer_behind_moves(input_of(node, number)) for number in (0, 1)]
+    return all(source is not None and source.op_type in FORMAT_NODES - {"StoredFormat"} for source in sources)
 
 
 def _clip_nothing_before(node: ir.Node, name: str) -> None:
@@ -216,6 +263,41 @@ def _repeat_before_moves(node: ir.Node) -> None:
         graph.insert_before(producer, copy)
         producer.replace_input_with(0, out)
         at = copy
+
+
+def _repeat_after_moves(node: ir.Node, target: Target) -> None:
+    lowest = node.attributes["lowest"].as_int()
+    is_signed = -128 <= lowest < 0 and not target.unsigned_activations
+    pending = [node.outputs[0]] if _is_per_tensor(node) else []
+    while pending:
+        for move in [user for user, number in pending.pop().uses() if number == 0 and not user.domain]:
+            if move.op_type not in _SELECTING | _PASSED:
+                continue
+            for value in list(move.outputs):
+                if value.uses() and (is_signed or (move.op_type in _SELECTING and _is_read_as_codes(value))):
+                    value = _repeated_after(node, move, value)
+                pending.append(value)
+
+
+def _is_read_as_codes(value: ir.Value) -> bool:
+    """Returns True if an operator with an integer kernel reads a value, perhaps behind moves."""
+    users = [user for user, _ in value.uses() if not user.domain]
+    moved = [out for user in users if user.op_type in _SELECTING | _PASSED for out in user.outputs]
+    return any(user.op_type in _READ_CODES for user in users) or any(map(_is_read_as_codes, moved))
+
+
+def _repeated_after(node: ir.Node, move: ir.Node, value: ir.Value) -> ir.Value:
+    """Inserts a copy of a grid between a result of a move and its readers that are no grids. Returns its result."""
+    graph, users = move.graph, [use for use in value.uses() if not _is_grid(use[0])]
+    assert graph is not None
+    attributes = {key: attribute.value for key, attribute in node.attributes.items() if key != "also"}
+    attributes |= {"name": f"{attributes['name']}.after_{move.op_type.lower()}", "is_within": 1}
+    out = ir.Value(name=f"{value.name}_again", shape=value.shape, type=ir.TensorType(ir.DataType.FLOAT))
+    made = ir.convenience.convert_attributes(attributes)
+    graph.insert_after(move, ir.Node(DOMAIN, "Grid", [value, *node.inputs[1:]], made, outputs=[out]))
+    for user, number in users:
+        user.replace_input_with(number, out)
+    return out
 
 
 def _take_in_relu(node: ir.Node) -> None:

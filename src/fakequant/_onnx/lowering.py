@@ -70,7 +70,7 @@ def operator_of(
 
 
 # `lowest` and `highest` are the quantizer's full range, which decides the storage type. Codes are clipped to
-# `qmin` and `qmax`.
+# `qmin` and `qmax`, unless `is_within` is set because the input is on the grid already.
 _GRID = operator_of("Grid", {"x": "F"}, ["qmin", "qmax", "lowest", "highest"])
 _STORED = operator_of("Stored", {"x": "Q"}, ["bits"])
 # `name` is that of the weight, and `grid` that of the input's quantizer.
@@ -133,7 +133,7 @@ class Lowering:
         dtype, offset = self._storage(path, lowest, highest)
         lo, hi = (node.attributes[end].as_int() + offset for end in ("qmin", "qmax"))
         scale, zero_point, attributes = self._parameters(node, path, dtype, offset)
-        x, is_full = input_of(node, 0), (lo, hi) == _OWN_RANGES[dtype]
+        x, is_full = input_of(node, 0), (lo, hi) == _OWN_RANGES[dtype] or "is_within" in node.attributes
         if not is_full and dtype in (_INT16, _UINT16):
             x, is_full = self._clipped(node, path, name, x, scale, zero_point, lo, hi, attributes), True
         quantized = f"{name}_quantized"

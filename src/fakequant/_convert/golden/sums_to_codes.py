@@ -1,4 +1,4 @@
-"""The arithmetic of runtimes: how floats, sums of products, additions and means become codes.
+"""The arithmetic of runtimes: how floats, sums of products, additions, products and means become codes.
 
 The reference runs the operators of the ONNX graph one after the other, in float32. ONNX Runtime fuses a layer, an
 addition or a mean with the quantizer that follows it into one kernel. Its codes differ from those of the reference
@@ -11,13 +11,16 @@ The docstrings below give the formulas, which are computed in float32 in the ord
 Codes are integers in float32.
 """
 
+import math
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.formula import onnx_steps
 from fakequant._backends.torch.fused_multiply_add import fma
-from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, Joined, codes_of, plain, quantized
+from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, Joined, Windows, codes_of, plain, quantized
 from fakequant.spec import QuantSpec
 
 
@@ -54,6 +57,10 @@ class Reference:
         """quantize(a + b)."""
         return quantized(a + b, grid)
 
+    def from_product(self, a: Tensor, a_grid: GridOf, b: Tensor, b_grid: GridOf, grid: GridOf) -> Tensor:
+        """quantize(a * b), element by element."""
+        return self.from_float(a * b, grid)
+
     def from_average(self, x: Tensor, x_grid: GridOf, axes: tuple[int, ...], grid: GridOf) -> Tensor:
         """quantize(mean(x))."""
         return quantized(x.mean(axes, keepdim=True), grid)
@@ -62,9 +69,18 @@ class Reference:
         """quantize(cat(operands))."""
         return self.from_float(join.value, grid)
 
+    def from_pool(self, x: Tensor, x_grid: GridOf, windows: Windows, grid: GridOf) -> Tensor:
+        """quantize(average_pool(x))."""
+        pool = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[len(windows.size) - 1]
+        return self.from_float(pool(x, *windows[:3], False, windows.counts_padding), grid)
+
 
 class OnnxRuntime(Reference):
-    """The kernels of ONNX Runtime for x86: QLinearConv, QGemm, QLinearMatMul, QLinearAdd, QLinearGlobalAveragePool."""
+    """The kernels of ONNX Runtime for x86.
+
+    These are QLinearConv, QGemm, QLinearMatMul, QLinearAdd, QLinearMul, QLinearGlobalAveragePool and
+    QLinearAveragePool. Codes and zero points are those in the file, where signed codes are stored with an offset.
+    """
 
     def from_sums(self, sums: Tensor, scale: Tensor, grid: GridOf) -> Tensor:
         """clamped(sums * (scale / grid.scale))."""
@@ -75,11 +91,20 @@ class OnnxRuntime(Reference):
 
         ra and rb are the scales of a and b divided by `grid.scale`. za and zb are their zero points.
         """
+        if not _are_bytes(a_grid, b_grid, grid):
+            return super().from_addition(a, a_grid, b, b_grid, grid)
         ra, rb = a_grid.scale / grid.scale, b_grid.scale / grid.scale
-        za, zb = a_grid.zero_point.float(), b_grid.zero_point.float()
-        fixed = grid.zero_point.float() - fma(ra, za, rb * zb)
-        q = torch.round(fma(codes_of(a, a_grid), ra, fma(codes_of(b, b_grid), rb, fixed)))
-        return q.clamp(grid.spec.qmin, grid.spec.qmax)
+        za, zb, zero_point = (_stored_zero_point(of) for of in (a_grid, b_grid, grid))
+        a, b = (codes_of(plain(x), of) + _offset(of) for x, of in ((a, a_grid), (b, b_grid)))
+        q = torch.round(fma(a, ra, fma(*torch.broadcast_tensors(b, rb, zero_point - fma(ra, za, rb * zb)))))
+        return _on(grid, q)
+
+    def from_product(self, a: Tensor, a_grid: GridOf, b: Tensor, b_grid: GridOf, grid: GridOf) -> Tensor:
+        """clip(rint((a - za) * (b - zb) * (a_grid.scale * b_grid.scale / grid.scale) + zero_point))."""
+        if not _are_bytes(a_grid, b_grid, grid):
+            return super().from_product(a, a_grid, b, b_grid, grid)
+        levels = onnx_steps(plain(a), a_grid.scale) * onnx_steps(plain(b), b_grid.scale)
+        return _on(grid, torch.round(levels * (a_grid.scale * b_grid.scale / grid.scale) + _stored_zero_point(grid)))
 
     def from_average(self, x: Tensor, x_grid: GridOf, axes: tuple[int, ...], grid: GridOf) -> Tensor:
         """clamped(sum(codes - zero_point) * (scale / (grid.scale * number))), for means over height and width.
@@ -91,6 +116,44 @@ class OnnxRuntime(Reference):
         number = x.shape[2] * x.shape[3]
         sums = onnx_steps(x.double(), x_grid.scale).sum(axes, keepdim=True)
         return _clamped(sums.float() * (x_grid.scale / (grid.scale * number)), grid)
+
+    def from_pool(self, x: Tensor, x_grid: GridOf, windows: Windows, grid: GridOf) -> Tensor:
+        """clip(rint(sum(x) / number / grid.scale + zero_point)). The sum adds one element after the other."""
+        if not _are_bytes(x_grid, grid):
+            return super().from_pool(x, x_grid, windows, grid)
+        total = torch.zeros(())
+        for part in _elements_of(plain(x), windows):
+            total = total + part
+        number = torch.tensor(float(math.prod(windows.size)))
+        if not windows.counts_padding:
+            number = torch.stack(_elements_of(torch.ones_like(plain(x)), windows)).sum(0)
+        return _on(grid, torch.round(total / number / grid.scale + _stored_zero_point(grid)))
+
+
+def _elements_of(x: Tensor, windows: Windows) -> list[Tensor]:
+    """Returns the first element of every window, the second element of every window, and so on."""
+    x = F.pad(x, [n for padding in reversed(windows.padding) for n in (padding, padding)])
+    for axis, (size, stride) in enumerate(zip(windows.size, windows.stride, strict=True), start=2):
+        x = x.unfold(axis, size, stride)
+    return list(x.flatten(2 + len(windows.size)).unbind(-1))
+
+
+def _are_bytes(*grids: GridOf) -> bool:
+    """Returns True if the kernels take these grids. With more bits, ONNX Runtime computes as the graph says."""
+    return all(grid.scale.dim() == 0 and grid.spec.bits <= 8 for grid in grids)
+
+
+def _offset(grid: GridOf) -> int:
+    """Returns what is added to codes that are stored as unsigned integers."""
+    return 128 if grid.spec.qmin == -128 else max(-grid.spec.qmin, 0)
+
+
+def _stored_zero_point(grid: GridOf) -> Tensor:
+    return (grid.zero_point + _offset(grid)).float()
+
+
+def _on(grid: GridOf, stored: Tensor) -> Tensor:
+    return (stored - _offset(grid)).clamp(grid.spec.qmin, grid.spec.qmax)
 
 
 def _clamped(levels: Tensor, grid: GridOf) -> Tensor:

@@ -20,7 +20,9 @@ These are all kinds of origins:
     Accumulated    sum * scale                      the output of a layer: sums of products of codes
     Added          a + b                            a and b are on grids
     LayerAdded     sum * scale + b                  b is on a grid
+    Multiplied     a * b, element by element        a and b are on grids
     Averaged       mean of a over some axes         a is on a grid
+    Pooled         means of windows of a            a is on a grid
     Rectified      max(a, 0)                        a has an origin that is not a grid
     Moved          elements of a, in other places   a has an origin that is not a grid
     Joined         elements of several tensors      at least one of them has an origin; others are Floats
@@ -81,11 +83,17 @@ class Arithmetic(Protocol):
     def from_addition(self, a: Tensor, a_grid: GridOf, b: Tensor, b_grid: GridOf, grid: GridOf) -> Tensor:
         """Returns the codes of `a + b`. Both operands are on their grids."""
 
+    def from_product(self, a: Tensor, a_grid: GridOf, b: Tensor, b_grid: GridOf, grid: GridOf) -> Tensor:
+        """Returns the codes of `a * b`, element by element. Both operands are on their grids."""
+
     def from_average(self, x: Tensor, x_grid: GridOf, axes: tuple[int, ...], grid: GridOf) -> Tensor:
         """Returns the codes of the mean of `x`, which is on its grid, over `axes`. The axes are kept with length 1."""
 
     def from_join(self, join: "Joined", grid: GridOf) -> Tensor:
         """Returns the codes of a concatenation."""
+
+    def from_pool(self, x: Tensor, x_grid: GridOf, windows: "Windows", grid: GridOf) -> Tensor:
+        """Returns the codes of the means of windows of `x`, which is on its grid."""
 
 
 # --- origins --------------------------------------------------------------------------------------
@@ -153,7 +161,7 @@ class Accumulated:
 
 @dataclasses.dataclass(frozen=True)
 class Added:
-    """The tensor is the sum of two tensors of the same shape that are on grids."""
+    """The tensor is the sum of two tensors that are on grids. `a` has the shape of the sum."""
 
     a: OnGrid
     b: OnGrid
@@ -171,6 +179,38 @@ class LayerAdded:
 
     def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
         return arithmetic.from_layer_addition(self.layer, self.b.value, self.b.grid, grid)
+
+
+@dataclasses.dataclass(frozen=True)
+class Multiplied:
+    """The tensor is the product of two tensors that are on grids, element by element."""
+
+    a: OnGrid
+    b: OnGrid
+
+    def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
+        return arithmetic.from_product(self.a.value, self.a.grid, self.b.value, self.b.grid, grid)
+
+
+class Windows(NamedTuple):
+    """The windows of an average pool, with one entry per spatial axis."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    # Whether padded zeros count as elements of a window.
+    counts_padding: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Pooled:
+    """The tensor is the average pool of a tensor that is on a grid."""
+
+    x: OnGrid
+    windows: Windows
+
+    def codes(self, arithmetic: Arithmetic, grid: GridOf) -> Tensor:
+        return arithmetic.from_pool(self.x.value, self.x.grid, self.windows, grid)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,11 +371,11 @@ def _is_current(origin: Origin) -> bool:
     match origin:
         case OnGrid() | Floats():
             return origin.version == _version(origin.value)
-        case Added():
+        case Added() | Multiplied():
             return _is_current(origin.a) and _is_current(origin.b)
         case LayerAdded():
             return _is_current(origin.b)
-        case Averaged():
+        case Averaged() | Pooled():
             return _is_current(origin.x)
         case Moved() | Rectified():
             return _is_current(origin.of)
@@ -438,11 +478,16 @@ def _added(call: _Call) -> Origin | None:
     origins = [origin_of(x) for x in call.args]
     if len(origins) != 2 or call.kwargs.get("alpha", 1) != 1:
         return None
-    if None in origins or call.args[0].shape != call.args[1].shape:
+    if None in origins:
         return None
     match origins:
-        case OnGrid() as a, OnGrid() as b:
+        # The kernels take the operand that is repeated, if there is one, as the second. If it is the first, they may
+        # or may not swap them: that depends on the layout in which a runtime keeps tensors.
+        case OnGrid() as a, OnGrid() as b if a.value.shape == call.result.shape:
             return Added(a, b)
+    if call.args[0].shape != call.args[1].shape:
+        return None
+    match origins:
         case (Accumulated() as layer, OnGrid() as b) | (OnGrid() as b, Accumulated() as layer):
             return LayerAdded(layer, b)
     return None
@@ -462,6 +507,37 @@ def _joined(call: _Call) -> Origin | None:
         return None
     parts = [Floats(plain(x)) if origin is None else origin for x, origin in zip(operands, origins, strict=True)]
     return Joined(call.result, tuple(parts), lambda codes: func(codes, *others, **kwargs))
+
+
+def _product_of_elements(call: _Call) -> Origin | None:
+    match [origin_of(x) for x in call.args]:
+        case OnGrid() as a, OnGrid() as b if a.grid.scale.dim() == b.grid.scale.dim() == 0:
+            return Multiplied(a, b)
+    return None
+
+
+def _pooled(call: _Call) -> Origin | None:
+    """For `avg_pool1d`, `avg_pool2d` and `avg_pool3d`, whose arguments have the same names and order."""
+    origin, rank = origin_of(call.args[0]), _AVERAGE_POOLS[call.func]
+    if not isinstance(origin, OnGrid) or origin.grid.scale.dim() > 0 or origin.value.dim() != rank + 2:
+        return None
+    names = ("input", "kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
+    given = dict(zip(names, call.args, strict=False)) | call.kwargs
+    if given.get("ceil_mode") or given.get("divisor_override") is not None:
+        return None
+    size = _per_axis(given["kernel_size"], rank)
+    stride = size if given.get("stride") in (None, (), []) else _per_axis(given["stride"], rank)
+    padding = _per_axis(given.get("padding", 0), rank)
+    return Pooled(origin, Windows(size, stride, padding, bool(given.get("count_include_pad", True))))
+
+
+def _per_axis(value: Any, rank: int) -> tuple[int, ...]:
+    numbers = (value,) if isinstance(value, int) else tuple(value)
+    return numbers * rank if len(numbers) == 1 else numbers
+
+
+# The average pools, and the number of their spatial axes.
+_AVERAGE_POOLS: dict[TorchFunction, int] = {pool: rank for rank in (1, 2, 3) for pool in named(f"avg_pool{rank}d")}
 
 
 def _averaged(call: _Call) -> Origin | None:
@@ -513,7 +589,12 @@ _RULES: dict[TorchFunction, _Rule] = {
     **dict.fromkeys((torch.add, Tensor.add, Tensor.__add__, Tensor.__iadd__, Tensor.add_), _added),
     Tensor.__radd__: _added_from_the_right,
     **dict.fromkeys(named("cat", "concat", "concatenate", "stack"), _joined),
+    **dict.fromkeys(
+        (torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__, Tensor.mul_),
+        _product_of_elements,
+    ),
     **dict.fromkeys((torch.mean, Tensor.mean, F.adaptive_avg_pool2d), _averaged),
+    **dict.fromkeys(_AVERAGE_POOLS, _pooled),
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm), _multiplied),
 }  # fmt: skip
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fakequant._util.optional_packages import require
 from fakequant._verify.runtimes.interface import Array, Run
 from fakequant._verify.runtimes.onnx_file import OnnxFile, layers_of_weights, readers_of, weight_node
@@ -106,6 +108,14 @@ class OnnxRuntime(OnnxFile):
 
 
 _PROVIDERS = ["CPUExecutionProvider"]
+
+
+def run_once(path: str | os.PathLike[str], feed: dict[str, Array]) -> list[Array]:
+    """Loads a file and runs it on inputs by name. Raises ImportError without ONNX Runtime, and whatever that raises."""
+    ort = require("onnxruntime", "onnxruntime")
+    session = ort.InferenceSession(str(path), _options(ort, torch.get_num_threads()), providers=_PROVIDERS)
+    found: list[Array] = session.run(None, feed)
+    return found
 
 
 def _options(ort: ModuleType, threads: int, level: int | None = _EXACT_LEVEL) -> Any:

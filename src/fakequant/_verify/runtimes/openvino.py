@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 
 from fakequant._util.optional_packages import require
 from fakequant._verify.runtimes.interface import Array, Run
@@ -156,7 +157,7 @@ class OpenVino(OnnxFile):
     def _run(self, model: Any, codes: Iterable[str], feed: dict[str, Array]) -> tuple[list[Array], dict[str, Array]]:
         """Returns the results of a compiled model, and its watched values by name."""
         try:
-            found = [np.array(value) for value in model(feed).values()]
+            found = _outputs(model, feed)
         except Exception as error:  # of classes without a common base
             raise self.cannot_run(feed, error) from error
         count = len(self.outputs)
@@ -165,6 +166,19 @@ class OpenVino(OnnxFile):
     def run_with_rounding(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Array] | None:
         """Returns the results with the default settings, at which inputs of weight-only layers are rounded."""
         return None if self.rounding is None else self._run(self.rounding, [], self.feed(args, kwargs))[0]
+
+
+def run_once(path: str | os.PathLike[str], feed: dict[str, Array]) -> list[Array]:
+    """Loads a file and runs it on inputs by name. Raises ImportError without OpenVINO, and whatever that raises."""
+    core = import_openvino().Core()
+    settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    return _outputs(core.compile_model(core.read_model(path), "CPU", settings), feed)
+
+
+def _outputs(model: Any, feed: dict[str, Array]) -> list[Array]:
+    """Runs a compiled model. It has no ports for inputs that nothing reads."""
+    read = {name for port in model.inputs for name in port.get_names()}
+    return [np.array(value) for value in model({name: x for name, x in feed.items() if name in read}).values()]
 
 
 def _are_equal(some: list[Array], others: list[Array]) -> bool:

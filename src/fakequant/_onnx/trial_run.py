@@ -1,0 +1,123 @@
+"""Runs a new file once on the example, in the runtime that it is for, so that no file is written that cannot run."""
+
+import ast
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from fakequant._backends.torch.torch_private import pytree
+
+if TYPE_CHECKING:
+    from fakequant._targets import Target
+
+# Types that ONNX Runtime 1.31 and OpenVINO 2026.4 have no kernels for, or not for all operators that take them. Files
+# with these types are not run: they are for other runtimes, or for later releases.
+_WITHOUT_KERNELS = {
+    onnx.TensorProto.FLOAT4E2M1,
+    onnx.TensorProto.FLOAT8E8M0,
+    onnx.TensorProto.INT2,
+    onnx.TensorProto.UINT2,
+}
+# The key of torch's exporter for the modules that a node was made in, the outermost first, and the operator.
+_SCOPES = "pkg.torch.onnx.name_scopes"
+
+
+def modules_of_nodes(graph: ir.Graph) -> dict[str, str]:
+    """Returns the paths of the modules in whose code the nodes were made, by the names of nodes and of their results.
+
+    Nodes that were inserted after torch's export are left out.
+    """
+    found = {}
+    for node in graph:
+        scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
+        for name in (node.name, *(value.name for value in node.outputs)):
+            if name and len(scopes) > 1:
+                found[name] = scopes[-2]
+    return found
+
+
+def require_runs(
+    path: Path, target: "Target", inputs: Any, results: Sequence[Tensor], modules: Mapping[str, str]
+) -> None:
+    """Raises ValueError if the runtime of the target refuses the file, or its results have other shapes or types.
+
+    Does nothing if the runtime is not installed, or has no kernels for a type in the file.
+
+    Args:
+        path: The file.
+        target: What the file is for.
+        inputs: The arguments of the model, any nesting of tensors and constants.
+        results: What the golden model returns for them.
+        modules: What `modules_of_nodes` returns.
+    """
+    written = onnx.load(path, load_external_data=False)
+    if {tensor.data_type for tensor in written.graph.initializer} & _WITHOUT_KERNELS:
+        return
+    tensors = [np.asarray(leaf.detach()) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    feed = dict(zip((value.name for value in written.graph.input), tensors, strict=True))
+    name, run = _RUNTIMES[target.runtime]
+    try:
+        ran = run(path, feed)
+    except ImportError:
+        return
+    except Exception as error:  # of classes without a common base
+        reason = _shortened(str(error))
+        raise ValueError(
+            f"{name} refuses the file, so it is not written: {reason}{_place(str(error), modules)}\n"
+            "Change that part of the model, or use another target or opset."
+        ) from error
+    for number, (mine, other) in enumerate(zip(results, ran, strict=True)):
+        theirs = torch.from_numpy(np.array(other))
+        if mine.shape != theirs.shape or mine.is_floating_point() != theirs.is_floating_point():
+            raise ValueError(
+                f"Result {number} is {_kind(mine)} in the model and {_kind(theirs)} in {name}, so the file is not "
+                "written.\nChange the shape of the inputs, for example to batches, or use another target."
+            )
+
+
+def _run_onnxruntime(path: Path, feed: dict[str, Any]) -> list[Any]:
+    from fakequant._verify.runtimes.onnxruntime import run_once
+
+    return run_once(path, feed)
+
+
+def _run_openvino(path: Path, feed: dict[str, Any]) -> list[Any]:
+    from fakequant._verify.runtimes.openvino import run_once
+
+    return run_once(path, feed)
+
+
+# By the key of the runtime: its name, and a function that runs a file.
+_RUNTIMES: dict[str, tuple[str, Callable[[Path, dict[str, Any]], list[Any]]]] = {
+    "onnxruntime": ("ONNX Runtime", _run_onnxruntime),
+    "openvino": ("OpenVINO", _run_openvino),
+}
+_LONGEST = 600
+
+
+def _shortened(message: str) -> str:
+    """Returns the message of a runtime without the places in its own source code."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith(("Exception from", "Check 'false' failed"))] or lines
+    text = " ".join(lines)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _place(message: str, modules: Mapping[str, str]) -> str:
+    """Returns the module that a message is about, if it names a node or a tensor."""
+    words = re.split(r"[^\w.]+", message)
+    paths = dict.fromkeys(modules[word] for word in words if word in modules)
+    if not paths:
+        return ""
+    return f"\nThis is in {' and '.join(repr(path) if path else 'the model itself' for path in list(paths)[:3])}."
+
+
+def _kind(x: Tensor) -> str:
+    return f"{str(x.dtype)[6:]} of shape {tuple(x.shape)}"
