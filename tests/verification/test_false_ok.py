@@ -109,8 +109,8 @@ def test_verify_compares_results_after_the_last_quantizer(tmp_path, monkeypatch)
     comparison = pytest.importorskip("fakequant._verify.verify")._Comparison
     run = comparison._run_prepared
 
-    def a_little_off(self, *args):
-        y, codes = run(self, *args)
+    def a_little_off(self, inputs):
+        y, codes = run(self, inputs)
         return y * 1.00001, codes
 
     monkeypatch.setattr(comparison, "_run_prepared", a_little_off)
@@ -229,7 +229,7 @@ def change_first_element(file, name):
 
 
 def test_verify_refuses_results_of_unknown_types():
-    leaves = pytest.importorskip("fakequant._verify.result_leaves")
+    leaves = pytest.importorskip("fakequant._convert.result_leaves")
 
     class Odd:
         pass

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fakequant import recipes
 from fakequant._convert.convert import convert
+from fakequant._convert.result_leaves import tensors
 from fakequant._onnx.export_onnx import export_onnx
 from fakequant._prepare.prepare import prepare, unprepare
 from fakequant._prepare.shares import Amount, shares_in_words
@@ -20,7 +21,6 @@ from fakequant._prepare.summary import Summary, summary
 from fakequant._train.calibrate import calibrate
 from fakequant._train.running import call_arguments, check_module, copied
 from fakequant._util.text_table import table
-from fakequant._verify.result_leaves import tensors
 from fakequant._verify.verdict import Verification
 from fakequant._verify.verify import verify
 from fakequant.config import QuantConfig

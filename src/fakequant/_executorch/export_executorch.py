@@ -1,6 +1,7 @@
 """`export_executorch`: writes a model to a program for ExecuTorch, with integer kernels of XNNPACK."""
 
 import inspect
+import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,12 +20,12 @@ from fakequant._onnx.export_onnx import (
     inputs_of,
     reason_of,
     require_float32,
-    require_no_autocast,
+    result_names,
     without_autocast,
 )
 from fakequant._onnx.exported_modules import DynamicLength
 from fakequant._onnx.fingerprint import digest_of_parameters
-from fakequant._onnx.metadata_keys import PARAMETERS, TARGET
+from fakequant._onnx.metadata_keys import OUTPUTS, PARAMETERS, TARGET
 from fakequant._train.running import check_module
 from fakequant._util.optional_packages import writing
 
@@ -84,8 +85,13 @@ def export_executorch(
     with writing(path) as unfinished, without_autocast():
         golden = converted(model, _TARGET, strict).eval()
         require_float32(golden, args, kwargs)
-        require_no_autocast(golden, args, kwargs)
-        notes = {TARGET: _TARGET, PARAMETERS: digest_of_parameters(golden), FILE: UNSEALED}
+        results = result_names(golden, args, kwargs)
+        notes = {
+            TARGET: _TARGET,
+            OUTPUTS: json.dumps(results),
+            PARAMETERS: digest_of_parameters(golden),
+            FILE: UNSEALED,
+        }
         program = _program(golden, args, kwargs, shapes, notes)
         unfinished.write_bytes(sealed(program.data))
     return program.delegation

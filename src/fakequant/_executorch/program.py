@@ -10,6 +10,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import Graph
 
+from fakequant._convert.result_leaves import return_tensors
 from fakequant._executorch.available_kernels import require_kernels
 from fakequant._executorch.delegation import Delegation, find_delegation
 from fakequant._executorch.exported_modules import Seen, make_exportable
@@ -57,6 +58,7 @@ def make_graph(
 
     model = copy.deepcopy(golden).eval()
     seen = make_exportable(model)
+    return_tensors(model)
     with quiet():
         model(*args, **kwargs)  # makes the parts of weights that are used by themselves
         paths = [path for path, _ in seen]

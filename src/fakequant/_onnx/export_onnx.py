@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from fakequant import _targets
 from fakequant._backends.torch.torch_private import pytree
+from fakequant._convert import result_leaves
 from fakequant._convert.convert import conversion, convert, find_conversion
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
@@ -25,7 +27,7 @@ from fakequant._train.running import check_module
 from fakequant._util.optional_packages import require, writing
 
 if TYPE_CHECKING:
-    from onnx_ir import Model, Value
+    from onnx_ir import Graph, Model, Value
 
 # Arguments of a model are any nesting of tensors and constants.
 Args: TypeAlias = tuple[Any, ...]
@@ -100,11 +102,16 @@ def export_onnx(
         golden = converted(model, target, strict)
         goal = _targets.find(conversion(golden).target)
         require_float32(golden, args, kwargs)
+        results = result_names(golden.eval(), args, kwargs)
         program = _export(golden, args, kwargs, max(opset, TORCHS_LOWEST), shapes)
         _finish(program, opset, goal)
         program.metadata_props[metadata_keys.INPUTS] = json.dumps([value.name for value in program.graph.inputs])
         _rename(program.graph.inputs, input_names, "input_names")
+        if output_names is None:
+            _name_outputs(program.graph, results)
         _rename(program.graph.outputs, output_names, "output_names")
+        outputs = [value.name for value in program.graph.outputs]
+        program.metadata_props[metadata_keys.OUTPUTS] = json.dumps(dict(zip(outputs, results, strict=True)))
         program.ir_version = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
         program.metadata_props[metadata_keys.TARGET] = goal.name
         program.metadata_props[metadata_keys.PARAMETERS] = digest_of_parameters(golden)
@@ -151,6 +158,17 @@ def _rename(values: "Sequence[Value]", names: Sequence[str] | None, argument: st
         value.name = name
 
 
+def _name_outputs(graph: "Graph", names: Sequence[str]) -> None:
+    """Names outputs after the model's results. A name that another value has gets a number."""
+    used = {value.name for node in graph for value in node.outputs} | {value.name for value in graph.inputs}
+    used |= set(graph.initializers)
+    for value, name in zip(graph.outputs, names, strict=True):
+        used.discard(value.name)
+        free = (name if number == 0 else f"{name}_{number}" for number in count())
+        value.name = next(one for one in free if one not in used)
+        used.add(value.name)
+
+
 @contextmanager
 def without_autocast() -> Iterator[None]:
     """Context in which autocast is off."""
@@ -162,8 +180,11 @@ class _Autocast(ValueError):
     """The model's forward pass switches autocast on."""
 
 
-def require_no_autocast(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
-    """Runs the model once and raises _Autocast if its forward pass switches autocast on."""
+def result_names(model: nn.Module, args: Args, kwargs: Kwargs) -> list[str]:
+    """Runs the model once, and returns the names of its results.
+
+    Raises ValueError if its forward pass switches autocast on, or fails, or returns nothing that a file can.
+    """
 
     def look(module: nn.Module, inputs: Args) -> None:
         if torch.is_autocast_enabled("cpu"):
@@ -176,7 +197,7 @@ def require_no_autocast(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
     handles = [m.register_forward_pre_hook(look) for m in model.modules() if isinstance(m, (IntegerLayer, Grid))]
     try:
         with torch.no_grad():
-            model(*_copied(args), **_copied(kwargs))
+            result = model(*_copied(args), **_copied(kwargs))
     except _Autocast:
         raise
     except Exception as error:
@@ -186,6 +207,13 @@ def require_no_autocast(model: nn.Module, args: Args, kwargs: Kwargs) -> None:
     finally:
         for handle in handles:
             handle.remove()
+    try:
+        names = result_leaves.names(result)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    if not names:
+        raise ValueError(f"The model returns no tensor, only {result!r}, so there is nothing to export.")
+    return names
 
 
 def _copied(inputs: Any) -> Any:
@@ -207,8 +235,8 @@ def inputs_of(example: Any) -> tuple[Args, Kwargs]:
 
 def _export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: DynamicShapes | None) -> "Model":
     """Returns the ONNX program from torch's exporter, with one node per grid and per stored weight."""
-    require_no_autocast(model.eval(), args, kwargs)
     make_exportable(model)
+    result_leaves.return_tensors(model)
     with quiet_exporter(), torch.no_grad():
         try:
             return torch_export(model, args, kwargs, opset, shapes)

@@ -47,6 +47,7 @@ class ExecuTorch:
     has_tensors = False
     may_misread = False
     exact_setting = ""
+    random_operators: list[str] = []  # noqa: RUF012  # ExecuTorch has no such kernels
 
     def __init__(self, path: str | os.PathLike[str], threads: int = 1) -> None:
         if not Path(path).is_file():
@@ -60,6 +61,7 @@ class ExecuTorch:
             )
         self.target: str | None = self.notes.target
         self.parameters: str | None = self.notes.parameters
+        self.results: list[str] | None = self.notes.outputs
         self.is_as_written: bool = self.notes.is_unchanged
         self.kernels: dict[str, str] = {}
         self.integers: set[str] = set()
@@ -114,7 +116,8 @@ class ExecuTorch:
             assert grid.scale is not None
             assert grid.zero_point is not None
             codes = codes_of(value, GridOf(grid.scale, grid.zero_point, grid.spec))
-            run.codes.setdefault(path, []).append(codes.numpy().astype(np.int32))
+            calls = run.codes.setdefault(path, {})
+            calls[len(calls)] = codes.numpy().astype(np.int32)
         return run
 
     def run_unwatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Array]:
