@@ -92,7 +92,7 @@ def dict_entry(module, x):
 
 
 def global_variable(module, x):
-    global COUNT  # noqa: PLW0603
+    global COUNT
     COUNT += 1
     return x * (2.0 if COUNT % 5 == 0 else 1.0)
 

@@ -113,6 +113,7 @@ def export_onnx(
         outputs = [value.name for value in program.graph.outputs]
         program.metadata_props[metadata_keys.OUTPUTS] = json.dumps(dict(zip(outputs, results, strict=True)))
         program.ir_version = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
+        program.metadata_props[metadata_keys.TENSORS] = json.dumps(sorted(map(str, program.graph.initializers)))
         program.metadata_props[metadata_keys.TARGET] = goal.name
         program.metadata_props[metadata_keys.PARAMETERS] = digest_of_parameters(golden)
         written = ir.serde.serialize_model(program)

@@ -5,7 +5,7 @@ tolerance. Codes and results decide. Random numbers and state that have no effec
 are allowed. They only lead to more passes, some with extreme random numbers, and are named if results change.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -95,7 +95,7 @@ def _reason(drawn: list[str], changed: list[str]) -> str:
     )
 
 
-def _named(names: list[str]) -> str:
+def _named(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else "")
 
 

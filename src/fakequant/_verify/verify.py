@@ -15,11 +15,22 @@ from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
 from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, Origin, codes_of, dequantized, origin_of, plain
 from fakequant._onnx.call_names import call_name
+from fakequant._prepare.layer_calls import is_note_on_weights
 from fakequant._prepare.prepare import preparation
 from fakequant._prepare.shares import quantized_parameters
 from fakequant._prepare.summary import summary
 from fakequant._train.running import Data, check_module, copied, evaluating, run
-from fakequant._verify.explain_codes import NAN, SCALE, TIE, UNKNOWN, ties, why_prepared, why_runtime, why_sums
+from fakequant._verify.explain_codes import (
+    NAN,
+    READ_WEIGHT,
+    SCALE,
+    TIE,
+    UNKNOWN,
+    ties,
+    why_prepared,
+    why_runtime,
+    why_sums,
+)
 from fakequant._verify.file_of_model import open_file_of
 from fakequant._verify.float_layers import layers_in_float
 from fakequant._verify.repeatability import Outcome, require_repeating, require_repeating_file, require_same
@@ -402,11 +413,16 @@ class _Comparison:
             reason = SCALE
         elif bool(rest.any()):
             why = why_runtime if whose == "runtime" else why_prepared
-            reason = why(found.origin, found.x, found.grid, found.before, golden, other, rest)
+            reason = self._or_known(why(found.origin, found.x, found.grid, found.before, golden, other, rest))
         reasons = self.reasons.setdefault((found.path, whose), {})
         reasons[reason] = None
         # Ties are mentioned only if there is no other reason.
         setattr(report, f"why_{whose}", "; ".join([one for one in reasons if one != TIE] or [TIE]))
+
+    def _or_known(self, reason: str) -> str:
+        """Returns the reason, or one that was known when the model was prepared if it is not explained."""
+        is_known = any(map(is_note_on_weights, preparation(self.model).notes))
+        return READ_WEIGHT if reason == UNKNOWN and is_known else reason
 
     def _count_results(
         self, whose: _Whose, found: _Pass, results: list[Tensor], rounding: Rounding, first: int
@@ -417,7 +433,7 @@ class _Comparison:
                 continue
             _add(self.outputs, f"{whose}_unexplained", int(far.sum()))
             has_nan = a.is_floating_point() and bool((a.isnan() != b.isnan())[far].any())
-            reason = NAN if has_nan else (whose == "runtime" and why_sums(found.sums)) or UNKNOWN
+            reason = NAN if has_nan else (whose == "runtime" and why_sums(found.sums)) or self._or_known(UNKNOWN)
             name = "why" if whose == "runtime" else "why_prepared"
             setattr(self.outputs, name, getattr(self.outputs, name) or reason)
 

@@ -47,7 +47,8 @@ class ExecuTorch:
     has_tensors = False
     may_misread = False
     exact_setting = ""
-    random_operators: list[str] = []  # noqa: RUF012  # ExecuTorch has no such kernels
+    random_operators: tuple[str, ...] = ()  # ExecuTorch has no such kernels
+    missing: tuple[str, ...] = ()
 
     def __init__(self, path: str | os.PathLike[str], threads: int = 1) -> None:
         if not Path(path).is_file():
@@ -131,6 +132,7 @@ class ExecuTorch:
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """Returns the tensors of a batch in the order of the program's inputs."""
         tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        kwargs = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
         if kwargs and not args and set(kwargs) == set(self.notes.inputs):
             tensors = [kwargs[name] for name in self.notes.inputs]
         if len(tensors) != len(self.notes.inputs):

@@ -1,5 +1,6 @@
 """`Runtime`: what `verify` needs from a runtime, whatever its files look like."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
@@ -55,7 +56,10 @@ class Runtime(Protocol):
     results: list[str] | None
 
     # The operators of the file that draw random numbers.
-    random_operators: list[str]
+    random_operators: Sequence[str]
+
+    # Tensors that the file had when it was exported, and has no more under that name.
+    missing: Sequence[str]
 
     # Whether the tensors of the file can be read.
     has_tensors: bool

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fakequant._onnx.call_names import parse_call
 from fakequant._onnx.fingerprint import digest_of_graph
-from fakequant._onnx.metadata_keys import GRAPH, INPUTS, OFFSET, OUTPUTS, PARAMETERS, QUANTIZER, TARGET
+from fakequant._onnx.metadata_keys import GRAPH, INPUTS, OFFSET, OUTPUTS, PARAMETERS, QUANTIZER, TARGET, TENSORS
 from fakequant._util.optional_packages import require
 from fakequant._verify.runtimes.interface import Array, Run
 
@@ -75,6 +75,7 @@ class OnnxFile:
         if isinstance(noted, dict):
             self.results = [noted.get(name, f"{name}, which it does not name") for name in self.outputs]
         self.target, self.parameters = self._noted(TARGET), self._noted(PARAMETERS)
+        self.missing = sorted(set(json.loads(self._noted(TENSORS) or "[]")) - constants)
         self.is_as_written = self._noted(GRAPH) == digest_of_graph(self.model)
         self.kernels: dict[str, str] = {}
         self.integers: set[str] = set()
