@@ -49,6 +49,16 @@ class Noise(nn.Module):
         return self.function(self, x)
 
 
+class Counter(Changed):
+    """Has a factor that depends on the number of calls. A file has one of its values."""
+
+    n = 0
+
+    def forward(self, x):
+        self.n += 1
+        return super().forward(x) * (2.0 if self.n % 2 else 1.0)
+
+
 COUNT = 0
 
 
@@ -226,3 +236,57 @@ def test_verify_accepts_models_whose_state_has_no_effect(function, exported):
     if function is not unused_draws:
         assert states[0] == random.getstate()
         assert torch.equal(states[1], torch.get_rng_state())
+
+
+@pytest.mark.parametrize("rows", [4, 64])
+def test_verify_refuses_a_model_whose_counter_is_a_constant_of_the_file(rows, tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(rows, 8)
+    model = fq.calibrate(fq.prepare(Counter(), recipes.int8(), x), [x], progress=False).eval()
+    fq.export_onnx(model, tmp_path / "model.onnx", x)
+    with pytest.raises(ValueError, match=r"does not repeat itself.*attribute n of the model"):
+        fq.verify(model, tmp_path / "model.onnx", [x])
+
+
+def with_noise(file, scale):
+    """Returns a file that adds a random number to its result, with a matching fingerprint."""
+    made = onnx.ModelProto()
+    made.CopyFrom(file)
+    last = next(node for node in made.graph.node if "output" in node.output)
+    last.output[:] = ["before"]
+    make = onnx.helper.make_node
+    made.graph.node.append(make("RandomNormalLike", ["before"], ["noise"], scale=scale))
+    made.graph.node.append(make("Add", ["before", "noise"], ["output"]))
+    for note in made.metadata_props:
+        if note.key == notes.GRAPH:
+            note.value = fingerprint.digest_of_graph(made)
+    return made
+
+
+@pytest.mark.parametrize(("scale", "words"), [(1.0, "does not repeat itself"), (1e-30, "is not deterministic")])
+def test_verify_refuses_a_file_that_draws_random_numbers(scale, words, exported, tmp_path):
+    model, path = exported
+    model.noise = nn.Identity()
+    onnx.save(with_noise(onnx.load(path), scale), tmp_path / "noisy.onnx")
+    with pytest.raises(ValueError, match=rf"The file {words}(.|\n)*RandomNormalLike"):
+        fq.verify(model, tmp_path / "noisy.onnx", [X])
+
+
+def test_verify_refuses_state_that_only_shows_when_rounding_is_measured(exported, monkeypatch):
+    """The golden model changes after its first passes, and nothing that `verify` looks at says so."""
+    model, path = exported
+    model.noise = nn.Identity()
+    monkeypatch.setattr(verifying, "require_repeating", lambda *args: None)
+    calls = itertools.count()
+    run = verifying._Comparison._run_golden_on
+
+    def changing(self, codes, inputs, whose):
+        with monkeypatch.context() as patch:
+            if next(calls) == 0:
+                patch.setattr(type(self.golden), "forward", lambda module, x: 2 * original(module, x))
+            return run(self, codes, inputs, whose)
+
+    original = Changed.forward
+    monkeypatch.setattr(verifying._Comparison, "_run_golden_on", changing)
+    with pytest.raises(ValueError, match="The golden model does not repeat itself"):
+        fq.verify(model, path, [X])
