@@ -51,7 +51,8 @@ def export_executorch(
     Args:
         model: A prepared and calibrated model, or one that was converted for the target "xnnpack".
         path: The file to write. It appears only when it is complete.
-        example_inputs: A tensor, a tuple of tensors, or a dict of keyword arguments.
+        example_inputs: A tensor, a tuple of tensors, or a dict of keyword arguments. Keyword arguments that are no
+            tensors are constants of the program.
         max_batch: The largest length of the first axis of every input. The program reserves memory for it. If None,
             the length is that of the example.
         dynamic_shapes: The axes that may have other lengths, in the format of `torch.export`: a tuple or dict with one

@@ -70,14 +70,17 @@ def export_onnx(
     Args:
         model: A prepared and calibrated model, or a converted one.
         path: The file to write. It appears only when it is complete and onnx.checker has accepted it.
-        example_inputs: A tensor, a tuple of tensors, or a dict of keyword arguments.
+        example_inputs: A tensor, a tuple of tensors, or a dict of keyword arguments. Arguments that are no tensors are
+            constants of the file.
         target: The target of the file. None for the target of the model's config.
         opset: The ONNX opset version, 13 to 25.
         dynamic_batch: Whether the first axis of every input may have any length at run time.
         dynamic_shapes: The axes that may have any length, in the format of `torch.export`: a tuple or dict with one
             entry per input, each a dict from axis to name. Overrides `dynamic_batch`.
         input_names: Names of the file's inputs, in the order of the model's arguments.
-        output_names: Names of the file's outputs, in the order of the model's results.
+        output_names: Names of the file's outputs, in the order of the model's results. None for the keys and fields of
+            the results, joined by dots: `logits`, `states.0`; `output` for a tensor, and `output_0`, `output_1` and so
+            on for a tuple. Only tensors are outputs. Caches of transformers are left out too.
         strict: As in `convert`. Ignored if the model is converted already.
 
     Needs `pip install "fakequant[onnx]"`.

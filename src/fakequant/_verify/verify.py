@@ -80,6 +80,9 @@ def verify(
     difference is explained, if possible, by simulating its likely causes: sums that overflow or saturate, unfused
     operations, multiplication by a reciprocal.
 
+    All of this assumes that models repeat themselves, so that is checked first: every model and the file run twice on
+    each batch. Random numbers and state in the forward pass are allowed if codes and results do not depend on them.
+
     Codes of FP8 are compared too; 0 and -0 count as the same code. Codes of activations with block scales (MX, NVFP4)
     are not: their scales are computed in the file, and only the results are compared.
 
@@ -95,6 +98,10 @@ def verify(
 
     Returns:
         A `Verification`. Its `ok` is True if the file computes the same as the prepared model.
+
+    Raises:
+        ValueError: If the file does not belong to the model, or if the model or the file does not return the same for
+            the same batch each time. The message says what changes: random numbers, an attribute, a buffer.
 
     Needs `pip install "fakequant[onnx]"`, and the extra `openvino` or `executorch` for files of these runtimes.
 
