@@ -29,6 +29,7 @@ def state_of(model: nn.Module) -> dict[str, object]:
     These are buffers, parameters and attributes of modules, and variables of their classes and files.
     """
     found: dict[str, object] = {}
+    shared: dict[int, object] = {}  # objects that many modules refer to, such as a config
     for path, module in model.named_modules():
         if isinstance(module, (Quantizer, Grid)):
             continue
@@ -39,8 +40,11 @@ def state_of(model: nn.Module) -> dict[str, object]:
             found[f"parameter {name} of {place}"] = None if parameter is None else (id(parameter), parameter._version)
         for name, value in vars(module).items():
             if name not in _OF_MODULES:
-                found[f"attribute {name} of {place}"] = _frozen(value, _DEPTH)
-        found |= _variables(type(module))
+                if id(value) not in shared:
+                    shared[id(value)] = _frozen(value, _DEPTH)
+                found[f"attribute {name} of {place}"] = shared[id(value)]
+    for cls in {type(module) for module in model.modules()}:
+        found |= _variables(cls)
     return found
 
 

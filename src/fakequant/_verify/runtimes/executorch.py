@@ -6,7 +6,7 @@ also returns the values of its quantizers. `verify` requires that both programs 
 
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,8 @@ class ExecuTorch:
     has_tensors = False
     may_misread = False
     exact_setting = ""
-    random_operators: tuple[str, ...] = ()  # ExecuTorch has no such kernels
-    missing: tuple[str, ...] = ()
+    random_operators: Sequence[str] = ()  # ExecuTorch has no such kernels
+    missing: Sequence[str] = ()
 
     def __init__(self, path: str | os.PathLike[str], threads: int = 1) -> None:
         if not Path(path).is_file():

@@ -75,14 +75,14 @@ class OnnxFile:
         if isinstance(noted, dict):
             self.results = [noted.get(name, f"{name}, which it does not name") for name in self.outputs]
         self.target, self.parameters = self._noted(TARGET), self._noted(PARAMETERS)
-        self.missing = sorted(set(json.loads(self._noted(TENSORS) or "[]")) - constants)
+        self.missing: Sequence[str] = sorted(set(json.loads(self._noted(TENSORS) or "[]")) - constants)
         self.is_as_written = self._noted(GRAPH) == digest_of_graph(self.model)
         self.kernels: dict[str, str] = {}
         self.integers: set[str] = set()
         self.lookups: set[str] = set()
         self.unwatched: dict[str, str] = {}
         self.rounded: list[str] = []
-        self.random_operators = sorted({node.op_type for node in self.model.graph.node if _draws(node)})
+        self.random_operators: Sequence[str] = sorted({node.op_type for node in self.model.graph.node if _draws(node)})
 
     def watch(self, golden: nn.Module) -> None:
         """Does nothing: the codes are read from the file itself."""
