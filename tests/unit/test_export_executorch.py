@@ -56,6 +56,31 @@ class Encoder(nn.Module):
         return self.out(self.layer(self.embed(x)).mean(1))
 
 
+class Named(nn.Module):
+    """Takes and returns constants, and calls a layer whose result it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, object]:
+        self.a(x.flip(1) * 2)
+        y = self.b(F.relu(self.a(x)))
+        return {"logits": y, "states": (y * scale, None), "rows": x.shape[0]}
+
+
+def test_a_program_notes_the_names_of_results_and_has_inputs_for_tensors_only(tmp_path):
+    torch.manual_seed(0)
+    batch = {"x": randn(8, 8), "scale": 2.0}
+    model = fq.calibrate(fq.prepare(Named(), recipes.int8(target="xnnpack"), batch), [batch], progress=False).eval()
+    fq.export_executorch(model, tmp_path / "model.pte", batch)
+    noted = read_notes(tmp_path / "model.pte")
+    assert noted.outputs == ["logits", "states.0"]
+    assert noted.inputs == ("x",)
+    assert fq.verify(model, tmp_path / "model.pte", [batch]).ok
+    assert not fq.verify(model, tmp_path / "model.pte", [{**batch, "scale": 3.0}]).ok
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
 

@@ -49,6 +49,65 @@ def test_exported_inputs_and_outputs_have_the_given_names(tmp_path):
     assert fq.verify(model, tmp_path / "m.onnx", [(batch["x"], batch["shift"])]).ok
 
 
+class Returns(nn.Module):
+    def __init__(self, result):
+        super().__init__()
+        self.fc, self.result = nn.Linear(8, 4), result
+
+    def forward(self, x, scale=1.0, flag=None):
+        return self.result(x, self.fc(x) * scale)
+
+
+# What a model returns, and the names of the file's outputs.
+RESULTS = {
+    "tensor": (lambda x, y: y, ["output"]),
+    "tuple": (lambda x, y: (y, [y + 1, y + 2]), ["output_0", "output_1.0", "output_1.1"]),
+    "dict": (lambda x, y: {"logits": y, "states": {"first": y + 1}}, ["logits", "states.first"]),
+    "the name of an input": (lambda x, y: {"x": y, "fc.bias": y + 1}, ["x_1", "fc.bias"]),
+    "constants": (
+        lambda x, y: {"rows": x.shape[0], "logits": y, "none": None, "text": "a", "loss": 0.5, "kind": y.dtype},
+        ["logits"],
+    ),
+    "the same twice": (lambda x, y: (y, y, x), ["output_0", "output_1", "output_2"]),
+}
+
+
+@pytest.mark.parametrize(("result", "names"), RESULTS.values(), ids=RESULTS)
+def test_outputs_are_named_after_the_results_that_are_tensors(result, names, tmp_path):
+    batch = {"x": randn(4, 8), "scale": 2.0, "flag": None}
+    model = ready(Returns(result), batch)
+    fq.export_onnx(model, tmp_path / "m.onnx", batch)
+    session = ort.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
+    assert [value.name for value in session.get_outputs()] == names
+    assert len(session.get_inputs()) == 1
+    assert fq.verify(model, tmp_path / "m.onnx", [batch]).ok  # the constants of the batch are those of the file
+    assert not fq.verify(model, tmp_path / "m.onnx", [{**batch, "scale": 3.0}]).ok
+
+
+def test_a_result_without_tensors_is_refused(tmp_path):
+    model = ready(Returns(lambda x, y: 0.5), randn(4, 8))
+    with pytest.raises(ValueError, match=r"returns no tensor, only 0\.5"):
+        fq.export_onnx(model, tmp_path / "m.onnx", randn(4, 8))
+    model = ready(Returns(lambda x, y: (y, object())), randn(4, 8))
+    with pytest.raises(ValueError, match="returns a object, in which tensors cannot be found"):
+        fq.export_onnx(model, tmp_path / "m.onnx", randn(4, 8))
+
+
+@pytest.mark.parametrize("given", [{}, {"use_cache": False}], ids=["as it is", "without cache"])
+def test_a_language_model_is_exported_without_its_cache(given, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=20
+    )
+    batch = {"input_ids": torch.arange(12).view(2, 6), **given}
+    model = ready(transformers.LlamaForCausalLM(config).eval(), batch)
+    fq.export_onnx(model, tmp_path / "m.onnx", batch)
+    session = ort.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
+    assert [value.name for value in session.get_outputs()] == ["logits"]
+    assert fq.verify(model, tmp_path / "m.onnx", [batch]).ok
+
+
 @pytest.mark.parametrize("names", [["a"], ["a", "a"], "ab", ["a", "b", "c"]], ids=str)
 def test_wrong_number_of_input_names_is_refused(names, tmp_path):
     batch = (randn(4, 8), randn(4, 8))

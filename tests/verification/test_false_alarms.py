@@ -148,6 +148,40 @@ def test_verify_is_ok_for_models_that_once_gave_false_alarms(make, x, recipe, tm
     verified(model, x, tmp_path)
 
 
+class Dead(nn.Module):
+    """Calls a layer twice, and does not use the first result."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        self.a(x.flip(1) * 2)
+        return self.b(F.relu(self.a(x)))
+
+
+class TwoCalls(nn.Module):
+    """Calls a quantizer on two tensors, and uses the results in the opposite order."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        first, second = self.a(x), self.a(x.flip(1) * 2)
+        return self.b(F.relu(second)), self.b(F.relu(first))
+
+
+@pytest.mark.parametrize("recipe", [recipes.int8, recipes.int8_dynamic])
+@pytest.mark.parametrize("make", [Dead, TwoCalls])
+def test_codes_are_compared_with_those_of_the_same_call(make, recipe, tmp_path):
+    torch.manual_seed(0)
+    x = randn(16, 8)
+    model = fq.calibrate(fq.prepare(make(), recipe(target=X86), x), [x], progress=False).eval()
+    found = verified(model, x, tmp_path)
+    assert sum(t.runtime_differ for t in found.tensors) == 0
+
+
 def test_verify_tolerates_the_effect_of_flipped_codes_in_deep_dynamic_models(tmp_path):
     torch.manual_seed(0)
     layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU())]

@@ -10,11 +10,13 @@ import fakequant as fq
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
+np = pytest.importorskip("numpy")
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 recipes = pytest.importorskip("fakequant.recipes")
 explain = pytest.importorskip("fakequant._verify.explain_codes")
+trials = pytest.importorskip("tamper_trials")
 
 X86 = "onnxruntime-x86"
 
@@ -109,8 +111,8 @@ def test_verify_compares_results_after_the_last_quantizer(tmp_path, monkeypatch)
     comparison = pytest.importorskip("fakequant._verify.verify")._Comparison
     run = comparison._run_prepared
 
-    def a_little_off(self, *args):
-        y, codes = run(self, *args)
+    def a_little_off(self, inputs):
+        y, codes = run(self, inputs)
         return y * 1.00001, codes
 
     monkeypatch.setattr(comparison, "_run_prepared", a_little_off)
@@ -229,7 +231,7 @@ def change_first_element(file, name):
 
 
 def test_verify_refuses_results_of_unknown_types():
-    leaves = pytest.importorskip("fakequant._verify.result_leaves")
+    leaves = pytest.importorskip("fakequant._convert.result_leaves")
 
     class Odd:
         pass
@@ -246,6 +248,102 @@ def test_verify_refuses_a_file_with_another_number_of_results(tmp_path):
     onnx.save(file, tmp_path / "fewer.onnx")
     with pytest.raises(ValueError, match="returns 2 tensors and the file 1"):
         fq.verify(model, tmp_path / "fewer.onnx", [x])
+
+
+def renamed(file, names):
+    """Returns a file in which values have other names."""
+    made = onnx.ModelProto()
+    made.CopyFrom(file)
+    for node in made.graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names.get(name, name) for name in node.output]
+    for value in (*made.graph.output, *made.graph.initializer):
+        value.name = names.get(value.name, value.name)
+    return made
+
+
+def test_verify_refuses_outputs_with_swapped_names(tmp_path):
+    torch.manual_seed(0)
+    x = randn(8, 16)
+    model = ready(Returns(lambda y: {"up": torch.exp(y), "down": torch.exp(-y)}), x)
+    file = onnx.load(exported(model, x, tmp_path))
+    assert [value.name for value in file.graph.output] == ["up", "down"]
+    swapped = trials.refreshed(renamed(file, {"up": "down", "down": "up"}))
+    onnx.save(swapped, tmp_path / "swapped.onnx")
+    with pytest.raises(ValueError, match="returns up, down, but the outputs of the file are down, up"):
+        fq.verify(model, tmp_path / "swapped.onnx", [x])
+
+
+class SmallNorm(nn.Module):
+    """A norm at the end whose weight is so small that all of its results are."""
+
+    def __init__(self, norm, size):
+        super().__init__()
+        self.fc, self.norm = nn.Linear(16, 16), norm
+        nn.init.constant_(norm.weight, size)
+
+    def forward(self, x):
+        return self.norm(self.fc(x))
+
+
+NORMS = {
+    "layer norm": (lambda: nn.LayerNorm(16), "LayerNormalization"),
+    "group norm": (lambda: nn.GroupNorm(4, 16), "GroupNormalization"),
+}
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0])
+@pytest.mark.parametrize(("norm", "operator"), NORMS.values(), ids=NORMS)
+def test_verify_refuses_changed_norms_whose_results_are_small(norm, operator, size, tmp_path):
+    torch.manual_seed(0)
+    x = randn(32, 16)
+    model = ready(SmallNorm(norm(), size), x)
+    path = exported(model, x, tmp_path)
+    assert fq.verify(model, path, [x]).ok
+    file = onnx.load(path)
+    for number, node in enumerate(file.graph.node):
+        for place, attribute in enumerate(node.attribute):
+            if attribute.name == "epsilon":
+                changed = onnx.ModelProto()
+                changed.CopyFrom(file)
+                changed.graph.node[number].attribute[place].f = 100 * attribute.f
+                assert not trials.says_ok(model, trials.refreshed(changed), x, tmp_path / "epsilon.onnx")
+    # A tensor that is renamed and changed counts as missing, not as merged with an equal one.
+    weight = next(t for t in file.graph.initializer if t.name == "norm.weight" or t.name.startswith("norm.weight"))
+    other = renamed(file, {weight.name: "another"})
+    array = onnx.numpy_helper.to_array(weight) * np.float32(1.01)
+    next(t for t in other.graph.initializer if t.name == "another").CopyFrom(
+        onnx.numpy_helper.from_array(array.astype(np.float32), "another")
+    )
+    onnx.save(trials.refreshed(other), tmp_path / "weight.onnx")
+    with pytest.raises(ValueError, match=r"exported with the tensor norm\.weight"):
+        fq.verify(model, tmp_path / "weight.onnx", [x])
+
+
+class OwnUse(nn.Module):
+    """Calls a layer, and uses its weight in its own code too."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.b(nn.functional.linear(self.a(x), self.a.weight, self.a.bias))
+
+
+def test_a_weight_that_other_code_uses_in_float_is_noted_and_named(tmp_path):
+    torch.manual_seed(0)
+    x = randn(32, 16)
+    config = recipes.int8(target=X86)
+    model = fq.calibrate(fq.prepare(OwnUse(), config, x), [x], progress=False)
+    (note,) = fq.summary(model).notes
+    assert note.startswith("a: other code also uses its weight (linear 0)")
+    found = fq.verify(model, exported(model, x, tmp_path), [x])
+    assert not found.ok
+    assert explain.READ_WEIGHT in found.verdict()
+    model = fq.calibrate(fq.prepare(OwnUse(), config.skip("a"), x), [x], progress=False)
+    assert fq.summary(model).notes == []
+    assert fq.verify(model, exported(model, x, tmp_path), [x]).ok
 
 
 def test_verify_names_sums_that_overflow_32_bits(tmp_path):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fakequant import _targets, recipes
 from fakequant._convert.convert import convert
+from fakequant._convert.result_leaves import tensors
 from fakequant._executorch.export_executorch import export_executorch
 from fakequant._onnx.export_onnx import export_onnx
 from fakequant._prepare.prepare import prepare, unprepare
@@ -21,7 +22,6 @@ from fakequant._prepare.summary import Summary, summary
 from fakequant._train.calibrate import calibrate
 from fakequant._train.running import call_arguments, check_module, copied
 from fakequant._util.text_table import table
-from fakequant._verify.result_leaves import tensors
 from fakequant._verify.runtimes.opening import NAMES
 from fakequant._verify.verdict import Verification
 from fakequant._verify.verify import verify

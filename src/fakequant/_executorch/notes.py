@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fakequant._executorch.quiet import collecting_messages, import_runtime
-from fakequant._onnx.metadata_keys import INPUTS, PARAMETERS, TARGET
+from fakequant._onnx.metadata_keys import INPUTS, OUTPUTS, PARAMETERS, TARGET
 
 FILE = "fakequant.file"
 _SEAL = b"sha256:"
@@ -31,6 +31,8 @@ class Notes:
     target: str
     # The names of the model's arguments, in the order of the program's inputs.
     inputs: tuple[str, ...]
+    # The names of the model's results, in the order of the program's outputs. None in files of older versions.
+    outputs: list[str] | None
     # The hash of the golden model's parameters.
     parameters: str
     # Whether the file is as `export_executorch` wrote it.
@@ -61,7 +63,8 @@ def read_notes(path: str | os.PathLike[str]) -> Notes:
     methods = _methods(data, path)
     try:
         inputs = tuple(json.loads(methods[INPUTS]))
-        return Notes(methods[TARGET], inputs, methods[PARAMETERS], _is_unchanged(data))
+        outputs = json.loads(methods[OUTPUTS]) if OUTPUTS in methods else None
+        return Notes(methods[TARGET], inputs, outputs, methods[PARAMETERS], _is_unchanged(data))
     except (KeyError, ValueError) as error:
         raise ValueError(
             f"{str(path)!r} was not written by fakequant.export_executorch: its notes are missing.\n"
@@ -86,7 +89,7 @@ def _methods(data: bytes, path: object) -> dict[str, Any]:
     try:
         with collecting_messages():
             program = runtime.Runtime.get().load_program(data, verification=runtime.Verification.InternalConsistency)
-            names = [name for name in (TARGET, INPUTS, PARAMETERS, FILE) if name in program.method_names]
+            names = [name for name in (TARGET, INPUTS, OUTPUTS, PARAMETERS, FILE) if name in program.method_names]
             return {name: program.load_method(name).execute([])[0] for name in names}
     except (RuntimeError, ValueError) as error:
         raise ValueError(

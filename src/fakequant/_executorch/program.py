@@ -2,14 +2,18 @@
 
 import copy
 import dataclasses
+import functools
 import json
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, TensorArgument
 from torch.fx import Graph
 
+from fakequant._backends.torch.torch_private import pytree
+from fakequant._convert.result_leaves import return_tensors
 from fakequant._executorch.available_kernels import require_kernels
 from fakequant._executorch.delegation import Delegation, find_callers, find_delegation
 from fakequant._executorch.exported_modules import Seen, make_exportable
@@ -45,6 +49,24 @@ def _remove_copies_of_results(graph: Graph) -> None:
             graph.erase_node(node)
 
 
+def _bind_constants(model: nn.Module, kwargs: dict[str, Any], shapes: Any) -> tuple[dict[str, Any], Any]:
+    """Makes keyword arguments without tensors constants of a model, in place. A program would have inputs for them.
+
+    Returns the other arguments, and the `dynamic_shapes` of these.
+    """
+    constants = {
+        name: value
+        for name, value in kwargs.items()
+        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+    }
+    if constants:
+        model.forward = functools.partial(model.forward, **constants)
+    kwargs = {name: value for name, value in kwargs.items() if name not in constants}
+    if isinstance(shapes, dict):
+        shapes = {name: shape for name, shape in shapes.items() if name not in constants}
+    return kwargs, shapes
+
+
 @torch.no_grad()
 def make_graph(
     golden: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any = None, *, watched: bool = False
@@ -60,6 +82,8 @@ def make_graph(
 
     model = copy.deepcopy(golden).eval()
     seen = make_exportable(model)
+    return_tensors(model)
+    kwargs, shapes = _bind_constants(model, kwargs, shapes)
     with quiet():
         model(*args, **kwargs)  # makes the parts of weights that are used by themselves
         paths = [path for path, _ in seen]
@@ -95,7 +119,7 @@ def make_program(
     """
     graph, paths = make_graph(golden, args, kwargs, shapes, watched=watched)
     if notes is not None:
-        notes = {**notes, INPUTS: json.dumps(list(graph.graph_signature.user_inputs))}
+        notes = {**notes, INPUTS: json.dumps(_tensor_inputs(graph))}
     with quiet(), torch.no_grad():
         edge = _to_edge(graph, notes)
         delegation = find_delegation(edge.exported_program())
@@ -109,12 +133,19 @@ def make_program(
 def make_float_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: dict[str, str]) -> bytes:
     """Returns the program of a float model, with as much of it in XNNPACK as possible. See `make_program`."""
     import_executorch()
+    kwargs, _ = _bind_constants(model, kwargs, None)
     with quiet(), torch.no_grad():
         graph = torch.export.export(model, args, kwargs, strict=False).run_decompositions({})
-        notes = {**notes, INPUTS: json.dumps(list(graph.graph_signature.user_inputs))}
+        notes = {**notes, INPUTS: json.dumps(_tensor_inputs(graph))}
         made = _to_edge(graph, notes).to_executorch()
         require_kernels(made.exported_program())
         return bytes(made.buffer)
+
+
+def _tensor_inputs(graph: ExportedProgram) -> list[str]:
+    """Returns the names of the inputs that are tensors. Others are constants of the program."""
+    specs = graph.graph_signature.input_specs
+    return [one.arg.name for one in specs if one.kind == InputKind.USER_INPUT and isinstance(one.arg, TensorArgument)]
 
 
 def _to_edge(traced: ExportedProgram, notes: dict[str, str] | None) -> Any:

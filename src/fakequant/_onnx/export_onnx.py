@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from fakequant import _targets
 from fakequant._backends.torch.torch_private import pytree
+from fakequant._convert import result_leaves
 from fakequant._convert.convert import conversion, convert, find_conversion
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
@@ -25,7 +27,7 @@ from fakequant._train.running import check_module
 from fakequant._util.optional_packages import require, require_suffix, writing
 
 if TYPE_CHECKING:
-    from onnx_ir import Model, Value
+    from onnx_ir import Graph, Model, Value
 
 # Arguments of a model are any nesting of tensors and constants.
 Args: TypeAlias = tuple[Any, ...]
@@ -68,14 +70,17 @@ def export_onnx(
     Args:
         model: A prepared and calibrated model, or a converted one.
         path: The file to write. It appears only when it is complete and onnx.checker has accepted it.
-        example_inputs: A tensor, a tuple of tensors, or a dict of keyword arguments.
+        example_inputs: A tensor, a tuple of tensors, or a dict of keyword arguments. Arguments that are no tensors are
+            constants of the file.
         target: The target of the file. None for the target of the model's config.
         opset: The ONNX opset version, 13 to 25.
         dynamic_batch: Whether the first axis of every input may have any length at run time.
         dynamic_shapes: The axes that may have any length, in the format of `torch.export`: a tuple or dict with one
             entry per input, each a dict from axis to name. Overrides `dynamic_batch`.
         input_names: Names of the file's inputs, in the order of the model's arguments.
-        output_names: Names of the file's outputs, in the order of the model's results.
+        output_names: Names of the file's outputs, in the order of the model's results. None for the keys and fields of
+            the results, joined by dots: `logits`, `states.0`; `output` for a tensor, and `output_0`, `output_1` and so
+            on for a tuple. Only tensors are outputs. Caches of transformers are left out too.
         strict: As in `convert`. Ignored if the model is converted already.
 
     Needs `pip install "fakequant[onnx]"`.
@@ -94,7 +99,6 @@ def export_onnx(
     ir = require("onnx_ir", "onnxscript")
     require("onnxscript", "onnxscript")
     from fakequant._onnx import trial_run
-    from fakequant._verify import result_leaves
 
     args, kwargs = inputs_of(example_inputs)
     order = list(inspect.signature(model.forward).parameters)
@@ -109,20 +113,25 @@ def export_onnx(
                 "Use fakequant.export_executorch, or prepare the model for another target."
             )
         require_float32(golden, args, kwargs)
-        results = require_no_autocast(golden.eval(), args, kwargs)
+        names, results = results_of(golden.eval(), args, kwargs)
         program = _export(golden, args, kwargs, max(opset, TORCHS_LOWEST), shapes)
         modules = _finish(program, opset, goal)
         program.metadata_props[metadata_keys.INPUTS] = json.dumps([value.name for value in program.graph.inputs])
         _rename(program.graph.inputs, input_names, "input_names")
+        if output_names is None:
+            _name_outputs(program.graph, names)
         _rename(program.graph.outputs, output_names, "output_names")
+        outputs = [value.name for value in program.graph.outputs]
+        program.metadata_props[metadata_keys.OUTPUTS] = json.dumps(dict(zip(outputs, names, strict=True)))
         program.ir_version = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
+        program.metadata_props[metadata_keys.TENSORS] = json.dumps(sorted(map(str, program.graph.initializers)))
         program.metadata_props[metadata_keys.TARGET] = goal.name
         program.metadata_props[metadata_keys.PARAMETERS] = digest_of_parameters(golden)
         written = ir.serde.serialize_model(program)
         onnx.helper.set_model_props(written, {**program.metadata_props, metadata_keys.GRAPH: digest_of_graph(written)})
         onnx.save(written, unfinished)
         onnx.checker.check_model(str(unfinished), full_check=True)
-        trial_run.require_runs(unfinished, goal, (args, kwargs), result_leaves.tensors(results), modules)
+        trial_run.require_runs(unfinished, goal, (args, kwargs), results, modules)
 
 
 def converted(model: nn.Module, target: str | None, strict: bool) -> nn.Module:
@@ -162,6 +171,17 @@ def _rename(values: "Sequence[Value]", names: Sequence[str] | None, argument: st
         value.name = name
 
 
+def _name_outputs(graph: "Graph", names: Sequence[str]) -> None:
+    """Names outputs after the model's results. A name that another value has gets a number."""
+    used = {value.name for node in graph for value in node.outputs} | {value.name for value in graph.inputs}
+    used |= set(graph.initializers)
+    for value, name in zip(graph.outputs, names, strict=True):
+        used.discard(value.name)
+        free = (name if number == 0 else f"{name}_{number}" for number in count())
+        value.name = next(one for one in free if one not in used)
+        used.add(value.name)
+
+
 @contextmanager
 def without_autocast() -> Iterator[None]:
     """Context in which autocast is off."""
@@ -173,8 +193,11 @@ class _Autocast(ValueError):
     """The model's forward pass switches autocast on."""
 
 
-def require_no_autocast(model: nn.Module, args: Args, kwargs: Kwargs) -> Any:
-    """Runs the model and returns its results. Raises _Autocast if its forward pass switches autocast on."""
+def results_of(model: nn.Module, args: Args, kwargs: Kwargs) -> tuple[list[str], list[Tensor]]:
+    """Runs the model once, and returns the names of the tensors in its result, and these.
+
+    Raises ValueError if its forward pass switches autocast on, or fails, or returns nothing that a file can.
+    """
 
     def look(module: nn.Module, inputs: Args) -> None:
         if torch.is_autocast_enabled("cpu"):
@@ -187,7 +210,7 @@ def require_no_autocast(model: nn.Module, args: Args, kwargs: Kwargs) -> Any:
     handles = [m.register_forward_pre_hook(look) for m in model.modules() if isinstance(m, (IntegerLayer, Grid))]
     try:
         with torch.no_grad():
-            return model(*_copied(args), **_copied(kwargs))
+            result = model(*_copied(args), **_copied(kwargs))
     except _Autocast:
         raise
     except Exception as error:
@@ -197,6 +220,13 @@ def require_no_autocast(model: nn.Module, args: Args, kwargs: Kwargs) -> Any:
     finally:
         for handle in handles:
             handle.remove()
+    try:
+        names = result_leaves.names(result)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+    if not names:
+        raise ValueError(f"The model returns no tensor, only {result!r}, so there is nothing to export.")
+    return names, result_leaves.tensors(result)
 
 
 def _copied(inputs: Any) -> Any:
@@ -219,6 +249,7 @@ def inputs_of(example: Any) -> tuple[Args, Kwargs]:
 def _export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: DynamicShapes | None) -> "Model":
     """Returns the ONNX program from torch's exporter, with one node per grid and per stored weight."""
     make_exportable(model)
+    result_leaves.return_tensors(model)
     with quiet_exporter(), torch.no_grad():
         try:
             return torch_export(model, args, kwargs, opset, shapes)

@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ from fakequant._convert.golden.integer_layer import (
     sums_have_one_scale,
 )
 from fakequant._onnx import format_operators, onnx_operators
+from fakequant._onnx.call_names import call_name
 from fakequant._onnx.dynamic_formats import dynamic_format_grid, rounded
 from fakequant._onnx.stored_formats import StoredFormat, axis_and_block, stored_format
 from fakequant._prepare.attach import attach_layer
@@ -214,7 +216,7 @@ class ExportedIntegers(Integers):
         """Applies `operator` to floats. Runtimes fuse it with the DQ and Q nodes around it into an integer kernel."""
         file = self.stored
         if operator is linear and file is not None and rows == slice(None) and _has_dynamic_kernel(layer):
-            names, bias = (self.name("weight"), layer.input_quantizer.path), self.quantized_bias(layer)
+            names, bias = (self.name("weight"), layer.input_quantizer.next_call()), self.quantized_bias(layer)
             y = onnx_operators.dynamic_product(input, file.codes, file.scale, file.zero_point, *names)
             return y if bias is None else y + bias
         x = self.quantize_input(layer, input)
@@ -258,6 +260,15 @@ class ExportedRecurrence(Recurrence):
 class ExportedGrid(Grid):
     """A grid of a model that is being exported."""
 
+    # How often each grid has been called in the current pass, by path.
+    calls: Counter[str]
+
+    def next_call(self) -> str:
+        """Counts a call, and returns its name."""
+        number = self.calls[self.path]
+        self.calls[self.path] += 1
+        return call_name(self.path, number)
+
     def forward(self, x: Tensor) -> Tensor:
         """Rounds `x` to the grid, with a single operator if the scale is fixed."""
         spec = self.spec
@@ -265,7 +276,7 @@ class ExportedGrid(Grid):
             return self._on_format(x)
         if self.scale is None or self.zero_point is None:
             return onnx_operators.dynamic_grid(x, spec, self.eps)
-        return onnx_operators.grid(*grid_of(self, x), self.path)
+        return onnx_operators.grid(*grid_of(self, x), self.next_call())
 
     def _on_format(self, x: Tensor) -> Tensor:
         spec = self.spec
@@ -273,7 +284,7 @@ class ExportedGrid(Grid):
             return dynamic_format_grid(x, spec, self.eps, self.path)
         axis, block = axis_and_block(spec, tuple(x.shape))
         if spec.bits == 8:
-            return format_operators.format_grid(x, self.scale, spec.format, axis, block, self.path)
+            return format_operators.format_grid(x, self.scale, spec.format, axis, block, self.next_call())
         scale = format_operators.spread(self.scale, x.shape, axis, block)
         return rounded(x / scale, spec, self.path) * scale
 
@@ -290,6 +301,8 @@ def grid_of(grid: Grid, x: Tensor) -> tuple[Tensor, Tensor, Tensor, int, int]:
 @torch.no_grad()
 def make_exportable(golden: nn.Module) -> None:
     """Prepares a converted model, in place and irreversibly, for torch's exporter."""
+    calls: Counter[str] = Counter()
+    golden.register_forward_pre_hook(lambda *_: calls.clear())
     for path, module in golden.named_modules():
         record = find_record(module)
         if isinstance(record, Recurrence):
@@ -298,6 +311,7 @@ def make_exportable(golden: nn.Module) -> None:
             _make_layer(module, path)  # its float function has no form in ONNX
         if isinstance(module, Grid):
             module.__class__ = ExportedGrid
+            module.__dict__["calls"] = calls
         elif isinstance(module, IntegerLayer):
             record = module._fakequant
             stored: Stored | StoredFormat | None = None

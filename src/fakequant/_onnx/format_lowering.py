@@ -21,6 +21,7 @@ import onnx_ir as ir
 
 from fakequant._backends import scale_codes
 from fakequant._onnx import format_operators
+from fakequant._onnx.call_names import parse_call
 from fakequant._onnx.lowering import Array, Attributes, Lowering, UnsupportedOpset, constant_of, input_of, operator_of
 from fakequant._onnx.metadata_keys import OFFSET, QUANTIZER
 from fakequant.formats import FLOAT_FORMATS
@@ -61,7 +62,8 @@ class FormatLowering(Lowering):
         return {**super().replacements(), **own}
 
     def _format_grid(self, node: ir.Node) -> None:
-        path, x = _text(node, "name"), input_of(node, 0)
+        call, x = _text(node, "name"), input_of(node, 0)
+        path, _ = parse_call(call)
         assert x.shape is not None
         scale = constant_of(input_of(node, 1))
         attributes = self._axis_and_block(node, path, scale, len(x.shape))
@@ -69,7 +71,7 @@ class FormatLowering(Lowering):
         producer = y.producer()
         assert producer is not None
         # The codes are read as values: runtimes do not output all FP8 types.
-        producer.metadata_props.update({QUANTIZER: path, OFFSET: "0"})
+        producer.metadata_props.update({QUANTIZER: call, OFFSET: "0"})
         self._replace(node, y)
 
     def _rounded(self, node: ir.Node) -> None:

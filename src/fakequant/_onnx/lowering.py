@@ -19,6 +19,7 @@ import onnx_ir as ir
 from onnxscript.values import Op, Opset
 
 from fakequant._onnx import onnx_operators
+from fakequant._onnx.call_names import parse_call
 from fakequant._onnx.metadata_keys import OFFSET, QUANTIZER
 
 DOMAIN = "fakequant.export"
@@ -127,7 +128,8 @@ class Lowering:
         remove_unused(self.graph)
 
     def _grid(self, node: ir.Node) -> None:
-        path = node.attributes["name"].as_string()
+        call = node.attributes["name"].as_string()
+        path, _ = parse_call(call)
         name = self._unique(path)
         lowest, highest = (node.attributes[end].as_int() for end in ("lowest", "highest"))
         dtype, offset = self._storage(path, lowest, highest)
@@ -151,7 +153,7 @@ class Lowering:
         producer = codes.producer()
         assert producer is not None
         also = node.attributes["also"].as_string() if "also" in node.attributes else ""
-        producer.metadata_props.update({QUANTIZER: f"{path}{also}", OFFSET: str(offset)})
+        producer.metadata_props.update({QUANTIZER: f"{call}{also}", OFFSET: str(offset)})
         y = self._emit(
             node, "DequantizeLinear", [codes, scale, zero_point], f"{name}_dequantized", ir.DataType.FLOAT, attributes
         )
@@ -221,7 +223,8 @@ class Lowering:
 
     def _dynamic_product(self, node: ir.Node) -> None:
         """Emits the form that ONNX Runtime merges into DynamicQuantizeMatMul or MatMulIntegerToFloat."""
-        path, name = node.attributes["name"].as_string(), self._unique(node.attributes["grid"].as_string())
+        path, call = (node.attributes[key].as_string() for key in ("name", "grid"))
+        name = self._unique(parse_call(call)[0])
         x, given = input_of(node, 0), constant_of(input_of(node, 2))
         has_zero = len(node.inputs) > 3 and node.inputs[3] is not None
         points = constant_of(input_of(node, 3)) if has_zero else np.zeros_like(given, dtype=np.int32)
@@ -239,7 +242,7 @@ class Lowering:
         )
         outputs = [quantized, own_scale, own_zero_point]
         made = ir.Node("", "DynamicQuantizeLinear", [x], outputs=outputs, name=f"{name}/DynamicQuantizeLinear")
-        made.metadata_props.update({QUANTIZER: node.attributes["grid"].as_string(), OFFSET: "0"})
+        made.metadata_props.update({QUANTIZER: call, OFFSET: "0"})
         self.graph.insert_before(node, made)
         factors = [quantized, codes, own_zero_point, zero_point]
         sums = self._emit(node, "MatMulInteger", factors, f"{name}_sums", ir.DataType.INT32, {})

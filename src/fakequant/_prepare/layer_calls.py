@@ -39,6 +39,38 @@ def find_layer_calls(model: nn.Module, graph: FlowGraph) -> None:
         call.inputs, call.input_shapes = call.inputs[:1], call.input_shapes[:1]
 
 
+_READ = "other code also uses its weight"
+
+
+def notes_on_weights(model: nn.Module, graph: FlowGraph, quantized: set[str]) -> list[str]:
+    """Returns notes on quantized layers that are called, and whose weights other code uses in float.
+
+    Args:
+        model: The float model.
+        graph: Its calls, after `find_layer_calls`.
+        quantized: The paths of the layers with a quantized weight.
+    """
+    found: dict[str, str] = {}
+    called = graph.count()
+    for call in graph.calls:
+        for source in call.inputs if call.kind == "function" else ():
+            path, _, name = source.path.rpartition(".")
+            if source.kind == "parameter" and path in quantized and called[path]:
+                kind = kind_of(model.get_submodule(path))
+                if kind is not None and name == kind.weight_name:
+                    found.setdefault(path, str(call))
+    return [
+        f"{path}: {_READ} ({call}), which is a float in training and quantized after the conversion, so `verify` will "
+        f"find a difference. Use config.skip({path!r}), or a layer with its own weight"
+        for path, call in found.items()
+    ]
+
+
+def is_note_on_weights(note: str) -> bool:
+    """Returns True for the notes of `notes_on_weights`."""
+    return _READ in note
+
+
 def _layer_of(model: nn.Module, call: Call) -> str | None:
     """Returns the path of the layer whose weight a function is called with, or None."""
     cls = _FUNCTIONS.get(call.function_name) if call.kind == "function" else None

@@ -9,6 +9,7 @@ from fakequant import _targets
 from fakequant._prepare.attach import Preparation, attach_functions, attach_output, detach_calls, detach_output
 from fakequant._prepare.data_flow import DataFlow
 from fakequant._prepare.flow_graph import FlowGraph
+from fakequant._prepare.layer_calls import notes_on_weights
 from fakequant._prepare.places import Place, find_place
 from fakequant._prepare.plan import Plan, check_free, make_activation_quantizer
 from fakequant._prepare.quantized_results import attention_to_quantize, quantized_products, results_to_quantize
@@ -82,6 +83,9 @@ def plan_results(model: nn.Module, config: QuantConfig, plan: Plan, flow: DataFl
         for place, bits in _find_places(model, config, plan, flow, results).items():
             add_quantizer(model, config, results, place, is_layer=place.path in quantized, bits=bits)
         results.products = [str(call) for call in quantized_products(model, flow, plan, config)]
+    if flow.graphs:
+        weights = {layer.path for layer in plan.layers if layer.quantizers["weight_quantizer"] is not None}
+        results.notes += notes_on_weights(model, flow.graphs[-1], weights)
     if flow.is_recorded:
         _describe_calls({layer.path for layer in plan.layers}, results, flow.graphs[-1])
     return results

@@ -26,6 +26,7 @@ TIE = "rounding tie: the input lies between two codes, and float rounding decide
 BIAS = "bias: it was rounded to an integer in the conversion"
 NAN = "NaN: the quantizer's input has NaNs, which have no code"
 SCALE = "scale: the range of the tensor is another one"
+READ_WEIGHT = "weight: the model's code uses a quantized weight as a float; see the notes of summary(model)"
 UNKNOWN = "not explained"
 
 _INT32 = 2**31

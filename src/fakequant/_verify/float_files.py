@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fakequant._convert.result_leaves import return_tensors
 from fakequant._executorch.notes import FILE, UNSEALED, sealed
 from fakequant._executorch.program import make_float_program
 from fakequant._onnx.export_onnx import TORCHS_LOWEST, quiet_exporter, reason_of, torch_export, without_autocast
@@ -31,6 +32,7 @@ def write_float(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
         folder: Where to write.
     """
     made = unprepare(copy.deepcopy(model)).eval()
+    return_tensors(made)
     try:
         with torch.no_grad(), without_autocast(), _without_fast_path():
             if isinstance(file, OnnxFile):

@@ -37,7 +37,7 @@ _SUMS = {
 }  # fmt: skip
 # Sums of their arguments.
 _ADDITIONS = {aten.add, aten.sub, aten.rsub, aten.addcmul, aten.addcdiv, aten.lerp}
-# Normalizations subtract numbers whose size is about one standard deviation.
+# Normalizations subtract numbers whose size is about one standard deviation. Their weight multiplies the difference.
 _NORMS = {
     aten.native_layer_norm, aten.native_batch_norm, aten.native_group_norm, aten._native_batch_norm_legit,
     aten._native_batch_norm_legit_no_training, aten.cudnn_batch_norm,
@@ -101,10 +101,19 @@ class Perturbed(TorchDispatchMode):
         elif packet in _STEPS:
             magnitude = torch.maximum(magnitude, inputs[0].abs().clamp(max=_STEP_SIZE))
         elif packet in _NORMS:
-            magnitude = magnitude + 1
+            magnitude = magnitude + _norm_magnitude(packet, args, y)
         signs = torch.randint(0, 2, y.shape, generator=self._generator).to(y.dtype) * 2 - 1
         moved = y + signs * (_AMPLITUDE * _UNIT) * magnitude
         return torch.where(moved.isfinite() & y.isfinite(), moved, y)
+
+
+def _norm_magnitude(packet: Any, args: Any, y: Tensor) -> Tensor:
+    """Returns |weight| + |bias| of a normalization, in a shape that broadcasts with its result."""
+    weight, bias = args[2:4] if packet is aten.native_layer_norm else args[1:3]
+    # Layer norms have a weight for each element of the last axes, others for each channel, which is axis 1.
+    shape = args[1] if packet is aten.native_layer_norm else [-1, *[1] * (y.dim() - 2)]
+    size = torch.ones(()) if weight is None else weight.detach().abs().reshape(shape)
+    return size if bias is None else size + bias.detach().abs().reshape(shape)
 
 
 def _returns_memory_of_arguments(func: Any) -> bool:
@@ -150,6 +159,10 @@ class Rounding:
                 change = (after.double() - before.double()).abs()
                 change = torch.where(before == after, 0.0, change)  # infinities
                 self.changes[number] = torch.maximum(self.changes[number], change.nan_to_num(0.0, torch.inf))
+
+    def without_errors(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the results without errors, from before and computed again."""
+        return self._exact, self._compute()
 
     def tolerance(self, number: int) -> Tensor:
         """Returns how far another program's result may be from result `number`, element by element."""

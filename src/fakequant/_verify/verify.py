@@ -10,17 +10,31 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fakequant._convert import result_leaves
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
 from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, Origin, codes_of, dequantized, origin_of, plain
+from fakequant._onnx.call_names import call_name
+from fakequant._prepare.layer_calls import is_note_on_weights
 from fakequant._prepare.prepare import preparation
 from fakequant._prepare.shares import quantized_parameters
 from fakequant._prepare.summary import summary
 from fakequant._train.running import Data, check_module, copied, evaluating, run
-from fakequant._verify import result_leaves
-from fakequant._verify.explain_codes import NAN, SCALE, TIE, UNKNOWN, ties, why_prepared, why_runtime, why_sums
+from fakequant._verify.explain_codes import (
+    NAN,
+    READ_WEIGHT,
+    SCALE,
+    TIE,
+    UNKNOWN,
+    ties,
+    why_prepared,
+    why_runtime,
+    why_sums,
+)
 from fakequant._verify.file_of_model import open_file_of
 from fakequant._verify.float_layers import layers_in_float
+from fakequant._verify.repeatability import Outcome, require_repeating, require_repeating_file, require_same
+from fakequant._verify.result_differences import beyond, is_same, largest_difference, require_comparable
 from fakequant._verify.rounding_bounds import Rounding
 from fakequant._verify.runtimes.interface import Array, Run, Runtime
 from fakequant._verify.verdict import OutputReport, TensorReport, Verification
@@ -35,14 +49,14 @@ class Coded(NamedTuple):
     grid: GridOf
 
 
-# Codes by quantizer path, with one entry per call of the quantizer.
-Codes = dict[str, list[Coded]]
+# Codes by the path of the quantizer and the number of its call.
+Codes = dict[str, dict[int, Coded]]
 _Whose = Literal["prepared", "runtime"]
 # Positional and keyword arguments of a model, which are any nesting of tensors and constants.
 _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 _COMPUTED = "its scale is computed at run time, in float"
 _WITHOUT_TYPE = "the file rounds it in float: runtimes have no type with so few bits"
-_MERGED = "the file has no separate codes for it: it was merged with an equal quantizer"
+_MERGED = "the file has no codes for it: it was merged with an equal quantizer, or its result is not used"
 # 32 repetitions in all, with the first 4. The chance that errors leave a tie on the same side every time is 2^-32.
 _MORE_REPETITIONS = 28
 
@@ -66,6 +80,9 @@ def verify(
     difference is explained, if possible, by simulating its likely causes: sums that overflow or saturate, unfused
     operations, multiplication by a reciprocal.
 
+    All of this assumes that models repeat themselves, so that is checked first: every model and the file run twice on
+    each batch. Random numbers and state in the forward pass are allowed if codes and results do not depend on them.
+
     Codes of FP8 are compared too; 0 and -0 count as the same code. Codes of activations with block scales (MX, NVFP4)
     are not: their scales are computed in the file, and only the results are compared.
 
@@ -81,6 +98,10 @@ def verify(
 
     Returns:
         A `Verification`. Its `ok` is True if the file computes the same as the prepared model.
+
+    Raises:
+        ValueError: If the file does not belong to the model, or if the model or the file does not return the same for
+            the same batch each time. The message says what changes: random numbers, an attribute, a buffer.
 
     Needs `pip install "fakequant[onnx]"`, and the extra `openvino` or `executorch` for files of these runtimes.
 
@@ -166,23 +187,26 @@ class _Comparison:
     def compare(self, *args: Any, **kwargs: Any) -> None:
         self.batches += 1
         inputs = args, kwargs
-        prepared, prepared_codes = self._run_prepared(*copied(*inputs))
+        prepared, prepared_codes = self._run_prepared(inputs)
+        self._require_repeating("prepared", (prepared, prepared_codes), lambda: self._run_prepared(inputs))
+        golden, golden_codes = self._run_golden(inputs)
+        self._require_repeating("golden", (golden, golden_codes), lambda: self._run_golden(inputs))
         run = self._run_file(inputs)
-        own, given = copied(*inputs)
-        golden = self.golden(*own, **given)
+        require_repeating_file(self.runtime, run.results, args, kwargs)
         if result_leaves.constants(prepared) != result_leaves.constants(golden):
             raise ValueError(
                 "The prepared and the golden model return different constants, so they cannot be compared."
             )
         ran = [torch.from_numpy(np.array(value)) for value in run.results]
-        _require_comparable(result_leaves.tensors(golden), ran)
+        names = result_leaves.names(golden)
+        require_comparable(result_leaves.tensors(golden), names, ran, self.runtime.results)
         self._judge("prepared", prepared_codes, result_leaves.tensors(prepared), None, inputs)
         seen = [torch.from_numpy(np.array(value)) for value in run.watched]
         self._judge("runtime", self._codes_of(run), ran, seen, inputs)
         self._compare_outputs(result_leaves.tensors(prepared), result_leaves.tensors(golden), ran)
         if self.rounded:
             for a, b in zip(run.results, self.runtime.run_with_rounding(args, kwargs) or [], strict=True):
-                difference = _largest(torch.from_numpy(np.array(a)), torch.from_numpy(np.array(b)))
+                difference = largest_difference(torch.from_numpy(np.array(a)), torch.from_numpy(np.array(b)))
                 self.outputs.level_difference = max(self.outputs.level_difference, difference)
 
     def _run_file(self, inputs: _Inputs) -> Run:
@@ -192,25 +216,41 @@ class _Comparison:
             return run
         return self.runtime.run(*inputs) if self.runtime.read_one_by_one() else run
 
-    def _run_prepared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Codes]:
+    def _run_prepared(self, inputs: _Inputs) -> tuple[Any, Codes]:
+        """Runs the prepared model, and returns its result and codes."""
+        return self._watched(self.model, Quantizer, inputs)
+
+    def _run_golden(self, inputs: _Inputs) -> tuple[Any, Codes]:
+        """Runs the golden model on its own codes, and returns its result and codes."""
+        return self._watched(self.golden, Grid, inputs)
+
+    def _watched(self, model: nn.Module, kind: type[nn.Module], inputs: _Inputs) -> tuple[Any, Codes]:
         codes: Codes = {}
 
         def keep(path: str) -> Callable[..., None]:
             def hook(module: nn.Module, inputs: tuple[Tensor], y: Tensor) -> None:
-                grid = self.grids[path].grid_for(inputs[0].detach().float())
-                codes.setdefault(path, []).append(Coded(codes_of(y.detach().float(), grid), grid))
+                grid = self.grids[path].grid_for(plain(inputs[0].detach()).float())
+                calls = codes.setdefault(path, {})
+                calls[len(calls)] = Coded(codes_of(plain(y.detach()).float(), grid), grid)
 
             return hook
 
         handles = []
-        for path, module in self.model.named_modules():
-            if isinstance(module, Quantizer) and path in self.grids and _why_not_comparable(self.grids[path]) is None:
+        for path, module in model.named_modules():
+            if isinstance(module, kind) and path in self.grids and _why_not_comparable(self.grids[path]) is None:
                 handles.append(module.register_forward_hook(keep(path)))
         try:
-            return self.model(*args, **kwargs), codes
+            args, kwargs = copied(*inputs)
+            return model(*args, **kwargs), codes
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _require_repeating(
+        self, whose: Literal["prepared", "golden"], first: tuple[Any, Codes], run: Callable[[], tuple[Any, Codes]]
+    ) -> None:
+        model = self.model if whose == "prepared" else self.golden
+        require_repeating(f"{whose} model", model, _outcome(*first), lambda: _outcome(*run()))
 
     def _codes_of(self, run: Run) -> Codes:
         """Returns the codes of the runtime with their grids."""
@@ -218,13 +258,13 @@ class _Comparison:
         for path, arrays in run.codes.items():
             if path not in self.grids:
                 continue  # a copy of a quantizer that the export has added
-            grids = [self.grids[path].grid_for(torch.zeros(1))] * len(arrays)
-            if path in run.qparams:
-                spec = self.grids[path].spec
-                grids = [
-                    GridOf(torch.from_numpy(np.array(s)), torch.tensor(int(z)), spec) for s, z in run.qparams[path]
-                ]
-            codes[path] = [Coded(_codes_in(c, grid), grid) for c, grid in zip(arrays, grids, strict=True)]
+            codes[path] = {}
+            for call, array in arrays.items():
+                grid = self.grids[path].grid_for(torch.zeros(1))
+                if path in run.qparams:
+                    scale, zero_point = run.qparams[path][call]
+                    grid = GridOf(torch.from_numpy(np.array(scale)), torch.tensor(int(zero_point)), grid.spec)
+                codes[path][call] = Coded(_codes_in(array, grid), grid)
         return codes
 
     # --- the golden model on the codes of another model --------------------------------------------
@@ -272,17 +312,16 @@ class _Comparison:
         def hook(path: str) -> Callable[[Grid, tuple[Tensor], Tensor], Tensor | None]:
             def take(module: Grid, args: tuple[Tensor], y: Tensor) -> Tensor | None:
                 call = calls[path] = calls.get(path, -1) + 1
-                others = codes.get(path)
+                other = codes.get(path, {}).get(call)
                 why_not = _why_not_comparable(module)
                 if why_not is not None:
                     self.skipped[path] = why_not
                     return None
-                if others is None or call >= len(others):
-                    if whose == "runtime":
+                if other is None:
+                    if whose == "runtime" and path not in codes:
                         reason = _MERGED if module.has_one_scale else _COMPUTED
                         self.skipped[path] = self.runtime.unwatched.get(path, reason)
                     return None
-                other = others[call]
                 visit(path, call, module.grid_for(args[0]), args[0], y, other)
                 return dequantized(other.codes.reshape(y.shape), other.grid)
 
@@ -313,8 +352,8 @@ class _Comparison:
         for path, number in found.compared.items():
             report = self.reports.setdefault(path, TensorReport(path))
             report.codes += number if whose == "prepared" else 0
-        same = all(map(_is_same, found.results, results))
-        is_steady = watched is None or all(map(_is_same, watched, results))
+        same = all(map(is_same, found.results, results))
+        is_steady = watched is None or all(map(is_same, watched, results))
         if whose == "runtime":
             self.outputs.runtime_is_equal &= same
         if same and is_steady and not found.differences:
@@ -322,20 +361,22 @@ class _Comparison:
         rounding = self._rounding(codes, inputs, found)
         if self.has_uncompared_grids and not self._is_explained(found, results, rounding):
             rounding.repeat(_MORE_REPETITIONS)
+        # State that the first passes did not find would have counted as rounding.
+        require_same("golden model", *rounding.without_errors())
         for number, difference in enumerate(found.differences):
             self._count(whose, difference, rounding.tolerance(number))
         first = len(found.differences)
         self._count_results(whose, found, results, rounding, first)
         for number, (a, b) in enumerate(zip(watched or [], results, strict=False)):
-            beyond = _beyond(a, b, 2 * rounding.tolerance(first + number), rounding.unsteady[first + number])
-            if bool(beyond.any()):
-                self.outputs.disturbance = max(self.outputs.disturbance, _largest(a, b))
+            far = beyond(a, b, 2 * rounding.tolerance(first + number), rounding.unsteady[first + number])
+            if bool(far.any()):
+                self.outputs.disturbance = max(self.outputs.disturbance, largest_difference(a, b))
 
     def _is_explained(self, found: _Pass, results: list[Tensor], rounding: Rounding) -> bool:
         """Returns True if rounding explains all differences between the results."""
         first = len(found.differences)
         return not any(
-            bool(_beyond(a, b, rounding.tolerance(first + number), rounding.unsteady[first + number]).any())
+            bool(beyond(a, b, rounding.tolerance(first + number), rounding.unsteady[first + number]).any())
             for number, (a, b) in enumerate(zip(found.results, results, strict=True))
         )
 
@@ -379,22 +420,27 @@ class _Comparison:
             reason = SCALE
         elif bool(rest.any()):
             why = why_runtime if whose == "runtime" else why_prepared
-            reason = why(found.origin, found.x, found.grid, found.before, golden, other, rest)
+            reason = self._or_known(why(found.origin, found.x, found.grid, found.before, golden, other, rest))
         reasons = self.reasons.setdefault((found.path, whose), {})
         reasons[reason] = None
         # Ties are mentioned only if there is no other reason.
         setattr(report, f"why_{whose}", "; ".join([one for one in reasons if one != TIE] or [TIE]))
 
+    def _or_known(self, reason: str) -> str:
+        """Returns the reason, or one that was known when the model was prepared if it is not explained."""
+        is_known = any(map(is_note_on_weights, preparation(self.model).notes))
+        return READ_WEIGHT if reason == UNKNOWN and is_known else reason
+
     def _count_results(
         self, whose: _Whose, found: _Pass, results: list[Tensor], rounding: Rounding, first: int
     ) -> None:
         for number, (a, b) in enumerate(zip(found.results, results, strict=True)):
-            beyond = _beyond(a, b, rounding.tolerance(first + number), rounding.unsteady[first + number])
-            if not bool(beyond.any()):
+            far = beyond(a, b, rounding.tolerance(first + number), rounding.unsteady[first + number])
+            if not bool(far.any()):
                 continue
-            _add(self.outputs, f"{whose}_unexplained", int(beyond.sum()))
-            has_nan = a.is_floating_point() and bool((a.isnan() != b.isnan())[beyond].any())
-            reason = NAN if has_nan else (whose == "runtime" and why_sums(found.sums)) or UNKNOWN
+            _add(self.outputs, f"{whose}_unexplained", int(far.sum()))
+            has_nan = a.is_floating_point() and bool((a.isnan() != b.isnan())[far].any())
+            reason = NAN if has_nan else (whose == "runtime" and why_sums(found.sums)) or self._or_known(UNKNOWN)
             name = "why" if whose == "runtime" else "why_prepared"
             setattr(self.outputs, name, getattr(self.outputs, name) or reason)
 
@@ -402,8 +448,8 @@ class _Comparison:
         out = self.outputs
         for a, b, c in zip(prepared, golden, runtime, strict=True):
             out.numbers += b.numel()
-            out.prepared_difference = max(out.prepared_difference, _largest(a, b))
-            out.runtime_difference = max(out.runtime_difference, _largest(b, c))
+            out.prepared_difference = max(out.prepared_difference, largest_difference(a, b))
+            out.runtime_difference = max(out.runtime_difference, largest_difference(b, c))
             if not b.is_floating_point() or not b.numel():
                 continue
             out.largest = max(out.largest, float(b.double().abs().nan_to_num(0, 0, 0).max()))
@@ -439,6 +485,16 @@ class _Comparison:
         )
 
 
+def _outcome(result: Any, codes: Codes) -> Outcome:
+    """Returns everything that may differ between two passes of a model, by name."""
+    found: Outcome = dict(zip(result_leaves.names(result), result_leaves.tensors(result), strict=True))
+    found["a constant in the result"] = result_leaves.constants(result)
+    for path, calls in codes.items():
+        for call, coded in calls.items():
+            found[f"the codes of {call_name(path, call)}"] = coded.codes
+    return found
+
+
 def _codes_in(found: Array, grid: GridOf) -> Tensor:
     """Returns the codes that a file output. It outputs those of a float format as values."""
     value = torch.from_numpy(found).float()
@@ -465,48 +521,5 @@ def _scale_tolerance(found: _Difference, tolerance: Tensor) -> Tensor:
     return moved + found.grid.scale.double() * 2.0**-22
 
 
-def _require_comparable(golden: list[Tensor], runtime: list[Tensor]) -> None:
-    if len(golden) != len(runtime):
-        raise ValueError(
-            f"The model returns {len(golden)} tensors and the file {len(runtime)}, so they cannot be compared.\n"
-            "Export the model again."
-        )
-    for number, (a, b) in enumerate(zip(golden, runtime, strict=True)):
-        if a.shape != b.shape or a.is_floating_point() != b.is_floating_point():
-            raise ValueError(
-                f"Result {number} is {_kind(a)} in the model and {_kind(b)} in the file, so they cannot be compared.\n"
-                "Export the model again."
-            )
-
-
-def _kind(x: Tensor) -> str:
-    return f"{str(x.dtype)[6:]} of shape {tuple(x.shape)}"
-
-
 def _add(report: TensorReport | OutputReport, name: str, number: int) -> None:
     setattr(report, name, getattr(report, name) + number)
-
-
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    """Returns True if all elements are equal. NaN equals NaN."""
-    if a.is_floating_point():
-        return bool(((a == b) | (a.isnan() & b.isnan())).all())
-    return torch.equal(a.to(b.dtype), b)
-
-
-def _beyond(a: Tensor, b: Tensor, tolerance: Tensor, unsteady: Tensor) -> Tensor:
-    """Returns a mask of the elements that differ by more than the tolerance. Unsteady integers may differ."""
-    if not a.is_floating_point():
-        return (a != b) & ~unsteady
-    differ = (a != b) & ~(a.isnan() & b.isnan())
-    far = (a.double() - b.double()).abs()
-    return differ & ~(far <= tolerance)  # also True if only one side is finite: `far` is inf or NaN
-
-
-def _largest(a: Tensor, b: Tensor) -> float:
-    """Returns the largest difference, infinity if only one side is NaN."""
-    if not a.numel():
-        return 0.0
-    a, b = a.double(), b.double()
-    far = torch.where(a.isnan() != b.isnan(), torch.inf, (a - b).abs().nan_to_num(0, torch.inf))
-    return float(torch.where(a == b, 0, far).max())

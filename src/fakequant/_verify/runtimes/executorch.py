@@ -6,6 +6,7 @@ also returns the values of its quantizers. `verify` requires that both programs 
 
 import importlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ class ExecuTorch:
     has_tensors = False
     may_misread = False
     exact_setting = ""
+    random_operators: Sequence[str] = ()  # ExecuTorch has no such kernels
+    missing: Sequence[str] = ()
 
     def __init__(self, path: str | os.PathLike[str], threads: int = 1) -> None:
         if not Path(path).is_file():
@@ -58,6 +61,7 @@ class ExecuTorch:
             )
         self.target: str | None = self.notes.target
         self.parameters: str | None = self.notes.parameters
+        self.results: list[str] | None = self.notes.outputs
         self.is_as_written: bool = self.notes.is_unchanged
         self.kernels: dict[str, str] = {}
         self.integers: set[str] = set()
@@ -114,7 +118,8 @@ class ExecuTorch:
             assert grid.scale is not None
             assert grid.zero_point is not None
             codes = codes_of(value, GridOf(grid.scale, grid.zero_point, grid.spec))
-            run.codes.setdefault(path, []).append(codes.numpy().astype(np.int32))
+            calls = run.codes.setdefault(path, {})
+            calls[len(calls)] = codes.numpy().astype(np.int32)
         return run
 
     def run_unwatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Array]:
@@ -128,6 +133,7 @@ class ExecuTorch:
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """Returns the tensors of a batch in the order of the program's inputs."""
         tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        kwargs = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
         if kwargs and not args and set(kwargs) == set(self.notes.inputs):
             tensors = [kwargs[name] for name in self.notes.inputs]
         if len(tensors) != len(self.notes.inputs):

@@ -1,5 +1,6 @@
 """`Runtime`: what `verify` needs from a runtime, whatever its files look like."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
@@ -15,10 +16,11 @@ class Run(NamedTuple):
     # optimizations of a runtime.
     watched: list[Array]
     results: list[Array]
-    # Codes by the path of the quantizer, with one entry per call.
-    codes: dict[str, list[Array]]
-    # The scales and zero points that were computed at run time, likewise.
-    qparams: dict[str, list[tuple[Array, Array]]]
+    # Codes by the path of the quantizer and the number of its call, which starts at 0. A file does not compute calls
+    # whose results are not used.
+    codes: dict[str, dict[int, Array]]
+    # The scales and zero points that were computed at run time, in the same way.
+    qparams: dict[str, dict[int, tuple[Array, Array]]]
 
 
 class Runtime(Protocol):
@@ -49,6 +51,15 @@ class Runtime(Protocol):
 
     # The number of threads that runs use.
     threads: int
+
+    # Which result of the model each output of the file is, by name. None if the file does not say.
+    results: list[str] | None
+
+    # The operators of the file that draw random numbers.
+    random_operators: Sequence[str]
+
+    # Tensors that the file had when it was exported, and has no more under that name.
+    missing: Sequence[str]
 
     # Whether the tensors of the file can be read.
     has_tensors: bool

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
+from fakequant._onnx.call_names import parse_call
 from fakequant._onnx.fingerprint import digest_of_graph
-from fakequant._onnx.metadata_keys import GRAPH, INPUTS, OFFSET, PARAMETERS, QUANTIZER, TARGET
+from fakequant._onnx.metadata_keys import GRAPH, INPUTS, OFFSET, OUTPUTS, PARAMETERS, QUANTIZER, TARGET, TENSORS
 from fakequant._util.optional_packages import require
 from fakequant._verify.runtimes.interface import Array, Run
 
@@ -53,25 +54,35 @@ class OnnxFile:
             raise ValueError(f"{path} is not an ONNX model: {error}\n{_ADVICE}") from error
         # By the name of a value that holds codes: the paths of its quantizers and the offset of the codes.
         self.codes: dict[str, tuple[list[str], int]] = {}
+        # By the same name: the number of the call of each of these quantizers.
+        self.calls: dict[str, list[int]] = {}
         # By the same name: the names of the scale and the zero point, if they are computed at run time.
         self.dynamic: dict[str, tuple[str, str]] = {}
         for node in self.model.graph.node:
             notes = {p.key: p.value for p in node.metadata_props}
             if QUANTIZER in notes:
-                self.codes[node.output[0]] = (notes[QUANTIZER].split("\n"), _offset(notes, path))
+                calls = [parse_call(line) for line in notes[QUANTIZER].split("\n")]
+                self.codes[node.output[0]] = ([quantizer for quantizer, _ in calls], _offset(notes, path))
+                self.calls[node.output[0]] = [number for _, number in calls]
                 if node.op_type == "DynamicQuantizeLinear":
                     self.dynamic[node.output[0]] = node.output[1], node.output[2]
         self.dynamic_paths = {path for name in self.dynamic for path in self.codes[name][0]}
         constants = {tensor.name for tensor in self.model.graph.initializer}
         self.inputs = [value.name for value in self.model.graph.input if value.name not in constants]
         self.outputs = [value.name for value in self.model.graph.output]
+        noted = json.loads(self._noted(OUTPUTS) or "null")
+        self.results: list[str] | None = None
+        if isinstance(noted, dict):
+            self.results = [noted.get(name, f"{name}, which it does not name") for name in self.outputs]
         self.target, self.parameters = self._noted(TARGET), self._noted(PARAMETERS)
+        self.missing: Sequence[str] = sorted(set(json.loads(self._noted(TENSORS) or "[]")) - constants)
         self.is_as_written = self._noted(GRAPH) == digest_of_graph(self.model)
         self.kernels: dict[str, str] = {}
         self.integers: set[str] = set()
         self.lookups: set[str] = set()
         self.unwatched: dict[str, str] = {}
         self.rounded: list[str] = []
+        self.random_operators: Sequence[str] = sorted({node.op_type for node in self.model.graph.node if _draws(node)})
 
     def watch(self, golden: nn.Module) -> None:
         """Does nothing: the codes are read from the file itself."""
@@ -132,11 +143,11 @@ class OnnxFile:
         for name, (paths, offset) in self.codes.items():
             if name not in values:
                 continue
-            for path in paths:
-                run.codes.setdefault(path, []).append(_as_codes(values[name], offset))
+            for path, call in zip(paths, self.calls[name], strict=True):
+                run.codes.setdefault(path, {})[call] = _as_codes(values[name], offset)
                 if name in self.dynamic:
                     scale, zero_point = self.dynamic[name]
-                    run.qparams.setdefault(path, []).append((values[scale], values[zero_point]))
+                    run.qparams.setdefault(path, {})[call] = values[scale], values[zero_point]
         return run
 
     @property
@@ -156,6 +167,9 @@ class OnnxFile:
     def feed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Array]:
         """Returns the inputs of the file by name."""
         arguments = dict(zip(self.inputs, self._arguments(), strict=True))
+        # Other arguments are constants of the file.
+        args = tuple(value for value in args if isinstance(value, Tensor))
+        kwargs = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
         feed = {name: np.asarray(kwargs[key]) for name, key in arguments.items() if key in kwargs}
         others = [name for name, key in arguments.items() if key not in kwargs]
         if len(others) != len(args) or len(feed) != len(kwargs):
@@ -193,6 +207,16 @@ class OnnxFile:
 def _as_codes(value: Array, offset: int) -> Array:
     """Returns codes without their offset. Those of float formats are read as values."""
     return value if value.dtype == np.float32 else value.astype(np.int32) - offset
+
+
+# Operators that draw random numbers. Dropout does only in training mode.
+_RANDOM = {
+    "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial",
+}  # fmt: skip
+
+
+def _draws(node: "onnx.NodeProto") -> bool:
+    return node.op_type in _RANDOM or (node.op_type == "Dropout" and len(node.input) > 2)
 
 
 def _offset(notes: dict[str, str], path: str | os.PathLike[str]) -> int:
