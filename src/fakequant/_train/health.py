@@ -13,6 +13,7 @@ from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.grid_values import number_of_values, places_of
 from fakequant._train.model_snapshot import unchanged
 from fakequant._train.running import Data, check_module, evaluating, run
+from fakequant._train.unfit_ranges import find_problem, sample_of
 from fakequant._util.text_table import table
 from fakequant.nn._bounded_parameters import whole
 from fakequant.nn._deployed_bias import bias_error
@@ -53,6 +54,9 @@ class Health:
     # Calls of functions whose results stay in float, because the model's code makes more of them than in the example:
     # the largest number in one call of the module, by the path of the module and the name of the function.
     unseen_calls: dict[str, int] = dataclasses.field(default_factory=dict)
+    # Why ranges do not fit, by the path of the quantizer of an activation: all values were 0, or most share a code or
+    # two. The second is known only with data.
+    unfit: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Returns the fields of each `QuantizerHealth`, by the path of the quantizer."""
@@ -79,6 +83,7 @@ class Health:
             f"{number} calls of {name} stay in float: they did not occur in the example of `prepare`"
             for name, number in self.unseen_calls.items()
         ]
+        notes += [f"the range of {path} does not fit: {words}" for path, words in self.unfit.items()]
         return "\n\n".join([table(header, rows), *notes])
 
 
@@ -150,6 +155,11 @@ def health(model: nn.Module, data: Data | None = None, steps: int | None = None)
     return Health(
         [_health_of(path, q, counts[q], weights.get(q), errors.get(q)) for path, q in quantizers(model)],
         unseen_calls(model.named_modules()),
+        {
+            path: problem.words
+            for path, q in quantizers(model)
+            if q not in weights and (problem := find_problem(q, counts[q].sample)) is not None
+        },
     )
 
 
@@ -184,12 +194,16 @@ class _Counts:
         self.total = self.clipped = 0
         self.used: Tensor | None = None
         self.codes: Tensor | None = None
+        # Some of the first values.
+        self.sample: Tensor | None = None
 
     def add(self, x: Tensor) -> None:
         spec = self.quantizer.spec
         found = qparams_for(self.quantizer, x)
         if found is None:
             return
+        if self.sample is None and x.numel():
+            self.sample = sample_of(x)
         x = x.detach()
         _, inside = tensor_functions.fake_quantize(x, *found, spec, mask="bool")
         self.codes = tensor_functions.quantize(x, *found, spec)
