@@ -88,6 +88,28 @@ def test_a_quantized_weight_does_not_take_up_adapters():
     skipped[0].merge()
 
 
+def test_attention_with_adapters_runs_although_peft_merges_them_in_its_forward_pass():
+    peft = pytest.importorskip("peft")
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 2)
+
+        def forward(self, x):
+            return self.head(self.attention(x, x, x, need_weights=False)[0])
+
+    torch.manual_seed(0)
+    settings = peft.LoraConfig(target_modules=["attention", "head"], r=2, init_lora_weights=False)
+    model, x = peft.get_peft_model(Net(), settings).eval(), torch.randn(2, 3, 8)
+    with pytest.warns(UserWarning, match="Adapters stay in float"):
+        fq.prepare(model, recipes.int8(), x)
+    fq.calibrate(model, [x], progress=False)
+    model.train()(x).sum().backward()
+    with pytest.raises(RuntimeError, match=r"adapters of base_model\.model\.head cannot be merged"):
+        model.base_model.model.head.merge()
+
+
 def test_peft_models_keep_adapters_in_float_and_refuse_to_merge():
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
@@ -107,6 +129,7 @@ def test_peft_models_keep_adapters_in_float_and_refuse_to_merge():
             warnings.simplefilter("always")
             fq.prepare(wrapped, recipes.int8(), batch)
         assert any("Adapters stay in float" in str(w.message) for w in caught)
+        assert fq.summary(wrapped).unmatched == []
         fq.calibrate(wrapped, [batch], progress=False)
         paths = [path for path, _ in fq.nn.quantizers(wrapped)]
         assert [path for path in paths if "down_proj.base_layer.weight" in path]

@@ -52,7 +52,8 @@ def without_adapters(model: nn.Module, config: QuantConfig) -> QuantConfig:
         return config
     names = dict.fromkeys(inside.values())
     named = [rule for rule in config.rules if any(name in rule.path for name in names)]
-    own = [Rule(type=_TUNER), *(Rule(path=f"*{name}{end}") for name in names for end in ("", ".*"))]
+    paths = dict.fromkeys(f"*{name}" if path.endswith(name) else f"*{name}.*" for path, name in inside.items())
+    own = [Rule(type=_TUNER), *(Rule(path=path) for path in paths)]
     others = [rule for rule in config.rules if rule not in named and rule not in own]
     found = dataclasses.replace(config, rules=(*named, *own, *others))
     left = [
@@ -72,12 +73,18 @@ def without_adapters(model: nn.Module, config: QuantConfig) -> QuantConfig:
 
 
 def protect_merging(model: nn.Module) -> None:
-    """Lets tuner layers refuse to merge adapters into weights that are quantized."""
+    """Lets tuner layers refuse to merge adapters into weights that are quantized.
+
+    Except in attention, whose tuner layers merge for the time of each forward pass.
+    """
+    merges_in_forward: set[nn.Module] = set()
     for path, tuner in _tuner_layers(model):
         base: Any = tuner
         while hasattr(base, _BASE):
             base = getattr(base, _BASE)
-        if isinstance(base, QuantizedLayer) and base.weight_quantizer is not None:
+        if isinstance(base, nn.MultiheadAttention):
+            merges_in_forward.update(tuner.modules())
+        elif tuner not in merges_in_forward and isinstance(base, QuantizedLayer) and base.weight_quantizer is not None:
             tuner.__dict__["merge"] = partial(_refuse_to_merge, path)
 
 

@@ -140,12 +140,16 @@ def describing_call(model: nn.Module, batch: Batch, name: str) -> Iterator[None]
         yield
     except Exception as error:
         if batch is not None and not getattr(error, "__notes__", None):
-            takes = ", ".join(inspect.signature(model.forward).parameters)
-            error.add_note(
-                f"This happened with {name}: {_described(batch)}. The forward pass of {type(model).__name__} takes "
-                f"({takes})."
-            )
+            forward = f"The forward pass of {type(model).__name__} takes ({_names_of_arguments(model)})."
+            error.add_note(f"This happened with {name}: {_described(batch)}. {forward}")
         raise
+
+
+def _names_of_arguments(model: nn.Module) -> str:
+    try:
+        return ", ".join(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):  # code that is not Python
+        return "..."
 
 
 def _described(batch: Any) -> str:
