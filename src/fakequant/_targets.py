@@ -13,6 +13,7 @@ at most 64. With larger weights the sums are silently wrong.
 """
 
 import dataclasses
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from fakequant.spec import WHOLE_AXIS, QuantSpec
@@ -253,5 +254,24 @@ def find(name: str) -> Target:
     7
     """
     if not isinstance(name, str) or name not in TARGETS:
-        raise ValueError(f"`target` must be one of {', '.join(TARGETS)}, got {name!r}.")
+        raise ValueError(f"`target` must be one of {', '.join(TARGETS)}, got {name!r}.{_similar(name)}")
     return TARGETS[name]
+
+
+# What other names may mean.
+_ALIASES = {
+    "onnxruntime-x86, or onnxruntime-vnni for a CPU with VNNI": ("onnxruntime", "ort", "onnx", "cpu", "x86"),
+    "onnxruntime-vnni": ("vnni", "ort-vnni", "avx512-vnni"),
+    "openvino, or openvino-vnni for a CPU with VNNI": ("ov", "intel", "openvino-x86"),
+    "xnnpack": ("executorch", "pte", "qnnpack", "arm", "android", "ios"),
+    "tensorrt": ("trt", "nvidia", "cuda", "gpu"),
+    "generic": ("tflite", "litert", "coreml", "qnn", "tvm"),
+}
+
+
+def _similar(name: object) -> str:
+    """Returns which target a name may mean, as a sentence, or nothing."""
+    key = str(name)[:40].lower().replace("_", "-")
+    meant = [advice for advice, names in _ALIASES.items() if key in names]
+    meant += get_close_matches(key, list(TARGETS), n=1)
+    return f"\nDid you mean {meant[0]}?" if meant else ""

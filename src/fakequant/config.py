@@ -34,12 +34,12 @@ class LayerConfig:
     # If True, scales are trained with the model (LSQ). If False, observers determine them.
     learned: bool = False
     # If set, how the range of the weight is determined. With `learned=True` it determines the initial scale only.
-    # If None, the range is recomputed from the weight whenever the layer runs (`Dynamic`), and learned scales are
-    # initialized by the rule of the LSQ paper.
+    # If None, the range is recomputed from the weight whenever the layer runs (`Dynamic`), and learned scales start
+    # with the least squared error; see `nn.LearnedFakeQuantize`.
     weight_observer: Observer | None = None
     # If set, how the ranges of input and output are determined. With `learned=True` it determines the initial scales
-    # only. If None, ranges are moving averages (`MovingAverage`), and learned scales are initialized by the rule of
-    # the LSQ paper. Ignored for specs per token, which always use `Dynamic`.
+    # only. If None, ranges are moving averages (`MovingAverage`), and learned scales start with the least squared
+    # error. Ignored for specs per token, which always use `Dynamic`.
     activation_observer: Observer | None = None
 
     def __post_init__(self) -> None:

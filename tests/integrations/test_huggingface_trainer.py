@@ -239,3 +239,19 @@ def test_huggingface_callback_refuses_wrong_options(tmp_path):
     trainer = trainer_of(prepared(tiny.bert), tmp_path, QATCallback(quantize_from=0.5), data=tiny.data_for(tiny.bert))
     with pytest.raises(ValueError, match="`quantize_from` must be a number of steps or None"):
         trainer.train()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("make", [tiny.bert, tiny.gpt2], ids=["bert", "gpt2"])
+def test_gradient_checkpointing_gives_the_same_bits(make, reentrant, tmp_path):
+    trained = []
+    for on in (False, True):
+        model = prepared(make)
+        options = {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}} if on else {}
+        trainer = trainer_of(
+            model, tmp_path, QATCallback(quantize_from=1), data=tiny.data_for(make), max_steps=3,
+            gradient_checkpointing=on, **options,
+        )  # fmt: skip
+        trainer.train()
+        trained.append(model)
+    tiny.assert_same_bits(*trained)

@@ -1,7 +1,9 @@
 """`calibrate` runs data through a model, finds ranges, and changes nothing else."""
 
 import copy
+import re
 import threading
+import warnings
 
 import pytest
 
@@ -319,3 +321,86 @@ def test_progress_bar_leaves_no_thread_behind():
     before = set(threading.enumerate())
     fq.calibrate(fq.prepare(nn.Sequential(nn.Linear(4, 2)), recipes.int8()), [torch.ones(3, 4)], progress=True)
     assert set(threading.enumerate()) == before
+
+
+# --- ranges that do not fit -------------------------------------------------------------------------
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def one_hot():
+    return nn.functional.one_hot(torch.arange(512) % 16, 16).float()
+
+
+NORMAL = numbers(512, 16)
+FITTING = {
+    "normal": NORMAL,
+    "uniform": torch.special.ndtr(NORMAL),
+    "exponential": -torch.special.ndtr(NORMAL).log(),
+    "after a ReLU": NORMAL.relu(),
+    "after a sparse ReLU": (NORMAL - 2).relu(),
+    "softmax": NORMAL.softmax(-1),
+    "peaked softmax": (30 * NORMAL).softmax(-1),
+    "one-hot": one_hot(),
+    "mask": (NORMAL > 0).float(),
+    "pixels": (255 * torch.special.ndtr(NORMAL)).round(),
+    "constant": torch.full((512, 16), 0.3),
+    "ones with rounding errors": 1 + 1e-6 * NORMAL,
+}
+UNFIT = {
+    "power spectrum": (2e-4 * (2.4 * NORMAL).exp(), "four of five values are within .* on one code of the range 0 to"),
+    "few outliers": (torch.cat([NORMAL, 1000 * NORMAL[:1]]), "four of five values"),
+    "far from 0": (100 + 0.1 * NORMAL, "four of five values"),
+    "zeros": (torch.zeros(512, 16), "all values were 0"),
+    "not finite": (torch.full((512, 16), torch.nan), "no value was finite"),
+}
+
+
+def ranges(data, config=None, steps=1):
+    """Calibrates a linear layer, and returns the model and the warnings about its range."""
+    model = fq.prepare(nn.Sequential(nn.Linear(16, 2)), config or recipes.int8())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        calibrate(model, [data] * steps)
+    return model, [str(w.message) for w in caught if "do not fit" in str(w.message)]
+
+
+@pytest.mark.parametrize("name", FITTING)
+def test_ranges_that_fit_give_no_warning(name):
+    model, found = ranges(FITTING[name])
+    assert found == []
+    assert fq.health(model, [FITTING[name]]).unfit == {}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_warning_names_quantizers_whose_range_does_not_fit(name):
+    data, words = UNFIT[name]
+    model, found = ranges(data, steps=2)
+    assert len(found) == 1
+    assert re.search(f"\n  0.input_quantizer: {words}", found[0])
+    if name == "not finite":
+        return
+    assert re.fullmatch(f"{words}.*", fq.health(model, [data]).unfit["0.input_quantizer"])
+    assert ("the range of 0.input_quantizer does not fit" in str(fq.summary(model))) == (name == "zeros")
+    assert "the range of 0.input_quantizer does not fit" in str(fq.health(model, [data]))
+
+
+def test_other_grids_are_judged_by_what_they_can_represent():
+    data = UNFIT["power spectrum"][0]
+    for config in (recipes.int8_dynamic(), recipes.fp8(), recipes.lsq(2, first_last_bits=None)):
+        assert ranges(data, config)[1] == []
+    assert len(ranges(UNFIT["zeros"][0], recipes.lsq(4))[1]) == 1
+
+
+def test_one_warning_lists_all_ranges_that_do_not_fit():
+    model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(7)])
+    for layer in model:
+        nn.init.zeros_(layer.weight)
+    model = fq.prepare(model, recipes.int8())
+    with pytest.warns(
+        UserWarning, match=r"do not fit(.|\n)*1.input_quantizer: all(.|\n)*and 1 more(.|\n)*calibrate again"
+    ) as found:
+        calibrate(model, [NORMAL])
+    assert len(found) == 1

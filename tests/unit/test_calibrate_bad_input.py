@@ -242,3 +242,28 @@ CALLS = {
 def test_functions_on_models_refuse_a_non_module(call):
     with pytest.raises(TypeError, match="`model` must be"):
         call()
+
+
+def notes_of(call):
+    """Returns the notes of the error that a call raises."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        call()
+    return getattr(caught.value, "__notes__", [])
+
+
+def test_errors_of_the_model_say_which_batch_it_was_and_what_the_model_takes():
+    model = prepared()
+    labels = torch.zeros(len(X), dtype=torch.long)
+    assert notes_of(lambda: calibrate(model, [X, (labels, X)])) == [
+        f"This happened with batch 2 of `data`: int64 of shape ({len(X)},), float32 of shape {tuple(X.shape)}. "
+        "The forward pass of Sequential takes (input)."
+    ]
+    (note,) = notes_of(lambda: calibrate(model, [{"x": X}]))
+    assert note.startswith("This happened with batch 1 of `data`: x: float32")
+    (note,) = notes_of(lambda: fq.prepare(small(), recipes.int8(), X[:, :1]))
+    assert note.startswith(f"This happened with `example`: float32 of shape {tuple(X[:, :1].shape)}. The forward pass")
+
+
+def test_a_numpy_batch_is_refused_with_the_fix():
+    model = prepared()
+    assert_refused(model, lambda: calibrate(model, [X.numpy()]), TypeError, "got ndarray", "torch.from_numpy(batch)")

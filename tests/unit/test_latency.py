@@ -74,6 +74,13 @@ def test_text_has_both_times_and_the_share_in_integers():
     )
 
 
+def test_multiplications_that_were_not_counted_are_not_shown():
+    kernels = {"a": "QGemm", "b": "QGemm"}
+    found = module.Latency("onnxruntime", "generic", 1, [[4]], 1, 1, 1, 1, kernels, ["a", "b"], {}, 0, 0)
+    assert str(found).endswith("in integers: 2 of 2 layers")
+    assert found.share is None
+
+
 def test_model_is_not_changed(int8):
     model, path = int8
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -154,3 +154,9 @@ def test_health_leaves_weight_quantizers_unchanged():
 def test_summary_does_not_list_unmatched_rules_of_recipes():
     model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), recipes.int8_dynamic())
     assert fq.summary(model).unmatched == []
+
+
+def test_a_summary_of_quantized_weights_says_what_is_quantized():
+    model = fq.prepare(nn.Sequential(nn.Linear(32, 4)), fq.recipes.int4_weight_only(), torch.ones(2, 32))
+    first = str(fq.summary(model)).split("\n")[0]
+    assert first == "quantized: weights only, 97.0% of 132 parameters; the inputs of 256 multiplications are floats"

@@ -201,3 +201,34 @@ def test_communication_error_between_ranks_names_its_likely_cause(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 0)
     with pytest.raises(RuntimeError, match=r"Connection closed(.|\n)*has fewer batches(.|\n)*DistributedSampler"):
         calibrate(model, fail)
+
+
+def test_a_converted_model_is_not_called_unprepared():
+    model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8())
+    golden = fq.convert(fq.calibrate(model, [torch.ones(2, 4)], progress=False))
+    with pytest.raises(ValueError, match=r"The model is converted(.|\n)*save_converted"):
+        fq.summary(golden)
+
+
+def test_a_model_in_data_parallel_is_refused():
+    with pytest.raises(ValueError, match=r"distributed already, by DataParallel(.|\n)*prepare\(model, config\) first"):
+        fq.prepare(nn.DataParallel(nn.Linear(4, 4)), fq.recipes.int8())
+
+
+def test_dynamic_scales_for_openvino_are_refused_with_the_fix():
+    words = r"0: openvino has no integer kernels for scales .* recipes.int8 does, .* another target"
+    with pytest.raises(ValueError, match=words):
+        fq.prepare(nn.Sequential(nn.Linear(4, 4)), fq.recipes.int8_dynamic(target="openvino"))
+
+
+def test_torch_onnx_export_of_a_prepared_model_names_the_right_function(tmp_path):
+    pytest.importorskip("onnxscript")
+    model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8())
+    fq.calibrate(model, [torch.ones(2, 4)], progress=False).eval()
+    with pytest.raises(Exception, match=r"Use fakequant\.export_onnx\(model, path, x\)"):
+        torch.onnx.export(model, (torch.ones(2, 4),), tmp_path / "m.onnx", dynamo=True, verbose=False)
+
+
+@pytest.mark.parametrize("name", ["FakeQuantize", "LearnedFakeQuantize", "PACT"])
+def test_help_of_a_quantizer_says_where_its_arguments_are_described(name):
+    assert "documentation of the class" in getattr(fq.nn, name).__init__.__doc__

@@ -51,7 +51,7 @@ def one_line(error: BaseException, needed: str = "torch") -> str:
     if isinstance(error, OSError) and error.strerror:
         message = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
         return join(message)
-    message = join(str(error))
+    message = join("\n".join([str(error), *getattr(error, "__notes__", ())]))
     if isinstance(error, Problem) or _is_ours(error):
         return message or type(error).__name__
     return f"{type(error).__name__}{message and f': {message}'}; --debug shows where"

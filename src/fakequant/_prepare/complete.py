@@ -22,7 +22,7 @@ from fakequant._prepare.plan_results import attach_results, plan_results, withdr
 from fakequant._prepare.repeated_calls import RepeatedCalls, split_calls
 from fakequant._prepare.saved_flow import describe_flow, save_flow
 from fakequant._prepare.shared_grids import find_repeated, share_grids
-from fakequant._train.running import Data
+from fakequant._train.running import Data, describing_call
 from fakequant.nn._model_quantizers import has_scale, name_quantizers, quantizers
 from fakequant.nn._quantized_layer import ATTENTION_QUANTIZERS, QUANTIZERS, QuantizedLayer
 from fakequant.nn._records import find_record
@@ -85,7 +85,8 @@ def _complete(model: nn.Module, made: Preparation, example: Any) -> None:
             quantizer.quantizing = False
             if observing:
                 quantizer.observing = False
-        flow = find_flow(model, example)
+        with describing_call(model, example, "batch 1 of `data`"):
+            flow = find_flow(model, example)
     finally:
         for quantizer, observing, quantizing in switches:
             quantizer.quantizing = quantizing

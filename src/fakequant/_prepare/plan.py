@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant import _targets
+from fakequant._prepare.adapters import REASON, adapters
 from fakequant._prepare.plan_warnings import near_names
 from fakequant.config import LayerConfig, QuantConfig
 from fakequant.nn._attention import MultiheadAttention
@@ -78,6 +79,7 @@ def make_plan(model: nn.Module, config: QuantConfig) -> Plan:
     plan = Plan([], {}, [])
     used: set[int] = set()
     attentions: dict[nn.Module, nn.Module] = {}  # attention modules by their output projections
+    in_adapters = adapters(model)
     for path, module in model.named_modules():
         config_of_layer, number = config.find(path, module)
         if number is not None:
@@ -88,6 +90,8 @@ def make_plan(model: nn.Module, config: QuantConfig) -> Plan:
             used |= _add_products(plan, path, module, config)
             continue
         reason = _unsupported_reason(module, config_of_layer)
+        if config_of_layer is None and path in in_adapters:
+            reason = REASON
         if module in attentions and all(layer.module is not attentions[module] for layer in plan.layers):
             reason = reason or "the attention it belongs to stays in float"
         if reason is None:
@@ -265,8 +269,8 @@ class _Maker:
         is_dynamic = isinstance(self.config.activation_observer, Dynamic) and not self.config.learned
         if (spec.granularity == "token" or is_dynamic) and not self.target.has_dynamic_scales:
             raise ValueError(
-                f"{where}: {self.target.name} has no integer kernels for scales that are computed at run time.\n"
-                "Use a fixed scale, as recipes.int8 does, or quantize only weights."
+                f"{self.target.name} has no integer kernels for scales that are computed at run time. Use a fixed "
+                "scale, as recipes.int8 does, quantize only weights, or use another target."
             )
         if (spec.granularity == "token" or is_dynamic) and fitted == _targets.DYNAMIC_SPEC:
             eps = _targets.SMALLEST_DYNAMIC_SCALE if self.target.has_one_dynamic_scale else EPS

@@ -6,6 +6,7 @@ from torch import nn
 
 from fakequant import _targets
 from fakequant._convert.fold_batch_norm import can_fold
+from fakequant._prepare.adapters import allow_merging, protect_merging, without_adapters
 from fakequant._prepare.attach import (
     Preparation,
     attach_layer,
@@ -26,7 +27,7 @@ from fakequant._prepare.plan_warnings import warn_about_refused, warn_about_rule
 from fakequant._prepare.repeated_calls import RepeatedCalls, split_calls
 from fakequant._prepare.saved_flow import load_flow, save_flow
 from fakequant._prepare.shared_grids import find_repeated, share_grids
-from fakequant._train.running import check_module
+from fakequant._train.running import check_module, describing_call
 from fakequant.config import QuantConfig
 from fakequant.nn._layer_kinds import find_kind
 from fakequant.nn._model_quantizers import name_quantizers
@@ -64,12 +65,14 @@ def prepare(model: nn.Module, config: QuantConfig, example: Any = None) -> nn.Mo
     (True, 8)
     """
     _check(model, config)
+    config = without_adapters(model, config)
     plan = make_plan(model, config)
     if not plan.layers:
         raise ValueError(_nothing_to_quantize(plan))
     warn_about_rules((*model.named_modules(), *plan.products.items()), config, OF_RECIPES)
     warn_about_refused(plan.refused)
-    flow = find_flow(model, example)
+    with describing_call(model, example, "`example`"):
+        flow = find_flow(model, example)
     first_last = widen_first_and_last(model, config, plan, call_order(flow))
     repeated = RepeatedCalls(repeated_modules(flow))
     split_calls(plan, flow, repeated)
@@ -95,6 +98,7 @@ def prepare(model: nn.Module, config: QuantConfig, example: Any = None) -> nn.Mo
     if flow.is_recorded:
         save_flow(model, made)
     link_norms(model)
+    protect_merging(model)
     return model
 
 
@@ -117,6 +121,7 @@ def unprepare(model: nn.Module) -> nn.Module:
     """
     preparation(model)
     detach_all(model)
+    allow_merging(model)
     return model
 
 
@@ -130,6 +135,12 @@ def preparation(model: nn.Module) -> Preparation:
     check_module(model)
     found = find_preparation(model)
     if found is None:
+        layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
+        if layers and not any(isinstance(layer._fakequant, Quantization) for layer in layers):
+            raise ValueError(
+                "The model is converted: it has codes instead of weights and quantizers.\n"
+                "Pass the prepared model that was converted. To save a converted model, use fakequant.save_converted."
+            )
         raise ValueError(
             "The model is not prepared, or it is a part or a wrapper of a prepared model.\n"
             "Pass the module that was given to fakequant.prepare."
@@ -147,7 +158,7 @@ def _check(model: nn.Module, config: QuantConfig) -> None:
     for path, module in model.named_modules():
         if module is model or isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
             check_name(module)
-        if isinstance(module, nn.parallel.DistributedDataParallel) or _is_sharded(module):
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or _is_sharded(module):
             raise ValueError(
                 f"{path or 'The model'} is distributed already, by {_wrapper(module)}; the quantizers would not be.\n"
                 "Use prepare(model, config) first, then distribute the model, then create the optimizer."

@@ -29,17 +29,26 @@ def shares_in_words(everything: Amount, quantized: Amount, integer: Amount | Non
     quantized: 95.0% of 2,000 multiplications, 97.5% of 400 parameters
     in integers in this runtime: 90.0% of the multiplications, 95.0% of the parameters
     """
-    words = [f"{quantized.parameters / max(everything.parameters, 1):.1%} of {everything.parameters:,} parameters"]
+    parameters = f"{quantized.parameters / max(everything.parameters, 1):.1%} of {everything.parameters:,} parameters"
+    number = f"{everything.multiplications:,}"
+    if not everything.multiplications:
+        words = parameters
+    elif quantized.parameters and not quantized.multiplications:
+        words = f"weights only, {parameters}; the inputs of {number} multiplications are floats"
+    else:
+        words = (
+            f"{quantized.multiplications / everything.multiplications:.1%} of {number} multiplications, {parameters}"
+        )
+    return "\n".join([f"quantized: {words}", *_in_integers(everything, integer)])
+
+
+def _in_integers(everything: Amount, integer: Amount | None) -> list[str]:
+    if integer is None:
+        return []
+    words = [f"{integer.parameters / max(everything.parameters, 1):.1%} of the parameters"]
     if everything.multiplications:
-        share = quantized.multiplications / everything.multiplications
-        words.insert(0, f"{share:.1%} of {everything.multiplications:,} multiplications")
-    lines = [f"quantized: {', '.join(words)}"]
-    if integer is not None:
-        words = [f"{integer.parameters / max(everything.parameters, 1):.1%} of the parameters"]
-        if everything.multiplications:
-            words.insert(0, f"{integer.multiplications / everything.multiplications:.1%} of the multiplications")
-        lines.append(f"in integers in this runtime: {', '.join(words)}")
-    return "\n".join(lines)
+        words.insert(0, f"{integer.multiplications / everything.multiplications:.1%} of the multiplications")
+    return [f"in integers in this runtime: {', '.join(words)}"]
 
 
 def quantized_parameters(model: nn.Module, without: Container[str] = ()) -> int:

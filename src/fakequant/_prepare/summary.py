@@ -11,6 +11,7 @@ from fakequant._prepare.first_last import notes_on_formats
 from fakequant._prepare.prepare import preparation
 from fakequant._prepare.shares import Amount, quantized_parameters, shares_in_words
 from fakequant._prepare.weight_widths import weight_bytes
+from fakequant._train.unfit_ranges import find_problem
 from fakequant._util.text_table import table
 from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._function_calls import FunctionQuantizers
@@ -41,8 +42,8 @@ class Summary:
     floats: dict[str, str]
     # Rules that matched nothing, each with similar paths.
     unmatched: list[tuple[str, list[str]]]
-    # Operands that are not quantized, formats that `first_last_bits` does not widen, and layers that no data has
-    # reached.
+    # Operands that are not quantized, formats that `first_last_bits` does not widen, layers that no data has reached,
+    # and ranges that do not fit.
     notes: list[str]
     # The number of parameters of the float model.
     parameters: int
@@ -131,7 +132,7 @@ def summary(model: nn.Module) -> Summary:
         layers,
         floats,
         made.unmatched,
-        made.notes + notes_on_formats(made.first_last, made.config) + _unreached(model),
+        made.notes + notes_on_formats(made.first_last, made.config) + _unreached(model) + _unfit(model),
         sum(p.numel() for p in _float_parameters(model)),
         before,
         after,
@@ -159,6 +160,16 @@ def _unreached(model: nn.Module) -> list[str]:
     return [
         f"no data has reached {path}: it computes in float, or other code uses its weight without quantizing it"
         for path in unreached
+    ]
+
+
+def _unfit(model: nn.Module) -> list[str]:
+    """Returns notes on quantizers of activations whose range does not fit, as far as the range shows it."""
+    weights = {module.weight_quantizer for module in model.modules() if isinstance(module, QuantizedLayer)}
+    return [
+        f"the range of {path} does not fit: {problem.words}"
+        for path, quantizer in quantizers(model)
+        if quantizer not in weights and (problem := find_problem(quantizer, None)) is not None
     ]
 
 

@@ -5,13 +5,14 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fakequant._prepare.attach import link_norms
 from fakequant._prepare.complete import completed
 from fakequant._prepare.first_last import settled_by_first_batch
 from fakequant._train.model_snapshot import Snapshot
 from fakequant._train.running import Data, check_module, check_steps, evaluating, explaining_ranks, run
+from fakequant._train.unfit_ranges import sample_of, warn_about_ranges
 from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._model_quantizers import quantizers
 from fakequant.nn._quantized_layer import QuantizedLayer
@@ -29,8 +30,9 @@ def calibrate(model: nn.Module, data: Data, steps: int | None = None, *, progres
 
     Observers that keep a moving average use the mean over all batches here, so that every batch has the same weight.
     Frozen quantizers, and learned quantizers that have a scale already, do not change. The model runs in evaluation
-    mode; its previous mode is restored afterwards. If an error occurs, the model is left unchanged. A warning names
-    layers that no data reached.
+    mode; its previous mode is restored afterwards. If an error occurs, the model is left unchanged. Warnings name
+    layers that no data reached, and quantizers whose range does not fit the data: all values were 0, none was finite,
+    or most values share a code or two.
 
     Args:
         model: A prepared model.
@@ -61,7 +63,7 @@ def calibrate(model: nn.Module, data: Data, steps: int | None = None, *, progres
     switches = [(q, q.observing, q.quantizing) for q in found]
     with evaluating(model), ExitStack() as undo:
         undo.callback(_restore, switches)
-        shown = _watch(found, undo)
+        shown, samples = _watch(model, found, undo)
         for quantizer in found:
             quantizer.train()
             if not quantizer.is_initialized:
@@ -78,6 +80,7 @@ def calibrate(model: nn.Module, data: Data, steps: int | None = None, *, progres
             undo_completion()
             raise
     _warn_about_unseen(model, shown)
+    warn_about_ranges(samples, quantizers(model))
     return model
 
 
@@ -86,7 +89,7 @@ def without_scale(model: nn.Module, *, weights: bool = True) -> str | None:
 
     With `weights=False`, quantizers of weights are ignored.
     """
-    of_weights = {module.weight_quantizer for module in model.modules() if isinstance(module, QuantizedLayer)}
+    of_weights = _of_weights(model)
     missing = []
     for path, quantizer in quantizers(model):
         if (weights or quantizer not in of_weights) and not quantizer.is_dynamic:
@@ -117,16 +120,31 @@ def _nothing_to_do(model: nn.Module) -> str:
     )
 
 
-def _watch(found: list[Quantizer], undo: ExitStack) -> dict[Quantizer, bool]:
-    """Returns a dict that will say which quantizers were given values. `undo` removes the hooks that fill it."""
-    shown = dict.fromkeys(found, False)
+def _watch(
+    model: nn.Module, found: list[Quantizer], undo: ExitStack
+) -> tuple[dict[Quantizer, bool], dict[Quantizer, Tensor]]:
+    """Returns two dicts that hooks will fill, which `undo` removes.
+
+    They say which quantizers were given values, and have some values of the first batch of those that look for a scale
+    of an activation.
+    """
+    shown: dict[Quantizer, bool] = dict.fromkeys(found, False)
+    samples: dict[Quantizer, Tensor] = {}
+    calibrated = {q for q in found if not q.is_initialized and not q.is_dynamic} - _of_weights(model)
 
     def note(quantizer: Quantizer, args: tuple[Any, ...]) -> None:
-        shown[quantizer] = shown[quantizer] or args[0].numel() > 0
+        if not shown[quantizer] and args[0].numel():
+            shown[quantizer] = True
+            if quantizer in calibrated:
+                samples[quantizer] = sample_of(args[0])
 
     for quantizer in found:
         undo.callback(quantizer.register_forward_pre_hook(note).remove)
-    return shown
+    return shown, samples
+
+
+def _of_weights(model: nn.Module) -> set[Any]:
+    return {module.weight_quantizer for module in model.modules() if isinstance(module, QuantizedLayer)}
 
 
 def _warn_about_unseen(model: nn.Module, shown: dict[Quantizer, bool]) -> None:
@@ -153,7 +171,7 @@ def _require_any(model: nn.Module, shown: dict[Quantizer, bool]) -> None:
 
     Quantizers of weights always have values. They count only if the model has no others.
     """
-    of_weights = {module.weight_quantizer for module in model.modules() if isinstance(module, QuantizedLayer)}
+    of_weights = _of_weights(model)
     activations = [q for q in shown if q not in of_weights]
     if not any(shown[q] for q in activations or shown):
         raise ValueError("`data` has no batches with values: there was nothing to calibrate with.")

@@ -13,6 +13,7 @@ from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.grid_values import number_of_values, places_of
 from fakequant._train.model_snapshot import unchanged
 from fakequant._train.running import Data, check_module, evaluating, run
+from fakequant._train.unfit_ranges import find_problem, sample_of
 from fakequant._util.text_table import table
 from fakequant.nn._bounded_parameters import whole
 from fakequant.nn._call_quantizers import further_calls
@@ -57,6 +58,9 @@ class Health:
     # By how much the number of calls of a module exceeds that in the example, by path. These calls have the quantizers
     # of the last call in the example.
     further_calls: dict[str, int] = dataclasses.field(default_factory=dict)
+    # Why ranges do not fit, by the path of the quantizer of an activation: all values were 0, or most share a code or
+    # two. The second is known only with data.
+    unfit: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Returns the fields of each `QuantizerHealth`, by the path of the quantizer."""
@@ -88,6 +92,7 @@ class Health:
             "of the last call"
             for path, number in self.further_calls.items()
         ]
+        notes += [f"the range of {path} does not fit: {words}" for path, words in self.unfit.items()]
         return "\n\n".join([table(header, rows), *notes])
 
 
@@ -160,6 +165,11 @@ def health(model: nn.Module, data: Data | None = None, steps: int | None = None)
         [_health_of(path, q, counts[q], weights.get(q), errors.get(q)) for path, q in quantizers(model)],
         unseen_calls(model.named_modules()),
         further_calls(model.named_modules()),
+        {
+            path: problem.words
+            for path, q in quantizers(model)
+            if q not in weights and (problem := find_problem(q, counts[q].sample)) is not None
+        },
     )
 
 
@@ -194,12 +204,16 @@ class _Counts:
         self.total = self.clipped = 0
         self.used: Tensor | None = None
         self.codes: Tensor | None = None
+        # Some of the first values.
+        self.sample: Tensor | None = None
 
     def add(self, x: Tensor) -> None:
         spec = self.quantizer.spec
         found = qparams_for(self.quantizer, x)
         if found is None:
             return
+        if self.sample is None and x.numel():
+            self.sample = sample_of(x)
         x = x.detach()
         _, inside = tensor_functions.fake_quantize(x, *found, spec, mask="bool")
         self.codes = tensor_functions.quantize(x, *found, spec)

@@ -118,11 +118,48 @@ def run(
     if steps is not None:
         total = steps if total is None else min(steps, total)
     warned = False
-    for batch in Bar(islice(data, steps), total=total, desc=progress, disable=progress is None, leave=False):
+    bar = Bar(islice(data, steps), total=total, desc=progress, disable=progress is None, leave=False)
+    for number, batch in enumerate(bar, 1):
         args, kwargs = call_arguments(model, batch)
         if not warned and isinstance(batch, (tuple, list)) and len(batch) > len(args):
             warned = _warn_about_dropped(model, batch, len(args))
-        (call or model)(*args, **kwargs)
+        with describing_call(model, batch, f"batch {number} of `data`"):
+            (call or model)(*args, **kwargs)
+
+
+@contextmanager
+def describing_call(model: nn.Module, batch: Batch, name: str) -> Iterator[None]:
+    """Context that adds to errors, as a note, what the model was called with and what it takes.
+
+    Args:
+        model: The model.
+        batch: What it is called with, or None.
+        name: What the user calls it.
+    """
+    try:
+        yield
+    except Exception as error:
+        if batch is not None and not getattr(error, "__notes__", None):
+            forward = f"The forward pass of {type(model).__name__} takes ({_names_of_arguments(model)})."
+            error.add_note(f"This happened with {name}: {_described(batch)}. {forward}")
+        raise
+
+
+def _names_of_arguments(model: nn.Module) -> str:
+    try:
+        return ", ".join(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):  # code that is not Python
+        return "..."
+
+
+def _described(batch: Any) -> str:
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')} of shape {tuple(batch.shape)}"
+    if isinstance(batch, Mapping):
+        return ", ".join(f"{key}: {_described(value)}" for key, value in batch.items())
+    if isinstance(batch, (tuple, list)):
+        return ", ".join(map(_described, batch))
+    return type(batch).__name__
 
 
 def call_arguments(model: nn.Module, batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -136,7 +173,8 @@ def call_arguments(model: nn.Module, batch: Batch) -> tuple[tuple[Any, ...], dic
         return (), dict(batch)
     if isinstance(batch, (tuple, list)):
         return tuple(batch[: _number_of_arguments(model, len(batch))]), {}
-    raise TypeError(f"A batch must be a tensor, a dict, a tuple or a list, got {type(batch).__name__}.")
+    hint = "\nUse torch.from_numpy(batch)." if type(batch).__module__ == "numpy" else ""
+    raise TypeError(f"A batch must be a tensor, a dict, a tuple or a list, got {type(batch).__name__}.{hint}")
 
 
 def _positional(model: nn.Module) -> list[inspect.Parameter]:

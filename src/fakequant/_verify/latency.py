@@ -47,7 +47,8 @@ class Latency:
     integers: list[str]
     # Layers that compute products in float in the runtime, by path, each with the reason. Some are not quantized.
     floats: dict[str, str]
-    # Multiplications on the example of `prepare`: all, and those that the runtime computes in integers.
+    # Multiplications on the example of `prepare`: all, and those that the runtime computes in integers. 0 if there was
+    # no example, nor a first batch of `calibrate`.
     multiplications: int
     integer_multiplications: int
 
@@ -62,9 +63,9 @@ class Latency:
         return self.float_median_ms / self.median_ms
 
     @property
-    def share(self) -> float:
-        """The share of the multiplications that the runtime computes in integers, from 0 to 1."""
-        return self.integer_multiplications / self.multiplications if self.multiplications else 0.0
+    def share(self) -> float | None:
+        """The share of the multiplications that the runtime computes in integers, from 0 to 1. None if not known."""
+        return self.integer_multiplications / self.multiplications if self.multiplications else None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the result as dicts, lists, numbers and strings."""
@@ -81,6 +82,7 @@ class Latency:
         batch = " and ".join("x".join(map(str, shape)) or "scalar" for shape in self.shapes)
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
         layers = len(self.integers) + len(self.floats)
+        share = "" if self.share is None else f", {self.share:.1%} of the multiplications"
         return "\n".join(
             [
                 f"{self.runtime}, {threads}, batch of {batch}",
@@ -88,7 +90,7 @@ class Latency:
                 table(["milliseconds", "median", "best"], rows),
                 "",
                 f"time over float: {self.ratio:.2f} ({self.speedup:.2f} times as fast)",
-                f"in integers: {len(self.integers)} of {layers} layers, {self.share:.1%} of the multiplications",
+                f"in integers: {len(self.integers)} of {layers} layers{share}",
             ]
         )
 

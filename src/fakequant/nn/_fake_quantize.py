@@ -99,6 +99,7 @@ class FakeQuantize(Quantizer):
         path: str | None = None,
         device: Device = None,
     ) -> None:
+        """Makes the buffers. The documentation of the class describes the arguments."""
         super().__init__(spec, observing=True, sync=sync, process_group=process_group, path=path, device=device)
         if observer is None:
             is_activation = spec.granularity == "tensor" or not (spec.symmetric or spec.granularity == "token")
@@ -203,7 +204,7 @@ class FakeQuantize(Quantizer):
             return self._quantize_by_observer(x, ranks)
         if self._blocks is None or not self.training:
             return self._quantize_with_own_range(x)
-        if ranks.several or self._in_kernel is None or self.rounding is not None or self._is_in_mode(x):
+        if ranks.several or self._in_kernel is None or self.rounding is not None:
             self._observe(x, ranks)
             return self._quantize(x, self._following)
         return self._observe_and_quantize(x)
@@ -219,19 +220,22 @@ class FakeQuantize(Quantizer):
             return True
         if not self._observing or self._frozen or not self.observer.needs_data:
             return False
-        if torch.compiler.is_compiling() and in_compiled_code.recomputes and not self.observer.dynamic:
+        if in_compiled_code.recomputes and torch.compiler.is_compiling() and not self.observer.dynamic:
             return False
         return self.training or self.observer.dynamic
 
-    @staticmethod
-    def _is_in_mode(x: Tensor) -> bool:
-        """Returns True in a checkpoint in which a mode compares the operations that run again with the first ones.
+    # Used in checkpoints. Buffers are replaced rather than changed, because graphs may have saved them.
 
-        Quantizing is then an operation of its own, because observing does not run again.
-        """
-        return not torch.compiler.is_compiling() and bool(runs.stack) and not is_eager(x)
-
-    # Used in checkpoints. The buffers are replaced rather than changed, because graphs may have saved them.
+    def _run_first(self, x: Tensor) -> Tensor:
+        if is_eager(x) or self.observer.dynamic:
+            return self._run(x)
+        # A mode may compare the operations that run again with the first ones. Quantizing is then an operation of its
+        # own, because observing does not run again.
+        in_kernel, self._in_kernel = self._in_kernel, None
+        try:
+            return self._run(x)
+        finally:
+            self._in_kernel = in_kernel
 
     def _follows_own_tensors(self) -> bool:
         """Returns True if the scale depends on the current tensor of this rank only."""

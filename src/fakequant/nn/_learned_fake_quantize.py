@@ -90,6 +90,7 @@ class LearnedFakeQuantize(Quantizer):
         path: str | None = None,
         device: Device = None,
     ) -> None:
+        """Makes the buffers. The documentation of the class describes the arguments."""
         super().__init__(spec, observing=False, sync=sync, process_group=process_group, path=path, device=device)
         if learn_zero_point is None:
             learn_zero_point = not spec.symmetric

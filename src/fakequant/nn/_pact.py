@@ -78,6 +78,7 @@ class PACT(Quantizer):
     def __init__(
         self, bits: int = 8, alpha: float = 10.0, *, eps: float = EPS, path: str | None = None, device: Device = None
     ) -> None:
+        """Makes the buffers. The documentation of the class describes the arguments."""
         spec = QuantSpec(bits=bits, signed=False, symmetric=False)
         super().__init__(spec, observing=False, sync=False, process_group=None, path=path, device=device)
         check_eps(eps)

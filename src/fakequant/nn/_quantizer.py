@@ -127,6 +127,8 @@ class Quantizer(Switched):
     def forward(self, x: Tensor) -> Tensor:
         """Returns `x`, observed and quantized according to the switches."""
         if torch.compiler.is_compiling():
+            if torch.onnx.is_in_onnx_export():
+                raise RuntimeError(f"{self.where} has no ONNX operator.\nUse fakequant.export_onnx(model, path, x).")
             return self._run(x)
         try:
             check_data(x)
@@ -169,7 +171,7 @@ class Quantizer(Switched):
             return self._run(x)
         replay = current_replay()
         if replay is None:
-            y = self._run(x)
+            y = self._run_first(x)
             with without_modes():
                 used = self._used()
         else:
@@ -182,8 +184,12 @@ class Quantizer(Switched):
         note(self, used)
         return y
 
+    def _run_first(self, x: Tensor) -> Tensor:
+        """Runs in the forward pass."""
+        return self._run(x)
+
     def _used(self) -> Any:
-        """Returns everything that `_run_again` needs to return what the last call of `_run` has returned."""
+        """Returns everything that `_run_again` needs to return what `_run_first` has just returned."""
         return None
 
     def _begin_replay(self) -> Any:
