@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fakequant._prepare.dead_calls import drop_dead_calls
 from fakequant._prepare.flow_graph import Call, FlowGraph, is_leaf
 
 
@@ -52,6 +53,7 @@ def _flow_graph(model: nn.Module, graph: fx.Graph) -> FlowGraph:
                 source.users.append(call)
             calls.append(call)
     flow = FlowGraph(calls, results)
+    drop_dead_calls(flow)
     number = flow.count()
     for call in calls:
         call.is_repeated = number[call.path] > 1
