@@ -72,6 +72,33 @@ def test_golden_additions_have_the_codes_of_onnx_runtime():
         same(OURS.from_addition(value(a, ga), ga, value(b, gb), gb, gy), theirs)
 
 
+def test_golden_products_of_elements_have_the_codes_of_onnx_runtime():
+    run = kernel(
+        "QLinearMul", {"a": "u1", "as": "f0", "az": "u0", "b": "u1", "bs": "f0", "bz": "u0"} | {"s": "f0", "z": "u0"}
+    )
+    a, b = (codes.ravel() for codes in np.meshgrid(np.arange(256), np.arange(256)))
+    rng = np.random.default_rng(3)
+    for scales in [np.float32([p, q, r * p * q]) for p in TENTHS for q in TENTHS for r in (2, 6, 128)]:
+        ga, gb, gy = (grid(s, z) for s, z in zip(scales, rng.integers(0, 256, 3), strict=True))
+        theirs = run(a, ga.scale, ga.zero_point, b, gb.scale, gb.zero_point, gy.scale, gy.zero_point)
+        same(OURS.from_product(value(a, ga), ga, value(b, gb), gb, gy), theirs)
+
+
+@pytest.mark.parametrize("counts_padding", [True, False])
+def test_golden_pools_have_the_codes_of_onnx_runtime(counts_padding):
+    windows = values.Windows((2, 3), (1, 2), (1, 1), counts_padding)
+    attributes = {"kernel_shape": windows.size, "strides": windows.stride, "pads": windows.padding * 2}
+    inputs = {"x": "u4", "xs": "f0", "xz": "u0", "s": "f0", "z": "u0"}
+    run = kernel("QLinearAveragePool", inputs, count_include_pad=int(counts_padding), channels_last=0, **attributes)
+    rng = np.random.default_rng(4)
+    codes = rng.integers(0, 256, (16, 3, 9, 11))
+    for scale in TENTHS:
+        for factor in (1 / 6, 1 / 3, 1, 2):
+            gx, gy = grid(scale, rng.integers(0, 256)), grid(np.float32(scale * factor), rng.integers(0, 256))
+            theirs = run(codes, gx.scale, gx.zero_point, gy.scale, gy.zero_point)
+            same(OURS.from_pool(value(codes, gx), gx, windows, gy), theirs)
+
+
 @pytest.mark.parametrize("size", [(8, 8), (7, 7), (3, 5), (1, 1)], ids=str)
 def test_golden_averages_have_the_codes_of_onnx_runtime(size):
     run = kernel("QLinearGlobalAveragePool", {"x": "u4", "xs": "f0", "xz": "u0", "s": "f0", "z": "u0"}, channels_last=0)

@@ -14,6 +14,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
 recipes = pytest.importorskip("fakequant.recipes")
 values = pytest.importorskip("fakequant._convert.golden.tracked_codes")
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("fakequant._verify.runtimes.onnxruntime")
 nn = torch.nn
 
 
@@ -165,3 +167,28 @@ def test_quantizer_placed_by_the_user_is_exported(tmp_path):
     (y,) = run(proto, x).values()
     # The sigmoid between the layers computes in float.
     np.testing.assert_allclose(y, values.plain(fq.convert(model)(x)).numpy(), atol=1e-5)
+
+
+# --- the file is run before it is written ---------------------------------------------------------
+
+
+def test_file_that_the_runtime_refuses_is_not_written(small, tmp_path, monkeypatch):
+    def refuse(path, feed):
+        names = [node.name for node in onnx.load(path).graph.node if node.op_type == "Gemm"]
+        raise RuntimeError(f"[ONNXRuntimeError] : 10 : no kernel for Gemm in node ({names[0]})")
+
+    monkeypatch.setattr(onnxruntime, "run_once", refuse)
+    message = r"ONNX Runtime refuses the file, so it is not written: .*no kernel for Gemm(.|\n)*This is in '0'\.\n"
+    refused(ValueError, message, small, tmp_path / "model.onnx", randn(1, 4))
+
+
+def test_file_with_results_of_other_shapes_is_not_written(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(onnxruntime, "run_once", lambda path, feed: [np.zeros((1, 3), np.float32)])
+    message = r"Result 0 is float32 of shape \(1, 2\) in the model and float32 of shape \(1, 3\) in ONNX Runtime"
+    refused(ValueError, message, small, tmp_path / "model.onnx", randn(1, 4))
+
+
+def test_export_does_not_need_the_runtime(small, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    fq.export_onnx(small, tmp_path / "model.onnx", randn(1, 4))
+    assert (tmp_path / "model.onnx").exists()

@@ -292,3 +292,53 @@ def test_products_of_functions_count_as_quantized_if_their_operands_are():
     config = fq.QuantConfig(**{**vars(fq.recipes.int8()), "operands": None})
     found = fq.summary(fq.prepare(Products(), config, torch.ones(3, 2, 7)))
     assert found.multiplications - found.quantized_multiplications == 2 * attention
+
+
+# --- dead calls -----------------------------------------------------------------------------------
+
+
+class Dead(nn.Module):
+    """A convolution whose result is added, and read by calls that nothing uses."""
+
+    def __init__(self, read=None):
+        super().__init__()
+        self.read = read
+        self.a, self.b, self.last = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1), nn.Conv2d(3, 2, 1)
+
+    def forward(self, x):
+        y = self.a(x)
+        dead = self.b(y) + y
+        if self.read is not None:
+            self.read(dead * 2)
+        return self.last(y + x)
+
+
+def users_of_first(model):
+    graph = record_flow(model, image())
+    assert [call.path for call in graph.modules()] == ["a", "b", "last"]  # modules count all their calls
+    return graph, [str(user) for user in graph.calls[0].users]
+
+
+def test_dead_calls_are_not_readers():
+    graph, users = users_of_first(Dead())
+    assert users == ["add 1"]
+    assert [str(call) for call in graph.calls if call.kind == "function"] == ["add 1"]
+    assert [str(user) for user in trace_flow(Dead())[0].calls[0].users] == ["add 1"]
+
+
+@pytest.mark.parametrize(
+    "read", [lambda x: x.sum().item(), lambda x: bool((x > 0).all()), lambda x: x.clamp_(0), lambda x: x.numpy()]
+)
+def test_results_that_python_code_reads_or_changes_are_not_dead(read):
+    assert users_of_first(Dead(read))[1] == ["b", "add 0", "add 1"]
+
+
+def test_nothing_is_dead_if_a_tensor_comes_from_nowhere():
+    """Code that cannot be seen may have computed it from a result that looks unused."""
+    outside = [torch.ones(1)]
+
+    class Hidden(Dead):
+        def forward(self, x):
+            return super().forward(x) + outside[0]
+
+    assert users_of_first(Hidden())[1] == ["b", "add 0", "add 1"]

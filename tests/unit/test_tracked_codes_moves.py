@@ -125,8 +125,8 @@ FORGETS = {
     "dropout2d in training": F.dropout2d,
     "alpha_dropout in training": lambda x: F.alpha_dropout(x, training=True),
     "torch.dropout in training": lambda x: torch.dropout(x, 0.5, True),
-    "avg_pool2d": nn.AvgPool2d(2),
-    "avg_pool2d, padded": nn.AvgPool2d(3, padding=1),
+    "avg_pool2d, rounded up": nn.AvgPool2d(4, ceil_mode=True),
+    "avg_pool2d, another divisor": nn.AvgPool2d(2, divisor_override=3),
     "interpolate": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
     "norm": lambda x: F.layer_norm(x, (6,)),
     "argmax": lambda x: x.argmax(1),
@@ -136,6 +136,13 @@ FORGETS = {
 @pytest.mark.parametrize("change", FORGETS.values(), ids=FORGETS)
 def test_operations_that_change_values_drop_the_grid(change):
     assert values.origin_of(change(on_grid(randn(2, 4, 6, 6)))) is None
+
+
+def test_average_pools_and_products_remember_their_operands():
+    x = on_grid(randn(2, 4, 6, 6))
+    assert values.origin_of(nn.AvgPool2d(3, padding=1)(x)).windows == ((3, 3), (3, 3), (1, 1), True)
+    assert isinstance(values.origin_of(x * x[:, :1]), values.Multiplied)
+    assert values.origin_of(x * 2) is None
 
 
 def test_pieces_of_per_token_tensors_drop_the_grid():

@@ -77,6 +77,72 @@ def test_inputs_without_the_rule_of_openvino_are_noticed(exported):
     assert not found.ok
 
 
+class Unused(nn.Module):
+    """Has an input that nothing reads, and a layer whose result nothing uses behind a result that is added."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.dead, self.last = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+
+    def forward(self, x, unused):
+        y = self.a(x)
+        self.dead(y)
+        return self.last(y + x)
+
+
+def test_inputs_and_layers_that_nothing_uses_do_not_matter(tmp_path):
+    torch.manual_seed(0)
+    batch = torch.randn(8, 4, 6, 6), torch.randn(8, 2)
+    model = fq.calibrate(fq.prepare(Unused(), recipes.int8(target="openvino"), batch), [batch], progress=False)
+    fq.export_onnx(model, tmp_path / "model.onnx", batch)
+    found = fq.verify(model, tmp_path / "model.onnx", [batch])
+    assert found.ok, found.problem
+    assert found.first_difference is None
+
+
+# --- what OpenVINO cannot run is not exported -------------------------------------------------------
+
+
+class Circular(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"), nn.ReLU())
+
+    def forward(self, x):
+        return self.body(x)
+
+
+REFUSED = {
+    "circular": (Circular, torch.randn(2, 4, 6, 6), r"OpenVINO refuses the file.*Pad(.|\n)*This is in 'body\.0'"),
+    "no outputs": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 0)),
+        torch.randn(2, 4),
+        r"OpenVINO refuses the file(.|\n)*This is in '1'",
+    ),
+    "1-d": (
+        lambda: nn.Sequential(nn.Linear(4, 4)),
+        torch.randn(4),
+        r"shape \(4,\) in the model and .* \(1, 4\) in OpenVINO",
+    ),
+    "bag": (
+        lambda: nn.Sequential(nn.EmbeddingBag(9, 4)),
+        torch.tensor([[1, 2]]),
+        "OpenVINO refuses the file.*Reduce",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("name", REFUSED)
+def test_file_that_openvino_cannot_run_is_not_written(name, tmp_path):
+    make, x, message = REFUSED[name]
+    model = make()
+    model = fq.calibrate(fq.prepare(model, recipes.int8(target="openvino"), x), [x], progress=False)
+    with pytest.raises(ValueError, match=message):
+        fq.export_onnx(model, tmp_path / "model.onnx", x, dynamic_batch=name != "1-d")
+    assert not list(tmp_path.iterdir())
+
+
 # --- the choice of the runtime --------------------------------------------------------------------
 
 

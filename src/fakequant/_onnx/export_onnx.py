@@ -69,7 +69,8 @@ def export_onnx(
 
     Args:
         model: A prepared and calibrated model, or a converted one.
-        path: The file to write. It appears only when it is complete and onnx.checker has accepted it.
+        path: The file to write. It appears only when it is complete, onnx.checker has accepted it, and the runtime of
+            the target, if it is installed, has run it on the example.
         example_inputs: A tensor, a tuple of tensors, or a dict of keyword arguments. Arguments that are no tensors are
             constants of the file.
         target: The target of the file. None for the target of the model's config.

@@ -73,6 +73,8 @@ def require_runs(
             f"{name} refuses the file, so it is not written: {reason}{_place(str(error), modules)}\n"
             "Change that part of the model, or use another target or opset."
         ) from error
+    if len(results) != len(ran):
+        raise ValueError(f"The model returns {len(results)} tensors and the file {len(ran)}, so it is not written.")
     for number, (mine, other) in enumerate(zip(results, ran, strict=True)):
         theirs = torch.from_numpy(np.array(other))
         if mine.shape != theirs.shape or mine.is_floating_point() != theirs.is_floating_point():

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fakequant._backends.torch.torch_private import pytree
+from fakequant._prepare.dead_calls import drop_dead_calls
 from fakequant._prepare.flow_graph import Call, FlowGraph, Repeated, is_leaf
 from fakequant._prepare.layer_calls import find_layer_calls
 from fakequant._train.model_snapshot import unchanged
@@ -36,7 +37,7 @@ def record_flow(model: nn.Module, example: Any) -> FlowGraph:
     ['0', '1']
     """
     args, kwargs = copied(*call_arguments(model, example))
-    recorder = _Recorder(model)
+    recorder = _Recorder(model, _tensors((args, kwargs)))
     with ExitStack() as undo:
         undo.enter_context(torch.random.fork_rng(devices=[]))
         undo.enter_context(unchanged(model))
@@ -64,6 +65,8 @@ def record_flow(model: nn.Module, example: Any) -> FlowGraph:
         call.returned_by = [path for path in call.returned_by if path not in repeated]
     graph = FlowGraph(recorder.calls, kept, recorder.counts, recorder.callees, repeated)
     find_layer_calls(model, graph)
+    if recorder.sees_all:
+        drop_dead_calls(graph, recorder.read)
     return graph
 
 
@@ -84,7 +87,7 @@ class _Frame:
 class _Recorder(TorchFunctionMode):
     """Sees every call of a function on tensors. `enter` and `leave` are hooks of all modules."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, inputs: list[Tensor]) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.paths: dict[nn.Module, str] = {}
@@ -100,6 +103,14 @@ class _Recorder(TorchFunctionMode):
         for path, parameter in model.named_parameters(remove_duplicate=False):
             if parameter not in self.producers:
                 self.producers[parameter] = Call("parameter", path), parameter._version
+        # Tensors that no recorded call computed: inputs, buffers, other attributes, and constants.
+        self.given: Any = WeakIdKeyDictionary()
+        attributes = [value for module in model.modules() for value in vars(module).values()]
+        self._give([*inputs, *model.buffers(), *(x for x in attributes if isinstance(x, Tensor))])
+        # False if a tensor appears from nowhere: code that cannot be seen may have computed it from any other.
+        self.sees_all = True
+        # Calls whose results Python code reads, for example to decide what to do next.
+        self.read: list[Call] = []
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         inside_leaf = bool(self.frames) and self.frames[-1].is_leaf
@@ -135,12 +146,18 @@ class _Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.frames and self.frames[-1].is_leaf:
             return func(*args, **kwargs)
+        if function_name(func) in _QUESTIONS:
+            answer = func(*args, **kwargs)
+            if not _tensors(answer):
+                return answer
         # Before the call: it may change its operands.
         operands = [(x, self.producer(x)) for x in _tensors((args, kwargs))]
         versions = [_version(x) for x, _ in operands[:1]]
         result = func(*args, **kwargs)
         made = [x for x in _tensors(result) if x.is_floating_point()]
+        self._give(_tensors(result) if not operands else [x for x in _tensors(result) if not x.is_floating_point()])
         if not self.frames or not is_counted(result):
+            self.read += [source for _, source in operands]
             return result
         frame, name = self.frames[-1], function_name(func)
         number = frame.numbers[name]
@@ -160,6 +177,7 @@ class _Recorder(TorchFunctionMode):
         if known is not None and known[1] == _version(x):
             return known[0]
         call = Call("input", "")
+        self.sees_all &= known is None and x in self.given
         self.producers[x] = call, _version(x)
         return call
 
@@ -170,6 +188,10 @@ class _Recorder(TorchFunctionMode):
             for path, number in self.entered.items()
             if number > 1
         }
+
+    def _give(self, tensors: list[Tensor]) -> None:
+        for x in tensors:
+            self.given[x] = True
 
     def kept(self) -> list[Call]:
         """Returns the calls whose results still exist: the model returned them, or stored them somewhere."""
@@ -183,6 +205,14 @@ class _Recorder(TorchFunctionMode):
         self.calls.append(call)
         for x in results:
             self.producers[x] = call, _version(x)
+
+
+# Functions whose results do not depend on the elements of a tensor, unless they are tensors. "get" reads a property,
+# such as `shape` or `T`.
+_QUESTIONS = {
+    "get", "is_inference", "size", "dim", "ndimension", "len", "numel", "nelement", "stride", "is_floating_point",
+    "is_complex", "is_contiguous", "element_size", "storage_offset", "type", "get_device",
+}  # fmt: skip
 
 
 def _version(x: Tensor) -> int:

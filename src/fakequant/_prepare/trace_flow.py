@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fakequant._prepare.dead_calls import drop_dead_calls
 from fakequant._prepare.flow_graph import Call, FlowGraph, Repeated, is_leaf
 
 
@@ -32,7 +33,9 @@ def trace_flow(model: nn.Module) -> list[FlowGraph]:
         copied = copy.deepcopy(model, shared)
         leaves = {module for module in copied.modules() if is_leaf(module)}
         graphs = [_flow_graph(copied, _Tracer(leaves).trace(copied.train(mode))) for mode in (True, False)]
-    _number_calls(graphs)
+    _number_calls(graphs)  # dead ones too: they are made
+    for graph in graphs:
+        drop_dead_calls(graph)
     return graphs
 
 
