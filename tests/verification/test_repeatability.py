@@ -152,6 +152,7 @@ REFUSED = {
     "time": (lambda module, x: x + (time.perf_counter_ns() % 65537) / 65537, "the time"),
     "growing list": (growing_list, "attribute seen of noise"),
     "buffer": (buffer, "buffer total of noise"),
+    "buffer as a result": (lambda module, x: module.total.add_(1), "buffer total of noise"),
     "running mean": (running_mean, "buffer total of noise"),
     "tensor in place": (tensor_in_place, "attribute factor of noise"),
     "dict": (dict_entry, "attribute parts of noise"),

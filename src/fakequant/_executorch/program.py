@@ -2,17 +2,16 @@
 
 import copy
 import dataclasses
-import functools
 import json
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, TensorArgument
 from torch.fx import Graph
 
-from fakequant._backends.torch.torch_private import pytree
+from fakequant._convert.constant_arguments import bind_constants
 from fakequant._convert.result_leaves import return_tensors
 from fakequant._executorch.available_kernels import require_kernels
 from fakequant._executorch.delegation import Delegation, find_callers, find_delegation
@@ -49,24 +48,6 @@ def _remove_copies_of_results(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _bind_constants(model: nn.Module, kwargs: dict[str, Any], shapes: Any) -> tuple[dict[str, Any], Any]:
-    """Makes keyword arguments without tensors constants of a model, in place. A program would have inputs for them.
-
-    Returns the other arguments, and the `dynamic_shapes` of these.
-    """
-    constants = {
-        name: value
-        for name, value in kwargs.items()
-        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
-    }
-    if constants:
-        model.forward = functools.partial(model.forward, **constants)
-    kwargs = {name: value for name, value in kwargs.items() if name not in constants}
-    if isinstance(shapes, dict):
-        shapes = {name: shape for name, shape in shapes.items() if name not in constants}
-    return kwargs, shapes
-
-
 @torch.no_grad()
 def make_graph(
     golden: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any = None, *, watched: bool = False
@@ -83,7 +64,7 @@ def make_graph(
     model = copy.deepcopy(golden).eval()
     seen = make_exportable(model)
     return_tensors(model)
-    kwargs, shapes = _bind_constants(model, kwargs, shapes)
+    kwargs, shapes = bind_constants(model, kwargs, shapes)
     with quiet():
         model(*args, **kwargs)  # makes the parts of weights that are used by themselves
         paths = [path for path, _ in seen]
@@ -133,7 +114,6 @@ def make_program(
 def make_float_program(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], notes: dict[str, str]) -> bytes:
     """Returns the program of a float model, with as much of it in XNNPACK as possible. See `make_program`."""
     import_executorch()
-    kwargs, _ = _bind_constants(model, kwargs, None)
     with quiet(), torch.no_grad():
         graph = torch.export.export(model, args, kwargs, strict=False).run_decompositions({})
         notes = {**notes, INPUTS: json.dumps(_tensor_inputs(graph))}

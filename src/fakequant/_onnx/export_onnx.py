@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fakequant import _targets
 from fakequant._backends.torch.torch_private import pytree
 from fakequant._convert import result_leaves
+from fakequant._convert.constant_arguments import bind_constants
 from fakequant._convert.convert import conversion, convert, find_conversion
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
@@ -251,6 +252,7 @@ def _export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: Dy
     """Returns the ONNX program from torch's exporter, with one node per grid and per stored weight."""
     make_exportable(model)
     result_leaves.return_tensors(model)
+    kwargs, shapes = bind_constants(model, kwargs, shapes)
     with quiet_exporter(), torch.no_grad():
         try:
             return torch_export(model, args, kwargs, opset, shapes)

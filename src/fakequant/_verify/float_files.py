@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fakequant._convert.constant_arguments import bind_constants
 from fakequant._convert.result_leaves import return_tensors
 from fakequant._executorch.notes import FILE, UNSEALED, sealed
 from fakequant._executorch.program import make_float_program
@@ -33,6 +34,7 @@ def write_float(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     """
     made = unprepare(copy.deepcopy(model)).eval()
     return_tensors(made)
+    kwargs, _ = bind_constants(made, kwargs, None)
     try:
         with torch.no_grad(), without_autocast(), _without_fast_path():
             if isinstance(file, OnnxFile):

@@ -193,7 +193,7 @@ class _Comparison:
         self._require_repeating("golden", (golden, golden_codes), lambda: self._run_golden(inputs))
         run = self._run_file(inputs)
         require_repeating_file(self.runtime, run.results, args, kwargs)
-        if result_leaves.constants(prepared) != result_leaves.constants(golden):
+        if repr(result_leaves.constants(prepared)) != repr(result_leaves.constants(golden)):  # NaN equals NaN
             raise ValueError(
                 "The prepared and the golden model return different constants, so they cannot be compared."
             )
@@ -487,7 +487,9 @@ class _Comparison:
 
 def _outcome(result: Any, codes: Codes) -> Outcome:
     """Returns everything that may differ between two passes of a model, by name."""
-    found: Outcome = dict(zip(result_leaves.names(result), result_leaves.tensors(result), strict=True))
+    # Copies, because a model may return a tensor that its next pass changes.
+    results = [tensor.clone() for tensor in result_leaves.tensors(result)]
+    found: Outcome = dict(zip(result_leaves.names(result), results, strict=True))
     found["a constant in the result"] = result_leaves.constants(result)
     for path, calls in codes.items():
         for call, coded in calls.items():
