@@ -7,6 +7,7 @@ Such a call does what a call of the layer does, so it becomes one in the flow gr
 """
 
 from collections import Counter
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -42,15 +43,15 @@ def find_layer_calls(model: nn.Module, graph: FlowGraph) -> None:
 _READ = "other code also uses its weight"
 
 
-def notes_on_weights(model: nn.Module, graph: FlowGraph, quantized: set[str]) -> list[str]:
-    """Returns notes on quantized layers that are called, and whose weights other code uses in float.
+def weight_readers(model: nn.Module, graph: FlowGraph, quantized: set[str]) -> list[tuple[Call, str]]:
+    """Returns the calls of functions with the weights of quantized layers that are called too, and the layers' paths.
 
     Args:
         model: The float model.
         graph: Its calls, after `find_layer_calls`.
         quantized: The paths of the layers with a quantized weight.
     """
-    found: dict[str, str] = {}
+    found = []
     called = graph.count()
     for call in graph.calls:
         for source in call.inputs if call.kind == "function" else ():
@@ -58,7 +59,13 @@ def notes_on_weights(model: nn.Module, graph: FlowGraph, quantized: set[str]) ->
             if source.kind == "parameter" and path in quantized and called[path]:
                 kind = kind_of(model.get_submodule(path))
                 if kind is not None and name == kind.weight_name:
-                    found.setdefault(path, str(call))
+                    found.append((call, path))
+    return found
+
+
+def notes_on_weights(readers: Iterable[tuple[Call, str]]) -> list[str]:
+    """Returns notes on quantized layers whose weights other code uses in float."""
+    found = {path: str(call) for call, path in reversed(list(readers))}
     return [
         f"{path}: {_READ} ({call}), which is a float in training and quantized after the conversion, so `verify` will "
         f"find a difference. Use config.skip({path!r}), or a layer with its own weight"

@@ -52,7 +52,7 @@ def find_place(model: nn.Module, call: Call) -> Place | None:
         is_function = call.kind == "function"
         moves = call.kind == "module" or (is_function and call.function_name in TRACED_NAMES | SELECTING_NAMES)
         if not moves:
-            return passed or (Place.of(call) if is_function and _can_be_watched(model, call) else None)
+            return passed or (Place.of(call) if is_function and can_be_watched(model, call) else None)
         if not call.inputs or any(user.in_place for user in call.inputs[0].users):
             return passed
         call = call.inputs[0]
@@ -88,7 +88,7 @@ def _is_container(module: nn.Module) -> bool:
     return isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
 
 
-def _can_be_watched(model: nn.Module, call: Call) -> bool:
+def can_be_watched(model: nn.Module, call: Call) -> bool:
     """Returns True if the result of a function can be replaced by a quantized one while the module's code runs."""
     if call.shape is None or call.results != 1 or call.function not in functions_named(call.function_name):
         return False  # the model was traced, or the function is unknown

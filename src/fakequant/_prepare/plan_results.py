@@ -9,8 +9,8 @@ from fakequant import _targets
 from fakequant._prepare.attach import Preparation, attach_functions, attach_output, detach_calls, detach_output
 from fakequant._prepare.data_flow import DataFlow
 from fakequant._prepare.flow_graph import FlowGraph
-from fakequant._prepare.layer_calls import notes_on_weights
-from fakequant._prepare.places import Place, find_place
+from fakequant._prepare.layer_calls import notes_on_weights, weight_readers
+from fakequant._prepare.places import Place, can_be_watched, find_place
 from fakequant._prepare.plan import Plan, check_free, make_activation_quantizer
 from fakequant._prepare.quantized_results import attention_to_quantize, quantized_products, results_to_quantize
 from fakequant._prepare.repeated_calls import RepeatedCalls
@@ -31,6 +31,7 @@ class FunctionPlan:
     layers: dict[str, str] = dataclasses.field(default_factory=dict)
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     callees: list[str] = dataclasses.field(default_factory=list)
+    readers: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -85,7 +86,11 @@ def plan_results(model: nn.Module, config: QuantConfig, plan: Plan, flow: DataFl
         results.products = [str(call) for call in quantized_products(model, flow, plan, config)]
     if flow.graphs:
         weights = {layer.path for layer in plan.layers if layer.quantizers["weight_quantizer"] is not None}
-        results.notes += notes_on_weights(model, flow.graphs[-1], weights)
+        readers = weight_readers(model, flow.graphs[-1], weights)
+        results.notes += notes_on_weights(found for found in readers if not can_be_watched(model, found[0]))
+        for call, path in readers:
+            if can_be_watched(model, call):
+                results.functions.setdefault(call.path, FunctionPlan()).readers.setdefault(call.key, []).append(path)
     if flow.is_recorded:
         _describe_calls({layer.path for layer in plan.layers}, results, flow.graphs[-1])
     return results
@@ -161,7 +166,8 @@ def attach_results(model: nn.Module, results: Results, repeated: RepeatedCalls) 
             hooked.append(path)
     for path, plan in results.functions.items():
         layers = {key: model.get_submodule(layer) for key, layer in plan.layers.items()}
-        made = FunctionQuantizers(of_functions.get(path, {}), layers, plan.counts, plan.callees)
+        readers = {key: [model.get_submodule(layer) for layer in paths] for key, paths in plan.readers.items()}
+        made = FunctionQuantizers(of_functions.get(path, {}), layers, plan.counts, plan.callees, readers)
         attach_functions(model.get_submodule(path), made)
     return hooked
 

@@ -49,7 +49,8 @@ def describe_flow(model: nn.Module, made: Preparation) -> dict[str, Any]:
         if isinstance(module, CallingModule):
             own = module.function_quantizers
             layers = {key: paths[layer] for key, layer in own.layers.items()}
-            functions[path] = {"layers": layers, "counts": own.counts, "callees": own.callees}
+            readers = {key: [paths[layer] for layer in found] for key, found in own.readers.items()}
+            functions[path] = {"layers": layers, "counts": own.counts, "callees": own.callees, "readers": readers}
             places += [found for key, slot in own.items() for found in _described(made, Place(path, key), slot)]
         if _has_output(made, path, module):
             places += _described(made, Place(path), module._modules["output_quantizer"])

@@ -9,7 +9,8 @@ a child `function_quantizers`. It holds one quantizer per call, named after the 
 ignores the code of other modules that are called meanwhile: these have hooks that pause it.
 
 In the same way, the call of a function with the weight of a layer, such as `F.linear(x, self.query.weight)`, is
-computed by that layer, with its quantizers. A call of `F.scaled_dot_product_attention` that has a quantizer for its
+computed by that layer, with its quantizers. If the code does so beside calls of the layer, the function gets the
+quantized weight. A call of `F.scaled_dot_product_attention` that has a quantizer for its
 attention weights, `scaled_dot_product_attention_0_weights`, is computed as two products.
 """
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fakequant.nn._function_names import TorchFunction, function_name, functions_named
-from fakequant.nn._layer_calls import compute_call
+from fakequant.nn._layer_calls import compute_call, with_quantized_weights
 from fakequant.nn._recomputation import Restore, restore_in_recomputations, watch_checkpoints
 from fakequant.nn._records import NAME
 from fakequant.nn._scaled_dot_product import scaled_dot_product_attention
@@ -45,6 +46,7 @@ class FunctionQuantizers(nn.ModuleDict):
         layers: Layers that compute a call, by key. They belong to other modules.
         counts: How often the module's code called each function when it was recorded, by the name of the function.
         callees: The paths, in the whole model, of the modules that the module's code calls.
+        readers: Layers whose weights are arguments of a call, by key. The call gets the quantized weights.
 
     >>> from fakequant import presets, nn as fqnn
     >>> FunctionQuantizers({"softmax_0": fqnn.FakeQuantize(presets.uint8())}, {}, {"softmax": 1}, []).names
@@ -57,9 +59,11 @@ class FunctionQuantizers(nn.ModuleDict):
         layers: Mapping[str, nn.Module],
         counts: Mapping[str, int],
         callees: Sequence[str],
+        readers: Mapping[str, Sequence[nn.Module]] | None = None,
     ) -> None:
         super().__init__(quantizers)
         self.layers, self.counts, self.callees = dict(layers), dict(counts), list(callees)
+        self.readers = {key: list(found) for key, found in (readers or {}).items()}
         # Calls beyond those that were recorded, which stay in float: the largest number in one call of the module.
         self.unseen: dict[str, int] = {}
         self._find_functions()
@@ -67,7 +71,7 @@ class FunctionQuantizers(nn.ModuleDict):
     @property
     def names(self) -> list[str]:
         """The names of the functions that are watched."""
-        keys = [key.removesuffix(WEIGHTS) for key in (*self.keys(), *self.layers)]
+        keys = [key.removesuffix(WEIGHTS) for key in (*self.keys(), *self.layers, *self.readers)]
         return list(dict.fromkeys(key.rpartition("_")[0] for key in keys))
 
     def _find_functions(self) -> None:
@@ -179,6 +183,9 @@ class _Calls(TorchFunctionMode):
             return func(*args, **kwargs)
         number = self.numbers.get(name, 0)
         key = f"{name}_{number}"
+        readers = self.quantizers.readers.get(key)
+        if readers is not None:
+            args, kwargs = with_quantized_weights(readers, (args, kwargs))
         result = self._computed(key, func, args, kwargs)
         if not is_counted(result):
             return result

@@ -1,5 +1,6 @@
 """Calls of `F.linear` and of convolutions that a quantized layer computes."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -8,7 +9,7 @@ from torch import Tensor
 from fakequant.nn._function_names import TorchFunction
 from fakequant.nn._layer_kinds import AnyLayer
 from fakequant.nn._linear_function import linear
-from fakequant.nn._quantized_layer import compute, quantize_output
+from fakequant.nn._quantized_layer import compute, quantize_output, quantized_weight
 
 # Functions that multiply an input by a weight, by name. Their arguments begin with input, weight and bias.
 PRODUCTS: dict[TorchFunction, str] = {
@@ -50,6 +51,25 @@ def compute_product(layer: AnyLayer, function: TorchFunction, given: Arguments) 
     if function is F.linear:
         return compute(layer, linear, given.input, given.weight)
     return compute(layer, lambda x, weight, bias: function(x, weight, bias, *rest, **named), given.input, given.weight)
+
+
+def with_quantized_weights(layers: Sequence[AnyLayer], arguments: Any) -> Any:
+    """Returns the arguments of a function, with the weights of prepared layers among them quantized.
+
+    The weight of a converted layer is quantized already.
+    """
+    for layer in layers:
+        if getattr(layer, "weight_quantizer", None) is not None:
+            arguments = _replaced(arguments, getattr(layer, layer._fakequant.kind.weight_name), layer)
+    return arguments
+
+
+def _replaced(value: Any, weight: Tensor, layer: AnyLayer) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)([_replaced(part, weight, layer) for part in value])
+    if isinstance(value, dict):
+        return {name: _replaced(part, weight, layer) for name, part in value.items()}
+    return quantized_weight(layer) if value is weight else value
 
 
 def compute_call(layer: AnyLayer, function: TorchFunction, args: Any, kwargs: Any) -> Tensor:
