@@ -101,7 +101,7 @@ def _require_running(
     golden: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program, data: bytes
 ) -> None:
     """Raises ValueError if ExecuTorch cannot load or run a program, or if its results have other shapes."""
-    inputs = [x.contiguous() for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    inputs = [x.contiguous() if isinstance(x, Tensor) else x for x in pytree.tree_leaves((args, kwargs))]
     try:
         found = Loaded(data, "the program")(inputs)
     except RuntimeFailure as error:

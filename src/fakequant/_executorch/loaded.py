@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
@@ -49,9 +50,9 @@ class Loaded:
             self.program = runtime.Runtime.get().load_program(data)
             self.method = self.program.load_method("forward")
 
-    def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Runs the program."""
-        got = ", ".join(str(tuple(value.shape)) for value in inputs)
+    def __call__(self, inputs: list[Any]) -> list[Tensor]:
+        """Runs the program. Constants of the example are inputs too."""
+        got = ", ".join(str(tuple(value.shape)) for value in inputs if isinstance(value, Tensor))
         with self._explaining(f"ExecuTorch cannot run {self.path} on a batch of shape {got}", _SHAPES):
             # Results share the memory of the program, which the next run overwrites.
             return [value.clone() for value in self.method.execute(inputs)]

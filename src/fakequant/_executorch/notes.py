@@ -29,8 +29,8 @@ class Notes:
 
     # The target that the model was converted for.
     target: str
-    # The names of the model's arguments, in the order of the program's inputs.
-    inputs: tuple[str, ...]
+    # The program's inputs, in order: the names of the model's arguments that are tensors, and the values of others.
+    inputs: tuple[Any, ...]
     # The hash of the golden model's parameters.
     parameters: str
     # Whether the file is as `export_executorch` wrote it.

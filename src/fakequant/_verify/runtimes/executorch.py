@@ -90,7 +90,8 @@ class ExecuTorch:
     def why_float(self, layer: str) -> str | None:
         """Returns why a layer that could run in integers has a float kernel. None if that is not known."""
         if self.kernels.get(layer) == _KERNELS["float"]:
-            if self._golden is not None and has_transposed_groups(self._golden.get_submodule(layer)):
+            golden: Any = self._golden.get_submodule(layer) if self._golden is not None else None
+            if golden is not None and has_transposed_groups(golden):
                 return "XNNPACK has no integer kernel for a transposed convolution with groups"
             return "XNNPACK computes it in integers only if a single quantizer reads its result"
         return None
@@ -125,23 +126,21 @@ class ExecuTorch:
         """Returns None: XNNPACK does not round the float inputs of layers."""
         return None
 
-    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """Returns the tensors of a batch in the order of the program's inputs."""
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Returns the tensors of a batch, and the constants of the exported example, in the order of the program."""
         tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        if kwargs and not args and set(kwargs) == set(self.notes.inputs):
-            tensors = [kwargs[name] for name in self.notes.inputs]
-        if len(tensors) != len(self.notes.inputs):
-            raise ValueError(
-                f"The file has the inputs {', '.join(self.notes.inputs)}; the batch has {len(tensors)} tensors."
-            )
+        names = [name for name in self.notes.inputs if isinstance(name, str)]
+        if not args and all(isinstance(kwargs.get(name), Tensor) for name in names):
+            tensors = [kwargs[name] for name in names]
+        if len(tensors) != len(names):
+            raise ValueError(f"The file has the inputs {', '.join(names)}; the batch has {len(tensors)} tensors.")
         require_elements(tensors, "The batch")
-        return [tensor.contiguous() for tensor in tensors]
+        left = iter(tensors)
+        return [next(left).contiguous() if isinstance(name, str) else name for name in self.notes.inputs]
 
-    def _program_for(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor]
-    ) -> tuple[Any, list[str]]:
+    def _program_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Any]) -> tuple[Any, list[str]]:
         """Returns a program that takes this batch and returns the values of quantizers, and the paths of these."""
-        key = tuple((tuple(value.shape), value.dtype) for value in inputs)
+        key = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in inputs)
         if key not in self._watched:
             assert self._golden is not None, "watch was called"
             made: Program = make_program(self._golden, args, kwargs, watched=True)
