@@ -59,9 +59,7 @@ def test_joined_tensors_keep_their_sums(join):
     for parts in ([x, floats], [on_grid(floats), x]):
         joined = join(parts, 1)
         for name, rule in arithmetic.ARITHMETICS.items():
-            split = [
-                rule.from_float(y, out) if values.origin_of(y) is None else y.origin.codes(rule, out) for y in parts
-            ]
+            split = [(values.origin_of(y) or values.Floats(y)).codes(rule, out) for y in parts]
             whole = rule.from_float(values.plain(joined), out)
             assert torch.equal(joined.origin.codes(rule, out), join(split, 1) if name == "xnnpack" else whole)
         assert values.origin_of(join([floats, floats], 1)) is None

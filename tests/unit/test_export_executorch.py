@@ -209,7 +209,8 @@ def test_layer_without_quantized_result_is_computed_in_float():
 def test_layers_along_one_axis_and_prelus(groups):
     """With groups, transposed convolutions are computed in float. So is a layer that is not quantized."""
     model = nn.Sequential(
-        nn.Conv1d(4, 4, 3, padding="same"), nn.PReLU(4), nn.ConvTranspose1d(4, 4, 3, stride=2, groups=groups), nn.PReLU(),
+        nn.Conv1d(4, 4, 3, padding="same"), nn.PReLU(4),
+        nn.ConvTranspose1d(4, 4, 3, stride=2, groups=groups), nn.PReLU(),
         nn.Conv1d(4, 4, 3, dilation=2, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(52, 4), nn.PReLU(4),
     )  # fmt: skip
     x = randn(2, 4, 8)

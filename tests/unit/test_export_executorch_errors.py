@@ -93,9 +93,7 @@ def test_empty_inputs(tmp_path):
 
 
 def test_files_of_the_other_format(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"m\.onnx', and \.onnx files have another format.\nUse fakequant\.export_onnx"
-    ):
+    with pytest.raises(ValueError, match=r"m\.onnx', and \.onnx files.*\nUse fakequant\.export_onnx"):
         fq.export_executorch(prepared(), tmp_path / "m.onnx", randn(2, 4))
     pytest.importorskip("onnxscript")
     with pytest.raises(ValueError, match=r"m\.pte', and \.pte files.*\nUse fakequant\.export_executorch"):

@@ -56,13 +56,12 @@ def test_check_agrees_with_export_and_verify(name, target, tmp_path):
     model, example = made(MODELS[name])
     config = fq.recipes.int8(target=target)
     found = fq.check(model, example, config)
+    prepared = fq.calibrate(fq.prepare(model.eval(), config, example), [example], progress=False)
+    path = tmp_path / ("m.pte" if target == "xnnpack" else "m.onnx")
     try:
-        prepared = fq.calibrate(fq.prepare(model.eval(), config, example), [example], progress=False)
-        path = tmp_path / ("m.pte" if target == "xnnpack" else "m.onnx")
         (fq.export_executorch if target == "xnnpack" else fq.export_onnx)(prepared, path, example)
         result = fq.verify(prepared, path, [example])
-    except (ValueError, TypeError) as error:
-        assert not found.ok
-        assert str(error).split("\n")[0][:60] in str(found)
-    else:
-        assert (found.ok, found.integer_multiplications) == (result.ok, result.integer_multiplications)
+        seen = result.ok, result.integer_multiplications
+    except (ValueError, TypeError):
+        seen = False, 0
+    assert (found.ok, found.integer_multiplications) == seen, str(found)

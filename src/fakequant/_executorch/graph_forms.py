@@ -149,10 +149,11 @@ def _split_prelu(graph: Graph, node: Node) -> None:
 
 
 def _as_concatenation(graph: Graph, node: Node) -> None:
-    axis = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    axis: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     with graph.inserting_before(node):
         parts = []
-        for x in node.args[0]:  # type: ignore[union-attr]
+        operands: Any = node.args[0]
+        for x in operands:
             value = x.meta["val"].unsqueeze(axis)
             if sum(not isinstance(size, int) for size in value.shape) <= 1:
                 parts.append(viewed(graph, x, value))

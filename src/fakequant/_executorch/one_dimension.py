@@ -71,7 +71,7 @@ def _add_axis(program: ExportedProgram, weight: Node) -> None:
         (signature.inputs_to_lifted_tensor_constants, program.constants),
     ):
         if weight.name in names:
-            value: Tensor = tensors[names[weight.name]]  # type: ignore[assignment]
+            value: Tensor = tensors[names[weight.name]]
             longer = value.detach().unsqueeze(-1)
             tensors[names[weight.name]] = Parameter(longer, False) if isinstance(value, Parameter) else longer
     for node in (weight, *weight.users):
@@ -81,7 +81,8 @@ def _add_axis(program: ExportedProgram, weight: Node) -> None:
 
 def _rewrite(graph: Graph, call: Node) -> None:
     x: Any = call.args[0]
-    extra = _SETTINGS.get(call.target, _USUAL)
+    target: Any = call.target
+    extra = _SETTINGS.get(target, _USUAL)
     settings = [
         [*given, more] if isinstance(given, (list, tuple)) else given
         for given, more in zip(call.args[3:], extra[: len(call.args) - 3], strict=False)
@@ -89,7 +90,7 @@ def _rewrite(graph: Graph, call: Node) -> None:
     rest = call.args[3 + len(settings) :]
     with graph.inserting_before(call):
         image = viewed(graph, x, x.meta["val"].unsqueeze(-1))
-        made = insert(graph, _FORMS[call.target], (image, *call.args[1:3], *settings, *rest), call)
+        made = insert(graph, _FORMS[target], (image, *call.args[1:3], *settings, *rest), call)
         made.meta["val"] = call.meta["val"].unsqueeze(-1)
         result = viewed(graph, made, call.meta["val"])
     call.replace_all_uses_with(result)

@@ -37,11 +37,12 @@ def quiet() -> Iterator[None]:
 def collecting_messages() -> Iterator[list[str]]:
     """Collects what ExecuTorch's compiled code writes to the standard error stream, and yields the list of lines.
 
+    Some of it is written to the stream of the process, and some to Python's, which notebooks and test runners replace.
     The list is filled at the end, also if there was an error.
     """
     lines: list[str] = []
-    with tempfile.TemporaryFile() as file:
-        sys.stderr.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as file, redirect_stderr(io.StringIO()) as printed:
         before = os.dup(2)
         os.dup2(file.fileno(), 2)
         try:
@@ -50,7 +51,7 @@ def collecting_messages() -> Iterator[list[str]]:
             os.dup2(before, 2)
             os.close(before)
             file.seek(0)
-            lines += file.read().decode(errors="replace").splitlines()
+            lines += (printed.getvalue() + file.read().decode(errors="replace")).splitlines()
 
 
 def import_runtime() -> Any:

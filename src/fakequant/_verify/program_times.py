@@ -45,7 +45,8 @@ def times_of_programs(
 
 
 def _measure(folder: Path) -> None:
-    from fakequant._verify.runtimes.executorch import Loaded, set_thread_count, thread_count
+    from fakequant._executorch.loaded import Loaded
+    from fakequant._verify.runtimes.executorch import set_thread_count, thread_count
 
     task = json.loads((folder / _TASK).read_text())
     inputs = torch.load(folder / _INPUTS, weights_only=True)

@@ -94,7 +94,8 @@ class ExecuTorch:
     def why_float(self, layer: str) -> str | None:
         """Returns why a layer that could run in integers has a float kernel. None if that is not known."""
         if self.kernels.get(layer) == _KERNELS["float"]:
-            if self._golden is not None and has_transposed_groups(self._golden.get_submodule(layer)):
+            golden: Any = self._golden.get_submodule(layer) if self._golden is not None else None
+            if golden is not None and has_transposed_groups(golden):
                 return "XNNPACK has no integer kernel for a transposed convolution with groups"
             return "XNNPACK computes it in integers only if a single quantizer reads its result"
         return None
