@@ -43,7 +43,13 @@ def constants(result: Any) -> list[Any]:
 
 def return_tensors(model: nn.Module) -> None:
     """Makes a model return a tuple of the tensors in its result, in place. Files have no other results."""
-    model.register_forward_hook(lambda module, args, result: tuple(tensors(result)))
+
+    def flatten(module: nn.Module, args: Any, kwargs: Any, result: Any) -> tuple[Tensor, ...]:
+        inputs = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs))}
+        # A copy, because torch's exporter renames an input that is also an output.
+        return tuple(x.clone() if id(x) in inputs else x for x in tensors(result))
+
+    model.register_forward_hook(flatten, with_kwargs=True)
 
 
 def _leaves(result: Any, name: str) -> Iterator[tuple[str, Any]]:
