@@ -1,9 +1,12 @@
 """Quantized results of functions in converted models, files and ONNX Runtime."""
 
+import copy
+import pickle
+
 import pytest
 
 import fakequant as fq
-from function_cases import Attention, Borrowed, F, Fused, batch, nn, prepared, same, torch
+from function_cases import X86, Attention, Borrowed, F, Fused, batch, nn, prepared, same, torch
 
 CASES = {
     "attention": lambda: prepared(),
@@ -84,14 +87,14 @@ def test_reading_a_weight_of_a_converted_layer_does_not_count_as_a_call():
 
 
 class AlsoCalled(nn.Module):
-    """Calls a layer, and uses its weight elsewhere too: its input quantizer fits one of both."""
+    """Calls a layer, and multiplies by its weight, in a list of arguments too."""
 
     def __init__(self):
         super().__init__()
         self.a = nn.Linear(8, 8)
 
     def forward(self, x):
-        return F.linear(self.a(x), self.a.weight, self.a.bias)
+        return F.linear(self.a(x), self.a.weight) + torch.stack([self.a.weight, self.a.weight + 1]).sum()
 
 
 class OtherBias(nn.Module):
@@ -103,10 +106,27 @@ class OtherBias(nn.Module):
         return F.linear(self.a(x), self.b.weight, self.a.bias)
 
 
-@pytest.mark.parametrize("make", [AlsoCalled, OtherBias])
-def test_other_uses_of_a_weight_stay_in_float(make):
+def test_functions_that_read_the_weight_of_a_layer_get_it_quantized(tmp_path):
     torch.manual_seed(0)
-    model = fq.prepare(make(), fq.recipes.int8(), batch()).eval()
+    config = fq.recipes.w4a8(target=X86)
+    model = fq.calibrate(fq.prepare(AlsoCalled(), config, batch()), [batch()], progress=False).eval()
+    weight = model.a.weight_quantizer(model.a.weight)
+    expected = F.linear(model.a(batch()), weight) + torch.stack([weight, weight + 1]).sum()
+    same(model(batch()), expected)
+    again = fq.prepare(AlsoCalled(), config)
+    again.load_state_dict(model.state_dict())
+    for other in (again.eval(), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        same(other(batch()), expected)
+    model.zero_grad()
+    model(batch()).sum().backward()
+    assert model.a.weight.grad.abs().max() > 0
+    fq.export_onnx(model, tmp_path / "model.onnx", batch())
+    assert fq.verify(model, tmp_path / "model.onnx", [batch(1)]).ok
+
+
+def test_a_function_with_the_bias_of_another_layer_stays_in_float():
+    torch.manual_seed(0)
+    model = fq.prepare(OtherBias(), fq.recipes.int8(), batch()).eval()
     assert not hasattr(model, "function_quantizers")
 
 

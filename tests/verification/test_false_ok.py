@@ -328,7 +328,7 @@ class OwnUse(nn.Module):
         self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 4)
 
     def forward(self, x):
-        return self.b(nn.functional.linear(self.a(x), self.a.weight, self.a.bias))
+        return self.b(self.a(x) @ self.a.weight.T)
 
 
 def test_a_weight_that_other_code_uses_in_float_is_noted_and_named(tmp_path):
@@ -337,7 +337,7 @@ def test_a_weight_that_other_code_uses_in_float_is_noted_and_named(tmp_path):
     config = recipes.int8(target=X86)
     model = fq.calibrate(fq.prepare(OwnUse(), config, x), [x], progress=False)
     (note,) = fq.summary(model).notes
-    assert note.startswith("a: other code also uses its weight (linear 0)")
+    assert note.startswith("a: other code also uses its weight (get 0)")
     found = fq.verify(model, exported(model, x, tmp_path), [x])
     assert not found.ok
     assert explain.READ_WEIGHT in found.verdict()

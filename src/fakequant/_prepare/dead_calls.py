@@ -12,7 +12,8 @@ from fakequant._prepare.flow_graph import Call, FlowGraph
 def drop_dead_calls(graph: FlowGraph, others: Iterable[Call] = ()) -> None:
     """Removes dead calls from the readers of results, and dead calls of functions from the graph.
 
-    Dead calls of modules stay: modules count their calls when they run.
+    Dead calls of modules stay: modules count their calls when they run. Functions that read parameters stay too: they
+    get the quantized weights of layers.
 
     Args:
         graph: A graph with all calls of a forward pass. It is changed in place.
@@ -27,4 +28,8 @@ def drop_dead_calls(graph: FlowGraph, others: Iterable[Call] = ()) -> None:
             pending += call.inputs
     for call in live:
         call.users = [user for user in call.users if user in live]
-    graph.calls = [call for call in graph.calls if call in live or call.kind == "module"]
+    graph.calls = [call for call in graph.calls if call in live or call.kind == "module" or _reads_parameter(call)]
+
+
+def _reads_parameter(call: Call) -> bool:
+    return any(source.kind == "parameter" for source in call.inputs)
