@@ -10,6 +10,7 @@ of tensors, which is saved with the model.
 import argparse
 import copy
 import dataclasses
+import warnings
 
 import torch
 from sklearn.datasets import load_digits
@@ -76,7 +77,9 @@ def main() -> None:
         config = fq.QuantConfig(default=layer)
         assert fq.QuantConfig.from_json(config.to_json()) == config  # JSON has the observer's name and fields
         model = fq.prepare(copy.deepcopy(exact), config)
-        fq.calibrate(model, x.split(100), progress=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # `calibrate` says that the range of MinMax does not fit
+            fq.calibrate(model, x.split(100), progress=False)
         [(_, first), *_] = fq.nn.quantizers(model)
         clean = x[(x <= 1).all(1)]  # images without an outlier
         print(f"{observer!s:<24} step {float(first.scale):.3f}   {noise(model, exact, clean):.1f} dB")

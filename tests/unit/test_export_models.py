@@ -156,11 +156,11 @@ def test_cnn_file_stores_integer_weights_and_no_batch_norm(cnn):
         assert stored[f"{path}.weight_codes"].dtype == np.int8
         assert np.abs(stored[f"{path}.weight_codes"].astype(int)).max() <= 64
         same(layer.weight_scale, stored[f"{path}.weight_scale"], path)
-        grid = layer.input_quantizer or layer._fakequant.input_grid
-        assert stored[f"{path}.bias_codes"].dtype == np.int32
-        np.testing.assert_array_equal(stored[f"{path}.bias_codes"], layer.bias_codes.numpy(), err_msg=path)
-        expected = np.float32(grid.scale.numpy()) * layer.weight_scale.numpy()
-        assert_same_bits(expected, stored[f"{path}.bias_scale"], path)
+        names = [f"{path}.bias"] if path != "twice" else ["twice.bias[0]", "twice.bias[1]"]
+        for name, (codes, scale) in zip(names, integer.biases(layer), strict=True):
+            assert stored[f"{name}_codes"].dtype == np.int32
+            np.testing.assert_array_equal(stored[f"{name}_codes"], codes.numpy(), err_msg=name)
+            assert_same_bits(scale.numpy(), stored[f"{name}_scale"], name)
     # No float tensor in the file is as large as a weight.
     floats = {name: array.size for name, array in stored.items() if array.dtype == np.float32}
     assert max(floats.values()) <= 16
@@ -175,7 +175,7 @@ def test_exported_tensors_are_named_after_their_modules(cnn):
             assert any(name.startswith((f"{path}.", f"{path}_")) for path in paths), name
     names = {name for node in proto.graph.node for name in node.output}
     assert {"stem.0.weight_dequantized", "stem.2.output_quantizer_quantized", "head.input_quantizer_quantized"} <= names
-    assert {"twice.input_quantizer_quantized", "twice.input_quantizer_2_quantized"} <= names
+    assert {"twice.input_quantizer.0_quantized", "twice.input_quantizer.1_quantized"} <= names
     assert [i.name for i in proto.graph.input] == ["x"]
     assert not any(p.key.startswith("pkg.") for node in proto.graph.node for p in node.metadata_props)
     assert b"/site-packages/" not in proto.SerializeToString()

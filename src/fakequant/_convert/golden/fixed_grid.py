@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from fakequant._backends.blocks import blocks_of
 from fakequant._backends.torch import tensor_functions
 from fakequant._convert.golden.arithmetics import ARITHMETICS
-from fakequant._convert.golden.tracked_codes import Arithmetic, GridOf, on_grid, origin_of, plain
+from fakequant._convert.golden.tracked_codes import Arithmetic, GridOf, on_grid, origin_of, plain, was_moved
 from fakequant.functional import fake_quantize
 from fakequant.qparams import EPS
 from fakequant.spec import QuantSpec
@@ -62,7 +62,9 @@ class Grid(nn.Module):
         if not self.spec.is_integer:
             return self._rounded(plain(x))
         grid, origin, arithmetic = self.grid_for(x), origin_of(x), self._arithmetic
-        codes = arithmetic.from_float(x, grid) if origin is None else origin.codes(arithmetic, grid)
+        if grid.scale.dim() > 0 and was_moved(origin):
+            origin = None  # the scales of tokens are those after the move
+        codes = arithmetic.from_float(plain(x), grid) if origin is None else origin.codes(arithmetic, grid)
         value = (codes - grid.zero_point) * grid.scale
         # NaN stays NaN as in training. Runtimes have no code for it.
         return on_grid(torch.where(plain(x).isnan(), plain(x), value) if x.isnan().any() else value, grid)

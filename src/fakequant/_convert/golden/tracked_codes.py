@@ -261,6 +261,13 @@ class Rectified:
         return torch.maximum(self.of.codes(arithmetic, grid), grid.zero_point)
 
 
+def was_moved(origin: Origin | None) -> bool:
+    """Returns True if elements were moved since they were computed, also before a ReLU."""
+    while isinstance(origin, Rectified):
+        origin = origin.of
+    return isinstance(origin, (Moved, Joined))
+
+
 def quantized(x: Tensor, grid: GridOf) -> Tensor:
     """Returns the codes of any tensor on `grid` by the rule of ONNX, as integers in float32."""
     x = plain(x).float()

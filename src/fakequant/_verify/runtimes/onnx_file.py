@@ -168,8 +168,8 @@ class OnnxFile:
         """Returns the inputs of the file by name."""
         arguments = dict(zip(self.inputs, self._arguments(), strict=True))
         # Other arguments are constants of the file.
-        args = tuple(value for value in args if isinstance(value, Tensor))
-        kwargs = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
+        args = tuple(value for value in args if isinstance(value, (Tensor, np.ndarray)))
+        kwargs = {name: value for name, value in kwargs.items() if isinstance(value, (Tensor, np.ndarray))}
         feed = {name: np.asarray(kwargs[key]) for name, key in arguments.items() if key in kwargs}
         others = [name for name, key in arguments.items() if key not in kwargs]
         if len(others) != len(args) or len(feed) != len(kwargs):
