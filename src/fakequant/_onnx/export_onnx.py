@@ -28,7 +28,7 @@ from fakequant._train.running import check_module
 from fakequant._util.optional_packages import require, require_suffix, writing
 
 if TYPE_CHECKING:
-    from onnx_ir import Graph, Model, Value
+    from onnx_ir import Graph, Model, Node, Value
 
 # Arguments of a model are any nesting of tensors and constants.
 Args: TypeAlias = tuple[Any, ...]
@@ -327,7 +327,7 @@ def _batch_of(x: object) -> dict[int, str] | None:
     return {0: "batch"} if isinstance(x, Tensor) and x.dim() > 0 else None
 
 
-def _finish(program: "Model", opset: int, target: _targets.Target) -> dict[str, str]:
+def _finish(program: "Model", opset: int, target: _targets.Target) -> "dict[Node, str]":
     """Turns torch's program into that of the file. Returns the modules of nodes, see `trial_run`."""
     from fakequant._onnx import format_lowering, graph_forms, lowering, old_opsets, trial_run
     from fakequant._onnx.gather_codes import gather_codes
