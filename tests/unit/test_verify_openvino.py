@@ -168,11 +168,6 @@ REFUSED = {
         torch.randn(4),
         r"shape \(4,\) in the model and .* \(1, 4\) in OpenVINO",
     ),
-    "bag": (
-        lambda: nn.Sequential(nn.EmbeddingBag(9, 4)),
-        torch.tensor([[1, 2]]),
-        "OpenVINO refuses the file.*Reduce",
-    ),
 }
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fakequant._backends.torch.torch_private import pytree
+from fakequant._onnx.failing_module import in_modules
 
 if TYPE_CHECKING:
     from fakequant._targets import Target
@@ -118,9 +119,7 @@ def _place(message: str, modules: Mapping[ir.Node, str]) -> str:
         name: path for node, path in modules.items() for name in (node.name, *(value.name for value in node.outputs))
     }
     paths = dict.fromkeys(by_name[word] for word in words if word in by_name)
-    if not paths:
-        return ""
-    return f"\nThis is in {' and '.join(repr(path) if path else 'the model itself' for path in list(paths)[:3])}."
+    return in_modules(list(paths)[:3])
 
 
 def _kind(x: Tensor) -> str:
