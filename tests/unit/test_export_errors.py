@@ -102,6 +102,29 @@ def test_model_that_torch_cannot_export_leaves_no_file(tmp_path):
     refused(Exception, "export", model, tmp_path / "m.onnx", randn(2, 4))
 
 
+class Pooling(nn.Module):
+    """A call that torch's exporter has no translation for."""
+
+    def forward(self, x):
+        return nn.functional.adaptive_max_pool2d(x, 3, return_indices=True)[0]
+
+
+class Branching(nn.Module):
+    """Code that depends on the data, so it cannot be traced."""
+
+    def forward(self, x):
+        return x + 1 if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize("kind", [Pooling, Branching])
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_model_that_torch_cannot_export_names_the_module(kind, dynamic, tmp_path):
+    model, x = nn.Sequential(nn.Conv2d(2, 2, 1), nn.Sequential(nn.ReLU(), kind())), torch.randn(2, 2, 5, 5)
+    model = fq.calibrate(fq.prepare(model, recipes.int8()), [x], progress=False)
+    message = r"torch's exporter cannot export the model: (.|\n)*This is in '1\.1'"
+    refused(ValueError, message, model, tmp_path / "model.onnx", x, dynamic_batch=dynamic)
+
+
 def test_example_of_the_wrong_shape_leaves_no_file(small, tmp_path):
     refused(Exception, "export", small, tmp_path / "m.onnx", randn(2, 5))
 

@@ -270,3 +270,50 @@ def test_padding_before_a_max_pool_takes_part_in_the_maximum(tmp_path):
     fq.export_onnx(model, tmp_path / "model.onnx", x)
     found = fq.verify(model, tmp_path / "model.onnx", [x])
     assert found.ok, found.verdict()
+
+
+class Attention(nn.Module):
+    """Attention of three axes, with one mask for each sequence, and of five axes."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(6, 18)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        y = F.scaled_dot_product_attention(q, k, v, (q @ k.transpose(1, 2)).sigmoid(), scale=0.3)
+        q, k, v = (part.unflatten(1, (1, 2, -1)) for part in (q, k, v))
+        return y, F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+# Torch's exporter has no translation of these calls, or OpenVINO refuses the one that it has.
+FORMS = {
+    "attention": (Attention, torch.randn(3, 4, 6), "onnxruntime-vnni"),
+    "adaptive max pool 1-d": (
+        lambda: nn.Sequential(nn.Conv1d(2, 4, 1), nn.AdaptiveMaxPool1d(3), nn.Conv1d(4, 4, 1)),
+        torch.randn(3, 2, 7),
+        "onnxruntime-vnni",
+    ),
+    "adaptive max pool 2-d": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 1), nn.AdaptiveMaxPool2d((3, None)), nn.Conv2d(4, 4, 1)),
+        torch.randn(3, 2, 8, 5),
+        "openvino-vnni",
+    ),
+    "adaptive max pool 3-d": (
+        lambda: nn.Sequential(nn.AdaptiveMaxPool3d((2, 6, 2)), nn.Conv3d(2, 4, 1)),
+        torch.randn(3, 2, 3, 5, 4),
+        "onnxruntime-vnni",
+    ),
+    "bags": (lambda: nn.Sequential(nn.EmbeddingBag(9, 4)), torch.randint(9, (3, 5)), "openvino-vnni"),
+}
+
+
+@pytest.mark.parametrize(("make", "x", "target"), FORMS.values(), ids=FORMS)
+def test_calls_that_the_exporter_cannot_translate_have_another_form(make, x, target, tmp_path):
+    pytest.importorskip(target.partition("-")[0])
+    torch.manual_seed(0)
+    model = fq.calibrate(fq.prepare(make(), recipes.int8(target=target), x), [x], progress=False)
+    fq.export_onnx(model, tmp_path / "model.onnx", x)
+    found = fq.verify(model, tmp_path / "model.onnx", [x, x[:1], torch.cat([x, x])])
+    assert found.ok, found.problem
+    assert found.first_difference is None

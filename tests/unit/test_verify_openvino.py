@@ -100,6 +100,50 @@ def test_inputs_and_layers_that_nothing_uses_do_not_matter(tmp_path):
     assert found.first_difference is None
 
 
+class Rows(nn.Module):
+    """A product of rows that the model's code takes from two axes."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(6, 4, bias=False)
+
+    def forward(self, x):
+        return self.fc(x.reshape(-1, 6)).reshape(x.shape[0], -1, 4)
+
+
+# OpenVINO computes something else, or refuses the file, unless the graph has another form.
+FORMS = {
+    "product without a bias": (lambda: nn.Sequential(nn.Linear(6, 4, bias=False)), (3, 4, 6)),
+    "product of four axes": (lambda: nn.Sequential(nn.Linear(6, 4, bias=False)), (3, 2, 5, 6)),
+    "product of rows": (Rows, (3, 4, 6)),
+    "average pool with padding": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.AvgPool2d(3, stride=1, padding=1), nn.Conv2d(4, 4, 1)),
+        (3, 2, 8, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "shape"), FORMS.values(), ids=FORMS)
+def test_forms_that_openvino_computes_as_they_are(make, shape, tmp_path):
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(shape)
+    model = fq.calibrate(fq.prepare(model, recipes.int8(target="openvino-vnni"), x), [x], progress=False)
+    fq.export_onnx(model, tmp_path / "model.onnx", x)
+    found = fq.verify(model, tmp_path / "model.onnx", [x, torch.randn(7, *shape[1:])])
+    assert found.ok, found.problem
+    assert found.first_difference is None
+    assert len(found.integers) == len(found.kernels)
+
+
+def test_average_pools_whose_padding_has_the_code_0_read_codes(tmp_path):
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.AvgPool2d(3, padding=1), nn.Conv2d(4, 4, 1))
+    x = torch.randn(3, 2, 8, 8)
+    model = fq.calibrate(fq.prepare(model, recipes.int8(target="openvino-vnni"), x), [x], progress=False)
+    fq.export_onnx(model, tmp_path / "model.onnx", x)
+    assert fq.verify(model, tmp_path / "model.onnx", [x]).ok
+    assert "Max" not in {node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node}
+
+
 # --- what OpenVINO cannot run is not exported -------------------------------------------------------
 
 
@@ -123,11 +167,6 @@ REFUSED = {
         lambda: nn.Sequential(nn.Linear(4, 4)),
         torch.randn(4),
         r"shape \(4,\) in the model and .* \(1, 4\) in OpenVINO",
-    ),
-    "bag": (
-        lambda: nn.Sequential(nn.EmbeddingBag(9, 4)),
-        torch.tensor([[1, 2]]),
-        "OpenVINO refuses the file.*Reduce",
     ),
 }
 

@@ -33,6 +33,7 @@ EXACT = {
     "selected": lambda x: torch.where(x > 0, x, 2.0)[:, 1:].flip(1),
     "largest": lambda x: torch.relu(x).amax(1),
     "moved": lambda x: torch.cat([x.t(), x.t()]).contiguous().view(-1),
+    "in place": lambda x: F.relu(x.clone(), inplace=True).clamp_(max=1).t_().unsqueeze_(0).masked_fill_(x > 0.5, 7.0),
 }
 
 
@@ -60,6 +61,11 @@ def test_masked_elements_do_not_change_the_tolerance_of_others():
 OTHERS = {
     "GELU": (lambda x: F.gelu(x), lambda x: 0.5 * x * (1 + torch.erf(x / 2**0.5))),
     "SiLU": (lambda x: F.silu(x), lambda x: x / (1 + torch.exp(-x))),
+    "sum in place": (lambda x: x.clone().sub_(x.flip(0)).mul_(3), lambda x: (3 * x.double() - 3 * x.flip(0)).float()),
+    "sum with out": (
+        lambda x: torch.mm(x, x.t(), out=torch.empty(64, 64)),
+        lambda x: sum(x[:, k, None] * x.t()[k] for k in range(64)),
+    ),
     "softmax": (
         lambda x: torch.softmax(x, 1),
         lambda x: torch.exp(x - x.amax(1, True)) / torch.exp(x - x.amax(1, True)).sum(1, True),

@@ -23,12 +23,14 @@ from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
 from fakequant._onnx import metadata_keys
 from fakequant._onnx.exported_modules import DynamicLength, make_exportable
+from fakequant._onnx.failing_module import place_of
 from fakequant._onnx.fingerprint import digest_of_graph, digest_of_parameters
+from fakequant._onnx.function_forms import FunctionForms
 from fakequant._train.running import check_module
 from fakequant._util.optional_packages import require, require_suffix, writing
 
 if TYPE_CHECKING:
-    from onnx_ir import Graph, Model, Value
+    from onnx_ir import Graph, Model, Node, Value
 
 # Arguments of a model are any nesting of tensors and constants.
 Args: TypeAlias = tuple[Any, ...]
@@ -261,34 +263,37 @@ def _export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: Dy
             if isinstance(root, DynamicLength):
                 raise root from None
             if shapes is None:
-                raise ValueError(f"torch's exporter cannot export the model: {reason_of(error)}") from error
+                raise ValueError(_REFUSED.format(reason_of(error), place_of(error, model))) from error
             try:
                 torch_export(model, args, kwargs, opset, None)
             except Exception as first:  # fails with fixed shapes too
-                raise ValueError(f"torch's exporter cannot export the model: {reason_of(first)}") from first
-            raise ValueError(_FIXED.format(reason_of(error), *_lengths(args, kwargs))) from error
+                raise ValueError(_REFUSED.format(reason_of(first), place_of(first, model))) from first
+            where = place_of(error, model)
+            raise ValueError(_FIXED.format(reason_of(error), where, *_lengths(args, kwargs))) from error
 
 
 def torch_export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: DynamicShapes | None) -> "Model":
     """Returns the ONNX program that torch's exporter makes of a model."""
     from fakequant._onnx import format_lowering, lowering
 
-    program = torch.onnx.export(
-        model,
-        _fresh(args),
-        kwargs=_fresh(kwargs) or None,
-        dynamo=True,
-        opset_version=opset,
-        dynamic_shapes=shapes,
-        custom_translation_table={**lowering.TRANSLATIONS, **format_lowering.TRANSLATIONS},
-        verbose=False,
-    )
+    with FunctionForms():
+        program = torch.onnx.export(
+            model,
+            _fresh(args),
+            kwargs=_fresh(kwargs) or None,
+            dynamo=True,
+            opset_version=opset,
+            dynamic_shapes=shapes,
+            custom_translation_table={**lowering.TRANSLATIONS, **format_lowering.TRANSLATIONS},
+            verbose=False,
+        )
     assert program is not None
     return program.model
 
 
+_REFUSED = "torch's exporter cannot export the model: {}{}"
 _FIXED = (
-    "The model cannot be exported for batches of any length: {}\n"
+    "The model cannot be exported for batches of any length: {}{}\n"
     "Use export_onnx(..., dynamic_batch=False) for batches of the example's length ({}) only, or change the model's "
     "code to read the length from the input's shape."
 )
@@ -327,7 +332,7 @@ def _batch_of(x: object) -> dict[int, str] | None:
     return {0: "batch"} if isinstance(x, Tensor) and x.dim() > 0 else None
 
 
-def _finish(program: "Model", opset: int, target: _targets.Target) -> dict[str, str]:
+def _finish(program: "Model", opset: int, target: _targets.Target) -> "dict[Node, str]":
     """Turns torch's program into that of the file. Returns the modules of nodes, see `trial_run`."""
     from fakequant._onnx import format_lowering, graph_forms, lowering, old_opsets, trial_run
     from fakequant._onnx.gather_codes import gather_codes

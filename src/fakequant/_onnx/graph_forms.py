@@ -22,6 +22,13 @@ For ONNX Runtime only:
 - A quantizer before an operator that selects elements is repeated after it, if an operator that reads codes follows.
   ONNX Runtime would otherwise compute that operator in float. The quantizer is always repeated if its codes are signed:
   ONNX Runtime would otherwise do so itself, with two types for the same codes, and refuse the file.
+
+For OpenVINO only:
+
+- The same Clip is inserted between a product with two axes and a Reshape. OpenVINO would otherwise multiply by the
+  scales of the channels behind the Reshape, along the wrong axis.
+- The same Max is inserted before an AveragePool that counts its padding, unless 0 has the code 0. OpenVINO would
+  otherwise pad with the code 0 in any case.
 """
 
 from collections.abc import Set
@@ -73,6 +80,12 @@ def rewrite(model: ir.Model, target: Target) -> None:
                 _repeat_after_moves(node, target)
             elif not node.domain:
                 _keep_floats(node)
+    if target.runtime == "openvino":
+        for node in list(model.graph):
+            if node.op_type == "Reshape" and not node.domain:
+                _keep_scales(node)
+            elif node.op_type == "AveragePool" and not node.domain:
+                _keep_zeros(node)
 
 
 def _is_grid(node: ir.Node) -> bool:
@@ -165,6 +178,36 @@ def _keep_floats(node: ir.Node) -> None:
     is_inexact = node.op_type == "Softmax" and _is_grid(source)
     if is_inexact or (is_fp8 and (node.op_type in _WITHOUT_FP8 or _is_product_of_formats(node))):
         _insert_before(node, "Max", str(node.outputs[0].name), ("lowest",))
+
+
+def _keep_scales(node: ir.Node) -> None:
+    """Stops OpenVINO from moving the scales of a product behind a Reshape of it."""
+    x = input_of(node, 0)
+    source = x.producer()
+    if source is not None and source.op_type == "Relu" and not source.domain:
+        source = input_of(source, 0).producer()
+    is_product = source is not None and not source.domain and source.op_type in ("Gemm", "MatMul")
+    if is_product and x.shape is not None and len(x.shape) == 2:
+        _clip_nothing_before(node, str(node.outputs[0].name))
+
+
+def _keep_zeros(node: ir.Node) -> None:
+    """Stops OpenVINO from computing an average pool with codes, if it pads and then counts the wrong numbers."""
+    counts = node.attributes.get("count_include_pad")
+    pads = node.attributes.get("pads")
+    is_padded = pads is not None and any(pads.as_ints())
+    if is_padded and counts is not None and counts.as_int() and not _has_code_0_for_0(input_of(node, 0)):
+        _insert_before(node, "Max", str(node.outputs[0].name), ("lowest",))
+
+
+def _has_code_0_for_0(value: ir.Value) -> bool:
+    """Returns True if the file stores a tensor in codes whose zero point is 0."""
+    node = _producer_behind_moves(value)
+    if node is not None and node.op_type == "Concat" and not node.domain:
+        return all(_has_code_0_for_0(input_of(node, number)) for number in range(len(node.inputs)))
+    if node is None or not _is_grid(node) or not _is_per_tensor(node):
+        return False
+    return int(constant_of(input_of(node, 2)).reshape(())) == node.attributes["lowest"].as_int()
 
 
 def _is_product_of_formats(node: ir.Node) -> bool:

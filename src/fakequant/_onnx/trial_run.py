@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fakequant._backends.torch.torch_private import pytree
+from fakequant._onnx.failing_module import in_modules
 
 if TYPE_CHECKING:
     from fakequant._targets import Target
@@ -29,22 +30,21 @@ _WITHOUT_KERNELS = {
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
-def modules_of_nodes(graph: ir.Graph) -> dict[str, str]:
-    """Returns the paths of the modules in whose code the nodes were made, by the names of nodes and of their results.
+def modules_of_nodes(graph: ir.Graph) -> dict[ir.Node, str]:
+    """Returns the paths of the modules in whose code the nodes were made.
 
     Nodes that were inserted after torch's export are left out.
     """
     found = {}
     for node in graph:
         scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
-        for name in (node.name, *(value.name for value in node.outputs)):
-            if name and len(scopes) > 1:
-                found[name] = scopes[-2]
+        if len(scopes) > 1:
+            found[node] = scopes[-2]
     return found
 
 
 def require_runs(
-    path: Path, target: "Target", inputs: Any, results: Sequence[Tensor], modules: Mapping[str, str]
+    path: Path, target: "Target", inputs: Any, results: Sequence[Tensor], modules: Mapping[ir.Node, str]
 ) -> None:
     """Raises ValueError if the runtime of the target refuses the file, or its results have other shapes or types.
 
@@ -112,13 +112,14 @@ def _shortened(message: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def _place(message: str, modules: Mapping[str, str]) -> str:
+def _place(message: str, modules: Mapping[ir.Node, str]) -> str:
     """Returns the module that a message is about, if it names a node or a tensor."""
     words = re.split(r"[^\w.]+", message)
-    paths = dict.fromkeys(modules[word] for word in words if word in modules)
-    if not paths:
-        return ""
-    return f"\nThis is in {' and '.join(repr(path) if path else 'the model itself' for path in list(paths)[:3])}."
+    by_name = {
+        name: path for node, path in modules.items() for name in (node.name, *(value.name for value in node.outputs))
+    }
+    paths = dict.fromkeys(by_name[word] for word in words if word in by_name)
+    return in_modules(list(paths)[:3])
 
 
 def _kind(x: Tensor) -> str:

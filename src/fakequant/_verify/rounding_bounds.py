@@ -59,7 +59,10 @@ _EXACT = {
     aten.repeat, aten.leaky_relu, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.zeros_like,
     aten.ones_like, aten.full_like, aten.empty_like, aten.fill, aten.masked_select, aten.take, aten.ldexp, aten.frexp,
     aten.native_dropout, aten.adaptive_max_pool2d, aten.pixel_shuffle, aten.upsample_nearest2d, aten.lift_fresh_copy,
-    aten.copy, aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter, aten.unbind_copy, aten.isnan,
+    aten.copy, aten.zero, aten.set, aten.resize, aten.reflection_pad3d, aten.replication_pad3d,
+    aten.upsample_nearest1d, aten.upsample_nearest3d, aten.adaptive_max_pool3d, aten.threshold, aten.index_fill,
+    aten.index_copy, aten.masked_scatter, aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter,
+    aten.unbind_copy, aten.isnan,
 }  # fmt: skip
 
 
@@ -72,22 +75,27 @@ class Perturbed(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        packet = func.overloadpacket
+        packet = _function_of(func)
         is_exact = packet in _EXACT or (func.namespace != "aten" and packet not in _SUMS)
-        if is_exact or _returns_memory_of_arguments(func):
-            return result
-        inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+        if is_exact or _moves_nothing(packet, func):
+            return func(*args, **kwargs)
+        # In-place operations overwrite what they compute from, and `out` holds no number that they compute with.
+        is_in_place = _writes(func)
+        given = [x.clone() if is_in_place and isinstance(x, Tensor) else x for x in args]
+        result = func(*args, **kwargs)
+        others = [value for name, value in kwargs.items() if name != "out"]
+        inputs = [x for x in (*given, *others) if isinstance(x, Tensor) and x.is_floating_point()]
         if not inputs:
             return result
-        if isinstance(result, Tensor):
-            return self._moved(packet, func, args, kwargs, inputs, result)
-        if isinstance(result, (tuple, list)):  # the first is the result, the rest are statistics or indices
-            first, *rest = result
-            if isinstance(first, Tensor):
-                first = self._moved(packet, func, args, kwargs, inputs, first)
-            return type(result)([first, *rest])
-        return result
+        first = result[0] if isinstance(result, (tuple, list)) and result else result
+        if not isinstance(first, Tensor):
+            return result
+        moved = self._moved(packet, func, given, kwargs, inputs, first)
+        if is_in_place:
+            first.copy_(moved)
+            return result
+        # The first is the result, the rest are statistics or indices.
+        return moved if first is result else type(result)([moved, *result[1:]])
 
     def _moved(self, packet: Any, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], y: Tensor) -> Tensor:
         if not y.is_floating_point() or y.numel() == 0:
@@ -116,8 +124,31 @@ def _norm_magnitude(packet: Any, args: Any, y: Tensor) -> Tensor:
     return size if bias is None else size + bias.detach().abs().reshape(shape)
 
 
+def _function_of(func: Any) -> Any:
+    """Returns the operation that an operator or its in-place form computes: `aten.silu` for `aten.silu_`."""
+    packet = func.overloadpacket
+    name = packet.__name__
+    is_in_place = func.namespace == "aten" and name.endswith("_") and not name.endswith("__")
+    return getattr(aten, name[:-1], packet) if is_in_place else packet
+
+
+def _moves_nothing(packet: Any, func: Any) -> bool:
+    """Whether an operator returns a view of an argument, makes the argument one, or fills it with random numbers."""
+    if not _writes(func):
+        return _returns_memory_of_arguments(func)
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return True
+    forms = [getattr(packet, name) for name in packet.overloads()]
+    return any(_returns_memory_of_arguments(form) and not _writes(form) for form in forms)
+
+
 def _returns_memory_of_arguments(func: Any) -> bool:
     return any(value.alias_info is not None for value in func._schema.returns)
+
+
+def _writes(func: Any) -> bool:
+    """Whether an operator returns an argument that it has written into: its first one, or `out`."""
+    return any(value.alias_info is not None and value.alias_info.is_write for value in func._schema.returns)
 
 
 def _magnitudes(value: Any) -> Any:
