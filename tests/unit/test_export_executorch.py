@@ -238,6 +238,43 @@ def test_batches_of_any_length_up_to_the_maximum(tmp_path):
         assert torch.equal(run(data, x)[0], golden(x))
 
 
+class DynamicBranches(nn.Module):
+    """The sum of two convolutions is the input of a linear layer, whose scales are computed at run time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.fc = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 2, 1), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(F.hardswish(self.a(x)) + self.b(x))
+
+
+# Forms that ExecuTorch would compute wrongly, or not at all: the network, a recipe, and the shape of a row.
+FORMS = {
+    # Mish is decomposed into operators of XNNPACK and others, which have the channels in another place.
+    "an activation in parts": (lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Mish()), recipes.int8, (2, 5, 6)),
+    "scales per token after convolutions": (DynamicBranches, recipes.int8_dynamic, (2, 5, 6)),
+    "a float layer along one axis": (
+        lambda: nn.Sequential(nn.Conv1d(2, 3, 3), nn.ReLU(), nn.Linear(4, 4)),
+        lambda target: recipes.int4_weight_only(None, target=target),
+        (2, 6),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_that_are_rewritten(name, tmp_path):
+    make, recipe, shape = FORMS[name]
+    torch.manual_seed(0)
+    model = fq.prepare(make().eval(), recipe(target="xnnpack"), randn(2, *shape))
+    model = fq.calibrate(model, [randn(2, *shape)], progress=False)
+    fq.export_executorch(model, tmp_path / "m.pte", randn(2, *shape), max_batch=4)
+    golden, data = fq.convert(model), (tmp_path / "m.pte").read_bytes()
+    for length in (4, 1):
+        x = randn(length, *shape)
+        torch.testing.assert_close(run(data, x)[0], golden(x))
+
+
 def test_notes_tell_target_inputs_and_parameters_and_whether_the_file_has_changed(tmp_path):
     class Named(nn.Module):
         def __init__(self) -> None:

@@ -57,6 +57,12 @@ def source_of(node: Node) -> Node:
     return source
 
 
+def may_be_image(x: Node) -> bool:
+    """Returns True if XNNPACK may have the channels of `x` in the last place, and a view can put them back."""
+    shape = x.meta["val"].shape
+    return len(shape) == 4 and sum(not isinstance(size, int) for size in shape) <= 1
+
+
 def viewed(graph: Graph, x: Node, value: Tensor) -> Node:
     """Inserts a view of `x` with the shape of `value`, of which at most one length is unknown."""
     made = insert(graph, aten.view.default, (x, [size if isinstance(size, int) else -1 for size in value.shape]), x)

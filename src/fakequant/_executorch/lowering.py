@@ -27,7 +27,9 @@ from fakequant._executorch.graph import (
     called,
     insert,
     is_call,
+    may_be_image,
     source_of,
+    viewed,
 )
 from fakequant._executorch.operators import HIGH, LOW, offset_of
 
@@ -104,6 +106,8 @@ class _Grid:
 def _lower_token_grid(graph: Graph, node: Node) -> None:
     x = source_of(node)
     with graph.inserting_before(node):
+        if may_be_image(x):  # XNNPACK would reorder its axes between the operators of the grid and the layer
+            x = viewed(graph, x, x.meta["val"])
         chosen = insert(graph, _quantized.choose_qparams_per_token_asymmetric.default, (x, torch.int8), x)
         value = x.meta["val"]
         sizes = (*value.shape[:-1], 1)

@@ -50,9 +50,12 @@ def _readers(weight: Node) -> list[Node]:
     """Returns the calls that read a weight, or its dequantized codes."""
     found: list[Node] = []
     for user in weight.users:
-        is_dequantized = user.op == "call_function" and "dequantize" in str(user.target)
-        found += list(user.users) if is_dequantized else [user]
+        found += list(user.users) if _dequantizes(user) else [user]
     return found
+
+
+def _dequantizes(node: Node) -> bool:
+    return node.op == "call_function" and "dequantize" in str(node.target)
 
 
 def _is_known(call: Node) -> bool:
@@ -74,9 +77,8 @@ def _add_axis(program: ExportedProgram, weight: Node) -> None:
             value: Tensor = tensors[names[weight.name]]
             longer = value.detach().unsqueeze(-1)
             tensors[names[weight.name]] = Parameter(longer, False) if isinstance(value, Parameter) else longer
-    for node in (weight, *weight.users):
-        if node.meta["val"].dim() == 3:
-            node.meta["val"] = node.meta["val"].unsqueeze(-1)
+    for node in (weight, *filter(_dequantizes, weight.users)):
+        node.meta["val"] = node.meta["val"].unsqueeze(-1)
 
 
 def _rewrite(graph: Graph, call: Node) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, TensorArgument
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
+from torch.fx.passes.infra.pass_base import PassResult
 
 from fakequant._convert.constant_arguments import bind_constants
 from fakequant._convert.result_leaves import return_tensors
@@ -133,7 +134,24 @@ def _to_edge(traced: ExportedProgram, notes: dict[str, str] | None) -> Any:
     xnnpack = require("executorch.backends.xnnpack.partition.xnnpack_partitioner", "executorch", "executorch")
     return exir.to_edge_transform_and_lower(
         traced,
+        transform_passes=[_dequantize_for_each_reader],
         partitioner=[xnnpack.XnnpackPartitioner()],
         constant_methods=notes,
         compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),  # kernels are checked at the end
     )
+
+
+def _dequantize_for_each_reader(module: GraphModule) -> PassResult:
+    """Gives each reader of codes a dequantize operator, also those that an activation was decomposed into.
+
+    Where a reader needs another order of axes than XNNPACK's convolutions return, XNNPACK's pass reorders the result of
+    the operator, also for other readers, whose order it has decided before.
+    """
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op == "call_function" and "dequantize_per_tensor" in str(node.target):
+            for reader in list(node.users)[1:]:
+                with graph.inserting_after(node):
+                    reader.replace_input_with(node, graph.node_copy(node))
+    module.recompile()
+    return PassResult(module, True)
