@@ -144,6 +144,16 @@ def test_exported_file_has_integer_kernels_and_the_same_codes(make, tmp_path):
     assert set(steps.values()) <= {STEPS, STEPS // 2}  # with `proj_size`, the state has 3 of 6 elements
 
 
+def test_a_state_of_zeros_has_no_range(tmp_path):
+    """Runtimes take another scale for it, which multiplies zeros."""
+    pytest.importorskip("onnxruntime")
+    model = calibrated(MODELS["LSTM, both directions"](), recipes.int8_dynamic(target="onnxruntime-vnni"))
+    fq.export_onnx(model, tmp_path / "model.onnx", randn(2, STEPS, 5))
+    found = fq.verify(model, tmp_path / "model.onnx", [randn(8, STEPS, 5, seed=2)])
+    assert found.ok, found.problem
+    assert "rnn.hh_l0_reverse.input_quantizer" in [tensor.path for tensor in found.tensors]
+
+
 DYNAMIC = {
     "dynamic batch on the axis of time": ({}, False, 0, "{1: 'batch'}"),
     "dynamic_shapes, time first": ({"dynamic_shapes": ({0: "time", 1: "batch"},)}, False, 0, "{1: 'batch'}"),

@@ -405,7 +405,8 @@ class _Comparison:
         off = (found.scale.double() - found.grid.scale.double()).abs()
         has_other_scale = bool(off > _scale_tolerance(found, tolerance))
         if has_other_scale:
-            differ = torch.ones_like(differ)  # every code stands for another value
+            # Every code stands for another value, except that of 0. The state that a recurrent layer starts with is 0.
+            differ |= other != found.grid.zero_point
         if not bool(differ.any()):
             return
         tolerance = tolerance + found.x.double().abs() * (off / found.grid.scale.double())
