@@ -249,6 +249,36 @@ class DynamicBranches(nn.Module):
         return self.fc(F.hardswish(self.a(x)) + self.b(x))
 
 
+class Norms(nn.Module):
+    """Batch norms with and without parameters. One is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm, self.plain = nn.Linear(4, 5), nn.Linear(5, 4), *map(norm_of_3, (True, False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plain(self.norm(self.b(self.norm(self.a(x)))))
+
+
+def norm_of_3(affine: bool) -> nn.Module:
+    norm = nn.BatchNorm1d(3, affine=affine)
+    for value in (norm.running_var, *norm.parameters()):
+        nn.init.uniform_(value, 0.5, 2)
+    nn.init.normal_(norm.running_mean)
+    return norm
+
+
+class Shared(nn.Module):
+    """A layer is called before and after an operation that XNNPACK does not compute, and then again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.fc(self.fc(x).cumsum(-1)))
+
+
 # Forms that ExecuTorch would compute wrongly, or not at all: the network, a recipe, and the shape of a row.
 FORMS = {
     # Mish is decomposed into operators of XNNPACK and others, which have the channels in another place.
@@ -259,6 +289,15 @@ FORMS = {
         lambda target: recipes.int4_weight_only(None, target=target),
         (2, 6),
     ),
+    "a batch norm of another axis than the layer's": (Norms, recipes.int8, (3, 4)),
+    "circular padding": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 3, 3, padding=(1, 2), padding_mode="circular"), nn.CircularPad2d((0, 1, -1, 2))
+        ),
+        recipes.int8,
+        (2, 5, 6),
+    ),
+    "a layer in several delegates": (Shared, recipes.int8, (4,)),
 }
 
 

@@ -58,9 +58,11 @@ def make_graph(
     The arguments are those of `make_program`.
     """
     import_executorch()
+    from fakequant._executorch.batch_norms import use_products
     from fakequant._executorch.graph_forms import rewrite
     from fakequant._executorch.lowering import lower
     from fakequant._executorch.one_dimension import use_two_dimensions
+    from fakequant._executorch.own_constants import use_own_constants
 
     model = copy.deepcopy(golden).eval()
     seen = make_exportable(model)
@@ -74,9 +76,11 @@ def make_graph(
         graph = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False).run_decompositions({})
         seen.clear()
         _remove_copies_of_results(graph.graph)
+        use_products(graph)
         use_two_dimensions(graph)
         rewrite(graph.graph)
         lower(graph)
+        use_own_constants(graph)
     return graph, paths if watched else []
 
 
