@@ -144,20 +144,21 @@ def test_average_pools_whose_padding_has_the_code_0_read_codes(tmp_path):
     assert "Max" not in {node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node}
 
 
+@pytest.mark.parametrize("opset", [13, 21])
+def test_circular_padding_is_a_concatenation(opset, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=(2, 1), padding_mode="circular"), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    x = torch.randn(2, 4, 6, 6)
+    model = fq.calibrate(fq.prepare(model, recipes.int8(target="openvino"), x), [x], progress=False)
+    fq.export_onnx(model, tmp_path / "model.onnx", x, opset=opset)
+    found = fq.verify(model, tmp_path / "model.onnx", [x, torch.randn(5, 4, 6, 6)])
+    assert found.ok, found.problem
+
+
 # --- what OpenVINO cannot run is not exported -------------------------------------------------------
 
 
-class Circular(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"), nn.ReLU())
-
-    def forward(self, x):
-        return self.body(x)
-
-
 REFUSED = {
-    "circular": (Circular, torch.randn(2, 4, 6, 6), r"OpenVINO refuses the file.*Pad(.|\n)*This is in 'body\.0'"),
     "no outputs": (
         lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 0)),
         torch.randn(2, 4),

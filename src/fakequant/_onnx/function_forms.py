@@ -5,6 +5,8 @@ While `FunctionForms` is active, these calls run other functions that return the
     scaled_dot_product_attention    of other than four axes: with four
     adaptive_max_pool               a max pool. Windows of different lengths are gathered with elements repeated
     embedding_bag                   of bags of one length: an embedding, and a reduction of each bag
+    pad                             circular: a concatenation with the ends. OpenVINO has no such padding, and neither
+                                    have opsets before 19
 """
 
 from collections.abc import Callable, Sequence
@@ -97,10 +99,22 @@ def _embedding_bag(
     return elements.amax(1) if mode == "max" else elements.sum(1) if mode == "sum" else elements.mean(1)
 
 
+def _pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
+    if mode != "circular" or not all(isinstance(n, int) and n >= 0 for n in pad):
+        return NotImplemented
+    for axis, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True), start=1):
+        length = input.shape[-axis]
+        parts = [input.narrow(-axis, length - before, before)] if before else []
+        parts += [input, *([input.narrow(-axis, 0, after)] if after else [])]
+        input = torch.cat(parts, -axis) if len(parts) > 1 else input
+    return input
+
+
 # By every name that a call may be seen under: a function of torch.nn.functional may call another one.
 _FORMS: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _attention,
     F.embedding_bag: _embedding_bag,
+    F.pad: _pad,
 }
 for _rank in (1, 2, 3):
     for _name in (f"adaptive_max_pool{_rank}d", f"_adaptive_max_pool{_rank}d"):
