@@ -297,6 +297,7 @@ class Shared(nn.Module):
 FORMS = {
     # Mish is decomposed into operators of XNNPACK and others, which have the channels in another place.
     "an activation in parts": (lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Mish()), recipes.int8, (2, 5, 6)),
+    "a softmax of images": (lambda: nn.Sequential(nn.Conv2d(2, 3, 1), nn.Softmax(-1)), recipes.int8, (2, 5, 6)),
     "scales per token after convolutions": (DynamicBranches, recipes.int8_dynamic, (2, 5, 6)),
     "a float layer along one axis": (
         lambda: nn.Sequential(nn.Conv1d(2, 3, 3), nn.ReLU(), nn.Linear(4, 4)),

@@ -14,7 +14,7 @@ Where XNNPACK has no integer kernel for the scales, a view after dequantize make
 """
 
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.export import ExportedProgram
@@ -48,6 +48,8 @@ def lower(program: ExportedProgram) -> None:
         _Grid(graph, node).lower()
     for node in called(graph, TOKEN_GRID):
         _lower_token_grid(graph, node)
+    for node in called(graph, aten.softmax.int, aten._softmax.default):
+        _keep_order_of_axes(graph, node)
     for node in called(graph, *LAYERS, *_KERNELS):
         if _has_integer_form(node) and not _has_kernel(program, node):
             _use_floats(graph, node)
@@ -152,22 +154,30 @@ def _reader(operation: Node) -> Node:
     return user
 
 
+def _keep_order_of_axes(graph: Graph, node: Node) -> None:
+    """Inserts a view before a softmax: XNNPACK would compute it along the channels, which a convolution puts last."""
+    x = source_of(node)
+    if x.meta["val"].dim() == 4 and can_view(x):
+        with graph.inserting_before(node):
+            node.replace_input_with(x, viewed(graph, x, x.meta["val"]))
+
+
 def _has_kernel(program: ExportedProgram, node: Node) -> bool:
     """Returns True if XNNPACK has a kernel in integers for the scales of an operation with an integer form."""
     if is_call(source_of(node), {_quantized.dequantize_per_token.default}):
         return True
-    scale = _reader(node).args[1]
-    x, other = node.args[:2]
+    scale: Any = _reader(node).args[1]
+    x, other = (cast(Any, operand) for operand in node.args[:2])
     if is_call(other, {_quantized.dequantize_per_channel.default}):
         scales = _constant(program, other.args[1]).tolist()
         return all(has_layer(x.args[1], weight_scale, scale) for weight_scale in scales)
     is_operand = is_call(other, {_quantized.dequantize_per_tensor.default})
-    return not is_operand or _KERNELS[node.target](x.args[1], other.args[1], scale)
+    return not is_operand or _KERNELS[cast(Any, node.target)](x.args[1], other.args[1], scale)
 
 
 def _use_floats(graph: Graph, node: Node) -> None:
-    for operand in {arg: None for arg in node.args[:2] if is_call(arg, {_quantized.dequantize_per_tensor.default})}:
-        if can_view(operand):
+    for operand in node.all_input_nodes:
+        if is_call(operand, {_quantized.dequantize_per_tensor.default}) and can_view(operand):
             with graph.inserting_before(node):
                 node.replace_input_with(operand, viewed(graph, operand, operand.meta["val"]))
 
