@@ -36,7 +36,7 @@ def bind_constants(
     )
     # Exporters name inputs by the signature.
     signature = inspect.Signature([one for one in parameters if one.name not in constants])
-    model.forward = _bound(model.forward, positions, names, signature)  # type: ignore[method-assign]
+    model.forward = _bound(model.forward, positions, names, signature)
     if isinstance(shapes, dict):
         shapes = {name: shape for name, shape in shapes.items() if name not in constants}
     elif shapes is not None:
