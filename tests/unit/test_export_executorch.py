@@ -268,6 +268,20 @@ def norm_of_3(affine: bool) -> nn.Module:
     return norm
 
 
+class DistantScales(nn.Module):
+    """A layer, a sum, a difference and a product whose scales differ by more than XNNPACK's integer kernels take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        nn.init.constant_(self.a.bias, -1e3)  # the ReLU returns 0, so its grid has the smallest scale
+        self.c = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        small, usual = F.relu(self.a(x)), self.b(x)
+        return [self.c(small + usual), self.c(usual - small), self.c(small * usual)]
+
+
 class Shared(nn.Module):
     """A layer is called before and after an operation that XNNPACK does not compute, and then again."""
 
@@ -283,6 +297,7 @@ class Shared(nn.Module):
 FORMS = {
     # Mish is decomposed into operators of XNNPACK and others, which have the channels in another place.
     "an activation in parts": (lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Mish()), recipes.int8, (2, 5, 6)),
+    "a softmax of images": (lambda: nn.Sequential(nn.Conv2d(2, 3, 1), nn.Softmax(-1)), recipes.int8, (2, 5, 6)),
     "scales per token after convolutions": (DynamicBranches, recipes.int8_dynamic, (2, 5, 6)),
     "a float layer along one axis": (
         lambda: nn.Sequential(nn.Conv1d(2, 3, 3), nn.ReLU(), nn.Linear(4, 4)),
@@ -297,10 +312,12 @@ FORMS = {
         recipes.int8,
         (2, 5, 6),
     ),
+    "scales that differ much": (DistantScales, recipes.int8, (4,)),
     "a layer in several delegates": (Shared, recipes.int8, (4,)),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Ranges found by:UserWarning")
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_that_are_rewritten(name, tmp_path):
     make, recipe, shape = FORMS[name]
@@ -311,7 +328,42 @@ def test_forms_that_are_rewritten(name, tmp_path):
     golden, data = fq.convert(model), (tmp_path / "m.pte").read_bytes()
     for length in (4, 1):
         x = randn(length, *shape)
-        torch.testing.assert_close(run(data, x)[0], golden(x))
+        torch.testing.assert_close(run(data, x), as_list(golden(x)))
+
+
+def as_list(result: Tensor | list[Tensor]) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else result
+
+
+class Switched(nn.Module):
+    """Takes arguments that are no tensors, between tensors and behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, flag: bool, x: Tensor, mask: object, y: Tensor | None, n: int) -> Tensor:
+        x = x if y is None else x + y
+        return self.fc(x if flag else -x) * n
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [(True, randn(2, 4), None, randn(2, 4), 3), {"n": 2, "flag": False, "mask": None, "x": randn(2, 4), "y": None}],
+    ids=["positions", "names"],
+)
+@pytest.mark.parametrize("target", ["xnnpack", "onnxruntime-x86"])
+def test_arguments_that_are_no_tensors_are_constants(batch, target, tmp_path):
+    model = fq.prepare(Switched().eval(), recipes.int8(target=target), batch)
+    model = fq.calibrate(model, [batch], progress=False)
+    if target == "xnnpack":
+        path = tmp_path / "m.pte"
+        fq.export_executorch(model, path, batch, max_batch=4)
+        assert read_notes(path).inputs == (("x", "y") if isinstance(batch, tuple) else ("x",))
+    else:
+        path = tmp_path / "m.onnx"
+        fq.export_onnx(model, path, batch)
+    assert fq.verify(model, path, [batch]).ok
 
 
 def test_notes_tell_target_inputs_and_parameters_and_whether_the_file_has_changed(tmp_path):

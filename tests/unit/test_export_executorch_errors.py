@@ -133,6 +133,24 @@ def test_program_with_other_results_is_not_written(tmp_path, monkeypatch):
     refused(ValueError, message, tmp_path, prepared())
 
 
+def test_program_that_runs_only_the_longest_batch_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(graph_forms, "_split_circular_padding", lambda *args: None)
+    model = prepared(nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (1, 4)), nn.CircularPad1d(1), nn.Flatten()))
+    fq.export_executorch(model, tmp_path / "m.pte", randn(2, 4))
+    (tmp_path / "m.pte").unlink()
+    with pytest.raises(ValueError, match=r"cannot run the program .*: Attempted to resize a static tensor"):
+        fq.export_executorch(model, tmp_path / "m.pte", randn(2, 4), max_batch=4)
+    assert os.listdir(tmp_path) == []
+
+
+def test_two_axes_of_any_length(tmp_path):
+    axes = {0: torch.export.Dim("batch", max=4), 2: torch.export.Dim("length", min=4, max=8)}
+    x, model = randn(2, 4, 6), nn.Sequential(nn.Conv1d(4, 4, 3), nn.ReLU())
+    model = fq.calibrate(fq.prepare(model, recipes.int8(target="xnnpack"), x), [x], progress=False)
+    with pytest.raises(ValueError, match=r"0 is a convolution along one axis, .*only if at most one axis"):
+        fq.export_executorch(model, tmp_path / "m.pte", x, dynamic_shapes=(axes,))
+
+
 def test_control_flow_that_depends_on_data(tmp_path, capfd):
     model = prepared(Calling(lambda x: x if x.sum() > 0 else -x))
     refused(ValueError, "cannot be exported to ExecuTorch: Could not guard on data-dependent", tmp_path, model)

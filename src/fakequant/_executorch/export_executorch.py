@@ -52,8 +52,8 @@ def export_executorch(
     Args:
         model: A prepared and calibrated model, or one that was converted for the target "xnnpack".
         path: The file to write. It appears only when it is complete.
-        example_inputs: A tensor, a tuple of tensors, or a dict of keyword arguments. Keyword arguments that are no
-            tensors are constants of the program.
+        example_inputs: A tensor, a tuple of arguments, or a dict of keyword arguments. Arguments that are no tensors
+            are constants of the program.
         max_batch: The largest length of the first axis of every input. The program reserves memory for it. If None,
             the length is that of the example.
         dynamic_shapes: The axes that may have other lengths, in the format of `torch.export`: a tuple or dict with one
@@ -99,6 +99,9 @@ def export_executorch(
         program = _program(golden, args, kwargs, shapes, notes)
         data = sealed(program.data)
         _require_running(args, kwargs, results, program, data)
+        if dynamic_shapes is None and max_batch is not None:
+            args, kwargs = pytree.tree_map_only(Tensor, lambda x: _repeated(x, 1), (args, kwargs))
+            _require_running(args, kwargs, results_of(golden, args, kwargs)[1], program, data)
         unfinished.write_bytes(data)
     return program.delegation
 

@@ -57,10 +57,9 @@ def source_of(node: Node) -> Node:
     return source
 
 
-def may_be_image(x: Node) -> bool:
-    """Returns True if XNNPACK may have the channels of `x` in the last place, and a view can put them back."""
-    shape = x.meta["val"].shape
-    return len(shape) == 4 and sum(not isinstance(size, int) for size in shape) <= 1
+def can_view(x: Node) -> bool:
+    """Returns True if XNNPACK has a view for the shape of `x`: at most one length is unknown."""
+    return sum(not isinstance(size, int) for size in x.meta["val"].shape) <= 1
 
 
 def viewed(graph: Graph, x: Node, value: Tensor) -> Node:

@@ -9,15 +9,18 @@
 
 An addition or the like takes no other limits. Its codes are limited afterwards: dequantize -> hardtanh -> quantize.
 So are codes of another grid: XNNPACK limits codes as if they were on the grid that follows.
+
+Where XNNPACK has no integer kernel for the scales, a view after dequantize makes it compute with floats.
 """
 
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
+from fakequant._convert.golden.xnnpack_arithmetic import has_addition, has_layer, has_product
 from fakequant._executorch.graph import (
     GRID,
     LAYERS,
@@ -25,15 +28,17 @@ from fakequant._executorch.graph import (
     TOKEN_GRID,
     aten,
     called,
+    can_view,
     insert,
     is_call,
-    may_be_image,
     source_of,
     viewed,
 )
 from fakequant._executorch.operators import HIGH, LOW, offset_of
 
 _quantized = torch.ops.quantized_decomposed
+# Operations of two tensors, and whether XNNPACK has a kernel in integers for their scales and the scale of the result.
+_KERNELS = {aten.add.Tensor: has_addition, aten.sub.Tensor: has_addition, aten.mul.Tensor: has_product}
 
 
 def lower(program: ExportedProgram) -> None:
@@ -43,6 +48,11 @@ def lower(program: ExportedProgram) -> None:
         _Grid(graph, node).lower()
     for node in called(graph, TOKEN_GRID):
         _lower_token_grid(graph, node)
+    for node in called(graph, aten.softmax.int, aten._softmax.default):
+        _keep_order_of_axes(graph, node)
+    for node in called(graph, *LAYERS, *_KERNELS):
+        if _has_integer_form(node) and not _has_kernel(program, node):
+            _use_floats(graph, node)
     for node in called(graph, *LAYERS):
         if is_call(node.args[1], {_quantized.dequantize_per_channel.default}) and not _has_integer_form(node):
             _dequantize_weight(program, node)
@@ -106,7 +116,9 @@ class _Grid:
 def _lower_token_grid(graph: Graph, node: Node) -> None:
     x = source_of(node)
     with graph.inserting_before(node):
-        if may_be_image(x):  # XNNPACK would reorder its axes between the operators of the grid and the layer
+        if x.meta["val"].dim() == 4 and can_view(
+            x
+        ):  # XNNPACK would reorder its axes between the operators of the grid and the layer
             x = viewed(graph, x, x.meta["val"])
         chosen = insert(graph, _quantized.choose_qparams_per_token_asymmetric.default, (x, torch.int8), x)
         value = x.meta["val"]
@@ -125,16 +137,49 @@ def _lower_token_grid(graph: Graph, node: Node) -> None:
 
 
 def _has_integer_form(layer: Node) -> bool:
-    """Returns True if the input of a layer is dequantized right before it, and its result is quantized right after."""
+    """Returns True if the input of an operation is dequantized right before it and its result quantized right after."""
     x = source_of(layer)
     if is_call(x, {_quantized.dequantize_per_token.default}):
         return True
     if not is_call(x, {_quantized.dequantize_per_tensor.default}) or len(layer.users) > 1:
         return False
-    (user,) = layer.users
+    return is_call(_reader(layer), {_quantized.quantize_per_tensor.default})
+
+
+def _reader(operation: Node) -> Node:
+    """Returns what reads the result of an operation that has one reader, or the result of the limits that follow it."""
+    (user,) = operation.users
     if is_call(user, {aten.relu.default, aten.hardtanh.default}) and len(user.users) == 1:
         (user,) = user.users
-    return is_call(user, {_quantized.quantize_per_tensor.default})
+    return user
+
+
+def _keep_order_of_axes(graph: Graph, node: Node) -> None:
+    """Inserts a view before a softmax: XNNPACK would compute it along the channels, which a convolution puts last."""
+    x = source_of(node)
+    if x.meta["val"].dim() == 4 and can_view(x):
+        with graph.inserting_before(node):
+            node.replace_input_with(x, viewed(graph, x, x.meta["val"]))
+
+
+def _has_kernel(program: ExportedProgram, node: Node) -> bool:
+    """Returns True if XNNPACK has a kernel in integers for the scales of an operation with an integer form."""
+    if is_call(source_of(node), {_quantized.dequantize_per_token.default}):
+        return True
+    scale: Any = _reader(node).args[1]
+    x, other = (cast(Any, operand) for operand in node.args[:2])
+    if is_call(other, {_quantized.dequantize_per_channel.default}):
+        scales = _constant(program, other.args[1]).tolist()
+        return all(has_layer(x.args[1], weight_scale, scale) for weight_scale in scales)
+    is_operand = is_call(other, {_quantized.dequantize_per_tensor.default})
+    return not is_operand or _KERNELS[cast(Any, node.target)](x.args[1], other.args[1], scale)
+
+
+def _use_floats(graph: Graph, node: Node) -> None:
+    for operand in node.all_input_nodes:
+        if is_call(operand, {_quantized.dequantize_per_tensor.default}) and can_view(operand):
+            with graph.inserting_before(node):
+                node.replace_input_with(operand, viewed(graph, operand, operand.meta["val"]))
 
 
 def _dequantize_weight(program: ExportedProgram, layer: Node) -> None:

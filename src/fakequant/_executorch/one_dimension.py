@@ -11,7 +11,8 @@ from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 from torch.nn import Parameter
 
-from fakequant._executorch.graph import aten, called, insert, viewed
+from fakequant._executorch.delegation import path_of
+from fakequant._executorch.graph import aten, called, can_view, insert, source_of, viewed
 
 _FORMS = {
     aten.conv1d.default: aten.conv2d.default,
@@ -25,8 +26,14 @@ _USUAL = (1, 0, 1)
 
 
 def use_two_dimensions(program: ExportedProgram) -> None:
-    """Rewrites a program, in place, if lengths of at most one axis of each input are unknown."""
+    """Rewrites a program, in place. Raises ValueError if the lengths of two axes of an input are unknown."""
     calls = called(program.graph, *_FORMS)
+    for call in calls:
+        if not can_view(source_of(call)):
+            raise ValueError(
+                f"{path_of(call) or 'the model'} is a convolution along one axis, and XNNPACK computes it only if at "
+                "most one axis of its input can have any length.\nUse max_batch, or dynamic_shapes with one axis."
+            )
     weights = {_holder(call) for call in calls}
     readers = {reader for weight in weights for reader in _readers(weight)}
     if not readers <= set(calls) or not all(map(_is_known, calls)):
@@ -60,10 +67,7 @@ def _dequantizes(node: Node) -> bool:
 
 def _is_known(call: Node) -> bool:
     x: Any = call.args[0]
-    is_weight = _holder(call).op == "placeholder"
-    values = (x.meta["val"], call.meta["val"])
-    is_fixed = all(sum(not isinstance(size, int) for size in value.shape) <= 1 for value in values)
-    return is_weight and is_fixed and x.meta["val"].dim() == 3 and not call.kwargs
+    return _holder(call).op == "placeholder" and x.meta["val"].dim() == 3 and not call.kwargs
 
 
 def _add_axis(program: ExportedProgram, weight: Node) -> None:

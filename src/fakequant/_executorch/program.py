@@ -67,7 +67,7 @@ def make_graph(
     model = copy.deepcopy(golden).eval()
     seen = make_exportable(model)
     return_tensors(model)
-    kwargs, shapes = bind_constants(model, kwargs, shapes)
+    args, kwargs, shapes = bind_constants(model, args, kwargs, shapes)
     with quiet():
         model(*args, **kwargs)  # makes the parts of weights that are used by themselves
         paths = [path for path, _ in seen]
@@ -76,11 +76,11 @@ def make_graph(
         graph = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False).run_decompositions({})
         seen.clear()
         _remove_copies_of_results(graph.graph)
+        use_own_constants(graph)
         use_products(graph)
         use_two_dimensions(graph)
         rewrite(graph.graph)
         lower(graph)
-        use_own_constants(graph)
     return graph, paths if watched else []
 
 

@@ -254,7 +254,7 @@ def _export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: Dy
     """Returns the ONNX program from torch's exporter, with one node per grid and per stored weight."""
     make_exportable(model)
     result_leaves.return_tensors(model)
-    kwargs, shapes = bind_constants(model, kwargs, shapes)
+    args, kwargs, shapes = bind_constants(model, args, kwargs, shapes)
     with quiet_exporter(), torch.no_grad():
         try:
             return torch_export(model, args, kwargs, opset, shapes)

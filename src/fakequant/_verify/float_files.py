@@ -34,7 +34,7 @@ def write_float(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     """
     made = unprepare(copy.deepcopy(model)).eval()
     return_tensors(made)
-    kwargs, _ = bind_constants(made, kwargs, None)
+    args, kwargs, _ = bind_constants(made, args, kwargs, None)
     try:
         with torch.no_grad(), without_autocast(), _without_fast_path():
             if isinstance(file, OnnxFile):

@@ -12,6 +12,9 @@ mentioned. They use
 
     clamped(v) = clip(rint(min(v, 127 - zero_point)) + zero_point, qmin, qmax)
 
+An addition or a product whose scales differ too much (`has_addition`, `has_product`) has no kernel in integers. The
+values of its operands are added or multiplied in float32, and the result is quantized by `from_float`.
+
 XNNPACK takes subnormal floats for 0. The formulas do not.
 
 The formulas were determined with ExecuTorch 1.5 on x86 with AVX-512 and VNNI. Static kernels have the same codes with
@@ -77,15 +80,21 @@ class Xnnpack(Reference):
             shift  = 20 - floor(log2(max(ra, rb)))
             ma, mb = rint(ra * 2^shift), rint(rb * 2^shift)
         """
+        if not has_addition(*(float(of.scale) for of in (a_grid, b_grid, grid))):
+            return self.from_float(_values(a, a_grid) + _values(b, b_grid), grid)
         return _weighted_sum(a, a_grid, b, b_grid, grid, sign=1)
 
     def from_subtraction(self, a: Tensor, a_grid: GridOf, b: Tensor, b_grid: GridOf, grid: GridOf) -> Tensor:
         """Returns what `from_addition` returns with -mb instead of mb."""
+        if not has_addition(*(float(of.scale) for of in (a_grid, b_grid, grid))):
+            return self.from_float(_values(a, a_grid) - _values(b, b_grid), grid)
         return _weighted_sum(a, a_grid, b, b_grid, grid, sign=-1)
 
     def from_product(self, a: Tensor, a_grid: GridOf, b: Tensor, b_grid: GridOf, grid: GridOf) -> Tensor:
         """clamped((a - za) * (b - zb) * ((a_grid.scale * b_grid.scale) / grid.scale)), elementwise."""
         levels = (codes_of(plain(a), a_grid) - a_grid.zero_point) * (codes_of(plain(b), b_grid) - b_grid.zero_point)
+        if not has_product(*(float(of.scale) for of in (a_grid, b_grid, grid))):
+            return self.from_float(_values(a, a_grid) * _values(b, b_grid), grid)
         return _clamped(levels * (a_grid.scale * b_grid.scale / grid.scale), grid)
 
     def from_average(self, x: Tensor, x_grid: GridOf, axes: tuple[int, ...], grid: GridOf) -> Tensor:
@@ -171,6 +180,30 @@ class Xnnpack(Reference):
         for x, (part, scale) in zip(levels, groups, strict=True):
             total = fma(*torch.broadcast_tensors((x @ part.double().T).float(), scale, total))
         return total * x_scale + bias
+
+
+def has_layer(x_scale: float, weight_scale: float, scale: float) -> bool:
+    """Returns True if XNNPACK has an integer kernel for a layer with these scales of input, weight and result.
+
+    >>> has_layer(0.1, 0.1, 0.01), has_layer(0.1, 0.1, 1e-7)
+    (True, False)
+    """
+    return x_scale * weight_scale / scale < 2**8
+
+
+def has_addition(a_scale: float, b_scale: float, scale: float) -> bool:
+    """Returns True if XNNPACK has an integer kernel for sums and differences of tensors with these scales."""
+    return all(2**-10 <= operand / scale < 2**8 for operand in (a_scale, b_scale))
+
+
+def has_product(a_scale: float, b_scale: float, scale: float) -> bool:
+    """Returns True if XNNPACK has an integer kernel for elementwise products of tensors with these scales."""
+    return 2**-16 <= a_scale * b_scale / scale < 2**8
+
+
+def _values(x: Tensor, grid: GridOf) -> Tensor:
+    """Returns the dequantized values of a tensor."""
+    return (codes_of(plain(x), grid) - grid.zero_point).float() * grid.scale
 
 
 def _parts(weight: Tensor, scales: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:

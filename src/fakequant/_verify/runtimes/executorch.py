@@ -97,7 +97,10 @@ class ExecuTorch:
             golden: Any = self._golden.get_submodule(layer) if self._golden is not None else None
             if golden is not None and has_transposed_groups(golden):
                 return "XNNPACK has no integer kernel for a transposed convolution with groups"
-            return "XNNPACK computes it in integers only if a single quantizer reads its result"
+            return (
+                "XNNPACK computes it in integers only if a single quantizer reads its result, with a scale above the "
+                "256th part of the scale of its sums"
+            )
         return None
 
     def find_kernels(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
