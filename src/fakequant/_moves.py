@@ -84,7 +84,7 @@ _TRACED = [name for move in MOVES for name in move.traced]
 TRACED_NAMES = {*_TRACED, "contiguous"}
 # Operations whose results contain elements of their operand only. Runtimes move floats there.
 SELECTING_NAMES = {name.strip("_") for move in MOVES for name in move.golden_only}
-# Those of them before which runtimes dequantize the sums of a layer.
+# The moves before which runtimes dequantize the sums of a layer.
 SPLITTING_NAMES = {name for move in MOVES if not move.moves_codes for name in move.golden_only}
 TRACED_MODULES: tuple[type[nn.Module], ...] = (nn.Identity, *(module for move in MOVES for module in move.modules))
 ONNX_MOVES = {name for move in MOVES for name in move.onnx}

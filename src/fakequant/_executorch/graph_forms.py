@@ -198,7 +198,7 @@ def _in_file(node: Node) -> tuple[Any, ...]:
 
 
 def _drop_limits_after_join(node: Node) -> None:
-    """Takes the limits away from the grid of a concatenation, because those of its operands have them."""
+    """Takes the limits away from the grid of a concatenation, because the grids of its operands have them."""
     join = source_of(node)
     if is_call(join, {aten.cat.default}) and all(_is_within(operand, node) for operand in join.args[0]):  # type: ignore
         scale, zero_point, *_ = _in_file(node)

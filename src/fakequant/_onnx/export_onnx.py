@@ -333,7 +333,7 @@ def _batch_of(x: object) -> dict[int, str] | None:
 
 
 def _finish(program: "Model", opset: int, target: _targets.Target) -> "dict[Node, str]":
-    """Turns torch's program into that of the file. Returns the modules of nodes, see `trial_run`."""
+    """Turns torch's program into the program of the file. Returns the modules of nodes, see `trial_run`."""
     from fakequant._onnx import format_lowering, graph_forms, lowering, old_opsets, trial_run
     from fakequant._onnx.gather_codes import gather_codes
 

@@ -1,4 +1,4 @@
-"""Runs a new file once on the example, in the runtime that it is for, so that no file is written that cannot run."""
+"""Runs a new file once on the example, in the runtime of its target, before the export returns."""
 
 import ast
 import re

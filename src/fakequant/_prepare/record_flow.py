@@ -75,7 +75,7 @@ class _Frame:
     """A call of a module that has not returned yet."""
 
     path: str
-    # The number of this call among those of the module.
+    # The number of this call of the module.
     turn: int
     is_leaf: bool
     inputs: list[Call]

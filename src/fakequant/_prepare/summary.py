@@ -174,7 +174,7 @@ def _unfit(model: nn.Module) -> list[str]:
 
 
 def _words(slot: Quantizer | CallQuantizers | None, lent: Quantizer | None = None) -> str:
-    """Describes the quantizer of a tensor, which may belong to another module (`lent`), or those of all calls."""
+    """Describes the quantizer of a tensor, or of each call. It may belong to another module (`lent`)."""
     if isinstance(slot, CallQuantizers):
         every = [_words(slot.own(turn), slot.borrowed.get(turn)) for turn in range(slot.calls.recorded)]
         if len(set(every)) == 1:
