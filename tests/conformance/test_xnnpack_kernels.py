@@ -295,7 +295,8 @@ def test_golden_elementwise_operations_have_the_codes_of_xnnpack(name):
             [p, q, p * q * ties] for p, q, ties in ((0.1, 0.9, 14), (0.3, 0.3, 18), (0.1, 0.7, 6), (0.21, 0.1, 2))
         ]
     else:
-        scales = [[0.1, 0.7, 0.2], [0.3, 1.3, 0.6], [300, 0.5, 1], [0.5, 2**-11, 1]]
+        limits = [[2**19.9, 0.5, 1], [2**-10, 2**-20, 1]]  # the largest and smallest that `has_addition` accepts
+        scales = [[0.1, 0.7, 0.2], [0.3, 1.3, 0.6], *limits]
     scales = [*np.float32(scales), *np.float32(2.0 ** rng.uniform(-3, 3, (1, 3)))]
     zero_points = [(-128,) * 3, (127,) * 3, (0,) * 3, (-128, 127, -128), *rng.integers(-128, 128, (1, 3))]
     grids = [[grid(s, z) for s, z in zip(*pair, strict=True)] for pair in zip(scales, zero_points, strict=True)]

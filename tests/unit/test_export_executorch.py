@@ -269,17 +269,19 @@ def norm_of_3(affine: bool) -> nn.Module:
 
 
 class DistantScales(nn.Module):
-    """A layer, a sum, a difference and a product whose scales differ by more than XNNPACK's integer kernels take."""
+    """A layer and sums whose scales differ by more than XNNPACK's integer kernels take, and a product."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
         nn.init.constant_(self.a.bias, -1e3)  # the ReLU returns 0, so its grid has the smallest scale
-        self.c = nn.Linear(4, 4)
+        self.c, self.d = nn.Linear(4, 4), nn.Linear(12, 4)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        small, usual = F.relu(self.a(x)), self.b(x)
-        return [self.c(small + usual), self.c(usual - small), self.c(small * usual)]
+        zero, usual = F.relu(self.a(x)), self.b(x)
+        tiny = usual * 1e-6
+        joined = torch.cat([tiny + tiny, tiny - usual * 1e-6, usual], -1)  # on one grid, with the scale of `usual`
+        return [self.c(zero + usual), self.c(usual - zero), self.c(zero * usual), self.d(joined)]
 
 
 class Shared(nn.Module):

@@ -20,7 +20,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
-from fakequant._convert.golden.xnnpack_arithmetic import has_addition, has_layer, has_product
+from fakequant._convert.golden.xnnpack_arithmetic import has_addition, has_layer
 from fakequant._executorch.graph import (
     GRID,
     LAYERS,
@@ -37,8 +37,7 @@ from fakequant._executorch.graph import (
 from fakequant._executorch.operators import HIGH, LOW, offset_of
 
 _quantized = torch.ops.quantized_decomposed
-# Operations of two tensors, and whether XNNPACK has a kernel in integers for their scales and the scale of the result.
-_KERNELS = {aten.add.Tensor: has_addition, aten.sub.Tensor: has_addition, aten.mul.Tensor: has_product}
+_ADDITIONS = (aten.add.Tensor, aten.sub.Tensor)
 
 
 def lower(program: ExportedProgram) -> None:
@@ -50,7 +49,7 @@ def lower(program: ExportedProgram) -> None:
         _lower_token_grid(graph, node)
     for node in called(graph, aten.softmax.int, aten._softmax.default):
         _keep_order_of_axes(graph, node)
-    for node in called(graph, *LAYERS, *_KERNELS):
+    for node in called(graph, *LAYERS, *_ADDITIONS):
         if _has_integer_form(node) and not _has_kernel(program, node):
             _use_floats(graph, node)
     for node in called(graph, *LAYERS):
@@ -172,7 +171,7 @@ def _has_kernel(program: ExportedProgram, node: Node) -> bool:
         scales = _constant(program, other.args[1]).tolist()
         return all(has_layer(x.args[1], weight_scale, scale) for weight_scale in scales)
     is_operand = is_call(other, {_quantized.dequantize_per_tensor.default})
-    return not is_operand or _KERNELS[cast(Any, node.target)](x.args[1], other.args[1], scale)
+    return not is_operand or has_addition(x.args[1], other.args[1], scale)
 
 
 def _use_floats(graph: Graph, node: Node) -> None:

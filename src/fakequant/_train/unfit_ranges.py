@@ -14,8 +14,8 @@ from fakequant.nn._quantizer import Quantizer
 # Enough to know quantiles to about a percent, and cheap for any model.
 _SAMPLE = 4096
 # Four of five values in two codes: they have less than 1 bit each. Normal, uniform and exponential data has more than
-# 40 codes there. With fewer bits than 4, two codes are a usual share of the grid.
-_MIDDLE, _CODES, _FEWEST_BITS = (0.1, 0.9), 2, 4
+# 40 codes of 256 there. With 4 bits or fewer, two codes are a large share of the grid.
+_MIDDLE, _CODES, _FEWEST_BITS = (0.1, 0.9), 2, 5
 # Masks, categories and constants do not need codes between their values.
 _FEWEST_VALUES, _SMALLEST_SPREAD = 16, 1e-3
 

@@ -12,8 +12,8 @@ mentioned. They use
 
     clamped(v) = clip(rint(min(v, 127 - zero_point)) + zero_point, qmin, qmax)
 
-An addition or a product whose scales differ too much (`has_addition`, `has_product`) has no kernel in integers. The
-values of its operands are added or multiplied in float32, and the result is quantized by `from_float`.
+An addition whose scales differ too much (`has_addition`) has no kernel in integers. The values of its operands are
+added in float32, and the result is quantized by `from_float`.
 
 XNNPACK takes subnormal floats for 0. The formulas do not.
 
@@ -93,8 +93,6 @@ class Xnnpack(Reference):
     def from_product(self, a: Tensor, a_grid: GridOf, b: Tensor, b_grid: GridOf, grid: GridOf) -> Tensor:
         """clamped((a - za) * (b - zb) * ((a_grid.scale * b_grid.scale) / grid.scale)), elementwise."""
         levels = (codes_of(plain(a), a_grid) - a_grid.zero_point) * (codes_of(plain(b), b_grid) - b_grid.zero_point)
-        if not has_product(*(float(of.scale) for of in (a_grid, b_grid, grid))):
-            return self.from_float(_values(a, a_grid) * _values(b, b_grid), grid)
         return _clamped(levels * (a_grid.scale * b_grid.scale / grid.scale), grid)
 
     def from_average(self, x: Tensor, x_grid: GridOf, axes: tuple[int, ...], grid: GridOf) -> Tensor:
@@ -192,13 +190,15 @@ def has_layer(x_scale: float, weight_scale: float, scale: float) -> bool:
 
 
 def has_addition(a_scale: float, b_scale: float, scale: float) -> bool:
-    """Returns True if XNNPACK has an integer kernel for sums and differences of tensors with these scales."""
-    return all(2**-10 <= operand / scale < 2**8 for operand in (a_scale, b_scale))
+    """Returns True if XNNPACK has an integer kernel for sums and differences of tensors with these scales.
 
+    It shifts 32-bit sums of products with 21-bit multipliers by `shift` bits (see `Xnnpack.from_addition`), which must
+    be 1 to 30.
 
-def has_product(a_scale: float, b_scale: float, scale: float) -> bool:
-    """Returns True if XNNPACK has an integer kernel for elementwise products of tensors with these scales."""
-    return 2**-16 <= a_scale * b_scale / scale < 2**8
+    >>> has_addition(1.0, 1e-9, 1.0), has_addition(1e-4, 1e-4, 1.0)
+    (True, False)
+    """
+    return 2**-10 <= max(a_scale / scale, b_scale / scale) < 2**20
 
 
 def _values(x: Tensor, grid: GridOf) -> Tensor:
