@@ -15,7 +15,7 @@ from fakequant._prepare.attach import FLOW_BUFFER, link_norms
 from fakequant._prepare.prepare import preparation
 from fakequant._train.calibrate import without_scale
 from fakequant._train.running import Data, call_arguments, check_steps, copied, evaluating, run
-from fakequant.nn._call_quantizers import Counted, counted_calls
+from fakequant.nn._call_quantizers import Counted, counted_calls, counting_from
 from fakequant.nn._expert_groups import Groups
 from fakequant.nn._layer_kinds import AnyLayer
 from fakequant.nn._model_quantizers import quantizers, switch_quantizers
@@ -258,7 +258,8 @@ def _run(
                 raise _Enough
 
     args, kwargs = copied(*call_arguments(model, batch))
-    with watching_products(watched, look), suppress(_Enough):
+    # torch does not call the hooks that end counting for a BaseException.
+    with watching_products(watched, look), counting_from({}), suppress(_Enough):
         model(*args, **kwargs)
 
 
