@@ -135,6 +135,13 @@ class Readers(nn.Module):
         return self.read(self.conv(x))
 
 
+def small(layer):
+    """A layer with results that are not much larger than the epsilon of a norm."""
+    for parameter in layer.parameters():
+        parameter.data *= 0.01
+    return layer
+
+
 # OpenVINO computes something else, or refuses the file, unless the graph has another form.
 FORMS = {
     "product without a bias": (lambda: nn.Sequential(nn.Linear(6, 4, bias=False)), (3, 4, 6)),
@@ -152,6 +159,7 @@ FORMS = {
         lambda: Readers(lambda y: torch.cat([-y, y.relu(), y * 3, y - y.mean()])),
         (3, 2, 6, 6),
     ),
+    "instance norm": (lambda: nn.Sequential(small(nn.Conv1d(2, 4, 3, bias=False)), nn.InstanceNorm1d(4)), (3, 2, 6)),
     "largest of channels": (
         lambda: nn.Sequential(Readers(lambda y: y.amax(1), bias=True), nn.Linear(4, 4)),
         (3, 2, 6, 6),

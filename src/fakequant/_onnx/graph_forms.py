@@ -33,6 +33,8 @@ For OpenVINO only:
   quantizers. OpenVINO 2026.4 would otherwise lose the scale of the result for some of the readers.
 - The same Max is inserted behind a ReduceMax and a ReduceMin. OpenVINO 2026.4 would otherwise merge it with a quantizer
   behind it, and compute other codes.
+- The same Max is inserted before a normalization. OpenVINO would otherwise normalize the sums of a layer before it
+  multiplies them by their scale, and add the normalization's epsilon to another variance.
 - Each convolution in groups has its own copy of a weight that several read. OpenVINO multiplies the weight by a factor
   that follows one of them, and all others would be multiplied too.
 """
@@ -56,6 +58,7 @@ _PASSED = {"MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice"}
 _SELECTING = {"Split", "Gather", "GatherElements", "Expand", "Tile", "DepthToSpace", "Flatten"}
 # Operators that ONNX Runtime applies to FP8 codes without having a kernel for them.
 _WITHOUT_FP8 = {"MaxPool", "Squeeze", "Unsqueeze", "Slice", "ArgMax"}
+_NORMS = {"LayerNormalization", "GroupNormalization", "InstanceNormalization"}
 # The shapes and bytes of a grid's scale and zero point.
 _QParams = tuple[tuple[tuple[int, ...], bytes] | None, ...]
 
@@ -96,6 +99,8 @@ def rewrite(model: ir.Model, target: Target) -> None:
                 _keep_scale(node)
             elif node.op_type in ("ReduceMax", "ReduceMin") and node.outputs[0].dtype == ir.DataType.FLOAT:
                 _insert_max_behind(node)
+            elif node.op_type in _NORMS and not node.domain:
+                _insert_before(node, "Max", str(node.outputs[0].name), ("lowest",))
             elif node.op_type == "Stored":
                 _keep_weights(node)
 
