@@ -230,7 +230,7 @@ def _has_bias(node: ir.Node) -> bool:
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     source = None if bias is None else bias.producer()
     value = bias if source is None else source.inputs[0] if source.op_type == "Stored" else None
-    return bias is not None and (value is None or value.const_value is None or value.const_value.numpy().any())
+    return bias is not None and (value is None or value.const_value is None or bool(value.const_value.numpy().any()))
 
 
 def _keep_weights(node: ir.Node) -> None:
