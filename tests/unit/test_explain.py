@@ -78,6 +78,19 @@ def test_tie_is_one_step_apart_within_the_tolerance_of_the_middle():
     assert not explain.ties(x, to, torch.full((3,), 5e-7), golden, runtime).any()
 
 
+def test_codes_within_rounding_are_those_of_inputs_within_the_tolerance():
+    x, to = torch.tensor([1.0, 1.0, 1.0]), grid(0.5, zero_point=3)
+    codes = torch.tensor([5.0, 7.0, 7.0])  # the inputs 1.75 and more have the code 7
+    assert explain.within(x, to, torch.tensor([0.0, 0.75, 0.74]), codes).tolist() == [True, True, False]
+
+
+def test_ties_of_equal_inputs_count_once_only_if_their_codes_differ():
+    """If all equal inputs have the other code, the other model has another rule, and each counts."""
+    x, at_tie = torch.tensor([0.5, 0.5, 0.5, 1.5, 1.5]), torch.tensor([True, True, False, True, True])
+    assert explain.repeated_ties(x, torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0]), at_tie) == 1
+    assert explain.repeated_ties(x, torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0]), at_tie) == 0
+
+
 def test_sums_beyond_32_bits_are_explained_by_overflow():
     sums = values.Accumulated(torch.tensor([2.0**31 + 300, 5.0], dtype=torch.float64), torch.tensor(1.0))
     to = grid(2.0**24, zero_point=128)

@@ -135,6 +135,48 @@ def test_sequence_length_can_be_dynamic(tmp_path):
     assert fq.verify(model, tmp_path / "m.onnx", [ids, other]).ok
 
 
+class FirstStep(nn.Module):
+    """Layers on the first element of a sequence. For one sequence, torch's exporter takes its length for a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x, y):
+        return self.second(torch.relu(self.first(x[:, 0]))) + y
+
+
+SHAPES = {
+    "batch": ((), None),
+    "by position": ((), ({0: "n"}, {0: "n"})),
+    "by name": (("x", "y"), {"x": {0: "n"}, "y": {0: "n"}}),
+}
+
+
+@pytest.mark.parametrize(("names", "shapes"), SHAPES.values(), ids=SHAPES)
+def test_an_example_with_one_row_exports_a_file_for_batches(names, shapes, tmp_path):
+    one, many = ((randn(n, 3, 4), randn(n, 4)) for n in (1, 3))
+    one, many = (dict(zip(names, x, strict=True)) if names else x for x in (one, many))
+    model = fq.prepare(FirstStep(), recipes.int4_weight_only(None)).eval()
+    fq.export_onnx(model, tmp_path / "m.onnx", one, dynamic_shapes=shapes)
+    assert fq.verify(model, tmp_path / "m.onnx", [one, many], accuracy_level=1).ok
+
+
+def test_an_input_of_one_row_that_is_no_batch_keeps_its_length(tmp_path):
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 8)
+
+        def forward(self, x, shift):
+            return self.layer(x) + shift.reshape(8)
+
+    inputs = randn(1, 4), randn(1, 8)
+    model = ready(Shifted(), inputs)
+    fq.export_onnx(model, tmp_path / "m.onnx", inputs)
+    assert fq.verify(model, tmp_path / "m.onnx", [inputs]).ok
+
+
 def test_export_ignores_autocast(tmp_path):
     batch = randn(16, 8)
     model = ready(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)), batch)

@@ -124,6 +124,28 @@ def test_functions_that_read_the_weight_of_a_layer_get_it_quantized(tmp_path):
     assert fq.verify(model, tmp_path / "model.onnx", [batch(1)]).ok
 
 
+class NormBetween(nn.Module):
+    """Calls a layer with a batch norm behind it, and a function with its weight and its bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm = nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8)
+        self.norm.weight.data.uniform_(0.5, 2)
+
+    def forward(self, x):
+        y = self.norm(self.a(x.mT))
+        return F.conv1d(y, self.a.weight, self.a.bias)
+
+
+def test_functions_that_read_weight_and_bias_of_a_layer_get_what_the_converted_layer_has():
+    torch.manual_seed(0)
+    x = 100 * batch()  # so that the bias is rounded to large steps
+    model = fq.calibrate(fq.prepare(NormBetween(), fq.recipes.int8(), x), [x], progress=False).eval()
+    golden = fq.convert(model)
+    assert (model.a.bias - golden.a.bias).abs().max() > 1e-3
+    torch.testing.assert_close(golden(x), model(x).detach(), rtol=0, atol=1e-4)  # sums in another order
+
+
 def test_a_function_with_the_bias_of_another_layer_stays_in_float():
     torch.manual_seed(0)
     model = fq.prepare(OtherBias(), fq.recipes.int8(), batch()).eval()

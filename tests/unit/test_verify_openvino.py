@@ -111,6 +111,37 @@ class Rows(nn.Module):
         return self.fc(x.reshape(-1, 6)).reshape(x.shape[0], -1, 4)
 
 
+class Repeated(nn.Module):
+    """A convolution that is called three times, and once followed by a factor."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1, groups=4)
+
+    def forward(self, x):
+        return self.conv(self.conv(torch.relu(self.conv(x))) * 0.5)
+
+
+class Readers(nn.Module):
+    """A convolution with several readers of its result."""
+
+    def __init__(self, read, bias=False):
+        super().__init__()
+        self.conv, self.read = nn.Conv2d(2, 4, 3, bias=bias), read
+        if bias:
+            self.conv.bias.data.zero_()
+
+    def forward(self, x):
+        return self.read(self.conv(x))
+
+
+def small(layer):
+    """A layer with results that are not much larger than the epsilon of a norm."""
+    for parameter in layer.parameters():
+        parameter.data *= 0.01
+    return layer
+
+
 # OpenVINO computes something else, or refuses the file, unless the graph has another form.
 FORMS = {
     "product without a bias": (lambda: nn.Sequential(nn.Linear(6, 4, bias=False)), (3, 4, 6)),
@@ -119,6 +150,23 @@ FORMS = {
     "average pool with padding": (
         lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.AvgPool2d(3, stride=1, padding=1), nn.Conv2d(4, 4, 1)),
         (3, 2, 8, 8),
+    ),
+    "weight of several convolutions in groups": (Repeated, (3, 4, 6, 6)),
+    "square": (lambda: Readers(lambda y: y * y), (3, 2, 6, 6)),
+    "double": (lambda: Readers(lambda y: y + y, bias=True), (3, 2, 6, 6)),
+    "result and half of it": (lambda: Readers(lambda y: (y, y * 0.5)), (3, 2, 6, 6)),
+    "results of four readers": (
+        lambda: Readers(lambda y: torch.cat([-y, y.relu(), y * 3, y - y.mean()])),
+        (3, 2, 6, 6),
+    ),
+    "instance norm": (lambda: nn.Sequential(small(nn.Conv1d(2, 4, 3, bias=False)), nn.InstanceNorm1d(4)), (3, 2, 6)),
+    "largest of channels": (
+        lambda: nn.Sequential(Readers(lambda y: y.amax(1), bias=True), nn.Linear(4, 4)),
+        (3, 2, 6, 6),
+    ),
+    "smallest of a row": (
+        lambda: nn.Sequential(Readers(lambda y: y.amin(3), bias=True), nn.Linear(4, 4)),
+        (3, 2, 6, 6),
     ),
 }
 

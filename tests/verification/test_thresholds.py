@@ -29,6 +29,16 @@ def test_verification_is_ok_up_to_the_tolerated_number_of_ties(whose, codes, mos
 
 
 @each_model
+def test_verification_counts_ties_of_equal_inputs_once(whose):
+    tensor = differing(whose, 100, 9, 9)
+    assert not verification(tensor).ok
+    setattr(tensor, f"{whose}_repeated_ties", 5)
+    assert verification(tensor).ok
+    setattr(tensor, f"{whose}_repeated_ties", 4)
+    assert not verification(tensor).ok
+
+
+@each_model
 def test_verification_counts_ties_over_all_quantizers(whose):
     """Ties of one model are not added to those of the other."""
     tensors = [differing(whose, 100, 2, 2, path) for path in ("a", "b")]

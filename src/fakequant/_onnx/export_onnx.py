@@ -7,7 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -256,6 +256,10 @@ def _export(model: nn.Module, args: Args, kwargs: Kwargs, opset: int, shapes: Dy
     result_leaves.return_tensors(model)
     args, kwargs, shapes = bind_constants(model, args, kwargs, shapes)
     with quiet_exporter(), torch.no_grad():
+        longer = _with_longer_axes(list(inspect.signature(model.forward).parameters), args, kwargs, shapes)
+        if longer is not None:
+            with suppress(Exception):  # an input whose first axis is not the batch may have to keep its length
+                return torch_export(model, *longer, opset, shapes)
         try:
             return torch_export(model, args, kwargs, opset, shapes)
         except Exception as error:
@@ -302,6 +306,38 @@ _FIXED = (
 def _batches(args: Args, kwargs: Kwargs) -> DynamicShapes:
     """Returns the `dynamic_shapes` that mark the first axis of every input as dynamic."""
     return tuple(_batch_of(x) for x in args) if args else {name: _batch_of(x) for name, x in kwargs.items()}
+
+
+def _with_longer_axes(
+    parameters: list[str], args: Args, kwargs: Kwargs, shapes: DynamicShapes | None
+) -> tuple[Args, Kwargs] | None:
+    """Returns the example with dynamic axes of length 1 repeated, or None if it has no such axes.
+
+    In some operations torch's exporter takes a length of 1 for a constant, although the axis is dynamic. The file would
+    then compute only batches of this length. Axes of one name are repeated only if all have length 1.
+    """
+    given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    of_inputs = shapes if isinstance(shapes, Mapping) else dict(zip(given, shapes or (), strict=False))
+    axes = {
+        (key, axis): str(name)
+        for key, found in of_inputs.items()
+        if isinstance(found, Mapping) and isinstance(given.get(key), Tensor)
+        for axis, name in found.items()
+        if name is not None
+    }
+    lengths: dict[str, set[int]] = {}
+    for (key, axis), name in axes.items():
+        lengths.setdefault(name, set()).add(given[key].shape[axis])
+    repeated: dict[tuple[int, ...], Tensor] = {}  # an input that is passed twice stays one tensor
+    for key, x in given.items():
+        short = [axis for (of, axis), name in axes.items() if of == key and lengths[name] == {1}]
+        if short:
+            times = [2 if axis in short else 1 for axis in range(x.dim())]
+            given[key] = repeated.setdefault((id(x), *short), x.repeat(times))
+    if not repeated:
+        return None
+    longer = tuple(given[name] for name in parameters[: len(args)])
+    return (*longer, *args[len(longer) :]), {name: given[name] for name in kwargs}
 
 
 def _fresh(inputs: Any) -> Any:
@@ -361,7 +397,7 @@ def quiet_exporter() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`", category=FutureWarning)
-            warnings.filterwarnings("ignore", message=r"# The axis name: batch will not be used", category=UserWarning)
+            warnings.filterwarnings("ignore", message=r"# The axis name: .* will not be used", category=UserWarning)
             yield
     finally:
         for logger, level in loggers:

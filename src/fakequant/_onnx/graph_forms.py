@@ -29,6 +29,14 @@ For OpenVINO only:
   scales of the channels behind the Reshape, along the wrong axis.
 - The same Max is inserted before an AveragePool that counts its padding, unless 0 has the code 0. OpenVINO would
   otherwise pad with the code 0 in any case.
+- The same Max is inserted behind a convolution without a bias whose result is read more than once, not only by
+  quantizers. OpenVINO 2026.4 would otherwise lose the scale of the result for some of the readers.
+- The same Max is inserted behind a ReduceMax and a ReduceMin. OpenVINO 2026.4 would otherwise merge it with a quantizer
+  behind it, and compute other codes.
+- The same Max is inserted before a normalization. OpenVINO would otherwise normalize the sums of a layer before it
+  multiplies them by their scale, and add the normalization's epsilon to another variance.
+- Each convolution in groups has its own copy of a weight that several read. OpenVINO multiplies the weight by a factor
+  that follows one of them, and all others would be multiplied too.
 """
 
 from collections.abc import Set
@@ -50,6 +58,7 @@ _PASSED = {"MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice"}
 _SELECTING = {"Split", "Gather", "GatherElements", "Expand", "Tile", "DepthToSpace", "Flatten"}
 # Operators that ONNX Runtime applies to FP8 codes without having a kernel for them.
 _WITHOUT_FP8 = {"MaxPool", "Squeeze", "Unsqueeze", "Slice", "ArgMax"}
+_NORMS = {"LayerNormalization", "GroupNormalization", "InstanceNormalization"}
 # The shapes and bytes of a grid's scale and zero point.
 _QParams = tuple[tuple[tuple[int, ...], bytes] | None, ...]
 
@@ -86,6 +95,14 @@ def rewrite(model: ir.Model, target: Target) -> None:
                 _keep_scales(node)
             elif node.op_type == "AveragePool" and not node.domain:
                 _keep_zeros(node)
+            elif node.op_type == "Conv" and not node.domain:
+                _keep_scale(node)
+            elif node.op_type in ("ReduceMax", "ReduceMin") and node.outputs[0].dtype == ir.DataType.FLOAT:
+                _insert_max_behind(node)
+            elif node.op_type in _NORMS and not node.domain:
+                _insert_before(node, "Max", str(node.outputs[0].name), ("lowest",))
+            elif node.op_type == "Stored":
+                _keep_weights(node)
 
 
 def _is_grid(node: ir.Node) -> bool:
@@ -200,6 +217,37 @@ def _keep_zeros(node: ir.Node) -> None:
         _insert_before(node, "Max", str(node.outputs[0].name), ("lowest",))
 
 
+def _keep_scale(node: ir.Node) -> None:
+    """Stops OpenVINO from multiplying the sums of a convolution by their scale once for each reader."""
+    y = node.outputs[0]
+    is_read_as_float = y.is_graph_output() or any(not _is_grid(reader) for reader, _ in y.uses())
+    if is_read_as_float and len(y.uses()) + y.is_graph_output() > 1 and not _has_bias(node):
+        _insert_max_behind(node)
+
+
+def _has_bias(node: ir.Node) -> bool:
+    """Returns True if a convolution has a bias that is not 0, or not known."""
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    source = None if bias is None else bias.producer()
+    value = bias if source is None else source.inputs[0] if source.op_type == "Stored" else None
+    return bias is not None and (value is None or value.const_value is None or bool(value.const_value.numpy().any()))
+
+
+def _keep_weights(node: ir.Node) -> None:
+    """Copies a weight for each convolution in groups but the first."""
+    uses = [use for use in node.outputs[0].uses() if use[0].op_type == "Conv" and use[1] == 1]
+    grouped = [use for use in uses if "group" in use[0].attributes and use[0].attributes["group"].as_int() > 1]
+    for count, (user, number) in enumerate(grouped[1:], 1):
+        attributes = {key: attribute.value for key, attribute in node.attributes.items()}
+        attributes["name"] = f"{attributes['name']}[{count}]"
+        weight = node.outputs[0]
+        out = ir.Value(name=f"{weight.name}_{count}", shape=weight.shape, type=weight.type)
+        made = ir.convenience.convert_attributes(attributes)
+        assert node.graph is not None
+        node.graph.insert_after(node, ir.Node(DOMAIN, "Stored", node.inputs, made, outputs=[out]))
+        user.replace_input_with(number, out)
+
+
 def _has_code_0_for_0(value: ir.Value) -> bool:
     """Returns True if the file stores a tensor in codes whose zero point is 0."""
     node = _producer_behind_moves(value)
@@ -228,8 +276,24 @@ _ENDS = {"lowest": np.finfo(np.float32).min, "highest": np.finfo(np.float32).max
 
 def _insert_before(node: ir.Node, op: str, name: str, ends: tuple[str, ...]) -> None:
     """Inserts an operator of the first input of a node and of ends of the float range."""
-    graph = node.graph
-    assert graph is not None
+    assert node.graph is not None
+    apart = _apart(node.graph, input_of(node, 0), op, name, ends)
+    node.graph.insert_before(node, apart)
+    node.replace_input_with(0, apart.outputs[0])
+
+
+def _insert_max_behind(node: ir.Node) -> None:
+    """Inserts a Max that changes no finite number behind the first result of a node."""
+    y = node.outputs[0]
+    assert node.graph is not None
+    apart = _apart(node.graph, y, "Max", str(y.name), ("lowest",))
+    ir.convenience.replace_all_uses_with(y, apart.outputs[0], replace_graph_outputs=True)
+    apart.replace_input_with(0, y)
+    node.graph.insert_after(node, apart)
+
+
+def _apart(graph: ir.Graph, x: ir.Value, op: str, name: str, ends: tuple[str, ...]) -> ir.Node:
+    """Returns an operator of a value and of ends of the float range, which are registered in the graph."""
     bounds = []
     for end in ends:
         value = _ENDS[end]
@@ -237,10 +301,8 @@ def _insert_before(node: ir.Node, op: str, name: str, ends: tuple[str, ...]) -> 
         bound.const_value = ir.tensor(np.array(value, dtype=np.float32), name=bound.name)
         graph.register_initializer(bound)
         bounds.append(bound)
-    x = input_of(node, 0)
     out = ir.Value(name=f"{name}_apart", shape=x.shape, type=ir.TensorType(ir.DataType.FLOAT))
-    graph.insert_before(node, ir.Node("", op, [x, *bounds], outputs=[out], name=f"{name}_apart/{op}"))
-    node.replace_input_with(0, out)
+    return ir.Node("", op, [x, *bounds], outputs=[out], name=f"{name}_apart/{op}")
 
 
 def _holds(node: ir.Node, source: ir.Node) -> bool:

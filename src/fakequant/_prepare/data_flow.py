@@ -69,7 +69,10 @@ def call_order(flow: DataFlow) -> list[str]:
 
 
 def norm_pairs(model: nn.Module, flow: DataFlow) -> list[tuple[str, str]]:
-    """Returns (layer, batch norm) for layers whose result is only used by a batch norm."""
+    """Returns (layer, batch norm) for layers whose result is only used by a batch norm.
+
+    Other code that uses the weight or the bias of such a layer would get the folded one, so the layer is left out.
+    """
     if not flow.graphs:
         return _neighbours_in_sequences(model)
     graph = flow.graphs[-1]
@@ -77,11 +80,13 @@ def norm_pairs(model: nn.Module, flow: DataFlow) -> list[tuple[str, str]]:
     # A batch norm class that overrides the forward pass is not one call: its code calls F.batch_norm.
     norms = [call for call in graph.calls if _is_norm(model, call)]
     number = Counter(call.path for call in norms)
+    operands = [source for call in graph.calls if call.kind == "function" for source in call.inputs]
+    read = {source.path.rpartition(".")[0] for source in operands if source.kind == "parameter"}
     found = []
     for call in norms:
         source = call.inputs[0]
         is_only_user = source.kind == "module" and source.users == [call] and source not in graph.results
-        if is_only_user and modules[source.path] == number[call.path] == 1:
+        if is_only_user and modules[source.path] == number[call.path] == 1 and source.path not in read:
             found.append((source.path, call.path))
     return found
 

@@ -23,6 +23,10 @@ NOT_FUSED = "fusion: the runtime computed layer and quantizer separately, in flo
 FUSED = "fusion: the runtime computed layer and quantizer as one kernel"
 RECIPROCAL = "reciprocal: the runtime multiplied by 1 / scale instead of dividing"
 TIE = "rounding tie: the input lies between two codes, and float rounding decided"
+UNSTEADY = (
+    "rounding: the errors of float operations before the quantizer are larger than its steps, because the model "
+    "multiplies them, for example in a softmax of large numbers"
+)
 BIAS = "bias: it was rounded to an integer in the conversion"
 NAN = "NaN: the quantizer's input has NaNs, which have no code"
 SCALE = "scale: the range of the tensor is another one"
@@ -49,6 +53,38 @@ def ties(x: Tensor, grid: GridOf, tolerance: Tensor, golden: Tensor, other: Tens
         middle = (values_at(golden, grid.spec).double() + values_at(other, grid.spec).double()) / 2
         distance = (steps - middle).abs()
     return ((golden - other).abs() == 1) & (distance <= tolerance / grid.scale.double())
+
+
+def within(x: Tensor, grid: GridOf, tolerance: Tensor, other: Tensor) -> Tensor:
+    """Returns a mask of the codes of integers that an input within `tolerance` of `x` has. See `ties`."""
+    if grid.spec.format != "int":
+        return torch.zeros_like(other, dtype=torch.bool)
+    distance = (x.double() / grid.scale.double() - (other - grid.zero_point).double()).abs() - 0.5
+    return distance <= tolerance / grid.scale.double()
+
+
+def repeated_ties(x: Tensor, other: Tensor, at_tie: Tensor) -> int:
+    """Returns the number of ties at inputs that the other model gave different codes, without one for each input.
+
+    Few elements of a tensor are at ties by chance. Many are if they are equal, as the sigmoid of sums that are 0 is,
+    and these are one chance. If the other model rounded in another way, it would give equal inputs the same code.
+    Different codes can only come from rounding errors before the quantizer.
+
+    Args:
+        x: The input of the grid in the golden model.
+        other: The codes of the other model.
+        at_tie: A mask of the codes that differ and are at a tie.
+
+    >>> x, mask = torch.tensor([0.5, 0.5, 0.5, 1.5]), torch.tensor([True, True, False, True])
+    >>> repeated_ties(x, torch.tensor([1, 1, 0, 1]), mask), repeated_ties(x, torch.tensor([1, 1, 1, 1]), mask)
+    (1, 0)
+    """
+    count = 0
+    for value in x[at_tie].unique():
+        alike = x == value
+        if bool((other[alike] != other[alike][0]).any()):
+            count += int((alike & at_tie).sum()) - 1
+    return count
 
 
 def why_runtime(

@@ -26,14 +26,17 @@ class TensorReport:
 
     path: str
     codes: int = 0
-    # Prepared and golden model: the number of codes that differ, the largest difference in steps, the number of ties.
+    # Prepared and golden model: the number of codes that differ, the largest difference in steps, the number of ties,
+    # and the number of ties at inputs that equal another one and got another code, all but the first.
     prepared_differ: int = 0
     prepared_steps: int = 0
     prepared_ties: int = 0
+    prepared_repeated_ties: int = 0
     # The same for golden model and runtime.
     runtime_differ: int = 0
     runtime_steps: int = 0
     runtime_ties: int = 0
+    runtime_repeated_ties: int = 0
     # The reasons for the differences; empty if there are none.
     why_prepared: str = ""
     why_runtime: str = ""
@@ -145,11 +148,14 @@ class Verification:
         if out.prepared_unexplained:
             return f"The golden model's results differ from the prepared model's: {out.why_prepared}."
         for whose, name in (("runtime", "runtime and golden model"), ("prepared", "prepared and golden model")):
-            ties = sum(getattr(t, f"{whose}_ties") for t in self.tensors)
+            separate = {
+                t.path: getattr(t, f"{whose}_ties") - getattr(t, f"{whose}_repeated_ties") for t in self.tensors
+            }
+            ties = sum(separate.values())
             if ties > tolerated_ties(codes):
-                most = max(self.tensors, key=lambda t: getattr(t, f"{whose}_ties"))
+                most = max(separate, key=lambda path: separate[path])
                 return (
-                    f"{ties} of {codes} codes of {name} differ at ties, most of them at {most.path}; at most "
+                    f"{ties} of {codes} codes of {name} differ at ties, most of them at {most}; at most "
                     f"{tolerated_ties(codes)} are tolerated."
                 )
         if self.rounded and out.level_difference:

@@ -26,10 +26,13 @@ from fakequant._verify.explain_codes import (
     SCALE,
     TIE,
     UNKNOWN,
+    UNSTEADY,
+    repeated_ties,
     ties,
     why_prepared,
     why_runtime,
     why_sums,
+    within,
 )
 from fakequant._verify.file_of_model import open_file_of
 from fakequant._verify.float_layers import layers_in_float
@@ -414,6 +417,7 @@ class _Comparison:
         steps = (golden - other).abs()[differ].nan_to_num(0)
         _add(report, f"{whose}_differ", int(differ.sum()))
         _add(report, f"{whose}_ties", int(at_tie.sum()))
+        _add(report, f"{whose}_repeated_ties", repeated_ties(found.x, other, at_tie))
         most = max(getattr(report, f"{whose}_steps"), int(steps.max()))
         setattr(report, f"{whose}_steps", most)
         rest, reason = differ & ~at_tie, TIE
@@ -422,6 +426,8 @@ class _Comparison:
         elif bool(rest.any()):
             why = why_runtime if whose == "runtime" else why_prepared
             reason = self._or_known(why(found.origin, found.x, found.grid, found.before, golden, other, rest))
+            if reason == UNKNOWN and bool(within(found.x, found.grid, tolerance, other)[rest].all()):
+                reason = UNSTEADY
         reasons = self.reasons.setdefault((found.path, whose), {})
         reasons[reason] = None
         # Ties are mentioned only if there is no other reason.

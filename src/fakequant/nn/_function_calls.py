@@ -10,7 +10,7 @@ ignores the code of other modules that are called meanwhile: these have hooks th
 
 In the same way, the call of a function with the weight of a layer, such as `F.linear(x, self.query.weight)`, is
 computed by that layer, with its quantizers. If the code does so beside calls of the layer, the function gets the
-quantized weight. A call of `F.scaled_dot_product_attention` that has a quantizer for its
+quantized weight and the deployed bias. A call of `F.scaled_dot_product_attention` that has a quantizer for its
 attention weights, `scaled_dot_product_attention_0_weights`, is computed as two products.
 """
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
+from fakequant.nn._deployed_bias import bias_to_add
 from fakequant.nn._function_names import TorchFunction
 from fakequant.nn._layer_kinds import AnyLayer
 from fakequant.nn._linear_function import linear
@@ -56,20 +57,25 @@ def compute_product(layer: AnyLayer, function: TorchFunction, given: Arguments) 
 def with_quantized_weights(layers: Sequence[AnyLayer], arguments: Any) -> Any:
     """Returns the arguments of a function, with the weights of prepared layers among them quantized.
 
-    The weight of a converted layer is quantized already.
+    Their biases become those that the layers add. Weight and bias of a converted layer are such already.
     """
     for layer in layers:
-        if getattr(layer, "weight_quantizer", None) is not None:
-            arguments = _replaced(arguments, getattr(layer, layer._fakequant.kind.weight_name), layer)
+        if getattr(layer, "weight_quantizer", None) is None:
+            continue
+        kind, weight = layer._fakequant.kind, quantized_weight(layer)
+        bias = getattr(layer, kind.bias_name, None)
+        arguments = _replaced(arguments, getattr(layer, kind.weight_name), weight)
+        if bias is not None:
+            arguments = _replaced(arguments, bias, bias_to_add(layer, weight, weight))
     return arguments
 
 
-def _replaced(value: Any, weight: Tensor, layer: AnyLayer) -> Any:
+def _replaced(value: Any, old: Tensor, new: Tensor | None) -> Any:
     if isinstance(value, (tuple, list)):
-        return type(value)([_replaced(part, weight, layer) for part in value])
+        return type(value)([_replaced(part, old, new) for part in value])
     if isinstance(value, dict):
-        return {name: _replaced(part, weight, layer) for name, part in value.items()}
-    return quantized_weight(layer) if value is weight else value
+        return {name: _replaced(part, old, new) for name, part in value.items()}
+    return new if value is old else value
 
 
 def compute_call(layer: AnyLayer, function: TorchFunction, args: Any, kwargs: Any) -> Tensor:

@@ -215,9 +215,8 @@ def _kernels(compiled: Any) -> Iterator[_Kernel]:
 
 
 def _kernel_of(node: "onnx.NodeProto", readers: "dict[str, onnx.NodeProto]", kernels: list[_Kernel]) -> _Kernel | None:
-    names = {node.name, *node.output}
-    bias = readers.get(node.output[0])
-    if bias is not None and bias.op_type == "Add":  # kernels with a bias have its name
-        names |= {bias.name, *bias.output}
-    found = [kernel for kernel in kernels if kernel.merged & names]
+    found = [kernel for kernel in kernels if kernel.merged & {node.name, *node.output}]
+    last = readers.get(node.output[0])
+    if last is not None and last.op_type in ("Add", "Mul", "Div"):  # kernels with a bias or a factor have its name
+        found += [kernel for kernel in kernels if kernel.merged & {last.name, *last.output}]
     return next((kernel for kernel in found if kernel.kind in _LAYERS), found[0] if found else None)
