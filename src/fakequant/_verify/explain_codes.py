@@ -79,12 +79,14 @@ def repeated_ties(x: Tensor, other: Tensor, at_tie: Tensor) -> int:
     >>> repeated_ties(x, torch.tensor([1, 1, 0, 1]), mask), repeated_ties(x, torch.tensor([1, 1, 1, 1]), mask)
     (1, 0)
     """
-    count = 0
-    for value in x[at_tie].unique():
-        alike = x == value
-        if bool((other[alike] != other[alike][0]).any()):
-            count += int((alike & at_tie).sum()) - 1
-    return count
+    values, number = x[at_tie].unique(return_counts=True)
+    alike = torch.isin(x, values)
+    which, codes = torch.searchsorted(values, x[alike]), other[alike].double()
+    lowest, highest = (
+        torch.zeros(len(values), dtype=torch.float64).scatter_reduce(0, which, codes, how, include_self=False)
+        for how in ("amin", "amax")
+    )
+    return int((number - 1)[lowest != highest].sum())
 
 
 def why_runtime(
