@@ -213,6 +213,11 @@ def _constants(layer: IntegerLayer, record: DelegatedIntegers) -> Constants:
     scale = stored.scale.reshape(-1).expand(codes.shape[axis]).contiguous()
     added = tuple(float_of_codes(bias, step.expand(len(bias))) for bias, step in biases(layer))
     added = added or tuple(float_biases(layer))
+    # Any scale suits a channel without weights and bias. Its own may be so small that XNNPACK refuses it.
+    is_empty = (codes == 0).transpose(0, axis).flatten(1).all(1)
+    for bias in added:
+        is_empty &= bias == 0
+    scale = torch.where(is_empty, scale.max(), scale)
     if _is_transposed_linear(record):
         codes, axis = codes.T.contiguous(), 0
     # ExecuTorch 1.5 multiplies wrongly by 4-bit weights with an odd number of inputs.
