@@ -377,6 +377,21 @@ def test_rewritten_layers_run_in_integers(name, tmp_path):
     assert fq.verify(model, tmp_path / "m.pte", [randn(3, *shape)]).ok
 
 
+@pytest.mark.parametrize(
+    ("last", "recipe"),
+    [(nn.Softmax(-1), recipes.int8), (nn.Linear(6, 4), recipes.int8_dynamic)],
+    ids=["softmax", "tokens"],
+)
+def test_order_of_axes_if_two_have_any_length(last, recipe, tmp_path):
+    """XNNPACK has no view for them, and a convolution puts the channels last."""
+    x = randn(3, 2, 5, 6)
+    model = fq.prepare(nn.Sequential(nn.Conv2d(2, 3, 1), last).eval(), recipe(target="xnnpack"), x)
+    model = fq.calibrate(model, [x], progress=False)
+    axes = {0: torch.export.Dim("batch", max=4), 2: torch.export.Dim("height", min=2, max=9)}
+    fq.export_executorch(model, tmp_path / "m.pte", x, dynamic_shapes=(axes,))
+    assert fq.verify(model, tmp_path / "m.pte", [randn(1, 2, 7, 6), randn(4, 2, 3, 6)]).ok
+
+
 def test_longest_batch_for_which_torch_would_choose_another_convolution(tmp_path):
     """torch would choose it from 16 images on, and limit the batch to 16."""
     model = fq.prepare(nn.Sequential(nn.Conv2d(2, 3, 1)).eval(), recipes.int8(target="xnnpack"), randn(2, 2, 3, 3))
