@@ -315,6 +315,17 @@ class Bags(nn.Module):
         return self.head(self.bag(x.sign().long() + 1))
 
 
+class Borrowed(nn.Module):
+    """A function that reads the weight and the bias of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(nn.functional.conv2d(self.first(x), self.first.weight, self.first.bias))
+
+
 def empty_channel() -> nn.Module:
     model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 2, 1))
     nn.init.zeros_(model[1].weight[:1])
@@ -390,6 +401,15 @@ def test_order_of_axes_if_two_have_any_length(last, recipe, tmp_path):
     axes = {0: torch.export.Dim("batch", max=4), 2: torch.export.Dim("height", min=2, max=9)}
     fq.export_executorch(model, tmp_path / "m.pte", x, dynamic_shapes=(axes,))
     assert fq.verify(model, tmp_path / "m.pte", [randn(1, 2, 7, 6), randn(4, 2, 3, 6)]).ok
+
+
+def test_function_that_reads_the_weight_of_a_layer_runs_in_float(tmp_path):
+    x = torch.rand(4, 2, 9, 9)
+    model = fq.prepare(Borrowed().eval(), recipes.lsq(4, target="xnnpack"), x)
+    model = fq.calibrate(model, [x], progress=False)
+    found = fq.export_executorch(model, tmp_path / "m.pte", x)
+    assert [one.how for one in found.layers] == ["int8", "float", "int8"]
+    assert fq.verify(model, tmp_path / "m.pte", [x]).ok
 
 
 def test_longest_batch_for_which_torch_would_choose_another_convolution(tmp_path):

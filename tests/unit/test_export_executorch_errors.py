@@ -16,7 +16,7 @@ from fakequant._util import optional_packages
 
 pytest.importorskip("executorch.exir")
 
-from fakequant._executorch import graph_forms, program
+from fakequant._executorch import graph_forms, lowering, program
 from fakequant._executorch.notes import read_notes
 
 export = importlib.import_module("fakequant._executorch.export_executorch")
@@ -142,6 +142,24 @@ def test_program_that_runs_only_the_longest_batch_is_not_written(tmp_path, monke
     with pytest.raises(ValueError, match=r"cannot run the program .*: Attempted to resize a static tensor"):
         fq.export_executorch(model, tmp_path / "m.pte", randn(2, 4), max_batch=4)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore:Ranges found by:UserWarning")
+def test_operator_that_xnnpack_refuses_without_a_name(tmp_path, monkeypatch):
+    """XNNPACK takes no subnormal scales of biases, and names only the number of a tensor."""
+    monkeypatch.setattr(lowering, "has_layer", lambda *scales: True)
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.ReLU(), nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 1))
+    nn.init.zeros_(model[3].weight)
+    x = randn(2, 2, 3, 3)
+    model = fq.prepare(model.eval(), recipes.lsq(4, target="xnnpack"), x)
+    fq.calibrate(model, [x], progress=False)
+    refused(
+        ValueError,
+        "cannot run the program .*, because of one of the layers 0, 2, 4: Failed to define",
+        tmp_path,
+        model,
+        x,
+    )
 
 
 def test_two_axes_of_any_length(tmp_path):

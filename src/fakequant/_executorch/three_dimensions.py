@@ -37,10 +37,12 @@ def use_images(program: ExportedProgram) -> None:
             _rewrite(program.graph, call, number)
 
 
-def _rewrite(graph: Graph, call: Node, taps: int) -> None:
+def _rewrite(graph: Graph, call: Any, taps: int) -> None:
     x, result = source_of(call), call.meta["val"]
-    defaults = ([1, 1, 1], [0, 0, 0], [1, 1, 1], 1)
-    stride, padding, dilation, groups = (*call.args[3:], *defaults[len(call.args) - 3 :])
+    defaults: tuple[Any, ...] = ([1, 1, 1], [0, 0, 0], [1, 1, 1], 1)
+    rest: Any
+    given: tuple[Any, ...] = call.args[3:]
+    stride, padding, dilation, groups = (*given, *defaults[len(given) :])
     stride, dilation = ([one] * 3 if len(one) == 1 else list(one) for one in (stride, dilation))
     reach, (depth, *images) = dilation[0] * (taps - 1), x.meta["val"].shape[2:]
     if isinstance(padding, str):
@@ -72,7 +74,7 @@ def _rewrite(graph: Graph, call: Node, taps: int) -> None:
             if is_call(x, {GRID}):  # so that the layer starts with codes
                 made = insert(graph, GRID, (made, *x.args[1:]), made)
         made = viewed(graph, made, made.meta["val"].flatten(1, 2))
-        target: Any = _FORMS[call.target]  # type: ignore[index]
+        target = _FORMS[call.target]
         made = insert(graph, target, (made, *call.args[1:3], stride[1:], rest, dilation[1:], groups), call)
         _, outputs, _, *sizes = result.shape
         made.meta["val"] = result.transpose(1, 2).reshape(-1, outputs, *sizes)
