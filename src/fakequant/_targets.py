@@ -73,7 +73,7 @@ class Target:
     joins_on_one_grid: bool = False
     # It multiplies two activations, as attention does, in integers.
     has_integer_products: bool = True
-    # It has kernels for convolutions along three axes, in integers or in float.
+    # It has kernels for transposed convolutions along three axes, in integers or in float.
     has_volumes: bool = True
     # It takes biases as floats and quantizes them itself; see `_convert/float_biases.py`.
     has_float_biases: bool = False
@@ -81,11 +81,10 @@ class Target:
     def require_layers(self, model: "nn.Module") -> None:
         """Raises ValueError if the runtime cannot compute a layer of a model at all."""
         for path, module in model.named_modules():
-            names = [cls.__name__ for cls in type(module).__mro__ if cls.__name__ in ("Conv3d", "ConvTranspose3d")]
-            if names and not self.has_volumes:
+            if not self.has_volumes and any(cls.__name__ == "ConvTranspose3d" for cls in type(module).__mro__):
                 raise ValueError(
-                    f"{path or 'The model'} is a {names[0]}, and the runtime of the target {self.name!r} has no kernel "
-                    "for convolutions along three axes, in integers or in float.\n"
+                    f"{path or 'The model'} is a ConvTranspose3d, and the runtime of the target {self.name!r} has no "
+                    "kernel for transposed convolutions along three axes, in integers or in float.\n"
                     "Use another target, such as 'onnxruntime-x86', or other layers."
                 )
 

@@ -296,6 +296,42 @@ class Shared(nn.Module):
 
 
 # Forms that ExecuTorch would compute wrongly, or not at all: the network, a recipe, and the shape of a row.
+class Volumes(nn.Sequential):
+    """Convolutions along three axes, with all settings."""
+
+    def __init__(self) -> None:
+        first = nn.Conv3d(2, 4, (2, 3, 2), stride=(2, 1, 2), dilation=(2, 1, 1), padding=(2, 1, 1), groups=2)
+        super().__init__(first, nn.BatchNorm3d(4), nn.ReLU(), nn.Conv3d(4, 3, 3, padding="same"), nn.Conv3d(3, 2, 1))
+
+
+class Bags(nn.Module):
+    """Means of the embeddings of three tokens, which are computed from floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.bag(x.sign().long() + 1))
+
+
+class Borrowed(nn.Module):
+    """A function that reads the weight and the bias of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(nn.functional.conv2d(self.first(x), self.first.weight, self.first.bias))
+
+
+def empty_channel() -> nn.Module:
+    model = nn.Sequential(nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 2, 1))
+    nn.init.zeros_(model[1].weight[:1])
+    return model
+
+
 FORMS = {
     # Mish is decomposed into operators of XNNPACK and others, which have the channels in another place.
     "an activation in parts": (lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Mish()), recipes.int8, (2, 5, 6)),
@@ -314,6 +350,15 @@ FORMS = {
         recipes.int8,
         (2, 5, 6),
     ),
+    "a batch norm after a float layer along one axis": (
+        lambda: nn.Sequential(nn.Conv1d(2, 3, 3), nn.BatchNorm1d(3)),
+        lambda target: recipes.int4_weight_only(None, target=target),
+        (2, 6),
+    ),
+    "volumes": (Volumes, recipes.int8, (2, 5, 4, 4)),
+    "volumes in float": (Volumes, recipes.int8_dynamic, (2, 5, 4, 4)),
+    "bags of tokens": (Bags, recipes.int8, (3,)),
+    "a channel without weights": (empty_channel, lambda target: recipes.lsq(4, target=target), (2, 5, 6)),
     "scales that differ much": (DistantScales, recipes.int8, (4,)),
     "a layer in several delegates": (Shared, recipes.int8, (4,)),
 }
@@ -331,6 +376,48 @@ def test_forms_that_are_rewritten(name, tmp_path):
     for length in (4, 1):
         x = randn(length, *shape)
         torch.testing.assert_close(run(data, x), as_list(golden(x)))
+
+
+@pytest.mark.parametrize("name", ["volumes", "a channel without weights"])
+def test_rewritten_layers_run_in_integers(name, tmp_path):
+    make, recipe, shape = FORMS[name]
+    model = fq.prepare(make().eval(), recipe(target="xnnpack"), randn(2, *shape))
+    model = fq.calibrate(model, [randn(2, *shape)], progress=False)
+    found = fq.export_executorch(model, tmp_path / "m.pte", randn(2, *shape), max_batch=4)
+    assert found.share == 1.0
+    assert fq.verify(model, tmp_path / "m.pte", [randn(3, *shape)]).ok
+
+
+@pytest.mark.parametrize(
+    ("last", "recipe"),
+    [(nn.Softmax(-1), recipes.int8), (nn.Linear(6, 4), recipes.int8_dynamic)],
+    ids=["softmax", "tokens"],
+)
+def test_order_of_axes_if_two_have_any_length(last, recipe, tmp_path):
+    """XNNPACK has no view for them, and a convolution puts the channels last."""
+    x = randn(3, 2, 5, 6)
+    model = fq.prepare(nn.Sequential(nn.Conv2d(2, 3, 1), last).eval(), recipe(target="xnnpack"), x)
+    model = fq.calibrate(model, [x], progress=False)
+    axes = {0: torch.export.Dim("batch", max=4), 2: torch.export.Dim("height", min=2, max=9)}
+    fq.export_executorch(model, tmp_path / "m.pte", x, dynamic_shapes=(axes,))
+    assert fq.verify(model, tmp_path / "m.pte", [randn(1, 2, 7, 6), randn(4, 2, 3, 6)]).ok
+
+
+def test_function_that_reads_the_weight_of_a_layer_runs_in_float(tmp_path):
+    x = torch.rand(4, 2, 9, 9)
+    model = fq.prepare(Borrowed().eval(), recipes.lsq(4, target="xnnpack"), x)
+    model = fq.calibrate(model, [x], progress=False)
+    found = fq.export_executorch(model, tmp_path / "m.pte", x)
+    assert [one.how for one in found.layers] == ["int8", "float", "int8"]
+    assert fq.verify(model, tmp_path / "m.pte", [x]).ok
+
+
+def test_longest_batch_for_which_torch_would_choose_another_convolution(tmp_path):
+    """torch would choose it from 16 images on, and limit the batch to 16."""
+    model = fq.prepare(nn.Sequential(nn.Conv2d(2, 3, 1)).eval(), recipes.int8(target="xnnpack"), randn(2, 2, 3, 3))
+    model = fq.calibrate(model, [randn(2, 2, 3, 3)], progress=False)
+    fq.export_executorch(model, tmp_path / "m.pte", randn(2, 2, 3, 3), max_batch=16)
+    assert len(run((tmp_path / "m.pte").read_bytes(), randn(1, 2, 3, 3))[0]) == 1
 
 
 def as_list(result: Tensor | list[Tensor]) -> list[Tensor]:

@@ -1,5 +1,6 @@
 """Errors of `export_executorch`: they say what to do, and nothing is written."""
 
+import contextlib
 import importlib
 import logging
 import os
@@ -15,7 +16,7 @@ from fakequant._util import optional_packages
 
 pytest.importorskip("executorch.exir")
 
-from fakequant._executorch import graph_forms
+from fakequant._executorch import graph_forms, lowering, program
 from fakequant._executorch.notes import read_notes
 
 export = importlib.import_module("fakequant._executorch.export_executorch")
@@ -75,15 +76,15 @@ def test_operator_without_a_kernel(tmp_path):
     refused(ValueError, r"no kernel for torch.special_bessel_j0.*\nUse other operations", tmp_path, model)
 
 
-def test_convolution_along_three_axes(tmp_path):
+def test_transposed_convolution_along_three_axes(tmp_path):
     """ExecuTorch has no kernel for it, not even in float."""
-    with pytest.raises(ValueError, match=r"1 is a Conv3d, .* 'xnnpack' has no kernel.*\nUse another target"):
-        fq.prepare(nn.Sequential(nn.Linear(4, 4), nn.Conv3d(2, 2, 1)), recipes.int8(target="xnnpack"))
-    other = fq.prepare(nn.Sequential(nn.Conv3d(2, 2, 1)), recipes.int8(target="generic"))
+    with pytest.raises(ValueError, match=r"1 is a ConvTranspose3d, .* 'xnnpack' has no kernel.*\nUse another target"):
+        fq.prepare(nn.Sequential(nn.Linear(4, 4), nn.ConvTranspose3d(2, 2, 1)), recipes.int8(target="xnnpack"))
+    other = fq.prepare(nn.Sequential(nn.ConvTranspose3d(2, 2, 1)), recipes.int8(target="generic"))
     fq.calibrate(other, [randn(2, 2, 3, 3, 3)], progress=False)
-    refused(ValueError, "0 is a Conv3d", tmp_path, other, randn(2, 2, 3, 3, 3))
+    refused(ValueError, "0 is a ConvTranspose3d", tmp_path, other, randn(2, 2, 3, 3, 3))
     weight = randn(1, 1, 1, 1, 1)
-    model = prepared(Calling(lambda x: nn.functional.conv3d(x[:, None, None, None], weight)))
+    model = prepared(Calling(lambda x: nn.functional.conv_transpose3d(x[:, None, None, None], weight)))
     refused(ValueError, "no kernel for convolutions along three axes, which the model computes", tmp_path, model)
 
 
@@ -134,13 +135,31 @@ def test_program_with_other_results_is_not_written(tmp_path, monkeypatch):
 
 
 def test_program_that_runs_only_the_longest_batch_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(graph_forms, "_split_circular_padding", lambda *args: None)
+    monkeypatch.setattr(program, "FunctionForms", contextlib.nullcontext)
     model = prepared(nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (1, 4)), nn.CircularPad1d(1), nn.Flatten()))
     fq.export_executorch(model, tmp_path / "m.pte", randn(2, 4))
     (tmp_path / "m.pte").unlink()
     with pytest.raises(ValueError, match=r"cannot run the program .*: Attempted to resize a static tensor"):
         fq.export_executorch(model, tmp_path / "m.pte", randn(2, 4), max_batch=4)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore:Ranges found by:UserWarning")
+def test_operator_that_xnnpack_refuses_without_a_name(tmp_path, monkeypatch):
+    """XNNPACK takes no subnormal scales of biases, and names only the number of a tensor."""
+    monkeypatch.setattr(lowering, "has_layer", lambda *scales: True)
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.ReLU(), nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.Conv2d(2, 2, 1))
+    nn.init.zeros_(model[3].weight)
+    x = randn(2, 2, 3, 3)
+    model = fq.prepare(model.eval(), recipes.lsq(4, target="xnnpack"), x)
+    fq.calibrate(model, [x], progress=False)
+    refused(
+        ValueError,
+        "cannot run the program .*, because of one of the layers 0, 2, 4: Failed to define",
+        tmp_path,
+        model,
+        x,
+    )
 
 
 def test_two_axes_of_any_length(tmp_path):

@@ -29,10 +29,15 @@ def float_of_codes(codes: Tensor, scale: Tensor) -> Tensor:
 def codes_of_float(bias: Tensor, scale: Tensor) -> Tensor:
     """Returns the codes that the runtime computes, in int32.
 
-    >>> codes_of_float(torch.tensor([1.5]), torch.tensor([0.5]))
-    tensor([3], dtype=torch.int32)
+    It has no integer kernels for subnormal scales, whose reciprocals may be infinite. There the bias is divided.
+
+    >>> codes_of_float(torch.tensor([1.5, 0.0]), torch.tensor([0.5, 1e-40]))
+    tensor([3, 0], dtype=torch.int32)
     """
-    return torch.round(bias * (1.0 / scale)).to(torch.int32)
+    limits = torch.iinfo(torch.int32)
+    divided = torch.round(bias.double() / scale.double()).clamp(limits.min, limits.max).to(torch.int32)
+    is_normal = scale >= torch.finfo(torch.float32).tiny
+    return torch.where(is_normal, torch.round(bias * (1.0 / scale)).to(torch.int32), divided)
 
 
 def _distance(bias: Tensor, scale: Tensor, codes: Tensor) -> Tensor:

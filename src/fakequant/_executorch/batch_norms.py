@@ -10,13 +10,15 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from fakequant._executorch.graph import LAYERS, aten, called, insert, is_call, source_of
+from fakequant._executorch.graph import aten, called, insert, is_call, source_of
 
 _BATCH_NORM = aten._native_batch_norm_legit_no_training.default
+# Layers that XNNPACK folds a batch norm into. Those along one axis get a view behind them.
+_FOLDING = {aten.conv2d.default, aten.conv2d.padding, aten.conv_transpose2d.input}
 
 
 def use_products(program: ExportedProgram) -> None:
-    """Rewrites a program, in place, except where a batch norm is the only reader of a convolution: XNNPACK folds it."""
+    """Rewrites a program, in place, except where XNNPACK folds a batch norm into the layer that it alone reads."""
     calls: dict[Any, list[Node]] = {}  # by the constants, which change for all calls of a module
     for node in called(program.graph, _BATCH_NORM):
         calls.setdefault((*node.args[1:5], node.args[6], source_of(node).meta["val"].dim()), []).append(node)
@@ -36,7 +38,7 @@ def use_products(program: ExportedProgram) -> None:
 
 def _is_folded(norm: Node) -> bool:
     layer = source_of(norm)
-    return is_call(layer, LAYERS - {aten.linear.default}) and len(layer.users) == 1
+    return is_call(layer, _FOLDING) and len(layer.users) == 1
 
 
 def _name(program: ExportedProgram, holder: Node) -> str | None:

@@ -114,7 +114,7 @@ def _require_running(
     try:
         found = Loaded(data, "the program")(inputs)
     except RuntimeFailure as error:
-        where = error.caller(program.callers)
+        where = error.caller(program.callers) or _layers_in_xnnpack(program.delegation)
         raise ValueError(
             f"The model cannot be exported: ExecuTorch cannot run the program that was made of it"
             f"{f', because of {where}' if where else ''}: {error.reasons[0]}\n"
@@ -126,6 +126,12 @@ def _require_running(
             f"The model cannot be exported: the program returns {_in_words(shapes)}, and the golden model returns "
             f"{_in_words(expected)}.\nReturn tensors only, each of them once."
         )
+
+
+def _layers_in_xnnpack(delegation: Delegation) -> str:
+    """Returns the layers that XNNPACK computes, for messages that have only the number of a tensor."""
+    paths = dict.fromkeys(one.path or "the model" for one in delegation.layers if one.how != "not delegated")
+    return f"one of the layers {', '.join(paths)}" if paths else ""
 
 
 def _in_words(results: list[tuple[tuple[int, ...], torch.dtype]]) -> str:

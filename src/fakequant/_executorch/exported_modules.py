@@ -109,13 +109,16 @@ class DelegatedIntegers(onnx_modules.ExportedIntegers):
     # By the first and the last row: (None, None) for the whole layer. Empty if the weight is a float parameter. Parts
     # are added when the layer is first called, which must happen before the model is traced.
     constants: dict[tuple[Any, Any], Constants] = dataclasses.field(default_factory=dict)
+    # The weight as floats, if a function reads it. With codes, XNNPACK would compute the function in integers.
+    floats: Tensor | None = None
 
     def quantized_weight(self, layer: IntegerLayer) -> Tensor:
-        """Returns the weight, in the shape of the layer's."""
+        """Returns the weight, in the shape of the layer's, for functions: XNNPACK computes them in float."""
         if not self.constants:
             return super().quantized_weight(layer)
-        weight = self._part(slice(None)).float_weight()
-        return weight.T if self._is_transposed else weight
+        if self.floats is None:
+            self.floats = self._part(slice(None)).float_weight()
+        return self.floats.T if self._is_transposed else self.floats
 
     def quantized_bias(self, layer: IntegerLayer) -> Tensor | None:
         """Returns the bias, or None."""
@@ -213,6 +216,11 @@ def _constants(layer: IntegerLayer, record: DelegatedIntegers) -> Constants:
     scale = stored.scale.reshape(-1).expand(codes.shape[axis]).contiguous()
     added = tuple(float_of_codes(bias, step.expand(len(bias))) for bias, step in biases(layer))
     added = added or tuple(float_biases(layer))
+    # Any scale suits a channel without weights and bias. Its own may be so small that XNNPACK refuses it.
+    is_empty = (codes == 0).transpose(0, axis).flatten(1).all(1)
+    for bias in added:
+        is_empty &= bias == 0
+    scale = torch.where(is_empty, scale.max(), scale)
     if _is_transposed_linear(record):
         codes, axis = codes.T.contiguous(), 0
     # ExecuTorch 1.5 multiplies wrongly by 4-bit weights with an odd number of inputs.

@@ -69,6 +69,18 @@ def viewed(graph: Graph, x: Node, value: Tensor) -> Node:
     return made
 
 
+def in_order(graph: Graph, x: Node) -> Node:
+    """Inserts operators that return `x`, so that XNNPACK orders its axes as torch does, and does not fuse around them.
+
+    Convolutions of XNNPACK put the channels last, and others may keep this order.
+    """
+    if can_view(x):
+        return viewed(graph, x, x.meta["val"])
+    longer = insert(graph, aten.unsqueeze.default, (x, 0), x)
+    longer.meta["val"] = x.meta["val"].unsqueeze(0)
+    return insert(graph, aten.squeeze.dim, (longer, 0), x)
+
+
 def insert(graph: Graph, target: Any, args: tuple[Any, ...], like: Node, dtype: torch.dtype | None = None) -> Node:
     """Inserts a call that returns a tensor of the shape of `like`'s, at the current place. Returns the new node."""
     made = graph.call_function(target, args)

@@ -9,13 +9,11 @@
   XNNPACK would move the codes if another quantizer followed, as if its grid were the same.
 - A PReLU of other tensors than images becomes relu(x) - weight * relu(-x), which has the same values.
 - A stack becomes a concatenation, and one of a single tensor becomes that tensor.
-- Circular padding becomes concatenations with parts of the tensor.
 - The length of the batch in the shape of a view becomes -1.
 """
 
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 
 from fakequant._executorch.graph import (
@@ -59,9 +57,6 @@ def rewrite(graph: Graph) -> None:
         _drop_limits_after_join(node)
     for node in called(graph, *MOVES, *PADS):
         _repeat_after_move(graph, node)
-    for node in called(graph, aten.pad.default):
-        if len(node.args) > 2 and node.args[2] == "circular":
-            _split_circular_padding(graph, node)
     for node in called(graph, aten.view.default):
         _infer_length(node)
     graph.eliminate_dead_code()
@@ -225,24 +220,6 @@ def _leads_to_codes(node: Node) -> bool:
 
 def _moves_on(user: Node) -> bool:
     return keeps_grid(user) and _leads_to_codes(user)
-
-
-def _split_circular_padding(graph: Graph, node: Node) -> None:
-    """Replaces it by concatenations. ExecuTorch would fill a tensor that has the length of the longest batch."""
-    result, widths = source_of(node), list(node.args[1])  # type: ignore[arg-type]
-    axes = result.meta["val"].dim()
-    with graph.inserting_before(node):
-        for number, (before, after) in enumerate(zip(widths[::2], widths[1::2], strict=True), 1):
-            axis, value = axes - number, result.meta["val"]
-            start, end = max(-before, 0), value.shape[axis] - max(-after, 0)  # negative widths remove elements first
-            parts = []
-            for first, last in ((end - before, end), (start, end), (start, start + after)):
-                if first < last:
-                    parts.append(insert(graph, aten.slice.Tensor, (result, axis, first, last), node))
-                    parts[-1].meta["val"] = value.narrow(axis, first, last - first)
-            result = insert(graph, aten.cat.default, (parts, axis), node)
-            result.meta["val"] = torch.cat([part.meta["val"] for part in parts], axis)
-    _replace(graph, node, result)
 
 
 def _infer_length(view: Node) -> None:

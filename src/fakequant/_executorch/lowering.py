@@ -28,11 +28,10 @@ from fakequant._executorch.graph import (
     TOKEN_GRID,
     aten,
     called,
-    can_view,
+    in_order,
     insert,
     is_call,
     source_of,
-    viewed,
 )
 from fakequant._executorch.operators import HIGH, LOW, offset_of
 
@@ -115,10 +114,8 @@ class _Grid:
 def _lower_token_grid(graph: Graph, node: Node) -> None:
     x = source_of(node)
     with graph.inserting_before(node):
-        if x.meta["val"].dim() == 4 and can_view(
-            x
-        ):  # XNNPACK would reorder its axes between the operators of the grid and the layer
-            x = viewed(graph, x, x.meta["val"])
+        if x.meta["val"].dim() == 4:  # XNNPACK would reorder its axes between the operators of the grid and the layer
+            x = in_order(graph, x)
         chosen = insert(graph, _quantized.choose_qparams_per_token_asymmetric.default, (x, torch.int8), x)
         value = x.meta["val"]
         sizes = (*value.shape[:-1], 1)
@@ -156,9 +153,9 @@ def _reader(operation: Node) -> Node:
 def _keep_order_of_axes(graph: Graph, node: Node) -> None:
     """Inserts a view before a softmax: XNNPACK would compute it along the channels, which a convolution puts last."""
     x = source_of(node)
-    if x.meta["val"].dim() == 4 and can_view(x):
+    if x.meta["val"].dim() == 4:
         with graph.inserting_before(node):
-            node.replace_input_with(x, viewed(graph, x, x.meta["val"]))
+            node.replace_input_with(x, in_order(graph, x))
 
 
 def _has_kernel(program: ExportedProgram, node: Node) -> bool:
@@ -176,9 +173,9 @@ def _has_kernel(program: ExportedProgram, node: Node) -> bool:
 
 def _use_floats(graph: Graph, node: Node) -> None:
     for operand in node.all_input_nodes:
-        if is_call(operand, {_quantized.dequantize_per_tensor.default}) and can_view(operand):
+        if is_call(operand, {_quantized.dequantize_per_tensor.default}):
             with graph.inserting_before(node):
-                node.replace_input_with(operand, viewed(graph, operand, operand.meta["val"]))
+                node.replace_input_with(operand, in_order(graph, operand))
 
 
 def _dequantize_weight(program: ExportedProgram, layer: Node) -> None:

@@ -6,13 +6,12 @@ form for transposed convolutions with codes.
 
 from typing import Any
 
-from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
-from torch.nn import Parameter
 
 from fakequant._executorch.delegation import path_of
 from fakequant._executorch.graph import aten, called, can_view, insert, source_of, viewed
+from fakequant._executorch.weights import reshape_weights
 
 _FORMS = {
     aten.conv1d.default: aten.conv2d.default,
@@ -34,55 +33,9 @@ def use_two_dimensions(program: ExportedProgram) -> None:
                 f"{path_of(call) or 'the model'} is a convolution along one axis, and XNNPACK computes it only if at "
                 "most one axis of its input can have any length.\nUse max_batch, or dynamic_shapes with one axis."
             )
-    weights = {_holder(call) for call in calls}
-    readers = {reader for weight in weights for reader in _readers(weight)}
-    if not readers <= set(calls) or not all(map(_is_known, calls)):
-        return
-    for weight in weights:
-        _add_axis(program, weight)
-    for call in calls:
-        _rewrite(program.graph, call)
-
-
-def _holder(call: Node) -> Node:
-    """Returns the placeholder of a layer's weight, or of its codes."""
-    node: Any = call.args[1]
-    while node.op == "call_function":
-        node = node.args[0]
-    assert isinstance(node, Node)
-    return node
-
-
-def _readers(weight: Node) -> list[Node]:
-    """Returns the calls that read a weight, or its dequantized codes."""
-    found: list[Node] = []
-    for user in weight.users:
-        found += list(user.users) if _dequantizes(user) else [user]
-    return found
-
-
-def _dequantizes(node: Node) -> bool:
-    return node.op == "call_function" and "dequantize" in str(node.target)
-
-
-def _is_known(call: Node) -> bool:
-    x: Any = call.args[0]
-    return _holder(call).op == "placeholder" and x.meta["val"].dim() == 3 and not call.kwargs
-
-
-def _add_axis(program: ExportedProgram, weight: Node) -> None:
-    signature = program.graph_signature
-    for names, tensors in (
-        (signature.inputs_to_parameters, program.state_dict),
-        (signature.inputs_to_buffers, program.state_dict),
-        (signature.inputs_to_lifted_tensor_constants, program.constants),
-    ):
-        if weight.name in names:
-            value: Tensor = tensors[names[weight.name]]
-            longer = value.detach().unsqueeze(-1)
-            tensors[names[weight.name]] = Parameter(longer, False) if isinstance(value, Parameter) else longer
-    for node in (weight, *filter(_dequantizes, weight.users)):
-        node.meta["val"] = node.meta["val"].unsqueeze(-1)
+    if reshape_weights(program, calls, axes=3, change=lambda weight: weight.unsqueeze(-1)):
+        for call in calls:
+            _rewrite(program.graph, call)
 
 
 def _rewrite(graph: Graph, call: Node) -> None:

@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from fakequant._executorch.delegation import Delegation, find_callers, find_dele
 from fakequant._executorch.exported_modules import Seen, make_exportable
 from fakequant._executorch.graph import aten, is_call
 from fakequant._executorch.quiet import import_executorch, quiet
+from fakequant._onnx.function_forms import FunctionForms
 from fakequant._onnx.metadata_keys import INPUTS
 from fakequant._util.optional_packages import require
 
@@ -33,6 +36,16 @@ class Program:
     watched: list[str]
     # The operators by the numbers that XNNPACK's messages have for them, and by name: which modules call them.
     callers: dict[int | str, list[str]]
+
+
+@contextmanager
+def any_batch() -> Iterator[None]:
+    """Makes torch choose the same convolution for batches of any length. It limits lengths to those with one choice.
+
+    torch would choose others for single images, and from 16 images on.
+    """
+    with torch.backends.nnpack.flags(enabled=False), torch.backends.mkldnn.flags(enabled=False):
+        yield
 
 
 def _watch(model: nn.Module, seen: Seen) -> None:
@@ -63,6 +76,7 @@ def make_graph(
     from fakequant._executorch.lowering import lower
     from fakequant._executorch.one_dimension import use_two_dimensions
     from fakequant._executorch.own_constants import use_own_constants
+    from fakequant._executorch.three_dimensions import use_images
 
     model = copy.deepcopy(golden).eval()
     seen = make_exportable(model)
@@ -73,12 +87,15 @@ def make_graph(
         paths = [path for path, _ in seen]
         if watched:
             _watch(model, seen)
-        graph = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False).run_decompositions({})
+        with FunctionForms(), any_batch():
+            graph = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+        graph = graph.run_decompositions({})
         seen.clear()
         _remove_copies_of_results(graph.graph)
         use_own_constants(graph)
         use_products(graph)
         use_two_dimensions(graph)
+        use_images(graph)
         rewrite(graph.graph)
         lower(graph)
     return graph, paths if watched else []
@@ -106,7 +123,7 @@ def make_program(
     graph, paths = make_graph(golden, args, kwargs, shapes, watched=watched)
     if notes is not None:
         notes = {**notes, INPUTS: json.dumps(_tensor_inputs(graph))}
-    with quiet(), torch.no_grad():
+    with quiet(), any_batch(), torch.no_grad():
         edge = _to_edge(graph, notes)
         delegation = find_delegation(edge.exported_program())
         callers = find_callers(edge.exported_program())

@@ -1,4 +1,4 @@
-"""Forms of functions that torch's exporter has no translation for, or one that runtimes refuse.
+"""Forms of functions that exporters have no translation for, or one that runtimes refuse.
 
 While `FunctionForms` is active, these calls run other functions that return the same:
 
@@ -6,7 +6,7 @@ While `FunctionForms` is active, these calls run other functions that return the
     adaptive_max_pool               a max pool. Windows of different lengths are gathered with elements repeated
     embedding_bag                   of bags of one length: an embedding, and a reduction of each bag
     pad                             circular: a concatenation with the ends. OpenVINO has no such padding, and neither
-                                    have opsets before 19
+                                    have opsets before 19. ExecuTorch would fill a tensor as long as the longest batch
 """
 
 from collections.abc import Callable, Sequence
@@ -100,12 +100,14 @@ def _embedding_bag(
 
 
 def _pad(input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
-    if mode != "circular" or not all(isinstance(n, int) and n >= 0 for n in pad):
+    if mode != "circular" or not all(isinstance(n, int) for n in pad):
         return NotImplemented
     for axis, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True), start=1):
-        length = input.shape[-axis]
-        parts = [input.narrow(-axis, length - before, before)] if before else []
-        parts += [input, *([input.narrow(-axis, 0, after)] if after else [])]
+        if before < 0 or after < 0:  # elements are removed first
+            start, end = max(-before, 0), max(-after, 0)
+            input = input.narrow(-axis, start, input.shape[-axis] - start - end)
+        parts = [input.narrow(-axis, input.shape[-axis] - before, before)] if before > 0 else []
+        parts += [input, *([input.narrow(-axis, 0, after)] if after > 0 else [])]
         input = torch.cat(parts, -axis) if len(parts) > 1 else input
     return input
 

@@ -33,6 +33,7 @@ from fakequant._targets import TOKEN_SPEC
 from fakequant.spec import QuantSpec
 
 _LOWEST, _HIGHEST = -128, 127
+SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 # The number of bits of the larger multiplier of an addition, without the first one.
 _MULTIPLIER_BITS = 20
 # The number of weights whose sum XNNPACK multiplies by the scale of their group at once.
@@ -183,10 +184,13 @@ class Xnnpack(Reference):
 def has_layer(x_scale: float, weight_scale: float, scale: float) -> bool:
     """Returns True if XNNPACK has an integer kernel for a layer with these scales of input, weight and result.
 
-    >>> has_layer(0.1, 0.1, 0.01), has_layer(0.1, 0.1, 1e-7)
-    (True, False)
+    The scale of the sums, which is that of the bias, must not be subnormal.
+
+    >>> has_layer(0.1, 0.1, 0.01), has_layer(0.1, 0.1, 1e-7), has_layer(0.1, 1e-38, 0.01)
+    (True, False, False)
     """
-    return x_scale * weight_scale / scale < 2**8
+    sum_scale = x_scale * weight_scale
+    return sum_scale >= SMALLEST_NORMAL and sum_scale / scale < 2**8
 
 
 def has_addition(a_scale: float, b_scale: float, scale: float) -> bool:
