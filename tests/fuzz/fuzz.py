@@ -2,7 +2,7 @@
 
     python tests/fuzz/fuzz.py --networks 500 --seed 0
 
-The exit code is 1 if a trial failed, or if more than 5 % were refused.
+The exit code is 1 if a trial failed, or if more than 5 % were refused or explained.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from random_networks import network
 from shrinking import shrunk
-from trial import RECIPES, TARGETS, Outcome, Pair, pairs_of, script
+from trial import RARE, RECIPES, TARGETS, Outcome, Pair, pairs_of, script
 from workers import Worker
 
 MOST_REFUSED = 0.05
@@ -61,9 +61,11 @@ def main() -> int:
             if options.scripts:
                 options.scripts.mkdir(parents=True, exist_ok=True)
                 (options.scripts / f"{group[0].outcome.kind.replace(' ', '_')}_{group[0].seed}.py").write_text(text)
-    refused = sum(trial.outcome.kind == "refused" for trial in trials)
+    refused = sum(trial.outcome.kind in RARE for trial in trials)
     seconds = time.monotonic() - start
-    print(f"\n{len(failures)} kinds of failures; {refused} of {len(trials)} trials refused; {seconds:.0f} s")
+    print(
+        f"\n{len(failures)} kinds of failures; {refused} of {len(trials)} trials refused or explained; {seconds:.0f} s"
+    )
     return int(bool(failures) or refused > MOST_REFUSED * len(trials))
 
 
@@ -118,7 +120,7 @@ def grouped(trials: list[Trial]) -> list[list[Trial]]:
 
 def table(trials: list[Trial]) -> str:
     """Returns the numbers of outcomes and the seconds per trial, by target and recipe."""
-    kinds = ("ok", "refused", "crash", "not ok", "unloadable")
+    kinds = ("ok", *RARE, "crash", "not ok", "unloadable")
     lines = [f"{'target':17} {'recipe':17}" + "".join(f"{kind:>11}" for kind in kinds) + f"{'s / trial':>11}"]
     rows = [(target, recipe) for target in TARGETS for recipe in RECIPES] + [("all", "all")]
     for target, recipe in rows:
@@ -131,10 +133,10 @@ def table(trials: list[Trial]) -> str:
 
 
 def print_refusals(trials: list[Trial]) -> None:
-    """Prints one message of each kind of refusal, with the seeds."""
-    for group in grouped([trial for trial in trials if trial.outcome.kind == "refused"]):
+    """Prints one message of each kind of refusal or explained difference, with the seeds."""
+    for group in grouped([trial for trial in trials if trial.outcome.kind in RARE]):
         seeds = ", ".join(f"{trial.seed} ({' '.join(trial.pair)})" for trial in group)
-        print(f"\nRefused, {len(group)} trials: {seeds}\n{group[0].outcome.message}")
+        print(f"\n{group[0].outcome.kind.capitalize()}, {len(group)} trials: {seeds}\n{group[0].outcome.message}")
 
 
 def _line(outcome: Outcome) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import fakequant as fq
+from fakequant._verify import explain_codes
 
 # The steps of a trial, as source. A failure is printed as a script that consists of them, so both are the same.
 STEPS = {
@@ -100,6 +101,12 @@ def pairs_of(seed: int) -> list[Pair]:
     return [PAIRS[seed % len(PAIRS)], PAIRS[(seed + 7) % len(PAIRS)]][: 2 - seed % 2]
 
 
+# Kinds of outcomes that may happen rarely.
+RARE = ("refused", "explained")
+# Differences that the model makes necessary.
+REASONS = (explain_codes.LARGE_BIAS, explain_codes.READ_WEIGHT, explain_codes.UNSTEADY)
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """How a trial ended.
@@ -107,11 +114,12 @@ class Outcome:
     - ok: the file computes what the prepared model computes.
     - refused: fakequant raised an error that names a part of the model, before there was a file.
     - crash: any other error, or the process ended or did not answer.
-    - not ok: `verify` found a difference, or a copy of the model converts to other codes.
+    - explained: `verify` found a difference and says why it cannot be avoided.
+    - not ok: `verify` found another difference, or a copy of the model converts to other codes.
     - unloadable: the runtime cannot load the file, or cannot run it.
     """
 
-    kind: Literal["ok", "refused", "crash", "not ok", "unloadable"]
+    kind: Literal["ok", "refused", "explained", "crash", "not ok", "unloadable"]
     step: str = ""
     message: str = ""
     seconds: float = 0.0
@@ -119,7 +127,7 @@ class Outcome:
     @property
     def has_failed(self) -> bool:
         """Whether this must never happen. A refusal may, if it is rare."""
-        return self.kind not in ("ok", "refused")
+        return self.kind not in ("ok", *RARE)
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -163,8 +171,9 @@ def run(source: str, target: str, recipe: str, *, train: bool = True, copies: bo
             if step == "copies" and scope["different"]:
                 message = f"other codes after: {', '.join(scope['different'])}"
                 return Outcome("not ok", step, message, time.monotonic() - start)
-    problem = scope["found"].problem
-    return Outcome("not ok" if problem else "ok", "verify", problem or "", time.monotonic() - start)
+    problem = scope["found"].problem or ""
+    kind = "ok" if not problem else "explained" if any(reason in problem for reason in REASONS) else "not ok"
+    return Outcome(kind, "verify", problem, time.monotonic() - start)
 
 
 def script(source: str, target: str, recipe: str, outcome: Outcome, *, train: bool = True) -> str:

@@ -226,3 +226,12 @@ def test_large_bias_widens_the_sums_to_float64():
         golden = fq.convert(linear_with([[127.0]], [bias], 1.0, 0))
         layer = golden[0]
         assert integer._wide_enough(layer, layer.input_quantizer, integer.weight_levels(layer)) == dtype
+
+
+def test_bias_that_needs_more_than_32_bits_rounds_its_weights_to_a_larger_scale_with_a_note():
+    golden = fq.convert(linear_with([[127.0]], [2.0**33], 1.0, 0))
+    assert golden[0].weight_scale.item() > 1
+    assert "0: its bias is too large for 32 bits" in fq._convert.convert.conversion(golden).notes[0]
+    golden = fq.convert(linear_with([[127.0]], [1.0], 1.0, 0))
+    assert golden[0].weight_scale.item() == 1
+    assert not fq._convert.convert.conversion(golden).notes

@@ -45,6 +45,9 @@ from fakequant.spec import QuantSpec
 ChangingLayer: TypeAlias = Any
 
 
+WIDENED = "its bias is too large for 32 bits at the scale of its weight, which was rounded to a larger scale"
+
+
 @dataclasses.dataclass
 class Conversion:
     """What `convert` did to a model. It is stored in the record of the golden model."""
@@ -101,6 +104,7 @@ def convert(model: nn.Module, *, target: str | None = None, strict: bool = False
     watch_callees(copied)
     _require_target(copied, goal)
     notes += [f"{norm} stays a batch norm: {kept[layer]}" for layer, norm in pairs.items() if layer in kept]
+    notes += [f"{path}: {WIDENED}" for path, module in copied.named_modules() if is_widened(module)]
     record_of(copied).conversion = Conversion(goal.name, folded, notes)
     return_tensors(copied)
     return copied
@@ -306,6 +310,11 @@ def _rounded_bias(bias: Tensor, scale: Tensor, target: _targets.Target) -> Tenso
     return codes_of_float(float_of_codes(codes, scale), scale) if target.has_float_biases else codes
 
 
+def is_widened(module: nn.Module) -> bool:
+    """Returns True for a layer whose weight was rounded again, to a larger scale than in training."""
+    return isinstance(module, IntegerLayer) and module._fakequant.is_widened
+
+
 def _widen(layer: IntegerLayer, x_scale: Tensor, bias: Tensor) -> None:
     """Increases the weight scale of channels whose bias would not fit in 32 bits.
 
@@ -323,7 +332,7 @@ def _widen(layer: IntegerLayer, x_scale: Tensor, bias: Tensor) -> None:
         )
     before = layer.weight_scale.expand_as(needed)
     levels = weight_levels(layer) * (before / needed).reshape(-1, *[1] * (len(record.weight_shape) - 1))
-    record.weight_spec = dataclasses.replace(record.weight_spec, axis=0)
+    record.weight_spec, record.is_widened = dataclasses.replace(record.weight_spec, axis=0), True
     layer.weight_scale = needed
     set_levels(layer, levels.round())
 

@@ -31,6 +31,7 @@ BIAS = "bias: it was rounded to an integer in the conversion"
 NAN = "NaN: the quantizer's input has NaNs, which have no code"
 SCALE = "scale: the range of the tensor is another one"
 READ_WEIGHT = "weight: the model's code uses a quantized weight as a float; see the notes of summary(model)"
+LARGE_BIAS = "bias: a bias is too large for 32 bits at the scale of its weight, which was rounded to a larger scale"
 UNKNOWN = "not explained"
 
 _INT32 = 2**31

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant._convert import result_leaves
+from fakequant._convert.convert import is_widened
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
 from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, Origin, codes_of, dequantized, origin_of, plain
@@ -21,6 +22,7 @@ from fakequant._prepare.shares import quantized_parameters
 from fakequant._prepare.summary import summary
 from fakequant._train.running import Data, check_module, copied, evaluating, run
 from fakequant._verify.explain_codes import (
+    LARGE_BIAS,
     NAN,
     READ_WEIGHT,
     SCALE,
@@ -434,9 +436,12 @@ class _Comparison:
         setattr(report, f"why_{whose}", "; ".join([one for one in reasons if one != TIE] or [TIE]))
 
     def _or_known(self, reason: str) -> str:
-        """Returns the reason, or one that was known when the model was prepared if it is not explained."""
-        is_known = any(map(is_note_on_weights, preparation(self.model).notes))
-        return READ_WEIGHT if reason == UNKNOWN and is_known else reason
+        """Returns the reason, or one that was known when the model was prepared or converted if it is not explained."""
+        if reason == UNKNOWN and any(map(is_note_on_weights, preparation(self.model).notes)):
+            return READ_WEIGHT
+        if reason == UNKNOWN and any(is_widened(module) for module in self.golden.modules()):
+            return LARGE_BIAS
+        return reason
 
     def _count_results(
         self, whose: _Whose, found: _Pass, results: list[Tensor], rounding: Rounding, first: int

@@ -91,6 +91,8 @@ class Integers(LayerRecord):
     input_grid: Grid | None = None
     # True if a batch norm was folded into a linear layer, which is only correct for inputs of shape (batch, features).
     takes_vectors: bool = False
+    # Whether the weight was rounded to a larger scale than in training, because its bias would not fit in 32 bits.
+    is_widened: bool = False
 
     def quantize_input(self, layer: IntegerLayer, x: Tensor) -> Tensor:
         """Returns `x` on the grid of the layer's input."""
