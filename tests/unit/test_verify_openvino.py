@@ -183,6 +183,19 @@ def test_forms_that_openvino_computes_as_they_are(make, shape, tmp_path):
     assert len(found.integers) == len(found.kernels)
 
 
+@pytest.mark.parametrize(("inputs", "bits"), [(17, 8), (18, 4)])
+def test_4_bit_weights_with_an_odd_number_of_inputs_are_stored_in_bytes(inputs, bits, tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(2, inputs)
+    model = fq.prepare(nn.Sequential(nn.Linear(inputs, 20)), recipes.int4_weight_only(None, target="openvino-vnni"), x)
+    fq.export_onnx(model.eval(), tmp_path / "model.onnx", x)
+    found = fq.verify(model, tmp_path / "model.onnx", [torch.randn(7, inputs)])
+    assert found.ok, found.problem
+    types = {"0.weight_codes": onnx.TensorProto.INT8 if bits == 8 else onnx.TensorProto.INT4}
+    stored = {one.name: one.data_type for one in onnx.load(tmp_path / "model.onnx").graph.initializer}
+    assert types.items() <= stored.items()
+
+
 def test_average_pools_whose_padding_has_the_code_0_read_codes(tmp_path):
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.AvgPool2d(3, padding=1), nn.Conv2d(4, 4, 1))
     x = torch.randn(3, 2, 8, 8)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.tensor_checks import block_shape
+from fakequant._convert.convert import conversion
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import (
     IntegerLayer,
@@ -32,7 +33,7 @@ from fakequant._onnx.call_names import call_name
 from fakequant._onnx.dynamic_formats import dynamic_format_grid, rounded
 from fakequant._onnx.stored_formats import StoredFormat, axis_and_block, stored_format
 from fakequant._prepare.attach import attach_layer
-from fakequant._targets import DYNAMIC_SPEC, SMALLEST_DYNAMIC_SCALE
+from fakequant._targets import DYNAMIC_SPEC, SMALLEST_DYNAMIC_SCALE, find
 from fakequant.nn._expert_groups import Groups
 from fakequant.nn._expert_product import ExpertProduct
 from fakequant.nn._layer_kinds import find_kind
@@ -302,6 +303,7 @@ def grid_of(grid: Grid, x: Tensor) -> tuple[Tensor, Tensor, Tensor, int, int]:
 def make_exportable(golden: nn.Module) -> None:
     """Prepares a converted model, in place and irreversibly, for torch's exporter."""
     calls: Counter[str] = Counter()
+    runtime = find(conversion(golden).target).runtime
     golden.register_forward_pre_hook(lambda *_: calls.clear())
     for path, module in golden.named_modules():
         record = find_record(module)
@@ -318,18 +320,20 @@ def make_exportable(golden: nn.Module) -> None:
             if record.weight_spec is not None and not record.weight_spec.is_integer:
                 stored = stored_format(module)
             elif record.weight_spec is not None:
-                stored = stored_tensors(module, _stored_bits(module))
+                stored = stored_tensors(module, _stored_bits(module, runtime))
             parts: tuple[StoredPart, ...] = ()
             if isinstance(module, ExpertProduct) and isinstance(stored, Stored):
                 parts = stored_parts(module, stored, module.owner.num_experts)
             module.__dict__[NAME] = ExportedIntegers(**vars(record), stored=stored, parts=parts)
 
 
-def _stored_bits(layer: IntegerLayer) -> int:
+def _stored_bits(layer: IntegerLayer, runtime: str) -> int:
     """Returns the width of the type that stores the codes of a layer's weight."""
     bits: int = layer._fakequant.weight_spec.bits
     if is_integer(layer):
         return max(bits, 8)  # integer kernels read 8-bit weights, even if the codes have fewer bits
+    if bits <= 4 and runtime == "openvino" and _has_float_input(layer) and layer._fakequant.weight_shape[1] % 2:
+        return 8  # OpenVINO 2026.4 multiplies wrongly by 4-bit matrices with an odd number of inputs, above 16
     if bits <= 2 and _has_float_input(layer) and layer._fakequant.weight_shape[0] % 4:
         return 4  # ONNX Runtime 1.31 multiplies wrongly by 2-bit matrices unless their width is a multiple of 4
     return bits
