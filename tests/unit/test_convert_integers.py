@@ -231,7 +231,7 @@ def test_large_bias_widens_the_sums_to_float64():
 def test_bias_that_needs_more_than_32_bits_rounds_its_weights_to_a_larger_scale_with_a_note():
     golden = fq.convert(linear_with([[127.0]], [2.0**33], 1.0, 0))
     assert golden[0].weight_scale.item() > 1
-    assert "0: its bias is too large for 32 bits" in fq._convert.convert.conversion(golden).notes[0]
+    assert "0: the bias is too large for 32 bits" in fq._convert.convert.conversion(golden).notes[0]
     golden = fq.convert(linear_with([[127.0]], [1.0], 1.0, 0))
     assert golden[0].weight_scale.item() == 1
     assert not fq._convert.convert.conversion(golden).notes

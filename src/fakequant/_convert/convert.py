@@ -45,7 +45,8 @@ from fakequant.spec import QuantSpec
 ChangingLayer: TypeAlias = Any
 
 
-WIDENED = "its bias is too large for 32 bits at the scale of its weight, which was rounded to a larger scale"
+# Why a weight is not the trained one.
+WIDENED = "the bias is too large for 32 bits at the scale of its weight, which was rounded to a larger scale"
 
 
 @dataclasses.dataclass
@@ -104,7 +105,7 @@ def convert(model: nn.Module, *, target: str | None = None, strict: bool = False
     watch_callees(copied)
     _require_target(copied, goal)
     notes += [f"{norm} stays a batch norm: {kept[layer]}" for layer, norm in pairs.items() if layer in kept]
-    notes += [f"{path}: {WIDENED}" for path, module in copied.named_modules() if is_widened(module)]
+    notes += [f"{path}: {WIDENED}" for path, module in copied.named_modules() if _is_widened(module)]
     record_of(copied).conversion = Conversion(goal.name, folded, notes)
     return_tensors(copied)
     return copied
@@ -310,8 +311,7 @@ def _rounded_bias(bias: Tensor, scale: Tensor, target: _targets.Target) -> Tenso
     return codes_of_float(float_of_codes(codes, scale), scale) if target.has_float_biases else codes
 
 
-def is_widened(module: nn.Module) -> bool:
-    """Returns True for a layer whose weight was rounded again, to a larger scale than in training."""
+def _is_widened(module: nn.Module) -> bool:
     return isinstance(module, IntegerLayer) and module._fakequant.is_widened
 
 

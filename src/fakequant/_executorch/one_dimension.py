@@ -9,9 +9,8 @@ from typing import Any
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
-from fakequant._executorch.delegation import path_of
-from fakequant._executorch.graph import aten, called, can_view, insert, source_of, viewed
-from fakequant._executorch.weights import reshape_weights
+from fakequant._executorch.graph import aten, called, insert, viewed
+from fakequant._executorch.weights import require_one_unknown_length, reshape_weights
 
 _FORMS = {
     aten.conv1d.default: aten.conv2d.default,
@@ -27,12 +26,7 @@ _USUAL = (1, 0, 1)
 def use_two_dimensions(program: ExportedProgram) -> None:
     """Rewrites a program, in place. Raises ValueError if the lengths of two axes of an input are unknown."""
     calls = called(program.graph, *_FORMS)
-    for call in calls:
-        if not can_view(source_of(call)):
-            raise ValueError(
-                f"{path_of(call) or 'the model'} is a convolution along one axis, and XNNPACK computes it only if at "
-                "most one axis of its input can have any length.\nUse max_batch, or dynamic_shapes with one axis."
-            )
+    require_one_unknown_length(calls, "one axis")
     if reshape_weights(program, calls, axes=3, change=lambda weight: weight.unsqueeze(-1)):
         for call in calls:
             _rewrite(program.graph, call)

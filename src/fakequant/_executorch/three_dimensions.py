@@ -15,9 +15,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
-from fakequant._executorch.delegation import path_of
-from fakequant._executorch.graph import GRID, aten, called, can_view, insert, is_call, source_of, viewed
-from fakequant._executorch.weights import reshape_weights
+from fakequant._executorch.graph import GRID, aten, called, insert, is_call, source_of, viewed
+from fakequant._executorch.weights import require_one_unknown_length, reshape_weights
 
 _FORMS = {aten.conv3d.default: aten.conv2d.default, aten.conv3d.padding: aten.conv2d.padding}
 
@@ -25,12 +24,7 @@ _FORMS = {aten.conv3d.default: aten.conv2d.default, aten.conv3d.padding: aten.co
 def use_images(program: ExportedProgram) -> None:
     """Rewrites a program, in place. Raises ValueError if the lengths of two axes of an input are unknown."""
     calls = called(program.graph, *_FORMS)
-    for call in calls:
-        if not can_view(source_of(call)):
-            raise ValueError(
-                f"{path_of(call) or 'the model'} is a convolution along three axes, and XNNPACK computes it only if at "
-                "most one axis of its input can have any length.\nUse max_batch, or dynamic_shapes with one axis."
-            )
+    require_one_unknown_length(calls, "three axes")
     taps = [call.args[1].meta["val"].shape[2] for call in calls]  # type: ignore[union-attr]
     if reshape_weights(program, calls, axes=5, change=lambda weight: weight.flatten(1, 2)):
         for call, number in zip(calls, taps, strict=True):

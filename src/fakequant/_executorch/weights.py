@@ -1,4 +1,4 @@
-"""The weights of layers in a program: parameters, buffers, or constants with codes."""
+"""What rewriting a convolution needs: an input that has a view, and a weight that gets another shape."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +7,19 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.nn import Parameter
+
+from fakequant._executorch.delegation import path_of
+from fakequant._executorch.graph import can_view, source_of
+
+
+def require_one_unknown_length(calls: list[Node], axes: str) -> None:
+    """Raises ValueError if an input of a convolution has several axes of unknown length, so that it has no view."""
+    for call in calls:
+        if not can_view(source_of(call)):
+            raise ValueError(
+                f"{path_of(call) or 'The model'} is a convolution along {axes}, and XNNPACK computes it only if at "
+                "most one axis of its input can have any length.\nUse max_batch, or dynamic_shapes with one axis."
+            )
 
 
 def reshape_weights(

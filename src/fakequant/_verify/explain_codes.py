@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fakequant._convert.convert import WIDENED
 from fakequant._convert.golden.arithmetics import ARITHMETICS
 from fakequant._convert.golden.float_positions import positions, values_at
 from fakequant._convert.golden.integer_layer import weight_levels
@@ -23,15 +24,12 @@ NOT_FUSED = "fusion: the runtime computed layer and quantizer separately, in flo
 FUSED = "fusion: the runtime computed layer and quantizer as one kernel"
 RECIPROCAL = "reciprocal: the runtime multiplied by 1 / scale instead of dividing"
 TIE = "rounding tie: the input lies between two codes, and float rounding decided"
-UNSTEADY = (
-    "rounding: the errors of float operations before the quantizer are larger than its steps, because the model "
-    "multiplies them, for example in a softmax of large numbers"
-)
+UNSTEADY = "rounding: float operations before the quantizer have rounding errors larger than its steps"
 BIAS = "bias: it was rounded to an integer in the conversion"
 NAN = "NaN: the quantizer's input has NaNs, which have no code"
 SCALE = "scale: the range of the tensor is another one"
 READ_WEIGHT = "weight: the model's code uses a quantized weight as a float; see the notes of summary(model)"
-LARGE_BIAS = "bias: a bias is too large for 32 bits at the scale of its weight, which was rounded to a larger scale"
+LARGE_BIAS = f"bias: {WIDENED}"
 UNKNOWN = "not explained"
 
 _INT32 = 2**31
@@ -57,7 +55,7 @@ def ties(x: Tensor, grid: GridOf, tolerance: Tensor, golden: Tensor, other: Tens
 
 
 def within(x: Tensor, grid: GridOf, tolerance: Tensor, other: Tensor) -> Tensor:
-    """Returns a mask of the codes of integers that an input within `tolerance` of `x` has. See `ties`."""
+    """Returns a mask of integer codes: whether an input that differs from `x` by at most `tolerance` has them."""
     if grid.spec.format != "int":
         return torch.zeros_like(other, dtype=torch.bool)
     distance = (x.double() / grid.scale.double() - (other - grid.zero_point).double()).abs() - 0.5
@@ -65,11 +63,11 @@ def within(x: Tensor, grid: GridOf, tolerance: Tensor, other: Tensor) -> Tensor:
 
 
 def repeated_ties(x: Tensor, other: Tensor, at_tie: Tensor) -> int:
-    """Returns the number of ties at inputs that the other model gave different codes, without one for each input.
+    """Returns how many ties only repeat another one: equal inputs to which the other model gave different codes.
 
-    Few elements of a tensor are at ties by chance. Many are if they are equal, as the sigmoid of sums that are 0 is,
-    and these are one chance. If the other model rounded in another way, it would give equal inputs the same code.
-    Different codes can only come from rounding errors before the quantizer.
+    Few elements of a tensor are at a tie by chance. If many are, they are usually equal, such as the sigmoid of
+    accumulators that are 0, and so they are one coincidence. A model with another rounding rule would give equal inputs
+    the same code, so different codes can only come from rounding errors before the quantizer.
 
     Args:
         x: The input of the grid in the golden model.

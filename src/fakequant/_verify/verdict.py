@@ -27,7 +27,7 @@ class TensorReport:
     path: str
     codes: int = 0
     # Prepared and golden model: the number of codes that differ, the largest difference in steps, the number of ties,
-    # and the number of ties at inputs that equal another one and got another code, all but the first.
+    # and how many ties only repeat another one (`repeated_ties`).
     prepared_differ: int = 0
     prepared_steps: int = 0
     prepared_ties: int = 0

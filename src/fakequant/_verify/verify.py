@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant._convert import result_leaves
-from fakequant._convert.convert import is_widened
+from fakequant._convert.convert import WIDENED, conversion
 from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
 from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, Origin, codes_of, dequantized, origin_of, plain
@@ -439,7 +439,7 @@ class _Comparison:
         """Returns the reason, or one that was known when the model was prepared or converted if it is not explained."""
         if reason == UNKNOWN and any(map(is_note_on_weights, preparation(self.model).notes)):
             return READ_WEIGHT
-        if reason == UNKNOWN and any(is_widened(module) for module in self.golden.modules()):
+        if reason == UNKNOWN and any(note.endswith(WIDENED) for note in conversion(self.golden).notes):
             return LARGE_BIAS
         return reason
 

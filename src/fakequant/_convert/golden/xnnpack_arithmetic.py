@@ -33,7 +33,7 @@ from fakequant._targets import TOKEN_SPEC
 from fakequant.spec import QuantSpec
 
 _LOWEST, _HIGHEST = -128, 127
-SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 # The number of bits of the larger multiplier of an addition, without the first one.
 _MULTIPLIER_BITS = 20
 # The number of weights whose sum XNNPACK multiplies by the scale of their group at once.
@@ -81,15 +81,16 @@ class Xnnpack(Reference):
             shift  = 20 - floor(log2(max(ra, rb)))
             ma, mb = rint(ra * 2^shift), rint(rb * 2^shift)
         """
-        if not has_addition(*(float(of.scale) for of in (a_grid, b_grid, grid))):
-            return self.from_float(_values(a, a_grid) + _values(b, b_grid), grid)
-        return _weighted_sum(a, a_grid, b, b_grid, grid, sign=1)
+        return self._sum(a, a_grid, b, b_grid, grid, sign=1)
 
     def from_subtraction(self, a: Tensor, a_grid: GridOf, b: Tensor, b_grid: GridOf, grid: GridOf) -> Tensor:
         """Returns what `from_addition` returns with -mb instead of mb."""
-        if not has_addition(*(float(of.scale) for of in (a_grid, b_grid, grid))):
-            return self.from_float(_values(a, a_grid) - _values(b, b_grid), grid)
-        return _weighted_sum(a, a_grid, b, b_grid, grid, sign=-1)
+        return self._sum(a, a_grid, b, b_grid, grid, sign=-1)
+
+    def _sum(self, a: Tensor, a_grid: GridOf, b: Tensor, b_grid: GridOf, grid: GridOf, sign: int) -> Tensor:
+        if has_addition(*(float(of.scale) for of in (a_grid, b_grid, grid))):
+            return _weighted_sum(a, a_grid, b, b_grid, grid, sign)
+        return self.from_float(plain(a).float() + sign * plain(b).float(), grid)
 
     def from_product(self, a: Tensor, a_grid: GridOf, b: Tensor, b_grid: GridOf, grid: GridOf) -> Tensor:
         """clamped((a - za) * (b - zb) * ((a_grid.scale * b_grid.scale) / grid.scale)), elementwise."""
@@ -182,15 +183,15 @@ class Xnnpack(Reference):
 
 
 def has_layer(x_scale: float, weight_scale: float, scale: float) -> bool:
-    """Returns True if XNNPACK has an integer kernel for a layer with these scales of input, weight and result.
+    """Returns True if XNNPACK has an integer kernel for a layer with these scales of input, weight and output.
 
-    The scale of the sums, which is that of the bias, must not be subnormal.
+    The scale of the accumulators, which the bias shares, must not be subnormal.
 
     >>> has_layer(0.1, 0.1, 0.01), has_layer(0.1, 0.1, 1e-7), has_layer(0.1, 1e-38, 0.01)
     (True, False, False)
     """
     sum_scale = x_scale * weight_scale
-    return sum_scale >= SMALLEST_NORMAL and sum_scale / scale < 2**8
+    return sum_scale >= _SMALLEST_NORMAL and sum_scale / scale < 2**8
 
 
 def has_addition(a_scale: float, b_scale: float, scale: float) -> bool:
@@ -203,11 +204,6 @@ def has_addition(a_scale: float, b_scale: float, scale: float) -> bool:
     (True, False)
     """
     return 2**-10 <= max(a_scale / scale, b_scale / scale) < 2**20
-
-
-def _values(x: Tensor, grid: GridOf) -> Tensor:
-    """Returns the dequantized values of a tensor."""
-    return (codes_of(plain(x), grid) - grid.zero_point).float() * grid.scale
 
 
 def _parts(weight: Tensor, scales: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:

@@ -98,8 +98,8 @@ class ExecuTorch:
             if golden is not None and has_transposed_groups(golden):
                 return "XNNPACK has no integer kernel for a transposed convolution with groups"
             return (
-                "XNNPACK computes it in integers only if a single quantizer reads its result, with a scale above the "
-                "256th part of the scale of its sums"
+                "XNNPACK computes it in integers only if a single quantizer reads its output, and the scale of that "
+                "quantizer is more than 1/256 of the scale of the accumulators"
             )
         return None
 
