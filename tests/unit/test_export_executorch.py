@@ -351,8 +351,8 @@ FORMS = {
         (2, 5, 6),
     ),
     "a batch norm after a float layer along one axis": (
-        lambda: nn.Sequential(nn.Conv1d(2, 3, 3), nn.BatchNorm1d(3)),
-        lambda target: recipes.int4_weight_only(None, target=target),
+        lambda: nn.Sequential(nn.Conv1d(2, 3, 3), nn.BatchNorm1d(3), nn.Conv1d(3, 2, 1)),
+        lambda target: recipes.int8(target=target).skip("0"),
         (2, 6),
     ),
     "volumes": (Volumes, recipes.int8, (2, 5, 4, 4)),
