@@ -9,29 +9,34 @@ INSTALL = -m pip install -q --no-build-isolation --no-deps -e . -C build-dir=$(B
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -name '*.cc' -o -name '*.h') \
            $(shell find src -name '*.py')
 
-.PHONY: test zoo fuzz demo docs bench build wheel-test lint stub test-kernels test-neon test-torch test-python clean
+.PHONY: test test-all zoo fuzz demo docs bench build wheel-test lint stub test-kernels test-neon test-torch test-python clean
 
 # The second run uses the Python nodes, as users of other torch releases do. Two test processes share the CPUs, so
 # torch's threads must not spin while they wait.
 test: export OMP_WAIT_POLICY = PASSIVE
-test: build lint test-kernels $(VENV)/.docs
-	$(PY) -m pytest -n 2 --dist worksteal
-	FAKEQUANT_PYTHON_NODES=1 $(PY) -m pytest -n 2 --dist worksteal -q tests/operators \
-	  --ignore-glob "tests/operators/test_ranks_*" \
-	  --ignore tests/operators/test_compile_models.py --ignore tests/operators/test_compile_quantizers.py \
-	  --ignore tests/operators/test_export_prepared.py --ignore tests/operators/test_fork.py
+test: lint test-kernels $(VENV)/.docs
+	$(PY) -m pytest -n 2 --dist worksteal $(if $(CI),--durations=50)
+	FAKEQUANT_PYTHON_NODES=1 $(PY) -m pytest -n 2 --dist worksteal -q tests/operators --ignore tests/operators/test_fork.py
+
+# Everything of which `make test` tries samples (tests/shared/thoroughness.py), and the whole zoo.
+test-all: export OMP_WAIT_POLICY = PASSIVE
+test-all: export FAKEQUANT_TESTS = all
+test-all: lint test-kernels $(VENV)/.docs
+	$(PY) -m pytest -n 2 --dist worksteal --durations=50
+	FAKEQUANT_PYTHON_NODES=1 $(PY) -m pytest -n 2 --dist worksteal -q tests/operators --ignore tests/operators/test_fork.py \
+	  tests/compile/test_compile.py tests/compile/test_fusion.py tests/ranks/test_distill_runs.py
 
 # Runs the whole flow on all models of tests/zoo; `make test` runs some of them.
 zoo: export OMP_WAIT_POLICY = PASSIVE
-zoo: build
-	FAKEQUANT_ZOO=all $(PY) -m pytest -n 2 --dist worksteal tests/zoo
+zoo: build $(VENV)/.installed
+	FAKEQUANT_TESTS=all $(PY) -m pytest -n 2 --dist worksteal tests/zoo
 
 # Runs random networks through the whole flow; `make test` runs some. make fuzz N=500 SEED=0
 N    ?= 100
 SEED ?= 0
 
 fuzz: export OMP_WAIT_POLICY = PASSIVE
-fuzz: build
+fuzz: build $(VENV)/.installed
 	$(PY) tests/fuzz/fuzz.py --networks $(N) --seed $(SEED) --scripts build/fuzz
 
 demo: build
@@ -47,10 +52,10 @@ $(VENV)/.docs: requirements-docs.txt $(VENV)/.installed
 
 # Tests the wheel and the sdist in environments that cannot see the sources. Uses the kernels that are already compiled;
 # without --build-dir, the wheel is built from the sdist, as on a user's machine.
-wheel-test: build
+wheel-test: build $(VENV)/.installed
 	$(PY) tools/wheel_test.py --build-dir $(BUILD)
 
-bench: build
+bench: build $(VENV)/.installed
 	mkdir -p benchmarks/results
 	$(PY) benchmarks/bench_kernels.py --json benchmarks/results/latest.json
 	$(PY) benchmarks/bench_torch.py --json benchmarks/results/latest-torch.json
@@ -73,24 +78,30 @@ bench: build
 	$(PY) benchmarks/bench_zoo.py --json benchmarks/results/latest-zoo.json
 	$(PY) benchmarks/bench_linear.py --json benchmarks/results/latest-linear.json
 	$(PY) benchmarks/bench_runtimes.py --json benchmarks/results/latest-runtimes.json
+	$(PY) benchmarks/bench_language_model_export.py --json benchmarks/results/latest-language-model-export.json
 
 build: $(VENV)/.built
 
-# torch is installed first and with its exact version, so that no dependency replaces a CPU build by another one.
-# torchvision asks for another build, and is installed without its dependencies, where only the zoo looks for it.
-$(VENV)/.installed: requirements-dev.txt requirements-runtimes.txt requirements-zoo.txt
+# .demo has what `make demo` needs, .installed the rest. torch is installed first and with its exact version, so that no
+# dependency replaces a CPU build by another one. torchvision asks for another build, and is installed without its dependencies, where only the zoo looks for it.
+$(VENV)/.demo: requirements-demo.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q torch==2.13.0
+	$(PY) -m pip install -q -r requirements-demo.txt
+	touch $@
+
+$(VENV)/.installed: requirements-dev.txt requirements-runtimes.txt requirements-zoo.txt $(VENV)/.demo
 	$(PY) -m pip install -q -r requirements-dev.txt
 	$(PY) -m pip install -q --no-deps -r requirements-runtimes.txt
 	$(PY) -m pip install -q --no-deps --target $(VENV)/zoo -r requirements-zoo.txt
 	touch $@
 
-$(VENV)/.built: $(VENV)/.installed $(SOURCES)
+$(VENV)/.built: $(VENV)/.demo $(SOURCES)
+	@echo "Compiling takes about a minute on two cores, and less if little has changed."
 	$(PY) $(INSTALL)
 	touch $@
 
-lint: build
+lint: build $(VENV)/.installed
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
@@ -101,14 +112,16 @@ stub: build
 
 # Runs every kernel on every instruction set of this machine, from C++.
 test-kernels: build
+	$(VENV)/bin/cmake --build $(BUILD) --target kernels_test
 	$(BUILD)/kernels_test
 
 # Runs the kernels for 64-bit ARM in an emulator and compares the results with this machine's, line by line.
 # Needs Debian's g++-aarch64-linux-gnu and qemu-user.
 test-neon: build
+	$(VENV)/bin/cmake --build $(BUILD) --target kernels_test
 	$(VENV)/bin/cmake -S . -B build/neon -G Ninja -DCMAKE_TOOLCHAIN_FILE=tools/aarch64.cmake \
 	  -DFAKEQUANT_BUILD_TESTS=ON -DFAKEQUANT_BUILD_PYTHON=OFF -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja
-	$(VENV)/bin/cmake --build build/neon
+	$(VENV)/bin/cmake --build build/neon --target kernels_test
 	$(BUILD)/kernels_test --digest | sort > build/neon/here.txt
 	qemu-aarch64 build/neon/kernels_test --digest | sort > build/neon/there.txt
 	diff build/neon/here.txt build/neon/there.txt
@@ -126,10 +139,10 @@ test-torch: $(TORCH_VENV)/.built
 	$(TORCH_VENV)/bin/python -m fakequant info
 	$(TORCH_VENV)/bin/python -m pytest -n 2 --dist worksteal -q $(TESTS)
 
-$(TORCH_VENV)/.installed: requirements-dev.txt
+$(TORCH_VENV)/.installed: requirements-demo.txt requirements-dev.txt
 	$(PYTHON) -m venv $(TORCH_VENV)
 	$(TORCH_VENV)/bin/python -m pip install -q torch==$(TORCH)
-	$(TORCH_VENV)/bin/python -m pip install -q -r requirements-dev.txt
+	$(TORCH_VENV)/bin/python -m pip install -q -r requirements-demo.txt -r requirements-dev.txt
 	touch $@
 
 $(TORCH_VENV)/.built: $(TORCH_VENV)/.installed $(SOURCES)
@@ -142,12 +155,13 @@ PYTHON_VENV ?= build/$(notdir $(PYTHON))$(if $(NUMPY),-numpy-$(NUMPY))
 
 test-python:
 	$(PYTHON) -m venv $(PYTHON_VENV)
-	$(PYTHON_VENV)/bin/python -m pip install -q $(if $(NUMPY),numpy==$(NUMPY) ml_dtypes,-c requirements-dev.txt numpy \
-	  ml_dtypes) pytest pytest-xdist hypothesis scikit_build_core nanobind cmake ninja
+	$(PYTHON_VENV)/bin/python -m pip install -q $(if $(NUMPY),numpy==$(NUMPY) ml_dtypes,-c requirements-demo.txt \
+	  -c requirements-dev.txt numpy ml_dtypes) pytest pytest-xdist hypothesis scikit_build_core nanobind cmake ninja
 	$(PYTHON_VENV)/bin/python -m pip install -q --no-build-isolation --no-deps -e . \
 	  -C build-dir=$(PYTHON_VENV)/cmake -C cmake.define.FAKEQUANT_TORCH_NODES=OFF
 	$(PYTHON_VENV)/bin/python -m fakequant info
-	$(PYTHON_VENV)/bin/python -m pytest -n 2 --dist worksteal -q tests/conformance tests/properties tests/unit
+	$(PYTHON_VENV)/bin/python -m pytest -n 2 --dist worksteal -q tests/backends tests/config \
+	  tests/conformance tests/properties tests/packaging/test_import_and_info.py tests/packaging/test_stub.py
 
 clean:
 	rm -rf build dist $(VENV)

@@ -33,7 +33,7 @@ UINT8 = fq.QuantSpec(symmetric=False, signed=False)
 CHANNEL, GROUP, TOKEN = (
     fq.QuantSpec(axis=-1),
     fq.QuantSpec(axis=-1, group_size=32),
-    fq.QuantSpec(axis=-1, group_size=-1),
+    fq.QuantSpec().per_token(),
 )
 SCALE, ZERO_POINT = torch.tensor(0.02), torch.tensor(3, dtype=torch.int32)
 SCALES, GROUPS = torch.linspace(0.01, 0.06, SHAPE[1]), torch.linspace(0.01, 0.06, SHAPE[0] * 32).reshape(SHAPE[0], 32)
@@ -42,7 +42,7 @@ QUANTIZED: dict[str, Callable[[Tensor], Tensor]] = {
     "per channel, last axis": lambda x: fq.fake_quantize(x, SCALES, 0, CHANNEL),
     "groups of 32": lambda x: fq.fake_quantize(x, GROUPS, 0, GROUP),
     "learned, per tensor": lambda x: fq.fake_quantize_learned(x, SCALE, ZERO_POINT.float(), UINT8),
-    "dynamic, per token": lambda x: fq.fake_quantize(x, *fq.choose_qparams(*fq.min_max(x, TOKEN)[:2], TOKEN), TOKEN),
+    "dynamic, per token": lambda x: fq.fake_quantize(x, *fq.choose_qparams(fq.min_max(x, TOKEN), TOKEN), TOKEN),
 }
 BASE, EAGER, FUSED = "relu + add", "eager", "fused"
 

@@ -47,7 +47,7 @@ from torch import Tensor, nn
 import fakequant as fq
 from digits import BATCH, FLOAT_RATE, QUANTIZED_RATE, Split, perceptron, split
 from digits_cnn import FROZEN, network, train
-from fakequant._convert.golden.fixed_grid import Grid
+from fakequant._convert.golden.quantizer import GoldenQuantizer
 from fakequant._convert.golden.tracked_codes import on_grid
 from fakequant.testing.timing import best_times
 
@@ -92,7 +92,7 @@ def trained(name: str, data: Split, epochs: int, seed: int) -> nn.Module:
 
 
 def quantized(model: nn.Module, data: Split, epochs: int, seed: int, target: str) -> nn.Module:
-    made = fq.prepare(copy.deepcopy(model), fq.recipes.int8(target=target))
+    made = fq.prepare(copy.deepcopy(model), fq.recipes.int8(target=target), data[0][:BATCH])
     fq.calibrate(made, data[0].split(BATCH), progress=False)
     train(made, data, epochs, QUANTIZED_RATE, seed, FROZEN)
     return made.eval()
@@ -102,7 +102,9 @@ def quantized(model: nn.Module, data: Split, epochs: int, seed: int, target: str
 
 
 @torch.no_grad()
-def run(model: nn.Module, images: Tensor, grids: dict[str, Grid], force: Codes | None = None) -> tuple[Any, ...]:
+def run(
+    model: nn.Module, images: Tensor, grids: dict[str, GoldenQuantizer], force: Codes | None = None
+) -> tuple[Any, ...]:
     """Runs a prepared or golden model. Returns its result, its codes, and its codes before rounding.
 
     If `force` is given, these codes replace those of the model after they were recorded.
@@ -110,7 +112,7 @@ def run(model: nn.Module, images: Tensor, grids: dict[str, Grid], force: Codes |
     codes: Codes = {}
     levels: Codes = {}
 
-    def look(path: str, grid: Grid, x: Tensor, y: Tensor) -> Any:
+    def look(path: str, grid: GoldenQuantizer, x: Tensor, y: Tensor) -> Any:
         scale, zero = grid.grid_for(x).scale, grid.grid_for(x).zero_point
         x, y = x.as_subclass(Tensor), y.as_subclass(Tensor)
         codes.setdefault(path, []).append(torch.round(y / scale) + zero)
@@ -215,7 +217,7 @@ def compare(prepared: nn.Module, path: Path, images: Tensor) -> dict[str, Any]:
     """Exports a model, runs it in all three ways and counts differing codes."""
     fq.export_onnx(prepared, path, images[:2])
     golden = fq.convert(prepared)
-    grids = {name: module for name, module in golden.named_modules() if isinstance(module, Grid)}
+    grids = {name: module for name, module in golden.named_modules() if isinstance(module, GoldenQuantizer)}
     results, codes = {}, {}
     results["prepared"], codes["prepared"], _ = run(prepared, images, grids)
     results["golden"], own, _ = run(golden, images, grids)
@@ -258,7 +260,7 @@ def sizes(folder: Path) -> dict[str, int]:
     export_float(copy.deepcopy(model), folder / "wide float.onnx", images)
     configs = {"int8": fq.recipes.int8(target=SAFE), "int4 group 32": fq.recipes.int4_weight_only(32)}
     for name, config in configs.items():
-        made = fq.calibrate(fq.prepare(copy.deepcopy(model), config), [images], progress=False)
+        made = fq.calibrate(fq.prepare(copy.deepcopy(model), config, images), [images], progress=False)
         fq.export_onnx(made, folder / f"wide {name}.onnx", images)
     return {name: (folder / f"wide {name}.onnx").stat().st_size for name in ("float", *configs)}
 

@@ -23,6 +23,7 @@ import torch
 
 import fakequant as fq
 import format_cases
+from fakequant import torch_ops
 from fakequant.testing.assertions import assert_same_bits
 from fakequant.testing.timing import best_times
 
@@ -103,7 +104,7 @@ def per_tensor_cases(size: int, dtype: str) -> list[Case]:
         assert_same_bits(tm.numpy(), np.unpackbits(mask, count=size, bitorder="little").astype(bool))
 
     def same_named():
-        y, mask = fq.fake_quantize_per_tensor_affine_cachemask(x, *args)
+        y, mask = torch_ops.fake_quantize_per_tensor_affine_cachemask(x, *args)
         ty, tm = torch_forward()
         assert_same_bits(to_numpy(ty), y)
         assert_same_bits(tm.numpy(), mask)
@@ -119,15 +120,15 @@ def per_tensor_cases(size: int, dtype: str) -> list[Case]:
 
     def same_value():
         expected = torch.fake_quantize_per_tensor_affine(t, *args)
-        assert_same_bits(to_numpy(expected), fq.fake_quantize_per_tensor_affine(x, *args))
+        assert_same_bits(to_numpy(expected), torch_ops.fake_quantize_per_tensor_affine(x, *args))
 
     forward_bytes = 2 * size * width + size // 8
     cases = [
         Case("forward + packed mask", dtype, size, forward_bytes, packed(torch_spec), torch_forward, x.copy, same_packed),
         Case("forward + packed mask, onnx", dtype, size, forward_bytes, packed(SPEC), torch_forward, x.copy, nothing_to_compare),
         Case("forward + bool mask", dtype, size, 2 * size * width + size,
-             lambda: fq.fake_quantize_per_tensor_affine_cachemask(x, *args), torch_forward, x.copy, same_named),
-        Case("forward only", dtype, size, 2 * size * width, lambda: fq.fake_quantize_per_tensor_affine(x, *args),
+             lambda: torch_ops.fake_quantize_per_tensor_affine_cachemask(x, *args), torch_forward, x.copy, same_named),
+        Case("forward only", dtype, size, 2 * size * width, lambda: torch_ops.fake_quantize_per_tensor_affine(x, *args),
              lambda: torch.fake_quantize_per_tensor_affine(t, *args), x.copy, same_value),
         Case("backward from packed mask", dtype, size, forward_bytes, lambda: fq.fake_quantize_backward(x, mask, torch_spec),
              torch_backward, x.copy, same_backward),
@@ -190,7 +191,7 @@ def learned_cases(size: int, dtype: str) -> list[Case]:
     moved = 2 * size * x.dtype.itemsize + size * 4
 
     def ours_tensor():
-        return fq.fake_quantize_learnable_per_tensor_affine_backward(dy, x, s1, z1, QMIN, QMAX)
+        return torch_ops.fake_quantize_learnable_per_tensor_affine_backward(dy, x, s1, z1, QMIN, QMAX)
 
     def torch_tensor():
         return aten._fake_quantize_learnable_per_tensor_affine_backward(
@@ -198,7 +199,7 @@ def learned_cases(size: int, dtype: str) -> list[Case]:
         )
 
     def ours_channel():
-        return fq.fake_quantize_learnable_per_channel_affine_backward(dy, x, sc, zc, 1, QMIN, QMAX)
+        return torch_ops.fake_quantize_learnable_per_channel_affine_backward(dy, x, sc, zc, 1, QMIN, QMAX)
 
     def torch_channel():
         return aten._fake_quantize_learnable_per_channel_affine_backward(
@@ -291,12 +292,16 @@ def small_call_microseconds() -> dict[str, float]:
     fq.set_num_threads(1)
     contenders = {
         "fake_quantize": lambda: fq.fake_quantize(one, SCALE, ZERO, SPEC),
-        "fake_quantize_per_tensor_affine": lambda: fq.fake_quantize_per_tensor_affine(one, SCALE, ZERO, QMIN, QMAX),
+        "fake_quantize_per_tensor_affine": lambda: torch_ops.fake_quantize_per_tensor_affine(
+            one, SCALE, ZERO, QMIN, QMAX
+        ),
         "fake_quantize + packed mask": lambda: fq.fake_quantize(one, SCALE, ZERO, SPEC, mask="packed"),
         "fake_quantize_backward": lambda: fq.fake_quantize_backward(one, true, SPEC),
         "quantize": lambda: fq.quantize(one, SCALE, ZERO, SPEC),
         "fake_quantize per channel": lambda: fq.fake_quantize(one, one, zero, PER_CHANNEL),
-        "fake_quantize_per_channel_affine": lambda: fq.fake_quantize_per_channel_affine(one, one, zero, 0, QMIN, QMAX),
+        "fake_quantize_per_channel_affine": lambda: torch_ops.fake_quantize_per_channel_affine(
+            one, one, zero, 0, QMIN, QMAX
+        ),
     }
     return {name: t * 1e6 for name, t in best_times(contenders, seconds=1).items()}
 

@@ -44,9 +44,9 @@ from torch import Tensor, nn
 
 import fakequant as fq
 from bench_train_step import Encoder, cnn
-from fakequant._verify.float_files import write_float
-from fakequant._verify.program_times import times_of_programs
-from fakequant._verify.runtimes.opening import open_file
+from fakequant._runtimes.session import open_file
+from fakequant._runtimes.xnnpack.running import times_of_programs
+from fakequant._verify.latency import write_float
 from fakequant.config import QuantConfig
 from fakequant.testing.timing import all_times
 

@@ -35,6 +35,7 @@ from torch.ao.quantization.quantize_fx import prepare_qat_fx
 
 import fakequant as fq
 from bench_kernels import QMAX, QMIN, SCALE, ZERO, data, to_numpy, to_torch
+from fakequant import torch_ops
 from fakequant.testing.assertions import assert_same_bits
 from fakequant.testing.timing import Contender, best_times
 
@@ -181,7 +182,7 @@ def learned_on_arrays(spec: fq.QuantSpec, *parameters: Tensor) -> Callable[[Tens
 def per_tensor(x: Tensor) -> Iterator[Operator]:
     args = (SCALE, ZERO, QMIN, QMAX)
     torchs = bound(torch.fake_quantize_per_tensor_affine, *args)
-    yield Operator("per tensor", bound(fq.fake_quantize_per_tensor_affine, *args), torchs, x)
+    yield Operator("per tensor", bound(torch_ops.fake_quantize_per_tensor_affine, *args), torchs, x)
     for gradient in ("clipped", "pass"):
         ours = bound(fq.fake_quantize, SCALE, ZERO, OWN, gradient=gradient)
         expected = on_arrays(gradient, OWN, SCALE, ZERO)
@@ -198,7 +199,7 @@ def per_channel(x: Tensor, axis: int) -> Iterator[Operator]:
     scale, zero_point = channel_parameters(x.shape[axis])
     args = (scale, zero_point, axis, QMIN, QMAX)
     torchs = bound(torch.fake_quantize_per_channel_affine, *args)
-    yield Operator(what, bound(fq.fake_quantize_per_channel_affine, *args), torchs, x)
+    yield Operator(what, bound(torch_ops.fake_quantize_per_channel_affine, *args), torchs, x)
     expected = on_arrays("clipped", spec, scale.numpy(), zero_point.numpy())
     yield Operator(f"{what}, own", bound(fq.fake_quantize, scale, zero_point, spec), torchs, x, expected=expected)
 
@@ -207,7 +208,7 @@ def learned_per_tensor(x: Tensor) -> Iterator[Operator]:
     parameters = tuple(torch.tensor([v], requires_grad=True) for v in (SCALE, float(ZERO)))
     args = (*parameters, QMIN, QMAX, 1.0)
     torchs = bound(torch._fake_quantize_learnable_per_tensor_affine, *args)
-    ours = bound(fq.fake_quantize_learnable_per_tensor_affine, *args)
+    ours = bound(torch_ops.fake_quantize_learnable_per_tensor_affine, *args)
     yield Operator("learned per tensor", ours, torchs, x, parameters)
     own = bound(fq.fake_quantize_learned, *parameters, OWN)
     yield Operator("learned per tensor, own", own, torchs, x, parameters, learned_on_arrays(OWN, *parameters))
@@ -218,7 +219,7 @@ def learned_per_channel(x: Tensor, axis: int) -> Iterator[Operator]:
     parameters = tuple(p.float().requires_grad_() for p in channel_parameters(x.shape[axis]))
     args = (*parameters, axis, QMIN, QMAX, 1.0)
     torchs = bound(torch._fake_quantize_learnable_per_channel_affine, *args)
-    yield Operator(what, bound(fq.fake_quantize_learnable_per_channel_affine, *args), torchs, x, parameters)
+    yield Operator(what, bound(torch_ops.fake_quantize_learnable_per_channel_affine, *args), torchs, x, parameters)
     own = bound(fq.fake_quantize_learned, *parameters, spec)
     yield Operator(f"{what}, own", own, torchs, x, parameters, learned_on_arrays(spec, *parameters))
 

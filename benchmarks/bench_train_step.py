@@ -175,7 +175,7 @@ class Unsupported(Exception):
 
 
 def ours(config: fq.QuantConfig, model: nn.Module, x: Tensor) -> nn.Module:
-    prepared = fq.prepare(copy.deepcopy(model), config)
+    prepared = fq.prepare(copy.deepcopy(model), config, x)
     return fq.calibrate(prepared, [x], progress=False) if config.default.learned else prepared
 
 

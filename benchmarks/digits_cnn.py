@@ -119,7 +119,7 @@ def train(model: nn.Module, data: Split, epochs: int, rate: float, seed: int, fr
     steps = epochs * (len(images) // BATCH)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     start = steps - int(frozen * steps) if frozen else None
-    quantized = any(True for _ in fq.nn.quantizers(model))
+    quantized = any(True for _ in fq.nn.named_quantizers(model))
     schedule = fq.Schedule(model, freeze_ranges_at=start if quantized else None, freeze_norms_at=start)
     model.train()
     for _ in range(epochs):
@@ -150,7 +150,7 @@ def run_seed(seed: int, epochs: int) -> dict[str, float]:
     """Returns accuracies by the names of the rows."""
     data, model, found = train_in_float(seed, epochs)
     for row in ROWS:
-        made = fq.prepare(copy.deepcopy(model), row.config)
+        made = fq.prepare(copy.deepcopy(model), row.config, data[0][:BATCH])
         fq.calibrate(made, data[0].split(BATCH), progress=False)
         if row.trained:
             train(made, data, epochs, QUANTIZED_RATE, seed, FROZEN)

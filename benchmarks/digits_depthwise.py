@@ -97,7 +97,7 @@ def run_seed(seed: int, epochs: int) -> dict[str, float]:
     model = network()
     train_with_sgd(model, data, epochs, FLOAT_RATE, seed)
     found = {"float": accuracy(model.eval(), data)}
-    quantized = fq.prepare(copy.deepcopy(model), fq.recipes.lsq(2, target="onnxruntime-x86"))
+    quantized = fq.prepare(copy.deepcopy(model), fq.recipes.lsq(2, target="onnxruntime-x86"), data[0][:BATCH])
     fq.calibrate(quantized, data[0].split(BATCH), progress=False)
     train(quantized, data, epochs, seed)
     found["eval()"] = accuracy(quantized.eval(), data)

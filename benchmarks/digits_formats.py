@@ -49,7 +49,7 @@ def run_seed(seed: int, epochs: int) -> dict[str, float]:
     """Returns accuracies by the names of the rows."""
     data, model, found = train_in_float(seed, epochs)
     for name, config in CONFIGS.items():
-        made = fq.prepare(copy.deepcopy(model), config)
+        made = fq.prepare(copy.deepcopy(model), config, data[0][:BATCH])
         fq.calibrate(made, data[0].split(BATCH), progress=False)
         found[f"PTQ {name}"] = accuracy(made, data)
         train(made, data, epochs, QUANTIZED_RATE, seed, FROZEN)

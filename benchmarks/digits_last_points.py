@@ -153,7 +153,9 @@ def train(
     for step, (images, labels) in enumerate(batches(data, epochs, seed)):
         if step in stages:
             model = fq.prepare(
-                model if step == 0 else fq.unprepare(model), fq.recipes.lsq(stages[step], target="onnxruntime-x86")
+                model if step == 0 else fq.unprepare(model),
+                fq.recipes.lsq(stages[step], target="onnxruntime-x86"),
+                data[0][:BATCH],
             )
             fq.calibrate(model, data[0].split(BATCH), progress=False)
             model.train()

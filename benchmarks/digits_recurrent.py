@@ -72,7 +72,7 @@ def train(model: nn.Module, data: Split, epochs: int, rate: float, seed: int, fr
     optimizer = torch.optim.Adam(fq.nn.param_groups(model), lr=rate)
     steps = epochs * (len(images) // BATCH)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    quantized = any(True for _ in fq.nn.quantizers(model))
+    quantized = any(True for _ in fq.nn.named_quantizers(model))
     schedule = fq.Schedule(model, freeze_ranges_at=steps - int(frozen * steps) if quantized else None)
     model.train()
     for _ in range(epochs):

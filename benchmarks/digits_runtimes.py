@@ -34,7 +34,7 @@ from bench_deploy import MODELS
 from digits import BATCH, FLOAT_RATE, QUANTIZED_RATE, Split, split
 from digits_cnn import FROZEN, train
 from digits_depthwise import network as depthwise
-from fakequant._verify.runtimes.opening import open_file
+from fakequant._runtimes.session import open_file
 
 NETWORKS = {**MODELS, "depthwise CNN": depthwise}
 RECIPES = {"int8": fq.recipes.int8, "w4a8": fq.recipes.w4a8, "lsq(2)": lambda target: fq.recipes.lsq(2, target=target)}

@@ -38,7 +38,7 @@ from text_model import BATCH, RATE, Text, loss, text, trained
 
 def per_token(weight: fq.QuantSpec, bits: int) -> fq.QuantConfig:
     """Returns the config with this weight and inputs of `bits` bits per token."""
-    tokens = fq.QuantSpec(bits=bits, axis=-1, group_size=-1)
+    tokens = fq.QuantSpec(bits=bits).per_token()
     return fq.QuantConfig(default=fq.LayerConfig(weight=weight, input=tokens, activation_observer=Dynamic()))
 
 

@@ -177,7 +177,7 @@ template <class E> E checked(int value, E last) {
 
 DType to_dtype(int value) { return checked(value, DType::f16); }
 MaskKind to_mask_kind(int value) { return checked(value, MaskKind::bytes); }
-ScaleRule to_scale_rule(int value) { return checked(value, ScaleRule::e4m3fn); }
+ScaleRule to_scale_rule(int value) { return checked(value, ScaleRule::bfloat16); }
 CodeType to_code(int value) { return checked(value, CodeType::u6x4); }
 Numerics to_numerics(int value) { return checked(value, Numerics::e2m1); }
 
@@ -340,13 +340,13 @@ void py_choose_qparams(In& lo, In& hi, int64_t n, int numerics, int64_t qmin, in
   const float* h = hi.get<const float>(n);
   float* s = scale.get<float>(n);
   int32_t* z = zero_point.get<int32_t>(n);
-  if (rule != ScaleRule::any) {
+  if (!is_per_block(rule)) {
     choose_block_scales(l, h, n, rule, g, s);
     std::fill_n(z, n, 0);
     return;
   }
   for (int64_t i = 0; i < n; ++i) {
-    const QParam p = choose_qparams(l[i], h[i], g, symmetric, float(eps));
+    const QParam p = choose_qparams(l[i], h[i], g, symmetric, rule, float(eps));
     s[i] = p.scale;
     z[i] = p.zero_point;
   }
@@ -433,7 +433,9 @@ NB_MODULE(_native, m) {
       .value("dynamic", RangeUpdate::dynamic);
   nb::enum_<ScaleRule>(m, "ScaleRule", nb::is_arithmetic())
       .value("any", ScaleRule::any).value("floor", ScaleRule::floor).value("ceil", ScaleRule::ceil)
-      .value("even", ScaleRule::even).value("rceil", ScaleRule::rceil).value("e4m3fn", ScaleRule::e4m3fn);
+      .value("even", ScaleRule::even).value("rceil", ScaleRule::rceil).value("e4m3fn", ScaleRule::e4m3fn)
+      .value("e4m3fn_divided", ScaleRule::e4m3fn_divided).value("float16", ScaleRule::float16)
+      .value("bfloat16", ScaleRule::bfloat16);
 
   m.def("fake_quantize", &py_fake_quantize, "x"_a, "y"_a, "mask"_a.none(), "mask_kind"_a, "dtype"_a, "shape"_a,
         "numerics"_a, "scale"_a, "scale_is_f64"_a, "zero_point"_a.none(), "zero_kind"_a, "qmin"_a, "qmax"_a);

@@ -1,6 +1,7 @@
 // Scales of few bits, one per block, which follow the data: the largest magnitude of a block, its scale, and
 // fake quantization with it, in one call.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <numeric>
@@ -65,16 +66,26 @@ float round_e4m3fn(float v) {
   return (v + c) - c;
 }
 
-// The scale of an NVFP4 tensor, under which the scales of its blocks are at most 448.
-float tensor_scale(const float* absmax, int64_t n) {
+// Rounds a value up to the largest of e4m3fn, subnormal values included.
+float round_e4m3fn_to_zero(float v) { return v < 0x1p-6f ? (v + 0x1p14f) - 0x1p14f : round_e4m3fn(v); }
+
+bool has_tensor_scale(ScaleRule rule) { return rule == ScaleRule::e4m3fn || rule == ScaleRule::e4m3fn_divided; }
+
+// The scale of an NVFP4 tensor, under which the scales of its blocks are at most 448, or what they are divided by.
+float tensor_scale(const float* absmax, int64_t n, ScaleRule rule) {
   int32_t largest = 0;  // bits, which have the order of the values
   for (int64_t i = 0; i < n; ++i) largest = std::max(largest, int32_t(bits_of_float(absmax[i])));
-  const float scale = float_of_bits(uint32_t(largest)) / 2688.0f;
+  const float all = float_of_bits(uint32_t(largest));
+  if (rule == ScaleRule::e4m3fn_divided) {
+    const float divisor = (1.0f / std::max(all, __FLT_MIN__)) * 2688.0f;  // as torch divides a number by a tensor
+    return std::isinf(divisor) ? 1.0f : divisor;
+  }
+  const float scale = all / 2688.0f;
   return scale == 0 ? 1.0f : scale;
 }
 
 // Few enough elements to still be in the cache when they are quantized after their scales were chosen.
-constexpr int64_t kChunkElements = 1 << 12;
+constexpr int64_t kPartElements = 1 << 12;
 
 // A part of an array with whole blocks.
 struct Chunk {
@@ -94,7 +105,7 @@ struct Chunks {
     size = std::max<int64_t>(rows ? s.inner : s.outer * s.blocks * s.inner, 1);
     units = s.parameters() / std::max<int64_t>(blocks, 1);
     const int64_t step = has_packed_mask ? kRangeAlignment / std::gcd(size, kRangeAlignment) : 1;
-    per_chunk = std::max(kChunkElements / size / step, int64_t(1)) * step;
+    per_chunk = std::max(kPartElements / size / step, int64_t(1)) * step;
   }
   int64_t count() const { return (units + per_chunk - 1) / per_chunk; }
   Chunk operator[](int64_t c) const {
@@ -140,6 +151,13 @@ void block_scales(const float* absmax, int64_t n, ScaleRule rule, const Grid& gr
     }
     return;
   }
+  if (rule == ScaleRule::e4m3fn_divided) {
+    for (int64_t i = 0; i < n; ++i) {
+      const float value = round_e4m3fn_to_zero(std::min((absmax[i] / 6.0f) * under, 448.0f));
+      scale[i] = (value == 0 ? 0.125f : value) / under;
+    }
+    return;
+  }
   const GridEnd end = grid_end(grid);
   for (int64_t i = 0; i < n; ++i) scale[i] = power_scale(absmax[i], rule, end);
 }
@@ -147,7 +165,7 @@ void block_scales(const float* absmax, int64_t n, ScaleRule rule, const Grid& gr
 void choose_block_scales(const float* lo, const float* hi, int64_t n, ScaleRule rule, const Grid& grid, float* scale) {
   std::vector<float> absmax(static_cast<size_t>(n));
   for (int64_t i = 0; i < n; ++i) absmax[size_t(i)] = std::max({0.0f, -lo[i], hi[i]});  // never -0.0
-  block_scales(absmax.data(), n, rule, grid, rule == ScaleRule::e4m3fn ? tensor_scale(absmax.data(), n) : 1, scale);
+  block_scales(absmax.data(), n, rule, grid, has_tensor_scale(rule) ? tensor_scale(absmax.data(), n, rule) : 1, scale);
 }
 
 ObserveResult observe_blocks(const ObserveArgs& o, const FakeQuantizeArgs& a) {
@@ -156,7 +174,7 @@ ObserveResult observe_blocks(const ObserveArgs& o, const FakeQuantizeArgs& a) {
   float* absmax = o.running_max;
   std::vector<int64_t> nonfinite(size_t(chunks.count()));
   if (o.quantize) prepare_output(a.y, size_t(a.shape.size() * bytes_of(a.dtype)));
-  const bool at_once = o.scale_rule != ScaleRule::e4m3fn;
+  const bool at_once = !has_tensor_scale(o.scale_rule);
   const auto quantize = [&](const Chunk& chunk, float under) {
     const int64_t p = chunk.parameter, count = chunk.shape.parameters();
     block_scales(absmax + p, count, o.scale_rule, a.grid, under, o.scale + p);
@@ -167,7 +185,7 @@ ObserveResult observe_blocks(const ObserveArgs& o, const FakeQuantizeArgs& a) {
     if (at_once) quantize(chunks[c], 1);
   });
   if (!at_once) {
-    const float under = tensor_scale(absmax, n);
+    const float under = tensor_scale(absmax, n, o.scale_rule);
     run_tasks(chunks.count(), [&](int64_t c) { quantize(chunks[c], under); });
   }
   for (int64_t i = 0; i < n; ++i) o.running_min[i] = -absmax[i] + 0.0f;

@@ -64,7 +64,7 @@ struct QParam {
 
 // Returns the parameters for an observed range, by the rule of torch's observers. Of the grid, only the numerics and the
 // range are used.
-QParam choose_qparams(float lo, float hi, const Grid& grid, bool symmetric, float eps);
+QParam choose_qparams(float lo, float hi, const Grid& grid, bool symmetric, ScaleRule rule, float eps);
 // Returns the parameters for an observed range, by the different rule of torch's fused moving-average operator.
 QParam choose_qparams_fused(float lo, float hi, int32_t qmin, int32_t qmax, bool symmetric);
 // Returns running + c * (value - running), or `value` if `running` is infinite, as it is before the first update.

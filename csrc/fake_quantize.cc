@@ -12,10 +12,10 @@
 namespace fakequant::FQ_TARGET {
 namespace {
 
-// Mask writers. put_64 appends 64 bits, put appends the lowest n <= 32 bits, finish writes what is still buffered.
+// Writers of a packed mask. put_64 appends 64 bits, put appends the lowest n <= 32 bits, finish writes what is still buffered.
 struct NoMask {
   static constexpr bool kWanted = false;
-  explicit NoMask(uint8_t*, int64_t) {}
+  explicit NoMask(uint8_t*) {}
   FQ_INLINE void put_64(uint64_t) {}
   FQ_INLINE void put(uint32_t, int) {}
   FQ_INLINE void finish() {}
@@ -27,7 +27,7 @@ struct PackedMask {
   uint8_t* out;
   uint64_t pending = 0;
   int filled = 0;
-  PackedMask(uint8_t* mask, int64_t begin) : out(mask + begin / 8) {}
+  explicit PackedMask(uint8_t* out) : out(out) {}
   FQ_INLINE void put_64(uint64_t bits) {
     const uint64_t word = pending | bits << filled;
     __builtin_memcpy(out, &word, 8);
@@ -47,32 +47,6 @@ struct PackedMask {
   FQ_INLINE void finish() {
     for (; filled > 0; filled -= 8, pending >>= 8) *out++ = uint8_t(pending);
   }
-};
-
-// Expands the lowest eight bits to eight bytes of 0 or 1.
-FQ_INLINE uint64_t bits_to_bytes(uint32_t bits) {
-  const uint64_t one_bit_each = (bits & 0xFF) * 0x0101010101010101u & 0x8040201008040201u;
-  return (one_bit_each + 0x7F7F7F7F7F7F7F7Fu) >> 7 & 0x0101010101010101u;
-}
-
-struct ByteMask {
-  static constexpr bool kWanted = true;
-  uint8_t* out;
-  ByteMask(uint8_t* mask, int64_t begin) : out(mask + begin) {}
-  FQ_INLINE void put_64(uint64_t bits) {
-    for (int i = 0; i < 8; ++i, bits >>= 8, out += 8) {
-      const uint64_t bytes = bits_to_bytes(uint32_t(bits));
-      __builtin_memcpy(out, &bytes, 8);
-    }
-  }
-  FQ_INLINE void put(uint32_t bits, int n) {
-    for (; n >= 8; n -= 8, bits >>= 8, out += 8) {
-      const uint64_t bytes = bits_to_bytes(bits);
-      __builtin_memcpy(out, &bytes, 8);
-    }
-    for (; n > 0; --n, bits >>= 1) *out++ = bits & 1;
-  }
-  FQ_INLINE void finish() {}
 };
 
 // Fake-quantizes N elements. Returns the lanes that were inside the range.
@@ -171,14 +145,15 @@ template <class T> bool has_short_rows(const FakeQuantizeArgs& a, int64_t begin,
          s.inner <= 256 && s.inner % kLanesOf<float> == 0 && begin % s.inner == 0 && end % s.inner == 0;
 }
 
+// `bits` is where the first element's bit is written, at the start of a byte.
 template <class Rule, class T, class Mask>
-void forward(const FakeQuantizeArgs& a, int64_t begin, int64_t end) {
+__attribute__((noinline)) void forward(const FakeQuantizeArgs& a, int64_t begin, int64_t end, uint8_t* bits) {
   if constexpr (kIsFixedFloatRule<Rule> && kSame<Compute<T>, float> && !Mask::kWanted) {
     if (has_short_rows<T>(a, begin, end)) return short_rows<Rule, T>(a, begin, end);
   }
   const T* x = static_cast<const T*>(a.x);
   T* y = static_cast<T*>(a.y);
-  Mask mask(a.mask, begin);
+  Mask mask(bits);
   using C = Compute<T>;
   const GridParams<Rule, Vec<C, kLanesOf<C>>> params(a.grid);
   const GridParams<Rule, Vec<C, 1>> single(a.grid);
@@ -189,6 +164,47 @@ void forward(const FakeQuantizeArgs& a, int64_t begin, int64_t end) {
     else run_with_one_scale(from, to, run.length, params, run.parameter, mask);
   });
   mask.finish();
+}
+
+// Expands 64 bits to 64 bytes of 0 or 1.
+FQ_INLINE void store_as_bytes(uint64_t bits, uint8_t* out) {
+#if defined(__AVX512BW__)
+  store_raw(out, _mm512_maskz_set1_epi8(bits, 1));
+#elif defined(__AVX2__)
+  const __m256i byte_of_lane = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+  const __m256i bit_of_lane = _mm256_set1_epi64x(int64_t(0x8040201008040201u));
+  for (int half = 0; half < 2; ++half) {
+    const __m256i spread = _mm256_shuffle_epi8(_mm256_set1_epi32(int(bits >> (32 * half))), byte_of_lane);
+    const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(spread, bit_of_lane), bit_of_lane);
+    store_raw(out + 32 * half, _mm256_and_si256(is_set, _mm256_set1_epi8(1)));
+  }
+#else
+  for (int i = 0; i < 8; ++i, bits >>= 8) {
+    const uint64_t one_bit_each = (bits & 0xFF) * 0x0101010101010101u & 0x8040201008040201u;
+    store_raw(out + 8 * i, (one_bit_each + 0x7F7F7F7F7F7F7F7Fu) >> 7 & 0x0101010101010101u);
+  }
+#endif
+}
+
+// A mask of bytes. Only kernels for packed masks are compiled: their bits are expanded, some elements at a time.
+template <class Rule, class T> void forward_with_bytes(const FakeQuantizeArgs& a, int64_t begin, int64_t end) {
+  constexpr int64_t kElements = 4096;
+  uint8_t bits[kElements / 8];
+  for (int64_t start = begin; start < end; start += kElements) {
+    const int64_t n = end - start < kElements ? end - start : kElements;
+    forward<Rule, T, PackedMask>(a, start, start + n, bits);
+    int64_t i = 0;
+    for (; i + 64 <= n; i += 64) store_as_bytes(load_raw<uint64_t>(bits + i / 8), a.mask + start + i);
+    for (; i < n; ++i) a.mask[start + i] = bits[i / 8] >> (i % 8) & 1;
+  }
+}
+
+template <class Rule, class T> void forward_with_mask(const FakeQuantizeArgs& a, int64_t begin, int64_t end) {
+  switch (a.mask_kind) {
+    case MaskKind::none: return forward<Rule, T, NoMask>(a, begin, end, nullptr);
+    case MaskKind::packed: return forward<Rule, T, PackedMask>(a, begin, end, a.mask + begin / 8);
+    case MaskKind::bytes: return forward_with_bytes<Rule, T>(a, begin, end);
+  }
 }
 
 // --- backward ------------------------------------------------------------------------------------
@@ -248,12 +264,10 @@ void fake_quantize(const FakeQuantizeArgs& a, int64_t begin, int64_t end) {
   with_dtype(a.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
     with_rule(a.grid.numerics, [&](auto rule) {
-      using Rule = decltype(rule);
-      switch (a.mask_kind) {
-        case MaskKind::none: return forward<Rule, T, NoMask>(a, begin, end);
-        case MaskKind::packed: return forward<Rule, T, PackedMask>(a, begin, end);
-        case MaskKind::bytes: return forward<Rule, T, ByteMask>(a, begin, end);
-      }
+      // One kernel for all float formats, or one for each.
+      constexpr bool kAnyFormat = kCompilesFast && kIsFloatRule<decltype(rule)>;
+      if constexpr (kAnyFormat) forward_with_mask<FloatRule, T>(a, begin, end);
+      else forward_with_mask<decltype(rule), T>(a, begin, end);
     });
   });
 }

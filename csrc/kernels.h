@@ -207,7 +207,14 @@ enum class ScaleRule : int {
   any,                      // every float32 from eps on
   floor, ceil, even, rceil, // powers of two, chosen by these rules (E8M0 scales)
   e4m3fn,                   // e4m3fn values times one float32 per tensor
+  e4m3fn_divided,           // e4m3fn values divided by one float32 per tensor
+  float16, bfloat16,        // as `any`, rounded to these formats
 };
+
+// Returns true for scales that are chosen for one block after the other, from a range with two ends.
+inline bool is_per_block(ScaleRule rule) {
+  return rule == ScaleRule::any || rule == ScaleRule::float16 || rule == ScaleRule::bfloat16;
+}
 
 // Updates the running range from x, chooses scale and zero point from it, and fake-quantizes x. The output of
 // FakeQuantizeArgs may be nullptr if `quantize` is false.
@@ -217,7 +224,7 @@ struct ObserveArgs {
   bool observe;   // update the running range from x
   bool quantize;  // choose parameters and fake-quantize; otherwise y = x, if y is not nullptr
   bool symmetric;
-  ScaleRule scale_rule;  // other than `any`: `update` is dynamic, and the running range becomes -absmax to absmax
+  ScaleRule scale_rule;  // unless is_per_block: `update` is dynamic, and the running range becomes -absmax to absmax
   float averaging_constant;
   float eps;
   float* running_min;  // one per parameter; +inf (and -inf for running_max) before the first update

@@ -15,6 +15,8 @@ namespace fakequant::FQ_TARGET {
 namespace {
 
 constexpr int kSumLanes = 8;
+// Lanes of a vector: no more than a register has. GCC computes on wider ones element by element.
+template <class C> constexpr int kVectorLanes = kLanesOf<C> < kSumLanes ? kLanesOf<C> : kSumLanes;
 
 // First stage: the position of elements on the grid.
 template <class V>
@@ -73,8 +75,9 @@ struct OwnLearned : Rule {
 // Eight partial sums, in as many vectors as the target needs for eight doubles.
 class LaneSums {
  public:
-  template <class V> FQ_INLINE void add(V terms) {
-    add_parts(terms, std::make_integer_sequence<int, kParts>{});
+  // Adds to the lanes from `First` on, as many as `terms` has.
+  template <int First, class V> FQ_INLINE void add(V terms) {
+    add_parts<First / kPart>(terms, std::make_integer_sequence<int, kWidth<V> / kPart>{});
   }
   FQ_INLINE void add_lane(int lane, double term) { sum_[lane / kPart][lane % kPart] += term; }
   FQ_INLINE double total() const {
@@ -87,8 +90,8 @@ class LaneSums {
   using Part = Vec<double, kLanesOf<double>>;
   static constexpr int kPart = kLanesOf<double>;
   static constexpr int kParts = kSumLanes / kPart;
-  template <class V, int... I> FQ_INLINE void add_parts(V terms, std::integer_sequence<int, I...>) {
-    ((sum_[I] += convert<Part>(part<kPart, I>(terms))), ...);
+  template <int First, class V, int... I> FQ_INLINE void add_parts(V terms, std::integer_sequence<int, I...>) {
+    ((sum_[First + I] += convert<Part>(part<kPart, I>(terms))), ...);
   }
   Part sum_[kParts]{};
 };
@@ -97,29 +100,38 @@ template <bool HasZero, class Rule, class T, class DX, class Factor>
 FQ_INLINE void run_with_one_scale(const T* dy, const T* x, DX* dx, int64_t n, const Grid& g, int64_t parameter,
                                   Factor factor, double& ds, double* dz) {
   using C = Compute<T>;
-  using V = Vec<C, kSumLanes>;
+  constexpr int N = kVectorLanes<C>;
+  using V = Vec<C, N>;
   using V1 = Vec<C, 1>;
   const auto p = GridParams<Rule, V>(g).one(parameter);
   LaneSums ds_sums, dz_sums;
-  const auto finish = [&](int64_t i, V x, const Placed<V>& at) FQ_INLINE_LAMBDA {
-    const auto t = Rule::terms(load<kSumLanes>(dy + i), x, at, p, factor);
-    store<DX, kSumLanes>(dx + i, t.dx);
-    ds_sums.add(t.ds);
-    if constexpr (HasZero) dz_sums.add(t.dz);
+  const auto finish = [&]<int First>(int64_t i, const Placed<V>& at) FQ_INLINE_LAMBDA {
+    const auto t = Rule::terms(load<N>(dy + i + First), load<N>(x + i + First), at, p, factor);
+    store<DX, N>(dx + i + First, t.dx);
+    ds_sums.template add<First>(t.ds);
+    if constexpr (HasZero) dz_sums.template add<First>(t.dz);
   };
+  // Eight elements: the first stage, and the second.
+  struct Eight { Placed<V> at[kSumLanes / N]; };
+  const auto place_8 = [&](int64_t i) FQ_INLINE_LAMBDA {
+    Eight e;
+    for (int k = 0; k < kSumLanes / N; ++k) e.at[k] = Rule::place(load<N>(x + i + k * N), p);
+    return e;
+  };
+  const auto finish_8 = [&]<int... K>(int64_t i, const Eight& e, std::integer_sequence<int, K...>) FQ_INLINE_LAMBDA {
+    (finish.template operator()<K * N>(i, e.at[K]), ...);
+  };
+  constexpr std::make_integer_sequence<int, kSumLanes / N> kEach;
   int64_t i = 0;
   // Two loops over a few vectors at a time. In a single loop each vector is a dependency chain of about 45 cycles,
   // and the CPU's scheduler holds only two such chains; the shorter stages overlap better.
   constexpr int kVectors = 8;
   for (; i + kVectors * kSumLanes <= n; i += kVectors * kSumLanes) {
-    Placed<V> at[kVectors];
-    for (int k = 0; k < kVectors; ++k) at[k] = Rule::place(load<kSumLanes>(x + i + k * kSumLanes), p);
-    for (int k = 0; k < kVectors; ++k) finish(i + k * kSumLanes, load<kSumLanes>(x + i + k * kSumLanes), at[k]);
+    Eight e[kVectors];
+    for (int k = 0; k < kVectors; ++k) e[k] = place_8(i + k * kSumLanes);
+    for (int k = 0; k < kVectors; ++k) finish_8(i + k * kSumLanes, e[k], kEach);
   }
-  for (; i + kSumLanes <= n; i += kSumLanes) {
-    const V v = load<kSumLanes>(x + i);
-    finish(i, v, Rule::place(v, p));
-  }
+  for (; i + kSumLanes <= n; i += kSumLanes) finish_8(i, place_8(i), kEach);
   const auto p1 = first_lane<V1>(p);
   for (; i < n; ++i) {
     const V1 v = load<1>(x + i);
@@ -137,17 +149,18 @@ template <bool HasZero, class Rule, class T, class DX, class Factor>
 FQ_INLINE void row_with_scale_per_element(const T* dy, const T* x, DX* dx, int64_t n, const Grid& g,
                                           int64_t parameter, Factor factor, double* ds, double* dz) {
   using C = Compute<T>;
-  using V = Vec<C, kSumLanes>;
+  constexpr int N = kVectorLanes<C>;
+  using V = Vec<C, N>;
   using V1 = Vec<C, 1>;
-  using D = Vec<double, kSumLanes>;
+  using D = Vec<double, N>;
   const GridParams<Rule, V> params(g);
   const GridParams<Rule, V1> single(g);
   int64_t i = 0;
-  for (; i + kSumLanes <= n; i += kSumLanes) {
+  for (; i + N <= n; i += N) {
     const auto p = params.per_element(parameter + i);
-    const V v = load<kSumLanes>(x + i);
-    const auto t = Rule::terms(load<kSumLanes>(dy + i), v, Rule::place(v, p), p, factor);
-    store<DX, kSumLanes>(dx + i, t.dx);
+    const V v = load<N>(x + i);
+    const auto t = Rule::terms(load<N>(dy + i), v, Rule::place(v, p), p, factor);
+    store<DX, N>(dx + i, t.dx);
     store_raw(ds + i, load_raw<D>(ds + i) + convert<D>(t.ds));
     if constexpr (HasZero) store_raw(dz + i, load_raw<D>(dz + i) + convert<D>(t.dz));
   }
@@ -190,8 +203,10 @@ void backward(const LearnedBackwardArgs& a, Factor factor, const Tile& t, const 
 
 template <bool HasZero, class Rule, class T, class DX>
 void backward_with_factor(const LearnedBackwardArgs& a, const Tile& t, const LearnedTile& out) {
-  if (a.grad_factor == 1) backward<HasZero, Rule, T, DX>(a, One{}, t, out);
-  else backward<HasZero, Rule, T, DX>(a, a.grad_factor, t, out);
+  if constexpr (!kCompilesFast) {
+    if (a.grad_factor == 1) return backward<HasZero, Rule, T, DX>(a, One{}, t, out);
+  }
+  backward<HasZero, Rule, T, DX>(a, a.grad_factor, t, out);
 }
 
 template <class Rule, class T, class DX>

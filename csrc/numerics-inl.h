@@ -86,8 +86,19 @@ struct TorchChannelFloatZero {
   }
   template <class V> static FQ_INLINE V clamp(V code, const Params<V>& p) { return clamp_nan_to_low(code, p); }
   template <class V> static FQ_INLINE V value(V code, const Params<V>& p) {
+    return value_in_double(code, p.zero, p.scale);
+  }
+
+ private:
+  // In halves if the doubles need more than a register.
+  template <class V> static FQ_INLINE V value_in_double(V code, V zero, V scale) {
     using D = Vec<double, kWidth<V>>;
-    return convert<V>((convert<D>(code) - convert<D>(p.zero)) * convert<D>(p.scale));
+    if constexpr (kWidth<V> > 1 && int(sizeof(D)) > kRegisterBytes) {
+      return join<V>(value_in_double(low_half(code), low_half(zero), low_half(scale)),
+                     value_in_double(high_half(code), high_half(zero), high_half(scale)));
+    } else {
+      return convert<V>((convert<D>(code) - convert<D>(zero)) * convert<D>(scale));
+    }
   }
 };
 using TorchChannelFloat = TorchChannelFloatZero<true>;

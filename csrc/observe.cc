@@ -116,7 +116,7 @@ ObserveResult observe_at_once(const ObserveArgs& o, FakeQuantizeArgs a) {
     }
     const QParam p = o.rule == RangeRule::torch_fused
                          ? choose_qparams_fused(lo, hi, int32_t(a.grid.qmin), int32_t(a.grid.qmax), o.symmetric)
-                         : choose_qparams(lo, hi, a.grid, o.symmetric, o.eps);
+                         : choose_qparams(lo, hi, a.grid, o.symmetric, o.scale_rule, o.eps);
     o.scale[i] = p.scale;
     o.zero_point[i] = p.zero_point;
   }
@@ -184,7 +184,7 @@ ObserveResult observe_by_rows(const ObserveArgs& o, const FakeQuantizeArgs& a, i
 }  // namespace
 
 ObserveResult observe_fake_quantize(const ObserveArgs& o, FakeQuantizeArgs a) {
-  if (o.scale_rule != ScaleRule::any) return observe_blocks(o, a);
+  if (!is_per_block(o.scale_rule)) return observe_blocks(o, a);
   const int64_t rows = o.observe && o.quantize ? rows_per_chunk(a) : 0;
   return rows > 0 ? observe_by_rows(o, a, rows) : observe_at_once(o, a);
 }

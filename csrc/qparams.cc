@@ -2,29 +2,54 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 
 #include "core.h"
 #include "formats.h"
 
 namespace fakequant {
+namespace {
+
+// Rounds a positive scale to a format, ties to even. A scale beyond the format becomes its smallest or largest value.
+float rounded_scale(float scale, ScaleRule rule) {
+  if (rule == ScaleRule::any) return scale;
+  uint32_t bits;
+  std::memcpy(&bits, &scale, 4);
+  if (rule == ScaleRule::bfloat16) {
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000;
+    bits = std::clamp<uint32_t>(bits, 0x00010000, 0x7F7F0000);
+    std::memcpy(&scale, &bits, 4);
+    return scale;
+  }
+  // The sum has 10 mantissa bits below the leading one of the scale, or as many as subnormal numbers have.
+  if (scale >= 65504.0f) return 65504.0f;
+  float power;
+  bits &= 0x7F800000;
+  std::memcpy(&power, &bits, 4);
+  const float above = std::max(power, 0x1p-14f) * 0x1p13f;
+  return std::max((scale + above) - above, 0x1p-24f);
+}
+
+}  // namespace
 
 // symmetric   s = max(absmax / ((qmax - qmin) / 2), eps)                     z = 0
 // float       s = max(absmax / largest, eps)                                 z = 0
 // affine      s = max((hi - lo) / (qmax - qmin), eps), lo <= 0 <= hi         z = clamp(qmin - rint(lo / s))
 //
-// All operations are in float32 and in this order.
-QParam choose_qparams(float lo, float hi, const Grid& grid, bool symmetric, float eps) {
+// All operations are in float32 and in this order. Scales of 16 bits are rounded before z is found.
+QParam choose_qparams(float lo, float hi, const Grid& grid, bool symmetric, ScaleRule rule, float eps) {
   const int64_t qmin = grid.qmin, qmax = grid.qmax;
   lo = std::min(lo, 0.0f);
   hi = std::max(hi, 0.0f);
   if (is_float_format(grid.numerics)) {
-    return {std::max(std::max(-lo, hi) / float_format(grid.numerics).largest, eps), 0};
+    return {rounded_scale(std::max(std::max(-lo, hi) / float_format(grid.numerics).largest, eps), rule), 0};
   }
   const float levels = float(double(qmax - qmin) / (symmetric ? 2 : 1));
-  if (symmetric) return {std::max(std::max(-lo, hi) / levels, eps), 0};
+  if (symmetric) return {rounded_scale(std::max(std::max(-lo, hi) / levels, eps), rule), 0};
   // The width of a range may overflow float32 although its scale does not.
   const float width = hi - lo;
-  const float scale = std::max(std::isinf(width) ? float((double(hi) - lo) / levels) : width / levels, eps);
+  const float exact = std::max(std::isinf(width) ? float((double(hi) - lo) / levels) : width / levels, eps);
+  const float scale = rounded_scale(exact, rule);
   // |lo / scale| is at most about qmax - qmin, so the conversion does not overflow.
   const int64_t zero = qmin - int64_t(std::nearbyint(lo / scale));
   return {scale, int32_t(std::clamp(zero, qmin, qmax))};

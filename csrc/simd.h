@@ -58,6 +58,14 @@ inline constexpr int kLanes = 8;
 inline constexpr int kLanes = 4;
 #endif
 
+// Whether kernels choose more at run time, so that there are fewer to compile. On x86-64 only CPUs without AVX2 run the
+// baseline: building it fast matters more than the last bit of speed.
+#if defined(__x86_64__) && !defined(__AVX2__)
+inline constexpr bool kCompilesFast = true;
+#else
+inline constexpr bool kCompilesFast = false;
+#endif
+
 // The type that arithmetic is done in: float64 for float64, float32 for everything else.
 template <class T> struct ComputeOf { using type = float; };
 template <> struct ComputeOf<double> { using type = double; };
@@ -117,6 +125,7 @@ template <class To, class From> FQ_INLINE To convert(From v) {
   }
 #if defined(__AVX2__)
   else if constexpr (kSame<To, Vec<double, 4>> && kSame<From, Vec<float, 4>>) return bit_cast<To>(_mm256_cvtps_pd(bit_cast<__m128>(v)));
+  else if constexpr (kSame<To, Vec<float, 4>> && kSame<From, Vec<double, 4>>) return bit_cast<To>(_mm256_cvtpd_ps(bit_cast<__m256d>(v)));
   else if constexpr (kWidth<To> == 8 && sizeof(To) == 32 && !kSame<Elem<To>, float>) {
     if constexpr (kSame<Elem<From>, uint16_t>) return bit_cast<To>(_mm256_cvtepu16_epi32(bit_cast<__m128i>(v)));
     else if constexpr (kSame<Elem<From>, int16_t>) return bit_cast<To>(_mm256_cvtepi16_epi32(bit_cast<__m128i>(v)));

@@ -80,7 +80,7 @@ def main() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # `calibrate` says that the range of MinMax does not fit
             fq.calibrate(model, x.split(100), progress=False)
-        [(_, first), *_] = fq.nn.quantizers(model)
+        [(_, first), *_] = fq.nn.named_quantizers(model)
         clean = x[(x <= 1).all(1)]  # images without an outlier
         print(f"{observer!s:<24} step {float(first.scale):.3f}   {noise(model, exact, clean):.1f} dB")
 

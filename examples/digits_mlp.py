@@ -60,7 +60,7 @@ def main() -> None:
         )
     )
     for name, config in {"int8": fq.recipes.int8(), "2 bits": two_bits}.items():
-        quantized = fq.prepare(copy.deepcopy(model), config)
+        quantized = fq.prepare(copy.deepcopy(model), config, example=train_x[:1])
         fq.calibrate(quantized, train_x.split(100), progress=False)
         print(f"{name:<7}calibrated        {accuracy(quantized, test_x, test_y):.1f} %")
     train(quantized, train_x, train_y, epochs, rate=1e-3)

@@ -48,7 +48,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     sampler = DistributedSampler(data, drop_last=True)  # the same number of batches on every rank
     loader = DataLoader(data, batch_size=32, sampler=sampler, drop_last=True)
     model = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4)).to(device)
-    fq.prepare(model, fq.recipes.lsq(4))
+    fq.prepare(model, fq.recipes.lsq(4), example=data[:1])
     fq.calibrate(model, loader, progress=False)  # each rank uses its part of the data
     if args.shard:
         for layer in (model[0], model[2], model[4]):
@@ -74,7 +74,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
             print(f"epoch {epoch}: loss {loss.item():.3f}", flush=True)
         if args.checkpoint:
             dcp.save(state_of(wrapped, optimizer, schedule), checkpoint_id=args.checkpoint / f"epoch{epoch}")
-    scales = torch.cat([q.scale.reshape(-1) for _, q in fq.nn.quantizers(wrapped)]).tolist()
+    scales = torch.cat([q.scale.reshape(-1) for _, q in fq.nn.named_quantizers(wrapped)]).tolist()
     everywhere = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, scales)
     if dist.get_rank() == 0:

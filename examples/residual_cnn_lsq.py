@@ -40,7 +40,7 @@ def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int, rate: float) -> N
     steps = epochs * (len(x) // BATCH)
     optimizer = torch.optim.SGD(fq.nn.param_groups(model, lr=rate), lr=rate, momentum=0.9, weight_decay=1e-4)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    quantized = any(True for _ in fq.nn.quantizers(model))
+    quantized = any(True for _ in fq.nn.named_quantizers(model))
     late = steps * 3 // 4
     schedule = fq.Schedule(model, freeze_ranges_at=late, freeze_norms_at=late) if quantized else None
     model.train()
@@ -80,13 +80,13 @@ def main() -> None:
     train(model, x[:900], y[:900], epochs, rate=0.05)
     print(f"float               {accuracy(model, x[900:], y[900:]):.1f} %")
 
-    fq.prepare(model, fq.recipes.lsq(2))
+    fq.prepare(model, fq.recipes.lsq(2), example=x[:1])
     fq.calibrate(model, x[:900].split(BATCH), progress=False)  # initializes the learned scales
     print(f"2 bits, calibrated  {accuracy(model, x[900:], y[900:]):.1f} %")
-    before = {name: quantizer.scale.clone() for name, quantizer in fq.nn.quantizers(model)}
+    before = {name: quantizer.scale.clone() for name, quantizer in fq.nn.named_quantizers(model)}
     train(model, x[:900], y[:900], epochs, rate=0.02)
     print(f"2 bits, trained     {accuracy(model, x[900:], y[900:]):.1f} %")
-    moved = [float((q.scale / before[name] - 1).abs().max()) for name, q in fq.nn.quantizers(model)]
+    moved = [float((q.scale / before[name] - 1).abs().max()) for name, q in fq.nn.named_quantizers(model)]
     print(f"{len(moved)} quantizers learned: their scales moved by up to {100 * max(moved):.1f} %")
     print(fq.health(model, [x[:BATCH]]))
 

@@ -30,7 +30,7 @@ def main() -> None:
     }.items():
         spec = fq.QuantSpec(bits=4, **where)
         seen = fq.min_max(weights, spec)
-        scale, zero_point = fq.choose_qparams(seen.min, seen.max, spec)
+        scale, zero_point = fq.choose_qparams(seen, spec)
         y = fq.fake_quantize(weights, scale, zero_point, spec)
         noise = np.mean((y - weights) ** 2)
         packed = fq.quantize(weights, scale, zero_point, spec, packed=True)

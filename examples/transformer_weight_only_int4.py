@@ -64,7 +64,7 @@ def main() -> None:
     print(f"float                  {accuracy(model, x[900:], y[900:]):.1f} %")
 
     # The first layer has rows of 8 weights, which cannot form groups of 32. It stays in float, as is common.
-    fq.prepare(model, fq.recipes.int4_weight_only(group=32).skip("embed"))
+    fq.prepare(model, fq.recipes.int4_weight_only(group_size=32).skip("embed"))
     print(f"4-bit weights          {accuracy(model, x[900:], y[900:]):.1f} %")
     train(model, x[:900], y[:900], max(1, epochs // 2), rate=5e-4)
     print(f"4-bit weights, trained {accuracy(model, x[900:], y[900:]):.1f} %")

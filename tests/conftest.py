@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import os
 import re
 import sys
 import warnings
@@ -13,13 +14,20 @@ import pytest
 
 import fakequant
 from fakequant import _native
+from thoroughness import ALL
 
-# torch's compiler shows progress with tqdm, which starts a monitor thread. decelerate() removes kernels only if
-# no other thread is running.
+# torch's compiler shows progress with tqdm, which starts a monitor thread, and transformers loads tensors in threads,
+# which stay alive if loading fails. decelerate() removes kernels only if no other thread is running.
+os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 with contextlib.suppress(ModuleNotFoundError):
     import tqdm
 
     tqdm.tqdm.monitor_interval = 0
+
+# The assertions of helper modules are explained as those of tests are.
+_FILES = list(Path(__file__).parent.rglob("*.py"))
+_HELPERS = {path.stem for path in _FILES if not path.stem.startswith(("test_", "conftest"))}
+pytest.register_assert_rewrite(*_HELPERS - sys.modules.keys())
 
 # They have no examples, and modules of the same name cannot be collected together.
 collect_ignore_glob = ["*/conftest.py"]
@@ -28,17 +36,20 @@ collect_ignore_glob = ["*/conftest.py"]
 if find_spec("torch") is None:
     _NEEDS_TORCH = re.compile(
         r"^(?:import (?:torch|releases)\b|from (?:torch|straight_through|tensor_data|accelerated|releases|zoo)\b"
-        r"|from fakequant\.(?:_backends\.torch|nn|observers|_prepare|_train|_convert|_onnx|_verify)\b"
+        r"|from fakequant\.(?:_backends\.torch|nn|observers|_prepare|_train|_convert|_export|_verify)\b"
         r"|from fakequant import .*\b(?:nn|observers|recipes)\b)",
         re.MULTILINE,
     )
-    _FILES = Path(__file__).parent.rglob("*.py")
     collect_ignore = [str(path) for path in _FILES if _NEEDS_TORCH.search(path.read_text(encoding="utf-8"))]
 
 
-@pytest.fixture(params=_native.supported_targets())
+# The kernels of all instruction sets give the same bytes: `make test-kernels` compares them. One is enough here.
+TARGETS = _native.supported_targets() if ALL else [_native.target()]
+
+
+@pytest.fixture(params=TARGETS)
 def target(request):
-    """Runs the test on each instruction set and restores the previous one."""
+    """Runs the test on one instruction set, or on each, and restores the previous one."""
     before = _native.target()
     assert _native.select_target(request.param)
     yield request.param
@@ -47,11 +58,11 @@ def target(request):
 
 @pytest.fixture
 def each_target():
-    """Iterates over all instruction sets within one test, for expected results that are slow to compute."""
+    """Iterates over the instruction sets within one test, for expected results that are slow to compute."""
     before = _native.target()
 
     def each():
-        for name in _native.supported_targets():
+        for name in TARGETS:
             assert _native.select_target(name)
             yield name
 
@@ -88,11 +99,9 @@ def torch_on_one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(
-    params=[(target, n) for target in _native.supported_targets() for n in (1, 2)], ids=lambda p: f"{p[0]}-{p[1]}"
-)
+@pytest.fixture(params=[(target, n) for target in TARGETS for n in (1, 2)], ids=lambda p: f"{p[0]}-{p[1]}")
 def machine(request, torch_on_one_thread):
-    """Runs the test on every instruction set, with one and with two threads."""
+    """Runs the test on the instruction sets, with one and with two threads."""
     before = _native.target()
     assert _native.select_target(request.param[0])
     fakequant.set_num_threads(request.param[1])
@@ -120,11 +129,29 @@ def exporter_reads_its_operators_once():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def operators_are_materialized_once():
+    """Keeps torch.export from looking up all operators of torch dozens of times in every export."""
+    exporting = sys.modules.get("torch._export.utils")
+    if not hasattr(exporting, "_materialize_cpp_cia_ops"):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exporting, "_materialize_cpp_cia_ops", functools.cache(exporting._materialize_cpp_cia_ops))
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder for files that several tests of a module read."""
+    return tmp_path_factory.mktemp("exported")
+
+
 @pytest.fixture(scope="module")
 def programs_made_once():
     """Makes `verify` reuse the programs with watched codes that it makes for ExecuTorch, most of its time."""
-    executorch = pytest.importorskip("fakequant._verify.runtimes.executorch")
-    fingerprint = pytest.importorskip("fakequant._onnx.fingerprint")
+    executorch = pytest.importorskip("fakequant._runtimes.xnnpack.session")
+    fingerprint = pytest.importorskip("fakequant._export.notes")
     make, made = executorch.make_program, {}
 
     def make_program(golden, args, kwargs, **options):

@@ -25,12 +25,22 @@ PUBLIC = [
     "fake_quantize",
     "fake_quantize_backward",
     "fake_quantize_dynamic",
+    "fake_quantize_learned",
+    "fake_quantize_learned_backward",
+    "get_num_threads",
+    "info",
+    "min_max",
+    "observe_fake_quantize",
+    "quantize",
+    "quantize_dynamic",
+    "round_zero_point",
+    "set_num_threads",
+]
+TORCH_OPS = [
     "fake_quantize_learnable_per_channel_affine",
     "fake_quantize_learnable_per_channel_affine_backward",
     "fake_quantize_learnable_per_tensor_affine",
     "fake_quantize_learnable_per_tensor_affine_backward",
-    "fake_quantize_learned",
-    "fake_quantize_learned_backward",
     "fake_quantize_per_channel_affine",
     "fake_quantize_per_channel_affine_cachemask",
     "fake_quantize_per_channel_affine_cachemask_backward",
@@ -40,14 +50,6 @@ PUBLIC = [
     "fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
     "fused_moving_avg_obs_fake_quant",
     "fused_moving_avg_obs_fq_helper",
-    "get_num_threads",
-    "info",
-    "min_max",
-    "observe_fake_quantize",
-    "quantize",
-    "quantize_dynamic",
-    "round_zero_point",
-    "set_num_threads",
 ]
 NN = [
     "FakeQuantize",
@@ -60,12 +62,12 @@ NN = [
     "compute",
     "from_torch_ao",
     "name_quantizers",
+    "named_quantizers",
     "param_groups",
     "quantize_input",
     "quantize_output",
     "quantized_weight",
-    "quantizers",
-    "quantizes",
+    "register_layer_kind",
     "switch_quantizers",
 ]
 KINDS = ["Experts", "Linear", "TransposedLinear"]
@@ -92,7 +94,10 @@ NUMBER_FORMATS = ["FLOAT_FORMATS", "FloatFormat"]
 FIELD_VALUES = ["Format", "ScaleFormat", "ScaleRule", "FORMATS", "SCALE_FORMATS", "SCALE_RULES"]
 
 PTQ = ["Changes", "LayerChange", "adaround", "correct_bias", "equalize", "gptq", "smooth"]
-RECIPES = ["fp8", "int4_weight_only", "int8", "int8_dynamic", "lsq", "mxfp4_weight_only", "mxfp8", "nvfp4", "w4a8"]
+RECIPES = [
+    "fp8", "int4_weight_only", "int8", "int8_dynamic", "lsq", "mxfp4_weight_only", "mxfp8", "nvfp4",
+    "nvfp4_weight_only", "w4a8",
+]  # fmt: skip
 # Imported on first use, because they need torch.
 WHOLE_MODELS = [
     "History",
@@ -100,16 +105,19 @@ WHOLE_MODELS = [
     "QuantConfig",
     "Rule",
     "Schedule",
+    "audit",
     "calibrate",
     "check",
     "compare",
     "convert",
     "distill",
+    "export_compressed_tensors",
     "export_executorch",
     "export_onnx",
     "health",
     "latency",
     "load_converted",
+    "load_grids",
     "prepare",
     "report",
     "save_converted",
@@ -132,6 +140,7 @@ PLACES = {
     "fakequant.presets": PRESETS,
     "fakequant.ptq": PTQ,
     "fakequant.recipes": RECIPES,
+    "fakequant.torch_ops": TORCH_OPS,
     **INTEGRATIONS,
 }
 # Return types, base classes, a type alias and a table; other names have their examples.
@@ -158,7 +167,8 @@ def names(place):
     return {
         name: value
         for name, value in vars(module).items()
-        if not name.startswith("_")
+        if name in getattr(module, "__all__", [name])
+        and not name.startswith("_")
         and not isinstance(value, types.ModuleType)
         and (place not in INTEGRATIONS or getattr(value, "__module__", None) == place)
     }
@@ -168,8 +178,6 @@ def names(place):
 def test_modules_export_exactly_the_public_names(place):
     imported = {
         "fakequant.formats": {"Literal", *FIELD_VALUES},
-        "fakequant.presets": {"QuantSpec", "WHOLE_AXIS", "Format", "ScaleRule"},
-        "fakequant.recipes": {"LayerConfig", "Dynamic", "Literal", "QuantConfig", "QuantSpec", "ScaleRule"},
     }.get(place, set())
     assert names(place).keys() - imported == set(PLACES[place])
 

@@ -39,8 +39,8 @@ def count(run: Callable[[], object]) -> tuple[int, int]:
 
 
 def prepared_linear() -> Callable[[], object]:
-    model = fq.prepare(nn.Sequential(nn.Linear(16, 8)), fq.recipes.int8())
     x = torch.randn(4, 16)
+    model = fq.prepare(nn.Sequential(nn.Linear(16, 8)), fq.recipes.int8(), example=x)
     fq.calibrate(model, [x], progress=False)
     model.eval()
     return lambda: model(x)

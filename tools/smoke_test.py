@@ -85,8 +85,8 @@ def check_torch(nodes: str) -> None:
 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
-    model = fq.prepare(model, fq.recipes.int8())
     x, label = torch.randn(64, 16), torch.arange(64) % 4
+    model = fq.prepare(model, fq.recipes.int8(), example=x)
     model = fq.calibrate(model, [x], progress=False)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []

@@ -37,7 +37,7 @@ struct Blocks {
 std::optional<Blocks> blocks_of(const Tensor& x, std::optional<int64_t> axis, std::optional<int64_t> group);
 
 // Rounds learned zero points to integers and clamps them to [qmin, qmax]; see
-// fakequant/_backends/torch/tensor_zero_points.py. Rounds half to even. If `truncates`, truncates z + 0.5 instead, as
+// fakequant/_backends/torch/routes.py. Rounds half to even. If `truncates`, truncates z + 0.5 instead, as
 // torch's per-tensor backward does. An undefined `zero` returns an empty vector.
 std::vector<int32_t> rounded_zeros(const Tensor& zero, int64_t qmin, int64_t qmax, bool truncates);
 

@@ -1,9 +1,9 @@
 """Fake quantization: bit-exact, at memory speed, on NumPy arrays and torch tensors."""
 
 from importlib import import_module as _import_module
-from typing import Any as _Any
+from typing import TYPE_CHECKING as _TYPE_CHECKING, Any as _Any
 
-from fakequant import presets as presets
+from fakequant import presets as presets, torch_ops as torch_ops
 from fakequant._accelerate import accelerate as accelerate, decelerate as decelerate
 from fakequant._backends import import_whole as _import_whole
 from fakequant._info import Info as Info, info as info
@@ -31,38 +31,53 @@ from fakequant.qparams import (
     min_max as min_max,
 )
 from fakequant.spec import QuantSpec as QuantSpec
-from fakequant.torch_names import (
-    fake_quantize_learnable_per_channel_affine as fake_quantize_learnable_per_channel_affine,
-    fake_quantize_learnable_per_channel_affine_backward as fake_quantize_learnable_per_channel_affine_backward,
-    fake_quantize_learnable_per_tensor_affine as fake_quantize_learnable_per_tensor_affine,
-    fake_quantize_learnable_per_tensor_affine_backward as fake_quantize_learnable_per_tensor_affine_backward,
-    fake_quantize_per_channel_affine as fake_quantize_per_channel_affine,
-    fake_quantize_per_channel_affine_cachemask as fake_quantize_per_channel_affine_cachemask,
-    fake_quantize_per_channel_affine_cachemask_backward as fake_quantize_per_channel_affine_cachemask_backward,
-    fake_quantize_per_tensor_affine as fake_quantize_per_tensor_affine,
-    fake_quantize_per_tensor_affine_cachemask as fake_quantize_per_tensor_affine_cachemask,
-    fake_quantize_per_tensor_affine_cachemask_backward as fake_quantize_per_tensor_affine_cachemask_backward,
-    fake_quantize_per_tensor_affine_cachemask_tensor_qparams as fake_quantize_per_tensor_affine_cachemask_tensor_qparams,
-    fused_moving_avg_obs_fake_quant as fused_moving_avg_obs_fake_quant,
-    fused_moving_avg_obs_fq_helper as fused_moving_avg_obs_fq_helper,
-)
 
+if _TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` imports these
+    from fakequant import nn as nn, observers as observers, ptq as ptq, recipes as recipes, results as results
+    from fakequant._convert.convert import convert as convert
+    from fakequant._convert.converted_files import load_converted as load_converted, save_converted as save_converted
+    from fakequant._diagnosis.audit import audit as audit
+    from fakequant._diagnosis.check import check as check
+    from fakequant._diagnosis.compare import compare as compare
+    from fakequant._diagnosis.health import History as History, health as health
+    from fakequant._diagnosis.report.writing import report as report
+    from fakequant._diagnosis.sensitivity import sensitivity as sensitivity
+    from fakequant._export.compressed_tensors.export_compressed_tensors import (
+        export_compressed_tensors as export_compressed_tensors,
+    )
+    from fakequant._export.executorch.export_executorch import export_executorch as export_executorch
+    from fakequant._export.load_grids import load_grids as load_grids
+    from fakequant._export.onnx.export_onnx import export_onnx as export_onnx
+    from fakequant._prepare.prepare import prepare as prepare, unprepare as unprepare
+    from fakequant._prepare.summary import summary as summary
+    from fakequant._train.calibrate import calibrate as calibrate
+    from fakequant._train.distill import distill as distill
+    from fakequant._train.schedule import Schedule as Schedule
+    from fakequant._verify.latency import latency as latency
+    from fakequant._verify.verify import verify as verify
+    from fakequant.config import LayerConfig as LayerConfig, QuantConfig as QuantConfig, Rule as Rule
+
+# Public modules that need torch and are imported on first use.
+_MODULES = ("nn", "observers", "ptq", "recipes", "results")
 # The modules of the names that work on whole models. They need torch and are imported on first use.
 _WHOLE_MODELS = {
-    "History": "_diagnosis.history",
+    "History": "_diagnosis.health",
     "LayerConfig": "config",
     "QuantConfig": "config",
     "Rule": "config",
     "Schedule": "_train.schedule",
+    "audit": "_diagnosis.audit",
     "calibrate": "_train.calibrate",
     "check": "_diagnosis.check",
     "compare": "_diagnosis.compare",
     "convert": "_convert.convert",
     "distill": "_train.distill",
-    "export_executorch": "_executorch.export_executorch",
-    "export_onnx": "_onnx.export_onnx",
-    "health": "_train.health",
+    "export_compressed_tensors": "_export.compressed_tensors.export_compressed_tensors",
+    "export_executorch": "_export.executorch.export_executorch",
+    "export_onnx": "_export.onnx.export_onnx",
+    "health": "_diagnosis.health",
     "latency": "_verify.latency",
+    "load_grids": "_export.load_grids",
     "load_converted": "_convert.converted_files",
     "prepare": "_prepare.prepare",
     "report": "_diagnosis.report.writing",
@@ -75,13 +90,13 @@ _WHOLE_MODELS = {
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHOLE_MODELS, "__version__", "nn", "observers", "ptq", "recipes"})
+    return sorted({*globals(), *_WHOLE_MODELS, "__version__", *_MODULES})
 
 
 def __getattr__(name: str) -> _Any:
     if name == "__version__":  # reading the metadata takes longer than importing the package
         return _import_module("importlib.metadata").version("fakequant")
-    if name in ("nn", "observers", "ptq", "recipes"):
+    if name in _MODULES:
         module = name
     elif name in _WHOLE_MODELS:
         module = _WHOLE_MODELS[name]

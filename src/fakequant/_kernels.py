@@ -1,4 +1,4 @@
-"""Loads the compiled kernels and chooses the instruction set, once, at import.
+"""Loads the compiled kernels, chooses the instruction set, once, at import, and has the numbers of their enumerators.
 
 `FAKEQUANT_TARGET` forces an instruction set, `FAKEQUANT_NUM_THREADS` sets the number of threads.
 There is no Python fallback: if the kernels cannot be loaded, importing fakequant raises ImportError.
@@ -8,6 +8,7 @@ import os
 from numbers import Integral
 
 from fakequant.formats import FLOAT_FORMATS
+from fakequant.spec import QuantSpec
 
 try:
     from fakequant import _native
@@ -47,36 +48,50 @@ if target := os.environ.get("FAKEQUANT_TARGET"):
 if threads := os.environ.get("FAKEQUANT_NUM_THREADS"):
     _set_num_threads(threads)
 
-# The enumerations of csrc/kernels.h as plain ints, which the kernels take.
+# --- enumerators ----------------------------------------------------------------------------------
+#
+# The enumerators of csrc/kernels.h as plain ints, which the kernels take.
+
 F32: int = _native.DType.f32.value
 F64: int = _native.DType.f64.value
-BF16: int = _native.DType.bf16.value
-F16: int = _native.DType.f16.value
+DTYPES: dict[str, int] = {
+    "float32": F32,
+    "float64": F64,
+    "bfloat16": _native.DType.bf16.value,
+    "float16": _native.DType.f16.value,
+}
 
-TORCH_TENSOR: int = _native.Numerics.torch_tensor.value
-TORCH_CHANNEL: int = _native.Numerics.torch_channel.value
+# Like the numerics of a spec, but torch has one rule per tensor and another per channel. A float format is a rule of
+# its own.
+NUMERICS: dict[str, int] = {
+    name: getattr(_native.Numerics, name).value
+    for name in ("torch_tensor", "torch_channel", "onnx", "half_away", *FLOAT_FORMATS)
+}
+TORCH_TENSOR, TORCH_CHANNEL = NUMERICS["torch_tensor"], NUMERICS["torch_channel"]
 TORCH_CHANNEL_FLOAT: int = _native.Numerics.torch_channel_float.value
 TORCH_CHANNEL_HALF: int = _native.Numerics.torch_channel_half.value
-ONNX: int = _native.Numerics.onnx.value
-HALF_AWAY: int = _native.Numerics.half_away.value
-# Those of float formats, by the name of the format.
-FLOAT_NUMERICS: dict[str, int] = {name: getattr(_native.Numerics, name).value for name in FLOAT_FORMATS}
 
 MASK_NONE: int = _native.MaskKind.none.value
 MASK_PACKED: int = _native.MaskKind.packed.value
 MASK_BYTES: int = _native.MaskKind.bytes.value
+MASK_KINDS: dict[str, int] = {"packed": MASK_PACKED, "bool": MASK_BYTES}
 
-I8: int = _native.CodeType.i8.value
-U8: int = _native.CodeType.u8.value
-I16: int = _native.CodeType.i16.value
-U16: int = _native.CodeType.u16.value
-I32: int = _native.CodeType.i32.value
-U32: int = _native.CodeType.u32.value
-I4X2: int = _native.CodeType.i4x2.value
-U4X2: int = _native.CodeType.u4x2.value
-I2X4: int = _native.CodeType.i2x4.value
-U2X4: int = _native.CodeType.u2x4.value
-U6X4: int = _native.CodeType.u6x4.value
+CODE_TYPES: dict[str, int] = {
+    "int8": _native.CodeType.i8.value,
+    "uint8": _native.CodeType.u8.value,
+    "int16": _native.CodeType.i16.value,
+    "uint16": _native.CodeType.u16.value,
+    "int32": _native.CodeType.i32.value,
+    "uint32": _native.CodeType.u32.value,
+}
+# By (bits, signed).
+PACKED_CODE_TYPES: dict[tuple[int, bool], int] = {
+    (4, True): _native.CodeType.i4x2.value,
+    (4, False): _native.CodeType.u4x2.value,
+    (2, True): _native.CodeType.i2x4.value,
+    (2, False): _native.CodeType.u2x4.value,
+    (6, False): _native.CodeType.u6x4.value,
+}
 
 ZERO_NONE: int = _native.ZeroKind.none.value
 ZERO_I32: int = _native.ZeroKind.i32.value
@@ -85,13 +100,77 @@ ZERO_F32: int = _native.ZeroKind.f32.value
 
 RANGE_OWN: int = _native.RangeRule.own.value
 RANGE_TORCH_FUSED: int = _native.RangeRule.torch_fused.value
-RANGE_MOVING_AVERAGE: int = _native.RangeUpdate.moving_average.value
-RANGE_MIN_MAX: int = _native.RangeUpdate.min_max.value
-RANGE_DYNAMIC: int = _native.RangeUpdate.dynamic.value
-
-SCALE_RULES: dict[str, int] = {
-    name: getattr(_native.ScaleRule, name).value for name in ("any", "floor", "ceil", "even", "rceil", "e4m3fn")
+# How an observed range changes the running range.
+UPDATES: dict[str, int] = {
+    name: getattr(_native.RangeUpdate, name).value for name in ("moving_average", "min_max", "dynamic")
 }
+# What scales may be: any float32 number, a power of two by one of the rules of MX, or NVFP4's.
+SCALE_RULES: dict[str, int] = {
+    name: getattr(_native.ScaleRule, name).value
+    for name in ("any", "floor", "ceil", "even", "rceil", "e4m3fn", "e4m3fn_divided", "float16", "bfloat16")
+}
+
+# The key of `NUMERICS` by (numerics of a spec, whether it has one scale per tensor).
+NUMERICS_NAMES = {
+    ("torch", True): "torch_tensor",
+    ("torch", False): "torch_channel",
+    ("onnx", True): "onnx",
+    ("onnx", False): "onnx",
+    ("half_away", True): "half_away",
+    ("half_away", False): "half_away",
+}
+
+
+def numerics_name(spec: QuantSpec) -> str:
+    """Returns the key of `NUMERICS` for a spec.
+
+    >>> numerics_name(QuantSpec(numerics="torch", axis=0)), numerics_name(QuantSpec())
+    ('torch_channel', 'onnx')
+    """
+    return NUMERICS_NAMES[spec.numerics, spec.axis is None] if spec.format == "int" else spec.format
+
+
+def scale_rule_name(spec: QuantSpec) -> str:
+    """Returns the key of `SCALE_RULES` for a spec.
+
+    >>> scale_rule_name(QuantSpec())
+    'any'
+    """
+    if spec.scale_rule == "divided":
+        return "e4m3fn_divided"
+    return {"float32": "any", "e8m0": spec.scale_rule}.get(spec.scale_format, spec.scale_format)
+
+
+def is_per_block(scale_rule: str) -> bool:
+    """Returns True for rules that choose each scale from the range of its block alone, with two ends.
+
+    >>> is_per_block("bfloat16"), is_per_block("floor")
+    (True, False)
+    """
+    return scale_rule in ("any", "float16", "bfloat16")
+
+
+def largest_level(qmax: int, numerics: str) -> float:
+    """Returns the largest value of a grid in units of its scale.
+
+    >>> largest_level(127, "onnx"), largest_level(255, "e4m3fn")
+    (127, 448.0)
+    """
+    float_format = FLOAT_FORMATS.get(numerics)
+    return qmax if float_format is None else float_format.largest
+
+
+def is_own(numerics: str) -> bool:
+    """Returns True for fakequant's own rules, "onnx" and "half_away", and False for torch's."""
+    return not numerics.startswith("torch")
+
+
+def has_wide_scale(is_f64: bool, numerics: str) -> bool:
+    """Returns True if scales are float64, i.e. for float64 data. torch's rules round them to float32 even then."""
+    return is_f64 and is_own(numerics)
+
+
+# --- threads --------------------------------------------------------------------------------------
 
 
 def get_num_threads() -> int:

@@ -9,9 +9,16 @@ from typing import Any
 from torch import nn
 
 import fakequant.observers as observers
-from fakequant import _targets
+from fakequant import _runtimes
+from fakequant._util.text import read_json, shortened
 from fakequant.observers import Observer
-from fakequant.spec import QuantSpec, read_json, shortened
+from fakequant.spec import QuantSpec
+
+__all__ = ["LayerConfig", "QuantConfig", "Rule"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,9 +143,8 @@ class QuantConfig:
     # If True, quantized layers save codes instead of floats for the backward pass. Gradients are identical and need
     # less memory.
     save_codes: bool = True
-    # The runtime that the model is trained for: "generic", "onnxruntime-vnni", "onnxruntime-x86", "openvino-vnni",
-    # "openvino", "tensorrt" or "xnnpack".
-    # Specs that it cannot compute exactly are adapted to it.
+    # What the model is trained for: a runtime, such as "onnxruntime-x86", or "generic". docs/guides/export.md lists all
+    # targets. Specs that the target cannot compute exactly are adapted to it.
     target: str = "generic"
     # If set, the minimum number of bits for the weights and inputs of the first and the last layer, in the order in
     # which the model calls its layers. Layers that a rule matches are not affected. If None, the first and the last
@@ -146,7 +152,7 @@ class QuantConfig:
     first_last_bits: int | None = None
 
     def __post_init__(self) -> None:
-        _targets.find(self.target)
+        _runtimes.find(self.target)
         object.__setattr__(self, "rules", tuple(self.rules))
         for rule in self.rules:
             if not isinstance(rule, Rule):

@@ -6,7 +6,7 @@ from math import inf, nan
 import numpy as np
 
 from fakequant._backends import backend_of
-from fakequant._backends.results import Array
+from fakequant._backends.types import Array
 from fakequant.qparams import min_max
 from fakequant.reference import round_half_away
 from fakequant.spec import NUMERICS, Numerics, QuantSpec

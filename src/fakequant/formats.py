@@ -20,8 +20,8 @@ from typing import Literal
 import numpy as np
 
 Format = Literal["int", "e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e2m3", "e3m2", "e2m1"]
-ScaleFormat = Literal["float32", "e8m0", "e4m3fn"]
-ScaleRule = Literal["floor", "ceil", "even", "rceil"]
+ScaleFormat = Literal["float32", "e8m0", "e4m3fn", "float16", "bfloat16"]
+ScaleRule = Literal["floor", "ceil", "even", "rceil", "divided"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,5 +118,5 @@ FLOAT_FORMATS: dict[str, FloatFormat] = {
     )
 }
 FORMATS: tuple[Format, ...] = ("int", *(f.name for f in FLOAT_FORMATS.values()))
-SCALE_FORMATS: tuple[ScaleFormat, ...] = ("float32", "e8m0", "e4m3fn")
-SCALE_RULES: tuple[ScaleRule, ...] = ("floor", "ceil", "even", "rceil")
+SCALE_FORMATS: tuple[ScaleFormat, ...] = ("float32", "e8m0", "e4m3fn", "float16", "bfloat16")
+SCALE_RULES: tuple[ScaleRule, ...] = ("floor", "ceil", "even", "rceil", "divided")

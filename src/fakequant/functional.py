@@ -12,20 +12,18 @@ from typing import Any, overload
 import numpy as np  # noqa: F401 - for the examples
 
 from fakequant._backends import backend_of
-from fakequant._backends.argument_types import DType, Numbers
-from fakequant._backends.checks import check_gradient as check_gradient
-from fakequant._backends.kernel_enums import (
-    UPDATES as UPDATES,
+from fakequant._backends.checks import EPS as _EPS
+from fakequant._backends.types import (
+    Array,
+    DType,
     Gradient as Gradient,
+    LearnedGradients as LearnedGradients,
     MaskForm as MaskForm,
+    Numbers,
+    ObservedFakeQuantize as ObservedFakeQuantize,
     Update as Update,
 )
-from fakequant._backends.results import (
-    Array,
-    LearnedGradients as LearnedGradients,
-    ObservedFakeQuantize as ObservedFakeQuantize,
-)
-from fakequant.qparams import EPS, QParams
+from fakequant.qparams import QParams
 from fakequant.spec import QuantSpec
 
 
@@ -84,7 +82,9 @@ def fake_quantize(
     >>> inside
     array([ True,  True,  True, False])
     """
-    return backend_of(x).fake_quantize(x, scale, zero_point, spec, mask=mask, gradient=gradient)
+    if mask is None:
+        return backend_of(x).fake_quantize(x, scale, zero_point, spec, gradient=gradient)
+    return backend_of(x).fake_quantize_and_mask(x, scale, zero_point, spec, mask=mask, gradient=gradient)
 
 
 def fake_quantize_backward(dy: Array, mask: Array, spec: QuantSpec) -> Array:
@@ -144,7 +144,7 @@ def fake_quantize_learned_backward(
         inside     dx = dy   dscale += dy * ((q - z) - x / scale)       dzero_point += 0
         outside    dx = 0    dscale += dy * (qmin - z or qmax - z)      dzero_point += -dy * scale
 
-    With a float format, q is the nearest value of the format, and outside the range dscale is that of `spec.largest`.
+    With a float format, q is the nearest value of the format, and outside the range the bound is `spec.largest`.
 
     `dscale` and `dzero_point` are multiplied by `grad_factor` (LSQ: `1 / sqrt(numel * largest)`), summed in float64 in
     an order that depends only on the shape, and rounded once. Non-finite elements contribute 0.
@@ -223,7 +223,7 @@ def dequantize(
     return backend_of(q).dequantize(q, scale, zero_point, spec, shape=shape, dtype=dtype)
 
 
-def fake_quantize_dynamic(x: Array, spec: QuantSpec, *, gradient: Gradient = "pass", eps: float = EPS) -> Array:
+def fake_quantize_dynamic(x: Array, spec: QuantSpec, *, gradient: Gradient = "pass", eps: float = _EPS) -> Array:
     """Rounds `x` to the grid of `spec`, with the scales and zero points of its own blocks.
 
         lo, hi             = the range of the finite values of every block
@@ -249,7 +249,7 @@ def fake_quantize_dynamic(x: Array, spec: QuantSpec, *, gradient: Gradient = "pa
 
 
 def quantize_dynamic(
-    x: Array, spec: QuantSpec, *, packed: bool = False, eps: float = EPS
+    x: Array, spec: QuantSpec, *, packed: bool = False, eps: float = _EPS
 ) -> tuple[Array, QParams[Array]]:
     """Returns the codes of `x` with the scales and zero points of its own blocks, and these.
 
@@ -278,7 +278,7 @@ def observe_fake_quantize(
     *,
     update: Update = "moving_average",
     averaging_constant: float = 0.01,
-    eps: float = EPS,
+    eps: float = _EPS,
     mask: MaskForm | None = None,
     gradient: Gradient = "clipped",
 ) -> ObservedFakeQuantize[Array]:
@@ -290,7 +290,7 @@ def observe_fake_quantize(
 
     `running_min` and `running_max` have the shape of the scales (`(1,)` or `()` per tensor). Start them at +inf and
     -inf. Non-finite values do not enter the range; the result has their number. Block scales (MX, NVFP4) need
-    "dynamic", and their range is that of magnitudes: `running_min = -running_max`.
+    "dynamic", and their range is symmetric: `running_min = -running_max`.
 
     Args:
         x: The data, a float array or tensor.
@@ -312,13 +312,6 @@ def observe_fake_quantize(
     array([-1.  ,  0.5 ,   nan,  1.55], dtype=float32)
     """
     return backend_of(x).observe_fake_quantize(
-        x,
-        spec,
-        running_min,
-        running_max,
-        update=update,
-        averaging_constant=averaging_constant,
-        eps=eps,
-        mask=mask,
+        x, spec, running_min, running_max, update=update, averaging_constant=averaging_constant, eps=eps, mask=mask,
         gradient=gradient,
-    )
+    )  # fmt: skip

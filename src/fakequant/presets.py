@@ -3,45 +3,56 @@
     weights        int8   int4   int2     symmetric; only int8 has a narrow range, fewer bits need every code
     activations    uint8  uint4  int16    per tensor; int8_per_token for dynamic ranges
     both           fp8_e4m3  fp8_e5m2                     one float32 scale per tensor, or per channel with `axis`
-                   mxfp8  mxfp6  mxfp4  mxint8  nvfp4     scales of few bits, one per block of 32 (NVFP4: 16)
+                   mxfp8  mxfp6  mxfp4  mxint8  nvfp4     block scales, one per 32 elements (NVFP4: 16)
 
 Each function returns a plain `QuantSpec`. Use `dataclasses.replace(int8(), bits=6)` to derive another.
 """
 
+from typing import Literal
+
 from fakequant.formats import Format, ScaleRule
-from fakequant.spec import WHOLE_AXIS, QuantSpec
+from fakequant.spec import QuantSpec
+
+__all__ = [
+    "fp8_e4m3", "fp8_e5m2", "int2", "int4", "int8", "int8_per_token", "int16", "mxfp4", "mxfp6", "mxfp8", "mxint8",
+    "nvfp4", "uint4", "uint8",
+]  # fmt: skip
 
 
-def int8(*, group: int | None = None, axis: int | None = None) -> QuantSpec:
+def __dir__() -> list[str]:
+    return __all__
+
+
+def int8(*, group_size: int | None = None, axis: int | None = None) -> QuantSpec:
     """Returns the spec of 8-bit weights: symmetric, per channel of axis 0, codes -127 to 127.
 
     Without -128 every code can change its sign, so a batch norm with a negative factor can be folded. With
-    `group`, there is one scale per group along the last axis. `axis` selects another axis.
+    `group_size`, there is one scale per group along the last axis. `axis` selects another axis.
 
     >>> int8().qmin, int8().qmax, int8().granularity
     (-127, 127, 'channel')
     """
-    return _weights(8, group, axis, narrow_range=True)
+    return _weights(8, group_size, axis, narrow_range=True)
 
 
-def int4(*, group: int | None = 32, axis: int | None = None) -> QuantSpec:
+def int4(*, group_size: int | None = 32, axis: int | None = None) -> QuantSpec:
     """Returns the spec of 4-bit weights: symmetric, per group of 32 along the last axis, codes -8 to 7.
 
-    With `group=None`, there is one scale per channel of axis 0.
+    With `group_size=None`, there is one scale per channel of axis 0.
 
-    >>> int4(group=64).group_size, int4(group=None).granularity
+    >>> int4(group_size=64).group_size, int4(group_size=None).granularity
     (64, 'channel')
     """
-    return _weights(4, group, axis, narrow_range=False)
+    return _weights(4, group_size, axis, narrow_range=False)
 
 
-def int2(*, group: int | None = 32, axis: int | None = None) -> QuantSpec:
+def int2(*, group_size: int | None = 32, axis: int | None = None) -> QuantSpec:
     """Returns the spec of 2-bit weights: symmetric, per group of 32 along the last axis, codes -2 to 1.
 
     >>> int2().levels
     4
     """
-    return _weights(2, group, axis, narrow_range=False)
+    return _weights(2, group_size, axis, narrow_range=False)
 
 
 def uint8() -> QuantSpec:
@@ -77,7 +88,7 @@ def int8_per_token() -> QuantSpec:
     >>> int8_per_token().granularity
     'token'
     """
-    return QuantSpec(bits=8, axis=-1, group_size=WHOLE_AXIS)
+    return QuantSpec(bits=8).per_token()
 
 
 def fp8_e4m3(*, axis: int | None = None) -> QuantSpec:
@@ -134,13 +145,16 @@ def mxint8(*, axis: int = -1, scale_rule: ScaleRule = "floor") -> QuantSpec:
     return QuantSpec(narrow_range=True, axis=axis, group_size=32, scale_format="e8m0", scale_rule=scale_rule)
 
 
-def nvfp4(*, axis: int = -1) -> QuantSpec:
+def nvfp4(*, axis: int = -1, scale_rule: Literal["floor", "divided"] = "floor") -> QuantSpec:
     """Returns the spec of NVFP4: e2m1 in blocks of 16 along `axis`, with FP8 scales under one float32 scale.
+
+    With `scale_rule="divided"` FP8 scales are divided by a float32 number, as in compressed-tensors. The values of both
+    differ in the last bit of float32.
 
     >>> print(nvfp4())
     e2m1, per group of 16 on axis -1, scales e4m3fn
     """
-    return QuantSpec(format="e2m1", axis=axis, group_size=16, scale_format="e4m3fn")
+    return QuantSpec(format="e2m1", axis=axis, group_size=16, scale_format="e4m3fn", scale_rule=scale_rule)
 
 
 def _mx(format: Format, allowed: tuple[Format, ...], axis: int, scale_rule: ScaleRule) -> QuantSpec:
@@ -149,7 +163,7 @@ def _mx(format: Format, allowed: tuple[Format, ...], axis: int, scale_rule: Scal
     return QuantSpec(format=format, axis=axis, group_size=32, scale_format="e8m0", scale_rule=scale_rule)
 
 
-def _weights(bits: int, group: int | None, axis: int | None, *, narrow_range: bool) -> QuantSpec:
+def _weights(bits: int, group_size: int | None, axis: int | None, *, narrow_range: bool) -> QuantSpec:
     if axis is None:
-        axis = 0 if group is None else -1
-    return QuantSpec(bits=bits, narrow_range=narrow_range, axis=axis, group_size=group)
+        axis = 0 if group_size is None else -1
+    return QuantSpec(bits=bits, narrow_range=narrow_range, axis=axis, group_size=group_size)

@@ -1,16 +1,13 @@
-"""`min_max`, the range of data; `choose_qparams`, scale and zero point of a range; scales of few bits as bytes."""
+"""`min_max`, the range of data; `choose_qparams`, scale and zero point of a range; block scales as bytes."""
 
-from typing import Any
+from typing import Any, overload
 
-import numpy as np
+import numpy as np  # noqa: F401 - for the examples
 
 from fakequant._backends import backend_of
-from fakequant._backends.argument_types import Numbers
-from fakequant._backends.checks import check_eps as check_eps
-from fakequant._backends.results import Array, EncodedScales as EncodedScales, QParams as QParams, Range as Range
+from fakequant._backends.checks import EPS as _EPS, both_ends
+from fakequant._backends.types import Array, EncodedScales as EncodedScales, Numbers, QParams as QParams, Range as Range
 from fakequant.spec import QuantSpec
-
-EPS = float(np.finfo(np.float32).eps)
 
 
 def min_max(x: Array, spec: QuantSpec | None = None) -> Range[Array]:
@@ -25,10 +22,16 @@ def min_max(x: Array, spec: QuantSpec | None = None) -> Range[Array]:
     return backend_of(x).min_max(x, spec)
 
 
-def choose_qparams(
-    lo: Numbers, hi: Numbers, spec: QuantSpec, *, eps: float = EPS
-) -> QParams[Any]:  # of arrays, or of tensors if one end is a tensor
+@overload
+def choose_qparams(lo: Range[Array], hi: QuantSpec, *, eps: float = _EPS) -> QParams[Array]: ...
+@overload
+def choose_qparams(lo: Range[Array], *, spec: QuantSpec, eps: float = _EPS) -> QParams[Array]: ...
+@overload  # of arrays, or of tensors if one end is a tensor
+def choose_qparams(lo: Numbers, hi: Numbers, spec: QuantSpec, *, eps: float = _EPS) -> QParams[Any]: ...
+def choose_qparams(lo: Numbers, hi: Numbers = None, spec: Any = None, *, eps: float = _EPS) -> QParams[Any]:
     """Returns scale and zero point for values between `lo` and `hi`, one pair per entry.
+
+    A range that `min_max` returned may stand for both ends: `choose_qparams(min_max(x, spec), spec)`.
 
         symmetric   s = max(absmax / ((qmax - qmin) / 2), eps)      z = 0
         affine      s = max((hi - lo) / (qmax - qmin), eps)         z = clamp(qmin - rint(lo / s), qmin, qmax)
@@ -50,19 +53,23 @@ def choose_qparams(
     All entries of `lo` and `hi` are blocks of one tensor for NVFP4. `eps` is not used for block scales.
 
     Args:
-        lo: The lower ends of the ranges, finite.
-        hi: The upper ends of the ranges, finite and at least `lo`.
+        lo: The lower ends of the ranges, finite, or a `Range` with both ends.
+        hi: The upper ends of the ranges, finite and at least `lo`. Left out after a `Range`.
         spec: The grid.
         eps: The smallest scale.
 
     >>> choose_qparams(-1.0, 3.0, QuantSpec(signed=False, symmetric=False))
     QParams(scale=array(0.01568628, dtype=float32), zero_point=array(64, dtype=int32))
+    >>> choose_qparams(min_max(np.float32([-1.0, 3.0])), QuantSpec(signed=False, symmetric=False))
+    QParams(scale=array(0.01568628, dtype=float32), zero_point=array(64, dtype=int32))
     """
+    if isinstance(lo, Range):
+        lo, hi, spec = both_ends(lo, hi, spec)
     return backend_of(lo, hi).choose_qparams(lo, hi, spec, eps=eps)
 
 
 def encode_scales(scale: Array, spec: QuantSpec) -> EncodedScales[Array]:
-    """Returns scales of few bits (MX, NVFP4) as bytes.
+    """Returns block scales (MX, NVFP4) as bytes.
 
         e8m0     scale = 2^(code - 127)                   for integers 2^(code - 127 - floor(log2(qmax))); NaN is 255
         e4m3fn   scale = value(code) * tensor_scale       rounded to float32

@@ -6,8 +6,8 @@ int4_weight_only   4-bit weights in groups, activations in float
 w4a8               4-bit weights per channel, 8-bit activations; 8-bit weights in the first and the last layer
 lsq                weights and activations of few bits with learned scales; 8 bits in the first and the last layer
 fp8                FP8 weights per channel, FP8 activations per tensor
-mxfp8, nvfp4       weights and inputs in blocks along the axis that products sum over, with scales of few bits
-mxfp4_weight_only  MXFP4 weights, activations in float
+mxfp8, nvfp4       weights and inputs in blocks along the axis that products sum over, with block scales
+mxfp4_weight_only  MXFP4 weights, activations in float; nvfp4_weight_only the same with NVFP4
 """
 
 from typing import Literal
@@ -17,6 +17,15 @@ from fakequant.config import LayerConfig, QuantConfig
 from fakequant.formats import ScaleRule
 from fakequant.observers import Dynamic
 from fakequant.spec import QuantSpec
+
+__all__ = [
+    "fp8", "int4_weight_only", "int8", "int8_dynamic", "lsq", "mxfp4_weight_only", "mxfp8", "nvfp4",
+    "nvfp4_weight_only", "w4a8",
+]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def int8(*, target: str = "generic") -> QuantConfig:
@@ -42,16 +51,16 @@ def int8_dynamic(*, target: str = "generic") -> QuantConfig:
     return QuantConfig(default=layer, target=target).rule(type="_ConvNd", input=presets.uint8())
 
 
-def int4_weight_only(group: int | None = 32, *, target: str = "generic") -> QuantConfig:
+def int4_weight_only(group_size: int | None = 32, *, target: str = "generic") -> QuantConfig:
     """4-bit weights and float activations.
 
-    `group` neighbouring weights along the last axis share a scale. Convolutions have one scale per output channel.
+    `group_size` neighbouring weights along the last axis share a scale. Convolutions have one scale per output channel.
 
     >>> int4_weight_only(64).default.weight.group_size
     64
     """
-    config = QuantConfig(default=LayerConfig(weight=presets.int4(group=group)), target=target)
-    return config.rule(type="_ConvNd", weight=presets.int4(group=None))
+    config = QuantConfig(default=LayerConfig(weight=presets.int4(group_size=group_size)), target=target)
+    return config.rule(type="_ConvNd", weight=presets.int4(group_size=None))
 
 
 def w4a8(*, target: str = "generic", first_last_bits: int | None = 8) -> QuantConfig:
@@ -62,7 +71,7 @@ def w4a8(*, target: str = "generic", first_last_bits: int | None = 8) -> QuantCo
     >>> w4a8().default.weight.bits, w4a8().default.input.bits, w4a8().first_last_bits
     (4, 8, 8)
     """
-    layer = LayerConfig(weight=presets.int4(group=None), input=presets.uint8())
+    layer = LayerConfig(weight=presets.int4(group_size=None), input=presets.uint8())
     return QuantConfig(default=layer, operands=presets.uint8(), target=target, first_last_bits=first_last_bits)
 
 
@@ -86,20 +95,20 @@ def lsq(
     return QuantConfig(default=layer, operands=activations, target=target, first_last_bits=first_last_bits)
 
 
-def fp8(*, format: Literal["e4m3fn", "e5m2"] = "e4m3fn") -> QuantConfig:
+def fp8(*, format: Literal["e4m3fn", "e5m2"] = "e4m3fn", target: str = "generic") -> QuantConfig:
     """FP8 weights per channel and FP8 activations per tensor.
 
-    `format` is that of activations and weights: "e4m3fn" has more precision, "e5m2" more range.
+    `format` is used for activations and weights: "e4m3fn" has more precision, "e5m2" more range.
 
     >>> print(fp8().default.weight)
     e4m3fn, per channel on axis 0
     """
     activations = QuantSpec(format=format)
     layer = LayerConfig(weight=QuantSpec(format=format, axis=0), input=activations)
-    return QuantConfig(default=layer, operands=activations)
+    return QuantConfig(default=layer, operands=activations, target=target)
 
 
-def mxfp8(*, scale_rule: ScaleRule = "floor") -> QuantConfig:
+def mxfp8(*, scale_rule: ScaleRule = "floor", target: str = "generic") -> QuantConfig:
     """MXFP8 weights and inputs: e4m3fn in blocks of 32 along the axis that products sum over.
 
     Inputs follow the data: nothing has to be calibrated. Products of two activations, as in attention, stay in float.
@@ -108,19 +117,19 @@ def mxfp8(*, scale_rule: ScaleRule = "floor") -> QuantConfig:
     e4m3fn, per group of 32 on axis -1, scales e8m0 (floor)
     """
     spec = presets.mxfp8(scale_rule=scale_rule)
-    return QuantConfig(default=LayerConfig(weight=spec, input=spec))
+    return QuantConfig(default=LayerConfig(weight=spec, input=spec), target=target)
 
 
-def mxfp4_weight_only(*, scale_rule: ScaleRule = "floor") -> QuantConfig:
+def mxfp4_weight_only(*, scale_rule: ScaleRule = "floor", target: str = "generic") -> QuantConfig:
     """MXFP4 weights, e2m1 in blocks of 32 along the axis that products sum over, and float activations.
 
     >>> mxfp4_weight_only().default.weight.bits, mxfp4_weight_only().default.input
     (4, None)
     """
-    return QuantConfig(default=LayerConfig(weight=presets.mxfp4(scale_rule=scale_rule)))
+    return QuantConfig(default=LayerConfig(weight=presets.mxfp4(scale_rule=scale_rule)), target=target)
 
 
-def nvfp4() -> QuantConfig:
+def nvfp4(*, target: str = "generic") -> QuantConfig:
     """NVFP4 weights and inputs: e2m1 in blocks of 16 along the axis that products sum over.
 
     Inputs follow the data: nothing has to be calibrated. Products of two activations, as in attention, stay in float.
@@ -128,4 +137,13 @@ def nvfp4() -> QuantConfig:
     >>> print(nvfp4().default.weight)
     e2m1, per group of 16 on axis -1, scales e4m3fn
     """
-    return QuantConfig(default=LayerConfig(weight=presets.nvfp4(), input=presets.nvfp4()))
+    return QuantConfig(default=LayerConfig(weight=presets.nvfp4(), input=presets.nvfp4()), target=target)
+
+
+def nvfp4_weight_only(*, target: str = "generic") -> QuantConfig:
+    """NVFP4 weights, e2m1 in blocks of 16 along the axis that products sum over, and float activations.
+
+    >>> nvfp4_weight_only().default.weight.bits, nvfp4_weight_only().default.input
+    (4, None)
+    """
+    return QuantConfig(default=LayerConfig(weight=presets.nvfp4()), target=target)

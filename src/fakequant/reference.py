@@ -438,7 +438,14 @@ def min_max(x: ArrayLike) -> MinMax:
 
 @_quiet
 def choose_qparams(
-    lo: ArrayLike, hi: ArrayLike, qmin: int, qmax: int, *, symmetric: bool, eps: float | np.float32 = FLOAT32_EPS
+    lo: ArrayLike,
+    hi: ArrayLike,
+    qmin: int,
+    qmax: int,
+    *,
+    symmetric: bool,
+    eps: float | np.float32 = FLOAT32_EPS,
+    scale_format: str = "float32",
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns scale (float32) and zero point (int32) for values in `[lo, hi]`, as torch's observers compute them.
 
@@ -455,6 +462,7 @@ def choose_qparams(
         qmax: The highest code.
         symmetric: Whether the zero point is fixed.
         eps: The smallest scale.
+        scale_format: What scales are rounded to, before the zero point is found; see `rounded_scale`.
 
     >>> [v.item() for v in choose_qparams(-1.0, 3.0, 0, 255, symmetric=False)]
     [0.01568627543747425, 64]
@@ -466,6 +474,7 @@ def choose_qparams(
     eps = np.float32(eps)
     if symmetric:
         scale = np.maximum(np.maximum(-low, high) / np.float32((qmax - qmin) / 2), eps)
+        scale = rounded_scale(scale, scale_format)
         middle = 0 if qmin < 0 else (qmin + qmax + 1) // 2
         return scale, np.full(scale.shape, middle, np.int32)
     levels = np.float32(qmax - qmin)
@@ -473,8 +482,31 @@ def choose_qparams(
     # The width of a range may overflow float32 although the scale does not.
     wide = ((high.astype(np.float64) - low) / levels).astype(np.float32)
     scale = np.maximum(np.where(np.isinf(width) & np.isfinite(low) & np.isfinite(high), wide, width / levels), eps)
+    scale = rounded_scale(scale, scale_format)
     steps = _cast_integer(np.rint(low / scale), np.int64)
     return scale, np.clip(qmin - steps, qmin, qmax).astype(np.int32)
+
+
+@_quiet
+def rounded_scale(scale: ArrayLike, scale_format: str) -> np.ndarray:
+    """Returns positive scales rounded to a format of 16 bits, ties to even, or float32 scales unchanged.
+
+    A scale below the smallest value of the format becomes that value, and one above the largest becomes the largest.
+
+        float16    11 significant bits, 2^-24 to 65504
+        bfloat16   8 significant bits, 2^-133 to 2^127 * (2 - 2^-7)
+
+    >>> rounded_scale([0.1, 1e-9], "float16").tolist()
+    [0.0999755859375, 5.960464477539063e-08]
+    """
+    scale = _cast(scale, np.float32)
+    if scale_format == "float32":
+        return scale
+    bits, lowest, largest = (11, -14, 65504.0) if scale_format == "float16" else (8, -126, 2.0**127 * (2 - 2.0**-7))
+    exponent = np.maximum(np.frexp(scale)[1] - 1, lowest) - (bits - 1)
+    rounded = np.ldexp(np.rint(np.ldexp(scale.astype(np.float64), -exponent)), exponent)
+    limited: np.ndarray = np.clip(rounded, 2.0 ** (lowest - (bits - 1)), largest).astype(np.float32)
+    return limited
 
 
 @_quiet

@@ -113,7 +113,7 @@ def encode(q: ArrayLike, format: str) -> np.ndarray:
         steps, e = |q| / 2^e, max(floor(log2 |q|), 1 - bias) - mantissa_bits
         code     = sign bit + ((e + mantissa_bits + bias - 1) << mantissa_bits) + steps
 
-    NaN becomes the code of NaN. In a format without NaN, it becomes that of the lowest value.
+    NaN becomes the code of NaN. In a format without NaN, it becomes the code of the lowest value.
 
     >>> encode(np.float32([0.0, 0.5, 6.0, -0.0, -1.0, np.nan]), "e2m1")
     array([ 0,  1,  7,  8, 10, 15], dtype=uint8)
@@ -258,13 +258,12 @@ def choose_scale(lo: ArrayLike, hi: ArrayLike, spec: QuantSpec, eps: float | np.
         mantissa_bits = spec.bits - 2 if spec.float_format is None else spec.float_format.mantissa_bits
         return power_of_two_scale(absmax, spec.largest, mantissa_bits, spec.scale_rule)
     if spec.scale_format == "e4m3fn":
-        scale: np.ndarray = nvfp4_scales(absmax).scale
+        scale: np.ndarray = nvfp4_scales(absmax, divided=spec.scale_rule == "divided").scale
         return scale
     if spec.float_format is None:
         raise ValueError(f"this function is for float formats and block scales, got {spec}")
     quotient: np.ndarray = absmax / np.float32(spec.largest)
-    at_least: np.ndarray = np.maximum(quotient, np.float32(eps))
-    return at_least
+    return reference.rounded_scale(np.maximum(quotient, np.float32(eps)), spec.scale_format)
 
 
 @_quiet
@@ -306,21 +305,34 @@ def power_of_two_scale(absmax: ArrayLike, largest: float, mantissa_bits: int, ru
 
 
 @_quiet
-def nvfp4_scales(absmax: ArrayLike) -> NVFP4Scales:
+def nvfp4_scales(absmax: ArrayLike, *, divided: bool = False) -> NVFP4Scales:
     """Returns the scales of NVFP4 for blocks with the largest magnitude `absmax`, as float32.
 
         tensor_scale = max over blocks(absmax) / 2688                     1 if that is 0
         block_scale  = round to e4m3fn(clamp((absmax / 6) / tensor_scale, 2^-6, 448))
         scale        = block_scale * tensor_scale                         2^-149 if that is 0
 
+    With `divided`, the tensor scale is a divisor, and FP8 scales may be subnormal:
+
+        tensor_scale = (1 / max over blocks(absmax)) * 2688               1 if that is infinite; absmax at least 2^-126
+        block_scale  = round to e4m3fn(min((absmax / 6) * tensor_scale, 448))       0.125 if that is 0
+        scale        = block_scale / tensor_scale
+
     Args:
         absmax: The largest magnitude of every block of the tensor, finite.
+        divided: Whether the tensor scale divides.
 
     >>> scales = nvfp4_scales([5376.0, 12.0, 0.0])
     >>> scales.tensor_scale.item(), scales.block_scale.tolist(), scales.scale.tolist()
     (2.0, [448.0, 1.0, 0.015625], [896.0, 2.0, 0.03125])
     """
     absmax = np.asarray(absmax).astype(np.float32)
+    if divided:
+        divisor = (np.float32(1) / np.maximum(absmax.max(initial=0), np.float32(2.0**-126))) * NVFP4_LARGEST
+        divisor = np.where(np.isinf(divisor), np.float32(1), divisor)
+        value, _ = round_to_format(np.minimum((absmax / np.float32(6)) * divisor, np.float32(448)), "e4m3fn")
+        value = np.where(value == 0, np.float32(0.125), value)
+        return NVFP4Scales(value / divisor, value, divisor)
     tensor_scale: np.ndarray = absmax.max(initial=0) / NVFP4_LARGEST
     tensor_scale = np.where(tensor_scale == 0, np.float32(1), tensor_scale)
     wanted = (absmax / np.float32(6)) / tensor_scale

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Literal
 
+from fakequant._util.text import MAX_IN_MESSAGE, read_json, shortened
 from fakequant.formats import (
     FLOAT_FORMATS,
     FORMATS,
@@ -23,7 +24,6 @@ Granularity = Literal["tensor", "channel", "group", "token"]
 NUMERICS: tuple[Numerics, ...] = ("torch", "onnx", "half_away")
 WHOLE_AXIS = -1
 _ABSENT = -(2**31)  # stands for None in `to_numbers`
-_MAX_IN_MESSAGE = 100  # characters of a value that a message quotes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,12 @@ class QuantSpec:
     >>> QuantSpec(signed=False, symmetric=False).qmax
     255
 
-    With a float `format`, the grid is that of the format, which also decides `bits`. Codes are its bit patterns:
+    `per_token` writes the last row of the table in words:
+
+    >>> QuantSpec(bits=8).per_token() == QuantSpec(bits=8, axis=-1, group_size=-1)
+    True
+
+    With a float `format`, the grid has the values of the format, which also decides `bits`. Codes are its bit patterns:
 
     >>> spec = QuantSpec(format="e2m1", scale_format="e8m0", axis=-1, group_size=32)
     >>> print(spec)
@@ -63,16 +68,18 @@ class QuantSpec:
     narrow_range: bool = False
     # The axis along which scales differ, or None for one scale per tensor. May be negative.
     axis: int | None = None
-    # How many elements along `axis` share a scale: None for a scale per index, -1 for the whole axis.
+    # How many elements along `axis` share a scale: None for a scale per index, -1 for the whole axis (`per_token`).
     group_size: int | None = None
     # How values are rounded to codes; see docs/numerics.md.
     numerics: Numerics = "onnx"
     # "int" for equal steps, or a float format: see `fakequant.formats`.
     format: Format = "int"
-    # "float32"; "e8m0" for powers of two (MX); "e4m3fn" for FP8 scales under one float32 scale per tensor (NVFP4).
-    # The last two follow the data: every tensor gets the scales of its own blocks.
+    # "float32", or "float16" or "bfloat16" for scales that are rounded to that type; "e8m0" for powers of two (MX);
+    # "e4m3fn" for FP8 scales under one float32 scale per tensor (NVFP4). "e8m0" and "e4m3fn" follow the data: every
+    # tensor gets the scales of its own blocks.
     scale_format: ScaleFormat = "float32"
-    # How a power of two is chosen for the largest magnitude of a block ("e8m0" only).
+    # How a power of two is chosen for the largest magnitude of a block ("e8m0"), or "divided" if the scale of the
+    # tensor divides the FP8 scales instead of multiplying them ("e4m3fn"; compressed-tensors stores NVFP4 so).
     scale_rule: ScaleRule = "floor"
 
     def __post_init__(self) -> None:
@@ -104,27 +111,35 @@ class QuantSpec:
                     f"Use QuantSpec(axis=-1, group_size={self.group_size}) for groups along the last axis."
                 )
             if self.group_size < 1 and self.group_size != WHOLE_AXIS:
-                raise ValueError(f"`group_size` must be at least 1, or -1 for the whole axis, got {self.group_size}.")
+                raise ValueError(
+                    f"`group_size` must be at least 1, or -1 for the whole axis, got {self.group_size}.\n"
+                    "Use QuantSpec().per_token() for one scale per token."
+                )
         if self.numerics not in NUMERICS:
             raise ValueError(f"`numerics` must be one of {', '.join(NUMERICS)}, got {self.numerics!r}.")
         if self.has_block_scales:
             self._check_block_scales()
 
     def _check_formats(self) -> None:
-        """Checks the fields of formats, and sets `bits` to those of a float format."""
+        """Checks the fields of formats, and sets `bits` to the bits of a float format."""
         allowed = (("format", FORMATS), ("scale_format", SCALE_FORMATS), ("scale_rule", SCALE_RULES))
         for name, values in allowed:
             if getattr(self, name) not in values:
                 raise ValueError(
                     f"`{name}` must be one of {', '.join(values)}, got {shortened(repr(getattr(self, name)))}."
                 )
-        if self.scale_rule != "floor" and self.scale_format != "e8m0":
+        if self.scale_rule == "divided" and self.scale_format != "e4m3fn":
+            raise ValueError(
+                "`scale_rule='divided'` is about the scale of a tensor over its FP8 scales, got "
+                f"scale_format={self.scale_format!r}.\nUse scale_format='e4m3fn', or leave out `scale_rule`."
+            )
+        if self.scale_rule not in ("floor", "divided") and self.scale_format != "e8m0":
             raise ValueError(
                 f"`scale_rule={self.scale_rule!r}` chooses powers of two, which scales of the format "
                 f"{self.scale_format!r} are not.\nUse scale_format='e8m0', or leave out `scale_rule`."
             )
         float_format = self.float_format
-        if float_format is None and self.scale_format == "float32":
+        if float_format is None and not self.has_block_scales:
             return
         what = f"format={self.format!r}" if float_format is not None else f"scale_format={self.scale_format!r}"
         if not (self.signed is True and self.symmetric is True):
@@ -165,17 +180,17 @@ class QuantSpec:
 
     @property
     def is_integer(self) -> bool:
-        """Whether codes are integers and scales are float32: what integer kernels compute with.
+        """Whether codes are integers without block scales: what integer kernels compute with.
 
         >>> QuantSpec().is_integer, QuantSpec(format="e4m3fn").is_integer
         (True, False)
         """
-        return self.format == "int" and self.scale_format == "float32"
+        return self.format == "int" and not self.has_block_scales
 
     @property
     def has_block_scales(self) -> bool:
-        """Whether scales have a format of few bits, and so follow every tensor (MX, NVFP4)."""
-        return self.scale_format != "float32"
+        """Whether there are block scales (MX, NVFP4), which have few bits and follow every tensor."""
+        return self.scale_format in ("e8m0", "e4m3fn")
 
     @property
     def qmin(self) -> int:
@@ -216,6 +231,14 @@ class QuantSpec:
             return "channel"
         return "token" if self.group_size == WHOLE_AXIS else "group"
 
+    def per_token(self, axis: int = -1) -> "QuantSpec":
+        """Returns the spec with one scale for the whole of `axis`, such as the features of each token.
+
+        >>> print(QuantSpec(symmetric=False).per_token())
+        int8 affine, per token over axis -1
+        """
+        return dataclasses.replace(self, axis=axis, group_size=WHOLE_AXIS)
+
     @property
     def storage(self) -> str:
         """The name of the smallest integer dtype that holds a code.
@@ -249,7 +272,7 @@ class QuantSpec:
         for name in fields:
             if name not in names:
                 # Matching is slow for long names, and they match nothing.
-                is_short = isinstance(name, str) and len(name) <= _MAX_IN_MESSAGE
+                is_short = isinstance(name, str) and len(name) <= MAX_IN_MESSAGE
                 near = get_close_matches(name, names, n=1) if is_short else []
                 hint = f", did you mean {near[0]!r}?" if near else "."
                 raise ValueError(
@@ -282,7 +305,7 @@ class QuantSpec:
         flags = (self.signed, self.symmetric, self.narrow_range)
         where = (_ABSENT if v is None else v for v in (self.axis, self.group_size))
         numbers = [self.bits, *map(int, flags), *where, NUMERICS.index(self.numerics)]
-        if self.is_integer:
+        if self.format == "int" and self.scale_format == "float32":
             return numbers  # as before there were other formats
         formats = (FORMATS.index(self.format), SCALE_FORMATS.index(self.scale_format))
         return [*numbers, *formats, SCALE_RULES.index(self.scale_rule)]
@@ -319,31 +342,9 @@ class QuantSpec:
             "group": f"per group of {self.group_size} on axis {self.axis}",
             "token": f"per token over axis {self.axis}",
         }[self.granularity]
-        scales = f", scales {self.scale_format}" if self.has_block_scales else ""
-        scales += f" ({self.scale_rule})" if self.scale_format == "e8m0" else ""
+        scales = f", scales {self.scale_format}" if self.scale_format != "float32" else ""
+        scales += f" ({self.scale_rule})" if self.scale_format == "e8m0" or self.scale_rule == "divided" else ""
         return f"{kind}, {where}{scales}" + (f", {self.numerics} numerics" if self.numerics != "onnx" else "")
-
-
-def shortened(text: str, length: int = _MAX_IN_MESSAGE) -> str:
-    """Returns `text`, cut to at most `length` characters.
-
-    >>> shortened("x" * 1000, 10)
-    'xxxxxxx...'
-    """
-    return text if len(text) <= length else f"{text[: length - 3]}..."
-
-
-def read_json(text: str | bytes) -> Any:
-    """Returns the value of a JSON text. Raises ValueError if it is not valid JSON or is nested too deeply.
-
-    >>> read_json("[" * 100000)
-    Traceback (most recent call last):
-    ValueError: The text is nested too deeply to be read as JSON.
-    """
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("The text is nested too deeply to be read as JSON.") from None
 
 
 def _require_int(name: str, value: object) -> None:

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 import fakequant
-from fakequant._cli import main, short_errors
-from fakequant._cli.command import Answer
+from fakequant._cli import main, output
+from fakequant._cli.parser import Answer
 
-COMMANDS = ["info", "demo", "bench", "check", "summary", "ptq", "verify", "report"]
-info_command = importlib.import_module("fakequant._cli.info_command")
+COMMANDS = ["info", "demo", "check", "summary", "ptq", "verify", "audit", "report"]
+commands = importlib.import_module("fakequant._cli.commands")
 
 
 def start(*arguments, **kwargs):
@@ -33,7 +33,7 @@ def start(*arguments, **kwargs):
 @pytest.fixture
 def failing(monkeypatch):
     """Replaces the body of `fakequant info`."""
-    return lambda body: monkeypatch.setattr(info_command, "run", body)
+    return lambda body: monkeypatch.setattr(commands, "run_info", body)
 
 
 def raising(error):
@@ -73,8 +73,8 @@ def test_version_prints_the_version(capsys):
         ([], "fakequant: the following arguments are required: COMMAND; see fakequant --help"),
         (["inof"], "'inof'"),
         (["info", "--jso"], "unrecognized arguments: --jso"),
-        (["verify", "a.py:m"], "fakequant verify: the following arguments are required: ONNX, DATA; see fakequant ver"),
-        (["bench", "--threads", "0"], "expected a whole number of at least 1, got '0'"),
+        (["verify", "a.py:m"], "fakequant verify: the following arguments are required: FILE, DATA; see fakequant ver"),
+        (["verify", "m", "f", "d", "--threads", "0"], "expected a whole number of at least 1, got '0'"),
         (["demo", "--seed", "-1"], "--seed"),
         (["summary", "a.py:m", "--recipe", "int9"], "expected int8, int8_dynamic"),
         (["report", "a.py:m", "--out", "x"], "--data"),
@@ -103,7 +103,7 @@ def test_info_lists_installed_packages(capsys):
 
 
 def test_info_gives_null_for_a_package_that_is_not_installed(capsys, monkeypatch):
-    monkeypatch.setattr(info_command, "PACKAGES", ("numpy", "no-such-package"))
+    monkeypatch.setattr(commands, "PACKAGES", ("numpy", "no-such-package"))
     assert main(["info", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["installed"]["no-such-package"] is None
 
@@ -157,7 +157,7 @@ def test_error_messages_are_shortened_to_one_line(error, message, failing, capsy
     ],
 )
 def test_a_missing_package_names_the_extra_that_installs_all_a_command_needs(package, command, extra):
-    assert short_errors.one_line(ModuleNotFoundError(name=package), command).endswith(f'"fakequant[{extra}]"')
+    assert output.one_line(ModuleNotFoundError(name=package), command).endswith(f'"fakequant[{extra}]"')
 
 
 def test_errors_of_the_library_are_printed_without_their_type(failing, capsys):
@@ -167,7 +167,7 @@ def test_errors_of_the_library_are_printed_without_their_type(failing, capsys):
 
 
 def test_long_error_messages_are_cut(failing, capsys):
-    failing(raising(short_errors.Problem("x" * 5000)))
+    failing(raising(output.UsageError("x" * 5000)))
     assert main(["info"]) == 2
     assert len(capsys.readouterr().err) < 700
 
@@ -175,9 +175,16 @@ def test_long_error_messages_are_cut(failing, capsys):
 def test_extras_in_error_messages_install_the_packages_they_name():
     file = Path(__file__).parents[2] / "pyproject.toml"
     extras = tomllib.loads(file.read_text())["project"]["optional-dependencies"]
-    for module, extra in short_errors.EXTRAS.items():
+    for module, extra in output.EXTRAS.items():
         package = {"sklearn": "scikit-learn"}.get(module, module)
-        assert any(re.match(rf"{package}\b", requirement) for requirement in extras[extra]), module
+        assert any(re.match(rf"{package}\b", requirement) for requirement in _all_requirements(extras, extra)), module
+
+
+def _all_requirements(extras, name):
+    """Returns the requirements of an extra, with those of the extras that it names."""
+    own = extras[name]
+    others = [re.fullmatch(r"fakequant\[(\w+)\]", requirement) for requirement in own]
+    return [*own, *(one for other in others if other for one in _all_requirements(extras, other[1]))]
 
 
 def test_an_interrupt_gives_exit_code_130_without_a_traceback(failing, capsys):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import fakequant as fq
-from fakequant._cli import main, ptq_command
-from fakequant.ptq._trial import METHODS
+from fakequant._cli import commands, main
+from fakequant.ptq._try_methods import METHODS
 
 SCRIPT = """
 import torch, fakequant as fq
@@ -95,7 +95,7 @@ def test_ptq_loads_a_float_state_and_changes_the_target(here, capsys):
 
 
 def test_all_methods_can_be_named():
-    assert set(ptq_command._METHODS) == set(METHODS)
+    assert set(commands._METHODS) == set(METHODS)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from accelerated import (  # noqa: F401
     counted_kernels,
     decelerated,
 )
-from fakequant._backends.torch import aten_kernels, override_aten
+from fakequant._backends.torch import override_aten
+from fakequant._backends.torch.compare_with_aten import REPLACED
 from torch_bridge import aten, torch
 
 
@@ -161,22 +162,16 @@ def with_another_bit(function):
     return wrong
 
 
-def kernel_names(operators):
-    return {override_aten.REPLACED[operator].__name__ for operator in operators}
-
-
 @by_operator
 def test_an_operator_whose_bits_differ_is_not_replaced(operator, monkeypatch, unverified):
-    name = override_aten.REPLACED[operator].__name__
-    left = {o for o, function in override_aten.REPLACED.items() if function.__name__ == name}
     with monkeypatch.context() as patch:
-        patch.setattr(aten_kernels, name, with_another_bit(getattr(aten_kernels, name)))
+        patch.setitem(REPLACED, operator, with_another_bit(REPLACED[operator]))
         with pytest.warns(RuntimeWarning, match=rf"differ in .*\b{operator}\b.*; these stay torch's") as warned:
             handle = fakequant.accelerate()
     assert [w.filename for w in warned] == [__file__]
     changed = {o for o, dump in registered().items() if dump != TORCHS_OWN[o]}
-    assert changed == set(OPERATORS) - left
-    assert set(handle.left) == {f"aten::{o}" for o in left}
+    assert changed == set(OPERATORS) - {operator}
+    assert handle.left == (f"aten::{operator}",)
     assert set(handle.replaced) == {f"aten::{o}" for o in changed}
     fakequant.accelerate()  # neither compares nor warns again
     handle.undo()
@@ -185,8 +180,8 @@ def test_an_operator_whose_bits_differ_is_not_replaced(operator, monkeypatch, un
 
 def test_accelerate_raises_and_replaces_nothing_if_all_operators_differ(monkeypatch, unverified):
     with monkeypatch.context() as patch:
-        for name in kernel_names(OPERATORS):
-            patch.setattr(aten_kernels, name, with_another_bit(getattr(aten_kernels, name)))
+        for operator in OPERATORS:
+            patch.setitem(REPLACED, operator, with_another_bit(REPLACED[operator]))
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"differ in .*; nothing was replaced"):
                 fakequant.accelerate()
@@ -208,9 +203,8 @@ def answers_what_torch_refuses(function):
 
 @by_operator
 def test_an_operator_that_accepts_arguments_torch_refuses_is_not_replaced(operator, monkeypatch, unverified):
-    name = override_aten.REPLACED[operator].__name__
     with monkeypatch.context() as patch:
-        patch.setattr(aten_kernels, name, answers_what_torch_refuses(getattr(aten_kernels, name)))
+        patch.setitem(REPLACED, operator, answers_what_torch_refuses(REPLACED[operator]))
         with pytest.warns(RuntimeWarning, match=rf"\b{operator}\b.*; these stay torch's"):
             handle = fakequant.accelerate()
     assert f"aten::{operator}" in handle.left

@@ -1,10 +1,8 @@
-"""Arguments that torch refuses raise torch's exception and message, with the same order of checks.
+"""Values that torch refuses raise torch's exception and message, with the same order of checks.
 
-Messages call arrays `Tensor`, as torch's do. Three things differ on purpose:
+Messages call arrays `Tensor`, as torch's do. Two things differ on purpose:
 
-* functions that torch has only under `torch.ops.aten` raise TypeError for an argument of a wrong type, like
-  torch's other functions, instead of the dispatcher's RuntimeError with the schema;
-* a wrong number of arguments is reported by Python;
+* arguments of a wrong type, and a wrong number of them, get Python's errors instead of those of torch's parser;
 * a call of the fused observer with wrong arguments leaves the state unchanged.
 
 Differences in releases other than torch 2.13 are listed in `releases.py`.
@@ -16,7 +14,6 @@ compute, or writes outside its arrays.
 import numpy as np
 import pytest
 
-import fakequant
 import releases
 from aten_calls import (
     FUNCTIONS,
@@ -35,7 +32,8 @@ from aten_calls import (
     torch_function,
     x,
 )
-from torch_bridge import BF16, torch
+from fakequant import torch_ops
+from torch_bridge import BF16
 
 
 def assert_same_outcome(name, changed, base=None):
@@ -44,46 +42,27 @@ def assert_same_outcome(name, changed, base=None):
         raise KeyError(f"{set(arguments) ^ set(FUNCTIONS[name])}: not an argument of {name}")
     expected = outcome(torch_function(name), [to_torch(a) for a in arguments.values()])
     actual = outcome(
-        getattr(fakequant, name), [a.copy() if isinstance(a, np.ndarray) else a for a in arguments.values()]
+        getattr(torch_ops, name), [a.copy() if isinstance(a, np.ndarray) else a for a in arguments.values()]
     )
-    if expected is not None and "Declaration: aten::" in expected[1]:
-        assert (actual or ("success",))[0] in ("TypeError", "ValueError"), (changed, expected)
-        return
-    if expected is not None and "list of [" in expected[1]:
-        # torch lists the types of a list's elements.
-        assert actual is not None
-        expected, actual = ((kind, text.splitlines()[0]) for kind, text in (expected, actual))
+    if expected is not None and (expected[0] == "TypeError" or "Declaration: aten::" in expected[1]):
+        return  # from torch's parser
     assert actual == expected or releases.is_known(name, actual, expected), changed
 
 
-# --- wrong types -----------------------------------------------------------------------------
-
-NOT_TENSORS = ("a", 1, 1.5, True, [1.0], 1j)
-NOT_FLOATS = (None, "a", 1j, [1.0], f32(0.1, 0.2), np.array([1]), np.array(1 + 1j), 2**2000)
-NOT_INTS = (None, "a", 1.5, True, [3], np.float32(3), np.bool_(1), np.array([3]), np.array(3.0), np.array(True))
-NOT_INTS += (2**63, -(2**63) - 1, 2**70)
-NOT_BOOLS = (None, "a", 1, 0, 1.0, np.bool_(1), np.array(True), np.array(1))
-# Accepted, although they are not Python ints.
-NUMBERS = (np.int32(3), np.int64(3), np.uint8(3), np.array(3))
+# --- types -----------------------------------------------------------------------------------
 
 
-def wrong_types(good):
-    if isinstance(good, np.ndarray):
-        return NOT_TENSORS
-    if isinstance(good, bool):
-        return NOT_BOOLS
-    return NOT_FLOATS if isinstance(good, float) else NOT_INTS + NUMBERS
+@pytest.mark.parametrize("quant_max", [None, "7", 7.5, [7], np.float32(7)], ids=repr)
+@pytest.mark.parametrize("name", [name for name, base in FUNCTIONS.items() if "quant_max" in base])
+def test_ranges_that_are_not_integers_are_refused(name, quant_max):
+    with pytest.raises(TypeError, match="integer"):
+        getattr(torch_ops, name)(*(FUNCTIONS[name] | {"quant_max": quant_max}).values())
 
 
-@pytest.mark.parametrize(
-    ("name", "argument"), [(name, argument) for name, base in FUNCTIONS.items() for argument in base]
-)
-def test_arguments_of_wrong_types_raise_torchs_errors(name, argument):
-    only_aten = not (hasattr(torch, name) or hasattr(torch, f"_{name}"))
-    for value in wrong_types(FUNCTIONS[name][argument]):
-        if only_aten and (isinstance(value, (np.ndarray, np.generic, bool)) or value == 2**2000):
-            continue  # the dispatcher converts these, the Python functions do not
-        assert_same_outcome(name, {argument: value})
+@pytest.mark.parametrize("argument", ["running_min", "running_max", "scale", "zero_point"])
+def test_state_of_the_fused_observer_that_is_not_an_array_is_refused(argument):
+    with pytest.raises(TypeError, match=f"`{argument}` is updated in place and must be an array, got list"):
+        torch_ops.fused_moving_avg_obs_fake_quant(*(FUSED | {argument: [1.0]}).values())
 
 
 @pytest.mark.parametrize("name", [name for name, base in FUNCTIONS.items() if "input" in base])
@@ -95,12 +74,11 @@ def test_inputs_of_unsupported_dtypes_raise_torchs_errors(name):
 
 
 def test_mixed_number_and_array_parameters_succeed_or_fail_as_in_torch():
-    arrays = (f32(0.1), f32(0.1)[0:1].reshape(()), i32(0), i32(0).reshape(()), np.array(1 + 0j), f32(1, 2))
-    for scale in (0.1, 1, True, None, "a", np.float32(0.1), *arrays):
-        for zero_point in (0, 1.5, True, None, 2**63, np.int64(3), *arrays):
-            for quant_max in (7, 7.5):
-                changed = {"scale": scale, "zero_point": zero_point, "quant_max": quant_max}
-                assert_same_outcome("fake_quantize_per_tensor_affine", changed)
+    arrays = (f32(0.1), f32(0.1)[0:1].reshape(()), i32(0), i32(0).reshape(()), f32(1, 2))
+    for scale in (0.1, 1, True, np.float32(0.1), *arrays):
+        for zero_point in (0, 2**63, np.int64(3), *arrays):
+            changed = {"scale": scale, "zero_point": zero_point}
+            assert_same_outcome("fake_quantize_per_tensor_affine", changed)
 
 
 # --- wrong values ----------------------------------------------------------------------------
@@ -254,8 +232,8 @@ def test_wrong_state_of_the_fused_observer_raises_torchs_errors(name, switches, 
 
 def test_per_channel_functions_accept_a_bfloat16_scale():
     scale = np.array([0.1, 0.2]).astype(BF16)
-    y = fakequant.fake_quantize_per_channel_affine(x, scale, i32(0, 1), 0, -8, 7)
-    same = fakequant.fake_quantize_per_channel_affine(x, scale.astype(np.float32), i32(0, 1), 0, -8, 7)
+    y = torch_ops.fake_quantize_per_channel_affine(x, scale, i32(0, 1), 0, -8, 7)
+    same = torch_ops.fake_quantize_per_channel_affine(x, scale.astype(np.float32), i32(0, 1), 0, -8, 7)
     assert np.array_equal(y, same)
 
 
@@ -265,7 +243,7 @@ def test_per_channel_functions_accept_a_bfloat16_scale():
 def test_learned_gradients_accept_every_float_dtype(per, argument, kind):
     name = f"fake_quantize_learnable_per_{per}_affine_backward"
     arguments = FUNCTIONS[name] | {argument: FUNCTIONS[name][argument].astype(kind)}
-    dx, dscale, dzero_point = getattr(fakequant, name)(*arguments.values())
+    dx, dscale, dzero_point = getattr(torch_ops, name)(*arguments.values())
     assert dx.dtype == (np.float64 if argument == "input" and kind == "float64" else np.float32)
     assert dscale.dtype == dzero_point.dtype == np.float32
 
@@ -274,13 +252,13 @@ def test_learned_gradients_accept_every_float_dtype(per, argument, kind):
 def test_learned_gradients_of_an_empty_input_are_zero(per):
     name = f"fake_quantize_learnable_per_{per}_affine_backward"
     arguments = FUNCTIONS[name] | {"input": ones(2, 0), "grad": ones(2, 0)}
-    dx, dscale, dzero_point = getattr(fakequant, name)(*arguments.values())
+    dx, dscale, dzero_point = getattr(torch_ops, name)(*arguments.values())
     assert dx.shape == (2, 0)
     assert dscale.tolist() == dzero_point.tolist() == [0] * arguments["scale"].size
 
 
 def test_a_numpy_scalar_is_accepted_as_input():
-    y = fakequant.fake_quantize_per_tensor_affine(np.float32(0.26), 0.1, 0, -8, 7)
+    y = torch_ops.fake_quantize_per_tensor_affine(np.float32(0.26), 0.1, 0, -8, 7)
     assert type(y) is np.ndarray
 
 
@@ -288,15 +266,15 @@ def test_the_fused_observer_refuses_a_running_range_that_is_too_short():
     for state in (f32(), f32(np.inf)):
         arguments = FUSED_ROWS | {"running_max": state}
         with pytest.raises(RuntimeError, match="dimensions of scale and zero-point are not consistent"):
-            fakequant.fused_moving_avg_obs_fake_quant(*arguments.values())
+            torch_ops.fused_moving_avg_obs_fake_quant(*arguments.values())
     with pytest.raises(RuntimeError, match="only supported on axis == 0"):
-        fakequant.fused_moving_avg_obs_fake_quant(*(FUSED_ROWS | {"ch_axis": -1}).values())
+        torch_ops.fused_moving_avg_obs_fake_quant(*(FUSED_ROWS | {"ch_axis": -1}).values())
 
 
 def test_an_error_leaves_the_state_of_the_fused_observer_unchanged():
     state = {k: v.copy() for k, v in FUSED.items() if isinstance(v, np.ndarray)}
     arguments = FUSED | state | {"quant_min": 9, "quant_max": 7}
     with pytest.raises(RuntimeError):
-        fakequant.fused_moving_avg_obs_fake_quant(*arguments.values())
+        torch_ops.fused_moving_avg_obs_fake_quant(*arguments.values())
     for name, array in state.items():
         assert np.array_equal(array, FUSED[name])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fakequant
-from fakequant import reference
+from fakequant import reference, torch_ops
 from fakequant.testing import cases
 from fakequant.testing.assertions import assert_same_bits
 from torch_bridge import ALL_SCALES, aten, each_dtype, to_numpy, to_torch, torch
@@ -78,8 +78,8 @@ def torch_per_tensor(dtype):
 @each_dtype
 def test_per_tensor_functions_equal_torch_on_every_scale_and_range(dtype):
     for grid, x, expected in torch_per_tensor(dtype):
-        assert_same(expected, fakequant.fake_quantize_per_tensor_affine_cachemask(x, *grid), grid)
-        assert_same(expected[0], fakequant.fake_quantize_per_tensor_affine(x, *grid), grid)
+        assert_same(expected, torch_ops.fake_quantize_per_tensor_affine_cachemask(x, *grid), grid)
+        assert_same(expected[0], torch_ops.fake_quantize_per_tensor_affine(x, *grid), grid)
 
 
 @each_dtype
@@ -90,7 +90,7 @@ def test_per_tensor_functions_accept_any_zero_point_as_an_array(dtype):
             for qmin, qmax in (cases.INT8, cases.UINT8, (5, 5)):
                 x = cases.values(scale, 0, qmin, qmax, dtype)
                 arrays = x, one(scale), one(z, np.int64), one((z + qmin) % 2, np.int64)
-                actual = fakequant.fake_quantize_per_tensor_affine_cachemask_tensor_qparams(*arrays, qmin, qmax)
+                actual = torch_ops.fake_quantize_per_tensor_affine_cachemask_tensor_qparams(*arrays, qmin, qmax)
                 assert_same(op(*map(to_torch, arrays), qmin, qmax), actual, scale, z, qmin, qmax)
 
 
@@ -101,10 +101,10 @@ def test_per_tensor_functions_accept_parameter_arrays_of_any_dtype_and_shape(kin
     for s, z in ((1, 0), (1, 1), (0.7, 1.9)):
         scale, zero_point = one(s, kind), one(z, kind).reshape(1, 1)
         expected = torch.fake_quantize_per_tensor_affine(to_torch(x), to_torch(scale), to_torch(zero_point), -8, 7)
-        assert_same(expected, fakequant.fake_quantize_per_tensor_affine(x, scale, zero_point, -8, 7), s, z)
+        assert_same(expected, torch_ops.fake_quantize_per_tensor_affine(x, scale, zero_point, -8, 7), s, z)
         # One number and one 0-d array fit either of the two signatures.
         expected = torch.fake_quantize_per_tensor_affine(to_torch(x), to_torch(scale[0]), 1, -8, 7)
-        assert_same(expected, fakequant.fake_quantize_per_tensor_affine(x, scale[0:1].reshape(()), 1, -8, 7), s)
+        assert_same(expected, torch_ops.fake_quantize_per_tensor_affine(x, scale[0:1].reshape(()), 1, -8, 7), s)
 
 
 @functools.cache
@@ -128,7 +128,7 @@ def torch_per_channel(dtype, zero_dtype):
 @each_dtype
 def test_per_channel_functions_equal_torch_on_every_scale_and_range(dtype, zero_dtype):
     for arrays, integers, expected in torch_per_channel(dtype, zero_dtype):
-        actual = fakequant.fake_quantize_per_channel_affine_cachemask(*arrays, *integers)
+        actual = torch_ops.fake_quantize_per_channel_affine_cachemask(*arrays, *integers)
         assert_same(expected, actual, *arrays[1:], *integers)
 
 
@@ -140,7 +140,7 @@ def test_per_channel_functions_equal_torch_with_special_float_zero_points(dtype)
         for zero_dtype in (np.float32, np.float16):
             arrays = x, np.full(len(z), scale, np.float32), z.astype(zero_dtype)
             expected = aten.fake_quantize_per_channel_affine_cachemask(*map(to_torch, arrays), 0, -8, 7)
-            assert_same(expected, fakequant.fake_quantize_per_channel_affine_cachemask(*arrays, 0, -8, 7))
+            assert_same(expected, torch_ops.fake_quantize_per_channel_affine_cachemask(*arrays, 0, -8, 7))
 
 
 @pytest.mark.parametrize("zero_dtype", [np.int32, np.float32, np.float16])
@@ -158,9 +158,9 @@ def test_per_channel_functions_equal_torch_on_every_axis_and_block_size(dtype, z
                 continue
             arrays = x, rng.choice(np.float32([0.1, 1 / 3, 0.02, -0.5, 7.0, 0, np.nan]), count), z
             expected = aten.fake_quantize_per_channel_affine_cachemask(*map(to_torch, arrays), axis, -8, 7)
-            actual = fakequant.fake_quantize_per_channel_affine_cachemask(*arrays, axis, -8, 7)
+            actual = torch_ops.fake_quantize_per_channel_affine_cachemask(*arrays, axis, -8, 7)
             assert_same(expected, actual, shape, axis)
-            assert_same(expected[0], fakequant.fake_quantize_per_channel_affine(*arrays, axis, -8, 7))
+            assert_same(expected[0], torch_ops.fake_quantize_per_channel_affine(*arrays, axis, -8, 7))
 
 
 @each_dtype
@@ -170,17 +170,17 @@ def test_forward_and_backward_equal_torch_on_arrays_of_all_lengths(dtype):
     for n in LENGTHS:
         x, dy = everything[:n], gradients[:n]
         y, mask = expected = aten.fake_quantize_per_tensor_affine_cachemask(to_torch(x), 0.1, 3, *cases.INT8)
-        assert_same(expected, fakequant.fake_quantize_per_tensor_affine_cachemask(x, 0.1, 3, *cases.INT8), n)
-        assert_same(y, fakequant.fake_quantize_per_tensor_affine(x, 0.1, 3, *cases.INT8), n)
+        assert_same(expected, torch_ops.fake_quantize_per_tensor_affine_cachemask(x, 0.1, 3, *cases.INT8), n)
+        assert_same(y, torch_ops.fake_quantize_per_tensor_affine(x, 0.1, 3, *cases.INT8), n)
         expected = aten.fake_quantize_per_tensor_affine_cachemask_backward(to_torch(dy), mask)
-        assert_same(expected, fakequant.fake_quantize_per_tensor_affine_cachemask_backward(dy, mask.numpy()), n)
+        assert_same(expected, torch_ops.fake_quantize_per_tensor_affine_cachemask_backward(dy, mask.numpy()), n)
         arrays = x[None], one(1 / 3), one(0, np.int32)
         expected = aten.fake_quantize_per_channel_affine_cachemask(*map(to_torch, arrays), 0, *cases.INT8)
-        actual = fakequant.fake_quantize_per_channel_affine_cachemask(*arrays, 0, *cases.INT8)
+        actual = torch_ops.fake_quantize_per_channel_affine_cachemask(*arrays, 0, *cases.INT8)
         assert_same(expected, actual, n)
         assert_same(
             aten.fake_quantize_per_channel_affine_cachemask_backward(to_torch(dy[None]), expected[1]),
-            fakequant.fake_quantize_per_channel_affine_cachemask_backward(dy[None], actual.mask),
+            torch_ops.fake_quantize_per_channel_affine_cachemask_backward(dy[None], actual.mask),
         )
 
 
@@ -189,10 +189,10 @@ def test_per_tensor_functions_equal_torch_on_0d_arrays(dtype):
     for x in mixed(200, dtype):
         x = np.array(x)
         expected = aten.fake_quantize_per_tensor_affine_cachemask(to_torch(x), 0.1, 3, *cases.INT8)
-        assert_same(expected, fakequant.fake_quantize_per_tensor_affine_cachemask(x, 0.1, 3, *cases.INT8), x)
+        assert_same(expected, torch_ops.fake_quantize_per_tensor_affine_cachemask(x, 0.1, 3, *cases.INT8), x)
         mask = expected[1]
         expected = aten.fake_quantize_per_tensor_affine_cachemask_backward(to_torch(x), mask)
-        assert_same(expected, fakequant.fake_quantize_per_tensor_affine_cachemask_backward(x, mask.numpy()), x)
+        assert_same(expected, torch_ops.fake_quantize_per_tensor_affine_cachemask_backward(x, mask.numpy()), x)
 
 
 # --- learned parameters -----------------------------------------------------------------
@@ -232,10 +232,10 @@ def torch_learned_forward(dtype):
 @each_dtype
 def test_learnable_forward_equals_torch(dtype):
     for arrays, bounds, per_tensor, per_channel in torch_learned_forward(dtype):
-        actual = fakequant.fake_quantize_learnable_per_tensor_affine(*arrays, *bounds)
+        actual = torch_ops.fake_quantize_learnable_per_tensor_affine(*arrays, *bounds)
         assert_same(per_tensor, actual, "tensor", *arrays[1:], *bounds)
         if per_channel is not None:
-            actual = fakequant.fake_quantize_learnable_per_channel_affine(*arrays, 0, *bounds)
+            actual = torch_ops.fake_quantize_learnable_per_channel_affine(*arrays, 0, *bounds)
             assert_same(per_channel, actual, "channel", *arrays[1:], *bounds)
 
 
@@ -263,9 +263,9 @@ def torch_learned_backward(dtype):
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_learned_gradients_of_single_elements_equal_torch(dtype):
     for arrays, parameters, each, integers, per_tensor, per_channel in torch_learned_backward(dtype):
-        actual = fakequant.fake_quantize_learnable_per_tensor_affine_backward(*arrays, *parameters, *integers)
+        actual = torch_ops.fake_quantize_learnable_per_tensor_affine_backward(*arrays, *parameters, *integers)
         assert_same(per_tensor[0], actual.dx, *parameters, *integers)
-        actual = fakequant.fake_quantize_learnable_per_channel_affine_backward(*arrays, *each, 0, *integers)
+        actual = torch_ops.fake_quantize_learnable_per_channel_affine_backward(*arrays, *each, 0, *integers)
         assert_same(per_channel, actual, *parameters, *integers)
 
 
@@ -277,10 +277,10 @@ def test_learned_gradients_of_one_element_arrays_equal_torch(dtype):
             arrays = dy.reshape(1), x.reshape(1), one(0.1), one(z)
             tensors = [to_torch(a) for a in arrays]
             expected = aten._fake_quantize_learnable_per_tensor_affine_backward(*tensors, -8, 7, 0.3)
-            actual = fakequant.fake_quantize_learnable_per_tensor_affine_backward(*arrays, -8, 7, 0.3)
+            actual = torch_ops.fake_quantize_learnable_per_tensor_affine_backward(*arrays, -8, 7, 0.3)
             assert_same(expected, actual, dy, x, z)
             expected = aten._fake_quantize_learnable_per_channel_affine_backward(*tensors, 0, -8, 7, 0.3)
-            actual = fakequant.fake_quantize_learnable_per_channel_affine_backward(*arrays, 0, -8, 7, 0.3)
+            actual = torch_ops.fake_quantize_learnable_per_channel_affine_backward(*arrays, 0, -8, 7, 0.3)
             assert_same(expected, actual, dy, x, z)
 
 
@@ -314,7 +314,7 @@ SUMS += [(0, (8, 5003)), (1, (5003, 8)), (1, (3, 33, 40)), (0, (1, 70_000)), (2,
 def test_learned_gradient_sums_are_at_least_as_exact_as_torchs_for_any_threads(axis, shape, dtype):
     arguments, torchs, exact = torch_sums(axis, shape, dtype)
     per = "per_tensor" if axis is None else "per_channel"
-    backward = getattr(fakequant, f"fake_quantize_learnable_{per}_affine_backward")
+    backward = getattr(torch_ops, f"fake_quantize_learnable_{per}_affine_backward")
     ours = backward(*arguments)
     for name, theirs, mine, truth in zip(("dscale", "dzero_point"), torchs, ours[1:], exact, strict=True):
         error, torch_error = np.abs(mine - truth), np.abs(theirs.numpy() - truth)
@@ -330,7 +330,7 @@ def test_learned_gradient_sums_are_at_least_as_exact_as_torchs_for_any_threads(a
 def test_learned_gradients_of_float16_and_float64_equal_the_reference(dtype):
     x, dy = mixed(400, dtype)[:, None], cases.gradients(400, dtype)[:, None]
     arrays = dy, x, np.full(400, 0.1, np.float32), np.full(400, 1.2, np.float32)
-    actual = fakequant.fake_quantize_learnable_per_channel_affine_backward(*arrays, 0, -8, 7, 0.3)
+    actual = torch_ops.fake_quantize_learnable_per_channel_affine_backward(*arrays, 0, -8, 7, 0.3)
     dx, ds, dz = reference.learned_backward(dy, x, 0.1, 1.2, -8, 7, "torch", grad_factor=0.3, granularity="channel")
     wide = np.float64 if dtype == np.float64 else np.float32
     assert_same_bits(dx.astype(wide), actual.dx)
@@ -346,5 +346,5 @@ def test_learned_zero_points_far_below_int32_equal_torch():
     expected = aten._fake_quantize_learnable_per_tensor_affine_backward(
         *map(to_torch, (dy, x, scale, zero_point)), *limits, 1.0
     )
-    actual = fakequant.fake_quantize_learnable_per_tensor_affine_backward(dy, x, scale, zero_point, *limits)
+    actual = torch_ops.fake_quantize_learnable_per_tensor_affine_backward(dy, x, scale, zero_point, *limits)
     assert_same(expected, tuple(actual))

@@ -102,7 +102,7 @@ def test_formula_block_scales_have_the_bits_of_the_kernels(name, rule):
 @pytest.mark.parametrize("name", ["e4m3fn", "e2m1", "onnx"])
 def test_formula_observing_of_blocks_has_the_bits_of_the_kernels(name, rule):
     bounds = (0, 255) if name in FLOAT_FORMATS else (-127, 127)
-    how = kernels.Observation("dynamic", 0.0, 1.0, True, rule)
+    options = kernels.ObserverOptions(*bounds, name, True, rule, "dynamic", 0.0, 1.0, True)
     for dtype, (axis, size) in itertools.product(cases.DTYPES.values(), ((-1, 2), (1, 3))):
         x = data("contiguous", dtype).detach()
         shape = list(x.shape)
@@ -111,10 +111,6 @@ def test_formula_observing_of_blocks_has_the_bits_of_the_kernels(name, rule):
             shape = list(x.shape)
         shape[axis] //= size
         states = [(torch.zeros(shape), torch.zeros(shape)) for _ in BOTH]
-        grid = kernels.Grid(states[0][0], None, *bounds, name)
-        expected, actual = (
-            m.observe_fake_quantize(x, *state, how, grid, _kernels.MASK_PACKED)
-            for m, state in zip(BOTH, states, strict=True)
-        )
+        expected, actual = (m.observe_fake_quantize(x, *state, options) for m, state in zip(BOTH, states, strict=True))
         for e, a in zip((*expected, *states[0]), (*actual, *states[1]), strict=True):
             assert_same_bits(array(e), array(a), dtype, axis)

@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 
 import fakequant as fq
+from fakequant import torch_ops
 from fakequant.testing.assertions import assert_same_bits
 from torch_bridge import aten, to_numpy, torch
 
 BACKWARD = {
     "per tensor": (
-        fq.fake_quantize_learnable_per_tensor_affine_backward,
+        torch_ops.fake_quantize_learnable_per_tensor_affine_backward,
         aten._fake_quantize_learnable_per_tensor_affine_backward,
     ),
     "per channel": (
-        fq.fake_quantize_learnable_per_channel_affine_backward,
+        torch_ops.fake_quantize_learnable_per_channel_affine_backward,
         aten._fake_quantize_learnable_per_channel_affine_backward,
     ),
 }
@@ -136,7 +137,7 @@ def test_autograd_gives_the_sums_of_the_backward_functions_on_wide_ranges(kind):
         scale, zero_point = scale[:1], zero_point[:1]
     expected = BACKWARD[kind][0](dy, x, scale, zero_point, *axis, *bounds, 1.0)
     leaves = [t.clone().requires_grad_() for t in (x, scale, zero_point)]
-    y = getattr(fq, name)(*leaves, *axis, *bounds, 1.0)
+    y = getattr(torch_ops, name)(*leaves, *axis, *bounds, 1.0)
     assert_same_bits(to_numpy(getattr(torch, f"_{name}")(x, scale, zero_point, *axis, *bounds)), to_numpy(y.detach()))
     gradients = torch.autograd.grad(y, leaves, dy, create_graph=True)
     for e, a in zip(expected, gradients, strict=True):

@@ -222,11 +222,10 @@ def test_formula_observing_has_the_bits_of_the_kernels_after_every_step(update, 
                 x = torch.where(x.abs() < 1e4, x, torch.tensor(0.3, dtype=x.dtype))
                 inf = torch.full(blocks(x.shape, cut), np.inf)
                 states = [(inf.clone(), -inf) for _ in range(2)]
-            how = kernels.Observation(update, 0.3, 1e-7, numerics == "onnx")
-            grid = kernels.Grid(states[0][0], None, *cases.INT8, numerics)
+            is_symmetric = numerics == "onnx"
+            options = kernels.ObserverOptions(*cases.INT8, numerics, is_symmetric, "any", update, 0.3, 1e-7, True)
             expected, actual = (
-                m.observe_fake_quantize(x, *state, how, grid, _kernels.MASK_PACKED)
-                for m, state in zip((kernels, formula), states, strict=True)
+                m.observe_fake_quantize(x, *state, options) for m, state in zip((kernels, formula), states, strict=True)
             )
             assert_same(expected[:2], actual[:2], layout, dtype, step)
             assert_same_values(expected[2:], actual[2:], layout, dtype, step)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import fakequant as fq
+from fakequant import torch_ops
 from fakequant.testing import cases
 from tensor_data import DY_LAYOUTS, LAYOUTS, assert_same, data, gradient, torchs
 from torch_bridge import torch
@@ -55,13 +56,13 @@ def calls(x, spec):
     yield fq.observe_fake_quantize, (x, spec, *running), dict(mask="packed")
     one = torch.tensor([0.1]), torch.tensor([1], dtype=torch.int32)
     each = torch.full((x.shape[1],), 0.1), torch.full((x.shape[1],), 1, dtype=torch.int32)
-    yield fq.fake_quantize_per_tensor_affine, (x, 0.1, 1, *cases.INT8), {}
-    yield fq.fake_quantize_per_tensor_affine, (x, *one, *cases.INT8), {}
-    yield fq.fake_quantize_per_tensor_affine_cachemask, (x, 0.1, 1, *cases.INT8), {}
-    yield fq.fake_quantize_per_channel_affine, (x, *each, 1, *cases.INT8), {}
-    yield fq.fake_quantize_per_channel_affine_cachemask, (x, *each, 1, *cases.INT8), {}
-    yield fq.fake_quantize_learnable_per_tensor_affine, (x, *(p.float() for p in one), *cases.INT8), {}
-    yield fq.fake_quantize_learnable_per_channel_affine, (x, *(p.float() for p in each), 1, *cases.INT8), {}
+    yield torch_ops.fake_quantize_per_tensor_affine, (x, 0.1, 1, *cases.INT8), {}
+    yield torch_ops.fake_quantize_per_tensor_affine, (x, *one, *cases.INT8), {}
+    yield torch_ops.fake_quantize_per_tensor_affine_cachemask, (x, 0.1, 1, *cases.INT8), {}
+    yield torch_ops.fake_quantize_per_channel_affine, (x, *each, 1, *cases.INT8), {}
+    yield torch_ops.fake_quantize_per_channel_affine_cachemask, (x, *each, 1, *cases.INT8), {}
+    yield torch_ops.fake_quantize_learnable_per_tensor_affine, (x, *(p.float() for p in one), *cases.INT8), {}
+    yield torch_ops.fake_quantize_learnable_per_channel_affine, (x, *(p.float() for p in each), 1, *cases.INT8), {}
 
 
 @pytest.mark.parametrize("layout", [n for n in LAYOUTS if n != "lazily negated"])
@@ -151,7 +152,7 @@ class Namespaces(torch.utils._python_dispatch.TorchDispatchMode):
 def test_functions_with_torchs_names_run_torchs_operators_on_other_devices(name):
     arguments, same = NAMED[name](), NAMED[name]()
     with Namespaces() as namespaces:
-        actual = getattr(fq, name)(X, *arguments)
+        actual = getattr(torch_ops, name)(X, *arguments)
     assert namespaces.seen == {"aten"}
     assert_same(torchs(name)(X, *same), actual)
     for e, a in zip(same, arguments, strict=True):
@@ -162,7 +163,7 @@ def test_functions_with_torchs_names_run_torchs_operators_on_other_devices(name)
 def test_functions_with_torchs_names_have_torchs_autograd_nodes_on_other_devices():
     x = X.clone().requires_grad_()
     for name in ("fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine"):
-        y = getattr(fq, name)(x, *NAMED[name]())
+        y = getattr(torch_ops, name)(x, *NAMED[name]())
         assert type(y.grad_fn).__name__.startswith("FakeQuantizePer")
 
 
@@ -170,5 +171,7 @@ def test_functions_with_torchs_names_have_torchs_autograd_nodes_on_other_devices
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_functions_with_torchs_names_run_our_operators_under_a_dispatch_mode(device, name):
     with Namespaces() as namespaces:
-        getattr(fq, name)(X.to(device), *(a.to(device) if isinstance(a, torch.Tensor) else a for a in NAMED[name]()))
+        getattr(torch_ops, name)(
+            X.to(device), *(a.to(device) if isinstance(a, torch.Tensor) else a for a in NAMED[name]())
+        )
     assert "fakequant" in namespaces.seen

@@ -4,12 +4,13 @@ import ctypes
 import ctypes.util
 from fractions import Fraction
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from fakequant import reference
 from fakequant.testing import cases
-from fakequant.testing.assertions import assert_same_bits
+from fakequant.testing.assertions import assert_same_bits, assert_same_model, assert_same_state
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's: overflow and NaN are results here
 
@@ -78,3 +79,50 @@ def test_assert_same_bits_reports_differences(expected, actual, message):
         assert_same_bits(expected, actual)
     other_nan = np.uint32([0xFFC00001]).view(np.float32)
     assert_same_bits(np.float32([np.nan]), other_nan)
+
+
+@pytest.mark.parametrize("name", ["float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int32"])
+def test_bits_of_tensors_are_those_of_arrays(name):
+    torch = pytest.importorskip("torch")
+    tensor = torch.tensor([[1.0, -2.0], [0.5, 0.0]]).to(getattr(torch, name))
+    array = np.array([[1.0, -2.0], [0.5, 0.0]]).astype(getattr(ml_dtypes, name, name))
+    if name == "float32":
+        tensor.requires_grad_()
+    assert_same_bits(array, tensor)
+    assert_same_bits(array.T, tensor.t())
+    with pytest.raises(AssertionError, match=r"y: 1 of 4 differ, first at \(0, 1\): expected -2"):
+        assert_same_bits(array, changed(tensor), "y")
+
+
+def changed(tensor):
+    values = tensor.detach().float()
+    values[0, 1] = 1
+    return values.to(tensor.dtype)
+
+
+def test_assert_same_state_reports_names_and_values():
+    one = {"a": np.float32([1]), "b": None}
+    assert_same_state(one, dict(one))
+    with pytest.raises(AssertionError, match=r"loaded: expected the names \['a', 'b'\], got \['b', 'a'\]"):
+        assert_same_state(one, {"b": None, "a": np.float32([1])}, "loaded")
+    with pytest.raises(AssertionError, match=r"loaded, b: expected None, got \[1\.\]"):
+        assert_same_state(one, {**one, "b": np.float32([1])}, "loaded")
+    with pytest.raises(AssertionError, match="loaded, a: 1 of 1 differ"):
+        assert_same_state(one, {**one, "a": np.float32([2])}, "loaded")
+
+
+def test_assert_same_model_compares_gradients_and_all_buffers():
+    torch = pytest.importorskip("torch")
+    models = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        models.append(torch.nn.Linear(2, 2))
+        models[-1].register_buffer("seen", torch.zeros(1), persistent=False)
+    one, with_gradient, with_buffer = models
+    assert_same_model(one, with_gradient)
+    with_gradient(torch.ones(1, 2)).sum().backward()
+    with_buffer.seen += 1
+    with pytest.raises(AssertionError, match="gradient of weight: expected None"):
+        assert_same_model(one, with_gradient)
+    with pytest.raises(AssertionError, match="seen: 1 of 1 differ"):
+        assert_same_model(one, with_buffer)

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-import fakequant as fq
+from fakequant import torch_ops
 from fakequant.testing import cases
 from fakequant.testing.assertions import assert_same_bits
 from tensor_data import (
@@ -54,16 +54,16 @@ def test_per_tensor_functions_on_tensors_equal_torch_in_every_layout(layout):
             for bounds in (cases.INT8, cases.INT4, (-(2**31), 2**31 - 1)):
                 arguments = x, scale, zero_point, *bounds
                 expected = torch.fake_quantize_per_tensor_affine(*arguments)
-                assert_same(expected, fq.fake_quantize_per_tensor_affine(*arguments), arguments[1:])
+                assert_same(expected, torch_ops.fake_quantize_per_tensor_affine(*arguments), arguments[1:])
                 expected = aten.fake_quantize_per_tensor_affine_cachemask(*arguments)
-                assert_same(expected, fq.fake_quantize_per_tensor_affine_cachemask(*arguments), arguments[1:])
+                assert_same(expected, torch_ops.fake_quantize_per_tensor_affine_cachemask(*arguments), arguments[1:])
                 qparams = torch.tensor([float(scale)]), torch.tensor([zero_point], dtype=torch.int32)
                 expected = torch.fake_quantize_per_tensor_affine(x, *qparams, *bounds)
-                assert_same(expected, fq.fake_quantize_per_tensor_affine(x, *qparams, *bounds), qparams)
+                assert_same(expected, torch_ops.fake_quantize_per_tensor_affine(x, *qparams, *bounds), qparams)
         for enabled in (1, 0):
             arguments = x, *qparams, torch.tensor([enabled]), *cases.INT8
             expected = torch._fake_quantize_per_tensor_affine_cachemask_tensor_qparams(*arguments)
-            assert_same(expected, fq.fake_quantize_per_tensor_affine_cachemask_tensor_qparams(*arguments))
+            assert_same(expected, torch_ops.fake_quantize_per_tensor_affine_cachemask_tensor_qparams(*arguments))
 
 
 @by_layout
@@ -72,8 +72,8 @@ def test_per_channel_functions_on_tensors_equal_torch_in_every_layout(layout):
         x = data(layout, dtype)
         arguments = x, *channels(x, axis, zero_dtype), axis, *cases.INT8
         expected = aten.fake_quantize_per_channel_affine_cachemask(*arguments)
-        assert_same(expected, fq.fake_quantize_per_channel_affine_cachemask(*arguments), dtype, axis, zero_dtype)
-        assert_same(expected[0], fq.fake_quantize_per_channel_affine(*arguments), dtype, axis, zero_dtype)
+        assert_same(expected, torch_ops.fake_quantize_per_channel_affine_cachemask(*arguments), dtype, axis, zero_dtype)
+        assert_same(expected[0], torch_ops.fake_quantize_per_channel_affine(*arguments), dtype, axis, zero_dtype)
 
 
 @by_dy_layout
@@ -84,7 +84,7 @@ def test_backward_functions_on_tensors_equal_torch_in_every_layout(layout, dy_la
         dy = gradient(mask, dy_layout, dtype)
         for name in ("tensor", "channel"):
             name = f"fake_quantize_per_{name}_affine_cachemask_backward"
-            assert_same(getattr(aten, name)(dy, mask), getattr(fq, name)(dy, mask), dtype)
+            assert_same(getattr(aten, name)(dy, mask), getattr(torch_ops, name)(dy, mask), dtype)
 
 
 def fused_arguments(x, per_row=False):
@@ -125,7 +125,7 @@ def test_gradients_of_functions_with_torchs_names_equal_torchs(layout, name, arg
     for dy_layout, dtype in GRADIENTS:
         x = differentiable(layout, dtype)
         dy = gradient(x, dy_layout, dtype)
-        expected, actual = (first(function(x, *arguments(x))) for function in (torchs(name), getattr(fq, name)))
+        expected, actual = (first(function(x, *arguments(x))) for function in (torchs(name), getattr(torch_ops, name)))
         assert_same(expected, actual, dtype)
         (expected,), (actual,) = (torch.autograd.grad(y, x, dy) for y in (expected, actual))
         assert_same(expected, actual, dtype, dy_layout)
@@ -137,7 +137,7 @@ def test_functions_with_torchs_names_save_only_a_mask_for_the_backward_pass(shap
     x = torch.zeros(shape, requires_grad=True)
     returns_bytes = "mask" in name or name.endswith("helper")
     size = x.numel() if returns_bytes else math.ceil(x.numel() / 8)
-    assert saved_bytes(getattr(fq, name), x, *arguments(x)) == [size]
+    assert saved_bytes(getattr(torch_ops, name), x, *arguments(x)) == [size]
 
 
 def learnable_call(x, axis):
@@ -158,13 +158,13 @@ def test_learnable_functions_on_tensors_equal_torch_up_to_the_order_of_sums(layo
     for dy_layout, dtype in GRADIENTS:
         x = differentiable(layout, dtype)
         parameters, rest, name = learnable_call(x, axis)
-        function, theirs = getattr(fq, name), torchs(name)
+        function, theirs = getattr(torch_ops, name), torchs(name)
         assert_same(theirs(x, *parameters, *rest), function(x, *parameters, *rest), dtype)
         leaves = [p.clone().requires_grad_() for p in parameters]
         dy = torch.nan_to_num(gradient(x, dy_layout, dtype), 1, 2, -3)
         ours = torch.autograd.grad(function(x, *leaves, *rest), (x, *leaves), dy)
-        direct = getattr(fq, f"{name}_backward")(dy, x, *parameters, *rest)
-        on_arrays = getattr(fq, f"{name}_backward")(array(dy), array(x), *map(array, parameters), *rest)
+        direct = getattr(torch_ops, f"{name}_backward")(dy, x, *parameters, *rest)
+        on_arrays = getattr(torch_ops, f"{name}_backward")(array(dy), array(x), *map(array, parameters), *rest)
         assert_same_bits(on_arrays.dx.astype(dtype), array(ours[0]), "dx", dtype, dy_layout)
         assert_same_bits(on_arrays.dx, array(direct.dx), "dx", dtype, dy_layout)
         assert ours[0].stride() == direct.dx.stride() == torch.empty_like(x).stride()
@@ -186,7 +186,7 @@ def test_learnable_functions_save_only_their_inputs_for_the_backward_pass():
     for axis in (None, 0, 1):
         parameters, rest, name = learnable_call(x, axis)
         n = 1 if axis is None else x.shape[axis]
-        assert saved_bytes(getattr(fq, name), x, *parameters, *rest) == [60, 4 * n, 4 * n]
+        assert saved_bytes(getattr(torch_ops, name), x, *parameters, *rest) == [60, 4 * n, 4 * n]
 
 
 @pytest.mark.parametrize("per_row", [False, True], ids=["tensor", "rows"])
@@ -207,7 +207,7 @@ def test_the_fused_observer_on_tensors_equals_torch_after_every_step(layout, per
             options = 0.3, *cases.UINT8, 0 if per_row else -1, per_row, symmetric
             expected, actual = (
                 function(x, *flags, *state, *options)
-                for function, state in zip((torchs(name), getattr(fq, name)), states, strict=True)
+                for function, state in zip((torchs(name), getattr(torch_ops, name)), states, strict=True)
             )
             assert_same(expected, actual, step)
             for e, a in zip(*states, strict=True):
@@ -220,7 +220,7 @@ def test_the_fused_observer_on_tensors_keeps_the_sign_of_the_first_zero_as_torch
         rng = np.random.default_rng(seed)
         x = LAYOUTS[layout](torch.from_numpy(rng.choice(np.float32([0.0, -0.0]), (4, 6, 2, 8))))
         results = []
-        for function in (torch.fused_moving_avg_obs_fake_quant, fq.fused_moving_avg_obs_fake_quant):
+        for function in (torch.fused_moving_avg_obs_fake_quant, torch_ops.fused_moving_avg_obs_fake_quant):
             infinite = torch.full((len(x) if per_row else 1,), np.inf)
             state = infinite, -infinite, torch.ones_like(infinite), torch.zeros_like(infinite, dtype=torch.int32)
             options = 0.3, *cases.UINT8, 0 if per_row else -1, per_row, False

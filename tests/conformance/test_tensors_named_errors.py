@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-import fakequant as fq
+from fakequant import torch_ops
 from tensor_data import assert_same, each_nodes as each_nodes, torchs
 from torch_bridge import torch
 
@@ -90,7 +90,7 @@ def brief(call):
 
 def assert_same_outcome(name, arguments):
     copies = [[a.clone() if isinstance(a, torch.Tensor) else a for a in arguments] for _ in range(2)]
-    expected, actual = (outcome(f, c) for f, c in zip((torchs(name), getattr(fq, name)), copies, strict=True))
+    expected, actual = (outcome(f, c) for f, c in zip((torchs(name), getattr(torch_ops, name)), copies, strict=True))
     if isinstance(expected, Refusal):
         assert actual == expected
     else:

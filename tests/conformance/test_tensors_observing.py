@@ -8,7 +8,7 @@ import pytest
 import fakequant as fq
 from fakequant import reference
 from fakequant._backends.blocks import blocks_of
-from fakequant.qparams import EPS
+from fakequant._backends.checks import EPS
 from fakequant.testing import cases
 from fakequant.testing.assertions import assert_same_bits
 from tensor_data import (
@@ -25,6 +25,7 @@ from tensor_data import (
     rules,
     unchanged as unchanged,
 )
+from thoroughness import pairs_of
 from torch_bridge import to_numpy, to_torch, torch
 
 pytestmark = pytest.mark.usefixtures("torch_on_one_thread")
@@ -83,6 +84,24 @@ def test_choose_qparams_of_tensors_equals_that_of_arrays(kind):
                     assert not a.requires_grad
 
 
+@pytest.mark.parametrize("spec", [fq.QuantSpec(), fq.QuantSpec(symmetric=False, axis=-1, group_size=2)], ids=str)
+def test_choose_qparams_takes_a_range_for_both_ends(spec):
+    x = elements(SHAPE, np.float32)
+    x = torch.where(x.isfinite(), x, 0)
+    for values, kind in ((x, torch.Tensor), (x.numpy(), np.ndarray)):
+        seen = fq.min_max(values, spec)
+        expected = fq.choose_qparams(seen.min, seen.max, spec, eps=1e-3)
+        for found in (fq.choose_qparams(seen, spec, eps=1e-3), fq.choose_qparams(seen, spec=spec, eps=1e-3)):
+            for e, a in zip(expected, found, strict=True):
+                assert type(a) is kind
+                assert_same_bits(np.asarray(e), np.asarray(a))
+        with pytest.raises(TypeError, match="A Range has both ends"):
+            fq.choose_qparams(seen, seen.max, spec)
+        for arguments in ((seen,), (seen, 8), (seen.min, spec), (seen.min, seen.max)):
+            with pytest.raises(TypeError, match="`spec` must be a QuantSpec"):
+                fq.choose_qparams(*arguments)
+
+
 def steps(layout, dtype):
     """Yields finite values first, to give every block a range, then NaN, infinities and huge values."""
     for seed in range(4):
@@ -92,10 +111,11 @@ def steps(layout, dtype):
         yield LAYOUTS[layout](x)
 
 
-@by_blocks
-@by_layout
-@pytest.mark.parametrize("update", ["moving_average", "min_max", "dynamic"])
-def test_observe_fake_quantize_of_tensors_equals_that_of_arrays_after_every_step(update, layout, where, unchanged):
+@pytest.mark.parametrize(
+    ("update", "layout", "blocks"), pairs_of(["moving_average", "min_max", "dynamic"], LAYOUTS, BLOCKS)
+)
+def test_observe_fake_quantize_of_tensors_equals_that_of_arrays_after_every_step(update, layout, blocks, unchanged):
+    where = BLOCKS[blocks]
     for spec, dtype in itertools.chain(rules(where), few_rules(where, symmetric=True, bits=4)):
         for i, x in enumerate(steps(layout, dtype)):
             unchanged(x)

@@ -8,6 +8,7 @@ import pytest
 
 import fakequant as fq
 from accelerated import decelerated  # noqa: F401
+from fakequant import torch_ops
 from torch_bridge import aten, torch
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
@@ -43,7 +44,7 @@ def outcome(function, arguments):
 def test_a_rebound_torch_name_raises_torchs_errors(name, accelerated, monkeypatch):
     namespace, arguments = REFUSED[name]
     expected = outcome(getattr(namespace, name), arguments)
-    ours = getattr(fq, name.lstrip("_"))
+    ours = getattr(torch_ops, name.lstrip("_"))
     monkeypatch.setattr(namespace, name, ours)
     if accelerated:
         with fq.accelerate():
@@ -56,9 +57,9 @@ def test_torch_names_rebound_before_the_first_call_raise_torchs_errors():
     code = """
         import fakequant as fq, torch
         for name in ("fake_quantize_per_tensor_affine", "fake_quantize_per_channel_affine"):
-            setattr(torch, name, getattr(fq, name))
+            setattr(torch, name, getattr(fq.torch_ops, name))
         name = "fake_quantize_per_tensor_affine_cachemask"
-        setattr(torch.ops.aten, name, getattr(fq, name))
+        setattr(torch.ops.aten, name, getattr(fq.torch_ops, name))
         x = torch.ones(2, 3)
         calls = (
             lambda: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, 7, -8),

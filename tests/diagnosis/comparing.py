@@ -27,7 +27,8 @@ def sqnr(expected, result):
 
 def pair(model, config=None, data=None):
     """Returns the model and a prepared copy, calibrated if `data` is given."""
-    prepared = fq.prepare(copy.deepcopy(model), config or recipes.int8())
+    example = None if data is None else data[0]
+    prepared = fq.prepare(copy.deepcopy(model), config or recipes.int8(), example)
     return model, prepared if data is None else fq.calibrate(prepared, data, progress=False)
 
 

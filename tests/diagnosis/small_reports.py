@@ -15,7 +15,9 @@ from fakequant._diagnosis.report.writing import report  # noqa: E402
 
 def small(config=None, seed=0):
     torch.manual_seed(seed)
-    model = fq.prepare(nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4)), config or recipes.w4a8())
+    model = fq.prepare(
+        nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4)), config or recipes.w4a8(), torch.rand(32, 8)
+    )
     return fq.calibrate(model, [torch.rand(32, 8)], progress=False)
 
 

@@ -4,9 +4,9 @@ import copy
 import math
 
 import pytest
-from comparing import UNIT, compared, decibels, on_unit_grid, pair, with_weights
 
 import fakequant as fq
+from comparing import UNIT, compared, decibels, on_unit_grid, pair, with_weights
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -162,9 +162,10 @@ def test_compare_raises_if_no_data_reaches_a_quantized_layer():
 
     model = Idle()
     with pytest.raises(ValueError, match="No quantized layer received values"):
-        fq.compare(*pair(model), [torch.ones(1, 2)], progress=False)
+        fq.compare(*pair(model, fq.recipes.int8_dynamic()), [torch.ones(1, 2)], progress=False)
 
 
 def test_compare_of_an_uncalibrated_model_names_the_missing_scale():
+    models = pair(nn.Sequential(nn.Linear(2, 2)), fq.QuantConfig(default=fq.recipes.int8().default))
     with pytest.raises(RuntimeError, match=r"0\.input_quantizer"):
-        fq.compare(*pair(nn.Sequential(nn.Linear(2, 2))), [torch.ones(1, 2)], progress=False)
+        fq.compare(*models, [torch.ones(1, 2)], progress=False)

@@ -3,9 +3,9 @@
 import copy
 
 import pytest
-from comparing import assert_same, compared, decibels, on_unit_grid, pair, snapshot, sqnr
 
 import fakequant as fq
+from comparing import assert_same, compared, decibels, on_unit_grid, pair, snapshot, sqnr
 from fakequant import recipes
 from fakequant._diagnosis.compare import Errors
 
@@ -106,7 +106,9 @@ class Crossed(nn.Module):
 def test_compare_counts_all_inputs_of_an_attention():
     model = Crossed()
     x, memory = torch.ones(1, 2, 4), torch.ones(1, 6, 4)
-    prepared = fq.calibrate(fq.prepare(copy.deepcopy(model), recipes.int8()), [(x, memory)], progress=False)
+    prepared = fq.calibrate(
+        fq.prepare(copy.deepcopy(model), recipes.int8(), (x, memory)), [(x, memory)], progress=False
+    )
     found = compared(model, prepared, data=[(x, 2 * memory)])["attention"]
     assert found.isolated.clipped == 6 / 8
     assert found.accumulated.clipped == 6 / 8
@@ -208,7 +210,7 @@ def test_compare_measures_errors_after_the_batch_norm():
         model[0].weight[0] *= 1e-3
         model[1].running_var[0] = 1e-6
     one_scale = fq.QuantConfig(default=fq.LayerConfig(weight=fq.QuantSpec(bits=4)))
-    found = fq.compare(*pair(model, one_scale), [x], progress=False)
+    found = fq.compare(*pair(model, one_scale, [x]), [x], progress=False)
     assert found.worst == "0"
     assert found.layers[0].isolated.sqnr < 10 < found.layers[1].isolated.sqnr
     assert found.layers[0].weight_sqnr < 10
@@ -217,7 +219,7 @@ def test_compare_measures_errors_after_the_batch_norm():
     model = nn.Sequential(nn.Linear(8, 2, bias=False), nn.BatchNorm1d(2)).eval()
     with torch.no_grad():
         model[1].running_var[0] = 1e-6
-    _, prepared = pair(model, one_scale)
+    _, prepared = pair(model, one_scale, tokens)
     found = compared(model, prepared, data=tokens)["0"]
     weight = fq.nn.quantized_weight(prepared[0]).detach()
     assert found.weight_sqnr == pytest.approx(sqnr(model[0].weight.detach(), weight))

@@ -1,9 +1,9 @@
 """`compare` leaves both models as they were."""
 
 import pytest
-from comparing import assert_same, pair, snapshot
 
 import fakequant as fq
+from comparing import assert_same, pair, snapshot
 from fakequant import recipes
 
 torch = pytest.importorskip("torch")
@@ -86,7 +86,7 @@ def test_compare_restores_buffers_that_forward_replaces():
             self.calls, self.last = self.calls + 1, x
             return self.fc(x)
 
-    prepared = fq.prepare(Replacing(), recipes.int8())
+    prepared = fq.prepare(Replacing(), recipes.int8(), torch.ones(1, 4))
     with pytest.raises(TypeError, match="A batch must be"):
         fq.calibrate(prepared, [torch.ones(1, 4), "no batch"], progress=False)
     assert (prepared.calls, prepared.last) == (0, None)

@@ -3,20 +3,20 @@
 import math
 
 import pytest
-from small_reports import batches, small, write
 
 import fakequant as fq
 from fakequant import presets, recipes
 from fakequant.formats import FLOAT_FORMATS
+from small_reports import batches, small, write
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
 
 from fakequant._backends.torch.grid_values import number_of_values, places_of, scale_of_each, step_of_each  # noqa: E402
+from fakequant._diagnosis.health import QuantizerHealth  # noqa: E402
 from fakequant._diagnosis.report.advice import judge  # noqa: E402
-from fakequant._diagnosis.report.tensor_figures import draw_levels, draw_values  # noqa: E402
-from fakequant._diagnosis.report.tensors import TensorCounts, counting  # noqa: E402
-from fakequant._train.health import QuantizerHealth  # noqa: E402
+from fakequant._diagnosis.report.figures import draw_levels, draw_values  # noqa: E402
+from fakequant._diagnosis.report.tensor_counts import TensorCounts, counting  # noqa: E402
 
 by_format = pytest.mark.parametrize("name", FLOAT_FORMATS)
 RECIPES = {"fp8": recipes.fp8(), "mxfp8": recipes.mxfp8(), "nvfp4": recipes.nvfp4()}
@@ -66,7 +66,7 @@ def test_scales_of_short_blocks_belong_to_their_elements():
 
 
 def test_health_counts_values_that_saturate_and_values_of_the_grid_in_use():
-    model = fq.prepare(nn.Sequential(nn.Linear(2, 1)), recipes.fp8())
+    model = fq.prepare(nn.Sequential(nn.Linear(2, 1)), recipes.fp8(), torch.tensor([[448.0, -448.0]]))
     fq.calibrate(model, [torch.tensor([[448.0, -448.0]])], progress=False)
     # 464 rounds to 448, 465 would not; zeros of both signs are one value of 253.
     data = torch.tensor([[448.0, 464.0], [465.0, -1e6], [0.0, -0.0], [1.0, 1.01]])
@@ -77,7 +77,7 @@ def test_health_counts_values_that_saturate_and_values_of_the_grid_in_use():
 
 @pytest.mark.filterwarnings("ignore:.*NaN or infinite:RuntimeWarning")
 def test_nan_is_no_value_of_a_float_grid():
-    model = fq.prepare(nn.Sequential(nn.Linear(2, 1)), recipes.fp8())
+    model = fq.prepare(nn.Sequential(nn.Linear(2, 1)), recipes.fp8(), torch.tensor([[448.0, -448.0]]))
     fq.calibrate(model, [torch.tensor([[448.0, -448.0]])], progress=False)
     found = fq.health(model, [torch.tensor([[math.nan, 1.0]])]).to_dict()["0.input_quantizer"]
     assert found["levels_used"] == pytest.approx(1 / 253)

@@ -1,6 +1,8 @@
 """`History`: the health of a model over training."""
 
+import copy
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -9,8 +11,7 @@ import fakequant as fq
 
 torch = pytest.importorskip("torch")
 
-from fakequant._diagnosis.history import History  # noqa: E402
-from fakequant._train.health import Health, QuantizerHealth  # noqa: E402
+from fakequant._diagnosis.health import Health, History, QuantizerHealth  # noqa: E402
 
 
 def health(**values):
@@ -81,11 +82,11 @@ def test_history_series_refuses_unknown_names_and_paths():
 
 def test_history_records_the_health_of_a_training_model():
     torch.manual_seed(0)
-    model = fq.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4)), fq.recipes.lsq(2))
+    model = fq.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4)), fq.recipes.lsq(2), torch.randn(16, 4))
     model = fq.calibrate(model, [torch.randn(16, 4)], progress=False).train()
     optimizer, history = torch.optim.SGD(model.parameters(), 0.1), History()
     for step in range(4):
-        history.add(step, fq.health(model, [torch.randn(8, 4)]))
+        history.measure(step, model, [torch.randn(8, 4)])
         optimizer.zero_grad()
         model(torch.randn(8, 4)).square().sum().backward()
         optimizer.step()
@@ -98,3 +99,30 @@ def test_history_accepts_numpy_integers_as_steps():
     history = History()
     history.add(np.int64(3), health(a={"clipped": 0.5}))
     assert json.dumps(history.series("a", "clipped")) == "[[3], [0.5]]"
+
+
+def test_history_compares_with_its_own_last_measurement():
+    model = fq.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4)), fq.recipes.w4a8(), torch.randn(16, 4))
+    history, other = History(), History()
+    assert history.measure(0, model).quantizers[0].scale_drift is None
+    with torch.no_grad():
+        model[0].weight *= 1.5
+    assert other.measure(0, model).quantizers[0].scale_drift is None
+    assert fq.health(model) == fq.health(model)
+    assert fq.health(model).quantizers[0].scale_drift is None
+    for copied in (copy.deepcopy(history), pickle.loads(pickle.dumps(history)), history):
+        found = copied.measure(1, copy.deepcopy(model))
+        assert found.quantizers[0].scale_drift == pytest.approx(0.5)
+        assert "scale drift" in str(found)
+    assert "scale drift" not in str(fq.health(model))
+
+
+def test_history_that_refuses_a_step_forgets_nothing():
+    model = fq.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4)), fq.recipes.w4a8(), torch.randn(16, 4))
+    history = History()
+    history.measure(5, model)
+    with torch.no_grad():
+        model[0].weight *= 1.5
+    with pytest.raises(ValueError, match="larger than the last one"):
+        history.measure(5, model)
+    assert history.measure(6, model).quantizers[0].scale_drift == pytest.approx(0.5)

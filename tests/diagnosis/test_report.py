@@ -6,17 +6,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_reports import batches, small, write
 
 import fakequant as fq
 from fakequant import recipes
+from small_reports import batches, small, write
 
 torch = pytest.importorskip("torch")
 matplotlib = pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 nn = torch.nn
 
-from fakequant._diagnosis.history import History  # noqa: E402
+from fakequant._diagnosis.health import History  # noqa: E402
 
 # --- the page ---------------------------------------------------------------------------------------
 
@@ -25,7 +25,7 @@ def test_report_has_a_section_and_figures_for_everything_given(tmp_path):
     model, data, history = small(), batches(), History()
     float_model = fq.unprepare(copy.deepcopy(model))
     for step in range(4):
-        history.add(step, fq.health(model, data))
+        history.measure(step, model, data)
     sensitivity = fq.sensitivity(
         float_model, recipes.w4a8(), lambda m: -float(m(data[0]).square().sum()), data=data, progress=False
     )
@@ -38,7 +38,7 @@ def test_report_has_a_section_and_figures_for_everything_given(tmp_path):
         assert f'<section id="{part}">' in text
         assert f'href="#{part}"' in text
     figures = {p.name for p in (page.parent / "figures").iterdir()}
-    tensors = [f"{p}-{w}.png" for p, _ in fq.nn.quantizers(model) for w in ("values", "codes")]
+    tensors = [f"{p}-{w}.png" for p, _ in fq.nn.named_quantizers(model) for w in ("values", "codes")]
     others = ["layers-sqnr", "sensitivity", "history-clipped", "history-levels_used", "history-scale_drift"]
     assert figures == {*tensors, *(f"{name}.png" for name in [*others, "history-oscillating"])}
     assert text.count("<svg ") == text.count("<figcaption>") == len(figures)
@@ -148,7 +148,7 @@ def test_report_refuses_negative_steps(tmp_path, data):
 
 def test_report_names_a_model_that_is_a_single_layer(tmp_path):
     model = nn.Linear(8, 4)
-    prepared = fq.calibrate(fq.prepare(copy.deepcopy(model), recipes.int8()), batches(), progress=False)
+    prepared = fq.calibrate(fq.prepare(copy.deepcopy(model), recipes.int8(), batches()[0]), batches(), progress=False)
     text = write(prepared, tmp_path, batches(), float_model=model, max_tensors=0).read_text(encoding="utf-8")
     assert "at the model" in text
 
@@ -193,7 +193,8 @@ def test_report_leaves_the_model_unchanged(recipe, tmp_path):
     model = small(recipe).train()
     model[1].eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    fq.health(model)
+    history = History()
+    history.measure(0, model)
     with torch.no_grad():
         model[0].weight *= 1.5
         before["0.weight"] = model[0].weight.clone()
@@ -203,8 +204,8 @@ def test_report_leaves_the_model_unchanged(recipe, tmp_path):
     assert all(not m._forward_pre_hooks and not m._forward_hooks for m in model.modules())
     if recipe.default.learned:
         return
-    # The drift that `health` reports is still since the user's last call.
-    assert fq.health(model).to_dict()["0.weight_quantizer"]["scale_drift"] == pytest.approx(0.5)
+    # The drift of the user's history is still since its own last measurement.
+    assert history.measure(1, model).to_dict()["0.weight_quantizer"]["scale_drift"] == pytest.approx(0.5)
 
 
 def settings():

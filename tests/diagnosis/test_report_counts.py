@@ -4,19 +4,19 @@ import math
 from itertools import pairwise
 
 import pytest
-from small_reports import batches, small, write
 
 import fakequant as fq
 from fakequant import observers, recipes
+from small_reports import batches, small, write
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 nn = torch.nn
 
+from fakequant._diagnosis.health import QuantizerHealth  # noqa: E402
 from fakequant._diagnosis.report.advice import judge  # noqa: E402
-from fakequant._diagnosis.report.tensors import TensorCounts, counting  # noqa: E402
-from fakequant._train.health import QuantizerHealth  # noqa: E402
+from fakequant._diagnosis.report.tensor_counts import TensorCounts, counting  # noqa: E402
 
 # --- counts ------------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ def test_judge_reports_unused_codes_only_with_enough_values():
 
 
 def test_report_lists_quantizers_that_observed_nothing(tmp_path):
-    model = fq.prepare(nn.Sequential(nn.Linear(8, 4)), recipes.int8())
+    model = fq.prepare(nn.Sequential(nn.Linear(8, 4)), recipes.int8(), torch.ones(1, 8))
     text = write(model, tmp_path).read_text()
     assert "nothing was observed" in text
     assert "fakequant.calibrate(model, data)" in text

@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 nn = torch.nn
 
-from fakequant._diagnosis.history import History  # noqa: E402
+from fakequant._diagnosis.health import History  # noqa: E402
 from fakequant._diagnosis.report.writing import report  # noqa: E402
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -93,10 +93,10 @@ def page(tmp_path_factory):
     model.add_module("a_name_that_is_long_enough_to_be_cut", nn.Linear(4, 4))
     data = [torch.rand(32, 8)]
     float_model = copy.deepcopy(model)
-    prepared = fq.calibrate(fq.prepare(model, recipes.w4a8()), data, progress=False)
+    prepared = fq.calibrate(fq.prepare(model, recipes.w4a8(), data[0]), data, progress=False)
     history = History()
     for step in range(3):
-        history.add(1000 * step, fq.health(prepared, [data[0] * (1 + step)]))
+        history.measure(1000 * step, prepared, [data[0] * (1 + step)])
     sensitivity = fq.sensitivity(
         float_model, recipes.w4a8(), lambda m: -float(m(data[0]).square().sum()), data=data, progress=False
     )

@@ -13,8 +13,8 @@ nn = torch.nn
 recipes = pytest.importorskip("fakequant.recipes")
 advice = pytest.importorskip("fakequant._diagnosis.report.advice")
 page = pytest.importorskip("fakequant._diagnosis.report.page")
-tensors = pytest.importorskip("fakequant._diagnosis.report.tensors")
-QuantizerHealth = pytest.importorskip("fakequant._train.health").QuantizerHealth
+tensors = pytest.importorskip("fakequant._diagnosis.report.tensor_counts")
+QuantizerHealth = pytest.importorskip("fakequant._diagnosis.health").QuantizerHealth
 
 GRIDS = {
     "int8": (fq.QuantSpec(), 0),
@@ -45,7 +45,7 @@ def test_judge_names_the_cause_of_unused_codes(spec, zero_point):
 def two_layers(config, data):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)).eval()
-    prepared = fq.calibrate(fq.prepare(model, config), data, progress=False).eval()
+    prepared = fq.calibrate(fq.prepare(model, config, data[0]), data, progress=False).eval()
     return fq.unprepare(copy.deepcopy(prepared)), prepared
 
 

@@ -5,11 +5,11 @@ import math
 
 import numpy as np
 import pytest
-from sensitivity_models import INT4, Block
 
 import fakequant as fq
 from fakequant import LayerConfig, QuantConfig, presets, recipes
 from fakequant.observers import MSE
+from sensitivity_models import INT4, Block
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -84,13 +84,13 @@ def test_sensitivity_ranks_the_broken_layer_first(cnn, digits, name, score):
     assert found.layers[0].cost > 10 * max(layer.cost for layer in found.layers[1:])
     assert found.layers[0].gain == max(layer.gain for layer in found.layers)
     assert {layer.path for layer in found.layers} == {"conv_a", "conv_b", "conv_c", "head"}
-    prepared = fq.calibrate(fq.prepare(copy.deepcopy(model), INT4), [train], progress=False)
+    prepared = fq.calibrate(fq.prepare(copy.deepcopy(model), INT4, train), [train], progress=False)
     assert fq.compare(model, prepared, [test[0]], progress=False).worst == f"conv_{name}"
     # With that layer in higher precision the score is close to that of the float model.
     lost = found.float_score - found.quantized_score
     for precision in (None, LayerConfig(weight=presets.int8(), input=presets.uint8())):
         config = found.suggest(keep=1, precision=precision)
-        kept = fq.calibrate(fq.prepare(copy.deepcopy(model), config), [train], progress=False)
+        kept = fq.calibrate(fq.prepare(copy.deepcopy(model), config, train), [train], progress=False)
         with torch.no_grad():
             assert found.float_score - float(score(*test)(kept.eval())) < lost / 5
     assert found.suggest(keep=1).rules[0].path == f"conv_{name}"
@@ -105,7 +105,7 @@ def only(config, path):
 
 
 def scored(model, config, data, evaluate):
-    prepared = fq.prepare(copy.deepcopy(model), config)
+    prepared = fq.prepare(copy.deepcopy(model), config, data[0])
     with torch.no_grad():
         return float(evaluate(fq.calibrate(prepared, data, progress=False).eval()))
 
@@ -199,8 +199,10 @@ def test_sensitivity_needs_data_only_for_quantizers_that_observe():
 
     for config in (recipes.int8_dynamic(), recipes.int4_weight_only(4)):
         assert fq.sensitivity(model, config, evaluate, progress=False).layers[0].path == "0"
-    with pytest.raises(ValueError, match=r"0\.input_quantizer have no scale(.|\n)*Pass `data`"):
+    with pytest.raises(ValueError, match=r"needs batches(.|\n)*Pass `data`"):
         fq.sensitivity(model, recipes.int8(), evaluate, progress=False)
+    with pytest.raises(ValueError, match=r"0\.input_quantizer have no scale(.|\n)*Pass `data`"):
+        fq.sensitivity(model, QuantConfig(default=recipes.int8().default), evaluate, progress=False)
     searched = QuantConfig(default=LayerConfig(weight=presets.int8(), weight_observer=MSE()))
     with pytest.raises(ValueError, match=r"0\.weight_quantizer have no scale"):
         fq.sensitivity(model, searched, evaluate, progress=False)

@@ -7,11 +7,11 @@ import json
 
 import numpy as np
 import pytest
-from sensitivity_models import INT4, INT8
 
 import fakequant as fq
 from fakequant import QuantConfig
 from fakequant._diagnosis.sensitivity_table import LayerSensitivity, Sensitivity
+from sensitivity_models import INT4, INT8
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("scipy")
@@ -46,7 +46,7 @@ def named():
 
 
 def widths_of(config):
-    prepared = fq.prepare(named(), config)
+    prepared = fq.prepare(named(), config, torch.ones(1, next(iter(SIZES.values()))[0]))
     return {name: layer.weight_quantizer.spec.bits for name, layer in prepared.named_children()}
 
 
@@ -88,7 +88,10 @@ def test_bytes_count_codes_and_scales_as_summary_does():
         best = min(cost_of(w) for w in all_widths() if size_in_bytes(w) <= budget)
         assert cost_of(found) == pytest.approx(best, rel=1e-12)
         biases = 4 * sum(outputs for _, outputs in SIZES.values())
-        assert fq.summary(fq.prepare(named(), config)).bytes_after == size_in_bytes(found) + biases
+        assert (
+            fq.summary(fq.prepare(named(), config, torch.ones(1, next(iter(SIZES.values()))[0]))).bytes_after
+            == size_in_bytes(found) + biases
+        )
     smallest = size_in_bytes(dict.fromkeys(SIZES, 2))
     with pytest.raises(ValueError, match=f"narrowest widths need {smallest}"):
         table().suggest(bytes=smallest - 1)

@@ -5,11 +5,11 @@ import dataclasses
 
 import numpy as np
 import pytest
-from sensitivity_models import INT4, INT8, Block
 
 import fakequant as fq
 from fakequant import LayerConfig, QuantConfig, QuantSpec, presets, recipes
 from fakequant._diagnosis.sensitivity_table import LayerSensitivity, Sensitivity
+from sensitivity_models import INT4, INT8, Block
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -38,7 +38,7 @@ def named():
 
 def bits_of(config):
     """Returns the bits of every weight in a model prepared with the config, None for float."""
-    prepared = fq.prepare(named(), config)
+    prepared = fq.prepare(named(), config, torch.ones(1, next(iter(SIZES.values()))[0]))
     return {
         name: None if not hasattr(layer, "weight_quantizer") else layer.weight_quantizer.spec.bits
         for name, layer in prepared.named_children()
@@ -130,7 +130,7 @@ def test_suggest_keeps_an_attention_in_float_together_with_its_projection():
     assert found.suggest(bits=enough - 1).rules == ()
     config = found.suggest(bits=enough)
     assert [rule.path for rule in config.rules] == ["attention", "attention.out_proj"]
-    assert [layer.path for layer in fq.summary(fq.prepare(copy.deepcopy(model), config)).layers] == ["fc"]
+    assert [layer.path for layer in fq.summary(fq.prepare(copy.deepcopy(model), config, x)).layers] == ["fc"]
     # In 8 bits the two are counted separately.
     precision = LayerConfig(weight=presets.int8(), input=presets.uint8())
     assert len(found.suggest(bits=48 * 8 + 32 * 4, precision=precision).rules) == 1
@@ -141,7 +141,7 @@ def test_suggest_keeps_modules_without_weights_in_float_at_no_cost():
     found = Sensitivity(rows, 0.9, 0.1, recipes.w4a8())
     config = found.suggest(bits=144 * 4, precision=INT8)
     assert [(rule.path, rule.use) for rule in config.rules] == [("relu", None)]
-    prepared = fq.prepare(Block(), config)
+    prepared = fq.prepare(Block(), config, torch.ones(1, 1, 8, 8))
     assert not hasattr(prepared.relu, "output_quantizer")
     assert prepared.conv.input_quantizer is not None
 

@@ -5,11 +5,11 @@ import dataclasses
 import pickle
 
 import pytest
-from sensitivity_models import Block
 
 import fakequant as fq
 from fakequant import LayerConfig, QuantConfig, QuantSpec, presets, recipes
 from fakequant.observers import MSE
+from sensitivity_models import Block
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("scipy")
@@ -34,7 +34,7 @@ def rows_of(found):
 
 
 def specs_of(model, config, data):
-    prepared = fq.calibrate(fq.prepare(copy.deepcopy(model), config), data, progress=False)
+    prepared = fq.calibrate(fq.prepare(copy.deepcopy(model), config, data[0]), data, progress=False)
     return {
         path: {n: getattr(layer, n).spec for n in ("weight_quantizer", "input_quantizer") if getattr(layer, n, None)}
         for path, layer in prepared.named_modules()
@@ -65,7 +65,7 @@ def test_costs_are_errors_of_models_with_only_that_weight_quantized(block, obser
         for bits, cost in row.costs.items():
             spec = dataclasses.replace(row.config.weight, bits=bits, narrow_range=bits == 8)
             only = QuantConfig().rule(path, weight=spec, weight_observer=observer)
-            alone = fq.calibrate(fq.prepare(copy.deepcopy(model), only), data, progress=False).eval()
+            alone = fq.calibrate(fq.prepare(copy.deepcopy(model), only, data[0]), data, progress=False).eval()
             assert cost == relative_error(model, alone, data), (path, bits)
     assert rows_of(found)["relu"].costs is None
 
@@ -89,7 +89,7 @@ def test_the_output_serves_as_a_score_without_labels(block):
     model, data = block
     config = recipes.w4a8(first_last_bits=None)
     found = fq.sensitivity(model, config, data=iter(data), progress=False)  # batches that can be read once
-    prepared = fq.calibrate(fq.prepare(copy.deepcopy(model), config), data, progress=False).eval()
+    prepared = fq.calibrate(fq.prepare(copy.deepcopy(model), config, data[0]), data, progress=False).eval()
     assert found.float_score == 0
     assert found.quantized_score == -relative_error(model, prepared, data)
     assert "relative squared errors" in str(found)

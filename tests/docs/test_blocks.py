@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^```(?P<language>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 # Commands that are not run here: they install things, take minutes, or need several machines.
-NOT_RUN_HERE = ("pip install ", "make ", "torchrun ", "git clone ", "cd ", "fakequant demo", "fakequant bench")
+NOT_RUN_HERE = ("pip install ", "make ", "torchrun ", "git clone ", "cd ", "fakequant demo")
 
 
 class Block(NamedTuple):
@@ -64,7 +64,7 @@ def make_float():
     return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
 
 def make_model():
-    return fq.prepare(make_float(), fq.recipes.int8(target="onnxruntime-x86"))
+    return fq.prepare(make_float(), fq.recipes.int8(target="onnxruntime-x86"), torch.ones(1, 8))
 
 def test_data():
     torch.manual_seed(1)

@@ -41,7 +41,7 @@ def test_public_name_has_an_example_in_src(name):
     assert Path(inspect.getfile(inspect.unwrap(found))).is_relative_to(ROOT / "src")
 
 
-PLACES_OF_RESULTS = ("fakequant._diagnosis.", "fakequant._executorch.", "fakequant._train.", "fakequant._verify.")
+PLACES_OF_RESULTS = ("fakequant._diagnosis.", "fakequant._export.", "fakequant._train.", "fakequant._verify.")
 
 
 def test_reference_pages_list_public_names_only():

@@ -57,7 +57,7 @@ import copy
 import pickle
 
 import fakequant as fq
-from fakequant._onnx.fingerprint import digest_of_parameters
+from fakequant._export.notes import digest_of_parameters
 """
 
 # Groups of weights would need wider layers than the networks have.

@@ -149,7 +149,7 @@ def test_random_states_are_restored_after_an_error():
 
 
 def prepared(config):
-    return fq.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)), config)
+    return fq.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)), config, torch.ones(1, 4))
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import pytest
 
 pytest.importorskip("transformers", reason="tests its folders")
 pytest.importorskip("accelerate", reason="needed by the integration")
-import tiny_models as tiny
 import torch
 import transformers
 
 import fakequant as fq
+import tiny_models as tiny
 from fakequant.integrations.transformers import from_pretrained, save_pretrained
 
 MODELS = [tiny.bert, tiny.gpt2, tiny.llama, tiny.vit]
@@ -20,8 +20,8 @@ every_model = pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__na
 def trained(make, config):
     """Returns a prepared model after two training steps, and a batch."""
     transformers.set_seed(0)
-    model = fq.prepare(make(), config)
     batch = transformers.default_data_collator(tiny.data_for(make)[:8])
+    model = fq.prepare(make(), config, batch)
     fq.calibrate(model, [batch], progress=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     model.train()
@@ -36,7 +36,7 @@ def assert_same_when_converted(one, other, batch):
     with torch.no_grad():
         assert torch.equal(one(**batch).logits, other(**batch).logits)
         one, other = fq.convert(one), fq.convert(other)
-        tiny.assert_same_bits(one, other)
+        tiny.assert_same_everything(one, other)
         if isinstance(one, transformers.ViTForImageClassification):
             return  # ViT reads the weight of a layer, which a converted layer does not have
         assert torch.equal(one(**batch).logits, other(**batch).logits)
@@ -47,7 +47,7 @@ def test_a_saved_model_in_a_float_format_loads_with_the_same_bits(config, tmp_pa
     model, batch = trained(tiny.bert, config)
     save_pretrained(model, tmp_path)
     loaded = from_pretrained(type(model), tmp_path)
-    tiny.assert_same_bits(model, loaded)
+    tiny.assert_same_everything(model, loaded)
     with torch.no_grad():
         assert torch.equal(model(**batch).logits, loaded(**batch).logits)
 
@@ -59,7 +59,7 @@ def test_a_saved_model_loads_with_the_same_bits(make, config, tmp_path):
     save_pretrained(model, tmp_path)
     loaded = from_pretrained(type(model), tmp_path)
     assert not loaded.training
-    tiny.assert_same_bits(model, loaded)
+    tiny.assert_same_everything(model, loaded)
     assert_same_when_converted(model, loaded, batch)
 
 
@@ -69,7 +69,7 @@ def test_a_model_saved_by_transformers_loads_with_a_given_config(make, tmp_path)
     config = fq.recipes.int8()
     model, _ = trained(make, config)
     model.save_pretrained(tmp_path)
-    tiny.assert_same_bits(model, from_pretrained(type(model), tmp_path, quant_config=config))
+    tiny.assert_same_everything(model, from_pretrained(type(model), tmp_path, quant_config=config))
     with pytest.raises(ValueError, match=r"has no 'fakequant_config'.*\n.*`quant_config`, the QuantConfig"):
         from_pretrained(type(model), tmp_path)
 
@@ -79,7 +79,7 @@ def test_a_loaded_model_saved_by_transformers_keeps_its_config(tmp_path):
     save_pretrained(model, tmp_path / "one")
     loaded = from_pretrained(transformers.ViTForImageClassification, tmp_path / "one")
     loaded.save_pretrained(tmp_path / "two")  # its config contains the QuantConfig
-    tiny.assert_same_bits(model, from_pretrained(transformers.ViTForImageClassification, tmp_path / "two"))
+    tiny.assert_same_everything(model, from_pretrained(transformers.ViTForImageClassification, tmp_path / "two"))
 
 
 def test_tied_weights_are_saved_once_and_stay_tied(tmp_path):
@@ -95,7 +95,7 @@ def test_auto_classes_load_a_model_from_several_files(tmp_path):
     save_pretrained(model, tmp_path, max_shard_size="4KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     loaded = from_pretrained(transformers.AutoModelForSequenceClassification, tmp_path)
-    tiny.assert_same_bits(model, loaded)
+    tiny.assert_same_everything(model, loaded)
     assert_same_when_converted(model, loaded, batch)
 
 
@@ -113,7 +113,7 @@ def test_a_bfloat16_model_loads_with_the_same_bits(tmp_path):
     save_pretrained(model, tmp_path)
     loaded = from_pretrained(type(model), tmp_path)
     assert loaded.classifier.weight.dtype == torch.bfloat16
-    tiny.assert_same_bits(model, loaded)
+    tiny.assert_same_everything(model, loaded)
 
 
 def test_loading_a_model_logs_no_unexpected_tensors(tmp_path, caplog):

@@ -7,13 +7,24 @@ import pytest
 
 pytest.importorskip("transformers", reason="tests its Trainer")
 pytest.importorskip("accelerate", reason="transformers.Trainer needs it")
-import tiny_models as tiny
 import torch
 import transformers
 
 import fakequant as fq
+import tiny_models as tiny
 from fakequant.integrations.transformers import QATCallback, from_pretrained
+from fakequant.testing.assertions import assert_same_state
+from thoroughness import sampled
 
+RESUMED = sampled(
+    {
+        "bert": (tiny.bert, fq.recipes.int8()),
+        "gpt2": (tiny.gpt2, fq.recipes.lsq(4)),
+        "vit": (tiny.vit, fq.recipes.int8()),
+    },
+    "bert",
+    "gpt2",
+)
 SCHEDULE = {"quantize_from": 1, "freeze_ranges_at": 4}
 FIGURES = {
     f"quant/{name}_{which}" for name in ("clipped", "levels_used", "scale_drift", "oscillating")
@@ -36,7 +47,7 @@ class Recorder(transformers.TrainerCallback):
 
 def prepared(make, config=None):
     transformers.set_seed(0)
-    return fq.prepare(make(), config or fq.recipes.int8())
+    return fq.prepare(make(), config or fq.recipes.int8(), transformers.default_data_collator(tiny.data_for(make)[:2]))
 
 
 def trainer_of(model, folder, *callbacks, data=None, **options):
@@ -50,8 +61,8 @@ def trainer_of(model, folder, *callbacks, data=None, **options):
 
 @pytest.mark.parametrize(
     ("make", "config"),
-    [(tiny.bert, fq.recipes.int8()), (tiny.gpt2, fq.recipes.lsq(4)), (tiny.vit, fq.recipes.int8())],
-    ids=["bert", "gpt2", "vit"],
+    RESUMED.values(),
+    ids=RESUMED,
 )
 def test_a_resumed_huggingface_training_gives_the_same_bits(make, config, tmp_path):
     def train(resume):
@@ -65,17 +76,16 @@ def test_a_resumed_huggingface_training_gives_the_same_bits(make, config, tmp_pa
 
     straight, first = train(None)
     resumed, second = train(str(tmp_path / "checkpoint-3"))
-    tiny.assert_same_bits(straight, resumed)
+    tiny.assert_same_everything(straight, resumed)
     assert first.schedule.state_dict() == second.schedule.state_dict() == {"steps": 6}
-    assert all(quantizer.frozen for _, quantizer in fq.nn.quantizers(resumed))
+    assert all(quantizer.frozen for _, quantizer in fq.nn.named_quantizers(resumed))
     loaded = from_pretrained(type(straight), tmp_path / "checkpoint-6")
-    assert_same_state(straight.eval(), loaded)
+    assert_same_state(saved(straight.eval()), saved(loaded))
 
 
-def assert_same_state(one, other):
-    """Compares saved state. Whether layers deploy their bias is not saved; the schedule sets it on resuming."""
-    a, b = (tiny.everything(model) for model in (one, other))
-    assert [name for name in a if "deploys" not in name and not torch.equal(a[name], b[name])] == []
+def saved(model):
+    """Returns what is saved. Whether layers deploy their bias is not; the schedule sets it on resuming."""
+    return {name: value for name, value in tiny.everything(model).items() if "deploys" not in name}
 
 
 def test_huggingface_optimizer_steps_advance_the_schedule_once(tmp_path):
@@ -131,7 +141,7 @@ def test_huggingface_calibration_leaves_batches_and_random_states_unchanged(tmp_
     other, same_batches, _, same_states = train(QATCallback(calibrate=None), calibrated)
     assert len(batches) == len(same_batches) == 6
     assert all(torch.equal(a, b) for a, b in zip(batches, same_batches, strict=True))
-    tiny.assert_same_bits(one, other)
+    tiny.assert_same_everything(one, other)
     assert torch.equal(states[0], same_states[0])
     assert (states[1] == same_states[1]).all()
     assert states[2] == same_states[2]
@@ -187,11 +197,11 @@ def test_a_second_huggingface_training_restarts_the_schedule(tmp_path):
     model, callback = prepared(tiny.bert), QATCallback(**SCHEDULE)
     trainer = trainer_of(model, tmp_path, callback, data=tiny.data_for(tiny.bert))
     trainer.train()
-    assert all(quantizer.frozen for _, quantizer in fq.nn.quantizers(model))
+    assert all(quantizer.frozen for _, quantizer in fq.nn.named_quantizers(model))
     trainer.args.max_steps = 2
     trainer.train()
     assert callback.schedule.steps == 2
-    assert not any(quantizer.frozen for _, quantizer in fq.nn.quantizers(model))
+    assert not any(quantizer.frozen for _, quantizer in fq.nn.named_quantizers(model))
 
 
 def test_huggingface_bfloat16_training_keeps_scales_in_float32(tmp_path):
@@ -199,8 +209,8 @@ def test_huggingface_bfloat16_training_keeps_scales_in_float32(tmp_path):
     trainer = trainer_of(model, tmp_path, callback, data=tiny.data_for(tiny.bert), bf16=True, torch_compile=False)
     trainer.train()
     assert callback.schedule.steps == 6
-    assert {quantizer.scale.dtype for _, quantizer in fq.nn.quantizers(model)} == {torch.float32}
-    assert all(quantizer.scale.isfinite().all() for _, quantizer in fq.nn.quantizers(model))
+    assert {quantizer.scale.dtype for _, quantizer in fq.nn.named_quantizers(model)} == {torch.float32}
+    assert all(quantizer.scale.isfinite().all() for _, quantizer in fq.nn.named_quantizers(model))
 
 
 def test_huggingface_loads_the_best_model_at_the_end_with_its_scales(tmp_path):
@@ -209,7 +219,7 @@ def test_huggingface_loads_the_best_model_at_the_end_with_its_scales(tmp_path):
     class Best(transformers.TrainerCallback):
         def on_save(self, args, state, control, model=None, **_):
             if state.best_global_step == state.global_step:
-                best.append(tiny.everything(model.eval()))
+                best.append(saved(model.eval()))
 
     trainer = trainer_of(
         model, tmp_path, QATCallback(freeze_ranges_at=2), Best(), data=tiny.data_for(tiny.bert), save_strategy="steps",
@@ -218,8 +228,7 @@ def test_huggingface_loads_the_best_model_at_the_end_with_its_scales(tmp_path):
     )  # fmt: skip
     trainer.train()
     assert trainer.state.best_global_step < 6  # not the last one
-    after = tiny.everything(model.eval())
-    assert [name for name in after if "deploys" not in name and not torch.equal(after[name], best[-1][name])] == []
+    assert_same_state(best[-1], saved(model.eval()))
 
 
 def test_huggingface_callback_refuses_a_float_model(tmp_path):
@@ -241,8 +250,19 @@ def test_huggingface_callback_refuses_wrong_options(tmp_path):
         trainer.train()
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("make", [tiny.bert, tiny.gpt2], ids=["bert", "gpt2"])
+CHECKPOINTED = sampled(
+    {
+        "bert": (tiny.bert, False),
+        "bert, reentrant": (tiny.bert, True),
+        "gpt2": (tiny.gpt2, False),
+        "gpt2, reentrant": (tiny.gpt2, True),
+    },
+    "bert",
+    "gpt2, reentrant",
+)
+
+
+@pytest.mark.parametrize(("make", "reentrant"), CHECKPOINTED.values(), ids=CHECKPOINTED)
 def test_gradient_checkpointing_gives_the_same_bits(make, reentrant, tmp_path):
     trained = []
     for on in (False, True):
@@ -254,4 +274,4 @@ def test_gradient_checkpointing_gives_the_same_bits(make, reentrant, tmp_path):
         )  # fmt: skip
         trainer.train()
         trained.append(model)
-    tiny.assert_same_bits(*trained)
+    tiny.assert_same_everything(*trained)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fakequant as fq
 from fakequant.integrations.lightning import QATCallback
+from fakequant.testing.assertions import assert_same_state
 
 SCHEDULE = {"quantize_from": 1, "freeze_ranges_at": 5, "freeze_norms_at": 7}
 pytestmark = [
@@ -26,7 +27,7 @@ pytestmark = [
 def make_net(config=None):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.25), nn.Linear(16, 3))
-    return net if config is False else fq.prepare(net, config or fq.recipes.int8())
+    return net if config is False else fq.prepare(net, config or fq.recipes.int8(), torch.ones(2, 6))
 
 
 def make_modules(pl):
@@ -79,9 +80,7 @@ def fit(module, callback, folder, *others, pl=lightning.pytorch, ckpt_path=None,
 
 
 def everything(net):
-    found = {
-        name: value.detach().reshape(-1).contiguous().view(torch.uint8) for name, value in net.state_dict().items()
-    }
+    found = dict(net.state_dict())
     for path, module in net.named_modules():
         found[f"{path} is in training"] = torch.tensor(module.training)
         if isinstance(module, fq.nn.QuantizedLayer):
@@ -89,10 +88,8 @@ def everything(net):
     return found
 
 
-def assert_same_bits(one, other):
-    a, b = everything(one), everything(other)
-    assert a.keys() == b.keys()
-    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+def assert_same_everything(one, other):
+    assert_same_state(everything(one), everything(other))
 
 
 # A resumed training finds its checkpoints there.
@@ -113,10 +110,10 @@ def test_a_resumed_lightning_training_gives_the_same_bits(config, tmp_path):
     [saved] = tmp_path.glob("epoch=1-*.ckpt")
     assert torch.load(saved, weights_only=True)["callbacks"]["QATCallback"] == {"steps": 6}
     resumed, second = train(saved)
-    assert_same_bits(straight, resumed)
+    assert_same_everything(straight, resumed)
     assert first.schedule.state_dict() == second.schedule.state_dict() == {"steps": 12}
     assert not resumed[1].training  # the schedule has frozen the batch norm
-    assert all(quantizer.frozen for _, quantizer in fq.nn.quantizers(resumed))
+    assert all(quantizer.frozen for _, quantizer in fq.nn.named_quantizers(resumed))
 
 
 @pytest.mark.parametrize("make", [Stepping, Calling])
@@ -136,7 +133,7 @@ def test_lightning_optimizer_steps_advance_the_schedule_once(precision, tmp_path
     trainer = fit(module, callback, tmp_path, precision=precision, accumulate_grad_batches=2, max_steps=5)
     assert len(module.seen) == 10
     assert callback.schedule.steps == trainer.global_step == 5
-    assert {quantizer.scale.dtype for _, quantizer in fq.nn.quantizers(net)} == {torch.float32}
+    assert {quantizer.scale.dtype for _, quantizer in fq.nn.named_quantizers(net)} == {torch.float32}
 
 
 def test_lightning_callback_logs_health(tmp_path):
@@ -184,14 +181,14 @@ def test_lightning_calibration_leaves_batches_and_random_states_unchanged(make, 
     other, same_batches, same_random_state = train(QATCallback(calibrate=None), begun[0])
     assert len(batches) == len(same_batches) == 12
     assert all(torch.equal(a, b) for a, b in zip(batches, same_batches, strict=True))
-    assert_same_bits(one, other)
+    assert_same_everything(one, other)
     assert torch.equal(random_state, same_random_state)
 
 
 def test_lightning_callback_can_freeze_ranges_from_the_first_step(tmp_path):
     net = make_net()
     fit(Calling(net), QATCallback(freeze_ranges_at=0), tmp_path, max_steps=2)
-    assert all(quantizer.frozen for _, quantizer in fq.nn.quantizers(net))
+    assert all(quantizer.frozen for _, quantizer in fq.nn.named_quantizers(net))
 
 
 def test_a_second_lightning_fit_restarts_the_schedule(tmp_path):
@@ -200,7 +197,7 @@ def test_a_second_lightning_fit_restarts_the_schedule(tmp_path):
     assert callback.state_dict() == {"steps": 6}
     fit(Calling(net), callback, tmp_path, max_steps=2)  # another trainer, which starts at 0
     assert callback.state_dict() == {"steps": 2}
-    assert not any(quantizer.frozen for _, quantizer in fq.nn.quantizers(net))
+    assert not any(quantizer.frozen for _, quantizer in fq.nn.named_quantizers(net))
 
 
 def test_lightning_callback_works_with_pytorch_lightning_too(tmp_path):

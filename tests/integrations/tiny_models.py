@@ -4,32 +4,26 @@ import torch
 import transformers
 
 import fakequant as fq
+from fakequant.testing.assertions import assert_same_state
 
 ROWS, WORDS = 24, 50
 
 
-def bits(tensor):
-    """Returns a tensor as bytes."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
 def everything(model):
-    """Returns all parameters and buffers of a model as bytes, and the switches that schedules set."""
+    """Returns copies of all parameters and buffers of a model, and the switches that schedules set."""
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     # The data a learned scale was initialized from is not saved.
-    found = {name: bits(tensor) for name, tensor in tensors if ".seen_" not in name}
+    found = {name: tensor.detach().clone() for name, tensor in tensors if ".seen_" not in name}
     for path, layer in model.named_modules():
         if isinstance(layer, fq.nn.QuantizedLayer) and hasattr(layer._fakequant, "deploys_bias"):
             found[f"{path} deploys its bias"] = torch.tensor([layer._fakequant.deploys_bias])
-    for path, quantizer in fq.nn.quantizers(model):
+    for path, quantizer in fq.nn.named_quantizers(model):
         found[f"{path} switches"] = torch.tensor([quantizer.observing, quantizer.quantizing, quantizer.frozen])
     return found
 
 
-def assert_same_bits(one, other):
-    a, b = everything(one), everything(other)
-    assert a.keys() == b.keys()
-    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+def assert_same_everything(one, other):
+    assert_same_state(everything(one), everything(other))
 
 
 def words():

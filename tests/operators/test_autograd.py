@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 
 import fakequant as fq
+from fakequant import torch_ops
 from straight_through import AFFINE, each_spec, make, torch
 
 SPEC = AFFINE(axis=0)
@@ -205,13 +206,13 @@ TRACED = {
     "scale as a number": lambda x: fq.fake_quantize(x, 0.1, 1, AFFINE()),
     "learned": lambda x: fq.fake_quantize_learned(x, torch.tensor(0.1), torch.tensor(0.4), AFFINE()),
     "quantize": lambda x: fq.quantize(x, 0.1, 1, AFFINE()),
-    "dynamic range": lambda x: fq.fake_quantize(x, *fq.choose_qparams(*fq.min_max(x)[:2], AFFINE()), AFFINE()),
+    "dynamic range": lambda x: fq.fake_quantize(x, *fq.choose_qparams(fq.min_max(x), AFFINE()), AFFINE()),
     "min_max": lambda x: fq.min_max(x, fq.QuantSpec(axis=0)).min,
-    "torch's per tensor": lambda x: fq.fake_quantize_per_tensor_affine(x, 0.1, 1, -8, 7),
-    "torch's per channel": lambda x: fq.fake_quantize_per_channel_affine(
+    "torch's per tensor": lambda x: torch_ops.fake_quantize_per_tensor_affine(x, 0.1, 1, -8, 7),
+    "torch's per channel": lambda x: torch_ops.fake_quantize_per_channel_affine(
         x, torch.linspace(0.1, 0.2, 5), torch.zeros(5, dtype=torch.int32), 0, -8, 7
     ),
-    "torch's learnable": lambda x: fq.fake_quantize_learnable_per_tensor_affine(
+    "torch's learnable": lambda x: torch_ops.fake_quantize_learnable_per_tensor_affine(
         x, torch.tensor([0.1]), torch.tensor([1.0]), -8, 7
     ),
 }

@@ -55,6 +55,7 @@ def test_extras_contain_the_documented_packages():
     assert names["report"] == torch | {"scipy", "matplotlib", "jinja2"}
     assert names["demo"] == names["onnx"] | names["report"] | {"scikit-learn"}
     assert names["transformers"] == torch | {"transformers", "accelerate", "safetensors"}
+    assert names["llm"] == names["transformers"] | {"compressed-tensors"}
     assert names["lightning"] == torch | {"lightning"}
     assert names["openvino"] == torch | onnx | {"openvino"}
     assert names["executorch"] == torch | {"executorch"}
@@ -63,7 +64,7 @@ def test_extras_contain_the_documented_packages():
 
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_tested_versions_are_within_the_declared_ranges(extra):
-    pinned = {**pins("requirements-runtimes.txt"), **pins("requirements-dev.txt")}
+    pinned = {**pins("requirements-runtimes.txt"), **pins("requirements-dev.txt"), **pins("requirements-demo.txt")}
     for requirement in requirements(extra):
         tested = TORCH_VERSIONS if requirement.name == "torch" else [pinned[canonical(requirement.name)]]
         assert all(map(requirement.specifier.contains, tested)), requirement
@@ -79,13 +80,13 @@ def test_extras_named_in_code_and_docs_exist():
         for extras in re.findall(r"fakequant\[([a-z, ]+)\]", path.read_text(encoding="utf-8"))
         for extra in extras.split(",")
     }
-    defaults = re.findall(r'extra: str = "(\w+)"', (ROOT / "src/fakequant/_util/optional_packages.py").read_text())
+    defaults = re.findall(r'extra: str = "(\w+)"', (ROOT / "src/fakequant/_util/packages.py").read_text())
     assert {"torch", "onnx"} <= named
     assert named | set(defaults) <= EXTRAS.keys()
 
 
 def test_build_requirements_are_the_tested_versions():
-    assert pins("requirements-build.txt").items() <= pins("requirements-dev.txt").items()
+    assert pins("requirements-build.txt").items() <= pins("requirements-demo.txt").items()
 
 
 def test_autograd_nodes_are_built_and_tested_for_every_torch_release():

@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from ptq_models import IMAGES, chain, output_error, ready
 from torch import nn
 
 import fakequant as fq
-from fakequant.ptq import _block_rounding
+from fakequant.ptq import _adaround
+from ptq_models import IMAGES, chain, output_error, ready
 
 DATA = [x for batch in IMAGES for x in batch.split(8)]
 
@@ -50,7 +50,7 @@ def test_codes_that_are_worse_are_not_used(models, monkeypatch):
         for weight in weights:
             weight.v.data.neg_()
 
-    monkeypatch.setattr(_block_rounding, "_learn", spoil)
+    monkeypatch.setattr(_adaround, "_learn", spoil)
     floats, alone = models
     model, _ = rounded(floats, blocks="0", iterations=100)
     for layer, other in ((model[0][0], alone[0][0]), (model[0][3], alone[0][3])):

@@ -5,13 +5,13 @@ from functools import partial
 
 import pytest
 import torch
-from ptq_models import IMAGES, chain, config, output_error, randn, ready
 from torch import nn
 
 import fakequant as fq
-from fakequant.nn._batch_norm import factor_of
+from fakequant._paired_models import runs as paired_runs
+from fakequant.nn._folding import factor_of
 from fakequant.nn._quantized_layer import input_grid_of
-from fakequant.ptq import _paired_runs
+from ptq_models import IMAGES, chain, config, output_error, randn, ready
 
 
 def mean_result(model, layer, data):
@@ -54,7 +54,7 @@ def test_correction_goes_into_the_running_mean_of_a_batch_norm_that_folds():
 def test_correction_is_exact_where_nothing_else_rounds():
     """127 and 0.25 in one channel: the second is rounded to 0, so the bias takes a quarter of the mean input."""
     used = fq.QuantConfig(default=fq.LayerConfig(weight=fq.presets.int8()))
-    model = fq.prepare(nn.Sequential(nn.Linear(2, 1)), used)
+    model = fq.prepare(nn.Sequential(nn.Linear(2, 1)), used, torch.ones(1, 2))
     with torch.no_grad():
         model[0].weight.copy_(torch.tensor([[127.0, 0.25]]))
         model[0].bias.fill_(1.0)
@@ -67,7 +67,7 @@ def test_correction_is_exact_where_nothing_else_rounds():
 def test_layers_are_corrected_with_the_inputs_of_corrected_layers():
     """The second layer would see the error of the first, and correct it again."""
     used = fq.QuantConfig(default=fq.LayerConfig(weight=fq.presets.int8()))
-    model = fq.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), used)
+    model = fq.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), used, torch.ones(1, 2))
     with torch.no_grad():
         model[0].weight.copy_(torch.tensor([[127.0, 0.25], [127.0, 0.0]]))
         model[1].weight.copy_(torch.tensor([[1.0, 1.0]]))
@@ -159,6 +159,6 @@ def test_several_processes_are_refused(monkeypatch):
         several = True
 
     model = ready(chain(), IMAGES)
-    monkeypatch.setattr(_paired_runs, "ranks_of", Several)
+    monkeypatch.setattr(paired_runs, "ranks_of", Several)
     with pytest.raises(RuntimeError, match="Run this method in one process"):
         fq.ptq.correct_bias(model, IMAGES)

@@ -3,19 +3,17 @@
 import copy
 
 import pytest
-from ptq_models import output_error, randn, ready
 
 import fakequant as fq
 from fakequant import presets, ptq, recipes
+from ptq_models import output_error, randn, ready
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
 
-from fakequant.ptq._coordinate_descent import descend  # noqa: E402
+from fakequant._paired_models.products import Form  # noqa: E402
 from fakequant.ptq._gptq import _round_columns  # noqa: E402
-from fakequant.ptq._layer_products import Form  # noqa: E402
-from fakequant.ptq._moments import Moments  # noqa: E402
-from fakequant.ptq._rounding import Problem  # noqa: E402
+from fakequant.ptq._quadratic_error import Moments, RoundingProblem, descend  # noqa: E402
 
 DATA = [randn(64, 48, seed=s) * torch.logspace(-1, 1, 48) for s in (1, 2)]
 MXINT8 = fq.QuantConfig(default=fq.LayerConfig(weight=presets.mxint8(), input=presets.mxint8()))
@@ -79,7 +77,7 @@ def problem_of(format, inputs=6):
     b = weight.double() @ a
     moments = Moments(Form(), weight, a, b, (b * weight).sum(-1))
     scale = torch.full(weight.shape, 0.5)
-    return Problem(weight, scale, torch.zeros_like(scale), 0, 0, moments, spec)
+    return RoundingProblem(weight, scale, torch.zeros_like(scale), 0, 0, moments, spec)
 
 
 @pytest.mark.parametrize("act_order", [True, False])
@@ -112,10 +110,10 @@ def test_rounding_works_on_integers_with_block_scales(method):
     floats = model().eval()
     made = ready(copy.deepcopy(floats), DATA, MXINT8)
     before = output_error(made, floats, DATA)
-    scales = {path: q.scale.clone() for path, q in fq.nn.quantizers(made) if q.scale is not None}
+    scales = {path: q.scale.clone() for path, q in fq.nn.named_quantizers(made) if q.scale is not None}
     method(made, DATA, progress=False)
     assert output_error(made, floats, DATA) < 0.8 * before
-    for path, q in fq.nn.quantizers(made):
+    for path, q in fq.nn.named_quantizers(made):
         if path in scales:
             assert torch.equal(q.scale, scales[path]), path
     assert torch.equal(copy.deepcopy(made)(DATA[0]), made(DATA[0]))

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from ptq_models import randn
 from torch import nn
 
-from fakequant.nn._expert_groups import Groups
-from fakequant.nn._transposed_linear import transposed_linear
-from fakequant.ptq._layer_products import _seen
+from fakequant._paired_models.products import _seen
+from fakequant.nn._experts import Groups
+from fakequant.nn._layers import transposed_linear
+from ptq_models import randn
 
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 

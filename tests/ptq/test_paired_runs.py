@@ -1,12 +1,12 @@
 """Runs of a prepared model beside its float reference."""
 
 import torch
-from ptq_models import IMAGES, chain, config, randn, ready
 from torch import nn
 
-from fakequant.ptq import _paired_runs
-from fakequant.ptq._moments import moments_of, rows_of
-from fakequant.ptq._paired_runs import PairedRuns
+from fakequant._paired_models import runs as paired_runs
+from fakequant._paired_models.runs import PairedRuns
+from fakequant.ptq._quadratic_error import moments_of, rows_of
+from ptq_models import IMAGES, chain, config, randn, ready
 
 
 def input_of(product):
@@ -67,7 +67,7 @@ def test_pairs_are_the_same_without_memory_for_the_reference(monkeypatch):
     model = ready(chain(), IMAGES, config(bits=8))
     found = []
     for limit in (1 << 30, 0):
-        monkeypatch.setattr(_paired_runs, "_CACHE", limit)
+        monkeypatch.setattr(paired_runs, "_CACHE", limit)
         with PairedRuns(model, IMAGES, None, None, input_of) as runs:
             found.append([pair.reference for path in runs.called for pair in runs.pairs([path])])
     for one, other in zip(*found, strict=True):

@@ -5,12 +5,12 @@ from functools import partial
 
 import pytest
 import torch
-from ptq_models import IMAGES, chain, config, randn, ready
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import fakequant as fq
 from fakequant.testing.assertions import assert_same_bits
+from ptq_models import IMAGES, chain, config, randn, ready
 
 METHODS = {
     "adaround": partial(fq.ptq.adaround, iterations=20),
@@ -26,13 +26,13 @@ def method(request):
 
 def state_of(model):
     attributes = {
-        path: (q.observing, q.quantizing, q.frozen, q.training, q._stale) for path, q in fq.nn.quantizers(model)
+        path: (q.observing, q.quantizing, q.frozen, q.training, q._stale) for path, q in fq.nn.named_quantizers(model)
     }
     tensors = {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
     return attributes, tensors
 
 
-def assert_same_state(model, before):
+def assert_unchanged(model, before):
     attributes, tensors = state_of(model)
     assert attributes == before[0]
     for name, tensor in tensors.items():
@@ -56,7 +56,7 @@ def test_model_is_unchanged_after_an_error(method, calls):
     with pytest.raises(RuntimeError, match="out of luck"):
         method(model, [x for batch in IMAGES for x in batch.split(4)], progress=False)
     handle.remove()
-    assert_same_state(model, before)
+    assert_unchanged(model, before)
     assert model.training
     assert "compute" not in vars(model[0]._fakequant)
 

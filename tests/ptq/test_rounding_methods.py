@@ -7,16 +7,14 @@ from functools import partial
 
 import pytest
 import torch
-from ptq_models import IMAGES, chain, config, output_error, randn, ready
 from torch import nn
 
 import fakequant as fq
+from fakequant._paired_models.products import Form
 from fakequant.ptq._adaround import _learn_rounding
-from fakequant.ptq._coordinate_descent import descend
 from fakequant.ptq._gptq import _round_columns
-from fakequant.ptq._layer_products import Form
-from fakequant.ptq._moments import Moments
-from fakequant.ptq._rounding import Problem, best_codes
+from fakequant.ptq._quadratic_error import Moments, RoundingProblem, best_codes, descend
+from ptq_models import IMAGES, chain, config, output_error, randn, ready
 
 METHODS = {"adaround": partial(fq.ptq.adaround, iterations=100), "gptq": fq.ptq.gptq}
 
@@ -28,7 +26,7 @@ def problem(x, weight, bits=3, damping=1e-6):
     b = weight.double() @ a
     moments = Moments(Form(), weight, a, b, (b * weight).sum(-1)).damped(damping)
     scale = (weight.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 0.7)).expand_as(weight)
-    return Problem(weight, scale, torch.zeros_like(scale), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1, moments)
+    return RoundingProblem(weight, scale, torch.zeros_like(scale), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1, moments)
 
 
 def error(given, codes):
@@ -150,7 +148,7 @@ def test_rounded_model_converts_to_the_same_codes():
 
 
 @pytest.mark.parametrize(
-    "spec", [fq.presets.int4(group=8), fq.QuantSpec(bits=3, axis=0, symmetric=False, signed=False)]
+    "spec", [fq.presets.int4(group_size=8), fq.QuantSpec(bits=3, axis=0, symmetric=False, signed=False)]
 )
 @pytest.mark.parametrize("name", METHODS)
 def test_groups_and_zero_points(name, spec):

@@ -1,24 +1,25 @@
 """Models of transformers, timm and torchvision, with random weights, through the whole flow from `prepare` to `verify`.
 
-`make test` runs some of them, `make zoo` all (FAKEQUANT_ZOO=all).
+`make test` runs some of them, `make zoo` and `make test-all` all.
 """
 
-import os
 import re
 
 import pytest
 import torch
 
 import fakequant as fq
-from fakequant._prepare.multiplications import count_multiplications
+from fakequant._prepare.flow_graph import count_multiplications
 from fakequant._prepare.record_flow import record_flow
+from thoroughness import ALL
 from vision_packages import find_vision_packages
 from zoo_models import MODELS, SOME
 
 pytest.importorskip("onnxruntime")
 find_vision_packages()
 
-ALL = os.environ.get("FAKEQUANT_ZOO") == "all"
+# ExecuTorch takes minutes for some models. `make test` checks it on small ones, in tests/diagnosis.
+CHECKED = [(name, target) for name in MODELS for target in ("openvino", "xnnpack")] if ALL else [("GPT-2", "openvino")]
 # Functions that multiply two activations, as attention does. No layer computes these.
 PRODUCTS = re.compile(r"(^|: )(r?matmul|bmm|baddbmm|scaled_dot_product_attention) \d+$")
 
@@ -49,8 +50,7 @@ def test_layers_of_a_model_run_in_integers(name):
     assert found.integer_multiplications >= 0.95 * multiplications_of_layers(model, example), str(found)
 
 
-@pytest.mark.parametrize("target", ["openvino", "xnnpack"])
-@pytest.mark.parametrize("name", MODELS if ALL else ("GPT-2", "convnext_atto"))
+@pytest.mark.parametrize(("name", "target"), CHECKED)
 def test_check_agrees_with_export_and_verify(name, target, tmp_path):
     pytest.importorskip("executorch.exir" if target == "xnnpack" else "openvino")
     model, example = made(MODELS[name])

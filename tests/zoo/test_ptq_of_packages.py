@@ -1,10 +1,10 @@
 """Post-training methods on models of transformers, timm and torchvision, with random weights.
 
-Every method runs, or says of each layer why it does not change it. `make test` runs some models, `make zoo` all.
+Every method runs, or says of each layer why it does not change it. `make test` runs some models, `make zoo` and
+`make test-all` all.
 """
 
 import copy
-import os
 import warnings
 from functools import partial
 
@@ -13,12 +13,12 @@ import torch
 
 import fakequant as fq
 from fakequant.testing.assertions import assert_same_bits
+from thoroughness import ALL
 from vision_packages import find_vision_packages
 from zoo_models import MODELS
 
 find_vision_packages()
 
-ALL = os.environ.get("FAKEQUANT_ZOO") == "all"
 SOME = ("GPT-2", "Mixtral")
 METHODS = {
     "correct_bias": fq.ptq.correct_bias,

@@ -48,8 +48,8 @@ def channel_shape(shape: tuple[int, ...], axis: int) -> KernelShape:
 def blocks_of(shape: tuple[int, ...], spec: QuantSpec) -> Blocks:
     """Returns the blocks of an array of `shape` under `spec`.
 
-    Raises IndexError if the array has no such axis, and ValueError if the group size does not divide it. With scales of
-    few bits (MX, NVFP4) it does not have to: the last block of an axis may be shorter.
+    Raises IndexError if the array does not have the axis, and ValueError if the group size does not divide it. With
+    block scales (MX, NVFP4) it does not have to: the last block of an axis may be shorter.
 
     >>> blocks_of((8, 64), QuantSpec(axis=-1, group_size=32))
     Blocks(kernel=(1, 1, 16, 32), parameters=(8, 2))
@@ -82,7 +82,7 @@ def blocks_of(shape: tuple[int, ...], spec: QuantSpec) -> Blocks:
 def group_length(length: int, spec: QuantSpec) -> int:
     """Returns how many elements of an axis of `length` share a scale under a spec with a group size.
 
-    >>> group_length(64, QuantSpec(axis=-1, group_size=32)), group_length(64, QuantSpec(axis=-1, group_size=-1))
+    >>> group_length(64, QuantSpec(axis=-1, group_size=32)), group_length(64, QuantSpec().per_token())
     (32, 64)
     """
     assert spec.group_size is not None
@@ -140,9 +140,7 @@ def order_of_result(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[
     non-zero strides on both. Among equal strides the shorter axis goes inside. Because strides of 0 are skipped, the
     comparison is not transitive and no sort key would give the same order.
 
-    Args:
-        shape: The common shape of the inputs.
-        strides: The strides of every input.
+    `shape` is the common shape of the inputs, and `strides` has the strides of each.
 
     >>> order_of_result((3, 4, 2), (16, 0, 8))
     (0, 1, 2)

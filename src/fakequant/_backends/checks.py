@@ -10,7 +10,8 @@ from typing import NoReturn
 
 from fakequant import _kernels
 from fakequant._backends.blocks import blocks_of
-from fakequant._backends.kernel_enums import DTYPES, MASK_KINDS, PACKED_CODE_TYPES, UPDATES
+from fakequant._backends.types import Array, Range
+from fakequant._kernels import DTYPES, MASK_KINDS, PACKED_CODE_TYPES, UPDATES
 from fakequant.spec import QuantSpec
 
 Shape = tuple[int, ...]
@@ -18,6 +19,8 @@ Shape = tuple[int, ...]
 # Positive numbers up to ZERO_IN_F32 round to 0 in float32. Numbers from INF_IN_F32 round to infinity.
 ZERO_IN_F32 = 2.0**-150
 INF_IN_F32 = 2.0**128 - 2.0**103
+# The smallest scale unless another is given.
+EPS = 2.0**-23
 
 _FLOATS = f"{', '.join(list(DTYPES)[:-1])} or {list(DTYPES)[-1]}"
 _CONVERSIONS = {"array": "astype(np.float32)", "tensor": "float()"}
@@ -105,14 +108,7 @@ def packed_mask_shape(shape: Shape) -> Shape:
 
 
 def check_mask(shape: Shape, dtype: str, mask_shape: Shape, kind: str) -> int:
-    """Returns the kernels' number for a mask. Raises ValueError if it does not fit the data.
-
-    Args:
-        shape: The shape of the data.
-        dtype: The dtype of the mask.
-        mask_shape: The shape of the mask.
-        kind: "array" or "tensor".
-    """
+    """Returns the kernels' number for a mask. Raises ValueError if it does not fit the data."""
     if dtype == "bool" and mask_shape == shape:
         return _kernels.MASK_BYTES
     if dtype == "uint8" and mask_shape == packed_mask_shape(shape):
@@ -147,12 +143,7 @@ def refuse_zero_point_type(received: str) -> NoReturn:
 def check_parameter_shape(name: str, given: Shape, shape: Shape, spec: QuantSpec, kind: str) -> None:
     """Raises ValueError if a scale or zero point does not have one entry per block.
 
-    Args:
-        name: "scale" or "zero_point".
-        given: The shape of the scale or zero point.
-        shape: The shape of the data.
-        spec: The spec that defines the blocks.
-        kind: "array" or "tensor".
+    `given` is the shape of the scale or zero point, `shape` the shape of the data.
     """
     wanted = blocks_of(shape, spec).parameters
     if given == wanted:  # not `in`, which torch.compile cannot trace for symbolic sizes
@@ -238,12 +229,7 @@ def packed_code_shape(shape: Shape, bits: int) -> Shape:
 def check_codes(dtype: str, q_shape: Shape, shape: Shape | None, spec: QuantSpec, kind: str) -> None:
     """Raises TypeError if codes do not have the dtype of the spec, ValueError if packed codes have a wrong shape.
 
-    Args:
-        dtype: The dtype of the codes.
-        q_shape: The shape of the codes.
-        shape: The shape of the data if the codes are packed, otherwise None.
-        spec: The spec of the codes.
-        kind: "array" or "tensor".
+    `shape` is the shape of the data if the codes are packed, otherwise None.
     """
     wanted = "uint8" if shape is not None else spec.storage
     if dtype != wanted:
@@ -263,6 +249,13 @@ def check_codes(dtype: str, q_shape: Shape, shape: Shape | None, spec: QuantSpec
 
 
 # --- ranges ---------------------------------------------------------------------------------------
+
+
+def both_ends(seen: Range[Array], hi: object, spec: object) -> tuple[Array, Array, object]:
+    """Returns lo, hi and spec of a call with a range, after which the spec may stand in the place of `hi`."""
+    if hi is not None and spec is not None:
+        raise TypeError("A Range has both ends, so `hi` is left out: choose_qparams(range, spec).")
+    return seen.min, seen.max, hi if spec is None else spec
 
 
 def refuse_range(lo: object, hi: object, index: int | None) -> NoReturn:

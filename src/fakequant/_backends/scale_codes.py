@@ -1,8 +1,10 @@
-"""Scales of few bits as bytes, for both array libraries: the codes of E8M0 (MX) and of E4M3 (NVFP4).
+"""Block scales as bytes: the codes of E8M0 (MX) and of E4M3 (NVFP4).
 
 e8m0     scale = 2^(code - 127 - k)          k = floor(log2(qmax)) for integers, whose blocks MX counts in units of
                                              the largest power of two; k = 0 for float formats
-e4m3fn   scale = value(code) * tensor_scale  rounded to float32
+e4m3fn   scale = value(code) * tensor_scale  rounded to float32; value(code) / tensor_scale with the rule "divided"
+
+They are encoded once, when a model is stored. For tensors NumPy does the work too.
 """
 
 from math import frexp
@@ -10,6 +12,8 @@ from typing import NoReturn
 
 import numpy as np
 
+from fakequant._backends import checks
+from fakequant._backends.types import EncodedScales, Numbers
 from fakequant.formats import FLOAT_FORMATS
 from fakequant.spec import QuantSpec
 
@@ -22,7 +26,7 @@ _NAN_CODE = 0x7F
 _NEIGHBOURS = 2
 
 
-def check_scale_format(spec: QuantSpec) -> None:
+def _check_scale_format(spec: QuantSpec) -> None:
     """Raises ValueError if the scales of a spec are float32."""
     if not spec.has_block_scales:
         raise ValueError(
@@ -37,26 +41,39 @@ def check_dtype(name: str, wanted: str, received: str) -> None:
         raise TypeError(f"`{name}` must be {wanted}, got {received}.")
 
 
-def encode(scale: np.ndarray, spec: QuantSpec) -> tuple[np.ndarray, np.float32 | None]:
-    """Returns the codes of float32 scales (uint8), and the scale of the whole tensor for NVFP4, otherwise None."""
-    check_scale_format(spec)
+def encode_scales(scale: np.ndarray, spec: QuantSpec) -> EncodedScales[np.ndarray]:
+    """See `fakequant.encode_scales`."""
+    checks.check_spec(spec, "scale, spec")
+    scale = np.asarray(scale)
+    check_dtype("scale", "float32", str(scale.dtype))
+    _check_scale_format(spec)
     if spec.scale_format == "e8m0":
-        return _encode_powers(scale, spec), None
-    return _encode_products(scale, spec)
+        return EncodedScales(_encode_powers(scale, spec), None)
+    codes, tensor_scale = _encode_products(scale, spec)
+    return EncodedScales(codes, np.array(tensor_scale))
 
 
-def decode(codes: np.ndarray, tensor_scale: np.float32 | None, spec: QuantSpec) -> np.ndarray:
-    """Returns the float32 scales of codes that `encode` made."""
-    check_scale_format(spec)
-    if (tensor_scale is None) != (spec.scale_format == "e8m0"):
-        needs = "no `tensor_scale`" if tensor_scale is not None else "the `tensor_scale` that encode_scales returned"
-        raise ValueError(f"Scales of the format {spec.scale_format!r} have {needs}, got {tensor_scale!r}.")
-    if tensor_scale is None:
+def decode_scales(codes: np.ndarray, tensor_scale: Numbers | None, spec: QuantSpec) -> np.ndarray:
+    """See `fakequant.decode_scales`."""
+    checks.check_spec(spec, "codes, tensor_scale, spec")
+    codes = np.asarray(codes)
+    check_dtype("codes", "uint8", str(codes.dtype))
+    factor = None if tensor_scale is None else np.float32(tensor_scale)
+    _check_scale_format(spec)
+    if (factor is None) != (spec.scale_format == "e8m0"):
+        needs = "no `tensor_scale`" if factor is not None else "the `tensor_scale` that encode_scales returned"
+        raise ValueError(f"Scales of the format {spec.scale_format!r} have {needs}, got {factor!r}.")
+    if factor is None:
         is_nan = codes == _E8M0_NAN
         scale = np.ldexp(np.float32(1), np.where(is_nan, 0, codes.astype(np.int32) - _BIAS - _units(spec)))
         return np.where(is_nan, np.float32(np.nan), scale).astype(np.float32)
-    product: np.ndarray = _E4M3.values()[codes] * tensor_scale
-    return product
+    return _under(_E4M3.values()[codes], factor, spec)
+
+
+def _under(values: np.ndarray, tensor_scale: np.ndarray | np.float32, spec: QuantSpec) -> np.ndarray:
+    """Returns the scales that E4M3 values stand for."""
+    scales: np.ndarray = values / tensor_scale if spec.scale_rule == "divided" else values * tensor_scale
+    return scales
 
 
 def _units(spec: QuantSpec) -> int:
@@ -92,18 +109,18 @@ def _common_factor(scales: np.ndarray, spec: QuantSpec) -> tuple[np.float32, np.
     `choose_qparams` gives the block with the largest magnitude the largest E4M3 value, unless scales are subnormal.
     """
     for values in (_VALUES[-1:], _VALUES[-2::-1]) if scales.size <= _VALUES.size else ():
-        candidates = _candidates(scales[-1], values)
-        codes = _nearest_codes(scales, candidates)
-        fits = (_VALUES[codes - 1] * candidates[:, None] == scales).all(1)
+        candidates = _candidates(scales[-1], values, spec)
+        codes = _nearest_codes(scales, candidates, spec)
+        fits = (_under(_VALUES[codes - 1], candidates[:, None], spec) == scales).all(1)
         if fits.any():
             first = int(np.argmax(fits))
             return candidates[first], codes[first]
     _refuse(scales[-1], "an E4M3 value times a scale that all blocks share", spec)
 
 
-def _candidates(largest: np.float32, values: np.ndarray) -> np.ndarray:
+def _candidates(largest: np.float32, values: np.ndarray, spec: QuantSpec) -> np.ndarray:
     """Returns tensor scales with which a value of E4M3 may have `largest` as its scale: quotients, neighbours."""
-    nearest = largest / values
+    nearest = values / largest if spec.scale_rule == "divided" else largest / values
     found, below, above = [nearest], nearest, nearest
     for _ in range(_NEIGHBOURS):
         below, above = np.nextafter(below, np.float32(0)), np.nextafter(above, np.float32(np.inf))
@@ -113,11 +130,12 @@ def _candidates(largest: np.float32, values: np.ndarray) -> np.ndarray:
     return kept
 
 
-def _nearest_codes(scales: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-    """Returns the code of the E4M3 value nearest to each scale, divided by each candidate."""
+def _nearest_codes(scales: np.ndarray, candidates: np.ndarray, spec: QuantSpec) -> np.ndarray:
+    """Returns the code of the E4M3 value nearest to each scale under each candidate."""
     middle = (_VALUES[1:] + _VALUES[:-1]) / 2
     with np.errstate(over="ignore"):
-        quotients = scales / candidates[:, None]
+        divided = spec.scale_rule == "divided"
+        quotients = scales * candidates[:, None] if divided else scales / candidates[:, None]
     codes: np.ndarray = np.searchsorted(middle, quotients) + 1
     return codes.astype(np.uint8)
 

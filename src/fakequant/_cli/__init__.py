@@ -2,25 +2,11 @@
 
 import traceback
 
-from fakequant._cli import (
-    bench_command,
-    check_command,
-    demo_command,
-    info_command,
-    ptq_command,
-    report_command,
-    summary_command,
-    verify_command,
-)
-from fakequant._cli.command import Answer, make_parser
-from fakequant._cli.output import complain, flush, only_for_results, write
-from fakequant._cli.short_errors import one_line
+from fakequant._cli.commands import COMMANDS
+from fakequant._cli.output import complain, flush, one_line, only_for_results, write
+from fakequant._cli.parser import Answer, make_parser
 
 UNKNOWN, INTERRUPTED = 2, 130
-_COMMANDS = (
-    info_command, demo_command, bench_command, check_command, summary_command, ptq_command, verify_command,
-    report_command,
-)  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,7 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     >>> main(["info", "--json", "--wrong"])
     2
     """
-    parser = make_parser(_COMMANDS)
+    parser = make_parser(COMMANDS)
     try:
         options = parser.parse_args(arguments)
     except SystemExit as stop:  # after help, the version or a wrong argument

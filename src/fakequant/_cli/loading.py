@@ -13,7 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fakequant._cli.short_errors import Problem, called_exit, join, missing_extra
+from fakequant._cli.output import UsageError, called_exit, join, missing_extra
+from fakequant._util.text import listed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,27 +32,32 @@ def find(where: str) -> Any:
     """
     place, _, name = where.rpartition(":")
     if not place or not name:
-        raise Problem(f"{where!r} is not a name to load; {HOW}")
+        raise UsageError(f"{where!r} is not a name to load; {HOW}")
     module = _module(place)
     if not hasattr(module, name):
         near = difflib.get_close_matches(name, [n for n in vars(module) if not n.startswith("_")])
-        raise Problem(f"{place} has no {name!r}; {'near: ' + ', '.join(near) if near else HOW}")
+        raise UsageError(f"{place} has no {name!r}; {'near: ' + ', '.join(near) if near else HOW}")
     return getattr(module, name)
 
 
-def load_model(where: str) -> "nn.Module":
-    """Returns the named module, or the module that the named function returns."""
+def load_model(where: str, state: str | None = None, *, prepared: bool = True, option: str = "--state") -> "nn.Module":
+    """Returns the named module, or the module that the named function returns.
+
+    If `option` was given, it gets the state in the file `state`, which was saved after or before it was `prepared`.
+    """
     found = find(where)
     import torch
 
     if not isinstance(found, torch.nn.Module):
         if not callable(found):
-            raise Problem(
+            raise UsageError(
                 f"{where} is of type {type(found).__name__}; name a torch.nn.Module or a function that returns one"
             )
         found = _call(where, found)
         if not isinstance(found, torch.nn.Module):
-            raise Problem(f"{where}() returned {type(found).__name__}; it must return a torch.nn.Module")
+            raise UsageError(f"{where}() returned {type(found).__name__}; it must return a torch.nn.Module")
+    if state:
+        _load_state(found, state, option, prepared)
     return found
 
 
@@ -64,13 +70,13 @@ def load_data(where: str) -> Iterable[Any]:
         found = _call(where, found)
     # A torch module may be iterable too.
     if not isinstance(found, Iterable) or isinstance(found, (str, bytes, Mapping, torch.nn.Module)):
-        raise Problem(
+        raise UsageError(
             f"{where} is of type {type(found).__name__}; name batches, such as a DataLoader or a list of tensors, or a "
             "function that returns them"
         )
     with contextlib.suppress(TypeError):  # the length is unknown
         if isinstance(found, Sized) and len(found) == 0:
-            raise Problem(f"{where} has no batches; give it at least one")
+            raise UsageError(f"{where} has no batches; give it at least one")
     return found
 
 
@@ -81,32 +87,33 @@ def load_config(where: str) -> "QuantConfig":
     found = find(where)
     found = _call(where, found) if callable(found) else found
     if not isinstance(found, QuantConfig):
-        raise Problem(f"{where} is of type {type(found).__name__}; name a QuantConfig or a function that returns one")
+        raise UsageError(
+            f"{where} is of type {type(found).__name__}; name a QuantConfig or a function that returns one"
+        )
     return found
 
 
-def load_state(model: "nn.Module", path: str, prepared: bool = True) -> None:
+def _load_state(model: "nn.Module", path: str, option: str, prepared: bool) -> None:
     """Loads a file that `torch.save(model.state_dict(), path)` wrote into the model."""
     import torch
 
     if not Path(path).is_file():
-        option = "--state" if prepared else "--float-state"
-        raise Problem(
+        raise UsageError(
             f"There is no file {path!r}; {option} needs a file written by torch.save(model.state_dict(), FILE)"
         )
     try:
         state = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:
-        raise Problem(
+        raise UsageError(
             f"{path} cannot be read as a checkpoint of tensors; write it with torch.save(model.state_dict(), FILE)"
         ) from error
     if not isinstance(state, Mapping):
-        raise Problem(f"{path} holds {type(state).__name__}; write it with torch.save(model.state_dict(), FILE)")
+        raise UsageError(f"{path} holds {type(state).__name__}; write it with torch.save(model.state_dict(), FILE)")
     try:
         model.load_state_dict(state)
     except Exception as error:
         when = "after" if prepared else "before"
-        raise Problem(
+        raise UsageError(
             f"{path} does not fit the model: {_misfit(model, state, error)}; load a state of this model that was saved "
             f"{when} fakequant.prepare"
         ) from error
@@ -114,20 +121,19 @@ def load_state(model: "nn.Module", path: str, prepared: bool = True) -> None:
 
 def _misfit(model: "nn.Module", state: Mapping[Any, Any], error: Exception) -> str:
     """Returns the names that only the model or only the state has, or torch's message if there are none."""
-    there, here = list(map(str, state)), list(model.state_dict())
+    from fakequant._prepare.attach import FLOW_BUFFER
+
+    # A model that lacks or has the data flow loads any state.
+    there, here = ([str(name) for name in names if name != FLOW_BUFFER] for names in (state, model.state_dict()))
     lacking = [name for name in here if name not in there]
     unknown = [name for name in there if name not in here]
-    parts = [f"it lacks {_some(lacking)}"] if lacking else []
-    parts += [f"the model has no {_some(unknown)}"] if unknown else []
+    parts = [f"it lacks {listed(lacking)}"] if lacking else []
+    parts += [f"the model has no {listed(unknown)}"] if unknown else []
     return ", and ".join(parts) or join(str(error), 300)
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 def folder_to_write(path: str) -> Path:
-    """Returns the path of a folder that may not exist yet. Raises Problem if it cannot be written.
+    """Returns the path of a folder that may not exist yet. Raises UsageError if it cannot be written.
 
     >>> folder_to_write("results/today").name
     'today'
@@ -135,9 +141,9 @@ def folder_to_write(path: str) -> Path:
     folder = Path(path)
     there = next((p for p in (folder, *folder.absolute().parents) if p.exists()), Path("/"))
     if not there.is_dir():
-        raise Problem(f"{path!r} cannot be written: {str(there)!r} is a file; use another folder")
+        raise UsageError(f"{path!r} cannot be written: {str(there)!r} is a file; use another folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise Problem(f"{path!r} cannot be written: permission denied; use a writable folder")
+        raise UsageError(f"{path!r} cannot be written: permission denied; use a writable folder")
     return folder
 
 
@@ -145,11 +151,11 @@ def _module(place: str) -> ModuleType:
     if place.endswith(".py"):
         path = Path(place).resolve()
         if not path.is_file():
-            raise Problem(f"There is no file {place!r}; {HOW}")
+            raise UsageError(f"There is no file {place!r}; {HOW}")
         with _user_code(place):
             return _run(path)
     if not all(part.isidentifier() for part in place.split(".")):
-        raise Problem(f"{place!r} is neither a .py file nor the name of a module; {HOW}")
+        raise UsageError(f"{place!r} is neither a .py file nor the name of a module; {HOW}")
     _look_in(Path.cwd())
     with _user_code(place):
         try:
@@ -157,7 +163,7 @@ def _module(place: str) -> ModuleType:
         except ModuleNotFoundError as error:
             if missing_extra(error) is not None or not f"{place}.".startswith(f"{error.name}."):
                 raise
-            raise Problem(f"There is no module {place!r}; {HOW}") from error
+            raise UsageError(f"There is no module {place!r}; {HOW}") from error
 
 
 @functools.cache
@@ -189,15 +195,15 @@ def _call(where: str, function: Callable[[], object]) -> object:
 
 @contextlib.contextmanager
 def _user_code(where: str) -> Iterator[None]:
-    """Hides this command's sys.argv from the user's code, and turns its errors into a Problem that says where."""
+    """Hides this command's sys.argv from the user's code, and turns its errors into a UsageError that says where."""
     place = where.rpartition(":")[0] if ":" in where else where
     arguments, sys.argv = sys.argv, [place]
     try:
         yield
-    except Problem:
+    except UsageError:
         raise
     except SystemExit as error:
-        raise Problem(
+        raise UsageError(
             f"{where} called {called_exit(error)}; move the code that only a script needs under "
             'if __name__ == "__main__":, or remove it'
         ) from error
@@ -207,7 +213,7 @@ def _user_code(where: str) -> Iterator[None]:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if _is_in(frame.filename, place)]
         at = f" in line {lines[-1]}" if lines else ""
         message = join(str(error), 300)
-        raise Problem(
+        raise UsageError(
             f"{where} raised {type(error).__name__}{at}{message and f': {message}'}\n--debug shows where"
         ) from error
     finally:

@@ -2,48 +2,33 @@
 
 import copy
 import dataclasses
-from typing import Any, TypeAlias
+import warnings
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch import nn
 
-from fakequant import _targets
-from fakequant._backends.torch import tensor_functions
-from fakequant._backends.torch.tensor_checks import block_shape
-from fakequant._convert.float_biases import codes_of_float, float_of_codes
-from fakequant._convert.fold_batch_norm import BatchNorm, can_fold, find_norm, fold, reason_not_foldable
-from fakequant._convert.folded_norm import remove_norm
-from fakequant._convert.golden.fixed_grid import Grid
+from fakequant import _runtimes
+from fakequant._convert.convert_layer import make_integer
+from fakequant._convert.fold_batch_norm import BatchNorm, find_norm, remove_norm
 from fakequant._convert.golden.integer_layer import (
     IntegerLayer,
-    Integers,
-    bias_scales,
-    has_call_grids,
     is_integer,
-    set_levels,
-    set_weight,
     weight_levels,
 )
+from fakequant._convert.golden.quantizer import GoldenQuantizer
 from fakequant._convert.golden.tracked_codes import stripped
-from fakequant._convert.left_in_float import leave_in_float
-from fakequant._prepare.attach import attach_layer, forget_preparation, record_of, watch_callees
-from fakequant._prepare.prepare import preparation
-from fakequant.nn._batch_norm import bias_codes, widened_scale
-from fakequant.nn._call_quantizers import CallQuantizers
+from fakequant._prepare.attach import forget_preparation, preparation, record_of, watch_callees
+from fakequant._prepare.flow_graph import can_fold
+from fakequant._runtimes.target import Target
+from fakequant._util.text import indented, listed
+from fakequant.nn._call_quantizers import CallQuantizers, quantizers_in
 from fakequant.nn._fake_quantize import FakeQuantize
-from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize
-from fakequant.nn._model_quantizers import quantizers
-from fakequant.nn._owned_product import release_from_owner
-from fakequant.nn._quantized_layer import Quantization, QuantizedLayer, input_grids_of
+from fakequant.nn._model_quantizers import has_scale, named_quantizers, unreached_layers, weight_quantizers
+from fakequant.nn._quantized_layer import ATTENTION_QUANTIZERS, QUANTIZERS, QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import find_record
 from fakequant.observers import Dynamic
 from fakequant.spec import QuantSpec
-
-# A layer whose class changes, from `QuantizedLayer` to `IntegerLayer`.
-ChangingLayer: TypeAlias = Any
-
 
 # Why a weight is not the trained one.
 WIDENED = "the bias is too large for 32 bits at the scale of its weight, which was rounded to a larger scale"
@@ -83,18 +68,18 @@ def convert(model: nn.Module, *, target: str | None = None, strict: bool = False
         ValueError: If the model is not prepared, or was not trained for the target, or as `strict` says.
         RuntimeError: If the model is not calibrated, or all quantizers are switched off.
 
-    >>> import fakequant as fq
-    >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8())
+    >>> import torch, fakequant as fq
+    >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8(), example=torch.ones(1, 4))
     >>> model = fq.calibrate(model, [torch.ones(3, 4)], progress=False)
     >>> convert(model)[0].weight_codes.dtype
     torch.int8
     """
     made = preparation(model)
-    goal = _targets.find(made.config.target if target is None else target)
+    goal = _runtimes.find(made.config.target if target is None else target)
     goal.require_layers(model)
     copied = copy.deepcopy(model).eval().requires_grad_(False)
     forget_preparation(copied)
-    notes = leave_in_float(copied, strict=strict)
+    notes = _leave_in_float(copied, strict=strict)
     pairs = {layer: norm for layer, norm in made.norms.items() if can_fold(copied, layer, norm)}
     grids = _make_grids(copied, goal)
     norms = {layer: find_norm(copied, norm) for layer, norm in pairs.items()}
@@ -105,7 +90,8 @@ def convert(model: nn.Module, *, target: str | None = None, strict: bool = False
     watch_callees(copied)
     _require_target(copied, goal)
     notes += [f"{norm} stays a batch norm: {kept[layer]}" for layer, norm in pairs.items() if layer in kept]
-    notes += [f"{path}: {WIDENED}" for path, module in copied.named_modules() if _is_widened(module)]
+    layers = [(path, module) for path, module in copied.named_modules() if isinstance(module, IntegerLayer)]
+    notes += [f"{path}: {WIDENED}" for path, layer in layers if layer._fakequant.is_widened]
     record_of(copied).conversion = Conversion(goal.name, folded, notes)
     return_tensors(copied)
     return copied
@@ -125,17 +111,87 @@ def find_conversion(model: nn.Module) -> Conversion | None:
     return None if record is None else record.conversion
 
 
-def _require_target(model: nn.Module, target: _targets.Target) -> None:
+def _leave_in_float(model: nn.Module, *, strict: bool) -> list[str]:
+    """Removes the quantizers that do not quantize from a copy of a prepared model, in place.
+
+    These are quantizers that are switched off, and quantizers that no data has reached. Warns about them, or raises
+    ValueError if `strict` is True.
+
+    Returns:
+        One note per removed quantizer.
+    """
+    _require_any(model)
+    reasons = {path: "is switched off" for path, quantizer in named_quantizers(model) if not quantizer.quantizing}
+    out = {model.get_submodule(path) for path in reasons}
+    paths = {quantizer: path for path, quantizer in named_quantizers(model)}
+    for layer in unreached_layers(model).values():
+        for name in (*QUANTIZERS, *ATTENTION_QUANTIZERS):
+            for quantizer in quantizers_in(layer._modules.get(name)):
+                if quantizer not in out:
+                    out.add(quantizer)
+                    reasons[paths[quantizer]] = "has seen no data"
+    of_weights = weight_quantizers(model)
+    for path, quantizer in named_quantizers(model):
+        if quantizer not in out and quantizer not in of_weights and not has_scale(quantizer):
+            out.add(quantizer)
+            reasons[path] = "has seen no data"
+    for module in model.modules():
+        for name, child in list(module._modules.items()):
+            if child in out:
+                module._modules[name] = None
+        if isinstance(module, QuantizedLayer) and module._fakequant.input_grid in out:
+            module._fakequant.input_grid = None
+        if isinstance(module, CallQuantizers):
+            module.borrowed = {turn: quantizer for turn, quantizer in module.borrowed.items() if quantizer not in out}
+    notes = [f"{path} {reason}: its tensor stays in float" for path, reason in reasons.items()]
+    if notes:
+        shown = indented(notes)
+        if strict:
+            raise ValueError(f"Some tensors would not be quantized in the converted model:\n{shown}\n{_ADVICE}")
+        warnings.warn(
+            f"Some tensors are not quantized in the converted model, just as in the prepared model:\n{shown}\n"
+            f"{_ADVICE}",
+            UserWarning,
+            stacklevel=3,
+        )
+    return notes
+
+
+_ADVICE = (
+    "Switch quantizers on with fakequant.nn.switch_quantizers(model, quantizing=True). Layers that are never called "
+    "cannot be quantized: use config.skip(path)."
+)
+
+
+def _require_any(model: nn.Module) -> None:
+    """Raises RuntimeError if all quantizers are switched off, or if no activation has a scale."""
+    found = dict(named_quantizers(model))
+    if not any(quantizer.quantizing for quantizer in found.values()):
+        raise RuntimeError(
+            "All quantizers of the model are switched off: the converted model would be the float model.\n"
+            "Use fakequant.nn.switch_quantizers(model, quantizing=True) first."
+        )
+    of_weights = weight_quantizers(model)
+    static = {path: q for path, q in found.items() if not q.is_dynamic and q not in of_weights}
+    missing = [path for path, quantizer in static.items() if not has_scale(quantizer)]
+    if missing and len(missing) == len(static):
+        raise RuntimeError(
+            f"The model is not calibrated: {listed(missing)} have no scale.\n"
+            "Use fakequant.calibrate(model, data), or train the model, before you convert it."
+        )
+
+
+def _require_target(model: nn.Module, target: Target) -> None:
     """Raises ValueError if the target cannot compute with a grid of the model exactly."""
     wrong, has_format = [], True
     for path, module in model.named_modules():
-        spec = module.spec if isinstance(module, Grid) else _weight_spec_of(module)
+        spec = module.spec if isinstance(module, GoldenQuantizer) else _weight_spec_of(module)
         if spec is not None and not target.has_format(spec):
             reason: str | None = f"is {spec}, but the kernels of {target.name} compute with integers"
             has_format = False
-        elif isinstance(module, Grid):
+        elif isinstance(module, GoldenQuantizer):
             reason = target.reason_against_activation(module.spec)
-            if module.scale is None and not target.has_dynamic_scales:
+            if module.scale is None and not target.activations.has_dynamic_scales:
                 reason = f"computes its scale at run time, and {target.name} has integer kernels for fixed ones only"
             if module.spec.numerics != "onnx":
                 reason = f"has the numerics {module.spec.numerics!r}, but runtimes compute 'onnx'"
@@ -162,19 +218,19 @@ def _weight_spec_of(module: nn.Module) -> QuantSpec | None:
     return module._fakequant.weight_spec if isinstance(module, IntegerLayer) else None
 
 
-def _make_grids(model: nn.Module, target: _targets.Target) -> dict[Quantizer, Grid]:
+def _make_grids(model: nn.Module, target: Target) -> dict[Quantizer, GoldenQuantizer]:
     """Returns a fixed grid for every quantizer of an activation."""
-    weights = {module.weight_quantizer for module in model.modules() if isinstance(module, QuantizedLayer)}
+    weights = weight_quantizers(model)
     made = {}
-    for path, quantizer in quantizers(model):
+    for path, quantizer in named_quantizers(model):
         if quantizer in weights:
             continue
         arithmetic = target.arithmetic
         if isinstance(quantizer, FakeQuantize) and quantizer.is_dynamic:
             _require_min_max(path, quantizer)
-            grid = Grid(quantizer.spec, None, None, arithmetic=arithmetic, eps=quantizer.eps, path=path)
+            grid = GoldenQuantizer(quantizer.spec, None, None, arithmetic=arithmetic, eps=quantizer.eps, path=path)
         else:
-            grid = Grid(quantizer.spec, *quantizer.qparams(), arithmetic=arithmetic, path=path)
+            grid = GoldenQuantizer(quantizer.spec, *quantizer.qparams(), arithmetic=arithmetic, path=path)
         made[quantizer] = grid
     return made
 
@@ -189,15 +245,11 @@ def _require_min_max(path: str, quantizer: FakeQuantize) -> None:
 
 
 def _replace(
-    model: nn.Module, grids: dict[Quantizer, Grid], norms: dict[str, BatchNorm], target: _targets.Target
+    model: nn.Module, grids: dict[Quantizer, GoldenQuantizer], norms: dict[str, BatchNorm], target: Target
 ) -> dict[str, str]:
     """Replaces quantized layers by integer layers, and quantizers of activations by grids.
 
-    Args:
-        model: The copy of the prepared model.
-        grids: The grids that replace quantizers.
-        norms: The batch norms to fold, by the path of the layer.
-        target: The runtime.
+    `norms` has the batch norms to fold, by the path of the layer.
 
     Returns:
         Why batch norms could not be folded, by the path of the layer.
@@ -214,127 +266,10 @@ def _replace(
         if isinstance(module, QuantizedLayer):
             source = module._fakequant.input_grid
             input_grid = None if source is None else grids[source]
-            reason = _make_integer(module, path, input_grid, norms.get(path), target)
+            reason = make_integer(module, path, input_grid, norms.get(path), target)
             if reason is not None:
                 kept[path] = reason
     return kept
-
-
-@torch.no_grad()
-def _make_integer(
-    layer: ChangingLayer, path: str, input_grid: Grid | None, norm: BatchNorm | None, target: _targets.Target
-) -> str | None:
-    """Turns a quantized layer into an integer layer, and folds its batch norm if possible.
-
-    Args:
-        layer: The quantized layer.
-        path: Its path in the model.
-        input_grid: The grid of the module that computes the input, if the layer has no input quantizer.
-        norm: The batch norm that follows it, or None.
-        target: The runtime.
-
-    Returns:
-        Why the batch norm could not be folded. None if it was folded, or if `norm` is None.
-    """
-    before: Quantization = layer._fakequant
-    kind, quantizer = before.kind, layer.weight_quantizer
-    weight = kind.read_weight(layer).detach()
-    bias = getattr(layer, kind.bias_name, None)
-    layer._modules.pop("weight_quantizer", None)
-    cls = before.float_class
-    if parametrize.is_parametrized(layer):
-        cls = cls.__bases__[0]
-        del layer._modules["parametrizations"]
-        layer._parameters[kind.weight_name] = nn.Parameter(weight, requires_grad=False)
-    record = Integers(kind=kind, float_class=cls, path=path, input_grid=input_grid)
-    attach_layer(layer, record, {})
-    layer.register_buffer("bias_codes", None)
-    if quantizer is None:
-        return None
-    spec, scale, zero_point = _scales_of(quantizer.eval(), weight)
-    layer._parameters.pop(kind.weight_name, None)
-    release_from_owner(layer, kind.weight_name)
-    record.weight_shape, record.weight_spec = tuple(weight.shape), spec
-    if is_integer(layer):
-        record.weight_shift = min(_targets.find(before.target).weight_shift(spec), target.weight_shift(spec))
-    layer.register_buffer("weight_scale", scale * 2.0**-record.weight_shift)
-    layer.register_buffer("weight_zero_point", None if spec.symmetric else zero_point)
-    layer.register_buffer("weight_codes", None)
-    set_weight(layer, weight)
-    reason = None if norm is None else reason_not_foldable(layer, norm, quantizer.has_tokens)
-    if norm is not None and reason is None:
-        bias = fold(layer, bias, norm)
-    _set_bias(layer, bias, target)
-    return reason
-
-
-def _scales_of(quantizer: FakeQuantize | LearnedFakeQuantize, weight: Tensor) -> tuple[QuantSpec, Tensor, Tensor]:
-    """Returns the spec, the scale and the zero point of a weight."""
-    spec, shape = quantizer.spec, tuple(weight.shape)
-    if spec.granularity != "token":
-        quantizer(weight)  # a dynamic quantizer computes its scale now
-        return spec, *quantizer.qparams()
-    # One scale per whole axis is the same as one per channel if there is only one other axis. Otherwise it is the
-    # same as groups as long as the axis.
-    seen = tensor_functions.min_max(weight, spec)
-    scale, zero_point = tensor_functions.choose_qparams(seen.min, seen.max, spec, eps=quantizer.eps)
-    assert spec.axis is not None
-    axis = spec.axis % len(shape)
-    others = sorted((a for a in range(len(shape)) if a != axis), key=lambda a: shape[a] == 1)
-    if all(shape[a] == 1 for a in others[1:]):
-        return dataclasses.replace(spec, axis=others[0], group_size=None), scale.reshape(-1), zero_point.reshape(-1)
-    spec = dataclasses.replace(spec, group_size=shape[axis])
-    blocks = block_shape(shape, spec)
-    return spec, scale.reshape(blocks), zero_point.reshape(blocks)
-
-
-def _set_bias(layer: IntegerLayer, bias: Tensor | None, target: _targets.Target) -> None:
-    """Stores the bias of a layer, as integers if the scale of the sums is known and otherwise as floats."""
-    name = layer._fakequant.kind.bias_name
-    release_from_owner(layer, name)
-    if name in layer._parameters:
-        layer._parameters[name] = None
-    if bias is None:
-        return
-    if is_integer(layer):
-        layer._parameters.pop(name, None)  # it is computed from the codes when it is read
-        _widen(layer, min(grid.scale for grid in input_grids_of(layer)), bias.detach())
-        codes = [_rounded_bias(bias.detach(), scale, target) for scale in bias_scales(layer)]
-        layer.bias_codes = torch.stack(codes) if has_call_grids(layer) else codes[0]
-    else:
-        layer._parameters[name] = nn.Parameter(bias.detach().float(), requires_grad=False)
-
-
-def _rounded_bias(bias: Tensor, scale: Tensor, target: _targets.Target) -> Tensor:
-    """Returns the codes of a bias at the scale of the sums."""
-    codes = bias_codes(bias, scale).to(torch.int32)
-    return codes_of_float(float_of_codes(codes, scale), scale) if target.has_float_biases else codes
-
-
-def _is_widened(module: nn.Module) -> bool:
-    return isinstance(module, IntegerLayer) and module._fakequant.is_widened
-
-
-def _widen(layer: IntegerLayer, x_scale: Tensor, bias: Tensor) -> None:
-    """Increases the weight scale of channels whose bias would not fit in 32 bits.
-
-    Only needed if the bias is so much larger than the weights that losing bits of them makes no difference.
-    """
-    record = layer._fakequant
-    if record.kind.channel_axis != 0:
-        return
-    needed = widened_scale(layer.weight_scale, x_scale, bias)
-    if not bool((needed > layer.weight_scale).any()):
-        return
-    if layer.weight_zero_point is not None:
-        raise ValueError(
-            f"The bias of {record.path} does not fit in 32 bits at the scale of its sums.\nUse symmetric weights."
-        )
-    before = layer.weight_scale.expand_as(needed)
-    levels = weight_levels(layer) * (before / needed).reshape(-1, *[1] * (len(record.weight_shape) - 1))
-    record.weight_spec, record.is_widened = dataclasses.replace(record.weight_spec, axis=0), True
-    layer.weight_scale = needed
-    set_levels(layer, levels.round())
 
 
 def return_tensors(model: nn.Module) -> None:

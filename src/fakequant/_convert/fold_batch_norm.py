@@ -10,38 +10,19 @@ not rounded again. Scales of few bits (MX, NVFP4) would leave their format: such
 """
 
 import dataclasses
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fakequant._convert.golden.integer_layer import IntegerLayer, set_levels, weight_levels
-from fakequant.nn._batch_norm import factor_of, folded_bias, folded_scale, lacks_opposite
-from fakequant.nn._layer_kinds import LayerKind
-from fakequant.nn._quantized_layer import QuantizedLayer
+from fakequant._prepare.attach import record_of
+from fakequant.nn._folding import factor_of, folded_bias, folded_scale, lacks_opposite
+from fakequant.nn._records import DerivedModule, derived_class, find_record
 
 BatchNorm: TypeAlias = nn.modules.batchnorm._BatchNorm
-
-
-def can_fold(model: nn.Module, path: str, norm_path: str) -> bool:
-    """Returns True if the batch norm at `norm_path` can be folded into the layer at `path`.
-
-    The weight must have, or can be given, one scale or group of scales per channel of the batch norm.
-    """
-    layer, norm = model.get_submodule(path), model.get_submodule(norm_path)
-    if not isinstance(norm, BatchNorm) or norm.running_mean is None:
-        return False
-    if not isinstance(layer, QuantizedLayer) or layer.output_quantizer is not None or layer.weight_quantizer is None:
-        return False
-    kind: type[LayerKind] = layer._fakequant.kind
-    weight: Tensor = getattr(layer, kind.weight_name)
-    spec, axis = layer.weight_quantizer.spec, kind.channel_axis
-    is_grouped = getattr(layer, "groups", 1) != 1 and axis != 0
-    if not spec.symmetric or is_grouped or norm.num_features != weight.shape[axis]:
-        return False
-    if spec.axis is None:
-        return True
-    scale_axis = spec.axis % weight.dim()
-    return scale_axis == axis if spec.group_size is None else scale_axis != 0 and axis == 0
 
 
 def find_norm(model: nn.Module, path: str) -> BatchNorm:
@@ -88,3 +69,75 @@ def fold(layer: IntegerLayer, bias: Tensor | None, norm: BatchNorm) -> Tensor:
     # A batch norm normalizes axis 1. After a linear layer these are the channels only if inputs have two axes.
     record.takes_vectors = dims == 2
     return folded_bias(bias, norm)
+
+
+# --- what is left of a folded batch norm ----------------------------------------------------------
+
+
+class Folded(nn.Module):
+    """The identity that replaces a folded batch norm. It keeps the batch norm's output quantizer."""
+
+    output_quantizer: Any
+
+    def __init__(self, output_quantizer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.register_module("output_quantizer", output_quantizer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.output_quantizer is None else self.output_quantizer(x)
+
+
+class FoldedNorm(DerivedModule):
+    """The base class of folded batch norms with a forward pass of their own, for `isinstance`.
+
+    The class of such a module is derived from the batch norm's class. Its forward pass does everything but normalize.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with _WithoutNormalization():
+            return super().forward(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        # A batch norm adds the number of batches to a state without a version.
+        nn.Module._load_from_state_dict(self, *args, **kwargs)
+
+
+class _WithoutNormalization(TorchFunctionMode):
+    """Makes `batch_norm` return its input."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.batch_norm, torch.batch_norm):
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
+
+
+def folded_class(cls: type[nn.Module]) -> type[FoldedNorm]:
+    """Returns the class of folded batch norms for a class derived from a batch norm."""
+    return derived_class(FoldedNorm, cls, f"Folded{cls.__name__}", (folded_class, cls), __module__=__name__)
+
+
+def normalized(norm: nn.Module, x: Tensor) -> Tensor:
+    """Returns the batch norm of `x` in evaluation mode, without anything that its class adds."""
+    assert isinstance(norm, BatchNorm)
+    return F.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps)
+
+
+def remove_norm(model: nn.Module, path: str) -> None:
+    """Removes the normalization of a folded batch norm, and keeps its output quantizer.
+
+    A plain batch norm is replaced by an identity. One with a forward pass of its own keeps the rest of it.
+    """
+    norm = model.get_submodule(path)
+    record = find_record(norm)
+    cls = type(norm) if record is None or record.float_class is None else record.float_class
+    if cls.forward in (BatchNorm.forward, nn.SyncBatchNorm.forward):
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, Folded(norm._modules.get("output_quantizer")))
+        return
+    record_of(norm).float_class = cls
+    norm.__class__ = folded_class(cls)
+    for name in ("weight", "bias"):
+        norm._parameters[name] = None
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        norm._buffers[name] = None

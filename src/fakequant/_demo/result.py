@@ -1,12 +1,21 @@
-"""The result of the demo."""
+"""The result of the demo, and its progress: a bar for the running stage, and one line for every finished stage.
+
+Progress goes to stderr, because stdout is for results that a machine may read.
+"""
 
 import dataclasses
 import json
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from fakequant._util.optional_packages import writing
-from fakequant._util.text_table import table
+from fakequant._model.running import Bar
+from fakequant._util.files import writing
+from fakequant._util.text import table
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,12 +45,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """The result of `run`. Prints as a table with explanations.
-
-    >>> row = Row(model="float", weight_bits=32, activation_bits=32, accuracy=98.25, bytes=1000)
-    >>> print(str(Result("out", [row], 900)).splitlines()[2])
-    float | 32 / 32 |  98.25 % |              – | 1,000 |         – |               –
-    """
+    """The result of `run`. Prints as a table with explanations."""
 
     folder: str
     rows: list[Row]
@@ -89,12 +93,11 @@ class Result:
 
     def _next(self) -> str:
         folder = Path(self.folder)
-        lines = [
-            f"Look at it       {folder / 'report.html'} in a browser: every tensor and layer",
-            f"Run it           {folder}/*.onnx in ONNX Runtime; all results are in result.json",
-            "Use it           with your own model: fq.prepare, calibrate, train, export_onnx, verify",
-        ]
-        return "\n".join(lines)
+        return (
+            f"Look at it       {folder / 'report.html'} in a browser: every tensor and layer\n"
+            f"Run it           {folder}/*.onnx in ONNX Runtime; all results are in result.json\n"
+            "Use it           with your own model: fq.prepare, calibrate, train, export_onnx, verify"
+        )
 
 
 def _cells(row: Row) -> list[str]:
@@ -107,3 +110,68 @@ def _cells(row: Row) -> list[str]:
         "–" if row.step_time is None else f"× {row.step_time:.2f}",
         "–" if row.codes is None else f"{row.differing_codes:,} of {row.codes:,}",
     ]
+
+
+_Item = TypeVar("_Item")
+
+
+class Stage:
+    """A stage of the demo, with a progress bar if stderr is a terminal."""
+
+    def __init__(self, name: str, total: int, show: bool) -> None:
+        self._bar = Bar(
+            total=total,
+            disable=None if show else True,  # None disables it unless stderr is a terminal
+            leave=False,
+            ncols=min(94, shutil.get_terminal_size().columns - 1),
+            bar_format="  {desc:<24} {bar} {percentage:3.0f} % {elapsed}",
+        )
+        self._name = name
+        # The result to print in the line of the stage.
+        self.result = ""
+
+    def doing(self, what: str) -> None:
+        """Shows what is being done now."""
+        self._bar.set_description_str(f"{self._name}: {what}", refresh=True)
+
+    def step(self, number: int = 1) -> None:
+        """Advances the bar."""
+        self._bar.update(number)
+
+    def each(self, items: Iterable[_Item]) -> Iterator[_Item]:
+        """Yields the items and advances the bar after each."""
+        for item in items:
+            yield item
+            self.step()
+
+    def close(self) -> bool:
+        """Removes the bar. Returns True if it was visible, so that other bars may replace it."""
+        shown = not self._bar.disable
+        self._bar.close()
+        return shown
+
+
+class Progress:
+    """Prints a heading and a line for every finished stage, or nothing if `show` is False."""
+
+    def __init__(self, show: bool) -> None:
+        self.show = show
+        # The duration of every stage.
+        self.seconds: dict[str, float] = {}
+
+    def print(self, text: str = "") -> None:
+        """Prints a line to stderr."""
+        if self.show:
+            print(text, file=sys.stderr, flush=True)
+
+    @contextmanager
+    def stage(self, name: str, total: int) -> Iterator[Stage]:
+        """Times a stage with `total` steps and prints its line."""
+        start = time.perf_counter()
+        stage = Stage(name, total, self.show)
+        try:
+            yield stage
+        finally:
+            stage.close()
+        self.seconds[name] = time.perf_counter() - start
+        self.print(f"  {name:<12}{stage.result:<72}{self.seconds[name]:6.1f} s")

@@ -11,22 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fakequant import _targets, recipes
+import fakequant
+from fakequant import recipes
 from fakequant._convert.convert import convert
-from fakequant._convert.result_leaves import tensors
-from fakequant._executorch.export_executorch import export_executorch
-from fakequant._onnx.export_onnx import export_onnx
+from fakequant._model.leaves import tensors
+from fakequant._model.running import call_arguments, check_module, copied
 from fakequant._prepare.prepare import prepare, unprepare
-from fakequant._prepare.shares import Amount, shares_in_words
-from fakequant._prepare.summary import Summary, summary
+from fakequant._prepare.summary import Amount, Summary, shares_in_words, summary
+from fakequant._runtimes import RUNTIMES, find
 from fakequant._train.calibrate import calibrate
-from fakequant._train.running import call_arguments, check_module, copied
-from fakequant._util.text_table import table
-from fakequant._verify.runtimes.opening import NAMES
+from fakequant._util.text import shortened, table
 from fakequant._verify.verdict import Verification
 from fakequant._verify.verify import verify
 from fakequant.config import QuantConfig
-from fakequant.spec import shortened
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +41,12 @@ class Check:
 
     target: str
     stages: list[Stage] = dataclasses.field(default_factory=list)
-    # Multiplications in layers and matrix products on the example: all, those of quantized weights and inputs, and
-    # those of layers that the runtime computes in integers.
+    # Multiplications in layers and matmuls on the example: all, with quantized weights and inputs, and in layers that
+    # the runtime computes in integers.
     multiplications: int = 0
     quantized_multiplications: int = 0
     integer_multiplications: int = 0
-    # Parameters: all, quantized weights, and those of layers that do not run in float in the runtime.
+    # Parameters: all, quantized weights, and in layers that do not run in float in the runtime.
     parameters: int = 0
     quantized_parameters: int = 0
     integer_parameters: int = 0
@@ -120,7 +117,7 @@ class _Run:
 
     def __init__(self, found: Check, model: nn.Module, example: Any, config: QuantConfig) -> None:
         self.found, self.model, self.example, self.config = found, model, example, config
-        self.target = _targets.find(config.target)
+        self.target = find(config.target)
         # Loads the state of the first copy.
         self.other = copy.deepcopy(model)
 
@@ -135,7 +132,7 @@ class _Run:
             if not self._try(name, stage):
                 return
         with tempfile.TemporaryDirectory() as folder:
-            self.path = Path(folder) / ("model.pte" if self.target.runtime == "executorch" else "model.onnx")
+            self.path = Path(folder) / f"model{self.target.runtime.suffix}"
             if self._try("export", self._export):
                 self._try("verify", self._verify)
         self._try("unprepare", self._unprepare)
@@ -184,8 +181,8 @@ class _Run:
         return ""
 
     def _export(self) -> str:
-        export = export_executorch if self.target.runtime == "executorch" else export_onnx
-        export(self.model, self.path, self.example)
+        export = getattr(fakequant, self.target.runtime.exporter)
+        export(self.model, self.path, *[self.example] * self.target.runtime.takes_example)
         return ""
 
     def _verify(self) -> str:
@@ -199,7 +196,7 @@ class _Run:
             for path, why in verified.floats.items()
             if path not in self.found.floats
         }
-        codes = f"{sum(t.codes for t in verified.tensors):,} codes compared in {NAMES[verified.runtime]}"
+        codes = f"{sum(t.codes for t in verified.tensors):,} codes compared in {RUNTIMES[verified.runtime].name}"
         return codes if self.target.has_own_runtime else f"{codes}; {self.target.name} itself was not run"
 
     def _unprepare(self) -> str:

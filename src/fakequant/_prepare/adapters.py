@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from fakequant._util.text import listed
 from fakequant.config import QuantConfig, Rule
 from fakequant.nn._quantized_layer import QuantizedLayer
 
@@ -62,9 +63,8 @@ def without_adapters(model: nn.Module, config: QuantConfig) -> QuantConfig:
         if path in inside and found.find(path, module)[0] is None and any(True for _ in module.parameters(False))
     ]
     if left:
-        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         warnings.warn(
-            f"Adapters stay in float: {', '.join(left[:3])}{more}.\n"
+            f"Adapters stay in float: {listed(left)}.\n"
             f"To quantize them, name them in a rule, for example config.rule('*{next(iter(names))}*').",
             UserWarning,
             stacklevel=3,

@@ -11,8 +11,8 @@
       times                            these take place
     nn.TransformerEncoderLayer         a forward pre-hook that does nothing                      prepare
     nn.TransformerEncoder              `use_nested_tensor = False`                               prepare
-    the model                          its `Preparation`, load_state_dict pre-hooks, the buffer  prepare, calibrate
-                                       `fakequant_flow` if the data flow was recorded
+    the model                          its `Preparation`, a load_state_dict pre-hook, the        prepare
+                                       buffer `fakequant_flow` if there was an example
     a batch norm                       a class derived from its class                            Schedule
 
 Each of these modules also gets one attribute, `_fakequant`. It is a record of what is needed to undo the changes.
@@ -20,15 +20,16 @@ Each of these modules also gets one attribute, `_fakequant`. It is a record of w
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fakequant._model.running import check_module
 from fakequant.config import QuantConfig
 from fakequant.nn._call_quantizers import Calls, count_call, start_counting, stop_counting
-from fakequant.nn._frozen_norm import FrozenNorm, frozen_class
+from fakequant.nn._folding import FrozenNorm, frozen_class
 from fakequant.nn._function_calls import (
     CHILD,
     CallingModule,
@@ -38,7 +39,7 @@ from fakequant.nn._function_calls import (
     pause_calls,
     resume_calls,
 )
-from fakequant.nn._owned_product import OwnedProduct
+from fakequant.nn._owners import OwnedProduct
 from fakequant.nn._quantized_layer import (
     ATTENTION_QUANTIZERS,
     QUANTIZERS,
@@ -46,13 +47,9 @@ from fakequant.nn._quantized_layer import (
     QuantizedLayer,
     quantized_class,
 )
-from fakequant.nn._records import NAME, LayerRecord, Record, find_record
+from fakequant.nn._records import NAME, TOKENS, LayerRecord, Record, find_record
 
-if TYPE_CHECKING:
-    from fakequant._prepare.first_last import FirstLast
-
-
-# The buffer of the model that describes what a recorded data flow added; see `fakequant._prepare.saved_flow`.
+# The buffer of the model that describes what a recorded data flow added; see `fakequant._prepare.flow_state`.
 FLOW_BUFFER = "fakequant_flow"
 
 
@@ -71,10 +68,8 @@ class Preparation:
     notes: list[str]
     # Batch norms that `convert` will fold: {path of the layer: path of the batch norm}.
     norms: dict[str, str] = dataclasses.field(default_factory=dict)
-    # The layers with `first_last_bits`. None if the config does not set it.
-    first_last: "FirstLast | None" = None
-    # Whether the data flow was recorded on an example, or on the first batch of `calibrate`.
-    is_recorded: bool = False
+    # Paths of the layers that have `first_last_bits`.
+    first_last: list[str] = dataclasses.field(default_factory=list)
     # Multiplications of each call of a layer or a function on the example. Empty without an example.
     multiplications: dict[str, int] = dataclasses.field(default_factory=dict)
     # The names of calls of functions that multiply two quantized results.
@@ -104,10 +99,7 @@ def check_name(module: nn.Module) -> None:
 def attach_layer(layer: nn.Module, record: LayerRecord, quantizers: Mapping[str, nn.Module | None]) -> None:
     """Turns a layer into a prepared or a converted layer, depending on the type of its new record.
 
-    Args:
-        layer: A float layer, or a prepared layer that becomes a converted one.
-        record: The new record. It takes over the hooks of the previous record.
-        quantizers: Children to add, by name.
+    The new record takes over the hooks of the previous one. `quantizers` are children to add, by name.
     """
     before = find_record(layer)
     if before is not None:
@@ -128,6 +120,7 @@ def detach_layer(layer: nn.Module) -> None:
     products = [name for name, child in layer._modules.items() if isinstance(child, OwnedProduct)]
     for name in (*QUANTIZERS, *ATTENTION_QUANTIZERS, *products):
         layer._modules.pop(name, None)
+    layer._buffers.pop(TOKENS, None)
 
 
 # --- modules that are not layers ------------------------------------------------------------------
@@ -139,18 +132,6 @@ def attach_output(module: nn.Module, quantizer: nn.Module) -> None:
     module.register_module("output_quantizer", quantizer)
     record.hooks.append(module.register_forward_hook(quantize_output))
     record.has_output_hook = True
-
-
-def detach_output(module: nn.Module) -> None:
-    """Removes what `attach_output` added."""
-    record = record_of(module)
-    for handle in list(record.hooks):
-        if module._forward_hooks.get(handle.id) is quantize_output:
-            handle.remove()
-            record.hooks.remove(handle)
-    record.has_output_hook = False
-    del module._modules["output_quantizer"]
-    _drop_if_empty(module, record)
 
 
 def quantize_output(module: Any, args: Any, output: Any) -> Any:
@@ -176,21 +157,6 @@ def attach_calls(module: nn.Module, calls: Calls, scope: nn.Module) -> None:
         outer.hooks.append(scope.register_forward_pre_hook(start_counting, prepend=True))
         outer.hooks.append(scope.register_forward_hook(stop_counting, always_call=True))
     outer.counted.append(calls)
-
-
-def detach_calls(model: nn.Module) -> None:
-    """Removes what `attach_calls` added, from all modules of a model."""
-    added = (count_call, start_counting, stop_counting)
-    for module in model.modules():
-        record = find_record(module)
-        if record is None or (record.calls is None and not record.counted):
-            continue
-        record.calls, record.counted = None, []
-        for handle in list(record.hooks):
-            if {module._forward_pre_hooks.get(handle.id), module._forward_hooks.get(handle.id)} & {*added}:
-                handle.remove()
-                record.hooks.remove(handle)
-        _drop_if_empty(module, record)
 
 
 def watch_callees(model: nn.Module) -> None:
@@ -227,24 +193,44 @@ def _no_shortcut(module: Any, args: Any) -> None:
 # --- the model itself -----------------------------------------------------------------------------
 
 
-def attach_preparation(model: nn.Module, made: Preparation, on_loading: Iterable[Callable[..., None]]) -> None:
+def attach_preparation(model: nn.Module, made: Preparation, on_loading: Callable[..., None]) -> None:
     """Stores in a model what `prepare` did to it.
 
-    Args:
-        model: The model that was given to `prepare`.
-        made: What `prepare` did.
-        on_loading: Hooks to call before the model loads a state_dict.
+    `on_loading` is a hook to call before the model loads a state_dict.
     """
     record = record_of(model)
     record.preparation = made
     register: Callable[[Callable[..., None]], RemovableHandle] = model.register_load_state_dict_pre_hook
-    record.hooks += [register(hook) for hook in on_loading]
+    record.hooks.append(register(on_loading))
 
 
 def find_preparation(model: nn.Module) -> Preparation | None:
     """Returns what `prepare` did to a model, or None if the model is not prepared."""
     record = find_record(model)
     return None if record is None else record.preparation
+
+
+def is_prepared(model: nn.Module) -> bool:
+    """Returns True if `model` was returned by `prepare`."""
+    return find_preparation(model) is not None
+
+
+def preparation(model: nn.Module) -> Preparation:
+    """Returns what `prepare` did to a model. Raises ValueError if the model is not prepared."""
+    check_module(model)
+    found = find_preparation(model)
+    if found is None:
+        layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
+        if layers and not any(isinstance(layer._fakequant, Quantization) for layer in layers):
+            raise ValueError(
+                "The model is converted: it has codes instead of weights and quantizers.\n"
+                "Pass the prepared model that was converted. To save a converted model, use fakequant.save_converted."
+            )
+        raise ValueError(
+            "The model is not prepared, or it is a part or a wrapper of a prepared model.\n"
+            "Pass the module that was given to fakequant.prepare."
+        )
+    return found
 
 
 def forget_preparation(model: nn.Module) -> None:
@@ -269,7 +255,7 @@ def link_norms(model: nn.Module) -> None:
     made = find_preparation(model)
     for path, norm in () if made is None else made.norms.items():
         layer: Any = model.get_submodule(path)
-        layer._fakequant.norm = model.get_submodule(norm)
+        layer._fakequant.set_norm(layer, model.get_submodule(norm))
 
 
 # --- batch norms -------------------------------------------------------------------------------

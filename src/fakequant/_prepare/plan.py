@@ -1,33 +1,37 @@
 """The plan of `prepare`: which layers get which quantizers. Making it does not change the model."""
 
 import dataclasses
+import warnings
 from collections.abc import Iterable
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fakequant import _targets
+from fakequant import _runtimes
+from fakequant._backends.torch.tensor_kernels import dtype_name
 from fakequant._prepare.adapters import REASON, adapters
-from fakequant._prepare.plan_warnings import near_names
-from fakequant.config import LayerConfig, QuantConfig
+from fakequant._runtimes.target import DYNAMIC_SPEC, EngineRules, Target
+from fakequant._util.text import indented
+from fakequant.config import LayerConfig, QuantConfig, Rule
 from fakequant.nn._attention import MultiheadAttention
 from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._layer_kinds import LayerKind, find_kind, is_known
 from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize
-from fakequant.nn._owned_product import OwnedProduct
-from fakequant.nn._owners import is_owner, products_of
+from fakequant.nn._owners import OwnedProduct, is_owner, products_of
 from fakequant.nn._quantized_layer import RESERVED, quantized_class
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import NAME as RECORD
 from fakequant.observers import Dynamic, MovingAverage
-from fakequant.qparams import EPS
 from fakequant.spec import QuantSpec
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 # The path and type of a rule that recipes contain. It need not match: not every model has convolutions.
-OF_RECIPES = ("*", "_ConvNd")
+_OF_RECIPES = ("*", "_ConvNd")
+# Longer patterns are not compared with names: it would be slow, and nothing would be similar.
+_LONGEST = 200
 
 
 @dataclasses.dataclass
@@ -80,6 +84,8 @@ def make_plan(model: nn.Module, config: QuantConfig) -> Plan:
     used: set[int] = set()
     attentions: dict[nn.Module, nn.Module] = {}  # attention modules by their output projections
     in_adapters = adapters(model)
+    target = _runtimes.find(config.target)
+    tied = _tied_to_embeddings(model) if target.engine is not None else {}
     for path, module in model.named_modules():
         config_of_layer, number = config.find(path, module)
         if number is not None:
@@ -92,6 +98,8 @@ def make_plan(model: nn.Module, config: QuantConfig) -> Plan:
         reason = _unsupported_reason(module, config_of_layer)
         if config_of_layer is None and path in in_adapters:
             reason = REASON
+        if reason is None and target.engine is not None and path in tied:
+            reason = f"it shares its weight with {tied[path]}, which stays in float"
         if module in attentions and all(layer.module is not attentions[module] for layer in plan.layers):
             reason = reason or "the attention it belongs to stays in float"
         if reason is None:
@@ -103,10 +111,18 @@ def make_plan(model: nn.Module, config: QuantConfig) -> Plan:
         if reason is not None and (_owns_parameters(module) or has_rule):
             plan.floats[path] = reason
     for number, rule in enumerate(config.rules):
-        if number not in used and (rule.path, rule.type) != OF_RECIPES:
+        if number not in used and (rule.path, rule.type) != _OF_RECIPES:
             words = f"Rule(path={rule.path!r}, type={rule.type!r})"
-            plan.unmatched.append((words, near_names(rule, (*model.named_modules(), *plan.products.items()))))
+            plan.unmatched.append((words, _near_names(rule, (*model.named_modules(), *plan.products.items()))))
     return plan
+
+
+def _tied_to_embeddings(model: nn.Module) -> dict[str, str]:
+    """Returns the layers that share their weight with an embedding, with the path of that embedding."""
+    modules = list(model.named_modules())
+    tables = {module.weight: path for path, module in modules if isinstance(module, nn.Embedding)}
+    found = ((path, tables.get(module._parameters.get("weight"))) for path, module in modules)
+    return {path: table for path, table in found if table is not None and table != path}
 
 
 def _add_layer(plan: Plan, path: str, module: nn.Module, layer: LayerConfig, config: QuantConfig) -> str | None:
@@ -150,7 +166,7 @@ def _add_products(plan: Plan, path: str, module: nn.Module, config: QuantConfig)
         return used
     plan.floats.update(reasons)
     use, _ = config.find(path, module)
-    maker = None if use is None else _Maker(path, use, module, _targets.find(config.target))
+    maker = None if use is None else _Maker(path, use, module, _runtimes.find(config.target))
     output = None if maker is None else maker.activation("output", maker.config.output)
     if output is not None:
         output.train(module.training)
@@ -202,8 +218,10 @@ def _unsupported_derived_class(cls: type[nn.Module]) -> str | None:
 def _layer(path: str, module: nn.Module, layer: LayerConfig, config: QuantConfig) -> Layer:
     kind = find_kind(type(module))
     assert kind is not None
-    target = _targets.find(config.target)
+    target = _runtimes.find(config.target)
     make = _Maker(path, layer, module, target)
+    if target.engine is not None:
+        _require_place(module, layer, target.engine)
     quantizers: dict[str, Quantizer | CallQuantizers | None] = {
         "weight_quantizer": make.weight(kind),
         "input_quantizer": make.input(kind),
@@ -221,6 +239,14 @@ def _layer(path: str, module: nn.Module, layer: LayerConfig, config: QuantConfig
     return Layer(path, module, quantizers, kind.changes_input(module))
 
 
+def _require_place(module: nn.Module, layer: LayerConfig, engine: EngineRules) -> None:
+    """Raises ValueError if an engine has no place for the codes of a layer."""
+    if not any(cls.__name__ in engine.layers for cls in type(module).__mro__):
+        raise _LeftInFloat(f"{type(module).__name__} layers stay in float in the engines of this target")
+    if layer.output is not None:
+        raise ValueError("its output would be quantized, which the engines of this target do not do")
+
+
 def check_free(module: nn.Module, names: Iterable[str]) -> None:
     """Raises ValueError if a module already has an attribute with one of these names."""
     for name in names:
@@ -235,7 +261,7 @@ class _Maker:
     path: str
     config: LayerConfig
     module: nn.Module
-    target: _targets.Target
+    target: Target
 
     def weight(self, kind: type[LayerKind]) -> Quantizer | None:
         spec = self.config.weight
@@ -246,7 +272,7 @@ class _Maker:
             spec = dataclasses.replace(spec, axis=kind.channel_axis)
         if spec.has_block_scales and spec.axis == -1:
             spec = dataclasses.replace(spec, axis=1 - kind.channel_axis)
-        spec = self.target.fit_weight(spec)
+        spec = self._fitted(spec, "weight", dtype_name(weight.dtype))
         where = self._where("weight")
         options: dict[str, Any] = {"shape": tuple(weight.shape), "path": where, "device": weight.device, "sync": False}
         if self.config.learned and not spec.has_block_scales:
@@ -254,7 +280,9 @@ class _Maker:
         return FakeQuantize(spec, self.config.weight_observer or Dynamic(), gradient="auto", **options)
 
     def input(self, kind: type[LayerKind]) -> Quantizer | None:
-        spec = self.config.input if kind.has_input else None
+        engine = self.target.engine
+        is_weight_only = engine is not None and type(self.module).__name__ in engine.weight_only
+        spec = self.config.input if kind.has_input and not is_weight_only else None
         if spec is not None and spec.has_block_scales and spec.axis == -1:
             # Channels are before the axes of a convolution, and are the last axis of every other input.
             spec = dataclasses.replace(spec, axis=1 - read_weight(self.module, kind).dim())
@@ -265,17 +293,30 @@ class _Maker:
             return None
         owner = self.module.owner if isinstance(self.module, OwnedProduct) else self.module
         device = next((p.device for p in owner.parameters()), None)
-        fitted, where = self.target.fit_activation(spec), self._where(name)
+        dtype = next((dtype_name(p.dtype) for p in owner.parameters() if p.is_floating_point()), "float32")
+        fitted, where = self._fitted(spec, "input", dtype), self._where(name)
         is_dynamic = isinstance(self.config.activation_observer, Dynamic) and not self.config.learned
-        if (spec.granularity == "token" or is_dynamic) and not self.target.has_dynamic_scales:
+        if (spec.granularity == "token" or is_dynamic) and not self.target.activations.has_dynamic_scales:
             raise ValueError(
                 f"{self.target.name} has no integer kernels for scales that are computed at run time. Use a fixed "
                 "scale, as recipes.int8 does, quantize only weights, or use another target."
             )
-        if (spec.granularity == "token" or is_dynamic) and fitted == _targets.DYNAMIC_SPEC:
-            eps = _targets.SMALLEST_DYNAMIC_SCALE if self.target.has_one_dynamic_scale else EPS
+        if (spec.granularity == "token" or is_dynamic) and fitted == DYNAMIC_SPEC:
+            eps = self.target.activations.smallest_dynamic_scale
             return FakeQuantize(fitted, Dynamic(), eps=eps, path=where, device=device)
         return make_activation_quantizer(self.config, fitted, where, device)
+
+    def _fitted(self, spec: QuantSpec, whose: Literal["weight", "input"], dtype: str) -> QuantSpec:
+        """Returns a spec adapted to the target. Raises ValueError if its engine cannot hold it."""
+        spec = self.target.fit_weight(spec) if whose == "weight" else self.target.fit_activation(spec)
+        engine = self.target.engine
+        if engine is None:
+            return spec
+        spec = engine.fit_weight(spec) if whose == "weight" else engine.fit_input(spec)
+        reason = engine.reason_against_weight(spec) if whose == "weight" else engine.reason_against_input(spec)
+        if reason is not None:
+            raise ValueError(f"its {whose} in {self.target.name}: {reason}")
+        return spec if self.config.learned else engine.with_scales_in(spec, dtype)
 
     def _where(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name
@@ -286,11 +327,7 @@ def make_activation_quantizer(
 ) -> Quantizer:
     """Returns a new quantizer for an activation, with a learned scale or an observer as the config says.
 
-    Args:
-        config: The config of the layer.
-        spec: The spec of the activation, adapted to the target.
-        path: The name of the activation in messages.
-        device: The device of the quantizer's parameters and buffers.
+    The spec is adapted to the target already. Messages call the activation `path`.
     """
     follows_data = spec.granularity == "token" or spec.has_block_scales
     if config.learned and not follows_data:
@@ -313,3 +350,58 @@ def read_weight(module: nn.Module, kind: type[LayerKind]) -> Tensor:
         for part, training in zip(parts, modes, strict=True):
             part.training = training
     return weight
+
+
+# --- warnings ---------------------------------------------------------------------------------------
+
+
+def _near_names(rule: Rule, modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """Returns types that are similar to the type of a rule if no module has it, otherwise paths similar to its path."""
+    named = list(modules)
+    if rule.type is not None:
+        types = {cls.__name__ for _, module in named for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
+        if rule.type not in types:
+            return _near(rule.type, sorted(types), 0.6)
+    return _near(rule.path, [path for path, _ in named], 0.3)
+
+
+def warn_about_rules(model: nn.Module, plan: Plan, config: QuantConfig) -> None:
+    """Warns once about rules that match no module and no product, and suggests similar names."""
+    named = [*model.named_modules(), *plan.products.items()]
+    unmatched = [
+        rule
+        for rule in config.rules
+        if (rule.path, rule.type) != _OF_RECIPES and not any(rule.matches(path, module) for path, module in named)
+    ]
+    if not unmatched:
+        return
+    lines = "".join(
+        f"\n  {_words(rule)}; near: {', '.join(_near_names(rule, named)) or 'nothing'}" for rule in unmatched
+    )
+    warnings.warn(
+        f"Rules of the config match no module of the model:{lines}\nCorrect or remove them.",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def warn_about_refused(refused: dict[str, str]) -> None:
+    """Warns once about layers that stay in float because the spec does not fit them."""
+    if not refused:
+        return
+    shown = indented([f"{path or 'the model'}: {reason}" for path, reason in refused.items()], most=3)
+    warnings.warn(
+        f"Layers stay in float because their spec does not fit them:\n{shown}\n"
+        "Use another spec for them in a rule, or leave them out with skip(...).",
+        UserWarning,
+        stacklevel=3,
+    )
+
+
+def _words(rule: Rule) -> str:
+    verb = "skip" if rule.use is None else "rule"
+    return f"{verb}({rule.path[:_LONGEST]!r}{'' if rule.type is None else f', type={rule.type!r}'})"
+
+
+def _near(name: str, names: list[str], cutoff: float) -> list[str]:
+    return get_close_matches(name, names, n=3, cutoff=cutoff) if len(name) <= _LONGEST else []

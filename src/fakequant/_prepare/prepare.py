@@ -1,11 +1,12 @@
 """`prepare` adds quantizers to a model, in place. `unprepare` removes them."""
 
+import dataclasses
 from typing import Any
 
 from torch import nn
 
-from fakequant import _targets
-from fakequant._convert.fold_batch_norm import can_fold
+from fakequant import _runtimes
+from fakequant._model.running import check_module, describing_call, evaluating, warn_about_dropped
 from fakequant._prepare.adapters import allow_merging, protect_merging, without_adapters
 from fakequant._prepare.attach import (
     Preparation,
@@ -14,25 +15,27 @@ from fakequant._prepare.attach import (
     check_name,
     close_shortcuts,
     detach_all,
-    find_preparation,
     link_norms,
+    preparation,
 )
-from fakequant._prepare.data_flow import call_order, find_flow, norm_pairs, repeated_modules, sources
-from fakequant._prepare.first_last import adopting_hooks, widen_first_and_last
+from fakequant._prepare.bit_widths import first_and_last, widen
+from fakequant._prepare.flow_graph import FlowGraph, count_multiplications, foldable_norms
+from fakequant._prepare.flow_state import load_flow, save_flow
 from fakequant._prepare.input_rounding import round_inputs
-from fakequant._prepare.multiplications import count_multiplications
-from fakequant._prepare.plan import OF_RECIPES, Layer, Plan, make_plan
-from fakequant._prepare.plan_results import attach_results, plan_results
-from fakequant._prepare.plan_warnings import warn_about_refused, warn_about_rules
+from fakequant._prepare.output_quantizers import attach_results, plan_results, share_inputs, shared_inputs
+from fakequant._prepare.plan import Layer, Plan, make_plan, warn_about_refused, warn_about_rules
+from fakequant._prepare.record_flow import record_flow
 from fakequant._prepare.repeated_calls import RepeatedCalls, split_calls
-from fakequant._prepare.saved_flow import load_flow, save_flow
-from fakequant._prepare.shared_grids import find_repeated, share_grids
-from fakequant._train.running import check_module, describing_call
 from fakequant.config import QuantConfig
+from fakequant.nn._call_quantizers import quantizers_in
 from fakequant.nn._layer_kinds import find_kind
 from fakequant.nn._model_quantizers import name_quantizers
 from fakequant.nn._owners import owner_record
 from fakequant.nn._quantized_layer import Quantization, QuantizedLayer
+
+
+class MissingExampleError(ValueError):
+    """A config needs an example."""
 
 
 def prepare(model: nn.Module, config: QuantConfig, example: Any = None) -> nn.Module:
@@ -41,43 +44,76 @@ def prepare(model: nn.Module, config: QuantConfig, example: Any = None) -> nn.Mo
     Each quantized layer gets a class derived from its own class and keeps its parameters, their names, its hooks
     and tied weights. A state_dict of the float model loads strictly.
 
-    If `config.operands` is set, modules also quantize outputs where the target needs codes: operands of additions,
-    concatenations, products and means, and for some targets the outputs of convolutions. These places are found by
-    running the model once on `example`, in evaluation mode. Without an example the model is traced with torch.fx, which
-    fails on much Python code and does not show results of functions. `summary` lists what is missing, and `calibrate`
-    adds it when it sees its first batch. Pass the example if you load a state_dict instead.
+    The model is run once on `example`, in evaluation mode, to see how data flows through it:
+
+        `config.operands`           modules also quantize outputs where the target needs codes: operands of additions,
+                                    concatenations, products and means, and for some targets outputs of convolutions
+        `config.first_last_bits`    which layers are first and last
+        target                      some runtimes round the model's inputs at ties in their own way
+
+    A config with one of these needs the example: so do `recipes.int8`, `w4a8`, `lsq` and `fp8`. Any other config can do
+    without it. Then batch norms do not fold, a layer that is called several times has one range for all calls, and
+    weights that functions read, as in `F.linear(x, layer.weight)`, are not quantized there.
 
     Scales of weights are known immediately. Scales of activations need data, from `calibrate` or from training.
 
     Args:
         model: The float model. Prepare it before it is compiled or distributed.
         config: Which layers are quantized, and how.
-        example: A batch, as `calibrate` takes them: a tensor, a dict of keyword arguments, or a tuple.
+        example: One batch, as `calibrate` takes them: a tensor, a dict of keyword arguments, or a tuple, of which only
+            the arguments that `forward` requires are passed.
 
     Raises:
         ValueError: If the model is prepared, compiled or distributed already, is on the meta device, or has no
-            layer that `config` quantizes.
+            layer that `config` quantizes; or if the config needs an example and there is none.
 
+    >>> import torch
     >>> from fakequant import recipes
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    >>> model = prepare(model, recipes.int8())
+    >>> model = prepare(model, recipes.int8(), example=torch.ones(1, 4))
     >>> isinstance(model[0], nn.Linear), model[0].weight_quantizer.spec.bits
     (True, 8)
     """
     _check(model, config)
-    config = without_adapters(model, config)
+    config = _for_engine(without_adapters(model, config))
     plan = make_plan(model, config)
     if not plan.layers:
         raise ValueError(_nothing_to_quantize(plan))
-    warn_about_rules((*model.named_modules(), *plan.products.items()), config, OF_RECIPES)
+    if example is None:
+        _require_no_flow(config, plan)
+    warn_about_rules(model, plan, config)
     warn_about_refused(plan.refused)
+    warn_about_dropped(model, example)
     with describing_call(model, example, "`example`"):
-        flow = find_flow(model, example)
-    first_last = widen_first_and_last(model, config, plan, call_order(flow))
-    repeated = RepeatedCalls(repeated_modules(flow))
-    split_calls(plan, flow, repeated)
-    results = plan_results(model, config, plan, flow)
-    on_a_grid = {} if config.operands is None else find_repeated(plan, results, sources(model, flow))
+        graph = None if example is None else record_flow(model, example)
+    return _attach(model, config, plan, graph)
+
+
+def prepare_for_loading(model: nn.Module, config: QuantConfig) -> nn.Module:
+    """Prepares a model without an example, whatever the config. A state that is loaded next brings the data flow."""
+    _check(model, config)
+    config = _for_engine(without_adapters(model, config))
+    return _attach(model, config, make_plan(model, config), None)
+
+
+def _for_engine(config: QuantConfig) -> QuantConfig:
+    """Returns the config without what an engine that multiplies dequantized weights computes in float."""
+    if _runtimes.find(config.target).engine is None:
+        return config
+    return dataclasses.replace(config, operands=None, attention=False)
+
+
+def _attach(model: nn.Module, config: QuantConfig, plan: Plan, recorded: FlowGraph | None) -> nn.Module:
+    """Adds the quantizers of a plan to a model, and those that its data flow needs, if it is known."""
+    graph = recorded or FlowGraph([])
+    first_last = first_and_last(model, config, plan, graph)
+    for layer in plan.layers:
+        if layer.path in first_last:
+            widen(layer.module, layer.quantizers, config)
+    repeated = RepeatedCalls(graph.repeated)
+    split_calls(plan, graph, repeated)
+    results = plan_results(model, config, plan, graph)
+    shared = {} if config.operands is None else shared_inputs(model, plan, results, graph)
     for owner in plan.owners:
         attach_layer(owner.module, owner_record(owner.module), owner.children)
     for layer in plan.layers:
@@ -85,28 +121,49 @@ def prepare(model: nn.Module, config: QuantConfig, example: Any = None) -> nn.Mo
     hooked = [owner.path for owner in plan.owners if owner.children["output_quantizer"] is not None]
     hooked += attach_results(model, results, repeated)
     repeated.attach(model)
-    share_grids(model, on_a_grid)
-    round_inputs(model, flow, config.target)
-    norms = {layer: norm for layer, norm in norm_pairs(model, flow) if can_fold(model, layer, norm)}
+    share_inputs(model, shared)
+    round_inputs(model, graph, config.target)
     close_shortcuts(model)
     name_quantizers(model)
-    made = Preparation(config, plan.floats, plan.unmatched, hooked, results.notes, norms, first_last)
-    made.is_recorded, made.products = flow.is_recorded, results.products
-    if flow.is_recorded:
-        made.multiplications = count_multiplications(model, flow.graphs[-1])
-    attach_preparation(model, made, [load_flow, *adopting_hooks(first_last)])
-    if flow.is_recorded:
+    made = Preparation(config, plan.floats, plan.unmatched, hooked, results.notes, first_last=first_last)
+    made.products = results.products
+    with evaluating(model):  # in training, parametrizations such as spectral_norm change when a weight is read
+        made.multiplications = count_multiplications(model, graph)
+        if _runtimes.find(config.target).engine is None:  # other runtimes compute batch norms in their layers
+            made.norms = foldable_norms(model, graph)
+    attach_preparation(model, made, load_flow)
+    if recorded is not None:
         save_flow(model, made)
     link_norms(model)
     protect_merging(model)
     return model
 
 
+def _require_no_flow(config: QuantConfig, plan: Plan) -> None:
+    """Raises an error if what `config` asks for depends on the data flow, which only an example shows."""
+    reasons = []
+    if config.operands is not None:
+        reasons.append("`operands` is set: results that additions, products and other operations read are quantized")
+    if config.first_last_bits is not None:
+        reasons.append("`first_last_bits` is set: the layers that are called first and last get more bits")
+    target = _runtimes.find(config.target)
+    inputs = [q for layer in plan.layers for q in quantizers_in(layer.quantizers["input_quantizer"])]
+    if target.rounding is not None and not all(quantizer.is_dynamic for quantizer in inputs):
+        reasons.append(f"{target.name} rounds the inputs of the model at ties in its own way")
+    if reasons:
+        raise MissingExampleError(
+            "This config needs an example, because only a run shows how data flows through the model:"
+            + "".join(f"\n  {reason}" for reason in reasons)
+            + "\nUse fq.prepare(model, config, example=x), where x is one batch, as the model takes it."
+        )
+
+
 def _record(layer: Layer, config: QuantConfig) -> Quantization:
     cls = type(layer.module)
     kind = find_kind(cls)
     assert kind is not None
-    return Quantization(kind=kind, float_class=cls, save_codes=config.save_codes, target=config.target)
+    has_float_bias = _runtimes.find(config.target).engine is not None
+    return Quantization(kind=kind, float_class=cls, save_codes=config.save_codes, has_float_bias=has_float_bias)
 
 
 def unprepare(model: nn.Module) -> nn.Module:
@@ -115,7 +172,7 @@ def unprepare(model: nn.Module) -> nn.Module:
     >>> from fakequant import recipes
     >>> model = nn.Sequential(nn.Linear(4, 8))
     >>> keys = list(model.state_dict())
-    >>> model = unprepare(prepare(model, recipes.int8()))
+    >>> model = unprepare(prepare(model, recipes.int8_dynamic()))
     >>> type(model[0]).__name__, list(model.state_dict()) == keys
     ('Linear', True)
     """
@@ -125,36 +182,13 @@ def unprepare(model: nn.Module) -> nn.Module:
     return model
 
 
-def is_prepared(model: nn.Module) -> bool:
-    """Returns True if `model` was returned by `prepare`."""
-    return find_preparation(model) is not None
-
-
-def preparation(model: nn.Module) -> Preparation:
-    """Returns what `prepare` did to a model. Raises ValueError if the model is not prepared."""
-    check_module(model)
-    found = find_preparation(model)
-    if found is None:
-        layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
-        if layers and not any(isinstance(layer._fakequant, Quantization) for layer in layers):
-            raise ValueError(
-                "The model is converted: it has codes instead of weights and quantizers.\n"
-                "Pass the prepared model that was converted. To save a converted model, use fakequant.save_converted."
-            )
-        raise ValueError(
-            "The model is not prepared, or it is a part or a wrapper of a prepared model.\n"
-            "Pass the module that was given to fakequant.prepare."
-        )
-    return found
-
-
 def _check(model: nn.Module, config: QuantConfig) -> None:
     check_module(model)
     if not isinstance(config, QuantConfig):
         raise TypeError(
             f"`config` must be a QuantConfig, got {type(config).__name__}.\nUse e.g. fakequant.recipes.int8()."
         )
-    _targets.find(config.target).require_layers(model)
+    _runtimes.find(config.target).require_layers(model)
     for path, module in model.named_modules():
         if module is model or isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)):
             check_name(module)

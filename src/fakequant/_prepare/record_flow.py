@@ -12,25 +12,23 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fakequant._backends.torch.torch_private import pytree
-from fakequant._prepare.dead_calls import drop_dead_calls
-from fakequant._prepare.flow_graph import Call, FlowGraph, Repeated, is_leaf
-from fakequant._prepare.layer_calls import find_layer_calls
-from fakequant._train.model_snapshot import unchanged
-from fakequant._train.running import call_arguments, copied, evaluating
+from fakequant._model.running import call_arguments, copied, evaluating
+from fakequant._model.snapshot import unchanged
+from fakequant._prepare.attach import is_prepared
+from fakequant._prepare.flow_graph import Call, FlowGraph, Repeated, drop_dead_calls, find_layer_calls, is_leaf
 from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._function_calls import is_counted
-from fakequant.nn._function_names import function_name
+from fakequant.nn._model_quantizers import in_float
+from fakequant.nn._operators import function_name
 from fakequant.nn._quantizer import Quantizer
 
 
 def record_flow(model: nn.Module, example: Any) -> FlowGraph:
     """Runs `model` on one batch, in evaluation mode and without gradients, and returns the calls that were made.
 
-    Any Python code can be recorded. Buffers, modes and random numbers are as before afterwards.
-
-    Args:
-        model: The model.
-        example: A batch, as `calibrate` takes them: a tensor, a dict of keyword arguments, or a tuple.
+    Any Python code can be recorded. Buffers, modes and random numbers are as before afterwards. Quantizers do nothing
+    during the run. Those of a prepared model are no calls: its modules compute the same results as before. The example
+    is a batch, as `calibrate` takes them.
 
     >>> graph = record_flow(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2))
     >>> [str(call) for call in graph.modules()]
@@ -43,14 +41,15 @@ def record_flow(model: nn.Module, example: Any) -> FlowGraph:
         undo.enter_context(unchanged(model))
         undo.enter_context(evaluating(model))
         undo.enter_context(torch.no_grad())
+        undo.enter_context(in_float(model))
         for path, module in model.named_modules():
-            if isinstance(module, (Quantizer, CallQuantizers)):
-                continue  # the modules of a prepared model compute the same results as before
+            if is_prepared(model) and isinstance(module, (Quantizer, CallQuantizers)):
+                continue
             # Hooks also keep torch's encoder layers from computing everything in one operator.
             undo.callback(module.register_forward_pre_hook(recorder.enter, with_kwargs=True).remove)
             undo.callback(module.register_forward_hook(recorder.leave, always_call=True).remove)
             recorder.paths.setdefault(module, path)
-            if is_leaf(module):
+            if is_leaf(module) or isinstance(module, Quantizer):
                 recorder.leaves.add(module)
             if isinstance(module, nn.TransformerEncoder):
                 undo.callback(setattr, module, "use_nested_tensor", module.use_nested_tensor)

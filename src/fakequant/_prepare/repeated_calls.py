@@ -6,22 +6,17 @@ from collections.abc import Mapping
 from torch import nn
 
 from fakequant._prepare.attach import attach_calls
-from fakequant._prepare.data_flow import DataFlow, repeated_modules
-from fakequant._prepare.flow_graph import Repeated
+from fakequant._prepare.flow_graph import FlowGraph, Repeated
 from fakequant._prepare.plan import Plan
 from fakequant.nn._call_quantizers import CallQuantizers, Calls
-from fakequant.nn._owned_product import OwnedProduct
+from fakequant.nn._owners import OwnedProduct
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import find_record
 
 
 class RepeatedCalls:
-    """The modules that are called several times, and the `Calls` of those that quantize each call separately.
-
-    Args:
-        repeated: The modules that are called several times, by path.
-    """
+    """The modules that are called several times, and the `Calls` of those that quantize each call separately."""
 
     def __init__(self, repeated: Mapping[str, Repeated]) -> None:
         self.repeated = repeated
@@ -36,9 +31,7 @@ class RepeatedCalls:
     def slot(self, path: str, quantizers: Mapping[int | None, Quantizer]) -> nn.Module:
         """Returns the child that quantizes a tensor of a module, from its quantizers by the number of the call.
 
-        Args:
-            path: The path of the module.
-            quantizers: One quantizer for None if the module is called once.
+        If the module is called once, `quantizers` has one for None.
         """
         by_number = {number: quantizer for number, quantizer in quantizers.items() if number is not None}
         return CallQuantizers(self.of(path), by_number) if by_number else quantizers[None]
@@ -49,17 +42,17 @@ class RepeatedCalls:
             attach_calls(model.get_submodule(path), calls, model.get_submodule(self.repeated[path].scope))
 
 
-def split_calls(plan: Plan, flow: DataFlow, repeated: RepeatedCalls) -> None:
+def split_calls(plan: Plan, graph: FlowGraph, repeated: RepeatedCalls) -> None:
     """Gives the layers of a plan that are called several times one quantizer per call, for each of their activations.
 
     Calls with the same input share the quantizer of the input. Quantizers with dynamic scales need not be split. The
     steps of recurrent layers have one range, whatever their number is.
     """
-    inputs = inputs_of_calls(flow)
+    inputs = _inputs_of_calls(graph)
     for layer in plan.layers:
         if isinstance(layer.module, OwnedProduct):
             continue
-        number = repeated_modules(flow).get(layer.path, Repeated(1, "")).number
+        number = graph.repeated.get(layer.path, Repeated(1, "")).number
         for name, quantizer in layer.quantizers.items():
             if number == 1 or name == "weight_quantizer":
                 continue
@@ -74,10 +67,7 @@ def split_calls(plan: Plan, flow: DataFlow, repeated: RepeatedCalls) -> None:
 def split(quantizer: Quantizer, firsts: list[int], calls: Calls) -> CallQuantizers:
     """Returns a quantizer like the given one for each call.
 
-    Args:
-        quantizer: The quantizer of the first call.
-        firsts: For each call, the number of the first call with the same tensor.
-        calls: The calls of the module.
+    `firsts` has, for each call, the number of the first call with the same tensor.
     """
     made: dict[int, Quantizer] = {}
     for turn, first in enumerate(firsts):
@@ -85,11 +75,11 @@ def split(quantizer: Quantizer, firsts: list[int], calls: Calls) -> CallQuantize
     return CallQuantizers(calls, made)
 
 
-def inputs_of_calls(flow: DataFlow) -> dict[str, dict[int, int]]:
+def _inputs_of_calls(graph: FlowGraph) -> dict[str, dict[int, int]]:
     """Returns, by path and number of a call, the number of the first call of the module with the same inputs."""
     found: dict[str, dict[int, int]] = {}
     firsts: dict[tuple[str, tuple[object, ...]], int] = {}
-    for call in flow.graphs[-1].modules() if flow.graphs else ():
+    for call in graph.modules():
         if call.turn is not None:
             found.setdefault(call.path, {})[call.turn] = firsts.setdefault((call.path, (*call.inputs,)), call.turn)
     return found

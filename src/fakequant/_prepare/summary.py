@@ -1,25 +1,34 @@
-"""`summary`: which tensors of a prepared model are quantized, and why the other ones are not."""
+"""`summary`: which tensors of a prepared model are quantized, why the other ones are not, and how much of it is.
+
+The size of a part is the number of its parameters, and the number of multiplications in layers and in products of
+matrices on the example.
+"""
 
 import dataclasses
+from collections.abc import Container
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from fakequant._convert.left_in_float import unreached_layers
-from fakequant._prepare.first_last import notes_on_formats
-from fakequant._prepare.prepare import preparation
-from fakequant._prepare.shares import Amount, quantized_parameters, shares_in_words
-from fakequant._prepare.weight_widths import weight_bytes
-from fakequant._train.unfit_ranges import find_problem
-from fakequant._util.text_table import table
+from fakequant._model.unfit_ranges import find_problem
+from fakequant._prepare.attach import FLOW_BUFFER, preparation
+from fakequant._prepare.bit_widths import notes_on_formats, weight_bytes
+from fakequant._util.text import table
 from fakequant.nn._call_quantizers import CallQuantizers
 from fakequant.nn._function_calls import FunctionQuantizers
-from fakequant.nn._model_quantizers import quantizers
-from fakequant.nn._owned_product import stored_weight
+from fakequant.nn._model_quantizers import named_quantizers, unreached_layers, weight_quantizers
+from fakequant.nn._owners import stored_weight
 from fakequant.nn._quantized_layer import QuantizedLayer, input_grids_of
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import float_class_of
+
+
+class Amount(NamedTuple):
+    """A part of a model: its multiplications on the example of `prepare`, and its parameters."""
+
+    multiplications: int
+    parameters: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +96,11 @@ class Summary:
 def summary(model: nn.Module) -> Summary:
     """Returns a printable summary of a prepared model: the specs of its layers, and why other modules stay in float.
 
-    >>> import fakequant as fq
-    >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), fq.recipes.int8())
+    >>> import torch, fakequant as fq
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    >>> model = fq.prepare(model, fq.recipes.int8(), example=torch.ones(1, 4))
     >>> print(summary(model))
-    quantized: 57.1% of 56 parameters
+    quantized: 100.0% of 32 multiplications, 57.1% of 56 parameters
     <BLANKLINE>
     quantized | kind   | weight                             | input             | output
     ----------+--------+------------------------------------+-------------------+-------
@@ -124,25 +134,30 @@ def summary(model: nn.Module) -> Summary:
         layers.append(LayerSummary(path, kind, _words(weight), _words(input, lent), _words(output)))
     before, after = _bytes(model)
     modules = dict(model.named_modules())
-    floats = {
-        path: f"{reason}; it folds into {folded[path]} when the model is converted" if path in folded else reason
-        for path, reason in made.floats.items()
+    floats = dict(made.floats)
+    floats |= {
+        norm: f"{floats[norm]}; it folds into {layer} when the model is converted"
+        for norm, layer in folded.items()
+        if norm in floats
     }
+    if FLOW_BUFFER not in model._buffers:
+        norms = [path for path in floats if isinstance(modules.get(path), nn.modules.batchnorm._BatchNorm)]
+        floats |= {norm: f"{floats[norm]}; it does not fold, because `prepare` had no example" for norm in norms}
     return Summary(
-        layers,
-        floats,
-        made.unmatched,
-        made.notes + notes_on_formats(made.first_last, made.config) + _unreached(model) + _unfit(model),
-        sum(p.numel() for p in _float_parameters(model)),
-        before,
-        after,
-        sum(made.multiplications.values()),
-        sum(
-            n
-            for call, n in made.multiplications.items()
+        layers=layers,
+        floats=floats,
+        unmatched=made.unmatched,
+        notes=made.notes + notes_on_formats(model, made) + _unreached(model) + _unfit(model),
+        parameters=sum(p.numel() for p in _float_parameters(model)),
+        bytes_before=before,
+        bytes_after=after,
+        multiplications=sum(made.multiplications.values()),
+        quantized_multiplications=sum(
+            number
+            for call, number in made.multiplications.items()
             if call in made.products or _has_quantized_product(modules.get(call))
         ),
-        quantized_parameters(model),
+        quantized_parameters=quantized_parameters(model),
     )
 
 
@@ -164,11 +179,11 @@ def _unreached(model: nn.Module) -> list[str]:
 
 
 def _unfit(model: nn.Module) -> list[str]:
-    """Returns notes on quantizers of activations whose range does not fit, as far as the range shows it."""
-    weights = {module.weight_quantizer for module in model.modules() if isinstance(module, QuantizedLayer)}
+    """Returns notes on quantizers of activations whose range does not fit, if the range alone shows it."""
+    weights = weight_quantizers(model)
     return [
         f"the range of {path} does not fit: {problem.words}"
-        for path, quantizer in quantizers(model)
+        for path, quantizer in named_quantizers(model)
         if quantizer not in weights and (problem := find_problem(quantizer, None)) is not None
     ]
 
@@ -188,7 +203,7 @@ def _words(slot: Quantizer | CallQuantizers | None, lent: Quantizer | None = Non
 
 
 def _float_parameters(model: nn.Module) -> list[nn.Parameter]:
-    own = {id(p) for _, quantizer in quantizers(model) for p in quantizer.parameters()}
+    own = {id(p) for _, quantizer in named_quantizers(model) for p in quantizer.parameters()}
     return [p for p in model.parameters() if id(p) not in own and not nn.parameter.is_lazy(p)]
 
 
@@ -203,3 +218,60 @@ def _bytes(model: nn.Module) -> tuple[int, int]:
             scales, spec = prod(quantizer._blocks or ()), quantizer.spec
             sizes[id(weight)] = weight_bytes(weight.numel(), spec.bits, scales, spec.scale_format)
     return before, sum(sizes.values())
+
+
+# --- shares -----------------------------------------------------------------------------------------
+
+
+def shares_in_words(everything: Amount, quantized: Amount, integer: Amount | None = None) -> str:
+    """Returns the lines that open `summary`, `check`, `verify` and the report.
+
+    Multiplications are left out if they are not known, because `prepare` had no example.
+
+    Args:
+        everything: The whole model.
+        quantized: Multiplications with a quantized weight and a quantized input; parameters that are quantized.
+        integer: The part of these that a runtime computes in integers. None if no runtime was asked.
+
+    >>> print(shares_in_words(Amount(2000, 400), Amount(1900, 390), Amount(1800, 380)))
+    quantized: 95.0% of 2,000 multiplications, 97.5% of 400 parameters
+    in integers in this runtime: 90.0% of the multiplications, 95.0% of the parameters
+    """
+    parameters = f"{quantized.parameters / max(everything.parameters, 1):.1%} of {everything.parameters:,} parameters"
+    number = f"{everything.multiplications:,}"
+    if not everything.multiplications:
+        words = parameters
+    elif quantized.parameters and not quantized.multiplications:
+        words = f"weights only, {parameters}; the inputs of {number} multiplications are floats"
+    else:
+        words = (
+            f"{quantized.multiplications / everything.multiplications:.1%} of {number} multiplications, {parameters}"
+        )
+    return "\n".join([f"quantized: {words}", *_in_integers(everything, integer)])
+
+
+def _in_integers(everything: Amount, integer: Amount | None) -> list[str]:
+    if integer is None:
+        return []
+    words = [f"{integer.parameters / max(everything.parameters, 1):.1%} of the parameters"]
+    if everything.multiplications:
+        words.insert(0, f"{integer.multiplications / everything.multiplications:.1%} of the multiplications")
+    return [f"in integers in this runtime: {', '.join(words)}"]
+
+
+def quantized_parameters(model: nn.Module, without: Container[str] = ()) -> int:
+    """Returns the number of parameters of a prepared model that are weights of quantized layers.
+
+    A weight that several layers share counts once. Weights of the layers in `without` do not count, not even if another
+    layer shares them.
+    """
+    sizes: dict[int, int] = {}
+    left_out = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, QuantizedLayer) and module.weight_quantizer is not None:
+            name = module._fakequant.kind.weight_name
+            own = module._parameters.get(name)
+            key = id(module if own is None else own)  # a parametrized weight is computed whenever it is read
+            sizes[key] = getattr(module, name).numel()
+            left_out |= {key} if path in without else set()
+    return sum(size for key, size in sizes.items() if key not in left_out)

@@ -7,15 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fakequant._model.running import Data, check_module, check_steps, evaluating, explaining_ranks, run
+from fakequant._model.snapshot import Snapshot
+from fakequant._model.unfit_ranges import sample_of, warn_about_ranges
 from fakequant._prepare.attach import link_norms
-from fakequant._prepare.complete import completed
-from fakequant._prepare.first_last import settled_by_first_batch
-from fakequant._train.model_snapshot import Snapshot
-from fakequant._train.running import Data, check_module, check_steps, evaluating, explaining_ranks, run
-from fakequant._train.unfit_ranges import sample_of, warn_about_ranges
+from fakequant._util.text import listed
 from fakequant.nn._fake_quantize import FakeQuantize
-from fakequant.nn._model_quantizers import quantizers
-from fakequant.nn._quantized_layer import QuantizedLayer
+from fakequant.nn._model_quantizers import has_scale, named_quantizers, weight_quantizers
 from fakequant.nn._quantizer import Quantizer
 
 
@@ -24,9 +22,6 @@ def calibrate(model: nn.Module, data: Data, steps: int | None = None, *, progres
     """Runs data through a prepared model in float, lets its quantizers observe, and returns the model.
 
     This is all that post-training quantization needs, and the first step of quantization-aware training.
-
-    If the model was prepared without an example, its first batch serves as one: see `prepare`. This needs batches, not
-    a function that runs the model.
 
     Observers that keep a moving average use the mean over all batches here, so that every batch has the same weight.
     Frozen quantizers, and learned quantizers that have a scale already, do not change. The model runs in evaluation
@@ -47,15 +42,17 @@ def calibrate(model: nn.Module, data: Data, steps: int | None = None, *, progres
         ValueError: If the model has no quantizer to calibrate, or `data` has no values.
 
     >>> import fakequant as fq
-    >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8())
-    >>> model = calibrate(model, [torch.ones(3, 4)], progress=False)
+    >>> x = torch.ones(3, 4)
+    >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8(), example=x)
+    >>> model = calibrate(model, [x], progress=False)
     >>> model[0].input_quantizer.scale
     tensor(0.0039)
     """
     check_module(model)
     check_steps(steps)
-    data, undo_completion = completed(model, data) if steps != 0 else (data, lambda: None)
-    found = [module for _, module in quantizers(model) if not module.frozen]
+    found = [module for _, module in named_quantizers(model) if not module.frozen]
+    if found and all(module.is_initialized for module in found) and weight_quantizers(model) >= set(found):
+        return model  # learned scales of weights start when the model is prepared
     if all(module.is_initialized for module in found):
         raise ValueError(_nothing_to_do(model))
     link_norms(model)
@@ -72,33 +69,22 @@ def calibrate(model: nn.Module, data: Data, steps: int | None = None, *, progres
             if isinstance(quantizer, FakeQuantize):
                 undo.enter_context(quantizer.averaging_evenly())
         try:
-            with settled_by_first_batch(model), explaining_ranks():
+            with explaining_ranks():
                 run(model, data, steps, "calibrate" if progress else None)
                 _require_any(model, shown)
         except BaseException:
             before.restore()
-            undo_completion()
             raise
     _warn_about_unseen(model, shown)
-    warn_about_ranges(samples, quantizers(model))
+    warn_about_ranges(samples, named_quantizers(model))
     return model
 
 
-def without_scale(model: nn.Module, *, weights: bool = True) -> str | None:
-    """Returns the paths of quantizers without a scale, as text, or None if all have one.
-
-    With `weights=False`, quantizers of weights are ignored.
-    """
-    of_weights = _of_weights(model)
-    missing = []
-    for path, quantizer in quantizers(model):
-        if (weights or quantizer not in of_weights) and not quantizer.is_dynamic:
-            try:
-                quantizer.qparams()
-            except RuntimeError:
-                missing.append(path)
-    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-    return f"{', '.join(missing[:3])}{more}" if missing else None
+def require_scales(model: nn.Module, what_to_do: str) -> None:
+    """Raises ValueError, with the advice `what_to_do`, if a quantizer has no scale."""
+    missing = [path for path, quantizer in named_quantizers(model) if not has_scale(quantizer)]
+    if missing:
+        raise ValueError(f"{listed(missing)} have no scale, because they have not observed any data.\n{what_to_do}")
 
 
 def _restore(switches: list[tuple[Quantizer, bool, bool]]) -> None:
@@ -109,7 +95,7 @@ def _restore(switches: list[tuple[Quantizer, bool, bool]]) -> None:
 
 
 def _nothing_to_do(model: nn.Module) -> str:
-    found = [module for _, module in quantizers(model)]
+    found = [module for _, module in named_quantizers(model)]
     if not found:
         return "The model has no quantizers to calibrate.\nUse fakequant.prepare(model, config) first."
     frozen = sum(module.frozen for module in found)
@@ -130,7 +116,7 @@ def _watch(
     """
     shown: dict[Quantizer, bool] = dict.fromkeys(found, False)
     samples: dict[Quantizer, Tensor] = {}
-    calibrated = {q for q in found if not q.is_initialized and not q.is_dynamic} - _of_weights(model)
+    calibrated = {q for q in found if not q.is_initialized and not q.is_dynamic} - weight_quantizers(model)
 
     def note(quantizer: Quantizer, args: tuple[Any, ...]) -> None:
         if not shown[quantizer] and args[0].numel():
@@ -143,10 +129,6 @@ def _watch(
     return shown, samples
 
 
-def _of_weights(model: nn.Module) -> set[Any]:
-    return {module.weight_quantizer for module in model.modules() if isinstance(module, QuantizedLayer)}
-
-
 def _warn_about_unseen(model: nn.Module, shown: dict[Quantizer, bool]) -> None:
     """Warns about modules whose quantizers were given no values, although the model ran."""
     unseen = []
@@ -156,9 +138,8 @@ def _warn_about_unseen(model: nn.Module, shown: dict[Quantizer, bool]) -> None:
             unseen.append(path or "the model")
     if not unseen:
         return
-    more = f" and {len(unseen) - 5} more" if len(unseen) > 5 else ""
     warnings.warn(
-        f"No data reached the quantizers of {', '.join(unseen[:5])}{more}: the model does not call these layers, or "
+        f"No data reached the quantizers of {listed(unseen, most=5)}: the model does not call these layers, or "
         "other code uses their weights. These layers stay in float.\n"
         "Leave them out with config.skip(path), or calibrate with data that reaches them.",
         UserWarning,
@@ -171,7 +152,7 @@ def _require_any(model: nn.Module, shown: dict[Quantizer, bool]) -> None:
 
     Quantizers of weights always have values. They count only if the model has no others.
     """
-    of_weights = _of_weights(model)
+    of_weights = weight_quantizers(model)
     activations = [q for q in shown if q not in of_weights]
     if not any(shown[q] for q in activations or shown):
         raise ValueError("`data` has no batches with values: there was nothing to calibrate with.")

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from fakequant._backends.torch.torch_private import pytree
-from fakequant._prepare.prepare import is_prepared, unprepare
-from fakequant._train.layer_results import LayerResults
-from fakequant._train.matched_results import matched
-from fakequant._train.running import check_module
+from fakequant._model.running import check_module
+from fakequant._prepare.attach import is_prepared
+from fakequant._prepare.prepare import unprepare
+from fakequant._train.compared_outputs import LayerResults, matched
 
 OUTPUTS = ("kl", "mse", None)
 
@@ -30,9 +30,9 @@ def distill(
     layers: Sequence[str] | Mapping[str, str] = (),
     layer_weight: float = 1.0,
 ) -> "Distillation":
-    """Returns a loss that compares the results of a model with those of a teacher on the same inputs.
+    """Returns a loss that compares the outputs of a model with the outputs of a teacher on the same inputs.
 
-    Add it to the loss of the task. It takes the model's result and its inputs, and runs only the teacher:
+    Add it to the loss of the task. It takes the model's output and its inputs, and runs only the teacher:
 
         y = model(x)
         loss = criterion(y, target) + distill(y, x)
@@ -49,25 +49,25 @@ def distill(
     "kl" is for class scores before the softmax. The sum is over the classes, the mean over everything else. The loss is
     computed in float32 or float64, also under autocast.
 
-    A result is a tensor, or an object with tensors: if it has `logits`, as those of transformers have, only these are
-    compared, otherwise all float tensors in its dicts, tuples, lists and dataclasses.
+    An output is a tensor, or an object with tensors. If it has `logits`, as in transformers, only these are compared.
+    Otherwise all float tensors in its dicts, tuples, lists and dataclasses are compared.
 
     Args:
         student: The model that is trained. It may be wrapped for several ranks or compiled.
         teacher: The model that it should follow. If None, the float model that `student` was prepared from, as a copy
             with its present weights: call `distill` before training then. The copy moves to the device of its inputs.
-        outputs: How the results of the models are compared. If None, they are not.
+        outputs: How the outputs of the models are compared. If None, they are not.
         temperature: Divides the class scores. Above 1, the small probabilities of the teacher count for more.
         class_axis: The axis of the classes.
-        layers: The paths of layers whose results are compared too, or a dict from paths in the student to paths in the
+        layers: The paths of layers whose outputs are compared too, or a dict from paths in the student to paths in the
             teacher. Create the loss before a compiled student runs for the first time.
         layer_weight: The factor of the part of the loss that compares layers.
 
     >>> import fakequant as fq
     >>> seed = torch.manual_seed(0)
-    >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), fq.recipes.lsq(2))
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> x, labels = torch.randn(16, 4), torch.arange(16) % 3
-    >>> model = fq.calibrate(model, [x], progress=False)
+    >>> model = fq.calibrate(fq.prepare(model, fq.recipes.lsq(2), example=x), [x], progress=False)
     >>> like_float = distill(model, temperature=2.0)
     >>> y = model(x)
     >>> loss = nn.functional.cross_entropy(y, labels) + like_float(y, x)
@@ -90,7 +90,14 @@ def distill(
             'Use outputs="kl" for class scores, outputs="mse" for other results, or name some layers.'
         )
     return Distillation(
-        student, teacher, is_own_copy, outputs, float(temperature), class_axis, pairs, float(layer_weight)
+        student=student,
+        teacher=teacher,
+        is_own_copy=is_own_copy,
+        outputs=outputs,
+        temperature=float(temperature),
+        class_axis=class_axis,
+        layers=pairs,
+        layer_weight=float(layer_weight),
     )
 
 
@@ -169,7 +176,7 @@ class Distillation:
         return terms.sum(self.class_axis).mean() * self.temperature**2
 
 
-# --- comparing results ------------------------------------------------------------------------------
+# --- comparing outputs ------------------------------------------------------------------------------
 
 
 def _squared_error(y: Tensor, aim: Tensor) -> Tensor:
@@ -177,7 +184,7 @@ def _squared_error(y: Tensor, aim: Tensor) -> Tensor:
 
 
 def _layer_error(path: str, calls: list[Any], aims: list[Any]) -> Tensor:
-    """Returns the mean relative squared error of a layer over its calls and results."""
+    """Returns the mean relative squared error of a layer over its calls and outputs."""
     if not calls:
         raise RuntimeError(
             f"The layer '{path}' of the student has not run since the last loss.\n"

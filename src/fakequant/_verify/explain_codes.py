@@ -2,23 +2,25 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fakequant._backends.torch.grid_values import positions, values_at
 from fakequant._convert.convert import WIDENED
-from fakequant._convert.golden.arithmetics import ARITHMETICS
-from fakequant._convert.golden.float_positions import positions, values_at
 from fakequant._convert.golden.integer_layer import weight_levels
 from fakequant._convert.golden.saturation import can_saturate, cpu_saturates, saturated_sums
 from fakequant._convert.golden.tracked_codes import Accumulated, GridOf, Moved, Origin, Rectified
+from fakequant._runtimes import TARGETS
+from fakequant._runtimes.arithmetic import arithmetics
+from fakequant._verify.passes import Difference
 from fakequant.nn._quantized_layer import input_grid_of
 
 OVERFLOW = "overflow: sums of products do not fit 32 bits; use fewer bits, or split the layer"
 SATURATION = (
     "saturation: the kernels of this CPU add pairs of products in 16 bits; use 7-bit weights "
-    "(target onnxruntime-x86 or openvino)"
+    f"(target {' or '.join(name for name, target in TARGETS.items() if target.weights.bits == 7)})"
 )
 NOT_FUSED = "fusion: the runtime computed layer and quantizer separately, in float32"
 FUSED = "fusion: the runtime computed layer and quantizer as one kernel"
@@ -35,15 +37,43 @@ UNKNOWN = "not explained"
 _INT32 = 2**31
 
 
+class Differing(NamedTuple):
+    """Which codes differ, and which of these are at a tie."""
+
+    differ: Tensor
+    at_tie: Tensor
+    # By how much rounding may move each element, with the effect of a scale that rounding has moved.
+    tolerance: Tensor
+    # Whether the scales differ by more than rounding.
+    has_other_scale: bool
+
+
+def differing(found: Difference, tolerance: Tensor) -> Differing:
+    """Returns which codes differ, if rounding may move each element of the grid's input by `tolerance`."""
+    golden, other = found.golden, found.other
+    differ = (golden != other) & ~(golden.isnan() & other.isnan())
+    off = (found.scale.double() - found.grid.scale.double()).abs()
+    has_other_scale = bool(off > _scale_tolerance(found, tolerance))
+    if has_other_scale:
+        # Every code stands for another value, except that of 0. The state that a recurrent layer starts with is 0.
+        differ |= other != found.grid.zero_point
+    tolerance = tolerance + found.x.double().abs() * (off / found.grid.scale.double())
+    at_tie = differ & ties(found.x, found.grid, tolerance, golden, other)
+    return Differing(differ, at_tie, tolerance, has_other_scale)
+
+
+def _scale_tolerance(found: Difference, tolerance: Tensor) -> Tensor:
+    """Returns by how much rounding may change the scale of a tensor: by that of its range, and its own."""
+    spec = found.grid.spec
+    width = spec.qmax - spec.qmin if spec.format == "int" else 2 * spec.largest
+    moved = 2 * tolerance.max() / width
+    return moved + found.grid.scale.double() * 2.0**-22
+
+
 def ties(x: Tensor, grid: GridOf, tolerance: Tensor, golden: Tensor, other: Tensor) -> Tensor:
     """Returns a mask of the codes at a tie: one step apart, and `x` within `tolerance` of the midpoint.
 
-    Args:
-        x: The input of the grid.
-        grid: The grid.
-        tolerance: How far rounding may move each element of `x`.
-        golden: The codes of the golden model.
-        other: The codes of the other model.
+    `tolerance` is how far rounding may move each element of `x`.
     """
     steps = x.double() / grid.scale.double()
     if grid.spec.format == "int":
@@ -67,12 +97,8 @@ def repeated_ties(x: Tensor, other: Tensor, at_tie: Tensor) -> int:
 
     Few elements of a tensor are at a tie by chance. If many are, they are usually equal, such as the sigmoid of
     accumulators that are 0, and so they are one coincidence. A model with another rounding rule would give equal inputs
-    the same code, so different codes can only come from rounding errors before the quantizer.
-
-    Args:
-        x: The input of the grid in the golden model.
-        other: The codes of the other model.
-        at_tie: A mask of the codes that differ and are at a tie.
+    the same code, so different codes can only come from rounding errors before the quantizer. `at_tie` is a mask of the
+    codes that differ and are at a tie.
 
     >>> x, mask = torch.tensor([0.5, 0.5, 0.5, 1.5]), torch.tensor([True, True, False, True])
     >>> repeated_ties(x, torch.tensor([1, 1, 0, 1]), mask), repeated_ties(x, torch.tensor([1, 1, 1, 1]), mask)
@@ -99,14 +125,9 @@ def why_runtime(
 ) -> str:
     """Returns the reason why the runtime's codes differ from the golden model's, given equal codes before.
 
-    Args:
-        origin: How the grid's input was computed. None if unknown.
-        x: The input of the grid in the golden model.
-        grid: The grid.
-        before: The sums of the layers that ran since the previous grid.
-        golden: The codes of the golden model.
-        runtime: The codes of the runtime.
-        differ: A mask of the codes to explain. None for all that differ.
+    `origin` says how the input `x` of the grid was computed, and is None if that is unknown. `before` has the sums of
+    the layers that ran since the previous grid. `differ` is a mask of the codes to explain. If it is None, all that
+    differ are.
     """
     differ = golden != runtime if differ is None else differ
     if bool(x.isnan()[differ].any()):
@@ -121,7 +142,7 @@ def why_runtime(
     reason_before = why_sums(before)
     if reason_before is not None:
         return reason_before
-    for name, arithmetic in ARITHMETICS.items():
+    for name, arithmetic in arithmetics().items():
         if origin is not None and torch.equal(origin.codes(arithmetic, grid)[differ], runtime[differ]):
             return NOT_FUSED if name == "reference" else FUSED
     inverse = 1 / grid.scale
@@ -176,7 +197,7 @@ def _source(origin: Origin | None) -> Origin | None:
 
 def _codes_of_sums(sums: Tensor, source: Accumulated, origin: Origin, grid: GridOf) -> Iterator[Tensor]:
     """Yields the codes of other sums of a layer in the arithmetic of each runtime."""
-    for arithmetic in ARITHMETICS.values():
+    for arithmetic in arithmetics().values():
         codes = arithmetic.from_layer(dataclasses.replace(source, sums=sums), grid)
         yield torch.maximum(codes, grid.zero_point) if isinstance(origin, Rectified) else codes
 

@@ -4,22 +4,20 @@ from typing import Any
 
 from torch import nn
 
-from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer
-from fakequant._convert.left_in_float import unreached_layers
-from fakequant._prepare.prepare import preparation
-from fakequant._verify.runtimes.interface import Runtime
+from fakequant._convert.golden.quantizer import GoldenQuantizer
+from fakequant._export.layers import NO_INPUT, reason_for_float
+from fakequant._prepare.attach import preparation
+from fakequant._runtimes.session import Session
 from fakequant.nn._layer_kinds import find_kind, is_known
+from fakequant.nn._model_quantizers import unreached_layers
+from fakequant.nn._operators import LAYER_FUNCTIONS, function_name
 from fakequant.nn._quantized_layer import QuantizedLayer, input_grid_of
 
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
-# Functions that compute what a layer does, in the code of a module that has the weight.
-_FUNCTIONS = ("linear", "conv1d", "conv2d", "conv3d")
-# The largest number of bits that integer kernels take.
-_BITS = 8
 
 
-def layers_in_float(model: nn.Module, golden: nn.Module, runtime: Runtime) -> dict[str, str]:
+def layers_in_float(model: nn.Module, golden: nn.Module, runtime: Session) -> dict[str, str]:
     """Returns the layers that compute products in float in the runtime, by path, each with the reason.
 
     Layers that are not quantized are among them. Embeddings are not, because they compute no products.
@@ -39,34 +37,23 @@ def layers_in_float(model: nn.Module, golden: nn.Module, runtime: Runtime) -> di
     return found
 
 
-def _why(path: str, model: nn.Module, golden: nn.Module, runtime: Runtime) -> str:
+def _why(path: str, model: nn.Module, golden: nn.Module, runtime: Session) -> str:
     """Returns the reason why a layer with a quantized weight runs in float."""
     layer: Any = model.get_submodule(path)
     converted: Any = golden.get_submodule(path)
     weight = layer.weight_quantizer.spec
     grid = input_grid_of(converted) if isinstance(converted, IntegerLayer) else None
-    for name, spec in (("weight", weight), ("input", grid.spec if isinstance(grid, Grid) else None)):
-        if spec is not None and spec.format != "int":
-            return f"its {name} is {spec.format}; sums of products of floats are floats"
-    if weight.group_size is not None:
-        return "its weight has groups, for which there is no integer kernel"
-    if not isinstance(grid, Grid):
+    reason = reason_for_float(weight, grid if isinstance(grid, GoldenQuantizer) else None)
+    if reason == NO_INPUT:
         return _why_without_input(path, model)
-    if grid.scale is None:
-        return "the scale of its input is computed at run time"
-    if not grid.has_one_scale:
-        return "its input has more than one scale"
-    for name, spec in (("weight", weight), ("input", grid.spec)):
-        if spec.bits > _BITS:
-            return f"its {name} has {spec.bits} bits; integer kernels take at most {_BITS}"
-    return runtime.why_float(path) or "the runtime chose a float kernel; fakequant does not know why"
+    return reason or runtime.why_float(path) or "the runtime chose a float kernel; fakequant does not know why"
 
 
 def _why_without_input(path: str, model: nn.Module) -> str:
     layer: Any = model.get_submodule(path)
     quantizer = input_grid_of(layer)
     if quantizer is None:
-        return "its input is not quantized"
+        return NO_INPUT
     if not quantizer.quantizing:
         return "the quantizer of its input is switched off"
     return "the quantizer of its input has seen no data"
@@ -92,4 +79,5 @@ def _computes_products(path: str, module: nn.Module, model: nn.Module) -> bool:
     if any(child in unreached_layers(model).values() for child in module.children()):
         return False  # it computes with the weights of these layers
     start = f"{path}: " if path else ""
-    return any(f"{start}{name} 0" in preparation(model).multiplications for name in _FUNCTIONS)
+    # Functions that compute what a layer does, in the code of a module that has the weight.
+    return any(f"{start}{function_name(f)} 0" in preparation(model).multiplications for f in LAYER_FUNCTIONS)

@@ -1,35 +1,38 @@
-"""`latency`: the time of an exported file beside that of the float model in the same runtime."""
+"""`latency`: the times of an exported file and of the float model in the same runtime."""
 
+import copy
 import dataclasses
 import math
 import os
 import statistics
 import tempfile
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fakequant._backends.torch.torch_private import pytree
-from fakequant._prepare.prepare import preparation
+from fakequant._export.example import bind_constants, without_autocast
+from fakequant._export.failures import reason_of
+from fakequant._model.leaves import return_tensors
+from fakequant._model.running import Args, Batch, Kwargs, check_module, example_arguments
+from fakequant._prepare.attach import preparation
+from fakequant._prepare.prepare import unprepare
 from fakequant._prepare.summary import summary
-from fakequant._train.running import Batch, call_arguments, check_module
-from fakequant._util.text_table import table
-from fakequant._verify.file_of_model import open_file_of
-from fakequant._verify.float_files import write_float
+from fakequant._runtimes.session import Session
+from fakequant._util.text import table
+from fakequant._verify.file_of_model import check_accuracy_level, open_file_of
 from fakequant._verify.float_layers import layers_in_float
-from fakequant._verify.program_times import times_of_programs
-from fakequant._verify.runtimes.executorch import ExecuTorch
-from fakequant._verify.runtimes.opening import open_file
-from fakequant.testing.timing import Contender, all_times
 
 
 @dataclasses.dataclass(frozen=True)
 class Latency:
     """The result of `latency`. Prints as a table. Times are those of one call, in milliseconds."""
 
-    # The runtime: "onnxruntime", "openvino" or "executorch"; the target of the file; the number of threads.
+    # The runtime, as an argument of `verify`; the target of the file; the number of threads.
     runtime: str
     target: str
     threads: int
@@ -105,19 +108,19 @@ def latency(
     seconds: float = 1.0,
     accuracy_level: int | None = None,
 ) -> Latency:
-    """Measures how long an exported file takes for a batch, beside the float model in the same runtime.
+    """Measures how long an exported file and the float model take for a batch in the same runtime.
 
-    The float model is exported for this: to an ONNX file with the opset and the dynamic axes of the file, or to a
-    program for batches of the example's shape. Both take turns, so that a slow moment affects both alike. All
+    The float model is exported for this: to an ONNX file with the opset and the dynamic axes of the file, or, in other
+    formats, for batches of the example's shape. Both take turns, so that a slow moment affects both alike. All
     optimizations of the runtime are on, and floats have 32 bits.
 
     Args:
         model: A prepared and calibrated model.
-        path: The file that `export_onnx` or `export_executorch` wrote for this model.
-        example: One batch: a tensor, a dict of keyword arguments, or a tuple.
+        path: The file that an exporter, such as `export_onnx`, wrote for this model.
+        example: One batch, as `prepare` takes it.
         runtime: As in `verify`.
-        threads: The number of threads. The pool of ExecuTorch cannot be changed safely once programs are loaded, so
-            its programs are timed in a new process.
+        threads: The number of threads. A runtime whose number of threads cannot be changed safely once files are loaded
+            is timed in a new process.
         seconds: How long to measure. There are at least five rounds, even if they take longer.
         accuracy_level: As in `verify`: 1 to time weight-only layers that do not round their inputs.
 
@@ -127,51 +130,44 @@ def latency(
     Raises:
         ValueError: If the file does not belong to the model, as in `verify`.
 
-    Needs `pip install "fakequant[onnx]"`, and the extra `openvino` or `executorch` for files of these runtimes.
+    Needs the extra of the runtime, such as `pip install "fakequant[onnx]"`.
 
     >>> import tempfile, torch, fakequant as fq
     >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8(target="onnxruntime-x86"), torch.ones(1, 4))
     >>> model = fq.calibrate(model, [torch.ones(3, 4)], progress=False)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     fq.export_onnx(model, f"{folder}/model.onnx", torch.ones(1, 4))
+    ...     written = fq.export_onnx(model, f"{folder}/model.onnx", torch.ones(1, 4))
     ...     found = fq.latency(model, f"{folder}/model.onnx", torch.randn(8, 4), seconds=0.01)
     >>> found.runtime, found.kernels, found.median_ms > 0
     ('onnxruntime', {'0': 'QGemm'}, True)
     """
     check_module(model)
     _check(threads, seconds, accuracy_level)
-    args, kwargs = call_arguments(model, example)
+    args, kwargs = example_arguments(model, example)
     file, golden = open_file_of(model, path, runtime, threads)
     file.run_unwatched(args, kwargs)  # raises an error if the batch does not fit
     file.find_kernels(args, kwargs)
     with tempfile.TemporaryDirectory() as folder:
-        beside = write_float(model, args, kwargs, file, Path(folder))
-        if isinstance(file, ExecuTorch):
-            programs = {"file": Path(path), "float": beside}
-            times = times_of_programs(programs, file.inputs(args, kwargs), threads, seconds)
-        else:
-            run = file.run_with_rounding if file.rounded and accuracy_level is None else file.run_unwatched
-            other = open_file(beside, file.key, threads)
-            contenders: dict[str, Contender] = {
-                "file": partial(run, args, kwargs),
-                "float": partial(other.run_unwatched, args, kwargs),
-            }
-            times = all_times(contenders, seconds=seconds)
+        float_file = write_float(model, args, kwargs, file, Path(folder))
+        is_exact = accuracy_level is not None
+        times, float_times = file.times_with(
+            float_file, args, kwargs, threads=threads, seconds=seconds, is_exact_level=is_exact
+        )
     counts = preparation(model).multiplications
     return Latency(
-        file.key,
-        file.target or "generic",
-        threads,
-        [list(x.shape) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)],
-        statistics.median(times["file"]) * 1e3,
-        min(times["file"]) * 1e3,
-        statistics.median(times["float"]) * 1e3,
-        min(times["float"]) * 1e3,
-        file.kernels,
-        [layer for layer in file.kernels if layer in file.integers],
-        layers_in_float(model, golden, file),
-        summary(model).multiplications,
-        sum(counts.get(layer, 0) for layer in file.integers),
+        runtime=file.key,
+        target=file.target or "generic",
+        threads=threads,
+        shapes=[list(x.shape) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)],
+        median_ms=statistics.median(times) * 1e3,
+        best_ms=min(times) * 1e3,
+        float_median_ms=statistics.median(float_times) * 1e3,
+        float_best_ms=min(float_times) * 1e3,
+        kernels=file.kernels,
+        integers=[layer for layer in file.kernels if layer in file.integers],
+        floats=layers_in_float(model, golden, file),
+        multiplications=summary(model).multiplications,
+        integer_multiplications=sum(counts.get(layer, 0) for layer in file.integers),
     )
 
 
@@ -180,5 +176,33 @@ def _check(threads: Any, seconds: Any, accuracy_level: Any) -> None:
         raise ValueError(f"`threads` must be a number of at least 1, got {threads!r}.")
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
         raise ValueError(f"`seconds` must be a positive number, got {seconds!r}.")
-    if accuracy_level not in (None, 1):
-        raise ValueError(f"`accuracy_level` must be 1, or None for the default of the runtime, got {accuracy_level!r}.")
+    check_accuracy_level(accuracy_level)
+
+
+# --- the float model
+
+
+def write_float(model: nn.Module, args: Args, kwargs: Kwargs, file: Session, folder: Path) -> Path:
+    """Writes the float model of a prepared model, which is not changed, and returns the path of the new file.
+
+    The new file is like `file`, see `Session.write_float`.
+    """
+    made = unprepare(copy.deepcopy(model)).eval()
+    return_tensors(made)
+    args, kwargs, _ = bind_constants(made, args, kwargs, None)
+    try:
+        with torch.no_grad(), without_autocast(), _without_fast_path():
+            return file.write_float(made, args, kwargs, folder)
+    except Exception as error:
+        raise ValueError(f"The float model cannot be exported to compare its time: {reason_of(error)}") from error
+
+
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """Context in which transformer layers call the usual operators, because runtimes have no kernel for the others."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

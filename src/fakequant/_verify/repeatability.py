@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fakequant._verify.python_state import changed_state, state_of
-from fakequant._verify.random_draws import Draws, extreme_draws
-from fakequant._verify.runtimes.interface import Array, Runtime
+from fakequant._model.running import Args, Kwargs
+from fakequant._runtimes.session import Array, Session
+from fakequant._util.text import listed
+from fakequant._verify.side_effects import Draws, changed_state, extreme_draws, state_of
 
 # What a pass returned, by a description: codes, results and constants.
 Outcome = dict[Any, Any]
@@ -26,11 +27,7 @@ _MOST_NAMES = 3
 def require_repeating(name: str, model: nn.Module, first: Outcome, run: Callable[[], Outcome]) -> None:
     """Raises ValueError if a model does not repeat itself.
 
-    Args:
-        name: What the model is called in the message.
-        model: The model.
-        first: What it has returned for a batch.
-        run: Runs it on that batch again.
+    `first` is what it has returned for a batch, and `run` runs it on that batch again. Messages call it `name`.
     """
     before = state_of(model)
     with Draws(model) as draws:
@@ -96,10 +93,10 @@ def _reason(drawn: list[str], changed: list[str]) -> str:
 
 
 def _named(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else "")
+    return listed(names, _MOST_NAMES)
 
 
-def require_repeating_file(runtime: Runtime, first: list[Array], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def require_repeating_file(runtime: Session, first: list[Array], args: Args, kwargs: Kwargs) -> None:
     """Raises ValueError if a file does not return the results `first` of a batch again, or draws random numbers."""
     again = runtime.run_unwatched(args, kwargs)
     is_same = all(np.array_equal(a, b, equal_nan=a.dtype.kind == "f") for a, b in zip(first, again, strict=True))

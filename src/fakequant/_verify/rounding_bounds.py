@@ -22,6 +22,8 @@ from fakequant._backends.torch.torch_private import TorchDispatchMode
 # In units of the rounding error of one float32 operation. Runtime kernels add thousands of numbers in blocks and
 # approximate functions to a few units in the last place.
 _AMPLITUDE = 32
+# The same for torch's own kernels, which ran and are compared: a few units.
+TORCHS_AMPLITUDE = 2
 _UNIT = 2.0**-24
 _REPETITIONS = 4
 # Results are within rounding if they differ by at most this factor times the largest change seen.
@@ -69,8 +71,9 @@ _EXACT = {
 class Perturbed(TorchDispatchMode):
     """A mode that adds a random rounding error to the result of every float operation."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, amplitude: float = _AMPLITUDE) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._amplitude = amplitude
         self._generator = torch.Generator().manual_seed(seed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,7 +114,7 @@ class Perturbed(TorchDispatchMode):
         elif packet in _NORMS:
             magnitude = magnitude + _norm_magnitude(packet, args, y)
         signs = torch.randint(0, 2, y.shape, generator=self._generator).to(y.dtype) * 2 - 1
-        moved = y + signs * (_AMPLITUDE * _UNIT) * magnitude
+        moved = y + signs * (self._amplitude * _UNIT) * magnitude
         return torch.where(moved.isfinite() & y.isfinite(), moved, y)
 
 
@@ -168,8 +171,11 @@ def _first(result: Tensor | Sequence[Tensor]) -> Tensor:
 class Rounding:
     """The largest change of each result when a computation is repeated with rounding errors."""
 
-    def __init__(self, compute: Callable[[], list[Tensor]], results: list[Tensor]) -> None:
-        """`compute` is repeated with errors; `results` are its results without errors."""
+    def __init__(
+        self, compute: Callable[[], list[Tensor]], results: list[Tensor], amplitude: float = _AMPLITUDE
+    ) -> None:
+        """`compute` is repeated with errors of this amplitude; `results` are its results without errors."""
+        self._amplitude = amplitude
         self._compute = compute
         self._exact = results
         self._seeds = count()
@@ -181,7 +187,7 @@ class Rounding:
     def repeat(self, times: int) -> None:
         """Repeats the computation `times` times, each time with different errors."""
         for seed in islice(self._seeds, times):
-            with Perturbed(seed):
+            with Perturbed(seed, self._amplitude):
                 again = self._compute()
             for number, (before, after) in enumerate(zip(self._exact, again, strict=True)):
                 if not before.is_floating_point():
@@ -191,6 +197,11 @@ class Rounding:
                 change = torch.where(before == after, 0.0, change)  # infinities
                 self.changes[number] = torch.maximum(self.changes[number], change.nan_to_num(0.0, torch.inf))
 
+    def include(self, other: "Rounding") -> None:
+        """Adds the changes of another program with the same results, which has rounding errors of its own."""
+        self.changes = [a + b for a, b in zip(self.changes, other.changes, strict=True)]
+        self.unsteady = [a | b for a, b in zip(self.unsteady, other.unsteady, strict=True)]
+
     def without_errors(self) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the results without errors, from before and computed again."""
         return self._exact, self._compute()
@@ -199,3 +210,46 @@ class Rounding:
         """Returns how far another program's result may be from result `number`, element by element."""
         last_place = (self._exact[number].double().abs() * 4 * _UNIT).nan_to_num(0.0, 0.0, 0.0)
         return _MARGIN * self.changes[number] + last_place
+
+    def beyond(self, number: int, a: Tensor, b: Tensor, *, times: int = 1) -> Tensor:
+        """Returns a mask of the elements of two programs' results `number` that rounding does not explain.
+
+        The tolerance is multiplied by `times`.
+        """
+        return beyond(a, b, times * self.tolerance(number), self.unsteady[number])
+
+
+# --- differences between results -------------------------------------------------------------------
+
+
+def is_same(a: Tensor, b: Tensor) -> bool:
+    """Returns True if all elements are equal. NaN equals NaN."""
+    if a.is_floating_point():
+        return bool(((a == b) | (a.isnan() & b.isnan())).all())
+    return torch.equal(a.to(b.dtype), b)
+
+
+def beyond(a: Tensor, b: Tensor, tolerance: Tensor, unsteady: Tensor) -> Tensor:
+    """Returns a mask of the elements that differ by more than the tolerance.
+
+    Unsteady integers may differ, and so may subnormal numbers, which runtimes replace by 0.
+
+    >>> a, b, nothing = torch.tensor([1e-40, 1e-37]), torch.zeros(2), torch.zeros(2)
+    >>> beyond(a, b, nothing, nothing.bool())
+    tensor([False,  True])
+    """
+    if not a.is_floating_point():
+        return (a != b) & ~unsteady
+    tiny = torch.finfo(torch.float32).tiny
+    differ = (a != b) & ~(a.isnan() & b.isnan()) & ~((a.abs() < tiny) & (b.abs() < tiny))
+    far = (a.double() - b.double()).abs()
+    return differ & ~(far <= tolerance)  # also True if only one side is finite: `far` is inf or NaN
+
+
+def largest_difference(a: Tensor, b: Tensor) -> float:
+    """Returns the largest difference, infinity if only one side is NaN."""
+    if not a.numel():
+        return 0.0
+    a, b = a.double(), b.double()
+    far = torch.where(a.isnan() != b.isnan(), torch.inf, (a - b).abs().nan_to_num(0, torch.inf))
+    return float(torch.where(a == b, 0, far).max())

@@ -8,12 +8,12 @@ bias                     rint(bias / (x_scale * weight_scale)), within rounding 
 import torch
 from torch import Tensor, nn
 
-from fakequant import _targets
+from fakequant import _runtimes
 from fakequant._convert.convert import conversion
-from fakequant._convert.golden.fixed_grid import Grid
 from fakequant._convert.golden.integer_layer import IntegerLayer, biases, float_weight, is_integer
-from fakequant.nn._batch_norm import factor_of, folded_bias
+from fakequant._convert.golden.quantizer import GoldenQuantizer
 from fakequant.nn._bounded_parameters import whole
+from fakequant.nn._folding import factor_of, folded_bias
 from fakequant.nn._quantized_layer import QuantizedLayer, quantized_weight
 from fakequant.nn._quantizer import Quantizer
 
@@ -30,17 +30,17 @@ def require_converted(model: nn.Module, golden: nn.Module, norms: dict[str, str]
     `norms` maps the paths of layers to the paths of the batch norms that were folded into them.
     """
     converted = dict(golden.named_modules())
-    has_float_biases = _targets.find(conversion(golden).target).has_float_biases
+    has_float_biases = _runtimes.find(conversion(golden).target).weights.has_float_biases
     for path, module in model.named_modules():
         made = converted.get(path)
-        if isinstance(module, Quantizer) and isinstance(made, Grid):
+        if isinstance(module, Quantizer) and isinstance(made, GoldenQuantizer):
             _require_grid(path, module, made)
         if isinstance(module, QuantizedLayer) and isinstance(made, IntegerLayer):
             norm = model.get_submodule(norms[path]) if path in norms else None
             _require_layer(path, module, made, norm, 4 * _ONE_ROUNDING if has_float_biases else 0.0)
 
 
-def _require_grid(path: str, quantizer: Quantizer, made: Grid) -> None:
+def _require_grid(path: str, quantizer: Quantizer, made: GoldenQuantizer) -> None:
     if made.scale is not None and made.zero_point is not None:
         scale, zero_point = quantizer.qparams()
         _demand(torch.equal(scale, made.scale), path, "scale")

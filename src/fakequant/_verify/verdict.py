@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
-from fakequant._prepare.shares import Amount, shares_in_words
-from fakequant._util.text_table import table
+from fakequant._prepare.summary import Amount, shares_in_words
+from fakequant._util.text import table
 from fakequant._verify.explain_codes import OVERFLOW, SATURATION
 
 # Codes of a whole model that may differ at ties: a constant number plus a share of all codes.
@@ -111,7 +111,7 @@ class Verification:
     exact_setting: str = ""
     # Layers that the runtime computes in integers.
     integers: list[str] = dataclasses.field(default_factory=list)
-    # The runtime: "onnxruntime", "openvino" or "executorch".
+    # The runtime, as an argument of `verify`.
     runtime: str = "onnxruntime"
 
     @property

@@ -1,4 +1,4 @@
-"""Shared by the callbacks for all trainers: calibration without side effects, and health metrics."""
+"""Shared by the callbacks for all trainers: options, calibration without side effects, and health metrics."""
 
 import copy
 import random
@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from fakequant._prepare.prepare import is_prepared
+from fakequant._diagnosis.health import HealthMemory, measured
+from fakequant._model.running import evaluating
+from fakequant._prepare.attach import is_prepared
 from fakequant._train.calibrate import calibrate
-from fakequant._train.health import health
-from fakequant._train.running import evaluating
-from fakequant.nn._model_quantizers import quantizers
-from fakequant.nn._quantized_layer import QuantizedLayer
+from fakequant._train.schedule import Schedule
+from fakequant.nn._model_quantizers import has_scale, named_quantizers, weight_quantizers
 from fakequant.nn._quantizer import Quantizer
 
 # Whatever the model's forward pass takes.
@@ -37,19 +37,59 @@ _WORST: dict[str, Callable[[Iterable[float]], float]] = {
 }
 
 
-def check_options(calibrate: object, log_health: object) -> None:
-    """Raises an error unless `calibrate` is a positive int or None, and `log_health` is a bool."""
-    if calibrate is not None and (type(calibrate) is not int or calibrate < 1):
-        raise ValueError(
-            f"`calibrate` must be a number of batches, 1 or more, or None for no calibration, got {calibrate!r}."
+class TrainingCallback:
+    """What all callbacks have: their options, and the schedule of a training."""
+
+    def __init__(
+        self,
+        *,
+        quantize_from: int | None = None,
+        freeze_ranges_at: int | None = None,
+        freeze_norms_at: int | None = None,
+        calibrate: int | None = 8,
+        log_health: bool = True,
+    ) -> None:
+        if calibrate is not None and (type(calibrate) is not int or calibrate < 1):
+            raise ValueError(
+                f"`calibrate` must be a number of batches, 1 or more, or None for no calibration, got {calibrate!r}."
+            )
+        if not isinstance(log_health, bool):
+            raise TypeError(f"`log_health` must be True or False, got {log_health!r}.")
+        self.quantize_from = quantize_from
+        self.freeze_ranges_at = freeze_ranges_at
+        self.freeze_norms_at = freeze_norms_at
+        self.calibrate = calibrate
+        self.log_health = log_health
+        self.schedule: Schedule | None = None
+        self._memory = HealthMemory()
+
+    def _start(
+        self,
+        model: nn.Module,
+        state: dict[str, Any],
+        batches: Callable[[int], Iterator[Batch]],
+        show: Callable[[Iterator[Batch]], None],
+    ) -> None:
+        """Calibrates the model if necessary, and creates the schedule with this state.
+
+        `batches(number)` returns the first training batches, and `show` passes them through the model.
+        """
+        require_quantizers(model)
+        if self.calibrate is not None and needs_calibration(model):
+            first = batches(self.calibrate)
+            calibrate_without_trace(model, lambda: show(first))
+        self.schedule = Schedule(
+            model,
+            quantize_from=self.quantize_from,
+            freeze_ranges_at=self.freeze_ranges_at,
+            freeze_norms_at=self.freeze_norms_at,
         )
-    if not isinstance(log_health, bool):
-        raise TypeError(f"`log_health` must be True or False, got {log_health!r}.")
+        self.schedule.load_state_dict(state)
 
 
 def require_quantizers(model: nn.Module) -> None:
     """Raises ValueError if the model is not prepared."""
-    if next(quantizers(model), None) is None:
+    if next(named_quantizers(model), None) is None:
         raise ValueError(
             f"QATCallback found no quantizers in the model, a {type(model).__name__}: it is a float model.\n"
             "Use fakequant.prepare(model, config) before you pass the model to the trainer, or remove the callback."
@@ -64,21 +104,13 @@ def needs_calibration(model: nn.Module) -> bool:
 
     One quantizer without a scale is not a reason to calibrate again: data may never reach its layer.
     """
-    of_weights = {module.weight_quantizer for module in model.modules() if isinstance(module, QuantizedLayer)}
-    waiting = [q for _, q in quantizers(model) if q not in of_weights and _needs_data(q)]
-    return bool(waiting) and not any(map(_has_scale, waiting))
+    of_weights = weight_quantizers(model)
+    waiting = [q for _, q in named_quantizers(model) if q not in of_weights and _needs_data(q)]
+    return bool(waiting) and not any(map(has_scale, waiting))
 
 
 def _needs_data(quantizer: Quantizer) -> bool:
     return not quantizer.is_dynamic and getattr(getattr(quantizer, "observer", None), "needs_data", True)
-
-
-def _has_scale(quantizer: Quantizer) -> bool:
-    try:
-        quantizer.qparams()
-    except RuntimeError:
-        return False
-    return True
 
 
 def calibrate_without_trace(model: nn.Module, run: Callable[[], None]) -> None:
@@ -145,9 +177,12 @@ def _restartable(data: Iterable[Batch]) -> Iterable[Batch]:
 # --- metrics ----------------------------------------------------------------------------------------
 
 
-def figures(model: nn.Module) -> dict[str, float]:
-    """Returns the result of `fakequant.health` without data as metrics: mean and worst value over all quantizers."""
-    found = health(model).quantizers
+def figures(model: nn.Module, memory: HealthMemory) -> dict[str, float]:
+    """Returns the health of a model without data as metrics: mean and worst value over all quantizers.
+
+    Scales and codes are compared with what `memory` has of earlier measurements.
+    """
+    found = measured(model, None, None, memory).quantizers
     named: dict[str, float] = {}
     for name, worst in _WORST.items():
         values = [value for q in found if (value := getattr(q, name)) is not None]

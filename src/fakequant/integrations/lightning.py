@@ -7,21 +7,12 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from fakequant._train.running import call_arguments
-from fakequant._train.schedule import Schedule
-from fakequant.integrations._training import (
-    Batch,
-    calibrate_without_trace,
-    check_options,
-    figures,
-    first_batches,
-    needs_calibration,
-    require_quantizers,
-)
+from fakequant._model.running import call_arguments
+from fakequant.integrations._training import Batch, TrainingCallback, figures, first_batches
 
 
 def _packages() -> list[ModuleType]:
-    """Returns the installed ones of `lightning.pytorch` and `pytorch_lightning`, two copies of the same library."""
+    """Returns whichever of `lightning.pytorch` and `pytorch_lightning`, two copies of one library, are installed."""
     found = [
         import_module(name)
         for name in ("lightning.pytorch", "pytorch_lightning")
@@ -43,7 +34,7 @@ else:
     _Callbacks = type("_Callbacks", tuple(package.Callback for package in _PACKAGES), {})
 
 
-class QATCallback(_Callbacks):
+class QATCallback(TrainingCallback, _Callbacks):
     """Drives quantization-aware training in a Lightning `Trainer`. The model, or a part of it, must be prepared.
 
         when `fit` starts         calibrates with the first training batches, if no activation quantizer has a scale;
@@ -58,7 +49,7 @@ class QATCallback(_Callbacks):
         quantize_from: The step at which quantizers are switched on. See `fakequant.Schedule`.
         freeze_ranges_at: The step at which ranges are frozen.
         freeze_norms_at: The step at which the statistics of batch norms are frozen.
-        calibrate: The number of batches for the calibration. None for no calibration.
+        calibrate: The number of batches for the calibration. If None, there is no calibration.
         log_health: Whether to log the metrics of `fakequant.health`.
 
     >>> import lightning
@@ -66,24 +57,8 @@ class QATCallback(_Callbacks):
     >>> trainer = lightning.Trainer(max_steps=1000, callbacks=[callback])  # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        *,
-        quantize_from: int | None = None,
-        freeze_ranges_at: int | None = None,
-        freeze_norms_at: int | None = None,
-        calibrate: int | None = 8,
-        log_health: bool = True,
-    ) -> None:
-        check_options(calibrate, log_health)
-        self.quantize_from = quantize_from
-        self.freeze_ranges_at = freeze_ranges_at
-        self.freeze_norms_at = freeze_norms_at
-        self.calibrate = calibrate
-        self.log_health = log_health
-        self.schedule: Schedule | None = None
-        self._loaded: dict[str, Any] | None = None  # a loaded state, until the schedule exists
-        self._global_step = 0  # trainer.global_step at the last update of the schedule
+    _loaded: dict[str, Any] | None = None  # a loaded state, until the schedule exists
+    _global_step = 0  # trainer.global_step at the last update of the schedule
 
     def calibration_step(self, pl_module: LightningModule, batch: Batch, batch_idx: int) -> None:
         """Passes one batch through the model. Override it if the model needs another call.
@@ -112,18 +87,13 @@ class QATCallback(_Callbacks):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Calibrates the model if necessary, and creates the schedule."""
-        require_quantizers(pl_module)
-        if self.calibrate is not None and needs_calibration(pl_module):
+
+        def batches(number: int) -> Iterator[Batch]:
             trainer.fit_loop.setup_data()
-            batches = first_batches(_loader(trainer), self.calibrate)
-            calibrate_without_trace(pl_module, lambda: self._show(trainer, pl_module, batches))
-        self.schedule = Schedule(
-            pl_module,
-            quantize_from=self.quantize_from,
-            freeze_ranges_at=self.freeze_ranges_at,
-            freeze_norms_at=self.freeze_norms_at,
-        )
-        self.schedule.load_state_dict(self._loaded or {"steps": trainer.global_step})
+            return first_batches(_loader(trainer), number)
+
+        state = self._loaded or {"steps": trainer.global_step}
+        self._start(pl_module, state, batches, lambda first: self._show(trainer, pl_module, first))
         self._loaded = None
 
     def _show(self, trainer: Trainer, pl_module: LightningModule, batches: Iterator[Batch]) -> None:
@@ -149,7 +119,7 @@ class QATCallback(_Callbacks):
             self.schedule.step()
         self._global_step = trainer.global_step
         if made and self.log_health and trainer._logger_connector.should_update_logs:
-            pl_module.log_dict(figures(pl_module), on_step=True, on_epoch=False)
+            pl_module.log_dict(figures(pl_module, self._memory), on_step=True, on_epoch=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the schedule."""

@@ -12,21 +12,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fakequant._prepare.attach import FLOW_BUFFER
-from fakequant._prepare.prepare import is_prepared, preparation, prepare
-from fakequant._train.schedule import Schedule
-from fakequant._util.optional_packages import require
+from fakequant._prepare.attach import FLOW_BUFFER, is_prepared, preparation
+from fakequant._prepare.prepare import prepare_for_loading
+from fakequant._util.packages import require
 from fakequant.config import QuantConfig
 from fakequant.integrations._training import (
     Batch,
-    calibrate_without_trace,
-    check_options,
+    TrainingCallback,
     figures,
     first_batches,
-    needs_calibration,
     require_quantizers,
 )
-from fakequant.nn._model_quantizers import quantizers
+from fakequant.nn._model_quantizers import named_quantizers
+from fakequant.nn._records import TOKENS
 
 _transformers: Any = require("transformers", "transformers", "transformers")
 _accelerate: Any = require("accelerate.utils", "accelerate", "transformers")
@@ -44,7 +42,7 @@ PreTrainedModel: TypeAlias = Any
 _FIELD = "fakequant_config"  # the key in config.json
 
 
-class QATCallback(_TrainerCallback):
+class QATCallback(TrainingCallback, _TrainerCallback):
     """Drives quantization-aware training in `transformers.Trainer`.
 
         before the first step     calibrates with the first training batches, if no activation quantizer has a scale
@@ -59,30 +57,13 @@ class QATCallback(_TrainerCallback):
         quantize_from: The step at which quantizers are switched on. See `fakequant.Schedule`.
         freeze_ranges_at: The step at which ranges are frozen.
         freeze_norms_at: The step at which the statistics of batch norms are frozen.
-        calibrate: The number of batches for the calibration. None for no calibration.
+        calibrate: The number of batches for the calibration. If None, there is no calibration.
         log_health: Whether to log the metrics of `fakequant.health`.
 
     >>> from transformers import Trainer
     >>> callback = QATCallback(freeze_ranges_at=800, calibrate=16)
     >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])  # doctest: +SKIP
     """
-
-    def __init__(
-        self,
-        *,
-        quantize_from: int | None = None,
-        freeze_ranges_at: int | None = None,
-        freeze_norms_at: int | None = None,
-        calibrate: int | None = 8,
-        log_health: bool = True,
-    ) -> None:
-        check_options(calibrate, log_health)
-        self.quantize_from = quantize_from
-        self.freeze_ranges_at = freeze_ranges_at
-        self.freeze_norms_at = freeze_norms_at
-        self.calibrate = calibrate
-        self.log_health = log_health
-        self.schedule: Schedule | None = None
 
     def add_to(self, trainer: Trainer) -> None:
         """Adds the callback to a trainer, before all others.
@@ -116,16 +97,12 @@ class QATCallback(_TrainerCallback):
         if isinstance(model, _transformers.PreTrainedModel) and is_prepared(model):
             # The trainer calls this method to write checkpoints.
             model.save_pretrained = MethodType(save_pretrained, model)
-        if self.calibrate is not None and needs_calibration(model):
-            batches = first_batches(train_dataloader, self.calibrate)
-            calibrate_without_trace(model, lambda: self._show(model, batches, args.device))
-        self.schedule = Schedule(
+        self._start(
             model,
-            quantize_from=self.quantize_from,
-            freeze_ranges_at=self.freeze_ranges_at,
-            freeze_norms_at=self.freeze_norms_at,
+            {"steps": state.global_step},
+            lambda number: first_batches(train_dataloader, number),
+            lambda first: self._show(model, first, args.device),
         )
-        self.schedule.load_state_dict({"steps": state.global_step})
 
     def _show(self, model: nn.Module, batches: Iterator[Batch], device: torch.device) -> None:
         for batch in batches:
@@ -148,7 +125,7 @@ class QATCallback(_TrainerCallback):
         """Adds metrics to the trainer's log of the training loss."""
         if not self.log_health or logs is None or "loss" not in logs:
             return
-        found = figures(model)
+        found = figures(model, self._memory)
         logs.update(found)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(found)
@@ -157,8 +134,8 @@ class QATCallback(_TrainerCallback):
 def save_pretrained(model: PreTrainedModel, folder: str | os.PathLike[str], **options: Any) -> None:
     """Calls `model.save_pretrained(folder, **options)` of a prepared model, with its `QuantConfig` in config.json.
 
-    Tensors are saved under their names in the model, which `Trainer` needs to resume, not under those of older versions
-    of transformers (`save_original_format=False`).
+    Tensors are saved under their names in the model, which `Trainer` needs to resume, not under the names of older
+    versions of transformers (`save_original_format=False`).
 
     >>> import tempfile
     >>> import fakequant as fq
@@ -194,8 +171,9 @@ def from_pretrained(
     >>> from transformers import BertConfig, BertModel
     >>> config = fq.recipes.int8()
     >>> model = BertModel(BertConfig(vocab_size=32, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    >>> model = fq.prepare(model, config, example={"input_ids": torch.ones(1, 2, dtype=torch.int64)})
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     fq.prepare(model, config).save_pretrained(folder)
+    ...     model.save_pretrained(folder)
     ...     again = from_pretrained(BertModel, folder, quant_config=config)
     >>> torch.equal(again.pooler.dense.weight, model.pooler.dense.weight)
     True
@@ -210,9 +188,10 @@ def from_pretrained(
         quant_config = _saved_config(path)
     with _quiet():  # transformers warns about the tensors of quantizers, which are checked below
         model, report = cls.from_pretrained(path, output_loading_info=True, **options)
-    model = prepare(model, quant_config)
+    model = prepare_for_loading(model, quant_config)
     _add_results(model, path)
-    own = [f"{place}.{name}" for place, quantizer in quantizers(model) for name in quantizer.state_dict()]
+    own = [f"{place}.{name}" for place, quantizer in named_quantizers(model) for name in quantizer.state_dict()]
+    own += [name for name, _ in model.named_buffers() if name.rpartition(".")[2] == TOKENS]
     _require_same_model(path, type(model), report, set(own))
     model.load_state_dict(_read_quantizers(model, path, own), strict=False)
     return model

@@ -3,23 +3,21 @@
 # Importing these registers the layer kinds.
 from fakequant.nn import (
     _attention as _attention,
-    _conv as _conv,
-    _embedding as _embedding,
-    _linear as _linear,
-    _recurrent_cells as _recurrent_cells,
-    _transformers_layers as _transformers_layers,
+    _experts as _experts,
+    _layers as _layers,
+    _recurrent as _recurrent,
     kinds as kinds,
 )
 from fakequant.nn._fake_quantize import FakeQuantize as FakeQuantize
-from fakequant.nn._layer_kinds import LayerKind as LayerKind, quantizes as quantizes
+from fakequant.nn._layer_kinds import LayerKind as LayerKind, register_layer_kind as register_layer_kind
 from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize as LearnedFakeQuantize
 from fakequant.nn._model_quantizers import (
     name_quantizers as name_quantizers,
-    quantizers as quantizers,
+    named_quantizers as named_quantizers,
+    param_groups as param_groups,
     switch_quantizers as switch_quantizers,
 )
 from fakequant.nn._pact import PACT as PACT
-from fakequant.nn._param_groups import param_groups as param_groups
 from fakequant.nn._quantized_layer import (
     QuantizedLayer as QuantizedLayer,
     compute as compute,

@@ -1,5 +1,6 @@
 """Quantized attention."""
 
+from collections.abc import Callable
 from math import sqrt
 from typing import ClassVar
 
@@ -7,14 +8,52 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fakequant.nn._layer_kinds import AnyLayer, LayerKind, quantizes
-from fakequant.nn._linear_function import linear
+from fakequant._backends.torch.tensor_kernels import dtype_name
+from fakequant.nn._layer_kinds import AnyLayer, LayerKind, register_layer_kind
 from fakequant.nn._quantized_layer import compute, compute_rows, quantize_output
 from fakequant.nn._quantizer import Quantizer
-from fakequant.nn._scaled_dot_product import scaled_dot_product_attention
+from fakequant.nn._saved_codes import linear
 
 
-@quantizes(nn.MultiheadAttention)
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    quantize: Callable[[Tensor], Tensor],
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Returns the attention of queries to keys, with the result of `quantize` as attention weights.
+
+    The other arguments are the same as in `F.scaled_dot_product_attention`.
+
+    >>> q, k, v = torch.ones(1, 2, 4), torch.ones(1, 3, 4), torch.ones(1, 3, 4)
+    >>> scaled_dot_product_attention(q, k, v, quantize=torch.round)
+    tensor([[[0., 0., 0., 0.],
+             [0., 0., 0., 0.]]])
+    """
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    scores = query @ key.transpose(-2, -1) * (1 / sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        attn_mask = allowed if attn_mask is None else attn_mask
+    if attn_mask is not None:
+        blocked = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask == -torch.inf
+        scores = scores.masked_fill(blocked, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+        # A query that may not attend to anything gets zeros.
+        weights = torch.softmax(scores, -1).masked_fill(blocked.all(-1, keepdim=True), 0)
+    else:
+        weights = torch.softmax(scores, -1)
+    weights = quantize(weights)
+    return (F.dropout(weights, dropout_p) if dropout_p > 0 else weights) @ value
+
+
+@register_layer_kind(nn.MultiheadAttention)
 class MultiheadAttention(LayerKind):
     """Multi-head attention with quantized inputs, projections and weights.
 
@@ -111,7 +150,7 @@ def _float_mask(name: str, mask: Tensor, allowed: tuple[tuple[int, ...], ...], q
     if tuple(mask.shape) not in allowed:
         raise RuntimeError(f"`{name}` must have shape {' or '.join(map(str, allowed))}, got {tuple(mask.shape)}.")
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise RuntimeError(f"`{name}` must be bool or floating point, got {str(mask.dtype)[6:]}.")
+        raise RuntimeError(f"`{name}` must be bool or floating point, got {dtype_name(mask.dtype)}.")
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, -torch.inf)
     return mask.to(q.dtype)

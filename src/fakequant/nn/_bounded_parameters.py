@@ -13,7 +13,7 @@ from fakequant._backends.torch.torch_annotations import Function
 
 
 class FunctionContext(Protocol):
-    """The `ctx` of an autograd function, as far as it saves tensors."""
+    """The part of the `ctx` of an autograd function that saves tensors."""
 
     saved_tensors: tuple[Tensor, ...]
 
@@ -26,12 +26,6 @@ class FunctionContext(Protocol):
 
 def within(value: Tensor, before: Tensor, low: float, high: float) -> Tensor:
     """Returns `value` clamped to [low, high], with elements of `before` where it is not finite.
-
-    Args:
-        value: The values.
-        before: Their last valid values.
-        low: The lower bound.
-        high: The upper bound.
 
     >>> within(torch.tensor([-3.0, 0.5, torch.nan]), torch.tensor([1.0, 1.0, 0.25]), 0.125, 8.0)
     tensor([0.1250, 0.5000, 0.2500])
@@ -70,12 +64,6 @@ def keep_within(value: Tensor, before: Tensor, low: float, high: float) -> Tenso
 
     In ordinary memory `value` itself is corrected, without changing its version counter: it only needs correction
     after an optimizer step, when no graph that has saved it is used again.
-
-    Args:
-        value: The parameter.
-        before: Its last valid value. Updated in place.
-        low: The lower bound.
-        high: The upper bound.
     """
     if not torch.compiler.is_compiling() and _kept_in_memory(value, before, low, high):
         return value

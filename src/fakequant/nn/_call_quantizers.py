@@ -40,8 +40,7 @@ _counts = _Counts()
 class Calls:
     """The calls of one module in a forward pass.
 
-    Args:
-        recorded: The number of calls when the data flow was recorded.
+    `recorded` is their number when the data flow was recorded.
 
     >>> calls = Calls(2)
     >>> calls.start(), calls.next(), calls.next()
@@ -105,12 +104,7 @@ def counting_from(numbers: Counted) -> Iterator[None]:
 
 
 def before_call(module: nn.Module, number: int) -> Counted:
-    """Returns what `counted_calls` returns right before a call of a module, which calls each module inside it once.
-
-    Args:
-        module: A module of a prepared or converted model.
-        number: The number of the call.
-    """
+    """Returns what `counted_calls` returns right before a call of a module, which calls each module inside it once."""
     found = (getattr(part.__dict__.get("_fakequant"), "calls", None) for part in module.modules())
     return {calls.key: (number - 1,) for calls in found if calls is not None}
 
@@ -206,7 +200,7 @@ def current_quantizer(quantizer: Any) -> Any:
 
 
 def quantizers_in(slot: Any) -> Sequence[Any]:
-    """Returns the quantizers that a child of a module holds: itself, or those of all calls. Empty for None."""
+    """Returns the quantizers that a child of a module holds: itself, or the quantizers of all calls. Empty for None."""
     if isinstance(slot, CallQuantizers):
         return [quantizer for quantizer in slot._modules.values() if quantizer is not None]
     return [] if slot is None else [slot]

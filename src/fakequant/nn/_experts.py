@@ -11,30 +11,86 @@ the experts of a token stay in float.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fakequant.nn._expert_groups import Groups
-from fakequant.nn._expert_product import ExpertProduct
-from fakequant.nn._layer_kinds import AnyLayer
-from fakequant.nn._owned_product import OwnedProduct
-from fakequant.nn._owners import OwnerKind
-from fakequant.nn._quantized_layer import quantize_output, reduced
-from fakequant.nn._records import LayerRecord
+from fakequant._backends.torch.grouped_linear import grouped_linear
+from fakequant._backends.torch.tensor_kernels import dtype_name
+from fakequant.nn._layer_kinds import AnyLayer, LayerKind, register_layer_kind, register_layer_kind_if
+from fakequant.nn._owners import OwnedProduct, OwnerKind
+from fakequant.nn._quantized_layer import quantize_output
+from fakequant.nn._records import DerivedModule, LayerRecord
+
+
+class Groups(NamedTuple):
+    """Rows that are sorted by expert: first expert 0's, then expert 1's, and so on. An expert may have none.
+
+    >>> groups = Groups(torch.tensor([0, 2, 2]), 3)
+    >>> groups.linear(torch.ones(3, 1), torch.tensor([[1.0], [2.0], [3.0]]), None)
+    tensor([[1.],
+            [3.],
+            [3.]])
+    """
+
+    # The expert of every row, in rising order.
+    experts: Tensor
+    # The number of experts.
+    number: int
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns the product of every row with the weight of its expert, plus the bias.
+
+        `weight` is one matrix with the weights of all experts, one expert after the other, and so is `bias`.
+        """
+        numbers = torch.arange(self.number, device=self.experts.device, dtype=self.experts.dtype)
+        ends = torch.searchsorted(self.experts, numbers, right=True)
+        y = grouped_linear(x.to(weight.dtype), weight.unflatten(0, (self.number, -1)), ends)
+        return y if bias is None else y + self.rows_of(bias)
+
+    def rows_of(self, value: Tensor) -> Tensor:
+        """Returns values per expert and channel, as one vector, as a row of channels for each row. Keeps scalars."""
+        return value if value.dim() == 0 else value.unflatten(0, (self.number, -1))[self.experts]
+
+
+class ExpertProduct(OwnedProduct):
+    """The products of rows, each with the matrix of its expert, plus the bias.
+
+    `weight` is a matrix: the weights of all experts, one after the other, with the shape (experts * outputs, inputs).
+    So scales per channel are scales per expert and output. `bias` has the shape (experts * outputs,).
+    """
+
+    def read(self, name: str) -> Tensor | None:
+        """Returns the weight of the owner as a matrix, or its bias as a vector."""
+        value = super().read(name)
+        if value is None or name == "bias":
+            return None if value is None else value.flatten()
+        return (value.transpose(1, 2) if self.owner.is_transposed else value).flatten(0, 1)
+
+    def forward(self, input: Tensor, groups: Groups) -> Tensor:
+        """Returns the products in float. `input` has the rows of all experts, in the order that `groups` says."""
+        return groups.linear(input, self.weight, self.bias)
+
+
+@register_layer_kind(ExpertProduct)
+class QuantizedExpertProduct(LayerKind):
+    """A product of all experts with quantized rows and weights. All rows of a call are observed as one tensor."""
+
+    @staticmethod
+    def forward(layer: AnyLayer, input: Tensor, groups: Groups) -> Tensor:
+        """Takes and returns the same as `ExpertProduct`."""
+        return quantize_output(layer, layer._fakequant.compute_groups(layer, input, groups))
+
 
 # What a module must have; see `Experts`.
 _ATTRIBUTES = ("num_experts", "is_transposed", "has_bias", "has_gate")
 
 
-class QuantizedExpertsLayer(nn.Module):
+class QuantizedExpertsLayer(DerivedModule):
     """The base of prepared and converted experts. Their products are the quantized layers."""
 
     _fakequant: Any
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return reduced(self, QuantizedExpertsLayer)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -64,7 +120,7 @@ class Experts(OwnerKind):
     token, and `top_k_weights` with their routing weights. The last two have the shape (tokens, experts per token).
 
     >>> import fakequant as fq
-    >>> kind = fq.nn.quantizes("package.module.Experts")(Experts)
+    >>> kind = fq.nn.register_layer_kind("package.module.Experts")(Experts)
     """
 
     record = ExpertsRecord
@@ -133,7 +189,7 @@ def _wrong_shape(module: AnyLayer) -> str | None:
         if weight is None:
             return f"`{name}` is not a parameter"
         if weight.dim() != 3 or len(weight) != module.num_experts or not weight.is_floating_point():
-            kind = f"{str(weight.dtype)[6:]} of shape {tuple(weight.shape)}"
+            kind = f"{dtype_name(weight.dtype)} of shape {tuple(weight.shape)}"
             return f"`{name}` must be one float matrix for each of {module.num_experts} experts, got {kind}"
         outputs = weight.shape[2 if module.is_transposed else 1]
         bias = module._parameters.get(f"{name}_bias")
@@ -141,3 +197,12 @@ def _wrong_shape(module: AnyLayer) -> str | None:
             kind = "no parameter" if bias is None else f"shape {tuple(bias.shape)}"
             return f"`{name}_bias` must have the shape ({module.num_experts}, {outputs}), got {kind}"
     return None
+
+
+def _is_of_transformers(cls: type) -> bool:
+    """Returns True for classes with transformers' decorator `use_experts_implementation`, which replaces `forward`."""
+    forward = cls.__dict__.get("forward")
+    return getattr(forward, "__globals__", {}).get("__name__") == "transformers.integrations.moe"
+
+
+register_layer_kind_if(_is_of_transformers, Experts)

@@ -1,7 +1,5 @@
 """`FakeQuantize`: a quantizer whose scale comes from an observer."""
 
-import warnings
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -11,26 +9,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.types import Device
 
-from fakequant._backends.blocks import group_length, has_short_block
-from fakequant._backends.kernel_enums import NUMERICS, SCALE_RULES, scale_rule_name
-from fakequant._backends.torch import compiled_nodes, gradients, tensor_functions
-from fakequant._backends.torch.operator_calls import ops
+from fakequant._backends.checks import EPS, check_eps, check_gradient
+from fakequant._backends.torch import compiled_nodes
 from fakequant._backends.torch.plain_memory import is_eager
-from fakequant._backends.torch.process_ranks import ALONE, Ranks
-from fakequant._backends.torch.runtime_rounding import moved_from_ties, xnnpack_tokens
-from fakequant._backends.torch.tensor_checks import block_shape, check_device, kernel_numerics
-from fakequant._backends.torch.tensor_kernels import Observation, Observed, updated_range
-from fakequant._backends.torch.torch_private import innermost_transform
-from fakequant.functional import UPDATES, Gradient, check_gradient
-from fakequant.nn._quantizer import Quantizer, Settings, fake_quantize
+from fakequant._backends.torch.tensor_checks import check_device, kernel_numerics
+from fakequant._backends.torch.tensor_functions import fake_quantize
+from fakequant._kernels import NUMERICS, SCALE_RULES, UPDATES, scale_rule_name
+from fakequant.functional import Gradient
+from fakequant.nn._quantizer import Quantizer, Settings, scale_shape
+from fakequant.nn._quantizer_state import StateDict
 from fakequant.nn._recomputation import as_first, current_replay, in_compiled_code, runs
-from fakequant.nn._scale_shape import scale_shape
-from fakequant.nn._state_checks import StateDict
-from fakequant.nn._torch_ao_states import check_scale, observed_tensors
-from fakequant.observers._dynamic import Dynamic
-from fakequant.observers._moving_average import MovingAverage
+from fakequant.nn._tensor_ranges import (
+    choose,
+    must_be_pure,
+    observe_and_quantize,
+    observe_compiled,
+    quantize_purely,
+    quantize_with_own_range,
+)
 from fakequant.observers._observer import Observer, State
-from fakequant.qparams import EPS, QParams, check_eps
+from fakequant.observers._ranks import ALONE, Ranks
+from fakequant.observers._running import Dynamic, MovingAverage
+from fakequant.qparams import QParams
 from fakequant.spec import QuantSpec
 
 
@@ -57,10 +57,10 @@ class FakeQuantize(Quantizer):
         shape: The shape of the tensors, with None for lengths that vary. Required if there is a scale per channel
             or group.
         gradient: "clipped" is 0 where the value was clipped and keeps 1 bit per element. "pass" keeps nothing.
-            "auto" is "pass" while the range is that of the current tensor (`Dynamic`), which clips almost nothing,
+            "auto" is "pass" while the range follows the current tensor (`Dynamic`), which clips almost nothing,
             and "clipped" otherwise. The default is "auto" for block scales (MX, NVFP4), "clipped" for all others.
         eps: The smallest scale.
-        sync: Whether ranges are those of the batches of all ranks together, in the same step, if torch.distributed
+        sync: Whether the batches of all ranks in the same step share one range, if torch.distributed
             is initialized.
         process_group: The ranks to synchronize; None for all.
         path: The path of the module in its model, for messages.
@@ -82,9 +82,6 @@ class FakeQuantize(Quantizer):
     running_max: Tensor
     # The number of tensors seen within `averaging_evenly`.
     _tensors: int | None = None
-    # The last result of a quantizer that stores no scales, and its scale and zero point. A thread that finds the result
-    # of another thread here finds no scales.
-    _last: tuple["weakref.ref[Tensor]", Tensor, Tensor] | None = None
 
     def __init__(
         self,
@@ -143,16 +140,13 @@ class FakeQuantize(Quantizer):
     def _set_observer(self, observer: Observer) -> None:
         """Sets an observer that can continue with the current state."""
         self.observer = observer
-        spec, numerics = self.spec, kernel_numerics(self.spec)
-        low, high = spec.qmin, spec.qmax
+        spec = self.spec
         # None if the kernel cannot update the range as this observer does.
         self._in_kernel = how = observer._in_kernel
         if how is not None:
-            rule = scale_rule_name(spec)
-            self._options = (low, high, numerics, spec.symmetric, rule, how.update, how.constant, self.eps)
             self._kernel_options = (
-                low, high, NUMERICS[numerics], spec.symmetric, SCALE_RULES[rule], UPDATES[how.update], how.constant,
-                self.eps,
+                spec.qmin, spec.qmax, NUMERICS[kernel_numerics(spec)], spec.symmetric,
+                SCALE_RULES[scale_rule_name(spec)], UPDATES[how.update], how.constant, self.eps,
             )  # fmt: skip
 
     @contextmanager
@@ -179,6 +173,29 @@ class FakeQuantize(Quantizer):
             if not self.observer.needs_data:
                 self.refresh()
 
+    @torch.no_grad()
+    def set_qparams(self, scale: Tensor, zero_point: Tensor) -> None:
+        """Sets scale and zero point, one per block, and freezes them.
+
+        >>> from fakequant import QuantSpec
+        >>> fq = FakeQuantize(QuantSpec())
+        >>> fq.set_qparams(torch.tensor(0.5), torch.tensor(0))
+        >>> fq(torch.tensor([0.7, 100.0]))
+        tensor([ 0.5000, 63.5000])
+        """
+        spec = self.spec
+        scale, zero_point = (value.reshape(self.scale.shape) for value in (scale, zero_point))
+        # The range that the grid covers counts as observed. An observer would choose this scale for it, up to rounding.
+        low, high = (spec.qmin, spec.qmax) if spec.format == "int" else (-spec.largest, spec.largest)
+        if spec.is_integer and spec.symmetric:
+            low, high = (spec.qmin - spec.qmax) / 2, (spec.qmax - spec.qmin) / 2
+        self.running_min.copy_((low - zero_point) * scale)
+        self.running_max.copy_((high - zero_point) * scale)
+        self.frozen = True
+        self.scale.copy_(scale)
+        self.zero_point.copy_(zero_point)
+        self._stale = False
+
     def _forget(self) -> None:
         assert self._blocks is not None
         for name, value in self.observer.init(self._blocks, self.scale.device).items():
@@ -187,27 +204,32 @@ class FakeQuantize(Quantizer):
     # --- forward ----------------------------------------------------------------------------------
 
     def _run(self, x: Tensor) -> Tensor:
+        """Chooses the scale: the stored one, the one of the tensors seen or of `x` alone, or either without effects."""
         if self._blocks is None and self.rounding is not None:
-            return xnnpack_tokens(x) if self._quantizing else x
+            return self.rounding.tokens(x) if self._quantizing else x
         if not self._observes_now():
             return self._quantize(x, self._fixed) if self._quantizing else x
         # In evaluation a rank may run by itself; waiting for the other ranks would block.
         ranks = self.ranks() if self.training else ALONE
-        if x.numel() == 0 and not ranks.several and not self.observer.dynamic:
+        is_dynamic = self.observer.dynamic
+        if not is_dynamic and x.numel() == 0 and not ranks.several:
             return x
-        if self._must_be_pure():
+        if must_be_pure(self.training):
             return self._run_purely(x, ranks)
         if not self._quantizing:
             self._observe(x, ranks)
             return x
-        if self._in_kernel is None and self.observer.dynamic:
-            return self._quantize_by_observer(x, ranks)
-        if self._blocks is None or not self.training:
-            return self._quantize_with_own_range(x)
+        return quantize_with_own_range(self, x, ranks) if is_dynamic else self._quantize_with_seen_range(x, ranks)
+
+    def _quantize_with_seen_range(self, x: Tensor, ranks: Ranks) -> Tensor:
+        """Quantizes with the range of all tensors seen, `x` included."""
         if ranks.several or self._in_kernel is None or self.rounding is not None:
             self._observe(x, ranks)
             return self._quantize(x, self._following)
-        return self._observe_and_quantize(x)
+        return observe_and_quantize(self, x, self.running_min, self.running_max, self.scale, self.zero_point)
+
+    def _run_purely(self, x: Tensor, ranks: Ranks) -> Tensor:
+        return quantize_purely(self, x, ranks)
 
     @property
     def is_dynamic(self) -> bool:
@@ -286,12 +308,13 @@ class FakeQuantize(Quantizer):
         """Quantizes with the stored scale and zero point."""
         if self._stale:
             self.refresh()
-        self.saw_only_finite = False
         zero_point = 0 if self.spec.symmetric else self.zero_point
         if self.rounding is not None:
-            x = moved_from_ties(x, self.scale, self.zero_point, self.spec, self.rounding)
+            x = self.rounding.moved(x, self.scale, self.zero_point, self.spec)
         if torch.compiler.is_compiling():
+            self._last = None
             return fake_quantize(x, self.scale, zero_point, self.spec, gradient=gradient)
+        self.__dict__["_last"] = None  # not by `setattr`, which is slow in a module
         if self.spec.numerics == "torch":  # which accepts any scale, NaN too
             self._require_range()
         try:
@@ -303,176 +326,11 @@ class FakeQuantize(Quantizer):
             self._require_range()
             raise
 
-    def _observe_and_quantize(self, x: Tensor) -> Tensor:
-        """Observes and quantizes in one pass, with an observer that the kernel implements."""
-        return self._fused(x, self.running_min, self.running_max, self.scale, self.zero_point)
-
-    def _quantize_with_own_range(self, x: Tensor) -> Tensor:
-        """Quantizes with the range of `x` alone.
-
-        The range is computed in new tensors, not in the buffers: several threads may evaluate one model.
-        """
-        blocks = self._check_blocks(x)
-        lo = torch.full(blocks, torch.inf, dtype=torch.float32, device=x.device)
-        scale, zero_point = torch.empty_like(lo), torch.empty_like(lo, dtype=torch.int32)
-        hi = -lo
-        y = self._fused(x, lo, hi, scale, zero_point)
-        if self._blocks is None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # Not by `setattr`, which is slow in a module.
-            self.__dict__["_last"] = weakref.ref(y, self._forget_last), scale, zero_point
-        if self._blocks is not None:
-            buffers = (self.running_min, self.running_max, self.scale, self.zero_point)
-            for buffer, value in zip(buffers, (lo, hi, scale, zero_point), strict=True):
-                buffer.copy_(value)
-        return y
-
-    def _forget_last(self, result: "weakref.ref[Tensor]") -> None:
-        if self._last is not None and self._last[0] is result:
-            self._last = None
-
     def _qparams_for(self, y: Tensor) -> QParams[Tensor] | None:
         replay = current_replay() if runs.stack else None
         if replay is not None and self not in replay.changed and self._observes_now():
             return None  # it has quantized `y` before the checkpoint, and may have observed other tensors since
-        last = self._last  # read once: another thread may replace it
-        if self._blocks is not None or last is None:
-            return super()._qparams_for(y)
-        return QParams(*last[1:]) if last[0]() is y else None
-
-    def _quantize_by_observer(self, x: Tensor, ranks: Ranks, *, remember: bool = True) -> Tensor:
-        """Quantizes with the range that the observer finds in `x` alone: 0 to 0 if there is no finite value."""
-        state = self.observer.init(self._check_blocks(x), x.device)
-        nonfinite = self.observer.update(state, x.detach(), self.spec, ranks)
-        lo, hi = self.observer.range(state, self.spec)
-        scale, zero_point = self._choose(lo, hi)
-        self.saw_only_finite = False
-        if remember:
-            self._count_nonfinite(nonfinite)
-            for name, value in {**state, "scale": scale, "zero_point": zero_point}.items():
-                getattr(self, name).copy_(value)
-        return fake_quantize(x, scale, zero_point, self.spec, gradient=self._following)
-
-    def _choose(self, lo: Tensor, hi: Tensor) -> QParams[Tensor]:
-        """Chooses scale and zero point. An empty range (lo > hi) counts as 0 to 0."""
-        seen = lo <= hi
-        return tensor_functions.choose_qparams(
-            torch.where(seen, lo, 0), torch.where(seen, hi, 0), self.spec, eps=self.eps
-        )
-
-    # --- forward without changes of state ---------------------------------------------------------
-
-    def _must_be_pure(self) -> bool:
-        """Returns True under `torch.func`, and in a model exported for evaluation: no tensor may be changed there."""
-        if torch.compiler.is_compiling():
-            return torch.compiler.is_exporting() and not self.training
-        return innermost_transform() is not None
-
-    def _run_purely(self, x: Tensor, ranks: Ranks) -> Tensor:
-        """Returns what the forward pass would return, but stores nothing."""
-        if not self.observer.dynamic and not torch.compiler.is_compiling():
-            warnings.warn(
-                "Quantizers that observe under a transform of torch.func do not remember what they see.\n"
-                "Call `calibrate` first, and freeze the ranges: fakequant.nn.switch_quantizers(model, frozen=True).",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        if ranks.several:
-            raise RuntimeError(
-                "ranges are exchanged between processes, which a transform of torch.func cannot do.\n"
-                "Freeze them: fakequant.nn.switch_quantizers(model, frozen=True)."
-            )
-        if not self._quantizing:
-            return x
-        if self._in_kernel is None and self.observer.dynamic:
-            return self._quantize_by_observer(x, ranks, remember=False)
-        if self._in_kernel is None:
-            raise RuntimeError(
-                f"{self.observer} cannot observe under a transform of torch.func: it changes its state in place.\n"
-                "Call `calibrate` first, and freeze the ranges: fakequant.nn.switch_quantizers(model, frozen=True)."
-            )
-        self._check_blocks(x)
-        seen = tensor_functions.min_max(x, self.spec)
-        how = Observation(*self._in_kernel, self.eps, self.spec.symmetric, scale_rule_name(self.spec))
-        lo, hi = updated_range(*self._range_before(seen.min), seen.min, seen.max, how)
-        scale, zero_point = tensor_functions.choose_qparams(lo, hi, self.spec, eps=self.eps)
-        self.saw_only_finite = False
-        return fake_quantize(x, scale, zero_point, self.spec, gradient=self._following)
-
-    def _range_before(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the running range, or an empty range if none is stored."""
-        if self._blocks is not None:
-            return self.running_min, self.running_max
-        lo = torch.full_like(like, torch.inf, dtype=torch.float32)
-        return lo, -lo
-
-    # --- observing and quantizing in one pass -----------------------------------------------------
-
-    def _fused(self, x: Tensor, running_min: Tensor, running_max: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
-        """Quantizes `x` after updating the running range, scale and zero point with it, in place."""
-        if self.spec.group_size is not None:
-            self._check_blocks(x)
-        self.saw_only_finite = False  # unless the fast path finds that out
-        if self.spec.has_block_scales and has_short_block(tuple(x.shape), self.spec):
-            return self._fused_short_blocks(x, running_min, running_max, scale, zero_point)
-        y = self._observe_compiled(x, running_min, running_max, scale, zero_point, quantize=True)
-        if y is not None:
-            return y
-        result = self._observe_operator(x, self._as_blocks(x, running_min), self._as_blocks(x, running_max))
-        self._count_nonfinite(result.nonfinite)
-        scale.copy_(result.scale.reshape(scale.shape))
-        zero_point.copy_(result.zero_point.reshape(zero_point.shape))
-        return result.y
-
-    def _fused_short_blocks(
-        self, x: Tensor, running_min: Tensor, running_max: Tensor, scale: Tensor, zero_point: Tensor
-    ) -> Tensor:
-        """Does the same as `_fused` for data whose last blocks are shorter than the others."""
-        result = tensor_functions.observe_fake_quantize(
-            x, self.spec, running_min, running_max, update="dynamic", averaging_constant=0.0, eps=self.eps,
-            gradient=self._following,
-        )  # fmt: skip
-        self._count_nonfinite(torch.as_tensor(result.nonfinite))
-        scale.copy_(result.scale)
-        zero_point.copy_(result.zero_point)
-        return result.y
-
-    def _observe_compiled(self, x: Tensor, *state: Tensor, quantize: bool) -> Tensor | None:
-        """The fast path: observes ordinary memory in compiled code. Returns None if it does not apply.
-
-        Args:
-            x: The tensor to observe.
-            state: Running minimum and maximum, scale and zero point. Updated in place.
-            quantize: Whether to return `x` quantized. If not, `x` itself is returned.
-        """
-        if compiled_nodes.compiled is None or torch.compiler.is_compiling():
-            return None
-        axis, group = self.spec.axis, self.spec.group_size
-        clipped = self._following == "clipped"
-        found: tuple[Tensor | None, int] | None = compiled_nodes.compiled.observe(
-            x, *state, *self._kernel_options, axis + x.dim() if axis is not None and axis < 0 else axis,
-            group if axis is None or group is None else group_length(x.shape[axis], self.spec), quantize, clipped,
-        )  # fmt: skip
-        if found is None:
-            return None
-        y, nonfinite = found
-        self.saw_only_finite = not nonfinite
-        if nonfinite:
-            self._count_nonfinite(torch.tensor(nonfinite))
-        return x if y is None else y
-
-    def _observe_operator(self, x: Tensor, running_min: Tensor, running_max: Tensor) -> Observed:
-        clipped = self._following == "clipped" and gradients.is_differentiating(x)
-        check_device(x, "running_min", running_min)
-        if torch.compiler.is_compiling() or not is_eager(x):
-            return Observed(*ops.observe_fake_quantize(x, running_min, running_max, *self._options, clipped))
-        return gradients.observe(x, running_min, running_max, (*self._options, clipped))
-
-    def _as_blocks(self, x: Tensor, value: Tensor) -> Tensor:
-        """Returns a view of `value`, which has one entry per scale, that broadcasts with the blocks of `x`."""
-        if self._blocks == ():
-            return value
-        self._check_blocks(x)
-        return value.view(block_shape(tuple(x.shape), self.spec))
+        return super()._qparams_for(y)
 
     # --- observing --------------------------------------------------------------------------------
 
@@ -490,7 +348,7 @@ class FakeQuantize(Quantizer):
             self._set_observer(MovingAverage(1 / self._tensors))
         if self._in_kernel is not None and not ranks.several:
             state = (self.running_min, self.running_max, self.scale, self.zero_point)
-            if self._observe_compiled(x, *state, quantize=False) is not None:
+            if observe_compiled(self, x, *state, quantize=False) is not None:
                 return
         if self._in_kernel is None and self.observer.dynamic:
             self._forget()
@@ -510,7 +368,7 @@ class FakeQuantize(Quantizer):
         if self._blocks is None:
             return
         lo, hi = self.observer.range(self._state(), self.spec)
-        scale, zero_point = self._choose(lo, hi)
+        scale, zero_point = choose(self, lo, hi)
         self.scale.copy_(torch.where(lo <= hi, scale, torch.nan))
         self.zero_point.copy_(zero_point)
         if self.observer.searches:
@@ -545,9 +403,6 @@ class FakeQuantize(Quantizer):
 
     # --- state ------------------------------------------------------------------------------------
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in super().__getstate__().items() if name != "_last"}
-
     def run_deferred(self) -> None:
         """Updates the scale if necessary, and warns once of non-finite values."""
         # Also if the scale is not stale: a model average (EMA) averages ranges, but not integer zero points.
@@ -560,21 +415,9 @@ class FakeQuantize(Quantizer):
         return self.scale is None or torch.is_inference_mode_enabled() or not self.scale.is_inference()
 
     def _from_torch_ao(self, old: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self._blocks is None or set(self._names) != {"running_min", "running_max"}:
-            raise ValueError(
-                f"the state is from a torch.ao module, and {self.observer} cannot continue from it.\n"
-                "Use MovingAverage or MinMax, or calibrate again."
-            )
-        observed = observed_tensors(old, self.spec, self.observer.init(self._blocks, self.scale.device))
-        self._check_scale(observed)
-        if self.scale.numel() == 1:  # torch.ao has shape (1,) or ()
-            observed = {name: v.reshape(self._blocks) if v.numel() == 1 else v for name, v in observed.items()}
-        switches = [bool(old["observer_enabled"]), bool(old["fake_quant_enabled"]), False, False]
-        return {**observed, "grid": self.grid, "switches": torch.tensor(switches, dtype=torch.uint8)}
+        from fakequant.nn._torch_ao import observed_state  # which imports this module
 
-    def _check_scale(self, observed: dict[str, Tensor]) -> None:
-        if observed["scale"].numel() == self.scale.numel():
-            check_scale(observed, self.spec, self.eps)
+        return observed_state(self, old)
 
     def _find_mismatch(self, state_dict: StateDict, prefix: str) -> str | None:
         if not self.observer.needs_data and not self.scale.is_meta:

@@ -9,7 +9,7 @@ a child `function_quantizers`. It holds one quantizer per call, named after the 
 ignores the code of other modules that are called meanwhile: these have hooks that pause it.
 
 In the same way, the call of a function with the weight of a layer, such as `F.linear(x, self.query.weight)`, is
-computed by that layer, with its quantizers. If the code does so beside calls of the layer, the function gets the
+computed by that layer, with its quantizers. If the code also calls the layer, the function gets the
 quantized weight and the deployed bias. A call of `F.scaled_dot_product_attention` that has a quantizer for its
 attention weights, `scaled_dot_product_attention_0_weights`, is computed as two products.
 """
@@ -18,24 +18,22 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fakequant.nn._function_names import TorchFunction, function_name, functions_named
-from fakequant.nn._layer_calls import compute_call, with_quantized_weights
+from fakequant.nn._attention import scaled_dot_product_attention
+from fakequant.nn._operators import TorchFunction, function_name, functions_named
+from fakequant.nn._quantized_layer import compute_call, with_quantized_weights
 from fakequant.nn._recomputation import Restore, restore_in_recomputations, watch_checkpoints
-from fakequant.nn._records import NAME
-from fakequant.nn._scaled_dot_product import scaled_dot_product_attention
+from fakequant.nn._records import DerivedModule, derived_class
 
 # The name of the child that holds the quantizers.
 CHILD = "function_quantizers"
 # What follows the key of a call of attention in the key of its weights.
 WEIGHTS = "_weights"
-
-_CLASSES: "dict[type[nn.Module], type[CallingModule]]" = {}
 
 
 class FunctionQuantizers(nn.ModuleDict):
@@ -92,19 +90,10 @@ class FunctionQuantizers(nn.ModuleDict):
         self._find_functions()
 
 
-class CallingModule(nn.Module):
+class CallingModule(DerivedModule):
     """The base of modules with `function_quantizers`, for `isinstance`. Their class derives from their own class."""
 
     function_quantizers: FunctionQuantizers
-
-    if TYPE_CHECKING:
-
-        def __getstate__(self) -> dict[str, Any]:
-            """Returns the attributes to pickle."""
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # Pickle cannot find the class, which is made at run time.
-        return _rebuild, (self.__dict__[NAME].calling_class,), self.__getstate__()
 
 
 def calling_class(cls: type[nn.Module]) -> type[CallingModule]:
@@ -113,31 +102,24 @@ def calling_class(cls: type[nn.Module]) -> type[CallingModule]:
     >>> issubclass(calling_class(nn.TransformerEncoderLayer), nn.TransformerEncoderLayer)
     True
     """
-    if cls not in _CLASSES:
-        watch_checkpoints()
-        plain: TorchFunction = cls.forward
+    watch_checkpoints()
+    plain: TorchFunction = cls.forward
 
-        @wraps(plain)
-        def forward(self: CallingModule, *args: Any, **kwargs: Any) -> Any:
-            mode = _Calls(self.function_quantizers)
-            _running.modes.append(mode)
-            try:
-                with mode:
-                    return plain(self, *args, **kwargs)
-            finally:
-                _running.modes.pop()
-                if not torch.compiler.is_compiling():
-                    mode.quantizers.note(mode.numbers)
+    @wraps(plain)
+    def forward(self: CallingModule, *args: Any, **kwargs: Any) -> Any:
+        mode = _Calls(self.function_quantizers)
+        _running.modes.append(mode)
+        try:
+            with mode:
+                return plain(self, *args, **kwargs)
+        finally:
+            _running.modes.pop()
+            if not torch.compiler.is_compiling():
+                mode.quantizers.note(mode.numbers)
 
-        # The same names, which libraries write to files and look up.
-        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "forward": forward}
-        _CLASSES[cls] = type(cls.__name__, (CallingModule, cls), names)
-    return _CLASSES[cls]
-
-
-def _rebuild(cls: type[nn.Module]) -> nn.Module:
-    made = calling_class(cls)
-    return made.__new__(made)
+    # The same names, which libraries write to files and look up.
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return derived_class(CallingModule, cls, cls.__name__, (calling_class, cls), forward=forward, **names)
 
 
 def call_key(function: TorchFunction | str, number: int) -> str:
@@ -204,7 +186,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _capture() -> Restore:
-    """Returns a function whose context counts calls as those of the module whose code runs now, from here on."""
+    """Returns a function whose context counts calls for the module whose code runs now, from here on."""
     mode = _running.modes[-1] if _running.modes else None
     if mode is None or mode.paused:
         return not_watched  # the code of a module that has no quantizers for function calls

@@ -3,18 +3,18 @@
 import abc
 import dataclasses
 from math import sqrt
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.types import Device
 
 from fakequant._backends.torch import formula, tensor_functions
-from fakequant._backends.torch.process_ranks import Ranks
 from fakequant._backends.torch.tensor_checks import block_shape
 from fakequant.observers._histogram import Histogram, squared_errors_on_bins
 from fakequant.observers._mse import MSE, squared_error
 from fakequant.observers._observer import Observer, State
+from fakequant.observers._ranks import Ranks
 from fakequant.qparams import QParams
 from fakequant.spec import QuantSpec
 
@@ -103,28 +103,36 @@ class _Better(Start):
     For symmetric grids, where both have zero point 0.
     """
 
+    observer: ClassVar[Observer]
+
     @property
     def lsq(self) -> LSQRule:
         return LSQRule(self.spec, self.eps)
+
+    @property
+    def searched(self) -> ObservedStart:
+        return ObservedStart(self.spec, self.eps, self.observer)
+
+    def init(self, blocks: tuple[int, ...], device: Device = None) -> State:
+        return {**self.lsq.init(blocks, device), **self.searched.init(blocks, device)}
+
+    def scales(self, state: State) -> Tensor:
+        """Returns the scales of both rules."""
+        return torch.stack([self.lsq.qparams(state).scale, self.searched.qparams(state).scale])
 
 
 @dataclasses.dataclass(frozen=True)
 class BetterOnBins(_Better):
     """Compares the errors over everything seen, on a histogram."""
 
-    @property
-    def searched(self) -> ObservedStart:
-        return ObservedStart(self.spec, self.eps, Histogram())
-
-    def init(self, blocks: tuple[int, ...], device: Device = None) -> State:
-        return {**self.lsq.init(blocks, device), **self.searched.init(blocks, device)}
+    observer: ClassVar[Observer] = Histogram()
 
     def update(self, state: State, x: Tensor, ranks: Ranks) -> Tensor:
         self.searched.update(state, x, ranks)
         return self.lsq.update(state, x, ranks)
 
     def qparams(self, state: State) -> QParams[Tensor]:
-        scales = torch.stack([self.lsq.qparams(state).scale, self.searched.qparams(state).scale])
+        scales = self.scales(state)
         counts, centers, _ = Histogram().binned(state)
         valid = scales.nan_to_num(nan=1.0)  # NaN if nothing was seen; then all counts are 0
         lsq_error, searched_error = squared_errors_on_bins(counts, centers, valid, self.spec)
@@ -138,20 +146,18 @@ class BetterOnData(_Better):
     LSQ's mean is still over everything seen.
     """
 
-    @property
-    def searched(self) -> ObservedStart:
-        return ObservedStart(self.spec, self.eps, MSE())
+    observer: ClassVar[Observer] = MSE()
 
     def init(self, blocks: tuple[int, ...], device: Device = None) -> State:
         better = torch.full(blocks, torch.nan, dtype=torch.float32, device=device)
-        return {**self.lsq.init(blocks, device), **self.searched.init(blocks, device), "better": better}
+        return {**super().init(blocks, device), "better": better}
 
     def update(self, state: State, x: Tensor, ranks: Ranks) -> Tensor:
         """Updates both rules, and `better` in the blocks where `x` has finite values."""
         before = state["number"].clone()
         self.searched.update(state, x, ranks)
         nonfinite = self.lsq.update(state, x, ranks)
-        scales = torch.stack([self.lsq.qparams(state).scale, self.searched.qparams(state).scale])
+        scales = self.scales(state)
         finite = x.masked_fill(~x.isfinite(), 0)  # zeros have no error
         errors = [squared_error(finite, scale.nan_to_num(nan=1.0), self.spec) for scale in scales]
         lsq_error, searched_error = ranks.total(torch.stack(errors))
@@ -165,12 +171,6 @@ class BetterOnData(_Better):
 
 def start_for(init: Init, spec: QuantSpec, eps: float, *, learn_zero_point: bool) -> Start:
     """Returns the rule for a value of `init`, as described in `LearnedFakeQuantize`.
-
-    Args:
-        init: "lsq", an observer, or None for the least squared error.
-        spec: The grid.
-        eps: The smallest scale.
-        learn_zero_point: Whether the zero point of an affine grid is learned.
 
     >>> type(start_for(None, QuantSpec(bits=4, axis=0), 1e-6, learn_zero_point=False)).__name__
     'BetterOnData'

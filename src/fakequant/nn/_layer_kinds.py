@@ -19,7 +19,7 @@ _Kind = TypeVar("_Kind", bound="type[LayerKind]")
 
 
 class LayerKind:
-    """How layers of one kind compute with quantized tensors. Derive from it and register with `quantizes`.
+    """How layers of one kind compute with quantized tensors. Derive from it and register with `register_layer_kind`.
 
     A kind is never instantiated. Its `forward` becomes the forward pass of prepared and converted layers. In every
     other respect they remain instances of their original class.
@@ -62,7 +62,7 @@ class LayerKind:
         raise NotImplementedError
 
 
-def quantizes(*classes: type[nn.Module] | str) -> Callable[[_Kind], _Kind]:
+def register_layer_kind(*classes: type[nn.Module] | str) -> Callable[[_Kind], _Kind]:
     """Registers a `LayerKind` for layers of these classes. A later registration replaces an earlier one.
 
     Args:
@@ -73,13 +73,13 @@ def quantizes(*classes: type[nn.Module] | str) -> Callable[[_Kind], _Kind]:
     >>> class Scaled(nn.Linear):
     ...     def forward(self, x):
     ...         return 2 * torch.nn.functional.linear(x, self.weight, self.bias)
-    >>> @quantizes(Scaled)
+    >>> @register_layer_kind(Scaled)
     ... class QuantizedScaled(LayerKind):
     ...     @staticmethod
     ...     def forward(layer, x):
     ...         y = fq.nn.compute(layer, torch.nn.functional.linear, x)
     ...         return fq.nn.quantize_output(layer, 2 * y)
-    >>> fq.prepare(nn.Sequential(Scaled(4, 2)), fq.recipes.int8())[0].weight_quantizer.spec.bits
+    >>> fq.prepare(nn.Sequential(Scaled(4, 2)), fq.recipes.int8_dynamic())[0].weight_quantizer.spec.bits
     8
     """
 
@@ -105,7 +105,7 @@ def find_kind(cls: type[nn.Module]) -> type[LayerKind] | None:
     return None
 
 
-def quantizes_if(is_such_class: Callable[[type], bool], kind: "type[LayerKind]") -> None:
+def register_layer_kind_if(is_such_class: Callable[[type], bool], kind: "type[LayerKind]") -> None:
     """Registers a kind for all classes for which a function returns True, and that are not registered themselves."""
     _RECOGNIZED.append((is_such_class, kind))
 
@@ -123,10 +123,7 @@ def is_known(cls: type[nn.Module]) -> bool:
 def load_kind(cls: type[nn.Module], module: str, name: str) -> type[LayerKind]:
     """Returns the kind of a layer that is being unpickled.
 
-    Args:
-        cls: The class of the float layer.
-        module: The module in which the kind was defined when the layer was pickled. Imported if necessary.
-        name: The name of the kind in that module, for the error message.
+    The kind had this `name` in this `module` when the layer was pickled. The module is imported if necessary.
     """
     if _loadable_kind(cls, name) is None:
         with contextlib.suppress(ImportError):  # the error below is more helpful
@@ -136,7 +133,7 @@ def load_kind(cls: type[nn.Module], module: str, name: str) -> type[LayerKind]:
         raise ImportError(
             f"A quantized {cls.__name__} is being loaded, and no kind is registered for this class.\n"
             f"It was {name} in the module {module!r}: import that module, or register a kind with "
-            "@fakequant.nn.quantizes, before you load the model."
+            "@fakequant.nn.register_layer_kind, before you load the model."
         )
     return kind
 

@@ -7,17 +7,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.types import Device
 
+from fakequant._backends.checks import EPS, check_eps
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.plain_memory import is_transformed
-from fakequant._backends.torch.runtime_rounding import moved_from_ties
 from fakequant._backends.torch.tensor_checks import check_data, check_device
+from fakequant._backends.torch.tensor_functions import fake_quantize
 from fakequant.nn._bounded_parameters import keep_in_graph, keep_within, put, whole, within, write_back
 from fakequant.nn._initial_scales import Init, largest_scale, start_for
-from fakequant.nn._quantizer import Quantizer, Settings, fake_quantize
-from fakequant.nn._scale_shape import scale_shape
-from fakequant.nn._state_checks import StateDict
+from fakequant.nn._quantizer import Quantizer, Settings, scale_shape
+from fakequant.nn._quantizer_state import StateDict
 from fakequant.observers._observer import State
-from fakequant.qparams import EPS, QParams, check_eps
+from fakequant.qparams import QParams
 from fakequant.spec import QuantSpec
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -102,7 +102,7 @@ class LearnedFakeQuantize(Quantizer):
         check_eps(eps)
         if grad_factor is not None and not (isinstance(grad_factor, (int, float)) and 0 <= grad_factor < inf):
             raise ValueError(f"`grad_factor` must be a finite number >= 0, or None for LSQ's, got {grad_factor!r}.")
-        if spec.has_block_scales:
+        if spec.scale_format != "float32":
             raise ValueError(
                 f"Scales of the format {spec.scale_format!r} follow every tensor; they cannot be learned.\n"
                 "Use FakeQuantize, or scale_format='float32' for a scale that is learned."
@@ -203,6 +203,22 @@ class LearnedFakeQuantize(Quantizer):
                 "`initialize(x)`, or pass data while `observing` is True."
             )
 
+    @torch.no_grad()
+    def set_qparams(self, scale: Tensor, zero_point: Tensor) -> None:
+        """Sets scale and zero point, one per block. Training continues from them.
+
+        >>> fq = LearnedFakeQuantize(QuantSpec(bits=2))
+        >>> fq.set_qparams(torch.tensor(0.5), torch.tensor(0))
+        >>> fq.scale
+        tensor(0.5000)
+        """
+        self.observing = False
+        self.step_size.copy_(scale.reshape(self.step_size.shape))
+        if self.offset is not None:
+            self.offset.copy_(zero_point.reshape(self.offset.shape))
+        self._stale = False
+        self._after_load()
+
     # --- forward ----------------------------------------------------------------------------------
 
     def _observes_now(self) -> bool:
@@ -234,7 +250,7 @@ class LearnedFakeQuantize(Quantizer):
 
     def _quantize(self, x: Tensor) -> Tensor:
         if self.rounding is not None:
-            x = moved_from_ties(x, self.scale, self.zero_point, self.spec, self.rounding)
+            x = self.rounding.moved(x, self.scale, self.zero_point, self.spec)
         if self._frozen:
             x = keep_in_graph(x, self.step_size, self.offset)
             if self.spec.numerics == "torch":  # its learnable operator has another gradient of x

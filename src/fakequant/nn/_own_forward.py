@@ -9,18 +9,124 @@ quantized layer runs the code, and computes that one call with quantized tensors
 is the one that is quantized.
 """
 
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fakequant.nn._call_quantizers import quantizers_in
-from fakequant.nn._dry_run import DryRun, dry_run
-from fakequant.nn._layer_calls import PRODUCTS, compute_product, split_arguments
 from fakequant.nn._layer_kinds import AnyLayer, LayerKind
-from fakequant.nn._quantized_layer import input_grid_of, quantize_output
+from fakequant.nn._operators import LAYER_FUNCTIONS
+from fakequant.nn._quantized_layer import Arguments, compute_product, input_grid_of, quantize_output, split_arguments
 from fakequant.nn._records import float_class_of
+
+
+@dataclasses.dataclass(eq=False)
+class ProductCall:
+    """A call of one of `LAYER_FUNCTIONS`."""
+
+    # The name of the function.
+    function: str
+    given: Arguments
+    # How often the memory of the input had been changed before the call.
+    input_version: int
+    # None if the run was stopped at the call.
+    result: Tensor | None = None
+    result_version: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class DryRun:
+    """What the code of a layer did with an input."""
+
+    calls: list[ProductCall]
+    # Whether the code passed the layer's own bias, or None if it has none, to every call.
+    has_own_bias: bool
+    # Whether the code returned the result of its last call, and nothing else.
+    returns_result: bool
+    # Whether the input of its first call is the input of the layer.
+    passes_input: bool
+
+
+def dry_run(layer: AnyLayer, bias_name: str, x: Tensor, *, stop: bool = False) -> DryRun:
+    """Runs the float forward pass of a layer, without gradients, and returns what it did.
+
+    Raises whatever the code of the layer raises.
+
+    With `stop`, it stops at the first call of one of `LAYER_FUNCTIONS`.
+
+    >>> found = dry_run(nn.Linear(2, 3), "bias", torch.ones(1, 2))
+    >>> [call.function for call in found.calls], found.returns_result
+    (['F.linear'], True)
+    """
+    result: Any = None
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
+        stand_in, x = _stand_in(layer), x.clone(memory_format=torch.preserve_format)
+        before = x._version
+        watch = _Watch(stop)
+        with _stopping(), watch:
+            result = type(stand_in).forward(stand_in, x)
+    calls, bias = watch.calls, getattr(stand_in, bias_name, None)
+    is_result = isinstance(result, Tensor) and bool(calls) and result is calls[-1].result
+    return DryRun(
+        calls=calls,
+        has_own_bias=all(call.given.bias is bias for call in calls),
+        returns_result=is_result and result._version == calls[-1].result_version,
+        passes_input=bool(calls) and calls[0].given.input is x and calls[0].input_version == before,
+    )
+
+
+def _stand_in(layer: AnyLayer) -> nn.Module:
+    """Returns a copy of a layer, of its float class, in evaluation mode and without children."""
+    cls = float_class_of(layer)
+    made = cls.__new__(cls)
+    made.__dict__.update(layer.__dict__)
+    made.__dict__["_parameters"] = {
+        name: None if p is None else nn.Parameter(p.detach().clone(), p.requires_grad)
+        for name, p in layer._parameters.items()
+    }
+    made.__dict__["_buffers"] = {name: None if b is None else b.clone() for name, b in layer._buffers.items()}
+    made.__dict__["_modules"] = {}
+    made.training = False
+    return made
+
+
+class _Stop(BaseException):
+    """Ends a dry run. Not an Exception, which the code of the layer might catch."""
+
+
+@contextmanager
+def _stopping() -> Iterator[None]:
+    try:
+        yield
+    except _Stop:
+        return
+
+
+class _Watch(TorchFunctionMode):
+    """Notes the calls of `LAYER_FUNCTIONS`."""
+
+    def __init__(self, stop: bool) -> None:
+        super().__init__()
+        self.stop = stop
+        self.calls: list[ProductCall] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in LAYER_FUNCTIONS:
+            return func(*args, **kwargs)
+        given = split_arguments(args, kwargs)
+        call = ProductCall(LAYER_FUNCTIONS[func], given, given.input._version)
+        self.calls.append(call)
+        if self.stop:
+            raise _Stop
+        call.result = func(*args, **kwargs)
+        call.result_version = call.result._version
+        return call.result
 
 
 class OwnForward(LayerKind):
@@ -136,7 +242,7 @@ class _Product(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if PRODUCTS.get(func) is None:
+        if func not in LAYER_FUNCTIONS:
             return func(*args, **kwargs)
         self.calls += 1
         given = split_arguments(args, kwargs)
@@ -151,7 +257,8 @@ class _Product(TorchFunctionMode):
             raise RuntimeError(
                 f"{name} multiplies an input of shape {tuple(x.shape)}, which is not the shape of its own input. It "
                 "did not change the small inputs on which `prepare` ran it, so it has no input quantizer of its own.\n"
-                f"Register a kind for {name} with @fakequant.nn.quantizes, or leave the layer in float with a rule."
+                f"Register a kind for {name} with @fakequant.nn.register_layer_kind, or leave the layer in float with "
+                "a rule."
             )
 
 
@@ -160,5 +267,5 @@ def _changed(layer: AnyLayer, calls: int) -> str:
     return (
         f"The forward pass of {name} called F.linear and convolutions {calls} times, but once when the model was "
         "prepared. Its one product is quantized.\n"
-        f"Register a kind for {name} with @fakequant.nn.quantizes, or leave the layer in float with a rule."
+        f"Register a kind for {name} with @fakequant.nn.register_layer_kind, or leave the layer in float with a rule."
     )

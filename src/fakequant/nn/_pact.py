@@ -4,11 +4,13 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
+from fakequant._backends.checks import EPS, check_eps
+from fakequant._backends.torch.tensor_functions import fake_quantize
 from fakequant._backends.torch.torch_annotations import Function
 from fakequant.nn._bounded_parameters import FunctionContext, keep_in_graph, keep_within, whole, within, write_back
-from fakequant.nn._quantizer import Quantizer, fake_quantize
-from fakequant.nn._state_checks import StateDict
-from fakequant.qparams import EPS, QParams, check_eps
+from fakequant.nn._quantizer import Quantizer
+from fakequant.nn._quantizer_state import StateDict
+from fakequant.qparams import QParams
 from fakequant.spec import QuantSpec
 
 

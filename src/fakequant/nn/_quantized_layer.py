@@ -5,31 +5,43 @@ record is a `Quantization`. `fakequant._prepare.attach` turns a layer into a pre
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fakequant import _targets
-from fakequant.nn._batch_norm import BatchNorm
+from fakequant._backends.torch.plain_memory import is_eager
+from fakequant._runtimes.target import weight_shift
 from fakequant.nn._call_quantizers import CallQuantizers
-from fakequant.nn._deployed_bias import bias_to_add
+from fakequant.nn._folding import BatchNorm, bias_to_add
 from fakequant.nn._layer_kinds import AnyLayer, LayerKind, find_kind, load_kind
+from fakequant.nn._operators import TorchFunction
 from fakequant.nn._quantizer import Quantizer
-from fakequant.nn._records import LayerRecord, Operands, Operator as Operator, RecordedLayer, find_record
-from fakequant.nn._saved_codes import saving_codes
+from fakequant.nn._quantizer_state import StateDict
+from fakequant.nn._recomputation import current_replay, runs
+from fakequant.nn._records import (
+    TOKENS,
+    DerivedModule,
+    LayerRecord,
+    Operands,
+    Operator as Operator,
+    RecordedLayer,
+    derived_class,
+    find_record,
+)
+from fakequant.nn._saved_codes import linear, saving_codes
 from fakequant.spec import QuantSpec
 
 QUANTIZERS = ("weight_quantizer", "input_quantizer", "output_quantizer")
 # Those that only `nn.MultiheadAttention` has.
 ATTENTION_QUANTIZERS = ("projection_quantizer", "attention_quantizer")
 # Attributes that prepared and converted layers add. A user's layer must not have them.
-RESERVED = ("_fakequant", "weight_codes", "weight_scale", "weight_zero_point", "bias_codes")
-
-_CLASSES: "dict[tuple[type[nn.Module], type[LayerKind], type[nn.Module]], type[nn.Module]]" = {}
+RESERVED = ("_fakequant", TOKENS, "weight_codes", "weight_scale", "weight_zero_point", "bias_codes")
 
 
-class QuantizedLayer(nn.Module):
+class QuantizedLayer(DerivedModule):
     """The base of all prepared and converted layers, for `isinstance`. It adds no public methods."""
 
     # A `Quantization`; of a converted layer another `LayerRecord`.
@@ -39,13 +51,13 @@ class QuantizedLayer(nn.Module):
     input_quantizer: Any
     output_quantizer: Any
 
-    if TYPE_CHECKING:
-
-        def __getstate__(self) -> dict[str, Any]:
-            """Returns the attributes to pickle."""
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return reduced(self, QuantizedLayer)
+    def _load_from_state_dict(
+        self, state_dict: StateDict, prefix: str, metadata: Any, strict: bool, missing: list[str], *lists: list[str]
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *lists)
+        key = prefix + TOKENS
+        if key in missing:  # it need not be there: the state of a float model has none
+            missing.remove(key)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -60,20 +72,41 @@ class Quantization(LayerRecord):
     input_grid: Quantizer | None = None
     # The batch norm that `convert` will fold into the layer.
     norm: BatchNorm | None = None
-    # The name of the target. It decides how the codes of the weight are stored.
-    target: str = "generic"
     # Whether training adds the deployed bias too, not only evaluation.
     deploys_bias: bool = False
-    # The last result of `weight_shift`, with the spec and target it is for.
-    _shift: tuple[QuantSpec, str, int] | None = dataclasses.field(default=None, init=False)
+    # Whether the bias is deployed as a float, whatever the scale of the sums.
+    has_float_bias: bool = False
+    # The last result of `weight_shift`, with the spec it is for.
+    _shift: tuple[QuantSpec, int] | None = dataclasses.field(default=None, init=False)
+    # What was last written to the buffer `TOKENS`, and the buffer's version then.
+    _noted: tuple[bool, int] | None = dataclasses.field(default=None, init=False)
+
+    def set_norm(self, layer: AnyLayer, norm: nn.Module) -> None:
+        """Sets the batch norm that `convert` will fold into the layer."""
+        self.norm = cast("BatchNorm", norm)
+        weight = layer._parameters.get(self.kind.weight_name)  # not read: a parametrization may compute it
+        quantizer: Quantizer | None = layer.weight_quantizer
+        if quantizer is not None and (weight is None or weight.dim() == 2) and TOKENS not in layer._buffers:
+            layer.register_buffer(TOKENS, torch.zeros((), dtype=torch.uint8, device=quantizer.switches.device))
+
+    def _note_tokens(self, layer: AnyLayer, on: bool) -> None:
+        """Records, in training and calibration, whether the layer's input has more than two axes."""
+        noted: Tensor | None = layer._buffers.get(TOKENS)
+        quantizer: Quantizer = layer.weight_quantizer
+        if noted is None or not quantizer.training or quantizer.frozen or self._noted == (on, noted._version):
+            return
+        if is_eager(noted) and not (runs.stack and current_replay() is not None):
+            with torch.no_grad():
+                noted.fill_(on)
+            self._noted = on, noted._version
 
     def weight_shift(self, spec: QuantSpec) -> int:
-        """Returns k if codes of a weight with this spec will be stored times 2^k; see `Target.weight_shift`."""
+        """Returns k if codes of a weight with this spec will be stored times 2^k; see `_runtimes/target.py`."""
         if torch.compiler.is_compiling():  # which would compile again after `_shift` has changed
-            return _targets.find(self.target).weight_shift(spec)
-        if self._shift is None or self._shift[:2] != (spec, self.target):
-            self._shift = spec, self.target, _targets.find(self.target).weight_shift(spec)
-        return self._shift[2]
+            return weight_shift(spec)
+        if self._shift is None or self._shift[0] != spec:
+            self._shift = spec, weight_shift(spec)
+        return self._shift[1]
 
     def quantize_input(self, layer: AnyLayer, x: Tensor) -> Tensor:
         """Returns `x` on the grid of the layer's input."""
@@ -100,7 +133,20 @@ class Quantization(LayerRecord):
         operands: Operands | None = None,
         weight: Tensor | None = None,
     ) -> Tensor:
-        """Returns `operator` of the quantized input, the quantized weight and the bias."""
+        """Returns `operator` of the quantized input, the quantized weight and the bias.
+
+        The forward pass of a prepared layer takes these steps:
+
+            hooks        `_call_quantizers` counts the call, if the module is called several times
+            LayerKind    `_layers`, `_attention`, ... have `forward`, which calls `compute` and `quantize_output`.
+                         A layer with a forward pass of its own runs it, and `_own_forward` calls `compute` in it
+            input        `quantize_input`: the quantizer of the layer, unless the module before it has quantized it
+            weight       the quantizer of the weight: like the input's a `FakeQuantize`, which chooses a scale
+                         (`_fake_quantize`, `_tensor_ranges`), or a `LearnedFakeQuantize`
+            bias         `_folding.bias_to_add`: in evaluation as it will be deployed, with the batch norm that follows
+            operator     `_saved_codes` keeps codes for the backward pass instead of floats, and has `linear`
+            output       `quantize_output`, if the config or the target asks for it
+        """
         if operands is not None:
             x = self.quantize_input(layer, input)
             if not self.save_codes:
@@ -116,7 +162,7 @@ class Quantization(LayerRecord):
         x = input if quantize_input is None else quantize_input(input)
         weight = source if quantize_weight is None else quantize_weight(source)
         if self.norm is not None and weight.dim() == 2 and not torch.compiler.is_compiling():
-            layer.weight_quantizer.note_tokens(x.dim() > 2)
+            self._note_tokens(layer, x.dim() > 2)
         bias = bias_to_add(layer, x, weight)
         if is_given and bias is not None:
             bias = bias.to(weight.dtype)  # code that computes a weight may have cast it
@@ -147,7 +193,7 @@ def compute(layer: RecordedLayer, operator: Operator, input: Tensor, weight: Ten
         operator: A function of input, weight and bias that computes sums of products.
         input: The input, which need not be quantized.
         weight: The weight to quantize, if it is computed from the parameters of the layer. The kind of the layer must
-            then also have a `read_weight` that returns it. None for the weight itself. A converted layer ignores it.
+            then also have a `read_weight` that returns it. If None, the weight itself. A converted layer ignores it.
     """
     return layer._fakequant.compute(layer, operator, input, None, weight)
 
@@ -192,7 +238,7 @@ def input_grids_of(layer: AnyLayer) -> list[Any]:
 
 
 def kind_of(layer: nn.Module) -> type[LayerKind] | None:
-    """Returns the kind of a float, prepared or converted layer, or None if the module is no such layer.
+    """Returns the kind of a float, prepared or converted layer, or None if no kind is registered for it.
 
     >>> kind_of(nn.Linear(2, 2)).__name__, kind_of(nn.ReLU())
     ('Linear', None)
@@ -215,7 +261,7 @@ def is_layer(module: nn.Module) -> bool:
     return not kind.runs_float_forward or kind.unsupported_reason(module) is None
 
 
-def quantized_class(cls: type[nn.Module], base: type[nn.Module] = QuantizedLayer) -> type[nn.Module]:
+def quantized_class(cls: type[nn.Module], base: type[DerivedModule] = QuantizedLayer) -> type[DerivedModule]:
     """Returns the class of quantized layers for a class of float layers, with the kind registered for it.
 
     >>> issubclass(quantized_class(nn.Linear), nn.Linear)
@@ -224,22 +270,89 @@ def quantized_class(cls: type[nn.Module], base: type[nn.Module] = QuantizedLayer
     kind = find_kind(cls)
     if kind is None:
         raise TypeError(
-            f"No kind of layer is registered for {cls.__name__}.\nRegister one with @fakequant.nn.quantizes."
+            f"No kind of layer is registered for {cls.__name__}.\nRegister one with @fakequant.nn.register_layer_kind."
         )
-    key = (cls, kind, base)
-    if key not in _CLASSES:
-        name = base.__name__.removesuffix("Layer") + cls.__name__
-        _CLASSES[key] = type(name, (base, cls), {"forward": kind.forward, "__module__": __name__})
-    return _CLASSES[key]
+    name = base.__name__.removesuffix("Layer") + cls.__name__
+    made_by = (_loaded_class, cls, base, kind.__module__, kind.__qualname__)
+    return derived_class(base, cls, name, made_by, kind=kind, forward=kind.forward, __module__=__name__)
 
 
-def reduced(layer: AnyLayer, base: type[nn.Module]) -> tuple[Any, ...]:
-    """Returns the value of `__reduce_ex__`. Pickle cannot find the class of a layer, which is made at run time."""
-    record, kind = layer._fakequant, layer._fakequant.kind
-    return _rebuild, (base, record.float_class, kind.__module__, kind.__qualname__), layer.__getstate__()
-
-
-def _rebuild(base: type[nn.Module], cls: type[nn.Module], module: str, name: str) -> nn.Module:
+def _loaded_class(cls: type[nn.Module], base: type[DerivedModule], module: str, name: str) -> type[DerivedModule]:
     load_kind(cls, module, name)
-    made = quantized_class(cls, base)
-    return made.__new__(made)
+    return quantized_class(cls, base)
+
+
+# --- calls of F.linear and of convolutions ---------------------------------------------------------
+
+
+class Arguments(NamedTuple):
+    """The arguments of one of `LAYER_FUNCTIONS`."""
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    # Further arguments, by position and by name.
+    rest: tuple[Any, ...]
+    named: dict[str, Any]
+
+
+def split_arguments(args: Any, kwargs: Any) -> Arguments:
+    """Returns the arguments of one of `LAYER_FUNCTIONS`, however they were passed.
+
+    >>> import torch
+    >>> split_arguments((torch.ones(1), torch.ones(2)), {"bias": None, "stride": 2}).named
+    {'stride': 2}
+    """
+    named = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **kwargs}
+    return Arguments(named.pop("input"), named.pop("weight"), named.pop("bias", None), args[3:], named)
+
+
+def compute_product(layer: AnyLayer, function: TorchFunction, given: Arguments) -> Tensor:
+    """Returns `function` of the given input and weight, quantized as in `layer`, and of the layer's bias.
+
+    `function` is one of `LAYER_FUNCTIONS`. A layer with codes uses these instead of the given weight.
+    """
+    rest, named = given.rest, given.named
+    if function is F.linear:
+        return compute(layer, linear, given.input, given.weight)
+    return compute(layer, lambda x, weight, bias: function(x, weight, bias, *rest, **named), given.input, given.weight)
+
+
+def with_quantized_weights(layers: Sequence[AnyLayer], arguments: Any) -> Any:
+    """Returns the arguments of a function, with the weights of prepared layers among them quantized.
+
+    Their biases become those that the layers add. Weight and bias of a converted layer are such already.
+    """
+    for layer in layers:
+        if getattr(layer, "weight_quantizer", None) is None:
+            continue
+        kind, weight = layer._fakequant.kind, quantized_weight(layer)
+        bias = getattr(layer, kind.bias_name, None)
+        arguments = _replaced(arguments, getattr(layer, kind.weight_name), weight)
+        if bias is not None:
+            arguments = _replaced(arguments, bias, bias_to_add(layer, weight, weight))
+    return arguments
+
+
+def _replaced(value: Any, old: Tensor, new: Tensor | None) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)([_replaced(part, old, new) for part in value])
+    if isinstance(value, dict):
+        return {name: _replaced(part, old, new) for name, part in value.items()}
+    return new if value is old else value
+
+
+def compute_call(layer: AnyLayer, function: TorchFunction, args: Any, kwargs: Any) -> Tensor:
+    """Returns the result of a call, in the code of another module, with the weight of `layer`.
+
+    Input, weight and result are quantized as in the layer. A bias that does not belong to the layer is added in float.
+
+    `function` is one of `LAYER_FUNCTIONS`.
+    """
+    given = split_arguments(args, kwargs)
+    if layer._fakequant.calls is not None:  # the layer itself is not called, so that its hook does not count
+        layer._fakequant.calls.next()
+    y = compute_product(layer, function, given)
+    if given.bias is not None and getattr(layer, layer._fakequant.kind.bias_name, None) is None:
+        y = y + given.bias.reshape(-1, *[1] * (given.weight.dim() - 2))
+    return quantize_output(layer, y)

@@ -1,40 +1,58 @@
 """`Quantizer`: the base of all quantizer modules."""
 
-import copy
 import warnings
-from collections.abc import Callable
+import weakref
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.types import Device
 
 from fakequant._backends.blocks import blocks_of
-from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.plain_memory import is_memory, is_transformed
-from fakequant._backends.torch.process_ranks import ALONE, Ranks, ranks_of
 from fakequant._backends.torch.tensor_checks import check_data
 from fakequant._backends.torch.torch_private import without_modes
+from fakequant._runtimes.rounding import Rounding
+from fakequant.nn._quantizer_state import SWITCHES, QuantizerState, is_readable
 from fakequant.nn._recomputation import AHEAD, current_replay, note, runs, watch_checkpoints
-from fakequant.nn._state_checks import (
-    StateDict,
-    encoded_spec,
-    find_bad_qparams,
-    find_mismatch,
-    is_readable,
-    missing_quantizers,
-)
-from fakequant.nn._switches import SWITCHES, Switched
+from fakequant.observers._ranks import ALONE, Ranks, ranks_of
 from fakequant.qparams import QParams
 from fakequant.spec import QuantSpec
 
-# Values that decide how a quantizer behaves, to be compared with those of another. Subclasses append theirs.
-Settings: TypeAlias = tuple[Any, ...]
 
-# Returns a tensor if no mask is requested.
-fake_quantize: Callable[..., Tensor] = tensor_functions.fake_quantize
+def scale_shape(spec: QuantSpec, shape: tuple[int | None, ...] | None) -> tuple[int, ...] | None:
+    """Returns the shape of the scales for tensors of `shape`, or None if it depends on each tensor.
+
+    In `shape`, None stands for any length.
+
+    >>> scale_shape(QuantSpec(axis=1), (None, 64, None, None))
+    (64,)
+    """
+    if spec.granularity == "token" or (spec.has_block_scales and (shape is None or None in shape)):
+        return None
+    if spec.axis is None:
+        return ()
+    if shape is None:
+        raise ValueError(
+            f"A quantizer per {spec.granularity} must know the shape of its scales: "
+            "pass `shape`, the shape of the tensors it will see.\n"
+            f"Use e.g. shape=weight.shape, or None for lengths that vary: shape=(None, 64, None, None)."
+        )
+    lengths = tuple(0 if n is None else n for n in shape)
+    blocks = blocks_of(lengths, spec).parameters
+    if 0 in blocks:
+        raise ValueError(
+            f"The scales of a quantizer per {spec.granularity} on axis {spec.axis} have no fixed shape for tensors of "
+            f"shape {tuple(shape)}.\nGive the lengths of the axes that have several scales, or use `spec.per_token()` "
+            "and ranges computed for every tensor (Dynamic)."
+        )
+    return blocks
+
+
+# Values that decide how a quantizer behaves, for comparing two quantizers. Subclasses append theirs.
+Settings: TypeAlias = tuple[Any, ...]
 
 # Errors of these types get the module's path; other types may need more than a message to be built.
 _ERRORS = (ValueError, TypeError, IndexError, RuntimeError, NotImplementedError)
@@ -43,7 +61,20 @@ _ERRORS = (ValueError, TypeError, IndexError, RuntimeError, NotImplementedError)
 _cached_blocks_of = lru_cache(maxsize=1024)(blocks_of)
 
 
-class Quantizer(Switched):
+class LastTensor(NamedTuple):
+    """What a quantizer knows about the tensor that it has quantized last. Operators that save its codes ask for it."""
+
+    # Whether the tensor was checked and held neither NaN nor infinity.
+    only_finite: bool
+    # The quantized tensor, and its scale and zero point, if the quantizer stores none.
+    result: "weakref.ref[Tensor] | None" = None
+    qparams: QParams[Tensor] | None = None
+
+
+ONLY_FINITE = LastTensor(True)
+
+
+class Quantizer(QuantizerState):
     """A module that quantizes one tensor of a model.
 
     It has three switches, which can be read and set and are saved with the state:
@@ -57,17 +88,15 @@ class Quantizer(Switched):
     The switches are Python bools: a compiled model is compiled once for each combination that occurs.
     """
 
-    spec: QuantSpec
     # The path of the module in its model, for messages. `name_quantizers(model)` sets it.
     path: str | None
-    grid: Tensor
     # The shape of the scales, or None if it depends on each tensor.
     _blocks: tuple[int, ...] | None
-    # The name of the scale in a state.
-    _scale_name = "scale"
-    # How the runtime rounds at ties: a key of `runtime_rounding.RULES`. None if it follows the rule of ONNX.
-    # `prepare` sets it for quantizers of the model's inputs.
-    rounding: str | None = None
+    # How the runtime quantizes floats. None if it follows the rule of ONNX. `prepare` sets it for quantizers of the
+    # model's inputs.
+    rounding: Rounding | None = None
+    # What is known about the last tensor. A thread that finds the tensor of another thread here finds no scales.
+    _last: LastTensor | None
 
     if TYPE_CHECKING:  # nn.Module's accepts and returns anything
 
@@ -93,34 +122,17 @@ class Quantizer(Switched):
         path: str | None,
         device: Device,
     ) -> None:
-        """Initializes the switches and the buffer with the spec.
-
-        Args:
-            spec: The grid.
-            observing: The first value of the switch `observing`.
-            sync: Whether the batches of all ranks count as one.
-            process_group: The ranks that do; None for all.
-            path: The path of the module in its model, for messages.
-            device: The device of the buffers.
-        """
-        super().__init__()
-        watch_checkpoints()
+        """Initializes the switches and the buffer with the spec. `FakeQuantize` documents the arguments."""
         if not isinstance(spec, QuantSpec):
             raise TypeError(
                 f"`spec` must be a QuantSpec, got {type(spec).__name__}.\nUse e.g. fakequant.presets.uint8()."
             )
-        self.spec = spec
+        super().__init__(spec, observing=observing, device=device)
+        watch_checkpoints()
         self.path = path
         self.sync = sync
         self.process_group = process_group
-        # Not a buffer: every rank counts the values it has seen itself.
-        self._nonfinite = torch.zeros((), dtype=torch.int64, device=device)
-        # Whether the warning about non-finite values was shown.
-        self._told = False
-        # Whether the last tensor was checked and held neither NaN nor infinity.
-        self.saw_only_finite = False
-        self.register_buffer("grid", torch.tensor(encoded_spec(spec), dtype=torch.int32, device=device))
-        self._add_switches(observing=observing, device=device)
+        self._last = None
 
     # --- forward ----------------------------------------------------------------------------------
 
@@ -219,12 +231,30 @@ class Quantizer(Switched):
         """Returns scale (float32) and zero point (int32)."""
         raise NotImplementedError
 
+    def set_qparams(self, scale: Tensor, zero_point: Tensor) -> None:
+        """Sets scale and zero point, one per block."""
+        raise NotImplementedError
+
     def _qparams_for(self, y: Tensor) -> QParams[Tensor] | None:
         """Returns scale and zero point of `y`, a result of this quantizer that was just computed, or None if unknown.
 
         They are tensors that later calls do not change.
         """
-        return None if self._blocks is None else QParams(self.scale.clone(), self.zero_point.clone())
+        if self._blocks is not None:
+            return QParams(self.scale.clone(), self.zero_point.clone())
+        last = self._last  # read once: another thread may replace it
+        if last is None or last.result is None:
+            return None
+        return last.qparams if last.result() is y else None
+
+    def _forget_last(self, result: "weakref.ref[Tensor]") -> None:
+        if self._last is not None and self._last.result is result:
+            self._last = None
+
+    @property
+    def saw_only_finite(self) -> bool:
+        """Whether the last tensor was checked and held neither NaN nor infinity."""
+        return self._last is not None and self._last.only_finite
 
     def settings(self) -> Settings:
         """Returns everything that decides how tensors are quantized, except what was observed or learned."""
@@ -276,129 +306,6 @@ class Quantizer(Switched):
                 stacklevel=2,
             )
 
-    # --- modes and copies -------------------------------------------------------------------------
-
     def run_deferred(self) -> None:
         """Runs deferred work: range searches and one-time warnings."""
         self._warn_of_nonfinite()
-
-    def train(self, mode: bool = True) -> "Quantizer":
-        """Sets training mode, or evaluation mode, in which static quantizers do not observe."""
-        self._read_switches()
-        self.run_deferred()
-        super().train(mode)
-        return self
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Forgets everything that was observed or learned. Initializes all buffers, also after `to_empty`."""
-        self.grid.copy_(torch.tensor(encoded_spec(self.spec), dtype=torch.int32))
-        self._reset_flags()
-        self._nonfinite.zero_()
-        self._told = False
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Quantizer":
-        # `model.half()` is meant for the data: scales stay float32.
-        apply: Callable[[Callable[[Tensor], Tensor], bool], nn.Module] = super()._apply
-        apply(lambda t: _with_same_dtype(fn, t), recurse)
-        self._nonfinite = _with_same_dtype(fn, self._nonfinite)
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "process_group": None}  # which cannot leave its process
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        watch_checkpoints()  # in a process that has only loaded quantizers
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-
-    def __copy__(self) -> "Quantizer":
-        # A shallow copy would share the buffers but not the switches in Python.
-        return copy.deepcopy(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Quantizer":
-        new = type(self).__new__(type(self))
-        memo[id(self)] = new
-        new.__dict__.update(copy.deepcopy(self.__getstate__(), memo), process_group=self.process_group)
-        return new
-
-    # --- saving and loading -----------------------------------------------------------------------
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        self.run_deferred()
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-
-    def _load_from_state_dict(
-        self,
-        state_dict: StateDict,
-        prefix: str,
-        metadata: Any,  # torch's own
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
-        if not any(key.startswith(prefix) for key in state_dict):
-            # The state of a model without quantizers leaves them unchanged; a state with one must have all.
-            missing_quantizers.absent(missing, [prefix + name for name in self._saved_names()])
-            return
-        missing_quantizers.present(missing)
-        problem = None
-        is_of_torch_ao = prefix + "fake_quant_enabled" in state_dict
-        if is_of_torch_ao:
-            old = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
-            try:
-                state_dict = {prefix + key: value for key, value in self._from_torch_ao(old).items()}
-            except ValueError as error:
-                problem = str(error)
-        problem = problem or self._find_mismatch(state_dict, prefix)
-        if problem is None and not is_of_torch_ao:
-            problem = self._find_bad_qparams(state_dict, prefix)
-        if problem is not None:
-            errors.append(f"{prefix[:-1] or self.where}: {problem}")
-            return
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, unexpected, errors)
-        self._restore_dtypes_and_devices()
-        self._read_switches()
-        self._after_load()
-
-    def _saved_names(self) -> list[str]:
-        saved = {n: v for n, v in self._buffers.items() if n not in self._non_persistent_buffers_set}
-        return [name for name, value in {**self._parameters, **saved}.items() if value is not None]
-
-    def _from_torch_ao(self, old: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Converts the state of a torch.ao module. Raises ValueError if this quantizer has no counterpart there."""
-        raise ValueError(f"the state is from torch.ao, which has no module like {type(self).__name__}.")
-
-    def _find_mismatch(self, state_dict: StateDict, prefix: str) -> str | None:
-        """Returns why a state belongs to another quantizer, or None if it fits."""
-        return find_mismatch(state_dict, prefix, self.spec, {**self._parameters, **self._buffers})
-
-    def _find_bad_qparams(self, state_dict: StateDict, prefix: str) -> str | None:
-        """Returns what is wrong with the scales or zero points in a state, or None if they are valid."""
-        return find_bad_qparams(state_dict, prefix, self._scale_name, self.spec)
-
-    def _restore_dtypes_and_devices(self) -> None:
-        """Undoes two effects of `load_state_dict(assign=True)`.
-
-        Tensors have the dtype of the state, and tensors that are not in the state stay on the meta device.
-        """
-        device = self.grid.device
-        own: tuple[dict[str, Any], ...] = (self._parameters, self._buffers)
-        for tensors in own:
-            for name, value in tensors.items():
-                if value is None:
-                    continue
-                if value.is_floating_point() and name not in self._non_persistent_buffers_set:
-                    value.data = value.data.float()
-                if value.is_meta and device.type != "meta":
-                    tensors[name] = torch.zeros_like(value, device=device)
-        if self._nonfinite.is_meta:
-            self._nonfinite = torch.zeros_like(self._nonfinite, device=device)
-
-    def _after_load(self) -> None:
-        """Called after a state was loaded into the parameters and buffers."""
-
-
-def _with_same_dtype(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    moved = fn(tensor)
-    return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)

@@ -137,9 +137,8 @@ def watch_checkpoints() -> None:
 def restore_in_recomputations(capture: Callable[[], Restore]) -> None:
     """Registers state that a forward pass counts on. Whoever has such state also calls `watch_checkpoints`.
 
-    Args:
-        capture: Called when a checkpoint begins. Returns a function that returns a context; the function of the
-            checkpoint runs within it when it runs again.
+    `capture` is called when a checkpoint begins. It returns a function that returns a context, in which the function of
+    the checkpoint runs when it runs again.
     """
     _captures.append(capture)
 
@@ -160,9 +159,7 @@ def note(key: Hashable, value: Any) -> None:
 def as_first(key: Hashable, *values: Tensor) -> tuple[Tensor, ...]:
     """Returns values, inside a checkpoint. In a recomputation, returns the values of the first run.
 
-    Args:
-        key: What they are the values of.
-        values: The current values, which may change in place later.
+    `key` says what they are the values of. Later they may change in place.
     """
     replay = current_replay()
     first: Any = AHEAD if replay is None else replay.next(key)

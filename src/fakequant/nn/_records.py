@@ -1,20 +1,25 @@
-"""Records: the one attribute, `_fakequant`, that fakequant adds to modules of a user's model.
+"""What fakequant changes in the modules of a user's model: a record in the attribute `_fakequant`, and the class.
 
 `fakequant._prepare.attach` lists everything else that is added, and removes it again.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fakequant.nn._call_quantizers import Calls
-from fakequant.nn._expert_groups import Groups
 from fakequant.nn._layer_kinds import AnyLayer, LayerKind, find_kind
 
+if TYPE_CHECKING:
+    from fakequant.nn._experts import Groups
+
 NAME = "_fakequant"
+# A buffer of prepared layers with a 2-D weight and a batch norm that `convert` may fold: 1 if the input had more than
+# two axes when last observed. The batch norm then normalizes another axis than the layer's channels.
+TOKENS = "fakequant_tokens"
 # Computes the result of a layer from its input, weight and bias.
 Operator: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 # The quantized weight and the bias of a layer, for several calls.
@@ -74,12 +79,8 @@ class LayerRecord(Record):
     ) -> Tensor:
         """Returns `operator` of the quantized input, the quantized weight and the bias.
 
-        Args:
-            layer: The layer of this record.
-            operator: A function of input, weight and bias.
-            input: The input.
-            operands: What the method of this name returned, or None.
-            weight: The weight to quantize, or None for the layer's own. A layer with codes ignores it.
+        `operands` are what the method of this name returned. `weight` is quantized instead of the layer's own, except
+        by a layer with codes.
         """
         raise NotImplementedError
 
@@ -87,7 +88,7 @@ class LayerRecord(Record):
         """Returns `operator` of each input with its part of weight and bias, cut into equal parts along axis 0."""
         raise NotImplementedError
 
-    def compute_groups(self, layer: AnyLayer, input: Tensor, groups: Groups) -> Tensor:
+    def compute_groups(self, layer: AnyLayer, input: Tensor, groups: "Groups") -> Tensor:
         """Returns the products of the rows of `input`, each with the part of the weight that `groups` says."""
         return self.compute(layer, groups.linear, input)
 
@@ -100,7 +101,7 @@ class LayerRecord(Record):
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "kind"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("kind", "_noted")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, kind=find_kind(state["float_class"]))
@@ -123,6 +124,16 @@ def float_class_of(module: nn.Module) -> type[nn.Module]:
     return type(module) if record is None or record.float_class is None else record.float_class
 
 
+def has_tokens(layer: nn.Module) -> bool:
+    """Returns True if the input of a prepared layer had more than two axes when last observed; see `TOKENS`.
+
+    >>> has_tokens(nn.Linear(2, 2))
+    False
+    """
+    noted = layer._buffers.get(TOKENS)
+    return noted is not None and bool(noted)
+
+
 def find_record(module: nn.Module) -> Record | None:
     """Returns the record of a module, or None if it has none.
 
@@ -131,3 +142,49 @@ def find_record(module: nn.Module) -> Record | None:
     """
     found = module.__dict__.get(NAME)
     return found if isinstance(found, Record) else None
+
+
+class DerivedModule(nn.Module):
+    """The base of modules whose class was derived from their own class at run time, by `derived_class`.
+
+    Pickle cannot find such a class by its name. It stores how the class is made instead.
+    """
+
+    # A function of a module, and arguments with which it returns this class.
+    _made_by: ClassVar[tuple[Any, ...]]
+
+    if TYPE_CHECKING:
+
+        def __getstate__(self) -> dict[str, Any]:
+            """Returns the attributes to pickle."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _rebuild, self._made_by, self.__getstate__()
+
+
+_Derived = TypeVar("_Derived", bound=DerivedModule)
+_CLASSES: dict[tuple[Any, ...], type[Any]] = {}
+
+
+def derived_class(
+    base: type[_Derived], cls: type[nn.Module], name: str, made_by: tuple[Any, ...], *, kind: Any = None, **members: Any
+) -> type[_Derived]:
+    """Returns the class that is derived from `base` and from a class of modules. It is made once.
+
+    Args:
+        base: What the class has in common with the classes that are derived from other classes of modules.
+        cls: The class of a module of the model.
+        name: The name of the new class.
+        made_by: A function that can be pickled, and arguments with which it returns the new class.
+        kind: The layer kind, if there can be several classes with the same `base` and `cls`.
+        members: The attributes and methods of the new class.
+    """
+    key = (base, cls, kind)
+    if key not in _CLASSES:
+        _CLASSES[key] = type(name, (base, cls), {**members, "_made_by": made_by})
+    return _CLASSES[key]
+
+
+def _rebuild(make: Callable[..., type[nn.Module]], *args: Any) -> nn.Module:
+    made = make(*args)
+    return made.__new__(made)

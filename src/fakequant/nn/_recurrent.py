@@ -7,37 +7,154 @@ A prepared recurrent layer has one child per product, a `RecurrentProduct`:
     hr_l0             with `proj_size`, what becomes the hidden state, with weight_hr_l0
     ih_l0_reverse     the same for the other direction
 
-Inputs and weights of the products are quantized. Gates, cell states and the elementwise operations stay in float. The
-product of the input is computed for all steps at once, that of the hidden state step by step.
+Inputs and weights of the products are quantized. Gates, cell states and the elementwise operations stay in float, in
+the order of torch's kernels. The product of the input is computed for all steps at once, and the product of the hidden
+state step by step:
+
+    LSTM    i, f, g, o = x_product + h_product
+            c' = sigmoid(f) * c + sigmoid(i) * tanh(g)          h' = sigmoid(o) * tanh(c')
+    GRU     r = sigmoid(x_r + h_r)    z = sigmoid(x_z + h_z)    n = tanh(x_n + r * h_n)
+            h' = (h - n) * z + n
+    RNN     h' = tanh(x_product + h_product), or relu
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from fakequant.nn._layer_kinds import AnyLayer, quantizes
-from fakequant.nn._owned_product import OwnedProduct
-from fakequant.nn._owners import OwnerKind
-from fakequant.nn._product_steps import Steps
-from fakequant.nn._quantized_layer import quantize_output, reduced
-from fakequant.nn._records import LayerRecord
-from fakequant.nn._recurrent_formulas import FORMULAS, State
-from fakequant.nn._recurrent_product import RecurrentProduct
+from fakequant.nn._fake_quantize import FakeQuantize
+from fakequant.nn._layer_kinds import AnyLayer, LayerKind, register_layer_kind
+from fakequant.nn._model_quantizers import has_scale
+from fakequant.nn._owners import OwnedProduct, OwnerKind
+from fakequant.nn._quantized_layer import QuantizedLayer, quantize_output
+from fakequant.nn._quantizer import Quantizer
+from fakequant.nn._records import DerivedModule, LayerRecord, Operands
+from fakequant.nn._saved_codes import linear
+
+# --- one step -------------------------------------------------------------------------------------
+
+# The hidden state; of an LSTM also the cell state.
+State: TypeAlias = tuple[Tensor, ...]
+# Returns the next state from the product of the input, the product of the hidden state, and the state.
+Formula: TypeAlias = Callable[[Tensor, Tensor, State], State]
+
+
+def _lstm(x_product: Tensor, h_product: Tensor, state: State) -> State:
+    i, f, g, o = (h_product + x_product).chunk(4, -1)
+    c = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+def _gru(x_product: Tensor, h_product: Tensor, state: State) -> State:
+    x_r, x_z, x_n = x_product.chunk(3, -1)
+    h_r, h_z, h_n = h_product.chunk(3, -1)
+    r, z = torch.sigmoid(h_r + x_r), torch.sigmoid(h_z + x_z)
+    n = torch.tanh(x_n + h_n * r)
+    return ((state[0] - n) * z + n,)
+
+
+def _tanh(x_product: Tensor, h_product: Tensor, state: State) -> State:
+    return (torch.tanh(h_product + x_product),)
+
+
+def _relu(x_product: Tensor, h_product: Tensor, state: State) -> State:
+    return (torch.relu(h_product + x_product),)
+
+
+# By `nn.RNNBase.mode`.
+FORMULAS: dict[str, Formula] = {"LSTM": _lstm, "GRU": _gru, "RNN_TANH": _tanh, "RNN_RELU": _relu}
+
+
+class RecurrentProduct(OwnedProduct):
+    """The product of a tensor with one weight of a recurrent layer, plus the bias.
+
+    >>> owner = nn.LSTM(3, 2)
+    >>> RecurrentProduct(owner, "weight_hh_l0", "bias_hh_l0").weight is owner.weight_hh_l0
+    True
+    """
+
+    def forward(self, input: Tensor, operands: Operands | None = None) -> Tensor:
+        """Returns `input @ weight.T + bias`. `operands` are not needed in float."""
+        return F.linear(input, self.weight, self.bias)
+
+
+@register_layer_kind(RecurrentProduct)
+class QuantizedProduct(LayerKind):
+    """A product with quantized input and weight."""
+
+    @staticmethod
+    def forward(layer: AnyLayer, input: Tensor, operands: Operands | None = None) -> Tensor:
+        """Returns the product. `operands` come from the layer's record, for several calls with one weight."""
+        return quantize_output(layer, layer._fakequant.compute(layer, linear, input, operands))
+
+
+class Steps:
+    """The calls of one product over the steps of a sequence. Use it in a `with` statement.
+
+    The weight is quantized once. The inputs of all steps are observed together, as one tensor, after the last step:
+    the range of a hidden state grows from step to step, so that ranges of single steps say little. A quantizer that
+    observes therefore quantizes with the range of the sequences before. If it has none yet, the inputs of this
+    sequence stay in float.
+    """
+
+    def __init__(self, product: RecurrentProduct) -> None:
+        self._product = product
+        self._operands: Operands | None = None
+        self._observing: Quantizer | None = None
+        self._quantizing = False
+        self._seen: list[Tensor] = []
+        if isinstance(product, QuantizedLayer):
+            self._operands = product._fakequant.operands(product)
+            quantizer = product.input_quantizer
+            if isinstance(quantizer, Quantizer) and _observes(quantizer):
+                self._observing, self._quantizing = quantizer, quantizer.quantizing
+                if isinstance(quantizer, FakeQuantize):
+                    quantizer.restore_scale()
+                self._can_quantize = has_scale(quantizer)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns the product of `x`."""
+        if self._observing is not None:
+            self._seen.append(x.detach().flatten(0, -2))
+        y: Tensor = self._product(x, self._operands)
+        return y
+
+    def __enter__(self) -> "Steps":
+        if self._observing is not None:
+            # Not through the switches: these are saved with the state.
+            self._observing._observing = False
+            self._observing._quantizing = self._quantizing and self._can_quantize
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        quantizer = self._observing
+        if quantizer is None:
+            return
+        quantizer._observing, quantizer._quantizing = True, self._quantizing
+        if error[0] is None and self._seen:
+            with torch.no_grad():
+                quantizer(torch.cat(self._seen))
+
+
+def _observes(quantizer: Quantizer) -> bool:
+    """Returns True if a static quantizer observes its next tensor."""
+    return quantizer.observing and quantizer.training and not quantizer.frozen and not quantizer.is_dynamic
+
+
+# --- layers ---------------------------------------------------------------------------------------
 
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 
-class QuantizedRecurrentLayer(nn.Module):
+class QuantizedRecurrentLayer(DerivedModule):
     """The base of prepared and converted recurrent layers. Their products are the quantized layers."""
 
     _fakequant: Any
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return reduced(self, QuantizedRecurrentLayer)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -78,7 +195,7 @@ def is_recurrent(module: nn.Module) -> bool:
     return isinstance(module, _RECURRENT)
 
 
-@quantizes(nn.LSTM, nn.GRU, nn.RNN)
+@register_layer_kind(nn.LSTM, nn.GRU, nn.RNN)
 class Recurrent(RecurrentKind):
     """A recurrent layer with quantized products."""
 
@@ -237,3 +354,33 @@ def _run(layer: AnyLayer, x: Tensor, states: list[State], batch: _Whole | _Packe
         if layer.dropout and number < layer.num_layers - 1:
             x = F.dropout(x, layer.dropout, layer.training)
     return x, tuple(torch.stack(values) for values in zip(*ends, strict=True))
+
+
+@register_layer_kind(nn.LSTMCell, nn.GRUCell, nn.RNNCell)
+class RecurrentCell(RecurrentKind):
+    """A cell with quantized products. Its caller computes the steps, so each hidden state is observed by itself."""
+
+    @staticmethod
+    def forward(layer: AnyLayer, input: Tensor, hx: Any = None) -> Any:
+        """Takes and returns the same as the cell in float."""
+        has_cell_state = isinstance(layer, nn.LSTMCell)
+        given = () if hx is None else tuple(hx) if has_cell_state else (hx,)
+        for name, x in (("input", input), *(("hidden", state) for state in given)):
+            if x.dim() not in (1, 2):
+                name = f"{layer._fakequant.float_class.__name__}: Expected {name}"
+                raise ValueError(f"{name} to be 1D or 2D, got {x.dim()}D instead")
+        is_batched = input.dim() == 2
+        x, *states = (t if is_batched else t.unsqueeze(0) for t in (input, *given))
+        state = tuple(states) or (x.new_zeros(x.shape[0], layer.hidden_size),) * (2 if has_cell_state else 1)
+        h, *rest = FORMULAS[_mode(layer)](layer.ih(x), layer.hh(state[0]), state)
+        state = (quantize_output(layer, h), *rest)
+        if not is_batched:
+            state = tuple(part.squeeze(0) for part in state)
+        return state if has_cell_state else state[0]
+
+
+def _mode(layer: AnyLayer) -> str:
+    """Returns the name of the formula, as `nn.RNNBase.mode` names it."""
+    if isinstance(layer, nn.RNNCell):
+        return f"RNN_{layer.nonlinearity.upper()}"
+    return "LSTM" if isinstance(layer, nn.LSTMCell) else "GRU"

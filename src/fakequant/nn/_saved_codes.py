@@ -11,13 +11,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fakequant._backends.checks import can_be_packed
-from fakequant._backends.torch import tensor_functions
+from fakequant._backends.torch import compiled_nodes, tensor_functions
 from fakequant._backends.torch.plain_memory import is_eager
+from fakequant._backends.torch.tensor_functions import fake_quantize
 from fakequant._backends.torch.torch_private import saved_tensor_hooks
-from fakequant.nn._quantizer import Quantizer, fake_quantize
+from fakequant.nn._quantizer import Quantizer
 from fakequant.spec import QuantSpec
 
 # Smaller tensors are not worth another pass: 1 MB in float32. For a weight whose input is smaller, 4 MB.
@@ -118,12 +120,7 @@ def saving_codes(
 
     The context does nothing if that would not save memory, or if other hooks on saved tensors are active.
 
-    Args:
-        x: The input of the operator.
-        x_quantizer: The quantizer that returned `x`, or None.
-        weight: The weight of the operator.
-        quantizer: The quantizer that returned `weight`, or None.
-        source: The weight before it was quantized.
+    `x_quantizer` and `quantizer` have returned `x` and `weight`, which was `source` before.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return nullcontext()
@@ -174,3 +171,16 @@ def _encode(x: Tensor, quantizer: Quantizer, view: _View) -> _Codes | None:
 def _again(source: Tensor, weight: Tensor, quantizer: Quantizer, view: _View) -> _Again | None:
     qparams = _qparams_for(weight, quantizer)
     return None if qparams is None else _Again(source, source._version, *qparams, quantizer.spec, view)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Computes `F.linear`. If codes are saved, the backward pass restores input and weight one after the other.
+
+    >>> linear(torch.ones(1, 2), torch.ones(3, 2), None)
+    tensor([[2., 2., 2.]])
+    """
+    if not torch.compiler.is_compiling() and compiled_nodes.compiled is not None and is_saving():
+        y: Tensor | None = compiled_nodes.compiled.linear(x, weight, bias)
+        if y is not None:
+            return y
+    return F.linear(x, weight, bias)

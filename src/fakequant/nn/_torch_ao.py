@@ -13,15 +13,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fakequant._backends.torch import tensor_torch_names
-from fakequant._backends.torch.process_ranks import Ranks
+from fakequant._backends.torch import tensor_functions, tensor_torch_names
+from fakequant._backends.types import FusedArguments
 from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize
 from fakequant.nn._quantizer import Quantizer, Settings
-from fakequant.nn._state_checks import StateDict
-from fakequant.observers._min_max import MinMax
-from fakequant.observers._moving_average import MovingAverage
-from fakequant.observers._observer import Observer
+from fakequant.nn._quantizer_state import StateDict
+from fakequant.observers._observer import Observer, State
+from fakequant.observers._ranks import Ranks
+from fakequant.observers._running import MinMax, MovingAverage
 from fakequant.spec import QuantSpec
 
 # A module or observer of torch.ao. Its class cannot be imported, see above.
@@ -76,21 +76,20 @@ class FusedFakeQuantize(FakeQuantize):
         super().__init__(spec, observer, **options)
         self.symmetric = symmetric
 
-    def _check_scale(self, observed: dict[str, Tensor]) -> None:
-        """Accepts any scale: it is computed again after a state was loaded."""
-
     def _find_bad_qparams(self, state_dict: StateDict, prefix: str) -> None:
-        """Accepts any scale, as above. It may not be finite, because torch observes non-finite values too."""
+        """Accepts any scale: it is computed again after a state was loaded. torch observes non-finite values too."""
 
     def settings(self) -> Settings:
         """Adds whether torch's scheme is symmetric."""
         return *super().settings(), self.symmetric
 
     def extra_repr(self) -> str:
-        """Returns that of `FakeQuantize`, and whether torch's scheme is symmetric."""
+        """Adds whether torch's scheme is symmetric."""
         return f"{super().extra_repr()}; fused{', symmetric' if self.symmetric else ''}"
 
-    def _observe_and_quantize(self, x: Tensor) -> Tensor:
+    def _quantize_with_seen_range(self, x: Tensor, ranks: Ranks) -> Tensor:
+        if ranks.several or self.rounding is not None:
+            return super()._quantize_with_seen_range(x, ranks)
         return self._operate(x, observe=True)
 
     def _observe(self, x: Tensor, ranks: Ranks) -> None:
@@ -123,10 +122,11 @@ class FusedFakeQuantize(FakeQuantize):
         per_row = self.spec.axis is not None
         state = (self.running_min, self.running_max, self.scale, self.zero_point)
         low, high, scale, zero_point = (t if per_row else t.view(1) for t in state)
-        return tensor_torch_names.fused_moving_avg_obs_fake_quant(
-            x, on if observe else torch.zeros_like(on), on, low, high, scale, zero_point,
+        arguments = FusedArguments(
+            on if observe else torch.zeros_like(on), on, low, high, scale, zero_point,
             self.observer.constant, self.spec.qmin, self.spec.qmax, 0 if per_row else -1, per_row, self.symmetric,
         )  # fmt: skip
+        return tensor_torch_names.fused_moving_avg_obs_fake_quant(x, arguments)
 
 
 def from_torch_ao(module: TorchAoModule) -> Quantizer:
@@ -219,3 +219,76 @@ def _spec(qmin: int, qmax: int, symmetric: bool, axis: int | None) -> QuantSpec:
         f"The codes {qmin} to {qmax} are not the full range of a bit width.\nA QuantSpec has codes 0 to 2^bits - 1, or "
         "-2^(bits-1) to 2^(bits-1) - 1, without the lowest if narrow_range is True."
     )
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+
+def observed_state(quantizer: FakeQuantize, old: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the state of a torch.ao module with an observer as a state of `quantizer`, or raises ValueError."""
+    blocks, observer, spec = quantizer._blocks, quantizer.observer, quantizer.spec
+    if blocks is None or set(quantizer._names) != {"running_min", "running_max"}:
+        raise ValueError(
+            f"the state is from a torch.ao module, and {observer} cannot continue from it.\n"
+            "Use MovingAverage or MinMax, or calibrate again."
+        )
+    observed = _observed_tensors(old, spec, observer.init(blocks, quantizer.scale.device))
+    is_same_size = observed["scale"].numel() == quantizer.scale.numel()
+    if is_same_size and not isinstance(quantizer, FusedFakeQuantize):  # which computes the scale again
+        _check_scale(observed, spec, quantizer.eps)
+    if quantizer.scale.numel() == 1:  # torch.ao has shape (1,) or ()
+        observed = {name: v.reshape(blocks) if v.numel() == 1 else v for name, v in observed.items()}
+    switches = [bool(old["observer_enabled"]), bool(old["fake_quant_enabled"]), False, False]
+    return {**observed, "grid": quantizer.grid, "switches": torch.tensor(switches, dtype=torch.uint8)}
+
+
+def _observed_tensors(old: dict[str, Tensor], spec: QuantSpec, empty: State) -> dict[str, Tensor]:
+    """Returns the running range, scale and zero point of a torch.ao module, with fakequant's names and dtypes.
+
+    Raises ValueError if the module has no running range, or if the zero points do not fit the spec. `empty` is the
+    running range of the quantizer before anything was observed.
+    """
+    if "learning_enabled" in old or "activation_post_process.min_val" not in old:
+        raise ValueError(
+            "the state is from a torch.ao module without a running range.\n"
+            "Use LearnedFakeQuantize for a learned scale, FakeQuantize(spec, Fixed(lo, hi)) for a fixed one."
+        )
+    lo, hi = (old[f"activation_post_process.{end}_val"] for end in ("min", "max"))
+    scale, zero_point = old["scale"], old["zero_point"]
+    if zero_point.is_floating_point():
+        raise ValueError("the zero point of the state is not an integer.")
+    if lo.numel() == 0:  # nothing was observed, so the scale of 1 has no meaning
+        lo, hi = empty["running_min"], empty["running_max"]
+        scale, zero_point = torch.full_like(lo, torch.nan), torch.zeros_like(lo, dtype=torch.int32)
+    # An end that is not finite counts as not observed. The other end is kept.
+    lo = torch.where(lo.isfinite(), lo, torch.inf)
+    hi = torch.where(hi.isfinite(), hi, -torch.inf)
+    known = lo <= hi
+    if known.shape == scale.shape or known.numel() == scale.numel() == 1:
+        scale = torch.where(known.reshape(scale.shape), scale, torch.nan)
+        zero_point = torch.where(known.reshape(scale.shape), zero_point, 0)
+    if spec.symmetric and bool(zero_point.any()):
+        raise ValueError(
+            f"the zero point is not 0 everywhere, but the spec is symmetric ({spec}).\n"
+            "torch's fused operator chooses such zero points for data of one sign: use "
+            "fakequant.nn.FusedFakeQuantize, or QuantSpec(symmetric=False)."
+        )
+    return {"running_min": lo, "running_max": hi, "scale": scale, "zero_point": zero_point.to(torch.int32)}
+
+
+def _check_scale(observed: dict[str, Tensor], spec: QuantSpec, eps: float) -> None:
+    """Raises ValueError if `choose_qparams` does not find the same scale and zero point for the running range."""
+    lo, hi, scale, zero_point = (
+        observed[name].reshape(-1) for name in ("running_min", "running_max", "scale", "zero_point")
+    )
+    known = lo <= hi
+    if not bool(known.any()):
+        return
+    scale, zero_point = scale[known], zero_point[known]
+    expected = tensor_functions.choose_qparams(lo[known], hi[known], spec, eps=eps)
+    if not torch.equal(expected.scale, scale) or not torch.equal(expected.zero_point, zero_point):
+        raise ValueError(
+            f"the scale of the state is {scale[0]:g}, but for its range this grid has "
+            f"{expected.scale[0]:g} ({spec}, eps={eps:g}).\n"
+            "It has another range of codes (bits, narrow_range), another eps, or was fused (FusedFakeQuantize)."
+        )

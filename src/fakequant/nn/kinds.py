@@ -1,4 +1,4 @@
-"""Layer kinds for layers of other libraries. Register them with `fakequant.nn.quantizes`.
+"""Layer kinds for layers of other libraries. Register them with `fakequant.nn.register_layer_kind`.
 
     Linear              y = x @ weight.T + bias
     TransposedLinear    y = x @ weight + bias
@@ -9,5 +9,4 @@ attributes that it needs.
 """
 
 from fakequant.nn._experts import Experts as Experts
-from fakequant.nn._linear import Linear as Linear
-from fakequant.nn._transposed_linear import TransposedLinear as TransposedLinear
+from fakequant.nn._layers import Linear as Linear, TransposedLinear as TransposedLinear

@@ -10,13 +10,11 @@ Entropy         the least loss of information over all tensors
 Fixed           a range known in advance
 """
 
-from fakequant._backends.torch.process_ranks import ALONE as ALONE, Ranks as Ranks
-from fakequant.observers._dynamic import Dynamic as Dynamic
 from fakequant.observers._entropy import Entropy as Entropy
 from fakequant.observers._fixed import Fixed as Fixed
 from fakequant.observers._histogram import Histogram as Histogram
-from fakequant.observers._min_max import MinMax as MinMax
-from fakequant.observers._moving_average import MovingAverage as MovingAverage
 from fakequant.observers._mse import MSE as MSE
 from fakequant.observers._observer import Observer as Observer, State as State, from_dict as from_dict
 from fakequant.observers._percentile import Percentile as Percentile
+from fakequant.observers._ranks import ALONE as ALONE, Ranks as Ranks
+from fakequant.observers._running import Dynamic as Dynamic, MinMax as MinMax, MovingAverage as MovingAverage

@@ -18,14 +18,14 @@ from torch.types import Device
 
 from fakequant._backends.torch import formula, tensor_kernels
 from fakequant._backends.torch.plain_memory import is_eager
-from fakequant._backends.torch.process_ranks import ALONE, Ranks
 from fakequant._backends.torch.tensor_checks import block_shape
 from fakequant._backends.torch.tensor_kernels import Observation, updated_range
 from fakequant.observers._observer import Observer, State, no_range
+from fakequant.observers._ranks import ALONE, Ranks
 from fakequant.qparams import min_max
 from fakequant.spec import QuantSpec
 
-_WIDEST = Observation("min_max", 1.0, 0.0, False)
+_WIDEST = Observation("min_max")
 # The exponent of the narrowest bins. 1 / width still fits in float32; smaller values are practically zero.
 _SMALLEST_EXPONENT = -126
 _MOST_COUNTS = 1 << 25  # 256 MB in int64

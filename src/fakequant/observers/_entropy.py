@@ -13,7 +13,7 @@ from fakequant.observers._histogram import Histogram, errors_on_bins
 from fakequant.observers._observer import State
 from fakequant.observers._search import candidates_at_once, check_steps, search_between
 from fakequant.qparams import choose_qparams
-from fakequant.spec import WHOLE_AXIS, QuantSpec
+from fakequant.spec import QuantSpec
 
 # The probability of a bin that the quantized histogram leaves empty, so that the divergence stays finite.
 _EMPTY = 1e-12
@@ -29,13 +29,13 @@ class Entropy(_Binned):
         p         the histogram, with everything outside the range moved to its outermost bins
         q         the histogram inside the range, spread evenly over the non-empty bins of every code
 
-    The candidates lie between the range of the data and that of `Histogram()`, which has the least squared error. Their
+    The candidates lie between the ranges of the data and of `Histogram()`, which has the least squared error. Their
     ends are cut at `steps` thresholds. A divergence ignores distances: for data with a peak, such as the zeros after a
     ReLU, it would clip everything else. So a candidate clips nothing that `Histogram()` keeps, and its squared error on
     the bins is at most twice the least. For activations with long tails: the range clips less, at a cost of up to 3 dB.
 
     A range with fewer bins than the grid has levels is not a candidate, because its divergence does not depend on the
-    grid. The range of the data always is. If no candidate is left, the range is that of `Histogram()`.
+    grid. The range of the data always is. If no candidate is left, `Histogram()` gives the range.
 
     Empty tensors change nothing. NaN and infinities are ignored. Zeros give the range 0 to 0, a constant c a range
     between 0 and c, one-sided data a range that starts at 0. The histograms of all ranks are summed, which is exact.
@@ -81,12 +81,8 @@ class Entropy(_Binned):
 def divergence_on_bins(counts: Tensor, centers: Tensor, lo: Tensor, hi: Tensor, spec: list[int]) -> Tensor:
     """Returns the divergence of the quantized histogram for every candidate range.
 
-    Args:
-        counts: The counts, with the bins in the last axis.
-        centers: The centers of the bins.
-        lo: The lower ends. The first axis counts the candidates; the first is the range of the data.
-        hi: The upper ends.
-        spec: The spec, encoded by `QuantSpec.to_numbers`.
+    Bins are in the last axis of `counts` and `centers`. Candidates are along the first axis of `lo` and `hi`, and the
+    first is the range of the data. `spec` is encoded by `QuantSpec.to_numbers`.
     """
     grid = QuantSpec.from_numbers(spec)
     errors = torch.empty(lo.shape, dtype=torch.float64, device=lo.device)
@@ -102,8 +98,7 @@ def divergence_on_bins(counts: Tensor, centers: Tensor, lo: Tensor, hi: Tensor, 
 
 def _divergence(counts: Tensor, centers: Tensor, lo: Tensor, hi: Tensor, spec: QuantSpec) -> Tensor:
     scale, zero_point = choose_qparams(lo, hi, spec)
-    rows = dataclasses.replace(spec, axis=-1, group_size=WHOLE_AXIS)
-    q = quantize(centers, scale[..., None], zero_point[..., None], rows).to(torch.int64) - spec.qmin
+    q = quantize(centers, scale[..., None], zero_point[..., None], spec.per_token()).to(torch.int64) - spec.qmin
     # A bin that contains an end of the range counts as inside: it holds the smallest or the largest value.
     half = (centers[..., 1:2] - centers[..., :1]) / 2
     below, above = centers + half < lo[..., None], centers - half > hi[..., None]

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.types import Device
 
-from fakequant._backends.torch.process_ranks import ALONE, Ranks
-from fakequant.observers._observer import Observer, State, number
+from fakequant.observers._observer import State, _RangeKeeper, number
+from fakequant.observers._ranks import ALONE, Ranks
 from fakequant.spec import QuantSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class Fixed(Observer):
+class Fixed(_RangeKeeper):
     """A range that is known in advance, e.g. 0 to 1 after a sigmoid or a softmax.
 
     The data is ignored: empty tensors, NaN, infinities, zeros, constants and one-sided data change nothing, and
@@ -45,7 +45,3 @@ class Fixed(Observer):
     def update(self, state: State, x: Tensor, spec: QuantSpec, ranks: Ranks = ALONE) -> Tensor:
         """Returns 0 and changes nothing."""
         return torch.zeros((), dtype=torch.int64, device=x.device)
-
-    def range(self, state: State, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-        """Returns the fixed range."""
-        return state["running_min"], state["running_max"]

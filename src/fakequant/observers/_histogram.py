@@ -13,7 +13,7 @@ from fakequant.observers._binned import _Binned
 from fakequant.observers._observer import State, number
 from fakequant.observers._search import candidates_at_once, check_steps, search
 from fakequant.qparams import QParams, choose_qparams
-from fakequant.spec import WHOLE_AXIS, QuantSpec
+from fakequant.spec import QuantSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,13 +66,8 @@ class Histogram(_Binned):
 def errors_on_bins(counts: Tensor, centers: Tensor, lo: Tensor, hi: Tensor, spec: list[int], norm: float) -> Tensor:
     """Returns the error of quantizing the centers of the bins, for every candidate range.
 
-    Args:
-        counts: The counts, with the bins in the last axis.
-        centers: The centers of the bins.
-        lo: The lower ends. The first axis counts the candidates.
-        hi: The upper ends.
-        spec: The spec, encoded by `QuantSpec.to_numbers`.
-        norm: The power of the distances.
+    Bins are in the last axis of `counts` and `centers`, and candidates along the first axis of `lo` and `hi`. `spec` is
+    encoded by `QuantSpec.to_numbers`. `norm` is the power of the distances.
     """
     grid = QuantSpec.from_numbers(spec)
     errors = torch.empty(lo.shape, dtype=torch.float64, device=lo.device)
@@ -84,19 +79,15 @@ def errors_on_bins(counts: Tensor, centers: Tensor, lo: Tensor, hi: Tensor, spec
 def squared_errors_on_bins(counts: Tensor, centers: Tensor, scales: Tensor, spec: QuantSpec) -> Tensor:
     """Returns the squared error of quantizing the centers of the bins on symmetric grids, in units of bin widths.
 
-    Args:
-        counts: The counts, with the bins in the last axis.
-        centers: The centers of the bins.
-        scales: The candidates, along the first axis.
-        spec: The grid.
+    Candidates are along the first axis of `scales`.
     """
     return _errors(counts, centers, QParams(scales, torch.zeros_like(scales, dtype=torch.int32)), spec, 2.0)
 
 
 def _errors(counts: Tensor, centers: Tensor, qparams: QParams[Tensor], spec: QuantSpec, norm: float) -> Tensor:
     scale, zero_point = qparams
-    rows = dataclasses.replace(spec, axis=-1, group_size=WHOLE_AXIS)
-    y = fake_quantize(centers.expand(len(scale), *centers.shape), scale[..., None], zero_point[..., None], rows)
+    candidates = centers.expand(len(scale), *centers.shape)
+    y = fake_quantize(candidates, scale[..., None], zero_point[..., None], spec.per_token())
     # In units of bin widths, which are powers of two, so that powers of it do not overflow.
     distance = (y - centers).abs().double() / (centers[..., 1:2] - centers[..., :1])
     power = distance.square() if norm == 2 else distance**norm

@@ -4,20 +4,19 @@ import dataclasses
 
 import torch
 from torch import Tensor
-from torch.types import Device
 
 from fakequant._backends.torch import formula, operators
-from fakequant._backends.torch.process_ranks import ALONE, Ranks
 from fakequant._backends.torch.tensor_checks import block_shape
 from fakequant._backends.torch.tensor_functions import fake_quantize
-from fakequant.observers._observer import Observer, State, no_range
+from fakequant.observers._observer import State, _RangeKeeper
+from fakequant.observers._ranks import ALONE, Ranks
 from fakequant.observers._search import check_steps, search
 from fakequant.qparams import choose_qparams, min_max
 from fakequant.spec import QuantSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class MSE(Observer):
+class MSE(_RangeKeeper):
     """The range of the latest tensor whose grid has the least squared error on it.
 
         minimize  sum of (fake_quantize(x) - x)^2
@@ -43,12 +42,8 @@ class MSE(Observer):
     def __post_init__(self) -> None:
         check_steps(self.steps)
 
-    def init(self, blocks: tuple[int, ...], device: Device = None) -> State:
-        """Returns an empty range, +inf to -inf."""
-        return no_range(blocks, device)
-
     def update(self, state: State, x: Tensor, spec: QuantSpec, ranks: Ranks = ALONE) -> Tensor:
-        """Searches for the best range for `x`."""
+        """Searches for the best range for `x`, which is kept until the next search."""
         x = x.detach()
         seen = min_max(x, spec)
         limit = torch.finfo(torch.float32).max
@@ -64,10 +59,6 @@ class MSE(Observer):
             state[name].copy_(torch.where(lo <= hi, value, state[name]))
         return (seen.nan + seen.posinf + seen.neginf).sum()
 
-    def range(self, state: State, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-        """Returns the range found by the latest search."""
-        return state["running_min"], state["running_max"]
-
 
 # An operator, so that compilers do not unroll the loop.
 @operators.add(
@@ -77,11 +68,8 @@ class MSE(Observer):
 def errors_on_data(x: Tensor, lo: Tensor, hi: Tensor, spec: list[int]) -> Tensor:
     """Returns the squared error of quantizing `x`, per block, for every candidate range.
 
-    Args:
-        x: The tensor. Values that are not finite are ignored.
-        lo: The lower ends. The first axis counts the candidates.
-        hi: The upper ends.
-        spec: The spec, encoded by `QuantSpec.to_numbers`.
+    Values of `x` that are not finite are ignored. Candidates are along the first axis of `lo` and `hi`. `spec` is
+    encoded by `QuantSpec.to_numbers`.
     """
     grid = QuantSpec.from_numbers(spec)
     x = x.masked_fill(~x.isfinite(), 0)  # 0 has no error

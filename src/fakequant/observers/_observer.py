@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 from torch.types import Device
 
-from fakequant._backends.kernel_enums import scale_rule_name
-from fakequant._backends.torch.process_ranks import ALONE, Ranks
-from fakequant._backends.torch.tensor_kernels import Observation, updated_range
+from fakequant._util.text import shortened
 from fakequant.functional import Update
-from fakequant.qparams import min_max
-from fakequant.spec import QuantSpec, shortened
+from fakequant.observers._ranks import ALONE, Ranks
+from fakequant.spec import QuantSpec
 
 # The tensors of an observer, by name. Their shapes never change.
 State = dict[str, Tensor]
@@ -41,7 +39,7 @@ class Observer(abc.ABC):
     Values that are not finite are counted, but do not change the range.
     """
 
-    # Whether the range is always that of the current tensor, in evaluation too.
+    # Whether the range always follows the current tensor, in evaluation too.
     dynamic: ClassVar[bool] = False
     # Whether `range` is an expensive search. It is called only when a scale is needed.
     searches: ClassVar[bool] = False
@@ -139,29 +137,12 @@ def no_range(blocks: tuple[int, ...], device: Device) -> State:
     return {"running_min": lo, "running_max": -lo}
 
 
-class _Running(Observer):
-    """The base of observers that the fused kernel implements. Their state is the running range."""
-
-    @property
-    @abc.abstractmethod
-    def _in_kernel(self) -> InKernel:
-        """The rule of `update`."""
+class _RangeKeeper(Observer):
+    """The base of observers whose state is the range itself."""
 
     def init(self, blocks: tuple[int, ...], device: Device = None) -> State:
         """Returns an empty range, +inf to -inf."""
         return no_range(blocks, device)
-
-    def update(self, state: State, x: Tensor, spec: QuantSpec, ranks: Ranks = ALONE) -> Tensor:
-        """Updates the running range with the minimum and maximum of `x`."""
-        seen = min_max(x, spec)
-        lo, hi = seen.min, seen.max
-        if spec.granularity != "token":  # every rank has its own tokens
-            lo, hi = ranks.range(lo, hi)
-        how = Observation(*self._in_kernel, 0.0, False, scale_rule_name(spec))
-        new = updated_range(state["running_min"], state["running_max"], lo, hi, how)
-        for name, value in zip(("running_min", "running_max"), new, strict=True):
-            state[name].copy_(value)
-        return (seen.nan + seen.posinf + seen.neginf).sum()
 
     def range(self, state: State, spec: QuantSpec) -> tuple[Tensor, Tensor]:
         """Returns the running range."""

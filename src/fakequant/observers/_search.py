@@ -25,12 +25,7 @@ def search(errors: Errors, lo: Tensor, hi: Tensor, steps: int, *, each_end: bool
     First both ends are cut at the same magnitude, from the largest magnitude downwards. The range always includes 0.
     An empty range (lo > hi) is not changed.
 
-    Args:
-        errors: Computes the errors of candidates.
-        lo: The lower ends.
-        hi: The upper ends.
-        steps: The number of candidates, in equal steps.
-        each_end: Whether each end is then moved inwards separately.
+    There are `steps` candidates in equal steps. With `each_end`, each end is then moved inwards separately.
     """
     seen = lo <= hi
     low, high = torch.where(seen, lo, 0).clamp(max=0), torch.where(seen, hi, 0).clamp(min=0)
@@ -49,11 +44,7 @@ def search_between(errors: Errors, inner: Ends, outer: Ends, steps: int) -> Ends
     Both ends of `outer` are cut at the same magnitude, from the largest magnitude downwards, but not below the ends of
     `inner`. If no candidate has a finite error, the range is `inner`.
 
-    Args:
-        errors: Computes the errors of candidates.
-        inner: The narrowest range.
-        outer: The widest range.
-        steps: The number of candidates, in equal steps.
+    There are `steps` candidates in equal steps.
     """
     seen = outer[0] <= outer[1]
     low, high = torch.where(seen, outer[0], 0).clamp(max=0), torch.where(seen, outer[1], 0).clamp(min=0)

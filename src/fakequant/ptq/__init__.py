@@ -4,8 +4,8 @@ All methods change the model in place, leave it unchanged if they fail, and retu
 """
 
 from fakequant.ptq._adaround import adaround as adaround
-from fakequant.ptq._changes import Changes as Changes, LayerChange as LayerChange
 from fakequant.ptq._correct_bias import correct_bias as correct_bias
 from fakequant.ptq._equalize import equalize as equalize
 from fakequant.ptq._gptq import gptq as gptq
+from fakequant.ptq._layer_changes import Changes as Changes, LayerChange as LayerChange
 from fakequant.ptq._smooth import smooth as smooth

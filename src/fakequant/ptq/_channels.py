@@ -4,14 +4,12 @@ import torch
 from torch import Tensor, nn
 
 from fakequant.nn._attention import MultiheadAttention
-from fakequant.nn._conv import Conv, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from fakequant.nn._layer_kinds import AnyLayer, LayerKind
-from fakequant.nn._linear import Linear
+from fakequant.nn._layers import Conv, ConvTranspose, Linear, TransposedLinear
 from fakequant.nn._own_forward import OwnForward, OwnForwardConv, OwnForwardLinear
 from fakequant.nn._quantized_layer import kind_of
-from fakequant.nn._transposed_linear import TransposedLinear
 
-_TRANSPOSED = (TransposedLinear, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
+_TRANSPOSED = (TransposedLinear, ConvTranspose)
 _LINEAR = (Linear, TransposedLinear, OwnForwardLinear, MultiheadAttention)
 _KNOWN = (*_LINEAR, *_TRANSPOSED, Conv, OwnForwardConv)
 
@@ -43,12 +41,16 @@ def channel_axis(layer: nn.Module, dims: int) -> int:
     return dims - (_weight(layer).dim() - 2) - 1
 
 
-def by_channel(layer: nn.Module, weight: Tensor | None = None) -> Tensor:
-    """Returns a view of the weight with axes (groups, outputs per group, inputs per group, the kernel).
+def per_channel(layer: nn.Module, factors: Tensor, x: Tensor) -> Tensor:
+    """Returns factors in a shape that broadcasts with `x`, the input or the output of a layer, along its channels."""
+    axis = channel_axis(layer, x.dim())
+    return factors.to(x).reshape([-1 if a == axis else 1 for a in range(x.dim())])
 
-    Args:
-        layer: A layer that `reason_against_layer` accepts.
-        weight: Another tensor of the weight's shape, instead of the weight.
+
+def by_channel(layer: nn.Module, weight: Tensor | None = None) -> Tensor:
+    """Returns a view of the weight, or of a tensor of its shape, with axes (groups, outputs, inputs, the kernel).
+
+    Outputs and inputs are counted per group.
 
     >>> by_channel(nn.Conv1d(4, 6, 3, groups=2)).shape
     torch.Size([2, 3, 2, 3])
@@ -92,7 +94,7 @@ def scale_outputs(layer: AnyLayer, factors: Tensor) -> None:
 
 
 def parameters_of(layer: nn.Module) -> list[nn.Parameter]:
-    """Returns the weight and the bias of a layer, as far as they are parameters of its own."""
+    """Returns the weight and the bias of a layer, if they are the layer's own parameters."""
     kind = _kind(layer)
     own = (layer._parameters.get(kind.weight_name), layer._parameters.get(kind.bias_name))
     return [parameter for parameter in own if parameter is not None]

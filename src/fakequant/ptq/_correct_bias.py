@@ -1,4 +1,4 @@
-"""`correct_bias`: moves the mean error of each layer's result into its bias."""
+"""`correct_bias`: moves the mean error of each layer's output into its bias."""
 
 import dataclasses
 import warnings
@@ -7,19 +7,16 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from fakequant._diagnosis.sums import decibels
-from fakequant._train.running import Bar, Data
-from fakequant.nn._batch_norm import BatchNorm
-from fakequant.nn._deployed_bias import will_fold
+from fakequant._backends.torch.tensor_functions import fake_quantize
+from fakequant._model.running import Data
+from fakequant._paired_models.errors import decibels
+from fakequant._paired_models.products import LayerProduct
+from fakequant._paired_models.runs import Pair, PairedRuns
+from fakequant.nn._folding import BatchNorm, will_fold
 from fakequant.nn._layer_kinds import AnyLayer
-from fakequant.nn._owned_product import OwnedProduct
-from fakequant.nn._quantizer import fake_quantize
-from fakequant.ptq._changes import Changes, LayerChange
-from fakequant.ptq._layer_products import Product
-from fakequant.ptq._paired_runs import Pair, PairedRuns
-from fakequant.ptq._rounding import kind_name, layer_filter, listed
-from fakequant.ptq._undoing import undone_on_error
-from fakequant.ptq._weight_grids import weight_grid
+from fakequant.nn._owners import OwnedProduct
+from fakequant.ptq._layer_changes import Changes, LayerChange, layer_filter, undone_on_error
+from fakequant.ptq._rounding import layer_rows, weight_grid
 
 _NO_PLACE = "it has no bias, and no batch norm follows"
 
@@ -33,10 +30,10 @@ def correct_bias(
     reference: nn.Module | None = None,
     progress: bool = True,
 ) -> Changes:
-    """Moves the mean error of each layer's result into its bias, in place, without labels.
+    """Moves the mean error of each layer's output into its bias, in place, without labels.
 
-    Rounding the weights of a layer, and clipping its input, shift the mean of its result. The shift is the difference
-    between the means of the result in the quantized and in the float model, per channel:
+    Rounding the weights of a layer, and clipping its input, shift the mean of its output. The shift is the difference
+    between the means of the output in the quantized and in the float model, per channel:
 
         bias = bias - (mean of y - mean of y in the float model)
 
@@ -55,7 +52,7 @@ def correct_bias(
         progress: Whether to show a progress bar.
 
     Returns:
-        The SQNR of each layer's result before and after.
+        The SQNR of each layer's output before and after.
 
     >>> import fakequant as fq
     >>> config = fq.QuantConfig(default=fq.LayerConfig(weight=fq.presets.int8()))
@@ -74,19 +71,17 @@ def correct_bias(
             _warn_if_rounded(runs.layers)
         reasons = {path: why for path, layer in runs.layers.items() if (why := _reason(layer)) is not None}
         changes: dict[str, LayerChange] = {}
-        with Bar(total=len(runs.called), desc="correct_bias", disable=not progress, leave=False) as bar:
-            for wave in runs.waves:
-                paths = [path for path in wave if path not in reasons and chosen(path)]
-                found = _means_of(runs.pairs(paths), runs) if paths else {}
-                for path in paths:
-                    means = found.get(path)
-                    if means is None:
-                        reasons[path] = _NO_PLACE
-                        continue
-                    means.correct()
-                    changes[path] = LayerChange(path, kind_name(runs.layers[path]), *means.decibels())
-                bar.update(len(wave))
-    return Changes("correct_bias", "SQNR dB", listed(runs, changes, reasons, chosen))
+        for wave in runs.each_wave("correct_bias" if progress else None):
+            paths = [path for path in wave if path not in reasons and chosen(path)]
+            found = _means_of(runs.pairs(paths), runs) if paths else {}
+            for path in paths:
+                means = found.get(path)
+                if means is None:
+                    reasons[path] = _NO_PLACE
+                    continue
+                means.correct()
+                changes[path] = LayerChange.of(path, runs.layers[path], means.decibels())
+    return Changes("correct_bias", "SQNR dB", layer_rows(runs, changes, reasons, chosen))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +93,7 @@ class _Place:
 
     @torch.no_grad()
     def subtract(self, shift: Tensor) -> None:
-        """Lowers the result of the layer by `shift`. A batch norm subtracts its running mean."""
+        """Lowers the output of the layer by `shift`. A batch norm subtracts its running mean."""
         change = shift.to(self.value.dtype).view(self.value.shape)
         self.value.add_(change if self.is_mean else -change)
 
@@ -114,7 +109,7 @@ class _Means:
             torch.zeros(channels, dtype=torch.float64, device=device) for _ in range(3)
         )
 
-    def add(self, product: Product, expected: Tensor) -> None:
+    def add(self, product: LayerProduct, expected: Tensor) -> None:
         """Adds the errors of the result of a product."""
         y, z = (product.channels_last(t).double() for t in (product.y, expected))
         self.signal += float(z.square().sum())
@@ -122,7 +117,7 @@ class _Means:
         self.error += self._sums(product, y - z)
         self.square += self._sums(product, (y - z).square())
 
-    def _sums(self, product: Product, rows: Tensor) -> Tensor:
+    def _sums(self, product: LayerProduct, rows: Tensor) -> Tensor:
         """Returns the sums of rows of channels, with one element for each element of the bias."""
         if product.groups is not None:
             experts = rows.new_zeros(product.groups.number, rows.shape[1])
@@ -146,7 +141,7 @@ class _Means:
         return self.error / self.count.clamp(min=1)
 
 
-def _result_of(product: Product) -> Tensor:
+def _result_of(product: LayerProduct) -> Tensor:
     """Returns the result of a product."""
     return product.y
 
@@ -164,7 +159,7 @@ def _means_of(pairs: Iterable[Pair], runs: PairedRuns) -> dict[str, _Means]:
     return found
 
 
-def _place(layer: AnyLayer, product: Product) -> _Place | None:
+def _place(layer: AnyLayer, product: LayerProduct) -> _Place | None:
     norm: BatchNorm | None = layer._fakequant.norm
     if norm is not None and will_fold(norm, product.x, layer._fakequant.kind.read_weight(layer)):
         return _Place(norm.running_mean, is_mean=True)

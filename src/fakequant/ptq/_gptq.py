@@ -6,9 +6,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fakequant._train.running import Data
-from fakequant.ptq._changes import Changes
-from fakequant.ptq._rounding import Problem, round_layers
+from fakequant._model.running import Data
+from fakequant.ptq._layer_changes import Changes, check_switch
+from fakequant.ptq._quadratic_error import RoundingProblem
+from fakequant.ptq._rounding import round_layers
 
 # Columns that are rounded before the rest of the matrix is updated, in one product.
 _BLOCK = 128
@@ -27,8 +28,8 @@ def gptq(
 ) -> Changes:
     """Rounds the weights of linear layers and convolutions with second-order information (GPTQ), in place.
 
-    The columns of a weight are rounded one after the other. The columns that are left change so that the result of the
-    layer on the data stays as close as possible to its result in the float model:
+    The columns of a weight are rounded one after the other. The columns that are left change so that the output of the
+    layer on the data stays as close as possible to its output in the float model:
 
         A   = sum of x^T x over the inputs of the layer + damping * mean(diagonal of A) * I
         U   = upper Cholesky factor of the inverse of A
@@ -37,8 +38,8 @@ def gptq(
 
     The start is not the weight of the float model, but the weight with the least error for the inputs of the quantized
     model. So a layer also compensates for errors before it. Finally, single codes are changed where this lowers
-    the error. Scales, and scales of groups and blocks, are those of the float weight. Weights in float formats, MX and
-    NVFP4 are rounded to the values of their format.
+    the error. All scales, including group and block scales, are computed from the float weight. Weights in float
+    formats, MX and NVFP4 are rounded to the values of their format.
 
     Weights become points of their grids, and scales of weights are frozen. The model trains, converts and exports as
     before.
@@ -46,8 +47,8 @@ def gptq(
     Args:
         model: A prepared and calibrated model.
         data: Batches, as for `fakequant.calibrate`. The benchmarks use 512 images, or 128 lines of text.
-        act_order: Whether to round columns with large inputs first. Otherwise their order is that of the weight.
-        damping: How strongly weights are kept near those of the float model, relative to the mean square of the inputs.
+        act_order: Whether to round columns with large inputs first. Otherwise they are rounded in their order.
+        damping: How strongly weights are kept near the float weights, relative to the mean square of the inputs.
         layers: Patterns of the paths of the layers to round, such as "encoder.*".
         steps: The maximum number of batches. If None, all are used.
         reference: The float model. If None, `model` with quantizers off, as it is when the function is called. After
@@ -55,17 +56,17 @@ def gptq(
         progress: Whether to show a progress bar.
 
     Returns:
-        The SQNR of each layer's result, with the nearest codes and with the chosen ones.
+        The SQNR of each layer's output, with the nearest codes and with the chosen ones.
 
     >>> import fakequant as fq
+    >>> _ = torch.manual_seed(0)
     >>> x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
-    >>> model = fq.prepare(nn.Sequential(nn.Linear(8, 4)), fq.recipes.int4_weight_only(group=4))
+    >>> model = fq.prepare(nn.Sequential(nn.Linear(8, 4)), fq.recipes.int4_weight_only(group_size=4))
     >>> changes = fq.ptq.gptq(model, [x], progress=False)
     >>> changes.layers[0].after > changes.layers[0].before
     True
     """
-    if not isinstance(act_order, bool):
-        raise TypeError(f"`act_order` must be True or False, got {act_order!r}.")
+    check_switch("act_order", act_order)
     solve = partial(_round_columns, act_order=act_order)
     return round_layers(
         model,
@@ -80,7 +81,7 @@ def gptq(
     )
 
 
-def _round_columns(problem: Problem, act_order: bool) -> Tensor:
+def _round_columns(problem: RoundingProblem, act_order: bool) -> Tensor:
     """Returns the codes that GPTQ chooses."""
     a, b = problem.moments.a, problem.moments.b
     diagonal = a.diagonal(dim1=1, dim2=2)
@@ -94,7 +95,7 @@ def _round_columns(problem: Problem, act_order: bool) -> Tensor:
     return codes.take_along_dim(columns.argsort(2), 2).float()
 
 
-def _compensated(w: Tensor, scale: Tensor, zero_point: Tensor, upper: Tensor, problem: Problem) -> Tensor:
+def _compensated(w: Tensor, scale: Tensor, zero_point: Tensor, upper: Tensor, problem: RoundingProblem) -> Tensor:
     """Returns the codes of matrices, rounded column by column. Changes `w`."""
     codes = torch.empty_like(w)
     columns = w.shape[2]

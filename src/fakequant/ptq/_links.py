@@ -1,21 +1,24 @@
-"""Links: a module whose result can be scaled per channel, and the layers that can undo it.
+"""Links: a module whose output can be scaled per channel, and the layers that can undo it.
 
     producer(x) / s  ->  operations that pass on factors  ->  layers with weight * s
 
-The product is the same as before. This holds only if nothing else sees the result of the producer.
+The product is the same as before. This holds only if nothing else sees the output of the producer. An operation passes
+on factors if f(s * x) = s * f(x) for s > 0, channel by channel.
 """
 
 import dataclasses
+import math
 from collections import Counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fakequant._prepare.flow_graph import Call, FlowGraph
-from fakequant.nn._layer_kinds import AnyLayer
 from fakequant.nn._quantized_layer import kind_of
 from fakequant.ptq._channels import (
     channel_axis,
+    input_ranges,
     number_of_inputs,
     number_of_outputs,
     parameters_of,
@@ -23,7 +26,31 @@ from fakequant.ptq._channels import (
     scale_inputs,
     scale_outputs,
 )
-from fakequant.ptq._passing import Layout, may_pass, passed
+
+# Of the same rank before and after, with the channels on the same axis.
+_KEEPING = {
+    "relu", "leaky_relu", "prelu", "dropout", "dropout1d", "dropout2d", "dropout3d", "contiguous", "clone", "detach",
+    *(f"{kind}_pool{n}d" for kind in ("max", "avg", "adaptive_max", "adaptive_avg") for n in (1, 2, 3)),
+}  # fmt: skip
+_KEEPING_MODULES = (
+    nn.ReLU, nn.LeakyReLU, nn.PReLU, nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
+    nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d,
+    nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d,
+    nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
+)  # fmt: skip
+# Where the arguments decide whether factors pass. The sizes show the axis, and the check on an example the rest.
+_SIZED = {"mean", "sum", "amax", "pad", "to", "float", "type_as", "narrow", "getitem", "roll", "flip", "interpolate"}
+_PRODUCTS = {"mul", "div"}
+_RESHAPING = {"flatten", "reshape", "view", "unflatten", "squeeze", "unsqueeze"}
+_RESHAPING_MODULES = (nn.Flatten, nn.Unflatten)
+_PERMUTING = {"permute", "transpose", "movedim", "moveaxis", "swapaxes", "swapdims", "T", "mT"}
+
+
+class Layout(NamedTuple):
+    """The channels of a tensor: channel c is at the positions c * repeat to c * repeat + repeat - 1 of an axis."""
+
+    axis: int
+    repeat: int = 1
 
 
 @dataclasses.dataclass(eq=False)
@@ -47,9 +74,9 @@ class Link:
 
     @torch.no_grad()
     def rescale(self, factors: Tensor) -> None:
-        """Divides the result of the producer by a factor per channel, and multiplies the weights of the users by it."""
+        """Divides the output of the producer by a factor per channel, and multiplies the weights of the users by it."""
         if self.is_norm:
-            for parameter in self._parameters():
+            for parameter in _own_parameters(self.module):
                 parameter.div_(factors.to(parameter))
         else:
             scale_outputs(self.module, factors.reciprocal())
@@ -64,16 +91,15 @@ class Link:
         """Returns the largest of the values that a user has for each channel of the producer."""
         return values.reshape(self.channels, self.repeats[path]).amax(1)
 
+    def user_ranges(self) -> Tensor:
+        """Returns the largest magnitude of the users' weights for each channel of the producer, in float64."""
+        ranges = [self.per_channel(path, input_ranges(layer).double()) for path, layer in self.users.items()]
+        return torch.stack(ranges).amax(0)
+
     def parameters(self) -> list[nn.Parameter]:
         """Returns all parameters that `rescale` changes."""
         of_users = [parameters_of(layer)[0] for layer in self.users.values()]
-        return [*self._parameters(), *of_users]
-
-    def _parameters(self) -> list[nn.Parameter]:
-        if not self.is_norm:
-            return parameters_of(self.module)
-        own = (self.module._parameters.get(name) for name in ("weight", "bias"))
-        return [parameter for parameter in own if parameter is not None]
+        return [*_own_parameters(self.module), *of_users]
 
 
 @dataclasses.dataclass
@@ -82,6 +108,11 @@ class Links:
 
     links: list[Link]
     reasons: dict[str, str]
+
+    def drop(self, link: Link, reason: str) -> None:
+        """Removes a link, and gives its users a reason."""
+        self.links.remove(link)
+        self.reasons.update(dict.fromkeys(link.users, reason))
 
 
 def find_links(model: nn.Module, graph: FlowGraph) -> Links:
@@ -148,7 +179,7 @@ class _Finder:
         if not is_norm and (reason_against_layer(module) is not None or isinstance(module, nn.MultiheadAttention)):
             return Link(path, module, 0), "its outputs cannot be scaled"
         reason = self._reason_against_parameters(path, module)
-        channels = _norm_size(module) if is_norm else number_of_outputs(module)
+        channels = len(_own_parameters(module)[0]) if is_norm else number_of_outputs(module)
         link = Link(path, module, channels)
         layouts: dict[Call, Layout] = {}
         reached: Counter[str] = Counter()
@@ -207,8 +238,7 @@ class _Finder:
         is_attention = isinstance(layer, nn.MultiheadAttention)
         if user.inputs.count(source) != (3 if is_attention else len(user.inputs)):
             return f"{user.path} has several inputs"
-        dims = None if not user.input_shapes else len(user.input_shapes[user.inputs.index(source)])
-        expected = _traced_axis(layer) if dims is None else channel_axis(layer, dims)
+        expected = channel_axis(layer, len(user.input_shapes[user.inputs.index(source)]))
         fits = layout.repeat * link.channels == number_of_inputs(layer)
         if layout.axis != expected or not fits or link.repeats[user.path] != layout.repeat:
             return f"the channels of {link.path} are not the input channels of {user.path}"
@@ -216,10 +246,7 @@ class _Finder:
 
     def _reason_against_parameters(self, path: str, module: nn.Module, *, user: bool = False) -> str | None:
         """Returns why the parameters of a producer or a user cannot be changed, or None if they can."""
-        if kind_of(module) is None:
-            own = [p for name in ("weight", "bias") if (p := module._parameters.get(name)) is not None]
-        else:
-            own = parameters_of(module)[: 1 if user else 2]
+        own = _own_parameters(module)[: 1 if user else 2]
         if any(self.names[id(parameter)] > 1 for parameter in own):
             return f"{path} shares its parameters with another module"
         for name in module._parameters:
@@ -255,8 +282,12 @@ def _is_norm(module: nn.Module) -> bool:
     return set(module._parameters) <= {"weight", "bias"} and (bias is None or bias.shape == weight.shape)
 
 
-def _norm_size(norm: AnyLayer) -> int:
-    return int(norm.weight.shape[0])
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Returns the weight and the bias of a layer or a norm, if they are its own parameters."""
+    if kind_of(module) is not None:
+        return parameters_of(module)
+    own = (module._parameters.get(name) for name in ("weight", "bias"))
+    return [parameter for parameter in own if parameter is not None]
 
 
 def _is_own(source: Call, path: str) -> bool:
@@ -265,21 +296,69 @@ def _is_own(source: Call, path: str) -> bool:
 
 
 def _own_layout(module: nn.Module, call: Call, channels: int) -> Layout | None:
-    """Returns the layout of the result of a producer."""
-    if kind_of(module) is not None:
-        return Layout(_traced_axis(module) if call.shape is None else channel_axis(module, len(call.shape)))
-    normalizes_second = isinstance(module, (nn.modules.batchnorm._NormBase, nn.GroupNorm))
+    """Returns the layout of the output of a producer, or None if it is unknown."""
     if call.shape is None:
-        return Layout(1 if normalizes_second else -1)
+        return None
     dims = len(call.shape)
+    if kind_of(module) is not None:
+        return Layout(channel_axis(module, dims))
+    normalizes_second = isinstance(module, (nn.modules.batchnorm._NormBase, nn.GroupNorm))
     axes = [1, dims - 1] if normalizes_second else [dims - 1, 1]
     return next((Layout(axis) for axis in axes if axis < dims and call.shape[axis] == channels), None)
 
 
-def _traced_axis(layer: nn.Module) -> int:
-    """Returns the axis of the channels if the number of axes is unknown."""
-    return -1 if channel_axis(layer, 9) == 8 else 1
-
-
 def _operands(call: Call, layouts: dict[Call, Layout]) -> int:
     return sum(source in layouts for source in call.inputs)
+
+
+def passed(model: nn.Module, call: Call, position: int, layout: Layout, channels: int) -> Layout | str:
+    """Returns the layout of a call's result, or why it does not pass on factors.
+
+    The operand at `position` has the factors, and this `layout`.
+    """
+    name = call.function_name
+    module = model.get_submodule(call.path) if call.kind == "module" else None
+    if module is not None:
+        name = type(module).__name__
+    no = f"{name} does not pass on factors"
+    if call.shape is None or (position != 0 and name not in _PRODUCTS):
+        return no
+    if isinstance(module, _KEEPING_MODULES) if module is not None else name in _KEEPING:
+        return layout
+    before, after = call.input_shapes[position], call.shape
+    found: Layout | None = None
+    if name in _RESHAPING or isinstance(module, _RESHAPING_MODULES):
+        found = _reshaped(before, after, layout, channels)
+    elif name in _PERMUTING or (name in _SIZED and len(before) != len(after)):
+        found = _only_axis(before, after, layout)
+    elif name in _SIZED:
+        found = layout if before[layout.axis] == after[layout.axis] else None
+    elif name in _PRODUCTS:
+        found = layout if before == after else None
+    else:
+        return no
+    return found or f"it is not clear where {name} moves the channels"
+
+
+def may_pass(model: nn.Module, call: Call) -> bool:
+    """Returns True if a call passes on factors for some sizes and arguments."""
+    if call.kind == "module":
+        return isinstance(model.get_submodule(call.path), (*_KEEPING_MODULES, *_RESHAPING_MODULES))
+    return call.function_name in _KEEPING | _SIZED | _RESHAPING | _PERMUTING
+
+
+def _reshaped(before: tuple[int, ...], after: tuple[int, ...], layout: Layout, channels: int) -> Layout | None:
+    """Returns the layout after the elements were given another shape, in the same order."""
+    block = layout.repeat * math.prod(before[layout.axis + 1 :])  # neighbours that belong to one channel
+    for axis, size in enumerate(after):
+        stride = math.prod(after[axis + 1 :])
+        if stride and block % stride == 0 and size == block // stride * channels:
+            return Layout(axis, block // stride)
+    return None
+
+
+def _only_axis(before: tuple[int, ...], after: tuple[int, ...], layout: Layout) -> Layout | None:
+    """Returns the layout after axes were moved or removed, if only one axis has the size of the channels'."""
+    size = before[layout.axis]
+    found = [axis for axis, other in enumerate(after) if other == size]
+    return Layout(found[0], layout.repeat) if len(found) == 1 and before.count(size) == 1 else None

@@ -1,66 +1,98 @@
 """Rounding the weights of a model, layer by layer from the front: what AdaRound and GPTQ have in common."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from fakequant._backends.torch import tensor_functions
-from fakequant._train.running import Bar, Data
+from fakequant._backends.torch.grid_values import scale_of_each
+from fakequant._model.running import Data
+from fakequant._paired_models.calls import RecordedCall
+from fakequant._paired_models.errors import qparams_for
+from fakequant._paired_models.runs import PairedRuns
+from fakequant.nn._experts import ExpertProduct
+from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._layer_kinds import AnyLayer
-from fakequant.nn._records import float_class_of
-from fakequant.ptq._block_rounding import round_block
-from fakequant.ptq._changes import Changes, LayerChange
-from fakequant.ptq._coordinate_descent import descend
-from fakequant.ptq._moments import Moments, moments_of, rows_of
-from fakequant.ptq._paired_runs import PairedRuns
-from fakequant.ptq._undoing import undone_on_error
-from fakequant.ptq._weight_grids import WeightGrid, reasons_against_rounding, weight_grid
+from fakequant.nn._owners import stored_weight
+from fakequant.nn._quantizer import Quantizer
+from fakequant.ptq._layer_changes import Changes, LayerChange, layer_filter, undone_on_error
+from fakequant.ptq._quadratic_error import Moments, RoundingProblem, Solver, best_codes, moments_of, rows_of
 from fakequant.spec import QuantSpec
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
-    """Which codes to choose for the weight of a layer.
+class WeightGrid:
+    """The weight of a layer, with the scale and zero point of every element.
 
-        weight = (codes - zero_point) * scale, qmin <= codes <= qmax
+    weight ~ (code - zero_point) * scale, qmin <= code <= qmax
 
-    The codes of a float format are its values here, in units of the scale, instead of bit patterns.
-
-    Attributes:
-        weight: The float weight, as matrices.
-        scale: The scale of each weight.
-        zero_point: The zero point of each weight.
-        qmin: The lowest code.
-        qmax: The highest code.
-        moments: The error of the layer's result, damped.
-        float_grid: The float format, for one scale per tensor. None for integers.
+    In a float format, codes are its values here, in units of the scale.
     """
 
+    layer: AnyLayer
     weight: Tensor
+    # Of the shape of the weight, float32.
     scale: Tensor
     zero_point: Tensor
-    qmin: int
-    qmax: int
-    moments: Moments
-    float_grid: QuantSpec | None = None
+    # As the quantizer has them.
+    qparams: tuple[Tensor, Tensor]
 
-    def rounded(self, steps: Tensor, zero_point: Tensor) -> Tensor:
-        """Returns the codes nearest to values in units of the scale."""
-        if self.float_grid is not None:
-            return tensor_functions.fake_quantize(steps, 1.0, 0, self.float_grid)
-        return (torch.round(steps) + zero_point).clamp(self.qmin, self.qmax)
+    @property
+    def quantizer(self) -> Quantizer:
+        """The quantizer of the weight."""
+        quantizer: Quantizer = self.layer.weight_quantizer
+        return quantizer
 
-    def values(self, codes: Tensor) -> Tensor:
-        """Returns the weights of codes."""
-        return (codes - self.zero_point) * self.scale
+    def codes(self, weight: Tensor) -> Tensor:
+        """Returns the codes nearest to a weight, as floats."""
+        return tensor_functions.quantize(weight, *self.qparams, self.quantizer.spec).float()
 
-    def nearest(self) -> Tensor:
-        """Returns the codes nearest to the float weight."""
-        return self.rounded(self.weight / self.scale, self.zero_point)
+    @torch.no_grad()
+    def write(self, codes: Tensor) -> None:
+        """Sets the weight to the values of the codes, and keeps the scale from changing with it."""
+        spec = self.quantizer.spec
+        if spec.float_format is None:
+            stored = codes.to(getattr(torch, spec.storage))
+        else:  # values of the format, in units of the scale
+            stored = tensor_functions.quantize(codes.float() * self.scale, *self.qparams, spec)
+        values = tensor_functions.dequantize(stored, *self.qparams, spec, dtype=self.weight.dtype)
+        keep_scale(self.quantizer, self.qparams)
+        _write_weight(self.layer, values)
+
+
+def weight_grid(layer: AnyLayer, float_weight: Tensor | None = None) -> WeightGrid:
+    """Returns the weight of a prepared layer and its grid, for which `reasons_against_rounding` has no reason.
+
+    Args:
+        layer: The layer.
+        float_weight: The weight to round. If None, the weight of the layer, which may be rounded already.
+    """
+    quantizer: Quantizer = layer.weight_quantizer
+    weight: Tensor = layer._fakequant.kind.read_weight(layer).detach()
+    scale, zero_point = qparams_for(quantizer, weight)
+    spec = quantizer.spec
+    steps = scale_of_each(scale, weight, spec)
+    zeros = tensor_functions.quantize(torch.zeros_like(weight), scale, zero_point, spec)
+    weight = weight if float_weight is None else float_weight.to(weight.dtype)
+    return WeightGrid(
+        layer=layer,
+        weight=weight.clone(),
+        scale=steps,
+        zero_point=zeros.float(),
+        qparams=(scale.clone(), zero_point.clone()),
+    )
+
+
+@torch.no_grad()
+def keep_scale(quantizer: Quantizer, qparams: tuple[Tensor, Tensor]) -> None:
+    """Freezes a quantizer with this scale and zero point, if its scale would follow the weight."""
+    if isinstance(quantizer, FakeQuantize):
+        quantizer.scale.copy_(qparams[0])
+        quantizer.zero_point.copy_(qparams[1])
+        quantizer.frozen = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +101,11 @@ class Blocks:
 
     Attributes:
         layers: The paths of the layers of each block, by the path of the block.
-        iterations: The number of steps of the optimizer per block.
+        round: Rounds the layers of a block with these grids, on its calls. Returns the SQNR before and after.
     """
 
     layers: dict[str, list[str]]
-    iterations: int
+    round: Callable[[nn.Module, list[WeightGrid], list[RecordedCall]], tuple[float, float]]
 
     def of(self, path: str) -> str:
         """Returns the path of the block that contains a layer, or of the layer if none does."""
@@ -84,10 +116,6 @@ class Blocks:
         position = {path: number for number, path in enumerate(called)}
         ends = {block: max(inner, key=lambda path: position.get(path, -1)) for block, inner in self.layers.items()}
         return [block for block, path in ends.items() if path in wave]
-
-
-# Returns the codes of the weight, as floats.
-Solver: TypeAlias = Callable[[Problem], Tensor]
 
 
 def round_layers(
@@ -104,45 +132,42 @@ def round_layers(
     progress: bool,
     needs_equal_steps: bool = False,
 ) -> Changes:
-    """Rounds the weights of a prepared model with a solver, in place, and returns the SQNR of the layers' results.
+    """Rounds the weights of a prepared model with a solver, in place, and returns the SQNR of the layers' outputs.
 
     Layers are rounded in the order in which they run, each with the inputs that it has after all layers before it
     were rounded.
     """
     _check_damping(damping)
     chosen = layer_filter("layers", layers)
-    blocks = blocks or Blocks({}, 0)
     with undone_on_error(model), PairedRuns(model, data, steps, reference, rows_of) as runs:
         reasons = reasons_against_rounding(model, runs.layers, needs_equal_steps=needs_equal_steps)
         changes: dict[str, LayerChange] = {}
         grids: dict[str, WeightGrid] = {}
-        with Bar(total=len(runs.called), desc=name, disable=not progress, leave=False) as bar:
-            for wave in runs.waves:
-                paths = [path for path in wave if path not in reasons and chosen(path)]
-                weights = {path: runs.reference_weight(path) for path in paths}
-                found = moments_of(runs.pairs(paths), weights) if paths else {}
-                for path in paths:
-                    moments = found.get(path)
-                    if moments is not None:
-                        grids[path] = weight_grid(runs.layers[path], weights[path])
-                        sqnr = _round(grids[path], moments, solve, damping)
-                        changes[path] = LayerChange(path, kind_name(runs.layers[path]), *sqnr)
+        for wave in runs.each_wave(name if progress else None):
+            paths = [path for path in wave if path not in reasons and chosen(path)]
+            weights = {path: runs.reference_weight(path) for path in paths}
+            found = moments_of(runs.pairs(paths), weights) if paths else {}
+            for path in paths:
+                moments = found.get(path)
+                if moments is not None:
+                    grids[path] = weight_grid(runs.layers[path], weights[path])
+                    sqnr = _round(grids[path], moments, solve, damping)
+                    changes[path] = LayerChange.of(path, runs.layers[path], sqnr)
+            if blocks is not None:
                 for block in blocks.ended_by(wave, runs.called):
-                    own = [grids[path] for path in blocks.layers[block] if path in grids]
-                    changes[block] = _round_block(runs, block, own, blocks.iterations)
-                bar.update(len(wave))
-    return Changes(name, "SQNR dB", listed(runs, changes, reasons, chosen, blocks))
+                    changes[block] = _round_block(runs, block, blocks, grids)
+    return Changes(name, "SQNR dB", layer_rows(runs, changes, reasons, chosen, blocks))
 
 
-def _round_block(runs: PairedRuns, path: str, grids: list[WeightGrid], iterations: int) -> LayerChange:
+def _round_block(runs: PairedRuns, path: str, blocks: Blocks, grids: dict[str, WeightGrid]) -> LayerChange:
     block = runs.model.get_submodule(path)
-    kind = float_class_of(block).__name__
-    if not grids:
-        return LayerChange(path, kind, reason="the weights of its layers cannot be rounded")
-    return LayerChange(path, kind, *round_block(block, grids, runs.block_calls(path), iterations))
+    own = [grids[layer] for layer in blocks.layers[path] if layer in grids]
+    if not own:
+        return LayerChange.of(path, block, reason="the weights of its layers cannot be rounded")
+    return LayerChange.of(path, block, blocks.round(block, own, runs.module_calls(path)))
 
 
-def listed(
+def layer_rows(
     runs: PairedRuns,
     changes: dict[str, LayerChange],
     reasons: dict[str, str],
@@ -165,54 +190,68 @@ def listed(
             reason = "it looks up rows of its weight"
         if reason is None:
             reason = "its product has an unknown form" if path in runs.called else "no data reached it"
-        rows.append(LayerChange(path, kind_name(layer), reason=reason))
+        rows.append(LayerChange.of(path, layer, reason=reason))
     return rows
 
 
-def kind_name(layer: AnyLayer) -> str:
-    """Returns the name of the float class of a layer."""
-    name: str = layer._fakequant.float_class.__name__
-    return name
-
-
-def layer_filter(name: str, patterns: str | Sequence[str]) -> Callable[[str], bool]:
-    """Returns a function that tells whether a path matches one of the patterns given as the argument `name`."""
-    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise TypeError(f"`{name}` must be a pattern of paths, such as 'encoder.*', or several, got {pattern!r}.")
-    return lambda path: any(fnmatchcase(path, pattern) for pattern in patterns)
-
-
 def _round(grid: WeightGrid, moments: Moments, solve: Solver, damping: float) -> tuple[float, float]:
-    """Writes the solver's codes to a layer, and returns the SQNR of its result before and after, in dB."""
+    """Writes the solver's codes to a layer, and returns the SQNR of its output before and after, in dB."""
     form, spec = moments.form, grid.quantizer.spec
-    problem = Problem(
-        form.matrix(grid.weight).float(),
-        form.matrix(grid.scale),
-        form.matrix(grid.zero_point),
-        spec.qmin,
-        spec.qmax,
-        moments.damped(damping),
-        None if spec.float_format is None else QuantSpec(format=spec.format),
+    problem = RoundingProblem(
+        weight=form.matrix(grid.weight).float(),
+        scale=form.matrix(grid.scale),
+        zero_point=form.matrix(grid.zero_point),
+        qmin=spec.qmin,
+        qmax=spec.qmax,
+        moments=moments.damped(damping),
+        float_grid=None if spec.float_format is None else QuantSpec(format=spec.format),
     )
     codes = best_codes(problem, solve)
     grid.write(form.weight(codes, grid.weight))
     return moments.sqnr(problem.values(problem.nearest())), moments.sqnr(problem.values(codes))
 
 
-def best_codes(problem: Problem, solve: Solver) -> Tensor:
-    """Returns, for each output, the better of the solver's codes and the nearest codes, both improved one by one."""
-    nearest = problem.nearest()
-    best, least = nearest, problem.moments.error(problem.values(nearest))
-    for start in (nearest, solve(problem)):
-        codes = descend(problem, start)
-        error = problem.moments.error(problem.values(codes))
-        best = torch.where((error < least)[..., None], codes, best)
-        least = torch.minimum(error, least)
-    return best
-
-
 def _check_damping(damping: float) -> None:
     if not isinstance(damping, (int, float)) or isinstance(damping, bool) or not 0 < damping < float("inf"):
         raise ValueError(f"`damping` must be a number above 0, such as 0.01, got {damping!r}.")
+
+
+def reasons_against_rounding(
+    model: nn.Module, layers: dict[str, AnyLayer], *, needs_equal_steps: bool
+) -> dict[str, str]:
+    """Returns why the weights of some layers cannot be rounded in place, by path.
+
+    A method that needs equal steps does not round weights in float formats.
+    """
+    users = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+    found = {}
+    for path, layer in layers.items():
+        reason = _reason_against_rounding(layer, users, needs_equal_steps)
+        if reason is not None:
+            found[path] = reason
+    return found
+
+
+def _reason_against_rounding(layer: AnyLayer, users: Counter[int], needs_equal_steps: bool) -> str | None:
+    quantizer = layer.weight_quantizer
+    if quantizer is None or not quantizer.quantizing:
+        return "its weight is not quantized"
+    if needs_equal_steps and quantizer.spec.float_format is not None:
+        return f"its weight is in {quantizer.spec.format}, whose steps are not equal"
+    kind = layer._fakequant.kind
+    stored = stored_weight(layer, kind.weight_name)
+    if not isinstance(stored, nn.Parameter):
+        return "its weight is computed from other parameters"
+    if users[id(stored)] > 1:
+        return "its weight is shared with another layer"
+    if kind.runs_float_forward and not torch.equal(kind.read_weight(layer), stored):
+        return "its weight is computed from other parameters"
+    return None
+
+
+def _write_weight(layer: AnyLayer, values: Tensor) -> None:
+    stored = stored_weight(layer, layer._fakequant.kind.weight_name)
+    if isinstance(layer, ExpertProduct):
+        values = values.unflatten(0, (stored.shape[0], -1))
+        values = values.transpose(1, 2) if layer.owner.is_transposed else values
+    stored.copy_(values)

@@ -1,31 +1,36 @@
 """`smooth`: moves the scale of activations into the weights (SmoothQuant, AWQ)."""
 
+import dataclasses
 import math
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fakequant._backends.torch.process_ranks import ranks_of
-from fakequant._diagnosis.inputs import inputs_of
-from fakequant._diagnosis.watching import Args, Kwargs
-from fakequant._prepare.prepare import preparation
-from fakequant._train.running import Batch, evaluating, run
-from fakequant.nn._quantized_layer import QuantizedLayer
-from fakequant.nn._records import float_class_of
-from fakequant.ptq._changes import Changes, LayerChange
-from fakequant.ptq._channels import channel_axis, input_ranges
-from fakequant.ptq._factor_trials import LayerTrials, Trial
-from fakequant.ptq._factors import check_switch, finished_factors
-from fakequant.ptq._float_runs import as_batches, first_batch, in_float, recorded_flow
-from fakequant.ptq._layers import layers_in_order
-from fakequant.ptq._link_quantizers import reason_against_quantizers, refresh_weights, stored_ranges
-from fakequant.ptq._links import Link, Links, find_links
-from fakequant.ptq._probe import drop_wrong_links
-from fakequant.ptq._ranges import recalibrate
-from fakequant.ptq._undoing import undone_on_error
+from fakequant._model.running import Batch, as_batches, evaluating, first_batch, run
+from fakequant._paired_models.calls import Args, Kwargs, Result, changed_inputs, first_tensor, inputs_of, watching
+from fakequant._paired_models.errors import ErrorSums
+from fakequant._prepare.attach import preparation
+from fakequant._prepare.record_flow import record_flow
+from fakequant.nn._model_quantizers import in_float
+from fakequant.nn._quantized_layer import QuantizedLayer, input_grid_of
+from fakequant.nn._quantizer import Quantizer
+from fakequant.observers._ranks import ranks_of
+from fakequant.ptq._channels import channel_axis, parameters_of, per_channel, scale_inputs
+from fakequant.ptq._layer_changes import Changes, LayerChange, check_switch, layers_in_order, undone_on_error
+from fakequant.ptq._links import Link, Links
+from fakequant.ptq._rescaling import (
+    finished_factors,
+    links_to_rescale,
+    observe_again,
+    observing,
+    observing_copy,
+    recalibrate,
+    refresh_weights,
+    stored_ranges,
+)
 
 # The exponents that the search tries, besides no change.
 _GRID = tuple(step / 10 for step in range(1, 11))
@@ -45,12 +50,12 @@ def smooth(
         x' = x / s        w' = w * s        s = max|x|^alpha / max|w|^(1 - alpha)        per input channel
 
     Activations with outliers in a few channels, as transformers have, need a coarse grid for all channels. Divided by
-    `s`, they are even, and the weights, which have scales of their own, take the factors.
+    `s`, they are even, and the weights, which have their own scales, absorb the factors.
 
     x is divided where it is computed: in the weight and bias of a norm (LayerNorm, RMSNorm, GroupNorm, batch norm), or
     in the output channels of a layer. Between that and the layers may be ReLU, pooling, dropout, a product with
     another tensor, or operations that move elements. If x is used in any other way too, as in a residual connection, or
-    returned, it is not changed, and the table says why. The data flow is that of the first batch; every pair is checked
+    returned, it is not changed, and the table says why. The first batch shows how data flows, and every pair is checked
     on it.
 
     The model computes the same in float as before: bit by bit with `powers_of_two`, up to the range of floats, and up
@@ -62,12 +67,12 @@ def smooth(
         data: Batches, as `calibrate` takes them. They are iterated several times.
         alpha: How much of the scale moves, 0 to 1: 1 makes all activation channels equal, and 0 all weight channels.
             "search" tries 0.1 to 1 and no change for each group of layers with the same input, and keeps what gives
-            their results the smallest error (as AWQ does).
+            their outputs the smallest error (as AWQ does).
         powers_of_two: Whether factors are rounded to powers of two.
         progress: Whether to show a progress bar.
 
     Returns:
-        A row per layer: the SQNR of its result on `data`, with its own input and weight quantized.
+        A row per layer: the SQNR of its output on `data`, with its own input and weight quantized.
 
     >>> import fakequant as fq
     >>> model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)).eval()
@@ -89,10 +94,8 @@ def smooth(
     example = first_batch(batches)
     title = "smooth" if progress else None
     with undone_on_error(model):
-        graph = recorded_flow(model, example)
-        found = find_links(model, graph)
-        _drop_unquantized(model, found)
-        drop_wrong_links(model, found, example)
+        graph = record_flow(model, example)
+        found = links_to_rescale(model, graph, example, _reason_against)
         trials: dict[str, LayerTrials] = {}
         chosen: dict[str, Trial] = {}
         if found.links:
@@ -112,6 +115,83 @@ def smooth(
     return Changes("smooth", "SQNR dB", _rows(layers_in_order(model, graph), found, trials, chosen))
 
 
+@dataclasses.dataclass(eq=False)
+class Trial:
+    """One choice of factors for a layer, with its quantizers and its errors."""
+
+    # One per input channel.
+    factors: Tensor
+    activation: Quantizer | None
+    weight: Quantizer | None
+    sums: ErrorSums = dataclasses.field(default_factory=ErrorSums)
+
+
+class LayerTrials:
+    """The trials of one layer."""
+
+    def __init__(self, layer: QuantizedLayer, choices: list[Tensor]) -> None:
+        self.layer = layer
+        self.trials = [self._trial(factors) for factors in choices]
+
+    def _trial(self, factors: Tensor) -> Trial:
+        grid, of_weight = input_grid_of(self.layer), self.layer.weight_quantizer
+        made = None if of_weight is None else observing_copy(of_weight)
+        if made is not None:
+            observe_again(made, self._weight(factors))
+        return Trial(factors, None if grid is None else observing_copy(grid), made)
+
+    def _weight(self, factors: Tensor) -> Tensor:
+        weight = parameters_of(self.layer)[0].detach().clone()
+        scale_inputs(self.layer, factors, weight)
+        return weight
+
+    def _scaled(self, trial: Trial, x: Tensor) -> Tensor:
+        return x / per_channel(self.layer, trial.factors, x)
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Context in which the quantizers of the trials observe the inputs of the layer."""
+        static = [t for t in self.trials if t.activation is not None and not t.activation.is_dynamic]
+
+        def look(layer: nn.Module, args: Args, kwargs: Kwargs) -> None:
+            for x in inputs_of(layer, args, kwargs):
+                for trial in static:
+                    assert trial.activation is not None
+                    trial.activation(self._scaled(trial, x))
+
+        handle = self.layer.register_forward_pre_hook(look, with_kwargs=True)
+        with ExitStack() as undo:
+            undo.callback(handle.remove)
+            undo.enter_context(observing(trial.activation for trial in static if trial.activation is not None))
+            yield
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Context in which every call of the layer is repeated with each trial, and errors are summed."""
+
+        def look(path: str, args: Args, kwargs: Kwargs, result: Result) -> None:
+            for trial in self.trials:
+                trial.sums.add_result(first_tensor(result), self._result(trial, args, kwargs))
+
+        with watching({"": self.layer}, look):
+            yield
+
+    def _result(self, trial: Trial, args: Args, kwargs: Kwargs) -> Tensor | None:
+        def quantized(x: Tensor) -> Tensor:
+            x = self._scaled(trial, x)
+            return x if trial.activation is None else trial.activation(x)
+
+        args, kwargs = changed_inputs(self.layer, args, kwargs, quantized)
+        weight = self._weight(trial.factors)
+        parameter = parameters_of(self.layer)[0]
+        before = parameter.data
+        try:
+            parameter.data = weight if trial.weight is None else trial.weight(weight)
+            return first_tensor(type(self.layer).forward(self.layer, *args, **kwargs))  # without hooks
+        finally:
+            parameter.data = before
+
+
 def _check_alpha(alpha: Any) -> None:
     if alpha == "search":
         return
@@ -119,14 +199,9 @@ def _check_alpha(alpha: Any) -> None:
         raise ValueError(f'`alpha` must be a number from 0 to 1, or "search", got {alpha!r}.')
 
 
-def _drop_unquantized(model: nn.Module, found: Links) -> None:
-    """Removes links without quantized users, and those whose quantizers cannot change."""
-    for link in list(found.links):
-        quantized = [path for path, layer in link.users.items() if isinstance(layer, QuantizedLayer)]
-        reason = "it is not quantized" if not quantized else reason_against_quantizers(model, link)
-        if reason is not None:
-            found.links.remove(link)
-            found.reasons.update(dict.fromkeys(link.users, reason))
+def _reason_against(link: Link) -> str | None:
+    """Returns why the users of a link need no smoothing, or None if they do."""
+    return None if any(isinstance(layer, QuantizedLayer) for layer in link.users.values()) else "it is not quantized"
 
 
 def _largest_inputs(model: nn.Module, links: list[Link], data: Iterable[Batch], progress: str | None) -> list[Tensor]:
@@ -150,9 +225,8 @@ def _largest_inputs(model: nn.Module, links: list[Link], data: Iterable[Batch], 
 
 
 def _choices(link: Link, largest: Tensor, alpha: float | str, powers_of_two: bool) -> list[Tensor]:
-    """Returns the factors to compare for a link: none, and those of each exponent."""
-    ranges = [link.per_channel(path, input_ranges(layer).double()) for path, layer in link.users.items()]
-    weights = torch.stack(ranges).amax(0).cpu()
+    """Returns the factors to compare for a link: all 1, and the factors of each exponent."""
+    weights = link.user_ranges().cpu()
     exponents = _GRID if alpha == "search" else (float(alpha),)
     device = next(link.module.parameters()).device
     return [
@@ -202,11 +276,10 @@ def _rows(
 ) -> list[LayerChange]:
     rows = []
     for path, layer in layers.items():
-        kind = float_class_of(layer).__name__
         if path in chosen:
             before, after = trials[path].trials[0], chosen[path]
             same = "no other factors have a smaller error" if before is after else None
-            rows.append(LayerChange(path, kind, before.sqnr, after.sqnr, same))
+            rows.append(LayerChange.of(path, layer, (before.sums.sqnr, after.sums.sqnr), same))
         else:
-            rows.append(LayerChange(path, kind, reason=found.reasons.get(path)))
+            rows.append(LayerChange.of(path, layer, reason=found.reasons.get(path)))
     return rows

@@ -124,12 +124,7 @@ def values(scale: float, zero_point: int, qmin: int, qmax: int, dtype: DTypeLike
         random = ((middle + spread * rng.uniform(-1, 1, 64)) * scale32).astype(dtype)
         wild = np.exp(rng.uniform(-100, 100, 32)) * rng.choice([-1, 1], 32)
         return np.concatenate(
-            [
-                ties(scale32, zero_point, qmin, qmax, dtype),
-                special_values(dtype),
-                random,
-                wild.astype(dtype),
-            ]
+            [ties(scale32, zero_point, qmin, qmax, dtype), special_values(dtype), random, wild.astype(dtype)]
         )
 
 

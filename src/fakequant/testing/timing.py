@@ -40,7 +40,7 @@ def best_times(
 
 
 def all_times(contenders: dict[str, Contender], *, seconds: float = 0.6, min_rounds: int = 5) -> dict[str, list[float]]:
-    """Returns all times of each contender, in seconds per call. The arguments are those of `best_times`.
+    """Returns all times of each contender, in seconds per call. See `best_times` for the arguments.
 
     >>> times = all_times({"list": lambda: [0] * 100, "set": lambda: set(range(100))}, seconds=0.01, min_rounds=2)
     >>> min(map(len, times.values())) >= 2

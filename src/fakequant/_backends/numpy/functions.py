@@ -1,27 +1,36 @@
 """The library's own functions on NumPy arrays. `fakequant.functional` and `fakequant.qparams` document them."""
 
 from math import prod
-from typing import overload
 
 import numpy as np
 
 from fakequant import _kernels, _native
 from fakequant._backends import checks
-from fakequant._backends.argument_types import DType, Numbers, Unchecked
 from fakequant._backends.blocks import blocks_of, has_short_block, whole_and_rest
-from fakequant._backends.kernel_enums import (
-    CODE_TYPES,
-    SCALE_RULES,
-    UPDATES,
-    Gradient,
-    MaskForm,
-    Update,
-    scale_rule_name,
+from fakequant._backends.numpy.arguments import (
+    KERNEL_DTYPES,
+    as_float_array,
+    check_numbers,
+    dtype_name,
+    kernel_numerics,
+    parameter_dtype,
+    resolve,
+    scale_dtype,
 )
-from fakequant._backends.numpy.float_arrays import KERNEL_DTYPES, as_float_array, dtype_name, parameter_dtype
-from fakequant._backends.numpy.grid import check_numbers, kernel_numerics, resolve, scale_dtype
-from fakequant._backends.numpy.zero_points import round_backward, round_forward
-from fakequant._backends.results import LearnedGradients, ObservedFakeQuantize, QParams, Range
+from fakequant._backends.scale_codes import decode_scales as decode_scales, encode_scales as encode_scales
+from fakequant._backends.types import (
+    DType,
+    Gradient,
+    LearnedGradients,
+    MaskForm,
+    Numbers,
+    ObservedFakeQuantize,
+    QParams,
+    Range,
+    Unchecked,
+    Update,
+)
+from fakequant._kernels import CODE_TYPES, SCALE_RULES, UPDATES, scale_rule_name
 from fakequant.spec import QuantSpec
 
 _FLOAT32 = np.dtype(np.float32)
@@ -62,36 +71,25 @@ def _empty_mask(form: MaskForm | None, shape: tuple[int, ...]) -> tuple[np.ndarr
     return np.empty(shape, np.bool_), kind
 
 
-@overload
 def fake_quantize(
-    x: Unchecked,
-    scale: Numbers,
-    zero_point: Numbers,
-    spec: QuantSpec,
-    *,
-    mask: None = None,
-    gradient: Gradient = "clipped",
-) -> np.ndarray: ...
-@overload
-def fake_quantize(
-    x: Unchecked,
-    scale: Numbers,
-    zero_point: Numbers,
-    spec: QuantSpec,
-    *,
-    mask: MaskForm,
-    gradient: Gradient = "clipped",
-) -> tuple[np.ndarray, np.ndarray]: ...
-def fake_quantize(
-    x: Unchecked,
-    scale: Numbers,
-    zero_point: Numbers,
-    spec: QuantSpec,
-    *,
-    mask: MaskForm | None = None,
-    gradient: Gradient = "clipped",
-) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+    x: Unchecked, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, gradient: Gradient = "clipped"
+) -> np.ndarray:
     """See `fakequant.fake_quantize`."""
+    return _fake_quantize(x, scale, zero_point, spec, None, gradient)[0]
+
+
+def fake_quantize_and_mask(
+    x: Unchecked, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, mask: MaskForm, gradient: Gradient
+) -> tuple[np.ndarray, np.ndarray]:
+    """See `fakequant.fake_quantize`."""
+    y, bits = _fake_quantize(x, scale, zero_point, spec, mask, gradient)
+    assert bits is not None
+    return y, bits
+
+
+def _fake_quantize(
+    x: Unchecked, scale: Numbers, zero_point: Numbers, spec: QuantSpec, mask: MaskForm | None, gradient: Gradient
+) -> tuple[np.ndarray, np.ndarray | None]:
     x, dtype = as_float_array(x)
     checks.check_spec(spec)
     checks.check_gradient(gradient, mask)
@@ -107,11 +105,8 @@ def fake_quantize(
     else:
         grid = resolve(x.shape, dtype, scale, zero_point, spec)
         y = np.empty(x.shape, x.dtype)
-        _native.fake_quantize(
-            x, y, bits, kind, dtype, grid.shape, grid.numerics, grid.scale, grid.scale_is_f64,
-            grid.zero_point, grid.zero_kind, grid.qmin, grid.qmax,
-        )  # fmt: skip
-    return y if bits is None else (y, bits)
+        _native.fake_quantize(x, y, bits, kind, dtype, *grid)
+    return y, bits
 
 
 def fake_quantize_backward(dy: Unchecked, mask: Unchecked, spec: QuantSpec) -> np.ndarray:
@@ -131,7 +126,19 @@ def fake_quantize_backward(dy: Unchecked, mask: Unchecked, spec: QuantSpec) -> n
 def round_zero_point(zero_point: Numbers, spec: QuantSpec) -> np.ndarray:
     """See `fakequant.round_zero_point`."""
     checks.check_spec(spec, "zero_point, spec")
-    return round_forward(zero_point, spec)
+    z = np.asarray(zero_point)
+    if np.isnan(z).any():
+        checks.refuse_nan_zero_point()
+    return np.clip(np.rint(z.astype(np.float64)), spec.qmin, spec.qmax).astype(np.int32)
+
+
+def _round_backward(zero_point: Numbers, spec: QuantSpec) -> np.ndarray:
+    """Returns the zero point of the backward. torch's per-tensor rule truncates `zero_point + 0.5` there."""
+    rounded = round_zero_point(zero_point, spec)
+    if spec.numerics == "torch" and spec.axis is None and not spec.symmetric:
+        shifted = (np.asarray(zero_point, np.float32) + np.float32(0.5)).astype(np.float64)
+        return np.trunc(np.clip(shifted, spec.qmin, spec.qmax)).astype(np.int32)
+    return rounded
 
 
 def fake_quantize_learned(
@@ -152,16 +159,14 @@ def fake_quantize_learned_backward(
     dy, _ = as_float_array(dy, "dy")
     checks.check_same(x.shape, dtype_name(x.dtype), dy.shape, dtype_name(dy.dtype))
     checks.check_spec(spec)
-    grid = resolve(x.shape, dtype, scale, round_backward(zero_point, spec), spec)
+    grid = resolve(x.shape, dtype, scale, _round_backward(zero_point, spec), spec)
     x, dy = np.asarray(x, order="C"), np.asarray(dy, order="C")
     dx = np.empty(x.shape, x.dtype)
-    sums = np.empty((2, prod(grid.parameters)), np.float64)
-    _native.learned_backward(
-        dy, x, dx, dtype, dtype, grid.shape, grid.numerics, grid.scale, grid.scale_is_f64, grid.zero_point,
-        grid.zero_kind, grid.qmin, grid.qmax, float(grad_factor), sums[0], sums[1],
-    )  # fmt: skip
+    parameters = blocks_of(x.shape, spec).parameters
+    sums = np.empty((2, prod(parameters)), np.float64)
+    _native.learned_backward(dy, x, dx, dtype, dtype, *grid, float(grad_factor), sums[0], sums[1])
     with np.errstate(over="ignore"):  # a sum beyond float32 becomes infinite
-        dscale, dzero_point = sums.reshape(2, *grid.parameters).astype(scale_dtype(dtype, spec))
+        dscale, dzero_point = sums.reshape(2, *parameters).astype(scale_dtype(dtype, spec))
     return LearnedGradients(dx, np.asarray(dscale), np.asarray(dzero_point))
 
 
@@ -175,10 +180,7 @@ def quantize(x: Unchecked, scale: Numbers, zero_point: Numbers, spec: QuantSpec,
     else:
         code = CODE_TYPES[spec.storage]
         q = np.empty(x.shape, spec.storage)
-    _native.quantize(
-        np.asarray(x, order="C"), q, dtype, code, grid.shape, grid.numerics, grid.scale, grid.scale_is_f64,
-        grid.zero_point, grid.zero_kind, grid.qmin, grid.qmax,
-    )  # fmt: skip
+    _native.quantize(np.asarray(x, order="C"), q, dtype, code, *grid)
     return q
 
 
@@ -206,10 +208,7 @@ def dequantize(
         # Per tensor, torch multiplies in float32 even for float64.
         return dequantize(q, scale, zero_point, spec, shape=shape).astype(dtype)
     y = np.empty(y_shape, dtype)
-    _native.dequantize(
-        np.asarray(q, order="C"), y, kernel_dtype, code, grid.shape, grid.numerics, grid.scale, grid.scale_is_f64,
-        grid.zero_point, grid.zero_kind, grid.qmin, grid.qmax,
-    )  # fmt: skip
+    _native.dequantize(np.asarray(q, order="C"), y, kernel_dtype, code, *grid)
     return y
 
 
@@ -290,9 +289,9 @@ def _observe_short_blocks(
     lo, hi = _dynamic_range(seen)
     running_max[...] = np.abs(np.maximum(-lo, hi)).reshape(running_max.shape)
     running_min[...] = 0 - running_max
-    scale, zero_point = choose_qparams(running_min, running_max, spec, eps=1.0)  # which is not used
+    scale, zero_point = choose_qparams(running_min, running_max, spec, eps=1.0)  # eps is ignored for block scales
     scale, zero_point = scale.reshape(seen.min.shape), zero_point.reshape(seen.min.shape)
-    y, bits = fake_quantize(x, scale, 0, spec, mask=mask) if mask else (fake_quantize(x, scale, 0, spec), None)
+    y, bits = _fake_quantize(x, scale, 0, spec, mask, "clipped")
     return ObservedFakeQuantize(y, bits, scale, zero_point, int(seen.nan.sum() + seen.posinf.sum() + seen.neginf.sum()))
 
 

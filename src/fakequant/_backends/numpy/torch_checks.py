@@ -1,20 +1,16 @@
-"""Argument checks in torch's order, with torch's exception types and messages.
+"""torch's checks of values, for the functions with torch's names on arrays.
 
-Programs match on these messages, so they have to be the same. They call an array a `Tensor`.
+Programs match on torch's messages, so they are the same, and so is the order of checks. They call an array a `Tensor`.
+Arguments of a wrong type get Python's own errors.
 """
 
-from collections.abc import Sequence
-from numbers import Integral, Real
-from typing import NoReturn
+from operator import index
+from typing import SupportsIndex, TypeAlias
 
 import numpy as np
 
-from fakequant._backends.argument_types import Unchecked
-from fakequant._backends.numpy.float_arrays import BFLOAT16, KERNEL_DTYPES
-
-# The spaces are in torch's message: its source has a line continuation inside a string literal.
-RANGE = "`quant_min` should be less than or         equal to `quant_max`."
-ZERO_POINT = "`zero_point` must be between `quant_min` and `quant_max`."
+from fakequant._backends.numpy.arguments import BFLOAT16, KERNEL_DTYPES
+from fakequant._backends.torch_rules import RANGE, ZERO_POINT, check
 
 _TYPE_NAMES = {
     np.dtype(np.float32): "Float",
@@ -51,12 +47,6 @@ def kernel_dtype(x: np.ndarray, kernel: str) -> int:
     if dtype is None:
         raise NotImplementedError(f"\"{kernel}\" not implemented for '{type_name(x.dtype)}'")
     return dtype
-
-
-def check(condition: bool | np.bool_, message: str) -> None:
-    """Raises RuntimeError with `message` unless `condition`."""
-    if not condition:
-        raise RuntimeError(message)
 
 
 def expect(condition: bool | np.bool_, text: str) -> None:
@@ -103,95 +93,13 @@ def item_as_int(x: np.ndarray) -> int:
 def item_as_float(x: np.ndarray) -> float:
     """Returns the only element rounded to float32. Raises RuntimeError if it is finite but overflows."""
     value = item(x)
-    wide = _real(value, "float")
+    if value.dtype.kind == "c":
+        check(value.imag == 0, "value cannot be converted to type float without overflow")
+        value = value.real
+    wide = float(value)
     if np.isfinite(wide) and abs(wide) > float(np.finfo(np.float32).max):
         raise RuntimeError("value cannot be converted to type float without overflow")
     return float(np.float32(wide))
-
-
-def as_float(value: Unchecked) -> float:
-    """Returns a Python or NumPy number, or a 0-d array, as a float."""
-    return _real(value.reshape(-1)[0], "double") if isinstance(value, np.ndarray) else float(value)
-
-
-def _real(value: np.generic, kind: str) -> float:
-    if value.dtype.kind != "c":
-        return float(value)
-    if value.imag != 0:
-        raise RuntimeError(f"value cannot be converted to type {kind} without overflow")
-    return float(value.real)
-
-
-# --- argument types -------------------------------------------------------------------------------
-
-
-def as_tensor(value: object) -> Unchecked:
-    """Returns a NumPy scalar as a 0-d array, and any other value unchanged."""
-    return np.asarray(value) if isinstance(value, np.generic) else value
-
-
-_USUAL = {"float": (float, int), "int": (int,), "bool": (bool,), "Tensor": (np.ndarray,)}
-
-
-def _matches(kind: str, value: object) -> bool:
-    if type(value) in _USUAL[kind]:
-        return True  # isinstance with the abstract number types below is slow
-    if kind == "Tensor":
-        return isinstance(value, np.ndarray)
-    if kind == "float":
-        return isinstance(value, Real) or (isinstance(value, np.ndarray) and value.ndim == 0)
-    if kind == "bool":
-        return False
-    return (isinstance(value, Integral) and not isinstance(value, (bool, np.bool_))) or (
-        isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind in "iu"
-    )
-
-
-def _received(value: object) -> str:
-    if isinstance(value, np.ndarray):
-        return "Tensor"
-    name = type(value).__name__
-    return f"numpy.{name}" if isinstance(value, np.generic) else name
-
-
-def _marked(kind: str, received: str) -> str:
-    """Marks a type name that differs from the expected one. Like torch, also if the value would be accepted."""
-    return received if received == kind or (kind, received) == ("float", "int") else f"!{received}!"
-
-
-Signature = Sequence[tuple[str, str]]
-
-
-def choose_signature(function: str, values: Sequence[object], signatures: Sequence[Signature]) -> int:
-    """Returns the index of the first signature that fits `values`. Raises torch's TypeError if none does."""
-    for index, signature in enumerate(signatures):
-        if all(_matches(kind, value) for (kind, _), value in zip(signature, values, strict=True)):
-            return index
-    if len(signatures) == 1:
-        _one_signature_error(function, values, signatures[0])
-    lines = []
-    for signature in signatures:
-        lines.append(f" * ({', '.join(f'{kind} {name}' for kind, name in signature)})\n")
-        marked = (_marked(kind, _received(v)) for (kind, _), v in zip(signature, values, strict=True))
-        lines.append(f"      didn't match because some of the arguments have invalid types: ({', '.join(marked)})\n")
-    raise TypeError(
-        f"{function}() received an invalid combination of arguments - got "
-        f"({', '.join(map(_received, values))}), but expected one of:\n{''.join(lines)}"
-    )
-
-
-def check_types(function: str, values: Sequence[object], signature: Signature) -> None:
-    """Raises torch's TypeError if `values` do not fit the only signature of `function`."""
-    choose_signature(function, values, (signature,))
-
-
-def _one_signature_error(function: str, values: Sequence[object], signature: Signature) -> NoReturn:
-    for position, ((kind, name), value) in enumerate(zip(signature, values, strict=True), start=1):
-        if not _matches(kind, value):
-            raise TypeError(
-                f"{function}(): argument '{name}' (position {position}) must be {kind}, not {_received(value)}"
-            )
-    raise AssertionError("the arguments fit the signature")
 
 
 def axis_length(x: np.ndarray, axis: int) -> int:
@@ -215,9 +123,144 @@ def select(x: np.ndarray, index: int) -> np.ndarray:
     return np.asarray(x[index])
 
 
-def as_int64(value: Unchecked) -> int:
+def as_int64(value: SupportsIndex) -> int:
     """Returns a Python or NumPy integer as an int. Raises ValueError if it does not fit int64."""
-    integer = int(value)
+    integer = index(value)
     if not -(2**63) <= integer < 2**63:
         raise ValueError("Overflow when unpacking long long")
     return integer
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+# torch's names of its kernels, which its messages have.
+TENSOR_KERNEL = "fake_quantize_tensor_cachemask_kernel_type_handling"
+CHANNEL_KERNEL = "fake_quantize_channel_cachemask_cpu_type_handling"
+
+
+# Scale, zero point, quant_min and quant_max.
+TensorNumbers: TypeAlias = tuple[float, int, int, int]
+
+
+def checked_numbers(scale: float, zero_point: int, quant_min: int, quant_max: int) -> TensorNumbers:
+    """Returns scale, zero point and range. Raises torch's error if the range is empty or the zero point outside it."""
+    quant_min, quant_max, zero_point = as_int64(quant_min), as_int64(quant_max), as_int64(zero_point)
+    check(quant_min <= quant_max, RANGE)
+    check(quant_min <= zero_point <= quant_max, ZERO_POINT)
+    return float(scale), zero_point, quant_min, quant_max
+
+
+def checked_arrays(scale: np.ndarray, zero_point: np.ndarray, quant_min: int, quant_max: int) -> TensorNumbers:
+    """Returns the same of one-element arrays. The zero point may be outside the range."""
+    quant_min, quant_max = as_int64(quant_min), as_int64(quant_max)
+    check(quant_min <= quant_max, RANGE)
+    zero = item_as_int(zero_point)  # before the scale
+    return item_as_float(scale), zero, quant_min, quant_max
+
+
+def check_parameters(
+    x: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, axis: int, quant_min: int, quant_max: int
+) -> None:
+    """Raises torch's error for wrong dtypes, lengths or ranges. Does not check the values of the zero points."""
+    check(scale.dtype in (np.float32, BFLOAT16), f"Scale must be Float or BFloat16, found {type_name(scale.dtype)}")
+    check(
+        zero_point.dtype in (np.int32, np.float32, np.float16),
+        f"Zero-point must be Int32, Float or Half, found {type_name(zero_point.dtype)}",
+    )
+    check_lengths(x, scale, zero_point, axis)
+    check(quant_min <= quant_max, RANGE)
+
+
+def check_lengths(x: np.ndarray, scale: np.ndarray, zero_point: np.ndarray, axis: int) -> None:
+    """Raises torch's error unless there is one scale and one zero point per index on `axis`."""
+    check(scale.ndim == 1, "scale should be a 1-D tensor")
+    check(zero_point.ndim == 1, "zero point should be a 1-D tensor")
+    check(scale.size == zero_point.size, "scale and zero-point need to have the same dimensions")
+    check(scale.size == axis_length(x, axis), "dimensions of scale and zero-point are not consistent with input tensor")
+
+
+def check_zero_points(zero_point: np.ndarray, quant_min: int, quant_max: int) -> None:
+    """Raises torch's error if a zero point is outside the range. torch checks only integers."""
+    check(
+        zero_point.size > 0,
+        "min(): Expected reduction dim to be specified for input.numel() == 0. "
+        "Specify the reduction dim with the 'dim' argument.",
+    )
+    check(quant_min <= zero_point.min() and zero_point.max() <= quant_max, ZERO_POINT)
+
+
+def check_floats(dy: np.ndarray, x: np.ndarray, scale: np.ndarray, zero_point: np.ndarray) -> None:
+    """Raises torch's error for other dtypes than floats. torch itself accepts only float32, and bfloat16 data."""
+    for name, array in (("dY", dy), ("X", x), ("scale", scale), ("zero_point", zero_point)):
+        expect(array.dtype in KERNEL_DTYPES, f"{name}_.scalar_type() == ScalarType::Float")
+
+
+# --- the fused observer ---------------------------------------------------------------------------
+
+_STATE_NAMES = ("running_min", "running_max", "scale", "zero_point")
+
+
+def check_observable(x: np.ndarray, running_min: np.ndarray, running_max: np.ndarray, per_row: bool) -> None:
+    """Raises torch's error for data or a running range that its observer rejects."""
+    if per_row and x.shape[0] > 0 and x.size == 0:
+        raise IndexError("aminmax: Expected reduction dim 1 to have non-zero size.")
+    check(
+        per_row or x.size > 0,
+        "aminmax(): cannot compute aminmax over an empty dimension as the operation has no identity.",
+    )
+    if x.dtype.kind == "c" or x.dtype in (np.uint16, np.uint32, np.uint64):
+        raise NotImplementedError(f"\"aminmax_cpu\" not implemented for '{type_name(x.dtype)}'")
+    _check_float32(x, running_min, running_max)
+
+
+def _check_float32(*arrays: np.ndarray) -> None:
+    for array in arrays:
+        check(array.dtype == np.float32, f"expected scalar type Float but found {type_name(array.dtype)}")
+
+
+def check_quantizable(
+    x: np.ndarray, state: tuple[np.ndarray, ...], quant_min: int, quant_max: int, axis: int | None
+) -> None:
+    """Raises torch's error for state that does not fit. `axis` is None for one range per tensor."""
+    running_min, running_max, scale, zero_point = state
+    if axis is not None:
+        _check_float32(running_min, running_max)
+        if running_min.size:
+            # torch writes the parameters one by one and reports the first index that is missing.
+            last = min(running_min.size - 1, *(len(np.atleast_1d(a)) for a in (scale, zero_point)))
+            select(scale, last), select(zero_point, last)
+        check_parameters(x, scale, zero_point, axis, quant_min, quant_max)
+        kernel_dtype(x, CHANNEL_KERNEL)
+        return
+    item(running_min), item(running_max)
+    select(scale, 0), select(zero_point, 0)
+    check(quant_min <= quant_max, RANGE)
+    item(zero_point), item(scale)
+    kernel_dtype(x, TENSOR_KERNEL)
+
+
+def check_are_arrays(*state: object) -> None:
+    """Raises TypeError unless all of the state is arrays."""
+    for name, array in zip(_STATE_NAMES, state, strict=True):
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"`{name}` is updated in place and must be an array, got {type(array).__name__}")
+
+
+def check_writeable(*state: np.ndarray) -> None:
+    """Raises RuntimeError unless all of the state can be written."""
+    for name, array in zip(_STATE_NAMES, state, strict=True):
+        check(array.flags.writeable, f"`{name}` is updated in place and must be writeable")
+
+
+def check_empty(*state: np.ndarray) -> None:
+    """Raises RuntimeError unless all of the state can be resized.
+
+    torch resizes per-row state that starts empty. Resizing an array that has elements could leave its views without
+    memory, so either all of the state must be empty or none of it.
+    """
+    for name, array in zip(_STATE_NAMES, state, strict=True):
+        check(
+            array.size == 0 and array.flags.owndata,
+            f"`running_min` is empty, so the state is resized to one entry per row, but `{name}` of shape "
+            f"{array.shape} cannot be resized. Start with empty arrays, or with one entry per row",
+        )

@@ -1,6 +1,6 @@
 """torch's fake-quantize operators on fakequant's kernels, with torch's arguments, results and bits.
 
-Each function returns None for arguments it does not handle: those that torch rejects, those that torch converts
+Each function returns None for arguments it does not handle: what torch rejects, what torch converts
 first, and a few layouts of observer state. The caller then runs torch's operator.
 """
 
@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from fakequant import _kernels, _native
-from fakequant._backends.argument_types import Unchecked
-from fakequant._backends.numpy import torch_checks
-from fakequant._backends.numpy.fused_observer import sign_zeros
-from fakequant._backends.numpy.zero_points import torch_backward
 from fakequant._backends.torch import tensor_kernels
 from fakequant._backends.torch.plain_memory import is_memory
 from fakequant._backends.torch.tensor_blocks import along, place
 from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid, dense
+from fakequant._backends.torch_rules import ZERO_POINT, check, sign_zeros, zero_point_of_backward
+from fakequant._backends.types import FusedArguments, Unchecked
 
 _INT32 = range(-(2**31), 2**31)
 # torch's check allows bfloat16 scales but its kernel fails on them. fakequant's functions accept them.
@@ -62,16 +60,7 @@ def one_element_grid(scale: Unchecked, zero_point: Unchecked, qmin: Unchecked, q
 def channel_grid(
     x: Tensor, scale: Unchecked, zero_point: Unchecked, axis: Unchecked, qmin: Unchecked, qmax: Unchecked
 ) -> Grid | None:
-    """Returns the grid with one scale and zero point per index on `axis`, or None if torch would reject it.
-
-    Args:
-        x: The data.
-        scale: One scale per channel.
-        zero_point: One zero point per channel.
-        axis: The axis of the channels.
-        qmin: The lowest code.
-        qmax: The highest code.
-    """
+    """Returns the grid with one scale and zero point per index on `axis`, or None if torch would reject it."""
     if not (isinstance(scale, Tensor) and isinstance(zero_point, Tensor)):
         return None
     if not type(axis) is type(qmin) is type(qmax) is int or not -(2**63) <= qmin <= qmax < 2**63:
@@ -153,7 +142,7 @@ def learnable_backward(
         return None
     if not np.isfinite(np.float32(zero_point.item())):
         return None
-    z = torch_backward(zero_point.item(), qmin, qmax)
+    z = zero_point_of_backward(zero_point.item(), qmin, qmax)
     if not qmin <= z <= qmax:  # beyond 2^24, rounding to float32 may move it outside the range
         return None
     zeros = torch.tensor([z], dtype=torch.int32 if z in _INT32 else torch.int64, device="cpu")
@@ -253,7 +242,7 @@ class Fused(NamedTuple):
         _native.observe_fake_quantize(
             placed.data_ptr(), y.data_ptr(), mask_address, mask_kind, KERNEL_DTYPES[x.dtype], shape,
             _kernels.TORCH_CHANNEL if self.per_row else _kernels.TORCH_TENSOR, self.qmin, self.qmax,
-            _kernels.RANGE_TORCH_FUSED, _kernels.RANGE_MOVING_AVERAGE, self.observe, self.quantize, self.symmetric,
+            _kernels.RANGE_TORCH_FUSED, _kernels.UPDATES["moving_average"], self.observe, self.quantize, self.symmetric,
             _kernels.SCALE_RULES["any"], self.averaging_const, 0.0,
             *(t.data_ptr() for t in (*self.state[: 4 - len(unused)], *unused)),
         )  # fmt: skip
@@ -264,37 +253,18 @@ class Fused(NamedTuple):
             # A NaN has become a zero point far below the range.
             zeros = self.state[3].data_ptr()
             outside = _native.first_outside(zeros, _kernels.ZERO_I32, rows, self.qmin, self.qmax)
-            torch_checks.check(outside < 0, torch_checks.ZERO_POINT)
-        return y, mask
-
-    def run_with_mask(self, mask_kind: int) -> tuple[Tensor, Tensor]:
-        """Like `run`, for the kinds of masks other than MASK_NONE."""
-        y, mask = self.run(mask_kind)
-        assert mask is not None
+            check(outside < 0, ZERO_POINT)
         return y, mask
 
 
 _STATE_DTYPES = (torch.float32, torch.float32, torch.float32, torch.int32)
 
 
-def fused_call(
-    x: Tensor,
-    observer_on: Tensor,
-    fake_quant_on: Tensor,
-    running_min: Tensor,
-    running_max: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    averaging_const: float,
-    qmin: int,
-    qmax: int,
-    ch_axis: int,
-    per_row: bool = False,
-    symmetric: bool = False,
-) -> Fused | None:
+def fused_call(x: Tensor, given: FusedArguments) -> Fused | None:
     """Returns the call of `aten::_fused_moving_avg_obs_fq_helper`, or None if the kernels cannot run it."""
-    state = (running_min, running_max, scale, zero_point)
-    if not has_kernel(x) or x.numel() == 0 or not (_is_flag(observer_on) and _is_flag(fake_quant_on)):
+    state, (running_min, running_max, scale, zero_point) = given.state, given.state
+    qmin, qmax, ch_axis, per_row = given.quant_min, given.quant_max, given.ch_axis, given.per_row
+    if not has_kernel(x) or x.numel() == 0 or not (_is_flag(given.observer_on) and _is_flag(given.fake_quant_on)):
         return None
     if qmin not in _INT32 or qmax not in _INT32 or qmin > qmax or ch_axis >= x.dim():
         return None
@@ -309,13 +279,13 @@ def fused_call(
         return None
     if running_min.data_ptr() == running_max.data_ptr():
         return None
-    observe, quantize = bool(observer_on.item()), bool(fake_quant_on.item())
+    observe, quantize = bool(given.observer_on.item()), bool(given.fake_quant_on.item())
     if not (observe or quantize) or (observe and x.dtype != torch.float32):
         return None
-    return Fused(x, state, averaging_const, qmin, qmax, observe, quantize, per_row, symmetric)
+    return Fused(x, state, given.averaging_const, qmin, qmax, observe, quantize, per_row, given.symmetric)
 
 
-def fused(x: Tensor, *arguments: Unchecked) -> tuple[Tensor, Tensor] | None:
-    """Runs `aten::_fused_moving_avg_obs_fq_helper`. See `fused_call` for the arguments."""
-    call = fused_call(x, *arguments)
-    return None if call is None else call.run_with_mask(_kernels.MASK_BYTES)
+def fused(x: Tensor, *arguments: Unchecked) -> tuple[Tensor, Tensor | None] | None:
+    """Runs `aten::_fused_moving_avg_obs_fq_helper`."""
+    call = fused_call(x, FusedArguments(*arguments))
+    return None if call is None else call.run(_kernels.MASK_BYTES)

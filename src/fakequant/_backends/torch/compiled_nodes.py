@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fakequant import _kernels, _native
-from fakequant._backends.argument_types import Numbers, Unchecked
 from fakequant._backends.blocks import group_length
-from fakequant._backends.kernel_enums import NUMERICS, numerics_name
+from fakequant._backends.types import Numbers, Unchecked
+from fakequant._kernels import NUMERICS, numerics_name
 from fakequant._torch_releases import NEWEST, OLDEST, describe, is_tested
 from fakequant.spec import QuantSpec
 
@@ -106,15 +106,7 @@ def _codes_of(spec: QuantSpec) -> tuple[int, int, int, int, int]:
 
 
 def fake_quantize(x: Unchecked, scale: Numbers, zero_point: Numbers, spec: QuantSpec, clipped: bool) -> Tensor | None:
-    """Runs `fakequant.fake_quantize`, or returns None for arguments that the compiled function does not handle.
-
-    Args:
-        x: The data.
-        scale: As in `fakequant.fake_quantize`.
-        zero_point: As in `fakequant.fake_quantize`.
-        spec: As in `fakequant.fake_quantize`.
-        clipped: Whether the gradient is 0 outside the range.
-    """
+    """Runs `fakequant.fake_quantize`, or returns None for arguments that the compiled function does not handle."""
     if compiled is None or torch.compiler.is_compiling() or not isinstance(x, Tensor):
         return None
     qmin, qmax, numerics, lowest_zero, highest_zero = _codes_of(spec)
@@ -131,16 +123,7 @@ def fake_quantize(x: Unchecked, scale: Numbers, zero_point: Numbers, spec: Quant
 def fake_quantize_affine(
     x: Unchecked, scale: Numbers, zero_point: Numbers, quant_min: int, quant_max: int, *, axis: int | None = None
 ) -> Tensor | None:
-    """Runs torch's per-tensor fake-quantize, or per channel on `axis`. Returns None for arguments it does not handle.
-
-    Args:
-        x: The data.
-        scale: A number or tensor.
-        zero_point: A number or tensor.
-        quant_min: The lowest code.
-        quant_max: The highest code.
-        axis: The axis of the channels, or None for one scale per tensor.
-    """
+    """Runs torch's fake-quantize per tensor, or per channel on `axis`. Returns None for arguments it cannot handle."""
     if compiled is None or torch.compiler.is_compiling():
         return None
     numerics = _kernels.TORCH_TENSOR if axis is None else _kernels.TORCH_CHANNEL
@@ -162,15 +145,6 @@ def fake_quantize_learnable_affine(
     """Runs torch's learnable fake-quantize per tensor, or per channel on `axis`.
 
     Returns None for arguments that the compiled function does not handle.
-
-    Args:
-        x: The data.
-        scale: A tensor.
-        zero_point: A tensor.
-        quant_min: The lowest code.
-        quant_max: The highest code.
-        grad_factor: Multiplies the gradients of scale and zero point.
-        axis: The axis of the channels, or None for one scale per tensor.
     """
     if compiled is None or torch.compiler.is_compiling():
         return None

@@ -8,7 +8,7 @@ from math import frexp
 import torch
 from torch import Tensor
 
-from fakequant._backends.kernel_enums import largest_level
+from fakequant._kernels import largest_level
 from fakequant.formats import FLOAT_FORMATS, FloatFormat
 
 # By compute dtype: the integer dtype of the same size, the mantissa bits, the bias.
@@ -49,12 +49,14 @@ def values_of_codes(codes: Tensor, of: FloatFormat) -> Tensor:
 def block_scales(absmax: Tensor, qmax: int, numerics: str, scale_rule: str) -> Tensor:
     """Returns the scales of blocks with these largest magnitudes. See `fakequant.choose_qparams` for the formulas.
 
-    Args:
-        absmax: The largest magnitude of every block of one tensor, float32.
-        qmax: The highest code.
-        numerics: A key of `NUMERICS`.
-        scale_rule: A key of `SCALE_RULES` other than "any".
+    `absmax` has the blocks of one tensor, in float32.
     """
+    if scale_rule == "e4m3fn_divided":
+        everywhere = (absmax.max() if absmax.numel() else absmax.sum()).clamp(min=torch.finfo(torch.float32).tiny)
+        divisor = everywhere.reciprocal() * 2688.0
+        divisor = torch.where(divisor.isinf(), 1.0, divisor)
+        value = round_to_format((absmax / 6.0 * divisor).clamp(max=448.0), FLOAT_FORMATS["e4m3fn"])
+        return torch.where(value == 0, 0.125, value) / divisor
     if scale_rule == "e4m3fn":
         under = (absmax.max() if absmax.numel() else absmax.sum()) / 2688.0
         under = torch.where(under == 0, 1.0, under)

@@ -11,29 +11,28 @@ import torch
 from torch import Tensor
 
 from fakequant import _kernels
-from fakequant._backends.kernel_enums import is_own, largest_level
-from fakequant._backends.torch.float_formula import (
-    block_scales,
-    codes_of_values,
-    round_to_format,
-    values_of_codes,
-)
+from fakequant._backends.torch.float_formula import block_scales, codes_of_values, round_to_format, values_of_codes
 from fakequant._backends.torch.fused_multiply_add import fma
 from fakequant._backends.torch.tensor_kernels import (
     Grid,
-    Observation,
     Observed,
+    ObserverOptions,
     Order,
     empty_gradient,
     order_of,
     scale_dtype,
     updated_range,
 )
-from fakequant._backends.torch.tensor_zero_points import wide_dtype
+from fakequant._kernels import is_own, is_per_block, largest_level
 from fakequant.formats import FLOAT_FORMATS
 
 # In ranges up to this bound, every sum of a code and a zero point is exact in float32.
 _EXACT_IN_F32 = 2**22
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """Returns float64, or float32 on devices without float64."""
+    return torch.float32 if x.device.type == "mps" else torch.float64
 
 
 class _Split:
@@ -250,14 +249,7 @@ def spread(values: Tensor, x: Tensor) -> Tensor:
 
 
 def learned_backward(dy: Tensor, x: Tensor, grid: Grid, grad_factor: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dx, dscale and dzero_point.
-
-    Args:
-        dy: The gradient of the result.
-        x: The data of the forward.
-        grid: Scales, integer zero points and range.
-        grad_factor: Multiplies dscale and dzero_point.
-    """
+    """Returns dx, dscale and dzero_point."""
     assert isinstance(grid.scale, Tensor)
     inside, ds, factor, dz = _learned_factors(x, grid)
     multiply = not is_own(grid.numerics)
@@ -330,15 +322,7 @@ def dequantize(q: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
 
 
 def dequantize_packed(q: Tensor, grid: Grid, shape: tuple[int, ...], bits: int, dtype: torch.dtype) -> Tensor:
-    """Returns the values of the packed codes of a tensor of `shape`.
-
-    Args:
-        q: The packed codes, uint8.
-        grid: Scales, zero points and range.
-        shape: The shape of the result.
-        bits: The bits of a code, 2, 4 or 6.
-        dtype: The dtype of the result.
-    """
+    """Returns the values of the packed codes of a tensor of `shape`."""
     if bits == 6:
         codes = _unpack_6_bits(q)
     else:
@@ -368,58 +352,42 @@ def min_max(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]
 def choose_qparams(
     lo: Tensor, hi: Tensor, qmin: int, qmax: int, numerics: str, symmetric: bool, scale_rule: str, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns scale and zero point of every range. See `fakequant.choose_qparams` for the formulas.
-
-    Args:
-        lo: The lower ends of the ranges.
-        hi: The upper ends of the ranges.
-        qmin: The lowest code.
-        qmax: The highest code.
-        numerics: A key of `NUMERICS`.
-        symmetric: Whether the zero point is always 0.
-        scale_rule: A key of `SCALE_RULES`.
-        eps: The smallest scale.
-    """
+    """Returns scale and zero point of every range. See `fakequant.choose_qparams` for the formulas."""
     lo, hi = lo.float().clamp(max=0.0), hi.float().clamp(min=0.0)
-    if scale_rule != "any":
+    if not is_per_block(scale_rule):
         scale = block_scales(torch.maximum(-lo, hi).abs(), qmax, numerics, scale_rule)
         return scale, torch.zeros_like(scale, dtype=torch.int32)
     is_float = numerics in FLOAT_FORMATS
     levels = largest_level(qmax, numerics) if is_float else (qmax - qmin) / (2 if symmetric else 1)
     if symmetric:
-        scale = (torch.maximum(-lo, hi) / levels).clamp(min=eps)
+        scale = rounded_scale((torch.maximum(-lo, hi) / levels).clamp(min=eps), scale_rule)
         return scale, torch.zeros_like(scale, dtype=torch.int32)
     width = hi - lo
     wide = wide_dtype(lo)
     # The width of a range may overflow float32 although the scale does not.
     beyond = ((hi.to(wide) - lo.to(wide)) / float(torch.tensor(levels, dtype=torch.float32))).float()
-    scale = torch.where(width.isinf(), beyond, width / levels).clamp(min=eps)
+    scale = rounded_scale(torch.where(width.isinf(), beyond, width / levels).clamp(min=eps), scale_rule)
     zero_point = (qmin - torch.round(lo / scale).to(torch.int64)).clamp(qmin, qmax)
     return scale, zero_point.to(torch.int32)
 
 
-def observe_fake_quantize(
-    x: Tensor, running_min: Tensor, running_max: Tensor, how: Observation, grid: Grid, mask_kind: int
-) -> Observed:
-    """Updates the running range in place, chooses scales and fake-quantizes.
+def rounded_scale(scale: Tensor, scale_rule: str) -> Tensor:
+    """Returns positive scales rounded to 16 bits if the rule says so, within the range of the type."""
+    if scale_rule == "any":
+        return scale
+    dtype, smallest = (torch.float16, 2.0**-24) if scale_rule == "float16" else (torch.bfloat16, 2.0**-133)
+    return scale.clamp(max=torch.finfo(dtype).max).to(dtype).float().clamp(min=smallest)
 
-    Args:
-        x: The data.
-        running_min: The lower ends of the ranges. Updated in place.
-        running_max: The upper ends of the ranges. Updated in place.
-        how: How ranges are updated and turned into scales.
-        grid: The range and numerics. Its scale and zero point are ignored.
-        mask_kind: The kernels' number for the form of the mask.
-    """
+
+def observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, options: ObserverOptions) -> Observed:
+    """Updates the running range in place, chooses scales and fake-quantizes."""
     lo, hi, counts = min_max(x, tuple(running_min.shape))
-    for running, new in zip(
-        (running_min, running_max),
-        updated_range(running_min, running_max, lo, hi, how),
-        strict=True,
-    ):
-        running.copy_(new)
+    new_min, new_max = updated_range(running_min, running_max, lo, hi, options.how)
+    running_min.copy_(new_min)
+    running_max.copy_(new_max)
+    qmin, qmax, numerics, symmetric, scale_rule, *_ = options
     scale, zero_point = choose_qparams(
-        running_min, running_max, grid.qmin, grid.qmax, grid.numerics, how.symmetric, how.scale_rule, how.eps
+        running_min, running_max, qmin, qmax, numerics, symmetric, scale_rule, options.eps
     )
-    y, mask = fake_quantize(x, grid._replace(scale=scale, zero_point=zero_point), mask_kind)
+    y, mask = fake_quantize(x, Grid(scale, zero_point, qmin, qmax, numerics), options.mask_kind)
     return Observed(y, mask, scale, zero_point, counts.sum())

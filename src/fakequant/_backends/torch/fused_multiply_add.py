@@ -1,4 +1,4 @@
-"""The fused multiply-add, `a * b + c` rounded once, in torch operations. torch has no such operation."""
+"""The fused multiply-add, `a * b + c` rounded once, in torch operations, because torch does not have it."""
 
 import torch
 from torch import Tensor

@@ -1,6 +1,7 @@
 """Grids as ascending values, on tensors: the place of a code among them, and the distance to the next value.
 
 The codes of a float format are bit patterns: they are not in the order of their values, some are NaN, and two are zero.
+A place counts from the lowest value, a position from 0: how many values lie between a value and 0, negative below 0.
 """
 
 from functools import lru_cache
@@ -40,6 +41,32 @@ def _places(spec: QuantSpec) -> np.ndarray:
     assert spec.float_format is not None
     values, grid = spec.float_format.values(), spec.float_format.grid()
     return np.where(np.isfinite(values), np.searchsorted(grid, values), -1).astype(np.int64)
+
+
+def positions(x: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
+    """Returns the position of each element on a float grid with one scale, in float32. NaN stays NaN.
+
+    Both zeros have the position 0, as 0.0 and -0.0.
+
+    >>> positions(torch.tensor([-0.5, 0.0, 1.0, 99.0]), torch.tensor(1.0), QuantSpec(format="e2m1"))
+    tensor([-1.,  0.,  2.,  7.])
+    """
+    codes = tensor_functions.quantize(x.float(), scale, 0, spec)
+    found = (places_of(codes, spec) - number_of_values(spec) // 2).float()
+    is_negative = codes.int() >= 1 << (spec.bits - 1)
+    return torch.where(x.isnan(), torch.nan, torch.where(is_negative, -found.abs(), found))
+
+
+def values_at(where: Tensor, spec: QuantSpec) -> Tensor:
+    """Returns the values of a float format at these positions, in float32. NaN stays NaN.
+
+    >>> values_at(torch.tensor([-1.0, 7.0]), QuantSpec(format="e2m1"))
+    tensor([-0.5000,  6.0000])
+    """
+    assert spec.float_format is not None
+    ascending = torch.from_numpy(spec.float_format.grid())
+    values = torch.copysign(ascending[where.abs().nan_to_num(0).long() + number_of_values(spec) // 2], where)
+    return torch.where(where.isnan(), torch.nan, values)
 
 
 def scale_of_each(scale: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:

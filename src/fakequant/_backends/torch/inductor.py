@@ -17,12 +17,11 @@ from typing import Any
 
 from torch import Tensor
 
-from fakequant._backends.kernel_enums import is_own
 from fakequant._backends.torch import torch_private
-from fakequant._backends.torch.operator_calls import ops
-from fakequant._backends.torch.routes import forward_grid
-from fakequant._backends.torch.tensor_kernels import scale_dtype
+from fakequant._backends.torch.routes import forward_grid, ops, with_grid
+from fakequant._backends.torch.tensor_kernels import Grid, scale_dtype
 from fakequant._backends.torch.torch_annotations import Operator
+from fakequant._kernels import is_own
 
 
 def decompositions(formulas: Mapping[str, Operator]) -> dict[Any, Operator]:
@@ -30,45 +29,43 @@ def decompositions(formulas: Mapping[str, Operator]) -> dict[Any, Operator]:
     fake_quantize: Callable[..., Tensor] = formulas["fake_quantize"]
     learned: Callable[..., Tensor] = formulas["fake_quantize_learned"]
 
-    def decompose(x: Tensor, *grid_and_clipped: Any) -> Tensor:
-        *grid, _ = grid_and_clipped
-        if _is_left_to_the_kernel(x, *grid):
+    def decompose(x: Tensor, grid: Grid, clipped: bool) -> Tensor:
+        if _is_left_to_the_kernel(x, grid):
             return ops.fake_quantize_masked(x, *grid, True)[0]
-        return fake_quantize(x, *_checked(x, *grid), False)
+        return fake_quantize(x, *_checked(x, grid), False)
 
-    def decompose_learned(x: Tensor, *grid_and_factor: Any) -> Tensor:
-        *grid, factor = grid_and_factor
-        if _is_left_to_the_kernel(x, *grid):
-            return ops.fake_quantize_masked(x, *forward_grid(*grid), True)[0]
-        return learned(x, *_checked(x, *grid), factor)
+    def decompose_learned(x: Tensor, grid: Grid, factor: float | None) -> Tensor:
+        if _is_left_to_the_kernel(x, grid):
+            return ops.fake_quantize_masked(x, *forward_grid(grid), True)[0]
+        return learned(x, *_checked(x, grid), factor)
 
     return {
-        ops.fake_quantize.default: decompose,
-        ops.fake_quantize_learned.default: decompose_learned,
+        ops.fake_quantize.default: with_grid(decompose),
+        ops.fake_quantize_learned.default: with_grid(decompose_learned),
         ops.min_max.default: formulas["min_max"],
     }
 
 
-def _is_left_to_the_kernel(x: Tensor, scale: Tensor, zero_point: Tensor | None, *range_and_numerics: Any) -> bool:
+def _is_left_to_the_kernel(x: Tensor, grid: Grid) -> bool:
     """Returns True for torch's rules on the CPU: they use int64 and float64, and the kernel is faster.
 
     The masked operator runs that kernel. It has no decomposition, and its unused mask costs little.
     """
-    *_, numerics = range_and_numerics
-    return x.device.type == "cpu" and not is_own(numerics)
+    return x.device.type == "cpu" and not is_own(grid.numerics)
 
 
-def _checked(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, numerics: str
-) -> tuple[Tensor, Tensor | None, int, int, str]:
+def _checked(x: Tensor, grid: Grid) -> Grid:
     """Returns the grid, with a check of its values that runs in the graph, as in the kernels.
 
     Only on the CPU: other devices would have to synchronize.
     """
-    if x.device.type == "cpu":
-        integers = None if zero_point is None or zero_point.is_floating_point() else zero_point
-        scale = ops.checked_scale(scale.to(scale_dtype(x.dtype, numerics)), integers, qmin, qmax)
-    return scale, zero_point, qmin, qmax, numerics
+    if x.device.type != "cpu":
+        return grid
+    scale, zero_point = grid.scale, grid.zero_point
+    assert isinstance(scale, Tensor)
+    integers = zero_point if isinstance(zero_point, Tensor) and not zero_point.is_floating_point() else None
+    wide = scale.to(scale_dtype(x.dtype, grid.numerics))
+    return grid._replace(scale=ops.checked_scale(wide, integers, grid.qmin, grid.qmax))
 
 
 def offer(table: Mapping[Any, Operator]) -> None:
@@ -90,9 +87,14 @@ def offer(table: Mapping[Any, Operator]) -> None:
 
 
 _DEFINING_FILES = (
-    "kernel_enums.py", "torch/inductor.py", "torch/operators.py", "torch/formula.py", "torch/float_formula.py",
-    "torch/fused_multiply_add.py",
-    "torch/gradients.py", "torch/routes.py", "torch/tensor_kernels.py", "torch/tensor_zero_points.py",
+    "_kernels.py",
+    *(
+        f"_backends/torch/{name}.py"
+        for name in (
+            "inductor", "operators", "formula", "float_formula", "fused_multiply_add", "gradients", "routes",
+            "tensor_kernels",
+        )
+    ),
 )  # fmt: skip
 
 
@@ -101,5 +103,5 @@ def _digest() -> str:
     """Returns a digest of the files that define the decompositions."""
     digest = hashlib.sha256()
     for name in _DEFINING_FILES:
-        digest.update(pkgutil.get_data("fakequant._backends", name) or b"")
+        digest.update(pkgutil.get_data("fakequant", name) or b"")
     return digest.hexdigest()

@@ -7,25 +7,17 @@ rounded.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fakequant import _kernels
-from fakequant._backends.torch import (
-    formula,
-    gradients,
-    inductor,
-    operator_calls,
-    routes,
-    tensor_kernels,
-    vmap_rules,
-)
-from fakequant._backends.torch.gradients import ThreeTensors
-from fakequant._backends.torch.operator_calls import ops
-from fakequant._backends.torch.routes import DISPATCHED
-from fakequant._backends.torch.tensor_kernels import Grid, Observation, Observed, Order
+from fakequant._backends.torch import formula, gradients, inductor, routes, tensor_kernels, vmap_rules
+from fakequant._backends.torch.gradients import levels_of
+from fakequant._backends.torch.routes import Kernels, ThreeTensors, ops, with_grid
+from fakequant._backends.torch.tensor_kernels import Grid, Observed, ObserverOptions
 from fakequant._backends.torch.torch_annotations import Library, Operator, Results
 from fakequant._backends.torch.torch_private import BelowADInplaceOrView, SingleLevelFunction, single_level_functions
 
@@ -57,96 +49,41 @@ for _schema in SCHEMAS:
 # --- kernels --------------------------------------------------------------------------------------
 
 
-class _Kernels(Protocol):
-    """The module `tensor_kernels` or `formula`, which have the same functions."""
-
-    def fake_quantize(self, x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor | None]: ...
-    def mask_backward(self, dy: Tensor, mask: Tensor, order: Order, multiply: bool) -> Tensor: ...
-    def learned_backward(self, dy: Tensor, x: Tensor, grid: Grid, grad_factor: float) -> ThreeTensors: ...
-    def quantize(self, x: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor: ...
-    def quantize_packed(self, x: Tensor, grid: Grid, bits: int) -> Tensor: ...
-    def dequantize(self, q: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor: ...
-    def dequantize_packed(
-        self, q: Tensor, grid: Grid, shape: tuple[int, ...], bits: int, dtype: torch.dtype
-    ) -> Tensor: ...
-    def min_max(self, x: Tensor, blocks: tuple[int, ...]) -> ThreeTensors: ...
-    def choose_qparams(
-        self, lo: Tensor, hi: Tensor, qmin: int, qmax: int, numerics: str, symmetric: bool, scale_rule: str, eps: float
-    ) -> tuple[Tensor, Tensor]: ...
-    def observe_fake_quantize(
-        self, x: Tensor, running_min: Tensor, running_max: Tensor, how: Observation, grid: Grid, mask_kind: int
-    ) -> Observed: ...
-
-
-def _implementations(run: _Kernels) -> dict[str, Operator]:
+def _implementations(run: Kernels) -> dict[str, Operator]:
     """Returns the implementations of the operators by name, in terms of the functions of `run`."""
 
-    def fake_quantize(
-        x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, numerics: str, clipped: bool
-    ) -> Tensor:
-        return run.fake_quantize(x, Grid(scale, zero_point, qmin, qmax, numerics), _kernels.MASK_NONE)[0]
+    def fake_quantize(x: Tensor, grid: Grid, clipped: bool) -> Tensor:
+        return run.fake_quantize(x, grid, _kernels.MASK_NONE)[0]
 
-    def fake_quantize_masked(x: Tensor, *grid_and_packed: Any) -> tuple[Tensor, Tensor | None]:
-        *grid, packed = grid_and_packed
-        return run.fake_quantize(x, Grid(*grid), _kernels.MASK_PACKED if packed else _kernels.MASK_BYTES)
+    def fake_quantize_masked(x: Tensor, grid: Grid, packed: bool) -> tuple[Tensor, Tensor | None]:
+        return run.fake_quantize(x, grid, _kernels.MASK_PACKED if packed else _kernels.MASK_BYTES)
 
     def mask_backward(dy: Tensor, mask: Tensor, order: list[int] | None, multiply: bool) -> Tensor:
         return run.mask_backward(dy, mask, None if order is None else tuple(order), multiply)
 
-    def fake_quantize_learned(x: Tensor, *grid_and_factor: Any) -> Tensor:
-        grid = routes.forward_grid(*grid_and_factor[:-1])
-        return run.fake_quantize(x, grid, _kernels.MASK_NONE)[0]
-
-    def learned_backward(dy: Tensor, x: Tensor, *grid_and_factor: Any) -> ThreeTensors:
-        *grid, grad_factor = grid_and_factor
-        factor = routes.learned_factor(grad_factor, x, *grid[3:])
-        return run.learned_backward(dy, x, routes.backward_grid(*grid), factor)
-
-    def quantize(x: Tensor, *grid_and_dtype: Any) -> Tensor:
-        *grid, dtype = grid_and_dtype
-        return run.quantize(x, Grid(*grid), dtype)
-
-    def quantize_packed(x: Tensor, *grid_and_bits: Any) -> Tensor:
-        *grid, bits = grid_and_bits
-        return run.quantize_packed(x, Grid(*grid), bits)
-
-    def dequantize(q: Tensor, *grid_and_dtype: Any) -> Tensor:
-        *grid, dtype = grid_and_dtype
-        return run.dequantize(q, Grid(*grid), dtype)
-
-    def dequantize_packed(q: Tensor, *rest: Any) -> Tensor:
-        *grid, shape, bits, dtype = rest
-        return run.dequantize_packed(q, Grid(*grid), tuple(shape), bits, dtype)
+    def dequantize_packed(q: Tensor, grid: Grid, shape: list[int], bits: int, dtype: torch.dtype) -> Tensor:
+        return run.dequantize_packed(q, grid, tuple(shape), bits, dtype)
 
     def min_max(x: Tensor, blocks: list[int]) -> ThreeTensors:
         return run.min_max(x, tuple(blocks))
 
-    def choose_qparams(lo: Tensor, hi: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        return run.choose_qparams(lo, hi, *rest)
-
-    def observe_fake_quantize(
-        x: Tensor, running_min: Tensor, running_max: Tensor, qmin: int, qmax: int, numerics: str, symmetric: bool,
-        *rule_and_rest: Any,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        scale_rule, update, constant, eps, clipped = rule_and_rest
-        how = Observation(update, constant, eps, symmetric, scale_rule)
-        grid = Grid(running_min, None, qmin, qmax, numerics)
-        kind = _kernels.MASK_PACKED if clipped else _kernels.MASK_NONE
-        y, mask, *others = run.observe_fake_quantize(x, running_min, running_max, how, grid, kind)
+    def observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, *options: Any) -> tuple[Tensor, ...]:
+        result = run.observe_fake_quantize(x, running_min, running_max, ObserverOptions(*options))
+        y, mask, *others = result
         return y, x.new_empty(0, dtype=torch.uint8) if mask is None else mask, *others
 
     return {
-        "fake_quantize": fake_quantize,
-        "fake_quantize_masked": fake_quantize_masked,
+        "fake_quantize": with_grid(fake_quantize),
+        "fake_quantize_masked": with_grid(fake_quantize_masked),
         "mask_backward": mask_backward,
-        "fake_quantize_learned": fake_quantize_learned,
-        "learned_backward": learned_backward,
-        "quantize": quantize,
-        "quantize_packed": quantize_packed,
-        "dequantize": dequantize,
-        "dequantize_packed": dequantize_packed,
+        "fake_quantize_learned": with_grid(partial(routes.fake_quantize_learned, run)),
+        "learned_backward": with_grid(partial(routes.learned_backward, run), after=2),
+        "quantize": with_grid(run.quantize),
+        "quantize_packed": with_grid(run.quantize_packed),
+        "dequantize": with_grid(run.dequantize),
+        "dequantize_packed": with_grid(dequantize_packed),
         "min_max": min_max,
-        "choose_qparams": choose_qparams,
+        "choose_qparams": run.choose_qparams,
         "observe_fake_quantize": observe_fake_quantize,
     }
 
@@ -166,9 +103,7 @@ def _bytes_for(x: Tensor, bits: int) -> Tensor:
     return x.new_empty((x.numel() * bits + 7) // 8, dtype=torch.uint8)
 
 
-def _fake_masked(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, numerics: str, packed: bool
-) -> tuple[Tensor, Tensor]:
+def _fake_masked(x: Tensor, grid: Grid, packed: bool) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), _bytes_for(x, 1) if packed else torch.empty_like(x, dtype=torch.bool)
 
 
@@ -176,11 +111,9 @@ def _fake_mask_backward(dy: Tensor, mask: Tensor, order: list[int] | None, multi
     return tensor_kernels.empty_gradient(dy, mask, None if order is None else tuple(order))
 
 
-def _fake_learned_backward(
-    dy: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, numerics: str,
-    grad_factor: float | None,
-) -> ThreeTensors:  # fmt: skip
-    return torch.empty_like(x), scale.new_empty(scale.shape), scale.new_empty(scale.shape)
+def _fake_learned_backward(dy: Tensor, x: Tensor, grid: Grid, grad_factor: float | None) -> ThreeTensors:
+    assert isinstance(grid.scale, Tensor)
+    return torch.empty_like(x), grid.scale.new_empty(grid.scale.shape), grid.scale.new_empty(grid.scale.shape)
 
 
 def _fake_min_max(x: Tensor, blocks: list[int]) -> ThreeTensors:
@@ -189,11 +122,8 @@ def _fake_min_max(x: Tensor, blocks: list[int]) -> ThreeTensors:
     return x.new_empty(blocks, dtype=dtype), x.new_empty(blocks, dtype=dtype), counts
 
 
-def _fake_observe(
-    x: Tensor, running_min: Tensor, running_max: Tensor, qmin: int, qmax: int, numerics: str, symmetric: bool,
-    scale_rule: str, update: str, constant: float, eps: float, clipped: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    mask = _bytes_for(x, 1) if clipped else x.new_empty(0, dtype=torch.uint8)
+def _fake_observe(x: Tensor, running_min: Tensor, running_max: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    mask = _bytes_for(x, 1) if ObserverOptions(*options).clipped else x.new_empty(0, dtype=torch.uint8)
     scale = x.new_empty(running_min.shape, dtype=torch.float32)
     zero_point = x.new_empty(running_min.shape, dtype=torch.int32)
     return torch.empty_like(x), mask, scale, zero_point, x.new_empty((), dtype=torch.int64)
@@ -201,14 +131,14 @@ def _fake_observe(
 
 _FAKE: dict[str, Operator] = {
     "fake_quantize": lambda x, *_: torch.empty_like(x),
-    "fake_quantize_masked": _fake_masked,
+    "fake_quantize_masked": with_grid(_fake_masked),
     "mask_backward": _fake_mask_backward,
     "fake_quantize_learned": lambda x, *_: torch.empty_like(x),
-    "learned_backward": _fake_learned_backward,
-    "quantize": lambda x, s, z, qmin, qmax, numerics, dtype: torch.empty_like(x, dtype=dtype),
-    "quantize_packed": lambda x, s, z, qmin, qmax, numerics, bits: _bytes_for(x, bits),
-    "dequantize": lambda q, s, z, qmin, qmax, numerics, dtype: torch.empty_like(q, dtype=dtype),
-    "dequantize_packed": lambda q, s, z, qmin, qmax, numerics, shape, bits, dtype: q.new_empty(shape, dtype=dtype),
+    "learned_backward": with_grid(_fake_learned_backward, after=2),
+    "quantize": with_grid(lambda x, grid, dtype: torch.empty_like(x, dtype=dtype)),
+    "quantize_packed": with_grid(lambda x, grid, bits: _bytes_for(x, bits)),
+    "dequantize": with_grid(lambda q, grid, dtype: torch.empty_like(q, dtype=dtype)),
+    "dequantize_packed": with_grid(lambda q, grid, shape, bits, dtype: q.new_empty(shape, dtype=dtype)),
     "min_max": _fake_min_max,
     "choose_qparams": lambda lo, hi, *_: (
         lo.new_empty(lo.shape, dtype=torch.float32),
@@ -245,49 +175,60 @@ def _apply(function: type[SingleLevelFunction], *args: Any) -> Results:
         return function.apply(*args)
 
 
-def _autograd_fake_quantize(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, numerics: str, clipped: bool
-) -> Results:
-    grid = Grid(scale, zero_point, qmin, qmax, numerics)
-    if gradients.is_differentiating(x, scale, zero_point):
-        gradients.refuse_gradient("fake_quantize", scale=scale, zero_point=zero_point)
-        return _apply(gradients.Clipped if clipped else gradients.PassThrough, x, grid, DISPATCHED)
-    return operator_calls.below_autograd(ops.fake_quantize, x, *grid, clipped)
+def _straight_through(x: Tensor, grid: Grid, mask_kind: int) -> Results:
+    """Returns y and its mask. The gradient is clipped if there is a mask."""
+    gradients.refuse_gradient("fake_quantize", scale=grid.scale, zero_point=grid.zero_point)
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor | None]:
+        return routes.dispatched_fake_quantize(x, grid, mask_kind)
+
+    is_clipped = mask_kind != _kernels.MASK_NONE
+    return _apply(gradients.StraightThrough, x, run, is_clipped, gradients.multiplies(grid.numerics))
 
 
-def _autograd_fake_quantize_masked(
-    x: Tensor, scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int, numerics: str, packed: bool
-) -> Results:
-    kind = _kernels.MASK_PACKED if packed else _kernels.MASK_BYTES
-    grid = Grid(scale, zero_point, qmin, qmax, numerics)
-    if gradients.is_differentiating(x, scale, zero_point):
-        gradients.refuse_gradient("fake_quantize", scale=scale, zero_point=zero_point)
-        return _apply(gradients.ClippedAndMask, x, grid, kind, DISPATCHED)
-    return operator_calls.below_autograd(ops.fake_quantize_masked, x, *grid, packed)
+def _autograd_fake_quantize(x: Tensor, grid: Grid, clipped: bool) -> Results:
+    if gradients.is_differentiating(x, grid.scale, grid.zero_point):
+        return _straight_through(x, grid, _kernels.MASK_PACKED if clipped else _kernels.MASK_NONE)[0]
+    return routes.below_autograd(ops.fake_quantize, x, *grid, clipped)
+
+
+def _autograd_fake_quantize_masked(x: Tensor, grid: Grid, packed: bool) -> Results:
+    if gradients.is_differentiating(x, grid.scale, grid.zero_point):
+        return _straight_through(x, grid, _kernels.MASK_PACKED if packed else _kernels.MASK_BYTES)
+    return routes.below_autograd(ops.fake_quantize_masked, x, *grid, packed)
 
 
 def _autograd_mask_backward(dy: Tensor, mask: Tensor, order: list[int] | None, multiply: bool) -> Results:
     if gradients.is_differentiating(dy):
-        return _apply(gradients.Masked, dy, mask, order, multiply, DISPATCHED)
-    return operator_calls.below_autograd(ops.mask_backward, dy, mask, order, multiply)
+        return _apply(gradients.Masked, dy, mask, order, multiply, routes.dispatched_mask_backward)
+    return routes.below_autograd(ops.mask_backward, dy, mask, order, multiply)
 
 
-def _autograd_learned(*args: Any) -> Results:
-    if gradients.is_differentiating(*args[:3]):
-        return _apply(gradients.Learned, *args, DISPATCHED)
-    return operator_calls.below_autograd(ops.fake_quantize_learned, *args)
+def _autograd_learned(x: Tensor, grid: Grid, grad_factor: float | None) -> Results:
+    scale, zero_point = grid.scale, grid.zero_point
+    if gradients.is_differentiating(x, scale, zero_point):
+        run = routes.dispatched_learned
+        return _apply(gradients.Learned, x, scale, zero_point, levels_of(grid), grad_factor, run)
+    return routes.below_autograd(ops.fake_quantize_learned, x, *grid, grad_factor)
 
 
-def _autograd_learned_backward(*args: Any) -> Results:
-    if gradients.is_differentiating(*args[:4]):
-        return _apply(gradients.LearnedGradient, *args, DISPATCHED)
-    return operator_calls.below_autograd(ops.learned_backward, *args)
+def _autograd_learned_backward(dy: Tensor, x: Tensor, grid: Grid, grad_factor: float | None) -> Results:
+    scale, zero_point = grid.scale, grid.zero_point
+    if gradients.is_differentiating(dy, x, scale, zero_point):
+        run = routes.dispatched_learned_backward
+        return _apply(gradients.LearnedGradient, dy, x, scale, zero_point, levels_of(grid), grad_factor, run)
+    return routes.below_autograd(ops.learned_backward, dy, x, *grid, grad_factor)
 
 
 def _autograd_observe(x: Tensor, running_min: Tensor, running_max: Tensor, *rest: Any) -> Results:
     if gradients.is_differentiating(x):
-        return _apply(gradients.ObservedAndQuantized, x, running_min, running_max, rest, DISPATCHED)
-    return operator_calls.below_autograd(ops.observe_fake_quantize, x, running_min, running_max, *rest)
+        options = ObserverOptions(*rest)
+
+        def run(x: Tensor) -> Observed:
+            return routes.dispatched_observe(x, running_min, running_max, options)
+
+        return _apply(gradients.StraightThrough, x, run, options.clipped, gradients.multiplies(options.numerics))
+    return routes.below_autograd(ops.observe_fake_quantize, x, running_min, running_max, *rest)
 
 
 def _constant(name: str, has_grid: bool) -> Operator:
@@ -297,17 +238,17 @@ def _constant(name: str, has_grid: bool) -> Operator:
     def run(*args: Any) -> Results:
         if has_grid:
             gradients.refuse_gradient(name, scale=args[1], zero_point=args[2])
-        return operator_calls.below_autograd(operator, *args)
+        return routes.below_autograd(operator, *args)
 
     return run
 
 
 _AUTOGRAD: dict[str, Operator] = {
-    "fake_quantize": _autograd_fake_quantize,
-    "fake_quantize_masked": _autograd_fake_quantize_masked,
+    "fake_quantize": with_grid(_autograd_fake_quantize),
+    "fake_quantize_masked": with_grid(_autograd_fake_quantize_masked),
     "mask_backward": _autograd_mask_backward,
-    "fake_quantize_learned": _autograd_learned,
-    "learned_backward": _autograd_learned_backward,
+    "fake_quantize_learned": with_grid(_autograd_learned),
+    "learned_backward": with_grid(_autograd_learned_backward, after=2),
     "observe_fake_quantize": _autograd_observe,
     "quantize": _constant("quantize", has_grid=True),
     "quantize_packed": _constant("quantize_packed", has_grid=True),

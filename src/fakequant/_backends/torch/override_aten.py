@@ -12,27 +12,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fakequant._backends.torch import aten_kernels
-from fakequant._backends.torch.compare_with_aten import disagreements
+from fakequant._backends import accelerating
+from fakequant._backends.torch.compare_with_aten import REPLACED, disagreements
 from fakequant._backends.torch.gradients import is_differentiating
 from fakequant._backends.torch.torch_annotations import Library, Operator, Results
 from fakequant._backends.torch.torch_private import destroy
-from fakequant._fork_safe_locks import accelerating
 
 # A kernel of torch's dispatcher, and a set of dispatch keys. torch has no public types for them.
 Kernel: TypeAlias = Any
 Keys: TypeAlias = Any
-
-REPLACED: dict[str, Operator] = {
-    "fake_quantize_per_tensor_affine_cachemask": aten_kernels.cachemask,
-    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams": aten_kernels.cachemask_tensor_qparams,
-    "fake_quantize_per_channel_affine_cachemask": aten_kernels.channel_cachemask,
-    "fake_quantize_per_tensor_affine_cachemask_backward": aten_kernels.cachemask_backward,
-    "fake_quantize_per_channel_affine_cachemask_backward": aten_kernels.cachemask_backward,
-    "_fake_quantize_learnable_per_tensor_affine_backward": aten_kernels.learnable_backward,
-    "_fake_quantize_learnable_per_channel_affine_backward": aten_kernels.learnable_channel_backward,
-    "_fused_moving_avg_obs_fq_helper": aten_kernels.fused,
-}
 
 
 class _Switch:

@@ -1,6 +1,6 @@
 """Which elements of a tensor share a scale, for any memory layout.
 
-A scale tensor has the same number of axes as the data, and its length on each axis divides that of the data:
+A scale tensor has the same number of axes as the data, and its length on each axis divides the length of the data:
 
     scale of x[i, j, ...]  =  scale[i // (x.shape[0] // scale.shape[0]), j // ..., ...]
 

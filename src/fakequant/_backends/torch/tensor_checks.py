@@ -8,11 +8,11 @@ from torch import Tensor
 
 from fakequant import _kernels, _native
 from fakequant._backends import checks
-from fakequant._backends.argument_types import Numbers
 from fakequant._backends.blocks import blocks_of, group_length, has_short_block
-from fakequant._backends.kernel_enums import numerics_name as kernel_numerics
 from fakequant._backends.torch.plain_memory import is_direct, is_memory
 from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid, check_values, dtype_name, scale_dtype
+from fakequant._backends.types import Numbers
+from fakequant._kernels import numerics_name as kernel_numerics
 from fakequant.spec import QuantSpec
 
 __all__ = ["block_shape", "check_data", "check_device", "kernel_numerics", "make_grid"]
@@ -59,12 +59,7 @@ def block_shape(shape: tuple[int, ...], spec: QuantSpec) -> tuple[int, ...]:
 def make_grid(x: Tensor, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, learned: bool = False) -> Grid:
     """Checks scale and zero point, and returns them as tensors with one entry per block, on the device of `x`.
 
-    Args:
-        x: The data.
-        scale: A number, array or tensor.
-        zero_point: A number, array or tensor.
-        spec: The spec that defines the range and the blocks.
-        learned: Whether the zero point may be a float tensor.
+    If it is `learned`, the zero point may be a float tensor.
     """
     numerics = kernel_numerics(spec)
     scales = _scales(scale, x, spec, scale_dtype(x.dtype, numerics))
@@ -75,7 +70,7 @@ def make_grid(x: Tensor, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *
 
 
 def _integers(zero_point: Tensor | int | None) -> Tensor | int | None:
-    """Returns integer zero points, or None for learned ones: those are clamped to the range before use."""
+    """Returns integer zero points, or None for learned ones, which are clamped to the range before use."""
     return None if isinstance(zero_point, Tensor) and zero_point.is_floating_point() else zero_point
 
 

@@ -6,37 +6,43 @@ transform or compiler) go through `torch.ops.fakequant`, with the same results.
 
 from collections.abc import Callable
 from math import prod
-from typing import overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fakequant import _kernels
-from fakequant._backends import checks
-from fakequant._backends.argument_types import Numbers, Unchecked
+from fakequant._backends import checks, scale_codes
 from fakequant._backends.blocks import blocks_of, has_short_block, whole_and_rest
-from fakequant._backends.kernel_enums import (
-    NUMERICS,
-    Gradient,
-    MaskForm,
-    Update,
-    has_wide_scale,
-    numerics_name,
-    scale_rule_name,
-)
-from fakequant._backends.results import LearnedGradients, ObservedFakeQuantize, QParams, Range
-from fakequant._backends.torch import compiled_nodes, formula, gradients, routes, tensor_kernels
-from fakequant._backends.torch.gradients import ThreeTensors
-from fakequant._backends.torch.operator_calls import ops
+from fakequant._backends.torch import compiled_nodes, formula, gradients, tensor_kernels
 from fakequant._backends.torch.plain_memory import is_direct
+from fakequant._backends.torch.routes import learned_factor, ops, round_forward
 from fakequant._backends.torch.tensor_checks import block_shape, check_data, check_device, make_grid
-from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid, Observation, Observed, dtype_name
-from fakequant._backends.torch.tensor_zero_points import round_forward
+from fakequant._backends.torch.tensor_kernels import (
+    KERNEL_DTYPES,
+    Grid,
+    Observation,
+    Observed,
+    ObserverOptions,
+    dtype_name,
+)
 from fakequant._backends.torch.torch_annotations import broadcast_tensors, is_tracing
+from fakequant._backends.types import (
+    EncodedScales,
+    Gradient,
+    LearnedGradients,
+    MaskForm,
+    Numbers,
+    ObservedFakeQuantize,
+    QParams,
+    Range,
+    Unchecked,
+    Update,
+)
+from fakequant._kernels import NUMERICS, has_wide_scale, numerics_name, scale_rule_name
 from fakequant.spec import QuantSpec
 
-# Scales of few bits have no smallest value.
+# Block scales have no smallest value.
 _NO_EPS = 1.0
 
 
@@ -56,7 +62,7 @@ def _compiled_fake_quantize_learned(
     return compiled_nodes.compiled.fake_quantize_learned(
         x, scale, zero_point, spec.qmin, spec.qmax, name, NUMERICS[name],
         axis + x.dim() if axis is not None and axis < 0 else axis, False,
-        float(routes.learned_factor(grad_factor, x, spec.qmax, name)),
+        float(learned_factor(grad_factor, x, spec.qmax, name)),
     )  # fmt: skip
 
 
@@ -89,53 +95,29 @@ def zero_outside(dy: Tensor, x: Tensor, lo: np.float32, hi: np.float32) -> Tenso
     return dy.where(~((wide < float(lo)) | (wide > float(hi))), 0)
 
 
-@overload
 def fake_quantize(
-    x: Tensor,
-    scale: Numbers,
-    zero_point: Numbers,
-    spec: QuantSpec,
-    *,
-    mask: None = None,
-    gradient: Gradient = "clipped",
-) -> Tensor: ...
-@overload
-def fake_quantize(
-    x: Tensor, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, mask: MaskForm, gradient: Gradient = "clipped"
-) -> tuple[Tensor, Tensor]: ...
-def fake_quantize(
-    x: Tensor,
-    scale: Numbers,
-    zero_point: Numbers,
-    spec: QuantSpec,
-    *,
-    mask: MaskForm | None = None,
-    gradient: Gradient = "clipped",
-) -> Tensor | tuple[Tensor, Tensor]:
+    x: Tensor, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, gradient: Gradient = "clipped"
+) -> Tensor:
     """See `fakequant.fake_quantize`."""
     checks.check_spec(spec)
-    clipped = checks.check_gradient(gradient, mask)
-    if mask is None:
-        y = compiled_nodes.fake_quantize(x, scale, zero_point, spec, clipped)
-        if y is not None:
-            return y
-    check_data(x)
-    gradients.refuse_gradient("fake_quantize", scale=scale, zero_point=zero_point)
-    direct = is_direct(x)
-    if direct and spec.axis is None and type(scale) is float and type(zero_point) is int:
-        checks.check_scale_number(scale, has_wide_scale(x.dtype == torch.float64, spec.numerics))
-        checks.check_zero_point_number(zero_point, spec)
-        grid = Grid(scale, zero_point, spec.qmin, spec.qmax, numerics_name(spec))
-    else:
-        grid = make_grid(x, scale, zero_point, spec)
-    if mask is not None:
-        return _with_mask(x, grid, checks.mask_kind(mask), direct)
+    clipped = checks.check_gradient(gradient)
+    y = compiled_nodes.fake_quantize(x, scale, zero_point, spec, clipped)
+    if y is not None:
+        return y
+    grid, direct = _checked_grid(x, scale, zero_point, spec)
     if not direct:
         return ops.fake_quantize(x, *grid, clipped)
     return gradients.clipped(x, grid) if clipped else gradients.pass_through(x, grid)
 
 
-def _with_mask(x: Tensor, grid: Grid, kind: int, direct: bool) -> tuple[Tensor, Tensor]:
+def fake_quantize_and_mask(
+    x: Tensor, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, mask: MaskForm, gradient: Gradient = "clipped"
+) -> tuple[Tensor, Tensor]:
+    """See `fakequant.fake_quantize`."""
+    checks.check_spec(spec)
+    checks.check_gradient(gradient, mask)
+    grid, direct = _checked_grid(x, scale, zero_point, spec)
+    kind = checks.mask_kind(mask)
     if direct:
         y, bits = gradients.clipped_and_mask(x, grid, kind)
     else:
@@ -143,6 +125,18 @@ def _with_mask(x: Tensor, grid: Grid, kind: int, direct: bool) -> tuple[Tensor, 
         if kind == _kernels.MASK_PACKED and bits.dtype == torch.bool:
             return y, formula.pack_bits(bits, None)  # vmap returns bools if an example does not fill whole bytes
     return y, _in_c_order(bits, x)
+
+
+def _checked_grid(x: Tensor, scale: Numbers, zero_point: Numbers, spec: QuantSpec) -> tuple[Grid, bool]:
+    """Returns the grid, and whether a kernel may be called on `x`."""
+    check_data(x)
+    gradients.refuse_gradient("fake_quantize", scale=scale, zero_point=zero_point)
+    direct = is_direct(x)
+    if not (direct and spec.axis is None and type(scale) is float and type(zero_point) is int):
+        return make_grid(x, scale, zero_point, spec), direct
+    checks.check_scale_number(scale, has_wide_scale(x.dtype == torch.float64, spec.numerics))
+    checks.check_zero_point_number(zero_point, spec)
+    return Grid(scale, zero_point, spec.qmin, spec.qmax, numerics_name(spec)), direct
 
 
 def _observed_mask(bits: Tensor, x: Tensor, kind: int) -> Tensor | None:
@@ -194,8 +188,8 @@ def fake_quantize_learned(
         return y
     check_data(x)
     grid = make_grid(x, scale, zero_point, spec, learned=True)
-    run: Callable[..., Tensor] = gradients.learned if is_direct(x) else ops.fake_quantize_learned
-    return run(x, *grid, None if grad_factor is None else float(grad_factor))
+    factor = None if grad_factor is None else float(grad_factor)
+    return gradients.learned(x, grid, factor) if is_direct(x) else ops.fake_quantize_learned(x, *grid, factor)
 
 
 def fake_quantize_learned_backward(
@@ -208,8 +202,11 @@ def fake_quantize_learned_backward(
     check_device(x, "dy", dy)
     checks.check_same(tuple(x.shape), dtype_name(x.dtype), tuple(dy.shape), dtype_name(dy.dtype))
     grid = make_grid(x, scale, zero_point, spec, learned=True)
-    run: Callable[..., ThreeTensors] = gradients.learned_gradients if is_direct(x) else ops.learned_backward
-    dx, dscale, dzero_point = run(dy, x, *grid, float(grad_factor))
+    factor = float(grad_factor)
+    if is_direct(x):
+        dx, dscale, dzero_point = gradients.learned_gradients(dy, x, grid, factor)
+    else:
+        dx, dscale, dzero_point = ops.learned_backward(dy, x, *grid, factor)
     shape = blocks_of(tuple(x.shape), spec).parameters
     return LearnedGradients(dx, dscale.reshape(shape), dzero_point.reshape(shape))
 
@@ -305,6 +302,23 @@ def choose_qparams(lo: Numbers, hi: Numbers, spec: QuantSpec, *, eps: float) -> 
     return QParams(*run(low, high, spec.qmin, spec.qmax, numerics_name(spec), spec.symmetric, rule, eps))
 
 
+def encode_scales(scale: Tensor, spec: QuantSpec) -> EncodedScales[Tensor]:
+    """See `fakequant.encode_scales`."""
+    checks.check_spec(spec, "scale, spec")
+    scale_codes.check_dtype("scale", "float32", dtype_name(scale.dtype))
+    codes, factor = scale_codes.encode_scales(scale.detach().cpu().numpy(), spec)
+    found = None if factor is None else torch.tensor(factor, device=scale.device)
+    return EncodedScales(torch.from_numpy(codes).to(scale.device), found)
+
+
+def decode_scales(codes: Tensor, tensor_scale: Numbers | None, spec: QuantSpec) -> Tensor:
+    """See `fakequant.decode_scales`."""
+    checks.check_spec(spec, "codes, tensor_scale, spec")
+    scale_codes.check_dtype("codes", "uint8", dtype_name(codes.dtype))
+    factor = None if tensor_scale is None else np.float32(float(torch.as_tensor(tensor_scale)))
+    return torch.from_numpy(scale_codes.decode_scales(codes.detach().cpu().numpy(), factor, spec)).to(codes.device)
+
+
 def observe_fake_quantize(
     x: Tensor,
     spec: QuantSpec,
@@ -338,7 +352,7 @@ def observe_fake_quantize(
         running.append(value if prod(parameters) == 1 else value.view(block_shape(shape, spec)))
     if has_short_block(shape, spec):
         return _observe_short_blocks(x, spec, running_min, running_max, mask, gradient)
-    options = (
+    options = ObserverOptions(
         spec.qmin, spec.qmax, numerics_name(spec), spec.symmetric, scale_rule_name(spec), update,
         float(averaging_constant), float(eps), clipped and (mask is not None or gradients.is_differentiating(x)),
     )  # fmt: skip
@@ -379,7 +393,7 @@ def quantize_dynamic(x: Tensor, spec: QuantSpec, *, packed: bool = False, eps: f
 def _dynamic_qparams(x: Tensor, spec: QuantSpec, eps: float) -> QParams[Tensor]:
     """Returns scale and zero point of the blocks of `x`. The range of a block without finite values is 0 to 0."""
     seen = min_max(x, spec)
-    how = Observation("dynamic", 0.0, eps, spec.symmetric, scale_rule_name(spec))
+    how = Observation("dynamic", scale_rule=scale_rule_name(spec))
     lo, hi = tensor_kernels.updated_range(seen.min, seen.max, seen.min, seen.max, how)
     return choose_qparams(lo, hi, spec, eps=eps)
 
@@ -389,15 +403,14 @@ def _observe_short_blocks(
 ) -> ObservedFakeQuantize[Tensor]:
     """Does the same as `observe_fake_quantize` in separate steps, for data whose last blocks are shorter."""
     seen = min_max(x, spec)
-    how = Observation("dynamic", 0.0, _NO_EPS, spec.symmetric, scale_rule_name(spec))
+    how = Observation("dynamic", scale_rule=scale_rule_name(spec))
     lo, hi = tensor_kernels.updated_range(seen.min, seen.max, seen.min, seen.max, how)
     running_min.copy_(lo.reshape(running_min.shape))
     running_max.copy_(hi.reshape(running_max.shape))
     scale, zero_point = choose_qparams(lo, hi, spec, eps=_NO_EPS)
     nonfinite = seen.nan.sum() + seen.posinf.sum() + seen.neginf.sum()
     if mask is None:
-        return ObservedFakeQuantize(
-            fake_quantize(x, scale, 0, spec, gradient=gradient), None, scale, zero_point, nonfinite
-        )
-    y, bits = fake_quantize(x, scale, 0, spec, mask=mask, gradient=gradient)
+        y, bits = fake_quantize(x, scale, 0, spec, gradient=gradient), None
+    else:
+        y, bits = fake_quantize_and_mask(x, scale, 0, spec, mask=mask, gradient=gradient)
     return ObservedFakeQuantize(y, bits, scale, zero_point, nonfinite)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from fakequant import _kernels, _native
 from fakequant._backends import checks
-from fakequant._backends.blocks import memory_order, order_of_result
-from fakequant._backends.kernel_enums import (
+from fakequant._backends.blocks import KernelShape, memory_order, order_of_result
+from fakequant._backends.torch.tensor_blocks import place
+from fakequant._kernels import (
     CODE_TYPES,
     DTYPES,
     NUMERICS,
@@ -23,8 +24,8 @@ from fakequant._backends.kernel_enums import (
     UPDATES,
     has_wide_scale,
     is_own,
+    is_per_block,
 )
-from fakequant._backends.torch.tensor_blocks import place
 
 KERNEL_DTYPES = {getattr(torch, name): number for name, number in DTYPES.items()}
 _ZERO_KINDS = {torch.int32: _kernels.ZERO_I32, torch.int64: _kernels.ZERO_I64, torch.float32: _kernels.ZERO_F32}
@@ -61,16 +62,28 @@ def dense(x: Tensor, like: Tensor) -> Tensor:
 class _Parameters(NamedTuple):
     """A grid in the form that the kernels take."""
 
-    shape: tuple[int, int, int, int]
+    shape: KernelShape
     numerics: int
     scale: Tensor
     scale_is_f64: bool
     zero_point: Tensor | None
     zero_kind: int
+    qmin: int
+    qmax: int
 
-    @property
-    def zero_address(self) -> int | None:
-        return None if self.zero_point is None else self.zero_point.data_ptr()
+    def check(self) -> None:
+        """Raises ValueError unless scales are finite and positive, and zero points within the range."""
+        _check_scale(self.scale, self.scale_is_f64)
+        if self.zero_point is not None:
+            _check_zero_point(self.zero_point, self.zero_kind, self.qmin, self.qmax)
+
+    def arguments(self) -> tuple[KernelShape, int, int, bool, int | None, int, int, int]:
+        """Returns the arguments of the kernels, with addresses instead of tensors, which must stay alive meanwhile."""
+        zero_address = None if self.zero_point is None else self.zero_point.data_ptr()
+        return (
+            self.shape, self.numerics, self.scale.data_ptr(), self.scale_is_f64, zero_address, self.zero_kind,
+            self.qmin, self.qmax,
+        )  # fmt: skip
 
 
 def scale_dtype(dtype: torch.dtype, numerics: str) -> torch.dtype:
@@ -102,7 +115,17 @@ def _parameters(x: Tensor, grid: Grid) -> _Parameters:
         zero_point = torch.full((scale.numel(),), zero_point, dtype=torch.int64, device="cpu")
     else:
         zero_point = None
-    return _Parameters(shape, numerics, scale, scale.dtype == torch.float64, zero_point, zero_kind)
+    return _Parameters(
+        shape, numerics, scale, scale.dtype == torch.float64, zero_point, zero_kind, grid.qmin, grid.qmax
+    )
+
+
+def _checked(x: Tensor, grid: Grid) -> _Parameters:
+    """Returns the same after checking the values, unless torch's rules apply: torch's operators accept any scale."""
+    parameters = _parameters(x, grid)
+    if is_own(grid.numerics):
+        parameters.check()
+    return parameters
 
 
 def _in_order(values: Tensor, dtype: torch.dtype, order: Order, expand: tuple[int, ...] | None) -> Tensor:
@@ -117,19 +140,7 @@ def _in_order(values: Tensor, dtype: torch.dtype, order: Order, expand: tuple[in
 
 def check_values(x: Tensor, grid: Grid) -> None:
     """Raises ValueError unless scales are finite and positive, and zero points within the range."""
-    _check_values(_parameters(x, grid), grid)
-
-
-def _check_own_values(p: _Parameters, grid: Grid) -> None:
-    """Checks the values unless torch's rules apply: torch's operators accept any scale."""
-    if is_own(grid.numerics):
-        _check_values(p, grid)
-
-
-def _check_values(p: _Parameters, grid: Grid) -> None:
-    _check_scale(p.scale, p.scale_is_f64)
-    if p.zero_point is not None:
-        _check_zero_point(p.zero_point, p.zero_kind, grid.qmin, grid.qmax)
+    _parameters(x, grid).check()
 
 
 def _check_scale(scale: Tensor, is_f64: bool) -> None:
@@ -145,7 +156,7 @@ def _check_zero_point(zero_point: Tensor, kind: int, qmin: int, qmax: int) -> No
 
 
 def checked_scale(scale: Tensor, zero_point: Tensor | None, qmin: int, qmax: int) -> Tensor:
-    """Returns a copy of the scale after checking its values and those of integer zero points, like the kernels."""
+    """Returns a copy of the scale after checking it and integer zero points, like the kernels."""
     checked = scale.detach().clone(memory_format=torch.contiguous_format)
     _check_scale(checked, checked.dtype == torch.float64)
     if zero_point is not None:
@@ -184,12 +195,8 @@ def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor
             grid.scale, grid.zero_point, grid.qmin, grid.qmax,
         )  # fmt: skip
         return y, mask
-    p = _parameters(x, grid)
-    _check_own_values(p, grid)
-    _native.fake_quantize(
-        x.data_ptr(), y.data_ptr(), mask_address, mask_kind, dtype, p.shape, p.numerics, p.scale.data_ptr(),
-        p.scale_is_f64, p.zero_address, p.zero_kind, grid.qmin, grid.qmax,
-    )  # fmt: skip
+    p = _checked(x, grid)
+    _native.fake_quantize(x.data_ptr(), y.data_ptr(), mask_address, mask_kind, dtype, *p.arguments())
     return y, mask
 
 
@@ -248,26 +255,17 @@ def empty_in_order(x: Tensor, order: Order) -> Tensor:
 
 
 def learned_backward(dy: Tensor, x: Tensor, grid: Grid, grad_factor: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dx, dscale and dzero_point. The last two have the shape and dtype of the scale.
-
-    Args:
-        dy: The gradient of the result.
-        x: The data of the forward.
-        grid: Scales, integer zero points and range.
-        grad_factor: Multiplies dscale and dzero_point.
-    """
+    """Returns dx, dscale and dzero_point. The last two have the shape and dtype of the scale."""
     dx = torch.empty_like(x)
     assert isinstance(grid.scale, Tensor)
     if x.numel() == 0:
         return dx, torch.zeros_like(grid.scale), torch.zeros_like(grid.scale)
     x, dy = dense(x, dx), dense(dy, dx)
-    p = _parameters(x, grid)
-    _check_own_values(p, grid)
+    p = _checked(x, grid)
     sums = torch.empty((2, p.scale.numel()), dtype=torch.float64, device="cpu")
     dtype = KERNEL_DTYPES[x.dtype]
     _native.learned_backward(
-        dy.data_ptr(), x.data_ptr(), dx.data_ptr(), dtype, dtype, p.shape, p.numerics, p.scale.data_ptr(),
-        p.scale_is_f64, p.zero_address, p.zero_kind, grid.qmin, grid.qmax, grad_factor,
+        dy.data_ptr(), x.data_ptr(), dx.data_ptr(), dtype, dtype, *p.arguments(), grad_factor,
         sums[0].data_ptr(), sums[1].data_ptr(),
     )  # fmt: skip
     dscale, dzero_point = (_by_block(s, x, grid.scale).to(grid.scale.dtype, copy=True) for s in sums)
@@ -305,12 +303,8 @@ def quantize_packed(x: Tensor, grid: Grid, bits: int) -> Tensor:
 
 
 def _quantize_into(q: Tensor, x: Tensor, grid: Grid, code: int) -> Tensor:
-    p = _parameters(x, grid)
-    _check_own_values(p, grid)
-    _native.quantize(
-        x.data_ptr(), q.data_ptr(), KERNEL_DTYPES[x.dtype], code, p.shape, p.numerics, p.scale.data_ptr(),
-        p.scale_is_f64, p.zero_address, p.zero_kind, grid.qmin, grid.qmax,
-    )  # fmt: skip
+    p = _checked(x, grid)
+    _native.quantize(x.data_ptr(), q.data_ptr(), KERNEL_DTYPES[x.dtype], code, *p.arguments())
     return q
 
 
@@ -323,15 +317,7 @@ def dequantize(q: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
 
 
 def dequantize_packed(q: Tensor, grid: Grid, shape: tuple[int, ...], bits: int, dtype: torch.dtype) -> Tensor:
-    """Returns the values of the packed codes of a tensor of `shape`.
-
-    Args:
-        q: The packed codes, uint8.
-        grid: Scales, zero points and range.
-        shape: The shape of the result.
-        bits: The bits of a code, 2 or 4.
-        dtype: The dtype of the result.
-    """
+    """Returns the values of the packed codes of a tensor of `shape`."""
     y = torch.empty(shape, dtype=dtype, device="cpu")
     if prod(shape):
         _dequantize_into(y, q.contiguous(), grid, PACKED_CODE_TYPES[bits, grid.qmin < 0])
@@ -339,15 +325,11 @@ def dequantize_packed(q: Tensor, grid: Grid, shape: tuple[int, ...], bits: int, 
 
 
 def _dequantize_into(y: Tensor, q: Tensor, grid: Grid, code: int) -> None:
-    p = _parameters(y, grid)
-    _check_own_values(p, grid)
-    _native.dequantize(
-        q.data_ptr(), y.data_ptr(), KERNEL_DTYPES[y.dtype], code, p.shape, p.numerics, p.scale.data_ptr(),
-        p.scale_is_f64, p.zero_address, p.zero_kind, grid.qmin, grid.qmax,
-    )  # fmt: skip
+    p = _checked(y, grid)
+    _native.dequantize(q.data_ptr(), y.data_ptr(), KERNEL_DTYPES[y.dtype], code, *p.arguments())
 
 
-def _observable(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, tuple[int, int, int, int], Order]:
+def _observable(x: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, KernelShape, Order]:
     """Returns `x` in a layout whose blocks need no expanding, with the kernels' shape and the order of axes.
 
     Blocks cannot be expanded here, because then a block would be observed in parts.
@@ -404,18 +386,7 @@ def _from_order(values: Tensor, blocks: tuple[int, ...], order: Order) -> Tensor
 def choose_qparams(
     lo: Tensor, hi: Tensor, qmin: int, qmax: int, numerics: str, symmetric: bool, scale_rule: str, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns scale and zero point of every range. See `fakequant.choose_qparams` for the formulas.
-
-    Args:
-        lo: The lower ends of the ranges.
-        hi: The upper ends of the ranges.
-        qmin: The lowest code.
-        qmax: The highest code.
-        numerics: A key of `NUMERICS`.
-        symmetric: Whether the zero point is always 0.
-        scale_rule: A key of `SCALE_RULES`.
-        eps: The smallest scale.
-    """
+    """Returns scale and zero point of every range. See `fakequant.choose_qparams` for the formulas."""
     lo, hi = (v.to(torch.float32).contiguous() for v in (lo, hi))
     ordered = (lo <= hi) & lo.isfinite() & hi.isfinite()
     if not ordered.all():
@@ -425,29 +396,43 @@ def choose_qparams(
     zero_point = torch.empty(lo.shape, dtype=torch.int32, device="cpu")
     if lo.numel():
         _native.choose_qparams(
-            lo.data_ptr(),
-            hi.data_ptr(),
-            lo.numel(),
-            NUMERICS[numerics],
-            qmin,
-            qmax,
-            symmetric,
-            SCALE_RULES[scale_rule],
-            eps,
-            scale.data_ptr(),
-            zero_point.data_ptr(),
-        )
+            lo.data_ptr(), hi.data_ptr(), lo.numel(), NUMERICS[numerics], qmin, qmax, symmetric,
+            SCALE_RULES[scale_rule], eps, scale.data_ptr(), zero_point.data_ptr(),
+        )  # fmt: skip
     return scale, zero_point
 
 
 class Observation(NamedTuple):
-    """How a range is updated and turned into a scale."""
+    """How an observed range changes the running range."""
 
     update: str  # "moving_average", "min_max" or "dynamic"
+    averaging_constant: float = 1.0
+    scale_rule: str = "any"
+
+
+class ObserverOptions(NamedTuple):
+    """The arguments after the running range in the schema of `observe_fake_quantize`."""
+
+    qmin: int
+    qmax: int
+    numerics: str
+    symmetric: bool
+    scale_rule: str
+    update: str
     averaging_constant: float
     eps: float
-    symmetric: bool
-    scale_rule: str = "any"
+    # Whether the gradient is clipped, for which a packed mask is returned.
+    clipped: bool
+
+    @property
+    def how(self) -> Observation:
+        """How the running range changes."""
+        return Observation(self.update, self.averaging_constant, self.scale_rule)
+
+    @property
+    def mask_kind(self) -> int:
+        """The kernels' number for the form of the mask."""
+        return _kernels.MASK_PACKED if self.clipped else _kernels.MASK_NONE
 
 
 class Observed(NamedTuple):
@@ -460,34 +445,23 @@ class Observed(NamedTuple):
     nonfinite: Tensor  # the number of non-finite values
 
 
-def observe_fake_quantize(
-    x: Tensor, running_min: Tensor, running_max: Tensor, how: Observation, grid: Grid, mask_kind: int
-) -> Observed:
-    """Updates the running range in place, chooses scales and fake-quantizes, in one call of the kernel.
-
-    Args:
-        x: The data.
-        running_min: The lower ends of the ranges. Updated in place.
-        running_max: The upper ends of the ranges. Updated in place.
-        how: How ranges are updated and turned into scales.
-        grid: The range and numerics. Its scale and zero point are ignored.
-        mask_kind: The kernels' number for the form of the mask.
-    """
+def observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, options: ObserverOptions) -> Observed:
+    """Updates the running range in place, chooses scales and fake-quantizes, in one call of the kernel."""
     blocks = tuple(running_min.shape)
     placed = x if x.is_contiguous() else dense(x, torch.empty_like(x))
     shape, order, expand = place(tuple(x.shape), placed.stride(), () if running_min.numel() == 1 else blocks)
     if x.numel() == 0 or expand is not None:
-        return observe_in_steps(x, running_min, running_max, how, grid, mask_kind)
+        return _observe_in_steps(x, running_min, running_max, options)
     y = torch.empty_like(x)
-    mask, mask_address = empty_mask(y, mask_kind)
+    mask, mask_address = empty_mask(y, options.mask_kind)
     state = [_in_order(v, torch.float32, order, None) for v in (running_min, running_max)]
     scale = torch.empty(running_min.numel(), dtype=torch.float32, device="cpu")
     zero_point = torch.empty(running_min.numel(), dtype=torch.int32, device="cpu")
     *nonfinite, unseen = _native.observe_fake_quantize(
-        placed.data_ptr(), y.data_ptr(), mask_address, mask_kind, KERNEL_DTYPES[x.dtype], shape,
-        NUMERICS[grid.numerics], grid.qmin, grid.qmax, _kernels.RANGE_OWN, UPDATES[how.update], True, True,
-        how.symmetric, SCALE_RULES[how.scale_rule], how.averaging_constant, how.eps, state[0].data_ptr(),
-        state[1].data_ptr(), scale.data_ptr(), zero_point.data_ptr(),
+        placed.data_ptr(), y.data_ptr(), mask_address, options.mask_kind, KERNEL_DTYPES[x.dtype], shape,
+        NUMERICS[options.numerics], options.qmin, options.qmax, _kernels.RANGE_OWN, UPDATES[options.update], True, True,
+        options.symmetric, SCALE_RULES[options.scale_rule], options.averaging_constant, options.eps,
+        state[0].data_ptr(), state[1].data_ptr(), scale.data_ptr(), zero_point.data_ptr(),
     )  # fmt: skip
     if unseen:
         checks.refuse_unseen(unseen, running_min.numel())
@@ -498,21 +472,20 @@ def observe_fake_quantize(
     return Observed(y, mask, scale, zero_point, torch.tensor(sum(nonfinite), device="cpu"))
 
 
-def observe_in_steps(
-    x: Tensor, running_min: Tensor, running_max: Tensor, how: Observation, grid: Grid, mask_kind: int
-) -> Observed:
+def _observe_in_steps(x: Tensor, running_min: Tensor, running_max: Tensor, options: ObserverOptions) -> Observed:
     """Does the same as `observe_fake_quantize` in separate steps, for layouts in which blocks have to be expanded."""
     lo, hi, counts = min_max(x, tuple(running_min.shape))
-    new_min, new_max = updated_range(running_min, running_max, lo, hi, how)
+    new_min, new_max = updated_range(running_min, running_max, lo, hi, options.how)
     unseen = int((~(new_min <= new_max)).sum())
     if unseen:
         checks.refuse_unseen(unseen, running_min.numel())
     running_min.copy_(new_min)
     running_max.copy_(new_max)
+    qmin, qmax, numerics, symmetric, scale_rule, *_ = options
     scale, zero_point = choose_qparams(
-        running_min, running_max, grid.qmin, grid.qmax, grid.numerics, how.symmetric, how.scale_rule, how.eps
+        running_min, running_max, qmin, qmax, numerics, symmetric, scale_rule, options.eps
     )
-    y, mask = fake_quantize(x, grid._replace(scale=scale, zero_point=zero_point), mask_kind)
+    y, mask = fake_quantize(x, Grid(scale, zero_point, qmin, qmax, numerics), options.mask_kind)
     return Observed(y, mask, scale, zero_point, counts.sum())
 
 
@@ -526,15 +499,8 @@ def updated_range(
 ) -> tuple[Tensor, Tensor]:
     """Returns the running range after observing the range `lo` to `hi`.
 
-    A block without finite values (lo > hi) keeps its running range. With "dynamic" its range becomes 0 to 0. For scales
-    of few bits, the range becomes that of magnitudes, from -absmax to absmax.
-
-    Args:
-        running_min: The lower ends so far.
-        running_max: The upper ends so far.
-        lo: The lower ends of the observed ranges.
-        hi: The upper ends of the observed ranges.
-        how: How ranges are updated.
+    A block without finite values (lo > hi) keeps its running range. With "dynamic" its range becomes 0 to 0. For block
+    scales, the range becomes -absmax to absmax.
     """
     limit = torch.finfo(torch.float32).max
     nothing = lo > hi
@@ -542,9 +508,9 @@ def updated_range(
     lo, hi = (seen.clamp(-limit, limit).float() for seen in (lo, hi))
     if how.update == "dynamic":
         lo, hi = lo.masked_fill(nothing, 0), hi.masked_fill(nothing, 0)
-        if how.scale_rule == "any":
+        if is_per_block(how.scale_rule):
             return lo, hi
-        absmax = torch.maximum(-lo, hi).abs()  # all that matters for scales of few bits; not -0.0
+        absmax = torch.maximum(-lo, hi).abs()  # all that matters for block scales; not -0.0
         return 0 - absmax, absmax
     if how.update == "min_max":
         return running_min.minimum(lo.masked_fill(nothing, torch.inf)), running_max.maximum(

@@ -4,22 +4,20 @@ On the CPU, calls that torch would accept run on fakequant's kernels. All other 
 other devices because the kernels for them are torch's, and with wrong arguments because the errors are torch's.
 """
 
-from collections.abc import Callable
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from fakequant import _kernels
-from fakequant._backends.argument_types import Unchecked
-from fakequant._backends.results import LearnedGradients, OutputAndMask
-from fakequant._backends.torch import aten_kernels, compiled_nodes, gradients, torch_originals
-from fakequant._backends.torch.operator_calls import ops
+from fakequant._backends.torch import aten_kernels, compiled_nodes, gradients
 from fakequant._backends.torch.plain_memory import is_direct
+from fakequant._backends.torch.routes import ops
 from fakequant._backends.torch.tensor_blocks import along
 from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid
 from fakequant._backends.torch.torch_annotations import Context, Function, Operator
-from fakequant._backends.torch.torch_private import is_forward_mode
+from fakequant._backends.torch.torch_private import Originals, is_forward_mode
+from fakequant._backends.types import FusedArguments, LearnedGradients, OutputAndMask, Unchecked
 
 
 def _is_direct(x: object) -> bool:
@@ -58,7 +56,7 @@ def _requires_grad(*parameters: object) -> bool:
 def fake_quantize_per_tensor_affine(
     input: Unchecked, scale: Unchecked, zero_point: Unchecked, quant_min: Unchecked, quant_max: Unchecked
 ) -> Tensor:
-    """See `fakequant.fake_quantize_per_tensor_affine`."""
+    """See `fakequant.torch_ops.fake_quantize_per_tensor_affine`."""
     numbers = (scale, zero_point, quant_min, quant_max)
     if _are_ints(quant_min, quant_max):
         y = compiled_nodes.fake_quantize_affine(input, *numbers)
@@ -72,7 +70,7 @@ def fake_quantize_per_tensor_affine(
             return gradients.clipped(input, grid)
     elif _is_here(input) and (grid := _tensor_grid(input, *numbers)) is not None:
         return ops.fake_quantize(input, *grid, True)
-    return torch_originals.fake_quantize_per_tensor_affine(input, scale, zero_point, quant_min, quant_max)
+    return Originals.fake_quantize_per_tensor_affine(input, scale, zero_point, quant_min, quant_max)
 
 
 def _tensor_grid(x: Tensor, scale: Unchecked, zero_point: Unchecked, qmin: Unchecked, qmax: Unchecked) -> Grid | None:
@@ -91,13 +89,13 @@ def _tensor_grid(x: Tensor, scale: Unchecked, zero_point: Unchecked, qmin: Unche
 def fake_quantize_per_tensor_affine_cachemask(
     input: Unchecked, scale: Unchecked, zero_point: Unchecked, quant_min: Unchecked, quant_max: Unchecked
 ) -> OutputAndMask[Tensor]:
-    """See `fakequant.fake_quantize_per_tensor_affine_cachemask`."""
+    """See `fakequant.torch_ops.fake_quantize_per_tensor_affine_cachemask`."""
     grid = aten_kernels.number_grid(scale, zero_point, quant_min, quant_max)
     if grid is not None and _is_direct(input):
         return OutputAndMask(*gradients.clipped_and_mask(input, grid, _kernels.MASK_BYTES))
     if _is_here(input) and (grid := _tensor_grid(input, scale, zero_point, quant_min, quant_max)) is not None:
         return OutputAndMask(*ops.fake_quantize_masked(input, *grid, False))
-    return OutputAndMask(*torch_originals.cachemask(input, scale, zero_point, quant_min, quant_max))
+    return OutputAndMask(*Originals.cachemask(input, scale, zero_point, quant_min, quant_max))
 
 
 def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
@@ -108,21 +106,21 @@ def fake_quantize_per_tensor_affine_cachemask_tensor_qparams(
     quant_min: Unchecked,
     quant_max: Unchecked,
 ) -> OutputAndMask[Tensor]:
-    """See `fakequant.fake_quantize_per_tensor_affine_cachemask_tensor_qparams`."""
+    """See `fakequant.torch_ops.fake_quantize_per_tensor_affine_cachemask_tensor_qparams`."""
     if _is_direct(input) and not _requires_grad(scale, zero_point) and isinstance(fake_quant_enabled, Tensor):
         grid = aten_kernels.one_element_grid(scale, zero_point, quant_min, quant_max)
         if grid is not None and fake_quant_enabled.numel() == 1 and fake_quant_enabled.item() == 1:
             return OutputAndMask(*gradients.clipped_and_mask(input, grid, _kernels.MASK_BYTES))
     return OutputAndMask(
-        *torch_originals.cachemask_tensor_qparams(input, scale, zero_point, fake_quant_enabled, quant_min, quant_max)
+        *Originals.cachemask_tensor_qparams(input, scale, zero_point, fake_quant_enabled, quant_min, quant_max)
     )
 
 
 def fake_quantize_per_tensor_affine_cachemask_backward(grad: Unchecked, mask: Unchecked) -> Tensor:
-    """See `fakequant.fake_quantize_per_tensor_affine_cachemask_backward`."""
+    """See `fakequant.torch_ops.fake_quantize_per_tensor_affine_cachemask_backward`."""
     if _is_maskable(grad, mask):
         return gradients.masked(grad, mask, None, True)
-    dx: Tensor = torch_originals.cachemask_backward(grad, mask)
+    dx: Tensor = Originals.cachemask_backward(grad, mask)
     return dx
 
 
@@ -155,7 +153,7 @@ def fake_quantize_per_channel_affine(
     quant_min: Unchecked,
     quant_max: Unchecked,
 ) -> Tensor:
-    """See `fakequant.fake_quantize_per_channel_affine`."""
+    """See `fakequant.torch_ops.fake_quantize_per_channel_affine`."""
     if _are_ints(axis, quant_min, quant_max):
         y = compiled_nodes.fake_quantize_affine(input, scale, zero_point, quant_min, quant_max, axis=axis)
         if y is not None:
@@ -164,7 +162,7 @@ def fake_quantize_per_channel_affine(
         grid = _channel_grid(input, scale, zero_point, axis, quant_min, quant_max)
         if grid is not None:
             return gradients.clipped(input, grid) if _is_direct(input) else ops.fake_quantize(input, *grid, True)
-    return torch_originals.fake_quantize_per_channel_affine(input, scale, zero_point, axis, quant_min, quant_max)
+    return Originals.fake_quantize_per_channel_affine(input, scale, zero_point, axis, quant_min, quant_max)
 
 
 def fake_quantize_per_channel_affine_cachemask(
@@ -175,21 +173,21 @@ def fake_quantize_per_channel_affine_cachemask(
     quant_min: Unchecked,
     quant_max: Unchecked,
 ) -> OutputAndMask[Tensor]:
-    """See `fakequant.fake_quantize_per_channel_affine_cachemask`."""
+    """See `fakequant.torch_ops.fake_quantize_per_channel_affine_cachemask`."""
     arguments = (scale, zero_point, axis, quant_min, quant_max)
     grid = _channel_grid(input, *arguments) if _is_here(input) else None
     if grid is None:
-        return OutputAndMask(*torch_originals.channel_cachemask(input, *arguments))
+        return OutputAndMask(*Originals.channel_cachemask(input, *arguments))
     if _is_direct(input):
         return OutputAndMask(*gradients.clipped_and_mask(input, grid, _kernels.MASK_BYTES))
     return OutputAndMask(*ops.fake_quantize_masked(input, *grid, False))
 
 
 def fake_quantize_per_channel_affine_cachemask_backward(grad: Unchecked, mask: Unchecked) -> Tensor:
-    """See `fakequant.fake_quantize_per_channel_affine_cachemask_backward`."""
+    """See `fakequant.torch_ops.fake_quantize_per_channel_affine_cachemask_backward`."""
     if _is_maskable(grad, mask):
         return gradients.masked(grad, mask, None, True)
-    dx: Tensor = torch_originals.channel_cachemask_backward(grad, mask)
+    dx: Tensor = Originals.channel_cachemask_backward(grad, mask)
     return dx
 
 
@@ -204,18 +202,19 @@ def fake_quantize_learnable_per_tensor_affine(
     quant_max: Unchecked,
     grad_factor: Unchecked = 1.0,
 ) -> Tensor:
-    """See `fakequant.fake_quantize_learnable_per_tensor_affine`."""
+    """See `fakequant.torch_ops.fake_quantize_learnable_per_tensor_affine`."""
     arguments = (input, scale, zero_point, quant_min, quant_max)
     if _is_range_with_zero(quant_min, quant_max) and _is_number(grad_factor):
         y = compiled_nodes.fake_quantize_learnable_affine(*arguments, float(grad_factor))
         if y is not None:
             return y
         if _is_learnable(*arguments[:3]) and scale.shape == zero_point.shape == (1,):
-            return _learnable(*arguments, "torch_tensor", float(grad_factor))
+            return _learnable(input, Grid(scale, zero_point, quant_min, quant_max, "torch_tensor"), float(grad_factor))
+    forward = Originals.fake_quantize_learnable_per_tensor_affine
     if _takes_kernel_gradients(*arguments[:3], quant_min, quant_max):
-        wide: Tensor = _WidePerTensor.apply(*arguments, grad_factor)
+        wide: Tensor = _Wide.apply(forward, fake_quantize_learnable_per_tensor_affine_backward, *arguments, grad_factor)
         return wide
-    return torch_originals.fake_quantize_learnable_per_tensor_affine(*arguments, grad_factor)
+    return forward(*arguments, grad_factor)
 
 
 def fake_quantize_learnable_per_channel_affine(
@@ -227,7 +226,7 @@ def fake_quantize_learnable_per_channel_affine(
     quant_max: Unchecked,
     grad_factor: Unchecked = 1.0,
 ) -> Tensor:
-    """See `fakequant.fake_quantize_learnable_per_channel_affine`."""
+    """See `fakequant.torch_ops.fake_quantize_learnable_per_channel_affine`."""
     if _is_range_with_zero(quant_min, quant_max) and _are_ints(axis) and _is_number(grad_factor):
         ends = (quant_min, quant_max)
         y = compiled_nodes.fake_quantize_learnable_affine(
@@ -236,13 +235,14 @@ def fake_quantize_learnable_per_channel_affine(
         if y is not None:
             return y
         if _is_learnable(input, scale, zero_point) and _fits(scale, zero_point, input, axis):
-            parameters = along(scale, input, axis), along(zero_point, input, axis)
-            return _learnable(input, *parameters, *ends, "torch_channel", float(grad_factor))
+            grid = Grid(along(scale, input, axis), along(zero_point, input, axis), *ends, "torch_channel")
+            return _learnable(input, grid, float(grad_factor))
     arguments = (input, scale, zero_point, axis, quant_min, quant_max, grad_factor)
+    forward = Originals.fake_quantize_learnable_per_channel_affine
     if _takes_kernel_gradients(input, scale, zero_point, quant_min, quant_max):
-        wide: Tensor = _WidePerChannel.apply(*arguments)
+        wide: Tensor = _Wide.apply(forward, fake_quantize_learnable_per_channel_affine_backward, *arguments)
         return wide
-    return torch_originals.fake_quantize_learnable_per_channel_affine(*arguments)
+    return forward(*arguments)
 
 
 def _takes_kernel_gradients(
@@ -262,45 +262,25 @@ def _takes_kernel_gradients(
     )
 
 
-class _WidePerTensor(Function):
-    """torch's per-tensor forward with the gradients of the kernels, for ranges beyond 2^24."""
+class _Wide(Function):
+    """torch's forward with the gradients of the kernels, for ranges beyond 2^24."""
 
     @staticmethod
-    def forward(ctx: Context, *arguments: Unchecked) -> Tensor:
-        """`arguments` are those of the function."""
+    def forward(ctx: Context, forward: Operator, backward: Operator, *arguments: Unchecked) -> Tensor:
+        """`arguments` are the arguments of the function; the first three are tensors."""
         ctx.save_for_backward(*arguments[:3])
-        ctx.rest = arguments[3:]
-        return torch_originals.fake_quantize_learnable_per_tensor_affine(*arguments)
+        ctx.backward, ctx.rest = backward, arguments[3:]
+        y: Tensor = forward(*arguments)
+        return y
 
     @staticmethod
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns dx, dscale and dzero_point."""
-        return _once(fake_quantize_learnable_per_tensor_affine_backward, ctx, dy)
-
-
-class _WidePerChannel(Function):
-    """torch's per-channel forward with the gradients of the kernels, for ranges beyond 2^24."""
-
-    @staticmethod
-    def forward(ctx: Context, *arguments: Unchecked) -> Tensor:
-        """`arguments` are those of the function."""
-        ctx.save_for_backward(*arguments[:3])
-        ctx.rest = arguments[3:]
-        return torch_originals.fake_quantize_learnable_per_channel_affine(*arguments)
-
-    @staticmethod
-    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns dx, dscale and dzero_point."""
-        return _once(fake_quantize_learnable_per_channel_affine_backward, ctx, dy)
-
-
-def _once(backward: Operator, ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """Returns gradients that cannot be differentiated again, like torch's."""
-    with torch.no_grad():
-        found = backward(dy, *ctx.saved_tensors, *ctx.rest)
-    if torch.is_grad_enabled():
-        found = _NotTwice.apply(*found, dy, *ctx.saved_tensors)
-    return *found, *[None] * len(ctx.rest)
+        """Returns dx, dscale and dzero_point, which cannot be differentiated again, like torch's."""
+        with torch.no_grad():
+            found = ctx.backward(dy, *ctx.saved_tensors, *ctx.rest)
+        if torch.is_grad_enabled():
+            found = _NotTwice.apply(*found, dy, *ctx.saved_tensors)
+        return None, None, *found, *[None] * len(ctx.rest)
 
 
 class _NotTwice(Function):
@@ -342,50 +322,33 @@ def _is_learnable(x: Unchecked, scale: Unchecked, zero_point: Unchecked) -> bool
     )
 
 
-def _learnable(x: Tensor, scale: Tensor, zero_point: Tensor, *rest: Unchecked) -> Tensor:
-    run: Callable[..., Tensor] = gradients.learned if _is_direct(x) else ops.fake_quantize_learned
-    return run(x, scale, zero_point, *rest)
+def _learnable(x: Tensor, grid: Grid, grad_factor: float) -> Tensor:
+    return (
+        gradients.learned(x, grid, grad_factor) if _is_direct(x) else ops.fake_quantize_learned(x, *grid, grad_factor)
+    )
 
 
-def fake_quantize_learnable_per_tensor_affine_backward(
-    grad: Unchecked,
-    input: Unchecked,
-    scale: Unchecked,
-    zero_point: Unchecked,
-    quant_min: Unchecked,
-    quant_max: Unchecked,
-    grad_factor: Unchecked = 1.0,
+def fake_quantize_learnable_per_tensor_affine_backward(*arguments: Unchecked) -> LearnedGradients[Tensor]:
+    """See `fakequant.torch_ops.fake_quantize_learnable_per_tensor_affine_backward`."""
+    return _learnable_backward(aten_kernels.learnable_backward, Originals.learnable_backward, arguments)
+
+
+def fake_quantize_learnable_per_channel_affine_backward(*arguments: Unchecked) -> LearnedGradients[Tensor]:
+    """See `fakequant.torch_ops.fake_quantize_learnable_per_channel_affine_backward`."""
+    return _learnable_backward(aten_kernels.learnable_channel_backward, Originals.learnable_channel_backward, arguments)
+
+
+def _learnable_backward(
+    kernel: Operator, original: Operator, arguments: tuple[Unchecked, ...]
 ) -> LearnedGradients[Tensor]:
-    """See `fakequant.fake_quantize_learnable_per_tensor_affine_backward`."""
-    arguments = (grad, input, scale, zero_point, quant_min, quant_max, grad_factor)
-    if _is_direct(input) and _are_tensors(*arguments[:4]):
-        if input.numel() == 0:
-            return _no_gradients(torch_originals.learnable_backward, *arguments)
-        result = aten_kernels.learnable_backward(*arguments)
+    x = arguments[1]
+    if _is_direct(x) and _are_tensors(*arguments[:4]):
+        if x.numel() == 0:
+            return _no_gradients(original, *arguments)
+        result = kernel(*arguments)
         if result is not None:
             return LearnedGradients(*result)
-    return LearnedGradients(*torch_originals.learnable_backward(*arguments))
-
-
-def fake_quantize_learnable_per_channel_affine_backward(
-    grad: Unchecked,
-    input: Unchecked,
-    scale: Unchecked,
-    zero_point: Unchecked,
-    axis: Unchecked,
-    quant_min: Unchecked,
-    quant_max: Unchecked,
-    grad_factor: Unchecked = 1.0,
-) -> LearnedGradients[Tensor]:
-    """See `fakequant.fake_quantize_learnable_per_channel_affine_backward`."""
-    arguments = (grad, input, scale, zero_point, axis, quant_min, quant_max, grad_factor)
-    if _is_direct(input) and _are_tensors(*arguments[:4]):
-        if input.numel() == 0:
-            return _no_gradients(torch_originals.learnable_channel_backward, *arguments)
-        result = aten_kernels.learnable_channel_backward(*arguments)
-        if result is not None:
-            return LearnedGradients(*result)
-    return LearnedGradients(*torch_originals.learnable_channel_backward(*arguments))
+    return LearnedGradients(*original(*arguments))
 
 
 def _no_gradients(
@@ -408,66 +371,31 @@ def _are_tensors(*values: Unchecked) -> bool:
 # --- fused ----------------------------------------------------------------------------------------
 
 
-def fused_moving_avg_obs_fake_quant(
-    input: Unchecked,
-    observer_on: Unchecked,
-    fake_quant_on: Unchecked,
-    running_min: Unchecked,
-    running_max: Unchecked,
-    scale: Unchecked,
-    zero_point: Unchecked,
-    averaging_const: Unchecked,
-    quant_min: Unchecked,
-    quant_max: Unchecked,
-    ch_axis: Unchecked,
-    per_row_fake_quant: Unchecked = False,
-    symmetric_quant: Unchecked = False,
-) -> Tensor:
-    """See `fakequant.fused_moving_avg_obs_fake_quant`."""
-    arguments = (
-        observer_on, fake_quant_on, running_min, running_max, scale, zero_point, averaging_const,
-        quant_min, quant_max, ch_axis, per_row_fake_quant, symmetric_quant,
-    )  # fmt: skip
+def fused_moving_avg_obs_fake_quant(input: Unchecked, arguments: FusedArguments) -> Tensor:
+    """See `fakequant.torch_ops.fused_moving_avg_obs_fake_quant`."""
     call = _fused_call(input, arguments)
     if call is None:
-        return torch_originals.fused_moving_avg_obs_fake_quant(input, *arguments)
+        return Originals.fused_moving_avg_obs_fake_quant(input, *arguments)
     if gradients.is_differentiating(input):
         return gradients.fused(input, call, _kernels.MASK_PACKED)[0]
     return call.run(_kernels.MASK_NONE)[0]
 
 
-def fused_moving_avg_obs_fq_helper(
-    input: Unchecked,
-    observer_on: Unchecked,
-    fake_quant_on: Unchecked,
-    running_min: Unchecked,
-    running_max: Unchecked,
-    scale: Unchecked,
-    zero_point: Unchecked,
-    averaging_const: Unchecked,
-    quant_min: Unchecked,
-    quant_max: Unchecked,
-    ch_axis: Unchecked,
-    per_row_fake_quant: Unchecked = False,
-    symmetric_quant: Unchecked = False,
-) -> OutputAndMask[Tensor]:
-    """See `fakequant.fused_moving_avg_obs_fq_helper`."""
-    arguments = (
-        observer_on, fake_quant_on, running_min, running_max, scale, zero_point, averaging_const,
-        quant_min, quant_max, ch_axis, per_row_fake_quant, symmetric_quant,
-    )  # fmt: skip
+def fused_moving_avg_obs_fq_helper(input: Unchecked, arguments: FusedArguments) -> OutputAndMask[Tensor]:
+    """See `fakequant.torch_ops.fused_moving_avg_obs_fq_helper`."""
     call = _fused_call(input, arguments)
     if call is None:
-        return OutputAndMask(*torch_originals.fused(input, *arguments))
+        return OutputAndMask(*Originals.fused(input, *arguments))
     return OutputAndMask(*gradients.fused(input, call, _kernels.MASK_BYTES))
 
 
-def _fused_call(x: Unchecked, arguments: tuple[Unchecked, ...]) -> aten_kernels.Fused | None:
-    if not _is_direct(x) or not _are_tensors(*arguments[:6]) or _requires_grad(*arguments[2:6]):
+def _fused_call(x: Unchecked, given: FusedArguments) -> aten_kernels.Fused | None:
+    if not _is_direct(x) or not _are_tensors(given.observer_on, given.fake_quant_on, *given.state):
         return None
-    if not all(type(a) is int for a in arguments[7:10]) or type(arguments[6]) is not float:
+    numbers = (given.quant_min, given.quant_max, given.ch_axis)
+    if _requires_grad(*given.state) or not all(type(n) is int for n in numbers):
         return None
-    call = aten_kernels.fused_call(x, *arguments)
+    call = aten_kernels.fused_call(x, given) if type(given.averaging_const) is float else None
     if call is not None:
         torch.autograd.graph.increment_version(call.state[: 4 if call.quantize else 2])
     return call

@@ -44,13 +44,12 @@ __all__ = [
     "BelowAutograd",
     "DispatchKey",
     "DispatchKeySet",
-    "OperatorNamespace",
+    "Originals",
     "SingleLevelFunction",
     "TorchDispatchMode",
     "active_fake_mode",
     "destroy",
     "dispatch_keys",
-    "functions",
     "included_keys",
     "inductor",
     "innermost_transform",
@@ -80,10 +79,33 @@ BelowADInplaceOrView = torch._C._AutoDispatchBelowADInplaceOrView
 # Enables forward-mode derivatives within an autograd function. Without it: none under nested transforms.
 set_forward_mode_enabled = forward_ad._set_fwd_grad_enabled
 
-# torch's functions and a new namespace of operators, even if their public names have been rebound. Without them:
-# `accelerate` might compare fakequant with itself.
-functions = torch._C._VariableFunctions
-OperatorNamespace = torch._ops._OpNamespace
+_functions = torch._C._VariableFunctions
+# A new namespace, without attributes that programs have set on `torch.ops.aten`.
+_aten = torch._ops._OpNamespace("aten")
+
+
+class Originals:
+    """torch's own fake-quantize functions and operators, even if their public names have been rebound.
+
+    Programs may rebind torch's names to fakequant's functions, possibly before this module is imported. Without these,
+    fakequant's functions might call themselves, and `accelerate` might compare fakequant with itself.
+    """
+
+    fake_quantize_per_tensor_affine = _functions.fake_quantize_per_tensor_affine
+    fake_quantize_per_channel_affine = _functions.fake_quantize_per_channel_affine
+    fake_quantize_learnable_per_tensor_affine = _functions._fake_quantize_learnable_per_tensor_affine
+    fake_quantize_learnable_per_channel_affine = _functions._fake_quantize_learnable_per_channel_affine
+    fused_moving_avg_obs_fake_quant = _functions.fused_moving_avg_obs_fake_quant
+
+    cachemask = _aten.fake_quantize_per_tensor_affine_cachemask
+    cachemask_tensor_qparams = _aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams
+    cachemask_backward = _aten.fake_quantize_per_tensor_affine_cachemask_backward
+    channel_cachemask = _aten.fake_quantize_per_channel_affine_cachemask
+    channel_cachemask_backward = _aten.fake_quantize_per_channel_affine_cachemask_backward
+    learnable_backward = _aten._fake_quantize_learnable_per_tensor_affine_backward
+    learnable_channel_backward = _aten._fake_quantize_learnable_per_channel_affine_backward
+    fused = _aten._fused_moving_avg_obs_fq_helper
+
 
 # Sets of dispatch keys as numbers, which identify plain memory with two comparisons. Without them: each call would need
 # a dozen checks in Python.

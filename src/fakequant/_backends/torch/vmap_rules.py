@@ -10,13 +10,12 @@ from typing import Any, NoReturn, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from fakequant._backends.torch import formula, routes
-from fakequant._backends.torch.operator_calls import ops
-from fakequant._backends.torch.tensor_kernels import Order
+from fakequant._backends.torch import formula
+from fakequant._backends.torch.routes import learned_factor, ops, with_grid
+from fakequant._backends.torch.tensor_kernels import Grid, Order
 from fakequant._backends.torch.torch_annotations import Operator
 
 Dims = tuple[int | None, ...]
-_Grid: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 # Results and their batch axes.
 _Single: TypeAlias = tuple[Tensor, int]
 _Pair: TypeAlias = tuple[tuple[Tensor, Tensor], tuple[int, int]]
@@ -35,15 +34,13 @@ def _front(x: Tensor, at: int | None, size: int) -> Tensor:
     return x.expand(size, *x.shape) if at is None else x.movedim(at, 0)
 
 
-def _parameters(
-    size: int, ndim: int, tensors: tuple[Tensor, Tensor | None], dims: Dims
-) -> tuple[Tensor, Tensor | None]:
-    """Returns scale and zero point for data with 1 + ndim axes. If one of them is batched, both results are."""
+def _batched_grid(size: int, ndim: int, grid: Grid, dims: Dims) -> Grid:
+    """Returns the grid for data with 1 + ndim axes. If scale or zero point is batched, both results are."""
     batched = any(at is not None for at in dims)
     result: list[Tensor | None] = []
-    for p, at in zip(tensors, dims, strict=True):
-        if p is None:
-            result.append(None)
+    for p, at in zip((grid.scale, grid.zero_point), dims, strict=True):
+        if not isinstance(p, Tensor):
+            result.append(None)  # only zero points can be None
             continue
         per_example = prod(p.shape) // (1 if at is None else p.shape[at] or 1)
         if not batched:
@@ -51,31 +48,36 @@ def _parameters(
             continue
         p = _front(p, at, size)
         result.append(p.reshape(size, *[1] * ndim) if per_example == 1 else p)
-    return cast("tuple[Tensor, Tensor | None]", tuple(result))  # only zero points can be None
+    return grid._replace(scale=cast("Tensor", result[0]), zero_point=result[1])
 
 
-def _grid(info: _Info, in_dims: Dims, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> _Grid:
+def _batched(info: _Info, in_dims: Dims, x: Tensor, grid: Grid) -> tuple[Tensor, Grid]:
     ndim = x.dim() - (in_dims[0] is not None)
     x = _front(x, in_dims[0], info.batch_size)
-    return x, *_parameters(info.batch_size, ndim, (scale, zero_point), in_dims[1:3])
+    return x, _batched_grid(info.batch_size, ndim, grid, in_dims[1:3])
+
+
+def _rule_with_grid(rule: Operator, tensors: int = 1) -> Operator:
+    """Returns a rule that takes the fields of a grid after some tensors. `rule` takes a `Grid` in their place."""
+    return with_grid(rule, after=2 + tensors)
 
 
 def _elementwise(name: str) -> Operator:
-    """Returns the rule of an operator that takes (x, scale, zero_point, ...) and returns a tensor like x."""
+    """Returns the rule of an operator that takes x, a grid and one more argument, and returns a tensor like x."""
 
-    def rule(info: _Info, in_dims: Dims, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any) -> _Single:
-        return getattr(ops, name)(*_grid(info, in_dims, x, scale, zero_point), *rest), 0
+    def rule(info: _Info, in_dims: Dims, x: Tensor, grid: Grid, option: Any) -> _Single:
+        x, grid = _batched(info, in_dims, x, grid)
+        return getattr(ops, name)(x, *grid, option), 0
 
-    return rule
+    return _rule_with_grid(rule)
 
 
-def _masked(info: _Info, in_dims: Dims, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any) -> _Pair:
-    *range_and_numerics, packed = rest
-    x, scale, zero_point = _grid(info, in_dims, x, scale, zero_point)
+def _masked(info: _Info, in_dims: Dims, x: Tensor, grid: Grid, packed: bool) -> _Pair:
+    x, grid = _batched(info, in_dims, x, grid)
     length = x.shape[1:].numel()
     # The packed masks of two examples must not share a byte. If they would, use one byte per element.
     packed = packed and length % 8 == 0 and x.is_contiguous()
-    y, mask = ops.fake_quantize_masked(x, scale, zero_point, *range_and_numerics, packed)
+    y, mask = ops.fake_quantize_masked(x, *grid, packed)
     return (y, mask.reshape(info.batch_size, length // 8) if packed else mask), (0, 0)
 
 
@@ -93,20 +95,18 @@ def _mask_backward(info: _Info, in_dims: Dims, dy: Tensor, mask: Tensor, order: 
 
 
 def _learned_backward(
-    info: _Info, in_dims: Dims, dy: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any
+    info: _Info, in_dims: Dims, dy: Tensor, x: Tensor, grid: Grid, grad_factor: float | None
 ) -> _Triple:
-    size = info.batch_size
-    *range_and_numerics, grad_factor = rest
+    size, scale = info.batch_size, cast("Tensor", grid.scale)
     if grad_factor is None:  # LSQ's factor depends on the number of elements of one example
         example = x if in_dims[1] is None else x.select(in_dims[1], 0)
-        grad_factor = routes.learned_factor(None, example, *range_and_numerics[1:])
+        grad_factor = learned_factor(None, example, grid.qmax, grid.numerics)
     blocks = scale.shape if in_dims[2] is None else scale.movedim(in_dims[2], 0).shape[1:]
     # Every example has its own sums, so every example needs its own scales.
-    scale = _front(scale, in_dims[2], size)
     ndim = x.dim() - (in_dims[1] is not None)
-    scale, zero_point = _parameters(size, ndim, (scale, zero_point), (0, in_dims[3]))
+    grid = _batched_grid(size, ndim, grid._replace(scale=_front(scale, in_dims[2], size)), (0, in_dims[3]))
     dy, x = _front(dy, in_dims[0], size), _front(x, in_dims[1], size)
-    dx, dscale, dzero = ops.learned_backward(dy, x, scale, zero_point, *range_and_numerics, grad_factor)
+    dx, dscale, dzero = ops.learned_backward(dy, x, *grid, grad_factor)
     return (dx, dscale.reshape(size, *blocks), dzero.reshape(size, *blocks)), (0, 0, 0)
 
 
@@ -119,23 +119,19 @@ def _whole_bytes(elements: int, bits: int) -> int:
     return elements * bits // 8
 
 
-def _quantize_packed(
-    info: _Info, in_dims: Dims, x: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any
-) -> _Single:
-    x, scale, zero_point = _grid(info, in_dims, x, scale, zero_point)
-    length = _whole_bytes(x.shape[1:].numel(), rest[-1])
-    return ops.quantize_packed(x, scale, zero_point, *rest).reshape(info.batch_size, length), 0
+def _quantize_packed(info: _Info, in_dims: Dims, x: Tensor, grid: Grid, bits: int) -> _Single:
+    x, grid = _batched(info, in_dims, x, grid)
+    length = _whole_bytes(x.shape[1:].numel(), bits)
+    return ops.quantize_packed(x, *grid, bits).reshape(info.batch_size, length), 0
 
 
 def _dequantize_packed(
-    info: _Info, in_dims: Dims, q: Tensor, scale: Tensor, zero_point: Tensor | None, *rest: Any
+    info: _Info, in_dims: Dims, q: Tensor, grid: Grid, shape: list[int], bits: int, dtype: torch.dtype
 ) -> _Single:
-    *range_and_numerics, shape, bits, dtype = rest
     _whole_bytes(prod(shape), bits)
     q = _front(q, in_dims[0], info.batch_size).reshape(-1)
-    scale, zero_point = _parameters(info.batch_size, len(shape), (scale, zero_point), in_dims[1:3])
-    shape = (info.batch_size, *shape)
-    return ops.dequantize_packed(q, scale, zero_point, *range_and_numerics, shape, bits, dtype), 0
+    grid = _batched_grid(info.batch_size, len(shape), grid, in_dims[1:3])
+    return ops.dequantize_packed(q, *grid, (info.batch_size, *shape), bits, dtype), 0
 
 
 def _min_max(info: _Info, in_dims: Dims, x: Tensor, blocks: list[int]) -> _Triple:
@@ -149,7 +145,7 @@ def _min_max(info: _Info, in_dims: Dims, x: Tensor, blocks: list[int]) -> _Tripl
 def _choose_qparams(info: _Info, in_dims: Dims, lo: Tensor, hi: Tensor, *rest: Any) -> _Pair:
     lo, hi = (_front(v, at, info.batch_size) for v, at in zip((lo, hi), in_dims[:2], strict=True))
     *_, scale_rule, _ = rest
-    if scale_rule != "e4m3fn":
+    if scale_rule not in ("e4m3fn", "e4m3fn_divided"):
         return ops.choose_qparams(lo, hi, *rest), (0, 0)
     # All blocks of an example together have one more scale.
     examples = [ops.choose_qparams(low, high, *rest) for low, high in zip(lo, hi, strict=True)]
@@ -166,14 +162,14 @@ def _observe(info: _Info, in_dims: Dims, *_: Any) -> NoReturn:
 
 RULES: dict[str, Operator] = {
     "fake_quantize": _elementwise("fake_quantize"),
-    "fake_quantize_masked": _masked,
+    "fake_quantize_masked": _rule_with_grid(_masked),
     "mask_backward": _mask_backward,
     "fake_quantize_learned": _elementwise("fake_quantize_learned"),
-    "learned_backward": _learned_backward,
+    "learned_backward": _rule_with_grid(_learned_backward, tensors=2),
     "quantize": _elementwise("quantize"),
-    "quantize_packed": _quantize_packed,
+    "quantize_packed": _rule_with_grid(_quantize_packed),
     "dequantize": _elementwise("dequantize"),
-    "dequantize_packed": _dequantize_packed,
+    "dequantize_packed": _rule_with_grid(_dequantize_packed),
     "min_max": _min_max,
     "choose_qparams": _choose_qparams,
     "observe_fake_quantize": _observe,

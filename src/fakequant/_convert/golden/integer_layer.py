@@ -14,7 +14,7 @@ from torch import Tensor
 from fakequant._backends.checks import can_be_packed
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.formula import onnx_steps
-from fakequant._convert.golden.fixed_grid import Grid
+from fakequant._convert.golden.quantizer import GoldenQuantizer
 from fakequant._convert.golden.tracked_codes import (
     EXACT_IN_FLOAT32,
     Accumulated,
@@ -25,12 +25,12 @@ from fakequant._convert.golden.tracked_codes import (
     track,
 )
 from fakequant.nn._call_quantizers import CallQuantizers
-from fakequant.nn._deployed_bias import along_outputs, has_one_scale_per_sum
-from fakequant.nn._expert_groups import Groups
+from fakequant.nn._experts import Groups
+from fakequant.nn._folding import along_outputs, has_one_scale_per_sum
 from fakequant.nn._function_calls import not_watched
-from fakequant.nn._linear_function import linear
-from fakequant.nn._quantized_layer import Operator, QuantizedLayer, input_grids_of, reduced
+from fakequant.nn._quantized_layer import Operator, QuantizedLayer, input_grids_of
 from fakequant.nn._records import LayerRecord, Operands
+from fakequant.nn._saved_codes import linear
 from fakequant.spec import QuantSpec
 
 # True if float32 convolutions of integers are exact. On ARM, some use a transform that rounds.
@@ -69,9 +69,6 @@ class IntegerLayer(QuantizedLayer):
                     return record.quantized_bias(self)
         return super().__getattr__(name)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return reduced(self, IntegerLayer)
-
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Integers(LayerRecord):
@@ -85,10 +82,10 @@ class Integers(LayerRecord):
     weight_spec: QuantSpec | None = None
     weight_shape: tuple[int, ...] = ()
     # Exported codes are multiplied by 2^weight_shift, at a scale that is 2^weight_shift times smaller.
-    # See `Target.weight_shift`.
+    # See `fakequant._runtimes.target.weight_shift`.
     weight_shift: int = 0
     # The grid of the module that computes the input, if the layer has no `input_quantizer`.
-    input_grid: Grid | None = None
+    input_grid: GoldenQuantizer | None = None
     # True if a batch norm was folded into a linear layer, which is only correct for inputs of shape (batch, features).
     takes_vectors: bool = False
     # Whether the weight was rounded to a larger scale than in training, because its bias would not fit in 32 bits.
@@ -249,7 +246,8 @@ def _dequantized(layer: IntegerLayer, scale: Tensor) -> Tensor:
 def is_integer(layer: IntegerLayer) -> bool:
     """Returns True if a layer computes with integers: the scales of input and weight do not vary within a sum."""
     have_scale = all(
-        isinstance(grid, Grid) and grid.has_one_scale and grid.spec.format == "int" for grid in input_grids_of(layer)
+        isinstance(grid, GoldenQuantizer) and grid.has_one_scale and grid.spec.format == "int"
+        for grid in input_grids_of(layer)
     )
     return have_scale and layer._fakequant.weight_spec is not None and sums_have_one_scale(layer)
 

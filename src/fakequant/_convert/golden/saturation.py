@@ -45,12 +45,8 @@ def can_saturate(levels: Tensor, largest_code: int = 255) -> bool:
 def saturated_sums(layer: Any, codes: Tensor, zero_point: int, levels: Tensor, bias: Tensor | None) -> Tensor | None:
     """Returns the saturated sums of a layer in float64, or None for layers that are not supported.
 
-    Args:
-        layer: A linear layer or a convolution.
-        codes: The unsigned codes of its input.
-        zero_point: The zero point of its input.
-        levels: The codes of its weight minus their zero point.
-        bias: The bias at the scale of the sums, or None.
+    `codes` are the unsigned codes of the input, `levels` the codes of the weight minus their zero point, and `bias` has
+    the scale of the sums.
     """
     if levels.dim() == 2:
         sums = _sums_of_pairs(codes.flatten(0, -2), levels.double()).reshape(*codes.shape[:-1], len(levels))

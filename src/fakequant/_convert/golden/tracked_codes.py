@@ -47,8 +47,8 @@ from torch import Tensor
 from fakequant._backends.blocks import blocks_of
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.formula import onnx_steps
+from fakequant._backends.torch.grid_values import positions, values_at
 from fakequant._backends.torch.torch_private import pytree
-from fakequant._convert.golden.float_positions import positions, values_at
 from fakequant._moves import MOVES_OF_CODES, MOVES_OF_VALUES, SAME_VALUES, TorchFunction, named
 from fakequant.spec import QuantSpec
 
@@ -94,6 +94,9 @@ class Arithmetic(Protocol):
 
     def from_pool(self, x: Tensor, x_grid: GridOf, windows: "Windows", grid: GridOf) -> Tensor:
         """Returns the codes of the means of windows of `x`, which is on its grid."""
+
+    def bias_in_file(self, codes: Tensor, scale: Tensor) -> Tensor:
+        """Returns the codes of a bias that a file has, which may differ from `codes` if it stores floats."""
 
 
 # --- origins --------------------------------------------------------------------------------------
@@ -279,7 +282,7 @@ def quantized(x: Tensor, grid: GridOf) -> Tensor:
 def codes_of(x: Tensor, grid: GridOf) -> Tensor:
     """Returns the codes of a tensor that is already on `grid`, as integers in float32.
 
-    The codes of a float format are positions, see `float_positions`.
+    The codes of a float format are positions, see `grid_values`.
     """
     if grid.spec.format != "int":
         return positions(x, grid.scale, grid.spec)

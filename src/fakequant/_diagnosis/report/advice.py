@@ -3,8 +3,8 @@
 import dataclasses
 from typing import NamedTuple
 
-from fakequant._diagnosis.report.tensors import TensorCounts
-from fakequant._train.health import QuantizerHealth
+from fakequant._diagnosis.health import QuantizerHealth
+from fakequant._diagnosis.report.tensor_counts import TensorCounts
 
 # Thresholds of findings. With few levels, clipping some percent is worth the finer steps, and learned scales do so.
 CLIPPED, CLIPPED_OF_FEW, FEW = 0.01, 0.10, 16

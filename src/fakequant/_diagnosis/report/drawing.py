@@ -1,8 +1,9 @@
 """Renders Matplotlib figures as PNGs, and as SVGs that use the colours of their page."""
 
+import dataclasses
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,8 +68,9 @@ def own_style() -> Iterator[None]:
         yield
 
 
-def new_figure(height: float, left: float = 0.62, bottom: float = 0.5, top: float = 0.12) -> tuple[Figure, Axes]:
+def new_figure(height: float, left: float = 0.62, top: float = 0.12) -> tuple[Figure, Axes]:
     """Returns a figure with one plot. All lengths are in inches."""
+    bottom = 0.5
     figure = Figure(figsize=(WIDTH, height))
     axes = figure.add_axes((left / WIDTH, bottom / height, 1 - (left + 0.12) / WIDTH, 1 - (bottom + top) / height))
     axes.grid(axis="y", color=GRID, linewidth=0.7)
@@ -78,12 +80,8 @@ def new_figure(height: float, left: float = 0.62, bottom: float = 0.5, top: floa
 def to_svg(figure: Figure, prefix: str, label: str) -> str:
     """Returns the figure as SVG markup for a page.
 
-    Colours become CSS variables, and text stays text in the page's font. The markup contains no date and no URL.
-
-    Args:
-        figure: The figure.
-        prefix: A prefix for all ids, to keep them unique on the page.
-        label: A description for screen readers.
+    Colours become CSS variables, and text stays text in the page's font. The markup contains no date and no URL. All
+    ids have the prefix, to be unique on the page. The label is for screen readers.
     """
     file = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -97,7 +95,7 @@ def to_svg(figure: Figure, prefix: str, label: str) -> str:
     text = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{prefix}-", text)
     for color, name in _VARIABLES.items():
         text = text.replace(color, f"var({name})")
-    # Keep the size of the text, and drop its font family to use that of the page.
+    # Keep the size of the text, and drop its font family to use the font of the page.
     text = re.sub(r"font: ([^;\"]*?)([\d.]+px)[^;\"]*", r"font-size: \2", text)
     viewbox = re.search(r'viewBox="[^"]*"', text)
     assert viewbox is not None
@@ -133,3 +131,44 @@ def shortened(path: str, length: int = 30) -> str:
 
 def _escaped(text: str) -> str:
     return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """A figure on the page. Its PNG has the same name."""
+
+    name: str
+    svg: str
+    caption: str
+
+
+class Figures:
+    """Draws figures under unique names, and keeps the PNGs until they are written."""
+
+    def __init__(self, on_drawn: Callable[[], object]) -> None:
+        self.pngs: dict[str, bytes] = {}
+        self._on_drawn = on_drawn
+
+    def draw(self, name: str, title: str, caption: str, make: Callable[..., Figure], *args: object) -> Drawn:
+        """Draws the figure that `make(*args)` returns, for the page with a caption, and as a PNG with a title.
+
+        The name of the file is changed if necessary to make it valid and unique.
+        """
+        name = _file_name(name, self.pngs)
+        with own_style():
+            figure = make(*args)
+            svg = to_svg(figure, f"f{len(self.pngs)}", f"{title}. {caption}")
+            self.pngs[name] = to_png(figure, title)
+        self._on_drawn()
+        return Drawn(f"{name}.png", svg, caption)
+
+
+def _file_name(name: str, taken: dict[str, bytes]) -> str:
+    """Returns a unique name that is valid on every file system."""
+    safe = re.sub(r"[^A-Za-z0-9.-]+", "_", name)[-100:].lstrip(".") or "figure"
+    lower = {other.lower() for other in taken}
+    number, found = 1, safe
+    while found.lower() in lower:
+        number += 1
+        found = f"{safe}-{number}"
+    return found

@@ -1,33 +1,60 @@
 """The data that the template shows: rows of text, numbers to sort by, figures."""
 
+import dataclasses
+import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-from fakequant._diagnosis.history import History
+from fakequant._diagnosis.compare import Comparison
+from fakequant._diagnosis.health import History
 from fakequant._diagnosis.report.advice import LOW_SQNR, Judged
-from fakequant._diagnosis.report.model_figures import (
+from fakequant._diagnosis.report.drawing import Drawn, Figures
+from fakequant._diagnosis.report.figures import (
+    HISTORY_LABELS,
     ROWS,
     draw_comparison,
     draw_history,
+    draw_levels,
     draw_pareto,
     draw_sensitivity,
+    draw_values,
     layers_to_draw,
 )
-from fakequant._diagnosis.report.pieces import Cell, Drawn, Figures, decibel, number, percent
-from fakequant._diagnosis.report.tensor_figures import draw_levels, draw_values
-from fakequant._diagnosis.report.tensors import TensorCounts
+from fakequant._diagnosis.report.tensor_counts import TensorCounts
+from fakequant._diagnosis.sensitivity_table import Sensitivity
 from fakequant._prepare.summary import Summary
-
-if TYPE_CHECKING:
-    from fakequant._diagnosis.compare import Comparison
-    from fakequant._diagnosis.sensitivity_table import Sensitivity
-    from fakequant._verify.verdict import Verification
+from fakequant._verify.verdict import Verification
 
 # Variables of the template: text, cells, figures, and lists and dicts of them.
 Entry: TypeAlias = dict[str, Any]
 # Title, value, explanation, whether it is bad.
 Tile = tuple[str, str, str, bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """The text of a table cell, and the value it is sorted by."""
+
+    text: str
+    value: float | None = None
+    bad: bool = False
+
+
+def percent(value: float | None, bad: bool = False) -> Cell:
+    return Cell("–", None) if value is None else Cell(f"{value:.2%}", value, bad)
+
+
+def decibel(value: float | None, bad: bool = False) -> Cell:
+    """Returns a cell with a signal-to-noise ratio."""
+    if value is None or math.isnan(value):
+        return Cell("–", None)
+    return Cell("exact" if value == math.inf else f"{value:.1f} dB", min(max(value, -1e9), 1e9), bad)
+
+
+def number(value: float, digits: int = 4, bad: bool = False) -> Cell:
+    """Returns a cell with a number."""
+    return Cell(f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}", value, bad)
 
 
 def tensor_entry(figures: Figures, judged: Judged) -> Entry:
@@ -113,13 +140,13 @@ def anchor(path: str) -> str:
     return "tensor-" + re.sub(r"[^A-Za-z0-9_.-]", "_", path)
 
 
-def comparison_entry(figures: Figures, found: "Comparison") -> Entry:
+def comparison_entry(figures: Figures, found: Comparison) -> Entry:
     """Returns the figure and the rows of the comparison with the float model."""
     drawn, worst, bad = layers_to_draw(found), found.worst, low_layer(found)
     figure = figures.draw(
         "layers-sqnr",
-        "SQNR of every layer's result",
-        "Signal-to-noise ratio of each layer's result with respect to the float model. Look for a filled dot far to "
+        "SQNR of every layer's output",
+        "Signal-to-noise ratio of each layer's output with respect to the float model. Look for a filled dot far to "
         "the left: that layer adds the noise itself. A hollow dot far from its filled dot shows noise from earlier "
         "layers.",
         draw_comparison,
@@ -146,18 +173,17 @@ def comparison_entry(figures: Figures, found: "Comparison") -> Entry:
     return {"rows": rows, "worst": worst, "is_bad": bad is not None, "figure": figure, "left_out": left_out}
 
 
-def low_layer(found: "Comparison") -> str | None:
+def low_layer(found: Comparison) -> str | None:
     """Returns the layer with the lowest SQNR in isolation, or None if that is not below `LOW_SQNR`."""
-    worst = next(layer for layer in found.layers if layer.path == found.worst)
-    sqnr = worst.isolated.sqnr
-    return worst.path if sqnr is not None and not sqnr >= LOW_SQNR else None
+    sqnr = found.worst_layer.isolated.sqnr
+    return found.worst if sqnr is not None and not sqnr >= LOW_SQNR else None
 
 
 def _or_dash(value: float | None) -> Cell:
     return Cell("–", None) if value is None else number(float(value), 3)
 
 
-def sensitivity_entry(figures: Figures, found: "Sensitivity") -> Entry:
+def sensitivity_entry(figures: Figures, found: Sensitivity) -> Entry:
     """Returns the figure and the rows of the sensitivity analysis."""
     figure = figures.draw(
         "sensitivity",
@@ -179,7 +205,7 @@ def sensitivity_entry(figures: Figures, found: "Sensitivity") -> Entry:
     ]
     return {
         "rows": rows,
-        "widths": widths,
+        "columns": ["Weights", "Bits", "Cost", "Gain", *(f"{bits}-bit weight" for bits in widths)],
         "measure": found.measure,
         "error": f"{-found.quantized_score:.4g}",
         "pareto": _pareto_figure(figures, found) if found.has_widths else None,
@@ -190,12 +216,12 @@ def sensitivity_entry(figures: Figures, found: "Sensitivity") -> Entry:
     }
 
 
-def _pareto_figure(figures: Figures, found: "Sensitivity") -> Drawn:
+def _pareto_figure(figures: Figures, found: Sensitivity) -> Drawn:
     return figures.draw(
         "pareto",
         "Cost of widths",
-        "The least sum of costs for each average width of the weights, and that of the same width everywhere. Look how "
-        "far the squares are above the line: so much is gained by a width for each layer.",
+        "The least sum of costs for each average width of the weights, and the cost of the same width everywhere. The "
+        "further the squares are above the line, the more is gained by a width for each layer.",
         draw_pareto,
         found.pareto(),
     )
@@ -216,21 +242,17 @@ def history_entry(figures: Figures, history: History) -> Entry:
         "levels_used": "Share of codes that occur. Look for a line that falls: the range has become too wide.",
         "oscillating": "Share of weights whose code changed and changed back. Look for lines that are high at the end.",
     }
-    titles = {
-        "clipped": "Clipped values",
-        "levels_used": "Codes in use",
-        "scale_drift": "Change of scales",
-        "oscillating": "Oscillating weights",
-    }
     drawn = [
-        figures.draw(f"history-{name}", f"{titles[name]} over training", captions[name], draw_history, history, name)
-        for name in captions
+        figures.draw(
+            f"history-{name}", f"{label.capitalize()} over training", captions[name], draw_history, history, name
+        )
+        for name, label in HISTORY_LABELS.items()
         if any(history.series(path, name)[1] for path in history.paths)
     ]
     return {"figures": drawn, "checks": len(history.steps)}
 
 
-def verification_entry(found: "Verification") -> Entry:
+def verification_entry(found: Verification) -> Entry:
     """Returns the rows and the verdict of the comparison with a runtime."""
     rows = [
         {
@@ -262,9 +284,9 @@ def _differ(count: int, steps: int) -> str:
 def overview(
     summary: Summary,
     judged: Sequence[Judged],
-    comparison: "Comparison | None",
-    sensitivity: "Sensitivity | None",
-    verification: "Verification | None",
+    comparison: Comparison | None,
+    sensitivity: Sensitivity | None,
+    verification: Verification | None,
 ) -> list[Tile]:
     """Returns the tiles at the top of the page."""
     bad = sum(bool(j.findings) for j in judged)
@@ -286,7 +308,7 @@ def overview(
         ),
     ]
     if comparison is not None:
-        worst = next(layer for layer in comparison.layers if layer.path == comparison.worst)
+        worst = comparison.worst_layer
         where = f"at {worst.path or 'the model'}"
         is_low = low_layer(comparison) is not None
         tiles.append(("Lowest SQNR of a layer", decibel(worst.isolated.sqnr).text, where, is_low))
@@ -299,7 +321,7 @@ def overview(
     return tiles
 
 
-def _share_tiles(summary: Summary, verification: "Verification | None") -> list[Tile]:
+def _share_tiles(summary: Summary, verification: Verification | None) -> list[Tile]:
     """Returns tiles with the shares that are quantized and, if the runtime is known, that run in integers."""
     tiles = [_share_tile("Quantized", summary.quantized_multiplications, summary.quantized_parameters, summary, "")]
     if verification is not None and verification.parameters:

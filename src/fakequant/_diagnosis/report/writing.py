@@ -2,31 +2,29 @@
 
 import dataclasses
 import os
+import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import nn
 
-from fakequant._diagnosis.history import History
+from fakequant._diagnosis.compare import Comparison, compare
+from fakequant._diagnosis.health import History, QuantizerHealth, health
 from fakequant._diagnosis.report.advice import Judged, judge
-from fakequant._diagnosis.report.folder import filling
-from fakequant._diagnosis.report.tensors import counting
+from fakequant._diagnosis.report.tensor_counts import counting
+from fakequant._diagnosis.sensitivity_table import Sensitivity
 from fakequant._info import info
+from fakequant._model.running import Bar, Data, check_steps
+from fakequant._model.snapshot import unchanged
 from fakequant._prepare.summary import Summary, summary
-from fakequant._train.health import QuantizerHealth, health, memory_as_before, qparams_for
-from fakequant._train.model_snapshot import unchanged
-from fakequant._train.running import Bar, Data, check_steps
-from fakequant._util.optional_packages import require
-from fakequant.nn._model_quantizers import quantizers
-
-if TYPE_CHECKING:
-    from fakequant._diagnosis.compare import Comparison
-    from fakequant._diagnosis.sensitivity_table import Sensitivity
-    from fakequant._verify.verdict import Verification
+from fakequant._util.files import unfinished_name
+from fakequant._util.packages import require
+from fakequant._verify.verdict import Verification
+from fakequant.nn._model_quantizers import has_scale, named_quantizers
 
 
 def report(
@@ -35,9 +33,9 @@ def report(
     data: Data | None = None,
     *,
     float_model: nn.Module | None = None,
-    sensitivity: "Sensitivity | None" = None,
+    sensitivity: Sensitivity | None = None,
     history: History | None = None,
-    verification: "Verification | None" = None,
+    verification: Verification | None = None,
     title: str | None = None,
     steps: int | None = None,
     max_tensors: int | None = 40,
@@ -51,14 +49,14 @@ def report(
     Args:
         model: A prepared model. It is not changed.
         folder: The folder to write. It is created if necessary.
-        data: Batches for the activations, on which the model runs in evaluation mode. None for weights only.
+        data: Batches for the activations, on which the model runs in evaluation mode. If None, only weights are shown.
         float_model: The float model to compare each layer with, on `data`.
         sensitivity: The result of `fakequant.sensitivity`.
         history: The health of the model over its training.
         verification: The result of `fakequant.verify`.
         title: The title of the page.
-        steps: The number of batches to use. None for all.
-        max_tensors: The number of tensors with figures, those with problems first. None for all.
+        steps: The maximum number of batches. If None, all are used.
+        max_tensors: The number of tensors with figures, tensors with problems first. If None, all have figures.
         progress: Whether to show a progress bar.
 
     Returns:
@@ -66,8 +64,8 @@ def report(
 
     Needs `pip install "fakequant[report]"`.
 
-    >>> import tempfile, fakequant as fq
-    >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8())
+    >>> import tempfile, torch, fakequant as fq
+    >>> model = fq.prepare(nn.Sequential(nn.Linear(4, 2)), fq.recipes.int8(), example=torch.ones(1, 4))
     >>> model = fq.calibrate(model, [torch.ones(3, 4)], progress=False)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     page = fq.report(model, folder, [torch.randn(8, 4)], progress=False)
@@ -85,8 +83,6 @@ def report(
         judged = _judged(model, data, steps, history)
         comparison = None
         if float_model is not None:
-            from fakequant._diagnosis.compare import compare
-
             assert data is not None
             comparison = compare(float_model, model, data, steps=steps, progress=progress)
         text, pngs = _page(made, judged, comparison, sensitivity, history, verification, title, max_tensors, progress)
@@ -114,11 +110,11 @@ def _check(
         )
     if history is not None and not isinstance(history, History):
         raise TypeError(f"`history` must be a fakequant.History, got {type(history).__name__}.")
-    if sensitivity is not None and not hasattr(sensitivity, "quantized_score"):
+    if sensitivity is not None and not isinstance(sensitivity, Sensitivity):
         raise TypeError(
             f"`sensitivity` must be what fakequant.sensitivity(...) returns, got {type(sensitivity).__name__}."
         )
-    if verification is not None and not hasattr(verification, "first_difference"):
+    if verification is not None and not isinstance(verification, Verification):
         raise TypeError(
             f"`verification` must be what fakequant.verify(...) returns, got {type(verification).__name__}."
         )
@@ -133,7 +129,7 @@ def _judged(model: nn.Module, data: Data | None, steps: int | None, history: His
     calls: list[None] = []
     handle = model.register_forward_pre_hook(lambda *_: calls.append(None))
     try:
-        with unchanged(model), memory_as_before(model), counting(model) as counts:
+        with unchanged(model), counting(model) as counts:
             found = health(model, data, steps)
     finally:
         handle.remove()
@@ -141,11 +137,10 @@ def _judged(model: nn.Module, data: Data | None, steps: int | None, history: His
         raise ValueError(
             "`data` has no batches, so there are no activations to show.\nPass at least one batch, or data=None."
         )
-    is_on = {path: q.quantizing for path, q in quantizers(model)}
-    has_scale = {path: q.is_dynamic or qparams_for(q, torch.zeros(0)) is not None for path, q in quantizers(model)}
+    quantizers = [quantizer for _, quantizer in named_quantizers(model)]
     return [
-        judge(_completed(q, history), c, c.total > 0 or has_scale[q.path], is_on[q.path])
-        for q, c in zip(found.quantizers, counts, strict=True)
+        judge(_completed(seen, history), c, c.total > 0 or has_scale(q), q.quantizing)
+        for q, seen, c in zip(quantizers, found.quantizers, counts, strict=True)
     ]
 
 
@@ -164,23 +159,23 @@ def _completed(found: QuantizerHealth, history: History | None) -> QuantizerHeal
 def _page(
     made: Summary,
     judged: list[Judged],
-    comparison: "Comparison | None",
-    sensitivity: "Sensitivity | None",
+    comparison: Comparison | None,
+    sensitivity: Sensitivity | None,
     history: History | None,
-    verification: "Verification | None",
+    verification: Verification | None,
     title: str | None,
     max_tensors: int | None,
     progress: bool,
 ) -> tuple[str, dict[str, bytes]]:
     """Returns the text of the page, and the figures as PNGs."""
-    from fakequant._diagnosis.report import page, pieces
+    from fakequant._diagnosis.report import drawing, page
 
     seen = [j for j in judged if j.counts.total]
     drawn = sorted(seen, key=lambda j: j.order)[:max_tensors]
     total = 2 * len(drawn) + (comparison is not None) + (sensitivity is not None) + 4 * (history is not None)
     total += sensitivity is not None and sensitivity.has_widths
     with Bar(total=total, desc="figures", disable=not progress, leave=False) as bar:
-        figures = pieces.Figures(bar.update)
+        figures = drawing.Figures(bar.update)
         context = {
             "title": title or "Quantization report",
             "versions": _versions(),
@@ -225,3 +220,45 @@ def _versions() -> list[tuple[str, str]]:
         ("NumPy", found.numpy),
         ("Python", f"{found.python} on {found.machine}"),
     ]
+
+
+@contextmanager
+def filling(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yields a temporary folder whose files are moved to `folder` on success and deleted on failure.
+
+    The temporary folder is created first, on the same file system, so a folder that cannot be written raises OSError
+    before any work is done. Figures of an earlier report in `folder` are deleted, as they may be of another model.
+    """
+    goal = Path(folder)
+    for path in (goal, goal / "figures"):
+        if path.exists() and not path.is_dir():
+            raise NotADirectoryError(f"{str(path)!r} is a file, not a folder.\nUse another folder.")
+    there = goal
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise NotADirectoryError(f"{str(there)!r} is a file, not a folder.\nUse another folder.")
+    had_report = (goal / "report.html").is_file()
+    unfinished = there / unfinished_name(f".{goal.name}")
+    try:
+        unfinished.mkdir()
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{str(goal)!r} cannot be written: {error.strerror}.\nUse a writable folder",
+        ) from error
+    try:
+        yield unfinished
+        # Deeper folders first, so that the figures are complete when the page appears.
+        files = sorted((f for f in unfinished.rglob("*") if f.is_file()), key=lambda f: (-len(f.parts), f))
+        for file in files:
+            place = goal / file.relative_to(unfinished)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            file.replace(place)
+        if had_report:
+            new = {file.name for file in files}
+            for old in goal.glob("figures/*.png"):
+                if old.name not in new:
+                    old.unlink()
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)

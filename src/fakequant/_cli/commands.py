@@ -1,0 +1,395 @@
+"""All commands: their arguments, and what they run."""
+
+import argparse
+import copy
+import dataclasses
+import re
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fakequant._cli.loading import find, folder_to_write, load_config, load_data, load_model
+from fakequant._cli.output import UsageError, shows_progress
+from fakequant._cli.parser import (
+    Answer,
+    Commands,
+    Parser,
+    add_data,
+    add_model,
+    add_state,
+    add_steps,
+    whole_number,
+)
+from fakequant._info import info
+from fakequant._runtimes import RUNTIMES
+
+if TYPE_CHECKING:
+    from fakequant.config import QuantConfig
+
+# Optional packages. Their versions are read without importing them.
+PACKAGES = ("onnx", "onnxruntime", "onnxscript", "safetensors", "matplotlib", "scikit-learn")
+# Not for the integer kernels of a target.
+FLOAT_RECIPES = ("fp8", "mxfp8", "mxfp4_weight_only", "nvfp4")
+RECIPES = ("int8", "int8_dynamic", "int4_weight_only", "w4a8", *FLOAT_RECIPES)
+ALL_RECIPES = f"{', '.join(RECIPES)}, lsq2 to lsq8"
+# The names of `fakequant.ptq._try_methods.METHODS`, which needs torch.
+_METHODS = ("equalize", "smooth", "correct_bias", "adaround", "gptq")
+
+
+# --- without a model --------------------------------------------------------------------------------
+
+
+def add_info(commands: Commands) -> None:
+    commands.add(
+        "info", run_info, "show versions, instruction set and threads, for bug reports", examples=["", "--json"]
+    )
+
+
+def run_info(options: argparse.Namespace) -> Answer:
+    """Answers with the installed versions and the kernels in use."""
+    found, installed = info(), _installed()
+    names = ", ".join(f"{name} {number}" for name, number in installed.items() if number is not None)
+    return Answer(f"{found}\n{'installed':<10} {names or '-'}", {**dataclasses.asdict(found), "installed": installed})
+
+
+def _installed() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def add_demo(commands: Commands) -> None:
+    parser = commands.add(
+        "demo",
+        run_demo,
+        "train, quantize, export and verify a small network on real data, and write a report",
+        about='Takes up to two minutes. Needs pip install "fakequant[demo]".',
+        extra="demo",
+        examples=["", "--out results --seed 1 --json"],
+    )
+    parser.add_argument(
+        "--out", metavar="FOLDER", default="fakequant-demo", help="the folder to write to (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", metavar="N", type=whole_number(0), default=0, help="the seed of all random numbers (default: 0)"
+    )
+
+
+def run_demo(options: argparse.Namespace) -> Answer:
+    """Runs the demo and answers with its table."""
+    folder = folder_to_write(options.out)
+    from fakequant._demo.run import run
+
+    result = run(folder, seed=options.seed)
+    return Answer(str(result), result.to_dict())
+
+
+# --- what a recipe does to a model ------------------------------------------------------------------
+
+
+def add_summary(commands: Commands) -> None:
+    parser = commands.add(
+        "summary",
+        run_summary,
+        "show what is quantized in a model, what is not, and why",
+        examples=["train.py:make_model", "package.models:make_model --recipe int8 --data train.py:test_data"],
+    )
+    add_model(parser, prepared="a prepared model (a float model with --recipe)")
+    add_recipe(parser, "show what a recipe would quantize in a float model")
+    add_data(parser, "--data", words=", of which the first shows how data flows (for --recipe)")
+
+
+def run_summary(options: argparse.Namespace) -> Answer:
+    """Answers with the tables of `fakequant.summary`."""
+    model = load_model(options.model)
+    from fakequant._prepare.attach import is_prepared
+    from fakequant._prepare.prepare import MissingExampleError, prepare
+    from fakequant._prepare.summary import summary
+
+    if options.recipe is None and not is_prepared(model):
+        raise UsageError(
+            f"{options.model} is not prepared; name the module that was passed to fakequant.prepare, or use "
+            "--recipe int8 --data DATA to see what would be quantized"
+        )
+    if options.recipe is not None:
+        if is_prepared(model):
+            raise UsageError(f"{options.model} is already prepared; remove --recipe")
+        example = None if options.data is None else next(iter(load_data(options.data)))
+        try:
+            model = prepare(copy.deepcopy(model), find_recipe(options.recipe), example)
+        except MissingExampleError as error:
+            raise UsageError(
+                f"{options.recipe} needs batches, of which the first shows how data flows through the model; add "
+                "--data FILE.py:NAME"
+            ) from error
+    found = summary(model)
+    return Answer(str(found), found.to_dict())
+
+
+def add_recipe(parser: Parser, words: str, default: str | None = None) -> None:
+    """Adds the option that names a recipe. `words` say what it is for."""
+    shown = "" if default is None else f" (default: {default})"
+    parser.add_argument(
+        "--recipe",
+        metavar="RECIPE",
+        type=recipe_name,
+        default=default,
+        help=f"{words}: {ALL_RECIPES}, or FILE.py:NAME of a QuantConfig{shown}",
+    )
+
+
+def recipe_name(text: str) -> str:
+    """The argparse type of recipes: returns `text` if it names one, or a config to load."""
+    if text in RECIPES or ":" in text or re.fullmatch("lsq[2-8]", text):
+        return text
+    raise argparse.ArgumentTypeError(f"expected {ALL_RECIPES} or FILE.py:NAME, got {text!r}")
+
+
+def find_recipe(recipe: str) -> "QuantConfig":
+    """Returns the config of a recipe."""
+    if ":" in recipe:
+        return load_config(recipe)
+    from fakequant import recipes
+
+    return recipes.lsq(int(recipe[3:])) if recipe.startswith("lsq") else getattr(recipes, recipe)()
+
+
+def add_check(commands: Commands) -> None:
+    parser = commands.add(
+        "check",
+        run_check,
+        "try the whole flow on a copy of a float model, and show what would run in integers",
+        examples=["train.py:make_model train.py:test_data", "package.models:net train.py:batches --recipe w4a8"],
+        yes="every stage succeeds",
+        no="a stage fails",
+        extra="onnx",
+    )
+    add_model(parser, prepared="a float model")
+    add_data(parser, words=", of which the first is used")
+    add_recipe(parser, "how to quantize", default="int8")
+    parser.add_argument(
+        "--target", metavar="TARGET", help="what the model will run on (default: onnxruntime-x86 for integer recipes)"
+    )
+
+
+def run_check(options: argparse.Namespace) -> Answer:
+    """Answers with the tables of `fakequant.check`."""
+    model = load_model(options.model)
+    example = next(iter(load_data(options.data)))
+    from fakequant._diagnosis.check import check
+
+    config = find_recipe(options.recipe)
+    has_own_target = ":" in options.recipe or options.recipe in FLOAT_RECIPES
+    target = options.target or (config.target if has_own_target else "onnxruntime-x86")
+    found = check(model, example, dataclasses.replace(config, target=target))
+    return Answer(str(found), found.to_dict(), 0 if found.ok else 1)
+
+
+def add_ptq(commands: Commands) -> None:
+    parser = commands.add(
+        "ptq",
+        run_ptq,
+        "quantize a float model without training, and show what each post-training method gains",
+        about="Methods are applied one after the other to a prepared and calibrated copy of the model.",
+        examples=[
+            "train.py:make_model train.py:batches --state float.pt",
+            "train.py:make_model train.py:batches --recipe w4a8 --method adaround --method correct_bias "
+            "--evaluate train.py:accuracy --out quantized.pt",
+        ],
+    )
+    add_model(parser, prepared="a float model")
+    add_data(parser, words=", with or without labels")
+    add_recipe(parser, "how to quantize", default="w4a8")
+    parser.add_argument("--target", metavar="TARGET", help="what the model will run on (default: the recipe's target)")
+    parser.add_argument(
+        "--method",
+        metavar="METHOD",
+        action="append",
+        choices=_METHODS,
+        help=f"a method to apply, may be repeated: {', '.join(_METHODS)} (default: adaround)",
+    )
+    parser.add_argument(
+        "--evaluate", metavar="FUNCTION", help="FILE.py:NAME of a function that takes a model and returns a score"
+    )
+    add_state(parser)
+    parser.add_argument("--out", metavar="FILE", help="where to save the state of the quantized model")
+    add_steps(parser)
+
+
+def run_ptq(options: argparse.Namespace) -> Answer:
+    """Answers with the SQNR, and the score, of the float model and of the model after each method."""
+    if options.out:
+        folder_to_write(str(Path(options.out).absolute().parent))
+    model = load_model(options.model, options.state, prepared=False)
+    data = load_data(options.data)
+    evaluate = find(options.evaluate) if options.evaluate else None
+    if evaluate is not None and not callable(evaluate):
+        raise UsageError(f"{options.evaluate} is of type {type(evaluate).__name__}; name a function that takes a model")
+    config = find_recipe(options.recipe)
+    if options.target:
+        config = dataclasses.replace(config, target=options.target)
+    import torch
+
+    from fakequant.ptq._try_methods import try_methods
+
+    quantized, trial = try_methods(
+        model,
+        config,
+        data,
+        options.method or ["adaround"],
+        evaluate=evaluate,
+        steps=options.steps,
+        progress=shows_progress(),
+    )
+    if options.out:
+        torch.save(quantized.state_dict(), options.out)
+    return Answer(str(trial), trial.to_dict())
+
+
+# --- what a prepared model computes -----------------------------------------------------------------
+
+
+def add_verify(commands: Commands) -> None:
+    parser = commands.add(
+        "verify",
+        run_verify,
+        "check, code by code, that an exported model computes what was trained",
+        examples=[
+            "train.py:make_model model.onnx train.py:test_data --state model.pt",
+            "train.py:make_model model.pte train.py:test_data --time --threads 2",
+        ],
+        yes="the file computes what was trained",
+        no="codes or results differ",
+        extra="onnx",
+    )
+    add_model(parser)
+    suffixes = ", ".join(dict.fromkeys(runtime.suffix for runtime in RUNTIMES.values() if runtime.suffix))
+    parser.add_argument("file", metavar="FILE", help=f"the exported file ({suffixes}) or folder")
+    add_data(parser)
+    add_state(parser)
+    add_steps(parser)
+    parser.add_argument("--runtime", choices=RUNTIMES, help="the runtime (default: the runtime of the file's target)")
+    parser.add_argument(
+        "--accuracy-level",
+        metavar="N",
+        type=whole_number(1),
+        help="1 if the runtime will not round the float inputs of weight-only layers; fakequant.verify says how",
+    )
+    parser.add_argument(
+        "--time", action="store_true", help="also measure the time for the first batch, compared with the float model"
+    )
+    parser.add_argument("--threads", metavar="N", type=whole_number(1), help="with --time: use N threads (default: 1)")
+
+
+def run_verify(options: argparse.Namespace) -> Answer:
+    """Answers with the tables of `fakequant.verify`, and of `fakequant.latency` if asked for."""
+    if options.threads is not None and not options.time:
+        raise UsageError("--threads is for measuring the time; use it with --time")
+    model = load_model(options.model, options.state)
+    data = load_data(options.data)
+    first = None
+    if options.time:
+        first, data = _first(options.data, data)
+    from fakequant._verify.verify import verify
+
+    settings = {"runtime": options.runtime, "accuracy_level": options.accuracy_level}
+    found = verify(model, options.file, data, steps=options.steps, **settings)
+    text, answer = str(found), found.to_dict()
+    if options.time:
+        from fakequant._verify.latency import latency
+
+        time = latency(model, options.file, first, threads=options.threads or 1, **settings)
+        text, answer = f"{text}\n\n{time}", {**answer, "latency": time.to_dict()}
+    return Answer(text, answer, 0 if found.ok else 1)
+
+
+def _first(name: str, data: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
+    """Returns the first batch, and all batches, also of data that can be iterated over only once."""
+    from torch import Tensor
+
+    if isinstance(data, Tensor) and data.dim() > 0:
+        return data, data  # it is one batch
+    batches = iter(data)
+    try:
+        first = next(batches)
+    except StopIteration:
+        raise UsageError(f"{name} has no batches; give it at least one") from None
+    return first, chain([first], batches) if batches is data else data
+
+
+def add_audit(commands: Commands) -> None:
+    parser = commands.add(
+        "audit",
+        run_audit,
+        "show how far a converter has moved each weight of a trained model",
+        examples=["train.py:make_model model.onnx --state model.pt", "train.py:make_model converted-folder --json"],
+        yes="the file has every trained weight, bit by bit",
+        no="a weight differs",
+        extra="onnx",
+    )
+    add_model(parser)
+    parser.add_argument("file", metavar="FILE", help="an ONNX file, or a folder of compressed-tensors")
+    add_state(parser)
+
+
+def run_audit(options: argparse.Namespace) -> Answer:
+    """Answers with the table of `fakequant.audit`."""
+    model = load_model(options.model, options.state)
+    from fakequant._diagnosis.audit import audit
+
+    found = audit(model, options.file)
+    return Answer(str(found), found.to_dict(), 0 if found.ok else 1)
+
+
+def add_report(commands: Commands) -> None:
+    parser = commands.add(
+        "report",
+        run_report,
+        "write an HTML page about a prepared model: histograms, clipping, used codes",
+        about='Needs pip install "fakequant[report]".',
+        extra="report",
+        examples=["train.py:make_model --data train.py:test_data --state model.pt --out report"],
+    )
+    add_model(parser)
+    add_data(parser, "--data", required=True)
+    parser.add_argument("--float", metavar="MODEL", help="the float model to compare layers with")
+    add_state(parser)
+    parser.add_argument("--float-state", metavar="FILE", help="a file as for --state, loaded into the float model")
+    parser.add_argument("--out", metavar="FOLDER", required=True, help="the folder for report.html and its figures")
+    parser.add_argument("--title", help="the title of the page")
+    add_steps(parser)
+
+
+def run_report(options: argparse.Namespace) -> Answer:
+    """Writes the report and answers with the path of the page."""
+    folder = folder_to_write(options.out)
+    if options.float_state and not options.float:
+        raise UsageError("--float-state needs a float model; use --float MODEL too")
+    model = load_model(options.model, options.state)
+    float_model = None
+    if options.float:
+        float_model = load_model(options.float, options.float_state, prepared=False, option="--float-state")
+    data = load_data(options.data)
+    import fakequant
+
+    page = fakequant.report(
+        model,
+        folder,
+        data,
+        float_model=float_model,
+        title=options.title,
+        steps=options.steps,
+        progress=shows_progress(),
+    )
+    figures = sorted(str(path) for path in (folder / "figures").glob("*.png"))
+    return Answer(f"{page}", {"report": str(page), "figures": figures})
+
+
+# In the order of the help.
+COMMANDS = (add_info, add_demo, add_check, add_summary, add_ptq, add_verify, add_audit, add_report)

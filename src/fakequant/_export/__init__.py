@@ -1,0 +1,1 @@
+"""Exporters: one folder per file format, and what they share."""

@@ -1,0 +1,1 @@
+"""The compressed-tensors exporter: safetensors folders that transformers, vLLM and SGLang load."""

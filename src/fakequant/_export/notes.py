@@ -1,0 +1,90 @@
+"""Notes in exported files: what a file was made for, and hashes that show later changes."""
+
+import hashlib
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor, nn
+
+from fakequant._convert.golden.integer_layer import IntegerLayer
+from fakequant._convert.golden.quantizer import GoldenQuantizer
+
+if TYPE_CHECKING:
+    import onnx
+
+# Notes on the whole file: its target; which argument of the model each input is, and which result each output is, as
+# JSON; the names of its tensors, as JSON; hashes of its graph and of the parameters.
+TARGET, INPUTS, OUTPUTS = "fakequant.target", "fakequant.inputs", "fakequant.outputs"
+TENSORS = "fakequant.tensors"
+GRAPH, PARAMETERS = "fakequant.graph", "fakequant.parameters"
+# Of a node that outputs codes: the calls of quantizers that they are the result of, one name per line (see
+# `call_name`), and the offset that was added to them.
+QUANTIZER, OFFSET = "fakequant.quantizer", "fakequant.offset"
+
+_NUMBER = re.compile(r"(.*)#([1-9]\d*)", re.DOTALL)
+
+
+def call_name(path: str, call: int) -> str:
+    """Returns the name of a call: the path of the quantizer, with the number of the call if it is not the first.
+
+    >>> call_name("fc.input_quantizer", 0), call_name("fc.input_quantizer", 1)
+    ('fc.input_quantizer', 'fc.input_quantizer#1')
+    """
+    return f"{path}#{call}" if call else path
+
+
+def parse_call(name: str) -> tuple[str, int]:
+    """Returns the path of a quantizer and the number of the call.
+
+    >>> parse_call("fc.input_quantizer"), parse_call("fc.input_quantizer#1")
+    (('fc.input_quantizer', 0), ('fc.input_quantizer', 1))
+    """
+    match = _NUMBER.fullmatch(name)
+    return (match[1], int(match[2])) if match else (name, 0)
+
+
+def digest_of_graph(model: "onnx.ModelProto") -> str:
+    """Returns a hash of everything in an ONNX model that affects results: nodes, tensors, inputs, outputs, opsets."""
+    import onnx
+
+    seen = hashlib.sha256()
+    graph = model.graph
+    for opset in model.opset_import:
+        _add(seen, "opset", opset.domain, str(opset.version))
+    for kind, values in (("input", graph.input), ("output", graph.output)):
+        for value in values:
+            _add(seen, kind, value.name, value.type.SerializeToString(deterministic=True))
+    for tensor in sorted(graph.initializer, key=lambda t: t.name):
+        array = onnx.numpy_helper.to_array(tensor)
+        _add(
+            seen, "tensor", tensor.name, str(tensor.data_type), str(array.shape), np.ascontiguousarray(array).tobytes()
+        )
+    for node in graph.node:
+        _add(seen, "node", node.domain, node.op_type, *node.input, "to", *node.output)
+        for attribute in sorted(node.attribute, key=lambda a: a.name):
+            _add(seen, attribute.SerializeToString(deterministic=True))
+        for note in sorted(node.metadata_props, key=lambda p: p.key):
+            _add(seen, "note", note.key, note.value)
+    return seen.hexdigest()
+
+
+def digest_of_parameters(golden: nn.Module) -> str:
+    """Returns a hash of the codes, scales, biases and float parameters of a converted model."""
+    seen = hashlib.sha256()
+    for path, module in golden.named_modules():
+        own: dict[str, Tensor | None] = dict(module._parameters)
+        if isinstance(module, (IntegerLayer, GoldenQuantizer, nn.modules.batchnorm._NormBase)):
+            own.update(module._buffers)
+        for name, value in own.items():
+            if value is not None and name != "num_batches_tracked":
+                array = value.detach().cpu().contiguous().numpy()
+                _add(seen, path, name, str(array.dtype), str(array.shape), array.tobytes())
+    return seen.hexdigest()
+
+
+def _add(seen: "hashlib._Hash", *parts: str | bytes) -> None:
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        seen.update(len(data).to_bytes(8, "little"))
+        seen.update(data)

@@ -1,0 +1,287 @@
+"""`OnnxSession`: the part of a session that all runtimes of ONNX files share.
+
+It reads what `export_onnx` wrote: the metadata of a file, its tensors, and which values hold codes.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from fakequant._export.notes import (
+    GRAPH,
+    INPUTS,
+    OFFSET,
+    OUTPUTS,
+    PARAMETERS,
+    QUANTIZER,
+    TARGET,
+    TENSORS,
+    digest_of_graph,
+    parse_call,
+)
+from fakequant._export.onnx.export_onnx import TORCHS_LOWEST, quiet_exporter, torch_export
+from fakequant._export.onnx.exported_modules import tensors_in_file
+from fakequant._model.running import Args, Kwargs
+from fakequant._runtimes import TARGETS
+from fakequant._runtimes.session import Array, Run, Session, starts_with
+from fakequant._util.packages import require
+
+if TYPE_CHECKING:
+    import onnx
+
+# The first byte of every ONNX file: the tag of its first field, the version of the format.
+_FIRST_BYTE = b"\x08"
+# FLOAT4E2M1 and FLOAT8E8M0, as numbers in a file.
+_NEW_TYPES = {23, 24}
+_OLDER_TYPES = (
+    "The file has FP4 codes or E8M0 scales, for which runtimes may have no kernels.\nExport the model with opset=21 or "
+    "22, which stores the same values as FP8 codes and float32 scales, and verify that file."
+)
+_ADVICE = "Use a file that fakequant.export_onnx wrote."
+
+
+class OnnxSession(Session):
+    """An ONNX file. Sessions of runtimes are derived from it."""
+
+    model: "onnx.ModelProto"
+
+    def __init__(self, path: str | os.PathLike[str], threads: int = 1) -> None:
+        super().__init__(path, threads)
+        self.model = _load(path)
+        # By the name of a value that holds codes: the paths of its quantizers and the offset of the codes.
+        self.codes: dict[str, tuple[list[str], int]] = {}
+        # By the same name: the number of the call of each of these quantizers.
+        self.calls: dict[str, list[int]] = {}
+        # By the same name: the names of the scale and the zero point, if they are computed at run time.
+        self.dynamic: dict[str, tuple[str, str]] = {}
+        for node in self.model.graph.node:
+            notes = {p.key: p.value for p in node.metadata_props}
+            if QUANTIZER in notes:
+                calls = [parse_call(line) for line in notes[QUANTIZER].split("\n")]
+                self.codes[node.output[0]] = ([quantizer for quantizer, _ in calls], _offset(notes, path))
+                self.calls[node.output[0]] = [number for _, number in calls]
+                if node.op_type == "DynamicQuantizeLinear":
+                    self.dynamic[node.output[0]] = node.output[1], node.output[2]
+        self.dynamic_paths = {path for name in self.dynamic for path in self.codes[name][0]}
+        constants = {tensor.name for tensor in self.model.graph.initializer}
+        self.inputs = [value.name for value in self.model.graph.input if value.name not in constants]
+        self.outputs = [value.name for value in self.model.graph.output]
+        noted = json.loads(_noted(self.model, OUTPUTS) or "null")
+        self.results = None
+        if isinstance(noted, dict):
+            self.results = [noted.get(name, f"{name}, which it does not name") for name in self.outputs]
+        self.target, self.parameters = _noted(self.model, TARGET), _noted(self.model, PARAMETERS)
+        self.missing = sorted(set(json.loads(_noted(self.model, TENSORS) or "[]")) - constants)
+        self.is_as_written = _noted(self.model, GRAPH) == digest_of_graph(self.model)
+        self.random_operators = sorted({node.op_type for node in self.model.graph.node if _draws(node)})
+
+    @classmethod
+    def opens(cls, path: str | os.PathLike[str]) -> bool:
+        """Returns True for an ONNX file whose target is for this runtime. A file may name no target."""
+        if not starts_with(path, _FIRST_BYTE):
+            return False
+        target = TARGETS.get(_noted(_load(path), TARGET) or "", TARGETS["generic"])
+        return target.runtime.key == cls.key
+
+    def tensors(self, golden: nn.Module) -> Iterator[tuple[str, Array, Tensor]]:
+        """Yields the tensors that the golden model and the file both have."""
+        for name, here in tensors_in_file(golden):
+            there = self.initializer(name)
+            # A tensor is absent if it is not used, or was merged with an equal one.
+            if there is not None:
+                yield name, there, here
+
+    def initializer(self, name: str) -> Array | None:
+        """Returns the value of a tensor in the file. None if there is no such tensor."""
+        onnx = require("onnx", "onnx")
+        for tensor in self.model.graph.initializer:
+            if tensor.name == name:
+                return np.asarray(onnx.numpy_helper.to_array(tensor))
+        return None
+
+    def operator_of(self, layer: str) -> str | None:
+        """Returns the operator that computes a layer. None if no operator reads the codes of its weight."""
+        node = self.node_of(layer)
+        return None if node is None else str(node.op_type)
+
+    def node_of(self, layer: str) -> "onnx.NodeProto | None":
+        """Returns the node that computes with the weight of a layer. None if there is none."""
+        return weight_node(readers_of(self.model.graph), f"{layer}.weight" if layer else "weight")
+
+    def quantizes_result_of(self, layer: str) -> bool:
+        """Returns True if all that reads the result of a layer in the file quantizes it, also after a ReLU."""
+        node = self.node_of(layer)
+        while node is not None:
+            users = [other for other in self.model.graph.node if node.output[0] in other.input]
+            if users and all(user.op_type == "QuantizeLinear" for user in users):
+                return True
+            node = users[0] if len(users) == 1 and users[0].op_type in ("Relu", "Clip") else None
+        return False
+
+    def watched_names(self, codes: Iterable[str]) -> list[str]:
+        """Returns the names of values to watch: codes, and their scales and zero points if those are computed."""
+        codes = list(codes)
+        return [*codes, *(name for one in codes for name in self.dynamic.get(one, ()))]
+
+    def watching(self, codes: Iterable[str]) -> bytes:
+        """Returns the file with codes as additional outputs."""
+        onnx = require("onnx", "onnx")
+        model = onnx.ModelProto()
+        model.CopyFrom(self.model)
+        for name in self.watched_names(codes):
+            if name not in self.outputs:
+                model.graph.output.append(onnx.helper.make_empty_tensor_value_info(name))
+        written: bytes = model.SerializeToString()
+        return written
+
+    def collected(self, watched: Sequence[Array], results: Sequence[Array], values: dict[str, Array]) -> Run:
+        """Returns a run. `values` has the watched values by name."""
+        run = Run(list(watched), list(results), {}, {})
+        for name, (paths, offset) in self.codes.items():
+            if name not in values:
+                continue
+            for path, call in zip(paths, self.calls[name], strict=True):
+                run.codes.setdefault(path, {})[call] = _as_codes(values[name], offset)
+                if name in self.dynamic:
+                    scale, zero_point = self.dynamic[name]
+                    run.qparams.setdefault(path, {})[call] = values[scale], values[zero_point]
+        return run
+
+    @property
+    def opset(self) -> int:
+        """The version of the ONNX operators in the file."""
+        return next((int(one.version) for one in self.model.opset_import if one.domain == ""), 0)
+
+    def dynamic_axes(self) -> dict[str, dict[int, str]]:
+        """Returns the axes that may have any length, with their names, by the name of the model's argument."""
+        shapes = {value.name: _shape(value) for value in self.model.graph.input}
+        arguments = zip(self.inputs, self._arguments(), strict=True)
+        return {
+            key: {axis: size for axis, size in enumerate(shapes[name]) if isinstance(size, str)}
+            for name, key in arguments
+        }
+
+    def write_float(self, model: nn.Module, args: Args, kwargs: Kwargs, folder: Path) -> Path:
+        """Writes a float model with the opset and the dynamic axes of this file, if torch can export them."""
+        onnx, ir = require("onnx", "onnx"), require("onnx_ir", "onnxscript")
+        opset = max(self.opset, TORCHS_LOWEST)
+        axes = self.dynamic_axes()
+        by_position = tuple(of for name, of in axes.items() if name not in kwargs)
+        shapes: Any = by_position if not kwargs else axes if not args else None
+        with quiet_exporter():
+            try:
+                program = torch_export(model, args, kwargs, opset, shapes)
+            except Exception:
+                if shapes is None:
+                    raise
+                program = torch_export(model, args, kwargs, opset, None)
+        onnx.save(ir.serde.serialize_model(program), folder / "float.onnx")
+        return folder / "float.onnx"
+
+    def feed(self, args: Args, kwargs: Kwargs) -> dict[str, Array]:
+        """Returns the inputs of the file by name."""
+        arguments = dict(zip(self.inputs, self._arguments(), strict=True))
+        # Other arguments are constants of the file.
+        args = tuple(value for value in args if isinstance(value, (Tensor, np.ndarray)))
+        kwargs = {name: value for name, value in kwargs.items() if isinstance(value, (Tensor, np.ndarray))}
+        feed = {name: np.asarray(kwargs[key]) for name, key in arguments.items() if key in kwargs}
+        others = [name for name, key in arguments.items() if key not in kwargs]
+        if len(others) != len(args) or len(feed) != len(kwargs):
+            got = ", ".join([f"{len(args)} by position", *kwargs])
+            raise ValueError(f"The file has the inputs {', '.join(self.inputs)}; the batch has {got}.")
+        return feed | {name: np.asarray(value) for name, value in zip(others, args, strict=True)}
+
+    def cannot_load(self, error: Exception) -> ValueError:
+        """Returns the error to raise if the runtime refuses the file."""
+        types = {tensor.data_type for tensor in self.model.graph.initializer}
+        advice = _OLDER_TYPES if types & _NEW_TYPES else _ADVICE
+        return ValueError(f"{self.name} cannot load {self.path}: {error}\n{advice}")
+
+    def cannot_run(self, feed: dict[str, Array], error: Exception) -> ValueError:
+        """Returns the error to raise if the runtime refuses a batch."""
+        shapes = {value.name: _shape(value) for value in self.model.graph.input}
+        takes = ", ".join(f"{name} of shape {shapes[name]}" for name in self.inputs)
+        got = ", ".join(f"{name} of shape {list(value.shape)}" for name, value in feed.items())
+        reason = str(error).strip().split("\n")[0]
+        return ValueError(
+            f"{self.name} cannot run the file on this batch: {reason}\nThe file takes {takes}; the batch has {got}.\n"
+            "Use batches with the shapes of the exported example; only the batch size may differ."
+        )
+
+    def _arguments(self) -> list[str]:
+        """Returns the names of the model's arguments, in the order of the file's inputs."""
+        noted = _noted(self.model, INPUTS)
+        names = None if noted is None else json.loads(noted)
+        return names if isinstance(names, list) and len(names) == len(self.inputs) else self.inputs
+
+
+def _load(path: str | os.PathLike[str]) -> "onnx.ModelProto":
+    load: Callable[..., onnx.ModelProto] = require("onnx", "onnx").load
+    try:
+        return load(path)
+    except Exception as error:
+        raise ValueError(f"{path} is not an ONNX model: {error}\n{_ADVICE}") from error
+
+
+def _noted(model: "onnx.ModelProto", key: str) -> str | None:
+    return next((p.value for p in model.metadata_props if p.key == key), None)
+
+
+def _as_codes(value: Array, offset: int) -> Array:
+    """Returns codes without their offset. Those of float formats are read as values."""
+    return value if value.dtype == np.float32 else value.astype(np.int32) - offset
+
+
+# Operators that draw random numbers. Dropout does only in training mode.
+_RANDOM = {
+    "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial",
+}  # fmt: skip
+
+
+def _draws(node: "onnx.NodeProto") -> bool:
+    return node.op_type in _RANDOM or (node.op_type == "Dropout" and len(node.input) > 2)
+
+
+def _offset(notes: dict[str, str], path: str | os.PathLike[str]) -> int:
+    try:
+        return int(notes[OFFSET])
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: the metadata of a quantizer has no {OFFSET!r}.\n{_ADVICE}") from error
+
+
+def _shape(value: "onnx.ValueInfoProto") -> list[int | str]:
+    sizes = value.type.tensor_type.shape.dim
+    return [size.dim_param or size.dim_value for size in sizes]
+
+
+# The codes of a weight, or of a part of it.
+_WEIGHT = re.compile(r"(?P<weight>((?P<layer>.*)\.)?weight(\[\d+\])?)_codes")
+
+
+def layers_of_weights(model: "onnx.ModelProto") -> Iterator[tuple[str, str]]:
+    """Yields the name of each weight, or part of a weight, that a file stores as codes, and the path of its layer."""
+    for tensor in model.graph.initializer:
+        match = _WEIGHT.fullmatch(tensor.name)
+        if match is not None:
+            yield match["weight"], match["layer"] or ""
+
+
+def readers_of(graph: "onnx.GraphProto") -> "dict[str, onnx.NodeProto]":
+    """Returns a node that reads each value, by the name of the value."""
+    return {name: node for node in graph.node for name in node.input}
+
+
+def weight_node(readers: "dict[str, onnx.NodeProto]", weight: str) -> "onnx.NodeProto | None":
+    """Returns the node that computes with a weight, or None if there is none. See `readers_of`."""
+    # The codes may have been packed under another name. The scale keeps its name, unless both are transposed.
+    names = (f"{weight}_codes", f"{weight}_scale", f"{weight}_codes_T")
+    node = next((readers[name] for name in names if name in readers), None)
+    while node is not None and node.op_type in ("DequantizeLinear", "Transpose", "Reshape", "Slice", "Cast"):
+        node = readers.get(node.output[0])
+    return node

@@ -1,0 +1,1 @@
+"""ONNX Runtime on x86 CPUs."""

@@ -1,0 +1,1 @@
+"""OpenVINO's CPU plug-in on x86."""

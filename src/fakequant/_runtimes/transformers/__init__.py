@@ -1,0 +1,1 @@
+"""transformers: runs folders of compressed-tensors, with dequantized weights."""

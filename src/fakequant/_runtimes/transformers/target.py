@@ -1,0 +1,94 @@
+"""The target of engines that load folders of compressed-tensors. transformers is the one that `verify` runs.
+
+They multiply dequantized weights. The values of codes are `(code - zero_point) * scale`, whatever rule has chosen the
+scale, so weights may have any grid that fits the codes. Inputs are quantized by the engine with its own rule, so their
+spec must be that rule.
+"""
+
+import dataclasses
+
+from fakequant._runtimes.target import EngineRules, Runtime, Target
+from fakequant.spec import QuantSpec
+
+RUNTIME = Runtime(
+    key="transformers",
+    name="transformers",
+    room="transformers",
+    package="transformers",
+    extra="llm",
+    exporter="export_compressed_tensors",
+    suffix="",
+    takes_example=False,
+)
+_MOST_BITS = 8
+_INPUTS = "8-bit integers or e4m3fn per tensor or per token, or MXFP4 and MXFP6 blocks"
+
+
+def reason_against_weight(spec: QuantSpec) -> str | None:
+    """Returns why compressed-tensors cannot hold a weight with this spec, or None if it can.
+
+    >>> reason_against_weight(QuantSpec(bits=4, axis=-1, group_size=32)) is None
+    True
+    >>> reason_against_weight(QuantSpec(format="e5m2"))
+    'e5m2, per tensor has no type there; its floats are e4m3fn, and e2m1 and e2m3 in blocks'
+    """
+    if spec.format == "int" and spec.has_block_scales:
+        return f"{spec} has no type there; scales that are powers of two belong to floats"
+    if spec.format == "int" and spec.bits > _MOST_BITS:
+        return f"{spec} has more than {_MOST_BITS} bits"
+    if spec.format not in ("int", "e4m3fn") and (spec.format not in ("e2m1", "e2m3") or not spec.has_block_scales):
+        return f"{spec} has no type there; its floats are e4m3fn, and e2m1 and e2m3 in blocks"
+    if spec.granularity == "channel" and spec.axis not in (0, -2):
+        return f"{spec} has scales along the inputs; there, scales are per row of the weight or along a row"
+    if spec.granularity in ("group", "token") and spec.axis not in (1, -1):
+        return f"{spec} has groups along the outputs; there, groups are along a row of the weight"
+    if not spec.has_block_scales and spec.format != "int" and spec.granularity == "group":
+        return f"{spec} has a float scale per group; there, floats have one per tensor or row"
+    return None
+
+
+def reason_against_input(spec: QuantSpec) -> str | None:
+    """Returns why engines cannot quantize an input with this spec, or None if they can.
+
+    >>> reason_against_input(QuantSpec().per_token()) is None
+    True
+    >>> reason_against_input(QuantSpec(narrow_range=True))
+    'int8 narrow, per tensor has a narrow range; engines use -128 too'
+    """
+    if spec.has_block_scales:
+        is_mx = spec.scale_format == "e8m0" and spec.scale_rule == "even" and spec.format in ("e2m1", "e2m3")
+        return None if is_mx and spec.axis == -1 else f"{spec} is none of the grids of inputs: {_INPUTS}"
+    if spec.format not in ("int", "e4m3fn") or spec.bits not in (4, 8):
+        return f"{spec} is none of the grids of inputs: {_INPUTS}"
+    if spec.narrow_range:
+        return f"{spec} has a narrow range; engines use {spec.qmin - 1} too"
+    if spec.granularity in ("channel", "group") or (spec.granularity == "token" and spec.axis != -1):
+        return f"{spec} has scales along another axis; engines have one per tensor or per token"
+    if spec.numerics != "onnx":
+        return f"{spec} rounds in another way than engines do, which is numerics='onnx'"
+    return None
+
+
+def _fit_weight(spec: QuantSpec) -> QuantSpec:
+    return dataclasses.replace(spec, scale_rule="divided") if spec.scale_format == "e4m3fn" else spec
+
+
+def _fit_input(spec: QuantSpec) -> QuantSpec:
+    return dataclasses.replace(spec, scale_rule="even") if spec.scale_format == "e8m0" else spec
+
+
+TARGETS = (
+    Target(
+        name="compressed-tensors",
+        runtime=RUNTIME,
+        has_float_formats=True,
+        engine=EngineRules(
+            layers=("Linear", "ExpertProduct"),
+            weight_only=("ExpertProduct",),
+            fit_weight=_fit_weight,
+            fit_input=_fit_input,
+            reason_against_weight=reason_against_weight,
+            reason_against_input=reason_against_input,
+        ),
+    ),
+)

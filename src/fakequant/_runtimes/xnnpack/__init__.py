@@ -1,0 +1,1 @@
+"""ExecuTorch with XNNPACK, its backend for CPUs."""
