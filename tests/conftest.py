@@ -3,9 +3,11 @@
 import contextlib
 import copy
 import functools
+import gc
 import os
 import re
 import sys
+import threading
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,9 +18,11 @@ import fakequant
 from fakequant import _native
 from thoroughness import ALL
 
-# torch's compiler shows progress with tqdm, which starts a monitor thread, and transformers loads tensors in threads,
-# which stay alive if loading fails. decelerate() removes kernels only if no other thread is running.
-os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
+# decelerate() removes kernels only if no other thread is running, so libraries must not leave threads behind.
+# transformers loads tensors in threads that stay alive if loading fails, Inductor keeps those in which it compiles, and
+# tqdm, which shows the compiler's progress, starts one that watches it.
+os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 with contextlib.suppress(ModuleNotFoundError):
     import tqdm
 
@@ -72,10 +76,16 @@ def each_target():
 
 @pytest.fixture(autouse=True)
 def threads_as_before():
-    """Restores the number of threads after every test."""
-    before = fakequant.get_num_threads()
+    """Restores the number of threads after every test, and fails a test that leaves threads of its own."""
+    before, running = fakequant.get_num_threads(), set(threading.enumerate())
     yield
     fakequant.set_num_threads(before)
+    if left := set(threading.enumerate()) - running:
+        gc.collect()  # ends the threads of executors that nobody holds any more
+        for thread in left:
+            thread.join(timeout=5)
+        left = {thread for thread in left if thread.is_alive()}
+    assert not left, f"threads are still running: {left}"
 
 
 @pytest.fixture(autouse=True)
