@@ -121,8 +121,8 @@ PAIRS = [
     ("TransformerEncoder", "mxfp8"),
     ("U-Net", "nvfp4"),
 ]
-# Observed and learned scales, block scales, attention, and a weight that is computed.
-TRIED = PAIRS if ALL else [PAIRS[i] for i in (0, 4, 8, 10)]
+# Observed and learned scales, block scales and attention.
+TRIED = PAIRS if ALL else [PAIRS[i] for i in (0, 5, 10)]
 
 
 def test_pairs_cover_every_model_that_compiles_and_every_recipe():
@@ -221,7 +221,9 @@ class Training:
             self.run(self.x)
 
 
-@pytest.mark.parametrize(("name", "recipe"), [("small residual", "int8"), ("a module used twice", "lsq")])
+@pytest.mark.parametrize(
+    ("name", "recipe"), [("small residual", "int8"), pytest.param("a module used twice", "lsq", marks=only_in_test_all)]
+)
 def test_each_state_of_a_schedule_is_compiled_once_in_training_and_once_in_evaluation(name, recipe):
     training, counts = Training(name, recipe, **PLAN), []
     for again in range(2):

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from thoroughness import only_in_test_all
+
 torch = pytest.importorskip("torch")
 for package in ("sklearn", "onnxscript", "onnxruntime", "matplotlib", "jinja2"):
     pytest.importorskip(package)
@@ -83,6 +85,7 @@ def test_demo_writes_the_result_report_and_onnx_files(first):
     json.dumps(found.to_dict())
 
 
+@only_in_test_all
 def test_demo_is_reproducible_and_restores_process_state(first, tmp_path, monkeypatch, capsys):
     folder, found = first
     monkeypatch.setattr(demo, "variants", only_one)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from thoroughness import only_in_test_all
+
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="the example needs torch")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -56,6 +58,7 @@ def test_digits_mlp_example_keeps_int8_accuracy_and_trains_2_bits():
 
 
 @needs_torch
+@only_in_test_all
 def test_residual_cnn_example_trains_2_bits_and_moves_scales():
     printed = run("residual_cnn_lsq.py")
     assert number(rf"2 bits, trained +{PERCENT}", printed) > number(rf"2 bits, calibrated +{PERCENT}", printed)
@@ -71,6 +74,7 @@ def test_transformer_example_trains_4_bit_weights():
 
 
 @needs_torch
+@only_in_test_all  # the guide on language models runs the same steps
 def test_language_model_example_writes_a_folder_that_computes_what_was_trained():
     pytest.importorskip("compressed_tensors")
     printed = run("language_model.py", is_quiet=False)  # other libraries warn
@@ -85,6 +89,7 @@ def test_custom_observer_example_beats_min_max():
 
 
 @needs_torch
+@only_in_test_all  # tests/ranks has the same checks
 def test_distributed_example_has_the_same_scales_on_both_ranks():
     assert re.search(r"\d+ scales, the same on 2 ranks", run("distributed.py", *TORCHRUN))
 

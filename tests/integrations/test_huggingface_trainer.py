@@ -22,7 +22,6 @@ RESUMED = sampled(
         "gpt2": (tiny.gpt2, fq.recipes.lsq(4)),
         "vit": (tiny.vit, fq.recipes.int8()),
     },
-    "bert",
     "gpt2",
 )
 SCHEDULE = {"quantize_from": 1, "freeze_ranges_at": 4}
@@ -257,7 +256,6 @@ CHECKPOINTED = sampled(
         "gpt2": (tiny.gpt2, False),
         "gpt2, reentrant": (tiny.gpt2, True),
     },
-    "bert",
     "gpt2, reentrant",
 )
 

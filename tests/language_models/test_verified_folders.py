@@ -11,6 +11,7 @@ import fakequant as fq
 from fakequant import presets, recipes
 from fakequant._runtimes.transformers import running
 from fakequant._verify import verify_weights
+from thoroughness import only_in_test_all
 from tiny_language_models import TARGET, batch, bits, make, prepared, tensors_of, weights
 
 
@@ -49,7 +50,9 @@ def _change_tensor(folder, name, change):
 # --- in a process of its own ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "case"), [("llama", "int4 groups"), ("mixtral", "fp8 weights")])
+@pytest.mark.parametrize(
+    ("name", "case"), [pytest.param("llama", "int4 groups", marks=only_in_test_all), ("mixtral", "fp8 weights")]
+)
 def test_exported_folders_are_verified_in_another_process(name, case, tmp_path):
     model = _exported(tmp_path / "folder", name, case)
     found = fq.verify(model, tmp_path / "folder", [batch(), batch(5)])

@@ -11,6 +11,7 @@ import pytest
 import fakequant as fq
 from fakequant import observers, recipes
 from fakequant.testing.assertions import assert_same_state
+from thoroughness import ALL
 
 torch = pytest.importorskip("torch")
 nn, F = torch.nn, torch.nn.functional
@@ -329,7 +330,7 @@ def test_a_process_that_only_loads_quantizers_watches_checkpoints(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which torch's compiler reads
-@BOTH
+@(BOTH if ALL else pytest.mark.parametrize("run", KINDS[:1]))
 def test_compiled_code_in_a_checkpoint_is_not_observed_again(run):
     in_checkpoint = lambda f, *args: run(torch.compile(f, backend="aot_eager"), *args)  # noqa: E731
     assert_same_state(*of(recipes.int8(), in_checkpoint, WithoutDropout, at_once=1))

@@ -10,6 +10,7 @@ import pytest
 
 import fakequant
 from fakequant import _native, reference
+from thoroughness import only_in_test_all
 
 
 def run(code, **environment):
@@ -86,6 +87,7 @@ def test_info_names_the_torch_that_is_imported():
     assert fakequant.info().torch.startswith(f"{torch.__version__}, autograd nodes ")
 
 
+@only_in_test_all
 def test_no_module_imports_lazy_attributes_of_the_package():
     """A module that waits for the lock of lazy imports while being imported can deadlock with another thread."""
     pytest.importorskip("torch")
