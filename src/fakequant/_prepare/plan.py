@@ -296,7 +296,7 @@ class _Maker:
         dtype = next((dtype_name(p.dtype) for p in owner.parameters() if p.is_floating_point()), "float32")
         fitted, where = self._fitted(spec, "input", dtype), self._where(name)
         is_dynamic = isinstance(self.config.activation_observer, Dynamic) and not self.config.learned
-        if (spec.granularity == "token" or is_dynamic) and not self.target.activations.has_dynamic_scales:
+        if (follows_data(spec) or is_dynamic) and not self.target.activations.has_dynamic_scales:
             raise ValueError(
                 f"{self.target.name} has no integer kernels for scales that are computed at run time. Use a fixed "
                 "scale, as recipes.int8 does, quantize only weights, or use another target."
@@ -322,6 +322,12 @@ class _Maker:
         return f"{self.path}.{name}" if self.path else name
 
 
+def follows_data(spec: QuantSpec) -> bool:
+    """Returns True if an activation with this spec has scales that are computed at run time."""
+    is_group = spec.granularity == "group" and spec.format != "int"
+    return spec.granularity == "token" or spec.has_block_scales or is_group
+
+
 def make_activation_quantizer(
     config: LayerConfig, spec: QuantSpec, path: str, device: torch.device | None
 ) -> Quantizer:
@@ -329,10 +335,9 @@ def make_activation_quantizer(
 
     The spec is adapted to the target already. Messages call the activation `path`.
     """
-    follows_data = spec.granularity == "token" or spec.has_block_scales
-    if config.learned and not follows_data:
+    if config.learned and not follows_data(spec):
         return LearnedFakeQuantize(spec, init=config.activation_observer, path=path, device=device)
-    observer = Dynamic() if follows_data else config.activation_observer or MovingAverage()
+    observer = Dynamic() if follows_data(spec) else config.activation_observer or MovingAverage()
     return FakeQuantize(spec, observer, path=path, device=device)
 
 

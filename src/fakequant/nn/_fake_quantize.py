@@ -55,7 +55,7 @@ class FakeQuantize(Quantizer):
         observer: Finds the range. The default is `Dynamic` for scales per token and for symmetric specs with an
             axis, as weights have, and `MovingAverage` for all others.
         shape: The shape of the tensors, with None for lengths that vary. Required if there is a scale per channel
-            or group.
+            or group, unless groups have the range of each tensor (`observer=Dynamic()`).
         gradient: "clipped" is 0 where the value was clipped and keeps 1 bit per element. "pass" keeps nothing.
             "auto" is "pass" while the range follows the current tensor (`Dynamic`), which clips almost nothing,
             and "clipped" otherwise. The default is "auto" for block scales (MX, NVFP4), "clipped" for all others.
@@ -98,6 +98,7 @@ class FakeQuantize(Quantizer):
     ) -> None:
         """Makes the buffers. The documentation of the class describes the arguments."""
         super().__init__(spec, observing=True, sync=sync, process_group=process_group, path=path, device=device)
+        is_group = spec.granularity == "group" and isinstance(observer, Dynamic) and shape is None
         if observer is None:
             is_activation = spec.granularity == "tensor" or not (spec.symmetric or spec.granularity == "token")
             observer = MovingAverage() if is_activation else Dynamic()
@@ -120,7 +121,7 @@ class FakeQuantize(Quantizer):
         self._fixed: Gradient = "clipped" if gradient == "auto" else gradient
         self.eps = float(eps)
         self._set_observer(observer)
-        blocks = scale_shape(spec, shape)
+        blocks = None if is_group else scale_shape(spec, shape)
         self._blocks = blocks
         self._names: tuple[str, ...] = ()
         if blocks is None:

@@ -198,10 +198,13 @@ def _tensors_of(layer: PreparedLayer, rows: Tensor, dtype: torch.dtype) -> dict[
     """Returns the tensors of some rows of a layer, with scales in the dtype of the model."""
     codes, scale, zero_point = layer.stored()
     if not torch.equal(rows, torch.arange(len(codes))):
-        is_per_row = layer.scheme.weight.granularity != "tensor"
         codes = codes[rows]
-        scale = scale[rows] if is_per_row else scale
-        zero_point = zero_point[rows] if is_per_row and zero_point is not None else zero_point
+        spec = layer.scheme.weight
+        if spec.group_rows is not None:
+            scale = scale[_rows_of_blocks(rows, spec.group_rows, layer.path)]
+        elif spec.granularity != "tensor":
+            scale = scale[rows]
+            zero_point = None if zero_point is None else zero_point[rows]
     tensors = to_tensors(StoredWeight(codes, scale, zero_point), layer.scheme)
     if layer.input is not None:
         tensors |= _input_tensors(layer.input)
@@ -209,6 +212,18 @@ def _tensors_of(layer: PreparedLayer, rows: Tensor, dtype: torch.dtype) -> dict[
         if name in tensors and tensors[name].dtype == torch.float32:
             tensors[name] = _in_dtype(tensors[name], dtype, layer.path, name)
     return tensors
+
+
+def _rows_of_blocks(rows: Tensor, height: int, path: str) -> Tensor:
+    """Returns the numbers of the blocks that some rows of a weight are. Raises ValueError if they are parts of blocks."""
+    blocks = rows[::height] // height
+    whole = (blocks[:, None] * height + torch.arange(height)).flatten()
+    if not torch.equal(rows, whole):
+        raise ValueError(
+            f"{path} cannot be stored in compressed-tensors: it is stored in parts of {len(rows)} rows, which are no "
+            f"whole blocks of {height} rows.\nUse another spec for it, or config.skip({path!r})."
+        )
+    return blocks
 
 
 def _input_tensors(quantizer: Quantizer) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@
     pack-quantized           weight_packed: int32 with dense codes along a row; weight_shape; weight_zero_point, packed
                              along the outputs
     int-quantized            weight: int8; weight_zero_point: int8
-    float-quantized          weight: float8_e4m3fn
+    float-quantized          weight: float8_e4m3fn. weight_scale per block has a row for each row of blocks
     mxfp8-quantized          weight: float8_e4m3fn. weight_scale holds exponents as bytes
     mxfp4-, mxfp6-pack-...   weight_packed: bytes with 2 codes in 1, or 4 in 3. weight_scale holds exponents as bytes
     nvfp4-pack-quantized     weight_packed: bytes; weight_scale: float8_e4m3fn; weight_global_scale: its divisor
@@ -42,7 +42,9 @@ def to_tensors(weight: StoredWeight, scheme: Scheme) -> Tensors:
     spec, rows = scheme.weight, len(weight.codes)
     if spec.has_block_scales:
         return _blocks_to_tensors(weight, scheme)
-    scale = weight.scale.reshape(-1) if spec.granularity == "tensor" else weight.scale.reshape(rows, -1)
+    scale = weight.scale.reshape(-1) if spec.granularity == "tensor" else weight.scale
+    if spec.granularity in ("channel", "token"):
+        scale = scale.reshape(rows, -1)
     tensors = {"weight_scale": scale.contiguous()}
     if spec.format != "int":
         return {"weight": weight.codes.to(torch.uint8).view(torch.float8_e4m3fn), **tensors}

@@ -137,10 +137,17 @@ def _stored_layer(
                 scales[place] = value
                 continue
             per_row = value.expand(len(rows)) if value.dim() == 0 else value
+            numbers, total = rows, number
+            if spec.group_rows is not None and len(found) > 1:
+                numbers, total = rows[:: spec.group_rows] // spec.group_rows, number // spec.group_rows
+                if len(rows) % spec.group_rows or len(numbers) != len(value):
+                    raise ValueError(f"{own} in {folder.path} has parts that are no whole blocks of rows.")
+            elif spec.group_rows is not None:
+                numbers, total = torch.arange(len(value)), len(value)
             whole = scales[place]
             if whole is None:
-                whole = scales[place] = torch.empty(number, *per_row.shape[1:], dtype=value.dtype)
-            whole[rows] = per_row
+                whole = scales[place] = torch.empty(total, *per_row.shape[1:], dtype=value.dtype)
+            whole[numbers] = per_row
     scale, zero_point = scales
     return LoadedLayer(
         values=values.reshape(shape),

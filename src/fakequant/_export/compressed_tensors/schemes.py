@@ -3,7 +3,8 @@
     spec                                    type, num_bits   strategy        scale_dtype   format
     int2 to int8 weights                    int, 2 to 8      tensor,         -             pack-quantized, or
                                                              channel, group                int-quantized with inputs
-    e4m3fn weights                          float, 8         tensor, channel -             float-quantized
+    e4m3fn weights                          float, 8         tensor,         -             float-quantized
+                                                             channel, block
     nvfp4(scale_rule="divided")             float, 4         tensor_group    float8_e4m3fn nvfp4-pack-quantized
     mxfp4, mxfp6 (e2m3), mxfp8 (e4m3fn)     float, 4, 6, 8   group           uint8         mxfp4-pack-quantized, ...
 
@@ -57,8 +58,9 @@ def args_of_weight(spec: QuantSpec) -> Args:
     >>> args_of_weight(QuantSpec(bits=4, axis=-1, group_size=32))["strategy"]
     'group'
     """
-    strategy = {"tensor": "tensor", "channel": "channel", "token": "channel", "group": "group"}[spec.granularity]
-    args = _args(spec, strategy)
+    args = _args(spec, "channel" if spec.granularity == "token" else spec.granularity)
+    if spec.granularity == "block":
+        args["block_structure"] = [spec.group_rows, spec.group_size]
     return {**args, "dynamic": False}
 
 
@@ -99,6 +101,7 @@ def spec_of(args: Args, whose: Literal["weight", "input"]) -> QuantSpec:
         "token": {"axis": -1, "group_size": -1},
         "group": {"axis": -1, "group_size": group},
         "tensor_group": {"axis": -1, "group_size": group},
+        "block": {"axis": -1, **_lengths_of(args.get("block_structure"))} if strategy == "block" else {},
     }
     if strategy not in axes:
         raise ValueError(f"its {whose} has the strategy {strategy!r}, which fakequant has no grid for")
@@ -110,6 +113,14 @@ def spec_of(args: Args, whose: Literal["weight", "input"]) -> QuantSpec:
         raise ValueError(f"its {whose} is a float of {bits} bits, which fakequant has no grid for")
     if strategy == "tensor_group":
         fields |= {"scale_format": "e4m3fn", "scale_rule": "divided"}
-    elif strategy == "group":
+    elif strategy == "group" and (bits < 8 or args.get("scale_dtype") is not None):
         fields |= {"scale_format": "e8m0", "scale_rule": "even"}
     return QuantSpec(format=formats[bits], **fields)
+
+
+def _lengths_of(structure: Any) -> dict[str, int | None]:
+    """Returns the rows and columns of blocks: [128, 128], or "128x128" in old folders."""
+    lengths = structure.split("x") if isinstance(structure, str) else structure
+    if not isinstance(lengths, list) or len(lengths) != 2:
+        raise ValueError(f"the strategy 'block' needs a `block_structure` of rows and columns, got {structure!r}")
+    return dict(zip(("group_rows", "group_size"), map(int, lengths), strict=True))

@@ -21,7 +21,7 @@ RUNTIME = Runtime(
     takes_example=False,
 )
 _MOST_BITS = 8
-_INPUTS = "8-bit integers or e4m3fn per tensor or per token, or MXFP4 and MXFP6 blocks"
+_INPUTS = "8-bit integers or e4m3fn per tensor or per token, e4m3fn per group, or MXFP4 and MXFP6 blocks"
 
 
 def reason_against_weight(spec: QuantSpec) -> str | None:
@@ -40,10 +40,12 @@ def reason_against_weight(spec: QuantSpec) -> str | None:
         return f"{spec} has no type there; its floats are e4m3fn, and e2m1 and e2m3 in blocks"
     if spec.granularity == "channel" and spec.axis not in (0, -2):
         return f"{spec} has scales along the inputs; there, scales are per row of the weight or along a row"
-    if spec.granularity in ("group", "token") and spec.axis not in (1, -1):
+    if spec.granularity in ("group", "token", "block") and spec.axis not in (1, -1):
         return f"{spec} has groups along the outputs; there, groups are along a row of the weight"
     if not spec.has_block_scales and spec.format != "int" and spec.granularity == "group":
-        return f"{spec} has a float scale per group; there, floats have one per tensor or row"
+        return f"{spec} has a float scale per group; there, floats have one per tensor, row or block of rows"
+    if spec.granularity == "block" and spec.format == "int":
+        return f"{spec} has blocks of rows; there, integers have groups along a row"
     return None
 
 
@@ -62,8 +64,9 @@ def reason_against_input(spec: QuantSpec) -> str | None:
         return f"{spec} is none of the grids of inputs: {_INPUTS}"
     if spec.narrow_range:
         return f"{spec} has a narrow range; engines use {spec.qmin - 1} too"
-    if spec.granularity in ("channel", "group") or (spec.granularity == "token" and spec.axis != -1):
-        return f"{spec} has scales along another axis; engines have one per tensor or per token"
+    is_group = spec.granularity == "group" and spec.format != "int"
+    if spec.granularity != "tensor" and ((spec.granularity != "token" and not is_group) or spec.axis != -1):
+        return f"{spec} has scales along another axis; engines have one per tensor, per token or, of floats, per group"
     if spec.numerics != "onnx":
         return f"{spec} rounds in another way than engines do, which is numerics='onnx'"
     return None
