@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant import _runtimes
+from fakequant._backends.blocks import blocks_of
 from fakequant._backends.torch.tensor_kernels import dtype_name
 from fakequant._prepare.adapters import REASON, adapters
 from fakequant._runtimes.target import DYNAMIC_SPEC, EngineRules, Target
@@ -17,6 +18,7 @@ from fakequant._util.text import indented
 from fakequant.config import LayerConfig, QuantConfig, Rule
 from fakequant.nn._attention import MultiheadAttention
 from fakequant.nn._call_quantizers import CallQuantizers
+from fakequant.nn._experts import ExpertProduct
 from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._layer_kinds import LayerKind, find_kind, is_known
 from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize
@@ -273,11 +275,22 @@ class _Maker:
         if spec.has_block_scales and spec.axis == -1:
             spec = dataclasses.replace(spec, axis=1 - kind.channel_axis)
         spec = self._fitted(spec, "weight", dtype_name(weight.dtype))
+        self._require_whole_blocks(spec, weight)
         where = self._where("weight")
         options: dict[str, Any] = {"shape": tuple(weight.shape), "path": where, "device": weight.device, "sync": False}
         if self.config.learned and not spec.has_block_scales:
             return LearnedFakeQuantize(spec, init=self.config.weight_observer, **options).initialize(weight)
         return FakeQuantize(spec, self.config.weight_observer or Dynamic(), gradient="auto", **options)
+
+    def _require_whole_blocks(self, spec: QuantSpec, weight: Tensor) -> None:
+        """Raises ValueError if a block of rows would be a part of two experts, or of a gate and its values."""
+        if spec.group_rows is None or not isinstance(self.module, ExpertProduct) or self.target.engine is None:
+            return
+        owner = self.module.owner
+        is_double = owner.has_gate and self.module.names["weight"].startswith("gate")
+        rows = len(weight) // (owner.num_experts * (2 if is_double else 1))
+        if rows % spec.group_rows:
+            raise ValueError(f"its experts have {rows} rows each, which blocks of {spec.group_rows} rows do not divide")
 
     def input(self, kind: type[LayerKind]) -> Quantizer | None:
         engine = self.target.engine
@@ -286,6 +299,10 @@ class _Maker:
         if spec is not None and spec.has_block_scales and spec.axis == -1:
             # Channels are before the axes of a convolution, and are the last axis of every other input.
             spec = dataclasses.replace(spec, axis=1 - read_weight(self.module, kind).dim())
+        if spec is not None and spec.granularity == "group":
+            weight = read_weight(self.module, kind)
+            if weight.dim() == 2 and spec.axis == -1:
+                blocks_of((1, weight.shape[1 - kind.channel_axis]), spec)  # raises ValueError if groups do not divide
         return self.activation("input", spec)
 
     def activation(self, name: str, spec: QuantSpec | None) -> Quantizer | None:
