@@ -112,7 +112,7 @@ def test_zeros_and_subnormal_numbers_get_the_smallest_powers(largest, mantissa_b
 
 
 def test_unknown_rules_and_specs_are_refused():
-    with pytest.raises(ValueError, match="rule must be floor, ceil, even or rceil, got 'nearest'"):
+    with pytest.raises(ValueError, match="rule must be floor, ceil, even, rceil or even_e2m1, got 'nearest'"):
         formats.power_of_two_scale(1.0, 6.0, 1, "nearest")
     with pytest.raises(ValueError, match="for float formats and block scales, got int8"):
         formats.choose_scale(-1.0, 1.0, QuantSpec())

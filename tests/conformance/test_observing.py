@@ -25,6 +25,8 @@ LAYOUTS = {
     "group": ((4, 96), dict(axis=1, group_size=32)),
     "group, first": ((12, 10), dict(axis=0, group_size=4)),
     "token": ((3, 5, 66), dict(axis=-1, group_size=-1)),
+    "block": ((2, 6, 66), dict(axis=-1, group_size=33, group_rows=3)),
+    "block, shorter at the end": ((7, 50), dict(axis=-1, group_size=33, group_rows=3)),
 }
 by_layout = pytest.mark.parametrize(("shape", "where"), LAYOUTS.values(), ids=LAYOUTS)
 
@@ -35,6 +37,13 @@ def blocks(x, spec):
         return [x.reshape(-1)]
     if spec.group_size is None:
         return [np.take(x, i, axis=spec.axis).reshape(-1) for i in range(x.shape[spec.axis])]
+    if spec.group_rows is not None:
+        starts = [(i, j) for i in range(0, x.shape[-2], spec.group_rows) for j in range(0, x.shape[-1], spec.group_size)]
+        return [
+            part[i : i + spec.group_rows, j : j + spec.group_size].reshape(-1)
+            for part in x.reshape(-1, *x.shape[-2:])
+            for i, j in starts
+        ]
     axis = spec.axis % x.ndim
     size = x.shape[axis] if spec.group_size == -1 else spec.group_size
     grouped = x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])

@@ -17,6 +17,7 @@ from tiny_language_models import prepared, tensors_of
 _CASES = [
     ("llama", "int4 groups"), ("llama", "uint4 groups"), ("llama", "int3 channels"), ("qwen2", "w8a8 static"),
     ("llama", "fp8 static"), ("llama", "mxfp4"), ("llama", "mxfp6"), ("qwen3", "nvfp4"), ("mixtral", "mixed"),
+    ("llama", "fp8 blocks and inputs"), ("llama", "nvfp4 inputs"), ("qwen2", "mxfp8 inputs"),
     ("bert", "int8 affine"),
 ]  # fmt: skip
 

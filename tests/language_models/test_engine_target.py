@@ -90,6 +90,10 @@ def test_block_scales_keep_their_format():
         (dict(weight=presets.mxint8()), "has no type there"),
         (dict(weight=QuantSpec(axis=1)), "has scales along the inputs"),
         (dict(weight=QuantSpec(axis=0, group_size=16)), "has groups along the outputs"),
+        (dict(weight=QuantSpec(axis=-1, group_size=16, group_rows=16)), "has blocks of rows"),
+        (dict(weight=presets.fp8_e4m3(group_size=16)), "has a float scale per group"),
+        (dict(weight=presets.int8(), input=presets.fp8_e4m3(group_size=24)), "does not divide"),
+        (dict(weight=presets.int8(), input=presets.fp8_e4m3(group_size=16, group_rows=2)), "along another axis"),
         (dict(weight=presets.int8(), input=QuantSpec(narrow_range=True)), "has a narrow range"),
         (dict(weight=presets.int8(), input=presets.fp8_e5m2()), "none of the grids of inputs"),
         (dict(weight=presets.int8(), input=presets.int16()), "none of the grids of inputs"),
@@ -120,7 +124,9 @@ def test_the_inputs_of_experts_stay_in_float():
     assert all(path.endswith("weight_quantizer") for path in found)
 
 
-@pytest.mark.parametrize("case", ["uint4 groups", "w8a8 static", "fp8 static", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize(
+    "case", ["uint4 groups", "w8a8 static", "fp8 static", "mxfp4", "nvfp4", "fp8 blocks, shorter", "nvfp4 inputs"]
+)
 def test_a_prepared_model_is_saved_and_loaded_with_its_state(case):
     """A state_dict of a prepared model fits a model that is prepared in the same way."""
     model, other = prepared("llama", case), prepared("llama", case)

@@ -48,8 +48,9 @@ def test_fixed_grids_are_written_with_the_same_bytes_again(name, case, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "case", ["int4 groups", "uint4 groups", "int3 channels", "int8 tensor", "w8a8 static", "fp8 static", "mixed"]
-)
+    "case", ["int4 groups", "uint4 groups", "int3 channels", "int8 tensor", "w8a8 static", "fp8 static", "mixed",
+             "fp8 blocks, shorter", "fp8 blocks and inputs"]
+)  # fmt: skip
 def test_learned_grids_are_written_with_the_same_bytes_again(case, tmp_path):
     _writes_the_same("llama", case, True, tmp_path)
 
@@ -82,7 +83,8 @@ def folders(tmp_path_factory):
     return folder
 
 
-_KINDS = ["int4 groups", "uint4 groups", "int3 channels", "w8a8 static", "fp8 static", "int4 groups bfloat16", "mxfp4"]
+_KINDS = ["int4 groups", "uint4 groups", "int3 channels", "w8a8 static", "fp8 static", "int4 groups bfloat16", "mxfp4",
+          "fp8 blocks and inputs", "nvfp4 inputs"]  # fmt: skip
 
 
 def _loaded(folders, case, **options):

@@ -26,6 +26,7 @@ from fakequant.nn._owners import OwnedProduct, is_owner, products_of
 from fakequant.nn._quantized_layer import RESERVED, quantized_class
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import NAME as RECORD
+from fakequant.nn._tensor_scale import TensorScaleFakeQuantize
 from fakequant.observers import Dynamic, MovingAverage
 from fakequant.spec import QuantSpec
 
@@ -282,6 +283,12 @@ class _Maker:
             return LearnedFakeQuantize(spec, init=self.config.weight_observer, **options).initialize(weight)
         return FakeQuantize(spec, self.config.weight_observer or Dynamic(), gradient="auto", **options)
 
+    def _require_whole_groups(self, spec: QuantSpec, length: int) -> None:
+        """Raises ValueError if groups along an axis of `length` do not divide it, which engines need for MX too."""
+        if self.target.engine is not None:
+            spec = dataclasses.replace(spec, scale_format="float32", scale_rule="floor")
+        blocks_of((length,), dataclasses.replace(spec, axis=0))
+
     def _require_whole_blocks(self, spec: QuantSpec, weight: Tensor) -> None:
         """Raises ValueError if a block of rows would be a part of two experts, or of a gate and its values."""
         if spec.group_rows is None or not isinstance(self.module, ExpertProduct) or self.target.engine is None:
@@ -299,10 +306,10 @@ class _Maker:
         if spec is not None and spec.has_block_scales and spec.axis == -1:
             # Channels are before the axes of a convolution, and are the last axis of every other input.
             spec = dataclasses.replace(spec, axis=1 - read_weight(self.module, kind).dim())
-        if spec is not None and spec.granularity == "group":
+        if spec is not None and spec.granularity == "group" and spec.axis == -1:
             weight = read_weight(self.module, kind)
-            if weight.dim() == 2 and spec.axis == -1:
-                blocks_of((1, weight.shape[1 - kind.channel_axis]), spec)  # raises ValueError if groups do not divide
+            if weight.dim() == 2:
+                self._require_whole_groups(spec, weight.shape[1 - kind.channel_axis])
         return self.activation("input", spec)
 
     def activation(self, name: str, spec: QuantSpec | None) -> Quantizer | None:
@@ -318,6 +325,11 @@ class _Maker:
                 f"{self.target.name} has no integer kernels for scales that are computed at run time. Use a fixed "
                 "scale, as recipes.int8 does, quantize only weights, or use another target."
             )
+        engine = self.target.engine
+        if engine is not None and fitted.scale_format == "e4m3fn":
+            return TensorScaleFakeQuantize(fitted, self.config.activation_observer, path=where, device=device)
+        if engine is not None and follows_data(fitted):
+            return FakeQuantize(fitted, Dynamic(), eps=engine.smallest_dynamic_scale, path=where, device=device)
         if (spec.granularity == "token" or is_dynamic) and fitted == DYNAMIC_SPEC:
             eps = self.target.activations.smallest_dynamic_scale
             return FakeQuantize(fitted, Dynamic(), eps=eps, path=where, device=device)

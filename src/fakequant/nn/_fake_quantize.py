@@ -353,12 +353,17 @@ class FakeQuantize(Quantizer):
                 return
         if self._in_kernel is None and self.observer.dynamic:
             self._forget()
-        self._count_nonfinite(self.observer.update(self._state(), x.detach(), self.spec, ranks))
+        self._count_nonfinite(self.observer.update(self._state(), x.detach(), self._observed, ranks))
         if self.observer.searches:
             self._set_stale(True)
             self.scale.fill_(torch.nan)  # rather than an outdated scale
         else:
             self.refresh()
+
+    @property
+    def _observed(self) -> QuantSpec:
+        """The spec whose granularity says what is observed."""
+        return self.spec
 
     def _state(self) -> State:
         return {name: getattr(self, name) for name in self._names}
@@ -368,7 +373,7 @@ class FakeQuantize(Quantizer):
         """Computes scale and zero point from everything observed. The scale is NaN where nothing was observed."""
         if self._blocks is None:
             return
-        lo, hi = self.observer.range(self._state(), self.spec)
+        lo, hi = self.observer.range(self._state(), self._observed)
         scale, zero_point = choose(self, lo, hi)
         self.scale.copy_(torch.where(lo <= hi, scale, torch.nan))
         self.zero_point.copy_(zero_point)

@@ -84,8 +84,9 @@ def export_compressed_tensors(
     again. The folder is written next to its place and moved there at the end, so it is complete or not there at all.
 
     Weights of `Linear` layers and of experts are stored as codes: integers of 2 to 8 bits per tensor,
-    channel or group, FP8 per tensor or channel, MXFP4, MXFP6, MXFP8 and NVFP4. Inputs are quantized by the engine:
-    8-bit integers and FP8 per tensor, with the scales of the model, or per token. All other layers stay in float.
+    channel or group, FP8 per tensor, channel or block of rows, MXFP4, MXFP6, MXFP8 and NVFP4. Inputs are quantized by
+    the engine: 8-bit integers and FP8 per tensor, with the scales of the model, or per token; FP8 per group, MX, and
+    NVFP4 with the tensor's scale of the model. All other layers stay in float.
 
     Args:
         model: A prepared `transformers.PreTrainedModel`, calibrated if its inputs have fixed scales. It is not changed.
@@ -230,6 +231,8 @@ def _input_tensors(quantizer: Quantizer) -> dict[str, Tensor]:
     """Returns the tensors of an input with a fixed scale. Codes of unsigned grids are moved by half the range."""
     scale, zero_point = quantizer.qparams()
     spec = quantizer.spec
+    if spec.scale_format == "e4m3fn":
+        return {"input_global_scale": scale.reshape(1).clone()}
     tensors = {"input_scale": scale.reshape(1).clone()}
     if not spec.symmetric:
         tensors["input_zero_point"] = (zero_point.reshape(1) - offset_of(spec)).to(torch.int8)

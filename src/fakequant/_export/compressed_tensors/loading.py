@@ -159,14 +159,15 @@ def _stored_layer(
 def _stored_input(folder: Folder, layer: str, scheme: Scheme) -> LoadedGrid | None:
     if scheme.input is None:
         return None
-    if scheme.input.granularity != "tensor":
+    is_local = scheme.input.scale_format == "e4m3fn"
+    if scheme.input.granularity != "tensor" and not is_local:
         return LoadedGrid(spec=scheme.input)
-    tensors = folder.tensors_of(layer)
-    if "input_scale" not in tensors:
-        raise ValueError(f"{folder.path} has no input_scale for {layer}, although its scheme has a fixed one.")
+    tensors, name = folder.tensors_of(layer), "input_global_scale" if is_local else "input_scale"
+    if name not in tensors:
+        raise ValueError(f"{folder.path} has no {name} for {layer}, although its scheme has a fixed one.")
     zero_point = tensors.get("input_zero_point")
     return LoadedGrid(
         spec=scheme.input,
-        scale=tensors["input_scale"].float().reshape(()),
+        scale=tensors[name].float().reshape(()),
         zero_point=None if zero_point is None else zero_point.to(torch.int32).reshape(()),
     )

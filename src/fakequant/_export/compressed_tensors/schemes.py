@@ -65,12 +65,14 @@ def args_of_weight(spec: QuantSpec) -> Args:
 
 
 def args_of_input(spec: QuantSpec) -> Args:
-    """Returns the description of an input. Scales per token and per block are computed at run time.
+    """Returns the description of an input. Scales per token, group and block are computed at run time.
 
     >>> args_of_input(QuantSpec(axis=-1, group_size=-1))["dynamic"]
     True
     """
-    return {**_args(spec, spec.granularity), "dynamic": spec.granularity != "tensor"}
+    # "local": those of blocks, under a fixed scale of the tensor.
+    is_local = spec.scale_format == "e4m3fn"
+    return {**_args(spec, spec.granularity), "dynamic": "local" if is_local else spec.granularity != "tensor"}
 
 
 def _args(spec: QuantSpec, strategy: str) -> Args:
@@ -105,6 +107,13 @@ def spec_of(args: Args, whose: Literal["weight", "input"]) -> QuantSpec:
     }
     if strategy not in axes:
         raise ValueError(f"its {whose} has the strategy {strategy!r}, which fakequant has no grid for")
+    if whose == "input":
+        wanted = {"tensor_group": "local", "tensor": False}.get(strategy, True)
+        if args.get("dynamic", False) != wanted:
+            raise ValueError(
+                f"its input has the strategy {strategy!r} with dynamic={args.get('dynamic')!r}, and fakequant has a grid "
+                f"with dynamic={wanted!r} for it"
+            )
     fields: dict[str, Any] = dict(axes[strategy])
     if args.get("type", "int") == "int":
         return QuantSpec(bits=bits, symmetric=args.get("symmetric", True), **fields)
@@ -114,7 +123,8 @@ def spec_of(args: Args, whose: Literal["weight", "input"]) -> QuantSpec:
     if strategy == "tensor_group":
         fields |= {"scale_format": "e4m3fn", "scale_rule": "divided"}
     elif strategy == "group" and (bits < 8 or args.get("scale_dtype") is not None):
-        fields |= {"scale_format": "e8m0", "scale_rule": "even"}
+        rule = "even_e2m1" if bits == 8 and whose == "input" else "even"
+        fields |= {"scale_format": "e8m0", "scale_rule": rule}
     return QuantSpec(format=formats[bits], **fields)
 
 

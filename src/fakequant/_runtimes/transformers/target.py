@@ -21,7 +21,7 @@ RUNTIME = Runtime(
     takes_example=False,
 )
 _MOST_BITS = 8
-_INPUTS = "8-bit integers or e4m3fn per tensor or per token, e4m3fn per group, or MXFP4 and MXFP6 blocks"
+_INPUTS = "8-bit integers or e4m3fn per tensor or per token, e4m3fn per group, or blocks of MXFP4, MXFP6, MXFP8 and NVFP4"
 
 
 def reason_against_weight(spec: QuantSpec) -> str | None:
@@ -58,8 +58,8 @@ def reason_against_input(spec: QuantSpec) -> str | None:
     'int8 narrow, per tensor has a narrow range; engines use -128 too'
     """
     if spec.has_block_scales:
-        is_mx = spec.scale_format == "e8m0" and spec.scale_rule == "even" and spec.format in ("e2m1", "e2m3")
-        return None if is_mx and spec.axis == -1 else f"{spec} is none of the grids of inputs: {_INPUTS}"
+        fits = spec == _fit_input(spec) and spec.format in ("e2m1", "e2m3", "e4m3fn") and spec.axis == -1
+        return None if fits else f"{spec} is none of the grids of inputs: {_INPUTS}"
     if spec.format not in ("int", "e4m3fn") or spec.bits not in (4, 8):
         return f"{spec} is none of the grids of inputs: {_INPUTS}"
     if spec.narrow_range:
@@ -77,7 +77,10 @@ def _fit_weight(spec: QuantSpec) -> QuantSpec:
 
 
 def _fit_input(spec: QuantSpec) -> QuantSpec:
-    return dataclasses.replace(spec, scale_rule="even") if spec.scale_format == "e8m0" else spec
+    """Returns the spec with the rule by which compressed-tensors chooses the scales of inputs."""
+    if spec.scale_format != "e8m0":
+        return _fit_weight(spec)
+    return dataclasses.replace(spec, scale_rule="even_e2m1" if spec.bits == 8 else "even")
 
 
 TARGETS = (
@@ -92,6 +95,7 @@ TARGETS = (
             fit_input=_fit_input,
             reason_against_weight=reason_against_weight,
             reason_against_input=reason_against_input,
+            smallest_dynamic_scale=2.0**-126,  # only a scale of 0 is replaced
         ),
     ),
 )
