@@ -261,9 +261,8 @@ def block_of(terms, parameters, index):
     if len(parameters) == 1 and terms.ndim > 1:  # per channel
         axis = terms.shape.index(parameters[0])
         return np.take(terms, index[0], axis=axis).reshape(-1)
-    slices = tuple(
-        slice(i * (n // p), (i + 1) * (n // p)) for i, n, p in zip(index, terms.shape, parameters, strict=True)
-    )
+    sizes = [-(-n // p) for n, p in zip(terms.shape, parameters, strict=True)]
+    slices = tuple(slice(i * size, (i + 1) * size) for i, size in zip(index, sizes, strict=True))
     return terms[slices].reshape(-1)
 
 
