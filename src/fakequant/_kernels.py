@@ -108,7 +108,16 @@ UPDATES: dict[str, int] = {
 SCALE_RULES: dict[str, int] = {
     name: getattr(_native.ScaleRule, name).value
     for name in (
-        "any", "floor", "ceil", "even", "rceil", "e4m3fn", "e4m3fn_divided", "float16", "bfloat16", "even_e2m1",
+        "any",
+        "floor",
+        "ceil",
+        "even",
+        "rceil",
+        "e4m3fn",
+        "e4m3fn_divided",
+        "float16",
+        "bfloat16",
+        "even_e2m1",
     )
 }
 

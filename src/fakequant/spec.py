@@ -35,7 +35,7 @@ class QuantSpec:
         channel       a      None         index on axis a
         group         a      g            g neighbours along axis a
         token         a      -1           the whole of axis a, e.g. the features of each token
-        block         a      g            g neighbours along axis a, in each of `group_rows` neighbours along the axis before
+        block         a      g            block of `group_rows` rows x g neighbours along axis a, the last one
 
     The range follows from `bits`, `signed` and `narrow_range`:
 
@@ -79,7 +79,7 @@ class QuantSpec:
     # "e4m3fn" for FP8 scales under one float32 scale per tensor (NVFP4). "e8m0" and "e4m3fn" follow the data: every
     # tensor gets the scales of its own blocks.
     scale_format: ScaleFormat = "float32"
-    # How a power of two is chosen for the largest magnitude of a block ("e8m0"; see docs/numerics.md), or "divided" if the scale of the
+    # How a power of two is chosen for the largest magnitude of a block ("e8m0"), or "divided" if the scale of the
     # tensor divides the FP8 scales instead of multiplying them ("e4m3fn"; compressed-tensors stores NVFP4 so).
     scale_rule: ScaleRule = "floor"
     # How many rows, indices of the axis before `axis`, share the scales of a group: blocks of `group_rows` x

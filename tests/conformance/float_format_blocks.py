@@ -82,7 +82,7 @@ def expand(parameters, shape, spec):
         return np.broadcast_to(np.expand_dims(parameters, others), shape)
     size = shape[axis] if spec.group_size == -1 else spec.group_size
     if spec.group_rows is not None:
-        parameters = np.repeat(parameters, spec.group_rows, axis=axis - 1).take(np.arange(shape[axis - 1]), axis=axis - 1)
+        parameters = np.repeat(parameters, spec.group_rows, axis=-2)[..., : shape[-2], :]
     return np.repeat(parameters, size, axis=axis).take(np.arange(shape[axis]), axis=axis)
 
 

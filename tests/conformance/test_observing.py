@@ -38,12 +38,9 @@ def blocks(x, spec):
     if spec.group_size is None:
         return [np.take(x, i, axis=spec.axis).reshape(-1) for i in range(x.shape[spec.axis])]
     if spec.group_rows is not None:
-        starts = [(i, j) for i in range(0, x.shape[-2], spec.group_rows) for j in range(0, x.shape[-1], spec.group_size)]
-        return [
-            part[i : i + spec.group_rows, j : j + spec.group_size].reshape(-1)
-            for part in x.reshape(-1, *x.shape[-2:])
-            for i, j in starts
-        ]
+        (*_, height, width), r, c = x.shape, spec.group_rows, spec.group_size
+        parts = (part for matrix in x.reshape(-1, height, width) for part in np.split(matrix, range(r, height, r)))
+        return [block.reshape(-1) for part in parts for block in np.split(part, range(c, width, c), axis=1)]
     axis = spec.axis % x.ndim
     size = x.shape[axis] if spec.group_size == -1 else spec.group_size
     grouped = x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])

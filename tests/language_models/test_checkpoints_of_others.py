@@ -90,12 +90,14 @@ def test_a_folder_by_compressed_tensors_has_the_same_weights(preset, tmp_path):
     assert len(values) == 14
     for path, value in values.items():
         assert_same_bits(value, theirs.get_submodule(path).weight)
-    # FP8 inputs of bfloat16 are divided by their scale in bfloat16 there. The scales of others are powers of two or floats.
+    # FP8 inputs of bfloat16 are divided by their scale in bfloat16 there.
     if preset != "MXFP4XFP8":
         assert_same_bits(logits(model), logits(theirs))
 
 
-@pytest.mark.parametrize("preset", ["W4A16", "W4A16_ASYM", "FP8", "MXFP4A16", "NVFP4A16", "FP8_BLOCK", "NVFP4", "MXFP8"])
+@pytest.mark.parametrize(
+    "preset", ["W4A16", "W4A16_ASYM", "FP8", "MXFP4A16", "NVFP4A16", "FP8_BLOCK", "NVFP4", "MXFP8"]
+)
 def test_the_weights_of_their_folders_are_written_with_the_same_codes(preset, tmp_path):
     dtype = _PRESETS[preset]
     _their_folder(preset, dtype, tmp_path / "theirs")

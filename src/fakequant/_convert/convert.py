@@ -229,8 +229,8 @@ def _make_grids(model: nn.Module, target: Target) -> dict[Quantizer, GoldenQuant
         arithmetic = target.arithmetic
         if isinstance(quantizer, TensorScaleFakeQuantize):
             raise ValueError(
-                f"{path} has a calibrated scale for its tensor, under which block scales follow the data. Only folders of "
-                "compressed-tensors have a place for it.\nUse export_compressed_tensors, or target='generic'."
+                f"{path} has a calibrated scale for its tensor, under which block scales follow the data. Only folders "
+                "of compressed-tensors have a place for it.\nUse export_compressed_tensors, or target='generic'."
             )
         if isinstance(quantizer, FakeQuantize) and quantizer.is_dynamic:
             _require_min_max(path, quantizer)

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from fakequant._backends.torch.tensor_kernels import dtype_name
 from fakequant._export.compressed_tensors.checkpoint_names import EXTRA, PreTrainedModel, stored_in_checkpoints
-from fakequant._export.compressed_tensors.layer_tensors import StoredWeight, offset_of, to_tensors
+from fakequant._export.compressed_tensors.layer_tensors import offset_of, to_tensors
 from fakequant._export.compressed_tensors.prepared_layers import PreparedLayer, own_tensors, prepared_layers
 from fakequant._export.compressed_tensors.schemes import Scheme
 from fakequant._model.running import check_module
@@ -28,6 +29,8 @@ from fakequant.nn._records import float_class_of
 
 # The method's name in config.json.
 METHOD = "compressed-tensors"
+# The number of codes that are made at once.
+_PART = 1 << 20
 # Matches the layers of experts in checkpoints.
 _EXPERTS = r"re:.*\.experts\.\d+\.\w+$"
 
@@ -197,16 +200,7 @@ def _state(model: PreTrainedModel, layers: list[PreparedLayer]) -> tuple[dict[st
 
 def _tensors_of(layer: PreparedLayer, rows: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """Returns the tensors of some rows of a layer, with scales in the dtype of the model."""
-    codes, scale, zero_point = layer.stored()
-    if not torch.equal(rows, torch.arange(len(codes))):
-        codes = codes[rows]
-        spec = layer.scheme.weight
-        if spec.group_rows is not None:
-            scale = scale[_rows_of_blocks(rows, spec.group_rows, layer.path)]
-        elif spec.granularity != "tensor":
-            scale = scale[rows]
-            zero_point = None if zero_point is None else zero_point[rows]
-    tensors = to_tensors(StoredWeight(codes, scale, zero_point), layer.scheme)
+    tensors = _weight_tensors(layer, rows)
     if layer.input is not None:
         tensors |= _input_tensors(layer.input)
     for name in ("weight_scale", "input_scale"):
@@ -215,16 +209,29 @@ def _tensors_of(layer: PreparedLayer, rows: Tensor, dtype: torch.dtype) -> dict[
     return tensors
 
 
-def _rows_of_blocks(rows: Tensor, height: int, path: str) -> Tensor:
-    """Returns the numbers of the blocks that some rows of a weight are. Raises ValueError if they are parts of blocks."""
-    blocks = rows[::height] // height
-    whole = (blocks[:, None] * height + torch.arange(height)).flatten()
-    if not torch.equal(rows, whole):
-        raise ValueError(
-            f"{path} cannot be stored in compressed-tensors: it is stored in parts of {len(rows)} rows, which are no "
-            f"whole blocks of {height} rows.\nUse another spec for it, or config.skip({path!r})."
-        )
-    return blocks
+def _weight_tensors(layer: PreparedLayer, rows: Tensor) -> dict[str, Tensor]:
+    """Returns the tensors of some rows of a weight, made in parts: codes and ranges take memory of their own."""
+    spec, known = layer.scheme.weight, layer.known_grid()
+    # Zero points are packed by 32 rows, and blocks are whole.
+    step = lcm(32, spec.group_rows or 1)
+    step *= max(_PART // (step * layer.weight().shape[-1]), 1)
+    if spec.scale_format == "e4m3fn" or len(rows) <= step:
+        return to_tensors(layer.stored(rows, known), layer.scheme)
+    whole: dict[str, Tensor] = {}
+    lengths: dict[str, int] = {}
+    for start in range(0, len(rows), step):
+        for name, part in to_tensors(layer.stored(rows[start : start + step], known), layer.scheme).items():
+            if part.dim() < 2:  # the same in all parts, or the shape of the part
+                whole[name] = part
+                continue
+            if start == 0:
+                whole[name] = part.new_empty((-(-len(part) * len(rows) // step), *part.shape[1:]))
+                lengths[name] = len(part)
+            at = start // step * lengths[name]
+            whole[name][at : at + len(part)] = part
+    if "weight_shape" in whole:
+        whole["weight_shape"] = torch.tensor([len(rows), layer.weight().shape[-1]])
+    return whole
 
 
 def _input_tensors(quantizer: Quantizer) -> dict[str, Tensor]:

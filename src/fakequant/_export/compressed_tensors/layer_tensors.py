@@ -24,8 +24,6 @@ from fakequant.qparams import decode_scales, encode_scales
 from fakequant.spec import QuantSpec
 
 Tensors = dict[str, Tensor]
-# The number of codes that are packed at once.
-_PART = 1 << 20
 
 
 class StoredWeight(NamedTuple):
@@ -56,9 +54,7 @@ def to_tensors(weight: StoredWeight, scheme: Scheme) -> Tensors:
     if scheme.format == "int-quantized":
         return {"weight": codes, **tensors} | ({} if zero_point is None else {"weight_zero_point": zero_point})
     packing = require("compressed_tensors.compressors.pack_quantized.helpers", "compressed-tensors", "llm")
-    # In parts of whole rows, because the helper needs many bytes per code.
-    parts = codes.split(max(_PART // max(codes.shape[-1], 1), 1))
-    packed = torch.cat([packing.pack_to_int32(part, spec.bits) for part in parts])
+    packed = packing.pack_to_int32(codes, spec.bits)
     tensors |= {"weight_packed": packed, "weight_shape": torch.tensor(codes.shape)}
     if zero_point is not None:
         # Zero points per tensor are not packed.

@@ -111,8 +111,8 @@ def spec_of(args: Args, whose: Literal["weight", "input"]) -> QuantSpec:
         wanted = {"tensor_group": "local", "tensor": False}.get(strategy, True)
         if args.get("dynamic", False) != wanted:
             raise ValueError(
-                f"its input has the strategy {strategy!r} with dynamic={args.get('dynamic')!r}, and fakequant has a grid "
-                f"with dynamic={wanted!r} for it"
+                f"its input has the strategy {strategy!r} with dynamic={args.get('dynamic')!r}, and fakequant has a "
+                f"grid with dynamic={wanted!r} for it"
             )
     fields: dict[str, Any] = dict(axes[strategy])
     if args.get("type", "int") == "int":

@@ -21,7 +21,9 @@ RUNTIME = Runtime(
     takes_example=False,
 )
 _MOST_BITS = 8
-_INPUTS = "8-bit integers or e4m3fn per tensor or per token, e4m3fn per group, or blocks of MXFP4, MXFP6, MXFP8 and NVFP4"
+_INPUTS = (
+    "8-bit integers or e4m3fn per tensor or per token, e4m3fn per group, or blocks of MXFP4, MXFP6, MXFP8 and NVFP4"
+)
 
 
 def reason_against_weight(spec: QuantSpec) -> str | None:
