@@ -228,7 +228,7 @@ def _make_grids(model: nn.Module, target: Target) -> dict[Quantizer, GoldenQuant
             continue
         arithmetic = target.arithmetic
         if isinstance(quantizer, TensorScaleFakeQuantize):
-            raise ValueError(
+            raise ValueError(  # noqa: TRY004
                 f"{path} has a calibrated scale for its tensor, under which block scales follow the data. Only folders "
                 "of compressed-tensors have a place for it.\nUse export_compressed_tensors, or target='generic'."
             )
