@@ -95,8 +95,8 @@ def int8_per_token() -> QuantSpec:
 def fp8_e4m3(*, axis: int | None = None, group_size: int | None = None, group_rows: int | None = None) -> QuantSpec:
     """Returns the spec of FP8 with more precision: e4m3fn, up to 448, one scale per tensor or per channel of `axis`.
 
-    With `group_size`, there is one scale per group along the last axis. With `group_rows` too, there is one per block of
-    that many rows, as in DeepSeek's models.
+    With `group_size`, there is one scale per group along the last axis. With `group_rows` too, there is one per block
+    of that many rows, as in DeepSeek's models.
 
     >>> fp8_e4m3().largest, fp8_e4m3(axis=0).granularity
     (448.0, 'channel')

@@ -188,8 +188,8 @@ def fake_quantize_learned(
         return y
     check_data(x)
     if short_blocks(tuple(x.shape), spec):
-        factor = learned_factor(grad_factor, x, spec.qmax, numerics_name(spec))
-        y = fake_quantize_learned(filled(x, spec), scale, zero_point, spec, grad_factor=factor)
+        own_factor = learned_factor(grad_factor, x, spec.qmax, numerics_name(spec))
+        y = fake_quantize_learned(filled(x, spec), scale, zero_point, spec, grad_factor=own_factor)
         return _cut(y, x.shape)
     grid = make_grid(x, scale, zero_point, spec, learned=True)
     factor = None if grad_factor is None else float(grad_factor)
@@ -302,7 +302,7 @@ def _joined_ranges(x: Tensor, spec: QuantSpec) -> Range[Tensor]:
 def _whole_and_rest(x: Tensor, axis: int, size: int) -> tuple[Tensor, ...]:
     """Returns `x` in two parts: the whole blocks along an axis, and the shorter last one."""
     length = x.shape[axis]
-    return x.split([length - length % size, length % size], axis)
+    return x.tensor_split([length - length % size], axis)
 
 
 def choose_qparams(lo: Numbers, hi: Numbers, spec: QuantSpec, *, eps: float) -> QParams[Tensor]:
@@ -370,7 +370,8 @@ def observe_fake_quantize(
     if short_blocks(shape, spec):
         if spec.has_block_scales:
             return _observe_short_blocks(x, spec, running_min, running_max, mask, gradient)
-        return _observe_in_parts(x, spec, *running, update, averaging_constant, eps, mask, gradient)
+        lo, hi = running
+        return _observe_in_parts(x, spec, lo, hi, update, averaging_constant, eps, mask, gradient)
     options = ObserverOptions(
         spec.qmin, spec.qmax, numerics_name(spec), spec.symmetric, scale_rule_name(spec), update,
         float(averaging_constant), float(eps), clipped and (mask is not None or gradients.is_differentiating(x)),
