@@ -166,7 +166,6 @@ SPECS = {
     str(spec): spec
     for spec in (
         *(presets.mxfp8(scale_rule=rule) for rule in ("floor", "ceil", "even", "rceil", "even_e2m1")),
-        presets.fp8_e4m3(group_size=8),
         *(presets.mxfp4(scale_rule=rule) for rule in ("floor", "ceil", "even", "rceil")),
         *(presets.mxint8(scale_rule=rule) for rule in ("floor", "ceil", "even", "rceil")),
         presets.mxfp8(format="e5m2", axis=0),
