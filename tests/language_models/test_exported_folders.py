@@ -26,7 +26,7 @@ from tiny_language_models import (
 # transformers has no place for the zero points, global scales and exponents of experts.
 _NOT_FOR_EXPERTS = (
     "uint4 groups", "uint4 channels", "int8 affine", "uint4 groups bfloat16", "mxfp8", "nvfp4", "mxfp8 inputs",
-    "nvfp4 inputs", "fp8 blocks and inputs", "fp8 blocks bfloat16",
+    "nvfp4 inputs", "fp8 blocks and inputs", "fp8 blocks bfloat16", "fp8 blocks", "fp8 blocks, shorter",
 )  # fmt: skip
 # BERT's pooler and classifier have inputs with two axes; its classifier has two outputs.
 _NOT_FOR_BERT = ("w8a8 per token", "uint4 groups", "uint4 groups bfloat16")

@@ -33,6 +33,8 @@ def _files(folder):
 
 
 def _writes_the_same(name, case, learned, tmp_path):
+    if name in EXPERTS and case in ("fp8 blocks", "fp8 blocks, shorter"):
+        pytest.skip("the blocks do not divide the rows of the experts")
     model = prepared(name, case, learned=learned)
     fq.export_compressed_tensors(model, tmp_path / "first")
     again = fq.load_grids(make(name, CASES[case].dtype), tmp_path / "first", batch(), learned=learned).eval()
