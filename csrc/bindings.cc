@@ -177,7 +177,7 @@ template <class E> E checked(int value, E last) {
 
 DType to_dtype(int value) { return checked(value, DType::f16); }
 MaskKind to_mask_kind(int value) { return checked(value, MaskKind::bytes); }
-ScaleRule to_scale_rule(int value) { return checked(value, ScaleRule::bfloat16); }
+ScaleRule to_scale_rule(int value) { return checked(value, ScaleRule::even_e2m1); }
 CodeType to_code(int value) { return checked(value, CodeType::u6x4); }
 Numerics to_numerics(int value) { return checked(value, Numerics::e2m1); }
 
@@ -435,7 +435,7 @@ NB_MODULE(_native, m) {
       .value("any", ScaleRule::any).value("floor", ScaleRule::floor).value("ceil", ScaleRule::ceil)
       .value("even", ScaleRule::even).value("rceil", ScaleRule::rceil).value("e4m3fn", ScaleRule::e4m3fn)
       .value("e4m3fn_divided", ScaleRule::e4m3fn_divided).value("float16", ScaleRule::float16)
-      .value("bfloat16", ScaleRule::bfloat16);
+      .value("bfloat16", ScaleRule::bfloat16).value("even_e2m1", ScaleRule::even_e2m1);
 
   m.def("fake_quantize", &py_fake_quantize, "x"_a, "y"_a, "mask"_a.none(), "mask_kind"_a, "dtype"_a, "shape"_a,
         "numerics"_a, "scale"_a, "scale_is_f64"_a, "zero_point"_a.none(), "zero_kind"_a, "qmin"_a, "qmax"_a);

@@ -48,6 +48,7 @@ GridEnd grid_end(const Grid& g) {
 float power_scale(float absmax, ScaleRule rule, const GridEnd& end) {
   uint32_t bits = bits_of_float(rule == ScaleRule::rceil ? absmax / end.largest : absmax);
   if (rule == ScaleRule::even) bits += (uint32_t(1) << 22) >> end.mantissa_bits;
+  if (rule == ScaleRule::even_e2m1) bits += uint32_t(1) << 21;
   int field = int(bits >> 23);
   if ((rule == ScaleRule::ceil || rule == ScaleRule::rceil) && (bits & 0x7FFFFF) != 0) ++field;
   if (rule != ScaleRule::rceil) field -= end.exponent;

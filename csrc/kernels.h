@@ -209,6 +209,7 @@ enum class ScaleRule : int {
   e4m3fn,                   // e4m3fn values times one float32 per tensor
   e4m3fn_divided,           // e4m3fn values divided by one float32 per tensor
   float16, bfloat16,        // as `any`, rounded to these formats
+  even_e2m1,                // as `even` with the mantissa of e2m1
 };
 
 // Returns true for scales that are chosen for one block after the other, from a range with two ends.

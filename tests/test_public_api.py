@@ -95,7 +95,7 @@ FIELD_VALUES = ["Format", "ScaleFormat", "ScaleRule", "FORMATS", "SCALE_FORMATS"
 
 PTQ = ["Changes", "LayerChange", "adaround", "correct_bias", "equalize", "gptq", "smooth"]
 RECIPES = [
-    "fp8", "int4_weight_only", "int8", "int8_dynamic", "lsq", "mxfp4_weight_only", "mxfp8", "nvfp4",
+    "fp8", "fp8_block", "int4_weight_only", "int8", "int8_dynamic", "lsq", "mxfp4_weight_only", "mxfp8", "nvfp4",
     "nvfp4_weight_only", "w4a8",
 ]  # fmt: skip
 # Imported on first use, because they need torch.

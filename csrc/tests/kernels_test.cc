@@ -212,7 +212,7 @@ std::vector<Named> run_case(const Case& c) {
     std::vector<float> lo(static_cast<size_t>(parameters)), hi(lo), scale(lo);
     std::vector<int32_t> zero(static_cast<size_t>(parameters));
     for (ScaleRule rule : {ScaleRule::floor, ScaleRule::ceil, ScaleRule::even, ScaleRule::rceil, ScaleRule::e4m3fn,
-                           ScaleRule::e4m3fn_divided, ScaleRule::float16, ScaleRule::bfloat16}) {
+                           ScaleRule::e4m3fn_divided, ScaleRule::float16, ScaleRule::bfloat16, ScaleRule::even_e2m1}) {
       std::fill(bits.begin(), bits.end(), 0);
       const ObserveArgs o{RangeRule::own, RangeUpdate::dynamic, true, true, true, rule, 0, 1,
                           lo.data(), hi.data(), scale.data(), zero.data()};

@@ -107,7 +107,18 @@ UPDATES: dict[str, int] = {
 # What scales may be: any float32 number, a power of two by one of the rules of MX, or NVFP4's.
 SCALE_RULES: dict[str, int] = {
     name: getattr(_native.ScaleRule, name).value
-    for name in ("any", "floor", "ceil", "even", "rceil", "e4m3fn", "e4m3fn_divided", "float16", "bfloat16")
+    for name in (
+        "any",
+        "floor",
+        "ceil",
+        "even",
+        "rceil",
+        "e4m3fn",
+        "e4m3fn_divided",
+        "float16",
+        "bfloat16",
+        "even_e2m1",
+    )
 }
 
 # The key of `NUMERICS` by (numerics of a spec, whether it has one scale per tensor).

@@ -109,6 +109,8 @@ class ScaleRule(enum.IntEnum):
 
     bfloat16 = 8
 
+    even_e2m1 = 9
+
 def fake_quantize(x: object, y: object, mask: object | None, mask_kind: int, dtype: int, shape: tuple[int, int, int, int], numerics: int, scale: object, scale_is_f64: bool, zero_point: object | None, zero_kind: int, qmin: int, qmax: int) -> None: ...
 
 def fake_quantize_scalar(x: object, y: object, mask: object | None, mask_kind: int, dtype: int, size: int, numerics: int, scale: float, zero_point: int, qmin: int, qmax: int) -> None: ...

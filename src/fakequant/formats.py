@@ -21,7 +21,7 @@ import numpy as np
 
 Format = Literal["int", "e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e2m3", "e3m2", "e2m1"]
 ScaleFormat = Literal["float32", "e8m0", "e4m3fn", "float16", "bfloat16"]
-ScaleRule = Literal["floor", "ceil", "even", "rceil", "divided"]
+ScaleRule = Literal["floor", "ceil", "even", "rceil", "divided", "even_e2m1"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,4 +119,4 @@ FLOAT_FORMATS: dict[str, FloatFormat] = {
 }
 FORMATS: tuple[Format, ...] = ("int", *(f.name for f in FLOAT_FORMATS.values()))
 SCALE_FORMATS: tuple[ScaleFormat, ...] = ("float32", "e8m0", "e4m3fn", "float16", "bfloat16")
-SCALE_RULES: tuple[ScaleRule, ...] = ("floor", "ceil", "even", "rceil", "divided")
+SCALE_RULES: tuple[ScaleRule, ...] = ("floor", "ceil", "even", "rceil", "divided", "even_e2m1")

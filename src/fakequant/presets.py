@@ -2,7 +2,8 @@
 
     weights        int8   int4   int2     symmetric; only int8 has a narrow range, fewer bits need every code
     activations    uint8  uint4  int16    per tensor; int8_per_token for dynamic ranges
-    both           fp8_e4m3  fp8_e5m2                     one float32 scale per tensor, or per channel with `axis`
+    both           fp8_e4m3  fp8_e5m2                     one float32 scale per tensor, or per channel with `axis`;
+                                                          fp8_e4m3 also per group or per block of rows
                    mxfp8  mxfp6  mxfp4  mxint8  nvfp4     block scales, one per 32 elements (NVFP4: 16)
 
 Each function returns a plain `QuantSpec`. Use `dataclasses.replace(int8(), bits=6)` to derive another.
@@ -91,13 +92,20 @@ def int8_per_token() -> QuantSpec:
     return QuantSpec(bits=8).per_token()
 
 
-def fp8_e4m3(*, axis: int | None = None) -> QuantSpec:
+def fp8_e4m3(*, axis: int | None = None, group_size: int | None = None, group_rows: int | None = None) -> QuantSpec:
     """Returns the spec of FP8 with more precision: e4m3fn, up to 448, one scale per tensor or per channel of `axis`.
+
+    With `group_size`, there is one scale per group along the last axis. With `group_rows` too, there is one per block
+    of that many rows, as in DeepSeek's models.
 
     >>> fp8_e4m3().largest, fp8_e4m3(axis=0).granularity
     (448.0, 'channel')
+    >>> print(fp8_e4m3(group_size=128, group_rows=128))
+    e4m3fn, per block of 128 x 128 on axis -1
     """
-    return QuantSpec(format="e4m3fn", axis=axis)
+    if axis is None and group_size is not None:
+        axis = -1
+    return QuantSpec(format="e4m3fn", axis=axis, group_size=group_size, group_rows=group_rows)
 
 
 def fp8_e5m2(*, axis: int | None = None) -> QuantSpec:

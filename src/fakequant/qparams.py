@@ -48,6 +48,7 @@ def choose_qparams(lo: Numbers, hi: Numbers = None, spec: Any = None, *, eps: fl
         ceil    + 1 in the exponent unless absmax is a power of two
         even    floor, after adding half a unit of the last of M mantissa bits to absmax
         rceil   s = absmax / largest, rounded up to a power of two
+        even_e2m1       even with M = 1, as compressed-tensors chooses the scales of MXFP8
         NVFP4   t = max(absmax of all blocks) / 2688;   s = e4m3fn(clamp(absmax / 6 / t, 2^-6, 448)) * t
 
     All entries of `lo` and `hi` are blocks of one tensor for NVFP4. `eps` is not used for block scales.

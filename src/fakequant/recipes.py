@@ -6,6 +6,7 @@ int4_weight_only   4-bit weights in groups, activations in float
 w4a8               4-bit weights per channel, 8-bit activations; 8-bit weights in the first and the last layer
 lsq                weights and activations of few bits with learned scales; 8 bits in the first and the last layer
 fp8                FP8 weights per channel, FP8 activations per tensor
+fp8_block          FP8 weights in blocks of 128 x 128, FP8 inputs in groups of 128 with ranges determined at run time
 mxfp8, nvfp4       weights and inputs in blocks along the axis that products sum over, with block scales
 mxfp4_weight_only  MXFP4 weights, activations in float; nvfp4_weight_only the same with NVFP4
 """
@@ -19,7 +20,7 @@ from fakequant.observers import Dynamic
 from fakequant.spec import QuantSpec
 
 __all__ = [
-    "fp8", "int4_weight_only", "int8", "int8_dynamic", "lsq", "mxfp4_weight_only", "mxfp8", "nvfp4",
+    "fp8", "fp8_block", "int4_weight_only", "int8", "int8_dynamic", "lsq", "mxfp4_weight_only", "mxfp8", "nvfp4",
     "nvfp4_weight_only", "w4a8",
 ]  # fmt: skip
 
@@ -106,6 +107,24 @@ def fp8(*, format: Literal["e4m3fn", "e5m2"] = "e4m3fn", target: str = "generic"
     activations = QuantSpec(format=format)
     layer = LayerConfig(weight=QuantSpec(format=format, axis=0), input=activations)
     return QuantConfig(default=layer, operands=activations, target=target)
+
+
+def fp8_block(size: int = 128, *, target: str = "generic") -> QuantConfig:
+    """FP8 weights with a scale per block of `size` x `size`, and FP8 inputs with a scale per `size` neighbours.
+
+    This is DeepSeek's scheme. Inputs follow the data: nothing has to be calibrated. Convolutions have one scale per
+    output channel, and their inputs one per tensor.
+
+    >>> print(fp8_block().default.weight)
+    e4m3fn, per block of 128 x 128 on axis -1
+    >>> print(fp8_block().default.input)
+    e4m3fn, per group of 128 on axis -1
+    """
+    layer = LayerConfig(
+        weight=presets.fp8_e4m3(group_size=size, group_rows=size), input=presets.fp8_e4m3(group_size=size)
+    )
+    config = QuantConfig(default=layer, target=target)
+    return config.rule(type="_ConvNd", weight=presets.fp8_e4m3(axis=0), input=presets.fp8_e4m3())
 
 
 def mxfp8(*, scale_rule: ScaleRule = "floor", target: str = "generic") -> QuantConfig:

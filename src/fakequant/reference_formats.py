@@ -275,6 +275,7 @@ def power_of_two_scale(absmax: ArrayLike, largest: float, mantissa_bits: int, ru
         floor    e = exponent(absmax) - floor(log2 largest)
         ceil     e as floor, + 1 if mantissa(absmax) is not 0
         even     e as floor, for absmax rounded to mantissa_bits, ties up
+        even_e2m1    the same with the 1 mantissa bit of e2m1, whatever the format
         rceil    e = exponent(d), + 1 if mantissa(d) is not 0       d = absmax / largest
         scale = 2^clamp(e, -127, 127)
 
@@ -282,7 +283,7 @@ def power_of_two_scale(absmax: ArrayLike, largest: float, mantissa_bits: int, ru
         absmax: The largest magnitude of each block, finite.
         largest: The largest value of the grid.
         mantissa_bits: The bits that "even" rounds to. An integer grid of n bits has n - 2.
-        rule: "floor", "ceil", "even" or "rceil".
+        rule: "floor", "ceil", "even", "rceil" or "even_e2m1".
 
     >>> {rule: power_of_two_scale(7.5, 6.0, 1, rule).item() for rule in ("floor", "ceil", "even", "rceil")}
     {'floor': 1.0, 'ceil': 2.0, 'even': 2.0, 'rceil': 2.0}
@@ -292,20 +293,22 @@ def power_of_two_scale(absmax: ArrayLike, largest: float, mantissa_bits: int, ru
     if rule == "rceil":
         absmax, top = absmax / np.float32(largest), 0
     number = absmax.view(np.int32)
-    if rule == "even":
+    if rule in ("even", "even_e2m1"):
         # Half of the last bit that is kept. The carry may reach the exponent, which is the point.
-        number = number + ((1 << 22) >> mantissa_bits)
+        number = number + ((1 << 22) >> (mantissa_bits if rule == "even" else 1))
     exponent = (number >> 23) - 127 - top
     if rule in ("ceil", "rceil"):
         exponent = exponent + (number % (1 << 23) != 0)
-    elif rule not in ("floor", "even"):
-        raise ValueError(f"rule must be floor, ceil, even or rceil, got {rule!r}")
+    elif rule not in ("floor", "even", "even_e2m1"):
+        raise ValueError(f"rule must be floor, ceil, even, rceil or even_e2m1, got {rule!r}")
     scale: np.ndarray = np.ldexp(np.float32(1), np.clip(exponent, -127, 127))
     return scale
 
 
 @_quiet
-def nvfp4_scales(absmax: ArrayLike, *, divided: bool = False) -> NVFP4Scales:
+def nvfp4_scales(
+    absmax: ArrayLike, *, divided: bool = False, tensor_scale: ArrayLike | None = None, dtype: DTypeLike = np.float32
+) -> NVFP4Scales:
     """Returns the scales of NVFP4 for blocks with the largest magnitude `absmax`, as float32.
 
         tensor_scale = max over blocks(absmax) / 2688                     1 if that is 0
@@ -318,27 +321,38 @@ def nvfp4_scales(absmax: ArrayLike, *, divided: bool = False) -> NVFP4Scales:
         block_scale  = round to e4m3fn(min((absmax / 6) * tensor_scale, 448))       0.125 if that is 0
         scale        = block_scale / tensor_scale
 
+    A divisor that was calibrated is given instead. Then `absmax / 6` is rounded to the dtype of the data, as in
+    compressed-tensors, and blocks above the calibrated range saturate.
+
     Args:
         absmax: The largest magnitude of every block of the tensor, finite.
         divided: Whether the tensor scale divides.
+        tensor_scale: The divisor, or None to compute it.
+        dtype: The dtype of the data. Only with a given `tensor_scale`.
 
     >>> scales = nvfp4_scales([5376.0, 12.0, 0.0])
     >>> scales.tensor_scale.item(), scales.block_scale.tolist(), scales.scale.tolist()
     (2.0, [448.0, 1.0, 0.015625], [896.0, 2.0, 0.03125])
     """
     absmax = np.asarray(absmax).astype(np.float32)
+    if tensor_scale is not None:
+        given = np.asarray(tensor_scale).astype(np.float32)
+        sixth = (absmax / np.float32(6)).astype(dtype).astype(np.float32)
+        value, _ = round_to_format(np.minimum(sixth * given, np.float32(448)), "e4m3fn")
+        value = np.where(value == 0, np.float32(0.125), value)
+        return NVFP4Scales(value / given, value, given)
     if divided:
         divisor = (np.float32(1) / np.maximum(absmax.max(initial=0), np.float32(2.0**-126))) * NVFP4_LARGEST
         divisor = np.where(np.isinf(divisor), np.float32(1), divisor)
         value, _ = round_to_format(np.minimum((absmax / np.float32(6)) * divisor, np.float32(448)), "e4m3fn")
         value = np.where(value == 0, np.float32(0.125), value)
         return NVFP4Scales(value / divisor, value, divisor)
-    tensor_scale: np.ndarray = absmax.max(initial=0) / NVFP4_LARGEST
-    tensor_scale = np.where(tensor_scale == 0, np.float32(1), tensor_scale)
-    wanted = (absmax / np.float32(6)) / tensor_scale
+    factor: np.ndarray = absmax.max(initial=0) / NVFP4_LARGEST
+    factor = np.where(factor == 0, np.float32(1), factor)
+    wanted = (absmax / np.float32(6)) / factor
     block_scale, _ = round_to_format(np.clip(wanted, np.float32(2**-6), np.float32(448)), "e4m3fn")
-    scale = np.maximum(block_scale * tensor_scale, np.float32(2.0**-149))
-    return NVFP4Scales(scale, block_scale, tensor_scale)
+    scale = np.maximum(block_scale * factor, np.float32(2.0**-149))
+    return NVFP4Scales(scale, block_scale, factor)
 
 
 def fake_quantize_blocks(x: ArrayLike, spec: QuantSpec) -> BlockFakeQuantize:

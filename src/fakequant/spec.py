@@ -19,7 +19,7 @@ from fakequant.formats import (
 )
 
 Numerics = Literal["torch", "onnx", "half_away"]
-Granularity = Literal["tensor", "channel", "group", "token"]
+Granularity = Literal["tensor", "channel", "group", "token", "block"]
 
 NUMERICS: tuple[Numerics, ...] = ("torch", "onnx", "half_away")
 WHOLE_AXIS = -1
@@ -35,6 +35,7 @@ class QuantSpec:
         channel       a      None         index on axis a
         group         a      g            g neighbours along axis a
         token         a      -1           the whole of axis a, e.g. the features of each token
+        block         a      g            block of `group_rows` rows x g neighbours along axis a, the last one
 
     The range follows from `bits`, `signed` and `narrow_range`:
 
@@ -81,6 +82,9 @@ class QuantSpec:
     # How a power of two is chosen for the largest magnitude of a block ("e8m0"), or "divided" if the scale of the
     # tensor divides the FP8 scales instead of multiplying them ("e4m3fn"; compressed-tensors stores NVFP4 so).
     scale_rule: ScaleRule = "floor"
+    # How many rows, indices of the axis before `axis`, share the scales of a group: blocks of `group_rows` x
+    # `group_size` elements on the last two axes. None for one row. The last blocks of both axes may be shorter.
+    group_rows: int | None = None
 
     def __post_init__(self) -> None:
         self._check_formats()
@@ -115,10 +119,22 @@ class QuantSpec:
                     f"`group_size` must be at least 1, or -1 for the whole axis, got {self.group_size}.\n"
                     "Use QuantSpec().per_token() for one scale per token."
                 )
+        if self.group_rows is not None:
+            self._check_rows(self.group_rows)
         if self.numerics not in NUMERICS:
             raise ValueError(f"`numerics` must be one of {', '.join(NUMERICS)}, got {self.numerics!r}.")
         if self.has_block_scales:
             self._check_block_scales()
+
+    def _check_rows(self, rows: int) -> None:
+        _require_int("group_rows", rows)
+        if rows < 1:
+            raise ValueError(f"`group_rows` must be at least 1, or None for groups of one row, got {rows}.")
+        if self.axis in (None, 0) or self.group_size in (None, WHOLE_AXIS):
+            raise ValueError(
+                f"`group_rows={rows}` needs groups along an axis that has another one before it, got axis={self.axis} "
+                f"and group_size={self.group_size}.\nUse QuantSpec(axis=-1, group_size=128, group_rows={rows})."
+            )
 
     def _check_formats(self) -> None:
         """Checks the fields of formats, and sets `bits` to the bits of a float format."""
@@ -224,11 +240,13 @@ class QuantSpec:
 
     @property
     def granularity(self) -> Granularity:
-        """Which elements share a scale: "tensor", "channel", "group" or "token"."""
+        """Which elements share a scale: "tensor", "channel", "group", "token" or "block"."""
         if self.axis is None:
             return "tensor"
         if self.group_size is None:
             return "channel"
+        if self.group_rows is not None:
+            return "block"
         return "token" if self.group_size == WHOLE_AXIS else "group"
 
     def per_token(self, axis: int = -1) -> "QuantSpec":
@@ -237,7 +255,7 @@ class QuantSpec:
         >>> print(QuantSpec(symmetric=False).per_token())
         int8 affine, per token over axis -1
         """
-        return dataclasses.replace(self, axis=axis, group_size=WHOLE_AXIS)
+        return dataclasses.replace(self, axis=axis, group_size=WHOLE_AXIS, group_rows=None)
 
     @property
     def storage(self) -> str:
@@ -305,16 +323,17 @@ class QuantSpec:
         flags = (self.signed, self.symmetric, self.narrow_range)
         where = (_ABSENT if v is None else v for v in (self.axis, self.group_size))
         numbers = [self.bits, *map(int, flags), *where, NUMERICS.index(self.numerics)]
-        if self.format == "int" and self.scale_format == "float32":
+        if self.format == "int" and self.scale_format == "float32" and self.group_rows is None:
             return numbers  # as before there were other formats
         formats = (FORMATS.index(self.format), SCALE_FORMATS.index(self.scale_format))
-        return [*numbers, *formats, SCALE_RULES.index(self.scale_rule)]
+        rows = () if self.group_rows is None else (self.group_rows,)  # as before there were blocks
+        return [*numbers, *formats, SCALE_RULES.index(self.scale_rule), *rows]
 
     @classmethod
     def from_numbers(cls, numbers: list[int]) -> "QuantSpec":
         """Returns the spec that `to_numbers` wrote."""
         bits, signed, symmetric, narrow_range, axis, group_size, numerics, *formats = numbers
-        number_format, scale_format, scale_rule = formats or (0, 0, 0)
+        number_format, scale_format, scale_rule, *rows = formats or (0, 0, 0)
         return cls(
             bits=bits,
             signed=bool(signed),
@@ -326,6 +345,7 @@ class QuantSpec:
             format=FORMATS[number_format],
             scale_format=SCALE_FORMATS[scale_format],
             scale_rule=SCALE_RULES[scale_rule],
+            group_rows=rows[0] if rows else None,
         )
 
     def __str__(self) -> str:
@@ -341,6 +361,7 @@ class QuantSpec:
             "channel": f"per channel on axis {self.axis}",
             "group": f"per group of {self.group_size} on axis {self.axis}",
             "token": f"per token over axis {self.axis}",
+            "block": f"per block of {self.group_rows} x {self.group_size} on axis {self.axis}",
         }[self.granularity]
         scales = f", scales {self.scale_format}" if self.scale_format != "float32" else ""
         scales += f" ({self.scale_rule})" if self.scale_format == "e8m0" or self.scale_rule == "divided" else ""

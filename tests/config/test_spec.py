@@ -33,6 +33,7 @@ def test_code_range_follows_from_bits_sign_and_narrow_range(options, expected):
         (dict(axis=0), "channel"),
         (dict(axis=-1, group_size=32), "group"),
         (dict(axis=-1, group_size=-1), "token"),
+        (dict(axis=-1, group_size=32, group_rows=4), "block"),
     ],
 )
 def test_granularity_follows_from_axis_and_group_size(options, expected):
@@ -42,6 +43,7 @@ def test_granularity_follows_from_axis_and_group_size(options, expected):
 def test_per_token_shares_a_scale_along_the_whole_axis():
     spec = QuantSpec(bits=4, symmetric=False, axis=0, group_size=32)
     assert spec.per_token() == QuantSpec(bits=4, symmetric=False, axis=-1, group_size=-1)
+    assert dataclasses.replace(spec, axis=1, group_rows=4).per_token() == spec.per_token()
     assert spec.per_token(axis=1) == QuantSpec(bits=4, symmetric=False, axis=1, group_size=-1)
     with pytest.raises(ValueError, match="one scale per block of neighbours"):
         QuantSpec(format="e2m1", scale_format="e8m0", axis=-1, group_size=32).per_token()
@@ -61,6 +63,12 @@ def test_per_token_shares_a_scale_along_the_whole_axis():
         (dict(group_size=32), ValueError, "needs the axis that is cut into groups"),
         (dict(axis=0, group_size=0), ValueError, "at least 1, or -1 for the whole axis, got 0"),
         (dict(axis=0, group_size=-2), ValueError, "got -2"),
+        (dict(axis=-1, group_size=4, group_rows=0), ValueError, "`group_rows` must be at least 1"),
+        (dict(axis=-1, group_size=4, group_rows=2.0), TypeError, "`group_rows` must be an int, got 2.0."),
+        (dict(axis=-1, group_rows=4), ValueError, "needs groups along an axis that has another one before it"),
+        (dict(axis=-1, group_size=-1, group_rows=4), ValueError, "got axis=-1 and group_size=-1"),
+        (dict(axis=0, group_size=4, group_rows=4), ValueError, "got axis=0"),
+        (dict(format="e2m1", scale_format="e8m0", axis=-1, group_size=32, group_rows=4), ValueError, "got 'block'"),
         (dict(axis=1.5), TypeError, "`axis` must be an int, got 1.5."),
         (dict(numerics="tflite"), ValueError, "one of torch, onnx, half_away, got 'tflite'"),
     ],

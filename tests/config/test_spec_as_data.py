@@ -16,7 +16,7 @@ from fakequant.spec import NUMERICS
 
 DEFAULTS = dict(
     bits=8, signed=True, symmetric=True, narrow_range=False, axis=None, group_size=None, numerics="onnx", format="int",
-    scale_format="float32", scale_rule="floor",
+    scale_format="float32", scale_rule="floor", group_rows=None,
 )  # fmt: skip
 MX = dict(axis=-1, group_size=32, scale_format="e8m0")
 
@@ -26,7 +26,7 @@ def every_kind():
     kinds = [dict(signed=True, symmetric=s, narrow_range=n) for s in (True, False) for n in (True, False)]
     kinds.append(dict(signed=False, symmetric=False))
     places = [{}, dict(axis=0), dict(axis=-1), dict(axis=1, group_size=1), dict(axis=-2, group_size=32)]
-    places.append(dict(axis=-1, group_size=-1))
+    places += [dict(axis=-1, group_size=-1), dict(axis=-1, group_size=32, group_rows=8)]
     for kind, place, numerics in itertools.product(kinds, places, NUMERICS):
         for bits in (2, 4, 8, 31, 32) if kind["signed"] else (1, 4, 8, 31):
             yield QuantSpec(bits=bits, numerics=numerics, **kind, **place)
@@ -95,6 +95,8 @@ def test_changing_one_field_makes_another_spec(name):
     changes = dict(bits=7, signed=False, symmetric=False, narrow_range=True, axis=1, group_size=4, numerics="torch")
     other = changes.get(name)
     base = QuantSpec(symmetric=False, axis=0)
+    if name == "group_rows":
+        base, other = QuantSpec(axis=-1, group_size=4), 4
     if name == "symmetric":
         base, other = QuantSpec(axis=0), False
     if name in ("format", "scale_format", "scale_rule"):
@@ -136,6 +138,8 @@ def test_spec_numbers_have_a_fixed_order():
     assert token.to_numbers() == [4, 1, 0, 1, -1, -1, 2]
     # Float formats and block scales append three numbers.
     assert presets.mxfp4(scale_rule="even").to_numbers() == [4, 1, 1, 0, -1, 32, 1, 7, 1, 2]
+    # Blocks of rows append one more.
+    assert QuantSpec(axis=-1, group_size=32, group_rows=8).to_numbers() == [8, 1, 1, 0, -1, 32, 1, 0, 0, 0, 8]
     assert all(type(n) is int for spec in SPECS for n in spec.to_numbers())
 
 
@@ -150,6 +154,7 @@ def test_spec_numbers_have_a_fixed_order():
         (dict(axis=0), "int8, per channel on axis 0"),
         (dict(axis=-1, group_size=32), "int8, per group of 32 on axis -1"),
         (dict(axis=-1, group_size=-1), "int8, per token over axis -1"),
+        (dict(axis=-1, group_size=32, group_rows=8), "int8, per block of 8 x 32 on axis -1"),
         (dict(axis=1, numerics="torch"), "int8, per channel on axis 1, torch numerics"),
         (dict(format="e5m2"), "e5m2, per tensor"),
         (dict(format="e2m1", **MX), "e2m1, per group of 32 on axis -1, scales e8m0 (floor)"),

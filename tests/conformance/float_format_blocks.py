@@ -25,11 +25,14 @@ STATIC = {
     "group, last axis": ((3, 60), dict(axis=-1, group_size=15)),
     "group, middle axis": ((2, 6, 5), dict(axis=1, group_size=3)),
     "token": ((3, 5, 19), dict(axis=-1, group_size=-1)),
+    "block": ((2, 6, 60), dict(axis=-1, group_size=15, group_rows=3)),
+    "block, shorter at the end": ((7, 37), dict(axis=-1, group_size=15, group_rows=3)),
 }
 BLOCK_SPECS = {
     "mxfp8": presets.mxfp8(),
     "mxfp8 e5m2, even": presets.mxfp8(format="e5m2", scale_rule="even"),
     "mxfp6, ceil": presets.mxfp6(scale_rule="ceil"),
+    "mxfp8, even_e2m1": presets.mxfp8(scale_rule="even_e2m1"),
     "mxfp6 e3m2, rceil": presets.mxfp6(format="e3m2", scale_rule="rceil"),
     "mxfp4": presets.mxfp4(),
     "mxfp4, rceil": presets.mxfp4(scale_rule="rceil"),
@@ -64,7 +67,8 @@ def parameter_shape(shape, spec):
     if spec.group_size is None:
         return (shape[axis],)
     size = shape[axis] if spec.group_size == -1 else spec.group_size
-    return (*shape[:axis], -(-shape[axis] // size), *shape[axis + 1 :])
+    before = shape[:axis] if spec.group_rows is None else (*shape[: axis - 1], -(-shape[axis - 1] // spec.group_rows))
+    return (*before, -(-shape[axis] // size), *shape[axis + 1 :])
 
 
 def expand(parameters, shape, spec):
@@ -77,6 +81,8 @@ def expand(parameters, shape, spec):
         others = [d for d in range(len(shape)) if d != axis]
         return np.broadcast_to(np.expand_dims(parameters, others), shape)
     size = shape[axis] if spec.group_size == -1 else spec.group_size
+    if spec.group_rows is not None:
+        parameters = np.repeat(parameters, spec.group_rows, axis=-2)[..., : shape[-2], :]
     return np.repeat(parameters, size, axis=axis).take(np.arange(shape[axis]), axis=axis)
 
 

@@ -24,6 +24,7 @@ BLOCKS = {
     "group, middle": dict(axis=1, group_size=2),
     "token": dict(axis=-1, group_size=-1),
     "token, first": dict(axis=0, group_size=-1),
+    "block": dict(axis=-1, group_size=2, group_rows=2),
 }
 SCALES = (0.1, 1 / 3, 12345.678, 1e-40)
 

@@ -48,8 +48,8 @@ def exponent(absmax, largest, mantissa_bits, rule):
         e = floor_log2(v) - top
     elif rule == "ceil":
         e = ceil_log2(v) - top
-    elif rule == "even":
-        step = Fraction(2) ** (floor_log2(v) - mantissa_bits)
+    elif rule in ("even", "even_e2m1"):
+        step = Fraction(2) ** (floor_log2(v) - (mantissa_bits if rule == "even" else 1))
         e = floor_log2((v / step + Fraction(1, 2)).__floor__() * step) - top
     else:
         d = absmax / np.float32(largest)
@@ -91,6 +91,7 @@ BY_HAND = {
     "floor": [(4, 1), (8, 2), (7.9999995, 1), (8.000001, 2), (6, 1), (6.0000005, 1)],
     "ceil": [(4, 1), (4.0000005, 2), (3.9999998, 1), (8, 2), (8.000001, 4), (6, 2)],
     "even": [(4, 1), (6.9999995, 1), (7, 2), (7.0000005, 2), (3.5, 1), (3.4999998, 0.5)],
+    "even_e2m1": [(4, 1), (6.9999995, 1), (7, 2), (7.0000005, 2), (3.5, 1), (3.4999998, 0.5)],
     "rceil": [(6, 1), (6.0000005, 2), (5.9999995, 1), (3, 0.5), (12, 2), (12.000001, 4)],
 }
 
@@ -111,8 +112,15 @@ def test_zeros_and_subnormal_numbers_get_the_smallest_powers(largest, mantissa_b
         assert scale == (2.0**-127 if lost else 2.0**-126)
 
 
+def test_even_e2m1_rounds_to_one_bit_of_mantissa_in_every_format():
+    # 448 is 1.75 * 2^8, and 496 is 1.9375 * 2^8, where e4m3fn, with three bits, goes up.
+    absmax = np.float32([447.99997, 448, 495.99997, 496])
+    assert formats.power_of_two_scale(absmax, 448.0, 3, "even_e2m1").tolist() == [1, 2, 2, 2]
+    assert formats.power_of_two_scale(absmax, 448.0, 3, "even").tolist() == [1, 1, 1, 2]
+
+
 def test_unknown_rules_and_specs_are_refused():
-    with pytest.raises(ValueError, match="rule must be floor, ceil, even or rceil, got 'nearest'"):
+    with pytest.raises(ValueError, match="rule must be floor, ceil, even, rceil or even_e2m1, got 'nearest'"):
         formats.power_of_two_scale(1.0, 6.0, 1, "nearest")
     with pytest.raises(ValueError, match="for float formats and block scales, got int8"):
         formats.choose_scale(-1.0, 1.0, QuantSpec())

@@ -18,7 +18,7 @@ kernels = pytest.importorskip("fakequant._backends.torch.tensor_kernels")
 pytestmark = pytest.mark.usefixtures("torch_on_one_thread")
 BOTH = (kernels, formula)
 MASKS = (_kernels.MASK_NONE, _kernels.MASK_PACKED, _kernels.MASK_BYTES)
-RULES = ("floor", "ceil", "even", "rceil", "e4m3fn")
+RULES = ("floor", "ceil", "even", "rceil", "e4m3fn", "even_e2m1")
 by_format = pytest.mark.parametrize("name", FLOAT_FORMATS)
 by_rule = pytest.mark.parametrize("rule", RULES)
 

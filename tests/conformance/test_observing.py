@@ -25,6 +25,8 @@ LAYOUTS = {
     "group": ((4, 96), dict(axis=1, group_size=32)),
     "group, first": ((12, 10), dict(axis=0, group_size=4)),
     "token": ((3, 5, 66), dict(axis=-1, group_size=-1)),
+    "block": ((2, 6, 66), dict(axis=-1, group_size=33, group_rows=3)),
+    "block, shorter at the end": ((7, 50), dict(axis=-1, group_size=33, group_rows=3)),
 }
 by_layout = pytest.mark.parametrize(("shape", "where"), LAYOUTS.values(), ids=LAYOUTS)
 
@@ -35,6 +37,10 @@ def blocks(x, spec):
         return [x.reshape(-1)]
     if spec.group_size is None:
         return [np.take(x, i, axis=spec.axis).reshape(-1) for i in range(x.shape[spec.axis])]
+    if spec.group_rows is not None:
+        (*_, height, width), r, c = x.shape, spec.group_rows, spec.group_size
+        parts = (part for matrix in x.reshape(-1, height, width) for part in np.split(matrix, range(r, height, r)))
+        return [block.reshape(-1) for part in parts for block in np.split(part, range(c, width, c), axis=1)]
     axis = spec.axis % x.ndim
     size = x.shape[axis] if spec.group_size == -1 else spec.group_size
     grouped = x.reshape(*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])

@@ -27,6 +27,8 @@ WHERE = {
     "channel": dict(axis=1),
     "group": dict(axis=-1, group_size=2),
     "token": dict(axis=0, group_size=-1),
+    "block": dict(axis=-1, group_size=2, group_rows=2),
+    "block, shorter at the end": dict(axis=-1, group_size=3, group_rows=2),
 }
 
 

@@ -112,6 +112,8 @@ BLOCKED = {
     "group of one": ((4, 5), dict(axis=1, group_size=1)),
     "token": ((3, 5, 19), dict(axis=-1, group_size=-1)),
     "token, first axis": ((19, 6), dict(axis=0, group_size=-1)),
+    "block": ((2, 6, 20), dict(axis=-1, group_size=5, group_rows=3)),
+    "block, shorter at the end": ((7, 11), dict(axis=1, group_size=4, group_rows=3)),
 }
 by_blocks = pytest.mark.parametrize(("shape", "where"), BLOCKED.values(), ids=BLOCKED)
 
@@ -120,6 +122,9 @@ def expand(parameters, shape, spec):
     """Expands one entry per block to one per element, independently of fakequant."""
     if spec.group_size is None:
         return np.expand_dims(parameters, [d for d in range(len(shape)) if d != spec.axis % len(shape)])
+    if spec.group_rows is not None:
+        rows, columns = (np.arange(length) // n for length, n in zip(shape[-2:], (spec.group_rows, spec.group_size)))
+        return parameters[..., rows[:, None], columns]
     return np.repeat(parameters, shape[spec.axis] // parameters.shape[spec.axis], axis=spec.axis)
 
 
@@ -256,9 +261,8 @@ def block_of(terms, parameters, index):
     if len(parameters) == 1 and terms.ndim > 1:  # per channel
         axis = terms.shape.index(parameters[0])
         return np.take(terms, index[0], axis=axis).reshape(-1)
-    slices = tuple(
-        slice(i * (n // p), (i + 1) * (n // p)) for i, n, p in zip(index, terms.shape, parameters, strict=True)
-    )
+    sizes = [-(-n // p) for n, p in zip(terms.shape, parameters, strict=True)]
+    slices = tuple(slice(i * size, (i + 1) * size) for i, size in zip(index, sizes, strict=True))
     return terms[slices].reshape(-1)
 
 

@@ -105,6 +105,8 @@ def per_element(parameters, shape, spec):
         return parameters
     if spec.group_size is None:
         return np.expand_dims(parameters, [d for d in range(len(shape)) if d != spec.axis % len(shape)])
+    if spec.group_rows is not None:
+        parameters = np.repeat(parameters, spec.group_rows, axis=-2)
     return np.repeat(parameters, shape[spec.axis] // parameters.shape[spec.axis], axis=spec.axis)
 
 
@@ -114,6 +116,9 @@ def block_sums(terms, spec):
         return terms.sum(axis=tuple(d for d in range(terms.ndim) if d != axis), dtype=np.float64)
     size = shape[axis] if spec.group_size == -1 else spec.group_size
     cut = terms.reshape(*shape[:axis], shape[axis] // size, size, *shape[axis + 1 :])
+    if spec.group_rows is not None:
+        rows = (*shape[:-2], shape[-2] // spec.group_rows, spec.group_rows, shape[-1] // size, size)
+        return terms.reshape(rows).sum(axis=(-3, -1), dtype=np.float64)
     return cut.sum(axis=axis + 1, dtype=np.float64)
 
 

@@ -1,4 +1,4 @@
-"""Weights with one scale per whole axis (group_size=-1) convert to channels or to one group."""
+"""Weights with one scale per whole axis (group_size=-1) or per block of rows convert to channels or groups."""
 
 import pytest
 
@@ -17,6 +17,7 @@ def randn(*shape):
 
 WHOLE = QuantSpec(axis=-1, group_size=-1, narrow_range=True)
 AFFINE = QuantSpec(axis=-1, group_size=-1, bits=4, signed=False, symmetric=False)
+# fmt: off
 LAYERS = {
     "Linear": (nn.Linear(8, 4), randn(5, 8), WHOLE, QuantSpec(axis=0, narrow_range=True), True),
     "Linear, affine": (nn.Linear(8, 4), randn(5, 8), AFFINE, None, True),
@@ -24,12 +25,19 @@ LAYERS = {
     "Linear, one row": (nn.Linear(8, 1), randn(5, 8), WHOLE, None, True),
     "Conv2d, 1x1": (nn.Conv2d(3, 4, 1), randn(2, 3, 5, 5), QuantSpec(axis=1, group_size=-1), None, True),
     "Conv2d": (nn.Conv2d(3, 4, 3), randn(2, 3, 5, 5), QuantSpec(axis=1, group_size=-1), None, False),
+    "Linear, blocks": (nn.Linear(8, 4), randn(5, 8), QuantSpec(axis=-1, group_size=4, group_rows=2),
+                       QuantSpec(axis=-1, group_size=4), False),
+    "Linear, shorter blocks": (nn.Linear(10, 5), randn(5, 10),
+                               QuantSpec(symmetric=False, axis=1, group_size=4, group_rows=3),
+                               QuantSpec(symmetric=False, axis=1, group_size=2), False),
+    "Linear, FP8 in blocks": (nn.Linear(8, 4), randn(5, 8), presets.fp8_e4m3(group_size=16, group_rows=3), None, False),
     "Embedding": (nn.Embedding(9, 4), torch.arange(9).reshape(3, 3), WHOLE, None, False),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize(("layer", "x", "spec", "same", "is_integer"), LAYERS.values(), ids=LAYERS)
-def test_whole_axis_weights_convert_to_channels_or_groups(layer, x, spec, same, is_integer):
+def test_weights_convert_to_channels_or_groups(layer, x, spec, same, is_integer):
     activations = None if isinstance(layer, nn.Embedding) else presets.uint8()
     config = fq.QuantConfig(default=fq.LayerConfig(weight=spec, input=activations))
     model = fq.prepare(nn.Sequential(type(layer)(*args_of(layer))), config, x)

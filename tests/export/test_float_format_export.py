@@ -165,7 +165,7 @@ def test_file_computes_the_blocks_of_its_inputs(tmp_path):
 SPECS = {
     str(spec): spec
     for spec in (
-        *(presets.mxfp8(scale_rule=rule) for rule in ("floor", "ceil", "even", "rceil")),
+        *(presets.mxfp8(scale_rule=rule) for rule in ("floor", "ceil", "even", "rceil", "even_e2m1")),
         *(presets.mxfp4(scale_rule=rule) for rule in ("floor", "ceil", "even", "rceil")),
         *(presets.mxint8(scale_rule=rule) for rule in ("floor", "ceil", "even", "rceil")),
         presets.mxfp8(format="e5m2", axis=0),

@@ -17,6 +17,7 @@ from tiny_language_models import prepared, tensors_of
 _CASES = [
     ("llama", "int4 groups"), ("llama", "uint4 groups"), ("llama", "int3 channels"), ("qwen2", "w8a8 static"),
     ("llama", "fp8 static"), ("llama", "mxfp4"), ("llama", "mxfp6"), ("qwen3", "nvfp4"), ("mixtral", "mixed"),
+    ("llama", "fp8 blocks and inputs"), ("llama", "nvfp4 inputs"), ("qwen2", "mxfp8 inputs"),
     ("bert", "int8 affine"),
 ]  # fmt: skip
 
@@ -108,7 +109,8 @@ def _changed_groups(quantization):
     first = next(iter(groups))
     weights = groups[first]["weights"]
     yield "bits", lambda q: q["config_groups"][first]["weights"].update(num_bits=weights["num_bits"] % 8 + 1)
-    yield "strategy", lambda q: q["config_groups"][first]["weights"].update(strategy="block")
+    yield "strategy", lambda q: q["config_groups"][first]["weights"].update(strategy="attn_head")
+    yield "block", lambda q: q["config_groups"][first]["weights"].update(block_structure=[16, 32])
     yield "group size", lambda q: q["config_groups"][first]["weights"].update(group_size=8)
     yield "symmetric", lambda q: q["config_groups"][first]["weights"].update(symmetric=not weights["symmetric"])
     yield "type", lambda q: q["config_groups"][first]["weights"].update(type="other")

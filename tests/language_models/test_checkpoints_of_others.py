@@ -21,7 +21,8 @@ _PRESETS = {
     "W4A16": torch.float32, "W4A16_ASYM": torch.float32, "W8A16": torch.float32, "W8A8": torch.float32,
     "INT8": torch.float32, "FP8": torch.float32, "FP8_DYNAMIC": torch.float32, "NVFP4A16": BF16, "MXFP4A16": BF16,
     "W3A16": torch.float32, "MXFP6A16": BF16, "MXFP8A16": BF16, "W2A16": torch.float32, "W5A16": torch.float32,
-    "W6A16": torch.float32, "W7A16": torch.float32,
+    "W6A16": torch.float32, "W7A16": torch.float32, "FP8_BLOCK": torch.float32, "NVFP4": BF16, "MXFP8": BF16,
+    "MXFP4": BF16, "MXFP6A8": BF16, "MXFP4XFP8": BF16,
 }  # fmt: skip
 
 
@@ -47,11 +48,12 @@ def _their_folder(preset, dtype, folder):
 def _set_scales(layer):
     args, weight = layer.quantization_scheme.weights, layer.weight
     size = args.group_size
-    if args.strategy == "block":
-        layer.weight_scale.fill_(0.01)
-        return
     rows = weight.reshape(1, -1) if args.strategy == "tensor" else weight
     parts = rows.unflatten(-1, (-1, size)) if args.strategy in ("group", "tensor_group") else rows[:, None]
+    if args.strategy == "block":
+        height, width = args.block_structure
+        filled = nn.functional.pad(weight, (0, -weight.shape[1] % width, 0, -weight.shape[0] % height))
+        parts = filled.unflatten(1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2).flatten(2)
     options = {}
     if hasattr(layer, "weight_global_scale"):
         found = generate_gparam(weight.min(), weight.max())
@@ -63,6 +65,8 @@ def _set_scales(layer):
         layer.weight_zero_point.copy_(zero_point.reshape(layer.weight_zero_point.shape))
     if hasattr(layer, "input_scale"):
         layer.input_scale.fill_(0.03125)
+    if hasattr(layer, "input_global_scale"):
+        layer.input_global_scale.fill_(2688 / 3)
 
 
 def _values(model):
@@ -86,12 +90,14 @@ def test_a_folder_by_compressed_tensors_has_the_same_weights(preset, tmp_path):
     assert len(values) == 14
     for path, value in values.items():
         assert_same_bits(value, theirs.get_submodule(path).weight)
-    # bfloat16 inputs are divided by their scale in bfloat16 there.
-    if dtype == torch.float32 or model.model.layers[0].mlp.up_proj.input_quantizer is None:
+    # FP8 inputs of bfloat16 are divided by their scale in bfloat16 there.
+    if preset != "MXFP4XFP8":
         assert_same_bits(logits(model), logits(theirs))
 
 
-@pytest.mark.parametrize("preset", ["W4A16", "W4A16_ASYM", "FP8", "MXFP4A16", "NVFP4A16"])
+@pytest.mark.parametrize(
+    "preset", ["W4A16", "W4A16_ASYM", "FP8", "MXFP4A16", "NVFP4A16", "FP8_BLOCK", "NVFP4", "MXFP8"]
+)
 def test_the_weights_of_their_folders_are_written_with_the_same_codes(preset, tmp_path):
     dtype = _PRESETS[preset]
     _their_folder(preset, dtype, tmp_path / "theirs")
@@ -103,12 +109,12 @@ def test_the_weights_of_their_folders_are_written_with_the_same_codes(preset, tm
         assert_same_bits(value, other)
 
 
-@pytest.mark.parametrize("preset", ["FP8_BLOCK", "NVFP4"])
-def test_presets_without_a_grid_are_refused_with_the_layer(preset, tmp_path):
-    dtype = BF16 if preset == "NVFP4" else torch.float32
-    _their_folder(preset, dtype, tmp_path / "folder")
-    model = make("llama", dtype, hidden_size=128, intermediate_size=256, head_dim=32)
-    with pytest.raises(ValueError, match=r"(?s)model\.layers\.0\..*(block|input)"):
+def test_a_folder_with_another_kind_of_input_scales_is_refused_with_the_layer(tmp_path):
+    _their_folder("NVFP4", BF16, tmp_path / "folder")
+    file = tmp_path / "folder/config.json"
+    file.write_text(file.read_text().replace('"local"', "true"))
+    model = make("llama", BF16, hidden_size=128, intermediate_size=256, head_dim=32)
+    with pytest.raises(ValueError, match=r"(?s)model\.layers\.0\..*dynamic=True.*dynamic='local'"):
         fq.load_grids(model, tmp_path / "folder", batch())
     assert not any(isinstance(module, fq.nn.QuantizedLayer) for module in model.modules())
 

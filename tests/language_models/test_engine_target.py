@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 import transformers
 
 import fakequant as fq
-from fakequant import LayerConfig, QuantConfig, QuantSpec, presets, recipes
+from fakequant import LayerConfig, QuantConfig, QuantSpec, presets, recipes, reference_formats
 from tiny_language_models import BF16, TARGET, WORDS, assert_same_bits, batch, bits, make, prepared, weights
 
 
@@ -90,6 +92,10 @@ def test_block_scales_keep_their_format():
         (dict(weight=presets.mxint8()), "has no type there"),
         (dict(weight=QuantSpec(axis=1)), "has scales along the inputs"),
         (dict(weight=QuantSpec(axis=0, group_size=16)), "has groups along the outputs"),
+        (dict(weight=QuantSpec(axis=-1, group_size=16, group_rows=16)), "has blocks of rows"),
+        (dict(weight=presets.fp8_e4m3(group_size=16)), "has a float scale per group"),
+        (dict(weight=presets.int8(), input=presets.fp8_e4m3(group_size=24)), "does not divide"),
+        (dict(weight=presets.int8(), input=presets.fp8_e4m3(group_size=16, group_rows=2)), "along another axis"),
         (dict(weight=presets.int8(), input=QuantSpec(narrow_range=True)), "has a narrow range"),
         (dict(weight=presets.int8(), input=presets.fp8_e5m2()), "none of the grids of inputs"),
         (dict(weight=presets.int8(), input=presets.int16()), "none of the grids of inputs"),
@@ -120,7 +126,9 @@ def test_the_inputs_of_experts_stay_in_float():
     assert all(path.endswith("weight_quantizer") for path in found)
 
 
-@pytest.mark.parametrize("case", ["uint4 groups", "w8a8 static", "fp8 static", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize(
+    "case", ["uint4 groups", "w8a8 static", "fp8 static", "mxfp4", "nvfp4", "fp8 blocks, shorter", "nvfp4 inputs"]
+)
 def test_a_prepared_model_is_saved_and_loaded_with_its_state(case):
     """A state_dict of a prepared model fits a model that is prepared in the same way."""
     model, other = prepared("llama", case), prepared("llama", case)
@@ -155,3 +163,74 @@ def test_a_bias_is_added_in_float_also_if_the_scale_of_the_sums_is_known():
         exact = torch.nn.functional.linear(model[0].input_quantizer(x), weight, model[0].bias)
         outputs[target] = torch.equal(model(x), exact)
     assert outputs == {"generic": False, "compressed-tensors": True}
+
+
+# --- inputs --------------------------------------------------------------------------------------------
+
+
+def _inputs(dtype):
+    """Returns rows of many magnitudes, with zeros, powers of two and their neighbours, and ties of all formats."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 256, generator=generator)
+    x *= 2.0 ** torch.randint(-6, 8, (512, 16), generator=generator).repeat_interleave(16, 1)
+    x[0], x[1, :32], x[2] = 0, -0.0, 1e-30
+    x[3], x[4], x[5] = torch.arange(256) / 16, torch.arange(256) / 64 - 2, 448 * 1.0625
+    x[6:38, ::16] = 2.0 ** torch.arange(-16, 16)[:, None] * 1.75
+    return x.to(dtype)[None]
+
+
+_INPUTS = {
+    "NVFP4": (presets.nvfp4(), torch.bfloat16), "NVFP4 float32": (presets.nvfp4(), torch.float32),
+    "NVFP4 float16": (presets.nvfp4(), torch.float16), "MXFP8": (presets.mxfp8(), BF16),
+    "MXFP8 float32": (presets.mxfp8(), torch.float32), "MXFP4": (presets.mxfp4(), BF16),
+    "FP8_BLOCK": (presets.fp8_e4m3(group_size=128), torch.float32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", _INPUTS)
+def test_inputs_have_the_bits_of_compressed_tensors(kind):
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+    spec, dtype = _INPUTS[kind]
+    layer = torch.nn.Linear(256, 8, bias=False).to(dtype)
+    config = LayerConfig(weight=presets.fp8_e4m3(), input=spec)
+    model = fq.prepare(torch.nn.Sequential(layer), fq.QuantConfig(default=config, target=TARGET))
+    quantizer, x = model[0].input_quantizer, _inputs(dtype)
+    options = {}
+    if spec.scale_format == "e4m3fn":
+        quantizer.set_qparams(torch.tensor(2688 / 111.0), torch.tensor(0))  # which some blocks exceed
+        options["global_scale"] = quantizer.scale.reshape(1)
+    args = preset_name_to_scheme(kind.split()[0], ["Linear"]).input_activations
+    scale, zero_point = compute_dynamic_scales_and_zp(x, args, layer, **options)
+    theirs = fake_quantize(x, scale, zero_point, args, **options)
+    ours = model.eval()[0].input_quantizer(x)
+    assert_same_bits(ours.detach() + 0, theirs + 0)  # -0 of e2m1 is 0 there
+    if spec.scale_format == "e4m3fn":
+        absmax = x.float().abs().unflatten(-1, (-1, 16)).amax(-1).numpy()
+        name = str(dtype).removeprefix("torch.")
+        numpy_dtype = ml_dtypes.bfloat16 if name == "bfloat16" else name
+        expected = reference_formats.nvfp4_scales(absmax, tensor_scale=2688 / np.float32(111), dtype=numpy_dtype)
+        assert np.array_equal(quantizer.qparams_for(x).scale.numpy(), expected.scale)
+
+
+def test_the_scale_of_the_tensor_is_calibrated_and_then_fixed():
+    x = _inputs(BF16)
+    config = fq.QuantConfig(default=LayerConfig(weight=presets.nvfp4(), input=presets.nvfp4()), target=TARGET)
+    model = fq.prepare(torch.nn.Sequential(torch.nn.Linear(256, 8).to(BF16)), config)
+    with pytest.raises(RuntimeError, match=r"0\.input.* has not observed a finite value"):
+        model.eval()(x)
+    fq.calibrate(model, [x * 0.5, x], progress=False)
+    quantizer = model[0].input_quantizer
+    absmax = (x.float().abs().max() * 0.5 + x.float().abs().max()) / 2  # the mean over batches
+    assert torch.allclose(quantizer.scale, 2688 / absmax, rtol=1e-6)
+    before = quantizer.scale.clone()
+    y = x.clone().requires_grad_()
+    quantizer.eval()(y * 8).float().sum().backward()
+    assert torch.equal(quantizer.scale, before)
+    assert 0 < int((y.grad == 0).sum()) < y.numel()  # saturated values have no gradient
+    with pytest.raises(ValueError, match="calibrated scale for its tensor"):
+        fq.convert(model)
+    with pytest.raises(ValueError, match="is calibrated, but Dynamic"):
+        type(quantizer)(quantizer.spec, fq.observers.Dynamic())

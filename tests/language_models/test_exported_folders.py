@@ -7,6 +7,7 @@ import torch
 
 import fakequant as fq
 from fakequant import QuantSpec, presets, recipes
+from fakequant._export.compressed_tensors import export_compressed_tensors
 from tiny_language_models import (
     CASES,
     CONFIGS,
@@ -23,7 +24,10 @@ from tiny_language_models import (
 )  # fmt: skip
 
 # transformers has no place for the zero points, global scales and exponents of experts.
-_NOT_FOR_EXPERTS = ("uint4 groups", "uint4 channels", "int8 affine", "uint4 groups bfloat16", "mxfp8", "nvfp4")
+_NOT_FOR_EXPERTS = (
+    "uint4 groups", "uint4 channels", "int8 affine", "uint4 groups bfloat16", "mxfp8", "nvfp4", "mxfp8 inputs",
+    "nvfp4 inputs", "fp8 blocks and inputs", "fp8 blocks bfloat16", "fp8 blocks", "fp8 blocks, shorter",
+)  # fmt: skip
 # BERT's pooler and classifier have inputs with two axes; its classifier has two outputs.
 _NOT_FOR_BERT = ("w8a8 per token", "uint4 groups", "uint4 groups bfloat16")
 
@@ -158,6 +162,36 @@ def test_a_folder_in_shards_has_the_same_tensors(tmp_path):
     for name in one:
         assert_same_bits(one[name], many[name])
     assert_same_bits(logits(load(tmp_path / "many", model)), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [("llama", "uint4 groups"), ("llama", "uint4 channels"), ("llama", "int8 tensor"), ("llama", "w8a8 per token"),
+     ("llama", "fp8 blocks, shorter"), ("llama", "mxfp6"), ("llama", "nvfp4"), ("mixtral", "int4 groups"),
+     ("qwen3_moe", "fp8 blocks and inputs")],
+)  # fmt: skip
+def test_weights_are_written_in_parts_with_the_same_tensors(name, case, tmp_path, monkeypatch):
+    model = prepared(name, case)
+    fq.export_compressed_tensors(model, tmp_path / "whole")
+    monkeypatch.setattr(export_compressed_tensors, "_PART", 1)
+    fq.export_compressed_tensors(model, tmp_path / "parts")
+    whole, parts = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "parts")
+    assert whole.keys() == parts.keys()
+    for tensor, value in whole.items():
+        assert_same_bits(parts[tensor], value)
+
+
+@pytest.mark.parametrize("case", ["fp8 blocks and inputs", "w8a8 per token"])
+def test_inputs_that_are_almost_zero_have_scales_of_their_own(case, tmp_path):
+    """A scale of 0 is all that compressed-tensors replaces."""
+    model = prepared("llama", case)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.input_layernorm.weight.mul_(1e-9)
+    expected = logits(model)
+    fq.export_compressed_tensors(model, tmp_path / "folder")
+    assert_same_bits(logits(load(tmp_path / "folder", model)), expected)
+    assert model.model.layers[0].self_attn.v_proj.input_quantizer(torch.full((1, 64), 1e-9)).min() > 0
 
 
 def test_the_tokenizer_is_written_too(tmp_path):

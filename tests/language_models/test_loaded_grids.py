@@ -25,6 +25,7 @@ from tiny_language_models import (
 _SOME = [("llama", case) for case in CASES] + [
     (name, case) for name in CONFIGS for case in ("int4 groups", "mixed") if name != "llama"
 ]
+_SOME += [("mixtral", "fp8 blocks and inputs"), ("qwen3_moe", "fp8 blocks and inputs")]
 
 
 def _files(folder):
@@ -32,6 +33,8 @@ def _files(folder):
 
 
 def _writes_the_same(name, case, learned, tmp_path):
+    if name in EXPERTS and case in ("fp8 blocks", "fp8 blocks, shorter"):
+        pytest.skip("the blocks do not divide the rows of the experts")
     model = prepared(name, case, learned=learned)
     fq.export_compressed_tensors(model, tmp_path / "first")
     again = fq.load_grids(make(name, CASES[case].dtype), tmp_path / "first", batch(), learned=learned).eval()
@@ -48,8 +51,9 @@ def test_fixed_grids_are_written_with_the_same_bytes_again(name, case, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "case", ["int4 groups", "uint4 groups", "int3 channels", "int8 tensor", "w8a8 static", "fp8 static", "mixed"]
-)
+    "case", ["int4 groups", "uint4 groups", "int3 channels", "int8 tensor", "w8a8 static", "fp8 static", "mixed",
+             "fp8 blocks, shorter", "fp8 blocks and inputs"]
+)  # fmt: skip
 def test_learned_grids_are_written_with_the_same_bytes_again(case, tmp_path):
     _writes_the_same("llama", case, True, tmp_path)
 
@@ -63,7 +67,9 @@ def test_learned_grids_of_every_model_are_written_with_the_same_bytes_again(name
 
 @all_of_them
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "llama"])
-@pytest.mark.parametrize("case", [case for case in CASES if case not in ("int4 groups", "mixed")])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case not in ("int4 groups", "mixed", "fp8 blocks and inputs")]
+)
 def test_fixed_grids_of_every_model_are_written_with_the_same_bytes_again(name, case, tmp_path):
     _writes_the_same(name, case, False, tmp_path)
 
@@ -82,7 +88,8 @@ def folders(tmp_path_factory):
     return folder
 
 
-_KINDS = ["int4 groups", "uint4 groups", "int3 channels", "w8a8 static", "fp8 static", "int4 groups bfloat16", "mxfp4"]
+_KINDS = ["int4 groups", "uint4 groups", "int3 channels", "w8a8 static", "fp8 static", "int4 groups bfloat16", "mxfp4",
+          "fp8 blocks and inputs", "nvfp4 inputs"]  # fmt: skip
 
 
 def _loaded(folders, case, **options):

@@ -101,6 +101,7 @@ def test_the_pooler_of_bert_is_named_with_the_reason(tmp_path, here):
     [("qwen2", "w8a8 static"), ("llama", "uint4 groups"), ("llama", "uint4 channels"),
      ("llama", "int8 tensor"), ("llama", "w8a8 per token"),
      ("llama", "fp8 static"), ("qwen3", "mixed"), ("gemma2", "mxfp6"), ("gemma3", "nvfp4"), ("qwen3_moe", "mixed"),
+     ("qwen3", "fp8 blocks and inputs"), ("gemma3", "nvfp4 inputs"), ("llama", "mxfp8 inputs"),
      ("bert", "w8a8 static"), ("mixtral", "int4 groups bfloat16")],
 )  # fmt: skip
 def test_exported_folders_are_ok(name, case, tmp_path, here):

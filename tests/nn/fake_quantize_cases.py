@@ -21,6 +21,8 @@ SPECS = {
     "channel": (presets.int8(), (6, None)),
     "last channel": (fq.QuantSpec(bits=4, symmetric=False, axis=-1, numerics="half_away"), (None, 8)),
     "group": (presets.int4(group_size=4), (6, 8)),
+    "block": (fq.QuantSpec(bits=4, axis=-1, group_size=4, group_rows=3), (6, 8)),
+    "shorter blocks": (fq.QuantSpec(bits=4, symmetric=False, axis=-1, group_size=3, group_rows=4), (6, 8)),
     "torch": (fq.QuantSpec(symmetric=False, numerics="torch"), None),
     "torch channel": (fq.QuantSpec(axis=1, numerics="torch"), (None, 8)),
 }

@@ -19,6 +19,7 @@ WHERE = {
     "channel, last": dict(axis=-1),
     "group, last": dict(axis=-1, group_size=4),
     "group, middle": dict(axis=1, group_size=3),
+    "block": dict(axis=-1, group_size=4, group_rows=3),
 }
 GRIDS = {
     "int4": dict(bits=4),
@@ -53,6 +54,10 @@ def blocks(x, spec):
     axis = spec.axis % x.ndim
     if spec.group_size is None:
         return np.moveaxis(x, axis, 0).reshape(x.shape[axis], -1)
+    if spec.group_rows is not None:
+        *outer, rows, columns = x.shape
+        cut = x.reshape(*outer, rows // spec.group_rows, spec.group_rows, columns // spec.group_size, spec.group_size)
+        return cut.swapaxes(-2, -3).reshape(*cut.shape[:-3], cut.shape[-2], -1)
     cut = x.reshape(*x.shape[:axis], -1, spec.group_size, *x.shape[axis + 1 :])
     return np.moveaxis(cut, axis + 1, -1)
 

@@ -41,6 +41,7 @@ IMAGE_SPECS = {
     "channel": fq.QuantSpec(bits=4, symmetric=False, axis=1),
     "last axis": fq.QuantSpec(bits=4, axis=-1),
     "group": fq.QuantSpec(bits=4, axis=1, group_size=3),
+    "block": fq.QuantSpec(bits=4, axis=-1, group_size=5, group_rows=2),
     "last group": fq.QuantSpec(bits=4, axis=-1, group_size=5),
     "token": presets.int8_per_token(),
 }

@@ -65,7 +65,7 @@ def test_lsq_initialization_weights_batches_by_their_size(where):
     batches = [whole_numbers((n, 6, 8), seed=n + i) * 4.0**i for i, n in enumerate(sizes)]
     if spec.axis != -1 or spec.group_size is None:
         joined = torch.cat(batches, dim=1 if spec.axis == 0 else 0)
-    if spec.granularity == "group":  # groups cannot be concatenated along the batch
+    if spec.granularity in ("group", "block"):  # they cannot be concatenated along the batch
         batches = [b[:4] for b in batches]
         expected = lsq(np.concatenate([blocks(b, spec) for b in batches], axis=-1), spec.qmax)
     else:

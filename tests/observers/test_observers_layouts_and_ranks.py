@@ -32,7 +32,9 @@ PLACES = {
     "group on axis 1": dict(axis=1, group_size=3),
     "group of the whole axis": dict(axis=3, group_size=8),
     "group of one": dict(axis=2, group_size=1),
+    "block": dict(axis=-1, group_size=4, group_rows=2),
 }
+SHORTER = {"blocks, shorter at the end": dict(axis=-1, group_size=32, group_rows=48)}
 LAYOUTS = {
     "transposed": lambda x: x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0),
     "every other": lambda x: torch.repeat_interleave(x, 2, -1)[..., ::2],
@@ -52,20 +54,23 @@ def blocks_in(x, spec):
     axis = spec.axis % x.dim()
     if spec.group_size is None:
         return [x.select(axis, i).flatten() for i in range(x.shape[axis])]
-    size = x.shape[axis] if spec.group_size == -1 else spec.group_size
+    sizes = {axis: x.shape[axis] if spec.group_size == -1 else spec.group_size}
+    if spec.group_rows is not None:
+        sizes[axis - 1] = spec.group_rows
     return [
-        x[tuple(slice(i * size, (i + 1) * size) if a == axis else i for a, i in enumerate(at))].flatten()
+        x[tuple(slice(i * sizes[a], (i + 1) * sizes[a]) if a in sizes else i for a, i in enumerate(at))].flatten()
         for at in np.ndindex(*shape)
     ]
 
 
 @by(OBSERVING)
-@by({k: v for k, v in PLACES.items() if k in ("channel 1", "group on the last axis", "group on axis 1")}, "where")
+@by({k: PLACES[k] for k in ("channel 1", "group on the last axis", "group on axis 1")} | SHORTER, "where")
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_range_of_a_block_depends_on_its_elements_only(observer, where, symmetric):
     spec = QuantSpec(bits=4, symmetric=symmetric, **where)
     alone = QuantSpec(bits=4, symmetric=symmetric)
-    batches = [bell(*SHAPE), bell(*SHAPE, seed=1) * 8]
+    shape = SHAPE if spec.group_rows is None else (70, 50)
+    batches = [bell(*shape), bell(*shape, seed=1) * 8]
     found = [end.flatten() for end in range_of(observer, *batches, spec=spec)]
     parts = list(zip(*(blocks_in(x, spec) for x in batches), strict=True))
     assert len(parts) == len(found[0])

@@ -4,7 +4,6 @@ The kernels see `batch * outer * blocks * inner` elements in C order with one sc
 csrc/kernels.h. They know nothing about axes, groups and strides.
 """
 
-from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -49,10 +48,12 @@ def blocks_of(shape: tuple[int, ...], spec: QuantSpec) -> Blocks:
     """Returns the blocks of an array of `shape` under `spec`.
 
     Raises IndexError if the array does not have the axis, and ValueError if the group size does not divide it. With
-    block scales (MX, NVFP4) it does not have to: the last block of an axis may be shorter.
+    block scales (MX, NVFP4) and in blocks of rows it does not have to: the last block of an axis may be shorter.
 
     >>> blocks_of((8, 64), QuantSpec(axis=-1, group_size=32))
     Blocks(kernel=(1, 1, 16, 32), parameters=(8, 2))
+    >>> blocks_of((8, 64), QuantSpec(axis=-1, group_size=32, group_rows=4))
+    Blocks(kernel=(2, 4, 2, 32), parameters=(2, 2))
     >>> blocks_of((2, 6, 5), QuantSpec(axis=1, group_size=3))
     Blocks(kernel=(4, 3, 5, 1), parameters=(2, 2, 5))
     """
@@ -61,6 +62,8 @@ def blocks_of(shape: tuple[int, ...], spec: QuantSpec) -> Blocks:
     axis = normalize_axis(spec.axis, len(shape))
     if spec.group_size is None:
         return Blocks(channel_shape(shape, axis), (shape[axis],))
+    if spec.group_rows is not None:
+        return _blocks_of_rows(shape, axis, spec)
     length = shape[axis]
     size = group_length(length, spec)
     if size and length % size:
@@ -79,6 +82,35 @@ def blocks_of(shape: tuple[int, ...], spec: QuantSpec) -> Blocks:
     return Blocks((before * groups, size, after, 1), parameters)
 
 
+def _blocks_of_rows(shape: tuple[int, ...], axis: int, spec: QuantSpec) -> Blocks:
+    """Returns blocks of rows. Along an axis with a shorter last block, the kernels get one scale per index."""
+    if axis == 0 or axis != len(shape) - 1:
+        raise IndexError(
+            f"Blocks of {spec.group_rows} rows are on the last two axes, but `axis` {spec.axis} of an array of shape "
+            f"{shape} is {'the only one' if len(shape) == 1 else 'another one'}.\nUse axis=-1 and an array with rows."
+        )
+    (_, rows), (_, columns) = block_lengths(shape, spec)
+    *outer, height, width = shape
+    parameters = (*outer, -(-height // rows) if rows else 0, -(-width // columns) if columns else 0)
+    rows, columns = (size if size and length % size == 0 else 1 for length, size in ((height, rows), (width, columns)))
+    return Blocks((prod(outer) * height // rows, rows, width // columns, columns), parameters)
+
+
+def block_lengths(shape: tuple[int, ...], spec: QuantSpec) -> list[tuple[int, int]]:
+    """Returns the axes that are cut into groups, each with the number of neighbours that share a scale.
+
+    >>> block_lengths((8, 64), QuantSpec(axis=-1, group_size=32, group_rows=16))
+    [(0, 8), (1, 32)]
+    """
+    if spec.axis is None or spec.group_size is None:
+        return []
+    axis = spec.axis % len(shape)
+    lengths = [(axis, group_length(shape[axis], spec))]
+    if spec.group_rows is not None:
+        lengths.insert(0, (axis - 1, min(spec.group_rows, shape[axis - 1])))
+    return lengths
+
+
 def group_length(length: int, spec: QuantSpec) -> int:
     """Returns how many elements of an axis of `length` share a scale under a spec with a group size.
 
@@ -88,35 +120,24 @@ def group_length(length: int, spec: QuantSpec) -> int:
     assert spec.group_size is not None
     if spec.group_size == WHOLE_AXIS:
         return length
-    return min(spec.group_size, length) if spec.has_block_scales else spec.group_size
+    return min(spec.group_size, length) if _may_be_shorter(spec) else spec.group_size
 
 
-def has_short_block(shape: tuple[int, ...], spec: QuantSpec) -> bool:
-    """Returns True if the last block of the axis is shorter than the others.
-
-    >>> mx = QuantSpec(format="e2m1", scale_format="e8m0", axis=-1, group_size=32)
-    >>> has_short_block((4, 48), mx), has_short_block((4, 10), mx)
-    (True, False)
-    """
-    if not spec.has_block_scales or spec.axis is None:
-        return False
-    length = shape[spec.axis]
-    size = group_length(length, spec)
-    return bool(size) and length % size != 0
+def _may_be_shorter(spec: QuantSpec) -> bool:
+    """Returns True if the last block of an axis may be shorter than the others."""
+    return spec.has_block_scales or spec.group_rows is not None
 
 
-def whole_and_rest(shape: tuple[int, ...], spec: QuantSpec) -> tuple[int, QuantSpec]:
-    """Returns how much of the axis its whole blocks take, and the spec of the shorter block after them.
+def short_blocks(shape: tuple[int, ...], spec: QuantSpec) -> list[tuple[int, int]]:
+    """Returns the axes whose last block is shorter than the others, each with the length of the others.
 
     >>> mx = QuantSpec(format="e2m1", scale_format="e8m0", axis=-1, group_size=32)
-    >>> whole, rest = whole_and_rest((4, 80), mx)
-    >>> whole, rest.group_size
-    (64, 16)
+    >>> short_blocks((4, 48), mx), short_blocks((4, 10), mx)
+    ([(1, 32)], [])
     """
-    assert spec.axis is not None
-    length = shape[spec.axis]
-    rest = length % group_length(length, spec)
-    return length - rest, replace(spec, group_size=rest)
+    if not _may_be_shorter(spec):
+        return []
+    return [(axis, size) for axis, size in block_lengths(shape, spec) if size and shape[axis] % size]
 
 
 def memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -27,6 +27,7 @@ from fakequant.nn._model_quantizers import has_scale, named_quantizers, unreache
 from fakequant.nn._quantized_layer import ATTENTION_QUANTIZERS, QUANTIZERS, QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import find_record
+from fakequant.nn._tensor_scale import TensorScaleFakeQuantize
 from fakequant.observers import Dynamic
 from fakequant.spec import QuantSpec
 
@@ -226,6 +227,11 @@ def _make_grids(model: nn.Module, target: Target) -> dict[Quantizer, GoldenQuant
         if quantizer in weights:
             continue
         arithmetic = target.arithmetic
+        if isinstance(quantizer, TensorScaleFakeQuantize):
+            raise ValueError(  # noqa: TRY004
+                f"{path} has a calibrated scale for its tensor, under which block scales follow the data. Only folders "
+                "of compressed-tensors have a place for it.\nUse export_compressed_tensors, or target='generic'."
+            )
         if isinstance(quantizer, FakeQuantize) and quantizer.is_dynamic:
             _require_min_max(path, quantizer)
             grid = GoldenQuantizer(quantizer.spec, None, None, arithmetic=arithmetic, eps=quantizer.eps, path=path)

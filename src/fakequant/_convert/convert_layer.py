@@ -1,12 +1,14 @@
 """Turning a quantized layer into an integer layer: codes, scales and the bias of its weight."""
 
 import dataclasses
+from math import gcd
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from fakequant._backends.blocks import block_lengths
 from fakequant._backends.torch import tensor_functions
 from fakequant._backends.torch.tensor_checks import block_shape
 from fakequant._convert.fold_batch_norm import BatchNorm, fold, reason_not_foldable
@@ -87,7 +89,8 @@ def _scales_of(quantizer: FakeQuantize | LearnedFakeQuantize, weight: Tensor) ->
     spec, shape = quantizer.spec, tuple(weight.shape)
     if spec.granularity != "token":
         quantizer(weight)  # a dynamic quantizer computes its scale now
-        return spec, *quantizer.qparams()
+        found = quantizer.qparams()
+        return (spec, *found) if spec.granularity != "block" else _in_groups(spec, *found, shape)
     # One scale per whole axis is the same as one per channel if there is only one other axis. Otherwise it is the
     # same as groups as long as the axis.
     seen = tensor_functions.min_max(weight, spec)
@@ -100,6 +103,21 @@ def _scales_of(quantizer: FakeQuantize | LearnedFakeQuantize, weight: Tensor) ->
     spec = dataclasses.replace(spec, group_size=shape[axis])
     blocks = block_shape(shape, spec)
     return spec, scale.reshape(blocks), zero_point.reshape(blocks)
+
+
+def _in_groups(
+    spec: QuantSpec, scale: Tensor, zero_point: Tensor, shape: tuple[int, ...]
+) -> tuple[QuantSpec, Tensor, Tensor]:
+    """Returns blocks of rows as groups along each row, which runtimes have."""
+    (_, rows), (_, columns) = block_lengths(shape, spec)
+    *_, height, width = shape
+    size = gcd(columns, width)  # divides the shorter last block too
+
+    def spread(value: Tensor) -> Tensor:
+        by_row = value.repeat_interleave(rows, -2)[..., :height, :]
+        return by_row.repeat_interleave(columns // size, -1)[..., : width // size].contiguous()
+
+    return dataclasses.replace(spec, group_size=size, group_rows=None), spread(scale), spread(zero_point)
 
 
 def _set_bias(layer: IntegerLayer, bias: Tensor | None, target: Target) -> None:

@@ -13,6 +13,7 @@ from fakequant.nn._bounded_parameters import whole
 from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._quantized_layer import QuantizedLayer
 from fakequant.nn._quantizer import Quantizer
+from fakequant.nn._tensor_scale import TensorScaleFakeQuantize
 
 
 def quantized_weights(model: nn.Module) -> dict[Quantizer, Tensor]:
@@ -29,6 +30,8 @@ def qparams_for(quantizer: Quantizer | GoldenQuantizer, x: Tensor) -> tuple[Tens
     if isinstance(quantizer, GoldenQuantizer):
         if quantizer.scale is not None and quantizer.zero_point is not None:
             return quantizer.scale, quantizer.zero_point
+    elif isinstance(quantizer, TensorScaleFakeQuantize):
+        return quantizer.qparams_for(x)
     elif not isinstance(quantizer, FakeQuantize) or not quantizer.is_dynamic:
         return quantizer.qparams()
     # A dynamic quantizer computes them from each tensor.

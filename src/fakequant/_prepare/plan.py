@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant import _runtimes
+from fakequant._backends.blocks import blocks_of
 from fakequant._backends.torch.tensor_kernels import dtype_name
 from fakequant._prepare.adapters import REASON, adapters
 from fakequant._runtimes.target import DYNAMIC_SPEC, EngineRules, Target
@@ -17,6 +18,7 @@ from fakequant._util.text import indented
 from fakequant.config import LayerConfig, QuantConfig, Rule
 from fakequant.nn._attention import MultiheadAttention
 from fakequant.nn._call_quantizers import CallQuantizers
+from fakequant.nn._experts import ExpertProduct
 from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._layer_kinds import LayerKind, find_kind, is_known
 from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize
@@ -24,6 +26,7 @@ from fakequant.nn._owners import OwnedProduct, is_owner, products_of
 from fakequant.nn._quantized_layer import RESERVED, quantized_class
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import NAME as RECORD
+from fakequant.nn._tensor_scale import TensorScaleFakeQuantize
 from fakequant.observers import Dynamic, MovingAverage
 from fakequant.spec import QuantSpec
 
@@ -273,11 +276,28 @@ class _Maker:
         if spec.has_block_scales and spec.axis == -1:
             spec = dataclasses.replace(spec, axis=1 - kind.channel_axis)
         spec = self._fitted(spec, "weight", dtype_name(weight.dtype))
+        self._require_whole_blocks(spec, weight)
         where = self._where("weight")
         options: dict[str, Any] = {"shape": tuple(weight.shape), "path": where, "device": weight.device, "sync": False}
         if self.config.learned and not spec.has_block_scales:
             return LearnedFakeQuantize(spec, init=self.config.weight_observer, **options).initialize(weight)
         return FakeQuantize(spec, self.config.weight_observer or Dynamic(), gradient="auto", **options)
+
+    def _require_whole_groups(self, spec: QuantSpec, length: int) -> None:
+        """Raises ValueError if groups along an axis of `length` do not divide it, which engines need for MX too."""
+        if self.target.engine is not None:
+            spec = dataclasses.replace(spec, scale_format="float32", scale_rule="floor")
+        blocks_of((length,), dataclasses.replace(spec, axis=0))
+
+    def _require_whole_blocks(self, spec: QuantSpec, weight: Tensor) -> None:
+        """Raises ValueError if a block of rows would be a part of two experts, or of a gate and its values."""
+        if spec.group_rows is None or not isinstance(self.module, ExpertProduct) or self.target.engine is None:
+            return
+        owner = self.module.owner
+        is_double = owner.has_gate and self.module.names["weight"].startswith("gate")
+        rows = len(weight) // (owner.num_experts * (2 if is_double else 1))
+        if rows % spec.group_rows:
+            raise ValueError(f"its experts have {rows} rows each, which blocks of {spec.group_rows} rows do not divide")
 
     def input(self, kind: type[LayerKind]) -> Quantizer | None:
         engine = self.target.engine
@@ -286,6 +306,10 @@ class _Maker:
         if spec is not None and spec.has_block_scales and spec.axis == -1:
             # Channels are before the axes of a convolution, and are the last axis of every other input.
             spec = dataclasses.replace(spec, axis=1 - read_weight(self.module, kind).dim())
+        if spec is not None and spec.granularity == "group" and spec.axis == -1:
+            weight = read_weight(self.module, kind)
+            if weight.dim() == 2:
+                self._require_whole_groups(spec, weight.shape[1 - kind.channel_axis])
         return self.activation("input", spec)
 
     def activation(self, name: str, spec: QuantSpec | None) -> Quantizer | None:
@@ -296,11 +320,16 @@ class _Maker:
         dtype = next((dtype_name(p.dtype) for p in owner.parameters() if p.is_floating_point()), "float32")
         fitted, where = self._fitted(spec, "input", dtype), self._where(name)
         is_dynamic = isinstance(self.config.activation_observer, Dynamic) and not self.config.learned
-        if (spec.granularity == "token" or is_dynamic) and not self.target.activations.has_dynamic_scales:
+        if (follows_data(spec) or is_dynamic) and not self.target.activations.has_dynamic_scales:
             raise ValueError(
                 f"{self.target.name} has no integer kernels for scales that are computed at run time. Use a fixed "
                 "scale, as recipes.int8 does, quantize only weights, or use another target."
             )
+        engine = self.target.engine
+        if engine is not None and fitted.scale_format == "e4m3fn":
+            return TensorScaleFakeQuantize(fitted, self.config.activation_observer, path=where, device=device)
+        if engine is not None and follows_data(fitted):
+            return FakeQuantize(fitted, Dynamic(), eps=engine.smallest_dynamic_scale, path=where, device=device)
         if (spec.granularity == "token" or is_dynamic) and fitted == DYNAMIC_SPEC:
             eps = self.target.activations.smallest_dynamic_scale
             return FakeQuantize(fitted, Dynamic(), eps=eps, path=where, device=device)
@@ -322,6 +351,12 @@ class _Maker:
         return f"{self.path}.{name}" if self.path else name
 
 
+def follows_data(spec: QuantSpec) -> bool:
+    """Returns True if an activation with this spec has scales that are computed at run time."""
+    is_group = spec.granularity == "group" and spec.format != "int"
+    return spec.granularity == "token" or spec.has_block_scales or is_group
+
+
 def make_activation_quantizer(
     config: LayerConfig, spec: QuantSpec, path: str, device: torch.device | None
 ) -> Quantizer:
@@ -329,10 +364,9 @@ def make_activation_quantizer(
 
     The spec is adapted to the target already. Messages call the activation `path`.
     """
-    follows_data = spec.granularity == "token" or spec.has_block_scales
-    if config.learned and not follows_data:
+    if config.learned and not follows_data(spec):
         return LearnedFakeQuantize(spec, init=config.activation_observer, path=path, device=device)
-    observer = Dynamic() if follows_data else config.activation_observer or MovingAverage()
+    observer = Dynamic() if follows_data(spec) else config.activation_observer or MovingAverage()
     return FakeQuantize(spec, observer, path=path, device=device)
 
 

@@ -146,6 +146,8 @@ class EngineRules:
     # Return why it cannot hold a weight, or quantize an input, with a spec. None if it can.
     reason_against_weight: Callable[[QuantSpec], str | None]
     reason_against_input: Callable[[QuantSpec], str | None]
+    # The smallest scale that it computes at run time.
+    smallest_dynamic_scale: float
 
     def with_scales_in(self, spec: QuantSpec, dtype: str) -> QuantSpec:
         """Returns the spec with scales in the dtype of the model, in which the engine keeps them."""

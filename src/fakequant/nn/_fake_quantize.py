@@ -55,7 +55,7 @@ class FakeQuantize(Quantizer):
         observer: Finds the range. The default is `Dynamic` for scales per token and for symmetric specs with an
             axis, as weights have, and `MovingAverage` for all others.
         shape: The shape of the tensors, with None for lengths that vary. Required if there is a scale per channel
-            or group.
+            or group, unless groups have the range of each tensor (`observer=Dynamic()`).
         gradient: "clipped" is 0 where the value was clipped and keeps 1 bit per element. "pass" keeps nothing.
             "auto" is "pass" while the range follows the current tensor (`Dynamic`), which clips almost nothing,
             and "clipped" otherwise. The default is "auto" for block scales (MX, NVFP4), "clipped" for all others.
@@ -98,6 +98,7 @@ class FakeQuantize(Quantizer):
     ) -> None:
         """Makes the buffers. The documentation of the class describes the arguments."""
         super().__init__(spec, observing=True, sync=sync, process_group=process_group, path=path, device=device)
+        is_group = spec.granularity == "group" and isinstance(observer, Dynamic) and shape is None
         if observer is None:
             is_activation = spec.granularity == "tensor" or not (spec.symmetric or spec.granularity == "token")
             observer = MovingAverage() if is_activation else Dynamic()
@@ -120,7 +121,7 @@ class FakeQuantize(Quantizer):
         self._fixed: Gradient = "clipped" if gradient == "auto" else gradient
         self.eps = float(eps)
         self._set_observer(observer)
-        blocks = scale_shape(spec, shape)
+        blocks = None if is_group else scale_shape(spec, shape)
         self._blocks = blocks
         self._names: tuple[str, ...] = ()
         if blocks is None:
@@ -352,12 +353,17 @@ class FakeQuantize(Quantizer):
                 return
         if self._in_kernel is None and self.observer.dynamic:
             self._forget()
-        self._count_nonfinite(self.observer.update(self._state(), x.detach(), self.spec, ranks))
+        self._count_nonfinite(self.observer.update(self._state(), x.detach(), self._observed, ranks))
         if self.observer.searches:
             self._set_stale(True)
             self.scale.fill_(torch.nan)  # rather than an outdated scale
         else:
             self.refresh()
+
+    @property
+    def _observed(self) -> QuantSpec:
+        """The spec whose granularity says what is observed."""
+        return self.spec
 
     def _state(self) -> State:
         return {name: getattr(self, name) for name in self._names}
@@ -367,7 +373,7 @@ class FakeQuantize(Quantizer):
         """Computes scale and zero point from everything observed. The scale is NaN where nothing was observed."""
         if self._blocks is None:
             return
-        lo, hi = self.observer.range(self._state(), self.spec)
+        lo, hi = self.observer.range(self._state(), self._observed)
         scale, zero_point = choose(self, lo, hi)
         self.scale.copy_(torch.where(lo <= hi, scale, torch.nan))
         self.zero_point.copy_(zero_point)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.types import Device
 
 from fakequant._backends.torch import formula, tensor_functions
-from fakequant._backends.torch.tensor_checks import block_shape
+from fakequant._backends.torch.tensor_checks import block_shape, filled
 from fakequant.observers._histogram import Histogram, squared_errors_on_bins
 from fakequant.observers._mse import MSE, squared_error
 from fakequant.observers._observer import Observer, State
@@ -62,9 +62,9 @@ class LSQRule(Start):
         blocks = state["total"].shape
         finite = x.isfinite()
         like = state["total"].reshape(block_shape(tuple(x.shape), self.spec))
-        magnitudes = torch.where(finite, x, 0).abs().double()
+        magnitudes = filled(torch.where(finite, x, 0).abs().double(), self.spec)
         state["total"] += ranks.total(formula.block_sums(magnitudes, like).reshape(blocks))
-        number = formula.block_sums(finite.double(), like).reshape(blocks)
+        number = formula.block_sums(filled(finite.double(), self.spec), like).reshape(blocks)
         state["number"] += ranks.total(number.long())
         return (~finite).sum()
 

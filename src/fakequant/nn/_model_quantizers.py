@@ -129,7 +129,7 @@ def change_spec(quantizer: Quantizer, spec: QuantSpec) -> None:
     FakeQuantize(int8, per tensor; observing, quantizing; MovingAverage(constant=0.01))
     """
     before = quantizer.spec
-    kept = ("signed", "symmetric", "axis", "group_size", "format", "scale_format")
+    kept = ("signed", "symmetric", "axis", "group_size", "group_rows", "format", "scale_format")
     if any(getattr(before, name) != getattr(spec, name) for name in kept):
         raise ValueError(
             f"The spec of a quantizer cannot change from ({before}) to ({spec}): formats, sign, symmetry and axes must "

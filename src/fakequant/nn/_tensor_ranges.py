@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fakequant._backends.blocks import group_length, has_short_block
+from fakequant._backends.blocks import group_length, short_blocks
 from fakequant._backends.torch import compiled_nodes, tensor_functions
 from fakequant._backends.torch.tensor_functions import fake_quantize
 from fakequant._backends.torch.tensor_kernels import Observation, updated_range
@@ -39,7 +39,7 @@ def observe_and_quantize(
     assert how is not None
     if spec.group_size is not None:
         quantizer._check_blocks(x)
-    if not has_short_block(tuple(x.shape), spec):
+    if not short_blocks(tuple(x.shape), spec):
         y = observe_compiled(quantizer, x, running_min, running_max, scale, zero_point, quantize=True)
         if y is not None:
             return y
@@ -62,9 +62,9 @@ def observe_compiled(quantizer: "FakeQuantize", x: Tensor, *state: Tensor, quant
     `state` is the running minimum and maximum, scale and zero point, which are updated in place. Without `quantize`,
     returns `x` itself.
     """
-    if compiled_nodes.compiled is None or torch.compiler.is_compiling():
-        return None
     spec = quantizer.spec
+    if compiled_nodes.compiled is None or torch.compiler.is_compiling() or spec.group_rows is not None:
+        return None
     axis, group = spec.axis, spec.group_size
     found: tuple[Tensor | None, int] | None = compiled_nodes.compiled.observe(
         x, *state, *quantizer._kernel_options, axis + x.dim() if axis is not None and axis < 0 else axis,

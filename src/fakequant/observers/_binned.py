@@ -18,7 +18,7 @@ from torch.types import Device
 
 from fakequant._backends.torch import formula, tensor_kernels
 from fakequant._backends.torch.plain_memory import is_eager
-from fakequant._backends.torch.tensor_checks import block_shape
+from fakequant._backends.torch.tensor_checks import block_shape, filled
 from fakequant._backends.torch.tensor_kernels import Observation, updated_range
 from fakequant.observers._observer import Observer, State, no_range
 from fakequant.observers._ranks import ALONE, Ranks
@@ -112,7 +112,7 @@ class _Binned(Observer):
         inverse = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), -exponent)
         if x.dtype == torch.float64:  # values may exceed the limits of float32, the dtype of ranges
             x = torch.where(x.isinf(), x, x.clamp(-limit, limit))
-        x = x.to(torch.float32)
+        x = filled(x.to(torch.float32), spec, torch.nan)  # which is not counted
         if torch.compiler.is_compiling() or not is_eager(x):
             return self._counts_by_formula(x, inverse.reshape(shape)).reshape(*exponent.shape, self.bins)
         return tensor_kernels.histogram(x, inverse.reshape(shape), self.bins).reshape(*exponent.shape, self.bins)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fakequant._backends.torch import formula, operators
-from fakequant._backends.torch.tensor_checks import block_shape
+from fakequant._backends.torch.tensor_checks import block_shape, filled
 from fakequant._backends.torch.tensor_functions import fake_quantize
 from fakequant.observers._observer import State, _RangeKeeper
 from fakequant.observers._ranks import ALONE, Ranks
@@ -76,7 +76,7 @@ def errors_on_data(x: Tensor, lo: Tensor, hi: Tensor, spec: list[int]) -> Tensor
     shape = block_shape(tuple(x.shape), grid)
     errors = torch.empty(lo.shape, dtype=torch.float64, device=lo.device)
     for error, low, high in zip(errors, lo, hi, strict=True):
-        distance = fake_quantize(x, *choose_qparams(low, high, grid), grid).sub_(x).double()
+        distance = filled(fake_quantize(x, *choose_qparams(low, high, grid), grid).sub_(x).double(), grid)
         error.copy_(formula.block_sums(distance.square_(), error.reshape(shape)).reshape(error.shape))
     return errors
 
@@ -87,6 +87,6 @@ def squared_error(x: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
     >>> squared_error(torch.tensor([0.25, 3.0]), torch.tensor(0.5), QuantSpec(bits=2))
     tensor(6.3125, dtype=torch.float64)
     """
-    distance = (fake_quantize(x, scale, 0, spec) - x).double()
+    distance = filled((fake_quantize(x, scale, 0, spec) - x).double(), spec)
     like = distance.new_empty(block_shape(tuple(x.shape), spec))
     return formula.block_sums(distance.square(), like).reshape(scale.shape)

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from fakequant import _kernels, _native
 from fakequant._backends import checks
-from fakequant._backends.blocks import Blocks, KernelShape, blocks_of, group_length, has_short_block
+from fakequant._backends.blocks import Blocks, KernelShape, blocks_of, short_blocks
 from fakequant._kernels import DTYPES, NUMERICS, has_wide_scale, numerics_name
 from fakequant.spec import QuantSpec
 
@@ -87,15 +87,17 @@ def resolve(shape: tuple[int, ...], dtype: int, scale: ArrayLike, zero_point: Ar
         return _resolve_numbers(blocks, dtype, scale, zero_point, spec)
     scales = _scales(scale, blocks, shape, spec, scale_dtype(dtype, spec))
     zeros, kind = _zero_points(zero_point, blocks, shape, spec)
-    if has_short_block(shape, spec):
-        assert spec.axis is not None
-        length = shape[spec.axis]
-        repeated = np.repeat(scales, group_length(length, spec), axis=spec.axis)
-        scales = np.ascontiguousarray(np.take(repeated, np.arange(length), axis=spec.axis))
-        zeros, kind = None, _kernels.ZERO_NONE  # always 0
+    for axis, size in short_blocks(shape, spec):
+        scales = _per_index(scales, axis, size, shape[axis])
+        zeros = None if zeros is None else _per_index(zeros, axis, size, shape[axis])
     return Grid(
         blocks.kernel, kernel_numerics(spec), scales, scales.dtype == np.float64, zeros, kind, spec.qmin, spec.qmax
     )
+
+
+def _per_index(values: np.ndarray, axis: int, size: int, length: int) -> np.ndarray:
+    """Returns one value per index of an axis of `length`, from one per block of `size`."""
+    return np.ascontiguousarray(np.repeat(values, size, axis=axis).take(np.arange(length), axis=axis))
 
 
 def _resolve_numbers(blocks: Blocks, dtype: int, scale: float, zero_point: int, spec: QuantSpec) -> Grid:

@@ -6,7 +6,7 @@ import numpy as np
 
 from fakequant import _kernels, _native
 from fakequant._backends import checks
-from fakequant._backends.blocks import blocks_of, has_short_block, whole_and_rest
+from fakequant._backends.blocks import blocks_of, short_blocks
 from fakequant._backends.numpy.arguments import (
     KERNEL_DTYPES,
     as_float_array,
@@ -159,6 +159,14 @@ def fake_quantize_learned_backward(
     dy, _ = as_float_array(dy, "dy")
     checks.check_same(x.shape, dtype_name(x.dtype), dy.shape, dtype_name(dy.dtype))
     checks.check_spec(spec)
+    if short_blocks(x.shape, spec):
+        missing = [(0, 0)] * x.ndim
+        for axis, size in short_blocks(x.shape, spec):
+            missing[axis] = (0, -x.shape[axis] % size)
+        found = fake_quantize_learned_backward(
+            np.pad(dy, missing), np.pad(x, missing), scale, zero_point, spec, grad_factor=grad_factor
+        )
+        return found._replace(dx=found.dx[tuple(map(slice, x.shape))])
     grid = resolve(x.shape, dtype, scale, _round_backward(zero_point, spec), spec)
     x, dy = np.asarray(x, order="C"), np.asarray(dy, order="C")
     dx = np.empty(x.shape, x.dtype)
@@ -239,8 +247,10 @@ def observe_fake_quantize(
             checks.refuse_running(name, blocks.parameters, f"{running.dtype} of shape {running.shape}", "array")
         if not running.flags.c_contiguous or not running.flags.writeable:
             raise ValueError(f"`{name}` is updated in place and must be contiguous and writeable.")
-    if has_short_block(x.shape, spec):
-        return _observe_short_blocks(x, spec, running_min, running_max, mask)
+    if short_blocks(x.shape, spec):
+        if spec.has_block_scales:
+            return _observe_short_blocks(x, spec, running_min, running_max, mask)
+        return _observe_in_parts(x, spec, running_min, running_max, mask, update, averaging_constant, eps)
     bits, kind = _empty_mask(mask, x.shape)
     x = np.asarray(x, order="C")
     y = np.empty(x.shape, x.dtype)
@@ -295,13 +305,46 @@ def _observe_short_blocks(
     return ObservedFakeQuantize(y, bits, scale, zero_point, int(seen.nan.sum() + seen.posinf.sum() + seen.neginf.sum()))
 
 
+def _observe_in_parts(
+    x: np.ndarray,
+    spec: QuantSpec,
+    running_min: np.ndarray,
+    running_max: np.ndarray,
+    mask: MaskForm | None,
+    update: Update,
+    averaging_constant: float,
+    eps: float,
+) -> ObservedFakeQuantize[np.ndarray]:
+    """Does the same as `observe_fake_quantize` for the whole blocks and for the shorter last ones."""
+    axis, size = short_blocks(x.shape, spec)[0]
+    shape = blocks_of(x.shape, spec).parameters
+    at = [x.shape[axis] // size]
+    running = [[part.copy() for part in np.split(r.reshape(shape), at, axis)] for r in (running_min, running_max)]
+    parts = [
+        observe_fake_quantize(
+            part, spec, lo, hi, update=update, averaging_constant=averaging_constant, eps=eps,
+            mask=None if mask is None else "bool",
+        )
+        for part, lo, hi in zip(_whole_and_rest(x, axis, size), *running, strict=True)
+    ]  # fmt: skip
+    for target, new in zip((running_min, running_max), running, strict=True):
+        target[...] = np.concatenate(new, axis).reshape(target.shape)
+    y, scale, zero_point = (
+        np.concatenate([getattr(part, name) for part in parts], axis) for name in ("y", "scale", "zero_point")
+    )
+    bits = None if mask is None else np.concatenate([part.mask for part in parts], axis)
+    if bits is not None and checks.mask_kind(mask) == _kernels.MASK_PACKED:
+        bits = np.packbits(bits, bitorder="little")
+    return ObservedFakeQuantize(y, bits, scale, zero_point, sum(part.nonfinite for part in parts))
+
+
 def min_max(x: Unchecked, spec: QuantSpec | None = None) -> Range[np.ndarray]:
     """See `fakequant.min_max`."""
     x, dtype = as_float_array(x)
     spec = QuantSpec() if spec is None else spec
     checks.check_spec(spec, "x, spec")
     blocks = blocks_of(x.shape, spec)
-    if has_short_block(x.shape, spec):
+    if short_blocks(x.shape, spec):
         return _joined_ranges(x, spec)
     count = prod(blocks.parameters)
     limits = np.empty((2, count), np.float64)
@@ -313,11 +356,15 @@ def min_max(x: Unchecked, spec: QuantSpec | None = None) -> Range[np.ndarray]:
 
 def _joined_ranges(x: np.ndarray, spec: QuantSpec) -> Range[np.ndarray]:
     """Returns the ranges of the whole blocks and of the shorter last ones."""
-    assert spec.axis is not None
-    whole, rest_spec = whole_and_rest(x.shape, spec)
-    parts = np.split(x, [whole], axis=spec.axis)
-    ranges = min_max(parts[0], spec), min_max(parts[1], rest_spec)
-    return Range(*(np.concatenate(pair, axis=spec.axis) for pair in zip(*ranges, strict=True)))
+    axis, size = short_blocks(x.shape, spec)[0]
+    ranges = [min_max(part, spec) for part in _whole_and_rest(x, axis, size)]
+    return Range(*(np.concatenate(pair, axis=axis) for pair in zip(*ranges, strict=True)))
+
+
+def _whole_and_rest(x: np.ndarray, axis: int, size: int) -> list[np.ndarray]:
+    """Returns `x` in two parts: the whole blocks along an axis, and the shorter last one."""
+    length = x.shape[axis]
+    return np.split(x, [length - length % size], axis=axis)
 
 
 def choose_qparams(lo: Numbers, hi: Numbers, spec: QuantSpec, *, eps: float) -> QParams[np.ndarray]:

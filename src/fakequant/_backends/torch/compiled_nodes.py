@@ -107,7 +107,8 @@ def _codes_of(spec: QuantSpec) -> tuple[int, int, int, int, int]:
 
 def fake_quantize(x: Unchecked, scale: Numbers, zero_point: Numbers, spec: QuantSpec, clipped: bool) -> Tensor | None:
     """Runs `fakequant.fake_quantize`, or returns None for arguments that the compiled function does not handle."""
-    if compiled is None or torch.compiler.is_compiling() or not isinstance(x, Tensor):
+    is_compiling = torch.compiler.is_compiling()
+    if compiled is None or is_compiling or not isinstance(x, Tensor) or spec.group_rows is not None:
         return None
     qmin, qmax, numerics, lowest_zero, highest_zero = _codes_of(spec)
     axis, group = spec.axis, spec.group_size

@@ -66,8 +66,8 @@ def block_scales(absmax: Tensor, qmax: int, numerics: str, scale_rule: str) -> T
     exponent = frexp(largest)[1] - 1
     mantissa_bits = FLOAT_FORMATS[numerics].mantissa_bits if numerics in FLOAT_FORMATS else exponent
     bits = (absmax / largest if scale_rule == "rceil" else absmax).view(torch.int32)
-    if scale_rule == "even":
-        bits = bits + ((1 << 22) >> mantissa_bits)
+    if scale_rule in ("even", "even_e2m1"):
+        bits = bits + ((1 << 22) >> (mantissa_bits if scale_rule == "even" else 1))
     field = bits >> 23
     if scale_rule in ("ceil", "rceil"):
         field = field + ((bits & 0x7FFFFF) != 0).to(torch.int32)

@@ -4,18 +4,19 @@ from numbers import Integral, Real
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fakequant import _kernels, _native
 from fakequant._backends import checks
-from fakequant._backends.blocks import blocks_of, group_length, has_short_block
+from fakequant._backends.blocks import blocks_of, short_blocks
 from fakequant._backends.torch.plain_memory import is_direct, is_memory
 from fakequant._backends.torch.tensor_kernels import KERNEL_DTYPES, Grid, check_values, dtype_name, scale_dtype
 from fakequant._backends.types import Numbers
 from fakequant._kernels import numerics_name as kernel_numerics
 from fakequant.spec import QuantSpec
 
-__all__ = ["block_shape", "check_data", "check_device", "kernel_numerics", "make_grid"]
+__all__ = ["block_shape", "check_data", "check_device", "filled", "kernel_numerics", "make_grid"]
 
 
 def check_data(x: object, name: str = "x") -> None:
@@ -56,6 +57,17 @@ def block_shape(shape: tuple[int, ...], spec: QuantSpec) -> tuple[int, ...]:
     return tuple(blocks[0] if a == axis else 1 for a in range(len(shape)))
 
 
+def filled(x: Tensor, spec: QuantSpec, value: float = 0.0) -> Tensor:
+    """Returns `x` with `value` after its shorter last blocks, so that all have one length."""
+    shorter = short_blocks(tuple(x.shape), spec)
+    if not shorter:
+        return x
+    missing = [0] * (2 * x.dim())
+    for axis, size in shorter:
+        missing[2 * (x.dim() - axis) - 1] = -x.shape[axis] % size
+    return F.pad(x, missing, value=value)
+
+
 def make_grid(x: Tensor, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, learned: bool = False) -> Grid:
     """Checks scale and zero point, and returns them as tensors with one entry per block, on the device of `x`.
 
@@ -94,9 +106,10 @@ def _scales(value: Numbers, x: Tensor, spec: QuantSpec, dtype: torch.dtype) -> T
 def _in_block_shape(name: str, tensor: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
     shape = tuple(x.shape)
     checks.check_parameter_shape(name, tuple(tensor.shape), shape, spec, "tensor")
-    if spec.axis is not None and has_short_block(shape, spec):
-        length = shape[spec.axis]
-        return tensor.repeat_interleave(group_length(length, spec), spec.axis).narrow(spec.axis, 0, length)
+    if shorter := short_blocks(shape, spec):
+        for axis, size in shorter:
+            tensor = tensor.repeat_interleave(size, axis).narrow(axis, 0, shape[axis])
+        return tensor
     return tensor if spec.axis is None else tensor.reshape(block_shape(shape, spec))
 
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from fakequant import _kernels
 from fakequant._backends import checks, scale_codes
-from fakequant._backends.blocks import blocks_of, has_short_block, whole_and_rest
+from fakequant._backends.blocks import blocks_of, short_blocks
 from fakequant._backends.torch import compiled_nodes, formula, gradients, tensor_kernels
 from fakequant._backends.torch.plain_memory import is_direct
 from fakequant._backends.torch.routes import learned_factor, ops, round_forward
-from fakequant._backends.torch.tensor_checks import block_shape, check_data, check_device, make_grid
+from fakequant._backends.torch.tensor_checks import block_shape, check_data, check_device, filled, make_grid
 from fakequant._backends.torch.tensor_kernels import (
     KERNEL_DTYPES,
     Grid,
@@ -187,6 +187,10 @@ def fake_quantize_learned(
     if y is not None:
         return y
     check_data(x)
+    if short_blocks(tuple(x.shape), spec):
+        own_factor = learned_factor(grad_factor, x, spec.qmax, numerics_name(spec))
+        y = fake_quantize_learned(filled(x, spec), scale, zero_point, spec, grad_factor=own_factor)
+        return _cut(y, x.shape)
     grid = make_grid(x, scale, zero_point, spec, learned=True)
     factor = None if grad_factor is None else float(grad_factor)
     return gradients.learned(x, grid, factor) if is_direct(x) else ops.fake_quantize_learned(x, *grid, factor)
@@ -201,6 +205,11 @@ def fake_quantize_learned_backward(
     check_data(dy, "dy")
     check_device(x, "dy", dy)
     checks.check_same(tuple(x.shape), dtype_name(x.dtype), tuple(dy.shape), dtype_name(dy.dtype))
+    if short_blocks(tuple(x.shape), spec):
+        found = fake_quantize_learned_backward(
+            filled(dy, spec), filled(x, spec), scale, zero_point, spec, grad_factor=grad_factor
+        )
+        return found._replace(dx=_cut(found.dx, x.shape))
     grid = make_grid(x, scale, zero_point, spec, learned=True)
     factor = float(grad_factor)
     if is_direct(x):
@@ -209,6 +218,10 @@ def fake_quantize_learned_backward(
         dx, dscale, dzero_point = ops.learned_backward(dy, x, *grid, factor)
     shape = blocks_of(tuple(x.shape), spec).parameters
     return LearnedGradients(dx, dscale.reshape(shape), dzero_point.reshape(shape))
+
+
+def _cut(y: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return y[tuple(slice(n) for n in shape)]
 
 
 def round_zero_point(zero_point: Tensor, spec: QuantSpec) -> Tensor:
@@ -269,7 +282,7 @@ def min_max(x: Tensor, spec: QuantSpec | None = None) -> Range[Tensor]:
     spec = QuantSpec() if spec is None else spec
     checks.check_spec(spec, "x, spec")
     x = x.detach()
-    if has_short_block(tuple(x.shape), spec):
+    if short_blocks(tuple(x.shape), spec):
         return _joined_ranges(x, spec)
     blocks = block_shape(tuple(x.shape), spec)
     if is_tracing():
@@ -281,11 +294,15 @@ def min_max(x: Tensor, spec: QuantSpec | None = None) -> Range[Tensor]:
 
 def _joined_ranges(x: Tensor, spec: QuantSpec) -> Range[Tensor]:
     """Returns the ranges of the whole blocks and of the shorter last ones."""
-    assert spec.axis is not None
-    whole, rest = whole_and_rest(tuple(x.shape), spec)
-    parts = x.tensor_split([whole], spec.axis)
-    ranges = min_max(parts[0], spec), min_max(parts[1], rest)
-    return Range(*(torch.cat(pair, spec.axis) for pair in zip(*ranges, strict=True)))
+    axis, size = short_blocks(tuple(x.shape), spec)[0]
+    ranges = [min_max(part, spec) for part in _whole_and_rest(x, axis, size)]
+    return Range(*(torch.cat(pair, axis) for pair in zip(*ranges, strict=True)))
+
+
+def _whole_and_rest(x: Tensor, axis: int, size: int) -> tuple[Tensor, ...]:
+    """Returns `x` in two parts: the whole blocks along an axis, and the shorter last one."""
+    length = x.shape[axis]
+    return x.tensor_split([length - length % size], axis)
 
 
 def choose_qparams(lo: Numbers, hi: Numbers, spec: QuantSpec, *, eps: float) -> QParams[Tensor]:
@@ -350,8 +367,11 @@ def observe_fake_quantize(
         if any(step == 0 and n > 1 for step, n in zip(value.stride(), value.shape, strict=True)):
             raise ValueError(f"`{name}` is updated in place, but its elements share memory: pass `{name}.clone()`.")
         running.append(value if prod(parameters) == 1 else value.view(block_shape(shape, spec)))
-    if has_short_block(shape, spec):
-        return _observe_short_blocks(x, spec, running_min, running_max, mask, gradient)
+    if short_blocks(shape, spec):
+        if spec.has_block_scales:
+            return _observe_short_blocks(x, spec, running_min, running_max, mask, gradient)
+        lo, hi = running
+        return _observe_in_parts(x, spec, lo, hi, update, averaging_constant, eps, mask, gradient)
     options = ObserverOptions(
         spec.qmin, spec.qmax, numerics_name(spec), spec.symmetric, scale_rule_name(spec), update,
         float(averaging_constant), float(eps), clipped and (mask is not None or gradients.is_differentiating(x)),
@@ -414,3 +434,35 @@ def _observe_short_blocks(
     else:
         y, bits = fake_quantize_and_mask(x, scale, 0, spec, mask=mask, gradient=gradient)
     return ObservedFakeQuantize(y, bits, scale, zero_point, nonfinite)
+
+
+def _observe_in_parts(
+    x: Tensor,
+    spec: QuantSpec,
+    running_min: Tensor,
+    running_max: Tensor,
+    update: Update,
+    averaging_constant: float,
+    eps: float,
+    mask: MaskForm | None,
+    gradient: Gradient,
+) -> ObservedFakeQuantize[Tensor]:
+    """Does the same as `observe_fake_quantize` for the whole blocks and for the shorter last ones."""
+    axis, size = short_blocks(tuple(x.shape), spec)[0]
+    whole = x.shape[axis] // size
+    running = [[part.clone() for part in r.split([whole, 1], axis)] for r in (running_min, running_max)]
+    parts = [
+        observe_fake_quantize(
+            part, spec, lo, hi, update=update, averaging_constant=averaging_constant, eps=eps,
+            mask=None if mask is None else "bool", gradient=gradient,
+        )
+        for part, lo, hi in zip(_whole_and_rest(x, axis, size), *running, strict=True)
+    ]  # fmt: skip
+    for target, new in zip((running_min, running_max), running, strict=True):
+        target.copy_(torch.cat(new, axis))
+    masks = [part.mask for part in parts if part.mask is not None]
+    bits = torch.cat(masks, axis) if masks else None
+    if bits is not None and checks.mask_kind(mask) == _kernels.MASK_PACKED:
+        bits = formula.pack_bits(bits, None)
+    y, scale, zero_point = (torch.cat([getattr(p, name) for p in parts], axis) for name in ("y", "scale", "zero_point"))
+    return ObservedFakeQuantize(y, bits, scale, zero_point, torch.as_tensor(sum(p.nonfinite for p in parts)))

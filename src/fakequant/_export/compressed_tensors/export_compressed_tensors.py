@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from fakequant._backends.torch.tensor_kernels import dtype_name
 from fakequant._export.compressed_tensors.checkpoint_names import EXTRA, PreTrainedModel, stored_in_checkpoints
-from fakequant._export.compressed_tensors.layer_tensors import StoredWeight, offset_of, to_tensors
+from fakequant._export.compressed_tensors.layer_tensors import offset_of, to_tensors
 from fakequant._export.compressed_tensors.prepared_layers import PreparedLayer, own_tensors, prepared_layers
 from fakequant._export.compressed_tensors.schemes import Scheme
 from fakequant._model.running import check_module
@@ -28,6 +29,8 @@ from fakequant.nn._records import float_class_of
 
 # The method's name in config.json.
 METHOD = "compressed-tensors"
+# The number of codes that are made at once.
+_PART = 1 << 20
 # Matches the layers of experts in checkpoints.
 _EXPERTS = r"re:.*\.experts\.\d+\.\w+$"
 
@@ -84,8 +87,9 @@ def export_compressed_tensors(
     again. The folder is written next to its place and moved there at the end, so it is complete or not there at all.
 
     Weights of `Linear` layers and of experts are stored as codes: integers of 2 to 8 bits per tensor,
-    channel or group, FP8 per tensor or channel, MXFP4, MXFP6, MXFP8 and NVFP4. Inputs are quantized by the engine:
-    8-bit integers and FP8 per tensor, with the scales of the model, or per token. All other layers stay in float.
+    channel or group, FP8 per tensor, channel or block of rows, MXFP4, MXFP6, MXFP8 and NVFP4. Inputs are quantized by
+    the engine: 8-bit integers and FP8 per tensor, with the scales of the model, or per token; FP8 per group, MX, and
+    NVFP4 with the tensor's scale of the model. All other layers stay in float.
 
     Args:
         model: A prepared `transformers.PreTrainedModel`, calibrated if its inputs have fixed scales. It is not changed.
@@ -196,13 +200,7 @@ def _state(model: PreTrainedModel, layers: list[PreparedLayer]) -> tuple[dict[st
 
 def _tensors_of(layer: PreparedLayer, rows: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """Returns the tensors of some rows of a layer, with scales in the dtype of the model."""
-    codes, scale, zero_point = layer.stored()
-    if not torch.equal(rows, torch.arange(len(codes))):
-        is_per_row = layer.scheme.weight.granularity != "tensor"
-        codes = codes[rows]
-        scale = scale[rows] if is_per_row else scale
-        zero_point = zero_point[rows] if is_per_row and zero_point is not None else zero_point
-    tensors = to_tensors(StoredWeight(codes, scale, zero_point), layer.scheme)
+    tensors = _weight_tensors(layer, rows)
     if layer.input is not None:
         tensors |= _input_tensors(layer.input)
     for name in ("weight_scale", "input_scale"):
@@ -211,10 +209,37 @@ def _tensors_of(layer: PreparedLayer, rows: Tensor, dtype: torch.dtype) -> dict[
     return tensors
 
 
+def _weight_tensors(layer: PreparedLayer, rows: Tensor) -> dict[str, Tensor]:
+    """Returns the tensors of some rows of a weight, made in parts: codes and ranges take memory of their own."""
+    spec, known = layer.scheme.weight, layer.known_grid()
+    # Zero points are packed by 32 rows, and blocks are whole.
+    step = lcm(32, spec.group_rows or 1)
+    step *= max(_PART // (step * layer.weight().shape[-1]), 1)
+    if spec.scale_format == "e4m3fn" or len(rows) <= step:
+        return to_tensors(layer.stored(rows, known), layer.scheme)
+    whole: dict[str, Tensor] = {}
+    lengths: dict[str, int] = {}
+    for start in range(0, len(rows), step):
+        for name, part in to_tensors(layer.stored(rows[start : start + step], known), layer.scheme).items():
+            if part.dim() < 2:  # the same in all parts, or the shape of the part
+                whole[name] = part
+                continue
+            if start == 0:
+                whole[name] = part.new_empty((-(-len(part) * len(rows) // step), *part.shape[1:]))
+                lengths[name] = len(part)
+            at = start // step * lengths[name]
+            whole[name][at : at + len(part)] = part
+    if "weight_shape" in whole:
+        whole["weight_shape"] = torch.tensor([len(rows), layer.weight().shape[-1]])
+    return whole
+
+
 def _input_tensors(quantizer: Quantizer) -> dict[str, Tensor]:
     """Returns the tensors of an input with a fixed scale. Codes of unsigned grids are moved by half the range."""
     scale, zero_point = quantizer.qparams()
     spec = quantizer.spec
+    if spec.scale_format == "e4m3fn":
+        return {"input_global_scale": scale.reshape(1).clone()}
     tensors = {"input_scale": scale.reshape(1).clone()}
     if not spec.symmetric:
         tensors["input_zero_point"] = (zero_point.reshape(1) - offset_of(spec)).to(torch.int8)

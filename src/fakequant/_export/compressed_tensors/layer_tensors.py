@@ -4,7 +4,7 @@
     pack-quantized           weight_packed: int32 with dense codes along a row; weight_shape; weight_zero_point, packed
                              along the outputs
     int-quantized            weight: int8; weight_zero_point: int8
-    float-quantized          weight: float8_e4m3fn
+    float-quantized          weight: float8_e4m3fn. weight_scale per block has a row for each row of blocks
     mxfp8-quantized          weight: float8_e4m3fn. weight_scale holds exponents as bytes
     mxfp4-, mxfp6-pack-...   weight_packed: bytes with 2 codes in 1, or 4 in 3. weight_scale holds exponents as bytes
     nvfp4-pack-quantized     weight_packed: bytes; weight_scale: float8_e4m3fn; weight_global_scale: its divisor
@@ -24,8 +24,6 @@ from fakequant.qparams import decode_scales, encode_scales
 from fakequant.spec import QuantSpec
 
 Tensors = dict[str, Tensor]
-# The number of codes that are packed at once.
-_PART = 1 << 20
 
 
 class StoredWeight(NamedTuple):
@@ -42,7 +40,9 @@ def to_tensors(weight: StoredWeight, scheme: Scheme) -> Tensors:
     spec, rows = scheme.weight, len(weight.codes)
     if spec.has_block_scales:
         return _blocks_to_tensors(weight, scheme)
-    scale = weight.scale.reshape(-1) if spec.granularity == "tensor" else weight.scale.reshape(rows, -1)
+    scale = weight.scale.reshape(-1) if spec.granularity == "tensor" else weight.scale
+    if spec.granularity in ("channel", "token"):
+        scale = scale.reshape(rows, -1)
     tensors = {"weight_scale": scale.contiguous()}
     if spec.format != "int":
         return {"weight": weight.codes.to(torch.uint8).view(torch.float8_e4m3fn), **tensors}
@@ -54,9 +54,7 @@ def to_tensors(weight: StoredWeight, scheme: Scheme) -> Tensors:
     if scheme.format == "int-quantized":
         return {"weight": codes, **tensors} | ({} if zero_point is None else {"weight_zero_point": zero_point})
     packing = require("compressed_tensors.compressors.pack_quantized.helpers", "compressed-tensors", "llm")
-    # In parts of whole rows, because the helper needs many bytes per code.
-    parts = codes.split(max(_PART // max(codes.shape[-1], 1), 1))
-    packed = torch.cat([packing.pack_to_int32(part, spec.bits) for part in parts])
+    packed = packing.pack_to_int32(codes, spec.bits)
     tensors |= {"weight_packed": packed, "weight_shape": torch.tensor(codes.shape)}
     if zero_point is not None:
         # Zero points per tensor are not packed.

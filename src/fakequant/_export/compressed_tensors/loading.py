@@ -137,10 +137,17 @@ def _stored_layer(
                 scales[place] = value
                 continue
             per_row = value.expand(len(rows)) if value.dim() == 0 else value
+            numbers, total = rows, number
+            if spec.group_rows is not None and len(found) > 1:
+                numbers, total = rows[:: spec.group_rows] // spec.group_rows, number // spec.group_rows
+                if len(rows) % spec.group_rows or len(numbers) != len(value):
+                    raise ValueError(f"{own} in {folder.path} has parts that are no whole blocks of rows.")
+            elif spec.group_rows is not None:
+                numbers, total = torch.arange(len(value)), len(value)
             whole = scales[place]
             if whole is None:
-                whole = scales[place] = torch.empty(number, *per_row.shape[1:], dtype=value.dtype)
-            whole[rows] = per_row
+                whole = scales[place] = torch.empty(total, *per_row.shape[1:], dtype=value.dtype)
+            whole[numbers] = per_row
     scale, zero_point = scales
     return LoadedLayer(
         values=values.reshape(shape),
@@ -152,14 +159,15 @@ def _stored_layer(
 def _stored_input(folder: Folder, layer: str, scheme: Scheme) -> LoadedGrid | None:
     if scheme.input is None:
         return None
-    if scheme.input.granularity != "tensor":
+    is_local = scheme.input.scale_format == "e4m3fn"
+    if scheme.input.granularity != "tensor" and not is_local:
         return LoadedGrid(spec=scheme.input)
-    tensors = folder.tensors_of(layer)
-    if "input_scale" not in tensors:
-        raise ValueError(f"{folder.path} has no input_scale for {layer}, although its scheme has a fixed one.")
+    tensors, name = folder.tensors_of(layer), "input_global_scale" if is_local else "input_scale"
+    if name not in tensors:
+        raise ValueError(f"{folder.path} has no {name} for {layer}, although its scheme has a fixed one.")
     zero_point = tensors.get("input_zero_point")
     return LoadedGrid(
         spec=scheme.input,
-        scale=tensors["input_scale"].float().reshape(()),
+        scale=tensors[name].float().reshape(()),
         zero_point=None if zero_point is None else zero_point.to(torch.int32).reshape(()),
     )

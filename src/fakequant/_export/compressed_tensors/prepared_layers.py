@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from fakequant._backends.torch import tensor_functions
@@ -39,13 +40,43 @@ class PreparedLayer:
         weight: Tensor = self.layer._fakequant.kind.read_weight(self.layer).detach()
         return weight
 
-    def stored(self) -> StoredWeight:
-        """Returns the codes and scales with which the layer computes."""
+    def known_grid(self) -> QParams[Tensor] | None:
+        """Returns the scales of the whole weight, or None if those of each row follow from the row alone."""
+        quantizer = self.layer.weight_quantizer
+        assert quantizer is not None
+        spec = quantizer.spec
+        if quantizer.is_dynamic and spec.granularity != "tensor" and spec.scale_format != "e4m3fn":
+            return None
+        return grid_of(quantizer, self.weight())
+
+    def stored(self, rows: Tensor, known: QParams[Tensor] | None) -> StoredWeight:
+        """Returns the codes and scales with which the layer computes, of some rows.
+
+        `known` is the `known_grid`. Raises ValueError if the rows are parts of blocks.
+        """
         quantizer, weight = self.layer.weight_quantizer, self.weight()
         assert quantizer is not None
-        scale, zero_point = grid_of(quantizer, weight)
-        codes = tensor_functions.quantize(weight, scale, zero_point, quantizer.spec)
-        return StoredWeight(codes, scale, None if quantizer.spec.symmetric else zero_point)
+        spec, first = quantizer.spec, int(rows[0])
+        is_range = torch.equal(rows, torch.arange(first, first + len(rows)))
+        part = weight[first : first + len(rows)] if is_range else weight[rows]
+        scales = rows if spec.group_rows is None else self._blocks_of_rows(rows, spec.group_rows)
+        if known is None:
+            scale, zero_point = grid_of(quantizer, part)
+        else:
+            scale, zero_point = known if spec.granularity == "tensor" else (value[scales] for value in known)
+        codes = tensor_functions.quantize(part, scale, zero_point, spec)
+        return StoredWeight(codes, scale, None if spec.symmetric else zero_point)
+
+    def _blocks_of_rows(self, rows: Tensor, height: int) -> Tensor:
+        """Returns the numbers of the blocks that some rows are. Raises ValueError if they are parts of blocks."""
+        blocks = rows[::height] // height
+        whole = (blocks[:, None] * height + torch.arange(height)).flatten()
+        if not torch.equal(rows, whole[whole < len(self.weight())]):
+            raise ValueError(
+                f"{self.path} cannot be stored in compressed-tensors: it is stored in parts of {len(rows)} rows, which "
+                f"are no whole blocks of {height} rows.\nUse another spec for it, or config.skip({self.path!r})."
+            )
+        return blocks
 
 
 def grid_of(quantizer: Quantizer, x: Tensor) -> QParams[Tensor]:

@@ -3,7 +3,8 @@
     spec                                    type, num_bits   strategy        scale_dtype   format
     int2 to int8 weights                    int, 2 to 8      tensor,         -             pack-quantized, or
                                                              channel, group                int-quantized with inputs
-    e4m3fn weights                          float, 8         tensor, channel -             float-quantized
+    e4m3fn weights                          float, 8         tensor,         -             float-quantized
+                                                             channel, block
     nvfp4(scale_rule="divided")             float, 4         tensor_group    float8_e4m3fn nvfp4-pack-quantized
     mxfp4, mxfp6 (e2m3), mxfp8 (e4m3fn)     float, 4, 6, 8   group           uint8         mxfp4-pack-quantized, ...
 
@@ -57,18 +58,21 @@ def args_of_weight(spec: QuantSpec) -> Args:
     >>> args_of_weight(QuantSpec(bits=4, axis=-1, group_size=32))["strategy"]
     'group'
     """
-    strategy = {"tensor": "tensor", "channel": "channel", "token": "channel", "group": "group"}[spec.granularity]
-    args = _args(spec, strategy)
+    args = _args(spec, "channel" if spec.granularity == "token" else spec.granularity)
+    if spec.granularity == "block":
+        args["block_structure"] = [spec.group_rows, spec.group_size]
     return {**args, "dynamic": False}
 
 
 def args_of_input(spec: QuantSpec) -> Args:
-    """Returns the description of an input. Scales per token and per block are computed at run time.
+    """Returns the description of an input. Scales per token, group and block are computed at run time.
 
     >>> args_of_input(QuantSpec(axis=-1, group_size=-1))["dynamic"]
     True
     """
-    return {**_args(spec, spec.granularity), "dynamic": spec.granularity != "tensor"}
+    # "local": those of blocks, under a fixed scale of the tensor.
+    is_local = spec.scale_format == "e4m3fn"
+    return {**_args(spec, spec.granularity), "dynamic": "local" if is_local else spec.granularity != "tensor"}
 
 
 def _args(spec: QuantSpec, strategy: str) -> Args:
@@ -99,9 +103,17 @@ def spec_of(args: Args, whose: Literal["weight", "input"]) -> QuantSpec:
         "token": {"axis": -1, "group_size": -1},
         "group": {"axis": -1, "group_size": group},
         "tensor_group": {"axis": -1, "group_size": group},
+        "block": {"axis": -1, **_lengths_of(args.get("block_structure"))} if strategy == "block" else {},
     }
     if strategy not in axes:
         raise ValueError(f"its {whose} has the strategy {strategy!r}, which fakequant has no grid for")
+    if whose == "input":
+        wanted = {"tensor_group": "local", "tensor": False}.get(strategy, True)
+        if args.get("dynamic", False) != wanted:
+            raise ValueError(
+                f"its input has the strategy {strategy!r} with dynamic={args.get('dynamic')!r}, and fakequant has a "
+                f"grid with dynamic={wanted!r} for it"
+            )
     fields: dict[str, Any] = dict(axes[strategy])
     if args.get("type", "int") == "int":
         return QuantSpec(bits=bits, symmetric=args.get("symmetric", True), **fields)
@@ -110,6 +122,15 @@ def spec_of(args: Args, whose: Literal["weight", "input"]) -> QuantSpec:
         raise ValueError(f"its {whose} is a float of {bits} bits, which fakequant has no grid for")
     if strategy == "tensor_group":
         fields |= {"scale_format": "e4m3fn", "scale_rule": "divided"}
-    elif strategy == "group":
-        fields |= {"scale_format": "e8m0", "scale_rule": "even"}
+    elif strategy == "group" and (bits < 8 or args.get("scale_dtype") is not None):
+        rule = "even_e2m1" if bits == 8 and whose == "input" else "even"
+        fields |= {"scale_format": "e8m0", "scale_rule": rule}
     return QuantSpec(format=formats[bits], **fields)
+
+
+def _lengths_of(structure: Any) -> dict[str, int | None]:
+    """Returns the rows and columns of blocks: [128, 128], or "128x128" in old folders."""
+    lengths = structure.split("x") if isinstance(structure, str) else structure
+    if not isinstance(lengths, list) or len(lengths) != 2:
+        raise ValueError(f"the strategy 'block' needs a `block_structure` of rows and columns, got {structure!r}")
+    return dict(zip(("group_rows", "group_size"), map(int, lengths), strict=True))

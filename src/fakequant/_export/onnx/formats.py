@@ -102,8 +102,9 @@ def _power_scales(absmax: Tensor, spec: QuantSpec) -> Tensor:
         is_normal = value >= _SMALLEST_NORMAL
         goes_up = (is_normal & (mantissa != 1)) | (~is_normal & (value > 0))
         scale = torch.where(goes_up, scale * 2, scale)
-    elif spec.scale_rule == "even":
-        scale = torch.where(mantissa >= 2 - 2.0 ** -(mantissa_bits + 1), scale * 2, scale)
+    elif spec.scale_rule in ("even", "even_e2m1"):
+        kept = mantissa_bits if spec.scale_rule == "even" else 1
+        scale = torch.where(mantissa >= 2 - 2.0 ** -(kept + 1), scale * 2, scale)
     return scale.clamp(min=_SMALLEST_POWER)
 
 

@@ -21,7 +21,9 @@ RUNTIME = Runtime(
     takes_example=False,
 )
 _MOST_BITS = 8
-_INPUTS = "8-bit integers or e4m3fn per tensor or per token, or MXFP4 and MXFP6 blocks"
+_INPUTS = (
+    "8-bit integers or e4m3fn per tensor or per token, e4m3fn per group, or blocks of MXFP4, MXFP6, MXFP8 and NVFP4"
+)
 
 
 def reason_against_weight(spec: QuantSpec) -> str | None:
@@ -40,10 +42,12 @@ def reason_against_weight(spec: QuantSpec) -> str | None:
         return f"{spec} has no type there; its floats are e4m3fn, and e2m1 and e2m3 in blocks"
     if spec.granularity == "channel" and spec.axis not in (0, -2):
         return f"{spec} has scales along the inputs; there, scales are per row of the weight or along a row"
-    if spec.granularity in ("group", "token") and spec.axis not in (1, -1):
+    if spec.granularity in ("group", "token", "block") and spec.axis not in (1, -1):
         return f"{spec} has groups along the outputs; there, groups are along a row of the weight"
     if not spec.has_block_scales and spec.format != "int" and spec.granularity == "group":
-        return f"{spec} has a float scale per group; there, floats have one per tensor or row"
+        return f"{spec} has a float scale per group; there, floats have one per tensor, row or block of rows"
+    if spec.granularity == "block" and spec.format == "int":
+        return f"{spec} has blocks of rows; there, integers have groups along a row"
     return None
 
 
@@ -56,14 +60,15 @@ def reason_against_input(spec: QuantSpec) -> str | None:
     'int8 narrow, per tensor has a narrow range; engines use -128 too'
     """
     if spec.has_block_scales:
-        is_mx = spec.scale_format == "e8m0" and spec.scale_rule == "even" and spec.format in ("e2m1", "e2m3")
-        return None if is_mx and spec.axis == -1 else f"{spec} is none of the grids of inputs: {_INPUTS}"
+        fits = spec == _fit_input(spec) and spec.format in ("e2m1", "e2m3", "e4m3fn") and spec.axis == -1
+        return None if fits else f"{spec} is none of the grids of inputs: {_INPUTS}"
     if spec.format not in ("int", "e4m3fn") or spec.bits not in (4, 8):
         return f"{spec} is none of the grids of inputs: {_INPUTS}"
     if spec.narrow_range:
         return f"{spec} has a narrow range; engines use {spec.qmin - 1} too"
-    if spec.granularity in ("channel", "group") or (spec.granularity == "token" and spec.axis != -1):
-        return f"{spec} has scales along another axis; engines have one per tensor or per token"
+    is_group = spec.granularity == "group" and spec.format != "int"
+    if spec.granularity != "tensor" and ((spec.granularity != "token" and not is_group) or spec.axis != -1):
+        return f"{spec} has scales along another axis; engines have one per tensor, per token or, of floats, per group"
     if spec.numerics != "onnx":
         return f"{spec} rounds in another way than engines do, which is numerics='onnx'"
     return None
@@ -74,7 +79,10 @@ def _fit_weight(spec: QuantSpec) -> QuantSpec:
 
 
 def _fit_input(spec: QuantSpec) -> QuantSpec:
-    return dataclasses.replace(spec, scale_rule="even") if spec.scale_format == "e8m0" else spec
+    """Returns the spec with the rule by which compressed-tensors chooses the scales of inputs."""
+    if spec.scale_format != "e8m0":
+        return _fit_weight(spec)
+    return dataclasses.replace(spec, scale_rule="even_e2m1" if spec.bits == 8 else "even")
 
 
 TARGETS = (
@@ -89,6 +97,7 @@ TARGETS = (
             fit_input=_fit_input,
             reason_against_weight=reason_against_weight,
             reason_against_input=reason_against_input,
+            smallest_dynamic_scale=2.0**-126,  # only a scale of 0 is replaced
         ),
     ),
 )
