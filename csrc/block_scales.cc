@@ -161,22 +161,26 @@ int64_t chunk_ranges(DType dtype, const Chunk& chunk, const void* x, ScaleRule r
   const Shape& s = chunk.shape;
   const int64_t n = s.parameters();
   float *lo = running_min + chunk.parameter, *hi = running_max + chunk.parameter;
-  int64_t nonfinite;
-  if (rule == ScaleRule::q4_1) return chunk_min_max(dtype, chunk, here, lo, hi);
-  if (s.outer == 1 || s.inner == 1) {
-    nonfinite = kernels().magnitudes({dtype, s, here, hi, has_sign(rule)}, 0, n);
-  } else {  // no group of neighbours has this shape, so signs need no care
-    nonfinite = chunk_min_max(dtype, chunk, here, lo, hi);
-    for (int64_t i = 0; i < n; ++i) hi[i] = std::max({0.0f, -lo[i], hi[i]});
-  }
-  if (has_sign(rule)) {
+  if (s.outer != 1 && s.inner != 1) {  // no group of neighbours has this shape, so signs need no care
+    const int64_t nonfinite = chunk_min_max(dtype, chunk, here, lo, hi);
+    if (rule == ScaleRule::q4_1) return nonfinite;
     for (int64_t i = 0; i < n; ++i) {
-      lo[i] = std::min(hi[i], 0.0f);
-      hi[i] = std::max(hi[i], 0.0f);
+      hi[i] = std::max({0.0f, -lo[i], hi[i]});
+      lo[i] = -hi[i] + 0.0f;
     }
-  } else {
-    for (int64_t i = 0; i < n; ++i) lo[i] = -hi[i] + 0.0f;
+    return nonfinite;
   }
+  if (has_sign(rule) || rule == ScaleRule::q4_1) {
+    const int64_t nonfinite = kernels().magnitudes({dtype, s, here, hi, lo, has_sign(rule)}, 0, n);
+    for (int64_t i = 0; has_sign(rule) && i < n; ++i) {
+      const float low = lo[i], high = hi[i];
+      lo[i] = -low > high ? low : 0.0f;
+      hi[i] = -low > high ? 0.0f : high;
+    }
+    return nonfinite;
+  }
+  const int64_t nonfinite = kernels().magnitudes({dtype, s, here, hi}, 0, n);
+  for (int64_t i = 0; i < n; ++i) lo[i] = -hi[i] + 0.0f;
   return nonfinite;
 }
 

@@ -15,7 +15,7 @@ LAYERS = [
     {"formats", "_native", "_util", "_torch_releases"},
     {"spec"},
     {"_kernels", "reference", "presets"},
-    {"_backends", "_info", "reference_formats"},
+    {"_backends", "_info", "reference_formats", "reference_ggml"},
     {"qparams", "torch_ops", "testing"},
     {"functional", "fake_quantizer", "_accelerate"},
     {"observers", "_runtimes", "_moves"},

@@ -1,11 +1,10 @@
 """The target of llama.cpp, and of programs that load its GGUF files.
 
-Its kernels multiply blocks of codes of weights by blocks of codes of inputs, which they make with their own rule, and sum
-up in float. A weight may have any scales that its block type can hold. Inputs must be rounded by the rule of the kernels,
-or stay in float in training.
+Its kernels round inputs to blocks of 8-bit codes by a rule of their own, multiply blocks of codes, and sum up in float.
+A weight may have any scales that its block type can hold. Inputs must be rounded by the rule of the kernels, or stay in
+float in training.
 """
 
-from fakequant import presets
 from fakequant._runtimes.target import EngineRules, Runtime, Target
 from fakequant.spec import QuantSpec
 
@@ -42,8 +41,8 @@ def reason_against_weight(spec: QuantSpec) -> str | None:
 def reason_against_input(spec: QuantSpec) -> str | None:
     """Returns why the kernels do not quantize an input with this spec, or None if they do.
 
-    >>> reason_against_input(presets.q8_0())
-    'int8 narrow, per group of 32 on axis -1, scales float16 (q8_0) is not how kernels round inputs: q8_0_input, q8_k_input'
+    >>> reason_against_input(QuantSpec())
+    'int8, per tensor is not how kernels round inputs: q8_0_input, q8_k_input'
     """
     if spec.ggml_type not in _INPUTS or spec.axis != -1:
         return f"{spec} is not how kernels round inputs: {', '.join(_INPUTS)}"
