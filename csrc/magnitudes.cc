@@ -67,11 +67,26 @@ template <class C> struct Ends { C lo, hi; };
 // Returns integers in the order of the values: those of NaN are above or below all others.
 template <class V> FQ_INLINE Ints<V> ordered_bits(V v) {
   const auto bits = bit_cast<Ints<V>>(v);
-  return bits ^ bit_cast<Ints<V>>(bit_cast<Bits<V>>(bits < Ints<V>{}) >> 1);
+  return bits ^ bit_cast<Ints<V>>(bit_cast<Bits<V>>(bits >> (8 * int(sizeof(Elem<V>)) - 1)) >> 1);
 }
 template <class C> FQ_INLINE C value_of_ordered(IntOf<C> bits) {
   using U = typename UInt<int(sizeof(C))>::type;
   return bit_cast<C>(bits ^ IntOf<C>(bits < 0 ? U(-1) >> 1 : U(0)));
+}
+
+// Returns the largest lanes of two vectors, together in fewer steps than one by one.
+template <class I> FQ_INLINE void largest_lanes(I a, I b, Elem<I>& of_a, Elem<I>& of_b) {
+  if constexpr (sizeof(I) > 16) {
+    largest_lanes(larger(low_half(a), high_half(a)), larger(low_half(b), high_half(b)), of_a, of_b);
+  } else if constexpr (kWidth<I> == 4) {
+    const I pairs = larger(__builtin_shufflevector(a, b, 0, 4, 1, 5), __builtin_shufflevector(a, b, 2, 6, 3, 7));
+    const I both = larger(pairs, __builtin_shufflevector(pairs, pairs, 2, 3, 0, 1));
+    of_a = both[0];
+    of_b = both[1];
+  } else {
+    of_a = largest_lane(a);
+    of_b = largest_lane(b);
+  }
 }
 
 template <class T> Ends<Compute<T>> careful_ends(const T* x, int64_t n, int64_t stride, int64_t& nonfinite) {
@@ -99,7 +114,9 @@ template <class T> FQ_INLINE Ends<Compute<T>> row_ends(const T* x, int64_t n, in
     low = bits < low ? bits : low;
     high = larger(high, bits);
   }
-  const Ends<C> ends{value_of_ordered<C>(~largest_lane(~low)), value_of_ordered<C>(largest_lane(high))};
+  IntOf<C> lowest, highest;
+  largest_lanes(~low, high, lowest, highest);  // ~ turns the order around
+  const Ends<C> ends{value_of_ordered<C>(~lowest), value_of_ordered<C>(highest)};
   const C infinity = C(__builtin_inf());
   if (__builtin_expect(!(ends.lo > -infinity && ends.hi < infinity), 0)) return careful_ends(x, n, 1, nonfinite);
   return ends;

@@ -104,7 +104,7 @@ def test_tied_heads_share_the_grid_of_the_embedding():
 ])  # fmt: skip
 def test_other_specs_are_refused(weight, rounded, why):
     config = fq.QuantConfig(default=fq.LayerConfig(weight=weight, input=rounded), target="llama.cpp")
-    with pytest.warns(UserWarning, match=why):
+    with pytest.raises(ValueError, match=why):
         fq.prepare(nn.Sequential(nn.Linear(64, 64)), config, torch.ones(1, 64))
 
 
@@ -137,3 +137,13 @@ def test_a_spec_of_ggml_has_the_fields_of_its_type():
         fq.fake_quantize_dynamic(np.ones(40, np.float32), presets.q4_0())
     with pytest.raises(ValueError, match="must be finite, got nan"):
         fq.fake_quantize(np.ones((1, 32), np.float32), np.float32([[np.nan]]), 0, presets.q4_0())
+
+
+def test_other_targets_and_converted_models_have_no_such_grids():
+    for target in ("generic", "onnxruntime-x86", "compressed-tensors"):
+        with pytest.raises(ValueError, match="no block types of ggml"):
+            fq.prepare(nn.Sequential(nn.Linear(32, 8)), recipes.gguf(target=target), torch.ones(1, 32))
+    with pytest.raises(ValueError, match="export_gguf"):
+        fq.convert(prepared("q4_0"))
+    with pytest.raises(ValueError, match="needs no codes"):
+        fq.encode_scales(np.ones(1, np.float32), presets.q4_0())

@@ -53,8 +53,8 @@ class FakeQuantize(Quantizer):
 
     Args:
         spec: The grid.
-        observer: Finds the range. The default is `Dynamic` for scales per token and per block, and for symmetric specs with an
-            axis, as weights have, and `MovingAverage` for all others.
+        observer: Finds the range. The default is `Dynamic` for scales per token and block scales, and for symmetric
+            specs with an axis, as weights have, and `MovingAverage` for all others.
         shape: The shape of the tensors, with None for lengths that vary. Required if there is a scale per channel
             or group.
         gradient: "clipped" is 0 where the value was clipped and keeps 1 bit per element. "pass" keeps nothing.

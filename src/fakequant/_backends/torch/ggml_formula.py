@@ -25,7 +25,7 @@ def codes(x: Tensor, scale: Tensor, offset: Tensor | int, rule: str) -> Tensor:
 
 def values(codes: Tensor, scale: Tensor, offset: Tensor | int, rule: str) -> Tensor:
     """Returns the values of clamped codes as float32; the codes have no -0.0."""
-    y = codes * stored_scale(scale.float(), rule)
+    y = codes * _stored_scale(scale.float(), rule)
     return y + _as_float16(offset.float()) if rule == "q4_1" and isinstance(offset, Tensor) else y
 
 
@@ -41,8 +41,7 @@ def _divided(a: Tensor | float, b: Tensor | float) -> Tensor:
     return a / (b if isinstance(b, Tensor) else torch.full_like(a, b))
 
 
-def stored_scale(scale: Tensor, rule: str) -> Tensor:
-    """Returns what codes are multiplied by, as float32."""
+def _stored_scale(scale: Tensor, rule: str) -> Tensor:
     if rule == "q8_k_input":
         return torch.where(scale == 0, 0.0, _divided(1.0, _inverse(scale, rule)))
     return _as_float16(_divided(scale, 127.0) if rule == "q8_0_input" else scale)

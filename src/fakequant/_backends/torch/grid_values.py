@@ -90,10 +90,9 @@ def step_of_each(scale: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
     >>> step_of_each(torch.tensor(1.0), torch.tensor([0.2, 1.4, 3.9]), QuantSpec(format="e2m1"))
     tensor([0.5000, 0.5000, 2.0000])
     """
-    if spec.ggml_type is not None:  # a scale of 0 has no steps, and nothing is moved there
-        stored = ggml_formula.stored_scale(scale.float(), spec.ggml_type).abs()
-        scale = torch.where(stored == 0, 1.0, stored)
     scales, form = scale_of_each(scale, x, spec), spec.float_format
+    if spec.ggml_type is not None:  # a scale may be negative, or 0 in a block of zeros, which has no steps
+        return torch.where(scales == 0, 1.0, scales.abs())
     if form is None:
         return scales
     y = tensor_functions.fake_quantize(x.detach().float(), scale, 0, spec)

@@ -58,6 +58,7 @@ TARGETS = (
         name="llama.cpp",
         runtime=RUNTIME,
         has_float_formats=True,
+        has_ggml_types=True,
         engine=EngineRules(
             layers=("Linear", "Embedding"),
             weight_only=(),
