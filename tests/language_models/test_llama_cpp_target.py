@@ -76,6 +76,7 @@ def test_compiled_quantizers_have_the_same_bits(name):
     x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
     y = quantizer(x)
     assert_same_bits(torch.compile(quantizer, fullgraph=True)(x), y)
+    assert_same_bits(torch.compile(lambda x: fq.fake_quantize_dynamic(x, quantizer.spec), fullgraph=True)(x), y)
 
 
 def test_rows_that_are_not_whole_blocks_stay_in_float():

@@ -25,6 +25,7 @@ _INPUTS = ("q8_0_input", "q8_k_input")
 def reason_against_weight(spec: QuantSpec) -> str | None:
     """Returns why a GGUF file cannot hold a weight with this spec, or None if it can.
 
+    >>> from fakequant import presets
     >>> reason_against_weight(presets.q4_0()), reason_against_weight(presets.mxfp4(axis=1))
     (None, None)
     >>> reason_against_weight(QuantSpec(bits=4, axis=-1, group_size=32))
