@@ -48,7 +48,7 @@ def blocks_of(shape: tuple[int, ...], spec: QuantSpec) -> Blocks:
     """Returns the blocks of an array of `shape` under `spec`.
 
     Raises IndexError if the array does not have the axis, and ValueError if the group size does not divide it. With
-    block scales (MX, NVFP4) and in blocks of rows it does not have to: the last block of an axis may be shorter.
+    scales of MX and NVFP4 and in blocks of rows it does not have to: the last block of an axis may be shorter.
 
     >>> blocks_of((8, 64), QuantSpec(axis=-1, group_size=32))
     Blocks(kernel=(1, 1, 16, 32), parameters=(8, 2))
@@ -67,7 +67,7 @@ def blocks_of(shape: tuple[int, ...], spec: QuantSpec) -> Blocks:
     length = shape[axis]
     size = group_length(length, spec)
     if size and length % size:
-        if spec.has_block_scales:
+        if _may_be_shorter(spec):
             parameters = (*shape[:axis], -(-length // size), *shape[axis + 1 :])
             return Blocks((1, 1, prod(shape), 1), parameters)
         raise ValueError(
@@ -125,7 +125,7 @@ def group_length(length: int, spec: QuantSpec) -> int:
 
 def _may_be_shorter(spec: QuantSpec) -> bool:
     """Returns True if the last block of an axis may be shorter than the others."""
-    return spec.has_block_scales or spec.group_rows is not None
+    return (spec.has_block_scales and spec.ggml_type is None) or spec.group_rows is not None
 
 
 def short_blocks(shape: tuple[int, ...], spec: QuantSpec) -> list[tuple[int, int]]:

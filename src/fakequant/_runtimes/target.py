@@ -147,12 +147,15 @@ class EngineRules:
     reason_against_weight: Callable[[QuantSpec], str | None]
     reason_against_input: Callable[[QuantSpec], str | None]
     # The smallest scale that it computes at run time.
-    smallest_dynamic_scale: float
+    smallest_dynamic_scale: float = EPS
+    # Whether the last block of a row may be shorter than the others.
+    has_short_blocks: bool = True
 
     def with_scales_in(self, spec: QuantSpec, dtype: str) -> QuantSpec:
         """Returns the spec with scales in the dtype of the model, in which the engine keeps them."""
         short = next((name for name in SCALE_FORMATS if name == dtype and name != "float32"), None)
-        return dataclasses.replace(spec, scale_format=short) if short and spec.scale_format == "float32" else spec
+        has_float32_scales = spec.scale_format == "float32" and not spec.has_block_scales
+        return dataclasses.replace(spec, scale_format=short) if short and has_float32_scales else spec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,6 +176,8 @@ class Target:
     has_own_rounding: bool = False
     # Whether it computes with float formats and block scales, too.
     has_float_formats: bool = False
+    # Whether it computes with the block types of ggml.
+    has_ggml_types: bool = False
     # Whether it has kernels for transposed convolutions along three axes, in integers or in float.
     has_volumes: bool = True
     # Set for engines that multiply dequantized weights. None for runtimes that compute with codes.
@@ -217,6 +222,11 @@ class Target:
         """Returns True for float formats and block scales. Raises ValueError if this target computes in integers."""
         if spec.is_integer:
             return False
+        if spec.ggml_type is not None and not self.has_ggml_types:
+            raise ValueError(
+                f"The target {self.name!r} has no block types of ggml, got the spec ({spec}).\n"
+                "Use a recipe or a target for GGUF files, or another spec."
+            )
         if not self.has_format(spec):
             raise ValueError(
                 f"The target {self.name!r} is for the integer kernels of its runtime, got the spec ({spec}).\n"
@@ -231,6 +241,8 @@ class Target:
         >>> _runtimes.find("onnxruntime-x86").has_format(QuantSpec(format="e4m3fn"))
         False
         """
+        if spec.ggml_type is not None:
+            return self.has_ggml_types
         return self.has_float_formats or spec.is_integer
 
     def reason_against_weight(self, spec: QuantSpec, levels: "Tensor") -> str | None:

@@ -14,6 +14,7 @@ from fakequant._backends.torch import compiled_nodes
 from fakequant._backends.torch.plain_memory import is_eager
 from fakequant._backends.torch.tensor_checks import check_device, kernel_numerics
 from fakequant._backends.torch.tensor_functions import fake_quantize
+from fakequant._backends.torch.tensor_kernels import zero_dtype
 from fakequant._kernels import NUMERICS, SCALE_RULES, UPDATES, scale_rule_name
 from fakequant.functional import Gradient
 from fakequant.nn._quantizer import Quantizer, Settings, scale_shape
@@ -52,8 +53,8 @@ class FakeQuantize(Quantizer):
 
     Args:
         spec: The grid.
-        observer: Finds the range. The default is `Dynamic` for scales per token and for symmetric specs with an
-            axis, as weights have, and `MovingAverage` for all others.
+        observer: Finds the range. The default is `Dynamic` for scales per token and block scales, and for symmetric
+            specs with an axis, as weights have, and `MovingAverage` for all others.
         shape: The shape of the tensors, with None for lengths that vary. Required if there is a scale per channel
             or group, unless groups have the range of each tensor (`observer=Dynamic()`).
         gradient: "clipped" is 0 where the value was clipped and keeps 1 bit per element. "pass" keeps nothing.
@@ -100,7 +101,8 @@ class FakeQuantize(Quantizer):
         super().__init__(spec, observing=True, sync=sync, process_group=process_group, path=path, device=device)
         is_group = spec.granularity == "group" and isinstance(observer, Dynamic) and shape is None
         if observer is None:
-            is_activation = spec.granularity == "tensor" or not (spec.symmetric or spec.granularity == "token")
+            follows_data = spec.granularity == "token" or spec.has_block_scales
+            is_activation = spec.granularity == "tensor" or not (spec.symmetric or follows_data)
             observer = MovingAverage() if is_activation else Dynamic()
         if not isinstance(observer, Observer):
             raise TypeError(f"`observer` must be an Observer, such as MovingAverage(), got {observer!r}.")
@@ -134,7 +136,8 @@ class FakeQuantize(Quantizer):
                 self.register_buffer(name, value)
             # NaN until there is a range, so that using it by mistake shows in the results.
             self.register_buffer("scale", torch.full(blocks, torch.nan, dtype=torch.float32, device=device))
-            self.register_buffer("zero_point", torch.zeros(blocks, dtype=torch.int32, device=device))
+            zero_point = torch.zeros(blocks, dtype=zero_dtype(scale_rule_name(spec)), device=device)
+            self.register_buffer("zero_point", zero_point)
             if not observer.needs_data:
                 self.refresh()
 

@@ -1,0 +1,1 @@
+"""llama.cpp: runs GGUF files, whose weights are blocks of codes."""
