@@ -23,8 +23,8 @@ from fakequant._backends.torch import tensor_functions
 from fakequant._convert.convert import convert
 from fakequant._convert.golden.integer_layer import IntegerLayer, float_weight
 from fakequant._export.compressed_tensors.loading import read_folder
-from fakequant._export.compressed_tensors.prepared_layers import grid_of
 from fakequant._export.onnx.reading import FileWeight, file_weights
+from fakequant._export.prepared_layers import grid_of
 from fakequant._model.running import check_module, evaluating
 from fakequant._prepare.attach import preparation
 from fakequant._util.text import table

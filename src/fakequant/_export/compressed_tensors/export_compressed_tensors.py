@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from fakequant._backends.torch.tensor_kernels import dtype_name
-from fakequant._export.compressed_tensors.checkpoint_names import EXTRA, PreTrainedModel, stored_in_checkpoints
-from fakequant._export.compressed_tensors.layer_tensors import StoredWeight, offset_of, to_tensors
-from fakequant._export.compressed_tensors.prepared_layers import PreparedLayer, own_tensors, prepared_layers
-from fakequant._export.compressed_tensors.schemes import Scheme
+from fakequant._export.checkpoint_names import EXTRA, PreTrainedModel, stored_in_checkpoints
+from fakequant._export.compressed_tensors.layer_tensors import offset_of, to_tensors
+from fakequant._export.compressed_tensors.schemes import Scheme, scheme_of
+from fakequant._export.prepared_layers import PreparedLayer, StoredWeight, own_tensors, prepared_layers
 from fakequant._model.running import check_module
 from fakequant._prepare.attach import preparation
+from fakequant._runtimes.transformers.target import TARGET
 from fakequant._util.files import writing_folder
 from fakequant._util.packages import require
 from fakequant._util.text import listed, table
@@ -121,7 +122,7 @@ def export_compressed_tensors(
             f"{type(model).__name__}.\nUse fakequant.export_onnx or export_executorch for other models."
         )
     preparation(model)  # raises if the model is not prepared
-    layers = list(prepared_layers(model))
+    layers = list(prepared_layers(model, TARGET))
     if not layers:
         raise ValueError("No layer of the model has a quantized weight, so the folder would be the float model.")
     with writing_folder(folder) as unfinished:
@@ -189,7 +190,7 @@ def _state(model: PreTrainedModel, layers: list[PreparedLayer]) -> tuple[dict[st
                 f"weight as {name!r}, in a form without rows of codes.\nUse config.skip({layer.path!r})."
             )
         tensors = _tensors_of(layer, numbers, model.dtype)
-        stored[path] = FolderLayer(tensors, layer.scheme, len(numbers) * layer.weight().shape[-1])
+        stored[path] = FolderLayer(tensors, scheme_of(layer), len(numbers) * layer.weight().shape[-1])
         written |= {f"{path}.{local}": tensor for local, tensor in tensors.items()}
     return written, stored
 
@@ -198,11 +199,11 @@ def _tensors_of(layer: PreparedLayer, rows: Tensor, dtype: torch.dtype) -> dict[
     """Returns the tensors of some rows of a layer, with scales in the dtype of the model."""
     codes, scale, zero_point = layer.stored()
     if not torch.equal(rows, torch.arange(len(codes))):
-        is_per_row = layer.scheme.weight.granularity != "tensor"
+        is_per_row = layer.spec.granularity != "tensor"
         codes = codes[rows]
         scale = scale[rows] if is_per_row else scale
         zero_point = zero_point[rows] if is_per_row and zero_point is not None else zero_point
-    tensors = to_tensors(StoredWeight(codes, scale, zero_point), layer.scheme)
+    tensors = to_tensors(StoredWeight(codes, scale, zero_point), scheme_of(layer))
     if layer.input is not None:
         tensors |= _input_tensors(layer.input)
     for name in ("weight_scale", "input_scale"):
@@ -243,9 +244,9 @@ def _quantization_config(
     schemes: dict[Scheme, list[str]] = {}
     for path, layer in stored.items():
         schemes.setdefault(layer.scheme, []).append(path)
-    of_linear = Counter(layer.scheme for layer in layers if not isinstance(layer.layer, ExpertProduct))
+    of_linear = Counter(scheme_of(layer) for layer in layers if not isinstance(layer.layer, ExpertProduct))
     most = max(of_linear, key=lambda scheme: of_linear[scheme], default=None)
-    of_experts = {layer.scheme for layer in layers if isinstance(layer.layer, ExpertProduct)}
+    of_experts = {scheme_of(layer) for layer in layers if isinstance(layer.layer, ExpertProduct)}
     groups = {}
     # transformers uses the first group for experts, unless the pattern of another group mentions them.
     for number, (scheme, paths) in enumerate(sorted(schemes.items(), key=lambda item: item[0] != most)):

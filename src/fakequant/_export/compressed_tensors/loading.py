@@ -5,12 +5,12 @@ import os
 import torch
 from torch import Tensor, nn
 
-from fakequant._export.compressed_tensors.checkpoint_names import PreTrainedModel, Stored, stored_in_checkpoints
+from fakequant._export.checkpoint_names import PreTrainedModel, Stored, stored_in_checkpoints
 from fakequant._export.compressed_tensors.layer_tensors import values_of
-from fakequant._export.compressed_tensors.prepared_layers import own_tensors
 from fakequant._export.compressed_tensors.reading import Folder
 from fakequant._export.compressed_tensors.schemes import Scheme
 from fakequant._export.loaded_grids import LoadedGrid, LoadedLayer, LoadedModel
+from fakequant._export.prepared_layers import own_tensors
 from fakequant.nn._owners import is_owner, products_of
 from fakequant.spec import QuantSpec
 

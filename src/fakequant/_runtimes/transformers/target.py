@@ -77,18 +77,17 @@ def _fit_input(spec: QuantSpec) -> QuantSpec:
     return dataclasses.replace(spec, scale_rule="even") if spec.scale_format == "e8m0" else spec
 
 
-TARGETS = (
-    Target(
-        name="compressed-tensors",
-        runtime=RUNTIME,
-        has_float_formats=True,
-        engine=EngineRules(
-            layers=("Linear", "ExpertProduct"),
-            weight_only=("ExpertProduct",),
-            fit_weight=_fit_weight,
-            fit_input=_fit_input,
-            reason_against_weight=reason_against_weight,
-            reason_against_input=reason_against_input,
-        ),
+TARGET = Target(
+    name="compressed-tensors",
+    runtime=RUNTIME,
+    has_float_formats=True,
+    engine=EngineRules(
+        layers=("Linear", "ExpertProduct"),
+        weight_only=("ExpertProduct",),
+        fit_weight=_fit_weight,
+        fit_input=_fit_input,
+        reason_against_weight=reason_against_weight,
+        reason_against_input=reason_against_input,
     ),
 )
+TARGETS = (TARGET,)
