@@ -15,13 +15,14 @@ unsigned zero.
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 Format = Literal["int", "e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e2m3", "e3m2", "e2m1"]
 ScaleFormat = Literal["float32", "e8m0", "e4m3fn", "float16", "bfloat16"]
-ScaleRule = Literal["floor", "ceil", "even", "rceil", "divided"]
+GgmlRule = Literal["q4_0", "q4_1", "q8_0", "tq2_0", "q8_0_input", "q8_k_input"]
+ScaleRule = Literal["floor", "ceil", "even", "rceil", "divided", GgmlRule]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,4 +120,28 @@ FLOAT_FORMATS: dict[str, FloatFormat] = {
 }
 FORMATS: tuple[Format, ...] = ("int", *(f.name for f in FLOAT_FORMATS.values()))
 SCALE_FORMATS: tuple[ScaleFormat, ...] = ("float32", "e8m0", "e4m3fn", "float16", "bfloat16")
-SCALE_RULES: tuple[ScaleRule, ...] = ("floor", "ceil", "even", "rceil", "divided")
+
+
+class GgmlType(NamedTuple):
+    """The grid of a block type of ggml, the library under llama.cpp."""
+
+    bits: int
+    # Whether codes have a sign. Otherwise they start at 0, the code of the block's lowest value.
+    signed: bool
+    narrow_range: bool
+    group_size: int
+    scale_format: ScaleFormat
+
+
+# By the rule that chooses scales. The last two are how its x86 kernels round the inputs of matmuls.
+GGML_TYPES: dict[str, GgmlType] = {
+    "q4_0": GgmlType(4, True, False, 32, "float16"),
+    "q4_1": GgmlType(4, False, False, 32, "float16"),
+    "q8_0": GgmlType(8, True, True, 32, "float16"),
+    "tq2_0": GgmlType(2, True, True, 256, "float16"),
+    "q8_0_input": GgmlType(8, True, True, 32, "float16"),
+    "q8_k_input": GgmlType(8, True, True, 256, "float32"),
+}
+SCALE_RULES: tuple[ScaleRule, ...] = (
+    "floor", "ceil", "even", "rceil", "divided", "q4_0", "q4_1", "q8_0", "tq2_0", "q8_0_input", "q8_k_input",
+)  # fmt: skip

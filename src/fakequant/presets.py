@@ -4,18 +4,20 @@
     activations    uint8  uint4  int16    per tensor; int8_per_token for dynamic ranges
     both           fp8_e4m3  fp8_e5m2                     one float32 scale per tensor, or per channel with `axis`
                    mxfp8  mxfp6  mxfp4  mxint8  nvfp4     block scales, one per 32 elements (NVFP4: 16)
+    llama.cpp      q4_0  q4_1  q8_0  tq2_0                weights as ggml stores them
+                   q8_0_input  q8_k_input                 inputs as ggml's matmuls round them
 
 Each function returns a plain `QuantSpec`. Use `dataclasses.replace(int8(), bits=6)` to derive another.
 """
 
 from typing import Literal
 
-from fakequant.formats import Format, ScaleRule
+from fakequant.formats import GGML_TYPES, Format, GgmlRule, ScaleRule
 from fakequant.spec import QuantSpec
 
 __all__ = [
     "fp8_e4m3", "fp8_e5m2", "int2", "int4", "int8", "int8_per_token", "int16", "mxfp4", "mxfp6", "mxfp8", "mxint8",
-    "nvfp4", "uint4", "uint8",
+    "nvfp4", "q4_0", "q4_1", "q8_0", "q8_0_input", "q8_k_input", "tq2_0", "uint4", "uint8",
 ]  # fmt: skip
 
 
@@ -155,6 +157,73 @@ def nvfp4(*, axis: int = -1, scale_rule: Literal["floor", "divided"] = "floor") 
     e2m1, per group of 16 on axis -1, scales e4m3fn
     """
     return QuantSpec(format="e2m1", axis=axis, group_size=16, scale_format="e4m3fn", scale_rule=scale_rule)
+
+
+def q4_0(*, axis: int = -1) -> QuantSpec:
+    """Returns the spec of ggml's Q4_0 weights: codes -8 to 7 in blocks of 32, each with a float16 scale of either sign.
+
+    The value of largest magnitude has the code -8. Codes are found with the float32 scale, values with the float16 one.
+    All six specs follow the tensor, and need an axis whose length is a multiple of the block.
+
+    >>> print(q4_0())
+    int4, per group of 32 on axis -1, scales float16 (q4_0)
+    """
+    return _ggml("q4_0", axis)
+
+
+def q4_1(*, axis: int = -1) -> QuantSpec:
+    """Returns the spec of ggml's Q4_1 weights: codes 0 to 15 in blocks of 32, each with a float16 scale and offset.
+
+    The offset, the lowest value of the block, is in the place of the zero point.
+
+    >>> q4_1().has_offset
+    True
+    """
+    return _ggml("q4_1", axis)
+
+
+def q8_0(*, axis: int = -1) -> QuantSpec:
+    """Returns the spec of ggml's Q8_0 weights: codes -127 to 127 in blocks of 32, each with a float16 scale.
+
+    >>> q8_0().qmin, q8_0().group_size
+    (-127, 32)
+    """
+    return _ggml("q8_0", axis)
+
+
+def tq2_0(*, axis: int = -1) -> QuantSpec:
+    """Returns the spec of ggml's TQ2_0 weights: codes -1, 0 and 1 in blocks of 256, each with a float16 scale.
+
+    >>> tq2_0().levels, tq2_0().group_size
+    (3, 256)
+    """
+    return _ggml("tq2_0", axis)
+
+
+def q8_0_input(*, axis: int = -1) -> QuantSpec:
+    """Returns the spec of the inputs of ggml's matmuls: as Q8_0, but rounded as its x86 kernels do.
+
+    >>> q8_0_input().ggml_type
+    'q8_0_input'
+    """
+    return _ggml("q8_0_input", axis)
+
+
+def q8_k_input(*, axis: int = -1) -> QuantSpec:
+    """Returns the spec of the inputs of ggml's matmuls with TQ2_0 weights: blocks of 256 with float32 scales (Q8_K).
+
+    >>> q8_k_input().group_size
+    256
+    """
+    return _ggml("q8_k_input", axis)
+
+
+def _ggml(rule: GgmlRule, axis: int) -> QuantSpec:
+    bits, signed, narrow_range, group_size, scale_format = GGML_TYPES[rule]
+    return QuantSpec(
+        bits=bits, signed=signed, symmetric=signed, narrow_range=narrow_range, axis=axis, group_size=group_size,
+        scale_format=scale_format, scale_rule=rule,
+    )  # fmt: skip
 
 
 def _mx(format: Format, allowed: tuple[Format, ...], axis: int, scale_rule: ScaleRule) -> QuantSpec:

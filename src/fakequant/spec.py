@@ -10,10 +10,12 @@ from fakequant._util.text import MAX_IN_MESSAGE, read_json, shortened
 from fakequant.formats import (
     FLOAT_FORMATS,
     FORMATS,
+    GGML_TYPES,
     SCALE_FORMATS,
     SCALE_RULES,
     FloatFormat,
     Format,
+    GgmlType,
     ScaleFormat,
     ScaleRule,
 )
@@ -79,7 +81,8 @@ class QuantSpec:
     # tensor gets the scales of its own blocks.
     scale_format: ScaleFormat = "float32"
     # How a power of two is chosen for the largest magnitude of a block ("e8m0"), or "divided" if the scale of the
-    # tensor divides the FP8 scales instead of multiplying them ("e4m3fn"; compressed-tensors stores NVFP4 so).
+    # tensor divides the FP8 scales instead of multiplying them ("e4m3fn"; compressed-tensors stores NVFP4 so), or the
+    # block type of ggml whose rule chooses scales and rounds ("q4_0" and others; see `presets.q4_0`).
     scale_rule: ScaleRule = "floor"
 
     def __post_init__(self) -> None:
@@ -133,6 +136,9 @@ class QuantSpec:
                 "`scale_rule='divided'` is about the scale of a tensor over its FP8 scales, got "
                 f"scale_format={self.scale_format!r}.\nUse scale_format='e4m3fn', or leave out `scale_rule`."
             )
+        if self.scale_rule in GGML_TYPES:
+            self._check_ggml_type(GGML_TYPES[self.scale_rule])
+            return
         if self.scale_rule not in ("floor", "divided") and self.scale_format != "e8m0":
             raise ValueError(
                 f"`scale_rule={self.scale_rule!r}` chooses powers of two, which scales of the format "
@@ -156,6 +162,15 @@ class QuantSpec:
                 "Leave it out: it follows from the format."
             )
         object.__setattr__(self, "bits", float_format.bits)
+
+    def _check_ggml_type(self, ggml: GgmlType) -> None:
+        fixed = {**ggml._asdict(), "symmetric": ggml.signed, "format": "int", "numerics": "onnx"}
+        for name, value in fixed.items():
+            if getattr(self, name) != value or type(getattr(self, name)) is not type(value):
+                raise ValueError(
+                    f"`scale_rule={self.scale_rule!r}` is a block type of ggml with {name}={value!r}, got "
+                    f"{shortened(repr(getattr(self, name)))}.\nUse fakequant.presets.{self.scale_rule}()."
+                )
 
     def _check_block_scales(self) -> None:
         if self.granularity != "group":
@@ -189,8 +204,22 @@ class QuantSpec:
 
     @property
     def has_block_scales(self) -> bool:
-        """Whether there are block scales (MX, NVFP4), which have few bits and follow every tensor."""
-        return self.scale_format in ("e8m0", "e4m3fn")
+        """Whether there are block scales (MX, NVFP4, ggml's types), which follow every tensor."""
+        return self.scale_format in ("e8m0", "e4m3fn") or self.scale_rule in GGML_TYPES
+
+    @property
+    def ggml_type(self) -> str | None:
+        """The name of the ggml rule that chooses scales and rounds, or None.
+
+        >>> QuantSpec(bits=4).ggml_type is None
+        True
+        """
+        return self.scale_rule if self.scale_rule in GGML_TYPES else None
+
+    @property
+    def has_offset(self) -> bool:
+        """Whether the place of the zero point is taken by a float, the value of code 0 (ggml's q4_1)."""
+        return self.scale_rule == "q4_1"
 
     @property
     def qmin(self) -> int:
@@ -305,7 +334,7 @@ class QuantSpec:
         flags = (self.signed, self.symmetric, self.narrow_range)
         where = (_ABSENT if v is None else v for v in (self.axis, self.group_size))
         numbers = [self.bits, *map(int, flags), *where, NUMERICS.index(self.numerics)]
-        if self.format == "int" and self.scale_format == "float32":
+        if self.format == "int" and self.scale_format == "float32" and self.scale_rule == "floor":
             return numbers  # as before there were other formats
         formats = (FORMATS.index(self.format), SCALE_FORMATS.index(self.scale_format))
         return [*numbers, *formats, SCALE_RULES.index(self.scale_rule)]
@@ -343,7 +372,7 @@ class QuantSpec:
             "token": f"per token over axis {self.axis}",
         }[self.granularity]
         scales = f", scales {self.scale_format}" if self.scale_format != "float32" else ""
-        scales += f" ({self.scale_rule})" if self.scale_format == "e8m0" or self.scale_rule == "divided" else ""
+        scales += f" ({self.scale_rule})" if self.scale_format == "e8m0" or self.scale_rule != "floor" else ""
         return f"{kind}, {where}{scales}" + (f", {self.numerics} numerics" if self.numerics != "onnx" else "")
 
 

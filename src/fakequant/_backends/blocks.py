@@ -49,7 +49,7 @@ def blocks_of(shape: tuple[int, ...], spec: QuantSpec) -> Blocks:
     """Returns the blocks of an array of `shape` under `spec`.
 
     Raises IndexError if the array does not have the axis, and ValueError if the group size does not divide it. With
-    block scales (MX, NVFP4) it does not have to: the last block of an axis may be shorter.
+    the block scales of MX and NVFP4 it does not have to: the last block of an axis may be shorter.
 
     >>> blocks_of((8, 64), QuantSpec(axis=-1, group_size=32))
     Blocks(kernel=(1, 1, 16, 32), parameters=(8, 2))
@@ -64,7 +64,7 @@ def blocks_of(shape: tuple[int, ...], spec: QuantSpec) -> Blocks:
     length = shape[axis]
     size = group_length(length, spec)
     if size and length % size:
-        if spec.has_block_scales:
+        if _may_end_short(spec):
             parameters = (*shape[:axis], -(-length // size), *shape[axis + 1 :])
             return Blocks((1, 1, prod(shape), 1), parameters)
         raise ValueError(
@@ -88,7 +88,12 @@ def group_length(length: int, spec: QuantSpec) -> int:
     assert spec.group_size is not None
     if spec.group_size == WHOLE_AXIS:
         return length
-    return min(spec.group_size, length) if spec.has_block_scales else spec.group_size
+    return min(spec.group_size, length) if _may_end_short(spec) else spec.group_size
+
+
+def _may_end_short(spec: QuantSpec) -> bool:
+    """Returns True if the last block of an axis may be shorter than the others."""
+    return spec.has_block_scales and spec.ggml_type is None
 
 
 def has_short_block(shape: tuple[int, ...], spec: QuantSpec) -> bool:
@@ -98,7 +103,7 @@ def has_short_block(shape: tuple[int, ...], spec: QuantSpec) -> bool:
     >>> has_short_block((4, 48), mx), has_short_block((4, 10), mx)
     (True, False)
     """
-    if not spec.has_block_scales or spec.axis is None:
+    if not _may_end_short(spec) or spec.axis is None:
         return False
     length = shape[spec.axis]
     size = group_length(length, spec)
