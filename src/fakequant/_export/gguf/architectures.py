@@ -212,7 +212,6 @@ def _bert(config: Any) -> Values:
     return {
         "attention.layer_norm_epsilon": config.layer_norm_eps,
         "attention.causal": False,
-        "token_type_count": config.type_vocab_size,
     }
 
 

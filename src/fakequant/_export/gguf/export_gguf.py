@@ -167,6 +167,7 @@ def file_contents(
         "general.file_type": field(_file_type(written)),
         **{f"{known.name}.{name}": field(value) for name, value in values.items()},
         **tokenizer_metadata(tokenizer, model.config),
+        **({"tokenizer.ggml.token_type_count": field(model.config.type_vocab_size)} if known.is_encoder else {}),
     }
     left_out = tuple(name for name in model.state_dict() if known.leaves_out and name.endswith(known.leaves_out))
     return _noted(Contents(metadata, written, tensors, _sources(tensors), left_out))

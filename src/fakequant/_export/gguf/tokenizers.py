@@ -16,6 +16,8 @@ _LLAMA3 = (
 _RULES = {_LLAMA3: "llama-bpe", _LLAMA3.replace("{1,3}", ""): "qwen2"}
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
+# WordPiece has other names for the first and the last token of a text.
+_WORD_PIECE = {**_SPECIAL, "cls": "bos", "sep": "eos"}
 _SPACE = "\u2581"
 
 
@@ -66,7 +68,7 @@ def tokenizer_metadata(tokenizer: Any, config: Any) -> Metadata:
     if model == "gpt2":
         merges = described["model"]["merges"]
         found["tokenizer.ggml.merges"] = field([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
-    for name, there in _SPECIAL.items():
+    for name, there in (_WORD_PIECE if model == "bert" else _SPECIAL).items():
         number = getattr(tokenizer, f"{name}_token_id", None)
         if number is not None:
             found[f"tokenizer.ggml.{there}_token_id"] = field(int(number))
@@ -101,12 +103,11 @@ def _adds_space(described: dict[str, Any]) -> bool:
 
 def _edges(tokenizer: Any, model: str) -> Metadata:
     """Returns whether the tokens of the begin and the end are added to a text."""
-    if model == "bert":
-        return {}
     ids = tokenizer("a")["input_ids"]
+    first, last = ("cls", "sep") if model == "bert" else ("bos", "eos")
     return {
-        "tokenizer.ggml.add_bos_token": field(bool(ids) and ids[0] == tokenizer.bos_token_id),
-        "tokenizer.ggml.add_eos_token": field(bool(ids) and ids[-1] == tokenizer.eos_token_id),
+        "tokenizer.ggml.add_bos_token": field(bool(ids) and ids[0] == getattr(tokenizer, f"{first}_token_id")),
+        "tokenizer.ggml.add_eos_token": field(bool(ids) and ids[-1] == getattr(tokenizer, f"{last}_token_id")),
     }
 
 

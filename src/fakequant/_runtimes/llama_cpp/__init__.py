@@ -1,0 +1,1 @@
+"""llama.cpp: runs GGUF files, with weights in the blocks of ggml."""
