@@ -177,9 +177,9 @@ template <class E> E checked(int value, E last) {
 
 DType to_dtype(int value) { return checked(value, DType::f16); }
 MaskKind to_mask_kind(int value) { return checked(value, MaskKind::bytes); }
-ScaleRule to_scale_rule(int value) { return checked(value, ScaleRule::bfloat16); }
+ScaleRule to_scale_rule(int value) { return checked(value, ScaleRule::q8_k_input); }
 CodeType to_code(int value) { return checked(value, CodeType::u6x4); }
-Numerics to_numerics(int value) { return checked(value, Numerics::e2m1); }
+Numerics to_numerics(int value) { return checked(value, Numerics::q8_k_input); }
 
 int64_t code_bytes(CodeType c, int64_t n) { return (n * bits_of(c) + 7) / 8; }
 
@@ -341,8 +341,7 @@ void py_choose_qparams(In& lo, In& hi, int64_t n, int numerics, int64_t qmin, in
   float* s = scale.get<float>(n);
   int32_t* z = zero_point.get<int32_t>(n);
   if (!is_per_block(rule)) {
-    choose_block_scales(l, h, n, rule, g, s);
-    std::fill_n(z, n, 0);
+    choose_block_scales(l, h, n, rule, g, s, z);
     return;
   }
   for (int64_t i = 0; i < n; ++i) {
@@ -415,7 +414,10 @@ NB_MODULE(_native, m) {
       .value("torch_channel_half", Numerics::torch_channel_half)
       .value("onnx", Numerics::onnx).value("half_away", Numerics::half_away).value("e4m3fn", Numerics::e4m3fn)
       .value("e5m2", Numerics::e5m2).value("e4m3fnuz", Numerics::e4m3fnuz).value("e5m2fnuz", Numerics::e5m2fnuz)
-      .value("e2m3", Numerics::e2m3).value("e3m2", Numerics::e3m2).value("e2m1", Numerics::e2m1);
+      .value("e2m3", Numerics::e2m3).value("e3m2", Numerics::e3m2).value("e2m1", Numerics::e2m1)
+      .value("q4_0", Numerics::q4_0).value("q4_1", Numerics::q4_1).value("q8_0", Numerics::q8_0)
+      .value("tq2_0", Numerics::tq2_0).value("q8_0_input", Numerics::q8_0_input)
+      .value("q8_k_input", Numerics::q8_k_input);
   nb::enum_<MaskKind>(m, "MaskKind", nb::is_arithmetic())
       .value("none", MaskKind::none).value("packed", MaskKind::packed).value("bytes", MaskKind::bytes);
   nb::enum_<CodeType>(m, "CodeType", nb::is_arithmetic())
@@ -435,7 +437,9 @@ NB_MODULE(_native, m) {
       .value("any", ScaleRule::any).value("floor", ScaleRule::floor).value("ceil", ScaleRule::ceil)
       .value("even", ScaleRule::even).value("rceil", ScaleRule::rceil).value("e4m3fn", ScaleRule::e4m3fn)
       .value("e4m3fn_divided", ScaleRule::e4m3fn_divided).value("float16", ScaleRule::float16)
-      .value("bfloat16", ScaleRule::bfloat16);
+      .value("bfloat16", ScaleRule::bfloat16).value("q4_0", ScaleRule::q4_0).value("q4_1", ScaleRule::q4_1)
+      .value("q8_0", ScaleRule::q8_0).value("tq2_0", ScaleRule::tq2_0).value("q8_0_input", ScaleRule::q8_0_input)
+      .value("q8_k_input", ScaleRule::q8_k_input);
 
   m.def("fake_quantize", &py_fake_quantize, "x"_a, "y"_a, "mask"_a.none(), "mask_kind"_a, "dtype"_a, "shape"_a,
         "numerics"_a, "scale"_a, "scale_is_f64"_a, "zero_point"_a.none(), "zero_kind"_a, "qmin"_a, "qmax"_a);

@@ -69,6 +69,27 @@ float round_e4m3fn(float v) {
 // Rounds a value up to the largest of e4m3fn, subnormal values included.
 float round_e4m3fn_to_zero(float v) { return v < 0x1p-6f ? (v + 0x1p14f) - 0x1p14f : round_e4m3fn(v); }
 
+// Whether the sign of the largest magnitude matters.
+bool has_sign(ScaleRule rule) { return rule == ScaleRule::q4_0 || rule == ScaleRule::q8_k_input; }
+
+// The scale of a block of ggml; see reference_ggml.py.
+float ggml_scale(float lo, float hi, ScaleRule rule) {
+  const float absmax = std::max({0.0f, -lo, hi}), with_sign = -lo >= hi ? lo : hi;
+  switch (rule) {
+    case ScaleRule::q4_0: return with_sign / -8.0f;
+    case ScaleRule::q4_1: return std::min((hi - lo) / 15.0f, __FLT_MAX__);
+    case ScaleRule::q8_0: return absmax / 127.0f;
+    case ScaleRule::q8_k_input: return with_sign;
+    default: return absmax;
+  }
+}
+
+void ggml_scales(const float* lo, const float* hi, int64_t n, ScaleRule rule, float* scale, int32_t* zero_point) {
+  for (int64_t i = 0; i < n; ++i) scale[i] = ggml_scale(lo[i], hi[i], rule);
+  if (rule == ScaleRule::q4_1) std::memcpy(zero_point, lo, size_t(n) * sizeof(float));
+  else std::fill_n(zero_point, n, 0);
+}
+
 bool has_tensor_scale(ScaleRule rule) { return rule == ScaleRule::e4m3fn || rule == ScaleRule::e4m3fn_divided; }
 
 // The scale of an NVFP4 tensor, under which the scales of its blocks are at most 448, or what they are divided by.
@@ -115,20 +136,48 @@ struct Chunks {
   }
 };
 
-// Writes the largest magnitude of every block of a chunk and returns the number of values that are not finite.
-int64_t chunk_magnitudes(DType dtype, const Chunk& chunk, const void* x, float* largest) {
+// Writes the ranges of the blocks of a chunk, 0 to 0 without finite values, and returns the number of values that are
+// not finite.
+int64_t chunk_min_max(DType dtype, const Chunk& chunk, const void* here, float* lo, float* hi) {
+  constexpr double kLimit = std::numeric_limits<float>::max();
+  const int64_t n = chunk.shape.parameters();
+  std::vector<double> range(size_t(2 * n));
+  std::vector<int64_t> count(size_t(3 * n));
+  min_max({dtype, chunk.shape, here, range.data(), range.data() + n, count.data(), count.data() + n,
+           count.data() + 2 * n});
+  for (int64_t i = 0; i < n; ++i) {
+    const double low = range[size_t(i)], high = range[size_t(n + i)];
+    lo[i] = low > high ? 0.0f : float(std::clamp(low, -kLimit, kLimit));
+    hi[i] = low > high ? 0.0f : float(std::clamp(high, -kLimit, kLimit));
+  }
+  return std::accumulate(count.begin(), count.end(), int64_t(0));
+}
+
+// Writes the ranges of the blocks of a chunk, as ObserveArgs describes them, and returns the number of values that are
+// not finite.
+int64_t chunk_ranges(DType dtype, const Chunk& chunk, const void* x, ScaleRule rule, float* running_min,
+                     float* running_max) {
   const void* here = static_cast<const char*>(x) + chunk.element * bytes_of(dtype);
   const Shape& s = chunk.shape;
   const int64_t n = s.parameters();
-  if (s.outer == 1 || s.inner == 1) return kernels().magnitudes({dtype, s, here, largest + chunk.parameter}, 0, n);
-  std::vector<double> range(size_t(2 * n));
-  std::vector<int64_t> count(size_t(3 * n));
-  min_max({dtype, s, here, range.data(), range.data() + n, count.data(), count.data() + n, count.data() + 2 * n});
-  for (int64_t i = 0; i < n; ++i) {
-    const double absmax = std::max({0.0, -range[size_t(i)], range[size_t(n + i)]});
-    largest[chunk.parameter + i] = float(std::min(absmax, double(std::numeric_limits<float>::max())));
+  float *lo = running_min + chunk.parameter, *hi = running_max + chunk.parameter;
+  int64_t nonfinite;
+  if (rule == ScaleRule::q4_1) return chunk_min_max(dtype, chunk, here, lo, hi);
+  if (s.outer == 1 || s.inner == 1) {
+    nonfinite = kernels().magnitudes({dtype, s, here, hi, has_sign(rule)}, 0, n);
+  } else {  // no group of neighbours has this shape, so signs need no care
+    nonfinite = chunk_min_max(dtype, chunk, here, lo, hi);
+    for (int64_t i = 0; i < n; ++i) hi[i] = std::max({0.0f, -lo[i], hi[i]});
   }
-  return std::accumulate(count.begin(), count.end(), int64_t(0));
+  if (has_sign(rule)) {
+    for (int64_t i = 0; i < n; ++i) {
+      lo[i] = std::min(hi[i], 0.0f);
+      hi[i] = std::max(hi[i], 0.0f);
+    }
+  } else {
+    for (int64_t i = 0; i < n; ++i) lo[i] = -hi[i] + 0.0f;
+  }
+  return nonfinite;
 }
 
 void quantize_chunk(FakeQuantizeArgs a, const Chunk& chunk, const float* scale, bool alone) {
@@ -137,6 +186,7 @@ void quantize_chunk(FakeQuantizeArgs a, const Chunk& chunk, const float* scale, 
   a.y = static_cast<char*>(a.y) + chunk.element * bytes_of(a.dtype);
   if (a.mask_kind != MaskKind::none) a.mask += a.mask_kind == MaskKind::packed ? chunk.element / 8 : chunk.element;
   a.grid.scale_f32 = scale + chunk.parameter;
+  if (a.grid.zero_f32) a.grid.zero_f32 += chunk.parameter;
   if (alone) fake_quantize(a);  // the only task, so all threads are free
   else fake_quantize_on_one_thread(a);
 }
@@ -162,34 +212,41 @@ void block_scales(const float* absmax, int64_t n, ScaleRule rule, const Grid& gr
   for (int64_t i = 0; i < n; ++i) scale[i] = power_scale(absmax[i], rule, end);
 }
 
-void choose_block_scales(const float* lo, const float* hi, int64_t n, ScaleRule rule, const Grid& grid, float* scale) {
+void choose_block_scales(const float* lo, const float* hi, int64_t n, ScaleRule rule, const Grid& grid, float* scale,
+                         int32_t* zero_point) {
+  if (is_ggml(rule)) return ggml_scales(lo, hi, n, rule, scale, zero_point);
+  std::fill_n(zero_point, n, 0);
   std::vector<float> absmax(static_cast<size_t>(n));
   for (int64_t i = 0; i < n; ++i) absmax[size_t(i)] = std::max({0.0f, -lo[i], hi[i]});  // never -0.0
   block_scales(absmax.data(), n, rule, grid, has_tensor_scale(rule) ? tensor_scale(absmax.data(), n, rule) : 1, scale);
 }
 
-ObserveResult observe_blocks(const ObserveArgs& o, const FakeQuantizeArgs& a) {
+ObserveResult observe_blocks(const ObserveArgs& o, FakeQuantizeArgs a) {
   const int64_t n = a.shape.parameters();
   const Chunks chunks(a.shape, a.mask_kind == MaskKind::packed);
   float* absmax = o.running_max;
   std::vector<int64_t> nonfinite(size_t(chunks.count()));
   if (o.quantize) prepare_output(a.y, size_t(a.shape.size() * bytes_of(a.dtype)));
   const bool at_once = !has_tensor_scale(o.scale_rule);
+  if (o.scale_rule == ScaleRule::q4_1) a.grid.zero_f32 = reinterpret_cast<const float*>(o.zero_point);
+  else std::fill_n(o.zero_point, n, 0);
   const auto quantize = [&](const Chunk& chunk, float under) {
     const int64_t p = chunk.parameter, count = chunk.shape.parameters();
-    block_scales(absmax + p, count, o.scale_rule, a.grid, under, o.scale + p);
+    if (is_ggml(o.scale_rule)) {
+      ggml_scales(o.running_min + p, o.running_max + p, count, o.scale_rule, o.scale + p, o.zero_point + p);
+    } else {
+      block_scales(absmax + p, count, o.scale_rule, a.grid, under, o.scale + p);
+    }
     if (o.quantize) quantize_chunk(a, chunk, o.scale, chunks.count() == 1);
   };
   run_tasks(chunks.count(), [&](int64_t c) {
-    nonfinite[size_t(c)] = chunk_magnitudes(a.dtype, chunks[c], a.x, absmax);
+    nonfinite[size_t(c)] = chunk_ranges(a.dtype, chunks[c], a.x, o.scale_rule, o.running_min, absmax);
     if (at_once) quantize(chunks[c], 1);
   });
   if (!at_once) {
     const float under = tensor_scale(absmax, n, o.scale_rule);
     run_tasks(chunks.count(), [&](int64_t c) { quantize(chunks[c], under); });
   }
-  for (int64_t i = 0; i < n; ++i) o.running_min[i] = -absmax[i] + 0.0f;
-  std::fill_n(o.zero_point, n, 0);
   ObserveResult result;
   result.nan_count = std::accumulate(nonfinite.begin(), nonfinite.end(), int64_t(0));
   return result;

@@ -28,10 +28,11 @@ ObserveResult observe_fake_quantize(const ObserveArgs&, FakeQuantizeArgs);
 // Writes the scales of blocks with these largest magnitudes. `under` is the scale of the tensor (e4m3fn only). Of the
 // grid, only the numerics and the range are used. `rule` is not `any`.
 void block_scales(const float* absmax, int64_t n, ScaleRule rule, const Grid& grid, float under, float* scale);
-// Writes the scales of the blocks of one tensor with these ranges.
-void choose_block_scales(const float* lo, const float* hi, int64_t n, ScaleRule rule, const Grid& grid, float* scale);
+// Writes the scales and zero points of the blocks of one tensor with these ranges.
+void choose_block_scales(const float* lo, const float* hi, int64_t n, ScaleRule rule, const Grid& grid, float* scale,
+                         int32_t* zero_point);
 // observe_fake_quantize() for a scale rule that is not `any`.
-ObserveResult observe_blocks(const ObserveArgs&, const FakeQuantizeArgs&);
+ObserveResult observe_blocks(const ObserveArgs&, FakeQuantizeArgs);
 
 // --- histograms (histogram.cc) -------------------------------------------------------------------
 

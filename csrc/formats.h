@@ -16,7 +16,7 @@ struct FloatFormat {
   int first_special;  // magnitudes of codes from here on are not finite
 };
 
-constexpr bool is_float_format(Numerics n) { return n >= Numerics::e4m3fn; }
+constexpr bool is_float_format(Numerics n) { return n >= Numerics::e4m3fn && n <= Numerics::e2m1; }
 
 constexpr FloatFormat float_format(Numerics n) {
   switch (n) {

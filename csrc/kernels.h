@@ -30,7 +30,11 @@ enum class Numerics : int {
   half_away,            // round_half_away(x / s + z); NaN stays NaN
   // The nearest value of a float format to x / s, half to even; see formats.h. Codes are bit patterns, z is 0.
   e4m3fn, e5m2, e4m3fnuz, e5m2fnuz, e2m3, e3m2, e2m1,
+  // The block types of ggml; see ggml-inl.h. The zero points of q4_1 are floats.
+  q4_0, q4_1, q8_0, tq2_0, q8_0_input, q8_k_input,
 };
+
+constexpr bool is_ggml(Numerics n) { return n >= Numerics::q4_0; }
 
 enum class MaskKind : int {
   none,
@@ -156,6 +160,7 @@ struct MagnitudeArgs {
   Shape shape;  // outer == 1 or inner == 1
   const void* x;
   float* largest;  // shape.parameters() elements; 0 for a block without finite values
+  bool with_sign = false;  // of the first value with that magnitude
 };
 
 // Results of one tile: one element per block in [k0, k1).
@@ -209,7 +214,10 @@ enum class ScaleRule : int {
   e4m3fn,                   // e4m3fn values times one float32 per tensor
   e4m3fn_divided,           // e4m3fn values divided by one float32 per tensor
   float16, bfloat16,        // as `any`, rounded to these formats
+  q4_0, q4_1, q8_0, tq2_0, q8_0_input, q8_k_input,  // those of ggml's block types
 };
+
+constexpr bool is_ggml(ScaleRule rule) { return rule >= ScaleRule::q4_0; }
 
 // Returns true for scales that are chosen for one block after the other, from a range with two ends.
 inline bool is_per_block(ScaleRule rule) {
@@ -224,14 +232,16 @@ struct ObserveArgs {
   bool observe;   // update the running range from x
   bool quantize;  // choose parameters and fake-quantize; otherwise y = x, if y is not nullptr
   bool symmetric;
-  ScaleRule scale_rule;  // unless is_per_block: `update` is dynamic, and the running range becomes -absmax to absmax
+  // Unless is_per_block: `update` is dynamic, and the running range becomes -absmax to absmax. In q4_0 and q8_k_input it
+  // goes from 0 to the first value with the largest magnitude, in q4_1 it is the range of the values.
+  ScaleRule scale_rule;
   float averaging_constant;
   float eps;
   float* running_min;  // one per parameter; +inf (and -inf for running_max) before the first update
   float* running_max;
   // Written if `quantize`, or if y is nullptr. In the latter case the scale of a block without a range is NaN.
   float* scale;
-  int32_t* zero_point;
+  int32_t* zero_point;  // floats in q4_1
 };
 
 struct ObserveResult {

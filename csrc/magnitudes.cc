@@ -31,7 +31,7 @@ template <class C> FQ_INLINE float as_float(IntOf<C> bits) {
 
 // Ignores values that are not finite and adds their number to `nonfinite`.
 template <class T>
-float careful_magnitude(const T* x, int64_t n, int64_t stride, int64_t& nonfinite) {
+IntOf<Compute<T>> careful_magnitude(const T* x, int64_t n, int64_t stride, int64_t& nonfinite) {
   using C = Compute<T>;
   IntOf<C> largest = 0;
   for (int64_t i = 0; i < n; ++i) {
@@ -39,10 +39,23 @@ float careful_magnitude(const T* x, int64_t n, int64_t stride, int64_t& nonfinit
     if (bits >= bits_of_infinity<C>()) ++nonfinite;
     else largest = larger(largest, bits);
   }
-  return as_float<C>(largest);
+  return largest;
 }
 
-template <class T> FQ_INLINE float row_magnitude(const T* x, int64_t n, int64_t& nonfinite) {
+// Returns a magnitude as float32, negative if the first value that has it is.
+template <class T> FQ_INLINE float with_first_sign(IntOf<Compute<T>> largest, const T* x, int64_t n, int64_t stride) {
+  using C = Compute<T>;
+  constexpr int N = kLanesOf<C>;
+  int64_t i = 0;
+  if (stride == 1) {
+    const auto wanted = splat<Ints<Vec<C, N>>>(largest);
+    while (i + N <= n && !any_lane(magnitude_bits(load<N>(x + i)) == wanted)) i += N;
+  }
+  while (i < n - 1 && magnitude_bits(load<1>(x + i * stride))[0] != largest) ++i;
+  return load<1>(x + i * stride)[0] < 0 ? -as_float<C>(largest) : as_float<C>(largest);
+}
+
+template <class T> FQ_INLINE IntOf<Compute<T>> row_magnitude(const T* x, int64_t n, int64_t& nonfinite) {
   using C = Compute<T>;
   constexpr int N = kLanesOf<C>;
   using I = Ints<Vec<C, N>>;
@@ -56,19 +69,21 @@ template <class T> FQ_INLINE float row_magnitude(const T* x, int64_t n, int64_t&
   IntOf<C> largest = largest_lane(larger(first, second));
   for (; i < n; ++i) largest = larger(largest, magnitude_bits(load<1>(x + i))[0]);
   if (__builtin_expect(largest >= bits_of_infinity<C>(), 0)) return careful_magnitude(x, n, 1, nonfinite);
-  return as_float<C>(largest);
+  return largest;
 }
 
 // W adjacent blocks, one per column.
 template <int W, class T>
-FQ_INLINE void column_magnitudes(const T* x, int64_t rows, int64_t stride, float* out, int64_t& nonfinite) {
+FQ_INLINE void column_magnitudes(const T* x, int64_t rows, int64_t stride, float* out, bool with_sign,
+                                 int64_t& nonfinite) {
   using C = Compute<T>;
   using I = Ints<Vec<C, W>>;
   I largest{};
   for (int64_t o = 0; o < rows; ++o) largest = larger(largest, magnitude_bits(load<W>(x + o * stride)));
   for (int w = 0; w < W; ++w) {
     const bool finite = largest[w] < bits_of_infinity<C>();
-    out[w] = finite ? as_float<C>(largest[w]) : careful_magnitude(x + w, rows, stride, nonfinite);
+    const IntOf<C> found = finite ? largest[w] : careful_magnitude(x + w, rows, stride, nonfinite);
+    out[w] = with_sign ? with_first_sign(found, x + w, rows, stride) : as_float<C>(found);
   }
 }
 
@@ -77,7 +92,11 @@ template <class T> int64_t magnitudes_of(const MagnitudeArgs& a, int64_t begin, 
   const Shape& s = a.shape;
   int64_t nonfinite = 0;
   if (s.outer == 1) {
-    for (int64_t p = begin; p < end; ++p) a.largest[p] = row_magnitude(x + p * s.inner, s.inner, nonfinite);
+    for (int64_t p = begin; p < end; ++p) {
+      const T* row = x + p * s.inner;
+      const auto largest = row_magnitude(row, s.inner, nonfinite);
+      a.largest[p] = a.with_sign ? with_first_sign(largest, row, s.inner, 1) : as_float<Compute<T>>(largest);
+    }
     return nonfinite;
   }
   constexpr int W = kLanesOf<Compute<T>>;
@@ -85,9 +104,11 @@ template <class T> int64_t magnitudes_of(const MagnitudeArgs& a, int64_t begin, 
     const T* batch = x + p * s.outer;
     int64_t k = 0;
     for (; k + W <= s.blocks; k += W) {
-      column_magnitudes<W>(batch + k, s.outer, s.blocks, a.largest + p + k, nonfinite);
+      column_magnitudes<W>(batch + k, s.outer, s.blocks, a.largest + p + k, a.with_sign, nonfinite);
     }
-    for (; k < s.blocks; ++k) column_magnitudes<1>(batch + k, s.outer, s.blocks, a.largest + p + k, nonfinite);
+    for (; k < s.blocks; ++k) {
+      column_magnitudes<1>(batch + k, s.outer, s.blocks, a.largest + p + k, a.with_sign, nonfinite);
+    }
   }
   return nonfinite;
 }

@@ -14,6 +14,7 @@
 #pragma once
 
 #include "formats-inl.h"
+#include "ggml-inl.h"
 #include "kernels.h"
 #include "simd.h"
 
@@ -204,6 +205,8 @@ template <class Rule, class V> class GridParams {
       return FixedFloatParams<V, Rule::kFormat>{scale};
     } else if constexpr (kIsFloatRule<Rule>) {
       return float_params(g_.numerics, scale);
+    } else if constexpr (kIsGgmlRule<Rule>) {
+      return ggml_params(g_.numerics, scale, zero, splat<V>(C(g_.qmin)), splat<V>(C(g_.qmax)));
     } else {
       const V shift = Rule::kOnLevels ? zero : V{};
       return Params<V>{scale, inverse_of<Rule>(scale), zero, splat<V>(C(g_.qmin)) - shift,
@@ -235,6 +238,10 @@ template <class F> FQ_INLINE void with_rule(Numerics numerics, F&& f) {
     case Numerics::e2m3: return f(FixedFloatRule<Numerics::e2m3>{});
     case Numerics::e3m2: return f(FixedFloatRule<Numerics::e3m2>{});
     case Numerics::e2m1: return f(FixedFloatRule<Numerics::e2m1>{});
+    case Numerics::q4_0: return f(GgmlRule<Numerics::q4_0>{});
+    case Numerics::q4_1: return f(GgmlRule<Numerics::q4_1>{});
+    case Numerics::q8_0: case Numerics::tq2_0: return f(GgmlRule<Numerics::q8_0>{});
+    case Numerics::q8_0_input: case Numerics::q8_k_input: return f(GgmlRule<Numerics::q8_0_input>{});
   }
 }
 

@@ -88,29 +88,35 @@ template <class V, class Q> FQ_INLINE V level(const Q* q, V zero) {
   }
 }
 
-template <class Q, class T>
+template <class Rule, class Q, class P> FQ_INLINE auto value_of_codes(const Q* q, const P& p) {
+  using V = decltype(p.lo);
+  if constexpr (kIsGgmlRule<Rule>) return Rule::template value<V>(level(q, V{}), p);
+  else return level(q, p.zero) * p.scale;
+}
+
+template <class Rule, class Q, class T>
 FQ_INLINE void run_from_codes(const Q* q, T* y, int64_t n, const Grid& g, int64_t parameter, bool per_element) {
   using C = Compute<T>;
   constexpr int N = kLanesOf<C>;
   using V = Vec<C, N>;
   using V1 = Vec<C, 1>;
-  const GridParams<TorchTensor, V> params(g);
+  const GridParams<Rule, V> params(g);
   int64_t i = 0;
   if (per_element) {
-    const GridParams<TorchTensor, V1> single(g);
+    const GridParams<Rule, V1> single(g);
     for (; i + N <= n; i += N) {
       const auto p = params.per_element(parameter + i);
-      store<T, N>(y + i, level(q + i, p.zero) * p.scale);
+      store<T, N>(y + i, value_of_codes<Rule>(q + i, p));
     }
     for (; i < n; ++i) {
       const auto p = single.one(parameter + i);
-      store<T, 1>(y + i, level(q + i, p.zero) * p.scale);
+      store<T, 1>(y + i, value_of_codes<Rule>(q + i, p));
     }
   } else {
     const auto p = params.one(parameter);
-    for (; i + N <= n; i += N) store<T, N>(y + i, level(q + i, p.zero) * p.scale);
+    for (; i + N <= n; i += N) store<T, N>(y + i, value_of_codes<Rule>(q + i, p));
     const auto p1 = first_lane<V1>(p);
-    for (; i < n; ++i) store<T, 1>(y + i, level(q + i, p1.zero) * p1.scale);
+    for (; i < n; ++i) store<T, 1>(y + i, value_of_codes<Rule>(q + i, p1));
   }
 }
 
@@ -166,7 +172,7 @@ void from_float_codes(const DequantizeArgs& a, int64_t begin, int64_t end) {
   }
 }
 
-template <class Code, class T>
+template <class Rule, class Code, class T>
 void from_codes(const DequantizeArgs& a, int64_t begin, int64_t end) {
   using Q = typename Code::type;
   T* y = static_cast<T*>(a.y);
@@ -176,11 +182,12 @@ void from_codes(const DequantizeArgs& a, int64_t begin, int64_t end) {
       for (int64_t i = 0; i < run.length; i += kBuffer) {
         const int64_t n = run.length - i < kBuffer ? run.length - i : kBuffer;
         unpack_codes<Q, Code::bits>(static_cast<const uint8_t*>(a.q), run.start + i, n, codes);
-        run_from_codes(codes, y + run.start + i, n, a.grid, run.parameter + (run.per_element ? i : 0), run.per_element);
+        run_from_codes<Rule>(codes, y + run.start + i, n, a.grid, run.parameter + (run.per_element ? i : 0),
+                             run.per_element);
       }
     } else {
-      run_from_codes(static_cast<const Q*>(a.q) + run.start, y + run.start, run.length, a.grid, run.parameter,
-                     run.per_element);
+      run_from_codes<Rule>(static_cast<const Q*>(a.q) + run.start, y + run.start, run.length, a.grid, run.parameter,
+                           run.per_element);
     }
   });
 }
@@ -206,7 +213,11 @@ void dequantize(const DequantizeArgs& a, int64_t begin, int64_t end) {
       if constexpr (kSame<typename Code::type, uint8_t>) {
         if (is_float_format(a.grid.numerics)) return from_float_codes<Code, T>(a, begin, end);
       }
-      from_codes<Code, T>(a, begin, end);
+      if constexpr (sizeof(typename Code::type) == 1) {
+        if (a.grid.numerics == Numerics::q4_1) return from_codes<GgmlRule<Numerics::q4_1>, Code, T>(a, begin, end);
+        if (is_ggml(a.grid.numerics)) return from_codes<GgmlRule<Numerics::q8_0>, Code, T>(a, begin, end);
+      }
+      from_codes<TorchTensor, Code, T>(a, begin, end);
     });
   });
 }

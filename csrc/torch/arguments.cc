@@ -13,7 +13,8 @@ bool is_learned(const Tensor& parameter) {
 }
 
 template <class T>
-bool are_valid_scales(const T* scale, int64_t n) {
+bool are_valid_scales(const T* scale, int64_t n, Numerics numerics) {
+  if (is_ggml(numerics)) return std::all_of(scale, scale + n, [](T s) { return std::isfinite(s); });
   return std::all_of(scale, scale + n, [](T s) { return s > 0 && !std::isinf(s); });
 }
 
@@ -93,7 +94,8 @@ bool Parameters::set_scale(nb::handle object, bool wide, bool learnable) {
     if (t.scalar_type() == (wide ? at::kDouble : at::kFloat)) {
       if (wide) grid.scale_f64 = t.const_data_ptr<double>();
       else grid.scale_f32 = t.const_data_ptr<float>();
-      return has_torchs_name || (wide ? are_valid_scales(grid.scale_f64, n) : are_valid_scales(grid.scale_f32, n));
+      return has_torchs_name || (wide ? are_valid_scales(grid.scale_f64, n, grid.numerics)
+                                      : are_valid_scales(grid.scale_f32, n, grid.numerics));
     }
     if (n != 1 || learnable || t.scalar_type() != at::kFloat) return false;
     scale_f64_ = t.const_data_ptr<float>()[0];
@@ -103,10 +105,18 @@ bool Parameters::set_scale(nb::handle object, bool wide, bool learnable) {
   scale_f32_ = float(scale_f64_);
   if (wide) grid.scale_f64 = &scale_f64_;
   else grid.scale_f32 = &scale_f32_;
-  return has_torchs_name || (wide ? are_valid_scales(&scale_f64_, 1) : are_valid_scales(&scale_f32_, 1));
+  return has_torchs_name || (wide ? are_valid_scales(&scale_f64_, 1, grid.numerics)
+                                  : are_valid_scales(&scale_f32_, 1, grid.numerics));
 }
 
 bool Parameters::set_zero(nb::handle object, int64_t low, int64_t high) {
+  if (grid.numerics == Numerics::q4_1) {
+    if (!is_tensor(object)) return false;
+    const Tensor& t = tensor(object);
+    if (!blocks.fit(t) || is_learned(t) || t.scalar_type() != at::kFloat) return false;
+    grid.zero_f32 = t.const_data_ptr<float>();
+    return std::all_of(grid.zero_f32, grid.zero_f32 + n, [](float z) { return std::isfinite(z); });
+  }
   if (PyLong_CheckExact(object.ptr())) {
     int overflow = 0;
     zero_i64_ = PyLong_AsLongLongAndOverflow(object.ptr(), &overflow);

@@ -143,7 +143,8 @@ nb::object observe(nb::handle x_object, nb::handle running_min, nb::handle runni
   const ObserveArgs o{RangeRule::own, RangeUpdate(update), /*observe=*/true, quantize, symmetric,
                       ScaleRule(scale_rule), float(averaging_constant), float(eps),
                       buffer<float>(running_min, n, at::kFloat), buffer<float>(running_max, n, at::kFloat),
-                      buffer<float>(scale, n, at::kFloat), buffer<int32_t>(zero_point, n, at::kInt)};
+                      buffer<float>(scale, n, at::kFloat),
+                      buffer<int32_t>(zero_point, n, ScaleRule(scale_rule) == ScaleRule::q4_1 ? at::kFloat : at::kInt)};
   if (!o.running_min || !o.running_max || !o.scale || !o.zero_point) return nb::none();
   Grid grid;
   grid.numerics = Numerics(numerics);

@@ -7,7 +7,7 @@ There is no Python fallback: if the kernels cannot be loaded, importing fakequan
 import os
 from numbers import Integral
 
-from fakequant.formats import FLOAT_FORMATS
+from fakequant.formats import FLOAT_FORMATS, GGML_TYPES
 from fakequant.spec import QuantSpec
 
 try:
@@ -62,10 +62,10 @@ DTYPES: dict[str, int] = {
 }
 
 # Like the numerics of a spec, but torch has one rule per tensor and another per channel. A float format is a rule of
-# its own.
+# its own, and so is a block type of ggml.
 NUMERICS: dict[str, int] = {
     name: getattr(_native.Numerics, name).value
-    for name in ("torch_tensor", "torch_channel", "onnx", "half_away", *FLOAT_FORMATS)
+    for name in ("torch_tensor", "torch_channel", "onnx", "half_away", *FLOAT_FORMATS, *GGML_TYPES)
 }
 TORCH_TENSOR, TORCH_CHANNEL = NUMERICS["torch_tensor"], NUMERICS["torch_channel"]
 TORCH_CHANNEL_FLOAT: int = _native.Numerics.torch_channel_float.value
@@ -104,11 +104,13 @@ RANGE_TORCH_FUSED: int = _native.RangeRule.torch_fused.value
 UPDATES: dict[str, int] = {
     name: getattr(_native.RangeUpdate, name).value for name in ("moving_average", "min_max", "dynamic")
 }
-# What scales may be: any float32 number, a power of two by one of the rules of MX, or NVFP4's.
+# What scales may be: any float32 number, a power of two by one of the rules of MX, NVFP4's, or ggml's.
 SCALE_RULES: dict[str, int] = {
     name: getattr(_native.ScaleRule, name).value
-    for name in ("any", "floor", "ceil", "even", "rceil", "e4m3fn", "e4m3fn_divided", "float16", "bfloat16")
-}
+    for name in (
+        "any", "floor", "ceil", "even", "rceil", "e4m3fn", "e4m3fn_divided", "float16", "bfloat16", *GGML_TYPES,
+    )
+}  # fmt: skip
 
 # The key of `NUMERICS` by (numerics of a spec, whether it has one scale per tensor).
 NUMERICS_NAMES = {
@@ -127,6 +129,8 @@ def numerics_name(spec: QuantSpec) -> str:
     >>> numerics_name(QuantSpec(numerics="torch", axis=0)), numerics_name(QuantSpec())
     ('torch_channel', 'onnx')
     """
+    if spec.ggml_type is not None:
+        return spec.ggml_type
     return NUMERICS_NAMES[spec.numerics, spec.axis is None] if spec.format == "int" else spec.format
 
 
@@ -138,6 +142,8 @@ def scale_rule_name(spec: QuantSpec) -> str:
     """
     if spec.scale_rule == "divided":
         return "e4m3fn_divided"
+    if spec.ggml_type is not None:
+        return spec.ggml_type
     return {"float32": "any", "e8m0": spec.scale_rule}.get(spec.scale_format, spec.scale_format)
 
 
@@ -148,6 +154,20 @@ def is_per_block(scale_rule: str) -> bool:
     (True, False)
     """
     return scale_rule in ("any", "float16", "bfloat16")
+
+
+def is_ggml(rule: str) -> bool:
+    """Returns True for the numerics and scale rules of ggml's block types, whose scales may be negative or 0."""
+    return rule in GGML_TYPES
+
+
+def zero_point_dtype(scale_rule: str) -> str:
+    """Returns the dtype of zero points: int32, or float32 for the offsets of q4_1.
+
+    >>> zero_point_dtype("any"), zero_point_dtype("q4_1")
+    ('int32', 'float32')
+    """
+    return "float32" if scale_rule == "q4_1" else "int32"
 
 
 def largest_level(qmax: int, numerics: str) -> float:

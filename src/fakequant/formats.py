@@ -142,6 +142,8 @@ GGML_TYPES: dict[str, GgmlType] = {
     "q8_0_input": GgmlType(8, True, True, 32, "float16"),
     "q8_k_input": GgmlType(8, True, True, 256, "float32"),
 }
+# Those in which the sign of the largest magnitude of a block matters.
+SIGNED_RULES = ("q4_0", "q8_k_input")
 SCALE_RULES: tuple[ScaleRule, ...] = (
     "floor", "ceil", "even", "rceil", "divided", "q4_0", "q4_1", "q8_0", "tq2_0", "q8_0_input", "q8_k_input",
 )  # fmt: skip

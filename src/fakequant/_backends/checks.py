@@ -179,6 +179,23 @@ def refuse_scale(scale: object, dtype: str, where: str = "") -> NoReturn:
     )
 
 
+def refuse_ggml_scale(scale: object) -> NoReturn:
+    """Raises ValueError for a scale or an offset of a block of ggml that is not finite."""
+    raise ValueError(
+        f"Scales and offsets of ggml's block types must be finite, got {scale}.\n"
+        "Observe finite data first: `choose_qparams` never returns such a scale."
+    )
+
+
+def check_learned(spec: QuantSpec) -> None:
+    """Raises ValueError for a spec whose scales cannot be learned."""
+    if spec.ggml_type is not None:
+        raise ValueError(
+            f"The scales of ggml's block types follow every tensor; they cannot be learned, got {spec}.\n"
+            "Use `fake_quantize_dynamic`, or a spec with float32 scales."
+        )
+
+
 def check_zero_point_number(zero_point: int, spec: QuantSpec) -> None:
     """Raises ValueError if the spec does not allow the zero point. 0 is always allowed."""
     if zero_point != 0 and (spec.symmetric or not spec.qmin <= zero_point <= spec.qmax):

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fakequant import reference_ggml
-from fakequant._backends import backend_of
+from fakequant._backends import backend_of, numpy_functions
+from fakequant._backends.checks import EPS
 from fakequant._backends.types import Array, QParams
 from fakequant.spec import QuantSpec
 
@@ -44,11 +44,15 @@ def ggml_blocks(weight: Array, spec: QuantSpec, qparams: QParams[Array] | None =
         raise ValueError(f"`spec` must be one of {', '.join(_ADDED)} of ggml, got {spec}.")
     x = backend_of(weight).as_float32_array(weight, "weight")
     if qparams is None:
-        scale, offset = reference_ggml.choose_scale(*reference_ggml.block_ranges(x, spec), spec)
+        codes, (scale, offset) = numpy_functions.quantize_dynamic(x, spec, eps=EPS)
     else:
-        scale, offset = (backend_of(v).as_float32_array(v, "qparams") for v in qparams)
-    s, z = (np.repeat(v, spec.group_size or 1, axis=spec.axis) for v in (scale, offset))
-    q = np.nan_to_num(reference_ggml.quantize(x, s, z, spec)[1], nan=spec.qmin)
-    codes = (q + _ADDED[spec.ggml_type]).astype(np.int8 if spec.ggml_type == "q8_0" else np.uint8)
-    m = reference_ggml.stored_scale(offset, spec).astype(np.float16) if spec.has_offset else None
-    return GgmlBlocks(codes, reference_ggml.stored_scale(scale, spec).astype(np.float16), m)
+        scale, offset = (v if isinstance(v, np.ndarray) else v.detach().cpu().numpy() for v in qparams)
+        codes = numpy_functions.quantize(x, scale, offset, spec)
+    added = _ADDED[spec.ggml_type]
+    codes = codes if spec.ggml_type == "q8_0" else (codes + added).astype(np.uint8)
+    return GgmlBlocks(codes, _as_float16(scale), _as_float16(offset) if spec.has_offset else None)
+
+
+def _as_float16(value: np.ndarray) -> np.ndarray:
+    limit = np.finfo(np.float16).max
+    return value.clip(-limit, limit).astype(np.float16)

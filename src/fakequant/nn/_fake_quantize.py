@@ -14,6 +14,7 @@ from fakequant._backends.torch import compiled_nodes
 from fakequant._backends.torch.plain_memory import is_eager
 from fakequant._backends.torch.tensor_checks import check_device, kernel_numerics
 from fakequant._backends.torch.tensor_functions import fake_quantize
+from fakequant._backends.torch.tensor_kernels import zero_dtype
 from fakequant._kernels import NUMERICS, SCALE_RULES, UPDATES, scale_rule_name
 from fakequant.functional import Gradient
 from fakequant.nn._quantizer import Quantizer, Settings, scale_shape
@@ -133,7 +134,8 @@ class FakeQuantize(Quantizer):
                 self.register_buffer(name, value)
             # NaN until there is a range, so that using it by mistake shows in the results.
             self.register_buffer("scale", torch.full(blocks, torch.nan, dtype=torch.float32, device=device))
-            self.register_buffer("zero_point", torch.zeros(blocks, dtype=torch.int32, device=device))
+            zero_point = torch.zeros(blocks, dtype=zero_dtype(scale_rule_name(spec)), device=device)
+            self.register_buffer("zero_point", zero_point)
             if not observer.needs_data:
                 self.refresh()
 

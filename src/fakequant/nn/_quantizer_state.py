@@ -4,6 +4,7 @@ A state is checked before anything is loaded from it.
 """
 
 import copy
+import math
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeAlias
@@ -79,16 +80,18 @@ def find_bad_qparams(state: StateDict, prefix: str, scale_name: str, spec: Quant
         return None
     scale = whole(scale)
     # NaN is valid: nothing was observed yet.
-    bad = ~((scale > 0) & scale.isfinite() | scale.isnan())
+    has_sign = spec.ggml_type is not None
+    bad = ~(((scale > 0) | has_sign) & scale.isfinite() | scale.isnan())
     if bool(bad.any()):
         return (
-            f"`{scale_name}` is {_first_bad(scale, bad)} in the state, but a scale is finite and greater than 0, "
+            f"`{scale_name}` is {_first_bad(scale, bad)} in the state, but a scale is finite"
+            f"{'' if has_sign else ' and greater than 0'}, "
             "or NaN where nothing was observed.\nThe state is damaged: use another, or calibrate again."
         )
     zero_point = state.get(prefix + "zero_point")
     if zero_point is None or not is_readable(zero_point):
         return None
-    low, high = (0, 0) if spec.symmetric else (spec.qmin, spec.qmax)
+    low, high = (-math.inf, math.inf) if spec.has_offset else (0, 0) if spec.symmetric else (spec.qmin, spec.qmax)
     bad = ((zero_point < low) | (zero_point > high)) & scale.isfinite().to(zero_point.device)
     if bool(bad.any()):
         return (

@@ -17,7 +17,7 @@ from torch import Tensor
 from fakequant._backends.blocks import group_length, has_short_block
 from fakequant._backends.torch import compiled_nodes, tensor_functions
 from fakequant._backends.torch.tensor_functions import fake_quantize
-from fakequant._backends.torch.tensor_kernels import Observation, updated_range
+from fakequant._backends.torch.tensor_kernels import Observation, updated_range, zero_dtype
 from fakequant._backends.torch.torch_private import innermost_transform
 from fakequant._kernels import scale_rule_name
 from fakequant.nn._quantizer import ONLY_FINITE, LastTensor
@@ -102,7 +102,7 @@ def _quantize_in_new_tensors(quantizer: "FakeQuantize", x: Tensor) -> Tensor:
     """Computes the range in new tensors, not in the buffers: several threads may evaluate one model."""
     blocks = quantizer._check_blocks(x)
     lo = torch.full(blocks, torch.inf, dtype=torch.float32, device=x.device)
-    scale, zero_point = torch.empty_like(lo), torch.empty_like(lo, dtype=torch.int32)
+    scale, zero_point = torch.empty_like(lo), torch.empty_like(lo, dtype=zero_dtype(scale_rule_name(quantizer.spec)))
     hi = -lo
     y = observe_and_quantize(quantizer, x, lo, hi, scale, zero_point)
     if quantizer._blocks is not None:

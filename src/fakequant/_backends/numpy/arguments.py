@@ -132,6 +132,10 @@ def _scales(value: ArrayLike, blocks: Blocks, shape: tuple[int, ...], spec: Quan
     else:
         with np.errstate(over="ignore"):  # a scale that overflows is an error below
             scales = np.asarray(array, dtype=dtype, order="C")
+    if spec.ggml_type is not None:
+        if not np.isfinite(scales).all():
+            checks.refuse_ggml_scale(scales[~np.isfinite(scales)][0])
+        return scales
     bad = _native.first_invalid_scale(scales, scales.dtype == np.float64, scales.size)
     if bad >= 0:
         index = tuple(int(i) for i in np.unravel_index(bad, scales.shape or (1,)))
@@ -144,6 +148,8 @@ def _zero_points(
     value: ArrayLike, blocks: Blocks, shape: tuple[int, ...], spec: QuantSpec
 ) -> tuple[np.ndarray | None, int]:
     array = np.asarray(value)
+    if spec.has_offset:
+        return _offsets(array, blocks, shape, spec), _kernels.ZERO_F32
     if array.dtype.kind not in "iu":
         checks.refuse_zero_point_type(str(array.dtype))
     if array.ndim == 0 and array == 0 and spec.qmin <= 0:
@@ -157,3 +163,15 @@ def _zero_points(
         bad = int(array[(array < low) | (array > high)].flat[0])
         checks.refuse_zero_point(bad, spec.qmin, spec.qmax, symmetric=spec.symmetric)
     return np.asarray(array, dtype=np.int32, order="C"), _kernels.ZERO_I32
+
+
+def _offsets(array: np.ndarray, blocks: Blocks, shape: tuple[int, ...], spec: QuantSpec) -> np.ndarray:
+    if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
+        checks.refuse_scale_type("zero_point", str(array.dtype), "array")
+    if array.ndim == 0:
+        array = np.full(blocks.parameters, array)
+    if array.shape != blocks.parameters:
+        checks.check_parameter_shape("zero_point", array.shape, shape, spec, "array")
+    if not np.isfinite(array).all():
+        checks.refuse_ggml_scale(array[~np.isfinite(array)][0])
+    return np.asarray(array, dtype=np.float32, order="C")

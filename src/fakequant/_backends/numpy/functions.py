@@ -30,7 +30,8 @@ from fakequant._backends.types import (
     Unchecked,
     Update,
 )
-from fakequant._kernels import CODE_TYPES, SCALE_RULES, UPDATES, scale_rule_name
+from fakequant._kernels import CODE_TYPES, SCALE_RULES, UPDATES, scale_rule_name, zero_point_dtype
+from fakequant.formats import SIGNED_RULES
 from fakequant.spec import QuantSpec
 
 _FLOAT32 = np.dtype(np.float32)
@@ -146,6 +147,7 @@ def fake_quantize_learned(
 ) -> np.ndarray:
     """See `fakequant.fake_quantize_learned`."""
     checks.check_spec(spec)
+    checks.check_learned(spec)
     if grad_factor is not None:
         float(grad_factor)
     return fake_quantize(x, scale, round_zero_point(zero_point, spec), spec)
@@ -159,6 +161,7 @@ def fake_quantize_learned_backward(
     dy, _ = as_float_array(dy, "dy")
     checks.check_same(x.shape, dtype_name(x.dtype), dy.shape, dtype_name(dy.dtype))
     checks.check_spec(spec)
+    checks.check_learned(spec)
     grid = resolve(x.shape, dtype, scale, _round_backward(zero_point, spec), spec)
     x, dy = np.asarray(x, order="C"), np.asarray(dy, order="C")
     dx = np.empty(x.shape, x.dtype)
@@ -245,7 +248,7 @@ def observe_fake_quantize(
     x = np.asarray(x, order="C")
     y = np.empty(x.shape, x.dtype)
     scale = np.empty(blocks.parameters, np.float32)
-    zero_point = np.empty(blocks.parameters, np.int32)
+    zero_point = np.empty(blocks.parameters, zero_point_dtype(scale_rule_name(spec)))
     nan, posinf, neginf, unseen = _native.observe_fake_quantize(
         x, y, bits, kind, dtype, blocks.kernel, kernel_numerics(spec), spec.qmin, spec.qmax, _kernels.RANGE_OWN,
         UPDATES[update], True, True, spec.symmetric, SCALE_RULES[scale_rule_name(spec)], float(averaging_constant),
@@ -308,7 +311,26 @@ def min_max(x: Unchecked, spec: QuantSpec | None = None) -> Range[np.ndarray]:
     counts = np.empty((3, count), np.int64)
     _native.min_max(np.asarray(x, order="C"), dtype, blocks.kernel, limits[0], limits[1], counts)
     lo, hi = limits.astype(parameter_dtype(dtype)).reshape(2, *blocks.parameters)
+    if spec.ggml_type in SIGNED_RULES:
+        lo, hi = _range_to_largest(lo, hi, x, spec)
     return Range(lo, hi, *(c.reshape(blocks.parameters) for c in counts))
+
+
+def _range_to_largest(
+    lo: np.ndarray, hi: np.ndarray, x: np.ndarray, spec: QuantSpec
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns ranges from 0 to the first value with the largest magnitude. Blocks without finite values keep theirs."""
+    assert spec.axis is not None
+    assert spec.group_size is not None
+    axis = spec.axis % x.ndim
+    is_negative, nothing = -lo >= hi, lo > hi
+    tied = (-lo == hi) & ~nothing
+    if tied.any():
+        blocks = x.reshape(*x.shape[:axis], lo.shape[axis], spec.group_size, *x.shape[axis + 1 :])
+        data = np.moveaxis(blocks, axis + 1, -1)[tied].astype(lo.dtype)
+        first = (np.abs(data) == hi[tied][:, None]).argmax(-1)
+        is_negative[tied] = data[np.arange(len(data)), first] < 0
+    return np.where(nothing | is_negative, lo, 0), np.where(nothing | ~is_negative, hi, 0)
 
 
 def _joined_ranges(x: np.ndarray, spec: QuantSpec) -> Range[np.ndarray]:
@@ -332,7 +354,7 @@ def choose_qparams(lo: Numbers, hi: Numbers, spec: QuantSpec, *, eps: float) -> 
         bad = int(np.argmin(ordered))
         checks.refuse_range(low.flat[bad], high.flat[bad], bad if low.size > 1 else None)
     checks.check_eps(eps)
-    scale, zero_point = np.empty(shape, np.float32), np.empty(shape, np.int32)
+    scale, zero_point = np.empty(shape, np.float32), np.empty(shape, zero_point_dtype(scale_rule_name(spec)))
     _native.choose_qparams(
         low, high, low.size, kernel_numerics(spec), spec.qmin, spec.qmax, spec.symmetric,
         SCALE_RULES[scale_rule_name(spec)], float(eps), scale, zero_point,

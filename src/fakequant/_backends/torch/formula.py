@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fakequant import _kernels
+from fakequant._backends.torch import ggml_formula
 from fakequant._backends.torch.float_formula import block_scales, codes_of_values, round_to_format, values_of_codes
 from fakequant._backends.torch.fused_multiply_add import fma
 from fakequant._backends.torch.tensor_kernels import (
@@ -23,8 +24,8 @@ from fakequant._backends.torch.tensor_kernels import (
     scale_dtype,
     updated_range,
 )
-from fakequant._kernels import is_own, is_per_block, largest_level
-from fakequant.formats import FLOAT_FORMATS
+from fakequant._kernels import is_ggml, is_own, is_per_block, largest_level
+from fakequant.formats import FLOAT_FORMATS, SIGNED_RULES
 
 # In ranges up to this bound, every sum of a code and a zero point is exact in float32.
 _EXACT_IN_F32 = 2**22
@@ -95,6 +96,8 @@ def _code(x: Tensor, scale: Tensor, z: Tensor | int, grid: Grid) -> Tensor:
     x = x.to(compute)
     if grid.numerics in FLOAT_FORMATS:
         return round_to_format(x / scale, FLOAT_FORMATS[grid.numerics])
+    if is_ggml(grid.numerics):
+        return ggml_formula.codes(x, scale, z, grid.numerics)
     if grid.numerics == "onnx":
         return onnx_steps(x, scale).to(wide) + z
     if is_own(grid.numerics):
@@ -130,6 +133,8 @@ def fake_quantize(x: Tensor, grid: Grid, mask_kind: int) -> tuple[Tensor, Tensor
     low, high = _bounds(grid)
     if grid.numerics in FLOAT_FORMATS:
         y = code.clamp(low, high) * scale
+    elif is_ggml(grid.numerics):
+        y = ggml_formula.values(with_positive_zeros(code.clamp(low, high)), scale, z, grid.numerics)
     elif is_own(grid.numerics):
         compute = _compute_dtype(x)
         steps = with_positive_zeros(code.clamp(grid.qmin, grid.qmax) - z)
@@ -315,6 +320,9 @@ def dequantize(q: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
         levels = values_of_codes(split.data(q), FLOAT_FORMATS[grid.numerics]).to(compute)
         return _like(split.join((levels * scale.to(compute)).to(dtype)), q)
     z = grid.zero_point
+    if is_ggml(grid.numerics):
+        offset = split.parameter(z) if isinstance(z, Tensor) else 0
+        return _like(split.join(ggml_formula.values(split.data(q).float(), scale, offset, grid.numerics).to(dtype)), q)
     integer = torch.int32 if _is_exact_in_f32(grid) else torch.int64
     zero = split.parameter(z).to(integer) if isinstance(z, Tensor) else (z or 0)
     steps = split.data(q).to(integer) - zero
@@ -353,6 +361,8 @@ def choose_qparams(
     lo: Tensor, hi: Tensor, qmin: int, qmax: int, numerics: str, symmetric: bool, scale_rule: str, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Returns scale and zero point of every range. See `fakequant.choose_qparams` for the formulas."""
+    if is_ggml(scale_rule):
+        return ggml_formula.choose_qparams(lo.float(), hi.float(), scale_rule)
     lo, hi = lo.float().clamp(max=0.0), hi.float().clamp(min=0.0)
     if not is_per_block(scale_rule):
         scale = block_scales(torch.maximum(-lo, hi).abs(), qmax, numerics, scale_rule)
@@ -382,6 +392,8 @@ def rounded_scale(scale: Tensor, scale_rule: str) -> Tensor:
 def observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, options: ObserverOptions) -> Observed:
     """Updates the running range in place, chooses scales and fake-quantizes."""
     lo, hi, counts = min_max(x, tuple(running_min.shape))
+    if options.scale_rule in SIGNED_RULES:
+        lo, hi = ggml_formula.range_to_largest(lo, hi, x)
     new_min, new_max = updated_range(running_min, running_max, lo, hi, options.how)
     running_min.copy_(new_min)
     running_max.copy_(new_max)

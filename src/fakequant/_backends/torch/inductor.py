@@ -21,7 +21,7 @@ from fakequant._backends.torch import torch_private
 from fakequant._backends.torch.routes import forward_grid, ops, with_grid
 from fakequant._backends.torch.tensor_kernels import Grid, scale_dtype
 from fakequant._backends.torch.torch_annotations import Operator
-from fakequant._kernels import is_own
+from fakequant._kernels import is_ggml, is_own
 
 
 def decompositions(formulas: Mapping[str, Operator]) -> dict[Any, Operator]:
@@ -47,11 +47,11 @@ def decompositions(formulas: Mapping[str, Operator]) -> dict[Any, Operator]:
 
 
 def _is_left_to_the_kernel(x: Tensor, grid: Grid) -> bool:
-    """Returns True for torch's rules on the CPU: they use int64 and float64, and the kernel is faster.
+    """Returns True for torch's rules on the CPU, which use int64 and float64, and ggml's, which round to float16.
 
     The masked operator runs that kernel. It has no decomposition, and its unused mask costs little.
     """
-    return x.device.type == "cpu" and not is_own(grid.numerics)
+    return x.device.type == "cpu" and (not is_own(grid.numerics) or is_ggml(grid.numerics))
 
 
 def _checked(x: Tensor, grid: Grid) -> Grid:
@@ -91,8 +91,8 @@ _DEFINING_FILES = (
     *(
         f"_backends/torch/{name}.py"
         for name in (
-            "inductor", "operators", "formula", "float_formula", "fused_multiply_add", "gradients", "routes",
-            "tensor_kernels",
+            "inductor", "operators", "formula", "float_formula", "fused_multiply_add", "ggml_formula", "gradients",
+            "routes", "tensor_kernels",
         )
     ),
 )  # fmt: skip

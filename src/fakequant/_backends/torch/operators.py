@@ -17,7 +17,7 @@ from fakequant import _kernels
 from fakequant._backends.torch import formula, gradients, inductor, routes, tensor_kernels, vmap_rules
 from fakequant._backends.torch.gradients import levels_of
 from fakequant._backends.torch.routes import Kernels, ThreeTensors, ops, with_grid
-from fakequant._backends.torch.tensor_kernels import Grid, Observed, ObserverOptions
+from fakequant._backends.torch.tensor_kernels import Grid, Observed, ObserverOptions, zero_dtype
 from fakequant._backends.torch.torch_annotations import Library, Operator, Results
 from fakequant._backends.torch.torch_private import BelowADInplaceOrView, SingleLevelFunction, single_level_functions
 
@@ -125,7 +125,7 @@ def _fake_min_max(x: Tensor, blocks: list[int]) -> ThreeTensors:
 def _fake_observe(x: Tensor, running_min: Tensor, running_max: Tensor, *options: Any) -> tuple[Tensor, ...]:
     mask = _bytes_for(x, 1) if ObserverOptions(*options).clipped else x.new_empty(0, dtype=torch.uint8)
     scale = x.new_empty(running_min.shape, dtype=torch.float32)
-    zero_point = x.new_empty(running_min.shape, dtype=torch.int32)
+    zero_point = x.new_empty(running_min.shape, dtype=zero_dtype(ObserverOptions(*options).scale_rule))
     return torch.empty_like(x), mask, scale, zero_point, x.new_empty((), dtype=torch.int64)
 
 
@@ -140,9 +140,9 @@ _FAKE: dict[str, Operator] = {
     "dequantize": with_grid(lambda q, grid, dtype: torch.empty_like(q, dtype=dtype)),
     "dequantize_packed": with_grid(lambda q, grid, shape, bits, dtype: q.new_empty(shape, dtype=dtype)),
     "min_max": _fake_min_max,
-    "choose_qparams": lambda lo, hi, *_: (
+    "choose_qparams": lambda lo, hi, *options: (
         lo.new_empty(lo.shape, dtype=torch.float32),
-        lo.new_empty(lo.shape, dtype=torch.int32),
+        lo.new_empty(lo.shape, dtype=zero_dtype(options[-2])),
     ),
     "observe_fake_quantize": _fake_observe,
 }

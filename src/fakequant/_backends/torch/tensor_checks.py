@@ -101,6 +101,8 @@ def _in_block_shape(name: str, tensor: Tensor, x: Tensor, spec: QuantSpec) -> Te
 
 
 def _zero_points(value: Numbers, scale: Tensor, x: Tensor, spec: QuantSpec, learned: bool) -> Tensor | None:
+    if spec.has_offset:
+        return _offsets(value, scale, x, spec)
     if type(value) is int or isinstance(value, Integral):
         checks.check_zero_point_number(int(value), spec)
         if value == 0 and spec.qmin <= 0:
@@ -133,3 +135,14 @@ def _zero_points(value: Numbers, scale: Tensor, x: Tensor, spec: QuantSpec, lear
     if zeros.dim() == 0 and spec.axis is not None:
         return zeros.expand(scale.shape)
     return _in_block_shape("zero_point", zeros, x, spec)
+
+
+def _offsets(value: Numbers, scale: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
+    if isinstance(value, (Real, np.ndarray)) and not isinstance(value, bool):
+        value = torch.as_tensor(value, dtype=torch.float32, device=x.device)
+    if not isinstance(value, Tensor) or _is_not_real(value):
+        received = dtype_name(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+        checks.refuse_scale_type("zero_point", received, "tensor")
+    check_device(x, "zero_point", value)
+    offsets = value.float()
+    return offsets.expand(scale.shape) if offsets.dim() == 0 else _in_block_shape("zero_point", offsets, x, spec)

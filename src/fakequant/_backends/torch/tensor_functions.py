@@ -14,7 +14,7 @@ from torch import Tensor
 from fakequant import _kernels
 from fakequant._backends import checks, scale_codes
 from fakequant._backends.blocks import blocks_of, has_short_block, whole_and_rest
-from fakequant._backends.torch import compiled_nodes, formula, gradients, tensor_kernels
+from fakequant._backends.torch import compiled_nodes, formula, ggml_formula, gradients, tensor_kernels
 from fakequant._backends.torch.plain_memory import is_direct
 from fakequant._backends.torch.routes import learned_factor, ops, round_forward
 from fakequant._backends.torch.tensor_checks import block_shape, check_data, check_device, make_grid
@@ -40,6 +40,7 @@ from fakequant._backends.types import (
     Update,
 )
 from fakequant._kernels import NUMERICS, has_wide_scale, numerics_name, scale_rule_name
+from fakequant.formats import SIGNED_RULES
 from fakequant.spec import QuantSpec
 
 # Block scales have no smallest value.
@@ -183,6 +184,7 @@ def fake_quantize_learned(
 ) -> Tensor:
     """See `fakequant.fake_quantize_learned`."""
     checks.check_spec(spec)
+    checks.check_learned(spec)
     y = _compiled_fake_quantize_learned(x, scale, zero_point, spec, grad_factor)
     if y is not None:
         return y
@@ -197,6 +199,7 @@ def fake_quantize_learned_backward(
 ) -> LearnedGradients[Tensor]:
     """See `fakequant.fake_quantize_learned_backward`."""
     checks.check_spec(spec)
+    checks.check_learned(spec)
     check_data(x)
     check_data(dy, "dy")
     check_device(x, "dy", dy)
@@ -275,6 +278,8 @@ def min_max(x: Tensor, spec: QuantSpec | None = None) -> Range[Tensor]:
     if is_tracing():
         blocks = tuple(int(n) for n in blocks)  # torch.jit.trace has tensors for sizes
     lo, hi, counts = tensor_kernels.min_max(x, blocks) if is_direct(x) else ops.min_max(x, blocks)
+    if spec.ggml_type in SIGNED_RULES:
+        lo, hi = ggml_formula.range_to_largest(lo, hi, x)
     shape = blocks_of(tuple(x.shape), spec).parameters
     return Range(*(v.reshape(shape) for v in (lo, hi, *counts)))
 

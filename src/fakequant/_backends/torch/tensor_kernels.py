@@ -14,6 +14,7 @@ from torch import Tensor
 from fakequant import _kernels, _native
 from fakequant._backends import checks
 from fakequant._backends.blocks import KernelShape, memory_order, order_of_result
+from fakequant._backends.torch import ggml_formula
 from fakequant._backends.torch.tensor_blocks import place
 from fakequant._kernels import (
     CODE_TYPES,
@@ -25,10 +26,13 @@ from fakequant._kernels import (
     has_wide_scale,
     is_own,
     is_per_block,
+    zero_point_dtype,
 )
+from fakequant.formats import GGML_TYPES, SIGNED_RULES
 
 KERNEL_DTYPES = {getattr(torch, name): number for name, number in DTYPES.items()}
 _ZERO_KINDS = {torch.int32: _kernels.ZERO_I32, torch.int64: _kernels.ZERO_I64, torch.float32: _kernels.ZERO_F32}
+_GGML_NUMERICS = {NUMERICS[name] for name in GGML_TYPES}
 _CODE_TYPES = {getattr(torch, name): number for name, number in CODE_TYPES.items()}
 Order = tuple[int, ...] | None
 
@@ -40,6 +44,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     'float32'
     """
     return str(dtype).removeprefix("torch.")
+
+
+def zero_dtype(scale_rule: str) -> torch.dtype:
+    """Returns the dtype of zero points: int32, or float32 for the offsets of ggml's q4_1."""
+    dtype: torch.dtype = getattr(torch, zero_point_dtype(scale_rule))
+    return dtype
 
 
 class Grid(NamedTuple):
@@ -73,6 +83,11 @@ class _Parameters(NamedTuple):
 
     def check(self) -> None:
         """Raises ValueError unless scales are finite and positive, and zero points within the range."""
+        if self.numerics in _GGML_NUMERICS:
+            for value in (self.scale, self.zero_point):
+                if value is not None and not value.isfinite().all():
+                    checks.refuse_ggml_scale(value[~value.isfinite()][0].item())
+            return
         _check_scale(self.scale, self.scale_is_f64)
         if self.zero_point is not None:
             _check_zero_point(self.zero_point, self.zero_kind, self.qmin, self.qmax)
@@ -393,7 +408,7 @@ def choose_qparams(
         bad = int(ordered.flatten().int().argmin())
         checks.refuse_range(lo.flatten()[bad].item(), hi.flatten()[bad].item(), bad if lo.numel() > 1 else None)
     scale = torch.empty(lo.shape, dtype=torch.float32, device="cpu")
-    zero_point = torch.empty(lo.shape, dtype=torch.int32, device="cpu")
+    zero_point = torch.empty(lo.shape, dtype=zero_dtype(scale_rule), device="cpu")
     if lo.numel():
         _native.choose_qparams(
             lo.data_ptr(), hi.data_ptr(), lo.numel(), NUMERICS[numerics], qmin, qmax, symmetric,
@@ -456,7 +471,7 @@ def observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, o
     mask, mask_address = empty_mask(y, options.mask_kind)
     state = [_in_order(v, torch.float32, order, None) for v in (running_min, running_max)]
     scale = torch.empty(running_min.numel(), dtype=torch.float32, device="cpu")
-    zero_point = torch.empty(running_min.numel(), dtype=torch.int32, device="cpu")
+    zero_point = torch.empty(running_min.numel(), dtype=zero_dtype(options.scale_rule), device="cpu")
     *nonfinite, unseen = _native.observe_fake_quantize(
         placed.data_ptr(), y.data_ptr(), mask_address, options.mask_kind, KERNEL_DTYPES[x.dtype], shape,
         NUMERICS[options.numerics], options.qmin, options.qmax, _kernels.RANGE_OWN, UPDATES[options.update], True, True,
@@ -475,6 +490,8 @@ def observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, o
 def _observe_in_steps(x: Tensor, running_min: Tensor, running_max: Tensor, options: ObserverOptions) -> Observed:
     """Does the same as `observe_fake_quantize` in separate steps, for layouts in which blocks have to be expanded."""
     lo, hi, counts = min_max(x, tuple(running_min.shape))
+    if options.scale_rule in SIGNED_RULES:
+        lo, hi = ggml_formula.range_to_largest(lo, hi, x)
     new_min, new_max = updated_range(running_min, running_max, lo, hi, options.how)
     unseen = int((~(new_min <= new_max)).sum())
     if unseen:
@@ -508,7 +525,7 @@ def updated_range(
     lo, hi = (seen.clamp(-limit, limit).float() for seen in (lo, hi))
     if how.update == "dynamic":
         lo, hi = lo.masked_fill(nothing, 0), hi.masked_fill(nothing, 0)
-        if is_per_block(how.scale_rule):
+        if is_per_block(how.scale_rule) or how.scale_rule in ("q4_1", *SIGNED_RULES):
             return lo, hi
         absmax = torch.maximum(-lo, hi).abs()  # all that matters for block scales; not -0.0
         return 0 - absmax, absmax

@@ -1,0 +1,77 @@
+"""The rules of ggml's block types in torch operations. Part of `formula`; csrc/ggml-inl.h has the formulas."""
+
+import torch
+from torch import Tensor
+
+_LARGEST = torch.finfo(torch.float32).max
+_LARGEST_F16 = torch.finfo(torch.float16).max
+
+
+def codes(x: Tensor, scale: Tensor, offset: Tensor | int, rule: str) -> Tensor:
+    """Returns codes before clamping, as float32. NaN stays NaN."""
+    t = x.float()
+    if isinstance(offset, Tensor):
+        t = t - offset.float()
+    t = t * _inverse(scale.float(), rule)
+    if rule == "q4_0":
+        return torch.floor(t + 8.5) - 8
+    if rule == "q4_1":
+        return torch.floor(t + 0.5)
+    if rule in ("q8_0", "tq2_0"):
+        whole = torch.trunc(t)
+        return torch.where((t - whole).abs() >= 0.5, whole + torch.copysign(torch.ones_like(t), t), whole)
+    return torch.round(t)
+
+
+def values(codes: Tensor, scale: Tensor, offset: Tensor | int, rule: str) -> Tensor:
+    """Returns the values of clamped codes as float32; the codes have no -0.0."""
+    y = codes * _stored_scale(scale.float(), rule)
+    return y + _as_float16(offset.float()) if isinstance(offset, Tensor) else y
+
+
+def _inverse(scale: Tensor, rule: str) -> Tensor:
+    return _divided({"q8_0_input": 127.0, "q8_k_input": -127.0}.get(rule, 1.0), scale).clamp(-_LARGEST, _LARGEST)
+
+
+def _divided(a: Tensor | float, b: Tensor | float) -> Tensor:
+    """Returns a / b. With a number, torch may multiply by a reciprocal, which is rounded twice."""
+    if not isinstance(a, Tensor):
+        assert isinstance(b, Tensor)
+        return torch.full_like(b, a) / b
+    return a / (b if isinstance(b, Tensor) else torch.full_like(a, b))
+
+
+def _stored_scale(scale: Tensor, rule: str) -> Tensor:
+    if rule == "q8_k_input":
+        return torch.where(scale == 0, 0.0, _divided(1.0, _inverse(scale, rule)))
+    return _as_float16(_divided(scale, 127.0) if rule == "q8_0_input" else scale)
+
+
+def _as_float16(value: Tensor) -> Tensor:
+    return value.clamp(-_LARGEST_F16, _LARGEST_F16).half().float()
+
+
+def choose_qparams(lo: Tensor, hi: Tensor, rule: str) -> tuple[Tensor, Tensor]:
+    """Returns the scales of blocks with these float32 ranges, and zero points, which are floats in q4_1."""
+    absmax = torch.maximum(-lo, hi).clamp(min=0).abs()
+    signed = torch.where(-lo >= hi, lo, hi)
+    if rule == "q4_1":
+        return _divided(hi - lo, 15.0).clamp(max=_LARGEST), lo.clone()
+    scale = {"q4_0": signed / -8.0, "q8_0": _divided(absmax, 127.0), "q8_k_input": signed.clone()}.get(rule, absmax)
+    return scale, torch.zeros_like(scale, dtype=torch.int32)
+
+
+def range_to_largest(lo: Tensor, hi: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns ranges from 0 to the first value with the largest magnitude, for the ranges of the blocks of `x`.
+
+    `lo` and `hi` have as many axes as `x`. A block without finite values keeps its range.
+    """
+    pairs = [n for length, b in zip(x.shape, lo.shape, strict=True) for n in (b, length // b if b else 1)]
+    within = list(range(1, len(pairs), 2))
+    data = x.detach().reshape(pairs).movedim(within, [*range(-len(within), 0)]).flatten(-len(within))
+    low, high = lo.to(data.dtype), hi.to(data.dtype)
+    absmax = torch.maximum(-low, high)
+    is_it = data.abs() == absmax.unsqueeze(-1)
+    first = data.gather(-1, is_it.to(torch.uint8).argmax(-1, keepdim=True)).squeeze(-1)
+    is_negative, nothing = first < 0, lo > hi
+    return torch.where(nothing | is_negative, lo, 0), torch.where(nothing | ~is_negative, hi, 0)

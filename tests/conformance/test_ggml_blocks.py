@@ -1,0 +1,212 @@
+"""The block types of ggml: the reference against libggml, and all other paths against the reference."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from torch.func import vmap
+
+import fakequant as fq
+from fakequant import presets, reference_ggml
+from fakequant._backends.ggml_blocks import ggml_blocks
+from fakequant._backends.torch import formula, tensor_kernels
+from fakequant._kernels import MASK_BYTES
+from fakequant.formats import GGML_TYPES
+from fakequant.testing import cases
+from fakequant.testing.assertions import assert_same_bits
+from shared import libggml
+from shared.thoroughness import ALL
+
+SPECS = {name: getattr(presets, name)() for name in GGML_TYPES}
+WEIGHTS = ("q4_0", "q4_1", "q8_0", "tq2_0")
+NAN, INF = np.nan, np.inf
+FLOAT32_MAX = np.finfo(np.float32).max
+by_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+by_dtype = pytest.mark.parametrize("dtype", cases.DTYPES.values(), ids=cases.DTYPES)
+
+
+@functools.cache
+def hard_rows(elements=1 << (20 if ALL else 16)):
+    """Returns rows of 256 float32 values: ties of codes and of magnitudes, zeros, and scales of every size."""
+    rng = np.random.default_rng(0)
+    shape = (elements // 256, 256)
+    normal = rng.standard_normal(shape).astype(np.float32)
+    sizes = np.float32(2.0) ** rng.integers(-30, 13, (len(normal), 1)).astype(np.float32)
+    halves = rng.integers(-16, 17, shape).astype(np.float32) / 2
+    ends = np.where(rng.random(shape) < 0.1, rng.choice(np.float32([-8, 8, -127, 127, 15, 7.5]), shape), halves)
+    parts = [
+        normal * sizes,
+        normal.astype("float16").astype(np.float32),
+        (normal.view(np.uint32) & 0xFFF00000).view(np.float32),  # few bits: many equal magnitudes
+        halves * sizes,
+        ends * np.float32(0.1),
+        rng.integers(-254, 255, shape).astype(np.float32) / 2,
+        np.where(rng.random(shape) < 0.99, 0, normal),
+        np.tile(np.float32([-1, 1, 0.5, -0.5, -0.0, 0.49999997, -0.49999997, 0.0]), (1, 32)),
+        np.zeros((1, 256), np.float32),
+        np.full((1, 256), 3.25, np.float32),
+    ]
+    return np.concatenate(parts)
+
+
+def values_in_ggml(x, block_type, suffix):
+    return libggml.dequantize(libggml.quantize(x, block_type, suffix), block_type).reshape(x.shape)
+
+
+@pytest.mark.parametrize("suffix", ["_ref", ""])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_the_reference_has_the_bits_of_libggml(name, suffix):
+    """With every kind of tie, also where a scale is subnormal in float16 or rounds to 0."""
+    if (name, suffix) == ("q8_0", ""):
+        pytest.skip("the kernel is that of inputs")
+    x = hard_rows()
+    assert_same_bits(reference_ggml.fake_quantize_blocks(x, SPECS[name]).y, values_in_ggml(x, name, suffix))
+
+
+def test_inputs_have_the_bytes_of_the_kernels_of_libggml():
+    x = hard_rows()
+    blocks = libggml.quantize(x, "q8_0", "")
+    ours = reference_ggml.fake_quantize_blocks(x, SPECS["q8_0_input"])
+    assert_same_bits(ours.codes.reshape(-1, 32), blocks[:, 2:].copy().view(np.int8))
+    scales = reference_ggml.stored_scale(ours.scale, SPECS["q8_0_input"]).astype(np.float16)
+    assert_same_bits(scales.reshape(-1, 1), blocks[:, :2].copy().view(np.float16))
+
+    blocks = libggml.quantize(x, "q8_K")
+    ours = reference_ggml.fake_quantize_blocks(x, SPECS["q8_k_input"])
+    assert_same_bits(ours.codes, blocks[:, 4:260].copy().view(np.int8))
+    stored = reference_ggml.stored_scale(ours.scale, SPECS["q8_k_input"])
+    assert_same_bits(stored, blocks[:, :4].copy().view(np.float32))
+
+
+def test_where_libggml_differs():
+    """Where 1 / d is infinite, C leaves its codes undefined; where float16(d) is infinite, its values are not numbers."""
+    tiny, huge = np.zeros((2, 32), np.float32)
+    tiny[:2] = 2.0**-130, 2.0**-140
+    huge[:2] = -1e6, 1.0
+    for spec in (SPECS["q4_0"], SPECS["q8_0"]):
+        assert not reference_ggml.fake_quantize_blocks(tiny, spec).y.any()
+    y = reference_ggml.fake_quantize_blocks(huge, SPECS["q4_0"]).y
+    assert_same_bits(y[:2], np.float32([-524032, 0]))
+    assert not np.isfinite(values_in_ggml(huge, "q4_0", "_ref")).all()
+
+
+# --- all paths ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def hard_array(spec, dtype, shape, axis):
+    """Returns hard values with NaN, infinities and the largest floats, in another order of axes."""
+    rng = np.random.default_rng(1)
+    rows = hard_rows()
+    x = np.array(rows[rng.permutation(len(rows))[: -(-np.prod(shape) // 256)]].reshape(-1)[: np.prod(shape)])
+    where = rng.random(x.size)
+    for value, low in ((NAN, 0.01), (INF, 0.02), (-INF, 0.03), (FLOAT32_MAX, 0.032), (-FLOAT32_MAX, 0.034)):
+        x[(where < low) & (where > low - 0.01) & (rng.random(x.size) < 0.3)] = value
+    with np.errstate(over="ignore"):
+        x = x.reshape(shape).astype(dtype)
+    return x, presets_along(spec, axis)
+
+
+def presets_along(spec, axis):
+    return getattr(presets, spec.ggml_type)(axis=axis)
+
+
+def shapes_of(spec):
+    size = spec.group_size
+    return [((5, 3 * size), -1), ((2 * size, 9), 0), ((2, size, 5), 1), ((0, size), 1), ((size,), 0)]
+
+
+def check_all(spec, dtype, run):
+    for shape, axis in shapes_of(spec):
+        x, here = hard_array(spec, dtype, shape, axis)
+        run(x, here, reference_ggml.fake_quantize_blocks(x, here))
+
+
+@by_dtype
+@by_spec
+def test_arrays(spec, dtype):
+    def run(x, spec, wanted):
+        assert_same_bits(fq.fake_quantize_dynamic(x, spec), wanted.y)
+        codes, qparams = fq.quantize_dynamic(x, spec)
+        assert_same_bits(codes, wanted.codes)
+        assert_same_bits(qparams.scale, wanted.scale)
+        if spec.has_offset:
+            assert_same_bits(qparams.zero_point, wanted.offset)
+        y, mask = fq.fake_quantize(x, *qparams, spec, mask="bool")
+        assert_same_bits(y, wanted.y)
+        assert_same_bits(mask, wanted.mask)
+        expected = np.where(np.isnan(x), fq.dequantize(codes, *qparams, spec, dtype=dtype), wanted.y)
+        assert_same_bits(fq.dequantize(codes, *qparams, spec, dtype=dtype), expected.astype(dtype))
+        lo, hi = reference_ggml.block_ranges(x, spec)
+        running = np.empty((2, *lo.shape), np.float32)
+        seen = fq.observe_fake_quantize(x, spec, *running, update="dynamic", mask="bool")
+        for ours, theirs in zip((seen.y, seen.mask, seen.scale, *running), (y, mask, qparams.scale, lo, hi), strict=True):
+            assert_same_bits(ours, theirs)
+
+    check_all(spec, dtype, run)
+
+
+def as_tensor(x):
+    return torch.from_numpy(x.view(np.uint16)).view(torch.bfloat16) if x.dtype.name == "bfloat16" else torch.from_numpy(x)
+
+
+def as_array(x):
+    return x.view(torch.uint16).numpy().view(cases.DTYPES["bfloat16"]) if x.dtype == torch.bfloat16 else x.numpy()
+
+
+@by_dtype
+@by_spec
+def test_tensors_in_every_layout_and_under_vmap(spec, dtype):
+    def run(x, spec, wanted):
+        tensor = as_tensor(x)
+        assert_same_bits(as_array(fq.fake_quantize_dynamic(tensor, spec)), wanted.y)
+        if x.ndim > 1:
+            swapped = tensor.transpose(0, 1).contiguous().transpose(0, 1)
+            assert_same_bits(as_array(fq.fake_quantize_dynamic(swapped, spec).contiguous()), wanted.y)
+        if x.size:
+            codes, qparams = fq.quantize_dynamic(tensor, spec)
+            assert_same_bits(codes.numpy(), wanted.codes)
+            assert_same_bits(qparams.scale.numpy(), wanted.scale)
+            both = vmap(lambda one: fq.fake_quantize_dynamic(one, spec))(torch.stack([tensor, tensor]))
+            assert_same_bits(as_array(both[1]), wanted.y)
+
+    check_all(spec, dtype, run)
+
+
+@by_dtype
+@by_spec
+def test_the_formula_for_other_devices_has_the_same_bits(spec, dtype):
+    def run(x, spec, wanted):
+        tensor = as_tensor(x)
+        rule = spec.ggml_type
+        options = tensor_kernels.ObserverOptions(spec.qmin, spec.qmax, rule, spec.symmetric, rule, "dynamic", 0, 1, True)
+        running = torch.empty((2, *wanted.scale.shape))
+        seen = formula.observe_fake_quantize(tensor, *running, options)
+        for ours, theirs in ((as_array(seen.y), wanted.y), (seen.scale.numpy(), wanted.scale)):
+            assert_same_bits(ours, theirs)
+        grid = tensor_kernels.Grid(seen.scale, seen.zero_point if spec.has_offset else None, spec.qmin, spec.qmax, rule)
+        mask = formula.fake_quantize(tensor, grid, MASK_BYTES)[1]
+        assert_same_bits(mask.numpy(), wanted.mask)
+        assert_same_bits(formula.quantize(tensor, grid, getattr(torch, spec.storage)).numpy(), wanted.codes)
+        kernels = tensor_kernels.dequantize(torch.from_numpy(wanted.codes), grid, tensor.dtype)
+        formulas = formula.dequantize(torch.from_numpy(wanted.codes), grid, tensor.dtype)
+        assert_same_bits(as_array(formulas), as_array(kernels))
+
+    check_all(spec, dtype, run)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_stored_blocks_have_the_values_of_fake_quantization(name):
+    spec, x = SPECS[name], hard_rows()[:600]
+    blocks = ggml_blocks(torch.from_numpy(x), spec)
+    added = {"q4_0": 8, "tq2_0": 1}.get(name, 0)
+    levels = blocks.codes.astype(np.int32) - added
+    d = np.repeat(blocks.d.astype(np.float32), spec.group_size, axis=-1)
+    y = levels.astype(np.float32) * d
+    if blocks.m is not None:
+        y = y + np.repeat(blocks.m.astype(np.float32), spec.group_size, axis=-1)
+    assert_same_bits(y, fq.fake_quantize_dynamic(x, spec))
+    frozen = ggml_blocks(x, spec, fq.quantize_dynamic(x, spec)[1])
+    assert_same_bits(frozen.codes, blocks.codes)
+    assert_same_bits(frozen.d, blocks.d)
