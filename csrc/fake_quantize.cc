@@ -139,6 +139,20 @@ template <class Rule, class T> FQ_INLINE void short_rows(const FakeQuantizeArgs&
   }
 }
 
+// The same for blocks of ggml.
+template <class Rule, class T> FQ_INLINE void ggml_rows(const FakeQuantizeArgs& a, int64_t begin, int64_t end) {
+  constexpr int N = kLanesOf<float>;
+  using V = Vec<float, N>;
+  const int64_t length = a.shape.inner;
+  const T* x = static_cast<const T*>(a.x) + begin;
+  T* y = static_cast<T*>(a.y) + begin;
+  const GridParams<Rule, V> params(a.grid);
+  for (int64_t row = begin / length; row < end / length; ++row, x += length, y += length) {
+    const auto p = params.one(row);
+    for (int64_t i = 0; i < length; i += N) step<Rule, N>(x + i, y + i, p);
+  }
+}
+
 template <class T> bool has_short_rows(const FakeQuantizeArgs& a, int64_t begin, int64_t end) {
   const Shape& s = a.shape;
   return kSame<Compute<T>, float> && a.grid.scale_f32 && s.batch == 1 && s.outer == 1 && s.blocks > 1 &&
@@ -150,6 +164,9 @@ template <class Rule, class T, class Mask>
 __attribute__((noinline)) void forward(const FakeQuantizeArgs& a, int64_t begin, int64_t end, uint8_t* bits) {
   if constexpr (kIsFixedFloatRule<Rule> && kSame<Compute<T>, float> && !Mask::kWanted) {
     if (has_short_rows<T>(a, begin, end)) return short_rows<Rule, T>(a, begin, end);
+  }
+  if constexpr (kIsGgmlRule<Rule> && kSame<Compute<T>, float> && !Mask::kWanted) {
+    if (has_short_rows<T>(a, begin, end)) return ggml_rows<Rule, T>(a, begin, end);
   }
   const T* x = static_cast<const T*>(a.x);
   T* y = static_cast<T*>(a.y);

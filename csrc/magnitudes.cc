@@ -49,7 +49,9 @@ template <class T> FQ_INLINE float with_first_sign(IntOf<Compute<T>> largest, co
   int64_t i = 0;
   if (stride == 1) {
     const auto wanted = splat<Ints<Vec<C, N>>>(largest);
-    while (i + N <= n && !any_lane(magnitude_bits(load<N>(x + i)) == wanted)) i += N;
+    uint32_t found = 0;
+    for (; i + N <= n && found == 0; i += N) found = lane_bits(magnitude_bits(load<N>(x + i)) == wanted);
+    if (found != 0) i += __builtin_ctz(found) - N;
   }
   while (i < n - 1 && magnitude_bits(load<1>(x + i * stride))[0] != largest) ++i;
   return load<1>(x + i * stride)[0] < 0 ? -as_float<C>(largest) : as_float<C>(largest);

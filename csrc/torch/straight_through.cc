@@ -140,11 +140,13 @@ nb::object observe(nb::handle x_object, nb::handle running_min, nb::handle runni
   const auto blocks = blocks_of(x, axis, group);
   if (!blocks) return nb::none();
   const int64_t n = blocks->count;
+  const bool has_offsets = ScaleRule(scale_rule) == ScaleRule::q4_1;
+  int32_t* zero = has_offsets ? reinterpret_cast<int32_t*>(buffer<float>(zero_point, n, at::kFloat))
+                              : buffer<int32_t>(zero_point, n, at::kInt);
   const ObserveArgs o{RangeRule::own, RangeUpdate(update), /*observe=*/true, quantize, symmetric,
                       ScaleRule(scale_rule), float(averaging_constant), float(eps),
                       buffer<float>(running_min, n, at::kFloat), buffer<float>(running_max, n, at::kFloat),
-                      buffer<float>(scale, n, at::kFloat),
-                      buffer<int32_t>(zero_point, n, ScaleRule(scale_rule) == ScaleRule::q4_1 ? at::kFloat : at::kInt)};
+                      buffer<float>(scale, n, at::kFloat), zero};
   if (!o.running_min || !o.running_max || !o.scale || !o.zero_point) return nb::none();
   Grid grid;
   grid.numerics = Numerics(numerics);

@@ -8,6 +8,7 @@ lsq                weights and activations of few bits with learned scales; 8 bi
 fp8                FP8 weights per channel, FP8 activations per tensor
 mxfp8, nvfp4       weights and inputs in blocks along the axis that products sum over, with block scales
 mxfp4_weight_only  MXFP4 weights, activations in float; nvfp4_weight_only the same with NVFP4
+gguf               weights in a block type of llama.cpp, inputs as its kernels round them
 """
 
 from typing import Literal
@@ -19,7 +20,7 @@ from fakequant.observers import Dynamic
 from fakequant.spec import QuantSpec
 
 __all__ = [
-    "fp8", "int4_weight_only", "int8", "int8_dynamic", "lsq", "mxfp4_weight_only", "mxfp8", "nvfp4",
+    "fp8", "gguf", "int4_weight_only", "int8", "int8_dynamic", "lsq", "mxfp4_weight_only", "mxfp8", "nvfp4",
     "nvfp4_weight_only", "w4a8",
 ]  # fmt: skip
 
@@ -147,3 +148,45 @@ def nvfp4_weight_only(*, target: str = "generic") -> QuantConfig:
     (4, None)
     """
     return QuantConfig(default=LayerConfig(weight=presets.nvfp4()), target=target)
+
+
+def gguf(
+    type: Literal["q4_0", "q4_1", "q8_0", "tq2_0", "mxfp4"] = "q4_0",
+    *,
+    activations: bool = True,
+    target: str = "llama.cpp",
+) -> QuantConfig:
+    """Weights in a block type of GGUF files, and inputs of linear layers as the kernels of llama.cpp round them.
+
+    Embeddings, and the head if it is called `lm_head`, have Q8_0 weights. Nothing has to be calibrated.
+
+    Args:
+        type: The block type of linear layers.
+        activations: Whether inputs are rounded to 8 bits, in training and evaluation, as llama.cpp does on CPUs.
+        target: The runtime that the model is trained for.
+
+    >>> config = gguf("q4_0")
+    >>> print(config.default.weight, "|", config.default.input)
+    int4, per group of 32 on axis -1, scales float16 (q4_0) | int8 narrow, per group of 32 on axis -1, scales float16 (q8_0_input)
+    >>> gguf("q8_0", activations=False).default.input is None
+    True
+    """
+    if type not in _GGUF_TYPES:
+        raise ValueError(f"`type` must be one of {', '.join(_GGUF_TYPES)}, got {type!r}.")
+    weight, of_weight = _GGUF_TYPES[type]
+    rounded = presets.q8_0_input() if activations else None
+    layer = LayerConfig(weight=weight, input=of_weight if activations else None)
+    config = QuantConfig(default=layer, target=target)
+    return config.rule(type="Embedding", weight=presets.q8_0(), input=None).rule(
+        "*lm_head", weight=presets.q8_0(), input=rounded
+    )
+
+
+# The specs of weights and of inputs by type.
+_GGUF_TYPES = {
+    "q4_0": (presets.q4_0(), presets.q8_0_input()),
+    "q4_1": (presets.q4_1(), presets.q8_0_input()),
+    "q8_0": (presets.q8_0(), presets.q8_0_input()),
+    "tq2_0": (presets.tq2_0(), presets.q8_k_input()),
+    "mxfp4": (presets.mxfp4(), presets.q8_0_input()),
+}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant import _runtimes
+from fakequant._backends.blocks import has_short_block
 from fakequant._backends.torch.tensor_kernels import dtype_name
 from fakequant._prepare.adapters import REASON, adapters
 from fakequant._runtimes.target import DYNAMIC_SPEC, EngineRules, Target
@@ -28,8 +29,8 @@ from fakequant.observers import Dynamic, MovingAverage
 from fakequant.spec import QuantSpec
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-# The path and type of a rule that recipes contain. It need not match: not every model has convolutions.
-_OF_RECIPES = ("*", "_ConvNd")
+# The paths and types of rules that recipes contain. They need not match: not every model has convolutions.
+_OF_RECIPES = (("*", "_ConvNd"), ("*", "Embedding"), ("*lm_head", None))
 # Longer patterns are not compared with names: it would be slow, and nothing would be similar.
 _LONGEST = 200
 
@@ -85,7 +86,8 @@ def make_plan(model: nn.Module, config: QuantConfig) -> Plan:
     attentions: dict[nn.Module, nn.Module] = {}  # attention modules by their output projections
     in_adapters = adapters(model)
     target = _runtimes.find(config.target)
-    tied = _tied_to_embeddings(model) if target.engine is not None else {}
+    has_float_tables = target.engine is not None and "Embedding" not in target.engine.layers
+    tied = _tied_to_embeddings(model) if has_float_tables else {}
     for path, module in model.named_modules():
         config_of_layer, number = config.find(path, module)
         if number is not None:
@@ -98,7 +100,7 @@ def make_plan(model: nn.Module, config: QuantConfig) -> Plan:
         reason = _unsupported_reason(module, config_of_layer)
         if config_of_layer is None and path in in_adapters:
             reason = REASON
-        if reason is None and target.engine is not None and path in tied:
+        if reason is None and path in tied:
             reason = f"it shares its weight with {tied[path]}, which stays in float"
         if module in attentions and all(layer.module is not attentions[module] for layer in plan.layers):
             reason = reason or "the attention it belongs to stays in float"
@@ -111,7 +113,7 @@ def make_plan(model: nn.Module, config: QuantConfig) -> Plan:
         if reason is not None and (_owns_parameters(module) or has_rule):
             plan.floats[path] = reason
     for number, rule in enumerate(config.rules):
-        if number not in used and (rule.path, rule.type) != _OF_RECIPES:
+        if number not in used and (rule.path, rule.type) not in _OF_RECIPES:
             words = f"Rule(path={rule.path!r}, type={rule.type!r})"
             plan.unmatched.append((words, _near_names(rule, (*model.named_modules(), *plan.products.items()))))
     return plan
@@ -273,6 +275,9 @@ class _Maker:
         if spec.has_block_scales and spec.axis == -1:
             spec = dataclasses.replace(spec, axis=1 - kind.channel_axis)
         spec = self._fitted(spec, "weight", dtype_name(weight.dtype))
+        engine = self.target.engine
+        if engine is not None and not engine.has_short_blocks and has_short_block(tuple(weight.shape), spec):
+            raise ValueError(f"its rows of {weight.shape[1]} weights are not divisible by blocks of {spec.group_size}")
         where = self._where("weight")
         options: dict[str, Any] = {"shape": tuple(weight.shape), "path": where, "device": weight.device, "sync": False}
         if self.config.learned and not spec.has_block_scales:
@@ -371,7 +376,7 @@ def warn_about_rules(model: nn.Module, plan: Plan, config: QuantConfig) -> None:
     unmatched = [
         rule
         for rule in config.rules
-        if (rule.path, rule.type) != _OF_RECIPES and not any(rule.matches(path, module) for path, module in named)
+        if (rule.path, rule.type) not in _OF_RECIPES and not any(rule.matches(path, module) for path, module in named)
     ]
     if not unmatched:
         return

@@ -21,6 +21,7 @@ The targets:
     tensorrt            symmetric 8-bit activations; symmetric weights of at most 8 bits, stored in bytes
     xnnpack             ExecuTorch with XNNPACK: activations of at most 8 bits per tensor, symmetric weights likewise
     compressed-tensors  transformers, vLLM, SGLang: weights of linear layers and inputs, in the grids of that format
+    llama.cpp           llama.cpp: weights of linear layers and embeddings in the block types of ggml, inputs likewise
 
 x86 CPUs without VNNI add pairs of 8-bit products in 16 bits and saturate. 255 * w + 255 * w fits in 16 bits if |w| is
 at most 64. With larger weights the sums are silently wrong.
@@ -30,6 +31,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
+from fakequant._runtimes.llama_cpp import target as llama_cpp
 from fakequant._runtimes.onnxruntime import target as onnxruntime
 from fakequant._runtimes.openvino import target as openvino
 from fakequant._runtimes.target import ActivationRules, Target, WeightRules
@@ -54,6 +56,7 @@ TARGETS: dict[str, Target] = {
         _TENSORRT,
         *xnnpack.TARGETS,
         *transformers.TARGETS,
+        *llama_cpp.TARGETS,
     )
 }
 # By the name that `verify` takes.
@@ -87,6 +90,7 @@ _ALIASES = {
     "openvino, or openvino-vnni for a CPU with VNNI": ("ov", "intel", "openvino-x86"),
     "xnnpack": ("executorch", "pte", "qnnpack", "arm", "android", "ios"),
     "compressed-tensors": ("transformers", "vllm", "sglang", "llm-compressor", "huggingface", "hf"),
+    "llama.cpp": ("gguf", "ggml", "llama-cpp", "llamacpp", "ollama", "lm-studio", "lmstudio"),
     "tensorrt": ("trt", "nvidia", "cuda", "gpu"),
     "generic": ("tflite", "litert", "coreml", "qnn", "tvm"),
 }

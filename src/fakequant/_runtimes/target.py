@@ -146,11 +146,14 @@ class EngineRules:
     # Return why it cannot hold a weight, or quantize an input, with a spec. None if it can.
     reason_against_weight: Callable[[QuantSpec], str | None]
     reason_against_input: Callable[[QuantSpec], str | None]
+    # Whether the last block of a row may be shorter than the others.
+    has_short_blocks: bool = True
 
     def with_scales_in(self, spec: QuantSpec, dtype: str) -> QuantSpec:
         """Returns the spec with scales in the dtype of the model, in which the engine keeps them."""
         short = next((name for name in SCALE_FORMATS if name == dtype and name != "float32"), None)
-        return dataclasses.replace(spec, scale_format=short) if short and spec.scale_format == "float32" else spec
+        has_float32_scales = spec.scale_format == "float32" and not spec.has_block_scales
+        return dataclasses.replace(spec, scale_format=short) if short and has_float32_scales else spec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ _LARGEST_F16 = torch.finfo(torch.float16).max
 def codes(x: Tensor, scale: Tensor, offset: Tensor | int, rule: str) -> Tensor:
     """Returns codes before clamping, as float32. NaN stays NaN."""
     t = x.float()
-    if isinstance(offset, Tensor):
+    if rule == "q4_1" and isinstance(offset, Tensor):
         t = t - offset.float()
     t = t * _inverse(scale.float(), rule)
     if rule == "q4_0":
@@ -26,7 +26,7 @@ def codes(x: Tensor, scale: Tensor, offset: Tensor | int, rule: str) -> Tensor:
 def values(codes: Tensor, scale: Tensor, offset: Tensor | int, rule: str) -> Tensor:
     """Returns the values of clamped codes as float32; the codes have no -0.0."""
     y = codes * _stored_scale(scale.float(), rule)
-    return y + _as_float16(offset.float()) if isinstance(offset, Tensor) else y
+    return y + _as_float16(offset.float()) if rule == "q4_1" and isinstance(offset, Tensor) else y
 
 
 def _inverse(scale: Tensor, rule: str) -> Tensor:

@@ -1,1 +1,1 @@
-"""llama.cpp: runs GGUF files, with weights in the blocks of ggml."""
+"""llama.cpp: runs GGUF files, whose weights are blocks of codes."""
