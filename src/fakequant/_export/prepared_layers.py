@@ -15,6 +15,7 @@ from fakequant.nn._experts import ExpertProduct
 from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._function_calls import CallingModule
 from fakequant.nn._model_quantizers import has_scale, named_quantizers
+from fakequant.nn._owners import is_owner, products_of
 from fakequant.nn._quantized_layer import QuantizedLayer, input_grids_of
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import TOKENS, float_class_of
@@ -110,6 +111,17 @@ def _name_of_weight(path: str, layer: QuantizedLayer) -> str:
     if isinstance(layer, ExpertProduct):  # a parameter of the module that owns the product
         return f"{path.rpartition('.')[0]}.{layer.names['weight']}"
     return f"{path}.{layer._fakequant.kind.weight_name}" if path else layer._fakequant.kind.weight_name
+
+
+def path_of_layer(model: nn.Module, name: str) -> str:
+    """Returns the path of the layer to which a weight belongs. A product of experts is a layer of its own."""
+    path, _, weight = name.rpartition(".")
+    module = model.get_submodule(path)
+    if is_owner(module):
+        for product, made in products_of(module).items():
+            if made.names["weight"] == weight:
+                return f"{path}.{product}"
+    return path
 
 
 def _require_layers_only(model: nn.Module, target: Target) -> None:

@@ -38,6 +38,7 @@ from fakequant._verify.passes import Codes, Difference, Inputs, Pass, Passes, Wh
 from fakequant._verify.repeatability import Outcome, require_repeating, require_repeating_file, require_same
 from fakequant._verify.rounding_bounds import Rounding, is_same, largest_difference
 from fakequant._verify.verdict import OutputReport, TensorReport, Verification
+from fakequant._verify.verify_gguf import verify_gguf
 from fakequant._verify.verify_weights import verify_weights
 
 # 32 repetitions in all, with the first 4. The chance that errors leave a tie on the same side every time is 2^-32.
@@ -104,6 +105,8 @@ def verify(
     check_module(model)
     check_accuracy_level(accuracy_level)
     session = session_for(path, runtime)
+    if session.run_tokens is not None:
+        return verify_gguf(model, path, data, session, steps=steps)
     if session.dequantizes:
         return verify_weights(model, path, data, steps=steps)
     file, golden = open_file_of(model, path, session.key)

@@ -316,9 +316,7 @@ def min_max(x: Unchecked, spec: QuantSpec | None = None) -> Range[np.ndarray]:
     return Range(lo, hi, *(c.reshape(blocks.parameters) for c in counts))
 
 
-def _range_to_largest(
-    lo: np.ndarray, hi: np.ndarray, x: np.ndarray, spec: QuantSpec
-) -> tuple[np.ndarray, np.ndarray]:
+def _range_to_largest(lo: np.ndarray, hi: np.ndarray, x: np.ndarray, spec: QuantSpec) -> tuple[np.ndarray, np.ndarray]:
     """Returns ranges from 0 to the first value with the largest magnitude. Blocks without finite values keep theirs."""
     assert spec.axis is not None
     assert spec.group_size is not None

@@ -115,7 +115,9 @@ def _rope(config: Any) -> Values:
     return found.get("full_attention", found)
 
 
-def _decoder(config: Any, activations: tuple[str, ...] = _SILU, kinds: tuple[str, ...] = ("default", "linear")) -> Values:
+def _decoder(
+    config: Any, activations: tuple[str, ...] = _SILU, kinds: tuple[str, ...] = ("default", "linear")
+) -> Values:
     """Returns what all decoders have."""
     activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None)
     _require(activation in activations, f"its activation is {activation!r} instead of {activations[0]!r}")
@@ -181,7 +183,9 @@ def _gemma(config: Any, period: int, layers_of_27b: int) -> Values:
         size = config.hidden_size // config.num_attention_heads
     scale = config.query_pre_attn_scalar
     _require(scale == size, f"`query_pre_attn_scalar` is {scale}, and llama.cpp computes with {size}")
-    kinds = ["full_attention" if i % period == period - 1 else "sliding_attention" for i in range(config.num_hidden_layers)]
+    kinds = [
+        "full_attention" if i % period == period - 1 else "sliding_attention" for i in range(config.num_hidden_layers)
+    ]
     _require(list(config.layer_types) == kinds, f"not every {period}th layer, and no other, has full attention")
     return _decoder(config, _GELU[:2]) | {"attention.sliding_window": config.sliding_window}
 
@@ -226,5 +230,7 @@ ARCHITECTURES = {
     "qwen3_moe": Architecture(name="qwen3moe", values=_qwen_experts),
     "gemma2": Architecture(name="gemma2", values=_gemma2, adds_one_to_norms=True),
     "gemma3_text": Architecture(name="gemma3", values=_gemma3, adds_one_to_norms=True),
-    "bert": Architecture(name="bert", values=_bert, is_encoder=True, leaves_out=("pooler.dense.weight", "pooler.dense.bias")),
+    "bert": Architecture(
+        name="bert", values=_bert, is_encoder=True, leaves_out=("pooler.dense.weight", "pooler.dense.bias")
+    ),
 }

@@ -35,7 +35,9 @@ def tensors_over_base(
         if found is None:
             if layer is None and _is_tied(place, base):
                 continue
-            raise ValueError(f"{base.path} does not belong to the model: it has no {place.name}, for {place.stored}.\n{_MAKE}.")
+            raise ValueError(
+                f"{base.path} does not belong to the model: it has no {place.name}, for {place.stored}.\n{_MAKE}."
+            )
         if found.type not in FLOATS:
             raise ValueError(f"{place.name} in {base.path} is already quantized, as {found.type}.\n{_MAKE}.")
         shape = place.shape(tensors.values[tensors.source(place)])

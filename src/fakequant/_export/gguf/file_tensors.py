@@ -163,7 +163,9 @@ def _places(
             parts[there] = Place(there, name, [Part(name, None)])
     for place in parts.values():
         if len({part.source for part in place.parts}) > 1:
-            raise ValueError(f"{place.name} is one tensor in the file, and several in the model: {place.parts[0].source}.")
+            raise ValueError(
+                f"{place.name} is one tensor in the file, and several in the model: {place.parts[0].source}."
+            )
     return parts.values()
 
 
@@ -205,7 +207,7 @@ def file_tensors(model: PreTrainedModel, tensors: ModelTensors, architecture: Ar
 def _file_tensor(model: Any, tensors: ModelTensors, place: Place, architecture: Architecture) -> FileTensor:
     source = tensors.source(place)
     value, layer, shape = tensors.values[source], tensors.layer(place), place.shape(tensors.values[source])
-    order = _order(place, model.config, shape, architecture)
+    order = order_of(place, model.config, shape, architecture)
     if layer is not None:
         return quantized_tensor(place.name, layer, shape, order)
     is_matrix = value.dim() >= 2 and not any(part in place.name for part in _ALWAYS_FLOAT32)
@@ -238,7 +240,7 @@ def quantized_tensor(name: str, layer: PreparedLayer, shape: tuple[int, ...], or
     return FileTensor(name, kind, shape, read)
 
 
-def _order(place: Place, config: Any, shape: tuple[int, ...], architecture: Architecture) -> Tensor | None:
+def order_of(place: Place, config: Any, shape: tuple[int, ...], architecture: Architecture) -> Tensor | None:
     """Returns the order of the model's rows in the file. None if it is the model's."""
     rows = place.rows()
     if architecture.interleaves_heads:
