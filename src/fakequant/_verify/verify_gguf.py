@@ -198,7 +198,9 @@ def _compare_weights(
         if theirs is None or theirs.type != "F32" or theirs.shape != tensor.shape:
             report.runtime_differ, report.why_runtime = report.codes, f"{session.name} has no such tensor"
             continue
-        differing = int((theirs.read().reshape(-1).view(np.int32) != ours.numpy().reshape(-1).view(np.int32)).sum())
+        # ggml has no -0 in MXFP4.
+        found = torch.from_numpy(theirs.read().reshape(-1).view(np.float32).copy())
+        differing = int((_bits(found + 0.0) != _bits(ours.reshape(-1) + 0.0)).sum())
         if differing:
             report.runtime_differ, report.why_runtime = differing, f"{session.name} has other values"
 
