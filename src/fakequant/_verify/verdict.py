@@ -78,7 +78,7 @@ class OutputReport:
     # The number of rows of two-dimensional results, and of rows with the same argmax in prepared model and runtime.
     rows: int = 0
     agreeing: int = 0
-    # The perplexity of texts in prepared model and runtime. None if the model does not predict tokens, or codes were compared.
+    # The perplexity of texts in prepared model and runtime. None if it was not measured.
     perplexity: float | None = None
     runtime_perplexity: float | None = None
 

@@ -2,10 +2,10 @@
 
 1. Metadata and tensors are compared with what the prepared model would be exported as now, byte by byte.
 2. The engine itself dequantizes the file. Its weights must be the prepared model's, bit by bit.
-3. The engine runs the texts of the data. It sums products in another order, and rounds inputs of layers to 8 bits as the
-   prepared model does. A sum that is rounded otherwise can move such a code by one step, and everything after it, so outputs
-   are not compared bit by bit: most must be equal up to the rounding of sums, and the others as close as those of the
-   prepared model with random errors of this size.
+3. The engine runs the texts of the data. It sums products in another order, and rounds inputs of layers to 8 bits as
+   the prepared model does. A sum that is rounded otherwise can move such a code by one step, and everything after it,
+   so outputs are not compared bit by bit: most must be equal up to the rounding of sums, and the others as close as
+   those of the prepared model with random errors of this size.
 """
 
 import copy
@@ -32,11 +32,11 @@ from fakequant._verify.verdict import OutputReport, TensorReport, Verification
 
 # Metadata that does not come from the model, and that the hash of all metadata protects.
 _FREE = ("tokenizer.", "general.name", "fakequant.")
-# Runs with random errors, and their size at the inputs of layers, in units of the last place of the input's root mean square.
+# Runs with random errors, and their size at the inputs of layers, in units of the last place of their root mean square.
 _REPETITIONS, _ULPS = 4, 2.0
 # A position is equal up to the rounding of sums if its outputs are closer than this share of their root mean square.
 _CLOSE, _FEW = 1e-6, 4
-# How far outputs may be away: times the distance with random errors, or what a few codes explain, as a share of their size.
+# How far outputs may be away: times the distance with random errors, or what a few codes explain, relative to them.
 _TIMES, _CODES = 4.0, 0.01
 # The share by which the perplexity may differ, and of positions at which the most likely token may.
 _PERPLEXITY, _DISAGREEING = 1e-3, 5e-3
@@ -132,12 +132,12 @@ def _compare_over_base(model: PreTrainedModel, file: GgufFile) -> dict[str, Tens
             if there is not None and there.value != field(value).value:
                 raise _of_other_model(file, f"{name} is {there.value}, and {value} in the model")
     tensors = ModelTensors(model, layers_of(model), file.architecture, is_strict=False)
-    noted = [entry.split(" ") for entry in file.metadata[HASHES].value if entry]
-    name = differing_tensor(tensors, file, {name: found for name, found in noted})
+    noted = [entry.partition(" ")[::2] for entry in file.metadata[HASHES].value if entry]
+    differing = differing_tensor(tensors, file, dict(noted))
     reports = _reports(file, _paths(tensors))
-    if name is not None:
-        report = reports.setdefault(name, TensorReport(name, codes=1))
-        report.prepared_differ, report.why_prepared = 1, f"{name} in the file is not the model's tensor"
+    if differing is not None:
+        report = reports.setdefault(differing, TensorReport(differing, codes=1))
+        report.prepared_differ, report.why_prepared = 1, f"{differing} in the file is not the model's tensor"
     else:
         _compare_with_training(tensors, reports)
     return reports
@@ -174,10 +174,8 @@ def _compare_tensors(file: GgufFile, expected: dict[str, FileTensor], paths: dic
     for name, tensor in expected.items():
         stored = file.tensors[name]
         if (stored.type, stored.shape) != (tensor.type, tensor.shape):
-            raise _of_other_model(
-                file,
-                f"{name} is {stored.type} of shape {stored.shape}, and {tensor.type} of shape {tensor.shape} in the model",
-            )
+            there, here = (f"{one.type} of shape {one.shape}" for one in (stored, tensor))
+            raise _of_other_model(file, f"{name} is {there}, and {here} in the model")
         differing = int((stored.read() != tensor.read()).sum())
         if differing:
             report = reports.setdefault(name, TensorReport(name, codes=differing))
@@ -254,11 +252,16 @@ def _texts(model: PreTrainedModel, data: Data, steps: int | None) -> list[Tensor
 def _compare_outputs(
     model: PreTrainedModel, texts: list[Tensor], theirs: list[Tensor], layers: list[nn.Module], *, is_encoder: bool
 ) -> OutputReport:
-    """Compares outputs with those of the model, position by position, and with those of the model with random errors."""
+    """Compares outputs with the model's, and their distance with that of the model with random errors."""
 
     def outputs() -> list[Tensor]:
-        found = [model(input_ids=text[None]) for text in texts]
-        return [(one.last_hidden_state if is_encoder else one.logits)[0].float() for one in found]
+        found: dict[int, Tensor] = {}
+        for length in sorted({len(text) for text in texts}):
+            numbers = [number for number, text in enumerate(texts) if len(text) == length]
+            several = model(input_ids=torch.stack([texts[number] for number in numbers]))
+            values = several.last_hidden_state if is_encoder else several.logits
+            found |= dict(zip(numbers, values.float(), strict=True))
+        return [found[number] for number in range(len(texts))]
 
     ours = outputs()
     if not all(map(torch.equal, ours, outputs())):

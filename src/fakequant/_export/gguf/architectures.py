@@ -1,7 +1,7 @@
 """The models that are written without a base file: their metadata, and where llama.cpp stores their weights.
 
-llama.cpp computes some things as the models of one family do, whatever the config says. `_Rules` checks the config for
-them, so that no file is written that computes something else.
+llama.cpp computes some things as the models of one family do, whatever the config says. The config is checked for them,
+so that no file is written that computes something else.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ def architecture_of(config: Any) -> Architecture:
     known = getattr(config, "model_type", None)
     if known not in ARCHITECTURES:
         raise ValueError(
-            f"export_gguf writes the metadata of {listed(ARCHITECTURES, most=20)}, and the model is {known!r}.\n"
+            f"export_gguf writes the metadata of {listed(list(ARCHITECTURES), most=20)}, and the model is {known!r}.\n"
             "Make a float file with llama.cpp's convert_hf_to_gguf.py (--outtype f32), and pass it as `base`."
         )
     return ARCHITECTURES[known]
@@ -111,8 +111,9 @@ def _head_size(config: Any) -> int:
 
 
 def _rope(config: Any) -> Values:
-    found: Values = getattr(config, "rope_parameters", None) or {}
-    return found.get("full_attention", found)
+    every: Values = getattr(config, "rope_parameters", None) or {}
+    found: Values = every.get("full_attention", every)
+    return found
 
 
 def _decoder(

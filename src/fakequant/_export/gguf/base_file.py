@@ -1,7 +1,7 @@
 """Blocks in a float file that llama.cpp's converter has made: each tensor is found by its name and by its values.
 
-The converter may reorder rows, such as those of q and k for rotary embeddings, transpose a matrix, or add 1 to a norm. The
-rows of a quantized layer are put in the order of the converter's rows, which are recognized by their values.
+The converter may reorder rows, such as those of q and k for rotary embeddings, transpose a matrix, or add 1 to a norm.
+The rows of a quantized layer are put in the order of the converter's rows, which are recognized by their values.
 """
 
 import hashlib
@@ -30,42 +30,35 @@ def tensors_over_base(
     tensors = ModelTensors(model, layers, base.architecture, is_strict=False)
     replaced, hashes = {}, {}
     for place in tensors.places:
-        found = base.tensors.get(place.name)
-        layer = tensors.layer(place)
+        found, layer = base.tensors.get(place.name), tensors.layer(place)
         if found is None:
             if layer is None and _is_tied(place, base):
                 continue
-            raise ValueError(
-                f"{base.path} does not belong to the model: it has no {place.name}, for {place.stored}.\n{_MAKE}."
-            )
+            raise _of_other_model(base, f"it has no {place.name}, for {place.stored}")
         if found.type not in FLOATS:
             raise ValueError(f"{place.name} in {base.path} is already quantized, as {found.type}.\n{_MAKE}.")
         shape = place.shape(tensors.values[tensors.source(place)])
         if layer is None:
             if not _is_float_of(tensors, place, found):
-                raise ValueError(
-                    f"{base.path} does not belong to the model: {place.name} has other values than {place.stored}.\n{_MAKE}."
-                )
+                raise _of_other_model(base, f"{place.name} has other values than {place.stored}")
             continue
         if found.shape != shape:
-            raise ValueError(
-                f"{base.path} does not belong to the model: {place.name} has the shape {found.shape}, and {place.stored} "
-                f"{shape}.\n{_MAKE}."
-            )
+            raise _of_other_model(base, f"{place.name} has the shape {found.shape}, and {place.stored} {shape}")
         order = _order_in(found, _float_rows(tensors, place, found.type))
         if order is None:
-            raise ValueError(
-                f"{base.path} does not belong to the model: the rows of {place.name} are not those of {place.stored}, in "
-                f"any order.\n{_MAKE}."
-            )
+            raise _of_other_model(base, f"the rows of {place.name} are not those of {place.stored}, in any order")
         rows = place.rows()
         replaced[place.name] = quantized_tensor(place.name, layer, shape, order if rows is None else rows[order])
     written = [replaced.get(name, tensor) for name, tensor in base.tensors.items()]
+    places = {place.name: place for place in tensors.places}
     for tensor in written:
-        place = next((place for place in tensors.places if place.name == tensor.name), None)
-        if place is None or not _is_in_order(tensors, place, tensor):
+        if tensor.name not in places or not _is_in_order(tensors, places[tensor.name], tensor):
             hashes[tensor.name] = hash_of(tensor)
     return tensors, written, hashes
+
+
+def _of_other_model(base: GgufFile, reason: str) -> ValueError:
+    return ValueError(f"{base.path} does not belong to the model: {reason}.\n{_MAKE}.")
 
 
 def differing_tensor(tensors: ModelTensors, file: GgufFile, hashes: dict[str, str]) -> str | None:
@@ -129,7 +122,7 @@ def _float_rows(tensors: ModelTensors, place: Place, kind: str) -> Array:
 
 
 def _is_float_of(tensors: ModelTensors, place: Place, tensor: FileTensor) -> bool:
-    """Returns True if a float tensor has exactly the values of the model's: with reordered rows, transposed, or plus 1."""
+    """Returns True if a float tensor has exactly the model's values: with reordered rows, transposed, or plus 1."""
     if tensor.type not in FLOATS:
         return False
     value = _values(tensors, place)

@@ -115,7 +115,8 @@ def pack(name: str, blocks: Blocks) -> Array:
         codes = parts.view(np.uint8)
     elif name == "TQ2_0":
         quarters = parts.reshape(rows, -1, 2, 4, 32)
-        codes = sum(quarters[..., i, :] << np.uint8(2 * i) for i in range(4)).reshape(rows, -1, 64)
+        shifted = quarters << np.array([0, 2, 4, 6], np.uint8)[:, None]
+        codes = np.bitwise_or.reduce(shifted, axis=-2).reshape(rows, -1, 64)
     else:
         half = 8 if name == "NVFP4" else 16
         pairs = parts.reshape(rows, -1, known.length // (2 * half), 2, half)

@@ -78,7 +78,7 @@ class GgufFile:
             reader = gguf().GGUFReader(self.path)
             fields = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
             self.metadata: Metadata = {name: _field(field) for name, field in fields.items()}
-            self.tensors = {tensor.name: _tensor(tensor) for tensor in reader.tensors}
+            self.tensors: dict[str, FileTensor] = {tensor.name: _tensor(tensor) for tensor in reader.tensors}
         except (ValueError, KeyError, IndexError, OverflowError, MemoryError, UnicodeDecodeError) as error:
             words = str(error) or type(error).__name__
             raise ValueError(

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable, Container, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -117,8 +118,8 @@ def _by_weight(
         in_float = [path for path in users.get(key, ()) if path not in paths]
         if in_float:
             raise ValueError(
-                f"{first.path} and {in_float[0]} share a weight, which is one tensor in the file, but only {first.path} "
-                f"is quantized.\nQuantize both with the same spec, or leave {first.path} in float."
+                f"{first.path} and {in_float[0]} share a weight, which is one tensor in the file, but only "
+                f"{first.path} is quantized.\nQuantize both with the same spec, or leave {first.path} in float."
             )
         for other in several[1:]:
             if not _is_same(blocks_of(first), blocks_of(other)):
@@ -198,7 +199,7 @@ def file_tensors(model: PreTrainedModel, tensors: ModelTensors, architecture: Ar
     """Returns the tensors of a file, in the order of the model."""
     found = [_file_tensor(model, tensors, place, architecture) for place in tensors.places]
     extra = [
-        FileTensor(name, "F32", tuple(value.shape), lambda value=value: bytes_of(value, "F32"))
+        FileTensor(name, "F32", tuple(value.shape), partial(bytes_of, value, "F32"))
         for name, value in rope_tensors(model.config)
     ]
     return [*extra, *found]

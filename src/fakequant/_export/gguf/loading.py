@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fakequant import recipes
+from fakequant import presets
 from fakequant._export.checkpoint_names import PreTrainedModel
 from fakequant._export.gguf.architectures import Architecture, architecture_of, metadata_of
 from fakequant._export.gguf.blocks import TYPES, Grid, grid_of_blocks, unpack
@@ -35,8 +35,8 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 def read_gguf(model: PreTrainedModel, path: str | os.PathLike[str]) -> LoadedModel:
     """Returns the layers and tensors of a file for a transformers model, float or prepared.
 
-    Tensors in types that fakequant has no grid for are dequantized, with a warning. Raises ValueError if the file is for
-    another model.
+    Tensors in types that fakequant has no grid for are dequantized, with a warning. Raises ValueError if the file is
+    for another model.
     """
     file = GgufFile(path)
     if getattr(model, "config", None) is None:
@@ -84,7 +84,8 @@ def _tensor(file: GgufFile, place: Place, like: Tensor) -> FileTensor:
         raise ValueError(f"{file.path} does not belong to this model: it has no {place.name}, for {place.stored}.")
     if found.shape != place.shape(like):
         raise ValueError(
-            f"{place.name} in {file.path} has the shape {found.shape}, and {place.stored} {place.shape(like)} in the model."
+            f"{place.name} in {file.path} has the shape {found.shape}, and {place.stored} {place.shape(like)} in the "
+            "model."
         )
     return found
 
@@ -105,11 +106,11 @@ def _layer(
     ]
     scale, zero_point, values = found
     assert values is not None
-    rounded = recipes.gguf(stored[0].type.lower()).default.input  # type: ignore[arg-type]  # one of its types
+    rounded = presets.q8_k_input() if stored[0].type == "TQ2_0" else presets.q8_0_input()
     return LoadedLayer(
         values=values.reshape(like.shape),
         weight=LoadedGrid(spec=grids[0].spec, scale=scale, zero_point=zero_point),
-        input=None if rounded is None else LoadedGrid(spec=rounded),
+        input=LoadedGrid(spec=rounded),
     )
 
 
@@ -139,7 +140,7 @@ def _floats(
         package = gguf()
         if tensor.type not in FLOATS:
             warnings.warn(
-                f"{tensor.name} in {file.path} is {tensor.type}, for which fakequant has no grid: its layer stays in float.",
+                f"{tensor.name} in {file.path} is {tensor.type}, for which fakequant has no grid: it stays in float.",
                 stacklevel=4,
             )
         kind = package.GGMLQuantizationType[tensor.type]

@@ -1,7 +1,7 @@
 """The vocabulary of a file, from a fast tokenizer of transformers.
 
-llama.cpp has its own tokenizers, and a file says which one: byte-level BPE, with the name of the rule that splits texts into
-words; BPE with byte fallback, which it calls SPM; or WordPiece.
+llama.cpp has its own tokenizers, and a file says which one: byte-level BPE, with the name of the rule that splits texts
+into words; BPE with byte fallback, which it calls SPM; or WordPiece.
 """
 
 import json
@@ -10,7 +10,10 @@ from typing import Any
 from fakequant._export.gguf.file import Metadata, field
 
 # The rules that split texts into words, by their regular expression, as llama.cpp names them.
-_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _RULES = {_LLAMA3: "llama-bpe", _LLAMA3.replace("{1,3}", ""): "qwen2"}
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
@@ -67,9 +70,9 @@ def tokenizer_metadata(tokenizer: Any, config: Any) -> Metadata:
         merges = described["model"]["merges"]
         found["tokenizer.ggml.merges"] = field([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
     for name, there in (_WORD_PIECE if model == "bert" else _SPECIAL).items():
-        number = getattr(tokenizer, f"{name}_token_id", None)
-        if number is not None:
-            found[f"tokenizer.ggml.{there}_token_id"] = field(int(number))
+        special = getattr(tokenizer, f"{name}_token_id", None)
+        if special is not None:
+            found[f"tokenizer.ggml.{there}_token_id"] = field(int(special))
     return {**found, **_edges(tokenizer, model), **_template(tokenizer)}
 
 

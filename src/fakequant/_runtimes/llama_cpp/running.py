@@ -2,9 +2,9 @@
 
     python -m fakequant._runtimes.llama_cpp.running FOLDER
 
-FOLDER has the file `task.json`, and gets `result.npz`, and `float32.gguf` if dequantized weights are asked for. The binding is
-cyllama. Keys and values are kept in float32 and attention is computed without its fused kernel, which rounds to float16:
-these are settings of a session, and not part of a file.
+FOLDER has the file `task.json`, and gets `result.npz`, and `float32.gguf` if dequantized weights are asked for. The
+binding is cyllama. Keys and values are kept in float32 and attention is computed without its fused kernel, which rounds
+to float16: these are settings of a session, and not part of a file.
 """
 
 import json
@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,9 +84,9 @@ def run_gguf(
 
 
 def _main(place: str) -> None:
-    from cyllama.llama import llama_cpp
+    llama_cpp = import_module("cyllama.llama.llama_cpp")  # has no types
 
-    class Model(llama_cpp.LlamaModel):  # type: ignore[misc]
+    class Model(llama_cpp.LlamaModel):  # type: ignore[name-defined, misc]
         """A model with the attribute that contexts of cyllama 0.2.18 read."""
 
         @property
@@ -99,7 +100,8 @@ def _main(place: str) -> None:
     model = Model(task["path"], options, verbose=False)
     first, second = ([_run(llama_cpp, model, text, task) for text in task["texts"]] for _ in range(2))
     repeats = all(a.tobytes() == b.tobytes() for a, b in zip(first, second, strict=True))
-    np.savez(Path(place, _RESULT), repeats=repeats, **{f"output{i}": output for i, output in enumerate(first)})
+    found: dict[str, Any] = {f"output{number}": output for number, output in enumerate(first)}
+    np.savez(Path(place, _RESULT), **found, repeats=repeats)
     if task["dequantizes"]:
         how = llama_cpp.LlamaModelQuantizeParams()
         how.ftype, how.allow_requantize, how.nthread = _FLOAT32, True, task["threads"]

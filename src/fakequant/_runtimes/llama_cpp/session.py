@@ -80,7 +80,8 @@ def _round_sums(layer: Any, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
     rounded, exact = (d * total).half().float(), d.half().float() * total
     quantizer, weight = layer.weight_quantizer, layer._fakequant.kind.read_weight(layer)
     offset = grid_of(quantizer, weight).zero_point.half().float()
-    return y + ((rounded - exact) @ offset.T).to(y.dtype)
+    added: Tensor = (rounded - exact) @ offset.T
+    return y + added.to(y.dtype)
 
 
 SESSION = LlamaCppSession

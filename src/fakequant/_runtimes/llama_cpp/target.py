@@ -1,8 +1,8 @@
 """The target of llama.cpp, and of programs that load its GGUF files.
 
-Its kernels multiply blocks of codes of weights by blocks of codes of inputs, which they make with their own rule, and sum
-up in float. A weight may have any scales that its block type can hold. Inputs must be rounded by the rule of the kernels,
-or stay in float in training.
+Its kernels multiply blocks of codes of weights by blocks of codes of inputs, which they make with their own rule, and
+sum up in float. A weight may have any scales that its block type can hold. Inputs must be rounded by the rule of the
+kernels, or stay in float in training.
 """
 
 from fakequant._runtimes.target import EngineRules, Runtime, Target
