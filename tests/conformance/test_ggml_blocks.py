@@ -5,6 +5,8 @@ import functools
 import numpy as np
 import pytest
 import torch
+from shared import libggml
+from shared.thoroughness import ALL
 from torch.func import vmap
 
 import fakequant as fq
@@ -15,8 +17,6 @@ from fakequant._kernels import MASK_BYTES
 from fakequant.formats import GGML_TYPES
 from fakequant.testing import cases
 from fakequant.testing.assertions import assert_same_bits
-from shared import libggml
-from shared.thoroughness import ALL
 
 SPECS = {name: getattr(presets, name)() for name in GGML_TYPES}
 WEIGHTS = ("q4_0", "q4_1", "q8_0", "tq2_0")
@@ -141,14 +141,18 @@ def test_arrays(spec, dtype):
         lo, hi = reference_ggml.block_ranges(x, spec)
         running = np.empty((2, *lo.shape), np.float32)
         seen = fq.observe_fake_quantize(x, spec, *running, update="dynamic", mask="bool")
-        for ours, theirs in zip((seen.y, seen.mask, seen.scale, *running), (y, mask, qparams.scale, lo, hi), strict=True):
+        for ours, theirs in zip(
+            (seen.y, seen.mask, seen.scale, *running), (y, mask, qparams.scale, lo, hi), strict=True
+        ):
             assert_same_bits(ours, theirs)
 
     check_all(spec, dtype, run)
 
 
 def as_tensor(x):
-    return torch.from_numpy(x.view(np.uint16)).view(torch.bfloat16) if x.dtype.name == "bfloat16" else torch.from_numpy(x)
+    return (
+        torch.from_numpy(x.view(np.uint16)).view(torch.bfloat16) if x.dtype.name == "bfloat16" else torch.from_numpy(x)
+    )
 
 
 def as_array(x):
@@ -180,7 +184,9 @@ def test_the_formula_for_other_devices_has_the_same_bits(spec, dtype):
     def run(x, spec, wanted):
         tensor = as_tensor(x)
         rule = spec.ggml_type
-        options = tensor_kernels.ObserverOptions(spec.qmin, spec.qmax, rule, spec.symmetric, rule, "dynamic", 0, 1, True)
+        options = tensor_kernels.ObserverOptions(
+            spec.qmin, spec.qmax, rule, spec.symmetric, rule, "dynamic", 0, 1, True
+        )
         running = torch.empty((2, *wanted.scale.shape))
         seen = formula.observe_fake_quantize(tensor, *running, options)
         for ours, theirs in ((as_array(seen.y), wanted.y), (seen.scale.numpy(), wanted.scale)):

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 # Elements and bytes of a block.
-BLOCKS = {"q4_0": (32, 18), "q4_1": (32, 20), "q8_0": (32, 34), "tq2_0": (256, 66), "mxfp4": (32, 17), "q8_K": (256, 292)}
+BLOCKS = {
+    "q4_0": (32, 18),
+    "q4_1": (32, 20),
+    "q8_0": (32, 34),
+    "tq2_0": (256, 66),
+    "mxfp4": (32, 17),
+    "q8_K": (256, 292),
+}
 
 
 @cache

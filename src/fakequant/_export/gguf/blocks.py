@@ -6,9 +6,9 @@
     Q8_0    32     34     d; 32 signed bytes
     TQ2_0   256    66     64 bytes with 4 codes each, 32 bytes for each half of the block; d
     MXFP4   32     17     the exponent; 16 bytes as in Q4_0
-    NVFP4   64     36     4 scales (e4m3); for each 16 codes 8 bytes, byte i with code i and code i + 8
 
-d and m are float16. `Blocks.scale` holds them, or the bytes of the other scales.
+d and m are float16. `Blocks.scale` holds d, or the bytes of the exponents. NVFP4 is missing: its files multiply the
+result of a product by the scale of the tensor, which is not the weight that was trained.
 """
 
 from typing import Any, NamedTuple
@@ -34,17 +34,14 @@ class BlockType(NamedTuple):
     # The number of codes, and of bytes.
     length: int
     size: int
-    # The number of codes with a common scale.
-    group: int
 
 
 TYPES = {
-    "Q4_0": BlockType(32, 18, 32),
-    "Q4_1": BlockType(32, 20, 32),
-    "Q8_0": BlockType(32, 34, 32),
-    "TQ2_0": BlockType(256, 66, 256),
-    "MXFP4": BlockType(32, 17, 32),
-    "NVFP4": BlockType(64, 36, 16),
+    "Q4_0": BlockType(32, 18),
+    "Q4_1": BlockType(32, 20),
+    "Q8_0": BlockType(32, 34),
+    "TQ2_0": BlockType(256, 66),
+    "MXFP4": BlockType(32, 17),
 }
 
 
@@ -55,8 +52,6 @@ class Blocks(NamedTuple):
     scale: Array
     # m of Q4_1.
     offset: Array | None = None
-    # The scale of the whole matrix, of NVFP4.
-    tensor_scale: float | None = None
 
 
 def type_of(spec: QuantSpec) -> str | None:
@@ -93,9 +88,8 @@ def blocks_of(layer: PreparedLayer) -> Blocks:
         found = ggml_blocks(weight, spec, grid)
         return Blocks(found.codes, found.d, found.m)
     codes = quantize(weight, grid.scale, grid.zero_point, spec)
-    scales = encode_scales(grid.scale, spec)
-    whole = None if scales.tensor_scale is None else float(scales.tensor_scale)
-    return Blocks(codes.to(torch.uint8).numpy(), scales.codes.to(torch.uint8).numpy(), None, whole)
+    scales = encode_scales(grid.scale, spec).codes
+    return Blocks(codes.to(torch.uint8).numpy(), scales.to(torch.uint8).numpy())
 
 
 # --- bytes -----------------------------------------------------------------------------------------
@@ -118,12 +112,8 @@ def pack(name: str, blocks: Blocks) -> Array:
         shifted = quarters << np.array([0, 2, 4, 6], np.uint8)[:, None]
         codes = np.bitwise_or.reduce(shifted, axis=-2).reshape(rows, -1, 64)
     else:
-        half = 8 if name == "NVFP4" else 16
-        pairs = parts.reshape(rows, -1, known.length // (2 * half), 2, half)
-        codes = (pairs[..., 0, :] | pairs[..., 1, :] << np.uint8(4)).reshape(rows, -1, known.length // 2)
-    scales = [_as_bytes(blocks.scale, rows, known.length // known.group)]
-    if blocks.offset is not None:
-        scales.append(_as_bytes(blocks.offset, rows, 1))
+        codes = parts[..., :16] | parts[..., 16:] << np.uint8(4)
+    scales = [_as_bytes(value) for value in (blocks.scale, blocks.offset) if value is not None]
     pieces = [codes, *scales] if name == "TQ2_0" else [*scales, codes]
     return np.concatenate(pieces, -1).reshape(rows, length // known.length * known.size)
 
@@ -134,25 +124,24 @@ def unpack(name: str, data: Array) -> Blocks:
     rows = len(data)
     parts = np.ascontiguousarray(data).reshape(rows, -1, known.size)
     if name == "TQ2_0":
-        packed, scale, offset = parts[..., :64], _as_floats(parts[..., 64:]), None
-        quarters = packed.reshape(rows, -1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & np.uint8(3)
+        scale = _as_floats(parts[..., 64:])
+        quarters = parts[..., :64].reshape(rows, -1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & np.uint8(
+            3
+        )
         return Blocks(quarters.reshape(rows, -1), scale)
-    width = {"MXFP4": 1, "NVFP4": 4}.get(name, 2)
-    scale, offset = parts[..., :width], None
-    scale = _as_floats(scale) if width == 2 else scale.reshape(rows, -1)
-    if name == "Q4_1":
-        offset, width = _as_floats(parts[..., 2:4]), 4
+    width = {"MXFP4": 1, "Q4_1": 4}.get(name, 2)
+    scale = parts[..., 0].copy() if name == "MXFP4" else _as_floats(parts[..., :2])
+    offset = _as_floats(parts[..., 2:4]) if name == "Q4_1" else None
     packed = np.ascontiguousarray(parts[..., width:])
     if name == "Q8_0":
         return Blocks(packed.view(np.int8).reshape(rows, -1), scale)
-    half = packed.reshape(rows, -1, 8 if name == "NVFP4" else 16)
-    codes = np.stack([half & np.uint8(15), half >> np.uint8(4)], -2)
+    codes = np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], -1)
     return Blocks(codes.reshape(rows, -1), scale, offset)
 
 
-def _as_bytes(scale: Array, rows: int, number: int) -> Array:
-    """Returns scales as bytes, those of each block together."""
-    return np.ascontiguousarray(scale).view(np.uint8).reshape(rows, -1, number * scale.itemsize)
+def _as_bytes(scale: Array) -> Array:
+    """Returns scales as bytes, along a new axis."""
+    return np.ascontiguousarray(scale)[..., None].view(np.uint8)
 
 
 def _as_floats(data: Array) -> Array:
@@ -175,12 +164,11 @@ def grid_of_blocks(name: str, blocks: Blocks) -> Grid:
     """Returns the grid of a matrix. Its values are ggml's, in float32."""
     spec = _spec_of_type(name)
     if spec.ggml_type is None:
-        whole = None if blocks.tensor_scale is None else torch.tensor(blocks.tensor_scale)
-        scale = decode_scales(torch.from_numpy(blocks.scale.copy()), whole, spec)
+        scale = decode_scales(torch.from_numpy(blocks.scale), None, spec)
         return Grid(spec, scale, None, dequantize(torch.from_numpy(blocks.codes), scale, 0, spec))
     d = torch.from_numpy(blocks.scale.astype(np.float32))
     m = None if blocks.offset is None else torch.from_numpy(blocks.offset.astype(np.float32))
-    codes = torch.from_numpy(blocks.codes.astype(np.float32)).unflatten(-1, (-1, TYPES[name].group))
+    codes = torch.from_numpy(blocks.codes.astype(np.float32)).unflatten(-1, (-1, TYPES[name].length))
     middle = {"Q4_0": 8, "TQ2_0": 1}.get(name, 0)
     values = (codes - middle) * d[..., None]
     if m is not None:
