@@ -16,6 +16,7 @@ from fakequant._export.gguf.file import FLOATS, FileTensor, GgufFile
 from fakequant._export.gguf.file_tensors import ModelTensors, Place, bytes_of, quantized_tensor
 from fakequant._export.prepared_layers import PreparedLayer
 
+_HEAD = "output.weight"
 _MAKE = "Make it from this model with llama.cpp's convert_hf_to_gguf.py (--outtype f32, or bf16 for a bfloat16 model)"
 
 
@@ -32,8 +33,6 @@ def tensors_over_base(
     for place in tensors.places:
         found, layer = base.tensors.get(place.name), tensors.layer(place)
         if found is None:
-            if layer is None and _is_tied(place, base):
-                continue
             raise _of_other_model(base, f"it has no {place.name}, for {place.stored}")
         if found.type not in FLOATS:
             raise ValueError(f"{place.name} in {base.path} is already quantized, as {found.type}.\n{_MAKE}.")
@@ -51,6 +50,8 @@ def tensors_over_base(
         replaced[place.name] = quantized_tensor(place.name, layer, shape, order if rows is None else rows[order])
     written = [replaced.get(name, tensor) for name, tensor in base.tensors.items()]
     places = {place.name: place for place in tensors.places}
+    if _HEAD in base.tensors and _HEAD not in places:
+        raise _of_other_model(base, f"it has {_HEAD}, and the model's output layer shares the weight of the embedding")
     for tensor in written:
         if tensor.name not in places or not _is_in_order(tensors, places[tensor.name], tensor):
             hashes[tensor.name] = hash_of(tensor)
@@ -79,7 +80,7 @@ def differing_tensor(tensors: ModelTensors, file: GgufFile, hashes: dict[str, st
             return name
         if (place is None or not _is_in_order(tensors, place, tensor)) and hashes.get(name) != hash_of(tensor):
             return name
-    missing = [place for place in tensors.places if place.name not in file.tensors and not _is_tied(place, file)]
+    missing = [place for place in tensors.places if place.name not in file.tensors]
     return missing[0].name if missing else None
 
 
@@ -88,11 +89,6 @@ def hash_of(tensor: FileTensor) -> str:
     found = hashlib.sha256(f"{tensor.type} {tensor.shape} ".encode())
     found.update(np.ascontiguousarray(tensor.read()).data)
     return found.hexdigest()
-
-
-def _is_tied(place: Place, file: GgufFile) -> bool:
-    """Returns True for an output layer that is not in the file because it shares the weight of the embedding."""
-    return place.name == "output.weight" and "token_embd.weight" in file.tensors
 
 
 def _is_in_order(tensors: ModelTensors, place: Place, tensor: FileTensor) -> bool:

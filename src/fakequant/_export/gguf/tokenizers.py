@@ -18,7 +18,7 @@ _RULES = {_LLAMA3: "llama-bpe", _LLAMA3.replace("{1,3}", ""): "qwen2"}
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
 # WordPiece has other names for the first and the last token of a text.
-_WORD_PIECE = {**_SPECIAL, "cls": "bos", "sep": "eos"}
+_WORD_PIECE = {"bos": "cls", "eos": "sep"}
 _SPACE = "\u2581"
 
 
@@ -69,7 +69,8 @@ def tokenizer_metadata(tokenizer: Any, config: Any) -> Metadata:
     if model == "gpt2":
         merges = described["model"]["merges"]
         found["tokenizer.ggml.merges"] = field([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
-    for name, there in (_WORD_PIECE if model == "bert" else _SPECIAL).items():
+    for name, there in _SPECIAL.items():
+        name = _WORD_PIECE.get(name, name) if model == "bert" else name
         special = getattr(tokenizer, f"{name}_token_id", None)
         if special is not None:
             found[f"tokenizer.ggml.{there}_token_id"] = field(int(special))
