@@ -23,14 +23,19 @@ def _refused(model, place, message, error=ValueError, **more):
 def test_models_without_quantizers(tmp_path):
     _refused(nn.Linear(32, 32), tmp_path, r"must be a transformers.PreTrainedModel", TypeError)
     _refused(float_model(), tmp_path, r"prepare")
-    _refused(fq.prepare(float_model(), recipes.gguf().skip("*")), tmp_path, r"No layer .* quantized")
+    model = prepared()
+    for module in model.modules():
+        if isinstance(module, fq.nn.FakeQuantize):
+            module.quantizing = False
+    _refused(model, tmp_path, r"No layer .* quantized")
 
 
 def test_other_specs_are_named(tmp_path):
     model = fq.prepare(float_model(), recipes.int4_weight_only(32), texts())
     _refused(model, tmp_path, r"model\.embed_tokens cannot be stored in llama\.cpp: its weight is int4.* no block type")
     config = recipes.gguf().rule("*up_proj", weight=presets.q4_0(), input=presets.int8())
-    assert "model.layers.0.mlp.up_proj" in fq.summary(fq.prepare(float_model(), config)).floats
+    with pytest.warns(UserWarning, match=r"up_proj: its input in llama\.cpp: int8 .* not how kernels round inputs"):
+        fq.prepare(float_model(), config)
 
 
 def test_unknown_architectures_are_named(tmp_path):
@@ -57,8 +62,8 @@ def test_what_the_runtime_does_not_compute_is_named(name, changes, problem, tmp_
 
 
 def test_rows_that_are_no_multiple_of_a_block(tmp_path):
-    model = prepared("llama", "q4_0", intermediate_size=80)
-    assert "not divisible by blocks of 32" in fq.summary(model).floats["model.layers.0.mlp.down_proj"]
+    with pytest.warns(UserWarning, match=r"down_proj: `group_size` 32 does not divide axis 1 of length 80"):
+        model = prepared("llama", "q4_0", intermediate_size=80)
     fq.export_gguf(model, tmp_path / "model.gguf")
     pytest.importorskip("cyllama")
     assert fq.verify(model, tmp_path / "model.gguf", [texts()]).ok
@@ -85,7 +90,7 @@ def test_bases_of_other_models(tmp_path):
     base = write_base(other, tmp_path / "base.gguf")
     _refused(model, tmp_path, r"output_norm\.weight has other values than model\.norm\.weight\.\n.*convert", base=base)
     base = write_base(float_model(num_hidden_layers=1), tmp_path / "base.gguf")
-    _refused(model, tmp_path, r"does not belong to the model: it has no blk\.1\.", base=base)
+    _refused(model, tmp_path, r"does not belong to the model: ", base=base)
     tied = prepared("llama", "q4_0", tie_word_embeddings=True)
     base = write_base(float_model(), tmp_path / "base.gguf")
     _refused(tied, tmp_path, r"output\.weight", base=base)

@@ -267,6 +267,7 @@ def _from_checkpoint(model: nn.Module, stored: LoadedModel) -> Any:
             # Engines dequantize in float32 and round to the dtype of the model.
             return found.values.to(own.dtype), str(found.weight.spec)
         name = next((name for name, value in model.named_parameters() if value is own), None)
-        return (stored.tensors[name], "float") if name in stored.tensors else (None, "nothing")
+        kind = stored.dequantized.get(name or "", "float")
+        return (stored.tensors[name], kind) if name in stored.tensors else (None, "nothing")
 
     return find

@@ -1,6 +1,7 @@
 """`load_grids`: sets up the grids of a quantized checkpoint as quantizers, over its dequantized weights."""
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,10 @@ def load_grids(
     own = _own_tensors(model)
     for name, value in stored.tensors.items():
         own[name].copy_(value)
+    for name, kind in stored.dequantized.items():
+        warnings.warn(
+            f"{name} is {kind} in {stored.source}, for which fakequant has no grid: it stays in float.", stacklevel=2
+        )
     for path, layer in stored.layers.items():
         prepared = model.get_submodule(path)
         assert isinstance(prepared, QuantizedLayer)

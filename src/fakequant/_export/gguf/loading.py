@@ -1,7 +1,6 @@
 """Reads a GGUF file as the layers of a model."""
 
 import os
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -35,8 +34,7 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
 def read_gguf(model: PreTrainedModel, path: str | os.PathLike[str]) -> LoadedModel:
     """Returns the layers and tensors of a file for a transformers model, float or prepared.
 
-    Tensors in types that fakequant has no grid for are dequantized, with a warning. Raises ValueError if the file is
-    for another model.
+    Tensors in types that fakequant has no grid for are dequantized. Raises ValueError if the file is for another model.
     """
     file = GgufFile(path)
     if getattr(model, "config", None) is None:
@@ -49,6 +47,7 @@ def read_gguf(model: PreTrainedModel, path: str | os.PathLike[str]) -> LoadedMod
     tensors = ModelTensors(model, (), known.name, known.leaves_out)
     layers: dict[str, LoadedLayer] = {}
     floats: dict[str, Tensor] = {}
+    dequantized: dict[str, str] = {}
     pieces: dict[str, list[Place]] = {}
     for place in tensors.places:
         pieces.setdefault(tensors.source(place), []).append(place)
@@ -61,8 +60,10 @@ def read_gguf(model: PreTrainedModel, path: str | os.PathLike[str]) -> LoadedMod
             layer = _layer(file, source, tensors.values[source], stored, orders)
             layers |= {path: _for_module(model, path, layer) for path in _users(model, source)}
         else:
-            floats[source] = _floats(file, tensors.values[source], stored, orders, known)
-    return LoadedModel(source=str(path), target=TARGET.name, layers=layers, tensors=floats)
+            floats[source] = _floats(tensors.values[source], stored, orders, known)
+            kinds = {tensor.type for tensor in stored} - set(FLOATS)
+            dequantized |= {source: " and ".join(sorted(kinds))} if kinds else {}
+    return LoadedModel(source=str(path), target=TARGET.name, layers=layers, tensors=floats, dequantized=dequantized)
 
 
 def _require_sizes(file: GgufFile, model: PreTrainedModel, known: Architecture) -> None:
@@ -130,19 +131,12 @@ def _assembled(parts: list[Tensor | None], orders: list[Tensor | None], rows: in
     return whole
 
 
-def _floats(
-    file: GgufFile, like: Tensor, stored: list[FileTensor], orders: list[Tensor | None], known: Architecture
-) -> Tensor:
+def _floats(like: Tensor, stored: list[FileTensor], orders: list[Tensor | None], known: Architecture) -> Tensor:
     """Returns a float tensor of the model."""
     whole = torch.empty(like.shape)
     rows = whole.flatten(0, -2) if whole.dim() >= 2 else whole
     for tensor, order in zip(stored, orders, strict=True):
         package = gguf()
-        if tensor.type not in FLOATS:
-            warnings.warn(
-                f"{tensor.name} in {file.path} is {tensor.type}, for which fakequant has no grid: it stays in float.",
-                stacklevel=4,
-            )
         kind = package.GGMLQuantizationType[tensor.type]
         values = torch.from_numpy(np.array(package.quants.dequantize(tensor.read(), kind), np.float32))
         if known.adds_one_to_norms and tensor.name.endswith("norm.weight"):
