@@ -67,6 +67,8 @@ def rows(x: np.ndarray, t: torch.Tensor, dtype: str) -> list[tuple[str, int, Cal
         ("MXFP4", moved, lambda: fq.fake_quantize_dynamic(x, mx), None, True),
         ("MXINT8", moved, lambda: fq.fake_quantize_dynamic(x, presets.mxint8()), None, True),
         ("NVFP4", moved, lambda: fq.fake_quantize_dynamic(x, nv), None, True),
+        ("Q4_0 of ggml", moved, lambda: fq.fake_quantize_dynamic(x, presets.q4_0()), None, True),
+        ("Q8_0 of ggml, inputs", moved, lambda: fq.fake_quantize_dynamic(x, presets.q8_0_input()), None, True),
         ("quantize to FP8", size * (width + 1), lambda: fq.quantize(x, scale, 0, FP8), None, True),
         ("dequantize FP8", size * (width + 1), lambda: fq.dequantize(codes, scale, 0, FP8, dtype=x.dtype), None, True),
         ("quantize to packed MXFP4", size * width + size // 2,

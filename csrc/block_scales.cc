@@ -72,20 +72,26 @@ float round_e4m3fn_to_zero(float v) { return v < 0x1p-6f ? (v + 0x1p14f) - 0x1p1
 // Whether the sign of the largest magnitude matters.
 bool has_sign(ScaleRule rule) { return rule == ScaleRule::q4_0 || rule == ScaleRule::q8_k_input; }
 
-// The scale of a block of ggml; see reference_ggml.py.
-float ggml_scale(float lo, float hi, ScaleRule rule) {
-  const float absmax = std::max({0.0f, -lo, hi}), with_sign = -lo >= hi ? lo : hi;
-  switch (rule) {
-    case ScaleRule::q4_0: return with_sign / -8.0f;
-    case ScaleRule::q4_1: return std::min((hi - lo) / 15.0f, __FLT_MAX__);
-    case ScaleRule::q8_0: return absmax / 127.0f;
-    case ScaleRule::q8_k_input: return with_sign;
-    default: return absmax;
-  }
+// Returns a or b without a branch, which would be mispredicted half of the time: signs are random.
+float select(bool first, float a, float b) {
+  const uint32_t mask = -uint32_t(first);
+  return float_of_bits((bits_of_float(a) & mask) | (bits_of_float(b) & ~mask));
 }
 
+// The scales and offsets of blocks of ggml with these ranges; see reference_ggml.py.
 void ggml_scales(const float* lo, const float* hi, int64_t n, ScaleRule rule, float* scale, int32_t* zero_point) {
-  for (int64_t i = 0; i < n; ++i) scale[i] = ggml_scale(lo[i], hi[i], rule);
+  const auto for_each = [&](auto&& scale_of) {
+    for (int64_t i = 0; i < n; ++i) scale[i] = scale_of(lo[i], hi[i]);
+  };
+  const auto with_sign = [](float l, float h) { return select(-l >= h, l, h); };
+  const auto absmax = [](float l, float h) { return std::max(0.0f, std::max(-l, h)); };
+  switch (rule) {
+    case ScaleRule::q4_0: for_each([&](float l, float h) { return with_sign(l, h) / -8.0f; }); break;
+    case ScaleRule::q4_1: for_each([](float l, float h) { return std::min((h - l) / 15.0f, __FLT_MAX__); }); break;
+    case ScaleRule::q8_0: for_each([&](float l, float h) { return absmax(l, h) / 127.0f; }); break;
+    case ScaleRule::q8_k_input: for_each(with_sign); break;
+    default: for_each(absmax);
+  }
   if (rule == ScaleRule::q4_1) std::memcpy(zero_point, lo, size_t(n) * sizeof(float));
   else std::fill_n(zero_point, n, 0);
 }
@@ -161,22 +167,26 @@ int64_t chunk_ranges(DType dtype, const Chunk& chunk, const void* x, ScaleRule r
   const Shape& s = chunk.shape;
   const int64_t n = s.parameters();
   float *lo = running_min + chunk.parameter, *hi = running_max + chunk.parameter;
-  int64_t nonfinite;
-  if (rule == ScaleRule::q4_1) return chunk_min_max(dtype, chunk, here, lo, hi);
-  if (s.outer == 1 || s.inner == 1) {
-    nonfinite = kernels().magnitudes({dtype, s, here, hi, has_sign(rule)}, 0, n);
-  } else {  // no group of neighbours has this shape, so signs need no care
-    nonfinite = chunk_min_max(dtype, chunk, here, lo, hi);
-    for (int64_t i = 0; i < n; ++i) hi[i] = std::max({0.0f, -lo[i], hi[i]});
-  }
-  if (has_sign(rule)) {
+  if (s.outer != 1 && s.inner != 1) {  // no group of neighbours has this shape, so signs need no care
+    const int64_t nonfinite = chunk_min_max(dtype, chunk, here, lo, hi);
+    if (rule == ScaleRule::q4_1) return nonfinite;
     for (int64_t i = 0; i < n; ++i) {
-      lo[i] = std::min(hi[i], 0.0f);
-      hi[i] = std::max(hi[i], 0.0f);
+      hi[i] = std::max({0.0f, -lo[i], hi[i]});
+      lo[i] = -hi[i] + 0.0f;
     }
-  } else {
-    for (int64_t i = 0; i < n; ++i) lo[i] = -hi[i] + 0.0f;
+    return nonfinite;
   }
+  if (has_sign(rule) || rule == ScaleRule::q4_1) {
+    const int64_t nonfinite = kernels().magnitudes({dtype, s, here, hi, lo, has_sign(rule)}, 0, n);
+    for (int64_t i = 0; has_sign(rule) && i < n; ++i) {
+      const float low = lo[i], high = hi[i];
+      lo[i] = select(-low > high, low, 0.0f);
+      hi[i] = select(-low > high, 0.0f, high);
+    }
+    return nonfinite;
+  }
+  const int64_t nonfinite = kernels().magnitudes({dtype, s, here, hi}, 0, n);
+  for (int64_t i = 0; i < n; ++i) lo[i] = -hi[i] + 0.0f;
   return nonfinite;
 }
 

@@ -15,7 +15,7 @@ LAYERS = [
     {"formats", "_native", "_util", "_torch_releases"},
     {"spec"},
     {"_kernels", "reference", "presets"},
-    {"_backends", "_info", "reference_formats"},
+    {"_backends", "_info", "reference_formats", "reference_ggml"},
     {"qparams", "torch_ops", "testing"},
     {"functional", "fake_quantizer", "_accelerate"},
     {"observers", "_runtimes", "_moves"},
@@ -39,8 +39,8 @@ LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 LOWEST_FLOOR = {"__init__", "target", "rounding"}
 # The base of sessions with ONNX files, which no room owns.
 SHARED = {"_runtimes.onnx_session": "_runtimes.session"}
-# Where public names and rooms are listed.
-FRONT_DOORS = {"__init__.py", "results.py", "_runtimes/__init__.py"}
+# Where public names and rooms are listed. A recipe may be for one target.
+FRONT_DOORS = {"__init__.py", "results.py", "recipes.py", "_runtimes/__init__.py"}
 # Runtimes that are also libraries whose models and trainers other packages know.
 LIBRARIES = {"transformers"}
 

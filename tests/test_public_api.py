@@ -88,14 +88,24 @@ OBSERVERS = [
 ]
 INTEGER_PRESETS = ["int16", "int2", "int4", "int8", "int8_per_token", "uint4", "uint8"]
 FLOAT_PRESETS = ["fp8_e4m3", "fp8_e5m2", "mxfp4", "mxfp6", "mxfp8", "mxint8", "nvfp4"]
-PRESETS = INTEGER_PRESETS + FLOAT_PRESETS
-NUMBER_FORMATS = ["FLOAT_FORMATS", "FloatFormat"]
+GGML_PRESETS = ["q4_0", "q4_1", "q8_0", "q8_0_input", "q8_k_input", "tq2_0"]
+PRESETS = INTEGER_PRESETS + FLOAT_PRESETS + GGML_PRESETS
+NUMBER_FORMATS = ["FLOAT_FORMATS", "FloatFormat", "GgmlType"]
 # Types and lists of the values that fields of a QuantSpec take.
-FIELD_VALUES = ["Format", "ScaleFormat", "ScaleRule", "FORMATS", "SCALE_FORMATS", "SCALE_RULES"]
+FIELD_VALUES = [
+    "Format",
+    "GGML_TYPES",
+    "GgmlRule",
+    "ScaleFormat",
+    "ScaleRule",
+    "FORMATS",
+    "SCALE_FORMATS",
+    "SCALE_RULES",
+]
 
 PTQ = ["Changes", "LayerChange", "adaround", "correct_bias", "equalize", "gptq", "smooth"]
 RECIPES = [
-    "fp8", "int4_weight_only", "int8", "int8_dynamic", "lsq", "mxfp4_weight_only", "mxfp8", "nvfp4",
+    "fp8", "gguf", "int4_weight_only", "int8", "int8_dynamic", "lsq", "mxfp4_weight_only", "mxfp8", "nvfp4",
     "nvfp4_weight_only", "w4a8",
 ]  # fmt: skip
 # Imported on first use, because they need torch.

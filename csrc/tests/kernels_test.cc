@@ -109,7 +109,8 @@ struct Case {
 
 const char* kDTypes[] = {"f32", "f64", "bf16", "f16"};
 const char* kNumerics[] = {"torch_tensor", "torch_channel", "torch_channel_float", "torch_channel_half", "onnx", "half_away",
-                           "e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e2m3", "e3m2", "e2m1"};
+                           "e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e2m3", "e3m2", "e2m1",
+                           "q4_0", "q4_1", "q8_0", "tq2_0", "q8_0_input", "q8_k_input"};
 
 struct Inputs {
   std::vector<uint8_t> x, dy;
@@ -139,6 +140,10 @@ Grid make_grid(const Case& c, const Inputs& in, bool integer_zero) {
   g.qmax = c.qmax;
   g.scale_f32 = in.scale.data();
   if (is_float_format(c.numerics)) return g;
+  if (is_ggml(c.numerics)) {
+    if (c.numerics == Numerics::q4_1) g.zero_f32 = in.zero_float.data();
+    return g;
+  }
   const bool is_float = c.numerics == Numerics::torch_channel_float || c.numerics == Numerics::torch_channel_half;
   if (is_float && !integer_zero) g.zero_f32 = in.zero_float.data();
   else g.zero_i32 = in.zero.data();
@@ -166,6 +171,8 @@ std::vector<Named> run_case(const Case& c) {
         std::exit(1);
       }
     }
+    fake_quantize({c.dtype, c.shape, g, in.x.data(), y.data(), MaskKind::none, nullptr});
+    d.add_floats(c.dtype, y.data(), n);
     results.push_back({"fake_quantize", d.hash});
   }
   {
@@ -193,6 +200,7 @@ std::vector<Named> run_case(const Case& c) {
     const bool is_signed = c.qmin < 0;
     const int float_bits = is_float_format(c.numerics) ? float_format(c.numerics).bits : 0;
     std::vector<CodeType> codes{float_bits ? CodeType::u8 : is_signed ? CodeType::i32 : CodeType::u32};
+    if (is_ggml(c.numerics)) codes.clear();  // of 8 bits or less
     if (float_bits == 6) codes.push_back(CodeType::u6x4);
     if (float_bits == 4) codes.push_back(CodeType::u4x2);
     if (c.qmax <= 127) codes.push_back(is_signed ? CodeType::i8 : CodeType::u8);
@@ -212,7 +220,8 @@ std::vector<Named> run_case(const Case& c) {
     std::vector<float> lo(static_cast<size_t>(parameters)), hi(lo), scale(lo);
     std::vector<int32_t> zero(static_cast<size_t>(parameters));
     for (ScaleRule rule : {ScaleRule::floor, ScaleRule::ceil, ScaleRule::even, ScaleRule::rceil, ScaleRule::e4m3fn,
-                           ScaleRule::e4m3fn_divided, ScaleRule::float16, ScaleRule::bfloat16}) {
+                           ScaleRule::e4m3fn_divided, ScaleRule::float16, ScaleRule::bfloat16, ScaleRule::q4_0,
+                           ScaleRule::q4_1, ScaleRule::q8_0, ScaleRule::q8_0_input, ScaleRule::q8_k_input}) {
       std::fill(bits.begin(), bits.end(), 0);
       const ObserveArgs o{RangeRule::own, RangeUpdate::dynamic, true, true, true, rule, 0, 1,
                           lo.data(), hi.data(), scale.data(), zero.data()};
@@ -249,6 +258,13 @@ std::vector<Case> all_cases() {
     for (int numerics = int(Numerics::e4m3fn); numerics <= int(Numerics::e2m1); ++numerics) {
       const int64_t codes = int64_t(1) << float_format(Numerics(numerics)).bits;
       for (const Shape& shape : shapes) cases.push_back({DType(dtype), Numerics(numerics), shape, 0, codes - 1});
+    }
+    for (int numerics = int(Numerics::q4_0); numerics <= int(Numerics::q8_k_input); ++numerics) {
+      const int64_t end = Numerics(numerics) == Numerics::tq2_0 ? 1 : Numerics(numerics) <= Numerics::q4_1 ? 7 : 127;
+      const bool is_unsigned = Numerics(numerics) == Numerics::q4_1;
+      for (const Shape& shape : shapes) {
+        cases.push_back({DType(dtype), Numerics(numerics), shape, is_unsigned ? 0 : -end - (end == 7), is_unsigned ? 15 : end});
+      }
     }
     for (int numerics = 0; numerics <= int(Numerics::half_away); ++numerics) {
       for (const Shape& shape : shapes) cases.push_back({DType(dtype), Numerics(numerics), shape, -128, 127});

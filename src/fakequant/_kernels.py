@@ -156,6 +156,10 @@ def is_per_block(scale_rule: str) -> bool:
     return scale_rule in ("any", "float16", "bfloat16")
 
 
+# The rules of ggml in which the sign of the largest magnitude of a block matters.
+SIGNED_RULES = ("q4_0", "q8_k_input")
+
+
 def is_ggml(rule: str) -> bool:
     """Returns True for the numerics and scale rules of ggml's block types, whose scales may be negative or 0."""
     return rule in GGML_TYPES

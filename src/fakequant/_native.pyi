@@ -39,6 +39,18 @@ class Numerics(enum.IntEnum):
 
     e2m1 = 12
 
+    q4_0 = 13
+
+    q4_1 = 14
+
+    q8_0 = 15
+
+    tq2_0 = 16
+
+    q8_0_input = 17
+
+    q8_k_input = 18
+
 class MaskKind(enum.IntEnum):
     none = 0
 
@@ -108,6 +120,18 @@ class ScaleRule(enum.IntEnum):
     float16 = 7
 
     bfloat16 = 8
+
+    q4_0 = 9
+
+    q4_1 = 10
+
+    q8_0 = 11
+
+    tq2_0 = 12
+
+    q8_0_input = 13
+
+    q8_k_input = 14
 
 def fake_quantize(x: object, y: object, mask: object | None, mask_kind: int, dtype: int, shape: tuple[int, int, int, int], numerics: int, scale: object, scale_is_f64: bool, zero_point: object | None, zero_kind: int, qmin: int, qmax: int) -> None: ...
 

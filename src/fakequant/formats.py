@@ -15,7 +15,7 @@ unsigned zero.
 
 import dataclasses
 import functools
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -122,8 +122,13 @@ FORMATS: tuple[Format, ...] = ("int", *(f.name for f in FLOAT_FORMATS.values()))
 SCALE_FORMATS: tuple[ScaleFormat, ...] = ("float32", "e8m0", "e4m3fn", "float16", "bfloat16")
 
 
-class GgmlType(NamedTuple):
-    """The grid of a block type of ggml, the library under llama.cpp."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class GgmlType:
+    """The grid of a block type of ggml, as GGUF files have it.
+
+    >>> GGML_TYPES["q4_0"].bits, GGML_TYPES["q4_0"].group_size
+    (4, 32)
+    """
 
     bits: int
     # Whether codes have a sign. Otherwise they start at 0, the code of the block's lowest value.
@@ -142,8 +147,6 @@ GGML_TYPES: dict[str, GgmlType] = {
     "q8_0_input": GgmlType(8, True, True, 32, "float16"),
     "q8_k_input": GgmlType(8, True, True, 256, "float32"),
 }
-# Those in which the sign of the largest magnitude of a block matters.
-SIGNED_RULES = ("q4_0", "q8_k_input")
 SCALE_RULES: tuple[ScaleRule, ...] = (
     "floor", "ceil", "even", "rceil", "divided", "q4_0", "q4_1", "q8_0", "tq2_0", "q8_0_input", "q8_k_input",
 )  # fmt: skip

@@ -4,12 +4,13 @@
     activations    uint8  uint4  int16    per tensor; int8_per_token for dynamic ranges
     both           fp8_e4m3  fp8_e5m2                     one float32 scale per tensor, or per channel with `axis`
                    mxfp8  mxfp6  mxfp4  mxint8  nvfp4     block scales, one per 32 elements (NVFP4: 16)
-    llama.cpp      q4_0  q4_1  q8_0  tq2_0                weights as ggml stores them
+    GGUF files     q4_0  q4_1  q8_0  tq2_0                weights as ggml stores them
                    q8_0_input  q8_k_input                 inputs as ggml's matmuls round them
 
 Each function returns a plain `QuantSpec`. Use `dataclasses.replace(int8(), bits=6)` to derive another.
 """
 
+import dataclasses
 from typing import Literal
 
 from fakequant.formats import GGML_TYPES, Format, GgmlRule, ScaleRule
@@ -219,11 +220,8 @@ def q8_k_input(*, axis: int = -1) -> QuantSpec:
 
 
 def _ggml(rule: GgmlRule, axis: int) -> QuantSpec:
-    bits, signed, narrow_range, group_size, scale_format = GGML_TYPES[rule]
-    return QuantSpec(
-        bits=bits, signed=signed, symmetric=signed, narrow_range=narrow_range, axis=axis, group_size=group_size,
-        scale_format=scale_format, scale_rule=rule,
-    )  # fmt: skip
+    ggml = GGML_TYPES[rule]
+    return QuantSpec(**dataclasses.asdict(ggml), symmetric=ggml.signed, axis=axis, scale_rule=rule)
 
 
 def _mx(format: Format, allowed: tuple[Format, ...], axis: int, scale_rule: ScaleRule) -> QuantSpec:

@@ -165,9 +165,8 @@ def gguf(
         activations: Whether inputs are rounded to 8 bits, in training and evaluation, as llama.cpp does on CPUs.
         target: The runtime that the model is trained for.
 
-    >>> config = gguf("q4_0")
-    >>> print(config.default.weight, "|", config.default.input)
-    int4, per group of 32 on axis -1, scales float16 (q4_0) | int8 narrow, per group of 32 on axis -1, scales float16 (q8_0_input)
+    >>> gguf("q4_0").default.weight.ggml_type, gguf("q4_0").default.input.ggml_type
+    ('q4_0', 'q8_0_input')
     >>> gguf("q8_0", activations=False).default.input is None
     True
     """

@@ -93,7 +93,8 @@ def inverse(scale: ArrayLike, spec: QuantSpec) -> np.ndarray:
     [2.0, 3.4028234663852886e+38]
     """
     one = _f32({"q8_0_input": 127, "q8_k_input": -127}.get(spec.scale_rule, 1))
-    return np.clip(one / np.asarray(scale).astype(_f32), -FLOAT32_MAX, FLOAT32_MAX)
+    found: np.ndarray = np.clip(one / np.asarray(scale).astype(_f32), -FLOAT32_MAX, FLOAT32_MAX)
+    return found
 
 
 @_quiet
@@ -170,8 +171,8 @@ def block_ranges(x: ArrayLike, spec: QuantSpec) -> tuple[np.ndarray, np.ndarray]
 def fake_quantize_blocks(x: ArrayLike, spec: QuantSpec) -> GgmlBlocks:
     """Rounds `x` in blocks along `spec.axis`, with scales and offsets from its own values.
 
-    `codes` are int8 or uint8 as in `fakequant.quantize`: ggml stores q4_0 codes + 8 and tq2_0 codes + 1. The code of NaN
-    is the lowest. The gradient of `y` is that of the identity: the mask is not applied.
+    `codes` are those of `fakequant.quantize`: ggml stores q4_0 codes + 8 and tq2_0 codes + 1. NaN has the lowest code.
+    The gradient of `y` is that of the identity: the mask is not applied.
 
     Args:
         x: The data.

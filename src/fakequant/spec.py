@@ -164,7 +164,7 @@ class QuantSpec:
         object.__setattr__(self, "bits", float_format.bits)
 
     def _check_ggml_type(self, ggml: GgmlType) -> None:
-        fixed = {**ggml._asdict(), "symmetric": ggml.signed, "format": "int", "numerics": "onnx"}
+        fixed = {**dataclasses.asdict(ggml), "symmetric": ggml.signed, "format": "int", "numerics": "onnx"}
         for name, value in fixed.items():
             if getattr(self, name) != value or type(getattr(self, name)) is not type(value):
                 raise ValueError(

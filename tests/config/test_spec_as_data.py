@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fakequant import QuantSpec, presets
-from fakequant.formats import FLOAT_FORMATS, FORMATS, SCALE_RULES
+from fakequant.formats import FLOAT_FORMATS, FORMATS, GGML_TYPES, SCALE_RULES
 from fakequant.spec import NUMERICS
 
 DEFAULTS = dict(
@@ -19,6 +19,7 @@ DEFAULTS = dict(
     scale_format="float32", scale_rule="floor",
 )  # fmt: skip
 MX = dict(axis=-1, group_size=32, scale_format="e8m0")
+GGML = dict(axis=-1, group_size=32, scale_format="float16")
 
 
 def every_kind():
@@ -32,10 +33,12 @@ def every_kind():
             yield QuantSpec(bits=bits, numerics=numerics, **kind, **place)
     for name, place in itertools.product(FLOAT_FORMATS, places):
         yield QuantSpec(format=name, **place)
-    for name, rule, axis in itertools.product(FORMATS, (rule for rule in SCALE_RULES if rule != "divided"), (0, -1)):
+    powers = [rule for rule in SCALE_RULES if rule not in ("divided", *GGML_TYPES)]
+    for name, rule, axis in itertools.product(FORMATS, powers, (0, -1)):
         yield QuantSpec(format=name, scale_format="e8m0", scale_rule=rule, axis=axis, group_size=32)
     yield presets.nvfp4()
     yield presets.nvfp4(scale_rule="divided")
+    yield from (getattr(presets, name)() for name in GGML_TYPES)
     for scale_format, place in itertools.product(("float16", "bfloat16"), places):
         yield QuantSpec(bits=4, scale_format=scale_format, **place)
 
@@ -212,6 +215,20 @@ PRESETS = {
         presets.nvfp4(),
         dict(format="e2m1", bits=4, axis=-1, group_size=16, scale_format="e4m3fn"),
         (0, 15),
+    ),
+    "q4_0": (presets.q4_0(), dict(bits=4, **GGML, scale_rule="q4_0"), (-8, 7)),
+    "q4_1": (presets.q4_1(), dict(bits=4, signed=False, symmetric=False, **GGML, scale_rule="q4_1"), (0, 15)),
+    "q8_0": (presets.q8_0(), dict(narrow_range=True, **GGML, scale_rule="q8_0"), (-127, 127)),
+    "q8_0_input": (presets.q8_0_input(), dict(narrow_range=True, **GGML, scale_rule="q8_0_input"), (-127, 127)),
+    "tq2_0": (
+        presets.tq2_0(),
+        {**GGML, "bits": 2, "narrow_range": True, "group_size": 256, "scale_rule": "tq2_0"},
+        (-1, 1),
+    ),
+    "q8_k_input": (
+        presets.q8_k_input(),
+        dict(narrow_range=True, axis=-1, group_size=256, scale_rule="q8_k_input"),
+        (-127, 127),
     ),
 }
 

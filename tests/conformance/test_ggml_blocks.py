@@ -80,7 +80,7 @@ def test_inputs_have_the_bytes_of_the_kernels_of_libggml():
 
 
 def test_where_libggml_differs():
-    """Where 1 / d is infinite, C leaves its codes undefined; where float16(d) is infinite, its values are not numbers."""
+    """Where 1 / d is infinite, C leaves codes undefined; where float16(d) is infinite, values are not numbers."""
     tiny, huge = np.zeros((2, 32), np.float32)
     tiny[:2] = 2.0**-130, 2.0**-140
     huge[:2] = -1e6, 1.0
@@ -89,6 +89,16 @@ def test_where_libggml_differs():
     y = reference_ggml.fake_quantize_blocks(huge, SPECS["q4_0"]).y
     assert_same_bits(y[:2], np.float32([-524032, 0]))
     assert not np.isfinite(values_in_ggml(huge, "q4_0", "_ref")).all()
+
+
+def test_libggml_reads_codes_and_scales_of_mxfp4():
+    x, spec = hard_rows(), presets.mxfp4()
+    codes, qparams = fq.quantize_dynamic(x, spec)
+    low, high = np.split(codes.reshape(-1, 32), 2, axis=1)
+    scales = fq.encode_scales(qparams.scale, spec).codes.reshape(-1, 1)
+    values = libggml.dequantize(np.concatenate([scales, low | high << 4], axis=1), "mxfp4")
+    # ggml's -0 is +0.
+    assert_same_bits(values.reshape(x.shape) + np.float32(0), fq.fake_quantize_dynamic(x, spec) + np.float32(0))
 
 
 # --- all paths ------------------------------------------------------------------------------------

@@ -27,10 +27,10 @@ _NEIGHBOURS = 2
 
 
 def _check_scale_format(spec: QuantSpec) -> None:
-    """Raises ValueError if the scales of a spec are float32."""
-    if not spec.has_block_scales:
+    """Raises ValueError if the scales of a spec have no codes."""
+    if spec.scale_format not in ("e8m0", "e4m3fn"):
         raise ValueError(
-            f"The scales of the spec ({spec}) are float32, which needs no codes.\n"
+            f"The scales of the spec ({spec}) are {spec.scale_format}, which needs no codes.\n"
             "Use a spec with scale_format='e8m0' or 'e4m3fn', such as presets.mxfp4() or presets.nvfp4()."
         )
 

@@ -77,6 +77,7 @@ def convert(model: nn.Module, *, target: str | None = None, strict: bool = False
     made = preparation(model)
     goal = _runtimes.find(made.config.target if target is None else target)
     goal.require_layers(model)
+    _refuse_ggml_types(model, goal)
     copied = copy.deepcopy(model).eval().requires_grad_(False)
     forget_preparation(copied)
     notes = _leave_in_float(copied, strict=strict)
@@ -233,6 +234,16 @@ def _make_grids(model: nn.Module, target: Target) -> dict[Quantizer, GoldenQuant
             grid = GoldenQuantizer(quantizer.spec, *quantizer.qparams(), arithmetic=arithmetic, path=path)
         made[quantizer] = grid
     return made
+
+
+def _refuse_ggml_types(model: nn.Module, target: Target) -> None:
+    """Raises ValueError for block types of ggml, which are stored from the prepared model."""
+    for path, quantizer in named_quantizers(model):
+        if quantizer.spec.ggml_type is not None:
+            raise ValueError(
+                f"{path} has a block type of ggml ({quantizer.spec}), and a converted model has none.\n"
+                f"Export the prepared model: fakequant.{target.runtime.exporter}."
+            )
 
 
 def _require_min_max(path: str, quantizer: FakeQuantize) -> None:

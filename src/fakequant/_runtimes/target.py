@@ -174,6 +174,8 @@ class Target:
     has_own_rounding: bool = False
     # Whether it computes with float formats and block scales, too.
     has_float_formats: bool = False
+    # Whether it computes with the block types of ggml.
+    has_ggml_types: bool = False
     # Whether it has kernels for transposed convolutions along three axes, in integers or in float.
     has_volumes: bool = True
     # Set for engines that multiply dequantized weights. None for runtimes that compute with codes.
@@ -218,6 +220,11 @@ class Target:
         """Returns True for float formats and block scales. Raises ValueError if this target computes in integers."""
         if spec.is_integer:
             return False
+        if spec.ggml_type is not None and not self.has_ggml_types:
+            raise ValueError(
+                f"The target {self.name!r} has no block types of ggml, got the spec ({spec}).\n"
+                "Use a recipe or a target for GGUF files, or another spec."
+            )
         if not self.has_format(spec):
             raise ValueError(
                 f"The target {self.name!r} is for the integer kernels of its runtime, got the spec ({spec}).\n"
@@ -232,6 +239,8 @@ class Target:
         >>> _runtimes.find("onnxruntime-x86").has_format(QuantSpec(format="e4m3fn"))
         False
         """
+        if spec.ggml_type is not None:
+            return self.has_ggml_types
         return self.has_float_formats or spec.is_integer
 
     def reason_against_weight(self, spec: QuantSpec, levels: "Tensor") -> str | None:

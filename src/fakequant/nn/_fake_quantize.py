@@ -53,8 +53,8 @@ class FakeQuantize(Quantizer):
 
     Args:
         spec: The grid.
-        observer: Finds the range. The default is `Dynamic` for scales per token and for symmetric specs with an
-            axis, as weights have, and `MovingAverage` for all others.
+        observer: Finds the range. The default is `Dynamic` for scales per token and block scales, and for symmetric
+            specs with an axis, as weights have, and `MovingAverage` for all others.
         shape: The shape of the tensors, with None for lengths that vary. Required if there is a scale per channel
             or group.
         gradient: "clipped" is 0 where the value was clipped and keeps 1 bit per element. "pass" keeps nothing.
@@ -100,7 +100,8 @@ class FakeQuantize(Quantizer):
         """Makes the buffers. The documentation of the class describes the arguments."""
         super().__init__(spec, observing=True, sync=sync, process_group=process_group, path=path, device=device)
         if observer is None:
-            is_activation = spec.granularity == "tensor" or not (spec.symmetric or spec.granularity == "token")
+            follows_data = spec.granularity == "token" or spec.has_block_scales
+            is_activation = spec.granularity == "tensor" or not (spec.symmetric or follows_data)
             observer = MovingAverage() if is_activation else Dynamic()
         if not isinstance(observer, Observer):
             raise TypeError(f"`observer` must be an Observer, such as MovingAverage(), got {observer!r}.")

@@ -30,8 +30,7 @@ from fakequant._backends.types import (
     Unchecked,
     Update,
 )
-from fakequant._kernels import CODE_TYPES, SCALE_RULES, UPDATES, scale_rule_name, zero_point_dtype
-from fakequant.formats import SIGNED_RULES
+from fakequant._kernels import CODE_TYPES, SCALE_RULES, SIGNED_RULES, UPDATES, scale_rule_name, zero_point_dtype
 from fakequant.spec import QuantSpec
 
 _FLOAT32 = np.dtype(np.float32)

@@ -24,8 +24,8 @@ from fakequant._backends.torch.tensor_kernels import (
     scale_dtype,
     updated_range,
 )
-from fakequant._kernels import is_ggml, is_own, is_per_block, largest_level
-from fakequant.formats import FLOAT_FORMATS, SIGNED_RULES
+from fakequant._kernels import SIGNED_RULES, is_ggml, is_own, is_per_block, largest_level
+from fakequant.formats import FLOAT_FORMATS
 
 # In ranges up to this bound, every sum of a code and a zero point is exact in float32.
 _EXACT_IN_F32 = 2**22

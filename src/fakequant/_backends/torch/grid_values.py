@@ -91,6 +91,8 @@ def step_of_each(scale: Tensor, x: Tensor, spec: QuantSpec) -> Tensor:
     tensor([0.5000, 0.5000, 2.0000])
     """
     scales, form = scale_of_each(scale, x, spec), spec.float_format
+    if spec.ggml_type is not None:  # a scale may be negative, or 0 in a block of zeros, which has no steps
+        return torch.where(scales == 0, 1.0, scales.abs())
     if form is None:
         return scales
     y = tensor_functions.fake_quantize(x.detach().float(), scale, 0, spec)

@@ -39,8 +39,7 @@ from fakequant._backends.types import (
     Unchecked,
     Update,
 )
-from fakequant._kernels import NUMERICS, has_wide_scale, numerics_name, scale_rule_name
-from fakequant.formats import SIGNED_RULES
+from fakequant._kernels import NUMERICS, SIGNED_RULES, has_wide_scale, numerics_name, scale_rule_name
 from fakequant.spec import QuantSpec
 
 # Block scales have no smallest value.

@@ -22,13 +22,14 @@ from fakequant._kernels import (
     NUMERICS,
     PACKED_CODE_TYPES,
     SCALE_RULES,
+    SIGNED_RULES,
     UPDATES,
     has_wide_scale,
     is_own,
     is_per_block,
     zero_point_dtype,
 )
-from fakequant.formats import GGML_TYPES, SIGNED_RULES
+from fakequant.formats import GGML_TYPES
 
 KERNEL_DTYPES = {getattr(torch, name): number for name, number in DTYPES.items()}
 _ZERO_KINDS = {torch.int32: _kernels.ZERO_I32, torch.int64: _kernels.ZERO_I64, torch.float32: _kernels.ZERO_F32}

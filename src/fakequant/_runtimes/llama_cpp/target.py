@@ -1,8 +1,8 @@
 """The target of llama.cpp, and of programs that load its GGUF files.
 
-Its kernels multiply blocks of codes of weights by blocks of codes of inputs, which they make with their own rule, and
-sum up in float. A weight may have any scales that its block type can hold. Inputs must be rounded by the rule of the
-kernels, or stay in float in training.
+Its kernels round inputs to blocks of 8-bit codes by a rule of their own, multiply blocks of codes, and sum up in float.
+A weight may have any scales that its block type can hold. Inputs must be rounded by the rule of the kernels, or stay in
+float in training.
 """
 
 from fakequant._runtimes.target import EngineRules, Runtime, Target
@@ -25,6 +25,7 @@ _INPUTS = ("q8_0_input", "q8_k_input")
 def reason_against_weight(spec: QuantSpec) -> str | None:
     """Returns why a GGUF file cannot hold a weight with this spec, or None if it can.
 
+    >>> from fakequant import presets
     >>> reason_against_weight(presets.q4_0()), reason_against_weight(presets.mxfp4(axis=1))
     (None, None)
     >>> reason_against_weight(QuantSpec(bits=4, axis=-1, group_size=32))
@@ -41,8 +42,8 @@ def reason_against_weight(spec: QuantSpec) -> str | None:
 def reason_against_input(spec: QuantSpec) -> str | None:
     """Returns why the kernels do not quantize an input with this spec, or None if they do.
 
-    >>> reason_against_input(presets.q8_0())
-    'int8 narrow, per group of 32 on axis -1, scales float16 (q8_0) is not how kernels round inputs: q8_0_input, q8_k_input'
+    >>> reason_against_input(QuantSpec())
+    'int8, per tensor is not how kernels round inputs: q8_0_input, q8_k_input'
     """
     if spec.ggml_type not in _INPUTS or spec.axis != -1:
         return f"{spec} is not how kernels round inputs: {', '.join(_INPUTS)}"
@@ -57,6 +58,7 @@ TARGET = Target(
     name="llama.cpp",
     runtime=RUNTIME,
     has_float_formats=True,
+    has_ggml_types=True,
     engine=EngineRules(
         layers=("Linear", "Embedding", "ExpertProduct"),
         weight_only=(),
