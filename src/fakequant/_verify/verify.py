@@ -71,7 +71,9 @@ def verify(
     are not: their scales are computed in the file, and only the results are compared.
 
     Engines that multiply dequantized weights have no codes to read. For their folders, every stored tensor, every
-    parameter that the engine loads and every output must have the expected bits.
+    parameter that the engine loads and every output must have the expected bits. For GGUF files, all metadata and
+    tensors and all dequantized weights must. Outputs must be as close as those of the prepared model are to its own
+    with random errors of the size of rounding; docs/guides/language-models.md has the limits.
 
     Args:
         model: A prepared and calibrated model.

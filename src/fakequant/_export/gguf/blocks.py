@@ -60,20 +60,12 @@ def type_of(spec: QuantSpec) -> str | None:
     >>> type_of(presets.q4_0()), type_of(presets.mxfp4()), type_of(presets.int4())
     ('Q4_0', 'MXFP4', None)
     """
-    for name in TYPES:
-        known = _spec_of_type(name)
-        if all(getattr(spec, field) == getattr(known, field) for field in _FIELDS) and spec.axis in (1, -1):
-            return name
-    return None
-
-
-# What the values of codes depend on.
-_FIELDS = ("bits", "signed", "symmetric", "group_size", "format", "scale_format", "scale_rule")
-
-
-def _spec_of_type(name: str) -> QuantSpec:
-    spec: QuantSpec = getattr(presets, name.lower())()
-    return spec
+    if spec.axis not in (1, -1):
+        return None
+    if spec.format == "e2m1" and spec.scale_format == "e8m0" and spec.group_size == TYPES["MXFP4"].length:
+        return "MXFP4"
+    name = (spec.ggml_type or "").upper()
+    return name if name in TYPES else None
 
 
 # --- codes -----------------------------------------------------------------------------------------
@@ -162,7 +154,7 @@ class Grid(NamedTuple):
 
 def grid_of_blocks(name: str, blocks: Blocks) -> Grid:
     """Returns the grid of a matrix. Its values are ggml's, in float32."""
-    spec = _spec_of_type(name)
+    spec: QuantSpec = getattr(presets, name.lower())()
     if spec.ggml_type is None:
         scale = decode_scales(torch.from_numpy(blocks.scale), None, spec)
         return Grid(spec, scale, None, dequantize(torch.from_numpy(blocks.codes), scale, 0, spec))
