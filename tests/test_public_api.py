@@ -123,6 +123,7 @@ WHOLE_MODELS = [
     "distill",
     "export_compressed_tensors",
     "export_executorch",
+    "export_gguf",
     "export_onnx",
     "health",
     "latency",

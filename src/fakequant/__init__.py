@@ -46,6 +46,7 @@ if _TYPE_CHECKING:  # for type checkers and editors; at run time `__getattr__` i
         export_compressed_tensors as export_compressed_tensors,
     )
     from fakequant._export.executorch.export_executorch import export_executorch as export_executorch
+    from fakequant._export.gguf.export_gguf import export_gguf as export_gguf
     from fakequant._export.load_grids import load_grids as load_grids
     from fakequant._export.onnx.export_onnx import export_onnx as export_onnx
     from fakequant._prepare.prepare import prepare as prepare, unprepare as unprepare
@@ -74,6 +75,7 @@ _WHOLE_MODELS = {
     "distill": "_train.distill",
     "export_compressed_tensors": "_export.compressed_tensors.export_compressed_tensors",
     "export_executorch": "_export.executorch.export_executorch",
+    "export_gguf": "_export.gguf.export_gguf",
     "export_onnx": "_export.onnx.export_onnx",
     "health": "_diagnosis.health",
     "latency": "_verify.latency",

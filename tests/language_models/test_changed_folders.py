@@ -9,8 +9,9 @@ from safetensors.torch import save_file
 
 import fakequant as fq
 from fakequant._export.compressed_tensors.export_compressed_tensors import folder_contents
-from fakequant._export.compressed_tensors.prepared_layers import prepared_layers
 from fakequant._export.compressed_tensors.reading import Folder
+from fakequant._export.prepared_layers import prepared_layers
+from fakequant._runtimes.transformers.target import TARGET
 from fakequant._verify.verify_weights import _compare_tensors, _require_same_config
 from tiny_language_models import prepared, tensors_of
 
@@ -29,7 +30,7 @@ def original(request, tmp_path_factory):
     place = tmp_path_factory.mktemp("original")
     fq.export_compressed_tensors(model, place / "one")
     fq.export_compressed_tensors(model, place / "many", max_shard_size="30KB")
-    contents = folder_contents(model, list(prepared_layers(model)))
+    contents = folder_contents(model, list(prepared_layers(model, TARGET)))
 
     def passes(folder):
         """Does all that `verify` does before transformers runs."""

@@ -7,8 +7,9 @@ from compressed_tensors.compressors.nvfp4 import helpers as fp4
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 
 from fakequant import QuantSpec, presets
-from fakequant._export.compressed_tensors.layer_tensors import StoredWeight, from_tensors, to_tensors, values_of
+from fakequant._export.compressed_tensors.layer_tensors import from_tensors, to_tensors, values_of
 from fakequant._export.compressed_tensors.schemes import Scheme
+from fakequant._export.prepared_layers import StoredWeight
 from fakequant.functional import dequantize
 from tiny_language_models import assert_same_bits
 

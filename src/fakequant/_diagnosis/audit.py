@@ -23,8 +23,10 @@ from fakequant._backends.torch import tensor_functions
 from fakequant._convert.convert import convert
 from fakequant._convert.golden.integer_layer import IntegerLayer, float_weight
 from fakequant._export.compressed_tensors.loading import read_folder
-from fakequant._export.compressed_tensors.prepared_layers import grid_of
+from fakequant._export.gguf.loading import is_gguf, read_gguf
+from fakequant._export.loaded_grids import LoadedModel
 from fakequant._export.onnx.reading import FileWeight, file_weights
+from fakequant._export.prepared_layers import grid_of
 from fakequant._model.running import check_module, evaluating
 from fakequant._prepare.attach import preparation
 from fakequant._util.text import table
@@ -122,7 +124,7 @@ def audit(model: nn.Module, file: str | os.PathLike[str]) -> Audit:
 
     Args:
         model: A prepared model.
-        file: An ONNX file, or a folder of compressed-tensors for a transformers model.
+        file: An ONNX file; for a transformers model also a folder of compressed-tensors or a GGUF file.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -143,7 +145,9 @@ def audit(model: nn.Module, file: str | os.PathLike[str]) -> Audit:
     with evaluating(model):
         trained = list(_trained(model))
         if Path(file).is_dir():
-            find = _from_folder(model, file)
+            find = _from_checkpoint(model, read_folder(model, file))
+        elif is_gguf(file):
+            find = _from_checkpoint(model, read_gguf(model, file))
         else:
             trained, find = _folded(model, trained), _Weights(list(file_weights(file)))
         layers = [_audited(layer, *find(layer)) for layer in trained]
@@ -209,7 +213,10 @@ def _audited(layer: _Trained, values: Tensor | None, stored: str) -> LayerAudit:
             path=layer.path, trained=layer.spec, stored="nothing", elements=elements, moved=elements,
             differing=elements, steps=float("inf"), error=None,
         )  # fmt: skip
-    away = (values.reshape(layer.values.shape).float() - layer.values) / layer.step
+    # A block of zeros has no steps.
+    away = ((values.reshape(layer.values.shape).float() - layer.values) / layer.step).nan_to_num(
+        0, torch.inf, torch.inf
+    )
     rounding = (layer.weight - layer.values).square().mean().sqrt()
     added = (values.reshape(layer.values.shape).float() - layer.values).square().mean().sqrt()
     return LayerAudit(
@@ -252,9 +259,7 @@ class _Weights:
         return best[1], best[2]
 
 
-def _from_folder(model: nn.Module, folder: str | os.PathLike[str]) -> Any:
-    stored = read_folder(model, folder)
-
+def _from_checkpoint(model: nn.Module, stored: LoadedModel) -> Any:
     def find(layer: _Trained) -> tuple[Tensor | None, str]:
         own = stored_weight(model.get_submodule(layer.path), "weight")
         if layer.path in stored.layers:
@@ -262,6 +267,7 @@ def _from_folder(model: nn.Module, folder: str | os.PathLike[str]) -> Any:
             # Engines dequantize in float32 and round to the dtype of the model.
             return found.values.to(own.dtype), str(found.weight.spec)
         name = next((name for name, value in model.named_parameters() if value is own), None)
-        return (stored.tensors[name], "float") if name in stored.tensors else (None, "nothing")
+        kind = stored.dequantized.get(name or "", "float")
+        return (stored.tensors[name], kind) if name in stored.tensors else (None, "nothing")
 
     return find

@@ -1,6 +1,7 @@
 """`load_grids`: sets up the grids of a quantized checkpoint as quantizers, over its dequantized weights."""
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fakequant._export.compressed_tensors.loading import read_folder
+from fakequant._export.gguf.loading import is_gguf, read_gguf
 from fakequant._export.loaded_grids import LoadedGrid, LoadedModel
 from fakequant._export.torchao_checkpoint import read_torchao
 from fakequant._model.running import check_module
@@ -30,8 +32,9 @@ def load_grids(
 
     Args:
         model: The float model that the checkpoint was made from. Its parameters are overwritten.
-        source: A folder of compressed-tensors, written by `export_compressed_tensors`, llm-compressor or others; or a
-            file with the state_dict of a model that torchao has quantized.
+        source: A folder of compressed-tensors, written by `export_compressed_tensors`, llm-compressor or others; a
+            GGUF file, written by `export_gguf` or llama-quantize; or a file with the state_dict of a model that torchao
+            has quantized.
         example: One batch, as in `prepare`. Needed if a layer is called several times.
         learned: If True, scales are trained with the model (LSQ), starting with the checkpoint's scales. If False,
             they stay fixed.
@@ -71,6 +74,10 @@ def load_grids(
     own = _own_tensors(model)
     for name, value in stored.tensors.items():
         own[name].copy_(value)
+    for name, kind in stored.dequantized.items():
+        warnings.warn(
+            f"{name} is {kind} in {stored.source}, for which fakequant has no grid: it stays in float.", stacklevel=2
+        )
     for path, layer in stored.layers.items():
         prepared = model.get_submodule(path)
         assert isinstance(prepared, QuantizedLayer)
@@ -89,7 +96,9 @@ _LITERAL = str.maketrans({"[": "[[]", "*": "[*]", "?": "[?]"})
 def _read(model: nn.Module, source: str | os.PathLike[str]) -> LoadedModel:
     if not Path(source).exists():
         raise FileNotFoundError(f"There is no file or folder {str(source)!r}.")
-    return read_folder(model, source) if Path(source).is_dir() else read_torchao(model, source)
+    if Path(source).is_dir():
+        return read_folder(model, source)
+    return read_gguf(model, source) if is_gguf(source) else read_torchao(model, source)
 
 
 def _require_fit(model: nn.Module, stored: LoadedModel) -> None:

@@ -4,7 +4,8 @@
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,6 +49,8 @@ class Session:
     is_folder = False
     # Whether the runtime multiplies dequantized weights. Then `verify` compares weights and outputs instead of codes.
     dequantizes = False
+    # Runs texts of tokens, for files that take no other inputs; see `running.py` of the room. None for all others.
+    run_tokens: Callable[..., Any] | None = None
     # Whether the runtime can output wrong codes if it outputs those of many quantizers.
     may_misread = False
     # What the file says about itself: its target, and the hash of the exported parameters. None if it does not say.
@@ -87,6 +90,12 @@ class Session:
         All runtimes are asked about a file, so this imports their packages only if the file has the right format.
         """
         raise NotImplementedError
+
+    @staticmethod
+    @contextmanager
+    def own_functions(model: nn.Module) -> Iterator[dict[str, str]]:
+        """Context in which a model computes functions as the runtime does. Yields what these are, by path."""
+        yield {}
 
     def watch(self, golden: nn.Module) -> None:
         """Takes the golden model of the file, before the first run."""

@@ -78,6 +78,9 @@ class OutputReport:
     # The number of rows of two-dimensional results, and of rows with the same argmax in prepared model and runtime.
     rows: int = 0
     agreeing: int = 0
+    # The perplexity of texts in prepared model and runtime. None if it was not measured.
+    perplexity: float | None = None
+    runtime_perplexity: float | None = None
 
 
 @dataclasses.dataclass
@@ -250,6 +253,8 @@ class Verification:
         ]
         if out.rows:
             lines.append(f"argmax: the same in {out.agreeing} of {out.rows} rows")
+        if out.perplexity is not None:
+            lines.append(f"perplexity: {out.perplexity:.6g} prepared, {out.runtime_perplexity:.6g} in the runtime")
         if self.problem is not None:
             lines.append(self.problem)
         elif not self.tensors:

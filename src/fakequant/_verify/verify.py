@@ -38,6 +38,7 @@ from fakequant._verify.passes import Codes, Difference, Inputs, Pass, Passes, Wh
 from fakequant._verify.repeatability import Outcome, require_repeating, require_repeating_file, require_same
 from fakequant._verify.rounding_bounds import Rounding, is_same, largest_difference
 from fakequant._verify.verdict import OutputReport, TensorReport, Verification
+from fakequant._verify.verify_gguf import verify_gguf
 from fakequant._verify.verify_weights import verify_weights
 
 # 32 repetitions in all, with the first 4. The chance that errors leave a tie on the same side every time is 2^-32.
@@ -70,7 +71,9 @@ def verify(
     are not: their scales are computed in the file, and only the results are compared.
 
     Engines that multiply dequantized weights have no codes to read. For their folders, every stored tensor, every
-    parameter that the engine loads and every output must have the expected bits.
+    parameter that the engine loads and every output must have the expected bits. For GGUF files, all metadata and
+    tensors and all dequantized weights must. Outputs must be as close as those of the prepared model are to its own
+    with random errors of the size of rounding; docs/guides/language-models.md has the limits.
 
     Args:
         model: A prepared and calibrated model.
@@ -104,6 +107,8 @@ def verify(
     check_module(model)
     check_accuracy_level(accuracy_level)
     session = session_for(path, runtime)
+    if session.run_tokens is not None:
+        return verify_gguf(model, path, data, session, steps=steps)
     if session.dequantizes:
         return verify_weights(model, path, data, steps=steps)
     file, golden = open_file_of(model, path, session.key)

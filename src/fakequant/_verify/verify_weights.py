@@ -18,12 +18,14 @@ from torch import Tensor, nn
 
 from fakequant._backends.torch.tensor_kernels import dtype_name
 from fakequant._export.compressed_tensors.export_compressed_tensors import Contents, folder_contents
-from fakequant._export.compressed_tensors.prepared_layers import PreparedLayer, own_tensors, prepared_layers
 from fakequant._export.compressed_tensors.reading import Folder
+from fakequant._export.compressed_tensors.schemes import scheme_of
+from fakequant._export.prepared_layers import PreparedLayer, own_tensors, prepared_layers
 from fakequant._model.running import Data, copied, evaluating, run
 from fakequant._prepare.attach import detach_layer
 from fakequant._prepare.summary import summary
 from fakequant._runtimes.transformers.running import Digests, Ran, digest, output_tensors, run_folder
+from fakequant._runtimes.transformers.target import TARGET
 from fakequant._verify.file_of_model import kind_of
 from fakequant._verify.rounding_bounds import largest_difference
 from fakequant._verify.verdict import OutputReport, TensorReport, Verification
@@ -45,7 +47,7 @@ def verify_weights(
     transformers does not return the same for the same batch each time.
     """
     file = Folder(folder)
-    prepared = list(prepared_layers(model))
+    prepared = list(prepared_layers(model, TARGET))
     contents = folder_contents(model, prepared)
     _require_same_config(file, contents.quantization)
     _require_same_sizes(file, model.config)
@@ -183,7 +185,7 @@ def _compare_layers(ran: Ran, prepared: list[PreparedLayer], reports: dict[str, 
             what = "loads the layer in float" if theirs is None else "quantizes the layer, which stays in float"
             _differ(reports, f"{path}.weight", 1, f"transformers {what}")
             continue
-        scheme = ours.scheme.to_dict([])
+        scheme = scheme_of(ours).to_dict([])
         for given, wanted in ((theirs.weight, scheme["weights"]), (theirs.input, scheme["input_activations"])):
             if (given is None) != (wanted is None) or any((given or {}).get(k) != v for k, v in (wanted or {}).items()):
                 _differ(reports, f"{path}.weight", 1, f"transformers quantizes the layer as {given}, not as {wanted}")

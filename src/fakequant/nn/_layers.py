@@ -145,6 +145,21 @@ class Embedding(_Table):
         return quantize_output(layer, y)
 
 
+@register_layer_kind(
+    "transformers.models.gemma2.modeling_gemma2.Gemma2TextScaledWordEmbedding",
+    "transformers.models.gemma3.modeling_gemma3.Gemma3TextScaledWordEmbedding",
+)
+class ScaledEmbedding(Embedding):
+    """An `nn.Embedding` of Gemma models, whose rows are multiplied by a constant, with a quantized weight."""
+
+    @staticmethod
+    def forward(layer: AnyLayer, input_ids: Tensor) -> Tensor:
+        """Takes and returns the same as the embedding of the model."""
+        weight = quantized_weight(layer)
+        y = F.embedding(input_ids, weight, layer.padding_idx, None, layer.norm_type, layer.scale_grad_by_freq, False)
+        return quantize_output(layer, y * layer.embed_scale.to(weight.dtype))
+
+
 @register_layer_kind(nn.EmbeddingBag)
 class EmbeddingBag(_Table):
     """`nn.EmbeddingBag` with a quantized weight."""

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from fakequant._backends.torch.tensor_kernels import dtype_name
-from fakequant._export.compressed_tensors.checkpoint_names import EXTRA, PreTrainedModel, stored_in_checkpoints
+from fakequant._export.checkpoint_names import EXTRA, PreTrainedModel, stored_in_checkpoints
 from fakequant._export.compressed_tensors.layer_tensors import offset_of, to_tensors
-from fakequant._export.compressed_tensors.prepared_layers import PreparedLayer, own_tensors, prepared_layers
-from fakequant._export.compressed_tensors.schemes import Scheme
+from fakequant._export.compressed_tensors.schemes import Scheme, scheme_of
+from fakequant._export.prepared_layers import PreparedLayer, own_tensors, prepared_layers
 from fakequant._model.running import check_module
 from fakequant._prepare.attach import preparation
+from fakequant._runtimes.transformers.target import TARGET
 from fakequant._util.files import writing_folder
 from fakequant._util.packages import require
 from fakequant._util.text import listed, table
@@ -125,7 +126,7 @@ def export_compressed_tensors(
             f"{type(model).__name__}.\nUse fakequant.export_onnx or export_executorch for other models."
         )
     preparation(model)  # raises if the model is not prepared
-    layers = list(prepared_layers(model))
+    layers = list(prepared_layers(model, TARGET))
     if not layers:
         raise ValueError("No layer of the model has a quantized weight, so the folder would be the float model.")
     with writing_folder(folder) as unfinished:
@@ -193,7 +194,7 @@ def _state(model: PreTrainedModel, layers: list[PreparedLayer]) -> tuple[dict[st
                 f"weight as {name!r}, in a form without rows of codes.\nUse config.skip({layer.path!r})."
             )
         tensors = _tensors_of(layer, numbers, model.dtype)
-        stored[path] = FolderLayer(tensors, layer.scheme, len(numbers) * layer.weight().shape[-1])
+        stored[path] = FolderLayer(tensors, scheme_of(layer), len(numbers) * layer.weight().shape[-1])
         written |= {f"{path}.{local}": tensor for local, tensor in tensors.items()}
     return written, stored
 
@@ -211,16 +212,16 @@ def _tensors_of(layer: PreparedLayer, rows: Tensor, dtype: torch.dtype) -> dict[
 
 def _weight_tensors(layer: PreparedLayer, rows: Tensor) -> dict[str, Tensor]:
     """Returns the tensors of some rows of a weight, made in parts: codes and ranges take memory of their own."""
-    spec, known = layer.scheme.weight, layer.known_grid()
+    scheme, spec, known = scheme_of(layer), layer.spec, layer.known_grid()
     # Zero points are packed by 32 rows, and blocks are whole.
     step = lcm(32, spec.group_rows or 1)
     step *= max(_PART // (step * layer.weight().shape[-1]), 1)
     if spec.scale_format == "e4m3fn" or len(rows) <= step:
-        return to_tensors(layer.stored(rows, known), layer.scheme)
+        return to_tensors(layer.stored(rows, known), scheme)
     whole: dict[str, Tensor] = {}
     lengths: dict[str, int] = {}
     for start in range(0, len(rows), step):
-        for name, part in to_tensors(layer.stored(rows[start : start + step], known), layer.scheme).items():
+        for name, part in to_tensors(layer.stored(rows[start : start + step], known), scheme).items():
             if part.dim() < 2:  # the same in all parts, or the shape of the part
                 whole[name] = part
                 continue
@@ -267,10 +268,10 @@ def _quantization_config(
     """Returns the `quantization_config`: the scheme of the most layers for all of "Linear", others by name."""
     schemes: dict[Scheme, list[str]] = {}
     for path, layer in stored.items():
-        schemes.setdefault(layer.scheme, []).append(path)
-    of_linear = Counter(layer.scheme for layer in layers if not isinstance(layer.layer, ExpertProduct))
+        schemes.setdefault(scheme_of(layer), []).append(path)
+    of_linear = Counter(scheme_of(layer) for layer in layers if not isinstance(layer.layer, ExpertProduct))
     most = max(of_linear, key=lambda scheme: of_linear[scheme], default=None)
-    of_experts = {layer.scheme for layer in layers if isinstance(layer.layer, ExpertProduct)}
+    of_experts = {scheme_of(layer) for layer in layers if isinstance(layer.layer, ExpertProduct)}
     groups = {}
     # transformers uses the first group for experts, unless the pattern of another group mentions them.
     for number, (scheme, paths) in enumerate(sorted(schemes.items(), key=lambda item: item[0] != most)):
@@ -337,7 +338,7 @@ def _report(folder: str | os.PathLike[str], model: PreTrainedModel, contents: Co
     return CompressedTensorsExport(
         folder=str(folder),
         format=contents.quantization["format"],
-        layers={path: str(layer.scheme) for path, layer in layers.items()},
+        layers={path: str(scheme_of(layer)) for path, layer in layers.items()},
         ignored=tuple(contents.quantization["ignore"]),
         bytes=everything,
         float_bytes=everything - stored + in_float,

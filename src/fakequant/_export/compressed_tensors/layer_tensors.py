@@ -12,27 +12,19 @@
 Codes of integers are signed there. Unsigned codes and their zero points are moved by half the range.
 """
 
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from fakequant._export.compressed_tensors.schemes import Scheme
+from fakequant._export.prepared_layers import StoredWeight
 from fakequant._util.packages import require
 from fakequant.functional import dequantize
 from fakequant.qparams import decode_scales, encode_scales
 from fakequant.spec import QuantSpec
 
 Tensors = dict[str, Tensor]
-
-
-class StoredWeight(NamedTuple):
-    """The codes of a weight, in its shape, with its scales and zero points, one per block."""
-
-    codes: Tensor
-    scale: Tensor
-    # None if all are 0.
-    zero_point: Tensor | None
 
 
 def to_tensors(weight: StoredWeight, scheme: Scheme) -> Tensors:

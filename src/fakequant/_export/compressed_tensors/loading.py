@@ -5,13 +5,12 @@ import os
 import torch
 from torch import Tensor, nn
 
-from fakequant._export.compressed_tensors.checkpoint_names import PreTrainedModel, Stored, stored_in_checkpoints
+from fakequant._export.checkpoint_names import PreTrainedModel, Stored, stored_in_checkpoints
 from fakequant._export.compressed_tensors.layer_tensors import values_of
-from fakequant._export.compressed_tensors.prepared_layers import own_tensors
 from fakequant._export.compressed_tensors.reading import Folder
 from fakequant._export.compressed_tensors.schemes import Scheme
 from fakequant._export.loaded_grids import LoadedGrid, LoadedLayer, LoadedModel
-from fakequant.nn._owners import is_owner, products_of
+from fakequant._export.prepared_layers import own_tensors, path_of_layer
 from fakequant.spec import QuantSpec
 
 
@@ -42,7 +41,7 @@ def read_folder(model: PreTrainedModel, path: str | os.PathLike[str]) -> LoadedM
             raise ValueError(
                 f"{path} stores some parts of {own} as codes, but not {missing}, so they have no common grid."
             )
-        layers[_path_of_layer(model, own)] = _stored_layer(folder, model, own, parts, matrices[own].shape)
+        layers[path_of_layer(model, own)] = _stored_layer(folder, model, own, parts, matrices[own].shape)
     for name in stored.tensors:
         if name not in folder.files:
             raise ValueError(f"{folder.path} does not belong to this {type(model).__name__}: it has no {name}.")
@@ -74,17 +73,6 @@ def _require_all_used(model: PreTrainedModel, folder: Folder, stored: Stored) ->
             f"{folder.path} does not belong to this {type(model).__name__}, which has no layer {unknown[0]}.\n"
             "Create the model from the folder's config: AutoConfig.from_pretrained(folder)."
         )
-
-
-def _path_of_layer(model: nn.Module, name: str) -> str:
-    """Returns the path of the layer to which a weight belongs. A product of experts is a layer of its own."""
-    path, _, weight = name.rpartition(".")
-    module = model.get_submodule(path)
-    if is_owner(module):
-        for product, made in products_of(module).items():
-            if made.names["weight"] == weight:
-                return f"{path}.{product}"
-    return path
 
 
 def _assembled(folder: Folder, like: Tensor, parts: list[tuple[str, Tensor]]) -> Tensor:

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fakequant._export.compressed_tensors.checkpoint_names import EXTRA
-from fakequant._export.compressed_tensors.layer_tensors import StoredWeight, Tensors, from_tensors
+from fakequant._export.checkpoint_names import EXTRA
+from fakequant._export.compressed_tensors.layer_tensors import Tensors, from_tensors
 from fakequant._export.compressed_tensors.schemes import Scheme, spec_of
+from fakequant._export.prepared_layers import StoredWeight
 from fakequant._util.packages import require
 from fakequant._util.text import listed, read_json, shortened
 

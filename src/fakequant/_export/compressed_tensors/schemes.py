@@ -13,6 +13,7 @@ The room of the target (`_runtimes/transformers/target.py`) says which specs it 
 
 from typing import Any, Literal, NamedTuple
 
+from fakequant._export.prepared_layers import PreparedLayer
 from fakequant.formats import Format
 from fakequant.spec import QuantSpec
 
@@ -50,6 +51,11 @@ class Scheme(NamedTuple):
             "output_activations": None,
             "format": self.format,
         }
+
+
+def scheme_of(layer: PreparedLayer) -> Scheme:
+    """Returns the scheme of a prepared layer."""
+    return Scheme(layer.spec, layer.input_spec)
 
 
 def args_of_weight(spec: QuantSpec) -> Args:

@@ -12,7 +12,7 @@ RUNTIME = Runtime(
     key="llama.cpp",
     name="llama.cpp",
     room="llama_cpp",
-    package="pywhispercpp",  # whose wheel has the kernels
+    package="cyllama",
     extra="gguf",
     exporter="export_gguf",
     suffix=".gguf",
@@ -54,20 +54,19 @@ def _unchanged(spec: QuantSpec) -> QuantSpec:
     return spec
 
 
-TARGETS = (
-    Target(
-        name="llama.cpp",
-        runtime=RUNTIME,
-        has_float_formats=True,
-        has_ggml_types=True,
-        engine=EngineRules(
-            layers=("Linear", "Embedding"),
-            weight_only=(),
-            has_short_blocks=False,
-            fit_weight=_unchanged,
-            fit_input=_unchanged,
-            reason_against_weight=reason_against_weight,
-            reason_against_input=reason_against_input,
-        ),
+TARGET = Target(
+    name="llama.cpp",
+    runtime=RUNTIME,
+    has_float_formats=True,
+    has_ggml_types=True,
+    engine=EngineRules(
+        layers=("Linear", "Embedding", "ExpertProduct"),
+        weight_only=(),
+        has_short_blocks=False,
+        fit_weight=_unchanged,
+        fit_input=_unchanged,
+        reason_against_weight=reason_against_weight,
+        reason_against_input=reason_against_input,
     ),
 )
+TARGETS = (TARGET,)

@@ -85,19 +85,18 @@ def _fit_input(spec: QuantSpec) -> QuantSpec:
     return dataclasses.replace(spec, scale_rule="even_e2m1" if spec.bits == 8 else "even")
 
 
-TARGETS = (
-    Target(
-        name="compressed-tensors",
-        runtime=RUNTIME,
-        has_float_formats=True,
-        engine=EngineRules(
-            layers=("Linear", "ExpertProduct"),
-            weight_only=("ExpertProduct",),
-            fit_weight=_fit_weight,
-            fit_input=_fit_input,
-            reason_against_weight=reason_against_weight,
-            reason_against_input=reason_against_input,
-            smallest_dynamic_scale=2.0**-126,  # only a scale of 0 is replaced
-        ),
+TARGET = Target(
+    name="compressed-tensors",
+    runtime=RUNTIME,
+    has_float_formats=True,
+    engine=EngineRules(
+        layers=("Linear", "ExpertProduct"),
+        weight_only=("ExpertProduct",),
+        fit_weight=_fit_weight,
+        fit_input=_fit_input,
+        reason_against_weight=reason_against_weight,
+        reason_against_input=reason_against_input,
+        smallest_dynamic_scale=2.0**-126,  # only a scale of 0 is replaced
     ),
 )
+TARGETS = (TARGET,)

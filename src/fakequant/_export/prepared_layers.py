@@ -1,37 +1,49 @@
-"""The quantized layers of a prepared model as compressed-tensors stores them, and why it cannot hold a layer."""
+"""The quantized layers of a prepared model as engines store them, and why an engine cannot hold a layer."""
 
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fakequant._backends.torch import tensor_functions
-from fakequant._export.compressed_tensors.layer_tensors import StoredWeight
-from fakequant._export.compressed_tensors.schemes import Scheme
 from fakequant._prepare.attach import FLOW_BUFFER
-from fakequant._runtimes.transformers.target import reason_against_input, reason_against_weight
+from fakequant._runtimes.target import Target
 from fakequant._util.text import listed
 from fakequant.nn._call_quantizers import quantizers_in
 from fakequant.nn._experts import ExpertProduct
 from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._function_calls import CallingModule
 from fakequant.nn._model_quantizers import has_scale, named_quantizers
+from fakequant.nn._owners import is_owner, products_of
 from fakequant.nn._quantized_layer import QuantizedLayer, input_grids_of
 from fakequant.nn._quantizer import Quantizer
 from fakequant.nn._records import TOKENS, float_class_of
 from fakequant.qparams import QParams
+from fakequant.spec import QuantSpec
+
+
+class StoredWeight(NamedTuple):
+    """The codes of a weight, in its shape, with its scales and zero points, one per block."""
+
+    codes: Tensor
+    scale: Tensor
+    # None if all are 0.
+    zero_point: Tensor | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreparedLayer:
-    """A layer of a prepared model that a folder stores as codes."""
+    """A layer of a prepared model that a file stores as codes."""
 
     path: str
     layer: QuantizedLayer
     # The name of its weight in the float model's state_dict.
     name: str
-    scheme: Scheme
+    # The spec of its weight, and of its input if that is quantized.
+    spec: QuantSpec
+    input_spec: QuantSpec | None
     # The quantizer of its input, if it has a fixed scale.
     input: Quantizer | None
 
@@ -39,6 +51,11 @@ class PreparedLayer:
         """Returns the float weight as a matrix."""
         weight: Tensor = self.layer._fakequant.kind.read_weight(self.layer).detach()
         return weight
+
+    def values(self) -> Tensor:
+        """Returns the weight with which the layer computes, as a matrix."""
+        values: Tensor = self.layer._fakequant.quantized_weight(self.layer).detach()
+        return values
 
     def known_grid(self) -> QParams[Tensor] | None:
         """Returns the scales of the whole weight, or None if those of each row follow from the row alone."""
@@ -87,31 +104,35 @@ def grid_of(quantizer: Quantizer, x: Tensor) -> QParams[Tensor]:
     return tensor_functions.choose_qparams(seen.min, seen.max, quantizer.spec, eps=quantizer.eps)
 
 
-def prepared_layers(model: nn.Module) -> Iterator[PreparedLayer]:
+def prepared_layers(model: nn.Module, target: Target) -> Iterator[PreparedLayer]:
     """Yields the layers of a prepared model whose weight is quantized.
 
-    Raises ValueError, with the path and the reason, for the first layer that compressed-tensors cannot hold.
+    Args:
+        model: The model.
+        target: The target of the file, which has an engine.
+
+    Raises ValueError, with the path and the reason, for the first layer that the file cannot hold.
     """
-    _require_layers_only(model)
+    _require_layers_only(model, target)
     for path, module in model.named_modules():
         if not isinstance(module, QuantizedLayer) or module.weight_quantizer is None:
             continue
         if not module.weight_quantizer.quantizing:
             continue
-        reason = _reason_against(module)
+        reason = _reason_against(module, target)
         if reason is not None:
             raise ValueError(
-                f"{path or 'The model'} cannot be stored in compressed-tensors: {reason}.\n"
+                f"{path or 'The model'} cannot be stored in {target.name}: {reason}.\n"
                 f"Leave it in float with config.skip({path!r}), or use another spec; "
-                "with target='compressed-tensors', prepare does so."
+                f"with target={target.name!r}, prepare does so."
             )
         grids = [grid for grid in input_grids_of(module) if isinstance(grid, Quantizer) and grid.quantizing]
-        spec = grids[0].spec if grids else None
         yield PreparedLayer(
             path=path,
             layer=module,
             name=_name_of_weight(path, module),
-            scheme=Scheme(module.weight_quantizer.spec, spec),
+            spec=module.weight_quantizer.spec,
+            input_spec=grids[0].spec if grids else None,
             input=grids[0] if grids and not grids[0].is_dynamic else None,
         )
 
@@ -123,7 +144,18 @@ def _name_of_weight(path: str, layer: QuantizedLayer) -> str:
     return f"{path}.{layer._fakequant.kind.weight_name}" if path else layer._fakequant.kind.weight_name
 
 
-def _require_layers_only(model: nn.Module) -> None:
+def path_of_layer(model: nn.Module, name: str) -> str:
+    """Returns the path of the layer to which a weight belongs. A product of experts is a layer of its own."""
+    path, _, weight = name.rpartition(".")
+    module = model.get_submodule(path)
+    if is_owner(module):
+        for product, made in products_of(module).items():
+            if made.names["weight"] == weight:
+                return f"{path}.{product}"
+    return path
+
+
+def _require_layers_only(model: nn.Module, target: Target) -> None:
     """Raises ValueError if a model quantizes other tensors than weights and inputs of layers."""
     others = [path for path, module in model.named_modules() if isinstance(module, CallingModule)]
     for path, module in model.named_modules():
@@ -131,20 +163,20 @@ def _require_layers_only(model: nn.Module) -> None:
             others.append(path)
     if others:
         raise ValueError(
-            f"compressed-tensors holds quantized weights and inputs of layers, but {listed(others)} also "
-            "quantize other results.\nPrepare the model with target='compressed-tensors', or with `operands=None` and "
+            f"{target.name} holds quantized weights and inputs of layers, but {listed(others)} also "
+            f"quantize other results.\nPrepare the model with target={target.name!r}, or with `operands=None` and "
             "without `output`."
         )
 
 
-def _reason_against(layer: QuantizedLayer) -> str | None:
-    """Returns why compressed-tensors cannot hold a layer, or None if it can."""
-    cls = float_class_of(layer)
-    if not issubclass(cls, (nn.Linear, ExpertProduct)):
-        return f"it is a {cls.__name__}, and only Linear layers and experts have a place there"
+def _reason_against(layer: QuantizedLayer, target: Target) -> str | None:
+    """Returns why the files of a target cannot hold a layer, or None if they can."""
+    cls, engine = float_class_of(layer), target.engine
+    assert engine is not None
     assert layer.weight_quantizer is not None
-    spec = layer.weight_quantizer.spec
-    reason = reason_against_weight(spec)
+    if not _is_any(cls, engine.layers):
+        return f"it is a {cls.__name__}, and only layers of the kinds {listed(engine.layers)} have a place there"
+    reason = engine.reason_against_weight(layer.weight_quantizer.spec)
     if reason is not None:
         return f"its weight is {reason}"
     if isinstance(layer, ExpertProduct) and layer.owner.is_transposed:
@@ -152,16 +184,20 @@ def _reason_against(layer: QuantizedLayer) -> str | None:
     grids = [grid for grid in input_grids_of(layer) if isinstance(grid, Quantizer) and grid.quantizing]
     if not grids:
         return None
-    if isinstance(layer, ExpertProduct):
-        return "it is a product of experts, whose inputs transformers does not quantize"
-    if len(grids) > 1:
+    if _is_any(cls, engine.weight_only):
+        return f"it is a {cls.__name__}, whose input is not quantized there"
+    if len(grids) > 1 and not all(grid.is_dynamic and grid.spec == grids[0].spec for grid in grids):
         return f"it is called {len(grids)} times with inputs on grids of their own, and has a place for one"
-    reason = reason_against_input(grids[0].spec)
+    reason = engine.reason_against_input(grids[0].spec)
     if reason is not None:
         return f"its input is {reason}"
     if not grids[0].is_dynamic and not has_scale(grids[0]):
         return "its input has no scale yet; calibrate the model first"
     return None
+
+
+def _is_any(cls: type, names: tuple[str, ...]) -> bool:
+    return any(base.__name__ in names for base in cls.__mro__)
 
 
 def own_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
