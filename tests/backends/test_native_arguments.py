@@ -94,7 +94,7 @@ REFUSED = {
     "choose_qparams, huge": lambda: _native.choose_qparams(
         ONE, ONE, HUGE, ONNX, -8, 7, True, 0, 1e-7, ONE.copy(), ZERO.copy()),
     "choose_qparams, scale rule": lambda: _native.choose_qparams(
-        ONE, ONE, 1, ONNX, -8, 7, True, 15, 1e-7, ONE.copy(), ZERO.copy()),
+        ONE, ONE, 1, ONNX, -8, 7, True, 16, 1e-7, ONE.copy(), ZERO.copy()),
     "choose_qparams, numerics": lambda: _native.choose_qparams(
         ONE, ONE, 1, 19, -8, 7, True, 0, 1e-7, ONE.copy(), ZERO.copy()),
     "keep_within, None": lambda: _native.keep_within(None, ONE.copy(), 1, 0.0, 1.0),

@@ -68,7 +68,8 @@ def packed_in_words(codes: Tensor, bits: int) -> Tensor:
     packed = moved[..., 0].clone()
     for i in range(1, in_byte):
         packed |= moved[..., i] << (bits * i)
-    return packed.view(torch.int32)
+    words: Tensor = packed.view(torch.int32)
+    return words
 
 
 def _packing() -> Any:
