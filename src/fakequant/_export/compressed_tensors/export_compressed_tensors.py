@@ -268,7 +268,7 @@ def _quantization_config(
     """Returns the `quantization_config`: the scheme of the most layers for all of "Linear", others by name."""
     schemes: dict[Scheme, list[str]] = {}
     for path, layer in stored.items():
-        schemes.setdefault(scheme_of(layer), []).append(path)
+        schemes.setdefault(layer.scheme, []).append(path)
     of_linear = Counter(scheme_of(layer) for layer in layers if not isinstance(layer.layer, ExpertProduct))
     most = max(of_linear, key=lambda scheme: of_linear[scheme], default=None)
     of_experts = {scheme_of(layer) for layer in layers if isinstance(layer.layer, ExpertProduct)}
@@ -338,7 +338,7 @@ def _report(folder: str | os.PathLike[str], model: PreTrainedModel, contents: Co
     return CompressedTensorsExport(
         folder=str(folder),
         format=contents.quantization["format"],
-        layers={path: str(scheme_of(layer)) for path, layer in layers.items()},
+        layers={path: str(layer.scheme) for path, layer in layers.items()},
         ignored=tuple(contents.quantization["ignore"]),
         bytes=everything,
         float_bytes=everything - stored + in_float,
