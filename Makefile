@@ -74,6 +74,7 @@ bench: build $(VENV)/.installed
 	$(PY) benchmarks/ptq_text.py --json benchmarks/results/latest-ptq-text.json
 	$(PY) benchmarks/digits_formats.py --json benchmarks/results/latest-digits-formats.json
 	$(PY) benchmarks/text_formats.py --json benchmarks/results/latest-text-formats.json
+	$(PY) benchmarks/llama_cpp.py --json benchmarks/results/latest-llama-cpp.json
 	$(PY) benchmarks/ptq_mobilenet.py --json benchmarks/results/latest-ptq-mobilenet.json
 	$(PY) benchmarks/bench_zoo.py --json benchmarks/results/latest-zoo.json
 	$(PY) benchmarks/bench_linear.py --json benchmarks/results/latest-linear.json

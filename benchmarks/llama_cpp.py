@@ -29,22 +29,18 @@ import torch
 from torch import Tensor, nn
 
 import fakequant as fq
-from fakequant import presets, recipes
+from fakequant import recipes
 from fakequant._export.gguf.architectures import architecture_of, metadata_of
 from fakequant._export.gguf.file import field, write
 from fakequant._export.gguf.file_tensors import ModelTensors, file_tensors
 from fakequant._runtimes.llama_cpp.running import run_gguf
-from fakequant.observers import Dynamic
 from ptq_digits import versions
 from text_formats import formatted
 from text_model import BATCH, CONTEXT, RATE, Text, loss, text
 
 ROWS = ("float", "nearest Q4_0", "other grid, converted", "Q4_0")
-# The grid of other tools, with inputs rounded as llama.cpp does.
-OTHER = fq.QuantConfig(
-    default=fq.LayerConfig(weight=presets.int4(), input=presets.q8_0_input(), activation_observer=Dynamic()),
-    operands=None,
-)
+# The grid of other tools. Embedding and head stay in float.
+OTHER = recipes.int4_weight_only(32, target="compressed-tensors").skip("lm_head")
 
 
 class Model(nn.Module):
@@ -129,7 +125,7 @@ def run_seed(seed: int, steps: int, folder: Path) -> dict[str, tuple[float, floa
     fq.prepare(nearest.llama, recipes.gguf("q4_0"))
     measure("nearest Q4_0", nearest.eval())
     other = copy.deepcopy(model)
-    fq.prepare(other.llama, OTHER.skip(type="Embedding").skip("lm_head"))
+    fq.prepare(other.llama, OTHER)
     other = train(other, data, steps // 4, RATE / 10, seed + 1000)
     converted = rounded(other)
     fq.prepare(converted.llama, recipes.gguf("q4_0"))
