@@ -79,6 +79,7 @@ bench: build $(VENV)/.installed
 	$(PY) benchmarks/bench_linear.py --json benchmarks/results/latest-linear.json
 	$(PY) benchmarks/bench_runtimes.py --json benchmarks/results/latest-runtimes.json
 	$(PY) benchmarks/bench_language_model_export.py --json benchmarks/results/latest-language-model-export.json
+	$(PY) benchmarks/llama_cpp.py --json benchmarks/results/latest-llama-cpp.json
 
 build: $(VENV)/.built
 
