@@ -1,4 +1,4 @@
-"""A small language model of characters and its text, for `ptq_text.py`.
+"""A small language model of characters and its text, for `ptq_text.py`, `text_formats.py` and `llama_cpp.py`.
 
 The text is the reference of the Python language, as far as the standard library carries it for `help()`
 (`pydoc_data.topics`): 465,000 characters. It is cut into 64 pieces, which every seed distributes anew: 6 for tests, 4 for
@@ -9,9 +9,10 @@ with AdamW. Trained models are kept in build/ptq_text.
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -80,11 +81,11 @@ def loss(logits: Tensor, windows: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
-def trained(data: Text, seed: int, steps: int) -> Model:
+def trained(data: Text, seed: int, steps: int, make: Callable[[int], Any] = Model) -> Any:
     """Returns the model of a seed. It is trained if the folder does not have it."""
     torch.manual_seed(seed)
-    model = Model(data.characters)
-    path = FOLDER / f"seed{seed}-steps{steps}.pt"
+    model = make(data.characters)
+    path = FOLDER / f"{'' if make is Model else make.__name__ + '-'}seed{seed}-steps{steps}.pt"
     if path.exists():
         model.load_state_dict(torch.load(path))
         return model.eval()
