@@ -343,7 +343,7 @@ def test_file_of_another_runtime_is_ok_only_if_the_codes_are_the_same(target, ru
 
 @pytest.mark.parametrize("runtime", ["openvinoo", "", "OpenVINO", "tensorrt", 3])
 def test_wrong_runtime(runtime, exported):
-    allowed = "`runtime` must be one of onnxruntime, openvino, executorch, transformers, or None, got"
+    allowed = "`runtime` must be one of onnxruntime, openvino, .*, or None, got"
     with pytest.raises(ValueError, match=allowed):
         fq.verify(*exported("mlp", "int8"), DATA, runtime=runtime)
 
