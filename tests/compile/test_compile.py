@@ -7,6 +7,7 @@ import pytest
 import fakequant as fq
 from fakequant import torch_ops
 from straight_through import AFFINE, torch
+from thoroughness import only_in_test_all
 
 checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 CompileCounter = pytest.importorskip("torch._dynamo.testing").CompileCounterWithBackend
@@ -128,7 +129,7 @@ def test_compiled_learnable_backward_has_eager_dx_and_nearly_its_sums(function, 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="inductor needs a C++ compiler")
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[needs_compiler, only_in_test_all])])
 def test_compiled_gradients_of_learned_scales_have_eager_bits(backend):
     def function(x, scale, zero_point):
         return torch.relu(fq.fake_quantize_learned(OWN["channel"](x * 2), scale, zero_point, CHANNEL))

@@ -66,6 +66,7 @@ def test_residual_cnn_example_trains_2_bits_and_moves_scales():
 
 
 @needs_torch
+@only_in_test_all
 def test_transformer_example_trains_4_bit_weights():
     printed = run("transformer_weight_only_int4.py")
     assert number(rf"4-bit weights, trained +{PERCENT}", printed) > 25
@@ -83,6 +84,7 @@ def test_language_model_example_writes_a_folder_that_computes_what_was_trained()
 
 
 @needs_torch
+@only_in_test_all
 def test_custom_observer_example_beats_min_max():
     printed = run("custom_observer.py")
     assert number(r"Deviations.* (\d+\.\d) dB", printed) > number(r"MinMax.* (\d+\.\d) dB", printed) + 6

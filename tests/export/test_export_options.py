@@ -6,6 +6,7 @@ import types
 import pytest
 
 import fakequant as fq
+from thoroughness import only_in_test_all
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -132,7 +133,9 @@ def test_a_result_without_tensors_is_refused(tmp_path):
         fq.export_onnx(model, tmp_path / "m.onnx", randn(4, 8))
 
 
-@pytest.mark.parametrize("given", [{}, {"use_cache": False}], ids=["as it is", "without cache"])
+@pytest.mark.parametrize(
+    "given", [{}, pytest.param({"use_cache": False}, marks=only_in_test_all)], ids=["as it is", "without cache"]
+)
 def test_a_language_model_is_exported_without_its_cache(given, tmp_path):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

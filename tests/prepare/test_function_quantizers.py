@@ -10,6 +10,7 @@ import pytest
 import fakequant as fq
 from fakequant.testing.assertions import assert_same_bits
 from function_cases import X86, Attention, F, batch, nn, prepared, torch
+from thoroughness import ALL
 
 checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 function_calls = pytest.importorskip("fakequant.nn._function_calls")
@@ -182,7 +183,7 @@ def test_results_of_functions_that_change_a_tensor_stay_in_float():
     assert keys(model) == []
 
 
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", [False, True] if ALL else [True])
 def test_a_compiled_module_has_eager_bits(training):
     model = prepared().train(training)
     other = copy.deepcopy(model)

@@ -110,9 +110,7 @@ def test_program_in_a_runtime_of_onnx_files(runtime, exported):
 
 
 def test_wrong_runtime(exported):
-    with pytest.raises(
-        ValueError, match="`runtime` must be one of onnxruntime, openvino, .*, or None, got 'et'"
-    ):
+    with pytest.raises(ValueError, match=r"`runtime` must be one of onnxruntime, openvino, .*, or None, got 'et'"):
         fq.verify(*exported("mlp", "int8"), DATA, runtime="et")
 
 
