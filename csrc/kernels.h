@@ -218,7 +218,7 @@ enum class ScaleRule : int {
   e4m3fn_divided,           // e4m3fn values divided by one float32 per tensor
   float16, bfloat16,        // as `any`, rounded to these formats
   even_e2m1,                // as `even` with the mantissa of e2m1
-  q4_0, q4_1, q8_0, tq2_0, q8_0_input, q8_k_input,  // those of ggml's block types
+  q4_0, q4_1, q8_0, tq2_0, q8_0_input, q8_k_input,  // as ggml chooses the scales of these block types
 };
 
 constexpr bool is_ggml(ScaleRule rule) { return rule >= ScaleRule::q4_0; }

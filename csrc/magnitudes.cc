@@ -64,7 +64,7 @@ template <class T> FQ_INLINE float row_magnitude(const T* x, int64_t n, int64_t&
 // The lowest and highest finite value of a block; lo > hi if there is none.
 template <class C> struct Ends { C lo, hi; };
 
-// Returns integers in the order of the values: those of NaN are above or below all others.
+// Returns integers that sort like the values. A NaN sorts above or below every number, by its sign.
 template <class V> FQ_INLINE Ints<V> ordered_bits(V v) {
   const auto bits = bit_cast<Ints<V>>(v);
   return bits ^ bit_cast<Ints<V>>(bit_cast<Bits<V>>(bits >> (8 * int(sizeof(Elem<V>)) - 1)) >> 1);

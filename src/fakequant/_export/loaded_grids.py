@@ -38,5 +38,5 @@ class LoadedModel:
     layers: dict[str, LoadedLayer]
     # All other parameters and buffers, by name.
     tensors: dict[str, Tensor]
-    # Those of them that the checkpoint has as codes of a type without a grid here, with that type.
+    # The names in `tensors` whose values were codes of a type that has no grid here, each with that type.
     dequantized: dict[str, str] = dataclasses.field(default_factory=dict)

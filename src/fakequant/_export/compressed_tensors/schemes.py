@@ -76,7 +76,7 @@ def args_of_input(spec: QuantSpec) -> Args:
     >>> args_of_input(QuantSpec(axis=-1, group_size=-1))["dynamic"]
     True
     """
-    # "local": those of blocks, under a fixed scale of the tensor.
+    # "local" means that block scales are computed at run time, under a fixed scale of the tensor.
     is_local = spec.scale_format == "e4m3fn"
     return {**_args(spec, spec.granularity), "dynamic": "local" if is_local else spec.granularity != "tensor"}
 

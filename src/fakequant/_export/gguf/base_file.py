@@ -23,8 +23,9 @@ _MAKE = "Make it from this model with llama.cpp's convert_hf_to_gguf.py (--outty
 def tensors_over_base(
     model: PreTrainedModel, layers: list[PreparedLayer], base: GgufFile
 ) -> tuple[ModelTensors, list[FileTensor], dict[str, str]]:
-    """Returns the tensors of a model and those of a file over `base`, and the hashes of the tensors that a model alone
-    does not determine: of reordered ones, and of those that the converter has made.
+    """Returns the tensors of a model, the tensors of a file over `base`, and hashes of what the model cannot determine.
+
+    Hashed are tensors whose rows the converter has reordered, and tensors that it has added.
 
     Raises ValueError if `base` is quantized, or belongs to another model.
     """
@@ -45,7 +46,7 @@ def tensors_over_base(
             raise _of_other_model(base, f"{place.name} has the shape {found.shape}, and {place.stored} {shape}")
         order = _order_in(found, _float_rows(tensors, place, found.type))
         if order is None:
-            raise _of_other_model(base, f"the rows of {place.name} are not those of {place.stored}, in any order")
+            raise _of_other_model(base, f"{place.name} has other rows than {place.stored}, in whatever order")
         rows = place.rows()
         replaced[place.name] = quantized_tensor(place.name, layer, shape, order if rows is None else rows[order])
     written = [replaced.get(name, tensor) for name, tensor in base.tensors.items()]

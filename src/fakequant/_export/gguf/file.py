@@ -23,7 +23,7 @@ class Field(NamedTuple):
     """A value of the metadata."""
 
     value: Any
-    # Its type, and that of its elements if it is a list, as `GGUFValueType` names them.
+    # The type of the value, as `GGUFValueType` names it, and the type of its elements if it is a list.
     type: str
     items: str | None = None
 

@@ -1,4 +1,4 @@
-"""Float formats and block scales in a file: those of activations at run time, and those of weights.
+"""Float formats and block scales in a file. Weights have fixed scales; scales of activations are found at run time.
 
 Scales of activations are computed in operations that ONNX has. Every step is exact, so that a file has the bits of
 `observe_fake_quantize(..., update="dynamic")`:
