@@ -90,7 +90,7 @@ class PreparedLayer:
         whole = (blocks[:, None] * height + torch.arange(height)).flatten()
         if not torch.equal(rows, whole[whole < len(self.weight())]):
             raise ValueError(
-                f"{self.path} cannot be stored in compressed-tensors: it is stored in parts of {len(rows)} rows, which "
+                f"{self.path} cannot be stored: the file has it in parts of {len(rows)} rows, which "
                 f"are no whole blocks of {height} rows.\nUse another spec for it, or config.skip({self.path!r})."
             )
         return blocks

@@ -246,6 +246,12 @@ def beyond(a: Tensor, b: Tensor, tolerance: Tensor, unsteady: Tensor) -> Tensor:
     return differ & ~(far <= tolerance)  # also True if only one side is finite: `far` is inf or NaN
 
 
+def bits_of(value: Tensor) -> Tensor:
+    """Returns the bits of a tensor as integers, so that NaN equals NaN and 0 is not -0."""
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return value.detach().contiguous().view(sizes[value.element_size()])
+
+
 def largest_difference(a: Tensor, b: Tensor) -> float:
     """Returns the largest difference, infinity if only one side is NaN."""
     if not a.numel():

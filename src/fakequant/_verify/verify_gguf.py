@@ -28,6 +28,7 @@ from fakequant._export.gguf.file_tensors import ModelTensors
 from fakequant._model.running import Data, evaluating, run
 from fakequant._prepare.summary import summary
 from fakequant._runtimes.session import Session
+from fakequant._verify.rounding_bounds import bits_of
 from fakequant._verify.verdict import OutputReport, TensorReport, Verification
 
 # Metadata that does not come from the model, and that the hash of all metadata protects.
@@ -114,7 +115,7 @@ def compare_file(model: PreTrainedModel, file: GgufFile) -> dict[str, TensorRepo
     for name in sorted({*contents.metadata, *file.metadata}):
         if not name.startswith(_FREE) and contents.metadata.get(name) != file.metadata.get(name):
             raise _of_other_model(
-                file, f"{name} is {_value(file, name)}, and {_of(contents.metadata, name)} in the model"
+                file, f"{name} is {_of(file.metadata, name)}, and {_of(contents.metadata, name)} in the model"
             )
     expected = {tensor.name: tensor for tensor in contents.tensors}
     if set(expected) != set(file.tensors):
@@ -145,10 +146,6 @@ def _compare_over_base(model: PreTrainedModel, file: GgufFile) -> dict[str, Tens
 
 def _of_other_model(file: GgufFile, reason: str) -> ValueError:
     return ValueError(f"{file.path} does not belong to the model: {reason}.\nExport the model again.")
-
-
-def _value(file: GgufFile, name: str) -> str:
-    return _of(file.metadata, name)
 
 
 def _of(metadata: dict[str, Any], name: str) -> str:
@@ -198,7 +195,7 @@ def _compare_weights(
             continue
         # ggml has no -0 in MXFP4.
         found = torch.from_numpy(theirs.read().reshape(-1).view(np.float32).copy())
-        differing = int((_bits(found + 0.0) != _bits(ours.reshape(-1) + 0.0)).sum())
+        differing = int((bits_of(found + 0.0) != bits_of(ours.reshape(-1) + 0.0)).sum())
         if differing:
             report.runtime_differ, report.why_runtime = differing, f"{session.name} has other values"
 
@@ -213,17 +210,13 @@ def _compare_with_training(tensors: ModelTensors, reports: dict[str, TensorRepor
         assert kind is not None
         weight = layer.values().contiguous()
         values = grid_of_blocks(kind, blocks_of(layer)).values.to(weight.dtype)
-        differing = int((_bits(values) != _bits(weight)).sum())
+        differing = int((bits_of(values) != bits_of(weight)).sum())
         if differing:
             report = reports[place.name]
             report.prepared_differ, report.why_prepared = (
                 differing,
                 "the layer computes with other values than its blocks",
             )
-
-
-def _bits(value: Tensor) -> Tensor:
-    return value.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()])
 
 
 # --- outputs ---------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from fakequant._prepare.summary import summary
 from fakequant._runtimes.transformers.running import Digests, Ran, digest, output_tensors, run_folder
 from fakequant._runtimes.transformers.target import TARGET
 from fakequant._verify.file_of_model import kind_of
-from fakequant._verify.rounding_bounds import largest_difference
+from fakequant._verify.rounding_bounds import bits_of, largest_difference
 from fakequant._verify.verdict import OutputReport, TensorReport, Verification
 from fakequant.nn._experts import ExpertProduct
 from fakequant.nn._quantized_layer import QuantizedLayer
@@ -132,16 +132,10 @@ def _compare_tensors(file: Folder, contents: Contents) -> dict[str, TensorReport
             )
         path = name.rpartition(".")[0]
         report = reports.setdefault(path if path in contents.layers else name, TensorReport(name, codes=value.numel()))
-        different = _bits(stored) != _bits(value)
+        different = bits_of(stored) != bits_of(value)
         report.prepared_differ += int(different.sum())
         report.why_prepared = f"the folder has other values in {name.rpartition('.')[2]}"
     return reports
-
-
-def _bits(value: Tensor) -> Tensor:
-    """Returns the bits of a tensor as integers, so that NaN equals NaN and 0 is not -0."""
-    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return value.detach().contiguous().view(sizes[value.element_size()])
 
 
 # --- what transformers loads -----------------------------------------------------------------------
@@ -170,7 +164,7 @@ def _compare_loaded(ran: Ran, expected: dict[str, Tensor], reports: dict[str, Te
             if theirs.dtype != value.dtype or theirs.shape != value.shape:
                 _differ(reports, name, value.numel(), f"transformers has {kind_of(theirs)}")
             else:
-                _differ(reports, name, int((_bits(theirs) != _bits(value)).sum()), "transformers has other values")
+                _differ(reports, name, int((bits_of(theirs) != bits_of(value)).sum()), "transformers has other values")
 
 
 def _compare_layers(ran: Ran, prepared: list[PreparedLayer], reports: dict[str, TensorReport]) -> None:
@@ -260,7 +254,7 @@ def _compare_outputs(prepared: list[dict[str, Tensor]], ran: Ran) -> OutputRepor
                 found.runtime_difference = max(
                     found.runtime_difference, largest_difference(value.float(), other.float())
                 )
-            different = value.numel() if other.dtype != value.dtype else int((_bits(value) != _bits(other)).sum())
+            different = value.numel() if other.dtype != value.dtype else int((bits_of(value) != bits_of(other)).sum())
             found.runtime_unexplained += different
             found.runtime_is_equal &= not different
             if value.is_floating_point() and value.dim() >= 2:
@@ -352,7 +346,9 @@ def _first_difference(model: PreTrainedModel, ran: Ran) -> str:
             for x, theirs in seen:
                 ours = layer(x)
                 if digest(ours) != digest(theirs):
-                    number = int((_bits(ours) != _bits(theirs)).sum()) if ours.dtype == theirs.dtype else ours.numel()
+                    number = (
+                        int((bits_of(ours) != bits_of(theirs)).sum()) if ours.dtype == theirs.dtype else ours.numel()
+                    )
                     why = f"{number} of {ours.numel()} outputs of {path} differ for the same input"
                     return f"{why}{_explanation(layer, x)}"
     return "no quantized layer computes anything else from the same input, so the difference arises between the layers"
