@@ -178,13 +178,7 @@ int64_t chunk_ranges(DType dtype, const Chunk& chunk, const void* x, ScaleRule r
     return nonfinite;
   }
   if (has_sign(rule) || rule == ScaleRule::q4_1) {
-    const int64_t nonfinite = kernels().magnitudes({dtype, s, here, hi, lo, has_sign(rule)}, 0, n);
-    for (int64_t i = 0; has_sign(rule) && i < n; ++i) {
-      const float low = lo[i], high = hi[i];
-      lo[i] = select(-low > high, low, 0.0f);
-      hi[i] = select(-low > high, 0.0f, high);
-    }
-    return nonfinite;
+    return kernels().magnitudes({dtype, s, here, hi, lo, has_sign(rule)}, 0, n);
   }
   const int64_t nonfinite = kernels().magnitudes({dtype, s, here, hi}, 0, n);
   for (int64_t i = 0; i < n; ++i) lo[i] = -hi[i] + 0.0f;

@@ -72,15 +72,17 @@ FQ_INLINE void run_with_one_scale(const T* x, T* y, int64_t n, const GridParams<
     V rounded[K], clamped[K];
     decltype(inside_lanes<Rule>(V{}, V{})) inside[K];
 #pragma GCC unroll 16
-    for (int k = 0; k < K; ++k) rounded[k] = Rule::round(load<N>(x + i + k * N), p);
+    for (int k = 0; k < K; k += 2) load_pair<N>(x + i + k * N, rounded[k], rounded[k + 1]);
+    round_all<Rule>(rounded, p);
 #pragma GCC unroll 16
     for (int k = 0; k < K; ++k) clamped[k] = Rule::clamp(rounded[k], p);
 #pragma GCC unroll 16
-    for (int k = 0; k < K; ++k) {
-      store<T, N>(y + i + k * N, Rule::value(clamped[k], p));
+    for (int k = 0; k < K; k += 2) {
+      store_pair<T, N>(y + i + k * N, Rule::value(clamped[k], p), Rule::value(clamped[k + 1], p));
       inside[k] = inside_lanes<Rule>(clamped[k], rounded[k]);
+      inside[k + 1] = inside_lanes<Rule>(clamped[k + 1], rounded[k + 1]);
     }
-    return Mask::kWanted ? lane_bits_of_32<N>(inside) : 0u;
+    return Mask::kWanted ? bits_of_32<T, N>(inside) : 0u;
   };
   int64_t i = 0;
   for (; i + 64 <= n; i += 64) {
@@ -92,7 +94,7 @@ FQ_INLINE void run_with_one_scale(const T* x, T* y, int64_t n, const GridParams<
     i += 32;
   }
   for (; i + N <= n; i += N) mask.put(lane_bits(step<Rule, N>(x + i, y + i, p)), N);
-  const auto p1 = first_lane<Vec<C, 1>>(p);
+  const auto p1 = lane<Vec<C, 1>>(p);
   for (; i < n; ++i) mask.put(lane_bits(step<Rule, 1>(x + i, y + i, p1)), 1);
   out = mask;
 }
@@ -115,43 +117,82 @@ FQ_INLINE void run_with_scale_per_element(const T* x, T* y, int64_t n, const Gri
   out = mask;
 }
 
-// Short rows with one scale each, in a float format and without a mask: the blocks of MX and NVFP4. Does the same as
-// run_with_one_scale with less work between rows. Multiplying by the reciprocal of a power of two gives the same bits as
-// dividing by it, and is faster.
-template <class Rule, class T> FQ_INLINE void short_rows(const FakeQuantizeArgs& a, int64_t begin, int64_t end) {
-  constexpr int N = kLanesOf<float>;
-  using V = Vec<float, N>;
-  const int64_t length = a.shape.inner;
-  const T* x = static_cast<const T*>(a.x) + begin;
-  T* y = static_cast<T*>(a.y) + begin;
-  for (int64_t row = begin / length; row < end / length; ++row, x += length, y += length) {
-    const float scale = a.grid.scale_f32[row];
-    const FixedFloatParams<V, Rule::kFormat> p{splat<V>(scale)};
-    const auto store_rounded = [&](int64_t i, V t) FQ_INLINE_LAMBDA {
-      store<T, N>(y + i, Rule::value(Rule::clamp(Rule::template round_quotient<V>(t, p), p), p));
-    };
-    const float inverse = inverse_of_power(scale);
-    if (inverse != 0) {
-      for (int64_t i = 0; i < length; i += N) store_rounded(i, load<N>(x + i) * splat<V>(inverse));
-    } else {
-      for (int64_t i = 0; i < length; i += N) store_rounded(i, load<N>(x + i) / p.scale);
-    }
-  }
+// A clamped level or code, and whether it was inside the range.
+template <class Rule, class V> struct Clamped {
+  V clamped;
+  decltype(inside_lanes<Rule>(V{}, V{})) inside;
+};
+template <class Rule, class V, class P> FQ_INLINE Clamped<Rule, V> clamped(V rounded, const P& p) {
+  const V v = Rule::clamp(rounded, p);
+  return {v, inside_lanes<Rule>(v, rounded)};
 }
 
-// The same for blocks of ggml.
-template <class Rule, class T> FQ_INLINE void ggml_rows(const FakeQuantizeArgs& a, int64_t begin, int64_t end) {
+// Returns the reciprocals of powers of two, by which one can multiply instead of dividing, and 0 for other values.
+template <class V> FQ_INLINE V exact_reciprocals(V v) {
+  using I = Vec<int32_t, kWidth<V>>;
+  const I bits = bit_cast<I>(v), field = bits >> 23;
+  const auto is_power = ((bits & 0x7FFFFF) == 0) & (field >= 1) & (field <= 253);
+  return zero_unless(is_power, bit_cast<V>((254 - field) << 23));
+}
+
+// Short rows with one scale each: groups and blocks. Does the same as run_with_one_scale with less work between rows. The
+// parameters of several rows are computed together. Quotients are divided: in groups with symmetric scales the largest
+// value is often at a tie, where the check of Onnx::round_all fails, and a branch that nothing predicts costs more.
+template <class Rule, class T, class Mask>
+FQ_INLINE void short_rows(const FakeQuantizeArgs& a, int64_t begin, int64_t end, Mask& mask) {
   constexpr int N = kLanesOf<float>;
   using V = Vec<float, N>;
-  const int64_t length = a.shape.inner;
+  const int64_t length = a.shape.inner, last = end / length;
   const T* x = static_cast<const T*>(a.x) + begin;
   T* y = static_cast<T*>(a.y) + begin;
   const GridParams<Rule, V> params(a.grid);
-  for (int64_t row = begin / length; row < end / length; ++row, x += length, y += length) {
-    const auto p = params.one(row);
-    for (int64_t i = 0; i < length; i += N) step<Rule, N>(x + i, y + i, p);
+  int64_t row = begin / length;
+  for (; row + N <= last; row += N) {
+    const auto several = params.per_element(row);
+    const auto for_rows = [&](auto&& round) FQ_INLINE_LAMBDA {
+      for (int r = 0; r < N; ++r, x += length, y += length) {
+        const auto p = lane<V>(several, r);
+        int64_t i = 0;
+        for (; i + 2 * N <= length; i += 2 * N) {
+          V v, w;
+          load_pair<N>(x + i, v, w);
+          const auto first = round(v, p, r), second = round(w, p, r);
+          store_pair<T, N>(y + i, Rule::value(first.clamped, p), Rule::value(second.clamped, p));
+          mask.put(pair_bits<T, N>(first.inside, second.inside), 2 * N);
+        }
+        for (; i < length; i += N) {
+          const auto result = round(load<N>(x + i), p, r);
+          store<T, N>(y + i, Rule::value(result.clamped, p));
+          mask.put(lane_bits(result.inside), N);
+        }
+      }
+    };
+    if constexpr (kIsGgmlRule<Rule>) {
+      for_rows([](V v, const auto& p, int) FQ_INLINE_LAMBDA { return clamped<Rule>(Rule::round(v, p), p); });
+    } else {
+      const auto from_quotient = [](V t, const auto& p) FQ_INLINE_LAMBDA {
+        if constexpr (kIsFloatRule<Rule> && !Mask::kWanted) {
+          const V v = Rule::round_and_clamp(t, p);
+          return Clamped<Rule, V>{v, {}};
+        } else {
+          return clamped<Rule>(Rule::round_quotient(t, p), p);
+        }
+      };
+      const V inverse = exact_reciprocals(several.scale);
+      if (any_lane(inverse == V{})) {
+        for_rows([&](V v, const auto& p, int) FQ_INLINE_LAMBDA { return from_quotient(v / p.scale, p); });
+      } else {
+        for_rows([&](V v, const auto& p, int r) FQ_INLINE_LAMBDA {
+          return from_quotient(v * splat<V>(inverse[r]), p);
+        });
+      }
+    }
   }
+  for (; row < last; ++row, x += length, y += length) run_with_one_scale(x, y, length, params, row, mask);
 }
+
+template <class Rule> inline constexpr bool has_rows_of_blocks =
+    kSame<Rule, Onnx> || kIsGgmlRule<Rule> || kIsFixedFloatRule<Rule>;
 
 template <class T> bool has_short_rows(const FakeQuantizeArgs& a, int64_t begin, int64_t end) {
   const Shape& s = a.shape;
@@ -162,15 +203,15 @@ template <class T> bool has_short_rows(const FakeQuantizeArgs& a, int64_t begin,
 // `bits` is where the first element's bit is written, at the start of a byte.
 template <class Rule, class T, class Mask>
 __attribute__((noinline)) void forward(const FakeQuantizeArgs& a, int64_t begin, int64_t end, uint8_t* bits) {
-  if constexpr (kIsFixedFloatRule<Rule> && kSame<Compute<T>, float> && !Mask::kWanted) {
-    if (has_short_rows<T>(a, begin, end)) return short_rows<Rule, T>(a, begin, end);
-  }
-  if constexpr (kIsGgmlRule<Rule> && kSame<Compute<T>, float> && !Mask::kWanted) {
-    if (has_short_rows<T>(a, begin, end)) return ggml_rows<Rule, T>(a, begin, end);
+  Mask mask(bits);
+  if constexpr (has_rows_of_blocks<Rule> && kSame<Compute<T>, float>) {
+    if (has_short_rows<T>(a, begin, end)) {
+      short_rows<Rule, T>(a, begin, end, mask);
+      return mask.finish();
+    }
   }
   const T* x = static_cast<const T*>(a.x);
   T* y = static_cast<T*>(a.y);
-  Mask mask(bits);
   using C = Compute<T>;
   const GridParams<Rule, Vec<C, kLanesOf<C>>> params(a.grid);
   const GridParams<Rule, Vec<C, 1>> single(a.grid);

@@ -38,12 +38,15 @@ struct FloatRule {
   static constexpr bool kKeepsNan = true;
   template <class V> static FQ_INLINE V round(V x, const FloatParams<V>& p) { return round_quotient(x / p.scale, p); }
   template <class V> static FQ_INLINE V round_quotient(V t, const FloatParams<V>& p) {
+    return round_magnitude(min_or_second(p.limit, magnitude(t)), t, p);
+  }
+  // Returns `a`, which is at most 2 * largest, rounded and with the sign of `sign`.
+  template <class V> static FQ_INLINE V round_magnitude(V a, V sign, const FloatParams<V>& p) {
     using U = Bits<V>;
     constexpr Elem<U> kExponent = sizeof(Elem<V>) == 8 ? Elem<U>(0x7FF0000000000000) : Elem<U>(0x7F800000);
-    const V a = min_or_second(p.limit, magnitude(t));
     const V power = bit_cast<V>(bit_cast<U>(a) & splat<U>(kExponent));
     const V c = max_or_second(power, p.smallest_normal) * p.spacing;
-    return with_sign_of((a + c) - c, t) + p.added_zero;
+    return with_sign_of((a + c) - c, sign) + p.added_zero;
   }
   template <class V> static FQ_INLINE V clamp(V level, const FloatParams<V>& p) {
     return min_or_second(p.hi, max_or_second(p.lo, level));
@@ -71,17 +74,15 @@ template <class V, Numerics Format> struct FixedFloatParams {
   FQ_INLINE operator FloatParams<V>() const { return float_params(Format, scale); }
 };
 
-// Returns 1 / v if v is a power of two and both are normal, otherwise 0.
-FQ_INLINE float inverse_of_power(float v) {
-  const uint32_t bits = bit_cast<uint32_t>(v), field = bits >> 23;
-  const bool is_power = (bits & 0x7FFFFF) == 0 && field >= 1 && field <= 253;
-  return is_power ? bit_cast<float>((254 - field) << 23) : 0.0f;
-}
-
 template <Numerics Format> struct FixedFloatRule : FloatRule {
   static constexpr Numerics kFormat = Format;
   template <class V> using P = FixedFloatParams<V, Format>;
   template <class V> static FQ_INLINE V round(V x, const P<V>& p) { return FloatRule::round<V>(x, p); }
+  template <class V> static FQ_INLINE V round_quotient(V t, const P<V>& p) { return FloatRule::round_quotient<V>(t, p); }
+  // Rounds and clamps a quotient, in this order or the other one: the largest value is its own rounding.
+  template <class V> static FQ_INLINE V round_and_clamp(V t, const P<V>& p) {
+    return FloatRule::round_magnitude<V>(min_or_second(FloatParams<V>(p).hi, magnitude(t)), t, p);
+  }
   template <class V> static FQ_INLINE V clamp(V level, const P<V>& p) { return FloatRule::clamp<V>(level, p); }
   template <class V> static FQ_INLINE V value(V level, const P<V>& p) { return level * p.scale; }
 };
@@ -90,13 +91,13 @@ template <class Rule> inline constexpr bool kIsFloatRule = requires { Rule::kIsF
 template <class Rule> inline constexpr bool kIsFixedFloatRule = requires { Rule::kFormat; };
 
 template <class W, class V, Numerics Format>
-FQ_INLINE FixedFloatParams<W, Format> first_lane(const FixedFloatParams<V, Format>& p) {
-  return {splat<W>(p.scale[0])};
+FQ_INLINE FixedFloatParams<W, Format> lane(const FixedFloatParams<V, Format>& p, int i = 0) {
+  return {splat<W>(p.scale[i])};
 }
 
-template <class W, class V> FQ_INLINE FloatParams<W> first_lane(const FloatParams<V>& p) {
-  return {splat<W>(p.scale[0]), splat<W>(p.lo[0]), splat<W>(p.hi[0]), splat<W>(p.limit[0]),
-          splat<W>(p.smallest_normal[0]), splat<W>(p.spacing[0]), splat<W>(p.added_zero[0])};
+template <class W, class V> FQ_INLINE FloatParams<W> lane(const FloatParams<V>& p, int i = 0) {
+  return {splat<W>(p.scale[i]), splat<W>(p.lo[i]), splat<W>(p.hi[i]), splat<W>(p.limit[i]),
+          splat<W>(p.smallest_normal[i]), splat<W>(p.spacing[i]), splat<W>(p.added_zero[i])};
 }
 
 // Returns the codes of clamped values, as integers as wide as V.

@@ -52,8 +52,8 @@ template <Numerics Kind> struct GgmlRule {
     F t = convert<F>(x);
     if constexpr (Kind == Numerics::q4_1) t = t - p.zero;
     t = t * p.inverse;
-    if constexpr (Kind == Numerics::q4_0) return convert<V>(floor(t + 8.5f) - 8.0f);
-    else if constexpr (Kind == Numerics::q4_1) return convert<V>(floor(t + 0.5f));
+    if constexpr (Kind == Numerics::q4_0) return convert<V>(FQ_TARGET::floor(t + 8.5f) - 8.0f);
+    else if constexpr (Kind == Numerics::q4_1) return convert<V>(FQ_TARGET::floor(t + 0.5f));
     else if constexpr (Kind == Numerics::q8_0) return convert<V>(round_half_away(t) + F{});  // no -0.0
     else return convert<V>(rint(t) + F{});
   }
@@ -65,20 +65,14 @@ template <Numerics Kind> struct GgmlRule {
     if constexpr (Kind == Numerics::q4_1) return convert<V>(convert<F>(code) * p.scale + p.offset);
     else return convert<V>(convert<F>(code) * p.scale);
   }
-
- private:
-  template <class F> static FQ_INLINE F floor(F v) {
-    const F nearest = rint(v);
-    return nearest - zero_unless(nearest > v, splat<F>(1.0f));
-  }
 };
 
 template <class Rule> inline constexpr bool kIsGgmlRule = requires { Rule::kIsGgml; };
 
-template <class W, class V> FQ_INLINE GgmlParams<W> first_lane(const GgmlParams<V>& p) {
+template <class W, class V> FQ_INLINE GgmlParams<W> lane(const GgmlParams<V>& p, int i = 0) {
   using F = typename GgmlParams<W>::F;
-  return {splat<F>(p.scale[0]), splat<F>(p.inverse[0]), splat<F>(p.zero[0]), splat<F>(p.offset[0]),
-          splat<W>(p.lo[0]), splat<W>(p.hi[0])};
+  return {splat<F>(p.scale[i]), splat<F>(p.inverse[i]), splat<F>(p.zero[i]), splat<F>(p.offset[i]),
+          splat<W>(p.lo[i]), splat<W>(p.hi[i])};
 }
 
 }  // namespace fakequant::FQ_TARGET

@@ -153,17 +153,17 @@ struct Tile {
   int64_t batch, o0, o1, k0, k1, j0, j1;
 };
 
-// The largest finite magnitude per block, or its range. The array is rows * inner elements with one block per row, or, if `outer` is
-// not 1, batch * outer * blocks elements with one block per (batch, block).
+// The largest finite magnitude per block, or its range. The array is rows * inner elements with one block per row, or, if
+// `outer` is not 1, batch * outer * blocks elements with one block per (batch, block).
 struct MagnitudeArgs {
   DType dtype;
   Shape shape;  // outer == 1 or inner == 1
   const void* x;
   float* largest;  // shape.parameters() elements; 0 for a block without finite values
-  // If not nullptr, the lowest value is written here and the highest to `largest`. If both have the same
-  // magnitude, `breaks_ties` writes 0 for the one that comes later. A block without finite values has the range 0 to 0.
+  // If not nullptr, the lowest value is written here and the highest to `largest`; 0 and 0 without finite values.
   float* lowest = nullptr;
-  bool breaks_ties = false;
+  // With `lowest`: the range goes from 0 to the first value with the largest magnitude instead.
+  bool with_sign = false;
 };
 
 // Results of one tile: one element per block in [k0, k1).

@@ -132,7 +132,7 @@ FQ_INLINE void run_with_one_scale(const T* dy, const T* x, DX* dx, int64_t n, co
     for (int k = 0; k < kVectors; ++k) finish_8(i + k * kSumLanes, e[k], kEach);
   }
   for (; i + kSumLanes <= n; i += kSumLanes) finish_8(i, place_8(i), kEach);
-  const auto p1 = first_lane<V1>(p);
+  const auto p1 = lane<V1>(p);
   for (; i < n; ++i) {
     const V1 v = load<1>(x + i);
     const auto t = Rule::terms(load<1>(dy + i), v, Rule::place(v, p1), p1, factor);

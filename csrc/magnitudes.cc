@@ -1,8 +1,8 @@
-// The largest finite magnitude of every block, or its range.
+// The largest finite magnitude of every block, with or without its sign, or its range.
 //
 // Magnitudes are compared as integers: the bits of floats without their sign are in the order of the values, and those
 // of NaN and infinities are above all others. So one comparison tells whether a block has such values; only then it is
-// read again, one value at a time.
+// read again, one value at a time. Rows are compared as they are stored: 16-bit floats are not widened.
 #include "numerics-inl.h"
 #include "targets.h"
 
@@ -13,25 +13,18 @@ template <class V> using Ints = Vec<typename Int<int(sizeof(Elem<V>))>::type, kW
 template <class C> using IntOf = typename Int<int(sizeof(C))>::type;
 
 template <class V> FQ_INLINE Ints<V> magnitude_bits(V v) { return bit_cast<Ints<V>>(magnitude(v)); }
-template <class I> FQ_INLINE I larger(I a, I b) { return a > b ? a : b; }
 
 template <class C> FQ_INLINE IntOf<C> bits_of_infinity() { return bit_cast<IntOf<C>>(C(__builtin_inf())); }
 
-// Returns the largest lane.
-template <class I> FQ_INLINE Elem<I> largest_lane(I v) {
-  if constexpr (kWidth<I> == 1) return v[0];
-  else return largest_lane(larger(low_half(v), high_half(v)));
-}
-
-// Returns a magnitude as float32. Float64 values beyond float32 become its largest value.
-template <class C> FQ_INLINE float as_float(IntOf<C> bits) {
-  const C value = bit_cast<C>(bits);
-  return value > C(__FLT_MAX__) ? __FLT_MAX__ : float(value);
+// Returns a value as float32, at most its largest one.
+template <class C> FQ_INLINE float as_float(C value) {
+  if constexpr (sizeof(C) == 4) return value;
+  const C limit = C(__FLT_MAX__);
+  return float(value < -limit ? -limit : value > limit ? limit : value);
 }
 
 // Ignores values that are not finite and adds their number to `nonfinite`.
-template <class T>
-float careful_magnitude(const T* x, int64_t n, int64_t stride, int64_t& nonfinite) {
+template <class T> Compute<T> careful_magnitude(const T* x, int64_t n, int64_t stride, int64_t& nonfinite) {
   using C = Compute<T>;
   IntOf<C> largest = 0;
   for (int64_t i = 0; i < n; ++i) {
@@ -39,24 +32,81 @@ float careful_magnitude(const T* x, int64_t n, int64_t stride, int64_t& nonfinit
     if (bits >= bits_of_infinity<C>()) ++nonfinite;
     else largest = larger(largest, bits);
   }
-  return as_float<C>(largest);
+  return bit_cast<C>(largest);
 }
 
-template <class T> FQ_INLINE float row_magnitude(const T* x, int64_t n, int64_t& nonfinite) {
-  using C = Compute<T>;
-  constexpr int N = kLanesOf<C>;
-  using I = Ints<Vec<C, N>>;
-  I first{}, second{};
-  int64_t i = 0;
-  for (; i + 2 * N <= n; i += 2 * N) {
-    first = larger(first, magnitude_bits(load<N>(x + i)));
-    second = larger(second, magnitude_bits(load<N>(x + i + N)));
+template <class T> bool first_is_negative(const T* x, int64_t n, int64_t stride, Compute<T> magnitude) {
+  for (int64_t i = 0; i < n; ++i) {
+    const Compute<T> v = load<1>(x + i * stride)[0];
+    if (v == magnitude || v == -magnitude) return v < 0;
   }
-  for (; i + N <= n; i += N) first = larger(first, magnitude_bits(load<N>(x + i)));
-  IntOf<C> largest = largest_lane(larger(first, second));
-  for (; i < n; ++i) largest = larger(largest, magnitude_bits(load<1>(x + i))[0]);
-  if (__builtin_expect(largest >= bits_of_infinity<C>(), 0)) return careful_magnitude(x, n, 1, nonfinite);
-  return as_float<C>(largest);
+  return false;
+}
+
+// The same, with the sign of the first value of that magnitude if `WithSign`.
+template <bool WithSign, class T> float careful_largest(const T* x, int64_t n, int64_t stride, int64_t& nonfinite) {
+  const auto found = careful_magnitude(x, n, stride, nonfinite);
+  return as_float(WithSign && first_is_negative(x, n, stride, found) ? -found : found);
+}
+
+// The bits of an element as they are in memory.
+template <class T> using Stored = typename UInt<int(sizeof(T))>::type;
+
+template <class T> FQ_INLINE Compute<T> value_of_bits(Stored<T> bits) {
+  const T value = bit_cast<T>(bits);
+  return load<1>(&value)[0];
+}
+
+// Returns integers that sort like magnitudes. With the sign in the lowest bit, a negative value comes after a positive
+// one of the same magnitude.
+template <bool WithSign, class U> FQ_INLINE U keys(U bits) {
+  if constexpr (WithSign) return (bits << 1) | (bits >> (8 * int(sizeof(Elem<U>)) - 1));
+  else return bits + bits;
+}
+
+template <class U> FQ_INLINE Elem<U> largest_key(U v) {
+#if defined(__SSE4_1__)
+  if constexpr (kSame<U, Vec<uint16_t, 8>>) {
+    return Elem<U>(~_mm_extract_epi16(_mm_minpos_epu16(bit_cast<__m128i>(~v)), 0));
+  }
+#endif
+  if constexpr (sizeof(U) == 16 && kWidth<U> == 4) {
+    v = larger(v, __builtin_shufflevector(v, v, 2, 3, 0, 1));
+    return larger(v, __builtin_shufflevector(v, v, 1, 0, 3, 2))[0];
+  } else if constexpr (kWidth<U> == 1) {
+    return v[0];
+  } else {
+    return largest_key(larger(low_half(v), high_half(v)));
+  }
+}
+
+// The same as careful_largest for a row of at least N elements.
+template <bool WithSign, int N, class T> FQ_INLINE float row_largest(const T* x, int64_t n, int64_t& nonfinite) {
+  using U = Vec<Stored<T>, N>;
+  const auto at = [&](int64_t i) FQ_INLINE_LAMBDA {  // the last vector may overlap the one before
+    return keys<WithSign>(load_raw<U>(x + (i + N <= n ? i : n - N)));
+  };
+  U largest{};
+  for (int64_t i = 0; i < n; i += N) largest = larger(largest, at(i));
+  Stored<T> key = largest_key(largest);
+  const auto magnitude = value_of_bits<T>(key >> 1);
+  if (__builtin_expect(!(magnitude < Compute<T>(__builtin_inf())), 0)) {
+    return careful_largest<WithSign>(x, n, 1, nonfinite);
+  }
+  if constexpr (!WithSign) return as_float(magnitude);
+  // No branch depends on the sign: it would be mispredicted half of the time. Only a negative value has a positive one
+  // of the same magnitude beside it, whose key is one less.
+  U found{};
+  for (int64_t i = 0; i < n; i += N) found |= bit_cast<U>(at(i) == splat<U>(key ^ 1));
+  if (__builtin_expect(any_bit(found), 0)) key ^= !first_is_negative(x, n, 1, magnitude);
+  return as_float(value_of_bits<T>(key >> 1 | key << (8 * sizeof(T) - 1)));
+}
+
+template <bool WithSign, class T> FQ_INLINE float largest_of_row(const T* x, int64_t n, int64_t& nonfinite) {
+  constexpr int N = kRegisterBytes / int(sizeof(T));
+  if (n >= N) return row_largest<WithSign, N>(x, n, nonfinite);
+  if (n >= N / 2) return row_largest<WithSign, N / 2>(x, n, nonfinite);
+  return careful_largest<WithSign>(x, n, 1, nonfinite);
 }
 
 // --- ranges --------------------------------------------------------------------------------------
@@ -72,21 +122,6 @@ template <class V> FQ_INLINE Ints<V> ordered_bits(V v) {
 template <class C> FQ_INLINE C value_of_ordered(IntOf<C> bits) {
   using U = typename UInt<int(sizeof(C))>::type;
   return bit_cast<C>(bits ^ IntOf<C>(bits < 0 ? U(-1) >> 1 : U(0)));
-}
-
-// Returns the largest lanes of two vectors, together in fewer steps than one by one.
-template <class I> FQ_INLINE void largest_lanes(I a, I b, Elem<I>& of_a, Elem<I>& of_b) {
-  if constexpr (sizeof(I) > 16) {
-    largest_lanes(larger(low_half(a), high_half(a)), larger(low_half(b), high_half(b)), of_a, of_b);
-  } else if constexpr (kWidth<I> == 4) {
-    const I pairs = larger(__builtin_shufflevector(a, b, 0, 4, 1, 5), __builtin_shufflevector(a, b, 2, 6, 3, 7));
-    const I both = larger(pairs, __builtin_shufflevector(pairs, pairs, 2, 3, 0, 1));
-    of_a = both[0];
-    of_b = both[1];
-  } else {
-    of_a = largest_lane(a);
-    of_b = largest_lane(b);
-  }
 }
 
 template <class T> Ends<Compute<T>> careful_ends(const T* x, int64_t n, int64_t stride, int64_t& nonfinite) {
@@ -114,35 +149,11 @@ template <class T> FQ_INLINE Ends<Compute<T>> row_ends(const T* x, int64_t n, in
     low = bits < low ? bits : low;
     high = larger(high, bits);
   }
-  IntOf<C> lowest, highest;
-  largest_lanes(~low, high, lowest, highest);  // ~ turns the order around
-  const Ends<C> ends{value_of_ordered<C>(~lowest), value_of_ordered<C>(highest)};
+  // ~ turns the order around
+  const Ends<C> ends{value_of_ordered<C>(~largest_key(~low)), value_of_ordered<C>(largest_key(high))};
   const C infinity = C(__builtin_inf());
   if (__builtin_expect(!(ends.lo > -infinity && ends.hi < infinity), 0)) return careful_ends(x, n, 1, nonfinite);
   return ends;
-}
-
-template <class T> bool first_is_negative(const T* x, int64_t n, int64_t stride, Compute<T> magnitude) {
-  for (int64_t i = 0; i < n; ++i) {
-    const Compute<T> v = load<1>(x + i * stride)[0];
-    if (v == magnitude || v == -magnitude) return v < 0;
-  }
-  return false;
-}
-
-template <class T>
-FQ_INLINE void store_range(const Ends<Compute<T>>& ends, const T* x, int64_t n, int64_t stride, bool breaks_ties,
-                           float* lo, float* hi) {
-  using C = Compute<T>;
-  const bool empty = ends.lo > ends.hi;
-  C low = empty ? C(0) : ends.lo, high = empty ? C(0) : ends.hi;
-  if (breaks_ties && __builtin_expect(-low == high, 0)) {
-    if (first_is_negative(x, n, stride, high)) high = C(0);
-    else low = C(0);
-  }
-  const C limit = C(__FLT_MAX__);
-  *lo = float(low < -limit ? -limit : low > limit ? limit : low) + 0.0f;  // not -0.0
-  *hi = float(high < -limit ? -limit : high > limit ? limit : high) + 0.0f;
 }
 
 // --- blocks --------------------------------------------------------------------------------------
@@ -156,20 +167,47 @@ FQ_INLINE void column_magnitudes(const T* x, int64_t rows, int64_t stride, float
   for (int64_t o = 0; o < rows; ++o) largest = larger(largest, magnitude_bits(load<W>(x + o * stride)));
   for (int w = 0; w < W; ++w) {
     const bool finite = largest[w] < bits_of_infinity<C>();
-    out[w] = finite ? as_float<C>(largest[w]) : careful_magnitude(x + w, rows, stride, nonfinite);
+    out[w] = as_float(finite ? bit_cast<C>(IntOf<C>(largest[w])) : careful_magnitude(x + w, rows, stride, nonfinite));
   }
+}
+
+// Writes the range from 0 to a value.
+FQ_INLINE void store_signed(float v, const MagnitudeArgs& a, int64_t p) {
+  using F = Vec<float, 1>;
+  a.lowest[p] = min_or_second(F{v}, F{})[0];
+  a.largest[p] = max_or_second(F{v}, F{})[0];
+}
+
+// Calls f with a constant for the usual lengths of blocks, for which the compiler then unrolls loops.
+template <class F> FQ_INLINE void with_length(int64_t n, F&& f) {
+  if (n == 32) f(32);
+  else if (n == 16) f(16);
+  else f(n);
 }
 
 template <class T> int64_t ranges_of(const MagnitudeArgs& a, int64_t begin, int64_t end) {
   const Shape& s = a.shape;
   int64_t nonfinite = 0;
+  if (a.with_sign && s.outer == 1) {
+    with_length(s.inner, [&](int64_t n) FQ_INLINE_LAMBDA {
+      for (int64_t p = begin; p < end; ++p) {
+        store_signed(largest_of_row<true>(static_cast<const T*>(a.x) + p * n, n, nonfinite), a, p);
+      }
+    });
+    return nonfinite;
+  }
+  const bool is_row = s.outer == 1;
+  const int64_t n = is_row ? s.inner : s.outer, stride = is_row ? 1 : s.blocks;
   for (int64_t p = begin; p < end; ++p) {
-    const bool is_row = s.outer == 1;
-    const int64_t first = is_row ? p * s.inner : p / s.blocks * s.outer * s.blocks + p % s.blocks;
-    const int64_t n = is_row ? s.inner : s.outer, stride = is_row ? 1 : s.blocks;
-    const T* x = static_cast<const T*>(a.x) + first;
-    const auto ends = is_row ? row_ends(x, n, nonfinite) : careful_ends(x, n, stride, nonfinite);
-    store_range(ends, x, n, stride, a.breaks_ties, a.lowest + p, a.largest + p);
+    const T* x = static_cast<const T*>(a.x) + (is_row ? p * s.inner : p / s.blocks * s.outer * s.blocks + p % s.blocks);
+    if (a.with_sign) {
+      store_signed(careful_largest<true>(x, n, stride, nonfinite), a, p);
+    } else {
+      const auto ends = is_row ? row_ends(x, n, nonfinite) : careful_ends(x, n, stride, nonfinite);
+      const bool empty = ends.lo > ends.hi;
+      a.lowest[p] = empty ? 0.0f : as_float(ends.lo) + 0.0f;  // not -0.0
+      a.largest[p] = empty ? 0.0f : as_float(ends.hi) + 0.0f;
+    }
   }
   return nonfinite;
 }
@@ -180,7 +218,9 @@ template <class T> int64_t magnitudes_of(const MagnitudeArgs& a, int64_t begin, 
   const Shape& s = a.shape;
   int64_t nonfinite = 0;
   if (s.outer == 1) {
-    for (int64_t p = begin; p < end; ++p) a.largest[p] = row_magnitude(x + p * s.inner, s.inner, nonfinite);
+    with_length(s.inner, [&](int64_t n) FQ_INLINE_LAMBDA {
+      for (int64_t p = begin; p < end; ++p) a.largest[p] = largest_of_row<false>(x + p * n, n, nonfinite);
+    });
     return nonfinite;
   }
   constexpr int W = kLanesOf<Compute<T>>;

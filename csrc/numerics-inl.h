@@ -105,28 +105,42 @@ struct TorchChannelFloatZero {
 using TorchChannelFloat = TorchChannelFloatZero<true>;
 using TorchChannelHalf = TorchChannelFloatZero<false>;
 
+// `limit`: how far a product with the reciprocal may be from the nearest integer, as the bits of a float; -1 if the
+// reciprocal cannot be used.
+template <class V> struct OnnxParams : Params<V> { Vec<int32_t, kWidth<V>> limit; };
+
 struct Onnx {
   static constexpr bool kOnLevels = true;
   static constexpr bool kKeepsNan = true;
-  static constexpr bool kCorrectsReciprocal = true;
-  // Returns rint(x / s), without a division if the product with the reciprocal rounds to the same integer.
+  template <class V> static FQ_INLINE V round(V x, const Params<V>& p) { return round_quotient(x / p.scale, p); }
+  template <class V> static FQ_INLINE V round(V x, const OnnxParams<V>& p) {
+    V v[] = {x};
+    round_all(v, p);
+    return v[0];
+  }
+  // Replaces x by rint(x / s), without a division if the product with the reciprocal rounds to the same integer.
   //
   // Let p = fl(x * fl(1/s)) and Q = fl(x / s). Then |p - Q| < 1.5 * 2^-23 |p|, so if p is more than 2^-21 |p| away from
-  // the nearest half-integer, p and Q lie on the same side of it. Both sides of the comparison are positive, so their
-  // bits can be compared as integers, and NaN compares as too large. The bound does not hold for a subnormal or
-  // infinite reciprocal; `inverse` is NaN then.
-  template <class V> static FQ_INLINE V round(V x, const Params<V>& p) {
-    if constexpr (sizeof(Elem<V>) == 8) {
-      return without_negative_zero(rint(x / p.scale));
-    } else {
-      const V product = x * p.inverse;
-      const V nearest = rint(product);
-      const V distance = magnitude(product - nearest) + magnitude(product) * 0x1p-21f;
-      const auto unsafe = bit_cast<Vec<int32_t, kWidth<V>>>(distance) >= splat<Vec<int32_t, kWidth<V>>>(0x3F000000);
-      if (__builtin_expect(any_lane(unsafe), 0)) return without_negative_zero(rint(x / p.scale));
-      return without_negative_zero(nearest);
+  // the nearest half-integer, p and Q lie on the same side of it. `limit` has the largest |p| for which that matters:
+  // one more than the highest level. Distances are not negative, so their bits can be compared as integers, and NaN
+  // compares as too large. Vectors are compared together, because a branch costs as much as rounding one.
+  template <class V, int K> static FQ_INLINE void round_all(V (&x)[K], const OnnxParams<V>& p) {
+    using I = decltype(p.limit);
+    V nearest[K];
+    I distance{};
+#pragma GCC unroll 16
+    for (int k = 0; k < K; ++k) {
+      const V product = x[k] * p.inverse;
+      nearest[k] = rint(product);
+      distance = larger(distance, bit_cast<I>(magnitude(product - nearest[k])));
     }
+    if (__builtin_expect(any_greater(distance, p.limit), 0)) {
+      for (int k = 0; k < K; ++k) nearest[k] = rint(x[k] / p.scale);
+    }
+#pragma GCC unroll 16
+    for (int k = 0; k < K; ++k) x[k] = without_negative_zero(nearest[k]);
   }
+  template <class V> static FQ_INLINE V round_quotient(V t, const Params<V>&) { return without_negative_zero(rint(t)); }
   template <class V> static FQ_INLINE V clamp(V level, const Params<V>& p) { return clamp_keep_nan(level, p); }
   template <class V> static FQ_INLINE V value(V level, const Params<V>& p) { return level * p.scale; }
 };
@@ -164,17 +178,17 @@ template <class Rule, class V, class P> FQ_INLINE auto to_code(V rounded, const 
 
 // --- parameters ----------------------------------------------------------------------------------
 
-template <class Rule, class V> FQ_INLINE V inverse_of(V scale) {
-  using F = Vec<float, kWidth<V>>;
-  const F inverse = 1.0f / convert<F>(scale);
-  if constexpr (requires { Rule::kCorrectsReciprocal; } && sizeof(Elem<V>) == 4) {
-    // NaN makes Onnx::round divide.
-    const F a = magnitude(inverse);
-    const auto usable = (a >= splat<F>(0x1p-126f)) & (a < splat<F>(__builtin_inff()));
-    return usable ? inverse : splat<F>(__builtin_nanf(""));
-  } else {
-    return convert<V>(inverse);
-  }
+// Returns the float32 reciprocal of the float32 scale.
+template <class V> FQ_INLINE V inverse_of(V scale) { return convert<V>(1.0f / convert<Vec<float, kWidth<V>>>(scale)); }
+
+template <class V> FQ_INLINE OnnxParams<V> onnx_params(const Params<V>& p) {
+  using I = decltype(OnnxParams<V>::limit);
+  const V highest = max_or_second(magnitude(p.lo), magnitude(p.hi)) + 1.0f;
+  const V limit = 0.5f - highest * 0x1p-21f;
+  // The bound on the error does not hold if the reciprocal is subnormal or infinite.
+  const V a = magnitude(p.inverse);
+  const auto usable = (limit >= V{}) & (a >= splat<V>(0x1p-126f)) & (a < splat<V>(__builtin_inff()));
+  return {p, usable ? bit_cast<I>(limit) : splat<I>(-1)};
 }
 
 // The parameters of the blocks of a grid.
@@ -209,17 +223,30 @@ template <class Rule, class V> class GridParams {
       return ggml_params(g_.numerics, scale, zero, splat<V>(C(g_.qmin)), splat<V>(C(g_.qmax)));
     } else {
       const V shift = Rule::kOnLevels ? zero : V{};
-      return Params<V>{scale, inverse_of<Rule>(scale), zero, splat<V>(C(g_.qmin)) - shift,
-                       splat<V>(C(g_.qmax)) - shift};
+      const Params<V> p{scale, inverse_of(scale), zero, splat<V>(C(g_.qmin)) - shift, splat<V>(C(g_.qmax)) - shift};
+      if constexpr (kSame<Rule, Onnx> && sizeof(C) == 4) return onnx_params(p);
+      else return p;
     }
   }
 
   const Grid& g_;
 };
 
-// Returns the parameters of the first lane in every lane of another vector type.
-template <class W, class V> FQ_INLINE Params<W> first_lane(const Params<V>& p) {
-  return {splat<W>(p.scale[0]), splat<W>(p.inverse[0]), splat<W>(p.zero[0]), splat<W>(p.lo[0]), splat<W>(p.hi[0])};
+// Returns the parameters of lane i in every lane of another vector type.
+template <class W, class V> FQ_INLINE Params<W> lane(const Params<V>& p, int i = 0) {
+  return {splat<W>(p.scale[i]), splat<W>(p.inverse[i]), splat<W>(p.zero[i]), splat<W>(p.lo[i]), splat<W>(p.hi[i])};
+}
+template <class W, class V> FQ_INLINE OnnxParams<W> lane(const OnnxParams<V>& p, int i = 0) {
+  return {lane<W>(static_cast<const Params<V>&>(p), i), splat<Vec<int32_t, kWidth<W>>>(p.limit[i])};
+}
+
+// Rounds several vectors in place.
+template <class Rule, class V, int K, class P> FQ_INLINE void round_all(V (&v)[K], const P& p) {
+  if constexpr (requires { Rule::round_all(v, p); }) Rule::round_all(v, p);
+  else {
+#pragma GCC unroll 16
+    for (int k = 0; k < K; ++k) v[k] = Rule::round(v[k], p);
+  }
 }
 
 // Calls f with an instance of the rule, so that the choice is made once per array and not per element.

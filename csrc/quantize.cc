@@ -70,7 +70,7 @@ void to_codes(const QuantizeArgs& a, int64_t begin, int64_t end, CodeBuffer sink
     } else {
       const auto p = params.one(run.parameter);
       for (; i + N <= n; i += N) put(load<N>(x + i), p);
-      const auto p1 = first_lane<V1>(p);
+      const auto p1 = lane<V1>(p);
       for (; i < n; ++i) put(load<1>(x + i), p1);
     }
   });
@@ -115,7 +115,7 @@ FQ_INLINE void run_from_codes(const Q* q, T* y, int64_t n, const Grid& g, int64_
   } else {
     const auto p = params.one(parameter);
     for (; i + N <= n; i += N) store<T, N>(y + i, value_of_codes<Rule>(q + i, p));
-    const auto p1 = first_lane<V1>(p);
+    const auto p1 = lane<V1>(p);
     for (; i < n; ++i) store<T, 1>(y + i, value_of_codes<Rule>(q + i, p1));
   }
 }

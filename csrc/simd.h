@@ -96,6 +96,12 @@ template <class V> FQ_INLINE Half<V> low_half(V v) {
   return h;
 }
 template <class V> FQ_INLINE Half<V> high_half(V v) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(V) == 64) return bit_cast<Half<V>>(_mm512_extracti64x4_epi64(bit_cast<__m512i>(v), 1));
+#endif
+#if defined(__AVX2__)
+  if constexpr (sizeof(V) == 32) return bit_cast<Half<V>>(_mm256_extracti128_si256(bit_cast<__m256i>(v), 1));
+#endif
   Half<V> h;
   __builtin_memcpy(&h, reinterpret_cast<const char*>(&v) + sizeof(h), sizeof(h));
   return h;
@@ -250,6 +256,22 @@ template <class V> FQ_INLINE V rint(V v) {
   else return rint_portable(v);
 }
 
+// Rounds down.
+template <class V> FQ_INLINE V floor(V v) {
+#if defined(__AVX512F__)
+  if constexpr (kSame<V, Vec<float, 16>>) return bit_cast<V>(_mm512_roundscale_ps(bit_cast<__m512>(v), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
+  else
+#endif
+#if defined(__AVX__)
+  if constexpr (kSame<V, Vec<float, 8>>) return bit_cast<V>(_mm256_round_ps(bit_cast<__m256>(v), _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC));
+  else
+#endif
+  {
+    const V nearest = rint(v);
+    return nearest - zero_unless(nearest > v, splat<V>(Elem<V>(1)));
+  }
+}
+
 // Rounds half away from zero. Not trunc(v + 0.5), which would round 0.49999997 up.
 template <class V> FQ_INLINE V round_half_away(V v) {
   const V a = magnitude(v);
@@ -368,6 +390,25 @@ template <int N, class M> FQ_INLINE uint32_t lane_bits_of_32(const M (&m)[32 / N
 
 template <class M> FQ_INLINE bool any_lane(M m) { return lane_bits(m) != 0; }
 
+template <class U> FQ_INLINE bool any_bit(U v) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(U) == 64) return _mm512_test_epi32_mask(bit_cast<__m512i>(v), bit_cast<__m512i>(v)) != 0;
+#endif
+#if defined(__AVX__)
+  if constexpr (sizeof(U) == 32) return !_mm256_testz_si256(bit_cast<__m256i>(v), bit_cast<__m256i>(v));
+#endif
+  if constexpr (sizeof(U) > 8) return any_bit(low_half(v) | high_half(v));
+  else return bit_cast<typename UInt<int(sizeof(U))>::type>(v) != 0;
+}
+
+template <class I> FQ_INLINE I larger(I a, I b) { return a > b ? a : b; }
+template <class I> FQ_INLINE bool any_greater(I a, I b) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(I) == 64 && sizeof(Elem<I>) == 4) return _mm512_cmpgt_epi32_mask(bit_cast<__m512i>(a), bit_cast<__m512i>(b)) != 0;
+#endif
+  return any_lane(a > b);
+}
+
 // --- 16-bit floats -------------------------------------------------------------------------------
 
 template <int N> FQ_INLINE Vec<float, N> widen_bf16(Vec<uint16_t, N> h) {
@@ -378,10 +419,12 @@ template <int N> FQ_INLINE Vec<float, N> widen_bf16(Vec<uint16_t, N> h) {
 // preserves NaN unless its significand is nearly all ones, in which case the carry would reach the sign. Such NaNs do
 // not occur here: NaN results are quiet NaNs produced by the CPU, NaNs loaded from bfloat16 (low half zero), or NaN
 // scales, which `quiet` has made canonical.
+template <int N> FQ_INLINE Vec<uint32_t, N> rounded_to_bf16(Vec<float, N> v) {  // in the upper halves
+  const auto u = bit_cast<Vec<uint32_t, N>>(v);
+  return u + 0x7FFFu + ((u >> 16) & 1u);
+}
 template <int N> FQ_INLINE Vec<uint16_t, N> narrow_bf16(Vec<float, N> v) {
-  using U = Vec<uint32_t, N>;
-  const U u = bit_cast<U>(v);
-  const U rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
+  const Vec<uint32_t, N> rounded = rounded_to_bf16<N>(v) >> 16;
 #if defined(__AVX2__)
   if constexpr (N == 8) {
     const __m256i r = bit_cast<__m256i>(rounded);
@@ -470,6 +513,60 @@ template <class T, int N> FQ_INLINE void store(T* p, Vec<Compute<T>, N> v) {
   if constexpr (kSame<T, bf16>) store_raw(p, narrow_bf16<N>(v));
   else if constexpr (kSame<T, f16>) store_raw(p, narrow_f16<N>(v));
   else store_raw(p, v);
+}
+
+// Two vectors of 2N neighbours. In bfloat16 one has the elements with even numbers and the other those with odd ones:
+// they are the lower and the upper halves of 32-bit words, so that no instruction has to move them between lanes.
+
+template <int N, class T> FQ_INLINE void load_pair(const T* p, Vec<Compute<T>, N>& a, Vec<Compute<T>, N>& b) {
+  if constexpr (kSame<T, bf16>) {
+    const auto words = load_raw<Vec<uint32_t, N>>(p);
+    a = bit_cast<Vec<float, N>>(words << 16);
+    b = bit_cast<Vec<float, N>>(words & 0xFFFF0000u);
+  } else {
+    a = load<N>(p);
+    b = load<N>(p + N);
+  }
+}
+
+template <class T, int N> FQ_INLINE void store_pair(T* p, Vec<Compute<T>, N> a, Vec<Compute<T>, N> b) {
+  if constexpr (kSame<T, bf16>) store_raw(p, rounded_to_bf16<N>(a) >> 16 | (rounded_to_bf16<N>(b) & 0xFFFF0000u));
+  else {
+    store<T, N>(p, a);
+    store<T, N>(p + N, b);
+  }
+}
+
+// Returns the lanes of a comparison of such pairs, one bit per element in the order of the elements.
+template <class T, int N, class M> FQ_INLINE uint32_t pair_bits(M a, M b) {
+  if constexpr (!kSame<T, bf16>) return lane_bits(a) | lane_bits(b) << N;
+#if defined(__AVX512F__)
+  if constexpr (N == 16 && kSame<M, uint32_t>) {
+    return _mm512_movepi16_mask(_mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_movm_epi32(__mmask16(a)), _mm512_movm_epi32(__mmask16(b))));
+  }
+#endif
+  const auto spread = [](uint32_t bits) FQ_INLINE_LAMBDA {  // bit i to bit 2 * i
+    bits = (bits | bits << 8) & 0x00FF00FFu;
+    bits = (bits | bits << 4) & 0x0F0F0F0Fu;
+    bits = (bits | bits << 2) & 0x33333333u;
+    return (bits | bits << 1) & 0x55555555u;
+  };
+  return spread(lane_bits(a)) | spread(lane_bits(b)) << 1;
+}
+
+// Returns the lanes of comparisons of 32 elements in pairs.
+template <class T, int N, class M> FQ_INLINE uint32_t bits_of_32(const M (&m)[32 / N]) {
+  if constexpr (!kSame<T, bf16>) return lane_bits_of_32<N>(m);
+#if defined(__AVX2__)
+  if constexpr (N == 8 && sizeof(M) == 32) {
+    const __m256i low = _mm256_blend_epi16(bit_cast<__m256i>(m[0]), bit_cast<__m256i>(m[1]), 0xAA);
+    const __m256i high = _mm256_blend_epi16(bit_cast<__m256i>(m[2]), bit_cast<__m256i>(m[3]), 0xAA);
+    return uint32_t(_mm256_movemask_epi8(_mm256_permute4x64_epi64(_mm256_packs_epi16(low, high), 0xD8)));
+  }
+#endif
+  uint32_t bits = 0;
+  for (int i = 0; i < 32 / N; i += 2) bits |= pair_bits<T, N>(m[i], m[i + 1]) << (i * N);
+  return bits;
 }
 
 // Loads kWidth<V> elements of type U (not bf16 or f16), converted to V's element type.

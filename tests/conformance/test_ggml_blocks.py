@@ -115,6 +115,9 @@ def hard_array(spec, dtype, shape, axis):
         x[(where < low) & (where > low - 0.01) & (rng.random(x.size) < 0.3)] = value
     with np.errstate(over="ignore"):
         x = x.reshape(shape).astype(dtype)
+    if dtype == np.float64:  # magnitudes that are different, but equal in float32, or beyond it
+        x[rng.random(shape) < 0.1] *= 1 + 1e-12
+        x[rng.random(shape) < 0.002] *= 1e39
     return x, presets_along(spec, axis)
 
 
@@ -124,7 +127,7 @@ def presets_along(spec, axis):
 
 def shapes_of(spec):
     size = spec.group_size
-    return [((5, 3 * size), -1), ((2 * size, 9), 0), ((2, size, 5), 1), ((0, size), 1), ((size,), 0)]
+    return [((5, 7 * size), -1), ((2 * size, 9), 0), ((2, size, 5), 1), ((0, size), 1), ((size,), 0)]
 
 
 def check_all(spec, dtype, run):

@@ -110,6 +110,9 @@ BLOCKED = {
     "group, first axis": ((6, 11), dict(axis=0, group_size=2)),
     "group, middle axis": ((2, 6, 5), dict(axis=1, group_size=3)),
     "group of one": ((4, 5), dict(axis=1, group_size=1)),
+    # Enough groups of whole vectors for the loop over several of them, and some more.
+    "groups of whole vectors": ((19, 64), dict(axis=-1, group_size=32)),
+    "groups of one vector": ((7, 48), dict(axis=-1, group_size=16)),
     "token": ((3, 5, 19), dict(axis=-1, group_size=-1)),
     "token, first axis": ((19, 6), dict(axis=0, group_size=-1)),
     "block": ((2, 6, 20), dict(axis=-1, group_size=5, group_rows=3)),
@@ -167,6 +170,7 @@ def test_fake_quantize_and_codes_equal_the_reference_in_every_granularity(shape,
         q = fq.quantize(x, scale, zero_point, spec)
 
         assert_same_bits(expected, y, "y", target)
+        assert_same_bits(expected, fq.fake_quantize(x, scale, zero_point, spec), "y without a mask", target)
         assert_same_bits(inside, mask, "mask", target)
         assert_same_bits(np.packbits(inside, bitorder="little"), packed, "packed mask", target)
         assert_same_bits(codes, q.astype(np.int64), "codes", target)
