@@ -64,6 +64,7 @@ NN = [
     "name_quantizers",
     "named_quantizers",
     "param_groups",
+    "quantize_adapters",
     "quantize_input",
     "quantize_output",
     "quantized_weight",

@@ -21,6 +21,7 @@ from fakequant._prepare.attach import forget_preparation, preparation, record_of
 from fakequant._prepare.flow_graph import can_fold
 from fakequant._runtimes.target import Target
 from fakequant._util.text import indented, listed
+from fakequant.nn._adapters import require_merged
 from fakequant.nn._call_quantizers import CallQuantizers, quantizers_in
 from fakequant.nn._fake_quantize import FakeQuantize
 from fakequant.nn._model_quantizers import has_scale, named_quantizers, unreached_layers, weight_quantizers
@@ -76,6 +77,7 @@ def convert(model: nn.Module, *, target: str | None = None, strict: bool = False
     torch.int8
     """
     made = preparation(model)
+    require_merged(model)
     goal = _runtimes.find(made.config.target if target is None else target)
     goal.require_layers(model)
     _refuse_ggml_types(model, goal)

@@ -11,6 +11,7 @@ from fakequant._backends.torch import tensor_functions
 from fakequant._prepare.attach import FLOW_BUFFER
 from fakequant._runtimes.target import Target
 from fakequant._util.text import listed
+from fakequant.nn._adapters import require_merged
 from fakequant.nn._call_quantizers import quantizers_in
 from fakequant.nn._experts import ExpertProduct
 from fakequant.nn._fake_quantize import FakeQuantize
@@ -113,6 +114,7 @@ def prepared_layers(model: nn.Module, target: Target) -> Iterator[PreparedLayer]
 
     Raises ValueError, with the path and the reason, for the first layer that the file cannot hold.
     """
+    require_merged(model)
     _require_layers_only(model, target)
     for path, module in model.named_modules():
         if not isinstance(module, QuantizedLayer) or module.weight_quantizer is None:

@@ -1,13 +1,11 @@
-"""Adapters of PEFT, such as LoRA: they stay in float, and are not merged into quantized weights.
+"""Adapters of PEFT that a model has before it is prepared: they stay in float, and are not merged.
 
-A tuner layer of PEFT (LoRA, IA3 and others derive from its class `BaseTunerLayer`) replaces a layer of the model. It
-has the layer as its child `base_layer`, and its other children are the adapters. Adapters are small and trained, and
-start at 0, so that ranges found before training do not fit them.
+Adapters are small and trained, and start at 0, so that ranges found before training do not fit them. For adapters that
+are added to a prepared model, see `nn/_adapters.py`.
 """
 
 import dataclasses
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, NoReturn
 
@@ -15,17 +13,9 @@ from torch import nn
 
 from fakequant._util.text import listed
 from fakequant.config import QuantConfig, Rule
-from fakequant.nn._quantized_layer import QuantizedLayer
+from fakequant.nn._adapters import BASE, TUNER, float_adapters, is_quantized, tuner_layers
 
-# The class that all tuner layers of PEFT are derived from, and the child that is no adapter.
-_TUNER, _BASE = "BaseTunerLayer", "base_layer"
 REASON = "an adapter; it stays in float unless a rule has its name"
-
-
-def _tuner_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for path, module in model.named_modules():
-        if any(cls.__name__ == _TUNER for cls in type(module).__mro__):
-            yield path, module
 
 
 def adapters(model: nn.Module) -> dict[str, str]:
@@ -35,9 +25,9 @@ def adapters(model: nn.Module) -> dict[str, str]:
     {}
     """
     found = {}
-    for path, tuner in _tuner_layers(model):
+    for path, tuner in tuner_layers(model):
         for name, child in tuner.named_children():
-            if name != _BASE:
+            if name != BASE:
                 start = f"{path}.{name}" if path else name
                 found.update({f"{start}.{part}" if part else start: name for part, _ in child.named_modules()})
     return found
@@ -54,7 +44,7 @@ def without_adapters(model: nn.Module, config: QuantConfig) -> QuantConfig:
     names = dict.fromkeys(inside.values())
     named = [rule for rule in config.rules if any(name in rule.path for name in names)]
     paths = dict.fromkeys(f"*{name}" if path.endswith(name) else f"*{name}.*" for path, name in inside.items())
-    own = [Rule(type=_TUNER), *(Rule(path=path) for path in paths)]
+    own = [Rule(type=TUNER), *(Rule(path=path) for path in paths)]
     others = [rule for rule in config.rules if rule not in named and rule not in own]
     found = dataclasses.replace(config, rules=(*named, *own, *others))
     left = [
@@ -65,7 +55,8 @@ def without_adapters(model: nn.Module, config: QuantConfig) -> QuantConfig:
     if left:
         warnings.warn(
             f"Adapters stay in float: {listed(left)}.\n"
-            f"To quantize them, name them in a rule, for example config.rule('*{next(iter(names))}*').",
+            f"To quantize them, name them in a rule, for example config.rule('*{next(iter(names))}*'). To merge them "
+            "after training, prepare the model before it gets adapters; see fakequant.nn.quantize_adapters.",
             UserWarning,
             stacklevel=3,
         )
@@ -78,19 +69,20 @@ def protect_merging(model: nn.Module) -> None:
     Except in attention, whose tuner layers merge for the time of each forward pass.
     """
     merges_in_forward: set[nn.Module] = set()
-    for path, tuner in _tuner_layers(model):
+    for path, tuner in tuner_layers(model):
         base: Any = tuner
-        while hasattr(base, _BASE):
-            base = getattr(base, _BASE)
+        while hasattr(base, BASE):
+            base = getattr(base, BASE)
         if isinstance(base, nn.MultiheadAttention):
             merges_in_forward.update(tuner.modules())
-        elif tuner not in merges_in_forward and isinstance(base, QuantizedLayer) and base.weight_quantizer is not None:
+        elif tuner not in merges_in_forward and is_quantized(base):
             tuner.__dict__["merge"] = partial(_refuse_to_merge, path)
 
 
 def allow_merging(model: nn.Module) -> None:
-    """Undoes `protect_merging`."""
-    for _, tuner in _tuner_layers(model):
+    """Undoes `protect_merging` and `quantize_adapters`."""
+    float_adapters(model)
+    for _, tuner in tuner_layers(model):
         tuner.__dict__.pop("merge", None)
 
 
@@ -98,6 +90,6 @@ def _refuse_to_merge(path: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise RuntimeError(
         f"The adapters of {path or 'the model'} cannot be merged: its weight is quantized, and the sum of both would "
         "be rounded in another way than in training.\n"
-        "Use fakequant.unprepare(model), merge, then prepare and calibrate the merged model. Or export the model with "
-        "its adapters in float."
+        "Use fakequant.unprepare(model), merge, then prepare and calibrate the merged model. To train adapters that "
+        "can be merged, prepare the model before it gets adapters, and then use fakequant.nn.quantize_adapters(model)."
     )

@@ -8,6 +8,7 @@ from fakequant.nn import (
     _recurrent as _recurrent,
     kinds as kinds,
 )
+from fakequant.nn._adapters import quantize_adapters as quantize_adapters
 from fakequant.nn._fake_quantize import FakeQuantize as FakeQuantize
 from fakequant.nn._layer_kinds import LayerKind as LayerKind, register_layer_kind as register_layer_kind
 from fakequant.nn._learned_fake_quantize import LearnedFakeQuantize as LearnedFakeQuantize
