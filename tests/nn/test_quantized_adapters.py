@@ -125,11 +125,12 @@ def test_merged_models_convert_and_adapters_that_are_not_merged_do_not():
 
 
 def test_saved_adapters_load_into_another_prepared_model(tmp_path):
-    model = quantize_adapters(adapted(prepared(), ["q_proj", "down_proj"]))
+    layer = fq.LayerConfig(weight=fq.presets.int4(), weight_observer=fq.observers.MSE())  # keeps scales in evaluation
+    model = quantize_adapters(adapted(prepared(config=fq.QuantConfig(default=layer)), ["q_proj", "down_proj"]))
     train(model)
     wanted = outputs(quantize_adapters(model))  # the ranges of the last sums
     model.save_pretrained(tmp_path)
-    loaded = peft.PeftModel.from_pretrained(prepared(), tmp_path)
+    loaded = peft.PeftModel.from_pretrained(prepared(config=fq.QuantConfig(default=layer)), tmp_path)
     assert not torch.equal(outputs(loaded), wanted)
     assert_same_bits(outputs(quantize_adapters(loaded)), wanted)
 
