@@ -10,16 +10,17 @@ from shared.thoroughness import ALL
 from torch.func import vmap
 
 import fakequant as fq
-from fakequant import presets, reference_ggml
+from fakequant import presets, reference, reference_ggml
 from fakequant._backends.ggml_blocks import ggml_blocks
 from fakequant._backends.torch import formula, tensor_kernels
 from fakequant._kernels import MASK_BYTES
-from fakequant.formats import GGML_TYPES
+from fakequant.formats import GGML_TYPES, SUPER_BLOCKS
 from fakequant.testing import cases
 from fakequant.testing.assertions import assert_same_bits
 
 SPECS = {name: getattr(presets, name)() for name in GGML_TYPES}
 WEIGHTS = ("q4_0", "q4_1", "q8_0", "tq2_0")
+K_QUANTS = tuple(SUPER_BLOCKS)
 NAN, INF = np.nan, np.inf
 FLOAT32_MAX = np.finfo(np.float32).max
 by_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -119,11 +120,13 @@ def hard_array(spec, dtype, shape, axis):
 
 
 def presets_along(spec, axis):
-    return getattr(presets, spec.ggml_type)(axis=axis)
+    return spec if spec.ggml_type in SUPER_BLOCKS else getattr(presets, spec.ggml_type)(axis=axis)
 
 
 def shapes_of(spec):
     size = spec.group_size
+    if spec.ggml_type in SUPER_BLOCKS:
+        return [((5, 768), -1), ((3, 2, 256), -1), ((0, 256), -1), ((512,), -1)]
     return [((5, 3 * size), -1), ((2 * size, 9), 0), ((2, size, 5), 1), ((0, size), 1), ((size,), 0)]
 
 
@@ -210,6 +213,68 @@ def test_the_formula_for_other_devices_has_the_same_bits(spec, dtype):
         assert_same_bits(as_array(formulas), as_array(kernels))
 
     check_all(spec, dtype, run)
+
+
+def learned_case(name, dtype, dense=True):
+    """Returns hard data, its gradient, learned scales and offsets next to those of the data, and the terms wanted."""
+    spec = SPECS[name]
+    rng = np.random.default_rng(2)
+    x, _ = hard_array(spec, dtype, (6, 512), -1)
+    with np.errstate(over="ignore"):
+        dy = rng.standard_normal(x.shape).astype(np.float32).astype(dtype)
+    found = reference_ggml.fake_quantize_blocks(x, spec)
+    scale = np.where(found.scale == 0, np.float32(0.25), found.scale * np.float32(0.75)).astype(np.float32)
+    if name in K_QUANTS:
+        scale = np.where(found.scale == 0, np.float32(0.25), found.scale)  # any are allowed here
+    offset = (found.offset * np.float32(0.875)).astype(np.float32)
+    s, z = (np.repeat(v, spec.group_size, axis=-1) for v in (scale, offset))
+    terms = reference_ggml.learned_backward(dy, x, s, z, spec, grad_factor=0.5)
+    code, q = reference_ggml.quantize(x, s, z, spec)
+    return spec, x, dy, scale, offset, reference_ggml.dequantize(q, s, z, spec).astype(dtype), terms
+
+
+def sums(terms, spec):
+    blocks = terms.reshape(len(terms), -1, spec.group_size)
+    return np.array([[reference.exact_sum(block) for block in row] for row in blocks])
+
+
+@by_dtype
+@pytest.mark.parametrize("name", (*WEIGHTS, *K_QUANTS))
+def test_learned_scales_and_offsets(name, dtype):
+    """Kernel, tensors and the formula for other devices have the values and gradients of the reference."""
+    spec, x, dy, scale, offset, y, (dx, ds, dz) = learned_case(name, dtype)
+    zero = offset if spec.has_offset else 0
+    assert_same_bits(fq.fake_quantize_learned(x, scale, zero, spec), y)
+    found = fq.fake_quantize_learned_backward(dy, x, scale, zero, spec, grad_factor=0.5)
+    assert_same_bits(found.dx, dx.astype(dtype))
+    wanted = [sums(terms, spec) for terms in (ds, dz)]
+    size = np.abs(ds).reshape(*scale.shape, -1).sum(-1)
+    assert (np.abs(found.dscale - wanted[0]) <= size * 1e-6).all()
+    assert (np.abs(found.dzero_point - wanted[1]) <= np.abs(dz).reshape(*scale.shape, -1).sum(-1) * 1e-6).all()
+
+    tensors = [as_tensor(v) for v in (x, scale)]
+    leaves = [v.clone().requires_grad_() for v in (*tensors, *((as_tensor(offset),) if spec.has_offset else ()))]
+    result = fq.fake_quantize_learned(*leaves[:2], leaves[2] if spec.has_offset else 0, spec, grad_factor=0.5)
+    assert_same_bits(as_array(result.detach()), y)
+    result.backward(as_tensor(dy))
+    assert_same_bits(as_array(leaves[0].grad), found.dx)
+    for leaf, sum_ in zip(leaves[1:], (found.dscale, found.dzero_point), strict=False):
+        assert_same_bits(leaf.grad.numpy(), sum_.astype(np.float32))
+
+    grid = tensor_kernels.Grid(tensors[1], as_tensor(offset) if spec.has_offset else None, spec.qmin, spec.qmax, name)
+    theirs = formula.learned_backward(as_tensor(dy), tensors[0], grid, 0.5)
+    assert_same_bits(as_array(theirs[0]), found.dx)
+    assert (np.abs(theirs[1].numpy() - wanted[0]) <= size * 1e-5).all()
+    ours = formula.learned_terms(tensors[0], grid)
+    unit = reference_ggml.learned_backward(np.ones_like(x), x, *(np.repeat(v, spec.group_size, -1) for v in (scale, offset)), spec)
+    for term, one in zip(ours[1:], unit[1:], strict=True):
+        assert_same_bits(term.numpy() + 0, one + 0)
+
+
+def test_learned_scales_of_inputs_are_refused():
+    x = np.ones((1, 32), np.float32)
+    with pytest.raises(ValueError, match="cannot be learned"):
+        fq.fake_quantize_learned(x, np.ones((1, 1), np.float32), 0, SPECS["q8_0_input"])
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
