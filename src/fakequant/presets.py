@@ -212,9 +212,9 @@ def tq2_0(*, axis: int = -1) -> QuantSpec:
 def q4_k() -> QuantSpec:
     """Returns the spec of ggml's Q4_K weights: codes 0 to 15 in blocks of 32 along the last axis, each with an offset.
 
-    Eight blocks are a super-block, whose scales and offsets are 6-bit integers times two float16 numbers. Codes for given
-    scales and values are exactly ggml's. Scales follow the range of each block, while llama.cpp's own quantizer
-    searches for better ones: `load_grids` keeps those of a file.
+    Eight blocks are a super-block, whose scales and offsets are 6-bit integers times two float16 numbers. The codes for
+    given scales and the values of codes are exactly ggml's. The scales are not: ours follow the range of each block,
+    while llama.cpp's own quantizer searches for better ones. `load_grids` keeps those of a file.
 
     >>> q4_k().group_size, q4_k().has_offset
     (32, True)

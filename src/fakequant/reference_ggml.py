@@ -39,8 +39,8 @@ _f32 = np.float32
 def choose_scale(lo: ArrayLike, hi: ArrayLike, spec: QuantSpec) -> tuple[np.ndarray, np.ndarray]:
     """Returns the scale and the offset (float32) of blocks with values in `[lo, hi]`.
 
-    The range of q4_0, q8_k_input and q6_k goes from 0 to the value with the largest magnitude. Of two ends with the same
-    magnitude, the lower one counts. The offset is 0 in all rules but q4_1 and q4_k.
+    The range of q4_0, q8_k_input and q6_k goes from 0 to the value with the largest magnitude. Of two ends with the
+    same magnitude, the lower one counts. The offset is 0 in all rules but q4_1 and q4_k.
 
     >>> from fakequant import presets
     >>> [v.tolist() for v in choose_scale([-4.0, 0.0], [0.0, 2.0], presets.q4_0())]
@@ -134,11 +134,11 @@ def steps(x: ArrayLike, scale: ArrayLike, offset: ArrayLike, spec: QuantSpec) ->
     >>> steps([1.0, 0.25], 0.5, 0.0, presets.q8_0()).tolist()
     [2.0, 0.5]
     """
-    t: np.ndarray = np.asarray(x).astype(_f32) - np.asarray(offset).astype(_f32)
-    if spec.scale_rule in SUPER_BLOCKS:
-        s = np.asarray(scale).astype(_f32)
-        return t / np.where(s == 0, FLOAT32_MAX, s)
-    return t * inverse(scale, spec)
+    t = np.asarray(x).astype(_f32) - np.asarray(offset).astype(_f32)
+    s = np.asarray(scale).astype(_f32)
+    is_divided = spec.scale_rule in SUPER_BLOCKS
+    found: np.ndarray = t / np.where(s == 0, FLOAT32_MAX, s) if is_divided else t * inverse(s, spec)
+    return found
 
 
 @_quiet

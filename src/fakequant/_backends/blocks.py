@@ -77,8 +77,8 @@ def blocks_of(shape: tuple[int, ...], spec: QuantSpec) -> Blocks:
         )
     if spec.scale_rule in SUPER_BLOCKS and (axis != len(shape) - 1 or length % (SUPER_BLOCKS[spec.scale_rule] * size)):
         raise ValueError(
-            f"`{spec.scale_rule}` has super-blocks of 256 along the last axis, got axis {spec.axis} of an array of shape "
-            f"{shape}.\nUse axis=-1 and a length that is a multiple of 256, or q4_0 or q8_0."
+            f"`{spec.scale_rule}` has super-blocks of 256 along the last axis, got axis {spec.axis} of an array of "
+            f"shape {shape}.\nUse axis=-1 and a length that is a multiple of 256, or q4_0 or q8_0."
         )
     groups = length // size if size else 1
     before, after = prod(shape[:axis]), prod(shape[axis + 1 :])

@@ -86,7 +86,8 @@ def factors_of(scale: np.ndarray, spec: QuantSpec) -> tuple[np.ndarray, np.ndarr
     is_signed = spec.ggml_type == "q6_k"
     low, high = (-128, 127) if is_signed else (0, 63)
     tried = [sign * n for n in range(max(-low, high), 0, -1) for sign in (-1, 1) if low <= sign * n <= high]
-    d, integers = largest.astype(np.float16), np.zeros_like(rows)  # if all scales are 0
+    d = np.where(largest == 0, largest, 0).astype(np.float16)  # with its sign, if all scales are 0
+    integers = np.zeros_like(rows)
     missing = np.flatnonzero(largest)
     for integer in tried:
         if not missing.size:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fakequant import presets
 from fakequant._backends.ggml_blocks import ggml_blocks
-from fakequant._export.gguf.k_quants import pack_q4_k, pack_q6_k, unpack_q4_k, unpack_q6_k
+from fakequant._export.gguf.k_quants import SuperBlocks, pack_super_blocks, unpack_q4_k, unpack_q6_k
 from fakequant._export.prepared_layers import PreparedLayer, grid_of
 from fakequant.functional import dequantize, quantize
 from fakequant.qparams import decode_scales, encode_scales
@@ -105,19 +105,18 @@ def pack(name: str, blocks: Blocks) -> Array:
     known = TYPES[name]
     rows, length = blocks.codes.shape
     if blocks.scales is not None:
-        d, *dmin = [_as_bytes(value).reshape(-1, 2) for value in (blocks.scale, blocks.offset) if value is not None]
-        *integers, codes = [v.reshape(len(d), -1) for v in (blocks.scales, blocks.offsets, blocks.codes) if v is not None]
-        packed = pack_q4_k(d, *dmin, *integers, codes) if name == "Q4_K" else pack_q6_k(d, *integers, codes)
-        return packed.reshape(rows, -1)
-    parts = blocks.codes.reshape(rows, -1, known.length)
+        number = rows * length // known.length
+        parts: list[Any] = [None if part is None else part.reshape(number, -1) for part in blocks]
+        return pack_super_blocks(SuperBlocks(*parts)).reshape(rows, -1)
+    cut = blocks.codes.reshape(rows, -1, known.length)
     if name == "Q8_0":
-        codes = parts.view(np.uint8)
+        codes = cut.view(np.uint8)
     elif name == "TQ2_0":
-        quarters = parts.reshape(rows, -1, 2, 4, 32)
+        quarters = cut.reshape(rows, -1, 2, 4, 32)
         shifted = quarters << np.array([0, 2, 4, 6], np.uint8)[:, None]
         codes = np.bitwise_or.reduce(shifted, axis=-2).reshape(rows, -1, 64)
     else:
-        codes = parts[..., :16] | parts[..., 16:] << np.uint8(4)
+        codes = cut[..., :16] | cut[..., 16:] << np.uint8(4)
     scales = [_as_bytes(value) for value in (blocks.scale, blocks.offset) if value is not None]
     pieces = [codes, *scales] if name == "TQ2_0" else [*scales, codes]
     return np.concatenate(pieces, -1).reshape(rows, length // known.length * known.size)
@@ -128,13 +127,10 @@ def unpack(name: str, data: Array) -> Blocks:
     known = TYPES[name]
     rows = len(data)
     parts = np.ascontiguousarray(data).reshape(rows, -1, known.size)
-    if name == "Q4_K":
-        d, dmin, scales, offsets, codes = unpack_q4_k(parts.reshape(-1, known.size))
-        floats = [_as_floats(value).reshape(rows, -1) for value in (d, dmin)]
-        return Blocks(codes.reshape(rows, -1), *floats, scales.reshape(rows, -1), offsets.reshape(rows, -1))
-    if name == "Q6_K":
-        d, scales, codes = unpack_q6_k(parts.reshape(-1, known.size))
-        return Blocks(codes.reshape(rows, -1), _as_floats(d).reshape(rows, -1), scales=scales.reshape(rows, -1))
+    if name in ("Q4_K", "Q6_K"):
+        found = (unpack_q4_k if name == "Q4_K" else unpack_q6_k)(parts.reshape(-1, known.size))
+        in_rows: list[Any] = [None if part is None else part.reshape(rows, -1) for part in found]
+        return Blocks(*in_rows)
     if name == "TQ2_0":
         scale = _as_floats(parts[..., 64:])
         quarters = parts[..., :64].reshape(rows, -1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & np.uint8(
