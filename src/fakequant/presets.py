@@ -214,7 +214,7 @@ def q4_k() -> QuantSpec:
 
     Eight blocks are a super-block, whose scales and offsets are 6-bit integers times two float16 numbers. The codes for
     given scales and the values of codes are exactly ggml's. The scales are not: ours follow the range of each block,
-    while llama.cpp's own quantizer searches for better ones. `load_grids` keeps those of a file.
+    while ggml's own quantizer searches for better ones. `load_grids` keeps those of a file.
 
     >>> q4_k().group_size, q4_k().has_offset
     (32, True)
