@@ -167,6 +167,26 @@ def test_k_quants_have_the_codes_of_libggml_for_its_scales(name):
 
 
 @pytest.mark.parametrize("name", K_QUANTS)
+def test_k_quants_divide_at_ties(name):
+    """Next to every tie between two codes, a multiplication by the inverse would move codes."""
+    spec, rng = SPECS[name], np.random.default_rng(5)
+    integers = rng.integers(1, 64, (64, SUPER_BLOCKS[name])).astype(np.float32)
+    scale = integers * np.float32(np.float16(0.1))
+    offset = -integers[:, ::-1] * np.float32(np.float16(0.003)) if spec.has_offset else np.zeros_like(scale)
+    s, z = (np.repeat(v, spec.group_size, -1) for v in (scale, offset))
+    x = (rng.integers(spec.qmin - 1, spec.qmax + 1, s.shape).astype(np.float32) + np.float32(0.5)) * s + z
+    _, wanted = reference_ggml.quantize(x, s, z, spec)
+    exact = np.clip(np.rint((x - z).astype(np.float64) / s), spec.qmin, spec.qmax)
+    near = np.abs(np.abs((x - z).astype(np.float64) / s % 1) - 0.5) < 1e-6
+    assert_same_bits(wanted[~near], exact[~near].astype(np.float32))
+    assert_same_bits(fq.quantize(x, scale, offset if spec.has_offset else 0, spec), wanted.astype(spec.storage))
+    zero = torch.from_numpy(offset.copy()) if spec.has_offset else None
+    grid = tensor_kernels.Grid(torch.from_numpy(scale), zero, spec.qmin, spec.qmax, name)
+    found = formula.quantize(torch.from_numpy(x), grid, getattr(torch, spec.storage))
+    assert_same_bits(found.numpy(), wanted.astype(spec.storage))
+
+
+@pytest.mark.parametrize("name", K_QUANTS)
 def test_libggml_reads_the_values_of_k_quants(name):
     """Scales that follow the data are stored exactly."""
     x, spec = hard_rows(), SPECS[name]

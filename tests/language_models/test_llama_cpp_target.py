@@ -14,6 +14,7 @@ import fakequant as fq
 from fakequant import presets, recipes, reference_ggml
 from fakequant.formats import GGML_TYPES, SUPER_BLOCKS
 from fakequant.nn import FakeQuantize, LearnedFakeQuantize
+from fakequant.observers._ranks import ALONE
 from fakequant.testing.assertions import assert_same_bits
 
 TYPES = ("q4_0", "q4_1", "q8_0", "tq2_0", "mxfp4", "q4_k", "q6_k")
@@ -175,6 +176,10 @@ def test_learned_scales_start_with_the_least_error(block_type):
         rows = x.unflatten(-1, (-1, spec.group_size))
         largest = rows.gather(-1, rows.abs().argmax(-1, keepdim=True)).squeeze(-1)
         assert_same_bits(learned.scale.sign(), -largest.sign())
+        start = learned._start  # of which either rule may be the better one
+        state = start.init(tuple(learned.scale.shape))
+        start.update(state, x, ALONE)
+        assert_same_bits(*start.scales(state).sign())
 
 
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
@@ -185,11 +190,18 @@ def test_compiled_learned_scales_have_the_same_bits(block_type):
     found = []
     for compiles in (False, True):
         quantizer = LearnedFakeQuantize(getattr(presets, block_type)(), shape=(4, 256)).initialize(x)
+        with torch.no_grad():
+            quantizer.step_size[0] *= -1  # beyond the bounds
         y = (torch.compile(quantizer, fullgraph=True, backend="aot_eager") if compiles else quantizer)(x * 2)
         y.square().sum().backward()
         found.append((y.detach(), *(p.grad for p in quantizer.parameters())))
     for eager, compiled in zip(*found, strict=True):
         assert_same_bits(compiled, eager)
+    spec, leaves = quantizer.spec, [v.requires_grad_() for v in quantizer.qparams() if v.is_floating_point()]
+    y = fq.fake_quantize_learned(x * 2, *leaves, *([0] if spec.symmetric else []), spec, grad_factor=None)
+    y.square().sum().backward()
+    for wanted, eager in zip((y.detach(), *(leaf.grad for leaf in leaves)), found[0], strict=True):
+        assert_same_bits(eager, wanted)
 
 
 def test_scales_that_are_not_learned_are_refused():
