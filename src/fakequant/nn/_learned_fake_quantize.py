@@ -164,7 +164,10 @@ class LearnedFakeQuantize(Quantizer):
 
     @property
     def scale(self) -> Tensor:
-        """The scale: float32, finite and not 0, or NaN before it is initialized. Positive, unless ggml has signs."""
+        """The scale: float32 and finite, or NaN before it is initialized. Positive, except in some types of ggml.
+
+        Those of `q4_0` and `q6_k` have a sign, and a small scale of a K-quant may be 0.
+        """
         if self._stale:
             self.refresh()
         if self._frozen:
