@@ -177,9 +177,9 @@ template <class E> E checked(int value, E last) {
 
 DType to_dtype(int value) { return checked(value, DType::f16); }
 MaskKind to_mask_kind(int value) { return checked(value, MaskKind::bytes); }
-ScaleRule to_scale_rule(int value) { return checked(value, ScaleRule::q8_k_input); }
+ScaleRule to_scale_rule(int value) { return checked(value, ScaleRule::q6_k); }
 CodeType to_code(int value) { return checked(value, CodeType::u6x4); }
-Numerics to_numerics(int value) { return checked(value, Numerics::q8_k_input); }
+Numerics to_numerics(int value) { return checked(value, Numerics::q6_k); }
 
 int64_t code_bytes(CodeType c, int64_t n) { return (n * bits_of(c) + 7) / 8; }
 
@@ -256,6 +256,9 @@ void py_learned_backward(In& dy, In& x, Out& dx, int dtype, int dx_dtype, const 
   const Shape s = to_shape(shape);
   const auto d = to_dtype(dtype), dd = to_dtype(dx_dtype);
   const int64_t n = s.size(), p = s.parameters();
+  if (numerics == int(Numerics::q8_0_input) || numerics == int(Numerics::q8_k_input)) {
+    throw nb::value_error("the scales of inputs follow every tensor");
+  }
   const LearnedBackwardArgs a{d, dd, s,
                               to_grid(numerics, scale, scale_is_f64, zero, zero_kind, qmin, qmax, p),
                               grad_factor, dy.bytes(n * bytes_of(d)), x.bytes(n * bytes_of(d)),
@@ -417,7 +420,7 @@ NB_MODULE(_native, m) {
       .value("e2m3", Numerics::e2m3).value("e3m2", Numerics::e3m2).value("e2m1", Numerics::e2m1)
       .value("q4_0", Numerics::q4_0).value("q4_1", Numerics::q4_1).value("q8_0", Numerics::q8_0)
       .value("tq2_0", Numerics::tq2_0).value("q8_0_input", Numerics::q8_0_input)
-      .value("q8_k_input", Numerics::q8_k_input);
+      .value("q8_k_input", Numerics::q8_k_input).value("q4_k", Numerics::q4_k).value("q6_k", Numerics::q6_k);
   nb::enum_<MaskKind>(m, "MaskKind", nb::is_arithmetic())
       .value("none", MaskKind::none).value("packed", MaskKind::packed).value("bytes", MaskKind::bytes);
   nb::enum_<CodeType>(m, "CodeType", nb::is_arithmetic())
@@ -439,7 +442,8 @@ NB_MODULE(_native, m) {
       .value("e4m3fn_divided", ScaleRule::e4m3fn_divided).value("float16", ScaleRule::float16)
       .value("bfloat16", ScaleRule::bfloat16).value("even_e2m1", ScaleRule::even_e2m1).value("q4_0", ScaleRule::q4_0)
       .value("q4_1", ScaleRule::q4_1).value("q8_0", ScaleRule::q8_0).value("tq2_0", ScaleRule::tq2_0)
-      .value("q8_0_input", ScaleRule::q8_0_input).value("q8_k_input", ScaleRule::q8_k_input);
+      .value("q8_0_input", ScaleRule::q8_0_input).value("q8_k_input", ScaleRule::q8_k_input)
+      .value("q4_k", ScaleRule::q4_k).value("q6_k", ScaleRule::q6_k);
 
   m.def("fake_quantize", &py_fake_quantize, "x"_a, "y"_a, "mask"_a.none(), "mask_kind"_a, "dtype"_a, "shape"_a,
         "numerics"_a, "scale"_a, "scale_is_f64"_a, "zero_point"_a.none(), "zero_kind"_a, "qmin"_a, "qmax"_a);

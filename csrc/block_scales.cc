@@ -71,7 +71,9 @@ float round_e4m3fn(float v) {
 float round_e4m3fn_to_zero(float v) { return v < 0x1p-6f ? (v + 0x1p14f) - 0x1p14f : round_e4m3fn(v); }
 
 // Whether the sign of the largest magnitude matters.
-bool has_sign(ScaleRule rule) { return rule == ScaleRule::q4_0 || rule == ScaleRule::q8_k_input; }
+bool has_sign(ScaleRule rule) {
+  return rule == ScaleRule::q4_0 || rule == ScaleRule::q8_k_input || rule == ScaleRule::q6_k;
+}
 
 // Returns a or b without a branch, which would be mispredicted half of the time: signs are random.
 float select(bool first, float a, float b) {
@@ -79,8 +81,51 @@ float select(bool first, float a, float b) {
   return float_of_bits((bits_of_float(a) & mask) | (bits_of_float(b) & ~mask));
 }
 
+// Rounds to float16, ties to even, at most its largest value: the sum has as many mantissa bits.
+float as_float16(float v) {
+  const float a = std::min(std::fabs(v), 65504.0f);
+  const float above = std::max(float_of_bits(bits_of_float(a) & 0x7F800000), 0x1p-14f) * 0x1p13f;
+  return std::copysign((a + above) - above, v);
+}
+
+// Replaces the scales of a super-block by multiples of d, from `lowest` to `highest` times.
+void to_multiples(float* scale, int64_t n, float d, float lowest, float highest) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float times = d == 0 ? 0.0f : std::clamp(std::nearbyint(scale[i] / d), lowest, highest);
+    scale[i] = d * (times + 0.0f);  // not -0.0 times
+  }
+}
+
+// The scales and offsets of K-quants, in super-blocks of 256 elements; see reference_ggml.py.
+void k_quant_scales(const float* lo, const float* hi, int64_t n, ScaleRule rule, float* scale, int32_t* zero_point) {
+  const int64_t size = rule == ScaleRule::q4_k ? 8 : 16;
+  for (int64_t i = 0; i < n; i += size) {
+    const int64_t here = std::min(size, n - i);
+    float *s = scale + i, offset[16];
+    float largest = 0, lowest = 0, deepest = 0;
+    for (int64_t k = 0; k < here; ++k) {
+      const float l = lo[i + k], h = hi[i + k];
+      offset[k] = std::max(0.0f, -l);
+      s[k] = rule == ScaleRule::q4_k ? std::min((h + offset[k]) / 15.0f, __FLT_MAX__) : (-l >= h ? l : h) / -32.0f;
+      largest = std::max(largest, s[k]);
+      lowest = std::min(lowest, s[k]);
+      deepest = std::max(deepest, offset[k]);
+    }
+    if (rule == ScaleRule::q6_k) {
+      to_multiples(s, here, as_float16((-lowest >= largest ? lowest : largest) / -128.0f), -128, 127);
+      std::fill_n(zero_point + i, here, 0);
+      continue;
+    }
+    to_multiples(s, here, as_float16(largest / 63.0f), 0, 63);
+    to_multiples(offset, here, as_float16(deepest / 63.0f), 0, 63);
+    for (int64_t k = 0; k < here; ++k) offset[k] = -offset[k];
+    std::memcpy(zero_point + i, offset, size_t(here) * sizeof(float));
+  }
+}
+
 // The scales and offsets of blocks of ggml with these ranges; see reference_ggml.py.
 void ggml_scales(const float* lo, const float* hi, int64_t n, ScaleRule rule, float* scale, int32_t* zero_point) {
+  if (rule >= ScaleRule::q4_k) return k_quant_scales(lo, hi, n, rule, scale, zero_point);
   const auto for_each = [&](auto&& scale_of) {
     for (int64_t i = 0; i < n; ++i) scale[i] = scale_of(lo[i], hi[i]);
   };
@@ -170,14 +215,14 @@ int64_t chunk_ranges(DType dtype, const Chunk& chunk, const void* x, ScaleRule r
   float *lo = running_min + chunk.parameter, *hi = running_max + chunk.parameter;
   if (s.outer != 1 && s.inner != 1) {  // no group of neighbours has this shape, so signs need no care
     const int64_t nonfinite = chunk_min_max(dtype, chunk, here, lo, hi);
-    if (rule == ScaleRule::q4_1) return nonfinite;
+    if (has_offset(rule)) return nonfinite;
     for (int64_t i = 0; i < n; ++i) {
       hi[i] = std::max({0.0f, -lo[i], hi[i]});
       lo[i] = -hi[i] + 0.0f;
     }
     return nonfinite;
   }
-  if (has_sign(rule) || rule == ScaleRule::q4_1) {
+  if (has_sign(rule) || has_offset(rule)) {
     return kernels().magnitudes({dtype, s, here, hi, lo, has_sign(rule)}, 0, n);
   }
   const int64_t nonfinite = kernels().magnitudes({dtype, s, here, hi}, 0, n);
@@ -233,7 +278,7 @@ ObserveResult observe_blocks(const ObserveArgs& o, FakeQuantizeArgs a) {
   std::vector<int64_t> nonfinite(size_t(chunks.count()));
   if (o.quantize) prepare_output(a.y, size_t(a.shape.size() * bytes_of(a.dtype)));
   const bool at_once = !has_tensor_scale(o.scale_rule);
-  if (o.scale_rule == ScaleRule::q4_1) a.grid.zero_f32 = reinterpret_cast<const float*>(o.zero_point);
+  if (has_offset(o.scale_rule)) a.grid.zero_f32 = reinterpret_cast<const float*>(o.zero_point);
   else std::fill_n(o.zero_point, n, 0);
   const auto quantize = [&](const Chunk& chunk, float under) {
     const int64_t p = chunk.parameter, count = chunk.shape.parameters();

@@ -30,11 +30,12 @@ enum class Numerics : int {
   half_away,            // round_half_away(x / s + z); NaN stays NaN
   // The nearest value of a float format to x / s, half to even; see formats.h. Codes are bit patterns, z is 0.
   e4m3fn, e5m2, e4m3fnuz, e5m2fnuz, e2m3, e3m2, e2m1,
-  // The block types of ggml; see ggml-inl.h. The zero points of q4_1 are floats.
-  q4_0, q4_1, q8_0, tq2_0, q8_0_input, q8_k_input,
+  // The block types of ggml; see ggml-inl.h. The zero points of q4_1 and q4_k are floats.
+  q4_0, q4_1, q8_0, tq2_0, q8_0_input, q8_k_input, q4_k, q6_k,
 };
 
 constexpr bool is_ggml(Numerics n) { return n >= Numerics::q4_0; }
+constexpr bool has_offset(Numerics n) { return n == Numerics::q4_1 || n == Numerics::q4_k; }
 
 enum class MaskKind : int {
   none,
@@ -219,9 +220,11 @@ enum class ScaleRule : int {
   float16, bfloat16,        // as `any`, rounded to these formats
   even_e2m1,                // as `even` with the mantissa of e2m1
   q4_0, q4_1, q8_0, tq2_0, q8_0_input, q8_k_input,  // as ggml chooses the scales of these block types
+  q4_k, q6_k,               // products of few bits and a float16 per 256 elements; see block_scales.cc
 };
 
 constexpr bool is_ggml(ScaleRule rule) { return rule >= ScaleRule::q4_0; }
+constexpr bool has_offset(ScaleRule rule) { return rule == ScaleRule::q4_1 || rule == ScaleRule::q4_k; }
 
 // Returns true for scales that are chosen for one block after the other, from a range with two ends.
 inline bool is_per_block(ScaleRule rule) {
@@ -236,8 +239,8 @@ struct ObserveArgs {
   bool observe;   // update the running range from x
   bool quantize;  // choose parameters and fake-quantize; otherwise y = x, if y is not nullptr
   bool symmetric;
-  // Unless is_per_block: `update` is dynamic, and the running range becomes -absmax to absmax. In q4_0 and q8_k_input it
-  // goes from 0 to the first value with the largest magnitude, in q4_1 it is the range of the values.
+  // Unless is_per_block: `update` is dynamic, and the running range becomes -absmax to absmax. In q4_0, q8_k_input and
+  // q6_k it goes from 0 to the first value with the largest magnitude, in q4_1 and q4_k it is the range of the values.
   ScaleRule scale_rule;
   float averaging_constant;
   float eps;
@@ -245,7 +248,7 @@ struct ObserveArgs {
   float* running_max;
   // Written if `quantize`, or if y is nullptr. In the latter case the scale of a block without a range is NaN.
   float* scale;
-  int32_t* zero_point;  // floats in q4_1
+  int32_t* zero_point;  // floats if has_offset
 };
 
 struct ObserveResult {

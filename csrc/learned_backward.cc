@@ -3,6 +3,12 @@
 //   inside the range    dx = dy   ds += dy * ((q - z) - x / s)         dz += 0
 //   outside             dx = 0    ds += dy * (qmin - z or qmax - z)    dz += -dy * s
 //
+//
+// and for ggml's types, with t the distance from code 0 in steps, whose z is a value:
+//
+//   inside the range    dx = dy   ds += dy * (q - t)                   dz += 0
+//   outside             dx = 0    ds += dy * q                         dz += dy
+//
 // with each ds and dz multiplied by grad_factor. Terms are computed in the element's compute type and summed in double.
 // Element j of a run is added to lane j % 8 of the accumulator on every target, and the lanes are combined in a fixed
 // order, so that the sums do not depend on the vector width.
@@ -69,6 +75,23 @@ struct OwnLearned : Rule {
     // Non-finite elements contribute 0. Selected instead of multiplied by 0, because inf * 0 is NaN.
     return {zero_unless(at.inside & finite, dy), zero_unless(finite, ds),
             zero_where(at.inside, zero_unless(finite, dz))};
+  }
+};
+
+// The backward of ggml's rules. A scale is rounded to float16 in the forward only, and z is the value of code 0.
+template <class Rule>
+struct GgmlLearned : Rule {
+  template <class V> static FQ_INLINE Placed<V> place(V x, const GgmlParams<V>& p) {
+    const V rounded = Rule::round(x, p);
+    const V clamped = clamp_nan_to_low(rounded, p);
+    return {clamped, clamped == rounded};
+  }
+  template <class V, class Factor>
+  static FQ_INLINE Terms<V> terms(V dy, V x, const Placed<V>& at, const GgmlParams<V>& p, Factor factor) {
+    const auto finite = magnitude(x) < splat<V>(Elem<V>(__builtin_inf()));
+    const V ds = times(dy * (at.inside ? at.level - convert<V>(Rule::steps(x, p)) : at.level), factor);
+    return {zero_unless(at.inside & finite, dy), zero_unless(finite, ds),
+            zero_where(at.inside, zero_unless(finite, times(dy, factor)))};
   }
 };
 
@@ -234,6 +257,13 @@ void learned_backward(const LearnedBackwardArgs& a, const Tile& t, const Learned
     case Numerics::half_away: return backward_in_dtype<OwnLearned<HalfAway>>(a, t, out);
     case Numerics::torch_tensor: case Numerics::torch_channel: case Numerics::torch_channel_float:
     case Numerics::torch_channel_half: return backward_in_dtype<TorchLearned>(a, t, out);
+    case Numerics::q4_0: return backward_in_dtype<GgmlLearned<GgmlRule<Numerics::q4_0>>>(a, t, out);
+    case Numerics::q4_1: return backward_in_dtype<GgmlLearned<GgmlRule<Numerics::q4_1>>>(a, t, out);
+    case Numerics::q8_0: case Numerics::tq2_0:
+      return backward_in_dtype<GgmlLearned<GgmlRule<Numerics::q8_0>>>(a, t, out);
+    case Numerics::q4_k: case Numerics::q6_k:
+      return backward_in_dtype<GgmlLearned<GgmlRule<Numerics::q4_k>>>(a, t, out);
+    case Numerics::q8_0_input: case Numerics::q8_k_input: return;  // not learned; refused in bindings.cc
     default: return backward_in_dtype<OwnLearned<FloatRule>>(a, t, out);
   }
 }

@@ -269,6 +269,7 @@ template <class F> FQ_INLINE void with_rule(Numerics numerics, F&& f) {
     case Numerics::q4_1: return f(GgmlRule<Numerics::q4_1>{});
     case Numerics::q8_0: case Numerics::tq2_0: return f(GgmlRule<Numerics::q8_0>{});
     case Numerics::q8_0_input: case Numerics::q8_k_input: return f(GgmlRule<Numerics::q8_0_input>{});
+    case Numerics::q4_k: case Numerics::q6_k: return f(GgmlRule<Numerics::q4_k>{});
   }
 }
 

@@ -214,7 +214,7 @@ void dequantize(const DequantizeArgs& a, int64_t begin, int64_t end) {
         if (is_float_format(a.grid.numerics)) return from_float_codes<Code, T>(a, begin, end);
       }
       if constexpr (sizeof(typename Code::type) == 1) {
-        if (a.grid.numerics == Numerics::q4_1) return from_codes<GgmlRule<Numerics::q4_1>, Code, T>(a, begin, end);
+        if (has_offset(a.grid.numerics)) return from_codes<GgmlRule<Numerics::q4_1>, Code, T>(a, begin, end);
         if (is_ggml(a.grid.numerics)) return from_codes<GgmlRule<Numerics::q8_0>, Code, T>(a, begin, end);
       }
       from_codes<TorchTensor, Code, T>(a, begin, end);

@@ -89,13 +89,14 @@ OBSERVERS = [
 ]
 INTEGER_PRESETS = ["int16", "int2", "int4", "int8", "int8_per_token", "uint4", "uint8"]
 FLOAT_PRESETS = ["fp8_e4m3", "fp8_e5m2", "mxfp4", "mxfp6", "mxfp8", "mxint8", "nvfp4"]
-GGML_PRESETS = ["q4_0", "q4_1", "q8_0", "q8_0_input", "q8_k_input", "tq2_0"]
+GGML_PRESETS = ["q4_0", "q4_1", "q4_k", "q6_k", "q8_0", "q8_0_input", "q8_k_input", "tq2_0"]
 PRESETS = INTEGER_PRESETS + FLOAT_PRESETS + GGML_PRESETS
 NUMBER_FORMATS = ["FLOAT_FORMATS", "FloatFormat", "GgmlType"]
 # Types and lists of the values that fields of a QuantSpec take.
 FIELD_VALUES = [
     "Format",
     "GGML_TYPES",
+    "SUPER_BLOCKS",
     "GgmlRule",
     "ScaleFormat",
     "ScaleRule",

@@ -110,7 +110,7 @@ struct Case {
 const char* kDTypes[] = {"f32", "f64", "bf16", "f16"};
 const char* kNumerics[] = {"torch_tensor", "torch_channel", "torch_channel_float", "torch_channel_half", "onnx", "half_away",
                            "e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e2m3", "e3m2", "e2m1",
-                           "q4_0", "q4_1", "q8_0", "tq2_0", "q8_0_input", "q8_k_input"};
+                           "q4_0", "q4_1", "q8_0", "tq2_0", "q8_0_input", "q8_k_input", "q4_k", "q6_k"};
 
 struct Inputs {
   std::vector<uint8_t> x, dy;
@@ -141,7 +141,7 @@ Grid make_grid(const Case& c, const Inputs& in, bool integer_zero) {
   g.scale_f32 = in.scale.data();
   if (is_float_format(c.numerics)) return g;
   if (is_ggml(c.numerics)) {
-    if (c.numerics == Numerics::q4_1) g.zero_f32 = in.zero_float.data();
+    if (has_offset(c.numerics)) g.zero_f32 = in.zero_float.data();
     return g;
   }
   const bool is_float = c.numerics == Numerics::torch_channel_float || c.numerics == Numerics::torch_channel_half;
@@ -185,7 +185,7 @@ std::vector<Named> run_case(const Case& c) {
     }
     results.push_back({"mask_backward", d.hash});
   }
-  {
+  if (c.numerics != Numerics::q8_0_input && c.numerics != Numerics::q8_k_input) {  // these are not learned
     Digest d;
     std::vector<double> ds(static_cast<size_t>(parameters)), dz(static_cast<size_t>(parameters));
     learned_backward({c.dtype, c.dtype, c.shape, make_grid(c, in, true), 0.5, in.dy.data(), in.x.data(), y.data(),
@@ -222,7 +222,7 @@ std::vector<Named> run_case(const Case& c) {
     for (ScaleRule rule : {ScaleRule::floor, ScaleRule::ceil, ScaleRule::even, ScaleRule::rceil, ScaleRule::e4m3fn,
                            ScaleRule::e4m3fn_divided, ScaleRule::float16, ScaleRule::bfloat16, ScaleRule::even_e2m1,
                            ScaleRule::q4_0, ScaleRule::q4_1, ScaleRule::q8_0, ScaleRule::q8_0_input,
-                           ScaleRule::q8_k_input}) {
+                           ScaleRule::q8_k_input, ScaleRule::q4_k, ScaleRule::q6_k}) {
       std::fill(bits.begin(), bits.end(), 0);
       const ObserveArgs o{RangeRule::own, RangeUpdate::dynamic, true, true, true, rule, 0, 1,
                           lo.data(), hi.data(), scale.data(), zero.data()};
@@ -260,9 +260,9 @@ std::vector<Case> all_cases() {
       const int64_t codes = int64_t(1) << float_format(Numerics(numerics)).bits;
       for (const Shape& shape : shapes) cases.push_back({DType(dtype), Numerics(numerics), shape, 0, codes - 1});
     }
-    for (int numerics = int(Numerics::q4_0); numerics <= int(Numerics::q8_k_input); ++numerics) {
+    for (int numerics = int(Numerics::q4_0); numerics <= int(Numerics::q6_k); ++numerics) {
       const int64_t end = Numerics(numerics) == Numerics::tq2_0 ? 1 : Numerics(numerics) <= Numerics::q4_1 ? 7 : 127;
-      const bool is_unsigned = Numerics(numerics) == Numerics::q4_1;
+      const bool is_unsigned = has_offset(Numerics(numerics));
       for (const Shape& shape : shapes) {
         cases.push_back({DType(dtype), Numerics(numerics), shape, is_unsigned ? 0 : -end - (end == 7), is_unsigned ? 15 : end});
       }

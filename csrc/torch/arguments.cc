@@ -110,7 +110,7 @@ bool Parameters::set_scale(nb::handle object, bool wide, bool learnable) {
 }
 
 bool Parameters::set_zero(nb::handle object, int64_t low, int64_t high) {
-  if (grid.numerics == Numerics::q4_1) {
+  if (has_offset(grid.numerics)) {
     if (!is_tensor(object)) return false;
     const Tensor& t = tensor(object);
     if (!blocks.fit(t) || is_learned(t) || t.scalar_type() != at::kFloat) return false;

@@ -32,7 +32,7 @@ nb::object fake_quantize(nb::handle x, nb::handle scale, nb::handle zero_point, 
 // (y, count), where y is None unless `quantize` and count is the number of values that are not finite. Returns None
 // also if a block has no range to quantize with; the running range is then unchanged, scale and zero point may not be.
 //   running_min, running_max, scale   float32 buffers, one value per block
-//   zero_point                        int32 buffer, one value per block; float32 for ggml's q4_1
+//   zero_point                        int32 buffer, one value per block; float32 for offsets of ggml
 //   scale_rule, update                values of the enums ScaleRule and RangeUpdate
 nb::object observe(nb::handle x, nb::handle running_min, nb::handle running_max, nb::handle scale,
                    nb::handle zero_point, int64_t qmin, int64_t qmax, int numerics, bool symmetric, int scale_rule,

@@ -140,7 +140,7 @@ nb::object observe(nb::handle x_object, nb::handle running_min, nb::handle runni
   const auto blocks = blocks_of(x, axis, group);
   if (!blocks) return nb::none();
   const int64_t n = blocks->count;
-  const bool has_offsets = ScaleRule(scale_rule) == ScaleRule::q4_1;
+  const bool has_offsets = has_offset(ScaleRule(scale_rule));
   int32_t* zero = has_offsets ? reinterpret_cast<int32_t*>(buffer<float>(zero_point, n, at::kFloat))
                               : buffer<int32_t>(zero_point, n, at::kInt);
   const ObserveArgs o{RangeRule::own, RangeUpdate(update), /*observe=*/true, quantize, symmetric,

@@ -157,8 +157,9 @@ def is_per_block(scale_rule: str) -> bool:
     return scale_rule in ("any", "float16", "bfloat16")
 
 
-# The rules of ggml in which the sign of the largest magnitude of a block matters.
-SIGNED_RULES = ("q4_0", "q8_k_input")
+# The rules of ggml with offsets, and those in which the sign of the largest magnitude of a block matters.
+OFFSET_RULES = ("q4_1", "q4_k")
+SIGNED_RULES = ("q4_0", "q8_k_input", "q6_k")
 
 
 def is_ggml(rule: str) -> bool:
@@ -167,12 +168,12 @@ def is_ggml(rule: str) -> bool:
 
 
 def zero_point_dtype(scale_rule: str) -> str:
-    """Returns the dtype of zero points: int32, or float32 for the offsets of q4_1.
+    """Returns the dtype of zero points: int32, or float32 for the offsets of ggml.
 
     >>> zero_point_dtype("any"), zero_point_dtype("q4_1")
     ('int32', 'float32')
     """
-    return "float32" if scale_rule == "q4_1" else "int32"
+    return "float32" if scale_rule in OFFSET_RULES else "int32"
 
 
 def largest_level(qmax: int, numerics: str) -> float:

@@ -51,6 +51,10 @@ class Numerics(enum.IntEnum):
 
     q8_k_input = 18
 
+    q4_k = 19
+
+    q6_k = 20
+
 class MaskKind(enum.IntEnum):
     none = 0
 
@@ -134,6 +138,10 @@ class ScaleRule(enum.IntEnum):
     q8_0_input = 14
 
     q8_k_input = 15
+
+    q4_k = 16
+
+    q6_k = 17
 
 def fake_quantize(x: object, y: object, mask: object | None, mask_kind: int, dtype: int, shape: tuple[int, int, int, int], numerics: int, scale: object, scale_is_f64: bool, zero_point: object | None, zero_kind: int, qmin: int, qmax: int) -> None: ...
 

@@ -21,7 +21,7 @@ import numpy as np
 
 Format = Literal["int", "e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e2m3", "e3m2", "e2m1"]
 ScaleFormat = Literal["float32", "e8m0", "e4m3fn", "float16", "bfloat16"]
-GgmlRule = Literal["q4_0", "q4_1", "q8_0", "tq2_0", "q8_0_input", "q8_k_input"]
+GgmlRule = Literal["q4_0", "q4_1", "q8_0", "tq2_0", "q8_0_input", "q8_k_input", "q4_k", "q6_k"]
 ScaleRule = Literal["floor", "ceil", "even", "rceil", "divided", "even_e2m1", GgmlRule]
 
 
@@ -138,7 +138,7 @@ class GgmlType:
     scale_format: ScaleFormat
 
 
-# By the rule that chooses scales. The last two are how its x86 kernels round the inputs of matmuls.
+# By the rule that chooses scales. Those of inputs are how its x86 kernels round the inputs of matmuls.
 GGML_TYPES: dict[str, GgmlType] = {
     "q4_0": GgmlType(4, True, False, 32, "float16"),
     "q4_1": GgmlType(4, False, False, 32, "float16"),
@@ -146,8 +146,13 @@ GGML_TYPES: dict[str, GgmlType] = {
     "tq2_0": GgmlType(2, True, True, 256, "float16"),
     "q8_0_input": GgmlType(8, True, True, 32, "float16"),
     "q8_k_input": GgmlType(8, True, True, 256, "float32"),
+    "q4_k": GgmlType(4, False, False, 32, "float16"),
+    "q6_k": GgmlType(6, True, False, 16, "float16"),
 }
+# The K-quants, in which the scales of a super-block of 256 neighbours are small integers times one float16. How many
+# blocks a super-block has.
+SUPER_BLOCKS = {"q4_k": 8, "q6_k": 16}
 SCALE_RULES: tuple[ScaleRule, ...] = (
     "floor", "ceil", "even", "rceil", "divided", "even_e2m1", "q4_0", "q4_1", "q8_0", "tq2_0", "q8_0_input",
-    "q8_k_input",
+    "q8_k_input", "q4_k", "q6_k",
 )  # fmt: skip

@@ -5,7 +5,7 @@
     both           fp8_e4m3  fp8_e5m2                     one float32 scale per tensor, or per channel with `axis`;
                                                           fp8_e4m3 also per group or per block of rows
                    mxfp8  mxfp6  mxfp4  mxint8  nvfp4     block scales, one per 32 elements (NVFP4: 16)
-    GGUF files     q4_0  q4_1  q8_0  tq2_0                weights as ggml stores them
+    GGUF files     q4_0  q4_1  q8_0  tq2_0  q4_k  q6_k    weights as ggml stores them
                    q8_0_input  q8_k_input                 inputs as ggml's matmuls round them
 
 Each function returns a plain `QuantSpec`. Use `dataclasses.replace(int8(), bits=6)` to derive another.
@@ -19,7 +19,7 @@ from fakequant.spec import QuantSpec
 
 __all__ = [
     "fp8_e4m3", "fp8_e5m2", "int2", "int4", "int8", "int8_per_token", "int16", "mxfp4", "mxfp6", "mxfp8", "mxint8",
-    "nvfp4", "q4_0", "q4_1", "q8_0", "q8_0_input", "q8_k_input", "tq2_0", "uint4", "uint8",
+    "nvfp4", "q4_0", "q4_1", "q4_k", "q6_k", "q8_0", "q8_0_input", "q8_k_input", "tq2_0", "uint4", "uint8",
 ]  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def q4_0(*, axis: int = -1) -> QuantSpec:
     """Returns the spec of ggml's Q4_0 weights: codes -8 to 7 in blocks of 32, each with a float16 scale of either sign.
 
     The value of largest magnitude has the code -8. Codes are found with the float32 scale, values with the float16 one.
-    All six specs follow the tensor, and need an axis whose length is a multiple of the block.
+    The specs of ggml follow the tensor, and need an axis whose length is a multiple of the block.
 
     >>> print(q4_0())
     int4, per group of 32 on axis -1, scales float16 (q4_0)
@@ -209,6 +209,31 @@ def tq2_0(*, axis: int = -1) -> QuantSpec:
     return _ggml("tq2_0", axis)
 
 
+def q4_k() -> QuantSpec:
+    """Returns the spec of ggml's Q4_K weights: codes 0 to 15 in blocks of 32 along the last axis, each with an offset.
+
+    Eight blocks are a super-block, whose scales and offsets are 6-bit integers times two float16 numbers. The codes for
+    given scales and the values of codes are exactly ggml's. The scales are not: ours follow the range of each block,
+    while ggml's own quantizer searches for better ones. `load_grids` keeps those of a file.
+
+    >>> q4_k().group_size, q4_k().has_offset
+    (32, True)
+    """
+    return _ggml("q4_k", -1)
+
+
+def q6_k() -> QuantSpec:
+    """Returns the spec of ggml's Q6_K weights: codes -32 to 31 in blocks of 16 along the last axis.
+
+    Sixteen blocks are a super-block, whose scales are 8-bit integers times one float16 number. What is exact is said at
+    `q4_k`.
+
+    >>> q6_k().qmin, q6_k().group_size
+    (-32, 16)
+    """
+    return _ggml("q6_k", -1)
+
+
 def q8_0_input(*, axis: int = -1) -> QuantSpec:
     """Returns the spec of the inputs of ggml's matmuls: as Q8_0, but rounded as its x86 kernels do.
 
@@ -219,7 +244,7 @@ def q8_0_input(*, axis: int = -1) -> QuantSpec:
 
 
 def q8_k_input(*, axis: int = -1) -> QuantSpec:
-    """Returns the spec of the inputs of ggml's matmuls with TQ2_0 weights: blocks of 256 with float32 scales (Q8_K).
+    """Returns the spec of the inputs of matmuls with TQ2_0, Q4_K and Q6_K weights: blocks of 256 with float32 scales.
 
     >>> q8_k_input().group_size
     256

@@ -16,7 +16,7 @@ from typing import Literal
 
 from fakequant import presets
 from fakequant.config import LayerConfig, QuantConfig
-from fakequant.formats import ScaleRule
+from fakequant.formats import SUPER_BLOCKS, ScaleRule
 from fakequant.observers import Dynamic
 from fakequant.spec import QuantSpec
 
@@ -170,17 +170,21 @@ def nvfp4_weight_only(*, target: str = "generic") -> QuantConfig:
 
 
 def gguf(
-    type: Literal["q4_0", "q4_1", "q8_0", "tq2_0", "mxfp4"] = "q4_0",
+    type: Literal["q4_0", "q4_1", "q8_0", "tq2_0", "mxfp4", "q4_k", "q6_k"] = "q4_0",
     *,
+    learned: bool = False,
     activations: bool = True,
     target: str = "llama.cpp",
 ) -> QuantConfig:
     """Weights in a block type of GGUF files, and inputs of linear layers as the kernels of llama.cpp round them.
 
-    Embeddings, and the head if it is called `lm_head`, have Q8_0 weights. Nothing has to be calibrated.
+    Embeddings, and the head if it is called `lm_head`, have Q8_0 weights, or Q6_K weights beside K-quants, as
+    llama.cpp gives its heads. Nothing has to be calibrated.
 
     Args:
         type: The block type of linear layers.
+        learned: Whether the scales of linear layers are trained with the weights (LSQ), starting with the least squared
+            error, instead of following the range of each block. With few bits this is much better.
         activations: Whether inputs are rounded to 8 bits, in training and evaluation, as llama.cpp does on CPUs.
         target: The runtime that the model is trained for.
 
@@ -188,15 +192,22 @@ def gguf(
     ('q4_0', 'q8_0_input')
     >>> gguf("q8_0", activations=False).default.input is None
     True
+    >>> gguf("tq2_0", learned=True).default.learned
+    True
     """
     if type not in _GGUF_TYPES:
         raise ValueError(f"`type` must be one of {', '.join(_GGUF_TYPES)}, got {type!r}.")
-    weight, of_weight = _GGUF_TYPES[type]
-    rounded = presets.q8_0_input() if activations else None
-    layer = LayerConfig(weight=weight, input=of_weight if activations else None)
+    weight, rounded = _GGUF_TYPES[type]
+    if learned and not weight.has_learnable_scales:
+        raise ValueError(
+            f"The scales of {type!r} are powers of two, which follow every tensor; they cannot be learned.\n"
+            "Use learned=False, or another type, such as 'q4_0'."
+        )
+    table, of_table = _GGUF_TYPES["q6_k" if type in SUPER_BLOCKS else "q8_0"]
+    layer = LayerConfig(weight=weight, input=rounded if activations else None, learned=learned)
     config = QuantConfig(default=layer, target=target)
-    return config.rule(type="Embedding", weight=presets.q8_0(), input=None).rule(
-        "*lm_head", weight=presets.q8_0(), input=rounded
+    return config.rule(type="Embedding", weight=table, input=None, learned=False).rule(
+        "*lm_head", weight=table, input=of_table if activations else None, learned=False
     )
 
 
@@ -207,4 +218,6 @@ _GGUF_TYPES = {
     "q8_0": (presets.q8_0(), presets.q8_0_input()),
     "tq2_0": (presets.tq2_0(), presets.q8_k_input()),
     "mxfp4": (presets.mxfp4(), presets.q8_0_input()),
+    "q4_k": (presets.q4_k(), presets.q8_k_input()),
+    "q6_k": (presets.q6_k(), presets.q8_k_input()),
 }

@@ -234,8 +234,19 @@ class QuantSpec:
 
     @property
     def has_offset(self) -> bool:
-        """Whether the place of the zero point is taken by a float, the value of code 0 (ggml's q4_1)."""
-        return self.scale_rule == "q4_1"
+        """Whether the place of the zero point is taken by a float, the value of code 0 (ggml's q4_1 and q4_k)."""
+        return self.scale_rule in ("q4_1", "q4_k")
+
+    @property
+    def has_learnable_scales(self) -> bool:
+        """Whether scales can be learned: float32 scales, and those of ggml's weights.
+
+        >>> QuantSpec().has_learnable_scales, QuantSpec(scale_format="bfloat16").has_learnable_scales
+        (True, False)
+        """
+        if self.ggml_type is not None:
+            return not self.ggml_type.endswith("_input")
+        return self.scale_format == "float32"
 
     @property
     def qmin(self) -> int:

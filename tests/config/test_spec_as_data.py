@@ -223,6 +223,8 @@ PRESETS = {
     ),
     "q4_0": (presets.q4_0(), dict(bits=4, **GGML, scale_rule="q4_0"), (-8, 7)),
     "q4_1": (presets.q4_1(), dict(bits=4, signed=False, symmetric=False, **GGML, scale_rule="q4_1"), (0, 15)),
+    "q4_k": (presets.q4_k(), dict(bits=4, signed=False, symmetric=False, **GGML, scale_rule="q4_k"), (0, 15)),
+    "q6_k": (presets.q6_k(), {**GGML, "bits": 6, "group_size": 16, "scale_rule": "q6_k"}, (-32, 31)),
     "q8_0": (presets.q8_0(), dict(narrow_range=True, **GGML, scale_rule="q8_0"), (-127, 127)),
     "q8_0_input": (presets.q8_0_input(), dict(narrow_range=True, **GGML, scale_rule="q8_0_input"), (-127, 127)),
     "tq2_0": (

@@ -1,5 +1,6 @@
 """The block types of ggml: the reference against libggml, and all other paths against the reference."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -10,16 +11,18 @@ from shared.thoroughness import ALL
 from torch.func import vmap
 
 import fakequant as fq
-from fakequant import presets, reference_ggml
-from fakequant._backends.ggml_blocks import ggml_blocks
+from fakequant import presets, reference, reference_ggml
+from fakequant._backends.ggml_blocks import factors_of, ggml_blocks
 from fakequant._backends.torch import formula, tensor_kernels
+from fakequant._export.gguf.blocks import Blocks, grid_of_blocks, pack, unpack
 from fakequant._kernels import MASK_BYTES
-from fakequant.formats import GGML_TYPES
+from fakequant.formats import GGML_TYPES, SUPER_BLOCKS
 from fakequant.testing import cases
 from fakequant.testing.assertions import assert_same_bits
 
 SPECS = {name: getattr(presets, name)() for name in GGML_TYPES}
 WEIGHTS = ("q4_0", "q4_1", "q8_0", "tq2_0")
+K_QUANTS = tuple(SUPER_BLOCKS)
 NAN, INF = np.nan, np.inf
 FLOAT32_MAX = np.finfo(np.float32).max
 by_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -101,6 +104,129 @@ def test_libggml_reads_codes_and_scales_of_mxfp4():
     assert_same_bits(values.reshape(x.shape) + np.float32(0), fq.fake_quantize_dynamic(x, spec) + np.float32(0))
 
 
+# --- K-quants -------------------------------------------------------------------------------------
+
+
+def parts_of(blocks, name):
+    """Returns codes, scales and offsets of libggml's super-blocks, in the shape of `hard_rows`."""
+    found = unpack(name.upper(), blocks)
+    grid = grid_of_blocks(name.upper(), found)
+    scale, offset = (
+        grid.scale.numpy(),
+        np.zeros_like(grid.scale) if grid.zero_point is None else grid.zero_point.numpy(),
+    )
+    codes = found.codes.astype(np.int16) - (32 if name == "q6_k" else 0)
+    return codes.astype(SPECS[name].storage), scale, offset if SPECS[name].has_offset else 0
+
+
+def random_blocks(name, number):
+    """Returns any super-blocks with finite numbers: subnormal, zero and the largest scales, and every code."""
+    rng = np.random.default_rng(3)
+    _, size = libggml.BLOCKS[name[:3] + "K"]
+    blocks = rng.integers(0, 256, (number, size), dtype=np.uint8)
+    halves = rng.integers(0, 0x7C00, (number, 2), dtype=np.uint16)
+    halves[: number // 8] %= 8
+    halves[number // 8 : number // 4] = 0x7BFF - halves[number // 8 : number // 4] % 16
+    if name == "q6_k":
+        blocks[:, -2:] = (halves[:, :1] | rng.integers(0, 2, (number, 1), dtype=np.uint16) << 15).view(np.uint8)
+        blocks[: number // 8, 192:196] = 0x80  # -128
+    else:
+        blocks[:, :4] = halves.view(np.uint8)
+    return blocks
+
+
+@pytest.mark.parametrize("name", K_QUANTS)
+def test_k_quants_have_the_values_of_libggml(name):
+    blocks = random_blocks(name, 4096)  # a million values
+    codes, scale, offset = parts_of(blocks, name)
+    ours = fq.dequantize(codes, scale, offset, SPECS[name])
+    assert_same_bits(ours, libggml.dequantize(blocks, name[:3] + "K").reshape(ours.shape))
+
+
+@pytest.mark.parametrize("name", K_QUANTS)
+def test_k_quants_have_the_codes_of_libggml_for_its_scales(name):
+    """Except where the scale is 0, and libggml leaves the codes of its search, and where int overflows there."""
+    x, spec = hard_rows(), SPECS[name]
+    blocks = libggml.quantize(x, name[:3] + "K")
+    codes, scale, offset = parts_of(blocks, name)
+    s, z = (np.repeat(v, spec.group_size, -1) if np.ndim(v) else v for v in (scale, offset))
+    same = (s != 0) & (np.abs(reference_ggml.steps(x, s, z, spec)) < 4e6)
+    assert same.mean() > 0.5
+    ours = fq.quantize(x, scale, offset, spec)
+    assert_same_bits(ours[same], codes[same])
+    assert_same_bits(reference_ggml.quantize(x, s, z, spec)[1].astype(spec.storage), ours)
+    found = unpack(name.upper(), blocks)
+    stored = [
+        (scale, found.scale, found.scales),
+        *([(0 - offset, found.offset, found.offsets)] if spec.has_offset else []),
+    ]
+    for products, d, integers in stored:  # integers mean nothing where float16(d) is 0
+        ours = factors_of(products[d[:, 0] != 0], spec)
+        assert_same_bits(ours[0], d[d[:, 0] != 0])
+        assert_same_bits(ours[1], integers[d[:, 0] != 0])
+
+
+@pytest.mark.parametrize("name", K_QUANTS)
+def test_k_quants_divide_at_ties(name):
+    """Next to every tie between two codes, a multiplication by the inverse would move codes."""
+    spec, rng = SPECS[name], np.random.default_rng(5)
+    integers = rng.integers(1, 64, (64, SUPER_BLOCKS[name])).astype(np.float32)
+    scale = integers * np.float32(np.float16(0.1))
+    offset = -integers[:, ::-1] * np.float32(np.float16(0.003)) if spec.has_offset else np.zeros_like(scale)
+    s, z = (np.repeat(v, spec.group_size, -1) for v in (scale, offset))
+    x = (rng.integers(spec.qmin - 1, spec.qmax + 1, s.shape).astype(np.float32) + np.float32(0.5)) * s + z
+    _, wanted = reference_ggml.quantize(x, s, z, spec)
+    exact = np.clip(np.rint((x - z).astype(np.float64) / s), spec.qmin, spec.qmax)
+    near = np.abs(np.abs((x - z).astype(np.float64) / s % 1) - 0.5) < 1e-6
+    assert_same_bits(wanted[~near], exact[~near].astype(np.float32))
+    assert_same_bits(fq.quantize(x, scale, offset if spec.has_offset else 0, spec), wanted.astype(spec.storage))
+    zero = torch.from_numpy(offset.copy()) if spec.has_offset else None
+    grid = tensor_kernels.Grid(torch.from_numpy(scale), zero, spec.qmin, spec.qmax, name)
+    found = formula.quantize(torch.from_numpy(x), grid, getattr(torch, spec.storage))
+    assert_same_bits(found.numpy(), wanted.astype(spec.storage))
+
+
+@pytest.mark.parametrize("name", K_QUANTS)
+def test_libggml_reads_the_values_of_k_quants(name):
+    """Scales that follow the data are stored exactly."""
+    x, spec = hard_rows(), SPECS[name]
+    blocks = ggml_blocks(x, spec)
+    values = libggml.dequantize(pack(name.upper(), Blocks(*blocks)), name[:3] + "K").reshape(x.shape)
+    assert_same_bits(values, fq.fake_quantize_dynamic(x, spec))
+    error = np.square(values - x).sum(-1)
+    theirs = np.square(values_in_ggml(x, name[:3] + "K", "_ref").reshape(x.shape) - x).sum(-1)
+    normal = np.isfinite(theirs) & (np.abs(x).max(-1) > 1e-3)
+    assert error[normal].sum() < 2 * theirs[normal].sum()
+
+
+@pytest.mark.parametrize("name", K_QUANTS)
+def test_every_scale_of_a_super_block_is_found_again(name):
+    """All integers as the largest one, with common divisors too."""
+    spec, rng = SPECS[name], np.random.default_rng(4)
+    low, high = (-128, 127) if name == "q6_k" else (0, 63)
+    largest = np.repeat(np.arange(low, high + 1), 50)[:, None]
+    part = rng.integers(-1000, 1001, (len(largest), SUPER_BLOCKS[name])) * np.abs(largest) // 1000
+    integers = np.clip(part // (step := rng.choice([1, 2, 7], largest.shape)) * step, low, high)
+    integers[:, 3:4] = largest
+    d = rng.integers(0, 0x7C00, largest.shape, dtype=np.uint16)
+    d = (
+        (d | rng.integers(0, 2, d.shape, dtype=np.uint16) << 15).view(np.float16)
+        if name == "q6_k"
+        else d.view(np.float16)
+    )
+    scale = d.astype(np.float32) * integers.astype(np.float32)
+    found, times = factors_of(scale, spec)
+    assert_same_bits(found.astype(np.float32) * times.astype(np.float32), scale)
+    with pytest.raises(ValueError, match="cannot store"):
+        factors_of(scale + np.float32([0, 1e-3] * (SUPER_BLOCKS[name] // 2)), spec)
+
+
+def test_k_quants_need_rows_of_whole_super_blocks():
+    for shape, spec in (((4, 128), presets.q4_k()), ((256, 4), dataclasses.replace(presets.q6_k(), axis=0))):
+        with pytest.raises(ValueError, match="super-blocks of 256 along the last axis"):
+            fq.fake_quantize_dynamic(np.ones(shape, np.float32), spec)
+
+
 # --- all paths ------------------------------------------------------------------------------------
 
 
@@ -122,11 +248,13 @@ def hard_array(spec, dtype, shape, axis):
 
 
 def presets_along(spec, axis):
-    return getattr(presets, spec.ggml_type)(axis=axis)
+    return spec if spec.ggml_type in SUPER_BLOCKS else getattr(presets, spec.ggml_type)(axis=axis)
 
 
 def shapes_of(spec):
     size = spec.group_size
+    if spec.ggml_type in SUPER_BLOCKS:
+        return [((5, 768), -1), ((3, 2, 256), -1), ((0, 256), -1), ((512,), -1)]
     return [((5, 7 * size), -1), ((2 * size, 9), 0), ((2, size, 5), 1), ((0, size), 1), ((size,), 0)]
 
 
@@ -213,6 +341,70 @@ def test_the_formula_for_other_devices_has_the_same_bits(spec, dtype):
         assert_same_bits(as_array(formulas), as_array(kernels))
 
     check_all(spec, dtype, run)
+
+
+def learned_case(name, dtype, dense=True):
+    """Returns hard data, its gradient, learned scales and offsets next to those of the data, and the terms wanted."""
+    spec = SPECS[name]
+    rng = np.random.default_rng(2)
+    x, _ = hard_array(spec, dtype, (6, 512), -1)
+    with np.errstate(over="ignore"):
+        dy = rng.standard_normal(x.shape).astype(np.float32).astype(dtype)
+    found = reference_ggml.fake_quantize_blocks(x, spec)
+    scale = np.where(found.scale == 0, np.float32(0.25), found.scale * np.float32(0.75)).astype(np.float32)
+    if name in K_QUANTS:
+        scale = np.where(found.scale == 0, np.float32(0.25), found.scale)  # any are allowed here
+    offset = (found.offset * np.float32(0.875)).astype(np.float32)
+    s, z = (np.repeat(v, spec.group_size, axis=-1) for v in (scale, offset))
+    terms = reference_ggml.learned_backward(dy, x, s, z, spec, grad_factor=0.5)
+    _, q = reference_ggml.quantize(x, s, z, spec)
+    return spec, x, dy, scale, offset, reference_ggml.dequantize(q, s, z, spec).astype(dtype), terms
+
+
+def sums(terms, spec):
+    blocks = terms.reshape(len(terms), -1, spec.group_size)
+    return np.array([[reference.exact_sum(block) for block in row] for row in blocks])
+
+
+@by_dtype
+@pytest.mark.parametrize("name", [*WEIGHTS, *K_QUANTS])
+def test_learned_scales_and_offsets(name, dtype):
+    """Kernel, tensors and the formula for other devices have the values and gradients of the reference."""
+    spec, x, dy, scale, offset, y, (dx, ds, dz) = learned_case(name, dtype)
+    zero = offset if spec.has_offset else 0
+    assert_same_bits(fq.fake_quantize_learned(x, scale, zero, spec), y)
+    found = fq.fake_quantize_learned_backward(dy, x, scale, zero, spec, grad_factor=0.5)
+    assert_same_bits(found.dx, dx.astype(dtype))
+    wanted = [sums(terms, spec) for terms in (ds, dz)]
+    size = np.abs(ds).reshape(*scale.shape, -1).sum(-1)
+    assert (np.abs(found.dscale - wanted[0]) <= size * 1e-6).all()
+    assert (np.abs(found.dzero_point - wanted[1]) <= np.abs(dz).reshape(*scale.shape, -1).sum(-1) * 1e-6).all()
+
+    tensors = [as_tensor(v) for v in (x, scale)]
+    leaves = [v.clone().requires_grad_() for v in (*tensors, *((as_tensor(offset),) if spec.has_offset else ()))]
+    result = fq.fake_quantize_learned(*leaves[:2], leaves[2] if spec.has_offset else 0, spec, grad_factor=0.5)
+    assert_same_bits(as_array(result.detach()), y)
+    result.backward(as_tensor(dy))
+    assert_same_bits(as_array(leaves[0].grad), found.dx)
+    for leaf, sum_ in zip(leaves[1:], (found.dscale, found.dzero_point), strict=False):
+        assert_same_bits(leaf.grad.numpy(), sum_.astype(np.float32))
+
+    grid = tensor_kernels.Grid(tensors[1], as_tensor(offset) if spec.has_offset else None, spec.qmin, spec.qmax, name)
+    theirs = formula.learned_backward(as_tensor(dy), tensors[0], grid, 0.5)
+    assert_same_bits(as_array(theirs[0]), found.dx)
+    assert (np.abs(theirs[1].numpy() - wanted[0]) <= size * 1e-5).all()
+    ours = formula.learned_terms(tensors[0], grid)
+    unit = reference_ggml.learned_backward(
+        np.ones_like(x), x, *(np.repeat(v, spec.group_size, -1) for v in (scale, offset)), spec
+    )
+    for term, one in zip(ours[1:], unit[1:], strict=True):
+        assert_same_bits(term.numpy() + 0, one + 0)
+
+
+def test_learned_scales_of_inputs_are_refused():
+    x = np.ones((1, 32), np.float32)
+    with pytest.raises(ValueError, match="cannot be learned"):
+        fq.fake_quantize_learned(x, np.ones((1, 1), np.float32), 0, SPECS["q8_0_input"])
 
 
 @pytest.mark.parametrize("name", WEIGHTS)

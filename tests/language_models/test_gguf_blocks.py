@@ -20,7 +20,8 @@ def _bytes(name, rows=6):
     if name == "MXFP4":
         data.reshape(rows, 4, known.size)[..., 0] %= 200
     else:
-        places = [known.size - 2] if name == "TQ2_0" else [0, 2] if name == "Q4_1" else [0]
+        at_end, two = name in ("TQ2_0", "Q6_K"), name in ("Q4_1", "Q4_K")
+        places = [known.size - 2] if at_end else [0, 2] if two else [0]
         for place in places:
             half = numbers.normal(size=(rows, 4)).astype(np.float16)
             data.reshape(rows, 4, known.size)[..., place : place + 2] = half[..., None].view(np.uint8)

@@ -1,6 +1,7 @@
 """The recipe `gguf` and the target "llama.cpp": the block types of layers, copies, states and compiled quantizers."""
 
 import copy
+import dataclasses
 import io
 import pickle
 
@@ -11,11 +12,13 @@ from torch import nn
 
 import fakequant as fq
 from fakequant import presets, recipes, reference_ggml
-from fakequant.formats import GGML_TYPES
-from fakequant.nn import FakeQuantize
+from fakequant.formats import GGML_TYPES, SUPER_BLOCKS
+from fakequant.nn import FakeQuantize, LearnedFakeQuantize
+from fakequant.observers._ranks import ALONE
 from fakequant.testing.assertions import assert_same_bits
 
-TYPES = ("q4_0", "q4_1", "q8_0", "tq2_0", "mxfp4")
+TYPES = ("q4_0", "q4_1", "q8_0", "tq2_0", "mxfp4", "q4_k", "q6_k")
+LEARNED = tuple(kind for kind in TYPES if kind != "mxfp4")
 by_type = pytest.mark.parametrize("block_type", TYPES)
 TOKENS = torch.arange(10).reshape(2, 5)
 
@@ -39,12 +42,14 @@ def prepared(block_type, **options):
 @by_type
 def test_layers_have_the_types_of_the_recipe(block_type):
     model = prepared(block_type)
-    weight = getattr(presets, block_type)(axis=1)
-    rounded = presets.q8_k_input() if block_type == "tq2_0" else presets.q8_0_input()
+    weight = dataclasses.replace(getattr(presets, block_type)(), axis=1)
+    rounded = presets.q8_0_input() if weight.group_size == 32 and block_type != "q4_k" else presets.q8_k_input()
+    table = presets.q6_k() if block_type in SUPER_BLOCKS else presets.q8_0()
     for layer in (model.up, model.down):
         assert (layer.weight_quantizer.spec, layer.input_quantizer.spec) == (weight, rounded)
-    assert model.lm_head.weight_quantizer.spec == model.embedding.weight_quantizer.spec == presets.q8_0(axis=1)
-    assert model.lm_head.input_quantizer.spec == presets.q8_0_input()
+    assert model.lm_head.weight_quantizer.spec == model.embedding.weight_quantizer.spec
+    assert model.lm_head.weight_quantizer.spec == dataclasses.replace(table, axis=1)
+    assert model.lm_head.input_quantizer.spec == (rounded if block_type in SUPER_BLOCKS else presets.q8_0_input())
     assert prepared(block_type, activations=False).up.input_quantizer is None
 
 
@@ -69,7 +74,7 @@ def test_outputs_stay_the_same_in_copies_states_and_frozen_models(block_type, ac
     assert_same_bits(evaluated(TOKENS), y.detach())
 
 
-@pytest.mark.parametrize("name", GGML_TYPES)
+@pytest.mark.parametrize("name", [name for name in GGML_TYPES if name not in SUPER_BLOCKS])
 def test_compiled_quantizers_have_the_same_bits(name):
     torch._dynamo.reset()
     quantizer = FakeQuantize(getattr(presets, name)(), shape=(4, 256)).eval()
@@ -124,11 +129,86 @@ def test_quantizers_follow_every_tensor(name):
     assert quantizer.zero_point.dtype == (torch.float32 if spec.has_offset else torch.int32)
 
 
-def test_learned_scales_are_refused():
+# --- learned scales -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block_type", LEARNED)
+def test_learned_scales_stay_the_same_in_copies_and_states(block_type):
+    """After steps so large that scales leave their bounds and would change their sign."""
+    model = prepared(block_type, learned=True)
+    assert isinstance(model.up.weight_quantizer, LearnedFakeQuantize)
+    assert isinstance(model.lm_head.weight_quantizer, FakeQuantize)
+    before = model.up.weight_quantizer.scale.sign()
+    optimizer = torch.optim.SGD(fq.nn.param_groups(model), lr=30.0)
+    for _ in range(2):
+        model(TOKENS).square().sum().backward()
+        optimizer.step()
+    with torch.no_grad():
+        model.up.weight_quantizer.step_size.view(-1)[:3] = torch.tensor([torch.nan, 1e9, -1e9])
+    quantizer = model.up.weight_quantizer
+    quantizer(model.up.weight)
+    bounds = quantizer.step_size.abs()
+    assert bool(((bounds >= quantizer.eps) & (bounds <= quantizer._largest)).all())
+    assert_same_bits(quantizer.step_size.sign().detach(), before)
+    model.eval()
+    y = model(TOKENS).detach()
+    assert_same_bits(copy.deepcopy(model)(TOKENS), y)
+    assert_same_bits(pickle.loads(pickle.dumps(model))(TOKENS), y)
+    torch.manual_seed(1)
+    other = fq.prepare(Tiny(), recipes.gguf(block_type, learned=True), TOKENS)
+    other.load_state_dict(model.state_dict())
+    assert_same_bits(other.eval()(TOKENS), y)
+    assert_same_bits(other.up.weight_quantizer.step_size.sign().detach(), before)
+    fq.nn.switch_quantizers(model, frozen=True)
+    assert_same_bits(model(TOKENS), y)
+
+
+@pytest.mark.parametrize("block_type", LEARNED)
+def test_learned_scales_start_with_the_least_error(block_type):
+    spec = getattr(presets, block_type)()
+    x = torch.randn(8, 512, generator=torch.Generator().manual_seed(0))
+    learned = LearnedFakeQuantize(spec, shape=(8, 512)).initialize(x)
+    errors = [float((y - x).square().mean()) for y in (learned(x).detach(), fq.fake_quantize_dynamic(x, spec))]
+    assert errors[0] <= errors[1]
+    if block_type == "tq2_0":
+        assert errors[0] < errors[1] / 3
+    if block_type in ("q4_0", "q6_k"):  # the largest magnitude is on the side with one more code
+        rows = x.unflatten(-1, (-1, spec.group_size))
+        largest = rows.gather(-1, rows.abs().argmax(-1, keepdim=True)).squeeze(-1)
+        assert_same_bits(learned.scale.sign(), -largest.sign())
+        start = learned._start  # of which either rule may be the better one
+        state = start.init(tuple(learned.scale.shape))
+        start.update(state, x, ALONE)
+        assert_same_bits(*start.scales(state).sign())
+
+
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("block_type", ["q4_0", "q4_k"])
+def test_compiled_learned_scales_have_the_same_bits(block_type):
+    torch._dynamo.reset()
+    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
+    found = []
+    for compiles in (False, True):
+        quantizer = LearnedFakeQuantize(getattr(presets, block_type)(), shape=(4, 256)).initialize(x)
+        with torch.no_grad():
+            quantizer.step_size[0] *= -1  # beyond the bounds
+        y = (torch.compile(quantizer, fullgraph=True, backend="aot_eager") if compiles else quantizer)(x * 2)
+        y.square().sum().backward()
+        found.append((y.detach(), *(p.grad for p in quantizer.parameters())))
+    for eager, compiled in zip(*found, strict=True):
+        assert_same_bits(compiled, eager)
+    spec, leaves = quantizer.spec, [v.requires_grad_() for v in quantizer.qparams() if v.is_floating_point()]
+    y = fq.fake_quantize_learned(x * 2, *leaves, *([0] if spec.symmetric else []), spec, grad_factor=None)
+    y.square().sum().backward()
+    for wanted, eager in zip((y.detach(), *(leaf.grad for leaf in leaves)), found[0], strict=True):
+        assert_same_bits(eager, wanted)
+
+
+def test_scales_that_are_not_learned_are_refused():
     with pytest.raises(ValueError, match="cannot be learned"):
-        fq.nn.LearnedFakeQuantize(presets.q4_0(), shape=(4, 32))
-    with pytest.raises(ValueError, match="cannot be learned"):
-        fq.fake_quantize_learned(np.ones((1, 32), np.float32), np.ones((1, 1), np.float32), 0, presets.q4_0())
+        LearnedFakeQuantize(presets.q8_k_input(), shape=(4, 256))
+    with pytest.raises(ValueError, match="powers of two"):
+        recipes.gguf("mxfp4", learned=True)
 
 
 def test_a_spec_of_ggml_has_the_fields_of_its_type():

@@ -20,7 +20,9 @@ CHANGES = {
     "qwen3_moe": {"norm_topk_prob": True},
 }
 NAMES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "mixtral", "qwen3_moe", "bert")
-KINDS = ("q4_0", "q4_1", "q8_0", "mxfp4", "tq2_0")
+KINDS = ("q4_0", "q4_1", "q8_0", "mxfp4", "tq2_0", "q4_k", "q6_k")
+# Those with rows of whole blocks of 256.
+LONG = ("tq2_0", "q4_k", "q6_k")
 
 
 def float_model(name="llama", **changes):
@@ -34,18 +36,19 @@ def float_model(name="llama", **changes):
     return model
 
 
-def config_of(name, kind):
-    config = recipes.gguf(kind)
+def config_of(name, kind, **options):
+    config = recipes.gguf(kind, **options)
     if name == "bert":
         config = config.skip("*pooler*").skip("*position_embeddings").skip("*token_type_embeddings")
     return config
 
 
-def prepared(name="llama", kind="q4_0", **changes):
-    if kind == "tq2_0":  # whose blocks are long
-        sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
-        changes = {**sizes, **changes}
-    return fq.prepare(float_model(name, **changes), config_of(name, kind)).eval()
+def sizes_of(kind):
+    return {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64} if kind in LONG else {}
+
+
+def prepared(name="llama", kind="q4_0", *, learned=False, **changes):
+    return fq.prepare(float_model(name, **{**sizes_of(kind), **changes}), config_of(name, kind, learned=learned)).eval()
 
 
 def texts(seed=1, rows=3, length=12):

@@ -7,6 +7,7 @@ csrc/kernels.h. They know nothing about axes, groups and strides.
 from math import prod
 from typing import NamedTuple
 
+from fakequant.formats import SUPER_BLOCKS
 from fakequant.spec import WHOLE_AXIS, QuantSpec
 
 KernelShape = tuple[int, int, int, int]
@@ -73,6 +74,11 @@ def blocks_of(shape: tuple[int, ...], spec: QuantSpec) -> Blocks:
         raise ValueError(
             f"`group_size` {size} does not divide axis {spec.axis} of length {length} (array of shape {shape}).\n"
             f"Choose a divisor of {length}, or pad the axis to {-(-length // size) * size}."
+        )
+    if spec.scale_rule in SUPER_BLOCKS and (axis != len(shape) - 1 or length % (SUPER_BLOCKS[spec.scale_rule] * size)):
+        raise ValueError(
+            f"`{spec.scale_rule}` has super-blocks of 256 along the last axis, got axis {spec.axis} of an array of "
+            f"shape {shape}.\nUse axis=-1 and a length that is a multiple of 256, or q4_0 or q8_0."
         )
     groups = length // size if size else 1
     before, after = prod(shape[:axis]), prod(shape[axis + 1 :])

@@ -189,9 +189,9 @@ def refuse_ggml_scale(scale: object) -> NoReturn:
 
 def check_learned(spec: QuantSpec) -> None:
     """Raises ValueError for a spec whose scales cannot be learned."""
-    if spec.ggml_type is not None:
+    if spec.ggml_type is not None and not spec.has_learnable_scales:
         raise ValueError(
-            f"The scales of ggml's block types follow every tensor; they cannot be learned, got {spec}.\n"
+            f"The scales of inputs in ggml follow every tensor; they cannot be learned, got {spec}.\n"
             "Use `fake_quantize_dynamic`, or a spec with float32 scales."
         )
 

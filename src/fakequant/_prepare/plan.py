@@ -283,7 +283,7 @@ class _Maker:
             raise ValueError(f"its rows of {weight.shape[1]} weights are not divisible by blocks of {spec.group_size}")
         where = self._where("weight")
         options: dict[str, Any] = {"shape": tuple(weight.shape), "path": where, "device": weight.device, "sync": False}
-        if self.config.learned and not spec.has_block_scales:
+        if self.config.learned and (spec.has_learnable_scales or not spec.has_block_scales):
             return LearnedFakeQuantize(spec, init=self.config.weight_observer, **options).initialize(weight)
         return FakeQuantize(spec, self.config.weight_observer or Dynamic(), gradient="auto", **options)
 

@@ -27,10 +27,15 @@ class FunctionContext(Protocol):
 def within(value: Tensor, before: Tensor, low: float, high: float) -> Tensor:
     """Returns `value` clamped to [low, high], with elements of `before` where it is not finite.
 
+    Positive bounds are bounds of magnitudes: a value keeps the sign that it had before.
+
     >>> within(torch.tensor([-3.0, 0.5, torch.nan]), torch.tensor([1.0, 1.0, 0.25]), 0.125, 8.0)
     tensor([0.1250, 0.5000, 0.2500])
     """
-    return torch.where(value.isfinite(), value.clamp(low, high), before)
+    if low <= 0:
+        return torch.where(value.isfinite(), value.clamp(low, high), before)
+    kept = torch.where(before < 0, value.clamp(-high, -low), value.clamp(low, high))
+    return torch.where(value.isfinite(), kept, before)
 
 
 class _Within(Function):
@@ -57,6 +62,30 @@ class _WithinForward(_Within):
     @staticmethod
     def jvp(ctx: FunctionContext, tangent: Tensor, *_: None) -> Tensor:
         return tangent.clone()
+
+
+class _Replaced(Function):
+    """Returns the second tensor, with the gradient of the first."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value: Tensor, by: Tensor) -> Tensor:
+        return by.clone()
+
+    @staticmethod
+    def setup_context(ctx: FunctionContext, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        """Saves nothing."""
+
+    @staticmethod
+    def backward(ctx: FunctionContext, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def replaced(value: Tensor, by: Tensor) -> Tensor:
+    """Returns `by`, whose gradient goes to `value` unchanged: straight through."""
+    result: Tensor = _Replaced.apply(value, by)
+    return result
 
 
 def keep_within(value: Tensor, before: Tensor, low: float, high: float) -> Tensor:

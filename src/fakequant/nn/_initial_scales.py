@@ -20,10 +20,13 @@ from fakequant.spec import QuantSpec
 
 Init = Literal["lsq"] | Observer | None
 _LARGEST = torch.finfo(torch.float32).max
+_LARGEST_F16 = torch.finfo(torch.float16).max
 
 
 def largest_scale(spec: QuantSpec) -> float:
-    """Returns the largest scale for which every value on the grid is finite."""
+    """Returns the largest scale for which every value on the grid is finite, or that ggml can store."""
+    if spec.ggml_type is not None:
+        return _LARGEST_F16 * {"q4_k": 63, "q6_k": 128}.get(spec.ggml_type, 1)
     return _LARGEST / max(spec.levels, 2 * spec.largest)
 
 
@@ -117,8 +120,9 @@ class _Better(Start):
         return {**self.lsq.init(blocks, device), **self.searched.init(blocks, device)}
 
     def scales(self, state: State) -> Tensor:
-        """Returns the scales of both rules."""
-        return torch.stack([self.lsq.qparams(state).scale, self.searched.qparams(state).scale])
+        """Returns the scales of both rules, with the sign that ggml's q4_0 and q6_k choose by the largest magnitude."""
+        searched = self.searched.qparams(state).scale
+        return torch.stack([torch.copysign(self.lsq.qparams(state).scale, searched), searched])
 
 
 @dataclasses.dataclass(frozen=True)

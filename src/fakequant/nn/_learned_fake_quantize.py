@@ -9,10 +9,12 @@ from torch.types import Device
 
 from fakequant._backends.checks import EPS, check_eps
 from fakequant._backends.torch import tensor_functions
+from fakequant._backends.torch.ggml_formula import to_super_blocks
 from fakequant._backends.torch.plain_memory import is_transformed
 from fakequant._backends.torch.tensor_checks import check_data, check_device
 from fakequant._backends.torch.tensor_functions import fake_quantize
-from fakequant.nn._bounded_parameters import keep_in_graph, keep_within, put, whole, within, write_back
+from fakequant.formats import SUPER_BLOCKS
+from fakequant.nn._bounded_parameters import keep_in_graph, keep_within, put, replaced, whole, within, write_back
 from fakequant.nn._initial_scales import Init, largest_scale, start_for
 from fakequant.nn._quantizer import Quantizer, Settings, scale_shape
 from fakequant.nn._quantizer_state import StateDict
@@ -38,6 +40,10 @@ class LearnedFakeQuantize(Quantizer):
     these bounds is clamped; one that is NaN or infinite is reset to its last valid value. In ordinary memory this
     happens in the next forward pass. In compiled code and on other devices the forward pass uses the valid value, and
     the parameter is corrected when the mode changes or the state is saved. A symmetric grid has no offset.
+
+    The weights of ggml (`presets.q4_0` and others) have the scales of GGUF files: values are computed with the scale
+    rounded to float16, and the scales of K-quants are moved to the nearest ones that a file can hold. Both have the
+    gradient of the identity. A scale of `q4_0` and `q6_k` keeps the sign that it starts with.
 
     The scale is initialized by `initialize(x)`, or by data passed while `observing` is True, which is returned
     unchanged. Quantizing before that is an error. Initialize before building the optimizer, so that it sees the final
@@ -102,10 +108,10 @@ class LearnedFakeQuantize(Quantizer):
         check_eps(eps)
         if grad_factor is not None and not (isinstance(grad_factor, (int, float)) and 0 <= grad_factor < inf):
             raise ValueError(f"`grad_factor` must be a finite number >= 0, or None for LSQ's, got {grad_factor!r}.")
-        if spec.scale_format != "float32":
+        if not spec.has_learnable_scales:
             raise ValueError(
                 f"Scales of the format {spec.scale_format!r} follow every tensor; they cannot be learned.\n"
-                "Use FakeQuantize, or scale_format='float32' for a scale that is learned."
+                "Use FakeQuantize, scale_format='float32', or a spec of ggml's weights, such as q4_0."
             )
         blocks = scale_shape(spec, shape)
         if blocks is None:
@@ -158,21 +164,31 @@ class LearnedFakeQuantize(Quantizer):
 
     @property
     def scale(self) -> Tensor:
-        """The scale: float32, positive and finite, or NaN before it is initialized."""
+        """The scale: float32 and finite, or NaN before it is initialized. Positive, except in some types of ggml.
+
+        Those of `q4_0` and `q6_k` have a sign, and a small scale of a K-quant may be 0.
+        """
         if self._stale:
             self.refresh()
         if self._frozen:
-            return self.last_scale.reshape(self._blocks).clone()
+            return self._stored(self.last_scale.reshape(self._blocks).clone())
         value = whole(self.step_size)
-        return within(value, self.last_scale, self.eps, self._largest).reshape(self._blocks)
+        return self._stored(within(value, self.last_scale, self.eps, self._largest).reshape(self._blocks))
+
+    def _stored(self, scale: Tensor) -> Tensor:
+        """Returns the scales that a file can hold, if they are those of K-quants."""
+        rule = self.spec.scale_rule
+        return to_super_blocks(scale, rule) if rule in SUPER_BLOCKS else scale
 
     @property
     def zero_point(self) -> Tensor:
-        """The zero point: int32, within the range of codes."""
+        """The zero point: int32, within the range of codes. The offsets of ggml are float32."""
         if self.offset is None:
             return torch.zeros(self._blocks, dtype=torch.int32, device=self.last_scale.device)
         value = self.last_offset if self._frozen else whole(self.offset)
         value = within(value, self.last_offset, *self._offsets)
+        if self.spec.has_offset:
+            return -self._stored(-value.reshape(self._blocks))
         return tensor_functions.round_zero_point(value, self.spec).reshape(self._blocks)
 
     def qparams(self) -> QParams[Tensor]:
@@ -189,6 +205,8 @@ class LearnedFakeQuantize(Quantizer):
     @property
     def _offsets(self) -> tuple[float, float]:
         """The lowest and highest valid offset. torch's numerics do not bound the parameter, only its use."""
+        if self.spec.has_offset:
+            return -self._largest, 0.0 if self.spec.scale_rule in SUPER_BLOCKS else self._largest
         return (-_LARGEST, _LARGEST) if self.spec.numerics == "torch" else (self.spec.qmin, self.spec.qmax)
 
     @property
@@ -261,6 +279,10 @@ class LearnedFakeQuantize(Quantizer):
         zero_point: Tensor | int = 0
         if self.offset is not None:
             zero_point = keep_within(self.offset, self.last_offset, *self._offsets)
+        if self.spec.scale_rule in SUPER_BLOCKS:
+            scale = replaced(scale, self._stored(scale.detach()))
+            if isinstance(zero_point, Tensor):
+                zero_point = replaced(zero_point, -self._stored(-zero_point.detach()))
         return tensor_functions.fake_quantize_learned(x, scale, zero_point, self.spec, grad_factor=self.grad_factor)
 
     # --- initialization ---------------------------------------------------------------------------
@@ -355,7 +377,9 @@ class LearnedFakeQuantize(Quantizer):
 
     @torch.no_grad()
     def _after_load(self) -> None:
-        self.last_scale.fill_(torch.nan)
+        loaded = whole(self.step_size)  # whose signs are those of the scales of ggml
+        has_sign = self.spec.ggml_type is not None
+        self.last_scale.copy_(torch.where(loaded.isfinite() & has_sign, loaded, torch.nan))
         self._remember()
 
     @torch.no_grad()

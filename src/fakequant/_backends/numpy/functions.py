@@ -129,6 +129,8 @@ def round_zero_point(zero_point: Numbers, spec: QuantSpec) -> np.ndarray:
     z = np.asarray(zero_point)
     if np.isnan(z).any():
         checks.refuse_nan_zero_point()
+    if spec.has_offset:
+        return z.astype(np.float32)
     return np.clip(np.rint(z.astype(np.float64)), spec.qmin, spec.qmax).astype(np.int32)
 
 

@@ -203,6 +203,8 @@ def learned_terms(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
                 dy/dx    dy/dscale                  dy/dzero_point
     inside      True     (q - z) - x / scale        0
     outside     False    qmin - z or qmax - z       -scale
+
+    For ggml's types, see `reference_ggml.learned_backward`.
     """
     inside, ds, factor, dz = _learned_factors(x, grid)
     return inside, ds if factor is None else ds * factor, dz
@@ -225,7 +227,10 @@ def _learned_factors(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor | No
         finite = wide_x.isfinite()
         below, above = finite & (code < low), finite & (code > high)
         inside = finite & ~(below | above)
-        ds_inside = (code - z).to(compute) - wide_x / scale
+        if is_ggml(grid.numerics):
+            ds_inside = code.to(compute) - ggml_formula.steps(wide_x, scale, z, grid.numerics).to(compute)
+        else:
+            ds_inside = (code - z).to(compute) - wide_x / scale
     else:
         s, inverse = scale.to(compute), (1.0 / scale).to(compute)
         z = z.to(compute) if isinstance(z, Tensor) else torch.full_like(s, float(z))
@@ -237,8 +242,9 @@ def _learned_factors(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor | No
         factor = split.join(torch.where(inside, inverse, 1))
     bound = torch.where(below, low, high)
     zero = torch.zeros((), dtype=compute, device=x.device)
-    ds = torch.where(inside, ds_inside, torch.where(below | above, (bound - z).to(compute), zero))
-    dz = torch.where(below | above, -scale.to(compute), zero)
+    level, dz_outside = (bound, torch.ones_like(scale)) if is_ggml(grid.numerics) else (bound - z, -scale)
+    ds = torch.where(inside, ds_inside, torch.where(below | above, level.to(compute), zero))
+    dz = torch.where(below | above, dz_outside.to(compute), zero)
     return split.join(inside), split.join(ds), factor, split.join(dz)
 
 

@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
+from fakequant._kernels import OFFSET_RULES
+from fakequant.formats import SUPER_BLOCKS
+
 _LARGEST = torch.finfo(torch.float32).max
 _LARGEST_F16 = torch.finfo(torch.float16).max
 
 
 def codes(x: Tensor, scale: Tensor, offset: Tensor | int, rule: str) -> Tensor:
     """Returns codes before clamping, as float32. NaN stays NaN."""
-    t = x.float()
-    if rule == "q4_1" and isinstance(offset, Tensor):
-        t = t - offset.float()
-    t = t * _inverse(scale.float(), rule)
+    t = steps(x, scale, offset, rule)
     if rule == "q4_0":
         return torch.floor(t + 8.5) - 8
     if rule == "q4_1":
@@ -23,10 +23,23 @@ def codes(x: Tensor, scale: Tensor, offset: Tensor | int, rule: str) -> Tensor:
     return torch.round(t)
 
 
+def steps(x: Tensor, scale: Tensor, offset: Tensor | int, rule: str) -> Tensor:
+    """Returns the distance from code 0 in steps, as float32."""
+    t = x.float()
+    if rule in OFFSET_RULES and isinstance(offset, Tensor):
+        t = t - offset.float()
+    if rule in SUPER_BLOCKS:
+        s = scale.float()
+        return t / torch.where(s == 0, _LARGEST, s)
+    return t * _inverse(scale.float(), rule)
+
+
 def values(codes: Tensor, scale: Tensor, offset: Tensor | int, rule: str) -> Tensor:
     """Returns the values of clamped codes as float32; the codes have no -0.0."""
     y = codes * _stored_scale(scale.float(), rule)
-    return y + _as_float16(offset.float()) if rule == "q4_1" and isinstance(offset, Tensor) else y
+    if rule not in OFFSET_RULES or not isinstance(offset, Tensor):
+        return y
+    return y + (offset.float() if rule in SUPER_BLOCKS else _as_float16(offset.float()))
 
 
 def _inverse(scale: Tensor, rule: str) -> Tensor:
@@ -42,6 +55,8 @@ def _divided(a: Tensor | float, b: Tensor | float) -> Tensor:
 
 
 def _stored_scale(scale: Tensor, rule: str) -> Tensor:
+    if rule in SUPER_BLOCKS:
+        return scale
     if rule == "q8_k_input":
         return torch.where(scale == 0, 0.0, _divided(1.0, _inverse(scale, rule)))
     return _as_float16(_divided(scale, 127.0) if rule == "q8_0_input" else scale)
@@ -52,13 +67,32 @@ def _as_float16(value: Tensor) -> Tensor:
 
 
 def choose_qparams(lo: Tensor, hi: Tensor, rule: str) -> tuple[Tensor, Tensor]:
-    """Returns the scales of blocks with these float32 ranges, and zero points, which are floats in q4_1."""
+    """Returns the scales of blocks with these float32 ranges, and zero points or offsets."""
     absmax = torch.maximum(-lo, hi).clamp(min=0).abs()
     signed = torch.where(-lo >= hi, lo, hi)
+    if rule == "q4_k":
+        depth = (-lo).clamp(min=0).abs()  # not -0.0
+        scale = _divided(hi + depth, 15.0).clamp(max=_LARGEST)
+        return to_super_blocks(scale, rule), -to_super_blocks(depth, rule)
+    if rule == "q6_k":
+        return to_super_blocks(signed / -32.0, rule), torch.zeros_like(lo, dtype=torch.int32)
     if rule == "q4_1":
         return _divided(hi - lo, 15.0).clamp(max=_LARGEST), lo.clone()
     scale = {"q4_0": signed / -8.0, "q8_0": _divided(absmax, 127.0), "q8_k_input": signed.clone()}.get(rule, absmax)
     return scale, torch.zeros_like(scale, dtype=torch.int32)
+
+
+def to_super_blocks(scale: Tensor, rule: str) -> Tensor:
+    """Returns the scales of K-quants next to given ones; see `reference_ggml.to_super_blocks`."""
+    size = SUPER_BLOCKS[rule]
+    flat = scale.reshape(-1)
+    rows = torch.nn.functional.pad(flat, (0, -flat.numel() % size)).view(-1, size)
+    low, high = rows.amin(-1, keepdim=True).clamp(max=0), rows.amax(-1, keepdim=True).clamp(min=0)
+    first, last, one = (0.0, 63.0, 63.0) if rule == "q4_k" else (-128.0, 127.0, -128.0)
+    d = _as_float16(_divided(torch.where(-low >= high, low, high), one))
+    times = torch.where(d == 0, 0.0, torch.round(rows / d).clamp(first, last))
+    times = torch.where(times == 0, 0.0, times)  # not -0.0
+    return (d * times).reshape(-1)[: flat.numel()].reshape(scale.shape)
 
 
 def range_to_largest(lo: Tensor, hi: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

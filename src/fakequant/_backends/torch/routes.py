@@ -20,7 +20,7 @@ from fakequant._backends.torch.plain_memory import is_memory
 from fakequant._backends.torch.tensor_kernels import Grid, Observed, ObserverOptions, Order
 from fakequant._backends.torch.torch_annotations import Operator, Results
 from fakequant._backends.torch.torch_private import BelowAutograd, set_forward_mode_enabled
-from fakequant._kernels import largest_level
+from fakequant._kernels import is_ggml, largest_level
 
 Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
@@ -80,16 +80,23 @@ def learned_factor(grad_factor: float | None, x: Tensor, qmax: int, numerics: st
     return 1 / sqrt(max(x.numel(), 1) * largest_level(qmax, numerics))
 
 
+def _has_learned_zero(grid: Grid) -> bool:
+    z = grid.zero_point
+    return isinstance(z, Tensor) and z.is_floating_point() and not is_ggml(grid.numerics)
+
+
 def forward_grid(grid: Grid) -> Grid:
-    """Returns the grid of the forward, with a learned zero point rounded half to even."""
-    if isinstance(grid.zero_point, Tensor) and grid.zero_point.is_floating_point():
+    """Returns the grid of the forward, with a learned zero point rounded half to even. Offsets of ggml stay floats."""
+    if _has_learned_zero(grid):
+        assert isinstance(grid.zero_point, Tensor)
         return grid._replace(zero_point=round_forward(grid.zero_point, grid.qmin, grid.qmax))
     return grid
 
 
 def backward_grid(grid: Grid) -> Grid:
-    """Returns the grid of the backward, with a learned zero point rounded by its rule."""
-    if isinstance(grid.zero_point, Tensor) and grid.zero_point.is_floating_point():
+    """Returns the grid of the backward, with a learned zero point rounded by its rule. Offsets of ggml stay floats."""
+    if _has_learned_zero(grid):
+        assert isinstance(grid.zero_point, Tensor)
         return grid._replace(zero_point=_round_backward(grid.zero_point, grid.qmin, grid.qmax, grid.numerics))
     return grid
 

@@ -229,7 +229,7 @@ def _cut(y: Tensor, shape: tuple[int, ...]) -> Tensor:
 def round_zero_point(zero_point: Tensor, spec: QuantSpec) -> Tensor:
     """See `fakequant.round_zero_point`."""
     checks.check_spec(spec, "zero_point, spec")
-    return round_forward(zero_point, spec.qmin, spec.qmax)
+    return zero_point.float() if spec.has_offset else round_forward(zero_point, spec.qmin, spec.qmax)
 
 
 def quantize(x: Tensor, scale: Numbers, zero_point: Numbers, spec: QuantSpec, *, packed: bool = False) -> Tensor:

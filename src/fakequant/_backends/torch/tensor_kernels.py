@@ -20,6 +20,7 @@ from fakequant._kernels import (
     CODE_TYPES,
     DTYPES,
     NUMERICS,
+    OFFSET_RULES,
     PACKED_CODE_TYPES,
     SCALE_RULES,
     SIGNED_RULES,
@@ -29,7 +30,7 @@ from fakequant._kernels import (
     is_per_block,
     zero_point_dtype,
 )
-from fakequant.formats import GGML_TYPES
+from fakequant.formats import GGML_TYPES, SUPER_BLOCKS
 
 KERNEL_DTYPES = {getattr(torch, name): number for name, number in DTYPES.items()}
 _ZERO_KINDS = {torch.int32: _kernels.ZERO_I32, torch.int64: _kernels.ZERO_I64, torch.float32: _kernels.ZERO_F32}
@@ -48,7 +49,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def zero_dtype(scale_rule: str) -> torch.dtype:
-    """Returns the dtype of zero points: int32, or float32 for the offsets of ggml's q4_1."""
+    """Returns the dtype of zero points: int32, or float32 for the offsets of ggml."""
     dtype: torch.dtype = getattr(torch, zero_point_dtype(scale_rule))
     return dtype
 
@@ -465,6 +466,8 @@ def observe_fake_quantize(x: Tensor, running_min: Tensor, running_max: Tensor, o
     """Updates the running range in place, chooses scales and fake-quantizes, in one call of the kernel."""
     blocks = tuple(running_min.shape)
     placed = x if x.is_contiguous() else dense(x, torch.empty_like(x))
+    if options.scale_rule in SUPER_BLOCKS and not placed.is_contiguous():  # whose blocks must be neighbours in memory
+        return _observe_in_steps(x, running_min, running_max, options)
     shape, order, expand = place(tuple(x.shape), placed.stride(), () if running_min.numel() == 1 else blocks)
     if x.numel() == 0 or expand is not None:
         return _observe_in_steps(x, running_min, running_max, options)
@@ -526,7 +529,7 @@ def updated_range(
     lo, hi = (seen.clamp(-limit, limit).float() for seen in (lo, hi))
     if how.update == "dynamic":
         lo, hi = lo.masked_fill(nothing, 0), hi.masked_fill(nothing, 0)
-        if is_per_block(how.scale_rule) or how.scale_rule in ("q4_1", *SIGNED_RULES):
+        if is_per_block(how.scale_rule) or how.scale_rule in (*OFFSET_RULES, *SIGNED_RULES):
             return lo, hi
         absmax = torch.maximum(-lo, hi).abs()  # all that matters for block scales; not -0.0
         return 0 - absmax, absmax

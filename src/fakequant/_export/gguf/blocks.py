@@ -6,6 +6,8 @@
     Q8_0    32     34     d; 32 signed bytes
     TQ2_0   256    66     64 bytes with 4 codes each, 32 bytes for each half of the block; d
     MXFP4   32     17     the exponent; 16 bytes as in Q4_0
+    Q4_K    256    144    see k_quants.py
+    Q6_K    256    210    see k_quants.py
 
 d and m are float16. `Blocks.scale` holds d, or the bytes of the exponents. NVFP4 is missing: its files multiply the
 result of a product by the scale of the tensor, which is not the weight that was trained.
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from fakequant import presets
 from fakequant._backends.ggml_blocks import ggml_blocks
+from fakequant._export.gguf.k_quants import SuperBlocks, pack_super_blocks, unpack_q4_k, unpack_q6_k
 from fakequant._export.prepared_layers import PreparedLayer, grid_of
 from fakequant.functional import dequantize, quantize
 from fakequant.qparams import decode_scales, encode_scales
@@ -42,6 +45,8 @@ TYPES = {
     "Q8_0": BlockType(32, 34),
     "TQ2_0": BlockType(256, 66),
     "MXFP4": BlockType(32, 17),
+    "Q4_K": BlockType(256, 144),
+    "Q6_K": BlockType(256, 210),
 }
 
 
@@ -50,8 +55,11 @@ class Blocks(NamedTuple):
 
     codes: Array
     scale: Array
-    # m of Q4_1.
+    # m of Q4_1, or dmin of Q4_K.
     offset: Array | None = None
+    # The integers of K-quants, one per block of a super-block.
+    scales: Array | None = None
+    offsets: Array | None = None
 
 
 def type_of(spec: QuantSpec) -> str | None:
@@ -78,7 +86,7 @@ def blocks_of(layer: PreparedLayer) -> Blocks:
     grid = grid_of(quantizer, weight)
     if spec.ggml_type is not None:
         found = ggml_blocks(weight, spec, grid)
-        return Blocks(found.codes, found.d, found.m)
+        return Blocks(*found)
     codes = quantize(weight, grid.scale, grid.zero_point, spec)
     scales = encode_scales(grid.scale, spec).codes
     return Blocks(codes.to(torch.uint8).numpy(), scales.to(torch.uint8).numpy())
@@ -96,15 +104,19 @@ def pack(name: str, blocks: Blocks) -> Array:
     """
     known = TYPES[name]
     rows, length = blocks.codes.shape
-    parts = blocks.codes.reshape(rows, -1, known.length)
+    if blocks.scales is not None:
+        number = rows * length // known.length
+        parts: list[Any] = [None if part is None else part.reshape(number, -1) for part in blocks]
+        return pack_super_blocks(SuperBlocks(*parts)).reshape(rows, -1)
+    cut = blocks.codes.reshape(rows, -1, known.length)
     if name == "Q8_0":
-        codes = parts.view(np.uint8)
+        codes = cut.view(np.uint8)
     elif name == "TQ2_0":
-        quarters = parts.reshape(rows, -1, 2, 4, 32)
+        quarters = cut.reshape(rows, -1, 2, 4, 32)
         shifted = quarters << np.array([0, 2, 4, 6], np.uint8)[:, None]
         codes = np.bitwise_or.reduce(shifted, axis=-2).reshape(rows, -1, 64)
     else:
-        codes = parts[..., :16] | parts[..., 16:] << np.uint8(4)
+        codes = cut[..., :16] | cut[..., 16:] << np.uint8(4)
     scales = [_as_bytes(value) for value in (blocks.scale, blocks.offset) if value is not None]
     pieces = [codes, *scales] if name == "TQ2_0" else [*scales, codes]
     return np.concatenate(pieces, -1).reshape(rows, length // known.length * known.size)
@@ -115,6 +127,10 @@ def unpack(name: str, data: Array) -> Blocks:
     known = TYPES[name]
     rows = len(data)
     parts = np.ascontiguousarray(data).reshape(rows, -1, known.size)
+    if name in ("Q4_K", "Q6_K"):
+        found = (unpack_q4_k if name == "Q4_K" else unpack_q6_k)(parts.reshape(-1, known.size))
+        in_rows: list[Any] = [None if part is None else part.reshape(rows, -1) for part in found]
+        return Blocks(*in_rows)
     if name == "TQ2_0":
         scale = _as_floats(parts[..., 64:])
         quarters = parts[..., :64].reshape(rows, -1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[:, None] & np.uint8(
@@ -158,11 +174,21 @@ def grid_of_blocks(name: str, blocks: Blocks) -> Grid:
     if spec.ggml_type is None:
         scale = decode_scales(torch.from_numpy(blocks.scale), None, spec)
         return Grid(spec, scale, None, dequantize(torch.from_numpy(blocks.codes), scale, 0, spec))
-    d = torch.from_numpy(blocks.scale.astype(np.float32))
-    m = None if blocks.offset is None else torch.from_numpy(blocks.offset.astype(np.float32))
-    codes = torch.from_numpy(blocks.codes.astype(np.float32)).unflatten(-1, (-1, TYPES[name].length))
-    middle = {"Q4_0": 8, "TQ2_0": 1}.get(name, 0)
+    d = torch.from_numpy(_times(blocks.scale, blocks.scales))
+    m = None if blocks.offset is None else torch.from_numpy(_times(blocks.offset, blocks.offsets))
+    if m is not None and blocks.offsets is not None:
+        m = -m  # subtracted there
+    codes = torch.from_numpy(blocks.codes.astype(np.float32)).unflatten(-1, (-1, spec.group_size))
+    middle = {"Q4_0": 8, "TQ2_0": 1, "Q6_K": 32}.get(name, 0)
     values = (codes - middle) * d[..., None]
     if m is not None:
         values = values + m[..., None]
     return Grid(spec, d, m, values.flatten(-2))
+
+
+def _times(value: Array, integers: Array | None) -> Array:
+    """Returns float16 numbers as float32, each times the integers of its super-block."""
+    floats: Array = value.astype(np.float32)
+    if integers is None:
+        return floats
+    return np.repeat(floats, integers.shape[-1] // floats.shape[-1], axis=-1) * integers.astype(np.float32)

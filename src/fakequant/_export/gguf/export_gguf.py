@@ -24,7 +24,8 @@ from fakequant._util.packages import require
 from fakequant._util.text import listed, table
 
 # What `general.file_type` says, by the type of most tensors.
-_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "BF16": 32, "TQ2_0": 37, "MXFP4": 38}
+_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K": 14, "Q6_K": 18, "BF16": 32, "TQ2_0": 37,
+               "MXFP4": 38}  # fmt: skip
 _QUANTIZATION_VERSION = 2
 # The SHA-256 of all other metadata, by which `verify` knows that the file is as it was written.
 NOTE = "fakequant.metadata_sha256"

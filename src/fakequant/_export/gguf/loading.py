@@ -107,7 +107,7 @@ def _layer(
     ]
     scale, zero_point, values = found
     assert values is not None
-    rounded = presets.q8_k_input() if stored[0].type == "TQ2_0" else presets.q8_0_input()
+    rounded = presets.q8_k_input() if TYPES[stored[0].type].length == 256 else presets.q8_0_input()
     return LoadedLayer(
         values=values.reshape(like.shape),
         weight=LoadedGrid(spec=grids[0].spec, scale=scale, zero_point=zero_point),

@@ -18,7 +18,7 @@ RUNTIME = Runtime(
     suffix=".gguf",
     takes_example=False,
 )
-_WEIGHTS = ("q4_0", "q4_1", "q8_0", "tq2_0")
+_WEIGHTS = ("q4_0", "q4_1", "q8_0", "tq2_0", "q4_k", "q6_k")
 _INPUTS = ("q8_0_input", "q8_k_input")
 
 
@@ -29,7 +29,7 @@ def reason_against_weight(spec: QuantSpec) -> str | None:
     >>> reason_against_weight(presets.q4_0()), reason_against_weight(presets.mxfp4(axis=1))
     (None, None)
     >>> reason_against_weight(QuantSpec(bits=4, axis=-1, group_size=32))
-    'int4, per group of 32 on axis -1 is no block type of ggml; those are q4_0, q4_1, q8_0, tq2_0 and mxfp4'
+    'int4, per group of 32 on axis -1 is no block type of ggml; those are q4_0, q4_1, q8_0, tq2_0, q4_k, q6_k and mxfp4'
     """
     is_mxfp4 = spec.format == "e2m1" and spec.scale_format == "e8m0" and spec.group_size == 32
     if spec.ggml_type not in _WEIGHTS and not is_mxfp4:
