@@ -163,7 +163,7 @@ def operators_are_materialized_once():
 
 @pytest.fixture(scope="session", autouse=True)
 def exports_keep_no_books():
-    """Keeps torch.export from making the types of annotations a million times, and from copying where nodes came from."""
+    """Keeps torch.export from making types of annotations a million times, and from copying the origins of nodes."""
     if "torch.fx.traceback" not in sys.modules:
         yield
         return

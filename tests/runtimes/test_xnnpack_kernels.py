@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fakequant import QuantSpec
+from thoroughness import ALL
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("executorch")
@@ -239,10 +240,11 @@ class Layer(Case):
 
 
 # Layers in one program, with the number of trials of each.
+MOST = 4 if ALL else 2
 PROGRAMS = {
     "linear": (["linear"], 4),
-    "conv": (["conv"], 4),
-    "depthwise": (["depthwise"], 4),
+    "conv": (["conv"], MOST),
+    "depthwise": (["depthwise"], MOST),
     "other convolutions": (["pointwise", "grouped", "conv1d", "transposed", "strided"], 2),
 }
 

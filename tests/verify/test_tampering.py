@@ -61,7 +61,7 @@ class SeveralOutputs(nn.Module):
 
 X86 = "onnxruntime-x86"
 # The number of changes of one kind that are tried in one file.
-MOST = 40 if ALL else 10
+MOST = 40 if ALL else 6
 MODELS = {
     "MLP": (trials.mlp, trials.rows(16, 12), recipes.int8),
     "MLP, 4 bits": (trials.mlp, trials.rows(16, 12), recipes.w4a8),

@@ -27,7 +27,7 @@ pytestmark = [
 
 SETTINGS = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1}
 # The number of changes of one kind that are tried in one file. A trial compiles two models.
-MOST = 20 if ALL else 8
+MOST = 20 if ALL else 5
 MODELS = {
     "MLP, 4 bits": (trials.mlp, trials.rows(16, 12), recipes.w4a8),
     "CNN": (trials.ResidualCNN, trials.image(4), recipes.int8),

@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 # Every recipe occurs, and every model in `make test-all`.
-CASES = [("mlp", "int8"), ("residual", "lsq"), ("depthwise", "w4a8")] + ([("encoder", "int8")] if ALL else [])
+CASES = [("mlp", "int8"), ("residual", "lsq")] + ([("depthwise", "w4a8"), ("encoder", "int8")] if ALL else [])
 DATA = [digit_models.digits(16, 2), digit_models.digits(16, 3)]
 
 
