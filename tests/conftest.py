@@ -54,6 +54,7 @@ if find_spec("torch") is None:
 def pytest_collection_finish():
     """Looks for garbage from now on, but not among what was imported and collected."""
     gc.freeze()
+    gc.set_threshold(20_000, 10, 20)  # exports make many objects that live shortly
     gc.enable()
 
 

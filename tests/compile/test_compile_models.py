@@ -221,9 +221,8 @@ class Training:
             self.run(self.x)
 
 
-@pytest.mark.parametrize(
-    ("name", "recipe"), [("small residual", "int8"), pytest.param("a module used twice", "lsq", marks=only_in_test_all)]
-)
+@only_in_test_all  # test_compile_quantizers.py counts the compilations of each quantizer
+@pytest.mark.parametrize(("name", "recipe"), [("small residual", "int8"), ("a module used twice", "lsq")])
 def test_each_state_of_a_schedule_is_compiled_once_in_training_and_once_in_evaluation(name, recipe):
     training, counts = Training(name, recipe, **PLAN), []
     for again in range(2):
@@ -234,7 +233,7 @@ def test_each_state_of_a_schedule_is_compiled_once_in_training_and_once_in_evalu
             counts.append(training.compilations)
             if not again:
                 assert training.compilations <= 2 * (number + 1), state
-            for _ in range(2 if ALL else 1):
+            for _ in range(2):
                 training.train()
                 training.evaluate()
             assert training.compilations == counts[-1], f"{state}: recompiled"
