@@ -145,7 +145,7 @@ def exported_as(case: str) -> Exported:
     return Exported(*INTEGERS[case])
 
 
-@pytest.fixture(params=sampled(INTEGERS, "int8-residual", "int8-encoder", "dynamic-mlp"))
+@pytest.fixture(params=sampled(INTEGERS, "int8-residual", "int8-encoder"))
 def exported(request) -> Exported:
     return exported_as(request.param)
 
@@ -478,6 +478,7 @@ def test_arguments_that_are_no_tensors_are_constants(target, given, tmp_path):
     assert fq.verify(model, path, [batch]).ok
 
 
+@only_in_test_all
 def test_notes_tell_target_inputs_and_parameters_and_whether_the_file_has_changed(tmp_path):
     class Named(nn.Module):
         def __init__(self) -> None:
