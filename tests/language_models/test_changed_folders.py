@@ -22,7 +22,7 @@ _CASES = [
     ("llama", "fp8 blocks and inputs"), ("llama", "nvfp4 inputs"), ("qwen2", "mxfp8 inputs"),
     ("bert", "int8 affine"),
 ]  # fmt: skip
-# Without schemes whose tensors have the same names as those of another.
+# One per kind: groups, inputs, block scales, experts, blocks of rows, and zero points.
 _CASES = _CASES if ALL else [_CASES[i] for i in (1, 3, 5, 8, 9, 10, 12)]
 
 

@@ -252,7 +252,7 @@ def test_every_registered_operator_has_an_opcheck_case():
 
 
 TRIED = {f"{name}: {case}": (name, case) for name, cases in CASES.items() for case in cases}
-if not ALL:  # slow, and like those of `learned`
+if not ALL:  # slow; a scale per tensor and permuted groups are tried
     for case in ("float64", "permuted scales", "channels last", "channel"):
         del TRIED[f"learned_backward: {case}"]
 
