@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import threading
+import typing
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +29,9 @@ with contextlib.suppress(ModuleNotFoundError):
 
     tqdm.tqdm.monitor_interval = 0
 
+# Importing and collecting the tests makes a million objects that stay. Looking for garbage among them takes seconds.
+gc.disable()
+
 # The assertions of helper modules are explained as those of tests are.
 _FILES = list(Path(__file__).parent.rglob("*.py"))
 _HELPERS = {path.stem for path in _FILES if not path.stem.startswith(("test_", "conftest"))}
@@ -45,6 +49,13 @@ if find_spec("torch") is None:
         re.MULTILINE,
     )
     collect_ignore = [str(path) for path in _FILES if _NEEDS_TORCH.search(path.read_text(encoding="utf-8"))]
+
+
+def pytest_collection_finish():
+    """Looks for garbage from now on, but not among what was imported and collected."""
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 20)  # exports make many objects that live shortly
+    gc.enable()
 
 
 # The kernels of all instruction sets give the same bytes: `make test-kernels` compares them. One is enough here.
@@ -148,6 +159,21 @@ def operators_are_materialized_once():
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exporting, "_materialize_cpp_cia_ops", functools.cache(exporting._materialize_cpp_cia_ops))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def exports_keep_no_books():
+    """Keeps torch.export from making types of annotations a million times, and from copying the origins of nodes."""
+    if "torch.fx.traceback" not in sys.modules:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        # py_impl() evaluates its annotations in every call, and an export calls it for every operator of torch.
+        patch.setattr(sys.modules["torch._ops"], "Callable", typing.Callable)
+        node_source = getattr(sys.modules["torch.fx.traceback"], "NodeSource", type)
+        if node_source is not type:
+            patch.setattr(node_source, "__deepcopy__", lambda self, _: self, raising=False)
         yield
 
 

@@ -32,11 +32,12 @@ def saved_and_loaded(program):
     return torch.export.load(file)
 
 
-# Every recipe, ranges that are frozen and not, and both ways to export.
-WAYS = [(recipe, number % 2 == 1, False) for number, recipe in enumerate(RECIPES)]
+# Observed, dynamic and learned scales, and scales of blocks; ranges that are frozen and not, and both ways to export.
+# All recipes are compiled in test_compile_models.py.
+WAYS = [("int8", False, False), ("int8_dynamic", True, False), ("nvfp4", True, False), ("lsq", True, True)]
 if ALL:
-    WAYS += [(recipe, not frozen, False) for recipe, frozen, _ in WAYS] + [("int8", False, True)]
-WAYS += [("lsq", True, True)]  # strict export is slow
+    WAYS = [(recipe, frozen, False) for recipe in RECIPES for frozen in (False, True)]
+    WAYS += [("int8", False, True), ("lsq", True, True)]
 
 
 @pytest.mark.parametrize(("recipe", "frozen", "strict"), WAYS)

@@ -59,7 +59,8 @@ def test_fused_functions_have_eager_bits(dtype):
         results = []
         for numerics in ("onnx", "half_away"):
             spec = AFFINE(bits=8, signed=False, numerics=numerics)
-            results += [fq.fake_quantize(x[i], scales[i], zeros[i], spec) for i in range(len(SCALES))]
+            rows = range(len(SCALES)) if ALL else (0, 4)  # the channels below have all scales
+            results += [fq.fake_quantize(x[i], scales[i], zeros[i], spec) for i in rows]
             channel = AFFINE(bits=8, signed=False, axis=0, numerics=numerics)
             results.append(fq.fake_quantize(x, scales, zeros, channel))
             results.append(fq.fake_quantize_learned(x, scales, zeros + 0.4, channel))
@@ -121,7 +122,7 @@ def test_fused_functions_check_scale_and_zero_point_at_run_time():
 
 def test_a_prepared_model_in_evaluation_is_fused_and_has_eager_bits():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 4))
     x = torch.randn(32, 8)
     fq.calibrate(fq.prepare(model, fq.recipes.int8(), x), [x], progress=False)
     model.eval()
@@ -161,6 +162,10 @@ PROGRAM = """
     x = torch.randn(64)
 """
 ORDERS = {
+    "Inductor is imported before": """
+        import torch._inductor.compile_fx
+        import fakequant as fq
+    """,
     "compiled before the import": """
         code_of(lambda x: x.relu() + 1, x)
         import fakequant as fq
@@ -190,7 +195,7 @@ def test_a_prepared_model_compiles_in_a_process_that_has_not_imported_inductor()
     assert run.stdout.split() == ["True"], run.stderr
 
 
-@pytest.mark.parametrize("order", sampled(ORDERS, "compiled before the import"))
+@pytest.mark.parametrize("order", sampled(ORDERS, "Inductor is imported before"))
 def test_decompositions_are_registered_in_any_order_of_imports(order):
     lines = (PROGRAM, ORDERS[order], 'print("fakequant.fake_quantize.default" in code_of(Module(), x))')
     program = "\n".join(map(textwrap.dedent, lines))

@@ -10,6 +10,7 @@ from fakequant import QuantSpec, _kernels
 from fakequant.testing import cases
 from fakequant.testing.assertions import assert_same_bits
 from tensor_data import DY_LAYOUTS, LAYOUTS, SCALES, SHAPE, array, assert_same, data, elements, gradient
+from thoroughness import pairs_of
 from torch_bridge import to_torch, torch
 
 formula = pytest.importorskip("fakequant._backends.torch.formula")
@@ -79,9 +80,7 @@ def test_formula_functions_have_the_signatures_of_the_kernels():
     assert {"fake_quantize", "learned_backward", "observe_fake_quantize"} <= vars(formula).keys()
 
 
-@by_bounds
-@by_cut
-@by_numerics
+@pytest.mark.parametrize(("bounds", "cut", "numerics"), pairs_of([*BOUNDS.values()], [*CUTS.values()], [*NUMERICS]))
 def test_formula_forward_and_masks_have_the_bits_of_the_kernels(numerics, cut, bounds):
     for x in inputs("contiguous", "channels last", "expanded"):
         for grid, kind in itertools.product(grids(x, cut, numerics, bounds), MASKS):
@@ -210,9 +209,10 @@ def test_formula_qparams_have_the_bits_of_the_kernels(bounds, symmetric):
         assert_same(*(m.choose_qparams(*arguments) for m in (kernels, formula)), eps)
 
 
-@by_place
-@by_numerics
-@pytest.mark.parametrize("update", ["moving_average", "min_max", "dynamic"])
+@pytest.mark.parametrize(
+    ("update", "cut", "numerics"),
+    pairs_of(["moving_average", "min_max", "dynamic"], [c for c in CUTS.values() if c != "tiles"], [*NUMERICS]),
+)
 def test_formula_observing_has_the_bits_of_the_kernels_after_every_step(update, numerics, cut):
     for layout, dtype in itertools.product(("contiguous", "channels last", "sliced"), cases.DTYPES.values()):
         states = []

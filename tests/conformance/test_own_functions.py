@@ -11,6 +11,7 @@ from fakequant import reference
 from fakequant._backends.blocks import blocks_of
 from fakequant.testing import cases
 from fakequant.testing.assertions import assert_same_bits
+from thoroughness import pairs_of
 
 on_each_target = pytest.mark.usefixtures("target")
 
@@ -41,7 +42,6 @@ SPECS = {
 # The scales that functions with checked arguments accept.
 SCALES = cases.SCALES + cases.EXTREME_SCALES
 
-by_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 by_dtype = pytest.mark.parametrize("dtype", cases.DTYPES.values(), ids=cases.DTYPES)
 by_numerics = pytest.mark.parametrize("numerics", reference.NUMERICS)
 
@@ -59,9 +59,12 @@ def per_tensor_inputs(spec, dtype):
             yield scale, zero_point, cases.values(scale, zero_point, spec.qmin, spec.qmax, dtype)
 
 
-@by_dtype
-@by_numerics
-@by_spec
+by_pair = pytest.mark.parametrize(
+    ("numerics", "spec", "dtype"), pairs_of([*reference.NUMERICS], [*SPECS.values()], [*cases.DTYPES.values()])
+)
+
+
+@by_pair
 def test_per_tensor_forward_and_masks_equal_the_reference(spec, numerics, dtype, each_target):
     spec = dataclasses.replace(spec, numerics=numerics)
     for scale, zero_point, x in per_tensor_inputs(spec, dtype):
@@ -79,9 +82,7 @@ def test_per_tensor_forward_and_masks_equal_the_reference(spec, numerics, dtype,
             assert_same_bits(bits, packed, "packed mask", *case)
 
 
-@by_dtype
-@by_numerics
-@by_spec
+@by_pair
 def test_per_tensor_codes_and_values_equal_the_reference(spec, numerics, dtype, each_target):
     spec = dataclasses.replace(spec, numerics=numerics)
     for scale, zero_point, x in per_tensor_inputs(spec, dtype):

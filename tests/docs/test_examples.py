@@ -49,6 +49,7 @@ def test_every_example_is_tested():
 
 
 @needs_torch
+@only_in_test_all
 def test_digits_mlp_example_keeps_int8_accuracy_and_trains_2_bits():
     printed = run("digits_mlp.py")
     assert number(rf"int8 +calibrated +{PERCENT}", printed) == pytest.approx(

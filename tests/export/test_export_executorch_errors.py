@@ -13,6 +13,7 @@ from torch import Tensor, nn, randn
 import fakequant as fq
 from fakequant import presets, recipes
 from fakequant._util import packages
+from thoroughness import ALL
 
 pytest.importorskip("executorch.exir")
 
@@ -141,8 +142,9 @@ def test_program_with_other_results_is_not_written(tmp_path, monkeypatch):
 def test_program_that_runs_only_the_longest_batch_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr(program, "FunctionForms", contextlib.nullcontext)
     model = prepared(nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (1, 4)), nn.CircularPad1d(1), nn.Flatten()))
-    fq.export_executorch(model, tmp_path / "m.pte", randn(2, 4))
-    (tmp_path / "m.pte").unlink()
+    if ALL:
+        fq.export_executorch(model, tmp_path / "m.pte", randn(2, 4))
+        (tmp_path / "m.pte").unlink()
     with pytest.raises(ValueError, match=r"cannot run the program .*: Attempted to resize a static tensor"):
         fq.export_executorch(model, tmp_path / "m.pte", randn(2, 4), max_batch=4)
     assert os.listdir(tmp_path) == []

@@ -22,7 +22,7 @@ from workers import Worker
 pytest.importorskip("onnxscript")
 
 # Steps through the pairs so that neighbouring seeds have other targets and other recipes.
-NETWORKS = [(seed, *PAIRS[7 * seed % len(PAIRS)]) for seed in range(20 if ALL else 10)]
+NETWORKS = [(seed, *PAIRS[7 * seed % len(PAIRS)]) for seed in range(20 if ALL else 5)]
 # Seeds of networks that their target cannot compute. At most one in twenty.
 REFUSED: set[int] = set()
 # Every pattern appears within so many networks.

@@ -15,19 +15,14 @@ for name in ("transformers", "lightning"):
 """
 
 
-def output_of(code):
-    return subprocess.check_output([sys.executable, "-c", code], text=True)
-
-
-def test_integrations_without_their_packages_name_the_install_command():
-    assert output_of(IMPORT).splitlines() == [
+def test_integrations_name_the_install_command_and_fakequant_imports_none_of_their_packages():
+    first = "import sys, fakequant as fq; fq.prepare, fq.Schedule, fq.health, fq.nn; import fakequant.integrations\n"
+    first += f"print(sorted({set(PACKAGES)} & sys.modules.keys()))"
+    printed = subprocess.check_output([sys.executable, "-c", first + IMPORT], text=True)
+    assert printed.splitlines() == [
+        "[]",
         "This needs transformers, which is not installed.",
         'Use: pip install "fakequant[transformers]"',
         "This needs lightning, which is not installed.",
         'Use: pip install "fakequant[lightning]"',
     ]
-
-
-def test_importing_fakequant_imports_no_integration_package():
-    code = "import sys, fakequant as fq; fq.prepare, fq.Schedule, fq.health, fq.nn; import fakequant.integrations; "
-    assert output_of(f"{code}print(sorted({set(PACKAGES)} & sys.modules.keys()))").strip() == "[]"

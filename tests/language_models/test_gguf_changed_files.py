@@ -19,7 +19,7 @@ _CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=list(sampled(_CASES, "llama q4_0", "llama base q4_0", "mixtral q4_0")))
+@pytest.fixture(scope="module", params=list(sampled(_CASES, "llama base q4_0", "mixtral q4_0")))
 def original(request, tmp_path_factory):
     """A prepared model and the contents of its file."""
     name, kind = _CASES[request.param]

@@ -28,6 +28,7 @@ from expert_cases import (
 from fakequant import presets
 from fakequant.testing.assertions import assert_same_bits, assert_same_state
 from prepare_cases import INT8, off, randn
+from thoroughness import only_in_test_all
 
 # --- the float function -----------------------------------------------------------------------------
 
@@ -308,7 +309,7 @@ def test_class_without_the_attributes_stays_in_float():
 # --- compilers --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("mode", [True, pytest.param(False, marks=only_in_test_all)], ids=["training", "evaluation"])
 def test_compiled_module_is_one_graph_and_computes_the_same(mode):
     layer, args = build({"has_bias": True, "is_transposed": True}), routed()
     fq.calibrate(fq.prepare(layer, recipes.int8(), args), [args], progress=False).train(mode)

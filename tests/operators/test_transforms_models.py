@@ -7,6 +7,7 @@ import pytest
 
 import fakequant as fq
 from fakequant.testing.assertions import assert_same_bits
+from thoroughness import ALL
 
 torch = pytest.importorskip("torch")
 nn, F = torch.nn, torch.nn.functional
@@ -77,7 +78,7 @@ def assert_unchanged(before, model):
 @each_recipe
 @each_mode
 @each_freezing
-@each_layer
+@(each_layer if ALL else pytest.mark.parametrize("layer", ["conv"]))
 def test_torch_func_gradients_of_prepared_models_have_the_bits_of_backward(recipe, layer, mode, frozen):
     model, x, y = make(recipe, layer, mode, frozen)
     before = copy.deepcopy(model.state_dict())
@@ -90,7 +91,7 @@ def test_torch_func_gradients_of_prepared_models_have_the_bits_of_backward(recip
 @each_recipe
 @each_mode
 @each_freezing
-@each_layer
+@(each_layer if ALL else pytest.mark.parametrize("layer", ["linear"]))
 def test_per_example_gradients_of_prepared_models_equal_a_loop(recipe, layer, mode, frozen):
     model, x, y = make(recipe, layer, mode, frozen)
     before = copy.deepcopy(model.state_dict())

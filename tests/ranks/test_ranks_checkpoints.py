@@ -14,7 +14,7 @@ import fakequant as fq
 from fakequant.testing.assertions import assert_same_state
 from rank_models import RECIPES, WRAPPERS, Residual, ddp, images, of_the_model, residual, state_of, train
 from straight_through import torch
-from thoroughness import only_in_test_all
+from thoroughness import ALL, only_in_test_all
 from two_ranks import RANKS, Checks, dist
 
 fqnn = pytest.importorskip("fakequant.nn")
@@ -107,13 +107,12 @@ def distributed_checkpoint(seat, recipe, wrapper):
     }
 
 
-for _recipe in ("int8", "lsq", "int4_weight_only"):
+for _recipe in ("int8", "lsq", "int4_weight_only") if ALL else ("int8", "lsq"):
     check(_recipe, "fsdp", recipe=_recipe, wrapper="fsdp")(distributed_checkpoint)
-check("lsq", "ddp", recipe="lsq", wrapper="ddp")(distributed_checkpoint)
+if ALL:
+    check("lsq", "ddp", recipe="lsq", wrapper="ddp")(distributed_checkpoint)
 
 
-@check("ddp", wrapper="ddp")
-@check("fsdp", wrapper="fsdp")
 def frozen_learned_scales(seat, wrapper):
     """Momentum keeps moving the parameters, but the scales in use, which are saved, stay."""
     model, optimizer = sharded(seat, "lsq", wrapper)
@@ -128,6 +127,10 @@ def frozen_learned_scales(seat, wrapper):
         "after": {path.removeprefix("module."): q.scale.clone() for path, q in fqnn.named_quantizers(model)},
         "loaded": {path: q.scale.clone() for path, q in fqnn.named_quantizers(fresh)},
     }
+
+
+for _wrapper in ("ddp", "fsdp") if ALL else ("fsdp",):
+    check(_wrapper, wrapper=_wrapper)(frozen_learned_scales)
 
 
 @CHECKS.names(first_rank_alone)

@@ -6,6 +6,7 @@ from fakequant import QuantSpec
 from fakequant.testing.assertions import assert_same_bits, assert_same_state
 from rank_quantizers import OBSERVERS, SPECS, batches, compiled, learned, state_of
 from straight_through import torch
+from thoroughness import sampled
 from two_ranks import Checks
 
 fqnn = pytest.importorskip("fakequant.nn")
@@ -53,6 +54,7 @@ LEARNED_STATES = {
     "off": dict(quantizing=False),
     "observing": dict(observing=True),
 }
+LEARNED_STATES = sampled(LEARNED_STATES, "learning", "frozen")
 
 
 def compile_learned(seat, switches, wrap=compiled):

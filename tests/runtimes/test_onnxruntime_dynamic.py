@@ -8,6 +8,7 @@ import pytest
 import fakequant as fq
 from fakequant import QuantSpec
 from fakequant.testing.assertions import assert_same_bits
+from thoroughness import ALL
 
 torch = pytest.importorskip("torch")
 onnx = pytest.importorskip("onnx")
@@ -93,9 +94,15 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("target", [X86, "onnxruntime-vnni"])
-@pytest.mark.parametrize(("make", "x"), MODELS.values(), ids=MODELS)
-def test_dynamic_layers_run_in_integers_with_the_same_codes(make, x, target, tmp_path):
+TARGETS = [X86, "onnxruntime-vnni"]
+PAIRS = [(name, TARGETS[number % 2]) for number, name in enumerate(MODELS)]
+if ALL:
+    PAIRS = [(name, target) for name in MODELS for target in TARGETS]
+
+
+@pytest.mark.parametrize(("name", "target"), PAIRS)
+def test_dynamic_layers_run_in_integers_with_the_same_codes(name, target, tmp_path):
+    make, x = MODELS[name]
     torch.manual_seed(0)
     model = fq.prepare(make().eval(), recipes.int8_dynamic(target=target), x)
     path = tmp_path / "model.onnx"

@@ -1,8 +1,8 @@
 """Trials of ExecuTorch programs with changed bytes, each in a process of its own: a changed program may end it.
 
 Run as a script, it prints a JSON list of trials. Its arguments are the number of bytes that are changed anywhere in a
-file, and the number of bytes in each tensor. Its processes are forks of one that never runs a program, because the
-threads of XNNPACK do not survive a fork.
+file, the number of bytes in each tensor, and the models. Its processes are forks of one that never runs a program,
+because the threads of XNNPACK do not survive a fork.
 """
 
 import functools
@@ -114,5 +114,5 @@ def trial(name: str, what: str, is_sealed: bool, code: int) -> dict[str, str]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as where:
-        found = [one for name in MODELS for one in tried(name, Path(where), *map(int, sys.argv[1:]))]
+        found = [one for name in sys.argv[3:] for one in tried(name, Path(where), *map(int, sys.argv[1:3]))]
     json.dump(found, sys.stdout)

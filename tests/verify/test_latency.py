@@ -106,6 +106,7 @@ def test_multiplications_that_were_not_counted_are_not_shown():
     assert found.share is None
 
 
+@pytest.mark.usefixtures("float_models_are_written_once")
 def test_model_is_not_changed(int8):
     model, path = int8
     before = {name: value.clone() for name, value in model.state_dict().items()}

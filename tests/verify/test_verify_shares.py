@@ -7,6 +7,7 @@ import pytest
 
 import fakequant as fq
 from fakequant import recipes
+from thoroughness import sampled
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnxruntime")
@@ -105,6 +106,9 @@ REASONS = {
     "subclass": (lambda: perceptron(Doubled(16, 16)), X86, "Doubled"),
     "own weight": (lambda: perceptron(Own()), X86, "Own is not a supported layer type"),
 }
+
+
+REASONS = sampled(REASONS, "groups", "dynamic", "subclass", "own weight")
 
 
 @pytest.mark.parametrize(("make", "config", "why"), REASONS.values(), ids=REASONS)
