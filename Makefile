@@ -123,8 +123,8 @@ test-neon: build
 	$(VENV)/bin/cmake -S . -B build/neon -G Ninja -DCMAKE_TOOLCHAIN_FILE=tools/aarch64.cmake \
 	  -DFAKEQUANT_BUILD_TESTS=ON -DFAKEQUANT_BUILD_PYTHON=OFF -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja
 	$(VENV)/bin/cmake --build build/neon --target kernels_test
-	$(BUILD)/kernels_test --digest | sort > build/neon/here.txt
-	qemu-aarch64 build/neon/kernels_test --digest | sort > build/neon/there.txt
+	$(BUILD)/kernels_test --digest | sort > build/neon/here.txt & \
+	  qemu-aarch64 build/neon/kernels_test --digest | sort > build/neon/there.txt && wait $$!
 	diff build/neon/here.txt build/neon/there.txt
 	@echo "$$(wc -l < build/neon/here.txt) passed, 0 failed"
 
