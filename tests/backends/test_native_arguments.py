@@ -14,6 +14,8 @@ SHAPES = [
 by_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 ONE, ZERO = np.ones(1, np.float32), np.zeros(1, np.int32)
 ONNX = native.NUMERICS["onnx"]
+# One more than the last enumerator.
+NO_NUMERICS, NO_SCALE_RULE = (1 + max(values.values()) for values in (native.NUMERICS, native.SCALE_RULES))
 OF_SHAPES = {
     "fake_quantize": lambda shape: _native.fake_quantize(
         X, np.empty_like(X), None, native.MASK_NONE, native.F32, shape, ONNX, ONE, False, None,
@@ -63,7 +65,7 @@ CHANGES = [
     dict(mask_kind=native.MASK_PACKED), dict(mask_kind=native.MASK_BYTES), dict(mask_kind=3), dict(mask_kind=-1),
     dict(mask=np.zeros(1, np.uint8), mask_kind=native.MASK_PACKED), dict(x=None), dict(y=None), dict(scale=None),
     dict(zero_kind=native.ZERO_I32), dict(zero_kind=native.ZERO_I64), dict(zero_kind=native.ZERO_F32),
-    dict(zero_kind=4), dict(dtype=4), dict(dtype=-1), dict(dtype=native.F64), dict(numerics=19), dict(numerics=-1),
+    dict(zero_kind=4), dict(dtype=4), dict(dtype=-1), dict(dtype=native.F64), dict(numerics=NO_NUMERICS), dict(numerics=-1),
     dict(scale_is_f64=True),
 ]  # fmt: skip
 
@@ -94,9 +96,9 @@ REFUSED = {
     "choose_qparams, huge": lambda: _native.choose_qparams(
         ONE, ONE, HUGE, ONNX, -8, 7, True, 0, 1e-7, ONE.copy(), ZERO.copy()),
     "choose_qparams, scale rule": lambda: _native.choose_qparams(
-        ONE, ONE, 1, ONNX, -8, 7, True, 16, 1e-7, ONE.copy(), ZERO.copy()),
+        ONE, ONE, 1, ONNX, -8, 7, True, NO_SCALE_RULE, 1e-7, ONE.copy(), ZERO.copy()),
     "choose_qparams, numerics": lambda: _native.choose_qparams(
-        ONE, ONE, 1, 19, -8, 7, True, 0, 1e-7, ONE.copy(), ZERO.copy()),
+        ONE, ONE, 1, NO_NUMERICS, -8, 7, True, 0, 1e-7, ONE.copy(), ZERO.copy()),
     "keep_within, None": lambda: _native.keep_within(None, ONE.copy(), 1, 0.0, 1.0),
     "quantize, code": lambda: _native.quantize(
         X, np.empty(16, np.int8), native.F32, 11, (1, 1, 1, 16), ONNX, ONE, False, None, native.ZERO_NONE,
