@@ -65,8 +65,8 @@ CHANGES = [
     dict(mask_kind=native.MASK_PACKED), dict(mask_kind=native.MASK_BYTES), dict(mask_kind=3), dict(mask_kind=-1),
     dict(mask=np.zeros(1, np.uint8), mask_kind=native.MASK_PACKED), dict(x=None), dict(y=None), dict(scale=None),
     dict(zero_kind=native.ZERO_I32), dict(zero_kind=native.ZERO_I64), dict(zero_kind=native.ZERO_F32),
-    dict(zero_kind=4), dict(dtype=4), dict(dtype=-1), dict(dtype=native.F64), dict(numerics=NO_NUMERICS), dict(numerics=-1),
-    dict(scale_is_f64=True),
+    dict(zero_kind=4), dict(dtype=4), dict(dtype=-1), dict(dtype=native.F64), dict(numerics=NO_NUMERICS),
+    dict(numerics=-1), dict(scale_is_f64=True),
 ]  # fmt: skip
 
 
